@@ -1,0 +1,83 @@
+"""One error tree. Each error says what went wrong, where, and what to do next."""
+
+from __future__ import annotations
+
+
+class RlhpcError(Exception):
+    """Base of every error that rlhpc raises for a user to read."""
+
+    exit_code = 1
+
+
+class UserError(RlhpcError):
+    """Something the user gave is wrong; nothing was started. The command line exits with code 2."""
+
+    exit_code = 2
+
+
+class ConfigError(UserError):
+    """A configuration file or override is wrong."""
+
+
+class PlacementError(UserError):
+    """`cluster.component_placement` breaks a rule; names component, text and rule."""
+
+
+class SubmitError(UserError):
+    """A job could not be submitted."""
+
+
+class CheckpointError(UserError):
+    """A checkpoint is missing, incomplete or altered."""
+
+
+class RegistryError(RlhpcError):
+    """The registry folder cannot be read or written, or belongs to another generation."""
+
+
+class StaleGeneration(RegistryError):
+    """A process of an older generation woke up and was refused (fencing)."""
+
+
+class RendezvousTimeout(RlhpcError):
+    """Some processes did not arrive in time; names ranks, nodes and log files."""
+
+
+class DeadlineExceeded(RlhpcError):
+    """A wait ran into its deadline; says for whom it waited."""
+
+
+class ChannelError(RlhpcError):
+    """A channel does not exist, or its home process is gone."""
+
+
+class WorkerFailed(RlhpcError):
+    """A worker raised, died or was lost. The first failure, not the ones that follow.
+
+    Attributes:
+        group: Name of the worker group.
+        rank: Rank inside the group.
+        node: Node name.
+        log_path: The worker's stderr file.
+        exit_signal: Signal number when the process was killed, else None.
+        remote_traceback: The worker's traceback when it raised, else "".
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        group: str = "",
+        rank: int = -1,
+        node: str = "",
+        log_path: str = "",
+        exit_signal: int | None = None,
+        remote_traceback: str = "",
+    ) -> None:
+        super().__init__(message)
+        self.group = group
+        self.rank = rank
+        self.node = node
+        self.log_path = log_path
+        self.exit_signal = exit_signal
+        self.remote_traceback = remote_traceback
