@@ -1,0 +1,49 @@
+"""rlhpc: reinforcement learning on batch-scheduled clusters, with Slurm as the process manager.
+
+Names are loaded when they are first used, so `import rlhpc` costs neither torch nor submitit.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+
+_HOMES = {
+    "rlhpc.runtime.errors": [
+        "RlhpcError", "UserError", "ConfigError", "PlacementError", "SubmitError", "CheckpointError", "RegistryError",
+        "StaleGeneration", "RendezvousTimeout", "DeadlineExceeded", "ChannelError", "WorkerFailed",
+    ],
+    "rlhpc.runtime.cluster": ["Cluster", "Node", "NodeGroup"],
+    "rlhpc.runtime.placement": [
+        "Placement", "PackedPlacementStrategy", "FlexiblePlacementStrategy", "NodePlacementStrategy",
+        "HybridComponentPlacement", "ModelParallelComponentPlacement",
+    ],
+    "rlhpc.runtime.worker": ["Worker"],
+    "rlhpc.runtime.group": ["WorkerGroup", "Handle"],
+    "rlhpc.runtime.comm.channel": ["Channel", "QueueFull", "QueueEmpty"],
+    "rlhpc.runtime.session": ["Session"],
+    "rlhpc.config": ["load_config"],
+    "rlhpc.roles": ["EmbodiedActor", "MultiStepRolloutWorker", "EnvWorker"],
+    "rlhpc.runners": ["EmbodiedRunner"],
+}  # fmt: skip
+_HOME_OF = {name: module for module, names in _HOMES.items() for name in names}
+__all__ = sorted(_HOME_OF)
+
+if TYPE_CHECKING:
+    from rlhpc.runtime.cluster import Cluster as Cluster
+    from rlhpc.runtime.comm.channel import Channel as Channel
+    from rlhpc.runtime.worker import Worker as Worker
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME_OF:
+        raise AttributeError(f"module 'rlhpc' has no attribute {name!r}")
+    value = getattr(importlib.import_module(_HOME_OF[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return [*globals(), *__all__]

@@ -1,0 +1,1 @@
+"""Bytes between processes: serialization, shared memory, channels, point to point and collectives."""

@@ -1,0 +1,273 @@
+"""Channel: a named FIFO with keys between any processes of a run.
+
+Metadata goes through the channel's home process; payloads do not. On one host they travel by shared memory and are mapped
+by the consumer without a copy, between hosts they go straight from producer to consumer.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import pickle
+import queue
+import threading
+import zlib
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+from rlhpc.runtime.comm.payload import Packed, pack, unpack
+from rlhpc.runtime.comm.queues import Item
+from rlhpc.runtime.comm.service import DEFAULT_MAX_BYTES
+from rlhpc.runtime.comm.sockets import choose
+from rlhpc.runtime.context import Context, current
+from rlhpc.runtime.errors import ChannelError, RegistryError
+
+DEFAULT_KEY = "default_queue"
+
+
+class QueueFull(queue.Full):
+    """`put_nowait` on a full channel."""
+
+
+class QueueEmpty(queue.Empty):
+    """`get_nowait` on an empty channel."""
+
+
+class AsyncWork:
+    """A channel, send or recv operation that goes on in the background."""
+
+    def __init__(self, future: Future[Any]) -> None:
+        self._future = future
+
+    def wait(self, timeout: float | None = None) -> Any:
+        """Blocks until the operation is done; returns its result or raises its error."""
+        return self._future.result(timeout)
+
+    def done(self) -> bool:
+        return self._future.done()
+
+    async def async_wait(self) -> Any:
+        """`wait` for coroutines."""
+        return await asyncio.wrap_future(self._future)
+
+
+_lanes: dict[str, ThreadPoolExecutor] = {}
+_lanes_lock = threading.Lock()
+
+
+def in_background(lane: str, function: Callable[[], Any]) -> AsyncWork:
+    """Runs `function` on the lane's single thread: operations of one lane keep their order."""
+    with _lanes_lock:
+        if lane not in _lanes:
+            _lanes[lane] = ThreadPoolExecutor(1, thread_name_prefix=f"rlhpc-{lane}")
+    return AsyncWork(_lanes[lane].submit(function))
+
+
+class Channel:
+    """Handle on a channel; picklable, usable from the driver and from every worker. Make it with `create` or `connect`."""
+
+    def __init__(self, name: str, homes: list[dict[str, str]]) -> None:
+        self.name, self._homes = name, homes
+
+    @classmethod
+    def create(
+        cls,
+        name: str,
+        maxsize: int = 0,
+        distributed: bool = False,
+        *,
+        max_bytes: int = DEFAULT_MAX_BYTES,
+        home: str | None = None,
+    ) -> Channel:
+        """Creates a channel; one of the same name is closed and replaced.
+
+        Args:
+            name: Unique name in the run.
+            maxsize: Items each key may hold before `put` blocks; 0 is unbounded.
+            distributed: Spread the keys over the processes of group `home` (by default every worker of the run):
+                key "0", "1", … lives with that rank, another key by its hash. Puts and gets of a key whose home is the
+                calling process need no socket. Otherwise the calling process is the home of all keys.
+            max_bytes: Bytes the channel may hold at each home before `put` blocks.
+            home: The group whose ranks keep the keys; implies `distributed`.
+        """
+        context = current()
+        if distributed or home:
+            groups = [home] if home else context.group_names()
+            homes = [context.member(group, rank)["data"] for group in groups for rank in range(context.group_size(group))]
+        else:
+            homes = []
+        homes = homes or [context.service.endpoint]
+        for record in homes:
+            if record == context.service.endpoint:
+                context.service.open_channel(name, maxsize, max_bytes)
+            else:
+                body = pickle.dumps((name, maxsize, max_bytes))
+                context.service.peers.request(choose(record), b"OPEN", [body], 60, f"the home of channel {name!r}")
+        context.registry.put("channels", name, {"homes": homes, "maxsize": maxsize})
+        return cls(name, homes)
+
+    @classmethod
+    def connect(cls, name: str, timeout: float = 60.0) -> Channel:
+        """Attaches to a channel that somebody creates.
+
+        Raises:
+            ChannelError: It did not exist after `timeout` seconds.
+        """
+        context = current()
+        try:
+            record = context.registry.wait_for("channels", name, timeout, f"a Channel.create({name!r})", context.check)
+        except RegistryError as error:
+            raise ChannelError(str(error)) from None
+        return cls(name, record["homes"])
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Channel, (self.name, self._homes)
+
+    def _home(self, key: str) -> dict[str, str]:
+        if len(self._homes) == 1:
+            return self._homes[0]
+        index = int(key) if key.isdigit() else zlib.crc32(key.encode())
+        return self._homes[index % len(self._homes)]
+
+    # -- put ------------------------------------------------------------------------------------------------------
+
+    def put(self, item: Any, weight: float = 0, key: str = DEFAULT_KEY, async_op: bool = False) -> AsyncWork | None:
+        """Appends `item`; blocks while the channel is full.
+
+        With `async_op` the item is taken as it is now, and an `AsyncWork` tells when it was admitted.
+
+        Raises:
+            DeadlineExceeded: Nobody made room in the session's wait deadline.
+        """
+        context, key = current(), str(key)
+        packed = pack(item, context.service.scratch, context.service.origin)
+        if async_op:
+            packed.frames = [bytes(frame) for frame in packed.frames]
+            return in_background(f"put-{self.name}", lambda: self._put(context, packed, weight, key, True))
+        self._put(context, packed, weight, key, True)
+        return None
+
+    def put_nowait(self, item: Any, weight: float = 0, key: str = DEFAULT_KEY) -> None:
+        """Appends `item`.
+
+        Raises:
+            QueueFull: There is no room.
+        """
+        context = current()
+        packed = pack(item, context.service.scratch, context.service.origin)
+        self._put(context, packed, weight, str(key), False)
+
+    def _put(self, context: Context, packed: Packed, weight: float, key: str, wait: bool) -> None:
+        service, home = context.service, self._home(key)
+        whom = f"room in channel {self.name!r}, key {key!r}"
+        try:
+            if home["ipc"] == service.endpoint["ipc"]:
+                frames = [bytes(frame) for frame in packed.frames]
+
+                def act(answer: Any) -> bool:
+                    state = service.channel(self.name)
+                    return state.put(key, frames, packed.nbytes, weight, packed.segment or "", answer if wait else None)
+
+                if wait:
+                    service.wait_local(act, context.wait_deadline, whom)
+                else:
+                    with service.lock:
+                        admitted = act(None)
+                    if not admitted:
+                        raise QueueFull(whom)
+                return
+            head = pickle.dumps((self.name, key, packed.nbytes, weight, packed.segment or "", wait))
+            service.peers.request(choose(home), b"PUT", [head, *packed.frames], context.wait_deadline, whom)
+        except BaseException as error:
+            packed.discard()
+            if isinstance(error, ChannelError) and str(error) == "full":
+                raise QueueFull(whom) from None
+            raise
+
+    # -- get ------------------------------------------------------------------------------------------------------
+
+    def get(self, key: str = DEFAULT_KEY, async_op: bool = False, timeout: float | None = None) -> Any:
+        """Removes and returns the oldest item; blocks while there is none.
+
+        Raises:
+            DeadlineExceeded: None came in `timeout` seconds (default: the session's wait deadline).
+        """
+        context, key = current(), str(key)
+        if async_op:
+            return in_background(f"get-{self.name}-{key}", lambda: self._get(context, key, None, True, timeout)[0])
+        return self._get(context, key, None, True, timeout)[0]
+
+    def get_nowait(self, key: str = DEFAULT_KEY) -> Any:
+        """Removes and returns the oldest item.
+
+        Raises:
+            QueueEmpty: There is none.
+        """
+        return self._get(current(), str(key), None, False, None)[0]
+
+    def get_batch(self, target_weight: float, key: str = DEFAULT_KEY) -> list[Any]:
+        """Items in order until their weights reach `target_weight` or the next one would pass it; blocks until then."""
+        return self._get(current(), str(key), float(target_weight), True, None)
+
+    def _get(self, context: Context, key: str, target: float | None, wait: bool, timeout: float | None) -> list[Any]:
+        service, home = context.service, self._home(key)
+        timeout = context.wait_deadline if timeout is None else timeout
+        whom = f"an item in channel {self.name!r}, key {key!r}"
+        if home["ipc"] == service.endpoint["ipc"]:
+
+            def act(answer: Any) -> bool:
+                state = service.channel(self.name)
+                return bool(wait or state.queue(key).items) and state.get(key, "", target, answer)
+
+            try:
+                items = service.wait_local(act, timeout, whom)
+            except queue.Empty:
+                raise QueueEmpty(whom) from None
+            return [self._open(context, item.frames) for item in items]
+        head = pickle.dumps((self.name, key, context.name, target, wait))
+        try:
+            reply = service.peers.request(choose(home), b"GET", [head], timeout, whom)
+        except ChannelError as error:
+            if str(error) == "empty":
+                raise QueueEmpty(whom) from None
+            raise
+        numbers, results, at = [], [], 1
+        for number, count in pickle.loads(reply[0]):
+            results.append(self._open(context, reply[at : at + count]))
+            numbers.append(number)
+            at += count
+        service.peers.post(choose(home), b"ACK", [pickle.dumps((self.name, numbers))])
+        return results
+
+    @staticmethod
+    def _open(context: Context, frames: list[Any]) -> Any:
+        return unpack(frames, context.host, context.service.fetch)
+
+    # -- inspection -----------------------------------------------------------------------------------------------
+
+    def _stat(self, key: str) -> tuple[int, bool]:
+        context, home = current(), self._home(key)
+        if home["ipc"] == context.service.endpoint["ipc"]:
+            with context.service.lock:
+                state = context.service.channel(self.name)
+                return len(state.queue(key).items), state.full(key)
+        body = pickle.dumps((self.name, key))
+        reply = context.service.peers.request(choose(home), b"STAT", [body], 60, f"the home of channel {self.name!r}")
+        result: tuple[int, bool] = pickle.loads(reply[0])
+        return result
+
+    def qsize(self, key: str = DEFAULT_KEY) -> int:
+        """Items queued under `key`."""
+        return self._stat(str(key))[0]
+
+    def empty(self, key: str = DEFAULT_KEY) -> bool:
+        return self._stat(str(key))[0] == 0
+
+    def full(self, key: str = DEFAULT_KEY) -> bool:
+        return self._stat(str(key))[1]
+
+    def __repr__(self) -> str:
+        return f"Channel({self.name!r})"
+
+
+__all__ = ["AsyncWork", "Channel", "Item", "QueueEmpty", "QueueFull"]

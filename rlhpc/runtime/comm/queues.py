@@ -1,0 +1,176 @@
+"""The state of a channel at its home process, and of a worker's inbox: plain data structures, no sockets.
+
+All methods are called with the service's lock held. A waiter is a callable that is given the answer once; it returns False
+when whoever waited is gone, and the answer goes to the next one.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import deque
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
+
+_ids = itertools.count(1)
+
+
+class Item(NamedTuple):
+    """One queued object: its transport frames and what back pressure and batching need to know."""
+
+    number: int
+    frames: list[Any]
+    nbytes: int
+    weight: float
+    segment: str
+
+
+Answer = Callable[[list[Item] | str], bool]
+
+
+class KeyQueue:
+    """FIFO of one key, with blocked producers and blocked consumers."""
+
+    def __init__(self) -> None:
+        self.items: deque[Item] = deque()
+        self.nbytes = 0
+        self.getters: deque[tuple[str, float | None, Answer]] = deque()
+        self.putters: deque[tuple[Item, Answer]] = deque()
+
+
+class ChannelState:
+    """A channel's queues by key; bounded by items (a key) and bytes (the channel).
+
+    Args:
+        maxsize: Items a key may hold; 0 is unbounded.
+        max_bytes: Bytes that all keys together may hold; one item is always admitted into an empty queue.
+    """
+
+    def __init__(self, maxsize: int, max_bytes: int) -> None:
+        self.maxsize, self.max_bytes = maxsize, max_bytes
+        self.nbytes = 0
+        self.queues: dict[str, KeyQueue] = {}
+        self.unacknowledged: dict[int, tuple[str, str, Item]] = {}
+
+    def queue(self, key: str) -> KeyQueue:
+        if key not in self.queues:
+            self.queues[key] = KeyQueue()
+        return self.queues[key]
+
+    def full(self, key: str, nbytes: int = 0) -> bool:
+        queue = self.queue(key)
+        if self.maxsize and len(queue.items) >= self.maxsize:
+            return True
+        return bool(queue.items) and self.nbytes + nbytes > self.max_bytes
+
+    def put(self, key: str, frames: list[Any], nbytes: int, weight: float, segment: str, answer: Answer | None) -> bool:
+        """Queues an item, or the producer that waits with it. Without an `answer` a full queue refuses: False."""
+        queue, item = self.queue(key), Item(next(_ids), frames, nbytes, weight, segment)
+        # A waiting consumer takes the item at once, so a full queue cannot have one.
+        if queue.putters or self.full(key, nbytes):
+            if answer is None:
+                return False
+            queue.putters.append((item, answer))
+            return True
+        self._admit(queue, item)
+        if answer:
+            answer([])
+        self._serve(key, queue)
+        return True
+
+    def get(self, key: str, who: str, target: float | None, answer: Answer | None) -> bool:
+        """Gives one item (`target` None) or a batch of weight `target`; without an `answer` an empty queue refuses."""
+        queue = self.queue(key)
+        if answer is None:
+            return False
+        queue.getters.append((who, target, answer))
+        self._serve(key, queue)
+        return True
+
+    def _admit(self, queue: KeyQueue, item: Item) -> None:
+        queue.items.append(item)
+        queue.nbytes += item.nbytes
+        self.nbytes += item.nbytes
+
+    def _take(self, queue: KeyQueue, target: float | None) -> list[Item] | None:
+        """Items for one consumer, or None while it must wait; FIFO, a batch stops before the item that would pass it."""
+        if not queue.items:
+            return None
+        if target is None:
+            return [queue.items.popleft()]
+        total, count = 0.0, 0
+        for item in queue.items:
+            if count and total + item.weight > target:
+                break
+            total, count = total + item.weight, count + 1
+            if total >= target:
+                break
+        else:
+            # Everything queued is below the target: wait for more, unless the queue cannot take any more.
+            if not (queue.putters or (self.maxsize and len(queue.items) >= self.maxsize)):
+                return None
+        return [queue.items.popleft() for _ in range(count)]
+
+    def _serve(self, key: str, queue: KeyQueue) -> None:
+        while True:
+            while queue.putters and not self.full(key, queue.putters[0][0].nbytes):
+                item, answer = queue.putters.popleft()
+                self._admit(queue, item)
+                answer([])
+            if not queue.getters:
+                return
+            who, target, answer = queue.getters[0]
+            items = self._take(queue, target)
+            if items is None:
+                return
+            queue.getters.popleft()
+            for item in items:
+                queue.nbytes -= item.nbytes
+                self.nbytes -= item.nbytes
+                if who:
+                    self.unacknowledged[item.number] = (key, who, item)
+            if not answer(items):
+                self._put_back(key, items)
+
+    def _put_back(self, key: str, items: Iterable[Item]) -> None:
+        queue = self.queue(key)
+        for item in reversed(list(items)):
+            self.unacknowledged.pop(item.number, None)
+            queue.items.appendleft(item)
+            queue.nbytes += item.nbytes
+            self.nbytes += item.nbytes
+
+    def acknowledge(self, numbers: Iterable[int]) -> None:
+        """The consumer has the data: the items are no longer the channel's concern."""
+        for number in numbers:
+            self.unacknowledged.pop(number, None)
+
+    def consumer_died(self, who: str) -> int:
+        """Puts the items that `who` had not acknowledged back to the front; returns how many."""
+        lost: dict[str, list[Item]] = {}
+        for key, owner, item in list(self.unacknowledged.values()):
+            if owner == who:
+                lost.setdefault(key, []).append(item)
+        for queue in self.queues.values():
+            queue.getters = deque(g for g in queue.getters if g[0] != who)
+        for key, items in lost.items():
+            self._put_back(key, sorted(items, key=lambda item: item.number))
+            self._serve(key, self.queue(key))
+        return sum(map(len, lost.values()))
+
+    def cancel(self, matches: Callable[[Answer], bool]) -> list[Item]:
+        """Forgets a waiter that gave up; returns the items of cancelled puts."""
+        dropped = []
+        for queue in self.queues.values():
+            queue.getters = deque(g for g in queue.getters if not matches(g[2]))
+            dropped += [item for item, answer in queue.putters if matches(answer)]
+            queue.putters = deque(p for p in queue.putters if not matches(p[1]))
+        return dropped
+
+    def close(self, reason: str) -> None:
+        """Tells everybody who waits that the channel is no more."""
+        for queue in self.queues.values():
+            waiting = [g[2] for g in queue.getters] + [p[1] for p in queue.putters]
+            queue.getters.clear()
+            queue.putters.clear()
+            for answer in waiting:
+                answer(reason)

@@ -1,0 +1,100 @@
+"""Objects to bytes and back: pickle protocol 5 with out-of-band buffers, so that array data is never copied into a pickle.
+
+Tensors keep dtype, shape and device. Classes that live in `__main__` travel by value (cloudpickle).
+"""
+
+from __future__ import annotations
+
+import copyreg
+import io
+import pickle
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import cloudpickle
+
+Buffer = bytes | bytearray | memoryview
+
+
+def _dtype_name(dtype: Any) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def rebuild_tensor(buffer: Buffer, dtype: str, shape: tuple[int, ...], device: str, parameter: bool, grad: bool) -> Any:
+    """Inverse of the tensor reduction; on the CPU the tensor shares memory with `buffer`."""
+    import torch
+
+    kind = getattr(torch, dtype)
+    if len(memoryview(buffer)) == 0:
+        tensor = torch.empty(shape, dtype=kind)
+    else:
+        if memoryview(buffer).readonly:
+            buffer = bytearray(buffer)
+        tensor = torch.frombuffer(buffer, dtype=kind).reshape(shape)
+    if device != "cpu":
+        tensor = tensor.to(device)
+    if parameter:
+        return torch.nn.Parameter(tensor, requires_grad=grad)
+    return tensor.requires_grad_(grad) if grad else tensor
+
+
+def _reduce_tensor(tensor: Any) -> Any:
+    import torch
+
+    if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_meta:
+        return tensor.__reduce_ex__(4)
+    data = tensor.detach()
+    if data.is_cuda and not data.is_contiguous():
+        raise ValueError(
+            f"a non-contiguous GPU tensor (shape {tuple(data.shape)}, strides {data.stride()}) cannot be sent: "
+            f"call .contiguous() first"
+        )
+    flat = data.cpu().contiguous().reshape(-1)
+    raw = flat.resolve_conj().resolve_neg().view(torch.uint8).numpy()
+    parameter = isinstance(tensor, torch.nn.Parameter)
+    args = (pickle.PickleBuffer(raw), _dtype_name(tensor.dtype), tuple(tensor.shape), str(tensor.device))
+    return rebuild_tensor, (*args, parameter, tensor.requires_grad)
+
+
+class _Pickler(pickle.Pickler):
+    dispatch_table = copyreg.dispatch_table.copy()
+
+
+class _ByValuePickler(cloudpickle.Pickler):
+    dispatch_table = cloudpickle.Pickler.dispatch_table.new_child({}) if hasattr(
+        cloudpickle.Pickler.dispatch_table, "new_child"
+    ) else dict(cloudpickle.Pickler.dispatch_table)  # fmt: skip
+
+
+def _know_torch() -> None:
+    """Registers the tensor reductions once torch has been imported by somebody; never imports it."""
+    torch = sys.modules.get("torch")
+    if torch is None or not hasattr(torch, "nn") or torch.Tensor in _Pickler.dispatch_table:
+        return
+    for pickler in (_Pickler, _ByValuePickler):
+        pickler.dispatch_table[torch.Tensor] = _reduce_tensor  # type: ignore[index]
+        pickler.dispatch_table[torch.nn.Parameter] = _reduce_tensor  # type: ignore[index]
+
+
+def dumps(obj: Any) -> tuple[bytes, list[memoryview]]:
+    """Pickles `obj`; returns the stream and its out-of-band buffers (flat, contiguous views of the original memory)."""
+    _know_torch()
+    buffers: list[pickle.PickleBuffer] = []
+    stream = io.BytesIO()
+    try:
+        _Pickler(stream, protocol=5, buffer_callback=buffers.append).dump(obj)
+        data = stream.getvalue()
+        by_value = b"__main__" in data or b"__mp_main__" in data
+    except (pickle.PicklingError, AttributeError, TypeError):
+        by_value = True
+    if by_value:
+        buffers, stream = [], io.BytesIO()
+        _ByValuePickler(stream, protocol=5, buffer_callback=buffers.append).dump(obj)
+        data = stream.getvalue()
+    return data, [b.raw() for b in buffers]
+
+
+def loads(data: Buffer, buffers: Sequence[Buffer] = ()) -> Any:
+    """Inverse of `dumps`. Only ever called on bytes from an authenticated socket."""
+    return pickle.loads(data, buffers=buffers)

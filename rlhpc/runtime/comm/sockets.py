@@ -1,0 +1,124 @@
+"""ZeroMQ sockets as this project uses them: always CURVE, both sides authenticated with the generation's key."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import zmq
+
+from rlhpc.runtime.errors import ChannelError, DeadlineExceeded
+from rlhpc.runtime.registry import Keys
+from rlhpc.runtime.scratch import Scratch, host_id
+
+_names = itertools.count()
+
+
+def make_socket(context: zmq.Context[Any], kind: int, keys: Keys, server: bool) -> zmq.Socket[Any]:
+    """A socket that talks only to holders of the generation's key."""
+    socket = context.socket(kind)
+    socket.linger = 0
+    socket.set_hwm(0)
+    socket.curve_publickey, socket.curve_secretkey = keys.public, keys.secret
+    if server:
+        socket.curve_server = True
+        socket.zap_domain = b"rlhpc"
+    else:
+        socket.curve_serverkey = keys.public
+    return socket
+
+
+def bind(socket: zmq.Socket[Any], scratch: Scratch, label: str, tcp_address: str | None) -> dict[str, str]:
+    """Binds to a UNIX socket, and to TCP where other hosts take part.
+
+    TCP port 0 is bound before the number is published, so nobody else can have taken it.
+    Returns the endpoint record to publish: host, ipc, tcp.
+    """
+    path = f"ipc://{scratch.sockets}/{label}-{os.getpid()}-{next(_names)}"
+    socket.bind(path)
+    record = {"host": host_id(), "ipc": path, "tcp": ""}
+    if tcp_address:
+        socket.bind(f"tcp://{tcp_address}:*")
+        record["tcp"] = socket.last_endpoint.decode().rstrip("\0")
+    return record
+
+
+def choose(record: dict[str, str]) -> str:
+    """The endpoint by which this process reaches the one that published `record`."""
+    if record["host"] == host_id():
+        return record["ipc"]
+    if not record["tcp"]:
+        raise ChannelError(f"{record} is on another host ({record['host']}) and listens on no TCP port")
+    return record["tcp"]
+
+
+class ZapDoor:
+    """Answers ZeroMQ's authentication requests: only the generation's own public key may enter."""
+
+    def __init__(self, context: zmq.Context[Any], keys: Keys) -> None:
+        self.socket = context.socket(zmq.REP)
+        self.socket.linger = 0
+        self.socket.bind("inproc://zeromq.zap.01")
+        self._allowed = zmq.utils.z85.decode(keys.public)
+        self.refused = 0
+
+    def answer(self) -> None:
+        """Handles one request; call when the socket is readable."""
+        version, request_id, _domain, _address, _identity, mechanism, *credentials = self.socket.recv_multipart()
+        ok = mechanism == b"CURVE" and credentials[:1] == [self._allowed]
+        self.refused += not ok
+        self.socket.send_multipart([version, request_id, b"200" if ok else b"400", b"", b"rlhpc" if ok else b"", b""])
+
+
+class Peers:
+    """Requests from one thread to the service threads of other processes; one connection a peer, kept open."""
+
+    def __init__(self, context: zmq.Context[Any], keys: Keys, check: Callable[[], None]) -> None:
+        self._context, self._keys, self._check = context, keys, check
+        self._local = threading.local()
+
+    def _socket(self, endpoint: str) -> zmq.Socket[Any]:
+        sockets: dict[str, zmq.Socket[Any]] = self._local.__dict__.setdefault("sockets", {})
+        if endpoint not in sockets:
+            socket = make_socket(self._context, zmq.DEALER, self._keys, server=False)
+            socket.connect(endpoint)
+            sockets[endpoint] = socket
+        return sockets[endpoint]
+
+    def post(self, endpoint: str, op: bytes, frames: Sequence[Any]) -> None:
+        """Sends a request that has no reply."""
+        self._socket(endpoint).send_multipart([b"", op, *frames], copy=True)
+
+    def request(self, endpoint: str, op: bytes, frames: Sequence[Any], timeout: float, whom: str) -> list[bytes]:
+        """Sends a request and waits for its reply.
+
+        Raises:
+            DeadlineExceeded: No reply in `timeout` seconds; says for whom it waited.
+            ChannelError: The other side answered with an error.
+        """
+        number = next(_names).to_bytes(8, "big")
+        socket = self._socket(endpoint)
+        socket.send_multipart([number, op, *frames], copy=True)
+        deadline = time.monotonic() + timeout
+        while True:
+            if not socket.poll(200):
+                self._check()
+                if time.monotonic() > deadline:
+                    socket.send_multipart([b"", b"CANCEL", number])
+                    raise DeadlineExceeded(f"waited {timeout:.0f} s for {whom} ({op.decode()} at {endpoint})")
+                continue
+            reply: list[bytes] = socket.recv_multipart()
+            if reply[0] != number:
+                continue  # the late answer to a request that was given up
+            if reply[1] == b"ok":
+                return reply[2:]
+            raise ChannelError(reply[2].decode())
+
+    def close(self) -> None:
+        """Closes the calling thread's connections."""
+        for socket in self._local.__dict__.pop("sockets", {}).values():
+            socket.close()

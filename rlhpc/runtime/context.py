@@ -1,0 +1,93 @@
+"""What a process of a run knows about the run: its name, the registry, its service thread. One per process."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from rlhpc.runtime.errors import RendezvousTimeout
+from rlhpc.runtime.registry import Registry
+from rlhpc.runtime.scratch import host_id
+
+if TYPE_CHECKING:
+    from rlhpc.runtime.comm.service import Service
+
+
+@dataclass
+class Context:
+    """This process's place in the run.
+
+    Attributes:
+        name: `driver` or `<group>-<rank>`.
+        registry: The generation's registry.
+        service: This process's data plane.
+        check: Raises when the run has failed.
+        wait_deadline: Seconds after which any wait gives up.
+    """
+
+    name: str
+    registry: Registry
+    service: Service
+    check: Callable[[], None] = lambda: None
+    wait_deadline: float = float(os.environ.get("RLHPC_WAIT_DEADLINE_S", 1800))
+    host: str = field(default_factory=host_id)
+    _members: dict[tuple[str, int], tuple[int, dict[str, Any]]] = field(default_factory=dict)
+
+    def group_names(self) -> list[str]:
+        """Names of the groups that have been launched."""
+        return sorted(p.stem for p in (self.registry.root / "groups").glob("[!.]*.json"))
+
+    def group_size(self, group: str, timeout: float = 60.0) -> int:
+        """World size of a group, waiting for its launch."""
+        record = self.registry.wait_for("groups", group, timeout, f"group {group!r} to be launched", self.check)
+        return int(record["world_size"])
+
+    def member(self, group: str, rank: int, timeout: float | None = None) -> dict[str, Any]:
+        """The record a member published: endpoints, node, pid, log files. Waits for the member to arrive.
+
+        Raises:
+            RendezvousTimeout: It did not arrive; names it.
+        """
+        name = f"{group}-{rank}"
+        deadline = time.monotonic() + (300.0 if timeout is None else timeout)
+        pause = 0.002
+        while True:
+            version = self.registry.version("members", name)
+            known = self._members.get((group, rank))
+            if known and known[0] == version and version:
+                return known[1]
+            if version and (record := self.registry.get("members", name)):
+                self._members[group, rank] = (version, record)
+                return record
+            self.check()
+            if time.monotonic() > deadline:
+                raise RendezvousTimeout(f"{self.name} waited for {name}, which never arrived in {self.registry.root}")
+            time.sleep(pause)
+            pause = min(pause * 1.5, 0.25)
+
+
+_current: Context | None = None
+
+
+def install(context: Context | None) -> None:
+    """Makes `context` this process's."""
+    global _current
+    _current = context
+
+
+def installed() -> Context | None:
+    """This process's context, or None before there is one."""
+    return _current
+
+
+def current() -> Context:
+    """This process's context; in a process that belongs to no run yet, starts a session as its driver."""
+    if _current is None:
+        from rlhpc.runtime.session import Session
+
+        Session.current()
+    assert _current is not None
+    return _current

@@ -1,0 +1,348 @@
+"""Job states, and the one place that asks whether a job lives.
+
+`JobState` has every state that Slurm can report. `JobProbe` answers for a batch of jobs: `LocalProbe` from /proc,
+`SlurmProbe` from squeue, then sacct, then scontrol, then a marker file of our own.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
+from enum import Enum
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+
+class JobState(Enum):
+    """State of a batch job, in Slurm's words; `meaning` says what it is and what follows from it."""
+
+    meaning: str
+    code: str
+
+    def __new__(cls, value: str, code: str, meaning: str) -> JobState:
+        member = object.__new__(cls)
+        member._value_ = value
+        member.code = code
+        member.meaning = meaning
+        return member
+
+    # waiting or running
+    PENDING = ("PENDING", "PD", "Waits in the queue, or for its begin time after a requeue.")
+    CONFIGURING = ("CONFIGURING", "CF", "Has its nodes, which are booting or being prepared.")
+    RUNNING = ("RUNNING", "R", "Runs.")
+    SUSPENDED = ("SUSPENDED", "S", "Keeps its nodes but is paused by the scheduler; goes on by itself.")
+    STOPPED = ("STOPPED", "ST", "Paused by SIGSTOP, keeps its nodes.")
+    SIGNALING = ("SIGNALING", "SI", "Is being sent a signal.")
+    STAGE_OUT = ("STAGE_OUT", "SO", "Its processes ended; files are being staged out.")
+    RESIZING = ("RESIZING", "RS", "Is about to change its size.")
+    COMPLETING = ("COMPLETING", "CG", "Its processes are ending; the end state is not known yet.")
+    REQUEUED = ("REQUEUED", "RQ", "On its way back into the queue; the same job id runs again.")
+    REQUEUE_FED = ("REQUEUE_FED", "RF", "Requeued by its federation.")
+    REQUEUE_HOLD = ("REQUEUE_HOLD", "RH", "Requeued and held: somebody must release it (scontrol release).")
+    RESV_DEL_HOLD = ("RESV_DEL_HOLD", "RD", "Held because its reservation was deleted.")
+    SPECIAL_EXIT = ("SPECIAL_EXIT", "SE", "Requeued and held in a special state by an epilog or an admin.")
+    # ended
+    COMPLETED = ("COMPLETED", "CD", "Every process ended with exit code 0.")
+    FAILED = ("FAILED", "F", "Ended with another exit code than 0.")
+    CANCELLED = ("CANCELLED", "CA", "Cancelled by its user or an admin, perhaps before it started.")
+    TIMEOUT = ("TIMEOUT", "TO", "Ran into its time limit.")
+    PREEMPTED = ("PREEMPTED", "PR", "Ended in favour of another job, and was not requeued by Slurm.")
+    NODE_FAIL = ("NODE_FAIL", "NF", "One of its nodes failed; its own work is not to blame.")
+    OUT_OF_MEMORY = ("OUT_OF_MEMORY", "OOM", "Used more memory than it had asked for.")
+    BOOT_FAIL = ("BOOT_FAIL", "BF", "A node did not boot.")
+    DEADLINE = ("DEADLINE", "DL", "Could not end before the deadline it was submitted with.")
+    REVOKED = ("REVOKED", "RV", "A sibling of this job runs on another cluster of the federation.")
+    # not known
+    UNKNOWN = ("UNKNOWN", "?", "Nobody could say. Neither an end nor a success.")
+
+    @property
+    def is_terminal(self) -> bool:
+        """Whether the job has ended for good."""
+        return self in _TERMINAL
+
+    @property
+    def is_success(self) -> bool:
+        """Whether the job ended well; what is not known is not a success."""
+        return self is JobState.COMPLETED
+
+    @classmethod
+    def parse(cls, text: str) -> JobState:
+        """State from what squeue, sacct or scontrol prints: `CANCELLED by 123`, `OUT_OF_ME+`, `PD`, `running`."""
+        words = text.strip().upper().split()
+        if not words:
+            return cls.UNKNOWN
+        word = words[0].rstrip("+")
+        for state in cls:
+            if word in (state.value, state.code):
+                return state
+        if words[0].endswith("+"):  # sacct cuts long words off
+            long_enough = [s for s in cls if s.value.startswith(word)]
+            if len(long_enough) == 1:
+                return long_enough[0]
+        return cls.UNKNOWN
+
+
+_TERMINAL = frozenset(
+    {
+        JobState.COMPLETED,
+        JobState.FAILED,
+        JobState.CANCELLED,
+        JobState.TIMEOUT,
+        JobState.PREEMPTED,
+        JobState.NODE_FAIL,
+        JobState.OUT_OF_MEMORY,
+        JobState.BOOT_FAIL,
+        JobState.DEADLINE,
+        JobState.REVOKED,
+    }
+)
+
+
+@cache
+def host_identity() -> str:
+    """`hostname/boot id/pid namespace`: where a pid means the same process."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        namespace = os.readlink("/proc/self/ns/pid")
+    except OSError:
+        boot, namespace = "", ""
+    return f"{socket.gethostname()}/{boot}/{namespace}"
+
+
+def _stat_of(pid: int) -> tuple[str, int] | None:
+    """(state letter, start time in clock ticks since boot) of a process, or None when there is none."""
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return None
+    fields = text.rpartition(")")[2].split()  # the name before may hold spaces and parentheses
+    return fields[0], int(fields[19])
+
+
+@dataclass(frozen=True)
+class ProcessId:
+    """A process that cannot be mistaken for a later one with the same pid."""
+
+    pid: int
+    start: int
+    host: str
+
+    @classmethod
+    def of(cls, pid: int) -> ProcessId:
+        """Identity of a running process of this host (start 0 if it is gone already)."""
+        stat = _stat_of(pid)
+        return cls(pid=pid, start=stat[1] if stat else 0, host=host_identity())
+
+    @classmethod
+    def from_json(cls, value: Any) -> ProcessId | None:
+        """Identity from `to_json`, None for anything else."""
+        try:
+            return cls(pid=int(value["pid"]), start=int(value["start"]), host=str(value["host"]))
+        except (TypeError, KeyError, ValueError):
+            return None
+
+    def to_json(self) -> dict[str, Any]:
+        return {"pid": self.pid, "start": self.start, "host": self.host}
+
+    def alive(self) -> bool | None:
+        """True or False on the process's own host, False after a reboot, None when this is another host."""
+        if self.host != host_identity():
+            name, boot, _ = (*self.host.split("/"), "", "")[:3]
+            here, boot_here, _ = (*host_identity().split("/"), "", "")[:3]
+            return False if name == here and boot != boot_here else None
+        stat = _stat_of(self.pid)
+        return stat is not None and stat[0] not in "ZX" and stat[1] == self.start
+
+
+@dataclass(frozen=True)
+class JobReport:
+    """What a probe found out about one job.
+
+    Attributes:
+        state: The job's state.
+        reason: Why it waits, or how it ended, in the scheduler's words.
+        source: Who said so: proc, squeue, sacct, scontrol, marker or none.
+        conclusive: False when nobody answered, so that UNKNOWN says nothing about the job.
+    """
+
+    state: JobState
+    reason: str = ""
+    source: str = "none"
+    conclusive: bool = True
+
+
+class JobProbe(ABC):
+    """Asks for the states of jobs, all in one go."""
+
+    @abstractmethod
+    def query(self, job_ids: Iterable[str]) -> dict[str, JobReport]:
+        """A report for each job id; never raises for a scheduler that fails."""
+
+    def query_one(self, job_id: str) -> JobReport:
+        return self.query([job_id])[job_id]
+
+
+class LocalProbe(JobProbe):
+    """Jobs that are processes of this host.
+
+    Args:
+        processes: Process of each job id.
+    """
+
+    def __init__(self, processes: Mapping[str, ProcessId]) -> None:
+        self._processes = dict(processes)
+
+    def query(self, job_ids: Iterable[str]) -> dict[str, JobReport]:
+        return {job_id: self._report(job_id) for job_id in job_ids}
+
+    def _report(self, job_id: str) -> JobReport:
+        process = self._processes.get(job_id)
+        alive = None if process is None else process.alive()
+        if process is None or alive is None:
+            where = "" if process is None else f"runs on {process.host.split('/')[0]}"
+            return JobReport(JobState.UNKNOWN, where, conclusive=False)
+        if alive:
+            return JobReport(JobState.RUNNING, source="proc")
+        # how it ended is not in /proc: whoever waits looks for the marker or the exit record
+        return JobReport(JobState.UNKNOWN, f"process {process.pid} is gone", source="proc")
+
+
+def _leader(job_id: str) -> str:
+    """`12+1` (a het component) and `12_3` stay recognisable by their leader: `12`, `12_3`."""
+    return job_id.strip().partition("+")[0]
+
+
+class SlurmProbe(JobProbe):
+    """Jobs of Slurm: squeue, then sacct, then scontrol, then a marker file; one query for all jobs.
+
+    Args:
+        finished: Tells by a job id whether the job left its marker file; the last resort.
+        interval_s: Least time between two queries; in between, the last answer is given.
+        max_interval_s: The interval doubles up to this while Slurm does not answer.
+        command_timeout_s: After this long a command counts as failed.
+        clock: Monotonic seconds.
+    """
+
+    def __init__(
+        self,
+        finished: Callable[[str], bool] | None = None,
+        *,
+        interval_s: float = 10.0,
+        max_interval_s: float = 120.0,
+        command_timeout_s: float = 20.0,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._finished = finished
+        self._interval_s = interval_s
+        self._max_interval_s = max_interval_s
+        self._timeout_s = command_timeout_s
+        self._clock = clock
+        self._wait_s = interval_s
+        self._asked_at: float | None = None
+        self._last: dict[str, JobReport] = {}
+
+    def query(self, job_ids: Iterable[str]) -> dict[str, JobReport]:
+        ids = list(dict.fromkeys(job_ids))
+        open_ids = [i for i in ids if i not in self._last or not self._last[i].state.is_terminal]
+        fresh = self._asked_at is not None and self._clock() - self._asked_at < self._wait_s
+        if open_ids and not (fresh and all(i in self._last for i in ids)):
+            self._ask(open_ids)
+            self._asked_at = self._clock()
+        return {i: self._last[i] for i in ids}
+
+    def find(self, job_name: str) -> str | None:
+        """Id of this user's waiting or running job of that name, if there is one."""
+        ok, lines = self._run("squeue", "--noheader", "--me", f"--name={job_name}", "--format=%i")
+        ids = [_leader(line) for line in lines if line.strip()]
+        return ids[0] if ok and ids else None
+
+    def _ask(self, ids: list[str]) -> None:
+        found: dict[str, JobReport] = {}
+        answered = self._ask_squeue(ids, found)
+        missing = [i for i in ids if i not in found]
+        sacct_answered = self._ask_sacct(missing, found) if missing else True
+        missing = [i for i in ids if i not in found]
+        if missing:
+            answered = self._ask_scontrol(missing, found) and answered
+        for job_id in ids:
+            if job_id in found:
+                self._last[job_id] = found[job_id]
+            elif self._finished is not None and self._finished(job_id):
+                self._last[job_id] = JobReport(JobState.COMPLETED, source="marker")
+            elif answered:  # the controller does not know the job any more
+                why = "Slurm does not know the job" + ("" if sacct_answered else " and has no accounting")
+                self._last[job_id] = JobReport(JobState.UNKNOWN, why, source="squeue")
+            else:
+                before = self._last.get(job_id, JobReport(JobState.UNKNOWN))
+                self._last[job_id] = replace(before, reason="Slurm does not answer", conclusive=False)
+        # sites see one query per interval, and fewer while their scheduler is in trouble
+        silent = not answered and not found
+        self._wait_s = min(self._wait_s * 2, self._max_interval_s) if silent else self._interval_s
+
+    def _ask_squeue(self, ids: list[str], found: dict[str, JobReport]) -> bool:
+        ok, lines = self._run(
+            "squeue", "--noheader", "--states=all", f"--jobs={','.join(ids)}", "--format=%i|%T|%r"
+        )
+        self._collect((line.split("|") for line in lines), ids, found, "squeue")
+        # squeue fails with "Invalid job id" when it has forgotten all of them: an answer, too
+        return ok or any("nvalid job id" in line for line in lines)
+
+    def _ask_sacct(self, ids: list[str], found: dict[str, JobReport]) -> bool:
+        ok, lines = self._run(
+            "sacct", "-X", "--noheader", "--parsable2", f"--jobs={','.join(ids)}", "--format=JobID,State,ExitCode"
+        )
+        if ok:
+            self._collect((line.split("|") for line in lines), ids, found, "sacct")
+        return ok
+
+    def _ask_scontrol(self, ids: list[str], found: dict[str, JobReport]) -> bool:
+        answered = True
+        for job_id in ids:
+            ok, lines = self._run("scontrol", "--oneliner", "show", "job", job_id)
+            rows = []
+            for line in lines:
+                pairs = dict(word.split("=", 1) for word in line.split() if "=" in word)
+                if "JobState" in pairs:
+                    rows.append([job_id, pairs["JobState"], pairs.get("Reason", "")])
+            self._collect(rows, ids, found, "scontrol")
+            answered = answered and (ok or any("nvalid job id" in line for line in lines))
+        return answered
+
+    @staticmethod
+    def _collect(rows: Iterable[list[str]], ids: list[str], found: dict[str, JobReport], source: str) -> None:
+        """Reports by leader; of a het job's components, the one that still lives or ended worst counts."""
+        reports: dict[str, list[JobReport]] = {}
+        for row in rows:
+            if len(row) < 2 or _leader(row[0]) not in ids:
+                continue
+            state = JobState.parse(row[1])
+            if state is not JobState.UNKNOWN:
+                reason = row[2].strip() if len(row) > 2 and row[2].strip() not in ("None", "0:0") else ""
+                reports.setdefault(_leader(row[0]), []).append(JobReport(state, reason, source))
+        for job_id, parts in reports.items():
+            parts.sort(key=lambda r: (r.state.is_terminal, r.state.is_success))
+            found[job_id] = parts[0]
+
+    def _run(self, *command: str) -> tuple[bool, list[str]]:
+        """(exit code was 0, lines of stdout and stderr); a missing or hanging command is a failed one."""
+        try:
+            done = subprocess.run(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+                timeout=self._timeout_s,
+                errors="replace",
+            )
+        except (OSError, subprocess.TimeoutExpired) as error:
+            return False, [str(error)]
+        if done.returncode == 0:
+            return True, done.stdout.splitlines()
+        return False, (done.stdout + done.stderr).splitlines()

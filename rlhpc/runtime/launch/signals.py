@@ -1,0 +1,107 @@
+"""Signals of a job: the driver notes them and stops between two steps, the workers ignore them."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from types import FrameType, TracebackType
+from typing import Any
+
+#: The driver saved everything and stopped before its segment was finished, because the job had to end
+#: (walltime, preemption): starting it again goes on. sysexits.h calls this EX_TEMPFAIL.
+EXIT_REQUEUE = 75
+
+_REASONS = {
+    signal.SIGUSR2: "the job must end soon (SIGUSR2: walltime or preemption)",
+    signal.SIGTERM: "asked to end (SIGTERM)",
+    signal.SIGINT: "interrupted (Ctrl-C)",
+}
+
+
+class StopRequest:
+    """Turns SIGUSR2, SIGTERM and SIGINT into a flag that the runner polls between steps.
+
+    The second SIGINT raises KeyboardInterrupt, so that an impatient user gets out. Use as a context manager, or call
+    `install()` and `restore()`; only the main thread can install.
+    """
+
+    def __init__(self) -> None:
+        self._signal: signal.Signals | None = None
+        self._reason = ""
+        self._interrupts = 0
+        self._previous: dict[signal.Signals, Any] = {}
+
+    @property
+    def requested(self) -> bool:
+        """Whether to stop after the current step."""
+        return bool(self._reason)
+
+    @property
+    def reason(self) -> str:
+        """Why, for `status.json`; "" while nobody asked."""
+        return self._reason
+
+    @property
+    def exit_code(self) -> int:
+        """Exit code after the save: `EXIT_REQUEUE` for SIGUSR2, 128 + n for a signal that ends the run, else 0."""
+        if self._signal is None:
+            return EXIT_REQUEUE if self._reason else 0
+        return EXIT_REQUEUE if self._signal is signal.SIGUSR2 else 128 + self._signal
+
+    def request(self, reason: str) -> None:
+        """Ask from inside, for example because the walltime leaves no room for another step; the first reason stays."""
+        self._reason = self._reason or reason
+
+    def install(self) -> StopRequest:
+        """Take over the three signals.
+
+        Raises:
+            ValueError: Called outside the main thread.
+        """
+        for signum in _REASONS:
+            self._previous[signum] = signal.signal(signum, self._handle)
+        return self
+
+    def restore(self) -> None:
+        """Give the signals back to whoever had them."""
+        if threading.current_thread() is threading.main_thread():
+            for signum, handler in self._previous.items():
+                # None: installed by C code, which Python cannot put back
+                signal.signal(signum, signal.SIG_DFL if handler is None else handler)
+        self._previous.clear()
+
+    def __enter__(self) -> StopRequest:
+        return self.install()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.restore()
+
+    def _handle(self, signum: int, frame: FrameType | None) -> None:
+        which = signal.Signals(signum)
+        if which is signal.SIGINT:
+            self._interrupts += 1
+            if self._interrupts > 1:
+                raise KeyboardInterrupt
+        # a wish to end the run outweighs one to go on later: scancel may follow a walltime signal
+        if self._signal in (None, signal.SIGUSR2):
+            if self._signal is None or which is not signal.SIGUSR2:
+                self._signal = which
+                self._reason = _REASONS[which]
+
+
+def end_of_job() -> float | None:
+    """Unix time at which Slurm ends the job (`SLURM_JOB_END_TIME`), or None where there is no such limit."""
+    try:
+        end = float(os.environ["SLURM_JOB_END_TIME"])
+    except (KeyError, ValueError):
+        return None
+    return end if end > 0 else None
+
+
+def ignore_job_signals() -> None:
+    """For workers: USR1, USR2 and SIGINT go to every step and process group, but only the driver acts on them."""
+    for signum in (signal.SIGUSR1, signal.SIGUSR2, signal.SIGINT):
+        signal.signal(signum, signal.SIG_IGN)

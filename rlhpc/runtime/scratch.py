@@ -1,0 +1,112 @@
+"""Node-local scratch of one session: a socket folder and a shared-memory folder, both mode 0700.
+
+Every process of the session holds a shared flock on `<sockets>/lock`. When all of them are gone, however they died, the
+lock is free, and the next session of the same user that starts on this host removes what they left behind.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import logging
+import os
+import secrets
+import shutil
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+log = logging.getLogger(__name__)
+
+# UNIX socket paths end at 107 bytes, and TMPDIR is often a long path on clusters; /tmp is short and local everywhere.
+_SOCKET_ROOT = Path("/tmp")
+_SHM_ROOT = Path("/dev/shm")
+_YOUNG_S = 60.0
+
+
+def host_id() -> str:
+    """Identity of the machine whose shared memory and UNIX sockets this process can reach.
+
+    `RLHPC_HOST_ID` overrides it, so that a test can make two hosts out of one.
+    """
+    override = os.environ.get("RLHPC_HOST_ID")
+    if override:
+        return override
+    boot = Path("/proc/sys/kernel/random/boot_id")
+    return f"{os.uname().nodename}:{boot.read_text().strip() if boot.exists() else ''}"
+
+
+@dataclass(frozen=True)
+class Scratch:
+    """The two folders of a session on this host."""
+
+    token: str
+
+    @property
+    def sockets(self) -> Path:
+        return _SOCKET_ROOT / f"rlhpc-{os.getuid()}-{self.token}"
+
+    @property
+    def shm(self) -> Path:
+        root = _SHM_ROOT if os.access(_SHM_ROOT, os.W_OK) else _SOCKET_ROOT
+        return root / f"rlhpc-{os.getuid()}-{self.token}-shm"
+
+    @property
+    def spill(self) -> Path:
+        """Where payloads go when the shared memory is full: ordinary files, slower but correct."""
+        return self.sockets / "spill"
+
+    @classmethod
+    def create(cls) -> Scratch:
+        """Makes fresh folders, after removing those of dead sessions. Returns the scratch with its lock held."""
+        remove_stale()
+        scratch = cls(secrets.token_hex(4))
+        scratch.sockets.mkdir(mode=0o700)
+        scratch.shm.mkdir(mode=0o700)
+        scratch.spill.mkdir(mode=0o700)
+        scratch.hold()
+        return scratch
+
+    def hold(self) -> None:
+        """Takes the shared lock for the rest of this process's life (the descriptor is kept open on purpose)."""
+        fd = os.open(self.sockets / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        fcntl.flock(fd, fcntl.LOCK_SH)
+
+    def remove(self) -> None:
+        """Removes both folders; safe to call twice and from several processes."""
+        shutil.rmtree(self.shm, ignore_errors=True)
+        shutil.rmtree(self.sockets, ignore_errors=True)
+
+    def used_bytes(self) -> int:
+        """Bytes of shared memory that the session's payloads hold now."""
+        total = 0
+        with contextlib.suppress(FileNotFoundError):
+            for entry in os.scandir(self.shm):
+                with contextlib.suppress(FileNotFoundError):
+                    total += entry.stat().st_size
+        return total
+
+
+def remove_stale() -> list[str]:
+    """Removes the folders of this user's sessions on this host that no process holds any more; returns their tokens."""
+    removed = []
+    prefix = f"rlhpc-{os.getuid()}-"
+    tokens = {p.name[len(prefix) :].removesuffix("-shm") for r in (_SOCKET_ROOT, _SHM_ROOT) for p in r.glob(prefix + "*")}
+    for token in tokens:
+        scratch = Scratch(token)
+        folder = scratch.sockets if scratch.sockets.exists() else scratch.shm
+        try:
+            if time.time() - folder.stat().st_mtime < _YOUNG_S and not (scratch.sockets / "lock").exists():
+                continue  # being made at this moment
+            with open(scratch.sockets / "lock", "rb+") as lock:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                scratch.remove()
+        except BlockingIOError:
+            continue  # alive
+        except FileNotFoundError:
+            scratch.remove()  # a folder without a lock and no longer young
+        except OSError as error:
+            log.debug("left %s alone: %s", folder, error)
+            continue
+        removed.append(token)
+    return removed
