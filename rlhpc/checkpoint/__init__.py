@@ -1,0 +1,27 @@
+"""Save, verify, resume, convert. `state` and `convert` need torch and are imported where they are used."""
+
+from rlhpc.checkpoint.manifest import is_complete, read_manifest, verify
+from rlhpc.checkpoint.store import (
+    CheckpointWriter,
+    Resumable,
+    clean_leftovers,
+    find_resumable,
+    move_newer_aside,
+    newest_valid,
+    prune,
+    require_valid,
+)
+
+__all__ = [
+    "CheckpointWriter",
+    "Resumable",
+    "clean_leftovers",
+    "find_resumable",
+    "is_complete",
+    "move_newer_aside",
+    "newest_valid",
+    "prune",
+    "read_manifest",
+    "require_valid",
+    "verify",
+]

@@ -1,0 +1,147 @@
+"""What makes a folder a checkpoint: manifest.json lists every file with size and SHA-256, COMPLETE seals the manifest.
+
+    global_step_<N>/manifest.json   {"format": 1, "global_step": N, "files": {name: {"size", "sha256"}}, "meta": {...}}
+    global_step_<N>/COMPLETE        {"manifest_sha256": "..."}, written last
+
+COMPLETE carries the manifest's own checksum, so an altered manifest is found as surely as an altered tensor.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from rlhpc.runtime.errors import CheckpointError
+
+FORMAT = 1
+MANIFEST = "manifest.json"
+COMPLETE = "COMPLETE"
+
+_FOLDER = re.compile(r"^global_step_(\d+)$")
+
+
+def digest(path: Path) -> tuple[int, str]:
+    """Size in bytes and SHA-256 of a file."""
+    with open(path, "rb") as file:
+        checksum = hashlib.file_digest(file, "sha256").hexdigest()
+        return file.tell(), checksum
+
+
+def seal(manifest: bytes) -> bytes:
+    """Content of COMPLETE for this manifest."""
+    return json.dumps({"manifest_sha256": hashlib.sha256(manifest).hexdigest()}).encode() + b"\n"
+
+
+def is_plain_name(name: object) -> bool:
+    """Whether `name` is a relative path that stays inside the checkpoint."""
+    if not isinstance(name, str) or not name or "\\" in name or "\0" in name:
+        return False
+    path = PurePosixPath(name)
+    return not path.is_absolute() and ".." not in path.parts and str(path) == name
+
+
+def is_complete(checkpoint: Path) -> bool:
+    """Whether the save ended. Says nothing about later damage: `verify` does."""
+    return (checkpoint / COMPLETE).is_file()
+
+
+def verify(checkpoint: Path, *, checksums: bool = True) -> list[str]:
+    """All faults of a checkpoint folder, each naming the file; empty when it can be resumed from.
+
+    Files that the manifest does not list are no fault: nothing reads them.
+
+    Args:
+        checkpoint: A `global_step_<N>` folder.
+        checksums: False compares sizes only (does not read the data).
+    """
+    try:
+        return _verify(Path(checkpoint), checksums)
+    except OSError as error:
+        return [f"{error.filename or checkpoint}: {error.strerror or error}"]
+
+
+def _verify(checkpoint: Path, checksums: bool) -> list[str]:
+    if not checkpoint.is_dir():
+        return ["not a folder" if checkpoint.exists() else "no such folder"]
+    faults: list[str] = []
+    if not is_complete(checkpoint):
+        faults.append(f"{COMPLETE}: missing, the save did not end")
+    raw = _read(checkpoint / MANIFEST)
+    if raw is None:
+        return [*faults, f"{MANIFEST}: missing"]
+    manifest, wrong = _parse(raw)
+    if wrong:
+        return [*faults, wrong]
+    if is_complete(checkpoint) and (checkpoint / COMPLETE).read_bytes().strip() != seal(raw).strip():
+        faults.append(f"{MANIFEST}: does not match the checksum in {COMPLETE}, one of the two was altered")
+    named = _FOLDER.match(checkpoint.name)
+    if named and int(named.group(1)) != manifest["global_step"]:
+        faults.append(f"{MANIFEST}: is of step {manifest['global_step']}, the folder is {checkpoint.name}")
+    for name, entry in sorted(manifest["files"].items()):
+        fault = _verify_file(checkpoint / name, entry, checksums)
+        if fault:
+            faults.append(f"{name}: {fault}")
+    return faults
+
+
+def _verify_file(path: Path, entry: dict[str, Any], checksums: bool) -> str:
+    if not path.is_file():
+        return "missing"
+    size = path.stat().st_size
+    if size != entry["size"]:
+        return f"{size} bytes, the manifest says {entry['size']}" + (" (truncated)" if size < entry["size"] else "")
+    if checksums and digest(path)[1] != entry["sha256"]:
+        return "checksum differs from the manifest's, the file was altered"
+    return ""
+
+
+def _read(path: Path) -> bytes | None:
+    try:
+        return path.read_bytes()
+    except FileNotFoundError:
+        return None
+
+
+def _parse(raw: bytes) -> tuple[dict[str, Any], str]:
+    """The manifest, or what is wrong with it."""
+    try:
+        manifest = json.loads(raw)
+    except ValueError as error:
+        return {}, f"{MANIFEST}: not JSON ({error})"
+    if not isinstance(manifest, dict):
+        return {}, f"{MANIFEST}: not a JSON object"
+    if manifest.get("format") != FORMAT:
+        return {}, f"{MANIFEST}: format {manifest.get('format')!r}, this version reads {FORMAT}"
+    step, files = manifest.get("global_step"), manifest.get("files")
+    if isinstance(step, bool) or not isinstance(step, int) or step < 0:
+        return {}, f"{MANIFEST}: global_step is {step!r}, not a step number"
+    if not isinstance(files, dict) or not files:
+        return {}, f"{MANIFEST}: lists no files"
+    for name, entry in files.items():
+        sound = isinstance(entry, dict) and isinstance(entry.get("size"), int) and isinstance(entry.get("sha256"), str)
+        if not is_plain_name(name) or not sound:
+            return {}, f"{MANIFEST}: bad entry {name!r}"
+    if not isinstance(manifest.get("meta", {}), dict):
+        return {}, f"{MANIFEST}: meta is not an object"
+    return manifest, ""
+
+
+def read_manifest(checkpoint: Path) -> dict[str, Any]:
+    """The manifest of a checkpoint.
+
+    Raises:
+        CheckpointError: It is missing or not a manifest.
+    """
+    try:
+        raw = _read(Path(checkpoint) / MANIFEST)
+    except OSError as error:
+        raise CheckpointError(f"{Path(checkpoint) / MANIFEST}: {error.strerror}") from error
+    if raw is None:
+        raise CheckpointError(f"{checkpoint}: no {MANIFEST}, this is not a checkpoint folder (global_step_<N>)")
+    manifest, wrong = _parse(raw)
+    if wrong:
+        raise CheckpointError(f"{checkpoint}: {wrong}")
+    return manifest

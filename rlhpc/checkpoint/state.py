@@ -1,0 +1,167 @@
+"""State to bytes and back without pickled code: only tensors, arrays and plain containers are stored.
+
+Loading uses `torch.load(weights_only=True)`, so a checkpoint from elsewhere cannot run code.
+"""
+
+from __future__ import annotations
+
+import io
+import random
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors.torch import load as _safetensors_load
+from safetensors.torch import save as _safetensors_save
+
+from rlhpc.checkpoint.durable import write_durably
+from rlhpc.runtime.errors import CheckpointError
+
+_ARRAY = "__ndarray__"
+
+
+def dump_state(state: Any) -> bytes:
+    """Serialize nested dicts, lists and tuples of numbers, strings, bytes, tensors and NumPy arrays.
+
+    Raises:
+        CheckpointError: Something else is in it; names where.
+    """
+    buffer = io.BytesIO()
+    torch.save(_encode(state, "state"), buffer)
+    return buffer.getvalue()
+
+
+def parse_state(data: bytes, *, map_location: str = "cpu", name: str = "state") -> Any:
+    """Inverse of `dump_state`."""
+    try:
+        return _decode(torch.load(io.BytesIO(data), map_location=map_location, weights_only=True))
+    except Exception as error:  # torch raises UnpicklingError, RuntimeError, EOFError, KeyError, ... for damaged input
+        raise CheckpointError(f"{name}: cannot be read as a state file ({type(error).__name__}: {error})") from error
+
+
+def save_state(path: Path, state: Any) -> None:
+    """Write a state file, durably. Workers call this with `CheckpointWriter.path(name)`."""
+    _write(path, dump_state(state))
+
+
+def load_state(path: Path, *, map_location: str = "cpu") -> Any:
+    """Read a state file.
+
+    Raises:
+        CheckpointError: Missing or unreadable; names the file.
+    """
+    return parse_state(_read(path), map_location=map_location, name=str(path))
+
+
+def dump_tensors(tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str] | None = None) -> bytes:
+    """Serialize named tensors as safetensors. Tied tensors are stored once per name."""
+    flat = {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in sorted(tensors.items())}
+    return _safetensors_save(flat, metadata={"format": "pt", **(metadata or {})})
+
+
+def save_tensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
+    """Write a `.safetensors` file, durably."""
+    _write(path, dump_tensors(tensors))
+
+
+def load_tensors(path: Path) -> dict[str, torch.Tensor]:
+    """Read a `.safetensors` file.
+
+    Raises:
+        CheckpointError: Missing or unreadable; names the file.
+    """
+    data = _read(path)
+    try:
+        return _safetensors_load(data)
+    except Exception as error:  # SafetensorError is not exported by every version
+        raise CheckpointError(f"{path}: cannot be read as safetensors ({error})") from error
+
+
+def rng_state() -> dict[str, Any]:
+    """State of the process's global generators: Python, NumPy, torch CPU and every CUDA device in use."""
+    state: dict[str, Any] = {
+        "python": random.getstate(),
+        "numpy": np.random.get_state(legacy=False),
+        "torch": torch.get_rng_state(),
+        "cuda": [],
+    }
+    # Asking an uninitialized CUDA for its state would create a context.
+    if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        state["cuda"] = list(torch.cuda.get_rng_state_all())
+    return state
+
+
+def set_rng_state(state: Mapping[str, Any]) -> None:
+    """Inverse of `rng_state`. CUDA states beyond the devices that are visible now are left out."""
+    version, internal, gauss = state["python"]
+    random.setstate((version, tuple(internal), gauss))
+    np.random.set_state(state["numpy"])
+    torch.set_rng_state(state["torch"].cpu())
+    if state["cuda"] and torch.cuda.is_available():
+        for device, one in zip(range(torch.cuda.device_count()), state["cuda"], strict=False):
+            torch.cuda.set_rng_state(one.cpu(), device)
+
+
+def _write(path: Path, data: bytes) -> None:
+    try:
+        write_durably(path, data)
+    except OSError as error:
+        raise CheckpointError(
+            f"{path}: could not be written: {error.strerror}. Make room or fix the permissions, then continue from "
+            "the last checkpoint with: rlhpc train <config> runner.resume_dir=auto"
+        ) from error
+
+
+def _read(path: Path) -> bytes:
+    try:
+        return Path(path).read_bytes()
+    except OSError as error:
+        raise CheckpointError(f"{path}: {error.strerror}") from error
+
+
+def _encode(value: Any, where: str) -> Any:
+    if value is None or isinstance(value, (bool, str, bytes)) or type(value) in (int, float):
+        return value
+    if isinstance(value, torch.Tensor):
+        tensor = value.detach()
+        # A view would take its whole storage into the file.
+        return tensor if tensor.untyped_storage().nbytes() == tensor.nbytes else tensor.clone()
+    if isinstance(value, (np.ndarray, np.generic)):
+        array = np.asarray(value)
+        if array.dtype.hasobject or array.dtype.names:
+            raise CheckpointError(f"{where}: an array of dtype {array.dtype} cannot be put into a checkpoint")
+        raw = torch.frombuffer(bytearray(array.tobytes()), dtype=torch.uint8) if array.size else torch.empty(0)
+        return {
+            _ARRAY: raw,
+            "dtype": array.dtype.str,
+            "shape": list(array.shape),
+            "scalar": isinstance(value, np.generic),
+        }
+    if isinstance(value, Mapping):
+        return {key: _encode(item, f"{where}[{key!r}]") for key, item in value.items()}
+    if isinstance(value, tuple):
+        return tuple(_encode(item, f"{where}[{i}]") for i, item in enumerate(value))
+    if isinstance(value, list):
+        return [_encode(item, f"{where}[{i}]") for i, item in enumerate(value)]
+    if isinstance(value, (int, float)):  # subclasses: IntEnum and the like
+        return int(value) if isinstance(value, int) else float(value)
+    raise CheckpointError(
+        f"{where}: {type(value).__module__}.{type(value).__qualname__} cannot be put into a checkpoint; use tensors, "
+        "NumPy arrays, numbers, strings, bytes, lists, tuples and dicts"
+    )
+
+
+def _decode(value: Any) -> Any:
+    if isinstance(value, dict):
+        if _ARRAY in value:
+            raw = value[_ARRAY].cpu().numpy().tobytes()
+            array = np.frombuffer(raw, dtype=np.dtype(value["dtype"])).reshape(value["shape"]).copy()
+            return array[()] if value["scalar"] else array
+        return {key: _decode(item) for key, item in value.items()}
+    if isinstance(value, tuple):
+        return tuple(_decode(item) for item in value)
+    if isinstance(value, list):
+        return [_decode(item) for item in value]
+    return value

@@ -1,0 +1,339 @@
+"""Checkpoints of a run: atomic save, finding the one to resume from, keep-last-N.
+
+    with CheckpointWriter(paths, step) as writer:
+        writer.add_bytes("runner.json", data)       # or let workers write to writer.path("actor-0.pt") themselves
+        writer.commit({"env_steps": 2048})
+    prune(paths, keep=3)
+
+A save happens in `checkpoints/.tmp_global_step_<N>-<token>` and gets its name by one rename, so a folder called
+`global_step_<N>` was whole when it appeared. One process saves at a time: the driver of the run.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import os
+import re
+import secrets
+import shutil
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from rlhpc.checkpoint.durable import fsync_file, fsync_folder, write_durably
+from rlhpc.checkpoint.manifest import (
+    COMPLETE,
+    FORMAT,
+    MANIFEST,
+    digest,
+    is_complete,
+    is_plain_name,
+    read_manifest,
+    seal,
+    verify,
+)
+from rlhpc.runtime.errors import CheckpointError
+from rlhpc.runtime.paths import RunPaths
+
+# .tmp_: a save under way or killed. .old_: what a save of the same step replaces. .trash_: being deleted.
+_LEFTOVER = re.compile(r"^\.(tmp|old|trash)_global_step_(\d+)-[0-9a-f]+$")
+
+
+class CheckpointWriter:
+    """One save. Leaving the block without `commit` (or with an exception) removes what was written.
+
+    Attributes:
+        staging: Folder to write into; workers on a shared filesystem may do so directly.
+        final: Where the checkpoint appears at `commit`.
+    """
+
+    def __init__(self, paths: RunPaths, step: int) -> None:
+        if step < 0:
+            raise ValueError(f"step {step} is negative")
+        self.paths = paths
+        self.step = step
+        self.final = paths.checkpoint(step)
+        self._token = secrets.token_hex(4)
+        self.staging = paths.checkpoints / f".tmp_{self.final.name}-{self._token}"
+        self._committed = False
+
+    def __enter__(self) -> CheckpointWriter:
+        try:
+            self.paths.checkpoints.mkdir(parents=True, exist_ok=True)
+            clean_leftovers(self.paths)
+            self.staging.mkdir()
+        except OSError as error:
+            raise self._failed(error) from error
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if not self._committed:
+            shutil.rmtree(self.staging, ignore_errors=True)
+        if isinstance(error, OSError):
+            raise self._failed(error) from error
+
+    def path(self, name: str) -> Path:
+        """Where the file `name` of this checkpoint is to be written."""
+        if not is_plain_name(name) or name in (MANIFEST, COMPLETE):
+            raise ValueError(f"{name!r} cannot be a file name in a checkpoint")
+        return self.staging / name
+
+    def add_bytes(self, name: str, data: bytes) -> None:
+        """Write one file."""
+        path = self.path(name)
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write_durably(path, data)
+        except OSError as error:
+            raise self._failed(error) from error
+
+    def add_file(self, name: str, source: Path) -> None:
+        """Copy one file in."""
+        path = self.path(name)
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(source, path)
+        except OSError as error:
+            raise self._failed(error) from error
+
+    def commit(self, meta: dict[str, Any] | None = None) -> Path:
+        """Seal the checkpoint and give it its name. After the return it survives a power cut.
+
+        Args:
+            meta: JSON-serializable facts kept in the manifest.
+
+        Raises:
+            CheckpointError: Nothing was written, or the filesystem refused; the staging folder is removed.
+        """
+        try:
+            self._seal(meta or {})
+            self._rename()
+        except OSError as error:
+            shutil.rmtree(self.staging, ignore_errors=True)
+            raise self._failed(error) from error
+        self._committed = True
+        return self.final
+
+    def _seal(self, meta: dict[str, Any]) -> None:
+        files: dict[str, dict[str, Any]] = {}
+        folders = {self.staging}
+        for path in sorted(self.staging.rglob("*")):
+            if path.is_dir():
+                folders.add(path)
+                continue
+            fsync_file(path)
+            size, checksum = digest(path)
+            files[path.relative_to(self.staging).as_posix()] = {"size": size, "sha256": checksum}
+        if not files:
+            raise CheckpointError(f"checkpoint {self.final}: nothing was written to {self.staging}")
+        manifest = {"format": FORMAT, "global_step": self.step, "files": files, "meta": meta}
+        raw = json.dumps(manifest, indent=1, sort_keys=True).encode() + b"\n"
+        write_durably(self.staging / MANIFEST, raw)
+        for folder in folders:
+            fsync_folder(folder)
+        write_durably(self.staging / COMPLETE, seal(raw))
+        fsync_folder(self.staging)
+
+    def _rename(self) -> None:
+        # A folder cannot be renamed onto a filled one. The replaced checkpoint keeps a name until the new one has
+        # its own; `clean_leftovers` puts it back if this process dies between the two renames.
+        old = self.paths.checkpoints / f".old_{self.final.name}-{self._token}"
+        replaced = self.final.exists()
+        if replaced:
+            os.rename(self.final, old)
+        try:
+            os.rename(self.staging, self.final)
+        except OSError:
+            if replaced:
+                os.rename(old, self.final)
+            raise
+        fsync_folder(self.paths.checkpoints)
+        if replaced:
+            shutil.rmtree(old, ignore_errors=True)
+
+    def _failed(self, error: OSError) -> CheckpointError:
+        reason = error.strerror or str(error)
+        where = error.filename or self.staging
+        advice = "Check that the folder is writable"
+        if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            advice = f"{_free(self.paths.checkpoints)}Free some space, or lower runner.keep_checkpoints"
+        return CheckpointError(
+            f"checkpoint of step {self.step} could not be saved: {where}: {reason}. {advice}, then continue from the "
+            "last checkpoint with: rlhpc train <config> runner.resume_dir=auto"
+        )
+
+
+def _free(folder: Path) -> str:
+    try:
+        return f"{shutil.disk_usage(folder).free / 2**20:.0f} MiB are free there. "
+    except OSError:
+        return ""
+
+
+def clean_leftovers(paths: RunPaths) -> list[Path]:
+    """Remove what a killed save left. Only the process that saves may call this.
+
+    A checkpoint that was being replaced when its save was killed gets its name back.
+
+    Returns:
+        The folders that were removed or restored.
+    """
+    if not paths.checkpoints.is_dir():
+        return []
+    found = [
+        (match.group(1), int(match.group(2)), path)
+        for path in paths.checkpoints.iterdir()
+        if (match := _LEFTOVER.match(path.name))
+    ]
+    for kind, step, path in found:
+        final = paths.checkpoint(step)
+        if kind == "old" and is_complete(path) and not final.exists():
+            os.rename(path, final)
+            fsync_folder(paths.checkpoints)
+        else:
+            _remove_unsealed(path)
+    return [path for _, _, path in found]
+
+
+def _remove_unsealed(folder: Path) -> None:
+    """Delete a folder that is no checkpoint any more; a half-deleted one must not look whole."""
+    (folder / COMPLETE).unlink(missing_ok=True)
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+@dataclass(frozen=True)
+class Resumable:
+    """Where to continue.
+
+    Attributes:
+        path: Checkpoint folder; None for a fresh start.
+        step: Its global step; 0 for a fresh start.
+        skipped: Newer checkpoints that were passed over, newest first, each with the reason.
+    """
+
+    path: Path | None = None
+    step: int = 0
+    skipped: list[tuple[Path, str]] = field(default_factory=list)
+
+
+def find_resumable(paths: RunPaths, resume_dir: str | Path | None) -> Resumable:
+    """The checkpoint that `runner.resume_dir` means.
+
+    Args:
+        paths: The run.
+        resume_dir: None (fresh start), "auto" (the newest one without faults), a `global_step_<N>` folder anywhere,
+            or the bare name of one of this run.
+
+    Raises:
+        CheckpointError: A checkpoint asked for by name does not exist or has faults.
+    """
+    if resume_dir is None or str(resume_dir).strip().lower() in ("", "null", "none"):
+        return Resumable()
+    if str(resume_dir).strip().lower() == "auto":
+        with contextlib.suppress(OSError):  # a run folder that can only be read can still be resumed from
+            clean_leftovers(paths)
+        return newest_valid(paths)
+    path = _named(paths, Path(resume_dir).expanduser())
+    require_valid(path, hint="or take the newest sound checkpoint with: rlhpc train <config> runner.resume_dir=auto")
+    return Resumable(path, int(read_manifest(path)["global_step"]))
+
+
+def newest_valid(paths: RunPaths, *, checksums: bool = True) -> Resumable:
+    """The newest checkpoint without faults, and the newer ones that have some. Changes nothing on disk."""
+    skipped: list[tuple[Path, str]] = []
+    for step, path in reversed(paths.checkpoint_steps()):
+        faults = verify(path, checksums=checksums)
+        if not faults:
+            return Resumable(path, step, skipped)
+        skipped.append((path, "; ".join(faults)))
+    return Resumable(None, 0, skipped)
+
+
+def require_valid(checkpoint: Path, *, hint: str = "") -> None:
+    """Refuse a checkpoint with faults.
+
+    Raises:
+        CheckpointError: Names folder, files and reasons, then `hint`.
+    """
+    faults = verify(checkpoint)
+    if faults:
+        shown = "; ".join(faults[:3]) + (f"; and {len(faults) - 3} more" if len(faults) > 3 else "")
+        advice = f". Restore the file, {hint}" if hint else ""
+        raise CheckpointError(f"checkpoint {checkpoint} cannot be used: {shown}{advice}")
+
+
+def _named(paths: RunPaths, asked: Path) -> Path:
+    candidates = [asked.absolute()]
+    if len(asked.parts) == 1:
+        candidates.append(paths.checkpoints / asked)
+    for path in candidates:
+        if path.is_dir():
+            return path
+    have = ", ".join(path.name for _, path in paths.checkpoint_steps() if is_complete(path))
+    raise CheckpointError(
+        f"runner.resume_dir={asked}: no such checkpoint folder. "
+        + (f"{paths.checkpoints} has: {have}. " if have else f"{paths.checkpoints} has none. ")
+        + "Give a global_step_<N> folder, or runner.resume_dir=auto"
+    )
+
+
+def prune(paths: RunPaths, keep: int, protect: Iterable[int] = (), *, checksums: bool = True) -> list[Path]:
+    """Delete all but the `keep` newest complete checkpoints.
+
+    The newest one without faults always stays, whatever `keep` says. Folders that were never completed are deleted
+    once a newer checkpoint is complete.
+
+    Args:
+        paths: The run.
+        keep: How many to keep; 0 or less keeps all.
+        protect: Steps that stay in any case (being evaluated, end of a segment).
+        checksums: False trusts sizes when looking for the newest sound one; saves reading it back.
+
+    Returns:
+        The deleted folders.
+    """
+    if keep <= 0:
+        return []
+    every = paths.checkpoint_steps()
+    complete = [step for step, path in every if is_complete(path)]
+    stay = set(complete[-keep:]) | set(protect)
+    sound = newest_valid(paths, checksums=checksums)
+    if sound.path is None:
+        return []
+    stay.add(sound.step)
+    newest = complete[-1]
+    removed: list[Path] = []
+    for step, path in every:
+        if step in stay or (step not in complete and step > newest):
+            continue
+        trash = paths.checkpoints / f".trash_{path.name}-{secrets.token_hex(4)}"
+        try:
+            os.rename(path, trash)  # the name goes at once: no reader meets a half-deleted checkpoint
+        except OSError as error:
+            raise CheckpointError(f"old checkpoint {path} could not be deleted: {error.strerror}") from error
+        _remove_unsealed(trash)
+        removed.append(path)
+    return removed
+
+
+def move_newer_aside(paths: RunPaths, step: int) -> list[Path]:
+    """Rename checkpoints newer than `step`, so that a run resumed from an older one is not mixed with its old future.
+
+    Returns:
+        The new names, `superseded-<time>-global_step_<N>`.
+    """
+    moved: list[Path] = []
+    stamp = time.strftime("%Y%m%dT%H%M%S")
+    for newer, path in paths.checkpoint_steps():
+        if newer > step:
+            target = paths.checkpoints / f"superseded-{stamp}-{path.name}"
+            os.rename(path, target)
+            moved.append(target)
+    return moved

@@ -1,0 +1,324 @@
+"""Saving, damage, finding the checkpoint to resume from, pruning."""
+
+from __future__ import annotations
+
+import json
+import resource
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from rlhpc.checkpoint import (
+    CheckpointWriter,
+    clean_leftovers,
+    find_resumable,
+    move_newer_aside,
+    newest_valid,
+    prune,
+    read_manifest,
+    verify,
+)
+from rlhpc.runtime.errors import CheckpointError
+from rlhpc.runtime.paths import RunPaths
+
+
+@pytest.fixture
+def paths(tmp_path: Path) -> RunPaths:
+    return RunPaths.of(tmp_path, "run")
+
+
+def save(paths: RunPaths, step: int, text: str = "weights") -> Path:
+    with CheckpointWriter(paths, step) as writer:
+        writer.add_bytes("model.safetensors", f"{text} {step}".encode() * 100)
+        writer.path("actor-0.pt").write_bytes(b"written by a worker")
+        return writer.commit({"env_steps": step * 10})
+
+
+def names(paths: RunPaths) -> list[str]:
+    return sorted(path.name for path in paths.checkpoints.iterdir())
+
+
+def steps(paths: RunPaths) -> list[int]:
+    return [step for step, _ in paths.checkpoint_steps()]
+
+
+def test_save_has_manifest_and_nothing_else_left(paths: RunPaths, tmp_path: Path) -> None:
+    (tmp_path / "source").write_text("runner: {}")
+    with CheckpointWriter(paths, 3) as writer:
+        writer.add_bytes("runner.json", b"{}")
+        writer.add_bytes("nested/part.bin", b"x")
+        writer.add_file("config.yaml", tmp_path / "source")
+        final = writer.commit({"env_steps": 7})
+    assert final == paths.checkpoint(3)
+    assert names(paths) == ["global_step_3"]
+    assert verify(final) == []
+    manifest = json.loads((final / "manifest.json").read_text())
+    assert manifest["format"] == 1 and manifest["global_step"] == 3 and manifest["meta"] == {"env_steps": 7}
+    assert set(manifest["files"]) == {"runner.json", "nested/part.bin", "config.yaml"}
+    assert manifest["files"]["runner.json"]["size"] == 2
+
+
+@pytest.mark.parametrize("name", ["../x", "/etc/x", "", "manifest.json", "COMPLETE", "a/../b"])
+def test_names_stay_inside(paths: RunPaths, name: str) -> None:
+    with CheckpointWriter(paths, 1) as writer, pytest.raises(ValueError):
+        writer.path(name)
+
+
+def test_without_commit_nothing_is_left(paths: RunPaths) -> None:
+    with CheckpointWriter(paths, 1) as writer:
+        writer.add_bytes("a", b"x")
+    assert names(paths) == []
+    with pytest.raises(KeyError), CheckpointWriter(paths, 1) as writer:
+        raise KeyError("a worker failed")
+    assert names(paths) == []
+
+
+def test_empty_checkpoint_is_refused(paths: RunPaths) -> None:
+    with pytest.raises(CheckpointError, match="nothing was written"), CheckpointWriter(paths, 1) as writer:
+        writer.commit()
+    assert names(paths) == []
+
+
+def _truncate(path: Path) -> None:
+    part = path / "model.safetensors"
+    part.write_bytes(part.read_bytes()[:-5])
+
+
+def _flip(path: Path) -> None:
+    part = path / "model.safetensors"
+    data = bytearray(part.read_bytes())
+    data[len(data) // 2] ^= 1
+    part.write_bytes(data)
+
+
+def _alter_manifest(path: Path) -> None:
+    manifest = json.loads((path / "manifest.json").read_text())
+    manifest["meta"]["env_steps"] += 1
+    (path / "manifest.json").write_text(json.dumps(manifest))
+
+
+def _drop_entry(path: Path) -> None:
+    manifest = json.loads((path / "manifest.json").read_text())
+    del manifest["files"]["actor-0.pt"]
+    (path / "manifest.json").write_text(json.dumps(manifest))
+
+
+def _escape(path: Path) -> None:
+    manifest = json.loads((path / "manifest.json").read_text())
+    manifest["files"]["../../secret"] = {"size": 1, "sha256": ""}
+    (path / "manifest.json").write_text(json.dumps(manifest))
+
+
+DAMAGE = {
+    "truncated": (_truncate, "model.safetensors", "truncated"),
+    "bit flip": (_flip, "model.safetensors", "checksum"),
+    "missing file": (lambda p: (p / "actor-0.pt").unlink(), "actor-0.pt", "missing"),
+    "empty file": (lambda p: (p / "actor-0.pt").write_bytes(b""), "actor-0.pt", "0 bytes"),
+    "missing COMPLETE": (lambda p: (p / "COMPLETE").unlink(), "COMPLETE", "did not end"),
+    "empty COMPLETE": (lambda p: (p / "COMPLETE").write_bytes(b""), "COMPLETE", "altered"),
+    "missing manifest": (lambda p: (p / "manifest.json").unlink(), "manifest.json", "missing"),
+    "altered manifest": (_alter_manifest, "manifest.json", "altered"),
+    "dropped entry": (_drop_entry, "manifest.json", "altered"),
+    "manifest not JSON": (lambda p: (p / "manifest.json").write_text("{"), "manifest.json", "not JSON"),
+    "manifest a list": (lambda p: (p / "manifest.json").write_text("[]"), "manifest.json", "not a JSON object"),
+    "manifest binary": (lambda p: (p / "manifest.json").write_bytes(b"\xff\xfe\x00"), "manifest.json", "not JSON"),
+    "other format": (lambda p: (p / "manifest.json").write_text('{"format": 9}'), "manifest.json", "format 9"),
+    "path outside": (_escape, "manifest.json", "bad entry"),
+}
+
+
+@pytest.mark.parametrize("kind", DAMAGE)
+def test_damage_is_skipped_by_auto_and_an_error_by_name(paths: RunPaths, kind: str) -> None:
+    damage, file, reason = DAMAGE[kind]
+    good, bad = save(paths, 10), save(paths, 20)
+    damage(bad)
+
+    faults = verify(bad)
+    assert any(file in fault and reason in fault for fault in faults), faults
+
+    found = find_resumable(paths, "auto")
+    assert (found.path, found.step) == (good, 10)
+    assert [path for path, _ in found.skipped] == [bad]
+    assert file in found.skipped[0][1] and reason in found.skipped[0][1]
+
+    for asked in (bad, "global_step_20"):
+        with pytest.raises(CheckpointError) as caught:
+            find_resumable(paths, asked)
+        for part in (str(bad), file, reason, "resume_dir=auto"):
+            assert part in str(caught.value)
+
+
+def test_wrong_step_folder_and_plain_file(paths: RunPaths) -> None:
+    save(paths, 1).rename(paths.checkpoint(2))
+    assert "is of step 1" in verify(paths.checkpoint(2))[0]
+    paths.checkpoint(3).write_text("a file")
+    assert verify(paths.checkpoint(3)) == ["not a folder"]
+    assert verify(paths.checkpoint(4)) == ["no such folder"]
+    assert find_resumable(paths, "auto").path is None
+
+
+def test_sizes_only_does_not_read(paths: RunPaths) -> None:
+    path = save(paths, 1)
+    _flip(path)
+    assert verify(path, checksums=False) == [] and verify(path) != []
+
+
+def test_find_resumable_choices(paths: RunPaths, tmp_path: Path) -> None:
+    assert find_resumable(paths, "auto").path is None
+    first, second = save(paths, 9), save(paths, 10)
+    assert find_resumable(paths, None).path is None and find_resumable(paths, None).step == 0
+    assert find_resumable(paths, "auto").path == second
+    assert find_resumable(paths, str(first)).step == 9
+    elsewhere = tmp_path / "copied"
+    first.rename(elsewhere)
+    assert find_resumable(paths, elsewhere).step == 9
+    with pytest.raises(CheckpointError, match=r"global_step_11: no such .* has: global_step_10"):
+        find_resumable(paths, "global_step_11")
+    with pytest.raises(CheckpointError, match="not a checkpoint folder|no manifest|manifest.json: missing"):
+        find_resumable(paths, tmp_path)
+
+
+def test_same_step_is_replaced(paths: RunPaths) -> None:
+    save(paths, 5, "old")
+    (save(paths, 5, "new") / "COMPLETE").unlink()
+    assert save(paths, 5, "newer").joinpath("model.safetensors").read_bytes().startswith(b"newer")
+    assert names(paths) == ["global_step_5"] and verify(paths.checkpoint(5)) == []
+
+
+def test_replacing_killed_between_the_renames_restores_the_old(paths: RunPaths) -> None:
+    path = save(paths, 5)
+    path.rename(paths.checkpoints / ".old_global_step_5-0a0b")
+    (paths.checkpoints / ".tmp_global_step_5-0a0b").mkdir()
+    assert find_resumable(paths, "auto").step == 5
+    assert names(paths) == ["global_step_5"]
+
+
+def test_leftovers_are_cleaned_at_the_next_save(paths: RunPaths) -> None:
+    save(paths, 1)
+    for name in (".tmp_global_step_2-ab12", ".trash_global_step_0-ab12", ".old_global_step_1-ab12"):
+        (paths.checkpoints / name).mkdir()
+        (paths.checkpoints / name / "COMPLETE").write_text("")
+    (paths.checkpoints / ".hidden-of-the-user").mkdir()
+    save(paths, 2)
+    assert names(paths) == [".hidden-of-the-user", "global_step_1", "global_step_2"]
+    assert clean_leftovers(paths) == []
+
+
+def test_full_disk_is_one_error_and_leaves_the_old_checkpoint(paths: RunPaths) -> None:
+    save(paths, 1)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, hard))
+    try:
+        with pytest.raises(CheckpointError) as caught, CheckpointWriter(paths, 2) as writer:
+            writer.add_bytes("model.safetensors", b"x" * 50_000)
+            writer.commit()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert "step 2" in str(caught.value) and "Free some space" in str(caught.value)
+    assert "runner.resume_dir=auto" in str(caught.value)
+    assert names(paths) == ["global_step_1"] and find_resumable(paths, "auto").step == 1
+
+
+def test_unwritable_folder_is_one_error(tmp_path: Path) -> None:
+    (tmp_path / "run").write_text("a file where the run folder should be")
+    with pytest.raises(CheckpointError, match="could not be saved.*Not a directory"):
+        save(RunPaths.of(tmp_path, "run"), 1)
+
+
+def test_failed_rename_puts_the_replaced_one_back(paths: RunPaths, monkeypatch: pytest.MonkeyPatch) -> None:
+    save(paths, 1, "old")
+    rename = __import__("os").rename
+
+    def failing(source: Path, target: Path) -> None:
+        if ".tmp_" in str(source):
+            raise OSError(5, "Input/output error", str(target))
+        rename(source, target)
+
+    monkeypatch.setattr("rlhpc.checkpoint.store.os.rename", failing)
+    with pytest.raises(CheckpointError, match="Input/output error"):
+        save(paths, 1, "new")
+    assert names(paths) == ["global_step_1"] and verify(paths.checkpoint(1)) == []
+
+
+def test_prune(paths: RunPaths) -> None:
+    for step in (1, 2, 3, 10, 20):
+        save(paths, step)
+    assert prune(paths, 0) == [] and prune(paths, -1) == []
+    assert prune(paths, 3, protect=[1]) == [paths.checkpoint(2)]
+    assert steps(paths) == [1, 3, 10, 20]
+    prune(paths, 1)
+    assert names(paths) == ["global_step_20"]
+
+
+def test_prune_never_removes_the_newest_valid(paths: RunPaths) -> None:
+    for step in (1, 2, 3, 4):
+        save(paths, step)
+    _flip(paths.checkpoint(4))
+    _flip(paths.checkpoint(3))
+    prune(paths, 1)
+    assert steps(paths) == [2, 4]
+    assert newest_valid(paths).step == 2
+    _flip(paths.checkpoint(2))
+    assert prune(paths, 1) == []  # none is sound: nothing is deleted
+
+
+def test_prune_removes_incomplete_ones_only_below_the_newest(paths: RunPaths) -> None:
+    for step in (1, 2, 3):
+        save(paths, step)
+    for step in (1, 3):
+        (paths.checkpoint(step) / "COMPLETE").unlink()
+    prune(paths, 5)
+    assert steps(paths) == [2, 3]
+
+
+def test_move_newer_aside(paths: RunPaths) -> None:
+    for step in (1, 2, 3):
+        save(paths, step)
+    moved = move_newer_aside(paths, 1)
+    assert steps(paths) == [1] and len(moved) == 2 and all(path.name.startswith("superseded-") for path in moved)
+
+
+SAVER = """
+import sys
+from rlhpc.checkpoint import CheckpointWriter, prune
+from rlhpc.runtime.paths import RunPaths
+from pathlib import Path
+paths = RunPaths(Path(sys.argv[1]))
+for step in range(int(sys.argv[2]), 100000):
+    with CheckpointWriter(paths, step // 2) as writer:   # every step twice: replacing is killed as well
+        for part in range(4):
+            writer.add_bytes(f"part-{part}.bin", bytes([step % 251]) * 300_000)
+        writer.commit({})
+    prune(paths, 2)
+    print(step // 2, flush=True)
+"""
+
+
+@pytest.mark.parametrize("delay", [0.0, 0.003, 0.007, 0.011, 0.017, 0.026, 0.04, 0.06])
+def test_kill_during_save_loses_no_reported_step(paths: RunPaths, delay: float) -> None:
+    """SIGKILL at some moment of a real save: what was reported is there and whole; the next save cleans up."""
+    reported = -1
+    for _ in range(2):
+        process = subprocess.Popen(
+            [sys.executable, "-c", SAVER, str(paths.root), str(2 * (reported + 1))], stdout=subprocess.PIPE, text=True
+        )
+        assert process.stdout is not None
+        for _ in range(5):
+            reported = int(process.stdout.readline())
+        time.sleep(delay)
+        process.send_signal(signal.SIGKILL)
+        rest = process.stdout.read().split()
+        process.wait()
+        reported = int(rest[-1]) if rest else reported
+
+        found = find_resumable(paths, "auto")
+        assert found.path is not None and found.step >= reported
+        assert verify(found.path) == [] and found.skipped == []
+        assert all(verify(path) == [] for _, path in paths.checkpoint_steps())
+    save(paths, reported + 10)
+    assert not [name for name in names(paths) if name.startswith(".")]
+    assert read_manifest(paths.checkpoint(reported + 10))["meta"] == {"env_steps": (reported + 10) * 10}
