@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import zmq
+from zmq.utils import z85
 
 from rlhpc.runtime.errors import ChannelError, DeadlineExceeded
 from rlhpc.runtime.registry import Keys
@@ -63,7 +64,7 @@ class ZapDoor:
         self.socket = context.socket(zmq.REP)
         self.socket.linger = 0
         self.socket.bind("inproc://zeromq.zap.01")
-        self._allowed = zmq.utils.z85.decode(keys.public)
+        self._allowed = z85.decode(keys.public)
         self.refused = 0
 
     def answer(self) -> None:

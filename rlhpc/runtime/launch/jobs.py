@@ -286,9 +286,7 @@ class SlurmProbe(JobProbe):
         self._wait_s = min(self._wait_s * 2, self._max_interval_s) if silent else self._interval_s
 
     def _ask_squeue(self, ids: list[str], found: dict[str, JobReport]) -> bool:
-        ok, lines = self._run(
-            "squeue", "--noheader", "--states=all", f"--jobs={','.join(ids)}", "--format=%i|%T|%r"
-        )
+        ok, lines = self._run("squeue", "--noheader", "--states=all", f"--jobs={','.join(ids)}", "--format=%i|%T|%r")
         self._collect((line.split("|") for line in lines), ids, found, "squeue")
         # squeue fails with "Invalid job id" when it has forgotten all of them: an answer, too
         return ok or any("nvalid job id" in line for line in lines)
@@ -335,8 +333,7 @@ class SlurmProbe(JobProbe):
             done = subprocess.run(
                 command,
                 stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
+                capture_output=True,
                 text=True,
                 timeout=self._timeout_s,
                 errors="replace",

@@ -86,10 +86,9 @@ class StopRequest:
             if self._interrupts > 1:
                 raise KeyboardInterrupt
         # a wish to end the run outweighs one to go on later: scancel may follow a walltime signal
-        if self._signal in (None, signal.SIGUSR2):
-            if self._signal is None or which is not signal.SIGUSR2:
-                self._signal = which
-                self._reason = _REASONS[which]
+        if self._signal is None or (self._signal is signal.SIGUSR2 and which is not signal.SIGUSR2):
+            self._signal = which
+            self._reason = _REASONS[which]
 
 
 def end_of_job() -> float | None:

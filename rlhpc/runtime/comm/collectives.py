@@ -1,0 +1,95 @@
+"""Collectives inside one worker group, over torch.distributed: gloo on CPU, NCCL on GPU; formed when first used."""
+
+from __future__ import annotations
+
+import datetime
+import os
+from typing import TYPE_CHECKING, Any
+
+from rlhpc.runtime.context import current
+from rlhpc.runtime.errors import RegistryError
+from rlhpc.runtime.spec import WorkerSpec
+
+if TYPE_CHECKING:
+    import torch
+
+
+class Collectives:
+    """The group's process group, behind the few operations that the roles use."""
+
+    def __init__(self, group: str, rank: int, world_size: int, spec: WorkerSpec | None) -> None:
+        self.group, self.rank, self.world_size, self._spec = group, rank, world_size, spec
+        self._ready = False
+
+    def process_group(self) -> Any:
+        """Forms torch's default process group; None where the group has one rank."""
+        if self.world_size == 1:
+            return None
+        import torch.distributed as dist
+
+        if not self._ready:
+            assert self._spec is not None
+            on_gpu = bool(self._spec.accelerators)
+            if not self._spec.tcp_address:
+                os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+            dist.init_process_group(
+                "cpu:gloo,cuda:nccl" if on_gpu else "gloo",
+                store=self._store(),
+                rank=self.rank,
+                world_size=self.world_size,
+                timeout=datetime.timedelta(seconds=min(current().wait_deadline, 1800)),
+            )
+            self._ready = True
+        return dist.group.WORLD
+
+    def _store(self) -> Any:
+        """torch's rendezvous store: a file on one host; between hosts a TCP store that rank 0 binds before publishing."""
+        import torch.distributed as dist
+
+        assert self._spec is not None
+        context, spec = current(), self._spec
+        name = f"store-{self.group}-{spec.incarnation}"
+        if not spec.tcp_address:
+            return dist.FileStore(str(context.service.scratch.sockets / name), self.world_size)
+        if self.rank == 0:
+            store = dist.TCPStore(spec.tcp_address, 0, self.world_size, is_master=True, wait_for_workers=False)
+            context.registry.put("groups", name, {"address": spec.tcp_address, "port": store.port})
+            return store
+        try:
+            record = context.registry.wait_for("groups", name, 300, f"{self.group}-0 to form the process group")
+        except RegistryError as error:
+            raise RegistryError(f"{context.name}: {error}") from None
+        return dist.TCPStore(record["address"], record["port"], self.world_size, is_master=False)
+
+    def all_reduce(self, tensor: torch.Tensor, op: str) -> torch.Tensor:
+        """In place; "mean" divides the sum by the world size."""
+        if self.process_group() is None:
+            return tensor
+        import torch.distributed as dist
+
+        reduce = {"sum": dist.ReduceOp.SUM, "mean": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
+        if op not in reduce:
+            raise ValueError(f"all_reduce: op is {op!r}; allowed: {', '.join(reduce)}")
+        dist.all_reduce(tensor, reduce[op])
+        return tensor.div_(self.world_size) if op == "mean" else tensor
+
+    def all_gather_object(self, obj: Any) -> list[Any]:
+        """Over the authenticated inboxes rather than torch.distributed, whose sockets would unpickle from anybody."""
+        from rlhpc.runtime.comm import p2p
+
+        if self.rank == 0:
+            objects = [obj, *(p2p.recv(self.group, rank, tag="g") for rank in range(1, self.world_size))]
+        else:
+            p2p.send(obj, self.group, self.rank, self.group, 0, tag="g")
+            objects = []
+        if self.world_size == 1:
+            return objects
+        ranks = list(range(self.world_size))
+        gathered: list[Any] = p2p.broadcast(objects, self.group, self.rank, [(self.group, ranks)], (self.group, 0))
+        return gathered
+
+    def barrier(self) -> None:
+        if self.process_group() is not None:
+            import torch.distributed as dist
+
+            dist.barrier()

@@ -1,0 +1,187 @@
+"""The fork server: one process per host that has imported the heavy modules once and forks the ranks from there.
+
+It imports and forks, nothing else: no thread, no CUDA context, no ZeroMQ context, no torch operator, so a fork is safe.
+When the driver is gone, however it died, its pipe reads end-of-file: the server kills what it started and removes the
+session's scratch folders. When the server itself is killed, the kernel kills the workers (PDEATHSIG).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import gc
+import importlib
+import os
+import pickle
+import select
+import signal
+import socket
+import subprocess
+import sys
+import time
+from typing import Any
+
+from rlhpc.runtime import wire
+from rlhpc.runtime.scratch import Scratch
+from rlhpc.runtime.spec import WorkerSpec
+
+_PR_SET_PDEATHSIG = 1
+_PR_SET_CHILD_SUBREAPER = 36
+GRACE_S = 2.0
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+def die_with_parent(parent: int) -> None:
+    """Asks the kernel to kill this process when its parent dies; exits at once if that has happened already."""
+    _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        os._exit(1)
+
+
+def _kill_group(pid: int, number: int) -> None:
+    """Signals a worker and the processes that it started (each worker leads a session of its own)."""
+    for kill in (os.killpg, os.kill):
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            kill(pid, number)
+
+
+class ForkServer:
+    """Serves `start` and `kill` requests of one driver over `control`."""
+
+    def __init__(self, control: socket.socket, token: str) -> None:
+        self.control, self.scratch = control, Scratch(token)
+        self.children: dict[int, str] = {}
+
+    def serve(self) -> None:
+        """Runs until the driver says `stop` or is gone."""
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+        reader, writer = socket.socketpair()
+        reader.setblocking(False)
+        writer.setblocking(False)
+        signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
+        self._inherited = (reader, writer)
+        wire.send(self.control, {"event": "ready", "pid": os.getpid()})
+        while True:
+            ready, _, _ = select.select([self.control, reader], [], [], 1.0)
+            if reader in ready:
+                with contextlib.suppress(BlockingIOError):
+                    reader.recv(4096)
+            self.reap()
+            if self.control in ready:
+                request = wire.receive(self.control)
+                if request is None or request["op"] == "stop":
+                    self.end(remove=True)
+                    return
+                if request["op"] == "start":
+                    self.start(request["spec"])
+                elif request["op"] == "kill":
+                    for pid in request["pids"]:
+                        if pid in self.children:
+                            _kill_group(pid, request["signal"])
+
+    def start(self, body: bytes) -> None:
+        """Starts one worker and reports its pid."""
+        spec: WorkerSpec = pickle.loads(body)
+        try:
+            pid = self._spawn(spec, body) if spec.interpreter else self._fork(spec)
+        except OSError as error:
+            wire.send(self.control, {"event": "refused", "name": spec.name, "error": f"{error}"})
+            return
+        self.children[pid] = spec.name
+        wire.send(self.control, {"event": "started", "name": spec.name, "pid": pid})
+
+    def _fork(self, spec: WorkerSpec) -> int:
+        server = os.getpid()
+        pid = os.fork()
+        if pid:
+            return pid
+        status = 1
+        try:
+            os.setsid()
+            die_with_parent(server)
+            signal.set_wakeup_fd(-1)
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            for inherited in (self.control, *self._inherited):
+                inherited.close()
+            from rlhpc.runtime.process import run_worker
+
+            status = run_worker(spec)
+        finally:
+            # Skip the interpreter's teardown: the fork server's atexit handlers are not this process's.
+            with contextlib.suppress(OSError, ValueError):
+                sys.stdout.flush()
+                sys.stderr.flush()
+            os._exit(status)
+
+    def _spawn(self, spec: WorkerSpec, body: bytes) -> int:
+        """A fresh interpreter, for groups with a Python of their own or engines that cannot be forked."""
+        with open(spec.log_err, "ab", buffering=0) as err, open(spec.log_out, "ab", buffering=0) as out:
+            child = subprocess.Popen(
+                [spec.interpreter, "-m", "rlhpc.runtime.process", str(os.getpid())],
+                stdin=subprocess.PIPE,
+                stdout=out,
+                stderr=err,
+                start_new_session=True,
+                env={**os.environ, **spec.env, "PYTHONPATH": os.pathsep.join(p for p in spec.sys_path if p)},
+            )
+        assert child.stdin is not None
+        with contextlib.suppress(BrokenPipeError):
+            child.stdin.write(body)
+            child.stdin.close()
+        child.returncode = 0  # reaped below, with the forked ones
+        return child.pid
+
+    def reap(self) -> None:
+        """Reports every child that has ended; kills what it left behind."""
+        while True:
+            try:
+                pid, status = os.waitpid(-1, os.WNOHANG)
+            except ChildProcessError:
+                return
+            if pid == 0:
+                return
+            name = self.children.pop(pid, None)
+            if name is None:
+                continue
+            _kill_group(pid, signal.SIGKILL)
+            with contextlib.suppress(OSError):
+                wire.send(self.control, {"event": "exit", "name": name, "pid": pid, "status": status})
+
+    def end(self, remove: bool) -> None:
+        """Stops all children: TERM, a moment of grace, KILL. Removes the scratch folders."""
+        for number, grace in ((signal.SIGTERM, GRACE_S), (signal.SIGKILL, 5.0)):
+            for pid in list(self.children):
+                _kill_group(pid, number)
+            deadline = time.monotonic() + grace
+            while self.children and time.monotonic() < deadline:
+                self.reap()
+                time.sleep(0.01)
+        if remove:
+            self.scratch.remove()
+
+
+def main() -> None:
+    """`python -m rlhpc.runtime.forkserver FD TOKEN DRIVER_PID MODULE…`."""
+    fd, token, driver, *modules = sys.argv[1:]
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)  # a signal to the job's process group must not end the ranks
+    _libc.prctl(_PR_SET_CHILD_SUBREAPER, 1)
+    Scratch(token).hold()
+    control = socket.socket(fileno=int(fd))
+    server = ForkServer(control, token)
+    if os.getppid() != int(driver):
+        server.end(remove=True)
+        return
+    failed: dict[str, Any] = {}
+    for module in modules:
+        try:
+            importlib.import_module(module)
+        except ImportError as error:
+            failed[module] = str(error)  # the rank that needs it will say so in its own log
+    gc.collect()
+    gc.freeze()  # forked ranks share these pages for good: the collector must not touch them
+    server.serve()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,141 @@
+"""WorkerGroup: the driver's handle on the ranks of one worker class."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from rlhpc.runtime import context as contexts
+from rlhpc.runtime.errors import ConfigError
+from rlhpc.runtime.placement import NodePlacementStrategy
+from rlhpc.runtime.rpc import Handle, RpcClient
+
+if TYPE_CHECKING:
+    from rlhpc.runtime.cluster import Cluster
+
+_clients: dict[int, RpcClient] = {}
+
+
+def _client() -> RpcClient:
+    """The calling process's RPC client: the driver session's, or one of its own in a worker that attaches."""
+    from rlhpc.runtime.session import Session
+
+    session = Session.running()
+    if session is not None:
+        return session.rpc
+    context = contexts.current()
+    if id(context) not in _clients:
+        _clients[id(context)] = RpcClient(context, on_failure=lambda _: None, check=context.check)
+    return _clients[id(context)]
+
+
+class WorkerGroup:
+    """The ranks of one worker class. `group.method(*args)` runs on all of them and returns a `Handle`.
+
+    Made by `MyWorker.create_group(...)`, started by `launch`, or attached to with `from_group_name`.
+    """
+
+    def __init__(self, cls: type, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> None:
+        self._cls, self._args, self._kwargs = cls, args, kwargs or {}
+        self._records: list[dict[str, Any]] = []
+        self._only: list[int] | None = None
+        self._owned = False
+        self.name = ""
+
+    def launch(
+        self,
+        cluster: Cluster,
+        placement_strategy: Any = None,
+        name: str | None = None,
+        *,
+        env_vars: dict[str, str] | None = None,
+        fork: bool = True,
+        timeout: float = 300.0,
+    ) -> WorkerGroup:
+        """Starts the ranks and waits until each has built its object.
+
+        Args:
+            cluster: Where to run.
+            placement_strategy: Which rank goes where (default: one rank on the first node).
+            name: The group's name; default the class's name. Unique among the live groups.
+            env_vars: Environment variables for every rank.
+            fork: Fork from the node's fork server; False starts fresh interpreters, for engines that cannot be forked.
+            timeout: Seconds for all ranks to arrive.
+
+        Raises:
+            RendezvousTimeout: Names the ranks that are missing, their nodes and logs.
+            WorkerFailed: A constructor raised.
+        """
+        from rlhpc.runtime.session import Session
+
+        self.name = name or self._cls.__name__
+        strategy = placement_strategy or NodePlacementStrategy([0])
+        self._records = Session.current().launch(
+            self.name,
+            (self._cls, self._args, self._kwargs),
+            strategy.place(cluster),
+            cluster,
+            env_vars=env_vars or {},
+            fork=fork,
+            timeout=timeout,
+        )
+        self._owned = True
+        return self
+
+    @classmethod
+    def from_group_name(cls, worker_cls: type, name: str, timeout: float = 60.0) -> WorkerGroup:
+        """Attaches to a running group, from the driver or from any worker of the run."""
+        context = contexts.current()
+        group = cls(worker_cls)
+        group.name = name
+        size = context.group_size(name, timeout)
+        group._records = [context.member(name, rank, timeout) for rank in range(size)]
+        return group
+
+    @property
+    def world_size(self) -> int:
+        return len(self._records)
+
+    def execute_on(self, *ranks: int) -> WorkerGroup:
+        """Restricts the next call, and only that one, to these ranks; returns the group."""
+        wrong = [rank for rank in ranks if not 0 <= rank < self.world_size]
+        if wrong or not ranks:
+            raise ValueError(f"execute_on{ranks}: group {self.name!r} has ranks 0 to {self.world_size - 1}")
+        self._only = sorted(set(ranks))
+        return self
+
+    def __getattr__(self, name: str) -> Callable[..., Handle]:
+        if name.startswith("_"):
+            raise AttributeError(f"{name!r}: names that begin with '_' are private to the worker and cannot be called")
+        if not callable(getattr(self._cls, name, None)):
+            raise AttributeError(f"{self._cls.__name__} has no method {name!r}")
+
+        def call(*args: Any, **kwargs: Any) -> Handle:
+            ranks, self._only = self._only, None
+            if not self._records:
+                raise ConfigError(f"group {self.name or self._cls.__name__!r} is not running: call launch() first")
+            client = _client()
+            client._check()
+            records = self._records if ranks is None else [self._records[rank] for rank in ranks]
+            return client.call(records, name, args, kwargs)
+
+        return call
+
+    def shutdown(self, grace: float = 5.0) -> None:
+        """Ends the group and waits: ranks finish the call they are in, those that take longer than `grace` are killed.
+
+        Harmless on a group that has ended or failed; on an attached group it only lets go.
+        """
+        from rlhpc.runtime.session import Session
+
+        session = Session.running()
+        if self._owned and session is not None:
+            session.shutdown_group(self.name, self._records, grace)
+        self._records = []
+
+    async def async_shutdown(self, grace: float = 5.0) -> None:
+        await asyncio.to_thread(self.shutdown, grace)
+
+    def __repr__(self) -> str:
+        return f"WorkerGroup({self._cls.__name__}, name={self.name!r}, world_size={self.world_size})"

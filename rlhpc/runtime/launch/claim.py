@@ -1,0 +1,374 @@
+"""Who may submit a segment, and which job owns it.
+
+Two guards, for two races. `SubmitLock` lets one process at a time look and submit. `Claim` is taken by the job itself
+when it starts: claims are numbered files made with O_EXCL semantics, the next number may be taken only when the holder
+of the last one is dead, and the highest number owns the segment. So even two jobs that were submitted behind each
+other's back (a submitter killed between two system calls, a job both requeued and resubmitted) never train at once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import json
+import os
+import re
+import secrets
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from rlhpc.runtime.errors import DeadlineExceeded, SubmitError
+from rlhpc.runtime.launch.jobs import JobProbe, ProcessId
+from rlhpc.runtime.paths import RunPaths
+
+#: A holder on another host that does not renew its file for this long is taken for dead.
+LEASE_S = 30.0
+#: How often a live holder renews it.
+RENEW_S = 5.0
+
+_NO_FLOCK = {errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL, errno.EIO}
+
+
+def read_json(path: Path) -> dict[str, Any] | None:
+    """The object in a file that others replace atomically; None when it is missing or not (yet) readable."""
+    with contextlib.suppress(OSError):
+        os.listdir(path.parent)  # makes NFS look again instead of answering from its cache of missing names
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    return value if isinstance(value, dict) else None
+
+
+def write_json(path: Path, value: dict[str, Any]) -> None:
+    """Replace a file atomically; it is on disk when this returns."""
+    handle, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
+    try:
+        with os.fdopen(handle, "w", encoding="utf-8") as file:
+            json.dump(value, file, indent=1)
+            file.write("\n")
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(name, path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.unlink(name)
+        raise
+
+
+@dataclass(frozen=True)
+class SegmentFiles:
+    """What a segment keeps under `submit/` and where it logs."""
+
+    paths: RunPaths
+    segment: int
+
+    @property
+    def record(self) -> Path:
+        """The submitted job: id, process, command, log paths."""
+        return self.paths.submit / f"segment_{self.segment}.json"
+
+    @property
+    def exit(self) -> Path:
+        """How the driver ended, when it ended without finishing the segment."""
+        return self.paths.submit / f"segment_{self.segment}.exit.json"
+
+    @property
+    def lock(self) -> Path:
+        return self.paths.submit / f"segment_{self.segment}.lock"
+
+    @property
+    def lease(self) -> Path:
+        """Stands for the lock where the file system has none."""
+        return self.paths.submit / f"segment_{self.segment}.lease"
+
+    def claim(self, number: int) -> Path:
+        return self.paths.submit / f"segment_{self.segment}.claim.{number}.json"
+
+    def claim_numbers(self) -> list[int]:
+        """Numbers of all claims there are, ascending."""
+        pattern = re.compile(rf"^segment_{self.segment}\.claim\.(\d+)\.json$")
+        try:
+            names = os.listdir(self.paths.submit)
+        except FileNotFoundError:
+            return []
+        return sorted(int(m.group(1)) for name in names if (m := pattern.match(name)))
+
+    @property
+    def driver_out(self) -> Path:
+        return self.paths.segment_logs(self.segment) / "driver.out"
+
+    @property
+    def driver_err(self) -> Path:
+        return self.paths.segment_logs(self.segment) / "driver.err"
+
+    @property
+    def marker(self) -> Path:
+        return self.paths.segment_done(self.segment)
+
+
+def renewed_within(path: Path, seconds: float, alive_again: Callable[[], bool] = lambda: False) -> bool:
+    """Watch a file for up to `seconds`: True as soon as its owner renews it, False if nobody does or it is gone.
+
+    Only changes are looked at, never the age: the clocks of two hosts need not agree.
+    """
+    try:
+        first = path.stat().st_mtime_ns
+        end = time.monotonic() + seconds
+        while time.monotonic() < end:
+            time.sleep(min(0.5, seconds / 4))
+            if path.stat().st_mtime_ns != first or alive_again():
+                return True
+    except FileNotFoundError:
+        pass
+    return False
+
+
+class SubmitLock:
+    """Only one process at a time decides about a segment: flock, or a lease file where the file system has no locks.
+
+    Args:
+        files: The segment's files; their folder must exist.
+        timeout_s: How long to wait for another submitter.
+
+    Raises:
+        DeadlineExceeded: On entering, when the other one did not finish in time.
+        SubmitError: On entering, when the folder cannot be written.
+    """
+
+    def __init__(self, files: SegmentFiles, timeout_s: float = 120.0) -> None:
+        self._files = files
+        self._timeout_s = timeout_s
+        self._fd: int | None = None
+        self._leased = False
+
+    def __enter__(self) -> SubmitLock:
+        end = time.monotonic() + self._timeout_s
+        try:
+            self._fd = os.open(self._files.lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            while not self._try():
+                if time.monotonic() > end:
+                    raise DeadlineExceeded(
+                        f"segment {self._files.segment}: another process has been submitting it for "
+                        f"{self._timeout_s:.0f} s and holds {self._files.lock}; if it hangs, end it and try again"
+                    )
+                time.sleep(0.1)
+        except OSError as error:
+            self._release()
+            raise SubmitError(f"cannot lock {self._files.lock}: {error.strerror or error}") from error
+        except BaseException:
+            self._release()
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._release()
+
+    def _try(self) -> bool:
+        assert self._fd is not None
+        try:
+            fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return True
+        except BlockingIOError:
+            return False
+        except OSError as error:
+            if error.errno not in _NO_FLOCK:
+                raise
+        return self._try_lease()
+
+    def _try_lease(self) -> bool:
+        lease = self._files.lease
+        try:
+            fd = os.open(lease, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        except FileExistsError:
+            holder = ProcessId.from_json(read_json(lease))
+            alive = None if holder is None else holder.alive()
+            if alive is False or (alive is None and not renewed_within(lease, LEASE_S)):
+                # rename, not unlink: of two that find it stale, one succeeds
+                with contextlib.suppress(FileNotFoundError):
+                    os.rename(lease, lease.with_suffix(f".stale-{secrets.token_hex(4)}"))
+                for old in lease.parent.glob(f"{lease.stem}.stale-*"):
+                    old.unlink(missing_ok=True)
+            return False
+        with os.fdopen(fd, "w", encoding="utf-8") as file:
+            json.dump(ProcessId.of(os.getpid()).to_json(), file)
+        self._leased = True
+        return True
+
+    def _release(self) -> None:
+        if self._leased:
+            self._files.lease.unlink(missing_ok=True)
+            self._leased = False
+        if self._fd is not None:
+            os.close(self._fd)
+            self._fd = None
+
+
+@dataclass(frozen=True)
+class Claim:
+    """A job's ownership of a segment, kept in a file that only this job writes.
+
+    Attributes:
+        number: The highest number owns the segment.
+        token: Of the submission that started the job.
+        job_id: submitit's job id (Slurm's, or the pid of the local controller).
+        executor: "local" or "slurm".
+        job: Process that runs the driver and renews this claim.
+        driver: The driver, once started.
+        started: Unix time, for display.
+        err_offset: Size of driver.err when this attempt started: what lies before belongs to earlier attempts.
+        released: The job ended in an orderly way.
+    """
+
+    files: SegmentFiles = field(repr=False)
+    number: int
+    token: str
+    job_id: str
+    executor: str
+    job: ProcessId
+    driver: ProcessId | None = None
+    started: float = 0.0
+    err_offset: int = 0
+    released: bool = False
+
+    @property
+    def path(self) -> Path:
+        return self.files.claim(self.number)
+
+    @classmethod
+    def newest(cls, files: SegmentFiles) -> Claim | None:
+        """The claim with the highest number, None when no job ever started."""
+        for number in reversed(files.claim_numbers()):
+            for _ in range(3):  # where hard links are missing, a claim can be seen half written
+                value = read_json(files.claim(number))
+                job = ProcessId.from_json((value or {}).get("job"))
+                if value is not None and job is not None:
+                    return cls(
+                        files=files,
+                        number=number,
+                        token=str(value.get("token", "")),
+                        job_id=str(value.get("job_id", "")),
+                        executor=str(value.get("executor", "")),
+                        job=job,
+                        driver=ProcessId.from_json(value.get("driver")),
+                        started=float(value.get("started") or 0.0),
+                        err_offset=int(value.get("err_offset") or 0),
+                        released=bool(value.get("released")),
+                    )
+                time.sleep(0.1)
+        return None
+
+    @classmethod
+    def take(
+        cls, files: SegmentFiles, *, token: str, job_id: str, executor: str, probe: JobProbe | None = None
+    ) -> Claim | None:
+        """Claim the segment for this process; None when another live job has it."""
+        before = cls.newest(files)
+        # a Slurm job that was requeued finds its own earlier attempt, which is over
+        own_earlier = before is not None and executor == "slurm" and before.job_id == job_id
+        if before is not None and not own_earlier and before.alive(probe):
+            return None
+        numbers = files.claim_numbers()
+        mine = cls(
+            files=files,
+            number=(numbers[-1] if numbers else 0) + 1,
+            token=token,
+            job_id=job_id,
+            executor=executor,
+            job=ProcessId.of(os.getpid()),
+            started=time.time(),
+            err_offset=files.driver_err.stat().st_size if files.driver_err.exists() else 0,
+        )
+        if before is not None and mine.number != before.number + 1:
+            return None  # somebody came in between
+        if not mine._create():
+            return None
+        if files.claim_numbers()[-1] != mine.number:  # a slow racer took a number that was already history
+            mine.path.unlink(missing_ok=True)
+            return None
+        for number in files.claim_numbers():
+            if number < mine.number:
+                files.claim(number).unlink(missing_ok=True)
+        return mine
+
+    def alive(self, probe: JobProbe | None = None) -> bool:
+        """Whether the job or its driver lives: by pid here, by the scheduler or by its renewals elsewhere."""
+        here = self.alive_here()
+        if here is not None:
+            return here
+        if probe is not None and self.executor == "slurm":
+            report = probe.query_one(self.job_id)
+            if report.state.is_terminal:
+                return False
+        return renewed_within(self.path, LEASE_S)
+
+    def alive_here(self) -> bool | None:
+        """The same from the pids alone; None when they belong to another host."""
+        if self.released:
+            return False
+        seen = [p.alive() for p in (self.job, self.driver) if p is not None]
+        return True if True in seen else None if None in seen else False
+
+    def owns(self) -> bool:
+        """Whether no later job has taken over."""
+        numbers = self.files.claim_numbers()
+        return bool(numbers) and numbers[-1] == self.number
+
+    def renew(self) -> None:
+        """Show other hosts that the job lives; a full or stalled disk is no reason to end it."""
+        with contextlib.suppress(OSError):
+            os.utime(self.path)
+
+    def update(self, **changes: Any) -> Claim:
+        """The claim with other values, written down."""
+        changed = replace(self, **changes)
+        if changed.owns():
+            write_json(changed.path, changed._to_json())
+        return changed
+
+    def _create(self) -> bool:
+        handle, name = tempfile.mkstemp(prefix=".claim.", dir=self.path.parent)
+        try:
+            with os.fdopen(handle, "w", encoding="utf-8") as file:
+                json.dump(self._to_json(), file)
+                file.flush()
+                os.fsync(file.fileno())
+            try:
+                os.link(name, self.path)  # exclusive, and complete at once
+            except FileExistsError:
+                return False
+            except OSError:  # no hard links here
+                return self._create_exclusive(Path(name).read_text(encoding="utf-8"))
+            return True
+        finally:
+            os.unlink(name)
+
+    def _create_exclusive(self, text: str) -> bool:
+        try:
+            fd = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        except FileExistsError:
+            return False
+        with os.fdopen(fd, "w", encoding="utf-8") as file:
+            file.write(text)
+        return True
+
+    def _to_json(self) -> dict[str, Any]:
+        return {
+            "number": self.number,
+            "token": self.token,
+            "job_id": self.job_id,
+            "executor": self.executor,
+            "job": self.job.to_json(),
+            "driver": self.driver.to_json() if self.driver else None,
+            "started": self.started,
+            "err_offset": self.err_offset,
+            "released": self.released,
+        }

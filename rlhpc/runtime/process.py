@@ -1,0 +1,170 @@
+"""A worker process: meets the others, builds the user's object, then executes one call after the other."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import pickle
+import signal
+import sys
+import threading
+import time
+import traceback
+from typing import Any
+
+from rlhpc.runtime.spec import WorkerSpec
+
+HEARTBEAT_S = 2.0
+_LOG_FORMAT = "%(asctime)s %(levelname)s [{name}] %(message)s"
+
+
+def ignore_job_signals() -> None:
+    """A signal that the scheduler sends to the job goes to every step; only the driver acts on it."""
+    for number in (signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+def _redirect(spec: WorkerSpec) -> None:
+    for path, fd in ((spec.log_out, 1), (spec.log_err, 2)):
+        target = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        os.dup2(target, fd)
+        os.close(target)
+    null = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(null, 0)
+    os.close(null)
+    sys.stdout = open(1, "w", buffering=1, closefd=False)
+    sys.stderr = open(2, "w", buffering=1, closefd=False)
+
+
+def _environment(spec: WorkerSpec) -> None:
+    os.environ.update(spec.env)
+    os.environ.setdefault("OMP_NUM_THREADS", str(spec.threads))
+    if "OMP_NUM_THREADS" not in spec.env:
+        os.environ["OMP_NUM_THREADS"] = str(spec.threads)
+    with contextlib.suppress(OSError):
+        os.chdir(spec.cwd)
+    sys.path[:] = [p for p in spec.sys_path if p not in sys.path] + sys.path
+    torch = sys.modules.get("torch")
+    if torch is not None:
+        torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+
+
+def describe(error: BaseException) -> dict[str, Any]:
+    """What the driver is told about an exception: text, traceback, exit code, and the exception where it pickles."""
+    try:
+        body = pickle.dumps(error)
+        pickle.loads(body)
+    except Exception:
+        body = b""
+    return {
+        "text": f"{type(error).__name__}: {error}",
+        "traceback": "".join(traceback.format_exception(error)),
+        "exit_code": getattr(error, "exit_code", 1),
+        "pickled": body,
+    }
+
+
+def run_worker(spec: WorkerSpec) -> int:
+    """The life of a worker; returns its exit status."""
+    ignore_job_signals()
+    _redirect(spec)
+    _environment(spec)
+    logging.basicConfig(level=logging.INFO, stream=sys.stderr, format=_LOG_FORMAT.format(name=spec.name), force=True)
+    # Imported here: before the fork these would start ZeroMQ's threads in the fork server.
+    import zmq
+
+    from rlhpc.runtime import context
+    from rlhpc.runtime.comm.payload import unpack
+    from rlhpc.runtime.comm.service import Service
+    from rlhpc.runtime.comm.sockets import bind, choose, make_socket
+    from rlhpc.runtime.registry import Registry
+    from rlhpc.runtime.scratch import Scratch
+
+    registry, scratch = Registry(__import__("pathlib").Path(spec.registry)), Scratch(spec.token)
+    scratch.hold()
+    keys = registry.load_keys()
+    driver = choose(spec.driver)
+    note = {"name": spec.name, "incarnation": spec.incarnation, "pid": os.getpid()}
+    last = [0.0]
+
+    def heartbeat(service: Service) -> None:
+        if time.monotonic() - last[0] >= HEARTBEAT_S:
+            last[0] = time.monotonic()
+            service.peers.post(driver, b"NOTE", [pickle.dumps({"note": "alive", **note})])
+
+    service = Service(spec.name, keys, scratch, spec.tcp_address, on_tick=heartbeat)
+    commands = make_socket(service.context, zmq.ROUTER, keys, server=True)
+    rpc = bind(commands, scratch, "r", spec.tcp_address)
+    record = {
+        "group": spec.group, "rank": spec.rank, "node": spec.node, "node_rank": spec.node_rank, "pid": os.getpid(),
+        "host": service.endpoint["host"], "rpc": rpc, "data": service.endpoint, "log_out": spec.log_out,
+        "log_err": spec.log_err, "incarnation": spec.incarnation, "accelerators": list(spec.accelerators),
+        "state": "running", "started": time.time(),
+    }  # fmt: skip
+    ctx = context.Context(spec.name, registry, service, wait_deadline=spec.wait_deadline)
+    context.install(ctx)
+    registry.put("members", spec.name, record)
+    try:
+        from rlhpc.runtime.worker import bind_spec
+
+        bind_spec(spec)
+        cls, args, kwargs = pickle.loads(spec.body)
+        instance = cls(*args, **kwargs)
+    except BaseException as error:
+        traceback.print_exc()
+        service.peers.post(driver, b"NOTE", [pickle.dumps({"note": "failed", **note, "error": describe(error)})])
+        time.sleep(0.2)  # let the note leave before the process does
+        return 1
+    service.peers.post(driver, b"NOTE", [pickle.dumps({"note": "ready", **note, "record": record})])
+
+    def fetch(endpoint: str, path: str) -> bytes:
+        return service.fetch(endpoint, path)
+
+    from rlhpc.runtime.comm.payload import pack
+
+    while True:
+        caller, number, method, *frames = commands.recv_multipart()
+        name = method.decode()
+        if name == "\0exit":
+            commands.send_multipart([caller, number, b"ok", b"0", *pack(None, scratch, service.origin).frames])
+            with contextlib.suppress(Exception):
+                close = getattr(instance, "close", None)
+                if callable(close):
+                    close()
+            return 0
+        started = time.perf_counter()
+        try:
+            args, kwargs = unpack(frames, ctx.host, fetch)
+            frames = []
+            result = getattr(instance, name)(*args, **kwargs)
+            args = kwargs = None
+            status, packed = b"ok", pack(result, scratch, service.origin)
+            result = None
+        except BaseException as error:
+            if isinstance(error, (KeyboardInterrupt, SystemExit)):
+                raise
+            traceback.print_exc()
+            status, packed = b"error", pack(describe(error), scratch, service.origin)
+        seconds = b"%.9f" % (time.perf_counter() - started)
+        commands.send_multipart([caller, number, status, seconds, *packed.frames])
+
+
+def main() -> None:
+    """A worker started by a fresh interpreter: the spec comes on stdin."""
+    from rlhpc.runtime.forkserver import die_with_parent
+
+    die_with_parent(int(sys.argv[1]))
+    spec: WorkerSpec = pickle.loads(sys.stdin.buffer.read())
+    status = run_worker(spec)
+    for thread in threading.enumerate():
+        if thread is not threading.current_thread() and not thread.daemon:
+            break
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,195 @@
+"""Calls on ranks: one ROUTER socket of the caller connects to the command sockets of all ranks it calls.
+
+No thread stands between a call and its socket: whoever waits for a result pumps the socket. The driver and any worker that
+attaches to another group use the same client.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import os
+import pickle
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import zmq
+
+from rlhpc.runtime.comm.payload import pack, unpack
+from rlhpc.runtime.comm.sockets import choose, make_socket
+from rlhpc.runtime.context import Context
+from rlhpc.runtime.errors import DeadlineExceeded, WorkerFailed
+
+_POLL_MS = 200
+
+
+def worker_failed(error: dict[str, Any], doing: str, record: dict[str, Any]) -> WorkerFailed:
+    """The driver-side exception for what a worker reported with `process.describe`."""
+    failure = WorkerFailed(
+        f"{error['text']}\n  raised in {doing} on node {record['node']} (pid {record['pid']}, log {record['log_err']})\n"
+        f"{error['traceback'].rstrip()}",
+        group=record["group"],
+        rank=record["rank"],
+        node=record["node"],
+        log_path=record["log_err"],
+        remote_traceback=error["traceback"],
+    )
+    failure.exit_code = error["exit_code"]
+    if error["pickled"]:
+        failure.__cause__ = pickle.loads(error["pickled"])
+    return failure
+
+
+class Handle:
+    """A call that is under way on the ranks of a group."""
+
+    def __init__(self, client: RpcClient, group: str, method: str, ranks: Sequence[int]) -> None:
+        self._client, self.group, self.method, self.ranks = client, group, method, list(ranks)
+        self._results: dict[int, Any] = {}
+        self._seconds: dict[int, float] = {}
+        self._failure: BaseException | None = None
+
+    def done(self) -> bool:
+        """True when every rank has answered, or one has failed."""
+        if not self._complete():
+            self._client.pump(0)
+        return self._complete()
+
+    def _complete(self) -> bool:
+        return self._failure is not None or len(self._results) == len(self.ranks)
+
+    def wait(self, timeout: float | None = None) -> list[Any]:
+        """Blocks until all ranks have answered; returns their results in rank order.
+
+        Raises:
+            WorkerFailed: A rank of any group of this driver raised or died; the first one to do so.
+            DeadlineExceeded: After `timeout` seconds (default: the session's wait deadline); names the ranks that are late.
+        """
+        limit = self._client.context.wait_deadline if timeout is None else timeout
+        deadline = time.monotonic() + limit
+        while not self._complete():
+            left = deadline - time.monotonic()
+            if left <= 0:
+                late = [rank for rank in self.ranks if rank not in self._results]
+                raise DeadlineExceeded(f"waited {limit:.1f} s for {self.group}.{self.method}() on ranks {late}")
+            self._client.pump(min(_POLL_MS, max(1, int(left * 1000))))
+        if self._failure is not None:
+            raise self._failure
+        return [self._results[rank] for rank in self.ranks]
+
+    async def async_wait(self, timeout: float | None = None) -> list[Any]:
+        """`wait` for coroutines; other tasks of the event loop run meanwhile."""
+        return await asyncio.to_thread(self.wait, timeout)
+
+    def consume_durations(self, reduction: str = "max") -> dict[str, float]:
+        """Seconds that the call took on the ranks ("max", "min" or "mean" over them), by method name; waits, then clears."""
+        self.wait()
+        seconds, self._seconds = list(self._seconds.values()), {}
+        reduce = {"max": max, "min": min, "mean": lambda values: sum(values) / len(values)}
+        if reduction not in reduce:
+            raise ValueError(f"consume_durations: reduction is {reduction!r}; allowed: {', '.join(reduce)}")
+        return {self.method: reduce[reduction](seconds)} if seconds else {}
+
+    def _answer(self, rank: int, seconds: float, result: Any, failure: BaseException | None) -> None:
+        self._seconds[rank] = seconds
+        if failure is not None and self._failure is None:
+            self._failure = failure
+        else:
+            self._results[rank] = result
+
+
+class RpcClient:
+    """The calling side.
+
+    Args:
+        context: This process's context.
+        on_failure: Given the first exception that a rank reports; stops the run.
+        check: Raises when the run has failed for another reason.
+    """
+
+    def __init__(self, context: Context, on_failure: Callable[[WorkerFailed], None], check: Callable[[], None]) -> None:
+        self.context, self._on_failure, self._check = context, on_failure, check
+        self._socket = make_socket(context.service.context, zmq.ROUTER, context.service.keys, server=False)
+        self._socket.router_mandatory = True
+        self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._poller = zmq.Poller()
+        self._poller.register(self._socket, zmq.POLLIN)
+        self._poller.register(self._wake, zmq.POLLIN)
+        self._lock = threading.Lock()
+        self._routes: dict[str, bytes] = {}
+        self._numbers = itertools.count(1)
+        self._pending: dict[bytes, tuple[Handle, int, dict[str, Any]]] = {}
+
+    def interrupt(self) -> None:
+        """Makes a thread that pumps look around: the run failed, or somebody wants to send."""
+        os.eventfd_write(self._wake, 1)
+
+    def _route(self, endpoint: str) -> bytes:
+        route = self._routes.get(endpoint)
+        if route is None:
+            route = f"w{len(self._routes)}".encode()
+            self._socket.setsockopt(zmq.CONNECT_ROUTING_ID, route)
+            self._socket.connect(endpoint)
+            self._routes[endpoint] = route
+        return route
+
+    def call(self, records: Sequence[dict[str, Any]], method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Handle:
+        """Starts `method` on the members of `records` and returns at once."""
+        service = self.context.service
+        handle = Handle(self, records[0]["group"], method, [record["rank"] for record in records])
+        name = method.encode()
+        packed = pack((args, kwargs), service.scratch, service.origin)
+        self.interrupt()
+        with self._lock:
+            for index, record in enumerate(records):
+                if packed.segment and index:  # each rank unlinks the segment that it has mapped
+                    packed = pack((args, kwargs), service.scratch, service.origin)
+                number = next(self._numbers).to_bytes(8, "big")
+                self._pending[number] = (handle, record["rank"], record)
+                self._socket.send_multipart([self._route(choose(record["rpc"])), number, name, *packed.frames])
+        return handle
+
+    def pump(self, timeout_ms: int) -> None:
+        """Waits up to `timeout_ms` for answers and hands them to their handles.
+
+        Raises:
+            WorkerFailed: The run has failed.
+        """
+        with self._lock:
+            ready = dict(self._poller.poll(timeout_ms))
+            if self._wake in ready:
+                os.eventfd_read(self._wake)
+            messages = []
+            if self._socket in ready:
+                while True:
+                    try:
+                        messages.append(self._socket.recv_multipart(zmq.NOBLOCK))
+                    except zmq.Again:
+                        break
+        failure: WorkerFailed | None = None
+        for _route, number, status, seconds, *frames in messages:
+            entry = self._pending.pop(number, None)
+            if entry is None:
+                continue  # the group was forgotten meanwhile: it ended
+            handle, rank, record = entry
+            result = unpack(frames, self.context.host, self.context.service.fetch)
+            if status == b"error":
+                error = worker_failed(result, f"{record['group']}[{rank}].{handle.method}()", record)
+                failure = failure or error
+                handle._answer(rank, float(seconds), None, error)
+            else:
+                handle._answer(rank, float(seconds), result, None)
+        if failure:
+            self._on_failure(failure)
+        self._check()
+
+    def forget(self, group: str) -> None:
+        """Drops the routes to a group that has ended."""
+        with self._lock:
+            self._pending = {n: p for n, p in self._pending.items() if p[0].group != group}
+
+    def close(self) -> None:
+        with self._lock:
+            self._socket.close()

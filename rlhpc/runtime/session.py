@@ -1,0 +1,404 @@
+"""Session: the driver's side of a run. It owns the generation, the fork server, the workers' lives and the first failure."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import logging
+import os
+import pickle
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import cloudpickle
+
+from rlhpc.runtime import context as contexts
+from rlhpc.runtime import wire
+from rlhpc.runtime.comm.service import Service
+from rlhpc.runtime.errors import PlacementError, RendezvousTimeout, RlhpcError, SubmitError, WorkerFailed
+from rlhpc.runtime.registry import Keys, Registry
+from rlhpc.runtime.rpc import RpcClient, worker_failed
+from rlhpc.runtime.scratch import Scratch, host_id
+from rlhpc.runtime.spec import WorkerSpec
+
+if TYPE_CHECKING:
+    from rlhpc.runtime.cluster import Cluster
+    from rlhpc.runtime.placement import Placement
+
+log = logging.getLogger(__name__)
+
+PRELOAD = ("torch", "numpy", "zmq", "cloudpickle", "rlhpc.runtime.process", "rlhpc.runtime.worker")
+SUSPECT_S = 15.0
+LOST_S = 180.0
+_TAIL_BYTES = 1500
+
+
+@dataclass
+class Member:
+    """One rank as the driver sees it. `state`: starting, ready, stopping, ended."""
+
+    spec: WorkerSpec
+    pid: int = 0
+    state: str = "starting"
+    record: dict[str, Any] = field(default_factory=dict)
+    alive: float = field(default_factory=time.monotonic)
+    suspect: bool = False
+
+
+def _class_body(payload: tuple[type, tuple[Any, ...], dict[str, Any]]) -> bytes:
+    """Pickles (class, args, kwargs): by reference where the worker can import the class, else by value."""
+    try:
+        body = pickle.dumps(payload)
+        if b"__main__" not in body:
+            return body
+    except (pickle.PicklingError, AttributeError, TypeError):
+        pass
+    return cloudpickle.dumps(payload)
+
+
+def _tail(path: str) -> str:
+    with contextlib.suppress(OSError):
+        text = Path(path).read_bytes()[-_TAIL_BYTES:].decode(errors="replace").strip()
+        if text:
+            return "\n  last lines of its log:\n" + "\n".join("    " + line for line in text.splitlines()[-12:])
+    return ""
+
+
+class Session:
+    """One per driver process; made by `start` or, lazily, by the first launch.
+
+    Args:
+        registry_root: The run's registry folder on the shared filesystem; None keeps it in the node's scratch, for scripts
+            that have no run folder.
+        log_dir: Where the workers' stdout and stderr go.
+        preload: Modules that the fork server imports besides torch, so that ranks start with them.
+        wait_deadline: Seconds after which any wait of any process gives up.
+    """
+
+    _running: Session | None = None
+
+    def __init__(
+        self,
+        registry_root: Path | None = None,
+        log_dir: Path | None = None,
+        preload: Sequence[str] = (),
+        wait_deadline: float | None = None,
+    ) -> None:
+        self.scratch = Scratch.create()
+        self._pid = os.getpid()
+        root = registry_root or self.scratch.sockets / "registry"
+        job = os.environ.get("SLURM_JOB_ID")
+        restart = os.environ.get("SLURM_RESTART_COUNT", "0")
+        generation = f"{job}-{restart}" if job else Registry.next_local_generation(root)
+        self.registry = Registry.create(root, generation)
+        keys = Keys.fresh()
+        self.registry.save_keys(keys)
+        self.log_dir = log_dir or self.scratch.sockets / "logs"
+        self.log_dir.mkdir(parents=True, exist_ok=True)
+        self.members: dict[str, Member] = {}
+        self.failure: RlhpcError | None = None
+        self._lock = threading.RLock()
+        self._changed = threading.Condition(self._lock)
+        self.service = Service("driver", keys, self.scratch, check=self.check, on_tick=self._tick, on_note=self._note)
+        self.context = contexts.Context("driver", self.registry, self.service, check=self.check)
+        if wait_deadline is not None:
+            self.context.wait_deadline = wait_deadline
+        contexts.install(self.context)
+        self.rpc = RpcClient(self.context, self.fail, self.check)
+        self._start_fork_server([*PRELOAD, *preload])
+        self.registry.put(
+            "members", "driver", {"group": "driver", "rank": 0, "pid": self._pid, "node": os.uname().nodename,
+                                  "host": host_id(), "data": self.service.endpoint, "state": "running",
+                                  "started": time.time(), "token": self.scratch.token}
+        )  # fmt: skip
+        atexit.register(self.stop)
+
+    @classmethod
+    def start(cls, **options: Any) -> Session:
+        """Starts this process's session; an earlier one is stopped first."""
+        if cls._running is not None:
+            cls._running.stop()
+        cls._running = cls(**options)
+        return cls._running
+
+    @classmethod
+    def running(cls) -> Session | None:
+        """The session of this process, if it is a driver."""
+        running = cls._running
+        return running if running is not None and running._pid == os.getpid() else None
+
+    @classmethod
+    def current(cls) -> Session:
+        """The session of this process; starts one in a process that has none."""
+        return cls.running() or cls.start()
+
+    # -- fork server ----------------------------------------------------------------------------------------------
+
+    def _start_fork_server(self, modules: Sequence[str]) -> None:
+        ours, theirs = socket.socketpair()
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+        environment["PYTHONPATH"] = os.pathsep.join(p or os.getcwd() for p in sys.path)
+        with open(self.log_dir / "forkserver.err", "ab") as err:
+            self._server = subprocess.Popen(
+                [sys.executable, "-m", "rlhpc.runtime.forkserver", str(theirs.fileno()), self.scratch.token,
+                 str(os.getpid()), *modules],
+                pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, stdout=err, stderr=err, env=environment,
+                start_new_session=True,
+            )  # fmt: skip
+        theirs.close()
+        self._control = ours
+        self._control_lock = threading.Lock()
+        self._monitor = threading.Thread(target=self._watch, name="rlhpc-monitor", daemon=True)
+        self._monitor.start()
+
+    def _tell(self, **message: Any) -> None:
+        with self._control_lock, contextlib.suppress(OSError):
+            wire.send(self._control, message)
+
+    def _watch(self) -> None:
+        """The monitor thread: what the fork server reports."""
+        while (event := wire.receive(self._control)) is not None:
+            if event["event"] == "ready":
+                continue
+            member = self.members.get(event["name"])
+            if member is None:
+                continue
+            if event["event"] == "started":
+                with self._changed:
+                    member.pid = event["pid"]
+                    self._changed.notify_all()
+            elif event["event"] == "refused":
+                self.fail(SubmitError(f"cannot start {event['name']} on {member.spec.node}: {event['error']}"))
+            elif event["event"] == "exit":
+                self._exited(member, event["status"])
+        with self._changed:
+            lost = [m for m in self.members.values() if m.state in ("starting", "ready")]
+            for member in self.members.values():
+                member.state = "ended"
+            self._changed.notify_all()
+        if lost:
+            self.fail(WorkerFailed(f"the fork server of node {lost[0].spec.node} died, and its workers with it "
+                                   f"(log {self.log_dir / 'forkserver.err'})", node=lost[0].spec.node))  # fmt: skip
+
+    def _exited(self, member: Member, status: int) -> None:
+        with self._changed:
+            expected = member.state in ("stopping", "ended")
+            member.state = "ended"
+            self._changed.notify_all()
+        self.service.consumer_died(member.spec.name)
+        if not expected:
+            self.fail(self._death(member.spec, status))
+
+    @staticmethod
+    def _death(spec: WorkerSpec, status: int) -> WorkerFailed:
+        number = os.WTERMSIG(status) if os.WIFSIGNALED(status) else None
+        how = f"was killed by signal {number} ({signal.Signals(number).name})" if number else (
+            f"exited with status {os.WEXITSTATUS(status)}")  # fmt: skip
+        if number == signal.SIGKILL:
+            how += "; if nobody killed it, look for the out-of-memory killer (dmesg, sacct)"
+        return WorkerFailed(
+            f"{spec.group}[{spec.rank}] on node {spec.node} {how} (log {spec.log_err}){_tail(spec.log_err)}",
+            group=spec.group, rank=spec.rank, node=spec.node, log_path=spec.log_err, exit_signal=number,
+        )  # fmt: skip
+
+    # -- notes from workers and leases ----------------------------------------------------------------------------
+
+    def _note(self, note: dict[str, Any]) -> None:
+        member = self.members.get(note["name"])
+        if member is None or member.spec.incarnation != note["incarnation"]:
+            return
+        member.alive, member.suspect = time.monotonic(), False
+        if note["note"] == "ready":
+            with self._changed:
+                member.record, member.state = note["record"], "ready"
+                self._changed.notify_all()
+        elif note["note"] == "failed":
+            record = {"group": member.spec.group, "rank": member.spec.rank, "node": member.spec.node,
+                      "pid": note["pid"], "log_err": member.spec.log_err}  # fmt: skip
+            self.fail(worker_failed(note["error"], f"the constructor of {note['name']}", record))
+
+    def _tick(self, service: Service) -> None:
+        """Leases: a late heartbeat makes a rank suspect; only a much later one, or its exit, makes it dead."""
+        now = time.monotonic()
+        for member in list(self.members.values()):
+            if member.state != "ready":
+                continue
+            silent = now - member.alive
+            if silent > LOST_S:
+                spec = member.spec
+                self.fail(WorkerFailed(
+                    f"{spec.group}[{spec.rank}] on node {spec.node} gave no sign of life for {silent:.0f} s "
+                    f"(log {spec.log_err})", group=spec.group, rank=spec.rank, node=spec.node, log_path=spec.log_err,
+                ))  # fmt: skip
+            elif silent > SUSPECT_S and not member.suspect:
+                member.suspect = True
+                log.warning("%s has been silent for %.0f s (not yet lost)", member.spec.name, silent)
+
+    # -- failure --------------------------------------------------------------------------------------------------
+
+    def fail(self, failure: RlhpcError) -> None:
+        """Records the first failure and stops all groups; later ones are its consequences and only logged."""
+        with self._changed:
+            if self.failure is not None:
+                log.debug("after the first failure: %s", failure)
+                return
+            self.failure = failure
+            pids = [m.pid for m in self.members.values() if m.state in ("starting", "ready") and m.pid]
+            for member in self.members.values():
+                if member.state != "ended":
+                    member.state = "stopping"
+            self._changed.notify_all()
+        self._tell(op="kill", pids=pids, signal=signal.SIGTERM)
+        threading.Timer(1.5, self._kill_rest).start()
+        self.rpc.interrupt()
+
+    def _kill_rest(self) -> None:
+        pids = [m.pid for m in self.members.values() if m.state == "stopping" and m.pid]
+        if pids and self.failure is not None:
+            self._tell(op="kill", pids=pids, signal=signal.SIGKILL)
+
+    def check(self) -> None:
+        """Raises the first failure, once the groups have been stopped and their shared memory freed."""
+        failure = self.failure
+        if failure is None:
+            return
+        self._await_ended(list(self.members.values()), 4.0)
+        self._free_memory()
+        raise failure
+
+    def _await_ended(self, members: Sequence[Member], timeout: float) -> bool:
+        with self._changed:
+            return self._changed.wait_for(lambda: all(m.state == "ended" for m in members), timeout)
+
+    def _free_memory(self) -> None:
+        """Unlinks all payload segments; only when no worker is left that could read them."""
+        if any(m.state != "ended" for m in self.members.values()):
+            return
+        for folder in (self.scratch.shm, self.scratch.spill):
+            with contextlib.suppress(FileNotFoundError):
+                for entry in os.scandir(folder):
+                    Path(entry.path).unlink(missing_ok=True)
+
+    # -- groups ---------------------------------------------------------------------------------------------------
+
+    def launch(
+        self,
+        name: str,
+        payload: tuple[type, tuple[Any, ...], dict[str, Any]],
+        placements: Sequence[Placement],
+        cluster: Cluster,
+        env_vars: dict[str, str],
+        fork: bool,
+        timeout: float,
+    ) -> list[dict[str, Any]]:
+        """Starts a group and returns its members' records in rank order. See `WorkerGroup.launch`."""
+        with self._changed:
+            if self.failure is not None:
+                self._await_ended(list(self.members.values()), 4.0)
+                self.failure = None
+            if any(m.spec.group == name and m.state != "ended" for m in self.members.values()):
+                raise PlacementError(f"a group named {name!r} is running already: give launch() another name")
+            self.members = {k: m for k, m in self.members.items() if m.state != "ended" and m.spec.group != name}
+        body, incarnation = _class_body(payload), f"{time.time_ns():x}"
+        started = []
+        for placement in placements:
+            spec = self._spec(name, body, placement, placements, cluster, env_vars, fork)
+            spec.incarnation = incarnation
+            member = Member(spec)
+            self.members[spec.name] = member
+            started.append(member)
+        self.registry.put("groups", name, {"world_size": len(placements), "class": payload[0].__qualname__})
+        for member in started:
+            self._tell(op="start", spec=pickle.dumps(member.spec))
+        with self._changed:
+            self._changed.wait_for(
+                lambda: self.failure is not None or all(m.state == "ready" for m in started), timeout
+            )
+        self.check()
+        missing = [m for m in started if m.state != "ready"]
+        if missing:
+            lines = [f"  {m.spec.name} on {m.spec.node} (pid {m.pid or '?'}, log {m.spec.log_err})" for m in missing]
+            failure = RendezvousTimeout(
+                f"{len(missing)} of {len(started)} ranks of {name!r} did not arrive in {timeout:.0f} s:\n" + "\n".join(lines)
+            )
+            self.fail(failure)
+            self.check()
+        return [m.record for m in started]
+
+    def _spec(
+        self,
+        name: str,
+        body: bytes,
+        placement: Placement,
+        placements: Sequence[Placement],
+        cluster: Cluster,
+        env_vars: dict[str, str],
+        fork: bool,
+    ) -> WorkerSpec:
+        node = cluster.nodes[placement.node_rank]
+        if not node.is_local:
+            raise SubmitError(f"node {node.name} is not this machine: rank {placement.rank} of {name!r} needs a job step")
+        group = cluster.node_group(placement.node_group) if placement.node_group else None
+        env = {**(dict(group.env_vars or {}) if group else {}), **env_vars}
+        visible = node.visible_devices
+        if visible:
+            env.setdefault("CUDA_VISIBLE_DEVICES", ",".join(str(visible[i]) for i in placement.accelerators))
+        interpreter = (group.python_interpreter if group else None) or ("" if fork else sys.executable)
+        running = sum(m.spec.node_rank == placement.node_rank and m.state != "ended" for m in self.members.values())
+        sharing = max(1, running, sum(p.node_rank == placement.node_rank for p in placements))
+        stem = self.log_dir / f"{name}-{placement.rank}"
+        return WorkerSpec(
+            group=name, rank=placement.rank, world_size=len(placements), node=node.name, node_rank=placement.node_rank,
+            local_rank=placement.local_rank, local_world_size=placement.local_world_size,
+            accelerators=tuple(placement.accelerators), registry=str(self.registry.root), token=self.scratch.token,
+            body=body, log_out=f"{stem}.out", log_err=f"{stem}.err", env=env,
+            sys_path=[p or os.getcwd() for p in sys.path], cwd=os.getcwd(), threads=max(1, node.cpus // sharing),
+            driver=self.service.endpoint, wait_deadline=self.context.wait_deadline, interpreter=interpreter,
+        )  # fmt: skip
+
+    def shutdown_group(self, name: str, records: Sequence[dict[str, Any]], grace: float) -> None:
+        """Ends a group: asks, waits `grace` seconds, kills."""
+        with self._changed:
+            members = [m for m in self.members.values() if m.spec.group == name and m.state != "ended"]
+            alive = {m.spec.rank for m in members if m.state == "ready"}
+            for member in members:
+                member.state = "stopping"
+        if alive and self.failure is None:
+            self.rpc.call([r for r in records if r["rank"] in alive], "\0exit", (), {})
+        if not self._await_ended(members, grace):
+            for number, patience in ((signal.SIGTERM, 1.0), (signal.SIGKILL, 5.0)):
+                self._tell(op="kill", pids=[m.pid for m in members if m.state != "ended"], signal=number)
+                if self._await_ended(members, patience):
+                    break
+        self.rpc.forget(name)
+        self.registry.remove("groups", name)
+        for member in members:
+            self.registry.remove("members", member.spec.name)
+
+    def stop(self) -> None:
+        """Ends all groups and the session; nothing of it is left running, in shared memory or in the socket folder."""
+        if self._pid != os.getpid() or Session._running is not self:
+            return
+        Session._running = None
+        with contextlib.suppress(Exception):
+            for name in {m.spec.group for m in self.members.values() if m.state != "ended"}:
+                records = [m.record for m in self.members.values() if m.spec.group == name and m.record]
+                self.shutdown_group(name, records, 2.0)
+        self._tell(op="stop")
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._server.wait(timeout=10)
+        self._control.close()
+        self.rpc.close()
+        self.service.stop()
+        contexts.install(None)
+        self.scratch.remove()
+        (self.registry.root / "keys.json").unlink(missing_ok=True)
+        atexit.unregister(self.stop)

@@ -1,0 +1,136 @@
+"""Worker: the base class of everything that runs on the ranks of a group."""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING, Any
+
+from rlhpc.runtime.comm import p2p
+from rlhpc.runtime.comm.channel import AsyncWork, Channel, in_background
+from rlhpc.runtime.comm.collectives import Collectives
+from rlhpc.runtime.spec import WorkerSpec
+
+if TYPE_CHECKING:
+    import torch
+
+    from rlhpc.runtime.group import WorkerGroup
+
+_spec: WorkerSpec | None = None
+
+
+def bind_spec(spec: WorkerSpec) -> None:
+    """Tells the Worker class which rank this process is; called once, before the object is built."""
+    global _spec
+    _spec = spec
+
+
+class Worker:
+    """One rank of a worker group.
+
+    Subclasses call `super().__init__()`. Their public methods can be called on the whole group from the driver; each call
+    runs on the process's main thread, one after the other.
+
+    Attributes:
+        group_name: Name the group was launched under.
+        rank, world_size: Rank in the group and its size.
+        node_rank, local_rank, local_world_size: Node, and rank among the group's ranks there.
+        accelerators: Indices of the node's accelerators that belong to this rank.
+        log: Logger whose lines carry group and rank.
+    """
+
+    def __init__(self) -> None:
+        spec = _spec
+        self.group_name = spec.group if spec else type(self).__name__
+        self.rank = spec.rank if spec else 0
+        self.world_size = spec.world_size if spec else 1
+        self.node = spec.node if spec else ""
+        self.node_rank = spec.node_rank if spec else 0
+        self.local_rank = spec.local_rank if spec else 0
+        self.local_world_size = spec.local_world_size if spec else 1
+        self.accelerators: tuple[int, ...] = spec.accelerators if spec else ()
+        self.log = logging.getLogger(type(self).__module__)
+        self._collectives = Collectives(self.group_name, self.rank, self.world_size, spec)
+
+    @classmethod
+    def create_group(cls, *args: Any, **kwargs: Any) -> WorkerGroup:
+        """A group of this class; `args` and `kwargs` go to each rank's constructor. Follow with `.launch(...)`."""
+        from rlhpc.runtime.group import WorkerGroup
+
+        return WorkerGroup(cls, args, kwargs)
+
+    # -- channels -------------------------------------------------------------------------------------------------
+
+    @staticmethod
+    def create_channel(name: str, maxsize: int = 0, distributed: bool = False) -> Channel:
+        """See `Channel.create`."""
+        return Channel.create(name, maxsize, distributed)
+
+    @staticmethod
+    def connect_channel(name: str) -> Channel:
+        """See `Channel.connect`."""
+        return Channel.connect(name)
+
+    # -- point to point -------------------------------------------------------------------------------------------
+
+    def send(self, obj: Any, dst_group_name: str, dst_rank: int, async_op: bool = False) -> AsyncWork | None:
+        """Sends any picklable object to a rank of another (or this) group; messages of a pair arrive in order.
+
+        Tensors keep dtype and device. Returns once the receiver's process has it, which may be before its `recv`.
+
+        Raises:
+            ValueError: A non-contiguous GPU tensor.
+            DeadlineExceeded: The receiver's inbox stayed full, or it never arrived.
+        """
+        return p2p.send(obj, self.group_name, self.rank, dst_group_name, dst_rank, async_op=async_op)
+
+    def recv(self, src_group_name: str, src_rank: int, async_op: bool = False) -> Any:
+        """Receives the next object from a rank; with `async_op` an `AsyncWork`."""
+
+        def receive() -> Any:
+            return p2p.recv(src_group_name, src_rank)
+
+        return in_background(f"recv-{src_group_name}-{src_rank}", receive) if async_op else receive()
+
+    def send_tensor(self, tensor: torch.Tensor, dst_group_name: str, dst_rank: int, async_op: bool = False) -> Any:
+        """Sends a tensor's data; the receiver gives a tensor of the same shape and dtype to `recv_tensor`."""
+        return p2p.send(tensor, self.group_name, self.rank, dst_group_name, dst_rank, tag="t", async_op=async_op)
+
+    def recv_tensor(self, tensor: torch.Tensor, src_group_name: str, src_rank: int, async_op: bool = False) -> Any:
+        """Receives into `tensor`, in place.
+
+        Raises:
+            ValueError: Shape or dtype differ from what was sent.
+        """
+
+        def receive() -> None:
+            p2p.copy_into(tensor, p2p.recv(src_group_name, src_rank, tag="t"))
+
+        if async_op:
+            return in_background(f"recvt-{src_group_name}-{src_rank}", receive)
+        receive()
+        return tensor
+
+    def broadcast(self, obj: Any, groups: list[tuple[str, list[int]]], src: tuple[str, int]) -> Any:
+        """One object from `src` to all `(group, ranks)`; every one of them calls this, and all return the object.
+
+        The bytes are written once a host and mapped by each receiver.
+        """
+        return p2p.broadcast(obj, self.group_name, self.rank, groups, src)
+
+    # -- collectives inside the group -----------------------------------------------------------------------------
+
+    def all_reduce(self, tensor: torch.Tensor, op: str = "sum") -> torch.Tensor:
+        """Reduces `tensor` over the group, in place: "sum", "mean", "max" or "min"."""
+        return self._collectives.all_reduce(tensor, op)
+
+    def all_gather_object(self, obj: Any) -> list[Any]:
+        """The ranks' objects, in rank order."""
+        return self._collectives.all_gather_object(obj)
+
+    def barrier(self) -> None:
+        """Waits for all ranks of the group."""
+        self._collectives.barrier()
+
+    def init_process_group(self) -> Any:
+        """torch's default process group over this worker group (gloo on CPU, NCCL on GPU); None for a single rank."""
+        return self._collectives.process_group()
