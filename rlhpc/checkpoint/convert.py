@@ -1,0 +1,181 @@
+"""A checkpoint as a folder for others: model.safetensors + config.json + README.md, the Hugging Face layout.
+
+export/global_step_<N>/config.json   {"architectures", "model_type", "policy": {...}, "env_id", "global_step", ...}
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import shutil
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import yaml
+
+from rlhpc.checkpoint.durable import fsync_folder, write_durably
+from rlhpc.checkpoint.manifest import read_manifest
+from rlhpc.checkpoint.state import load_tensors
+from rlhpc.checkpoint.store import require_valid
+from rlhpc.runtime.errors import CheckpointError
+from rlhpc.runtime.paths import RunPaths
+
+if TYPE_CHECKING:
+    from rlhpc.models import Policy
+
+EXPORT_FORMAT = 1
+
+
+def export_checkpoint(checkpoint: Path, output: Path | None = None) -> Path:
+    """Write the export folder of a checkpoint, atomically; an existing one is replaced.
+
+    Args:
+        checkpoint: A `global_step_<N>` folder of any run, on any machine.
+        output: Target folder; by default `export/global_step_<N>` of the run the checkpoint lies in.
+
+    Returns:
+        The export folder.
+
+    Raises:
+        CheckpointError: The checkpoint has faults, or the target cannot be written.
+    """
+    checkpoint = Path(checkpoint).expanduser().absolute()
+    require_valid(checkpoint, hint="or convert another checkpoint with: rlhpc convert <checkpoint>")
+    step = int(read_manifest(checkpoint)["global_step"])
+    target = _default_output(checkpoint, step) if output is None else Path(output).expanduser().absolute()
+    if target.exists() and not (target / "config.json").is_file() and (not target.is_dir() or any(target.iterdir())):
+        raise CheckpointError(f"{target} exists and is not an export folder; give another output folder")
+    config = _config(checkpoint, step)
+    try:
+        model = (checkpoint / "model.safetensors").read_bytes()
+        _write_folder(
+            target,
+            {
+                "model.safetensors": model,
+                "config.json": json.dumps(config, indent=2, sort_keys=True).encode() + b"\n",
+                "README.md": _readme(config, checkpoint).encode(),
+            },
+        )
+    except OSError as error:
+        raise CheckpointError(
+            f"{checkpoint} could not be exported: {error.filename or target}: {error.strerror}. "
+            "Check space and permissions, or give another output folder"
+        ) from error
+    return target
+
+
+def load_exported(folder: Path) -> Policy:
+    """The policy of an export folder (or of a checkpoint folder), in eval mode, on the CPU.
+
+    Raises:
+        CheckpointError: Files are missing, or the weights do not fit the policy that config.json describes.
+    """
+    from rlhpc.models import policy_from_spec
+
+    folder = Path(folder).expanduser()
+    spec = _read_json(folder / "config.json").get("policy") if (folder / "config.json").is_file() else None
+    if spec is None:
+        spec = _read_json(folder / "model.json")
+    policy = policy_from_spec(spec)
+    try:
+        policy.load_state_dict(load_tensors(folder / "model.safetensors"))
+    except RuntimeError as error:
+        raise CheckpointError(f"{folder}: the weights do not fit the policy it describes: {error}") from error
+    policy.eval()
+    return policy
+
+
+def _default_output(checkpoint: Path, step: int) -> Path:
+    parent = checkpoint.parent
+    return RunPaths(parent.parent if parent.name == "checkpoints" else parent).export(step)
+
+
+def _config(checkpoint: Path, step: int) -> dict[str, Any]:
+    from rlhpc import __version__
+
+    spec = _read_json(checkpoint / "model.json")
+    run: dict[str, Any] = {}
+    if (checkpoint / "config.yaml").is_file():
+        try:
+            run = yaml.safe_load((checkpoint / "config.yaml").read_text()) or {}
+        except yaml.YAMLError as error:
+            raise CheckpointError(f"{checkpoint / 'config.yaml'}: not YAML ({error})") from error
+    env = _at(run, "env", "eval") or _at(run, "env", "train") or {}
+    return {
+        "format": EXPORT_FORMAT,
+        "architectures": ["rlhpc.models.Policy"],
+        "model_type": spec.get("model_type", "rlhpc"),
+        "policy": spec,
+        "env_id": env.get("env_id") or _at(run, "env", "train", "env_id"),
+        "env": env,
+        "run": _at(run, "runner", "name"),
+        "global_step": step,
+        "rlhpc_version": __version__,
+    }
+
+
+def _at(tree: Any, *keys: str) -> Any:
+    for key in keys:
+        tree = tree.get(key) if isinstance(tree, dict) else None
+    return tree
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_text())
+    except FileNotFoundError as error:
+        raise CheckpointError(f"{path}: missing, so the policy cannot be rebuilt") from error
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path}: cannot be read as JSON ({error})") from error
+    if not isinstance(content, dict):
+        raise CheckpointError(f"{path}: not a JSON object")
+    return content
+
+
+def _write_folder(target: Path, files: dict[str, bytes]) -> None:
+    target.parent.mkdir(parents=True, exist_ok=True)
+    token = secrets.token_hex(4)
+    staging, old = (target.with_name(f".{kind}_{target.name}-{token}") for kind in ("tmp", "old"))
+    staging.mkdir()
+    try:
+        for name, data in files.items():
+            write_durably(staging / name, data)
+        fsync_folder(staging)
+        if target.exists():
+            os.rename(target, old)
+        os.rename(staging, target)
+        fsync_folder(target.parent)
+    except BaseException:
+        if old.exists() and not target.exists():
+            os.rename(old, target)
+        raise
+    finally:
+        shutil.rmtree(staging, ignore_errors=True)
+        shutil.rmtree(old, ignore_errors=True)
+
+
+def _readme(config: dict[str, Any], checkpoint: Path) -> str:
+    env = config["env_id"] or "the run's environment"
+    return f"""---
+library_name: rlhpc
+tags: [reinforcement-learning{f", {config["env_id"]}" if config["env_id"] else ""}]
+---
+# {config["run"] or checkpoint.name}: a policy for {env}
+
+Trained with rlhpc {config["rlhpc_version"]}; global step {config["global_step"]}, from `{checkpoint.name}`.
+
+| file | content |
+|---|---|
+| `model.safetensors` | the weights |
+| `config.json` | the policy's specification and the environment it was trained in |
+
+```python
+from rlhpc.checkpoint.convert import load_exported
+
+policy = load_exported(".")
+actions, extras = policy.predict_action_batch(obs, mode="eval")   # obs: tensor [B, ...]
+```
+
+Without rlhpc: `safetensors.torch.load_file("model.safetensors")`.
+"""

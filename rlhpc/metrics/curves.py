@@ -1,0 +1,188 @@
+"""The curves of a run, drawn from its rows and evaluations; the report and Snakemake's report show the same ones."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rlhpc.metrics.logger import read_metrics, series
+from rlhpc.metrics.svg import Line, line_chart, stacked_bars, standalone
+from rlhpc.runtime.errors import RlhpcError
+from rlhpc.runtime.paths import RunPaths
+
+Rows = Sequence[Mapping[str, Any]]
+
+# Not phases of a step: totals and rates.
+_NOT_PHASES = {"time/step_s", "time/wall_s", "time/env_steps_per_s"}
+_PHASE_ORDER = ["rollout", "update", "sync", "save", "eval"]
+_MAX_BARS = 48
+# File, metric, title, y axis.
+_DIAGNOSTICS = [
+    ("policy_loss", "train/policy_loss", "Policy loss", "loss"),
+    ("value_loss", "train/value_loss", "Value loss", "loss"),
+    ("entropy", "train/entropy", "Policy entropy", "entropy (nats)"),
+    ("kl", "train/approx_kl", "Policy change per update", "approximate KL (nats)"),
+    ("clip_fraction", "train/clip_fraction", "Clipped ratios", "fraction of samples"),
+    ("explained_variance", "train/explained_variance", "Value function", "explained variance"),
+    ("grad_norm", "train/grad_norm", "Gradient norm", "L2 norm before clipping"),
+    ("lr", "train/lr", "Learning rate", "learning rate"),
+    ("episode_length", "train/episode_length", "Episode length", "environment steps"),
+]
+_ALWAYS = {"policy_loss", "value_loss", "entropy", "kl"}
+
+
+def write_curves(paths: RunPaths, out_dir: Path) -> list[Path]:
+    """Write every curve of the run as a self-contained SVG file.
+
+    Args:
+        paths: The run; curves without data say so.
+        out_dir: Made when missing.
+
+    Returns:
+        The files: return_vs_env_steps.svg, return_vs_time.svg, policy_loss.svg, value_loss.svg, entropy.svg, kl.svg,
+        evaluation.svg, throughput.svg and time_per_phase.svg always; other diagnostics where they were logged.
+    """
+    rows = read_metrics(paths.metrics)
+    charts = {**learning_curves(rows), "evaluation": evaluation_curve(read_evaluations(paths)), **time_curves(rows)}
+    written = []
+    try:
+        out_dir.mkdir(parents=True, exist_ok=True)
+        for name, svg in charts.items():
+            written.append(out_dir / f"{name}.svg")
+            written[-1].write_text(standalone(svg))
+    except OSError as error:
+        raise RlhpcError(f"{error.filename or out_dir}: could not be written: {error.strerror}") from error
+    return written
+
+
+def learning_curves(rows: Rows) -> dict[str, str]:
+    """Return against env steps and against wall time, then losses, entropy, KL and what else was logged."""
+    unit, seconds = time_unit(max(series(rows, "time/wall_s")[1], default=0.0))
+    at, returns = series(rows, "train/episode_return", "time/wall_s")
+    x_name, x_label = _steps_axis(rows)
+    return {
+        "return_vs_env_steps": line_chart(
+            "Return over experience",
+            x_label,
+            "episode return",
+            [Line("", *series(rows, "train/episode_return", x_name), smooth=True)],
+        ),
+        "return_vs_time": line_chart(
+            "Return over wall time",
+            f"wall time ({unit})",
+            "episode return",
+            [Line("", [t / seconds for t in at], returns, smooth=True)],
+        ),
+        **{
+            file: line_chart(title, x_label, y_label, [Line("", *series(rows, name, x_name), color=color, smooth=True)])
+            for color, (file, name, title, y_label) in enumerate(_DIAGNOSTICS, start=1)
+            if file in _ALWAYS or series(rows, name)[0]
+        },
+    }
+
+
+def _steps_axis(rows: Rows) -> tuple[str, str]:
+    if series(rows, "rollout/env_steps")[0]:
+        return "rollout/env_steps", "environment steps"
+    return "step", "global step"
+
+
+def time_curves(rows: Rows) -> dict[str, str]:
+    """Env steps per second, and the stacked phases of a step."""
+    phases = phase_columns(rows)
+    bins, stacks = binned(rows, phases)
+    return {
+        "throughput": line_chart(
+            "Throughput",
+            "global step",
+            "environment steps / s",
+            [Line("", *series(rows, "time/env_steps_per_s"), color=5, smooth=True)],
+        ),
+        "time_per_phase": stacked_bars("Time per phase", "global step", "seconds per step", bins, stacks),
+    }
+
+
+def phase_columns(rows: Rows) -> dict[str, list[float]]:
+    """Seconds of each phase by row; `other` is what `time/step_s` has beyond them."""
+    names = {key for row in rows for key in row if key.startswith("time/") and key.endswith("_s")} - _NOT_PHASES
+    short = sorted(name.removeprefix("time/").removesuffix("_s") for name in names)
+    short.sort(key=lambda name: _PHASE_ORDER.index(name) if name in _PHASE_ORDER else len(_PHASE_ORDER))
+    columns = {name: [_number(row.get(f"time/{name}_s")) for row in rows] for name in short}
+    steps = [_number(row.get("time/step_s")) for row in rows]
+    other = [max(0.0, step - sum(columns[name][i] for name in short)) for i, step in enumerate(steps)]
+    if sum(other) > 0.005 * sum(steps):
+        columns["other"] = other
+    return columns
+
+
+def binned(
+    rows: Rows, columns: Mapping[str, Sequence[float]]
+) -> tuple[list[tuple[float, float]], list[tuple[str, list[float]]]]:
+    """Mean per bar, with at most `_MAX_BARS` bars."""
+    if not rows or not columns:
+        return [], []
+    width = math.ceil(len(rows) / _MAX_BARS)
+    starts = range(0, len(rows), width)
+    spans = [(rows[i]["step"] - 0.5, rows[min(i + width, len(rows)) - 1]["step"] + 0.5) for i in starts]
+    means = [
+        (name, [sum(part) / len(part) for i in starts if (part := values[i : i + width])])
+        for name, values in columns.items()
+    ]
+    return spans, means
+
+
+def read_evaluations(paths: RunPaths) -> list[dict[str, Any]]:
+    """Every readable eval/global_step_<N>/<suite>.json that has a mean return, with `suite`, `low` and `high` (95 %).
+
+    Ordered by suite and step.
+    """
+    found = []
+    for path in sorted(paths.eval.glob("global_step_*/*.json")):
+        try:
+            result = json.loads(path.read_text())
+            result = {**result, "suite": result.get("suite", path.stem), "global_step": int(result["global_step"])}
+            result["return_mean"] = float(result["return_mean"])
+        except (OSError, ValueError, KeyError, TypeError, AttributeError):
+            continue
+        result["low"], result["high"] = _interval(result)
+        found.append(result)
+    return sorted(found, key=lambda result: (str(result["suite"]), result["global_step"]))
+
+
+def evaluation_curve(evaluations: Sequence[Mapping[str, Any]]) -> str:
+    """Mean return by checkpoint with 95 % intervals, one line per suite."""
+    lines = []
+    for color, suite in enumerate(dict.fromkeys(str(result["suite"]) for result in evaluations)):
+        own = [result for result in evaluations if str(result["suite"]) == suite]
+        columns = [[result[key] for result in own] for key in ("global_step", "return_mean", "low", "high")]
+        x, y, low, high = columns
+        lines.append(Line(suite, x, y, low, high, color=color, markers=True))
+    return line_chart("Evaluation by checkpoint", "global step", "mean return, 95 % interval", lines)
+
+
+def _interval(result: Mapping[str, Any]) -> tuple[float, float]:
+    mean, pair = result["return_mean"], result.get("return_ci95")
+    low, high = result.get("return_ci95_low"), result.get("return_ci95_high")
+    if isinstance(pair, (list, tuple)) and len(pair) == 2:
+        low, high = pair
+    if isinstance(low, (int, float)) and isinstance(high, (int, float)):
+        return float(low), float(high)
+    std, episodes = result.get("return_std"), result.get("episodes")
+    if isinstance(std, (int, float)) and isinstance(episodes, (int, float)) and episodes > 0:
+        half = 1.96 * float(std) / math.sqrt(episodes)
+        return mean - half, mean + half
+    return mean, mean
+
+
+def _number(value: Any) -> float:
+    return float(value) if isinstance(value, (int, float)) and math.isfinite(value) else 0.0
+
+
+def time_unit(seconds: float) -> tuple[str, float]:
+    """A unit that fits, and its length in seconds."""
+    if seconds >= 3 * 3600:
+        return "h", 3600.0
+    return ("min", 60.0) if seconds >= 300 else ("s", 1.0)

@@ -1,0 +1,127 @@
+"""The frame of the report: style, cards, tables. Knows HTML, nothing of runs."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from html import escape
+from typing import Any
+
+from rlhpc.metrics.svg import STYLE
+
+Cell = str | int | float
+
+_CSS = """
+*{box-sizing:border-box}
+body{margin:0;background:var(--bg);color:var(--ink);line-height:1.5;
+font:15px/1.5 system-ui,-apple-system,"Segoe UI",Roboto,"Helvetica Neue",Arial,sans-serif}
+main{max-width:1240px;margin:0 auto;padding:36px 28px 64px}
+header h1{font-size:30px;line-height:1.2;margin:0;letter-spacing:-.01em}
+header p{margin:6px 0 0;color:var(--muted)}
+h2{font-size:19px;margin:44px 0 14px;padding-bottom:7px;border-bottom:1px solid var(--line)}
+h3{font-size:15px;margin:22px 0 8px}
+.cards{display:grid;grid-template-columns:repeat(auto-fit,minmax(165px,1fr));gap:14px;margin-top:26px}
+.card{background:var(--soft);border:1px solid var(--line);border-radius:10px;padding:13px 16px}
+.card b{display:block;font-size:26px;line-height:1.25;font-weight:650;font-variant-numeric:tabular-nums}
+.card span{color:var(--muted);font-size:13px;display:block}
+.figures{display:grid;grid-template-columns:repeat(auto-fit,minmax(min(440px,100%),1fr));gap:16px}
+.figures.small{grid-template-columns:repeat(auto-fit,minmax(min(330px,100%),1fr))}.figures+.figures{margin-top:16px}
+.beside{align-items:start}.beside td,.beside th{padding:6px 9px}
+figure{margin:0;background:var(--panel);border:1px solid var(--line);border-radius:10px;padding:12px 10px 6px}
+figure svg{display:block;width:100%;height:auto}
+.figures+.scroll{margin-top:18px}.scroll{overflow-x:auto}
+table{border-collapse:collapse;width:100%;font-size:14px}
+th{color:var(--muted);font-weight:550;font-size:13px;border-bottom:1px solid var(--muted);white-space:nowrap}
+th,td{padding:6px 12px;text-align:right;vertical-align:top}
+td{border-bottom:1px solid var(--line);font-variant-numeric:tabular-nums}
+th.t,td.t{text-align:left}td.t:last-child{overflow-wrap:anywhere}th:first-child,td:first-child{padding-left:4px}
+.facts td:first-child{white-space:nowrap;color:var(--muted);width:1%;padding-right:22px}
+code,pre,.mono{font-family:ui-monospace,SFMono-Regular,Menlo,Consolas,"DejaVu Sans Mono",monospace;font-size:13px}
+pre{background:var(--soft);border:1px solid var(--line);border-radius:10px;padding:14px 18px;overflow-x:auto;
+margin:10px 0}
+summary{cursor:pointer}.missing{color:var(--muted);background:var(--soft);border:1px dashed var(--line);
+border-radius:10px;padding:14px 18px;margin:0}
+.grid td{text-align:left;border:1px solid var(--line);padding:6px;min-width:84px}.grid th{border:0;text-align:center}
+.grid th:first-child{text-align:left}.grid{width:auto;min-width:40%}
+.grid td.name{border:0;white-space:nowrap;padding-right:16px}
+.grid td.free{background:var(--soft)}
+.chip{display:inline-block;color:var(--bg);border-radius:6px;padding:1px 8px;margin:2px;font-size:12.5px;
+font-weight:600;white-space:nowrap}
+.legend{color:var(--muted);font-size:13.5px;margin:0 0 12px}.legend .chip{margin-right:6px}
+.legend>span{margin-right:18px;white-space:nowrap}
+@media print{main{max-width:none;padding:0}h2{break-after:avoid}figure{break-inside:avoid}}
+"""
+
+
+def page(title: str, subtitle: str, body: Sequence[str]) -> str:
+    """The whole document."""
+    return (
+        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
+        '<meta name="viewport" content="width=device-width,initial-scale=1">'
+        '<meta name="color-scheme" content="light dark">'
+        f"<title>{escape(title)} · rlhpc report</title><style>{STYLE}{_CSS}</style></head>\n<body><main>"
+        f"<header><h1>{escape(title)}</h1><p>{escape(subtitle)}</p></header>\n"
+        + "\n".join(body)
+        + "\n</main></body></html>\n"
+    )
+
+
+def section(title: str, content: str) -> str:
+    """A titled part of the page; `content` is HTML."""
+    return f"<section><h2>{escape(title)}</h2>{content}</section>"
+
+
+def card(title: str, value: str, note: str) -> str:
+    """One key figure."""
+    return f'<div class="card"><span>{escape(title)}</span><b>{escape(value)}</b><span>{escape(note)}</span></div>'
+
+
+def missing(html: str) -> str:
+    """What is shown in place of a piece that is not there yet."""
+    return f'<p class="missing">{html}</p>'
+
+
+def table(head: Sequence[str], rows: Sequence[Sequence[Cell]], text_columns: Collection[int] = ()) -> str:
+    """A table; numbers stand right-aligned, the `text_columns` left."""
+
+    def cells(tag: str, row: Sequence[Cell]) -> str:
+        return "".join(
+            f'<{tag} class="t">{escape(str(cell))}</{tag}>'
+            if i in text_columns
+            else f"<{tag}>{escape(str(cell))}</{tag}>"
+            for i, cell in enumerate(row)
+        )
+
+    return (
+        f"<table><thead><tr>{cells('th', head)}</tr></thead><tbody>"
+        + "".join(f"<tr>{cells('td', row)}</tr>" for row in rows)
+        + "</tbody></table>"
+    )
+
+
+def facts(pairs: Mapping[str, Any]) -> str:
+    """Names and values, one a line; values that are None or empty are left out."""
+    rows = "".join(
+        f'<tr><td class="t">{escape(name)}</td><td class="t mono">{escape(str(value))}</td></tr>'
+        for name, value in pairs.items()
+        if value not in (None, "")
+    )
+    return f'<table class="facts"><tbody>{rows}</tbody></table>'
+
+
+def duration(seconds: float) -> str:
+    """42.5 s, 3 min 20 s, 5 h 07 min."""
+    if seconds < 60:
+        return f"{seconds:.1f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    if minutes < 60:
+        return f"{minutes} min {rest:02d} s"
+    return f"{minutes // 60} h {minutes % 60:02d} min"
+
+
+def size(count: float) -> str:
+    """Bytes with a binary unit."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if count < 1024:
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1024
+    return f"{count:.1f} TiB"

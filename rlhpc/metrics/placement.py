@@ -1,0 +1,73 @@
+"""The placement picture: nodes × slots × ranks, from provenance.json's `placement`."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from html import escape
+from typing import Any
+
+from rlhpc.metrics.page import missing
+
+_CPU = -1
+
+
+def placement_grid(placement: Mapping[str, Sequence[Mapping[str, Any]]] | None) -> str:
+    """A table with one row a node and one column an accelerator; processes without one stand under `CPU`.
+
+    Args:
+        placement: `{component: [{"rank": 0, "node": "n1", "accelerators": [0, 1]}, ...]}`; `node_rank` is used where
+            `node` is missing.
+    """
+    if not placement:
+        return missing("No placement recorded in provenance.json.")
+    cells: dict[tuple[str, int], dict[str, list[int]]] = defaultdict(lambda: defaultdict(list))
+    nodes: list[tuple[int, str]] = []
+    for component, ranks in placement.items():
+        for entry in ranks:
+            node = (int(entry.get("node_rank", 0)), str(entry.get("node", f"node {entry.get('node_rank', 0)}")))
+            if node not in nodes:
+                nodes.append(node)
+            for slot in entry.get("accelerators") or [_CPU]:
+                cells[node[1], int(slot)][component].append(int(entry.get("rank", 0)))
+    nodes.sort(key=lambda node: node[0])
+    used = {slot for _, slot in cells}
+    accelerators = range(max(used) + 1) if max(used) >= 0 else range(0)
+    slots = [*accelerators, *([_CPU] if _CPU in used else [])]
+    colors = {component: index % 8 for index, component in enumerate(placement)}
+    head = "".join(f"<th>{'CPU' if slot == _CPU else f'accelerator {slot}'}</th>" for slot in slots)
+    body = ""
+    for _, name in nodes:
+        body += f'<tr><td class="name">{escape(name)}</td>'
+        for slot in slots:
+            inside = cells.get((name, slot), {})
+            chips = "".join(_chips(component, ranks, colors[component]) for component, ranks in inside.items())
+            body += f"<td>{chips}</td>" if chips else '<td class="free"></td>'
+        body += "</tr>"
+    legend = "".join(
+        f"<span>{_chip(component, colors[component])}{len(ranks)} process{'es' if len(ranks) != 1 else ''}</span>"
+        for component, ranks in placement.items()
+    )
+    return (
+        f'<p class="legend">{legend}</p><div class="scroll"><table class="grid"><thead><tr><th></th>{head}</tr></thead>'
+        f"<tbody>{body}</tbody></table></div>"
+    )
+
+
+def _chips(component: str, ranks: Sequence[int], color: int) -> str:
+    """One chip a rank, or one for a stretch where there are many."""
+    ordered = sorted(ranks)
+    if len(ordered) <= 6:
+        return "".join(_chip(f"{component} {rank}", color) for rank in ordered)
+    stretches: list[list[int]] = []
+    for rank in ordered:
+        if stretches and rank == stretches[-1][-1] + 1:
+            stretches[-1].append(rank)
+        else:
+            stretches.append([rank])
+    spans = ", ".join(f"{part[0]}–{part[-1]}" if len(part) > 1 else str(part[0]) for part in stretches)
+    return _chip(f"{component} {spans}", color)
+
+
+def _chip(text: str, color: int) -> str:
+    return f'<span class="chip" style="background:var(--c{color})">{escape(text)}</span>'

@@ -1,0 +1,119 @@
+"""What the person at the terminal sees: a bar on a terminal, a line now and then in a log file."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Mapping
+from typing import TextIO
+
+from tqdm import tqdm
+
+Clock = Callable[[], float]
+_BAR = "{desc} {percentage:3.0f}%|{bar}| step {n_fmt}/{total_fmt} [{elapsed}, ETA {remaining}{postfix}]"
+
+
+class ProgressBar:
+    """Progress of a training run: step, return, env steps per second, time left.
+
+    On a terminal a bar; otherwise one line about every `interval_s` seconds and one at the end.
+    """
+
+    def __init__(
+        self,
+        total: int,
+        initial: int = 0,
+        *,
+        name: str = "train",
+        stream: TextIO | None = None,
+        interval_s: float = 10.0,
+        clock: Clock = time.monotonic,
+    ) -> None:
+        """Start.
+
+        Args:
+            total: Steps of the run.
+            initial: Steps already done (resume).
+            name: What is shown in front.
+            stream: Where to; stderr by default.
+            interval_s: Seconds between lines when the stream is no terminal.
+            clock: For tests.
+        """
+        self._stream = stream or sys.stderr
+        self._total, self._initial, self._step = total, initial, initial
+        self._name, self._interval, self._clock = name, interval_s, clock
+        self._start = self._printed = clock()
+        self._facts: dict[str, str] = {}
+        self._unprinted = False
+        self._bar: tqdm | None = None  # type: ignore[type-arg]
+        if self._stream.isatty():
+            self._bar = tqdm(
+                total=total,
+                initial=initial,
+                desc=name,
+                unit="step",
+                file=self._stream,
+                dynamic_ncols=True,
+                bar_format=_BAR,
+            )
+
+    def update(self, step: int, metrics: Mapping[str, float] | None = None) -> None:
+        """Show that `step` is done.
+
+        Args:
+            step: Global step.
+            metrics: The step's row; train/episode_return, time/env_steps_per_s and eval/return_mean are shown.
+        """
+        self._facts.update(_facts(metrics or {}))
+        if self._bar is not None:
+            self._bar.set_postfix_str(", ".join(self._facts.values()), refresh=False)
+            self._bar.update(step - self._step)
+        self._step = step
+        self._unprinted = True
+        if self._bar is None and self._clock() - self._printed >= self._interval:
+            self._print()
+
+    def message(self, text: str) -> None:
+        """Print a line without tearing the bar."""
+        if self._bar is not None:
+            self._bar.write(text, file=self._stream)
+        else:
+            print(text, file=self._stream, flush=True)
+
+    def close(self) -> None:
+        """End the bar, or print the last line."""
+        if self._bar is not None:
+            self._bar.close()
+            self._bar = None
+        elif self._unprinted:
+            self._print()
+
+    def eta_s(self) -> float | None:
+        """Seconds left at the pace so far; None before the first step."""
+        done = self._step - self._initial
+        return (self._clock() - self._start) / done * max(self._total - self._step, 0) if done > 0 else None
+
+    def __enter__(self) -> ProgressBar:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _print(self) -> None:
+        eta = self.eta_s()
+        parts = [f"{self._name}: step {self._step}/{self._total}", *self._facts.values()]
+        if eta is not None and self._step < self._total:
+            parts.append(f"ETA {tqdm.format_interval(eta)}")
+        print(", ".join(parts), file=self._stream, flush=True)
+        self._printed, self._unprinted = self._clock(), False
+
+
+def _facts(metrics: Mapping[str, float]) -> dict[str, str]:
+    shown = {}
+    if (value := metrics.get("train/episode_return")) is not None and value == value:
+        shown["return"] = f"return {value:.1f}"
+    if (value := metrics.get("eval/return_mean")) is not None and value == value:
+        shown["eval"] = f"eval {value:.1f}"
+    if (value := metrics.get("time/env_steps_per_s")) is not None and value == value:
+        shown["rate"] = f"{value:,.0f} env steps/s"
+    return shown

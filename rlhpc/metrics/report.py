@@ -1,0 +1,247 @@
+"""report/index.html: one page about a run that needs nothing but itself (no script, no font, no network)."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from html import escape
+from pathlib import Path
+from typing import Any
+
+from rlhpc.checkpoint.durable import replace_durably
+from rlhpc.checkpoint.manifest import read_manifest, verify
+from rlhpc.metrics.curves import (
+    evaluation_curve,
+    learning_curves,
+    phase_columns,
+    read_evaluations,
+    time_curves,
+    time_unit,
+)
+from rlhpc.metrics.logger import read_metrics, series
+from rlhpc.metrics.page import Cell, card, duration, facts, missing, page, section, size, table
+from rlhpc.metrics.placement import placement_grid
+from rlhpc.metrics.provenance import read_provenance
+from rlhpc.metrics.svg import number
+from rlhpc.runtime.errors import CheckpointError, RlhpcError
+from rlhpc.runtime.paths import RunPaths
+
+
+def write_report(paths: RunPaths) -> Path:
+    """Write the report of a run, finished or not; pieces that are not there yet say so.
+
+    Returns:
+        The HTML file.
+
+    Raises:
+        RlhpcError: There is no such run, or the page cannot be written.
+    """
+    if not paths.root.is_dir():
+        raise RlhpcError(
+            f"{paths.root}: no such run folder; give runner.run_dir=… and runner.name=… of an existing run"
+        )
+    rows = read_metrics(paths.metrics)
+    evaluations = read_evaluations(paths)
+    provenance = read_provenance(paths)
+    html = page(
+        title=paths.root.name,
+        subtitle=_subtitle(paths, rows, provenance),
+        body=[
+            _key_figures(rows, evaluations),
+            section("Learning curves", _learning(rows)),
+            section("Evaluation", _evaluation(evaluations)),
+            section("Placement", placement_grid(provenance.get("placement"))),
+            section("Time", _time(rows)),
+            section("Checkpoints", _checkpoints(paths, rows, evaluations)),
+            section("Configuration", _configuration(paths)),
+            section("Provenance", _provenance(provenance)),
+        ],
+    )
+    try:
+        replace_durably(paths.report, html.encode())
+    except OSError as error:
+        raise RlhpcError(f"{error.filename or paths.report}: could not be written: {error.strerror}") from error
+    return paths.report
+
+
+def _subtitle(paths: RunPaths, rows: Sequence[Mapping[str, Any]], provenance: Mapping[str, Any]) -> str:
+    parts = [_env_id(paths)]
+    if rows:
+        parts.append(f"step {rows[-1]['step']}")
+    if provenance.get("created"):
+        parts.append(f"started {str(provenance['created']).replace('T', ' ')[:16]}")
+    if provenance.get("host"):
+        parts.append(f"on {provenance['host']}")
+    parts.append(f"report of {time.strftime('%Y-%m-%d %H:%M')}")
+    return " · ".join(part for part in parts if part)
+
+
+def _env_id(paths: RunPaths) -> str:
+    import yaml
+
+    try:
+        return str(yaml.safe_load(paths.config.read_text())["env"]["train"]["env_id"])
+    except (OSError, yaml.YAMLError, KeyError, TypeError):
+        return ""
+
+
+def _last(rows: Sequence[Mapping[str, Any]], name: str) -> float | None:
+    values = series(rows, name)[1]
+    return values[-1] if values else None
+
+
+def _key_figures(rows: Sequence[Mapping[str, Any]], evaluations: Sequence[Mapping[str, Any]]) -> str:
+    best = max(evaluations, key=lambda result: result["return_mean"], default=None)
+    last = max(evaluations, key=lambda result: result["global_step"], default=None)
+    env_steps, wall, returned = (_last(rows, k) for k in ("rollout/env_steps", "time/wall_s", "train/episode_return"))
+    rates = series(rows, "time/env_steps_per_s")[1]
+    rate = env_steps / wall if env_steps and wall else (sum(rates) / len(rates) if rates else None)
+
+    def evaluated(title: str, result: Mapping[str, Any] | None) -> str:
+        if result is None:
+            return card(title, "–", "not evaluated yet")
+        return card(title, f"{result['return_mean']:.1f}", f"mean return, step {result['global_step']}")
+
+    return (
+        '<div class="cards">'
+        + evaluated("Best evaluation", best)
+        + evaluated("Last evaluation", last)
+        + card("Training return", "–" if returned is None else f"{returned:.1f}", "at the last step")
+        + card("Environment steps", "–" if env_steps is None else number(env_steps), f"{len(rows)} training steps")
+        + card("Wall time", "–" if wall is None else duration(wall), "training")
+        + card("Env steps / s", "–" if rate is None else f"{rate:,.0f}", "mean over the run")
+        + "</div>"
+    )
+
+
+def _learning(rows: Sequence[Mapping[str, Any]]) -> str:
+    if not rows:
+        return missing("No metrics yet: metrics.jsonl is missing or empty.")
+    curves = list(learning_curves(rows).values())
+    return _figures(curves[:2]) + _figures(curves[2:], "small")
+
+
+def _figures(charts: Sequence[str], kind: str = "") -> str:
+    return f'<div class="figures {kind}">' + "".join(f"<figure>{chart}</figure>" for chart in charts) + "</div>"
+
+
+def _evaluation(evaluations: Sequence[Mapping[str, Any]]) -> str:
+    if not evaluations:
+        return missing("No evaluation yet: <code>rlhpc eval</code> on a checkpoint, or the workflow's eval rule.")
+    best = max(result["return_mean"] for result in evaluations)
+    rows: list[list[Cell]] = [
+        [
+            str(result["suite"]),
+            result["global_step"],
+            result.get("episodes", "–"),
+            f"{result['return_mean']:.2f}" + (" ★" if result["return_mean"] == best else ""),
+            f"{result['return_std']:.2f}" if isinstance(result.get("return_std"), (int, float)) else "–",
+            f"{result['low']:.2f} … {result['high']:.2f}",
+        ]
+        for result in evaluations
+    ]
+    head = ["suite", "step", "episodes", "mean return", "std", "95 % interval"]
+    return (
+        f'<div class="figures beside"><figure>{evaluation_curve(evaluations)}</figure>'
+        f'<div class="scroll">{table(head, rows, text_columns={0})}</div></div>'
+    )
+
+
+def _time(rows: Sequence[Mapping[str, Any]]) -> str:
+    if not rows:
+        return missing("No metrics yet.")
+    charts = time_curves(rows)
+    phases = {name: sum(values) for name, values in phase_columns(rows).items()}
+    total = sum(phases.values())
+    body: list[list[Cell]] = [
+        [name, duration(seconds), f"{seconds / len(rows):.4f}", f"{seconds / total:.1%}" if total else "–"]
+        for name, seconds in phases.items()
+    ]
+    unit, length = time_unit(total)
+    head = ["phase", "total", "s per step", f"share of {total / length:.1f} {unit}"]
+    return _figures([charts["time_per_phase"], charts["throughput"]]) + (
+        f'<div class="scroll">{table(head, body, text_columns={0})}</div>' if body else ""
+    )
+
+
+def _checkpoints(paths: RunPaths, rows: Sequence[Mapping[str, Any]], evaluations: Sequence[Mapping[str, Any]]) -> str:
+    found = paths.checkpoint_steps()
+    if not found:
+        return missing("No checkpoint yet.")
+    by_step = {row["step"]: row for row in rows}
+    evaluated: dict[int, float] = {}
+    for result in evaluations:
+        evaluated.setdefault(result["global_step"], result["return_mean"])
+    body: list[list[Cell]] = []
+    for step, path in found:
+        faults = verify(path, checksums=False)
+        count, total = _contents(path)
+        trained = by_step.get(step, {}).get("train/episode_return")
+        body.append(
+            [
+                path.name,
+                "complete" if not faults else f"faulty: {faults[0]}",
+                time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(path.stat().st_mtime)),
+                count,
+                size(total),
+                f"{trained:.1f}" if isinstance(trained, (int, float)) else "–",
+                f"{evaluated[step]:.1f}" if step in evaluated else "–",
+            ]
+        )
+    head = ["checkpoint", "state", "saved", "files", "size", "training return", "evaluation"]
+    return f'<div class="scroll">{table(head, body, text_columns={0, 1, 2})}</div>'
+
+
+def _contents(checkpoint: Path) -> tuple[int, int]:
+    try:
+        files = read_manifest(checkpoint)["files"]
+    except CheckpointError:
+        sizes = [path.stat().st_size for path in checkpoint.rglob("*") if path.is_file()]
+        return len(sizes), sum(sizes)
+    return len(files), sum(entry["size"] for entry in files.values())
+
+
+def _configuration(paths: RunPaths) -> str:
+    try:
+        text = paths.config.read_text()
+    except OSError:
+        return missing("config.yaml is missing.")
+    lines = text.count("\n")
+    return f"<details><summary>config.yaml, as run ({lines} lines)</summary><pre>{escape(text)}</pre></details>"
+
+
+def _provenance(record: Mapping[str, Any]) -> str:
+    if not record:
+        return missing("provenance.json is missing.")
+    git = record.get("git") or {}
+    commit = f"{git.get('commit', '')}{' (dirty)' if git.get('dirty') else ''}, {git.get('branch', '')}" if git else ""
+    versions = record.get("versions") or {}
+    slurm = record.get("slurm") or {}
+    shown = {
+        "command": record.get("command"),
+        "folder": record.get("folder"),
+        "git": commit or "not in a git repository",
+        "versions": ", ".join(f"{name} {version}" for name, version in versions.items()),
+        "host": record.get("host"),
+        "platform": record.get("platform"),
+        "CPUs": f"{record.get('cpus_granted', '?')} granted of {record.get('cpu_count', '?')}",
+        "Slurm": ", ".join(f"{key.lower()} {value}" for key, value in slurm.items()) or "not in a Slurm job",
+        "configuration SHA-256": record.get("config_sha256"),
+    }
+    starts: list[list[Cell]] = [
+        [
+            index,
+            str(segment.get("started", "–")).replace("T", " "),
+            str(segment.get("host", "–")),
+            str((segment.get("slurm") or {}).get("JOB_ID", "–")),
+            str((segment.get("git") or {}).get("commit", "–"))[:10],
+            str(segment.get("command", "–")),
+        ]
+        for index, segment in enumerate(record.get("segments") or [], start=1)
+    ]
+    head = ["start", "time", "host", "job", "commit", "command"]
+    return facts(shown) + (
+        f'<h3>Starts</h3><div class="scroll">{table(head, starts, text_columns={1, 2, 3, 4, 5})}</div>'
+        if starts
+        else ""
+    )

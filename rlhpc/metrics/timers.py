@@ -1,0 +1,42 @@
+"""Named phase timers of one step."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+
+class PhaseTimers:
+    """Seconds per named phase; phases may repeat (they add up) and nest (each counts its own span).
+
+    timers = PhaseTimers()
+    with timers("rollout"):
+        ...
+    timers.pop()   # {"time/rollout_s": 0.12}
+    """
+
+    def __init__(self) -> None:
+        self._spent: dict[str, float] = {}
+
+    @contextmanager
+    def __call__(self, name: str) -> Iterator[None]:
+        """Time a block; counted also when it raises."""
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.add(name, time.perf_counter() - start)
+
+    def add(self, name: str, seconds: float) -> None:
+        """Count time measured elsewhere, in a worker for example."""
+        self._spent[name] = self._spent.get(name, 0.0) + seconds
+
+    def get(self, name: str) -> float:
+        """Seconds so far; 0 for a phase that did not run."""
+        return self._spent.get(name, 0.0)
+
+    def pop(self) -> dict[str, float]:
+        """Metric names and seconds since the last call, then start over."""
+        spent, self._spent = self._spent, {}
+        return {f"time/{name}_s": seconds for name, seconds in spent.items()}
