@@ -39,6 +39,8 @@ _SETTLE_S = 2.0
 #: How long a job may be unheard of, or Slurm be silent, before waiting is pointless.
 _UNKNOWN_S = 900.0
 _FORGOTTEN_S = 90.0
+#: A job that is lost this soon after it was found was on its way out already.
+_DYING_S = 10.0
 
 
 class DriverFailed(RlhpcError):
@@ -174,28 +176,38 @@ def submit_segment(
     out = stream or sys.stderr
     argv = list(command) if command is not None else driver_command(config_path, overrides, segment=segment)
     _make_folders(files)
-    _await_orphan(files, save_grace_s, out)
-    with SubmitLock(files):
-        done = read_json(files.marker)
-        if done is not None:
-            return _answer("finished", JobRecord.read(files), segment, done)
-        record, state = _find_job(files), "attached"
-        if record is None:
-            record, state = _submit(files, argv, kind, dict(environment or {}), slurm or {}, save_grace_s), "submitted"
-    if not wait:
-        return _answer(state, record, segment, None)
-    verb = "waiting for" if state == "attached" else "submitted"
-    _say(out, f"segment {segment}: {verb} {_job_words(record)}; logs in {files.driver_err.parent}")
-    try:
-        done = _Waiter(files, record, out, poll_s, progress_s, deadline_s).wait()
-    except KeyboardInterrupt:
-        owner = _owner(files, record)
-        raise WaitInterrupted(
-            f"stopped waiting; {_job_words(owner)} goes on with segment {segment} of {files.paths.root}\n"
-            "  wait for it again: run the same command\n"
-            f"  stop it:           rlhpc cancel {shlex.quote(str(files.paths.root))}"
-        ) from None
-    return _answer("finished", _owner(files, record), segment, done)
+    while True:
+        _await_orphan(files, save_grace_s, out)
+        with SubmitLock(files):
+            done = read_json(files.marker)
+            if done is not None:
+                return _answer("finished", JobRecord.read(files), segment, done)
+            record, state = _find_job(files), "attached"
+            if record is None:
+                record, state = (
+                    _submit(files, argv, kind, dict(environment or {}), slurm or {}, save_grace_s),
+                    "submitted",
+                )
+        if not wait:
+            return _answer(state, record, segment, None)
+        verb = "waiting for" if state == "attached" else "submitted"
+        _say(out, f"segment {segment}: {verb} {_job_words(record)}; logs in {files.driver_err.parent}")
+        attached = time.monotonic() if state == "attached" else None
+        try:
+            done = _Waiter(files, record, out, poll_s, progress_s, deadline_s).wait()
+        except JobLost:
+            # it was dying when we found it, as when somebody kills a run and starts it again
+            if attached is None or time.monotonic() - attached > _DYING_S:
+                raise
+            continue
+        except KeyboardInterrupt:
+            owner = _owner(files, record)
+            raise WaitInterrupted(
+                f"stopped waiting; {_job_words(owner)} goes on with segment {segment} of {files.paths.root}\n"
+                "  wait for it again: run the same command\n"
+                f"  stop it:           rlhpc cancel {shlex.quote(str(files.paths.root))}"
+            ) from None
+        return _answer("finished", _owner(files, record), segment, done)
 
 
 def cancel(paths: RunPaths, segment: int | None = None, *, grace_s: float = 60.0) -> list[str]:
@@ -283,12 +295,12 @@ def _probe_for(record: JobRecord, files: SegmentFiles) -> JobProbe:
 
 
 def _owner(files: SegmentFiles, record: JobRecord) -> JobRecord:
-    """The record, or the job that won the claim when two were submitted."""
+    """The record, or the job that holds the claim when two were submitted or the id was never written down."""
     claim = Claim.newest(files)
-    if claim is None or claim.token == record.token or not claim.alive():
+    if claim is None or (claim.token == record.token and record.job_id) or not claim.alive():
         return record
     current = JobRecord.read(files)
-    if current is not None and current.token == claim.token:
+    if current is not None and current.token == claim.token and current.job_id:
         return current
     return JobRecord(
         segment=files.segment,
@@ -340,9 +352,7 @@ def _await_orphan(files: SegmentFiles, grace_s: float, out: TextIO) -> None:
     end = time.monotonic() + grace_s
     said = False
     while (claim := Claim.newest(files)) is not None and claim.driver is not None:
-        record = JobRecord.read(files)
-        controller = record is not None and record.process is not None and record.process.alive()
-        if controller or claim.job.alive() is not False or not claim.driver.alive():
+        if claim.job.alive() is not False or not claim.driver.alive():
             return
         if not said:
             said = True

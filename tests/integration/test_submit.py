@@ -1,0 +1,377 @@
+"""Submission through submitit's local executor: nothing that is killed loses the job, and no job runs twice."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rlhpc.runtime.errors import DeadlineExceeded, SubmitError, UserError
+from rlhpc.runtime.launch.claim import Claim, SegmentFiles, SubmitLock, read_json
+from rlhpc.runtime.launch.jobs import ProcessId
+from rlhpc.runtime.launch.status import print_logs, render_status, run_state
+from rlhpc.runtime.launch.submit import (
+    DriverFailed,
+    DriverRejected,
+    JobLost,
+    JobRecord,
+    WaitInterrupted,
+    cancel,
+    submit_segment,
+)
+from rlhpc.runtime.paths import RunPaths
+
+pytestmark = pytest.mark.timeout(120)
+
+# A driver that counts its starts, "trains" for some seconds, saves on SIGUSR2 or SIGTERM, and writes its marker last.
+DRIVER = """
+import json, os, signal, sys, time
+from pathlib import Path
+root, seconds, mode = Path(sys.argv[1]), float(sys.argv[2]), sys.argv[3]
+with (root / "starts").open("a") as file:
+    file.write(f"{os.getpid()}\\n")
+stop = []
+signal.signal(signal.SIGUSR2, lambda s, f: stop.append(s))
+signal.signal(signal.SIGTERM, lambda s, f: stop.append(s))
+print("driver starts", flush=True)
+if mode == "reject":
+    print("noise before\\nrlhpc: error: env.train.env_id: unknown 'CartPoel'", file=sys.stderr)
+    sys.exit(2)
+if mode == "fail":
+    print("rlhpc: error: actor rank 1 on n1 was killed", file=sys.stderr)
+    sys.exit(1)
+if mode == "nomarker":
+    sys.exit(0)
+saved = root / "saved"
+count = int(saved.read_text()) if saved.exists() else 0
+while count < seconds * 20:
+    time.sleep(0.05)
+    count += 1
+    now = time.time()
+    status = {"step": count, "max_steps": int(seconds * 20), "return": 12.5, "env_steps_per_s": 1000.0, "eta_s": 3.0,
+              "pid": os.getpid(), "host": os.uname().nodename, "started": now - 1, "updated": now, "state": "running",
+              "stop_reason": ""}
+    (root / "status.tmp").write_text(json.dumps(status))
+    os.replace(root / "status.tmp", root / "status.json")
+    if stop:
+        saved.write_text(str(count))
+        folder = root / "checkpoints" / f"global_step_{count}"
+        if mode != "stall":
+            folder.mkdir(parents=True)
+            (folder / "COMPLETE").touch()
+        sys.exit(75 if stop[-1] == signal.SIGUSR2 else 143)
+(root / "segments").mkdir(exist_ok=True)
+(root / "segments" / "tmp").write_text(json.dumps({"step": count}))
+os.replace(root / "segments" / "tmp", root / "segments" / "0.json")
+"""
+
+WAITER = """
+import sys
+from pathlib import Path
+from rlhpc.runtime.errors import RlhpcError
+from rlhpc.runtime.launch.submit import submit_segment
+try:
+    print(submit_segment("c.yaml", run_root=Path(sys.argv[1]), executor="local", command=sys.argv[2:], poll_s=0.1))
+except RlhpcError as error:
+    print(f"rlhpc: error: {error}", file=sys.stderr)
+    sys.exit(error.exit_code)
+"""
+
+
+def until(condition: Callable[[], Any], what: str, seconds: float = 30.0) -> Any:
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        value = condition()
+        if value:
+            return value
+        time.sleep(0.05)
+    raise AssertionError(f"did not happen: {what}")
+
+
+class Run:
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        root.mkdir()
+        self.paths = RunPaths(root)
+        self.files = SegmentFiles(self.paths, 0)
+        self.script = root.parent / "driver.py"
+        self.script.write_text(DRIVER)
+        self.waiter_script = root.parent / "waiter.py"
+        self.waiter_script.write_text(textwrap.dedent(WAITER))
+        self.out = io.StringIO()
+
+    def command(self, seconds: float = 1.0, mode: str = "ok") -> list[str]:
+        return [sys.executable, str(self.script), str(self.root), str(seconds), mode]
+
+    def submit(self, seconds: float = 1.0, mode: str = "ok", **kw: Any) -> dict[str, Any]:
+        options: dict[str, Any] = {"executor": "local", "poll_s": 0.05, "progress_s": 0.2, "stream": self.out, **kw}
+        return submit_segment("c.yaml", run_root=self.root, command=self.command(seconds, mode), **options)
+
+    def waiter(self, seconds: float = 1.0, mode: str = "ok") -> subprocess.Popen[str]:
+        return subprocess.Popen(
+            [sys.executable, str(self.waiter_script), str(self.root), *self.command(seconds, mode)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)},
+        )
+
+    def starts(self) -> list[int]:
+        file = self.root / "starts"
+        return [int(line) for line in file.read_text().split()] if file.exists() else []
+
+    def claim(self) -> Claim:
+        found = until(
+            lambda: (c := Claim.newest(self.files)) is not None and c.driver is not None and c, "the driver starts"
+        )
+        assert isinstance(found, Claim)
+        until(lambda: self.paths.driver_state.exists(), "the driver trains")
+        return found
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Iterator[Run]:
+    run = Run(tmp_path / "quickstart")
+    yield run
+    cancel(run.paths, grace_s=0.0)
+    for pid in run.starts():
+        assert not Path(f"/proc/{pid}").exists() or "Z" in Path(f"/proc/{pid}/stat").read_text().split()[2]
+
+
+def test_finishes_and_returns_at_once_the_next_time(run: Run) -> None:
+    answer = run.submit()
+    assert answer["state"] == "finished" and answer["result"] == {"step": 20}
+    assert (run.paths.segment_logs(0) / "driver.out").read_text() == "driver starts\n"
+    assert (run.paths.submit.stat().st_mode & 0o777) == 0o700
+    record = json.loads(run.files.record.read_text())
+    assert record["job_id"] == answer["job_id"] and record["phase"] == "submitted" and record["attempt"] == 1
+    assert "step " in run.out.getvalue() and "/20, return 12.5, 1000 env steps/s, ETA 3s" in run.out.getvalue()
+    start = time.monotonic()
+    assert run.submit()["result"] == {"step": 20}
+    assert time.monotonic() - start < 0.5
+    assert len(run.starts()) == 1
+
+
+def test_errors_of_the_driver_reach_the_caller(run: Run) -> None:
+    with pytest.raises(DriverRejected, match=r"^env.train.env_id: unknown 'CartPoel'") as rejected:
+        run.submit(mode="reject")
+    assert isinstance(rejected.value, UserError) and rejected.value.exit_code == 2
+    assert "noise" not in str(rejected.value) and str(run.files.driver_err) in str(rejected.value)
+    with pytest.raises(DriverFailed, match=r"^actor rank 1 on n1 was killed") as failed:
+        run.submit(mode="fail")
+    assert failed.value.exit_code == 1
+    assert run_state(run.paths) == ("failed", "actor rank 1 on n1 was killed")
+    with pytest.raises(DriverFailed, match="exit code 0 but left no .*segments/0.json"):
+        run.submit(mode="nomarker")
+    with pytest.raises(DriverFailed, match="cannot start /no/such/driver"):
+        submit_segment("c", run_root=run.root, executor="local", command=["/no/such/driver"], stream=run.out)
+    assert run.submit()["state"] == "finished"  # none of them is in the way of the next
+    assert JobRecord.read(run.files).attempt == 5  # type: ignore[union-attr]
+
+
+def test_killed_waiter_loses_nothing(run: Run) -> None:
+    waiter = run.waiter(3.0)
+    claim = run.claim()
+    waiter.kill()
+    waiter.communicate()
+    assert claim.job.alive() and claim.driver is not None and claim.driver.alive()
+    answer = run.submit(3.0)
+    assert answer["job_id"] == claim.job_id and "waiting for local job" in run.out.getvalue()
+    assert len(run.starts()) == 1
+
+
+def test_ctrl_c_leaves_the_job_and_cancel_ends_it(run: Run) -> None:
+    waiter = run.waiter(60.0)
+    claim = run.claim()
+    waiter.send_signal(signal.SIGINT)
+    _, err = waiter.communicate(timeout=20)
+    assert waiter.returncode == 130
+    assert f"local job {claim.job_id} goes on" in err and f"rlhpc cancel {run.root}" in err and "Traceback" not in err
+    assert claim.driver is not None and claim.driver.alive()
+    assert run_state(run.paths)[0] == "running"
+    assert cancel(run.paths) == [f"segment 0: local job {claim.job_id} was cancelled"]
+    assert claim.driver.alive() is False and claim.job.alive() is False
+    assert (run.root / "saved").exists()  # it was asked, not killed
+    assert cancel(run.paths) == []
+    assert run_state(run.paths)[0] == "failed"
+
+
+def test_cancel_reaches_the_waiter(run: Run) -> None:
+    waiter = run.waiter(60.0)
+    run.claim()
+    cancel(run.paths)
+    _, err = waiter.communicate(timeout=20)
+    assert waiter.returncode == 143 and "was cancelled" in err
+
+
+def test_concurrent_submitters_start_one_job(run: Run) -> None:
+    waiters = [run.waiter(2.0) for _ in range(4)]
+    outputs = [w.communicate(timeout=60) for w in waiters]
+    assert [w.returncode for w in waiters] == [0] * 4, outputs
+    assert len(run.starts()) == 1
+
+
+@pytest.mark.parametrize("victims", ["driver", "job", "controller", "all"])
+def test_killed_processes(run: Run, victims: str) -> None:
+    run.submit(3.0, wait=False)
+    claim = run.claim()
+    record = JobRecord.read(run.files)
+    assert record is not None and record.process is not None and claim.driver is not None
+    chosen = {"driver": [claim.driver], "job": [claim.job], "controller": [record.process]}
+    for process in chosen.get(victims, [record.process, claim.job, claim.driver]):
+        os.kill(process.pid, signal.SIGKILL)
+    if victims == "controller":  # the job itself is alive and well
+        assert run.submit(3.0)["state"] == "finished" and len(run.starts()) == 1
+        return
+    if victims == "driver":
+        ended = until(lambda: read_json(run.files.exit), "the job notes how its driver ended")
+        assert (ended["signal"], ended["exit_code"]) == ("SIGKILL", 137)
+    assert run.submit(3.0)["state"] == "finished"
+    assert len(run.starts()) == 2
+
+
+def test_job_killed_while_waited_for(run: Run) -> None:
+    waiter = run.waiter(30.0)
+    claim = run.claim()
+    record = until(lambda: JobRecord.read(run.files), "record")
+    for process in (record.process, claim.job, claim.driver):
+        os.kill(process.pid, signal.SIGKILL)
+    _, err = waiter.communicate(timeout=20)
+    assert waiter.returncode == 1 and "ended without a result" in err and "resumes" in err
+    assert run_state(run.paths)[0] == "dead"
+
+
+def test_submitter_killed_between_submission_and_record(run: Run) -> None:
+    run.submit(3.0, wait=False)
+    claim = run.claim()
+    record = JobRecord.read(run.files)
+    assert record is not None
+    value = json.loads(run.files.record.read_text())
+    run.files.record.write_text(json.dumps({**value, "job_id": "", "process": None, "phase": "submitting"}))
+    assert run.submit(3.0)["job_id"] == claim.job_id
+    assert len(run.starts()) == 1
+
+
+def test_second_job_gives_way(run: Run) -> None:
+    from rlhpc.runtime.launch import submit
+
+    run.submit(2.0, wait=False)
+    first = run.claim()
+    # behind everybody's back: no lock, no look
+    second = submit._submit(run.files, run.command(2.0), "local", {}, {}, 10.0)
+    answer = submit_segment("c", run_root=run.root, executor="local", command=run.command(2.0), stream=run.out)
+    assert second.job_id != first.job_id and answer["state"] == "finished" and len(run.starts()) == 1
+
+
+def test_signal_saves_and_requeues(run: Run) -> None:
+    run.submit(2.0, wait=False)
+    claim = run.claim()
+    os.kill(claim.job.pid, signal.SIGUSR2)
+    answer = run.submit(2.0)
+    assert answer["job_id"] == claim.job_id and answer["result"] == {"step": 40}
+    assert len(run.starts()) == 2 and JobRecord.read(run.files).attempt == 1  # type: ignore[union-attr]
+    assert len(run.files.claim_numbers()) == 1
+
+
+def test_driver_killed_while_waited_for(run: Run) -> None:
+    with pytest.raises(DriverFailed, match="ended by SIGKILL") as killed:
+        timer = threading.Timer(2.0, lambda: os.kill(run.starts()[0], signal.SIGKILL))
+        timer.start()
+        run.submit(60.0)
+    assert killed.value.exit_code == 137
+
+
+def test_no_progress_is_not_requeued_for_ever(run: Run) -> None:
+    errors: list[BaseException] = []
+
+    def wait() -> None:
+        try:
+            run.submit(60.0, mode="stall")
+        except DriverFailed as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=wait)
+    thread.start()
+    for attempt in range(1, 3):
+        until(lambda n=attempt: len(run.starts()) == n, f"attempt {attempt}")
+        time.sleep(0.3)
+        os.kill(run.claim().job.pid, signal.SIGUSR2)
+    thread.join(30)
+    assert errors and "made no progress in 2 attempts" in str(errors[0])
+    assert len(run.starts()) == 2
+
+
+def test_deadline(run: Run) -> None:
+    with pytest.raises(DeadlineExceeded, match="not finished within 1 s; local job .* goes on"):
+        run.submit(60.0, deadline_s=1.0)
+
+
+def test_bad_arguments(run: Run, tmp_path: Path) -> None:
+    with pytest.raises(SubmitError, match="found 'pbs', allowed are auto, local, slurm"):
+        run.submit(executor="pbs")
+    (tmp_path / "file").touch()
+    with pytest.raises(SubmitError, match="cannot write to the run folder"):
+        submit_segment("c", run_root=tmp_path / "file" / "run", executor="local", stream=run.out)
+
+
+def test_lock_falls_back_to_a_lease(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    import errno
+    import fcntl
+
+    def no_locks(fd: int, operation: int) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", no_locks)
+    run.paths.submit.mkdir()
+    with SubmitLock(run.files):
+        assert run.files.lease.exists()
+        with pytest.raises(DeadlineExceeded, match="holds"), SubmitLock(run.files, timeout_s=0.3):
+            pass
+    assert not run.files.lease.exists()
+    gone = subprocess.Popen(["true"])
+    identity = ProcessId.of(gone.pid)
+    gone.wait()
+    run.files.lease.write_text(json.dumps(identity.to_json()))
+    with SubmitLock(run.files, timeout_s=5.0):
+        pass
+    assert not list(run.paths.submit.glob("*stale*"))
+
+
+def test_status_and_logs(run: Run) -> None:
+    run.submit(60.0, wait=False)
+    claim = run.claim()
+    members = run.paths.generation("local", 0) / "members"
+    members.mkdir(parents=True)
+    log = run.paths.segment_logs(0) / "actor-0.out"
+    log.write_text("one\ntwo\n")
+    row = {"group": "actor", "rank": 0, "node": "n1", "pid": 77, "state": "ready", "log_out": str(log), "log_err": ""}
+    (members / "actor-0.json").write_text(json.dumps(row))
+    text = render_status(run.paths)
+    assert "quickstart" in text and f"running: job {claim.job_id}" in text and "return 12.5" in text
+    assert "actor           0  n1                     77  ready" in text
+    out = io.StringIO()
+    print_logs(run.paths, group="actor", lines=1, out=out)
+    assert out.getvalue() == "[actor-0] two\n"
+    print_logs(run.paths, out=out)
+    assert "[driver] driver starts\n" in out.getvalue()
+
+    followed = io.StringIO()
+    thread = threading.Thread(target=print_logs, args=(run.paths, "actor", 0, True), kwargs={"out": followed})
+    thread.start()
+    with log.open("a") as file:
+        file.write("three\n")
+    until(lambda: "[actor-0] three\n" in followed.getvalue(), "the new line is printed")
+    cancel(run.paths)
+    thread.join(10)
+    assert not thread.is_alive() and followed.getvalue().count("three") == 1
