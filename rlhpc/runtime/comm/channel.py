@@ -224,7 +224,7 @@ class Channel:
             except queue.Empty:
                 raise QueueEmpty(whom) from None
             return [self._open(context, item.frames) for item in items]
-        head = pickle.dumps((self.name, key, context.name, target, wait))
+        head = pickle.dumps((self.name, key, target, wait))
         try:
             reply = service.peers.request(choose(home), b"GET", [head], timeout, whom)
         except ChannelError as error:

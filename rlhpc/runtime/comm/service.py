@@ -7,9 +7,11 @@ Other threads of the same process use the same state directly, under one lock, w
 from __future__ import annotations
 
 import collections
+import itertools
 import os
 import pickle
 import queue
+import select
 import threading
 import time
 from collections.abc import Callable
@@ -20,29 +22,40 @@ import zmq
 from rlhpc.runtime.comm.payload import SegmentGone, read_segment, unlink
 from rlhpc.runtime.comm.queues import ChannelState, Item
 from rlhpc.runtime.comm.sockets import Peers, ZapDoor, bind, make_socket
+from rlhpc.runtime.comm.unix import Connection, Listener, token_of
 from rlhpc.runtime.errors import ChannelError, DeadlineExceeded
 from rlhpc.runtime.registry import Keys
 from rlhpc.runtime.scratch import Scratch, host_id
 
 INBOX = "\0inbox"
 DEFAULT_MAX_BYTES = 2 << 30
+_numbers = itertools.count()
 
 
 class _RemoteAnswer:
-    """Answers a request that came over the socket."""
+    """Answers a request that came over a socket."""
 
-    __slots__ = ("identity", "number", "service")
+    __slots__ = ("number", "peer", "service")
 
-    def __init__(self, service: Service, identity: bytes, number: bytes) -> None:
-        self.service, self.identity, self.number = service, identity, number
+    def __init__(self, service: Service, peer: Connection | bytes, number: bytes) -> None:
+        self.service, self.peer, self.number = service, peer, number
+
+    @property
+    def who(self) -> str:
+        """The connection's name: when it closes, what was not acknowledged over it goes back to the queue."""
+        return self.peer.name if isinstance(self.peer, Connection) else self.peer.hex()
+
+    def frames(self, *frames: Any) -> None:
+        self.service.reply(self.peer, [self.number, b"ok", *frames])
 
     def __call__(self, items: list[Item] | str) -> bool:
+        if isinstance(self.peer, Connection) and self.peer.closed:
+            return False
         if isinstance(items, str):
-            self.service.reply(self.identity, [self.number, b"error", items.encode()])
+            self.service.reply(self.peer, [self.number, b"error", items.encode()])
             return True
         head = pickle.dumps([(item.number, len(item.frames)) for item in items])
-        frames = [frame for item in items for frame in item.frames]
-        self.service.reply(self.identity, [self.number, b"ok", head, *frames])
+        self.frames(head, *(frame for item in items for frame in item.frames))
         return True
 
 
@@ -92,10 +105,16 @@ class Service:
         self.check = check
         self.peers = Peers(self.context, keys, check)
         self.shared_readers: dict[str, int] = {}
-        self._outbox: collections.deque[tuple[bytes, list[Any]]] = collections.deque()
-        self._router = make_socket(self.context, zmq.ROUTER, keys, server=True)
+        self._outbox: collections.deque[tuple[Connection | bytes, list[Any]]] = collections.deque()
         self._zap = ZapDoor(self.context, keys)
-        self.endpoint = bind(self._router, scratch, "d", tcp_address)
+        path = scratch.sockets / f"d-{os.getpid()}-{next(_numbers)}"
+        self._listener = Listener(str(path))
+        self._token = token_of(keys)
+        self.endpoint = {"host": host_id(), "ipc": f"ipc://{path}", "tcp": ""}
+        self._router = None
+        if tcp_address:
+            self._router = make_socket(self.context, zmq.ROUTER, keys, server=True)
+            self.endpoint["tcp"] = bind(self._router, scratch, "z", tcp_address)["tcp"]
         self.origin = (host_id(), self.endpoint["tcp"] or self.endpoint["ipc"])
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._on_tick, self._on_note = on_tick, on_note
@@ -105,9 +124,9 @@ class Service:
 
     # -- called by any thread -------------------------------------------------------------------------------------
 
-    def reply(self, identity: bytes, frames: list[Any]) -> None:
-        """Queues a reply; the service thread, which alone owns the socket, sends it."""
-        self._outbox.append((identity, frames))
+    def reply(self, peer: Connection | bytes, frames: list[Any]) -> None:
+        """Queues a reply; the service thread, which alone owns the sockets, sends it."""
+        self._outbox.append((peer, frames))
         if threading.get_ident() != self._thread.ident:
             os.eventfd_write(self._wake, 1)
 
@@ -188,41 +207,66 @@ class Service:
     # -- the thread -----------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
-        poller = zmq.Poller()
-        for source in (self._router, self._zap.socket, self._wake):
-            poller.register(source, zmq.POLLIN)
+        epoll = select.epoll()
+        connections: dict[int, Connection] = {}
+        router, zap = self._router, self._zap.socket
+        for fd in (self._listener.sock.fileno(), self._wake, zap.getsockopt(zmq.FD)):
+            epoll.register(fd, select.EPOLLIN)
+        if router:
+            epoll.register(router.getsockopt(zmq.FD), select.EPOLLIN)
         next_tick = time.monotonic()
         while not self._stopping:
-            ready = dict(poller.poll(1000))
-            if self._wake in ready:
-                os.eventfd_read(self._wake)
-            if self._zap.socket in ready:
+            for fd, event in epoll.poll(1.0):
+                if fd == self._wake:
+                    os.eventfd_read(self._wake)
+                elif fd == self._listener.sock.fileno():
+                    while (connection := self._listener.accept(self._token)) is not None:
+                        connections[connection.sock.fileno()] = connection
+                        epoll.register(connection.sock.fileno(), select.EPOLLIN)
+                elif fd in connections:
+                    connection = connections[fd]
+                    if event & select.EPOLLOUT and not connection.flush():
+                        epoll.modify(fd, select.EPOLLIN)
+                    if event & ~select.EPOLLOUT:
+                        for message in connection.receive():
+                            self._handle(connection, message)
+                    if connection.closed:
+                        epoll.unregister(fd)
+                        del connections[fd]
+                        connection.sock.close()
+                        self.consumer_died(connection.name)
+            # ZeroMQ's descriptor only says that its state changed: look until it has nothing more.
+            while zap.getsockopt(zmq.EVENTS) & zmq.POLLIN:
                 self._zap.answer()
-            if self._router in ready:
-                for _ in range(64):
-                    try:
-                        message = self._router.recv_multipart(zmq.NOBLOCK)
-                    except zmq.Again:
-                        break
-                    self._handle(message)
+            while router and router.getsockopt(zmq.EVENTS) & zmq.POLLIN:
+                identity, *rest = router.recv_multipart()
+                self._handle(identity, rest)
             while self._outbox:
-                identity, frames = self._outbox.popleft()
-                self._router.send_multipart([identity, *frames])
+                peer, frames = self._outbox.popleft()
+                if isinstance(peer, bytes):
+                    assert router is not None
+                    router.send_multipart([peer, *frames])
+                elif not peer.closed and peer.send(frames):
+                    epoll.modify(peer.sock.fileno(), select.EPOLLIN | select.EPOLLOUT)
             if self._on_tick and time.monotonic() >= next_tick:
                 next_tick = time.monotonic() + 1.0
                 self._on_tick(self)
-        self._router.close()
-        self._zap.socket.close()
+        for connection in connections.values():
+            connection.sock.close()
+        self._listener.sock.close()
+        if router:
+            router.close()
+        zap.close()
         self.peers.close()
 
-    def _handle(self, message: list[bytes]) -> None:
-        identity, number, op, *frames = message
-        answer = _RemoteAnswer(self, identity, number)
+    def _handle(self, peer: Connection | bytes, message: list[bytes]) -> None:
+        number, op, *frames = message
+        answer = _RemoteAnswer(self, peer, number)
         try:
-            getattr(self, f"_op_{op.decode().lower()}")(answer, frames)
-        except (ChannelError, SegmentGone, PermissionError, AttributeError, ValueError) as error:
+            _OPERATIONS[op](self, answer, frames)
+        except (ChannelError, SegmentGone, PermissionError, KeyError, ValueError) as error:
             if number:
-                self.reply(identity, [number, b"error", f"{type(error).__name__}: {error}".encode()])
+                self.reply(peer, [number, b"error", f"{type(error).__name__}: {error}".encode()])
 
     def _op_put(self, answer: _RemoteAnswer, frames: list[bytes]) -> None:
         name, key, nbytes, weight, segment, wait = pickle.loads(frames[0])
@@ -234,13 +278,13 @@ class Service:
                     answer("full")
 
     def _op_get(self, answer: _RemoteAnswer, frames: list[bytes]) -> None:
-        name, key, who, target, wait = pickle.loads(frames[0])
+        name, key, target, wait = pickle.loads(frames[0])
         with self.lock:
             state = self.channel(name)
             if not wait and not state.queue(key).items:
                 answer("empty")
             else:
-                state.get(key, who, target, answer)
+                state.get(key, answer.who, target, answer)
 
     def _op_ack(self, answer: _RemoteAnswer, frames: list[bytes]) -> None:
         name, numbers = pickle.loads(frames[0])
@@ -252,7 +296,7 @@ class Service:
         with self.lock:
             state = self.channel(name)
             result = (len(state.queue(key).items), state.full(key))
-        self.reply(answer.identity, [answer.number, b"ok", pickle.dumps(result)])
+        answer.frames(pickle.dumps(result))
 
     def _op_open(self, answer: _RemoteAnswer, frames: list[bytes]) -> None:
         self.open_channel(*pickle.loads(frames[0]))
@@ -260,15 +304,17 @@ class Service:
 
     def _op_cancel(self, answer: _RemoteAnswer, frames: list[bytes]) -> None:
         def matches(other: Any) -> bool:
-            return isinstance(other, _RemoteAnswer) and (other.identity, other.number) == (answer.identity, frames[0])
+            return isinstance(other, _RemoteAnswer) and (other.peer, other.number) == (answer.peer, frames[0])
 
         with self.lock:
             for state in self.channels.values():
-                state.cancel(matches)
+                for item in state.cancel(matches):
+                    unlink(item.segment) if item.segment else None
+                state.consumer_died(answer.who)  # an answer that crossed this: its items go back to the front
 
     def _op_fetch(self, answer: _RemoteAnswer, frames: list[bytes]) -> None:
         data = read_segment((self.scratch.shm, self.scratch.spill), frames[0].decode())
-        self.reply(answer.identity, [answer.number, b"ok", data])
+        answer.frames(data)
 
     def _op_release(self, answer: _RemoteAnswer, frames: list[bytes]) -> None:
         path = frames[0].decode()
@@ -283,3 +329,16 @@ class Service:
     def _op_note(self, answer: _RemoteAnswer, frames: list[bytes]) -> None:
         if self._on_note:
             self._on_note(pickle.loads(frames[0]))
+
+
+_OPERATIONS: dict[bytes, Callable[[Service, _RemoteAnswer, list[bytes]], None]] = {
+    b"PUT": Service._op_put,
+    b"GET": Service._op_get,
+    b"ACK": Service._op_ack,
+    b"STAT": Service._op_stat,
+    b"OPEN": Service._op_open,
+    b"CANCEL": Service._op_cancel,
+    b"FETCH": Service._op_fetch,
+    b"RELEASE": Service._op_release,
+    b"NOTE": Service._op_note,
+}

@@ -12,6 +12,7 @@ from typing import Any
 import zmq
 from zmq.utils import z85
 
+from rlhpc.runtime.comm import unix
 from rlhpc.runtime.errors import ChannelError, DeadlineExceeded
 from rlhpc.runtime.registry import Keys
 from rlhpc.runtime.scratch import Scratch, host_id
@@ -75,6 +76,23 @@ class ZapDoor:
         self.socket.send_multipart([version, request_id, b"200" if ok else b"400", b"", b"rlhpc" if ok else b"", b""])
 
 
+class _ZmqClient:
+    """A connection to a service on another host."""
+
+    def __init__(self, context: zmq.Context[Any], endpoint: str, keys: Keys) -> None:
+        self._socket = make_socket(context, zmq.DEALER, keys, server=False)
+        self._socket.connect(endpoint)
+
+    def send(self, frames: list[Any]) -> None:
+        self._socket.send_multipart(frames)
+
+    def receive(self, timeout: float) -> list[bytes] | None:
+        return self._socket.recv_multipart() if self._socket.poll(int(timeout * 1000)) else None
+
+    def close(self) -> None:
+        self._socket.close()
+
+
 class Peers:
     """Requests from one thread to the service threads of other processes; one connection a peer, kept open."""
 
@@ -82,44 +100,63 @@ class Peers:
         self._context, self._keys, self._check = context, keys, check
         self._local = threading.local()
 
-    def _socket(self, endpoint: str) -> zmq.Socket[Any]:
-        sockets: dict[str, zmq.Socket[Any]] = self._local.__dict__.setdefault("sockets", {})
-        if endpoint not in sockets:
-            socket = make_socket(self._context, zmq.DEALER, self._keys, server=False)
-            socket.connect(endpoint)
-            sockets[endpoint] = socket
-        return sockets[endpoint]
+    def _client(self, endpoint: str) -> unix.Client | _ZmqClient:
+        clients: dict[str, unix.Client | _ZmqClient] = self._local.__dict__.setdefault("clients", {})
+        if endpoint not in clients:
+            if endpoint.startswith("ipc://"):
+                try:
+                    clients[endpoint] = unix.Client(endpoint[6:], self._keys)
+                except OSError as error:
+                    self._check()
+                    raise ChannelError(f"cannot reach the process behind {endpoint}: {error}") from None
+            else:
+                clients[endpoint] = _ZmqClient(self._context, endpoint, self._keys)
+        return clients[endpoint]
+
+    def _gone(self, endpoint: str, whom: str) -> ChannelError:
+        self._local.__dict__["clients"].pop(endpoint).close()
+        # The driver learns of a death at about the same moment; its account of it is the better one.
+        for _ in range(20):
+            self._check()
+            time.sleep(0.01)
+        return ChannelError(f"the process behind {endpoint} died while this one waited for {whom}")
 
     def post(self, endpoint: str, op: bytes, frames: Sequence[Any]) -> None:
         """Sends a request that has no reply."""
-        self._socket(endpoint).send_multipart([b"", op, *frames], copy=True)
+        try:
+            self._client(endpoint).send([b"", op, *frames])
+        except OSError:
+            raise self._gone(endpoint, op.decode()) from None
 
     def request(self, endpoint: str, op: bytes, frames: Sequence[Any], timeout: float, whom: str) -> list[bytes]:
         """Sends a request and waits for its reply.
 
         Raises:
             DeadlineExceeded: No reply in `timeout` seconds; says for whom it waited.
-            ChannelError: The other side answered with an error.
+            ChannelError: The other side answered with an error, or is gone.
         """
         number = next(_names).to_bytes(8, "big")
-        socket = self._socket(endpoint)
-        socket.send_multipart([number, op, *frames], copy=True)
-        deadline = time.monotonic() + timeout
-        while True:
-            if not socket.poll(200):
-                self._check()
-                if time.monotonic() > deadline:
-                    socket.send_multipart([b"", b"CANCEL", number])
-                    raise DeadlineExceeded(f"waited {timeout:.0f} s for {whom} ({op.decode()} at {endpoint})")
-                continue
-            reply: list[bytes] = socket.recv_multipart()
-            if reply[0] != number:
-                continue  # the late answer to a request that was given up
-            if reply[1] == b"ok":
-                return reply[2:]
-            raise ChannelError(reply[2].decode())
+        client = self._client(endpoint)
+        try:
+            client.send([number, op, *frames])
+            deadline = time.monotonic() + timeout
+            while True:
+                reply = client.receive(max(0.0, min(0.2, deadline - time.monotonic())))
+                if reply is None:
+                    self._check()
+                    if time.monotonic() > deadline:
+                        client.send([b"", b"CANCEL", number])
+                        raise DeadlineExceeded(f"waited {timeout:.1f} s for {whom}")
+                elif reply[0] == number:
+                    break
+                # else: the late answer to a request that was given up; its items went back with the CANCEL
+        except (ConnectionError, BrokenPipeError):
+            raise self._gone(endpoint, whom) from None
+        if reply[1] == b"ok":
+            return reply[2:]
+        raise ChannelError(reply[2].decode())
 
     def close(self) -> None:
         """Closes the calling thread's connections."""
-        for socket in self._local.__dict__.pop("sockets", {}).values():
-            socket.close()
+        for client in self._local.__dict__.pop("clients", {}).values():
+            client.close()

@@ -1,0 +1,210 @@
+"""Messages over UNIX sockets, for processes of one host: ten times quicker than ZeroMQ, which has a thread on each side.
+
+The socket lies in a folder of mode 0700. The kernel vouches for the peer's user id, and the peer must know the generation's
+secret, before a byte of what it says is looked at.
+
+A message is a list of frames: count, sizes (little-endian), then the bytes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import os
+import socket
+import struct
+from collections import deque
+from typing import Any
+
+from rlhpc.runtime.registry import Keys
+
+_COUNT = struct.Struct("<I")
+_CHUNK = 256 * 1024
+_MAX_FRAMES = 1 << 16
+_CRED = struct.Struct("3i")
+
+
+def token_of(keys: Keys) -> bytes:
+    """What a peer shows to prove that it could read the generation's key file."""
+    return hashlib.sha256(b"rlhpc unix " + keys.secret).digest()
+
+
+def encode(frames: list[Any]) -> list[Any]:
+    """Buffers to hand to `sendmsg`; small messages become one."""
+    sizes = [len(f) if isinstance(f, (bytes, bytearray)) else memoryview(f).nbytes for f in frames]
+    head = struct.pack(f"<I{len(sizes)}Q", len(sizes), *sizes)
+    if sum(sizes) < 16384:
+        return [b"".join([head, *frames])]
+    return [head, *(f for f, size in zip(frames, sizes, strict=True) if size)]
+
+
+class Decoder:
+    """Turns received bytes into messages."""
+
+    def __init__(self) -> None:
+        self._buffer = bytearray()
+        self._need = _COUNT.size
+
+    def feed(self, data: bytes) -> list[list[bytes]]:
+        """Adds bytes; returns the messages that are now whole."""
+        self._buffer += data
+        messages = []
+        while len(self._buffer) >= self._need:
+            (count,) = _COUNT.unpack_from(self._buffer)
+            if count > _MAX_FRAMES:
+                raise ConnectionError(f"a message of {count} frames is not one of ours")
+            body = _COUNT.size + 8 * count
+            if len(self._buffer) < body:
+                self._need = body
+                break
+            sizes = struct.unpack_from(f"<{count}Q", self._buffer, _COUNT.size)
+            total = body + sum(sizes)
+            if len(self._buffer) < total:
+                self._need = total
+                break
+            frames, at = [], body
+            for size in sizes:
+                frames.append(bytes(self._buffer[at : at + size]))
+                at += size
+            del self._buffer[:total]
+            self._need = _COUNT.size
+            messages.append(frames)
+        return messages
+
+
+def _send_all(sock: socket.socket, buffers: list[Any]) -> None:
+    if len(buffers) == 1:
+        sock.sendall(buffers[0])
+        return
+    views = [memoryview(b).cast("B") for b in buffers]
+    while views:
+        sent = sock.sendmsg(views[:256])
+        while views and sent >= len(views[0]):
+            sent -= len(views.pop(0))
+        if sent:
+            views[0] = views[0][sent:]
+
+
+class Client:
+    """The requesting side: a blocking connection that one thread uses."""
+
+    def __init__(self, path: str, keys: Keys) -> None:
+        self._sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._sock.connect(path)
+        _, uid, _ = _CRED.unpack(self._sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CRED.size))
+        if uid != os.getuid():
+            self._sock.close()
+            raise PermissionError(f"{path} belongs to user {uid}")
+        self._decoder, self._messages = Decoder(), deque[list[bytes]]()
+        self.send([b"hello", token_of(keys)])
+
+    def send(self, frames: list[Any]) -> None:
+        self._sock.settimeout(None)
+        _send_all(self._sock, encode(frames))
+
+    def receive(self, timeout: float) -> list[bytes] | None:
+        """The next message, or None after `timeout` seconds.
+
+        Raises:
+            ConnectionError: The other process is gone.
+        """
+        if not self._messages:
+            self._sock.settimeout(timeout)
+            try:
+                data = self._sock.recv(_CHUNK)
+            except TimeoutError:
+                return None
+            if not data:
+                raise ConnectionError("the other process is gone")
+            self._messages.extend(self._decoder.feed(data))
+        return self._messages.popleft() if self._messages else None
+
+    def close(self) -> None:
+        self._sock.close()
+
+
+class Listener:
+    """The serving side's door; hands out `Connection`s."""
+
+    def __init__(self, path: str) -> None:
+        self.sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC)
+        self.sock.bind(path)
+        os.chmod(path, 0o600)
+        self.sock.listen(1024)
+
+    def accept(self, token: bytes) -> Connection | None:
+        """The next connection of this user, or None."""
+        try:
+            sock, _ = self.sock.accept()
+        except (BlockingIOError, ConnectionError):
+            return None
+        _, uid, _ = _CRED.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CRED.size))
+        if uid != os.getuid():
+            sock.close()
+            return None
+        sock.setblocking(False)
+        return Connection(sock, token)
+
+
+class Connection:
+    """One peer, as the service thread sees it: non-blocking, with what could not be sent yet."""
+
+    def __init__(self, sock: socket.socket, token: bytes) -> None:
+        self.sock, self._token = sock, token
+        self._decoder = Decoder()
+        self._out: deque[memoryview] = deque()
+        self.welcome = self.closed = False
+        self.name = f"fd{sock.fileno()}-{id(self):x}"
+
+    def receive(self) -> list[list[bytes]]:
+        """Whole messages that have arrived; sets `closed` at the end or when the peer does not know the secret."""
+        try:
+            data = self.sock.recv(_CHUNK)
+            messages = self._decoder.feed(data)
+        except BlockingIOError:
+            return []
+        except OSError:
+            data, messages = b"", []
+        if not data:
+            self.closed = True
+        if not self.welcome and messages:
+            hello = messages.pop(0)
+            if len(hello) != 2 or hello[0] != b"hello" or not hmac.compare_digest(hello[1], self._token):
+                self.closed = True
+                return []
+            self.welcome = True
+        return messages
+
+    def send(self, frames: list[Any]) -> bool:
+        """Sends or queues a message; True when something is left for `flush`."""
+        buffers = encode(frames)
+        if not self._out and len(buffers) == 1:
+            try:
+                sent = self.sock.send(buffers[0])
+            except BlockingIOError:
+                sent = 0
+            except OSError:
+                self.closed = True
+                return False
+            if sent == len(buffers[0]):
+                return False
+            buffers[0] = memoryview(buffers[0])[sent:]
+        self._out.extend(memoryview(b).cast("B") for b in buffers)
+        return self.flush()
+
+    def flush(self) -> bool:
+        """Sends what is queued, as far as the peer reads; True when something is left."""
+        while self._out:
+            try:
+                sent = self.sock.send(self._out[0])
+            except BlockingIOError:
+                return True
+            except OSError:
+                self.closed = True
+                self._out.clear()
+                return False
+            if sent == len(self._out[0]):
+                self._out.popleft()
+            else:
+                self._out[0] = self._out[0][sent:]
+        return False
