@@ -1,0 +1,50 @@
+# What a newcomer types. Everything else is `rlhpc --help` and `snakemake --help`.
+SHELL := /bin/bash
+VENV  := .venv
+BIN   := $(VENV)/bin
+STAMP := $(VENV)/.setup-done
+RUN   ?= configs/quickstart.yaml
+PYTEST_ARGS ?=
+
+# One thread a process: ranks share the cores, so more only makes them wait for each other.
+export OMP_NUM_THREADS ?= 1
+export PATH := $(CURDIR)/$(BIN):$(PATH)
+
+.PHONY: help setup quickstart test lint bench docs constraints clean
+
+help:  ## this list
+	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
+
+setup: $(STAMP)  ## the environment in .venv, once
+
+$(STAMP): pyproject.toml envs/constraints.txt envs/setup.sh
+	bash envs/setup.sh $(VENV)
+	@touch $@
+
+quickstart: setup  ## train, evaluate, export and report a first policy (RUN=configs/….yaml for another)
+	snakemake --profile profiles/local --config run=$(RUN)
+
+test: setup  ## the tests (PYTEST_ARGS=… for some of them)
+	pytest $(PYTEST_ARGS)
+
+lint: setup  ## style, types, import floors, workflow
+	ruff check .
+	ruff format --check .
+	mypy
+	snakefmt --check workflow
+	lint-imports
+	snakemake --lint --snakefile workflow/Snakefile --config run=$(RUN)
+
+bench: setup  ## the benchmarks; results go to bench/results
+	python -m bench
+
+docs: setup  ## the reference pages that are made from the code
+	python docs/reference.py
+
+constraints: setup  ## pin what is installed now in envs/constraints.txt
+	python envs/freeze.py > envs/constraints.new
+	mv envs/constraints.new envs/constraints.txt
+
+clean:  ## the environment and caches; runs/ stays
+	rm -rf $(VENV) .snakemake .pytest_cache .mypy_cache .ruff_cache .import_linter_cache build dist *.egg-info
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

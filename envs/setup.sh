@@ -1,0 +1,44 @@
+#!/usr/bin/env bash
+# Makes the virtual environment: bash envs/setup.sh [FOLDER, default .venv].
+#   RLHPC_PYTHON=/path/to/python   which interpreter (default: python3.11, else python3)
+#   RLHPC_EXTRAS=dev,slurm         which extras (default: dev)
+# Safe to run again: it only brings the environment up to date.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+venv=${1:-.venv}
+extras=${RLHPC_EXTRAS:-dev}
+
+fits() { command -v "$1" >/dev/null 2>&1 && "$1" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; }
+
+if [[ ! -x $venv/bin/python ]]; then
+    for python in ${RLHPC_PYTHON:-python3.11 python3}; do
+        fits "$python" && break || python=
+    done
+    if [[ -z $python ]]; then
+        echo "setup: Python 3.11 or newer is needed; name one with RLHPC_PYTHON=/path/to/python3.11 make setup" >&2
+        exit 2
+    fi
+    "$python" -m venv "$venv"
+fi
+if [[ ! -x $venv/bin/uv ]]; then
+    "$venv/bin/python" -m pip install --quiet --constraint envs/constraints.txt uv
+fi
+
+# The CUDA build of torch is 3 GB of libraries that a machine without an NVIDIA GPU cannot use.
+if [[ -n ${PIP_FIND_LINKS:-} ]]; then
+    torch=(--find-links "$PIP_FIND_LINKS")
+elif [[ -e /dev/nvidia0 ]] || command -v nvidia-smi >/dev/null 2>&1; then
+    torch=(--torch-backend=auto)
+else
+    torch=(--torch-backend=cpu)
+fi
+
+# Byte code is compiled here, once, rather than by every rank's first import.
+"$venv/bin/uv" pip install --python "$venv/bin/python" --constraint envs/constraints.txt --compile-bytecode \
+    "${torch[@]}" --editable ".[$extras]"
+
+"$venv/bin/python" - <<'PY'
+import torch
+
+print(f"setup: torch {torch.__version__}, {'GPU' if torch.cuda.is_available() else 'CPU'}")
+PY
