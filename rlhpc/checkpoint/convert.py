@@ -157,13 +157,15 @@ def _write_folder(target: Path, files: dict[str, bytes]) -> None:
 
 def _readme(config: dict[str, Any], checkpoint: Path) -> str:
     env = config["env_id"] or "the run's environment"
+    name, version, step = config["run"] or checkpoint.name, config["rlhpc_version"], config["global_step"]
+    tags = ", ".join(["reinforcement-learning", *([config["env_id"]] if config["env_id"] else [])])
     return f"""---
 library_name: rlhpc
-tags: [reinforcement-learning{f", {config["env_id"]}" if config["env_id"] else ""}]
+tags: [{tags}]
 ---
-# {config["run"] or checkpoint.name}: a policy for {env}
+# {name}: a policy for {env}
 
-Trained with rlhpc {config["rlhpc_version"]}; global step {config["global_step"]}, from `{checkpoint.name}`.
+Trained with rlhpc {version}; global step {step}, from `{checkpoint.name}`.
 
 | file | content |
 |---|---|

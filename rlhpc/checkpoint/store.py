@@ -76,7 +76,8 @@ class CheckpointWriter:
     ) -> None:
         if not self._committed:
             shutil.rmtree(self.staging, ignore_errors=True)
-        if isinstance(error, OSError):
+        # A wait that timed out or a lost connection is an OSError too, but not the filesystem's.
+        if isinstance(error, OSError) and not isinstance(error, (ConnectionError, TimeoutError, ChildProcessError)):
             raise self._failed(error) from error
 
     def path(self, name: str) -> Path:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from rlhpc.metrics.logger import read_metrics, series
-from rlhpc.metrics.svg import Line, line_chart, stacked_bars, standalone
+from rlhpc.metrics.svg import SMALL, Line, line_chart, stacked_bars, standalone
 from rlhpc.runtime.errors import RlhpcError
 from rlhpc.runtime.paths import RunPaths
 
@@ -77,7 +77,9 @@ def learning_curves(rows: Rows) -> dict[str, str]:
             [Line("", [t / seconds for t in at], returns, smooth=True)],
         ),
         **{
-            file: line_chart(title, x_label, y_label, [Line("", *series(rows, name, x_name), color=color, smooth=True)])
+            file: line_chart(
+                title, x_label, y_label, [Line("", *series(rows, name, x_name), color=color, smooth=True)], SMALL
+            )
             for color, (file, name, title, y_label) in enumerate(_DIAGNOSTICS, start=1)
             if file in _ALWAYS or series(rows, name)[0]
         },

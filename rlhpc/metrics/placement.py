@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from html import escape
 from typing import Any
@@ -19,28 +18,34 @@ def placement_grid(placement: Mapping[str, Sequence[Mapping[str, Any]]] | None) 
         placement: `{component: [{"rank": 0, "node": "n1", "accelerators": [0, 1]}, ...]}`; `node_rank` is used where
             `node` is missing.
     """
-    if not placement:
+    if not placement or not any(placement.values()):
         return missing("No placement recorded in provenance.json.")
-    cells: dict[tuple[str, int], dict[str, list[int]]] = defaultdict(lambda: defaultdict(list))
-    nodes: list[tuple[int, str]] = []
+    try:
+        return _grid(placement)
+    except (TypeError, ValueError, AttributeError, KeyError) as error:
+        return missing(f"The placement in provenance.json cannot be read: {escape(str(error))}")
+
+
+def _grid(placement: Mapping[str, Sequence[Mapping[str, Any]]]) -> str:
+    # A node is its rank and name: virtual nodes of one machine may share the name.
+    cells: dict[tuple[int, str], dict[int, dict[str, list[int]]]] = {}
     for component, ranks in placement.items():
         for entry in ranks:
-            node = (int(entry.get("node_rank", 0)), str(entry.get("node", f"node {entry.get('node_rank', 0)}")))
-            if node not in nodes:
-                nodes.append(node)
+            node_rank = int(entry.get("node_rank", 0))
+            slots_of = cells.setdefault((node_rank, str(entry.get("node", f"node {node_rank}"))), {})
             for slot in entry.get("accelerators") or [_CPU]:
-                cells[node[1], int(slot)][component].append(int(entry.get("rank", 0)))
-    nodes.sort(key=lambda node: node[0])
-    used = {slot for _, slot in cells}
-    accelerators = range(max(used) + 1) if max(used) >= 0 else range(0)
-    slots = [*accelerators, *([_CPU] if _CPU in used else [])]
+                slots_of.setdefault(int(slot), {}).setdefault(component, []).append(int(entry["rank"]))
+    used = {slot for slots_of in cells.values() for slot in slots_of}
+    slots = [*range(max(used) + 1), *([_CPU] if _CPU in used else [])]
     colors = {component: index % 8 for index, component in enumerate(placement)}
     head = "".join(f"<th>{'CPU' if slot == _CPU else f'accelerator {slot}'}</th>" for slot in slots)
+    names = [name for _, name in cells]
     body = ""
-    for _, name in nodes:
-        body += f'<tr><td class="name">{escape(name)}</td>'
+    for node_rank, name in sorted(cells):
+        label = name if names.count(name) == 1 else f"{name} ({node_rank})"
+        body += f'<tr><td class="name">{escape(label)}</td>'
         for slot in slots:
-            inside = cells.get((name, slot), {})
+            inside = cells[node_rank, name].get(slot, {})
             chips = "".join(_chips(component, ranks, colors[component]) for component, ranks in inside.items())
             body += f"<td>{chips}</td>" if chips else '<td class="free"></td>'
         body += "</tr>"

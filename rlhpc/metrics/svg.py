@@ -11,7 +11,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from html import escape
 
-WIDTH, HEIGHT = 560, 300
+Size = tuple[int, int]
+LARGE: Size = (560, 300)
+SMALL: Size = (400, 250)
 _LEFT, _RIGHT, _TOP, _BOTTOM = 66, 18, 40, 46
 _MAX_POINTS = 500
 
@@ -56,13 +58,22 @@ class _Frame:
     x1: float
     y0: float
     y1: float
+    size: Size
     parts: list[str] = field(default_factory=list)
 
+    @property
+    def right(self) -> int:
+        return self.size[0] - _RIGHT
+
+    @property
+    def bottom(self) -> int:
+        return self.size[1] - _BOTTOM
+
     def px(self, x: float) -> float:
-        return _LEFT + (x - self.x0) / (self.x1 - self.x0) * (WIDTH - _LEFT - _RIGHT)
+        return _LEFT + (x - self.x0) / (self.x1 - self.x0) * (self.right - _LEFT)
 
     def py(self, y: float) -> float:
-        return HEIGHT - _BOTTOM - (y - self.y0) / (self.y1 - self.y0) * (HEIGHT - _TOP - _BOTTOM)
+        return self.bottom - (y - self.y0) / (self.y1 - self.y0) * (self.bottom - _TOP)
 
 
 def ticks(low: float, high: float, about: int = 5) -> list[float]:
@@ -90,19 +101,19 @@ def number(value: float) -> str:
     return f"{value:.4g}"
 
 
-def line_chart(title: str, x_label: str, y_label: str, lines: Sequence[Line]) -> str:
+def line_chart(title: str, x_label: str, y_label: str, lines: Sequence[Line], size: Size = LARGE) -> str:
     """A chart of lines; says so when there is nothing to draw."""
     lines = [line for line in lines if len(line.x)]
     if not lines:
-        return _empty(title, "nothing logged yet")
+        return _empty(title, "nothing logged yet", size)
     xs = [x for line in lines for x in line.x]
     ys = [y for line in lines for values in (line.y, line.low, line.high) for y in values]
-    frame = _Frame(*_range(xs, 0.03 if any(line.markers for line in lines) else 0.0), *_range(ys, 0.06))
+    frame = _Frame(*_range(xs, 0.03 if any(line.markers for line in lines) else 0.0), *_range(ys, 0.06), size)
     _axes(frame, title, x_label, y_label)
     for line in lines:
         _draw(frame, line)
     _key(frame, [(line.name, line.color) for line in lines if line.name])
-    return _wrap(title, frame.parts)
+    return _wrap(title, frame.parts, frame.size)
 
 
 def stacked_bars(
@@ -114,9 +125,9 @@ def stacked_bars(
 ) -> str:
     """Bars over x intervals, one colour per named layer from the bottom up."""
     if not bins or not stacks:
-        return _empty(title, "nothing logged yet")
+        return _empty(title, "nothing logged yet", LARGE)
     heights = [sum(values[i] for _, values in stacks) for i in range(len(bins))]
-    frame = _Frame(bins[0][0], bins[-1][1], 0.0, (max(heights) or 1.0) * 1.06)
+    frame = _Frame(bins[0][0], bins[-1][1], 0.0, (max(heights) or 1.0) * 1.06, LARGE)
     _axes(frame, title, x_label, y_label)
     base = [0.0] * len(bins)
     for color, (name, values) in enumerate(stacks):
@@ -132,14 +143,15 @@ def stacked_bars(
                     f"<title>{escape(name)}: {values[i]:.3g} s</title></rect>"
                 )
     _key(frame, [(name, color) for color, (name, _) in enumerate(stacks)])
-    return _wrap(title, frame.parts)
+    return _wrap(title, frame.parts, frame.size)
 
 
 def standalone(svg: str) -> str:
     """The same drawing as a file of its own."""
     start = svg.index(">") + 1
+    width, height = svg[:start].split('viewBox="0 0 ')[1].split('"')[0].split()
     return (
-        f'<?xml version="1.0" encoding="UTF-8"?>\n{svg[:start]}<style>{STYLE}</style>'
+        f'<?xml version="1.0" encoding="UTF-8"?>\n{svg[: start - 1]} width="{width}" height="{height}"><style>{STYLE}</style>'
         f'<rect width="100%" height="100%" style="fill:var(--bg)"/>{svg[start:]}\n'
     )
 
@@ -205,21 +217,21 @@ def _range(values: Sequence[float], pad: float) -> tuple[float, float]:
 
 
 def _axes(frame: _Frame, title: str, x_label: str, y_label: str) -> None:
-    x_ticks = [x for x in ticks(frame.x0, frame.x1, 6) if frame.x0 <= x <= frame.x1]
-    y_ticks = [y for y in ticks(frame.y0, frame.y1) if frame.y0 <= y <= frame.y1]
-    parts, bottom = frame.parts, HEIGHT - _BOTTOM
+    x_ticks = [x for x in ticks(frame.x0, frame.x1, frame.size[0] // 90) if frame.x0 <= x <= frame.x1]
+    y_ticks = [y for y in ticks(frame.y0, frame.y1, 6) if frame.y0 <= y <= frame.y1]
+    parts, bottom = frame.parts, frame.bottom
     parts.append(f'<text class="title" x="{_LEFT}" y="18">{escape(title)}</text>')
     for y in y_ticks:
         at = frame.py(y)
-        parts.append(f'<path class="grid" d="M{_LEFT} {at:.1f}H{WIDTH - _RIGHT}"/>')
+        parts.append(f'<path class="grid" d="M{_LEFT} {at:.1f}H{frame.right}"/>')
         parts.append(f'<text class="num" x="{_LEFT - 7}" y="{at + 4:.1f}" text-anchor="end">{number(y)}</text>')
-    parts.append(f'<path class="axis" d="M{_LEFT} {bottom}H{WIDTH - _RIGHT}"/>')
+    parts.append(f'<path class="axis" d="M{_LEFT} {bottom}H{frame.right}"/>')
     for x in x_ticks:
         at = frame.px(x)
         parts.append(f'<path class="axis" d="M{at:.1f} {bottom}v4"/>')
         parts.append(f'<text class="num" x="{at:.1f}" y="{bottom + 17}" text-anchor="middle">{number(x)}</text>')
-    middle_x, middle_y = (_LEFT + WIDTH - _RIGHT) / 2, (_TOP + bottom) / 2
-    parts.append(f'<text x="{middle_x:.0f}" y="{HEIGHT - 9}" text-anchor="middle">{escape(x_label)}</text>')
+    middle_x, middle_y = (_LEFT + frame.right) / 2, (_TOP + bottom) / 2
+    parts.append(f'<text x="{middle_x:.0f}" y="{bottom + 37}" text-anchor="middle">{escape(x_label)}</text>')
     parts.append(
         f'<text x="15" y="{middle_y:.0f}" text-anchor="middle" transform="rotate(-90 15 {middle_y:.0f})">'
         f"{escape(y_label)}</text>"
@@ -229,7 +241,7 @@ def _axes(frame: _Frame, title: str, x_label: str, y_label: str) -> None:
 def _key(frame: _Frame, names: Sequence[tuple[str, int]]) -> None:
     if len(names) < 2:
         return
-    at = WIDTH - _RIGHT - sum(17 + 6.6 * len(name) for name, _ in names)
+    at = frame.right - sum(17 + 6.6 * len(name) for name, _ in names)
     for name, color in names:
         frame.parts.append(
             f'<rect x="{at:.0f}" y="10" width="9" height="9" rx="2" style="fill:var(--c{color % 8})"/>'
@@ -238,18 +250,19 @@ def _key(frame: _Frame, names: Sequence[tuple[str, int]]) -> None:
         at += 17 + 6.6 * len(name)
 
 
-def _empty(title: str, text: str) -> str:
+def _empty(title: str, text: str, size: Size) -> str:
     return _wrap(
         title,
         [
             f'<text class="title" x="{_LEFT}" y="18">{escape(title)}</text>',
-            f'<text x="{WIDTH / 2}" y="{HEIGHT / 2}" text-anchor="middle">{escape(text)}</text>',
+            f'<text x="{size[0] / 2}" y="{size[1] / 2}" text-anchor="middle">{escape(text)}</text>',
         ],
+        size,
     )
 
 
-def _wrap(title: str, parts: Sequence[str]) -> str:
+def _wrap(title: str, parts: Sequence[str], size: Size) -> str:
     return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" class="chart" viewBox="0 0 {WIDTH} {HEIGHT}" role="img" '
+        f'<svg xmlns="http://www.w3.org/2000/svg" class="chart" viewBox="0 0 {size[0]} {size[1]}" role="img" '
         f'aria-label="{escape(title, quote=True)}">' + "".join(parts) + "</svg>"
     )

@@ -27,7 +27,7 @@ from rlhpc.runtime.errors import CheckpointError
 
 def test_round_trip() -> None:
     generator = np.random.default_rng(3)
-    state: dict[str, Any] = {
+    state: dict[Any, Any] = {
         "none": None,
         "numbers": [1, -2.5, True, 2**127],
         "text": ("a", b"\x00\xff"),
@@ -60,8 +60,7 @@ def test_same_state_same_bytes() -> None:
 
 def test_optimizer_state_round_trip() -> None:
     def step(parameter: torch.nn.Parameter, optimizer: torch.optim.Optimizer) -> None:
-        optimizer.zero_grad()
-        (parameter**2).sum().backward()
+        parameter.grad = 2 * parameter.detach()
         optimizer.step()
 
     first = torch.nn.Parameter(torch.ones(3))

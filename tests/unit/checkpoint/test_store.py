@@ -223,6 +223,15 @@ def test_full_disk_is_one_error_and_leaves_the_old_checkpoint(paths: RunPaths) -
     assert names(paths) == ["global_step_1"] and find_resumable(paths, "auto").step == 1
 
 
+def test_errors_in_the_block_that_are_not_the_filesystems_pass(paths: RunPaths) -> None:
+    for error in (TimeoutError("actor 0 did not answer"), ConnectionResetError()):
+        with pytest.raises(type(error)), CheckpointWriter(paths, 1):
+            raise error
+    with pytest.raises(CheckpointError, match="No such file"), CheckpointWriter(paths, 1) as writer:
+        writer.path("no/folder").write_bytes(b"")
+    assert names(paths) == []
+
+
 def test_unwritable_folder_is_one_error(tmp_path: Path) -> None:
     (tmp_path / "run").write_text("a file where the run folder should be")
     with pytest.raises(CheckpointError, match="could not be saved.*Not a directory"):

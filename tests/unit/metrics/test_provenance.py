@@ -1,0 +1,56 @@
+"""provenance.json: first start, resumes, placement."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from pathlib import Path
+
+import pytest
+from omegaconf import OmegaConf
+
+from rlhpc.metrics import read_provenance, update_provenance, write_provenance
+from rlhpc.metrics.provenance import git_state
+from rlhpc.runtime.errors import RlhpcError
+from rlhpc.runtime.paths import RunPaths
+
+
+def test_segments_are_appended_and_the_rest_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    paths = RunPaths.of(tmp_path, "run")
+    monkeypatch.setenv("SLURM_JOB_ID", "77")
+    first = write_provenance(paths, OmegaConf.create({"a": 1}), ["rlhpc", "train", "a b.yaml"])
+    assert first["command"] == "rlhpc train 'a b.yaml'" and first["slurm"]["JOB_ID"] == "77"
+    assert {"rlhpc", "python", "torch", "numpy"} <= set(first["versions"])
+    update_provenance(paths, placement={"actor": [{"rank": 0, "node": "n", "accelerators": []}]})
+    monkeypatch.setenv("SLURM_JOB_ID", "78")
+    write_provenance(paths, {"a": 1}, "rlhpc train again")
+    record = json.loads(paths.provenance.read_text())
+    assert [segment["slurm"]["JOB_ID"] for segment in record["segments"]] == ["77", "78"]
+    assert record["command"] == first["command"] and "actor" in record["placement"]
+    assert record["segments"][0]["config_sha256"] == record["segments"][1]["config_sha256"]
+
+
+def test_damaged_record_is_replaced(tmp_path: Path) -> None:
+    paths = RunPaths.of(tmp_path, "run")
+    paths.root.mkdir()
+    paths.provenance.write_text("{")
+    assert read_provenance(paths) == {}
+    assert len(write_provenance(paths, None, "x")["segments"]) == 1
+
+
+def test_unwritable(tmp_path: Path) -> None:
+    (tmp_path / "run").write_text("")
+    with pytest.raises(RlhpcError, match="provenance.json: could not be written"):
+        write_provenance(RunPaths.of(tmp_path, "run"), None, "x")
+
+
+def test_git_state(tmp_path: Path) -> None:
+    assert git_state(tmp_path) == {}
+    identity = ["-c", "user.name=n", "-c", "user.email=e@x"]
+    for command in (["init", "-q"], ["add", "f"], [*identity, "commit", "-qm", "m"]):
+        (tmp_path / "f").write_text("1")
+        subprocess.run(["git", "-C", str(tmp_path), *command], check=True)
+    state = git_state(tmp_path)
+    assert len(state["commit"]) == 40 and state["dirty"] is False
+    (tmp_path / "f").write_text("2")
+    assert git_state(tmp_path)["dirty"] is True

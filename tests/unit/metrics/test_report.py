@@ -1,0 +1,196 @@
+"""The report: whole, partial and empty runs; numbers and axes."""
+
+from __future__ import annotations
+
+import json
+import re
+import xml.etree.ElementTree as ElementTree
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+
+from rlhpc.checkpoint import CheckpointWriter
+from rlhpc.metrics import MetricLogger, update_provenance, write_provenance
+from rlhpc.metrics.curves import phase_columns, read_evaluations, write_curves
+from rlhpc.metrics.page import duration, size
+from rlhpc.metrics.placement import placement_grid
+from rlhpc.metrics.report import write_report
+from rlhpc.metrics.svg import Line, line_chart, number, thin, ticks
+from rlhpc.runtime.errors import RlhpcError
+from rlhpc.runtime.paths import RunPaths
+
+
+class Balanced(HTMLParser):
+    """Fails on tags that do not close."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: object) -> None:
+        if tag not in ("meta", "br"):
+            self.open.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_startendtag(self, tag: str, attrs: object) -> None:
+        pass
+
+
+def check(path: Path) -> str:
+    text = path.read_text()
+    parser = Balanced()
+    parser.feed(text)
+    assert parser.open == []
+    assert not re.search(r"(src|href)=|@import|url\(|<script", text)
+    return text
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunPaths:
+    paths = RunPaths.of(tmp_path, "a <run>")
+    write_provenance(paths, {}, "rlhpc train x.yaml")
+    update_provenance(paths, placement={"actor": [{"rank": 0, "node": "n1", "accelerators": [0]}]})
+    paths.config.write_text("env:\n  train:\n    env_id: CartPole-v1\n    note: <b>\n")
+    with MetricLogger(paths, ["jsonl"]) as logger:
+        for step in range(1, 101):
+            row = {
+                "train/episode_return": step * 2.0,
+                "rollout/env_steps": step * 128,
+                "train/policy_loss": -0.1 / step,
+            }
+            times = {"time/step_s": 1.0, "time/rollout_s": 0.6, "time/update_s": 0.3, "time/wall_s": float(step)}
+            logger.log(step, {**row, **times} if step > 1 else times)
+    for step in (50, 100):
+        with CheckpointWriter(paths, step) as writer:
+            writer.add_bytes("model.safetensors", b"x" * 2048)
+            writer.commit()
+        result = paths.eval_result(step, "default")
+        result.parent.mkdir(parents=True)
+        result.write_text(
+            json.dumps({"global_step": step, "return_mean": step * 4.75, "return_std": 10.0, "episodes": 100})
+        )
+    (paths.checkpoint(50) / "model.safetensors").write_bytes(b"short")
+    return paths
+
+
+def test_whole_run(run: RunPaths) -> None:
+    assert write_report(run) == run.report
+    text = check(run.report)
+    for part in (
+        "a &lt;run&gt;",
+        "CartPole-v1",
+        "475.0",
+        "12.8k",
+        "1 min 40 s",
+        "473.04 … 476.96",
+        "faulty: model.safetensors: 5 bytes, the manifest says 2048 (truncated)",
+        "2.0 KiB",
+        "actor 0",
+        "note: &lt;b&gt;",
+        "rlhpc train x.yaml",
+        "environment steps",
+        "wall time (s)",
+    ):
+        assert part in text, part
+    assert "<run>" not in text
+
+
+def test_empty_run_says_what_is_missing(tmp_path: Path) -> None:
+    paths = RunPaths.of(tmp_path, "empty")
+    with pytest.raises(RlhpcError, match="no such run folder"):
+        write_report(paths)
+    assert not paths.root.exists()
+    paths.root.mkdir()
+    text = check(write_report(paths))
+    for part in ("No metrics yet", "No evaluation yet", "No checkpoint yet", "No placement", "config.yaml is missing"):
+        assert part in text, part
+
+
+def test_broken_pieces_do_not_stop_the_report(run: RunPaths) -> None:
+    run.metrics.write_text('{"step": 1, "train/episode_return": null}\n{"torn')
+    run.provenance.write_text("[]")
+    run.config.write_text("a: [")
+    run.eval_result(50, "default").write_text("{")
+    run.eval_result(100, "default").write_text('{"global_step": 100}')
+    check(write_report(run))
+
+
+def test_evaluation_intervals(run: RunPaths) -> None:
+    run.eval_result(100, "pair").write_text('{"global_step": 100, "return_mean": 5, "return_ci95": [4, 6]}')
+    run.eval_result(100, "keys").write_text(
+        '{"global_step": 100, "return_mean": 5, "return_ci95_low": 3, "return_ci95_high": 7}'
+    )
+    run.eval_result(100, "none").write_text('{"global_step": 100, "return_mean": 5}')
+    got = {result["suite"]: (result["low"], result["high"]) for result in read_evaluations(run)}
+    assert got["pair"] == (4, 6) and got["keys"] == (3, 7) and got["none"] == (5, 5)
+    assert [round(value, 2) for value in got["default"]] == [473.04, 476.96]
+
+
+def test_curves_are_files_of_their_own(run: RunPaths, tmp_path: Path) -> None:
+    files = write_curves(run, tmp_path / "curves")
+    assert {"return_vs_env_steps.svg", "return_vs_time.svg", "evaluation.svg", "time_per_phase.svg"} <= {
+        path.name for path in files
+    }
+    for path in files:
+        assert ElementTree.parse(path).getroot().tag == "{http://www.w3.org/2000/svg}svg"
+    empty = RunPaths.of(tmp_path, "nothing")
+    assert "nothing logged yet" in write_curves(empty, tmp_path / "empty")[0].read_text()
+
+
+def test_other_time_is_what_the_phases_leave() -> None:
+    rows = [{"step": 1, "time/step_s": 1.0, "time/update_s": 0.25, "time/rollout_s": 0.5, "time/wall_s": 9.0}]
+    assert phase_columns(rows) == {"rollout": [0.5], "update": [0.25], "other": [0.25]}
+
+
+def test_ticks_are_round_and_enclose() -> None:
+    assert ticks(0, 500) == [0, 100, 200, 300, 400, 500]
+    assert ticks(-0.013, 0.004)[0] <= -0.013 and ticks(-0.013, 0.004)[-1] >= 0.004
+    assert len(ticks(3.0, 3.0)) > 1 and len(ticks(0, 0)) > 1
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (0, "0"),
+        (0.5, "0.5"),
+        (1024, "1024"),
+        (225280, "225.3k"),
+        (1.2e6, "1.2M"),
+        (2.5e-4, "2.5e-4"),
+        (-0.00001, "-1e-5"),
+    ],
+)
+def test_numbers_are_short(value: float, text: str) -> None:
+    assert number(value) == text
+
+
+def test_units() -> None:
+    assert [duration(s) for s in (4.25, 59.98, 200, 18420)] == ["4.2 s", "60.0 s", "3 min 20 s", "5 h 07 min"]
+    assert [size(b) for b in (12, 2048, 3 * 2**30)] == ["12 B", "2.0 KiB", "3.0 GiB"]
+
+
+@pytest.mark.parametrize("y", [[1.0], [2.0, 2.0], [0.0, 0.0], [-5.0, 1e9]])
+def test_odd_data_draws(y: list[float]) -> None:
+    chart = line_chart("t", "x", "y", [Line("a", range(len(y)), y, markers=True), Line("b", [], [])])
+    assert "nan" not in chart and ElementTree.fromstring(chart) is not None
+
+
+def test_thinning_keeps_spikes() -> None:
+    y = [0.0] * 100_000
+    y[54_321] = 9.0
+    x_thin, y_thin = thin(range(100_000), y)
+    assert len(x_thin) <= 600 and max(y_thin) == 9.0 and x_thin == sorted(x_thin)
+
+
+def test_placement_picture_joins_stretches_of_ranks() -> None:
+    ranks = [{"rank": rank, "node_rank": 0, "accelerators": []} for rank in (*range(8), 12)]
+    grid = placement_grid({"env": ranks})
+    assert "env 0–7, 12" in grid and "CPU" in grid and "node 0" in grid and "9 processes" in grid
+    assert "No placement" in placement_grid(None) and "No placement" in placement_grid({})
+    assert "No placement" in placement_grid({"env": []})
+    assert "cannot be read" in placement_grid({"env": [{"rank": None}]})
+    twins = placement_grid({"env": [{"rank": rank, "node": "vm", "node_rank": rank} for rank in range(2)]})
+    assert "vm (0)" in twins and "vm (1)" in twins
