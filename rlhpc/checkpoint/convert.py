@@ -6,7 +6,6 @@ export/global_step_<N>/config.json   {"architectures", "model_type", "policy": {
 from __future__ import annotations
 
 import json
-import os
 import secrets
 import shutil
 from pathlib import Path
@@ -143,12 +142,12 @@ def _write_folder(target: Path, files: dict[str, bytes]) -> None:
             write_durably(staging / name, data)
         fsync_folder(staging)
         if target.exists():
-            os.rename(target, old)
-        os.rename(staging, target)
+            target.rename(old)
+        staging.rename(target)
         fsync_folder(target.parent)
     except BaseException:
         if old.exists() and not target.exists():
-            os.rename(old, target)
+            old.rename(target)
         raise
     finally:
         shutil.rmtree(staging, ignore_errors=True)

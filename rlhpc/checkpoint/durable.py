@@ -27,7 +27,7 @@ def fsync_file(path: Path) -> None:
 
 def write_durably(path: Path, data: bytes) -> None:
     """Write a new file and fsync it. Not atomic: for files inside a staging folder."""
-    with open(path, "wb") as file:
+    with path.open("wb") as file:
         file.write(data)
         file.flush()
         os.fsync(file.fileno())
@@ -39,7 +39,7 @@ def replace_durably(path: Path, data: bytes) -> None:
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
     try:
         write_durably(temporary, data)
-        os.replace(temporary, path)
+        temporary.replace(path)
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise

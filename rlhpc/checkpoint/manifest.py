@@ -25,7 +25,7 @@ _FOLDER = re.compile(r"^global_step_(\d+)$")
 
 def digest(path: Path) -> tuple[int, str]:
     """Size in bytes and SHA-256 of a file."""
-    with open(path, "rb") as file:
+    with path.open("rb") as file:
         checksum = hashlib.file_digest(file, "sha256").hexdigest()
         return file.tell(), checksum
 

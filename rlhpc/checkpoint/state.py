@@ -88,7 +88,7 @@ def rng_state() -> dict[str, Any]:
         "cuda": [],
     }
     # Asking an uninitialized CUDA for its state would create a context.
-    if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
         state["cuda"] = list(torch.cuda.get_rng_state_all())
     return state
 

@@ -14,7 +14,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import json
-import os
 import re
 import secrets
 import shutil
@@ -148,12 +147,12 @@ class CheckpointWriter:
         old = self.paths.checkpoints / f".old_{self.final.name}-{self._token}"
         replaced = self.final.exists()
         if replaced:
-            os.rename(self.final, old)
+            self.final.rename(old)
         try:
-            os.rename(self.staging, self.final)
+            self.staging.rename(self.final)
         except OSError:
             if replaced:
-                os.rename(old, self.final)
+                old.rename(self.final)
             raise
         fsync_folder(self.paths.checkpoints)
         if replaced:
@@ -196,7 +195,7 @@ def clean_leftovers(paths: RunPaths) -> list[Path]:
     for kind, step, path in found:
         final = paths.checkpoint(step)
         if kind == "old" and is_complete(path) and not final.exists():
-            os.rename(path, final)
+            path.rename(final)
             fsync_folder(paths.checkpoints)
         else:
             _remove_unsealed(path)
@@ -316,7 +315,7 @@ def prune(paths: RunPaths, keep: int, protect: Iterable[int] = (), *, checksums:
             continue
         trash = paths.checkpoints / f".trash_{path.name}-{secrets.token_hex(4)}"
         try:
-            os.rename(path, trash)  # the name goes at once: no reader meets a half-deleted checkpoint
+            path.rename(trash)  # the name goes at once: no reader meets a half-deleted checkpoint
         except OSError as error:
             raise CheckpointError(f"old checkpoint {path} could not be deleted: {error.strerror}") from error
         _remove_unsealed(trash)
@@ -335,6 +334,6 @@ def move_newer_aside(paths: RunPaths, step: int) -> list[Path]:
     for newer, path in paths.checkpoint_steps():
         if newer > step:
             target = paths.checkpoints / f"superseded-{stamp}-{path.name}"
-            os.rename(path, target)
+            path.rename(target)
             moved.append(target)
     return moved

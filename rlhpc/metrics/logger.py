@@ -64,7 +64,7 @@ class MetricLogger:
                 _set_aside(self._path)
             else:
                 self._truncate(resume_step)
-            self._file: IO[bytes] = open(self._path, "ab")  # noqa: SIM115 (lives as long as the logger)
+            self._file: IO[bytes] = self._path.open("ab")
         except OSError as error:
             raise self._failed(error) from error
         self._purge_step = None if resume_step is None else resume_step + 1
@@ -126,7 +126,7 @@ class MetricLogger:
             head = self._path.read_bytes()[: self._last_offset]
             self._file.close()
             replace_durably(self._path, head + line)
-            self._file = open(self._path, "ab")  # noqa: SIM115
+            self._file = self._path.open("ab")
             self._committed = self._file.tell()
             return
         self._file.truncate(self._last_offset)
@@ -219,4 +219,4 @@ def _set_aside(path: Path) -> None:
     number = 1
     while (aside := path.with_name(f"{path.stem}.{number}{path.suffix}")).exists():
         number += 1
-    os.rename(path, aside)
+    path.rename(aside)

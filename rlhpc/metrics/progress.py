@@ -45,7 +45,7 @@ class ProgressBar:
         self._start = self._printed = clock()
         self._facts: dict[str, str] = {}
         self._unprinted = False
-        self._bar: tqdm | None = None  # type: ignore[type-arg]
+        self._bar: tqdm | None = None
         if self._stream.isatty():
             self._bar = tqdm(
                 total=total,

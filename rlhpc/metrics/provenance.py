@@ -93,7 +93,7 @@ def _segment(cfg: Any, command: Sequence[str] | str) -> dict[str, Any]:
     return {
         "started": datetime.now().astimezone().isoformat(timespec="seconds"),
         "command": command if isinstance(command, str) else shlex.join(command),
-        "folder": os.getcwd(),
+        "folder": str(Path.cwd()),
         "host": socket.gethostname(),
         "user": os.environ.get("USER") or os.environ.get("LOGNAME") or str(os.getuid()),
         "pid": os.getpid(),

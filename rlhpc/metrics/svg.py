@@ -151,7 +151,8 @@ def standalone(svg: str) -> str:
     start = svg.index(">") + 1
     width, height = svg[:start].split('viewBox="0 0 ')[1].split('"')[0].split()
     return (
-        f'<?xml version="1.0" encoding="UTF-8"?>\n{svg[: start - 1]} width="{width}" height="{height}"><style>{STYLE}</style>'
+        f'<?xml version="1.0" encoding="UTF-8"?>\n{svg[: start - 1]} width="{width}" height="{height}">'
+        f"<style>{STYLE}</style>"
         f'<rect width="100%" height="100%" style="fill:var(--bg)"/>{svg[start:]}\n'
     )
 

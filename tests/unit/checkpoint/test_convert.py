@@ -96,5 +96,5 @@ def test_weights_that_do_not_fit(checkpoint: Path, tmp_path: Path) -> None:
     (folder / "config.json").write_text(json.dumps({**config, "policy": {"inputs": 5}}))
     with pytest.raises(CheckpointError, match="do not fit"):
         load_exported(folder)
-    with pytest.raises(CheckpointError, match="model.json: missing"):
+    with pytest.raises(CheckpointError, match=r"model\.json: missing"):
         load_exported(tmp_path)
