@@ -24,9 +24,7 @@ from rlhpc.runtime.launch.status import print_logs, render_status, run_state
 from rlhpc.runtime.launch.submit import (
     DriverFailed,
     DriverRejected,
-    JobLost,
     JobRecord,
-    WaitInterrupted,
     cancel,
     submit_segment,
 )
@@ -172,7 +170,7 @@ def test_errors_of_the_driver_reach_the_caller(run: Run) -> None:
         run.submit(mode="fail")
     assert failed.value.exit_code == 1
     assert run_state(run.paths) == ("failed", "actor rank 1 on n1 was killed")
-    with pytest.raises(DriverFailed, match="exit code 0 but left no .*segments/0.json"):
+    with pytest.raises(DriverFailed, match=r"exit code 0 but left no .*segments/0.json"):
         run.submit(mode="nomarker")
     with pytest.raises(DriverFailed, match="cannot start /no/such/driver"):
         submit_segment("c", run_root=run.root, executor="local", command=["/no/such/driver"], stream=run.out)
@@ -246,6 +244,7 @@ def test_job_killed_while_waited_for(run: Run) -> None:
     claim = run.claim()
     record = until(lambda: JobRecord.read(run.files), "record")
     for process in (record.process, claim.job, claim.driver):
+        assert process is not None
         os.kill(process.pid, signal.SIGKILL)
     _, err = waiter.communicate(timeout=20)
     assert waiter.returncode == 1 and "ended without a result" in err and "resumes" in err
@@ -304,7 +303,8 @@ def test_no_progress_is_not_requeued_for_ever(run: Run) -> None:
     thread = threading.Thread(target=wait)
     thread.start()
     for attempt in range(1, 3):
-        until(lambda n=attempt: len(run.starts()) == n, f"attempt {attempt}")
+        while len(run.starts()) < attempt:
+            time.sleep(0.05)
         time.sleep(0.3)
         os.kill(run.claim().job.pid, signal.SIGUSR2)
     thread.join(30)
@@ -313,7 +313,7 @@ def test_no_progress_is_not_requeued_for_ever(run: Run) -> None:
 
 
 def test_deadline(run: Run) -> None:
-    with pytest.raises(DeadlineExceeded, match="not finished within 1 s; local job .* goes on"):
+    with pytest.raises(DeadlineExceeded, match=r"not finished within 1 s; local job .* goes on"):
         run.submit(60.0, deadline_s=1.0)
 
 
@@ -375,3 +375,66 @@ def test_status_and_logs(run: Run) -> None:
     cancel(run.paths)
     thread.join(10)
     assert not thread.is_alive() and followed.getvalue().count("three") == 1
+
+
+# Slurm as far as submission needs it: sbatch starts the script with the job's variables, squeue looks at its process.
+SBATCH = """#!/bin/bash
+cp "${@: -1}" script.sh
+echo 0 > restarts
+echo "Submitted batch job 42"
+export SLURM_JOB_ID=42 SLURM_JOB_NODELIST=n1 SLURM_JOB_NUM_NODES=1 SLURM_NTASKS=1 SLURM_PROCID=0 SLURM_LOCALID=0
+export SLURM_NODEID=0
+setsid bash -c 'while true; do rm -f again; bash script.sh; [ -e again ] || break; done' < /dev/null >> batch.log 2>&1 &
+echo $! > batch.pid
+"""
+SQUEUE = """#!/bin/bash
+kill -0 $(cat batch.pid) 2>/dev/null && echo "42|RUNNING|None" || { echo "Invalid job id specified" >&2; exit 1; }
+"""
+SCONTROL = """#!/bin/bash
+case "$1" in
+requeue) touch again;;
+*) echo "slurm_load_jobs error: Invalid job id specified" >&2; exit 1;;
+esac
+"""
+
+
+@pytest.fixture
+def fake_slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    folder = tmp_path / "slurm"
+    folder.mkdir()
+    fail = "#!/bin/bash\nexit 1\n"
+    commands = {"sbatch": SBATCH, "squeue": SQUEUE, "scontrol": SCONTROL, "sacct": fail, "srun": fail}
+    commands["scancel"] = "#!/bin/bash\nkill -TERM -- -$(cat batch.pid)\n"
+    for name, body in commands.items():
+        path = folder / name
+        path.write_text(body.replace("\n", f"\ncd {folder}\n", 1))
+        path.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
+    return folder
+
+
+def test_slurm_submits_requeues_and_finishes(run: Run, fake_slurm: Path) -> None:
+    slurm = {"partition": "gpu", "time": 60, "setup": ["#SBATCH hetjob", "#SBATCH --partition=cpu"]}
+    answer = run.submit(2.0, executor="auto", slurm=slurm, wait=False)
+    assert answer == {"state": "submitted", "segment": 0, "executor": "slurm", "job_id": "42", "result": None}
+    script = (fake_slurm / "script.sh").read_text()
+    for line in ("#SBATCH --partition=gpu", "#SBATCH hetjob", "#SBATCH --signal=B:USR2@120", "#SBATCH --requeue"):
+        assert line in script
+    assert f"exec {sys.executable} -u -m submitit.core._submit" in script and "\nsrun" not in script
+    claim = run.claim()
+    assert run.submit(2.0, executor="slurm", wait=False)["state"] == "attached"
+    os.kill(claim.job.pid, signal.SIGUSR2)
+    answer = run.submit(2.0, executor="slurm")
+    assert (answer["state"], answer["job_id"]) == ("finished", "42")
+    assert "Slurm job 42 running" in run.out.getvalue()
+    assert len(run.starts()) == 2, (fake_slurm / "batch.log").read_text()
+
+
+def test_sbatch_refuses(run: Run, fake_slurm: Path) -> None:
+    (fake_slurm / "sbatch").write_text(
+        "#!/bin/bash\necho 'sbatch: error: invalid partition specified: gpx' >&2; exit 1\n"
+    )
+    with pytest.raises(SubmitError, match=r"could not be submitted \(slurm\): .*invalid partition specified: gpx"):
+        run.submit(executor="slurm", slurm={"partition": "gpx"})
+    with pytest.raises(SubmitError, match="could not be submitted"):
+        run.submit(executor="slurm", slurm={"partitoin": "gpu"})

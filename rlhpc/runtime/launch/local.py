@@ -35,7 +35,7 @@ def make_local_executor(folder: str, *, timeout_min: float, max_num_timeout: int
             limit_s = int(60 * self.parameters.get("timeout_min", 5))
             environment = {
                 **os.environ,
-                "PYTHONPATH": _python_path(),
+                "PYTHONPATH": python_path(),
                 "SUBMITIT_EXECUTOR": "local",
                 "SUBMITIT_LOCAL_COMMAND": command,
                 "SUBMITIT_LOCAL_JOB_NUM_NODES": "1",
@@ -63,7 +63,7 @@ def make_local_executor(folder: str, *, timeout_min: float, max_num_timeout: int
     return executor
 
 
-def _python_path() -> str:
+def python_path() -> str:
     """Ours, and where this package was imported from when that is not an installation."""
     given = os.environ.get("PYTHONPATH", "")
     home = Path(__file__).resolve().parents[3]

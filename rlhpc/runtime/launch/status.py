@@ -12,6 +12,8 @@ from rlhpc.runtime.errors import RlhpcError
 from rlhpc.runtime.launch.claim import Claim, SegmentFiles, read_json
 from rlhpc.runtime.launch.jobs import host_identity
 from rlhpc.runtime.paths import RunPaths
+from rlhpc.runtime.registry import CURRENT
+from rlhpc.runtime.scratch import Scratch, host_id
 
 _FINAL = ("finished", "failed", "stopped")
 #: A driver on another host that has not written its status for this long is not called running.
@@ -99,7 +101,13 @@ def _newest_segment(paths: RunPaths) -> SegmentFiles | None:
 
 
 def newest_generation(paths: RunPaths) -> Path | None:
-    """The registry folder that was made last."""
+    """The registry folder of the current generation, or the one made last where none is declared."""
+    try:
+        current = paths.registry / (paths.registry / CURRENT).read_text().strip()
+        if current.is_dir():
+            return current
+    except OSError:
+        pass
     try:
         folders = [p for p in paths.registry.iterdir() if p.is_dir()]
         return max(folders, key=lambda p: p.stat().st_mtime) if folders else None
@@ -117,23 +125,12 @@ def members(paths: RunPaths) -> list[dict[str, Any]]:
     return sorted(rows, key=lambda row: (str(row["group"]), int(row.get("rank") or 0)))
 
 
-def _shared_memory(paths: RunPaths) -> int | None:
-    """Bytes of the run's folders below /dev/shm, None when the generation names none."""
-    generation = newest_generation(paths)
-    folders: set[str] = set()
-    for path in generation.glob("*.json") if generation is not None else ():
-        value = read_json(path) or {}
-        folders |= {str(value[key]) for key in ("shm", "shm_dir", "shm_path") if value.get(key)}
-    folders |= {str(row[key]) for row in members(paths) for key in ("shm", "shm_dir") if row.get(key)}
-    if not folders:
-        return None
-    total = 0
-    for folder in folders:
-        try:
-            total += sum(p.stat().st_blocks * 512 for p in Path(folder).rglob("*") if p.is_file())
-        except OSError:
-            continue
-    return total
+def _shared_memory(rows: list[dict[str, Any]]) -> int | None:
+    """Bytes of shared memory that the session holds; None when it is over or on another host."""
+    tokens = {str(row["token"]) for row in rows if row.get("token") and row.get("host") == host_id()}
+    sessions = [Scratch(token) for token in tokens]
+    found = [scratch.used_bytes() for scratch in sessions if scratch.shm.is_dir()]
+    return sum(found) if found else None
 
 
 def render_status(paths: RunPaths) -> str:
@@ -158,10 +155,10 @@ def render_status(paths: RunPaths) -> str:
     lines.append(f"segments     {', '.join(map(str, done)) + ' done' if done else 'none done'}")
     steps = [step for step, path in paths.checkpoint_steps() if (path / "COMPLETE").exists()]
     lines.append("checkpoints  " + (", ".join(f"global_step_{step}" for step in steps) if steps else "none"))
-    shm = _shared_memory(paths)
+    rows = members(paths)
+    shm = _shared_memory(rows)
     if shm is not None:
         lines.append(f"shared mem   {shm / 2**20:.1f} MiB")
-    rows = members(paths)
     if rows:
         lines += ["", f"{'group':<12} {'rank':>4}  {'node':<16} {'pid':>8}  state"]
         lines += [_member_line(row, over=state in (*_FINAL, "dead")) for row in rows]
@@ -170,8 +167,10 @@ def render_status(paths: RunPaths) -> str:
 
 def _member_line(row: dict[str, Any], *, over: bool) -> str:
     pid, node, state = row.get("pid"), str(row.get("node") or "?"), str(row.get("state") or "?")
-    if over and state not in ("finished", "failed", "stopped", "dead"):
-        state = "ended"
+    if state not in (*_FINAL, "dead", "ended"):
+        here = row.get("host") == host_id() and isinstance(pid, int)
+        if over or (here and not Path(f"/proc/{pid}").exists()):
+            state = "ended" if over else "gone"
     return f"{row['group']!s:<12} {row.get('rank', '?')!s:>4}  {node:<16} {pid if pid else '?':>8}  {state}"
 
 

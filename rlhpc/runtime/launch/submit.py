@@ -26,6 +26,7 @@ from rlhpc.runtime.errors import DeadlineExceeded, RlhpcError, SubmitError
 from rlhpc.runtime.launch.claim import Claim, SegmentFiles, SubmitLock, read_json, write_json
 from rlhpc.runtime.launch.driver_job import DriverJob, first_failure
 from rlhpc.runtime.launch.jobs import JobProbe, JobReport, JobState, LocalProbe, ProcessId, SlurmProbe
+from rlhpc.runtime.launch.local import make_local_executor, python_path
 from rlhpc.runtime.launch.status import progress_line
 from rlhpc.runtime.paths import RunPaths
 
@@ -226,6 +227,9 @@ def cancel(paths: RunPaths, segment: int | None = None, *, grace_s: float = 60.0
     """
     told = []
     for files in _segments_of(paths) if segment is None else [SegmentFiles(paths, segment)]:
+        claim = Claim.newest(files)
+        if files.marker.exists() and (claim is None or not claim.alive()):
+            continue
         record = _find_job(files)
         if record is None:
             continue
@@ -417,8 +421,6 @@ def _submit(
 def _executor(kind: str, files: SegmentFiles, job_name: str, slurm: Mapping[str, Any]) -> Any:
     folder = str(files.paths.submit)
     if kind == "local":
-        from rlhpc.runtime.launch.local import make_local_executor
-
         return make_local_executor(folder, timeout_min=_NO_LIMIT_MIN, max_num_timeout=_NO_COUNT)
     import submitit
 
@@ -427,6 +429,9 @@ def _executor(kind: str, files: SegmentFiles, job_name: str, slurm: Mapping[str,
         folder=folder, max_num_timeout=_NO_COUNT, python=f"exec {shlex.quote(sys.executable)}"
     )
     given = dict(slurm)
+    setup = list(given.pop("setup", None) or [])  # may begin with the #SBATCH lines of further components
+    if python_path():
+        setup.append(f"export PYTHONPATH={shlex.quote(python_path())}")
     additional = {"signal": "B:USR2@120", "requeue": True, **given.pop("additional_parameters", {})}
     executor.update_parameters(
         **{
@@ -435,6 +440,7 @@ def _executor(kind: str, files: SegmentFiles, job_name: str, slurm: Mapping[str,
             "ntasks_per_node": 1,
             "use_srun": False,
             **given,
+            "setup": setup or None,
             "additional_parameters": additional,
         }
     )
