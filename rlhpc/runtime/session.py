@@ -81,6 +81,7 @@ class Session:
         log_dir: Where the workers' stdout and stderr go.
         preload: Modules that the fork server imports besides torch, so that ranks start with them.
         wait_deadline: Seconds after which any wait of any process gives up.
+        tcp_address: This host's address, where processes on other hosts take part; None opens no TCP port at all.
     """
 
     _running: Session | None = None
@@ -91,7 +92,9 @@ class Session:
         log_dir: Path | None = None,
         preload: Sequence[str] = (),
         wait_deadline: float | None = None,
+        tcp_address: str | None = None,
     ) -> None:
+        self.tcp_address = tcp_address
         self.scratch = Scratch.create()
         self._pid = os.getpid()
         root = registry_root or self.scratch.sockets / "registry"
@@ -107,7 +110,9 @@ class Session:
         self.failure: RlhpcError | None = None
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
-        self.service = Service("driver", keys, self.scratch, check=self.check, on_tick=self._tick, on_note=self._note)
+        self.service = Service(
+            "driver", keys, self.scratch, tcp_address, check=self.check, on_tick=self._tick, on_note=self._note
+        )
         self.context = contexts.Context("driver", self.registry, self.service, check=self.check)
         if wait_deadline is not None:
             self.context.wait_deadline = wait_deadline
@@ -362,6 +367,7 @@ class Session:
             body=body, log_out=f"{stem}.out", log_err=f"{stem}.err", env=env,
             sys_path=[p or os.getcwd() for p in sys.path], cwd=os.getcwd(), threads=max(1, node.cpus // sharing),
             driver=self.service.endpoint, wait_deadline=self.context.wait_deadline, interpreter=interpreter,
+            tcp_address=self.tcp_address,
         )  # fmt: skip
 
     def shutdown_group(self, name: str, records: Sequence[dict[str, Any]], grace: float) -> None:

@@ -23,6 +23,7 @@ from rlhpc.runtime.context import Context, current
 from rlhpc.runtime.errors import ChannelError, RegistryError
 
 DEFAULT_KEY = "default_queue"
+_UNCONFIRMED = 64
 
 
 class QueueFull(queue.Full):
@@ -66,8 +67,9 @@ def in_background(lane: str, function: Callable[[], Any]) -> AsyncWork:
 class Channel:
     """Handle on a channel; picklable, usable from the driver and from every worker. Make it with `create` or `connect`."""
 
-    def __init__(self, name: str, homes: list[dict[str, str]]) -> None:
-        self.name, self._homes = name, homes
+    def __init__(self, name: str, homes: list[dict[str, str]], maxsize: int) -> None:
+        self.name, self._homes, self._maxsize = name, homes, maxsize
+        self._posted = 0
 
     @classmethod
     def create(
@@ -104,7 +106,7 @@ class Channel:
                 body = pickle.dumps((name, maxsize, max_bytes))
                 context.service.peers.request(choose(record), b"OPEN", [body], 60, f"the home of channel {name!r}")
         context.registry.put("channels", name, {"homes": homes, "maxsize": maxsize})
-        return cls(name, homes)
+        return cls(name, homes, maxsize)
 
     @classmethod
     def connect(cls, name: str, timeout: float = 60.0) -> Channel:
@@ -118,10 +120,10 @@ class Channel:
             record = context.registry.wait_for("channels", name, timeout, f"a Channel.create({name!r})", context.check)
         except RegistryError as error:
             raise ChannelError(str(error)) from None
-        return cls(name, record["homes"])
+        return cls(name, record["homes"], record["maxsize"])
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Channel, (self.name, self._homes)
+        return Channel, (self.name, self._homes, self._maxsize)
 
     def _home(self, key: str) -> dict[str, str]:
         if len(self._homes) == 1:
@@ -177,6 +179,12 @@ class Channel:
                         raise QueueFull(whom)
                 return
             head = pickle.dumps((self.name, key, packed.nbytes, weight, packed.segment or "", wait))
+            self._posted += 1
+            if wait and self._maxsize == 0 and packed.segment is None and self._posted % _UNCONFIRMED:
+                # Small items into an unbounded channel need no confirmation each: the socket keeps their order, and the
+                # confirmed one in between bounds what can be under way when the byte limit is reached.
+                service.peers.post(choose(home), b"PUT", [head, *packed.frames])
+                return
             service.peers.request(choose(home), b"PUT", [head, *packed.frames], context.wait_deadline, whom)
         except BaseException as error:
             packed.discard()

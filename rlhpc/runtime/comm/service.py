@@ -2,6 +2,9 @@
 
 It never runs user code and never unpickles a payload, so it answers in microseconds whatever the main thread computes.
 Other threads of the same process use the same state directly, under one lock, without a socket.
+
+A thread that waits for an item of its own process leads the event loop itself meanwhile, so that a message wakes the thread
+that needs it and no other; the service thread parks and takes the loop back when nobody leads.
 """
 
 from __future__ import annotations
@@ -29,6 +32,8 @@ from rlhpc.runtime.scratch import Scratch, host_id
 
 INBOX = "\0inbox"
 DEFAULT_MAX_BYTES = 2 << 30
+_PARK_S = 0.002
+_LONG_LEAD_S = 0.005
 _numbers = itertools.count()
 
 
@@ -51,6 +56,8 @@ class _RemoteAnswer:
     def __call__(self, items: list[Item] | str) -> bool:
         if isinstance(self.peer, Connection) and self.peer.closed:
             return False
+        if not self.number:
+            return True  # posted: nobody waits for an answer
         if isinstance(items, str):
             self.service.reply(self.peer, [self.number, b"error", items.encode()])
             return True
@@ -119,15 +126,26 @@ class Service:
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._on_tick, self._on_note = on_tick, on_note
         self._stopping = False
+        self._loop = threading.Lock()  # held by the thread that leads the event loop
+        self._leader: int | None = None
+        self._guests = 0
+        self._unparked = threading.Event()
+        self._epoll = select.epoll()
+        self._connections: dict[int, Connection] = {}
+        self._next_tick = time.monotonic()
+        for fd in (self._listener.sock.fileno(), self._wake, self._zap.socket.getsockopt(zmq.FD)):
+            self._epoll.register(fd, select.EPOLLIN)
+        if self._router:
+            self._epoll.register(self._router.getsockopt(zmq.FD), select.EPOLLIN)
         self._thread = threading.Thread(target=self._run, name=f"rlhpc-service-{name}", daemon=True)
         self._thread.start()
 
     # -- called by any thread -------------------------------------------------------------------------------------
 
     def reply(self, peer: Connection | bytes, frames: list[Any]) -> None:
-        """Queues a reply; the service thread, which alone owns the sockets, sends it."""
+        """Queues a reply; the thread that leads the loop sends it."""
         self._outbox.append((peer, frames))
-        if threading.get_ident() != self._thread.ident:
+        if threading.get_ident() != self._leader:
             os.eventfd_write(self._wake, 1)
 
     def channel(self, name: str) -> ChannelState:
@@ -155,24 +173,53 @@ class Service:
         with self.lock:
             if not act(answer):
                 raise queue.Empty
-        deadline = time.monotonic() + timeout
-        while True:
+        if answer.box.empty():
             try:
-                items = answer.box.get(timeout=min(0.2, max(0.0, deadline - time.monotonic())))
-            except queue.Empty:
-                try:
-                    self.check()
-                    late = time.monotonic() > deadline
-                except BaseException:
-                    self._abandon(answer)
-                    raise
-                if late:
-                    self._abandon(answer)
-                    raise DeadlineExceeded(f"{self.name} waited {timeout:.0f} s for {whom}") from None
-                continue
-            if isinstance(items, str):
-                raise ChannelError(items)
-            return items
+                self._await(answer, time.monotonic() + timeout)
+            except BaseException:
+                self._abandon(answer)
+                raise
+        try:
+            items = answer.box.get_nowait()
+        except queue.Empty:
+            self._abandon(answer)
+            raise DeadlineExceeded(f"{self.name} waited {timeout:.1f} s for {whom}") from None
+        if isinstance(items, str):
+            raise ChannelError(items)
+        return items
+
+    def _await(self, answer: _LocalAnswer, deadline: float) -> None:
+        """Returns when the answer is there or the deadline has passed; leads the loop meanwhile if no other guest does."""
+        with self.lock:
+            self._guests += 1
+        began = time.monotonic()
+        try:
+            while answer.box.empty() and not self._stopping:
+                left = deadline - time.monotonic()
+                if left <= 0:
+                    return
+                if self._leader == self._thread.ident:
+                    os.eventfd_write(self._wake, 1)  # ask the service thread to step aside
+                if self._loop.acquire(timeout=min(0.002, left)):
+                    try:
+                        self._leader = threading.get_ident()
+                        while answer.box.empty() and (left := deadline - time.monotonic()) > 0:
+                            if not self._iterate(min(0.2, left)):
+                                self.check()
+                    finally:
+                        self._leader = None
+                        self._loop.release()
+                else:
+                    # Another guest leads; it, or the service thread after it, fills the box.
+                    try:
+                        answer.box.put(answer.box.get(timeout=min(0.2, left)))
+                    except queue.Empty:
+                        self.check()
+        finally:
+            with self.lock:
+                self._guests -= 1
+            if time.monotonic() - began > _LONG_LEAD_S:
+                self._unparked.set()
 
     def _abandon(self, answer: _LocalAnswer) -> None:
         with self.lock:
@@ -207,57 +254,72 @@ class Service:
     # -- the thread -----------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
-        epoll = select.epoll()
-        connections: dict[int, Connection] = {}
-        router, zap = self._router, self._zap.socket
-        for fd in (self._listener.sock.fileno(), self._wake, zap.getsockopt(zmq.FD)):
-            epoll.register(fd, select.EPOLLIN)
-        if router:
-            epoll.register(router.getsockopt(zmq.FD), select.EPOLLIN)
-        next_tick = time.monotonic()
+        park = _PARK_S
         while not self._stopping:
-            for fd, event in epoll.poll(1.0):
-                if fd == self._wake:
-                    os.eventfd_read(self._wake)
-                elif fd == self._listener.sock.fileno():
-                    while (connection := self._listener.accept(self._token)) is not None:
-                        connections[connection.sock.fileno()] = connection
-                        epoll.register(connection.sock.fileno(), select.EPOLLIN)
-                elif fd in connections:
-                    connection = connections[fd]
-                    if event & select.EPOLLOUT and not connection.flush():
-                        epoll.modify(fd, select.EPOLLIN)
-                    if event & ~select.EPOLLOUT:
-                        for message in connection.receive():
-                            self._handle(connection, message)
-                    if connection.closed:
-                        epoll.unregister(fd)
-                        del connections[fd]
-                        connection.sock.close()
-                        self.consumer_died(connection.name)
+            if self._guests:
+                # While one guest leads without a break the naps get longer; it sets the event when it leaves.
+                park = _PARK_S if self._unparked.wait(park) else min(2 * park, 0.1)
+                self._unparked.clear()
+                continue
+            park = _PARK_S
+            with self._loop:
+                self._leader = threading.get_ident()
+                while not self._guests and not self._stopping:
+                    self._iterate(1.0)
+                self._leader = None
+        with self._loop:
+            for connection in self._connections.values():
+                connection.sock.close()
+            self._listener.sock.close()
+            self._epoll.close()
+            if self._router:
+                self._router.close()
+            self._zap.socket.close()
+            self.peers.close()
+
+    def _iterate(self, timeout: float) -> bool:
+        """One turn of the event loop, by whoever leads it; False when nothing happened."""
+        epoll, connections, router, zap = self._epoll, self._connections, self._router, self._zap.socket
+        events = epoll.poll(timeout)
+        for fd, event in events:
+            if fd in connections:
+                connection = connections[fd]
+                if event & select.EPOLLOUT and not connection.flush():
+                    epoll.modify(fd, select.EPOLLIN)
+                if event & ~select.EPOLLOUT:
+                    for message in connection.receive():
+                        self._handle(connection, message)
+                if connection.closed:
+                    epoll.unregister(fd)
+                    del connections[fd]
+                    connection.sock.close()
+                    self.consumer_died(connection.name)
+            elif fd == self._wake:
+                os.eventfd_read(self._wake)
+            elif fd == self._listener.sock.fileno():
+                while (accepted := self._listener.accept(self._token)) is not None:
+                    connections[accepted.sock.fileno()] = accepted
+                    epoll.register(accepted.sock.fileno(), select.EPOLLIN)
             # ZeroMQ's descriptor only says that its state changed: look until it has nothing more.
-            while zap.getsockopt(zmq.EVENTS) & zmq.POLLIN:
-                self._zap.answer()
-            while router and router.getsockopt(zmq.EVENTS) & zmq.POLLIN:
-                identity, *rest = router.recv_multipart()
-                self._handle(identity, rest)
-            while self._outbox:
-                peer, frames = self._outbox.popleft()
-                if isinstance(peer, bytes):
-                    assert router is not None
-                    router.send_multipart([peer, *frames])
-                elif not peer.closed and peer.send(frames):
-                    epoll.modify(peer.sock.fileno(), select.EPOLLIN | select.EPOLLOUT)
-            if self._on_tick and time.monotonic() >= next_tick:
-                next_tick = time.monotonic() + 1.0
-                self._on_tick(self)
-        for connection in connections.values():
-            connection.sock.close()
-        self._listener.sock.close()
-        if router:
-            router.close()
-        zap.close()
-        self.peers.close()
+            elif router and fd == router.getsockopt(zmq.FD):
+                pass
+            else:
+                while zap.getsockopt(zmq.EVENTS) & zmq.POLLIN:
+                    self._zap.answer()
+        while router and router.getsockopt(zmq.EVENTS) & zmq.POLLIN:
+            identity, *rest = router.recv_multipart()
+            self._handle(identity, rest)
+        while self._outbox:
+            peer, frames = self._outbox.popleft()
+            if isinstance(peer, bytes):
+                assert router is not None
+                router.send_multipart([peer, *frames])
+            elif not peer.closed and peer.send(frames):
+                epoll.modify(peer.sock.fileno(), select.EPOLLIN | select.EPOLLOUT)
+        if self._on_tick and time.monotonic() >= self._next_tick:
+            self._next_tick = time.monotonic() + 1.0
+            self._on_tick(self)
+        return bool(events)
 
     def _handle(self, peer: Connection | bytes, message: list[bytes]) -> None:
         number, op, *frames = message

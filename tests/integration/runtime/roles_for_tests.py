@@ -1,0 +1,120 @@
+"""Worker classes that the runtime tests launch; importable by the workers."""
+
+from __future__ import annotations
+
+import os
+import time
+from typing import Any
+
+import torch
+
+from rlhpc import Channel, Worker, WorkerGroup
+
+
+class Probe(Worker):
+    def __init__(self, base: int = 0, fail_rank: int | None = None) -> None:
+        super().__init__()
+        self.base = base
+        self.waiting_for: Any = None
+        if self.rank == fail_rank:
+            raise ValueError("no such robot")
+
+    def add(self, x: int) -> int:
+        return self.base + self.rank + x
+
+    def identity(self) -> dict[str, Any]:
+        return {
+            "pid": os.getpid(), "ppid": os.getppid(), "rank": self.rank, "world_size": self.world_size,
+            "group": self.group_name, "local_rank": self.local_rank, "node_rank": self.node_rank,
+            "accelerators": self.accelerators, "threads": torch.get_num_threads(),
+            "omp": os.environ["OMP_NUM_THREADS"], "cuda": os.environ.get("CUDA_VISIBLE_DEVICES"),
+        }  # fmt: skip
+
+    def environ(self, name: str) -> str | None:
+        return os.environ.get(name)
+
+    def echo(self, obj: Any) -> Any:
+        return obj
+
+    def nap(self, seconds: float) -> int:
+        time.sleep(seconds)
+        return self.rank
+
+    def boom(self, rank: int = 1, text: str = "kaboom") -> int:
+        if self.rank == rank:
+            raise ValueError(text)
+        return self.rank
+
+    def leave(self, status: int) -> None:
+        os._exit(status)
+
+    def start_child(self) -> int:
+        import subprocess
+
+        return subprocess.Popen(["sleep", "600"]).pid
+
+    def _secret(self) -> int:
+        return 1
+
+    def produce(self, channel: Channel, n: int, size: int = 1000, key: str = "default_queue") -> int:
+        for i in range(n):
+            channel.put({"i": i, "t": torch.full((size,), float(i))}, key=key)
+        return n
+
+    def consume(self, channel: Channel, n: int, key: str = "default_queue") -> list[tuple[int, float]]:
+        return [(x["i"], float(x["t"].double().mean())) for x in (channel.get(key=key) for _ in range(n))]
+
+    def take_and_hold(self, channel: Channel) -> None:
+        """Asks for an item the way `get` does, but dies before it acknowledges."""
+        import pickle
+
+        from rlhpc.runtime.comm.sockets import choose
+        from rlhpc.runtime.context import current
+
+        head = pickle.dumps((channel.name, "default_queue", None, True))
+        current().service.peers.request(choose(channel._homes[0]), b"GET", [head], 10, "an item")
+        os.kill(os.getpid(), 9)
+
+    def get_with_deadline(self, channel: Channel, seconds: float) -> str:
+        try:
+            channel.get(timeout=seconds)
+        except Exception as error:
+            return f"{type(error).__name__}: {error}"
+        return "an item"
+
+    def send_all(self, items: list[Any], group: str) -> None:
+        for item in items:
+            self.send(item, group, self.rank)
+
+    def recv_all(self, group: str, n: int) -> list[Any]:
+        return [self.recv(group, self.rank) for _ in range(n)]
+
+    def send_in_place(self, group: str) -> None:
+        self.send_tensor(torch.arange(12.0).reshape(3, 4), group, self.rank)
+
+    def recv_in_place(self, group: str, shape: tuple[int, ...]) -> torch.Tensor:
+        out = torch.zeros(shape)
+        self.recv_tensor(out, group, self.rank)
+        return out
+
+    def exchange_async(self, group: str) -> list[int]:
+        work = [self.send(i, group, self.rank, async_op=True) for i in range(5)]
+        got = [self.recv(group, self.rank, async_op=True) for _ in range(5)]
+        for w in work:
+            assert w is not None
+            w.wait(30)
+        return [w.wait(30) for w in got]
+
+    def broadcast_from(self, src: tuple[str, int], groups: list[tuple[str, list[int]]]) -> float:
+        mine = (self.group_name, self.rank) == src
+        got = self.broadcast({"w": torch.arange(100_000.0)} if mine else None, groups, src)
+        got["w"][0] = -1.0  # a receiver may write: nobody else sees it
+        return float(got["w"].sum())
+
+    def reduce(self) -> tuple[torch.Tensor, list[Any]]:
+        tensor = self.all_reduce(torch.full((3,), float(self.rank)))
+        self.barrier()
+        return tensor, self.all_gather_object({"rank": self.rank})
+
+    def call_group(self, name: str, x: int) -> list[int]:
+        return WorkerGroup.from_group_name(Probe, name).add(x).wait()

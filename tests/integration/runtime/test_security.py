@@ -1,0 +1,94 @@
+"""Nobody without the generation's key gets in: not over UNIX sockets, not over ZeroMQ, not through files."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import socket
+import stat
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import zmq
+
+from rlhpc import Channel, Session
+from rlhpc.runtime.comm.unix import encode
+from rlhpc.runtime.registry import Keys
+
+
+class Bomb:
+    def __reduce__(self):
+        return os.system, ("touch /tmp/rlhpc-bomb-went-off",)
+
+
+@pytest.fixture
+def session(launch):
+    launch(1, "guarded")
+    Path("/tmp/rlhpc-bomb-went-off").unlink(missing_ok=True)
+    running = Session.running()
+    assert running is not None
+    yield running
+    time.sleep(0.2)
+    assert not Path("/tmp/rlhpc-bomb-went-off").exists()
+
+
+def test_secrets_and_sockets_are_the_owners_alone(session):
+    for folder in (session.registry.root, session.scratch.sockets, session.scratch.shm):
+        assert stat.S_IMODE(os.stat(folder).st_mode) == 0o700
+    assert stat.S_IMODE(os.stat(session.registry.root / "keys.json").st_mode) == 0o600
+
+
+def test_a_unix_peer_without_the_secret_is_dropped_before_it_is_read(session):
+    path = session.service.endpoint["ipc"][6:]
+    sock = socket.socket(socket.AF_UNIX)
+    sock.connect(path)
+    sock.settimeout(5)
+    for message in ([b"hello", b"x" * 32], [b"", b"NOTE", pickle.dumps(Bomb())]):
+        try:
+            sock.sendall(b"".join(encode(message)))
+        except BrokenPipeError:
+            break
+    try:
+        assert sock.recv(100) == b""
+    except ConnectionResetError:
+        pass
+    assert session.service.wait_local is not None
+
+
+def test_a_zeromq_peer_with_another_key_gets_no_answer(session):
+    record = session.members["guarded-0"].record
+    stranger, context = Keys.fresh(), zmq.Context()
+    sock = context.socket(zmq.DEALER)
+    sock.linger = 0
+    sock.curve_publickey, sock.curve_secretkey = stranger.public, stranger.secret
+    sock.curve_serverkey = session.service.keys.public
+    sock.connect(record["rpc"]["ipc"])
+    sock.send_multipart([b"1", b"add", pickle.dumps(Bomb()), b""])
+    assert not sock.poll(1000)
+    context.destroy(0)
+
+
+def test_no_tcp_port_is_open_on_one_host(session):
+    import psutil
+
+    pids = [os.getpid(), session._server.pid, *(m.pid for m in session.members.values() if m.pid)]
+    listening = [c for pid in pids for c in psutil.Process(pid).net_connections("inet") if c.status == "LISTEN"]
+    assert listening == []
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="needs root, to become another user")
+def test_another_user_can_neither_read_nor_connect(session):
+    Channel.create("private").put("secret")
+    attempt = (
+        "import os, sys, socket; os.setuid(65534)\n"
+        f"for path in ({str(session.registry.root / 'keys.json')!r}, {str(session.scratch.shm)!r}):\n"
+        "    try: os.listdir(path) if os.path.isdir(path) else open(path).read(); sys.exit('read ' + path)\n"
+        "    except PermissionError: pass\n"
+        f"try: socket.socket(socket.AF_UNIX).connect({session.service.endpoint['ipc'][6:]!r}); sys.exit('connected')\n"
+        "except PermissionError: pass\n"
+    )
+    done = subprocess.run([sys.executable, "-c", attempt], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
