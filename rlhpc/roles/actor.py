@@ -1,0 +1,190 @@
+"""EmbodiedActor: computes advantages and trains the policy on what the rollout workers hand over."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from rlhpc.algorithms import calculate_adv_and_returns
+from rlhpc.checkpoint.durable import write_durably
+from rlhpc.checkpoint.state import load_state, load_tensors, rng_state, save_state, save_tensors, set_rng_state
+from rlhpc.models import build_model
+from rlhpc.roles.exchange import TRAJECTORIES, SlotMap
+from rlhpc.runtime.errors import CheckpointError, ConfigError
+from rlhpc.runtime.worker import Worker
+from rlhpc.training import LocalBackend, PolicyUpdate
+from rlhpc.weights import make_sync
+
+FILE = "actor-{rank}.pt"
+MODEL, MODEL_SPEC, OPTIMIZER = "model.safetensors", "model.json", "optimizer.pt"
+
+
+def check_batches(cfg: Any) -> None:
+    """Refuses batch sizes that do not divide.
+
+    Raises:
+        ConfigError: Shows the numbers.
+    """
+    total = int(cfg.env.train.num_envs) * int(cfg.algorithm.rollout_steps)
+    batch = total if cfg.actor.global_batch_size is None else int(cfg.actor.global_batch_size)
+    if batch < 1 or total % batch:
+        raise ConfigError(
+            f"env.train.num_envs({cfg.env.train.num_envs}) * algorithm.rollout_steps({cfg.algorithm.rollout_steps}) = "
+            f"{total} transitions a step, {total} % actor.global_batch_size({batch}) != 0"
+        )
+    micro = cfg.actor.micro_batch_size
+    if micro is not None and int(micro) < 1:
+        raise ConfigError(f"actor.micro_batch_size is {micro}; it must be at least 1, or null for no accumulation")
+    if micro is not None and batch % int(micro):
+        raise ConfigError(f"actor.global_batch_size({batch}) % actor.micro_batch_size({micro}) != 0")
+
+
+class EmbodiedActor(Worker):
+    """One data-parallel rank of the trainer."""
+
+    def __init__(self, cfg: Any) -> None:
+        super().__init__()
+        self.cfg = cfg
+        self.updates = 0
+
+    def init_worker(self, slots: SlotMap, observation_space: Any, action_space: Any) -> int:
+        """Builds policy and optimizer; the initial weights depend on the seed alone.
+
+        Returns:
+            Number of trainable parameters.
+        """
+        cfg = self.cfg
+        if str(cfg.actor.training_backend) != "local":
+            raise ConfigError(f"actor.training_backend is {cfg.actor.training_backend!r}; choose from local")
+        self.slots, self.steps, self.seed = slots, int(cfg.algorithm.rollout_steps), int(cfg.runner.seed)
+        self.share = slots.actor_share(self.rank)
+        self.device = torch.device("cuda" if self.accelerators and torch.cuda.is_available() else "cpu")
+        torch.manual_seed(self.seed)
+        np.random.seed(self.seed % 2**32)
+        self.policy = build_model(cfg.actor.model, observation_space, action_space).to(self.device).train()
+        self.backend = LocalBackend(self.policy, cfg.actor.optim, self.all_reduce, self.world_size)
+        total = slots.num_envs * self.steps
+        self.update_policy = PolicyUpdate(
+            cfg.algorithm,
+            self.backend,
+            batch_size=total if cfg.actor.global_batch_size is None else int(cfg.actor.global_batch_size),
+            micro_batch=None if cfg.actor.micro_batch_size is None else int(cfg.actor.micro_batch_size),
+            seed=self.seed,
+            reduce=self.all_reduce,
+            ranks=self.world_size,
+        )
+        receivers = [(slots.rollout_name, list(range(slots.rollout_ranks)))]
+        self.sync = make_sync(str(cfg.rollout.weight_sync), self, (slots.actor_name, 0), receivers)
+        return sum(p.numel() for p in self.policy.parameters() if p.requires_grad)
+
+    def connect(self) -> None:
+        """Connects to the channels, once the driver has created them."""
+        self._trajectories = self.connect_channel(TRAJECTORIES)
+
+    def sync_weights(self, version: int) -> None:
+        """Sends the weights, as `version`, to all rollout ranks."""
+        if self.rank == 0:
+            self.sync.sync(version, list(self.policy.state_dict().items()))
+
+    def receive(self) -> dict[str, float]:
+        """Takes in this step's trajectories of its slots and computes advantages and returns.
+
+        Returns:
+            The oldest version of the policy that acted.
+        """
+        parts = [
+            self._trajectories.get(key=self.slots.to_actor_key(stage, rank, self.rank))
+            for stage, rank, _ in self.slots.sources_of(self.rank)
+        ]
+        version = min(part.pop("version") for part in parts)
+        columns = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
+        batch = {name: torch.from_numpy(column).to(self.device) for name, column in columns.items()}
+        batch["loss_mask"] = torch.ones_like(batch["rewards"], dtype=torch.bool)
+        algorithm = self.cfg.algorithm
+        slots = torch.arange(self.share.start, self.share.stop, device=self.device)
+        with torch.no_grad():
+            batch["advantages"], batch["returns"] = calculate_adv_and_returns(
+                str(algorithm.adv_type),
+                rewards=batch["rewards"],
+                values=batch["values"],
+                next_values=batch["next_values"],
+                terminations=batch["terminations"],
+                truncations=batch["truncations"],
+                loss_mask=batch["loss_mask"],
+                group_ids=slots // self.slots.group_size,
+                gamma=float(algorithm.gamma),
+                gae_lambda=float(algorithm.gae_lambda),
+            )
+        self.batch = batch
+        return {"version": float(version)}
+
+    def update(self, step: int, progress: float = 0.0) -> dict[str, float]:
+        """Trains on the trajectories that `receive` took in.
+
+        Args:
+            step: Global step.
+            progress: Part of the run that is done, 0 to 1, for the learning rate.
+
+        Returns:
+            Metrics, the same on all ranks.
+        """
+        rate = self.backend.base_lr * ((1.0 - progress) if self.cfg.algorithm.anneal_lr else 1.0)
+        batch, self.batch = self.batch, {}
+        names = ("obs", "actions", "logprobs", "values", "advantages", "returns")
+        flat = {name: batch[name].flatten(0, 1) for name in names}
+        flat["mask"] = batch["loss_mask"].flatten().float()
+        explained = self._explained_variance(flat["values"], flat["returns"])
+        held = range(self.share.start * self.steps, self.share.stop * self.steps)
+        total = self.slots.num_envs * self.steps
+        metrics = self.update_policy.run(flat, held, total, step, rate)
+        self.updates += 1
+        return {**metrics, "explained_variance": explained}
+
+    def _explained_variance(self, values: torch.Tensor, returns: torch.Tensor) -> float:
+        """1 − Var(returns − values) / Var(returns) over all ranks."""
+        error, target = (returns - values).double(), returns.double()
+        count = torch.full_like(error.sum(), float(error.numel()))
+        sums = torch.stack([count, error.sum(), (error * error).sum(), target.sum(), (target * target).sum()])
+        n, e1, e2, r1, r2 = self.all_reduce(sums).tolist()
+        variance = r2 / n - (r1 / n) ** 2
+        return 1.0 - (e2 / n - (e1 / n) ** 2) / variance if variance > 0 else float("nan")
+
+    # -- checkpoint -----------------------------------------------------------------------------------------------
+
+    def save(self, folder: str) -> None:
+        """Writes `actor-<rank>.pt`; rank 0 also the model and the optimizer, which all ranks share."""
+        path = Path(folder)
+        if self.rank == 0:
+            save_tensors(path / MODEL, self.policy.state_dict())
+            write_durably(path / MODEL_SPEC, json.dumps(self.policy.spec(), indent=2, sort_keys=True).encode() + b"\n")
+            save_state(path / OPTIMIZER, self.backend.state_dict())
+        save_state(path / FILE.format(rank=self.rank), {"updates": self.updates, "rng": rng_state()})
+
+    def load(self, folder: str) -> None:
+        """Restores a checkpoint; a rank that it has no file for takes rank 0's.
+
+        Raises:
+            CheckpointError: The model of the configuration is another one.
+        """
+        path = Path(folder)
+        try:
+            self.policy.load_state_dict(load_tensors(path / MODEL))
+        except RuntimeError as error:
+            raise CheckpointError(f"{path / MODEL} does not fit actor.model of this configuration: {error}") from error
+        self.backend.load_state_dict(load_state(path / OPTIMIZER, map_location=str(self.device)))
+        own = path / FILE.format(rank=self.rank)
+        state = load_state(own if own.is_file() else path / FILE.format(rank=0))
+        self.updates = int(state["updates"])
+        set_rng_state(state["rng"])
+
+    def offload(self) -> None:
+        """Moves weights and optimizer to the host."""
+        self.backend.offload()
+
+    def reload(self) -> None:
+        """Inverse of `offload`."""
+        self.backend.reload(self.device)

@@ -1,0 +1,164 @@
+"""EnvWorker: simulates a share of the slots and speaks with the rollout ranks that act on them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from rlhpc.checkpoint.state import load_state, save_state
+from rlhpc.envs import make_env
+from rlhpc.roles.exchange import ACTIONS, OBSERVATIONS, OUTCOMES, SlotMap, within
+from rlhpc.roles.outcomes import EpisodeLog, Outcomes
+from rlhpc.runtime.errors import CheckpointError
+from rlhpc.runtime.worker import Worker
+
+FILE = "env-{rank}.pt"
+
+
+class EnvWorker(Worker):
+    """Owns one vector environment per pipeline stage, with the slots that the `SlotMap` gives it."""
+
+    def __init__(self, cfg: Any) -> None:
+        super().__init__()
+        self.cfg = cfg
+
+    def init_worker(self, slots: SlotMap) -> dict[str, Any]:
+        """Builds the environments and resets them.
+
+        Returns:
+            `observation_space`, `action_space` (of one slot) and `supports_state`.
+        """
+        cfg = self.cfg.env.train
+        self.slots, self.steps = slots, int(self.cfg.algorithm.rollout_steps)
+        self.seed = int(cfg.seed if cfg.seed is not None else self.cfg.runner.seed)
+        self.shares = [slots.env_share(stage, self.rank) for stage in range(slots.stages)]
+        self.envs = [
+            make_env(cfg, len(share), slot_offset=share.start, seed=self.seed, stage="train") for share in self.shares
+        ]
+        self.obs: list[np.ndarray] = [np.asarray(env.reset()[0]) for env in self.envs]
+        self.peers = [slots.rollouts_of(stage, self.rank) for stage in range(slots.stages)]
+        first = self.envs[0]
+        return {
+            "observation_space": first.observation_space,
+            "action_space": first.action_space,
+            "supports_state": all(getattr(env, "supports_state", False) for env in self.envs),
+        }
+
+    def connect(self) -> None:
+        """Connects to the channels, once the driver has created them."""
+        self._observations = self.connect_channel(OBSERVATIONS)
+        self._actions = self.connect_channel(ACTIONS)
+        self._outcomes = self.connect_channel(OUTCOMES)
+
+    def interact(self, step: int) -> dict[str, np.ndarray]:
+        """Simulates `rollout_steps` decisions in every slot.
+
+        While the policy acts on one stage, this rank simulates the others.
+
+        Returns:
+            Episodes that ended, see `EpisodeLog.arrays`.
+        """
+        stages = range(self.slots.stages)
+        outcomes = [Outcomes(share, self.steps) for share in self.shares]
+        episodes = EpisodeLog()
+        for stage in stages:
+            self._send(stage)
+        for t in range(self.steps):
+            for stage in stages:
+                env = self.envs[stage]
+                obs, rewards, terminations, truncations, infos = env.chunk_step(self._receive(stage))
+                self.obs[stage] = obs
+                if t + 1 < self.steps:
+                    self._send(stage)
+                ended = outcomes[stage].add(t, rewards, terminations, truncations, infos)
+                if ended is not None:
+                    episodes.add(t, self.shares[stage].start, infos, ended)
+        for stage in stages:
+            for rank, common in self.peers[stage]:
+                part = within(common, self.shares[stage])
+                message = outcomes[stage].part(part, self.obs[stage][part])
+                self._outcomes.put(message, key=self.slots.to_rollout_key(stage, self.rank, rank))
+        return episodes.arrays()
+
+    def _send(self, stage: int) -> None:
+        for rank, common in self.peers[stage]:
+            obs = self.obs[stage][within(common, self.shares[stage])]
+            self._observations.put(obs, key=self.slots.to_rollout_key(stage, self.rank, rank))
+
+    def _receive(self, stage: int) -> np.ndarray:
+        parts = [self._actions.get(key=self.slots.to_env_key(stage, self.rank, rank)) for rank, _ in self.peers[stage]]
+        return parts[0] if len(parts) == 1 else np.concatenate(parts)
+
+    # -- checkpoint -----------------------------------------------------------------------------------------------
+
+    def save(self, folder: str) -> None:
+        """Writes `env-<rank>.pt`: per vector environment its slots, its simulators' state and what the policy sees."""
+        units = [
+            {
+                "start": share.start,
+                "stop": share.stop,
+                "obs": obs,
+                "state": env.state_dict() if getattr(env, "supports_state", False) else None,
+            }
+            for share, obs, env in zip(self.shares, self.obs, self.envs, strict=True)
+        ]
+        save_state(Path(folder) / FILE.format(rank=self.rank), {"num_envs": self.slots.num_envs, "units": units})
+
+    def load(self, folder: str) -> bool:
+        """Restores the slots from the files of all env ranks of a checkpoint, whatever its layout was.
+
+        Returns:
+            False where the simulators cannot be restored; their episodes start anew.
+        """
+        units = [
+            unit for file in sorted(Path(folder).glob(FILE.format(rank="*"))) for unit in load_state(file)["units"]
+        ]
+        restored = [self._restore(stage, units, Path(folder)) for stage in range(self.slots.stages)]
+        return all(restored)
+
+    def _restore(self, stage: int, units: list[dict[str, Any]], folder: Path) -> bool:
+        share, env = self.shares[stage], self.envs[stage]
+        known = {slot: (unit, slot - unit["start"]) for unit in units for slot in range(unit["start"], unit["stop"])}
+        whole = any(range(unit["start"], unit["stop"]) == share and unit["state"] is not None for unit in units)
+        if not whole and not all(slot in known and known[slot][0]["state"] is not None for slot in share):
+            return False
+        try:
+            if whole:
+                unit = known[share.start][0]
+                env.load_state_dict(unit["state"])
+            else:
+                env.load_state_dict(env.merge_states([_slot_state(env, *known[slot]) for slot in share]))
+        except (KeyError, ValueError, TypeError, AttributeError) as error:
+            raise CheckpointError(f"{folder}: the environments' state does not fit this run: {error!r}") from error
+        self.obs[stage] = np.stack([known[slot][0]["obs"][known[slot][1]] for slot in share])
+        return True
+
+    def close(self) -> None:
+        """Closes the simulators."""
+        for env in getattr(self, "envs", []):
+            env.close()
+
+
+def _slot_state(env: Any, unit: dict[str, Any], index: int) -> Any:
+    return env.slot_state(unit["state"], index)
+
+
+def check_env(cfg: Any) -> tuple[Any, Any]:
+    """Builds one environment and closes it again, so that an unknown id or bad arguments show before a run starts.
+
+    Args:
+        cfg: Section `env.train` or `env.eval`.
+
+    Returns:
+        Observation and action space of a slot.
+
+    Raises:
+        ConfigError: It cannot be built.
+    """
+    env = make_env(cfg, int(cfg.group_size), slot_offset=0, seed=0, stage="train")
+    try:
+        return env.observation_space, env.action_space
+    finally:
+        env.close()

@@ -1,0 +1,176 @@
+"""Which slot lives where, and under which keys the roles exchange messages.
+
+A slot is one environment of the run, numbered 0 … num_envs-1 whatever the placement. Stage s of S holds the slots
+[s·n, (s+1)·n), n = num_envs / S. Inside a stage env rank e and rollout rank r each own a contiguous share; a message is
+what one env rank and one rollout rank have in common. The actors share all slots of the run, contiguously.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from rlhpc.runtime.errors import ConfigError
+
+OBSERVATIONS, ACTIONS, OUTCOMES, TRAJECTORIES = "observations", "actions", "outcomes", "trajectories"
+
+
+def overlap(a: range, b: range) -> range:
+    """The slots two contiguous shares have in common."""
+    start = max(a.start, b.start)
+    return range(start, max(start, min(a.stop, b.stop)))
+
+
+@dataclass(frozen=True)
+class SlotMap:
+    """Slots of a run by stage and rank, and the groups' names.
+
+    Attributes:
+        num_envs: Slots of the run.
+        stages: `rollout.pipeline_stage_num`.
+        env_ranks, rollout_ranks, actor_ranks: World sizes of the groups.
+        group_size: Consecutive slots that share a reset, and so must share a rank.
+        actor_name, rollout_name, env_name: Names the groups were launched under.
+    """
+
+    num_envs: int
+    stages: int = 1
+    env_ranks: int = 1
+    rollout_ranks: int = 1
+    actor_ranks: int = 1
+    group_size: int = 1
+    actor_name: str = "actor"
+    rollout_name: str = "rollout"
+    env_name: str = "env"
+
+    def __post_init__(self) -> None:
+        for key, count in (
+            ("env.train.num_envs", self.num_envs),
+            ("rollout.pipeline_stage_num", self.stages),
+            ("env.train.group_size", self.group_size),
+        ):
+            if count < 1:
+                raise ConfigError(f"{key} is {count}; it must be at least 1")
+        envs = f"env.train.num_envs({self.num_envs})"
+        stages = f"rollout.pipeline_stage_num({self.stages})"
+        if self.num_envs % self.stages:
+            raise ConfigError(f"{envs} % {stages} != 0: every stage needs the same number of environments")
+        for role, ranks in (("env", self.env_ranks), ("rollout", self.rollout_ranks)):
+            if self.per_stage % ranks:
+                raise ConfigError(
+                    f"{envs} / {stages} = {self.per_stage}, {self.per_stage} % {role} ranks({ranks}) != 0: every rank "
+                    f"needs the same share of a stage; change env.train.num_envs or cluster.component_placement.{role}"
+                )
+            if (self.per_stage // ranks) % self.group_size:
+                raise ConfigError(
+                    f"{role} ranks({ranks}) hold {self.per_stage // ranks} environments of a stage, which "
+                    f"env.train.group_size({self.group_size}) does not divide: a group must not be split"
+                )
+        if self.num_envs % self.actor_ranks:
+            raise ConfigError(
+                f"{envs} % actor ranks({self.actor_ranks}) != 0: every actor rank needs the same share; change "
+                "env.train.num_envs or cluster.component_placement.actor"
+            )
+        if (self.num_envs // self.actor_ranks) % self.group_size:
+            raise ConfigError(
+                f"actor ranks({self.actor_ranks}) hold {self.num_envs // self.actor_ranks} environments, which "
+                f"env.train.group_size({self.group_size}) does not divide: a group must not be split"
+            )
+
+    @classmethod
+    def from_config(cls, cfg: Any, *, env: int, rollout: int, actor: int, **names: str) -> SlotMap:
+        """The map for a configuration and the world sizes of the three groups.
+
+        Raises:
+            ConfigError: The counts do not divide one another; shows the numbers.
+        """
+        return cls(
+            num_envs=int(cfg.env.train.num_envs),
+            stages=int(cfg.rollout.pipeline_stage_num),
+            group_size=int(cfg.env.train.group_size),
+            env_ranks=env,
+            rollout_ranks=rollout,
+            actor_ranks=actor,
+            **names,
+        )
+
+    @property
+    def per_stage(self) -> int:
+        """Slots of one stage."""
+        return self.num_envs // self.stages
+
+    def env_share(self, stage: int, rank: int) -> range:
+        """Global slots that env rank `rank` simulates in `stage`."""
+        return self._share(stage, rank, self.env_ranks)
+
+    def rollout_share(self, stage: int, rank: int) -> range:
+        """Global slots that rollout rank `rank` serves in `stage`."""
+        return self._share(stage, rank, self.rollout_ranks)
+
+    def actor_share(self, rank: int) -> range:
+        """Global slots whose transitions actor rank `rank` trains on."""
+        size = self.num_envs // self.actor_ranks
+        return range(rank * size, (rank + 1) * size)
+
+    def rollouts_of(self, stage: int, env_rank: int) -> list[tuple[int, range]]:
+        """Rollout ranks that serve an env rank's share of a stage, and which slots of it, in slot order."""
+        mine = self.env_share(stage, env_rank)
+        shares = ((r, overlap(mine, self.rollout_share(stage, r))) for r in range(self.rollout_ranks))
+        return [(r, common) for r, common in shares if common]
+
+    def envs_of(self, stage: int, rollout_rank: int) -> list[tuple[int, range]]:
+        """Env ranks that simulate a rollout rank's share of a stage, and which slots of it, in slot order."""
+        mine = self.rollout_share(stage, rollout_rank)
+        shares = ((e, overlap(mine, self.env_share(stage, e))) for e in range(self.env_ranks))
+        return [(e, common) for e, common in shares if common]
+
+    def actors_of(self, stage: int, rollout_rank: int) -> list[tuple[int, range]]:
+        """Actor ranks that train on a rollout rank's share of a stage, and which slots of it, in slot order."""
+        mine = self.rollout_share(stage, rollout_rank)
+        shares = ((a, overlap(mine, self.actor_share(a))) for a in range(self.actor_ranks))
+        return [(a, common) for a, common in shares if common]
+
+    def sources_of(self, actor_rank: int) -> list[tuple[int, int, range]]:
+        """(stage, rollout rank, slots) of all messages an actor rank gets per step, in slot order."""
+        mine = self.actor_share(actor_rank)
+        found = [
+            (s, r, common)
+            for s in range(self.stages)
+            for r in range(self.rollout_ranks)
+            if (common := overlap(mine, self.rollout_share(s, r)))
+        ]
+        return sorted(found, key=lambda source: source[2].start)
+
+    # Keys are numbers whose remainder is the consumer's rank: a distributed channel keeps key k at rank k % size of its
+    # home group, so the consumer's `get` needs no socket.
+
+    def to_rollout_key(self, stage: int, env_rank: int, rollout_rank: int) -> str:
+        """Key of what an env rank sends a rollout rank."""
+        return str((stage * self.env_ranks + env_rank) * self.rollout_ranks + rollout_rank)
+
+    def to_env_key(self, stage: int, env_rank: int, rollout_rank: int) -> str:
+        """Key of what a rollout rank sends an env rank."""
+        return str((stage * self.rollout_ranks + rollout_rank) * self.env_ranks + env_rank)
+
+    def to_actor_key(self, stage: int, rollout_rank: int, actor_rank: int) -> str:
+        """Key of what a rollout rank sends an actor rank."""
+        return str((stage * self.rollout_ranks + rollout_rank) * self.actor_ranks + actor_rank)
+
+    def channels(self) -> dict[str, str]:
+        """Channels of a run: name → group that keeps it."""
+        return {
+            OBSERVATIONS: self.rollout_name,
+            OUTCOMES: self.rollout_name,
+            ACTIONS: self.env_name,
+            TRAJECTORIES: self.actor_name,
+        }
+
+    def _share(self, stage: int, rank: int, ranks: int) -> range:
+        size = self.per_stage // ranks
+        start = stage * self.per_stage + rank * size
+        return range(start, start + size)
+
+
+def within(part: range, whole: range) -> slice:
+    """Where the slots `part` lie in an array that holds the slots `whole`."""
+    return slice(part.start - whole.start, part.stop - whole.start)

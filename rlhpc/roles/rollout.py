@@ -1,0 +1,180 @@
+"""MultiStepRolloutWorker: acts for a share of the slots and hands complete trajectories to the actors."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from rlhpc.checkpoint.state import rng_state, save_state
+from rlhpc.models import build_model
+from rlhpc.roles.evaluation import evaluate_policy
+from rlhpc.roles.exchange import ACTIONS, OBSERVATIONS, OUTCOMES, TRAJECTORIES, SlotMap, within
+from rlhpc.roles.outcomes import next_values
+from rlhpc.runtime.worker import Worker
+from rlhpc.weights import make_sync
+
+FILE = "rollout-{rank}.pt"
+
+
+class StageBuffer:
+    """One stage's rollout, time first, so that every step writes one contiguous row.
+
+    Args:
+        share: Global slots.
+        steps: T, decisions of a rollout.
+    """
+
+    def __init__(self, share: range, steps: int) -> None:
+        self.share, self.steps = share, steps
+        self._rows: dict[str, np.ndarray] = {}
+
+    def write(self, t: int, **rows: np.ndarray) -> None:
+        """Stores one step, each array `[n, ...]`."""
+        for name, row in rows.items():
+            if name not in self._rows:
+                self._rows[name] = np.empty((self.steps, *row.shape), row.dtype)
+            self._rows[name][t] = row
+
+    def batch_first(self, name: str) -> np.ndarray:
+        """A column as `[n, T, ...]`, contiguous."""
+        return np.ascontiguousarray(self._rows[name].swapaxes(0, 1))
+
+
+class MultiStepRolloutWorker(Worker):
+    """Runs the policy's forward passes during a rollout. It never trains; its weights come from the actor."""
+
+    def __init__(self, cfg: Any) -> None:
+        super().__init__()
+        self.cfg = cfg
+        self.version = 0
+
+    def init_worker(self, slots: SlotMap, observation_space: Any, action_space: Any) -> None:
+        """Builds the policy and the buffers."""
+        self.slots, self.steps = slots, int(self.cfg.algorithm.rollout_steps)
+        self.seed = int(self.cfg.runner.seed)
+        self.device = torch.device("cuda" if self.accelerators and torch.cuda.is_available() else "cpu")
+        self.policy = build_model(self.cfg.actor.model, observation_space, action_space).to(self.device).eval()
+        self.policy.requires_grad_(False)
+        self.shares = [slots.rollout_share(stage, self.rank) for stage in range(slots.stages)]
+        self.peers = [slots.envs_of(stage, self.rank) for stage in range(slots.stages)]
+        self.buffers = [StageBuffer(share, self.steps) for share in self.shares]
+        receivers = [(slots.rollout_name, list(range(slots.rollout_ranks)))]
+        self.sync = make_sync(str(self.cfg.rollout.weight_sync), self, (slots.actor_name, 0), receivers)
+
+    def connect(self) -> None:
+        """Connects to the channels, once the driver has created them."""
+        self._observations = self.connect_channel(OBSERVATIONS)
+        self._actions = self.connect_channel(ACTIONS)
+        self._outcomes = self.connect_channel(OUTCOMES)
+        self._trajectories = self.connect_channel(TRAJECTORIES)
+
+    def sync_weights(self) -> int:
+        """Takes over the actor's next version."""
+        self.version = self.sync.apply(self._named())
+        return self.version
+
+    def _named(self) -> list[tuple[str, torch.Tensor]]:
+        return list(self.policy.state_dict().items())
+
+    # -- rollout --------------------------------------------------------------------------------------------------
+
+    @torch.inference_mode()
+    def generate(self, step: int) -> None:
+        """Acts for `rollout_steps` decisions in every slot, then sends the trajectories to the actors.
+
+        The noise of all slots of the run is drawn from (seed, step) and cut by slot, so that an action depends neither
+        on the rank that chose it nor on what else was in its batch.
+        """
+        noises = [self._noise(step, share) for share in self.shares]
+        for t in range(self.steps):
+            for stage, noise in enumerate(noises):
+                self._act(stage, t, noise[t])
+        self._hand_over()
+
+    def _noise(self, step: int, share: range) -> torch.Tensor:
+        seed = np.random.SeedSequence([self.seed, step]).generate_state(1, np.uint64)[0] >> np.uint64(1)
+        generator = torch.Generator().manual_seed(int(seed))
+        table = self.policy.sample_noise((self.steps, self.slots.num_envs), generator)
+        return table[:, share.start : share.stop].contiguous().to(self.device)
+
+    def _act(self, stage: int, t: int, noise: torch.Tensor) -> None:
+        obs = self._gather(self._observations, stage)
+        actions, extras = self.policy.predict_action_batch(self._tensor(obs), mode="train", noise=noise)
+        chosen = actions.cpu().numpy()
+        for rank, common in self.peers[stage]:
+            key = self.slots.to_env_key(stage, rank, self.rank)
+            self._actions.put(chosen[within(common, self.shares[stage])], key=key)
+        # The environments are busy now; what follows costs no time.
+        self.buffers[stage].write(
+            t,
+            obs=obs,
+            actions=chosen,
+            logprobs=extras["prev_logprobs"].cpu().numpy(),
+            values=extras["prev_values"].cpu().numpy(),
+        )
+
+    def _gather(self, channel: Any, stage: int) -> np.ndarray:
+        parts = [channel.get(key=self.slots.to_rollout_key(stage, rank, self.rank)) for rank, _ in self.peers[stage]]
+        return parts[0] if len(parts) == 1 else np.concatenate(parts)
+
+    def _tensor(self, array: np.ndarray) -> torch.Tensor:
+        return torch.from_numpy(np.ascontiguousarray(array)).to(self.device)
+
+    def _hand_over(self) -> None:
+        """Adds rewards, ends and next values, and sends every actor rank the slots it trains on."""
+        outcomes = [self._merge_outcomes(stage) for stage in range(self.slots.stages)]
+        # One forward pass values everything that no action was asked for: what comes next, and what was cut off.
+        unseen = [part for outcome in outcomes for part in (outcome["last_obs"], outcome["final_obs"])]
+        values = np.split(self._value(np.concatenate(unseen)), np.cumsum([len(part) for part in unseen])[:-1])
+        for stage, outcome in enumerate(outcomes):
+            last, final = values[2 * stage], values[2 * stage + 1]
+            buffer, share = self.buffers[stage], self.shares[stage]
+            columns = {name: buffer.batch_first(name) for name in ("obs", "actions", "logprobs", "values")}
+            columns["next_values"] = next_values(
+                columns["values"], last, outcome["final_slot"], outcome["final_step"], final
+            )
+            for name in ("rewards", "terminations", "truncations"):
+                columns[name] = outcome[name]
+            for rank, common in self.slots.actors_of(stage, self.rank):
+                part = within(common, share)
+                message = {name: column[part] for name, column in columns.items()}
+                message["version"] = self.version
+                self._trajectories.put(message, key=self.slots.to_actor_key(stage, self.rank, rank))
+
+    def _merge_outcomes(self, stage: int) -> dict[str, np.ndarray]:
+        """The env ranks' outcomes of a stage as one, slots counted from this rank's first."""
+        share, merged = self.shares[stage], []
+        for rank, common in self.peers[stage]:
+            part = self._outcomes.get(key=self.slots.to_rollout_key(stage, rank, self.rank))
+            part["final_slot"] = part["final_slot"] + (common.start - share.start)
+            merged.append(part)
+        if len(merged) == 1:
+            return merged[0]
+        return {name: np.concatenate([part[name] for part in merged]) for name in merged[0]}
+
+    def _value(self, obs: np.ndarray) -> np.ndarray:
+        values: np.ndarray = self.policy.value(self._tensor(obs)).float().cpu().numpy()
+        return values
+
+    # -- evaluation and checkpoint --------------------------------------------------------------------------------
+
+    def evaluate(self) -> dict[str, float]:
+        """Runs `env.eval` with the present weights, deterministically."""
+        result = evaluate_policy(self.policy, self.cfg.env.eval, seed=self.seed, device=self.device)
+        return {name: float(value) for name, value in result.items() if isinstance(value, (int, float))}
+
+    def save(self, folder: str) -> None:
+        """Writes `rollout-<rank>.pt`. The weights are the actor's; the noise follows from seed and step."""
+        state = {"version": self.version, "rng": rng_state()}
+        save_state(Path(folder) / FILE.format(rank=self.rank), state)
+
+    def offload(self) -> None:
+        """Moves the policy to the host."""
+        self.policy.cpu()
+
+    def reload(self) -> None:
+        """Inverse of `offload`."""
+        self.policy.to(self.device)

@@ -1,0 +1,77 @@
+"""`rlhpc eval`: a checkpoint's policy in its environment, offline and in one process, from the checkpoint alone."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from omegaconf import OmegaConf
+
+from rlhpc.checkpoint import read_manifest, require_valid
+from rlhpc.checkpoint.durable import replace_durably
+from rlhpc.checkpoint.state import load_tensors
+from rlhpc.models import policy_from_spec
+from rlhpc.roles.evaluation import evaluate_policy
+from rlhpc.runtime.errors import CheckpointError, ConfigError
+
+
+def evaluate_checkpoint(
+    checkpoint: str | Path,
+    *,
+    cfg: Any = None,
+    suite: str = "default",
+    episodes: int | None = None,
+    output: str | Path | None = None,
+) -> dict[str, Any]:
+    """Evaluates with deterministic actions, a fixed number of episodes per slot.
+
+    Args:
+        checkpoint: A `global_step_<N>` folder of any run, on any machine.
+        cfg: Takes the place of the checkpoint's own config.yaml: section `env.eval`, and `runner.seed`.
+        suite: Name of the evaluation.
+        episodes: Default `env.eval.num_episodes`.
+        output: JSON file to write, atomically.
+
+    Returns:
+        See `evaluate_policy`; besides suite, global_step and checkpoint.
+
+    Raises:
+        CheckpointError: The checkpoint has faults.
+        ConfigError: The environment cannot be built, or does not fit the policy.
+    """
+    folder = Path(checkpoint).expanduser().absolute()
+    require_valid(folder, hint="or evaluate another checkpoint")
+    cfg = _config(folder) if cfg is None else cfg
+    policy = _policy(folder)
+    try:
+        result = evaluate_policy(policy, cfg.env.eval, seed=int(cfg.runner.seed), episodes=episodes)
+    except RuntimeError as error:
+        raise ConfigError(f"env.eval.env_id={cfg.env.eval.env_id} does not fit {folder}'s policy: {error}") from error
+    result |= {"suite": suite, "global_step": int(read_manifest(folder)["global_step"]), "checkpoint": str(folder)}
+    if output is not None:
+        try:
+            replace_durably(Path(output), json.dumps(result, indent=2, sort_keys=True).encode() + b"\n")
+        except OSError as error:
+            raise ConfigError(f"{output}: cannot be written: {error.strerror}") from error
+    return result
+
+
+def _config(folder: Path) -> Any:
+    path = folder / "config.yaml"
+    if not path.is_file():
+        raise CheckpointError(f"{path}: missing; pass the run's configuration with --config")
+    return OmegaConf.load(path)
+
+
+def _policy(folder: Path) -> Any:
+    try:
+        spec = json.loads((folder / "model.json").read_text())
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{folder / 'model.json'}: cannot be read ({error})") from error
+    policy = policy_from_spec(spec)
+    try:
+        policy.load_state_dict(load_tensors(folder / "model.safetensors"))
+    except RuntimeError as error:
+        raise CheckpointError(f"{folder}: the weights do not fit what model.json describes: {error}") from error
+    return policy.eval()

@@ -1,0 +1,179 @@
+"""A run's folder, opened for training: where it continues, what it leaves, what `rlhpc status` reads."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import sys
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from omegaconf import OmegaConf
+
+from rlhpc.checkpoint import Resumable, find_resumable, move_newer_aside, newest_valid
+from rlhpc.checkpoint.durable import replace_durably
+from rlhpc.metrics import update_provenance, write_provenance
+from rlhpc.runtime.errors import ConfigError, RlhpcError
+from rlhpc.runtime.launch.jobs import host_identity
+from rlhpc.runtime.paths import RunPaths
+
+_STATUS_EVERY_S = 2.0
+
+
+def note(text: str) -> None:
+    """Tells the person at the terminal something that is no error."""
+    print(f"rlhpc: {text}", file=sys.stderr, flush=True)
+
+
+def total_steps(cfg: Any) -> int:
+    """Steps of the whole run: `runner.max_steps`, or `runner.max_epochs` where that is negative."""
+    steps = int(cfg.runner.max_steps)
+    return steps if steps >= 0 else int(cfg.runner.max_epochs)
+
+
+def segment_end(total: int, segment: int, segments: int) -> int:
+    """The step at which a segment ends."""
+    return math.ceil(total * (segment + 1) / segments)
+
+
+@dataclass
+class RunFolder:
+    """One start of a run.
+
+    Attributes:
+        paths: Names of its files.
+        segment: Which segment this start trains; None for the whole run.
+        end_step: Step at which this start ends.
+        total: Steps of the whole run.
+        resume: Where it continues.
+        foreign: It continues from a checkpoint of another run.
+    """
+
+    paths: RunPaths
+    segment: int | None
+    end_step: int
+    total: int
+    resume: Resumable
+    foreign: bool = False
+    started: float = field(default_factory=time.time)
+    _status_written: float = 0.0
+
+    @classmethod
+    def plan(cls, cfg: Any, segment: int | None = None) -> RunFolder:
+        """Finds out where the run continues; writes nothing.
+
+        Raises:
+            ConfigError: The folder has checkpoints and nobody said what to do with them, or the segment does not exist.
+            CheckpointError: `runner.resume_dir` names a checkpoint that cannot be used.
+        """
+        paths = RunPaths.of(cfg.runner.run_dir, cfg.runner.name)
+        total, segments = total_steps(cfg), int(cfg.runner.segments)
+        if segments < 1:
+            raise ConfigError(f"runner.segments is {segments}; it must be at least 1")
+        if segment is not None and not 0 <= segment < segments:
+            raise ConfigError(f"segment {segment} does not exist: runner.segments is {segments} (0 to {segments - 1})")
+        asked = cfg.runner.resume_dir
+        have = [path for _, path in paths.checkpoint_steps() if (path / "COMPLETE").is_file()]
+        if segment is not None and (asked is None or have):
+            asked = "auto"  # a segment started again continues what it did before
+        if asked is None and have:
+            raise ConfigError(
+                f"{paths.root} has checkpoints already (newest: {have[-1].name}). To continue them pass "
+                "runner.resume_dir=auto; to start fresh pass another runner.name, or remove the folder"
+            )
+        resume = find_resumable(paths, asked)
+        for path, reason in resume.skipped:
+            note(f"skipped {path.name}: {reason}")
+        if str(asked).lower() == "auto" and resume.path is None and have:
+            raise ConfigError(
+                f"runner.resume_dir=auto: none of the {len(have)} checkpoints in {paths.checkpoints} can be used (see "
+                "above). Restore one, or start fresh with another runner.name"
+            )
+        foreign = resume.path is not None and resume.path.parent.resolve() != paths.checkpoints.resolve()
+        end = total if segment is None else segment_end(total, segment, segments)
+        return cls(paths, segment, end, total, resume, foreign)
+
+    def open(self, cfg: Any) -> None:
+        """Creates the folder and writes config.yaml and provenance.json.
+
+        Raises:
+            ConfigError: It cannot be written.
+        """
+        try:
+            self.paths.root.mkdir(parents=True, exist_ok=True)
+            replace_durably(self.paths.config, OmegaConf.to_yaml(cfg, resolve=True).encode())
+        except OSError as error:
+            raise ConfigError(
+                f"runner.run_dir: {error.filename or self.paths.root} cannot be written: {error.strerror}; make room, "
+                "fix the permissions or choose another runner.run_dir"
+            ) from error
+        if self.resume.path is not None and not self.foreign:
+            for moved in move_newer_aside(self.paths, self.resume.step):
+                note(f"kept a newer checkpoint as {moved.name}")
+        write_provenance(self.paths, cfg, [*sys.orig_argv])
+
+    def record_placement(self, placements: dict[str, list[dict[str, Any]]]) -> None:
+        """Adds the placement of all ranks to provenance.json."""
+        update_provenance(self.paths, placement=placements)
+
+    def state_file(self) -> Path | None:
+        """`runner.json` of the checkpoint that this start continues from."""
+        return None if self.resume.path is None else self.resume.path / "runner.json"
+
+    def write_status(self, state: str, step: int, *, force: bool = False, **facts: Any) -> None:
+        """Replaces status.json, at most every two seconds unless `force`."""
+        now = time.time()
+        if not force and now - self._status_written < _STATUS_EVERY_S:
+            return
+        self._status_written = now
+        record = {
+            "state": state,
+            "segment": self.segment,
+            "step": step,
+            "max_steps": self.total,
+            "end_step": self.end_step,
+            "pid": os.getpid(),
+            "host": host_identity().split("/")[0],
+            "started": self.started,
+            "updated": now,
+            **{key: None if isinstance(v, float) and not math.isfinite(v) else v for key, v in facts.items()},
+        }
+        replace_durably(self.paths.driver_state, json.dumps(record, indent=1).encode() + b"\n")
+
+    def finish_segment(self, step: int, stop_reason: str) -> dict[str, Any]:
+        """Writes `segments/<k>.json`, last of all.
+
+        Returns:
+            What it holds: segment, global_step, checkpoint, stop_reason.
+        """
+        newest = newest_valid(self.paths, checksums=False)
+        record = {
+            "segment": self.segment or 0,
+            "global_step": step,
+            "checkpoint": str(newest.path) if newest.path else None,
+            "stop_reason": stop_reason,
+        }
+        replace_durably(self.paths.segment_done(self.segment or 0), json.dumps(record).encode() + b"\n")
+        return record
+
+
+def read_segment_done(paths: RunPaths, segment: int) -> dict[str, Any] | None:
+    """What a finished segment left; None when it is not finished."""
+    try:
+        record = json.loads(paths.segment_done(segment).read_text())
+    except (OSError, ValueError):
+        return None
+    return record if isinstance(record, dict) else None
+
+
+def fail_status(folder: RunFolder, step: int, error: BaseException) -> None:
+    """Leaves the reason of a failure in status.json, as far as the folder can be written."""
+    try:
+        if folder.paths.root.is_dir():
+            text = str(error) if isinstance(error, RlhpcError) else f"{type(error).__name__}: {error}"
+            folder.write_status("failed", step, force=True, stop_reason=text.splitlines()[0] if text else "")
+    except OSError:
+        pass

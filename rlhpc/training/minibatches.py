@@ -1,0 +1,29 @@
+"""Minibatches over the transitions of the whole run, so that any number of ranks makes the same updates."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+
+def permutation(total: int, *entropy: int) -> torch.Tensor:
+    """A permutation of `range(total)` that depends on `entropy` alone (seed, step, epoch)."""
+    seed = int(np.random.SeedSequence(entropy).generate_state(1, np.uint64)[0] >> np.uint64(1))
+    return torch.randperm(total, generator=torch.Generator().manual_seed(seed))
+
+
+def local_minibatches(order: torch.Tensor, size: int, held: range) -> list[torch.Tensor]:
+    """The part of each global minibatch that one rank holds.
+
+    Args:
+        order: Permutation of all transitions of the run; minibatch m is `order[m·size : (m+1)·size]`.
+        size: Transitions of a minibatch over all ranks.
+        held: Transitions of this rank.
+
+    Returns:
+        For each minibatch the indices into this rank's transitions; may be empty.
+    """
+    if held == range(len(order)):
+        return list(order.split(size))
+    inside = (order >= held.start) & (order < held.stop)
+    return [part[mask] - held.start for part, mask in zip(order.split(size), inside.split(size), strict=True)]

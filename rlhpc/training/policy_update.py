@@ -1,0 +1,185 @@
+"""The policy update: epochs of global minibatches, split over ranks and micro-batches without changing the result.
+
+What depends on all ranks (valid counts, advantage moments) is summed once for all minibatches, before the first one;
+the metrics once, after the last. In between the ranks exchange gradients and nothing else.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from rlhpc.algorithms import policy_loss, value_loss
+from rlhpc.runtime.errors import ConfigError
+from rlhpc.training.local import LocalBackend, Reduce
+from rlhpc.training.minibatches import local_minibatches, permutation
+
+METRICS = ("policy_loss", "value_loss", "entropy", "approx_kl", "clip_fraction")
+
+
+@dataclass
+class Part:
+    """This rank's part of one minibatch, and what all ranks' parts add up to."""
+
+    indices: torch.Tensor
+    count: torch.Tensor
+    mean: torch.Tensor
+    std: torch.Tensor
+
+
+class PolicyUpdate:
+    """Trains the backend's module on one rollout.
+
+    Args:
+        algorithm: Section `algorithm` of the configuration.
+        backend: Owns the module.
+        batch_size: Transitions of a minibatch over all ranks.
+        micro_batch: Transitions of one forward and backward pass; None for a rank's whole part.
+        seed: Of the minibatches' order.
+        reduce: Sums a tensor over the group, in place.
+        ranks: World size of the group.
+    """
+
+    def __init__(
+        self,
+        algorithm: Any,
+        backend: LocalBackend,
+        *,
+        batch_size: int,
+        micro_batch: int | None,
+        seed: int,
+        reduce: Reduce = lambda t: t,
+        ranks: int = 1,
+    ) -> None:
+        self.backend, self.batch_size, self.micro_batch, self.seed = backend, batch_size, micro_batch, seed
+        self._reduce, self._ranks = reduce, ranks
+        self.epochs = int(algorithm.update_epochs)
+        self.loss_type = str(algorithm.loss_type)
+        self.value_coef, self.entropy_coef = float(algorithm.value_coef), float(algorithm.entropy_coef)
+        self.value_clip = None if algorithm.value_clip is None else float(algorithm.value_clip)
+        self.target_kl = None if algorithm.target_kl is None else float(algorithm.target_kl)
+        self.normalize = str(algorithm.normalize_advantages or "none").lower()
+        if self.normalize not in ("batch", "minibatch", "none", "false"):
+            raise ConfigError(
+                f"algorithm.normalize_advantages is {algorithm.normalize_advantages!r}; "
+                "choose from batch, minibatch, none"
+            )
+        self._loss_options = {
+            "clip_ratio_low": float(algorithm.clip_ratio_low),
+            "clip_ratio_high": float(algorithm.clip_ratio_high),
+            "clip_ratio_c": None if algorithm.clip_ratio_c is None else float(algorithm.clip_ratio_c),
+            "loss_agg": "token-mean",
+        }
+
+    def run(self, batch: dict[str, torch.Tensor], held: range, total: int, step: int, lr: float) -> dict[str, float]:
+        """All epochs over one rollout.
+
+        Args:
+            batch: This rank's transitions, flat `[N, ...]`: obs, actions, logprobs, values, advantages, returns, mask.
+            held: Which of the run's `total` transitions they are.
+            total: Transitions of all ranks.
+            step: Global step, part of the order's seed.
+            lr: Learning rate.
+
+        Returns:
+            Metrics, the same on all ranks.
+        """
+        device = batch["logprobs"].device
+        self.backend.set_lr(lr)
+        epochs = [self._parts(batch, held, total, step, epoch) for epoch in range(self.epochs)]
+        sums = torch.zeros(len(METRICS), dtype=torch.float64, device=device)
+        norms = torch.zeros((), dtype=torch.float64, device=device)
+        updates, done_epochs = 0, 0
+        for parts in epochs:
+            kl = torch.zeros((), dtype=torch.float64, device=device)
+            for part in parts:
+                self.backend.zero_grad()
+                stats = self._accumulate(batch, part)
+                norms += self.backend.optimizer_step()
+                sums += stats
+                kl += stats[METRICS.index("approx_kl")]
+                updates += 1
+            done_epochs += 1
+            if self.target_kl is not None and float(self._sum(kl)) / len(parts) > self.target_kl:
+                break
+        means = (self._sum(sums) / max(updates, 1)).tolist()
+        return {
+            **dict(zip(METRICS, means, strict=True)),
+            "grad_norm": float(norms) / max(updates, 1),
+            "epochs": float(done_epochs),
+            "lr": lr,
+        }
+
+    def _sum(self, tensor: torch.Tensor) -> torch.Tensor:
+        return self._reduce(tensor) if self._ranks > 1 else tensor
+
+    def _parts(self, batch: dict[str, torch.Tensor], held: range, total: int, step: int, epoch: int) -> list[Part]:
+        """The minibatches of one epoch; counts and moments of their advantages over all ranks."""
+        order = permutation(total, self.seed, step, epoch)
+        device = batch["logprobs"].device
+        indices = [part.to(device) for part in local_minibatches(order, self.batch_size, held)]
+        mask = batch["mask"].double()
+        advantages = batch["advantages"].double() * mask
+        columns = torch.stack([mask, advantages, advantages * batch["advantages"]], dim=1)
+        if self.normalize == "batch":
+            moments = columns.sum(0).expand(len(indices), 3).clone()
+        else:
+            moments = torch.stack([columns[part].sum(0) for part in indices])
+        counts = torch.stack([mask[part].sum() for part in indices])
+        stacked = self._sum(torch.cat([moments, counts[:, None]], dim=1))
+        n, first, second, count = stacked.unbind(1)
+        mean = first / n.clamp(min=1)
+        variance = ((second - n * mean * mean) / (n - 1).clamp(min=1)).clamp(min=0)
+        if self.normalize in ("none", "false"):
+            mean, variance = torch.zeros_like(mean), torch.ones_like(variance)
+        mean, std, count = mean.float(), variance.sqrt().float(), count.float().clamp(min=1)
+        return [Part(*columns) for columns in zip(indices, count, mean, std, strict=True)]
+
+    def _accumulate(self, batch: dict[str, torch.Tensor], part: Part) -> torch.Tensor:
+        """Gradients of one minibatch; returns this rank's share of its metrics."""
+        stats = torch.zeros(len(METRICS), dtype=torch.float64, device=batch["logprobs"].device)
+        size = self.micro_batch or max(part.indices.numel(), 1)
+        for indices in part.indices.split(size) if part.indices.numel() else ():
+            loss, values = self._loss({name: column[indices] for name, column in batch.items()}, part)
+            loss.backward()
+            stats += values
+        return stats
+
+    def _loss(self, micro: dict[str, torch.Tensor], part: Part) -> tuple[torch.Tensor, torch.Tensor]:
+        """One micro-batch's share of the minibatch's loss and metrics."""
+        mask = micro["mask"]
+        share = mask.sum() / part.count
+        advantages = micro["advantages"]
+        if self.normalize not in ("none", "false"):
+            advantages = (advantages - part.mean) / (part.std + 1e-8)
+        out = self.backend.module.default_forward(
+            {"obs": micro["obs"], "actions": micro["actions"]},
+            compute_logprobs=True,
+            compute_entropy=True,
+            compute_values=True,
+        )
+        # A transition is a sequence of length one here: [M] → [M, 1].
+        rows = mask.unsqueeze(1)
+        policy, facts = policy_loss(
+            self.loss_type,
+            logprobs=out["logprobs"].unsqueeze(1),
+            old_logprobs=micro["logprobs"].unsqueeze(1),
+            advantages=advantages.unsqueeze(1),
+            loss_mask=rows,
+            **self._loss_options,
+        )
+        value, _ = value_loss(
+            values=out["values"].unsqueeze(1),
+            returns=micro["returns"].unsqueeze(1),
+            loss_mask=rows,
+            old_values=micro["values"].unsqueeze(1),
+            value_clip=self.value_clip,
+        )
+        entropy = (out["entropy"] * mask).sum() / mask.sum().clamp(min=1)
+        loss = (policy + self.value_coef * value - self.entropy_coef * entropy) * share
+        with torch.no_grad():
+            known = [policy, value, entropy, facts.get("approx_kl", 0.0), facts.get("clip_fraction", 0.0)]
+            stats = torch.stack([torch.as_tensor(v, device=loss.device).detach().double() for v in known]) * share
+        return loss, stats

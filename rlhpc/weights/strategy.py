@@ -1,0 +1,60 @@
+"""The interface of a weight synchronisation strategy, and the choice of one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any, Protocol
+
+from rlhpc.runtime.errors import ConfigError
+
+if TYPE_CHECKING:
+    import torch
+
+    from rlhpc.runtime.worker import Worker
+
+NamedTensors = Iterable[tuple[str, "torch.Tensor"]]
+
+
+class WeightSync(Protocol):
+    """Both ends of a synchronisation. Sender and receivers call in the same order, once a version.
+
+    A receiver's module changes only inside `apply`, which it calls between two forward passes: a half-applied update is
+    never visible.
+    """
+
+    def sync(self, version: int, named_tensors: NamedTensors) -> None:
+        """Sends one version to all receivers."""
+
+    def apply(self, named_tensors: NamedTensors) -> int:
+        """Receives the next version into these tensors, in place.
+
+        Returns:
+            The version.
+        """
+
+
+_strategies: dict[str, Callable[..., WeightSync]] = {}
+
+
+def register_sync(name: str) -> Callable[[Callable[..., WeightSync]], Callable[..., WeightSync]]:
+    """Registers a strategy under `rollout.weight_sync: <name>`; a second one of a name is an error."""
+
+    def add(factory: Callable[..., WeightSync]) -> Callable[..., WeightSync]:
+        if name.lower() in _strategies:
+            raise ValueError(f"weight sync {name!r} is registered already")
+        _strategies[name.lower()] = factory
+        return factory
+
+    return add
+
+
+def make_sync(kind: str, worker: Worker, src: tuple[str, int], receivers: list[tuple[str, list[int]]]) -> Any:
+    """The strategy `kind` for this worker; "auto" takes the fastest that the topology allows.
+
+    Raises:
+        ConfigError: There is no such strategy.
+    """
+    name = "broadcast" if kind.lower() == "auto" else kind.lower()
+    if name not in _strategies:
+        raise ConfigError(f"rollout.weight_sync is {kind!r}; choose from auto, {', '.join(sorted(_strategies))}")
+    return _strategies[name](worker, src, receivers)

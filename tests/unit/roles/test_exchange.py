@@ -1,0 +1,74 @@
+"""Slot maps: every slot has one owner per role, messages are the intersections, and keys are unambiguous."""
+
+import itertools
+
+import pytest
+
+from rlhpc.roles.exchange import SlotMap, within
+from rlhpc.runtime.errors import ConfigError
+
+LAYOUTS = [
+    dict(num_envs=n, stages=s, env_ranks=e, rollout_ranks=r, actor_ranks=a)
+    for n, s, e, r, a in itertools.product((12, 24), (1, 2, 3), (1, 2), (1, 2, 4), (1, 2, 3))
+    if n % s == 0 and (n // s) % e == 0 and (n // s) % r == 0
+]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda v: "-".join(str(x) for x in v.values()))
+def test_every_slot_has_one_owner_in_each_role(layout):
+    m = SlotMap(**layout)
+    everything = list(range(m.num_envs))
+    stages = range(m.stages)
+    assert sorted(i for s in stages for e in range(m.env_ranks) for i in m.env_share(s, e)) == everything
+    assert sorted(i for s in stages for r in range(m.rollout_ranks) for i in m.rollout_share(s, r)) == everything
+    assert sorted(i for a in range(m.actor_ranks) for i in m.actor_share(a)) == everything
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda v: "-".join(str(x) for x in v.values()))
+def test_both_ends_agree_on_the_messages(layout):
+    m = SlotMap(**layout)
+    stages = range(m.stages)
+    sent = {(s, e, r): c for s in stages for e in range(m.env_ranks) for r, c in m.rollouts_of(s, e)}
+    taken = {(s, e, r): c for s in stages for r in range(m.rollout_ranks) for e, c in m.envs_of(s, r)}
+    assert sent == taken
+    assert sorted(i for c in sent.values() for i in c) == list(range(m.num_envs))
+    handed = {(s, r, a): c for s in stages for r in range(m.rollout_ranks) for a, c in m.actors_of(s, r)}
+    received = {(s, r, a): c for a in range(m.actor_ranks) for s, r, c in m.sources_of(a)}
+    assert handed == received
+    for a in range(m.actor_ranks):
+        in_slot_order = [i for _, _, c in m.sources_of(a) for i in c]
+        assert in_slot_order == list(m.actor_share(a))
+
+
+def test_keys_are_unique_and_live_with_the_consumer():
+    m = SlotMap(24, stages=2, env_ranks=2, rollout_ranks=4, actor_ranks=3)
+    triples = list(itertools.product(range(2), range(2), range(4)))
+    to_rollout = {t: m.to_rollout_key(*t) for t in triples}
+    to_env = {t: m.to_env_key(*t) for t in triples}
+    assert len(set(to_rollout.values())) == len(set(to_env.values())) == len(triples)
+    assert all(int(key) % 4 == t[2] for t, key in to_rollout.items())
+    assert all(int(key) % 2 == t[1] for t, key in to_env.items())
+    assert all(int(m.to_actor_key(s, r, a)) % 3 == a for s in range(2) for r in range(4) for a in range(3))
+
+
+def test_within():
+    assert within(range(6, 8), range(4, 12)) == slice(2, 4)
+
+
+@pytest.mark.parametrize(
+    ("layout", "words"),
+    [
+        (dict(num_envs=7, stages=2), ("num_envs(7)", "pipeline_stage_num(2)")),
+        (dict(num_envs=8, env_ranks=3), ("8 % env ranks(3)", "component_placement.env")),
+        (dict(num_envs=8, rollout_ranks=3), ("8 % rollout ranks(3)",)),
+        (dict(num_envs=8, actor_ranks=3), ("num_envs(8)", "actor ranks(3)")),
+        (dict(num_envs=8, env_ranks=4, group_size=4), ("group_size(4)",)),
+        (dict(num_envs=0), ("num_envs is 0",)),
+        (dict(num_envs=8, stages=0), ("pipeline_stage_num is 0",)),
+    ],
+)
+def test_counts_that_do_not_divide_are_refused_with_their_numbers(layout, words):
+    with pytest.raises(ConfigError) as caught:
+        SlotMap(**layout)
+    for word in words:
+        assert word in str(caught.value)
