@@ -38,7 +38,7 @@ _NO_FLOCK = {errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.
 def read_json(path: Path) -> dict[str, Any] | None:
     """The object in a file that others replace atomically; None when it is missing or not (yet) readable."""
     with contextlib.suppress(OSError):
-        os.listdir(path.parent)  # makes NFS look again instead of answering from its cache of missing names
+        list(path.parent.iterdir())  # makes NFS look again instead of answering from its cache of missing names
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -55,10 +55,10 @@ def write_json(path: Path, value: dict[str, Any]) -> None:
             file.write("\n")
             file.flush()
             os.fsync(file.fileno())
-        os.replace(name, path)
+        Path(name).replace(path)
     except BaseException:
         with contextlib.suppress(OSError):
-            os.unlink(name)
+            Path(name).unlink()
         raise
 
 
@@ -95,7 +95,7 @@ class SegmentFiles:
         """Numbers of all claims there are, ascending."""
         pattern = re.compile(rf"^segment_{self.segment}\.claim\.(\d+)\.json$")
         try:
-            names = os.listdir(self.paths.submit)
+            names = [path.name for path in self.paths.submit.iterdir()]
         except FileNotFoundError:
             return []
         return sorted(int(m.group(1)) for name in names if (m := pattern.match(name)))
@@ -192,16 +192,22 @@ class SubmitLock:
             holder = ProcessId.from_json(read_json(lease))
             alive = None if holder is None else holder.alive()
             if alive is False or (alive is None and not renewed_within(lease, LEASE_S)):
-                # rename, not unlink: of two that find it stale, one succeeds
-                with contextlib.suppress(FileNotFoundError):
-                    os.rename(lease, lease.with_suffix(f".stale-{secrets.token_hex(4)}"))
-                for old in lease.parent.glob(f"{lease.stem}.stale-*"):
-                    old.unlink(missing_ok=True)
+                self._remove_stale(holder)
             return False
         with os.fdopen(fd, "w", encoding="utf-8") as file:
             json.dump(ProcessId.of(os.getpid()).to_json(), file)
         self._leased = True
         return True
+
+    def _remove_stale(self, holder: ProcessId | None) -> None:
+        """Remove the lease of a dead holder, and put it back if somebody else had just taken it."""
+        lease = self._files.lease
+        aside = lease.with_suffix(f".stale-{secrets.token_hex(4)}")
+        with contextlib.suppress(FileNotFoundError, FileExistsError):
+            lease.rename(aside)
+            if ProcessId.from_json(read_json(aside)) != holder:
+                os.link(aside, lease)
+        aside.unlink(missing_ok=True)
 
     def _release(self) -> None:
         if self._leased:
@@ -349,7 +355,7 @@ class Claim:
                 return self._create_exclusive(Path(name).read_text(encoding="utf-8"))
             return True
         finally:
-            os.unlink(name)
+            Path(name).unlink()
 
     def _create_exclusive(self, text: str) -> bool:
         try:

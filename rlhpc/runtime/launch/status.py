@@ -75,7 +75,7 @@ def run_state(paths: RunPaths) -> tuple[str, str]:
         return state, reason
     if not state:
         return ("waiting", "submitted, not started yet") if newest is not None else ("unknown", "no status.json")
-    pid, host = status.get("pid"), str(status.get("host") or "")
+    pid, host = status.get("pid"), str(status.get("host") or "").partition(":")[0]
     if host == host_identity().split("/")[0] and isinstance(pid, int):
         if Path(f"/proc/{pid}").exists():
             return state, reason

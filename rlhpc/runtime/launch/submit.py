@@ -18,100 +18,43 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TextIO
 
-from rlhpc.runtime.errors import DeadlineExceeded, RlhpcError, SubmitError
-from rlhpc.runtime.launch.claim import Claim, SegmentFiles, SubmitLock, read_json, write_json
-from rlhpc.runtime.launch.driver_job import DriverJob, first_failure
-from rlhpc.runtime.launch.jobs import JobProbe, JobReport, JobState, LocalProbe, ProcessId, SlurmProbe
+from rlhpc.runtime.errors import RlhpcError, SubmitError
+from rlhpc.runtime.launch.claim import Claim, SegmentFiles, SubmitLock, read_json
+from rlhpc.runtime.launch.driver_job import DriverJob
+from rlhpc.runtime.launch.jobs import ProcessId
 from rlhpc.runtime.launch.local import make_local_executor, python_path
-from rlhpc.runtime.launch.status import progress_line
+from rlhpc.runtime.launch.record import JobRecord, find_job, job_words, owner_of
+from rlhpc.runtime.launch.waiter import DriverFailed, DriverRejected, JobLost, Waiter, say
 from rlhpc.runtime.paths import RunPaths
+
+__all__ = [
+    "DriverFailed",
+    "DriverRejected",
+    "JobLost",
+    "JobRecord",
+    "WaitInterrupted",
+    "cancel",
+    "driver_command",
+    "submit_segment",
+]
 
 EXECUTORS = ("auto", "local", "slurm")
 #: Minutes; submitit's local controller wants a limit, and a local run has none.
 _NO_LIMIT_MIN = 10 * 365 * 24 * 60
 #: submitit counts timeouts and gives up; here the progress between attempts decides (`DriverJob.max_stalled`).
 _NO_COUNT = 10**6
-#: Between the end of a job's processes and its last files being visible on a shared file system.
-_SETTLE_S = 2.0
-#: How long a job may be unheard of, or Slurm be silent, before waiting is pointless.
-_UNKNOWN_S = 900.0
-_FORGOTTEN_S = 90.0
 #: A job that is lost this soon after it was found was on its way out already.
 _DYING_S = 10.0
-
-
-class DriverFailed(RlhpcError):
-    """The driver ended without finishing its segment; the message is its first error.
-
-    Attributes:
-        exit_code: The driver's exit code.
-        log_path: Its stderr file.
-    """
-
-    def __init__(self, message: str, *, exit_code: int = 1, log_path: str = "") -> None:
-        super().__init__(message)
-        self.exit_code = exit_code if 0 < exit_code < 256 else 1
-        self.log_path = log_path
-
-
-class DriverRejected(SubmitError):
-    """The driver refused what it was given (its exit code was 2): an error of the user, as if it had run here."""
-
-
-class JobLost(DriverFailed):
-    """The job is gone and left neither a finished segment nor an error: killed, or its node died."""
 
 
 class WaitInterrupted(RlhpcError):
     """Ctrl-C ended the waiting; the job goes on."""
 
     exit_code = 130
-
-
-@dataclass(frozen=True)
-class JobRecord:
-    """What `submit/segment_<k>.json` holds.
-
-    Attributes:
-        phase: "submitting" until the job id is known, then "submitted".
-        process: Of the local controller; None for Slurm.
-        attempt: Number of this submission, from 1.
-        job_log: Files with the job's own output; the driver's are in `logs/segment_<k>/`.
-    """
-
-    segment: int
-    attempt: int
-    token: str
-    executor: str
-    command: list[str]
-    job_name: str
-    job_id: str = ""
-    phase: str = "submitting"
-    process: ProcessId | None = None
-    submitted: float = 0.0
-    job_log: str = ""
-    logs: dict[str, str] = field(default_factory=dict)
-
-    @classmethod
-    def read(cls, files: SegmentFiles) -> JobRecord | None:
-        """The last submission of a segment, if there was one."""
-        value = read_json(files.record)
-        if value is None:
-            return None
-        known = {name: value[name] for name in cls.__dataclass_fields__ if name in value}
-        known["process"] = ProcessId.from_json(known.get("process"))
-        try:
-            return cls(**known)
-        except TypeError:
-            return None
-
-    def write(self, files: SegmentFiles) -> None:
-        value = {name: getattr(self, name) for name in self.__dataclass_fields__}
-        write_json(files.record, {**value, "process": self.process.to_json() if self.process else None})
 
 
 def driver_command(config_path: str | Path, overrides: Sequence[str] = (), *, segment: int = 0) -> list[str]:
@@ -183,7 +126,7 @@ def submit_segment(
             done = read_json(files.marker)
             if done is not None:
                 return _answer("finished", JobRecord.read(files), segment, done)
-            record, state = _find_job(files), "attached"
+            record, state = find_job(files), "attached"
             if record is None:
                 record, state = (
                     _submit(files, argv, kind, dict(environment or {}), slurm or {}, save_grace_s),
@@ -192,23 +135,23 @@ def submit_segment(
         if not wait:
             return _answer(state, record, segment, None)
         verb = "waiting for" if state == "attached" else "submitted"
-        _say(out, f"segment {segment}: {verb} {_job_words(record)}; logs in {files.driver_err.parent}")
+        say(out, f"segment {segment}: {verb} {job_words(record)}; logs in {files.driver_err.parent}")
         attached = time.monotonic() if state == "attached" else None
         try:
-            done = _Waiter(files, record, out, poll_s, progress_s, deadline_s).wait()
+            done = Waiter(files, record, out, poll_s, progress_s, deadline_s).wait()
         except JobLost:
             # it was dying when we found it, as when somebody kills a run and starts it again
             if attached is None or time.monotonic() - attached > _DYING_S:
                 raise
             continue
         except KeyboardInterrupt:
-            owner = _owner(files, record)
+            owner = owner_of(files, record)
             raise WaitInterrupted(
-                f"stopped waiting; {_job_words(owner)} goes on with segment {segment} of {files.paths.root}\n"
+                f"stopped waiting; {job_words(owner)} goes on with segment {segment} of {files.paths.root}\n"
                 "  wait for it again: run the same command\n"
                 f"  stop it:           rlhpc cancel {shlex.quote(str(files.paths.root))}"
             ) from None
-        return _answer("finished", _owner(files, record), segment, done)
+        return _answer("finished", owner_of(files, record), segment, done)
 
 
 def cancel(paths: RunPaths, segment: int | None = None, *, grace_s: float = 60.0) -> list[str]:
@@ -227,18 +170,27 @@ def cancel(paths: RunPaths, segment: int | None = None, *, grace_s: float = 60.0
     """
     told = []
     for files in _segments_of(paths) if segment is None else [SegmentFiles(paths, segment)]:
-        claim = Claim.newest(files)
-        if files.marker.exists() and (claim is None or not claim.alive()):
+        if files.marker.exists() and _ends_by_itself(files):
             continue
-        record = _find_job(files)
+        record = find_job(files)
         if record is None:
             continue
         if record.executor == "slurm":
             _scancel(record)
         else:
             _end_local(files, record, grace_s)
-        told.append(f"segment {files.segment}: {_job_words(record)} was cancelled")
+        told.append(f"segment {files.segment}: {job_words(record)} was cancelled")
     return told
+
+
+def _ends_by_itself(files: SegmentFiles) -> bool:
+    """Whether the job of a finished segment is gone; it takes a moment after the marker."""
+    end = time.monotonic() + 3.0
+    while (claim := Claim.newest(files)) is not None and claim.alive():
+        if time.monotonic() > end:
+            return False
+        time.sleep(0.1)
+    return True
 
 
 def _choose_executor(name: str) -> str:
@@ -277,78 +229,10 @@ def _answer(state: str, record: JobRecord | None, segment: int, result: dict[str
     }
 
 
-def _say(out: TextIO, text: str) -> None:
-    with contextlib.suppress(OSError, ValueError):  # the terminal may be gone
-        print(f"rlhpc: {text}", file=out, flush=True)
-
-
-def _job_words(record: JobRecord) -> str:
-    return f"{'Slurm' if record.executor == 'slurm' else 'local'} job {record.job_id or '(starting)'}"
-
-
 def _job_name(files: SegmentFiles) -> str:
     """Unique to the run folder and segment, so that a job whose id was never written down can be found by name."""
     digest = hashlib.sha256(str(files.paths.root.resolve()).encode()).hexdigest()[:8]
     return f"rlhpc-{files.paths.root.name}-{files.segment}-{digest}"
-
-
-def _probe_for(record: JobRecord, files: SegmentFiles) -> JobProbe:
-    if record.executor == "slurm":
-        return SlurmProbe(finished=lambda job_id: files.marker.exists())
-    return LocalProbe({record.job_id: record.process} if record.process else {})
-
-
-def _owner(files: SegmentFiles, record: JobRecord) -> JobRecord:
-    """The record, or the job that holds the claim when two were submitted or the id was never written down."""
-    claim = Claim.newest(files)
-    if claim is None or (claim.token == record.token and record.job_id) or not claim.alive():
-        return record
-    current = JobRecord.read(files)
-    if current is not None and current.token == claim.token and current.job_id:
-        return current
-    return JobRecord(
-        segment=files.segment,
-        attempt=record.attempt,
-        token=claim.token,
-        executor=claim.executor,
-        command=record.command,
-        job_name=record.job_name,
-        job_id=claim.job_id,
-        phase="submitted",
-        process=claim.job if claim.executor == "local" else None,
-        logs=record.logs,
-    )
-
-
-def _find_job(files: SegmentFiles) -> JobRecord | None:
-    """The live job of a segment: the recorded one, the one that holds the claim, or one found by name."""
-    record = JobRecord.read(files)
-    if record is None:
-        return None
-    ended = read_json(files.exit)
-    if ended is not None and ended.get("token") == record.token:
-        return None
-    probe = _probe_for(record, files)
-    claim = Claim.newest(files)
-    if claim is not None and claim.alive(probe if record.executor == "slurm" else None):
-        return _owner(files, record)
-    if record.phase == "submitting" and record.executor == "slurm" and isinstance(probe, SlurmProbe):
-        job_id = probe.find(record.job_name)
-        if job_id is None:
-            return None
-        found = replace(record, job_id=job_id, phase="submitted")
-        found.write(files)
-        return found
-    if not record.job_id:
-        return None
-    report = probe.query_one(record.job_id)
-    if record.executor == "slurm":
-        gone = report.state.is_terminal or (report.state is JobState.UNKNOWN and report.conclusive)
-    else:
-        gone = report.state is not JobState.RUNNING and report.conclusive
-        if not report.conclusive and claim is not None:
-            gone = True  # of another host, and it stopped renewing its claim
-    return None if gone else record
 
 
 def _await_orphan(files: SegmentFiles, grace_s: float, out: TextIO) -> None:
@@ -360,9 +244,7 @@ def _await_orphan(files: SegmentFiles, grace_s: float, out: TextIO) -> None:
             return
         if not said:
             said = True
-            _say(
-                out, f"segment {files.segment}: the job was killed; its driver (pid {claim.driver.pid}) saves and ends"
-            )
+            say(out, f"segment {files.segment}: the job was killed; its driver (pid {claim.driver.pid}) saves and ends")
         if time.monotonic() > end:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.kill(claim.driver.pid, signal.SIGKILL)
@@ -466,7 +348,7 @@ def _end_local(files: SegmentFiles, record: JobRecord, grace_s: float) -> None:
         processes = [p for p in [*known, record.process] if p is not None]
         foreign = [p for p in processes if p.alive() is None]
         if foreign:
-            raise RlhpcError(f"{_job_words(record)} runs on {foreign[0].host.split('/')[0]}; cancel it from there")
+            raise RlhpcError(f"{job_words(record)} runs on {foreign[0].host.split('/')[0]}; cancel it from there")
         living = [p for p in processes if p.alive()]
         if not living:
             return
@@ -478,125 +360,3 @@ def _end_local(files: SegmentFiles, record: JobRecord, grace_s: float) -> None:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(process.pid, signal.SIGKILL if over else signal.SIGTERM)
         time.sleep(0.1)
-
-
-class _Waiter:
-    """Polls the marker file often and the job seldom."""
-
-    def __init__(
-        self,
-        files: SegmentFiles,
-        record: JobRecord,
-        out: TextIO,
-        poll_s: float,
-        progress_s: float,
-        deadline_s: float | None,
-    ) -> None:
-        self._files = files
-        self._record = record
-        self._out = out
-        self._poll_s = poll_s
-        self._progress_s = progress_s
-        self._deadline = None if deadline_s is None else (time.monotonic() + deadline_s, deadline_s)
-        self._probe = _probe_for(record, files)
-        self._last_line = ""
-        self._silent_since: float | None = None
-
-    def wait(self) -> dict[str, Any]:
-        """What the driver wrote when it finished."""
-        next_probe = next_line = time.monotonic()
-        while True:
-            done = read_json(self._files.marker)
-            if done is not None:
-                return done
-            self._raise_if_failed()
-            now = time.monotonic()
-            if now >= next_probe:
-                next_probe = now + max(self._poll_s, 1.0)
-                report = self._look()
-                if report is None:
-                    return self._settle()
-                if now >= next_line:
-                    next_line = now + self._progress_s
-                    self._show(report)
-            if self._deadline is not None and now > self._deadline[0]:
-                raise DeadlineExceeded(
-                    f"segment {self._files.segment} was not finished within {self._deadline[1]:.0f} s; "
-                    f"{_job_words(self._record)} goes on; log: {self._files.driver_err}"
-                )
-            time.sleep(self._poll_s)
-
-    def _look(self) -> JobReport | None:
-        """How the job is; None when it is over."""
-        claim = Claim.newest(self._files)
-        if claim is not None and claim.token != self._record.token:
-            owner = _owner(self._files, self._record)
-            if owner.token != self._record.token:  # another submitter's job was first
-                self._record, self._probe = owner, _probe_for(owner, self._files)
-        if claim is not None and claim.alive_here():
-            return JobReport(JobState.RUNNING, source="proc")
-        report = self._probe.query_one(self._record.job_id)
-        if self._record.executor == "local" and report.conclusive:
-            return report if report.state is JobState.RUNNING else None
-        if report.state.is_terminal:
-            return None
-        if report.state is not JobState.UNKNOWN:
-            self._silent_since = None
-            return report
-        if claim is not None and not report.conclusive and claim.alive():  # another host: does it still renew?
-            self._silent_since = None
-            return JobReport(JobState.RUNNING, source="claim")
-        self._silent_since = self._silent_since or time.monotonic()
-        patience = _FORGOTTEN_S if report.conclusive else _UNKNOWN_S
-        return report if time.monotonic() - self._silent_since < patience else None
-
-    def _settle(self) -> dict[str, Any]:
-        """The job is over: give its last files a moment to become visible, then say how it ended."""
-        end = time.monotonic() + _SETTLE_S
-        while time.monotonic() < end:
-            done = read_json(self._files.marker)
-            if done is not None:
-                return done
-            self._raise_if_failed()
-            time.sleep(0.1)
-        claim = Claim.newest(self._files)
-        offset = claim.err_offset if claim is not None and claim.token == self._record.token else 0
-        report = self._probe.query_one(self._record.job_id)
-        how = report.state.value if report.state.is_terminal else "killed, or its node is gone"
-        text = first_failure(self._files.driver_err, offset, lines=10)
-        raise JobLost(
-            f"segment {self._files.segment}: {_job_words(self._record)} ended without a result ({how}"
-            f"{': ' + report.reason if report.reason else ''})\n"
-            + (f"{text}\n" if text else "")
-            + f"  driver log: {self._files.driver_err}\n  job log:    {self._record.job_log}\n"
-            "  the same command again resumes from the last checkpoint",
-            log_path=str(self._files.driver_err),
-        )
-
-    def _raise_if_failed(self) -> None:
-        ended = read_json(self._files.exit)
-        if ended is None or ended.get("token") != self._record.token:
-            return
-        code = int(ended.get("exit_code") or 1)
-        name = str(ended.get("signal") or "")
-        words = str(ended.get("message") or "").strip()
-        if ended.get("cancelled"):
-            head = f"{_job_words(self._record)} was cancelled" + (f"\n{words}" if words else "")
-        else:
-            head = words or f"the driver ended with exit code {code} and said nothing"
-            if name:
-                head = f"the driver was ended by {name}" + (f"; its last words:\n{words}" if words else "")
-        message = f"{head}\n  driver log: {self._files.driver_err} (segment {self._files.segment})"
-        if code == 2:
-            raise DriverRejected(message)
-        raise DriverFailed(message, exit_code=code, log_path=str(self._files.driver_err))
-
-    def _show(self, report: JobReport) -> None:
-        state = report.state.value.lower() + (f": {report.reason}" if report.reason else "")
-        line = f"segment {self._files.segment}: {_job_words(self._record)} {state}"
-        # an earlier segment's numbers are of no interest
-        progress = progress_line(self._files.paths, since=self._record.submitted)
-        line += f", {progress}" if progress else ""
-        if line != self._last_line:
-            self._last_line = line
-            _say(self._out, line)

@@ -1,0 +1,113 @@
+"""The record of a submitted job, and the search for the live job of a segment."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+
+from rlhpc.runtime.launch.claim import Claim, SegmentFiles, read_json, write_json
+from rlhpc.runtime.launch.jobs import JobProbe, JobState, LocalProbe, ProcessId, SlurmProbe
+
+
+@dataclass(frozen=True)
+class JobRecord:
+    """What `submit/segment_<k>.json` holds.
+
+    Attributes:
+        phase: "submitting" until the job id is known, then "submitted".
+        process: Of the local controller; None for Slurm.
+        attempt: Number of this submission, from 1.
+        job_log: Files with the job's own output; the driver's are in `logs/segment_<k>/`.
+    """
+
+    segment: int
+    attempt: int
+    token: str
+    executor: str
+    command: list[str]
+    job_name: str
+    job_id: str = ""
+    phase: str = "submitting"
+    process: ProcessId | None = None
+    submitted: float = 0.0
+    job_log: str = ""
+    logs: dict[str, str] = field(default_factory=dict)
+
+    @classmethod
+    def read(cls, files: SegmentFiles) -> JobRecord | None:
+        """The last submission of a segment, if there was one."""
+        value = read_json(files.record)
+        if value is None:
+            return None
+        known = {name: value[name] for name in cls.__dataclass_fields__ if name in value}
+        known["process"] = ProcessId.from_json(known.get("process"))
+        try:
+            return cls(**known)
+        except TypeError:
+            return None
+
+    def write(self, files: SegmentFiles) -> None:
+        value = {name: getattr(self, name) for name in self.__dataclass_fields__}
+        write_json(files.record, {**value, "process": self.process.to_json() if self.process else None})
+
+
+def job_words(record: JobRecord) -> str:
+    return f"{'Slurm' if record.executor == 'slurm' else 'local'} job {record.job_id or '(starting)'}"
+
+
+def probe_for(record: JobRecord, files: SegmentFiles) -> JobProbe:
+    if record.executor == "slurm":
+        return SlurmProbe(finished=lambda job_id: files.marker.exists())
+    return LocalProbe({record.job_id: record.process} if record.process else {})
+
+
+def owner_of(files: SegmentFiles, record: JobRecord) -> JobRecord:
+    """The record, or the job that holds the claim when two were submitted or the id was never written down."""
+    claim = Claim.newest(files)
+    if claim is None or (claim.token == record.token and record.job_id) or not claim.alive():
+        return record
+    current = JobRecord.read(files)
+    if current is not None and current.token == claim.token and current.job_id:
+        return current
+    return JobRecord(
+        segment=files.segment,
+        attempt=record.attempt,
+        token=claim.token,
+        executor=claim.executor,
+        command=record.command,
+        job_name=record.job_name,
+        job_id=claim.job_id,
+        phase="submitted",
+        process=claim.job if claim.executor == "local" else None,
+        logs=record.logs,
+    )
+
+
+def find_job(files: SegmentFiles) -> JobRecord | None:
+    """The live job of a segment: the recorded one, the one that holds the claim, or one found by name."""
+    record = JobRecord.read(files)
+    if record is None:
+        return None
+    ended = read_json(files.exit)
+    if ended is not None and ended.get("token") == record.token:
+        return None
+    probe = probe_for(record, files)
+    claim = Claim.newest(files)
+    if claim is not None and claim.alive(probe if record.executor == "slurm" else None):
+        return owner_of(files, record)
+    if record.phase == "submitting" and record.executor == "slurm" and isinstance(probe, SlurmProbe):
+        job_id = probe.find(record.job_name)
+        if job_id is None:
+            return None
+        found = replace(record, job_id=job_id, phase="submitted")
+        found.write(files)
+        return found
+    if not record.job_id:
+        return None
+    report = probe.query_one(record.job_id)
+    if record.executor == "slurm":
+        gone = report.state.is_terminal or (report.state is JobState.UNKNOWN and report.conclusive)
+    else:
+        gone = report.state is not JobState.RUNNING and report.conclusive
+        if not report.conclusive and claim is not None:
+            gone = True  # of another host, and it stopped renewing its claim
+    return None if gone else record
