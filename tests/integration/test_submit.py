@@ -122,6 +122,7 @@ class Run:
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
+            start_new_session=True,
             env={**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)},
         )
 
@@ -181,7 +182,7 @@ def test_errors_of_the_driver_reach_the_caller(run: Run) -> None:
 def test_killed_waiter_loses_nothing(run: Run) -> None:
     waiter = run.waiter(3.0)
     claim = run.claim()
-    waiter.kill()
+    os.killpg(waiter.pid, signal.SIGKILL)  # as a workflow engine would, with everything in its group
     waiter.communicate()
     assert claim.job.alive() and claim.driver is not None and claim.driver.alive()
     answer = run.submit(3.0)
