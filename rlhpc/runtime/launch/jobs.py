@@ -108,7 +108,7 @@ def host_identity() -> str:
     """`hostname/boot id/pid namespace`: where a pid means the same process."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        namespace = Path("/proc/self/ns/pid").readlink()
+        namespace = str(Path("/proc/self/ns/pid").readlink())
     except OSError:
         boot, namespace = "", ""
     return f"{socket.gethostname()}/{boot}/{namespace}"
