@@ -13,6 +13,7 @@ from rlhpc.algorithms import calculate_adv_and_returns
 from rlhpc.checkpoint.durable import write_durably
 from rlhpc.checkpoint.state import load_state, load_tensors, rng_state, save_state, save_tensors, set_rng_state
 from rlhpc.models import build_model
+from rlhpc.roles.device import own_device, settle
 from rlhpc.roles.exchange import TRAJECTORIES, SlotMap
 from rlhpc.runtime.errors import CheckpointError, ConfigError
 from rlhpc.runtime.worker import Worker
@@ -62,10 +63,10 @@ class EmbodiedActor(Worker):
             raise ConfigError(f"actor.training_backend is {cfg.actor.training_backend!r}; choose from local")
         self.slots, self.steps, self.seed = slots, int(cfg.algorithm.rollout_steps), int(cfg.runner.seed)
         self.share = slots.actor_share(self.rank)
-        self.device = torch.device("cuda" if self.accelerators and torch.cuda.is_available() else "cpu")
+        self.device = own_device(self)
         torch.manual_seed(self.seed)
         np.random.seed(self.seed % 2**32)
-        self.policy = build_model(cfg.actor.model, observation_space, action_space).to(self.device).train()
+        self.policy = settle(build_model(cfg.actor.model, observation_space, action_space), self.device).train()
         self.backend = LocalBackend(self.policy, cfg.actor.optim, self.all_reduce, self.world_size)
         total = slots.num_envs * self.steps
         self.update_policy = PolicyUpdate(

@@ -10,6 +10,7 @@ import torch
 
 from rlhpc.checkpoint.state import rng_state, save_state
 from rlhpc.models import build_model
+from rlhpc.roles.device import own_device, settle
 from rlhpc.roles.evaluation import evaluate_policy
 from rlhpc.roles.exchange import ACTIONS, OBSERVATIONS, OUTCOMES, TRAJECTORIES, SlotMap, within
 from rlhpc.roles.outcomes import next_values
@@ -55,8 +56,8 @@ class MultiStepRolloutWorker(Worker):
         """Builds the policy and the buffers."""
         self.slots, self.steps = slots, int(self.cfg.algorithm.rollout_steps)
         self.seed = int(self.cfg.runner.seed)
-        self.device = torch.device("cuda" if self.accelerators and torch.cuda.is_available() else "cpu")
-        self.policy = build_model(self.cfg.actor.model, observation_space, action_space).to(self.device).eval()
+        self.device = own_device(self)
+        self.policy = settle(build_model(self.cfg.actor.model, observation_space, action_space), self.device).eval()
         self.policy.requires_grad_(False)
         self.shares = [slots.rollout_share(stage, self.rank) for stage in range(slots.stages)]
         self.peers = [slots.envs_of(stage, self.rank) for stage in range(slots.stages)]

@@ -1,0 +1,26 @@
+"""Where a rank computes: its device, and how many threads are worth it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from rlhpc.runtime.worker import Worker
+
+#: Below so many parameters a second thread costs more in synchronisation than it saves in arithmetic. On a machine
+#: whose cores are shared, waiting threads spin against the ones that work: a small MLP got 10 times slower.
+_ONE_THREAD = 250_000
+
+
+def own_device(worker: Worker) -> torch.device:
+    """The rank's first accelerator, or the CPU."""
+    return torch.device("cuda" if worker.accelerators and torch.cuda.is_available() else "cpu")
+
+
+def settle(module: nn.Module, device: torch.device) -> Any:
+    """Moves a policy to the device and limits the process to the threads it can use."""
+    if device.type == "cpu" and sum(p.numel() for p in module.parameters()) < _ONE_THREAD:
+        torch.set_num_threads(1)
+    return module.to(device)
