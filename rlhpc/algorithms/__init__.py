@@ -1,0 +1,13 @@
+"""Advantages, losses, KL and rewards: functions of tensors, with registries. Needs torch and nothing else."""
+
+from rlhpc.algorithms.advantages import calculate_adv_and_returns, masked_whiten
+from rlhpc.algorithms.kl import kl_penalty
+from rlhpc.algorithms.losses import aggregate, entropy_loss, policy_loss, value_loss
+from rlhpc.algorithms.registry import ADVANTAGES, POLICY_LOSSES, REWARDS, register_advantage, register_policy_loss, register_reward
+from rlhpc.algorithms.rewards import compute_reward, overlong_penalty, varied_groups
+
+__all__ = [
+    "ADVANTAGES", "POLICY_LOSSES", "REWARDS", "aggregate", "calculate_adv_and_returns", "compute_reward", "entropy_loss",
+    "kl_penalty", "masked_whiten", "overlong_penalty", "policy_loss", "register_advantage", "register_policy_loss",
+    "register_reward", "value_loss", "varied_groups",
+]  # fmt: skip

@@ -1,0 +1,243 @@
+"""Advantage estimators. All tensors are batch first, `[B, T]`: sequences or environment slots by tokens or steps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rlhpc.algorithms.registry import ADVANTAGES, register_advantage
+from rlhpc.runtime.errors import ConfigError
+
+Reduce = Callable[[Tensor], Tensor]
+
+
+def calculate_adv_and_returns(
+    adv_type: str,
+    *,
+    rewards: Tensor,
+    values: Tensor | None = None,
+    next_values: Tensor | None = None,
+    terminations: Tensor | None = None,
+    truncations: Tensor | None = None,
+    loss_mask: Tensor | None = None,
+    group_ids: Tensor | None = None,
+    gamma: float = 1.0,
+    gae_lambda: float = 1.0,
+    normalize: bool = False,
+    all_reduce: Reduce | None = None,
+    **kw: Any,
+) -> tuple[Tensor, Tensor]:
+    """Advantages and returns by a registered estimator.
+
+    Args:
+        adv_type: "gae", "grpo", "dr_grpo", "rloo", "reinforce++", "reinforce++_baseline", "raw", or any registered name.
+        rewards: `[B, T]` per token or step; estimators on outcomes use their sum over valid positions.
+        values: `[B, T]` value estimates (gae).
+        next_values: `[B, T]` value of the true next observation: the final one where an episode was cut. Left out, it is
+            the value at the next valid position, and 0 after the last.
+        terminations, truncations: `[B, T]` bool.
+        loss_mask: `[B, T]` bool; None means all valid.
+        group_ids: `[B]`, who shares a prompt; None means one group.
+        gamma, gae_lambda: Discount and trace decay.
+        normalize: (x − mean) / (std + 1e-8) over the valid entries of the whole batch.
+        all_reduce: Sums a tensor over data-parallel ranks, so that the whole batch is normalised and not a rank's share.
+        **kw: Options of the estimator, such as `norm_by_std` and `kl`, `kl_coef`.
+
+    Returns:
+        (advantages, returns), both `[B, T]`, 0 where masked out.
+
+    Raises:
+        ConfigError: Unknown estimator, or shapes that do not fit.
+    """
+    mask = torch.ones_like(rewards, dtype=torch.bool) if loss_mask is None else loss_mask.bool()
+    for name, tensor in (("values", values), ("next_values", next_values), ("terminations", terminations),
+                         ("truncations", truncations), ("loss_mask", mask)):  # fmt: skip
+        if tensor is not None and tensor.shape != rewards.shape:
+            raise ConfigError(f"{adv_type}: {name} has shape {tuple(tensor.shape)}, rewards {tuple(rewards.shape)}")
+    if group_ids is not None and group_ids.shape != rewards.shape[:1]:
+        raise ConfigError(f"{adv_type}: group_ids has shape {tuple(group_ids.shape)}, not ({rewards.shape[0]},)")
+    estimator = ADVANTAGES.get(adv_type)
+    advantages, returns = estimator(
+        rewards=rewards, values=values, next_values=next_values, terminations=terminations, truncations=truncations,
+        mask=mask, group_ids=group_ids, gamma=gamma, gae_lambda=gae_lambda, all_reduce=all_reduce, **kw,
+    )  # fmt: skip
+    if normalize:
+        advantages = masked_whiten(advantages, mask, all_reduce=all_reduce)
+    return advantages.masked_fill(~mask, 0), returns.masked_fill(~mask, 0)
+
+
+def masked_moments(x: Tensor, mask: Tensor, unbiased: bool, all_reduce: Reduce | None) -> tuple[Tensor, Tensor]:
+    """Mean and variance over valid entries, over all ranks if `all_reduce` is given."""
+    kept = x.masked_fill(~mask, 0)
+    sums = torch.stack([mask.sum().to(x.dtype), kept.sum()])
+    if all_reduce:
+        sums = all_reduce(sums)
+    count, total = sums.unbind()
+    mean = total / count.clamp(min=1)
+    squares = ((x - mean).masked_fill(~mask, 0) ** 2).sum().reshape(1)
+    if all_reduce:
+        squares = all_reduce(squares)
+    return mean, squares[0] / (count - (1 if unbiased else 0)).clamp(min=1)
+
+
+def masked_whiten(x: Tensor, mask: Tensor, eps: float = 1e-8, all_reduce: Reduce | None = None) -> Tensor:
+    """(x − mean) / (std + eps) over valid entries, std unbiased; over the whole batch across ranks, not per rank."""
+    mean, variance = masked_moments(x, mask, True, all_reduce)
+    return (x - mean) / (variance.sqrt() + eps)
+
+
+@register_advantage("gae")
+def gae(
+    *,
+    rewards: Tensor,
+    values: Tensor | None,
+    next_values: Tensor | None,
+    terminations: Tensor | None,
+    truncations: Tensor | None,
+    mask: Tensor,
+    gamma: float,
+    gae_lambda: float,
+    **_: Any,
+) -> tuple[Tensor, Tensor]:
+    """Generalized advantage estimation (Schulman et al. 2015, eq. 16; as CleanRL).
+
+    δ_t = r_t + γ·next_v_t·(1 − terminated_t) − v_t;  A_t = δ_t + γλ·(1 − done_t)·A_{t+1};  returns = A + v, where done is
+    terminated or truncated: a truncated step still bootstraps. Masked-out positions are skipped, A and the next value
+    carry over them (verl).
+    """
+    if values is None:
+        raise ConfigError("adv_type 'gae' needs values: give the model a value head, or choose grpo, rloo or reinforce++")
+    terminated = torch.zeros_like(mask) if terminations is None else terminations.bool()
+    done = terminated if truncations is None else terminated | truncations.bool()
+    if next_values is None:
+        following = torch.zeros_like(values)
+        carried = torch.zeros_like(values[:, 0])
+        for t in range(rewards.shape[1] - 1, -1, -1):
+            following[:, t] = carried
+            carried = torch.where(mask[:, t], values[:, t], carried)
+        next_values = following
+    delta = (rewards + gamma * next_values * (~terminated) - values).masked_fill(~mask, 0)
+    decay = torch.where(mask, gamma * gae_lambda * (~done).to(rewards.dtype), torch.ones_like(rewards))
+    # Columns as separate contiguous rows: a Python loop over T with two cheap operations each.
+    deltas, decays = delta.t().contiguous().unbind(0), decay.t().contiguous().unbind(0)
+    last = torch.zeros_like(deltas[0])
+    columns: list[Tensor] = [last] * len(deltas)
+    for t in range(len(deltas) - 1, -1, -1):
+        last = torch.addcmul(deltas[t], decays[t], last)
+        columns[t] = last
+    advantages = torch.stack(columns, dim=1)
+    return advantages, advantages + values
+
+
+def _outcomes(rewards: Tensor, mask: Tensor) -> Tensor:
+    return rewards.masked_fill(~mask, 0).sum(1)
+
+
+def _groups(group_ids: Tensor | None, rows: Tensor) -> tuple[Tensor, Tensor]:
+    """Dense group index per row and each group's size."""
+    if group_ids is None:
+        index = torch.zeros(rows.shape[0], dtype=torch.long, device=rows.device)
+    else:
+        index = torch.unique(group_ids, return_inverse=True)[1]
+    return index, torch.bincount(index).to(rows.dtype)
+
+
+def _group_mean(scores: Tensor, index: Tensor, sizes: Tensor) -> Tensor:
+    return torch.zeros_like(sizes).index_add_(0, index, scores) / sizes
+
+
+@register_advantage("grpo")
+def grpo(
+    *, rewards: Tensor, mask: Tensor, group_ids: Tensor | None, norm_by_std: bool = True, eps: float = 1e-6, **_: Any
+) -> tuple[Tensor, Tensor]:
+    """Group-relative advantages (DeepSeekMath, Shao et al. 2024): (R − mean_g) / (std_g + 1e-6), std unbiased, spread over
+    the response's valid tokens. A group of one, or one whose rewards are equal, gives 0. `norm_by_std=False` is Dr. GRPO
+    (Liu et al. 2025)."""
+    scores = _outcomes(rewards, mask)
+    index, sizes = _groups(group_ids, scores)
+    centred = scores - _group_mean(scores, index, sizes)[index]
+    if norm_by_std:
+        squares = torch.zeros_like(sizes).index_add_(0, index, centred**2)
+        std = (squares / (sizes - 1).clamp(min=1)).sqrt()
+        centred = centred / (std[index] + eps)
+    centred = torch.where(sizes[index] > 1, centred, torch.zeros_like(centred))
+    advantages = centred[:, None] * mask
+    return advantages, advantages.clone()
+
+
+@register_advantage("dr_grpo")
+def dr_grpo(**kw: Any) -> tuple[Tensor, Tensor]:
+    """GRPO without the division by the standard deviation (Liu et al. 2025)."""
+    return grpo(**{**kw, "norm_by_std": False})
+
+
+@register_advantage("rloo")
+def rloo(*, rewards: Tensor, mask: Tensor, group_ids: Tensor | None, **_: Any) -> tuple[Tensor, Tensor]:
+    """Leave-one-out baseline (Kool et al. 2019; Ahmadian et al. 2024): R_i − mean of the others; a group of one gives 0."""
+    scores = _outcomes(rewards, mask)
+    index, sizes = _groups(group_ids, scores)
+    size = sizes[index]
+    total = _group_mean(scores, index, sizes)[index] * size
+    others = (total - scores) / (size - 1).clamp(min=1)
+    advantages = torch.where(size > 1, scores - others, torch.zeros_like(scores))[:, None] * mask
+    return advantages, advantages.clone()
+
+
+def _last_valid(mask: Tensor) -> Tensor:
+    """`[B, T]` one-hot of each row's last valid position, wherever the response starts; all False for an empty row."""
+    positions = torch.arange(mask.shape[1], device=mask.device)
+    last = torch.where(mask, positions, positions.new_full((), -1)).amax(1, keepdim=True)
+    return (positions == last) & mask
+
+
+def _discounted(rewards: Tensor, mask: Tensor, gamma: float) -> Tensor:
+    """Reverse cumulative sum with γ over valid positions; masked-out ones are skipped."""
+    out = torch.zeros_like(rewards)
+    running = torch.zeros_like(rewards[:, 0])
+    for t in range(rewards.shape[1] - 1, -1, -1):
+        running = torch.where(mask[:, t], rewards[:, t] + gamma * running, running)
+        out[:, t] = running
+    return out * mask
+
+
+@register_advantage("reinforce++")
+def reinforce_plus_plus(
+    *,
+    rewards: Tensor,
+    mask: Tensor,
+    group_ids: Tensor | None,
+    gamma: float,
+    all_reduce: Reduce | None,
+    kl: Tensor | None = None,
+    kl_coef: float = 0.0,
+    baseline: bool = False,
+    **_: Any,
+) -> tuple[Tensor, Tensor]:
+    """REINFORCE++ (Hu 2025, as in OpenRLHF): per-token reward −β·KL plus the outcome R at the last valid token, reverse
+    cumulative sum with γ, then whitened over valid tokens with the population variance clamped at 1e-8."""
+    scores = _outcomes(rewards, mask)
+    if baseline:
+        index, sizes = _groups(group_ids, scores)
+        scores = scores - _group_mean(scores, index, sizes)[index]
+    per_token = scores[:, None] * _last_valid(mask)
+    if kl is not None:
+        per_token = per_token - kl_coef * kl * mask
+    returns = _discounted(per_token, mask, gamma)
+    mean, variance = masked_moments(returns, mask, False, all_reduce)
+    return (returns - mean) * variance.clamp(min=1e-8).rsqrt(), returns
+
+
+@register_advantage("reinforce++_baseline")
+def reinforce_plus_plus_baseline(**kw: Any) -> tuple[Tensor, Tensor]:
+    """REINFORCE++ after the group mean has been subtracted from the outcomes."""
+    return reinforce_plus_plus(**{**kw, "baseline": True})
+
+
+@register_advantage("raw")
+def raw(*, rewards: Tensor, mask: Tensor, gamma: float, **_: Any) -> tuple[Tensor, Tensor]:
+    """The discounted return to go, without a baseline (Williams 1992)."""
+    returns = _discounted(rewards, mask, gamma)
+    return returns.clone(), returns

@@ -1,0 +1,245 @@
+"""Policy, value and entropy losses. `[B, T]`, batch first; any split into micro-batches and ranks gives the same gradient
+when the global counts are passed along."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rlhpc.algorithms.registry import POLICY_LOSSES, register_policy_loss
+from rlhpc.runtime.errors import ConfigError
+
+Metrics = dict[str, Any]
+_LOG_RATIO_LIMIT = 20.0
+AGGREGATIONS = ("token-mean", "token-sum", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm")
+
+
+def aggregate(
+    per_token: Tensor,
+    mask: Tensor,
+    loss_agg: str,
+    *,
+    global_tokens: float | Tensor | None = None,
+    global_seqs: float | Tensor | None = None,
+) -> Tensor:
+    """Reduces a per-token loss to a scalar.
+
+    Args:
+        per_token: `[B, T]`.
+        mask: `[B, T]` bool.
+        loss_agg: "token-mean" (over all valid tokens), "token-sum", "seq-mean-token-mean" (rows without a valid token do not
+            count), "seq-mean-token-sum", "seq-mean-token-sum-norm" (÷ T width too).
+        global_tokens: Valid tokens of the global batch; default those given here.
+        global_seqs: Rows with a valid token in the global batch; default those given here.
+
+    Returns:
+        Scalar; the shares of a split batch add up to the loss of the whole.
+    """
+    kept = per_token.masked_fill(~mask, 0)
+    if loss_agg == "token-sum":
+        return kept.sum()
+    if loss_agg == "token-mean":
+        tokens = mask.sum() if global_tokens is None else torch.as_tensor(global_tokens, device=kept.device)
+        return kept.sum() / tokens.clamp(min=1)
+    counts = mask.sum(1)
+    seqs = (counts > 0).sum() if global_seqs is None else torch.as_tensor(global_seqs, device=kept.device)
+    seqs = seqs.clamp(min=1)
+    if loss_agg == "seq-mean-token-mean":
+        return (kept.sum(1) / counts.clamp(min=1)).sum() / seqs
+    if loss_agg == "seq-mean-token-sum":
+        return kept.sum(1).sum() / seqs
+    if loss_agg == "seq-mean-token-sum-norm":
+        return kept.sum(1).sum() / seqs / per_token.shape[1]
+    raise ConfigError(f"algorithm.loss_agg is {loss_agg!r}; allowed: {', '.join(AGGREGATIONS)}")
+
+
+def policy_loss(
+    loss_type: str,
+    *,
+    logprobs: Tensor,
+    old_logprobs: Tensor,
+    advantages: Tensor,
+    loss_mask: Tensor,
+    clip_ratio_low: float = 0.2,
+    clip_ratio_high: float = 0.2,
+    clip_ratio_c: float | None = None,
+    loss_agg: str = "token-mean",
+    rollout_logprobs: Tensor | None = None,
+    tis_cap: float | None = None,
+    global_tokens: float | Tensor | None = None,
+    global_seqs: float | Tensor | None = None,
+    **kw: Any,
+) -> tuple[Tensor, Metrics]:
+    """A registered policy loss, aggregated.
+
+    Args:
+        loss_type: "ppo" (alias "actor", "actor_critic"), "gspo", "cispo", "decoupled_ppo", or any registered name.
+        logprobs, old_logprobs, advantages: `[B, T]`; `old_logprobs` is the behaviour policy's.
+        loss_mask: `[B, T]` bool.
+        clip_ratio_low, clip_ratio_high: ε below and above 1 (clip-higher, DAPO).
+        clip_ratio_c: Dual clip's c > 1 (Ye et al. 2020); None is off.
+        loss_agg: See `aggregate`.
+        rollout_logprobs, tis_cap: Truncated importance sampling: weight min(exp(old_logprobs − rollout_logprobs), cap).
+        global_tokens, global_seqs: See `aggregate`.
+
+    Returns:
+        (scalar loss, metrics as detached scalars).
+    """
+    mask = loss_mask.bool()
+    per_token, metrics = POLICY_LOSSES.get(loss_type)(
+        logprobs=logprobs, old_logprobs=old_logprobs, advantages=advantages, mask=mask, clip_ratio_low=clip_ratio_low,
+        clip_ratio_high=clip_ratio_high, clip_ratio_c=clip_ratio_c, **kw,
+    )  # fmt: skip
+    if rollout_logprobs is not None and tis_cap is not None:
+        weight = _ratio(old_logprobs - rollout_logprobs).clamp(max=tis_cap).detach()
+        per_token = per_token * weight
+        metrics["tis_weight"] = _mean(weight, mask)
+    loss = aggregate(per_token, mask, loss_agg, global_tokens=global_tokens, global_seqs=global_seqs)
+    return loss, metrics
+
+
+def _ratio(log_ratio: Tensor) -> Tensor:
+    return log_ratio.clamp(-_LOG_RATIO_LIMIT, _LOG_RATIO_LIMIT).exp()
+
+
+def _mean(x: Tensor, mask: Tensor) -> Tensor:
+    return (x.detach() * mask).sum() / mask.sum().clamp(min=1)
+
+
+def _facts(log_ratio: Tensor, ratio: Tensor, clipped: Tensor, mask: Tensor) -> Metrics:
+    """k3 estimate of KL(old ‖ new), share of clipped positions, mean ratio; in one reduction."""
+    with torch.no_grad():
+        columns = torch.stack([(ratio - 1) - log_ratio, clipped.to(ratio.dtype), ratio]).masked_fill(~mask, 0)
+        means = columns.flatten(1).sum(1) / mask.sum().clamp(min=1)
+        return {"approx_kl": means[0], "clip_fraction": means[1], "ratio": means[2]}
+
+
+def _clipped(ratio: Tensor, advantages: Tensor, low: float, high: float, c: float | None) -> tuple[Tensor, Tensor]:
+    plain, bounded = -advantages * ratio, -advantages * ratio.clamp(1 - low, 1 + high)
+    loss = torch.max(plain, bounded)
+    clipped = bounded > plain
+    if c is not None:
+        if c <= 1:
+            raise ConfigError(f"algorithm.clip_ratio_c is {c}; dual clip needs a value above 1, such as 3")
+        limit = -advantages * c
+        negative = advantages < 0
+        clipped = clipped | (negative & (limit < loss))
+        loss = torch.where(negative, torch.min(loss, limit), loss)
+    return loss, clipped
+
+
+@register_policy_loss("ppo", "actor", "actor_critic")
+def ppo(
+    *,
+    logprobs: Tensor,
+    old_logprobs: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+    clip_ratio_low: float,
+    clip_ratio_high: float,
+    clip_ratio_c: float | None,
+    **_: Any,
+) -> tuple[Tensor, Metrics]:
+    """max(−A·r, −A·clip(r, 1−ε_low, 1+ε_high)) (Schulman et al. 2017); where A < 0, min of that and −A·c (Ye et al. 2020)."""
+    log_ratio = (logprobs - old_logprobs).clamp(-_LOG_RATIO_LIMIT, _LOG_RATIO_LIMIT)
+    ratio = log_ratio.exp()
+    loss, clipped = _clipped(ratio, advantages, clip_ratio_low, clip_ratio_high, clip_ratio_c)
+    return loss, _facts(log_ratio, ratio, clipped, mask)
+
+
+@register_policy_loss("gspo")
+def gspo(
+    *,
+    logprobs: Tensor,
+    old_logprobs: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+    clip_ratio_low: float,
+    clip_ratio_high: float,
+    clip_ratio_c: float | None,
+    **_: Any,
+) -> tuple[Tensor, Metrics]:
+    """Sequence-level ratio exp(mean of valid log-ratios), gradient through the token log-probs (Zheng et al. 2025, GSPO-token)."""
+    token = (logprobs - old_logprobs).masked_fill(~mask, 0)
+    sequence = token.sum(1, keepdim=True) / mask.sum(1, keepdim=True).clamp(min=1)
+    log_ratio = (sequence.detach() + logprobs - logprobs.detach()).clamp(-_LOG_RATIO_LIMIT, _LOG_RATIO_LIMIT)
+    ratio = log_ratio.exp()
+    loss, clipped = _clipped(ratio, advantages, clip_ratio_low, clip_ratio_high, clip_ratio_c)
+    return loss, _facts(log_ratio, ratio, clipped, mask)
+
+
+@register_policy_loss("cispo")
+def cispo(
+    *, logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor, clip_ratio_high: float, **_: Any
+) -> tuple[Tensor, Metrics]:
+    """−sg(min(r, 1+ε_high))·A·logp (MiniMax-M1 2025): every token keeps a gradient, its weight is bounded."""
+    log_ratio = (logprobs - old_logprobs).clamp(-_LOG_RATIO_LIMIT, _LOG_RATIO_LIMIT)
+    ratio = log_ratio.exp().detach()
+    loss = -ratio.clamp(max=1 + clip_ratio_high) * advantages * logprobs
+    return loss, _facts(log_ratio, ratio, ratio > 1 + clip_ratio_high, mask)
+
+
+@register_policy_loss("decoupled_ppo")
+def decoupled_ppo(
+    *,
+    logprobs: Tensor,
+    old_logprobs: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+    clip_ratio_low: float,
+    clip_ratio_high: float,
+    clip_ratio_c: float | None,
+    proximal_logprobs: Tensor | None = None,
+    behave_weight_cap: float | None = None,
+    **_: Any,
+) -> tuple[Tensor, Metrics]:
+    """Clips around the proximal policy and weighs by prox/behaviour, detached and capped (Hilton et al. 2022; AReaL 2025)."""
+    if proximal_logprobs is None:
+        raise ConfigError("loss_type 'decoupled_ppo' needs proximal_logprobs beside old_logprobs (the behaviour policy's)")
+    log_ratio = (logprobs - proximal_logprobs).clamp(-_LOG_RATIO_LIMIT, _LOG_RATIO_LIMIT)
+    ratio = log_ratio.exp()
+    loss, clipped = _clipped(ratio, advantages, clip_ratio_low, clip_ratio_high, clip_ratio_c)
+    weight = _ratio(proximal_logprobs - old_logprobs).detach()
+    if behave_weight_cap is not None:
+        weight = weight.clamp(max=behave_weight_cap)
+    metrics = _facts(log_ratio, ratio, clipped, mask)
+    metrics["behave_weight"] = _mean(weight, mask)
+    return loss * weight, metrics
+
+
+def value_loss(
+    *,
+    values: Tensor,
+    returns: Tensor,
+    loss_mask: Tensor,
+    old_values: Tensor | None = None,
+    value_clip: float | None = None,
+    loss_agg: str = "token-mean",
+    global_tokens: float | Tensor | None = None,
+    global_seqs: float | Tensor | None = None,
+) -> tuple[Tensor, Metrics]:
+    """½·max((v−R)², (clip(v, v_old±c)−R)²), masked (PPO's implementation by Dhariwal et al.; CleanRL).
+
+    Args:
+        values, returns, old_values: `[B, T]`.
+        loss_mask: `[B, T]` bool.
+        value_clip: c; None does not clip.
+    """
+    mask = loss_mask.bool()
+    error = (values - returns) ** 2
+    metrics: Metrics = {}
+    if value_clip is not None:
+        if old_values is None:
+            raise ConfigError("value_clip needs old_values")
+        bounded = old_values + (values - old_values).clamp(-value_clip, value_clip)
+        clipped = (bounded - returns) ** 2
+        metrics["value_clip_fraction"] = _mean((clipped > error).to(error.dtype), mask)
+        error = torch.max(error, clipped)
+    return aggregate(0.5 * error, mask, loss_agg, global_tokens=global_tokens, global_seqs=global_seqs), metrics
+
+
+def entropy_loss(entropy: Tensor, loss_mask: Tensor, loss_agg: str = "token-mean", **counts: Any) -> Tensor:
+    """Entropy `[B, T]` aggregated like the policy loss; subtract it times its coefficient."""
+    return aggregate(entropy, loss_mask.bool(), loss_agg, **counts)

@@ -1,0 +1,41 @@
+"""Rewards by name, and what shapes them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rlhpc.algorithms.registry import REWARDS, register_reward
+
+
+def compute_reward(reward_type: str, **inputs: Any) -> Tensor:
+    """Calls a registered reward; `[B]` or `[B, T]`."""
+    reward: Tensor = REWARDS.get(reward_type)(**inputs)
+    return reward
+
+
+@register_reward("identity")
+def identity(*, rewards: Tensor, **_: Any) -> Tensor:
+    """The environment's own reward."""
+    return rewards
+
+
+@register_reward("overlong")
+def overlong_penalty(*, lengths: Tensor, max_length: int, buffer: int, **_: Any) -> Tensor:
+    """DAPO's soft overlong punishment (Yu et al. 2025, eq. 13), `[B]`.
+
+    0 up to `max_length − buffer`, then linear down to −1 at `max_length` and beyond.
+    """
+    over = lengths.to(torch.get_default_dtype()) - (max_length - buffer)
+    return -(over / buffer).clamp(0, 1)
+
+
+def varied_groups(scores: Tensor, group_ids: Tensor) -> Tensor:
+    """`[B]` bool, False for rows of a group whose rewards are all equal: DAPO drops and refills those (Yu et al. 2025)."""
+    _, index = torch.unique(group_ids, return_inverse=True)
+    count = int(index.max()) + 1 if index.numel() else 0
+    high = scores.new_full((count,), -torch.inf).scatter_reduce(0, index, scores, "amax")
+    low = scores.new_full((count,), torch.inf).scatter_reduce(0, index, scores, "amin")
+    return (high > low)[index]
