@@ -13,7 +13,7 @@ from rlhpc.algorithms import calculate_adv_and_returns
 from rlhpc.checkpoint.durable import write_durably
 from rlhpc.checkpoint.state import load_state, load_tensors, rng_state, save_state, save_tensors, set_rng_state
 from rlhpc.models import build_model
-from rlhpc.roles.device import own_device, settle
+from rlhpc.roles.device import own_device, seed_process, settle
 from rlhpc.roles.exchange import TRAJECTORIES, SlotMap
 from rlhpc.runtime.errors import CheckpointError, ConfigError
 from rlhpc.runtime.worker import Worker
@@ -64,9 +64,10 @@ class EmbodiedActor(Worker):
         self.slots, self.steps, self.seed = slots, int(cfg.algorithm.rollout_steps), int(cfg.runner.seed)
         self.share = slots.actor_share(self.rank)
         self.device = own_device(self)
-        torch.manual_seed(self.seed)
-        np.random.seed(self.seed % 2**32)
+        # Rank 0's seed for the weights, which all ranks share; then the rank's own.
+        seed_process(self.seed, "actor", 0)
         self.policy = settle(build_model(cfg.actor.model, observation_space, action_space), self.device).train()
+        seed_process(self.seed, "actor", self.rank)
         self.backend = LocalBackend(self.policy, cfg.actor.optim, self.all_reduce, self.world_size)
         total = slots.num_envs * self.steps
         self.update_policy = PolicyUpdate(

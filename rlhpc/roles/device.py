@@ -1,9 +1,12 @@
-"""Where a rank computes: its device, and how many threads are worth it."""
+"""Where a rank computes, with how many threads, and from which seeds."""
 
 from __future__ import annotations
 
+import random
+import zlib
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -17,6 +20,14 @@ _ONE_THREAD = 250_000
 def own_device(worker: Worker) -> torch.device:
     """The rank's first accelerator, or the CPU."""
     return torch.device("cuda" if worker.accelerators and torch.cuda.is_available() else "cpu")
+
+
+def seed_process(seed: int, role: str, rank: int) -> None:
+    """Seeds the process's global generators, for whatever uses them in an environment or a model from outside."""
+    words = np.random.SeedSequence([seed, zlib.crc32(role.encode()), rank]).generate_state(3)
+    random.seed(int(words[0]))
+    np.random.seed(int(words[1]))
+    torch.manual_seed(int(words[2]))
 
 
 def settle(module: nn.Module, device: torch.device) -> Any:

@@ -7,8 +7,9 @@ from typing import Any
 
 import numpy as np
 
-from rlhpc.checkpoint.state import load_state, save_state
+from rlhpc.checkpoint.state import load_state, rng_state, save_state, set_rng_state
 from rlhpc.envs import make_env
+from rlhpc.roles.device import seed_process
 from rlhpc.roles.exchange import ACTIONS, OBSERVATIONS, OUTCOMES, SlotMap, within
 from rlhpc.roles.outcomes import EpisodeLog, Outcomes
 from rlhpc.runtime.errors import CheckpointError
@@ -33,6 +34,7 @@ class EnvWorker(Worker):
         cfg = self.cfg.env.train
         self.slots, self.steps = slots, int(self.cfg.algorithm.rollout_steps)
         self.seed = int(cfg.seed if cfg.seed is not None else self.cfg.runner.seed)
+        seed_process(self.seed, "env", self.rank)
         self.shares = [slots.env_share(stage, self.rank) for stage in range(slots.stages)]
         self.envs = [
             make_env(cfg, len(share), slot_offset=share.start, seed=self.seed, stage="train") for share in self.shares
@@ -104,7 +106,7 @@ class EnvWorker(Worker):
             }
             for share, obs, env in zip(self.shares, self.obs, self.envs, strict=True)
         ]
-        save_state(Path(folder) / FILE.format(rank=self.rank), {"num_envs": self.slots.num_envs, "units": units})
+        save_state(Path(folder) / FILE.format(rank=self.rank), {"rng": rng_state(), "units": units})
 
     def load(self, folder: str) -> bool:
         """Restores the slots from the files of all env ranks of a checkpoint, whatever its layout was.
@@ -115,6 +117,9 @@ class EnvWorker(Worker):
         units = [
             unit for file in sorted(Path(folder).glob(FILE.format(rank="*"))) for unit in load_state(file)["units"]
         ]
+        own = Path(folder) / FILE.format(rank=self.rank)
+        if own.is_file():
+            set_rng_state(load_state(own)["rng"])
         restored = [self._restore(stage, units, Path(folder)) for stage in range(self.slots.stages)]
         return all(restored)
 

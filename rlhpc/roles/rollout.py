@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from rlhpc.checkpoint.state import rng_state, save_state
+from rlhpc.checkpoint.state import load_state, rng_state, save_state, set_rng_state
 from rlhpc.models import build_model
-from rlhpc.roles.device import own_device, settle
+from rlhpc.roles.device import own_device, seed_process, settle
 from rlhpc.roles.evaluation import evaluate_policy
 from rlhpc.roles.exchange import ACTIONS, OBSERVATIONS, OUTCOMES, TRAJECTORIES, SlotMap, within
 from rlhpc.roles.outcomes import next_values
@@ -57,6 +57,7 @@ class MultiStepRolloutWorker(Worker):
         self.slots, self.steps = slots, int(self.cfg.algorithm.rollout_steps)
         self.seed = int(self.cfg.runner.seed)
         self.device = own_device(self)
+        seed_process(self.seed, "rollout", self.rank)
         self.policy = settle(build_model(self.cfg.actor.model, observation_space, action_space), self.device).eval()
         self.policy.requires_grad_(False)
         self.shares = [slots.rollout_share(stage, self.rank) for stage in range(slots.stages)]
@@ -171,6 +172,14 @@ class MultiStepRolloutWorker(Worker):
         """Writes `rollout-<rank>.pt`. The weights are the actor's; the noise follows from seed and step."""
         state = {"version": self.version, "rng": rng_state()}
         save_state(Path(folder) / FILE.format(rank=self.rank), state)
+
+    def load(self, folder: str) -> None:
+        """Restores a checkpoint; a rank that it has no file for starts from its seed."""
+        own = Path(folder) / FILE.format(rank=self.rank)
+        if own.is_file():
+            state = load_state(own)
+            self.version = int(state["version"])
+            set_rng_state(state["rng"])
 
     def offload(self) -> None:
         """Moves the policy to the host."""

@@ -90,8 +90,8 @@ class EmbodiedRunner:
         self._ready = True
 
     def _restore(self, checkpoint: Path) -> None:
-        handles = [self.actor.load(str(checkpoint)), self.env.load(str(checkpoint))]
-        restored = [handle.wait(self.timeout) for handle in handles][1]
+        handles = [group.load(str(checkpoint)) for group in (self.actor, self.rollout, self.env)]
+        restored = [handle.wait(self.timeout) for handle in handles][-1]
         if not all(restored):
             note("the simulators cannot be restored; their episodes start anew, so this resume is not bit for bit")
         try:

@@ -8,7 +8,7 @@ from rlhpc.roles.exchange import SlotMap, within
 from rlhpc.runtime.errors import ConfigError
 
 LAYOUTS = [
-    dict(num_envs=n, stages=s, env_ranks=e, rollout_ranks=r, actor_ranks=a)
+    {"num_envs": n, "stages": s, "env_ranks": e, "rollout_ranks": r, "actor_ranks": a}
     for n, s, e, r, a in itertools.product((12, 24), (1, 2, 3), (1, 2), (1, 2, 4), (1, 2, 3))
     if n % s == 0 and (n // s) % e == 0 and (n // s) % r == 0
 ]
@@ -58,13 +58,13 @@ def test_within():
 @pytest.mark.parametrize(
     ("layout", "words"),
     [
-        (dict(num_envs=7, stages=2), ("num_envs(7)", "pipeline_stage_num(2)")),
-        (dict(num_envs=8, env_ranks=3), ("8 % env ranks(3)", "component_placement.env")),
-        (dict(num_envs=8, rollout_ranks=3), ("8 % rollout ranks(3)",)),
-        (dict(num_envs=8, actor_ranks=3), ("num_envs(8)", "actor ranks(3)")),
-        (dict(num_envs=8, env_ranks=4, group_size=4), ("group_size(4)",)),
-        (dict(num_envs=0), ("num_envs is 0",)),
-        (dict(num_envs=8, stages=0), ("pipeline_stage_num is 0",)),
+        ({"num_envs": 7, "stages": 2}, ("num_envs(7)", "pipeline_stage_num(2)")),
+        ({"num_envs": 8, "env_ranks": 3}, ("8 % env ranks(3)", "component_placement.env")),
+        ({"num_envs": 8, "rollout_ranks": 3}, ("8 % rollout ranks(3)",)),
+        ({"num_envs": 8, "actor_ranks": 3}, ("num_envs(8)", "actor ranks(3)")),
+        ({"num_envs": 8, "env_ranks": 4, "group_size": 4}, ("group_size(4)",)),
+        ({"num_envs": 0}, ("num_envs is 0",)),
+        ({"num_envs": 8, "stages": 0}, ("pipeline_stage_num is 0",)),
     ],
 )
 def test_counts_that_do_not_divide_are_refused_with_their_numbers(layout, words):

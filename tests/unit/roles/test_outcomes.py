@@ -56,7 +56,7 @@ def test_parts_and_next_values_match_a_loop():
 
 
 def test_a_rollout_without_ends_has_empty_finals():
-    outcomes = Outcomes(range(0, 2), 1)
+    outcomes = Outcomes(range(2), 1)
     assert outcomes.add(0, np.zeros(2), np.zeros(2, bool), np.zeros(2, bool), {}) is None
     message = outcomes.part(slice(0, 2), np.zeros((2, 3), np.float32))
     assert message["final_obs"].shape == (0, 3) and message["final_slot"].size == 0
@@ -78,7 +78,7 @@ def test_episodes_are_in_the_same_order_whatever_the_partition():
             parts.append(log.arrays())
         return in_order(parts)
 
-    whole, split = logged([range(0, 4)]), logged([range(2, 4), range(0, 1), range(1, 2)])
+    whole, split = logged([range(4)]), logged([range(2, 4), range(1), range(1, 2)])
     assert len(whole["return"]) > 3
     for name in whole:
         np.testing.assert_array_equal(whole[name], split[name])
