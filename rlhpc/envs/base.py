@@ -1,0 +1,98 @@
+"""What an environment is to rlhpc: a vector of slots that are stepped together and reset themselves."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import Any
+
+import numpy as np
+
+Step = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, dict[str, Any]]
+
+
+class VectorEnv(ABC):
+    """A vector environment with same-step auto-reset.
+
+    When a slot's episode ends in a step, the observation returned is the first of its next episode, and
+    `infos["final_obs"][slot]` is the true last one. `infos["episode"]` then has `return`, `length` and `mask`, each `[N]`.
+
+    Attributes:
+        num_envs: N.
+        observation_space, action_space: Of one slot.
+        supports_state: Whether `state_dict` captures the simulators, so that a resumed run goes on mid-episode.
+    """
+
+    num_envs: int
+    observation_space: Any
+    action_space: Any
+    supports_state = False
+
+    @abstractmethod
+    def reset(self, seed: int | None = None) -> tuple[np.ndarray, dict[str, Any]]:
+        """Starts new episodes in all slots; returns `obs [N, ...]`. With `seed` the slots' generators start anew."""
+
+    @abstractmethod
+    def step(self, actions: np.ndarray) -> Step:
+        """One step of all slots.
+
+        Args:
+            actions: `[N, ...]`.
+
+        Returns:
+            obs `[N, ...]`, rewards float32 `[N]`, terminations and truncations bool `[N]`, infos.
+        """
+
+    def chunk_step(self, actions: np.ndarray) -> Step:
+        """Executes an action chunk, one action after the other; an episode that ends within it skips the rest.
+
+        Args:
+            actions: `[N, chunk, dim]`.
+
+        Returns:
+            As `step`, with rewards summed over the chunk.
+        """
+        if actions.shape[1] == 1:
+            return self.step(actions[:, 0])
+        rewards = np.zeros(self.num_envs, np.float32)
+        terminations = np.zeros(self.num_envs, bool)
+        truncations = np.zeros(self.num_envs, bool)
+        infos: dict[str, Any] = {}
+        for i in range(actions.shape[1]):
+            done = terminations | truncations
+            obs, reward, terminated, truncated, info = self.step(actions[:, i])
+            rewards += np.where(done, 0, reward)
+            fresh = (terminated | truncated) & ~done
+            terminations |= terminated & fresh
+            truncations |= truncated & fresh
+            if fresh.any():
+                _merge(infos, info, fresh)
+        return obs, rewards, terminations, truncations, infos
+
+    def state_dict(self) -> Any:
+        """Everything the next step depends on, as plain containers, arrays and bytes."""
+        raise NotImplementedError(f"{type(self).__name__} cannot save its state")
+
+    def load_state_dict(self, state: Any) -> None:
+        """Inverse of `state_dict`."""
+        raise NotImplementedError(f"{type(self).__name__} cannot restore a state")
+
+    def slot_state(self, state: Any, index: int) -> Any:
+        """One slot's part of a `state_dict`."""
+        return state["slots"][index]
+
+    def merge_states(self, slots: list[Any]) -> Any:
+        """A `state_dict` made of slots' parts, so that another layout can resume."""
+        return {"slots": slots}
+
+    def close(self) -> None:
+        """Frees the simulators."""
+
+
+def _merge(into: dict[str, Any], info: dict[str, Any], mask: np.ndarray) -> None:
+    for name, value in info.items():
+        if isinstance(value, dict):
+            _merge(into.setdefault(name, {}), value, mask)
+        elif name not in into:
+            into[name] = np.array(value)
+        else:
+            into[name][mask] = value[mask]

@@ -1,0 +1,49 @@
+"""Gymnasium spaces to JSON and back: an exported policy carries the spaces it was trained for."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from gymnasium import spaces
+
+from rlhpc.runtime.errors import ConfigError
+
+
+def _numbers(array: np.ndarray) -> Any:
+    flat = array.reshape(-1)
+    if flat.size and (flat == flat[0]).all():
+        return float(flat[0])
+    return [float(x) for x in flat]
+
+
+def space_to_json(space: Any) -> dict[str, Any]:
+    """A JSON description of a Box, Discrete, MultiDiscrete or MultiBinary space."""
+    if isinstance(space, spaces.Box):
+        return {"type": "Box", "shape": list(space.shape), "dtype": str(space.dtype), "low": _numbers(space.low),
+                "high": _numbers(space.high)}  # fmt: skip
+    if isinstance(space, spaces.Discrete):
+        return {"type": "Discrete", "n": int(space.n), "start": int(space.start)}
+    if isinstance(space, spaces.MultiDiscrete):
+        return {"type": "MultiDiscrete", "nvec": [int(n) for n in space.nvec.reshape(-1)]}
+    if isinstance(space, spaces.MultiBinary):
+        return {"type": "MultiBinary", "n": int(np.prod(space.shape))}
+    raise ConfigError(
+        f"space {space} is not supported; supported: Box, Discrete, MultiDiscrete, MultiBinary. Wrap the environment "
+        f"(env.train.wrappers), for example with gymnasium.wrappers:FlattenObservation"
+    )
+
+
+def space_from_json(data: dict[str, Any]) -> Any:
+    """Inverse of `space_to_json`."""
+    kind = data["type"]
+    if kind == "Box":
+        dtype, shape = np.dtype(data["dtype"]), tuple(data["shape"])
+        low, high = (np.broadcast_to(np.asarray(data[k], np.float64).reshape(-1), (int(np.prod(shape)),)) if
+                     np.size(data[k]) == 1 else np.asarray(data[k], np.float64) for k in ("low", "high"))  # fmt: skip
+        return spaces.Box(low.reshape(shape).astype(dtype), high.reshape(shape).astype(dtype), dtype=dtype.type)
+    if kind == "Discrete":
+        return spaces.Discrete(data["n"], start=data["start"])
+    if kind == "MultiDiscrete":
+        return spaces.MultiDiscrete(data["nvec"])
+    return spaces.MultiBinary(data["n"])
