@@ -64,10 +64,9 @@ class EmbodiedActor(Worker):
         self.slots, self.steps, self.seed = slots, int(cfg.algorithm.rollout_steps), int(cfg.runner.seed)
         self.share = slots.actor_share(self.rank)
         self.device = own_device(self)
-        # Rank 0's seed for the weights, which all ranks share; then the rank's own.
-        seed_process(self.seed, "actor", 0)
-        self.policy = settle(build_model(cfg.actor.model, observation_space, action_space), self.device).train()
         seed_process(self.seed, "actor", self.rank)
+        built = build_model(cfg.actor.model, observation_space, action_space, seed=self.seed)
+        self.policy = settle(built, self.device).train()
         self.backend = LocalBackend(self.policy, cfg.actor.optim, self.all_reduce, self.world_size)
         total = slots.num_envs * self.steps
         self.update_policy = PolicyUpdate(
@@ -120,6 +119,7 @@ class EmbodiedActor(Worker):
                 group_ids=slots // self.slots.group_size,
                 gamma=float(algorithm.gamma),
                 gae_lambda=float(algorithm.gae_lambda),
+                all_reduce=self.all_reduce if self.world_size > 1 else None,
             )
         self.batch = batch
         return {"version": float(version)}

@@ -150,7 +150,6 @@ class PolicyUpdate:
     def _loss(self, micro: dict[str, torch.Tensor], part: Part) -> tuple[torch.Tensor, torch.Tensor]:
         """One micro-batch's share of the minibatch's loss and metrics."""
         mask = micro["mask"]
-        share = mask.sum() / part.count
         advantages = micro["advantages"]
         if self.normalize not in ("none", "false"):
             advantages = (advantages - part.mean) / (part.std + 1e-8)
@@ -168,6 +167,7 @@ class PolicyUpdate:
             old_logprobs=micro["logprobs"].unsqueeze(1),
             advantages=advantages.unsqueeze(1),
             loss_mask=rows,
+            global_tokens=part.count,
             **self._loss_options,
         )
         value, _ = value_loss(
@@ -176,10 +176,13 @@ class PolicyUpdate:
             loss_mask=rows,
             old_values=micro["values"].unsqueeze(1),
             value_clip=self.value_clip,
+            global_tokens=part.count,
         )
-        entropy = (out["entropy"] * mask).sum() / mask.sum().clamp(min=1)
-        loss = (policy + self.value_coef * value - self.entropy_coef * entropy) * share
+        entropy = (out["entropy"] * mask).sum() / part.count
+        loss = policy + self.value_coef * value - self.entropy_coef * entropy
         with torch.no_grad():
-            known = [policy, value, entropy, facts.get("approx_kl", 0.0), facts.get("clip_fraction", 0.0)]
-            stats = torch.stack([torch.as_tensor(v, device=loss.device).detach().double() for v in known]) * share
+            share = mask.sum() / part.count  # the facts are means over this micro-batch
+            nothing = torch.zeros_like(loss)
+            means = [share * facts.get("approx_kl", nothing), share * facts.get("clip_fraction", nothing)]
+            stats = torch.stack([policy, value, entropy, *means]).double()
         return loss, stats
