@@ -1,0 +1,236 @@
+"""From files and overrides to one read-only, typed configuration. Every mistake is one message."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import typing
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+from omegaconf import DictConfig, ListConfig, OmegaConf
+from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
+
+from rlhpc.config.schema import Config
+from rlhpc.config.validate import validate
+from rlhpc.runtime.errors import ConfigError
+
+_MAX_DEPTH = 10
+
+
+class _UniqueKeys(yaml.SafeLoader):
+    """A YAML loader that refuses a key given twice and reads 1e-3 as a number."""
+
+
+_UniqueKeys.add_implicit_resolver(
+    "tag:yaml.org,2002:float",
+    __import__("re").compile(
+        r"^(?:[-+]?(?:[0-9][0-9_]*)\.[0-9_]*(?:[eE][-+]?[0-9]+)?|[-+]?(?:[0-9][0-9_]*)(?:[eE][-+]?[0-9]+)"
+        r"|\.[0-9_]+(?:[eE][-+][0-9]+)?|[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN))$"
+    ),
+    list("-+0123456789."),
+)
+
+
+def _mapping(loader: _UniqueKeys, node: yaml.MappingNode) -> dict[Any, Any]:
+    seen: dict[Any, Any] = {}
+    for key_node, value_node in node.value:
+        key = loader.construct_object(key_node, deep=True)
+        if key in seen:
+            raise yaml.constructor.ConstructorError(None, None, f"key {key!r} is given twice", key_node.start_mark)
+        seen[key] = loader.construct_object(value_node, deep=True)
+    return seen
+
+
+_UniqueKeys.add_constructor(yaml.resolver.BaseResolver.DEFAULT_MAPPING_TAG, _mapping)
+
+
+def _read(path: Path, chain: tuple[Path, ...]) -> list[tuple[str, dict[str, Any]]]:
+    """The file and, before it, those it names under `defaults:`; as (source, content)."""
+    if path in chain or len(chain) > _MAX_DEPTH:
+        raise ConfigError(f"{path}: `defaults` go round in a circle: {' → '.join(p.name for p in (*chain, path))}")
+    if path.is_dir():
+        raise ConfigError(f"{path} is a folder; give a .yaml file in it")
+    if not path.exists():
+        near = difflib.get_close_matches(path.name, [p.name for p in path.parent.glob("*.yaml")], 1, 0.4)
+        hint = f"; did you mean {path.parent / near[0]}?" if near else ""
+        raise ConfigError(f"no configuration file {path}{hint}")
+    try:
+        content = yaml.load(path.read_text(), Loader=_UniqueKeys)  # a SafeLoader
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark
+        where = f", line {mark.line + 1}, column {mark.column + 1}" if mark else ""
+        raise ConfigError(f"{path}{where}: not valid YAML: {error.problem or error}") from None
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise ConfigError(f"{path}: cannot be read: {error}") from None
+    if content is None:
+        raise ConfigError(f"{path} is empty; see configs/quickstart.yaml for a start")
+    if not isinstance(content, dict):
+        raise ConfigError(f"{path}: found a {type(content).__name__} at the top; a configuration is a mapping of sections")
+    defaults = content.pop("defaults", None) or []
+    if isinstance(defaults, str) or not isinstance(defaults, list):
+        raise ConfigError(f"{path}: defaults is {defaults!r}; give a list of files")
+    parts = [part for name in defaults for part in _read((path.parent / str(name)).resolve(), (*chain, path))]
+    return [*parts, (str(path), content)]
+
+
+def _fields(cls: Any) -> dict[str, Any]:
+    hints = typing.get_type_hints(cls)
+    return {f.name: hints[f.name] for f in dataclasses.fields(cls)}
+
+
+def _nearest(key: str, allowed: Iterable[str], everywhere: Iterable[str], prefix: str) -> str:
+    allowed = list(allowed)
+    near = difflib.get_close_matches(key, allowed, 1, 0.5)
+    if near:
+        return f"did you mean {prefix}{near[0]}? "
+    same = [path for path in everywhere if path.rsplit(".", 1)[-1] == key]
+    same = same or difflib.get_close_matches(f"{prefix}{key}", list(everywhere), 1, 0.6)
+    return f"did you mean {same[0]}? " if same else ""
+
+
+def all_keys(cls: Any = Config, prefix: str = "") -> list[str]:
+    """Every key of the schema, dotted."""
+    keys = []
+    for name, kind in _fields(cls).items():
+        if dataclasses.is_dataclass(kind):
+            keys += all_keys(kind, f"{prefix}{name}.")
+        else:
+            keys.append(f"{prefix}{name}")
+    return keys
+
+
+def _check_keys(content: Any, cls: Any, prefix: str, source: str) -> None:
+    """Unknown keys and wrong shapes, with the nearest valid key."""
+    if not isinstance(content, dict):
+        raise ConfigError(
+            f"{source}: {prefix.rstrip('.')} is {content!r}; it is a section with the keys {', '.join(_fields(cls))}"
+        )
+    known = _fields(cls)
+    for key, value in content.items():
+        if key not in known:
+            hint = _nearest(str(key), known, all_keys(), prefix)
+            raise ConfigError(f"{source}: unknown key {prefix}{key}; {hint}allowed here: {', '.join(known)}")
+        kind = known[key]
+        if dataclasses.is_dataclass(kind):
+            _check_keys(value, kind, f"{prefix}{key}.", source)
+        elif typing.get_origin(kind) is list and dataclasses.is_dataclass(typing.get_args(kind)[0]):
+            if not isinstance(value, list):
+                raise ConfigError(f"{source}: {prefix}{key} is {value!r}; it is a list")
+            for index, item in enumerate(value):
+                _check_keys(item, typing.get_args(kind)[0], f"{prefix}{key}[{index}].", source)
+
+
+def _type_name(path: str) -> str:
+    cls: Any = Config
+    for part in path.split("."):
+        fields = _fields(cls) if dataclasses.is_dataclass(cls) else {}
+        if part not in fields:
+            return "another type"
+        cls = fields[part]
+    return str(getattr(cls, "__name__", cls)).replace("NoneType", "null").replace("typing.", "") if not hasattr(
+        cls, "__args__") else str(cls).replace("None", "null")  # fmt: skip
+
+
+def _leaves(content: dict[str, Any], prefix: str = "") -> Iterable[tuple[str, Any]]:
+    for key, value in content.items():
+        if isinstance(value, dict) and value and f"{prefix}{key}" not in _OPEN:
+            yield from _leaves(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
+
+
+_OPEN = frozenset(key for key in all_keys() if key.endswith(("kwargs", "component_placement", "env_vars")))
+
+
+def _merge(cfg: DictConfig, content: dict[str, Any], source: str) -> None:
+    _check_keys(content, Config, "", source)
+    for path, value in _leaves(content):
+        if isinstance(value, bool) and _type_name(path) in ("int", "float"):
+            raise ConfigError(f"{source}: {path} is {value!r}; it must be {_type_name(path)}")
+        try:
+            if path in _OPEN and isinstance(value, dict):
+                # A later file replaces such a mapping as a whole: its keys are the user's own.
+                OmegaConf.update(cfg, path, value, merge=False)
+            else:
+                OmegaConf.update(cfg, path, value, merge=isinstance(value, dict))
+        except OmegaConfBaseException as error:
+            reason = str(error).splitlines()[0]
+            raise ConfigError(f"{source}: {path} is {value!r}; it must be {_type_name(path)} ({reason})") from None
+
+
+def _override(text: str) -> dict[str, Any]:
+    """`a.b=c` → nested mapping."""
+    key, equals, raw = text.partition("=")
+    key = key.strip()
+    if not equals or not key:
+        raise ConfigError(f"override {text!r}: write key=value, for example runner.max_steps=20")
+    try:
+        value = yaml.load(raw, Loader=_UniqueKeys) if raw.strip() else None  # a SafeLoader
+    except yaml.YAMLError:
+        raise ConfigError(f"override {text!r}: the value {raw!r} is not valid YAML; quote it") from None
+    nested: dict[str, Any] = {}
+    at = nested
+    *parents, last = key.split(".")
+    for part in parents:
+        at[part] = {}
+        at = at[part]
+    at[last] = value
+    return nested
+
+
+def load_config(path: str | Path, overrides: Sequence[str] = (), *, check: bool = True) -> DictConfig:
+    """Reads a configuration.
+
+    Args:
+        path: YAML file; the files under its key `defaults:` (relative to it) are read first.
+        overrides: `key=value` in order, the value in YAML.
+        check: Also run `validate`.
+
+    Returns:
+        A typed, read-only OmegaConf mapping with every key of the schema.
+
+    Raises:
+        ConfigError: With file or override, key, what was found, what is allowed.
+    """
+    cfg = OmegaConf.structured(Config)
+    given = Path(path).expanduser()
+    for source, content in _read(given, ()):
+        _merge(cfg, content, source)
+    for text in overrides:
+        nested = _override(text)
+        key, value = next(iter(_leaves(nested)))
+        open_parent = next((p for p in _OPEN if key.startswith(p + ".")), None)
+        if open_parent:
+            current = OmegaConf.to_container(OmegaConf.select(cfg, open_parent)) or {}
+            assert isinstance(current, dict)
+            current[key.removeprefix(open_parent + ".")] = value
+            OmegaConf.update(cfg, open_parent, current, merge=False)
+        else:
+            _merge(cfg, nested, f"override {text!r}")
+    _require(cfg, str(given))
+    if check:
+        validate(cfg, str(given))
+    OmegaConf.set_readonly(cfg, True)
+    return cfg
+
+
+def _require(cfg: DictConfig, source: str) -> None:
+    """Mandatory values that are missing."""
+    missing = sorted(OmegaConf.missing_keys(cfg))
+    if "env.eval.env_id" in missing and "env.train.env_id" not in missing:
+        missing.remove("env.eval.env_id")
+        cfg.env.eval.env_id = cfg.env.train.env_id  # evaluated where it was trained, unless said otherwise
+    if missing:
+        raise ConfigError(f"{source}: {missing[0]} is missing; set it in the file or with {missing[0]}=…")
+    try:
+        OmegaConf.to_container(cfg, resolve=True, throw_on_missing=True)
+    except (MissingMandatoryValue, OmegaConfBaseException) as error:
+        raise ConfigError(f"{source}: {str(error).splitlines()[0]}") from None
+
+
+def config_to_yaml(cfg: DictConfig | ListConfig) -> str:
+    """The resolved configuration as YAML; `load_config` reads it back to the same."""
+    return OmegaConf.to_yaml(cfg, resolve=True)

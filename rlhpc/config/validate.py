@@ -1,0 +1,221 @@
+"""Checks that no type can express: ranges, divisibility, names that must exist. Nothing here imports torch or writes."""
+
+from __future__ import annotations
+
+import difflib
+import math
+import os
+import re
+import shutil
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+from omegaconf import OmegaConf
+
+from rlhpc.runtime.errors import ConfigError
+
+_POSITIVE = (
+    "cluster.num_nodes", "runner.segments", "runner.rendezvous_timeout_s", "runner.step_timeout_s", "algorithm.update_epochs",
+    "algorithm.rollout_steps", "env.train.num_envs", "env.eval.num_envs", "env.train.group_size", "env.eval.group_size",
+    "env.eval.num_episodes", "env.train.max_episode_steps", "env.eval.max_episode_steps", "rollout.pipeline_stage_num",
+    "actor.global_batch_size", "actor.micro_batch_size", "actor.optim.lr", "actor.optim.adam_eps", "actor.optim.clip_grad",
+    "algorithm.target_kl", "algorithm.value_clip",
+)  # fmt: skip
+_NOT_NEGATIVE = (
+    "runner.seed", "runner.keep_checkpoints", "runner.max_restarts", "algorithm.value_coef", "algorithm.entropy_coef",
+    "algorithm.clip_ratio_low", "algorithm.clip_ratio_high", "actor.optim.weight_decay", "cluster.accelerators_per_node",
+    "env.train.seed", "env.eval.seed",
+)  # fmt: skip
+_FRACTION = ("algorithm.gamma", "algorithm.gae_lambda")
+_INTERVAL = ("runner.save_interval", "runner.val_check_interval", "runner.max_steps", "runner.max_epochs")
+_CHOICES: dict[str, tuple[str, ...]] = {
+    "runner.task_type": ("embodied",),
+    "algorithm.normalize_advantages": ("minibatch", "batch", "none"),
+    "algorithm.loss_agg": ("token-mean", "token-sum", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm"),
+    "rollout.weight_sync": ("auto", "broadcast"),
+    "actor.training_backend": ("local",),
+    "actor.optim.name": ("adam", "adamw"),
+    "actor.model.activation": ("tanh", "relu", "elu", "silu", "gelu"),
+}
+_BACKENDS = ("jsonl", "tensorboard")
+#: Names that come with the package; others are looked up where torch may be imported, before a run starts.
+_ESTIMATORS = ("gae", "grpo", "dr_grpo", "rloo", "reinforce++", "reinforce++_baseline", "raw")
+_LOSSES = ("ppo", "actor", "actor_critic", "gspo", "cispo", "decoupled_ppo")
+_MIN_FREE_BYTES = 1 << 20
+
+
+def validate(cfg: Any, source: str = "configuration") -> None:
+    """Checks a loaded configuration.
+
+    Raises:
+        ConfigError: The first rule that is broken: key, value, what is allowed.
+    """
+
+    def fail(key: str, rule: str) -> ConfigError:
+        return ConfigError(f"{source}: {key} is {OmegaConf.select(cfg, key)!r}; {rule}")
+
+    _numbers(cfg, fail)
+    for key, allowed in _CHOICES.items():
+        _choice(key, str(OmegaConf.select(cfg, key)), allowed, fail)
+    for backend in cfg.runner.logger.logger_backends:
+        _choice("runner.logger.logger_backends", str(backend), _BACKENDS, fail)
+    _lookup(cfg)
+    _divisibility(cfg, fail)
+    _runner(cfg, fail)
+    _placement(cfg)
+
+
+def _numbers(cfg: Any, fail: Callable[[str, str], ConfigError]) -> None:
+    def value(key: str) -> Any:
+        found = OmegaConf.select(cfg, key)
+        if isinstance(found, float) and not math.isfinite(found):
+            raise fail(key, "it must be a finite number")
+        return found
+
+    for key in _POSITIVE:
+        if (found := value(key)) is not None and found <= 0:
+            raise fail(key, "it must be greater than 0")
+    for key in _NOT_NEGATIVE:
+        if (found := value(key)) is not None and found < 0:
+            raise fail(key, "it must not be negative")
+    for key in _FRACTION:
+        if not 0 <= value(key) <= 1:
+            raise fail(key, "it must lie between 0 and 1")
+    for key in _INTERVAL:
+        if value(key) < 1 and value(key) != -1:
+            raise fail(key, "it must be at least 1, or -1 for none")
+    for key in ("algorithm.clip_ratio_low",):
+        if value(key) >= 1:
+            raise fail(key, "it must be below 1")
+    if cfg.algorithm.clip_ratio_c is not None and value("algorithm.clip_ratio_c") <= 1:
+        raise fail("algorithm.clip_ratio_c", "dual clip needs a value above 1, such as 3, or null")
+    for key in ("env.train.reward_scale", "actor.model.log_std_init", "runner.stop_return"):
+        value(key)
+    if any(size < 1 for size in cfg.actor.model.hidden_sizes):
+        raise fail("actor.model.hidden_sizes", "every width must be greater than 0")
+
+
+def _choice(key: str, found: str, allowed: Iterable[str], fail: Callable[[str, str], ConfigError]) -> None:
+    allowed = list(allowed)
+    if found.lower() not in allowed:
+        near = difflib.get_close_matches(found.lower(), allowed, 1)
+        raise fail(key, f"{f'did you mean {near[0]!r}? ' if near else ''}allowed: {', '.join(allowed)}")
+
+
+def _lookup(cfg: Any) -> None:
+    """Registered names: known ones pass without an import; for others the registries are asked."""
+    if str(cfg.algorithm.adv_type).lower() not in _ESTIMATORS or str(cfg.algorithm.loss_type).lower() not in _LOSSES:
+        from rlhpc.algorithms.registry import ADVANTAGES, POLICY_LOSSES
+        from rlhpc import algorithms  # noqa: F401  (fills the registries)
+
+        ADVANTAGES.get(str(cfg.algorithm.adv_type))
+        POLICY_LOSSES.get(str(cfg.algorithm.loss_type))
+    if str(cfg.actor.model.model_type).lower() not in ("mlp", "cnn"):
+        from rlhpc.models.registry import find_model
+
+        find_model(str(cfg.actor.model.model_type))
+    for side in (cfg.env.train, cfg.env.eval):
+        if str(side.env_type).lower() == "gymnasium":
+            _gymnasium_id(str(side.env_id))
+        else:
+            from rlhpc.envs.registry import find_env
+
+            find_env(str(side.env_type))
+
+
+def _gymnasium_id(env_id: str) -> None:
+    """A bare id that gymnasium does not know is refused here; `module:Id` is imported when the environment is built."""
+    if ":" in env_id:
+        return
+    import gymnasium
+
+    if env_id not in gymnasium.registry:
+        near = difflib.get_close_matches(env_id, list(gymnasium.registry), 3, 0.5)
+        hint = f"did you mean {', '.join(near)}?" if near else "see gymnasium.registry for all ids, or write module:Id"
+        raise ConfigError(f"env_id is {env_id!r}, which gymnasium does not know; {hint}")
+
+
+def _divisibility(cfg: Any, fail: Callable[[str, str], ConfigError]) -> None:
+    envs, stages = cfg.env.train.num_envs, cfg.rollout.pipeline_stage_num
+    if envs % stages:
+        raise fail("env.train.num_envs", f"it must divide by rollout.pipeline_stage_num ({stages})")
+    for side in ("train", "eval"):
+        section = cfg.env[side]
+        if section.num_envs % section.group_size:
+            raise fail(f"env.{side}.num_envs", f"it must divide by env.{side}.group_size ({section.group_size})")
+    batch, total = cfg.actor.global_batch_size, envs * cfg.algorithm.rollout_steps
+    if total % batch:
+        raise fail(
+            "actor.global_batch_size",
+            f"a rollout has env.train.num_envs({envs}) * algorithm.rollout_steps({cfg.algorithm.rollout_steps}) = {total} "
+            f"transitions, which must divide by it",
+        )
+    micro = cfg.actor.micro_batch_size
+    if micro is not None and (micro > batch or batch % micro):
+        raise fail("actor.micro_batch_size", f"it must divide actor.global_batch_size ({batch})")
+
+
+def _runner(cfg: Any, fail: Callable[[str, str], ConfigError]) -> None:
+    name = str(cfg.runner.name)
+    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}", name):
+        raise fail("runner.name", "use letters, digits, '.', '_' and '-' (at most 100), starting with a letter or digit")
+    steps = cfg.runner.max_steps if cfg.runner.max_steps != -1 else cfg.runner.max_epochs
+    if steps == -1:
+        raise fail("runner.max_steps", "one of runner.max_steps and runner.max_epochs must be at least 1")
+    if cfg.runner.segments > steps:
+        raise fail("runner.segments", f"there cannot be more segments than training steps ({steps})")
+    names = [cfg.actor.group_name, cfg.rollout.group_name, cfg.env.group_name]
+    if len(set(names)) < 3:
+        raise fail("actor.group_name", f"the groups need different names; they are {names}")
+    resume = cfg.runner.resume_dir
+    if resume not in (None, "auto") and not Path(str(resume)).expanduser().exists():
+        own = Path(str(cfg.runner.run_dir)) / name / "checkpoints" / str(resume)
+        if not own.exists():
+            raise fail("runner.resume_dir", "there is no such checkpoint; allowed: null, auto, or a global_step_<N> folder")
+    _writable(Path(str(cfg.runner.run_dir)).expanduser().absolute(), fail)
+
+
+def _writable(folder: Path, fail: Callable[[str, str], ConfigError]) -> None:
+    """Whether the run folder could be made and holds a little more; looks only."""
+    existing = folder
+    while not existing.exists():
+        existing = existing.parent
+    if not existing.is_dir():
+        raise fail("runner.run_dir", f"{existing} is a file, not a folder")
+    if not os.access(existing, os.W_OK | os.X_OK):
+        raise fail("runner.run_dir", f"{existing} is not writable for you; choose another with runner.run_dir=…")
+    statistics = os.statvfs(existing)
+    if statistics.f_flag & os.ST_RDONLY:
+        raise fail("runner.run_dir", f"{existing} is on a read-only filesystem")
+    if shutil.disk_usage(existing).free < _MIN_FREE_BYTES:
+        raise fail("runner.run_dir", f"the filesystem of {existing} is full; free some space or choose another")
+
+
+def _placement(cfg: Any) -> None:
+    """The placement on the machines it is meant for: all rules, before anything starts."""
+    from rlhpc.runtime.cluster import Cluster, visible_accelerators
+    from rlhpc.runtime.placement import HybridComponentPlacement
+
+    section = cfg.cluster
+    per_node = section.accelerators_per_node
+    count = len(visible_accelerators(os.environ)) if per_node is None else int(per_node)
+    cluster = Cluster.local(int(section.num_nodes), count, section.node_groups)
+    placement = HybridComponentPlacement(cfg, cluster)
+    wanted = [cfg.actor.group_name, cfg.rollout.group_name, cfg.env.group_name]
+    for component in placement.components:
+        if component not in wanted:
+            near = difflib.get_close_matches(component, wanted, 1)
+            hint = f"did you mean {near[0]!r}? " if near else ""
+            raise ConfigError(
+                f"cluster.component_placement.{component}: no such component; {hint}components: {', '.join(wanted)}"
+            )
+    sizes = {name: placement.get_world_size(name) for name in wanted}
+    slots = cfg.env.train.num_envs // cfg.rollout.pipeline_stage_num
+    for name, size in sizes.items():
+        if slots % size:
+            raise ConfigError(
+                f"cluster.component_placement.{name} gives {size} processes; they must divide the "
+                f"env.train.num_envs({cfg.env.train.num_envs}) / rollout.pipeline_stage_num({cfg.rollout.pipeline_stage_num}) "
+                f"= {slots} slots of a stage"
+            )
