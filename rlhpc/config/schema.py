@@ -182,8 +182,6 @@ class EvalEnvConfig(EnvSideConfig):
 class EnvConfig:
     """The env group."""
 
-    group_name: str = "env"
-    """Name of the worker group and of its component in the placement."""
     train: EnvSideConfig = field(default_factory=EnvSideConfig)
     """Training environments."""
     eval: EvalEnvConfig = field(default_factory=EvalEnvConfig)
@@ -194,8 +192,6 @@ class EnvConfig:
 class RolloutConfig:
     """The rollout group."""
 
-    group_name: str = "rollout"
-    """Name of the worker group and of its component in the placement."""
     pipeline_stage_num: int = 1
     """Stages the slots are cut into: while one is simulated, the policy acts on the others."""
     weight_sync: str = "auto"
@@ -244,8 +240,6 @@ class OptimConfig:
 class ActorConfig:
     """The actor group: training."""
 
-    group_name: str = "actor"
-    """Name of the worker group and of its component in the placement."""
     training_backend: str = "local"
     """`local`: data parallel, gradients summed over the ranks."""
     global_batch_size: int = 256

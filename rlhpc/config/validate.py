@@ -165,9 +165,6 @@ def _runner(cfg: Any, fail: Callable[[str, str], ConfigError]) -> None:
         raise fail("runner.max_steps", "one of runner.max_steps and runner.max_epochs must be at least 1")
     if cfg.runner.segments > steps:
         raise fail("runner.segments", f"there cannot be more segments than training steps ({steps})")
-    names = [cfg.actor.group_name, cfg.rollout.group_name, cfg.env.group_name]
-    if len(set(names)) < 3:
-        raise fail("actor.group_name", f"the groups need different names; they are {names}")
     resume = cfg.runner.resume_dir
     if resume not in (None, "auto") and not Path(str(resume)).expanduser().exists():
         own = Path(str(cfg.runner.run_dir)) / name / "checkpoints" / str(resume)
@@ -202,7 +199,7 @@ def _placement(cfg: Any) -> None:
     count = len(visible_accelerators(os.environ)) if per_node is None else int(per_node)
     cluster = Cluster.local(int(section.num_nodes), count, section.node_groups)
     placement = HybridComponentPlacement(cfg, cluster)
-    wanted = [cfg.actor.group_name, cfg.rollout.group_name, cfg.env.group_name]
+    wanted = ["actor", "rollout", "env"]
     for component in placement.components:
         if component not in wanted:
             near = difflib.get_close_matches(component, wanted, 1)

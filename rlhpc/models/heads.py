@@ -27,7 +27,7 @@ class CategoricalHead(nn.Module):
     def sample_noise(self, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
         """Gumbel noise `[*shape, sum(sizes)]`: argmax(logits + noise) is a sample (Gumbel-max)."""
         uniform = torch.rand((*shape, self.inputs), generator=generator).clamp_(min=1e-20)
-        return -torch.log(-torch.log(uniform).clamp_(min=1e-20))
+        return -torch.log((-torch.log(uniform)).clamp_(min=1e-20))
 
     def act(self, logits: Tensor, noise: Tensor | None) -> tuple[Tensor, Tensor]:
         """Actions `[B, 1, d]` and their log-probabilities `[B]`; without noise the most likely one."""

@@ -1,0 +1,270 @@
+"""The `rlhpc` command. Heavy modules are imported by the subcommand that needs them."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import traceback
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+import rlhpc
+from rlhpc.runtime.errors import CheckpointError, ConfigError, RlhpcError
+from rlhpc.runtime.paths import RunPaths
+
+Command = Callable[[argparse.Namespace], int]
+_OVERRIDES = "key=value of the configuration, such as runner.max_steps=20; the value is YAML"
+
+
+class _Parser(argparse.ArgumentParser):
+    """argparse with the project's error format."""
+
+    def error(self, message: str) -> NoReturn:
+        print(f"rlhpc: error: {message}; see {self.prog} --help", file=sys.stderr)
+        raise SystemExit(2)
+
+
+def _run_paths(text: str) -> RunPaths:
+    """A run folder given by the user."""
+    root = Path(text).expanduser().absolute()
+    if not root.is_dir():
+        near = sorted(p.parent.name for p in root.parent.glob("*/config.yaml")) if root.parent.is_dir() else []
+        hint = f"; runs there: {', '.join(near)}" if near else ""
+        raise ConfigError(f"no run folder {root}{hint}")
+    return RunPaths(root)
+
+
+def _checkpoint(args: argparse.Namespace) -> Path:
+    """The checkpoint named by --checkpoint, or by --run and --step."""
+    if args.checkpoint:
+        return Path(args.checkpoint).expanduser().absolute()
+    if not args.run:
+        raise ConfigError("say which checkpoint: --checkpoint FOLDER, or --run FOLDER with --step N or --step latest")
+    from rlhpc.checkpoint import newest_valid
+
+    paths = _run_paths(args.run)
+    if args.step == "latest":
+        found = newest_valid(paths)
+        path = getattr(found, "path", found)
+        if path is None:
+            raise CheckpointError(f"{paths.root} has no complete checkpoint yet")
+        return Path(path)
+    if not args.step.isdigit():
+        raise ConfigError(f"--step is {args.step!r}; give a number or latest")
+    checkpoint = paths.checkpoint(int(args.step))
+    if not checkpoint.is_dir():
+        there = ", ".join(str(step) for step, _ in paths.checkpoint_steps()) or "none"
+        raise CheckpointError(f"{paths.root} has no checkpoint of step {args.step}; there are: {there}")
+    return checkpoint
+
+
+def _own_run(checkpoint: Path) -> RunPaths | None:
+    """The run folder a checkpoint lies in, if it lies in one."""
+    return RunPaths(checkpoint.parent.parent) if checkpoint.parent.name == "checkpoints" else None
+
+
+def _plan(args: argparse.Namespace) -> int:
+    from rlhpc.config import load_config
+    from rlhpc.runtime.launch.plan import build_plan, render_plan
+
+    print(render_plan(build_plan(load_config(args.config, args.overrides))))
+    return 0
+
+
+def _train(args: argparse.Namespace) -> int:
+    from rlhpc.config import load_config
+
+    cfg = load_config(args.config, args.overrides)
+    if args.segment is not None and not 0 <= args.segment < cfg.runner.segments:
+        raise ConfigError(f"--segment is {args.segment}; the run has segments 0 to {cfg.runner.segments - 1}")
+    from rlhpc.runners.train import train
+
+    return int(train(cfg, segment=args.segment)["exit_code"])
+
+
+def _submit(args: argparse.Namespace) -> int:
+    from rlhpc.config import load_config
+    from rlhpc.runtime.launch.submit import submit_segment
+
+    cfg = load_config(args.config, args.overrides)
+    if not 0 <= args.segment < cfg.runner.segments:
+        raise ConfigError(f"--segment is {args.segment}; the run has segments 0 to {cfg.runner.segments - 1}")
+    result = submit_segment(
+        args.config, args.overrides, run_root=RunPaths.of(cfg.runner.run_dir, cfg.runner.name).root, segment=args.segment,
+        executor=args.executor, wait=not args.no_wait, deadline_s=args.deadline,
+    )  # fmt: skip
+    print(json.dumps(result))
+    return 0
+
+
+def _cancel(args: argparse.Namespace) -> int:
+    from rlhpc.runtime.launch.submit import cancel
+
+    print("\n".join(cancel(_run_paths(args.run))) or "nothing is running")
+    return 0
+
+
+def _status(args: argparse.Namespace) -> int:
+    from rlhpc.runtime.launch.status import render_status
+
+    print(render_status(_run_paths(args.run)))
+    return 0
+
+
+def _logs(args: argparse.Namespace) -> int:
+    from rlhpc.runtime.launch.status import print_logs
+
+    print_logs(_run_paths(args.run), group=args.group, rank=args.rank, follow=args.follow, lines=args.lines)
+    return 0
+
+
+def _eval(args: argparse.Namespace) -> int:
+    from rlhpc.config import load_config
+
+    checkpoint = _checkpoint(args)
+    config = Path(args.config) if args.config else checkpoint / "config.yaml"
+    if args.config is None and not config.is_file():
+        raise CheckpointError(f"{checkpoint} has no config.yaml, so it is no checkpoint of rlhpc, or incomplete")
+    cfg = load_config(config, args.overrides, check=False)
+    from rlhpc.runners.evaluate import evaluate_checkpoint
+
+    run = _own_run(checkpoint)
+    output = Path(args.output) if args.output else None
+    if output is None and run is not None and (step := checkpoint.name.removeprefix("global_step_")).isdigit():
+        output = run.eval_result(int(step), args.suite)
+    result = evaluate_checkpoint(checkpoint, cfg=cfg, suite=args.suite, episodes=args.episodes, output=output)
+    low, high = result["return_ci95"]
+    print(
+        f"{checkpoint.name}: mean return {result['return_mean']:.2f} (95 % CI {low:.2f} to {high:.2f}) over "
+        f"{result['episodes']} episodes of {result['env_id']}" + (f" → {output}" if output else "")
+    )
+    return 0
+
+
+def _convert(args: argparse.Namespace) -> int:
+    from rlhpc.checkpoint.convert import export_checkpoint
+
+    checkpoint = _checkpoint(args)
+    output = Path(args.output) if args.output else None
+    run = _own_run(checkpoint)
+    if output is None and run is not None and (step := checkpoint.name.removeprefix("global_step_")).isdigit():
+        output = run.export(int(step))
+    print(export_checkpoint(checkpoint, output))
+    return 0
+
+
+def _report(args: argparse.Namespace) -> int:
+    from rlhpc.metrics.report import write_report
+
+    paths = _run_paths(args.run)
+    if args.curves:
+        from rlhpc.metrics.curves import write_curves
+
+        for path in write_curves(paths, Path(args.curves)):
+            print(path)
+    print(write_report(paths))
+    return 0
+
+
+def _add(
+    commands: Any, name: str, function: Command, summary: str, examples: Sequence[str]
+) -> argparse.ArgumentParser:
+    epilog = "examples:\n" + "\n".join(f"  {line}" for line in examples)
+    parser: argparse.ArgumentParser = commands.add_parser(
+        name, help=summary, description=summary, epilog=epilog, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.set_defaults(function=function)
+    return parser
+
+
+def _config_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("config", help="YAML file of the run")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help=_OVERRIDES)
+
+
+def _checkpoint_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--checkpoint", help="checkpoint folder (global_step_<N>) of any run")
+    parser.add_argument("--run", help="run folder, together with --step")
+    parser.add_argument("--step", default="latest", help="global step of the checkpoint (default: latest)")
+    parser.add_argument("--output", help="where to write; default in the checkpoint's own run folder")
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The command line."""
+    parser = _Parser(prog="rlhpc", description="Reinforcement learning on batch-scheduled clusters.")
+    parser.add_argument("--version", action="version", version=f"rlhpc {rlhpc.__version__}")
+    commands = parser.add_subparsers(metavar="command", required=True, parser_class=_Parser)
+
+    plan = _add(commands, "plan", _plan, "print what a run would start where, without starting anything",
+                ["rlhpc plan configs/quickstart.yaml", "rlhpc plan configs/quickstart.yaml rollout.pipeline_stage_num=2"])  # fmt: skip
+    _config_arguments(plan)
+    train = _add(commands, "train", _train, "train here and now: on this machine, or in the allocation this shell is in",
+                 ["rlhpc train configs/quickstart.yaml runner.name=try runner.max_steps=20",
+                  "rlhpc train configs/quickstart.yaml env.train.env_id=Acrobot-v1 runner.name=acrobot",
+                  "rlhpc train configs/quickstart.yaml runner.resume_dir=auto"])  # fmt: skip
+    _config_arguments(train)
+    train.add_argument("--segment", type=int, help="train only this segment (0, 1, …), from the checkpoint before it")
+    submit = _add(commands, "submit", _submit, "submit a segment as a job, wait for it, or attach to it if it runs already",
+                  ["rlhpc submit configs/quickstart.yaml --segment 0 --executor local",
+                   "rlhpc submit configs/quickstart.yaml --executor slurm --no-wait"])  # fmt: skip
+    _config_arguments(submit)
+    submit.add_argument("--segment", type=int, default=0, help="segment to train (default 0)")
+    submit.add_argument("--executor", choices=("auto", "local", "slurm"), default="auto", help="who runs the job")
+    submit.add_argument("--no-wait", action="store_true", help="return once the job is submitted")
+    submit.add_argument("--deadline", type=float, help="seconds after which to stop waiting (the job goes on)")
+    cancel = _add(commands, "cancel", _cancel, "stop a run's job; it saves a checkpoint first", ["rlhpc cancel runs/quickstart"])
+    cancel.add_argument("run", help="run folder")
+    status = _add(commands, "status", _status, "show where a run is", ["rlhpc status runs/quickstart"])
+    status.add_argument("run", help="run folder")
+    logs = _add(commands, "logs", _logs, "print the logs of a run's groups and ranks",
+                ["rlhpc logs runs/quickstart", "rlhpc logs runs/quickstart --group env --rank 0 --follow"])  # fmt: skip
+    logs.add_argument("run", help="run folder")
+    logs.add_argument("--group", help="only this group")
+    logs.add_argument("--rank", type=int, help="only this rank")
+    logs.add_argument("--follow", "-f", action="store_true", help="go on printing what is added")
+    logs.add_argument("--lines", "-n", type=int, default=50, help="last lines of each file (default 50)")
+    evaluate = _add(commands, "eval", _eval, "evaluate a checkpoint with deterministic actions",
+                    ["rlhpc eval --run runs/quickstart --step latest",
+                     "rlhpc eval --checkpoint /elsewhere/checkpoints/global_step_60 --episodes 10 --output result.json",
+                     "rlhpc eval --run runs/quickstart --suite long env.eval.max_episode_steps=1000"])  # fmt: skip
+    _checkpoint_arguments(evaluate)
+    evaluate.add_argument("--suite", default="default", help="name of the evaluation (default: default)")
+    evaluate.add_argument("--episodes", type=int, help="default: env.eval.num_episodes")
+    evaluate.add_argument("--config", help="configuration to use instead of the checkpoint's own")
+    evaluate.add_argument("overrides", nargs="*", metavar="key=value", help=_OVERRIDES)
+    convert = _add(commands, "convert", _convert, "export a checkpoint's policy: safetensors and a config",
+                   ["rlhpc convert --run runs/quickstart", "rlhpc convert --checkpoint global_step_60 --output policy"])  # fmt: skip
+    _checkpoint_arguments(convert)
+    report = _add(commands, "report", _report, "write a run's report page", ["rlhpc report runs/quickstart"])
+    report.add_argument("run", help="run folder")
+    report.add_argument("--curves", help="folder to write the single plots to as well")
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the command line; returns the exit code: 0, 2 for what the user got wrong, 1 for what went wrong."""
+    args = build_parser().parse_args(argv)
+    try:
+        return int(args.function(args))
+    except RlhpcError as error:
+        print(f"rlhpc: error: {error}", file=sys.stderr)
+        return error.exit_code
+    except KeyboardInterrupt:
+        print("rlhpc: interrupted; a run that was training goes on from its last checkpoint with "
+              "runner.resume_dir=auto", file=sys.stderr)  # fmt: skip
+        return 130
+    except BrokenPipeError:
+        return 141
+    except Exception as error:
+        if os.environ.get("RLHPC_DEBUG"):
+            traceback.print_exc()
+        print(f"rlhpc: error: {type(error).__name__}: {error} (a fault of rlhpc itself, or of code it called; "
+              f"set RLHPC_DEBUG=1 for the traceback)", file=sys.stderr)  # fmt: skip
+        return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
