@@ -68,12 +68,12 @@ def _run(policy: Any, env: Any, left: np.ndarray, device: torch.device) -> tuple
         actions, _ = policy.predict_action_batch(inputs, mode="eval")
         obs, _, terminations, truncations, infos = env.chunk_step(actions.cpu().numpy())
         done = np.flatnonzero(np.asarray(terminations) | np.asarray(truncations))
-        episode = infos.get("episode") if done.size else None
-        for slot in done if episode is not None else ():
+        episode: dict[str, Any] = infos.get("episode", {}) if done.size else {}
+        for slot in done.tolist() if episode else ():
             if seen[slot] < left[slot]:
                 success = float(episode["success"][slot]) if "success" in episode else None
                 total, length = float(episode["return"][slot]), float(episode["length"][slot])
-                found.append((slot, seen[slot], total, length, success))
+                found.append((slot, int(seen[slot]), total, length, success))
                 seen[slot] += 1
         if (seen >= left).all():
             found.sort(key=lambda row: row[:2])

@@ -142,7 +142,7 @@ class MultiStepRolloutWorker(Worker):
                 columns[name] = outcome[name]
             for rank, common in self.slots.actors_of(stage, self.rank):
                 part = within(common, share)
-                message = {name: column[part] for name, column in columns.items()}
+                message: dict[str, Any] = {name: column[part] for name, column in columns.items()}
                 message["version"] = self.version
                 self._trajectories.put(message, key=self.slots.to_actor_key(stage, self.rank, rank))
 

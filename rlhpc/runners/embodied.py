@@ -97,7 +97,8 @@ class EmbodiedRunner:
         try:
             state = json.loads((checkpoint / "runner.json").read_text())
             self.step, self.env_steps, self.episodes = (int(state[key]) for key in ("step", "env_steps", "episodes"))
-            self.window.extend(tuple(float("nan") if v is None else float(v) for v in row) for row in state["window"])
+            rows = ([float("nan") if value is None else float(value) for value in row] for row in state["window"])
+            self.window.extend((row[0], row[1], row[2]) for row in rows)
             self.elapsed, self.stop_reason = float(state["elapsed_s"]), str(state["stop_reason"])
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise CheckpointError(f"{checkpoint / 'runner.json'}: cannot be read ({error!r})") from error
@@ -256,9 +257,8 @@ class EmbodiedRunner:
     def _protected(self) -> list[int]:
         """Steps at which segments ended: evaluation and conversion may still read them."""
         segments = int(self.cfg.runner.segments)
-        if segments == 1:
-            return []
-        return [segment_end(self.folder.total, k, segments) for k in range(segments)]
+        planned = [segment_end(self.folder.total, k, segments) for k in range(segments)] if segments > 1 else []
+        return [*planned, *self.folder.finished_segments()]
 
     def _state(self) -> dict[str, Any]:
         return {

@@ -15,8 +15,10 @@ from omegaconf import OmegaConf
 
 from rlhpc.checkpoint import Resumable, find_resumable, move_newer_aside, newest_valid
 from rlhpc.checkpoint.durable import replace_durably
+from rlhpc.config import segment_end, total_steps
 from rlhpc.metrics import update_provenance, write_provenance
 from rlhpc.runtime.errors import ConfigError, RlhpcError
+from rlhpc.runtime.launch.claim import read_json
 from rlhpc.runtime.launch.jobs import host_identity
 from rlhpc.runtime.paths import RunPaths
 
@@ -26,17 +28,6 @@ _STATUS_EVERY_S = 2.0
 def note(text: str) -> None:
     """Tells the person at the terminal something that is no error."""
     print(f"rlhpc: {text}", file=sys.stderr, flush=True)
-
-
-def total_steps(cfg: Any) -> int:
-    """Steps of the whole run: `runner.max_steps`, or `runner.max_epochs` where that is negative."""
-    steps = int(cfg.runner.max_steps)
-    return steps if steps >= 0 else int(cfg.runner.max_epochs)
-
-
-def segment_end(total: int, segment: int, segments: int) -> int:
-    """The step at which a segment ends."""
-    return math.ceil(total * (segment + 1) / segments)
 
 
 @dataclass
@@ -143,6 +134,11 @@ class RunFolder:
         }
         replace_durably(self.paths.driver_state, json.dumps(record, indent=1).encode() + b"\n")
 
+    def finished_segments(self) -> list[int]:
+        """Steps at which finished segments ended."""
+        found = (read_json(path) for path in self.paths.segments.glob("*.json"))
+        return [int(record["global_step"]) for record in found if record and "global_step" in record]
+
     def finish_segment(self, step: int, stop_reason: str) -> dict[str, Any]:
         """Writes `segments/<k>.json`, last of all.
 
@@ -162,11 +158,7 @@ class RunFolder:
 
 def read_segment_done(paths: RunPaths, segment: int) -> dict[str, Any] | None:
     """What a finished segment left; None when it is not finished."""
-    try:
-        record = json.loads(paths.segment_done(segment).read_text())
-    except (OSError, ValueError):
-        return None
-    return record if isinstance(record, dict) else None
+    return read_json(paths.segment_done(segment))
 
 
 def fail_status(folder: RunFolder, step: int, error: BaseException) -> None:

@@ -57,7 +57,7 @@ def check(cfg: Any, ranks: dict[str, int]) -> None:
     from rlhpc.roles.env import check_env
     from rlhpc.roles.exchange import SlotMap
 
-    SlotMap.from_config(cfg, **ranks)
+    SlotMap.from_config(cfg, env=ranks["env"], rollout=ranks["rollout"], actor=ranks["actor"])
     check_batches(cfg)
     spaces = check_env(cfg.env.train)
     if int(cfg.runner.val_check_interval) > 0:

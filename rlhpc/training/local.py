@@ -12,7 +12,7 @@ from torch import nn
 from rlhpc.runtime.errors import ConfigError
 
 Reduce = Callable[[torch.Tensor], torch.Tensor]
-_OPTIMIZERS: dict[str, type[torch.optim.Optimizer]] = {"adam": torch.optim.Adam, "adamw": torch.optim.AdamW}
+_OPTIMIZERS: dict[str, Any] = {"adam": torch.optim.Adam, "adamw": torch.optim.AdamW}
 
 
 class LocalBackend:
@@ -126,8 +126,8 @@ def make_optimizer(parameters: list[nn.Parameter], optim: Any) -> torch.optim.Op
     if name not in _OPTIMIZERS:
         raise ConfigError(f"actor.optim.name is {optim.name!r}; choose from {', '.join(_OPTIMIZERS)}")
     kind = _OPTIMIZERS[name]
-    extra = {"fused": True} if "fused" in inspect.signature(kind).parameters else {}
-    return kind(  # type: ignore[call-arg]
+    extra: dict[str, Any] = {"fused": True} if "fused" in inspect.signature(kind).parameters else {}
+    optimizer: torch.optim.Optimizer = kind(
         parameters,
         lr=float(optim.lr),
         betas=(float(optim.adam_beta1), float(optim.adam_beta2)),

@@ -53,6 +53,7 @@ class PolicyUpdate:
         reduce: Reduce = lambda t: t,
         ranks: int = 1,
     ) -> None:
+        self._forward: Any = backend.module.default_forward
         self.backend, self.batch_size, self.micro_batch, self.seed = backend, batch_size, micro_batch, seed
         self._reduce, self._ranks = reduce, ranks
         self.epochs = int(algorithm.update_epochs)
@@ -66,7 +67,7 @@ class PolicyUpdate:
                 f"algorithm.normalize_advantages is {algorithm.normalize_advantages!r}; "
                 "choose from batch, minibatch, none"
             )
-        self._loss_options = {
+        self._loss_options: dict[str, Any] = {
             "clip_ratio_low": float(algorithm.clip_ratio_low),
             "clip_ratio_high": float(algorithm.clip_ratio_high),
             "clip_ratio_c": None if algorithm.clip_ratio_c is None else float(algorithm.clip_ratio_c),
@@ -153,7 +154,7 @@ class PolicyUpdate:
         advantages = micro["advantages"]
         if self.normalize not in ("none", "false"):
             advantages = (advantages - part.mean) / (part.std + 1e-8)
-        out = self.backend.module.default_forward(
+        out = self._forward(
             {"obs": micro["obs"], "actions": micro["actions"]},
             compute_logprobs=True,
             compute_entropy=True,
