@@ -135,3 +135,5 @@ def make_optimizer(parameters: list[nn.Parameter], optim: Any) -> torch.optim.Op
         weight_decay=float(optim.weight_decay),
         **extra,
     )
+    return optimizer
+    return optimizer
