@@ -3,7 +3,14 @@
 from rlhpc.algorithms.advantages import calculate_adv_and_returns, masked_whiten
 from rlhpc.algorithms.kl import kl_penalty
 from rlhpc.algorithms.losses import aggregate, entropy_loss, policy_loss, value_loss
-from rlhpc.algorithms.registry import ADVANTAGES, POLICY_LOSSES, REWARDS, register_advantage, register_policy_loss, register_reward
+from rlhpc.algorithms.registry import (
+    ADVANTAGES,
+    POLICY_LOSSES,
+    REWARDS,
+    register_advantage,
+    register_policy_loss,
+    register_reward,
+)
 from rlhpc.algorithms.rewards import compute_reward, overlong_penalty, varied_groups
 
 __all__ = [

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import math
+import re
 import typing
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -26,7 +28,7 @@ class _UniqueKeys(yaml.SafeLoader):
 
 _UniqueKeys.add_implicit_resolver(
     "tag:yaml.org,2002:float",
-    __import__("re").compile(
+    re.compile(
         r"^(?:[-+]?(?:[0-9][0-9_]*)\.[0-9_]*(?:[eE][-+]?[0-9]+)?|[-+]?(?:[0-9][0-9_]*)(?:[eE][-+]?[0-9]+)"
         r"|\.[0-9_]+(?:[eE][-+][0-9]+)?|[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN))$"
     ),
@@ -234,3 +236,20 @@ def _require(cfg: DictConfig, source: str) -> None:
 def config_to_yaml(cfg: DictConfig | ListConfig) -> str:
     """The resolved configuration as YAML; `load_config` reads it back to the same."""
     return OmegaConf.to_yaml(cfg, resolve=True)
+
+
+def total_steps(cfg: Any) -> int:
+    """Steps of the whole run: `runner.max_steps`, or `runner.max_epochs` where that is -1."""
+    steps = int(cfg.runner.max_steps)
+    return steps if steps >= 0 else int(cfg.runner.max_epochs)
+
+
+def segment_end(total: int, segment: int, segments: int) -> int:
+    """The step at which a segment ends."""
+    return math.ceil(total * (segment + 1) / segments)
+
+
+def segment_ends(cfg: Any) -> list[int]:
+    """The step at which each of the run's segments ends, as planned."""
+    count = int(cfg.runner.segments)
+    return [segment_end(total_steps(cfg), k, count) for k in range(count)]

@@ -106,8 +106,8 @@ def _choice(key: str, found: str, allowed: Iterable[str], fail: Callable[[str, s
 def _lookup(cfg: Any) -> None:
     """Registered names: known ones pass without an import; for others the registries are asked."""
     if str(cfg.algorithm.adv_type).lower() not in _ESTIMATORS or str(cfg.algorithm.loss_type).lower() not in _LOSSES:
-        from rlhpc.algorithms.registry import ADVANTAGES, POLICY_LOSSES
         from rlhpc import algorithms  # noqa: F401  (fills the registries)
+        from rlhpc.algorithms.registry import ADVANTAGES, POLICY_LOSSES
 
         ADVANTAGES.get(str(cfg.algorithm.adv_type))
         POLICY_LOSSES.get(str(cfg.algorithm.loss_type))

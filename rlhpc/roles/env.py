@@ -10,7 +10,8 @@ import numpy as np
 from rlhpc.checkpoint.state import load_state, rng_state, save_state, set_rng_state
 from rlhpc.envs import make_env
 from rlhpc.roles.device import seed_process
-from rlhpc.roles.exchange import ACTIONS, OBSERVATIONS, OUTCOMES, SlotMap, within
+from rlhpc.roles.exchange import OUTCOMES, SlotMap, within
+from rlhpc.roles.lanes import open_lanes
 from rlhpc.roles.outcomes import EpisodeLog, Outcomes
 from rlhpc.runtime.errors import CheckpointError
 from rlhpc.runtime.worker import Worker
@@ -50,8 +51,7 @@ class EnvWorker(Worker):
 
     def connect(self) -> None:
         """Connects to the channels, once the driver has created them."""
-        self._observations = self.connect_channel(OBSERVATIONS)
-        self._actions = self.connect_channel(ACTIONS)
+        self.lanes = open_lanes(self, self.slots, self.envs[0].observation_space)
         self._outcomes = self.connect_channel(OUTCOMES)
 
     def interact(self, step: int) -> dict[str, np.ndarray]:
@@ -85,12 +85,11 @@ class EnvWorker(Worker):
         return episodes.arrays()
 
     def _send(self, stage: int) -> None:
-        for rank, common in self.peers[stage]:
-            obs = self.obs[stage][within(common, self.shares[stage])]
-            self._observations.put(obs, key=self.slots.to_rollout_key(stage, self.rank, rank))
+        for lane, common in self.lanes[stage]:
+            lane.put(self.obs[stage][within(common, self.shares[stage])])
 
     def _receive(self, stage: int) -> np.ndarray:
-        parts = [self._actions.get(key=self.slots.to_env_key(stage, self.rank, rank)) for rank, _ in self.peers[stage]]
+        parts = [lane.get() for lane, _ in self.lanes[stage]]
         return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
     # -- checkpoint -----------------------------------------------------------------------------------------------

@@ -31,6 +31,7 @@ class SlotMap:
         env_ranks, rollout_ranks, actor_ranks: World sizes of the groups.
         group_size: Consecutive slots that share a reset, and so must share a rank.
         actor_name, rollout_name, env_name: Names the groups were launched under.
+        token: Tells this run's shared memory from that of an earlier run of the same session.
     """
 
     num_envs: int
@@ -42,6 +43,7 @@ class SlotMap:
     actor_name: str = "actor"
     rollout_name: str = "rollout"
     env_name: str = "env"
+    token: str = ""
 
     def __post_init__(self) -> None:
         for key, count in (

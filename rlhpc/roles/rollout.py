@@ -12,7 +12,8 @@ from rlhpc.checkpoint.state import load_state, rng_state, save_state, set_rng_st
 from rlhpc.models import build_model
 from rlhpc.roles.device import own_device, seed_process, settle
 from rlhpc.roles.evaluation import evaluate_policy
-from rlhpc.roles.exchange import ACTIONS, OBSERVATIONS, OUTCOMES, TRAJECTORIES, SlotMap, within
+from rlhpc.roles.exchange import OUTCOMES, TRAJECTORIES, SlotMap, within
+from rlhpc.roles.lanes import open_lanes
 from rlhpc.roles.outcomes import next_values
 from rlhpc.runtime.worker import Worker
 from rlhpc.weights import make_sync
@@ -68,8 +69,7 @@ class MultiStepRolloutWorker(Worker):
 
     def connect(self) -> None:
         """Connects to the channels, once the driver has created them."""
-        self._observations = self.connect_channel(OBSERVATIONS)
-        self._actions = self.connect_channel(ACTIONS)
+        self.lanes = open_lanes(self, self.slots, self.policy.observation_space)
         self._outcomes = self.connect_channel(OUTCOMES)
         self._trajectories = self.connect_channel(TRAJECTORIES)
 
@@ -103,12 +103,12 @@ class MultiStepRolloutWorker(Worker):
         return table[:, share.start : share.stop].contiguous().to(self.device)
 
     def _act(self, stage: int, t: int, noise: torch.Tensor) -> None:
-        obs = self._gather(self._observations, stage)
+        parts = [lane.get() for lane, _ in self.lanes[stage]]
+        obs = parts[0] if len(parts) == 1 else np.concatenate(parts)
         actions, extras = self.policy.predict_action_batch(self._tensor(obs), mode="train", noise=noise)
         chosen = actions.cpu().numpy()
-        for rank, common in self.peers[stage]:
-            key = self.slots.to_env_key(stage, rank, self.rank)
-            self._actions.put(chosen[within(common, self.shares[stage])], key=key)
+        for lane, common in self.lanes[stage]:
+            lane.put(chosen[within(common, self.shares[stage])])
         # The environments are busy now; what follows costs no time.
         self.buffers[stage].write(
             t,
@@ -117,10 +117,6 @@ class MultiStepRolloutWorker(Worker):
             logprobs=extras["prev_logprobs"].cpu().numpy(),
             values=extras["prev_values"].cpu().numpy(),
         )
-
-    def _gather(self, channel: Any, stage: int) -> np.ndarray:
-        parts = [channel.get(key=self.slots.to_rollout_key(stage, rank, self.rank)) for rank, _ in self.peers[stage]]
-        return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
     def _tensor(self, array: np.ndarray) -> torch.Tensor:
         return torch.from_numpy(np.ascontiguousarray(array)).to(self.device)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import collections
 import json
+import secrets
 import time
 from pathlib import Path
 from typing import Any
@@ -56,6 +57,7 @@ class EmbodiedRunner:
     ) -> None:
         self.cfg, self.actor, self.rollout, self.env = cfg, actor, rollout, env
         names = {"actor_name": actor.name, "rollout_name": rollout.name, "env_name": env.name}
+        names["token"] = secrets.token_hex(4)
         self.slots = SlotMap.from_config(
             cfg, env=env.world_size, rollout=rollout.world_size, actor=actor.world_size, **names
         )

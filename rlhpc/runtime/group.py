@@ -130,7 +130,7 @@ class WorkerGroup:
         from rlhpc.runtime.session import Session
 
         session = Session.running()
-        if self._owned and session is not None:
+        if self._owned and self._records and session is not None:
             session.shutdown_group(self.name, self._records, grace)
         self._records = []
 

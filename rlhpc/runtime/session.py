@@ -373,7 +373,8 @@ class Session:
     def shutdown_group(self, name: str, records: Sequence[dict[str, Any]], grace: float) -> None:
         """Ends a group: asks, waits `grace` seconds, kills."""
         with self._changed:
-            members = [m for m in self.members.values() if m.spec.group == name and m.state != "ended"]
+            launched = {r["incarnation"] for r in records}
+            members = [m for m in self.members.values() if m.spec.incarnation in launched and m.state != "ended"]
             alive = {m.spec.rank for m in members if m.state == "ready"}
             for member in members:
                 member.state = "stopping"
