@@ -13,24 +13,50 @@ from typing import Any
 
 import yaml
 from omegaconf import DictConfig, ListConfig, OmegaConf
-from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
+from omegaconf.errors import OmegaConfBaseException
 
-from rlhpc.config.schema import Config
+from rlhpc.config.schema import Config, NodeGroupConfig
 from rlhpc.config.validate import validate
 from rlhpc.runtime.errors import ConfigError
 
 _MAX_DEPTH = 10
+#: What other projects call a key of ours.
+_ALSO_KNOWN_AS = {
+    "learning_rate": "lr",
+    "lambda": "gae_lambda",
+    "batch_size": "global_batch_size",
+    "epsilon": "adam_eps",
+    "clip_range": "clip_ratio_high",
+    "n_steps": "rollout_steps",
+    "num_steps": "rollout_steps",
+    "n_envs": "num_envs",
+    "n_epochs": "update_epochs",
+    "max_grad_norm": "clip_grad",
+    "ent_coef": "entropy_coef",
+    "vf_coef": "value_coef",
+    "env": "env_id",
+}
 
 
 class _UniqueKeys(yaml.SafeLoader):
-    """A YAML loader that refuses a key given twice and reads 1e-3 as a number."""
+    """A YAML loader that refuses a key given twice, reads 1e-3 as a number, and `02:00:00`, `1:0` and dates as text."""
 
 
+_NUMBERS_AND_DATES = ("tag:yaml.org,2002:int", "tag:yaml.org,2002:float", "tag:yaml.org,2002:timestamp")
+_UniqueKeys.yaml_implicit_resolvers = {
+    first: [(tag, pattern) for tag, pattern in resolvers if tag not in _NUMBERS_AND_DATES]
+    for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+}
+_UniqueKeys.add_implicit_resolver(
+    "tag:yaml.org,2002:int",
+    re.compile(r"^[-+]?(?:0|[1-9][0-9_]*|0x[0-9a-fA-F_]+|0b[01_]+)$"),
+    list("-+0123456789"),
+)
 _UniqueKeys.add_implicit_resolver(
     "tag:yaml.org,2002:float",
     re.compile(
-        r"^(?:[-+]?(?:[0-9][0-9_]*)\.[0-9_]*(?:[eE][-+]?[0-9]+)?|[-+]?(?:[0-9][0-9_]*)(?:[eE][-+]?[0-9]+)"
-        r"|\.[0-9_]+(?:[eE][-+][0-9]+)?|[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN))$"
+        r"^(?:[-+]?[0-9][0-9_]*\.[0-9_]*(?:[eE][-+]?[0-9]+)?|[-+]?[0-9][0-9_]*[eE][-+]?[0-9]+"
+        r"|[-+]?\.[0-9][0-9_]*(?:[eE][-+]?[0-9]+)?|[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN))$"
     ),
     list("-+0123456789."),
 )
@@ -40,6 +66,8 @@ def _mapping(loader: _UniqueKeys, node: yaml.MappingNode) -> dict[Any, Any]:
     seen: dict[Any, Any] = {}
     for key_node, value_node in node.value:
         key = loader.construct_object(key_node, deep=True)
+        if isinstance(key, (list, dict)):
+            raise yaml.constructor.ConstructorError(None, None, "a key must be a word", key_node.start_mark)
         if key in seen:
             raise yaml.constructor.ConstructorError(None, None, f"key {key!r} is given twice", key_node.start_mark)
         seen[key] = loader.construct_object(value_node, deep=True)
@@ -70,10 +98,14 @@ def _read(path: Path, chain: tuple[Path, ...]) -> list[tuple[str, dict[str, Any]
     if content is None:
         raise ConfigError(f"{path} is empty; see configs/quickstart.yaml for a start")
     if not isinstance(content, dict):
-        raise ConfigError(f"{path}: found a {type(content).__name__} at the top; a configuration is a mapping of sections")
+        raise ConfigError(
+            f"{path}: found a {type(content).__name__} at the top; a configuration is a mapping of sections"
+        )
     defaults = content.pop("defaults", None) or []
     if isinstance(defaults, str) or not isinstance(defaults, list):
         raise ConfigError(f"{path}: defaults is {defaults!r}; give a list of files")
+    if wrong := [name for name in defaults if not isinstance(name, str)]:
+        raise ConfigError(f"{path}: defaults has {wrong[0]!r}; give a list of files, as paths relative to this one")
     parts = [part for name in defaults for part in _read((path.parent / str(name)).resolve(), (*chain, path))]
     return [*parts, (str(path), content)]
 
@@ -85,7 +117,8 @@ def _fields(cls: Any) -> dict[str, Any]:
 
 def _nearest(key: str, allowed: Iterable[str], everywhere: Iterable[str], prefix: str) -> str:
     allowed = list(allowed)
-    near = difflib.get_close_matches(key, allowed, 1, 0.5)
+    key = _ALSO_KNOWN_AS.get(key, key)
+    near = [key] if key in allowed else difflib.get_close_matches(key, allowed, 1, 0.5)
     if near:
         return f"did you mean {prefix}{near[0]}? "
     same = [path for path in everywhere if path.rsplit(".", 1)[-1] == key]
@@ -123,6 +156,8 @@ def _check_keys(content: Any, cls: Any, prefix: str, source: str) -> None:
                 raise ConfigError(f"{source}: {prefix}{key} is {value!r}; it is a list")
             for index, item in enumerate(value):
                 _check_keys(item, typing.get_args(kind)[0], f"{prefix}{key}[{index}].", source)
+        elif isinstance(value, dict) and kind is not Any and typing.get_origin(kind) is not dict:
+            raise ConfigError(f"{source}: {prefix}{key} is {value!r}; it must be {_type_name(f'{prefix}{key}')}")
 
 
 def _type_name(path: str) -> str:
@@ -147,12 +182,15 @@ def _leaves(content: dict[str, Any], prefix: str = "") -> Iterable[tuple[str, An
 _OPEN = frozenset(key for key in all_keys() if key.endswith(("kwargs", "component_placement", "env_vars")))
 
 
-def _merge(cfg: DictConfig, content: dict[str, Any], source: str) -> None:
+def _merge(cfg: DictConfig, content: dict[str, Any], source: str, sources: dict[str, str]) -> None:
     _check_keys(content, Config, "", source)
     for path, value in _leaves(content):
+        sources[path] = source
         if isinstance(value, bool) and _type_name(path) in ("int", "float"):
             raise ConfigError(f"{source}: {path} is {value!r}; it must be {_type_name(path)}")
         try:
+            if path == "cluster.node_groups":
+                value = [_node_group(item, index, source) for index, item in enumerate(value)]
             if path in _OPEN and isinstance(value, dict):
                 # A later file replaces such a mapping as a whole: its keys are the user's own.
                 OmegaConf.update(cfg, path, value, merge=False)
@@ -161,6 +199,23 @@ def _merge(cfg: DictConfig, content: dict[str, Any], source: str) -> None:
         except OmegaConfBaseException as error:
             reason = str(error).splitlines()[0]
             raise ConfigError(f"{source}: {path} is {value!r}; it must be {_type_name(path)} ({reason})") from None
+
+
+def _node_group(item: dict[str, Any], index: int, source: str) -> DictConfig:
+    """One element of `cluster.node_groups`, typed."""
+    group = OmegaConf.structured(NodeGroupConfig)
+    for key, value in item.items():
+        try:
+            group[key] = value
+        except OmegaConfBaseException as error:
+            where, rule = (
+                f"cluster.node_groups[{index}].{key}",
+                str(_fields(NodeGroupConfig)[key]).replace("None", "null"),
+            )
+            raise ConfigError(
+                f"{source}: {where} is {value!r}; it must be {rule} ({str(error).splitlines()[0]})"
+            ) from None
+    return group
 
 
 def _override(text: str) -> dict[str, Any]:
@@ -199,8 +254,9 @@ def load_config(path: str | Path, overrides: Sequence[str] = (), *, check: bool 
     """
     cfg = OmegaConf.structured(Config)
     given = Path(path).expanduser()
+    sources: dict[str, str] = {}
     for source, content in _read(given, ()):
-        _merge(cfg, content, source)
+        _merge(cfg, content, source, sources)
     for text in overrides:
         nested = _override(text)
         key, value = next(iter(_leaves(nested)))
@@ -210,27 +266,30 @@ def load_config(path: str | Path, overrides: Sequence[str] = (), *, check: bool 
             assert isinstance(current, dict)
             current[key.removeprefix(open_parent + ".")] = value
             OmegaConf.update(cfg, open_parent, current, merge=False)
+            sources[open_parent] = f"override {text!r}"
         else:
-            _merge(cfg, nested, f"override {text!r}")
+            _merge(cfg, nested, f"override {text!r}", sources)
     _require(cfg, str(given))
     if check:
-        validate(cfg, str(given))
+        validate(cfg, str(given), sources)
     OmegaConf.set_readonly(cfg, True)
     return cfg
 
 
 def _require(cfg: DictConfig, source: str) -> None:
-    """Mandatory values that are missing."""
-    missing = sorted(OmegaConf.missing_keys(cfg))
-    if "env.eval.env_id" in missing and "env.train.env_id" not in missing:
-        missing.remove("env.eval.env_id")
-        cfg.env.eval.env_id = cfg.env.train.env_id  # evaluated where it was trained, unless said otherwise
-    if missing:
-        raise ConfigError(f"{source}: {missing[0]} is missing; set it in the file or with {missing[0]}=…")
+    """Mandatory values that are missing, and `${...}` that lead nowhere."""
     try:
+        missing = sorted(OmegaConf.missing_keys(cfg))
+        # env.eval follows env.train, so that what is missing there shows twice.
+        missing = [
+            key for key in missing if key.replace("env.eval.", "env.train.") not in missing or "env.eval." not in key
+        ]
+        if missing:
+            raise ConfigError(f"{source}: {missing[0]} is missing; set it in the file or with {missing[0]}=…")
         OmegaConf.to_container(cfg, resolve=True, throw_on_missing=True)
-    except (MissingMandatoryValue, OmegaConfBaseException) as error:
-        raise ConfigError(f"{source}: {str(error).splitlines()[0]}") from None
+    except OmegaConfBaseException as error:
+        key = f"{error.full_key}: " if error.full_key else ""
+        raise ConfigError(f"{source}: {key}{str(error).splitlines()[0]}") from None
 
 
 def config_to_yaml(cfg: DictConfig | ListConfig) -> str:

@@ -1,4 +1,4 @@
-"""The reference of every configuration key, generated: `python -m rlhpc.config.reference > docs/reference/config.md`."""
+"""The reference of all configuration keys: `python -m rlhpc.config.reference > docs/reference/config.md`."""
 
 from __future__ import annotations
 
@@ -14,8 +14,10 @@ from rlhpc.config import schema
 
 _HEAD = """# Configuration keys
 
-Generated from the schema by `python -m rlhpc.config.reference`. A configuration is a YAML file; `defaults: [other.yaml]`
-reads other files first, and `key=value` on the command line comes last. Unknown keys are errors.
+Generated from the schema by `python -m rlhpc.config.reference`. A configuration is a YAML file;
+`defaults: [other.yaml]` (relative to it) reads other files first, and `key=value` on the command
+line comes last. Unknown keys are errors.
+A default such as `${env.train.env_id}` is the value of that other key; any value may be written so.
 """
 
 
@@ -27,7 +29,7 @@ def _docs(cls: type) -> dict[str, str]:
     for item, following in zip(body.body, body.body[1:], strict=False):
         if isinstance(item, ast.AnnAssign) and isinstance(item.target, ast.Name) and isinstance(following, ast.Expr):
             assert isinstance(following.value, ast.Constant)
-            docs[item.target.id] = str(following.value.value)
+            docs[item.target.id] = " ".join(str(following.value.value).split())
     return docs
 
 
@@ -65,7 +67,9 @@ def _section(cls: type, prefix: str) -> list[str]:
             assert isinstance(items[0], type)
             below += _section(items[0], f"{prefix}{field.name}[].")
         name = getattr(kind, "__name__", str(kind)) if not items else str(kind)
-        name = name.replace("typing.", "").replace("rlhpc.config.schema.", "").replace("None", "null").replace("|", "or")
+        name = (
+            name.replace("typing.", "").replace("rlhpc.config.schema.", "").replace("None", "null").replace("|", "or")
+        )
         lines.append(f"| `{prefix}{field.name}` | {name} | {_default(field)} | {docs.get(field.name, '')} |")
     return lines + below
 

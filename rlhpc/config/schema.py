@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from omegaconf import MISSING
+from omegaconf import II, MISSING
 
 
 @dataclass
@@ -55,7 +55,8 @@ class ClusterConfig:
     accelerators_per_node: int | None = None
     """Accelerators a node; null takes what is visible."""
     component_placement: dict[str, Any] = field(default_factory=dict)
-    """Component → `resource ranks[:process ranks]`, for example `actor,rollout: 0-7`; or a mapping with `node_group` and `placement`."""
+    """Component → `resource ranks[:process ranks]`, for example `actor,rollout: 0-7`; or a mapping with `node_group`
+    and `placement`."""
     node_groups: list[NodeGroupConfig] = field(default_factory=list)
     """Labelled groups of nodes."""
 
@@ -111,9 +112,11 @@ class AlgorithmConfig:
     """Advantages, losses and the shape of a rollout."""
 
     adv_type: str = "gae"
-    """Advantage estimator: gae, grpo, dr_grpo, rloo, reinforce++, reinforce++_baseline, raw, a registered name, or `module:function`."""
+    """Advantage estimator: gae, grpo, dr_grpo, rloo, reinforce++, reinforce++_baseline, raw, a registered name, or
+    `module:function`."""
     loss_type: str = "ppo"
-    """Policy loss: ppo (alias actor, actor_critic), gspo, cispo, decoupled_ppo, a registered name, or `module:function`."""
+    """Policy loss: ppo (alias actor, actor_critic), gspo, cispo, decoupled_ppo, a registered name, or
+    `module:function`."""
     loss_agg: str = "token-mean"
     """How per-step losses are averaged: token-mean (the embodied runner's only one), and others for sequences."""
     gamma: float = 0.99
@@ -172,8 +175,20 @@ class EnvSideConfig:
 
 @dataclass
 class EvalEnvConfig(EnvSideConfig):
-    """Environments of evaluation."""
+    """Environments of evaluation: the training ones, unless said otherwise."""
 
+    env_type: str = II("env.train.env_type")
+    """As `env.train.env_type`."""
+    env_id: str = II("env.train.env_id")
+    """As `env.train.env_id`."""
+    max_episode_steps: int | None = II("env.train.max_episode_steps")
+    """As `env.train.max_episode_steps`."""
+    kwargs: dict[str, Any] = field(default=II("env.train.kwargs"))
+    """As `env.train.kwargs`."""
+    wrappers: list[str] = field(default=II("env.train.wrappers"))
+    """As `env.train.wrappers`: the policy is to see what it was trained on."""
+    ignore_terminations: bool = II("env.train.ignore_terminations")
+    """As `env.train.ignore_terminations`."""
     num_episodes: int = 100
     """Episodes of an evaluation; each slot contributes a fixed share."""
 

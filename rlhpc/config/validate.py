@@ -1,4 +1,4 @@
-"""Checks that no type can express: ranges, divisibility, names that must exist. Nothing here imports torch or writes."""
+"""Checks that no type can express: ranges, divisibility, names that must exist. Nothing here writes."""
 
 from __future__ import annotations
 
@@ -6,38 +6,49 @@ import difflib
 import math
 import os
 import re
-import shutil
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from omegaconf import OmegaConf
 
 from rlhpc.runtime.errors import ConfigError
+from rlhpc.runtime.paths import RunPaths
 
 _POSITIVE = (
-    "cluster.num_nodes", "runner.segments", "runner.rendezvous_timeout_s", "runner.step_timeout_s", "algorithm.update_epochs",
-    "algorithm.rollout_steps", "env.train.num_envs", "env.eval.num_envs", "env.train.group_size", "env.eval.group_size",
-    "env.eval.num_episodes", "env.train.max_episode_steps", "env.eval.max_episode_steps", "rollout.pipeline_stage_num",
-    "actor.global_batch_size", "actor.micro_batch_size", "actor.optim.lr", "actor.optim.adam_eps", "actor.optim.clip_grad",
-    "algorithm.target_kl", "algorithm.value_clip",
+    "cluster.num_nodes", "runner.segments", "runner.rendezvous_timeout_s", "runner.step_timeout_s",
+    "algorithm.update_epochs", "algorithm.rollout_steps", "env.train.num_envs", "env.eval.num_envs",
+    "env.train.group_size", "env.eval.group_size", "env.eval.num_episodes", "env.train.max_episode_steps",
+    "env.eval.max_episode_steps", "rollout.pipeline_stage_num", "actor.global_batch_size", "actor.micro_batch_size",
+    "actor.optim.lr", "actor.optim.adam_eps", "actor.optim.clip_grad", "algorithm.target_kl",
+    "algorithm.value_clip",
 )  # fmt: skip
 _NOT_NEGATIVE = (
-    "runner.seed", "runner.keep_checkpoints", "runner.max_restarts", "algorithm.value_coef", "algorithm.entropy_coef",
-    "algorithm.clip_ratio_low", "algorithm.clip_ratio_high", "actor.optim.weight_decay", "cluster.accelerators_per_node",
-    "env.train.seed", "env.eval.seed",
+    "runner.seed", "runner.keep_checkpoints", "runner.max_restarts", "algorithm.value_coef",
+    "algorithm.entropy_coef", "algorithm.clip_ratio_low", "algorithm.clip_ratio_high", "actor.optim.weight_decay",
+    "cluster.accelerators_per_node", "env.train.seed", "env.eval.seed",
 )  # fmt: skip
 _FRACTION = ("algorithm.gamma", "algorithm.gae_lambda")
 _INTERVAL = ("runner.save_interval", "runner.val_check_interval", "runner.max_steps", "runner.max_epochs")
 _CHOICES: dict[str, tuple[str, ...]] = {
     "runner.task_type": ("embodied",),
     "algorithm.normalize_advantages": ("minibatch", "batch", "none"),
-    "algorithm.loss_agg": ("token-mean", "token-sum", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm"),
+    "algorithm.loss_agg": (
+        "token-mean",
+        "token-sum",
+        "seq-mean-token-mean",
+        "seq-mean-token-sum",
+        "seq-mean-token-sum-norm",
+    ),
     "rollout.weight_sync": ("auto", "broadcast"),
     "actor.training_backend": ("local",),
     "actor.optim.name": ("adam", "adamw"),
     "actor.model.activation": ("tanh", "relu", "elu", "silu", "gelu"),
 }
+_LARGEST_INTEGER = 2**53
+_LARGEST_SEED = 2**32 - 1
+_NAME = r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}"
+_NAME_RULE = "use letters, digits, '.', '_' and '-' (at most 100), starting with a letter or digit"
 _BACKENDS = ("jsonl", "tensorboard")
 #: Names that come with the package; others are looked up where torch may be imported, before a run starts.
 _ESTIMATORS = ("gae", "grpo", "dr_grpo", "rloo", "reinforce++", "reinforce++_baseline", "raw")
@@ -45,22 +56,30 @@ _LOSSES = ("ppo", "actor", "actor_critic", "gspo", "cispo", "decoupled_ppo")
 _MIN_FREE_BYTES = 1 << 20
 
 
-def validate(cfg: Any, source: str = "configuration") -> None:
+def validate(cfg: Any, source: str = "configuration", sources: Mapping[str, str] | None = None) -> None:
     """Checks a loaded configuration.
+
+    Args:
+        cfg: The configuration.
+        source: Where it comes from, for messages.
+        sources: Key → the file or override that set it, where that is known.
 
     Raises:
         ConfigError: The first rule that is broken: key, value, what is allowed.
     """
 
     def fail(key: str, rule: str) -> ConfigError:
-        return ConfigError(f"{source}: {key} is {OmegaConf.select(cfg, key)!r}; {rule}")
+        return ConfigError(f"{(sources or {}).get(key, source)}: {key} is {OmegaConf.select(cfg, key)!r}; {rule}")
 
     _numbers(cfg, fail)
     for key, allowed in _CHOICES.items():
         _choice(key, str(OmegaConf.select(cfg, key)), allowed, fail)
     for backend in cfg.runner.logger.logger_backends:
         _choice("runner.logger.logger_backends", str(backend), _BACKENDS, fail)
-    _lookup(cfg)
+    for suite in cfg.workflow.eval_suites:
+        if not re.fullmatch(_NAME, str(suite)):
+            raise fail("workflow.eval_suites", f"a suite's name becomes a file's: {_NAME_RULE}")
+    _lookup(cfg, fail)
     _divisibility(cfg, fail)
     _runner(cfg, fail)
     _placement(cfg)
@@ -68,11 +87,16 @@ def validate(cfg: Any, source: str = "configuration") -> None:
 
 def _numbers(cfg: Any, fail: Callable[[str, str], ConfigError]) -> None:
     def value(key: str) -> Any:
-        found = OmegaConf.select(cfg, key)
+        return OmegaConf.select(cfg, key)
+
+    for key, found in _leaves(OmegaConf.to_container(cfg, resolve=True)):
         if isinstance(found, float) and not math.isfinite(found):
             raise fail(key, "it must be a finite number")
-        return found
-
+        if isinstance(found, int) and abs(found) > _LARGEST_INTEGER:
+            raise fail(key, f"it must not be greater than {_LARGEST_INTEGER}")
+    for key in ("runner.seed", "env.train.seed", "env.eval.seed"):
+        if (found := value(key)) is not None and found > _LARGEST_SEED:
+            raise fail(key, f"a seed must lie between 0 and {_LARGEST_SEED}")
     for key in _POSITIVE:
         if (found := value(key)) is not None and found <= 0:
             raise fail(key, "it must be greater than 0")
@@ -90,10 +114,20 @@ def _numbers(cfg: Any, fail: Callable[[str, str], ConfigError]) -> None:
             raise fail(key, "it must be below 1")
     if cfg.algorithm.clip_ratio_c is not None and value("algorithm.clip_ratio_c") <= 1:
         raise fail("algorithm.clip_ratio_c", "dual clip needs a value above 1, such as 3, or null")
-    for key in ("env.train.reward_scale", "actor.model.log_std_init", "runner.stop_return"):
-        value(key)
     if any(size < 1 for size in cfg.actor.model.hidden_sizes):
         raise fail("actor.model.hidden_sizes", "every width must be greater than 0")
+
+
+def _leaves(tree: Any, prefix: str = "") -> Iterable[tuple[str, Any]]:
+    """Scalars by dotted key; the elements of a list under the list's key."""
+    if isinstance(tree, dict):
+        for key, below in tree.items():
+            yield from _leaves(below, f"{prefix}.{key}" if prefix else str(key))
+    elif isinstance(tree, list):
+        for below in tree:
+            yield from _leaves(below, prefix)
+    else:
+        yield prefix, tree
 
 
 def _choice(key: str, found: str, allowed: Iterable[str], fail: Callable[[str, str], ConfigError]) -> None:
@@ -103,7 +137,7 @@ def _choice(key: str, found: str, allowed: Iterable[str], fail: Callable[[str, s
         raise fail(key, f"{f'did you mean {near[0]!r}? ' if near else ''}allowed: {', '.join(allowed)}")
 
 
-def _lookup(cfg: Any) -> None:
+def _lookup(cfg: Any, fail: Callable[[str, str], ConfigError]) -> None:
     """Registered names: known ones pass without an import; for others the registries are asked."""
     if str(cfg.algorithm.adv_type).lower() not in _ESTIMATORS or str(cfg.algorithm.loss_type).lower() not in _LOSSES:
         from rlhpc import algorithms  # noqa: F401  (fills the registries)
@@ -115,16 +149,20 @@ def _lookup(cfg: Any) -> None:
         from rlhpc.models.registry import find_model
 
         find_model(str(cfg.actor.model.model_type))
-    for side in (cfg.env.train, cfg.env.eval):
+    elif cfg.actor.model.kwargs:
+        raise fail(
+            "actor.model.kwargs", f"the {cfg.actor.model.model_type} takes none; they are for a model of your own"
+        )
+    for name, side in (("train", cfg.env.train), ("eval", cfg.env.eval)):
         if str(side.env_type).lower() == "gymnasium":
-            _gymnasium_id(str(side.env_id))
+            _gymnasium_id(f"env.{name}.env_id", str(side.env_id), fail)
         else:
             from rlhpc.envs.registry import find_env
 
             find_env(str(side.env_type))
 
 
-def _gymnasium_id(env_id: str) -> None:
+def _gymnasium_id(key: str, env_id: str, fail: Callable[[str, str], ConfigError]) -> None:
     """A bare id that gymnasium does not know is refused here; `module:Id` is imported when the environment is built."""
     if ":" in env_id:
         return
@@ -133,7 +171,7 @@ def _gymnasium_id(env_id: str) -> None:
     if env_id not in gymnasium.registry:
         near = difflib.get_close_matches(env_id, list(gymnasium.registry), 3, 0.5)
         hint = f"did you mean {', '.join(near)}?" if near else "see gymnasium.registry for all ids, or write module:Id"
-        raise ConfigError(f"env_id is {env_id!r}, which gymnasium does not know; {hint}")
+        raise fail(key, f"gymnasium does not know it; {hint}")
 
 
 def _divisibility(cfg: Any, fail: Callable[[str, str], ConfigError]) -> None:
@@ -148,8 +186,8 @@ def _divisibility(cfg: Any, fail: Callable[[str, str], ConfigError]) -> None:
     if total % batch:
         raise fail(
             "actor.global_batch_size",
-            f"a rollout has env.train.num_envs({envs}) * algorithm.rollout_steps({cfg.algorithm.rollout_steps}) = {total} "
-            f"transitions, which must divide by it",
+            f"a rollout has env.train.num_envs({envs}) * algorithm.rollout_steps({cfg.algorithm.rollout_steps}) = "
+            f"{total} transitions, which must divide by it",
         )
     micro = cfg.actor.micro_batch_size
     if micro is not None and (micro > batch or batch % micro):
@@ -158,8 +196,8 @@ def _divisibility(cfg: Any, fail: Callable[[str, str], ConfigError]) -> None:
 
 def _runner(cfg: Any, fail: Callable[[str, str], ConfigError]) -> None:
     name = str(cfg.runner.name)
-    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}", name):
-        raise fail("runner.name", "use letters, digits, '.', '_' and '-' (at most 100), starting with a letter or digit")
+    if not re.fullmatch(_NAME, name):
+        raise fail("runner.name", _NAME_RULE)
     steps = cfg.runner.max_steps if cfg.runner.max_steps != -1 else cfg.runner.max_epochs
     if steps == -1:
         raise fail("runner.max_steps", "one of runner.max_steps and runner.max_epochs must be at least 1")
@@ -169,23 +207,29 @@ def _runner(cfg: Any, fail: Callable[[str, str], ConfigError]) -> None:
     if resume not in (None, "auto") and not Path(str(resume)).expanduser().exists():
         own = Path(str(cfg.runner.run_dir)) / name / "checkpoints" / str(resume)
         if not own.exists():
-            raise fail("runner.resume_dir", "there is no such checkpoint; allowed: null, auto, or a global_step_<N> folder")
-    _writable(Path(str(cfg.runner.run_dir)).expanduser().absolute(), fail)
+            raise fail(
+                "runner.resume_dir", "there is no such checkpoint; allowed: null, auto, or a global_step_<N> folder"
+            )
+    _writable(RunPaths.of(str(cfg.runner.run_dir), name).root, fail)
 
 
 def _writable(folder: Path, fail: Callable[[str, str], ConfigError]) -> None:
     """Whether the run folder could be made and holds a little more; looks only."""
     existing = folder
-    while not existing.exists():
-        existing = existing.parent
-    if not existing.is_dir():
-        raise fail("runner.run_dir", f"{existing} is a file, not a folder")
+    try:
+        while not existing.exists():
+            existing = existing.parent
+        if not existing.is_dir():
+            raise fail("runner.run_dir", f"{existing} is a file, not a folder")
+    except OSError as error:
+        raise fail("runner.run_dir", f"it cannot be looked at: {error.strerror}") from None
     if not os.access(existing, os.W_OK | os.X_OK):
         raise fail("runner.run_dir", f"{existing} is not writable for you; choose another with runner.run_dir=…")
     statistics = os.statvfs(existing)
     if statistics.f_flag & os.ST_RDONLY:
         raise fail("runner.run_dir", f"{existing} is on a read-only filesystem")
-    if shutil.disk_usage(existing).free < _MIN_FREE_BYTES:
+    no_inode = statistics.f_files > 0 and statistics.f_favail == 0
+    if no_inode or statistics.f_bavail * statistics.f_frsize < _MIN_FREE_BYTES:
         raise fail("runner.run_dir", f"the filesystem of {existing} is full; free some space or choose another")
 
 
@@ -213,6 +257,6 @@ def _placement(cfg: Any) -> None:
         if slots % size:
             raise ConfigError(
                 f"cluster.component_placement.{name} gives {size} processes; they must divide the "
-                f"env.train.num_envs({cfg.env.train.num_envs}) / rollout.pipeline_stage_num({cfg.rollout.pipeline_stage_num}) "
-                f"= {slots} slots of a stage"
+                f"env.train.num_envs({cfg.env.train.num_envs}) / rollout.pipeline_stage_num"
+                f"({cfg.rollout.pipeline_stage_num}) = {slots} slots of a stage"
             )
