@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import sys
 import traceback
 from collections.abc import Callable, Sequence
@@ -17,6 +18,44 @@ from rlhpc.runtime.paths import RunPaths
 
 Command = Callable[[argparse.Namespace], int]
 _OVERRIDES = "key=value of the configuration, such as runner.max_steps=20; the value is YAML"
+_RUN = "run folder, or the run's configuration file (with the overrides it was started with)"
+_EXAMPLES = {
+    "plan": (
+        "rlhpc plan configs/quickstart.yaml",
+        "rlhpc plan configs/quickstart.yaml rollout.pipeline_stage_num=2",
+    ),
+    "train": (
+        "rlhpc train configs/quickstart.yaml runner.name=try runner.max_steps=20",
+        "rlhpc train configs/quickstart.yaml env.train.env_id=Acrobot-v1 runner.name=acrobot",
+        "rlhpc train configs/quickstart.yaml runner.resume_dir=auto",
+    ),
+    "submit": (
+        "rlhpc submit configs/quickstart.yaml --segment 0 --executor local",
+        "rlhpc submit configs/quickstart.yaml --executor slurm --no-wait",
+    ),
+    "cancel": ("rlhpc cancel runs/quickstart",),
+    "status": (
+        "rlhpc status runs/quickstart",
+        "rlhpc status configs/quickstart.yaml runner.name=try",
+    ),
+    "logs": (
+        "rlhpc logs runs/quickstart",
+        "rlhpc logs runs/quickstart --group env --rank 0 --follow",
+    ),
+    "eval": (
+        "rlhpc eval --run runs/quickstart --step latest",
+        "rlhpc eval --checkpoint /elsewhere/checkpoints/global_step_60 --episodes 10 --output result.json",
+        "rlhpc eval --run runs/quickstart --suite long env.eval.max_episode_steps=1000",
+    ),
+    "convert": (
+        "rlhpc convert --run runs/quickstart",
+        "rlhpc convert --checkpoint /elsewhere/checkpoints/global_step_60 --output policy",
+    ),
+    "report": (
+        "rlhpc report runs/quickstart",
+        "rlhpc report configs/quickstart.yaml runner.name=try",
+    ),
+}
 
 
 class _Parser(argparse.ArgumentParser):
@@ -27,31 +66,55 @@ class _Parser(argparse.ArgumentParser):
         raise SystemExit(2)
 
 
-def _run_paths(text: str) -> RunPaths:
-    """A run folder given by the user."""
-    root = Path(text).expanduser().absolute()
-    if not root.is_dir():
-        near = sorted(p.parent.name for p in root.parent.glob("*/config.yaml")) if root.parent.is_dir() else []
-        hint = f"; runs there: {', '.join(near)}" if near else ""
-        raise ConfigError(f"no run folder {root}{hint}")
-    return RunPaths(root)
+def _run_paths(text: str, overrides: Sequence[str] = ()) -> RunPaths:
+    """The run that the user names by its folder, or by its configuration file and overrides.
+
+    Raises:
+        ConfigError: There is no such run; names those that lie beside it.
+    """
+    given = Path(text).expanduser().absolute()
+    root = given
+    if given.is_file() or overrides:
+        from rlhpc.config import load_config
+
+        folder = given.is_dir()
+        cfg = load_config(RunPaths(given).config if folder else given, overrides, check=False)
+        changed = {override.partition("=")[0].strip() for override in overrides}
+        run_dir = given.parent if folder and "runner.run_dir" not in changed else cfg.runner.run_dir
+        name = given.name if folder and "runner.name" not in changed else cfg.runner.name
+        root = RunPaths.of(run_dir, name).root
+    paths = RunPaths(root)
+    if any(mark.exists() for mark in (paths.config, paths.submit, paths.checkpoints, paths.registry)):
+        return paths
+    near = sorted(found.parent.name for found in root.parent.glob("*/config.yaml")) if root.parent.is_dir() else []
+    hint = f"; runs there: {', '.join(near)}" if near else ""
+    raise ConfigError(f"{root} {'is no run folder' if root.is_dir() else 'does not exist: no such run folder'}{hint}")
 
 
-def _checkpoint(args: argparse.Namespace) -> Path:
-    """The checkpoint named by --checkpoint, or by --run and --step."""
+def _checkpoint(args: argparse.Namespace, overrides: Sequence[str] = ()) -> Path:
+    """The checkpoint named by --checkpoint, or by --run (and overrides) and --step."""
+    if args.checkpoint and args.run:
+        raise ConfigError("--checkpoint names the checkpoint already; leave out --run")
     if args.checkpoint:
-        return Path(args.checkpoint).expanduser().absolute()
+        checkpoint = Path(args.checkpoint).expanduser().absolute()
+        if overrides and (checkpoint / "config.yaml").is_file():
+            from rlhpc.config import load_config
+
+            load_config(checkpoint / "config.yaml", overrides, check=False)
+            print("rlhpc: --checkpoint names the checkpoint; the overrides change nothing here", file=sys.stderr)
+        return checkpoint
     if not args.run:
         raise ConfigError("say which checkpoint: --checkpoint FOLDER, or --run FOLDER with --step N or --step latest")
     from rlhpc.checkpoint import newest_valid
 
-    paths = _run_paths(args.run)
+    paths = _run_paths(args.run, overrides)
     if args.step == "latest":
         found = newest_valid(paths)
-        path = getattr(found, "path", found)
-        if path is None:
-            raise CheckpointError(f"{paths.root} has no complete checkpoint yet")
-        return Path(path)
+        for path, reason in found.skipped:
+            print(f"rlhpc: skipped {path.name}: {reason}", file=sys.stderr)
+        if found.path is None:
+            raise CheckpointError(f"{paths.root} has no complete checkpoint yet; see rlhpc status {paths.root}")
+        return found.path
     if not args.step.isdigit():
         raise ConfigError(f"--step is {args.step!r}; give a number or latest")
     checkpoint = paths.checkpoint(int(args.step))
@@ -93,9 +156,14 @@ def _submit(args: argparse.Namespace) -> int:
     if not 0 <= args.segment < cfg.runner.segments:
         raise ConfigError(f"--segment is {args.segment}; the run has segments 0 to {cfg.runner.segments - 1}")
     result = submit_segment(
-        args.config, args.overrides, run_root=RunPaths.of(cfg.runner.run_dir, cfg.runner.name).root, segment=args.segment,
-        executor=args.executor, wait=not args.no_wait, deadline_s=args.deadline,
-    )  # fmt: skip
+        args.config,
+        args.overrides,
+        run_root=RunPaths.of(cfg.runner.run_dir, cfg.runner.name).root,
+        segment=args.segment,
+        executor=args.executor,
+        wait=not args.no_wait,
+        deadline_s=args.deadline,
+    )
     print(json.dumps(result))
     return 0
 
@@ -103,32 +171,38 @@ def _submit(args: argparse.Namespace) -> int:
 def _cancel(args: argparse.Namespace) -> int:
     from rlhpc.runtime.launch.submit import cancel
 
-    print("\n".join(cancel(_run_paths(args.run))) or "nothing is running")
+    print("\n".join(cancel(_run_paths(args.run, args.overrides))) or "nothing is running")
     return 0
 
 
 def _status(args: argparse.Namespace) -> int:
     from rlhpc.runtime.launch.status import render_status
 
-    print(render_status(_run_paths(args.run)))
+    print(render_status(_run_paths(args.run, args.overrides)))
     return 0
 
 
 def _logs(args: argparse.Namespace) -> int:
     from rlhpc.runtime.launch.status import print_logs
 
-    print_logs(_run_paths(args.run), group=args.group, rank=args.rank, follow=args.follow, lines=args.lines)
+    print_logs(
+        _run_paths(args.run, args.overrides), group=args.group, rank=args.rank, follow=args.follow, lines=args.lines
+    )
     return 0
 
 
 def _eval(args: argparse.Namespace) -> int:
     from rlhpc.config import load_config
 
+    if args.episodes is not None and args.episodes < 1:
+        raise ConfigError(f"--episodes is {args.episodes}; it must be at least 1")
+    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", args.suite):
+        raise ConfigError(f"--suite is {args.suite!r}; it becomes a file's name: use letters, digits, '.', '_' and '-'")
     checkpoint = _checkpoint(args)
     config = Path(args.config) if args.config else checkpoint / "config.yaml"
     if args.config is None and not config.is_file():
         raise CheckpointError(f"{checkpoint} has no config.yaml, so it is no checkpoint of rlhpc, or incomplete")
-    cfg = load_config(config, args.overrides, check=False)
+    cfg = load_config(config, args.overrides, training=False)
     from rlhpc.runners.evaluate import evaluate_checkpoint
 
     run = _own_run(checkpoint)
@@ -147,7 +221,7 @@ def _eval(args: argparse.Namespace) -> int:
 def _convert(args: argparse.Namespace) -> int:
     from rlhpc.checkpoint.convert import export_checkpoint
 
-    checkpoint = _checkpoint(args)
+    checkpoint = _checkpoint(args, args.overrides)
     output = Path(args.output) if args.output else None
     run = _own_run(checkpoint)
     if output is None and run is not None and (step := checkpoint.name.removeprefix("global_step_")).isdigit():
@@ -159,7 +233,7 @@ def _convert(args: argparse.Namespace) -> int:
 def _report(args: argparse.Namespace) -> int:
     from rlhpc.metrics.report import write_report
 
-    paths = _run_paths(args.run)
+    paths = _run_paths(args.run, args.overrides)
     if args.curves:
         from rlhpc.metrics.curves import write_curves
 
@@ -169,27 +243,31 @@ def _report(args: argparse.Namespace) -> int:
     return 0
 
 
-def _add(
-    commands: Any, name: str, function: Command, summary: str, examples: Sequence[str]
-) -> argparse.ArgumentParser:
-    epilog = "examples:\n" + "\n".join(f"  {line}" for line in examples)
+def _add(commands: Any, name: str, function: Command, summary: str) -> argparse.ArgumentParser:
     parser: argparse.ArgumentParser = commands.add_parser(
-        name, help=summary, description=summary, epilog=epilog, formatter_class=argparse.RawDescriptionHelpFormatter
+        name,
+        help=summary,
+        description=summary,
+        epilog="examples:\n" + "\n".join(f"  {line}" for line in _EXAMPLES[name]),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.set_defaults(function=function)
     return parser
 
 
-def _config_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("config", help="YAML file of the run")
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help=_OVERRIDES)
+def _with_overrides(parser: argparse.ArgumentParser, **first: str) -> None:
+    """The positional arguments: one of the command's own, perhaps, and overrides."""
+    for name, text in first.items():
+        parser.add_argument(name, help=text)
+    parser.add_argument("overrides", nargs="*", default=[], metavar="key=value", help=_OVERRIDES)
 
 
 def _checkpoint_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--checkpoint", help="checkpoint folder (global_step_<N>) of any run")
-    parser.add_argument("--run", help="run folder, together with --step")
+    parser.add_argument("--run", help=f"{_RUN}; together with --step")
     parser.add_argument("--step", default="latest", help="global step of the checkpoint (default: latest)")
     parser.add_argument("--output", help="where to write; default in the checkpoint's own run folder")
+    _with_overrides(parser)
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -198,71 +276,70 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"rlhpc {rlhpc.__version__}")
     commands = parser.add_subparsers(metavar="command", required=True, parser_class=_Parser)
 
-    plan = _add(commands, "plan", _plan, "print what a run would start where, without starting anything",
-                ["rlhpc plan configs/quickstart.yaml", "rlhpc plan configs/quickstart.yaml rollout.pipeline_stage_num=2"])  # fmt: skip
-    _config_arguments(plan)
-    train = _add(commands, "train", _train, "train here and now: on this machine, or in the allocation this shell is in",
-                 ["rlhpc train configs/quickstart.yaml runner.name=try runner.max_steps=20",
-                  "rlhpc train configs/quickstart.yaml env.train.env_id=Acrobot-v1 runner.name=acrobot",
-                  "rlhpc train configs/quickstart.yaml runner.resume_dir=auto"])  # fmt: skip
-    _config_arguments(train)
+    plan = _add(commands, "plan", _plan, "print what a run would start where, without starting anything")
+    _with_overrides(plan, config="YAML file of the run")
+    train = _add(commands, "train", _train, "train here and now: on this machine, or in this shell's allocation")
+    _with_overrides(train, config="YAML file of the run")
     train.add_argument("--segment", type=int, help="train only this segment (0, 1, …), from the checkpoint before it")
-    submit = _add(commands, "submit", _submit, "submit a segment as a job, wait for it, or attach to it if it runs already",
-                  ["rlhpc submit configs/quickstart.yaml --segment 0 --executor local",
-                   "rlhpc submit configs/quickstart.yaml --executor slurm --no-wait"])  # fmt: skip
-    _config_arguments(submit)
+    submit = _add(commands, "submit", _submit, "submit a segment as a job and wait for it; attach if it runs already")
+    _with_overrides(submit, config="YAML file of the run")
     submit.add_argument("--segment", type=int, default=0, help="segment to train (default 0)")
     submit.add_argument("--executor", choices=("auto", "local", "slurm"), default="auto", help="who runs the job")
     submit.add_argument("--no-wait", action="store_true", help="return once the job is submitted")
     submit.add_argument("--deadline", type=float, help="seconds after which to stop waiting (the job goes on)")
-    cancel = _add(commands, "cancel", _cancel, "stop a run's job; it saves a checkpoint first", ["rlhpc cancel runs/quickstart"])
-    cancel.add_argument("run", help="run folder")
-    status = _add(commands, "status", _status, "show where a run is", ["rlhpc status runs/quickstart"])
-    status.add_argument("run", help="run folder")
-    logs = _add(commands, "logs", _logs, "print the logs of a run's groups and ranks",
-                ["rlhpc logs runs/quickstart", "rlhpc logs runs/quickstart --group env --rank 0 --follow"])  # fmt: skip
-    logs.add_argument("run", help="run folder")
+    cancel = _add(commands, "cancel", _cancel, "stop a run's job; it saves a checkpoint first")
+    _with_overrides(cancel, run=_RUN)
+    status = _add(commands, "status", _status, "show where a run is")
+    _with_overrides(status, run=_RUN)
+    logs = _add(commands, "logs", _logs, "print the logs of a run's groups and ranks")
+    _with_overrides(logs, run=_RUN)
     logs.add_argument("--group", help="only this group")
     logs.add_argument("--rank", type=int, help="only this rank")
     logs.add_argument("--follow", "-f", action="store_true", help="go on printing what is added")
     logs.add_argument("--lines", "-n", type=int, default=50, help="last lines of each file (default 50)")
-    evaluate = _add(commands, "eval", _eval, "evaluate a checkpoint with deterministic actions",
-                    ["rlhpc eval --run runs/quickstart --step latest",
-                     "rlhpc eval --checkpoint /elsewhere/checkpoints/global_step_60 --episodes 10 --output result.json",
-                     "rlhpc eval --run runs/quickstart --suite long env.eval.max_episode_steps=1000"])  # fmt: skip
+    evaluate = _add(commands, "eval", _eval, "evaluate a checkpoint with deterministic actions")
     _checkpoint_arguments(evaluate)
     evaluate.add_argument("--suite", default="default", help="name of the evaluation (default: default)")
     evaluate.add_argument("--episodes", type=int, help="default: env.eval.num_episodes")
     evaluate.add_argument("--config", help="configuration to use instead of the checkpoint's own")
-    evaluate.add_argument("overrides", nargs="*", metavar="key=value", help=_OVERRIDES)
-    convert = _add(commands, "convert", _convert, "export a checkpoint's policy: safetensors and a config",
-                   ["rlhpc convert --run runs/quickstart", "rlhpc convert --checkpoint global_step_60 --output policy"])  # fmt: skip
+    convert = _add(commands, "convert", _convert, "export a checkpoint's policy: safetensors and a config")
     _checkpoint_arguments(convert)
-    report = _add(commands, "report", _report, "write a run's report page", ["rlhpc report runs/quickstart"])
-    report.add_argument("run", help="run folder")
+    report = _add(commands, "report", _report, "write a run's report page")
+    _with_overrides(report, run=_RUN)
     report.add_argument("--curves", help="folder to write the single plots to as well")
     return parser
 
 
+def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    """Parses a command line; overrides may stand anywhere, also after an option, where argparse gives up on them."""
+    parser = build_parser()
+    args, rest = parser.parse_known_args(argv)
+    unknown = [word for word in rest if word.startswith("-") or "=" not in word]
+    if unknown:
+        parser.error(f"unknown argument{'s' if len(unknown) > 1 else ''}: {' '.join(unknown)}")
+    args.overrides = [*args.overrides, *rest]
+    return args
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command line; returns the exit code: 0, 2 for what the user got wrong, 1 for what went wrong."""
-    args = build_parser().parse_args(argv)
+    args = parse(argv)
     try:
         return int(args.function(args))
     except RlhpcError as error:
         print(f"rlhpc: error: {error}", file=sys.stderr)
         return error.exit_code
     except KeyboardInterrupt:
-        print("rlhpc: interrupted; a run that was training goes on from its last checkpoint with "
-              "runner.resume_dir=auto", file=sys.stderr)  # fmt: skip
+        hint = "a run that was training goes on from its last checkpoint with runner.resume_dir=auto"
+        print(f"rlhpc: interrupted; {hint}", file=sys.stderr)
         return 130
     except BrokenPipeError:
         return 141
     except Exception as error:
         if os.environ.get("RLHPC_DEBUG"):
             traceback.print_exc()
-        print(f"rlhpc: error: {type(error).__name__}: {error} (a fault of rlhpc itself, or of code it called; "
-              f"set RLHPC_DEBUG=1 for the traceback)", file=sys.stderr)  # fmt: skip
+        hint = "a fault of rlhpc itself, or of code it called; set RLHPC_DEBUG=1 for the traceback"
+        print(f"rlhpc: error: {type(error).__name__}: {error} ({hint})", file=sys.stderr)
         return 1
 
 

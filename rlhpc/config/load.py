@@ -238,13 +238,16 @@ def _override(text: str) -> dict[str, Any]:
     return nested
 
 
-def load_config(path: str | Path, overrides: Sequence[str] = (), *, check: bool = True) -> DictConfig:
+def load_config(
+    path: str | Path, overrides: Sequence[str] = (), *, check: bool = True, training: bool = True
+) -> DictConfig:
     """Reads a configuration.
 
     Args:
         path: YAML file; the files under its key `defaults:` (relative to it) are read first.
         overrides: `key=value` in order, the value in YAML.
         check: Also run `validate`.
+        training: Also check what only training needs: batches, placement, run folder.
 
     Returns:
         A typed, read-only OmegaConf mapping with every key of the schema.
@@ -271,7 +274,7 @@ def load_config(path: str | Path, overrides: Sequence[str] = (), *, check: bool 
             _merge(cfg, nested, f"override {text!r}", sources)
     _require(cfg, str(given))
     if check:
-        validate(cfg, str(given), sources)
+        validate(cfg, str(given), sources, training=training)
     OmegaConf.set_readonly(cfg, True)
     return cfg
 

@@ -56,13 +56,16 @@ _LOSSES = ("ppo", "actor", "actor_critic", "gspo", "cispo", "decoupled_ppo")
 _MIN_FREE_BYTES = 1 << 20
 
 
-def validate(cfg: Any, source: str = "configuration", sources: Mapping[str, str] | None = None) -> None:
+def validate(
+    cfg: Any, source: str = "configuration", sources: Mapping[str, str] | None = None, *, training: bool = True
+) -> None:
     """Checks a loaded configuration.
 
     Args:
         cfg: The configuration.
         source: Where it comes from, for messages.
         sources: Key → the file or override that set it, where that is known.
+        training: Also what only training needs: batches, placement, run folder.
 
     Raises:
         ConfigError: The first rule that is broken: key, value, what is allowed.
@@ -80,9 +83,10 @@ def validate(cfg: Any, source: str = "configuration", sources: Mapping[str, str]
         if not re.fullmatch(_NAME, str(suite)):
             raise fail("workflow.eval_suites", f"a suite's name becomes a file's: {_NAME_RULE}")
     _lookup(cfg, fail)
-    _divisibility(cfg, fail)
-    _runner(cfg, fail)
-    _placement(cfg)
+    if training:
+        _divisibility(cfg, fail)
+        _runner(cfg, fail)
+        _placement(cfg)
 
 
 def _numbers(cfg: Any, fail: Callable[[str, str], ConfigError]) -> None:
