@@ -14,7 +14,11 @@ from rlhpc.runtime.session import Session
 
 ROLES = ("actor", "rollout", "env")
 #: What the fork server imports once, so that ranks start with it.
-PRELOAD = ("rlhpc.roles.actor", "rlhpc.roles.rollout", "rlhpc.roles.env", "rlhpc.weights", "rlhpc.training")
+PRELOAD = (
+    "rlhpc.roles.actor", "rlhpc.roles.rollout", "rlhpc.roles.env", "rlhpc.weights", "rlhpc.training",
+    "torch._dynamo",  # the first optimizer imports it, seconds that every actor rank would spend again
+    "rlhpc.models.mlp", "rlhpc.envs.gymnasium_env",
+)  # fmt: skip
 
 
 def train(cfg: Any, *, segment: int | None = None) -> dict[str, Any]:
@@ -38,6 +42,7 @@ def train(cfg: Any, *, segment: int | None = None) -> dict[str, Any]:
     run = RunFolder.plan(cfg, segment)
     if segment is not None and (done := read_segment_done(run.paths, segment)) is not None:
         return {**done, "finished": True, "exit_code": 0}
+    Session.prewarm(PRELOAD)  # it imports torch while this process checks the run
     cluster = Cluster(cfg.cluster)
     placement = HybridComponentPlacement(cfg, cluster)
     strategies = {role: placement.get_strategy(role) for role in ROLES}

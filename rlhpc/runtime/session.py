@@ -72,6 +72,29 @@ def _tail(path: str) -> str:
     return ""
 
 
+class ForkServerProcess:
+    """The driver's end of a fork server, and the scratch folders that the server removes when the driver is gone.
+
+    Args:
+        preload: Modules that it imports besides `PRELOAD`.
+    """
+
+    def __init__(self, preload: Sequence[str]) -> None:
+        self.scratch = Scratch.create()
+        self.control, theirs = socket.socketpair()
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+        environment["PYTHONPATH"] = os.pathsep.join(p or os.getcwd() for p in sys.path)
+        self.log = self.scratch.sockets / "forkserver.err"
+        with self.log.open("ab") as err:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "rlhpc.runtime.forkserver", str(theirs.fileno()), self.scratch.token,
+                 str(os.getpid()), *PRELOAD, *preload],
+                pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, stdout=err, stderr=err, env=environment,
+                start_new_session=True,
+            )  # fmt: skip
+        theirs.close()
+
+
 class Session:
     """One per driver process; made by `start` or, lazily, by the first launch.
 
@@ -85,6 +108,7 @@ class Session:
     """
 
     _running: Session | None = None
+    _prewarmed: ForkServerProcess | None = None
 
     def __init__(
         self,
@@ -95,7 +119,8 @@ class Session:
         tcp_address: str | None = None,
     ) -> None:
         self.tcp_address = tcp_address
-        self.scratch = Scratch.create()
+        server, Session._prewarmed = Session._prewarmed or ForkServerProcess(preload), None
+        self.scratch, self._server, self._control = server.scratch, server.process, server.control
         self._pid = os.getpid()
         root = registry_root or self.scratch.sockets / "registry"
         job = os.environ.get("SLURM_JOB_ID")
@@ -118,13 +143,21 @@ class Session:
             self.context.wait_deadline = wait_deadline
         contexts.install(self.context)
         self.rpc = RpcClient(self.context, self.fail, self.check)
-        self._start_fork_server([*PRELOAD, *preload])
+        self._control_lock = threading.Lock()
+        self._monitor = threading.Thread(target=self._watch, name="rlhpc-monitor", daemon=True)
+        self._monitor.start()
         self.registry.put(
             "members", "driver", {"group": "driver", "rank": 0, "pid": self._pid, "node": os.uname().nodename,
                                   "host": host_id(), "data": self.service.endpoint, "state": "running",
                                   "started": time.time(), "token": self.scratch.token}
         )  # fmt: skip
         atexit.register(self.stop)
+
+    @classmethod
+    def prewarm(cls, preload: Sequence[str] = ()) -> None:
+        """Starts the next session's fork server already, so that it imports while this process does other things."""
+        if cls._running is None and cls._prewarmed is None:
+            cls._prewarmed = ForkServerProcess(preload)
 
     @classmethod
     def start(cls, **options: Any) -> Session:
@@ -145,24 +178,7 @@ class Session:
         """The session of this process; starts one in a process that has none."""
         return cls.running() or cls.start()
 
-    # -- fork server ----------------------------------------------------------------------------------------------
-
-    def _start_fork_server(self, modules: Sequence[str]) -> None:
-        ours, theirs = socket.socketpair()
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
-        environment["PYTHONPATH"] = os.pathsep.join(p or os.getcwd() for p in sys.path)
-        with open(self.log_dir / "forkserver.err", "ab") as err:
-            self._server = subprocess.Popen(
-                [sys.executable, "-m", "rlhpc.runtime.forkserver", str(theirs.fileno()), self.scratch.token,
-                 str(os.getpid()), *modules],
-                pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, stdout=err, stderr=err, env=environment,
-                start_new_session=True,
-            )  # fmt: skip
-        theirs.close()
-        self._control = ours
-        self._control_lock = threading.Lock()
-        self._monitor = threading.Thread(target=self._watch, name="rlhpc-monitor", daemon=True)
-        self._monitor.start()
+    # -- what the fork server reports -----------------------------------------------------------------------------
 
     def _tell(self, **message: Any) -> None:
         with self._control_lock, contextlib.suppress(OSError):
@@ -191,7 +207,7 @@ class Session:
             self._changed.notify_all()
         if lost:
             self.fail(WorkerFailed(f"the fork server of node {lost[0].spec.node} died, and its workers with it "
-                                   f"(log {self.log_dir / 'forkserver.err'})", node=lost[0].spec.node))  # fmt: skip
+                                   f"({_tail(str(self.scratch.sockets / 'forkserver.err')).strip()})", node=lost[0].spec.node))  # fmt: skip
 
     def _exited(self, member: Member, status: int) -> None:
         with self._changed:

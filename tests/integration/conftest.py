@@ -1,0 +1,17 @@
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+from tiny_run import TinyRun  # noqa: E402
+
+
+@pytest.fixture
+def tiny(tmp_path: Path) -> TinyRun:
+    return TinyRun(tmp_path)

@@ -1,0 +1,333 @@
+"""Bad input through the real command line: one message, exit code 2, nothing left behind."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import textwrap
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from rlhpc import cli
+
+ROOT = Path(__file__).resolve().parents[2]
+QUICKSTART = ROOT / "configs" / "quickstart.yaml"
+INCLUDE = f"defaults: [{QUICKSTART}]\n"
+#: Should a check be lost one day, its case trains one step only.
+SHORT = ("runner.max_steps=1", "runner.segments=1", "runner.save_interval=-1")
+TOGETHER = "cluster.component_placement="
+
+
+@dataclass(frozen=True)
+class Case:
+    """One kind of bad input.
+
+    Attributes:
+        name: What is wrong.
+        says: Texts that the message must have: what was found, where, what is allowed.
+        overrides: Given after the file.
+        file: Content of the configuration; None for the quickstart's.
+    """
+
+    name: str
+    says: tuple[str, ...]
+    overrides: tuple[str, ...] = ()
+    file: str | bytes | None = None
+
+
+def override(name: str, text: str, *says: str) -> Case:
+    return Case(name, says, (text,))
+
+
+def content(name: str, text: str | bytes, *says: str) -> Case:
+    return Case(name, ("c.yaml", *says), file=text)
+
+
+CASES = [
+    # Keys and types.
+    content(
+        "misspelt key",
+        INCLUDE + "algorithm: {gama: 0.9}\n",
+        "unknown key algorithm.gama",
+        "did you mean algorithm.gamma?",
+    ),
+    content("misspelt section", INCLUDE + "algorithms: {gamma: 0.9}\n", "did you mean algorithm?", "cluster, runner"),
+    override("misspelt key in an override", "runner.max_step=3", "override 'runner.max_step=3'", "runner.max_steps"),
+    override("key of another project", "actor.optim.learning_rate=1", "did you mean actor.optim.lr?"),
+    override("key without its section", "lr=1", "did you mean actor.optim.lr?"),
+    content("wrong type", INCLUDE + "runner: {max_steps: many}\n", "runner.max_steps is 'many'", "must be int"),
+    override("wrong type in an override", "runner.max_steps=many", "override", "must be int"),
+    override("fraction for a count", "env.train.num_envs=1.5", "env.train.num_envs is 1.5", "must be int"),
+    override("yes for a count", "env.train.num_envs=true", "must be int"),
+    override("word for a switch", "algorithm.anneal_lr=maybe", "must be bool"),
+    override("number for a list", "actor.model.hidden_sizes=64", "list[int]"),
+    override("word in a list of numbers", "actor.model.hidden_sizes=[a]", "list[int]"),
+    override("number for a section", "actor.optim=5", "actor.optim is 5", "is a section with the keys name, lr"),
+    override("mapping for a number", "runner.seed={a: 1}", "runner.seed is {'a': 1}", "must be int"),
+    override("key below a number", "runner.seed.x=1", "runner.seed", "must be int"),
+    override("null for a count", "env.train.num_envs=null", "must be int"),
+    override("override without =", "runner.max_steps", "write key=value"),
+    override("override as an option", "--runner.max_steps=3", "unknown argument", "--help"),
+    override("override without a key", "=3", "write key=value"),
+    override("override that is no YAML", "runner.name=[a", "not valid YAML"),
+    override("reference to nothing", "runner.name=${nosuch}", "runner.name", "nosuch"),
+    override("environment variable that is not set", "runner.run_dir=${oc.env:NO_SUCH_X}", "NO_SUCH_X"),
+    # Numbers.
+    override("negative count", "env.train.num_envs=-8", "greater than 0"),
+    override("zero", "algorithm.rollout_steps=0", "greater than 0"),
+    override("not a number", "actor.optim.lr=nan", "finite"),
+    override("infinite", "actor.optim.lr=.inf", "finite"),
+    override("integer too large", "env.train.num_envs=99999999999999999999999", "must not be greater than"),
+    override("seed too large", "runner.seed=4294967296", "4294967295"),
+    override("discount above 1", "algorithm.gamma=1.5", "between 0 and 1"),
+    override("dual clip below 1", "algorithm.clip_ratio_c=0.5", "above 1"),
+    override("layer of width 0", "actor.model.hidden_sizes=[64, 0]", "greater than 0"),
+    # Numbers that do not fit one another.
+    override("stages do not divide", "rollout.pipeline_stage_num=3", "env.train.num_envs is 8", "(3)"),
+    override("batch does not divide", "actor.global_batch_size=300", "env.train.num_envs(8)", "= 1024"),
+    override("micro batch does not divide", "actor.micro_batch_size=100", "global_batch_size (256)"),
+    override("micro batch above the batch", "actor.micro_batch_size=512", "global_batch_size (256)"),
+    override("group does not divide", "env.train.group_size=3", "env.train.group_size (3)"),
+    override("ranks do not divide", TOGETHER + "{actor: 0, rollout: 0, env: '0:0-2'}", "env gives 3 processes", "(8)"),
+    override("more segments than steps", "runner.segments=5", "more segments than training steps (1)"),
+    Case("no length", ("max_steps", "max_epochs"), ("runner.max_steps=-1", "runner.max_epochs=-1")),
+    # Names.
+    override("unknown environment", "env.train.env_id=CartPol-v1", "env.train.env_id is 'CartPol-v1'", "CartPole-v1"),
+    override("environment in a missing module", "env.train.env_id=nosuch:X-v0", "nosuch"),
+    override("environment refuses an argument", "env.train.kwargs={nosuch: 1}", "nosuch"),
+    override("unknown environment type", "env.train.env_type=gymnasum", "did you mean 'gymnasium'?"),
+    override("wrapper that is not there", "env.train.wrappers=[nosuch:Wrap]", "wrappers", "nosuch"),
+    override("unknown advantage", "algorithm.adv_type=gaee", "did you mean 'gae'?", "grpo"),
+    override("unknown loss", "algorithm.loss_type=pppo", "did you mean 'ppo'?", "cispo"),
+    override("unknown model", "actor.model.model_type=mpl", "did you mean 'mlp'?", "cnn"),
+    override("model in a missing module", "actor.model.model_type=nosuch:Net", "nosuch"),
+    override("argument that the model does not take", "actor.model.kwargs={width: 3}", "mlp takes none"),
+    override("model for other observations", "actor.model.model_type=cnn", "images"),
+    override("unknown optimizer", "actor.optim.name=adm", "did you mean 'adam'?", "adamw"),
+    override("unknown activation", "actor.model.activation=tahn", "did you mean 'tanh'?"),
+    override("unknown backend", "actor.training_backend=locl", "did you mean 'local'?"),
+    override("unknown logger", "runner.logger.logger_backends=[wandb]", "jsonl, tensorboard"),
+    override("unknown task", "runner.task_type=embodid", "did you mean 'embodied'?"),
+    override("name with a slash", "runner.name=a/b", "runner.name is 'a/b'", "letters, digits"),
+    override("name that climbs", "runner.name=..", "letters, digits"),
+    override("suite with a slash", "workflow.eval_suites=[a/b]", "letters, digits"),
+    # Placement.
+    override("resource twice", TOGETHER + "{actor: '0,0', rollout: 0, env: 0}", "actor", "unique and ascending"),
+    override(
+        "resource that does not exist", TOGETHER + "{actor: 7, rollout: 0, env: 0}", "actor", "7", "does not exist"
+    ),
+    override("placement of words", TOGETHER + "{actor: first, rollout: 0, env: 0}", "'first'", "0-3"),
+    override("component twice", TOGETHER + "{'actor,rollout': 0, 'actor,env': 0}", "actor", "placed twice"),
+    override("component missing", TOGETHER + "{actor: 0, rollout: 0}", "no component 'env'"),
+    override("unknown component", TOGETHER + "{'actor,rollout,env': 0, evn: 0}", "evn", "did you mean 'env'?"),
+    override("unknown node group", TOGETHER + "{'actor,rollout': 0, env: {node_group: cpu, placement: 0}}", "'cpu'"),
+    override("reserved label", "cluster.node_groups=[{label: node}]", "reserved"),
+    override("node group without label", "cluster.node_groups=[{node_ranks: 0}]", "node_groups[0].label is missing"),
+    override("misspelt key of a node group", "cluster.node_groups=[{label: a, partion: x}]", "[0].partition?"),
+    override(
+        "wrong type in a node group", "cluster.node_groups=[{label: a, num_nodes: two}]", "[0].num_nodes is 'two'"
+    ),
+    override("more nodes than there are", "cluster.num_nodes=3", "cluster.num_nodes"),
+    # Files.
+    content("empty file", "", "is empty", "quickstart"),
+    content("comments only", "# later\n", "is empty"),
+    content("list at the top", "- a\n- b\n", "found a list"),
+    content("word at the top", "hello\n", "found a str"),
+    content("YAML syntax", "runner: {name: a\nenv: 3\n", "line 2, column"),
+    content("tab", "runner:\n\tname: a\n", "line 2, column 1", r"'\t'"),
+    content("key twice", INCLUDE + "runner:\n  seed: 1\n  seed: 2\n", "line 4, column 3", "'seed' is given twice"),
+    content("list as a key", "? [a, b]\n: 1\n", "line 1", "key"),
+    content("Python object", "runner: !!python/object/apply:os.getcwd []\n", "line 1, column 9"),
+    content("two documents", "a: 1\n---\nb: 2\n", "another document"),
+    content("not text", b"\x00\x01\xff\xfe", "cannot be read"),
+    content("section left empty", INCLUDE + "actor:\n", "actor is None", "is a section"),
+    content("nothing to train on", "runner: {name: x}\n", "env.train.env_id is missing", "env.train.env_id="),
+    content("include that is not there", "defaults: [nosuch.yaml]\n", "no configuration file", "nosuch.yaml"),
+    content("include of itself", "defaults: [c.yaml]\n", "circle", "c.yaml → c.yaml"),
+    content("includes that are no list", "defaults: 5\n", "give a list of files"),
+    # Folders.
+    override("checkpoint that is not there", "runner.resume_dir=/no/such/global_step_3", "no such checkpoint", "auto"),
+    override("file for a checkpoint", f"runner.resume_dir={QUICKSTART}", "no such checkpoint"),
+]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    code: int
+    err: str
+
+
+class Terminal:
+    """Runs `rlhpc` in this process and looks at what it leaves in its run folder."""
+
+    def __init__(self, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        self.folder, self.capsys, self.runs = folder, capsys, folder / "runs"
+
+    def train(self, config: str | Path, *overrides: str) -> Outcome:
+        return self("train", str(config), f"runner.run_dir={self.runs}", *SHORT, *overrides)
+
+    def __call__(self, *argv: str) -> Outcome:
+        self.capsys.readouterr()
+        try:
+            code = cli.main(argv)
+        except SystemExit as ended:
+            assert isinstance(ended.code, int)
+            code = ended.code
+        return Outcome(code, self.capsys.readouterr().err)
+
+
+@pytest.fixture
+def rlhpc(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Terminal:
+    monkeypatch.delenv("RLHPC_DEBUG", raising=False)
+    return Terminal(tmp_path, capsys)
+
+
+def refused(outcome: Outcome, *says: str) -> None:
+    """One message, of the user's making."""
+    assert outcome.code == 2, outcome
+    assert "Traceback" not in outcome.err
+    assert outcome.err.startswith("rlhpc: error: ") and outcome.err.count("rlhpc: error:") == 1, outcome.err
+    assert outcome.err.endswith("\n") and len(outcome.err) < 1500
+    for text in says:
+        assert text in outcome.err, f"{text!r} not in: {outcome.err}"
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name.replace(" ", "-"))
+def test_refused_before_anything_is_written(case: Case, rlhpc: Terminal) -> None:
+    config = QUICKSTART
+    if case.file is not None:
+        config = rlhpc.folder / "c.yaml"
+        config.write_bytes(case.file if isinstance(case.file, bytes) else textwrap.dedent(case.file).encode())
+    before = sorted(rlhpc.folder.rglob("*"))
+    refused(rlhpc.train(config, *case.overrides), *case.says)
+    assert sorted(rlhpc.folder.rglob("*")) == before
+
+
+def test_there_are_enough_kinds() -> None:
+    names = [case.name for case in CASES]
+    assert len(set(names)) == len(names) >= 26
+
+
+@pytest.mark.parametrize(
+    ("path", "says"),
+    [
+        (str(QUICKSTART.parent / "quikstart.yaml"), ("no configuration file", "did you mean", "quickstart.yaml?")),
+        ("/no/such/folder/c.yaml", ("no configuration file /no/such/folder/c.yaml",)),
+        (str(QUICKSTART.parent), ("is a folder",)),
+    ],
+    ids=["misspelt", "folder-missing", "folder"],
+)
+def test_configuration_that_is_not_there(path: str, says: tuple[str, ...], rlhpc: Terminal) -> None:
+    refused(rlhpc.train(path), *says)
+    assert not rlhpc.runs.exists()
+
+
+def test_environment_of_an_extra_that_is_not_installed(rlhpc: Terminal) -> None:
+    try:
+        import mujoco  # noqa: F401
+    except ImportError:
+        refused(rlhpc.train(QUICKSTART, "env.train.env_id=HalfCheetah-v5"), "HalfCheetah-v5", "pip install", "embodied")
+        assert not rlhpc.runs.exists()
+    else:
+        pytest.skip("mujoco is installed here, so nothing is missing")
+
+
+class TestRunFolder:
+    """Where nothing can be written."""
+
+    def test_below_a_file(self, rlhpc: Terminal) -> None:
+        (rlhpc.folder / "runs").write_text("mine")
+        refused(rlhpc.train(QUICKSTART), "runner.run_dir", "is a file, not a folder")
+        assert (rlhpc.folder / "runs").read_text() == "mine"
+
+    def test_the_runs_name_is_a_file(self, rlhpc: Terminal) -> None:
+        rlhpc.runs.mkdir()
+        (rlhpc.runs / "quickstart").write_text("mine")
+        refused(rlhpc.train(QUICKSTART), "is a file, not a folder")
+        assert [path.name for path in rlhpc.runs.iterdir()] == ["quickstart"]
+
+    @pytest.mark.skipif(not Path("/proc/1").is_dir(), reason="needs /proc")
+    def test_on_a_filesystem_that_takes_no_files(self, rlhpc: Terminal) -> None:
+        refused(rlhpc.train(QUICKSTART, "runner.run_dir=/proc/rlhpc"), "runner.run_dir", "/proc")
+
+    @pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
+    def test_without_permission(self, rlhpc: Terminal) -> None:
+        rlhpc.runs.mkdir(mode=0o500)
+        refused(rlhpc.train(QUICKSTART), "not writable")
+
+    @pytest.mark.parametrize("options", ["size=64k", "ro"], ids=["full", "read-only"])
+    def test_mounted(self, options: str, rlhpc: Terminal) -> None:
+        rlhpc.runs.mkdir()
+        mounted = subprocess.run(
+            ["mount", "-t", "tmpfs", "-o", options, "tmpfs", str(rlhpc.runs)], capture_output=True, check=False
+        )
+        if mounted.returncode:
+            pytest.skip("a filesystem cannot be mounted here")
+        try:
+            says = "is full" if "size" in options else "read-only"
+            refused(rlhpc.train(QUICKSTART), "runner.run_dir", says)
+            assert list(rlhpc.runs.iterdir()) == []
+        finally:
+            subprocess.run(["umount", str(rlhpc.runs)], check=True)
+
+    def test_a_run_that_exists_is_not_overwritten(self, rlhpc: Terminal) -> None:
+        checkpoint = rlhpc.runs / "quickstart" / "checkpoints" / "global_step_3"
+        checkpoint.mkdir(parents=True)
+        (checkpoint / "COMPLETE").touch()
+        before = sorted(rlhpc.runs.rglob("*"))
+        refused(rlhpc.train(QUICKSTART), "has checkpoints already", "runner.resume_dir=auto", "runner.name")
+        assert sorted(rlhpc.runs.rglob("*")) == before
+
+
+class TestOtherCommands:
+    """What is no configuration."""
+
+    @pytest.mark.parametrize(
+        ("argv", "says"),
+        [
+            ((), "command"),
+            (("trian",), "invalid choice: 'trian'"),
+            (("train",), "config"),
+            (("train", str(QUICKSTART), "--sgment", "1"), "--sgment"),
+            (("train", str(QUICKSTART), "--segment", "one"), "invalid int value: 'one'"),
+            (("train", str(QUICKSTART), "--segment", "9"), "segments 0 to 2"),
+            (("submit", str(QUICKSTART), "--segment", "9"), "segments 0 to 2"),
+            (("plan", str(QUICKSTART), "runner.seeed=1"), "did you mean runner.seed?"),
+            (("status", "/no/such/run"), "/no/such/run does not exist"),
+            (("status", "/usr"), "/usr is no run folder"),
+            (("status", str(QUICKSTART), "runner.nme=x"), "did you mean runner.name?"),
+            (("logs", "/no/such/run"), "no such run folder"),
+            (("report", "/usr"), "is no run folder"),
+            (("cancel", "/usr"), "is no run folder"),
+            (("eval",), "--checkpoint"),
+            (("eval", "--checkpoint", "/no/such/global_step_3"), "/no/such/global_step_3"),
+            (("eval", "--checkpoint", "/usr", "--episodes", "0"), "--episodes is 0"),
+            (("eval", "--checkpoint", "/usr", "--suite", "a/b"), "--suite is 'a/b'"),
+            (("eval", "--checkpoint", "/usr", "--run", "/usr"), "leave out --run"),
+            (("convert", "--checkpoint", "/no/such/global_step_3"), "/no/such/global_step_3"),
+        ],
+        ids=lambda value: "-".join(value).replace("/", "_")[-60:] if isinstance(value, tuple) else "",
+    )
+    def test_refused(self, argv: tuple[str, ...], says: str, rlhpc: Terminal) -> None:
+        refused(rlhpc(*argv), says)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [("runner.max_stepz=3",), ("env.train.env_id=CartPol-v1",), ("--segment", "7"), (TOGETHER + "{actor: 9}",)],
+    ids=["key", "environment", "segment", "placement"],
+)
+def test_as_a_process(words: tuple[str, ...], tmp_path: Path) -> None:
+    ended = subprocess.run(
+        [sys.executable, "-m", "rlhpc.cli", "train", str(QUICKSTART), f"runner.run_dir={tmp_path / 'runs'}", *words],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        cwd=tmp_path,
+        check=False,
+    )
+    refused(Outcome(ended.returncode, ended.stderr))
+    assert ended.stdout == "" and list(tmp_path.iterdir()) == []

@@ -1,0 +1,85 @@
+"""A tiny run of the quickstart task, started as a person would: through the command line, in its own process tree."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+ROOT = Path(__file__).resolve().parents[2]
+CONFIG = ROOT / "configs" / "quickstart.yaml"
+TINY = (
+    "runner.segments=1", "runner.max_steps=20", "runner.save_interval=3",
+    "env.eval.num_episodes=4", "runner.logger.logger_backends=[jsonl]",
+)  # fmt: skip
+
+
+class TinyRun:
+    """A run of the quickstart configuration with few and short steps, in a folder of its own."""
+
+    def __init__(self, run_dir: Path, *overrides: str) -> None:
+        self.run_dir, self.overrides = run_dir, [*TINY, f"runner.run_dir={run_dir}", *overrides]
+        self.root = run_dir / "quickstart"
+
+    def command(self, *more: str) -> list[str]:
+        return [sys.executable, "-m", "rlhpc.cli", "train", str(CONFIG), *self.overrides, *more]
+
+    def start(self, *more: str) -> subprocess.Popen[str]:
+        pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+        return subprocess.Popen(self.command(*more), start_new_session=True, **pipes)
+
+    def train(self, *more: str, code: int = 0, timeout: float = 120) -> str:
+        """Runs to the end; returns stderr."""
+        done = subprocess.run(self.command(*more), capture_output=True, text=True, timeout=timeout)
+        assert done.returncode == code, done.stderr
+        return done.stderr
+
+    def rows(self) -> list[dict[str, Any]]:
+        """Metric rows without the clock's."""
+        lines = (self.root / "metrics.jsonl").read_text().splitlines()
+        return [{k: v for k, v in json.loads(line).items() if not k.startswith("time/")} for line in lines]
+
+    def checkpoint(self, step: int) -> Path:
+        return self.root / "checkpoints" / f"global_step_{step}"
+
+    def steps(self) -> int:
+        """Steps whose metrics have been written."""
+        try:
+            return (self.root / "metrics.jsonl").read_bytes().count(b"\n")
+        except FileNotFoundError:
+            return 0
+
+    def status(self) -> dict[str, Any]:
+        try:
+            return json.loads((self.root / "status.json").read_text())
+        except (FileNotFoundError, ValueError):
+            return {}
+
+
+def kill_tree(process: subprocess.Popen[Any]) -> None:
+    """SIGKILL to the process and everything below it, at once."""
+    try:
+        tree = [psutil.Process(process.pid), *psutil.Process(process.pid).children(recursive=True)]
+    except psutil.NoSuchProcess:
+        tree = []
+    for member in tree:
+        try:
+            member.send_signal(signal.SIGKILL)
+        except psutil.NoSuchProcess:
+            pass
+    process.wait()
+    for pipe in (process.stdout, process.stderr):
+        if pipe:
+            pipe.close()
+
+
+def wait_until(condition: Any, timeout: float = 60, pause: float = 0.005) -> None:
+    deadline = time.monotonic() + timeout
+    while not condition():
+        assert time.monotonic() < deadline, "what the test waits for never happened"
+        time.sleep(pause)
