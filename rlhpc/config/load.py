@@ -218,8 +218,17 @@ def _node_group(item: dict[str, Any], index: int, source: str) -> DictConfig:
     return group
 
 
-def _override(text: str) -> dict[str, Any]:
-    """`a.b=c` → nested mapping."""
+def _nest(keys: Sequence[str], value: Any) -> dict[str, Any]:
+    for key in reversed(keys):
+        value = {key: value}
+    return typing.cast(dict[str, Any], value)
+
+
+def _override(cfg: DictConfig, text: str) -> dict[str, Any]:
+    """`a.b=c` as a nested mapping.
+
+    Below a mapping whose keys are the user's own (`env.train.kwargs.x=1`) it is that mapping with one entry changed.
+    """
     key, equals, raw = text.partition("=")
     key = key.strip()
     if not equals or not key:
@@ -228,14 +237,33 @@ def _override(text: str) -> dict[str, Any]:
         value = yaml.load(raw, Loader=_UniqueKeys) if raw.strip() else None  # a SafeLoader
     except yaml.YAMLError:
         raise ConfigError(f"override {text!r}: the value {raw!r} is not valid YAML; quote it") from None
-    nested: dict[str, Any] = {}
-    at = nested
-    *parents, last = key.split(".")
-    for part in parents:
-        at[part] = {}
-        at = at[part]
-    at[last] = value
-    return nested
+    parent = next((path for path in _OPEN if key.startswith(f"{path}.")), None)
+    if parent is None:
+        return _nest(key.split("."), value)
+    own = key.removeprefix(f"{parent}.")
+    node = OmegaConf.select(cfg, parent)
+    entries = typing.cast(dict[str, Any], OmegaConf.to_container(node) if node else {})
+    if parent == "cluster.component_placement":
+        entries = _placed(entries, own, value)
+    else:
+        *path, last = own.split(".")
+        at = entries
+        for part in path:
+            if not isinstance(at.get(part), dict):
+                at[part] = {}
+            at = at[part]
+        at[last] = value
+    return _nest(parent.split("."), entries)
+
+
+def _placed(placement: dict[str, Any], components: str, value: Any) -> dict[str, Any]:
+    """A placement with some components moved: `env=1` takes env out of `actor,rollout,env: 0`."""
+    moved = {name.strip() for name in components.split(",")}
+    kept = {}
+    for names, place in placement.items():
+        if left := [name.strip() for name in str(names).split(",") if name.strip() not in moved]:
+            kept[",".join(left)] = place
+    return {**kept, components: value}
 
 
 def load_config(
@@ -261,17 +289,7 @@ def load_config(
     for source, content in _read(given, ()):
         _merge(cfg, content, source, sources)
     for text in overrides:
-        nested = _override(text)
-        key, value = next(iter(_leaves(nested)))
-        open_parent = next((p for p in _OPEN if key.startswith(p + ".")), None)
-        if open_parent:
-            current = OmegaConf.to_container(OmegaConf.select(cfg, open_parent)) or {}
-            assert isinstance(current, dict)
-            current[key.removeprefix(open_parent + ".")] = value
-            OmegaConf.update(cfg, open_parent, current, merge=False)
-            sources[open_parent] = f"override {text!r}"
-        else:
-            _merge(cfg, nested, f"override {text!r}", sources)
+        _merge(cfg, _override(cfg, text), f"override {text!r}", sources)
     _require(cfg, str(given))
     if check:
         validate(cfg, str(given), sources, training=training)

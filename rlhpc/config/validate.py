@@ -227,11 +227,11 @@ def _writable(folder: Path, fail: Callable[[str, str], ConfigError]) -> None:
             raise fail("runner.run_dir", f"{existing} is a file, not a folder")
     except OSError as error:
         raise fail("runner.run_dir", f"it cannot be looked at: {error.strerror}") from None
-    if not os.access(existing, os.W_OK | os.X_OK):
-        raise fail("runner.run_dir", f"{existing} is not writable for you; choose another with runner.run_dir=…")
     statistics = os.statvfs(existing)
     if statistics.f_flag & os.ST_RDONLY:
-        raise fail("runner.run_dir", f"{existing} is on a read-only filesystem")
+        raise fail("runner.run_dir", f"{existing} is on a read-only filesystem; choose another with runner.run_dir=…")
+    if not os.access(existing, os.W_OK | os.X_OK):
+        raise fail("runner.run_dir", f"{existing} is not writable for you; choose another with runner.run_dir=…")
     no_inode = statistics.f_files > 0 and statistics.f_favail == 0
     if no_inode or statistics.f_bavail * statistics.f_frsize < _MIN_FREE_BYTES:
         raise fail("runner.run_dir", f"the filesystem of {existing} is full; free some space or choose another")

@@ -1,0 +1,114 @@
+"""The command line by itself: arguments, help, exit codes, and what it does not import."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from rlhpc import cli
+from rlhpc.runtime.errors import CheckpointError, RendezvousTimeout
+from rlhpc.runtime.paths import RunPaths
+
+QUICKSTART = str(Path(__file__).resolve().parents[2] / "configs" / "quickstart.yaml")
+COMMANDS = ("plan", "train", "submit", "cancel", "status", "logs", "eval", "convert", "report")
+
+
+@pytest.mark.parametrize("words", [["--help"], ["--version"], ["train", "--help"]], ids=" ".join)
+def test_help_is_light(words: list[str]) -> None:
+    code = (
+        "import sys\nfrom rlhpc.cli import main\n"
+        "try:\n    main(sys.argv[1:])\nexcept SystemExit as ended:\n    assert ended.code == 0\n"
+        "loaded = {'torch', 'submitit', 'numpy', 'gymnasium'} & set(sys.modules)\n"
+        "assert not loaded, loaded"
+    )
+    subprocess.run([sys.executable, "-c", code, *words], check=True, timeout=60, stdout=subprocess.DEVNULL)
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_has_examples_that_parse(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        cli.main([command, "--help"])
+    text = capsys.readouterr().out
+    assert ended.value.code == 0 and "examples:" in text and "key=value" in text
+    examples = text.split("examples:")[1].strip().splitlines()
+    for line in examples:
+        program, *words = line.split()
+        assert program == "rlhpc" and callable(cli.parse(words).function)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["train", "c.yaml", "a=1", "b=2", "--segment", "1"],
+        ["train", "c.yaml", "--segment", "1", "a=1", "b=2"],
+        ["train", "--segment", "1", "c.yaml", "a=1", "b=2"],
+        ["train", "c.yaml", "a=1", "--segment", "1", "b=2"],
+    ],
+    ids=["before", "after", "last", "around"],
+)
+def test_overrides_stand_anywhere(words: list[str]) -> None:
+    args = cli.parse(words)
+    assert (args.config, args.segment, args.overrides) == ("c.yaml", 1, ["a=1", "b=2"])
+
+
+def run_with(error: BaseException, monkeypatch: pytest.MonkeyPatch) -> int:
+    def command(args: object) -> int:
+        raise error
+
+    monkeypatch.setattr(cli, "_plan", command)
+    return cli.main(["plan", QUICKSTART])
+
+
+class TestEndings:
+    """Exit codes and what is said on stderr."""
+
+    @pytest.mark.parametrize(("error", "code"), [(CheckpointError("gone"), 2), (RendezvousTimeout("gone"), 1)])
+    def test_own_errors(
+        self, error: Exception, code: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        assert run_with(error, monkeypatch) == code
+        assert capsys.readouterr().err == "rlhpc: error: gone\n"
+
+    def test_interrupted(self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+        assert run_with(KeyboardInterrupt(), monkeypatch) == 130
+        assert "resume_dir=auto" in capsys.readouterr().err
+
+    def test_unexpected(self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+        monkeypatch.delenv("RLHPC_DEBUG", raising=False)
+        assert run_with(ZeroDivisionError("by zero"), monkeypatch) == 1
+        err = capsys.readouterr().err
+        assert err.count("\n") == 1 and "ZeroDivisionError: by zero" in err and "RLHPC_DEBUG=1" in err
+
+    def test_unexpected_with_traceback(
+        self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        monkeypatch.setenv("RLHPC_DEBUG", "1")
+        assert run_with(ZeroDivisionError("by zero"), monkeypatch) == 1
+        assert "Traceback" in capsys.readouterr().err
+
+
+class TestWhichRun:
+    """A run is named by its folder, or by its configuration and overrides."""
+
+    @pytest.fixture
+    def run(self, tmp_path: Path) -> RunPaths:
+        paths = RunPaths(tmp_path / "runs" / "first")
+        paths.root.mkdir(parents=True)
+        paths.config.write_text("runner: {name: first, run_dir: elsewhere}\nenv: {train: {env_id: CartPole-v1}}\n")
+        return paths
+
+    def test_folder(self, run: RunPaths) -> None:
+        assert cli._run_paths(str(run.root)) == run
+
+    def test_configuration_and_overrides(self, run: RunPaths) -> None:
+        overrides = [f"runner.run_dir={run.root.parent}", "runner.name=first"]
+        assert cli._run_paths(QUICKSTART, overrides) == run
+
+    def test_folder_and_override(self, run: RunPaths) -> None:
+        other = RunPaths(run.root.parent / "second")
+        other.checkpoints.mkdir(parents=True)
+        assert cli._run_paths(str(run.root), ["runner.name=second"]) == other
+        assert cli._run_paths(str(run.root), ["runner.seed=3"]) == run
