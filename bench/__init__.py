@@ -1,0 +1,1 @@
+"""Benchmarks: what is measured against what. Results lie in `bench/results`."""

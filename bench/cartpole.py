@@ -1,0 +1,87 @@
+"""Time and environment steps to a mean return of 475 on CartPole-v1: rlhpc beside single-process PPO.
+
+Same hyperparameters, interleaved seeds, one thread a process. "Reached" means that the last 100 training episodes have a
+mean return of 475; the run stops there. `loop_s` counts from the first environment step, `total_s` from the command to its end
+(both import torch).
+
+    python -m bench.cartpole --seeds 5
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from bench.machine import spread, write
+
+HERE = Path(__file__).resolve().parent
+TARGET = 475.0
+MAX_ENV_STEPS = 300 * 1024
+
+
+def rlhpc(seed: int) -> dict[str, Any]:
+    """One run of the quickstart configuration, stopped at the target."""
+    with tempfile.TemporaryDirectory() as folder:
+        command = [
+            sys.executable, "-m", "rlhpc.cli", "train", str(HERE.parent / "configs" / "quickstart.yaml"),
+            f"runner.run_dir={folder}", "runner.segments=1", "runner.save_interval=-1", f"runner.seed={seed}",
+            f"runner.max_steps={MAX_ENV_STEPS // 1024}", f"runner.stop_return={TARGET}",
+            "runner.logger.logger_backends=[jsonl]",
+        ]  # fmt: skip
+        started = time.perf_counter()
+        subprocess.run(command, check=True, capture_output=True)
+        total = time.perf_counter() - started
+        rows = [json.loads(line) for line in (Path(folder) / "quickstart" / "metrics.jsonl").read_text().splitlines()]
+    last = rows[-1]
+    reached = last.get("train/episode_return", 0.0) >= TARGET
+    return {"seed": seed, "reached": reached, "env_steps": last["rollout/env_steps"], "loop_s": last["time/wall_s"],
+            "total_s": total, "env_steps_per_s": last["rollout/env_steps"] / last["time/wall_s"]}  # fmt: skip
+
+
+def single_process(seed: int) -> dict[str, Any]:
+    """One run of `single_process_ppo.py`, stopped at the target."""
+    command = [sys.executable, str(HERE / "single_process_ppo.py"), "--seed", str(seed), "--stop", "--target", str(TARGET),
+               "--max-env-steps", str(MAX_ENV_STEPS)]  # fmt: skip
+    started = time.perf_counter()
+    done = subprocess.run(command, check=True, capture_output=True, text=True)
+    total = time.perf_counter() - started
+    row = json.loads(done.stdout)
+    return {"seed": seed, "reached": row["env_steps"] is not None, "env_steps": row["total_env_steps"],
+            "loop_s": row["total_seconds"], "total_s": total, "env_steps_per_s": row["env_steps_per_s"]}  # fmt: skip
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Runs both, interleaved, and writes `results/cartpole.json`."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--seeds", type=int, default=5)
+    args = parser.parse_args(argv)
+    os.environ["OMP_NUM_THREADS"] = "1"
+    runs: dict[str, list[dict[str, Any]]] = {"rlhpc": [], "single_process": []}
+    for seed in range(1, args.seeds + 1):
+        for name, run in (("rlhpc", rlhpc), ("single_process", single_process)):
+            runs[name].append(run(seed))
+            print(name, json.dumps(runs[name][-1]), flush=True)
+    summary = {
+        name: {key: spread([row[key] for row in rows]) for key in ("env_steps", "loop_s", "total_s", "env_steps_per_s")}
+        | {"reached": sum(row["reached"] for row in rows)}
+        for name, rows in runs.items()
+    }
+    ratio = {key: summary["rlhpc"][key]["median"] / summary["single_process"][key]["median"]
+             for key in ("env_steps", "loop_s", "total_s", "env_steps_per_s")}  # fmt: skip
+    path = write("cartpole", f"python -m bench.cartpole --seeds {args.seeds}", {
+        "target": TARGET, "summary": summary, "rlhpc_over_single_process": ratio, "runs": runs,
+    })  # fmt: skip
+    print(json.dumps({"summary": summary, "ratio": ratio}, indent=2))
+    print(path)
+
+
+if __name__ == "__main__":
+    main()

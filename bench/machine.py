@@ -1,0 +1,37 @@
+"""What the figures were measured on, and how they are written down."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import statistics
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+RESULTS = Path(__file__).parent / "results"
+
+
+def machine() -> dict[str, Any]:
+    """The machine, without its name."""
+    import torch
+
+    model = next((line.split(":")[1].strip() for line in Path("/proc/cpuinfo").read_text().splitlines()
+                  if line.startswith("model name")), platform.machine())  # fmt: skip
+    return {"cpu": model, "cores": len(os.sched_getaffinity(0)), "python": platform.python_version(),
+            "torch": torch.__version__, "load": os.getloadavg()[0], "date": time.strftime("%Y-%m-%d")}  # fmt: skip
+
+
+def spread(values: Sequence[float]) -> dict[str, float]:
+    """min, median, max and count."""
+    return {"min": min(values), "median": statistics.median(values), "max": max(values), "n": len(values)}
+
+
+def write(name: str, command: str, content: dict[str, Any]) -> Path:
+    """Writes `results/<name>.json`."""
+    RESULTS.mkdir(exist_ok=True)
+    path = RESULTS / f"{name}.json"
+    path.write_text(json.dumps({"command": command, "machine": machine(), **content}, indent=2) + "\n")
+    return path
