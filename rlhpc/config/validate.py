@@ -49,6 +49,12 @@ _LARGEST_INTEGER = 2**53
 _LARGEST_SEED = 2**32 - 1
 _NAME = r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}"
 _NAME_RULE = "use letters, digits, '.', '_' and '-' (at most 100), starting with a letter or digit"
+_WORD = (r"[^\s'\"\\`$;]+", "it goes into a job's directives: use one word without quotes")
+_DIRECTIVES = {
+    **dict.fromkeys(("partition", "account", "qos", "constraint", "gres"), _WORD),
+    "mem": (r"\d+[KMGT]?B?", "write it as Slurm does: 64G, 512M or 0 for all"),
+    "time": (r"\d+|\d+:\d+|\d+:\d+:\d+|\d+-\d+(:\d+){0,2}", "write it as Slurm does: 02:00:00, 1-12:00:00, or minutes"),
+}
 _BACKENDS = ("jsonl", "tensorboard")
 #: Names that come with the package; others are looked up where torch may be imported, before a run starts.
 _ESTIMATORS = ("gae", "grpo", "dr_grpo", "rloo", "reinforce++", "reinforce++_baseline", "raw")
@@ -82,6 +88,7 @@ def validate(
     for suite in cfg.workflow.eval_suites:
         if not re.fullmatch(_NAME, str(suite)):
             raise fail("workflow.eval_suites", f"a suite's name becomes a file's: {_NAME_RULE}")
+    _node_groups(cfg, fail)
     _lookup(cfg, fail)
     if training:
         _divisibility(cfg, fail)
@@ -235,6 +242,21 @@ def _writable(folder: Path, fail: Callable[[str, str], ConfigError]) -> None:
     no_inode = statistics.f_files > 0 and statistics.f_favail == 0
     if no_inode or statistics.f_bavail * statistics.f_frsize < _MIN_FREE_BYTES:
         raise fail("runner.run_dir", f"the filesystem of {existing} is full; free some space or choose another")
+
+
+def _node_groups(cfg: Any, fail: Callable[[str, str], ConfigError]) -> None:
+    """What goes into a job's directives: counts, walltimes, and words that stay on their line."""
+    for index, group in enumerate(cfg.cluster.node_groups):
+        at = f"cluster.node_groups[{index}]"
+        for name in ("num_nodes", "cpus_per_node"):
+            if group[name] is not None and group[name] < 1:
+                raise fail(f"{at}.{name}", "it must be greater than 0")
+        for name in ("het_component", "accelerators_per_node"):
+            if group[name] is not None and group[name] < 0:
+                raise fail(f"{at}.{name}", "it must not be negative")
+        for name, rule in _DIRECTIVES.items():
+            if group[name] is not None and not re.fullmatch(rule[0], str(group[name])):
+                raise fail(f"{at}.{name}", rule[1])
 
 
 def _placement(cfg: Any) -> None:

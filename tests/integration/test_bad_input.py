@@ -130,6 +130,14 @@ CASES = [
     override(
         "wrong type in a node group", "cluster.node_groups=[{label: a, num_nodes: two}]", "[0].num_nodes is 'two'"
     ),
+    override("negative count in a node group", "cluster.node_groups=[{label: a, num_nodes: -1}]", "greater than 0"),
+    override(
+        "walltime of words", "cluster.node_groups=[{label: a, time: 2 hours}]", "[0].time is '2 hours'", "02:00:00"
+    ),
+    override("memory of words", "cluster.node_groups=[{label: a, mem: lots}]", "[0].mem is 'lots'", "64G"),
+    override(
+        "directive that breaks its line", 'cluster.node_groups=[{label: a, partition: "a\\n#SBATCH x"}]', "one word"
+    ),
     override("more nodes than there are", "cluster.num_nodes=3", "cluster.num_nodes"),
     # Files.
     content("empty file", "", "is empty", "quickstart"),
