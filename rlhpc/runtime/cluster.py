@@ -121,7 +121,9 @@ def _from_slurm(env: Mapping[str, str]) -> list[Node]:
         cpus += cpus[-1:] * (len(names) - len(cpus))
         # Slurm masks the devices of the step or job it started; with the cgroup plugin the i-th visible one is GPU i.
         ids = env.get(f"SLURM_JOB_GPUS{tail}") or (env.get("SLURM_JOB_GPUS") if component in (None, 0) else None)
-        per_node = env.get(f"SLURM_GPUS_ON_NODE{tail}") or (env.get("SLURM_GPUS_ON_NODE") if component in (None, 0) else None)
+        per_node = env.get(f"SLURM_GPUS_ON_NODE{tail}") or (
+            env.get("SLURM_GPUS_ON_NODE") if component in (None, 0) else None
+        )
         for index, name in enumerate(names):
             local = name in me
             if local and component in (None, 0) and "CUDA_VISIBLE_DEVICES" in env:
@@ -132,14 +134,14 @@ def _from_slurm(env: Mapping[str, str]) -> list[Node]:
                 visible = tuple(str(i) for i in range(int(per_node)))
             else:
                 visible = ()
-            nodes.append(
-                Node(len(nodes), name, cpus[index], tuple(range(len(visible))), visible, component, local)
-            )
+            nodes.append(Node(len(nodes), name, cpus[index], tuple(range(len(visible))), visible, component, local))
     return nodes
 
 
 def _ids(text: str) -> list[str]:
-    return [n for part in text.split(",") for n in (_range(part, text) if re.fullmatch(r"\d+(-\d+)?", part) else [part])]
+    return [
+        n for part in text.split(",") for n in (_range(part, text) if re.fullmatch(r"\d+(-\d+)?", part) else [part])
+    ]
 
 
 class Cluster:
@@ -197,7 +199,9 @@ class Cluster:
             label = str(_get(raw, "label", "") or "")
             if not label or label in RESERVED_LABELS or label in self.node_groups:
                 why = "is reserved" if label in RESERVED_LABELS else "is given twice" if label else "is missing"
-                raise ConfigError(f"cluster.node_groups: label {label!r} {why}; reserved labels: {', '.join(RESERVED_LABELS)}")
+                raise ConfigError(
+                    f"cluster.node_groups: label {label!r} {why}; reserved labels: {', '.join(RESERVED_LABELS)}"
+                )
             component = _get(raw, "het_component", None)
             ranks = _get(raw, "node_ranks", None)
             if ranks is None and component is not None:

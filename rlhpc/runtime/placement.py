@@ -65,7 +65,9 @@ def _one_node(cluster: Cluster, label: str, ranks: Sequence[int], who: str) -> t
     available = cluster.accelerators_of(label)
     wrong = [r for r in ranks if not 0 <= r < len(available)]
     if wrong:
-        raise PlacementError(f"{who}: accelerator {wrong[0]} does not exist; {label} has {len(available)} (0 to {len(available) - 1})")
+        raise PlacementError(
+            f"{who}: accelerator {wrong[0]} does not exist; {label} has {len(available)} (0 to {len(available) - 1})"
+        )
     chosen = [available[r] for r in ranks]
     nodes = {node for node, _ in chosen}
     if len(nodes) > 1:
@@ -76,7 +78,9 @@ def _one_node(cluster: Cluster, label: str, ranks: Sequence[int], who: str) -> t
         group.accelerator_kind for group in cluster.node_groups.values() if nodes & set(group.node_ranks)
     }  # fmt: skip
     if label == "cluster" and len(kinds) > 1 and len(ranks) > 1:
-        raise PlacementError(f"{who}: accelerators of kinds {sorted(map(str, kinds))} in one process; rule: one kind a process")
+        raise PlacementError(
+            f"{who}: accelerators of kinds {sorted(map(str, kinds))} in one process; rule: one kind a process"
+        )
     return chosen[0][0], tuple(index for _, index in chosen)
 
 
@@ -157,7 +161,9 @@ class NodePlacementStrategy:
     def _check(self, nodes: Sequence[int]) -> list[Placement]:
         for rank in self.node_ranks:
             if not 0 <= rank < len(nodes):
-                raise PlacementError(f"node {rank} does not exist; {self.node_group} has {len(nodes)} (0 to {len(nodes) - 1})")
+                raise PlacementError(
+                    f"node {rank} does not exist; {self.node_group} has {len(nodes)} (0 to {len(nodes) - 1})"
+                )
         ordered = [nodes[r] for r in self.node_ranks]
         return _finish([(n, ()) for n in ordered], self.node_group)
 
@@ -248,9 +254,7 @@ class ComponentPlacementStrategy:
         """See `PlacementStrategy`."""
         who = f"cluster.component_placement.{self.component}: process"
         if not self.by_node:
-            where = [
-                _one_node(cluster, self.node_group, ranks, f"{who} {p}") for p, ranks in enumerate(self.processes)
-            ]
+            where = [_one_node(cluster, self.node_group, ranks, f"{who} {p}") for p, ranks in enumerate(self.processes)]
             return _finish(where, self.node_group)
         nodes = cluster.node_group(self.node_group).node_ranks
         return _finish([(nodes[ranks[0]], ()) for ranks in self.processes], self.node_group)
@@ -271,7 +275,9 @@ class HybridComponentPlacement:
         self.cluster = cluster
         raw = cfg["cluster"]["component_placement"] if isinstance(cfg, Mapping) else cfg.cluster.component_placement
         if not raw:
-            raise PlacementError("cluster.component_placement is empty: give every component a place, such as 'actor: 0'")
+            raise PlacementError(
+                "cluster.component_placement is empty: give every component a place, such as 'actor: 0'"
+            )
         self._strategies: dict[str, ComponentPlacementStrategy] = {}
         for names, value in dict(raw).items():
             for name in str(names).split(","):
@@ -291,7 +297,9 @@ class HybridComponentPlacement:
                 )
             label, text = str(value.get("node_group") or "cluster"), value["placement"]
         if text is None or isinstance(text, (list, bool, float)):
-            raise PlacementError(f"cluster.component_placement.{name}: {text!r}: write ranks as text, such as '0-3' or '0-1:0-3'")
+            raise PlacementError(
+                f"cluster.component_placement.{name}: {text!r}: write ranks as text, such as '0-3' or '0-1:0-3'"
+            )
         try:
             group = self.cluster.node_group(label)
         except ConfigError as error:

@@ -8,9 +8,9 @@ import os
 import pickle
 import signal
 import sys
-import threading
 import time
 import traceback
+from pathlib import Path
 from typing import Any
 
 from rlhpc.runtime.spec import WorkerSpec
@@ -34,13 +34,12 @@ def _redirect(spec: WorkerSpec) -> None:
     null = os.open(os.devnull, os.O_RDONLY)
     os.dup2(null, 0)
     os.close(null)
-    sys.stdout = open(1, "w", buffering=1, closefd=False)
-    sys.stderr = open(2, "w", buffering=1, closefd=False)
+    sys.stdout = os.fdopen(1, "w", buffering=1, closefd=False)
+    sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False)
 
 
 def _environment(spec: WorkerSpec) -> None:
     os.environ.update(spec.env)
-    os.environ.setdefault("OMP_NUM_THREADS", str(spec.threads))
     if "OMP_NUM_THREADS" not in spec.env:
         os.environ["OMP_NUM_THREADS"] = str(spec.threads)
     with contextlib.suppress(OSError):
@@ -76,13 +75,13 @@ def run_worker(spec: WorkerSpec) -> int:
     import zmq
 
     from rlhpc.runtime import context
-    from rlhpc.runtime.comm.payload import unpack
+    from rlhpc.runtime.comm.payload import pack, unpack
     from rlhpc.runtime.comm.service import Service
     from rlhpc.runtime.comm.sockets import bind, choose, make_socket
     from rlhpc.runtime.registry import Registry
     from rlhpc.runtime.scratch import Scratch
 
-    registry, scratch = Registry(__import__("pathlib").Path(spec.registry)), Scratch(spec.token)
+    registry, scratch = Registry(Path(spec.registry)), Scratch(spec.token)
     scratch.hold()
     keys = registry.load_keys()
     driver = choose(spec.driver)
@@ -119,11 +118,6 @@ def run_worker(spec: WorkerSpec) -> int:
         return 1
     service.peers.post(driver, b"NOTE", [pickle.dumps({"note": "ready", **note, "record": record})])
 
-    def fetch(endpoint: str, path: str) -> bytes:
-        return service.fetch(endpoint, path)
-
-    from rlhpc.runtime.comm.payload import pack
-
     while True:
         caller, number, method, *frames = commands.recv_multipart()
         name = method.decode()
@@ -136,7 +130,7 @@ def run_worker(spec: WorkerSpec) -> int:
             return 0
         started = time.perf_counter()
         try:
-            args, kwargs = unpack(frames, ctx.host, fetch)
+            args, kwargs = unpack(frames, ctx.host, service.fetch)
             frames = []
             result = getattr(instance, name)(*args, **kwargs)
             args = kwargs = None
@@ -158,9 +152,6 @@ def main() -> None:
     die_with_parent(int(sys.argv[1]))
     spec: WorkerSpec = pickle.loads(sys.stdin.buffer.read())
     status = run_worker(spec)
-    for thread in threading.enumerate():
-        if thread is not threading.current_thread() and not thread.daemon:
-            break
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(status)

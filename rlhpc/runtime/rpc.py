@@ -10,6 +10,7 @@ import asyncio
 import itertools
 import os
 import pickle
+import statistics
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -87,7 +88,7 @@ class Handle:
         """Seconds that the call took on the ranks ("max", "min" or "mean" over them), by method name; waits, then clears."""
         self.wait()
         seconds, self._seconds = list(self._seconds.values()), {}
-        reduce = {"max": max, "min": min, "mean": lambda values: sum(values) / len(values)}
+        reduce: dict[str, Callable[[list[float]], float]] = {"max": max, "min": min, "mean": statistics.fmean}
         if reduction not in reduce:
             raise ValueError(f"consume_durations: reduction is {reduction!r}; allowed: {', '.join(reduce)}")
         return {self.method: reduce[reduction](seconds)} if seconds else {}
@@ -135,7 +136,9 @@ class RpcClient:
             self._routes[endpoint] = route
         return route
 
-    def call(self, records: Sequence[dict[str, Any]], method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Handle:
+    def call(
+        self, records: Sequence[dict[str, Any]], method: str, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Handle:
         """Starts `method` on the members of `records` and returns at once."""
         service = self.context.service
         handle = Handle(self, records[0]["group"], method, [record["rank"] for record in records])

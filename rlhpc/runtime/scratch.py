@@ -91,7 +91,9 @@ def remove_stale() -> list[str]:
     """Removes the folders of this user's sessions on this host that no process holds any more; returns their tokens."""
     removed = []
     prefix = f"rlhpc-{os.getuid()}-"
-    tokens = {p.name[len(prefix) :].removesuffix("-shm") for r in (_SOCKET_ROOT, _SHM_ROOT) for p in r.glob(prefix + "*")}
+    tokens = {
+        p.name[len(prefix) :].removesuffix("-shm") for r in (_SOCKET_ROOT, _SHM_ROOT) for p in r.glob(prefix + "*")
+    }
     for token in tokens:
         scratch = Scratch(token)
         folder = scratch.sockets if scratch.sockets.exists() else scratch.shm

@@ -84,8 +84,7 @@ class ForkServerProcess:
         self.control, theirs = socket.socketpair()
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
         environment["PYTHONPATH"] = os.pathsep.join(p or os.getcwd() for p in sys.path)
-        self.log = self.scratch.sockets / "forkserver.err"
-        with self.log.open("ab") as err:
+        with (self.scratch.sockets / "forkserver.err").open("ab") as err:
             self.process = subprocess.Popen(
                 [sys.executable, "-m", "rlhpc.runtime.forkserver", str(theirs.fileno()), self.scratch.token,
                  str(os.getpid()), *PRELOAD, *preload],
@@ -206,8 +205,9 @@ class Session:
                 member.state = "ended"
             self._changed.notify_all()
         if lost:
-            self.fail(WorkerFailed(f"the fork server of node {lost[0].spec.node} died, and its workers with it "
-                                   f"({_tail(str(self.scratch.sockets / 'forkserver.err')).strip()})", node=lost[0].spec.node))  # fmt: skip
+            node = lost[0].spec.node
+            tail = _tail(str(self.scratch.sockets / "forkserver.err"))
+            self.fail(WorkerFailed(f"the fork server of node {node} died, and its workers with it{tail}", node=node))
 
     def _exited(self, member: Member, status: int) -> None:
         with self._changed:
@@ -348,7 +348,8 @@ class Session:
         if missing:
             lines = [f"  {m.spec.name} on {m.spec.node} (pid {m.pid or '?'}, log {m.spec.log_err})" for m in missing]
             failure = RendezvousTimeout(
-                f"{len(missing)} of {len(started)} ranks of {name!r} did not arrive in {timeout:.0f} s:\n" + "\n".join(lines)
+                f"{len(missing)} of {len(started)} ranks of {name!r} did not arrive in {timeout:.0f} s:\n"
+                + "\n".join(lines)
             )
             self.fail(failure)
             self.check()
@@ -366,7 +367,9 @@ class Session:
     ) -> WorkerSpec:
         node = cluster.nodes[placement.node_rank]
         if not node.is_local:
-            raise SubmitError(f"node {node.name} is not this machine: rank {placement.rank} of {name!r} needs a job step")
+            raise SubmitError(
+                f"node {node.name} is not this machine: rank {placement.rank} of {name!r} needs a job step"
+            )
         group = cluster.node_group(placement.node_group) if placement.node_group else None
         env = {**(dict(group.env_vars or {}) if group else {}), **env_vars}
         visible = node.visible_devices

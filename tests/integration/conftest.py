@@ -9,7 +9,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent))
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-from tiny_run import TinyRun  # noqa: E402
+from tiny_run import TinyRun
 
 
 @pytest.fixture

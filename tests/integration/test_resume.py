@@ -11,8 +11,8 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
-
 from tiny_run import TinyRun, kill_tree, wait_until
+
 from rlhpc.checkpoint.state import load_state, load_tensors
 
 TWO_RANKS = 'cluster.component_placement={actor: "0:0-1", rollout: "0:0-1", env: "0:0-1"}'

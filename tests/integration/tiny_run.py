@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import signal
 import subprocess
@@ -11,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+
 ROOT = Path(__file__).resolve().parents[2]
 CONFIG = ROOT / "configs" / "quickstart.yaml"
 TINY = (
@@ -68,10 +70,8 @@ def kill_tree(process: subprocess.Popen[Any]) -> None:
     except psutil.NoSuchProcess:
         tree = []
     for member in tree:
-        try:
+        with contextlib.suppress(psutil.NoSuchProcess):
             member.send_signal(signal.SIGKILL)
-        except psutil.NoSuchProcess:
-            pass
     process.wait()
     for pipe in (process.stdout, process.stderr):
         if pipe:

@@ -95,7 +95,9 @@ class Channel:
         context = current()
         if distributed or home:
             groups = [home] if home else context.group_names()
-            homes = [context.member(group, rank)["data"] for group in groups for rank in range(context.group_size(group))]
+            homes = [
+                context.member(group, rank)["data"] for group in groups for rank in range(context.group_size(group))
+            ]
         else:
             homes = []
         homes = homes or [context.service.endpoint]

@@ -67,7 +67,12 @@ class Collectives:
             return tensor
         import torch.distributed as dist
 
-        reduce = {"sum": dist.ReduceOp.SUM, "mean": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
+        reduce = {
+            "sum": dist.ReduceOp.SUM,
+            "mean": dist.ReduceOp.SUM,
+            "max": dist.ReduceOp.MAX,
+            "min": dist.ReduceOp.MIN,
+        }
         if op not in reduce:
             raise ValueError(f"all_reduce: op is {op!r}; allowed: {', '.join(reduce)}")
         dist.all_reduce(tensor, reduce[op])

@@ -6,6 +6,7 @@ the reader without a copy, and unlinked as soon as it is mapped: the memory live
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import itertools
 import logging
@@ -54,10 +55,8 @@ class Packed:
 
 def unlink(path: str) -> None:
     """Removes a segment; one that is already gone is fine."""
-    try:
+    with contextlib.suppress(FileNotFoundError):
         os.unlink(path)
-    except FileNotFoundError:
-        pass
 
 
 def _write_all(fd: int, chunks: list[Any]) -> None:

@@ -73,8 +73,8 @@ def _know_torch() -> None:
     if torch is None or not hasattr(torch, "nn") or torch.Tensor in _Pickler.dispatch_table:
         return
     for pickler in (_Pickler, _ByValuePickler):
-        pickler.dispatch_table[torch.Tensor] = _reduce_tensor  # type: ignore[index]
-        pickler.dispatch_table[torch.nn.Parameter] = _reduce_tensor  # type: ignore[index]
+        pickler.dispatch_table[torch.Tensor] = _reduce_tensor
+        pickler.dispatch_table[torch.nn.Parameter] = _reduce_tensor
 
 
 def dumps(obj: Any) -> tuple[bytes, list[memoryview]]:

@@ -133,10 +133,10 @@ class Service:
         self._epoll = select.epoll()
         self._connections: dict[int, Connection] = {}
         self._next_tick = time.monotonic()
-        for fd in (self._listener.sock.fileno(), self._wake, self._zap.socket.getsockopt(zmq.FD)):
+        for fd in (self._listener.sock.fileno(), self._wake, int(self._zap.socket.FD)):
             self._epoll.register(fd, select.EPOLLIN)
         if self._router:
-            self._epoll.register(self._router.getsockopt(zmq.FD), select.EPOLLIN)
+            self._epoll.register(int(self._router.FD), select.EPOLLIN)
         self._thread = threading.Thread(target=self._run, name=f"rlhpc-service-{name}", daemon=True)
         self._thread.start()
 
@@ -301,12 +301,12 @@ class Service:
                     connections[accepted.sock.fileno()] = accepted
                     epoll.register(accepted.sock.fileno(), select.EPOLLIN)
             # ZeroMQ's descriptor only says that its state changed: look until it has nothing more.
-            elif router and fd == router.getsockopt(zmq.FD):
+            elif router and fd == router.FD:
                 pass
             else:
-                while zap.getsockopt(zmq.EVENTS) & zmq.POLLIN:
+                while zap.EVENTS & zmq.POLLIN:
                     self._zap.answer()
-        while router and router.getsockopt(zmq.EVENTS) & zmq.POLLIN:
+        while router and router.EVENTS & zmq.POLLIN:
             identity, *rest = router.recv_multipart()
             self._handle(identity, rest)
         while self._outbox:

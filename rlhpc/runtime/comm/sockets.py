@@ -45,7 +45,7 @@ def bind(socket: zmq.Socket[Any], scratch: Scratch, label: str, tcp_address: str
     record = {"host": host_id(), "ipc": path, "tcp": ""}
     if tcp_address:
         socket.bind(f"tcp://{tcp_address}:*")
-        record["tcp"] = socket.last_endpoint.decode().rstrip("\0")
+        record["tcp"] = socket.getsockopt_string(zmq.LAST_ENDPOINT).rstrip("\0")
     return record
 
 

@@ -134,7 +134,12 @@ def _oversubscribed(cluster: Cluster, placements: dict[str, list[Placement]]) ->
         if len(here) > node.cpus:
             warnings.append(f"node{node.rank}: {len(here)} processes share {node.cpus} cores")
         for index in node.accelerators:
-            sharing = [g for g, ranks in placements.items() for p in ranks if p.node_rank == node.rank and index in p.accelerators]
+            sharing = [
+                g
+                for g, ranks in placements.items()
+                for p in ranks
+                if p.node_rank == node.rank and index in p.accelerators
+            ]
             if len(sharing) > 1:
                 warnings.append(f"node{node.rank}, accelerator {index}: shared by {', '.join(sharing)}")
     return warnings
@@ -153,7 +158,11 @@ def render_plan(plan: Plan) -> str:
     lines += ["", "placement"]
     for node, name in enumerate(plan.node_names):
         lines.append(f"  {name} ({plan.cpus[node]} cores, {plan.accelerators[node]} accelerators)")
-        slots = [("", None)] if not plan.accelerators[node] else [(f"accelerator {i}: ", i) for i in range(plan.accelerators[node])]
+        slots = (
+            [("", None)]
+            if not plan.accelerators[node]
+            else [(f"accelerator {i}: ", i) for i in range(plan.accelerators[node])]
+        )
         for text, index in slots:
             here = [
                 f"{group}-{p.rank}" for group, ranks in plan.placements.items() for p in ranks
@@ -161,7 +170,12 @@ def render_plan(plan: Plan) -> str:
             ]  # fmt: skip
             lines.append(f"    {text}{' '.join(here) or '-'}")
         if plan.accelerators[node]:
-            bare = [f"{g}-{p.rank}" for g, ranks in plan.placements.items() for p in ranks if p.node_rank == node and not p.accelerators]
+            bare = [
+                f"{g}-{p.rank}"
+                for g, ranks in plan.placements.items()
+                for p in ranks
+                if p.node_rank == node and not p.accelerators
+            ]
             if bare:
                 lines.append(f"    no accelerator: {' '.join(bare)}")
     lines += ["", *(f"warning: {w}" for w in plan.warnings)] if plan.warnings else []

@@ -11,7 +11,7 @@ from rlhpc import Cluster, NodePlacementStrategy, Session, WorkerGroup
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from roles_for_tests import Probe  # noqa: E402
+from roles_for_tests import Probe
 
 
 @pytest.fixture

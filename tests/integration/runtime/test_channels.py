@@ -153,7 +153,9 @@ def test_objects_keep_type_dtype_and_device(launch):
         if isinstance(item, torch.Tensor):
             assert torch.equal(out, item) and out.dtype == item.dtype and type(out) is type(item)
         elif isinstance(item, list):
-            assert all(torch.equal(x, y) and x.dtype == y.dtype and x.shape == y.shape for x, y in zip(out, item, strict=True))
+            assert all(
+                torch.equal(x, y) and x.dtype == y.dtype and x.shape == y.shape for x, y in zip(out, item, strict=True)
+            )
         elif isinstance(item, dict) and "k" in item:
             assert torch.equal(out["k"], item["k"]) and (out["n"] == item["n"]).all() and out["n"].dtype == np.int16
         else:
@@ -208,7 +210,10 @@ def test_two_hosts_exchange_over_tcp_with_keys(launch):
             produced, consumed = near.produce(channel, 5, size), far.consume(channel, 5)
             produced.wait()
             assert consumed.wait()[0] == [(i, float(i)) for i in range(5)]
-        first, second = near.broadcast_from(("near", 0), [("far", [0])]), far.broadcast_from(("near", 0), [("far", [0])])
+        first, second = (
+            near.broadcast_from(("near", 0), [("far", [0])]),
+            far.broadcast_from(("near", 0), [("far", [0])]),
+        )
         assert abs(first.wait()[0] - second.wait()[0]) < 1e4
         big = torch.randn(500_000)
         assert torch.equal(far.echo(big).wait()[0], big)

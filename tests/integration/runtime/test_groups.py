@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
 import subprocess
@@ -13,6 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
+from roles_for_tests import Probe
 
 from rlhpc import (
     Cluster,
@@ -25,7 +27,6 @@ from rlhpc import (
     WorkerFailed,
     WorkerGroup,
 )
-from roles_for_tests import Probe
 
 
 def gone(pid: int, within: float = 5.0) -> bool:
@@ -86,10 +87,17 @@ def test_private_and_unknown_names_are_refused(launch):
 
 def test_ranks_know_who_and_where_they_are():
     cluster = Cluster.local(num_nodes=2, accelerators_per_node=4)
-    group = Probe.create_group().launch(cluster, PackedPlacementStrategy(0, 7, num_accelerators_per_process=2), "placed")
+    group = Probe.create_group().launch(
+        cluster, PackedPlacementStrategy(0, 7, num_accelerators_per_process=2), "placed"
+    )
     try:
         facts = group.identity().wait()
-        assert [(f["rank"], f["node_rank"], f["local_rank"]) for f in facts] == [(0, 0, 0), (1, 0, 1), (2, 1, 0), (3, 1, 1)]
+        assert [(f["rank"], f["node_rank"], f["local_rank"]) for f in facts] == [
+            (0, 0, 0),
+            (1, 0, 1),
+            (2, 1, 0),
+            (3, 1, 1),
+        ]
         assert [f["accelerators"] for f in facts] == [(0, 1), (2, 3), (0, 1), (2, 3)]
         assert facts[1]["cuda"] == "2,3"
         assert all(f["omp"] == str(f["threads"]) and f["threads"] >= 1 for f in facts)
@@ -267,10 +275,8 @@ def test_a_killed_fork_server_is_reported_and_takes_its_workers_along():
 def test_what_a_massacre_leaves_is_removed_by_the_next_session():
     driver, token, pids = run_driver("group.nap(600).wait()")
     for pid in (driver.pid, *pids):
-        try:
+        with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
-        except ProcessLookupError:
-            pass
     driver.wait()
     assert all(gone(pid) for pid in pids) and leftovers(token)
     second, _, _ = run_driver("")

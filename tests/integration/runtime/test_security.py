@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import pickle
 import socket
@@ -51,11 +52,8 @@ def test_a_unix_peer_without_the_secret_is_dropped_before_it_is_read(session):
             sock.sendall(b"".join(encode(message)))
         except BrokenPipeError:
             break
-    try:
+    with contextlib.suppress(ConnectionResetError):
         assert sock.recv(100) == b""
-    except ConnectionResetError:
-        pass
-    assert session.service.wait_local is not None
 
 
 def test_a_zeromq_peer_with_another_key_gets_no_answer(session):
