@@ -24,7 +24,8 @@ from bench.machine import spread, write
 
 HERE = Path(__file__).resolve().parent
 TARGET = 475.0
-MAX_ENV_STEPS = 300 * 1024
+TRANSITIONS = 8 * 32  # a rollout of the quickstart configuration
+MAX_ENV_STEPS = 480 * TRANSITIONS
 
 
 def rlhpc(seed: int) -> dict[str, Any]:
@@ -33,7 +34,7 @@ def rlhpc(seed: int) -> dict[str, Any]:
         command = [
             sys.executable, "-m", "rlhpc.cli", "train", str(HERE.parent / "configs" / "quickstart.yaml"),
             f"runner.run_dir={folder}", "runner.segments=1", "runner.save_interval=-1", f"runner.seed={seed}",
-            f"runner.max_steps={MAX_ENV_STEPS // 1024}", f"runner.stop_return={TARGET}",
+            f"runner.max_steps={MAX_ENV_STEPS // TRANSITIONS}", f"runner.stop_return={TARGET}",
             "runner.logger.logger_backends=[jsonl]",
         ]  # fmt: skip
         started = time.perf_counter()

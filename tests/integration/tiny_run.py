@@ -16,7 +16,8 @@ import psutil
 ROOT = Path(__file__).resolve().parents[2]
 CONFIG = ROOT / "configs" / "quickstart.yaml"
 TINY = (
-    "runner.segments=1", "runner.max_steps=20", "runner.save_interval=3",
+    "runner.segments=1", "runner.max_steps=20", "runner.save_interval=3", "algorithm.rollout_steps=128",
+    "algorithm.update_epochs=4",
     "env.eval.num_episodes=4", "runner.logger.logger_backends=[jsonl]",
 )  # fmt: skip
 

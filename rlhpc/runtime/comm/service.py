@@ -37,6 +37,10 @@ _LONG_LEAD_S = 0.005
 _numbers = itertools.count()
 
 
+def _readable(socket: zmq.Socket[Any]) -> bool:
+    return bool(int(socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN)
+
+
 class _RemoteAnswer:
     """Answers a request that came over a socket."""
 
@@ -304,9 +308,9 @@ class Service:
             elif router and fd == router.FD:
                 pass
             else:
-                while zap.EVENTS & zmq.POLLIN:
+                while _readable(zap):
                     self._zap.answer()
-        while router and router.EVENTS & zmq.POLLIN:
+        while router and _readable(router):
             identity, *rest = router.recv_multipart()
             self._handle(identity, rest)
         while self._outbox:
