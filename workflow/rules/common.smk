@@ -1,19 +1,8 @@
-# The run's configuration, and where its files lie. Read once, without torch.
+# What the rules share: the run's configuration, read without torch, and which files belong to which segment.
 from rlhpc.config import load_config, segment_ends
 from rlhpc.runtime.errors import RlhpcError
 from rlhpc.runtime.paths import RunPaths
 from snakemake.exceptions import WorkflowError
-
-try:
-    RUN = load_config(config["run"], shlex.split(OVERRIDES))
-except RlhpcError as error:
-    raise WorkflowError(f"rlhpc: error: {error}") from None
-
-ROOT = os.path.relpath(RunPaths.of(RUN.runner.run_dir, RUN.runner.name).root)
-ENDS = segment_ends(RUN)
-SUITES = list(RUN.workflow.eval_suites)
-REPORT = f"{ROOT}/report/index.html"
-ENVIRONMENT = "../../envs/environment.yaml"
 
 
 wildcard_constraints:
@@ -22,38 +11,90 @@ wildcard_constraints:
     suite=r"[\w.-]+",
 
 
-def marker(segment):
-    return f"{ROOT}/segments/{segment}.json"
-
-
-def steps_reached():
-    """The global steps that the segments ended at: planned, or with `stop_return` known once each has finished."""
-    if RUN.runner.stop_return is None:
-        return ENDS
-    markers = [
-        checkpoints.train_segment.get(segment=k).output[0] for k in range(len(ENDS))
-    ]
-    return list(
-        dict.fromkeys(json.loads(Path(m).read_text())["global_step"] for m in markers)
+def near(path):
+    """The path as seen from the working directory, where it lies below it: shorter in logs and graphs."""
+    path = Path(path).absolute()
+    return str(
+        path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
     )
 
 
+def find_config(name):
+    """A run's configuration: below the working directory, else below the project that this workflow belongs to."""
+    here = Path(name).expanduser()
+    return str(here if here.exists() else Path(workflow.basedir).parent / here)
+
+
+def words(value):
+    """Overrides as given (`"a=b c=d"` or a list) as a list."""
+    return (
+        shlex.split(value) if isinstance(value, str) else [str(word) for word in value]
+    )
+
+
+def load_run():
+    """The run's configuration; a mistake in it is one message, and nothing has been written yet."""
+    try:
+        return load_config(RUN_CONFIG, OVERRIDES)
+    except RlhpcError as error:
+        raise WorkflowError(f"rlhpc: error: {error}") from None
+
+
+def executor(wildcards):
+    """Where the driver of a segment runs; by default where Snakemake sends its jobs."""
+    plugin = workflow.executor_plugin
+    on_slurm = plugin is not None and plugin.name.startswith("slurm")
+    return (
+        config["executor"]
+        if config["executor"] != "auto"
+        else "slurm" if on_slurm else "local"
+    )
+
+
+def suite_overrides(wildcards):
+    """What an evaluation suite changes in the run's configuration."""
+    return words(config["suites"].get(wildcards.suite, ""))
+
+
+def segment_file(segment):
+    return f"{WORK}/segment_{segment}.json"
+
+
+def step_before(wildcards):
+    """The segment that this one continues; the plan for the first."""
+    segment = int(wildcards.segment)
+    return segment_file(segment - 1) if segment else f"{WORK}/plan.txt"
+
+
+def end_of(segment):
+    """The step that a segment ends at: planned, or with `stop_return` known once it has finished."""
+    if CFG.runner.stop_return is None:
+        return ENDS[segment]
+    with checkpoints.train_segment.get(segment=segment).output.done.open() as file:
+        return json.load(file)["global_step"]
+
+
 def segment_of(wildcards):
-    """The segment that wrote a checkpoint, so that its evaluation need not wait for later ones."""
-    if RUN.runner.stop_return is None and int(wildcards.step) in ENDS:
-        return marker(ENDS.index(int(wildcards.step)))
-    return [marker(k) for k in range(len(ENDS))]
+    """The segment that made a checkpoint, so that its evaluation need not wait for later ones."""
+    step = int(wildcards.step)
+    if CFG.runner.stop_return is None:
+        return (
+            [segment_file(next(k for k, end in enumerate(ENDS) if step <= end))]
+            if step <= ENDS[-1]
+            else []
+        )
+    return [segment_file(next(k for k in range(len(ENDS)) if step <= end_of(k)))]
 
 
-def evaluations(wildcards):
-    """One file per segment's checkpoint and suite."""
-    return [
-        f"{ROOT}/eval/global_step_{step}/{suite}.json"
-        for step in steps_reached()
-        for suite in SUITES
-    ]
+def evaluations_of(segment):
+    """An input function of its own for each segment: its checkpoint is evaluated while the next segment trains."""
+
+    def evaluations(wildcards):
+        return expand(EVALUATION, step=end_of(segment), suite=SUITES)
+
+    return evaluations
 
 
-def exported(wildcards):
+def final_export(wildcards):
     """The last segment's policy."""
-    return f"{ROOT}/export/global_step_{steps_reached()[-1]}/model.safetensors"
+    return expand(EXPORT, step=end_of(len(ENDS) - 1))

@@ -1,34 +1,22 @@
-# A checkpoint's policy as safetensors and a config.
+# The policy in a form that other tools read: safetensors, and what is needed to build the network around it.
+
+
 rule convert:
     input:
-        segment_of,
+        segment=segment_of,
     output:
-        f"{ROOT}/export/global_step_{{step}}/model.safetensors",
+        model=EXPORT,
     log:
-        f"{ROOT}/logs/workflow/convert_{{step}}.log",
+        f"{LOGS}/convert_{{step}}.log",
     benchmark:
-        f"{ROOT}/logs/workflow/convert_{{step}}.tsv"
-    retries: 1
-    conda:
-        ENVIRONMENT
+        f"{LOGS}/convert_{{step}}.tsv"
+    retries: config["retries"]
+    threads: 1
+    resources:
+        mem_mb=8000,
+        runtime=60,
     params:
-        root=lambda w, output: Path(output[0]).parents[2],
+        checkpoint=lambda wildcards: near(RUN.checkpoint(int(wildcards.step))),
+        folder=lambda wildcards: near(RUN.export(int(wildcards.step))),
     shell:
-        "rlhpc convert --run {params.root} --step {wildcards.step} &> {log}"
-
-
-# Offline: --config checkpoint=/path/to/global_step_60 output=folder -- convert_checkpoint
-rule convert_checkpoint:
-    output:
-        f"{config['output']}/{Path(config['checkpoint'] or 'none').name}/model.safetensors",
-    log:
-        f"{config['output']}/{Path(config['checkpoint'] or 'none').name}.convert.log",
-    benchmark:
-        f"{config['output']}/{Path(config['checkpoint'] or 'none').name}.convert.tsv"
-    conda:
-        ENVIRONMENT
-    params:
-        checkpoint=config["checkpoint"],
-        folder=lambda w, output: Path(output[0]).parent,
-    shell:
-        "rlhpc convert --checkpoint {params.checkpoint} --output {params.folder} &> {log}"
+        "rlhpc convert --checkpoint {params.checkpoint:q} --output {params.folder:q} > {log:q} 2>&1"

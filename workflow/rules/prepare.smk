@@ -1,15 +1,30 @@
-# What would run where, checked before anything is submitted.
+# The names of the run's files, and the plan: what would run where, checked before anything is submitted.
+RUN_CONFIG = find_config(config["run"])
+OVERRIDES = words(config["overrides"])
+CFG = load_run()
+RUN = RunPaths.of(CFG.runner.run_dir, CFG.runner.name)
+ENDS = segment_ends(CFG)
+SUITES = list(config["suites"] or CFG.workflow.eval_suites)
+
+ROOT = near(RUN.root)
+WORK = f"{ROOT}/workflow"  # Snakemake's own: what is below may be deleted at any time
+LOGS = f"{ROOT}/logs/workflow"
+EVALUATION = f"{ROOT}/eval/global_step_{{step}}/{{suite}}.json"
+EXPORT = f"{ROOT}/export/global_step_{{step}}/model.safetensors"
+TARGETS = [f"{ROOT}/report/index.html"]
+
+
 rule prepare:
+    input:
+        config=ancient(RUN_CONFIG),
     output:
-        f"{ROOT}/workflow/plan.txt",
+        plan=f"{WORK}/plan.txt",
     log:
-        f"{ROOT}/logs/workflow/prepare.log",
+        f"{LOGS}/prepare.log",
     benchmark:
-        f"{ROOT}/logs/workflow/prepare.tsv"
-    conda:
-        ENVIRONMENT
+        f"{LOGS}/prepare.tsv"
+    localrule: True
     params:
-        run=config["run"],
         overrides=OVERRIDES,
     shell:
-        "rlhpc plan {params.run} {params.overrides} > {output} 2> {log}"
+        "rlhpc plan {input.config:q} {params.overrides:q} > {output.plan:q} 2> {log:q}"

@@ -1,52 +1,44 @@
-# The run's page, and the single plots for `snakemake --report`.
-rule report_page:
+# The page about the run, and its curves as pictures of their own for `snakemake --report`.
+CURVES = {
+    "return_vs_env_steps": "Return over experience",
+    "return_vs_time": "Return over wall time",
+    "evaluation": "Evaluation per checkpoint",
+    "policy_loss": "Policy loss",
+    "value_loss": "Value loss",
+    "entropy": "Entropy",
+    "kl": "Policy change per update",
+    "throughput": "Environment steps per second",
+    "time_per_phase": "Time per phase",
+}
+
+
+rule report:
     input:
-        evaluations,
-        exported,
+        *[evaluations_of(segment) for segment in range(len(ENDS))],
+        export=final_export,
     output:
-        report(
-            REPORT,
+        page=report(
+            f"{ROOT}/report/index.html",
             caption="../report/page.rst",
             category="Run",
-            labels={"page": "report"},
+            labels={"run": CFG.runner.name},
         ),
+        curves=[
+            report(
+                f"{ROOT}/report/curves/{name}.svg",
+                caption="../report/curves.rst",
+                category="Curves",
+                labels={"run": CFG.runner.name, "curve": title},
+            )
+            for name, title in CURVES.items()
+        ],
     log:
-        f"{ROOT}/logs/workflow/report.log",
+        f"{LOGS}/report.log",
     benchmark:
-        f"{ROOT}/logs/workflow/report.tsv"
-    conda:
-        ENVIRONMENT
+        f"{LOGS}/report.tsv"
+    localrule: True
     params:
-        root=lambda w, output: Path(output[0]).parents[1],
+        run=lambda wildcards, output: str(Path(output.page).parents[1]),
+        curves=lambda wildcards, output: str(Path(output.curves[0]).parent),
     shell:
-        "rlhpc report {params.root} &> {log}"
-
-
-rule curves:
-    input:
-        REPORT,
-    output:
-        report(
-            expand(
-                f"{ROOT}/report/curves/{{plot}}.svg",
-                plot=[
-                    "return_vs_env_steps",
-                    "return_vs_time",
-                    "evaluation",
-                    "time_per_phase",
-                ],
-            ),
-            caption="../report/curves.rst",
-            category="Curves",
-        ),
-    log:
-        f"{ROOT}/logs/workflow/curves.log",
-    benchmark:
-        f"{ROOT}/logs/workflow/curves.tsv"
-    conda:
-        ENVIRONMENT
-    params:
-        root=lambda w, output: Path(output[0]).parents[2],
-        folder=lambda w, output: Path(output[0]).parent,
-    shell:
-        "rlhpc report {params.root} --curves {params.folder} &> {log}"
+        "rlhpc report {params.run:q} --curves {params.curves:q} > {log:q} 2>&1"

@@ -1,21 +1,26 @@
-# One job per segment, submitted by `rlhpc submit`, which attaches to the job if it runs already. Local: it only waits.
-# The checkpoint folders are not declared: Snakemake would delete them. The marker is written last.
+# Training, one job per segment. The job waits for the driver, or finds the one that still runs.
+#
+# The output is a copy of the marker that the driver writes last (segments/<k>.json), never the marker itself: Snakemake
+# deletes the outputs of a job before it runs it, and without its marker a finished segment would be trained again.
+
+
 checkpoint train_segment:
     input:
-        plan=rules.prepare.output,
-        before=lambda w: marker(int(w.segment) - 1) if int(w.segment) else [],
+        config=ancient(RUN_CONFIG),
+        before=ancient(step_before),
     output:
-        f"{ROOT}/segments/{{segment}}.json",
+        done=f"{WORK}/segment_{{segment}}.json",
     log:
-        f"{ROOT}/logs/workflow/train_segment_{{segment}}.log",
+        f"{LOGS}/train_segment_{{segment}}.log",
     benchmark:
-        f"{ROOT}/logs/workflow/train_segment_{{segment}}.tsv"
-    conda:
-        ENVIRONMENT
+        f"{LOGS}/train_segment_{{segment}}.tsv"
+    retries: config["retries"]
+    localrule: True
     params:
-        run=config["run"],
+        executor=executor,
+        marker=lambda wildcards: RUN.segment_done(int(wildcards.segment)),
         overrides=OVERRIDES,
-        executor=EXECUTOR,
     shell:
-        "rlhpc submit --segment {wildcards.segment} --executor {params.executor} {params.run} {params.overrides}"
-        " 2>&1 > {log} | tee -a {log} >&2; exit ${{PIPESTATUS[0]}}"
+        "rlhpc submit {input.config:q} --segment {wildcards.segment} --executor {params.executor}"
+        " {params.overrides:q} 2>&1 | tee --ignore-interrupts {log:q}"
+        " && cp --preserve=timestamps {params.marker:q} {output.done:q}"
