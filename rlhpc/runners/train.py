@@ -16,7 +16,6 @@ ROLES = ("actor", "rollout", "env")
 #: What the fork server imports once, so that ranks start with it.
 PRELOAD = (
     "rlhpc.roles.actor", "rlhpc.roles.rollout", "rlhpc.roles.env", "rlhpc.weights", "rlhpc.training",
-    "torch._dynamo",  # the first optimizer imports it, seconds that every actor rank would spend again
     "rlhpc.models.mlp", "rlhpc.envs.gymnasium_env",
 )  # fmt: skip
 
