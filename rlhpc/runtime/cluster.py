@@ -1,42 +1,30 @@
-"""Cluster: the nodes a run may use, read from Slurm's variables inside a job and from this machine outside of one."""
+"""Cluster: the nodes a run may use, from Slurm's variables inside a job and from this machine outside of one."""
 
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
+from rlhpc.runtime.allocation import (
+    Node,
+    expand_hostlist,
+    expand_range,
+    gpus_in,
+    granted_cpus,
+    in_slurm_job,
+    slurm_nodes,
+    visible_accelerators,
+)
 from rlhpc.runtime.errors import ConfigError
 
+__all__ = ["Cluster", "Node", "NodeGroup", "expand_hostlist", "granted_cpus", "read_key", "visible_accelerators"]
+
+#: Labels that always exist: all nodes, by accelerator; all nodes, by node.
 RESERVED_LABELS = ("cluster", "node")
-
-
-@dataclass(frozen=True)
-class Node:
-    """One machine, or one virtual node of this machine.
-
-    Attributes:
-        rank: Position in the cluster.
-        name: Host name.
-        cpus: Cores granted to the run there.
-        accelerators: Indices 0..n-1 of the accelerators granted there; index i is the i-th visible one.
-        visible_devices: What `CUDA_VISIBLE_DEVICES` calls them, in the same order.
-        het_group: Component of a heterogeneous job, or None.
-        is_local: Whether processes there can be started without the scheduler.
-        address: Network address, where known.
-    """
-
-    rank: int
-    name: str
-    cpus: int = 1
-    accelerators: tuple[int, ...] = ()
-    visible_devices: tuple[str, ...] = ()
-    het_group: int | None = None
-    is_local: bool = True
-    address: str | None = None
+#: Accelerator kinds that mean that the nodes' accelerators are not for this run.
+WITHOUT_ACCELERATORS = ("cpu", "none")
 
 
 @dataclass(frozen=True)
@@ -51,109 +39,33 @@ class NodeGroup:
     het_component: int | None = None
 
 
-def expand_hostlist(text: str) -> list[str]:
-    """Slurm's compressed host list: `n[1-3,07]`, `a1,b[2-3]c[0-1]`.
-
-    Raises:
-        ConfigError: The text is not a host list.
-    """
-    names: list[str] = []
-    for part in re.findall(r"(?:[^,\[\]]|\[[^\]]*\])+", text):
-        expanded = [""]
-        for literal, ranges in re.findall(r"([^\[\]]+)|\[([^\]]*)\]", part):
-            pieces = [literal] if literal else [n for r in ranges.split(",") for n in _range(r, text)]
-            expanded = [head + piece for head in expanded for piece in pieces]
-        names += expanded
-    if not names or any(c in name for name in names for c in "[]"):
-        raise ConfigError(f"cannot read the host list {text!r}")
-    return names
-
-
-def _range(text: str, whole: str) -> list[str]:
-    match = re.fullmatch(r"(\d+)(?:-(\d+))?", text)
-    if not match:
-        raise ConfigError(f"cannot read {text!r} in the host list {whole!r}")
-    first, last = match[1], match[2] or match[1]
-    return [str(n).zfill(len(first)) for n in range(int(first), int(last) + 1)]
-
-
-def _repeated(text: str) -> list[int]:
-    """`4(x2),8` → [4, 4, 8]."""
-    out: list[int] = []
-    for part in text.split(","):
-        match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part.strip())
-        if not match:
-            raise ConfigError(f"cannot read {part!r} in {text!r}")
-        out += [int(match[1])] * int(match[2] or 1)
-    return out
-
-
-def granted_cpus() -> int:
-    """Cores this process may use: the affinity mask, lowered by a cgroup quota."""
-    cpus = len(os.sched_getaffinity(0))
-    try:
-        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
-        if quota != "max":
-            cpus = min(cpus, max(1, int(quota) // int(period)))
-    except (OSError, ValueError):
-        pass
-    return cpus
-
-
-def visible_accelerators(environ: Mapping[str, str]) -> tuple[str, ...]:
-    """The GPUs this process may use, by the mask if there is one, else by device files; never through torch."""
-    mask = environ.get("CUDA_VISIBLE_DEVICES")
-    if mask is not None:
-        return tuple(m for m in mask.split(",") if m.strip() not in ("", "-1", "NoDevFiles"))
-    devices = [p.name for p in Path("/dev").glob("nvidia[0-9]*")]
-    return tuple(sorted((d.removeprefix("nvidia") for d in devices), key=int))
-
-
-def _from_slurm(env: Mapping[str, str]) -> list[Node]:
-    size = int(env.get("SLURM_HET_SIZE", "0") or 0)
-    components: list[int | None] = list(range(size)) if size else [None]
-    me = {os.uname().nodename, os.uname().nodename.split(".")[0], env.get("SLURMD_NODENAME", "")}
-    nodes: list[Node] = []
-    for component in components:
-        tail = "" if component is None else f"_HET_GROUP_{component}"
-        names = expand_hostlist(env[f"SLURM_JOB_NODELIST{tail}"])
-        cpus = _repeated(env.get(f"SLURM_JOB_CPUS_PER_NODE{tail}", "1"))
-        cpus += cpus[-1:] * (len(names) - len(cpus))
-        # Slurm masks the devices of the step or job it started; with the cgroup plugin the i-th visible one is GPU i.
-        ids = env.get(f"SLURM_JOB_GPUS{tail}") or (env.get("SLURM_JOB_GPUS") if component in (None, 0) else None)
-        per_node = env.get(f"SLURM_GPUS_ON_NODE{tail}") or (
-            env.get("SLURM_GPUS_ON_NODE") if component in (None, 0) else None
-        )
-        for index, name in enumerate(names):
-            local = name in me
-            if local and component in (None, 0) and "CUDA_VISIBLE_DEVICES" in env:
-                visible = visible_accelerators(env)
-            elif ids:
-                visible = tuple(_ids(ids))
-            elif per_node and per_node.isdigit():
-                visible = tuple(str(i) for i in range(int(per_node)))
-            else:
-                visible = ()
-            nodes.append(Node(len(nodes), name, cpus[index], tuple(range(len(visible))), visible, component, local))
-    return nodes
-
-
-def _ids(text: str) -> list[str]:
-    return [
-        n for part in text.split(",") for n in (_range(part, text) if re.fullmatch(r"\d+(-\d+)?", part) else [part])
-    ]
+def read_key(source: Any, key: str, default: Any = None) -> Any:
+    """A value of a mapping, a DictConfig or a dataclass; the default where it is absent, null or mandatory and unset."""
+    if source is None:
+        return default
+    if isinstance(source, Mapping) or hasattr(source, "keys"):
+        value = source[key] if key in source else default  # noqa: SIM401  (get() of a strict DictConfig raises)
+    else:
+        value = getattr(source, key, default)
+    return default if value is None or (isinstance(value, str) and value == "???") else value
 
 
 class Cluster:
     """The nodes and node groups of a run.
 
+    Accelerators are numbered over the cluster in node order, and in the same way within a node group.
+
     Args:
-        config: The `cluster:` section of a configuration, or a number of nodes.
-        num_nodes: Nodes to use; more than there are is an error.
+        config: The `cluster:` section of a configuration (mapping, DictConfig or dataclass), or a number of nodes.
+        num_nodes: Nodes to use, the first ones; more than there are is an error.
         environ: Environment to read Slurm's variables from.
 
     Raises:
-        ConfigError: More nodes are asked for than there are, or a node group is wrong.
+        ConfigError: More nodes or accelerators are asked for than there are, or a node group is wrong.
+
+    Attributes:
+        nodes: In rank order.
+        node_groups: By label; the reserved labels are not among them.
     """
 
     def __init__(
@@ -162,12 +74,14 @@ class Cluster:
         env = os.environ if environ is None else environ
         if isinstance(config, int):
             config, num_nodes = None, config
-        asked = num_nodes if num_nodes is not None else _get(config, "num_nodes", None)
-        if env.get("SLURM_JOB_ID") and (env.get("SLURM_JOB_NODELIST") or env.get("SLURM_HET_SIZE")):
-            nodes, source = _from_slurm(env), f"the Slurm job {env['SLURM_JOB_ID']}"
+        asked = read_key(config, "num_nodes") if num_nodes is None else num_nodes
+        if asked is not None:
+            asked = _count(asked, "cluster.num_nodes", 1)
+        slurm = in_slurm_job(env)
+        if slurm:
+            nodes, source = slurm_nodes(env), f"the Slurm job {env['SLURM_JOB_ID']}"
         else:
-            count = _get(config, "accelerators_per_node", None)
-            visible = visible_accelerators(env) if count is None else tuple(str(i) for i in range(count))
+            visible = visible_accelerators(env)
             nodes = [Node(0, os.uname().nodename, granted_cpus(), tuple(range(len(visible))), visible)]
             source = "this machine (outside a Slurm job)"
         if asked is not None and asked > len(nodes):
@@ -176,62 +90,96 @@ class Cluster:
                 f"({', '.join(n.name for n in nodes)}); set cluster.num_nodes={len(nodes)} or ask for more nodes"
             )
         self.nodes: list[Node] = nodes if asked is None else nodes[:asked]
-        self.node_groups: dict[str, NodeGroup] = {}
-        self._read_groups(_get(config, "node_groups", None) or [])
+        groups = list(read_key(config, "node_groups", ()))
+        self.node_groups: dict[str, NodeGroup] = _read_groups(groups, self.nodes)
+        self._grant(groups, read_key(config, "accelerators_per_node"), trust_gres=slurm)
 
     @classmethod
-    def local(cls, num_nodes: int = 1, accelerators_per_node: int = 0, node_groups: Sequence[Any] = ()) -> Cluster:
-        """Virtual nodes on this machine, for tests and for planning."""
+    def local(
+        cls,
+        num_nodes: int = 1,
+        accelerators_per_node: int = 0,
+        node_groups: Sequence[Any] = (),
+        *,
+        cpus: int | None = None,
+    ) -> Cluster:
+        """Virtual nodes on this machine, for tests and for planning.
+
+        Args:
+            num_nodes: Nodes.
+            accelerators_per_node: Of each node whose group says nothing else.
+            node_groups: As in the configuration. Groups with a `het_component` stand in the order of the components, as
+                the nodes of a Slurm job do.
+            cpus: Cores of a node whose group says nothing else (default: those of this machine).
+        """
         cluster = cls.__new__(cls)
-        ids = tuple(range(accelerators_per_node))
-        cpus = granted_cpus()
+        num_nodes = _count(num_nodes, "cluster.num_nodes", 1)
+        groups = list(node_groups)
+        host, cores = os.uname().nodename, granted_cpus() if cpus is None else cpus
+        components = _virtual_components(num_nodes, groups)
         cluster.nodes = [
-            Node(rank, f"{os.uname().nodename}-v{rank}" if num_nodes > 1 else os.uname().nodename, cpus, ids,
-                 tuple(str(i) for i in ids))
+            Node(rank, f"{host}-v{rank}" if num_nodes > 1 else host, cores, het_group=components[rank])
             for rank in range(num_nodes)
-        ]  # fmt: skip
-        cluster.node_groups = {}
-        cluster._read_groups(node_groups)
+        ]
+        cluster.node_groups = _read_groups(groups, cluster.nodes)
+        for raw in groups:
+            if (own := read_key(raw, "cpus_per_node")) is None:
+                continue
+            for rank in cluster.node_groups[str(read_key(raw, "label"))].node_ranks:
+                cluster.nodes[rank] = replace(cluster.nodes[rank], cpus=_count(own, "cpus_per_node", 1))
+        cluster._grant(groups, accelerators_per_node, trust_gres=True)
         return cluster
 
-    def _read_groups(self, groups: Sequence[Any]) -> None:
-        for raw in groups:
-            label = str(_get(raw, "label", "") or "")
-            if not label or label in RESERVED_LABELS or label in self.node_groups:
-                why = "is reserved" if label in RESERVED_LABELS else "is given twice" if label else "is missing"
-                raise ConfigError(
-                    f"cluster.node_groups: label {label!r} {why}; reserved labels: {', '.join(RESERVED_LABELS)}"
-                )
-            component = _get(raw, "het_component", None)
-            ranks = _get(raw, "node_ranks", None)
-            if ranks is None and component is not None:
-                found = tuple(n.rank for n in self.nodes if n.het_group == component)
-            else:
-                found = parse_node_ranks(ranks, label, len(self.nodes))
-            env_vars = {str(k): str(v) for k, v in dict(_get(raw, "env_vars", None) or {}).items()}
-            kind = _get(raw, "accelerator_kind", None)
-            interpreter = _get(raw, "python_interpreter", None)
-            self.node_groups[label] = NodeGroup(label, found, env_vars, interpreter, kind, component)
-            if kind in ("cpu", "none"):
-                self.nodes = [
-                    replace(n, accelerators=(), visible_devices=()) if n.rank in found else n for n in self.nodes
-                ]
+    @classmethod
+    def planned(cls, config: Any, environ: Mapping[str, str] | None = None, *, cpus: int | None = None) -> Cluster:
+        """The nodes that a `cluster:` section asks for, as virtual nodes, wherever this runs.
+
+        Accelerators of nodes for which the section gives no number are those visible here.
+        """
+        per_node = read_key(config, "accelerators_per_node")
+        if per_node is None:
+            per_node = len(visible_accelerators(os.environ if environ is None else environ))
+        groups = list(read_key(config, "node_groups", ()))
+        return cls.local(read_key(config, "num_nodes", 1), per_node, groups, cpus=cpus)
+
+    def _grant(self, groups: Sequence[Any], per_node: Any, *, trust_gres: bool) -> None:
+        """Settles each node's accelerators: the group's number, else the cluster's, else what was found."""
+        by_rank = {r: raw for raw in groups for r in self.node_groups[str(read_key(raw, "label"))].node_ranks}
+        for node in list(self.nodes):
+            raw = by_rank.get(node.rank)
+            key, count = "cluster.accelerators_per_node", per_node
+            if raw is not None:
+                label = read_key(raw, "label")
+                gres = gpus_in(read_key(raw, "gres")) if trust_gres and not node.accelerators else None
+                if (own := read_key(raw, "accelerators_per_node")) is not None:
+                    key, count = f"cluster.node_groups[{label}].accelerators_per_node", own
+                elif str(read_key(raw, "accelerator_kind", "")).lower() in WITHOUT_ACCELERATORS:
+                    count = 0
+                elif gres is not None:
+                    count = gres
+            if count is not None:
+                self.nodes[node.rank] = _with_accelerators(node, _count(count, key, 0), key)
 
     def node_group(self, label: str) -> NodeGroup:
-        """The group; `cluster` is all nodes.
+        """The group of that label; `cluster` and `node` are all nodes.
 
         Raises:
             ConfigError: No such label.
         """
-        if label == "cluster" or (label == "node" and label not in self.node_groups):
+        if label in RESERVED_LABELS:
             return NodeGroup(label, tuple(n.rank for n in self.nodes))
         if label not in self.node_groups:
-            raise ConfigError(f"no node group {label!r}; there are: {', '.join(['cluster', *self.node_groups])}")
+            labels = ", ".join([*self.node_groups, *RESERVED_LABELS])
+            raise ConfigError(f"no node group {label!r}; there are: {labels}")
         return self.node_groups[label]
 
     def accelerators_of(self, label: str = "cluster") -> list[tuple[int, int]]:
-        """(node rank, local index) of the group's accelerators in global order."""
+        """(node rank, index on that node) of the group's accelerators; the place in the list is the number."""
         return [(rank, i) for rank in self.node_group(label).node_ranks for i in self.nodes[rank].accelerators]
+
+    def accelerator_rank(self, node_rank: int, index: int) -> int:
+        """Number over the cluster of an accelerator of a node."""
+        return sum(len(n.accelerators) for n in self.nodes[:node_rank]) + index
 
     @property
     def num_nodes(self) -> int:
@@ -245,31 +193,136 @@ class Cluster:
         return f"Cluster({self.num_nodes} nodes, {self.num_accelerators} accelerators)"
 
 
-def parse_node_ranks(value: Any, label: str, num_nodes: int) -> tuple[int, ...]:
-    """Node ranks of a group: an int, a list, or text such as `0-1,3`."""
-    if value is None:
+def _count(value: Any, key: str, least: int) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise ConfigError(f"{key} is {value!r}; it must be a whole number, {least} or more")
+    return value
+
+
+def _with_accelerators(node: Node, count: int, key: str) -> Node:
+    """The node with its first `count` accelerators; with invented ones where none are known."""
+    visible = node.visible_devices
+    if visible and count > len(visible):
+        raise ConfigError(
+            f"{key} is {count}, but node {node.name} has {len(visible)} visible accelerator(s) ({','.join(visible)})"
+        )
+    visible = visible[:count] if visible else tuple(str(i) for i in range(count))
+    return replace(node, accelerators=tuple(range(count)), visible_devices=visible)
+
+
+# -- node groups ------------------------------------------------------------------------------------------------------
+
+
+def _read_groups(groups: Sequence[Any], nodes: Sequence[Node]) -> dict[str, NodeGroup]:
+    """Node groups of the configuration on these nodes; every node is in one at most."""
+    found: dict[str, NodeGroup] = {}
+    owner: dict[int, str] = {}
+    for index, raw in enumerate(groups):
+        label = str(read_key(raw, "label", "")).strip()
+        if not label:
+            raise ConfigError(f"cluster.node_groups[{index}].label is missing")
+        if label in RESERVED_LABELS or label in found:
+            why = "is given twice" if label in found else f"is reserved ({', '.join(RESERVED_LABELS)} always exist)"
+            raise ConfigError(f"cluster.node_groups[{index}].label {label!r} {why}; choose another")
+        ranks = _group_ranks(raw, f"cluster.node_groups[{label}]", nodes, taken=set(owner))
+        for rank in ranks:
+            if rank in owner:
+                raise ConfigError(
+                    f"cluster.node_groups[{label}] has node {rank}, which {owner[rank]!r} has already: "
+                    f"a node belongs to one group"
+                )
+            owner[rank] = label
+        found[label] = NodeGroup(
+            label=label,
+            node_ranks=ranks,
+            env_vars={str(k): str(v) for k, v in dict(read_key(raw, "env_vars", {})).items()},
+            python_interpreter=read_key(raw, "python_interpreter"),
+            accelerator_kind=read_key(raw, "accelerator_kind"),
+            het_component=read_key(raw, "het_component"),
+        )
+    return found
+
+
+def _group_ranks(raw: Any, at: str, nodes: Sequence[Node], taken: set[int]) -> tuple[int, ...]:
+    component, size = read_key(raw, "het_component"), read_key(raw, "num_nodes")
+    listed = read_key(raw, "node_ranks")
+    members = [n.rank for n in nodes if component is None or (n.het_group or 0) == component]
+    if not members:
+        raise ConfigError(
+            f"{at}.het_component is {component}, but none of the {len(nodes)} node(s) used comes from it: "
+            f"submit a job with that component, or set cluster.num_nodes to all nodes of the job"
+        )
+    if listed is not None:
+        ranks = parse_node_ranks(listed, at, len(nodes))
+        if stray := sorted(set(ranks) - set(members)):
+            raise ConfigError(f"{at}.node_ranks has node {stray[0]}, which is not of its het_component {component}")
+    elif component is None and size is not None:
+        free = [r for r in members if r not in taken]
+        if _count(size, f"{at}.num_nodes", 1) > len(free):
+            raise ConfigError(f"{at}.num_nodes is {size}, but {len(free)} of the {len(nodes)} node(s) are left for it")
+        ranks = tuple(free[:size])
+    else:
+        ranks = tuple(members)
+    if size is not None and len(ranks) != size:
+        raise ConfigError(f"{at}.num_nodes is {size}, but it has {len(ranks)} node(s): {list(ranks)}")
+    return ranks
+
+
+def parse_node_ranks(value: Any, at: str, num_nodes: int) -> tuple[int, ...]:
+    """Node ranks of a group in ascending order: an int, a list, or text such as `0-1,3` or `all`.
+
+    Raises:
+        ConfigError: Not ranks, repeated, or beyond the cluster; `at` is the group's place in the configuration.
+    """
+    text = str(value).strip()
+    if text == "all":
         return tuple(range(num_nodes))
     try:
-        if isinstance(value, (int, str)):
-            ranks = [int(n) for part in str(value).split(",") for n in _range(part.strip(), str(value))]
-        else:
-            ranks = [int(v) for v in value]
-    except (ConfigError, ValueError):
-        raise ConfigError(f"cluster.node_groups[{label}].node_ranks is {value!r}; write ranks like 0-1,3") from None
-    wrong = [r for r in ranks if not 0 <= r < num_nodes]
-    if wrong or len(set(ranks)) != len(ranks):
+        if isinstance(value, bool):
+            raise ValueError
+        parts = text.split(",") if isinstance(value, (int, str)) else [str(v) for v in value]
+        ranks = [int(n) for part in parts for n in expand_range(part.strip(), text)]
+    except (ConfigError, TypeError, ValueError):
+        raise ConfigError(f"{at}.node_ranks is {value!r}; write ranks like 0-1,3") from None
+    if not ranks:
+        raise ConfigError(f"{at}.node_ranks is {value!r}: a group has at least one node")
+    if repeated := sorted({r for r in ranks if ranks.count(r) > 1}):
+        raise ConfigError(f"{at}.node_ranks is {value!r}: {repeated[0]} stands there twice")
+    if max(ranks) >= num_nodes:
         raise ConfigError(
-            f"cluster.node_groups[{label}].node_ranks is {value!r}: {wrong or 'repeated ranks'}; the cluster has nodes "
-            f"0 to {num_nodes - 1}"
+            f"{at}.node_ranks is {value!r}: node {max(ranks)} does not exist; the cluster has nodes 0 to {num_nodes - 1}"
         )
-    return tuple(ranks)
+    return tuple(sorted(ranks))
 
 
-def _get(source: Any, key: str, default: Any) -> Any:
-    if source is None:
-        return default
-    if isinstance(source, Mapping) or hasattr(source, "get"):
-        value = source.get(key, default)
-    else:
-        value = getattr(source, key, default)
-    return value
+def _virtual_components(num_nodes: int, groups: Sequence[Any]) -> list[int | None]:
+    """Component of each virtual node where groups name components: their nodes follow one another in that order.
+
+    A group's component has `num_nodes` nodes, or as many as its `node_ranks`; one group may leave both out and takes the
+    rest. Where no group has component 0, the other nodes form it.
+    """
+    sizes: dict[int, int | None] = {}
+    for raw in groups:
+        if (component := read_key(raw, "het_component")) is None:
+            continue
+        label, size, listed = read_key(raw, "label"), read_key(raw, "num_nodes"), read_key(raw, "node_ranks")
+        if listed is not None:
+            size = len(parse_node_ranks(listed, f"cluster.node_groups[{label}]", num_nodes))
+        earlier = sizes.get(_count(component, f"cluster.node_groups[{label}].het_component", 0))
+        sizes[component] = size if earlier is None else earlier + (size or 0)
+    if not sizes:
+        return [None] * num_nodes
+    sizes.setdefault(0, None)
+    if sorted(sizes) != list(range(len(sizes))):
+        raise ConfigError(f"cluster.node_groups: het_component values are {sorted(sizes)}; they count 0, 1, 2, ...")
+    known = sum(size or 0 for size in sizes.values())
+    open_ = [component for component in sorted(sizes) if sizes[component] is None]
+    if len(open_) > 1 or known + len(open_) > num_nodes or (not open_ and known != num_nodes):
+        raise ConfigError(
+            f"cluster.num_nodes is {num_nodes}, but the components of cluster.node_groups have "
+            + " + ".join(str(sizes[c] or "?") for c in sorted(sizes))
+            + " nodes: give each group its num_nodes, and cluster.num_nodes their sum"
+        )
+    for component in open_:
+        sizes[component] = num_nodes - known
+    return [component for component in sorted(sizes) for _ in range(sizes[component] or 0)]

@@ -1,0 +1,225 @@
+"""What this process was granted: nodes, cores and accelerators, read from Slurm's variables or from the machine."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from rlhpc.runtime.errors import ConfigError
+
+#: Slurm's own bound on the nodes of a job; a longer list is a typing error that would fill the memory.
+_MOST_NODES = 65533
+
+
+@dataclass(frozen=True)
+class Node:
+    """One machine, or one virtual node of this machine.
+
+    Attributes:
+        rank: Position in the cluster.
+        name: Host name.
+        cpus: Cores granted to the run there.
+        accelerators: Indices 0..n-1 of the accelerators granted there; index i is the i-th visible one.
+        visible_devices: What `CUDA_VISIBLE_DEVICES` calls them, in the same order. On a node that is not local these
+            are the names used on this one: Slurm does not tell a job's other masks, so a job step there looks index i up
+            in the mask it finds itself with.
+        het_group: Component of a heterogeneous job, or None.
+        is_local: Whether processes there can be started without the scheduler.
+        address: Network address, where known.
+    """
+
+    rank: int
+    name: str
+    cpus: int = 1
+    accelerators: tuple[int, ...] = ()
+    visible_devices: tuple[str, ...] = ()
+    het_group: int | None = None
+    is_local: bool = True
+    address: str | None = None
+
+
+def expand_range(text: str, whole: str) -> list[str]:
+    """`3` → ["3"]; `08-11` → ["08", "09", "10", "11"]: the first number's width is kept.
+
+    Raises:
+        ConfigError: Not a number or an ascending range; quotes `whole`, which it is part of.
+    """
+    match = re.fullmatch(r"([0-9]+)(?:-([0-9]+))?", text)
+    if not match:
+        raise ConfigError(f"cannot read {text!r} in {whole!r}: write a number (3) or a range (0-3)")
+    first, last = int(match[1]), int(match[2] or match[1])
+    if last < first or last - first >= _MOST_NODES:
+        raise ConfigError(
+            f"cannot read {text!r} in {whole!r}: {'it runs backwards' if last < first else 'it is too long'}"
+        )
+    return [str(n).zfill(len(match[1])) for n in range(first, last + 1)]
+
+
+def expand_hostlist(text: str) -> list[str]:
+    """Slurm's compressed host list: `n[1-3,07]` → n1, n2, n3, n07; `a[1-2]b[3-4],c` → a1b3, a1b4, a2b3, a2b4, c.
+
+    Raises:
+        ConfigError: The text is not a host list.
+    """
+    piece = r"[^,\[\]\s]+|\[[^\[\]]*\]"
+    if not re.fullmatch(rf"(?:{piece})+(?:,(?:{piece})+)*", text):
+        raise ConfigError(f"cannot read the host list {text!r}")
+    names: list[str] = []
+    for host in re.findall(rf"(?:{piece})+", text):
+        parts = [
+            [n for r in p[1:-1].split(",") for n in expand_range(r, text)] if p.startswith("[") else [p]
+            for p in re.findall(piece, host)
+        ]
+        names += itertools.islice(map("".join, itertools.product(*parts)), _MOST_NODES + 1)
+        if len(names) > _MOST_NODES:
+            raise ConfigError(f"the host list {text!r} names more than {_MOST_NODES} hosts")
+    return names
+
+
+def expand_counts(text: str) -> list[int]:
+    """Slurm's repetition: `4(x2),8` → [4, 4, 8].
+
+    Raises:
+        ConfigError: The text is not a list of counts.
+    """
+    counts: list[int] = []
+    for part in text.split(","):
+        match = re.fullmatch(r"([0-9]+)(?:\(x([0-9]+)\))?", part.strip())
+        if not match or int(match[2] or 1) > _MOST_NODES:
+            raise ConfigError(f"cannot read {part!r} in {text!r}: write counts as 4 or 4(x2)")
+        counts += [int(match[1])] * int(match[2] or 1)
+    return counts
+
+
+def gpus_in(text: str | None) -> int | None:
+    """Accelerators a node in Slurm's words: `gpu:a100:4`, `gpu:2,nvme:1`, `a100:4`, `4`; None where it says nothing."""
+    found = None
+    for part in (text or "").removeprefix("gres:").split(","):
+        words = re.sub(r"\([^)]*\)", "", part.strip()).removeprefix("gres/").replace("=", ":").split(":")
+        if words[0] == "gpu":
+            count = words[-1] if len(words) > 1 else "1"
+            found = (found or 0) + (int(count) if count.isdigit() else 1)
+    return found
+
+
+def granted_cpus(root: Path = Path("/sys/fs/cgroup"), membership: Path = Path("/proc/self/cgroup")) -> int:
+    """Cores this process may use: its affinity mask, lowered by the quota of its control group or of one above it.
+
+    Args:
+        root: Where control groups are mounted.
+        membership: File that names this process's control groups.
+    """
+    cpus = len(os.sched_getaffinity(0))
+    try:
+        lines = membership.read_text().splitlines()
+    except OSError:
+        lines = []
+    for line in ["0::/", *lines]:  # a container may mount its own group as the root and still show the host's path
+        _, controllers, own = [*line.split(":", 2), "", ""][:3]
+        if controllers and "cpu" not in controllers.split(","):
+            continue
+        mounts = [root / controllers, root / "cpu"] if controllers else [root]
+        for mount in mounts:
+            folder = mount / own.lstrip("/")
+            for group in (folder, *folder.parents):
+                if (quota := _quota(group)) is not None:
+                    cpus = min(cpus, quota)
+                if group == mount:
+                    break
+    return max(1, cpus)
+
+
+def _quota(group: Path) -> int | None:
+    try:
+        if (group / "cpu.max").exists():
+            quota, period = (group / "cpu.max").read_text().split()
+        else:
+            quota = (group / "cpu.cfs_quota_us").read_text().strip()
+            period = (group / "cpu.cfs_period_us").read_text()
+        return None if quota in ("max", "-1") else max(1, int(quota) // int(period))
+    except (OSError, ValueError):
+        return None
+
+
+def visible_accelerators(environ: Mapping[str, str], dev: Path = Path("/dev")) -> tuple[str, ...]:
+    """The GPUs this process may use, by the mask if there is one, else by device files; never through torch."""
+    mask = environ.get("CUDA_VISIBLE_DEVICES")
+    if mask is not None:
+        # CUDA reads a mask up to the first entry that is no device
+        return tuple(itertools.takewhile(lambda m: m not in ("", "-1", "NoDevFiles"), map(str.strip, mask.split(","))))
+    found = [m[1] for p in dev.glob("nvidia[0-9]*") if (m := re.fullmatch(r"nvidia([0-9]+)", p.name))]
+    return tuple(sorted(found, key=int))
+
+
+def in_slurm_job(environ: Mapping[str, str]) -> bool:
+    """Whether the variables are those of a Slurm allocation."""
+    return bool(environ.get("SLURM_JOB_ID") and (environ.get("SLURM_JOB_NODELIST") or environ.get("SLURM_HET_SIZE")))
+
+
+def slurm_nodes(environ: Mapping[str, str]) -> list[Node]:
+    """The nodes of the Slurm job, component by component.
+
+    Raises:
+        ConfigError: A variable is missing or cannot be read.
+    """
+    size = environ.get("SLURM_HET_SIZE") or "0"
+    if not size.isdigit():
+        raise ConfigError(f"SLURM_HET_SIZE is {size!r}; it should be a number")
+    components: list[int | None] = list(range(int(size))) if int(size) else [None]
+    host = os.uname().nodename
+    here = {host, host.split(".")[0], environ.get("SLURMD_NODENAME", "")}
+    nodes: list[Node] = []
+    for component in components:
+        names = expand_hostlist(_variable(environ, "SLURM_JOB_NODELIST", component) or _missing(component))
+        cpus = expand_counts(_variable(environ, "SLURM_JOB_CPUS_PER_NODE", component) or "1")
+        cpus += cpus[-1:] * (len(names) - len(cpus))
+        visible = _slurm_mask(environ, component)
+        for name, granted in zip(names, cpus, strict=False):
+            local = name in here or name.split(".")[0] in here
+            nodes.append(
+                Node(
+                    rank=len(nodes),
+                    name=name,
+                    # a step can be given fewer cores than its job
+                    cpus=min(granted, granted_cpus()) if local else granted,
+                    accelerators=tuple(range(len(visible))),
+                    visible_devices=visible,
+                    het_group=component,
+                    is_local=local,
+                )
+            )
+    return nodes
+
+
+def _missing(component: int | None) -> str:
+    tail = "" if component is None else f"_HET_GROUP_{component}"
+    raise ConfigError(f"this is a Slurm job, but SLURM_JOB_NODELIST{tail} is not set: was the environment changed?")
+
+
+def _variable(environ: Mapping[str, str], name: str, component: int | None) -> str | None:
+    if component is None:
+        return environ.get(name)
+    return environ.get(f"{name}_HET_GROUP_{component}")
+
+
+def _slurm_mask(environ: Mapping[str, str], component: int | None) -> tuple[str, ...]:
+    """The devices of a component's nodes. Variables without a suffix speak of component 0, where the driver runs."""
+    first = component in (None, 0)
+    if first and environ.get("CUDA_VISIBLE_DEVICES") is not None:
+        return visible_accelerators(environ)
+    for name in ("SLURM_STEP_GPUS", "SLURM_JOB_GPUS"):
+        ids = _variable(environ, name, component) or (environ.get(name) if first else None)
+        if ids:
+            return tuple(
+                n for part in ids.split(",") for n in (expand_range(part, ids) if part[:1].isdigit() else [part])
+            )
+    for name in ("SLURM_GPUS_ON_NODE", "SLURM_GPUS_PER_NODE"):
+        count = _variable(environ, name, component) or (environ.get(name) if first else None)
+        if count:
+            total = sum(int(n) for part in count.split(",") if (n := part.rpartition(":")[2]).isdigit())
+            return tuple(str(i) for i in range(total))
+    return ()

@@ -1,0 +1,37 @@
+"""Placement: which rank of which component runs on which node and accelerators. Pure functions, no I/O.
+
+The grammar of `cluster.component_placement` is `resource ranks[:process ranks]`, comma-separated:
+
+    actor,rollout: 0-7                      # two components, one process an accelerator each
+    rollout: 0-1:0-3                        # two accelerators hold four processes
+    reward: 0,2,4-5:0-1                     # two processes with two accelerators each
+    env: {node_group: cpu, placement: "0-1:0-3,3-5:4-6"}
+
+A resource is an accelerator, or a node where the cluster (or the node group) has no accelerators.
+"""
+
+from rlhpc.runtime.placement.components import (
+    ComponentPlacementStrategy,
+    HybridComponentPlacement,
+    ModelParallelComponentPlacement,
+)
+from rlhpc.runtime.placement.grammar import parse_placement
+from rlhpc.runtime.placement.strategies import (
+    FlexiblePlacementStrategy,
+    NodePlacementStrategy,
+    PackedPlacementStrategy,
+    Placement,
+    PlacementStrategy,
+)
+
+__all__ = [
+    "ComponentPlacementStrategy",
+    "FlexiblePlacementStrategy",
+    "HybridComponentPlacement",
+    "ModelParallelComponentPlacement",
+    "NodePlacementStrategy",
+    "PackedPlacementStrategy",
+    "Placement",
+    "PlacementStrategy",
+    "parse_placement",
+]

@@ -1,0 +1,198 @@
+"""Placement of the components of a configuration: hybrid (no constraints) and model-parallel."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from rlhpc.runtime.cluster import Cluster, read_key
+from rlhpc.runtime.errors import PlacementError
+from rlhpc.runtime.placement.grammar import parse_placement
+from rlhpc.runtime.placement.strategies import Placement, group_nodes, on_accelerators, on_nodes
+
+
+@dataclass(frozen=True)
+class ComponentPlacementStrategy:
+    """A component's place as the configuration says it.
+
+    Attributes:
+        component: Name.
+        processes: Resource ranks of each process.
+        node_group: Label of the group that they are ranks of.
+        by_node: The resources are nodes, not accelerators.
+    """
+
+    component: str
+    processes: tuple[tuple[int, ...], ...]
+    node_group: str
+    by_node: bool
+
+    def place(self, cluster: Cluster) -> list[Placement]:
+        """See `PlacementStrategy`."""
+        who = f"cluster.component_placement.{self.component}"
+        nodes = group_nodes(cluster, self.node_group, who)
+        if self.by_node:
+            return on_nodes([ranks[0] for ranks in self.processes], nodes, self.node_group, who)
+        return on_accelerators(self.processes, cluster, self.node_group, who)
+
+
+class HybridComponentPlacement:
+    """The placement of every component of a configuration, without constraints between components.
+
+    Args:
+        cfg: A configuration with `cluster.component_placement`.
+        cluster: Where to place.
+
+    Raises:
+        PlacementError: A rule is broken; says which, in which component, and where.
+    """
+
+    def __init__(self, cfg: Any, cluster: Cluster) -> None:
+        self.cluster = cluster
+        raw = read_key(read_key(cfg, "cluster"), "component_placement")
+        if not raw:
+            raise PlacementError(
+                "cluster.component_placement is empty: give every component a place, such as 'actor: 0'"
+            )
+        if not hasattr(raw, "keys"):
+            raise PlacementError(f"cluster.component_placement is {raw!r}; write component: ranks, such as 'actor: 0'")
+        self._strategies: dict[str, ComponentPlacementStrategy] = {}
+        for names, value in dict(raw).items():
+            for name in str(names).split(","):
+                self._add(name.strip(), value)
+
+    def _add(self, name: str, value: Any) -> None:
+        at = f"cluster.component_placement.{name}"
+        if not name:
+            raise PlacementError("cluster.component_placement: an empty component name")
+        if name in self._strategies:
+            raise PlacementError(f"{at}: the component is placed twice")
+        label, text = "cluster", value
+        if hasattr(value, "keys"):
+            unknown = sorted(set(map(str, value.keys())) - {"node_group", "placement"})
+            if unknown or "placement" not in value:
+                fault = f"unknown key {unknown[0]!r}" if unknown else "placement is missing"
+                raise PlacementError(f"{at}: {fault}; keys are node_group and placement")
+            label, text = str(value["node_group"] if value.get("node_group") is not None else label), value["placement"]
+        if isinstance(text, bool) or not isinstance(text, (str, int)):
+            raise PlacementError(f"{at}: {text!r}: write ranks as text, such as '0-3' or '0-1:0-3'")
+        nodes = group_nodes(self.cluster, label, f"{at}: node_group {label!r}")
+        accelerators = self.cluster.accelerators_of(label)
+        by_node = label == "node" or not accelerators
+        total, what = (len(nodes), "node") if by_node else (len(accelerators), "accelerator")
+        processes = parse_placement(name, str(text), total, what, label)
+        if by_node and (wide := next((ranks for ranks in processes if len(ranks) > 1), None)):
+            raise PlacementError(
+                f"{at}: {str(text)!r}: one process on nodes {wide}; rule: without accelerators each process has one node"
+            )
+        strategy = ComponentPlacementStrategy(name, tuple(map(tuple, processes)), label, by_node)
+        try:
+            strategy.place(self.cluster)  # every rule is checked here, before anything starts
+        except PlacementError as error:
+            raise PlacementError(f"{at}: {str(text)!r}: {str(error).removeprefix(f'{at}: ')}") from None
+        self._strategies[name] = strategy
+
+    @property
+    def components(self) -> list[str]:
+        return list(self._strategies)
+
+    def get_strategy(self, component: str) -> ComponentPlacementStrategy:
+        """The component's strategy.
+
+        Raises:
+            PlacementError: It has no place.
+        """
+        if component not in self._strategies:
+            raise PlacementError(
+                f"cluster.component_placement has no component {component!r}; it has: {', '.join(self._strategies)}"
+            )
+        return self._strategies[component]
+
+    def has_component(self, component: str) -> bool:
+        return component in self._strategies
+
+    def get_world_size(self, component: str) -> int:
+        """Processes of the component."""
+        return len(self.get_strategy(component).processes)
+
+    def placements(self) -> dict[str, list[Placement]]:
+        """All components' placements."""
+        return {name: strategy.place(self.cluster) for name, strategy in self._strategies.items()}
+
+
+class ModelParallelComponentPlacement(HybridComponentPlacement):
+    """Placement of `actor` and `rollout` (and `inference`, `critic`, `critic_inference`) for large models.
+
+    Collocated: actor and rollout take turns on the same accelerators. Disaggregated: each of the five has accelerators of
+    its own. Other components (env, reward, ...) may be anywhere.
+
+    Raises:
+        PlacementError: Actor or rollout has no place, its accelerators have gaps, it overlaps in part, or a mode's needs
+            are not met.
+    """
+
+    COMPONENTS = ("actor", "rollout", "inference", "actor_inference", "critic", "critic_inference")
+
+    def __init__(self, cfg: Any, cluster: Cluster) -> None:
+        super().__init__(cfg, cluster)
+        for needed in ("actor", "rollout"):
+            self.get_strategy(needed)
+        used = {name: self._resources(name) for name in self.COMPONENTS if name in self._strategies}
+        for name, resources in used.items():
+            numbers = sorted(resources)
+            if numbers != list(range(numbers[0], numbers[-1] + 1)):
+                raise PlacementError(
+                    f"cluster.component_placement.{name}: {_words(resources)}; rule: the accelerators of a "
+                    f"model-parallel component follow one another without gaps"
+                )
+        self.is_collocated = used["actor"] == used["rollout"]
+        self.is_disaggregated = not self.is_collocated
+        if self.is_collocated:
+            self._check_collocated(used)
+        else:
+            self._check_disaggregated(used)
+
+    def _resources(self, name: str) -> frozenset[int]:
+        """Global accelerator ranks of a component; node ranks where it is placed by node."""
+        strategy = self._strategies[name]
+        if strategy.by_node:
+            return frozenset(p.node_rank for p in strategy.place(self.cluster))
+        return frozenset(
+            self.cluster.accelerator_rank(p.node_rank, index)
+            for p in strategy.place(self.cluster)
+            for index in p.accelerators
+        )
+
+    def _check_collocated(self, used: Mapping[str, frozenset[int]]) -> None:
+        for name in ("inference", "actor_inference", "critic_inference"):
+            if name in used:
+                raise PlacementError(
+                    f"cluster.component_placement.{name}: actor and rollout are collocated on {_words(used['actor'])}; "
+                    f"rule: there the actor computes log-probabilities itself, so {name} has no place"
+                )
+        actor, rollout = self.get_world_size("actor"), self.get_world_size("rollout")
+        if actor % rollout and rollout % actor:
+            raise PlacementError(
+                f"cluster.component_placement: actor has {actor} processes and rollout {rollout} on the same "
+                f"accelerators; rule: one count divides the other, so that each engine gets its weights from whole ranks"
+            )
+
+    def _check_disaggregated(self, used: Mapping[str, frozenset[int]]) -> None:
+        names = list(used)
+        for i, first in enumerate(names):
+            for second in names[i + 1 :]:
+                shared = used[first] & used[second]
+                if shared:
+                    raise PlacementError(
+                        f"cluster.component_placement: {first} on {_words(used[first])} and {second} on "
+                        f"{_words(used[second])} share {_words(shared)}; rule: actor and rollout use either the same "
+                        f"accelerators (collocated), or each component its own (disaggregated)"
+                    )
+
+
+def _words(ranks: frozenset[int]) -> str:
+    numbers = sorted(ranks)
+    if len(numbers) > 2 and numbers == list(range(numbers[0], numbers[-1] + 1)):
+        return f"{numbers[0]}-{numbers[-1]}"
+    return ",".join(map(str, numbers))

@@ -1,0 +1,181 @@
+"""Strategies: lists of resources for each process, put on the nodes of a cluster."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from rlhpc.runtime.cluster import Cluster
+from rlhpc.runtime.errors import ConfigError, PlacementError
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Where one process runs.
+
+    Attributes:
+        rank: Rank in its group.
+        node_rank: Node.
+        local_rank, local_world_size: Position among the group's processes of that node.
+        accelerators: Indices on that node.
+        node_group: Label of the node group.
+    """
+
+    rank: int
+    node_rank: int
+    local_rank: int
+    local_world_size: int
+    accelerators: tuple[int, ...] = ()
+    node_group: str = "cluster"
+
+
+class PlacementStrategy(Protocol):
+    """Anything that can say where the ranks of a group go."""
+
+    def place(self, cluster: Cluster) -> list[Placement]: ...
+
+
+def _finish(where: Sequence[tuple[int, tuple[int, ...]]], node_group: str) -> list[Placement]:
+    """Adds ranks and local ranks to (node, accelerators) pairs in rank order."""
+    totals: dict[int, int] = {}
+    for node, _ in where:
+        totals[node] = totals.get(node, 0) + 1
+    seen: dict[int, int] = {}
+    placements = []
+    for rank, (node, accelerators) in enumerate(where):
+        local = seen.get(node, 0)
+        seen[node] = local + 1
+        placements.append(Placement(rank, node, local, totals[node], accelerators, node_group))
+    return placements
+
+
+def group_nodes(cluster: Cluster, label: str, who: str) -> tuple[int, ...]:
+    """Node ranks of a group."""
+    try:
+        return cluster.node_group(label).node_ranks
+    except ConfigError as error:
+        raise PlacementError(f"{who}: {error}") from None
+
+
+def extent(label: str, what: str, total: int) -> str:
+    """What there is, for messages."""
+    place = "the cluster" if label in ("cluster", "node") else f"node group {label!r}"
+    numbers = {0: "", 1: " (0)"}.get(total, f" (0 to {total - 1})")
+    return f"{place} has {total} {what}{'' if total == 1 else 's'}{numbers}"
+
+
+def _one_node(cluster: Cluster, label: str, ranks: Sequence[int], who: str) -> tuple[int, tuple[int, ...]]:
+    """Global accelerator ranks of one process → its node and the indices there.
+
+    A node is in one node group at most, so accelerators of one node are of one kind.
+    """
+    available = cluster.accelerators_of(label)
+    for rank in ranks:
+        if not 0 <= rank < len(available):
+            raise PlacementError(
+                f"{who}: accelerator {rank} does not exist; {extent(label, 'accelerator', len(available))}"
+            )
+    chosen = [available[r] for r in ranks]
+    nodes = sorted({node for node, _ in chosen})
+    if len(nodes) > 1:
+        raise PlacementError(
+            f"{who}: accelerators {list(ranks)} lie on nodes {nodes}; rule: a process's accelerators share one node"
+        )
+    return nodes[0], tuple(index for _, index in chosen)
+
+
+class PackedPlacementStrategy:
+    """Consecutive resources from `start` to `end` (inclusive), `num_accelerators_per_process` to each process.
+
+    Args:
+        start, end: Global accelerator ranks; node ranks where there are no accelerators.
+        num_accelerators_per_process: How many each process gets.
+        stride: Distance between the accelerators of one process.
+        node_group: Count within this group only.
+    """
+
+    def __init__(
+        self,
+        start: int,
+        end: int,
+        num_accelerators_per_process: int = 1,
+        stride: int = 1,
+        node_group: str | None = None,
+    ) -> None:
+        count = end - start + 1
+        if start < 0 or count < 1:
+            raise PlacementError(f"PackedPlacementStrategy({start}, {end}): start must not be after end, nor negative")
+        if num_accelerators_per_process < 1 or stride < 1 or count % (num_accelerators_per_process * stride):
+            raise PlacementError(
+                f"PackedPlacementStrategy({start}, {end}): {count} resources do not divide by "
+                f"num_accelerators_per_process({num_accelerators_per_process}) * stride({stride})"
+            )
+        self.start, self.end, self.per_process = start, end, num_accelerators_per_process
+        self.stride, self.node_group = stride, node_group or "cluster"
+
+    def place(self, cluster: Cluster) -> list[Placement]:
+        """See `PlacementStrategy`."""
+        who = f"PackedPlacementStrategy({self.start}, {self.end})"
+        nodes = group_nodes(cluster, self.node_group, who)
+        if self.node_group == "node" or not cluster.accelerators_of(self.node_group):
+            if self.per_process > 1:
+                raise PlacementError(
+                    f"{who}: num_accelerators_per_process is {self.per_process}, but "
+                    f"{extent(self.node_group, 'accelerator', 0)}; rule: without accelerators each process has one node"
+                )
+            return on_nodes(list(range(self.start, self.end + 1)), nodes, self.node_group, who)
+        block = self.per_process * self.stride
+        return on_accelerators(
+            [
+                [first + offset + i * self.stride for i in range(self.per_process)]
+                for first in range(self.start, self.end + 1, block)
+                for offset in range(self.stride)
+            ],
+            cluster,
+            self.node_group,
+            who,
+        )
+
+
+class FlexiblePlacementStrategy:
+    """An explicit list of accelerator ranks for every process, such as `[[0, 1], [2]]`."""
+
+    def __init__(self, accelerators: Sequence[Sequence[int]], node_group: str | None = None) -> None:
+        if not accelerators or not all(len(a) for a in accelerators):
+            raise PlacementError(f"FlexiblePlacementStrategy({accelerators!r}): every process needs an accelerator")
+        for ranks in accelerators:
+            if list(ranks) != sorted(set(ranks)):
+                raise PlacementError(f"FlexiblePlacementStrategy: {list(ranks)}; rule: ascending and unique")
+        self.accelerators, self.node_group = [list(a) for a in accelerators], node_group or "cluster"
+
+    def place(self, cluster: Cluster) -> list[Placement]:
+        """See `PlacementStrategy`."""
+        group_nodes(cluster, self.node_group, "FlexiblePlacementStrategy")
+        return on_accelerators(self.accelerators, cluster, self.node_group, "FlexiblePlacementStrategy")
+
+
+class NodePlacementStrategy:
+    """One process a listed node, without accelerators: `[0, 0, 1]` puts two on node 0 and one on node 1."""
+
+    def __init__(self, node_ranks: Sequence[int], node_group: str | None = None) -> None:
+        if not node_ranks:
+            raise PlacementError("NodePlacementStrategy([]): at least one process is needed")
+        self.node_ranks, self.node_group = list(node_ranks), node_group or "cluster"
+
+    def place(self, cluster: Cluster) -> list[Placement]:
+        """See `PlacementStrategy`."""
+        who = f"NodePlacementStrategy({self.node_ranks})"
+        return on_nodes(self.node_ranks, group_nodes(cluster, self.node_group, who), self.node_group, who)
+
+
+def on_accelerators(processes: Sequence[Sequence[int]], cluster: Cluster, label: str, who: str) -> list[Placement]:
+    where = [_one_node(cluster, label, ranks, f"{who}: process {p}") for p, ranks in enumerate(processes)]
+    return _finish(where, label)
+
+
+def on_nodes(ranks: Sequence[int], nodes: Sequence[int], label: str, who: str) -> list[Placement]:
+    for rank in ranks:
+        if not 0 <= rank < len(nodes):
+            raise PlacementError(f"{who}: node {rank} does not exist; {extent(label, 'node', len(nodes))}")
+    return _finish([(nodes[rank], ()) for rank in ranks], label)
