@@ -87,7 +87,7 @@ CASES = [
     override("layer of width 0", "actor.model.hidden_sizes=[64, 0]", "greater than 0"),
     # Numbers that do not fit one another.
     override("stages do not divide", "rollout.pipeline_stage_num=3", "env.train.num_envs is 8", "(3)"),
-    override("batch does not divide", "actor.global_batch_size=300", "env.train.num_envs(8)", "= 1024"),
+    override("batch does not divide", "actor.global_batch_size=300", "env.train.num_envs(8)", "= 256"),
     override("micro batch does not divide", "actor.micro_batch_size=100", "global_batch_size (256)"),
     override("micro batch above the batch", "actor.micro_batch_size=512", "global_batch_size (256)"),
     override("group does not divide", "env.train.group_size=3", "env.train.group_size (3)"),
