@@ -109,7 +109,9 @@ def gae(
     carry over them (verl).
     """
     if values is None:
-        raise ConfigError("adv_type 'gae' needs values: give the model a value head, or choose grpo, rloo or reinforce++")
+        raise ConfigError(
+            "adv_type 'gae' needs values: give the model a value head, or choose grpo, rloo or reinforce++"
+        )
     terminated = torch.zeros_like(mask) if terminations is None else terminations.bool()
     done = terminated if truncations is None else terminated | truncations.bool()
     if next_values is None:

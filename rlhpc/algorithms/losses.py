@@ -161,7 +161,7 @@ def gspo(
     clip_ratio_c: float | None,
     **_: Any,
 ) -> tuple[Tensor, Metrics]:
-    """Sequence-level ratio exp(mean of valid log-ratios), gradient through the token log-probs (Zheng et al. 2025, GSPO-token)."""
+    """Sequence ratio exp(mean of valid log-ratios), gradient through the token log-probs (Zheng et al. 2025, GSPO-token)."""
     token = (logprobs - old_logprobs).masked_fill(~mask, 0)
     sequence = token.sum(1, keepdim=True) / mask.sum(1, keepdim=True).clamp(min=1)
     log_ratio = (sequence.detach() + logprobs - logprobs.detach()).clamp(-_LOG_RATIO_LIMIT, _LOG_RATIO_LIMIT)
@@ -197,7 +197,9 @@ def decoupled_ppo(
 ) -> tuple[Tensor, Metrics]:
     """Clips around the proximal policy and weighs by prox/behaviour, detached and capped (Hilton et al. 2022; AReaL 2025)."""
     if proximal_logprobs is None:
-        raise ConfigError("loss_type 'decoupled_ppo' needs proximal_logprobs beside old_logprobs (the behaviour policy's)")
+        raise ConfigError(
+            "loss_type 'decoupled_ppo' needs proximal_logprobs beside old_logprobs (the behaviour policy's)"
+        )
     log_ratio = (logprobs - proximal_logprobs).clamp(-_LOG_RATIO_LIMIT, _LOG_RATIO_LIMIT)
     ratio = log_ratio.exp()
     loss, clipped = _clipped(ratio, advantages, clip_ratio_low, clip_ratio_high, clip_ratio_c)

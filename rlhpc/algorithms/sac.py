@@ -26,7 +26,13 @@ def target_entropy(action_dim: int) -> float:
 
 
 def q_target(
-    rewards: Tensor, terminations: Tensor, next_q1: Tensor, next_q2: Tensor, next_logprobs: Tensor, gamma: float, alpha: float
+    rewards: Tensor,
+    terminations: Tensor,
+    next_q1: Tensor,
+    next_q2: Tensor,
+    next_logprobs: Tensor,
+    gamma: float,
+    alpha: float,
 ) -> Tensor:
     """r + γ·(1 − terminated)·(min(Q1, Q2) − α·logp): a truncated transition still bootstraps."""
     soft = torch.min(next_q1, next_q2) - alpha * next_logprobs

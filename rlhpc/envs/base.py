@@ -84,7 +84,7 @@ class VectorEnv(ABC):
         """A `state_dict` made of slots' parts, so that another layout can resume."""
         return {"slots": slots}
 
-    def close(self) -> None:
+    def close(self) -> None:  # noqa: B027 (most simulators have nothing to free)
         """Frees the simulators."""
 
 

@@ -67,7 +67,9 @@ def find_env(name: str) -> Factory:
         return given
     near = difflib.get_close_matches(lower, env_types(), 1)
     hint = f"; did you mean {near[0]!r}?" if near else ";"
-    raise ConfigError(f"env.env_type is {name!r}, which is unknown{hint} allowed: {', '.join(env_types())}, or module:Class")
+    raise ConfigError(
+        f"env.env_type is {name!r}, which is unknown{hint} allowed: {', '.join(env_types())}, or module:Class"
+    )
 
 
 def make_env(cfg: Any, num_envs: int, slot_offset: int = 0, seed: int = 0, stage: str = "train") -> VectorEnv:

@@ -36,7 +36,7 @@ class CNNPolicy(Policy):
             conv = nn.Conv2d(inputs, outputs, kernel, stride)
             if orthogonal:
                 nn.init.orthogonal_(conv.weight, math.sqrt(2))
-                nn.init.zeros_(conv.bias)
+                conv.bias.data.zero_()  # type: ignore[union-attr]
             layers += [conv, nn.ReLU()]
         trunk = nn.Sequential(*layers, nn.Flatten())
         with torch.no_grad():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from typing import Any
 
@@ -11,7 +12,13 @@ from rlhpc.models.base import Policy, layer
 from rlhpc.models.registry import register_model
 from rlhpc.runtime.errors import ConfigError
 
-ACTIVATIONS: dict[str, type[nn.Module]] = {"tanh": nn.Tanh, "relu": nn.ReLU, "elu": nn.ELU, "silu": nn.SiLU, "gelu": nn.GELU}
+ACTIVATIONS: dict[str, type[nn.Module]] = {
+    "tanh": nn.Tanh,
+    "relu": nn.ReLU,
+    "elu": nn.ELU,
+    "silu": nn.SiLU,
+    "gelu": nn.GELU,
+}
 
 
 def mlp(sizes: list[int], outputs: int, activation: str, orthogonal: bool, gain: float) -> nn.Sequential:
@@ -19,7 +26,7 @@ def mlp(sizes: list[int], outputs: int, activation: str, orthogonal: bool, gain:
     if activation not in ACTIVATIONS:
         raise ConfigError(f"actor.model.activation is {activation!r}; allowed: {', '.join(ACTIVATIONS)}")
     layers: list[nn.Module] = []
-    for inputs, hidden in zip(sizes, sizes[1:], strict=False):
+    for inputs, hidden in itertools.pairwise(sizes):
         layers += [layer(inputs, hidden, math.sqrt(2), orthogonal), ACTIVATIONS[activation]()]
     return nn.Sequential(*layers, layer(sizes[-1], outputs, gain, orthogonal))
 

@@ -1,0 +1,103 @@
+"""Policies: acting and training agree, samples follow the distribution, a spec rebuilds the network."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from gymnasium import spaces
+from omegaconf import OmegaConf
+
+from rlhpc import ConfigError
+from rlhpc.models import build_model, policy_from_spec
+
+CFG = OmegaConf.create(
+    {
+        "model_type": "mlp",
+        "hidden_sizes": [16, 16],
+        "activation": "tanh",
+        "ortho_init": True,
+        "log_std_init": -0.3,
+        "kwargs": {},
+    }
+)
+STATE = spaces.Box(-1, 1, (5,), np.float32)
+IMAGE = spaces.Box(0, 255, (40, 40, 3), np.uint8)
+CASES = {
+    "discrete": (CFG, STATE, spaces.Discrete(4)),
+    "multidiscrete": (CFG, STATE, spaces.MultiDiscrete([3, 2])),
+    "box": (CFG, STATE, spaces.Box(-2, 2, (3,), np.float32)),
+    "cnn": (OmegaConf.merge(CFG, {"model_type": "cnn"}), IMAGE, spaces.Discrete(3)),
+    "small images, channel first": (
+        OmegaConf.merge(CFG, {"model_type": "cnn"}),
+        spaces.Box(0, 1, (2, 9, 9), np.float32),
+        spaces.Discrete(3),
+    ),
+}
+
+
+def observations(space, count):
+    space.seed(0)
+    return torch.as_tensor(np.stack([space.sample() for _ in range(count)]))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_acting_and_training_agree_on_log_probs_and_values(name):
+    cfg, obs_space, action_space = CASES[name]
+    policy = build_model(cfg, obs_space, action_space, seed=3)
+    obs = observations(obs_space, 6)
+    noise = policy.sample_noise((6,), torch.Generator().manual_seed(1))
+    actions, extras = policy.predict_action_batch(obs, "train", noise)
+    assert actions.shape[:2] == (6, 1)
+    out = policy.default_forward({"obs": obs, "actions": actions}, True, True, True)
+    torch.testing.assert_close(out["logprobs"], extras["prev_logprobs"])
+    torch.testing.assert_close(out["values"], extras["prev_values"])
+    torch.testing.assert_close(out["values"], policy.value(obs))
+    assert out["entropy"].shape == (6,) and (out["entropy"] > -10).all()
+
+
+def test_gumbel_samples_follow_the_softmax():
+    policy = build_model(CFG, STATE, spaces.Discrete(4), seed=0)
+    logits = torch.tensor([[0.5, -1.0, 1.5, 0.0]]).expand(40_000, 4)
+    noise = policy.sample_noise((40_000,), torch.Generator().manual_seed(0))
+    actions, _ = policy.head.act(logits, noise)
+    frequencies = torch.bincount(actions.reshape(-1), minlength=4) / 40_000
+    torch.testing.assert_close(frequencies, torch.softmax(logits[0], 0), atol=0.01, rtol=0)
+
+
+def test_an_action_does_not_depend_on_its_batch():
+    policy = build_model(CFG, STATE, spaces.Discrete(4), seed=0)
+    obs, noise = observations(STATE, 8), policy.sample_noise((8,), torch.Generator().manual_seed(0))
+    together, _ = policy.predict_action_batch(obs, "train", noise)
+    halves = [policy.predict_action_batch(obs[i : i + 4], "train", noise[i : i + 4])[0] for i in (0, 4)]
+    assert torch.equal(together, torch.cat(halves))
+
+
+def test_gaussian_log_prob_and_entropy_are_torchs():
+    policy = build_model(CFG, STATE, spaces.Box(-2, 2, (3,), np.float32), seed=0)
+    obs = observations(STATE, 5)
+    actions, extras = policy.predict_action_batch(obs)
+    mean = policy.actor(obs)
+    reference = torch.distributions.Normal(mean, policy.head.log_std.exp())
+    torch.testing.assert_close(extras["prev_logprobs"], reference.log_prob(actions[:, 0]).sum(-1))
+    out = policy.default_forward({"obs": obs, "actions": actions}, True, True)
+    torch.testing.assert_close(out["entropy"], reference.entropy().sum(-1))
+
+
+def test_a_spec_rebuilds_the_network_and_seeds_repeat():
+    policy = build_model(CFG, STATE, spaces.Box(-2, 2, (3,), np.float32), seed=7)
+    twin = policy_from_spec(policy.spec())
+    twin.load_state_dict(policy.state_dict())
+    obs = observations(STATE, 4)
+    assert torch.equal(twin.predict_action_batch(obs, "eval")[0], policy.predict_action_batch(obs, "eval")[0])
+    again = build_model(CFG, STATE, spaces.Box(-2, 2, (3,), np.float32), seed=7)
+    assert all(torch.equal(a, b) for a, b in zip(policy.parameters(), again.parameters(), strict=True))
+
+
+def test_wrong_names_and_spaces_are_explained():
+    with pytest.raises(ConfigError, match="did you mean 'mlp'"):
+        build_model(OmegaConf.merge(CFG, {"model_type": "mpl"}), STATE, spaces.Discrete(2))
+    with pytest.raises(ConfigError, match="needs images"):
+        build_model(OmegaConf.merge(CFG, {"model_type": "cnn"}), STATE, spaces.Discrete(2))
+    with pytest.raises(ConfigError, match="not supported"):
+        build_model(CFG, STATE, spaces.Text(3))
