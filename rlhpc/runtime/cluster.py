@@ -23,6 +23,8 @@ __all__ = ["Cluster", "Node", "NodeGroup", "expand_hostlist", "granted_cpus", "r
 
 #: Labels that always exist: all nodes, by accelerator; all nodes, by node.
 RESERVED_LABELS = ("cluster", "node")
+#: Keys of a node group with which it asks Slurm for nodes of its own.
+OF_THE_JOB = ("het_component", "partition", "constraint", "gres")
 #: Accelerator kinds that mean that the nodes' accelerators are not for this run.
 WITHOUT_ACCELERATORS = ("cpu", "none")
 
@@ -66,6 +68,7 @@ class Cluster:
     Attributes:
         nodes: In rank order.
         node_groups: By label; the reserved labels are not among them.
+        source: `slurm` (an allocation), `machine` (this one) or `virtual`.
     """
 
     def __init__(
@@ -79,16 +82,17 @@ class Cluster:
             asked = _count(asked, "cluster.num_nodes", 1)
         slurm = in_slurm_job(env)
         if slurm:
-            nodes, source = slurm_nodes(env), f"the Slurm job {env['SLURM_JOB_ID']}"
+            nodes, where = slurm_nodes(env), f"the Slurm job {env['SLURM_JOB_ID']}"
         else:
             visible = visible_accelerators(env)
             nodes = [Node(0, os.uname().nodename, granted_cpus(), tuple(range(len(visible))), visible)]
-            source = "this machine (outside a Slurm job)"
+            where = "this machine (outside a Slurm job)"
         if asked is not None and asked > len(nodes):
             raise ConfigError(
-                f"cluster.num_nodes is {asked}, but {source} has {len(nodes)} "
+                f"cluster.num_nodes is {asked}, but {where} has {len(nodes)} "
                 f"({', '.join(n.name for n in nodes)}); set cluster.num_nodes={len(nodes)} or ask for more nodes"
             )
+        self.source = "slurm" if slurm else "machine"
         self.nodes: list[Node] = nodes if asked is None else nodes[:asked]
         groups = list(read_key(config, "node_groups", ()))
         self.node_groups: dict[str, NodeGroup] = _read_groups(groups, self.nodes)
@@ -110,9 +114,33 @@ class Cluster:
             accelerators_per_node: Of each node whose group says nothing else.
             node_groups: As in the configuration. Groups with a `het_component` stand in the order of the components, as
                 the nodes of a Slurm job do.
-            cpus: Cores of a node whose group says nothing else (default: those of this machine).
+            cpus: Cores of a node whose group says nothing else (default: those of this machine; 0: not known).
         """
+        return cls._virtual(num_nodes, accelerators_per_node, 0, node_groups, cpus)
+
+    @classmethod
+    def planned(cls, config: Any, environ: Mapping[str, str] | None = None, *, cpus: int | None = None) -> Cluster:
+        """The nodes that a `cluster:` section asks for, as virtual nodes, wherever this runs.
+
+        Where the section gives no number of accelerators, nodes have as many as are visible here, unless their group asks
+        Slurm for nodes of its own: those have what its `gres` says.
+        """
+        visible = visible_accelerators(os.environ if environ is None else environ)
+        return cls._virtual(
+            read_key(config, "num_nodes", 1),
+            read_key(config, "accelerators_per_node"),
+            len(visible),
+            read_key(config, "node_groups", ()),
+            cpus,
+        )
+
+    @classmethod
+    def _virtual(
+        cls, num_nodes: int, per_node: Any, found: int, node_groups: Sequence[Any], cpus: int | None
+    ) -> Cluster:
+        """Virtual nodes with `per_node` accelerators; where that is None, `found` on nodes that could be this machine."""
         cluster = cls.__new__(cls)
+        cluster.source = "virtual"
         num_nodes = _count(num_nodes, "cluster.num_nodes", 1)
         groups = list(node_groups)
         host, cores = os.uname().nodename, granted_cpus() if cpus is None else cpus
@@ -127,20 +155,19 @@ class Cluster:
                 continue
             for rank in cluster.node_groups[str(read_key(raw, "label"))].node_ranks:
                 cluster.nodes[rank] = replace(cluster.nodes[rank], cpus=_count(own, "cpus_per_node", 1))
-        cluster._grant(groups, accelerators_per_node, trust_gres=True)
-        return cluster
-
-    @classmethod
-    def planned(cls, config: Any, environ: Mapping[str, str] | None = None, *, cpus: int | None = None) -> Cluster:
-        """The nodes that a `cluster:` section asks for, as virtual nodes, wherever this runs.
-
-        Accelerators of nodes for which the section gives no number are those visible here.
-        """
-        per_node = read_key(config, "accelerators_per_node")
+        cluster._grant(groups, per_node, trust_gres=True)
+        elsewhere = {
+            rank
+            for raw in groups
+            if any(read_key(raw, key) is not None for key in ("accelerators_per_node", *OF_THE_JOB))
+            or str(read_key(raw, "accelerator_kind", "")).lower() in WITHOUT_ACCELERATORS
+            for rank in cluster.node_groups[str(read_key(raw, "label"))].node_ranks
+        }
         if per_node is None:
-            per_node = len(visible_accelerators(os.environ if environ is None else environ))
-        groups = list(read_key(config, "node_groups", ()))
-        return cls.local(read_key(config, "num_nodes", 1), per_node, groups, cpus=cpus)
+            for node in list(cluster.nodes):
+                if node.rank not in elsewhere:
+                    cluster.nodes[node.rank] = _with_accelerators(node, found, "cluster.accelerators_per_node")
+        return cluster
 
     def _grant(self, groups: Sequence[Any], per_node: Any, *, trust_gres: bool) -> None:
         """Settles each node's accelerators: the group's number, else the cluster's, else what was found."""

@@ -1,39 +1,78 @@
-"""What a run would start: job components with their sbatch directives, one step per worker group, the placement grid.
+"""What a run would start: job components with their sbatch directives, a step per worker group, the placement grid.
 
 Pure: a configuration (and the cluster it is meant for) in, data and text out. Nothing is submitted.
 """
 
 from __future__ import annotations
 
-import os
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+import shlex
+import shutil
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
-from rlhpc.runtime.cluster import Cluster, visible_accelerators
+from rlhpc.runtime.allocation import gpus_in
+from rlhpc.runtime.cluster import Cluster, read_key
+from rlhpc.runtime.errors import ConfigError
 from rlhpc.runtime.placement import HybridComponentPlacement, Placement
 
-_DIRECTIVES = ("partition", "account", "qos", "constraint", "gres", "mem", "time")
+LAUNCHERS = ("auto", "slurm", "local")
+#: Keys of a node group that become sbatch options of the same name, in the order they are written.
+_DIRECTIVES = ("partition", "account", "qos", "constraint", "mem", "gres", "time")
+#: Keys that make a node group a component of the job.
+_RESOURCES = ("het_component", "cpus_per_node", *_DIRECTIVES)
 
 
 @dataclass(frozen=True)
-class Component:
-    """One component of the (heterogeneous) job: the nodes of one node group."""
+class JobComponent:
+    """One component of the (heterogeneous) job.
+
+    Attributes:
+        index: What `--het-group` calls it.
+        label: Node groups that it consists of; `cluster` for nodes without one.
+        nodes: Node ranks.
+        options: sbatch options and values, in order.
+    """
 
     index: int
     label: str
     nodes: tuple[int, ...]
-    directives: tuple[str, ...]
+    options: tuple[tuple[str, str], ...]
+
+    @property
+    def directives(self) -> tuple[str, ...]:
+        """The component's part of the batch script."""
+        first = ("#SBATCH hetjob",) if self.index else ()
+        return (*first, *(f"#SBATCH --{name}={value}" for name, value in self.options))
 
 
 @dataclass(frozen=True)
 class Step:
-    """One worker group: its ranks, and the command that starts them in a Slurm job."""
+    """What starts a worker group, or its part in one component of the job.
+
+    Attributes:
+        group: Name of the worker group.
+        component: Component that it runs on.
+        ranks: Ranks of the group, in the order of the step's tasks.
+        hosts: Node of each rank: the lines of the file that `SLURM_HOSTFILE` names.
+        argv: The command.
+    """
 
     group: str
-    ranks: int
     component: int
-    srun: str
+    ranks: tuple[int, ...]
+    hosts: tuple[str, ...]
+    argv: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class PlannedNode:
+    """A node of the grid; `cpus` is 0 where the site decides."""
+
+    name: str
+    component: int
+    cpus: int
+    accelerators: int
 
 
 @dataclass(frozen=True)
@@ -41,142 +80,249 @@ class Plan:
     """Everything `rlhpc plan` prints."""
 
     name: str
-    components: tuple[Component, ...]
+    launcher: str
+    components: tuple[JobComponent, ...]
     steps: tuple[Step, ...]
-    placements: dict[str, list[Placement]]
-    node_names: tuple[str, ...]
-    accelerators: tuple[int, ...]
-    cpus: tuple[int, ...]
-    warnings: tuple[str, ...] = field(default=())
+    nodes: tuple[PlannedNode, ...]
+    placements: Mapping[str, Sequence[Placement]]
+    warnings: tuple[str, ...] = ()
+
+    def submitit_parameters(self) -> dict[str, Any]:
+        """The job's resources as parameters of `submitit.SlurmExecutor`.
+
+        submitit writes one component; the others go first into its `setup`, whose `#SBATCH` lines sbatch still reads.
+        """
+        # without a time limit the partition's own holds, instead of submitit's five minutes
+        parameters: dict[str, Any] = {"time": None}
+        parameters.update((name.replace("-", "_"), value) for name, value in self.components[0].options)
+        for name in ("nodes", "ntasks_per_node", "cpus_per_task"):
+            if name in parameters:
+                parameters[name] = int(parameters[name])
+        parameters["setup"] = [line for component in self.components[1:] for line in component.directives]
+        return parameters
 
 
-def planned_cluster(cfg: Any) -> Cluster:
-    """The nodes a configuration asks for, as virtual nodes of this machine."""
-    per_node = cfg.cluster.accelerators_per_node
-    count = len(visible_accelerators(os.environ)) if per_node is None else int(per_node)
-    return Cluster.local(int(cfg.cluster.num_nodes), count, cfg.cluster.node_groups)
-
-
-def build_plan(cfg: Any, cluster: Cluster | None = None) -> Plan:
+def build_plan(cfg: Any, cluster: Cluster | None = None, *, launcher: str = "auto", python: str = "python") -> Plan:
     """Plans a run.
 
     Args:
         cfg: Configuration, as `load_config` gives it.
-        cluster: The allocation; by default the nodes that the configuration asks for.
+        cluster: The allocation; by default the nodes that the configuration asks for, as virtual ones.
+        launcher: `slurm`, `local`, or `auto`: Slurm where `sbatch` is, or the configuration asks for what only Slurm can
+            give.
+        python: Interpreter of the steps whose node group names none.
 
     Raises:
+        ConfigError: The node groups do not form components.
         PlacementError: The placement breaks a rule.
     """
-    cluster = cluster or planned_cluster(cfg)
-    placement = HybridComponentPlacement(cfg, cluster)
-    placements = placement.placements()
-    components = _components(cfg, cluster)
+    if launcher not in LAUNCHERS:
+        raise ConfigError(f"launcher is {launcher!r}; choose from {', '.join(LAUNCHERS)}")
+    section = read_key(cfg, "cluster")
+    groups = list(read_key(section, "node_groups", ()))
+    if launcher == "auto":
+        launcher = "slurm" if _needs_slurm(section, groups, cluster) or shutil.which("sbatch") else "local"
+    if cluster is None:
+        cluster = Cluster.planned(section, cpus=0 if launcher == "slurm" else None)
+    placements = HybridComponentPlacement(cfg, cluster).placements()
+    components = _components(groups, cluster)
     owner = {node: c.index for c in components for node in c.nodes}
-    steps = tuple(
-        step for group, ranks in placements.items() for step in _steps(group, ranks, owner, len(components), cluster)
+    names = [n.name if cluster.source == "slurm" else f"node{n.rank}" for n in cluster.nodes]
+    nodes = tuple(
+        PlannedNode(name, owner[n.rank], n.cpus, len(n.accelerators))
+        for name, n in zip(names, cluster.nodes, strict=True)
     )
-    return Plan(
-        str(cfg.runner.name), components, steps, placements, tuple(f"node{n.rank}" for n in cluster.nodes),
-        tuple(len(n.accelerators) for n in cluster.nodes), tuple(n.cpus for n in cluster.nodes),
-        tuple(_oversubscribed(cluster, placements)),
-    )  # fmt: skip
+    steps: list[Step] = []
+    for group, ranks in placements.items():
+        interpreter = cluster.node_group(ranks[0].node_group).python_interpreter
+        for component in components:
+            mine = [p for p in ranks if owner[p.node_rank] == component.index]
+            if mine and launcher == "slurm":
+                steps.append(_srun(group, mine, component, len(components), nodes, interpreter or python))
+            elif mine:
+                steps.append(_local(group, mine, nodes, interpreter, python))
+    name = str(read_key(read_key(cfg, "runner"), "name", "run"))
+    warnings = tuple(_oversubscribed(nodes, placements))
+    return Plan(name, launcher, components, tuple(steps), nodes, placements, warnings)
 
 
-def _components(cfg: Any, cluster: Cluster) -> tuple[Component, ...]:
-    """One component a node group that asks for resources of its own; the other nodes form the first one."""
-    grouped: set[int] = set()
-    found: list[tuple[str, tuple[int, ...], Any]] = []
-    for raw in cfg.cluster.node_groups:
-        nodes = tuple(n for n in cluster.node_group(str(raw.label)).node_ranks if n not in grouped)
-        if nodes and (raw.het_component is not None or any(getattr(raw, key) for key in _DIRECTIVES)):
-            found.append((str(raw.label), nodes, raw))
-            grouped |= set(nodes)
-    rest = tuple(n.rank for n in cluster.nodes if n.rank not in grouped)
-    if rest:
-        found.insert(0, ("cluster", rest, None))
+def _needs_slurm(section: Any, groups: Sequence[Any], cluster: Cluster | None) -> bool:
+    if cluster is not None and cluster.source != "virtual":
+        return cluster.source == "slurm"
+    asked = any(read_key(raw, key) is not None for raw in groups for key in _RESOURCES)
+    return asked or (len(cluster.nodes) if cluster else read_key(section, "num_nodes", 1)) > 1
+
+
+# -- components -------------------------------------------------------------------------------------------------------
+
+
+def _components(groups: Sequence[Any], cluster: Cluster) -> tuple[JobComponent, ...]:
+    """Cuts the nodes into components: as the allocation is, else a component a node group with resources of its own."""
+    by_rank = {r: raw for raw in groups for r in cluster.node_group(str(read_key(raw, "label"))).node_ranks}
+    allocated = cluster.source == "slurm" or any(n.het_group is not None for n in cluster.nodes)
+    parts: list[tuple[Any, list[int]]] = []
+    for node in cluster.nodes:
+        raw = by_rank.get(node.rank)
+        own = raw is not None and any(read_key(raw, key) is not None for key in _RESOURCES)
+        key = (node.het_group or 0) if allocated else str(read_key(raw, "label")) if own else "cluster"
+        if not parts or parts[-1][0] != key:
+            parts.append((key, []))
+        parts[-1][1].append(node.rank)
+    keys = [key for key, _ in parts]
+    for key, ranks in parts:
+        if keys.count(key) > 1:
+            raise ConfigError(
+                f"cluster.node_groups: the nodes of {key!r} do not follow one another (node {ranks[0]}): a job component "
+                f"is a row of nodes; give the groups node_ranks without gaps"
+            )
     components = []
-    for index, (label, nodes, raw) in enumerate(found):
-        lines = [f"--nodes={len(nodes)}", "--ntasks-per-node=1"]
-        cpus = getattr(raw, "cpus_per_node", None)
-        if cpus:
-            lines.append(f"--cpus-per-task={cpus}")
-        lines += [f"--{key}={getattr(raw, key)}" for key in _DIRECTIVES if raw is not None and getattr(raw, key)]
-        gpus = max(len(cluster.nodes[n].accelerators) for n in nodes)
-        if gpus and not (raw is not None and raw.gres):
-            lines.append(f"--gres=gpu:{gpus}")
-        components.append(Component(index, label, nodes, tuple(lines)))
+    for index, (_, ranks) in enumerate(parts):
+        members = [raw for raw in groups if any(by_rank.get(r) is raw for r in ranks)]
+        labels = "+".join(str(read_key(raw, "label")) for raw in members) or "cluster"
+        options = _options(members, labels, max(len(cluster.nodes[r].accelerators) for r in ranks), len(ranks))
+        components.append(JobComponent(index, labels, tuple(ranks), options))
     return tuple(components)
 
 
-def _steps(
-    group: str, ranks: Sequence[Placement], owner: dict[int, int], components: int, cluster: Cluster
-) -> list[Step]:
-    """A group's steps: one, or one a component where its ranks span several."""
-    steps = []
-    for component in sorted({owner[p.node_rank] for p in ranks}):
-        mine = [p for p in ranks if owner[p.node_rank] == component]
-        nodes = sorted({p.node_rank for p in mine})
-        busiest = max(sum(p.node_rank == n for p in mine) for n in nodes)
-        cpus = max(1, min(cluster.nodes[n].cpus for n in nodes) // busiest)
-        het = f" --het-group={component}" if components > 1 else ""
-        steps.append(
-            Step(group, len(mine), component,
-                 f"srun --overlap{het} --nodes={len(nodes)} --ntasks={len(mine)} --cpus-per-task={cpus} "
-                 f"--distribution=arbitrary --kill-on-bad-exit=1 python -m rlhpc.runtime.process")
-        )  # fmt: skip
-    return steps
+def _options(members: Sequence[Any], labels: str, accelerators: int, nodes: int) -> tuple[tuple[str, str], ...]:
+    """sbatch options of a component."""
+
+    def one(key: str) -> str | None:
+        values = {str(v) for raw in members if (v := read_key(raw, key)) is not None}
+        if len(values) > 1:
+            raise ConfigError(
+                f"cluster.node_groups[{labels}].{key} is {' and '.join(sorted(values))}: groups of one job component "
+                f"share their resources; give each its own het_component"
+            )
+        return next(iter(values), None)
+
+    options: list[tuple[str, str]] = [(k, v) for k in _DIRECTIVES[:4] if (v := one(k)) is not None]
+    options += [("nodes", str(nodes)), ("ntasks-per-node", "1")]  # the one task is the driver; ranks are steps
+    if (cpus := one("cpus_per_node")) is not None:
+        options.append(("cpus-per-task", cpus))
+    gres = one("gres")
+    if accelerators and gpus_in(gres) is None:
+        gres = ",".join(filter(None, (gres, f"gpu:{accelerators}")))
+    found = {"mem": one("mem"), "gres": gres, "time": one("time")}
+    return (*options, *((k, v) for k, v in found.items() if v is not None))
 
 
-def _oversubscribed(cluster: Cluster, placements: dict[str, list[Placement]]) -> list[str]:
+# -- steps ------------------------------------------------------------------------------------------------------------
+
+
+def _srun(
+    group: str,
+    ranks: Sequence[Placement],
+    component: JobComponent,
+    total: int,
+    nodes: Sequence[PlannedNode],
+    python: str,
+) -> Step:
+    """A job step. It states all its resources: srun does not inherit every one of them from the job."""
+    per_node = {r: sum(p.node_rank == r for p in ranks) for r in sorted({p.node_rank for p in ranks})}
+    cores = min(max(1, nodes[r].cpus // count) for r, count in per_node.items())
+    argv = ["srun", "--overlap"]
+    if total > 1:
+        argv.append(f"--het-group={component.index}")
+    argv += [f"--nodes={len(per_node)}", f"--ntasks={len(ranks)}", f"--cpus-per-task={cores}", "--mem=0"]
+    # a step without accelerators would inherit the mask of component 0
+    gres = dict(component.options).get("gres") if any(p.accelerators for p in ranks) else None
+    argv.append(f"--gres={gres or 'none'}")
+    if any(count * cores > nodes[r].cpus for r, count in per_node.items()):
+        argv.append("--overcommit")
+    argv += ["--distribution=arbitrary", "--kill-on-bad-exit=1", python, "-m", "rlhpc.runtime.process"]
+    hosts = tuple(nodes[p.node_rank].name for p in ranks)
+    return Step(group, component.index, tuple(p.rank for p in ranks), hosts, tuple(argv))
+
+
+def _local(
+    group: str, ranks: Sequence[Placement], nodes: Sequence[PlannedNode], interpreter: str | None, python: str
+) -> Step:
+    """Ranks of this machine: forked from the driver's fork server, or started with an interpreter of their own."""
+    module = "rlhpc.runtime.process" if interpreter else "rlhpc.runtime.forkserver"
+    hosts = tuple(nodes[p.node_rank].name for p in ranks)
+    return Step(group, 0, tuple(p.rank for p in ranks), hosts, (interpreter or python, "-m", module))
+
+
+def _oversubscribed(nodes: Sequence[PlannedNode], placements: Mapping[str, Sequence[Placement]]) -> list[str]:
     warnings = []
-    for node in cluster.nodes:
-        here = [p for ranks in placements.values() for p in ranks if p.node_rank == node.rank]
-        if len(here) > node.cpus:
-            warnings.append(f"node{node.rank}: {len(here)} processes share {node.cpus} cores")
-        for index in node.accelerators:
-            sharing = [
-                g
-                for g, ranks in placements.items()
-                for p in ranks
-                if p.node_rank == node.rank and index in p.accelerators
-            ]
-            if len(sharing) > 1:
-                warnings.append(f"node{node.rank}, accelerator {index}: shared by {', '.join(sharing)}")
+    for rank, node in enumerate(nodes):
+        here = [p for ranks in placements.values() for p in ranks if p.node_rank == rank]
+        if node.cpus and len(here) > node.cpus:
+            warnings.append(f"{node.name}: {len(here)} processes share {_some(node.cpus, 'core')}")
+        sharing: dict[tuple[str, ...], list[int]] = {}
+        for index in range(node.accelerators):
+            users = tuple(_who(placements, rank, index))
+            if len(users) != 1:
+                sharing.setdefault(tuple(dict.fromkeys(u.rpartition("-")[0] for u in users)), []).append(index)
+        for groups, indices in sharing.items():
+            what = f"{node.name}: {_numbered('accelerator', indices)}"
+            if not groups:
+                warnings.append(f"{what}: nobody uses {'them' if len(indices) > 1 else 'it'}")
+            elif len(groups) == 1:
+                warnings.append(f"{what}: shared by several ranks of {groups[0]}")
+            else:
+                warnings.append(f"{what}: shared by {', '.join(groups)}")
     return warnings
+
+
+def _who(placements: Mapping[str, Sequence[Placement]], node: int, index: int | None) -> list[str]:
+    """Ranks on an accelerator of a node; on none of them where `index` is None."""
+    return [
+        f"{group}-{p.rank}"
+        for group, ranks in placements.items()
+        for p in ranks
+        if p.node_rank == node and (index in p.accelerators if index is not None else not p.accelerators)
+    ]
+
+
+# -- text -------------------------------------------------------------------------------------------------------------
 
 
 def render_plan(plan: Plan) -> str:
     """The plan as text."""
-    lines = [f"run {plan.name}: {len(plan.node_names)} node(s), {len(plan.components)} job component(s)", ""]
-    for component in plan.components:
-        if component.index:
-            lines.append("#SBATCH hetjob")
-        lines += [f"#SBATCH {directive}" for directive in component.directives]
-    lines += ["", "steps"]
-    width = max(len(step.group) for step in plan.steps)
-    lines += [f"  {step.group:{width}}  {step.ranks} rank(s)  {step.srun}" for step in plan.steps]
+    slurm = plan.launcher == "slurm"
+    size = _some(len(plan.nodes), "node")
+    lines = [
+        f"run {plan.name}: {size}, " + (_some(len(plan.components), "job component") if slurm else "without Slurm")
+    ]
+    if slurm:
+        for component in plan.components:
+            nodes = _numbered("node", component.nodes)
+            lines += ["", f"# component {component.index}: {component.label}, {nodes}", *component.directives]
+    lines += ["", "steps", f"  driver: {'the batch step' if slurm else 'this process'}, {plan.nodes[0].name}"]
+    for step in plan.steps:
+        ranks = _numbered("rank", step.ranks)
+        if slurm:
+            lines += [f"  {step.group}: {ranks}", f"    SLURM_HOSTFILE: {' '.join(step.hosts)}"]
+            lines.append(f"    {shlex.join(step.argv)}")
+        else:
+            how = "forked from" if step.argv[-1].endswith("forkserver") else "started with"
+            lines.append(f"  {step.group}: {ranks}, {how} {shlex.join(step.argv)}")
     lines += ["", "placement"]
-    for node, name in enumerate(plan.node_names):
-        lines.append(f"  {name} ({plan.cpus[node]} cores, {plan.accelerators[node]} accelerators)")
-        slots = (
-            [("", None)]
-            if not plan.accelerators[node]
-            else [(f"accelerator {i}: ", i) for i in range(plan.accelerators[node])]
-        )
-        for text, index in slots:
-            here = [
-                f"{group}-{p.rank}" for group, ranks in plan.placements.items() for p in ranks
-                if p.node_rank == node and (index is None or index in p.accelerators)
-            ]  # fmt: skip
-            lines.append(f"    {text}{' '.join(here) or '-'}")
-        if plan.accelerators[node]:
-            bare = [
-                f"{g}-{p.rank}"
-                for g, ranks in plan.placements.items()
-                for p in ranks
-                if p.node_rank == node and not p.accelerators
-            ]
-            if bare:
-                lines.append(f"    no accelerator: {' '.join(bare)}")
-    lines += ["", *(f"warning: {w}" for w in plan.warnings)] if plan.warnings else []
+    for rank, node in enumerate(plan.nodes):
+        cores = _some(node.cpus, "core") if node.cpus else "the site's number of cores"
+        lines.append(f"  {node.name}: {cores}, {_some(node.accelerators, 'accelerator')}")
+        for index in range(node.accelerators):
+            lines.append(f"    accelerator {index}: {' '.join(_who(plan.placements, rank, index)) or '-'}")
+        if (bare := _who(plan.placements, rank, None)) or not node.accelerators:
+            lines.append(f"    no accelerator: {' '.join(bare) or '-'}")
+    if plan.warnings:
+        lines += ["", *(f"warning: {warning}" for warning in plan.warnings)]
     return "\n".join(lines)
+
+
+def _some(count: int, noun: str) -> str:
+    return f"{count} {noun}{'' if count == 1 else 's'}"
+
+
+def _numbered(noun: str, numbers: Sequence[int]) -> str:
+    """[0, 1, 2, 5] → `nodes 0-2,5`."""
+    runs: list[list[int]] = []
+    for n in numbers:
+        if runs and n == runs[-1][-1] + 1:
+            runs[-1].append(n)
+        else:
+            runs.append([n])
+    text = ",".join(str(r[0]) if len(r) == 1 else f"{r[0]}-{r[-1]}" for r in runs)
+    return f"{noun}{'' if len(numbers) == 1 else 's'} {text}"

@@ -1,0 +1,344 @@
+"""The placement grammar, the strategies, and what the two component placements demand."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from omegaconf import OmegaConf
+
+from rlhpc.runtime.cluster import Cluster
+from rlhpc.runtime.errors import ConfigError, PlacementError
+from rlhpc.runtime.placement import (
+    FlexiblePlacementStrategy,
+    HybridComponentPlacement,
+    ModelParallelComponentPlacement,
+    NodePlacementStrategy,
+    PackedPlacementStrategy,
+    Placement,
+    parse_placement,
+)
+
+GROUPS = [{"label": "gpu", "node_ranks": "0-1"}, {"label": "cpu", "node_ranks": "2-5", "accelerator_kind": "cpu"}]
+
+
+def mixed() -> Cluster:
+    """Two nodes with four accelerators, four without."""
+    return Cluster.local(6, 4, GROUPS)
+
+
+def config(**components: Any) -> Any:
+    return OmegaConf.create({"cluster": {"component_placement": components}})
+
+
+def spots(placements: list[Placement]) -> list[tuple[int, tuple[int, ...]]]:
+    return [(p.node_rank, p.accelerators) for p in placements]
+
+
+class TestGrammar:
+    @pytest.mark.parametrize(
+        ("text", "processes"),
+        [
+            ("0", [[0]]),
+            ("0-3", [[0], [1], [2], [3]]),
+            ("0,2", [[0], [2]]),
+            ("0-1,4-5", [[0], [1], [4], [5]]),
+            ("all", [[n] for n in range(12)]),
+            ("all:0-5", [[n, n + 1] for n in range(0, 12, 2)]),
+            ("0-1:0-3", [[0], [0], [1], [1]]),
+            ("0-3:0-1", [[0, 1], [2, 3]]),
+            ("0-3:0", [[0, 1, 2, 3]]),
+            ("0:0-2", [[0], [0], [0]]),
+            ("0-1:0-3,3-5:4-6", [[0], [0], [1], [1], [3], [4], [5]]),
+            # parts without process ranks count on from those before, as in RLinf's documentation
+            ("0-1:0-3,3-5,7-10:7-14", [[n] for n in (0, 0, 1, 1, 3, 4, 5, 7, 7, 8, 8, 9, 9, 10, 10)]),
+            ("0-1:0-1,2-3", [[0], [1], [2], [3]]),
+            ("3,5:1-2", [[3], [5], [5]]),
+            # and are a comma list when the processes after the ':' begin with theirs
+            ("0,2,4-5:0-1", [[0, 2], [4, 5]]),
+            ("0:0-1,2,4:2-5", [[0], [0], [2], [2], [4], [4]]),
+            (" 0 - 1 : 0 - 3 , 3 ", [[0], [0], [1], [1], [3]]),
+        ],
+    )
+    def test_what_it_means(self, text: str, processes: list[list[int]]) -> None:
+        assert parse_placement("actor", text, 12) == processes
+
+    @pytest.mark.parametrize(
+        ("text", "fault", "rule"),
+        [
+            ("", "''", "ranks are missing"),
+            ("0,,1", "'' in '0,,1'", "ranks are missing"),
+            ("0-3,", "''", "ranks are missing"),
+            (":0", "':0'", "ranks are missing"),
+            ("0:", "'0:'", "ranks are missing"),
+            ("0:0:0", "'0:0:0'", "more than one ':'"),
+            ("first", "'first'", "not a rank (3), a range (0-3) or 'all'"),
+            ("-1", "'-1'", "not a rank"),
+            ("1.5", "'1.5'", "not a rank"),
+            ("0..3", "'0..3'", "not a rank"),
+            ("0-1-2", "'0-1-2'", "not a rank"),
+            ("٣", "'٣'", "not a rank"),
+            ("9" * 30, "999", "not a rank"),
+            ("3-1", "'3-1'", "a range runs upwards"),
+            ("0:3-1", "'3-1' in '0:3-1'", "a range runs upwards"),
+            ("0:0-99999999", "'0-99999999'", "more than a million processes"),
+            ("0:all", "'all' in '0:all'", "'all' stands for resources only"),
+            ("4", "'4'", "resource 4 does not exist (the cluster has 4 accelerators (0 to 3))"),
+            ("0-4", "'0-4'", "resource 4 does not exist"),
+            ("0,0", "'0' in '0,0'", "accelerator 0 follows 0; resource ranks are unique and ascending"),
+            ("0-2,2-3", "'2-3' in '0-2,2-3'", "unique and ascending"),
+            ("2,1", "'1' in '2,1'", "unique and ascending"),
+            ("all,3", "'3' in 'all,3'", "unique and ascending"),
+            ("0:0,0:1", "'0:1' in '0:0,0:1'", "unique and ascending"),
+            ("0:1", "'0:1'", "process ranks start at 1 instead of 0"),
+            ("0:0,1:2", "'1:2' in '0:0,1:2'", "process ranks start at 2 instead of 1"),
+            ("0:0-1,1:1", "'1:1' in '0:0-1,1:1'", "process ranks start at 1 instead of 2"),
+            ("0-1:0-2", "'0-1:0-2'", "2 accelerators and 3 processes: one count must divide the other"),
+            ("0-2:0-1", "'0-2:0-1'", "3 accelerators and 2 processes: one count must divide the other"),
+        ],
+    )  # fmt: skip
+    def test_violations(self, text: str, fault: str, rule: str) -> None:
+        with pytest.raises(PlacementError) as error:
+            parse_placement("rollout", text, 4, "accelerator")
+        message = str(error.value)
+        assert message.startswith("cluster.component_placement.rollout: ")
+        assert fault in message and rule in message
+
+    def test_nothing_to_place_on(self) -> None:
+        with pytest.raises(PlacementError, match="there is no accelerator"):
+            parse_placement("actor", "all", 0, "accelerator")
+
+    @given(st.data())
+    def test_whatever_is_written_from_the_grammar_is_read_back(self, data: st.DataObject) -> None:
+        expected: list[list[int]] = []
+        parts: list[str] = []
+        resource = 0
+        for _ in range(data.draw(st.integers(1, 5))):
+            first = resource + data.draw(st.integers(0, 3))
+            count, factor = data.draw(st.integers(1, 4)), data.draw(st.integers(1, 3))
+            form = data.draw(st.sampled_from(["bare", "shared", "several"]))
+            size = count * factor if form == "several" else count
+            ranks = list(range(first, first + size))
+            resource = first + size
+            if form == "bare":
+                new = [[r] for r in ranks]
+            elif form == "shared":
+                new = [[r] for r in ranks for _ in range(factor)]
+            else:
+                new = [ranks[i * factor : (i + 1) * factor] for i in range(count)]
+            names = f":{len(expected)}-{len(expected) + len(new) - 1}" if form != "bare" else ""
+            parts.append(f"{ranks[0]}-{ranks[-1]}{names}" if size > 1 else f"{first}{names}")
+            expected += new
+        assert parse_placement("actor", ",".join(parts), resource) == expected
+
+    @given(st.text(alphabet="0123456789-:, al", max_size=14), st.integers(0, 12))
+    def test_any_text_is_placed_by_the_rules_or_refused(self, text: str, resources: int) -> None:
+        try:
+            processes = parse_placement("actor", text, resources)
+        except PlacementError as error:
+            assert "cluster.component_placement.actor" in str(error)
+            return
+        used = [r for ranks in processes for r in ranks]
+        assert processes and all(processes) and used == sorted(used) and set(used) <= set(range(resources))
+        assert all(a == b or not set(a) & set(b) for a in processes for b in processes)
+
+
+class TestStrategies:
+    def test_packed(self) -> None:
+        cluster = Cluster.local(2, 4)
+        places = PackedPlacementStrategy(0, 7, num_accelerators_per_process=2).place(cluster)
+        assert spots(places) == [(0, (0, 1)), (0, (2, 3)), (1, (0, 1)), (1, (2, 3))]
+        assert [(p.rank, p.local_rank, p.local_world_size) for p in places] == [
+            (0, 0, 2),
+            (1, 1, 2),
+            (2, 0, 2),
+            (3, 1, 2),
+        ]
+
+    def test_packed_with_a_stride(self) -> None:
+        places = PackedPlacementStrategy(0, 7, 2, stride=2).place(Cluster.local(2, 4))
+        assert spots(places) == [(0, (0, 2)), (0, (1, 3)), (1, (0, 2)), (1, (1, 3))]
+
+    def test_packed_in_a_group(self) -> None:
+        cluster = Cluster.local(3, 2, [{"label": "b", "node_ranks": "1-2"}])
+        places = PackedPlacementStrategy(1, 2, node_group="b").place(cluster)
+        assert spots(places) == [(1, (1,)), (2, (0,))] and places[0].node_group == "b"
+
+    def test_packed_without_accelerators_counts_nodes(self) -> None:
+        assert spots(PackedPlacementStrategy(1, 2).place(Cluster.local(3, 0))) == [(1, ()), (2, ())]
+        with pytest.raises(PlacementError, match="without accelerators each process has one node"):
+            PackedPlacementStrategy(0, 1, 2).place(Cluster.local(3, 0))
+        assert spots(PackedPlacementStrategy(0, 1, node_group="node").place(Cluster.local(2, 4))) == [(0, ()), (1, ())]
+
+    @pytest.mark.parametrize(
+        ("arguments", "says"),
+        [((1, 0), "start must not be after end"), ((-1, 0), "negative"), ((0, 2, 2), "do not divide"),
+         ((0, 3, 2, 4), "num_accelerators_per_process(2) * stride(4)"), ((0, 3, 0), "do not divide")],
+    )  # fmt: skip
+    def test_packed_violations(self, arguments: tuple[int, ...], says: str) -> None:
+        with pytest.raises(PlacementError, match=re.escape(says)):
+            PackedPlacementStrategy(*arguments)
+
+    def test_flexible(self) -> None:
+        places = FlexiblePlacementStrategy([[0, 2], [5], [1]]).place(Cluster.local(2, 4))
+        assert spots(places) == [(0, (0, 2)), (1, (1,)), (0, (1,))]
+        assert [(p.local_rank, p.local_world_size) for p in places] == [(0, 2), (0, 1), (1, 2)]
+
+    @pytest.mark.parametrize(
+        ("ranks", "says"),
+        [([], "every process needs"), ([[]], "every process needs"), ([[1, 0]], "ascending and unique"),
+         ([[0, 0]], "ascending and unique"), ([[3, 4]], "share one node"), ([[8]], "accelerator 8 does not exist")],
+    )  # fmt: skip
+    def test_flexible_violations(self, ranks: list[list[int]], says: str) -> None:
+        with pytest.raises(PlacementError, match=says):
+            FlexiblePlacementStrategy(ranks).place(Cluster.local(2, 4))
+
+    def test_by_node(self) -> None:
+        places = NodePlacementStrategy([0, 0, 1]).place(Cluster.local(2, 4))
+        assert spots(places) == [(0, ()), (0, ()), (1, ())]
+        assert [(p.rank, p.local_rank, p.local_world_size) for p in places] == [(0, 0, 2), (1, 1, 2), (2, 0, 1)]
+        assert spots(NodePlacementStrategy([1], node_group="cpu").place(mixed())) == [(3, ())]
+
+    @pytest.mark.parametrize("ranks", [[], [2], [-1]])
+    def test_by_node_violations(self, ranks: list[int]) -> None:
+        with pytest.raises(PlacementError, match=r"NodePlacementStrategy\("):
+            NodePlacementStrategy(ranks).place(Cluster.local(2, 4))
+
+    @pytest.mark.parametrize(
+        "strategy",
+        [PackedPlacementStrategy(0, 0, node_group="x"), FlexiblePlacementStrategy([[0]], "x"),
+         NodePlacementStrategy([0], "x")],
+    )  # fmt: skip
+    def test_group_that_does_not_exist(self, strategy: Any) -> None:
+        with pytest.raises(PlacementError, match="no node group 'x'"):
+            strategy.place(Cluster.local(1, 1))
+
+    @given(
+        nodes=st.integers(1, 4), per_node=st.integers(1, 8), each=st.integers(1, 4), stride=st.integers(1, 4),
+        start=st.integers(0, 8), count=st.integers(1, 16),
+    )  # fmt: skip
+    def test_packed_uses_each_accelerator_once(
+        self, nodes: int, per_node: int, each: int, stride: int, start: int, count: int
+    ) -> None:
+        cluster = Cluster.local(nodes, per_node)
+        try:
+            places = PackedPlacementStrategy(start, start + count - 1, each, stride).place(cluster)
+        except PlacementError:
+            return
+        used = [cluster.accelerator_rank(p.node_rank, i) for p in places for i in p.accelerators]
+        assert sorted(used) == list(range(start, start + count))
+        assert [p.rank for p in places] == list(range(len(places))) and {len(p.accelerators) for p in places} == {each}
+        for node in range(nodes):
+            here = [p for p in places if p.node_rank == node]
+            assert [p.local_rank for p in here] == list(range(len(here)))
+            assert all(p.local_world_size == len(here) for p in here)
+
+
+class TestHybrid:
+    def test_names_share_a_place(self) -> None:
+        placement = HybridComponentPlacement(
+            config(**{"actor, reward": "0-7", "rollout": "0-1:0-3", "env": 3}), mixed()
+        )
+        assert placement.components == ["actor", "reward", "rollout", "env"]
+        assert [placement.get_world_size(c) for c in placement.components] == [8, 8, 4, 1]
+        assert spots(placement.get_strategy("env").place(mixed())) == [(0, (3,))]
+        assert placement.has_component("env") and not placement.has_component("critic")
+        assert set(placement.placements()) == set(placement.components)
+
+    def test_group_without_accelerators_places_by_node(self) -> None:
+        cfg = config(
+            env={"node_group": "cpu", "placement": "0-1:0-3,2-3:4-5"}, sim={"node_group": "node", "placement": "all"}
+        )
+        placement = HybridComponentPlacement(cfg, mixed())
+        assert [p.node_rank for p in placement.get_strategy("env").place(mixed())] == [2, 2, 3, 3, 4, 5]
+        assert [p.node_rank for p in placement.get_strategy("sim").place(mixed())] == [0, 1, 2, 3, 4, 5]
+
+    def test_cluster_without_accelerators_places_by_node(self) -> None:
+        places = HybridComponentPlacement(config(env="0-0:0-3"), Cluster.local(1, 0)).get_strategy("env")
+        assert spots(places.place(Cluster.local(1, 0))) == [(0, ())] * 4
+
+    def test_plain_mappings_and_missing_group(self) -> None:
+        cfg = {"cluster": {"component_placement": {"actor": {"node_group": None, "placement": "0-1"}}}}
+        assert HybridComponentPlacement(cfg, mixed()).get_world_size("actor") == 2
+
+    @pytest.mark.parametrize(
+        ("components", "says"),
+        [
+            ({}, "component_placement is empty"),
+            ({"": "0"}, "an empty component name"),
+            ({"actor,,env": "0"}, "an empty component name"),
+            ({"actor,env": "0", "env": "1"}, "placement.env: the component is placed twice"),
+            ({"actor,actor": "0"}, "placement.actor: the component is placed twice"),
+            ({"actor": None}, "placement.actor: None: write ranks as text"),
+            ({"actor": True}, "placement.actor: True: write ranks as text"),
+            ({"actor": 0.5}, "placement.actor: 0.5: write ranks as text"),
+            ({"actor": [0, 1]}, "write ranks as text"),
+            ({"actor": -1}, "placement.actor: '-1': not a rank"),
+            ({"actor": {"node_group": "gpu"}}, "placement.actor: placement is missing; keys are node_group and placement"),
+            ({"actor": {"placement": "0", "nodes": 1}}, "placement.actor: unknown key 'nodes'"),
+            ({"actor": {"placement": None}}, "placement.actor: None: write ranks as text"),
+            ({"actor": {"node_group": "tpu", "placement": "0"}}, "no node group 'tpu'; there are: gpu, cpu, cluster, node"),
+            ({"actor": "8"}, "placement.actor: '8': resource 8 does not exist (the cluster has 8 accelerators (0 to 7))"),
+            ({"env": {"node_group": "cpu", "placement": "4"}}, "(node group 'cpu' has 4 nodes (0 to 3))"),
+            ({"env": {"node_group": "cpu", "placement": "0-3:0-1"}}, "placement.env: '0-3:0-1': one process on nodes [0, 1]"),
+            ({"actor": "2-5:0-0"}, "placement.actor: '2-5:0-0': process 0: accelerators [2, 3, 4, 5] lie on nodes [0, 1]"),
+        ],
+    )  # fmt: skip
+    def test_violations(self, components: dict[str, Any], says: str) -> None:
+        with pytest.raises(PlacementError) as error:
+            HybridComponentPlacement(config(**components), mixed())
+        assert says in str(error.value)
+
+    def test_component_without_a_place(self) -> None:
+        placement = HybridComponentPlacement(config(actor=0), mixed())
+        with pytest.raises(PlacementError, match="no component 'env'; it has: actor"):
+            placement.get_strategy("env")
+        with pytest.raises(PlacementError, match="no component 'env'"):
+            placement.get_world_size("env")
+
+    def test_is_no_configuration_error(self) -> None:
+        assert not issubclass(PlacementError, ConfigError)
+
+
+class TestModelParallel:
+    @pytest.mark.parametrize(
+        "components",
+        [
+            {"actor,rollout": "0-7"},
+            {"actor": "0-7", "rollout": "0-7:0-3", "reward": "0-1"},
+            {"actor": "0-3", "rollout": "0-3:0", "env": {"node_group": "cpu", "placement": "all"}},
+        ],
+    )
+    def test_collocated(self, components: dict[str, Any]) -> None:
+        placement = ModelParallelComponentPlacement(config(**components), mixed())
+        assert placement.is_collocated and not placement.is_disaggregated
+
+    @pytest.mark.parametrize(
+        "components",
+        [{"actor": "0-3", "rollout": "4-7"}, {"actor": "0-3", "rollout": "4-5", "inference": "6-7", "reward": "0"}],
+    )
+    def test_disaggregated(self, components: dict[str, Any]) -> None:
+        placement = ModelParallelComponentPlacement(config(**components), mixed())
+        assert placement.is_disaggregated and not placement.is_collocated
+
+    @pytest.mark.parametrize(
+        ("components", "says"),
+        [
+            ({"actor": "0-3"}, "no component 'rollout'"),
+            ({"rollout": "0-3"}, "no component 'actor'"),
+            ({"actor": "0-3", "rollout": "2-5"}, "actor on 0-3 and rollout on 2-5 share 2,3"),
+            ({"actor": "0-7", "rollout": "0-3"}, "share 0-3"),
+            ({"actor": "0,2", "rollout": "4-7"}, "placement.actor: 0,2; rule: the accelerators"),
+            ({"actor": "0-3", "rollout": "4-5", "inference": "5-6"}, "rollout on 4,5 and inference on 5,6 share 5"),
+            ({"actor,rollout": "0-5", "inference": "6-7"}, "placement.inference: actor and rollout are collocated"),
+            ({"actor": "0-5:0-1,6-7:2-2", "rollout": "0-7:0-7"}, "share one node"),
+            ({"actor": "0-3:0-3,4-5:4-4,6-7:5-5", "rollout": "0-7:0-3"}, "actor has 6 processes and rollout 4"),
+        ],
+    )  # fmt: skip
+    def test_violations(self, components: dict[str, Any], says: str) -> None:
+        with pytest.raises(PlacementError) as error:
+            ModelParallelComponentPlacement(config(**components), Cluster.local(2, 4))
+        assert says in str(error.value)

@@ -1,0 +1,179 @@
+"""The plan of a run, held by golden files: `UPDATE_GOLDEN=1 pytest tests/unit/runtime/test_plan.py` rewrites them."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+from omegaconf import OmegaConf
+
+from rlhpc.config import load_config
+from rlhpc.runtime.cluster import Cluster
+from rlhpc.runtime.errors import ConfigError, PlacementError
+from rlhpc.runtime.launch.plan import Plan, build_plan, render_plan
+
+GOLDEN = Path(__file__).parent / "golden"
+QUICKSTART = Path(__file__).parents[3] / "configs" / "quickstart.yaml"
+
+ONE_NODE = {"component_placement": {"actor,rollout,env": 0}}
+HOMOGENEOUS = {
+    "num_nodes": 2,
+    "accelerators_per_node": 4,
+    "component_placement": {
+        "actor": "0-7", "rollout": "0-7:0-3", "env": "4-5:0-3", "reward": {"node_group": "node", "placement": "all"},
+    },
+    "node_groups": [{"label": "all", "partition": "gpu", "account": "abc", "cpus_per_node": 32, "time": "1-00:00:00"}],
+}  # fmt: skip
+HET = {
+    "num_nodes": 3,
+    "component_placement": {
+        "actor": {"node_group": "gpu", "placement": "0-2"},
+        "rollout": {"node_group": "gpu", "placement": "2:0"},
+        "env": {"node_group": "cpu", "placement": "0-1:0-3"},
+    },
+    "node_groups": [
+        {"label": "cpu", "het_component": 1, "num_nodes": 2, "partition": "cpu", "cpus_per_node": 16, "mem": "64G",
+         "time": "02:00:00", "python_interpreter": "/opt/sim/bin/python"},
+        {"label": "gpu", "het_component": 0, "num_nodes": 1, "partition": "gpu", "gres": "gpu:a100:4,nvme:1",
+         "cpus_per_node": 32, "qos": "high", "constraint": "nvlink", "time": "02:00:00"},
+    ],
+}  # fmt: skip
+
+
+def plan(section: dict[str, Any], **options: Any) -> Plan:
+    return build_plan(OmegaConf.create({"cluster": section, "runner": {"name": "golden"}}), **options)
+
+
+def compare(name: str, found: Plan) -> None:
+    text, file = render_plan(found) + "\n", GOLDEN / f"{name}.txt"
+    if os.environ.get("UPDATE_GOLDEN"):
+        file.write_text(text)
+    assert text == file.read_text()
+
+
+@pytest.fixture(autouse=True)
+def _elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine with two accelerators and no Slurm."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
+    monkeypatch.setenv("PATH", "")
+
+
+def test_local() -> None:
+    section = {**ONE_NODE, "component_placement": {"actor,rollout": "0-1", "env": "0:0-3", "judge": "1"}}
+    groups = [{"label": "here", "python_interpreter": "/opt/judge/bin/python"}]
+    section["component_placement"]["judge"] = {"node_group": "here", "placement": 1}
+    compare("plan_local", plan({**section, "node_groups": groups}, cluster=Cluster.local(1, 2, groups, cpus=4)))
+
+
+def test_one_slurm_node() -> None:
+    compare("plan_one_node", plan({**ONE_NODE, "accelerators_per_node": 1}, launcher="slurm"))
+
+
+def test_homogeneous() -> None:
+    compare("plan_homogeneous", plan(HOMOGENEOUS))
+
+
+def test_het() -> None:
+    compare("plan_het", plan(HET))
+
+
+def test_inside_the_allocation() -> None:
+    variables = {
+        "SLURM_JOB_ID": "7", "SLURM_HET_SIZE": "2", "SLURM_JOB_NODELIST_HET_GROUP_0": "gpu07",
+        "SLURM_JOB_NODELIST_HET_GROUP_1": "cpu[08-09]", "SLURM_JOB_CPUS_PER_NODE_HET_GROUP_0": "32",
+        "SLURM_JOB_CPUS_PER_NODE_HET_GROUP_1": "16(x2)", "CUDA_VISIBLE_DEVICES": "0,1,2,3",
+    }  # fmt: skip
+    found = plan(HET, cluster=Cluster(HET, environ=variables))
+    assert [n.name for n in found.nodes] == ["gpu07", "cpu08", "cpu09"] and found.launcher == "slurm"
+    assert [s.argv for s in found.steps] == [s.argv for s in plan(HET).steps]
+    assert found.steps[-1].hosts == ("cpu08", "cpu08", "cpu09", "cpu09")
+
+
+def test_a_group_over_two_components_is_two_steps() -> None:
+    section = {**HET, "component_placement": {"env": {"node_group": "node", "placement": "0-2:0-5"}}}
+    first, second = plan(section).steps
+    assert (first.ranks, first.component, second.ranks, second.component) == ((0, 1), 0, (2, 3, 4, 5), 1)
+    assert "--gres=none" in first.argv and "--het-group=1" in second.argv
+
+
+def test_parameters_for_submitit() -> None:
+    parameters = plan(HET).submitit_parameters()
+    assert parameters["gres"] == "gpu:a100:4,nvme:1" and parameters["cpus_per_task"] == 32 and parameters["nodes"] == 1
+    assert parameters["setup"][:2] == ["#SBATCH hetjob", "#SBATCH --partition=cpu"]
+    assert plan({**ONE_NODE, "accelerators_per_node": 0}, launcher="slurm").submitit_parameters() == {
+        "time": None, "nodes": 1, "ntasks_per_node": 1, "setup": []
+    }  # fmt: skip
+
+
+def test_submitit_takes_them(tmp_path: Path) -> None:
+    """What submitit writes from them is the batch script of the plan."""
+    slurm = pytest.importorskip("submitit.slurm.slurm")
+    script = slurm._make_sbatch_string(command="true", folder=tmp_path, **plan(HET).submitit_parameters()).splitlines()
+    first, second = plan(HET).components
+    second_at = script.index("#SBATCH hetjob")
+    assert set(first.directives) <= set(script[:second_at])
+    assert tuple(script[second_at : second_at + len(second.directives)]) == second.directives
+
+
+@pytest.mark.parametrize(
+    ("section", "launcher"),
+    [
+        (ONE_NODE, "local"),
+        ({**ONE_NODE, "num_nodes": 2}, "slurm"),
+        ({**ONE_NODE, "node_groups": [{"label": "a", "partition": "gpu", "gres": "gpu:1"}]}, "slurm"),
+        ({**ONE_NODE, "node_groups": [{"label": "a", "env_vars": {"X": "1"}}]}, "local"),
+    ],
+)
+def test_launcher_that_fits(section: dict[str, Any], launcher: str) -> None:
+    assert plan(section).launcher == launcher
+
+
+def test_slurm_where_sbatch_is(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "sbatch").write_text("#!/bin/sh\n")
+    (tmp_path / "sbatch").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert plan(ONE_NODE).launcher == "slurm"
+    assert plan(ONE_NODE, cluster=Cluster(environ={})).launcher == "slurm"
+    assert plan(ONE_NODE, launcher="local").launcher == "local"
+
+
+def test_components_in_the_order_of_the_nodes() -> None:
+    groups = [{"label": "b", "node_ranks": "1-2", "partition": "b"}]
+    found = plan(
+        {**ONE_NODE, "num_nodes": 4, "node_groups": [*groups, {"label": "c", "node_ranks": 3, "partition": "c"}]}
+    )
+    assert [(c.index, c.label, c.nodes) for c in found.components] == [
+        (0, "cluster", (0,)), (1, "b", (1, 2)), (2, "c", (3,))
+    ]  # fmt: skip
+    with pytest.raises(ConfigError, match="nodes of 'cluster' do not follow one another"):
+        plan({**ONE_NODE, "num_nodes": 4, "node_groups": groups})
+
+
+def test_groups_of_one_component_share_its_resources() -> None:
+    groups = [
+        {"label": "a", "het_component": 0, "node_ranks": 0, "partition": "x"},
+        {"label": "b", "het_component": 0, "node_ranks": 1, "partition": "y"},
+    ]
+    with pytest.raises(ConfigError, match=r"node_groups\[a\+b\].partition is x and y"):
+        plan({**ONE_NODE, "num_nodes": 2, "node_groups": groups})
+
+
+def test_more_ranks_than_cores() -> None:
+    groups = [{"label": "a", "partition": "cpu", "cpus_per_node": 2}]
+    found = plan({"component_placement": {"env": "0:0-3"}, "node_groups": groups})
+    assert "--overcommit" in found.steps[0].argv and found.warnings == ("node0: 4 processes share 2 cores",)
+
+
+def test_bad_placement_and_launcher() -> None:
+    with pytest.raises(PlacementError, match="resource 9 does not exist"):
+        plan({"component_placement": {"actor": 9}})
+    with pytest.raises(ConfigError, match="auto, slurm, local"):
+        plan(ONE_NODE, launcher="pbs")
+
+
+def test_a_whole_configuration() -> None:
+    found = build_plan(load_config(QUICKSTART))
+    assert found.name == "quickstart" and found.launcher == "local"
+    assert [step.group for step in found.steps] == ["actor", "rollout", "env"]
