@@ -39,7 +39,8 @@ bench: setup  ## the benchmarks; results go to bench/results
 	python -m bench
 
 docs: setup  ## the reference pages that are made from the code
-	python docs/reference.py
+	python -m rlhpc.config.reference > docs/reference/config.new
+	mv docs/reference/config.new docs/reference/config.md
 
 constraints: setup  ## pin what is installed now in envs/constraints.txt
 	python envs/freeze.py > envs/constraints.new

@@ -14,9 +14,7 @@ wildcard_constraints:
 def near(path):
     """The path as seen from the working directory, where it lies below it: shorter in logs and graphs."""
     path = Path(path).absolute()
-    return str(
-        path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
-    )
+    return str(path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path)
 
 
 def find_config(name):
@@ -27,9 +25,7 @@ def find_config(name):
 
 def words(value):
     """Overrides as given (`"a=b c=d"` or a list) as a list."""
-    return (
-        shlex.split(value) if isinstance(value, str) else [str(word) for word in value]
-    )
+    return shlex.split(value) if isinstance(value, str) else [str(word) for word in value or ()]
 
 
 def load_run():
@@ -44,11 +40,7 @@ def executor(wildcards):
     """Where the driver of a segment runs; by default where Snakemake sends its jobs."""
     plugin = workflow.executor_plugin
     on_slurm = plugin is not None and plugin.name.startswith("slurm")
-    return (
-        config["executor"]
-        if config["executor"] != "auto"
-        else "slurm" if on_slurm else "local"
-    )
+    return config["executor"] if config["executor"] != "auto" else "slurm" if on_slurm else "local"
 
 
 def suite_overrides(wildcards):
@@ -78,11 +70,7 @@ def segment_of(wildcards):
     """The segment that made a checkpoint, so that its evaluation need not wait for later ones."""
     step = int(wildcards.step)
     if CFG.runner.stop_return is None:
-        return (
-            [segment_file(next(k for k, end in enumerate(ENDS) if step <= end))]
-            if step <= ENDS[-1]
-            else []
-        )
+        return [segment_file(next(k for k, end in enumerate(ENDS) if step <= end))] if step <= ENDS[-1] else []
     return [segment_file(next(k for k in range(len(ENDS)) if step <= end_of(k)))]
 
 

@@ -1,11 +1,7 @@
 # Evaluation and conversion of one checkpoint, of any run, anywhere: `--config checkpoint=…/global_step_3 [suite=…] [output=…]`.
 CHECKPOINT = Path(config["checkpoint"]).expanduser().absolute()
 # by default into the run that the checkpoint belongs to
-AT_HOME = (
-    CHECKPOINT.parent.parent
-    if CHECKPOINT.parent.name == "checkpoints"
-    else Path("offline")
-)
+AT_HOME = CHECKPOINT.parent.parent if CHECKPOINT.parent.name == "checkpoints" else Path("offline")
 HOME = near(config["output"] or AT_HOME)
 NAME = CHECKPOINT.name
 LOGS = f"{HOME}/logs/workflow"
@@ -32,8 +28,7 @@ rule eval_checkpoint:
     params:
         checkpoint=lambda wildcards, input: str(Path(input.complete).parent),
         suite=config["suite"],
-        overrides=words(config["suites"].get(config["suite"], ""))
-        + words(config["overrides"]),
+        overrides=words(config["suites"].get(config["suite"], "")) + words(config["overrides"]),
     shell:
         "rlhpc eval --checkpoint {params.checkpoint:q} --suite {params.suite:q}"
         " --output {output.result:q} {params.overrides:q} > {log:q} 2>&1"

@@ -1,0 +1,208 @@
+"""The workflow as a user meets it: lint, graph, a whole run, the same command again, and a Snakemake that is killed."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors import safe_open
+
+ROOT = Path(__file__).resolve().parents[2]
+SMALL = (
+    "runner.segments=2 runner.max_steps=4 runner.save_interval=-1 runner.logger.logger_backends=[jsonl] "
+    "env.train.num_envs=4 env.eval.num_envs=2 env.eval.num_episodes=4 "
+    "algorithm.rollout_steps=16 actor.global_batch_size=32 algorithm.update_epochs=1"
+)
+
+
+def command(folder: Path, *more: str, overrides: str = SMALL, config: tuple[str, ...] = ()) -> list[str]:
+    """Snakemake with the local profile and a working directory of its own; `config` goes to --config."""
+    return [
+        sys.executable, "-m", "snakemake", "--profile", str(ROOT / "profiles" / "local"), "--directory", str(folder),
+        "--config", f"overrides={overrides}", *config, *more,
+    ]  # fmt: skip
+
+
+def snakemake(folder: Path, *more: str, code: int = 0, **options: Any) -> str:
+    """Runs it to its end; returns everything it said."""
+    done = subprocess.run(
+        command(folder, *more, **options),
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    assert done.returncode == code, done.stdout
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """The working directory of a run of two segments that went through."""
+    folder = tmp_path_factory.mktemp("workflow")
+    snakemake(folder)
+    yield folder
+
+
+def test_lint() -> None:
+    for config in ("run=configs/quickstart.yaml", "checkpoint=/somewhere/checkpoints/global_step_3"):
+        lint = subprocess.run(
+            [sys.executable, "-m", "snakemake", "--lint", "--snakefile", "workflow/Snakefile", "--config", config],
+            cwd=ROOT,
+            capture_output=True,
+            text=True,
+            timeout=120,
+            check=False,
+        )
+        assert lint.returncode == 0, lint.stdout + lint.stderr
+        assert "good condition" in lint.stdout + lint.stderr
+
+
+def test_graph_of_three_segments(tmp_path: Path) -> None:
+    overrides = "runner.segments=3 runner.max_steps=9"
+    dag = subprocess.run(
+        command(tmp_path, "--dag", overrides=overrides), cwd=ROOT, capture_output=True, text=True, timeout=120, check=True
+    ).stdout  # fmt: skip
+    labels = {number: label.split("\\n") for number, label in re.findall(r'(\d+)\[label = "([^"]*)"', dag)}
+    assert Counter(label[0] for label in labels.values()) == {
+        "prepare": 1, "train_segment": 3, "eval": 3, "convert": 1, "report": 1, "all": 1,
+    }  # fmt: skip
+    edges = {("/".join(labels[a]), "/".join(labels[b])) for a, b in re.findall(r"(\d+) -> (\d+)", dag)}
+    for segment, step in enumerate((3, 6, 9)):
+        assert (f"train_segment/segment: {segment}", f"eval/step: {step}/suite: default") in edges
+        assert (f"eval/step: {step}/suite: default", "report") in edges
+    assert ("prepare", "train_segment/segment: 0") in edges
+    assert ("train_segment/segment: 0", "train_segment/segment: 1") in edges
+    assert ("train_segment/segment: 2", "convert/step: 9") in edges
+    assert not (tmp_path / "runs").exists()
+
+
+def test_a_mistake_is_one_message_and_writes_nothing(tmp_path: Path) -> None:
+    said = snakemake(tmp_path, overrides="runner.max_step=4", code=1)
+    assert "max_step" in said and "max_steps" in said
+    assert "Traceback" not in said
+    said = snakemake(tmp_path, config=("executer=slurm",), code=1)
+    assert "executer" in said and "Traceback" not in said
+    assert not (tmp_path / "runs").exists()
+
+
+def test_a_whole_run(whole: Path) -> None:
+    run = whole / "runs" / "quickstart"
+    for step in (2, 4):
+        result = json.loads((run / f"eval/global_step_{step}/default.json").read_text())
+        assert result["global_step"] == step and result["episodes"] == 4
+    with safe_open(run / "export/global_step_4/model.safetensors", "numpy") as policy:
+        assert list(policy.keys())
+    assert (run / "report/index.html").is_file()
+    assert {"return_vs_env_steps.svg", "evaluation.svg"} <= {p.name for p in (run / "report/curves").iterdir()}
+    for segment, step in enumerate((2, 4)):
+        done = json.loads((run / f"segments/{segment}.json").read_text())
+        assert (done["segment"], done["global_step"]) == (segment, step)
+        assert Path(done["checkpoint"]).name == f"global_step_{step}"
+    logs = {path.name for path in (run / "logs/workflow").iterdir()}
+    for job in ("prepare", "train_segment_0", "train_segment_1", "eval_2_default", "convert_4", "report"):
+        assert {f"{job}.log", f"{job}.tsv"} <= logs
+
+
+def test_again_does_nothing(whole: Path) -> None:
+    assert "Nothing to be done" in snakemake(whole)
+
+
+def test_a_finished_segment_is_not_trained_again(whole: Path) -> None:
+    run = whole / "runs" / "quickstart"
+    trained = (run / "metrics.jsonl").read_bytes()
+    # what Snakemake keeps for itself may go; and even when it is told to do everything again, nothing is trained
+    (run / "workflow/segment_0.json").unlink()
+    assert "finished" in snakemake(whole, "--forcerun", "train_segment", "--until", "train_segment")
+    assert (run / "metrics.jsonl").read_bytes() == trained
+    assert sorted(p.name for p in (run / "submit").glob("*.claim.*")) == [f"segment_{k}.claim.1.json" for k in (0, 1)]
+    assert "Nothing to be done" in snakemake(whole)
+
+
+def test_report_has_the_curves(whole: Path) -> None:
+    page = whole / "report.html"
+    snakemake(whole, "--report", str(page))
+    text = page.read_text()
+    assert "return_vs_env_steps.svg" in text and "evaluation.svg" in text
+
+
+def test_a_checkpoint_of_a_run_elsewhere(whole: Path, tmp_path: Path) -> None:
+    checkpoint = tmp_path / "elsewhere" / "global_step_2"
+    checkpoint.parent.mkdir()
+    (whole / "runs/quickstart/checkpoints/global_step_2").rename(checkpoint)
+    try:
+        suites = "suites={'short': 'env.eval.num_episodes=2'}"
+        snakemake(tmp_path, overrides="", config=(f"checkpoint={checkpoint}", "suite=short", suites))
+    finally:
+        checkpoint.rename(whole / "runs/quickstart/checkpoints/global_step_2")
+    result = json.loads((tmp_path / "offline/eval/global_step_2/short.json").read_text())
+    assert (result["episodes"], result["global_step"], result["suite"]) == (2, 2, "short")
+    assert (tmp_path / "offline/export/global_step_2/model.safetensors").is_file()
+    assert not (tmp_path / "runs").exists()
+    said = snakemake(tmp_path, "--", "eval_checkpoint", overrides="", config=("checkpoint=gone/global_step_9",), code=1)
+    assert "gone/global_step_9" in said and "Traceback" not in said
+
+
+def test_early_stop_decides_which_steps_are_evaluated(tmp_path: Path) -> None:
+    overrides = f"{SMALL} runner.max_steps=200 runner.stop_return=1.0"  # after a hundred episodes, about step 36
+    snakemake(tmp_path, overrides=overrides)
+    run = tmp_path / "runs" / "quickstart"
+    reached = {json.loads((run / f"segments/{k}.json").read_text())["global_step"] for k in (0, 1)}
+    assert max(reached) < 100
+    evaluated = {int(p.parent.name.removeprefix("global_step_")) for p in (run / "eval").glob("*/default.json")}
+    assert evaluated == reached
+    assert "Nothing to be done" in snakemake(tmp_path, overrides=overrides)
+
+
+def start_and_kill(folder: Path, overrides: str, until: Path, rows: int) -> None:
+    """Starts Snakemake, kills it and all that waits below it once `rows` lines are in the file; the driver lives on."""
+    process = subprocess.Popen(
+        command(folder, overrides=overrides),
+        cwd=ROOT,
+        start_new_session=True,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    wait_for(lambda: until.exists() and until.read_bytes().count(b"\n") >= rows, process)
+    os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+
+
+def wait_for(condition: Any, process: subprocess.Popen[bytes] | None = None, seconds: float = 120) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "it never happened"
+        assert process is None or process.poll() is None, "Snakemake ended before it could be killed"
+        time.sleep(0.02)
+
+
+@pytest.mark.chaos
+def test_a_killed_snakemake_finds_the_run_again(tmp_path: Path) -> None:
+    overrides = f"{SMALL} runner.max_steps=240"
+    run = tmp_path / "runs" / "quickstart"
+    metrics, first = run / "metrics.jsonl", run / "segments/0.json"
+
+    start_and_kill(tmp_path, overrides, metrics, rows=3)
+    wait_for(first.exists)  # the driver is nobody's child: it ends its segment
+    finished = (first.read_bytes(), first.stat().st_mtime_ns)
+
+    start_and_kill(tmp_path, overrides, metrics, rows=130)
+    snakemake(tmp_path, overrides=overrides)
+
+    assert (first.read_bytes(), first.stat().st_mtime_ns) == finished
+    steps = [json.loads(line)["step"] for line in metrics.read_text().splitlines()]
+    assert steps == list(range(1, 241))
+    assert sorted(p.name for p in (run / "submit").glob("*.claim.*")) == [f"segment_{k}.claim.1.json" for k in (0, 1)]
+    assert "Nothing to be done" in snakemake(tmp_path, overrides=overrides)
