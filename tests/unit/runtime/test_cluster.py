@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -22,39 +23,20 @@ from rlhpc.runtime.allocation import (
 from rlhpc.runtime.cluster import Cluster
 from rlhpc.runtime.errors import ConfigError
 
-HOMOGENEOUS = {
-    "SLURM_JOB_ID": "4711",
-    "SLURM_JOB_NODELIST": "n[1-2]",
-    "SLURM_NODELIST": "n[1-2]",
-    "SLURM_JOB_NUM_NODES": "2",
-    "SLURM_NNODES": "2",
-    "SLURM_JOB_CPUS_PER_NODE": "32(x2)",
-    "SLURM_TASKS_PER_NODE": "1(x2)",
+
+def recorded(name: str) -> dict[str, str]:
+    """The environment of a batch script of Slurm 22.05.8."""
+    text = (Path(__file__).parent / "slurm_variables" / f"{name}.env").read_text()
+    return dict(line.split("=", 1) for line in text.splitlines())
+
+
+# The recordings are of nodes without accelerators; the variables that speak of them follow Slurm's documentation.
+HOMOGENEOUS = recorded("homogeneous") | {
     "SLURM_JOB_GPUS": "0,1,2,3",
     "SLURM_GPUS_ON_NODE": "4",
-    "SLURM_NODEID": "0",
-    "SLURM_PROCID": "0",
-    "SLURM_LOCALID": "0",
-    "SLURMD_NODENAME": "n1",
     "CUDA_VISIBLE_DEVICES": "0,1,2,3",
 }
-HET = {
-    "SLURM_JOB_ID": "4712",
-    "SLURM_HET_SIZE": "2",
-    "SLURM_HET_JOB_ID": "4712",
-    "SLURM_HET_JOB_ID_SET": "4712-4713",
-    "SLURM_JOB_NODELIST": "gpu07",
-    "SLURM_JOB_NODELIST_HET_GROUP_0": "gpu07",
-    "SLURM_JOB_NODELIST_HET_GROUP_1": "cpu[08-09]",
-    "SLURM_JOB_NUM_NODES_HET_GROUP_0": "1",
-    "SLURM_JOB_NUM_NODES_HET_GROUP_1": "2",
-    "SLURM_JOB_CPUS_PER_NODE": "32",
-    "SLURM_JOB_CPUS_PER_NODE_HET_GROUP_0": "32",
-    "SLURM_JOB_CPUS_PER_NODE_HET_GROUP_1": "16,8",
-    "SLURM_JOB_GPUS": "0,1",
-    "SLURMD_NODENAME": "gpu07",
-    "CUDA_VISIBLE_DEVICES": "0,1",
-}
+HET = recorded("het") | {"SLURM_JOB_GPUS": "0,1", "CUDA_VISIBLE_DEVICES": "0,1"}
 FRACTION = {
     "SLURM_JOB_ID": "4713",
     "SLURM_JOB_NODELIST": "n3",
@@ -85,15 +67,28 @@ class TestSlurm:
         assert cluster.num_accelerators == 8 and cluster.source == "slurm"
         assert cluster.accelerators_of("cluster")[5] == (1, 1) and cluster.accelerator_rank(1, 1) == 5
 
+    def test_as_recorded(self) -> None:
+        assert [(n.name, n.accelerators) for n in Cluster(environ=recorded("homogeneous")).nodes] == [
+            ("n1", ()),
+            ("n2", ()),
+        ]
+        nodes = Cluster(environ=recorded("het")).nodes
+        assert [(n.name, n.het_group, n.is_local) for n in nodes] == [
+            ("n1", 0, True),
+            ("cpu08", 1, False),
+            ("cpu09", 1, False),
+        ]
+        assert [n.cpus for n in nodes] == [min(32, granted_cpus()), 8, 8]
+
     def test_cores_of_this_host_are_those_of_this_process(self) -> None:
         assert Cluster(environ=HOMOGENEOUS).nodes[0].cpus == min(32, granted_cpus())
 
     def test_het_job(self) -> None:
         groups = [{"label": "gpu", "het_component": 0}, {"label": "cpu", "het_component": 1}]
         cluster = Cluster({"num_nodes": 3, "node_groups": groups}, environ=HET)
-        assert [n.name for n in cluster.nodes] == ["gpu07", "cpu08", "cpu09"]
+        assert [n.name for n in cluster.nodes] == ["n1", "cpu08", "cpu09"]
         assert [n.het_group for n in cluster.nodes] == [0, 1, 1]
-        assert [n.cpus for n in cluster.nodes][1:] == [16, 8]
+        assert [n.cpus for n in cluster.nodes][1:] == [8, 8]
         assert cluster.node_group("cpu").node_ranks == (1, 2)
         # the mask of component 0 is in the driver's environment; it says nothing about the others
         assert [n.accelerators for n in cluster.nodes] == [(0, 1), (), ()]
@@ -136,7 +131,7 @@ class TestSlurm:
         assert len(Cluster(2, environ=HOMOGENEOUS).nodes) == 2
 
     def test_more_nodes_than_there_are(self) -> None:
-        with pytest.raises(ConfigError, match=r"num_nodes is 3, but the Slurm job 4711 has 2 \(n1, n2\)"):
+        with pytest.raises(ConfigError, match=r"num_nodes is 3, but the Slurm job 3 has 2 \(n1, n2\)"):
             Cluster(num_nodes=3, environ=HOMOGENEOUS)
 
     def test_more_accelerators_than_there_are(self) -> None:
