@@ -151,6 +151,13 @@ def _group_mean(scores: Tensor, index: Tensor, sizes: Tensor) -> Tensor:
     return torch.zeros_like(sizes).index_add_(0, index, scores) / sizes
 
 
+def varied(scores: Tensor, index: Tensor, count: int) -> Tensor:
+    """`[B]` bool, False for rows of a group whose scores are all equal."""
+    high = scores.new_full((count,), -torch.inf).scatter_reduce(0, index, scores, "amax")
+    low = scores.new_full((count,), torch.inf).scatter_reduce(0, index, scores, "amin")
+    return (high > low)[index]
+
+
 @register_advantage("grpo")
 def grpo(
     *, rewards: Tensor, mask: Tensor, group_ids: Tensor | None, norm_by_std: bool = True, eps: float = 1e-6, **_: Any
@@ -165,7 +172,8 @@ def grpo(
         squares = torch.zeros_like(sizes).index_add_(0, index, centred**2)
         std = (squares / (sizes - 1).clamp(min=1)).sqrt()
         centred = centred / (std[index] + eps)
-    centred = torch.where(sizes[index] > 1, centred, torch.zeros_like(centred))
+    # Equal rewards must give 0: their mean is rounded, and the division would blow the difference up.
+    centred = torch.where(varied(scores, index, len(sizes)), centred, torch.zeros_like(centred))
     advantages = centred[:, None] * mask
     return advantages, advantages.clone()
 

@@ -88,6 +88,12 @@ def policy_loss(
         (scalar loss, metrics as detached scalars).
     """
     mask = loss_mask.bool()
+    # Whatever a rollout engine left at masked-out positions (NaN, -inf) must not reach the gradient: 0 * NaN is NaN.
+    old_logprobs = torch.where(mask, old_logprobs, logprobs.detach())
+    if rollout_logprobs is not None:
+        rollout_logprobs = torch.where(mask, rollout_logprobs, old_logprobs)
+    if kw.get("proximal_logprobs") is not None:
+        kw["proximal_logprobs"] = torch.where(mask, kw["proximal_logprobs"], old_logprobs)
     per_token, metrics = POLICY_LOSSES.get(loss_type)(
         logprobs=logprobs, old_logprobs=old_logprobs, advantages=advantages, mask=mask, clip_ratio_low=clip_ratio_low,
         clip_ratio_high=clip_ratio_high, clip_ratio_c=clip_ratio_c, **kw,

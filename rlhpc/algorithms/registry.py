@@ -33,7 +33,7 @@ class Registry:
             for name in names:
                 if name.lower() in self._functions:
                     raise ConfigError(f"{self.kind} {name!r} is registered twice")
-                self._functions[name.lower()] = function
+            self._functions |= dict.fromkeys((name.lower() for name in names), function)
             return function
 
         return add
@@ -59,7 +59,7 @@ class Registry:
             module, _, attribute = str(name).partition(":")
             try:
                 loaded: Callable[..., Any] = getattr(importlib.import_module(module), attribute)
-            except (ImportError, AttributeError) as error:
+            except (ImportError, AttributeError, TypeError, ValueError) as error:
                 raise ConfigError(f"{self.key} is {name!r}: {error}") from None
             return loaded
         near = difflib.get_close_matches(str(name).lower(), self.names(), 1)

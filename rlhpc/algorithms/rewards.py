@@ -7,7 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rlhpc.algorithms.advantages import varied
 from rlhpc.algorithms.registry import REWARDS, register_reward
+from rlhpc.runtime.errors import ConfigError
 
 
 def compute_reward(reward_type: str, **inputs: Any) -> Tensor:
@@ -28,14 +30,13 @@ def overlong_penalty(*, lengths: Tensor, max_length: int, buffer: int, **_: Any)
 
     0 up to `max_length − buffer`, then linear down to −1 at `max_length` and beyond.
     """
+    if buffer < 1:
+        raise ConfigError(f"overlong: buffer is {buffer}; it must be at least 1")
     over = lengths.to(torch.get_default_dtype()) - (max_length - buffer)
     return -(over / buffer).clamp(0, 1)
 
 
 def varied_groups(scores: Tensor, group_ids: Tensor) -> Tensor:
     """`[B]` bool, False for rows of a group whose rewards are all equal: DAPO drops and refills those (Yu et al. 2025)."""
-    _, index = torch.unique(group_ids, return_inverse=True)
-    count = int(index.max()) + 1 if index.numel() else 0
-    high = scores.new_full((count,), -torch.inf).scatter_reduce(0, index, scores, "amax")
-    low = scores.new_full((count,), torch.inf).scatter_reduce(0, index, scores, "amin")
-    return (high > low)[index]
+    groups, index = torch.unique(group_ids, return_inverse=True)
+    return varied(scores, index, len(groups))
