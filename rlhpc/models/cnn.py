@@ -12,6 +12,9 @@ from rlhpc.models.base import Policy, layer
 from rlhpc.models.registry import register_model
 from rlhpc.runtime.errors import ConfigError
 
+#: Below this, nothing is left after the convolutions.
+_SMALLEST = 5
+
 
 @register_model("cnn")
 class CNNPolicy(Policy):
@@ -25,6 +28,10 @@ class CNNPolicy(Policy):
         self._channel_last = shape[-1] <= shape[0]
         channels = shape[-1] if self._channel_last else shape[0]
         height, width = (shape[0], shape[1]) if self._channel_last else (shape[1], shape[2])
+        if min(height, width) < _SMALLEST:
+            raise ConfigError(
+                f"model_type 'cnn' needs images of at least {_SMALLEST} pixels a side; these are {tuple(shape)}"
+            )
         self._integers = observation_space.dtype.kind in "ui"
         orthogonal = bool(cfg.ortho_init)
         if min(height, width) >= 36:
