@@ -45,6 +45,9 @@ class VectorEnv(ABC):
     def chunk_step(self, actions: np.ndarray) -> Step:
         """Executes an action chunk, one action after the other; an episode that ends within it skips the rest.
 
+        Here, the slot goes on with the rest in its next episode, whose rewards up to the chunk's end are left out;
+        a subclass that can step some of its slots stops there.
+
         Args:
             actions: `[N, chunk, dim]`.
 
@@ -65,7 +68,7 @@ class VectorEnv(ABC):
             terminations |= terminated & fresh
             truncations |= truncated & fresh
             if fresh.any():
-                _merge(infos, info, fresh)
+                merge_infos(infos, info, fresh)
         return obs, rewards, terminations, truncations, infos
 
     def state_dict(self) -> Any:
@@ -88,10 +91,11 @@ class VectorEnv(ABC):
         """Frees the simulators."""
 
 
-def _merge(into: dict[str, Any], info: dict[str, Any], mask: np.ndarray) -> None:
+def merge_infos(into: dict[str, Any], info: dict[str, Any], mask: np.ndarray) -> None:
+    """Puts the rows of `mask` of one step's infos into those of earlier steps."""
     for name, value in info.items():
         if isinstance(value, dict):
-            _merge(into.setdefault(name, {}), value, mask)
+            merge_infos(into.setdefault(name, {}), value, mask)
         elif name not in into:
             into[name] = np.array(value)
         else:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import difflib
 import pickle
+from collections.abc import Sequence
 from typing import Any
 
 import gymnasium
@@ -14,7 +15,7 @@ import numpy as np
 from gymnasium import spaces
 from gymnasium.wrappers import OrderEnforcing, PassiveEnvChecker, TimeLimit
 
-from rlhpc.envs.base import Step, VectorEnv
+from rlhpc.envs.base import Step, VectorEnv, merge_infos
 from rlhpc.envs.registry import load_attribute
 from rlhpc.runtime.errors import ConfigError
 
@@ -81,7 +82,8 @@ class GymnasiumVectorEnv(VectorEnv):
         dtype = np.float32 if self.observation_space.dtype == np.float64 else self.observation_space.dtype
         self._dtype = np.dtype(dtype)
         self._discrete = isinstance(self.action_space, spaces.Discrete)
-        self._start = int(self.action_space.start) if isinstance(self.action_space, spaces.Discrete) else 0
+        # Policies count actions from 0.
+        self._start: Any = getattr(self.action_space, "start", 0)
         self._box = isinstance(self.action_space, spaces.Box)
         self._ignore_terminations = bool(cfg.ignore_terminations)
         self._scale = float(cfg.reward_scale)
@@ -110,20 +112,40 @@ class GymnasiumVectorEnv(VectorEnv):
 
     def step(self, actions: np.ndarray) -> Step:
         """See `VectorEnv.step`. Box actions are clipped to the space's bounds."""
+        return self._advance(actions, range(self.num_envs), None)
+
+    def chunk_step(self, actions: np.ndarray) -> Step:
+        """See `VectorEnv.chunk_step`. A slot whose episode ended waits at the first observation of the next."""
+        obs, rewards, terminations, truncations, infos = self.step(actions[:, 0])
+        for i in range(1, actions.shape[1]):
+            active = np.flatnonzero(~(terminations | truncations)).tolist()
+            obs, reward, terminated, truncated, info = self._advance(actions[:, i], active, obs)
+            rewards += reward
+            ended = terminated | truncated
+            terminations |= terminated
+            truncations |= truncated
+            if ended.any():
+                merge_infos(infos, info, ended)
+        return obs, rewards, terminations, truncations, infos
+
+    def _advance(self, actions: np.ndarray, slots: Sequence[int], obs: np.ndarray | None) -> Step:
+        """One step of the given slots; the others keep their row of `obs` and get no reward."""
         n = self.num_envs
         if self._discrete:
-            chosen: Any = (actions.reshape(-1) + self._start if self._start else actions.reshape(-1)).tolist()
+            chosen: Any = (actions.reshape(-1) + int(self._start)).tolist()
         elif self._box:
             shaped = actions.reshape(n, *self.action_space.shape)
             chosen = np.clip(shaped, self.action_space.low, self.action_space.high).astype(self.action_space.dtype)
         else:
-            chosen = actions.reshape(n, *self.action_space.shape)
-        obs = np.empty((n, *self.observation_space.shape), self._dtype)
-        rewards = np.empty(n, np.float32)
+            chosen = actions.reshape(n, *self.action_space.shape) + self._start
+        if obs is None:
+            obs = np.empty((n, *self.observation_space.shape), self._dtype)
+        rewards = np.zeros(n, np.float32)
         terminations, truncations = np.zeros(n, bool), np.zeros(n, bool)
         infos: dict[str, Any] = {}
         limit, elapsed, returns = self._limit, self._elapsed, self._returns
-        for i, env in enumerate(self.envs):
+        for i in slots:
+            env = self.envs[i]
             observed, reward, terminated, truncated, info = env.step(chosen[i])
             elapsed[i] += 1
             returns[i] += float(reward)

@@ -42,7 +42,7 @@ def load_attribute(path: str, key: str) -> Any:
     module, _, attribute = path.partition(":")
     try:
         return getattr(importlib.import_module(module), attribute)
-    except (ImportError, AttributeError) as error:
+    except (ImportError, AttributeError, TypeError, ValueError) as error:
         raise ConfigError(f"{key} is {path!r}, which cannot be imported: {error}") from None
 
 

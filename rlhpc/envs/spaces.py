@@ -25,7 +25,7 @@ def space_to_json(space: Any) -> dict[str, Any]:
     if isinstance(space, spaces.Discrete):
         return {"type": "Discrete", "n": int(space.n), "start": int(space.start)}
     if isinstance(space, spaces.MultiDiscrete):
-        return {"type": "MultiDiscrete", "nvec": [int(n) for n in space.nvec.reshape(-1)]}
+        return {"type": "MultiDiscrete", "nvec": space.nvec.tolist(), "start": space.start.tolist()}
     if isinstance(space, spaces.MultiBinary):
         return {"type": "MultiBinary", "n": int(np.prod(space.shape))}
     raise ConfigError(
@@ -45,5 +45,5 @@ def space_from_json(data: dict[str, Any]) -> Any:
     if kind == "Discrete":
         return spaces.Discrete(data["n"], start=data["start"])
     if kind == "MultiDiscrete":
-        return spaces.MultiDiscrete(data["nvec"])
+        return spaces.MultiDiscrete(np.array(data["nvec"]), start=np.array(data["start"]) if "start" in data else None)
     return spaces.MultiBinary(data["n"])
