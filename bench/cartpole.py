@@ -16,7 +16,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -47,10 +47,10 @@ def rlhpc(seed: int) -> dict[str, Any]:
             "total_s": total, "env_steps_per_s": last["rollout/env_steps"] / last["time/wall_s"]}  # fmt: skip
 
 
-def single_process(seed: int) -> dict[str, Any]:
+def single_process(seed: int, *options: str) -> dict[str, Any]:
     """One run of `single_process_ppo.py`, stopped at the target."""
     command = [sys.executable, str(HERE / "single_process_ppo.py"), "--seed", str(seed), "--stop", "--target", str(TARGET),
-               "--max-env-steps", str(MAX_ENV_STEPS)]  # fmt: skip
+               "--max-env-steps", str(MAX_ENV_STEPS), *options]  # fmt: skip
     started = time.perf_counter()
     done = subprocess.run(command, check=True, capture_output=True, text=True)
     total = time.perf_counter() - started
@@ -60,14 +60,20 @@ def single_process(seed: int) -> dict[str, Any]:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Runs both, interleaved, and writes `results/cartpole.json`."""
+    """Runs all, interleaved, and writes `results/cartpole.json`."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seeds", type=int, default=5)
     args = parser.parse_args(argv)
     os.environ["OMP_NUM_THREADS"] = "1"
-    runs: dict[str, list[dict[str, Any]]] = {"rlhpc": [], "single_process": []}
+    contenders: dict[str, Callable[[int], dict[str, Any]]] = {
+        "rlhpc": rlhpc,
+        "single_process": single_process,
+        # what rlhpc always does, and CleanRL's does not: an episode cut by the time limit is worth its final value
+        "single_process_bootstrapped": lambda seed: single_process(seed, "--bootstrap-truncations"),
+    }
+    runs: dict[str, list[dict[str, Any]]] = {name: [] for name in contenders}
     for seed in range(1, args.seeds + 1):
-        for name, run in (("rlhpc", rlhpc), ("single_process", single_process)):
+        for name, run in contenders.items():
             runs[name].append(run(seed))
             print(name, json.dumps(runs[name][-1]), flush=True)
     summary = {
@@ -75,10 +81,15 @@ def main(argv: Sequence[str] | None = None) -> None:
         | {"reached": sum(row["reached"] for row in rows)}
         for name, rows in runs.items()
     }
-    ratio = {key: summary["rlhpc"][key]["median"] / summary["single_process"][key]["median"]
-             for key in ("env_steps", "loop_s", "total_s", "env_steps_per_s")}  # fmt: skip
+    ratio = {
+        other: {
+            key: summary["rlhpc"][key]["median"] / summary[other][key]["median"]
+            for key in ("env_steps", "loop_s", "total_s", "env_steps_per_s")
+        }
+        for other in list(contenders)[1:]
+    }
     path = write("cartpole", f"python -m bench.cartpole --seeds {args.seeds}", {
-        "target": TARGET, "summary": summary, "rlhpc_over_single_process": ratio, "runs": runs,
+        "target": TARGET, "summary": summary, "rlhpc_over": ratio, "runs": runs,
     })  # fmt: skip
     print(json.dumps({"summary": summary, "ratio": ratio}, indent=2))
     print(path)

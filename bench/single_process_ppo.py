@@ -80,6 +80,11 @@ def train(args: argparse.Namespace) -> dict[str, float | int | None]:
             act_b[t], logp_b[t], val_b[t] = action, logp, value
             raw, reward, terminated, truncated, infos = envs.step(action.numpy())
             rew_b[t] = torch.as_tensor(reward)
+            if args.bootstrap_truncations and (cut := truncated & ~terminated).any():
+                rows = torch.as_tensor(cut.nonzero()[0])
+                final = torch.as_tensor(np.stack(infos["final_obs"][cut]))
+                with torch.no_grad():
+                    rew_b[t, rows] += args.gamma * agent.critic(final).squeeze(-1)
             obs, done = torch.as_tensor(raw), torch.as_tensor(terminated | truncated, dtype=torch.float32)
             if "final_info" in infos:
                 episode = infos["final_info"]["episode"]
@@ -127,6 +132,7 @@ def main() -> None:
     ):  # fmt: skip
         parser.add_argument(f"--{name}", type=kind, default=default)
     parser.add_argument("--stop", action="store_true", help="stop when the target is reached")
+    parser.add_argument("--bootstrap-truncations", action="store_true", help="value of the final observation where cut")
     print(json.dumps(train(parser.parse_args())))
 
 
