@@ -47,6 +47,18 @@ class DeadlineExceeded(RlhpcError):
     """A wait ran into its deadline; says for whom it waited."""
 
 
+class StepFailed(RlhpcError):
+    """A job step could not be started.
+
+    Attributes:
+        node: First node that it was for.
+    """
+
+    def __init__(self, message: str, *, node: str = "") -> None:
+        super().__init__(message)
+        self.node = node
+
+
 class ChannelError(RlhpcError):
     """A channel does not exist, or its home process is gone."""
 

@@ -82,7 +82,7 @@ def run_worker(spec: WorkerSpec) -> int:
     from rlhpc.runtime.scratch import Scratch
 
     registry, scratch = Registry(Path(spec.registry)), Scratch(spec.token)
-    scratch.hold()
+    scratch.ensure()
     keys = registry.load_keys()
     driver = choose(spec.driver)
     note = {"name": spec.name, "incarnation": spec.incarnation, "pid": os.getpid()}
@@ -100,7 +100,7 @@ def run_worker(spec: WorkerSpec) -> int:
         "group": spec.group, "rank": spec.rank, "node": spec.node, "node_rank": spec.node_rank, "pid": os.getpid(),
         "host": service.endpoint["host"], "rpc": rpc, "data": service.endpoint, "log_out": spec.log_out,
         "log_err": spec.log_err, "incarnation": spec.incarnation, "accelerators": list(spec.accelerators),
-        "state": "running", "started": time.time(),
+        "state": "running", "started": time.time(), "step": _step_id(),
     }  # fmt: skip
     ctx = context.Context(spec.name, registry, service, wait_deadline=spec.wait_deadline)
     context.install(ctx)
@@ -145,13 +145,60 @@ def run_worker(spec: WorkerSpec) -> int:
         commands.send_multipart([caller, number, status, seconds, *packed.frames])
 
 
-def main() -> None:
-    """A worker started by a fresh interpreter: the spec comes on stdin."""
+def _step_id() -> str:
+    """`<job>.<step>` where this rank is a task of a job step."""
+    job, step = os.environ.get("SLURM_JOB_ID"), os.environ.get("SLURM_STEP_ID")
+    return f"{job}.{step}" if job and step and step.isdigit() else ""
+
+
+def _spawned() -> WorkerSpec:
+    """A rank that the fork server started with a fresh interpreter."""
     from rlhpc.runtime.forkserver import die_with_parent
 
     die_with_parent(int(sys.argv[1]))
     spec: WorkerSpec = pickle.loads(sys.stdin.buffer.read())
+    return spec
+
+
+def _task() -> WorkerSpec:
+    """A rank that is a task of a job step: its devices, and its address for the other hosts, are found here."""
+    from rlhpc.runtime.allocation import visible_accelerators
+    from rlhpc.runtime.network import address_towards, interface_of
+    from rlhpc.runtime.scratch import Scratch, remove_stale
+    from rlhpc.runtime.steps import end_with_input, own_devices, read_specs
+
+    stream = os.dup(0)
+    spec = read_specs(stream)[int(os.environ["SLURM_PROCID"])]
+    end_with_input(stream)
+    spec.env.setdefault("CUDA_VISIBLE_DEVICES", own_devices(spec, os.environ, visible_accelerators(os.environ)))
+    if spec.local_rank == 0:
+        remove_stale()
+    Scratch(spec.token).ensure()
+    if spec.tcp_address:
+        driver = spec.driver["tcp"].rpartition(":")[0].removeprefix("tcp://")
+        spec.tcp_address = address_towards(driver)
+        interface = interface_of(spec.tcp_address)
+        for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+            if interface and name not in os.environ:
+                spec.env.setdefault(name, interface)
+    return spec
+
+
+def main() -> None:
+    """A rank in an interpreter of its own: what it is to do comes on stdin."""
+    from rlhpc.runtime.errors import RlhpcError
+
+    by_step = sys.argv[1:] == ["step"]
+    try:
+        spec = _task() if by_step else _spawned()
+    except (RlhpcError, EOFError) as error:
+        print(f"rlhpc: error: {error}", file=sys.stderr, flush=True)
+        os._exit(1)
     status = run_worker(spec)
+    if by_step:
+        from rlhpc.runtime.scratch import Scratch
+
+        Scratch(spec.token).leave()
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(status)

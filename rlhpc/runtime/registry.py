@@ -67,6 +67,16 @@ class Registry:
         return cls(root)
 
     @staticmethod
+    def job_generation(parent: Path, job: str, restart: str) -> str:
+        """`<job>-<restart>`; `<job>-<restart>.<n>` for the n-th time that a driver starts within the same job."""
+        name = f"{job}-{restart}"
+        taken = [p.name for p in parent.glob(f"{name}*")] if parent.is_dir() else []
+        earlier = [
+            int(found[len(name) + 1 :] or 0) for found in taken if found[len(name) + 1 :].isdigit() or found == name
+        ]
+        return f"{name}.{max(earlier) + 1}" if earlier else name
+
+    @staticmethod
     def next_local_generation(parent: Path) -> str:
         """`local-<n>`: the generation's name where no scheduler gives a job id and a restart count."""
         taken = [int(p.name[6:]) for p in parent.glob("local-*") if p.name[6:].isdigit()] if parent.is_dir() else []

@@ -12,9 +12,12 @@ import logging
 import os
 import secrets
 import shutil
+import stat
 import time
 from dataclasses import dataclass
 from pathlib import Path
+
+from rlhpc.runtime.errors import RegistryError
 
 log = logging.getLogger(__name__)
 
@@ -22,6 +25,8 @@ log = logging.getLogger(__name__)
 _SOCKET_ROOT = Path("/tmp")
 _SHM_ROOT = Path("/dev/shm")
 _YOUNG_S = 60.0
+#: Descriptors of the locks that this process holds, by token.
+_held: dict[str, int] = {}
 
 
 def host_id() -> str:
@@ -67,10 +72,46 @@ class Scratch:
         scratch.hold()
         return scratch
 
+    def ensure(self) -> None:
+        """Makes the folders on a host where the session's driver does not run, and takes the lock.
+
+        Raises:
+            RegistryError: Somebody else has made them.
+        """
+        for _ in range(100):
+            for folder in (self.sockets, self.shm, self.spill):
+                with contextlib.suppress(FileExistsError, FileNotFoundError):
+                    folder.mkdir(mode=0o700)
+            try:
+                for folder in (self.sockets, self.shm):
+                    found = folder.lstat()
+                    if found.st_uid != os.getuid() or found.st_mode & 0o077 or not stat.S_ISDIR(found.st_mode):
+                        raise RegistryError(f"{folder} belongs to somebody else or is open to others; it is not used")
+                self.hold()
+                if self.spill.exists() and self.shm.exists():
+                    return
+            except FileNotFoundError:
+                continue  # another rank of the session was just leaving and took them away
+        raise RegistryError(f"cannot make {self.sockets}")
+
     def hold(self) -> None:
         """Takes the shared lock for the rest of this process's life (the descriptor is kept open on purpose)."""
         fd = os.open(self.sockets / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         fcntl.flock(fd, fcntl.LOCK_SH)
+        _held[self.token] = fd
+
+    def leave(self) -> None:
+        """Gives the lock back; the last process of the session on this host removes the folders."""
+        fd = _held.pop(self.token, None)
+        if fd is None:
+            return
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            self.remove()
+        except BlockingIOError:
+            pass
+        finally:
+            os.close(fd)
 
     def remove(self) -> None:
         """Removes both folders; safe to call twice and from several processes."""

@@ -7,6 +7,7 @@ import contextlib
 import logging
 import os
 import pickle
+import shutil
 import signal
 import socket
 import subprocess
@@ -22,12 +23,15 @@ import cloudpickle
 
 from rlhpc.runtime import context as contexts
 from rlhpc.runtime import wire
+from rlhpc.runtime.allocation import in_slurm_job, slurm_nodes
 from rlhpc.runtime.comm.service import Service
-from rlhpc.runtime.errors import PlacementError, RendezvousTimeout, RlhpcError, SubmitError, WorkerFailed
+from rlhpc.runtime.errors import PlacementError, RendezvousTimeout, RlhpcError, StepFailed, SubmitError, WorkerFailed
+from rlhpc.runtime.network import address_towards, node_addresses
 from rlhpc.runtime.registry import Keys, Registry
 from rlhpc.runtime.rpc import RpcClient, worker_failed
 from rlhpc.runtime.scratch import Scratch, host_id
 from rlhpc.runtime.spec import WorkerSpec
+from rlhpc.runtime.steps import JobStep, clear_nodes, start_steps
 
 if TYPE_CHECKING:
     from rlhpc.runtime.cluster import Cluster
@@ -38,6 +42,9 @@ log = logging.getLogger(__name__)
 PRELOAD = ("torch", "numpy", "zmq", "cloudpickle", "rlhpc.runtime.process", "rlhpc.runtime.worker")
 SUSPECT_S = 15.0
 LOST_S = 180.0
+#: How long a step that srun was told to end may take before the controller is asked; and all of it before we go on without.
+_STEP_GRACE_S = 5.0
+_STEP_LIMIT_S = 15.0
 _TAIL_BYTES = 1500
 
 
@@ -51,6 +58,19 @@ class Member:
     record: dict[str, Any] = field(default_factory=dict)
     alive: float = field(default_factory=time.monotonic)
     suspect: bool = False
+    step: JobStep | None = None
+
+
+def steps_possible() -> bool:
+    """Whether this process is in a Slurm job that lets it start job steps."""
+    return in_slurm_job(os.environ) and shutil.which("srun") is not None
+
+
+def _own_address() -> str | None:
+    """This host's address for the job's other hosts; None where there are none."""
+    nodes = slurm_nodes(os.environ)
+    others = [node.name for node in nodes if not node.is_local]
+    return address_towards(node_addresses(others[:1])[others[0]]) if others else None
 
 
 def _class_body(payload: tuple[type, tuple[Any, ...], dict[str, Any]]) -> bytes:
@@ -76,10 +96,10 @@ class ForkServerProcess:
     """The driver's end of a fork server, and the scratch folders that the server removes when the driver is gone.
 
     Args:
-        preload: Modules that it imports besides `PRELOAD`.
+        preload: Modules that it imports besides `PRELOAD`; None imports nothing, where no rank is forked.
     """
 
-    def __init__(self, preload: Sequence[str]) -> None:
+    def __init__(self, preload: Sequence[str] | None) -> None:
         self.scratch = Scratch.create()
         self.control, theirs = socket.socketpair()
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
@@ -87,7 +107,7 @@ class ForkServerProcess:
         with (self.scratch.sockets / "forkserver.err").open("ab") as err:
             self.process = subprocess.Popen(
                 [sys.executable, "-m", "rlhpc.runtime.forkserver", str(theirs.fileno()), self.scratch.token,
-                 str(os.getpid()), *PRELOAD, *preload],
+                 str(os.getpid()), *(() if preload is None else (*PRELOAD, *preload))],
                 pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, stdout=err, stderr=err, env=environment,
                 start_new_session=True,
             )  # fmt: skip
@@ -103,7 +123,8 @@ class Session:
         log_dir: Where the workers' stdout and stderr go.
         preload: Modules that the fork server imports besides torch, so that ranks start with them.
         wait_deadline: Seconds after which any wait of any process gives up.
-        tcp_address: This host's address, where processes on other hosts take part; None opens no TCP port at all.
+        tcp_address: This host's address, where processes on other hosts take part. By default, in a Slurm job of several
+            nodes, the one on the route to them; with None elsewhere no TCP port is opened at all.
     """
 
     _running: Session | None = None
@@ -117,14 +138,18 @@ class Session:
         wait_deadline: float | None = None,
         tcp_address: str | None = None,
     ) -> None:
+        self.steps = steps_possible()
+        if tcp_address is None and self.steps:
+            tcp_address = _own_address()
         self.tcp_address = tcp_address
-        server, Session._prewarmed = Session._prewarmed or ForkServerProcess(preload), None
+        # where ranks are job steps the fork server only clears up behind a driver that was killed
+        server, Session._prewarmed = Session._prewarmed or ForkServerProcess(None if self.steps else preload), None
         self.scratch, self._server, self._control = server.scratch, server.process, server.control
         self._pid = os.getpid()
         root = registry_root or self.scratch.sockets / "registry"
         job = os.environ.get("SLURM_JOB_ID")
         restart = os.environ.get("SLURM_RESTART_COUNT", "0")
-        generation = f"{job}-{restart}" if job else Registry.next_local_generation(root)
+        generation = Registry.job_generation(root, job, restart) if job else Registry.next_local_generation(root)
         self.registry = Registry.create(root, generation)
         keys = Keys.fresh()
         self.registry.save_keys(keys)
@@ -155,7 +180,7 @@ class Session:
     @classmethod
     def prewarm(cls, preload: Sequence[str] = ()) -> None:
         """Starts the next session's fork server already, so that it imports while this process does other things."""
-        if cls._running is None and cls._prewarmed is None:
+        if cls._running is None and cls._prewarmed is None and not steps_possible():
             cls._prewarmed = ForkServerProcess(preload)
 
     @classmethod
@@ -209,6 +234,35 @@ class Session:
             tail = _tail(str(self.scratch.sockets / "forkserver.err"))
             self.fail(WorkerFailed(f"the fork server of node {node} died, and its workers with it{tail}", node=node))
 
+    def _task_exited(self, spec: WorkerSpec, status: int) -> None:
+        """srun said that a rank ended badly."""
+        member = self.members.get(spec.name)
+        if member is not None and member.spec is spec:
+            self._exited(member, status)
+
+    def _step_ended(self, step: JobStep, code: int) -> None:
+        """srun has ended: so have all ranks of its step."""
+        with self._changed:
+            members = [m for m in self.members.values() if m.step is step]
+            lost = [m for m in members if m.state in ("starting", "ready")]
+            for member in members:
+                member.state = "ended"
+            self._changed.notify_all()
+        for member in members:
+            self.service.consumer_died(member.spec.name)
+        if not lost:
+            return
+        spec, words = lost[0].spec, step.last_words or "(it said nothing)"
+        who = f"{spec.group} (ranks {', '.join(str(m.spec.rank) for m in lost)})"
+        said = f"srun ended with exit code {code}:\n{words}\n  log: {step.log_err}"
+        if lost[0].record:
+            self.fail(WorkerFailed(
+                f"the job step of {who} on node {spec.node} ended; {said}{_tail(spec.log_err)}",
+                group=spec.group, rank=spec.rank, node=spec.node, log_path=spec.log_err,
+            ))  # fmt: skip
+        else:
+            self.fail(StepFailed(f"the job step of {who} did not start on node {spec.node}: {said}", node=spec.node))
+
     def _exited(self, member: Member, status: int) -> None:
         with self._changed:
             expected = member.state in ("stopping", "ended")
@@ -239,7 +293,11 @@ class Session:
         member.alive, member.suspect = time.monotonic(), False
         if note["note"] == "ready":
             with self._changed:
-                member.record, member.state = note["record"], "ready"
+                member.record, member.pid = note["record"], note["pid"]
+                if member.state == "starting":
+                    member.state = "ready"
+                if member.step is not None and note["record"].get("step"):
+                    member.step.step_id = note["record"]["step"]
                 self._changed.notify_all()
         elif note["note"] == "failed":
             record = {"group": member.spec.group, "rank": member.spec.rank, "node": member.spec.node,
@@ -272,28 +330,45 @@ class Session:
                 log.debug("after the first failure: %s", failure)
                 return
             self.failure = failure
-            pids = [m.pid for m in self.members.values() if m.state in ("starting", "ready") and m.pid]
+            alive = [m for m in self.members.values() if m.state in ("starting", "ready")]
+            # a step ends with its last rank only: where one has ended already, the others are still to be stopped
+            steps = {m.step for m in self.members.values() if m.step is not None and m.step.running}
             for member in self.members.values():
                 if member.state != "ended":
                     member.state = "stopping"
             self._changed.notify_all()
-        self._tell(op="kill", pids=pids, signal=signal.SIGTERM)
-        threading.Timer(1.5, self._kill_rest).start()
+        self._signal(alive, signal.SIGTERM)
+        for step in steps:
+            step.end()
+        for delay in (1.5, _STEP_GRACE_S):
+            timer = threading.Timer(delay, self._kill_rest, [steps if delay == _STEP_GRACE_S else set()])
+            timer.daemon = True
+            timer.start()
         self.rpc.interrupt()
 
-    def _kill_rest(self) -> None:
-        pids = [m.pid for m in self.members.values() if m.state == "stopping" and m.pid]
-        if pids and self.failure is not None:
-            self._tell(op="kill", pids=pids, signal=signal.SIGKILL)
+    def _signal(self, members: Sequence[Member], number: int) -> None:
+        """To ranks that the fork server started."""
+        self._tell(op="kill", pids=[m.pid for m in members if m.pid and m.step is None], signal=number)
+
+    def _kill_rest(self, steps: set[JobStep]) -> None:
+        if self.failure is not None:
+            self._signal([m for m in self.members.values() if m.state == "stopping"], signal.SIGKILL)
+            for step in steps:
+                if step.running:
+                    step.kill()
 
     def check(self) -> None:
         """Raises the first failure, once the groups have been stopped and their shared memory freed."""
         failure = self.failure
         if failure is None:
             return
-        self._await_ended(list(self.members.values()), 4.0)
+        self._await_all()
         self._free_memory()
         raise failure
+
+    def _await_all(self) -> None:
+        limit = _STEP_LIMIT_S if any(m.step is not None for m in self.members.values()) else 4.0
+        self._await_ended(list(self.members.values()), limit)
 
     def _await_ended(self, members: Sequence[Member], timeout: float) -> bool:
         with self._changed:
@@ -323,7 +398,7 @@ class Session:
         """Starts a group and returns its members' records in rank order. See `WorkerGroup.launch`."""
         with self._changed:
             if self.failure is not None:
-                self._await_ended(list(self.members.values()), 4.0)
+                self._await_all()
                 self.failure = None
             if any(m.spec.group == name and m.state != "ended" for m in self.members.values()):
                 raise PlacementError(f"a group named {name!r} is running already: give launch() another name")
@@ -337,8 +412,11 @@ class Session:
             self.members[spec.name] = member
             started.append(member)
         self.registry.put("groups", name, {"world_size": len(placements), "class": payload[0].__qualname__})
-        for member in started:
-            self._tell(op="start", spec=pickle.dumps(member.spec))
+        if self.steps and cluster.source == "slurm":
+            self._start_steps(started, cluster)
+        else:
+            for member in started:
+                self._tell(op="start", spec=pickle.dumps(member.spec))
         with self._changed:
             self._changed.wait_for(
                 lambda: self.failure is not None or all(m.state == "ready" for m in started), timeout
@@ -347,6 +425,8 @@ class Session:
         missing = [m for m in started if m.state != "ready"]
         if missing:
             lines = [f"  {m.spec.name} on {m.spec.node} (pid {m.pid or '?'}, log {m.spec.log_err})" for m in missing]
+            said = {m.step.last_words for m in missing if m.step is not None and m.step.last_words}
+            lines += [f"  srun said: {words}" for words in sorted(said)]
             failure = RendezvousTimeout(
                 f"{len(missing)} of {len(started)} ranks of {name!r} did not arrive in {timeout:.0f} s:\n"
                 + "\n".join(lines)
@@ -354,6 +434,19 @@ class Session:
             self.fail(failure)
             self.check()
         return [m.record for m in started]
+
+    def _start_steps(self, started: Sequence[Member], cluster: Cluster) -> None:
+        try:
+            steps = start_steps([m.spec for m in started], cluster, self.log_dir, self._task_exited, self._step_ended)
+        except OSError as error:
+            self.fail(StepFailed(f"cannot start srun: {error}", node=started[0].spec.node))
+            return
+        owner = {id(spec): step for step in steps for spec in step.specs}
+        with self._changed:
+            for member in started:
+                member.step = owner[id(member.spec)]
+        for step in steps:  # only now can the session tell whose step ends
+            step.listen()
 
     def _spec(
         self,
@@ -366,16 +459,17 @@ class Session:
         fork: bool,
     ) -> WorkerSpec:
         node = cluster.nodes[placement.node_rank]
-        if not node.is_local:
+        by_step = self.steps and cluster.source == "slurm"
+        if not node.is_local and not by_step:
             raise SubmitError(
                 f"node {node.name} is not this machine: rank {placement.rank} of {name!r} needs a job step"
             )
         group = cluster.node_group(placement.node_group) if placement.node_group else None
         env = {**(dict(group.env_vars or {}) if group else {}), **env_vars}
         visible = node.visible_devices
-        if visible:
+        if visible and not by_step:  # a step looks into the mask that it finds itself with
             env.setdefault("CUDA_VISIBLE_DEVICES", ",".join(str(visible[i]) for i in placement.accelerators))
-        interpreter = (group.python_interpreter if group else None) or ("" if fork else sys.executable)
+        interpreter = (group.python_interpreter if group else None) or ("" if fork or by_step else sys.executable)
         running = sum(m.spec.node_rank == placement.node_rank and m.state != "ended" for m in self.members.values())
         sharing = max(1, running, sum(p.node_rank == placement.node_rank for p in placements))
         stem = self.log_dir / f"{name}-{placement.rank}"
@@ -400,8 +494,11 @@ class Session:
         if alive and self.failure is None:
             self.rpc.call([r for r in records if r["rank"] in alive], "\0exit", (), {})
         if not self._await_ended(members, grace):
-            for number, patience in ((signal.SIGTERM, 1.0), (signal.SIGKILL, 5.0)):
-                self._tell(op="kill", pids=[m.pid for m in members if m.state != "ended"], signal=number)
+            steps = {m.step for m in members if m.step is not None}
+            for number, patience in ((signal.SIGTERM, 1.0 if not steps else _STEP_GRACE_S), (signal.SIGKILL, 5.0)):
+                self._signal([m for m in members if m.state != "ended"], number)
+                for step in steps:
+                    step.end() if number == signal.SIGTERM else step.kill()
                 if self._await_ended(members, patience):
                     break
         self.rpc.forget(name)
@@ -418,6 +515,8 @@ class Session:
             for name in {m.spec.group for m in self.members.values() if m.state != "ended"}:
                 records = [m.record for m in self.members.values() if m.spec.group == name and m.record]
                 self.shutdown_group(name, records, 2.0)
+        if self.failure is not None and self.tcp_address:
+            clear_nodes({m.step for m in self.members.values() if m.step is not None}, self.scratch)
         self._tell(op="stop")
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._server.wait(timeout=10)

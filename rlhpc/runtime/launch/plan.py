@@ -15,6 +15,7 @@ from rlhpc.runtime.allocation import gpus_in
 from rlhpc.runtime.cluster import Cluster, read_key
 from rlhpc.runtime.errors import ConfigError
 from rlhpc.runtime.placement import HybridComponentPlacement, Placement
+from rlhpc.runtime.steps import srun_argv
 
 LAUNCHERS = ("auto", "slurm", "local")
 #: Keys of a node group that become sbatch options of the same name, in the order they are written.
@@ -221,16 +222,17 @@ def _srun(
     """A job step. It states all its resources: srun does not inherit every one of them from the job."""
     per_node = {r: sum(p.node_rank == r for p in ranks) for r in sorted({p.node_rank for p in ranks})}
     cores = min(max(1, nodes[r].cpus // count) for r, count in per_node.items())
-    argv = ["srun", "--overlap"]
-    if total > 1:
-        argv.append(f"--het-group={component.index}")
-    argv += [f"--nodes={len(per_node)}", f"--ntasks={len(ranks)}", f"--cpus-per-task={cores}", "--mem=0"]
-    # a step without accelerators would inherit the mask of component 0
-    gres = dict(component.options).get("gres") if any(p.accelerators for p in ranks) else None
-    argv.append(f"--gres={gres or 'none'}")
-    if any(count * cores > nodes[r].cpus for r, count in per_node.items()):
-        argv.append("--overcommit")
-    argv += ["--distribution=arbitrary", "--kill-on-bad-exit=1", python, "-m", "rlhpc.runtime.process"]
+    on_device = any(p.accelerators for p in ranks)
+    argv = srun_argv(
+        component=component.index,
+        components=total,
+        nodes=len(per_node),
+        tasks=len(ranks),
+        cores=cores,
+        accelerators=max(nodes[r].accelerators for r in per_node) if on_device else 0,
+        overcommit=any(count * cores > nodes[r].cpus for r, count in per_node.items()),
+    )
+    argv += [python, "-m", "rlhpc.runtime.process", "step"]
     hosts = tuple(nodes[p.node_rank].name for p in ranks)
     return Step(group, component.index, tuple(p.rank for p in ranks), hosts, tuple(argv))
 

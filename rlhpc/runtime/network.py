@@ -1,0 +1,84 @@
+"""Which address the processes of a run reach one another by, where they are spread over hosts."""
+
+from __future__ import annotations
+
+import fcntl
+import socket
+import struct
+import subprocess
+
+from rlhpc.runtime.errors import ConfigError
+
+_SIOCGIFADDR = 0x8915
+
+
+def address_of(interface: str) -> str:
+    """IPv4 address of a network interface of this host.
+
+    Raises:
+        ConfigError: There is no such interface, or it has no address; names those there are.
+    """
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
+        try:
+            answer = fcntl.ioctl(sock, _SIOCGIFADDR, struct.pack("256s", interface.encode()[:15]))
+        except OSError as error:
+            there = ", ".join(f"{name} ({found})" for name, found in interfaces().items()) or "none"
+            raise ConfigError(
+                f"cluster.interface is {interface!r}, which has no address on {socket.gethostname()} "
+                f"({error.strerror}); there are: {there}"
+            ) from None
+    return socket.inet_ntoa(answer[20:24])
+
+
+def interfaces() -> dict[str, str]:
+    """Interfaces of this host that have an IPv4 address."""
+    found = {}
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
+        for _, name in socket.if_nameindex():
+            try:
+                answer = fcntl.ioctl(sock, _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
+            except OSError:
+                continue
+            found[name] = socket.inet_ntoa(answer[20:24])
+    return found
+
+
+def interface_of(address: str) -> str | None:
+    """Interface of this host that has the address."""
+    return next((name for name, found in interfaces().items() if found == address), None)
+
+
+def address_towards(host: str) -> str:
+    """This host's address on the route to another one: the kernel's choice, not the first card there is.
+
+    Raises:
+        ConfigError: There is no route, or the name is not known.
+    """
+    try:
+        address = socket.getaddrinfo(host, 9, socket.AF_INET, socket.SOCK_DGRAM)[0][4]
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
+            sock.connect(address)  # sends nothing
+            return str(sock.getsockname()[0])
+    except OSError as error:
+        raise ConfigError(
+            f"{socket.gethostname()} finds no way to {host}: {error.strerror}; name the network interface that the "
+            "nodes share (cluster.interface=…)"
+        ) from None
+
+
+def node_addresses(names: list[str], timeout_s: float = 30.0) -> dict[str, str]:
+    """Addresses of Slurm nodes as the cluster's configuration has them, in one query; names that it does not tell stand
+    for themselves."""
+    found = {name: name for name in names}
+    try:
+        done = subprocess.run(
+            ["scontrol", "--oneliner", "show", "node", ",".join(names)],
+            stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=timeout_s,
+        )  # fmt: skip
+    except (OSError, subprocess.TimeoutExpired):
+        return found
+    for line in done.stdout.splitlines():
+        pairs = dict(word.split("=", 1) for word in line.split() if "=" in word)
+        if pairs.get("NodeName") in found and pairs.get("NodeAddr"):
+            found[pairs["NodeName"]] = pairs["NodeAddr"]
+    return found
