@@ -18,11 +18,13 @@ from rlhpc.runtime.paths import RunPaths
 
 Command = Callable[[argparse.Namespace], int]
 _OVERRIDES = "key=value of the configuration, such as runner.max_steps=20; the value is YAML"
+_SITE = "site file of the cluster, by name or path (default: what RLHPC_SITE says)"
 _RUN = "run folder, or the run's configuration file (with the overrides it was started with)"
 _EXAMPLES = {
     "plan": (
         "rlhpc plan configs/quickstart.yaml",
         "rlhpc plan configs/quickstart.yaml rollout.pipeline_stage_num=2",
+        "rlhpc plan configs/quickstart.yaml --launcher slurm --site mycluster",
     ),
     "train": (
         "rlhpc train configs/quickstart.yaml runner.name=try runner.max_steps=20",
@@ -32,6 +34,7 @@ _EXAMPLES = {
     "submit": (
         "rlhpc submit configs/quickstart.yaml --segment 0 --executor local",
         "rlhpc submit configs/quickstart.yaml --executor slurm --no-wait",
+        "rlhpc submit configs/quickstart.yaml --site mycluster cluster.time=02:00:00",
     ),
     "cancel": ("rlhpc cancel runs/quickstart",),
     "status": (
@@ -133,7 +136,7 @@ def _plan(args: argparse.Namespace) -> int:
     from rlhpc.config import load_config
     from rlhpc.runtime.launch.plan import build_plan, render_plan
 
-    print(render_plan(build_plan(load_config(args.config, args.overrides))))
+    print(render_plan(build_plan(load_config(args.config, args.overrides, site=args.site), launcher=args.launcher)))
     return 0
 
 
@@ -149,18 +152,22 @@ def _train(args: argparse.Namespace) -> int:
 
 
 def _submit(args: argparse.Namespace) -> int:
-    from rlhpc.config import load_config
-    from rlhpc.runtime.launch.submit import submit_segment
+    from rlhpc.config import find_site, load_config
+    from rlhpc.runtime.launch.plan import build_plan
+    from rlhpc.runtime.launch.submit import choose_executor, submit_segment
 
-    cfg = load_config(args.config, args.overrides)
+    cfg = load_config(args.config, args.overrides, site=args.site)
     if not 0 <= args.segment < cfg.runner.segments:
         raise ConfigError(f"--segment is {args.segment}; the run has segments 0 to {cfg.runner.segments - 1}")
+    executor = choose_executor(args.executor)
     result = submit_segment(
         args.config,
         args.overrides,
         run_root=RunPaths.of(cfg.runner.run_dir, cfg.runner.name).root,
         segment=args.segment,
-        executor=args.executor,
+        executor=executor,
+        environment={"RLHPC_SITE": str(find_site(args.site).absolute())} if args.site else None,
+        slurm=build_plan(cfg, launcher="slurm").submitit_parameters() if executor == "slurm" else None,
         wait=not args.no_wait,
         deadline_s=args.deadline,
     )
@@ -278,6 +285,8 @@ def build_parser() -> argparse.ArgumentParser:
 
     plan = _add(commands, "plan", _plan, "print what a run would start where, without starting anything")
     _with_overrides(plan, config="YAML file of the run")
+    plan.add_argument("--site", help=_SITE)
+    plan.add_argument("--launcher", choices=("auto", "slurm", "local"), default="auto", help="plan for Slurm or not")
     train = _add(commands, "train", _train, "train here and now: on this machine, or in this shell's allocation")
     _with_overrides(train, config="YAML file of the run")
     train.add_argument("--segment", type=int, help="train only this segment (0, 1, …), from the checkpoint before it")
@@ -285,6 +294,7 @@ def build_parser() -> argparse.ArgumentParser:
     _with_overrides(submit, config="YAML file of the run")
     submit.add_argument("--segment", type=int, default=0, help="segment to train (default 0)")
     submit.add_argument("--executor", choices=("auto", "local", "slurm"), default="auto", help="who runs the job")
+    submit.add_argument("--site", help=_SITE)
     submit.add_argument("--no-wait", action="store_true", help="return once the job is submitted")
     submit.add_argument("--deadline", type=float, help="seconds after which to stop waiting (the job goes on)")
     cancel = _add(commands, "cancel", _cancel, "stop a run's job; it saves a checkpoint first")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import math
+import os
 import re
 import typing
 from collections.abc import Iterable, Sequence
@@ -267,13 +268,20 @@ def _placed(placement: dict[str, Any], components: str, value: Any) -> dict[str,
 
 
 def load_config(
-    path: str | Path, overrides: Sequence[str] = (), *, check: bool = True, training: bool = True
+    path: str | Path,
+    overrides: Sequence[str] = (),
+    *,
+    check: bool = True,
+    training: bool = True,
+    site: str | None = None,
 ) -> DictConfig:
     """Reads a configuration.
 
     Args:
         path: YAML file; the files under its key `defaults:` (relative to it) are read first.
         overrides: `key=value` in order, the value in YAML.
+        site: Name or file of the cluster's site file, which fills what neither file nor overrides set under `cluster`; by
+            default what `RLHPC_SITE` says.
         check: Also run `validate`.
         training: Also check what only training needs: batches, placement, run folder.
 
@@ -290,11 +298,67 @@ def load_config(
         _merge(cfg, content, source, sources)
     for text in overrides:
         _merge(cfg, _override(cfg, text), f"override {text!r}", sources)
+    site = os.environ.get("RLHPC_SITE") if site is None else site
+    if site:
+        _apply_site(cfg, find_site(site), sources)
     _require(cfg, str(given))
     if check:
         validate(cfg, str(given), sources, training=training)
     OmegaConf.set_readonly(cfg, True)
     return cfg
+
+
+def site_folders() -> list[Path]:
+    """Where a site is looked for by name: below the working directory, this project, the user's and the system's."""
+    home = Path(os.environ.get("XDG_CONFIG_HOME") or "~/.config").expanduser()
+    system = [Path(p) for p in os.environ.get("XDG_CONFIG_DIRS", "/etc/xdg").split(":") if p]
+    here = [Path("configs/site"), Path(__file__).resolve().parents[2] / "configs" / "site"]
+    return [*here, home / "rlhpc" / "site", *(folder / "rlhpc" / "site" for folder in system)]
+
+
+def find_site(name: str) -> Path:
+    """The site file of a cluster.
+
+    Raises:
+        ConfigError: There is none of that name; says which there are.
+    """
+    given = Path(name).expanduser()
+    if given.suffix in (".yaml", ".yml") or len(given.parts) > 1:
+        if given.is_file():
+            return given
+        raise ConfigError(f"no site file {given}")
+    for folder in site_folders():
+        if (found := folder / f"{name}.yaml").is_file():
+            return found
+    there = sorted({path.stem for folder in site_folders() for path in folder.glob("*.yaml")})
+    near = difflib.get_close_matches(name, there, 1)
+    raise ConfigError(
+        f"no site {name!r}; {f'did you mean {near[0]!r}? ' if near else ''}there are: {', '.join(there) or 'none'} "
+        f"(looked in {', '.join(str(folder) for folder in site_folders())})"
+    )
+
+
+def _apply_site(cfg: DictConfig, path: Path, sources: dict[str, str]) -> None:
+    """Fills what the configuration left open under `cluster`; groups that it does not have are left out."""
+    layer = OmegaConf.structured(Config)
+    given: dict[str, str] = {}
+    for source, content in _read(path, ()):
+        if stray := [key for key in content if key != "cluster"]:
+            raise ConfigError(
+                f"{source}: {stray[0]}: a site file has the section cluster only; it says where, not what"
+            )
+        _merge(layer, content, source, given)
+    if unfit := [key for key in ("component_placement", "num_nodes") if f"cluster.{key}" in given]:
+        raise ConfigError(f"{given[f'cluster.{unfit[0]}']}: cluster.{unfit[0]} belongs to a run, not to a site")
+    for key in given:
+        if key.startswith("cluster.") and key != "cluster.node_groups" and key not in sources:
+            OmegaConf.update(cfg, key, OmegaConf.select(layer, key), merge=False)
+            sources[key] = given[key]
+    by_label = {str(group.label): group for group in layer.cluster.node_groups}
+    for group in cfg.cluster.node_groups:
+        for key, value in by_label.get(str(group.label), {}).items():
+            if value and not group[key]:
+                group[key] = value
 
 
 def _require(cfg: DictConfig, source: str) -> None:

@@ -9,8 +9,33 @@ from omegaconf import II, MISSING
 
 
 @dataclass
-class NodeGroupConfig:
-    """Nodes with a label, which components name in their placement."""
+class SlurmOptions:
+    """What the nodes of a component of the job are asked for with."""
+
+    partition: str | None = None
+    """Slurm partition."""
+    account: str | None = None
+    """Slurm account."""
+    qos: str | None = None
+    """Slurm quality of service."""
+    constraint: str | None = None
+    """Slurm node features."""
+    gres: str | None = None
+    """Slurm generic resources in full, such as `gpu:a100:4,nvme:1`; by default `gres_name` and the accelerators asked for."""
+    gres_name: str | None = None
+    """Name and type of the accelerators among Slurm's generic resources, such as `gpu:a100` (default `gpu`)."""
+    mem: str | None = None
+    """Memory a node, as Slurm writes it: `64G`."""
+    cpus_per_node: int | None = None
+    """Cores a node."""
+    time: str | None = None
+    """Walltime, as Slurm writes it: `02:00:00`."""
+
+
+@dataclass
+class NodeGroupConfig(SlurmOptions):
+    """Nodes with a label, which components name in their placement. A Slurm option that a group leaves out is that of
+    `cluster`."""
 
     label: str = MISSING
     """Name of the group; `cluster` and `node` are reserved."""
@@ -28,26 +53,10 @@ class NodeGroupConfig:
     """Environment variables of every process there."""
     python_interpreter: str | None = None
     """Python to start processes with, where the group needs an environment of its own."""
-    partition: str | None = None
-    """Slurm partition."""
-    account: str | None = None
-    """Slurm account."""
-    qos: str | None = None
-    """Slurm quality of service."""
-    constraint: str | None = None
-    """Slurm node features."""
-    gres: str | None = None
-    """Slurm generic resources, such as `gpu:a100:4`."""
-    mem: str | None = None
-    """Memory a node, as Slurm writes it: `64G`."""
-    cpus_per_node: int | None = None
-    """Cores a node."""
-    time: str | None = None
-    """Walltime, as Slurm writes it: `02:00:00`."""
 
 
 @dataclass
-class ClusterConfig:
+class ClusterConfig(SlurmOptions):
     """Machines, and which component runs where."""
 
     num_nodes: int = 1
@@ -59,6 +68,16 @@ class ClusterConfig:
     and `placement`."""
     node_groups: list[NodeGroupConfig] = field(default_factory=list)
     """Labelled groups of nodes."""
+    interface: str | None = None
+    """Network interface by which nodes reach one another, such as `ib0`; by default the one on the route between them."""
+    setup: list[str] = field(default_factory=list)
+    """Lines of the job's script before the driver starts: `module load …`, `source …/activate`."""
+    sbatch: list[str] = field(default_factory=list)
+    """Further options of the whole job, such as `--reservation=rl`."""
+    container: list[str] = field(default_factory=list)
+    """Words that stand before every command of a job step, such as `[apptainer, exec, --nv, rlhpc.sif]`."""
+    signal_lead_s: int = 120
+    """Seconds before the walltime at which Slurm asks the job to save and end."""
 
 
 @dataclass

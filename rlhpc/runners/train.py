@@ -83,11 +83,17 @@ def _train(
     runner: EmbodiedRunner | None = None
     with StopRequest() as stop:
         session = Session.start(
-            registry_root=run.paths.registry, log_dir=run.paths.segment_logs(run.segment or 0), preload=PRELOAD
-        )
+            registry_root=run.paths.registry, log_dir=run.paths.segment_logs(run.segment or 0), preload=PRELOAD,
+            interface=cluster.interface,
+        )  # fmt: skip
         try:
             groups = {
-                role: cls.create_group(cfg).launch(cluster, placement_strategy=strategies[role], name=role)
+                role: cls.create_group(cfg).launch(
+                    cluster,
+                    placement_strategy=strategies[role],
+                    name=role,
+                    timeout=float(cfg.runner.rendezvous_timeout_s),
+                )
                 for role, cls in classes.items()
             }
             runner = EmbodiedRunner(cfg, **groups, run=run, stop=stop)

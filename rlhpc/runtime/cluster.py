@@ -69,6 +69,8 @@ class Cluster:
         nodes: In rank order.
         node_groups: By label; the reserved labels are not among them.
         source: `slurm` (an allocation), `machine` (this one) or `virtual`.
+        interface: Network interface by which nodes reach one another; None is the one on the route between them.
+        container: Words before every command of a job step.
     """
 
     def __init__(
@@ -97,6 +99,8 @@ class Cluster:
         groups = list(read_key(config, "node_groups", ()))
         self.node_groups: dict[str, NodeGroup] = _read_groups(groups, self.nodes)
         self._grant(groups, read_key(config, "accelerators_per_node"), trust_gres=slurm)
+        self.interface: str | None = read_key(config, "interface")
+        self.container: tuple[str, ...] = tuple(str(word) for word in read_key(config, "container", ()))
 
     @classmethod
     def local(
@@ -140,7 +144,7 @@ class Cluster:
     ) -> Cluster:
         """Virtual nodes with `per_node` accelerators; where that is None, `found` on nodes that could be this machine."""
         cluster = cls.__new__(cls)
-        cluster.source = "virtual"
+        cluster.source, cluster.interface, cluster.container = "virtual", None, ()
         num_nodes = _count(num_nodes, "cluster.num_nodes", 1)
         groups = list(node_groups)
         host, cores = os.uname().nodename, granted_cpus() if cpus is None else cpus

@@ -163,7 +163,7 @@ def _spawned() -> WorkerSpec:
 def _task() -> WorkerSpec:
     """A rank that is a task of a job step: its devices, and its address for the other hosts, are found here."""
     from rlhpc.runtime.allocation import visible_accelerators
-    from rlhpc.runtime.network import address_towards, interface_of
+    from rlhpc.runtime.network import address_of, address_towards, interface_of
     from rlhpc.runtime.scratch import Scratch, remove_stale
     from rlhpc.runtime.steps import end_with_input, own_devices, read_specs
 
@@ -176,7 +176,7 @@ def _task() -> WorkerSpec:
     Scratch(spec.token).ensure()
     if spec.tcp_address:
         driver = spec.driver["tcp"].rpartition(":")[0].removeprefix("tcp://")
-        spec.tcp_address = address_towards(driver)
+        spec.tcp_address = address_of(spec.interface) if spec.interface else address_towards(driver)
         interface = interface_of(spec.tcp_address)
         for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
             if interface and name not in os.environ:

@@ -26,7 +26,7 @@ from rlhpc.runtime import wire
 from rlhpc.runtime.allocation import in_slurm_job, slurm_nodes
 from rlhpc.runtime.comm.service import Service
 from rlhpc.runtime.errors import PlacementError, RendezvousTimeout, RlhpcError, StepFailed, SubmitError, WorkerFailed
-from rlhpc.runtime.network import address_towards, node_addresses
+from rlhpc.runtime.network import address_of, address_towards, node_addresses
 from rlhpc.runtime.registry import Keys, Registry
 from rlhpc.runtime.rpc import RpcClient, worker_failed
 from rlhpc.runtime.scratch import Scratch, host_id
@@ -66,11 +66,13 @@ def steps_possible() -> bool:
     return in_slurm_job(os.environ) and shutil.which("srun") is not None
 
 
-def _own_address() -> str | None:
+def _own_address(interface: str | None) -> str | None:
     """This host's address for the job's other hosts; None where there are none."""
     nodes = slurm_nodes(os.environ)
     others = [node.name for node in nodes if not node.is_local]
-    return address_towards(node_addresses(others[:1])[others[0]]) if others else None
+    if not others:
+        return None
+    return address_of(interface) if interface else address_towards(node_addresses(others[:1])[others[0]])
 
 
 def _class_body(payload: tuple[type, tuple[Any, ...], dict[str, Any]]) -> bytes:
@@ -125,6 +127,7 @@ class Session:
         wait_deadline: Seconds after which any wait of any process gives up.
         tcp_address: This host's address, where processes on other hosts take part. By default, in a Slurm job of several
             nodes, the one on the route to them; with None elsewhere no TCP port is opened at all.
+        interface: Network interface to take that address from instead, on every node.
     """
 
     _running: Session | None = None
@@ -137,11 +140,12 @@ class Session:
         preload: Sequence[str] = (),
         wait_deadline: float | None = None,
         tcp_address: str | None = None,
+        interface: str | None = None,
     ) -> None:
         self.steps = steps_possible()
         if tcp_address is None and self.steps:
-            tcp_address = _own_address()
-        self.tcp_address = tcp_address
+            tcp_address = _own_address(interface)
+        self.tcp_address, self.interface = tcp_address, interface
         # where ranks are job steps the fork server only clears up behind a driver that was killed
         server, Session._prewarmed = Session._prewarmed or ForkServerProcess(None if self.steps else preload), None
         self.scratch, self._server, self._control = server.scratch, server.process, server.control
@@ -480,7 +484,7 @@ class Session:
             body=body, log_out=f"{stem}.out", log_err=f"{stem}.err", env=env,
             sys_path=[p or os.getcwd() for p in sys.path], cwd=os.getcwd(), threads=max(1, node.cpus // sharing),
             driver=self.service.endpoint, wait_deadline=self.context.wait_deadline, interpreter=interpreter,
-            tcp_address=self.tcp_address,
+            tcp_address=self.tcp_address, interface=self.interface,
         )  # fmt: skip
 
     def shutdown_group(self, name: str, records: Sequence[dict[str, Any]], grace: float) -> None:

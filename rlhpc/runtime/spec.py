@@ -20,6 +20,7 @@ class WorkerSpec:
         sys_path, cwd: So that the worker imports what the driver imports.
         threads: Cores granted to the rank, for OpenMP and torch.
         tcp_address: Address to listen on for other hosts; None where all processes share this host.
+        interface: Network interface for that address; None takes the one on the route to the driver.
         driver: The driver's data endpoint, for HELLO and heartbeats.
         wait_deadline: Seconds after which any wait gives up.
         interpreter: Python to start instead of forking; empty means fork.
@@ -43,6 +44,7 @@ class WorkerSpec:
     cwd: str = "."
     threads: int = 1
     tcp_address: str | None = None
+    interface: str | None = None
     driver: dict[str, str] = field(default_factory=dict)
     wait_deadline: float = 1800.0
     interpreter: str = ""

@@ -219,7 +219,7 @@ def start_steps(
             accelerators=max(len(node.accelerators) for node in nodes.values()) if on_device else 0,
             overcommit=any(count * cores > nodes[rank].cpus for rank, count in counts.items()),
         )
-        command = [tasks[0].interpreter or sys.executable, "-m", "rlhpc.runtime.process", "step"]
+        command = [*cluster.container, tasks[0].interpreter or sys.executable, "-m", "rlhpc.runtime.process", "step"]
         name = f"{tasks[0].group}-{component}" if total > 1 else tasks[0].group
         steps.append(JobStep(tasks, (component, total), argv, command, log_dir / f"{name}.step.err", on_exit, on_end))
     return steps

@@ -11,6 +11,11 @@ wildcard_constraints:
     suite=r"[\w.-]+",
 
 
+#: What commands take after their own options.
+SITE = config["site"] or os.environ.get("RLHPC_SITE", "")
+SITE_OPTION = ["--site", SITE] if SITE else []
+
+
 def near(path):
     """The path as seen from the working directory, where it lies below it: shorter in logs and graphs."""
     path = Path(path).absolute()
@@ -31,9 +36,15 @@ def words(value):
 def load_run():
     """The run's configuration; a mistake in it is one message, and nothing has been written yet."""
     try:
-        return load_config(RUN_CONFIG, OVERRIDES)
+        return load_config(RUN_CONFIG, OVERRIDES, site=SITE or None)
     except RlhpcError as error:
         raise WorkflowError(f"rlhpc: error: {error}") from None
+
+
+def slurm_resources(cfg):
+    """Where Slurm runs the jobs beside training: on the run's own partition, unless a profile says otherwise."""
+    found = {"slurm_partition": cfg.cluster.partition, "slurm_account": cfg.cluster.account}
+    return {name: value for name, value in found.items() if value is not None}
 
 
 def executor(wildcards):

@@ -13,6 +13,7 @@ rule convert:
     retries: config["retries"]
     threads: 1
     resources:
+        **SLURM_RESOURCES,
         mem_mb=8000,
         runtime=60,
     params:

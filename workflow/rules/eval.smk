@@ -13,6 +13,7 @@ rule eval:
     retries: config["retries"]
     threads: 1
     resources:
+        **SLURM_RESOURCES,
         mem_mb=4000,
         runtime=60,
     params:

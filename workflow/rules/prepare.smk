@@ -2,6 +2,7 @@
 RUN_CONFIG = find_config(config["run"])
 OVERRIDES = words(config["overrides"])
 CFG = load_run()
+SLURM_RESOURCES = slurm_resources(CFG)
 RUN = RunPaths.of(CFG.runner.run_dir, CFG.runner.name)
 ENDS = segment_ends(CFG)
 SUITES = list(config["suites"] or CFG.workflow.eval_suites)
@@ -25,6 +26,7 @@ rule prepare:
         f"{LOGS}/prepare.tsv"
     localrule: True
     params:
+        site=SITE_OPTION,
         overrides=OVERRIDES,
     shell:
-        "rlhpc plan {input.config:q} {params.overrides:q} > {output.plan:q} 2> {log:q}"
+        "rlhpc plan {input.config:q} {params.site:q} {params.overrides:q} > {output.plan:q} 2> {log:q}"

@@ -19,8 +19,9 @@ checkpoint train_segment:
     params:
         executor=executor,
         marker=lambda wildcards: RUN.segment_done(int(wildcards.segment)),
+        site=SITE_OPTION,
         overrides=OVERRIDES,
     shell:
         "rlhpc submit {input.config:q} --segment {wildcards.segment} --executor {params.executor}"
-        " {params.overrides:q} 2>&1 | tee --ignore-interrupts {log:q}"
+        " {params.site:q} {params.overrides:q} 2>&1 | tee --ignore-interrupts {log:q}"
         " && cp --preserve=timestamps {params.marker:q} {output.done:q}"

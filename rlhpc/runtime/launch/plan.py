@@ -87,6 +87,9 @@ class Plan:
     nodes: tuple[PlannedNode, ...]
     placements: Mapping[str, Sequence[Placement]]
     warnings: tuple[str, ...] = ()
+    setup: tuple[str, ...] = ()
+    job_options: tuple[str, ...] = ()
+    signal_lead_s: int = 120
 
     def submitit_parameters(self) -> dict[str, Any]:
         """The job's resources as parameters of `submitit.SlurmExecutor`.
@@ -99,7 +102,9 @@ class Plan:
         for name in ("nodes", "ntasks_per_node", "cpus_per_task"):
             if name in parameters:
                 parameters[name] = int(parameters[name])
-        parameters["setup"] = [line for component in self.components[1:] for line in component.directives]
+        further = [line for component in self.components[1:] for line in component.directives]
+        parameters["setup"] = [*(f"#SBATCH {option}" for option in self.job_options), *further, *self.setup]
+        parameters["additional_parameters"] = {"signal": f"B:USR2@{self.signal_lead_s}"}
         return parameters
 
 
@@ -126,7 +131,7 @@ def build_plan(cfg: Any, cluster: Cluster | None = None, *, launcher: str = "aut
     if cluster is None:
         cluster = Cluster.planned(section, cpus=0 if launcher == "slurm" else None)
     placements = HybridComponentPlacement(cfg, cluster).placements()
-    components = _components(groups, cluster)
+    components = _components(groups, section, cluster)
     owner = {node: c.index for c in components for node in c.nodes}
     names = [n.name if cluster.source == "slurm" else f"node{n.rank}" for n in cluster.nodes]
     nodes = tuple(
@@ -144,20 +149,24 @@ def build_plan(cfg: Any, cluster: Cluster | None = None, *, launcher: str = "aut
                 steps.append(_local(group, mine, nodes, interpreter, python))
     name = str(read_key(read_key(cfg, "runner"), "name", "run"))
     warnings = tuple(_oversubscribed(nodes, placements))
-    return Plan(name, launcher, components, tuple(steps), nodes, placements, warnings)
+    return Plan(
+        name, launcher, components, tuple(steps), nodes, placements, warnings,
+        setup=tuple(read_key(section, "setup", ())), job_options=tuple(read_key(section, "sbatch", ())),
+        signal_lead_s=int(read_key(section, "signal_lead_s", 120)),
+    )  # fmt: skip
 
 
 def _needs_slurm(section: Any, groups: Sequence[Any], cluster: Cluster | None) -> bool:
     if cluster is not None and cluster.source != "virtual":
         return cluster.source == "slurm"
-    asked = any(read_key(raw, key) is not None for raw in groups for key in _RESOURCES)
+    asked = any(read_key(raw, key) is not None for raw in [*groups, section] for key in _RESOURCES)
     return asked or (len(cluster.nodes) if cluster else read_key(section, "num_nodes", 1)) > 1
 
 
 # -- components -------------------------------------------------------------------------------------------------------
 
 
-def _components(groups: Sequence[Any], cluster: Cluster) -> tuple[JobComponent, ...]:
+def _components(groups: Sequence[Any], section: Any, cluster: Cluster) -> tuple[JobComponent, ...]:
     """Cuts the nodes into components: as the allocation is, else a component a node group with resources of its own."""
     by_rank = {r: raw for raw in groups for r in cluster.node_group(str(read_key(raw, "label"))).node_ranks}
     allocated = cluster.source == "slurm" or any(n.het_group is not None for n in cluster.nodes)
@@ -180,13 +189,16 @@ def _components(groups: Sequence[Any], cluster: Cluster) -> tuple[JobComponent, 
     for index, (_, ranks) in enumerate(parts):
         members = [raw for raw in groups if any(by_rank.get(r) is raw for r in ranks)]
         labels = "+".join(str(read_key(raw, "label")) for raw in members) or "cluster"
-        options = _options(members, labels, max(len(cluster.nodes[r].accelerators) for r in ranks), len(ranks))
+        accelerators = max(len(cluster.nodes[r].accelerators) for r in ranks)
+        options = _options(members, section, labels, accelerators, len(ranks))
         components.append(JobComponent(index, labels, tuple(ranks), options))
     return tuple(components)
 
 
-def _options(members: Sequence[Any], labels: str, accelerators: int, nodes: int) -> tuple[tuple[str, str], ...]:
-    """sbatch options of a component."""
+def _options(
+    members: Sequence[Any], section: Any, labels: str, accelerators: int, nodes: int
+) -> tuple[tuple[str, str], ...]:
+    """sbatch options of a component: those of its groups, else those of the whole cluster."""
 
     def one(key: str) -> str | None:
         values = {str(v) for raw in members if (v := read_key(raw, key)) is not None}
@@ -195,7 +207,8 @@ def _options(members: Sequence[Any], labels: str, accelerators: int, nodes: int)
                 f"cluster.node_groups[{labels}].{key} is {' and '.join(sorted(values))}: groups of one job component "
                 f"share their resources; give each its own het_component"
             )
-        return next(iter(values), None)
+        common = read_key(section, key)
+        return next(iter(values), None if common is None else str(common))
 
     options: list[tuple[str, str]] = [(k, v) for k in _DIRECTIVES[:4] if (v := one(k)) is not None]
     options += [("nodes", str(nodes)), ("ntasks-per-node", "1")]  # the one task is the driver; ranks are steps
@@ -203,7 +216,7 @@ def _options(members: Sequence[Any], labels: str, accelerators: int, nodes: int)
         options.append(("cpus-per-task", cpus))
     gres = one("gres")
     if accelerators and gpus_in(gres) is None:
-        gres = ",".join(filter(None, (gres, f"gpu:{accelerators}")))
+        gres = ",".join(filter(None, (gres, f"{one('gres_name') or 'gpu'}:{accelerators}")))
     found = {"mem": one("mem"), "gres": gres, "time": one("time")}
     return (*options, *((k, v) for k, v in found.items() if v is not None))
 

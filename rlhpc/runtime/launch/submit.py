@@ -38,6 +38,7 @@ __all__ = [
     "JobRecord",
     "WaitInterrupted",
     "cancel",
+    "choose_executor",
     "driver_command",
     "submit_segment",
 ]
@@ -116,7 +117,7 @@ def submit_segment(
     done = read_json(files.marker)
     if done is not None:
         return _answer("finished", JobRecord.read(files), segment, done)
-    kind = _choose_executor(executor)
+    kind = choose_executor(executor)
     out = stream or sys.stderr
     argv = list(command) if command is not None else driver_command(config_path, overrides, segment=segment)
     _make_folders(files)
@@ -193,7 +194,8 @@ def _ends_by_itself(files: SegmentFiles) -> bool:
     return True
 
 
-def _choose_executor(name: str) -> str:
+def choose_executor(name: str) -> str:
+    """`local` or `slurm`; `auto` is Slurm where sbatch is and this is not inside a job already."""
     if name not in EXECUTORS:
         raise SubmitError(f"executor: found {name!r}, allowed are {', '.join(EXECUTORS)}")
     if name != "auto":

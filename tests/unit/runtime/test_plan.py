@@ -103,8 +103,25 @@ def test_parameters_for_submitit() -> None:
     assert parameters["gres"] == "gpu:a100:4,nvme:1" and parameters["cpus_per_task"] == 32 and parameters["nodes"] == 1
     assert parameters["setup"][:2] == ["#SBATCH hetjob", "#SBATCH --partition=cpu"]
     assert plan({**ONE_NODE, "accelerators_per_node": 0}, launcher="slurm").submitit_parameters() == {
-        "time": None, "nodes": 1, "ntasks_per_node": 1, "setup": []
+        "time": None, "nodes": 1, "ntasks_per_node": 1, "setup": [],
+        "additional_parameters": {"signal": "B:USR2@120"},
     }  # fmt: skip
+
+
+def test_options_of_the_whole_cluster() -> None:
+    """A group takes from `cluster` what it leaves out; further options and set-up lines belong to the job."""
+    section = {
+        **HET, "account": "rl", "time": "01:00:00", "gres_name": "gpu:a100", "setup": ["module load cuda"],
+        "sbatch": ["--reservation=rl"], "signal_lead_s": 90,
+    }  # fmt: skip
+    made = plan(section)
+    assert all("#SBATCH --account=rl" in component.directives for component in made.components)
+    assert "#SBATCH --time=02:00:00" in made.components[1].directives
+    parameters = made.submitit_parameters()
+    assert parameters["setup"][0] == "#SBATCH --reservation=rl" and parameters["setup"][-1] == "module load cuda"
+    assert parameters["additional_parameters"] == {"signal": "B:USR2@90"}
+    alone = plan({**ONE_NODE, "accelerators_per_node": 2, "gres_name": "gpu:a100"}, launcher="slurm")
+    assert "#SBATCH --gres=gpu:a100:2" in alone.components[0].directives
 
 
 def test_submitit_takes_them(tmp_path: Path) -> None:
