@@ -170,6 +170,7 @@ def _submit(args: argparse.Namespace) -> int:
         slurm=build_plan(cfg, launcher="slurm").submitit_parameters() if executor == "slurm" else None,
         wait=not args.no_wait,
         deadline_s=args.deadline,
+        max_restarts=int(cfg.runner.max_restarts),
     )
     print(json.dumps(result))
     return 0

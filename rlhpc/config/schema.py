@@ -115,7 +115,8 @@ class RunnerConfig:
     segments: int = 1
     """Jobs that the run is cut into; each starts from the last checkpoint of the one before."""
     max_restarts: int = 2
-    """Restarts after a failure before the run gives up."""
+    """Restarts of a submitted run after a rank, a step, a node or the driver was killed, in a row without a new
+    checkpoint in between, before it gives up."""
     stop_return: float | None = None
     """Stop when the mean return of the last 100 training episodes reaches this."""
     rendezvous_timeout_s: float = 300.0

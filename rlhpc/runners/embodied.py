@@ -11,6 +11,7 @@ import collections
 import json
 import secrets
 import time
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,12 @@ from rlhpc.runtime.launch.signals import StopRequest, end_of_job
 WINDOW = 100
 #: Steps over which `env_steps_per_s` is averaged.
 _RATE_STEPS = 10
+#: Time kept for a last save at the job's end, however short earlier ones were.
+_LEAST_SAVE_S = 60.0
+
+
+def _p95(seconds: Collection[float]) -> float:
+    return float(np.percentile(list(seconds), 95)) if seconds else 0.0
 
 
 class EmbodiedRunner:
@@ -69,7 +76,8 @@ class EmbodiedRunner:
         self.stop_reason = ""
         self.timeout = None if cfg.runner.step_timeout_s is None else float(cfg.runner.step_timeout_s)
         self._recent: collections.deque[tuple[float, int]] = collections.deque(maxlen=_RATE_STEPS)
-        self._longest_step = self._longest_save = 0.0
+        self._steps_s: collections.deque[float] = collections.deque(maxlen=WINDOW)
+        self._saves_s: collections.deque[float] = collections.deque(maxlen=WINDOW)
         self._saved_step = -1
         self._ready = False
 
@@ -176,7 +184,7 @@ class EmbodiedRunner:
         with timers("update"):
             trained = update.wait(self.timeout)[0]
         seconds = time.perf_counter() - begin
-        self._longest_step = max(self._longest_step, seconds)
+        self._steps_s.append(seconds)
         self.step = step
         transitions = self.slots.num_envs * int(self.cfg.algorithm.rollout_steps)
         self.env_steps += transitions
@@ -231,7 +239,7 @@ class EmbodiedRunner:
     def _check_walltime(self) -> None:
         """Stops while there is still time to save, where the scheduler says when the job ends."""
         end = end_of_job()
-        if end is not None and time.time() + self._longest_step + max(60.0, 2 * self._longest_save) > end:
+        if end is not None and time.time() + _p95(self._steps_s) + max(_LEAST_SAVE_S, 2 * _p95(self._saves_s)) > end:
             self.stop.request("the job's walltime leaves no room for another step")
 
     # -- checkpoints ----------------------------------------------------------------------------------------------
@@ -253,7 +261,7 @@ class EmbodiedRunner:
             writer.commit({"env_steps": self.env_steps, "episode_return": self._return()})
         self._saved_step = self.step
         seconds = time.perf_counter() - begin
-        self._longest_save = max(self._longest_save, seconds)
+        self._saves_s.append(seconds)
         prune(self.folder.paths, int(self.cfg.runner.keep_checkpoints), self._protected(), checksums=False)
 
     def _protected(self) -> list[int]:

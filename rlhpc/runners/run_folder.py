@@ -166,6 +166,9 @@ def fail_status(folder: RunFolder, step: int, error: BaseException) -> None:
     try:
         if folder.paths.root.is_dir():
             text = str(error) if isinstance(error, RlhpcError) else f"{type(error).__name__}: {error}"
-            folder.write_status("failed", step, force=True, stop_reason=text.splitlines()[0] if text else "")
+            folder.write_status(
+                "failed", step, force=True, stop_reason=text.splitlines()[0] if text else "",
+                restartable=isinstance(error, RlhpcError) and error.restartable, node=getattr(error, "node", "") or "",
+            )  # fmt: skip
     except OSError:
         pass

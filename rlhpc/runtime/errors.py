@@ -4,9 +4,15 @@ from __future__ import annotations
 
 
 class RlhpcError(Exception):
-    """Base of every error that rlhpc raises for a user to read."""
+    """Base of every error that rlhpc raises for a user to read.
+
+    Attributes:
+        exit_code: Of the command that ends with it.
+        restartable: Whether the same thing done again may go well, because a machine failed and not the program.
+    """
 
     exit_code = 1
+    restartable = False
 
 
 class UserError(RlhpcError):
@@ -34,17 +40,25 @@ class CheckpointError(UserError):
 class RegistryError(RlhpcError):
     """The registry folder cannot be read or written, or belongs to another generation."""
 
+    restartable = True
+
 
 class StaleGeneration(RegistryError):
     """A process of an older generation woke up and was refused (fencing)."""
+
+    restartable = False
 
 
 class RendezvousTimeout(RlhpcError):
     """Some processes did not arrive in time; names ranks, nodes and log files."""
 
+    restartable = True
+
 
 class DeadlineExceeded(RlhpcError):
     """A wait ran into its deadline; says for whom it waited."""
+
+    restartable = True
 
 
 class StepFailed(RlhpcError):
@@ -54,6 +68,8 @@ class StepFailed(RlhpcError):
         node: First node that it was for.
     """
 
+    restartable = True
+
     def __init__(self, message: str, *, node: str = "") -> None:
         super().__init__(message)
         self.node = node
@@ -61,6 +77,8 @@ class StepFailed(RlhpcError):
 
 class ChannelError(RlhpcError):
     """A channel does not exist, or its home process is gone."""
+
+    restartable = True
 
 
 class WorkerFailed(RlhpcError):
@@ -93,3 +111,9 @@ class WorkerFailed(RlhpcError):
         self.log_path = log_path
         self.exit_signal = exit_signal
         self.remote_traceback = remote_traceback
+
+    @property
+    def restartable(self) -> bool:  # type: ignore[override]
+        """True for a rank that was killed or lost; for one that raised, what it raised decides."""
+        cause = self.__cause__
+        return cause.restartable if isinstance(cause, RlhpcError) else not self.remote_traceback

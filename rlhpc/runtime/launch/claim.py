@@ -80,6 +80,20 @@ class SegmentFiles:
         return self.paths.submit / f"segment_{self.segment}.exit.json"
 
     @property
+    def attempts(self) -> Path:
+        """The starts of the job's driver."""
+        return self.paths.submit / f"segment_{self.segment}.attempts.json"
+
+    @property
+    def cancel(self) -> Path:
+        """Says that the user wants the job to end for good; it would look like a preemption else."""
+        return self.paths.submit / f"segment_{self.segment}.cancel.json"
+
+    def cancelled(self, token: str) -> bool:
+        """Whether the user has cancelled that submission."""
+        return (read_json(self.cancel) or {}).get("token") == token
+
+    @property
     def lock(self) -> Path:
         return self.paths.submit / f"segment_{self.segment}.lock"
 

@@ -14,8 +14,10 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from rlhpc.runtime.launch.attempts import Attempts
 from rlhpc.runtime.launch.claim import RENEW_S, Claim, SegmentFiles, read_json, write_json
 from rlhpc.runtime.launch.jobs import ProcessId, SlurmProbe
+from rlhpc.runtime.launch.requeue import end_steps, requeue_without
 from rlhpc.runtime.launch.signals import EXIT_REQUEUE
 from rlhpc.runtime.paths import RunPaths
 
@@ -58,6 +60,8 @@ class DriverJob:
         executor: "local" or "slurm".
         environment: Variables to set for the driver.
         save_grace_s: How long the driver may take to save and stop before it is killed.
+        max_restarts: How often in a row a driver that failed through no fault of its own (a rank, a step, a node or the
+            driver itself was killed) is started again without a new checkpoint in between.
         max_stalled: So many attempts in a row without a new checkpoint end the job instead of a requeue.
     """
 
@@ -68,10 +72,8 @@ class DriverJob:
     executor: str
     environment: dict[str, str] = field(default_factory=dict)
     save_grace_s: float = 600.0
+    max_restarts: int = 0
     max_stalled: int = 2
-    restarts: int = 0
-    stalled: int = 0
-    best_step: int = -1
     _claim: Claim | None = field(default=None, init=False, repr=False)
     _pid: int | None = field(default=None, init=False, repr=False)
     _terminated: bool = field(default=False, init=False, repr=False)
@@ -97,17 +99,71 @@ class DriverJob:
         self._claim = claim
         signal.signal(signal.SIGTERM, self._terminate)
         try:
+            return self._attempts(files)
+        finally:
+            self._kill_driver(0.0)
+            self._release()
+
+    def _attempts(self, files: SegmentFiles) -> dict[str, Any]:
+        """Runs the driver, again after failures that were not its own."""
+        attempts = Attempts(files, self.token)
+        while True:
+            assert self._claim is not None
+            # of earlier attempts in vain, each of which ended without this process living to judge it
+            idle = attempts.idle(self._newest())
+            if idle > max(self.max_restarts, self.max_stalled):
+                return self._record_exit(1, self._stuck(idle))
+            attempts.begin(self._newest(), self._claim.job_id)
             code = self._run_driver(files)
             if read_json(files.marker) is not None:
+                attempts.end("finished")
                 return {"exit_code": 0}
             if code == EXIT_REQUEUE and not self._terminated:
                 # the driver stopped for the job's end by itself: take the same road as the signal
                 os.kill(os.getpid(), signal.SIGUSR2)
                 time.sleep(1.0)
-            return self._record_exit(code)
-        finally:
-            self._kill_driver(0.0)
-            self._release()
+            message = first_failure(files.driver_err, self._claim.err_offset)
+            failure = self._failure(code)
+            attempts.end(f"failed: {message.splitlines()[0] if message else f'exit code {code}'}")
+            idle = attempts.idle(self._newest())
+            if failure is None or idle > self.max_restarts or not self._claim.owns():
+                tail = f"\n(restarted {idle - 1} times without a new checkpoint)" if failure and idle > 1 else ""
+                return self._record_exit(code, message + tail)
+            if self.executor == "slurm":
+                end_steps(self._claim.job_id)
+                node = failure.get("node")
+                if node and attempts.blames(node) and requeue_without(self._claim.job_id, node):
+                    attempts.end(f"requeued without node {node}: {message.splitlines()[0] if message else ''}")
+                    time.sleep(60.0)  # Slurm ends this process meanwhile
+            attempts.note(str(failure.get("node") or ""))
+            pause = min(2.0 ** (idle - 1), 30.0)
+            print(f"rlhpc: the driver failed (exit code {code}) and is started again in {pause:.0f} s: "
+                  f"{message.splitlines()[0] if message else ''}", file=sys.stderr, flush=True)  # fmt: skip
+            time.sleep(pause)
+            self._claim = self._claim.update(err_offset=_size(files.driver_err))
+
+    def _newest(self) -> int:
+        """Step of the newest complete checkpoint, -1 while there is none."""
+        steps = [step for step, path in self.files.paths.checkpoint_steps() if (path / "COMPLETE").exists()]
+        return max(steps, default=-1)
+
+    def _stuck(self, attempts: int) -> str:
+        newest = self._newest()
+        return (
+            f"segment {self.segment} made no progress in {attempts} attempts (newest checkpoint: "
+            f"{'none' if newest < 0 else f'global_step_{newest}'}), so it is not requeued again; "
+            "give the job more time, or save more often (runner.save_interval)"
+        )
+
+    def _failure(self, code: int) -> dict[str, Any] | None:
+        """What is known of a failure after which another start may go well; None for one that would come again."""
+        if self._terminated or code == EXIT_REQUEUE:
+            return None
+        if code == 128 + signal.SIGKILL or code in (128 + signal.SIGBUS, 128 + signal.SIGSEGV):
+            return {}
+        status = read_json(RunPaths(Path(self.run_root)).driver_state) or {}
+        mine = self._pid is not None and status.get("pid") == self._pid
+        return status if mine and status.get("restartable") else None
 
     def checkpoint(self) -> Any:
         """submitit calls this at the job's end signal: have the driver save, wait for it, and say how to go on."""
@@ -118,20 +174,15 @@ class DriverJob:
         if read_json(self.files.marker) is not None:
             raise SystemExit(0)  # the step that it was in finished the segment
         if self._terminated:
-            self._record_exit(128 + signal.SIGTERM)
+            self._record_exit(128 + signal.SIGTERM, "")
             raise SystemExit(128 + signal.SIGTERM)
-        steps = [step for step, path in self.files.paths.checkpoint_steps() if (path / "COMPLETE").exists()]
-        newest = max(steps, default=-1)
-        stalled = 0 if newest > self.best_step else self.stalled + 1
-        if stalled >= self.max_stalled:
-            self._record_exit(
-                1,
-                f"segment {self.segment} made no progress in {stalled} attempts (newest checkpoint: "
-                f"{'none' if newest < 0 else f'global_step_{newest}'}), so it is not requeued again; "
-                "give the job more time, or save more often (runner.save_interval)",
-            )
+        attempts = Attempts(self.files, self.token)
+        attempts.end("requeued: the job had to end")
+        idle = attempts.idle(self._newest())
+        if idle >= self.max_stalled:
+            self._record_exit(1, self._stuck(idle))
             raise SystemExit(1)
-        return DelayedSubmission(replace(self, restarts=self.restarts + 1, stalled=stalled, best_step=newest))
+        return DelayedSubmission(replace(self))
 
     def _run_driver(self, files: SegmentFiles) -> int:
         """Exit code of the driver, 128 + n when signal n ended it."""
@@ -210,6 +261,8 @@ class DriverJob:
         assert self._claim is not None
         if not self._claim.owns():
             return {"superseded": True}
+        if self._terminated and self.executor == "slurm" and not self.files.cancelled(self.token):
+            return {"terminated": True}  # by Slurm, which knows whether it will start this job again
         signame = signal.Signals(code - 128).name if 128 < code < 128 + 64 and code - 128 in set(signal.Signals) else ""
         if not message:
             message = first_failure(self.files.driver_err, self._claim.err_offset)
@@ -221,7 +274,7 @@ class DriverJob:
         value = {
             "token": self.token,
             "job_id": self._claim.job_id,
-            "attempt": self.restarts,
+            "attempt": Attempts(self.files, self.token).count,
             "exit_code": code,
             "signal": signame,
             "cancelled": self._terminated,
@@ -231,6 +284,13 @@ class DriverJob:
         self._release()  # first: whoever reads the exit record may start the next job at once
         write_json(self.files.exit, value)
         return value
+
+
+def _size(path: Path) -> int:
+    try:
+        return path.stat().st_size
+    except OSError:
+        return 0
 
 
 def _in_driver(parent: int) -> None:

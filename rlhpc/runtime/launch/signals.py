@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 import threading
+import time
 from types import FrameType, TracebackType
 from typing import Any
 
@@ -91,13 +93,36 @@ class StopRequest:
             self._reason = _REASONS[which]
 
 
+_ASK_AGAIN_S = 600.0
+_known: tuple[float, float | None] | None = None
+
+
 def end_of_job() -> float | None:
-    """Unix time at which Slurm ends the job (`SLURM_JOB_END_TIME`), or None where there is no such limit."""
-    try:
-        end = float(os.environ["SLURM_JOB_END_TIME"])
-    except (KeyError, ValueError):
+    """Unix time at which Slurm ends this job, or None where there is no such limit.
+
+    From `SLURM_JOB_END_TIME`, which Slurm sets from 23.02 on; before that squeue is asked, at most every ten minutes.
+    """
+    global _known
+    text = os.environ.get("SLURM_JOB_END_TIME")
+    if text is not None:
+        return float(text) if text.isdigit() and int(text) > 0 else None
+    job = os.environ.get("SLURM_JOB_ID")
+    if not job:
         return None
-    return end if end > 0 else None
+    if _known is None or time.monotonic() - _known[0] > _ASK_AGAIN_S:
+        _known = (time.monotonic(), _ask_end(job))
+    return _known[1]
+
+
+def _ask_end(job: str) -> float | None:
+    try:
+        done = subprocess.run(
+            ["squeue", "--noheader", f"--jobs={job}", "--format=%e"],
+            stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=20,
+        )  # fmt: skip
+        return min(time.mktime(time.strptime(word, "%Y-%m-%dT%H:%M:%S")) for word in done.stdout.split())
+    except (OSError, subprocess.TimeoutExpired, ValueError):
+        return None  # no answer, or N/A: no limit that we know of; the signal before the end still comes
 
 
 def ignore_job_signals() -> None:

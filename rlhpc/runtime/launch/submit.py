@@ -23,11 +23,11 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from rlhpc.runtime.errors import RlhpcError, SubmitError
-from rlhpc.runtime.launch.claim import Claim, SegmentFiles, SubmitLock, read_json
+from rlhpc.runtime.launch.claim import Claim, SegmentFiles, SubmitLock, read_json, write_json
 from rlhpc.runtime.launch.driver_job import DriverJob
-from rlhpc.runtime.launch.jobs import ProcessId
+from rlhpc.runtime.launch.jobs import JobState, ProcessId
 from rlhpc.runtime.launch.local import make_local_executor, python_path
-from rlhpc.runtime.launch.record import JobRecord, find_job, job_words, owner_of
+from rlhpc.runtime.launch.record import JobRecord, find_job, job_words, owner_of, probe_for
 from rlhpc.runtime.launch.waiter import DriverFailed, DriverRejected, JobLost, Waiter, say
 from rlhpc.runtime.paths import RunPaths
 
@@ -79,6 +79,7 @@ def submit_segment(
     progress_s: float = 5.0,
     deadline_s: float | None = None,
     save_grace_s: float = 600.0,
+    max_restarts: int = 0,
     stream: TextIO | None = None,
 ) -> dict[str, Any]:
     """Start the driver of a segment as a job, or find the one that runs, and wait for it.
@@ -100,6 +101,7 @@ def submit_segment(
         progress_s: How often a line of progress is written.
         deadline_s: Waiting longer than this is an error; the job goes on.
         save_grace_s: How long the driver may take to save when its job must end.
+        max_restarts: How often in a row a driver that was killed is started again without a new checkpoint in between.
         stream: Where progress goes; stderr by default.
 
     Returns:
@@ -130,7 +132,7 @@ def submit_segment(
             record, state = find_job(files), "attached"
             if record is None:
                 record, state = (
-                    _submit(files, argv, kind, dict(environment or {}), slurm or {}, save_grace_s),
+                    _submit(files, argv, kind, dict(environment or {}), slurm or {}, save_grace_s, max_restarts),
                     "submitted",
                 )
         if not wait:
@@ -161,7 +163,7 @@ def cancel(paths: RunPaths, segment: int | None = None, *, grace_s: float = 60.0
     Args:
         paths: The run.
         segment: Only this one; all by default.
-        grace_s: How long a local driver may take to save. Slurm has its own (KillWait).
+        grace_s: How long the driver may take to save.
 
     Returns:
         A sentence for every job that was ended; empty when none ran.
@@ -177,7 +179,7 @@ def cancel(paths: RunPaths, segment: int | None = None, *, grace_s: float = 60.0
         if record is None:
             continue
         if record.executor == "slurm":
-            _scancel(record)
+            _end_slurm(files, record, grace_s)
         else:
             _end_local(files, record, grace_s)
         told.append(f"segment {files.segment}: {job_words(record)} was cancelled")
@@ -261,6 +263,7 @@ def _submit(
     environment: dict[str, str],
     slurm: Mapping[str, Any],
     save_grace_s: float,
+    max_restarts: int = 0,
 ) -> JobRecord:
     """Hand a `DriverJob` to submitit; the caller holds the lock."""
     before = JobRecord.read(files)
@@ -282,6 +285,7 @@ def _submit(
         executor=kind,
         environment=environment,
         save_grace_s=save_grace_s,
+        max_restarts=max_restarts,
     )
     try:
         record.write(files)
@@ -331,12 +335,27 @@ def _executor(kind: str, files: SegmentFiles, job_name: str, slurm: Mapping[str,
     return executor
 
 
-def _scancel(record: JobRecord) -> None:
+def _end_slurm(files: SegmentFiles, record: JobRecord, grace_s: float) -> None:
+    """Asks the driver alone to save and end, as plain scancel would kill the ranks at once; then the job."""
+    probe = probe_for(record, files)
+    if probe.query_one(record.job_id).state is JobState.RUNNING:
+        write_json(files.cancel, {"token": record.token, "time": time.time()})
+        _scancel(record, "--batch", "--signal=TERM")
+        end = time.monotonic() + grace_s
+        while time.monotonic() < end:
+            ended = read_json(files.exit)
+            if files.marker.exists() or (ended is not None and ended.get("token") == record.token):
+                break
+            time.sleep(0.5)
+    _scancel(record)
+
+
+def _scancel(record: JobRecord, *options: str) -> None:
     try:
-        done = subprocess.run(["scancel", record.job_id], capture_output=True, text=True, timeout=60)
+        done = subprocess.run(["scancel", *options, record.job_id], capture_output=True, text=True, timeout=60)
     except (OSError, subprocess.TimeoutExpired) as error:
         raise RlhpcError(f"scancel {record.job_id} failed: {error}") from error
-    if done.returncode != 0:
+    if done.returncode != 0 and "already completing or completed" not in done.stderr:
         raise RlhpcError(f"scancel {record.job_id} failed: {done.stderr.strip()}")
 
 

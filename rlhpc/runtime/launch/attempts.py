@@ -1,0 +1,70 @@
+"""The attempts of a segment's job: each start of its driver, so that one that gets nowhere is not started for ever.
+
+The file outlives the job's processes: it also counts attempts that nobody lived to judge (a node that failed, a requeue
+by the scheduler).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from typing import Any
+
+from rlhpc.runtime.launch.claim import SegmentFiles, read_json, write_json
+
+_KEPT = 100
+
+
+class Attempts:
+    """The attempts of one submission; a new submission begins a new count.
+
+    Args:
+        files: The segment's files.
+        token: Of the submission.
+    """
+
+    def __init__(self, files: SegmentFiles, token: str) -> None:
+        self._path, self._token = files.attempts, token
+        found = read_json(self._path) or {}
+        rows = found.get("attempts")
+        self._rows: list[dict[str, Any]] = list(rows) if found.get("token") == token and isinstance(rows, list) else []
+
+    @property
+    def count(self) -> int:
+        return len(self._rows)
+
+    def begin(self, step: int, job_id: str) -> None:
+        """The driver starts from checkpoint `step` (-1: none)."""
+        self._rows.append(
+            {"number": self.count, "step": step, "job_id": job_id, "began": time.time(), "how": "running"}
+        )
+        self._write()
+
+    def end(self, how: str) -> None:
+        """The last attempt is over."""
+        if self._rows:
+            self._rows[-1].update(how=how, ended=time.time())
+            self._write()
+
+    def note(self, node: str) -> None:
+        """The node that the last attempt failed on."""
+        if self._rows and node:
+            self._rows[-1]["node"] = node
+            self._write()
+
+    def idle(self, newest: int) -> int:
+        """How many attempts in a row began at checkpoint `newest`, and so have added nothing to it."""
+        count = 0
+        for row in reversed(self._rows):
+            if row.get("step") != newest:
+                break
+            count += 1
+        return count
+
+    def blames(self, node: str) -> bool:
+        """Whether the attempt before the last one failed on this node, too."""
+        return len(self._rows) > 1 and self._rows[-2].get("node") == node
+
+    def _write(self) -> None:
+        with contextlib.suppress(OSError):  # a full disk is no reason not to train
+            write_json(self._path, {"token": self._token, "attempts": self._rows[-_KEPT:]})
