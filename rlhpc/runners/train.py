@@ -93,9 +93,12 @@ def _train(
                     placement_strategy=strategies[role],
                     name=role,
                     timeout=float(cfg.runner.rendezvous_timeout_s),
+                    wait=False,
                 )
                 for role, cls in classes.items()
             }
+            for group in groups.values():
+                group.wait_ready()
             runner = EmbodiedRunner(cfg, **groups, run=run, stop=stop)
             runner.init_workers()
             result = runner.run()

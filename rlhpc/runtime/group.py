@@ -41,6 +41,8 @@ class WorkerGroup:
         self._records: list[dict[str, Any]] = []
         self._only: list[int] | None = None
         self._owned = False
+        self._size = 0
+        self._arrival: Callable[[], list[dict[str, Any]]] | None = None
         self.name = ""
 
     def launch(
@@ -52,6 +54,7 @@ class WorkerGroup:
         env_vars: dict[str, str] | None = None,
         fork: bool = True,
         timeout: float = 300.0,
+        wait: bool = True,
     ) -> WorkerGroup:
         """Starts the ranks and waits until each has built its object.
 
@@ -62,6 +65,7 @@ class WorkerGroup:
             env_vars: Environment variables for every rank.
             fork: Fork from the node's fork server; False starts fresh interpreters, for engines that cannot be forked.
             timeout: Seconds for all ranks to arrive.
+            wait: False returns at once, so that groups start beside one another; the first call on the group waits.
 
         Raises:
             RendezvousTimeout: Names the ranks that are missing, their nodes and logs.
@@ -71,16 +75,28 @@ class WorkerGroup:
 
         self.name = name or self._cls.__name__
         strategy = placement_strategy or NodePlacementStrategy([0])
-        self._records = Session.current().launch(
+        session = Session.current()
+        started = session.launch(
             self.name,
             (self._cls, self._args, self._kwargs),
             strategy.place(cluster),
             cluster,
             env_vars=env_vars or {},
             fork=fork,
-            timeout=timeout,
         )
-        self._owned = True
+        self._owned, self._size = True, len(started)
+        self._records, self._arrival = [], lambda: session.arrived(self.name, started, timeout)
+        return self.wait_ready() if wait else self
+
+    def wait_ready(self) -> WorkerGroup:
+        """Waits until each rank has built its object, after `launch(wait=False)`.
+
+        Raises:
+            RendezvousTimeout, WorkerFailed: As `launch` does.
+        """
+        if self._arrival is not None:
+            arrival, self._arrival = self._arrival, None
+            self._records = arrival()
         return self
 
     @classmethod
@@ -90,12 +106,12 @@ class WorkerGroup:
         group = cls(worker_cls)
         group.name = name
         size = context.group_size(name, timeout)
-        group._records = [context.member(name, rank, timeout) for rank in range(size)]
+        group._records, group._size = [context.member(name, rank, timeout) for rank in range(size)], size
         return group
 
     @property
     def world_size(self) -> int:
-        return len(self._records)
+        return self._size
 
     def execute_on(self, *ranks: int) -> WorkerGroup:
         """Restricts the next call, and only that one, to these ranks; returns the group."""
@@ -113,6 +129,7 @@ class WorkerGroup:
 
         def call(*args: Any, **kwargs: Any) -> Handle:
             ranks, self._only = self._only, None
+            self.wait_ready()
             if not self._records:
                 raise ConfigError(f"group {self.name or self._cls.__name__!r} is not running: call launch() first")
             client = _client()
@@ -130,9 +147,11 @@ class WorkerGroup:
         from rlhpc.runtime.session import Session
 
         session = Session.running()
+        if self._arrival is not None:
+            self.wait_ready()
         if self._owned and self._records and session is not None:
             session.shutdown_group(self.name, self._records, grace)
-        self._records = []
+        self._records, self._size = [], 0
 
     async def async_shutdown(self, grace: float = 5.0) -> None:
         await asyncio.to_thread(self.shutdown, grace)

@@ -397,9 +397,8 @@ class Session:
         cluster: Cluster,
         env_vars: dict[str, str],
         fork: bool,
-        timeout: float,
-    ) -> list[dict[str, Any]]:
-        """Starts a group and returns its members' records in rank order. See `WorkerGroup.launch`."""
+    ) -> list[Member]:
+        """Starts a group's ranks. See `WorkerGroup.launch`."""
         with self._changed:
             if self.failure is not None:
                 self._await_all()
@@ -421,6 +420,10 @@ class Session:
         else:
             for member in started:
                 self._tell(op="start", spec=pickle.dumps(member.spec))
+        return started
+
+    def arrived(self, name: str, started: Sequence[Member], timeout: float) -> list[dict[str, Any]]:
+        """Waits for a group's ranks; returns their records in rank order. See `WorkerGroup.launch`."""
         with self._changed:
             self._changed.wait_for(
                 lambda: self.failure is not None or all(m.state == "ready" for m in started), timeout

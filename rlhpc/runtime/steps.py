@@ -51,11 +51,20 @@ def step_environment(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def srun_argv(
-    *, component: int, components: int, nodes: int, tasks: int, cores: int, accelerators: int, overcommit: bool
+    *,
+    name: str,
+    component: int,
+    components: int,
+    nodes: int,
+    tasks: int,
+    cores: int,
+    accelerators: int,
+    overcommit: bool,
 ) -> list[str]:
     """The start of a step's command line. It states all its resources: srun does not inherit every one from the job.
 
     Args:
+        name: What Slurm calls the step: the worker group's name.
         component, components: Component of the job that the step runs on, and how many there are.
         nodes, tasks: Nodes and ranks of the step; `SLURM_HOSTFILE` says which rank goes where.
         cores: Cores of a rank.
@@ -63,7 +72,7 @@ def srun_argv(
             mask, which a step would inherit from component 0 else.
         overcommit: There are more ranks than cores.
     """
-    argv = ["srun", "--overlap"]
+    argv = ["srun", f"--job-name={name}", "--overlap"]
     if components > 1:
         argv.append(f"--het-group={component}")
     argv += [f"--nodes={nodes}", f"--ntasks={tasks}", f"--cpus-per-task={cores}", "--mem=0"]
@@ -211,6 +220,7 @@ def start_steps(
         cores = min(max(1, nodes[rank].cpus // count) for rank, count in counts.items())
         on_device = any(task.accelerators for task in tasks)
         argv = srun_argv(
+            name=tasks[0].group,
             component=component,
             components=total,
             nodes=len(nodes),

@@ -237,6 +237,7 @@ def _srun(
     cores = min(max(1, nodes[r].cpus // count) for r, count in per_node.items())
     on_device = any(p.accelerators for p in ranks)
     argv = srun_argv(
+        name=group,
         component=component.index,
         components=total,
         nodes=len(per_node),
