@@ -24,6 +24,7 @@ from rlhpc.roles.exchange import SlotMap
 from rlhpc.roles.outcomes import in_order
 from rlhpc.runners.run_folder import RunFolder, note, segment_end
 from rlhpc.runtime.comm.channel import Channel
+from rlhpc.runtime.context import current
 from rlhpc.runtime.errors import CheckpointError
 from rlhpc.runtime.launch.signals import StopRequest, end_of_job
 
@@ -251,6 +252,7 @@ class EmbodiedRunner:
     def _save(self, logger: MetricLogger) -> None:
         """Commits the present step: first its rows, then its checkpoint."""
         begin = time.perf_counter()
+        current().registry.check_current()  # a driver that another one has replaced commits nothing any more
         with CheckpointWriter(self.folder.paths, self.step) as writer:
             folder = str(writer.staging)
             for handle in [group.save(folder) for group in (self.actor, self.rollout, self.env)]:

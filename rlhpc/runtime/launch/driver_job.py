@@ -17,7 +17,7 @@ from typing import Any
 from rlhpc.runtime.launch.attempts import Attempts
 from rlhpc.runtime.launch.claim import RENEW_S, Claim, SegmentFiles, read_json, write_json
 from rlhpc.runtime.launch.jobs import ProcessId, SlurmProbe
-from rlhpc.runtime.launch.requeue import end_steps, requeue_without
+from rlhpc.runtime.launch.requeue import end_steps, hasten_after_requeue, requeue_without
 from rlhpc.runtime.launch.signals import EXIT_REQUEUE
 from rlhpc.runtime.paths import RunPaths
 
@@ -130,7 +130,7 @@ class DriverJob:
                 tail = f"\n(restarted {idle - 1} times without a new checkpoint)" if failure and idle > 1 else ""
                 return self._record_exit(code, message + tail)
             if self.executor == "slurm":
-                end_steps(self._claim.job_id)
+                end_steps()
                 node = failure.get("node")
                 if node and attempts.blames(node) and requeue_without(self._claim.job_id, node):
                     attempts.end(f"requeued without node {node}: {message.splitlines()[0] if message else ''}")
@@ -182,6 +182,8 @@ class DriverJob:
         if idle >= self.max_stalled:
             self._record_exit(1, self._stuck(idle))
             raise SystemExit(1)
+        if self.executor == "slurm":
+            hasten_after_requeue()
         return DelayedSubmission(replace(self))
 
     def _run_driver(self, files: SegmentFiles) -> int:
@@ -264,7 +266,7 @@ class DriverJob:
         if self._terminated and self.executor == "slurm" and not self.files.cancelled(self.token):
             return {"terminated": True}  # by Slurm, which knows whether it will start this job again
         signame = signal.Signals(code - 128).name if 128 < code < 128 + 64 and code - 128 in set(signal.Signals) else ""
-        if not message:
+        if not message and not self._terminated:  # one that was told to end has no last words worth repeating
             message = first_failure(self.files.driver_err, self._claim.err_offset)
         if code == 0:
             code = 1

@@ -96,9 +96,9 @@ class Plan:
 
         submitit writes one component; the others go first into its `setup`, whose `#SBATCH` lines sbatch still reads.
         """
-        # without a time limit the partition's own holds, instead of submitit's five minutes
-        parameters: dict[str, Any] = {"time": None}
-        parameters.update((name.replace("-", "_"), value) for name, value in self.components[0].options)
+        parameters: dict[str, Any] = {name.replace("-", "_"): value for name, value in self.components[0].options}
+        if "time" in parameters:
+            parameters["time"] = minutes_of(parameters["time"])
         for name in ("nodes", "ntasks_per_node", "cpus_per_task"):
             if name in parameters:
                 parameters[name] = int(parameters[name])
@@ -106,6 +106,19 @@ class Plan:
         parameters["setup"] = [*(f"#SBATCH {option}" for option in self.job_options), *further, *self.setup]
         parameters["additional_parameters"] = {"signal": f"B:USR2@{self.signal_lead_s}"}
         return parameters
+
+
+def minutes_of(time: str) -> int:
+    """Minutes, rounded up as Slurm does, of a walltime in its words: `90`, `30:00`, `02:00:00`, `1-12`, `1-12:00:00`."""
+    days, dash, rest = time.rpartition("-")
+    parts = [int(part) for part in rest.split(":")]
+    if dash:  # days-hours[:minutes[:seconds]]
+        hours, minutes, seconds = (*parts, 0, 0)[:3]
+    elif len(parts) < 3:  # minutes[:seconds]
+        hours, minutes, seconds = 0, *(*parts, 0)[:2]
+    else:
+        hours, minutes, seconds = parts
+    return int(days or 0) * 1440 + hours * 60 + minutes + (seconds + 59) // 60
 
 
 def build_plan(cfg: Any, cluster: Cluster | None = None, *, launcher: str = "auto", python: str = "python") -> Plan:

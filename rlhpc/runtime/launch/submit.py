@@ -312,10 +312,15 @@ def _executor(kind: str, files: SegmentFiles, job_name: str, slurm: Mapping[str,
         return make_local_executor(folder, timeout_min=_NO_LIMIT_MIN, max_num_timeout=_NO_COUNT)
     import submitit
 
+    class SlurmExecutor(submitit.SlurmExecutor):
+        """submitit asks for five minutes where nobody gave a walltime; here the partition's own limit holds then."""
+
+        def _make_submission_file_text(self, command: str, uid: str) -> str:
+            text = str(super()._make_submission_file_text(command, uid))
+            return text.replace(f"#SBATCH --time={_NO_LIMIT_MIN}\n", "")
+
     # "exec": the batch shell becomes our process, so that a signal for the batch shell (B:) reaches it
-    executor = submitit.SlurmExecutor(
-        folder=folder, max_num_timeout=_NO_COUNT, python=f"exec {shlex.quote(sys.executable)}"
-    )
+    executor = SlurmExecutor(folder=folder, max_num_timeout=_NO_COUNT, python=f"exec {shlex.quote(sys.executable)}")
     given = dict(slurm)
     setup = list(given.pop("setup", None) or [])  # may begin with the #SBATCH lines of further components
     if python_path():
@@ -327,6 +332,7 @@ def _executor(kind: str, files: SegmentFiles, job_name: str, slurm: Mapping[str,
             "nodes": 1,
             "ntasks_per_node": 1,
             "use_srun": False,
+            "time": _NO_LIMIT_MIN,
             **given,
             "setup": setup or None,
             "additional_parameters": additional,

@@ -11,6 +11,7 @@ from rlhpc.runtime.launch.claim import Claim, SegmentFiles, read_json
 from rlhpc.runtime.launch.driver_job import first_failure
 from rlhpc.runtime.launch.jobs import JobReport, JobState
 from rlhpc.runtime.launch.record import JobRecord, job_words, owner_of, probe_for
+from rlhpc.runtime.launch.requeue import hasten
 from rlhpc.runtime.launch.status import progress_line
 
 #: Between the end of a job's processes and its last files being visible on a shared file system.
@@ -109,6 +110,8 @@ class Waiter:
             return None
         if report.state is not JobState.UNKNOWN:
             self._silent_since = None
+            if report.state is JobState.PENDING and report.reason == "BeginTime" and claim is not None:
+                hasten([self._record.job_id])  # it ran before, so this is the hold after a requeue
             return report
         if claim is not None and not report.conclusive and claim.alive():  # another host: does it still renew?
             self._silent_since = None

@@ -12,7 +12,7 @@ from omegaconf import OmegaConf
 from rlhpc.config import load_config
 from rlhpc.runtime.cluster import Cluster
 from rlhpc.runtime.errors import ConfigError, PlacementError
-from rlhpc.runtime.launch.plan import Plan, build_plan, render_plan
+from rlhpc.runtime.launch.plan import Plan, build_plan, minutes_of, render_plan
 
 GOLDEN = Path(__file__).parent / "golden"
 QUICKSTART = Path(__file__).parents[3] / "configs" / "quickstart.yaml"
@@ -101,11 +101,20 @@ def test_a_group_over_two_components_is_two_steps() -> None:
 def test_parameters_for_submitit() -> None:
     parameters = plan(HET).submitit_parameters()
     assert parameters["gres"] == "gpu:a100:4,nvme:1" and parameters["cpus_per_task"] == 32 and parameters["nodes"] == 1
+    assert parameters["time"] == 120
     assert parameters["setup"][:2] == ["#SBATCH hetjob", "#SBATCH --partition=cpu"]
     assert plan({**ONE_NODE, "accelerators_per_node": 0}, launcher="slurm").submitit_parameters() == {
-        "time": None, "nodes": 1, "ntasks_per_node": 1, "setup": [],
+        "nodes": 1, "ntasks_per_node": 1, "setup": [],
         "additional_parameters": {"signal": "B:USR2@120"},
     }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("time", "minutes"),
+    [("90", 90), ("30:00", 30), ("00:01:30", 2), ("02:00:00", 120), ("1-12", 2160), ("1-12:30", 2190), ("0-0:0:1", 1)],
+)
+def test_walltimes(time: str, minutes: int) -> None:
+    assert minutes_of(time) == minutes
 
 
 def test_options_of_the_whole_cluster() -> None:
@@ -130,7 +139,9 @@ def test_submitit_takes_them(tmp_path: Path) -> None:
     script = slurm._make_sbatch_string(command="true", folder=tmp_path, **plan(HET).submitit_parameters()).splitlines()
     first, second = plan(HET).components
     second_at = script.index("#SBATCH hetjob")
-    assert set(first.directives) <= set(script[:second_at])
+    # submitit counts the first component's walltime in minutes
+    asked = {line.replace("--time=02:00:00", "--time=120") for line in first.directives}
+    assert asked <= set(script[:second_at])
     assert tuple(script[second_at : second_at + len(second.directives)]) == second.directives
 
 
@@ -191,6 +202,6 @@ def test_bad_placement_and_launcher() -> None:
 
 
 def test_a_whole_configuration() -> None:
-    found = build_plan(load_config(QUICKSTART))
+    found = build_plan(load_config(QUICKSTART), launcher="local")
     assert found.name == "quickstart" and found.launcher == "local"
     assert [step.group for step in found.steps] == ["actor", "rollout", "env"]
