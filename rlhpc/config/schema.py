@@ -119,6 +119,8 @@ class RunnerConfig:
     checkpoint in between, before it gives up."""
     stop_return: float | None = None
     """Stop when the mean return of the last 100 training episodes reaches this."""
+    save_reserve_s: float = 60.0
+    """Least time kept for a last save before the job's walltime ends; more where earlier saves took more than half of it."""
     rendezvous_timeout_s: float = 300.0
     """Seconds in which all processes of a group must have arrived."""
     step_timeout_s: float = 1800.0

@@ -24,7 +24,7 @@ _POSITIVE = (
     "algorithm.value_clip",
 )  # fmt: skip
 _NOT_NEGATIVE = (
-    "runner.seed", "runner.keep_checkpoints", "runner.max_restarts", "algorithm.value_coef",
+    "runner.seed", "runner.save_reserve_s", "runner.keep_checkpoints", "runner.max_restarts", "algorithm.value_coef",
     "algorithm.entropy_coef", "algorithm.clip_ratio_low", "algorithm.clip_ratio_high", "actor.optim.weight_decay",
     "cluster.accelerators_per_node", "env.train.seed", "env.eval.seed",
 )  # fmt: skip

@@ -32,8 +32,6 @@ from rlhpc.runtime.launch.signals import StopRequest, end_of_job
 WINDOW = 100
 #: Steps over which `env_steps_per_s` is averaged.
 _RATE_STEPS = 10
-#: Time kept for a last save at the job's end, however short earlier ones were.
-_LEAST_SAVE_S = 60.0
 
 
 def _p95(seconds: Collection[float]) -> float:
@@ -240,7 +238,8 @@ class EmbodiedRunner:
     def _check_walltime(self) -> None:
         """Stops while there is still time to save, where the scheduler says when the job ends."""
         end = end_of_job()
-        if end is not None and time.time() + _p95(self._steps_s) + max(_LEAST_SAVE_S, 2 * _p95(self._saves_s)) > end:
+        reserve = max(float(self.cfg.runner.save_reserve_s), 2 * _p95(self._saves_s))
+        if end is not None and time.time() + _p95(self._steps_s) + reserve > end:
             self.stop.request("the job's walltime leaves no room for another step")
 
     # -- checkpoints ----------------------------------------------------------------------------------------------

@@ -147,7 +147,7 @@ def run_worker(spec: WorkerSpec) -> int:
 
 def _step_id() -> str:
     """`<job>.<step>` where this rank is a task of a job step."""
-    job, step = os.environ.get("SLURM_JOB_ID"), os.environ.get("SLURM_STEP_ID")
+    job, step = os.environ.get("RLHPC_STEP_JOB"), os.environ.get("SLURM_STEP_ID")
     return f"{job}.{step}" if job and step and step.isdigit() else ""
 
 

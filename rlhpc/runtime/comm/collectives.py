@@ -25,11 +25,12 @@ class Collectives:
         """Forms torch's default process group; None where the group has one rank."""
         if self.world_size == 1:
             return None
+        import torch
         import torch.distributed as dist
 
         if not self._ready:
             assert self._spec is not None
-            on_gpu = bool(self._spec.accelerators)
+            on_gpu = bool(self._spec.accelerators) and torch.cuda.is_available()
             if not self._spec.tcp_address:
                 os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
             dist.init_process_group(
