@@ -97,6 +97,7 @@ class EmbodiedRunner:
         if self.folder.resume.path is not None:
             self._restore(self.folder.resume.path)
         self._ready = True
+        self.folder.mark("ready")
 
     def _restore(self, checkpoint: Path) -> None:
         handles = [group.load(str(checkpoint)) for group in (self.actor, self.rollout, self.env)]
@@ -141,6 +142,9 @@ class EmbodiedRunner:
                     self.stop_reason = "signal"
                     break
                 row = self._step(before, started)
+                if "first_step" not in folder.marks:
+                    folder.mark("first_step")
+                    folder.write_marks(current().registry.root)
                 logger.log(self.step, row)
                 bar.update(self.step, row)
                 folder.write_status("running", self.step, **self._facts(row, bar))

@@ -41,6 +41,7 @@ class RunFolder:
         total: Steps of the whole run.
         resume: Where it continues.
         foreign: It continues from a checkpoint of another run.
+        marks: Unix times at which stages of the start were reached.
     """
 
     paths: RunPaths
@@ -50,6 +51,7 @@ class RunFolder:
     resume: Resumable
     foreign: bool = False
     started: float = field(default_factory=time.time)
+    marks: dict[str, float] = field(default_factory=dict)
     _status_written: float = 0.0
 
     @classmethod
@@ -105,6 +107,14 @@ class RunFolder:
             for moved in move_newer_aside(self.paths, self.resume.step):
                 note(f"kept a newer checkpoint as {moved.name}")
         write_provenance(self.paths, cfg, [*sys.orig_argv])
+
+    def mark(self, name: str) -> None:
+        """Notes the time of a stage of the start, the first time that it is reached."""
+        self.marks.setdefault(name, time.time())
+
+    def write_marks(self, registry: Path) -> None:
+        """Leaves `timeline.json` in the generation's folder: how long this start took, and where."""
+        replace_durably(registry / "timeline.json", json.dumps({"driver": self.started, **self.marks}).encode() + b"\n")
 
     def record_placement(self, placements: dict[str, list[dict[str, Any]]]) -> None:
         """Adds the placement of all ranks to provenance.json."""

@@ -97,8 +97,10 @@ def _train(
                 )
                 for role, cls in classes.items()
             }
+            run.mark("launched")
             for group in groups.values():
                 group.wait_ready()
+            run.mark("ranks")
             runner = EmbodiedRunner(cfg, **groups, run=run, stop=stop)
             runner.init_workers()
             result = runner.run()

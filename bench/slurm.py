@@ -1,0 +1,105 @@
+"""What a Slurm job costs before it trains, and after it was stopped: the launcher's part, and Slurm's own beside it.
+
+Needs a cluster (`SLURM_CONF`, a site file); on the test cluster of this project:
+
+    python -m tests.slurm.cluster up --root /tmp/rlhpc-bench
+    eval "$(python -m tests.slurm.cluster env --root /tmp/rlhpc-bench)"
+    python -m bench.slurm --site SITE.yaml --repeat 5
+
+"job start to first rollout" counts from the start of the batch step's process to the end of the first training step;
+"stop to first new step" from the signal that Slurm sends at the walltime to the end of the first step after the requeue,
+without the time in which Slurm had the job in its queue.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from bench.machine import spread, write
+
+CONFIG = Path(__file__).resolve().parent.parent / "configs" / "embodied" / "cartpole_het.yaml"
+
+
+def _until(condition: Callable[[], Any], what: str, deadline_s: float = 120.0) -> Any:
+    end = time.monotonic() + deadline_s
+    while not (value := condition()):
+        if time.monotonic() > end:
+            raise SystemExit(f"waited {deadline_s:.0f} s until {what}")
+        time.sleep(0.05)
+    return value
+
+
+def _json(path: Path) -> Any:
+    try:
+        return json.loads(path.read_text())
+    except (OSError, ValueError):
+        return None
+
+
+def once(site: str, folder: Path) -> dict[str, float]:
+    """One run: started, stopped by the signal that announces the walltime, requeued, and cancelled after its first step."""
+    root = folder / "run"
+    command = [sys.executable, "-m", "rlhpc.cli", "submit", str(CONFIG), "--executor", "slurm", "--site", site,
+               f"runner.run_dir={folder}", "runner.name=run", "runner.segments=1", "runner.max_steps=100000",
+               "runner.save_interval=20", "runner.logger.logger_backends=[jsonl]"]  # fmt: skip
+    waiter = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    try:
+        first = _until(
+            lambda: _json(next(iter(root.glob("registry/*-0/timeline.json")), root)), "the first step is done"
+        )
+        _until(lambda: list(root.glob("checkpoints/*/COMPLETE")), "a checkpoint is there")
+        job = _json(root / "submit" / "segment_0.json")["job_id"]
+        stopped = time.time()
+        subprocess.run(["scancel", "--batch", "--signal=USR2", job], check=True)
+        again = _until(lambda: _json(next(iter(root.glob("registry/*-1/timeline.json")), root)), "it goes on", 300)
+        attempts = _json(root / "submit" / "segment_0.attempts.json")["attempts"]
+    finally:
+        subprocess.run([sys.executable, "-m", "rlhpc.cli", "cancel", str(root)], capture_output=True)
+        waiter.wait(60)
+    began, ended, resumed = attempts[0]["began"], attempts[0]["ended"], attempts[1]["began"]
+    return {
+        "job start to driver (s)": first["driver"] - began,
+        "job start to all ranks (s)": first["ranks"] - began,
+        "job start to first rollout (s)": first["first_step"] - began,
+        "stop to saved and gone (s)": ended - stopped,
+        "queue (Slurm's own, s)": resumed - ended,
+        "requeued job start to first new step (s)": again["first_step"] - resumed,
+        "stop to first new step, net of the queue (s)": ended - stopped + again["first_step"] - resumed,
+    }
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Runs and writes `results/slurm.json`."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--site", required=True)
+    parser.add_argument("--repeat", type=int, default=5)
+    args = parser.parse_args(argv)
+    os.environ["OMP_NUM_THREADS"] = "1"
+    rows: list[dict[str, float]] = []
+    for _ in range(args.repeat):
+        began = time.perf_counter()
+        subprocess.run([sys.executable, "-c", "import torch"], check=True)
+        limit = time.perf_counter() - began
+        with tempfile.TemporaryDirectory(dir=os.environ.get("RLHPC_BENCH_DIR")) as folder:
+            rows.append({"limit: import torch, one interpreter (s)": limit, **once(args.site, Path(folder))})
+        print(json.dumps(rows[-1]), flush=True)
+    summary = {name: spread([row[name] for row in rows]) for name in rows[0]}
+    for name, values in summary.items():
+        print(f"{name:52s} {values['min']:8.2f} {values['median']:8.2f} {values['max']:8.2f}")
+    torch_s = statistics.median(row["limit: import torch, one interpreter (s)"] for row in rows)
+    ratios = {f"{name} / import torch": values["median"] / torch_s for name, values in summary.items()}
+    print(write("slurm", f"python -m bench.slurm --repeat {args.repeat}", {"summary": summary, "ratios": ratios}))
+
+
+if __name__ == "__main__":
+    main()
