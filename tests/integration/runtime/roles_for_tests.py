@@ -40,6 +40,13 @@ class Probe(Worker):
         time.sleep(seconds)
         return self.rank
 
+    def hold_the_interpreter(self, seconds: float) -> int:
+        """As a long call into C code does that keeps the interpreter's lock: no thread of this process runs."""
+        import ctypes
+
+        ctypes.PyDLL(None).sleep(int(seconds))
+        return self.rank
+
     def boom(self, rank: int = 1, text: str = "kaboom") -> int:
         if self.rank == rank:
             raise ValueError(text)

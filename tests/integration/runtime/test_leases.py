@@ -1,0 +1,100 @@
+"""Leases: silence makes a rank suspect; only long silence makes it lost."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import time
+from collections.abc import Callable
+
+import pytest
+
+from rlhpc import Session, WorkerFailed
+from rlhpc.runtime import session as session_module
+from rlhpc.runtime.process import HEARTBEAT_S
+
+SUSPECT_S = 2 * HEARTBEAT_S
+LOG = session_module.__name__
+
+
+def until(condition: Callable[[], bool], within: float = 20.0) -> None:
+    deadline = time.monotonic() + within
+    while not condition():
+        assert time.monotonic() < deadline, "it did not happen in time"
+        time.sleep(0.05)
+
+
+def suspect(name: str) -> bool:
+    session = Session.running()
+    assert session is not None
+    return session.members[name].suspect
+
+
+def failure() -> Exception | None:
+    session = Session.running()
+    assert session is not None
+    return session.failure
+
+
+@pytest.fixture
+def leases(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> Callable[..., None]:
+    """Shortens the leases of the ranks that are watched from then on."""
+    caplog.set_level(logging.WARNING, logger=LOG)
+
+    def shorten(suspect_s: float, lost_s: float) -> None:
+        monkeypatch.setattr(session_module, "SUSPECT_S", suspect_s)
+        monkeypatch.setattr(session_module, "LOST_S", lost_s)
+
+    return shorten
+
+
+def test_a_stopped_rank_is_suspect_and_recovers(launch, leases, caplog):
+    group = launch(2, "leased")
+    pid = group.identity().wait()[1]["pid"]
+    leases(SUSPECT_S, 600.0)
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        handle = group.add(1)
+        until(lambda: suspect("leased-1"))
+        until(lambda: "leased-1 has been silent" in caplog.text)
+        time.sleep(2.5)  # it is said once
+        assert [r.levelname for r in caplog.records if "leased-1" in r.getMessage()] == ["WARNING"]
+        assert not handle.done() and failure() is None
+    finally:
+        os.kill(pid, signal.SIGCONT)
+    assert handle.wait() == [1, 2]
+    until(lambda: not suspect("leased-1"))
+    assert failure() is None and group.add(5).wait() == [5, 6]
+
+
+def test_a_rank_that_stays_silent_is_lost(launch, leases):
+    group = launch(2, "silent")
+    facts = group.identity().wait()
+    leases(SUSPECT_S, SUSPECT_S + 2.0)
+    os.kill(facts[0]["pid"], signal.SIGSTOP)
+    handle = group.add(1)
+    with pytest.raises(
+        WorkerFailed, match=r"silent\[0\] on node .* gave no sign of life for \d+ s \(log .*\)"
+    ) as caught:
+        handle.wait(timeout=60)
+    lost = caught.value
+    assert (lost.group, lost.rank, lost.node) == ("silent", 0, os.uname().nodename)
+    assert lost.log_path and lost.log_path in str(lost) and os.path.exists(lost.log_path)
+    for fact in facts:  # the stopped one is killed, too
+        until(lambda pid=fact["pid"]: not os.path.exists(f"/proc/{pid}"))
+    assert launch(1, "next").add(1).wait() == [1], "the session goes on"
+
+
+def test_a_busy_rank_is_not_dead(launch, leases, caplog):
+    group = launch(2, "busy")
+    group.identity().wait()
+    leases(SUSPECT_S, 600.0)
+    seconds = SUSPECT_S + 3 * HEARTBEAT_S
+    hogging, napping = group.execute_on(0).hold_the_interpreter(seconds), group.execute_on(1).nap(seconds)
+    until(lambda: suspect("busy-0"))
+    assert hogging.wait() == [0] and napping.wait() == [1]
+    until(lambda: not suspect("busy-0"))
+    assert failure() is None
+    assert "busy-0 has been silent" in caplog.text
+    assert "busy-1" not in caplog.text, "a call that lets other threads run is not silent"
