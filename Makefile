@@ -10,10 +10,10 @@ PYTEST_ARGS ?=
 export OMP_NUM_THREADS ?= 1
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 
-.PHONY: help setup quickstart test lint bench docs constraints clean
+.PHONY: help setup quickstart test test-slurm lint bench docs constraints clean
 
 help:  ## this list
-	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
 
 setup: $(STAMP)  ## the environment in .venv, once
 
@@ -26,6 +26,9 @@ quickstart: setup  ## train, evaluate, export and report a first policy (RUN=con
 
 test: setup  ## the tests (PYTEST_ARGS=… for some of them)
 	pytest $(PYTEST_ARGS)
+
+test-slurm: setup  ## the tests on a real Slurm, which they bring up (tests/slurm/install.sh installs it)
+	pytest -m slurm tests/slurm $(PYTEST_ARGS)
 
 lint: setup  ## style, types, import floors, workflow
 	ruff check .

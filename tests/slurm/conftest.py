@@ -1,0 +1,70 @@
+"""A real Slurm for the tests of this folder, one a session. They are all marked `slurm`: `make test-slurm` runs them.
+
+RLHPC_SLURM_ROOT=DIR uses the cluster that is up there and leaves it up, so that a test can be tried again at once.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+from tests.slurm.cluster import SlurmCluster, Variant, best_variant, missing
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if item.path.is_relative_to(Path(__file__).parent):
+            item.add_marker(pytest.mark.slurm)
+
+
+@contextmanager
+def cluster_of(variant: Variant) -> Iterator[SlurmCluster]:
+    if reason := missing(variant):
+        pytest.skip(f"no Slurm for tests: {reason}")
+    # Short, for UNIX sockets, and not under pytest's own folder, which other users may not enter.
+    cluster = SlurmCluster(tempfile.mkdtemp(prefix="rlhpc-slurm-", dir="/tmp"), variant)
+    try:
+        cluster.up()
+        yield cluster
+    finally:
+        cluster.down()
+
+
+@pytest.fixture(scope="session")
+def new_cluster() -> Callable[[Variant], object]:
+    """A context manager that brings up another cluster, for a test that ruins it."""
+    return cluster_of
+
+
+@pytest.fixture(scope="session")
+def slurm() -> Iterator[SlurmCluster]:
+    """A cluster: full, or small where this user may make no hosts. What a test breaks it also repairs."""
+    if root := os.environ.get("RLHPC_SLURM_ROOT"):
+        yield SlurmCluster(root)
+        return
+    with cluster_of(best_variant()) as cluster:
+        yield cluster
+
+
+@pytest.fixture(scope="session")
+def slurm_without_accounting() -> Iterator[SlurmCluster]:
+    """A cluster where sacct fails."""
+    with cluster_of("noaccounting" if not missing("noaccounting") else "small") as cluster:
+        yield cluster
+
+
+@pytest.fixture
+def slurm_hosts(slurm: SlurmCluster) -> SlurmCluster:
+    """`slurm`, where its nodes are hosts of their own."""
+    if not slurm.nodes_are_hosts:
+        pytest.skip("the nodes of the small cluster share this host's name and network")
+    return slurm
