@@ -7,7 +7,6 @@ import os
 from typing import TYPE_CHECKING, Any
 
 from rlhpc.runtime.context import current
-from rlhpc.runtime.errors import RegistryError
 from rlhpc.runtime.spec import WorkerSpec
 
 if TYPE_CHECKING:
@@ -28,39 +27,24 @@ class Collectives:
         import torch
         import torch.distributed as dist
 
+        from rlhpc.runtime.comm.store import ServiceStore
+
         if not self._ready:
             assert self._spec is not None
             on_gpu = bool(self._spec.accelerators) and torch.cuda.is_available()
             if not self._spec.tcp_address:
                 os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+            context = current()
+            limit = min(context.wait_deadline, 1800)
             dist.init_process_group(
                 "cpu:gloo,cuda:nccl" if on_gpu else "gloo",
-                store=self._store(),
+                store=ServiceStore(context, self.group, self._spec.incarnation, limit),
                 rank=self.rank,
                 world_size=self.world_size,
-                timeout=datetime.timedelta(seconds=min(current().wait_deadline, 1800)),
+                timeout=datetime.timedelta(seconds=limit),
             )
             self._ready = True
         return dist.group.WORLD
-
-    def _store(self) -> Any:
-        """torch's rendezvous store: a file on one host; between hosts a TCP store that rank 0 binds before publishing."""
-        import torch.distributed as dist
-
-        assert self._spec is not None
-        context, spec = current(), self._spec
-        name = f"store-{self.group}-{spec.incarnation}"
-        if not spec.tcp_address:
-            return dist.FileStore(str(context.service.scratch.sockets / name), self.world_size)
-        if self.rank == 0:
-            store = dist.TCPStore(spec.tcp_address, 0, self.world_size, is_master=True, wait_for_workers=False)
-            context.registry.put("groups", name, {"address": spec.tcp_address, "port": store.port})
-            return store
-        try:
-            record = context.registry.wait_for("groups", name, 300, f"{self.group}-0 to form the process group")
-        except RegistryError as error:
-            raise RegistryError(f"{context.name}: {error}") from None
-        return dist.TCPStore(record["address"], record["port"], self.world_size, is_master=False)
 
     def all_reduce(self, tensor: torch.Tensor, op: str) -> torch.Tensor:
         """In place; "mean" divides the sum by the world size."""

@@ -116,6 +116,7 @@ class Service:
         self.check = check
         self.peers = Peers(self.context, keys, check)
         self.shared_readers: dict[str, int] = {}
+        self._store: dict[bytes, bytes] = {}
         self._outbox: collections.deque[tuple[Connection | bytes, list[Any]]] = collections.deque()
         self._zap = ZapDoor(self.context, keys)
         path = scratch.sockets / f"d-{os.getpid()}-{next(_numbers)}"
@@ -392,6 +393,33 @@ class Service:
             self.shared_readers.pop(path, None)
         unlink(path)
 
+    def store(self, op: bytes, key: bytes, *values: bytes) -> list[bytes]:
+        """torch's rendezvous store, for the groups whose rank 0 this process is."""
+        with self.lock:
+            held = self._store
+            if op == b"set":
+                held[key] = values[0]
+                return [b""]
+            if op == b"get":
+                return [held[key]]
+            if op == b"has":
+                return [b"1" if key in held else b"0"]
+            if op == b"add":
+                held[key] = str(int(held.get(key, b"0")) + int(values[0])).encode()
+                return [held[key]]
+            if op == b"swap":  # torch's compare_set: an absent key counts as an empty value
+                if held.get(key, b"") == values[0]:
+                    held[key] = values[1]
+                return [held.get(key, values[0])]
+            if op == b"del":
+                return [b"1" if held.pop(key, None) is not None else b"0"]
+            if op == b"count":
+                return [str(sum(known.startswith(key) for known in held)).encode()]
+        raise ValueError(f"no store operation {op!r}")
+
+    def _op_store(self, answer: _RemoteAnswer, frames: list[bytes]) -> None:
+        answer.frames(*self.store(*(bytes(frame) for frame in frames)))
+
     def _op_note(self, answer: _RemoteAnswer, frames: list[bytes]) -> None:
         if self._on_note:
             self._on_note(pickle.loads(frames[0]))
@@ -407,4 +435,5 @@ _OPERATIONS: dict[bytes, Callable[[Service, _RemoteAnswer, list[bytes]], None]] 
     b"FETCH": Service._op_fetch,
     b"RELEASE": Service._op_release,
     b"NOTE": Service._op_note,
+    b"STORE": Service._op_store,
 }

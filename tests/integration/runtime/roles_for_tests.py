@@ -123,5 +123,15 @@ class Probe(Worker):
         self.barrier()
         return tensor, self.all_gather_object({"rank": self.rank})
 
+    def reduce_in_pairs(self) -> float:
+        """Subgroups of torch's own, as sharded training makes them."""
+        import torch.distributed as dist
+
+        self.init_process_group()
+        pairs = [dist.new_group([first, first + 1]) for first in range(0, self.world_size, 2)]
+        tensor = torch.tensor(float(self.rank))
+        dist.all_reduce(tensor, group=pairs[self.rank // 2])
+        return float(tensor)
+
     def call_group(self, name: str, x: int) -> list[int]:
         return WorkerGroup.from_group_name(Probe, name).add(x).wait()

@@ -196,6 +196,10 @@ def test_collectives_inside_a_group(launch):
         assert torch.equal(tensor, torch.full((3,), 3.0)) and gathered == [{"rank": r} for r in range(3)]
 
 
+def test_collectives_in_subgroups(launch):
+    assert launch(4, "pairs").reduce_in_pairs().wait() == [1.0, 1.0, 5.0, 5.0]
+
+
 def test_two_hosts_exchange_over_tcp_with_keys(launch):
     """Workers that take themselves for another host exchange through the authenticated TCP sockets."""
     Session.start(tcp_address="127.0.0.1")

@@ -1,0 +1,147 @@
+"""Each kind of failure, really caused: what the user sees, and that the run goes on."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from .cluster import SlurmCluster
+from .runs import SlurmRun, kill, until
+
+pytestmark = [pytest.mark.slurm, pytest.mark.chaos, pytest.mark.timeout(600)]
+
+
+@pytest.fixture(autouse=True)
+def no_job_is_left(slurm: SlurmCluster) -> Iterator[None]:
+    yield
+    slurm.run("scancel", "--me")
+    until(lambda: not slurm.run("squeue", "--me", "--noheader").strip(), "all jobs are gone")
+
+
+STEPS = ("runner.max_steps=400", "runner.save_interval=40", "runner.max_restarts=3")
+
+
+def start(slurm: SlurmCluster, folder: Path, *overrides: str) -> tuple[SlurmRun, object, int]:
+    """A run that has committed something, the command that waits for it, and the step it had committed."""
+    run = SlurmRun(slurm, folder, *STEPS, *overrides)
+    process = run.submit()
+    run.training()
+    return run, process, run.committed()
+
+
+def resumed(run: SlurmRun, process: object, before: int, steps: int = 400) -> None:
+    """It went on from what it had committed, and every step was trained once."""
+    run.finish(process, 300)  # type: ignore[arg-type]
+    assert len(run.attempts) >= 2 and run.attempts[1]["step"] >= before, run.attempts
+    assert [row["step"] for row in run.rows()] == list(range(1, steps + 1))
+
+
+@pytest.mark.parametrize("rank", ["actor-0", "env-0"])
+def test_a_worker_is_killed(slurm: SlurmCluster, tmp_path: Path, rank: str) -> None:
+    run, process, before = start(slurm, tmp_path)
+    record = run.members()[rank]
+    began = time.monotonic()
+    kill(record["pid"])
+    until(lambda: run.attempts[0]["how"] != "running", "the driver notices", 20)
+    assert time.monotonic() - began < 15
+    how = run.attempts[0]["how"]
+    assert f"{record['group']}[0] on node {record['node']} was killed by signal 9 (SIGKILL)" in how
+    resumed(run, process, before)
+
+
+def test_a_step_is_killed(slurm: SlurmCluster, tmp_path: Path) -> None:
+    run, process, before = start(slurm, tmp_path)
+    slurm.run("scancel", "--signal=KILL", run.members()["env-0"]["step"])
+    resumed(run, process, before)
+    assert "env" in run.attempts[0]["how"]
+
+
+def test_the_driver_is_killed(slurm: SlurmCluster, tmp_path: Path) -> None:
+    run, process, before = start(slurm, tmp_path)
+    kill(int(run.json("status.json")["pid"]))
+    resumed(run, process, before)
+
+
+def test_the_waiter_is_killed(slurm: SlurmCluster, tmp_path: Path) -> None:
+    """The job goes on; the same command again waits for it."""
+    run, process, _ = start(slurm, tmp_path)
+    kill(process.pid)  # type: ignore[attr-defined]
+    job = run.job
+    again = run.submit()
+    run.finish(again, 300)
+    assert run.job == job and len(run.attempts) == 1 and f"waiting for Slurm job {job}" in run.log.read_text()
+
+
+def test_a_node_fails(slurm: SlurmCluster, tmp_path: Path) -> None:
+    """Its slurmd and all its processes die: Slurm gives the job another node."""
+    run, process, before = start(slurm, tmp_path)
+    node = run.members()["env-0"]["node"]
+    slurm.kill_slurmd(node)
+    try:
+        until(
+            lambda: run.members().get("env-0", {}).get("node") not in (None, node),
+            "its environments are elsewhere",
+            150,
+        )
+        resumed(run, process, before)
+    finally:
+        slurm.start_slurmd(node)
+
+
+def test_a_node_is_cut_off(slurm: SlurmCluster, tmp_path: Path) -> None:
+    """Its processes live on, and may not take part any more when they are back."""
+    if not slurm.nodes_are_hosts:
+        pytest.skip("the nodes of this cluster share one network, so none can be cut off")
+    run, process, before = start(slurm, tmp_path)
+    old = run.members()["env-0"]
+    slurm.cut(old["node"])
+    try:
+        elsewhere = (None, old["node"])
+        until(
+            lambda: run.members().get("env-0", {}).get("node") not in elsewhere, "its environments are elsewhere", 150
+        )
+    finally:
+        slurm.restore(old["node"])
+    resumed(run, process, before)
+    slurm.wait_for_nodes(old["node"])
+    until(lambda: not Path(f"/proc/{old['pid']}").exists(), "the cut-off rank is gone")
+
+
+def test_the_controller_is_away(slurm: SlurmCluster, tmp_path: Path) -> None:
+    """Training needs no slurmctld, and waiting survives its absence."""
+    run, process, before = start(slurm, tmp_path)
+    slurm.stop_controller()
+    try:
+        time.sleep(8)
+        assert run.committed() > before
+    finally:
+        slurm.start_controller()
+    run.finish(process, 300)  # type: ignore[arg-type]
+    assert len(run.attempts) == 1
+
+
+def test_out_of_memory(slurm: SlurmCluster, tmp_path: Path) -> None:
+    """The message says what to look at; a run that never gets anywhere ends."""
+    run = SlurmRun(slurm, tmp_path, *STEPS, "runner.max_restarts=1", "runner.max_steps=200", "runner.save_interval=-1")
+    process = run.submit()
+    victims: set[int] = set()
+    for _ in range(2):
+        until(
+            lambda: run.members().get("env-0", {}).get("pid", 0) not in {0, *victims}, "its environments are there", 60
+        )
+        victims.add(run.members()["env-0"]["pid"])
+        kill(run.members()["env-0"]["pid"])  # as the kernel's out-of-memory killer does
+    said = run.finish(process, 120, code=1)
+    assert "look for the out-of-memory killer" in said and "restarted 1 times without a new checkpoint" in said
+
+
+def test_an_error_of_the_program_is_not_tried_again(slurm: SlurmCluster, tmp_path: Path) -> None:
+    """A traceback would come again; the user sees it at once."""
+    (tmp_path / "broken.py").write_text("def loss(**_):\n    raise RuntimeError('a mistake in the loss')\n")
+    run = SlurmRun(slurm, tmp_path, *STEPS, "algorithm.loss_type=broken:loss")
+    run.environment["PYTHONPATH"] = str(tmp_path)
+    said = run.finish(run.submit(), 120, code=1)
+    assert "a mistake in the loss" in said and len(run.attempts) == 1

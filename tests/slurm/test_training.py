@@ -1,0 +1,123 @@
+"""Training on the cluster: one het job, walltime chains, preemption, cancellation."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from .cluster import SlurmCluster
+from .runs import ROOT, SITE, SlurmRun, until
+
+pytestmark = [pytest.mark.slurm, pytest.mark.timeout(900)]
+
+
+@pytest.fixture(autouse=True)
+def no_job_is_left(slurm: SlurmCluster) -> Iterator[None]:
+    yield
+    slurm.run("scancel", "--me")
+    until(lambda: not slurm.run("squeue", "--me", "--noheader").strip(), "all jobs are gone")
+
+
+TINY = ("algorithm.rollout_steps=64", "algorithm.update_epochs=2", "env.eval.num_episodes=4")
+
+
+def same_weights(one: SlurmRun, other: SlurmRun, step: int) -> bool:
+    mine, theirs = one.weights(step), other.weights(step)
+    return mine.keys() == theirs.keys() and all(torch.equal(mine[name], theirs[name]) for name in mine)
+
+
+def test_the_quickstarts_task_as_one_het_job(slurm: SlurmCluster, tmp_path: Path) -> None:
+    """`snakemake --profile profiles/slurm`: trained to 475, evaluated, exported, reported; a step for each group."""
+    run = SlurmRun(slurm, tmp_path, name="het")
+    profile = "slurm" if slurm.has_accounting else "slurm-no-accounting"
+    done = subprocess.run(
+        [sys.executable, "-m", "snakemake", "--profile", str(ROOT / "profiles" / profile), "--directory", str(tmp_path),
+         "--snakefile", str(ROOT / "workflow" / "Snakefile"), "--slurm-init-seconds-before-status-checks", "2",
+         "--seconds-between-status-checks", "2", "--config", f"run={run.config}", f"site={run.site}",
+         f"overrides=runner.run_dir={tmp_path / 'runs'} runner.name=het"],
+        env=run.environment, capture_output=True, text=True, timeout=600,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr + run.account()
+    results = [json.loads(path.read_text()) for path in run.root.glob("eval/global_step_*/default.json")]
+    assert len(results) == 3 and max(r["return_mean"] for r in results) >= 475
+    assert {r["episodes"] for r in results} == {100}
+    assert list(run.root.glob("export/*/model.safetensors")) and (run.root / "report" / "index.html").exists()
+    placement = json.loads((run.root / "provenance.json").read_text())["placement"]
+    assert placement["env"][0]["node_rank"] == 1 and placement["actor"][0]["accelerators"] == [0]
+    if slurm.has_accounting:
+        job = run.job
+        table = slurm.run("sacct", "--jobs", job, "--noheader", "--parsable2", "--format=JobID,JobName,AllocTRES")
+        steps = {(line.split(".")[0], line.split("|")[1]) for line in table.splitlines() if "." in line.split("|")[0]}
+        assert {(f"{job}+0", "actor"), (f"{job}+0", "rollout"), (f"{job}+1", "env")} <= steps, table
+
+
+def test_every_rank_sees_its_own_part(slurm: SlurmCluster, tmp_path: Path) -> None:
+    """Masks, nodes and cores of the ranks, as the placement has them."""
+    run = SlurmRun(slurm, tmp_path, *TINY, "runner.max_steps=100000")
+    process = run.submit()
+    until(lambda: len(run.members()) == 4, "all ranks are there")
+    ranks = run.members()
+    seen = {}
+    for name in ("actor-0", "rollout-0", "env-0"):
+        environment = Path(f"/proc/{ranks[name]['pid']}/environ").read_bytes().split(b"\0")
+        seen[name] = dict(v.decode(errors="replace").split("=", 1) for v in environment if b"=" in v)
+    assert ranks["actor-0"]["node"] == ranks["rollout-0"]["node"] != ranks["env-0"]["node"]
+    assert seen["actor-0"]["CUDA_VISIBLE_DEVICES"].count(",") == 1  # what the step was given; a rank narrows it
+    assert "CUDA_VISIBLE_DEVICES" not in seen["env-0"]
+    assert [ranks[name]["accelerators"] for name in ("actor-0", "rollout-0", "env-0")] == [[0], [1], []]
+    run.training()
+    assert "was cancelled" in run.rlhpc("cancel", str(run.root))
+    assert process.wait(60) != 0
+    assert run.committed() == run.step() > 0, "it saved before it ended"
+    until(lambda: not slurm.run("squeue", "--noheader", f"--jobs={run.job}").strip(), "the job is gone")
+
+
+def test_a_walltime_chain_is_bit_identical(slurm: SlurmCluster, tmp_path: Path) -> None:
+    """A run whose walltime is a third of what it needs: a chain of requeues, and the same numbers at the end."""
+    steps = ("runner.max_steps=1100", "runner.save_interval=100")
+    whole = SlurmRun(slurm, tmp_path, *steps, name="whole")
+    chain = SlurmRun(
+        slurm, tmp_path, *steps, "cluster.time=00:01:00", "cluster.signal_lead_s=10", "runner.save_reserve_s=22",
+        name="chain",
+    )  # fmt: skip
+    first = whole.submit()
+    second = chain.submit()
+    whole.finish(first, 420)
+    chain.finish(second, 720)
+    assert len(chain.attempts) >= 3, chain.attempts
+    assert chain.rows() == whole.rows() and [row["step"] for row in chain.rows()] == list(range(1, 1101))
+    assert same_weights(chain, whole, 1100)
+    begun = [attempt["step"] for attempt in chain.attempts]
+    assert begun == sorted(set(begun)), "each attempt went on where the one before had saved"
+
+
+def test_no_progress_is_the_end(slurm: SlurmCluster, tmp_path: Path) -> None:
+    """A job that never gets as far as a checkpoint is not requeued for ever."""
+    run = SlurmRun(slurm, tmp_path, "cluster.time=00:01:00", "cluster.signal_lead_s=10", "runner.save_reserve_s=3600",
+                   "runner.max_steps=500")  # fmt: skip
+    said = run.finish(run.submit(), 300, code=1)
+    assert "made no progress in 2 attempts" in said and "save more often" in said
+
+
+def test_preemption(slurm: SlurmCluster, tmp_path: Path) -> None:
+    """A more important job takes the nodes: save, requeue, go on."""
+    run = SlurmRun(slurm, tmp_path, "runner.max_steps=600", "runner.save_interval=50")
+    site = json.loads(json.dumps(SITE))
+    site["cluster"]["node_groups"] = [{"label": "gpu", "partition": "preempt", "gres_name": "gpu:fake"},
+                                      {"label": "cpu", "partition": "preempt"}]  # fmt: skip
+    run.site.write_text(json.dumps(site))
+    process = run.submit()
+    run.training()
+    before = run.committed()
+    nodes = str(len(slurm.nodes))
+    slurm.run("sbatch", "--partition=all", f"--nodes={nodes}", "--exclusive", "--output=/dev/null", "--wrap", "sleep 5")
+    until(lambda: len(run.attempts) > 1, f"it starts again\n{run.account()}", 150)
+    run.finish(process)
+    assert run.attempts[1]["step"] >= before
+    assert [row["step"] for row in run.rows()] == list(range(1, 601))
