@@ -10,6 +10,8 @@ from typing import Any
 
 from rlhpc.checkpoint.durable import replace_durably
 from rlhpc.checkpoint.manifest import read_manifest, verify
+from rlhpc.metrics.accounting import write_accounting
+from rlhpc.metrics.accounting_page import accounting_tables
 from rlhpc.metrics.curves import (
     evaluation_curve,
     learning_curves,
@@ -43,6 +45,7 @@ def write_report(paths: RunPaths) -> Path:
     rows = read_metrics(paths.metrics)
     evaluations = read_evaluations(paths)
     provenance = read_provenance(paths)
+    accounting = write_accounting(paths)
     html = page(
         title=paths.root.name,
         subtitle=_subtitle(paths, rows, provenance),
@@ -52,6 +55,7 @@ def write_report(paths: RunPaths) -> Path:
             section("Evaluation", _evaluation(evaluations)),
             section("Placement", placement_grid(provenance.get("placement"))),
             section("Time", _time(rows)),
+            section("Accounting", accounting_tables(accounting)) if accounting else "",
             section("Checkpoints", _checkpoints(paths, rows, evaluations)),
             section("Configuration", _configuration(paths)),
             section("Provenance", _provenance(provenance)),

@@ -94,6 +94,11 @@ class RunPaths:
         return self.root / "report" / "index.html"
 
     @property
+    def accounting(self) -> Path:
+        """What the run's Slurm jobs cost, by role and job component."""
+        return self.root / "report" / "accounting.json"
+
+    @property
     def driver_state(self) -> Path:
         """What `rlhpc status` shows: step, rates, ETA, stop reason; replaced atomically."""
         return self.root / "status.json"

@@ -1,0 +1,407 @@
+"""What a run cost: hours, idle share, memory and restarts of each role, from one `sacct` query about all of its jobs.
+
+A worker group is a job step of its own name, and the driver is the batch step. Steps overlap, so the cores that two groups
+may use can be the same ones: the shares of the roles do not add up to the job, those of the components do.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import datetime
+from typing import Any
+
+from rlhpc.checkpoint.durable import replace_durably
+from rlhpc.metrics.provenance import read_provenance
+from rlhpc.runtime.allocation import expand_hostlist
+from rlhpc.runtime.errors import ConfigError, RlhpcError
+from rlhpc.runtime.launch.claim import read_json
+from rlhpc.runtime.paths import RunPaths
+
+#: JobName comes last: it may contain the separator.
+FIELDS = (
+    "JobID", "State", "ElapsedRaw", "Start", "End", "AllocCPUS", "AllocTRES", "TotalCPU", "MaxRSS", "NodeList",
+    "Partition", "JobName",
+)  # fmt: skip
+DRIVER = "driver"
+_TIMEOUT_S = 20.0
+_TOTAL_S = 45.0
+_PAUSES_S = (0.5, 1.0, 2.0)
+_EARLIER_S = 3600.0
+_JOB = re.compile(r"^(\d+(?:_\d+)?)(?:\+(\d+))?(?:\.(\w+))?$")
+_UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
+#: What sacct says when trying again is of no use.
+_NO_ACCOUNTING = re.compile(r"accounting storage is disabled|Slurm accounting.*(?:disabled|not running)", re.IGNORECASE)
+_LIVE = ("RUNNING", "SUSPENDED", "COMPLETING", "RESIZING", "STOPPED", "SIGNALING", "STAGE_OUT")
+
+
+class NoAccounting(RlhpcError):
+    """sacct cannot say anything; the message says why."""
+
+
+@dataclass(frozen=True)
+class JobIds:
+    """Slurm jobs of a run.
+
+    Attributes:
+        ids: In the order they were found.
+        since: Unix time before which none of them was submitted; job ids may have been used before.
+        own: Those that rlhpc submitted, in contrast to allocations that it was started in.
+        drivers: How often a driver was started, as far as it is known.
+    """
+
+    ids: tuple[str, ...]
+    since: float | None = None
+    own: frozenset[str] = frozenset()
+    drivers: int = 0
+
+
+@dataclass
+class Row:
+    """A step, or a component of one start of a job with its `steps`."""
+
+    job_id: str
+    component: int
+    step: str
+    state: str
+    elapsed: float
+    start: float | None
+    cpus: int
+    gpus: int | None
+    memory: int | None
+    cpu_time: float
+    max_rss: int | None
+    nodes: list[str]
+    partition: str
+    name: str
+    steps: list[Row] = field(default_factory=list)
+
+    @property
+    def live(self) -> bool:
+        return self.state in _LIVE
+
+    @property
+    def measured(self) -> bool:
+        """Slurm knows a step's processor time only once it is over, and at some sites never."""
+        return not self.live and (self.cpu_time > 0 or self.max_rss is not None)
+
+    @property
+    def span(self) -> tuple[float, float]:
+        start = self.start or 0.0
+        return start, start + self.elapsed
+
+
+def job_ids(paths: RunPaths, provenance: Mapping[str, Any] | None = None) -> JobIds:
+    """The Slurm jobs that a run had: those submitted, requeued or resubmitted, and allocations that it was started in."""
+    own: dict[str, None] = {}
+    times: list[float] = []
+    drivers = 0
+    files = sorted(paths.submit.glob("segment_*.json")) if paths.submit.is_dir() else []
+    records = {path.name: value for path in files if (value := read_json(path)) is not None}
+    for name, value in records.items():
+        if value.get("executor") != "slurm" or not str(value.get("job_id", "")).isdigit():
+            continue
+        own[str(value["job_id"])] = None
+        times += [float(value[key]) for key in ("submitted", "started") if value.get(key)]
+        attempts = records.get(name.removesuffix(".json") + ".attempts.json", {})
+        if attempts.get("token") == value.get("token") and "attempt" in value:
+            rows = [row for row in attempts.get("attempts") or () if isinstance(row, dict)]
+            own.update((str(row["job_id"]), None) for row in rows if str(row.get("job_id", "")).isdigit())
+            drivers += len(rows)
+    provenance = read_provenance(paths) if provenance is None else provenance
+    ids = dict(own)
+    for start in [provenance, *(provenance.get("segments") or [])]:
+        slurm = start.get("slurm") or {}
+        if job := str(slurm.get("JOB_ID") or ""):
+            ids[job] = None
+            if str(slurm.get("JOB_NAME", "")).startswith(f"rlhpc-{paths.root.name}-"):
+                own[job] = None
+            for key in ("created", "started"):
+                try:
+                    times.append(datetime.fromisoformat(str(start[key])).timestamp())
+                except (KeyError, ValueError):
+                    continue
+    return JobIds(tuple(ids), min(times) - _EARLIER_S if times else None, frozenset(own), drivers)
+
+
+def query(jobs: JobIds, *, timeout_s: float = _TIMEOUT_S, sleep: Callable[[float], None] = time.sleep) -> list[Row]:
+    """Everything that sacct knows about the jobs: one command, tried again a few times where it fails.
+
+    Raises:
+        NoAccounting: There is no sacct, no accounting, or no answer in time.
+    """
+    if not jobs.ids:
+        raise NoAccounting("the run had no Slurm jobs")
+    if shutil.which("sacct") is None:
+        raise NoAccounting("there is no sacct on this machine")
+    argv = ["sacct", "--duplicates", "--parsable2", "--noheader", "--noconvert", f"--jobs={','.join(jobs.ids)}"]
+    if jobs.since is not None:
+        argv.append(f"--starttime={time.strftime('%Y-%m-%dT%H:%M:%S', time.localtime(jobs.since))}")
+    argv.append(f"--format={','.join(FIELDS)}")
+    end, said = time.monotonic() + _TOTAL_S, ""
+    for pause in (0.0, *_PAUSES_S):
+        if pause:
+            sleep(pause)
+        left = end - time.monotonic()
+        if left <= 0:
+            break
+        try:
+            done = subprocess.run(
+                argv, stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace",
+                timeout=min(timeout_s, left),
+            )  # fmt: skip
+        except subprocess.TimeoutExpired:
+            said = f"sacct did not answer within {timeout_s:.0f} s"
+            continue
+        except OSError as error:
+            raise NoAccounting(f"sacct: {error.strerror or error}") from None
+        if done.returncode == 0:
+            if rows := parse(done.stdout.splitlines()):
+                return rows
+            raise NoAccounting(f"sacct knows nothing of job {', '.join(jobs.ids)}")
+        lines = [line for line in (done.stderr or done.stdout).splitlines() if line.strip()]
+        said = lines[-1].strip() if lines else f"sacct ended with exit code {done.returncode}"
+        if _NO_ACCOUNTING.search(done.stderr + done.stdout):
+            raise NoAccounting(said)
+    raise NoAccounting(said)
+
+
+def parse(lines: Iterable[str]) -> list[Row]:
+    """The starts of the jobs' components with their steps, in sacct's order: a step follows the start it belongs to."""
+    starts: list[Row] = []
+    for line in lines:
+        row = _row(line)
+        if row is None:
+            continue
+        if not row.step:
+            starts.append(row)
+            continue
+        mine = [s for s in starts[::-1] if (s.job_id, s.component) == (row.job_id, row.component)]
+        if mine:
+            mine[0].steps.append(row)
+    return starts
+
+
+def _row(line: str) -> Row | None:
+    words = line.rstrip("\n").split("|", len(FIELDS) - 1)
+    match = _JOB.match(words[0])
+    if match is None or len(words) < len(FIELDS):
+        return None
+    cell = dict(zip(FIELDS, words, strict=True))
+    tres = dict(part.split("=", 1) for part in cell["AllocTRES"].split(",") if "=" in part)
+    try:
+        nodes = expand_hostlist(cell["NodeList"]) if cell["NodeList"] not in ("", "None assigned") else []
+    except ConfigError:
+        nodes = []
+    return Row(
+        job_id=match[1],
+        component=int(match[2] or 0),
+        step=match[3] or "",
+        state=(cell["State"].split() or [""])[0],
+        elapsed=float(cell["ElapsedRaw"] or 0) if cell["ElapsedRaw"].isdigit() else 0.0,
+        start=_moment(cell["Start"]),
+        cpus=int(cell["AllocCPUS"]) if cell["AllocCPUS"].isdigit() else 0,
+        gpus=_gpus(tres),
+        memory=_bytes(tres.get("mem", "")),
+        cpu_time=_seconds(cell["TotalCPU"]),
+        max_rss=_bytes(cell["MaxRSS"]),
+        nodes=nodes,
+        partition=cell["Partition"],
+        name=cell["JobName"],
+    )
+
+
+def _moment(text: str) -> float | None:
+    try:
+        return time.mktime(time.strptime(text, "%Y-%m-%dT%H:%M:%S"))
+    except ValueError:
+        return None  # Unknown, None
+
+
+def _seconds(text: str) -> float:
+    """`[days-[hours:]]minutes:seconds[.fraction]`."""
+    days, _, rest = text.rpartition("-")
+    try:
+        total = float(days or 0) * 86400.0
+        for scale, part in zip((1.0, 60.0, 3600.0), reversed(rest.split(":")), strict=False):
+            total += scale * float(part)
+    except ValueError:
+        return 0.0
+    return total
+
+
+def _bytes(text: str) -> int | None:
+    match = re.match(r"^([\d.]+)([KMGT]?)[nc]?$", text.strip())
+    return round(float(match[1]) * _UNITS[match[2]]) if match else None
+
+
+def _gpus(tres: Mapping[str, str]) -> int | None:
+    """None where the site does not count GPUs, or there is none."""
+    if "gres/gpu" in tres:
+        return int(tres["gres/gpu"])
+    typed = [int(count) for name, count in tres.items() if name.startswith("gres/gpu:")]
+    return sum(typed) if typed else None
+
+
+def account(
+    starts: Sequence[Row], placement: Mapping[str, Sequence[Mapping[str, Any]]], jobs: JobIds
+) -> dict[str, Any]:
+    """The content of accounting.json.
+
+    Args:
+        starts: What `query` gave.
+        placement: provenance.json's, which says what accelerators each group has: its step is given all of a node.
+        jobs: The run's jobs.
+    """
+    started = [start for start in starts if start.elapsed > 0]
+    ranks = {id(start): _node_ranks(start, started) for start in started}
+    roles: dict[str, list[tuple[Row, set[Any]]]] = {}
+    for start in started:
+        for step in start.steps:
+            role = _role(step, placement)
+            if role is not None:
+                roles.setdefault(role, []).append((step, _accelerators(step, role, placement, ranks[id(start)])))
+    components = {start.component: [s for s in started if s.component == start.component] for start in started}
+    names = [*(name for name in placement if name in roles), *(name for name in sorted(roles) if name not in placement)]
+    keys = {id(step): held for rows in roles.values() for step, held in rows}
+    first = {start.job_id: min(s.component for s in started if s.job_id == start.job_id) for start in started}
+    return {
+        "format": 1,
+        "available": True,
+        "made": datetime.now().astimezone().isoformat(timespec="seconds"),
+        "jobs": list(jobs.ids),
+        "allocations": [job for job in jobs.ids if job not in jobs.own],
+        "complete": not any(row.live for start in started for row in (start, *start.steps)),
+        "requeues": sum(s.component == first[s.job_id] for s in started) - len(first),
+        "driver_starts": jobs.drivers,
+        "roles": {name: _of_role(roles[name]) for name in names},
+        "components": [_of_component(k, components[k], keys, placement, ranks) for k in sorted(components)],
+    }
+
+
+def _role(step: Row, placement: Mapping[str, Any]) -> str | None:
+    """The group that a step is, or the driver; None for what is none of ours."""
+    if step.step == "batch":
+        return DRIVER
+    if not step.step.isdigit() or (placement and step.name not in placement):
+        return None  # extern, interactive, and commands like rm
+    return step.name
+
+
+def _node_ranks(start: Row, starts: Sequence[Row]) -> list[int]:
+    """Ranks of a component's nodes in the run's cluster: components follow one another."""
+    sizes = {s.component: len(s.nodes) for s in starts if s.job_id == start.job_id}
+    first = sum(size for component, size in sizes.items() if component < start.component)
+    return list(range(first, first + len(start.nodes)))
+
+
+def _accelerators(
+    step: Row, role: str, placement: Mapping[str, Sequence[Mapping[str, Any]]], ranks: Sequence[int]
+) -> set[Any]:
+    """What the step held, under names that are the same for groups that share; a driver holds none."""
+    if role == DRIVER:
+        return set()
+    if role not in placement:
+        return {("?", number) for number in range(step.gpus or 0)}
+    mine = [entry for entry in placement[role] if int(entry.get("node_rank", 0)) in ranks]
+    return {(int(e.get("node_rank", 0)), int(index)) for e in mine for index in e.get("accelerators") or ()}
+
+
+def _length(spans: Iterable[tuple[float, float]]) -> float:
+    """Of the union of intervals."""
+    total, until = 0.0, float("-inf")
+    for start, end in sorted(spans):
+        total += max(0.0, end - max(start, until))
+        until = max(until, end)
+    return total
+
+
+def _hours(seconds: float) -> float:
+    return round(seconds / 3600.0, 6)
+
+
+def _idle(rows: Iterable[Row]) -> float | None:
+    measured = [row for row in rows if row.measured]
+    granted = sum(row.elapsed * row.cpus for row in measured)
+    return round(max(0.0, 1.0 - sum(row.cpu_time for row in measured) / granted), 4) if granted else None
+
+
+def _of_role(found: Sequence[tuple[Row, set[Any]]]) -> dict[str, Any]:
+    rows = [row for row, _ in found]
+    parts = {row.component for row in rows}
+    return {
+        "components": sorted(parts),
+        "elapsed_s": round(_length(row.span for row in rows), 3),
+        "gpu_hours": _hours(sum(row.elapsed * len(held) for row, held in found)),
+        "cpu_hours": _hours(sum(row.elapsed * row.cpus for row in rows)),
+        "cpu_hours_used": _hours(sum(row.cpu_time for row in rows if row.measured)),
+        "idle_share": _idle(rows),
+        "max_rss_bytes": max((row.max_rss for row in rows if row.max_rss is not None), default=None),
+        "restarts": max(sum(row.component == part for row in rows) for part in parts) - 1,
+    }
+
+
+def _of_component(
+    index: int,
+    starts: Sequence[Row],
+    keys: Mapping[int, set[Any]],
+    placement: Mapping[str, Sequence[Mapping[str, Any]]],
+    ranks: Mapping[int, Sequence[int]],
+) -> dict[str, Any]:
+    held: list[float] = []
+    for start in starts:
+        spans: dict[Any, list[tuple[float, float]]] = {}
+        for step in start.steps:
+            for key in keys.get(id(step), ()):
+                spans.setdefault(key, []).append(step.span)
+        held.append(sum(_length(s) for s in spans.values()))
+    here = {rank for start in starts for rank in ranks[id(start)]}
+    planned = any(e.get("accelerators") for g in placement.values() for e in g if int(e.get("node_rank", 0)) in here)
+    counted = [start.elapsed * start.gpus for start in starts if start.gpus is not None]
+    gpu_hours = _hours(sum(counted)) if counted or not planned else None  # this site does not count GPUs
+    steps = [step for start in starts for step in start.steps]
+    return {
+        "component": index,
+        "partitions": sorted({start.partition for start in starts}),
+        "nodes": max(len(start.nodes) for start in starts),
+        "elapsed_s": round(sum(start.elapsed for start in starts), 3),
+        "gpu_hours": gpu_hours,
+        "gpu_hours_used": _hours(sum(held)),
+        "cpu_hours": _hours(sum(start.elapsed * start.cpus for start in starts)),
+        "cpu_hours_used": _hours(sum(step.cpu_time for step in steps if step.measured)),
+        "memory_bytes": max((start.memory for start in starts if start.memory is not None), default=None),
+        "max_rss_bytes": max((step.max_rss for step in steps if step.max_rss is not None), default=None),
+        "restarts": len(starts) - len({start.job_id for start in starts}),
+    }
+
+
+def write_accounting(paths: RunPaths) -> dict[str, Any] | None:
+    """Ask sacct about the run's jobs and write report/accounting.json; never fails for a scheduler that does.
+
+    Returns:
+        What was written; None where the run had no Slurm jobs. Where sacct has no answer, `available` is False and
+        `reason` says why; numbers of an earlier report are kept, and `reason` is added to them.
+    """
+    provenance = read_provenance(paths)
+    jobs = job_ids(paths, provenance)
+    if not jobs.ids:
+        return None
+    file = paths.accounting
+    try:
+        record = account(query(jobs), provenance.get("placement") or {}, jobs)
+    except NoAccounting as error:
+        before = read_json(file) or {}
+        if before.get("available") and before.get("jobs") == list(jobs.ids):
+            return {**before, "reason": str(error)}
+        record = {"format": 1, "available": False, "reason": str(error), "jobs": list(jobs.ids)}
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        replace_durably(file, json.dumps(record, indent=2).encode() + b"\n")
+    except OSError as error:
+        raise RlhpcError(f"{error.filename or file}: could not be written: {error.strerror}") from error
+    return record

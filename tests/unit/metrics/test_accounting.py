@@ -1,0 +1,252 @@
+"""Accounting from recorded sacct outputs (Slurm 22.05), and where sacct cannot help."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rlhpc.metrics import accounting
+from rlhpc.metrics.accounting import (
+    FIELDS,
+    JobIds,
+    NoAccounting,
+    Row,
+    account,
+    job_ids,
+    parse,
+    query,
+    write_accounting,
+)
+from rlhpc.metrics.report import write_report
+from rlhpc.runtime.paths import RunPaths
+
+RECORDED = Path(__file__).parent / "sacct"
+HET = {
+    "actor": [{"rank": 0, "node_rank": 0, "accelerators": [0]}],
+    "rollout": [{"rank": 0, "node_rank": 0, "accelerators": [1]}],
+    "env": [{"rank": 0, "node_rank": 1, "accelerators": []}],
+}
+JOB = JobIds(("1",), own=frozenset({"1"}))
+
+
+def recorded(name: str) -> list[Row]:
+    return parse((RECORDED / f"{name}.txt").read_text().splitlines())
+
+
+def row(job: str, state: str = "COMPLETED", elapsed: int = 3600, start: int = 0, **cells: Any) -> str:
+    """A line of sacct's; `start` is an hour of the day."""
+    given = {
+        "JobID": job,
+        "State": state,
+        "ElapsedRaw": elapsed,
+        "Start": f"2026-03-01T{start:02d}:00:00",
+        "End": "Unknown",
+        "AllocCPUS": 4,
+        "AllocTRES": "cpu=4,mem=4G,node=1",
+        "TotalCPU": "02:00:00",
+        "MaxRSS": "" if "." not in job else "1048576",
+        "NodeList": "n1",
+        "Partition": "gpu",
+        "JobName": "rlhpc-run-0-abc",
+        **cells,
+    }
+    return "|".join(str(given[name]) for name in FIELDS)
+
+
+def test_a_het_job_that_was_requeued() -> None:
+    found = account(recorded("het_requeued"), HET, JOB)
+    assert found["complete"] and found["requeues"] == 1 and found["jobs"] == ["1"]
+    assert list(found["roles"]) == ["actor", "rollout", "env", "driver"]
+    actor, env, driver = (found["roles"][name] for name in ("actor", "env", "driver"))
+    # 16 s and 15 s on one of the two GPUs that the step was given, with 2 cores
+    assert actor["elapsed_s"] == 31 and actor["restarts"] == 1
+    assert actor["gpu_hours"] == pytest.approx(31 / 3600, abs=1e-6)
+    assert actor["cpu_hours"] == pytest.approx(62 / 3600, abs=1e-6)
+    assert actor["cpu_hours_used"] == pytest.approx((4.298 + 3.798) / 3600, abs=1e-6)
+    assert actor["idle_share"] == pytest.approx(1 - (4.298 + 3.798) / 62, abs=1e-4)
+    assert actor["max_rss_bytes"] == 166006784
+    assert env["gpu_hours"] == 0 and env["components"] == [1] and driver["max_rss_bytes"] == 230408192
+    gpu, cpu = found["components"]
+    assert gpu["gpu_hours"] == pytest.approx(2 * 50 / 3600, abs=1e-6)
+    assert gpu["gpu_hours_used"] == pytest.approx(2 * 31 / 3600, abs=1e-6)
+    assert gpu["cpu_hours"] == pytest.approx(200 / 3600, abs=1e-6)
+    assert gpu["cpu_hours_used"] == pytest.approx((13.718 + 12.496) / 3600, abs=1e-6)  # as Slurm adds it up
+    assert (gpu["memory_bytes"], gpu["restarts"], gpu["partitions"]) == (4 << 30, 1, ["gpu"])
+    assert cpu["gpu_hours"] == cpu["gpu_hours_used"] == 0 and cpu["nodes"] == 1
+
+
+def test_what_still_runs_is_not_measured_yet() -> None:
+    placement = {"actor": [{"rank": r, "node_rank": r, "accelerators": [0, 1]} for r in (0, 1)]}
+    found = account(recorded("running"), placement, JobIds(("3", "4")))
+    assert not found["complete"] and found["allocations"] == ["3", "4"] and found["requeues"] == 0
+    actor = found["roles"]["actor"]
+    assert actor["gpu_hours"] == pytest.approx(4 * 11 / 3600, abs=1e-6) and actor["restarts"] == 1
+    assert actor["idle_share"] == pytest.approx(1 - 2.096 / 12, abs=1e-4)
+    assert "rm" not in found["roles"] and found["roles"]["driver"]["idle_share"] is None
+    assert found["components"][0]["nodes"] == 2  # the pending job has not cost anything
+    assert set(account(recorded("running"), {}, JobIds(("3",)))["roles"]) == {"actor", "driver", "rm"}
+
+
+def test_a_group_on_two_components() -> None:
+    lines = [
+        row("7+0", NodeList="g1"), row("7+0.batch", JobName="batch"),
+        row("7+0.0", JobName="env"), row("7+0.3", JobName="env", start=2),
+        row("7+1", NodeList="c[1-2]", AllocCPUS=8), row("7+1.1", JobName="env", NodeList="c[1-2]"),
+    ]  # fmt: skip
+    found = account(parse(lines), {"env": [{"rank": r, "node_rank": r} for r in range(3)]}, JobIds(("7",)))
+    env = found["roles"]["env"]
+    assert env["components"] == [0, 1] and env["restarts"] == 1
+    assert env["elapsed_s"] == 2 * 3600, "hours in which it ran in both count once"
+    assert env["cpu_hours"] == 3 * 4
+
+
+def test_segments_are_not_restarts() -> None:
+    lines = [row("7"), row("7.0", JobName="actor"), row("8", start=3), row("8.0", JobName="actor", start=3)]
+    found = account(parse(lines), {}, JobIds(("7", "8")))
+    assert found["requeues"] == 0 and found["components"][0]["restarts"] == 0
+    assert found["components"][0]["elapsed_s"] == 7200
+
+
+def test_a_site_that_does_not_count_gpus() -> None:
+    lines = [row("7"), row("7.0", JobName="actor")]
+    found = account(parse(lines), {"actor": [{"rank": 0, "node_rank": 0, "accelerators": [0, 1]}]}, JobIds(("7",)))
+    assert found["components"][0]["gpu_hours"] is None and found["components"][0]["gpu_hours_used"] == 2
+    assert found["roles"]["actor"]["gpu_hours"] == 2
+
+
+def test_groups_that_share_a_gpu_hold_it_once() -> None:
+    tres = {"AllocTRES": "cpu=4,gres/gpu:a100=1,mem=4G,node=1"}
+    lines = [row("7", **tres), row("7.0", JobName="actor", **tres), row("7.1", JobName="rollout", **tres)]
+    [part] = account(parse(lines), {}, JobIds(("7",)))["components"]
+    assert part["gpu_hours"] == part["gpu_hours_used"] == 1
+
+
+def test_a_site_that_measures_nothing() -> None:
+    lines = [row("7"), row("7.0", JobName="actor", TotalCPU="00:00:00", MaxRSS="")]
+    found = account(parse(lines), {}, JobIds(("7",)))["roles"]["actor"]
+    assert found["idle_share"] is None and found["max_rss_bytes"] is None
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"),
+    [("00:13.718", 13.718), ("02:00:01", 7201), ("1-00:00:00", 86400), ("3-01:00:00.500", 262800.5), ("", 0), ("?", 0)],
+)
+def test_times(text: str, seconds: float) -> None:
+    assert accounting._seconds(text) == pytest.approx(seconds)
+
+
+def test_sizes_and_odd_lines() -> None:
+    assert [accounting._bytes(t) for t in ("225008K", "2.5G", "166006784", "4000Mn", "0", "", "?")] == [
+        225008 << 10, 5 << 29, 166006784, 4000 << 20, 0, None, None,
+    ]  # fmt: skip
+    assert parse(["", "sacct: warning", "12|RUNNING", row("5_[0-3]"), row("9.0", JobName="of no job")]) == []
+    [start] = parse([row("5_3", NodeList="n[1-", State="OUT_OF_MEMORY"), row("5_3.extern", JobName="extern")])
+    assert start.job_id == "5_3" and start.nodes == [] and len(start.steps) == 1
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunPaths:
+    paths = RunPaths.of(tmp_path, "run")
+    paths.submit.mkdir(parents=True)
+    return paths
+
+
+def submitted(run: RunPaths, segment: int, job_id: str, executor: str = "slurm", attempts: int = 1) -> None:
+    record = {"executor": executor, "job_id": job_id, "token": f"t{segment}", "attempt": 1, "submitted": time.time()}
+    (run.submit / f"segment_{segment}.json").write_text(json.dumps(record))
+    rows = [{"number": n, "job_id": job_id, "step": n} for n in range(attempts)]
+    (run.submit / f"segment_{segment}.attempts.json").write_text(json.dumps({"token": f"t{segment}", "attempts": rows}))
+
+
+def test_the_jobs_of_a_run(run: RunPaths) -> None:
+    submitted(run, 0, "12", attempts=3)
+    submitted(run, 1, "15")
+    submitted(run, 2, "4711", executor="local")
+    (run.submit / "segment_1.claim.2.json").write_text(json.dumps({"executor": "slurm", "job_id": "15"}))
+    starts = [
+        {"started": "2026-03-01T10:00:00+00:00", "slurm": {"JOB_ID": "9", "JOB_NAME": "rlhpc-run-0-abc"}},
+        {"started": "2026-03-02T10:00:00+00:00", "slurm": {"JOB_ID": "14", "JOB_NAME": "interactive"}},
+        {"started": "nonsense", "slurm": {}},
+    ]
+    run.provenance.write_text(json.dumps({"segments": starts}))
+    found = job_ids(run)
+    assert found.ids == ("12", "15", "9", "14") and found.own == {"12", "15", "9"} and found.drivers == 4
+    assert found.since == pytest.approx(1772359200 - 3600)
+
+
+def sacct(folder: Path, monkeypatch: pytest.MonkeyPatch, script: str) -> Path:
+    """A sacct that counts its calls."""
+    command = folder / "bin" / "sacct"
+    command.parent.mkdir(exist_ok=True)
+    calls = folder / "calls"
+    command.write_text(f'#!/bin/sh\necho "$@" >> {calls}\n{script}\n')
+    command.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{command.parent}:/usr/bin:/bin")
+    return calls
+
+
+def test_one_query_for_all_jobs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run: RunPaths) -> None:
+    submitted(run, 0, "1", attempts=2)
+    submitted(run, 1, "5")
+    run.provenance.write_text(json.dumps({"placement": HET}))
+    calls = sacct(tmp_path, monkeypatch, f"cat {RECORDED}/het_requeued.txt")
+    text = write_report(run).read_text()
+    [call] = calls.read_text().splitlines()
+    assert "--jobs=1,5" in call and "--duplicates --parsable2" in call and "--starttime=20" in call
+    found = json.loads(run.accounting.read_text())
+    assert found["roles"]["actor"]["restarts"] == 1 and found["driver_starts"] == 3
+    assert "<h2>Accounting</h2>" in text and "Requeued 1 time." in text and ">rollout</td>" in text
+
+
+def test_a_failing_sacct_is_asked_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    script = f'[ $(wc -l < {tmp_path}/calls) -lt 3 ] && echo "sacct: error: database" >&2 && exit 1\n'
+    calls = sacct(tmp_path, monkeypatch, script + f"cat {RECORDED}/het_requeued.txt")
+    pauses: list[float] = []
+    assert len(query(JOB, sleep=pauses.append)) == 4
+    assert len(calls.read_text().splitlines()) == 3 and pauses == [0.5, 1.0]
+
+
+@pytest.mark.parametrize(
+    ("script", "said", "calls"),
+    [
+        ("echo 'sacct: error: Problem talking to the database' >&2; exit 1", "Problem talking", 4),
+        ("echo 'Slurm accounting storage is disabled' >&2; exit 1", "storage is disabled", 1),
+        ("exit 0", "knows nothing of job 1", 1),
+        ("exit 3", "exit code 3", 4),
+        ("exec sleep 60", "did not answer within", 4),
+    ],
+)
+def test_without_an_answer(
+    script: str, said: str, calls: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run: RunPaths
+) -> None:
+    asked = sacct(tmp_path, monkeypatch, script)
+    with pytest.raises(NoAccounting, match=said):
+        query(JOB, timeout_s=0.2, sleep=lambda _: None)
+    assert len(asked.read_text().splitlines()) == calls
+
+
+def test_no_sacct(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run: RunPaths) -> None:
+    """The report says so; numbers of an earlier report stay."""
+    submitted(run, 0, "1")
+    monkeypatch.setenv("PATH", str(tmp_path))
+    text = write_report(run).read_text()
+    assert "Accounting is not available for job 1: there is no sacct on this machine." in text
+    assert json.loads(run.accounting.read_text())["available"] is False
+    sacct(tmp_path, monkeypatch, f"cat {RECORDED}/het_requeued.txt")
+    assert "not available" not in write_report(run).read_text()
+    monkeypatch.setenv("PATH", str(tmp_path))
+    text = write_report(run).read_text()
+    assert "Numbers of an earlier report" in text and ">actor</td>" in text
+    assert json.loads(run.accounting.read_text())["available"] is True
+
+
+def test_a_run_without_slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run: RunPaths) -> None:
+    calls = sacct(tmp_path, monkeypatch, "exit 1")
+    submitted(run, 0, "4711", executor="local")
+    assert write_accounting(run) is None
+    assert "Accounting" not in write_report(run).read_text()
+    assert not run.accounting.exists() and not calls.exists()
