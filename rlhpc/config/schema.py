@@ -70,6 +70,8 @@ class ClusterConfig(SlurmOptions):
     """Labelled groups of nodes."""
     interface: str | None = None
     """Network interface by which nodes reach one another, such as `ib0`; by default the one on the route between them."""
+    scratch: str | None = None
+    """Folder on each node's own disk, for what does not fit into its shared memory; by default below `/tmp`."""
     setup: list[str] = field(default_factory=list)
     """Lines of the job's script before the driver starts: `module load …`, `source …/activate`."""
     sbatch: list[str] = field(default_factory=list)

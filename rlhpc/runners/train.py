@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 from rlhpc.runners.run_folder import RunFolder, fail_status, read_segment_done
@@ -41,6 +43,8 @@ def train(cfg: Any, *, segment: int | None = None) -> dict[str, Any]:
     run = RunFolder.plan(cfg, segment)
     if segment is not None and (done := read_segment_done(run.paths, segment)) is not None:
         return {**done, "finished": True, "exit_code": 0}
+    if cfg.cluster.scratch is not None:
+        os.environ["RLHPC_SCRATCH"] = str(Path(str(cfg.cluster.scratch)).expanduser())  # of the ranks, too
     Session.prewarm(PRELOAD)  # it imports torch while this process checks the run
     cluster = Cluster(cfg.cluster)
     placement = HybridComponentPlacement(cfg, cluster)

@@ -17,7 +17,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from rlhpc.runtime.errors import RegistryError
+from rlhpc.runtime.errors import ConfigError, RegistryError
 
 log = logging.getLogger(__name__)
 
@@ -58,8 +58,12 @@ class Scratch:
 
     @property
     def spill(self) -> Path:
-        """Where payloads go when the shared memory is full: ordinary files, slower but correct."""
-        return self.sockets / "spill"
+        """Where payloads go when the shared memory is full: ordinary files, slower but correct.
+
+        Below `RLHPC_SCRATCH` (the site's `cluster.scratch`) where that is set, else beside the sockets.
+        """
+        root = os.environ.get("RLHPC_SCRATCH")
+        return Path(root) / f"rlhpc-{os.getuid()}-{self.token}-spill" if root else self.sockets / "spill"
 
     @classmethod
     def create(cls) -> Scratch:
@@ -68,7 +72,13 @@ class Scratch:
         scratch = cls(secrets.token_hex(4))
         scratch.sockets.mkdir(mode=0o700)
         scratch.shm.mkdir(mode=0o700)
-        scratch.spill.mkdir(mode=0o700)
+        try:
+            scratch.spill.mkdir(mode=0o700)
+        except OSError as error:
+            scratch.remove()
+            raise ConfigError(
+                f"cluster.scratch: cannot make {scratch.spill}: {error.strerror}; it must be a folder of every node"
+            ) from error
         scratch.hold()
         return scratch
 
@@ -115,6 +125,7 @@ class Scratch:
 
     def remove(self) -> None:
         """Removes both folders; safe to call twice and from several processes."""
+        shutil.rmtree(self.spill, ignore_errors=True)
         shutil.rmtree(self.shm, ignore_errors=True)
         shutil.rmtree(self.sockets, ignore_errors=True)
 

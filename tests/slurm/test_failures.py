@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+import subprocess
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -145,3 +148,39 @@ def test_an_error_of_the_program_is_not_tried_again(slurm: SlurmCluster, tmp_pat
     run.environment["PYTHONPATH"] = str(tmp_path)
     said = run.finish(run.submit(), 120, code=1)
     assert "a mistake in the loss" in said and len(run.attempts) == 1
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="needs root, to mount a small filesystem")
+@pytest.mark.parametrize("harm", ["full", "read-only"])
+def test_the_run_folder_takes_nothing_more(slurm: SlurmCluster, tmp_path: Path, harm: str) -> None:
+    """One clear message; what was committed stays, and the same command goes on once there is room."""
+    folder = tmp_path / "small"
+    folder.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=24m", "tmpfs", str(folder)], check=True)
+    try:
+        run, process, before = start(slurm, folder, "runner.max_restarts=1", "runner.keep_checkpoints=1")
+        if harm == "full":
+            with contextlib.suppress(OSError), (folder / "filler").open("wb") as filler:
+                while True:
+                    filler.write(bytes(1 << 16))
+                    filler.flush()
+        else:
+            subprocess.run(["mount", "-o", "remount,ro", str(folder)], check=True)
+        code = process.wait(180)  # type: ignore[attr-defined]
+        assert code not in (0, None)
+        words = {"full": "No space left on device", "read-only": "Read-only file system"}[harm]
+        if harm == "full":
+            (folder / "filler").unlink()
+        else:
+            subprocess.run(["mount", "-o", "remount,rw", str(folder)], check=True)
+        said = run.log.read_text() + "".join(p.read_text() for p in (run.root / "logs").rglob("driver.err"))
+        said += "".join(p.read_text() for p in (run.root / "submit").glob("*_log.err"))
+        assert harm == "read-only" or words in said, said
+        until(lambda: not slurm.run("squeue", "--me", "--noheader").strip(), "the job is gone", 60)
+        assert run.committed() >= before
+        run.finish(run.submit(), 300)
+        assert [row["step"] for row in run.rows()] == list(range(1, 401))
+    finally:
+        slurm.run("scancel", "--me")
+        until(lambda: not slurm.run("squeue", "--me", "--noheader").strip(), "the job is gone", 60)
+        subprocess.run(["umount", "--lazy", str(folder)], check=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -32,18 +33,23 @@ def same_weights(one: SlurmRun, other: SlurmRun, step: int) -> bool:
     return mine.keys() == theirs.keys() and all(torch.equal(mine[name], theirs[name]) for name in mine)
 
 
+def workflow(run: SlurmRun, profile: str, *overrides: str, timeout: float = 400) -> str:
+    """`snakemake --profile profiles/<profile>` with fast polling; what it said."""
+    words = " ".join([f"runner.run_dir={run.folder / 'runs'}", f"runner.name={run.root.name}", *overrides])
+    done = subprocess.run(
+        [sys.executable, "-m", "snakemake", "--profile", str(ROOT / "profiles" / profile), "--directory", str(run.folder),
+         "--snakefile", str(ROOT / "workflow" / "Snakefile"), "--slurm-init-seconds-before-status-checks", "2",
+         "--seconds-between-status-checks", "2", "--config", f"run={run.config}", f"site={run.site}", f"overrides={words}"],
+        env=run.environment, capture_output=True, text=True, timeout=timeout,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr + run.account()
+    return done.stdout + done.stderr
+
+
 def test_the_quickstarts_task_as_one_het_job(slurm: SlurmCluster, tmp_path: Path) -> None:
     """`snakemake --profile profiles/slurm`: trained to 475, evaluated, exported, reported; a step for each group."""
     run = SlurmRun(slurm, tmp_path, name="het")
-    profile = "slurm" if slurm.has_accounting else "slurm-no-accounting"
-    done = subprocess.run(
-        [sys.executable, "-m", "snakemake", "--profile", str(ROOT / "profiles" / profile), "--directory", str(tmp_path),
-         "--snakefile", str(ROOT / "workflow" / "Snakefile"), "--slurm-init-seconds-before-status-checks", "2",
-         "--seconds-between-status-checks", "2", "--config", f"run={run.config}", f"site={run.site}",
-         f"overrides=runner.run_dir={tmp_path / 'runs'} runner.name=het"],
-        env=run.environment, capture_output=True, text=True, timeout=600,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stdout + done.stderr + run.account()
+    workflow(run, "slurm" if slurm.has_accounting else "slurm-no-accounting", timeout=600)
     results = [json.loads(path.read_text()) for path in run.root.glob("eval/global_step_*/default.json")]
     assert len(results) == 3 and max(r["return_mean"] for r in results) >= 475
     assert {r["episodes"] for r in results} == {100}
@@ -55,6 +61,36 @@ def test_the_quickstarts_task_as_one_het_job(slurm: SlurmCluster, tmp_path: Path
         table = slurm.run("sacct", "--jobs", job, "--noheader", "--parsable2", "--format=JobID,JobName,AllocTRES")
         steps = {(line.split(".")[0], line.split("|")[1]) for line in table.splitlines() if "." in line.split("|")[0]}
         assert {(f"{job}+0", "actor"), (f"{job}+0", "rollout"), (f"{job}+1", "env")} <= steps, table
+
+
+SHORT = ("runner.max_steps=6", "runner.segments=2", "env.eval.num_episodes=4", "algorithm.update_epochs=1")
+
+
+def test_without_accounting(slurm_without_accounting: SlurmCluster, tmp_path: Path) -> None:
+    """Nothing hangs where sacct knows nothing; the report says so."""
+    run = SlurmRun(slurm_without_accounting, tmp_path)
+    workflow(run, "slurm-no-accounting", *SHORT)
+    assert len(list(run.root.glob("eval/*/default.json"))) == 2 and (run.root / "report" / "index.html").exists()
+
+
+def test_accounting_that_fails_half_the_time(slurm: SlurmCluster, tmp_path: Path) -> None:
+    """Every other sacct fails, and some of them only after a while."""
+    if not slurm.has_accounting:
+        pytest.skip("this cluster has no accounting that could fail")
+    tools = tmp_path / "tools"
+    tools.mkdir()
+    (tools / "sacct").write_text(
+        "#!/bin/bash\n"
+        f"n=$(cat {tools}/count 2>/dev/null || echo 0); echo $((n + 1)) > {tools}/count\n"
+        "if [ $((n % 2)) = 0 ]; then [ $((n % 4)) = 0 ] && sleep 3; echo 'sacct: error: Problem talking to the database' >&2\n"
+        f'exit 1; fi\nexec {shutil.which("sacct")} "$@"\n'
+    )
+    (tools / "sacct").chmod(0o755)
+    run = SlurmRun(slurm, tmp_path)
+    run.environment["PATH"] = f"{tools}:{run.environment['PATH']}"
+    workflow(run, "slurm", *SHORT)
+    assert len(list(run.root.glob("eval/*/default.json"))) == 2
+    assert int((tools / "count").read_text()) >= 4
 
 
 def test_every_rank_sees_its_own_part(slurm: SlurmCluster, tmp_path: Path) -> None:
