@@ -71,6 +71,7 @@ class Row:
     state: str
     elapsed: float
     start: float | None
+    end: float | None
     cpus: int
     gpus: int | None
     memory: int | None
@@ -184,7 +185,18 @@ def parse(lines: Iterable[str]) -> list[Row]:
         mine = [s for s in starts[::-1] if (s.job_id, s.component) == (row.job_id, row.component)]
         if mine:
             mine[0].steps.append(row)
+    for start in starts:
+        _mend(start)
     return starts
+
+
+def _mend(start: Row) -> None:
+    """A job that was updated while it was being requeued has lost the time it began; its steps know it."""
+    begun = [step.start for step in start.steps if step.start is not None]
+    if start.elapsed == 0 and start.start is None and begun:
+        ends = [step.span[1] for step in start.steps]
+        start.start = min(begun)
+        start.elapsed = max(0.0, (max(ends) if start.end is None else start.end) - start.start)
 
 
 def _row(line: str) -> Row | None:
@@ -205,6 +217,7 @@ def _row(line: str) -> Row | None:
         state=(cell["State"].split() or [""])[0],
         elapsed=float(cell["ElapsedRaw"] or 0) if cell["ElapsedRaw"].isdigit() else 0.0,
         start=_moment(cell["Start"]),
+        end=_moment(cell["End"]),
         cpus=int(cell["AllocCPUS"]) if cell["AllocCPUS"].isdigit() else 0,
         gpus=_gpus(tres),
         memory=_bytes(tres.get("mem", "")),

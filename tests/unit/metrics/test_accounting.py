@@ -79,6 +79,14 @@ def test_a_het_job_that_was_requeued() -> None:
     assert cpu["gpu_hours"] == cpu["gpu_hours_used"] == 0 and cpu["nodes"] == 1
 
 
+def test_a_start_whose_time_was_lost() -> None:
+    """A requeued job that is updated in that moment has neither Start nor Elapsed; its steps have."""
+    found = account(recorded("het_start_lost"), HET, JobIds(("5",)))
+    assert found["requeues"] == 1 and found["roles"]["actor"]["restarts"] == 1
+    assert found["components"][0]["elapsed_s"] == found["components"][1]["elapsed_s"] == 18 + 32
+    assert found["components"][0]["gpu_hours"] == pytest.approx(2 * 50 / 3600, abs=1e-6)
+
+
 def test_what_still_runs_is_not_measured_yet() -> None:
     placement = {"actor": [{"rank": r, "node_rank": r, "accelerators": [0, 1]} for r in (0, 1)]}
     found = account(recorded("running"), placement, JobIds(("3", "4")))
