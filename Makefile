@@ -44,6 +44,10 @@ bench: setup  ## the benchmarks; results go to bench/results
 docs: setup  ## the reference pages that are made from the code
 	python -m rlhpc.config.reference > docs/reference/config.new
 	mv docs/reference/config.new docs/reference/config.md
+	python -m rlhpc.reference cli > docs/reference/cli.new
+	mv docs/reference/cli.new docs/reference/cli.md
+	python -m rlhpc.reference runtime > docs/reference/runtime.new
+	mv docs/reference/runtime.new docs/reference/runtime.md
 
 constraints: setup  ## pin what is installed now in envs/constraints.txt
 	python envs/freeze.py > envs/constraints.new

@@ -1,0 +1,253 @@
+"""The reference pages made from the code: `python -m rlhpc.reference cli|runtime > docs/reference/….md`."""
+
+from __future__ import annotations
+
+import argparse
+import inspect
+import re
+import sys
+import textwrap
+from collections.abc import Iterator
+from typing import Any
+
+import rlhpc
+
+_CLI_HEAD = """# Command line
+
+Generated from the parser by `python -m rlhpc.reference cli`.
+
+`key=value` words override the configuration and may stand anywhere; every key is in [config.md](config.md).
+A command that takes a run also takes the run's configuration file, with the overrides that the run was started with.
+
+| exit code | meaning |
+|---|---|
+| 0 | done |
+| 1 | something failed on the way; the message names rank, node and log where a worker failed |
+| 2 | what was asked for cannot be done (configuration, placement, checkpoint, submission); one message says why |
+| 130 | interrupted |
+| 128 + n | a run was told to stop by signal n; it saved a checkpoint first |
+
+| environment variable | meaning |
+|---|---|
+| `RLHPC_SITE` | site file of the cluster, where `--site` is not given |
+| `RLHPC_DEBUG` | `1` prints the traceback of an unexpected error |
+"""
+
+_RUNTIME_HEAD = """# Runtime
+
+Generated from the docstrings by `python -m rlhpc.reference runtime`. All names import from `rlhpc`; `import rlhpc` alone loads
+neither torch nor submitit. A script that uses them:
+
+```python
+from rlhpc import Cluster, NodePlacementStrategy, Worker
+
+
+class Adder(Worker):
+    def __init__(self, start):
+        super().__init__()
+        self.total = start
+
+    def add(self, number):
+        self.total += number + self.rank
+        return self.total
+
+
+if __name__ == "__main__":
+    cluster = Cluster.local()
+    group = Adder.create_group(10).launch(cluster, placement_strategy=NodePlacementStrategy([0, 0]), name="adder")
+    assert group.add(1).wait() == [11, 12]
+    assert group.execute_on(1).add(1).wait() == [14]
+    group.shutdown()
+```
+"""
+
+#: The page's parts. A name with `…` shows its members, too.
+_PARTS = {
+    "Cluster": ("Cluster…", "Node", "NodeGroup"),
+    "Placement": (
+        "Placement", "PackedPlacementStrategy", "FlexiblePlacementStrategy", "NodePlacementStrategy",
+        "HybridComponentPlacement…", "ModelParallelComponentPlacement",
+    ),
+    "Groups and calls": ("Worker…", "WorkerGroup…", "Handle…"),
+    "Channels": ("Channel…", "QueueFull", "QueueEmpty"),
+    "Session": ("Session",),
+    "Configuration": ("load_config",),
+    "Roles and runner": ("EmbodiedActor", "MultiStepRolloutWorker", "EnvWorker", "EmbodiedRunner…"),
+}  # fmt: skip
+_INTRODUCTIONS = {
+    "Placement": """`cluster.component_placement` maps components to `resource ranks[:process ranks]`:
+
+- Ranks are single (`3`), ranges (`0-7`), lists (`0-1,4`) or `all`. Resource ranks are unique and ascending.
+- The resources are accelerators, numbered over the cluster or the node group; nodes where there are no accelerators.
+- Without process ranks each resource gets one process. With them (`0-3:0-7`, parts separated by commas) one count divides
+  the other: several resources a process, or several processes a resource. Process ranks are contiguous and ascending.
+- `actor,rollout: 0-7` gives both components the same resources; `env: {node_group: cpu, placement: 0-1}` counts within the
+  group.
+- The accelerators of a process share one node and one kind.
+
+What breaks a rule is a `PlacementError` that names component, text and rule. Every strategy below has
+`place(cluster) → list[Placement]`, one entry a rank, in rank order.""",
+    "Groups and calls": """A public method of a worker class is called on the group: `group.method(*args)` runs on all ranks
+and returns a `Handle` at once. Names that begin with `_` are refused.""",
+}
+#: Made by other calls, not by their constructors.
+_MADE = ("WorkerGroup", "Handle", "Channel")
+#: What has no docstring, because its name says it.
+_PLAIN = {
+    "Cluster.num_nodes": "How many nodes there are.",
+    "Cluster.num_accelerators": "How many accelerators all nodes have.",
+    "HybridComponentPlacement.components": "Names of the components that have a place.",
+    "HybridComponentPlacement.has_component": "Whether the component has a place.",
+    "WorkerGroup.world_size": "Number of ranks.",
+    "WorkerGroup.async_shutdown": "`shutdown` for coroutines.",
+    "Channel.empty": "Whether nothing is queued under `key`.",
+    "Channel.full": "Whether `put` would block.",
+}
+_SECTIONS = re.compile(r"^(Args|Returns|Raises|Attributes|Yields):$")
+
+
+def _cell(text: Any) -> str:
+    return " ".join(str(text).split()).replace("|", "\\|")
+
+
+def _argument(action: argparse.Action) -> tuple[str, str]:
+    """An argument as it stands in the usage line, and as it is typed."""
+    name = action.metavar or action.dest
+    if not action.option_strings:
+        return (f"[{name} …]" if action.nargs == "*" else str(name).upper()), str(name)
+    value = "" if action.nargs == 0 else " " + ("|".join(action.choices) if action.choices else action.dest.upper())
+    return f"[{action.option_strings[0]}{value}]", ", ".join(action.option_strings) + value
+
+
+def render_cli() -> str:
+    """The page of all commands, in Markdown."""
+    from rlhpc.cli import build_parser
+
+    parser = build_parser()
+    (commands,) = (action for action in parser._actions if isinstance(action, argparse._SubParsersAction))
+    lines = [_CLI_HEAD]
+    for name, command in commands.choices.items():
+        arguments = [action for action in command._actions if action.dest != "help"]
+        options = [action for action in arguments if action.option_strings]
+        words = [action for action in arguments if not action.option_strings]
+        usage = " ".join(_argument(action)[0] for action in [*words, *options])
+        lines += [f"## rlhpc {name}\n", f"{(command.description or '').capitalize()}.\n", "```text"]
+        lines += textwrap.wrap(f"rlhpc {name} {usage}", 110, subsequent_indent="    ", break_on_hyphens=False)
+        lines += ["```\n", "| argument | meaning |", "|---|---|"]
+        for action in [*words, *options]:
+            shown = "`" + _cell(_argument(action)[1]) + "`"
+            default = f" (default: {action.default})" if action.choices else ""
+            lines.append(f"| {shown} | {_cell(action.help)}{default} |")
+        examples = [line.strip() for line in (command.epilog or "").splitlines()[1:]]
+        lines += ["", "```bash", *examples, "```\n"]
+    return "\n".join(lines).rstrip() + "\n"
+
+
+def _annotation(kind: Any) -> str:
+    return kind if isinstance(kind, str) else getattr(kind, "__name__", str(kind))
+
+
+def _signature(function: Any) -> str:
+    """`(a: int, b: str = 'x') -> None`, the same in every Python version."""
+    signature = inspect.signature(function)
+    words: list[str] = []
+    starred = False
+    parameters = list(signature.parameters.values())
+    if inspect.isfunction(function) and parameters and parameters[0].name in ("self", "cls"):
+        del parameters[0]
+    for parameter in parameters:
+        if parameter.kind is parameter.KEYWORD_ONLY and not starred:
+            words.append("*")
+        starred = starred or parameter.kind in (parameter.KEYWORD_ONLY, parameter.VAR_POSITIONAL)
+        mark = "**" if parameter.kind is parameter.VAR_KEYWORD else "*" * (parameter.kind is parameter.VAR_POSITIONAL)
+        word = mark + parameter.name
+        known = parameter.annotation is not parameter.empty
+        word += f": {_annotation(parameter.annotation)}" if known else ""
+        if parameter.default is not parameter.empty:
+            value = repr(parameter.default)
+            word += (" = " if known else "=") + ("…" if value.startswith("<") else value)
+        words.append(word)
+    result = signature.return_annotation
+    shown = "" if result in (signature.empty, None, "None") else f" → {_annotation(result)}"
+    return f"({', '.join(words)}){shown}"
+
+
+def _paragraphs(doc: str) -> Iterator[str]:
+    """A docstring in Markdown: its sections become lists."""
+    for block in re.split(r"\n\s*\n", doc) if doc else ():
+        first, *rest = block.splitlines()
+        if not _SECTIONS.match(first):
+            yield block
+            continue
+        body = textwrap.dedent("\n".join(rest))
+        entries = [" ".join(entry.split()) for entry in re.split(r"\n(?=\S)", body)]
+        if first == "Returns:":
+            yield f"Returns: {' '.join(entries)}"
+            continue
+        items = [re.sub(r"^([\w*, ]+): ", lambda m: f"`{m.group(1)}`: ", entry) for entry in entries]
+        yield "\n".join([first, "", *(f"- {item}" for item in items)])
+
+
+def _doc(thing: Any) -> list[str]:
+    return [f"{paragraph}\n" for paragraph in _paragraphs(inspect.getdoc(thing) or "") if paragraph]
+
+
+def _members(cls: type) -> Iterator[tuple[str, Any, str]]:
+    """Public methods and properties of a class: name, documented object, signature."""
+    for name, member in vars(cls).items():
+        if name.startswith("_"):
+            continue
+        if isinstance(member, property):
+            kind = _annotation(inspect.signature(member.fget).return_annotation) if member.fget else ""
+            yield name, member, f": {kind}"
+        elif isinstance(member, classmethod | staticmethod):
+            yield name, member.__func__, _signature(member.__func__)
+        elif inspect.isfunction(member):
+            yield name, member, _signature(member)
+
+
+def _entry(name: str) -> list[str]:
+    name, members = name.rstrip("…"), name.endswith("…")
+    thing = getattr(rlhpc, name)
+    plain = isinstance(thing, type) and issubclass(thing, Exception)
+    lines = [f"### {name}\n"]
+    if not plain and name not in _MADE:
+        lines += [f"```text\n{name}{_signature(thing)}\n```\n"]
+    lines += _doc(thing)
+    if members:
+        for member, documented, signature in _members(thing):
+            lines += [f"#### {name}.{member}\n", f"```text\n{member}{signature}\n```\n"]
+            lines += _doc(documented) or [f"{_PLAIN[f'{name}.{member}']}\n"]
+    return lines
+
+
+def render_runtime() -> str:
+    """The page of all names that `rlhpc` exports, in Markdown."""
+    lines = [_RUNTIME_HEAD]
+    for title, names in _PARTS.items():
+        lines.append(f"## {title}\n")
+        if title in _INTRODUCTIONS:
+            lines.append(f"{_INTRODUCTIONS[title]}\n")
+        for name in names:
+            lines += _entry(name)
+    shown = {name.rstrip("…") for names in _PARTS.values() for name in names}
+    lines += ["## Errors\n", "Every error that is meant for a user is an `RlhpcError`. A command ends with its exit code.\n",
+              "| error | is a | exit code | meaning |", "|---|---|---|---|"]  # fmt: skip
+    rest = [name for name in rlhpc.__all__ if name not in shown]
+    for name in rest:
+        error = getattr(rlhpc, name)
+        meaning = (inspect.getdoc(error) or "").split("\n\n")[0]
+        lines.append(f"| `{name}` | `{error.__bases__[0].__name__}` | {error.exit_code} | {_cell(meaning)} |")
+    for name in rest:
+        if "\n\n" in (inspect.getdoc(getattr(rlhpc, name)) or ""):
+            lines += ["", f"`{name}`:\n", *_doc(getattr(rlhpc, name))[1:]]
+            lines[-1] = lines[-1].rstrip()
+    return "\n".join(lines).rstrip() + "\n"
+
+
+PAGES = {"cli": render_cli, "runtime": render_runtime}
+
+if __name__ == "__main__":
+    if len(sys.argv) != 2 or sys.argv[1] not in PAGES:
+        sys.exit(f"usage: python -m rlhpc.reference {'|'.join(PAGES)}")
+    print(PAGES[sys.argv[1]](), end="")
