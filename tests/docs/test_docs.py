@@ -1,39 +1,83 @@
-"""The documentation is kept true: links resolve, keys and commands exist, code blocks run."""
+"""The documentation is kept true: links resolve, names exist, commands and code blocks run."""
 
 from __future__ import annotations
 
+import configparser
+import json
+import os
 import re
 import shlex
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
 
+import rlhpc
+from rlhpc import reference
 from rlhpc.cli import build_parser
-from rlhpc.config import reference
+from rlhpc.config import reference as config_reference
 from rlhpc.config.load import all_keys
+from rlhpc.runtime.launch.claim import SegmentFiles
+from rlhpc.runtime.paths import RunPaths
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").rglob("*.md")])
+DOCS = ROOT / "docs"
+PAGES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "config" / "README.md", *DOCS.rglob("*.md")])
+#: Pages whose commands and code run here, from top to bottom.
+RUNNABLE = sorted([*DOCS.glob("how-to/add-*.md"), DOCS / "how-to/extend.md", DOCS / "how-to/resume.md"])
 SMALL = (
     "runner.max_steps=2", "runner.segments=1", "runner.save_interval=1", "algorithm.rollout_steps=32",
     "algorithm.update_epochs=1", "env.eval.num_episodes=2",
 )  # fmt: skip
+SHELL = 'rlhpc() { case "$1" in train|plan) command rlhpc "$@" $SMALL;; *) command rlhpc "$@";; esac; }\nset -e\n'
+
+
+def name_of(page: Path) -> str:
+    return str(page.relative_to(ROOT))
+
+
+def all_blocks(page: Path) -> list[tuple[str, str]]:
+    """(language, content) of the fenced blocks, in order."""
+    return re.findall(r"```(\w+)\n(.*?)```", page.read_text(), re.S)
 
 
 def blocks(page: Path, language: str) -> list[str]:
-    return re.findall(rf"```{language}\n(.*?)```", page.read_text(), re.S)
+    return [content for kind, content in all_blocks(page) if kind == language]
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda p: str(p.relative_to(ROOT)))
+def run(command: list[str], folder: Path, **environment: str) -> str:
+    """Runs a command that must succeed; returns stdout."""
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=240,
+                          env={**os.environ, "PATH": path, **environment})  # fmt: skip
+    assert done.returncode == 0, f"{shlex.join(command)}\n{done.stdout}\n{done.stderr}"
+    return done.stdout
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
 def test_links_resolve(page):
-    for target in re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", page.read_text()):
+    for target in re.findall(r"\]\(([^)#\s]+)(?:#[^)]*)?\)", re.sub(r"```.*?```", "", page.read_text(), flags=re.S)):
         if "://" not in target:
             assert (page.parent / target).exists(), f"{page.name} links to {target}"
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda p: str(p.relative_to(ROOT)))
+def test_every_page_is_reached_from_the_index():
+    seen, left = set(), [DOCS / "README.md"]
+    while left:
+        page = left.pop()
+        if page in seen or not page.is_file():
+            continue
+        seen.add(page)
+        found = re.findall(r"\]\(([^)#\s]+\.md)(?:#[^)]*)?\)", page.read_text())
+        left += [(page.parent / target).resolve() for target in found if "://" not in target]
+    missing = [name_of(page) for page in PAGES if page.is_relative_to(DOCS) and page not in seen]
+    assert not missing
+    assert "docs/README.md" in (ROOT / "README.md").read_text()
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
 def test_keys_and_commands_exist(page):
     keys = set(all_keys())
     sections = {key.rsplit(".", i)[0] for key in keys for i in (1, 2, 3)}
@@ -41,49 +85,153 @@ def test_keys_and_commands_exist(page):
     text = page.read_text()
     pattern = r"\b((?:runner|algorithm|env|rollout|actor|cluster|workflow)\.[a-z_]+(?:\.[a-z_]+)*)(?==|`)"
     for key in re.findall(pattern, text):
-        assert key in keys | sections or any(key.startswith(k + ".") for k in keys), f"{page.name}: no key {key}"
+        known = key in keys | sections or any(key.startswith(k + ".") for k in keys)
+        assert known or key.endswith(".json"), f"{page.name}: no key {key}"
     for command in re.findall(r"^rlhpc ([a-z]+)", text, re.M):
         assert command in commands, f"{page.name}: no command rlhpc {command}"
 
 
-def test_the_reference_of_keys_is_current():
-    assert (ROOT / "docs" / "reference" / "config.md").read_text() == reference.render(), "run: make docs"
+# -- reference --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("page", "render"),
+    [("config", config_reference.render), *reference.PAGES.items()],
+    ids=["config", *reference.PAGES],
+)
+def test_generated_pages_are_current(page, render):
+    assert (DOCS / "reference" / f"{page}.md").read_text() == render(), "run: make docs"
+
+
+def test_the_runtime_page_has_every_name():
+    text = (DOCS / "reference/runtime.md").read_text()
+    for name in rlhpc.__all__:
+        assert getattr(rlhpc, name) is not None
+        assert f"### {name}\n" in text or f"| `{name}` |" in text, name
+
+
+@pytest.mark.timeout(120)
+def test_the_runtime_pages_script_runs(tmp_path):
+    (script,) = blocks(DOCS / "reference/runtime.md", "python")
+    (tmp_path / "script.py").write_text(script)
+    run([sys.executable, "script.py"], tmp_path)
+
+
+@pytest.fixture(scope="module")
+def tiny_run(tmp_path_factory) -> Path:
+    """The folder of a small run with everything that a run leaves by itself and by the commands after it."""
+    folder = tmp_path_factory.mktemp("run")
+    train = ["rlhpc", "train", str(ROOT / "configs/quickstart.yaml"), *SMALL, "runner.val_check_interval=1"]
+    run([*train, "--segment", "0"], folder)
+    for command in ("eval --run runs/quickstart", "convert --run runs/quickstart",
+                    "report runs/quickstart --curves runs/quickstart/report/curves"):  # fmt: skip
+        run(["rlhpc", *command.split()], folder)
+    return folder / "runs" / "quickstart"
+
+
+@pytest.mark.timeout(300)
+def test_every_metric_is_documented(tiny_run):
+    text = (DOCS / "reference/metrics.md").read_text()
+    documented = set(re.findall(r"^\| `([a-z]+/\w+)` \|", text, re.M))
+    rows = [json.loads(line) for line in (tiny_run / "metrics.jsonl").read_text().splitlines()]
+    logged = {name for row in rows for name in row} - {"step"}
+    sometimes = {"train/success_rate", "eval/success_rate"}  # CartPole has no success
+    assert documented - sometimes == logged - sometimes
+    assert sometimes <= documented
+
+
+def documented_files() -> list[re.Pattern[str]]:
+    """The paths in the tables of the run folder's page; `<N>` and `<k>` are numbers, other `<…>` names."""
+    found = []
+    for path in re.findall(r"^\| `([^`]+)` \|", (DOCS / "reference/run-folder.md").read_text(), re.M):
+        pattern = re.escape(path)
+        pattern = re.sub(r"<(N|k|n|rank)>", r"\\d+", pattern)
+        pattern = re.sub(r"<[a-z -]+>", r"[^/]+", pattern.replace("\\-", "-").replace("\\ ", " "))
+        pattern = re.sub(r"\\{([^}]*)\\}", lambda m: "(" + m.group(1).replace(",", "|") + ")", pattern)
+        found.append(re.compile(pattern + (".*" if path.endswith("/") else "")))
+    return found
+
+
+@pytest.mark.timeout(300)
+def test_every_file_of_a_run_is_documented(tiny_run):
+    patterns = documented_files()
+    files = [str(path.relative_to(tiny_run)) for path in tiny_run.rglob("*") if path.is_file()]
+    segment = SegmentFiles(RunPaths(tiny_run), 0)
+    files += [
+        str(path.relative_to(tiny_run))
+        for path in (segment.record, segment.exit, segment.attempts, segment.cancel, segment.lock, segment.lease,
+                     segment.claim(1), segment.driver_out, segment.driver_err, segment.marker)
+    ]  # fmt: skip
+    unknown = [name for name in files if not any(pattern.fullmatch(name) for pattern in patterns)]
+    assert not unknown
+    assert len(files) > 40
+
+
+def test_the_fields_of_json_files_are_documented(tiny_run):
+    text = (DOCS / "reference/run-folder.md").read_text()
+    sections = dict(re.findall(r"^## `([^`\n]+)`\n(.*?)(?=^## |\Z)", text, re.M | re.S))
+    where = {
+        "metrics.jsonl": None,
+        "status.json": tiny_run / "status.json",
+        "provenance.json": tiny_run / "provenance.json",
+        "segments/<k>.json": tiny_run / "segments/0.json",
+        "checkpoints/global_step_<N>/": tiny_run / "checkpoints/global_step_2/manifest.json",
+        "eval/global_step_<N>/<suite>.json": tiny_run / "eval/global_step_2/default.json",
+        "export/global_step_<N>/": tiny_run / "export/global_step_2/config.json",
+    }
+    for heading, file in where.items():
+        assert heading in sections, heading
+        for field in json.loads(file.read_text()) if file else ():
+            assert f"`{field}`" in sections[heading], f"{heading}: {field}"
+
+
+# -- tutorial and how-to ----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.timeout(900)
 def test_the_tutorials_commands_run_in_order(tmp_path):
     """Each `rlhpc` line of the tutorial, in a folder of its own, with few and small steps."""
+    page = DOCS / "tutorial/quickstart.md"
     (tmp_path / "configs").symlink_to(ROOT / "configs")
-    lines = [line for block in blocks(ROOT / "docs/tutorial/quickstart.md", "bash") for line in block.splitlines()]
-    commands = [shlex.split(line) for line in lines if line.startswith("rlhpc ")]
-    assert len(commands) >= 6
-    for words in commands:
-        small = list(SMALL) if words[1] in ("train", "plan") else []
-        done = subprocess.run(
-            [sys.executable, "-m", "rlhpc.cli", *words[1:], *small],
-            cwd=tmp_path,
-            capture_output=True,
-            text=True,
-            timeout=120,
-        )
-        assert done.returncode == 0, f"{' '.join(words)}\n{done.stderr}"
-    code = blocks(ROOT / "docs/tutorial/quickstart.md", "python")[-1]
+    lines = [line for block in blocks(page, "bash") for line in block.splitlines() if line.startswith("rlhpc ")]
+    assert len(lines) >= 6
+    for line in lines:
+        run(["bash", "-c", SHELL + line], tmp_path, SMALL=" ".join(SMALL))
     setup = "import torch\nobservations = torch.zeros(3, 4)\n"
-    done = subprocess.run([sys.executable, "-c", setup + code + "\nassert actions.shape == (3, 1, 1)"], cwd=tmp_path,
-                          capture_output=True, text=True, timeout=60)  # fmt: skip
-    assert done.returncode == 0, done.stderr
+    code = setup + blocks(page, "python")[-1] + "\nassert actions.shape == (3, 1, 1)"
+    run([sys.executable, "-c", code], tmp_path)
 
 
-@pytest.mark.timeout(300)
-def test_the_code_of_how_to_extend_runs(tmp_path):
-    """The page's model, advantage and loss train two steps, named by import path."""
-    model, functions = blocks(ROOT / "docs/how-to/extend.md", "python")
-    (tmp_path / "my_models.py").write_text(model)
-    (tmp_path / "my_code.py").write_text(functions)
-    command = [
-        sys.executable, "-m", "rlhpc.cli", "train", str(ROOT / "configs/quickstart.yaml"), *SMALL,
-        "actor.model.model_type=my_models:Linear", "algorithm.adv_type=my_code:centred",
-        "algorithm.loss_type=my_code:reinforce",
-    ]  # fmt: skip
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=240)
-    assert done.returncode == 0, done.stderr
+def install(project: str, folder: Path) -> None:
+    """What `pip install -e` leaves of a project: its name and its entry points, beside its modules."""
+    content = tomllib.loads(project)["project"]
+    info = folder / f"{content['name'].replace('-', '_')}-{content['version']}.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {content['name']}\nVersion: {content['version']}\n")
+    points = configparser.ConfigParser()
+    points.read_dict(content["entry-points"])
+    with (info / "entry_points.txt").open("w") as file:
+        points.write(file)
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("page", RUNNABLE, ids=name_of)
+def test_the_pages_commands_and_code_run(page, tmp_path):
+    """Blocks that begin with `# name.py` are files; the others run, in order. Training takes few and small steps."""
+    (tmp_path / "configs").symlink_to(ROOT / "configs")
+    environment = {"SMALL": " ".join(SMALL), "PYTHONPATH": str(tmp_path)}
+    for language, content in all_blocks(page):
+        named = re.match(r"# ([\w.]+)\n", content)
+        if named:
+            (tmp_path / named.group(1)).write_text(content)
+            if named.group(1) == "pyproject.toml":
+                install(content, tmp_path)
+        elif language == "bash":
+            if "export PYTHONPATH=" in content or page.name == "resume.md":
+                run(["bash", "-c", SHELL + content], tmp_path, **{**environment, "PYTHONPATH": ""})
+            else:
+                run(["bash", "-c", SHELL + content], tmp_path, **environment)
+        elif language == "python":
+            run([sys.executable, "-c", content], tmp_path, **environment)
+        else:
+            pytest.fail(f"{page.name}: a block of {language} that no test runs")
