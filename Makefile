@@ -5,12 +5,14 @@ BIN   := $(VENV)/bin
 STAMP := $(VENV)/.setup-done
 RUN   ?= configs/quickstart.yaml
 PYTEST_ARGS ?=
+KILLS ?= 30
+SEED  ?= 1
 
 # One thread a process: ranks share the cores, so more only makes them wait for each other.
 export OMP_NUM_THREADS ?= 1
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 
-.PHONY: help setup quickstart test test-slurm lint bench docs constraints clean
+.PHONY: help setup quickstart test test-slurm chaos lint bench docs constraints clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -29,6 +31,9 @@ test: setup  ## the tests (PYTEST_ARGS=… for some of them)
 
 test-slurm: setup  ## the tests on a real Slurm, which they bring up (tests/slurm/install.sh installs it)
 	pytest -m slurm tests/slurm $(PYTEST_ARGS)
+
+chaos: setup  ## 30 random kills over one run on a real Slurm (KILLS=…, SEED=…)
+	RLHPC_CHAOS_KILLS=$(KILLS) RLHPC_CHAOS_SEED=$(SEED) pytest -m slurm tests/slurm/test_chaos.py -s
 
 lint: setup  ## style, types, import floors, workflow
 	ruff check .
