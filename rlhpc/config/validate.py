@@ -12,7 +12,7 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
-from rlhpc.runtime.errors import ConfigError
+from rlhpc.runtime.errors import ConfigError, PlacementError
 from rlhpc.runtime.paths import RunPaths
 
 _POSITIVE = (
@@ -260,15 +260,20 @@ def _node_groups(cfg: Any, fail: Callable[[str, str], ConfigError]) -> None:
 
 
 def _placement(cfg: Any) -> None:
-    """The placement on the machines it is meant for: all rules, before anything starts."""
-    from rlhpc.runtime.cluster import Cluster, visible_accelerators
+    """The placement on the machines that the configuration asks for: all rules, before anything starts."""
+    from rlhpc.runtime.allocation import in_slurm_job
+    from rlhpc.runtime.cluster import Cluster
     from rlhpc.runtime.placement import HybridComponentPlacement
 
-    section = cfg.cluster
-    per_node = section.accelerators_per_node
-    count = len(visible_accelerators(os.environ)) if per_node is None else int(per_node)
-    cluster = Cluster.local(int(section.num_nodes), count, section.node_groups)
-    placement = HybridComponentPlacement(cfg, cluster)
+    try:
+        placement = HybridComponentPlacement(cfg, Cluster.planned(cfg.cluster))
+    except PlacementError as error:
+        if not in_slurm_job(os.environ):
+            raise
+        try:  # accelerators that the configuration leaves open are those of the job
+            placement = HybridComponentPlacement(cfg, Cluster(cfg.cluster))
+        except (ConfigError, PlacementError):
+            raise error from None
     wanted = ["actor", "rollout", "env"]
     for component in placement.components:
         if component not in wanted:

@@ -98,7 +98,8 @@ class Cluster:
         self.nodes: list[Node] = nodes if asked is None else nodes[:asked]
         groups = list(read_key(config, "node_groups", ()))
         self.node_groups: dict[str, NodeGroup] = _read_groups(groups, self.nodes)
-        self._grant(groups, read_key(config, "accelerators_per_node"), trust_gres=slurm)
+        gres = gpus_in(read_key(config, "gres")) if slurm else None
+        self._grant(groups, read_key(config, "accelerators_per_node"), gres, trust_gres=slurm)
         self.interface: str | None = read_key(config, "interface")
         self.container: tuple[str, ...] = tuple(str(word) for word in read_key(config, "container", ()))
 
@@ -120,19 +121,20 @@ class Cluster:
                 the nodes of a Slurm job do.
             cpus: Cores of a node whose group says nothing else (default: those of this machine; 0: not known).
         """
-        return cls._virtual(num_nodes, accelerators_per_node, 0, node_groups, cpus)
+        return cls._virtual(num_nodes, accelerators_per_node, None, 0, node_groups, cpus)
 
     @classmethod
     def planned(cls, config: Any, environ: Mapping[str, str] | None = None, *, cpus: int | None = None) -> Cluster:
         """The nodes that a `cluster:` section asks for, as virtual nodes, wherever this runs.
 
-        Where the section gives no number of accelerators, nodes have as many as are visible here, unless their group asks
-        Slurm for nodes of its own: those have what its `gres` says.
+        Where the section gives no number of accelerators, nodes have what its `gres` says; without one as many as are
+        visible here, unless their group asks Slurm for nodes of its own: those have what the group's `gres` says.
         """
         visible = visible_accelerators(os.environ if environ is None else environ)
         return cls._virtual(
             read_key(config, "num_nodes", 1),
             read_key(config, "accelerators_per_node"),
+            gpus_in(read_key(config, "gres")),
             len(visible),
             read_key(config, "node_groups", ()),
             cpus,
@@ -140,9 +142,10 @@ class Cluster:
 
     @classmethod
     def _virtual(
-        cls, num_nodes: int, per_node: Any, found: int, node_groups: Sequence[Any], cpus: int | None
+        cls, num_nodes: int, per_node: Any, gres: int | None, found: int, node_groups: Sequence[Any], cpus: int | None
     ) -> Cluster:
-        """Virtual nodes with `per_node` accelerators; where that is None, `found` on nodes that could be this machine."""
+        """Virtual nodes with `per_node` accelerators; where that is None, `gres`; without it `found` on nodes that could be
+        this machine."""
         cluster = cls.__new__(cls)
         cluster.source, cluster.interface, cluster.container = "virtual", None, ()
         num_nodes = _count(num_nodes, "cluster.num_nodes", 1)
@@ -159,7 +162,7 @@ class Cluster:
                 continue
             for rank in cluster.node_groups[str(read_key(raw, "label"))].node_ranks:
                 cluster.nodes[rank] = replace(cluster.nodes[rank], cpus=_count(own, "cpus_per_node", 1))
-        cluster._grant(groups, per_node, trust_gres=True)
+        cluster._grant(groups, per_node, gres, trust_gres=True)
         elsewhere = {
             rank
             for raw in groups
@@ -167,18 +170,20 @@ class Cluster:
             or str(read_key(raw, "accelerator_kind", "")).lower() in WITHOUT_ACCELERATORS
             for rank in cluster.node_groups[str(read_key(raw, "label"))].node_ranks
         }
-        if per_node is None:
+        if per_node is None and gres is None:
             for node in list(cluster.nodes):
                 if node.rank not in elsewhere:
                     cluster.nodes[node.rank] = _with_accelerators(node, found, "cluster.accelerators_per_node")
         return cluster
 
-    def _grant(self, groups: Sequence[Any], per_node: Any, *, trust_gres: bool) -> None:
-        """Settles each node's accelerators: the group's number, else the cluster's, else what was found."""
+    def _grant(self, groups: Sequence[Any], per_node: Any, common: int | None, *, trust_gres: bool) -> None:
+        """Settles each node's accelerators: the group's number, else the cluster's, else what was found, else `common`."""
         by_rank = {r: raw for raw in groups for r in self.node_groups[str(read_key(raw, "label"))].node_ranks}
         for node in list(self.nodes):
             raw = by_rank.get(node.rank)
             key, count = "cluster.accelerators_per_node", per_node
+            if count is None and not node.accelerators:
+                count = common
             if raw is not None:
                 label = read_key(raw, "label")
                 gres = gpus_in(read_key(raw, "gres")) if trust_gres and not node.accelerators else None

@@ -244,6 +244,19 @@ class TestVirtual:
     def test_a_plan_for_this_machine_has_its_accelerators(self) -> None:
         assert Cluster.planned({}, {"CUDA_VISIBLE_DEVICES": "0,1"}).num_accelerators == 2
 
+    def test_a_plan_has_the_accelerators_of_its_gres(self) -> None:
+        groups = [
+            {"label": "own", "num_nodes": 1, "gres": "gpu:2"},
+            {"label": "common", "num_nodes": 1, "partition": "x"},
+            {"label": "none", "num_nodes": 1, "accelerator_kind": "cpu"},
+        ]
+        section = {"num_nodes": 4, "gres": "gpu:a100:4,nvme:1", "node_groups": groups}
+        for mask in ("", "0,1,2"):
+            nodes = Cluster.planned(section, {"CUDA_VISIBLE_DEVICES": mask}).nodes
+            assert [len(n.accelerators) for n in nodes] == [2, 4, 0, 4]
+        nodes = Cluster.planned({**section, "accelerators_per_node": 1}, {}).nodes
+        assert [len(n.accelerators) for n in nodes] == [2, 1, 0, 1], "a number that is given comes before it"
+
     def test_own_number_of_a_group(self) -> None:
         groups = [{"label": "few", "node_ranks": 1, "accelerators_per_node": 1}]
         assert [len(n.accelerators) for n in Cluster.local(2, 4, groups).nodes] == [4, 1]
