@@ -425,7 +425,7 @@ class SlurmCluster:
 
     def _running_on(self, node: str) -> list[Process]:
         if not self.nodes_are_hosts:
-            return processes.of_steps(self.root / "nodes" / node / "spool", self.slurm_conf, node)
+            return processes.of_steps(self.root / "log" / f"slurmd-{node}.log", self.slurm_conf, node)
         holder = self._processes.get(f"node-{node}")
         if holder is None or not holder.alive():
             return []

@@ -66,16 +66,17 @@ def in_network_namespace(namespace: str) -> list[Process]:
     return [process for process in every() if _readlink(f"/proc/{process.pid}/ns/net") == namespace]
 
 
-def of_steps(spool: Path, slurm_conf: Path, node: str) -> list[Process]:
+def of_steps(log: Path, slurm_conf: Path, node: str) -> list[Process]:
     """The step daemons of a node that shares this host, their tasks, and what those started.
 
-    A step daemon is known by its slurmd's spool folder, a task by its environment, and the rest by their parents.
+    A step daemon, whose own arguments and environment are gone, is known by the log that it shares with its slurmd, a task by
+    its environment, and the rest by their parents.
     """
     marks = {f"SLURM_CONF={slurm_conf}".encode(), f"SLURMD_NODENAME={node}".encode()}
     roots: set[int] = set()
     for process in every():
         if command_line(process.pid).startswith("slurmstepd:"):
-            if any(target.startswith(str(spool)) for target in _open_files(process.pid)):
+            if str(log) in _open_files(process.pid):
                 roots.add(process.pid)
         elif marks <= set(_read(f"/proc/{process.pid}/environ").split(b"\0")):
             roots.add(process.pid)
