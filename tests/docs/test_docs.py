@@ -87,8 +87,19 @@ def test_keys_and_commands_exist(page):
     for key in re.findall(pattern, text):
         known = key in keys | sections or any(key.startswith(k + ".") for k in keys)
         assert known or key.endswith(".json"), f"{page.name}: no key {key}"
-    for command in re.findall(r"^rlhpc ([a-z]+)", text, re.M):
+    typed = [
+        *re.findall(r"^rlhpc ([a-z]+)", "\n".join(blocks(page, "bash")), re.M),
+        *re.findall(r"`rlhpc ([a-z]+)", text),
+    ]
+    for command in typed:
         assert command in commands, f"{page.name}: no command rlhpc {command}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_files_of_the_project_exist(page):
+    for name in re.findall(r"(?<![\w/….<>~-])((?:configs|profiles|examples|tests)/[\w/.+-]*\w)", page.read_text()):
+        own = name.startswith(("configs/mine", "configs/site/mycluster")) or name == "configs/site"
+        assert own or (ROOT / name).exists(), f"{page.name}: {name}"
 
 
 # -- reference --------------------------------------------------------------------------------------------------------
@@ -188,6 +199,7 @@ def test_the_fields_of_json_files_are_documented(tiny_run):
 # -- tutorial and how-to ----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_the_tutorials_commands_run_in_order(tmp_path):
     """Each `rlhpc` line of the tutorial, in a folder of its own, with few and small steps."""
@@ -214,6 +226,7 @@ def install(project: str, folder: Path) -> None:
         points.write(file)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("page", RUNNABLE, ids=name_of)
 def test_the_pages_commands_and_code_run(page, tmp_path):
