@@ -8,6 +8,7 @@ no phase waits for a round trip to the driver.
 from __future__ import annotations
 
 import collections
+import dataclasses
 import json
 import secrets
 import time
@@ -17,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from rlhpc.checkpoint import CheckpointWriter, prune
+from rlhpc.checkpoint import CheckpointWriter, newest_valid, prune
 from rlhpc.metrics import MetricLogger, PhaseTimers, ProgressBar
 from rlhpc.roles.actor import check_batches
 from rlhpc.roles.exchange import SlotMap
@@ -25,8 +26,9 @@ from rlhpc.roles.outcomes import in_order
 from rlhpc.runners.run_folder import RunFolder, note, segment_end
 from rlhpc.runtime.comm.channel import Channel
 from rlhpc.runtime.context import current
-from rlhpc.runtime.errors import CheckpointError
+from rlhpc.runtime.errors import ChannelError, CheckpointError, RlhpcError, StepFailed, WorkerFailed
 from rlhpc.runtime.launch.signals import StopRequest, end_of_job
+from rlhpc.runtime.session import Session
 
 #: Training episodes that `train/episode_return` averages over.
 WINDOW = 100
@@ -79,6 +81,10 @@ class EmbodiedRunner:
         self._saves_s: collections.deque[float] = collections.deque(maxlen=WINDOW)
         self._saved_step = -1
         self._ready = False
+        #: How often the environments and rollout ranks may be started again without a new checkpoint in between.
+        self.max_recoveries = 0
+        self.recoveries = 0
+        self._vain, self._recovered_from = 0, -1
 
     # -- start ----------------------------------------------------------------------------------------------------
 
@@ -90,14 +96,17 @@ class EmbodiedRunner:
         built = [self.actor.init_worker(self.slots, *spaces), self.rollout.init_worker(self.slots, *spaces)]
         for handle in built:
             handle.wait(self.timeout)
-        for name, home in self.slots.channels().items():
-            Channel.create(name, home=home)
-        for handle in [group.connect() for group in (self.env, self.actor, self.rollout)]:
-            handle.wait(self.timeout)
+        self._connect()
         if self.folder.resume.path is not None:
             self._restore(self.folder.resume.path)
         self._ready = True
         self.folder.mark("ready")
+
+    def _connect(self) -> None:
+        for name, home in self.slots.channels().items():
+            Channel.create(name, home=home)
+        for handle in [group.connect() for group in (self.env, self.actor, self.rollout)]:
+            handle.wait(self.timeout)
 
     def _restore(self, checkpoint: Path) -> None:
         handles = [group.load(str(checkpoint)) for group in (self.actor, self.rollout, self.env)]
@@ -125,8 +134,32 @@ class EmbodiedRunner:
         """
         if not self._ready:
             self.init_workers()
-        cfg, folder = self.cfg, self.folder
+        folder = self.folder
         resumed = None if folder.resume.path is None else self.step
+        while True:
+            try:
+                self._train(resumed)
+                break
+            except (WorkerFailed, StepFailed, ChannelError) as error:
+                resumed = self._recover(error)
+        finished = self.stop_reason != "signal"
+        reason = self.stop_reason or ("max_steps" if self.step >= folder.total else "segment_end")
+        why = self.stop.reason if reason == "signal" else reason
+        state = "finished" if finished and reason != "segment_end" else "stopped"
+        folder.write_status(state, self.step, force=True, stop_reason=why, **{"return": self._return()})
+        return {
+            "global_step": self.step,
+            "env_steps": self.env_steps,
+            "episode_return": self._return(),
+            "stop_reason": reason,
+            "finished": finished,
+            "checkpoint": str(folder.paths.checkpoint(self.step)),
+            "elapsed_s": self.elapsed,
+        }
+
+    def _train(self, resumed: int | None) -> None:
+        """The loop, from the present step to the end of this start."""
+        cfg, folder = self.cfg, self.folder
         backends = list(cfg.runner.logger.logger_backends)
         started, before = time.perf_counter(), self.elapsed
         # A stop_return that was reached stays reached; one that has since been raised does not.
@@ -135,7 +168,7 @@ class EmbodiedRunner:
             MetricLogger(folder.paths, backends, resumed) as logger,
             ProgressBar(folder.end_step, self.step, name=str(cfg.runner.name)) as bar,
         ):
-            folder.write_status("running", self.step, force=True)
+            folder.write_status("running", self.step, force=True, recoveries=self.recoveries)
             while self.step < folder.end_step and not self.stop_reason:
                 self._check_walltime()
                 if self.stop.requested:
@@ -154,20 +187,42 @@ class EmbodiedRunner:
             self.elapsed = before + time.perf_counter() - started
             if self._saved_step != self.step:
                 self._save(logger)
-        finished = self.stop_reason != "signal"
-        reason = self.stop_reason or ("max_steps" if self.step >= folder.total else "segment_end")
-        why = self.stop.reason if reason == "signal" else reason
-        state = "finished" if finished and reason != "segment_end" else "stopped"
-        folder.write_status(state, self.step, force=True, stop_reason=why, **{"return": self._return()})
-        return {
-            "global_step": self.step,
-            "env_steps": self.env_steps,
-            "episode_return": self._return(),
-            "stop_reason": reason,
-            "finished": finished,
-            "checkpoint": str(folder.paths.checkpoint(self.step)),
-            "elapsed_s": self.elapsed,
-        }
+
+    # -- after a failure of the environments or the rollout ranks ---------------------------------------------------
+
+    def _recover(self, error: RlhpcError) -> int:
+        """Starts the environment and rollout groups again and goes back to the newest checkpoint; the actors live on.
+
+        Returns:
+            The step to go on from.
+
+        Raises:
+            RlhpcError: `error`, where it cannot be recovered from: it was another group's, nothing is saved yet, or it
+                comes again and again.
+        """
+        session = Session.running()
+        newest = newest_valid(self.folder.paths, checksums=False).path
+        if session is None or not session.expendable or newest is None or self.stop.requested:
+            raise error
+        step = int(newest.name.rpartition("_")[2])
+        self._vain = self._vain + 1 if step <= self._recovered_from else 1
+        self._recovered_from = step
+        if self._vain > self.max_recoveries:
+            raise error
+        gone = session.recover()
+        note(f"{str(error).splitlines()[0]}; {' and '.join(gone)} start again from {newest.name}, the actors stay")
+        self.slots = dataclasses.replace(self.slots, token=secrets.token_hex(4))
+        for group in (self.rollout, self.env):
+            group.relaunch()
+        for group in (self.rollout, self.env):
+            group.wait_ready()
+        facts = self.env.init_worker(self.slots).wait(self.timeout)[0]
+        self.rollout.init_worker(self.slots, facts["observation_space"], facts["action_space"]).wait(self.timeout)
+        self._connect()
+        self.window.clear()
+        self._restore(newest)
+        self.recoveries += 1
+        return self.step
 
     def _step(self, before: float, started: float) -> dict[str, float]:
         """One step; returns its row of metrics."""

@@ -53,6 +53,7 @@ class RunFolder:
     started: float = field(default_factory=time.time)
     marks: dict[str, float] = field(default_factory=dict)
     _status_written: float = 0.0
+    _opened: bool = False
 
     @classmethod
     def plan(cls, cfg: Any, segment: int | None = None) -> RunFolder:
@@ -90,11 +91,14 @@ class RunFolder:
         return cls(paths, segment, end, total, resume, foreign)
 
     def open(self, cfg: Any) -> None:
-        """Creates the folder and writes config.yaml and provenance.json.
+        """Creates the folder and writes config.yaml and provenance.json, once a start.
 
         Raises:
             ConfigError: It cannot be written.
         """
+        if self._opened:
+            return
+        self._opened = True
         try:
             self.paths.root.mkdir(parents=True, exist_ok=True)
             replace_durably(self.paths.config, OmegaConf.to_yaml(cfg, resolve=True).encode())

@@ -10,7 +10,7 @@ from typing import Any
 from rlhpc.runners.run_folder import RunFolder, fail_status, read_segment_done
 from rlhpc.runtime.cluster import Cluster
 from rlhpc.runtime.errors import ConfigError
-from rlhpc.runtime.launch.signals import StopRequest
+from rlhpc.runtime.launch.signals import MAX_RESTARTS, StopRequest
 from rlhpc.runtime.placement import HybridComponentPlacement
 from rlhpc.runtime.session import Session
 
@@ -107,7 +107,11 @@ def _train(
             run.mark("ranks")
             runner = EmbodiedRunner(cfg, **groups, run=run, stop=stop)
             runner.init_workers()
+            # A submitted run goes on by itself after a failure; one at a terminal says so and ends.
+            runner.max_recoveries = int(os.environ.get(MAX_RESTARTS, "0"))
+            session.expendable = frozenset({"rollout", "env"} if runner.max_recoveries else ())
             result = runner.run()
+            session.expendable = frozenset()
             for group in groups.values():
                 group.shutdown()
         except BaseException as error:

@@ -65,14 +65,22 @@ class StepFailed(RlhpcError):
     """A job step could not be started.
 
     Attributes:
+        group: Name of the worker group.
         node: First node that it was for.
     """
 
     restartable = True
 
-    def __init__(self, message: str, *, node: str = "") -> None:
+    def __init__(self, message: str, *, group: str = "", node: str = "") -> None:
         super().__init__(message)
+        self.group = group
         self.node = node
+
+
+class CallAborted(RlhpcError):
+    """A call was given up because another group failed; its rank lives on."""
+
+    restartable = True
 
 
 class ChannelError(RlhpcError):

@@ -43,6 +43,7 @@ class WorkerGroup:
         self._owned = False
         self._size = 0
         self._arrival: Callable[[], list[dict[str, Any]]] | None = None
+        self._start: Callable[[], None] | None = None
         self.name = ""
 
     def launch(
@@ -76,17 +77,30 @@ class WorkerGroup:
         self.name = name or self._cls.__name__
         strategy = placement_strategy or NodePlacementStrategy([0])
         session = Session.current()
-        started = session.launch(
-            self.name,
-            (self._cls, self._args, self._kwargs),
-            strategy.place(cluster),
-            cluster,
-            env_vars=env_vars or {},
-            fork=fork,
-        )
-        self._owned, self._size = True, len(started)
-        self._records, self._arrival = [], lambda: session.arrived(self.name, started, timeout)
+        placements = strategy.place(cluster)
+
+        def start() -> None:
+            started = session.launch(
+                self.name,
+                (self._cls, self._args, self._kwargs),
+                placements,
+                cluster,
+                env_vars=env_vars or {},
+                fork=fork,
+            )
+            self._owned, self._size = True, len(started)
+            self._records, self._arrival = [], lambda: session.arrived(self.name, started, timeout)
+
+        self._start = start
+        start()
         return self.wait_ready() if wait else self
+
+    def relaunch(self) -> WorkerGroup:
+        """Starts a group that has ended once more, in the same place; follow with `wait_ready`."""
+        if self._start is None:
+            raise ConfigError(f"group {self.name or self._cls.__name__!r} was never launched here")
+        self._start()
+        return self
 
     def wait_ready(self) -> WorkerGroup:
         """Waits until each rank has built its object, after `launch(wait=False)`.

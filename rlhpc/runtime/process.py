@@ -78,6 +78,7 @@ def run_worker(spec: WorkerSpec) -> int:
     from rlhpc.runtime.comm.payload import pack, unpack
     from rlhpc.runtime.comm.service import Service
     from rlhpc.runtime.comm.sockets import bind, choose, make_socket
+    from rlhpc.runtime.errors import CallAborted
     from rlhpc.runtime.registry import Registry
     from rlhpc.runtime.scratch import Scratch
 
@@ -93,7 +94,11 @@ def run_worker(spec: WorkerSpec) -> int:
             last[0] = time.monotonic()
             service.peers.post(driver, b"NOTE", [pickle.dumps({"note": "alive", **note})])
 
-    service = Service(spec.name, keys, scratch, spec.tcp_address, on_tick=heartbeat)
+    def check() -> None:
+        if service.aborted:
+            raise CallAborted(f"{spec.name} gave up a call: another group failed")
+
+    service = Service(spec.name, keys, scratch, spec.tcp_address, check=check, on_tick=heartbeat)
     commands = make_socket(service.context, zmq.ROUTER, keys, server=True)
     rpc = bind(commands, scratch, "r", spec.tcp_address)
     record = {
@@ -102,7 +107,7 @@ def run_worker(spec: WorkerSpec) -> int:
         "log_err": spec.log_err, "incarnation": spec.incarnation, "accelerators": list(spec.accelerators),
         "state": "running", "started": time.time(), "step": _step_id(),
     }  # fmt: skip
-    ctx = context.Context(spec.name, registry, service, wait_deadline=spec.wait_deadline)
+    ctx = context.Context(spec.name, registry, service, check=check, wait_deadline=spec.wait_deadline)
     context.install(ctx)
     registry.put("members", spec.name, record)
     try:
@@ -128,8 +133,13 @@ def run_worker(spec: WorkerSpec) -> int:
                 if callable(close):
                     close()
             return 0
+        if name == "\0resume":
+            service.aborted = False
+            commands.send_multipart([caller, number, b"ok", b"0", *pack(None, scratch, service.origin).frames])
+            continue
         started = time.perf_counter()
         try:
+            check()
             args, kwargs = unpack(frames, ctx.host, service.fetch)
             frames = []
             result = getattr(instance, name)(*args, **kwargs)
@@ -139,7 +149,8 @@ def run_worker(spec: WorkerSpec) -> int:
         except BaseException as error:
             if isinstance(error, (KeyboardInterrupt, SystemExit)):
                 raise
-            traceback.print_exc()
+            if not isinstance(error, CallAborted):
+                traceback.print_exc()
             status, packed = b"error", pack(describe(error), scratch, service.origin)
         seconds = b"%.9f" % (time.perf_counter() - started)
         commands.send_multipart([caller, number, status, seconds, *packed.frames])

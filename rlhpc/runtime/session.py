@@ -25,7 +25,15 @@ from rlhpc.runtime import context as contexts
 from rlhpc.runtime import wire
 from rlhpc.runtime.allocation import in_slurm_job, slurm_nodes
 from rlhpc.runtime.comm.service import Service
-from rlhpc.runtime.errors import PlacementError, RendezvousTimeout, RlhpcError, StepFailed, SubmitError, WorkerFailed
+from rlhpc.runtime.comm.sockets import choose
+from rlhpc.runtime.errors import (
+    PlacementError,
+    RendezvousTimeout,
+    RlhpcError,
+    StepFailed,
+    SubmitError,
+    WorkerFailed,
+)
 from rlhpc.runtime.network import address_of, address_towards, node_addresses
 from rlhpc.runtime.registry import Keys, Registry
 from rlhpc.runtime.rpc import RpcClient, worker_failed
@@ -161,6 +169,8 @@ class Session:
         self.log_dir.mkdir(parents=True, exist_ok=True)
         self.members: dict[str, Member] = {}
         self.failure: RlhpcError | None = None
+        #: Groups whose failure leaves the others alive, see `recover`.
+        self.expendable: frozenset[str] = frozenset()
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
         self.service = Service(
@@ -265,7 +275,11 @@ class Session:
                 group=spec.group, rank=spec.rank, node=spec.node, log_path=spec.log_err,
             ))  # fmt: skip
         else:
-            self.fail(StepFailed(f"the job step of {who} did not start on node {spec.node}: {said}", node=spec.node))
+            self.fail(
+                StepFailed(
+                    f"the job step of {who} did not start on node {spec.node}: {said}", group=spec.group, node=spec.node
+                )
+            )
 
     def _exited(self, member: Member, status: int) -> None:
         with self._changed:
@@ -334,11 +348,18 @@ class Session:
                 log.debug("after the first failure: %s", failure)
                 return
             self.failure = failure
-            alive = [m for m in self.members.values() if m.state in ("starting", "ready")]
+            spared = self._spared(failure)
+            alive = [
+                m for m in self.members.values() if m.state in ("starting", "ready") and m.spec.group not in spared
+            ]
             # a step ends with its last rank only: where one has ended already, the others are still to be stopped
-            steps = {m.step for m in self.members.values() if m.step is not None and m.step.running}
+            steps = {
+                m.step
+                for m in self.members.values()
+                if m.step is not None and m.step.running and m.spec.group not in spared
+            }
             for member in self.members.values():
-                if member.state != "ended":
+                if member.state != "ended" and member.spec.group not in spared:
                     member.state = "stopping"
             self._changed.notify_all()
         self._signal(alive, signal.SIGTERM)
@@ -349,6 +370,52 @@ class Session:
             timer.daemon = True
             timer.start()
         self.rpc.interrupt()
+
+    def _spared(self, failure: RlhpcError) -> set[str]:
+        """Groups that may live on after a failure: those that nobody calls expendable, when one that is has failed."""
+        mine = getattr(failure, "group", "") in self.expendable and failure.restartable
+        return {m.spec.group for m in self.members.values()} - self.expendable if mine else set()
+
+    def recover(self, patience_s: float = 20.0) -> list[str]:
+        """After the failure of an expendable group: all of those have ended, and the others are free for new calls.
+
+        Ranks of the other groups give up the call that they are in as soon as they wait for somebody.
+
+        Returns:
+            The groups that have ended.
+
+        Raises:
+            RlhpcError: The failure itself, where it cannot be recovered from.
+        """
+        failure = self.failure
+        if failure is None or not self._spared(failure):
+            raise failure or RlhpcError("nothing has failed")
+        self._await_all()
+        gone = sorted({m.spec.group for m in self.members.values() if m.spec.group in self.expendable})
+        with self._changed:
+            left = [m for m in self.members.values() if m.state == "stopping"]
+            survivors = [m for m in self.members.values() if m.state == "ready"]
+        if left or not survivors:
+            raise failure
+        self.failure = None
+        for name in {m.spec.group for m in self.members.values()}:
+            self.rpc.forget(name)
+        for name in gone:
+            self.registry.remove("groups", name)
+            for member in [m for m in self.members.values() if m.spec.group == name]:
+                self.registry.remove("members", member.spec.name)
+        try:
+            for member in survivors:
+                self.service.peers.post(choose(member.record["data"]), b"ABORT", [])
+            self.rpc.call([m.record for m in survivors], "\0resume", (), {}).wait(patience_s)
+        except (RlhpcError, OSError) as error:
+            log.warning("the ranks of %s are not free again: %s", {m.spec.group for m in survivors}, error)
+            self.expendable = frozenset()
+            if self.failure is None:
+                self.fail(failure)
+            self.check()
+            raise failure from error
+        return gone
 
     def _signal(self, members: Sequence[Member], number: int) -> None:
         """To ranks that the fork server started."""
@@ -372,7 +439,9 @@ class Session:
 
     def _await_all(self) -> None:
         limit = _STEP_LIMIT_S if any(m.step is not None for m in self.members.values()) else 4.0
-        self._await_ended(list(self.members.values()), limit)
+        with self._changed:
+            stopping = [m for m in self.members.values() if m.state != "ready"]
+        self._await_ended(stopping, limit)
 
     def _await_ended(self, members: Sequence[Member], timeout: float) -> bool:
         with self._changed:

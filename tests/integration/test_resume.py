@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 import os
 import random
 import signal
@@ -175,3 +177,42 @@ def holds(path: Path, pid: int) -> bool:
         return any(f"-{pid}-" in p.name for p in path.iterdir())
     except (NotADirectoryError, FileNotFoundError):
         return False
+
+
+@pytest.mark.parametrize("victims", [("env-0",), ("rollout-0",), ("env-1", "rollout-0")])
+def test_environments_and_rollout_start_again_alone(references, tmp_path, monkeypatch, victims):
+    """In a submitted run the actors outlive the others, and nothing shows in the numbers."""
+    monkeypatch.setenv("RLHPC_MAX_RESTARTS", "2")
+    run = TinyRun(tmp_path, TWO_RANKS, "rollout.pipeline_stage_num=2")
+    process = run.start()
+    members = run.root / "registry" / "local-0" / "members"
+    wait_until(lambda: run.checkpoint(3).joinpath("COMPLETE").exists())
+    pids = {
+        name: json.loads((members / f"{name}.json").read_text())["pid"] for name in (*victims, "actor-0", "actor-1")
+    }
+    for name in victims:
+        os.kill(pids[name], signal.SIGKILL)
+    _, said = process.communicate(timeout=120)
+    assert process.returncode == 0, said
+    assert "start again from global_step_" in said and "the actors stay" in said
+    assert not (run.root / "registry" / "local-1").exists(), "the driver never started again"
+    assert_identical(run, references["two"])
+
+
+def test_environments_that_die_again_and_again_end_the_run(tmp_path, monkeypatch):
+    monkeypatch.setenv("RLHPC_MAX_RESTARTS", "1")
+    run = TinyRun(tmp_path, "runner.save_interval=2", "runner.max_steps=200", "algorithm.rollout_steps=512")
+    process = run.start()
+    record = run.root / "registry" / "local-0" / "members" / "env-0.json"
+    wait_until(lambda: run.checkpoint(2).joinpath("COMPLETE").exists())
+    killed: set[int] = set()
+    while process.poll() is None:
+        with contextlib.suppress(FileNotFoundError, ValueError):
+            pid = json.loads(record.read_text())["pid"]
+            if pid not in killed:
+                killed.add(pid)
+                os.kill(pid, signal.SIGKILL)
+        time.sleep(0.005)
+    _, said = process.communicate()
+    assert process.returncode == 1 and len(killed) >= 2
+    assert "env[0] on node" in said and "killed by signal 9" in said and "Traceback" not in said

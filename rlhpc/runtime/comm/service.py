@@ -117,6 +117,8 @@ class Service:
         self.peers = Peers(self.context, keys, check)
         self.shared_readers: dict[str, int] = {}
         self._store: dict[bytes, bytes] = {}
+        #: The driver wants the call that the main thread is in to be given up.
+        self.aborted = False
         self._outbox: collections.deque[tuple[Connection | bytes, list[Any]]] = collections.deque()
         self._zap = ZapDoor(self.context, keys)
         path = scratch.sockets / f"d-{os.getpid()}-{next(_numbers)}"
@@ -420,6 +422,9 @@ class Service:
     def _op_store(self, answer: _RemoteAnswer, frames: list[bytes]) -> None:
         answer.frames(*self.store(*(bytes(frame) for frame in frames)))
 
+    def _op_abort(self, answer: _RemoteAnswer, frames: list[bytes]) -> None:
+        self.aborted = True
+
     def _op_note(self, answer: _RemoteAnswer, frames: list[bytes]) -> None:
         if self._on_note:
             self._on_note(pickle.loads(frames[0]))
@@ -436,4 +441,5 @@ _OPERATIONS: dict[bytes, Callable[[Service, _RemoteAnswer, list[bytes]], None]] 
     b"RELEASE": Service._op_release,
     b"NOTE": Service._op_note,
     b"STORE": Service._op_store,
+    b"ABORT": Service._op_abort,
 }

@@ -18,7 +18,7 @@ from rlhpc.runtime.launch.attempts import Attempts
 from rlhpc.runtime.launch.claim import RENEW_S, Claim, SegmentFiles, read_json, write_json
 from rlhpc.runtime.launch.jobs import ProcessId, SlurmProbe
 from rlhpc.runtime.launch.requeue import end_steps, hasten_after_requeue, requeue_without
-from rlhpc.runtime.launch.signals import EXIT_REQUEUE
+from rlhpc.runtime.launch.signals import EXIT_REQUEUE, MAX_RESTARTS
 from rlhpc.runtime.paths import RunPaths
 
 _POLL_S = 0.1
@@ -199,7 +199,7 @@ class DriverJob:
                     stdin=subprocess.DEVNULL,
                     stdout=out,
                     stderr=err,
-                    env=_driver_environment(self.environment),
+                    env=_driver_environment({MAX_RESTARTS: str(self.max_restarts), **self.environment}),
                     preexec_fn=lambda: _in_driver(parent),
                 )
             self._pid = process.pid

@@ -13,6 +13,8 @@ from typing import Any
 #: The driver saved everything and stopped before its segment was finished, because the job had to end
 #: (walltime, preemption): starting it again goes on. sysexits.h calls this EX_TEMPFAIL.
 EXIT_REQUEUE = 75
+#: Environment variable by which a job tells its driver how many failures in a row it may recover from by itself.
+MAX_RESTARTS = "RLHPC_MAX_RESTARTS"
 
 _REASONS = {
     signal.SIGUSR2: "the job must end soon (SIGUSR2: walltime or preemption)",

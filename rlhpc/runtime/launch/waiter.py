@@ -19,6 +19,8 @@ _SETTLE_S = 2.0
 #: How long a job may be unheard of, or Slurm be silent, before waiting is pointless.
 _UNKNOWN_S = 900.0
 _FORGOTTEN_S = 90.0
+#: How often a job that is held after a requeue is let go.
+_HASTEN_S = 15.0
 
 
 class DriverFailed(RlhpcError):
@@ -69,6 +71,7 @@ class Waiter:
         self._probe = probe_for(record, files)
         self._last_line = ""
         self._silent_since: float | None = None
+        self._next_hasten = 0.0
 
     def wait(self) -> dict[str, Any]:
         """What the driver wrote when it finished."""
@@ -110,7 +113,9 @@ class Waiter:
             return None
         if report.state is not JobState.UNKNOWN:
             self._silent_since = None
-            if report.state is JobState.PENDING and report.reason == "BeginTime" and claim is not None:
+            held = report.state is JobState.PENDING and report.reason == "BeginTime"
+            if held and claim is not None and time.monotonic() > self._next_hasten:
+                self._next_hasten = time.monotonic() + _HASTEN_S
                 hasten([self._record.job_id])  # it ran before, so this is the hold after a requeue
             return report
         if claim is not None and not report.conclusive and claim.alive():  # another host: does it still renew?
