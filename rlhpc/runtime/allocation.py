@@ -5,8 +5,9 @@ from __future__ import annotations
 import itertools
 import os
 import re
+import subprocess
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from rlhpc.runtime.errors import ConfigError
@@ -160,8 +161,12 @@ def in_slurm_job(environ: Mapping[str, str]) -> bool:
     return bool(environ.get("SLURM_JOB_ID") and (environ.get("SLURM_JOB_NODELIST") or environ.get("SLURM_HET_SIZE")))
 
 
-def slurm_nodes(environ: Mapping[str, str]) -> list[Node]:
+def slurm_nodes(environ: Mapping[str, str], *, ask: bool = False) -> list[Node]:
     """The nodes of the Slurm job, component by component.
+
+    Args:
+        environ: The job's variables.
+        ask: Ask Slurm for the GPUs where no variable tells and this is none of the job's nodes.
 
     Raises:
         ConfigError: A variable is missing or cannot be read.
@@ -192,7 +197,33 @@ def slurm_nodes(environ: Mapping[str, str]) -> list[Node]:
                     is_local=local,
                 )
             )
+    if ask and not any(node.is_local or node.accelerators for node in nodes):
+        counts = gpus_of_job(environ.get("SLURM_JOB_ID", ""))
+        nodes = [
+            replace(node, accelerators=tuple(range(n)), visible_devices=tuple(str(i) for i in range(n)))
+            for node in nodes
+            for n in [counts.get(node.het_group or 0, 0)]
+        ]
     return nodes
+
+
+def gpus_of_job(job_id: str) -> dict[int, int]:
+    """GPUs a node of each component, asked from Slurm: a shell of `salloc` on a login node has no variable that tells."""
+    try:
+        done = subprocess.run(
+            ["scontrol", "--oneliner", "show", "job", job_id],
+            stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=30,
+        )  # fmt: skip
+    except (OSError, subprocess.TimeoutExpired):
+        return {}
+    found = {}
+    for line in done.stdout.splitlines():
+        pairs = dict(word.split("=", 1) for word in line.split() if "=" in word)
+        count = gpus_in(pairs.get("TresPerNode"))
+        offset = pairs.get("HetJobOffset", "0")
+        if count and offset.isdigit():
+            found[int(offset)] = count
+    return found
 
 
 def _missing(component: int | None) -> str:

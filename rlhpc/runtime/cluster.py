@@ -84,7 +84,7 @@ class Cluster:
             asked = _count(asked, "cluster.num_nodes", 1)
         slurm = in_slurm_job(env)
         if slurm:
-            nodes, where = slurm_nodes(env), f"the Slurm job {env['SLURM_JOB_ID']}"
+            nodes, where = slurm_nodes(env, ask=environ is None), f"the Slurm job {env['SLURM_JOB_ID']}"
         else:
             visible = visible_accelerators(env)
             nodes = [Node(0, os.uname().nodename, granted_cpus(), tuple(range(len(visible))), visible)]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -108,6 +109,15 @@ class SlurmRun:
     @property
     def attempts(self) -> list[dict[str, Any]]:
         return list(self.json("submit/segment_0.attempts.json").get("attempts", []))
+
+    @property
+    def recoveries(self) -> list[int]:
+        """Steps from which environments and rollout started again alone."""
+        try:
+            said = (self.root / "logs" / "segment_0" / "driver.err").read_text()
+        except OSError:
+            return []
+        return [int(step) for step in re.findall(r"start again from global_step_(\d+)", said)]
 
     def generation(self) -> str:
         try:

@@ -31,6 +31,14 @@ def no_job_is_left(slurm: SlurmCluster) -> Iterator[None]:
     until(lambda: not slurm.run("squeue", "--me", "--noheader").strip(), "all jobs are gone")
 
 
+def restarted(run: SlurmRun, before: tuple[int, int]) -> tuple[int] | None:
+    """The step that it went on from, once there is a new attempt or recovery."""
+    attempts, recoveries = run.attempts, run.recoveries
+    if len(attempts) > before[0]:
+        return (attempts[-1]["step"],)
+    return (recoveries[-1],) if len(recoveries) > before[1] else None
+
+
 def test_random_kills(slurm: SlurmCluster, tmp_path: Path) -> None:
     draw = random.Random(SEED)
     # every kind at least once where there are enough kills; a dead node takes the longest to be noticed
@@ -48,7 +56,7 @@ def test_random_kills(slurm: SlurmCluster, tmp_path: Path) -> None:
             break
         run.training(beyond=before, deadline_s=180)
         time.sleep(draw.uniform(0, 1.5))
-        count, members = len(run.attempts), run.members()
+        counts, members = (len(run.attempts), len(run.recoveries)), run.members()
         committed = run.committed()
         if kind == "worker":
             kill(members[draw.choice(sorted(set(members) - {"driver"}))]["pid"])
@@ -67,15 +75,16 @@ def test_random_kills(slurm: SlurmCluster, tmp_path: Path) -> None:
             dead.add(node)
         done.append(kind)
         if kind != "waiter":
-            until(lambda n=count: len(run.attempts) > n, f"it starts again after {kind}\n{run.account()}", 180)  # type: ignore[misc]
-            lost += max(0, committed - run.attempts[-1]["step"])
+            again = until(lambda n=counts: restarted(run, n), f"it starts again after {kind}\n{run.account()}", 180)  # type: ignore[misc]
+            lost += max(0, committed - again[0])
         for node in sorted(dead):
             slurm.start_slurmd(node, wait=False)
         dead.clear()
     run.finish(process, 300)
     rows = [row["step"] for row in run.rows()]
     begun = [attempt["step"] for attempt in run.attempts]
-    print(f"\nkills: {len(done)} ({', '.join(done)}), restarts: {len(run.attempts) - 1}, lost steps: {lost}")
+    print(f"\nkills: {len(done)} ({', '.join(done)}), restarts: {len(run.attempts) - 1} of the driver and "
+          f"{len(run.recoveries)} of environments and rollout alone, lost steps: {lost}")  # fmt: skip
     assert len(done) == KILLS and lost == 0
     assert rows == list(range(1, last + 1)), "every step's row is there once"
     assert begun == sorted(begun)

@@ -42,24 +42,36 @@ def resumed(run: SlurmRun, process: object, before: int, steps: int = 400) -> No
     assert [row["step"] for row in run.rows()] == list(range(1, steps + 1))
 
 
-@pytest.mark.parametrize("rank", ["actor-0", "env-0"])
-def test_a_worker_is_killed(slurm: SlurmCluster, tmp_path: Path, rank: str) -> None:
+def test_an_actor_is_killed(slurm: SlurmCluster, tmp_path: Path) -> None:
     run, process, before = start(slurm, tmp_path)
-    record = run.members()[rank]
+    record = run.members()["actor-0"]
     began = time.monotonic()
     kill(record["pid"])
     until(lambda: run.attempts[0]["how"] != "running", "the driver notices", 20)
     assert time.monotonic() - began < 15
     how = run.attempts[0]["how"]
-    assert f"{record['group']}[0] on node {record['node']} was killed by signal 9 (SIGKILL)" in how
+    assert f"actor[0] on node {record['node']} was killed by signal 9 (SIGKILL)" in how
     resumed(run, process, before)
 
 
 def test_a_step_is_killed(slurm: SlurmCluster, tmp_path: Path) -> None:
     run, process, before = start(slurm, tmp_path)
-    slurm.run("scancel", "--signal=KILL", run.members()["env-0"]["step"])
+    slurm.run("scancel", "--signal=KILL", run.members()["actor-0"]["step"])
     resumed(run, process, before)
-    assert "env" in run.attempts[0]["how"]
+    assert "actor" in run.attempts[0]["how"]
+
+
+@pytest.mark.parametrize("victim", ["env", "rollout"])
+def test_environments_and_rollout_start_again_alone(slurm: SlurmCluster, tmp_path: Path, victim: str) -> None:
+    """The actor's process and the job's attempt live on."""
+    run, process, before = start(slurm, tmp_path)
+    actor = run.members()["actor-0"]["pid"]
+    slurm.run("scancel", "--signal=KILL", run.members()[f"{victim}-0"]["step"])
+    until(lambda: run.recoveries, "they start again", 30)
+    assert run.members()["actor-0"]["pid"] == actor
+    run.finish(process, 300)  # type: ignore[arg-type]
+    assert len(run.attempts) == 1 and run.recoveries[0] >= before
+    assert [row["step"] for row in run.rows()] == list(range(1, 401))
 
 
 def test_the_driver_is_killed(slurm: SlurmCluster, tmp_path: Path) -> None:

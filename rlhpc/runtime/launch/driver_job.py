@@ -17,7 +17,7 @@ from typing import Any
 from rlhpc.runtime.launch.attempts import Attempts
 from rlhpc.runtime.launch.claim import RENEW_S, Claim, SegmentFiles, read_json, write_json
 from rlhpc.runtime.launch.jobs import ProcessId, SlurmProbe
-from rlhpc.runtime.launch.requeue import end_steps, hasten_after_requeue, requeue_without
+from rlhpc.runtime.launch.requeue import end_steps, requeue_without
 from rlhpc.runtime.launch.signals import EXIT_REQUEUE, MAX_RESTARTS
 from rlhpc.runtime.paths import RunPaths
 
@@ -182,8 +182,6 @@ class DriverJob:
         if idle >= self.max_stalled:
             self._record_exit(1, self._stuck(idle))
             raise SystemExit(1)
-        if self.executor == "slurm":
-            hasten_after_requeue()
         return DelayedSubmission(replace(self))
 
     def _run_driver(self, files: SegmentFiles) -> int:

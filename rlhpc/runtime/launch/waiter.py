@@ -20,7 +20,7 @@ _SETTLE_S = 2.0
 _UNKNOWN_S = 900.0
 _FORGOTTEN_S = 90.0
 #: How often a job that is held after a requeue is let go.
-_HASTEN_S = 15.0
+_HASTEN_S = 60.0
 
 
 class DriverFailed(RlhpcError):
@@ -116,7 +116,7 @@ class Waiter:
             held = report.state is JobState.PENDING and report.reason == "BeginTime"
             if held and claim is not None and time.monotonic() > self._next_hasten:
                 self._next_hasten = time.monotonic() + _HASTEN_S
-                hasten([self._record.job_id])  # it ran before, so this is the hold after a requeue
+                hasten(self._record.job_id)  # it ran before, so this is the hold after a requeue
             return report
         if claim is not None and not report.conclusive and claim.alive():  # another host: does it still renew?
             self._silent_since = None
