@@ -52,11 +52,14 @@ def hasten(job_id: str) -> None:
 
     Only for a job whose processes have all ended (state PENDING, no longer COMPLETING).
     """
-    code, text = _run("squeue", "--noheader", f"--jobs={job_id}", "--format=%A|%T|%r")
-    rows = [line.split("|") for line in text.splitlines() if line.count("|") == 2]
-    if code == 0 and rows and all(row[1:] == ["PENDING", "BeginTime"] for row in rows):
-        for row in rows:
-            _run("scontrol", "update", f"JobId={row[0].strip()}", f"StartTime=now+{_HASTE_S}")
+    code, text = _run("squeue", "--noheader", f"--jobs={job_id}", "--format=%A|%T|%r|%S")
+    rows = [line.split("|") for line in text.splitlines() if line.count("|") == 3]
+    if code != 0 or not all(row[1:3] == ["PENDING", "BeginTime"] for row in rows):
+        return
+    soon = time.strftime("%Y-%m-%dT%H:%M:%S", time.localtime(time.time() + _HASTE_S))
+    for job, _, _, start in rows:
+        if start > soon:
+            _run("scontrol", "update", f"JobId={job.strip()}", f"StartTime={soon}")
 
 
 def requeue_without(job_id: str, node: str) -> bool:
