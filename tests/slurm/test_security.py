@@ -19,7 +19,7 @@ pytestmark = [pytest.mark.slurm, pytest.mark.timeout(300)]
 
 #: What the attacker runs; it prints what it got hold of, one line each, and nothing when it got nothing.
 ATTACK = """
-import json, os, pickle, socket, sys
+import encodings.idna, json, os, pickle, socket, sys
 import zmq
 os.setgroups([]); os.setgid(65534); os.setuid(65534)
 given = json.loads(sys.argv[1])
