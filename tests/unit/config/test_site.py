@@ -1,0 +1,75 @@
+"""Site files: what a cluster calls things, filled into what a run leaves open."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from rlhpc.config import find_site, load_config
+from rlhpc.runtime.errors import ConfigError
+
+ROOT = Path(__file__).resolve().parents[3]
+HET = ROOT / "configs" / "embodied" / "cartpole_het.yaml"
+
+
+def site(folder: Path, text: str) -> str:
+    path = folder / "site.yaml"
+    path.write_text(text)
+    return str(path)
+
+
+def test_fills_what_is_open_and_nothing_else(tmp_path: Path) -> None:
+    file = site(
+        tmp_path,
+        "cluster:\n  time: '01:00:00'\n  interface: ib0\n  setup: [module load cuda]\n  node_groups:\n"
+        "    - {label: gpu, partition: gpu, gres_name: 'gpu:a100', cpus_per_node: 64}\n"
+        "    - {label: unused, partition: other}\n",
+    )
+    cfg = load_config(HET, ["cluster.time=00:10:00"], site=file)
+    gpu, cpu = cfg.cluster.node_groups
+    assert (gpu.partition, gpu.gres_name, gpu.cpus_per_node) == ("gpu", "gpu:a100", 4), "the run's own number stays"
+    assert cpu.partition is None and len(cfg.cluster.node_groups) == 2
+    assert (cfg.cluster.time, cfg.cluster.interface) == ("00:10:00", "ib0")
+    assert list(cfg.cluster.setup) == ["module load cuda"]
+
+
+def test_by_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RLHPC_SITE", site(tmp_path, "cluster: {partition: batch}\n"))
+    assert load_config(HET).cluster.partition == "batch"
+    monkeypatch.delenv("RLHPC_SITE")
+    assert load_config(HET).cluster.partition is None
+
+
+def test_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CONFIG_DIRS", str(tmp_path))
+    folder = tmp_path / "rlhpc" / "site"
+    folder.mkdir(parents=True)
+    (folder / "alps.yaml").write_text("cluster: {account: all}\n")
+    assert find_site("alps") == folder / "alps.yaml"
+    with pytest.raises(ConfigError, match=r"no site 'alsp'; did you mean 'alps'\? there are: .*example"):
+        find_site("alsp")
+    with pytest.raises(ConfigError, match="no site file"):
+        find_site(str(tmp_path / "nowhere.yaml"))
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("runner: {name: x}\n", "runner: a site file has the section cluster only"),
+        ("cluster: {partitoin: gpu}\n", "unknown key cluster.partitoin; did you mean cluster.partition"),
+        ("cluster: {num_nodes: 4}\n", "cluster.num_nodes belongs to a run"),
+        ("cluster: {component_placement: {actor: 0}}\n", "cluster.component_placement belongs to a run"),
+        ("cluster:\n  node_groups: [{label: gpu, mem: [1]}]\n", "mem"),
+        ("- 1\n", "found a list at the top"),
+    ],
+)
+def test_mistakes(tmp_path: Path, text: str, says: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        load_config(HET, site=site(tmp_path, text))
+    assert says in str(error.value) and "site.yaml" in str(error.value)
+
+
+def test_the_example_is_right() -> None:
+    cfg = load_config(HET, site="example")
+    assert [group.partition for group in cfg.cluster.node_groups] == ["gpu", "cpu"]
