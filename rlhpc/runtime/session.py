@@ -50,6 +50,8 @@ log = logging.getLogger(__name__)
 PRELOAD = ("torch", "numpy", "zmq", "cloudpickle", "rlhpc.runtime.process", "rlhpc.runtime.worker")
 SUSPECT_S = 15.0
 LOST_S = 180.0
+#: A driver that looks around this late was itself not running.
+_AWAY_S = 5.0
 #: How long a step that srun was told to end may take before the controller is asked; and all of it before we go on without.
 _STEP_GRACE_S = 5.0
 _STEP_LIMIT_S = 15.0
@@ -169,6 +171,7 @@ class Session:
         self.log_dir.mkdir(parents=True, exist_ok=True)
         self.members: dict[str, Member] = {}
         self.failure: RlhpcError | None = None
+        self._ticked = time.monotonic()
         #: Groups whose failure leaves the others alive, see `recover`.
         self.expendable: frozenset[str] = frozenset()
         self._lock = threading.RLock()
@@ -325,9 +328,13 @@ class Session:
     def _tick(self, service: Service) -> None:
         """Leases: a late heartbeat makes a rank suspect; only a much later one, or its exit, makes it dead."""
         now = time.monotonic()
+        # a job that was suspended, or a driver that was stopped: nobody could send anything meanwhile
+        away, self._ticked = now - self._ticked - 1.0, now
         for member in list(self.members.values()):
             if member.state != "ready":
                 continue
+            if away > _AWAY_S:
+                member.alive += away
             silent = now - member.alive
             if silent > LOST_S:
                 spec = member.spec

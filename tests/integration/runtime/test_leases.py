@@ -98,3 +98,16 @@ def test_a_busy_rank_is_not_dead(launch, leases, caplog):
     assert failure() is None
     assert "busy-0 has been silent" in caplog.text
     assert "busy-1" not in caplog.text, "a call that lets other threads run is not silent"
+
+
+def test_a_job_that_was_suspended_loses_nobody(launch):
+    """The driver's first look after a pause of everybody comes before any heartbeat."""
+    group = launch(1, "paused")
+    session = Session.running()
+    assert session is not None
+    for member in session.members.values():
+        member.alive -= 3600.0
+    session._ticked -= 3600.0
+    time.sleep(2 * HEARTBEAT_S)
+    assert failure() is None and not suspect("paused-0")
+    assert group.add(1).wait() == [1]
