@@ -19,12 +19,15 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from typing import Any
 
 from rlhpc.runtime import wire
 from rlhpc.runtime.scratch import Scratch
 from rlhpc.runtime.spec import WorkerSpec
 
+#: What every fork server imports.
+PRELOAD = ("torch", "numpy", "zmq", "cloudpickle", "rlhpc.runtime.process", "rlhpc.runtime.worker")
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 GRACE_S = 2.0
@@ -158,6 +161,28 @@ class ForkServer:
                 time.sleep(0.01)
         if remove:
             self.scratch.remove()
+
+
+class ForkServerProcess:
+    """The driver's end of a fork server, and the scratch folders that the server removes when the driver is gone.
+
+    Args:
+        preload: Modules that it imports besides `PRELOAD`; None imports nothing, where no rank is forked.
+    """
+
+    def __init__(self, preload: Sequence[str] | None) -> None:
+        self.scratch = Scratch.create()
+        self.control, theirs = socket.socketpair()
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+        environment["PYTHONPATH"] = os.pathsep.join(p or os.getcwd() for p in sys.path)
+        with (self.scratch.sockets / "forkserver.err").open("ab") as err:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "rlhpc.runtime.forkserver", str(theirs.fileno()), self.scratch.token,
+                 str(os.getpid()), *(() if preload is None else (*PRELOAD, *preload))],
+                pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, stdout=err, stderr=err, env=environment,
+                start_new_session=True,
+            )  # fmt: skip
+        theirs.close()
 
 
 def main() -> None:

@@ -7,23 +7,17 @@ import contextlib
 import logging
 import os
 import pickle
-import shutil
 import signal
-import socket
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import cloudpickle
-
 from rlhpc.runtime import context as contexts
 from rlhpc.runtime import wire
-from rlhpc.runtime.allocation import in_slurm_job, slurm_nodes
 from rlhpc.runtime.comm.service import Service
 from rlhpc.runtime.comm.sockets import choose
 from rlhpc.runtime.errors import (
@@ -34,12 +28,13 @@ from rlhpc.runtime.errors import (
     SubmitError,
     WorkerFailed,
 )
-from rlhpc.runtime.network import address_of, address_towards, node_addresses
+from rlhpc.runtime.forkserver import ForkServerProcess
+from rlhpc.runtime.members import Member, class_body, death, tail
 from rlhpc.runtime.registry import Keys, Registry
 from rlhpc.runtime.rpc import RpcClient, worker_failed
-from rlhpc.runtime.scratch import Scratch, host_id
+from rlhpc.runtime.scratch import host_id
 from rlhpc.runtime.spec import WorkerSpec
-from rlhpc.runtime.steps import JobStep, clear_nodes, start_steps
+from rlhpc.runtime.steps import JobStep, clear_nodes, own_address, start_steps, steps_possible
 
 if TYPE_CHECKING:
     from rlhpc.runtime.cluster import Cluster
@@ -47,7 +42,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-PRELOAD = ("torch", "numpy", "zmq", "cloudpickle", "rlhpc.runtime.process", "rlhpc.runtime.worker")
 SUSPECT_S = 15.0
 LOST_S = 180.0
 #: A driver that looks around this late was itself not running.
@@ -55,75 +49,6 @@ _AWAY_S = 5.0
 #: How long a step that srun was told to end may take before the controller is asked; and all of it before we go on without.
 _STEP_GRACE_S = 5.0
 _STEP_LIMIT_S = 15.0
-_TAIL_BYTES = 1500
-
-
-@dataclass
-class Member:
-    """One rank as the driver sees it. `state`: starting, ready, stopping, ended."""
-
-    spec: WorkerSpec
-    pid: int = 0
-    state: str = "starting"
-    record: dict[str, Any] = field(default_factory=dict)
-    alive: float = field(default_factory=time.monotonic)
-    suspect: bool = False
-    step: JobStep | None = None
-
-
-def steps_possible() -> bool:
-    """Whether this process is in a Slurm job that lets it start job steps."""
-    return in_slurm_job(os.environ) and shutil.which("srun") is not None
-
-
-def _own_address(interface: str | None) -> str | None:
-    """This host's address for the job's other hosts; None where there are none."""
-    nodes = slurm_nodes(os.environ)
-    others = [node.name for node in nodes if not node.is_local]
-    if not others:
-        return None
-    return address_of(interface) if interface else address_towards(node_addresses(others[:1])[others[0]])
-
-
-def _class_body(payload: tuple[type, tuple[Any, ...], dict[str, Any]]) -> bytes:
-    """Pickles (class, args, kwargs): by reference where the worker can import the class, else by value."""
-    try:
-        body = pickle.dumps(payload)
-        if b"__main__" not in body:
-            return body
-    except (pickle.PicklingError, AttributeError, TypeError):
-        pass
-    return cloudpickle.dumps(payload)
-
-
-def _tail(path: str) -> str:
-    with contextlib.suppress(OSError):
-        text = Path(path).read_bytes()[-_TAIL_BYTES:].decode(errors="replace").strip()
-        if text:
-            return "\n  last lines of its log:\n" + "\n".join("    " + line for line in text.splitlines()[-12:])
-    return ""
-
-
-class ForkServerProcess:
-    """The driver's end of a fork server, and the scratch folders that the server removes when the driver is gone.
-
-    Args:
-        preload: Modules that it imports besides `PRELOAD`; None imports nothing, where no rank is forked.
-    """
-
-    def __init__(self, preload: Sequence[str] | None) -> None:
-        self.scratch = Scratch.create()
-        self.control, theirs = socket.socketpair()
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
-        environment["PYTHONPATH"] = os.pathsep.join(p or os.getcwd() for p in sys.path)
-        with (self.scratch.sockets / "forkserver.err").open("ab") as err:
-            self.process = subprocess.Popen(
-                [sys.executable, "-m", "rlhpc.runtime.forkserver", str(theirs.fileno()), self.scratch.token,
-                 str(os.getpid()), *(() if preload is None else (*PRELOAD, *preload))],
-                pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, stdout=err, stderr=err, env=environment,
-                start_new_session=True,
-            )  # fmt: skip
-        theirs.close()
 
 
 class Session:
@@ -154,7 +79,7 @@ class Session:
     ) -> None:
         self.steps = steps_possible()
         if tcp_address is None and self.steps:
-            tcp_address = _own_address(interface)
+            tcp_address = own_address(interface)
         self.tcp_address, self.interface = tcp_address, interface
         # where ranks are job steps the fork server only clears up behind a driver that was killed
         server, Session._prewarmed = Session._prewarmed or ForkServerProcess(None if self.steps else preload), None
@@ -248,8 +173,8 @@ class Session:
             self._changed.notify_all()
         if lost:
             node = lost[0].spec.node
-            tail = _tail(str(self.scratch.sockets / "forkserver.err"))
-            self.fail(WorkerFailed(f"the fork server of node {node} died, and its workers with it{tail}", node=node))
+            words = tail(str(self.scratch.sockets / "forkserver.err"))
+            self.fail(WorkerFailed(f"the fork server of node {node} died, and its workers with it{words}", node=node))
 
     def _task_exited(self, spec: WorkerSpec, status: int) -> None:
         """srun said that a rank ended badly."""
@@ -274,7 +199,7 @@ class Session:
         said = f"srun ended with exit code {code}:\n{words}\n  log: {step.log_err}"
         if lost[0].record:
             self.fail(WorkerFailed(
-                f"the job step of {who} on node {spec.node} ended; {said}{_tail(spec.log_err)}",
+                f"the job step of {who} on node {spec.node} ended; {said}{tail(spec.log_err)}",
                 group=spec.group, rank=spec.rank, node=spec.node, log_path=spec.log_err,
             ))  # fmt: skip
         else:
@@ -291,19 +216,7 @@ class Session:
             self._changed.notify_all()
         self.service.consumer_died(member.spec.name)
         if not expected:
-            self.fail(self._death(member.spec, status))
-
-    @staticmethod
-    def _death(spec: WorkerSpec, status: int) -> WorkerFailed:
-        number = os.WTERMSIG(status) if os.WIFSIGNALED(status) else None
-        how = f"was killed by signal {number} ({signal.Signals(number).name})" if number else (
-            f"exited with status {os.WEXITSTATUS(status)}")  # fmt: skip
-        if number == signal.SIGKILL:
-            how += "; if nobody killed it, look for the out-of-memory killer (dmesg, sacct)"
-        return WorkerFailed(
-            f"{spec.group}[{spec.rank}] on node {spec.node} {how} (log {spec.log_err}){_tail(spec.log_err)}",
-            group=spec.group, rank=spec.rank, node=spec.node, log_path=spec.log_err, exit_signal=number,
-        )  # fmt: skip
+            self.fail(death(member.spec, status))
 
     # -- notes from workers and leases ----------------------------------------------------------------------------
 
@@ -482,7 +395,7 @@ class Session:
             if any(m.spec.group == name and m.state != "ended" for m in self.members.values()):
                 raise PlacementError(f"a group named {name!r} is running already: give launch() another name")
             self.members = {k: m for k, m in self.members.items() if m.state != "ended" and m.spec.group != name}
-        body, incarnation = _class_body(payload), f"{time.time_ns():x}"
+        body, incarnation = class_body(payload), f"{time.time_ns():x}"
         started = []
         for placement in placements:
             spec = self._spec(name, body, placement, placements, cluster, env_vars, fork)

@@ -12,6 +12,7 @@ import logging
 import os
 import pickle
 import re
+import shutil
 import signal
 import struct
 import subprocess
@@ -21,8 +22,9 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rlhpc.runtime.allocation import expand_range
+from rlhpc.runtime.allocation import expand_range, in_slurm_job, slurm_nodes
 from rlhpc.runtime.errors import ConfigError
+from rlhpc.runtime.network import address_of, address_towards, node_addresses
 from rlhpc.runtime.spec import WorkerSpec
 
 if TYPE_CHECKING:
@@ -43,6 +45,20 @@ _SIGNALS = {signal.strsignal(number): number for number in range(1, 32)}
 _PR_SET_PDEATHSIG = 1
 _LENGTH = struct.Struct("!Q")
 _KEPT_LINES = 40
+
+
+def steps_possible() -> bool:
+    """Whether this process is in a Slurm job that lets it start job steps."""
+    return in_slurm_job(os.environ) and shutil.which("srun") is not None
+
+
+def own_address(interface: str | None) -> str | None:
+    """This host's address for the job's other hosts; None where there are none."""
+    nodes = slurm_nodes(os.environ)
+    others = [node.name for node in nodes if not node.is_local]
+    if not others:
+        return None
+    return address_of(interface) if interface else address_towards(node_addresses(others[:1])[others[0]])
 
 
 def step_environment(environ: Mapping[str, str]) -> dict[str, str]:

@@ -1,0 +1,66 @@
+"""What the driver knows of a rank, and how it tells of a rank's end."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pickle
+import signal
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import cloudpickle
+
+from rlhpc.runtime.errors import WorkerFailed
+from rlhpc.runtime.spec import WorkerSpec
+from rlhpc.runtime.steps import JobStep
+
+_TAIL_BYTES = 1500
+
+
+@dataclass
+class Member:
+    """One rank as the driver sees it. `state`: starting, ready, stopping, ended."""
+
+    spec: WorkerSpec
+    pid: int = 0
+    state: str = "starting"
+    record: dict[str, Any] = field(default_factory=dict)
+    alive: float = field(default_factory=time.monotonic)
+    suspect: bool = False
+    step: JobStep | None = None
+
+
+def class_body(payload: tuple[type, tuple[Any, ...], dict[str, Any]]) -> bytes:
+    """Pickles (class, args, kwargs): by reference where the worker can import the class, else by value."""
+    try:
+        body = pickle.dumps(payload)
+        if b"__main__" not in body:
+            return body
+    except (pickle.PicklingError, AttributeError, TypeError):
+        pass
+    return cloudpickle.dumps(payload)
+
+
+def tail(path: str) -> str:
+    """The last lines of a log, as the end of a message; "" where there are none."""
+    with contextlib.suppress(OSError):
+        text = Path(path).read_bytes()[-_TAIL_BYTES:].decode(errors="replace").strip()
+        if text:
+            return "\n  last lines of its log:\n" + "\n".join("    " + line for line in text.splitlines()[-12:])
+    return ""
+
+
+def death(spec: WorkerSpec, status: int) -> WorkerFailed:
+    """The failure that a rank's wait status stands for."""
+    number = os.WTERMSIG(status) if os.WIFSIGNALED(status) else None
+    how = f"was killed by signal {number} ({signal.Signals(number).name})" if number else (
+        f"exited with status {os.WEXITSTATUS(status)}")  # fmt: skip
+    if number == signal.SIGKILL:
+        how += "; if nobody killed it, look for the out-of-memory killer (dmesg, sacct)"
+    return WorkerFailed(
+        f"{spec.group}[{spec.rank}] on node {spec.node} {how} (log {spec.log_err}){tail(spec.log_err)}",
+        group=spec.group, rank=spec.rank, node=spec.node, log_path=spec.log_err, exit_signal=number,
+    )  # fmt: skip
