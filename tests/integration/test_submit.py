@@ -75,10 +75,13 @@ os.replace(root / "segments" / "tmp", root / "segments" / "0.json")
 """
 
 WAITER = """
+import signal
 import sys
 from pathlib import Path
 from rlhpc.runtime.errors import RlhpcError
 from rlhpc.runtime.launch.submit import submit_segment
+# as at a terminal, also where the tests run in the background of a shell that has SIGINT ignored
+signal.signal(signal.SIGINT, signal.default_int_handler)
 try:
     print(submit_segment("c.yaml", run_root=Path(sys.argv[1]), executor="local", command=sys.argv[2:], poll_s=0.1))
 except RlhpcError as error:
