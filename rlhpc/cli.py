@@ -58,6 +58,11 @@ _EXAMPLES = {
         "rlhpc report runs/quickstart",
         "rlhpc report configs/quickstart.yaml runner.name=try",
     ),
+    "doctor": (
+        "rlhpc doctor --site mycluster",
+        "rlhpc doctor --site mycluster --folder /scratch/me/runs --nodes 16 --json doctor.json",
+        "rlhpc doctor --nodes 0",
+    ),
 }
 
 
@@ -251,6 +256,23 @@ def _report(args: argparse.Namespace) -> int:
     return 0
 
 
+def _doctor(args: argparse.Namespace) -> int:
+    from rlhpc.config import load_site
+    from rlhpc.runtime.doctor import examine, render, to_json, worst
+
+    if args.overrides:
+        raise ConfigError(f"doctor takes no key=value words: {' '.join(args.overrides)}")
+    if args.nodes < 0 or args.start <= 0:
+        raise ConfigError("--nodes must be at least 0, and --start more than 0")
+    site = args.site or os.environ.get("RLHPC_SITE")
+    section = load_site(site) if site else None
+    lines = examine(section, Path(args.folder), start_s=args.start, most_nodes=args.nodes)
+    print(render(lines))
+    if args.json:
+        Path(args.json).write_text(to_json(lines) + "\n")
+    return int(worst(lines) == "fail")
+
+
 def _add(commands: Any, name: str, function: Command, summary: str) -> argparse.ArgumentParser:
     parser: argparse.ArgumentParser = commands.add_parser(
         name,
@@ -318,6 +340,13 @@ def build_parser() -> argparse.ArgumentParser:
     report = _add(commands, "report", _report, "write a run's report page")
     _with_overrides(report, run=_RUN)
     report.add_argument("--curves", help="folder to write the single plots to as well")
+    doctor = _add(commands, "doctor", _doctor, "check whether a cluster has what runs need, with small probe jobs")
+    doctor.add_argument("--site", help=_SITE)
+    doctor.add_argument("--folder", default="runs", help="where runs are to be written (default: runs)")
+    doctor.add_argument("--nodes", type=int, default=8, help="nodes to probe in each partition (default 8; 0: no job)")
+    doctor.add_argument("--start", type=float, default=60.0, help="seconds to wait for a probe to start (default 60)")
+    doctor.add_argument("--json", help="file to write the findings to as well")
+    doctor.set_defaults(overrides=[])
     return parser
 
 

@@ -338,8 +338,17 @@ def find_site(name: str) -> Path:
     )
 
 
-def _apply_site(cfg: DictConfig, path: Path, sources: dict[str, str]) -> None:
-    """Fills what the configuration left open under `cluster`; groups that it does not have are left out."""
+def load_site(name: str) -> DictConfig:
+    """The section `cluster` of a site file, typed.
+
+    Raises:
+        ConfigError: There is no such site, or it has what no site file has.
+    """
+    return _read_site(find_site(name))[0].cluster
+
+
+def _read_site(path: Path) -> tuple[DictConfig, dict[str, str]]:
+    """A site file on the defaults, and the keys that it gives."""
     layer = OmegaConf.structured(Config)
     given: dict[str, str] = {}
     for source, content in _read(path, ()):
@@ -350,6 +359,12 @@ def _apply_site(cfg: DictConfig, path: Path, sources: dict[str, str]) -> None:
         _merge(layer, content, source, given)
     if unfit := [key for key in ("component_placement", "num_nodes") if f"cluster.{key}" in given]:
         raise ConfigError(f"{given[f'cluster.{unfit[0]}']}: cluster.{unfit[0]} belongs to a run, not to a site")
+    return layer, given
+
+
+def _apply_site(cfg: DictConfig, path: Path, sources: dict[str, str]) -> None:
+    """Fills what the configuration left open under `cluster`; groups that it does not have are left out."""
+    layer, given = _read_site(path)
     for key in given:
         if key.startswith("cluster.") and key != "cluster.node_groups" and key not in sources:
             OmegaConf.update(cfg, key, OmegaConf.select(layer, key), merge=False)

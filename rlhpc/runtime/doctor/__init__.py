@@ -1,0 +1,82 @@
+"""`rlhpc doctor`: whether a cluster, as a site file describes it, has what runs need."""
+
+from __future__ import annotations
+
+import contextlib
+import getpass
+import os
+import shutil
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from rlhpc.runtime.doctor import checks, nodes
+from rlhpc.runtime.doctor.jobs import Probed, plan_jobs, run_probes
+from rlhpc.runtime.doctor.probe import space
+from rlhpc.runtime.doctor.report import Line, render, to_json, worst
+from rlhpc.runtime.doctor.slurm import Site, SlurmFacts, ask
+
+__all__ = ["Line", "examine", "render", "to_json", "worst"]
+
+_PACKAGES = ("snakemake", "snakemake-executor-plugin-slurm", "snakemake-executor-plugin-slurm-jobstep", "submitit")
+_USUAL_CONF = Path("/etc/slurm/slurm.conf")
+
+
+def examine(section: Any, folder: Path, *, start_s: float = 60.0, most_nodes: int = 8) -> list[Line]:
+    """Looks at everything.
+
+    Args:
+        section: The section `cluster` of a site file; None looks at the default partition.
+        folder: Where runs are to be written; where it is not there, the nearest folder above it is looked at.
+        start_s: How long to wait for the probe jobs to start.
+        most_nodes: Nodes to look at in each partition; 0 submits nothing.
+    """
+    site = Site.of(section)
+    folder = checks.nearest_folder(folder.expanduser().absolute())
+    lines = [checks.commands(shutil.which), *_here(folder)]
+    if lines[0].level != "pass":
+        return lines
+    facts = SlurmFacts.gather(getpass.getuser())
+    lines += [checks.version(facts), checks.controller(facts)]
+    if lines[-1].level == "fail":
+        return lines
+    lines += checks.partitions(facts, site) + checks.accounts(facts, site) + checks.resources(facts, site)
+    lines.append(checks.het_jobs(facts, _refused(facts, site)))
+    jobs = plan_jobs(site, facts, most_nodes) if most_nodes else []
+    probed = run_probes(jobs, site, folder, start_s=start_s) if jobs else Probed(folder, [])
+    lines += [checks.requeue(facts, probed.jobs, os.environ, site), checks.accounting(facts), checks.min_job_age(facts)]
+    lines += checks.walltime(facts, site) + checks.preemption(facts, site)
+    lines += nodes.started(probed.jobs) + nodes.shared_folder(probed)
+    lines += nodes.interface(probed, site) + nodes.ports(probed) + nodes.gpu_masks(probed, os.environ)
+    lines += nodes.python(probed) + nodes.shared_memory(probed) + nodes.node_disks(probed, site)
+    return lines + nodes.simulators(probed) + nodes.clocks(probed) + nodes.limits(probed)
+
+
+def _here(folder: Path) -> list[Line]:
+    """What can be said of this machine."""
+    versions: dict[str, str | None] = {}
+    for name in _PACKAGES:
+        versions[name] = None
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            versions[name] = metadata.version(name)
+    conf = os.environ.get("SLURM_CONF")
+    lines = checks.packages(versions, conf if conf and not _same(conf, _USUAL_CONF) else None)
+    lines += checks.environment(os.environ)
+    lines.append(checks.disk("folder of runs", str(folder), space(str(folder))))
+    lines.append(checks.disk("home", str(Path.home()), space(str(Path.home()))))
+    return lines + checks.quotas(ask("quota", "-wp").text)
+
+
+def _same(one: str, other: Path) -> bool:
+    with contextlib.suppress(OSError):
+        return other.samefile(one)
+    return False
+
+
+def _refused(facts: SlurmFacts, site: Site) -> str | None:
+    """Why Slurm would not take a heterogeneous job; None where it would, or the site's partitions are wrong anyway."""
+    groups = [group for group in site.groups if facts.partition(group.partition)]
+    if not groups:
+        return None
+    answer = ask("sbatch", "--test-only", stdin=checks.het_script(groups))
+    return answer.words if answer.code else None

@@ -1,0 +1,297 @@
+"""The checks of what the nodes said. None of them asks anybody anything."""
+
+from __future__ import annotations
+
+import math
+import re
+import sys
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+from rlhpc.runtime.allocation import visible_accelerators
+from rlhpc.runtime.doctor.jobs import Probed, ProbeJob
+from rlhpc.runtime.doctor.report import Line, names, size
+from rlhpc.runtime.doctor.slurm import Site
+
+_LEAST_FILES = 4096
+_LEAST_SHM = 2**30
+_SLOW_MS = 2000.0
+_CLOCK_S = 5.0
+_FAST = re.compile(r"^(ib|hsn|opa|roce)\d")
+
+
+def started(jobs: Iterable[ProbeJob]) -> list[Line]:
+    """A probe job started in each partition, and all of its nodes spoke."""
+    lines = []
+    for job in jobs:
+        what = f"probe in {job.partition or '(default)'}"
+        asked = f"{job.nodes} nodes" + (f" with {job.gres}" if job.gres else "")
+        if job.error and job.error.startswith("sbatch:"):
+            lines.append(Line("fail", what, f"not accepted ({asked}): {job.error}", "correct the site file"))
+        elif job.error.startswith("did not start"):
+            lines.append(
+                Line("warn", what, f"{job.error}; it was cancelled, and its nodes were not looked at",
+                     "try again when the partition is less busy, or with a longer --start")
+            )  # fmt: skip
+        elif job.error:
+            lines.append(Line("fail", what, job.error, "a run's steps would fail alike"))
+        elif len(job.hello) < job.nodes:
+            lines.append(
+                Line("fail", what, f"{len(job.hello)} of {job.nodes} nodes answered ({names(job.hello)})",
+                     "look at the others with srun --nodelist=… hostname")
+            )  # fmt: skip
+        else:
+            lines.append(Line("pass", what, f"looked at {names(job.hello)}"))
+    return lines
+
+
+def shared_folder(probed: Probed) -> list[Line]:
+    """Every node sees what is written here, and this side sees what every node writes."""
+    what, folder = "shared folder", probed.folder
+    if probed.folder_error:
+        return [Line("fail", what, f"cannot write in {folder}: {probed.folder_error}", "name another with --folder")]
+    hellos = probed.hellos
+    if not hellos:
+        return []
+    problems: dict[str, list[str]] = {}
+    latencies = {}
+    for job in probed.jobs:
+        for node, said in job.hello.items():
+            canary, second = said["canary"], job.peers.get(node, {}).get("second", {})
+            seen = job.seen.get(node, {})
+            if "error" in canary:
+                why = "have another folder of that name" if canary["parent"] else "have no such folder"
+            elif "write_error" in canary:
+                why = f"cannot write there ({canary['write_error']})"
+            elif "error" in seen:
+                why = "write files there that are not seen here"
+            elif "error" in second:
+                why = "do not see a file that was written after they had looked for it"
+            else:
+                latencies[node] = max(canary["ms"], seen.get("ms", 0.0), second.get("ms", 0.0))
+                continue
+            problems.setdefault(why, []).append(node)
+    lines = [
+        Line("fail", what, f"{folder} is not shared: {names(nodes)} {why}",
+             "put runs (runner.run_dir) on a filesystem that all nodes and this one share")
+        for why, nodes in problems.items()
+    ]  # fmt: skip
+    if latencies:
+        slowest = max(latencies, key=lambda node: latencies[node])
+        found = f"{folder}: seen alike from {names(latencies)}, within {math.ceil(latencies[slowest])} ms ({slowest})"
+        if latencies[slowest] > _SLOW_MS:
+            lines.append(
+                Line("warn", what, found, "slow: ask for acdirmax/lookupcache settings, or use another filesystem")
+            )
+        else:
+            lines.append(Line("pass", what, found))
+    return lines
+
+
+def interface(probed: Probed, site: Site) -> list[Line]:
+    """By which interface the nodes reach one another."""
+    what, hellos = "interface", probed.hellos
+    if not hellos:
+        return []
+    if site.interface:
+        lacking = [node for node, said in hellos.items() if site.interface not in said["interfaces"]]
+        if lacking:
+            there = sorted({name for node in lacking for name in hellos[node]["interfaces"]})
+            return [
+                Line("fail", what, f"{site.interface} has no address on {names(lacking)}; there are: {', '.join(there)}",
+                     "correct interface in the site file")
+            ]  # fmt: skip
+        return [Line("pass", what, f"{site.interface}, on every node looked at")]
+    used: dict[str, set[str]] = {}
+    for node, said in probed.peers.items():
+        for other, found in said["reach"].items():
+            if other != node and found.get("interface"):
+                used.setdefault(found["interface"], set()).add(node)
+    if not used:
+        return []
+    text = "; ".join(f"{name}: {names(nodes)}" for name, nodes in sorted(used.items()))
+    fast = set.intersection(*({n for n in said["interfaces"] if _FAST.match(n)} for said in hellos.values())) - set(
+        used
+    )
+    if fast:
+        return [
+            Line("warn", what, f"the route goes by {text}; every node has {', '.join(sorted(fast))}, too",
+                 f"if that is the faster network, set interface: {min(fast)} in the site file")
+        ]  # fmt: skip
+    if any(name.startswith(("lo", "docker", "virbr")) for name in used) and len(hellos) > 1:
+        return [Line("warn", what, f"the route goes by {text}", "set interface in the site file")]
+    return [Line("pass", what, f"by the route between nodes: {text}")]
+
+
+def ports(probed: Probed) -> list[Line]:
+    """Nodes reach one another on ports that the kernel picks, both ways."""
+    peers = probed.peers
+    pairs = {
+        (node, other): found for node, said in peers.items() for other, found in said["reach"].items() if other != node
+    }
+    if not pairs:
+        if probed.hellos:
+            return [
+                Line(
+                    "warn", "ports", "only one node was looked at, so no connection was tried", "use --nodes 2 or more"
+                )
+            ]
+        return []
+    closed = {pair: found["error"] for pair, found in pairs.items() if "error" in found}
+    if closed:
+        (one, other), why = next(iter(closed.items()))
+        return [
+            Line("fail", "ports", f"{len(closed)} of {len(pairs)} connections between nodes fail: {one} → {other}: {why}",
+                 "open TCP between compute nodes (net.ipv4.ip_local_port_range), or name the interface they share")
+        ]  # fmt: skip
+    slowest = max(found["ms"] for found in pairs.values())
+    return [Line("pass", "ports", f"{names(peers)} reach one another both ways, within {math.ceil(slowest)} ms")]
+
+
+def gpu_masks(probed: Probed, environ: Mapping[str, str]) -> list[Line]:
+    """Each node's mask names as many GPUs as the job asked for."""
+    problems: dict[str, list[str]] = {}
+    right: list[str] = []
+    unmasked: list[str] = []
+    stale = environ.get("CUDA_VISIBLE_DEVICES")
+    for job in probed.jobs:
+        for node, said in job.hello.items():
+            mask = said["mask"]
+            count = len(visible_accelerators({"CUDA_VISIBLE_DEVICES": mask})) if mask is not None else None
+            if job.gpus and count is None:
+                unmasked.append(node)
+            elif (count or 0) == job.gpus:
+                right.append(node)
+            else:
+                text = f"CUDA_VISIBLE_DEVICES={mask} names {count}, the job asked for {job.gpus}"
+                problems.setdefault(text + (" (it is this shell's)" if mask == stale else ""), []).append(node)
+    do = "unset CUDA_VISIBLE_DEVICES before submitting" if stale is not None else (
+        "something sets it on the node: look in ~/.bashrc, modules and the task prolog"
+    )  # fmt: skip
+    lines = [Line("fail", "GPU mask", f"stale on {names(nodes)}: {text}", do) for text, nodes in problems.items()]
+    if unmasked:
+        lines.append(
+            Line("warn", "GPU mask", f"none on {names(unmasked)}, though a GPU was asked for",
+                 "ask for whole nodes (sbatch: [--exclusive]), or for File= in gres.conf")
+        )  # fmt: skip
+    if right and not problems:
+        lines.append(Line("pass", "GPU mask", f"as asked for on {names(right)}"))
+    return lines
+
+
+def _grouped(hellos: Mapping[str, Any], judge: Callable[[Mapping[str, Any]], str | None]) -> dict[str, list[str]]:
+    problems: dict[str, list[str]] = {}
+    for node, said in hellos.items():
+        if why := judge(said):
+            problems.setdefault(why, []).append(node)
+    return problems
+
+
+def python(probed: Probed, executable: str = sys.executable) -> list[Line]:
+    """The same Python as here, with the packages."""
+
+    def judge(said: Mapping[str, Any]) -> str | None:
+        if tuple(said["python"][:2]) != sys.version_info[:2]:
+            return f"have Python {'.'.join(map(str, said['python']))} ({said['executable']}), here it is {executable}"
+        missing = [name for name, there in said["packages"].items() if not there]
+        return f"have no {', '.join(missing)} in {said['executable']}" if missing else None
+
+    return _lines(
+        probed, "Python", judge, "fail", "install rlhpc on a filesystem of all nodes",
+        f"{'.'.join(map(str, sys.version_info[:3]))} with its packages",
+    )  # fmt: skip
+
+
+def shared_memory(probed: Probed) -> list[Line]:
+    def judge(said: Mapping[str, Any]) -> str | None:
+        space = said["space"]["/dev/shm"]
+        if "error" in space or not space["writable"]:
+            return "cannot use /dev/shm"
+        return f"have {size(space['free'])} left in /dev/shm" if space["free"] < _LEAST_SHM else None
+
+    free = [said["space"]["/dev/shm"].get("free", 0) for said in probed.hellos.values()]
+    return _lines(
+        probed, "/dev/shm", judge, "warn", "data between ranks goes to files instead; set cluster.scratch to a fast disk",
+        f"{size(min(free, default=0))} or more free",
+    )  # fmt: skip
+
+
+def node_disks(probed: Probed, site: Site) -> list[Line]:
+    def judge(said: Mapping[str, Any]) -> str | None:
+        for name in ("/tmp", "scratch"):
+            space = said["space"].get(name)
+            where = site.scratch if name == "scratch" else name
+            if space and ("error" in space or not space["writable"]):
+                return f"cannot write in {where} ({space.get('error', 'not writable')})"
+            if space and space["free"] < 2**30:
+                return f"have {size(space['free'])} left in {where}"
+        return None
+
+    passed = f"room in /tmp{f' and {site.scratch}' if site.scratch else ''}"
+    return _lines(
+        probed, "node-local disk", judge, "fail", "correct scratch in the site file, or have it cleaned", passed
+    )
+
+
+def simulators(probed: Probed) -> list[Line]:
+    """Vulkan, on nodes where a GPU was asked for, else on all."""
+    hellos = {node: said for job in probed.jobs if job.gpus for node, said in job.hello.items()} or probed.hellos
+
+    def judge(said: Mapping[str, Any]) -> str | None:
+        if not said["vulkan"]["loader"]:
+            return "have no libvulkan.so.1"
+        return None if said["vulkan"]["drivers"] else "have no Vulkan driver (icd.d)"
+
+    drivers = sorted({name for said in hellos.values() for name in said["vulkan"]["drivers"]})
+    return _lines(
+        probed, "Vulkan", judge, "warn", "simulators that render need it: install libvulkan1 and the GPU's driver with it",
+        ", ".join(drivers), hellos,
+    )  # fmt: skip
+
+
+def clocks(probed: Probed) -> list[Line]:
+    offsets = {node: off for job in probed.jobs for node, off in job.offsets.items()}
+    if not offsets:
+        return []
+    wrong = {node: by for node, (by, sure) in offsets.items() if abs(by) - sure > _CLOCK_S}
+    if wrong:
+        node = max(wrong, key=lambda name: abs(wrong[name]))
+        return [
+            Line("warn", "clocks", f"of {names(wrong)} differ from this one's, by up to {abs(wrong[node]):.0f} s ({node})",
+                 "ask for NTP on all nodes; a requeued job may be refused by a node whose clock is behind")
+        ]  # fmt: skip
+    sure = max(abs(by) + half for by, half in offsets.values())
+    return [Line("pass", "clocks", f"within {max(sure, 0.1):.1f} s of this one's")]
+
+
+def limits(probed: Probed) -> list[Line]:
+    def judge(said: Mapping[str, Any]) -> str | None:
+        found = said["limits"]
+        if 0 <= found["nofile"] < _LEAST_FILES:
+            return f"allow {found['nofile']} open files (ulimit -n)"
+        if 0 <= found["nproc"] < _LEAST_FILES:
+            return f"allow {found['nproc']} processes and threads (ulimit -u)"
+        if 0 <= found["memlock"] < 2**30 and any(_FAST.match(name) for name in said["interfaces"]):
+            return f"allow {size(found['memlock'])} of locked memory (ulimit -l), too little for InfiniBand"
+        return None
+
+    passed = "enough open files, processes and locked memory"
+    return _lines(
+        probed, "limits", judge, "warn", "raise it in setup of the site file, or ask the administrators", passed
+    )
+
+
+def _lines(
+    probed: Probed,
+    what: str,
+    judge: Callable[[Mapping[str, Any]], str | None],
+    level: Any,
+    do: str,
+    passed: str,
+    hellos: Mapping[str, Any] | None = None,
+) -> list[Line]:
+    """A line for each kind of problem that some nodes have; else one that all passed."""
+    hellos = probed.hellos if hellos is None else hellos
+    problems = _grouped(hellos, judge)
+    lines = [Line(level, what, f"{names(nodes)} {why}", do) for why, nodes in problems.items()]
+    return lines or ([Line("pass", what, passed)] if hellos else [])

@@ -1,0 +1,184 @@
+"""What the doctor asks Slurm, and how the answers are read."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rlhpc.runtime.cluster import read_key
+
+Record = Mapping[str, str]
+_FIELD = re.compile(r"([A-Za-z][\w:/\[\]-]*)=(.*?)(?=\s+[A-Za-z][\w:/\[\]-]*=|\s*$)")
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a command said; code 127 where there is no such command, 124 where it did not end in time."""
+
+    code: int
+    text: str
+    error: str = ""
+
+    @property
+    def words(self) -> str:
+        """Its last line, of the errors if there are any."""
+        lines = [line.strip() for line in (self.error.strip() or self.text.strip()).splitlines() if line.strip()]
+        return lines[-1] if lines else f"exit code {self.code}"
+
+
+def ask(*argv: str, stdin: str = "", timeout_s: float = 20.0) -> Answer:
+    """Runs a command; never raises."""
+    try:
+        done = subprocess.run(argv, input=stdin, capture_output=True, text=True, timeout=timeout_s, errors="replace")
+    except subprocess.TimeoutExpired:
+        return Answer(124, "", f"{argv[0]} did not answer within {timeout_s:.0f} s")
+    except OSError as error:
+        return Answer(127, "", f"{argv[0]}: {error.strerror}")
+    return Answer(done.returncode, done.stdout, done.stderr)
+
+
+def parse_config(text: str) -> dict[str, str]:
+    """`scontrol show config`."""
+    pairs = (line.split("=", 1) for line in text.splitlines() if re.match(r"[A-Za-z]\S*\s*=", line))
+    return {name.strip(): value.strip() for name, value in pairs}
+
+
+def parse_records(text: str) -> list[dict[str, str]]:
+    """`scontrol --oneliner show …`: a record a line; values may have spaces."""
+    return [record for line in text.splitlines() if (record := dict(_FIELD.findall(line)))]
+
+
+def seconds_of(text: str) -> int | None:
+    """`600 sec` → 600; None where there is no number."""
+    match = re.match(r"\d+", text or "")
+    return int(match[0]) if match else None
+
+
+def version_of(text: str) -> tuple[int, ...]:
+    """`slurm-wlm 22.05.8` → (22, 5, 8)."""
+    match = re.search(r"\d+(?:\.\d+)+", text)
+    return tuple(int(part) for part in match[0].split(".")) if match else ()
+
+
+def gres_of(text: str) -> list[tuple[str, str, int]]:
+    """(name, type, number) of a node's generic resources: `gpu:a100:4(S:0-1),nvme:1`."""
+    found = []
+    for part in re.sub(r"\([^)]*\)", "", text or "").split(","):
+        words = part.strip().split(":")
+        if words[0] and words[0] != "null":
+            count = int(words[-1]) if len(words) > 1 and words[-1].isdigit() else 1
+            found.append((words[0], words[1] if len(words) > 1 and not words[1].isdigit() else "", count))
+    return found
+
+
+@dataclass(frozen=True)
+class Group:
+    """A node group of the site: what a run's component is asked for with."""
+
+    label: str = "cluster"
+    partition: str | None = None
+    account: str | None = None
+    qos: str | None = None
+    constraint: str | None = None
+    gres: str | None = None
+    time: str | None = None
+
+    def matches(self, gres: str) -> int:
+        """How many of what the group calls its GPUs a node with those resources has."""
+        name, kind = (*(self.gres or "gpu").split(":"), "")[:2]
+        return sum(n for other, of, n in gres_of(gres) if other == name and (not kind or kind == of))
+
+
+@dataclass(frozen=True)
+class Site:
+    """What the doctor needs of a site file."""
+
+    groups: tuple[Group, ...] = (Group(),)
+    interface: str | None = None
+    scratch: str | None = None
+    setup: tuple[str, ...] = ()
+    container: tuple[str, ...] = ()
+    sbatch: tuple[str, ...] = ()
+    signal_lead_s: int = 120
+
+    @classmethod
+    def of(cls, section: Any) -> Site:
+        """From the section `cluster` of a configuration."""
+
+        def group(raw: Any) -> Group:
+            def one(key: str) -> str | None:
+                value = read_key(raw, key, read_key(section, key))
+                return None if value is None else str(value)
+
+            gres = next((part for part in (one("gres") or "").split(",") if part.startswith("gpu")), None)
+            named = ":".join(word for word in (gres or one("gres_name") or "").split(":") if not word.isdigit())
+            label = str(read_key(raw, "label", "cluster"))
+            return Group(
+                label, one("partition"), one("account"), one("qos"), one("constraint"), named or None, one("time")
+            )
+
+        raws = list(read_key(section, "node_groups", ())) or [None]
+        return cls(
+            groups=tuple(group(raw) for raw in raws),
+            interface=read_key(section, "interface"),
+            scratch=read_key(section, "scratch"),
+            setup=tuple(str(line) for line in read_key(section, "setup", ())),
+            container=tuple(str(word) for word in read_key(section, "container", ())),
+            sbatch=tuple(str(word) for word in read_key(section, "sbatch", ())),
+            signal_lead_s=int(read_key(section, "signal_lead_s", 120)),
+        )
+
+
+@dataclass(frozen=True)
+class SlurmFacts:
+    """What one round of questions gave."""
+
+    version: Answer
+    config: Mapping[str, str]
+    config_answer: Answer
+    partitions: Sequence[Record]
+    nodes: Sequence[Record]
+    associations: Answer
+    accounting: Answer
+
+    @classmethod
+    def gather(cls, user: str) -> SlurmFacts:
+        config = ask("scontrol", "show", "config")
+        if config.code != 0:
+            none = Answer(1, "", "slurmctld does not answer")
+            return cls(ask("sbatch", "--version"), {}, config, (), (), none, none)
+        return cls(
+            version=ask("sbatch", "--version"),
+            config=parse_config(config.text),
+            config_answer=config,
+            partitions=parse_records(ask("scontrol", "--oneliner", "--all", "show", "partition").text),
+            nodes=parse_records(ask("scontrol", "--oneliner", "show", "node").text),
+            associations=ask(
+                "sacctmgr", "--noheader", "--parsable2", "show", "association", f"user={user}",
+                "format=Account,Partition,QOS",
+            ),
+            accounting=ask("sacct", "--noheader", "--parsable2", "-X", "--format=JobID,State"),
+        )  # fmt: skip
+
+    def partition(self, name: str | None) -> Record | None:
+        """The partition of that name; the default one where none is named."""
+        for record in self.partitions:
+            if record.get("PartitionName") == name or (name is None and record.get("Default") == "YES"):
+                return record
+        return None
+
+    def nodes_of(self, name: str | None) -> list[Record]:
+        """Nodes of a partition."""
+        record = self.partition(name)
+        own = record.get("PartitionName", "") if record else ""
+        return [node for node in self.nodes if own and own in node.get("Partitions", "").split(",")]
+
+
+def usable(node: Record) -> bool:
+    """Whether a job may start on the node at once, as far as its state tells."""
+    state = node.get("State", "").upper()
+    bad = ("*", "DRAIN", "DOWN", "MAINT", "RESERVED", "FAIL", "POWER", "NOT_RESPONDING", "REBOOT", "UNKNOWN")
+    return state.startswith(("IDLE", "MIXED")) and not any(word in state for word in bad)
