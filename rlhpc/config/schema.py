@@ -95,7 +95,7 @@ class RunnerConfig:
     """The loop: how long, what is kept, when it is evaluated."""
 
     task_type: str = "embodied"
-    """Which runner: `embodied`."""
+    """Which runner: `embodied`, `reasoning` (language models on verifiable tasks) or `sft`."""
     name: str = MISSING
     """Name of the run; its folder is `run_dir/name`."""
     run_dir: str = "runs"
@@ -166,9 +166,31 @@ class AlgorithmConfig:
     update_epochs: int = 4
     """Passes over each rollout."""
     rollout_steps: int = 128
-    """T: decisions per slot and step."""
+    """T: decisions per slot and step (embodied)."""
     anneal_lr: bool = False
     """Lowers the learning rate linearly to 0 over the run."""
+    group_size: int = 8
+    """Responses to each prompt (language models)."""
+    kl_coef: float = 0.0
+    """Weight of the KL to the reference policy; 0 does without the reference."""
+    kl_type: str = "k3"
+    """Estimator of that KL: k1, k2, k3 or abs."""
+    kl_in: str = "loss"
+    """Where the KL goes: `loss`, or `reward` (per token)."""
+    recompute_logprobs: bool = False
+    """Old log-probs come from the trainer rather than from the rollout engine."""
+    tis_cap: float | None = None
+    """Cap of the truncated importance weight between trainer and rollout engine; null is off."""
+    filter_groups: bool = False
+    """DAPO's dynamic sampling: groups whose rewards are all equal are dropped and refilled."""
+    max_refills: int = 4
+    """Rounds of refilling in a step before it goes on with what it has."""
+    overlong_buffer: int = 0
+    """DAPO's soft punishment over the last so many tokens before `rollout.max_new_tokens`; 0 is off."""
+    overlong_filter: bool = False
+    """Responses cut off at the length limit do not train."""
+    max_staleness: int = 0
+    """Async mode: most versions by which the policy that wrote a token may lag behind the one it trains; 0 is sync."""
 
 
 @dataclass
@@ -235,6 +257,30 @@ class RolloutConfig:
     """Stages the slots are cut into: while one is simulated, the policy acts on the others."""
     weight_sync: str = "auto"
     """How weights travel from the actor: auto or broadcast."""
+    rollout_backend: str = "hf"
+    """Generation engine of language models: `hf`, `vllm`, or `module:Class`."""
+    max_new_tokens: int = 256
+    """Most tokens of a response."""
+    temperature: float = 1.0
+    """Of sampling in training; the losses use the same."""
+    top_p: float = 1.0
+    """Nucleus of sampling; 1 is off."""
+    top_k: int = -1
+    """Most likely tokens kept; -1 is off."""
+    max_batch_size: int = 64
+    """Sequences that a rollout rank makes at a time."""
+    max_model_len: int | None = None
+    """Longest prompt and response together; null takes the model's context."""
+    dtype: str = "auto"
+    """Of the engine's weights: auto (the actor's), float32, bfloat16 or float16."""
+    gpu_memory_utilization: float = 0.6
+    """Part of the accelerator's memory that vLLM takes."""
+    engine_kwargs: dict[str, Any] = field(default_factory=dict)
+    """Further arguments of the engine's constructor."""
+    max_turns: int = 1
+    """Turns of a multi-turn episode (`rollout.agent`)."""
+    agent: str | None = None
+    """Multi-turn episodes with tools: a registered name, or `module:Class`; null is one response a prompt."""
 
 
 @dataclass
@@ -253,6 +299,52 @@ class ModelConfig:
     """Initial log standard deviation of continuous actions."""
     kwargs: dict[str, Any] = field(default_factory=dict)
     """Whatever a model of your own wants to know."""
+    model_path: str | None = None
+    """Language models: a Hugging Face folder or hub name, with its tokenizer."""
+    dtype: str = "float32"
+    """Language models: of weights and computation: float32 or bfloat16 (mixed precision: fp32 master weights)."""
+    gradient_checkpointing: bool = False
+    """Recomputes activations in the backward pass, which saves memory."""
+    attn_implementation: str = "sdpa"
+    """Of transformers: sdpa, eager or flash_attention_2."""
+    trust_remote_code: bool = False
+    """Runs code that comes with the model."""
+
+
+@dataclass
+class LoraConfig:
+    """Low-rank adapters, through peft."""
+
+    rank: int = 0
+    """Rank of the adapters; 0 trains all weights."""
+    alpha: int = 16
+    """Scale."""
+    dropout: float = 0.0
+    """Of the adapters' input."""
+    target_modules: Any = "all-linear"
+    """Modules that get an adapter: a list of names, or `all-linear`."""
+
+
+@dataclass
+class FsdpConfig:
+    """`actor.training_backend: fsdp` (FSDP2)."""
+
+    cpu_offload: bool = False
+    """Keeps parameters, gradients and optimizer on the host between uses."""
+    reshard_after_forward: bool = True
+    """Frees gathered parameters between forward and backward (ZeRO-3); false keeps them (ZeRO-2)."""
+
+
+@dataclass
+class DeepspeedConfig:
+    """`actor.training_backend: deepspeed`."""
+
+    zero_stage: int = 2
+    """1, 2 or 3."""
+    cpu_offload: bool = False
+    """Optimizer (and with stage 3 parameters) on the host."""
+    config: dict[str, Any] = field(default_factory=dict)
+    """Further keys of DeepSpeed's own configuration; those that rlhpc sets itself are refused."""
 
 
 @dataclass
@@ -280,7 +372,7 @@ class ActorConfig:
     """The actor group: training."""
 
     training_backend: str = "local"
-    """`local`: data parallel, gradients summed over the ranks."""
+    """`local`: data parallel, gradients summed over the ranks. Language models also: `fsdp`, `deepspeed`."""
     global_batch_size: int = 256
     """Transitions of one optimizer step, over all ranks."""
     micro_batch_size: int | None = None
@@ -289,6 +381,105 @@ class ActorConfig:
     """The policy."""
     optim: OptimConfig = field(default_factory=OptimConfig)
     """The optimizer."""
+    max_tokens_per_micro_batch: int = 16384
+    """Language models: most tokens, padding included, of one forward and backward pass on a rank."""
+    lora: LoraConfig = field(default_factory=LoraConfig)
+    """Adapters."""
+    fsdp: FsdpConfig = field(default_factory=FsdpConfig)
+    """Options of FSDP2."""
+    deepspeed: DeepspeedConfig = field(default_factory=DeepspeedConfig)
+    """Options of DeepSpeed."""
+    offload_in_rollout: bool = False
+    """Collocated: moves the actor to the host while the rollout ranks generate, and these away while it trains."""
+
+
+@dataclass
+class DataSourceConfig:
+    """Problems of training, of one evaluation suite, or demonstrations."""
+
+    name: str = "default"
+    """Name of the suite."""
+    source: str = "jsonl"
+    """`jsonl`, `parquet`, `hdf5`, `hf` (a `datasets` folder on disk), `reasoning_gym`, `arithmetic`, `code`, a registered
+    name, or `module:Class`."""
+    path: str | None = None
+    """File or folder; a pattern takes all files it fits."""
+    split: str | None = None
+    """Part of an `hf` dataset, or a filter `column=value`."""
+    prompt_key: str = "prompt"
+    """Column of the question (a text, or a list of chat messages)."""
+    answer_key: str | None = "answer"
+    """Column of the reference answer; null where there is none."""
+    response_key: str = "response"
+    """Column of the demonstration (sft)."""
+    level_key: str | None = None
+    """Column of the difficulty, for evaluation tables."""
+    system_prompt: str | None = None
+    """Goes before every conversation."""
+    prompt_template: str = "{prompt}"
+    """The question as the user says it."""
+    chat_template: bool = True
+    """Formats the conversation with the tokenizer's template; false gives the model the bare text."""
+    size: int | None = None
+    """Problems taken (procedural sources: made)."""
+    seed: int = 0
+    """Of procedural sources, and of what `size` takes."""
+    eval_fraction: float = 0.0
+    """Part that belongs to evaluation: training leaves it out, and evaluation takes it alone."""
+    kwargs: dict[str, Any] = field(default_factory=dict)
+    """Arguments of the source: `reasoning_gym`: {task: …, …}; `arithmetic`: {digits: 2, operators: "+"}."""
+
+
+@dataclass
+class EvalDataConfig(DataSourceConfig):
+    """One evaluation suite."""
+
+    samples: int = 1
+    """Responses to each problem: pass@k for k up to this, and majority."""
+    temperature: float = 0.0
+    """Of sampling; 0 is greedy."""
+
+
+@dataclass
+class DataConfig:
+    """What language models are trained and evaluated on."""
+
+    train: DataSourceConfig = field(default_factory=DataSourceConfig)
+    """Prompts of training, or demonstrations (sft)."""
+    eval: list[EvalDataConfig] = field(default_factory=list)
+    """Suites; `workflow.eval_suites` names those that the workflow runs."""
+    max_prompt_tokens: int = 1024
+    """Longest prompt."""
+    overlong_prompts: str = "error"
+    """What happens to longer ones: `error`, or `drop`."""
+    prompts_per_step: int = 32
+    """Prompts of a step; each gets `algorithm.group_size` responses (sft: demonstrations of a step)."""
+
+
+@dataclass
+class RewardTermConfig:
+    """One term of the reward."""
+
+    name: str = MISSING
+    """`math`, `exact`, `code`, `format`, `length`, `reasoning_gym`, `http`, a registered name, or `module:function`."""
+    weight: float = 1.0
+    """Factor."""
+    kwargs: dict[str, Any] = field(default_factory=dict)
+    """Arguments of the reward."""
+
+
+@dataclass
+class RewardConfig:
+    """How responses are judged: the weighted sum of the terms."""
+
+    terms: list[RewardTermConfig] = field(default_factory=list)
+    """Terms; the first one's value also says whether an answer is right in evaluation (1 is right)."""
+    timeout_s: float = 10.0
+    """Of one sample; a reward that takes longer is ended, and the sample gets `failed`."""
+    failed: float = 0.0
+    """Reward of a sample whose judge hung, raised or died."""
+    processes: int = 1
+    """Judges working side by side on each reward rank."""
 
 
 @dataclass
@@ -309,4 +500,6 @@ class Config:
     env: EnvConfig = field(default_factory=EnvConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     actor: ActorConfig = field(default_factory=ActorConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    reward: RewardConfig = field(default_factory=RewardConfig)
     workflow: WorkflowConfig = field(default_factory=WorkflowConfig)

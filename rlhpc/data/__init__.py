@@ -1,0 +1,5 @@
+"""Prompts and demonstrations for language models."""
+
+from rlhpc.data.prompts import Prompt, PromptDataset
+
+__all__ = ["Prompt", "PromptDataset"]

@@ -1,0 +1,36 @@
+"""What a task asks, and what its answer is checked against."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """One problem.
+
+    Attributes:
+        id: Its place in its dataset, or its seed.
+        messages: The conversation so far, as chat templates take it: `[{"role": "user", "content": ...}]`; or one
+            entry with role "raw", whose content is the prompt as it stands.
+        answer: What rewards compare with, as text; "" where there is none.
+        meta: Whatever else a reward wants to know (the procedural task's entry, unit tests), JSON-able.
+        response: A demonstration, for SFT; "" where there is none.
+        level: Difficulty or category, for evaluation tables.
+    """
+
+    id: int
+    messages: tuple[dict[str, str], ...]
+    answer: str = ""
+    meta: dict[str, Any] = field(default_factory=dict)
+    response: str = ""
+    level: str = ""
+
+
+class PromptDataset(Protocol):
+    """Problems by position. Pure: position i is the same problem in every process and at every start."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int) -> Prompt: ...

@@ -1,0 +1,5 @@
+"""Rewards of texts: verifiers, and what may be added to them."""
+
+from rlhpc.rewards.base import Reward, Sample
+
+__all__ = ["Reward", "Sample"]

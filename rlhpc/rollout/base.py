@@ -1,0 +1,104 @@
+"""What a generation engine does for a rollout rank."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    import torch
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How tokens are drawn."""
+
+    max_new_tokens: int = 256
+    """Most tokens of a response; a prompt near the end of the context gets fewer."""
+    temperature: float = 1.0
+    """0 takes the most likely token."""
+    top_p: float = 1.0
+    """Nucleus; 1 is off."""
+    top_k: int = -1
+    """Most likely tokens kept; -1 is off."""
+    stop_token_ids: tuple[int, ...] = ()
+    """Tokens that end a response, besides the model's own; the one that ended it is the response's last."""
+    stop: tuple[str, ...] = ()
+    """Texts that end a response, such as `</tool>`; kept at its end."""
+
+
+@dataclass(frozen=True)
+class Request:
+    """One sequence to be made. What is drawn depends on model, prompt, sampling and `seed` alone, not on its neighbours."""
+
+    id: int
+    prompt_ids: tuple[int, ...]
+    sampling: SamplingParams
+    seed: int = 0
+
+
+@dataclass
+class Completion:
+    """One finished sequence.
+
+    Attributes:
+        id: Of its request.
+        token_ids: The response, its stop token included.
+        logprobs: One a token: of the distribution it was drawn from (after temperature; before top-p and top-k).
+        versions: One a token: the version of the weights that drew it.
+        finish_reason: `stop`, `length`, or `abort`.
+    """
+
+    id: int
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)
+    finish_reason: str = "stop"
+
+
+class RolloutBackend(Protocol):
+    """An engine in the rollout rank's process. Not thread-safe: one thread calls it.
+
+    Requests are added at any time; each `step` advances those under way and gives back those that ended, in any order,
+    so that whoever waits for one does not wait for the slowest. Between two steps the weights may change: what is under
+    way goes on under the new ones (after a recomputation of its cache), and `Completion.versions` tells which token is
+    whose.
+    """
+
+    version: int
+    """Of the weights that the next step uses."""
+
+    def add(self, requests: Iterable[Request]) -> None:
+        """Queues requests.
+
+        Raises:
+            ConfigError: A prompt leaves no room in the context; names the lengths.
+        """
+
+    def step(self) -> list[Completion]:
+        """Advances by a token or more; what ended. Empty lists are normal."""
+
+    def unfinished(self) -> int:
+        """Requests added and not given back."""
+
+    def abort(self) -> list[Completion]:
+        """Ends all that is under way; gives back what each has so far, `finish_reason` "abort"."""
+
+    def generate(self, requests: Sequence[Request]) -> list[Completion]:
+        """Adds, steps until all are done, and gives them back in the order of `requests`."""
+
+    def update_weights(self, version: int, named_tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Takes in all of the model's tensors, by their Hugging Face names, in place; drops caches made with the old.
+
+        Either all of them are taken in, or the engine refuses to step on.
+        """
+
+    def offload(self) -> None:
+        """Gives the accelerator's memory to another role: weights to the host or away, cache freed."""
+
+    def reload(self) -> None:
+        """Inverse of `offload`. Weights are whatever the next `update_weights` brings."""
+
+    def close(self) -> None:
+        """Ends the engine."""
