@@ -286,7 +286,7 @@ class SlurmCluster:
         """As sinfo says it: "idle", "mixed", "down*" (the star: it does not answer)."""
         return self.run("sinfo", "--noheader", "--nodes", node, "--partition", "all", "--format", "%T").strip()
 
-    def wait_for_nodes(self, *nodes: str, deadline_s: float = 30) -> None:
+    def wait_for_nodes(self, *nodes: str, deadline_s: float = 90) -> None:
         """Until the nodes (all of them) answer and take jobs."""
         wanted = nodes or self.nodes
         processes.wait_until(

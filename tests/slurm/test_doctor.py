@@ -113,11 +113,15 @@ def test_a_stale_mask(doctor: Doctor) -> None:
 def test_an_unshared_folder(slurm_hosts: SlurmCluster, tmp_path: Path) -> None:
     """One name, another folder on each node."""
     doctor = Doctor(slurm_hosts, tmp_path)
+
+    def there() -> dict[str, str]:
+        return {node: slurm_hosts.run_on(node, "ls", "-A", slurm_hosts.local) for node in slurm_hosts.nodes}
+
+    before = there()
     lines = doctor(code=1, folder=slurm_hosts.local)
     assert list(failed(lines)) == ["shared folder"]
     assert "is not shared: cpu1, cpu2, gpu1, gpu2 have another folder" in failed(lines)["shared folder"]
-    for node in slurm_hosts.nodes:
-        assert not slurm_hosts.run_on(node, "ls", "-A", slurm_hosts.local).strip()
+    assert there() == before
 
 
 def test_a_folder_that_nodes_do_not_have(slurm_hosts: SlurmCluster, tmp_path: Path) -> None:

@@ -122,7 +122,7 @@ def test_a_node_is_cut_off(slurm: SlurmCluster, tmp_path: Path) -> None:
     finally:
         slurm.restore(old["node"])
     resumed(run, process, before)
-    slurm.wait_for_nodes(old["node"])
+    slurm.wait_for_nodes(old["node"], deadline_s=180)  # the controller asks a silent node again every minute or so
     until(lambda: not Path(f"/proc/{old['pid']}").exists(), "the cut-off rank is gone")
 
 
