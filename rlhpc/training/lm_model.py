@@ -1,0 +1,140 @@
+"""Language models from and to Hugging Face folders."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from rlhpc.runtime.errors import ConfigError
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+def transformers() -> Any:
+    """The transformers package.
+
+    Raises:
+        ConfigError: It is not installed.
+    """
+    try:
+        import transformers as package
+    except ImportError as error:
+        raise ConfigError(
+            f"language models need transformers ({error}): install it with pip install 'rlhpc[llm]'"
+        ) from error
+    return package
+
+
+def compute_dtype(model: Any) -> torch.dtype:
+    """What `actor.model.dtype` names.
+
+    Raises:
+        ConfigError: Another name.
+    """
+    if str(model.dtype) not in DTYPES:
+        raise ConfigError(f"actor.model.dtype is {model.dtype!r}; choose from {', '.join(DTYPES)}")
+    return DTYPES[str(model.dtype)]
+
+
+def load_causal_lm(
+    model: Any, *, dtype: torch.dtype = torch.float32, checkpointing: bool = False, empty: bool = False
+) -> Any:
+    """The causal language model of `actor.model`, on the host.
+
+    Args:
+        model: `actor.model`: model_path, attn_implementation, trust_remote_code.
+        dtype: Of its weights.
+        checkpointing: Recomputes activations in the backward pass.
+        empty: Makes it on the meta device, without reading weights.
+
+    Raises:
+        ConfigError: There is no such model, or this transformers cannot build it.
+    """
+    package = transformers()
+    if not model.model_path:
+        raise ConfigError("actor.model.model_path is not set; give a Hugging Face folder or hub name")
+    path = str(model.model_path)
+    if Path(path).is_dir() and not (Path(path) / "config.json").is_file():
+        raise ConfigError(f"actor.model.model_path={path}: the folder has no config.json, so it is no model's folder")
+    options = {
+        "dtype": dtype,
+        "attn_implementation": str(model.attn_implementation),
+        "trust_remote_code": bool(model.trust_remote_code),
+    }
+    try:
+        with _quiet(package):
+            if empty:
+                config = package.AutoConfig.from_pretrained(path, trust_remote_code=options["trust_remote_code"])
+                with torch.device("meta"):
+                    module = package.AutoModelForCausalLM.from_config(config, **options)
+                module.generation_config = _generation_config(package, path, config)
+            else:
+                module = package.AutoModelForCausalLM.from_pretrained(path, **options)
+    except (OSError, ValueError, ImportError) as error:
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise ConfigError(f"actor.model.model_path={path}: the model cannot be loaded: {reason}") from error
+    module.config.use_cache = False
+    if checkpointing:
+        # The reentrant kind would need inputs that require gradients, which frozen embeddings (LoRA) do not give.
+        module.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    return module
+
+
+def export_model(
+    folder: Path, tensors: Iterable[tuple[str, torch.Tensor]], model: Any, dtype: torch.dtype = torch.float32
+) -> None:
+    """Writes a Hugging Face folder: safetensors (sharded where large), config, generation config, tokenizer.
+
+    Args:
+        folder: Made if missing.
+        tensors: All weights, by their names in the model; tied ones once.
+        model: `actor.model`, for config and tokenizer.
+        dtype: Of the weights written.
+    """
+    package = transformers()
+    skeleton = load_causal_lm(model, dtype=dtype, empty=True)
+    state = {name: tensor.to("cpu", dtype) if tensor.is_floating_point() else tensor for name, tensor in tensors}
+    for name, tensor in skeleton.state_dict().items():
+        if name not in state and name in getattr(skeleton, "all_tied_weights_keys", {}):
+            state[name] = state[skeleton.all_tied_weights_keys[name]]
+        elif name not in state:
+            raise ValueError(f"{name} {tuple(tensor.shape)} is missing")
+    skeleton.config.use_cache = True
+    folder.mkdir(parents=True, exist_ok=True)
+    with _quiet(package):
+        skeleton.save_pretrained(folder, state_dict=state)
+    export_tokenizer(folder, model)
+
+
+def export_tokenizer(folder: Path, model: Any) -> None:
+    """Writes the tokenizer of `actor.model`; a model without one (token ids come from elsewhere) is left without."""
+    package = transformers()
+    with contextlib.suppress(OSError, ValueError):
+        tokenizer = package.AutoTokenizer.from_pretrained(
+            str(model.model_path), trust_remote_code=bool(model.trust_remote_code)
+        )
+        tokenizer.save_pretrained(folder)
+
+
+def _generation_config(package: Any, path: str, config: Any) -> Any:
+    try:
+        return package.GenerationConfig.from_pretrained(path)
+    except OSError:  # not every model has one
+        return package.GenerationConfig.from_model_config(config)
+
+
+@contextlib.contextmanager
+def _quiet(package: Any) -> Iterator[None]:
+    """Without progress bars: every rank would draw its own into its log."""
+    logging = package.utils.logging
+    enabled = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if enabled:
+            logging.enable_progress_bar()
