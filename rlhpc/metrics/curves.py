@@ -15,8 +15,8 @@ from rlhpc.runtime.paths import RunPaths
 
 Rows = Sequence[Mapping[str, Any]]
 
-# Not phases of a step: totals and rates.
-_NOT_PHASES = {"time/step_s", "time/wall_s", "time/env_steps_per_s"}
+# Not phases of a step: totals; nor are rates, `…_per_s`.
+_NOT_PHASES = {"time/step_s", "time/wall_s"}
 _PHASE_ORDER = ["rollout", "update", "sync", "save", "eval"]
 _MAX_BARS = 48
 # File, metric, title, y axis.
@@ -43,10 +43,17 @@ def write_curves(paths: RunPaths, out_dir: Path) -> list[Path]:
 
     Returns:
         The files: return_vs_env_steps.svg, return_vs_time.svg, policy_loss.svg, value_loss.svg, entropy.svg, kl.svg,
-        evaluation.svg, throughput.svg and time_per_phase.svg always; other diagnostics where they were logged.
+        evaluation.svg, throughput.svg and time_per_phase.svg always; other diagnostics where they were logged. Of a
+        language-model run those of `rlhpc.metrics.language.ALWAYS`.
     """
+    from rlhpc.metrics import language  # which draws with this module
+
     rows = read_metrics(paths.metrics)
-    charts = {**learning_curves(rows), "evaluation": evaluation_curve(read_evaluations(paths)), **time_curves(rows)}
+    if task := language.language_task(paths):
+        charts = language.all_curves(paths, rows, task)
+    else:
+        evaluation = evaluation_curve(read_evaluations(paths))
+        charts = {**learning_curves(rows), "evaluation": evaluation, **time_curves(rows)}
     written = []
     try:
         out_dir.mkdir(parents=True, exist_ok=True)
@@ -110,7 +117,7 @@ def time_curves(rows: Rows) -> dict[str, str]:
 def phase_columns(rows: Rows) -> dict[str, list[float]]:
     """Seconds of each phase by row; `other` is what `time/step_s` has beyond them."""
     names = {key for row in rows for key in row if key.startswith("time/") and key.endswith("_s")} - _NOT_PHASES
-    short = sorted(name.removeprefix("time/").removesuffix("_s") for name in names)
+    short = sorted(name.removeprefix("time/").removesuffix("_s") for name in names if not name.endswith("_per_s"))
     short.sort(key=lambda name: _PHASE_ORDER.index(name) if name in _PHASE_ORDER else len(_PHASE_ORDER))
     columns = {name: [_number(row.get(f"time/{name}_s")) for row in rows] for name in short}
     steps = [_number(row.get("time/step_s")) for row in rows]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Mapping, Sequence
 from html import escape
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 from rlhpc.metrics.svg import STYLE
 
 Cell = str | int | float
+_CONTROL = {code: 0x2400 + code for code in range(32) if chr(code) not in "\n\t"} | {127: 0x2421}
 
 _CSS = """
 *{box-sizing:border-box}
@@ -52,17 +54,20 @@ font-weight:600;white-space:nowrap}
 """
 
 
-def page(title: str, subtitle: str, body: Sequence[str]) -> str:
-    """The whole document."""
-    return (
+def page(title: str, subtitle: str, body: Sequence[str], css: str = "") -> str:
+    """The whole document; `css` is added to the style."""
+    html = (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width,initial-scale=1">'
         '<meta name="color-scheme" content="light dark">'
-        f"<title>{escape(title)} · rlhpc report</title><style>{STYLE}{_CSS}</style></head>\n<body><main>"
+        f"<title>{escape(title)} · rlhpc report</title><style>{STYLE}{_CSS}{css}</style></head>\n<body><main>"
         f"<header><h1>{escape(title)}</h1><p>{escape(subtitle)}</p></header>\n"
         + "\n".join(body)
         + "\n</main></body></html>\n"
     )
+    # What comes from logs and models may hold what a page may not: control characters become their pictures, and lone
+    # surrogates question marks.
+    return re.sub(r"\r\n?", "\n", html).translate(_CONTROL).encode("utf-8", "replace").decode()
 
 
 def section(title: str, content: str) -> str:

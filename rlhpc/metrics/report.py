@@ -10,6 +10,7 @@ from typing import Any
 
 from rlhpc.checkpoint.durable import replace_durably
 from rlhpc.checkpoint.manifest import read_manifest, verify
+from rlhpc.metrics import language
 from rlhpc.metrics.accounting import write_accounting
 from rlhpc.metrics.accounting_page import accounting_tables
 from rlhpc.metrics.curves import (
@@ -24,6 +25,7 @@ from rlhpc.metrics.logger import read_metrics, series
 from rlhpc.metrics.page import Cell, card, duration, facts, missing, page, section, size, table
 from rlhpc.metrics.placement import placement_grid
 from rlhpc.metrics.provenance import read_provenance
+from rlhpc.metrics.samples_page import write_samples_page
 from rlhpc.metrics.svg import number
 from rlhpc.runtime.errors import CheckpointError, RlhpcError
 from rlhpc.runtime.paths import RunPaths
@@ -31,6 +33,8 @@ from rlhpc.runtime.paths import RunPaths
 
 def write_report(paths: RunPaths) -> Path:
     """Write the report of a run, finished or not; pieces that are not there yet say so.
+
+    That of a language-model run has a second page, samples.html, where evaluations have left samples.
 
     Returns:
         The HTML file.
@@ -43,20 +47,21 @@ def write_report(paths: RunPaths) -> Path:
             f"{paths.root}: no such run folder; give runner.run_dir=… and runner.name=… of an existing run"
         )
     rows = read_metrics(paths.metrics)
-    evaluations = read_evaluations(paths)
     provenance = read_provenance(paths)
     accounting = write_accounting(paths)
+    task = language.language_task(paths)
+    figures, curves, evaluation, times, checkpoints = _language(paths, rows, task) if task else _embodied(paths, rows)
     html = page(
         title=paths.root.name,
         subtitle=_subtitle(paths, rows, provenance),
         body=[
-            _key_figures(rows, evaluations),
-            section("Learning curves", _learning(rows)),
-            section("Evaluation", _evaluation(evaluations)),
+            figures,
+            section("Learning curves", _learning(rows, curves)),
+            section("Evaluation", evaluation),
             section("Placement", placement_grid(provenance.get("placement"))),
-            section("Time", _time(rows)),
+            section("Time", _time(rows, times)),
             section("Accounting", accounting_tables(accounting)) if accounting else "",
-            section("Checkpoints", _checkpoints(paths, rows, evaluations)),
+            section("Checkpoints", checkpoints),
             section("Configuration", _configuration(paths)),
             section("Provenance", _provenance(provenance)),
         ],
@@ -68,8 +73,42 @@ def write_report(paths: RunPaths) -> Path:
     return paths.report
 
 
+Parts = tuple[str, list[str], str, list[str], str]
+"""Key figures, learning curves, evaluation, time curves, checkpoints."""
+
+
+def _embodied(paths: RunPaths, rows: Sequence[Mapping[str, Any]]) -> Parts:
+    evaluations = read_evaluations(paths)
+    evaluated: dict[int, str] = {}
+    for result in evaluations:
+        evaluated.setdefault(result["global_step"], f"{result['return_mean']:.1f}")
+    return (
+        _key_figures(rows, evaluations),
+        list(learning_curves(rows).values()),
+        _evaluation(evaluations),
+        list(time_curves(rows).values())[::-1],
+        _checkpoints(paths, rows, evaluated, "train/episode_return", "training return"),
+    )
+
+
+def _language(paths: RunPaths, rows: Sequence[Mapping[str, Any]], task: str) -> Parts:
+    evaluations = language.read_evaluations(paths)
+    samples = write_samples_page(paths)
+    evaluated: dict[int, str] = {}
+    for result in evaluations:
+        evaluated.setdefault(result["global_step"], f"{result['accuracy']:.1%}")
+    trained = ("train/loss", "training loss") if task == "sft" else ("train/reward", "training reward")
+    return (
+        language.key_figures(rows, evaluations, task),
+        list(language.learning_curves(rows, task).values()),
+        language.evaluation_section(evaluations, samples.name if samples else None),
+        list(language.time_curves(rows).values())[::-1],
+        _checkpoints(paths, rows, evaluated, *trained),
+    )
+
+
 def _subtitle(paths: RunPaths, rows: Sequence[Mapping[str, Any]], provenance: Mapping[str, Any]) -> str:
-    parts = [_env_id(paths)]
+    parts = [language.data_name(paths) if language.language_task(paths) else _env_id(paths)]
     if rows:
         parts.append(f"step {rows[-1]['step']}")
     if provenance.get("created"):
@@ -118,10 +157,9 @@ def _key_figures(rows: Sequence[Mapping[str, Any]], evaluations: Sequence[Mappin
     )
 
 
-def _learning(rows: Sequence[Mapping[str, Any]]) -> str:
+def _learning(rows: Sequence[Mapping[str, Any]], curves: list[str]) -> str:
     if not rows:
         return missing("No metrics yet: metrics.jsonl is missing or empty.")
-    curves = list(learning_curves(rows).values())
     return _figures(curves[:2]) + _figures(curves[2:], "small")
 
 
@@ -151,10 +189,9 @@ def _evaluation(evaluations: Sequence[Mapping[str, Any]]) -> str:
     )
 
 
-def _time(rows: Sequence[Mapping[str, Any]]) -> str:
+def _time(rows: Sequence[Mapping[str, Any]], charts: list[str]) -> str:
     if not rows:
         return missing("No metrics yet.")
-    charts = time_curves(rows)
     phases = {name: sum(values) for name, values in phase_columns(rows).items()}
     total = sum(phases.values())
     body: list[list[Cell]] = [
@@ -163,24 +200,21 @@ def _time(rows: Sequence[Mapping[str, Any]]) -> str:
     ]
     unit, length = time_unit(total)
     head = ["phase", "total", "s per step", f"share of {total / length:.1f} {unit}"]
-    return _figures([charts["time_per_phase"], charts["throughput"]]) + (
-        f'<div class="scroll">{table(head, body, text_columns={0})}</div>' if body else ""
-    )
+    return _figures(charts) + (f'<div class="scroll">{table(head, body, text_columns={0})}</div>' if body else "")
 
 
-def _checkpoints(paths: RunPaths, rows: Sequence[Mapping[str, Any]], evaluations: Sequence[Mapping[str, Any]]) -> str:
+def _checkpoints(
+    paths: RunPaths, rows: Sequence[Mapping[str, Any]], evaluated: Mapping[int, str], metric: str, label: str
+) -> str:
     found = paths.checkpoint_steps()
     if not found:
         return missing("No checkpoint yet.")
     by_step = {row["step"]: row for row in rows}
-    evaluated: dict[int, float] = {}
-    for result in evaluations:
-        evaluated.setdefault(result["global_step"], result["return_mean"])
     body: list[list[Cell]] = []
     for step, path in found:
         faults = verify(path, checksums=False)
         count, total = _contents(path)
-        trained = by_step.get(step, {}).get("train/episode_return")
+        trained = by_step.get(step, {}).get(metric)
         body.append(
             [
                 path.name,
@@ -188,12 +222,19 @@ def _checkpoints(paths: RunPaths, rows: Sequence[Mapping[str, Any]], evaluations
                 time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(path.stat().st_mtime)),
                 count,
                 size(total),
-                f"{trained:.1f}" if isinstance(trained, (int, float)) else "–",
-                f"{evaluated[step]:.1f}" if step in evaluated else "–",
+                _trained(trained),
+                evaluated.get(step, "–"),
             ]
         )
-    head = ["checkpoint", "state", "saved", "files", "size", "training return", "evaluation"]
+    head = ["checkpoint", "state", "saved", "files", "size", label, "evaluation"]
     return f'<div class="scroll">{table(head, body, text_columns={0, 1, 2})}</div>'
+
+
+def _trained(value: Any) -> str:
+    """A return has one decimal; a reward of about 1, or a loss, needs more."""
+    if not isinstance(value, (int, float)):
+        return "–"
+    return f"{value:.1f}" if abs(value) >= 10 else f"{value:.3f}"
 
 
 def _contents(checkpoint: Path) -> tuple[int, int]:
