@@ -160,7 +160,7 @@ def pass_at_k_curve(evaluations: Sequence[Evaluation]) -> str | None:
             x, y, low, high = (list(column) for column in zip(*points, strict=True))
             name = f"{suite}, step {result['global_step']}"
             lines.append(Line(name, x, y, low, high, color=len(lines), markers=True))
-    return line_chart("pass@k, first and last checkpoint", "k", "pass@k, 95 % interval", lines) if lines else None
+    return line_chart("pass@k", "k", "pass@k, 95 % interval", lines) if lines else None
 
 
 def all_curves(paths: RunPaths, rows: Rows, task: str) -> dict[str, str]:
@@ -222,7 +222,8 @@ def _table(evaluations: Sequence[Evaluation]) -> str:
     rows: list[list[Cell]] = []
     for result in evaluations:
         passed = result.get("pass_at_k") or {}
-        k = max(passed, key=int, default="")
+        k = max(passed, key=int, default="1")
+        sampled = [f"{_percent(passed[k])} @{k}", _percent(result.get("majority"))] if k != "1" else ["–", "–"]
         rows.append(
             [
                 str(result["suite"]),
@@ -230,7 +231,7 @@ def _table(evaluations: Sequence[Evaluation]) -> str:
                 result["n"],
                 _percent(result["accuracy"]) + (" ★" if result["accuracy"] == best[str(result["suite"])] else ""),
                 f"{_percent(result['low'])} … {_percent(result['high'])}",
-                *([f"{_percent(passed.get(k))} @{k}", _percent(result.get("majority"))] if several else []),
+                *(sampled if several else []),
                 _digits(result.get("reward_mean"), 3),
                 _digits((result.get("response_tokens") or {}).get("mean"), 1),
                 _percent(result.get("truncated")),

@@ -20,7 +20,7 @@ main{max-width:1240px;margin:0 auto;padding:36px 28px 64px}
 header h1{font-size:30px;line-height:1.2;margin:0;letter-spacing:-.01em}
 header p{margin:6px 0 0;color:var(--muted)}
 h2{font-size:19px;margin:44px 0 14px;padding-bottom:7px;border-bottom:1px solid var(--line)}
-h3{font-size:15px;margin:22px 0 8px}
+a{color:var(--c0)}h3{font-size:15px;margin:22px 0 8px}
 .cards{display:grid;grid-template-columns:repeat(auto-fit,minmax(165px,1fr));gap:14px;margin-top:26px}
 .card{background:var(--soft);border:1px solid var(--line);border-radius:10px;padding:13px 16px}
 .card b{display:block;font-size:26px;line-height:1.25;font-weight:650;font-variant-numeric:tabular-nums}

@@ -24,7 +24,7 @@ PROBLEMS = 24
 CHECKPOINTS = 6
 """Checkpoints that stand side by side."""
 _MAP_COLUMNS = 240
-_SHOWN, _MOST, _OTHERS = 900, 8000, 7
+_SHOWN, _MOST, _OTHERS = 600, 8000, 7
 
 _CSS = """
 .note{color:var(--muted);margin:0 0 14px}.map{overflow-x:auto}.map svg{display:block;min-width:520px}
@@ -98,7 +98,13 @@ def write_samples_page(paths: RunPaths) -> Path | None:
     html = page(
         title=f"{paths.root.name}: what the model wrote",
         subtitle="the same problems, checkpoint beside checkpoint",
-        body=[section(f"Suite {suite}", _suite(columns)) for suite, columns in suites.items()],
+        body=[
+            _ways(list(suites)),
+            *(
+                f'<div id="suite-{i}">{section(f"Suite {suite}", _suite(columns))}</div>'
+                for i, (suite, columns) in enumerate(suites.items())
+            ),
+        ],
         css=_CSS,
     )
     try:
@@ -106,6 +112,13 @@ def write_samples_page(paths: RunPaths) -> Path | None:
     except OSError as error:
         raise RlhpcError(f"{error.filename or target}: could not be written: {error.strerror}") from error
     return target
+
+
+def _ways(suites: Sequence[str]) -> str:
+    links = ['<a href="index.html">The run</a>']
+    if len(suites) > 1:
+        links += [f'<a href="#suite-{i}">{escape(suite)}</a>' for i, suite in enumerate(suites)]
+    return f"<nav>{' · '.join(links)}</nav>"
 
 
 def _results(paths: RunPaths) -> dict[str, list[tuple[int, Path, Mapping[str, Any]]]]:

@@ -176,7 +176,7 @@ def test_report_of_a_language_run(run: RunPaths) -> None:
     links = [attributes["href"] for tag, attributes in page.seen if tag == "a"]
     assert links == ["samples.html"] and (run.report.parent / "samples.html").is_file()
     for part in ("tiny on arithmetic", "70.0% ★", "39.7% … 89.2%", "Response length", "train/my_own_metric",
-                 "Trainer against rollout engine", "pass@k, first and last checkpoint", "80.0% (37.6% … 96.4%)",
+                 "Trainer against rollout engine", "pass@k, 95 % interval", "80.0% (37.6% … 96.4%)",
                  "default: accuracy by level", "Tokens / s", "accuracy, default, step 20"):  # fmt: skip
         assert part in text, part
     assert "train/constant" not in text and "Environment steps" not in text and "???" not in text
