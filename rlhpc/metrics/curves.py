@@ -15,9 +15,10 @@ from rlhpc.runtime.paths import RunPaths
 
 Rows = Sequence[Mapping[str, Any]]
 
-# Not phases of a step: totals; nor are rates, `…_per_s`.
-_NOT_PHASES = {"time/step_s", "time/wall_s"}
-_PHASE_ORDER = ["rollout", "update", "sync", "save", "eval"]
+# Not phases of a step: totals, and the work of stages, which overlaps; nor are rates, `…_per_s`.
+STAGES = ("generate", "rollout_sync", "score", "train")
+_NOT_PHASES = {"time/step_s", "time/wall_s", *(f"time/{stage}_s" for stage in STAGES)}
+_PHASE_ORDER = ["rollout", "receive", "update", "sync", "save", "eval"]
 _MAX_BARS = 48
 # File, metric, title, y axis.
 _DIAGNOSTICS = [

@@ -10,7 +10,7 @@ from typing import Any
 
 import yaml
 
-from rlhpc.metrics.curves import Rows, binned, phase_columns
+from rlhpc.metrics.curves import STAGES, Rows, binned, phase_columns
 from rlhpc.metrics.logger import series
 from rlhpc.metrics.page import Cell, card, duration, missing, table
 from rlhpc.metrics.pass_at_k import level_order
@@ -35,10 +35,13 @@ _SMALL = {
     "clip_fraction": ("train/clip_fraction", "Clipped ratios", "share of tokens"),
     "mismatch": ("train/mismatch_kl", "Trainer against rollout engine", "KL (nats per token)"),
     "staleness": ("rollout/staleness", "Staleness", "policy versions, mean"),
+    "varied_groups": ("train/varied_groups", "Groups that teach", "share with different rewards"),
+    "reward_std": ("train/reward_std", "Spread of the reward", "standard deviation"),
     "policy_loss": ("train/policy_loss", "Policy loss", "loss"),
     "grad_norm": ("train/grad_norm", "Gradient norm", "L2 norm before clipping"),
     "lr": ("train/lr", "Learning rate", "learning rate"),
 }
+_COUNTERS = {"rollout/samples", "train/tokens_total"}
 _RATES = {"rollout": "time/tokens_per_s", "training": "time/train_tokens_per_s"}
 #: Curves that are written whether something was logged or not, with their titles in Snakemake's report.
 ALWAYS = {
@@ -90,8 +93,12 @@ def learning_curves(rows: Rows, task: str) -> dict[str, str]:
     for color, (file, (name, title, y_label)) in enumerate(known.items()):
         if file in ALWAYS[task] or series(rows, name)[0]:
             charts[file] = _chart(rows, name, title, y_label, color, LARGE if file in large else SMALL)
-    drawn = {name for name, _, _ in known.values()}
-    for name in sorted({key for row in rows for key in row if key.startswith(("train/", "rollout/"))} - drawn):
+    names = {key for row in rows for key in row}
+    if len(terms := sorted(name for name in names if name.startswith("reward/"))) > 1:
+        lines = [Line(name[7:], *series(rows, name), color=i, smooth=True) for i, name in enumerate(terms)]
+        charts["reward_terms"] = line_chart("Terms of the reward", "global step", "mean", lines, SMALL)
+    drawn = {name for name, _, _ in known.values()} | _COUNTERS
+    for name in sorted({name for name in names if name.startswith(("train/", "rollout/"))} - drawn):
         if len(set(series(rows, name)[1])) > 1:  # a constant is no curve
             charts[name.replace("/", "_")] = _chart(rows, name, name, "", len(charts), SMALL)
     return charts
@@ -102,14 +109,22 @@ def _chart(rows: Rows, name: str, title: str, y_label: str, color: int, size: Si
 
 
 def time_curves(rows: Rows) -> dict[str, str]:
-    """Tokens per second, and the stacked phases of a step."""
+    """Tokens per second, the work of the stages (which overlaps), and the stacked phases of a step."""
     lines = [
         Line(label, *series(rows, name), color=color, smooth=True)
         for color, (label, name) in enumerate(_RATES.items(), start=4)
         if series(rows, name)[0]
     ]
+    charts = {"throughput": line_chart("Throughput", "global step", "tokens / s", lines)}
+    stages = [(name, f"time/{name}_s") for name in (*STAGES, "step") if series(rows, f"time/{name}_s")[0]]
+    if len(stages) > 1:
+        lines = [
+            Line(label.replace("_", " "), *series(rows, name), color=color, smooth=True)
+            for color, (label, name) in enumerate(stages)
+        ]
+        charts["stages"] = line_chart("Work of the stages, which overlap", "global step", "seconds", lines)
     phases = stacked_bars("Time per phase", "global step", "seconds per step", *binned(rows, phase_columns(rows)))
-    return {"throughput": line_chart("Throughput", "global step", "tokens / s", lines), "time_per_phase": phases}
+    return charts | {"time_per_phase": phases}
 
 
 def read_evaluations(paths: RunPaths) -> list[dict[str, Any]]:

@@ -84,8 +84,16 @@ def run(tmp_path: Path) -> RunPaths:
     with MetricLogger(paths, ["jsonl"]) as logger:
         for step in range(1, 21):
             values = {"train/reward": step / 20, "train/accuracy": step / 25, "train/response_tokens": 30.0 - step,
-                      "train/mismatch_kl": 1e-6 * step, "train/my_own_metric": step**2, "train/constant": 1.0}  # fmt: skip
-            times = {"time/step_s": 2.0, "time/rollout_s": 1.0, "time/update_s": 0.5, "time/tokens_per_s": 900.0 + step}
+                      "train/mismatch_kl": 1e-6 * step, "train/my_own_metric": step**2,
+                      "reward/math": step / 25, "reward/format": 0.1 + step / 1000,
+                      "rollout/samples": step * 64.0, "train/constant": 1.0}  # fmt: skip
+            times = {
+                "time/step_s": 2.0,
+                "time/rollout_s": 1.0,
+                "time/update_s": 0.5,
+                "time/generate_s": 1.2,
+                "time/tokens_per_s": 900.0 + step,
+            }
             logger.log(step, {**values, **times, "time/wall_s": 2.0 * step})
     for step, right in ((10, 4), (20, 7)):
         evaluate(paths, step, "default", rows(10, right, samples=4))
@@ -176,10 +184,11 @@ def test_report_of_a_language_run(run: RunPaths) -> None:
     links = [attributes["href"] for tag, attributes in page.seen if tag == "a"]
     assert links == ["samples.html"] and (run.report.parent / "samples.html").is_file()
     for part in ("tiny on arithmetic", "70.0% ★", "39.7% … 89.2%", "Response length", "train/my_own_metric",
-                 "Trainer against rollout engine", "pass@k, 95 % interval", "80.0% (37.6% … 96.4%)",
+                 "Trainer against rollout engine", "Terms of the reward", "Work of the stages",
+                 "pass@k, 95 % interval", "80.0% (37.6% … 96.4%)",
                  "default: accuracy by level", "Tokens / s", "accuracy, default, step 20"):  # fmt: skip
         assert part in text, part
-    assert "train/constant" not in text and "Environment steps" not in text and "???" not in text
+    assert "train/constant" not in text and "Environment steps" not in text and "rollout/samples" not in text
 
 
 def test_curves_of_language_runs(run: RunPaths, tmp_path: Path) -> None:
@@ -194,8 +203,9 @@ def test_curves_of_language_runs(run: RunPaths, tmp_path: Path) -> None:
     assert "cross entropy" in parse(run.report)[0]
 
 
-def test_rates_are_no_phases() -> None:
-    rows = [{"step": 1, "time/step_s": 1.0, "time/rollout_s": 1.0, "time/tokens_per_s": 9.0}]
+def test_rates_and_stages_are_no_phases() -> None:
+    stages = {"time/generate_s": 0.9, "time/train_s": 0.8, "time/score_s": 0.7}  # inside the phases, and side by side
+    rows = [{"step": 1, "time/step_s": 1.0, "time/rollout_s": 1.0, "time/tokens_per_s": 9.0, **stages}]
     assert phase_columns(rows) == {"rollout": [1.0]}
 
 
