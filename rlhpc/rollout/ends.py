@@ -1,0 +1,102 @@
+"""Where a response ends: the model's end tokens, and stop texts."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+from typing import Any
+
+from rlhpc.runtime.errors import ConfigError
+
+
+def transformers_module() -> Any:
+    """The library.
+
+    Raises:
+        ConfigError: It is not installed; names the extra.
+    """
+    try:
+        import transformers
+    except ImportError:
+        raise ConfigError(
+            "rollout with a language model needs transformers, which is not installed: pip install 'rlhpc[llm]'"
+        ) from None
+    return transformers
+
+
+def load_model_config(model_path: str, trust_remote_code: bool) -> Any:
+    """The model's configuration.
+
+    Raises:
+        ConfigError: There is no such model.
+    """
+    try:
+        return transformers_module().AutoConfig.from_pretrained(model_path, trust_remote_code=trust_remote_code)
+    except (OSError, ValueError, KeyError) as error:
+        raise ConfigError(
+            f"actor.model.model_path is {model_path!r}, where no model can be loaded from: {first_line(error)}; a folder with "
+            "config.json and weights, or the name of a model in the hub's cache, is allowed"
+        ) from None
+
+
+def first_line(error: BaseException) -> str:
+    """What an error says, without the lines that follow."""
+    return str(error).strip().partition("\n")[0]
+
+
+def load_tokenizer(model_path: str, trust_remote_code: bool) -> Any | None:
+    """The tokenizer that lies beside a model; None where none does."""
+    try:
+        return transformers_module().AutoTokenizer.from_pretrained(model_path, trust_remote_code=trust_remote_code)
+    except (OSError, ValueError, KeyError, ImportError):
+        return None
+
+
+def end_tokens(model_path: str, config: Any, tokenizer: Any | None) -> frozenset[int]:
+    """Tokens that end a response by themselves.
+
+    Those of the generation configuration, of the model and of the tokenizer together: chat models fine-tuned from a base
+    model often name their end of turn in one of the three only.
+    """
+    found: list[Any] = [
+        getattr(config.get_text_config(), "eos_token_id", None),
+        getattr(tokenizer, "eos_token_id", None),
+    ]
+    with contextlib.suppress(OSError, ValueError):  # a model may come without one
+        found.append(transformers_module().GenerationConfig.from_pretrained(model_path).eos_token_id)
+    ids: set[int] = set()
+    for value in found:
+        if value is not None:
+            ids.update(value if isinstance(value, (list, tuple)) else (value,))
+    return frozenset(int(i) for i in ids)
+
+
+class StopTexts:
+    """Finds a stop text at the end of a response, token by token.
+
+    Both engines use it, in place of vLLM's own search: that one forgets a half-written stop text when a request is
+    resumed, and does not see special tokens.
+
+    Args:
+        tokenizer: None where the model has none.
+        model_path: For the message.
+    """
+
+    def __init__(self, tokenizer: Any | None, model_path: str) -> None:
+        self._tokenizer, self._model_path = tokenizer, model_path
+
+    def require(self) -> None:
+        """Raises:
+        ConfigError: Stop texts cannot be looked for, because there is no tokenizer."""
+        if self._tokenizer is None:
+            raise ConfigError(
+                f"stop texts need a tokenizer, and {self._model_path} has none: save it there, or use stop_token_ids"
+            )
+
+    def ended(self, token_ids: Sequence[int], stop: tuple[str, ...]) -> bool:
+        """Whether the last token completed one of the texts."""
+        # A token is at least a byte: the text cannot reach back further than this.
+        window = max(len(text.encode()) for text in stop) + 3
+        assert self._tokenizer is not None
+        tail = self._tokenizer.decode(list(token_ids[-window:]), skip_special_tokens=False)
+        return any(text in tail for text in stop)
