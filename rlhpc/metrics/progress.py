@@ -10,7 +10,7 @@ from typing import TextIO
 from tqdm import tqdm
 
 Clock = Callable[[], float]
-_BAR = "{desc} {percentage:3.0f}%|{bar}| step {n_fmt}/{total_fmt} [{elapsed}, ETA {remaining}{postfix}]"
+_BAR = "{desc} {percentage:3.0f}%|{bar}| {unit} {n_fmt}/{total_fmt} [{elapsed}, ETA {remaining}{postfix}]"
 
 
 class ProgressBar:
@@ -25,6 +25,7 @@ class ProgressBar:
         initial: int = 0,
         *,
         name: str = "train",
+        unit: str = "step",
         stream: TextIO | None = None,
         interval_s: float = 10.0,
         clock: Clock = time.monotonic,
@@ -35,13 +36,14 @@ class ProgressBar:
             total: Steps of the run.
             initial: Steps already done (resume).
             name: What is shown in front.
+            unit: What is counted.
             stream: Where to; stderr by default.
             interval_s: Seconds between lines when the stream is no terminal.
             clock: For tests.
         """
         self._stream = stream or sys.stderr
         self._total, self._initial, self._step = total, initial, initial
-        self._name, self._interval, self._clock = name, interval_s, clock
+        self._name, self._unit, self._interval, self._clock = name, unit, interval_s, clock
         self._start = self._printed = clock()
         self._facts: dict[str, str] = {}
         self._unprinted = False
@@ -51,7 +53,7 @@ class ProgressBar:
                 total=total,
                 initial=initial,
                 desc=name,
-                unit="step",
+                unit=unit,
                 file=self._stream,
                 dynamic_ncols=True,
                 bar_format=_BAR,
@@ -101,7 +103,7 @@ class ProgressBar:
 
     def _print(self) -> None:
         eta = self.eta_s()
-        parts = [f"{self._name}: step {self._step}/{self._total}", *self._facts.values()]
+        parts = [f"{self._name}: {self._unit} {self._step}/{self._total}", *self._facts.values()]
         if eta is not None and self._step < self._total:
             parts.append(f"ETA {tqdm.format_interval(eta)}")
         print(", ".join(parts), file=self._stream, flush=True)
@@ -114,6 +116,13 @@ def _facts(metrics: Mapping[str, float]) -> dict[str, str]:
         shown["return"] = f"return {value:.1f}"
     if (value := metrics.get("eval/return_mean")) is not None and value == value:
         shown["eval"] = f"eval {value:.1f}"
+    for name in ("reward", "accuracy", "loss"):
+        # both reward and loss belong to a language model's row: the reward says more
+        if (value := metrics.get(f"train/{name}")) is not None and not (name == "loss" and "reward" in shown):
+            shown[name] = f"{name} {value:.3f}"
+    tokens = metrics.get("time/tokens_per_s", metrics.get("time/train_tokens_per_s"))
+    if tokens is not None:
+        shown["tokens"] = f"{tokens:,.0f} tokens/s"
     if (value := metrics.get("time/env_steps_per_s")) is not None and value == value:
         shown["rate"] = f"{value:,.0f} env steps/s"
     return shown
