@@ -87,6 +87,11 @@ class LanguageModelBackend:
         """The whole of a weight of which this rank may hold a part; all ranks call it for the same ones."""
         return tensor
 
+    @property
+    def called(self) -> nn.Module:
+        """What a batch is given to: the module, or what a subclass puts in front of it."""
+        return self.module
+
     # -- the contract ---------------------------------------------------------------------------------------------
 
     @property
@@ -98,7 +103,7 @@ class LanguageModelBackend:
         """Scores without gradients, in evaluation mode."""
         self.module.eval()
         with torch.no_grad(), explained_out_of_memory():
-            return token_scores(self.module, self._on_device(batch), temperature, entropy)
+            return token_scores(self.called, self._on_device(batch), temperature, entropy)
 
     def reference(self, batch: TokenBatch, *, temperature: float = 1.0) -> TokenScores:
         """Scores of the reference policy; with LoRA the model without its adapters."""
@@ -124,7 +129,7 @@ class LanguageModelBackend:
         with explained_out_of_memory():
             for number, given in enumerate(micro_batches):
                 batch = self._on_device(given)
-                scores = token_scores(self.module, batch, temperature, entropy)
+                scores = token_scores(self.called, batch, temperature, entropy)
                 value, measured = loss(scores, batch)
                 if not value.requires_grad:  # an empty batch: its backward pass still has to meet the other ranks'
                     value = value + 0.0 * scores.logprobs.sum()

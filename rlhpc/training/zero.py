@@ -1,0 +1,292 @@
+"""`actor.training_backend: deepspeed`: ZeRO 1, 2 and 3, in the processes and the process group that rlhpc formed."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import io
+import json
+import logging
+import os
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from rlhpc.checkpoint.durable import fsync_file, fsync_folder, write_durably
+from rlhpc.runtime.errors import CheckpointError, ConfigError
+from rlhpc.training.lm import LossFunction, TokenBatch
+from rlhpc.training.lm_base import LanguageModelBackend
+from rlhpc.training.parking import Parked, tensors_in
+from rlhpc.training.zero_config import KEY, deepspeed_config
+from rlhpc.training.zero_universal import as_universal
+
+if TYPE_CHECKING:
+    from rlhpc.runtime.worker import Worker
+
+#: Below a checkpoint's folder: DeepSpeed's own files, under this tag; and what rlhpc has to know of them.
+FOLDER, TAG, LAYOUT = "deepspeed", "state", "deepspeed.json"
+_OPTIMIZERS = {"adam": "Adam", "adamw": "AdamW"}
+
+
+class DeepSpeedBackend(LanguageModelBackend):
+    """Optimizer state (stage 1), gradients (2) and parameters (3) are spread over the ranks.
+
+    DeepSpeed averages gradients over ranks; ours are sums, so each loss is multiplied by the number of ranks. With
+    bfloat16 the module's weights are in bfloat16 and the optimizer keeps float32 copies.
+    """
+
+    name = "deepspeed"
+
+    def __init__(self, cfg: Any, worker: Worker) -> None:
+        super().__init__(cfg, worker)
+        self.stage = int(deepspeed_config(cfg)["zero_optimization"]["stage"])  # a wrong key is told before all else
+        self.deepspeed = self._started()
+        module = self.load_module()
+        if self.stage < 3:
+            module = module.to(self.device)
+        self.module = module
+        trained = [p for p in module.parameters() if p.requires_grad]
+        self._shapes = {name: list(p.shape) for name, p in module.named_parameters() if p.requires_grad}
+        self.config = deepspeed_config(cfg, self.parameters_trained)
+        self.engine = self._initialize(module, self.config, self._optimizer(trained))
+        self._accumulated = False
+        self._parked: Parked | None = None
+        self.prepare_reference()
+
+    # -- setting up -----------------------------------------------------------------------------------------------
+
+    def _started(self) -> Any:
+        """DeepSpeed, on the worker group's process group."""
+        on_gpu = self.device.type == "cuda"
+        if not on_gpu:
+            os.environ["DS_ACCELERATOR"] = "cpu"
+        # A rank sees its own accelerator alone, as device 0.
+        os.environ.update(RANK=str(self.rank), WORLD_SIZE=str(self.ranks), LOCAL_RANK="0")
+        try:
+            deepspeed = importlib.import_module("deepspeed")
+        except ImportError as error:
+            raise ConfigError(
+                f"actor.training_backend=deepspeed needs DeepSpeed ({error}): install it with "
+                "pip install 'rlhpc[deepspeed]'"
+            ) from error
+        if not on_gpu:
+            # Its first use would compile for minutes, on every node.
+            deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+        self.worker.init_process_group()
+        if not torch.distributed.is_initialized():  # a single rank has no group, which DeepSpeed wants all the same
+            torch.distributed.init_process_group(
+                "cpu:gloo,cuda:nccl" if on_gpu else "gloo", store=torch.distributed.HashStore(), rank=0, world_size=1
+            )
+        with _quiet():
+            deepspeed.init_distributed(auto_mpi_discovery=False, verbose=False)
+        return deepspeed
+
+    def _initialize(self, module: nn.Module, config: dict[str, Any], optimizer: Any) -> Any:
+        try:
+            with _quiet():
+                return self.deepspeed.initialize(model=module, optimizer=optimizer, config=config)[0]
+        except (ValueError, AssertionError) as error:  # pydantic's ValidationError is a ValueError
+            if not self.cfg.actor.deepspeed.config:
+                raise
+            raise ConfigError(f"DeepSpeed refuses {KEY}: {error}") from error
+
+    def _optimizer(self, parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+        name = str(self.cfg.actor.optim.name).lower()
+        if name not in _OPTIMIZERS:
+            raise ConfigError(f"actor.optim.name is {name!r}; choose from {', '.join(_OPTIMIZERS)}")
+        # Fused: the others make temporary tensors as large as the flat partition.
+        made: torch.optim.Optimizer = getattr(torch.optim, _OPTIMIZERS[name])(parameters, **self._options(), fused=True)
+        return made
+
+    def _options(self) -> dict[str, Any]:
+        optim = self.cfg.actor.optim
+        return {
+            "lr": float(optim.lr),
+            "betas": (float(optim.adam_beta1), float(optim.adam_beta2)),
+            "eps": float(optim.adam_eps),
+            "weight_decay": float(optim.weight_decay),
+        }
+
+    def _make_reference(self) -> nn.Module:
+        reference = self.load_reference()
+        if self.stage < 3:
+            whole: nn.Module = reference.to(self.device)
+            return whole
+        zero = {key: value for key, value in self.config["zero_optimization"].items() if key != "offload_optimizer"}
+        config = {"train_micro_batch_size_per_gpu": 1, "bf16": self.config["bf16"], "zero_optimization": zero}
+        partitioned: nn.Module = self._initialize(reference, config, None)
+        return partitioned
+
+    # -- training -------------------------------------------------------------------------------------------------
+
+    @property
+    def called(self) -> nn.Module:
+        """The engine, which has to see each forward pass that is followed by a backward pass."""
+        engine: nn.Module = self.engine
+        return engine
+
+    @property
+    def parameters_trained(self) -> int:
+        """Trainable parameters, over all ranks."""
+        return sum(torch.Size(shape).numel() for shape in self._shapes.values())
+
+    def forward_backward(
+        self,
+        micro_batches: Sequence[TokenBatch],
+        loss: LossFunction,
+        *,
+        temperature: float = 1.0,
+        entropy: bool = False,
+    ) -> list[dict[str, torch.Tensor]]:
+        """As `TrainingBackend` has it; once before each `optimizer_step`, for the ranks' sums are made in it."""
+        if self._accumulated:
+            raise RuntimeError("forward_backward was called twice before optimizer_step")
+        self._accumulated = True
+        return super().forward_backward(micro_batches, loss, temperature=temperature, entropy=entropy)
+
+    def _backward(self, loss: torch.Tensor, last: bool) -> None:
+        self.engine.set_gradient_accumulation_boundary(last)
+        self.engine.backward(loss * self.ranks, scale_wrt_gas=False)
+
+    def optimizer_step(self, lr: float) -> float:
+        """Clips, updates, clears; the global norm before clipping."""
+        for group in self.engine.optimizer.param_groups:
+            group["lr"] = lr
+        self.engine.step()
+        self._accumulated = False
+        return float(self.engine.get_global_grad_norm())
+
+    def _full(self, tensor: torch.Tensor) -> torch.Tensor:
+        if not hasattr(tensor, "ds_id"):
+            return tensor
+        with self.deepspeed.zero.GatheredParameters([tensor]):
+            return tensor.detach().clone()
+
+    # -- checkpoints ----------------------------------------------------------------------------------------------
+
+    def save(self, folder: Path) -> None:
+        """DeepSpeed's own files, each rank its part, below `deepspeed/`; with LoRA without the frozen weights."""
+        folder = Path(folder)
+        target = folder / FOLDER
+        with _quiet():
+            self.engine.save_checkpoint(str(target), tag=TAG, exclude_frozen_parameters=bool(self.lora_rank))
+        for path in sorted((target / TAG).iterdir()):
+            if f"pp_rank_{self.rank}_" in path.name or (self.rank == 0 and "pp_rank_" not in path.name):
+                fsync_file(path)
+        if self.rank == 0:
+            layout = {**self._layout(), "parameters": self._shapes}
+            write_durably(folder / LAYOUT, json.dumps(layout, indent=1).encode() + b"\n")
+            fsync_folder(target / TAG)
+            fsync_folder(target)
+            self.write_identity(folder)
+        self.worker.barrier()
+
+    def _layout(self) -> dict[str, Any]:
+        """What has to be the same for DeepSpeed to take its files as they are."""
+        return {
+            "world_size": self.ranks,
+            "zero_stage": self.stage,
+            "dtype": str(self.dtype).removeprefix("torch."),
+            "cpu_offload": bool(self.cfg.actor.deepspeed.cpu_offload),
+        }
+
+    def load(self, folder: Path) -> None:
+        """Restores weights and optimizer; options such as eps stay those of the configuration. Of another world size
+        it goes through DeepSpeed's universal format, in a folder beside that is removed afterwards.
+
+        Raises:
+            CheckpointError: The checkpoint is of another model or backend, or cannot be read.
+        """
+        folder = Path(folder)
+        self.check_identity(folder)
+        try:
+            saved = json.loads((folder / LAYOUT).read_text())
+        except (OSError, ValueError) as error:
+            raise CheckpointError(f"{folder / LAYOUT}: cannot be read ({error})") from error
+        if saved["parameters"] != self._shapes:
+            raise CheckpointError(f"{folder} holds other parameters than actor.model.model_path and actor.lora")
+        if (saved["zero_stage"] == 3) != (self.stage == 3):
+            raise CheckpointError(
+                f"{folder} was saved with actor.deepspeed.zero_stage={saved['zero_stage']}, which DeepSpeed cannot read "
+                f"with stage {self.stage}; resume with that stage, or start from an export of it"
+            )
+        if {key: saved[key] for key in self._layout()} == self._layout():
+            self._read(folder / FOLDER, universal=False)
+        else:
+            with as_universal(folder / FOLDER / TAG, beside=folder, worker=self.worker) as universal:
+                self._read(universal, universal=True)
+        self._impose_options()
+
+    def _read(self, source: Path, *, universal: bool) -> None:
+        # The engine reads this from its configuration, but which kind is to be loaded is known only now.
+        self.engine._config.load_universal_checkpoint = universal
+        try:
+            with _quiet():
+                found, _ = self.engine.load_checkpoint(str(source), tag=TAG, load_module_strict=not self.lora_rank)
+        finally:
+            self.engine._config.load_universal_checkpoint = False
+        if found is None:
+            raise CheckpointError(f"{source}: DeepSpeed finds no checkpoint there")
+
+    def _impose_options(self) -> None:
+        optimizer = self.engine.optimizer
+        for group in optimizer.param_groups:
+            group.update(self._options())
+        optimizer.clip_grad = self.clip_grad
+        for state in optimizer.optimizer.state.values():
+            if torch.is_tensor(state.get("step")):  # the universal format's parts would share one counter
+                state["step"] = state["step"].clone()
+
+    # -- giving the accelerator away ------------------------------------------------------------------------------
+
+    def offload(self) -> None:
+        """Moves everything to the host."""
+        if self.device.type == "cuda" and self._parked is None:
+            torch.cuda.synchronize()
+            self.park()
+            torch.cuda.empty_cache()
+
+    def park(self) -> int:
+        """Empties what this rank holds on its device; the bytes given away."""
+        if self.stage == 3:
+            self.engine.empty_partition_cache()
+        here = self.device.type
+        buckets = getattr(self.engine.optimizer, "ipg_buckets", {}).values()
+        scratch = tensors_in([getattr(bucket, "buffer", None) for bucket in buckets])
+        self._parked = Parked(
+            (tensor for tensor in self._tensors() if tensor.device.type == here),
+            (tensor for tensor in scratch if tensor.device.type == here),
+        )
+        return self._parked.nbytes
+
+    def reload(self) -> None:
+        """Inverse of `offload`."""
+        if self._parked is not None:
+            self._parked.restore()
+            self._parked = None
+
+    def _tensors(self) -> Iterator[torch.Tensor]:
+        """All that model, optimizer and reference hold, in whatever order."""
+        modules = [self.module] if self._reference is None else [self.module, self._reference]
+        for module in modules:
+            for tensor in (*module.parameters(), *module.buffers()):
+                yield from tensors_in([tensor, getattr(tensor, "ds_tensor", None)])
+        optimizer = self.engine.optimizer
+        yield from tensors_in(vars(optimizer))
+        yield from tensors_in([optimizer.optimizer.param_groups, list(optimizer.optimizer.state.values())])
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Without what DeepSpeed prints of its memory and progress; its errors are exceptions."""
+    logger = logging.getLogger("DeepSpeed")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        with contextlib.redirect_stdout(io.StringIO()):
+            yield
+    finally:
+        logger.setLevel(level)

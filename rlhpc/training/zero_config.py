@@ -1,0 +1,120 @@
+"""DeepSpeed's configuration, from rlhpc's: what rlhpc decides, what it only proposes, and what the user adds."""
+
+from __future__ import annotations
+
+import copy
+import difflib
+from typing import Any
+
+from rlhpc.runtime.errors import ConfigError
+
+KEY = "actor.deepspeed.config"
+
+#: Keys of DeepSpeed's that rlhpc decides, and the keys of rlhpc that say them.
+DECIDED = {
+    "train_batch_size": "actor.global_batch_size",
+    "train_micro_batch_size_per_gpu": "actor.max_tokens_per_micro_batch",
+    "gradient_accumulation_steps": "actor.max_tokens_per_micro_batch",
+    "managed_gradient_accumulation": "",
+    "gradient_allreduce_op": "",
+    "gradient_clipping": "actor.optim.clip_grad",
+    "optimizer": "actor.optim",
+    "scheduler": "algorithm.anneal_lr",
+    "fp16": "actor.model.dtype",
+    "bf16": "actor.model.dtype",
+    "amp": "actor.model.dtype",
+    "torch_autocast": "actor.model.dtype",
+    "zero_allow_untested_optimizer": "",
+    "zero_force_ds_cpu_optimizer": "",
+    "checkpoint.load_universal": "",
+    "zero_optimization.stage": "actor.deepspeed.zero_stage",
+    "zero_optimization.offload_optimizer": "actor.deepspeed.cpu_offload",
+    "zero_optimization.offload_param": "actor.deepspeed.cpu_offload",
+    "zero_optimization.cpu_offload": "actor.deepspeed.cpu_offload",
+    "zero_optimization.elastic_checkpoint": "",
+}
+
+#: Elements of DeepSpeed's gradient buffer where nothing is said; it is allocated in full, however small the model.
+_BUCKET = 500_000_000
+
+#: Sections that the user may give. DeepSpeed itself would pass over a misspelt one in silence.
+ALLOWED = (
+    "aio", "checkpoint", "comet", "comms_logger", "communication_data_type", "compile", "csv_monitor", "data_types",
+    "disable_allgather", "disable_python_gc", "dump_state", "flops_profiler", "gradient_predivide_factor",
+    "memory_breakdown", "prescale_gradients", "sparse_gradients", "steps_per_print", "tensorboard", "timers", "wandb",
+    "wall_clock_breakdown", "zero_optimization",
+)  # fmt: skip
+
+
+def deepspeed_config(cfg: Any, parameters: int | None = None) -> dict[str, Any]:
+    """What `deepspeed.initialize` is given. Needs neither DeepSpeed nor the model, so a run can be checked beforehand.
+
+    Args:
+        cfg: The run's configuration.
+        parameters: Trainable ones; buffers need not be larger.
+
+    Raises:
+        ConfigError: A stage that does not exist, or a key of `actor.deepspeed.config` that rlhpc sets or that nobody
+            knows.
+    """
+    actor = cfg.actor
+    stage, clip = actor.deepspeed.zero_stage, actor.optim.clip_grad
+    if isinstance(stage, bool) or stage not in (1, 2, 3):
+        raise ConfigError(f"actor.deepspeed.zero_stage is {stage!r}; choose from 1, 2, 3")
+    given = _plain(actor.deepspeed.config)
+    _check(given)
+    bfloat16 = str(actor.model.dtype) == "bfloat16"
+    proposed: dict[str, Any] = {"steps_per_print": 2**31}
+    if parameters is not None:
+        proposed["zero_optimization"] = {"reduce_bucket_size": max(1, min(parameters, _BUCKET))}
+    if bfloat16:
+        # Sums over ranks and micro-batches in bfloat16 would lose what small gradients add.
+        proposed |= {"communication_data_type": "fp32", "data_types": {"grad_accum_dtype": "fp32"}}
+    zero: dict[str, Any] = {"stage": int(stage)}
+    if actor.deepspeed.cpu_offload:
+        zero["offload_optimizer"] = {"device": "cpu"}
+        if stage == 3:
+            zero["offload_param"] = {"device": "cpu"}
+    decided = {
+        # DeepSpeed only multiplies these; how many micro-batches a step has is said before each backward pass.
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_accumulation_steps": 1,
+        "gradient_clipping": float(clip) if clip is not None else 0.0,
+        "bf16": {"enabled": bfloat16},
+        "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,
+        "zero_optimization": zero,
+    }
+    return _merged(_merged(proposed, given), decided)
+
+
+def _check(given: dict[str, Any]) -> None:
+    """Refuses what rlhpc decides, and sections that DeepSpeed would pass over."""
+    for path, ours in DECIDED.items():
+        section, _, key = path.partition(".")
+        inner = given.get(section)
+        if (section in given and not key) or (key and isinstance(inner, dict) and key in inner):
+            raise ConfigError(f"{KEY}.{path} is set by rlhpc itself; " + (f"use {ours}" if ours else "leave it out"))
+    for section in given:
+        if section not in ALLOWED:
+            near = difflib.get_close_matches(str(section), ALLOWED, 1)
+            hint = f"did you mean {near[0]!r}? " if near else ""
+            raise ConfigError(f"{KEY}.{section}: no such key; {hint}allowed: {', '.join(ALLOWED)}")
+    zero = given.get("zero_optimization")
+    if zero is not None and not isinstance(zero, dict):
+        raise ConfigError(f"{KEY}.zero_optimization is {zero!r}; it must be a mapping")
+
+
+def _merged(under: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
+    merged = copy.deepcopy(under)
+    for key, value in over.items():
+        both = isinstance(value, dict) and isinstance(merged.get(key), dict)
+        merged[key] = _merged(merged[key], value) if both else copy.deepcopy(value)
+    return merged
+
+
+def _plain(given: Any) -> dict[str, Any]:
+    from omegaconf import OmegaConf
+
+    plain: Any = OmegaConf.to_container(given, resolve=True) if OmegaConf.is_config(given) else given
+    return dict(plain or {})

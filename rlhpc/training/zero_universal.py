@@ -1,0 +1,71 @@
+"""DeepSpeed checkpoints for another world size or stage, through its universal format: one file a parameter."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import importlib
+import io
+import secrets
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rlhpc.runtime.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from rlhpc.runtime.worker import Worker
+
+
+@contextlib.contextmanager
+def as_universal(source: Path, *, beside: Path, worker: Worker) -> Iterator[Path]:
+    """A checkpoint in the universal format, for as long as the block lasts. All ranks call; rank 0 converts.
+
+    Args:
+        source: DeepSpeed's folder of one tag.
+        beside: A folder whose neighbour the converted one becomes: every node has to see it, so it is no temporary
+            folder of one machine. Its name is that of an unfinished save, so what a killed run leaves goes with those.
+        worker: Of this rank.
+
+    Returns:
+        The folder that has the tag's folder in it.
+
+    Raises:
+        CheckpointError: It could not be converted; on all ranks.
+    """
+    scratch: str | None = None
+    failure = ""
+    if worker.rank == 0:
+        scratch = str(beside.with_name(f".tmp_{beside.name}-{secrets.token_hex(4)}"))
+        try:
+            convert(source, Path(scratch) / source.name)
+        except Exception as error:  # the other ranks wait: whatever it is, they have to know
+            failure = f"{source} could not be converted for another number of ranks: {type(error).__name__}: {error}"
+    told = worker.all_gather_object((scratch, failure))
+    folder = Path(told[0][0])
+    try:
+        if told[0][1]:
+            raise CheckpointError(told[0][1])
+        yield folder
+        worker.barrier()  # nobody reads there any more
+    finally:
+        if worker.rank == 0:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def convert(source: Path, target: Path) -> None:
+    """Writes `target` in the universal format; DeepSpeed's converter, in this process."""
+    converter = importlib.import_module("deepspeed.checkpoint.ds_to_universal")
+    target.mkdir(parents=True)
+    options = argparse.Namespace(
+        input_folder=str(source),
+        output_folder=str(target),
+        num_extract_workers=1,
+        num_merge_workers=1,
+        keep_temp_folder=False,
+        strict=True,
+        inject_missing_state=True,
+    )
+    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+        converter.main(options)
