@@ -70,9 +70,9 @@ class _Scores(torch.autograd.Function):
             z = _scaled(logits[rows], scale)
             log_sum[rows] = torch.logsumexp(z, dim=-1)
             logprobs[rows] = z.gather(1, targets[rows, None]).squeeze(1) - log_sum[rows]
-            if entropy:  # H = log Σ e^z − Σ p z
-                p = (z - log_sum[rows, None]).exp_()
-                entropies[rows] = log_sum[rows] - p.mul_(z).sum(-1)
+            if entropy:  # −Σ p log p; log Σ e^z − Σ p z would cancel where logits are large
+                log_p = z - log_sum[rows, None]
+                entropies[rows] = -log_p.exp().mul_(log_p).sum(-1)
         ctx.save_for_backward(logits, targets, log_sum, entropies)
         ctx.scale, ctx.entropy = scale, entropy
         return logprobs, entropies

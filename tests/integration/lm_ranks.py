@@ -1,0 +1,109 @@
+"""What the ranks of the training-backend tests do; importable by the workers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from omegaconf import OmegaConf
+
+from rlhpc import Worker
+from rlhpc.config.schema import Config
+from rlhpc.training.lm import TokenBatch, TokenScores
+from rlhpc.training.lm_registry import make_backend
+from rlhpc.training.token_batches import balance, empty_batch, fill_up, pack
+
+TEMPERATURE, ENTROPY_COEF, LR = 0.8, 0.01, 3e-3
+
+
+def make_config(model: str | Path, **changes: Any) -> Any:
+    """A configuration; `changes` are dotted keys below `actor`, with `__` for dots."""
+    cfg = OmegaConf.structured(Config)
+    base = {"model.model_path": str(model), "optim.name": "adamw", "optim.weight_decay": 0.1, "optim.clip_grad": 1.0}
+    for key, value in {**base, **changes}.items():
+        OmegaConf.update(cfg.actor, key.replace("__", "."), value)
+    return cfg
+
+
+def sequences(step: int) -> list[dict[str, Any]]:
+    """Eight sequences of 3 to 14 tokens with a weight a token; a step's are always the same."""
+    generator = torch.Generator().manual_seed(1000 + step)
+    made = []
+    for _ in range(8):
+        n = int(torch.randint(3, 15, (), generator=generator))
+        weights = torch.randn(n, generator=generator)
+        weights[0] = 0.0
+        made.append({"ids": torch.randint(3, 64, (n,), generator=generator), "weights": weights})
+    return made
+
+
+def count(step: int) -> int:
+    """Tokens that something predicts, of all ranks."""
+    return sum(len(sequence["ids"]) - 1 for sequence in sequences(step))
+
+
+def loss_of(step: int):
+    def loss(scores: TokenScores, batch: TokenBatch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        assert scores.entropy is not None
+        value = -(batch.fields["weights"] * scores.logprobs + ENTROPY_COEF * scores.entropy).sum() / count(step)
+        return value, {"loss": value}
+
+    return loss
+
+
+def share(worker: Worker, step: int, max_tokens: int = 32) -> list[TokenBatch]:
+    """This rank's micro-batches."""
+    every = sequences(step)
+    mine = [every[i] for i in balance([len(s["ids"]) for s in every], worker.world_size)[worker.rank]]
+    batches = pack(mine, max_tokens, pad_id=0)
+    most = int(worker.all_reduce(torch.tensor(len(batches)), "max")) + 1  # one is empty, on every rank
+    return fill_up(batches, most, 0, like=empty_batch(pack(every[:1], 99, 0)[0], 0))
+
+
+def probe_batch() -> TokenBatch:
+    return pack(sequences(99), 1000, 0)[0]
+
+
+def train(worker: Worker, cfg: Any, steps: range = range(5), load: Path | None = None, **then: Any) -> dict[str, Any]:
+    """Trains and tells: losses and norms by step, full weights, scores before and after; `then` names what follows:
+    save=folder, export=folder, adapter=folder."""
+    backend = make_backend(cfg, worker)
+    if load is not None:
+        backend.load(load)
+    before = backend.forward(probe_batch(), temperature=TEMPERATURE).logprobs
+    losses, norms = [], []
+    for step in steps:
+        if then.get("offload"):
+            backend.offload()
+            backend.reload()
+        metrics = backend.forward_backward(share(worker, step), loss_of(step), temperature=TEMPERATURE, entropy=True)
+        total = worker.all_reduce(torch.stack([m["loss"] for m in metrics]).double().sum())
+        losses.append(float(total))
+        norms.append(backend.optimizer_step(LR))
+    scores = backend.forward(probe_batch(), temperature=TEMPERATURE)
+    reference = backend.reference(probe_batch(), temperature=TEMPERATURE)
+    if "save" in then:
+        backend.save(Path(then["save"]))
+    if "export" in then:
+        backend.export(Path(then["export"]))
+    if "adapter" in then:
+        backend.export(Path(then["adapter"]), adapter_only=True)
+    weights = {name: tensor.clone() for name, tensor in backend.named_weights()}
+    return {
+        "losses": losses,
+        "norms": norms,
+        "weights": weights,
+        "before": before,
+        "after": scores.logprobs,
+        "reference": reference.logprobs,
+        "trained": backend.parameters_trained,
+    }
+
+
+class Trainer(Worker):
+    """A rank that trains."""
+
+    def train(self, cfg: Any, **options: Any) -> dict[str, Any]:
+        torch.set_num_threads(1)
+        return train(self, cfg, **options)
