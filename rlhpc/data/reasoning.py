@@ -166,7 +166,7 @@ def _gym() -> Any:
 def _check(task: Any, kwargs: dict[str, Any], key: str) -> None:
     factory = _gym()
     if task not in factory.DATASETS or task == "composite":
-        near = difflib.get_close_matches(str(task), factory.DATASETS, 1)
+        near = difflib.get_close_matches(str(task or ""), factory.DATASETS, 1)
         hint = f"; did you mean {near[0]!r}?" if near else f"; there are {', '.join(sorted(factory.DATASETS))}"
         found = "is not set" if task is None else f"is {task!r}, which reasoning-gym does not have"
         raise ConfigError(f"{key}.kwargs.task {found}{hint}")
