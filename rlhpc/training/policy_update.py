@@ -61,7 +61,8 @@ class PolicyUpdate:
         self.value_coef, self.entropy_coef = float(algorithm.value_coef), float(algorithm.entropy_coef)
         self.value_clip = None if algorithm.value_clip is None else float(algorithm.value_clip)
         self.target_kl = None if algorithm.target_kl is None else float(algorithm.target_kl)
-        self.normalize = str(algorithm.normalize_advantages or "none").lower()
+        wanted = str(algorithm.normalize_advantages or "none").lower()
+        self.normalize = "minibatch" if wanted == "auto" else wanted
         if self.normalize not in ("batch", "minibatch", "none", "false"):
             raise ConfigError(
                 f"algorithm.normalize_advantages is {algorithm.normalize_advantages!r}; "

@@ -54,6 +54,11 @@ def _progress(status: dict[str, Any]) -> list[str]:
         parts.append(f"return {value:.1f}")
     if rate is not None:
         parts.append(f"{rate:.0f} env steps/s")
+    for name in ("reward", "loss"):
+        if (found := _number(status, name)) is not None:
+            parts.append(f"{name} {found:.3f}")
+    if (tokens := _number(status, "tokens_per_s")) is not None:
+        parts.append(f"{tokens:.0f} tokens/s")
     if eta is not None and status.get("state") not in _FINAL:
         parts.append(f"ETA {duration(eta)}")
     return parts

@@ -1,0 +1,132 @@
+"""What must hold of the configuration of a language model's run. Nothing here imports torch, or writes."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+from omegaconf import OmegaConf
+
+from rlhpc.runtime.errors import ConfigError
+
+Fail = Callable[[str, str], ConfigError]
+
+_POSITIVE = (
+    "algorithm.group_size", "rollout.max_new_tokens", "rollout.max_batch_size", "rollout.max_model_len",
+    "rollout.max_turns", "rollout.gpu_memory_utilization", "actor.max_tokens_per_micro_batch",
+    "data.max_prompt_tokens", "data.prompts_per_step", "data.train.size", "reward.timeout_s", "reward.processes",
+    "algorithm.tis_cap",
+)  # fmt: skip
+_NOT_NEGATIVE = (
+    "algorithm.kl_coef", "algorithm.max_refills", "algorithm.overlong_buffer", "algorithm.max_staleness",
+    "rollout.temperature", "actor.lora.rank", "actor.lora.dropout", "actor.optim.lr_warmup_steps",
+)  # fmt: skip
+_CHOICES: Mapping[str, tuple[str, ...]] = {
+    "algorithm.kl_type": ("k1", "k2", "k3", "abs", "kl", "mse", "low_var_kl"),
+    "algorithm.kl_in": ("loss", "reward"),
+    "actor.model.dtype": ("float32", "bfloat16"),
+    "rollout.dtype": ("auto", "float32", "bfloat16", "float16"),
+    "data.overlong_prompts": ("error", "drop"),
+}
+#: Names that come with the package; others are `module:Class`.
+_BACKENDS = {"actor.training_backend": ("local", "fsdp", "deepspeed"), "rollout.rollout_backend": ("hf", "vllm")}
+
+
+def validate(cfg: Any, fail: Fail, *, training: bool) -> None:
+    """Checks ranges and names, and what does not fit together.
+
+    Raises:
+        ConfigError: The first rule that is broken.
+    """
+
+    def value(key: str) -> Any:
+        return OmegaConf.select(cfg, key)
+
+    for key in _POSITIVE:
+        if (found := value(key)) is not None and found <= 0:
+            raise fail(key, "it must be greater than 0")
+    for key in _NOT_NEGATIVE:
+        if (found := value(key)) is not None and found < 0:
+            raise fail(key, "it must not be negative")
+    for key, allowed in _CHOICES.items():
+        _choice(key, str(value(key)), allowed, fail)
+    for key, allowed in _BACKENDS.items():
+        if ":" not in str(value(key)):
+            _choice(key, str(value(key)), (*allowed, "module:Class"), fail)
+    if not 0 < cfg.rollout.top_p <= 1:
+        raise fail("rollout.top_p", "it must lie above 0 and be at most 1")
+    if cfg.rollout.top_k != -1 and cfg.rollout.top_k < 1:
+        raise fail("rollout.top_k", "it must be at least 1, or -1 for off")
+    if cfg.actor.deepspeed.zero_stage not in (1, 2, 3):
+        raise fail("actor.deepspeed.zero_stage", "allowed: 1, 2, 3")
+    if not cfg.actor.model.model_path:
+        raise fail("actor.model.model_path", "name a Hugging Face folder, or builtin:tiny or builtin:smollm2")
+    names = [str(suite.name) for suite in cfg.data.eval]
+    if len(set(names)) != len(names):
+        raise fail("data.eval", f"two suites have one name: {', '.join(names)}")
+    if names:
+        for suite in cfg.workflow.eval_suites:
+            if str(suite) != "default" and str(suite) not in names:
+                near = difflib.get_close_matches(str(suite), names, 1)
+                hint = f"did you mean {near[0]!r}? " if near else ""
+                raise fail("workflow.eval_suites", f"{hint}data.eval has: {', '.join(names)}")
+    if training and str(cfg.runner.task_type).lower() == "reasoning":
+        _reasoning(cfg, fail)
+
+
+def _reasoning(cfg: Any, fail: Fail) -> None:
+    algorithm = cfg.algorithm
+    if str(algorithm.adv_type).lower() == "gae":
+        raise fail(
+            "algorithm.adv_type", "language models have no value head; allowed: grpo, dr_grpo, rloo, reinforce++, …"
+        )
+    if str(algorithm.normalize_advantages) == "minibatch":
+        raise fail("algorithm.normalize_advantages", "allowed for language models: auto, batch, none")
+    if not cfg.reward.terms:
+        raise fail("reward.terms", "say how responses are judged, such as [{name: math}]")
+    responses = cfg.data.prompts_per_step * algorithm.group_size
+    if responses % cfg.actor.global_batch_size:
+        raise fail(
+            "actor.global_batch_size",
+            f"a step has data.prompts_per_step({cfg.data.prompts_per_step}) * algorithm.group_size({algorithm.group_size})"
+            f" = {responses} responses, which must divide by it",
+        )
+    if algorithm.overlong_buffer >= cfg.rollout.max_new_tokens:
+        raise fail(
+            "algorithm.overlong_buffer", f"it must be below rollout.max_new_tokens ({cfg.rollout.max_new_tokens})"
+        )
+    if cfg.rollout.temperature == 0:
+        raise fail("rollout.temperature", "training samples: it must be greater than 0")
+    if algorithm.filter_groups and algorithm.group_size < 2:
+        raise fail("algorithm.group_size", "algorithm.filter_groups compares within groups: it must be at least 2")
+    if str(algorithm.loss_type).lower() == "decoupled_ppo" and not algorithm.recompute_logprobs:
+        raise fail("algorithm.recompute_logprobs", "decoupled_ppo takes its proximal policy from there: set it true")
+    if algorithm.tis_cap is not None and not algorithm.recompute_logprobs:
+        raise fail(
+            "algorithm.tis_cap", "it weighs recomputed log-probs: set algorithm.recompute_logprobs=true, or null"
+        )
+    if cfg.actor.offload_in_rollout and algorithm.max_staleness:
+        raise fail("actor.offload_in_rollout", "async generation goes on while the actor trains: set it false")
+
+
+def check_sizes(cfg: Any, sizes: Mapping[str, int]) -> None:
+    """The placement's process counts against the prompts of a step.
+
+    Raises:
+        ConfigError: Prompts cannot be shared out evenly.
+    """
+    prompts = int(cfg.data.prompts_per_step)
+    for name, size in sizes.items():
+        if prompts % size:
+            raise ConfigError(
+                f"cluster.component_placement.{name} gives {size} processes; they must divide "
+                f"data.prompts_per_step({prompts})"
+            )
+
+
+def _choice(key: str, found: str, allowed: Iterable[str], fail: Fail) -> None:
+    allowed = list(allowed)
+    if found.lower() not in allowed:
+        near = difflib.get_close_matches(found.lower(), allowed, 1)
+        raise fail(key, f"{f'did you mean {near[0]!r}? ' if near else ''}allowed: {', '.join(allowed)}")
