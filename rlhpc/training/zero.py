@@ -8,7 +8,7 @@ import io
 import json
 import logging
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +21,7 @@ from rlhpc.training.lm import LossFunction, TokenBatch
 from rlhpc.training.lm_base import LanguageModelBackend
 from rlhpc.training.parking import Parked, tensors_in
 from rlhpc.training.zero_config import KEY, deepspeed_config
+from rlhpc.training.zero_partition import partitioned
 from rlhpc.training.zero_universal import as_universal
 
 if TYPE_CHECKING:
@@ -42,16 +43,14 @@ class DeepSpeedBackend(LanguageModelBackend):
 
     def __init__(self, cfg: Any, worker: Worker) -> None:
         super().__init__(cfg, worker)
-        self.stage = int(deepspeed_config(cfg)["zero_optimization"]["stage"])  # a wrong key is told before all else
+        self.config = deepspeed_config(cfg)
+        self.stage = int(self.config["zero_optimization"]["stage"])
         self.deepspeed = self._started()
-        module = self.load_module()
-        if self.stage < 3:
-            module = module.to(self.device)
-        self.module = module
-        trained = [p for p in module.parameters() if p.requires_grad]
-        self._shapes = {name: list(p.shape) for name, p in module.named_parameters() if p.requires_grad}
+        self.module = self._built(self.load_module)
+        named = [(name, p) for name, p in self.module.named_parameters() if p.requires_grad]
+        self._shapes = {name: list(getattr(p, "ds_shape", p.shape)) for name, p in named}
         self.config = deepspeed_config(cfg, self.parameters_trained)
-        self.engine = self._initialize(module, self.config, self._optimizer(trained))
+        self.engine = self._initialize(self.module, self.config, self._optimizer([p for _, p in named]))
         self._accumulated = False
         self._parked: Parked | None = None
         self.prepare_reference()
@@ -84,6 +83,16 @@ class DeepSpeedBackend(LanguageModelBackend):
             deepspeed.init_distributed(auto_mpi_discovery=False, verbose=False)
         return deepspeed
 
+    def _built(self, build: Callable[..., nn.Module]) -> nn.Module:
+        """The module in the dtype of the computation, on the device; with stage 3 this rank's part of it."""
+        if self.stage == 3:
+            with _quiet():
+                return partitioned(build, self.deepspeed, self.config, self.dtype, self.device)
+        module = build()
+        for parameter in module.parameters():  # buffers, such as frequencies of positions, keep their precision
+            parameter.data = parameter.data.to(self.dtype)
+        return module.to(self.device)
+
     def _initialize(self, module: nn.Module, config: dict[str, Any], optimizer: Any) -> Any:
         try:
             with _quiet():
@@ -111,14 +120,13 @@ class DeepSpeedBackend(LanguageModelBackend):
         }
 
     def _make_reference(self) -> nn.Module:
-        reference = self.load_reference()
+        reference = self._built(self.load_reference)
         if self.stage < 3:
-            whole: nn.Module = reference.to(self.device)
-            return whole
+            return reference
         zero = {key: value for key, value in self.config["zero_optimization"].items() if key != "offload_optimizer"}
         config = {"train_micro_batch_size_per_gpu": 1, "bf16": self.config["bf16"], "zero_optimization": zero}
-        partitioned: nn.Module = self._initialize(reference, config, None)
-        return partitioned
+        engine: nn.Module = self._initialize(reference, config, None)
+        return engine
 
     # -- training -------------------------------------------------------------------------------------------------
 
