@@ -49,6 +49,7 @@ _EXAMPLES = {
         "rlhpc eval --run runs/quickstart --step latest",
         "rlhpc eval --checkpoint /elsewhere/checkpoints/global_step_60 --episodes 10 --output result.json",
         "rlhpc eval --run runs/quickstart --suite long env.eval.max_episode_steps=1000",
+        "rlhpc eval --model Qwen/Qwen2.5-0.5B-Instruct --config configs/reasoning/gsm8k.yaml --suite test",
     ),
     "convert": (
         "rlhpc convert --run runs/quickstart",
@@ -211,23 +212,49 @@ def _eval(args: argparse.Namespace) -> int:
         raise ConfigError(f"--episodes is {args.episodes}; it must be at least 1")
     if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", args.suite):
         raise ConfigError(f"--suite is {args.suite!r}; it becomes a file's name: use letters, digits, '.', '_' and '-'")
+    if args.model is not None:
+        return _eval_model(args)
     checkpoint = _checkpoint(args)
     config = Path(args.config) if args.config else checkpoint / "config.yaml"
     if args.config is None and not config.is_file():
         raise CheckpointError(f"{checkpoint} has no config.yaml, so it is no checkpoint of rlhpc, or incomplete")
     cfg = load_config(config, args.overrides, training=False)
-    from rlhpc.runners.evaluate import evaluate_checkpoint
-
     run = _own_run(checkpoint)
     output = Path(args.output) if args.output else None
     if output is None and run is not None and (step := checkpoint.name.removeprefix("global_step_")).isdigit():
         output = run.eval_result(int(step), args.suite)
+    if str(cfg.runner.task_type).lower() != "embodied":
+        return _eval_language(cfg, checkpoint, args.suite, output)
+    from rlhpc.runners.evaluate import evaluate_checkpoint
+
     result = evaluate_checkpoint(checkpoint, cfg=cfg, suite=args.suite, episodes=args.episodes, output=output)
     low, high = result["return_ci95"]
     print(
         f"{checkpoint.name}: mean return {result['return_mean']:.2f} (95 % CI {low:.2f} to {high:.2f}) over "
         f"{result['episodes']} episodes of {result['env_id']}" + (f" → {output}" if output else "")
     )
+    return 0
+
+
+def _eval_model(args: argparse.Namespace) -> int:
+    """A model as it is, without a checkpoint: a Hugging Face folder or name, or a built-in one."""
+    from rlhpc.config import load_config
+
+    if args.config is None or args.checkpoint or args.run:
+        raise ConfigError("--model needs --config RUN.yaml, which says how it is asked and judged; and no checkpoint")
+    words = [*args.overrides, *([f"actor.model.model_path={args.model}"] if args.model else [])]
+    cfg = load_config(args.config, words, training=False)
+    from rlhpc.data.builtin import resolve_model
+
+    return _eval_language(cfg, resolve_model(cfg.actor.model), args.suite, Path(args.output) if args.output else None)
+
+
+def _eval_language(cfg: Any, model: str | Path, suite: str, output: Path | None) -> int:
+    from rlhpc.runners.evaluate_lm import describe, evaluate_language_model
+
+    result = evaluate_language_model(cfg, model, suite, output)
+    name = model.name if isinstance(model, Path) else model
+    print(f"{name}: {describe(result)}" + (f" → {output}" if output else ""))
     return 0
 
 
@@ -239,7 +266,12 @@ def _convert(args: argparse.Namespace) -> int:
     run = _own_run(checkpoint)
     if output is None and run is not None and (step := checkpoint.name.removeprefix("global_step_")).isdigit():
         output = run.export(int(step))
-    print(export_checkpoint(checkpoint, output))
+    if (checkpoint / "backend.json").is_file():
+        from rlhpc.checkpoint.convert_lm import export_language_model
+
+        print(export_language_model(checkpoint, output))
+    else:
+        print(export_checkpoint(checkpoint, output))
     return 0
 
 
@@ -335,6 +367,7 @@ def build_parser() -> argparse.ArgumentParser:
     evaluate.add_argument("--suite", default="default", help="name of the evaluation (default: default)")
     evaluate.add_argument("--episodes", type=int, help="default: env.eval.num_episodes")
     evaluate.add_argument("--config", help="configuration to use instead of the checkpoint's own")
+    evaluate.add_argument("--model", help="language model as it is, instead of a checkpoint ('' takes that of --config)")
     convert = _add(commands, "convert", _convert, "export a checkpoint's policy: safetensors and a config")
     _checkpoint_arguments(convert)
     report = _add(commands, "report", _report, "write a run's report page")

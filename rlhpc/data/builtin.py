@@ -19,19 +19,19 @@ def resolve_model(model: Any, folder: Path | None = None) -> str:
     """What transformers is to load for `actor.model`: the path as it stands, or the folder of a built-in model.
 
     Args:
-        model: `actor.model`: model_path; and kwargs, which `builtin:tiny` takes (see `make_tiny_model`).
+        model: `actor.model`: model_path; and kwargs, which `builtin:tiny` takes (see `make_tiny_model`). Or a path alone.
         folder: Where built-in models are kept; default `RLHPC_MODELS`, or `models` in the working directory.
 
     Raises:
         ConfigError: There is no such built-in model, or it does not take these kwargs.
     """
-    path = str(model.model_path)
+    path = model if isinstance(model, str) else str(model.model_path)
     if not path.startswith(PREFIX):
         return str(Path(path).expanduser()) if Path(path).expanduser().is_dir() else path
     name = path.removeprefix(PREFIX).lower()
     if name not in MODELS:
         raise ConfigError(f"actor.model.model_path is {path!r}; built-in models: builtin:tiny, builtin:smollm2")
-    options = {str(key): value for key, value in dict(model.kwargs).items()}
+    options = {} if isinstance(model, str) else {str(key): value for key, value in dict(model.kwargs).items()}
     digest = hashlib.sha256(json.dumps(options, sort_keys=True).encode()).hexdigest()[:8]
     parent = folder or Path(os.environ.get("RLHPC_MODELS", "models"))
     target = (parent / (f"{name}-{digest}" if options else name)).absolute()

@@ -1,5 +1,6 @@
 # What the rules share: the run's configuration, read without torch, and which files belong to which segment.
 from rlhpc.config import load_config, segment_ends
+from rlhpc.metrics.language import ALWAYS as LANGUAGE_CURVES
 from rlhpc.runtime.errors import RlhpcError
 from rlhpc.runtime.paths import RunPaths
 from snakemake.exceptions import WorkflowError
@@ -41,6 +42,27 @@ def load_run():
         raise WorkflowError(f"rlhpc: error: {error}") from None
 
 
+def load_sft():
+    """The configuration of the SFT run that comes first; None where there is none."""
+    if not CFG.workflow.sft:
+        return None
+    path = near(Path(RUN_CONFIG).parent / CFG.workflow.sft)
+    try:
+        return path, load_config(path, list(CFG.workflow.sft_overrides), site=SITE or None)
+    except RlhpcError as error:
+        raise WorkflowError(f"rlhpc: error: {error}") from None
+
+
+def start_model(wildcards):
+    """What the SFT run exports, where training starts from it."""
+    return [SFT_EXPORT] if SFT else []
+
+
+def step_before_training(wildcards):
+    """What must be there before the first model can be evaluated."""
+    return [f"{WORK}/plan.txt", *start_model(wildcards)]
+
+
 def slurm_resources(cfg):
     """Where Slurm runs the jobs beside training: on the run's own partition, unless a profile says otherwise."""
     found = {"slurm_partition": cfg.cluster.partition, "slurm_account": cfg.cluster.account}
@@ -64,9 +86,9 @@ def segment_file(segment):
 
 
 def step_before(wildcards):
-    """The segment that this one continues; the plan for the first."""
+    """The segment that this one continues; for the first the plan, and the model it starts from."""
     segment = int(wildcards.segment)
-    return segment_file(segment - 1) if segment else f"{WORK}/plan.txt"
+    return [segment_file(segment - 1)] if segment else step_before_training(wildcards)
 
 
 def end_of(segment):

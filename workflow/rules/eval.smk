@@ -22,3 +22,31 @@ rule eval:
     shell:
         "rlhpc eval --checkpoint {params.checkpoint:q} --suite {wildcards.suite:q}"
         " --output {output.result:q} {params.overrides:q} > {log:q} 2>&1"
+
+
+# The model before RL, as step 0: what the curves start from.
+if CFG.workflow.eval_start:
+
+    rule eval_start:
+        input:
+            before=step_before_training,
+        output:
+            result=f"{ROOT}/eval/global_step_0/{{suite}}.json",
+        log:
+            f"{LOGS}/eval_0_{{suite}}.log",
+        benchmark:
+            f"{LOGS}/eval_0_{{suite}}.tsv"
+        retries: config["retries"]
+        threads: 1
+        resources:
+            **SLURM_RESOURCES,
+            mem_mb=4000,
+            runtime=60,
+        params:
+            config=RUN_CONFIG,
+            overrides=lambda wildcards: OVERRIDES + suite_overrides(wildcards),
+        shell:
+            "rlhpc eval --model '' --config {params.config:q} --suite {wildcards.suite:q}"
+            " --output {output.result:q} {params.overrides:q} > {log:q} 2>&1"
+
+    ruleorder: eval_start > eval

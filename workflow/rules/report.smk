@@ -1,5 +1,5 @@
 # The page about the run, and its curves as pictures of their own for `snakemake --report`.
-CURVES = {
+EMBODIED_CURVES = {
     "return_vs_env_steps": "Return over experience",
     "return_vs_time": "Return over wall time",
     "evaluation": "Evaluation per checkpoint",
@@ -10,11 +10,13 @@ CURVES = {
     "throughput": "Environment steps per second",
     "time_per_phase": "Time per phase",
 }
+CURVES = LANGUAGE_CURVES[CFG.runner.task_type.lower()] if LANGUAGE else EMBODIED_CURVES
 
 
 rule report:
     input:
         *[evaluations_of(segment) for segment in range(len(ENDS))],
+        start=expand(EVALUATION, step=0, suite=SUITES) if CFG.workflow.eval_start else [],
         export=final_export,
     output:
         page=report(

@@ -1,0 +1,54 @@
+# The SFT run that comes before RL: trained and exported as any other run, in a folder of its own.
+SFT_CONFIG, SFT_CFG = SFT
+SFT_RUN = RunPaths.of(SFT_CFG.runner.run_dir, SFT_CFG.runner.name)
+SFT_ROOT = near(SFT_RUN.root)
+SFT_STEP = segment_ends(SFT_CFG)[-1]
+SFT_EXPORT = f"{SFT_ROOT}/export/global_step_{SFT_STEP}/model.safetensors"
+SFT_OVERRIDES = list(CFG.workflow.sft_overrides)
+if len(segment_ends(SFT_CFG)) > 1:
+    raise WorkflowError(f"rlhpc: error: {SFT_CONFIG}: runner.segments must be 1 for a run that another one starts from")
+
+
+rule sft:
+    input:
+        config=ancient(SFT_CONFIG),
+        plan=f"{WORK}/plan.txt",
+    output:
+        done=f"{SFT_ROOT}/workflow/segment_0.json",
+    log:
+        f"{LOGS}/sft.log",
+    benchmark:
+        f"{LOGS}/sft.tsv"
+    retries: config["retries"]
+    localrule: True
+    params:
+        executor=executor,
+        marker=SFT_RUN.segment_done(0),
+        site=SITE_OPTION,
+        overrides=SFT_OVERRIDES,
+    shell:
+        "rlhpc submit {input.config:q} --segment 0 --executor {params.executor}"
+        " {params.site:q} {params.overrides:q} 2>&1 | tee --ignore-interrupts {log:q}"
+        " && cp --preserve=timestamps {params.marker:q} {output.done:q}"
+
+
+rule convert_sft:
+    input:
+        done=rules.sft.output.done,
+    output:
+        model=SFT_EXPORT,
+    log:
+        f"{LOGS}/convert_sft.log",
+    benchmark:
+        f"{LOGS}/convert_sft.tsv"
+    retries: config["retries"]
+    threads: 1
+    resources:
+        **SLURM_RESOURCES,
+        mem_mb=8000,
+        runtime=60,
+    params:
+        checkpoint=near(SFT_RUN.checkpoint(SFT_STEP)),
+        folder=near(SFT_RUN.export(SFT_STEP)),
+    shell:
+        "rlhpc convert --checkpoint {params.checkpoint:q} --output {params.folder:q} > {log:q} 2>&1"
