@@ -1,7 +1,7 @@
 """What a confined program must not be able to do. Each attempt says whether it got through."""
 
 # Raw calls are the subject here, and pathlib would make the start slower.
-# ruff: noqa: PTH
+# ruff: noqa: PTH123
 from __future__ import annotations
 
 import os

@@ -5,7 +5,7 @@ end takes every process of the namespace with it; and the *program*. Each asks t
 """
 
 # Raw calls are the subject here, and pathlib would make the start slower.
-# ruff: noqa: PTH
+# ruff: noqa: PTH103, PTH106, PTH102, PTH112, PTH114, PTH115, PTH116, PTH120, PTH123, PTH208, PTH211
 from __future__ import annotations
 
 import contextlib

@@ -5,7 +5,7 @@ the verdict is made outside, and nothing that the program prints, returns or bre
 """
 
 # Raw calls are the subject here, and pathlib would make the start slower.
-# ruff: noqa: PTH
+# ruff: noqa: PTH120
 from __future__ import annotations
 
 import atexit
