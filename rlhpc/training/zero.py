@@ -8,6 +8,7 @@ import io
 import json
 import logging
 import os
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -76,9 +77,12 @@ class DeepSpeedBackend(LanguageModelBackend):
             deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
         self.worker.init_process_group()
         if not torch.distributed.is_initialized():  # a single rank has no group, which DeepSpeed wants all the same
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
             torch.distributed.init_process_group(
                 "cpu:gloo,cuda:nccl" if on_gpu else "gloo", store=torch.distributed.HashStore(), rank=0, world_size=1
             )
+        # Collectives that DeepSpeed calls by their old names.
+        warnings.filterwarnings("ignore", r"`torch\.distributed\.\w+` is deprecated", FutureWarning)
         with _quiet():
             deepspeed.init_distributed(auto_mpi_discovery=False, verbose=False)
         return deepspeed
