@@ -91,9 +91,9 @@ class FsdpBackend(LanguageModelBackend):
         if self.rank != 0:
             module.to_empty(device=self.home)
         self._distribute(module, source, buffers)
-        for part in _parts(module):
-            part.set_force_sum_reduction_for_comms(True)
-            part.set_gradient_divide_factor(1.0)
+        for wrapped in _parts(module):
+            wrapped.set_force_sum_reduction_for_comms(True)
+            wrapped.set_gradient_divide_factor(1.0)
         return module
 
     @torch.no_grad()
@@ -102,6 +102,7 @@ class FsdpBackend(LanguageModelBackend):
         model is built, and an empty model's is not)."""
         if self.ranks > 1:
             for name, parameter in module.named_parameters():
+                assert isinstance(parameter, DTensor)
                 whole = self._from_first(source.pop(name, None), parameter)
                 rows = whole.chunk(self.ranks)
                 if self.rank < len(rows):
@@ -196,7 +197,7 @@ class FsdpBackend(LanguageModelBackend):
         if not isinstance(tensor, DTensor):
             return tensor
         # Gathering is the accelerator's work also where the shards lie on the host.
-        moved = tensor.to(self.device) if tensor.device.type != self.device.type else tensor
+        moved: Any = tensor.to(self.device) if tensor.device.type != self.device.type else tensor
         whole: torch.Tensor = moved.full_tensor()
         return whole
 
@@ -269,4 +270,5 @@ class FsdpBackend(LanguageModelBackend):
 
 
 def _parts(module: nn.Module) -> list[FSDPModule]:
-    return [part for part in module.modules() if isinstance(part, FSDPModule)]
+    parts: Iterator[Any] = module.modules()
+    return [part for part in parts if isinstance(part, FSDPModule)]

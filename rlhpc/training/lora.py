@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -56,7 +57,13 @@ def attach_lora(model: nn.Module, lora: Any, *, seed: int) -> nn.Module:
     )
     on_meta = next(model.parameters()).is_meta
     try:
-        with torch.random.fork_rng(), torch.device("meta") if on_meta else contextlib.nullcontext():
+        with (
+            torch.random.fork_rng(),
+            torch.device("meta") if on_meta else contextlib.nullcontext(),
+            warnings.catch_warnings(),
+        ):
+            # peft sees by itself that GPT-2's weights are transposed, and warns that it did.
+            warnings.filterwarnings("ignore", message="fan_in_fan_out")
             torch.manual_seed(seed)
             adapted = package.get_peft_model(model, config, adapter_name=ADAPTER)
     except ValueError as error:

@@ -29,15 +29,19 @@ STEPS = range(5)
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Tiny Llamas with a tokenizer, `untied` and `tied` (embeddings shared with the head)."""
+    """Tiny models with a tokenizer: Llamas, `untied` and `tied` (embeddings shared with the head), and a GPT-2, which has
+    dropout, learned positions, biases and transposed weights."""
     from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+    from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, PreTrainedTokenizerFast
 
     folders = {}
-    for name in ("untied", "tied"):
+    for name in ("untied", "tied", "gpt2"):
         folders[name] = tmp_path_factory.mktemp("models") / name
         torch.manual_seed(0)
-        config = LlamaConfig(
+        config = GPT2Config(
+            vocab_size=64, n_positions=64, n_embd=32, n_layer=2, n_head=4, bos_token_id=1, eos_token_id=2
+        )
+        llama = LlamaConfig(
             vocab_size=64,
             hidden_size=32,
             intermediate_size=48,
@@ -50,7 +54,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
             bos_token_id=1,
             eos_token_id=2,
         )
-        LlamaForCausalLM(config).save_pretrained(folders[name])
+        AutoModelForCausalLM.from_config(config if name == "gpt2" else llama).save_pretrained(folders[name])
         words = Tokenizer(models.WordLevel({f"t{i}": i for i in range(64)}, unk_token="t0"))
         words.pre_tokenizer = pre_tokenizers.Whitespace()
         PreTrainedTokenizerFast(tokenizer_object=words, pad_token="t0", eos_token="t2").save_pretrained(folders[name])
@@ -129,7 +133,7 @@ def plain_loop(folder: Path, *, lora: int = 0, bf16: bool = False) -> dict[str, 
             logprobs, entropy = scores_alone(called, sequence["ids"])
             loss = -(sequence["weights"] * logprobs + ENTROPY_COEF * entropy).sum() / count(step)
             loss.backward()
-            total += float(loss)
+            total += float(loss.detach())
         losses.append(total)
         norms.append(float(torch.nn.utils.clip_grad_norm_(trained.values(), 1.0)))
         optimizer.step()
@@ -196,11 +200,18 @@ def test_mixed_precision_follows_a_plain_loop_in_mixed_precision(run, models, pl
     found = run(n, make_config(models["untied"], training_backend=backend, **changes))
     expected, single = plain("untied", bf16=True, lora=lora), plain("untied", lora=lora)
     assert {value.dtype for value in found["weights"].values()} == {torch.bfloat16}
+    # The first loss says that each product is rounded where the plain loop rounds; float32 is 1e-5 away.
+    assert found["losses"][0] == pytest.approx(expected["losses"][0], abs=1e-6)
+    assert single["losses"][0] != pytest.approx(expected["losses"][0], abs=1e-5)
     assert found["losses"] == pytest.approx(expected["losses"], abs=0.02)
-    assert found["norms"] == pytest.approx(expected["norms"], rel=0.05)
-    assert found["losses"] != pytest.approx(single["losses"], abs=1e-6)  # it did compute in bfloat16
+    assert found["norms"] == pytest.approx(expected["norms"], rel=0.02)
+    # Adam's first steps are signs, which rounding flips where a gradient is near 0: what counts is the whole update.
+    moved = apart = 0.0
+    start = run(1, make_config(models["untied"]), steps=range(0))["weights"]
     for name, value in found["weights"].items():
-        torch.testing.assert_close(value.float(), expected["weights"][name], rtol=1e-2, atol=6e-3, msg=name)
+        moved += float((expected["weights"][name] - start[name]).square().sum())
+        apart += float((value.float() - expected["weights"][name]).square().sum())
+    assert apart < 0.1**2 * moved
 
 
 def test_the_same_seed_gives_the_same_bits(run, models) -> None:
@@ -248,6 +259,7 @@ def test_on_the_same_world_size_it_resumes_bit_for_bit(run, models, tmp_path, ba
     assert all(torch.equal(value, whole["weights"][name]) for name, value in rest["weights"].items())
 
 
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_a_sharded_checkpoint_can_be_read_with_torch_alone(run, models, tmp_path) -> None:
     import torch.distributed.checkpoint as dcp
 
@@ -289,6 +301,8 @@ def test_a_checkpoint_of_something_else_is_refused(run, models, tmp_path, backen
         ("fsdp", 2, "tied", {}),
         ("fsdp", 2, "untied", {"lora.rank": 2}),
         ("fsdp", 2, "untied", {"model.dtype": "bfloat16"}),
+        ("local", 1, "gpt2", {"lora.rank": 2}),
+        ("fsdp", 2, "gpt2", {}),
     ],
 )
 def test_what_is_exported_scores_the_same_in_transformers(run, models, tmp_path, backend, n, model, changes) -> None:
