@@ -56,6 +56,8 @@ class HFRollout(Engine):
         self._device, self._max_rows = torch.device(options.device), options.max_batch_size
         self._model = self._load(options)
         self._tokenizer = load_tokenizer(options.model_path, options.trust_remote_code)
+        # Then the mask is made here, once a step; else the model makes its own from where the padding is.
+        self._one_mask = _masks_alike(text_config, self._model)
         self._stop_texts = StopTexts(self._tokenizer, options.model_path)
         self._own_ends = end_tokens(options.model_path, config, self._tokenizer)
         self.vocabulary = int(text_config.vocab_size)
@@ -70,7 +72,7 @@ class HFRollout(Engine):
     def _load(self, options: EngineOptions) -> Any:
         arguments = {"attn_implementation": options.attn_implementation, **options.engine_kwargs}
         try:
-            with self._memory():
+            with self._memory(), _no_progress_bar():
                 model = transformers_module().AutoModelForCausalLM.from_pretrained(
                     options.model_path,
                     dtype=getattr(torch, options.dtype),
@@ -196,10 +198,14 @@ class HFRollout(Engine):
         kv.reserve()
         rows, first, end = kv.rows, kv.first, kv.end
         start = torch.from_numpy(kv.start[:rows]).to(self._device).unsqueeze(1)
-        padded = bool((kv.start[:rows] != first).any())
+        mask = None
+        if (kv.start[:rows] != first).any():
+            mask = torch.arange(first, end + 1, device=self._device) >= start
+            if self._one_mask:
+                mask = torch.where(mask, 0.0, -torch.inf).to(self._model.dtype)[:, None, None]
         logits = self._model(
             input_ids=self._last.unsqueeze(1),
-            attention_mask=torch.arange(first, end + 1, device=self._device) >= start if padded else None,
+            attention_mask=mask,
             position_ids=end - start,
             past_key_values=self._cache,
             use_cache=True,
@@ -273,6 +279,20 @@ class HFRollout(Engine):
         self._cache = self._model = None
 
 
+@contextmanager
+def _no_progress_bar() -> Iterator[None]:
+    """Transformers draws one for each model that it loads, also into a log file."""
+    from transformers.utils import logging
+
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            logging.enable_progress_bar()
+
+
 def context_length(config: Any, options: EngineOptions) -> int:
     """Longest prompt and response together.
 
@@ -291,6 +311,14 @@ def context_length(config: Any, options: EngineOptions) -> int:
             f"rollout.max_model_len is {options.max_model_len}; the model's context is {own} (at most that)"
         )
     return options.max_model_len
+
+
+def _masks_alike(config: Any, model: Any) -> bool:
+    """Whether all layers use the mask as it is given: no sliding windows, no positions that are made from it."""
+    full = set(getattr(config, "layer_types", None) or ("full_attention",)) == {"full_attention"}
+    window = getattr(config, "sliding_window", None) and getattr(config, "use_sliding_window", True)
+    rotary = getattr(config, "rope_parameters", None) and not getattr(config, "alibi", False)
+    return bool(full and not window and rotary and model.config._attn_implementation in ("sdpa", "eager"))
 
 
 def _refuse_recurrent(config: Any, model_path: str) -> None:

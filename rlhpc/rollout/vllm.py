@@ -43,15 +43,25 @@ _CPU_CACHE_BYTES = 4 << 30
 
 @dataclass
 class _Running:
-    """A request under way, and what it has so far."""
+    """A request under way.
+
+    Attributes:
+        request: It.
+        token_ids, logprobs: What vLLM has handed out of the response.
+        marks: (tokens, version) at each update that met it: up to there they are of that version.
+    """
 
     request: Request
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
-    versions: list[int] = field(default_factory=list)
+    marks: list[tuple[int, int]] = field(default_factory=list)
 
-    def completion(self, reason: str) -> Completion:
-        return Completion(self.request.id, self.token_ids, self.logprobs, self.versions, reason)
+    def completion(self, version: int, reason: str) -> Completion:
+        """What is given back; tokens after the last update are of `version`."""
+        versions: list[int] = []
+        for tokens, older in (*self.marks, (len(self.token_ids), version)):
+            versions += [older] * (tokens - len(versions))
+        return Completion(self.request.id, self.token_ids, self.logprobs, versions, reason)
 
 
 class VLLMRollout(Engine):
@@ -126,7 +136,7 @@ class VLLMRollout(Engine):
             arguments["enforce_eager"] = True
             if not os.environ.get("VLLM_CPU_KVCACHE_SPACE"):
                 arguments["kv_cache_memory_bytes"] = _cpu_cache_bytes(config.get_text_config(), options)
-        with _leaving_no_trace(), self._memory():
+        with _leaving_no_trace(), self._explained():
             arguments = {**arguments, **options.engine_kwargs}
             try:
                 engine_args = EngineArgs(**arguments)
@@ -137,7 +147,7 @@ class VLLMRollout(Engine):
         return engine
 
     @contextmanager
-    def _memory(self) -> Iterator[None]:
+    def _explained(self) -> Iterator[None]:
         """Names the knobs where memory runs out, and the configuration where vLLM refuses it."""
         try:
             yield
@@ -154,7 +164,7 @@ class VLLMRollout(Engine):
                     f"rollout.max_batch_size ({self._options.max_batch_size}) or rollout.max_model_len "
                     f"({self._options.max_model_len or 'null: the model’s context'})"
                 ) from error
-            if isinstance(error, ValueError):
+            if isinstance(error, ValueError) or "unsupported" in text:
                 raise ConfigError(f"vLLM refuses the model or the section rollout: {_reason(error)}") from error
             raise
 
@@ -189,16 +199,16 @@ class VLLMRollout(Engine):
                 logprobs=0,
                 flat_logprobs=True,
                 detokenize=False,
-                output_kind=RequestOutputKind.DELTA,
+                # Handing out each token costs a tenth of a small model's step.
+                output_kind=RequestOutputKind.DELTA if sampling.stop else RequestOutputKind.FINAL_ONLY,
             )
             self._engine.add_request(name, {"prompt_token_ids": list(request.prompt_ids)}, parameters)
             self._running[name] = _Running(request)
 
     def _advance(self) -> list[Completion]:
-        with self._memory():
+        with self._explained():
             outputs = self._engine.step()
         done: list[Completion] = []
-        version = self.version
         for output in outputs:
             running = self._running.get(output.request_id)
             if running is None:
@@ -206,7 +216,6 @@ class VLLMRollout(Engine):
             new = output.outputs[0]
             running.token_ids += new.token_ids
             running.logprobs += new.logprobs.logprobs
-            running.versions += [version] * len(new.token_ids)
             reason = str(new.finish_reason) if output.finished else ""
             stop = running.request.sampling.stop
             if stop and reason != "stop" and new.token_ids and self._stop_texts.ended(running.token_ids, stop):
@@ -214,12 +223,25 @@ class VLLMRollout(Engine):
                     self._engine.abort_request([output.request_id])
                 reason = "stop"
             if reason:
-                done.append(self._running.pop(output.request_id).completion(reason))
+                done.append(self._running.pop(output.request_id).completion(self.version, reason))
         return done
 
+    def _so_far(self) -> Iterator[tuple[_Running, list[int], list[float]]]:
+        """Requests under way with all their tokens and log-probs, also those that vLLM keeps until the end."""
+        for state in self._engine.output_processor.request_states.values():
+            running = self._running.get(state.external_req_id)
+            if running is not None:
+                yield (
+                    running,
+                    list(state.detokenizer.output_token_ids),
+                    list(state.logprobs_processor.logprobs.logprobs),
+                )
+
     def _abort(self) -> list[Completion]:
+        for running, token_ids, logprobs in self._so_far():
+            running.token_ids, running.logprobs = token_ids, logprobs
         self._engine.abort_request(list(self._running))
-        aborted = [running.completion("abort") for running in self._running.values()]
+        aborted = [running.completion(self.version, "abort") for running in self._running.values()]
         self._running.clear()
         return aborted
 
@@ -239,6 +261,8 @@ class VLLMRollout(Engine):
         weights = whole_update(named_tensors, self._needed, self._optional)
         self._engine.collective_rpc("reload_weights", kwargs={"weights_iterator": weights})
         self._engine.reset_prefix_cache(reset_running_requests=True)
+        for running, token_ids, _ in self._so_far():
+            running.marks.append((len(token_ids), self.version))
         self._torn = ""
         self._end_update(version)
 
@@ -255,7 +279,7 @@ class VLLMRollout(Engine):
     def reload(self) -> None:
         """See `RolloutBackend.reload`."""
         if self._sleeps and not self._on_cpu:
-            with self._memory():
+            with self._explained():
                 self._engine.wake_up()
 
     def close(self) -> None:
@@ -363,7 +387,7 @@ def _leaving_no_trace() -> Iterator[None]:
                 os.environ[name] = value
 
 
-def _reason(error: ValueError) -> str:
+def _reason(error: BaseException) -> str:
     """vLLM checks its arguments with pydantic, whose second line is the reason."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return " ".join(lines[:3])

@@ -1,0 +1,154 @@
+"""Tokens a second of each rollout engine, beside the library it is built on with the same prompts.
+
+Both sides make the same number of tokens for the same prompts, turn by turn, in one process; medians.
+
+    python -m bench.rollout                  # a model of 0.8M parameters, made on the spot
+    python -m bench.rollout --model FOLDER --requests 16 --tokens 32
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from bench.machine import spread, write
+
+BACKENDS = ("hf", "vllm")
+
+
+def tiny_model(folder: Path) -> None:
+    """The 4-layer Llama that the demonstration trains; it has no end token, so every sequence has its full length."""
+    import torch
+    import transformers
+
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=64, hidden_size=128, intermediate_size=384, num_hidden_layers=4, num_attention_heads=4,
+        num_key_value_heads=4, max_position_embeddings=256, eos_token_id=None, bos_token_id=None,
+    )  # fmt: skip
+    transformers.LlamaForCausalLM(config).save_pretrained(folder)
+
+
+def configuration(backend: str, batch: int) -> Any:
+    """What `make_rollout` reads."""
+    from omegaconf import OmegaConf
+
+    from rlhpc.config.schema import ActorConfig, RolloutConfig
+
+    rollout = RolloutConfig(rollout_backend=backend, max_batch_size=batch)
+    return OmegaConf.create({"rollout": OmegaConf.structured(rollout), "actor": OmegaConf.structured(ActorConfig)})
+
+
+def plain_transformers(folder: str, prompts: Sequence[tuple[int, ...]], lengths: Sequence[int]) -> Callable[[], None]:
+    """One call of `generate` on the batch, padded on the left; it ends with the longest."""
+    import torch
+    import transformers
+
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    width = max(len(prompt) for prompt in prompts)
+    ids = torch.tensor([[0] * (width - len(prompt)) + list(prompt) for prompt in prompts])
+    mask = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts])
+
+    def run() -> None:
+        out = model.generate(
+            ids, attention_mask=mask, do_sample=True, temperature=1.0, top_k=0, max_new_tokens=max(lengths),
+            min_new_tokens=max(lengths), pad_token_id=0, output_logits=True, return_dict_in_generate=True,
+        )  # fmt: skip
+        # The log-probs that training needs.
+        torch.stack([step.log_softmax(-1) for step in out.logits], 1).gather(2, out.sequences[:, width:].unsqueeze(2))
+
+    return run
+
+
+def plain_vllm(
+    folder: str, prompts: Sequence[tuple[int, ...]], lengths: Sequence[int], batch: int
+) -> Callable[[], None]:
+    """`LLM.generate`, with the log-probs that training needs."""
+    from vllm import LLM, SamplingParams
+
+    llm = LLM(
+        model=folder, dtype="float32", enforce_eager=True, logprobs_mode="processed_logprobs", max_num_seqs=batch,
+        kv_cache_memory_bytes=1 << 30, skip_tokenizer_init=True,
+    )  # fmt: skip
+    inputs: Any = [{"prompt_token_ids": list(prompt)} for prompt in prompts]
+    sampling = [
+        SamplingParams(max_tokens=length, ignore_eos=True, logprobs=0, detokenize=False, seed=i)
+        for i, length in enumerate(lengths)
+    ]
+
+    def run() -> None:
+        llm.generate(inputs, sampling, use_tqdm=False)
+
+    return run
+
+
+def measure(backend: str, folder: str, lengths: Sequence[int], batch: int, repeat: int) -> dict[str, Any]:
+    """Tokens a second of both sides, and tokens a CPU second, which neighbours on the machine disturb less."""
+    from rlhpc.rollout import Request, SamplingParams, make_rollout
+
+    rng = random.Random(0)
+    prompts = [tuple(rng.randrange(3, 60) for _ in range(rng.randint(5, 20))) for _ in lengths]
+    engine = make_rollout(configuration(backend, batch), model_path=folder, device="cpu", seed=0)
+    queue = [
+        Request(i, prompt, SamplingParams(max_new_tokens=length), seed=i)
+        for i, (prompt, length) in enumerate(zip(prompts, lengths, strict=True))
+    ]
+    sides: dict[str, Callable[[], Any]] = {
+        "rlhpc": lambda: engine.generate(queue),
+        "plain": plain_vllm(folder, prompts, lengths, batch)
+        if backend == "vllm"
+        else plain_transformers(folder, prompts, lengths),
+    }
+    rates: dict[str, list[float]] = {f"{name} (tokens/{unit})": [] for name in sides for unit in ("s", "CPU s")}
+    for turn in range(repeat + 1):
+        for name in sorted(sides, reverse=bool(turn % 2)):
+            wall, cpu = time.perf_counter(), time.process_time()
+            sides[name]()
+            if turn:  # the first one warms up
+                rates[f"{name} (tokens/s)"].append(sum(lengths) / (time.perf_counter() - wall))
+                rates[f"{name} (tokens/CPU s)"].append(sum(lengths) / (time.process_time() - cpu))
+    engine.close()
+    figures = {name: spread(values) for name, values in rates.items()}
+    ratios = {
+        f"ratio by {unit}": figures[f"rlhpc (tokens/{unit})"]["median"] / figures[f"plain (tokens/{unit})"]["median"]
+        for unit in ("s", "CPU s")
+    }
+    return {**figures, **ratios}
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Measures and writes `results/rollout.json`."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--model", help="a Hugging Face folder; by default a tiny one is made")
+    parser.add_argument("--backends", nargs="+", choices=BACKENDS, default=list(BACKENDS))
+    parser.add_argument("--requests", type=int, default=128)
+    parser.add_argument("--tokens", type=int, default=32)
+    parser.add_argument("--batch", type=int, default=128)
+    parser.add_argument("--repeat", type=int, default=5)
+    args = parser.parse_args(argv)
+    with tempfile.TemporaryDirectory() as made:
+        if not args.model:
+            tiny_model(Path(made))
+        rng = random.Random(1)
+        cases = {
+            "equal lengths": [args.tokens] * args.requests,
+            "mixed lengths": [rng.randint(max(1, args.tokens // 8), args.tokens) for _ in range(args.requests)],
+        }
+        results: dict[str, Any] = {backend: {} for backend in args.backends}
+        for backend in args.backends:
+            for case, lengths in cases.items():
+                found = measure(backend, args.model or made, lengths, args.batch, args.repeat)
+                results[backend][case] = found
+                print(backend, case, json.dumps(found), flush=True)
+    words = " ".join(f"--{name} {getattr(args, name)}" for name in ("requests", "tokens", "batch", "repeat"))
+    print(write("rollout", f"python -m bench.rollout {words}", {"engines": results}))
+
+
+if __name__ == "__main__":
+    main()

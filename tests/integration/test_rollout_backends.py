@@ -1,0 +1,451 @@
+"""Both generation engines against a plain transformers forward of the same weights."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from omegaconf import OmegaConf
+
+from rlhpc.config.schema import ActorConfig, RolloutConfig
+from rlhpc.rollout import Completion, Request, RolloutBackend, SamplingParams, make_rollout
+from rlhpc.rollout.ends import end_tokens
+from rlhpc.rollout.engine import UpdateFailed
+from rlhpc.rollout.kv import KeyValues
+from rlhpc.rollout.sampling import Rows, draw
+from rlhpc.runtime.errors import ConfigError
+
+transformers = pytest.importorskip("transformers")
+
+VOCABULARY, CONTEXT, END = 64, 256, 1
+CHARACTERS = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456</>"[:61]
+#: Both compute in float32: what is left is the order of summation.
+TOLERANCE = 2e-5
+
+
+def save_model(folder: Path, kind: str = "Llama", **changes: Any) -> Any:
+    torch.manual_seed(0)
+    options = {
+        "vocab_size": VOCABULARY, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2,
+        "num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": CONTEXT, "initializer_range": 0.15,
+        "bos_token_id": 0, "eos_token_id": END, "pad_token_id": 2, **changes,
+    }  # fmt: skip
+    config = getattr(transformers, f"{kind}Config")(**options)
+    model = transformers.AutoModelForCausalLM.from_config(config).eval()
+    model.save_pretrained(folder)
+    return model
+
+
+def save_tokenizer(folder: Path) -> None:
+    """One token a character, so that a stop text takes several."""
+    from tokenizers import Tokenizer, decoders, models
+
+    words = {word: i for i, word in enumerate(["<s>", "</s>", "<pad>", *CHARACTERS])}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="<pad>"))
+    tokenizer.decoder = decoders.Fuse()
+    fast = transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>")
+    fast.save_pretrained(folder)
+
+
+def config(backend: str, **rollout: Any) -> Any:
+    values = {"rollout_backend": backend, "max_batch_size": 16, **rollout}
+    sections = {"rollout": OmegaConf.structured(RolloutConfig(**values)), "actor": OmegaConf.structured(ActorConfig)}
+    return OmegaConf.create(sections)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("model")
+    save_model(path)
+    save_tokenizer(path)
+    return path
+
+
+@pytest.fixture
+def model(folder: Path) -> Any:
+    """The reference, with the weights that the engines start from."""
+    return transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+
+
+@pytest.fixture(scope="module", params=["hf", "vllm"])
+def built(request: pytest.FixtureRequest, folder: Path) -> Iterator[RolloutBackend]:
+    """One engine for all tests: vLLM takes its time to start."""
+    if request.param == "vllm":
+        pytest.importorskip("vllm")
+    engine = make_rollout(config(request.param), model_path=str(folder), device="cpu", seed=3)
+    yield engine
+    engine.close()
+
+
+@pytest.fixture
+def engine(built: RolloutBackend, model: Any) -> RolloutBackend:
+    """The engine with nothing under way and the reference's weights, as version 0."""
+    built.abort()
+    built.update_weights(0, model.state_dict().items())
+    return built
+
+
+def requests_of(count: int, seed: int = 0, **fixed: Any) -> list[Request]:
+    """Prompts of different lengths, each sampled in its own way."""
+    rng = random.Random(seed)
+    made = []
+    for i in range(count):
+        sampling = {
+            "max_new_tokens": rng.randint(1, 40), "temperature": rng.choice([0.0, 0.7, 1.0, 1.3]),
+            "top_p": rng.choice([1.0, 1.0, 0.8]), "top_k": rng.choice([-1, -1, 5]), **fixed,
+        }  # fmt: skip
+        prompt = tuple(rng.randrange(3, VOCABULARY) for _ in range(rng.randint(1, 25)))
+        made.append(Request(i, prompt, SamplingParams(**sampling), seed=seed * 1000 + i))
+    return made
+
+
+def distributions(model: Any, prompt: Sequence[int], response: Sequence[int], temperature: float) -> torch.Tensor:
+    """Log-probs `[response, V]` that a plain forward gives."""
+    with torch.no_grad():
+        logits = model(torch.tensor([[*prompt, *response]])).logits[0].float()
+    return torch.log_softmax(logits / (temperature or 1.0), dim=-1)[len(prompt) - 1 : -1]
+
+
+def error_of(model: Any, request: Request, completion: Completion, version: int | None = None) -> float:
+    """Largest distance between a completion's log-probs (of one version) and the plain forward's."""
+    expected = distributions(model, request.prompt_ids, completion.token_ids, request.sampling.temperature)
+    mine = torch.tensor(completion.logprobs)
+    theirs = expected.gather(1, torch.tensor(completion.token_ids).unsqueeze(1)).squeeze(1)
+    chosen = torch.tensor([version is None or v == version for v in completion.versions])
+    return float((mine - theirs).abs()[chosen].max()) if chosen.any() else 0.0
+
+
+def change(model: Any, seed: int) -> None:
+    """What an optimizer step does, only more of it."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.03)
+
+
+def run_out(engine: RolloutBackend) -> list[Completion]:
+    done = []
+    while engine.unfinished():
+        done += engine.step()
+    return done
+
+
+def test_generates_what_the_model_says(engine: RolloutBackend, model: Any) -> None:
+    requests = requests_of(50)
+    completions = engine.generate(requests)
+    assert [completion.id for completion in completions] == [request.id for request in requests]
+    for request, completion in zip(requests, completions, strict=True):
+        assert len(completion.token_ids) == len(completion.logprobs) == len(completion.versions)
+        assert error_of(model, request, completion) < TOLERANCE
+        ended = completion.token_ids[-1] == END
+        assert completion.finish_reason == ("stop" if ended else "length")
+        assert END not in completion.token_ids[:-1]
+        assert ended or len(completion.token_ids) == request.sampling.max_new_tokens
+    assert engine.unfinished() == 0
+
+
+def test_greedy_tokens_are_those_of_transformers_generate(engine: RolloutBackend, model: Any) -> None:
+    requests = requests_of(12, seed=1, temperature=0.0, top_p=1.0, top_k=-1, max_new_tokens=30)
+    for request, completion in zip(requests, engine.generate(requests), strict=True):
+        prompt = torch.tensor([request.prompt_ids])
+        whole = model.generate(prompt, attention_mask=torch.ones_like(prompt), do_sample=False, max_new_tokens=30)
+        assert completion.token_ids == whole[0, prompt.shape[1] :].tolist()
+
+
+def test_engines_agree(engine: RolloutBackend, folder: Path) -> None:
+    """Same greedy answers and log-probs from either."""
+    other = make_rollout(config("hf", max_batch_size=3), model_path=str(folder), device="cpu", seed=0)
+    requests = requests_of(12, seed=2, temperature=0.0, top_p=1.0, top_k=-1)
+    for a, b in zip(engine.generate(requests), other.generate(requests), strict=True):
+        assert a.token_ids == b.token_ids
+        assert a.logprobs == pytest.approx(b.logprobs, abs=1e-4)
+
+
+def test_every_update_arrives_and_a_missed_one_shows(engine: RolloutBackend, model: Any) -> None:
+    requests = requests_of(20, seed=3)
+    for version in (1, 2, 3):
+        change(model, version)
+        missed = engine.generate(requests)
+        assert max(error_of(model, *pair) for pair in zip(requests, missed, strict=True)) > 0.01
+        weights = model.state_dict() if version == 2 else dict(model.named_parameters())
+        engine.update_weights(version, ((name, tensor.detach().clone()) for name, tensor in weights.items()))
+        assert engine.version == version
+        completions = engine.generate(requests)
+        assert max(error_of(model, *pair) for pair in zip(requests, completions, strict=True)) < TOLERANCE
+        assert {v for completion in completions for v in completion.versions} == {version}
+
+
+def test_update_with_requests_under_way(engine: RolloutBackend, model: Any, folder: Path) -> None:
+    """Tokens after an update are drawn by the new weights from prompt and response so far, and say so."""
+    requests = {request.id: request for request in requests_of(40, seed=4, max_new_tokens=40)}
+    engine.add(requests.values())
+    done: list[Completion] = []
+    models = {}
+    for version in range(3):
+        if version:
+            change(model, version)
+            engine.update_weights(version, model.named_parameters())
+        models[version] = transformers.AutoModelForCausalLM.from_config(model.config).eval()
+        models[version].load_state_dict(model.state_dict())
+        for _ in range(6):
+            done += engine.step()
+    done += run_out(engine)
+    assert sorted(completion.id for completion in done) == sorted(requests)
+    spans = [completion.versions for completion in done]
+    assert all(versions == sorted(versions) for versions in spans)
+    assert [0, 1, 2] in [sorted(set(versions)) for versions in spans]
+    for completion in done:
+        request = requests[completion.id]
+        for version, weights in models.items():
+            assert error_of(weights, request, completion, version) < TOLERANCE
+        if request.sampling.temperature == 0.0:
+            best = {v: distributions(m, request.prompt_ids, completion.token_ids, 0.0) for v, m in models.items()}
+            said = [int(best[v][t].argmax()) for t, v in enumerate(completion.versions)]
+            assert completion.token_ids == said
+
+
+def test_neighbours_do_not_matter(engine: RolloutBackend) -> None:
+    requests = requests_of(30, seed=5)
+    together = engine.generate(requests)
+    shuffled = random.Random(0).sample(range(30), 30)
+    others = {completion.id: completion for completion in engine.generate([requests[i] for i in shuffled])}
+    for request, completion in zip(requests, together, strict=True):
+        assert others[request.id].token_ids == completion.token_ids
+    for i in (0, 7, 19):
+        alone = engine.generate([requests[i]])[0]
+        assert alone.token_ids == together[i].token_ids
+        assert alone.logprobs == pytest.approx(together[i].logprobs, abs=TOLERANCE)
+
+
+def test_seeds(engine: RolloutBackend) -> None:
+    sampling = SamplingParams(max_new_tokens=20)
+    first = engine.generate([Request(i, (5, 6, 7), sampling, seed=i) for i in range(8)])
+    again = engine.generate([Request(i, (5, 6, 7), sampling, seed=i) for i in range(8)])
+    assert [c.token_ids for c in first] == [c.token_ids for c in again]
+    assert len({tuple(c.token_ids) for c in first}) > 5
+
+
+def test_frequencies_are_the_models_probabilities(engine: RolloutBackend, model: Any) -> None:
+    draws, prompt, temperature = 3000, (9, 30, 12), 0.8
+    sampling = SamplingParams(max_new_tokens=1, temperature=temperature)
+    completions = engine.generate([Request(i, prompt, sampling, seed=i) for i in range(draws)])
+    seen = torch.bincount(torch.tensor([c.token_ids[0] for c in completions]), minlength=VOCABULARY).double()
+    expected = distributions(model, prompt, (3,), temperature)[0].double().exp() * draws
+    large = expected >= 5.0
+    seen = torch.cat([seen[large], seen[~large].sum().reshape(1)])
+    expected = torch.cat([expected[large], expected[~large].sum().reshape(1)])
+    statistic = ((seen - expected) ** 2 / expected).sum()
+    # The upper tail of the chi-square distribution.
+    assert torch.special.gammaincc(torch.tensor((len(seen) - 1) / 2.0).double(), statistic / 2.0) > 1e-3
+
+
+def test_filters_draw_allowed_tokens_only(engine: RolloutBackend, model: Any) -> None:
+    """And the log-probs are still those of the whole distribution."""
+    for filters in ({"top_k": 4}, {"top_p": 0.6}, {"top_k": 8, "top_p": 0.7}):
+        requests = requests_of(
+            12, seed=6, **{"temperature": 1.4, "max_new_tokens": 25, "top_k": -1, "top_p": 1.0, **filters}
+        )
+        for request, completion in zip(requests, engine.generate(requests), strict=True):
+            assert error_of(model, request, completion) < TOLERANCE
+            expected = distributions(model, request.prompt_ids, completion.token_ids, 1.4)
+            for line, token in zip(expected, completion.token_ids, strict=True):
+                ordered, order = line.exp().double().sort(descending=True)
+                kept = ordered[: filters.get("top_k", VOCABULARY)]
+                kept = kept / kept.sum()
+                allowed = int((kept.cumsum(0) - kept < filters.get("top_p", 2.0) + 1e-5).sum())
+                assert token in order[:allowed]
+
+
+def test_abort_gives_back_what_there_is(engine: RolloutBackend, model: Any) -> None:
+    requests = requests_of(30, seed=7, max_new_tokens=40, temperature=1.0)
+    engine.add(requests)
+    done = engine.step() + engine.step() + engine.step()
+    left = engine.unfinished()
+    aborted = engine.abort()
+    assert len(aborted) == left == 30 - len(done)
+    assert {c.finish_reason for c in aborted} == {"abort"}
+    assert engine.unfinished() == 0 and engine.step() == []
+    begun = [c for c in aborted if c.token_ids]
+    assert begun and len(begun) < len(aborted)  # 16 at a time
+    for completion in begun:
+        assert error_of(model, requests[completion.id], completion) < TOLERANCE
+    assert len(engine.generate(requests)) == 30
+
+
+def test_stop_tokens_and_texts(engine: RolloutBackend, model: Any) -> None:
+    plain = SamplingParams(max_new_tokens=40)
+    requests = [Request(i, (4 + i, 8, 3), plain, seed=i) for i in range(16)]
+    tried = 0
+    for request, free in zip(requests, engine.generate(requests), strict=True):
+        said = free.token_ids
+        if len(said) < 7 or min(said[:6]) < 3:
+            continue
+        tried += 1
+        sampling = SamplingParams(max_new_tokens=40, stop_token_ids=(said[4],))
+        cut = engine.generate([Request(0, request.prompt_ids, sampling, seed=request.seed)])[0]
+        assert cut.token_ids == said[: said.index(said[4]) + 1]
+        assert cut.finish_reason == "stop"
+
+        wanted = "".join(CHARACTERS[token - 3] for token in said[3:6])
+        sampling = SamplingParams(max_new_tokens=40, stop=("never this", wanted))
+        engine.add([Request(0, request.prompt_ids, sampling, seed=request.seed)])
+        done = engine.step() + engine.step()
+        # The text is found although an update interrupts it.
+        engine.update_weights(1, model.state_dict().items())
+        cut = (done + run_out(engine))[0]
+        assert cut.token_ids == said[:6]
+        assert cut.finish_reason == "stop" and len(cut.logprobs) == 6
+    assert tried > 3
+
+
+def test_the_context_is_kept(engine: RolloutBackend) -> None:
+    with pytest.raises(
+        ConfigError, match=r"a prompt of 256 tokens leaves no room in the context of 256 \(rollout.max_model_len"
+    ):
+        engine.add([Request(0, (5,) * 10, SamplingParams()), Request(1, (5,) * CONTEXT, SamplingParams())])
+    assert engine.unfinished() == 0
+    sampling = SamplingParams(max_new_tokens=50, temperature=1.0)
+    for length in (CONTEXT - 1, CONTEXT - 3):
+        completion = engine.generate([Request(0, (5,) * length, sampling)])[0]
+        assert len(completion.token_ids) <= CONTEXT - length
+        assert completion.finish_reason == "stop" or len(completion.token_ids) == CONTEXT - length
+    for prompt, message in (((), "empty prompt"), ((70,), "vocabulary is 64")):
+        with pytest.raises(ConfigError, match=message):
+            engine.add([Request(0, prompt, SamplingParams())])
+
+
+def test_generate_keeps_what_others_added(engine: RolloutBackend) -> None:
+    others = requests_of(6, seed=8, max_new_tokens=2)
+    engine.add(others)
+    mine = [Request(100 + i, (5, 9), SamplingParams(max_new_tokens=30), seed=i) for i in range(3)]
+    assert [c.id for c in engine.generate(mine)] == [100, 101, 102]
+    assert engine.unfinished() == 6
+    assert sorted(c.id for c in run_out(engine)) == [0, 1, 2, 3, 4, 5]
+
+
+def test_offload_loses_no_request(engine: RolloutBackend, model: Any) -> None:
+    requests = requests_of(10, seed=9, max_new_tokens=20, temperature=0.7)
+    expected = [c.token_ids for c in engine.generate(requests)]
+    engine.add(requests)
+    done = engine.step()
+    engine.offload()
+    engine.reload()
+    engine.update_weights(1, model.state_dict().items())
+    done += run_out(engine)
+    assert [c.token_ids for c in sorted(done, key=lambda c: c.id)] == expected
+
+
+@pytest.mark.parametrize("missing", [True, False])
+def test_zz_half_an_update_stops_the_engine(built: RolloutBackend, model: Any, missing: bool) -> None:
+    """Last in the file: vLLM has to be started again after one."""
+    weights = list(model.state_dict().items())
+    broken = (
+        weights[:-3] if missing else [*weights[:4], ("model.layers.7.mlp.up_proj.weight", torch.zeros(1)), *weights[4:]]
+    )
+    with pytest.raises(UpdateFailed, match="left out" if missing else "does not have|restart"):
+        built.update_weights(5, broken)
+    built.add([Request(0, (5,), SamplingParams(max_new_tokens=3))])
+    with pytest.raises(UpdateFailed, match="version 5"):
+        built.step()
+    built.abort()
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes"),
+    [
+        ("Mistral", {"sliding_window": 6}),
+        ("Qwen2", {"tie_word_embeddings": True}),
+        ("Gemma3Text", {"head_dim": 32, "sliding_window": 6, "layer_types": ["sliding_attention", "full_attention"]}),
+    ],
+)
+def test_other_architectures(tmp_path: Path, kind: str, changes: dict[str, Any]) -> None:
+    reference = save_model(tmp_path, kind, **changes)
+    engine = make_rollout(config("hf", max_batch_size=5), model_path=str(tmp_path), device="cpu", seed=0)
+    change(reference, 1)
+    engine.update_weights(1, reference.named_parameters())
+    requests = requests_of(15, seed=10)
+    for request, completion in zip(requests, engine.generate(requests), strict=True):
+        assert error_of(reference, request, completion) < 5 * TOLERANCE
+
+
+def test_bad_configurations(folder: Path, tmp_path: Path) -> None:
+    def make(backend: str, path: Path = folder, **rollout: Any) -> RolloutBackend:
+        return make_rollout(config(backend, **rollout), model_path=str(path), device="cpu", seed=0)
+
+    for backend, message in (("vlm", "did you mean 'vllm'"), ("no.such:Engine", "cannot be imported")):
+        with pytest.raises(ConfigError, match=message):
+            make(backend)
+    with pytest.raises(ConfigError, match=r"actor.model.model_path is .*no-model"):
+        make("hf", tmp_path / "no-model")
+    with pytest.raises(ConfigError, match=r"rollout.max_model_len is 300; the model's context is 256"):
+        make("hf", max_model_len=300)
+    with pytest.raises(ConfigError, match=r"rollout.dtype is 'int4'; allowed: float32"):
+        make("hf", dtype="int4")
+    save_model(tmp_path)
+    with pytest.raises(ConfigError, match="stop texts need a tokenizer"):
+        make("hf", tmp_path).add([Request(0, (5,), SamplingParams(stop=("x",)))])
+
+
+def test_end_tokens_of_all_three_places(tmp_path: Path) -> None:
+    model = save_model(tmp_path)
+    transformers.GenerationConfig(eos_token_id=[7, 8]).save_pretrained(tmp_path)
+    tokenizer = OmegaConf.create({"eos_token_id": 9})
+    assert end_tokens(str(tmp_path), model.config, tokenizer) == {END, 7, 8, 9}
+
+
+def test_draw_takes_no_token_without_mass() -> None:
+    """Whatever the random number, and next to rows that are not filtered."""
+    logits = torch.log(torch.tensor([[0.5, 0.3, 0.15, 0.05], [0.05, 0.15, 0.3, 0.5], [0.25, 0.25, 0.25, 0.25]]))
+    samplings = [SamplingParams(top_p=0.75), SamplingParams(top_k=1), SamplingParams()]
+    rows = Rows([Request(i, (0,), sampling) for i, sampling in enumerate(samplings)], 4, torch.device("cpu"))
+    for noise in (0.0, 0.3, 0.6249, 0.6251, 1.0 - 2**-53):
+        tokens, logprobs = draw(logits, rows, torch.full((3,), noise, dtype=torch.float64))
+        assert tokens.tolist() == [0 if noise < 0.625 else 1, 3, int(noise * 4)]
+        assert logprobs.tolist() == pytest.approx(
+            [logits[i, t].item() for i, t in enumerate(tokens.tolist())], abs=1e-6
+        )
+
+
+class _Layer:
+    def __init__(self, keys: torch.Tensor) -> None:
+        self.keys, self.values = keys, -keys
+
+
+def test_cache_rows_come_and_go() -> None:
+    """Against lists: what a row holds stays its own through growing, moving and other rows' leaving."""
+    rng = random.Random(0)
+    store, mine = KeyValues(9), []
+    counter = 0.0
+    for _ in range(400):
+        action = rng.random()
+        if action < 0.1 and len(mine) < 6:
+            lengths = [rng.randint(1, 12) for _ in range(rng.randint(1, 3))]
+            padded = torch.zeros(len(lengths), 2, max(lengths), 3)
+            for row, length in enumerate(lengths):
+                values = torch.arange(counter, counter + length)
+                counter += length
+                padded[row, :, -length:] = values[None, :, None]
+                mine.append(values.tolist())
+            store.append([_Layer(padded)], lengths, range(len(lengths)))
+        elif action < 0.25 and mine:
+            leaving = sorted(rng.sample(range(len(mine)), rng.randint(1, len(mine))))
+            for come, to in store.drop(leaving):
+                mine[to] = mine[come]
+            del mine[len(mine) - len(leaving) :]
+        elif mine:
+            store.reserve()
+            for row, held in enumerate(mine):
+                store.keys[0][row, :, store.end], store.values[0][row, :, store.end] = counter, -counter
+                held.append(counter)
+                counter += 1
+            store.end += 1
+        assert store.rows == len(mine)
+        for row, held in enumerate(mine):
+            columns = slice(int(store.start[row]), store.end)
+            assert store.keys[0][row, 1, columns, 2].tolist() == held
+            assert store.values[0][row, 0, columns, 0].tolist() == [-value for value in held]
+            assert store.start[row] >= store.first
