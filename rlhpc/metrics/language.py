@@ -68,7 +68,7 @@ ALWAYS = {
 def language_task(paths: RunPaths) -> str | None:
     """`reasoning` or `sft`; None for other runs, and where config.yaml cannot be read."""
     try:
-        task = yaml.safe_load(paths.config.read_text())["runner"]["task_type"]
+        task = str(yaml.safe_load(paths.config.read_text())["runner"]["task_type"]).lower()
     except (OSError, yaml.YAMLError, KeyError, TypeError):
         return None
     return task if task in TASKS else None

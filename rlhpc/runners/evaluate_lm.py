@@ -33,7 +33,7 @@ from rlhpc.rewards import Sample, make_reward
 from rlhpc.rewards.answers import extract
 from rlhpc.roles.prompts import seed_of
 from rlhpc.rollout import Request, SamplingParams, make_rollout
-from rlhpc.rollout.generation import make_generation
+from rlhpc.rollout.agents import make_generation
 from rlhpc.runtime.errors import ConfigError
 
 #: Pause where neither engine nor judges had anything.
@@ -63,7 +63,8 @@ def evaluate_language_model(
         suite: Name of a suite; `default` is the first where none has that name.
         output: JSON file to write, atomically; the samples go to `<stem>.samples.jsonl` beside it.
         backend: Takes the place of `rollout.rollout_backend`.
-        global_step: By default what the folder's name says; 0 for a model that is no checkpoint.
+        global_step: By default that of the checkpoint. Of any other model what the folder of `output`, or else its own,
+            is called: `global_step_<N>`; or 0.
         progress: Shows on stderr how many answers have been judged.
 
     Returns:
@@ -87,11 +88,12 @@ def evaluate_language_model(
         cfg = OmegaConf.merge(cfg, {"rollout": {"rollout_backend": backend}})
     with _folder(model) as (folder, step):
         rows, dropped = _answers(cfg, section, suite, folder, progress)
+    steps = (global_step, step, _step_of(Path(output).parent if output else None), _step_of(model), 0)
     result = {
         **summarize(rows),
         "dropped": dropped,
         "suite": suite,
-        "global_step": step if global_step is None else global_step,
+        "global_step": next(n for n in steps if n is not None),
         "model": str(model),
         "backend": str(cfg.rollout.rollout_backend),
         "seed": int(cfg.runner.seed),
@@ -136,16 +138,20 @@ def describe(result: dict[str, Any]) -> str:
     return f"{line}; suite {result['suite']}, step {result['global_step']}, {result['backend']}"
 
 
+def _step_of(folder: str | Path | None) -> int | None:
+    """N of a folder called `global_step_<N>`."""
+    found = _STEP.fullmatch(Path(folder).absolute().name) if folder else None
+    return int(found.group(1)) if found else None
+
+
 @contextmanager
-def _folder(model: str | Path) -> Iterator[tuple[str, int]]:
-    """A Hugging Face folder of the model, and its step."""
+def _folder(model: str | Path) -> Iterator[tuple[str, int | None]]:
+    """A Hugging Face folder of the model, and the checkpoint's step where it is one."""
     from rlhpc.data.builtin import resolve_model
 
     path = Path(model).expanduser()
-    found = _STEP.fullmatch(path.absolute().name)
-    step = int(found.group(1)) if found else 0
     if not (path / MANIFEST).is_file():
-        yield resolve_model(str(model)), step
+        yield resolve_model(str(model)), None
         return
     from rlhpc.checkpoint.convert_lm import export_language_model
 

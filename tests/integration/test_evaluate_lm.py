@@ -120,6 +120,9 @@ def test_step_and_report(model: Path, suite: Path, tmp_path: Path) -> None:
         cfg = config(model, {"path": str(suite)})
         result = evaluate_language_model(cfg, exported, output=paths.eval_result(step, "default"))
         assert result["global_step"] == step
+    elsewhere = evaluate_language_model(cfg, tmp_path / "global_step_7", output=tmp_path / "seven.json")
+    of_this_run = evaluate_language_model(cfg, tmp_path / "global_step_7", output=tmp_path / "global_step_0" / "x.json")
+    assert (elsewhere["global_step"], of_this_run["global_step"]) == (7, 0)
     write_report(paths)
     page = (paths.report.parent / "samples.html").read_text()
     assert page.count('<article class="problem">') == 12 and "step 7" in page and "41.7%" in paths.report.read_text()
