@@ -14,7 +14,7 @@ from rlhpc.training.lm import TokenBatch
 
 #: A micro-batch more is worth it when it saves this part of a full one in padding: it costs kernel launches and, with
 #: sharded weights, another gathering of them.
-_OVERHEAD = 8
+_OVERHEAD = 16
 
 
 def pack(sequences: Sequence[Mapping[str, Any]], max_tokens: int, pad_id: int) -> list[TokenBatch]:

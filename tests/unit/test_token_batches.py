@@ -49,7 +49,7 @@ def test_every_token_is_in_exactly_one_micro_batch_and_none_is_too_large(lengths
 @given(st.lists(st.integers(2, 12), min_size=1, max_size=7), st.integers(12, 40))
 def test_no_cut_of_the_sorted_lengths_costs_less(lengths, max_tokens):
     def cost(shapes):
-        return sum(rows * width + max_tokens // 8 for rows, width in shapes)
+        return sum(rows * width + max_tokens // 16 for rows, width in shapes)
 
     ordered = sorted(lengths, reverse=True)
     every = []
@@ -66,12 +66,12 @@ def test_packing_is_deterministic_and_wastes_little():
     lengths = [int(min(4096, 64 + rng.expovariate(1 / 600))) for _ in range(512)]
     first, again = (pack(sequences_of(lengths), 16384, 0) for _ in range(2))
     assert all(torch.equal(a.input_ids, b.input_ids) for a, b in zip(first, again, strict=True))
-    assert padding_waste(first) < 0.06
+    assert padding_waste(first) < 0.05
     in_order = 1 - sum(lengths) / sum(
         len(lengths[i : i + 4]) * max(lengths[i : i + 4]) for i in range(0, len(lengths), 4)
     )
     assert in_order > 0.4  # what padding rows as they come would waste
-    assert len(first) <= sum(lengths) / 16384 * 1.25 + 1
+    assert len(first) <= sum(lengths) / 16384 * 1.5 + 1
 
 
 def test_a_sequence_that_does_not_fit_names_the_key():
