@@ -1,0 +1,359 @@
+"""Episodes of several turns, on an engine that writes what a script says."""
+
+from __future__ import annotations
+
+import threading
+import time
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+
+import pytest
+
+from rlhpc.data.prompts import Prompt
+from rlhpc.rollout import Completion, Request, SamplingParams
+from rlhpc.rollout.agents import (
+    Agent,
+    Episodes,
+    ToolAgent,
+    configured_agent,
+    make_agent,
+    make_generation,
+    register_agent,
+    run_episodes,
+)
+from rlhpc.rollout.episodes import message_text
+from rlhpc.rollout.tools import PythonTool, calculator
+from rlhpc.runtime.errors import ConfigError
+
+EOS = 0
+
+
+class Letters:
+    """A tokenizer of characters; token 0 is the end."""
+
+    eos_token_id = EOS
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        assert not add_special_tokens
+        return [ord(letter) for letter in text]
+
+    def decode(self, ids, skip_special_tokens: bool = False) -> str:
+        return "".join("" if i == EOS and skip_special_tokens else "<eos>" if i == EOS else chr(i) for i in ids)
+
+    def apply_chat_template(self, messages, tokenize: bool, add_generation_prompt: bool) -> str:
+        assert not tokenize and add_generation_prompt
+        return "".join(f"[{m['role']}]{m['content']}<eos>\n" for m in messages) + "[assistant]"
+
+
+@dataclass
+class Scripted:
+    """An engine after `script`: from all that stands before, to what is written next, one token a step."""
+
+    script: object
+    context: int = 10_000
+    version: int = 0
+    requests: list[Request] = field(default_factory=list)
+    _rows: dict[int, tuple[Request, list[int], Completion]] = field(default_factory=dict)
+
+    def add(self, requests) -> None:
+        for request in requests:
+            if len(request.prompt_ids) >= self.context:
+                raise ConfigError("no room")
+            assert request.id not in self._rows
+            text = self.script(Letters().decode(request.prompt_ids))
+            self.requests.append(request)
+            tokens = [ord(letter) for letter in text.removesuffix("$")] + ([EOS] if text.endswith("$") else [])
+            self._rows[request.id] = request, tokens, Completion(request.id)
+
+    def step(self) -> list[Completion]:
+        done = []
+        for request, tokens, completion in list(self._rows.values()):
+            token = tokens[len(completion.token_ids)]
+            completion.token_ids.append(token)
+            completion.logprobs.append(-token / 1000)
+            completion.versions.append(self.version)
+            text = Letters().decode(completion.token_ids)
+            room = min(request.sampling.max_new_tokens, self.context - len(request.prompt_ids))
+            if token == EOS or any(stop in text for stop in request.sampling.stop):
+                completion.finish_reason = "stop"
+            elif len(completion.token_ids) >= room:
+                completion.finish_reason = "length"
+            else:
+                continue
+            del self._rows[request.id]
+            done.append(completion)
+        return done
+
+    def unfinished(self) -> int:
+        return len(self._rows)
+
+    def abort(self) -> list[Completion]:
+        rows, self._rows = self._rows, {}
+        return [completion for _, _, completion in rows.values()]
+
+
+def request(number: int, prompt: str, most: int = 200, seed: int = 7) -> Request:
+    return Request(number, tuple(map(ord, prompt)), SamplingParams(max_new_tokens=most), seed)
+
+
+def sums(text: str) -> str:
+    """Asks the calculator, then repeats what it said."""
+    if "<result>" not in text:
+        return f"<tool>calculator: {text}</tool>"
+    return text.split("<result>")[1].split("</result>")[0] + "$"
+
+
+def run(script, prompts, agent, max_turns=4, **given):
+    backend = Scripted(script, **given.pop("engine", {}))
+    asked = [(request(i, prompt, **given), None) for i, prompt in enumerate(prompts)]
+    episodes = {episode.id: episode for episode in run_episodes(backend, asked, agent, Letters(), max_turns)}
+    return [episodes[i] for i in range(len(prompts))], backend
+
+
+def test_tokens_and_masks_of_a_tool_call():
+    (episode,), backend = run(sums, ["12*7"], ToolAgent())
+    call, result, said = "<tool>calculator: 12*7</tool>", "<result>84</result>\n", "84"
+    assert episode.token_ids == [*map(ord, call + result + said), EOS]
+    masks = [True] * len(call) + [False] * len(result) + [True] * 3
+    assert episode.loss_mask == masks
+    assert episode.logprobs == [-t / 1000 if mask else 0 for t, mask in zip(episode.token_ids, masks, strict=True)]
+    assert episode.turns == 2 and episode.finish_reason == "stop" and len(episode.versions) == len(masks)
+    # the second turn goes on after exactly these tokens, with other random numbers and what is left of the length
+    first, second = backend.requests
+    assert second.prompt_ids == (*first.prompt_ids, *map(ord, call + result))
+    assert second.seed != first.seed and second.id == first.id
+    assert second.sampling.max_new_tokens == 200 - len(call + result)
+    assert first.sampling.stop == second.sampling.stop == ("</tool>",)
+
+
+def test_the_same_seed_gives_the_same_episode():
+    seeds = [[r.seed for r in run(sums, ["1+1"], ToolAgent(), seed=seed)[1].requests] for seed in (3, 3, 4)]
+    assert seeds[0] == seeds[1] and len({*seeds[0], *seeds[2]}) == 4
+
+
+def test_one_turn_without_an_agent():
+    backend = Scripted(lambda text: "two$")
+    cfg = SimpleNamespace(rollout=SimpleNamespace(agent=None, max_turns=1))
+    generation = make_generation(cfg, backend, Letters())
+    prompt = Prompt(1, ({"role": "user", "content": "1+1"},))
+    generation.add([request(0, "1+1"), request(1, "1+1")], prompt)
+    ended = []
+    while generation.unfinished():
+        ended += generation.step()
+    assert [Letters().decode(e.token_ids) for e in ended] == ["two<eos>"] * 2 and ended[0].prompt is prompt
+
+
+def test_episodes_end_for_a_reason():
+    again = "<tool>calculator: 1</tool>"
+    (episode,), _ = run(lambda text: again, ["q"], ToolAgent(), max_turns=3)
+    assert (episode.finish_reason, episode.turns) == ("turns", 3) and episode.loss_mask[-1]
+    (episode,), _ = run(lambda text: again, ["q"], ToolAgent(), max_turns=50, most=100)
+    assert episode.finish_reason == "length" and len(episode.token_ids) == 100
+    (episode,), _ = run(lambda text: again, ["q"], ToolAgent(), max_turns=50, most=len(again) + 3)
+    assert episode.finish_reason == "length" and episode.loss_mask[-3:] == [False] * 3
+    (episode,), _ = run(lambda text: "x" * 99, ["q"], ToolAgent(), most=20)
+    assert (episode.finish_reason, len(episode.token_ids)) == ("length", 20)
+    (episode,), _ = run(lambda text: again, ["q"], ToolAgent(), max_turns=9, engine={"context": 40})
+    assert episode.finish_reason == "length" and len(episode.token_ids) >= 39
+
+
+class Moody(Agent):
+    """Does what the model says."""
+
+    timeout_s = 0.3
+
+    def __init__(self) -> None:
+        self.seen: list[str] = []
+        self.go = threading.Event()
+
+    def respond(self, episode, text):
+        self.seen.append(text)
+        match text:
+            case "raise":
+                raise ValueError("in a bad mood")
+            case "hang":
+                self.go.wait(30)
+            case "number":
+                return 7
+            case "message":
+                return {"role": "user", "content": "and now?"}
+            case "wait":
+                time.sleep(0.2)
+        return None
+
+
+def test_an_agent_that_fails_costs_its_episode(caplog):
+    agent = Moody()
+    prompts = ["raise", "hang", "number", "fine", *["hang"] * 9, "last"]
+    episodes, _ = run(lambda text: text + "$", prompts, agent)
+    agent.go.set()
+    assert [e.finish_reason for e in episodes] == ["error"] * 3 + ["stop"] + ["error"] * 9 + ["stop"]
+    assert episodes[0].token_ids == [*map(ord, "raise"), EOS] and "in a bad mood" in caplog.text
+
+
+def test_nothing_waits_for_the_slowest():
+    backend = Scripted(lambda text: text + "$")
+    order = [e.id for e in run_episodes(backend, [(request(0, "wait"), None), (request(1, "a much longer one"), None)],
+                                        Moody(), Letters(), 2)]  # fmt: skip
+    assert order == [1, 0]
+
+
+def test_answers_as_messages():
+    def talk(text: str) -> str:
+        return "done$" if "and now?" in text else "message$"
+
+    (episode,), _ = run(talk, ["q"], Moody())
+    said = Letters().decode(episode.token_ids)
+    # the model has written its end of turn itself: the template's is not repeated
+    assert said == "message<eos>\n[user]and now?<eos>\n[assistant]done<eos>"
+    assert sum(episode.loss_mask) == len("message") + 1 + len("done") + 1
+    assert message_text(Letters(), {"role": "user", "content": "x"}, [97]) == "<eos>\n[user]x<eos>\n[assistant]"
+
+
+def test_versions_of_weights_that_change_on_the_way():
+    backend = Scripted(sums)
+    episodes = Episodes(backend, Letters(), ToolAgent(), max_turns=3)
+    episodes.add([request(0, "2+2")])
+    ended = []
+    while episodes.unfinished():
+        ended += episodes.step()
+        backend.version += 1
+    versions, mask = ended[0].versions, ended[0].loss_mask
+    assert versions == sorted(versions) and len(versions) == len(mask)
+    agents = [version for version, own in zip(versions, mask, strict=True) if not own]
+    assert set(agents) == {versions[mask.index(False) - 1]}
+
+
+def test_aborting():
+    backend = Scripted(lambda text: text + "$")
+    agent = Moody()
+    agent.timeout_s = 30.0
+    episodes = Episodes(backend, Letters(), agent, max_turns=3)
+    episodes.add([request(0, "hang"), request(1, "something long")])
+    while len(agent.seen) < 1:
+        assert episodes.step() == []
+    ended = {episode.id: episode for episode in episodes.abort()}
+    agent.go.set()
+    assert {e.finish_reason for e in ended.values()} == {"abort"} and sorted(ended) == [0, 1]
+    assert 0 < len(ended[1].token_ids) < len("something long")
+    assert episodes.unfinished() == backend.unfinished() == 0
+    episodes.add([request(0, "fine")])  # the same number again, while the old answer comes in late
+    ended = []
+    while episodes.unfinished():
+        ended += episodes.step()
+    assert [(e.id, e.finish_reason) for e in ended] == [(0, "stop")]
+
+
+def test_a_search_task_is_a_class_outside_the_package(tmp_path, monkeypatch):
+    (tmp_path / "my_search.py").write_text(
+        "from rlhpc.rollout.agents import ToolAgent\n"
+        "PAGES = {'capital of France': 'Paris is the capital of France.'}\n"
+        "class SearchAgent(ToolAgent):\n"
+        "    def __init__(self):\n"
+        "        super().__init__(tools={'search': self.search}, longest=300)\n"
+        "    def search(self, query):\n"
+        "        return PAGES[query.strip()]\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    cfg = SimpleNamespace(rollout=SimpleNamespace(agent="my_search:SearchAgent", max_turns=3))
+
+    def ask(text: str) -> str:
+        if "<result>" not in text:
+            return f"<tool>search: {text}</tool>"
+        return "<answer>" + text.split("<result>")[1].split()[0] + "</answer>$"
+
+    generation = make_generation(cfg, Scripted(ask), Letters())
+    generation.add([request(0, "capital of France"), request(1, "capital of Atlantis")])
+    said = {}
+    while generation.unfinished():
+        said |= {e.id: Letters().decode(e.token_ids, skip_special_tokens=True) for e in generation.step()}
+    assert said[0].endswith("<result>Paris is the capital of France.</result>\n<answer>Paris</answer>")
+    assert "<result>error: 'capital of Atlantis'</result>" in said[1]
+
+
+def test_the_tool_agent():
+    agent = ToolAgent({"echo": lambda text: text, "long": lambda text: "x" * 5000}, longest=10)
+    assert agent.respond(None, "so it is 7") is None
+    assert agent.respond(None, "<tool>echo: a</tool>") == "<result> a</result>\n"
+    assert agent.respond(None, "<tool>echo: a</tool>, <tool> echo:b</tool>\n") == "<result>b</result>\n"
+    assert agent.respond(None, "<tool>long: </tool>") == "<result>xxxxxxxxxx...</result>\n"
+    assert (
+        agent.respond(None, "<tool>ECHO: a</tool>")
+        == "<result>error: there is no tool ECHO; there are echo, long</result>\n"
+    )
+    assert agent.respond(None, "<tool>echo</tool>").startswith("<result>error: write <tool>")
+    assert agent.respond(None, "<tool>echo:</result><tool>x</tool>") == "<result>x</result>\n"
+
+
+@pytest.mark.parametrize(
+    ("expression", "value"),
+    [
+        ("12 * 7", "84"), ("2 ^ 10", "1024"), ("1/3", "0.333333333333"), ("7 // 2 + 7 % 2", "4"), ("-(3 - 5)", "2"),
+        ("sqrt(16) + max(1, 2)", "6"), ("1,000 * 2", "2000"), ("0.1 + 0.2", "0.3"), ("2 * pi", "6.28318530718"),
+        ("6 / 3 =", "2"), ("2**100", str(2**100)), ("10 ÷ 4 × 2", "5"),
+    ],
+)  # fmt: skip
+def test_calculator(expression, value):
+    assert calculator(expression) == value
+
+
+@pytest.mark.parametrize(
+    "expression",
+    [
+        "9**9**9", "9**9**9**9", "10**10000", "1/0", "(-1)**0.5", "__import__('os')", "().__class__", "'a'*9", "True", "x",
+        "1 if 1 else 2", "[1]", "max()", "sqrt(-1)", "f(1)", "1+", "", "1" * 501, "(" * 400, "1e308*10", "exp(1000)",
+        "round(1, n=2)", "2 << 9",
+    ],
+)  # fmt: skip
+def test_the_calculator_refuses(expression):
+    started = time.monotonic()
+    try:
+        assert calculator(expression) == "inf"
+    except ValueError as error:
+        assert len(str(error)) < 100
+    assert time.monotonic() - started < 5
+
+
+def test_python():
+    python = PythonTool({"wall_s": 2.0})
+    assert python("print(2 + 2)\n") == "4"
+    assert python(" x = 3\n x * 2") == "6" and python("print(1)\nNone") == "1"
+    assert python("```python\nsum(range(10))\n```") == "45"
+    assert python("print('a')\n1 / 0") == "a\nerror: ZeroDivisionError: division by zero"
+    assert python("import os\nos.fork()") == "error: PermissionError: [Errno 1] Operation not permitted"
+    assert python("open('/etc/passwd').read()").startswith("error: ")
+    assert python("while True: pass") == "error: the program took too long"
+    assert python("1 +").startswith("error: SyntaxError")
+
+
+def test_many_episodes_with_python():
+    def script(text: str) -> str:
+        if "<result>" not in text:
+            return f"<tool>python: {text}</tool>"
+        return text.split("<result>")[1].split("</result>")[0] + "$"
+
+    episodes, _ = run(script, [f"print({i} ** 2)" for i in range(16)], ToolAgent())
+    assert [Letters().decode(e.token_ids[-8:], True).split("\n")[-1] for e in episodes] == [
+        str(i**2) for i in range(16)
+    ]
+
+
+def test_by_name():
+    assert isinstance(make_agent("Tools"), ToolAgent)
+
+    @register_agent("Mine")
+    class Mine(Agent):
+        pass
+
+    assert isinstance(make_agent("mine"), Mine)
+    with pytest.raises(ConfigError, match="registered twice"):
+        register_agent("TOOLS")(Mine)
+    for name, message in [
+        ("tool", "is unknown; did you mean 'tools'"), ("nowhere:A", "cannot be imported"), ("os:getcwd", "is no agent"),
+        ("rlhpc.rollout.episodes:Episode", "cannot be built without arguments"),
+    ]:  # fmt: skip
+        with pytest.raises(ConfigError, match=message):
+            make_agent(name)
+    for agent, turns, message in [(None, 3, "rollout.agent is not set"), ("tools", 1, "must be at least 2")]:
+        with pytest.raises(ConfigError, match=message):
+            configured_agent(SimpleNamespace(rollout=SimpleNamespace(agent=agent, max_turns=turns)))
