@@ -2,33 +2,36 @@
 
 from __future__ import annotations
 
-import contextlib
+import atexit
 import dataclasses
 import difflib
 import functools
 import json
 import os
 import pickle
+import random
+import select
 import subprocess
 import sys
-from collections.abc import Iterator
+import threading
 from typing import Any
 
 from rlhpc.data.parts import DEFAULT_SIZE, arguments, belongs
 from rlhpc.data.prompts import Prompt
-from rlhpc.runtime.errors import ConfigError, RlhpcError
+from rlhpc.runtime.errors import ConfigError, DeadlineExceeded, RlhpcError
 
 _SEED_BLOCK = 2**20
 """A problem's generator is seeded by seed · block + position: two seeds share no problem's generator."""
 _PART_BLOCK = 2**31
 """Evaluation's seeds lie above training's. Together they fit into the 32 bits that some tasks ask for."""
-_UNORDERED = {"isomorphic_strings", "polynomial_multiplication", "ransom_note", "word_ladder"}
+_UNORDERED = {"isomorphic_strings", "knight_swap", "polynomial_multiplication", "ransom_note", "word_ladder"}
 """Tasks that draw from sets of texts, so that their problems depend on the process's hash seed."""
 _PLANNED_WHOLE = {"acre"}
 """Tasks whose problem i depends on how many are made: they are made by the chunk."""
 _GRIDS = {"arc_agi", "rearc"}
 """Tasks whose scorers compare tuples, which JSON turns into lists."""
 _CHUNK = 128
+_PATIENCE_S = 600
 
 Entry = dict[str, Any]
 
@@ -113,7 +116,7 @@ class _Stream:
         _check(task, kwargs, key)
         self.task, self.kwargs, self._seed = str(task), kwargs, seed
         self.level = f"difficulty {kwargs['difficulty']}" if "difficulty" in kwargs else ""
-        self._chunks: dict[int, list[Entry]] = {}
+        self._chunks: dict[int, Any] = {}
         self._planned = _CHUNK
         try:
             self._dataset = _create(self.task, kwargs, seed, self._planned)
@@ -121,24 +124,22 @@ class _Stream:
             raise ConfigError(f"{key}.kwargs of task {task}: {error}") from None
 
     def __getitem__(self, position: int) -> Entry:
-        unordered = self.task in _UNORDERED and os.environ.get("PYTHONHASHSEED") != "0"
-        if unordered or self.task in _PLANNED_WHOLE:
+        if self.task in _UNORDERED and os.environ.get("PYTHONHASHSEED") != "0":
+            return _Maker.of_this_process().entry(self.task, self.kwargs, self._seed, position)
+        if self.task in _PLANNED_WHOLE:
             chunk, inside = divmod(position, _CHUNK)
             if chunk not in self._chunks:
-                make = _in_fixed_order if unordered else _chunk
-                self._chunks[chunk] = make(self.task, self.kwargs, self._seed, chunk)
-            return self._chunks[chunk][inside]
+                self._chunks[chunk] = _create(self.task, self.kwargs, self._seed + chunk, _CHUNK)
+            return _entry(self._chunks[chunk], inside)
         if position >= self._planned:
             # Some tasks plan so many problems when they are made; a longer plan begins with the shorter one.
             self._planned = 2 * position
             self._dataset = _create(self.task, self.kwargs, self._seed, self._planned)
-        with _numpy_undisturbed():
-            entry: Entry = self._dataset[position]
-        return entry
+        return _entry(self._dataset, position)
 
 
 def score(answer: str | None, meta: dict[str, Any]) -> float:
-    """What the task's own scorer says of an answer, from 0 to 1.
+    """What the task's own scorer says of an answer, from 0 to 1; an answer on which it raises is worth nothing.
 
     Args:
         answer: As the model gave it, without the words around it.
@@ -147,7 +148,12 @@ def score(answer: str | None, meta: dict[str, Any]) -> float:
     task, entry = meta["task"], meta["entry"]
     if task in _GRIDS:
         entry = {**entry, "metadata": _as_tuples(entry["metadata"])}
-    return float(_scorer(task, json.dumps(meta["task_kwargs"], sort_keys=True)).score_answer(answer, entry))
+    scorer = _scorer(task, json.dumps(meta["task_kwargs"], sort_keys=True))
+    try:
+        return float(scorer.score_answer(answer, entry))
+    except Exception:
+        # Scorers parse what a model wrote, and some are not ready for everything.
+        return 0.0
 
 
 @functools.lru_cache(maxsize=64)
@@ -200,40 +206,90 @@ def _create(task: str, kwargs: dict[str, Any], seed: int, size: int) -> Any:
     return factory.DATASETS[task][0](config=config)
 
 
-def _chunk(task: str, kwargs: dict[str, Any], seed: int, chunk: int) -> list[Entry]:
-    if task in _PLANNED_WHOLE:
-        whole = _create(task, kwargs, seed + chunk, _CHUNK)
-        return [whole[inside] for inside in range(_CHUNK)]
-    dataset = _create(task, kwargs, seed, (chunk + 1) * _CHUNK)
-    return [dataset[chunk * _CHUNK + inside] for inside in range(_CHUNK)]
-
-
-def _in_fixed_order(task: str, kwargs: dict[str, Any], seed: int, chunk: int) -> list[Entry]:
-    """A chunk made by a process whose hash seed is 0."""
-    asked = json.dumps([task, kwargs, seed, chunk])
-    done = subprocess.run(
-        [sys.executable, "-m", "rlhpc.data.reasoning", asked],
-        env={**os.environ, "PYTHONHASHSEED": "0"},
-        capture_output=True,
-        timeout=600,
-        check=False,
-    )
-    if done.returncode:
-        raise RlhpcError(f"problems of {task} could not be made: {done.stderr.decode(errors='replace').strip()}")
-    entries: list[Entry] = pickle.loads(done.stdout)
-    return entries
-
-
-@contextlib.contextmanager
-def _numpy_undisturbed() -> Iterator[None]:
-    # One task seeds numpy's global generator, which may be somebody else's.
+def _entry(dataset: Any, position: int) -> Entry:
+    """What a task makes. Some draw from the process's global generators; these are seeded for it, and then put back."""
     import numpy as np
 
-    state = np.random.get_state()
+    states = random.getstate(), np.random.get_state()
+    random.seed(dataset.seed + position)
+    np.random.seed((dataset.seed + position) % 2**32)
     try:
-        yield
+        entry: Entry = _jsonable(dataset[position])
     finally:
-        np.random.set_state(state)
+        random.setstate(states[0])
+        np.random.set_state(states[1])
+    return entry
+
+
+class _Maker:
+    """A process with the hash seed 0 that makes problems one by one, and ends when this one does."""
+
+    _current: _Maker | None = None
+
+    @classmethod
+    def of_this_process(cls) -> _Maker:
+        """The one there is, or a new one: a fork must not use its parent's."""
+        if cls._current is None or cls._current._owner != os.getpid():
+            cls._current = cls()
+        return cls._current
+
+    def __init__(self) -> None:
+        self._owner, self._lock = os.getpid(), threading.Lock()
+        self._process = subprocess.Popen(
+            [sys.executable, "-W", "ignore", "-m", "rlhpc.data.reasoning"],
+            env={**os.environ, "PYTHONHASHSEED": "0"},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+        )
+        atexit.register(self._end)
+
+    def entry(self, task: str, kwargs: dict[str, Any], seed: int, position: int) -> Entry:
+        """One problem.
+
+        Raises:
+            RlhpcError: It could not be made.
+        """
+        asked, answers = self._process.stdin, self._process.stdout
+        assert asked is not None
+        assert answers is not None
+        with self._lock:
+            try:
+                asked.write(json.dumps([task, kwargs, seed, position]).encode() + b"\n")
+                asked.flush()
+                if not select.select([answers], [], [], _PATIENCE_S)[0]:
+                    raise DeadlineExceeded(f"problem {position} of {task} was not made in {_PATIENCE_S} s")
+                entry: Entry = pickle.load(answers)
+            except (OSError, EOFError) as error:
+                _Maker._current = None
+                raise RlhpcError(f"the process that makes problems of {task} ended; its messages are above") from error
+        return entry
+
+    def _end(self) -> None:
+        if self._owner == os.getpid():
+            self._process.kill()
+            self._process.wait()
+
+
+def _serve() -> None:
+    """What a `_Maker`'s process does."""
+    out, sys.stdout = sys.stdout.buffer, sys.stderr  # some tasks print
+    streams: dict[str, _Stream] = {}
+    for line in sys.stdin:
+        task, kwargs, seed, position = json.loads(line)
+        name = json.dumps([task, kwargs, seed])
+        if name not in streams:
+            streams[name] = _Stream(task, kwargs, seed, "data")
+        out.write(pickle.dumps(streams[name][position]))
+        out.flush()
+
+
+def _jsonable(value: Any) -> Any:
+    """The same, with texts in place of what JSON does not know (fractions)."""
+    if isinstance(value, dict):
+        return {name: _jsonable(inner) for name, inner in value.items()}
+    if isinstance(value, (list, tuple)):
+        return type(value)(map(_jsonable, value))
+    return value if value is None or isinstance(value, (str, int, float)) else str(value)
 
 
 def _as_tuples(value: Any) -> Any:
@@ -242,10 +298,5 @@ def _as_tuples(value: Any) -> Any:
     return tuple(map(_as_tuples, value)) if isinstance(value, (list, tuple)) else value
 
 
-def _main() -> None:
-    out, sys.stdout = sys.stdout.buffer, sys.stderr  # some tasks print
-    out.write(pickle.dumps(_chunk(*json.loads(sys.argv[1]))))
-
-
 if __name__ == "__main__":
-    _main()
+    _serve()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import pickle
+import random
 import subprocess
 import sys
 from typing import Any
@@ -195,16 +196,19 @@ def test_reasoning_gym_arguments(kwargs: dict[str, Any], said: str) -> None:
         make_dataset(config("reasoning_gym", kwargs=kwargs))
 
 
-def test_numpys_generator_is_left_alone() -> None:
+def test_global_generators_are_left_alone() -> None:
     pytest.importorskip("reasoning_gym")
     import numpy as np
 
-    problems = make_dataset(config("reasoning_gym", kwargs={"task": "pool_matrix"}))
-    np.random.seed(4)
-    expected = np.random.rand(3).tolist()
-    np.random.seed(4)
-    assert problems[0] == problems[0]
-    assert np.random.rand(3).tolist() == expected
+    for task in ("pool_matrix", "gcd"):
+        problems = make_dataset(config("reasoning_gym", kwargs={"task": task}))
+        np.random.seed(4)
+        random.seed(4)
+        expected = np.random.rand(3).tolist(), random.random()
+        np.random.seed(4)
+        random.seed(4)
+        assert problems[0] == problems[0]
+        assert (np.random.rand(3).tolist(), random.random()) == expected
 
 
 # The small answers to what four tasks ask hang on the order of sets, which differs from process to process.
@@ -242,6 +246,7 @@ def test_problems_are_the_same_in_every_process() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_every_task_is_the_same_in_every_process_and_scores_its_own_answer() -> None:
     pytest.importorskip("reasoning_gym")
     from rlhpc.data.reasoning import score
@@ -255,4 +260,6 @@ def test_every_task_is_the_same_in_every_process_and_scores_its_own_answer() -> 
             if problem.answer:
                 assert score(problem.answer, problem.meta) == score(problem.answer, meta) == 1.0, task
             for wrong in ("", "no idea", "42"):
-                assert score(wrong, meta) == score(wrong, problem.meta) < 1.0 or problem.answer == wrong, task
+                assert score(wrong, meta) == score(wrong, problem.meta), task
+                # This one's scorer only looks whether "False" is what it says.
+                assert score(wrong, meta) < 1.0 or problem.answer == wrong or task == "game_of_life_halting", task
