@@ -158,16 +158,29 @@ class PromptTokenizer:
             return None
         return whole, [False] * len(ids) + [True] * (len(whole) - len(ids))
 
-    def fitting(self, dataset: PromptDataset) -> PromptDataset:
-        """The problems whose prompts are not too long. Looks at all of them.
+    def fitting(
+        self, dataset: PromptDataset, *, demonstrations: bool = False, max_tokens: int | None = None
+    ) -> PromptDataset:
+        """The problems that are not too long. Looks at all of them.
+
+        Args:
+            dataset: All problems.
+            demonstrations: Looks at prompt and response together, too.
+            max_tokens: Most of these.
 
         Raises:
             ConfigError: One is too long and `overlong` is "error", or none is left.
         """
-        kept = [index for index in range(len(dataset)) if self.encode(dataset[index]) is not None]
+
+        def fits(prompt: Prompt) -> bool:
+            encoded = self.encode_demonstration(prompt, max_tokens) if demonstrations else self.encode(prompt)
+            return encoded is not None
+
+        kept = [index for index in range(len(dataset)) if fits(dataset[index])]
         if not kept:
+            also = f", or with their responses than the context of {max_tokens}" if max_tokens is not None else ""
             raise ConfigError(
-                f"all {len(dataset)} prompts are longer than data.max_prompt_tokens={self.max_prompt_tokens}"
+                f"all {len(dataset)} prompts are longer than data.max_prompt_tokens={self.max_prompt_tokens}{also}"
             )
         return dataset if len(kept) == len(dataset) else _Chosen(dataset, kept)
 

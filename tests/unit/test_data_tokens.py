@@ -152,6 +152,8 @@ def test_prompts_that_are_too_long(characters: Any) -> None:
     with pytest.raises(ConfigError, match=r"all 2 prompts are longer than data\.max_prompt_tokens=6"):
         lax.fitting([long, long])
     assert lax.encode_demonstration(short, max_tokens=6) is None
+    longer = ask("1+9=", "10")
+    assert list(lax.fitting([short, longer, long], demonstrations=True, max_tokens=7)) == [short]
     with pytest.raises(ConfigError, match="has 7 tokens with its response, more than the model's context allows"):
         strict.encode_demonstration(short, max_tokens=6)
 
