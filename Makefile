@@ -7,12 +7,13 @@ RUN   ?= configs/quickstart.yaml
 PYTEST_ARGS ?=
 KILLS ?= 30
 SEED  ?= 1
+SEEDS ?= 3
 
 # One thread a process: ranks share the cores, so more only makes them wait for each other.
 export OMP_NUM_THREADS ?= 1
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 
-.PHONY: help setup quickstart test test-slurm chaos lint bench docs constraints clean
+.PHONY: help setup setup-llm quickstart demo-llm test test-slurm chaos lint bench docs constraints clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -23,11 +24,20 @@ $(STAMP): pyproject.toml envs/constraints.txt envs/setup.sh
 	bash envs/setup.sh $(VENV)
 	@touch $@
 
+setup-llm: $(VENV)/.setup-llm  ## what language models need on top: transformers, vLLM, DeepSpeed
+
+$(VENV)/.setup-llm: $(STAMP)
+	RLHPC_EXTRAS=all bash envs/setup.sh $(VENV)
+	@touch $@
+
 quickstart: setup  ## train, evaluate, export and report a first policy (RUN=configs/….yaml for another)
 	snakemake --profile profiles/local --config run=$(RUN)
 
 test: setup  ## the tests (PYTEST_ARGS=… for some of them)
 	pytest $(PYTEST_ARGS)
+
+demo-llm: setup-llm  ## a language model from nothing: SFT, then GRPO, at three seeds (SEEDS=1 for one)
+	python -m bench.demo_llm --seeds $(SEEDS)
 
 test-slurm: setup  ## the tests on a real Slurm, which they bring up (tests/slurm/install.sh installs it)
 	pytest -m slurm tests/slurm $(PYTEST_ARGS)

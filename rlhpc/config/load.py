@@ -180,7 +180,9 @@ def _leaves(content: dict[str, Any], prefix: str = "") -> Iterable[tuple[str, An
             yield f"{prefix}{key}", value
 
 
-_OPEN = frozenset(key for key in all_keys() if key.endswith(("kwargs", "component_placement", "env_vars", "deepspeed.config")))
+_OPEN = frozenset(
+    key for key in all_keys() if key.endswith(("kwargs", "component_placement", "env_vars", "deepspeed.config"))
+)
 
 
 def _merge(cfg: DictConfig, content: dict[str, Any], source: str, sources: dict[str, str]) -> None:

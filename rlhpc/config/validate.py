@@ -166,6 +166,10 @@ def _lookup(cfg: Any, fail: Callable[[str, str], ConfigError]) -> None:
 
         ADVANTAGES.get(str(cfg.algorithm.adv_type))
         POLICY_LOSSES.get(str(cfg.algorithm.loss_type))
+
+
+def _embodied(cfg: Any, fail: Callable[[str, str], ConfigError]) -> None:
+    _choice("actor.training_backend", str(cfg.actor.training_backend), ("local",), fail)
     if str(cfg.actor.model.model_type).lower() not in ("mlp", "cnn"):
         from rlhpc.models.registry import find_model
 
@@ -174,10 +178,6 @@ def _lookup(cfg: Any, fail: Callable[[str, str], ConfigError]) -> None:
         raise fail(
             "actor.model.kwargs", f"the {cfg.actor.model.model_type} takes none; they are for a model of your own"
         )
-
-
-def _embodied(cfg: Any, fail: Callable[[str, str], ConfigError]) -> None:
-    _choice("actor.training_backend", str(cfg.actor.training_backend), ("local",), fail)
     for name, side in (("train", cfg.env.train), ("eval", cfg.env.eval)):
         if str(side.env_type).lower() == "gymnasium":
             _gymnasium_id(f"env.{name}.env_id", str(side.env_id), fail)

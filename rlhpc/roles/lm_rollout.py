@@ -23,7 +23,8 @@ from rlhpc.rewards.pool import Scored
 from rlhpc.roles.device import own_device, seed_process
 from rlhpc.roles.prompts import GROUPS, VERSIONS, Group, PromptMap, seed_of
 from rlhpc.rollout import Request, SamplingParams, make_rollout
-from rlhpc.rollout.generation import Episode, make_generation
+from rlhpc.rollout.agents import make_generation
+from rlhpc.rollout.episodes import Episode
 from rlhpc.runtime.comm.channel import QueueEmpty
 from rlhpc.runtime.errors import DeadlineExceeded
 from rlhpc.runtime.worker import Worker
@@ -31,6 +32,8 @@ from rlhpc.weights.stream import receive_weights
 
 #: Pause where neither engine nor judges had anything.
 _IDLE_S = 0.002
+#: Ends of an episode that no limit of length brought about.
+_FINISHED = ("stop", "turns")
 
 
 @dataclass
@@ -76,7 +79,7 @@ class LanguageRolloutWorker(Worker):
             top_p=float(cfg.rollout.top_p), top_k=int(cfg.rollout.top_k),
         )  # fmt: skip
         self.backend = make_rollout(cfg, model_path=path, device=own_device(self), seed=self.seed)
-        self.generation = make_generation(cfg, self.backend, self.tokenizer, self.sampling)
+        self.generation = make_generation(cfg, self.backend, self.tokenizer)
         self.judges = make_reward(cfg.reward)
         self._clear(0)
         return {"problems": len(self.dataset)}
@@ -190,7 +193,7 @@ class LanguageRolloutWorker(Worker):
         question = next((m["content"] for m in reversed(slot.prompt.messages) if m["role"] in ("user", "raw")), "")
         sample = Sample(
             question, text, slot.prompt.answer, slot.prompt.meta, int(np.count_nonzero(episode.loss_mask)),
-            episode.finish_reason == "stop",
+            episode.finish_reason in _FINISHED,
         )  # fmt: skip
         self.judges.submit(episode.id, sample)
 
@@ -219,7 +222,7 @@ class LanguageRolloutWorker(Worker):
             [np.asarray(e.logprobs, np.float32) for e in episodes],
             [np.asarray(e.versions, np.int32) for e in episodes],
             [np.asarray(e.loss_mask, bool) for e in episodes],
-            rewards, np.asarray([e.finish_reason == "stop" for e in episodes]), varied,
+            rewards, np.asarray([e.finish_reason in _FINISHED for e in episodes]), varied,
         )  # fmt: skip
         self._groups.put(group.pack(), key=str(self.prompts.actor_of(slot.position)))
         self._open[slot.step] -= 1

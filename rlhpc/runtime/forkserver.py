@@ -173,7 +173,9 @@ class ForkServerProcess:
     def __init__(self, preload: Sequence[str] | None) -> None:
         self.scratch = Scratch.create()
         self.control, theirs = socket.socketpair()
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+        # Threads that wait for one another sleep soon: on a busy node spinning takes the core from who is waited for.
+        environment = {"GOMP_SPINCOUNT": "1000", **os.environ}
+        environment |= {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
         environment["PYTHONPATH"] = os.pathsep.join(p or os.getcwd() for p in sys.path)
         with (self.scratch.sockets / "forkserver.err").open("ab") as err:
             self.process = subprocess.Popen(

@@ -142,6 +142,7 @@ class JobStep:
         environment = {**step_environment(os.environ), "SLURM_HOSTFILE": str(self._hosts)}
         environment["PYTHONPATH"] = os.pathsep.join(p or os.getcwd() for p in sys.path)
         environment["OMP_NUM_THREADS"] = str(specs[0].threads)
+        environment.setdefault("GOMP_SPINCOUNT", "1000")  # as the fork server has it
         # of its component: in a task SLURM_JOB_ID is the whole job's, which this step is not one of
         job = os.environ.get(f"SLURM_JOB_ID_HET_GROUP_{self.component}") or os.environ.get("SLURM_JOB_ID", "")
         environment["RLHPC_STEP_JOB"] = job

@@ -1,0 +1,228 @@
+"""Runs of language models from the command line: a tiny random transformer, real engines, real processes."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("transformers", reason="needs the extra llm")
+
+from safetensors.torch import load_file
+
+ROOT = Path(__file__).resolve().parents[2]
+HERE = Path(__file__).parent
+CONFIG = """
+defaults: [{root}/configs/base/grpo.yaml]
+runner: {{name: run, run_dir: {folder}, max_steps: 8, logger: {{logger_backends: [jsonl]}}}}
+data:
+  train: {{source: arithmetic, size: 64, kwargs: {{digits: 1}}}}
+  eval: [{{name: held_out, source: arithmetic, size: 10, kwargs: {{digits: 1}}}}]
+  max_prompt_tokens: 16
+  prompts_per_step: 8
+reward: {{terms: [{{name: "lm_rewards:ones"}}]}}
+workflow: {{eval_suites: [held_out]}}
+algorithm: {{group_size: 8}}
+rollout: {{max_new_tokens: 6, max_batch_size: 64}}
+actor:
+  global_batch_size: 64
+  model: {{model_path: "builtin:tiny", kwargs: {{hidden: 64, layers: 2, heads: 2}}}}
+  optim: {{lr: 3.0e-3}}
+"""
+
+
+class LanguageRun:
+    """A run of the configuration above, with overrides, in a folder of its own."""
+
+    def __init__(self, folder: Path, *overrides: str) -> None:
+        self.folder, self.root, self.overrides = folder, folder / "run", overrides
+        self.config = folder / "run.yaml"
+        folder.mkdir(parents=True, exist_ok=True)
+        self.config.write_text(CONFIG.format(root=ROOT, folder=folder))
+        models = folder.parent / "models"  # made once a session
+        self.environment = {
+            **os.environ, "PYTHONPATH": os.pathsep.join([str(HERE), str(ROOT)]), "RLHPC_MODELS": str(models),
+            "HF_HUB_OFFLINE": "1", "VLLM_CPU_KVCACHE_SPACE": "1",
+        }  # fmt: skip
+
+    def rlhpc(self, *words: str, code: int = 0, timeout: float = 280) -> str:
+        done = subprocess.run(
+            [sys.executable, "-m", "rlhpc.cli", *words], env=self.environment, cwd=self.folder, capture_output=True,
+            text=True, timeout=timeout,
+        )  # fmt: skip
+        assert done.returncode == code, done.stdout + done.stderr
+        return done.stdout + done.stderr
+
+    def train(self, *more: str, code: int = 0, timeout: float = 280) -> str:
+        return self.rlhpc("train", str(self.config), *self.overrides, *more, code=code, timeout=timeout)
+
+    def rows(self) -> list[dict[str, Any]]:
+        """Metric rows without the clock's."""
+        lines = (self.root / "metrics.jsonl").read_text().splitlines()
+        return [{k: v for k, v in json.loads(line).items() if not k.startswith("time/")} for line in lines]
+
+    def weights(self, step: int) -> dict[str, torch.Tensor]:
+        return load_file(self.root / "checkpoints" / f"global_step_{step}" / "model.safetensors")
+
+
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory: pytest.TempPathFactory) -> LanguageRun:
+    """The plain run: one actor, one rollout rank, collocated, synchronous."""
+    run = LanguageRun(tmp_path_factory.mktemp("reference") / "plain")
+    run.train()
+    return run
+
+
+def improves(rows: list[dict[str, Any]], by: float = 0.05) -> bool:
+    return rows[-1]["train/reward"] > rows[0]["train/reward"] + by
+
+
+def test_it_learns(reference: LanguageRun) -> None:
+    rows = reference.rows()
+    assert [row["step"] for row in rows] == list(range(1, 9))
+    assert improves(rows)
+    # The trainer's log-probs of what the engine drew are the engine's, after each of the updates.
+    assert max(row["train/mismatch_abs"] for row in rows) < 1e-5
+    assert {row["rollout/staleness_max"] for row in rows} == {0.0}
+
+
+def test_a_resumed_run_is_the_same_run(reference: LanguageRun, tmp_path: Path) -> None:
+    run = LanguageRun(tmp_path / "resumed")
+    run.train("runner.max_steps=3")
+    run.train("runner.resume_dir=auto")
+    assert run.rows() == reference.rows()
+    mine, theirs = run.weights(8), reference.weights(8)
+    assert all(torch.equal(mine[name], theirs[name]) for name in theirs)
+
+
+TWO_ACTORS = "cluster.component_placement={actor: '0:0-1', rollout: '0'}"
+PLACEMENTS = {
+    "two actors": (TWO_ACTORS,),
+    "two rollout ranks": ("cluster.component_placement={actor: '0', rollout: '0:0-1'}",),
+    "turns": ("actor.offload_in_rollout=true",),
+    "small micro-batches": ("actor.max_tokens_per_micro_batch=64",),
+    "fsdp": ("actor.training_backend=fsdp", TWO_ACTORS),
+    "deepspeed": ("actor.training_backend=deepspeed", TWO_ACTORS),
+    "deepspeed stage 3": ("actor.training_backend=deepspeed", "actor.deepspeed.zero_stage=3", TWO_ACTORS),
+}
+
+
+@pytest.mark.parametrize("name", PLACEMENTS)
+def test_every_layout_is_the_same_run(name: str, reference: LanguageRun, tmp_path: Path) -> None:
+    """The same numbers, up to rounding, as long as no token is drawn otherwise for it."""
+    if "deepspeed" in name:
+        pytest.importorskip("deepspeed", reason="needs the extra deepspeed")
+    run = LanguageRun(tmp_path / "other", *PLACEMENTS[name])
+    run.train()
+    rows, expected = run.rows(), reference.rows()
+    first, same = rows[0], expected[0]
+    for key in ("train/reward", "train/tokens", "train/entropy", "train/grad_norm", "train/response_tokens"):
+        assert first[key] == pytest.approx(same[key], rel=1e-4), key
+    assert rows[1]["train/entropy"] == pytest.approx(expected[1]["train/entropy"], rel=2e-2)
+    assert improves(rows)
+
+
+def test_lora(tmp_path: Path) -> None:
+    run = LanguageRun(tmp_path / "lora", "actor.lora.rank=8", "actor.optim.lr=2e-2")
+    run.train()
+    rows = run.rows()
+    assert improves(rows, 0.03)
+    assert max(row["train/mismatch_abs"] for row in rows) < 1e-4, "the engine has the merged weights"
+
+
+def test_vllm(reference: LanguageRun, tmp_path: Path) -> None:
+    pytest.importorskip("vllm", reason="needs the extra vllm")
+    run = LanguageRun(tmp_path / "vllm", "rollout.rollout_backend=vllm")
+    run.train()
+    rows = run.rows()
+    assert improves(rows)
+    assert max(row["train/mismatch_abs"] for row in rows) < 1e-4
+
+
+def test_async_generation_stays_within_its_bound(tmp_path: Path) -> None:
+    run = LanguageRun(
+        tmp_path / "async", "algorithm.max_staleness=2", "algorithm.recompute_logprobs=true",
+        "algorithm.loss_type=decoupled_ppo", "algorithm.tis_cap=2.0", "runner.max_steps=12",
+    )  # fmt: skip
+    run.train()
+    rows = run.rows()
+    stale = [row["rollout/staleness_max"] for row in rows]
+    assert max(stale) <= 2
+    assert max(stale) > 0, "nothing was generated ahead"
+    assert improves(rows, 0.03)
+
+
+def test_scores_of_the_reference_policy_and_recomputed_ones(tmp_path: Path) -> None:
+    run = LanguageRun(
+        tmp_path / "kl", "algorithm.kl_coef=0.1", "algorithm.recompute_logprobs=true", "algorithm.tis_cap=2.0",
+        "runner.max_steps=4", "algorithm.entropy_coef=0.001",
+    )  # fmt: skip
+    run.train()
+    kl = [row["train/ref_kl"] for row in run.rows()]
+    assert kl[0] == pytest.approx(0, abs=1e-6) and 0 < kl[1] < kl[3]
+    assert run.rows()[0]["train/tis_weight"] == pytest.approx(1, abs=1e-4)
+
+
+def test_groups_that_say_nothing_are_refilled(tmp_path: Path) -> None:
+    run = LanguageRun(
+        tmp_path / "dapo", "algorithm.filter_groups=true", "reward.terms=[{name: 'lm_rewards:picky'}]",
+        "runner.max_steps=2", "algorithm.max_refills=8",
+    )  # fmt: skip
+    run.train()
+    rows = run.rows()
+    assert rows[0]["rollout/refills"] > 0
+    assert rows[0]["train/varied_groups"] > 0.5
+
+
+def test_sft_then_evaluation_and_export(tmp_path: Path) -> None:
+    run = LanguageRun(tmp_path / "sft", "runner.task_type=sft", "cluster.component_placement={actor: '0'}")
+    run.train("runner.max_steps=12")
+    losses = [row["train/loss"] for row in run.rows()]
+    assert losses[-1] < losses[0] - 0.5
+    run.rlhpc("eval", "--run", str(run.root), "--suite", "held_out")
+    result = json.loads((run.root / "eval" / "global_step_12" / "held_out.json").read_text())
+    assert (result["suite"], result["global_step"], result["n"]) == ("held_out", 12, 10)
+    run.rlhpc("convert", "--run", str(run.root))
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    folder = run.root / "export" / "global_step_12"
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
+    assert tokenizer.chat_template
+    mine = run.weights(12)
+    for name, tensor in model.state_dict().items():
+        if name in mine:
+            assert torch.equal(tensor.float(), mine[name].float()), name
+
+
+BAD = {
+    "no such model": ("actor.model.model_path=/nowhere/model", "model_path"),
+    "no such built-in model": ("actor.model.model_path=builtin:big", "builtin:tiny, builtin:smollm2"),
+    "no rewards": ("reward.terms=[]", "reward.terms"),
+    "unknown reward": ("reward.terms=[{name: maths}]", "math"),
+    "unknown source": ("data.train.source=jsonll", "jsonl"),
+    "no such file": ("data.train={source: jsonl, path: /nowhere.jsonl}", "/nowhere.jsonl"),
+    "a prompt too long": ("data.max_prompt_tokens=2", "data.max_prompt_tokens"),
+    "groups that do not divide": ("actor.global_batch_size=60", "must divide by it"),
+    "prompts that do not divide": ("cluster.component_placement={actor: '0:0-2', rollout: '0'}", "prompts_per_step"),
+    "a value head": ("algorithm.adv_type=gae", "no value head"),
+    "an unknown engine": ("rollout.rollout_backend=vlm", "did you mean 'vllm'?"),
+    "an unknown suite": ("workflow.eval_suites=[heldout]", "held_out"),
+    "a component too many": ("cluster.component_placement={actor: '0', rollout: '0', env: '0'}", "no such component"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_input_is_one_message(name: str, tmp_path: Path) -> None:
+    run = LanguageRun(tmp_path / "bad")
+    override, expected = BAD[name]
+    said = run.train(override, code=2)
+    [line] = [line for line in said.splitlines() if line.startswith("rlhpc: error")]
+    assert expected in line
+    assert "Traceback" not in said
+    assert not run.root.exists()
