@@ -122,7 +122,7 @@ def time_curves(rows: Rows) -> dict[str, str]:
             Line(label.replace("_", " "), *series(rows, name), color=color, smooth=True)
             for color, (label, name) in enumerate(stages)
         ]
-        charts["stages"] = line_chart("Work of the stages, which overlap", "global step", "seconds", lines)
+        charts["stages"] = line_chart("Work of the stages", "global step", "seconds", lines)
     phases = stacked_bars("Time per phase", "global step", "seconds per step", *binned(rows, phase_columns(rows)))
     return charts | {"time_per_phase": phases}
 

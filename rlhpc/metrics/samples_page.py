@@ -38,7 +38,7 @@ _CSS = """
 .said{white-space:pre-wrap;overflow-wrap:anywhere;unicode-bidi:isolate;background:none;border:0;border-radius:0;
 padding:0;margin:6px 0 0;overflow:visible}
 .ok,.no{font-weight:650}.ok{color:var(--c2)}.no{color:var(--c3)}
-.answer summary{color:var(--muted);font-size:12.5px;margin-top:6px}
+.answer details p{margin-top:12px}.answer summary{color:var(--muted);font-size:12.5px;margin-top:6px}
 """
 
 Row = dict[str, Any]
@@ -236,9 +236,9 @@ def _map(columns: Sequence[_Column], ids: Sequence[Any]) -> str:
                 f"<title>problem {escape(str(key))}, step {column.step}: {said}</title></rect>"
             )
     size = left + width * len(picked) + 4, 24 + len(columns) * (height + 2)
-    note = f"{len(picked)} of {len(ids)} problems; " if len(picked) < len(ids) else ""
+    note = f"{len(picked)} of {len(ids)} problems. " if len(picked) < len(ids) else ""
     return (
-        f'<p class="note">{note}a row a checkpoint, a column a problem; filled: right (paler: some of its samples).</p>'
+        f'<p class="note">{note}A row a checkpoint, a column a problem; filled: right (paler: some of its samples).</p>'
         f'<div class="map"><svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {size[0]} {size[1]}" '
         f'width="{size[0]}" height="{size[1]}" role="img" aria-label="right and wrong by problem">'
         f"{''.join(parts)}</svg></div>"

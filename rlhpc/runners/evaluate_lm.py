@@ -26,7 +26,7 @@ from rlhpc.checkpoint.durable import replace_durably
 from rlhpc.checkpoint.manifest import MANIFEST, read_manifest
 from rlhpc.data import PromptTokenizer, load_tokenizer, make_dataset
 from rlhpc.data.prompts import Prompt
-from rlhpc.metrics.pass_at_k import bootstrap, normalize_answer, summarize
+from rlhpc.metrics.pass_at_k import bootstrap, normalize_answer, summarize, wilson
 from rlhpc.metrics.progress import ProgressBar
 from rlhpc.metrics.samples_page import read_samples, samples_path
 from rlhpc.rewards import Sample, make_reward
@@ -342,13 +342,16 @@ def compare(first: str | Path, second: str | Path) -> dict[str, Any]:
         if one["response"] != other["response"]:
             texts.append({"id": key[0], "sample": key[1], "first": one["response"], "second": other["response"]})
     differences = [sum(found) / len(found) for found in problems.values()]
+    # Where no problem differs a bootstrap would be certain that none ever does: bound how many might.
+    most = wilson(0, len(differences))[1]
+    between = bootstrap(differences) if any(differences) else (-most, most)
     return {
         "n": len(both),
         "same_text": 1 - len(texts) / len(both),
         "same_right": sum(left[key]["right"] == right[key]["right"] for key in both) / len(both),
         "accuracy": [sum(rows[key]["right"] for key in both) / len(both) for rows in (left, right)],
         "difference": sum(differences) / len(differences),
-        "difference_ci95": list(bootstrap(differences)),
+        "difference_ci95": list(between),
         "examples": texts[:5],
     }
 

@@ -167,6 +167,10 @@ def test_compare(model: Path, suite: Path, tmp_path: Path) -> None:
     same = compare(tmp_path / "a.json", tmp_path / "b.json")
     assert (same["n"], same["same_text"], same["same_right"], same["difference"]) == (12, 1.0, 1.0, 0.0)
     assert same["accuracy"] == [5 / 12, 5 / 12] and same["examples"] == []
+    assert same["difference_ci95"] == [
+        -wilson(0, 12)[1],
+        wilson(0, 12)[1],
+    ]  # 12 problems do not prove that none differs
     other = compare(tmp_path / "a.json", tmp_path / "c.json")
     assert other["same_text"] < 1 and other["difference"] == pytest.approx(other["accuracy"][1] - 5 / 12)
     low, high = other["difference_ci95"]
