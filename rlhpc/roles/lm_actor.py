@@ -61,6 +61,7 @@ class LanguageActor(Worker):
         self.max_tokens = int(cfg.actor.max_tokens_per_micro_batch)
         self._early: dict[int, list[Group]] = {}
         self.rows: list[Row] = []
+        self.version, self._received = 0, -1
         if prompts is None:
             self._open_demonstrations()
         return {"parameters": self.backend.parameters_trained}
@@ -79,6 +80,8 @@ class LanguageActor(Worker):
             Bytes sent by this rank.
         """
         assert self.prompts is not None
+        if version != self.version:  # the update before it failed
+            raise RlhpcError(f"weights of version {version} are not there: the actor has {self.version}")
         weights = self.backend.named_weights()
         if self.rank:
             for _ in weights:  # a sharded backend gathers each with all ranks
@@ -102,7 +105,7 @@ class LanguageActor(Worker):
         assert self.prompts is not None
         mine = self.prompts.of_actor(self.rank)
         have: dict[int, Group] = {group.position: group for group in self._early.pop(step, [])}
-        self.rows, scored, waited = [], 0.0, 0.0
+        self.rows, self._received, scored, waited = [], -1, 0.0, 0.0
         deadline = time.monotonic() + float(self.cfg.runner.step_timeout_s)
         parts = np.array_split(np.asarray(mine), min(_CHUNKS, len(mine)))
         for part in parts:
@@ -128,6 +131,7 @@ class LanguageActor(Worker):
             if not self.cfg.actor.offload_in_rollout:
                 scored += self._score(rows)
             self.rows += rows
+        self._received = step
         return {"score_s": scored, "wait_s": waited}
 
     def _rows_of(self, group: Group) -> list[Row]:
@@ -196,6 +200,8 @@ class LanguageActor(Worker):
         Returns:
             Metrics, the same on all ranks.
         """
+        if self._received != step:
+            raise RlhpcError(f"step {step} cannot be trained: its groups did not come")
         cfg, start = self.cfg.algorithm, time.perf_counter()
         rows, self.rows = self.rows, []
         scored = self._score(rows) if self.cfg.actor.offload_in_rollout else 0.0
@@ -217,6 +223,7 @@ class LanguageActor(Worker):
                 for name, value in found.items():
                     sums[name] = sums.get(name, 0.0) + value
                 updates += 1
+        self.version = step
         metrics = {name: value / max(updates, 1) for name, value in sums.items()}
         seconds = {"update_s": time.perf_counter() - start - scored, "late_score_s": scored}
         return {**metrics, **mismatch, "lr": rate, "updates": float(updates), **seconds}
@@ -375,6 +382,7 @@ class LanguageActor(Worker):
         rate = self._learning_rate(step)
         parts = self.backend.forward_backward(batches, loss)
         norm = self.backend.optimizer_step(rate)
+        self.version = step
         return {**self._reduced(parts), "grad_norm": norm, "tokens": tokens, "lr": rate}
 
     # -- checkpoint -----------------------------------------------------------------------------------------------
@@ -383,14 +391,16 @@ class LanguageActor(Worker):
         """Writes the backend's files, and this rank's random states."""
         path = Path(folder)
         self.backend.save(path)
-        save_state(path / STATE.format(rank=self.rank), {"rng": rng_state()})
+        save_state(path / STATE.format(rank=self.rank), {"rng": rng_state(), "version": self.version})
 
     def load(self, folder: str) -> None:
         """Restores a checkpoint, of this or another world size."""
         path = Path(folder)
         self.backend.load(path)
         own = path / STATE.format(rank=self.rank)
-        set_rng_state(load_state(own if own.is_file() else path / STATE.format(rank=0))["rng"])
+        state = load_state(own if own.is_file() else path / STATE.format(rank=0))
+        set_rng_state(state["rng"])
+        self.version = int(state["version"])
 
     def offload(self) -> None:
         """Moves everything to the host."""
