@@ -5,15 +5,17 @@ export/global_step_<N>/config.json   {"architectures", "model_type", "policy": {
 
 from __future__ import annotations
 
+import contextlib
 import json
 import secrets
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from rlhpc.checkpoint.durable import fsync_folder, write_durably
+from rlhpc.checkpoint.durable import fsync_file, fsync_folder, write_durably
 from rlhpc.checkpoint.manifest import read_manifest
 from rlhpc.checkpoint.state import load_tensors
 from rlhpc.checkpoint.store import require_valid
@@ -42,9 +44,8 @@ def export_checkpoint(checkpoint: Path, output: Path | None = None) -> Path:
     checkpoint = Path(checkpoint).expanduser().absolute()
     require_valid(checkpoint, hint="or convert another checkpoint with: rlhpc convert <checkpoint>")
     step = int(read_manifest(checkpoint)["global_step"])
-    target = _default_output(checkpoint, step) if output is None else Path(output).expanduser().absolute()
-    if target.exists() and not (target / "config.json").is_file() and (not target.is_dir() or any(target.iterdir())):
-        raise CheckpointError(f"{target} exists and is not an export folder; give another output folder")
+    target = default_output(checkpoint, step) if output is None else Path(output).expanduser().absolute()
+    require_free(target)
     config = _config(checkpoint, step)
     try:
         model = (checkpoint / "model.safetensors").read_bytes()
@@ -85,7 +86,8 @@ def load_exported(folder: Path) -> Policy:
     return policy
 
 
-def _default_output(checkpoint: Path, step: int) -> Path:
+def default_output(checkpoint: Path, step: int) -> Path:
+    """`export/global_step_<N>` of the run that the checkpoint lies in."""
     parent = checkpoint.parent
     return RunPaths(parent.parent if parent.name == "checkpoints" else parent).export(step)
 
@@ -133,13 +135,25 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 
 def _write_folder(target: Path, files: dict[str, bytes]) -> None:
+    with filled_folder(target) as staging:
+        for name, data in files.items():
+            write_durably(staging / name, data)
+
+
+@contextlib.contextmanager
+def filled_folder(target: Path) -> Iterator[Path]:
+    """A folder beside `target` to write into, which takes its name and place when the block ends well.
+
+    What was written and not yet on disk is, before it gets the name; an exception leaves `target` as it was.
+    """
     target.parent.mkdir(parents=True, exist_ok=True)
     token = secrets.token_hex(4)
     staging, old = (target.with_name(f".{kind}_{target.name}-{token}") for kind in ("tmp", "old"))
     staging.mkdir()
     try:
-        for name, data in files.items():
-            write_durably(staging / name, data)
+        yield staging
+        for path in staging.rglob("*"):
+            (fsync_folder if path.is_dir() else fsync_file)(path)
         fsync_folder(staging)
         if target.exists():
             target.rename(old)
@@ -152,6 +166,17 @@ def _write_folder(target: Path, files: dict[str, bytes]) -> None:
     finally:
         shutil.rmtree(staging, ignore_errors=True)
         shutil.rmtree(old, ignore_errors=True)
+
+
+def require_free(target: Path) -> None:
+    """Refuses to replace what is not an export.
+
+    Raises:
+        CheckpointError: Something else is there.
+    """
+    exported = any((target / name).is_file() for name in ("config.json", "adapter_config.json"))
+    if target.exists() and not exported and (not target.is_dir() or any(target.iterdir())):
+        raise CheckpointError(f"{target} exists and is not an export folder; give another output folder")
 
 
 def _readme(config: dict[str, Any], checkpoint: Path) -> str:

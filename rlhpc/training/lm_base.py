@@ -15,10 +15,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from rlhpc.checkpoint.durable import write_durably
+from rlhpc.checkpoint.durable import fsync_folder, write_durably
 from rlhpc.runtime.errors import CheckpointError, ConfigError
 from rlhpc.training import lora
 from rlhpc.training.lm import LossFunction, TokenBatch, TokenScores
+from rlhpc.training.lm_files import FOLDER, model_files, plain
 from rlhpc.training.lm_model import compute_dtype, export_model, load_causal_lm
 from rlhpc.training.token_scores import token_scores
 
@@ -50,6 +51,7 @@ class LanguageModelBackend:
         self.lora_rank = int(cfg.actor.lora.rank)
         self.clip_grad = float(cfg.actor.optim.clip_grad) if cfg.actor.optim.clip_grad is not None else 0.0
         self._reference: nn.Module | None = None
+        self._model_files: dict[str, bytes] | None = None
 
     # -- for subclasses -------------------------------------------------------------------------------------------
 
@@ -177,10 +179,24 @@ class LanguageModelBackend:
         return TokenBatch(move(batch.input_ids), move(batch.attention_mask), fields)
 
     def write_identity(self, folder: Path) -> None:
-        """Notes, on rank 0, what made the checkpoint."""
-        if self.rank == 0:
-            text = json.dumps(self._identity(), indent=2, sort_keys=True)
-            write_durably(folder / IDENTITY, text.encode() + b"\n")
+        """Notes, on rank 0, what made the checkpoint, and what conversion needs besides the weights."""
+        if self.rank != 0:
+            return
+        actor = self.cfg.actor
+        about = {
+            "model_path": str(actor.model.model_path),
+            "trust_remote_code": bool(actor.model.trust_remote_code),
+            "dtype": str(actor.model.dtype),
+            "lora": plain(actor.lora),
+        }
+        text = json.dumps({**self._identity(), "about": about}, indent=2, sort_keys=True)
+        write_durably(folder / IDENTITY, text.encode() + b"\n")
+        if self._model_files is None:
+            self._model_files = model_files(self.module, actor.model)
+        (folder / FOLDER).mkdir(exist_ok=True)
+        for name, data in self._model_files.items():
+            write_durably(folder / FOLDER / name, data)
+        fsync_folder(folder / FOLDER)
 
     def check_identity(self, folder: Path) -> None:
         """Refuses a checkpoint of another backend or model.

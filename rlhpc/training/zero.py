@@ -22,6 +22,7 @@ from rlhpc.training.lm import LossFunction, TokenBatch
 from rlhpc.training.lm_base import LanguageModelBackend
 from rlhpc.training.parking import Parked, tensors_in
 from rlhpc.training.zero_config import KEY, deepspeed_config
+from rlhpc.training.zero_files import files_of, require_harmless
 from rlhpc.training.zero_partition import partitioned
 from rlhpc.training.zero_universal import as_universal
 
@@ -226,6 +227,7 @@ class DeepSpeedBackend(LanguageModelBackend):
                 f"with stage {self.stage}; resume with that stage, or start from an export of it"
             )
         if {key: saved[key] for key in self._layout()} == self._layout():
+            require_harmless(files_of(folder / FOLDER / TAG, self.rank))
             self._read(folder / FOLDER, universal=False)
         else:
             with as_universal(folder / FOLDER / TAG, beside=folder, worker=self.worker) as universal:

@@ -7,6 +7,7 @@ import difflib
 from typing import Any
 
 from rlhpc.runtime.errors import ConfigError
+from rlhpc.training.lm_files import plain
 
 KEY = "actor.deepspeed.config"
 
@@ -61,7 +62,7 @@ def deepspeed_config(cfg: Any, parameters: int | None = None) -> dict[str, Any]:
     stage, clip = actor.deepspeed.zero_stage, actor.optim.clip_grad
     if isinstance(stage, bool) or stage not in (1, 2, 3):
         raise ConfigError(f"actor.deepspeed.zero_stage is {stage!r}; choose from 1, 2, 3")
-    given = _plain(actor.deepspeed.config)
+    given = plain(actor.deepspeed.config or {})
     _check(given)
     bfloat16 = str(actor.model.dtype) == "bfloat16"
     proposed: dict[str, Any] = {"steps_per_print": 2**31}
@@ -111,10 +112,3 @@ def _merged(under: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
         both = isinstance(value, dict) and isinstance(merged.get(key), dict)
         merged[key] = _merged(merged[key], value) if both else copy.deepcopy(value)
     return merged
-
-
-def _plain(given: Any) -> dict[str, Any]:
-    from omegaconf import OmegaConf
-
-    plain: Any = OmegaConf.to_container(given, resolve=True) if OmegaConf.is_config(given) else given
-    return dict(plain or {})

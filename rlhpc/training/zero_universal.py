@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rlhpc.runtime.errors import CheckpointError
+from rlhpc.training.zero_files import require_harmless
 
 if TYPE_CHECKING:
     from rlhpc.runtime.worker import Worker
@@ -39,6 +40,7 @@ def as_universal(source: Path, *, beside: Path, worker: Worker) -> Iterator[Path
     if worker.rank == 0:
         scratch = str(beside.with_name(f".tmp_{beside.name}-{secrets.token_hex(4)}"))
         try:
+            require_harmless(sorted(source.glob("*.pt")))
             convert(source, Path(scratch) / source.name)
         except Exception as error:  # the other ranks wait: whatever it is, they have to know
             failure = f"{source} could not be converted for another number of ranks: {type(error).__name__}: {error}"

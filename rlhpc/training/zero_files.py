@@ -1,0 +1,143 @@
+"""DeepSpeed's checkpoint files, read without DeepSpeed, in one process, and without running what is pickled in them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from rlhpc.runtime.errors import CheckpointError
+
+_PART = re.compile(r"zero_pp_rank_(\d+)_mp_rank_00_(optim|model)_states\.pt$")
+_WHOLE = "mp_rank_00_model_states.pt"
+
+
+@dataclass
+class _Fragment:
+    """Where a rank's part of a parameter lies in its flat tensor."""
+
+    numel: int = 0
+    start: int = 0
+
+
+class _Stage(int):
+    """ZeRO's stage."""
+
+
+class _Scaler:
+    """The loss scale's state, of no interest here."""
+
+
+#: The classes that DeepSpeed pickles, with what stands in for them.
+_STANDINS: dict[str, Any] = {
+    "deepspeed.utils.tensor_fragment.fragment_address": _Fragment,
+    "deepspeed.runtime.zero.config.ZeroStageEnum": _Stage,
+    "deepspeed.runtime.fp16.loss_scaler.LossScaler": _Scaler,
+}
+
+
+def require_harmless(paths: Iterable[Path]) -> None:
+    """Refuses files that would run code when DeepSpeed unpickles them.
+
+    Raises:
+        CheckpointError: A file names functions or classes that DeepSpeed's checkpoints do not have, or is damaged.
+    """
+    for path in paths:
+        try:
+            named = torch.serialization.get_unsafe_globals_in_checkpoint(str(path))
+        except Exception as error:  # whatever a damaged file leads to
+            raise CheckpointError(f"{path}: cannot be read ({type(error).__name__}: {error})") from error
+        foreign = sorted(set(named) - set(_STANDINS))
+        if foreign:
+            raise CheckpointError(
+                f"{path}: not a file that DeepSpeed wrote; loading it would call {', '.join(foreign)}"
+            )
+
+
+def files_of(folder: Path, rank: int) -> list[Path]:
+    """What a rank of the same world size reads of one tag's folder."""
+    return [
+        path
+        for path in sorted(folder.glob("*_states.pt"))
+        if path.name == _WHOLE or ((found := _PART.search(path.name)) and int(found[1]) == rank)
+    ]
+
+
+def full_parameters(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
+    """The trained parameters in full, in float32, from all ranks' files.
+
+    Args:
+        folder: Of one tag.
+
+    Raises:
+        CheckpointError: Files are missing or damaged.
+    """
+    optim, model = _parts(folder, "optim"), _parts(folder, "model")
+    if not optim:
+        raise CheckpointError(f"{folder}: holds no *_optim_states.pt, so it is no DeepSpeed checkpoint")
+    states = [_load(path)["optimizer_state_dict"] for path in optim]
+    expected = int(_count(states[0], len(states)))
+    if len(states) != expected:
+        raise CheckpointError(f"{folder}: has files of {len(states)} ranks, of {expected} that there were")
+    shapes = _load(model[0] if model else folder / _WHOLE)["param_shapes"]
+    if "fp32_flat_groups" in states[0]:
+        yield from _stage_3(states, shapes)
+    else:
+        yield from _stages_1_2(states, shapes)
+
+
+def _count(state: dict[str, Any], found: int) -> Any:
+    """World size that saved it."""
+    count = state.get("partition_count", found)
+    return max(count) if isinstance(count, (list, tuple)) else count
+
+
+def _stages_1_2(states: list[dict[str, Any]], shapes: list[dict[str, Any]]) -> Iterator[tuple[str, torch.Tensor]]:
+    for group, members in enumerate(shapes):
+        for name, shape in members.items():
+            pieces = []
+            for state in states:
+                place = state["param_slice_mappings"][group].get(name)
+                if place is not None:
+                    flat = state["single_partition_of_fp32_groups"][group]
+                    pieces.append(flat.narrow(0, place.start, place.numel))
+            yield name, _assembled(name, pieces, shape)
+
+
+def _stage_3(states: list[dict[str, Any]], shapes: list[dict[str, Any]]) -> Iterator[tuple[str, torch.Tensor]]:
+    for group, members in enumerate(shapes):
+        start = 0
+        for name, shape in members.items():
+            share = -(-torch.Size(shape).numel() // len(states))  # each rank's, the last one's padded
+            pieces = [state["fp32_flat_groups"][group].narrow(0, start, share) for state in states]
+            start += share
+            yield name, _assembled(name, pieces, shape)
+
+
+def _assembled(name: str, pieces: list[torch.Tensor], shape: Any) -> torch.Tensor:
+    size = torch.Size(shape)
+    flat = torch.cat(pieces) if pieces else torch.empty(0)
+    if flat.numel() < size.numel():
+        raise CheckpointError(f"{name}: the files hold {flat.numel()} of its {size.numel()} elements")
+    return flat.detach()[: size.numel()].view(size)
+
+
+def _parts(folder: Path, kind: str) -> list[Path]:
+    """The ranks' files, in the order of the ranks."""
+    found = {int(m[1]): path for path in folder.glob("*.pt") if (m := _PART.search(path.name)) and m[2] == kind}
+    return [found[rank] for rank in sorted(found)]
+
+
+def _load(path: Path) -> dict[str, Any]:
+    require_harmless([path])
+    standins: list[Any] = [(standin, name) for name, standin in _STANDINS.items()]
+    try:
+        with torch.serialization.safe_globals(standins):
+            content: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    except Exception as error:
+        raise CheckpointError(f"{path}: cannot be read ({type(error).__name__}: {error})") from error
+    return content

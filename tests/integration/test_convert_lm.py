@@ -1,0 +1,210 @@
+"""Checkpoints of language models to Hugging Face folders and back, against what the backends themselves export."""
+
+from __future__ import annotations
+
+import json
+import os
+import string
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+pytest.importorskip("peft")
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from lm_ranks import TEMPERATURE, Trainer, make_config, probe_batch, train
+from safetensors.torch import load_file
+
+from rlhpc import Cluster, NodePlacementStrategy, Session, Worker
+from rlhpc.checkpoint import CheckpointWriter
+from rlhpc.checkpoint.convert_lm import CONVERSION, export_language_model, import_model
+from rlhpc.data.tiny import make_tiny_model
+from rlhpc.runtime.errors import CheckpointError, ConfigError
+from rlhpc.runtime.paths import RunPaths
+from rlhpc.training.token_scores import token_scores
+
+Saved = Callable[..., tuple[Path, dict[str, Any]]]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("models") / "tiny"
+    make_tiny_model(folder, vocabulary=string.printable[:60], hidden=32, layers=2)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[Callable[[], Any]]:
+    """Two real worker processes, once they are wanted."""
+    os.environ["DS_ACCELERATOR"] = "cpu"
+    groups: list[Any] = []
+
+    def two() -> Any:
+        if not groups:
+            Session.prewarm(("deepspeed", "peft", "transformers.models.llama.modeling_llama"))
+            cluster = Cluster.local(num_nodes=1, accelerators_per_node=0)
+            strategy = NodePlacementStrategy([0, 0])
+            groups.append(Trainer.create_group().launch(cluster, placement_strategy=strategy, name="savers"))
+        return groups[0]
+
+    yield two
+    for group in groups:
+        group.shutdown()
+    session = Session.running()
+    if session:
+        session.stop()
+
+
+@pytest.fixture
+def saved(ranks, model: Path, tmp_path: Path) -> Saved:
+    """Trains two steps on n ranks and saves; the checkpoint, and what the backend exported and scored."""
+
+    def make(n: int, backend: str, **changes: Any) -> tuple[Path, dict[str, Any]]:
+        cfg = make_config(model, training_backend=backend, **changes)
+        with CheckpointWriter(RunPaths(tmp_path / "run"), 2) as writer:
+            options = {"steps": range(2), "save": writer.staging, "export": tmp_path / "own"}
+            if changes.get("lora.rank"):
+                options["adapter"] = tmp_path / "own_adapter"
+            report = train(Worker(), cfg, **options) if n == 1 else ranks().train(cfg, **options).wait()[0]
+            writer.commit({})
+        return writer.final, {**report, "own": tmp_path / "own", "own_adapter": tmp_path / "own_adapter"}
+
+    return make
+
+
+CASES = [
+    (1, "local", {}),
+    (1, "local", {"model.dtype": "bfloat16", "lora.rank": 2}),
+    (2, "fsdp", {"model.dtype": "bfloat16"}),
+    (2, "fsdp", {"lora.rank": 2}),
+    (2, "deepspeed", {"deepspeed.zero_stage": 1, "model.dtype": "bfloat16"}),
+    (2, "deepspeed", {"deepspeed.zero_stage": 2}),
+    (2, "deepspeed", {"deepspeed.zero_stage": 2, "lora.rank": 2}),
+    (2, "deepspeed", {"deepspeed.zero_stage": 3}),
+    (2, "deepspeed", {"deepspeed.zero_stage": 3, "model.dtype": "bfloat16", "lora.rank": 2}),
+]
+
+
+@pytest.mark.parametrize(("n", "backend", "changes"), CASES)
+def test_it_is_what_the_backend_itself_exports(saved: Saved, n, backend, changes) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    if backend == "deepspeed":
+        pytest.importorskip("deepspeed")
+        changes = {**changes, "deepspeed.config": {"zero_optimization": {"stage3_param_persistence_threshold": 0}}}
+    checkpoint, report = saved(n, backend, **changes)
+    folder = export_language_model(checkpoint)
+    assert folder == checkpoint.parent.parent / "export" / "global_step_2"
+    mine, own = load_file(folder / "model.safetensors"), load_file(report["own"] / "model.safetensors")
+    assert mine.keys() == own.keys()
+    for name, value in mine.items():
+        assert value.dtype == own[name].dtype and torch.equal(value, own[name]), name
+    loaded = AutoModelForCausalLM.from_pretrained(folder).eval()
+    if changes.get("model.dtype") is None:
+        with torch.no_grad():
+            scores = token_scores(loaded, probe_batch(), TEMPERATURE).logprobs
+        torch.testing.assert_close(scores, report["after"], rtol=1e-5, atol=1e-5)
+    assert AutoTokenizer.from_pretrained(folder).get_vocab().keys() > {"7", "a"}
+    assert json.loads((folder / "config.json").read_text())["use_cache"] is True
+
+    record = json.loads((folder / CONVERSION).read_text())
+    assert record["backend"] == backend and record["global_step"] == 2 and record["from"] == str(checkpoint)
+    assert record["files"]["model.safetensors"]["size"] == (folder / "model.safetensors").stat().st_size
+    assert (record["lora"] is None) == ("lora.rank" not in changes)
+    if "lora.rank" in changes:
+        adapter = export_language_model(checkpoint, folder.with_name("adapter"), adapter_only=True)
+        name = "adapter_model.safetensors"
+        mine, own = load_file(adapter / name), load_file(report["own_adapter"] / name)
+        assert mine.keys() == own.keys() and all(torch.equal(value, own[key]) for key, value in mine.items())
+
+
+def test_only_the_checkpoint_is_needed(saved: Saved, model: Path, tmp_path: Path, monkeypatch) -> None:
+    """Neither the model of before training nor the run's folder; with LoRA the model that was adapted."""
+    from transformers import AutoModelForCausalLM
+
+    moved = tmp_path / "moved"
+    whole, report = saved(1, "local")
+    hidden = model.rename(model.with_name("hidden"))
+    try:
+        folder = export_language_model(whole.rename(tmp_path / "global_step_2"), moved, dtype="bfloat16")
+    finally:
+        hidden.rename(model)
+    assert AutoModelForCausalLM.from_pretrained(folder).dtype is torch.bfloat16
+
+    adapted, report = saved(1, "local", **{"lora.rank": 2})
+    hidden = model.rename(model.with_name("hidden"))
+    try:
+        with pytest.raises(ConfigError, match="the model cannot be loaded"):
+            export_language_model(adapted, moved)
+        assert load_file(moved / "model.safetensors")  # what was there before stays
+        export_language_model(adapted, moved, base=hidden)
+    finally:
+        hidden.rename(model)
+    assert load_file(moved / "model.safetensors").keys() == report["weights"].keys()
+
+
+def test_an_adapter_becomes_a_model_that_a_run_starts_from(saved: Saved, model: Path, tmp_path: Path) -> None:
+    checkpoint, report = saved(1, "local", **{"lora.rank": 2})
+    adapter = export_language_model(checkpoint, tmp_path / "adapter", adapter_only=True)
+    assert json.loads((adapter / "adapter_config.json").read_text())["base_model_name_or_path"] == str(model)
+    started = import_model(adapter, tmp_path / "start")
+    again = train(Worker(), make_config(started), steps=range(0))
+    torch.testing.assert_close(again["before"], report["after"], rtol=1e-5, atol=1e-5)
+    copied = import_model(model, tmp_path / "copy")
+    first = train(Worker(), make_config(model), steps=range(0))
+    assert torch.equal(train(Worker(), make_config(copied), steps=range(0))["before"], first["before"])
+
+
+def test_what_cannot_be_converted_says_why(saved: Saved, model: Path, tmp_path: Path) -> None:
+    checkpoint, _ = saved(1, "local")
+    (tmp_path / "taken").mkdir()
+    (tmp_path / "taken" / "thesis.tex").write_text("")
+    with pytest.raises(CheckpointError, match="taken exists and is not an export folder"):
+        export_language_model(checkpoint, tmp_path / "taken")
+    with pytest.raises(ConfigError, match="only an adapter was asked for"):
+        export_language_model(checkpoint, tmp_path / "out", adapter_only=True)
+    with pytest.raises(ConfigError, match="dtype is 'float8'; choose from float32, bfloat16"):
+        export_language_model(checkpoint, tmp_path / "out", dtype="float8")
+    with pytest.raises(ConfigError, match="cannot be loaded"):
+        import_model(tmp_path / "nothing", tmp_path / "out")
+    identity = json.loads((checkpoint / "backend.json").read_text())
+    weights = checkpoint / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-10])
+    with pytest.raises(CheckpointError, match=r"model\.safetensors.*truncated"):
+        export_language_model(checkpoint, tmp_path / "out")
+    with CheckpointWriter(RunPaths(tmp_path / "other"), 2) as writer:
+        (writer.staging / "backend.json").write_text(json.dumps({**identity, "actor.training_backend": "a:B"}))
+        writer.commit({})
+    with pytest.raises(CheckpointError, match="a:B, whose files only that backend can read"):
+        export_language_model(writer.final, tmp_path / "out")
+    assert not (tmp_path / "out").exists() and not list(tmp_path.glob(".tmp*"))
+
+
+def test_files_that_deepspeed_did_not_write_are_not_unpickled(saved: Saved, tmp_path: Path) -> None:
+    pytest.importorskip("deepspeed")
+    checkpoint, _ = saved(1, "deepspeed", **{"deepspeed.zero_stage": 2})
+    victim = checkpoint / "deepspeed" / "state" / "mp_rank_00_model_states.pt"
+    torch.save({"param_shapes": Evil(tmp_path / "ran")}, victim)
+    from rlhpc.training.zero_files import full_parameters
+
+    with pytest.raises(CheckpointError, match=r"not a file that DeepSpeed wrote; loading it would call posix\.mkdir"):
+        dict(full_parameters(victim.parent))
+    cfg = make_config("", training_backend="deepspeed", **{"deepspeed.zero_stage": 2})
+    cfg.actor.model.model_path = json.loads((checkpoint / "backend.json").read_text())["about"]["model_path"]
+    with pytest.raises(CheckpointError, match="not a file that DeepSpeed wrote"):
+        train(Worker(), cfg, steps=range(0), load=checkpoint)
+    assert not (tmp_path / "ran").exists()
+
+
+class Evil:
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> Any:
+        return os.mkdir, (str(self.path),)
