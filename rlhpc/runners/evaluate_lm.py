@@ -22,9 +22,11 @@ from typing import Any
 from omegaconf import OmegaConf
 
 from rlhpc.checkpoint import require_valid
+from rlhpc.checkpoint.convert import default_output
 from rlhpc.checkpoint.durable import replace_durably
-from rlhpc.checkpoint.manifest import MANIFEST, read_manifest
+from rlhpc.checkpoint.manifest import MANIFEST, digest, read_manifest
 from rlhpc.data import PromptTokenizer, load_tokenizer, make_dataset
+from rlhpc.data.builtin import resolve_model
 from rlhpc.data.prompts import Prompt
 from rlhpc.metrics.pass_at_k import bootstrap, normalize_answer, summarize, wilson
 from rlhpc.metrics.progress import ProgressBar
@@ -147,18 +149,36 @@ def _step_of(folder: str | Path | None) -> int | None:
 @contextmanager
 def _folder(model: str | Path) -> Iterator[tuple[str, int | None]]:
     """A Hugging Face folder of the model, and the checkpoint's step where it is one."""
-    from rlhpc.data.builtin import resolve_model
-
-    path = Path(model).expanduser()
+    path = Path(model).expanduser().absolute()
     if not (path / MANIFEST).is_file():
         yield resolve_model(str(model)), None
         return
+    require_valid(path, hint="or evaluate another checkpoint")
+    step = int(read_manifest(path)["global_step"])
+    exported = _exported(path, step)
+    if exported is not None:
+        yield str(exported), step
+        return
     from rlhpc.checkpoint.convert_lm import export_language_model
 
-    require_valid(path, hint="or evaluate another checkpoint")
     with tempfile.TemporaryDirectory(prefix="rlhpc-eval-") as temporary:
-        exported = export_language_model(path, Path(temporary) / path.name)
-        yield str(exported), int(read_manifest(path)["global_step"])
+        yield str(export_language_model(path, Path(temporary) / path.name)), step
+
+
+def _exported(checkpoint: Path, step: int) -> Path | None:
+    """The run's export of this very checkpoint, where there is one, as evaluation would make it itself."""
+    from rlhpc.checkpoint.convert_lm import CONVERSION
+
+    folder = default_output(checkpoint, step)
+    try:
+        record = json.loads((folder / CONVERSION).read_text())
+        same = record["manifest_sha256"] == digest(checkpoint / MANIFEST)[1]
+        own = record["dtype"] == json.loads((checkpoint / "backend.json").read_text())["about"]["dtype"]
+        whole = all((folder / name).stat().st_size == file["size"] for name, file in record["files"].items())
+        merged = not record["lora"] or record["lora"]["merged"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    return folder if same and own and whole and merged else None
 
 
 def _answers(cfg: Any, section: Any, suite: str, folder: str, progress: bool) -> tuple[list[dict[str, Any]], int]:

@@ -3,29 +3,37 @@
 from __future__ import annotations
 
 import json
+import shutil
+import string
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 from omegaconf import OmegaConf
 
+pytest.importorskip("transformers")
+sys.path.insert(0, str(Path(__file__).parent))
+
+from lm_ranks import make_config, train
+
+from rlhpc import Worker
+from rlhpc.checkpoint import CheckpointWriter
+from rlhpc.checkpoint.convert_lm import export_language_model
 from rlhpc.config.schema import Config, RewardTermConfig
+from rlhpc.data.tiny import make_tiny_model
 from rlhpc.metrics.pass_at_k import summarize, wilson
 from rlhpc.metrics.report import write_report
 from rlhpc.metrics.samples_page import read_samples
 from rlhpc.runners.evaluate_lm import compare, describe, evaluate_language_model, find_suite, vote
-from rlhpc.runtime.errors import ConfigError
+from rlhpc.runtime.errors import CheckpointError, ConfigError
 from rlhpc.runtime.paths import RunPaths
-
-pytest.importorskip("transformers")
 
 QUESTIONS = [f"{a}+{b}=" for a in range(10, 14) for b in range(20, 23)]
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    from rlhpc.data.tiny import make_tiny_model
-
     folder = tmp_path_factory.mktemp("models") / "tiny"
     make_tiny_model(folder)
     return folder
@@ -126,6 +134,36 @@ def test_step_and_report(model: Path, suite: Path, tmp_path: Path) -> None:
     write_report(paths)
     page = (paths.report.parent / "samples.html").read_text()
     assert page.count('<article class="problem">') == 12 and "step 7" in page and "41.7%" in paths.report.read_text()
+
+
+def test_checkpoint(suite: Path, tmp_path: Path) -> None:
+    """A checkpoint is evaluated as what it would be converted to; an export is taken only where it is of this one."""
+    pytest.importorskip("peft")
+    base, paths = tmp_path / "tiny", RunPaths(tmp_path / "run")
+    make_tiny_model(base, vocabulary=string.printable[:60], hidden=32, layers=2)
+    with CheckpointWriter(paths, 2) as writer:
+        train(Worker(), make_config(base), steps=range(2), save=writer.staging)
+        writer.commit({})
+    cfg = config(base, {"path": str(suite)})
+
+    def evaluate(model: Path) -> list[str]:
+        result = evaluate_language_model(cfg, model, output=tmp_path / "result.json")
+        assert result["model"] == str(model)
+        assert result["global_step"] == (0 if model == base else 2)
+        return [row["response"] for row in read_samples(tmp_path / "result.samples.jsonl")]
+
+    untrained, trained = evaluate(base), evaluate(writer.final)
+    assert trained != untrained and not paths.export(2).exists()
+    exported = export_language_model(writer.final)
+    assert evaluate(exported) == trained == evaluate(writer.final)
+    shutil.copy(base / "model.safetensors", exported / "model.safetensors")
+    assert evaluate(writer.final) == evaluate(exported) == untrained  # so the export was taken
+    record = json.loads((exported / "conversion.json").read_text())
+    (exported / "conversion.json").write_text(json.dumps({**record, "manifest_sha256": "of another"}))
+    assert evaluate(writer.final) == trained
+    (writer.final / "model.safetensors").write_bytes(b"torn")
+    with pytest.raises(CheckpointError, match=r"model\.safetensors.*or evaluate another checkpoint"):
+        evaluate_language_model(cfg, writer.final)
 
 
 def test_what_is_wrong_is_said_once(model: Path, suite: Path, tmp_path: Path) -> None:
