@@ -1,0 +1,104 @@
+"""The page about rewards: its code runs, and its examples are accepted."""
+
+from __future__ import annotations
+
+import http.server
+import json
+import re
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+import yaml
+from omegaconf import OmegaConf
+
+from rlhpc.config.schema import RewardConfig
+from rlhpc.rewards import Sample, make_reward
+from rlhpc.rewards.registry import _BUILT_IN, check_arguments, find_reward
+from rlhpc.rollout.agents import make_agent
+
+ROOT = Path(__file__).resolve().parents[2]
+TEXT = (ROOT / "docs/how-to/rewards.md").read_text()
+BLOCKS = re.findall(r"```(\w+)\n(.*?)```", TEXT, re.S)
+
+
+@pytest.fixture
+def files(tmp_path, monkeypatch) -> Path:
+    """The modules of the page, where Python finds them."""
+    for language, content in BLOCKS:
+        named = re.match(r"# (\w+\.py)\n", content)
+        if language == "python" and named:
+            (tmp_path / named[1]).write_text(content)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    return tmp_path
+
+
+def test_the_code_runs(files):
+    scripts = [content for language, content in BLOCKS if language == "python" and not content.startswith("# ")]
+    assert len(scripts) == 2
+    for script in scripts:
+        done = subprocess.run(
+            [sys.executable, "-c", script], env={"PYTHONPATH": f"{files}:{ROOT}", "PATH": ""}, capture_output=True, text=True
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr
+
+
+def test_the_configurations_are_accepted(files):
+    sections = [yaml.safe_load(content)["reward"] for language, content in BLOCKS if language == "yaml"]
+    assert len(sections) == 3
+    for section in sections:
+        cfg = OmegaConf.merge(OmegaConf.structured(RewardConfig), section)
+        for term in cfg.terms:
+            check_arguments(term.name, find_reward(term.name), dict(term.kwargs))
+    (tmp,) = (s for s in sections if s["terms"][0]["name"] == "my_rewards:vowels")
+    with make_reward(OmegaConf.merge(OmegaConf.structured(RewardConfig), tmp)) as pool:
+        assert pool.score([Sample("q", "aeiou")])[0].total == 0.25
+
+
+def test_the_table_has_every_reward_and_argument():
+    rows = dict(re.findall(r"^\| `(\w+)` \| [^|]+ \| ([^|]+) \|$", TEXT, re.M))
+    assert set(rows) == set(_BUILT_IN)
+    import inspect
+
+    for name, told in rows.items():
+        arguments = list(inspect.signature(find_reward(name)).parameters)
+        assert re.findall(r"`(\w+)`", told) == [a for a in re.findall(r"`(\w+)`", told) if a in arguments]
+        assert set(re.findall(r"`(\w+)`", told)) == set(arguments), name
+
+
+class ChatModel(http.server.BaseHTTPRequestHandler):
+    def do_POST(self):
+        asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        text = asked["messages"][0]["content"]
+        said = "Good.\nMark: 8" if "Answer:\n42" in text else "I would rather not say."
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(json.dumps({"choices": [{"message": {"content": said}}]}).encode())
+
+    def log_message(self, *_):
+        pass
+
+
+def test_a_language_model_as_judge(files):
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), ChatModel)
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    kwargs = {"url": f"http://127.0.0.1:{server.server_port}/v1", "model": "judge"}
+    section = {"terms": [{"name": "my_judge:LanguageModelJudge", "kwargs": kwargs}], "failed": -1.0, "processes": 2}
+    try:
+        with make_reward(OmegaConf.merge(OmegaConf.structured(RewardConfig), section)) as pool:
+            right, silent = pool.score([Sample("q", "42", "42"), Sample("q", "?", "42")])
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()
+    assert right.total == 0.8 and not right.failed
+    assert silent.total == -1 and "no mark in" in silent.reason
+
+
+def test_an_agent_of_ones_own(files):
+    agent = make_agent("my_search:SearchAgent")
+    said = agent.respond(None, "<tool>search: capital of France</tool>")
+    assert said == "<result>Paris has been the capital of France since 987.</result>\n"
