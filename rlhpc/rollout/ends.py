@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from rlhpc.runtime.errors import ConfigError
@@ -44,8 +45,15 @@ def first_line(error: BaseException) -> str:
     return str(error).strip().partition("\n")[0]
 
 
+#: One of these lies beside every tokenizer. Without, transformers makes up an empty one for some kinds of models.
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
+
+
 def load_tokenizer(model_path: str, trust_remote_code: bool) -> Any | None:
     """The tokenizer that lies beside a model; None where none does."""
+    folder = Path(model_path)
+    if folder.is_dir() and not any((folder / name).is_file() for name in _TOKENIZER_FILES):
+        return None
     try:
         return transformers_module().AutoTokenizer.from_pretrained(model_path, trust_remote_code=trust_remote_code)
     except (OSError, ValueError, KeyError, ImportError):

@@ -63,8 +63,10 @@ class HFRollout(Engine):
         self.vocabulary = int(text_config.vocab_size)
         self.context = context_length(text_config, options)
         self._waiting: deque[Request] = deque()
-        self._ledger = Ledger(self._max_rows, self.vocabulary, self._own_ends, self._stop_texts)
-        self._kv, self._cache = KeyValues(self._max_rows), None
+        with self._memory():
+            self._ledger = Ledger(self._max_rows, self.vocabulary, self._own_ends, self._stop_texts)
+            self._kv = KeyValues(self._max_rows)
+        self._cache: Any = None
         self._stale = False
         self._rows: Rows | None = None
         self._last: Tensor = torch.empty(0, dtype=torch.int64, device=self._device)

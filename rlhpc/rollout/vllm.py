@@ -85,7 +85,7 @@ class VLLMRollout(Engine):
         self._stop_texts = StopTexts(self._tokenizer, options.model_path)
         self._own_ends = end_tokens(options.model_path, config, self._tokenizer)
         self.vocabulary = int(config.get_text_config().vocab_size)
-        self._needed, self._optional = _tensors_of(config, options)
+        self._needed, self._optional, self._aliases = _tensors_of(config, options)
         self._sleeps = bool(cfg.actor.offload_in_rollout)
         self._running: dict[str, _Running] = {}
         self._torn = ""
@@ -136,8 +136,13 @@ class VLLMRollout(Engine):
             arguments["enforce_eager"] = True
             if not os.environ.get("VLLM_CPU_KVCACHE_SPACE"):
                 arguments["kv_cache_memory_bytes"] = _cpu_cache_bytes(config.get_text_config(), options)
+        arguments.update(options.engine_kwargs)
+        if max(int(arguments.get(f"{kind}_parallel_size", 1)) for kind in ("tensor", "pipeline", "data")) > 1:
+            raise ConfigError(
+                "rollout.engine_kwargs: vLLM runs in the rollout rank's process, on one accelerator; give the group more "
+                "ranks instead of a larger parallel size"
+            )
         with _leaving_no_trace(), self._explained():
-            arguments = {**arguments, **options.engine_kwargs}
             try:
                 engine_args = EngineArgs(**arguments)
             except TypeError as error:
@@ -250,8 +255,9 @@ class VLLMRollout(Engine):
     def update_weights(self, version: int, named_tensors: Iterable[tuple[str, Tensor]]) -> None:
         """See `RolloutBackend.update_weights`.
 
-        vLLM loads them layer by layer into the tensors that its kernels use. Requests under way give their cache back and
-        prefill prompt and response so far, when the next step schedules them.
+        vLLM loads them layer by layer into the tensors that its kernels use, and holds on to what it was given until a
+        layer has all of it: a tensor may be dropped, but not written to, before the update is over. Requests under way
+        give their cache back, and prefill prompt and response so far when the next step schedules them.
         """
         if self._torn:
             raise UpdateFailed(self._torn)
@@ -259,7 +265,8 @@ class VLLMRollout(Engine):
         # Whatever breaks off leaves vLLM with layers half taken apart, which a second update does not mend.
         self._torn = f"the update to version {version} of vLLM's weights broke off; restart the rollout group"
         weights = whole_update(named_tensors, self._needed, self._optional)
-        self._engine.collective_rpc("reload_weights", kwargs={"weights_iterator": weights})
+        tied = _under_all_names(weights, self._aliases)
+        self._engine.collective_rpc("reload_weights", kwargs={"weights_iterator": tied})
         self._engine.reset_prefix_cache(reset_running_requests=True)
         for running, token_ids, _ in self._so_far():
             running.marks.append((len(token_ids), self.version))
@@ -349,15 +356,34 @@ def _log_before_filters(worker: Any) -> bool:
     return True
 
 
-def _tensors_of(config: Any, options: EngineOptions) -> tuple[dict[str, tuple[int, ...]], dict[str, tuple[int, ...]]]:
-    """Names and shapes of an update that is whole, and of what else it may bring."""
+def _tensors_of(
+    config: Any, options: EngineOptions
+) -> tuple[dict[str, tuple[int, ...]], dict[str, tuple[int, ...]], dict[str, list[str]]]:
+    """Names and shapes of an update that is whole, those of what else it may bring, and the other names of tied weights."""
     with torch.device("meta"):
         model = transformers_module().AutoModelForCausalLM.from_config(
             config, trust_remote_code=options.trust_remote_code
         )
-    needed = {name: tuple(tensor.shape) for name, tensor in model.named_parameters()}
-    optional = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items() if name not in needed}
-    return needed, optional
+    names = {id(tensor): name for name, tensor in model.named_parameters()}
+    needed, optional, aliases = {}, {}, {}
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        first = names.get(id(tensor))
+        (needed if first == name else optional)[name] = tuple(tensor.shape)
+        if first not in (None, name):
+            aliases.setdefault(first, []).append(name)
+    return needed, optional, aliases
+
+
+def _under_all_names(
+    weights: Iterable[tuple[str, Tensor]], aliases: dict[str, list[str]]
+) -> Iterator[tuple[str, Tensor]]:
+    """Tied weights by each of their names: where vLLM's kernels repack them it keeps a copy for each."""
+    others = {alias for names in aliases.values() for alias in names}
+    for name, tensor in weights:
+        if name not in others:
+            yield name, tensor
+            for alias in aliases.get(name, ()):
+                yield alias, tensor
 
 
 def _cpu_cache_bytes(config: Any, options: EngineOptions) -> int:

@@ -355,21 +355,30 @@ def test_zz_half_an_update_stops_the_engine(built: RolloutBackend, model: Any, m
 
 
 @pytest.mark.parametrize(
-    ("kind", "changes"),
+    ("backend", "kind", "changes"),
     [
-        ("Mistral", {"sliding_window": 6}),
-        ("Qwen2", {"tie_word_embeddings": True}),
-        ("Gemma3Text", {"head_dim": 32, "sliding_window": 6, "layer_types": ["sliding_attention", "full_attention"]}),
+        ("hf", "Mistral", {"sliding_window": 6}),
+        ("hf", "Qwen2", {"tie_word_embeddings": True}),
+        (
+            "hf",
+            "Gemma3Text",
+            {"head_dim": 32, "sliding_window": 6, "layer_types": ["sliding_attention", "full_attention"]},
+        ),
+        ("vllm", "Qwen2", {"tie_word_embeddings": True}),
     ],
 )
-def test_other_architectures(tmp_path: Path, kind: str, changes: dict[str, Any]) -> None:
+def test_other_architectures(tmp_path: Path, backend: str, kind: str, changes: dict[str, Any]) -> None:
+    if backend == "vllm":
+        pytest.importorskip("vllm")
     reference = save_model(tmp_path, kind, **changes)
-    engine = make_rollout(config("hf", max_batch_size=5), model_path=str(tmp_path), device="cpu", seed=0)
-    change(reference, 1)
-    engine.update_weights(1, reference.named_parameters())
+    engine = make_rollout(config(backend, max_batch_size=5), model_path=str(tmp_path), device="cpu", seed=0)
     requests = requests_of(15, seed=10)
-    for request, completion in zip(requests, engine.generate(requests), strict=True):
-        assert error_of(reference, request, completion) < 5 * TOLERANCE
+    for version, weights in enumerate((reference.named_parameters(), reference.state_dict().items(), None), start=1):
+        change(reference, version)
+        engine.update_weights(version, weights or reference.named_parameters())
+        for request, completion in zip(requests, engine.generate(requests), strict=True):
+            assert error_of(reference, request, completion) < 5 * TOLERANCE
+    engine.close()
 
 
 def test_bad_configurations(folder: Path, tmp_path: Path) -> None:
@@ -388,6 +397,25 @@ def test_bad_configurations(folder: Path, tmp_path: Path) -> None:
     save_model(tmp_path)
     with pytest.raises(ConfigError, match="stop texts need a tokenizer"):
         make("hf", tmp_path).add([Request(0, (5,), SamplingParams(stop=("x",)))])
+
+
+def test_vllm_says_what_it_lacks(folder: Path) -> None:
+    pytest.importorskip("vllm")
+    for arguments, message in (
+        ({"no_such_argument": 1}, "rollout.engine_kwargs: .*no_such_argument"),
+        ({"tensor_parallel_size": 2}, "more ranks"),
+        ({"kv_cache_memory_bytes": 1 << 50}, "VLLM_CPU_KVCACHE_SPACE .* rollout.max_batch_size"),
+        ({"quantization": "nonsense"}, "vLLM refuses .*nonsense"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            make_rollout(config("vllm", engine_kwargs=arguments), model_path=str(folder), device="cpu", seed=0)
+    with pytest.raises(ConfigError, match="rollout_backend is 'vllm' on cuda"):
+        make_rollout(config("vllm"), model_path=str(folder), device="cuda", seed=0)
+
+
+def test_memory_that_does_not_suffice_names_the_knobs(folder: Path) -> None:
+    with pytest.raises(ConfigError, match=r"rollout.max_batch_size \(1099511627776\)"):
+        make_rollout(config("hf", max_batch_size=1 << 40), model_path=str(folder), device="cpu", seed=0)
 
 
 def test_end_tokens_of_all_three_places(tmp_path: Path) -> None:
