@@ -16,8 +16,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import cloudpickle
-
 from rlhpc.rewards.base import Reward, Sample
 from rlhpc.rewards.judges import judge
 from rlhpc.rewards.registry import build_reward, check_arguments, find_reward
@@ -106,6 +104,8 @@ class RewardPool:
         self._server: subprocess.Popen[bytes] | None = None
         self._control: socket.socket | None = None
         if self._remote:
+            import cloudpickle
+
             # By value where they have no module that the server could import.
             spec = [(term.name, term.factory, term.kwargs) for term in self._remote]
             self._spec = cloudpickle.dumps(spec)

@@ -449,6 +449,36 @@ def test_what_cannot_be_enforced_is_said_and_refused(caplog):
         Sandbox(wall_s=0)
 
 
+@pytest.mark.parametrize("knob", ["user", "pid", "mnt", "net"])
+def test_where_the_administrator_forbids_namespaces(knob):
+    """What is left confines all the same; and where it would not, that is found out."""
+    if not left_to_landlock():
+        pytest.skip("needs user namespaces, to forbid them in, and Landlock")
+    script = f"""
+        from rlhpc.rewards.sandbox import Sandbox
+        box = Sandbox()
+        result = box.run("open('a', 'w').write('x'); import os; print(os.listdir('.'))")
+        print(box.unenforced(), result.stdout, {knob!r} in result.have or "mount" in result.have)
+        without = Sandbox(mechanisms=("namespaces",), allow_unconfined=True)
+        print(without.unenforced() != [])
+        """
+    shell = f'echo 0 > /proc/sys/user/max_{knob}_namespaces && exec "$0" -c "$1"'
+    done = subprocess.run(
+        ["unshare", "-Ur", "sh", "-c", shell, sys.executable, textwrap.dedent(script)], capture_output=True, text=True,
+        timeout=60, env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )  # fmt: skip
+    mounted = knob == "net"  # the only one without which files can be mounted
+    assert done.stdout == f"[] ['a']\n {mounted}\nTrue\n", done.stderr
+
+
+def left_to_landlock() -> bool:
+    try:
+        Sandbox(mechanisms=("landlock", "seccomp"))
+        return subprocess.run(["unshare", "-Ur", "true"], capture_output=True).returncode == 0
+    except (ConfigError, FileNotFoundError):
+        return False
+
+
 @pytest.mark.skipif(os.geteuid() != 0, reason="the other tests have run without root already")
 def test_without_root():
     """The same, started by an ordinary user."""

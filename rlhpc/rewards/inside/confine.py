@@ -284,7 +284,7 @@ def _program(
     box = _BOX if "mount" in have else job["folder"]
     read = [*job["read"], *(["/proc"] if "mount" in have else [])]
     _limit(job, threads)
-    if user == _NOBODY:
+    if user == _NOBODY and "mount" in have:  # who may read the interpreter only where it is mounted for him
         os.setgroups([])
         os.setresgid(user, user, user)
         os.setresuid(user, user, user)
@@ -323,6 +323,8 @@ def main(harness: Any, job_fd: int, result: int, status: int, caller: int) -> No
         if user:
             have["user"] = str(user)
             have |= {name: "yes" for name, flag in _NAMESPACES.items() if _libc.unshare(flag) == 0}
+        if "pid" not in have:
+            have.pop("mount", None)  # the new root is made by the namespace's init
     threads = job["processes"] + _THREADS + (3 if user and own_count else _count_threads(uid))
     keeper, (lifeline, held) = os.getpid(), os.pipe()
     child = os.fork()
@@ -337,6 +339,7 @@ def main(harness: Any, job_fd: int, result: int, status: int, caller: int) -> No
             try:
                 _new_root(job, user)
             except OSError as error:
+                _libc.umount2(job["folder"].encode(), _DETACH)
                 del have["mount"]
                 have["mount_error"] = str(error)
         keeper, (inner, held) = os.getpid(), os.pipe()
