@@ -238,7 +238,7 @@ class LanguageActor(Worker):
         for line, row in enumerate(rows):
             mask[line, : len(row["ids"])] = row["mask"]
             if self.kl_coef and str(cfg.kl_in) == "reward":
-                old = row.get("old_logprobs", row["rollout_logprobs"])
+                old = row["old_logprobs"] if self.recompute else row["rollout_logprobs"]
                 kl[line, : len(row["ids"])] = kl_penalty(old, row["ref_logprobs"], str(cfg.kl_type))
         positions = torch.arange(T)
         last = torch.where(mask, positions, -1).amax(1)
@@ -292,7 +292,7 @@ class LanguageActor(Worker):
         mask = columns["mask"].bool()
         behaviour = columns["rollout_logprobs"]
         recomputed = columns.get("old_logprobs")
-        extra: dict[str, Any] = {}
+        extra: dict[str, Any] = dict(whole)
         if str(cfg.loss_type).lower() == "decoupled_ppo":
             old, extra["proximal_logprobs"] = behaviour, recomputed
             extra["behave_weight_cap"] = None if cfg.tis_cap is None else float(cfg.tis_cap)
@@ -305,7 +305,7 @@ class LanguageActor(Worker):
             str(cfg.loss_type), logprobs=scores.logprobs, old_logprobs=old, advantages=columns["advantages"],
             loss_mask=mask, clip_ratio_low=float(cfg.clip_ratio_low), clip_ratio_high=float(cfg.clip_ratio_high),
             clip_ratio_c=None if cfg.clip_ratio_c is None else float(cfg.clip_ratio_c), loss_agg=str(cfg.loss_agg),
-            **whole, **extra,
+            **extra,
         )  # fmt: skip
         if str(cfg.loss_agg) == "seq-mean-token-sum-norm":
             loss = loss * (mask.shape[1] / width)  # the width of the whole minibatch, not of this micro-batch
@@ -354,9 +354,9 @@ class LanguageActor(Worker):
         self.encoder = PromptTokenizer(
             self.tokenizer, int(data.max_prompt_tokens), str(data.overlong_prompts), bool(data.train.chat_template)
         )
-        self.dataset = make_dataset(data.train, "train")
+        self.dataset = make_dataset(data.train, "train", demonstrations=True)
         if self.encoder.overlong == "drop":
-            self.dataset = self.encoder.fitting(self.dataset)
+            self.dataset = self.encoder.fitting(self.dataset, demonstrations=True, max_tokens=self.max_tokens)
         self.sampler = PromptSampler(len(self.dataset), int(data.prompts_per_step), self.seed)
 
     def imitate(self, step: int) -> dict[str, float]:
@@ -368,7 +368,9 @@ class LanguageActor(Worker):
         rows, count = [], int(self.cfg.data.prompts_per_step)
         for draw in range(self.rank, count, self.world_size):
             index = self.sampler.at((step - 1) * count + draw)
-            ids, mask = self.encoder.encode_demonstration(self.dataset[index], self.max_tokens)
+            encoded = self.encoder.encode_demonstration(self.dataset[index], self.max_tokens)
+            assert encoded is not None, "those that do not fit are dropped at the start"
+            ids, mask = encoded
             rows.append({"ids": torch.tensor(ids), "mask": torch.tensor(mask, dtype=torch.bool)})
         held = torch.tensor(float(sum(int(row["mask"].sum()) for row in rows)))
         tokens = float((self.all_reduce(held) if self.world_size > 1 else held).item())

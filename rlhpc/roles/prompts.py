@@ -104,6 +104,9 @@ class Group:
     def unpack(cls, message: dict[str, Any]) -> Group:
         """Inverse of `pack`."""
         cuts = np.cumsum(message["lengths"])[:-1]
-        lists = {name: np.split(message[name], cuts) for name in ("responses", "logprobs", "versions", "masks")}
-        same = {name: message[name] for name in ("step", "position", "varied", "prompt_ids", "rewards", "finished")}
-        return cls(**same, **lists)
+        fields: dict[str, Any] = {
+            name: message[name] for name in ("step", "position", "varied", "prompt_ids", "rewards", "finished")
+        }
+        for name in ("responses", "logprobs", "versions", "masks"):
+            fields[name] = np.split(message[name], cuts)
+        return cls(**fields)

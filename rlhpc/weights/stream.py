@@ -39,7 +39,8 @@ def send_weights(
     Returns:
         Bytes sent.
     """
-    total, held, size = 0, [], 0
+    held: list[tuple[str, torch.Tensor]] = []
+    total, size = 0, 0
 
     def post(last: bool) -> None:
         nonlocal held, size
