@@ -240,5 +240,5 @@ def explained_out_of_memory() -> Iterator[None]:
         raise ConfigError(
             "out of memory in a forward or backward pass: lower actor.max_tokens_per_micro_batch, set "
             "actor.model.gradient_checkpointing=true, or with actor.training_backend=fsdp set "
-            f"actor.fsdp.cpu_offload=true ({reason})"
+            f"actor.fsdp.cpu_offload=true, with deepspeed actor.deepspeed.cpu_offload=true ({reason})"
         ) from error

@@ -213,6 +213,15 @@ def test_it_resumes_on_more_ranks(run, model, tmp_path, before: int) -> None:
         assert rest["losses"] == pytest.approx(whole["losses"][2:], abs=2e-5)
 
 
+@pytest.mark.slow
+def test_stages_1_and_2_read_each_other(run, model, tmp_path) -> None:
+    for stage in (1, 2):
+        (whole,) = run(2, [configured(model, stage)])
+        run(2, [configured(model, stage)], steps=range(2), save=tmp_path / str(stage))
+        (rest,) = run(2, [configured(model, 3 - stage)], steps=range(2, 5), load=tmp_path / str(stage))
+        assert rest["losses"] == pytest.approx(whole["losses"][2:], abs=2e-5)
+
+
 def test_options_are_those_of_the_configuration_after_a_resume(run, model, tmp_path) -> None:
     run(2, [configured(model, 2)], steps=range(2), save=tmp_path / "saved")
     changed = configured(model, 2, **{"optim.clip_grad": 1e-9, "optim.weight_decay": 0.0, "optim.adam_eps": 1.0})
