@@ -48,7 +48,7 @@ def judge(rewards: dict[str, Reward], sample: Sample) -> tuple[dict[str, float],
             if not math.isfinite(value):
                 raise ValueError(f"it gave {value}")
             values[name] = value
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             errors.append(f"{name}: {type(error).__name__}: {error}")
     return values, "; ".join(errors)
 
@@ -195,5 +195,6 @@ def main() -> None:
     gc.collect()
     gc.freeze()
     _libc.prctl(1, 0)  # from here on the socket tells, also where the pool's thread ends before its process
-    wire.send(control, {"ready": os.getpid()})
-    JudgeServer(control, spec, Path(tempfile.mkdtemp(prefix="rlhpc-judges-"))).serve()
+    folder = tempfile.mkdtemp(prefix="rlhpc-judges-")
+    wire.send(control, {"ready": os.getpid(), "folder": folder})
+    JudgeServer(control, spec, Path(folder)).serve()

@@ -7,6 +7,7 @@ import contextlib
 import logging
 import os
 import selectors
+import shutil
 import socket
 import subprocess
 import sys
@@ -103,6 +104,7 @@ class RewardPool:
         self._selector = selectors.DefaultSelector()
         self._server: subprocess.Popen[bytes] | None = None
         self._control: socket.socket | None = None
+        self._folder = ""
         if self._remote:
             import cloudpickle
 
@@ -186,6 +188,7 @@ class RewardPool:
                 self._server.kill()
                 self._server.wait()
             self._server = None
+            shutil.rmtree(self._folder, ignore_errors=True)
         self._selector.close()
 
     def __enter__(self) -> RewardPool:
@@ -212,6 +215,7 @@ class RewardPool:
         if told is None or "failed" in told:
             why = f"{told['failed']}" if told else f"the judges' server ended, or did not start within {_START_S:g} s"
             raise ConfigError(f"reward.terms: {why}")
+        self._folder = told["folder"]
         control.settimeout(5.0)
         for _ in range(self.processes):
             self._start_judge()
@@ -248,6 +252,7 @@ class RewardPool:
         if self._server is not None:
             self._server.kill()
             self._server.wait()
+        shutil.rmtree(self._folder, ignore_errors=True)  # it could not do that itself
         for ticket in tickets:
             self._fail(ticket, "died", "the judge died")
         self._start_server()

@@ -249,11 +249,12 @@ def test_judges_are_reused(pool):
 def test_the_server_itself_is_killed(pool):
     assert pool.score(says("value 1"))[0].total == 1
     pool.submit("under way", says("sleep 60")[0])
+    folder = Path(pool._folder)
     os.kill(pool._server.pid, signal.SIGKILL)
     seen = []
     while pool.unfinished():
         seen += pool.poll(0.1)
-    assert seen[0][1].failed
+    assert seen[0][1].failed and not folder.exists()
     assert pool.score(says("value 2"))[0].total == 2
 
 
@@ -262,7 +263,7 @@ def test_closing_leaves_nothing(tmp_path):
     pool.submit(0, says("sleep 60")[0])
     server = pool._server.pid
     below = [child.pid for child in psutil.Process(server).children(recursive=True)]
-    assert len(below) == 2
+    assert below
     pool.close()
     assert all(gone(pid) for pid in (server, *below))
     pool.close()  # twice does no harm
