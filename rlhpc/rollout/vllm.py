@@ -365,11 +365,13 @@ def _tensors_of(
             config, trust_remote_code=options.trust_remote_code
         )
     names = {id(tensor): name for name, tensor in model.named_parameters()}
-    needed, optional, aliases = {}, {}, {}
+    needed: dict[str, tuple[int, ...]] = {}
+    optional: dict[str, tuple[int, ...]] = {}
+    aliases: dict[str, list[str]] = {}
     for name, tensor in model.state_dict(keep_vars=True).items():
         first = names.get(id(tensor))
         (needed if first == name else optional)[name] = tuple(tensor.shape)
-        if first not in (None, name):
+        if first is not None and first != name:
             aliases.setdefault(first, []).append(name)
     return needed, optional, aliases
 
