@@ -245,7 +245,7 @@ def test_aborting():
 
 
 def test_a_search_task_is_a_class_outside_the_package(tmp_path, monkeypatch):
-    (tmp_path / "my_search.py").write_text(
+    (tmp_path / "pages_search.py").write_text(
         "from rlhpc.rollout.agents import ToolAgent\n"
         "PAGES = {'capital of France': 'Paris is the capital of France.'}\n"
         "class SearchAgent(ToolAgent):\n"
@@ -255,7 +255,7 @@ def test_a_search_task_is_a_class_outside_the_package(tmp_path, monkeypatch):
         "        return PAGES[query.strip()]\n"
     )
     monkeypatch.syspath_prepend(str(tmp_path))
-    cfg = SimpleNamespace(rollout=SimpleNamespace(agent="my_search:SearchAgent", max_turns=3))
+    cfg = SimpleNamespace(rollout=SimpleNamespace(agent="pages_search:SearchAgent", max_turns=3))
 
     def ask(text: str) -> str:
         if "<result>" not in text:
