@@ -231,6 +231,9 @@ def _describe(folder: Path, facts: dict[str, Any]) -> None:
         f"`{CONVERSION}` tells what was converted, with checksums.\n"
     )
     write_durably(folder / "README.md", card.encode())
+    mode = (folder / "README.md").stat().st_mode
+    for path in folder.iterdir():  # safetensors makes files that only their owner reads
+        path.chmod(mode)
     files = {
         str(path.relative_to(folder)): dict(zip(("size", "sha256"), digest(path), strict=True))
         for path in sorted(folder.rglob("*"))

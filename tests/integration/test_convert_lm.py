@@ -116,6 +116,7 @@ def test_it_is_what_the_backend_itself_exports(saved: Saved, n, backend, changes
     record = json.loads((folder / CONVERSION).read_text())
     assert record["backend"] == backend and record["global_step"] == 2 and record["from"] == str(checkpoint)
     assert record["files"]["model.safetensors"]["size"] == (folder / "model.safetensors").stat().st_size
+    assert len({path.stat().st_mode for path in folder.iterdir()}) == 1  # all as readable as any new file
     assert (record["lora"] is None) == ("lora.rank" not in changes)
     if "lora.rank" in changes:
         adapter = export_language_model(checkpoint, folder.with_name("adapter"), adapter_only=True)
