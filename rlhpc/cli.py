@@ -367,7 +367,9 @@ def build_parser() -> argparse.ArgumentParser:
     evaluate.add_argument("--suite", default="default", help="name of the evaluation (default: default)")
     evaluate.add_argument("--episodes", type=int, help="default: env.eval.num_episodes")
     evaluate.add_argument("--config", help="configuration to use instead of the checkpoint's own")
-    evaluate.add_argument("--model", help="language model as it is, instead of a checkpoint ('' takes that of --config)")
+    evaluate.add_argument(
+        "--model", help="language model as it is, instead of a checkpoint ('' takes that of --config)"
+    )
     convert = _add(commands, "convert", _convert, "export a checkpoint's policy: safetensors and a config")
     _checkpoint_arguments(convert)
     report = _add(commands, "report", _report, "write a run's report page")

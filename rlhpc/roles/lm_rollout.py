@@ -23,11 +23,12 @@ from rlhpc.rewards.pool import Scored
 from rlhpc.roles.device import own_device, seed_process
 from rlhpc.roles.prompts import GROUPS, VERSIONS, Group, PromptMap, seed_of
 from rlhpc.rollout import Request, SamplingParams, make_rollout
-from rlhpc.rollout.agents import make_generation
+from rlhpc.rollout.agents import configured_agent, make_generation
 from rlhpc.rollout.episodes import Episode
 from rlhpc.runtime.comm.channel import QueueEmpty
 from rlhpc.runtime.errors import DeadlineExceeded
 from rlhpc.runtime.worker import Worker
+from rlhpc.training.zero_config import deepspeed_config
 from rlhpc.weights.stream import receive_weights
 
 #: Pause where neither engine nor judges had anything.
@@ -294,7 +295,10 @@ def check_language(cfg: Any, ranks: dict[str, int]) -> None:
     """
     _, encoder, dataset = open_prompts(cfg)
     encoder.encode(dataset[0])
+    if str(cfg.actor.training_backend).lower() == "deepspeed":
+        deepspeed_config(cfg)
     if "rollout" in ranks:
+        configured_agent(cfg)
         make_reward(cfg.reward).close()
     else:
         encoder.encode_demonstration(dataset[0])

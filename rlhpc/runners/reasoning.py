@@ -74,7 +74,9 @@ class ReasoningRunner(Runner):
     def begin(self) -> None:
         """Rollout ranks forget what was under way and get the present weights."""
         if self.ahead and self.step:
-            note("async generation: what was under way is made anew, so this resume loses nothing but is not bit for bit")
+            note(
+                "async generation: what was under way is made anew, so this resume loses nothing but is not bit for bit"
+            )
         self._made.clear()
         if self.step >= self.folder.end_step:
             return
