@@ -34,6 +34,17 @@ FOLDER, TAG, LAYOUT = "deepspeed", "state", "deepspeed.json"
 _OPTIMIZERS = {"adam": "Adam", "adamw": "AdamW"}
 
 
+def _pickle_stage_by_value() -> None:
+    """Makes checkpoints name the stage's class and number alone. Early versions of Python 3.11 pickle an enum's member as
+    a call of `getattr`, which no reader that is careful about pickles can allow."""
+    from deepspeed.runtime.zero.config import ZeroStageEnum
+
+    def reduced(stage: Any, protocol: int) -> tuple[Any, tuple[int]]:
+        return type(stage), (int(stage.value),)
+
+    ZeroStageEnum.__reduce_ex__ = reduced
+
+
 class DeepSpeedBackend(LanguageModelBackend):
     """Optimizer state (stage 1), gradients (2) and parameters (3) are spread over the ranks.
 
@@ -86,6 +97,7 @@ class DeepSpeedBackend(LanguageModelBackend):
         warnings.filterwarnings("ignore", r"`torch\.distributed\.\w+` is deprecated", FutureWarning)
         with _quiet():
             deepspeed.init_distributed(auto_mpi_discovery=False, verbose=False)
+            _pickle_stage_by_value()
         return deepspeed
 
     def _built(self, build: Callable[..., nn.Module]) -> nn.Module:
