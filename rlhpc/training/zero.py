@@ -37,12 +37,11 @@ _OPTIMIZERS = {"adam": "Adam", "adamw": "AdamW"}
 def _pickle_stage_by_value() -> None:
     """Makes checkpoints name the stage's class and number alone. Early versions of Python 3.11 pickle an enum's member as
     a call of `getattr`, which no reader that is careful about pickles can allow."""
-    from deepspeed.runtime.zero.config import ZeroStageEnum
 
     def reduced(stage: Any, protocol: int) -> tuple[Any, tuple[int]]:
         return type(stage), (int(stage.value),)
 
-    ZeroStageEnum.__reduce_ex__ = reduced
+    importlib.import_module("deepspeed.runtime.zero.config").ZeroStageEnum.__reduce_ex__ = reduced
 
 
 class DeepSpeedBackend(LanguageModelBackend):
