@@ -6,13 +6,14 @@ import difflib
 import math
 import os
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from omegaconf import OmegaConf
 
 from rlhpc.config import validate_language as language
+from rlhpc.config.rules import Fail, check_choice, check_signs
 from rlhpc.runtime.errors import ConfigError, PlacementError
 from rlhpc.runtime.paths import RunPaths
 
@@ -86,9 +87,9 @@ def validate(
 
     _numbers(cfg, fail)
     for key, allowed in _CHOICES.items():
-        _choice(key, str(OmegaConf.select(cfg, key)), allowed, fail)
+        check_choice(key, str(OmegaConf.select(cfg, key)), allowed, fail)
     for backend in cfg.runner.logger.logger_backends:
-        _choice("runner.logger.logger_backends", str(backend), _BACKENDS, fail)
+        check_choice("runner.logger.logger_backends", str(backend), _BACKENDS, fail)
     for suite in cfg.workflow.eval_suites:
         if not re.fullmatch(_NAME, str(suite)):
             raise fail("workflow.eval_suites", f"a suite's name becomes a file's: {_NAME_RULE}")
@@ -106,7 +107,7 @@ def validate(
         _placement(cfg)
 
 
-def _numbers(cfg: Any, fail: Callable[[str, str], ConfigError]) -> None:
+def _numbers(cfg: Any, fail: Fail) -> None:
     def value(key: str) -> Any:
         return OmegaConf.select(cfg, key)
 
@@ -118,12 +119,7 @@ def _numbers(cfg: Any, fail: Callable[[str, str], ConfigError]) -> None:
     for key in ("runner.seed", "env.train.seed", "env.eval.seed"):
         if (found := value(key)) is not None and found > _LARGEST_SEED:
             raise fail(key, f"a seed must lie between 0 and {_LARGEST_SEED}")
-    for key in _POSITIVE:
-        if (found := value(key)) is not None and found <= 0:
-            raise fail(key, "it must be greater than 0")
-    for key in _NOT_NEGATIVE:
-        if (found := value(key)) is not None and found < 0:
-            raise fail(key, "it must not be negative")
+    check_signs(cfg, _POSITIVE, _NOT_NEGATIVE, fail)
     for key in _FRACTION:
         if not 0 <= value(key) <= 1:
             raise fail(key, "it must lie between 0 and 1")
@@ -151,14 +147,7 @@ def _leaves(tree: Any, prefix: str = "") -> Iterable[tuple[str, Any]]:
         yield prefix, tree
 
 
-def _choice(key: str, found: str, allowed: Iterable[str], fail: Callable[[str, str], ConfigError]) -> None:
-    allowed = list(allowed)
-    if found.lower() not in allowed:
-        near = difflib.get_close_matches(found.lower(), allowed, 1)
-        raise fail(key, f"{f'did you mean {near[0]!r}? ' if near else ''}allowed: {', '.join(allowed)}")
-
-
-def _lookup(cfg: Any, fail: Callable[[str, str], ConfigError]) -> None:
+def _lookup(cfg: Any, fail: Fail) -> None:
     """Registered names: known ones pass without an import; for others the registries are asked."""
     if str(cfg.algorithm.adv_type).lower() not in _ESTIMATORS or str(cfg.algorithm.loss_type).lower() not in _LOSSES:
         from rlhpc import algorithms  # noqa: F401  (fills the registries)
@@ -168,8 +157,8 @@ def _lookup(cfg: Any, fail: Callable[[str, str], ConfigError]) -> None:
         POLICY_LOSSES.get(str(cfg.algorithm.loss_type))
 
 
-def _embodied(cfg: Any, fail: Callable[[str, str], ConfigError]) -> None:
-    _choice("actor.training_backend", str(cfg.actor.training_backend), ("local",), fail)
+def _embodied(cfg: Any, fail: Fail) -> None:
+    check_choice("actor.training_backend", str(cfg.actor.training_backend), ("local",), fail)
     if str(cfg.actor.model.model_type).lower() not in ("mlp", "cnn"):
         from rlhpc.models.registry import find_model
 
@@ -187,7 +176,7 @@ def _embodied(cfg: Any, fail: Callable[[str, str], ConfigError]) -> None:
             find_env(str(side.env_type))
 
 
-def _gymnasium_id(key: str, env_id: str, fail: Callable[[str, str], ConfigError]) -> None:
+def _gymnasium_id(key: str, env_id: str, fail: Fail) -> None:
     """A bare id that gymnasium does not know is refused here; `module:Id` is imported when the environment is built."""
     if ":" in env_id:
         return
@@ -199,7 +188,7 @@ def _gymnasium_id(key: str, env_id: str, fail: Callable[[str, str], ConfigError]
         raise fail(key, f"gymnasium does not know it; {hint}")
 
 
-def _divisibility(cfg: Any, fail: Callable[[str, str], ConfigError]) -> None:
+def _divisibility(cfg: Any, fail: Fail) -> None:
     envs, stages = cfg.env.train.num_envs, cfg.rollout.pipeline_stage_num
     if envs % stages:
         raise fail("env.train.num_envs", f"it must divide by rollout.pipeline_stage_num ({stages})")
@@ -219,7 +208,7 @@ def _divisibility(cfg: Any, fail: Callable[[str, str], ConfigError]) -> None:
         raise fail("actor.micro_batch_size", f"it must divide actor.global_batch_size ({batch})")
 
 
-def _runner(cfg: Any, fail: Callable[[str, str], ConfigError]) -> None:
+def _runner(cfg: Any, fail: Fail) -> None:
     name = str(cfg.runner.name)
     if not re.fullmatch(_NAME, name):
         raise fail("runner.name", _NAME_RULE)
@@ -238,7 +227,7 @@ def _runner(cfg: Any, fail: Callable[[str, str], ConfigError]) -> None:
     _writable(RunPaths.of(str(cfg.runner.run_dir), name).root, fail)
 
 
-def _writable(folder: Path, fail: Callable[[str, str], ConfigError]) -> None:
+def _writable(folder: Path, fail: Fail) -> None:
     """Whether the run folder could be made and holds a little more; looks only."""
     existing = folder
     try:
@@ -258,7 +247,7 @@ def _writable(folder: Path, fail: Callable[[str, str], ConfigError]) -> None:
         raise fail("runner.run_dir", f"the filesystem of {existing} is full; free some space or choose another")
 
 
-def _node_groups(cfg: Any, fail: Callable[[str, str], ConfigError]) -> None:
+def _node_groups(cfg: Any, fail: Fail) -> None:
     """What goes into a job's directives: counts, walltimes, and words that stay on their line."""
     for index, group in enumerate(cfg.cluster.node_groups):
         at = f"cluster.node_groups[{index}]"

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from omegaconf import OmegaConf
 
+from rlhpc.config.rules import Fail, check_choice, check_signs
 from rlhpc.runtime.errors import ConfigError
-
-Fail = Callable[[str, str], ConfigError]
 
 _POSITIVE = (
     "algorithm.group_size", "rollout.max_new_tokens", "rollout.max_batch_size", "rollout.max_model_len",
@@ -43,17 +42,12 @@ def validate(cfg: Any, fail: Fail, *, training: bool) -> None:
     def value(key: str) -> Any:
         return OmegaConf.select(cfg, key)
 
-    for key in _POSITIVE:
-        if (found := value(key)) is not None and found <= 0:
-            raise fail(key, "it must be greater than 0")
-    for key in _NOT_NEGATIVE:
-        if (found := value(key)) is not None and found < 0:
-            raise fail(key, "it must not be negative")
+    check_signs(cfg, _POSITIVE, _NOT_NEGATIVE, fail)
     for key, allowed in _CHOICES.items():
-        _choice(key, str(value(key)), allowed, fail)
+        check_choice(key, str(value(key)), allowed, fail)
     for key, allowed in _BACKENDS.items():
         if ":" not in str(value(key)):
-            _choice(key, str(value(key)), (*allowed, "module:Class"), fail)
+            check_choice(key, str(value(key)), (*allowed, "module:Class"), fail)
     if not 0 < cfg.rollout.top_p <= 1:
         raise fail("rollout.top_p", "it must lie above 0 and be at most 1")
     if cfg.rollout.top_k != -1 and cfg.rollout.top_k < 1:
@@ -123,10 +117,3 @@ def check_sizes(cfg: Any, sizes: Mapping[str, int]) -> None:
                 f"cluster.component_placement.{name} gives {size} processes; they must divide "
                 f"data.prompts_per_step({prompts})"
             )
-
-
-def _choice(key: str, found: str, allowed: Iterable[str], fail: Fail) -> None:
-    allowed = list(allowed)
-    if found.lower() not in allowed:
-        near = difflib.get_close_matches(found.lower(), allowed, 1)
-        raise fail(key, f"{f'did you mean {near[0]!r}? ' if near else ''}allowed: {', '.join(allowed)}")

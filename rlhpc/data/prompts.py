@@ -27,6 +27,11 @@ class Prompt:
     response: str = ""
     level: str = ""
 
+    @property
+    def question(self) -> str:
+        """The last thing that the user said."""
+        return next((m["content"] for m in reversed(self.messages) if m["role"] in ("user", "raw")), "")
+
 
 class PromptDataset(Protocol):
     """Problems by position. Pure: position i is the same problem in every process and at every start."""

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import difflib
-import importlib
 from collections.abc import Callable
 from importlib.metadata import entry_points
 from typing import Any
 
 from rlhpc.data.prompts import Prompt, PromptDataset
 from rlhpc.data.wording import Wording
-from rlhpc.runtime.errors import ConfigError, UserError
+from rlhpc.runtime.errors import ConfigError
+from rlhpc.runtime.lookup import load_attribute
 
 Source = Callable[..., PromptDataset]
 _BUILT_IN = {
@@ -53,13 +53,15 @@ def find_source(name: str, key: str = "data.train") -> Source:
     if lower in _registered:
         return _registered[lower]
     if lower in _BUILT_IN:
-        return _import(_BUILT_IN[lower], f"{key}.source")
+        built_in: Source = load_attribute(_BUILT_IN[lower], f"{key}.source")
+        return built_in
     for entry in entry_points(group="rlhpc.data"):
         if entry.name.lower() == lower:
             loaded: Source = entry.load()
             return loaded
     if ":" in name:
-        return _import(name, f"{key}.source")
+        given: Source = load_attribute(name, f"{key}.source")
+        return given
     near = difflib.get_close_matches(lower, source_types(), 1)
     hint = f"; did you mean {near[0]!r}?" if near else ";"
     raise ConfigError(
@@ -131,14 +133,3 @@ def _description(cfg: Any, part: str) -> str:
     if cfg.eval_fraction:
         said.append(f"the {part} side of eval_fraction {cfg.eval_fraction}")
     return ", ".join(said)
-
-
-def _import(path: str, key: str) -> Source:
-    module, _, attribute = path.partition(":")
-    try:
-        source: Source = getattr(importlib.import_module(module), attribute)
-    except UserError:
-        raise
-    except (ImportError, AttributeError, TypeError, ValueError) as error:
-        raise ConfigError(f"{key} is {path!r}, which cannot be imported: {error}") from None
-    return source

@@ -16,8 +16,8 @@ from gymnasium import spaces
 from gymnasium.wrappers import OrderEnforcing, PassiveEnvChecker, TimeLimit
 
 from rlhpc.envs.base import Step, VectorEnv, merge_infos
-from rlhpc.envs.registry import load_attribute
 from rlhpc.runtime.errors import ConfigError
+from rlhpc.runtime.lookup import load_attribute
 
 _STRIPPED = (TimeLimit, OrderEnforcing, PassiveEnvChecker)
 _EXTRAS = {"box2d": "embodied", "mujoco": "embodied", "ale_py": "atari", "mani_skill": "embodied"}

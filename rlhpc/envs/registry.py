@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import difflib
-import importlib
 from collections.abc import Callable
 from importlib.metadata import entry_points
 from typing import Any
 
 from rlhpc.envs.base import VectorEnv
 from rlhpc.runtime.errors import ConfigError
+from rlhpc.runtime.lookup import load_attribute
 
 Factory = Callable[..., VectorEnv]
 _BUILT_IN = {"gymnasium": "rlhpc.envs.gymnasium_env:GymnasiumVectorEnv"}
@@ -31,19 +31,6 @@ def register_env(name: str) -> Callable[[Factory], Factory]:
 def env_types() -> list[str]:
     """All names."""
     return sorted({*_BUILT_IN, *_registered, *(e.name.lower() for e in entry_points(group="rlhpc.envs"))})
-
-
-def load_attribute(path: str, key: str) -> Any:
-    """`module:attribute`.
-
-    Raises:
-        ConfigError: It cannot be imported; says why.
-    """
-    module, _, attribute = path.partition(":")
-    try:
-        return getattr(importlib.import_module(module), attribute)
-    except (ImportError, AttributeError, TypeError, ValueError) as error:
-        raise ConfigError(f"{key} is {path!r}, which cannot be imported: {error}") from None
 
 
 def find_env(name: str) -> Factory:

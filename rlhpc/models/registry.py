@@ -8,9 +8,9 @@ from collections.abc import Callable
 from importlib.metadata import entry_points
 from typing import TYPE_CHECKING, Any
 
-from rlhpc.envs.registry import load_attribute
 from rlhpc.envs.spaces import space_from_json
 from rlhpc.runtime.errors import ConfigError
+from rlhpc.runtime.lookup import load_attribute
 
 if TYPE_CHECKING:
     from rlhpc.models.base import Policy

@@ -15,7 +15,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+import torch
 
+from rlhpc.algorithms.rewards import overlong_penalty
 from rlhpc.data import PromptDataset, PromptSampler, PromptTokenizer, load_tokenizer, make_dataset
 from rlhpc.data.prompts import Prompt
 from rlhpc.rewards import Sample, make_reward
@@ -51,7 +53,7 @@ class _Slot:
 
 
 class LanguageRolloutWorker(Worker):
-    """One generation engine with its judges."""
+    """One generation engine with its judges. No checkpoint keeps any of it: what it draws follows from seeds and weights."""
 
     def __init__(self, cfg: Any) -> None:
         super().__init__()
@@ -94,12 +96,6 @@ class LanguageRolloutWorker(Worker):
         self.generation.abort()
         self.judges.drain()
         self._clear(step)
-
-    def load(self, folder: str) -> None:
-        """Nothing is kept of a rollout rank: all that it draws follows from seeds and weights."""
-
-    def save(self, folder: str) -> None:
-        """See `load`."""
 
     def offload(self) -> None:
         """Gives the accelerator to the actor."""
@@ -191,9 +187,8 @@ class LanguageRolloutWorker(Worker):
         slot = self._slots[place]
         slot.episodes[member] = episode
         text = self.tokenizer.decode(episode.token_ids, skip_special_tokens=True)
-        question = next((m["content"] for m in reversed(slot.prompt.messages) if m["role"] in ("user", "raw")), "")
         sample = Sample(
-            question, text, slot.prompt.answer, slot.prompt.meta, int(np.count_nonzero(episode.loss_mask)),
+            slot.prompt.question, text, slot.prompt.answer, slot.prompt.meta, int(np.count_nonzero(episode.loss_mask)),
             episode.finish_reason in _FINISHED,
         )  # fmt: skip
         self.judges.submit(episode.id, sample)
@@ -210,8 +205,7 @@ class LanguageRolloutWorker(Worker):
         episodes = [slot.episodes[member] for member in range(self.group_size)]
         scores = [slot.scores[member] for member in range(self.group_size)]
         rewards = np.asarray([score.total for score in scores], np.float32) + self._overlong(episodes)
-        varied = bool(rewards.max() > rewards.min())
-        if self.filter and not varied and slot.attempt < self.refills:
+        if self.filter and not varied(rewards) and slot.attempt < self.refills:
             attempt = slot.attempt + 1
             draw = np.random.default_rng(seed_of(self.seed, slot.step, slot.position, attempt, -1))
             self._start(slot.step, slot.position, attempt, int(draw.integers(len(self.dataset))))
@@ -223,19 +217,20 @@ class LanguageRolloutWorker(Worker):
             [np.asarray(e.logprobs, np.float32) for e in episodes],
             [np.asarray(e.versions, np.int32) for e in episodes],
             [np.asarray(e.loss_mask, bool) for e in episodes],
-            rewards, np.asarray([e.finish_reason in _FINISHED for e in episodes]), varied,
+            rewards, np.asarray([e.finish_reason in _FINISHED for e in episodes]),
         )  # fmt: skip
         self._groups.put(group.pack(), key=str(self.prompts.actor_of(slot.position)))
         self._open[slot.step] -= 1
         self._stats.setdefault(slot.step, {})[slot.position] = self._facts(slot, group, scores)
 
     def _overlong(self, episodes: list[Episode]) -> np.ndarray:
-        """DAPO's soft punishment (Yu et al. 2025, eq. 13)."""
+        """What `algorithm.overlong_buffer` takes off."""
         buffer, limit = int(self.cfg.algorithm.overlong_buffer), self.sampling.max_new_tokens
-        lengths = np.asarray([len(e.token_ids) for e in episodes], np.float32)
         if not buffer:
-            return np.zeros_like(lengths)
-        return -np.clip((lengths - (limit - buffer)) / buffer, 0, 1)
+            return np.zeros(len(episodes), np.float32)
+        lengths = torch.tensor([len(e.token_ids) for e in episodes])
+        punishment: np.ndarray = overlong_penalty(lengths=lengths, max_length=limit, buffer=buffer).numpy()
+        return punishment
 
     def _facts(self, slot: _Slot, group: Group, scores: list[Scored]) -> dict[str, float]:
         lengths = [int(mask.sum()) for mask in group.masks]
@@ -250,7 +245,7 @@ class LanguageRolloutWorker(Worker):
             "accuracy": float(sum(score.terms.get(first, 0.0) >= 1.0 for score in scores)),
             "length": float(sum(lengths)),
             "truncated": float((~group.finished).sum()),
-            "varied": float(group.varied),
+            "varied": float(varied(group.rewards)),
             "failed": float(sum(score.failed for score in scores)),
             "stale": float(sum(behind)),
             "refills": float(slot.attempt),
@@ -260,6 +255,11 @@ class LanguageRolloutWorker(Worker):
         for name in scores[0].terms:
             facts[f"term/{name}"] = float(sum(score.terms.get(name, 0.0) for score in scores))
         return facts
+
+
+def varied(rewards: np.ndarray) -> bool:
+    """Whether a group's rewards differ: only then do they say anything about its responses."""
+    return bool(rewards.max() > rewards.min())
 
 
 def _summed(facts: dict[int, dict[str, float]]) -> dict[str, float]:

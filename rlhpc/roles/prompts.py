@@ -79,7 +79,6 @@ class Group:
         masks: One a token, bool: written by the model, rather than by a tool.
         rewards: `[G]` float32.
         finished: `[G]` bool: ended by itself, not at the length limit.
-        varied: Whether the rewards differ.
     """
 
     step: int
@@ -91,13 +90,12 @@ class Group:
     masks: list[np.ndarray]
     rewards: np.ndarray
     finished: np.ndarray
-    varied: bool
 
     def pack(self) -> dict[str, Any]:
         """Few arrays, whatever G is: what goes through the channel."""
         joined = {name: np.concatenate(getattr(self, name)) for name in ("responses", "logprobs", "versions", "masks")}
         lengths = np.asarray([len(response) for response in self.responses], np.int32)
-        head = {"step": self.step, "position": self.position, "varied": self.varied, "lengths": lengths}
+        head = {"step": self.step, "position": self.position, "lengths": lengths}
         return {**head, **joined, "prompt_ids": self.prompt_ids, "rewards": self.rewards, "finished": self.finished}
 
     @classmethod
@@ -105,7 +103,7 @@ class Group:
         """Inverse of `pack`."""
         cuts = np.cumsum(message["lengths"])[:-1]
         fields: dict[str, Any] = {
-            name: message[name] for name in ("step", "position", "varied", "prompt_ids", "rewards", "finished")
+            name: message[name] for name in ("step", "position", "prompt_ids", "rewards", "finished")
         }
         for name in ("responses", "logprobs", "versions", "masks"):
             fields[name] = np.split(message[name], cuts)

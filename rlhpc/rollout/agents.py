@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import importlib
 from collections.abc import Callable, Iterable, Iterator
 from importlib.metadata import entry_points
 from typing import Any
@@ -13,6 +12,7 @@ from rlhpc.rollout.base import Request, RolloutBackend, SamplingParams
 from rlhpc.rollout.episodes import Agent, Episode, Episodes
 from rlhpc.rollout.tools import ToolAgent
 from rlhpc.runtime.errors import ConfigError
+from rlhpc.runtime.lookup import load_attribute
 
 __all__ = [
     "Agent",
@@ -64,18 +64,14 @@ def _find(name: str) -> Callable[..., Agent]:
     if name.lower() in offered:
         loaded: Callable[..., Agent] = offered[name.lower()].load()
         return loaded
-    module, colon, attribute = name.partition(":")
     names = sorted({*_registered, *offered})
-    if not colon:
+    if ":" not in name:
         near = difflib.get_close_matches(name.lower(), names, 1)
         hint = f"; did you mean {near[0]!r}?" if near else ";"
         raise ConfigError(
             f"rollout.agent is {name!r}, which is unknown{hint} allowed: {', '.join(names)}, or module:Class"
         )
-    try:
-        found: Callable[..., Agent] = getattr(importlib.import_module(module), attribute)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise ConfigError(f"rollout.agent is {name!r}, which cannot be imported: {error}") from None
+    found: Callable[..., Agent] = load_attribute(name, "rollout.agent")
     return found
 
 

@@ -252,7 +252,7 @@ def _collect(
             prompt = prompts[episode.id // count]
             text = tokenizer.decode(episode.token_ids, skip_special_tokens=True)
             tokens, finished = sum(map(bool, episode.loss_mask)), episode.finish_reason == "stop"
-            said = Sample(_question(prompt), text, prompt.answer, prompt.meta, tokens, finished)
+            said = Sample(prompt.question, text, prompt.answer, prompt.meta, tokens, finished)
             rows[episode.id] = _row(prompt, episode.id % count, said)
             judges.submit(episode.id, said)
         judged = judges.poll()
@@ -265,11 +265,6 @@ def _collect(
             time.sleep(_IDLE_S)
     _identify(rows, count)
     return rows
-
-
-def _question(prompt: Prompt) -> str:
-    """The last thing that the user said."""
-    return next((m["content"] for m in reversed(prompt.messages) if m["role"] in ("user", "raw")), "")
 
 
 def _row(prompt: Prompt, sample: int, said: Sample) -> dict[str, Any]:

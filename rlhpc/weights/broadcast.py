@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -63,9 +65,15 @@ def unpack_tensors(message: dict[str, Any], named_tensors: NamedTensors) -> int:
         raise RlhpcError(
             f"weights of version {message['version']} do not fit the receiver: it has {wrong[0]}, got {wrong[1]}"
         )
-    position: dict[str, int] = {}
-    for (_, _, dtype), (_, tensor) in zip(mine, targets, strict=True):
-        start = position.get(dtype, 0)
-        position[dtype] = start + tensor.numel()
-        tensor.copy_(message["flat"][dtype][start : position[dtype]].view(tensor.shape))
+    for (_, view), (_, tensor) in zip(views(message), targets, strict=True):
+        tensor.copy_(view)
     return int(message["version"])
+
+
+def views(message: dict[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:
+    """Names and tensors of a message, as views of what was received."""
+    position: dict[str, int] = {}
+    for name, shape, dtype in message["layout"]:
+        start = position.get(dtype, 0)
+        position[dtype] = start + math.prod(shape)
+        yield name, message["flat"][dtype][start : position[dtype]].view(shape)

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
 from rlhpc.runtime.errors import RlhpcError
-from rlhpc.weights.broadcast import pack_tensors
+from rlhpc.weights.broadcast import pack_tensors, views
 from rlhpc.weights.strategy import NamedTensors
 
 if TYPE_CHECKING:
@@ -76,7 +76,7 @@ def receive_weights(worker: Worker, src: tuple[str, int]) -> tuple[int, Iterator
     def tensors() -> Iterator[tuple[str, torch.Tensor]]:
         message = first
         while True:
-            yield from _views(message)
+            yield from views(message)
             if message["last"]:
                 return
             message = worker.broadcast(None, groups=[], src=src)
@@ -84,12 +84,3 @@ def receive_weights(worker: Worker, src: tuple[str, int]) -> tuple[int, Iterator
                 raise RlhpcError(f"weights of version {version} were followed by a part of {message['version']}")
 
     return version, tensors()
-
-
-def _views(message: dict[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:
-    position: dict[str, int] = {}
-    for name, shape, dtype in message["layout"]:
-        start = position.get(dtype, 0)
-        size = int(torch.Size(shape).numel())
-        position[dtype] = start + size
-        yield name, message["flat"][dtype][start : start + size].view(shape)

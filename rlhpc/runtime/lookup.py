@@ -1,0 +1,21 @@
+"""What a configuration names by its import path."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+from rlhpc.runtime.errors import ConfigError
+
+
+def load_attribute(path: str, key: str) -> Any:
+    """`module:attribute`.
+
+    Raises:
+        ConfigError: It cannot be imported; says why.
+    """
+    module, _, attribute = path.partition(":")
+    try:
+        return getattr(importlib.import_module(module), attribute)
+    except (ImportError, AttributeError, TypeError, ValueError) as error:
+        raise ConfigError(f"{key} is {path!r}, which cannot be imported: {error}") from None
