@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 from omegaconf import OmegaConf
 
-from rlhpc import Worker
+from rlhpc import Cluster, NodePlacementStrategy, Session, Worker
 from rlhpc.config.schema import Config
 from rlhpc.training.lm import TokenBatch, TokenScores
 from rlhpc.training.lm_registry import make_backend
@@ -24,6 +25,24 @@ def make_config(model: str | Path, **changes: Any) -> Any:
     for key, value in {**base, **changes}.items():
         OmegaConf.update(cfg.actor, key.replace("__", "."), value)
     return cfg
+
+
+def groups_of(cls: type[Worker], name: str) -> Iterator[Callable[[int], Any]]:
+    """Gives, once, what makes groups of real worker processes, one of each size; afterwards ends them."""
+    cluster, groups = Cluster.local(num_nodes=1, accelerators_per_node=0), dict[int, Any]()
+
+    def of(n: int) -> Any:
+        if n not in groups:
+            strategy = NodePlacementStrategy([0] * n)
+            groups[n] = cls.create_group().launch(cluster, placement_strategy=strategy, name=f"{name}{n}")
+        return groups[n]
+
+    yield of
+    for group in groups.values():
+        group.shutdown()
+    session = Session.running()
+    if session:
+        session.stop()
 
 
 def sequences(step: int) -> list[dict[str, Any]]:

@@ -20,9 +20,9 @@ pytest.importorskip("peft")
 sys.path.insert(0, str(Path(__file__).parent))
 
 from deepspeed_ranks import ZeroTrainer
-from lm_ranks import ENTROPY_COEF, LR, TEMPERATURE, count, make_config, probe_batch, sequences
+from lm_ranks import ENTROPY_COEF, LR, TEMPERATURE, count, groups_of, make_config, probe_batch, sequences
 
-from rlhpc import Cluster, NodePlacementStrategy, Session
+from rlhpc import Session
 from rlhpc.data.tiny import make_tiny_model
 from rlhpc.runtime.errors import ConfigError
 from rlhpc.training.token_scores import token_scores
@@ -60,21 +60,7 @@ def ranks() -> Iterator[Callable[[int], Any]]:
     """Groups of real worker processes, one of each size."""
     os.environ["DS_ACCELERATOR"] = "cpu"
     Session.prewarm(PRELOAD)
-    cluster, groups = Cluster.local(num_nodes=1, accelerators_per_node=0), dict[int, Any]()
-
-    def of(n: int) -> Any:
-        if n not in groups:
-            strategy = NodePlacementStrategy([0] * n)
-            group = ZeroTrainer.create_group()
-            groups[n] = group.launch(cluster, placement_strategy=strategy, name=f"zero{n}")
-        return groups[n]
-
-    yield of
-    for group in groups.values():
-        group.shutdown()
-    session = Session.running()
-    if session:
-        session.stop()
+    yield from groups_of(ZeroTrainer, "zero")
 
 
 @pytest.fixture(scope="module")

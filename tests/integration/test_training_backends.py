@@ -16,9 +16,20 @@ pytest.importorskip("peft")
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from lm_ranks import ENTROPY_COEF, LR, TEMPERATURE, Trainer, count, make_config, probe_batch, sequences, train
+from lm_ranks import (
+    ENTROPY_COEF,
+    LR,
+    TEMPERATURE,
+    Trainer,
+    count,
+    groups_of,
+    make_config,
+    probe_batch,
+    sequences,
+    train,
+)
 
-from rlhpc import Cluster, NodePlacementStrategy, Session, Worker
+from rlhpc import Worker
 from rlhpc.runtime.errors import CheckpointError, ConfigError
 from rlhpc.training.lm import TokenBatch
 from rlhpc.training.lm_registry import make_backend
@@ -64,20 +75,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 @pytest.fixture(scope="module")
 def ranks() -> Iterator[Callable[[int], Any]]:
     """Groups of real worker processes, one of each size."""
-    cluster, groups = Cluster.local(num_nodes=1, accelerators_per_node=0), {}
-
-    def of(n: int) -> Any:
-        if n not in groups:
-            strategy = NodePlacementStrategy([0] * n)
-            groups[n] = Trainer.create_group().launch(cluster, placement_strategy=strategy, name=f"trainers{n}")
-        return groups[n]
-
-    yield of
-    for group in groups.values():
-        group.shutdown()
-    session = Session.running()
-    if session:
-        session.stop()
+    yield from groups_of(Trainer, "trainers")
 
 
 @pytest.fixture(scope="module")
