@@ -269,7 +269,10 @@ def _convert(args: argparse.Namespace) -> int:
     if (checkpoint / "backend.json").is_file():
         from rlhpc.checkpoint.convert_lm import export_language_model
 
-        print(export_language_model(checkpoint, output))
+        options = {"adapter_only": args.adapter_only, "base": args.base, "dtype": args.dtype}
+        print(export_language_model(checkpoint, output, **options))
+    elif args.adapter_only or args.base or args.dtype:
+        raise ConfigError(f"--adapter-only, --base and --dtype are for language models; {checkpoint} is none")
     else:
         print(export_checkpoint(checkpoint, output))
     return 0
@@ -372,6 +375,9 @@ def build_parser() -> argparse.ArgumentParser:
     )
     convert = _add(commands, "convert", _convert, "export a checkpoint's policy: safetensors and a config")
     _checkpoint_arguments(convert)
+    convert.add_argument("--adapter-only", action="store_true", help="with LoRA: the adapter in peft's format, not merged")
+    convert.add_argument("--base", help="with LoRA: where the adapted model is now (default: where it was in training)")
+    convert.add_argument("--dtype", choices=("float32", "bfloat16"), help="of a language model (default: as trained)")
     report = _add(commands, "report", _report, "write a run's report page")
     _with_overrides(report, run=_RUN)
     report.add_argument("--curves", help="folder to write the single plots to as well")

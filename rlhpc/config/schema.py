@@ -488,6 +488,28 @@ class RewardConfig:
 
 
 @dataclass
+class JobConfig:
+    """What the Slurm jobs of a rule beside training ask for."""
+
+    partition: str | None = II("cluster.partition")
+    """Slurm partition."""
+    account: str | None = II("cluster.account")
+    """Slurm account."""
+    qos: str | None = None
+    """Slurm quality of service."""
+    constraint: str | None = None
+    """Slurm node features."""
+    gres: str | None = None
+    """Slurm generic resources, such as `gpu:1`; evaluation takes the accelerator it is given."""
+    cpus: int = 1
+    """Cores."""
+    mem: str = "4G"
+    """Memory, as Slurm writes it."""
+    time: str = "01:00:00"
+    """Walltime, as Slurm writes it."""
+
+
+@dataclass
 class WorkflowConfig:
     """What the Snakemake rules do with a run."""
 
@@ -500,6 +522,10 @@ class WorkflowConfig:
     """What is changed in that configuration, as `key=value`."""
     eval_start: bool = False
     """Evaluates the model before training, too, as step 0 (language models)."""
+    eval_job: JobConfig = field(default_factory=JobConfig)
+    """Of an evaluation."""
+    convert_job: JobConfig = field(default_factory=lambda: JobConfig(mem="8G"))
+    """Of an export."""
 
 
 @dataclass

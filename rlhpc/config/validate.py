@@ -21,7 +21,8 @@ from rlhpc.runtime.paths import RunPaths
 COMPONENTS = {"embodied": ("actor", "rollout", "env"), "reasoning": ("actor", "rollout"), "sft": ("actor",)}
 TASKS = tuple(COMPONENTS)
 _POSITIVE = (
-    "cluster.num_nodes", "runner.segments", "runner.rendezvous_timeout_s", "runner.step_timeout_s",
+    "cluster.num_nodes", "workflow.eval_job.cpus", "workflow.convert_job.cpus", "runner.segments",
+    "runner.rendezvous_timeout_s", "runner.step_timeout_s",
     "algorithm.update_epochs", "algorithm.rollout_steps", "env.train.num_envs", "env.eval.num_envs",
     "env.train.group_size", "env.eval.group_size", "env.eval.num_episodes", "env.train.max_episode_steps",
     "env.eval.max_episode_steps", "rollout.pipeline_stage_num", "actor.global_batch_size", "actor.micro_batch_size",
@@ -94,6 +95,8 @@ def validate(
         if not re.fullmatch(_NAME, str(suite)):
             raise fail("workflow.eval_suites", f"a suite's name becomes a file's: {_NAME_RULE}")
     _node_groups(cfg, fail)
+    for key in ("cluster", "workflow.eval_job", "workflow.convert_job"):
+        _directives(OmegaConf.select(cfg, key), key, fail)
     _lookup(cfg, fail)
     embodied = str(cfg.runner.task_type).lower() == "embodied"
     if embodied:
@@ -257,9 +260,13 @@ def _node_groups(cfg: Any, fail: Fail) -> None:
         for name in ("het_component", "accelerators_per_node"):
             if group[name] is not None and group[name] < 0:
                 raise fail(f"{at}.{name}", "it must not be negative")
-        for name, rule in _DIRECTIVES.items():
-            if group[name] is not None and not re.fullmatch(rule[0], str(group[name])):
-                raise fail(f"{at}.{name}", rule[1])
+        _directives(group, at, fail)
+
+
+def _directives(section: Any, at: str, fail: Fail) -> None:
+    for name, rule in _DIRECTIVES.items():
+        if section[name] is not None and not re.fullmatch(rule[0], str(section[name])):
+            raise fail(f"{at}.{name}", rule[1])
 
 
 def _placement(cfg: Any) -> None:

@@ -143,6 +143,10 @@ def test_lora(tmp_path: Path) -> None:
     rewards = [row["train/reward"] for row in rows]
     assert sum(rewards[-5:]) / 5 > sum(rewards[:5]) / 5 + 0.01
     assert max(row["train/mismatch_abs"] for row in rows) < 1e-4
+    adapter = tmp_path / "adapter"
+    run.rlhpc("convert", "--run", str(run.root), "--adapter-only", "--dtype", "bfloat16", "--output", str(adapter))
+    assert json.loads((adapter / "adapter_config.json").read_text())["r"] == 8
+    assert {tensor.dtype for tensor in load_file(adapter / "adapter_model.safetensors").values()} == {torch.bfloat16}
 
 
 def test_vllm(reference: LanguageRun, tmp_path: Path) -> None:

@@ -89,6 +89,20 @@ def test_graph_of_three_segments(tmp_path: Path) -> None:
     assert not (tmp_path / "runs").exists()
 
 
+def test_what_jobs_of_evaluation_and_export_ask_for(tmp_path: Path) -> None:
+    """As Snakemake's Slurm executor will read it."""
+    wanted = (
+        "workflow.eval_job.gres=gpu:a100:1 workflow.eval_job.mem=64G workflow.eval_job.time='02:00:00' "
+        "workflow.eval_job.cpus=8 cluster.partition=main"
+    )
+    said = snakemake(tmp_path, "--dry-run", "--cores", "16", overrides=f"{SMALL} runner.segments=1 {wanted}")
+    [evaluation] = re.findall(r"rule eval:.*?resources: ([^\n]*)", said, re.DOTALL)
+    for part in ("slurm_partition=main", "gres=gpu:a100:1", "mem_mb=65536", "runtime=120"):
+        assert part in evaluation
+    [export] = re.findall(r"rule convert:.*?resources: ([^\n]*)", said, re.DOTALL)
+    assert "mem_mb=8192" in export and "gres" not in export
+
+
 def test_a_mistake_is_one_message_and_writes_nothing(tmp_path: Path) -> None:
     said = snakemake(tmp_path, overrides="runner.max_step=4", code=1)
     assert "max_step" in said and "max_steps" in said

@@ -2,6 +2,7 @@
 from rlhpc.config import load_config, segment_ends
 from rlhpc.metrics.language import ALWAYS as LANGUAGE_CURVES
 from rlhpc.runtime.errors import RlhpcError
+from rlhpc.runtime.launch.plan import minutes_of
 from rlhpc.runtime.paths import RunPaths
 from snakemake.exceptions import WorkflowError
 
@@ -63,9 +64,24 @@ def step_before_training(wildcards):
     return [f"{WORK}/plan.txt", *start_model(wildcards)]
 
 
-def slurm_resources(cfg):
-    """Where Slurm runs the jobs beside training: on the run's own partition, unless a profile says otherwise."""
-    found = {"slurm_partition": cfg.cluster.partition, "slurm_account": cfg.cluster.account}
+def megabytes(mem):
+    """Memory in Slurm's words, such as `64G`, in MiB; `0` (all) stays 0."""
+    text = mem.removesuffix("B")
+    unit = {"K": 1 / 1024, "M": 1, "G": 1024, "T": 1024**2}
+    return math.ceil(int(text.rstrip("KMGT")) * unit.get(text[-1], 1))
+
+
+def job_resources(job):
+    """What a section `workflow.…_job` asks for, in the words of Snakemake's Slurm executor."""
+    found = {
+        "slurm_partition": job.partition,
+        "slurm_account": job.account,
+        "qos": job.qos,
+        "constraint": job.constraint,
+        "gres": job.gres,
+        "mem_mb": megabytes(job.mem),
+        "runtime": minutes_of(job.time),
+    }
     return {name: value for name, value in found.items() if value is not None}
 
 

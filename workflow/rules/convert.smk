@@ -11,11 +11,9 @@ rule convert:
     benchmark:
         f"{LOGS}/convert_{{step}}.tsv"
     retries: config["retries"]
-    threads: 1
+    threads: CFG.workflow.convert_job.cpus
     resources:
-        **SLURM_RESOURCES,
-        mem_mb=8000,
-        runtime=60,
+        **CONVERT_RESOURCES,
     params:
         checkpoint=lambda wildcards: near(RUN.checkpoint(int(wildcards.step))),
         folder=lambda wildcards: near(RUN.export(int(wildcards.step))),

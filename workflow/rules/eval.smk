@@ -11,11 +11,9 @@ rule eval:
     benchmark:
         f"{LOGS}/eval_{{step}}_{{suite}}.tsv"
     retries: config["retries"]
-    threads: 1
+    threads: CFG.workflow.eval_job.cpus
     resources:
-        **SLURM_RESOURCES,
-        mem_mb=4000,
-        runtime=60,
+        **EVAL_RESOURCES,
     params:
         checkpoint=lambda wildcards: near(RUN.checkpoint(int(wildcards.step))),
         overrides=suite_overrides,
@@ -37,11 +35,9 @@ if CFG.workflow.eval_start:
         benchmark:
             f"{LOGS}/eval_0_{{suite}}.tsv"
         retries: config["retries"]
-        threads: 1
+        threads: CFG.workflow.eval_job.cpus
         resources:
-            **SLURM_RESOURCES,
-            mem_mb=4000,
-            runtime=60,
+            **EVAL_RESOURCES,
         params:
             config=RUN_CONFIG,
             overrides=lambda wildcards: OVERRIDES + suite_overrides(wildcards),

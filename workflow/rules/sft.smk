@@ -42,11 +42,9 @@ rule convert_sft:
     benchmark:
         f"{LOGS}/convert_sft.tsv"
     retries: config["retries"]
-    threads: 1
+    threads: CFG.workflow.convert_job.cpus
     resources:
-        **SLURM_RESOURCES,
-        mem_mb=8000,
-        runtime=60,
+        **CONVERT_RESOURCES,
     params:
         checkpoint=near(SFT_RUN.checkpoint(SFT_STEP)),
         folder=near(SFT_RUN.export(SFT_STEP)),

