@@ -7,14 +7,20 @@ from typing import Any
 
 import numpy as np
 
-Step = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, dict[str, Any]]
+from rlhpc.envs.observations import Obs
+
+Step = tuple[Obs, np.ndarray, np.ndarray, np.ndarray, dict[str, Any]]
 
 
 class VectorEnv(ABC):
     """A vector environment with same-step auto-reset.
 
     When a slot's episode ends in a step, the observation returned is the first of its next episode, and
-    `infos["final_obs"][slot]` is the true last one. `infos["episode"]` then has `return`, `length` and `mask`, each `[N]`.
+    `infos["final_obs"]` has the true last one in that slot's row. `infos["episode"]` then has `return`, `length` and `mask`,
+    each `[N]`.
+
+    An observation is an array `[N, ...]`, or a dict of them (`observation_space` is then a `Dict` of `Box`): "state" float32
+    `[N, D]`, "rgb" uint8 `[N, H, W, C]`, "depth" `[N, H, W, 1]`, "instruction" uint8 `[N, bytes]` (`encode_text`), and so on.
 
     Attributes:
         num_envs: N.
@@ -28,7 +34,7 @@ class VectorEnv(ABC):
     supports_state = False
 
     @abstractmethod
-    def reset(self, seed: int | None = None) -> tuple[np.ndarray, dict[str, Any]]:
+    def reset(self, seed: int | None = None) -> tuple[Obs, dict[str, Any]]:
         """Starts new episodes in all slots; returns `obs [N, ...]`. With `seed` the slots' generators start anew."""
 
     @abstractmethod

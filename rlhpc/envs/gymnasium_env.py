@@ -6,8 +6,9 @@ The step limit is counted here instead of by a wrapper; gymnasium's checkers are
 from __future__ import annotations
 
 import difflib
+import operator
 import pickle
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import gymnasium
@@ -16,6 +17,7 @@ from gymnasium import spaces
 from gymnasium.wrappers import OrderEnforcing, PassiveEnvChecker, TimeLimit
 
 from rlhpc.envs.base import Step, VectorEnv, merge_infos
+from rlhpc.envs.observations import Obs, boxes_of, encode_text, is_text, text_space
 from rlhpc.runtime.errors import ConfigError
 from rlhpc.runtime.lookup import load_attribute
 
@@ -58,6 +60,18 @@ def make_one(cfg: Any) -> tuple[gymnasium.Env[Any, Any], int]:
     return env, int(limit or 0)
 
 
+def _unsupported(env_id: str, space: Any) -> ConfigError:
+    return ConfigError(
+        f"env_id {env_id!r} has observations {space}; supported is Box, or a Dict of Box and Text: add "
+        f"gymnasium.wrappers:FlattenObservation to env.train.wrappers"
+    )
+
+
+def _form(box: Any, count: int) -> tuple[tuple[int, ...], Any]:
+    """Shape and dtype of the observations of `count` slots."""
+    return (count, *box.shape), np.float32 if box.dtype == np.float64 else box.dtype
+
+
 class GymnasiumVectorEnv(VectorEnv):
     """N independent environments; slot i of the run is seeded by (seed, i), or by its group where `group_size` > 1.
 
@@ -74,13 +88,14 @@ class GymnasiumVectorEnv(VectorEnv):
         self.envs = [env for env, _ in made]
         self._limit = made[0][1]
         self.observation_space, self.action_space = self.envs[0].observation_space, self.envs[0].action_space
-        if not isinstance(self.observation_space, spaces.Box):
-            raise ConfigError(
-                f"env_id {cfg.env_id!r} has observations {self.observation_space}; supported is Box: add "
-                f"gymnasium.wrappers:FlattenObservation to env.train.wrappers"
-            )
-        dtype = np.float32 if self.observation_space.dtype == np.float64 else self.observation_space.dtype
-        self._dtype = np.dtype(dtype)
+        self._several = isinstance(self.observation_space, spaces.Dict)
+        self._texts: dict[str, int] = {}
+        if self._several:
+            self.observation_space = self._boxes(str(cfg.env_id))
+        elif not isinstance(self.observation_space, spaces.Box):
+            raise _unsupported(str(cfg.env_id), self.observation_space)
+        self._forms = {key: _form(box, num_envs) for key, box in boxes_of(self.observation_space).items()}
+        self._write: Callable[[Any, int, Any], None] = self._write_parts if self._several else operator.setitem
         self._discrete = isinstance(self.action_space, spaces.Discrete)
         # Policies count actions from 0.
         self._start: Any = getattr(self.action_space, "start", 0)
@@ -95,17 +110,40 @@ class GymnasiumVectorEnv(VectorEnv):
         self._fresh = True
         self.supports_state = self._can_save()
 
+    def _boxes(self, env_id: str) -> spaces.Dict:
+        """The space of several observations; texts are encoded."""
+        boxes: dict[str, spaces.Space[Any]] = {}
+        for key, space in self.observation_space.spaces.items():
+            if is_text(space):
+                boxes[key] = text_space(space)
+                self._texts[key] = boxes[key].shape[0]  # type: ignore[index]
+            elif isinstance(space, spaces.Box):
+                boxes[key] = space
+            else:
+                raise _unsupported(env_id, self.observation_space)
+        return spaces.Dict(boxes)
+
+    def _rows(self) -> Any:
+        """Room for the observation of all slots."""
+        if self._several:
+            return {key: np.zeros(*form) for key, form in self._forms.items()}
+        return np.zeros(*self._forms[""])
+
+    def _write_parts(self, rows: dict[str, np.ndarray], i: int, observed: Any) -> None:
+        for key, room in rows.items():
+            room[i] = encode_text(observed[key], self._texts[key]) if key in self._texts else observed[key]
+
     def _slot_seed(self, index: int) -> int:
         group = (self._offset + index) // self._group
         return int(np.random.SeedSequence([self._seed, group]).generate_state(1)[0])
 
-    def reset(self, seed: int | None = None) -> tuple[np.ndarray, dict[str, Any]]:
+    def reset(self, seed: int | None = None) -> tuple[Obs, dict[str, Any]]:
         """See `VectorEnv.reset`."""
         if seed is not None:
             self._seed, self._fresh = seed, True
-        obs = np.empty((self.num_envs, *self.observation_space.shape), self._dtype)
+        obs = self._rows()
         for i, env in enumerate(self.envs):
-            obs[i] = env.reset(seed=self._slot_seed(i) if self._fresh else None)[0]
+            self._write(obs, i, env.reset(seed=self._slot_seed(i) if self._fresh else None)[0])
             self._elapsed[i], self._returns[i] = 0, 0.0
         self._fresh = False
         return obs, {}
@@ -128,7 +166,7 @@ class GymnasiumVectorEnv(VectorEnv):
                 merge_infos(infos, info, ended)
         return obs, rewards, terminations, truncations, infos
 
-    def _advance(self, actions: np.ndarray, slots: Sequence[int], obs: np.ndarray | None) -> Step:
+    def _advance(self, actions: np.ndarray, slots: Sequence[int], obs: Any) -> Step:
         """One step of the given slots; the others keep their row of `obs` and get no reward."""
         n = self.num_envs
         if self._discrete:
@@ -139,11 +177,11 @@ class GymnasiumVectorEnv(VectorEnv):
         else:
             chosen = actions.reshape(n, *self.action_space.shape) + self._start
         if obs is None:
-            obs = np.empty((n, *self.observation_space.shape), self._dtype)
+            obs = self._rows()
         rewards = np.zeros(n, np.float32)
         terminations, truncations = np.zeros(n, bool), np.zeros(n, bool)
         infos: dict[str, Any] = {}
-        limit, elapsed, returns = self._limit, self._elapsed, self._returns
+        limit, elapsed, returns, write = self._limit, self._elapsed, self._returns, self._write
         for i in slots:
             env = self.envs[i]
             observed, reward, terminated, truncated, info = env.step(chosen[i])
@@ -159,19 +197,19 @@ class GymnasiumVectorEnv(VectorEnv):
                 self._end(i, observed, info, infos)
                 observed = env.reset()[0]
                 elapsed[i], returns[i] = 0, 0.0
-            obs[i] = observed
+            write(obs, i, observed)
         if self._scale != 1.0:
             rewards *= self._scale
         return obs, rewards, terminations, truncations, infos
 
-    def _end(self, i: int, final: np.ndarray, info: dict[str, Any], infos: dict[str, Any]) -> None:
+    def _end(self, i: int, final: Any, info: dict[str, Any], infos: dict[str, Any]) -> None:
         if "final_obs" not in infos:
             n = self.num_envs
-            infos["final_obs"] = np.zeros((n, *self.observation_space.shape), self._dtype)
+            infos["final_obs"] = self._rows()
             infos["episode"] = {
                 "return": np.zeros(n, np.float64), "length": np.zeros(n, np.int64), "mask": np.zeros(n, bool),
             }  # fmt: skip
-        infos["final_obs"][i] = final
+        self._write(infos["final_obs"], i, final)
         episode = infos["episode"]
         episode["return"][i], episode["length"][i], episode["mask"][i] = self._returns[i], self._elapsed[i], True
         for name in ("success", "is_success"):

@@ -18,7 +18,9 @@ def _numbers(array: np.ndarray) -> Any:
 
 
 def space_to_json(space: Any) -> dict[str, Any]:
-    """A JSON description of a Box, Discrete, MultiDiscrete or MultiBinary space."""
+    """A JSON description of a Box, Discrete, MultiDiscrete, MultiBinary space, or a Dict of them."""
+    if isinstance(space, spaces.Dict):
+        return {"type": "Dict", "spaces": {key: space_to_json(part) for key, part in space.spaces.items()}}
     if isinstance(space, spaces.Box):
         return {"type": "Box", "shape": list(space.shape), "dtype": str(space.dtype), "low": _numbers(space.low),
                 "high": _numbers(space.high)}  # fmt: skip
@@ -29,7 +31,7 @@ def space_to_json(space: Any) -> dict[str, Any]:
     if isinstance(space, spaces.MultiBinary):
         return {"type": "MultiBinary", "n": int(np.prod(space.shape))}
     raise ConfigError(
-        f"space {space} is not supported; supported: Box, Discrete, MultiDiscrete, MultiBinary. Wrap the environment "
+        f"space {space} is not supported; supported: Box, Discrete, MultiDiscrete, MultiBinary, Dict. Wrap the environment "
         f"(env.train.wrappers), for example with gymnasium.wrappers:FlattenObservation"
     )
 
@@ -37,6 +39,8 @@ def space_to_json(space: Any) -> dict[str, Any]:
 def space_from_json(data: dict[str, Any]) -> Any:
     """Inverse of `space_to_json`."""
     kind = data["type"]
+    if kind == "Dict":
+        return spaces.Dict({key: space_from_json(part) for key, part in data["spaces"].items()})
     if kind == "Box":
         dtype, shape = np.dtype(data["dtype"]), tuple(data["shape"])
         low, high = (np.broadcast_to(np.asarray(data[k], np.float64).reshape(-1), (int(np.prod(shape)),)) if

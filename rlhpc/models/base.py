@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from rlhpc.envs.observations import count_rows
 from rlhpc.envs.spaces import space_to_json
 from rlhpc.models.heads import CategoricalHead, GaussianHead, make_head
 
@@ -19,6 +20,10 @@ def layer(inputs: int, outputs: int, gain: float, orthogonal: bool) -> nn.Linear
         nn.init.orthogonal_(linear.weight, gain)
         nn.init.zeros_(linear.bias)
     return linear
+
+
+#: An observation, or several by name.
+Obs = Tensor | dict[str, Tensor]
 
 
 class Policy(nn.Module):
@@ -36,12 +41,12 @@ class Policy(nn.Module):
         self._cfg = cfg
 
     @abstractmethod
-    def features(self, obs: Tensor, policy: bool, value: bool) -> tuple[Tensor | None, Tensor | None]:
+    def features(self, obs: Any, policy: bool, value: bool) -> tuple[Tensor | None, Tensor | None]:
         """What the head needs `[B, head.inputs]` and values `[B]`, each only if asked for."""
 
     def default_forward(
         self,
-        inputs: dict[str, Tensor],
+        inputs: dict[str, Any],
         compute_logprobs: bool = True,
         compute_entropy: bool = False,
         compute_values: bool = False,
@@ -49,7 +54,7 @@ class Policy(nn.Module):
         """The training pass.
 
         Args:
-            inputs: `obs [B, ...]` and `actions [B, chunk, dim]`.
+            inputs: `obs` (`[B, ...]`, or a dict of such tensors) and `actions [B, chunk, dim]`.
             compute_logprobs, compute_entropy, compute_values: What to return.
 
         Returns:
@@ -67,12 +72,12 @@ class Policy(nn.Module):
         return out
 
     def predict_action_batch(
-        self, obs: Tensor, mode: str = "train", noise: Tensor | None = None
+        self, obs: Obs, mode: str = "train", noise: Tensor | None = None
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """Acts.
 
         Args:
-            obs: `[B, ...]`.
+            obs: `[B, ...]`, or a dict of such tensors where the environment shows several things.
             mode: "train" samples, "eval" takes the most likely action.
             noise: `[B, ...]` rows of `sample_noise`; drawn here if a sample is wanted and none is given.
 
@@ -84,7 +89,7 @@ class Policy(nn.Module):
         if mode == "eval":
             noise = None
         elif noise is None:
-            noise = self.head.sample_noise((obs.shape[0],), torch.default_generator).to(obs.device)
+            noise = self.head.sample_noise((count_rows(obs),), torch.default_generator).to(head_input.device)
         actions, logprobs = self.head.act(head_input, noise)
         return actions, {"prev_logprobs": logprobs, "prev_values": values}
 
@@ -92,7 +97,7 @@ class Policy(nn.Module):
         """Noise for `predict_action_batch`, `[*shape, ...]`; a row belongs to one slot and step."""
         return self.head.sample_noise(shape, generator)
 
-    def value(self, obs: Tensor) -> Tensor:
+    def value(self, obs: Obs) -> Tensor:
         """Values `[B]`."""
         values = self.features(obs, False, True)[1]
         assert values is not None

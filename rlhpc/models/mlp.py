@@ -6,8 +6,11 @@ import itertools
 import math
 from typing import Any
 
+import numpy as np
+import torch
 from torch import Tensor, nn
 
+from rlhpc.envs.observations import boxes_of
 from rlhpc.models.base import Policy, layer
 from rlhpc.models.registry import register_model
 from rlhpc.runtime.errors import ConfigError
@@ -31,19 +34,33 @@ def mlp(sizes: list[int], outputs: int, activation: str, orthogonal: bool, gain:
     return nn.Sequential(*layers, layer(sizes[-1], outputs, gain, orthogonal))
 
 
+def _width(space: Any) -> int:
+    boxes = boxes_of(space)
+    for key, box in boxes.items():
+        if key and np.dtype(box.dtype) == np.uint8:
+            raise ConfigError(
+                f"actor.model.model_type is 'mlp', and the observation {key!r} is an image or a text; choose cnn, or wrap the "
+                "environment (env.train.wrappers)"
+            )
+    return sum(math.prod(box.shape) for box in boxes.values())
+
+
 @register_model("mlp")
 class MLPPolicy(Policy):
-    """Separate networks for policy and value (as CleanRL's ppo.py); the observation is flattened."""
+    """Separate networks for policy and value (as CleanRL's ppo.py); observations are flattened, several one after the
+    other, by name."""
 
     def __init__(self, cfg: Any, observation_space: Any, action_space: Any) -> None:
         super().__init__(cfg, observation_space, action_space)
-        inputs = math.prod(observation_space.shape)
+        inputs = _width(observation_space)
         sizes = [inputs, *map(int, cfg.hidden_sizes)]
         orthogonal, activation = bool(cfg.ortho_init), str(cfg.activation)
         self.critic = mlp(sizes, 1, activation, orthogonal, 1.0)
         self.actor = mlp(sizes, self.head.inputs, activation, orthogonal, 0.01)
 
-    def features(self, obs: Tensor, policy: bool, value: bool) -> tuple[Tensor | None, Tensor | None]:
+    def features(self, obs: Any, policy: bool, value: bool) -> tuple[Tensor | None, Tensor | None]:
         """See `Policy.features`."""
-        flat = obs.reshape(obs.shape[0], -1).float()
+        parts = [obs[key] for key in sorted(obs)] if isinstance(obs, dict) else [obs]
+        rows = [part.reshape(part.shape[0], -1).float() for part in parts]
+        flat = rows[0] if len(rows) == 1 else torch.cat(rows, 1)
         return self.actor(flat) if policy else None, self.critic(flat).squeeze(-1) if value else None

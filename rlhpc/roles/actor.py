@@ -12,6 +12,7 @@ import torch
 from rlhpc.algorithms import calculate_adv_and_returns
 from rlhpc.checkpoint.durable import write_durably
 from rlhpc.checkpoint.state import load_state, load_tensors, rng_state, save_state, save_tensors, set_rng_state
+from rlhpc.envs.observations import is_column
 from rlhpc.models import build_model
 from rlhpc.roles.device import own_device, seed_process, settle
 from rlhpc.roles.exchange import TRAJECTORIES, SlotMap
@@ -136,8 +137,8 @@ class EmbodiedActor(Worker):
         """
         rate = self.backend.base_lr * ((1.0 - progress) if self.cfg.algorithm.anneal_lr else 1.0)
         batch, self.batch = self.batch, {}
-        names = ("obs", "actions", "logprobs", "values", "advantages", "returns")
-        flat = {name: batch[name].flatten(0, 1) for name in names}
+        names = ("actions", "logprobs", "values", "advantages", "returns")
+        flat = {name: batch[name].flatten(0, 1) for name in batch if name in names or is_column(name, "obs")}
         flat["mask"] = batch["loss_mask"].flatten().float()
         explained = self._explained_variance(flat["values"], flat["returns"])
         held = range(self.share.start * self.steps, self.share.stop * self.steps)

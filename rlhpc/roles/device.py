@@ -35,3 +35,10 @@ def settle(module: nn.Module, device: torch.device) -> Any:
     if device.type == "cpu" and sum(p.numel() for p in module.parameters()) < _ONE_THREAD:
         torch.set_num_threads(1)
     return module.to(device)
+
+
+def to_tensors(obs: Any, device: torch.device) -> Any:
+    """An array as a tensor on the device, or a dict of arrays as a dict of tensors; memory is shared where it can be."""
+    if isinstance(obs, dict):
+        return {key: to_tensors(part, device) for key, part in obs.items()}
+    return torch.from_numpy(np.ascontiguousarray(obs)).to(device)

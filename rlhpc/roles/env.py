@@ -9,6 +9,7 @@ import numpy as np
 
 from rlhpc.checkpoint.state import load_state, rng_state, save_state, set_rng_state
 from rlhpc.envs import make_env
+from rlhpc.envs.observations import Obs, as_arrays, join, take
 from rlhpc.roles.device import seed_process
 from rlhpc.roles.exchange import OUTCOMES, SlotMap, within
 from rlhpc.roles.lanes import open_lanes
@@ -40,7 +41,7 @@ class EnvWorker(Worker):
         self.envs = [
             make_env(cfg, len(share), slot_offset=share.start, seed=self.seed, stage="train") for share in self.shares
         ]
-        self.obs: list[np.ndarray] = [np.asarray(env.reset()[0]) for env in self.envs]
+        self.obs: list[Obs] = [as_arrays(env.reset()[0]) for env in self.envs]
         self.peers = [slots.rollouts_of(stage, self.rank) for stage in range(slots.stages)]
         first = self.envs[0]
         return {
@@ -80,17 +81,17 @@ class EnvWorker(Worker):
         for stage in stages:
             for rank, common in self.peers[stage]:
                 part = within(common, self.shares[stage])
-                message = outcomes[stage].part(part, self.obs[stage][part])
+                message = outcomes[stage].part(part, take(self.obs[stage], part))
                 self._outcomes.put(message, key=self.slots.to_rollout_key(stage, self.rank, rank))
         return episodes.arrays()
 
     def _send(self, stage: int) -> None:
         for lane, common in self.lanes[stage]:
-            lane.put(self.obs[stage][within(common, self.shares[stage])])
+            lane.put(take(self.obs[stage], within(common, self.shares[stage])))
 
     def _receive(self, stage: int) -> np.ndarray:
-        parts = [lane.get() for lane, _ in self.lanes[stage]]
-        return parts[0] if len(parts) == 1 else np.concatenate(parts)
+        actions: np.ndarray = join([lane.get() for lane, _ in self.lanes[stage]])
+        return actions
 
     # -- checkpoint -----------------------------------------------------------------------------------------------
 
@@ -136,7 +137,8 @@ class EnvWorker(Worker):
                 env.load_state_dict(env.merge_states([_slot_state(env, *known[slot]) for slot in share]))
         except (KeyError, ValueError, TypeError, AttributeError) as error:
             raise CheckpointError(f"{folder}: the environments' state does not fit this run: {error!r}") from error
-        self.obs[stage] = np.stack([known[slot][0]["obs"][known[slot][1]] for slot in share])
+        rows = [take(unit["obs"], slice(index, index + 1)) for unit, index in (known[slot] for slot in share)]
+        self.obs[stage] = join(rows)
         return True
 
     def close(self) -> None:

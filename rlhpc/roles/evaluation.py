@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from rlhpc.envs import make_env
+from rlhpc.roles.device import to_tensors
 from rlhpc.runtime.errors import ConfigError, RlhpcError
 
 #: Decisions after which an episode that does not end is an error: nothing waits for ever.
@@ -64,8 +65,7 @@ def _run(policy: Any, env: Any, left: np.ndarray, device: torch.device) -> tuple
     seen = np.zeros_like(left)
     obs, _ = env.reset()
     for _ in range(MAX_DECISIONS):
-        inputs = torch.from_numpy(np.ascontiguousarray(obs)).to(device)
-        actions, _ = policy.predict_action_batch(inputs, mode="eval")
+        actions, _ = policy.predict_action_batch(to_tensors(obs, device), mode="eval")
         obs, _, terminations, truncations, infos = env.chunk_step(actions.cpu().numpy())
         done = np.flatnonzero(np.asarray(terminations) | np.asarray(truncations))
         episode: dict[str, Any] = infos.get("episode", {}) if done.size else {}

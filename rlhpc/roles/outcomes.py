@@ -6,6 +6,8 @@ from typing import Any
 
 import numpy as np
 
+from rlhpc.envs.observations import as_arrays, join, take
+
 
 class Outcomes:
     """Collects one vector environment's outcomes over a rollout, batch first: `[n, T]`.
@@ -20,7 +22,7 @@ class Outcomes:
         self.rewards = np.zeros((size, steps), np.float32)
         self.terminations = np.zeros((size, steps), bool)
         self.truncations = np.zeros((size, steps), bool)
-        self._finals: list[tuple[int, np.ndarray, np.ndarray]] = []
+        self._finals: list[tuple[int, np.ndarray, Any]] = []
 
     def add(
         self, t: int, rewards: np.ndarray, terminations: np.ndarray, truncations: np.ndarray, infos: dict[str, Any]
@@ -36,10 +38,10 @@ class Outcomes:
         done = np.flatnonzero(self.terminations[:, t] | self.truncations[:, t])
         if not done.size:
             return None
-        self._finals.append((t, done, np.asarray(infos["final_obs"])[done]))
+        self._finals.append((t, done, take(as_arrays(infos["final_obs"]), done)))
         return done
 
-    def part(self, part: slice, last_obs: np.ndarray) -> dict[str, np.ndarray]:
+    def part(self, part: slice, last_obs: Any) -> dict[str, Any]:
         """The message about the slots `part`.
 
         Args:
@@ -56,7 +58,7 @@ class Outcomes:
             if inside.any():
                 slots.append(done[inside] - part.start)
                 steps.append(np.full(int(inside.sum()), t))
-                rows.append(final[inside])
+                rows.append(take(final, inside))
         empty = np.zeros(0, np.int64)
         return {
             "rewards": self.rewards[part],
@@ -65,7 +67,7 @@ class Outcomes:
             "last_obs": last_obs,
             "final_slot": np.concatenate(slots) if slots else empty,
             "final_step": np.concatenate(steps) if steps else empty,
-            "final_obs": np.concatenate(rows) if rows else last_obs[:0],
+            "final_obs": join(rows) if rows else take(last_obs, slice(0)),
         }
 
 

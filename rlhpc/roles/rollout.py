@@ -9,8 +9,9 @@ import numpy as np
 import torch
 
 from rlhpc.checkpoint.state import load_state, rng_state, save_state, set_rng_state
+from rlhpc.envs.observations import columns_of, count_rows, join
 from rlhpc.models import build_model
-from rlhpc.roles.device import own_device, seed_process, settle
+from rlhpc.roles.device import own_device, seed_process, settle, to_tensors
 from rlhpc.roles.evaluation import evaluate_policy
 from rlhpc.roles.exchange import OUTCOMES, TRAJECTORIES, SlotMap, within
 from rlhpc.roles.lanes import open_lanes
@@ -39,6 +40,11 @@ class StageBuffer:
             if name not in self._rows:
                 self._rows[name] = np.empty((self.steps, *row.shape), row.dtype)
             self._rows[name][t] = row
+
+    @property
+    def names(self) -> list[str]:
+        """Of the columns."""
+        return list(self._rows)
 
     def batch_first(self, name: str) -> np.ndarray:
         """A column as `[n, T, ...]`, contiguous."""
@@ -103,8 +109,7 @@ class MultiStepRolloutWorker(Worker):
         return table[:, share.start : share.stop].contiguous().to(self.device)
 
     def _act(self, stage: int, t: int, noise: torch.Tensor) -> None:
-        parts = [lane.get() for lane, _ in self.lanes[stage]]
-        obs = parts[0] if len(parts) == 1 else np.concatenate(parts)
+        obs = join([lane.get() for lane, _ in self.lanes[stage]])
         actions, extras = self.policy.predict_action_batch(self._tensor(obs), mode="train", noise=noise)
         chosen = actions.cpu().numpy()
         for lane, common in self.lanes[stage]:
@@ -112,25 +117,26 @@ class MultiStepRolloutWorker(Worker):
         # The environments are busy now; what follows costs no time.
         self.buffers[stage].write(
             t,
-            obs=obs,
+            **columns_of("obs", obs),
             actions=chosen,
             logprobs=extras["prev_logprobs"].cpu().numpy(),
             values=extras["prev_values"].cpu().numpy(),
         )
 
-    def _tensor(self, array: np.ndarray) -> torch.Tensor:
-        return torch.from_numpy(np.ascontiguousarray(array)).to(self.device)
+    def _tensor(self, obs: Any) -> Any:
+        """An observation, or another array, on the policy's device."""
+        return to_tensors(obs, self.device)
 
     def _hand_over(self) -> None:
         """Adds rewards, ends and next values, and sends every actor rank the slots it trains on."""
         outcomes = [self._merge_outcomes(stage) for stage in range(self.slots.stages)]
         # One forward pass values everything that no action was asked for: what comes next, and what was cut off.
         unseen = [part for outcome in outcomes for part in (outcome["last_obs"], outcome["final_obs"])]
-        values = np.split(self._value(np.concatenate(unseen)), np.cumsum([len(part) for part in unseen])[:-1])
+        values = np.split(self._value(join(unseen)), np.cumsum([count_rows(part) for part in unseen])[:-1])
         for stage, outcome in enumerate(outcomes):
             last, final = values[2 * stage], values[2 * stage + 1]
             buffer, share = self.buffers[stage], self.shares[stage]
-            columns = {name: buffer.batch_first(name) for name in ("obs", "actions", "logprobs", "values")}
+            columns = {name: buffer.batch_first(name) for name in buffer.names}
             columns["next_values"] = next_values(
                 columns["values"], last, outcome["final_slot"], outcome["final_step"], final
             )
@@ -142,18 +148,16 @@ class MultiStepRolloutWorker(Worker):
                 message["version"] = self.version
                 self._trajectories.put(message, key=self.slots.to_actor_key(stage, self.rank, rank))
 
-    def _merge_outcomes(self, stage: int) -> dict[str, np.ndarray]:
+    def _merge_outcomes(self, stage: int) -> dict[str, Any]:
         """The env ranks' outcomes of a stage as one, slots counted from this rank's first."""
         share, merged = self.shares[stage], []
         for rank, common in self.peers[stage]:
             part = self._outcomes.get(key=self.slots.to_rollout_key(stage, rank, self.rank))
             part["final_slot"] = part["final_slot"] + (common.start - share.start)
             merged.append(part)
-        if len(merged) == 1:
-            return merged[0]
-        return {name: np.concatenate([part[name] for part in merged]) for name in merged[0]}
+        return {name: join([part[name] for part in merged]) for name in merged[0]}
 
-    def _value(self, obs: np.ndarray) -> np.ndarray:
+    def _value(self, obs: Any) -> np.ndarray:
         values: np.ndarray = self.policy.value(self._tensor(obs)).float().cpu().numpy()
         return values
 

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from rlhpc.algorithms import policy_loss, value_loss
+from rlhpc.envs.observations import rows_of
 from rlhpc.runtime.errors import ConfigError
 from rlhpc.training.local import LocalBackend, Reduce
 from rlhpc.training.minibatches import local_minibatches, permutation
@@ -79,7 +80,8 @@ class PolicyUpdate:
         """All epochs over one rollout.
 
         Args:
-            batch: This rank's transitions, flat `[N, ...]`: obs, actions, logprobs, values, advantages, returns, mask.
+            batch: This rank's transitions, flat `[N, ...]`: obs (or several, see `rows_of`), actions, logprobs, values,
+                advantages, returns, mask.
             held: Which of the run's `total` transitions they are.
             total: Transitions of all ranks.
             step: Global step, part of the order's seed.
@@ -156,7 +158,7 @@ class PolicyUpdate:
         if self.normalize not in ("none", "false"):
             advantages = (advantages - part.mean) / (part.std + 1e-8)
         out = self._forward(
-            {"obs": micro["obs"], "actions": micro["actions"]},
+            {"obs": rows_of(micro, "obs"), "actions": micro["actions"]},
             compute_logprobs=True,
             compute_entropy=True,
             compute_values=True,

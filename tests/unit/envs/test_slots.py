@@ -239,6 +239,7 @@ class TestNames:
         spaces.Box(-np.inf, np.inf, (), np.float32),
         spaces.Box(0, 1, (2, 3), np.float64),
         spaces.Box(np.array([[0], [1]]), np.array([[7], [9]]), dtype=np.int64),
+        spaces.Dict({"state": spaces.Box(-1, 1, (2,), np.float32), "which": spaces.Discrete(3, start=1)}),
     ],
     ids=str,
 )
@@ -249,4 +250,4 @@ def test_spaces_survive_json(space: spaces.Space[Any]) -> None:
 def test_a_space_of_an_older_export() -> None:
     assert space_from_json({"type": "MultiDiscrete", "nvec": [2, 3]}) == spaces.MultiDiscrete([2, 3])
     with pytest.raises(ConfigError, match="FlattenObservation"):
-        space_to_json(spaces.Dict({"a": spaces.Discrete(2)}))
+        space_to_json(spaces.Dict({"a": spaces.Text(2)}))

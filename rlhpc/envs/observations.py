@@ -1,0 +1,93 @@
+"""Observations: an array `[N, ...]`, or a dict of such arrays where an environment shows several things.
+
+Between the roles a dict travels as columns `obs.<key>` beside the other columns of a message, an array as the column `obs`.
+A text is zero-padded UTF-8, uint8 `[N, bytes]`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from gymnasium import spaces
+
+Obs = np.ndarray | dict[str, np.ndarray]
+
+#: Room for a text whose space names no length.
+TEXT_BYTES = 128
+
+
+def columns_of(name: str, obs: Any) -> dict[str, Any]:
+    """An observation as named columns; inverse of `rows_of`."""
+    return {f"{name}.{key}": part for key, part in obs.items()} if isinstance(obs, dict) else {name: obs}
+
+
+def rows_of(columns: Mapping[str, Any], name: str) -> Any:
+    """The observation that `columns_of` made columns of: arrays or tensors."""
+    if name in columns:
+        return columns[name]
+    return {key[len(name) + 1 :]: part for key, part in columns.items() if key.startswith(f"{name}.")}
+
+
+def is_column(column: str, name: str) -> bool:
+    """Whether a column belongs to the observation `name`."""
+    return column == name or column.startswith(f"{name}.")
+
+
+def take(obs: Any, index: Any) -> Any:
+    """Rows of an observation, by slice, mask or indices."""
+    return {key: part[index] for key, part in obs.items()} if isinstance(obs, dict) else obs[index]
+
+
+def join(parts: Sequence[Any]) -> Any:
+    """Observations one after the other."""
+    if len(parts) == 1:
+        return parts[0]
+    if isinstance(parts[0], dict):
+        return {key: np.concatenate([part[key] for part in parts]) for key in parts[0]}
+    return np.concatenate(parts)
+
+
+def as_arrays(obs: Any) -> Obs:
+    """What an environment gave, as arrays."""
+    return {key: np.asarray(part) for key, part in obs.items()} if isinstance(obs, dict) else np.asarray(obs)
+
+
+def count_rows(obs: Any) -> int:
+    """Slots of an observation, of arrays or tensors."""
+    return len(next(iter(obs.values()))) if isinstance(obs, dict) else len(obs)
+
+
+def boxes_of(space: Any) -> dict[str, Any]:
+    """The spaces of an observation by key; the key of an array's is the empty word."""
+    return dict(space.spaces) if isinstance(space, spaces.Dict) else {"": space}
+
+
+def row_bytes(space: Any) -> dict[str, int]:
+    """Bytes of one slot by key."""
+    return {key: math.prod(box.shape) * np.dtype(box.dtype).itemsize for key, box in boxes_of(space).items()}
+
+
+def encode_text(text: str, size: int) -> np.ndarray:
+    """A text as zero-padded UTF-8, uint8 `[size]`; what is longer is cut at a character."""
+    data = text.encode()[:size].decode(errors="ignore").encode()
+    row = np.zeros(size, np.uint8)
+    row[: len(data)] = np.frombuffer(data, np.uint8)
+    return row
+
+
+def decode_text(row: Any) -> str:
+    """Inverse of `encode_text`."""
+    return bytes(row).rstrip(b"\0").decode()
+
+
+def is_text(space: Any) -> bool:
+    """Whether a space's elements are texts: `Text`, and the likes of minigrid's missions."""
+    return space.dtype is not None and np.dtype(space.dtype).kind == "U"
+
+
+def text_space(space: Any) -> spaces.Box:
+    """The space of an encoded text."""
+    return spaces.Box(0, 255, (int(getattr(space, "max_length", TEXT_BYTES)),), np.uint8)
