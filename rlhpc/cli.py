@@ -375,7 +375,9 @@ def build_parser() -> argparse.ArgumentParser:
     )
     convert = _add(commands, "convert", _convert, "export a checkpoint's policy: safetensors and a config")
     _checkpoint_arguments(convert)
-    convert.add_argument("--adapter-only", action="store_true", help="with LoRA: the adapter in peft's format, not merged")
+    convert.add_argument(
+        "--adapter-only", action="store_true", help="with LoRA: the adapter in peft's format, not merged"
+    )
     convert.add_argument("--base", help="with LoRA: where the adapted model is now (default: where it was in training)")
     convert.add_argument("--dtype", choices=("float32", "bfloat16"), help="of a language model (default: as trained)")
     report = _add(commands, "report", _report, "write a run's report page")

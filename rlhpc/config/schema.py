@@ -167,7 +167,13 @@ class AlgorithmConfig:
     update_epochs: int = 4
     """Passes over each rollout."""
     rollout_steps: int = 128
-    """T: decisions per slot and step (embodied)."""
+    """T: decisions per slot and step (embodied); each is a chunk of `actor.model.num_action_chunks` actions."""
+    logprob_type: str = "chunk_level"
+    """Embodied: what the policy loss takes for a token: `chunk_level` (all that is decided at once), `action_level` (each
+    action of a chunk) or `token_level` (each component of an action)."""
+    reward_type: str = "chunk_level"
+    """Embodied: `chunk_level` sums the rewards of a chunk; with `action_level` advantages and returns are those of single
+    actions."""
     anneal_lr: bool = False
     """Lowers the learning rate linearly to 0 over the run."""
     group_size: int = 8
@@ -216,6 +222,9 @@ class EnvSideConfig:
     """Neighbouring slots that share their reset seeds."""
     ignore_terminations: bool = False
     """Episodes end at the step limit only."""
+    auto_reset: bool = True
+    """Episodes follow one another, over the bounds of rollouts. Without, each rollout plays one episode in every slot, from
+    its start, and what comes after its end does not train; grpo, rloo and their like compare such episodes (training)."""
     reward_scale: float = 1.0
     """Factor on the rewards that the learner sees; returns are reported unscaled."""
 
@@ -298,6 +307,10 @@ class ModelConfig:
     """Orthogonal initial weights."""
     log_std_init: float = 0.0
     """Initial log standard deviation of continuous actions."""
+    num_action_chunks: int = 1
+    """Actions that are chosen at once and executed one after the other (embodied)."""
+    value_per_action: bool = False
+    """A value for each action of a chunk, for `algorithm.reward_type: action_level`."""
     kwargs: dict[str, Any] = field(default_factory=dict)
     """Whatever a model of your own wants to know."""
     model_path: str | None = None

@@ -13,6 +13,7 @@ from typing import Any
 from omegaconf import OmegaConf
 
 from rlhpc.config import validate_language as language
+from rlhpc.config import validate_policy as policy
 from rlhpc.config.rules import Fail, check_choice, check_signs
 from rlhpc.runtime.errors import ConfigError, PlacementError
 from rlhpc.runtime.paths import RunPaths
@@ -101,6 +102,7 @@ def validate(
     embodied = str(cfg.runner.task_type).lower() == "embodied"
     if embodied:
         _embodied(cfg, fail)
+        policy.validate(cfg, fail)
     else:
         language.validate(cfg, fail, training=training)
     if training:

@@ -58,24 +58,28 @@ class VectorEnv(ABC):
             actions: `[N, chunk, dim]`.
 
         Returns:
-            As `step`, with rewards summed over the chunk.
+            As `step`, with rewards summed over the chunk. For a chunk of several actions `infos["chunk"]` has `rewards`
+            float32 and `mask` bool, each `[N, chunk]`: what each action brought, and whether its slot was still in the
+            episode that the chunk began in.
         """
         if actions.shape[1] == 1:
             return self.step(actions[:, 0])
-        rewards = np.zeros(self.num_envs, np.float32)
+        shape = (self.num_envs, actions.shape[1])
+        rewards, executed = np.zeros(shape, np.float32), np.zeros(shape, bool)
         terminations = np.zeros(self.num_envs, bool)
         truncations = np.zeros(self.num_envs, bool)
         infos: dict[str, Any] = {}
         for i in range(actions.shape[1]):
             done = terminations | truncations
             obs, reward, terminated, truncated, info = self.step(actions[:, i])
-            rewards += np.where(done, 0, reward)
+            rewards[:, i], executed[:, i] = np.where(done, 0, reward), ~done
             fresh = (terminated | truncated) & ~done
             terminations |= terminated & fresh
             truncations |= truncated & fresh
             if fresh.any():
                 merge_infos(infos, info, fresh)
-        return obs, rewards, terminations, truncations, infos
+        infos["chunk"] = {"rewards": rewards, "mask": executed}
+        return obs, rewards.sum(1), terminations, truncations, infos
 
     def state_dict(self) -> Any:
         """Everything the next step depends on, as plain containers, arrays and bytes."""

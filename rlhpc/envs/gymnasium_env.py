@@ -155,15 +155,23 @@ class GymnasiumVectorEnv(VectorEnv):
     def chunk_step(self, actions: np.ndarray) -> Step:
         """See `VectorEnv.chunk_step`. A slot whose episode ended waits at the first observation of the next."""
         obs, rewards, terminations, truncations, infos = self.step(actions[:, 0])
-        for i in range(1, actions.shape[1]):
-            active = np.flatnonzero(~(terminations | truncations)).tolist()
+        count = actions.shape[1]
+        if count == 1:
+            return obs, rewards, terminations, truncations, infos
+        each, executed = np.zeros((self.num_envs, count), np.float32), np.ones((self.num_envs, count), bool)
+        each[:, 0] = rewards
+        for i in range(1, count):
+            executed[:, i] = ~(terminations | truncations)
+            active = np.flatnonzero(executed[:, i]).tolist()
             obs, reward, terminated, truncated, info = self._advance(actions[:, i], active, obs)
+            each[:, i] = reward
             rewards += reward
             ended = terminated | truncated
             terminations |= terminated
             truncations |= truncated
             if ended.any():
                 merge_infos(infos, info, ended)
+        infos["chunk"] = {"rewards": each, "mask": executed}
         return obs, rewards, terminations, truncations, infos
 
     def _advance(self, actions: np.ndarray, slots: Sequence[int], obs: Any) -> Step:

@@ -32,17 +32,28 @@ class Policy(nn.Module):
     Args:
         cfg: Section `actor.model`.
         observation_space, action_space: Of one environment slot.
+
+    Attributes:
+        logprob_type: How finely log-probabilities and entropies are told apart, one of `LEVELS`: token_level
+            `[B, chunk, dim]`, action_level `[B, chunk]`, chunk_level `[B]`. Who trains the policy sets it.
+        chunk: Actions that are chosen at once.
+        value_width: Values of one observation: 1, or one for each action of the chunk.
     """
+
+    logprob_type = "chunk_level"
 
     def __init__(self, cfg: Any, observation_space: Any, action_space: Any) -> None:
         super().__init__()
         self.observation_space, self.action_space = observation_space, action_space
-        self.head: CategoricalHead | GaussianHead = make_head(action_space, float(cfg.log_std_init))
+        self.chunk = int(getattr(cfg, "num_action_chunks", None) or 1)
+        self.value_width = self.chunk if getattr(cfg, "value_per_action", None) else 1
+        self.head: CategoricalHead | GaussianHead = make_head(action_space, float(cfg.log_std_init), self.chunk)
         self._cfg = cfg
 
     @abstractmethod
     def features(self, obs: Any, policy: bool, value: bool) -> tuple[Tensor | None, Tensor | None]:
-        """What the head needs `[B, head.inputs]` and values `[B]`, each only if asked for."""
+        """What the head needs `[B, head.inputs]` and values `[B]` (`[B, value_width]` if that is above 1), each only if asked
+        for."""
 
     def default_forward(
         self,
@@ -54,16 +65,17 @@ class Policy(nn.Module):
         """The training pass.
 
         Args:
-            inputs: `obs` (`[B, ...]`, or a dict of such tensors) and `actions [B, chunk, dim]`.
+            inputs: `obs` (`[B, ...]`, or a dict of such tensors), `actions [B, chunk, dim]`, and what
+                `predict_action_batch` gave as `inputs`, if anything.
             compute_logprobs, compute_entropy, compute_values: What to return.
 
         Returns:
-            `logprobs`, `entropy`, `values`, each `[B]`.
+            `logprobs` and `entropy`, see `logprob_type`, and `values` `[B]` or `[B, chunk]`.
         """
         head_input, values = self.features(inputs["obs"], compute_logprobs or compute_entropy, compute_values)
         out: dict[str, Tensor] = {}
         if head_input is not None:
-            logprobs, entropy = self.head.evaluate(head_input, inputs["actions"], compute_entropy)
+            logprobs, entropy = self.head.evaluate(head_input, inputs["actions"], compute_entropy, self.logprob_type)
             out["logprobs"] = logprobs
             if entropy is not None:
                 out["entropy"] = entropy
@@ -73,7 +85,7 @@ class Policy(nn.Module):
 
     def predict_action_batch(
         self, obs: Obs, mode: str = "train", noise: Tensor | None = None
-    ) -> tuple[Tensor, dict[str, Tensor]]:
+    ) -> tuple[Tensor, dict[str, Any]]:
         """Acts.
 
         Args:
@@ -82,7 +94,8 @@ class Policy(nn.Module):
             noise: `[B, ...]` rows of `sample_noise`; drawn here if a sample is wanted and none is given.
 
         Returns:
-            Actions `[B, chunk, dim]` and `prev_logprobs`, `prev_values`, each `[B]`.
+            Actions `[B, chunk, dim]`; `prev_logprobs`, `prev_values` as in `default_forward`, and where the log-probabilities
+            depend on more than observations and actions, `inputs`: a dict of tensors `[B, ...]` that training gets again.
         """
         head_input, values = self.features(obs, True, True)
         assert head_input is not None and values is not None
@@ -90,7 +103,7 @@ class Policy(nn.Module):
             noise = None
         elif noise is None:
             noise = self.head.sample_noise((count_rows(obs),), torch.default_generator).to(head_input.device)
-        actions, logprobs = self.head.act(head_input, noise)
+        actions, logprobs = self.head.act(head_input, noise, self.logprob_type)
         return actions, {"prev_logprobs": logprobs, "prev_values": values}
 
     def sample_noise(self, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
@@ -98,7 +111,7 @@ class Policy(nn.Module):
         return self.head.sample_noise(shape, generator)
 
     def value(self, obs: Obs) -> Tensor:
-        """Values `[B]`."""
+        """Values `[B]`, or `[B, chunk]`."""
         values = self.features(obs, False, True)[1]
         assert values is not None
         return values

@@ -51,7 +51,7 @@ class CNNPolicy(Policy):
         hidden = int(list(cfg.hidden_sizes)[-1]) if len(cfg.hidden_sizes) else 512
         self.trunk = nn.Sequential(trunk, layer(width_out, hidden, math.sqrt(2), orthogonal), nn.ReLU())
         self.actor = layer(hidden, self.head.inputs, 0.01, orthogonal)
-        self.critic = layer(hidden, 1, 1.0, orthogonal)
+        self.critic = layer(hidden, self.value_width, 1.0, orthogonal)
 
     def features(self, obs: Tensor, policy: bool, value: bool) -> tuple[Tensor | None, Tensor | None]:
         """See `Policy.features`."""

@@ -12,94 +12,115 @@ from torch import Tensor, nn
 from rlhpc.runtime.errors import ConfigError
 
 _LOG_2PI = math.log(2 * math.pi)
+#: How finely log-probabilities are told apart: one for each component of each action of a chunk `[B, chunk, d]`, one for
+#: each action `[B, chunk]`, or one for the chunk `[B]`.
+LEVELS = ("token_level", "action_level", "chunk_level")
+
+
+def at_level(parts: Tensor, level: str, chunk: int) -> Tensor:
+    """Sums what belongs to single components, `[B, chunk · d]` or `[B, chunk, d]`, to one of `LEVELS`."""
+    if level == "chunk_level":
+        return parts.flatten(1).sum(-1)
+    each = parts.reshape(parts.shape[0], chunk, -1)
+    return each.sum(-1) if level == "action_level" else each
 
 
 class CategoricalHead(nn.Module):
     """Discrete and MultiDiscrete actions: independent categoricals over slices of the logits.
 
-    Actions are `[B, 1, d]` int64, d the number of components.
+    Actions are `[B, chunk, d]` int64, d the number of components; `sizes` has those of the whole chunk.
     """
 
-    def __init__(self, sizes: list[int]) -> None:
+    def __init__(self, sizes: list[int], chunk: int = 1) -> None:
         super().__init__()
-        self.sizes, self.inputs = sizes, sum(sizes)
+        self.sizes, self.inputs, self.chunk = sizes, sum(sizes), chunk
 
     def sample_noise(self, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
         """Gumbel noise `[*shape, sum(sizes)]`: argmax(logits + noise) is a sample (Gumbel-max)."""
         uniform = torch.rand((*shape, self.inputs), generator=generator).clamp_(min=1e-20)
         return -torch.log((-torch.log(uniform)).clamp_(min=1e-20))
 
-    def act(self, logits: Tensor, noise: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Actions `[B, 1, d]` and their log-probabilities `[B]`; without noise the most likely one."""
-        if len(self.sizes) == 1:
-            logp = torch.log_softmax(logits, -1)
-            index = (logits if noise is None else logits + noise).argmax(-1, keepdim=True)
-            return index.unsqueeze(1), logp.gather(-1, index).squeeze(-1)
-        actions, logprobs, at = [], torch.zeros(logits.shape[0], device=logits.device), 0
+    def act(self, logits: Tensor, noise: Tensor | None, level: str = "chunk_level") -> tuple[Tensor, Tensor]:
+        """Actions `[B, chunk, d]` and their log-probabilities at a level; without noise the most likely ones."""
+        actions, logprobs, at = [], [], 0
         for size in self.sizes:
             part = logits[:, at : at + size]
             index = (part if noise is None else part + noise[:, at : at + size]).argmax(-1, keepdim=True)
-            logprobs = logprobs + torch.log_softmax(part, -1).gather(-1, index).squeeze(-1)
+            logprobs.append(torch.log_softmax(part, -1).gather(-1, index))
             actions.append(index)
             at += size
-        return torch.cat(actions, -1).unsqueeze(1), logprobs
+        chosen = (actions[0] if len(actions) == 1 else torch.cat(actions, -1)).reshape(logits.shape[0], self.chunk, -1)
+        return chosen, self._at_level(logprobs, level)
 
-    def evaluate(self, logits: Tensor, actions: Tensor, entropy: bool) -> tuple[Tensor, Tensor | None]:
-        """Log-probabilities `[B]` and entropy `[B]` of given actions."""
+    def evaluate(
+        self, logits: Tensor, actions: Tensor, entropy: bool, level: str = "chunk_level"
+    ) -> tuple[Tensor, Tensor | None]:
+        """Log-probabilities and entropy of given actions, at a level."""
         flat, at = actions.reshape(actions.shape[0], -1), 0
-        logprobs: Any = 0.0
-        total: Any = 0.0
+        logprobs, totals = [], []
         for i, size in enumerate(self.sizes):
             logp = torch.log_softmax(logits[:, at : at + size], -1)
-            logprobs = logprobs + logp.gather(-1, flat[:, i : i + 1]).squeeze(-1)
+            logprobs.append(logp.gather(-1, flat[:, i : i + 1]))
             if entropy:
-                total = total - (logp.exp() * logp).sum(-1)
+                totals.append(-(logp.exp() * logp).sum(-1, keepdim=True))
             at += size
-        return logprobs, total if entropy else None
+        return self._at_level(logprobs, level), self._at_level(totals, level) if entropy else None
+
+    def _at_level(self, parts: list[Tensor], level: str) -> Tensor:
+        if level == "chunk_level":  # the sum is written out: few terms, each a column
+            total = parts[0].squeeze(-1)
+            for part in parts[1:]:
+                total = total + part.squeeze(-1)
+            return total
+        return at_level(torch.cat(parts, -1), level, self.chunk)
 
 
 class GaussianHead(nn.Module):
-    """Box actions: a diagonal Gaussian with a state-independent log-std (as CleanRL). Actions are `[B, 1, d]` float32.
+    """Box actions: a diagonal Gaussian with a state-independent log-std (as CleanRL). Actions are `[B, chunk, d]` float32.
 
     The environment clips them to its bounds; the log-probability is that of the unclipped action.
     """
 
-    def __init__(self, dim: int, log_std_init: float) -> None:
+    def __init__(self, dim: int, log_std_init: float, chunk: int = 1) -> None:
         super().__init__()
-        self.inputs = dim
-        self.log_std = nn.Parameter(torch.full((dim,), float(log_std_init)))
+        self.inputs, self.chunk = chunk * dim, chunk
+        self.log_std = nn.Parameter(torch.full((self.inputs,), float(log_std_init)))
 
     def sample_noise(self, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
-        """Standard normal `[*shape, d]`."""
+        """Standard normal `[*shape, chunk · d]`."""
         return torch.randn((*shape, self.inputs), generator=generator)
 
-    def act(self, mean: Tensor, noise: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Actions `[B, 1, d]` and their log-probabilities `[B]`; without noise the mean."""
+    def act(self, mean: Tensor, noise: Tensor | None, level: str = "chunk_level") -> tuple[Tensor, Tensor]:
+        """Actions `[B, chunk, d]` and their log-probabilities at a level; without noise the mean."""
         noise = torch.zeros_like(mean) if noise is None else noise
         actions = mean + self.log_std.exp() * noise
-        logprobs = (-0.5 * noise**2 - self.log_std - 0.5 * _LOG_2PI).sum(-1)
-        return actions.unsqueeze(1), logprobs
+        logprobs = at_level(-0.5 * noise**2 - self.log_std - 0.5 * _LOG_2PI, level, self.chunk)
+        return actions.reshape(mean.shape[0], self.chunk, -1), logprobs
 
-    def evaluate(self, mean: Tensor, actions: Tensor, entropy: bool) -> tuple[Tensor, Tensor | None]:
-        """Log-probabilities `[B]` and entropy `[B]` of given actions."""
+    def evaluate(
+        self, mean: Tensor, actions: Tensor, entropy: bool, level: str = "chunk_level"
+    ) -> tuple[Tensor, Tensor | None]:
+        """Log-probabilities and entropy of given actions, at a level."""
         noise = (actions.reshape(mean.shape) - mean) * (-self.log_std).exp()
-        logprobs = (-0.5 * noise**2 - self.log_std - 0.5 * _LOG_2PI).sum(-1)
-        total = (self.log_std + 0.5 + 0.5 * _LOG_2PI).sum().expand(mean.shape[0]) if entropy else None
-        return logprobs, total
+        logprobs = at_level(-0.5 * noise**2 - self.log_std - 0.5 * _LOG_2PI, level, self.chunk)
+        if not entropy:
+            return logprobs, None
+        total = at_level((self.log_std + 0.5 + 0.5 * _LOG_2PI).unsqueeze(0), level, self.chunk)
+        return logprobs, total.expand(logprobs.shape)
 
 
-def make_head(space: Any, log_std_init: float) -> CategoricalHead | GaussianHead:
-    """The head for an action space.
+def make_head(space: Any, log_std_init: float, chunk: int = 1) -> CategoricalHead | GaussianHead:
+    """The head for an action space, for chunks of so many actions.
 
     Raises:
         ConfigError: The space is not supported.
     """
     if isinstance(space, spaces.Discrete):
-        return CategoricalHead([int(space.n)])
+        return CategoricalHead([int(space.n)] * chunk, chunk)
     if isinstance(space, spaces.MultiDiscrete):
-        return CategoricalHead([int(n) for n in space.nvec.reshape(-1)])
+        return CategoricalHead([int(n) for n in space.nvec.reshape(-1)] * chunk, chunk)
     if isinstance(space, spaces.MultiBinary):
-        return CategoricalHead([2] * int(torch.tensor(space.shape).prod()))
+        return CategoricalHead([2] * int(torch.tensor(space.shape).prod()) * chunk, chunk)
     if isinstance(space, spaces.Box):
-        return GaussianHead(int(torch.tensor(space.shape).prod()), log_std_init)
+        return GaussianHead(int(torch.tensor(space.shape).prod()), log_std_init, chunk)
     raise ConfigError(f"action space {space} is not supported; supported: Discrete, MultiDiscrete, MultiBinary, Box")

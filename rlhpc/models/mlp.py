@@ -55,7 +55,7 @@ class MLPPolicy(Policy):
         inputs = _width(observation_space)
         sizes = [inputs, *map(int, cfg.hidden_sizes)]
         orthogonal, activation = bool(cfg.ortho_init), str(cfg.activation)
-        self.critic = mlp(sizes, 1, activation, orthogonal, 1.0)
+        self.critic = mlp(sizes, self.value_width, activation, orthogonal, 1.0)
         self.actor = mlp(sizes, self.head.inputs, activation, orthogonal, 0.01)
 
     def features(self, obs: Any, policy: bool, value: bool) -> tuple[Tensor | None, Tensor | None]:

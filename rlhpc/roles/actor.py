@@ -45,6 +45,31 @@ def check_batches(cfg: Any) -> None:
         raise ConfigError(f"actor.global_batch_size({batch}) % actor.micro_batch_size({micro}) != 0")
 
 
+#: Columns that the update needs, besides the observation's and the model's own inputs.
+_TRAINS = ("actions", "logprobs", "values", "advantages", "returns", "token_mask")
+
+
+def _trains(column: str) -> bool:
+    return column in _TRAINS or is_column(column, "obs") or is_column(column, "inputs")
+
+
+def token_mask(executed: torch.Tensor, logprobs: torch.Tensor) -> torch.Tensor:
+    """Which log-probabilities train: `executed [n, T, chunk]` in the shape of `logprobs [n, T, chunk(, dim)]`."""
+    missing = logprobs.dim() - executed.dim()
+    return executed.reshape(*executed.shape, *[1] * missing).expand(logprobs.shape).float()
+
+
+def by_action(batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Outcomes of chunks as one sequence of actions, `[n, T · chunk]`: an end belongs to the last action executed."""
+    executed = batch["action_mask"] & batch["loss_mask"][..., None]
+    last = executed & (executed.cumsum(-1) == executed.sum(-1, keepdim=True))
+    columns = {"rewards": batch["rewards"], "loss_mask": executed}
+    columns |= {name: batch[name][..., None] & last for name in ("terminations", "truncations")}
+    if batch["values"].dim() == 3:
+        columns |= {name: batch[name] for name in ("values", "next_values")}
+    return {name: column.flatten(1) for name, column in columns.items()}
+
+
 class EmbodiedActor(Worker):
     """One data-parallel rank of the trainer."""
 
@@ -68,6 +93,7 @@ class EmbodiedActor(Worker):
         seed_process(self.seed, "actor", self.rank)
         built = build_model(cfg.actor.model, observation_space, action_space, seed=self.seed)
         self.policy = settle(built, self.device).train()
+        self.policy.logprob_type = str(cfg.algorithm.logprob_type).lower()
         self.backend = LocalBackend(self.policy, cfg.actor.optim, self.all_reduce, self.world_size)
         total = slots.num_envs * self.steps
         self.update_policy = PolicyUpdate(
@@ -105,23 +131,29 @@ class EmbodiedActor(Worker):
         version = min(part.pop("version") for part in parts)
         columns = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
         batch = {name: torch.from_numpy(column).to(self.device) for name, column in columns.items()}
-        batch["loss_mask"] = torch.ones_like(batch["rewards"], dtype=torch.bool)
+        batch.setdefault("loss_mask", torch.ones(batch["rewards"].shape[:2], dtype=torch.bool, device=self.device))
+        if "action_mask" in batch:
+            batch["token_mask"] = token_mask(batch["action_mask"] & batch["loss_mask"][..., None], batch["logprobs"])
+        sequence = by_action(batch) if batch["rewards"].dim() == 3 else batch
         algorithm = self.cfg.algorithm
         slots = torch.arange(self.share.start, self.share.stop, device=self.device)
         with torch.no_grad():
-            batch["advantages"], batch["returns"] = calculate_adv_and_returns(
+            advantages, returns = calculate_adv_and_returns(
                 str(algorithm.adv_type),
-                rewards=batch["rewards"],
-                values=batch["values"],
-                next_values=batch["next_values"],
-                terminations=batch["terminations"],
-                truncations=batch["truncations"],
-                loss_mask=batch["loss_mask"],
+                rewards=sequence["rewards"],
+                values=sequence.get("values"),
+                next_values=sequence.get("next_values"),
+                terminations=sequence["terminations"],
+                truncations=sequence["truncations"],
+                loss_mask=sequence["loss_mask"],
                 group_ids=slots // self.slots.group_size,
                 gamma=float(algorithm.gamma),
                 gae_lambda=float(algorithm.gae_lambda),
                 all_reduce=self.all_reduce if self.world_size > 1 else None,
             )
+        shape = batch["rewards"].shape
+        batch["advantages"], batch["returns"] = advantages.reshape(shape), returns.reshape(shape)
+        batch["loss_mask"] = sequence["loss_mask"].reshape(shape)
         self.batch = batch
         return {"version": float(version)}
 
@@ -137,20 +169,21 @@ class EmbodiedActor(Worker):
         """
         rate = self.backend.base_lr * ((1.0 - progress) if self.cfg.algorithm.anneal_lr else 1.0)
         batch, self.batch = self.batch, {}
-        names = ("actions", "logprobs", "values", "advantages", "returns")
-        flat = {name: batch[name].flatten(0, 1) for name in batch if name in names or is_column(name, "obs")}
-        flat["mask"] = batch["loss_mask"].flatten().float()
-        explained = self._explained_variance(flat["values"], flat["returns"])
+        flat = {name: column.flatten(0, 1) for name, column in batch.items() if _trains(name)}
+        flat["mask"] = batch["loss_mask"].flatten(0, 1).float()
+        explained = self._explained_variance(flat["values"], flat["returns"], flat["mask"])
         held = range(self.share.start * self.steps, self.share.stop * self.steps)
         total = self.slots.num_envs * self.steps
         metrics = self.update_policy.run(flat, held, total, step, rate)
         self.updates += 1
         return {**metrics, "explained_variance": explained}
 
-    def _explained_variance(self, values: torch.Tensor, returns: torch.Tensor) -> float:
-        """1 − Var(returns − values) / Var(returns) over all ranks."""
-        error, target = (returns - values).double(), returns.double()
-        count = torch.full_like(error.sum(), float(error.numel()))
+    def _explained_variance(self, values: torch.Tensor, returns: torch.Tensor, mask: torch.Tensor) -> float:
+        """1 − Var(returns − values) / Var(returns) over all that trains, over all ranks."""
+        if values.shape != returns.shape:  # returns of single actions, where no value is asked for
+            return float("nan")
+        error, target = ((returns - values) * mask).double(), (returns * mask).double()
+        count = mask.double().sum()
         sums = torch.stack([count, error.sum(), (error * error).sum(), target.sum(), (target * target).sum()])
         n, e1, e2, r1, r2 = self.all_reduce(sums).tolist()
         variance = r2 / n - (r1 / n) ** 2

@@ -60,11 +60,15 @@ class EnvWorker(Worker):
 
         While the policy acts on one stage, this rank simulates the others.
 
+        Without `env.train.auto_reset` every slot begins a new episode first, whose start depends on seed and step alone.
+
         Returns:
             Episodes that ended, see `EpisodeLog.arrays`.
         """
         stages = range(self.slots.stages)
-        outcomes = [Outcomes(share, self.steps) for share in self.shares]
+        outcomes = [self._outcomes_of(share) for share in self.shares]
+        if not self.cfg.env.train.auto_reset:
+            self._restart(step)
         episodes = EpisodeLog()
         for stage in stages:
             self._send(stage)
@@ -84,6 +88,17 @@ class EnvWorker(Worker):
                 message = outcomes[stage].part(part, take(self.obs[stage], part))
                 self._outcomes.put(message, key=self.slots.to_rollout_key(stage, self.rank, rank))
         return episodes.arrays()
+
+    def _outcomes_of(self, share: range) -> Outcomes:
+        algorithm, chunk = self.cfg.algorithm, int(self.cfg.actor.model.num_action_chunks)
+        per_action = str(algorithm.reward_type).lower() == "action_level"
+        told_apart = per_action or str(algorithm.logprob_type).lower() != "chunk_level"
+        whole = not self.cfg.env.train.auto_reset
+        return Outcomes(share, self.steps, chunk=chunk if told_apart else 1, reward_per_action=per_action, whole=whole)
+
+    def _restart(self, step: int) -> None:
+        seed = int(np.random.SeedSequence([self.seed, step]).generate_state(1)[0])
+        self.obs = [as_arrays(env.reset(seed=seed)[0]) for env in self.envs]
 
     def _send(self, stage: int) -> None:
         for lane, common in self.lanes[stage]:

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from rlhpc.envs.observations import as_arrays, join, take
+from rlhpc.runtime.errors import ConfigError
 
 
 class Outcomes:
@@ -15,13 +16,25 @@ class Outcomes:
     Args:
         share: Global slots of the environment.
         steps: T, decisions of a rollout.
+        chunk: Actions of a decision, where they are told apart: `action_mask [n, T, chunk]` says which were executed.
+        reward_per_action: Rewards are `[n, T, chunk]`.
+        whole: Each slot plays one episode; `loss_mask [n, T]` leaves out what came after its end.
     """
 
-    def __init__(self, share: range, steps: int) -> None:
+    def __init__(
+        self, share: range, steps: int, *, chunk: int = 1, reward_per_action: bool = False, whole: bool = False
+    ) -> None:
         size = len(share)
-        self.rewards = np.zeros((size, steps), np.float32)
+        self._per_action = reward_per_action and chunk > 1
+        self.rewards = np.zeros((size, steps, chunk) if self._per_action else (size, steps), np.float32)
         self.terminations = np.zeros((size, steps), bool)
         self.truncations = np.zeros((size, steps), bool)
+        self._optional: dict[str, np.ndarray] = {}
+        if chunk > 1:
+            self._optional["action_mask"] = np.ones((size, steps, chunk), bool)
+        if whole:
+            self._optional["loss_mask"] = np.ones((size, steps), bool)
+        self._alive = np.ones(size, bool) if whole else None
         self._finals: list[tuple[int, np.ndarray, Any]] = []
 
     def add(
@@ -31,10 +44,27 @@ class Outcomes:
 
         Returns:
             Indices of the slots whose episode ended; None where there is none.
+
+        Raises:
+            ConfigError: The environment does not tell a chunk's actions apart.
         """
+        if "action_mask" in self._optional:
+            if "chunk" not in infos:
+                raise ConfigError(
+                    "algorithm.logprob_type and algorithm.reward_type need to know what each action of a chunk brought, "
+                    "which this environment does not say (infos['chunk']); choose chunk_level for both"
+                )
+            self._optional["action_mask"][:, t] = infos["chunk"]["mask"]
+            if self._per_action:
+                rewards = infos["chunk"]["rewards"]
         self.rewards[:, t] = rewards
         self.terminations[:, t] = terminations
         self.truncations[:, t] = truncations
+        if self._alive is not None:
+            self._optional["loss_mask"][:, t] = self._alive
+            for column in (self.rewards, self.terminations, self.truncations):
+                column[~self._alive, t] = 0
+            self._alive &= ~(self.terminations[:, t] | self.truncations[:, t])
         done = np.flatnonzero(self.terminations[:, t] | self.truncations[:, t])
         if not done.size:
             return None
@@ -49,8 +79,9 @@ class Outcomes:
             last_obs: What those slots show after the rollout.
 
         Returns:
-            rewards, terminations, truncations `[n, T]`; last_obs `[n, ...]`; final_slot, final_step `[k]` and
-            final_obs `[k, ...]`: the true last observations of the episodes that ended, slots counted from 0.
+            rewards (see the class), terminations, truncations `[n, T]`; last_obs `[n, ...]`; final_slot, final_step `[k]`
+            and final_obs `[k, ...]`: the true last observations of the episodes that ended, slots counted from 0; and
+            action_mask, loss_mask, where there are such.
         """
         slots, steps, rows = [], [], []
         for t, done, final in self._finals:
@@ -64,6 +95,7 @@ class Outcomes:
             "rewards": self.rewards[part],
             "terminations": self.terminations[part],
             "truncations": self.truncations[part],
+            **{name: column[part] for name, column in self._optional.items()},
             "last_obs": last_obs,
             "final_slot": np.concatenate(slots) if slots else empty,
             "final_step": np.concatenate(steps) if steps else empty,
@@ -77,15 +109,25 @@ def next_values(
     final_slot: np.ndarray,
     final_step: np.ndarray,
     final_values: np.ndarray,
+    action_mask: np.ndarray | None = None,
 ) -> np.ndarray:
     """Value of the true next observation of each transition, `[n, T]`.
 
     Args:
-        values: `[n, T]`, of the observations that were acted on.
-        last_values: `[n]`, of what the slots show after the rollout.
-        final_slot, final_step, final_values: `[k]`, where episodes ended and the value of their last observation.
+        values: `[n, T]`, of the observations that were acted on; `[n, T, chunk]` if each action of a chunk has one.
+        last_values: `[n]`, of what the slots show after the rollout (or `[n, chunk]`: the first is meant).
+        final_slot, final_step, final_values: `[k]` (or `[k, chunk]`), where episodes ended and the value of their last
+            observation.
+        action_mask: `[n, T, chunk]`, which actions were executed; needed for values of actions.
     """
     result = np.empty_like(values)
+    if values.ndim == 3:
+        assert action_mask is not None
+        result[:, :, :-1] = values[:, :, 1:]
+        result[:, :-1, -1], result[:, -1, -1] = values[:, 1:, 0], last_values[:, 0]
+        last_action = action_mask[final_slot, final_step].sum(-1) - 1
+        result[final_slot, final_step, last_action] = final_values[:, 0]
+        return result
     result[:, :-1] = values[:, 1:]
     result[:, -1] = last_values
     result[final_slot, final_step] = final_values

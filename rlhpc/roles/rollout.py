@@ -67,6 +67,7 @@ class MultiStepRolloutWorker(Worker):
         seed_process(self.seed, "rollout", self.rank)
         self.policy = settle(build_model(self.cfg.actor.model, observation_space, action_space), self.device).eval()
         self.policy.requires_grad_(False)
+        self.policy.logprob_type = str(self.cfg.algorithm.logprob_type).lower()
         self.shares = [slots.rollout_share(stage, self.rank) for stage in range(slots.stages)]
         self.peers = [slots.envs_of(stage, self.rank) for stage in range(slots.stages)]
         self.buffers = [StageBuffer(share, self.steps) for share in self.shares]
@@ -121,6 +122,7 @@ class MultiStepRolloutWorker(Worker):
             actions=chosen,
             logprobs=extras["prev_logprobs"].cpu().numpy(),
             values=extras["prev_values"].cpu().numpy(),
+            **{f"inputs.{name}": part.cpu().numpy() for name, part in extras.get("inputs", {}).items()},
         )
 
     def _tensor(self, obs: Any) -> Any:
@@ -138,10 +140,12 @@ class MultiStepRolloutWorker(Worker):
             buffer, share = self.buffers[stage], self.shares[stage]
             columns = {name: buffer.batch_first(name) for name in buffer.names}
             columns["next_values"] = next_values(
-                columns["values"], last, outcome["final_slot"], outcome["final_step"], final
-            )
-            for name in ("rewards", "terminations", "truncations"):
-                columns[name] = outcome[name]
+                columns["values"], last, outcome["final_slot"], outcome["final_step"], final,
+                outcome.get("action_mask"),
+            )  # fmt: skip
+            for name in ("rewards", "terminations", "truncations", "action_mask", "loss_mask"):
+                if name in outcome:
+                    columns[name] = outcome[name]
             for rank, common in self.slots.actors_of(stage, self.rank):
                 part = within(common, share)
                 message: dict[str, Any] = {name: column[part] for name, column in columns.items()}

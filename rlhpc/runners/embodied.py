@@ -123,7 +123,8 @@ class EmbodiedRunner(Runner):
             trained = update.wait(self.timeout)[0]
         seconds = time.perf_counter() - begin
         self.step = step
-        transitions = self.slots.num_envs * int(self.cfg.algorithm.rollout_steps)
+        decisions = self.slots.num_envs * int(self.cfg.algorithm.rollout_steps)
+        transitions = decisions * int(self.cfg.actor.model.num_action_chunks)
         self.env_steps += transitions
         self._recent.append((seconds, transitions))
         self._count(episodes)

@@ -26,6 +26,7 @@ class Part:
 
     indices: torch.Tensor
     count: torch.Tensor
+    tokens: torch.Tensor
     mean: torch.Tensor
     std: torch.Tensor
 
@@ -81,7 +82,9 @@ class PolicyUpdate:
 
         Args:
             batch: This rank's transitions, flat `[N, ...]`: obs (or several, see `rows_of`), actions, logprobs, values,
-                advantages, returns, mask.
+                advantages, returns, mask; and where there are such `inputs.*` of the model, and token_mask, which of the
+                log-probabilities train. Advantages, returns and mask are `[N]`, or `[N, chunk]` if they belong to single
+                actions; log-probs are as the policy's `logprob_type` has them.
             held: Which of the run's `total` transitions they are.
             total: Transitions of all ranks.
             step: Global step, part of the order's seed.
@@ -126,20 +129,23 @@ class PolicyUpdate:
         indices = [part.to(device) for part in local_minibatches(order, self.batch_size, held)]
         mask = batch["mask"].double()
         advantages = batch["advantages"].double() * mask
-        columns = torch.stack([mask, advantages, advantages * batch["advantages"]], dim=1)
+        sums = [mask, advantages, advantages * batch["advantages"]]
+        columns = torch.stack([column.flatten(1).sum(1) if column.dim() > 1 else column for column in sums], dim=1)
+        tokens = _tokens(batch).double().sum(1)
         if self.normalize == "batch":
             moments = columns.sum(0).expand(len(indices), 3).clone()
         else:
             moments = torch.stack([columns[part].sum(0) for part in indices])
-        counts = torch.stack([mask[part].sum() for part in indices])
-        stacked = self._sum(torch.cat([moments, counts[:, None]], dim=1))
-        n, first, second, count = stacked.unbind(1)
+        counts = torch.stack([torch.stack([mask[part].sum(), tokens[part].sum()]) for part in indices])
+        stacked = self._sum(torch.cat([moments, counts], dim=1))
+        n, first, second, count, tokens = stacked.unbind(1)
         mean = first / n.clamp(min=1)
         variance = ((second - n * mean * mean) / (n - 1).clamp(min=1)).clamp(min=0)
         if self.normalize in ("none", "false"):
             mean, variance = torch.zeros_like(mean), torch.ones_like(variance)
-        mean, std, count = mean.float(), variance.sqrt().float(), count.float().clamp(min=1)
-        return [Part(*columns) for columns in zip(indices, count, mean, std, strict=True)]
+        mean, std = mean.float(), variance.sqrt().float()
+        count, tokens = count.float().clamp(min=1), tokens.float().clamp(min=1)
+        return [Part(*columns) for columns in zip(indices, count, tokens, mean, std, strict=True)]
 
     def _accumulate(self, batch: dict[str, torch.Tensor], part: Part) -> torch.Tensor:
         """Gradients of one minibatch; returns this rank's share of its metrics."""
@@ -153,40 +159,52 @@ class PolicyUpdate:
 
     def _loss(self, micro: dict[str, torch.Tensor], part: Part) -> tuple[torch.Tensor, torch.Tensor]:
         """One micro-batch's share of the minibatch's loss and metrics."""
-        mask = micro["mask"]
-        advantages = micro["advantages"]
+        size = len(micro["mask"])
+        tokens, rows = _tokens(micro), micro["mask"].reshape(size, -1)
+        advantages = micro["advantages"].reshape(size, -1)
         if self.normalize not in ("none", "false"):
             advantages = (advantages - part.mean) / (part.std + 1e-8)
-        out = self._forward(
-            {"obs": rows_of(micro, "obs"), "actions": micro["actions"]},
-            compute_logprobs=True,
-            compute_entropy=True,
-            compute_values=True,
-        )
-        # A transition is a sequence of length one here: [M] → [M, 1].
-        rows = mask.unsqueeze(1)
+        given = {"obs": rows_of(micro, "obs"), "actions": micro["actions"]} | rows_of(micro, "inputs")
+        valued = self.value_coef > 0
+        out = self._forward(given, compute_logprobs=True, compute_entropy=True, compute_values=valued)
+        # A decision is a sequence here, of one token or of several: [M, ...] → [M, tokens].
         policy, facts = policy_loss(
             self.loss_type,
-            logprobs=out["logprobs"].unsqueeze(1),
-            old_logprobs=micro["logprobs"].unsqueeze(1),
-            advantages=advantages.unsqueeze(1),
-            loss_mask=rows,
-            global_tokens=part.count,
+            logprobs=out["logprobs"].reshape(size, -1),
+            old_logprobs=micro["logprobs"].reshape(size, -1),
+            advantages=_spread(advantages, tokens.shape[1]),
+            loss_mask=tokens,
+            global_tokens=part.tokens,
             **self._loss_options,
         )
-        value, _ = value_loss(
-            values=out["values"].unsqueeze(1),
-            returns=micro["returns"].unsqueeze(1),
-            loss_mask=rows,
-            old_values=micro["values"].unsqueeze(1),
-            value_clip=self.value_clip,
-            global_tokens=part.count,
-        )
-        entropy = (out["entropy"] * mask).sum() / part.count
+        value = torch.zeros_like(policy)
+        if valued:
+            value, _ = value_loss(
+                values=out["values"].reshape(size, -1),
+                returns=micro["returns"].reshape(size, -1),
+                loss_mask=rows,
+                old_values=micro["values"].reshape(size, -1),
+                value_clip=self.value_clip,
+                global_tokens=part.count,
+            )
+        entropy = (out["entropy"].reshape(size, -1) * tokens).sum() / part.tokens
         loss = policy + self.value_coef * value - self.entropy_coef * entropy
         with torch.no_grad():
-            share = mask.sum() / part.count  # the facts are means over this micro-batch
+            share = tokens.sum() / part.tokens  # the facts are means over this micro-batch
             nothing = torch.zeros_like(loss)
             means = [share * facts.get("approx_kl", nothing), share * facts.get("clip_fraction", nothing)]
             stats = torch.stack([policy, value, entropy, *means]).double()
         return loss, stats
+
+
+def _tokens(batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    """Which log-probabilities train, `[N, tokens]`."""
+    size = len(batch["mask"])
+    if "token_mask" in batch:
+        return batch["token_mask"].reshape(size, -1)
+    return _spread(batch["mask"].reshape(size, -1), batch["logprobs"][0].numel() if size else 1)
+
+
+def _spread(columns: torch.Tensor, tokens: int) -> torch.Tensor:
+    """What belongs to a chunk or to its actions, `[M, 1]` or `[M, chunk]`, for each token of it `[M, tokens]`."""
+    return columns if columns.shape[1] == tokens else columns.repeat_interleave(tokens // columns.shape[1], 1)

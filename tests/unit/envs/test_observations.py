@@ -9,7 +9,8 @@ from gymnasium import spaces
 from omegaconf import OmegaConf
 
 from rlhpc import ConfigError
-from rlhpc.envs import make_env, space_from_json, space_to_json
+from rlhpc.envs import VectorEnv, make_env, space_from_json, space_to_json
+from rlhpc.envs.gymnasium_env import GymnasiumVectorEnv
 from rlhpc.envs.observations import columns_of, decode_text, encode_text, join, rows_of, take
 
 
@@ -95,3 +96,14 @@ def test_columns_and_rows():
 def test_texts_are_cut_at_characters():
     assert decode_text(encode_text("grün", 3)) == "gr" and decode_text(encode_text("grün", 9)) == "grün"
     assert encode_text("a", 4).tolist() == [97, 0, 0, 0]
+
+
+@pytest.mark.parametrize("chunk_step", [VectorEnv.chunk_step, GymnasiumVectorEnv.chunk_step], ids=["any", "gymnasium"])
+def test_a_chunk_says_what_each_action_brought(chunk_step):
+    env = make_env(section("Views-v0"), 2)
+    env.reset()
+    env.step(np.zeros((2, 1), np.float32))
+    _, rewards, terminations, _, infos = chunk_step(env, np.zeros((2, 4, 1), np.float32))
+    assert terminations.all() and rewards.tolist() == [2, 2]
+    assert infos["chunk"]["rewards"].tolist() == [[1, 1, 0, 0]] * 2
+    assert infos["chunk"]["mask"].tolist() == [[True, True, False, False]] * 2

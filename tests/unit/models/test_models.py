@@ -101,3 +101,36 @@ def test_wrong_names_and_spaces_are_explained():
         build_model(OmegaConf.merge(CFG, {"model_type": "cnn"}), STATE, spaces.Discrete(2))
     with pytest.raises(ConfigError, match="not supported"):
         build_model(CFG, STATE, spaces.Text(3))
+
+
+@pytest.mark.parametrize(
+    "space", [spaces.Discrete(4), spaces.MultiDiscrete([3, 2]), spaces.Box(-2, 2, (2,), np.float32)], ids=str
+)
+def test_log_probs_of_chunks_add_up_over_the_levels(space):
+    cfg = OmegaConf.merge(CFG, {"num_action_chunks": 3, "value_per_action": True})
+    policy = build_model(cfg, STATE, space, seed=1)
+    obs, noise = observations(STATE, 5), policy.sample_noise((5,), torch.Generator().manual_seed(0))
+    dim = 1 if isinstance(space, spaces.Discrete) else 2
+    found = {}
+    for level, shape in {"token_level": (5, 3, dim), "action_level": (5, 3), "chunk_level": (5,)}.items():
+        policy.logprob_type = level
+        actions, extras = policy.predict_action_batch(obs, "train", noise)
+        out = policy.default_forward({"obs": obs, "actions": actions}, True, True, True)
+        assert actions.shape == (5, 3, dim) and out["logprobs"].shape == out["entropy"].shape == shape
+        assert out["values"].shape == extras["prev_values"].shape == (5, 3)
+        torch.testing.assert_close(out["logprobs"], extras["prev_logprobs"])
+        found[level] = out["logprobs"], out["entropy"]
+    for i in range(2):
+        torch.testing.assert_close(found["token_level"][i].sum(-1), found["action_level"][i])
+        torch.testing.assert_close(found["action_level"][i].sum(-1), found["chunk_level"][i])
+
+
+def test_token_log_probs_are_torchs():
+    cfg = OmegaConf.merge(CFG, {"num_action_chunks": 2})
+    policy = build_model(cfg, STATE, spaces.MultiDiscrete([3, 2]), seed=1)
+    policy.logprob_type, obs = "token_level", observations(STATE, 4)
+    actions, extras = policy.predict_action_batch(obs)
+    logits = policy.actor(obs).reshape(4, 2, 5).split([3, 2], -1)
+    for i, part in enumerate(logits):
+        reference = torch.distributions.Categorical(logits=part)
+        torch.testing.assert_close(extras["prev_logprobs"][..., i], reference.log_prob(actions[..., i]))

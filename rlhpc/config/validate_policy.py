@@ -1,0 +1,52 @@
+"""What must hold of the policy of an embodied run, and of what it is trained on. Nothing here imports torch, or writes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rlhpc.config.rules import Fail, check_choice
+
+#: Estimators that compare the outcomes of a group.
+_BY_GROUP = ("grpo", "dr_grpo", "rloo", "reinforce++_baseline")
+
+
+def validate(cfg: Any, fail: Fail) -> None:
+    """Checks chunks, levels, and what estimators by group need.
+
+    Raises:
+        ConfigError: The first rule that is broken.
+    """
+    algorithm, model, train = cfg.algorithm, cfg.actor.model, cfg.env.train
+    if model.num_action_chunks < 1:
+        raise fail("actor.model.num_action_chunks", "it must be at least 1")
+    check_choice(
+        "algorithm.logprob_type", str(algorithm.logprob_type), ("token_level", "action_level", "chunk_level"), fail
+    )
+    check_choice("algorithm.reward_type", str(algorithm.reward_type), ("action_level", "chunk_level"), fail)
+    if model.num_action_chunks > 1:
+        _chunks(cfg, fail)
+    if str(algorithm.adv_type).lower() in _BY_GROUP:
+        if train.group_size < 2:
+            raise fail(
+                "env.train.group_size",
+                f"algorithm.adv_type {algorithm.adv_type} compares slots that share a reset: it must be at least 2",
+            )
+        if train.auto_reset:
+            raise fail(
+                "env.train.auto_reset",
+                f"algorithm.adv_type {algorithm.adv_type} compares whole episodes: it must be false",
+            )
+
+
+def _chunks(cfg: Any, fail: Fail) -> None:
+    algorithm, model = cfg.algorithm, cfg.actor.model
+    by_action = str(algorithm.reward_type).lower() == "action_level"
+    if by_action and str(algorithm.logprob_type).lower() == "chunk_level":
+        raise fail("algorithm.logprob_type", "algorithm.reward_type action_level needs action_level or token_level")
+    valued = str(algorithm.adv_type).lower() == "gae" or algorithm.value_coef > 0
+    if by_action and valued and not model.value_per_action:
+        raise fail(
+            "actor.model.value_per_action", "algorithm.reward_type action_level needs a value for each action: true"
+        )
+    if model.value_per_action and not by_action:
+        raise fail("actor.model.value_per_action", "it is for algorithm.reward_type action_level")
