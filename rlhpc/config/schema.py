@@ -298,9 +298,9 @@ class ModelConfig:
     """The policy network."""
 
     model_type: str = "mlp"
-    """`mlp`, `cnn`, a registered name, or `module:Class`."""
+    """`mlp` (numbers), `cnn` and `resnet` (images, and numbers beside them), a registered name, or `module:Class`."""
     hidden_sizes: list[int] = field(default_factory=lambda: [64, 64])
-    """Widths of the hidden layers."""
+    """Widths of the hidden layers; cnn and resnet take the last for what comes after the convolutions."""
     activation: str = "tanh"
     """tanh, relu, elu, silu or gelu."""
     ortho_init: bool = True
@@ -312,7 +312,7 @@ class ModelConfig:
     value_per_action: bool = False
     """A value for each action of a chunk, for `algorithm.reward_type: action_level`."""
     kwargs: dict[str, Any] = field(default_factory=dict)
-    """Whatever a model of your own wants to know."""
+    """Options of the model: `resnet` has `channels` (default `[16, 32, 32]`), and a model of your own whatever it wants."""
     model_path: str | None = None
     """Language models: a Hugging Face folder or hub name, with its tokenizer."""
     dtype: str = "float32"

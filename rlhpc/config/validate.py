@@ -164,11 +164,11 @@ def _lookup(cfg: Any, fail: Fail) -> None:
 
 def _embodied(cfg: Any, fail: Fail) -> None:
     check_choice("actor.training_backend", str(cfg.actor.training_backend), ("local",), fail)
-    if str(cfg.actor.model.model_type).lower() not in ("mlp", "cnn"):
+    if str(cfg.actor.model.model_type).lower() not in policy.MODELS:
         from rlhpc.models.registry import find_model
 
         find_model(str(cfg.actor.model.model_type))
-    elif cfg.actor.model.kwargs:
+    elif cfg.actor.model.kwargs and str(cfg.actor.model.model_type).lower() in ("mlp", "cnn"):
         raise fail(
             "actor.model.kwargs", f"the {cfg.actor.model.model_type} takes none; they are for a model of your own"
         )

@@ -6,6 +6,8 @@ from typing import Any
 
 from rlhpc.config.rules import Fail, check_choice
 
+#: Policies that come with the package.
+MODELS = ("mlp", "cnn", "resnet")
 #: Estimators that compare the outcomes of a group.
 _BY_GROUP = ("grpo", "dr_grpo", "rloo", "reinforce++_baseline")
 

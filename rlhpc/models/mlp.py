@@ -39,8 +39,8 @@ def _width(space: Any) -> int:
     for key, box in boxes.items():
         if key and np.dtype(box.dtype) == np.uint8:
             raise ConfigError(
-                f"actor.model.model_type is 'mlp', and the observation {key!r} is an image or a text; choose cnn, or wrap the "
-                "environment (env.train.wrappers)"
+                f"actor.model.model_type is 'mlp', and the observation {key!r} is an image or a text; choose cnn or resnet, "
+                "or wrap the environment (env.train.wrappers)"
             )
     return sum(math.prod(box.shape) for box in boxes.values())
 

@@ -23,11 +23,24 @@ CFG = OmegaConf.create(
 )
 STATE = spaces.Box(-1, 1, (5,), np.float32)
 IMAGE = spaces.Box(0, 255, (40, 40, 3), np.uint8)
+SEVERAL = spaces.Dict(
+    {
+        "rgb": IMAGE, "wrist": IMAGE, "depth": spaces.Box(0, 1, (40, 40, 1), np.float32), "state": STATE,
+        "instruction": spaces.Box(0, 255, (8,), np.uint8),
+    }
+)  # fmt: skip
 CASES = {
     "discrete": (CFG, STATE, spaces.Discrete(4)),
     "multidiscrete": (CFG, STATE, spaces.MultiDiscrete([3, 2])),
     "box": (CFG, STATE, spaces.Box(-2, 2, (3,), np.float32)),
     "cnn": (OmegaConf.merge(CFG, {"model_type": "cnn"}), IMAGE, spaces.Discrete(3)),
+    "resnet": (
+        OmegaConf.merge(CFG, {"model_type": "resnet", "kwargs": {"channels": [4, 8]}}),
+        IMAGE,
+        spaces.Discrete(3),
+    ),
+    "images and state": (OmegaConf.merge(CFG, {"model_type": "cnn"}), SEVERAL, spaces.Box(-2, 2, (3,), np.float32)),
+    "several numbers": (CFG, spaces.Dict({"state": STATE, "goal": STATE}), spaces.Discrete(3)),
     "small images, channel first": (
         OmegaConf.merge(CFG, {"model_type": "cnn"}),
         spaces.Box(0, 1, (2, 9, 9), np.float32),
@@ -37,6 +50,8 @@ CASES = {
 
 
 def observations(space, count):
+    if isinstance(space, spaces.Dict):
+        return {key: observations(part, count) for key, part in space.spaces.items()}
     space.seed(0)
     return torch.as_tensor(np.stack([space.sample() for _ in range(count)]))
 
@@ -94,11 +109,36 @@ def test_a_spec_rebuilds_the_network_and_seeds_repeat():
     assert all(torch.equal(a, b) for a, b in zip(policy.parameters(), again.parameters(), strict=True))
 
 
+@pytest.mark.parametrize("model", ["cnn", "resnet"])
+def test_every_image_and_number_counts_and_integers_are_scaled(model):
+    policy = build_model(OmegaConf.merge(CFG, {"model_type": model}), SEVERAL, spaces.Discrete(3), seed=0)
+    obs = observations(SEVERAL, 3)
+    before = policy.value(obs)
+    for key in ("rgb", "wrist", "depth", "state"):
+        changed = {**obs, key: torch.roll(obs[key], 1, 0)}
+        assert not torch.allclose(policy.value(changed), before), key
+    floats = spaces.Dict({**SEVERAL.spaces, "rgb": spaces.Box(0, 1, (40, 40, 3), np.float32)})
+    twin = build_model(OmegaConf.merge(CFG, {"model_type": model}), floats, spaces.Discrete(3), seed=0)
+    torch.testing.assert_close(twin.value({**obs, "rgb": obs["rgb"] / 255}), before)
+
+
+def test_pictures_may_have_their_channels_first_or_last():
+    cfg = OmegaConf.merge(CFG, {"model_type": "resnet"})
+    first, last = spaces.Box(0, 255, (3, 12, 9), np.uint8), spaces.Box(0, 255, (12, 9, 3), np.uint8)
+    a, b = (build_model(cfg, space, spaces.Discrete(2), seed=0) for space in (first, last))
+    images = observations(first, 4)
+    torch.testing.assert_close(a.value(images), b.value(images.permute(0, 2, 3, 1).contiguous()))
+
+
 def test_wrong_names_and_spaces_are_explained():
     with pytest.raises(ConfigError, match="did you mean 'mlp'"):
         build_model(OmegaConf.merge(CFG, {"model_type": "mpl"}), STATE, spaces.Discrete(2))
     with pytest.raises(ConfigError, match="needs images"):
         build_model(OmegaConf.merge(CFG, {"model_type": "cnn"}), STATE, spaces.Discrete(2))
+    with pytest.raises(ConfigError, match="allowed: channels"):
+        build_model(OmegaConf.merge(CFG, {"model_type": "resnet", "kwargs": {"width": 2}}), IMAGE, spaces.Discrete(2))
+    with pytest.raises(ConfigError, match="is an image or a text; choose cnn"):
+        build_model(CFG, SEVERAL, spaces.Discrete(2))
     with pytest.raises(ConfigError, match="not supported"):
         build_model(CFG, STATE, spaces.Text(3))
 
