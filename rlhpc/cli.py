@@ -51,6 +51,11 @@ _EXAMPLES = {
         "rlhpc eval --run runs/quickstart --suite long env.eval.max_episode_steps=1000",
         "rlhpc eval --model Qwen/Qwen2.5-0.5B-Instruct --config configs/reasoning/gsm8k.yaml --suite test",
     ),
+    "record": (
+        "rlhpc record --run runs/quickstart --episodes 100 --output demos.h5",
+        "rlhpc record --checkpoint runs/push/checkpoints/global_step_60 --episodes 200 --only-success --output demos.h5",
+        "rlhpc record --expert mymodule:expert --config configs/embodied/pendulum.yaml --output demos.h5",
+    ),
     "convert": (
         "rlhpc convert --run runs/quickstart",
         "rlhpc convert --checkpoint /elsewhere/checkpoints/global_step_60 --output policy",
@@ -223,7 +228,7 @@ def _eval(args: argparse.Namespace) -> int:
     output = Path(args.output) if args.output else None
     if output is None and run is not None and (step := checkpoint.name.removeprefix("global_step_")).isdigit():
         output = run.eval_result(int(step), args.suite)
-    if str(cfg.runner.task_type).lower() != "embodied":
+    if str(cfg.runner.task_type).lower() in ("reasoning", "sft"):
         return _eval_language(cfg, checkpoint, args.suite, output)
     from rlhpc.runners.evaluate import evaluate_checkpoint
 
@@ -255,6 +260,33 @@ def _eval_language(cfg: Any, model: str | Path, suite: str, output: Path | None)
     result = evaluate_language_model(cfg, model, suite, output)
     name = model.name if isinstance(model, Path) else model
     print(f"{name}: {describe(result)}" + (f" → {output}" if output else ""))
+    return 0
+
+
+def _record(args: argparse.Namespace) -> int:
+    from rlhpc.config import load_config
+    from rlhpc.runners.evaluate import record_episodes
+
+    if args.episodes < 1:
+        raise ConfigError(f"--episodes is {args.episodes}; it must be at least 1")
+    if args.expert is None:
+        checkpoint = _checkpoint(args)
+        config = Path(args.config) if args.config else checkpoint / "config.yaml"
+        source = str(checkpoint)
+    elif args.config is None or args.checkpoint or args.run:
+        raise ConfigError("--expert needs --config RUN.yaml, which names the environment; and no checkpoint")
+    else:
+        config, source = Path(args.config), args.expert
+    cfg = load_config(config, args.overrides, training=False)
+    mode = "train" if args.sample else "eval"
+    result = record_episodes(
+        source, cfg, Path(args.output), episodes=args.episodes, only_success=args.only_success, mode=mode
+    )
+    success = f", success_once {result['success_once']:.1%}" if "success_once" in result else ""
+    print(
+        f"{result['episodes']} of {result['played']} episodes of {result['env_id']} ({result['steps']} steps, mean return "
+        f"{result['return_mean']:.2f}{success}) → {args.output}"
+    )
     return 0
 
 
@@ -373,6 +405,19 @@ def build_parser() -> argparse.ArgumentParser:
     evaluate.add_argument(
         "--model", help="language model as it is, instead of a checkpoint ('' takes that of --config)"
     )
+    record = _add(
+        commands, "record", _record, "record episodes of a policy or an expert as trajectories (ManiSkill's HDF5)"
+    )
+    record.add_argument("--checkpoint", help="checkpoint folder (global_step_<N>) of any run")
+    record.add_argument("--run", help=f"{_RUN}; together with --step")
+    record.add_argument("--step", default="latest", help="global step of the checkpoint (default: latest)")
+    record.add_argument("--expert", help="function of observations, as module:function, instead of a checkpoint")
+    record.add_argument("--config", help="configuration to use instead of the checkpoint's own; its env.eval is played")
+    record.add_argument("--episodes", type=int, default=100, help="episodes to write (default 100)")
+    record.add_argument("--only-success", action="store_true", help="write only episodes that succeeded")
+    record.add_argument("--sample", action="store_true", help="sample actions instead of taking the most likely")
+    record.add_argument("--output", required=True, help="the .h5 file; a .json of the same name goes beside it")
+    _with_overrides(record)
     convert = _add(commands, "convert", _convert, "export a checkpoint's policy: safetensors and a config")
     _checkpoint_arguments(convert)
     convert.add_argument(

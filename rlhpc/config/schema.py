@@ -95,7 +95,8 @@ class RunnerConfig:
     """The loop: how long, what is kept, when it is evaluated."""
 
     task_type: str = "embodied"
-    """Which runner: `embodied`, `reasoning` (language models on verifiable tasks) or `sft`."""
+    """Which runner: `embodied`, `bc` (an embodied policy from demonstrations), `reasoning` (language models on verifiable
+    tasks) or `sft`."""
     name: str = MISSING
     """Name of the run; its folder is `run_dir/name`."""
     run_dir: str = "runs"
@@ -114,6 +115,9 @@ class RunnerConfig:
     """Checkpoints kept, besides those that end a segment; 0 keeps all."""
     resume_dir: str | None = None
     """null starts fresh, `auto` takes the newest sound checkpoint of the run, a path takes that one."""
+    init_from: str | None = None
+    """Weights that a fresh embodied run starts from, without optimizer and counters: a checkpoint, an export folder, or a run
+    folder (its newest checkpoint)."""
     segments: int = 1
     """Jobs that the run is cut into; each starts from the last checkpoint of the one before."""
     max_restarts: int = 2
@@ -165,7 +169,11 @@ class AlgorithmConfig:
     target_kl: float | None = None
     """Ends a step's epochs early when the KL estimate passes this; null is off."""
     update_epochs: int = 4
-    """Passes over each rollout."""
+    """Passes over each rollout; bc: over the demonstrations, in a step."""
+    bc_loss: str = "nll"
+    """bc: `nll` (negative log-likelihood of the demonstrated actions) or `mse` (squared error of the mean action)."""
+    bc_value_coef: float = 0.0
+    """bc: weight of a value loss on the demonstrations' discounted returns, so that PPO starts with a critic; 0 is off."""
     rollout_steps: int = 128
     """T: decisions per slot and step (embodied); each is a chunk of `actor.model.num_action_chunks` actions."""
     logprob_type: str = "chunk_level"
@@ -475,6 +483,21 @@ class DataConfig:
 
 
 @dataclass
+class DemosConfig:
+    """Demonstrations for embodied policies: what behaviour cloning trains on."""
+
+    path: Any = None
+    """Trajectories: a `.h5` file in ManiSkill's format, a pattern, a folder of such files, a LeRobot dataset's folder, or a
+    list of those."""
+    only_success: bool = False
+    """Leaves out episodes that never succeeded."""
+    limit: int | None = None
+    """At most so many episodes; null takes all."""
+    holdout: float = 0.0
+    """Part of the episodes that is not trained on; `train/holdout_loss` is their loss."""
+
+
+@dataclass
 class RewardTermConfig:
     """One term of the reward."""
 
@@ -552,5 +575,6 @@ class Config:
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     actor: ActorConfig = field(default_factory=ActorConfig)
     data: DataConfig = field(default_factory=DataConfig)
+    demos: DemosConfig = field(default_factory=DemosConfig)
     reward: RewardConfig = field(default_factory=RewardConfig)
     workflow: WorkflowConfig = field(default_factory=WorkflowConfig)

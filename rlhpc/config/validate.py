@@ -19,8 +19,15 @@ from rlhpc.runtime.errors import ConfigError, PlacementError
 from rlhpc.runtime.paths import RunPaths
 
 #: Components of each kind of run.
-COMPONENTS = {"embodied": ("actor", "rollout", "env"), "reasoning": ("actor", "rollout"), "sft": ("actor",)}
+COMPONENTS = {
+    "embodied": ("actor", "rollout", "env"),
+    "bc": ("actor",),
+    "reasoning": ("actor", "rollout"),
+    "sft": ("actor",),
+}
 TASKS = tuple(COMPONENTS)
+#: Kinds of run with simulators and a policy network of their own.
+EMBODIED = ("embodied", "bc")
 _POSITIVE = (
     "cluster.num_nodes", "workflow.eval_job.cpus", "workflow.convert_job.cpus", "runner.segments",
     "runner.rendezvous_timeout_s", "runner.step_timeout_s",
@@ -28,17 +35,19 @@ _POSITIVE = (
     "env.train.group_size", "env.eval.group_size", "env.eval.num_episodes", "env.train.max_episode_steps",
     "env.eval.max_episode_steps", "rollout.pipeline_stage_num", "actor.global_batch_size", "actor.micro_batch_size",
     "actor.optim.lr", "actor.optim.adam_eps", "actor.optim.clip_grad", "algorithm.target_kl",
-    "algorithm.value_clip",
+    "algorithm.value_clip", "demos.limit",
 )  # fmt: skip
 _NOT_NEGATIVE = (
     "runner.seed", "runner.save_reserve_s", "runner.keep_checkpoints", "runner.max_restarts", "algorithm.value_coef",
     "algorithm.entropy_coef", "algorithm.clip_ratio_low", "algorithm.clip_ratio_high", "actor.optim.weight_decay",
     "cluster.accelerators_per_node", "env.train.seed", "env.eval.seed",
+    "algorithm.bc_value_coef",
 )  # fmt: skip
 _FRACTION = ("algorithm.gamma", "algorithm.gae_lambda")
 _INTERVAL = ("runner.save_interval", "runner.val_check_interval", "runner.max_steps", "runner.max_epochs")
 _CHOICES: dict[str, tuple[str, ...]] = {
     "runner.task_type": TASKS,
+    "algorithm.bc_loss": ("nll", "mse"),
     "algorithm.normalize_advantages": ("auto", "minibatch", "batch", "none"),
     "algorithm.loss_agg": (
         "token-mean",
@@ -99,14 +108,14 @@ def validate(
     for key in ("cluster", "workflow.eval_job", "workflow.convert_job"):
         _directives(OmegaConf.select(cfg, key), key, fail)
     _lookup(cfg, fail)
-    embodied = str(cfg.runner.task_type).lower() == "embodied"
-    if embodied:
+    task = str(cfg.runner.task_type).lower()
+    if task in EMBODIED:
         _embodied(cfg, fail)
         policy.validate(cfg, fail)
     else:
         language.validate(cfg, fail, training=training)
     if training:
-        if embodied:
+        if task == "embodied":
             _divisibility(cfg, fail)
         _runner(cfg, fail)
         _placement(cfg)
@@ -134,6 +143,8 @@ def _numbers(cfg: Any, fail: Fail) -> None:
     for key in ("algorithm.clip_ratio_low",):
         if value(key) >= 1:
             raise fail(key, "it must be below 1")
+    if not 0 <= cfg.demos.holdout < 1:
+        raise fail("demos.holdout", "it must be at least 0 and below 1")
     if cfg.algorithm.clip_ratio_c is not None and value("algorithm.clip_ratio_c") <= 1:
         raise fail("algorithm.clip_ratio_c", "dual clip needs a value above 1, such as 3, or null")
     if any(size < 1 for size in cfg.actor.model.hidden_sizes):
@@ -163,6 +174,10 @@ def _lookup(cfg: Any, fail: Fail) -> None:
 
 
 def _embodied(cfg: Any, fail: Fail) -> None:
+    if str(cfg.runner.task_type).lower() == "bc" and not cfg.demos.path:
+        raise fail(
+            "demos.path", "name trajectories: a .h5 file, a pattern, a folder of them, or a LeRobot dataset's folder"
+        )
     check_choice("actor.training_backend", str(cfg.actor.training_backend), ("local",), fail)
     if str(cfg.actor.model.model_type).lower() not in policy.MODELS:
         from rlhpc.models.registry import find_model
@@ -296,8 +311,9 @@ def _placement(cfg: Any) -> None:
                 f"cluster.component_placement.{component}: no such component; {hint}components: {', '.join(wanted)}"
             )
     sizes = {name: placement.get_world_size(name) for name in wanted}
-    if task != "embodied":
+    if task not in EMBODIED:
         language.check_sizes(cfg, sizes)
+    if task != "embodied":
         return
     slots = cfg.env.train.num_envs // cfg.rollout.pipeline_stage_num
     for name, size in sizes.items():

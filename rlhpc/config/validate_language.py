@@ -54,6 +54,8 @@ def validate(cfg: Any, fail: Fail, *, training: bool) -> None:
         raise fail("rollout.top_k", "it must be at least 1, or -1 for off")
     if cfg.actor.deepspeed.zero_stage not in (1, 2, 3):
         raise fail("actor.deepspeed.zero_stage", "allowed: 1, 2, 3")
+    if cfg.runner.init_from is not None:
+        raise fail("runner.init_from", "it is for embodied runs; a language model starts from actor.model.model_path")
     if not cfg.actor.model.model_path:
         raise fail("actor.model.model_path", "name a Hugging Face folder, or builtin:tiny or builtin:smollm2")
     names = [str(suite.name) for suite in cfg.data.eval]

@@ -42,7 +42,7 @@ def read_trajectories(
     only_success: bool = False,
     limit: int | None = None,
     require: Sequence[str] = ("obs", "actions"),
-    key: str = "trajectories",
+    key: str = "trajectories.path",
 ) -> Iterator[Trajectory]:
     """Episodes of ManiSkill files and LeRobot datasets, one after the other.
 
@@ -72,7 +72,7 @@ def _open(path: str, key: str) -> Iterator[Trajectory]:
         from rlhpc.data.lerobot import read_lerobot
 
         return read_lerobot(folder)
-    files = find_files(path, SUFFIXES, key)
+    files = find_files(path, SUFFIXES, key.removesuffix(".path"))
     return (trajectory for file in files for trajectory in read_maniskill(file))
 
 

@@ -16,6 +16,7 @@ from rlhpc.envs.observations import is_column
 from rlhpc.models import build_model
 from rlhpc.roles.device import own_device, seed_process, settle
 from rlhpc.roles.exchange import TRAJECTORIES, SlotMap
+from rlhpc.roles.start import load_weights
 from rlhpc.runtime.errors import CheckpointError, ConfigError
 from rlhpc.runtime.worker import Worker
 from rlhpc.training import LocalBackend, PolicyUpdate
@@ -108,6 +109,10 @@ class EmbodiedActor(Worker):
         receivers = [(slots.rollout_name, list(range(slots.rollout_ranks)))]
         self.sync = make_sync(str(cfg.rollout.weight_sync), self, (slots.actor_name, 0), receivers)
         return sum(p.numel() for p in self.policy.parameters() if p.requires_grad)
+
+    def start_from(self, folder: str) -> None:
+        """Takes over the weights of a checkpoint or an export; optimizer and counters stay fresh."""
+        load_weights(self.policy, Path(folder))
 
     def connect(self) -> None:
         """Connects to the channels, once the driver has created them."""

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import copy
 import math
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import torch
 
 from rlhpc.envs import make_env
+from rlhpc.metrics.pass_at_k import wilson
 from rlhpc.roles.device import to_tensors
 from rlhpc.runtime.errors import ConfigError, RlhpcError
 
+#: Called by `play` after each step.
+Watch = Callable[..., None]
 #: Decisions after which an episode that does not end is an error: nothing waits for ever.
 MAX_DECISIONS = 1_000_000
 
@@ -42,8 +47,8 @@ def evaluate_policy(
         device: Where the policy is.
 
     Returns:
-        return_mean, return_std, return_min, return_max, return_ci95 [low, high], length_mean, episodes, env_id, seed,
-        and success_rate where the environment reports success.
+        return_mean, return_std, return_min, return_max, return_ci95 [low, high], length_mean, episodes, env_id, seed; where
+        the environment reports success also success_once, success_at_end (alias success_rate) and their `…_ci95`.
     """
     wanted = int(env_cfg.num_episodes if episodes is None else episodes)
     if wanted < 1:
@@ -51,50 +56,89 @@ def evaluate_policy(
     slots, seed = min(int(env_cfg.num_envs), wanted), eval_seed(env_cfg, seed)
     env = make_env(env_cfg, slots, slot_offset=0, seed=seed, stage="eval")
     try:
-        returns, lengths, successes = _run(policy, env, quotas(wanted, slots), torch.device(device))
+        found = play(policy, env, quotas(wanted, slots), torch.device(device))
     finally:
         env.close()
-    result = summarize(returns, lengths)
-    if successes:
-        result["success_rate"] = float(np.mean(successes))
-    return {**result, "env_id": str(env_cfg.env_id), "seed": seed}
+    return {**summarize(found), "env_id": str(env_cfg.env_id), "seed": seed}
 
 
-def _run(policy: Any, env: Any, left: np.ndarray, device: torch.device) -> tuple[list[float], list[float], list[float]]:
-    found: list[tuple[int, int, float, float, float | None]] = []  # slot, its how-manieth, return, length, success
+def play(
+    policy: Any, env: Any, left: np.ndarray, device: torch.device, *, mode: str = "eval", watch: Watch | None = None
+) -> list[dict[str, float]]:
+    """Plays the first `left[i]` episodes of each slot i, from a reset on.
+
+    Args:
+        policy: Acts, on `device`.
+        env: A vector environment.
+        left: Episodes by slot.
+        device: Of the policy.
+        mode: "eval" or "train", as `predict_action_batch` takes it.
+        watch: Called after each step with the slots whose episodes count, what was before it (obs, actions and, where the
+            environment gives them, env_states), rewards, terminations, truncations and infos.
+
+    Returns:
+        One row an episode, by slot and order: return, length, and success_once and success_at_end where they are known.
+    """
+    found: list[tuple[int, int, dict[str, float]]] = []  # slot, its how-manieth, row
     seen = np.zeros_like(left)
     obs, _ = env.reset()
+    states = getattr(env, "env_states", None)
     for _ in range(MAX_DECISIONS):
-        actions, _ = policy.predict_action_batch(to_tensors(obs, device), mode="eval")
-        obs, _, terminations, truncations, infos = env.chunk_step(actions.cpu().numpy())
+        actions, _ = policy.predict_action_batch(to_tensors(obs, device), mode=mode)
+        chosen = actions.cpu().numpy()
+        # A simulator may use the memory of an observation again.
+        before = {} if watch is None else {"obs": copy.deepcopy(obs), "actions": chosen}
+        if watch is not None and states is not None:
+            before["env_states"] = states()
+        obs, rewards, terminations, truncations, infos = env.chunk_step(chosen)
+        if watch is not None:
+            watch(seen < left, before, rewards, terminations, truncations, infos)
         done = np.flatnonzero(np.asarray(terminations) | np.asarray(truncations))
         episode: dict[str, Any] = infos.get("episode", {}) if done.size else {}
         for slot in done.tolist() if episode else ():
             if seen[slot] < left[slot]:
-                success = float(episode["success"][slot]) if "success" in episode else None
-                total, length = float(episode["return"][slot]), float(episode["length"][slot])
-                found.append((slot, int(seen[slot]), total, length, success))
+                found.append((slot, int(seen[slot]), _episode_row(episode, slot)))
                 seen[slot] += 1
         if (seen >= left).all():
-            found.sort(key=lambda row: row[:2])
-            return [r[2] for r in found], [r[3] for r in found], [r[4] for r in found if r[4] is not None]
+            return [row for _, _, row in sorted(found, key=lambda row: row[:2])]
     raise RlhpcError(
         f"the evaluation's episodes did not end within {MAX_DECISIONS} decisions; set env.eval.max_episode_steps"
     )
 
 
-def summarize(returns: list[float], lengths: list[float]) -> dict[str, Any]:
-    """The statistics of an evaluation; the interval is the normal approximation of the mean's."""
-    values = np.asarray(returns, np.float64)
+def _episode_row(episode: dict[str, Any], slot: int) -> dict[str, float]:
+    row = {"return": float(episode["return"][slot]), "length": float(episode["length"][slot])}
+    for name in ("success_once", "success_at_end"):
+        # Environments that say `success` know it at the end only.
+        column = episode.get(name, episode.get("success"))
+        if column is not None:
+            row[name] = float(column[slot])
+    return row
+
+
+def summarize(rows: list[dict[str, float]]) -> dict[str, Any]:
+    """The statistics of an evaluation.
+
+    The interval of the mean return is its normal approximation, those of the success rates are Wilson's.
+    """
+    values = np.asarray([row["return"] for row in rows], np.float64)
     mean, count = float(values.mean()), len(values)
     std = float(values.std(ddof=1)) if count > 1 else 0.0
     half = 1.959964 * std / math.sqrt(count)
-    return {
+    found: dict[str, Any] = {
         "return_mean": mean,
         "return_std": std,
         "return_min": float(values.min()),
         "return_max": float(values.max()),
         "return_ci95": [mean - half, mean + half],
-        "length_mean": float(np.mean(lengths)),
+        "length_mean": float(np.mean([row["length"] for row in rows])),
         "episodes": count,
     }
+    for name in ("success_once", "success_at_end"):
+        reached = [row[name] for row in rows if name in row]
+        if len(reached) == count:
+            found[name] = float(np.mean(reached))
+            found[f"{name}_ci95"] = list(wilson(sum(reached), count))
+    if "success_at_end" in found:
+        found["success_rate"] = found["success_at_end"]
+    return found

@@ -4,6 +4,7 @@ after a failure; a subclass says what one step is."""
 from __future__ import annotations
 
 import collections
+import hashlib
 import json
 import time
 from collections.abc import Collection
@@ -14,6 +15,7 @@ import numpy as np
 
 from rlhpc.checkpoint import CheckpointWriter, newest_valid, prune
 from rlhpc.metrics import MetricLogger, ProgressBar
+from rlhpc.metrics.provenance import update_provenance
 from rlhpc.runners.run_folder import RunFolder, note, segment_end
 from rlhpc.runtime.context import current
 from rlhpc.runtime.errors import ChannelError, CheckpointError, RlhpcError, StepFailed, WorkerFailed
@@ -111,8 +113,20 @@ class Runner:
         self.build()
         if self.folder.resume.path is not None:
             self._restore(self.folder.resume.path)
+        elif self.cfg.runner.init_from is not None:
+            self._start_from(str(self.cfg.runner.init_from))
         self._ready = True
         self.folder.mark("ready")
+
+    def _start_from(self, path: str) -> None:
+        """`runner.init_from`: weights only; provenance.json says which."""
+        from rlhpc.roles.start import WEIGHTS, find_weights
+
+        folder = find_weights(path)
+        self.groups["actor"].start_from(str(folder)).wait(self.timeout)
+        checksum = hashlib.sha256((folder / WEIGHTS).read_bytes()).hexdigest()
+        update_provenance(self.folder.paths, init_from={"folder": str(folder), "sha256": checksum})
+        note(f"starts from the weights of {folder}")
 
     def _restore(self, checkpoint: Path) -> None:
         handles = {role: group.load(str(checkpoint)) for role, group in self.groups.items()}

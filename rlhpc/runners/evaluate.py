@@ -8,11 +8,14 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
+from rlhpc import __version__
 from rlhpc.checkpoint import read_manifest, require_valid
 from rlhpc.checkpoint.durable import replace_durably
 from rlhpc.checkpoint.state import load_tensors
 from rlhpc.models import policy_from_spec
 from rlhpc.roles.evaluation import evaluate_policy
+from rlhpc.roles.recording import record
+from rlhpc.roles.start import ExpertPolicy, load_actor
 from rlhpc.runtime.errors import CheckpointError, ConfigError
 
 
@@ -55,6 +58,33 @@ def evaluate_checkpoint(
         except OSError as error:
             raise ConfigError(f"{output}: cannot be written: {error.strerror}") from error
     return result
+
+
+def record_episodes(
+    source: str, cfg: Any, output: Path, *, episodes: int, only_success: bool = False, mode: str = "eval"
+) -> dict[str, Any]:
+    """Records episodes of `env.eval` as trajectories.
+
+    Args:
+        source: A checkpoint, an export folder, a run folder, or an expert as `module:function`.
+        cfg: Configuration.
+        output, episodes, only_success, mode: See `record`.
+
+    Returns:
+        See `record`.
+    """
+    actor = load_actor(source, "--expert" if ":" in source else "--checkpoint")
+    scripted = isinstance(actor, ExpertPolicy)
+    origin = {"source": source, "mode": mode, "seed": int(cfg.runner.seed), "rlhpc_version": __version__}
+    try:
+        return record(
+            actor, cfg.env.eval, output, episodes=episodes, seed=int(cfg.runner.seed), only_success=only_success, mode=mode,
+            source_type="scripted" if scripted else "rl", source_desc=source, extra={"rlhpc": origin},
+        )  # fmt: skip
+    except RuntimeError as error:
+        raise ConfigError(
+            f"env.eval.env_id={cfg.env.eval.env_id} does not fit the policy of {source}: {error}"
+        ) from error
 
 
 def _config(folder: Path) -> Any:

@@ -23,6 +23,13 @@ _EMBODIED = (
     "rlhpc.roles.actor", "rlhpc.roles.rollout", "rlhpc.roles.env", "rlhpc.weights", "rlhpc.training",
     "rlhpc.models.mlp", "rlhpc.envs.gymnasium_env",
 )  # fmt: skip
+_BC = (
+    "rlhpc.roles.bc_actor",
+    "rlhpc.training",
+    "rlhpc.models.mlp",
+    "rlhpc.envs.gymnasium_env",
+    "rlhpc.data.trajectories",
+)
 _LANGUAGE = ("rlhpc.roles.lm_actor", "rlhpc.roles.lm_rollout", "transformers", "transformers.models.auto.modeling_auto")
 
 
@@ -56,6 +63,12 @@ TASKS = {
         _EMBODIED,
         "rlhpc.runners.train:check",
         frozenset({"rollout", "env"}),
+    ),
+    "bc": Task(
+        {"actor": "rlhpc.roles.bc_actor:BcActor"},
+        "rlhpc.runners.bc:BcRunner",
+        _BC,
+        "rlhpc.roles.bc_actor:check_bc",
     ),
     "reasoning": Task(
         {
@@ -110,8 +123,10 @@ def train(cfg: Any, *, segment: int | None = None) -> dict[str, Any]:
     placement = HybridComponentPlacement(cfg, cluster)
     strategies = {role: placement.get_strategy(role) for role in task.roles}
     placements = {role: strategy.place(cluster) for role, strategy in strategies.items()}
-    if kind != "embodied":
+    if kind in ("reasoning", "sft"):
         cfg = with_model(cfg)
+    elif cfg.runner.init_from is not None and run.resume.path is not None:
+        cfg = without_start(cfg)  # what it started from may be gone by now
     _find(task.check)(cfg, {role: len(ranks) for role, ranks in placements.items()})
     return _train(task, cfg, given, run, cluster, strategies, placements)
 
@@ -124,11 +139,20 @@ def with_model(cfg: Any) -> Any:
     """
     from rlhpc.data.builtin import resolve_model
 
-    resolved = cfg.copy()
-    OmegaConf.set_readonly(resolved, False)
-    resolved.actor.model.model_path = resolve_model(cfg.actor.model)
-    OmegaConf.set_readonly(resolved, True)
-    return resolved
+    return _changed(cfg, "actor.model.model_path", resolve_model(cfg.actor.model))
+
+
+def without_start(cfg: Any) -> Any:
+    """The configuration without `runner.init_from`, which a run that continues does not need; the caller's stays as it is."""
+    return _changed(cfg, "runner.init_from", None)
+
+
+def _changed(cfg: Any, key: str, value: Any) -> Any:
+    changed = cfg.copy()
+    OmegaConf.set_readonly(changed, False)
+    OmegaConf.update(changed, key, value)
+    OmegaConf.set_readonly(changed, True)
+    return changed
 
 
 def check(cfg: Any, ranks: dict[str, int]) -> None:
@@ -141,13 +165,14 @@ def check(cfg: Any, ranks: dict[str, int]) -> None:
     from rlhpc.roles.actor import check_batches
     from rlhpc.roles.env import check_env
     from rlhpc.roles.exchange import SlotMap
+    from rlhpc.roles.start import check_start
 
     SlotMap.from_config(cfg, env=ranks["env"], rollout=ranks["rollout"], actor=ranks["actor"])
     check_batches(cfg)
     spaces = check_env(cfg.env.train)
     if int(cfg.runner.val_check_interval) > 0:
         check_env(cfg.env.eval)
-    build_model(cfg.actor.model, *spaces)
+    check_start(cfg, build_model(cfg.actor.model, *spaces))
 
 
 def _train(

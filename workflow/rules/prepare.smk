@@ -13,7 +13,7 @@ WORK = f"{ROOT}/workflow"  # Snakemake's own: what is below may be deleted at an
 LOGS = f"{ROOT}/logs/workflow"
 EVALUATION = f"{ROOT}/eval/global_step_{{step}}/{{suite}}.json"
 EXPORT = f"{ROOT}/export/global_step_{{step}}/model.safetensors"
-LANGUAGE = CFG.runner.task_type.lower() != "embodied"
+LANGUAGE = CFG.runner.task_type.lower() in ("reasoning", "sft")
 SFT = load_sft()
 TARGETS = [f"{ROOT}/report/index.html"]
 

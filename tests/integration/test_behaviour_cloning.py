@@ -1,0 +1,148 @@
+"""Demonstrations to a policy, by the commands a user types: record, bc, eval, and PPO that starts from it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import yaml
+
+from rlhpc import cli
+from rlhpc.checkpoint.state import load_tensors
+from rlhpc.data.trajectories import TrajectoryWriter, read_trajectories
+
+
+def along(obs: np.ndarray) -> np.ndarray:
+    """MountainCarContinuous: pushes where the car goes anyway, which solves it."""
+    return np.sign(obs[:, 1:2])
+
+
+TASK = {
+    "runner": {"name": "bc", "task_type": "bc", "max_steps": 20},
+    "cluster": {"component_placement": {"actor": "0"}},
+    "algorithm": {"update_epochs": 5},
+    "actor": {"optim": {"lr": 1e-3}},
+    "env": {"train": {"env_id": "MountainCarContinuous-v0"}, "eval": {"num_episodes": 10}},
+}
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with a configuration, ten demonstrations, and this module to be imported from."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", f"{Path(__file__).parent}:{__import__('os').environ.get('PYTHONPATH', '')}")
+    monkeypatch.syspath_prepend(str(Path(__file__).parent))
+    Path("bc.yaml").write_text(yaml.safe_dump({**TASK, "demos": {"path": "demos.h5", "holdout": 0.1}}))
+    expert = f"{Path(__file__).stem}:along"
+    assert run("record", "--expert", expert, "--config", "bc.yaml", "--episodes", "10", "--output", "demos.h5") == 0
+    return tmp_path
+
+
+def run(*words: str) -> int:
+    return cli.main(list(words))
+
+
+def rows(name: str) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in Path(f"runs/{name}/metrics.jsonl").read_text().splitlines()]
+
+
+def weights(name: str, step: int = 20) -> dict[str, Any]:
+    return load_tensors(Path(f"runs/{name}/checkpoints/global_step_{step}/model.safetensors"))
+
+
+def test_demonstrations_are_learned_from(here: Path) -> None:
+    """The clone solves what it was shown; random actions get −33 on average, never the 100 at the goal."""
+    assert len(list(read_trajectories("demos.h5"))) == 10
+    for loss in ("nll", "mse"):
+        assert run("train", "bc.yaml", f"runner.name={loss}", f"algorithm.bc_loss={loss}") == 0
+        assert run("eval", "--run", f"runs/{loss}", "--output", "result.json") == 0
+        result = json.loads(Path("result.json").read_text())
+        assert result["episodes"] == 10 and result["return_mean"] > 85
+        found = rows(loss)
+        assert found[-1]["train/holdout_loss"] < found[0]["train/holdout_loss"]
+        assert found[-1]["train/demonstrations"] == 9
+
+
+def test_any_number_of_ranks_and_a_resume_make_the_same_policy(here: Path) -> None:
+    """Two ranks sum other parts of the same minibatches; a run in two parts is the run in one, bit for bit."""
+    assert run("train", "bc.yaml", "runner.name=one", "runner.save_interval=5") == 0
+    assert run("train", "bc.yaml", "runner.name=two", "cluster.component_placement={actor: '0:0-1'}") == 0
+    for name, value in weights("one").items():
+        np.testing.assert_allclose(value.numpy(), weights("two")[name].numpy(), atol=2e-4)
+    start = "runner.resume_dir=" + str(here / "runs/one/checkpoints/global_step_15")
+    assert run("train", "bc.yaml", "runner.name=again", start) == 0
+    for name, value in weights("one").items():
+        assert (value == weights("again")[name]).all(), name
+
+
+def test_ppo_starts_from_the_clone(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """`runner.init_from` gives a fresh run the weights, whichever folder holds them; provenance.json says which."""
+    assert run("train", "bc.yaml") == 0
+    assert run("convert", "--run", "runs/bc") == 0
+    ppo = ["runner.task_type=embodied", "runner.max_steps=1", "actor.optim.lr=1e-12", "algorithm.rollout_steps=32"]
+    placed = "cluster.component_placement={actor: '0', rollout: '0', env: '0'}"
+    for number, start in enumerate(["runs/bc", "runs/bc/export/global_step_20"]):
+        words = [f"runner.name=ppo{number}", f"runner.init_from={start}", *ppo, placed]
+        assert run("train", "bc.yaml", *words) == 0
+        for name, value in weights(f"ppo{number}", 1).items():
+            np.testing.assert_allclose(value.numpy(), weights("bc")[name].numpy(), atol=1e-6)
+    provenance = json.loads(Path("runs/ppo1/provenance.json").read_text())
+    assert (
+        provenance["init_from"]["folder"].endswith("export/global_step_20")
+        and len(provenance["init_from"]["sha256"]) == 64
+    )
+
+    capsys.readouterr()
+    wrong = ["runner.name=wrong", "runner.init_from=runs/bc", "actor.model.hidden_sizes=[32]", *ppo, placed]
+    assert run("train", "bc.yaml", *wrong) == 2
+    said = capsys.readouterr().err
+    assert "runner.init_from" in said and "critic.0.weight is [64, 2] there and [32, 2] here" in said
+    assert not Path("runs/wrong").exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["demos.path=null"], "demos.path"),
+        (["demos.path=other.h5"], "demos.path is 'other.h5'; there is no such file or folder"),
+        (
+            ["env.train.env_id=CartPole-v1"],
+            "observations [2] and actions [1] (float32); env.train has observations [4]",
+        ),
+        (["env.train.env_id=MountainCar-v0", "algorithm.bc_loss=mse"], "algorithm.bc_loss"),
+        (["runner.init_from=nowhere"], "runner.init_from is 'nowhere', which is no folder"),
+        (["algorithm.bc_loss=l2"], "nll, mse"),
+    ],
+)
+def test_what_is_said_of_a_mistake(here: Path, capsys: pytest.CaptureFixture[str], words: list[str], said: str) -> None:
+    """Before anything starts, and nothing is written."""
+    assert run("train", "bc.yaml", *words) == 2
+    assert said in capsys.readouterr().err
+    assert not Path("runs").exists()
+
+
+def test_only_success_needs_a_word_about_success(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    expert = f"{Path(__file__).stem}:along"
+    words = ["record", "--expert", expert, "--config", "bc.yaml", "--episodes", "2", "--output", "success.h5"]
+    assert run(*words, "--only-success") == 2
+    assert "does not say whether an episode succeeded" in capsys.readouterr().err
+    assert not Path("success.h5").exists()
+
+
+def test_discrete_actions(here: Path, tmp_path: Path) -> None:
+    """Actions of a discrete space are recorded and cloned as the integers they are."""
+    rng, path = np.random.default_rng(0), tmp_path / "poles.h5"
+    with TrajectoryWriter(path, env_id="CartPole-v1") as writer:
+        obs = rng.normal(size=(65, 4)).astype(np.float32)
+        ended = np.arange(64) == 63
+        writer.add({
+            "obs": obs, "actions": (obs[:-1, 2:3] > 0).astype(np.int64), "rewards": np.ones(64),
+            "terminations": ended, "truncations": ~ended & False,
+        })  # fmt: skip
+    words = ["env.train.env_id=CartPole-v1", "demos.path=poles.h5", "demos.holdout=0", "algorithm.bc_value_coef=0.1"]
+    assert run("train", "bc.yaml", *words) == 0
+    assert rows("bc")[-1]["train/loss"] < 0.3 < rows("bc")[0]["train/loss"]
+    assert rows("bc")[-1]["train/value_loss"] < rows("bc")[0]["train/value_loss"]
