@@ -213,7 +213,7 @@ class EnvSideConfig:
     """Environments of training or of evaluation."""
 
     env_type: str = "gymnasium"
-    """`gymnasium`, a registered name, or `module:Class`."""
+    """`gymnasium`, `maniskill`, `metaworld`, `libero`, a registered name, or `module:Class`."""
     env_id: str = ""
     """Id of the environment, such as `CartPole-v1`; embodied runs must name one."""
     num_envs: int = 8
@@ -228,6 +228,8 @@ class EnvSideConfig:
     """Wrappers to apply in order, as `module:Class`."""
     group_size: int = 1
     """Neighbouring slots that share their reset seeds."""
+    use_fixed_reset_state_ids: bool = False
+    """Every episode of a slot (or of a group of slots) starts from the same state."""
     ignore_terminations: bool = False
     """Episodes end at the step limit only."""
     auto_reset: bool = True
@@ -235,6 +237,13 @@ class EnvSideConfig:
     its start, and what comes after its end does not train; grpo, rloo and their like compare such episodes (training)."""
     reward_scale: float = 1.0
     """Factor on the rewards that the learner sees; returns are reported unscaled."""
+    use_rel_reward: bool = False
+    """The learner sees by how much the reward changed since the step before; returns are reported as the simulator has it."""
+    simulators: int | None = None
+    """Processes that a rank keeps its slots in, each with a share; 0 keeps them in the rank's own. null is one for each of
+    the rank's cores where the simulator gains by it (maniskill, metaworld, libero; none with one core), else 0."""
+    simulator_timeout_s: float = 120.0
+    """Seconds after which a simulator process that does not answer is taken for hung and started again."""
 
 
 @dataclass

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -17,7 +18,7 @@ class VectorEnv(ABC):
 
     When a slot's episode ends in a step, the observation returned is the first of its next episode, and
     `infos["final_obs"]` has the true last one in that slot's row. `infos["episode"]` then has `return`, `length` and `mask`,
-    each `[N]`.
+    and where the simulator knows success `success_once` and `success_at_end`, each `[N]`; rows outside `mask` mean nothing.
 
     An observation is an array `[N, ...]`, or a dict of them (`observation_space` is then a `Dict` of `Box`): "state" float32
     `[N, D]`, "rgb" uint8 `[N, H, W, C]`, "depth" `[N, H, W, 1]`, "instruction" uint8 `[N, bytes]` (`encode_text`), and so on.
@@ -26,12 +27,16 @@ class VectorEnv(ABC):
         num_envs: N.
         observation_space, action_space: Of one slot.
         supports_state: Whether `state_dict` captures the simulators, so that a resumed run goes on mid-episode.
+        gains_by_processes: Whether its slots go into processes of their own where a rank has cores for them.
+        restarts: Simulator processes that died or hung and were started again.
     """
 
     num_envs: int
     observation_space: Any
     action_space: Any
     supports_state = False
+    gains_by_processes = False
+    restarts = 0
 
     @abstractmethod
     def reset(self, seed: int | None = None) -> tuple[Obs, dict[str, Any]]:
@@ -96,6 +101,11 @@ class VectorEnv(ABC):
     def merge_states(self, slots: list[Any]) -> Any:
         """A `state_dict` made of slots' parts, so that another layout can resume."""
         return {"slots": slots}
+
+    def render(self, slots: Sequence[int] | None = None) -> np.ndarray | None:
+        """Pictures of slots (all by default), uint8 `[n, H, W, 3]`; None where there is no renderer."""
+        del slots
+        return None
 
     def close(self) -> None:  # noqa: B027 (most simulators have nothing to free)
         """Frees the simulators."""

@@ -23,12 +23,30 @@ from rlhpc.runtime.lookup import load_attribute
 
 _STRIPPED = (TimeLimit, OrderEnforcing, PassiveEnvChecker)
 _EXTRAS = {"box2d": "embodied", "mujoco": "embodied", "ale_py": "atari", "mani_skill": "embodied"}
+_MUJOCO = ("model", "data", "mujoco_renderer")
+#: Simulators without a state to be had whose resets leave nothing behind. (BipedalWalker keeps its Box2D world.)
+_REPLAYED = ("LunarLander", "LunarLanderContinuous")
 _NOT_STATE = ("screen", "surf", "clock", "viewer", "window", "spec", "observation_space", "action_space")
 
 
 def nearest_ids(env_id: str) -> list[str]:
     """Registered ids that look like `env_id`."""
     return difflib.get_close_matches(env_id, list(gymnasium.registry), 3, 0.5)
+
+
+def _mujoco_arrays(data: Any) -> dict[str, Any]:
+    """All that an `MjData` holds, derived quantities too: after a step they are those of the substep before."""
+    names = (name for name in dir(data) if not name.startswith("_"))
+    values = ((name, getattr(data, name)) for name in names if name not in ("contact", "model"))
+    return {n: v.copy() if isinstance(v, np.ndarray) else v for n, v in values if isinstance(v, (np.ndarray, float))}
+
+
+def _set_mujoco(data: Any, name: str, value: Any) -> None:
+    """Restores one of them; arrays whose size varies with the contacts are made anew by the next step."""
+    if not isinstance(value, np.ndarray):
+        setattr(data, name, value)
+    elif (array := getattr(data, name)).shape == value.shape and array.flags.writeable:
+        array[...] = value
 
 
 def make_one(cfg: Any) -> tuple[gymnasium.Env[Any, Any], int]:
@@ -103,12 +121,20 @@ class GymnasiumVectorEnv(VectorEnv):
         self._ignore_terminations = bool(cfg.ignore_terminations)
         self._scale = float(cfg.reward_scale)
         self._group = max(1, int(cfg.group_size))
+        self._fixed = bool(cfg.use_fixed_reset_state_ids)
+        self._relative = bool(cfg.use_rel_reward)
+        self._before = [0.0] * num_envs
+        self._once = [False] * num_envs
         self._elapsed = [0] * num_envs
         self._returns = [0.0] * num_envs
         self._episodes = [0] * num_envs
         self._seed = seed
         self._fresh = True
-        self.supports_state = self._can_save()
+        #: Where a simulator cannot be pickled but played again: per slot how its episode began, and its actions since.
+        self._played: list[tuple[Any, list[Any]]] | None = None
+        self.supports_state = self._pickles()
+        if not self.supports_state and type(self.envs[0].unwrapped).__name__ in _REPLAYED:
+            self._played, self.supports_state = [(None, []) for _ in range(num_envs)], True
 
     def _boxes(self, env_id: str) -> spaces.Dict:
         """The space of several observations; texts are encoded."""
@@ -142,11 +168,17 @@ class GymnasiumVectorEnv(VectorEnv):
         if seed is not None:
             self._seed, self._fresh = seed, True
         obs = self._rows()
-        for i, env in enumerate(self.envs):
-            self._write(obs, i, env.reset(seed=self._slot_seed(i) if self._fresh else None)[0])
-            self._elapsed[i], self._returns[i] = 0, 0.0
+        for i in range(self.num_envs):
+            self._write(obs, i, self._reset(i, self._fresh))
+            self._elapsed[i], self._returns[i], self._before[i], self._once[i] = 0, 0.0, 0.0, False
         self._fresh = False
         return obs, {}
+
+    def _reset(self, i: int, fresh: bool = False) -> Any:
+        seed = self._slot_seed(i) if fresh or self._fixed else None
+        if self._played is not None:
+            self._played[i] = (seed if seed is not None else self.envs[i].unwrapped.np_random.bit_generator.state, [])
+        return self.envs[i].reset(seed=seed)[0]
 
     def step(self, actions: np.ndarray) -> Step:
         """See `VectorEnv.step`. Box actions are clipped to the space's bounds."""
@@ -190,12 +222,19 @@ class GymnasiumVectorEnv(VectorEnv):
         terminations, truncations = np.zeros(n, bool), np.zeros(n, bool)
         infos: dict[str, Any] = {}
         limit, elapsed, returns, write = self._limit, self._elapsed, self._returns, self._write
+        played = self._played
         for i in slots:
             env = self.envs[i]
             observed, reward, terminated, truncated, info = env.step(chosen[i])
+            if played is not None:
+                played[i][1].append(chosen[i])
             elapsed[i] += 1
             returns[i] += float(reward)
             rewards[i] = reward
+            if self._relative:
+                rewards[i], self._before[i] = float(reward) - self._before[i], float(reward)
+            if info and (info.get("success") or info.get("is_success")):
+                self._once[i] = True
             if terminated and self._ignore_terminations:
                 terminated = False
             if limit and elapsed[i] >= limit:
@@ -203,8 +242,8 @@ class GymnasiumVectorEnv(VectorEnv):
             if terminated or truncated:
                 terminations[i], truncations[i] = terminated, truncated and not terminated
                 self._end(i, observed, info, infos)
-                observed = env.reset()[0]
-                elapsed[i], returns[i] = 0, 0.0
+                observed = self._reset(i)
+                elapsed[i], returns[i], self._before[i], self._once[i] = 0, 0.0, 0.0, False
             write(obs, i, observed)
         if self._scale != 1.0:
             rewards *= self._scale
@@ -222,7 +261,8 @@ class GymnasiumVectorEnv(VectorEnv):
         episode["return"][i], episode["length"][i], episode["mask"][i] = self._returns[i], self._elapsed[i], True
         for name in ("success", "is_success"):
             if name in info:
-                episode.setdefault("success", np.zeros(self.num_envs, np.float64))[i] = float(info[name])
+                for key, value in (("success_once", self._once[i]), ("success_at_end", info[name])):
+                    episode.setdefault(key, np.zeros(self.num_envs, np.float64))[i] = float(value)
         self._episodes[i] += 1
 
     # -- state ----------------------------------------------------------------------------------------------------
@@ -232,25 +272,29 @@ class GymnasiumVectorEnv(VectorEnv):
         layers = []
         layer: Any = env
         while True:
-            layers.append({k: v for k, v in vars(layer).items() if k != "env" and not k.endswith(_NOT_STATE)})
+            attributes = {k: v for k, v in vars(layer).items() if k != "env" and not k.endswith(_NOT_STATE)}
+            if hasattr(layer, "mujoco_renderer") and layer is layer.unwrapped:
+                attributes = {k: v for k, v in attributes.items() if k not in _MUJOCO}
+                attributes["data"] = _mujoco_arrays(layer.data)
+            layers.append(attributes)
             if layer is layer.unwrapped or not hasattr(layer, "env"):
                 return pickle.dumps(layers)
             layer = layer.env
 
-    def _can_save(self) -> bool:
+    def _pickles(self) -> bool:
         try:
             self._simulator(self.envs[0])
         except Exception:  # simulators hold handles of every kind, and pickling them fails in as many ways
             return False
-        # MuJoCo's handles pickle, but a restored step differs: its state lives outside the attributes.
-        return not hasattr(self.envs[0].unwrapped, "mujoco_renderer")
+        return True
 
     def state_dict(self) -> dict[str, Any]:
         """See `VectorEnv.state_dict`."""
         return {
             "slots": [
-                {"simulator": self._simulator(env), "elapsed": self._elapsed[i], "return": self._returns[i],
-                 "episodes": self._episodes[i]}
+                {"simulator": self._simulator(env) if self._played is None else pickle.dumps(self._played[i]),
+                 "elapsed": self._elapsed[i], "return": self._returns[i], "episodes": self._episodes[i],
+                 "before": self._before[i], "once": self._once[i]}
                 for i, env in enumerate(self.envs)
             ]
         }  # fmt: skip
@@ -260,14 +304,39 @@ class GymnasiumVectorEnv(VectorEnv):
         slots = state["slots"]
         if len(slots) != self.num_envs:
             raise ValueError(f"state of {len(slots)} slots for {self.num_envs}")
-        for i, (env, slot) in enumerate(zip(self.envs, slots, strict=True)):
-            layer: Any = env
-            for attributes in pickle.loads(slot["simulator"]):
-                vars(layer).update(attributes)
-                layer = getattr(layer, "env", layer)
+        for i, slot in enumerate(slots):
+            self._restore(i, pickle.loads(slot["simulator"]))
             self._elapsed[i], self._returns[i] = int(slot["elapsed"]), float(slot["return"])
             self._episodes[i] = int(slot["episodes"])
+            self._before[i], self._once[i] = float(slot.get("before", 0.0)), bool(slot.get("once", False))
         self._fresh = False
+
+    def _restore(self, i: int, saved: Any) -> None:
+        layer: Any = self.envs[i]
+        if self._played is not None:
+            start, actions = self._played[i] = saved
+            if not isinstance(start, int):
+                layer.unwrapped.np_random.bit_generator.state = start
+            layer.reset(seed=start if isinstance(start, int) else None)
+            for action in actions:
+                layer.step(action)
+            return
+        for attributes in saved:
+            if hasattr(layer, "mujoco_renderer") and layer is layer.unwrapped:
+                for name, value in attributes.pop("data").items():
+                    _set_mujoco(layer.data, name, value)
+            vars(layer).update(attributes)
+            layer = getattr(layer, "env", layer)
+
+    def render(self, slots: Sequence[int] | None = None) -> np.ndarray | None:
+        """See `VectorEnv.render`."""
+        frames: list[Any] = []
+        for i in range(self.num_envs) if slots is None else slots:
+            env: Any = self.envs[i].unwrapped
+            if env.render_mode is None and "rgb_array" in env.metadata.get("render_modes", ()):
+                env.render_mode = "rgb_array"  # it is looked at when a picture is drawn, not before
+            frames.append(self.envs[i].render())
+        return np.stack(frames).astype(np.uint8) if all(isinstance(f, np.ndarray) for f in frames) else None
 
     def close(self) -> None:
         """Closes all environments."""

@@ -12,7 +12,10 @@ from rlhpc.runtime.errors import ConfigError
 from rlhpc.runtime.lookup import load_attribute
 
 Factory = Callable[..., VectorEnv]
-_BUILT_IN = {"gymnasium": "rlhpc.envs.gymnasium_env:GymnasiumVectorEnv"}
+_BUILT_IN = {
+    "gymnasium": "rlhpc.envs.gymnasium_env:GymnasiumVectorEnv",
+    "maniskill": "rlhpc.envs.maniskill:ManiSkillVectorEnv",
+}
 _registered: dict[str, Factory] = {}
 
 
@@ -73,4 +76,10 @@ def make_env(cfg: Any, num_envs: int, slot_offset: int = 0, seed: int = 0, stage
         ConfigError: It cannot be built.
     """
     del stage
-    return find_env(str(cfg.env_type))(cfg, num_envs=num_envs, slot_offset=slot_offset, seed=seed)
+    from rlhpc.envs.processes import ProcessVectorEnv, process_count
+
+    factory = find_env(str(cfg.env_type))
+    share = {"num_envs": num_envs, "slot_offset": slot_offset, "seed": seed}
+    if processes := process_count(cfg, factory, num_envs):
+        return ProcessVectorEnv(factory, cfg, **share, processes=processes)
+    return factory(cfg, **share)

@@ -96,7 +96,7 @@ def play(
         done = np.flatnonzero(np.asarray(terminations) | np.asarray(truncations))
         episode: dict[str, Any] = infos.get("episode", {}) if done.size else {}
         for slot in done.tolist() if episode else ():
-            if seen[slot] < left[slot]:
+            if seen[slot] < left[slot] and episode["mask"][slot]:
                 found.append((slot, int(seen[slot]), _episode_row(episode, slot)))
                 seen[slot] += 1
         if (seen >= left).all():

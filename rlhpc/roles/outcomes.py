@@ -146,7 +146,7 @@ class EpisodeLog:
         if episode is None:
             return
         finished = ended[np.asarray(episode["mask"])[ended]] if "mask" in episode else ended
-        success = episode.get("success")
+        success = episode.get("success_once", episode.get("success"))
         rows = np.empty((finished.size, 5))
         rows[:, 0], rows[:, 1] = t, finished + slot_offset
         rows[:, 2], rows[:, 3] = np.asarray(episode["return"])[finished], np.asarray(episode["length"])[finished]

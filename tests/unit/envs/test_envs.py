@@ -8,15 +8,12 @@ import pytest
 from omegaconf import OmegaConf
 
 from rlhpc import ConfigError
+from rlhpc.config.schema import EnvSideConfig
 from rlhpc.envs import VectorEnv, make_env, space_from_json, space_to_json
 
 
 def section(**changes):
-    base = {
-        "env_type": "gymnasium", "env_id": "CartPole-v1", "num_envs": 8, "max_episode_steps": None, "seed": None,
-        "kwargs": {}, "wrappers": [], "group_size": 1, "ignore_terminations": False, "reward_scale": 1.0,
-    }  # fmt: skip
-    return OmegaConf.create({**base, **changes})
+    return OmegaConf.structured(EnvSideConfig(**{"env_id": "CartPole-v1", **changes}))
 
 
 def actions_for(env, rng):

@@ -9,6 +9,7 @@ from gymnasium import spaces
 from omegaconf import OmegaConf
 
 from rlhpc import ConfigError
+from rlhpc.config.schema import EnvSideConfig
 from rlhpc.envs import VectorEnv, make_env, space_from_json, space_to_json
 from rlhpc.envs.gymnasium_env import GymnasiumVectorEnv
 from rlhpc.envs.observations import columns_of, decode_text, encode_text, join, rows_of, take
@@ -54,12 +55,7 @@ for name, cls in {"Views-v0": Views, "NestedViews-v0": Nested}.items():
 
 
 def section(env_id):
-    return OmegaConf.create(
-        {
-            "env_type": "gymnasium", "env_id": env_id, "num_envs": 2, "max_episode_steps": None, "seed": None, "kwargs": {},
-            "wrappers": [], "group_size": 1, "ignore_terminations": False, "reward_scale": 1.0,
-        }
-    )  # fmt: skip
+    return OmegaConf.structured(EnvSideConfig(env_id=env_id, num_envs=2))
 
 
 @pytest.mark.parametrize("chunk", [1, 2])

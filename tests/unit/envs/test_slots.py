@@ -121,7 +121,7 @@ class TestChunks:
         assert terminations.tolist() == [False, True, True] and not truncations.any()
         episode = infos["episode"]
         assert episode["mask"].tolist() == [False, True, True] and episode["length"].tolist() == [0, 2, 4]
-        assert episode["return"].tolist() == [0, 23, 50] and episode["success"].tolist() == [0, 1, 1]
+        assert episode["return"].tolist() == [0, 23, 50] and episode["success_once"].tolist() == [0, 1, 1]
         assert infos["final_obs"].tolist() == [[0, 0], [1, 2], [1, 4]]
 
     def test_a_chunk_is_its_actions_one_by_one(self) -> None:

@@ -1,0 +1,97 @@
+"""What every simulator's adapter keeps about its slots: seeds, elapsed steps, returns, success, ends of episodes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+
+class Episodes:
+    """Bookkeeping of N slots.
+
+    Args:
+        cfg: Section `env.train` or `env.eval`.
+        num_envs: N.
+        slot_offset: Global number of the first slot.
+        seed: Of the run.
+        limit: Steps after which an episode is cut; 0 for none.
+    """
+
+    def __init__(self, cfg: Any, num_envs: int, slot_offset: int, seed: int, limit: int) -> None:
+        self.num_envs, self.limit = num_envs, limit
+        self._seed = seed
+        self._groups = (slot_offset + np.arange(num_envs)) // max(1, int(cfg.group_size))
+        self._fixed = bool(cfg.use_fixed_reset_state_ids)
+        self._relative = bool(cfg.use_rel_reward)
+        self._ignore_terminations = bool(cfg.ignore_terminations)
+        self._scale = float(cfg.reward_scale)
+        #: Episodes that each slot has begun.
+        self.begun = np.zeros(num_envs, np.int64)
+        self.elapsed = np.zeros(num_envs, np.int64)
+        self.returns = np.zeros(num_envs, np.float64)
+        self._once = np.zeros(num_envs, bool)
+        self._now = np.zeros(num_envs, bool)
+        self._before = np.zeros(num_envs, np.float32)
+        self._knows_success = False
+
+    def reseed(self, seed: int) -> None:
+        """The slots' series of episodes starts anew."""
+        self._seed = seed
+        self.begun[:] = 0
+
+    def begin(self, slots: np.ndarray) -> list[int]:
+        """Starts the next episode of `slots`.
+
+        Returns:
+            Seeds of their first states, from (seed, group of slots, how-manieth episode): slots of a group get the same.
+        """
+        for kept in (self.elapsed, self.returns, self._once, self._now, self._before):
+            kept[slots] = 0
+        seeds = [self._episode_seed(slot) for slot in slots.tolist()]
+        self.begun[slots] += 1
+        return seeds
+
+    def _episode_seed(self, slot: int) -> int:
+        number = 0 if self._fixed else int(self.begun[slot])
+        sequence = np.random.SeedSequence([self._seed, int(self._groups[slot]), number])
+        return int(sequence.generate_state(1)[0]) & 0x7FFFFFFF
+
+    def add(
+        self, rewards: np.ndarray, failed: np.ndarray, success: np.ndarray | None, active: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Takes in a step of the slots `active`.
+
+        Args:
+            rewards: float `[N]`, as the simulator gives them.
+            failed: bool `[N]`, ends other than by success.
+            success: bool `[N]`; None where the simulator does not know.
+            active: bool `[N]`.
+
+        Returns:
+            What the learner gets: rewards float32, terminations and truncations bool, each `[N]`, 0 where not active.
+        """
+        rewards = np.where(active, rewards, 0).astype(np.float32)
+        self.elapsed += active
+        self.returns += rewards
+        ends = failed & active
+        if success is not None:
+            self._knows_success = True
+            now = success & active
+            self._now = np.where(active, success, self._now)
+            self._once |= now
+            ends = ends | now
+        if self._ignore_terminations:
+            ends = np.zeros_like(ends)
+        cut = active & ~ends & (self.elapsed >= self.limit) if self.limit else np.zeros_like(ends)
+        if self._relative:
+            rewards, self._before = rewards - np.where(active, self._before, 0), np.where(active, rewards, self._before)
+        return rewards * np.float32(self._scale), ends, cut
+
+    def report(self, done: np.ndarray) -> dict[str, np.ndarray]:
+        """`infos["episode"]` of a step in which the slots `done` (bool `[N]`) ended."""
+        episode = {"return": self.returns.copy(), "length": self.elapsed.copy(), "mask": done.copy()}
+        if self._knows_success:
+            episode["success_once"] = self._once.astype(np.float64)
+            episode["success_at_end"] = self._now.astype(np.float64)
+        return episode

@@ -1,0 +1,406 @@
+"""Many slots of a ManiSkill task in one process, stepped by PhysX on the CPU and batched everywhere else.
+
+ManiSkill batches on a GPU only: on a CPU each environment evaluates its observations, rewards and controllers alone, and
+four fifths of a step are small tensor operations. Here every slot has a CPU scene of its own, but ManiSkill sees them
+through the interface of PhysX's GPU system (buffers `[bodies, 13]` and `[articulations, dof]` that are applied and
+fetched), so that its Python code runs once a step for all slots. The physics of a slot are those of a single CPU
+environment, step for step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import sapien
+import torch
+from mani_skill.envs.scene import ManiSkillScene
+from mani_skill.utils.structs.articulation import Articulation
+from mani_skill.utils.structs.articulation_joint import ArticulationJoint
+from mani_skill.utils.structs.base import PhysxRigidBodyComponentStruct
+from sapien import physx
+
+
+class _Buffer:
+    """A tensor behind the accessor that PhysX's GPU buffers have."""
+
+    def __init__(self, *shape: int) -> None:
+        self.tensor = torch.zeros(*shape)
+        self.array = self.tensor.numpy()
+        self.seen = self.array.copy()
+
+    def torch(self) -> torch.Tensor:
+        return self.tensor
+
+    def changed(self, columns: slice = slice(None)) -> list[int]:
+        """Rows that were written since they were last read or applied."""
+        rows = np.flatnonzero((self.array[:, columns] != self.seen[:, columns]).any(1))
+        self.seen[:, columns] = self.array[:, columns]
+        found: list[int] = rows.tolist()
+        return found
+
+    def agree(self) -> None:
+        self.seen[...] = self.array
+
+
+class _ContactQuery:
+    """Impulses of pairs of bodies, or of single bodies, `[n, 3]`."""
+
+    def __init__(self, bodies: list[Any]) -> None:
+        self.bodies = bodies
+        self.cuda_impulses = _Buffer(len(bodies), 3)
+
+
+class BatchedPhysx:
+    """What ManiSkill asks of `PhysxGpuSystem`, for scenes on the CPU. Applying touches changed rows only."""
+
+    def __init__(self, scenes: list[sapien.Scene]) -> None:
+        self.systems = [scene.physx_system for scene in scenes]
+        self.cuda_rigid_body_data = _Buffer(0, 13)
+        self._asked: set[int] = set()
+        self._impulses: dict[int, list[tuple[int, int, np.ndarray]]] = {}
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> type:
+        # ManiSkill picks its batched code by isinstance.
+        return physx.PhysxGpuSystem
+
+    @property
+    def timestep(self) -> float:
+        step: float = self.systems[0].timestep
+        return step
+
+    @timestep.setter
+    def timestep(self, value: float) -> None:
+        for system in self.systems:
+            system.timestep = value
+
+    def gpu_init(self) -> None:
+        """Numbers all bodies and articulations and makes the buffers."""
+        self._rows: dict[int, int] = {}
+        self._slots: dict[int, int] = {}
+        self._bodies: list[Any] = []
+        self._links: list[tuple[int, Any]] = []
+        self._dynamics: list[tuple[int, Any]] = []
+        self._articulations: list[Any] = []
+        self._numbers: dict[str, int] = {}
+        self._roots: list[tuple[int, Any]] = []
+        for slot, system in enumerate(self.systems):
+            for body in system.rigid_static_components:
+                self._slots[body._physx_pointer] = slot
+            for body in system.rigid_dynamic_components:
+                self._dynamics.append((self._enter(slot, body), body))
+            for link in system.articulation_link_components:
+                row = self._enter(slot, link)
+                self._links.append((row, link))
+                if link.is_root:
+                    self._numbers[link.articulation.links[0]._physx_pointer] = len(self._articulations)
+                    self._roots.append((row, link.articulation))
+                    self._articulations.append(link.articulation)
+        self._free = np.ones(len(self._bodies), bool)  # bodies that are no links
+        self._free[[row for row, _ in self._links]] = False
+        self._joints = [art.active_joints for art in self._articulations]
+        self._dofs = [art.dof for art in self._articulations]
+        widest = max(self._dofs, default=0)
+        self.cuda_rigid_body_data = _Buffer(len(self._bodies), 13)
+        names = ("qpos", "qvel", "qacc", "qf", "target_qpos", "target_qvel")
+        self._q = {name: _Buffer(len(self._articulations), widest) for name in names}
+        for number, joints in enumerate(self._joints):
+            for column, joint in enumerate(joints):
+                self._q["target_qpos"].array[number, column] = joint.drive_target[0]
+                self._q["target_qvel"].array[number, column] = joint.drive_velocity_target[0]
+        for name, buffer in self._q.items():
+            setattr(self, f"cuda_articulation_{name}", buffer)
+            buffer.agree()
+
+    def _enter(self, slot: int, body: Any) -> int:
+        row = len(self._bodies)
+        self._bodies.append(body)
+        self._rows[body._physx_pointer], self._slots[body._physx_pointer] = row, slot
+        return row
+
+    def row(self, body: Any) -> int:
+        """Row of a body in `cuda_rigid_body_data`."""
+        return self._rows[body._physx_pointer]
+
+    def number(self, articulation: Any) -> int:
+        """Row of an articulation in the `cuda_articulation_…` buffers."""
+        return self._numbers[articulation.links[0]._physx_pointer]
+
+    def step(self) -> None:
+        """One step of all scenes, towards the drive targets as they stand."""
+        self.gpu_apply_articulation_target_position()
+        self.gpu_apply_articulation_target_velocity()
+        for system in self.systems:
+            system.step()
+        self._impulses = {}
+
+    # -- from the simulators ----------------------------------------------------------------------------------------
+
+    def _fetch_bodies(self, bodies: list[tuple[int, Any]]) -> None:
+        data, seen = self.cuda_rigid_body_data.array, self.cuda_rigid_body_data.seen
+        for row, body in bodies:
+            pose, into = body.entity_pose, data[row]
+            into[:3], into[3:7] = pose.p, pose.q
+            into[7:10], into[10:] = body.linear_velocity, body.angular_velocity
+        rows = [row for row, _ in bodies]
+        seen[rows] = data[rows]
+
+    def gpu_fetch_rigid_dynamic_data(self) -> None:
+        self._fetch_bodies(self._dynamics)
+
+    def gpu_fetch_articulation_link_pose(self) -> None:
+        self._fetch_bodies(self._links)
+
+    def gpu_fetch_articulation_link_velocity(self) -> None:
+        """Done with the poses."""
+
+    def _fetch(self, name: str) -> None:
+        buffer = self._q[name]
+        for row, (articulation, dof) in enumerate(zip(self._articulations, self._dofs, strict=True)):
+            buffer.array[row, :dof] = getattr(articulation, name)
+        buffer.agree()
+
+    def gpu_fetch_articulation_qpos(self) -> None:
+        self._fetch("qpos")
+
+    def gpu_fetch_articulation_qvel(self) -> None:
+        self._fetch("qvel")
+
+    def gpu_fetch_articulation_qacc(self) -> None:
+        self._fetch("qacc")
+
+    def gpu_fetch_articulation_target_qpos(self) -> None:
+        """The simulators do not change targets."""
+
+    def gpu_fetch_articulation_target_qvel(self) -> None:
+        """The simulators do not change targets."""
+
+    def gpu_update_articulation_kinematics(self) -> None:
+        """A CPU scene does so by itself."""
+
+    def sync_poses_gpu_to_cpu(self) -> None:
+        """They are on the CPU."""
+
+    # -- to the simulators ------------------------------------------------------------------------------------------
+
+    def gpu_apply_rigid_dynamic_data(self) -> None:
+        data, bodies = self.cuda_rigid_body_data, self._bodies
+        for row in np.flatnonzero((data.array != data.seen).any(1) & self._free).tolist():
+            new, old, body = data.array[row], data.seen[row], bodies[row]
+            if (new[:7] != old[:7]).any():
+                body.entity.pose = sapien.Pose(new[:3], new[3:7])
+            if not body.kinematic and (new[7:] != old[7:]).any():
+                body.linear_velocity, body.angular_velocity = new[7:10], new[10:]
+            old[:] = new
+
+    def gpu_apply_articulation_root_pose(self) -> None:
+        data = self.cuda_rigid_body_data
+        for row, articulation in self._roots:
+            new, old = data.array[row, :7], data.seen[row, :7]
+            if (new != old).any():
+                articulation.root_pose = sapien.Pose(new[:3], new[3:])
+                old[:] = new
+
+    def gpu_apply_articulation_root_velocity(self) -> None:
+        data = self.cuda_rigid_body_data
+        for row, articulation in self._roots:
+            new, old = data.array[row, 7:], data.seen[row, 7:]
+            if (new != old).any():
+                articulation.set_root_linear_velocity(new[:3])
+                articulation.set_root_angular_velocity(new[3:])
+                old[:] = new
+
+    def _apply(self, name: str) -> None:
+        buffer = self._q[name]
+        for row in buffer.changed():
+            setattr(self._articulations[row], name, buffer.array[row, : self._dofs[row]])
+
+    def gpu_apply_articulation_qpos(self) -> None:
+        self._apply("qpos")
+
+    def gpu_apply_articulation_qvel(self) -> None:
+        self._apply("qvel")
+
+    def gpu_apply_articulation_qf(self) -> None:
+        self._apply("qf")
+
+    def gpu_apply_articulation_target_position(self) -> None:
+        buffer = self._q["target_qpos"]
+        for row in buffer.changed():
+            for joint, target in zip(self._joints[row], buffer.array[row].tolist(), strict=False):
+                joint.set_drive_target(target)
+
+    def gpu_apply_articulation_target_velocity(self) -> None:
+        buffer = self._q["target_qvel"]
+        for row in buffer.changed():
+            for joint, target in zip(self._joints[row], buffer.array[row].tolist(), strict=False):
+                joint.set_drive_velocity_target(target)
+
+    # -- contacts ---------------------------------------------------------------------------------------------------
+
+    def clear_contacts(self, slots: Iterable[int]) -> None:
+        """See the function of that name."""
+        for slot in slots:
+            clear_contacts(self.systems[slot])
+        self._impulses = {}
+
+    def _impulses_of(self, body: Any) -> list[tuple[int, int, np.ndarray]]:
+        """Bodies and impulse of the contacts in a body's scene that some query asks for."""
+        slot = self._slots[body._physx_pointer]
+        if slot not in self._impulses:
+            found = []
+            for contact in self.systems[slot].get_contacts():
+                one, other = (part._physx_pointer for part in contact.bodies)
+                if one in self._asked or other in self._asked:
+                    found.append((one, other, np.sum([point.impulse for point in contact.points], axis=0)))
+            # Numbers, not contacts: those end with the next step.
+            self._impulses[slot] = found
+        return self._impulses[slot]
+
+    def _query(self, bodies: list[Any], asked: Iterable[Any]) -> _ContactQuery:
+        self._asked.update(body._physx_pointer for body in asked)
+        self._impulses = {}
+        return _ContactQuery(bodies)
+
+    def gpu_create_contact_pair_impulse_query(self, pairs: list[tuple[Any, Any]]) -> _ContactQuery:
+        return self._query(pairs, (one for one, _ in pairs))
+
+    def gpu_create_contact_body_impulse_query(self, bodies: list[Any]) -> _ContactQuery:
+        return self._query(bodies, bodies)
+
+    def gpu_query_contact_pair_impulses(self, query: _ContactQuery) -> None:
+        for row, (one, other) in enumerate(query.bodies):
+            mine, its = one._physx_pointer, other._physx_pointer
+            total = np.zeros(3)
+            for a, b, impulse in self._impulses_of(one):
+                if (a, b) == (mine, its):
+                    total += impulse
+                elif (b, a) == (mine, its):
+                    total -= impulse
+            query.cuda_impulses.array[row] = total
+
+    def gpu_query_contact_body_impulses(self, query: _ContactQuery) -> None:
+        for row, body in enumerate(query.bodies):
+            mine, total = body._physx_pointer, np.zeros(3)
+            for a, b, impulse in self._impulses_of(body):
+                if mine in (a, b):
+                    total += impulse if a == mine else -impulse
+            query.cuda_impulses.array[row] = total
+
+
+class BatchedScene(ManiSkillScene):
+    """ManiSkill's view of the scenes, over `BatchedPhysx`."""
+
+    def __init__(self, sub_scenes: list[sapien.Scene], **kwargs: Any) -> None:
+        super().__init__(sub_scenes, **kwargs)
+        self.px: Any = BatchedPhysx(sub_scenes)
+        self.gpu_sim_enabled = True
+
+    def step(self) -> None:
+        """One simulation step."""
+        self.px.step()
+
+
+def _indices(cls: Any, name: str, mine: Any) -> None:
+    """Lets a cached index of a ManiSkill struct come from `BatchedPhysx` where the struct's scene is ours."""
+    original = vars(cls)[name].func
+
+    def look_up(self: Any) -> torch.Tensor:
+        if isinstance(self.scene, BatchedScene):
+            return torch.tensor(mine(self, self.scene.px), dtype=torch.int32)
+        found: torch.Tensor = original(self)
+        return found
+
+    prop = cached_property(look_up)
+    prop.__set_name__(cls, name)
+    setattr(cls, name, prop)
+
+
+_indices(PhysxRigidBodyComponentStruct, "_body_data_index", lambda s, px: [px.row(body) for body in s._bodies])
+_indices(Articulation, "_data_index", lambda s, px: [px.number(art) for art in s._objs])
+_indices(ArticulationJoint, "_data_index", lambda s, px: [px.number(art) for art in s._physx_articulations])
+
+
+def clear_contacts(system: Any) -> None:
+    """Drops PhysX's caches of contacts, so that an episode depends on nothing before its reset."""
+    packed = system.pack()
+    movable = [body for body in system.rigid_dynamic_components if not body.kinematic]
+    for i, body in enumerate(movable):
+        body.entity.pose = sapien.Pose([0, 0, 1000 + 20 * i])
+    roots = [link.articulation for link in system.articulation_link_components if link.is_root]
+    for i, articulation in enumerate(roots):
+        articulation.root_pose = sapien.Pose([0, 0, 1000 + 20 * (len(movable) + i)])
+    system.step()
+    system.unpack(packed)
+
+
+def seeded_task(task: type, batched: bool, seeded: bool, build_seeds: list[int]) -> Any:
+    """A subclass of a ManiSkill task whose slots are reset with a seed each.
+
+    Args:
+        task: Subclass of `BaseEnv`.
+        batched: It takes `num_envs > 1` with `sim_backend="physx_cpu"`, without rendering.
+        seeded: Slots draw their first states one by one, each from its seed; otherwise all that reset together at once.
+        build_seeds: What tasks draw when they are built (the size of a peg) follows from these, one a slot.
+    """
+
+    base: Any = task
+
+    class Task(base):
+        _slot_seeds: list[int] | None = None
+
+        def reset_slots(self, seeds: dict[int, int]) -> Any:
+            """Resets the slots that `seeds` names; the observation of all."""
+            if not self.gpu_sim_enabled:
+                clear_contacts(self.scene.px)
+            elif isinstance(self.scene, BatchedScene):
+                self.scene.px.clear_contacts(seeds)
+            before = self._slot_seeds or [0] * self.num_envs
+            self._slot_seeds = [seeds.get(slot, seed) for slot, seed in enumerate(before)]
+            chosen = torch.tensor(sorted(seeds), device=self.device)
+            return self.reset(seed=self._slot_seeds, options={"env_idx": chosen} if self.num_envs > 1 else None)[0]
+
+        def reset(self, seed: Any = None, options: dict[str, Any] | None = None) -> Any:
+            """As ManiSkill's; the constructor's own call takes `build_seeds`."""
+            built = self._slot_seeds is not None
+            return super().reset(seed=seed if built else build_seeds, options=options)
+
+        def _initialize_episode(self, env_idx: torch.Tensor, options: dict[str, Any]) -> None:
+            if not seeded or self._slot_seeds is None or len(self._slot_seeds) == 1:
+                super()._initialize_episode(env_idx, options)
+                return
+            mask = self.scene._reset_mask
+            for slot in env_idx.tolist():
+                torch.manual_seed(self._slot_seeds[slot])
+                self._episode_rng = self._batched_episode_rng[slot]
+                self.scene._reset_mask = torch.zeros_like(mask)
+                self.scene._reset_mask[slot] = True
+                super()._initialize_episode(torch.tensor([slot], device=self.device), options)
+            self.scene._reset_mask = mask
+
+    class Batched(Task):
+        @property
+        def backend(self) -> Any:
+            return self._backend
+
+        @backend.setter
+        def backend(self, value: Any) -> None:
+            # The name alone makes BaseEnv refuse more than one environment.
+            value.sim_backend = "physx_cpu_batched"
+            self._backend = value
+
+        def _setup_scene(self) -> None:
+            self._set_scene_config()
+            scenes = [sapien.Scene([physx.PhysxCpuSystem()]) for _ in range(self.num_envs)]
+            self.scene = BatchedScene(
+                scenes, sim_config=self.sim_config, device=self.device, parallel_in_single_scene=False,
+                backend=self.backend,
+            )  # fmt: skip
+            self.scene.px.timestep = 1.0 / self._sim_freq
+
+    chosen = Batched if batched else Task
+    chosen.__name__ = chosen.__qualname__ = task.__name__
+    return chosen
