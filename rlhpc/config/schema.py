@@ -315,7 +315,8 @@ class ModelConfig:
     """The policy network."""
 
     model_type: str = "mlp"
-    """`mlp` (numbers), `cnn` and `resnet` (images, and numbers beside them), a registered name, or `module:Class`."""
+    """`mlp` (numbers), `cnn` and `resnet` (images, and numbers beside them), `flow` (chunks of continuous actions by flow
+    matching, from either), a registered name, or `module:Class`."""
     hidden_sizes: list[int] = field(default_factory=lambda: [64, 64])
     """Widths of the hidden layers; cnn and resnet take the last for what comes after the convolutions."""
     activation: str = "tanh"
@@ -329,7 +330,8 @@ class ModelConfig:
     value_per_action: bool = False
     """A value for each action of a chunk, for `algorithm.reward_type: action_level`."""
     kwargs: dict[str, Any] = field(default_factory=dict)
-    """Options of the model: `resnet` has `channels` (default `[16, 32, 32]`), and a model of your own whatever it wants."""
+    """Options of the model: `resnet` has `channels` (default `[16, 32, 32]`), `flow` has `num_steps` (4),
+    `noise_level` (0.5) and `encoder` (of images: cnn or resnet); a model of your own has what it wants."""
     model_path: str | None = None
     """Language models: a Hugging Face folder or hub name, with its tokenizer."""
     dtype: str = "float32"

@@ -7,7 +7,7 @@ from typing import Any
 from rlhpc.config.rules import Fail, check_choice
 
 #: Policies that come with the package.
-MODELS = ("mlp", "cnn", "resnet")
+MODELS = ("mlp", "cnn", "resnet", "flow")
 #: Estimators that compare the outcomes of a group.
 _BY_GROUP = ("grpo", "dr_grpo", "rloo", "reinforce++_baseline")
 

@@ -41,13 +41,16 @@ class Policy(nn.Module):
     """
 
     logprob_type = "chunk_level"
+    #: Whether the actions are a distribution of `rlhpc.models.heads`.
+    has_head = True
 
     def __init__(self, cfg: Any, observation_space: Any, action_space: Any) -> None:
         super().__init__()
         self.observation_space, self.action_space = observation_space, action_space
         self.chunk = int(getattr(cfg, "num_action_chunks", None) or 1)
         self.value_width = self.chunk if getattr(cfg, "value_per_action", None) else 1
-        self.head: CategoricalHead | GaussianHead = make_head(action_space, float(cfg.log_std_init), self.chunk)
+        if self.has_head:
+            self.head: CategoricalHead | GaussianHead = make_head(action_space, float(cfg.log_std_init), self.chunk)
         self._cfg = cfg
 
     @abstractmethod
@@ -109,6 +112,10 @@ class Policy(nn.Module):
     def sample_noise(self, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
         """Noise for `predict_action_batch`, `[*shape, ...]`; a row belongs to one slot and step."""
         return self.head.sample_noise(shape, generator)
+
+    def bc_loss(self, inputs: dict[str, Any]) -> Tensor:
+        """What behaviour cloning minimises, `[B]`: here the negative log-likelihood of `actions [B, chunk, dim]` at `obs`."""
+        return -self.default_forward(inputs)["logprobs"].flatten(1).sum(1)
 
     def value(self, obs: Obs) -> Tensor:
         """Values `[B]`, or `[B, chunk]`."""

@@ -25,20 +25,29 @@ class ImagePolicy(Policy):
 
     Of several observations each image has an encoder of its own, everything else but texts is taken as numbers, and one
     layer joins what they found.
+
+    Args:
+        cfg, observation_space, action_space: See `Policy`.
+        heads: Without, it is an encoder for another policy, with `see` only.
+
+    Attributes:
+        hidden: Width of what `see` returns.
     """
 
-    def __init__(self, cfg: Any, observation_space: Any, action_space: Any) -> None:
+    def __init__(self, cfg: Any, observation_space: Any, action_space: Any, heads: bool = True) -> None:
+        self.has_head = heads
         super().__init__(cfg, observation_space, action_space)
         self._name, self._orthogonal = str(cfg.model_type), bool(cfg.ortho_init)
         self.options = dict(getattr(cfg, "kwargs", None) or {})
-        hidden = int(list(cfg.hidden_sizes)[-1]) if len(cfg.hidden_sizes) else 512
+        self.hidden = hidden = int(list(cfg.hidden_sizes)[-1]) if len(cfg.hidden_sizes) else 512
         boxes = boxes_of(observation_space)
         if "" in boxes:
             self.trunk = self._eye(boxes[""], hidden)
         else:
             self._several(boxes, hidden)
-        self.actor = layer(hidden, self.head.inputs, 0.01, self._orthogonal)
-        self.critic = layer(hidden, self.value_width, 1.0, self._orthogonal)
+        if heads:
+            self.actor = layer(hidden, self.head.inputs, 0.01, self._orthogonal)
+            self.critic = layer(hidden, self.value_width, 1.0, self._orthogonal)
 
     @abstractmethod
     def encoder(self, channels: int, height: int, width: int) -> nn.Sequential:
@@ -46,7 +55,7 @@ class ImagePolicy(Policy):
 
     def features(self, obs: Any, policy: bool, value: bool) -> tuple[Tensor | None, Tensor | None]:
         """See `Policy.features`."""
-        hidden = self._see(obs) if isinstance(obs, dict) else self.trunk(_prepared(obs, self.observation_space))
+        hidden = self.see(obs)
         return self.actor(hidden) if policy else None, self.critic(hidden).squeeze(-1) if value else None
 
     def _eye(self, box: Any, hidden: int) -> nn.Sequential:
@@ -79,7 +88,11 @@ class ImagePolicy(Policy):
             self.numbers = nn.Sequential(layer(count, hidden, math.sqrt(2), self._orthogonal), nn.ReLU())
         self.join = nn.Sequential(layer(width, hidden, math.sqrt(2), self._orthogonal), nn.ReLU())
 
-    def _see(self, obs: dict[str, Tensor]) -> Tensor:
+    def see(self, obs: Any) -> Tensor:
+        """Features `[B, hidden]` of observations."""
+        if not isinstance(obs, dict):
+            alone: Tensor = self.trunk(_prepared(obs, self.observation_space))
+            return alone
         found = [eye(_prepared(obs[key], self.observation_space[key])) for key, eye in self.eyes.items()]
         if self._numbers:
             found.append(self.numbers(torch.cat([obs[key].flatten(1).float() for key in self._numbers], 1)))
@@ -131,7 +144,7 @@ class ResNetPolicy(ImagePolicy):
     def encoder(self, channels: int, height: int, width: int) -> nn.Sequential:
         """See `ImagePolicy.encoder`."""
         unknown = set(self.options) - {"channels"}
-        if unknown:
+        if unknown and self.has_head:
             raise ConfigError(f"actor.model.kwargs of the resnet has {', '.join(sorted(unknown))}; allowed: channels")
         layers: list[nn.Module] = []
         for outputs in map(int, self.options.get("channels", (16, 32, 32))):

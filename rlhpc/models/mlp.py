@@ -34,15 +34,27 @@ def mlp(sizes: list[int], outputs: int, activation: str, orthogonal: bool, gain:
     return nn.Sequential(*layers, layer(sizes[-1], outputs, gain, orthogonal))
 
 
-def _width(space: Any) -> int:
+def flat_width(space: Any) -> int:
+    """Numbers of an observation.
+
+    Raises:
+        ConfigError: There are images or texts among several observations.
+    """
     boxes = boxes_of(space)
     for key, box in boxes.items():
         if key and np.dtype(box.dtype) == np.uint8:
             raise ConfigError(
-                f"actor.model.model_type is 'mlp', and the observation {key!r} is an image or a text; choose cnn or resnet, "
-                "or wrap the environment (env.train.wrappers)"
+                f"actor.model: the observation {key!r} is an image or a text, and only numbers are wanted; choose cnn or "
+                "resnet, or wrap the environment (env.train.wrappers)"
             )
     return sum(math.prod(box.shape) for box in boxes.values())
+
+
+def flat_numbers(obs: Any) -> Tensor:
+    """An observation as numbers `[B, flat_width]`, several by name."""
+    parts = [obs[key] for key in sorted(obs)] if isinstance(obs, dict) else [obs]
+    rows = [part.reshape(part.shape[0], -1).float() for part in parts]
+    return rows[0] if len(rows) == 1 else torch.cat(rows, 1)
 
 
 @register_model("mlp")
@@ -52,7 +64,7 @@ class MLPPolicy(Policy):
 
     def __init__(self, cfg: Any, observation_space: Any, action_space: Any) -> None:
         super().__init__(cfg, observation_space, action_space)
-        inputs = _width(observation_space)
+        inputs = flat_width(observation_space)
         sizes = [inputs, *map(int, cfg.hidden_sizes)]
         orthogonal, activation = bool(cfg.ortho_init), str(cfg.activation)
         self.critic = mlp(sizes, self.value_width, activation, orthogonal, 1.0)
@@ -60,7 +72,5 @@ class MLPPolicy(Policy):
 
     def features(self, obs: Any, policy: bool, value: bool) -> tuple[Tensor | None, Tensor | None]:
         """See `Policy.features`."""
-        parts = [obs[key] for key in sorted(obs)] if isinstance(obs, dict) else [obs]
-        rows = [part.reshape(part.shape[0], -1).float() for part in parts]
-        flat = rows[0] if len(rows) == 1 else torch.cat(rows, 1)
+        flat = flat_numbers(obs)
         return self.actor(flat) if policy else None, self.critic(flat).squeeze(-1) if value else None

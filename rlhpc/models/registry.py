@@ -15,7 +15,12 @@ from rlhpc.runtime.lookup import load_attribute
 if TYPE_CHECKING:
     from rlhpc.models.base import Policy
 
-_BUILT_IN = {"mlp": "rlhpc.models.mlp", "cnn": "rlhpc.models.images", "resnet": "rlhpc.models.images"}
+_BUILT_IN = {
+    "mlp": "rlhpc.models.mlp",
+    "cnn": "rlhpc.models.images",
+    "resnet": "rlhpc.models.images",
+    "flow": "rlhpc.models.flow",
+}
 _registered: dict[str, Any] = {}
 
 

@@ -1,0 +1,118 @@
+"""Flow policies: the stochastic way has the flow's marginals, its log-probs are torch's, and imitation finds the actions."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from gymnasium import spaces
+from omegaconf import OmegaConf
+
+from rlhpc import ConfigError
+from rlhpc.models import build_model, policy_from_spec
+from rlhpc.models.flow import Flow
+
+CFG = OmegaConf.create(
+    {
+        "model_type": "flow", "hidden_sizes": [32, 32], "activation": "silu", "ortho_init": True, "log_std_init": 0.0,
+        "num_action_chunks": 3, "value_per_action": False, "kwargs": {"num_steps": 3, "noise_level": 0.4},
+    }
+)  # fmt: skip
+STATE, ACTION = spaces.Box(-1, 1, (4,), np.float32), spaces.Box(-2, 6, (2,), np.float32)
+SEVERAL = spaces.Dict({"rgb": spaces.Box(0, 255, (9, 9, 3), np.uint8), "state": STATE})
+
+
+def observations(space, count):
+    if isinstance(space, spaces.Dict):
+        return {key: observations(part, count) for key, part in space.spaces.items()}
+    space.seed(0)
+    return torch.as_tensor(np.stack([space.sample() for _ in range(count)]))
+
+
+@pytest.mark.parametrize("noise_level", [0.2, 0.7])
+def test_the_stochastic_way_ends_in_the_flows_distribution(noise_level):
+    """Actions N(2, 0.5²): the velocity that flow matching would learn is known."""
+    mean, var = 2.0, 0.25
+
+    def velocity(x, t):
+        t = t[:, None, None]
+        total = (1 - t) ** 2 * var + t**2
+        gap = x - (1 - t) * mean
+        return t * gap / total - (mean + (1 - t) * var * gap / total)  # E[x_1 | x_t] − E[x_0 | x_t]
+
+    draw = torch.Generator().manual_seed(0)
+    noise = torch.randn(20_000, 101, 1, 1, generator=draw)
+    for steps in (noise[:, 1:], None):
+        found = Flow(100, noise_level).act(velocity, steps, noise[:, 0])[:, -1]
+        assert found.mean().item() == pytest.approx(mean, abs=0.03)
+        assert found.std().item() == pytest.approx(var**0.5, abs=0.03)
+
+
+@pytest.mark.parametrize("level", ["token_level", "action_level", "chunk_level"])
+@pytest.mark.parametrize("space", [STATE, SEVERAL], ids=["numbers", "image"])
+def test_acting_and_training_agree(space, level):
+    policy = build_model(CFG, space, ACTION, seed=1)
+    policy.logprob_type = level
+    obs = observations(space, 5)
+    noise = policy.sample_noise((5,), torch.Generator().manual_seed(0))
+    actions, extras = policy.predict_action_batch(obs, "train", noise)
+    assert actions.shape == (5, 3, 2)
+    out = policy.default_forward({"obs": obs, "actions": actions, **extras["inputs"]}, True, True, True)
+    torch.testing.assert_close(out["logprobs"], extras["prev_logprobs"])
+    torch.testing.assert_close(out["values"], extras["prev_values"])
+    assert out["entropy"].shape == out["logprobs"].shape
+    out["logprobs"].sum().backward()
+    assert all(p.grad is not None and p.grad.any() for name, p in policy.named_parameters() if "critic" not in name)
+    again = policy.predict_action_batch({k: v[:2] for k, v in obs.items()} if isinstance(obs, dict) else obs[:2], "train",
+                                        noise[:2])[0]  # fmt: skip
+    torch.testing.assert_close(again, actions[:2])
+
+
+def test_log_probs_are_those_of_torchs_normals():
+    policy = build_model(CFG, STATE, ACTION, seed=1)
+    policy.logprob_type, obs = "token_level", observations(STATE, 4)
+    _, extras = policy.predict_action_batch(obs)
+    chain, expected = extras["inputs"]["chain"], 0
+    velocity, _ = policy.prepare(obs, True, False)
+    for k, t in enumerate((1, 2 / 3, 1 / 3)):
+        v, x, sigma2 = velocity(chain[:, k], torch.full((4,), t)), chain[:, k], 0.16 * t / max(1 - t, 1 / 3)
+        mean = x - (v + sigma2 / (2 * t) * (x + (1 - t) * v)) / 3
+        expected = expected + torch.distributions.Normal(mean, (sigma2 / 3) ** 0.5).log_prob(chain[:, k + 1])
+    torch.testing.assert_close(extras["prev_logprobs"], expected)
+
+
+def test_imitation_finds_two_ways_of_acting():
+    """The demonstrations go left or right by the sign of the first number; both are found, scaled to the space's bounds."""
+    cfg = OmegaConf.merge(CFG, {"num_action_chunks": 2, "kwargs": {"num_steps": 6}})
+    policy = build_model(cfg, STATE, ACTION, seed=0)
+    optimizer = torch.optim.Adam(policy.parameters(), 3e-3)
+    torch.manual_seed(0)
+    losses = []
+    for _ in range(500):
+        obs = torch.randn(64, 4)
+        side = obs[:, :1].sign()
+        actions = (2 + 3 * side)[:, None].expand(64, 2, 2)
+        loss = policy.bc_loss({"obs": obs, "actions": actions}).mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert np.mean(losses[-50:]) < 0.5 * np.mean(losses[:20])
+    obs = torch.randn(200, 4)
+    obs[:, 0] = obs[:, 0].sign() * (0.3 + obs[:, 0].abs())
+    wanted = (2 + 3 * obs[:, 0].sign())[:, None, None].expand(200, 2, 2)
+    assert (policy.predict_action_batch(obs, "eval")[0] - wanted).abs().mean() < 0.4
+
+
+def test_a_spec_rebuilds_it_and_wrong_options_are_explained():
+    policy = build_model(CFG, SEVERAL, ACTION, seed=0)
+    twin = policy_from_spec(policy.spec())
+    twin.load_state_dict(policy.state_dict())
+    obs = observations(SEVERAL, 2)
+    assert torch.equal(twin.predict_action_batch(obs, "eval")[0], policy.predict_action_batch(obs, "eval")[0])
+    with pytest.raises(ConfigError, match="continuous actions"):
+        build_model(CFG, STATE, spaces.Discrete(3))
+    with pytest.raises(ConfigError, match="num_steps"):
+        build_model(OmegaConf.merge(CFG, {"kwargs": {"num_steps": 0}}), STATE, ACTION)
+    with pytest.raises(ConfigError, match="allowed: num_steps"):
+        build_model(OmegaConf.merge(CFG, {"kwargs": {"steps": 2}}), STATE, ACTION)
