@@ -316,7 +316,7 @@ class ModelConfig:
 
     model_type: str = "mlp"
     """`mlp` (numbers), `cnn` and `resnet` (images, and numbers beside them), `flow` (chunks of continuous actions by flow
-    matching, from either), a registered name, or `module:Class`."""
+    matching, from either), `vla` (Llava with action tokens), `pi0`, a registered name, or `module:Class`."""
     hidden_sizes: list[int] = field(default_factory=lambda: [64, 64])
     """Widths of the hidden layers; cnn and resnet take the last for what comes after the convolutions."""
     activation: str = "tanh"
@@ -331,9 +331,12 @@ class ModelConfig:
     """A value for each action of a chunk, for `algorithm.reward_type: action_level`."""
     kwargs: dict[str, Any] = field(default_factory=dict)
     """Options of the model: `resnet` has `channels` (default `[16, 32, 32]`), `flow` has `num_steps` (4),
-    `noise_level` (0.5) and `encoder` (of images: cnn or resnet); a model of your own has what it wants."""
+    `noise_level` (0.5) and `encoder` (of images: cnn or resnet); `pi0` has these two; `vla`
+    and `pi0` have `prompt`, with `{instruction}`; a model of your own has what it wants."""
+    add_value_head: bool = True
+    """`vla` and `pi0`: values, which GRPO does without."""
     model_path: str | None = None
-    """Language models: a Hugging Face folder or hub name, with its tokenizer."""
+    """Language models, `vla` and `pi0`: a Hugging Face folder or hub name, with its tokenizer, or `builtin:tiny`."""
     dtype: str = "float32"
     """Language models: of weights and computation: float32 or bfloat16 (mixed precision: fp32 master weights)."""
     gradient_checkpointing: bool = False

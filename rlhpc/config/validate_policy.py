@@ -7,7 +7,9 @@ from typing import Any
 from rlhpc.config.rules import Fail, check_choice
 
 #: Policies that come with the package.
-MODELS = ("mlp", "cnn", "resnet", "flow")
+MODELS = ("mlp", "cnn", "resnet", "flow", "vla", "pi0")
+#: Those that adapters can be attached to.
+_ADAPTED = ("vla", "pi0")
 #: Estimators that compare the outcomes of a group.
 _BY_GROUP = ("grpo", "dr_grpo", "rloo", "reinforce++_baseline")
 
@@ -21,6 +23,13 @@ def validate(cfg: Any, fail: Fail) -> None:
     algorithm, model, train = cfg.algorithm, cfg.actor.model, cfg.env.train
     if model.num_action_chunks < 1:
         raise fail("actor.model.num_action_chunks", "it must be at least 1")
+    if cfg.actor.lora.rank:
+        if str(model.model_type).lower() not in _ADAPTED:
+            raise fail("actor.lora.rank", f"adapters are for {' and '.join(_ADAPTED)}; the others train all weights: 0")
+        if cfg.actor.lora.dropout:
+            raise fail("actor.lora.dropout", "acting and training must agree on log-probs: it must be 0")
+    elif str(model.model_type).lower() in _ADAPTED and str(model.dtype) != "float32":
+        raise fail("actor.model.dtype", "all weights are trained in float32; bfloat16 needs adapters (actor.lora.rank)")
     check_choice(
         "algorithm.logprob_type", str(algorithm.logprob_type), ("token_level", "action_level", "chunk_level"), fail
     )

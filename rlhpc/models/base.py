@@ -115,7 +115,8 @@ class Policy(nn.Module):
 
     def bc_loss(self, inputs: dict[str, Any]) -> Tensor:
         """What behaviour cloning minimises, `[B]`: here the negative log-likelihood of `actions [B, chunk, dim]` at `obs`."""
-        return -self.default_forward(inputs)["logprobs"].flatten(1).sum(1)
+        logprobs = self.default_forward(inputs)["logprobs"]
+        return -logprobs.reshape(len(logprobs), -1).sum(1)
 
     def value(self, obs: Obs) -> Tensor:
         """Values `[B]`, or `[B, chunk]`."""

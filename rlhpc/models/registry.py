@@ -20,6 +20,8 @@ _BUILT_IN = {
     "cnn": "rlhpc.models.images",
     "resnet": "rlhpc.models.images",
     "flow": "rlhpc.models.flow",
+    "vla": "rlhpc.models.vla",
+    "pi0": "rlhpc.models.pi0",
 }
 _registered: dict[str, Any] = {}
 
@@ -62,6 +64,18 @@ def find_model(name: str) -> Any:
     raise ConfigError(
         f"actor.model.model_type is {name!r}, which is unknown{hint} allowed: {', '.join(model_types())}, or module:Class"
     )
+
+
+def policy_section(actor: Any) -> Any:
+    """Section `actor.model` as `build_model` wants it: the adapters of `actor.lora`, if any, are among its options."""
+    from omegaconf import OmegaConf
+
+    if not int(actor.lora.rank):
+        return actor.model
+    section = actor.model.copy()
+    OmegaConf.set_readonly(section, False)
+    section.kwargs = {**section.kwargs, "lora": OmegaConf.to_container(actor.lora)}
+    return section
 
 
 def build_model(cfg: Any, observation_space: Any, action_space: Any, seed: int | None = None) -> Policy:

@@ -13,7 +13,7 @@ from rlhpc.algorithms import calculate_adv_and_returns
 from rlhpc.checkpoint.durable import write_durably
 from rlhpc.checkpoint.state import load_state, load_tensors, rng_state, save_state, save_tensors, set_rng_state
 from rlhpc.envs.observations import is_column
-from rlhpc.models import build_model
+from rlhpc.models import build_model, policy_section
 from rlhpc.roles.device import own_device, seed_process, settle
 from rlhpc.roles.exchange import TRAJECTORIES, SlotMap
 from rlhpc.roles.start import load_weights
@@ -92,7 +92,7 @@ class EmbodiedActor(Worker):
         self.share = slots.actor_share(self.rank)
         self.device = own_device(self)
         seed_process(self.seed, "actor", self.rank)
-        built = build_model(cfg.actor.model, observation_space, action_space, seed=self.seed)
+        built = build_model(policy_section(cfg.actor), observation_space, action_space, seed=self.seed)
         self.policy = settle(built, self.device).train()
         self.policy.logprob_type = str(cfg.algorithm.logprob_type).lower()
         self.backend = LocalBackend(self.policy, cfg.actor.optim, self.all_reduce, self.world_size)

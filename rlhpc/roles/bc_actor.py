@@ -13,7 +13,7 @@ from gymnasium import spaces
 from rlhpc.algorithms import value_loss
 from rlhpc.data.trajectories import Trajectory, read_trajectories, shapes
 from rlhpc.envs.observations import join, take
-from rlhpc.models import build_model
+from rlhpc.models import build_model, policy_section
 from rlhpc.roles.actor import EmbodiedActor
 from rlhpc.roles.device import own_device, seed_process, settle, to_tensors
 from rlhpc.roles.env import check_env
@@ -51,7 +51,7 @@ def check_bc(cfg: Any, ranks: dict[str, int]) -> None:
     """
     del ranks
     observation_space, action_space = check_env(cfg.env.train)
-    check_start(cfg, build_model(cfg.actor.model, observation_space, action_space))
+    check_start(cfg, build_model(policy_section(cfg.actor), observation_space, action_space))
     if str(cfg.algorithm.bc_loss) == "mse" and not isinstance(action_space, spaces.Box):
         raise ConfigError(f"algorithm.bc_loss is 'mse', and the actions are {action_space}; choose nll")
     check_fit(next(iter(read_demos(cfg))), observation_space, action_space)
@@ -89,6 +89,12 @@ def returns_to_go(rewards: np.ndarray, gamma: float) -> np.ndarray:
     return found
 
 
+def chunks_of(actions: np.ndarray, chunk: int) -> np.ndarray:
+    """For each step of an episode `[T, dim]` the actions from there on, `[T, chunk, dim]`; the last one is repeated."""
+    steps = np.arange(len(actions))[:, None] + np.arange(chunk)
+    return actions[np.minimum(steps, len(actions) - 1)]
+
+
 class BcActor(EmbodiedActor):
     """Trains the policy on demonstrations; each rank holds an equal share of their steps."""
 
@@ -103,7 +109,7 @@ class BcActor(EmbodiedActor):
         self.device = own_device(self)
         seed_process(self.seed, "actor", self.rank)
         observation_space, action_space = check_env(cfg.env.train)
-        built = build_model(cfg.actor.model, observation_space, action_space, seed=self.seed)
+        built = build_model(policy_section(cfg.actor), observation_space, action_space, seed=self.seed)
         self.policy = settle(built, self.device).train()
         self.backend = LocalBackend(self.policy, cfg.actor.optim, self.all_reduce, self.world_size)
         self.loss_type, self.value_coef = str(cfg.algorithm.bc_loss).lower(), float(cfg.algorithm.bc_value_coef)
@@ -133,7 +139,7 @@ class BcActor(EmbodiedActor):
             return to_tensors(take(join(columns), mine), self.device)
 
         batch = {"obs": joined([take(each["obs"], slice(-1)) for each in trajectories])}
-        batch["actions"] = joined([each["actions"] for each in trajectories]).unsqueeze(1)
+        batch["actions"] = joined([chunks_of(each["actions"], self.policy.chunk) for each in trajectories])
         if self.value_coef:
             scale, gamma = float(self.cfg.env.train.reward_scale), float(self.cfg.algorithm.gamma)
             batch["returns"] = joined([scale * returns_to_go(each["rewards"], gamma) for each in trajectories])
@@ -186,13 +192,11 @@ class BcActor(EmbodiedActor):
     def _losses(self, batch: Batch, indices: torch.Tensor, count: int) -> list[torch.Tensor]:
         """This part's share of the policy's and of the value's loss over `count` transitions."""
         obs, actions, values = take(batch["obs"], indices), batch["actions"][indices], "returns" in batch
-        out: dict[str, torch.Tensor] = {}
-        if values or self.loss_type == "nll":
-            out = self.policy.default_forward(
-                {"obs": obs, "actions": actions}, compute_logprobs=self.loss_type == "nll", compute_values=values
-            )
+        given, out = {"obs": obs, "actions": actions}, {}
+        if values:
+            out = self.policy.default_forward(given, compute_logprobs=False, compute_values=True)
         if self.loss_type == "nll":
-            policy = -out["logprobs"].sum() / count
+            policy = self.policy.bc_loss(given).sum() / count
         else:
             mean, _ = self.policy.predict_action_batch(obs, mode="eval")
             policy = (mean - actions).square().mean((1, 2)).sum() / count

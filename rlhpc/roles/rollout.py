@@ -10,7 +10,7 @@ import torch
 
 from rlhpc.checkpoint.state import load_state, rng_state, save_state, set_rng_state
 from rlhpc.envs.observations import columns_of, count_rows, join
-from rlhpc.models import build_model
+from rlhpc.models import build_model, policy_section
 from rlhpc.roles.device import own_device, seed_process, settle, to_tensors
 from rlhpc.roles.evaluation import evaluate_policy
 from rlhpc.roles.exchange import OUTCOMES, TRAJECTORIES, SlotMap, within
@@ -65,7 +65,9 @@ class MultiStepRolloutWorker(Worker):
         self.seed = int(self.cfg.runner.seed)
         self.device = own_device(self)
         seed_process(self.seed, "rollout", self.rank)
-        self.policy = settle(build_model(self.cfg.actor.model, observation_space, action_space), self.device).eval()
+        self.policy = settle(
+            build_model(policy_section(self.cfg.actor), observation_space, action_space), self.device
+        ).eval()
         self.policy.requires_grad_(False)
         self.policy.logprob_type = str(self.cfg.algorithm.logprob_type).lower()
         self.shares = [slots.rollout_share(stage, self.rank) for stage in range(slots.stages)]

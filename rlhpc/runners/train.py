@@ -161,7 +161,7 @@ def check(cfg: Any, ranks: dict[str, int]) -> None:
     Raises:
         ConfigError: Names the key and the numbers.
     """
-    from rlhpc.models import build_model
+    from rlhpc.models import build_model, policy_section
     from rlhpc.roles.actor import check_batches
     from rlhpc.roles.env import check_env
     from rlhpc.roles.exchange import SlotMap
@@ -172,7 +172,7 @@ def check(cfg: Any, ranks: dict[str, int]) -> None:
     spaces = check_env(cfg.env.train)
     if int(cfg.runner.val_check_interval) > 0:
         check_env(cfg.env.eval)
-    check_start(cfg, build_model(cfg.actor.model, *spaces))
+    check_start(cfg, build_model(policy_section(cfg.actor), *spaces))
 
 
 def _train(
