@@ -64,6 +64,11 @@ _EXAMPLES = {
         "rlhpc report runs/quickstart",
         "rlhpc report configs/quickstart.yaml runner.name=try",
     ),
+    "replay": (
+        "rlhpc replay inspect runs/pendulum_sac/checkpoints/global_step_60",
+        "rlhpc replay merge runs/a/checkpoints/global_step_60 runs/b/checkpoints/global_step_60 --output prior",
+        "rlhpc replay split prior --parts 4 --output pieces",
+    ),
     "doctor": (
         "rlhpc doctor --site mycluster",
         "rlhpc doctor --site mycluster --folder /scratch/me/runs --nodes 16 --json doctor.json",
@@ -367,6 +372,28 @@ def _checkpoint_arguments(parser: argparse.ArgumentParser) -> None:
     _with_overrides(parser)
 
 
+def _replay(args: argparse.Namespace) -> int:
+    from rlhpc.data import replay_files
+
+    if args.overrides:
+        raise ConfigError(f"rlhpc replay takes no overrides ({args.overrides[0]})")
+    if args.action != "merge" and len(args.folders) > 1:
+        raise ConfigError(
+            f"rlhpc replay {args.action} takes one folder, {len(args.folders)} are given; merge them first"
+        )
+    if args.action == "inspect":
+        print(json.dumps(replay_files.inspect(args.folders[0]), indent=1))
+        return 0
+    if not args.output:
+        raise ConfigError(f"rlhpc replay {args.action} needs --output FOLDER")
+    if args.action == "merge":
+        print(f"{args.output}: {replay_files.merge(args.folders, args.output)} transitions")
+        return 0
+    for number, count in enumerate(replay_files.split(args.folders[0], args.output, args.parts)):
+        print(f"{Path(args.output) / str(number)}: {count} transitions")
+    return 0
+
+
 def build_parser() -> argparse.ArgumentParser:
     """The command line."""
     parser = _Parser(prog="rlhpc", description="Reinforcement learning on batch-scheduled clusters.")
@@ -428,6 +455,14 @@ def build_parser() -> argparse.ArgumentParser:
     report = _add(commands, "report", _report, "write a run's report page")
     _with_overrides(report, run=_RUN)
     report.add_argument("--curves", help="folder to write the single plots to as well")
+    replay = _add(commands, "replay", _replay, "inspect, merge and split replay buffers")
+    replay.add_argument("action", choices=("inspect", "merge", "split"), help="what to do")
+    replay.add_argument(
+        "folders", nargs="+", help="checkpoints of off-policy runs, or folders that merge and split wrote"
+    )
+    replay.add_argument("--output", help="folder to write (merge, split)")
+    replay.add_argument("--parts", type=int, default=2, help="parts to split into, oldest first (default 2)")
+    replay.set_defaults(overrides=[])
     doctor = _add(commands, "doctor", _doctor, "check whether a cluster has what runs need, with small probe jobs")
     doctor.add_argument("--site", help=_SITE)
     doctor.add_argument("--folder", default="runs", help="where runs are to be written (default: runs)")

@@ -43,6 +43,12 @@ from rlhpc.runtime.paths import RunPaths
 _LEFTOVER = re.compile(r"^\.(tmp|old|trash)_global_step_(\d+)-[0-9a-f]+$")
 
 
+def final_folder(staging: Path) -> Path:
+    """Where a checkpoint that is being written to `staging` will appear."""
+    match = _LEFTOVER.match(staging.name)
+    return staging.with_name(f"global_step_{match.group(2)}") if match else staging
+
+
 class CheckpointWriter:
     """One save. Leaving the block without `commit` (or with an exception) removes what was written.
 
@@ -129,8 +135,8 @@ class CheckpointWriter:
                 folders.add(path)
                 continue
             fsync_file(path)
-            size, checksum = digest(path)
-            files[path.relative_to(self.staging).as_posix()] = {"size": size, "sha256": checksum}
+            name = path.relative_to(self.staging).as_posix()
+            files[name] = self._known(name, path) or dict(zip(("size", "sha256"), digest(path), strict=True))
         if not files:
             raise CheckpointError(f"checkpoint {self.final}: nothing was written to {self.staging}")
         manifest = {"format": FORMAT, "global_step": self.step, "files": files, "meta": meta}
@@ -140,6 +146,20 @@ class CheckpointWriter:
             fsync_folder(folder)
         write_durably(self.staging / COMPLETE, seal(raw))
         fsync_folder(self.staging)
+
+    def _known(self, name: str, path: Path) -> dict[str, Any] | None:
+        """The entry of a file that is a hard link to another checkpoint's: what that one says of it.
+
+        Besides the reading it spares, damage to the shared bytes is found in both checkpoints.
+        """
+        if path.stat().st_nlink < 2:
+            return None
+        for _, other in reversed(self.paths.checkpoint_steps()):
+            linked = other / name
+            if is_complete(other) and linked.is_file() and linked.samefile(path):
+                entry: dict[str, Any] | None = read_manifest(other)["files"].get(name)
+                return entry
+        return None
 
     def _rename(self) -> None:
         # A folder cannot be renamed onto a filled one. The replaced checkpoint keeps a name until the new one has

@@ -392,7 +392,7 @@ def _require(cfg: DictConfig, source: str) -> None:
         missing = [
             key for key in missing if key.replace("env.eval.", "env.train.") not in missing or "env.eval." not in key
         ]
-        if str(cfg.runner.task_type).lower() in ("embodied", "bc") and not cfg.env.train.env_id:
+        if str(cfg.runner.task_type).lower() in ("embodied", "off_policy", "bc") and not cfg.env.train.env_id:
             missing.append("env.train.env_id")
         if missing:
             raise ConfigError(f"{source}: {missing[0]} is missing; set it in the file or with {missing[0]}=…")

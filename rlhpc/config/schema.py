@@ -95,8 +95,8 @@ class RunnerConfig:
     """The loop: how long, what is kept, when it is evaluated."""
 
     task_type: str = "embodied"
-    """Which runner: `embodied`, `bc` (an embodied policy from demonstrations), `reasoning` (language models on verifiable
-    tasks) or `sft`."""
+    """Which runner: `embodied`, `off_policy` (SAC), `bc` (an embodied policy from demonstrations), `reasoning` (language
+    models on verifiable tasks) or `sft`."""
     name: str = MISSING
     """Name of the run; its folder is `run_dir/name`."""
     run_dir: str = "runs"
@@ -136,6 +136,27 @@ class RunnerConfig:
 
 
 @dataclass
+class ReplayBufferConfig:
+    """Off-policy learning: the transitions of the environments that batches are drawn from."""
+
+    size: int = 1_000_000
+    """Transitions kept, over all actor ranks; the oldest go first."""
+    min_buffer_size: int = 5000
+    """Transitions before the first update."""
+
+
+@dataclass
+class DemoBufferConfig:
+    """Off-policy learning: a fixed second buffer (RLPD)."""
+
+    load_path: str | None = None
+    """HDF5 trajectories in ManiSkill's format (file, folder or pattern), or a replay buffer (a checkpoint of an off-policy
+    run, or what `rlhpc replay` wrote); null is none."""
+    ratio: float = 0.5
+    """Part of each batch that comes from there."""
+
+
+@dataclass
 class AlgorithmConfig:
     """Advantages, losses and the shape of a rollout."""
 
@@ -143,8 +164,8 @@ class AlgorithmConfig:
     """Advantage estimator: gae, grpo, dr_grpo, rloo, reinforce++, reinforce++_baseline, raw, a registered name, or
     `module:function`."""
     loss_type: str = "ppo"
-    """Policy loss: ppo (alias actor, actor_critic), gspo, cispo, decoupled_ppo, a registered name, or
-    `module:function`."""
+    """Policy loss: ppo (alias actor, actor_critic), gspo, cispo, decoupled_ppo, a registered name, or `module:function`;
+    off-policy runs: sac (alias embodied_sac)."""
     loss_agg: str = "token-mean"
     """How per-step losses are averaged: token-mean (the embodied runner's only one), and others for sequences."""
     gamma: float = 0.99
@@ -205,7 +226,33 @@ class AlgorithmConfig:
     overlong_filter: bool = False
     """Responses cut off at the length limit do not train."""
     max_staleness: int = 0
-    """Async mode: most versions by which the policy that wrote a token may lag behind the one it trains; 0 is sync."""
+    """Async mode: most versions by which the policy that acted (language models: wrote a token) may lag behind the one that
+    is trained; 0 is sync."""
+    tau: float = 0.005
+    """Off-policy: part of the critics' weights that goes into the target networks at each of their updates."""
+    auto_entropy_tuning: bool = True
+    """Off-policy: the temperature is learned, so that the policy's entropy becomes `target_entropy`."""
+    initial_alpha: float = 1.0
+    """Off-policy: temperature at the start, or throughout."""
+    target_entropy: float | None = None
+    """Off-policy: null takes minus the number of action components."""
+    alpha_lr: float | None = None
+    """Off-policy: learning rate of the temperature; null takes that of the critics (`actor.optim.value_lr`)."""
+    backup_entropy: bool = True
+    """Off-policy: the critics' targets contain the next action's entropy (RLPD goes without)."""
+    update_to_data: float = 1.0
+    """Off-policy: updates for each transition that the environments bring."""
+    critic_actor_ratio: int = 1
+    """Off-policy: updates of the critics for each of the actor."""
+    target_update_freq: int = 1
+    """Off-policy: updates of the critics for each of the target networks."""
+    random_steps: int | None = None
+    """Off-policy: transitions at the start whose actions are drawn evenly from the whole space; null takes
+    `replay_buffer.min_buffer_size`, and 0 where the run starts from `runner.init_from`."""
+    replay_buffer: ReplayBufferConfig = field(default_factory=ReplayBufferConfig)
+    """Off-policy: what the environments brought."""
+    demo_buffer: DemoBufferConfig = field(default_factory=DemoBufferConfig)
+    """Off-policy: demonstrations, or other data from before the run."""
 
 
 @dataclass
@@ -316,7 +363,8 @@ class ModelConfig:
 
     model_type: str = "mlp"
     """`mlp` (numbers), `cnn` and `resnet` (images, and numbers beside them), `flow` (chunks of continuous actions by flow
-    matching, from either), `vla` (Llava with action tokens), `pi0`, a registered name, or `module:Class`."""
+    matching, from either), `sac` (numbers; actor and twin critics of off-policy runs), `vla` (Llava with action tokens),
+    `pi0`, a registered name, or `module:Class`."""
     hidden_sizes: list[int] = field(default_factory=lambda: [64, 64])
     """Widths of the hidden layers; cnn and resnet take the last for what comes after the convolutions."""
     activation: str = "tanh"
@@ -329,6 +377,8 @@ class ModelConfig:
     """Actions that are chosen at once and executed one after the other (embodied)."""
     value_per_action: bool = False
     """A value for each action of a chunk, for `algorithm.reward_type: action_level`."""
+    critic_layer_norm: bool = False
+    """`sac`: normalises the critics' hidden layers, which keeps many updates per transition stable (RLPD)."""
     kwargs: dict[str, Any] = field(default_factory=dict)
     """Options of the model: `resnet` has `channels` (default `[16, 32, 32]`), `flow` has `num_steps` (4),
     `noise_level` (0.5) and `encoder` (of images: cnn or resnet); `pi0` has these two; `vla`
@@ -391,6 +441,8 @@ class OptimConfig:
     """`adam` or `adamw`."""
     lr: float = 3.0e-4
     """Learning rate."""
+    value_lr: float | None = None
+    """Off-policy: learning rate of the critics; null takes `lr`."""
     adam_beta1: float = 0.9
     """Decay of the first moment."""
     adam_beta2: float = 0.999

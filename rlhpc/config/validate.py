@@ -13,6 +13,7 @@ from typing import Any
 from omegaconf import OmegaConf
 
 from rlhpc.config import validate_language as language
+from rlhpc.config import validate_off_policy as off_policy
 from rlhpc.config import validate_policy as policy
 from rlhpc.config.rules import Fail, check_choice, check_signs
 from rlhpc.runtime.errors import ConfigError, PlacementError
@@ -21,13 +22,14 @@ from rlhpc.runtime.paths import RunPaths
 #: Components of each kind of run.
 COMPONENTS = {
     "embodied": ("actor", "rollout", "env"),
+    "off_policy": ("actor", "rollout", "env"),
     "bc": ("actor",),
     "reasoning": ("actor", "rollout"),
     "sft": ("actor",),
 }
 TASKS = tuple(COMPONENTS)
 #: Kinds of run with simulators and a policy network of their own.
-EMBODIED = ("embodied", "bc")
+EMBODIED = ("embodied", "off_policy", "bc")
 _POSITIVE = (
     "cluster.num_nodes", "workflow.eval_job.cpus", "workflow.convert_job.cpus", "runner.segments",
     "runner.rendezvous_timeout_s", "runner.step_timeout_s",
@@ -114,9 +116,13 @@ def validate(
         policy.validate(cfg, fail)
     else:
         language.validate(cfg, fail, training=training)
+    if task == "off_policy":
+        off_policy.validate(cfg, fail)
     if training:
         if task == "embodied":
             _divisibility(cfg, fail)
+        elif task == "off_policy":
+            _slots(cfg, fail)
         _runner(cfg, fail)
         _placement(cfg)
 
@@ -165,6 +171,8 @@ def _leaves(tree: Any, prefix: str = "") -> Iterable[tuple[str, Any]]:
 
 def _lookup(cfg: Any, fail: Fail) -> None:
     """Registered names: known ones pass without an import; for others the registries are asked."""
+    if str(cfg.runner.task_type).lower() == "off_policy":
+        return
     if str(cfg.algorithm.adv_type).lower() not in _ESTIMATORS or str(cfg.algorithm.loss_type).lower() not in _LOSSES:
         from rlhpc import algorithms  # noqa: F401  (fills the registries)
         from rlhpc.algorithms.registry import ADVANTAGES, POLICY_LOSSES
@@ -208,7 +216,7 @@ def _gymnasium_id(key: str, env_id: str, fail: Fail) -> None:
         raise fail(key, f"gymnasium does not know it; {hint}")
 
 
-def _divisibility(cfg: Any, fail: Fail) -> None:
+def _slots(cfg: Any, fail: Fail) -> None:
     envs, stages = cfg.env.train.num_envs, cfg.rollout.pipeline_stage_num
     if envs % stages:
         raise fail("env.train.num_envs", f"it must divide by rollout.pipeline_stage_num ({stages})")
@@ -216,6 +224,11 @@ def _divisibility(cfg: Any, fail: Fail) -> None:
         section = cfg.env[side]
         if section.num_envs % section.group_size:
             raise fail(f"env.{side}.num_envs", f"it must divide by env.{side}.group_size ({section.group_size})")
+
+
+def _divisibility(cfg: Any, fail: Fail) -> None:
+    _slots(cfg, fail)
+    envs = cfg.env.train.num_envs
     batch, total = cfg.actor.global_batch_size, envs * cfg.algorithm.rollout_steps
     if total % batch:
         raise fail(
@@ -313,7 +326,7 @@ def _placement(cfg: Any) -> None:
     sizes = {name: placement.get_world_size(name) for name in wanted}
     if task not in EMBODIED:
         language.check_sizes(cfg, sizes)
-    if task != "embodied":
+    if task == "bc":
         return
     slots = cfg.env.train.num_envs // cfg.rollout.pipeline_stage_num
     for name, size in sizes.items():

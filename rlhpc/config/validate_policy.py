@@ -7,7 +7,7 @@ from typing import Any
 from rlhpc.config.rules import Fail, check_choice
 
 #: Policies that come with the package.
-MODELS = ("mlp", "cnn", "resnet", "flow", "vla", "pi0")
+MODELS = ("mlp", "cnn", "resnet", "flow", "sac", "vla", "pi0")
 #: Those that adapters can be attached to.
 _ADAPTED = ("vla", "pi0")
 #: Estimators that compare the outcomes of a group.

@@ -12,6 +12,8 @@ from torch import Tensor, nn
 from rlhpc.runtime.errors import ConfigError
 
 _LOG_2PI = math.log(2 * math.pi)
+#: Range of the log-std of squashed Gaussians (CleanRL).
+_LOG_STD = (-5.0, 2.0)
 #: How finely log-probabilities are told apart: one for each component of each action of a chunk `[B, chunk, d]`, one for
 #: each action `[B, chunk]`, or one for the chunk `[B]`.
 LEVELS = ("token_level", "action_level", "chunk_level")
@@ -107,6 +109,81 @@ class GaussianHead(nn.Module):
             return logprobs, None
         total = at_level((self.log_std + 0.5 + 0.5 * _LOG_2PI).unsqueeze(0), level, self.chunk)
         return logprobs, total.expand(logprobs.shape)
+
+
+class SquashedGaussianHead(nn.Module):
+    """Box actions within their bounds: tanh of a diagonal Gaussian, scaled (Haarnoja et al. 2018, as CleanRL's SAC).
+
+    The network gives mean and log-std, the latter squashed into [-5, 2]. Actions are `[B, chunk, d]`
+    float32.
+
+    Args:
+        space: Bounded Box of one slot's actions.
+        chunk: Actions that are chosen at once.
+
+    Raises:
+        ConfigError: It is no Box, or has no bounds.
+    """
+
+    low: Tensor
+    high: Tensor
+
+    def __init__(self, space: Any, chunk: int = 1) -> None:
+        super().__init__()
+        if not isinstance(space, spaces.Box) or not space.is_bounded():
+            raise ConfigError(
+                f"actor.model.model_type 'sac' needs bounded continuous actions (Box); the environment's are {space}"
+            )
+        self.dim, self.chunk = chunk * math.prod(space.shape), chunk
+        self.inputs = 2 * self.dim
+        for name, bound in (("low", space.low), ("high", space.high)):
+            each = torch.as_tensor(bound, dtype=torch.float32).reshape(-1).repeat(chunk)
+            self.register_buffer(name, each, persistent=False)
+
+    @property
+    def scale(self) -> Tensor:
+        """Half the width of the bounds, `[chunk · d]`."""
+        return (self.high - self.low) / 2
+
+    @property
+    def middle(self) -> Tensor:
+        """Middle of the bounds, `[chunk · d]`."""
+        return (self.high + self.low) / 2
+
+    def sample_noise(self, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
+        """Standard normal `[*shape, chunk · d]`."""
+        return torch.randn((*shape, self.dim), generator=generator)
+
+    def act(self, inputs: Tensor, noise: Tensor | None, level: str = "chunk_level") -> tuple[Tensor, Tensor]:
+        """Actions `[B, chunk, d]` and their log-probabilities at a level; without noise tanh of the mean."""
+        mean, log_std = self._split(inputs)
+        noise = torch.zeros_like(mean) if noise is None else noise
+        squashed = torch.tanh(mean + log_std.exp() * noise)
+        actions = (squashed * self.scale + self.middle).unflatten(-1, (self.chunk, -1))
+        return actions, at_level(self._logprobs(squashed, noise, log_std), level, self.chunk)
+
+    def evaluate(
+        self, inputs: Tensor, actions: Tensor, entropy: bool, level: str = "chunk_level"
+    ) -> tuple[Tensor, Tensor | None]:
+        """Log-probabilities of given actions at a level, and the entropy of the Gaussian before the tanh."""
+        mean, log_std = self._split(inputs)
+        # Half a float's precision off the bounds, where atanh is infinite.
+        squashed = ((actions.reshape(mean.shape) - self.middle) / self.scale).clamp(-1 + 1e-6, 1 - 1e-6)
+        noise = (torch.atanh(squashed) - mean) * (-log_std).exp()
+        logprobs = at_level(self._logprobs(squashed, noise, log_std), level, self.chunk)
+        return logprobs, at_level(log_std + 0.5 + 0.5 * _LOG_2PI, level, self.chunk) if entropy else None
+
+    def uniform(self, noise: Tensor) -> Tensor:
+        """Actions `[B, chunk, d]` spread evenly over the bounds, from normal noise."""
+        return (self.middle + self.scale * torch.erf(noise / math.sqrt(2))).unflatten(-1, (self.chunk, -1))
+
+    def _split(self, inputs: Tensor) -> tuple[Tensor, Tensor]:
+        mean, log_std = inputs.chunk(2, -1)
+        return mean, _LOG_STD[0] + 0.5 * (_LOG_STD[1] - _LOG_STD[0]) * (torch.tanh(log_std) + 1)
+
+    def _logprobs(self, squashed: Tensor, noise: Tensor, log_std: Tensor) -> Tensor:
+        change = torch.log(self.scale * (1 - squashed**2) + 1e-6)
+        return -0.5 * noise**2 - log_std - 0.5 * _LOG_2PI - change
 
 
 def make_head(space: Any, log_std_init: float, chunk: int = 1) -> CategoricalHead | GaussianHead:

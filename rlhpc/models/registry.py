@@ -19,6 +19,7 @@ _BUILT_IN = {
     "mlp": "rlhpc.models.mlp",
     "cnn": "rlhpc.models.images",
     "resnet": "rlhpc.models.images",
+    "sac": "rlhpc.models.sac",
     "flow": "rlhpc.models.flow",
     "vla": "rlhpc.models.vla",
     "pi0": "rlhpc.models.pi0",

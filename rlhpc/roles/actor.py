@@ -129,12 +129,7 @@ class EmbodiedActor(Worker):
         Returns:
             The oldest version of the policy that acted.
         """
-        parts = [
-            self._trajectories.get(key=self.slots.to_actor_key(stage, rank, self.rank))
-            for stage, rank, _ in self.slots.sources_of(self.rank)
-        ]
-        version = min(part.pop("version") for part in parts)
-        columns = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
+        columns, version = self._columns()
         batch = {name: torch.from_numpy(column).to(self.device) for name, column in columns.items()}
         batch.setdefault("loss_mask", torch.ones(batch["rewards"].shape[:2], dtype=torch.bool, device=self.device))
         if "action_mask" in batch:
@@ -161,6 +156,15 @@ class EmbodiedActor(Worker):
         batch["loss_mask"] = sequence["loss_mask"].reshape(shape)
         self.batch = batch
         return {"version": float(version)}
+
+    def _columns(self) -> tuple[dict[str, np.ndarray], int]:
+        """This step's trajectories of the rank's slots `[n, T, ...]`, and the oldest version that acted."""
+        parts = [
+            self._trajectories.get(key=self.slots.to_actor_key(stage, rank, self.rank))
+            for stage, rank, _ in self.slots.sources_of(self.rank)
+        ]
+        version = min(part.pop("version") for part in parts)
+        return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}, version
 
     def update(self, step: int, progress: float = 0.0) -> dict[str, float]:
         """Trains on the trajectories that `receive` took in.

@@ -113,19 +113,19 @@ class MultiStepRolloutWorker(Worker):
 
     def _act(self, stage: int, t: int, noise: torch.Tensor) -> None:
         obs = join([lane.get() for lane, _ in self.lanes[stage]])
-        actions, extras = self.policy.predict_action_batch(self._tensor(obs), mode="train", noise=noise)
+        actions, extras = self._choose(obs, noise, t)
         chosen = actions.cpu().numpy()
         for lane, common in self.lanes[stage]:
             lane.put(chosen[within(common, self.shares[stage])])
         # The environments are busy now; what follows costs no time.
-        self.buffers[stage].write(
-            t,
-            **columns_of("obs", obs),
-            actions=chosen,
-            logprobs=extras["prev_logprobs"].cpu().numpy(),
-            values=extras["prev_values"].cpu().numpy(),
-            **{f"inputs.{name}": part.cpu().numpy() for name, part in extras.get("inputs", {}).items()},
-        )
+        rows = {name: extra.cpu().numpy() for name, extra in extras.items()}
+        self.buffers[stage].write(t, **columns_of("obs", obs), actions=chosen, **rows)
+
+    def _choose(self, obs: Any, noise: torch.Tensor, t: int) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        """Actions, and what goes into the trajectories beside them."""
+        actions, extras = self.policy.predict_action_batch(self._tensor(obs), mode="train", noise=noise)
+        rows = {"logprobs": extras["prev_logprobs"], "values": extras["prev_values"]}
+        return actions, rows | {f"inputs.{name}": part for name, part in extras.get("inputs", {}).items()}
 
     def _tensor(self, obs: Any) -> Any:
         """An observation, or another array, on the policy's device."""
@@ -139,7 +139,7 @@ class MultiStepRolloutWorker(Worker):
         values = np.split(self._value(join(unseen)), np.cumsum([count_rows(part) for part in unseen])[:-1])
         for stage, outcome in enumerate(outcomes):
             last, final = values[2 * stage], values[2 * stage + 1]
-            buffer, share = self.buffers[stage], self.shares[stage]
+            buffer = self.buffers[stage]
             columns = {name: buffer.batch_first(name) for name in buffer.names}
             columns["next_values"] = next_values(
                 columns["values"], last, outcome["final_slot"], outcome["final_step"], final,
@@ -148,11 +148,15 @@ class MultiStepRolloutWorker(Worker):
             for name in ("rewards", "terminations", "truncations", "action_mask", "loss_mask"):
                 if name in outcome:
                     columns[name] = outcome[name]
-            for rank, common in self.slots.actors_of(stage, self.rank):
-                part = within(common, share)
-                message: dict[str, Any] = {name: column[part] for name, column in columns.items()}
-                message["version"] = self.version
-                self._trajectories.put(message, key=self.slots.to_actor_key(stage, self.rank, rank))
+            self._send(stage, columns)
+
+    def _send(self, stage: int, columns: dict[str, np.ndarray]) -> None:
+        """Gives every actor rank its slots of a stage's columns `[n, T, ...]`."""
+        for rank, common in self.slots.actors_of(stage, self.rank):
+            part = within(common, self.shares[stage])
+            message: dict[str, Any] = {name: column[part] for name, column in columns.items()}
+            message["version"] = self.version
+            self._trajectories.put(message, key=self.slots.to_actor_key(stage, self.rank, rank))
 
     def _merge_outcomes(self, stage: int) -> dict[str, Any]:
         """The env ranks' outcomes of a stage as one, slots counted from this rank's first."""

@@ -60,10 +60,14 @@ class EmbodiedRunner(Runner):
         self.slots = SlotMap.from_config(
             cfg, env=env.world_size, rollout=rollout.world_size, actor=actor.world_size, **names
         )
-        check_batches(cfg)
+        self.check()
         self.env_steps, self.episodes = 0, 0
         self.window: collections.deque[tuple[float, float, float]] = collections.deque(maxlen=WINDOW)
         self._recent: collections.deque[tuple[float, int]] = collections.deque(maxlen=_RATE_STEPS)
+
+    def check(self) -> None:
+        """Refuses what does not fit together."""
+        check_batches(self.cfg)
 
     # -- start ----------------------------------------------------------------------------------------------------
 
@@ -121,6 +125,18 @@ class EmbodiedRunner(Runner):
             acted = min(facts["version"] for facts in receive.wait(self.timeout))
         with timers("update"):
             trained = update.wait(self.timeout)[0]
+        return self._row(step, begin, trained, episodes, acted, timers)
+
+    def _row(
+        self,
+        step: int,
+        begin: float,
+        trained: dict[str, float],
+        episodes: dict[str, np.ndarray],
+        acted: float,
+        timers: PhaseTimers,
+    ) -> dict[str, float]:
+        """Counts a step that began at `begin`, and makes its row."""
         seconds = time.perf_counter() - begin
         self.step = step
         decisions = self.slots.num_envs * int(self.cfg.algorithm.rollout_steps)

@@ -64,6 +64,17 @@ TASKS = {
         "rlhpc.runners.train:check",
         frozenset({"rollout", "env"}),
     ),
+    "off_policy": Task(
+        {
+            "actor": "rlhpc.roles.off_policy:OffPolicyActor",
+            "rollout": "rlhpc.roles.off_policy:OffPolicyRolloutWorker",
+            "env": "rlhpc.roles.env:EnvWorker",
+        },
+        "rlhpc.runners.off_policy:OffPolicyRunner",
+        (*_EMBODIED, "rlhpc.roles.off_policy"),
+        "rlhpc.roles.off_policy:check_off_policy",
+        frozenset({"rollout", "env"}),
+    ),
     "bc": Task(
         {"actor": "rlhpc.roles.bc_actor:BcActor"},
         "rlhpc.runners.bc:BcRunner",

@@ -53,6 +53,11 @@ class LocalBackend:
     def _split(self, flat: torch.Tensor) -> list[torch.Tensor]:
         return [part.view(p.shape) for part, p in zip(flat.split(self._sizes), self._parameters, strict=True)]
 
+    @property
+    def weights(self) -> torch.Tensor:
+        """All trainable parameters, flat; a view."""
+        return self._weights
+
     def zero_grad(self) -> None:
         """Clears the gradients."""
         self._gradients.zero_()

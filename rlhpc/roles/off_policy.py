@@ -1,0 +1,219 @@
+"""Off-policy roles: rollout ranks hand over transitions, actor ranks keep them and train on what they draw."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from rlhpc.checkpoint.durable import write_durably
+from rlhpc.checkpoint.state import load_state, load_tensors, rng_state, save_state, save_tensors, set_rng_state
+from rlhpc.data.mixture import Draw, Mixture, load_demos
+from rlhpc.data.replay import ReplayBuffer
+from rlhpc.envs.observations import columns_of, rows_of
+from rlhpc.models import build_model
+from rlhpc.models.sac import SACPolicy
+from rlhpc.roles.actor import FILE, MODEL, MODEL_SPEC, OPTIMIZER, EmbodiedActor
+from rlhpc.roles.device import own_device, seed_process, settle
+from rlhpc.roles.env import check_env
+from rlhpc.roles.exchange import SlotMap
+from rlhpc.roles.rollout import MultiStepRolloutWorker
+from rlhpc.roles.start import check_start
+from rlhpc.runtime.context import current
+from rlhpc.runtime.errors import CheckpointError, ConfigError
+from rlhpc.training.sac import SacBatch, SacUpdate
+from rlhpc.weights import make_sync
+
+
+def check_off_policy(cfg: Any, ranks: dict[str, int]) -> None:
+    """Refuses what would fail after the start: counts that do not divide, environments and models that cannot be built.
+
+    Raises:
+        ConfigError: Names the key and the numbers.
+    """
+    SlotMap.from_config(cfg, env=ranks["env"], rollout=ranks["rollout"], actor=ranks["actor"])
+    spaces = check_env(cfg.env.train)
+    if int(cfg.runner.val_check_interval) > 0:
+        check_env(cfg.env.eval)
+    policy = build_model(cfg.actor.model, *spaces)
+    if not isinstance(policy, SACPolicy):
+        raise ConfigError(
+            f"actor.model.model_type is {cfg.actor.model.model_type!r}, which has no critics of actions; off-policy runs "
+            "need sac"
+        )
+    check_start(cfg, policy)
+    _demos(cfg)
+
+
+def _demos(cfg: Any) -> Any:
+    path, train = cfg.algorithm.demo_buffer.load_path, cfg.env.train
+    if not path:
+        return None
+    scale, endless = float(train.reward_scale), bool(train.ignore_terminations)
+    return load_demos(str(path), reward_scale=scale, ignore_terminations=endless)
+
+
+class OffPolicyRolloutWorker(MultiStepRolloutWorker):
+    """Acts, at first at random, and hands over transitions: observation, action, reward, true next observation, end."""
+
+    policy: SACPolicy
+
+    def generate(self, step: int, random_steps: int = 0) -> None:
+        """See `MultiStepRolloutWorker.generate`; the actions of the run's first `random_steps` transitions are random."""
+        self._random = random_steps - (step - 1) * self.steps * self.slots.num_envs
+        super().generate(step)
+
+    def _choose(self, obs: Any, noise: torch.Tensor, t: int) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        if t * self.slots.num_envs < self._random:
+            return self.policy.head.uniform(noise), {}
+        inputs, _ = self.policy.features(self._tensor(obs), True, False)
+        assert inputs is not None
+        return self.policy.head.act(inputs, noise)[0], {}
+
+    def _hand_over(self) -> None:
+        for stage in range(self.slots.stages):
+            outcome, buffer = self._merge_outcomes(stage), self.buffers[stage]
+            columns = {name: buffer.batch_first(name) for name in buffer.names}
+            last, final = columns_of("obs", outcome["last_obs"]), columns_of("obs", outcome["final_obs"])
+            for name in last:
+                following = columns[f"next_{name}"] = np.empty_like(columns[name])
+                following[:, :-1], following[:, -1] = columns[name][:, 1:], last[name]
+                following[outcome["final_slot"], outcome["final_step"]] = final[name]
+            columns |= {name: outcome[name] for name in ("rewards", "terminations")}
+            self._send(stage, columns)
+
+    def _named(self) -> list[tuple[str, torch.Tensor]]:
+        return self.policy.acting()
+
+
+class OffPolicyActor(EmbodiedActor):
+    """One data-parallel rank: keeps the transitions of its slots, and trains by SAC."""
+
+    policy: SACPolicy
+
+    def init_worker(self, slots: SlotMap, observation_space: Any, action_space: Any) -> int:
+        """Builds networks, optimizers and buffers; the initial weights depend on the seed alone.
+
+        Returns:
+            Number of trainable parameters.
+        """
+        cfg = self.cfg
+        self.slots, self.steps, self.seed = slots, int(cfg.algorithm.rollout_steps), int(cfg.runner.seed)
+        self.share = slots.actor_share(self.rank)
+        self.device = own_device(self)
+        seed_process(self.seed, "actor", self.rank)
+        built = build_model(cfg.actor.model, observation_space, action_space, seed=self.seed)
+        if not isinstance(built, SACPolicy):
+            raise ConfigError(f"actor.model.model_type is {cfg.actor.model.model_type!r}; off-policy runs need sac")
+        self.policy = settle(built, self.device).train()
+        self.sac = SacUpdate(cfg.algorithm, cfg.actor.optim, self.policy, self.all_reduce, self.world_size)
+        buffer = cfg.algorithm.replay_buffer
+        self.replay = ReplayBuffer(
+            int(buffer.size), self.share, slots.num_envs, self.rank, current().service.scratch.spill
+        )
+        self.mixture = Mixture(
+            self.replay,
+            _demos(cfg),
+            batch_size=int(cfg.actor.global_batch_size),
+            demo_ratio=float(cfg.algorithm.demo_buffer.ratio),
+            action_dim=built.head.dim,
+            seed=self.seed,
+            rank=self.rank,
+            ranks=self.world_size,
+        )
+        self.starts, self.update_to_data = int(buffer.min_buffer_size), float(cfg.algorithm.update_to_data)
+        self.transitions, self.due = 0, 0
+        receivers = [(slots.rollout_name, list(range(slots.rollout_ranks)))]
+        self.sync = make_sync(str(cfg.rollout.weight_sync), self, (slots.actor_name, 0), receivers)
+        return sum(p.numel() for p in self.policy.parameters() if p.requires_grad)
+
+    def start_from(self, folder: str) -> None:
+        """Takes over the weights of a checkpoint or an export, such as those of a behaviour-cloned policy."""
+        super().start_from(folder)
+        self.sac.reset_targets()
+
+    def sync_weights(self, version: int) -> None:
+        """Sends the acting weights, as `version`, to all rollout ranks."""
+        if self.rank == 0:
+            self.sync.sync(version, self.policy.acting())
+
+    def receive(self) -> dict[str, float]:
+        """Takes this step's transitions of the rank's slots into the buffer.
+
+        Returns:
+            The oldest version of the policy that acted.
+        """
+        columns, version = self._columns()
+        self.replay.add(columns)
+        self.transitions += self.slots.num_envs * self.steps
+        return {"version": float(version)}
+
+    def update(self, step: int, progress: float = 0.0) -> dict[str, float]:
+        """Makes the updates that are due: `update_to_data` for each transition since learning started.
+
+        Args:
+            step: Global step.
+            progress: Part of the run that is done, 0 to 1, for the learning rates.
+
+        Returns:
+            Metrics, the same on all ranks.
+        """
+        if self.cfg.algorithm.anneal_lr:
+            self.sac.set_lr(1.0 - progress)
+        due = int(self.update_to_data * max(0, self.transitions - self.starts))
+        count, self.due = due - self.due, due
+        for _ in range(count):
+            self.sac.step(self._batch(self.mixture.draw(self.sac.updates)))
+        return {**self.sac.metrics(), "buffer_size": float(len(self.replay))}
+
+    def _batch(self, draw: Draw) -> SacBatch:
+        columns = {name: torch.from_numpy(column).to(self.device) for name, column in draw.columns.items()}
+        return SacBatch(
+            obs=rows_of(columns, "obs"),
+            actions=columns["actions"],
+            rewards=columns["rewards"],
+            next_obs=rows_of(columns, "next_obs"),
+            terminations=columns["terminations"],
+            noise=torch.from_numpy(draw.noise).to(self.device),
+            total=draw.total,
+        )
+
+    # -- checkpoint -----------------------------------------------------------------------------------------------
+
+    def save(self, folder: str) -> None:
+        """Writes `actor-<rank>.pt` and the rank's part of the replay buffer; rank 0 also model and optimizers."""
+        path = Path(folder)
+        if self.rank == 0:
+            save_tensors(path / MODEL, self.policy.state_dict())
+            write_durably(path / MODEL_SPEC, json.dumps(self.policy.spec(), indent=2, sort_keys=True).encode() + b"\n")
+            save_state(path / OPTIMIZER, self.sac.state_dict())
+        self.replay.save(path)
+        counts = {"transitions": self.transitions, "due": self.due}
+        save_state(path / FILE.format(rank=self.rank), {**counts, "rng": rng_state()})
+
+    def load(self, folder: str) -> None:
+        """Restores a checkpoint; a rank that it has no file for takes rank 0's.
+
+        Raises:
+            CheckpointError: The model of the configuration is another one.
+        """
+        path = Path(folder)
+        try:
+            self.policy.load_state_dict(load_tensors(path / MODEL))
+        except RuntimeError as error:
+            raise CheckpointError(f"{path / MODEL} does not fit actor.model of this configuration: {error}") from error
+        self.sac.load_state_dict(load_state(path / OPTIMIZER, map_location=str(self.device)))
+        self.replay.load(path)
+        own = path / FILE.format(rank=self.rank)
+        state = load_state(own if own.is_file() else path / FILE.format(rank=0))
+        self.transitions, self.due = int(state["transitions"]), int(state["due"])
+        set_rng_state(state["rng"])
+
+    def offload(self) -> None:
+        """Off-policy actors stay where they are."""
+
+    def reload(self) -> None:
+        """Inverse of `offload`."""

@@ -1,0 +1,182 @@
+"""SAC runs: they learn, resume bit for bit, also ahead of the actors, and do the same on other layouts."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import h5py
+import numpy as np
+import pytest
+from test_resume import assert_identical, same
+from tiny_run import ROOT, TinyRun, kill_tree, wait_until
+
+from rlhpc.checkpoint.convert import load_exported
+from rlhpc.checkpoint.state import load_state, load_tensors
+from rlhpc.cli import main
+from rlhpc.data.replay_files import StoredReplay
+
+RANKS = 'cluster.component_placement={actor: "0:0-1", rollout: "0:0-1", env: "0:0-1"}'
+TINY = (
+    "runner.max_steps=12", "runner.save_interval=3", "runner.keep_checkpoints=0", "algorithm.rollout_steps=8",
+    "env.train.num_envs=4",
+    "algorithm.replay_buffer={size: 256, min_buffer_size: 64}", "actor.model.hidden_sizes=[32,32]",
+    "actor.global_batch_size=32", "env.eval.num_episodes=4", "runner.logger.logger_backends=[jsonl]",
+)  # fmt: skip
+
+
+class SacRun(TinyRun):
+    """A small run of Pendulum."""
+
+    def __init__(self, run_dir: Path, *overrides: str) -> None:
+        super().__init__(run_dir)
+        self.overrides = [*TINY, f"runner.run_dir={run_dir}", *overrides]
+        self.root = run_dir / "pendulum_sac"
+
+    def command(self, *more: str) -> list[str]:
+        config = str(ROOT / "configs" / "embodied" / "pendulum_sac.yaml")
+        return [word if not word.endswith("quickstart.yaml") else config for word in super().command(*more)]
+
+
+@pytest.fixture(scope="module")
+def references(tmp_path_factory: pytest.TempPathFactory) -> dict[str, SacRun]:
+    """Uninterrupted runs."""
+    found = {}
+    for name, overrides in (("sync", []), ("ahead", ["algorithm.max_staleness=1"]), ("ranks", [RANKS])):
+        found[name] = SacRun(tmp_path_factory.mktemp(name), *overrides)
+        found[name].train()
+    return found
+
+
+def assert_same_replay(run: SacRun, reference: SacRun, step: int = 12) -> None:
+    ours, theirs = (StoredReplay(one.checkpoint(step)).transitions() for one in (run, reference))
+    assert ours.tobytes() == theirs.tobytes()
+
+
+@pytest.mark.parametrize("mode", ["sync", "ahead"])
+def test_killed_and_resumed_is_bit_identical(references, tmp_path, mode):
+    run = SacRun(tmp_path, *([] if mode == "sync" else ["algorithm.max_staleness=1"]))
+    process = run.start()
+    wait_until(lambda: run.checkpoint(6).exists())
+    kill_tree(process)
+    run.train("runner.resume_dir=auto")
+    assert_identical(run, references[mode], 12)
+    assert_same_replay(run, references[mode])
+
+
+def test_environments_run_ahead_by_no_more_than_allowed(references):
+    def lag(mode):
+        return [row["step"] - 1 - row["rollout/version"] for row in references[mode].rows()]
+
+    assert set(lag("sync")) == {0}
+    # They wait before each checkpoint, which are 3 steps apart.
+    assert lag("ahead") == [0, 1, 1] * 4
+    assert references["sync"].rows()[0] != references["ahead"].rows()[-1]
+
+
+def test_every_metric_is_documented(references):
+    page = (ROOT / "docs" / "reference" / "metrics.md").read_text()
+    language = page.split("## Language models")[1].split("## Off-policy runs")[0]
+    documented = set(re.findall(r"`((?:train|rollout|time)/\w+)`", page.replace(language, "")))
+    logged = {
+        name
+        for line in (references["sync"].root / "metrics.jsonl").read_text().splitlines()
+        for name in json.loads(line)
+    }
+    assert logged - {"step"} <= documented
+
+
+def test_layouts_learn_the_same_and_resume_each_other(references, tmp_path):
+    one, two = references["sync"].rows(), references["ranks"].rows()
+    for a, b in zip(one, two, strict=True):
+        assert a.keys() == b.keys()
+        for key in a:
+            assert a[key] == pytest.approx(b[key], rel=5e-3, abs=2e-3, nan_ok=True), key
+    run = SacRun(tmp_path, RANKS)
+    process = run.start()
+    wait_until(lambda: run.checkpoint(6).exists())
+    kill_tree(process)
+    run.overrides = [word for word in run.overrides if word != RANKS]
+    run.train("runner.resume_dir=auto")
+    for a, b in zip(one, run.rows(), strict=True):
+        for key in a:
+            assert a[key] == pytest.approx(b[key], rel=5e-3, abs=2e-3, nan_ok=True), key
+    assert len(StoredReplay(run.checkpoint(12))) == 256
+
+
+def write_demos(path: Path, episodes: int = 3, steps: int = 20) -> None:
+    """Pendulum upright and still, in ManiSkill's format."""
+    with h5py.File(path, "w") as file:
+        for number in range(episodes):
+            group = file.create_group(f"traj_{number}")
+            group["obs"] = np.tile(np.array([1, 0, 0], np.float32), (steps + 1, 1))
+            group["actions"] = np.zeros((steps, 1), np.float32)
+            group["rewards"] = np.zeros(steps, np.float32)
+            for name in ("terminated", "truncated", "success"):
+                group[name] = np.zeros(steps, bool)
+    facts = {"env_info": {"env_id": "Pendulum-v1", "env_kwargs": {}},
+             "episodes": [{"episode_id": number, "elapsed_steps": steps} for number in range(episodes)]}  # fmt: skip
+    path.with_suffix(".json").write_text(json.dumps(facts))
+
+
+def test_demonstrations_and_weights_to_start_from(references, tmp_path):
+    """Half of each batch from a file; the actor begins as another run's, and acts by itself from the first step."""
+    write_demos(tmp_path / "demos.h5")
+    start = references["sync"].checkpoint(12)
+    options = [
+        f"algorithm.demo_buffer.load_path={tmp_path / 'demos.h5'}", f"runner.init_from={start}", "runner.max_steps=3",
+        "actor.optim.lr=1.0e-30", "actor.optim.value_lr=1.0e-30", "algorithm.tau=1.0", "algorithm.alpha_lr=1.0e-3",
+    ]  # fmt: skip
+    run = SacRun(tmp_path, *options)
+    run.train()
+    ours, theirs = (load_tensors(one / "model.safetensors") for one in (run.checkpoint(3), start))
+    assert same(ours, theirs), "at these learning rates nothing moves"
+    assert same(load_state(run.checkpoint(3) / "optimizer.pt")["targets"],
+                {name[8:]: tensor for name, tensor in theirs.items() if name.startswith("critics.")})  # fmt: skip
+    actions = StoredReplay(run.checkpoint(3)).transitions()["actions"]
+    even = StoredReplay(references["sync"].checkpoint(3)).transitions()["actions"][: len(actions)]
+    assert not np.array_equal(actions[:32], even[:32])
+    # A demonstration is worth 0 a step and a random one about -6: the critics' loss shows whose rows they saw.
+    without = SacRun(tmp_path / "without", *options[1:])
+    without.train()
+    assert run.rows()[-1]["train/q_loss"] < without.rows()[-1]["train/q_loss"]
+    wrong = SacRun(tmp_path / "wrong", f"runner.init_from={start}", "actor.model.hidden_sizes=[16]").train(code=2)
+    assert "runner.init_from" in wrong and wrong.count("rlhpc: error:") == 1 and "Traceback" not in wrong
+
+
+@pytest.mark.slow
+def test_pendulum_is_learned_and_the_checkpoint_evaluated_and_exported(tmp_path, capsys):
+    """4 096 transitions; a random policy gets about -1 200, a good one -150."""
+    run = SacRun(
+        tmp_path, "runner.max_steps=64", "runner.save_interval=-1", "algorithm.rollout_steps=16",
+        "algorithm.replay_buffer={size: 10000, min_buffer_size: 512}", "actor.model.hidden_sizes=[64,64]",
+        "actor.global_batch_size=128", "actor.optim={lr: 1.0e-3, value_lr: 2.0e-3}", "algorithm.gamma=0.9",
+        "algorithm.tau=0.02",
+    )  # fmt: skip
+    run.train()
+    assert main(["eval", "--run", str(run.root), "--episodes", "20", "--output", str(tmp_path / "eval.json")]) == 0
+    assert json.loads((tmp_path / "eval.json").read_text())["return_mean"] > -400
+    assert main(["convert", "--run", str(run.root), "--output", str(tmp_path / "export")]) == 0
+    assert set(load_exported(tmp_path / "export").state_dict()) == set(
+        load_tensors(run.checkpoint(64) / "model.safetensors")
+    )
+    capsys.readouterr()
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("algorithm.demo_buffer.ratio=1.5", "must not be above 1"),
+        ("algorithm.replay_buffer.size=32", "min_buffer_size"),
+        ("algorithm.demo_buffer.load_path=nowhere.h5", "no such file"),
+        ("algorithm.loss_type=ppo", "sac"),
+        ("algorithm.tau=0", "greater than 0"),
+        ("env.train.env_id=CartPole-v1", "bounded continuous actions"),
+    ],
+)
+def test_bad_input_is_one_message(tmp_path, capsys, override, words):
+    run = SacRun(tmp_path, override)
+    assert main(run.command()[3:]) == 2
+    said = capsys.readouterr().err
+    assert words in said and said.count("rlhpc: error:") == 1 and "Traceback" not in said and not run.root.exists()
