@@ -69,6 +69,10 @@ _EXAMPLES = {
         "rlhpc replay merge runs/a/checkpoints/global_step_60 runs/b/checkpoints/global_step_60 --output prior",
         "rlhpc replay split prior --parts 4 --output pieces",
     ),
+    "compare": (
+        "rlhpc compare runs/push-s1 runs/push-s2 runs/scratch-s1 runs/scratch-s2 --output compare.html",
+        "rlhpc compare 'from demos=runs/push-s1' 'from scratch=runs/other' --output compare.html",
+    ),
     "doctor": (
         "rlhpc doctor --site mycluster",
         "rlhpc doctor --site mycluster --folder /scratch/me/runs --nodes 16 --json doctor.json",
@@ -229,6 +233,8 @@ def _eval(args: argparse.Namespace) -> int:
     if args.config is None and not config.is_file():
         raise CheckpointError(f"{checkpoint} has no config.yaml, so it is no checkpoint of rlhpc, or incomplete")
     cfg = load_config(config, args.overrides, training=False)
+    if changes := list(cfg.workflow.suites.get(args.suite, ())):
+        cfg = load_config(config, [*changes, *args.overrides], training=False)
     run = _own_run(checkpoint)
     output = Path(args.output) if args.output else None
     if output is None and run is not None and (step := checkpoint.name.removeprefix("global_step_")).isdigit():
@@ -325,6 +331,18 @@ def _report(args: argparse.Namespace) -> int:
         for path in write_curves(paths, Path(args.curves)):
             print(path)
     print(write_report(paths))
+    return 0
+
+
+def _compare(args: argparse.Namespace) -> int:
+    from rlhpc.metrics.compare import label_of, write_comparison
+
+    named = []
+    for word in args.runs:
+        label, _, folder = word.rpartition("=") if not Path(word).exists() else ("", "", word)
+        paths = _run_paths(folder)
+        named.append((label or label_of(paths.root.name), paths))
+    print(write_comparison(named, Path(args.output), args.suite))
     return 0
 
 
@@ -463,6 +481,14 @@ def build_parser() -> argparse.ArgumentParser:
     replay.add_argument("--output", help="folder to write (merge, split)")
     replay.add_argument("--parts", type=int, default=2, help="parts to split into, oldest first (default 2)")
     replay.set_defaults(overrides=[])
+    compare = _add(commands, "compare", _compare, "write a page that compares runs, with mean and spread over seeds")
+    compare.add_argument(
+        "runs", nargs="+", metavar="run", help="run folders; runs whose names differ in a number at the end are seeds of one "
+        "thing, or say what they are as label=folder",
+    )  # fmt: skip
+    compare.add_argument("--output", default="compare.html", help="the page (default: compare.html)")
+    compare.add_argument("--suite", default="default", help="evaluation suite that is compared (default: default)")
+    compare.set_defaults(overrides=[])
     doctor = _add(commands, "doctor", _doctor, "check whether a cluster has what runs need, with small probe jobs")
     doctor.add_argument("--site", help=_SITE)
     doctor.add_argument("--folder", default="runs", help="where runs are to be written (default: runs)")

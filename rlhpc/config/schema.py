@@ -192,7 +192,8 @@ class AlgorithmConfig:
     update_epochs: int = 4
     """Passes over each rollout; bc: over the demonstrations, in a step."""
     bc_loss: str = "nll"
-    """bc: `nll` (negative log-likelihood of the demonstrated actions) or `mse` (squared error of the mean action)."""
+    """bc: `nll` (negative log-likelihood of the demonstrated actions) or `mse` (squared error of the mean action). A policy
+    with a loss of its own (its method `bc_loss`: flow matching) takes that."""
     bc_value_coef: float = 0.0
     """bc: weight of a value loss on the demonstrations' discounted returns, so that PPO starts with a critic; 0 is off."""
     rollout_steps: int = 128
@@ -311,6 +312,10 @@ class EvalEnvConfig(EnvSideConfig):
     """As `env.train.ignore_terminations`."""
     num_episodes: int = 100
     """Episodes of an evaluation; each slot contributes a fixed share."""
+    video_episodes: int = 0
+    """Episodes shown side by side in an mp4 file beside the result of `rlhpc eval`; 0 makes none."""
+    video_fps: int = 20
+    """Pictures a second of that file; one is taken before each decision."""
 
 
 @dataclass
@@ -617,6 +622,8 @@ class WorkflowConfig:
 
     eval_suites: list[str] = field(default_factory=lambda: ["default"])
     """Evaluation suites; each checkpoint is evaluated on every one."""
+    suites: dict[str, list[str]] = field(default_factory=dict)
+    """What a suite of an embodied run changes in the configuration, by its name, as `key=value`: another task, other seeds."""
     sft: str | None = None
     """Configuration of an SFT run that comes first, relative to this file; this run's `actor.model.model_path` then names
     the folder it exports."""

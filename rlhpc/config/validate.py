@@ -37,13 +37,13 @@ _POSITIVE = (
     "env.train.group_size", "env.eval.group_size", "env.eval.num_episodes", "env.train.max_episode_steps",
     "env.eval.max_episode_steps", "rollout.pipeline_stage_num", "actor.global_batch_size", "actor.micro_batch_size",
     "actor.optim.lr", "actor.optim.adam_eps", "actor.optim.clip_grad", "algorithm.target_kl",
-    "algorithm.value_clip", "demos.limit",
+    "algorithm.value_clip", "demos.limit", "env.eval.video_fps",
 )  # fmt: skip
 _NOT_NEGATIVE = (
     "runner.seed", "runner.save_reserve_s", "runner.keep_checkpoints", "runner.max_restarts", "algorithm.value_coef",
     "algorithm.entropy_coef", "algorithm.clip_ratio_low", "algorithm.clip_ratio_high", "actor.optim.weight_decay",
     "cluster.accelerators_per_node", "env.train.seed", "env.eval.seed",
-    "algorithm.bc_value_coef",
+    "algorithm.bc_value_coef", "env.eval.video_episodes",
 )  # fmt: skip
 _FRACTION = ("algorithm.gamma", "algorithm.gae_lambda")
 _INTERVAL = ("runner.save_interval", "runner.val_check_interval", "runner.max_steps", "runner.max_epochs")

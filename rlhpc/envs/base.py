@@ -29,6 +29,8 @@ class VectorEnv(ABC):
         supports_state: Whether `state_dict` captures the simulators, so that a resumed run goes on mid-episode.
         gains_by_processes: Whether its slots go into processes of their own where a rank has cores for them.
         restarts: Simulator processes that died or hung and were started again.
+        keep_states: Set by a recording: `infos["final_env_states"]` then has the simulators' states of before the resets,
+            where the environment has a method `env_states() -> nested dict of arrays [N, ...]`.
     """
 
     num_envs: int
@@ -37,6 +39,7 @@ class VectorEnv(ABC):
     supports_state = False
     gains_by_processes = False
     restarts = 0
+    keep_states = False
 
     @abstractmethod
     def reset(self, seed: int | None = None) -> tuple[Obs, dict[str, Any]]:

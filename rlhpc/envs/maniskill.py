@@ -124,6 +124,9 @@ class ManiSkillVectorEnv(VectorEnv):
         self._parts = self._build(spec, [1] * num_envs if alone else [num_envs], alone, seeded=not shared)
         self._spec = spec
         self._camera: Any = None
+        #: What `gym.make` needs to make the task again, for recordings.
+        self.record_kwargs = {**self._kwargs, "sim_backend": "physx_cuda" if self._gpu else "physx_cpu"}
+        self.max_episode_steps = int(limit or 0)
         first = self._parts[0]
         self.action_space, self._split = _action_space(first.single_action_space)
         row = _convert(first.get_obs())
@@ -184,6 +187,7 @@ class ManiSkillVectorEnv(VectorEnv):
         brought, executed = np.zeros((n, chunk), np.float32), np.zeros((n, chunk), bool)
         terminations, truncations = np.zeros(n, bool), np.zeros(n, bool)
         final: Any = None
+        success: np.ndarray | None = None
         for i in range(chunk):
             active = ~(terminations | truncations)
             if not active.any():
@@ -200,8 +204,12 @@ class ManiSkillVectorEnv(VectorEnv):
                 final = _select(fresh, obs, obs if final is None else final)
         done = terminations | truncations
         infos: dict[str, Any] = {}
+        if chunk == 1 and success is not None:
+            infos["success"] = success
         if done.any():
-            infos = {"final_obs": final, "episode": self.episodes.report(done)}
+            infos |= {"final_obs": final, "episode": self.episodes.report(done)}
+            if self.keep_states:
+                infos["final_env_states"] = self.env_states()
             obs = self._begin(np.flatnonzero(done))
         if chunk > 1:
             infos["chunk"] = {"rewards": brought, "mask": executed}
@@ -267,6 +275,10 @@ class ManiSkillVectorEnv(VectorEnv):
                 self._history[slot].append(actions[slot].copy())
             _, rewards, failed, success = self._simulate(actions)
             self.episodes.add(rewards, failed, success, active)
+
+    def env_states(self) -> dict[str, Any]:
+        """ManiSkill's `get_state_dict` of all slots: nested dicts of arrays `[N, ...]`."""
+        return _states([part.get_state_dict() for part in self._parts])
 
     # -- pictures ---------------------------------------------------------------------------------------------------
 
@@ -385,6 +397,12 @@ def _select(mask: np.ndarray, yes: Any, no: Any) -> Any:
     if isinstance(yes, dict):
         return {name: _select(mask, yes[name], no[name]) for name in yes}
     return np.where(mask.reshape(-1, *[1] * (yes.ndim - 1)), yes, no)
+
+
+def _states(parts: list[Any]) -> Any:
+    if isinstance(parts[0], dict):
+        return {name: _states([part[name] for part in parts]) for name in parts[0]}
+    return torch.cat(parts).cpu().numpy()
 
 
 def _rows(state: Any, slot: int) -> Any:

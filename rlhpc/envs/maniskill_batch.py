@@ -16,7 +16,9 @@ from typing import Any
 import numpy as np
 import sapien
 import torch
+from mani_skill.agents.controllers.utils.kinematics import Kinematics
 from mani_skill.envs.scene import ManiSkillScene
+from mani_skill.utils.geometry import rotation_conversions
 from mani_skill.utils.structs.articulation import Articulation
 from mani_skill.utils.structs.articulation_joint import ArticulationJoint
 from mani_skill.utils.structs.base import PhysxRigidBodyComponentStruct
@@ -319,6 +321,39 @@ def _indices(cls: Any, name: str, mine: Any) -> None:
     setattr(cls, name, prop)
 
 
+_compute_ik = Kinematics.compute_ik
+
+
+def _inverse_kinematics(
+    self: Any, pose: Any, q0: torch.Tensor, is_delta_pose: bool = False, current_pose: Any = None, **options: Any
+) -> Any:
+    """`Kinematics.compute_ik` for end-effector controllers: slot by slot as ManiSkill's CPU simulation does it.
+
+    Its GPU variant, which takes all slots at once, needs one and stops after one step of the solver.
+    """
+    if not isinstance(self.articulation.scene, BatchedScene):
+        return _compute_ik(self, pose, q0, is_delta_pose=is_delta_pose, current_pose=current_pose, **options)
+    if is_delta_pose:
+        # Of controllers in the frame root_translation:root_aligned_body_rotation; the angles are zero without rotation.
+        turn = rotation_conversions.matrix_to_quaternion(
+            rotation_conversions.euler_angles_to_matrix(pose[:, 3:], "XYZ")
+        )
+        turned = rotation_conversions.quaternion_multiply(turn, current_pose.q)
+        positions, rotations = (current_pose.p + pose[:, :3]).numpy(), turned.numpy()
+    else:
+        positions, rotations = pose.p.numpy(), pose.q.numpy()
+    start = q0[:, self.pmodel_active_joint_indices].numpy()
+    found = np.empty((len(start), len(self.pmodel_controlled_joint_indices)), np.float32)
+    for slot, initial in enumerate(start):
+        target = sapien.Pose(positions[slot], rotations[slot])
+        result, success, _ = self.pmodel.compute_inverse_kinematics(
+            self.end_link_idx, target, initial_qpos=initial, active_qmask=self.qmask, max_iterations=100
+        )
+        found[slot] = (result if success else initial)[self.pmodel_controlled_joint_indices]
+    return torch.from_numpy(found)
+
+
+Kinematics.compute_ik = _inverse_kinematics
 _indices(PhysxRigidBodyComponentStruct, "_body_data_index", lambda s, px: [px.row(body) for body in s._bodies])
 _indices(Articulation, "_data_index", lambda s, px: [px.number(art) for art in s._objs])
 _indices(ArticulationJoint, "_data_index", lambda s, px: [px.number(art) for art in s._physx_articulations])

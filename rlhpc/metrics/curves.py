@@ -32,6 +32,17 @@ _DIAGNOSTICS = [
     ("lr", "train/lr", "Learning rate", "learning rate"),
     ("episode_length", "train/episode_length", "Episode length", "environment steps"),
 ]
+#: What training logs about success, the first that there is.
+_SUCCESS = ("train/success_once", "train/success_rate")
+#: Files that a report of behaviour cloning always has, and their titles.
+IMITATION = {
+    "loss": "Imitation loss",
+    "loss_vs_time": "Imitation loss over wall time",
+    "grad_norm": "Gradient norm",
+    "evaluation": "Evaluation per checkpoint",
+    "throughput": "Demonstrated steps per second",
+    "time_per_phase": "Time per phase",
+}
 _ALWAYS = {"policy_loss", "value_loss", "entropy", "kl"}
 
 
@@ -67,10 +78,24 @@ def write_curves(paths: RunPaths, out_dir: Path) -> list[Path]:
 
 
 def learning_curves(rows: Rows) -> dict[str, str]:
-    """Return against env steps and against wall time, then losses, entropy, KL and what else was logged."""
+    """Return (and success, where it is known) against env steps and against wall time, then losses, entropy, KL and what
+    else was logged. Of behaviour cloning: the loss."""
+    if not series(rows, "train/episode_return")[0] and series(rows, "train/demonstrations")[0]:
+        return imitation_curves(rows)
     unit, seconds = time_unit(max(series(rows, "time/wall_s")[1], default=0.0))
     at, returns = series(rows, "train/episode_return", "time/wall_s")
     x_name, x_label = _steps_axis(rows)
+    success = next((name for name in _SUCCESS if series(rows, name)[0]), None)
+    reached: dict[str, str] = {}
+    if success is not None:
+        when, rates = series(rows, success, "time/wall_s")
+        shown = Line("", *series(rows, success, x_name), color=2, smooth=True)
+        over_time = Line("", [t / seconds for t in when], rates, color=2, smooth=True)
+        label = "share of episodes"
+        reached = {
+            "success_vs_env_steps": line_chart("Success over experience", x_label, label, [shown]),
+            "success_vs_time": line_chart("Success over wall time", f"wall time ({unit})", label, [over_time]),
+        }
     return {
         "return_vs_env_steps": line_chart(
             "Return over experience",
@@ -84,6 +109,7 @@ def learning_curves(rows: Rows) -> dict[str, str]:
             "episode return",
             [Line("", [t / seconds for t in at], returns, smooth=True)],
         ),
+        **reached,
         **{
             file: line_chart(
                 title, x_label, y_label, [Line("", *series(rows, name, x_name), color=color, smooth=True)], SMALL
@@ -94,6 +120,40 @@ def learning_curves(rows: Rows) -> dict[str, str]:
     }
 
 
+def imitation_curves(rows: Rows) -> dict[str, str]:
+    """Loss of behaviour cloning against passes over the demonstrations and against wall time, and its evaluations."""
+    unit, seconds = time_unit(max(series(rows, "time/wall_s")[1], default=0.0))
+
+    def lines(against: str, scale: float = 1.0) -> list[Line]:
+        found = []
+        for color, (name, label) in enumerate((("train/loss", "trained on"), ("train/holdout_loss", "held out"))):
+            x, y = series(rows, name, against)
+            if x:
+                found.append(Line(label, [value / scale for value in x], y, color=color, smooth=True))
+        return found
+
+    charts = {
+        "loss": line_chart("Imitation loss", "demonstrated steps seen", "loss", lines("train/samples")),
+        "loss_vs_time": line_chart(
+            "Imitation loss over wall time", f"wall time ({unit})", "loss", lines("time/wall_s", seconds)
+        ),
+        "grad_norm": line_chart(
+            "Gradient norm",
+            "global step",
+            "L2 norm before clipping",
+            [Line("", *series(rows, "train/grad_norm"), color=7)],
+            SMALL,
+        ),
+    }
+    for name, title in (("return_mean", "Return in evaluations"), ("success_once", "Success in evaluations")):
+        x, y = series(rows, f"eval/{name}")
+        if x:
+            charts[f"eval_{name}"] = line_chart(
+                title, "global step", title.split()[0].lower(), [Line("", x, y, markers=True)], SMALL
+            )
+    return charts
+
+
 def _steps_axis(rows: Rows) -> tuple[str, str]:
     if series(rows, "rollout/env_steps")[0]:
         return "rollout/env_steps", "environment steps"
@@ -101,15 +161,17 @@ def _steps_axis(rows: Rows) -> tuple[str, str]:
 
 
 def time_curves(rows: Rows) -> dict[str, str]:
-    """Env steps per second, and the stacked phases of a step."""
+    """Env steps (of behaviour cloning: demonstrated steps) per second, and the stacked phases of a step."""
+    cloning = bool(series(rows, "train/demonstrations")[0])
+    rate, unit = ("samples", "demonstrated steps") if cloning else ("env_steps", "environment steps")
     phases = phase_columns(rows)
     bins, stacks = binned(rows, phases)
     return {
         "throughput": line_chart(
             "Throughput",
             "global step",
-            "environment steps / s",
-            [Line("", *series(rows, "time/env_steps_per_s"), color=5, smooth=True)],
+            f"{unit} / s",
+            [Line("", *series(rows, f"time/{rate}_per_s"), color=5, smooth=True)],
         ),
         "time_per_phase": stacked_bars("Time per phase", "global step", "seconds per step", bins, stacks),
     }
@@ -171,6 +233,19 @@ def evaluation_curve(evaluations: Sequence[Mapping[str, Any]]) -> str:
         x, y, low, high = columns
         lines.append(Line(suite, x, y, low, high, color=color, markers=True))
     return line_chart("Evaluation by checkpoint", "global step", "mean return, 95 % interval", lines)
+
+
+def success_curve(evaluations: Sequence[Mapping[str, Any]], name: str) -> str:
+    """A success rate by checkpoint with Wilson's 95 % intervals, one line per suite; "" where no evaluation knows it."""
+    known = [result for result in evaluations if isinstance(result.get(name), (int, float))]
+    lines = []
+    for color, suite in enumerate(dict.fromkeys(str(result["suite"]) for result in known)):
+        own = [result for result in known if str(result["suite"]) == suite]
+        pairs = [result.get(f"{name}_ci95") or [result[name]] * 2 for result in own]
+        x, y = ([result[key] for result in own] for key in ("global_step", name))
+        lines.append(Line(suite, x, y, [p[0] for p in pairs], [p[1] for p in pairs], color=color, markers=True))
+    title = f"{name.replace('_', ' ').capitalize()} by checkpoint"
+    return line_chart(title, "global step", "share of episodes, 95 % interval", lines) if lines else ""
 
 
 def _interval(result: Mapping[str, Any]) -> tuple[float, float]:

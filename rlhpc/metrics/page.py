@@ -30,6 +30,7 @@ a{color:var(--c0)}h3{font-size:15px;margin:22px 0 8px}
 .beside{align-items:start}.beside td,.beside th{padding:6px 9px}
 figure{margin:0;background:var(--panel);border:1px solid var(--line);border-radius:10px;padding:12px 10px 6px}
 figure svg{display:block;width:100%;height:auto}.figures>figure:only-child{max-width:640px}
+figcaption{color:var(--muted);font-size:13px;padding:6px 2px}.videos{margin-top:18px}
 .figures+.scroll{margin-top:18px;max-width:780px}.scroll{overflow-x:auto}
 table{border-collapse:collapse;width:100%;font-size:14px}
 th{color:var(--muted);font-weight:550;font-size:13px;border-bottom:1px solid var(--muted);white-space:nowrap}

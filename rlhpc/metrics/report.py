@@ -18,6 +18,7 @@ from rlhpc.metrics.curves import (
     learning_curves,
     phase_columns,
     read_evaluations,
+    success_curve,
     time_curves,
     time_unit,
 )
@@ -73,6 +74,9 @@ def write_report(paths: RunPaths) -> Path:
     return paths.report
 
 
+#: Suites whose film the page shows.
+_MAX_VIDEOS = 6
+
 Parts = tuple[str, list[str], str, list[str], str]
 """Key figures, learning curves, evaluation, time curves, checkpoints."""
 
@@ -81,7 +85,9 @@ def _embodied(paths: RunPaths, rows: Sequence[Mapping[str, Any]]) -> Parts:
     evaluations = read_evaluations(paths)
     evaluated: dict[int, str] = {}
     for result in evaluations:
-        evaluated.setdefault(result["global_step"], f"{result['return_mean']:.1f}")
+        rate = result.get("success_once")
+        shown = f"{result['return_mean']:.1f}" if rate is None else f"{rate:.0%}, {result['return_mean']:.1f}"
+        evaluated.setdefault(result["global_step"], shown)
     return (
         _key_figures(rows, evaluations),
         list(learning_curves(rows).values()),
@@ -134,25 +140,37 @@ def _last(rows: Sequence[Mapping[str, Any]], name: str) -> float | None:
 
 
 def _key_figures(rows: Sequence[Mapping[str, Any]], evaluations: Sequence[Mapping[str, Any]]) -> str:
-    best = max(evaluations, key=lambda result: result["return_mean"], default=None)
+    best = max(evaluations, key=lambda r: (r.get("success_once") or 0.0, r["return_mean"]), default=None)
     last = max(evaluations, key=lambda result: result["global_step"], default=None)
     env_steps, wall, returned = (_last(rows, k) for k in ("rollout/env_steps", "time/wall_s", "train/episode_return"))
+    demonstrations, loss = _last(rows, "train/demonstrations"), _last(rows, "train/loss")
     rates = series(rows, "time/env_steps_per_s")[1]
     rate = env_steps / wall if env_steps and wall else (sum(rates) / len(rates) if rates else None)
 
     def evaluated(title: str, result: Mapping[str, Any] | None) -> str:
         if result is None:
             return card(title, "–", "not evaluated yet")
+        if isinstance(result.get("success_once"), (int, float)):
+            return card(title, f"{result['success_once']:.0%}", f"success, step {result['global_step']}")
         return card(title, f"{result['return_mean']:.1f}", f"mean return, step {result['global_step']}")
 
     return (
         '<div class="cards">'
         + evaluated("Best evaluation", best)
         + evaluated("Last evaluation", last)
-        + card("Training return", "–" if returned is None else f"{returned:.1f}", "at the last step")
-        + card("Environment steps", "–" if env_steps is None else number(env_steps), f"{len(rows)} training steps")
+        + (
+            card("Training return", "–" if returned is None else f"{returned:.1f}", "at the last step")
+            + card("Environment steps", "–" if env_steps is None else number(env_steps), f"{len(rows)} training steps")
+            if demonstrations is None
+            else card("Demonstrations", number(demonstrations), f"{len(rows)} training steps")
+            + card("Imitation loss", "–" if loss is None else f"{loss:.3g}", "at the last step")
+        )
         + card("Wall time", "–" if wall is None else duration(wall), "training")
-        + card("Env steps / s", "–" if rate is None else f"{rate:,.0f}", "mean over the run")
+        + (
+            card("Env steps / s", "–" if rate is None else f"{rate:,.0f}", "mean over the run")
+            if demonstrations is None
+            else ""
+        )
         + "</div>"
     )
 
@@ -171,22 +189,54 @@ def _evaluation(evaluations: Sequence[Mapping[str, Any]]) -> str:
     if not evaluations:
         return missing("No evaluation yet: <code>rlhpc eval</code> on a checkpoint, or the workflow's eval rule.")
     best = max(result["return_mean"] for result in evaluations)
+    rates = [name for name in ("success_once", "success_at_end") if any(name in result for result in evaluations)]
     rows: list[list[Cell]] = [
         [
             str(result["suite"]),
             result["global_step"],
             result.get("episodes", "–"),
+            *(_rate(result, name) for name in rates),
             f"{result['return_mean']:.2f}" + (" ★" if result["return_mean"] == best else ""),
             f"{result['return_std']:.2f}" if isinstance(result.get("return_std"), (int, float)) else "–",
             f"{result['low']:.2f} … {result['high']:.2f}",
         ]
         for result in evaluations
     ]
-    head = ["suite", "step", "episodes", "mean return", "std", "95 % interval"]
-    return (
-        f'<div class="figures beside"><figure>{evaluation_curve(evaluations)}</figure>'
-        f'<div class="scroll">{table(head, rows, text_columns={0})}</div></div>'
-    )
+    head = [
+        "suite",
+        "step",
+        "episodes",
+        *(name.replace("_", " ") for name in rates),
+        "mean return",
+        "std",
+        "95 % interval",
+    ]
+    charts = [*(success_curve(evaluations, name) for name in rates[:1]), evaluation_curve(evaluations)]
+    shown = f'<div class="scroll">{table(head, rows, text_columns={0})}</div>'
+    if len(charts) > 1:
+        return _figures(charts) + shown + _videos(evaluations)
+    return f'<div class="figures beside"><figure>{charts[0]}</figure>{shown}</div>' + _videos(evaluations)
+
+
+def _rate(result: Mapping[str, Any], name: str) -> str:
+    """A share of the episodes, with its interval."""
+    if not isinstance(result.get(name), (int, float)):
+        return "–"
+    low, high = result.get(f"{name}_ci95") or (None, None)
+    return f"{result[name]:.1%}" + (f" ({low:.1%} … {high:.1%})" if low is not None else "")
+
+
+def _videos(evaluations: Sequence[Mapping[str, Any]]) -> str:
+    """The newest film of each suite; the files lie beside the evaluations' results."""
+    newest = {str(result["suite"]): result for result in evaluations if result.get("video")}
+    films = [
+        f'<figure><video controls muted loop preload="metadata" width="100%" '
+        f'src="../eval/global_step_{result["global_step"]}/{escape(str(result["video"]), quote=True)}"></video>'
+        f"<figcaption>{escape(suite)}, step {result['global_step']}: first episodes; a green frame means success"
+        "</figcaption></figure>"
+        for suite, result in list(newest.items())[:_MAX_VIDEOS]
+    ]
+    return f'<div class="figures videos">{"".join(films)}</div>' if films else ""
 
 
 def _time(rows: Sequence[Mapping[str, Any]], charts: list[str]) -> str:

@@ -40,6 +40,7 @@ class Line:
         color: Index into the palette.
         smooth: Draw the points faintly and their running mean over them.
         markers: Draw a dot at each point.
+        band: Fill between `low` and `high` instead of drawing error bars.
     """
 
     name: str
@@ -50,6 +51,7 @@ class Line:
     color: int = 0
     smooth: bool = False
     markers: bool = False
+    band: bool = False
 
 
 @dataclass(frozen=True)
@@ -159,7 +161,11 @@ def standalone(svg: str) -> str:
 
 def _draw(frame: _Frame, line: Line) -> None:
     color = f"var(--c{line.color % 8})"
-    for x, low, high in zip(line.x, line.low, line.high, strict=False):
+    if line.band and line.low:
+        outline = [*zip(line.x, line.high, strict=True), *reversed(list(zip(line.x, line.low, strict=True)))]
+        points = " ".join(f"{frame.px(x):.1f},{frame.py(y):.1f}" for x, y in outline)
+        frame.parts.append(f'<polygon points="{points}" style="fill:{color};opacity:.18"/>')
+    for x, low, high in () if line.band else zip(line.x, line.low, line.high, strict=False):
         px, top, bottom = frame.px(x), frame.py(high), frame.py(low)
         frame.parts.append(
             f'<path d="M{px:.1f} {top:.1f}V{bottom:.1f}M{px - 4:.1f} {top:.1f}h8M{px - 4:.1f} {bottom:.1f}h8" '

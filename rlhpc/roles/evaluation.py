@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import copy
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -15,10 +14,21 @@ from rlhpc.metrics.pass_at_k import wilson
 from rlhpc.roles.device import to_tensors
 from rlhpc.runtime.errors import ConfigError, RlhpcError
 
-#: Called by `play` after each step.
-Watch = Callable[..., None]
 #: Decisions after which an episode that does not end is an error: nothing waits for ever.
 MAX_DECISIONS = 1_000_000
+
+
+class Watch:
+    """Looks on while `play` plays."""
+
+    def before(self, obs: Any, actions: np.ndarray) -> None:
+        """Before a step of all slots. A simulator may use the memory of the observation again."""
+
+    def after(
+        self, slots: np.ndarray, rewards: np.ndarray, terminations: np.ndarray, truncations: np.ndarray,
+        infos: Mapping[str, Any],
+    ) -> None:  # fmt: skip
+        """After it; `slots` (bool `[N]`) are those whose episodes count."""
 
 
 def quotas(episodes: int, slots: int) -> np.ndarray:
@@ -35,7 +45,13 @@ def eval_seed(env_cfg: Any, seed: int) -> int:
 
 @torch.inference_mode()
 def evaluate_policy(
-    policy: Any, env_cfg: Any, *, seed: int, episodes: int | None = None, device: torch.device | str = "cpu"
+    policy: Any,
+    env_cfg: Any,
+    *,
+    seed: int,
+    episodes: int | None = None,
+    device: torch.device | str = "cpu",
+    watch: Callable[[Any], Watch] | None = None,
 ) -> dict[str, Any]:
     """Runs the first episodes of every slot of a vector environment.
 
@@ -45,6 +61,7 @@ def evaluate_policy(
         seed: Of the run, see `eval_seed`.
         episodes: Number of episodes; default `env.eval.num_episodes`.
         device: Where the policy is.
+        watch: Makes what looks on, out of the environment.
 
     Returns:
         return_mean, return_std, return_min, return_max, return_ci95 [low, high], length_mean, episodes, env_id, seed; where
@@ -56,7 +73,7 @@ def evaluate_policy(
     slots, seed = min(int(env_cfg.num_envs), wanted), eval_seed(env_cfg, seed)
     env = make_env(env_cfg, slots, slot_offset=0, seed=seed, stage="eval")
     try:
-        found = play(policy, env, quotas(wanted, slots), torch.device(device))
+        found = play(policy, env, quotas(wanted, slots), torch.device(device), watch=watch(env) if watch else None)
     finally:
         env.close()
     return {**summarize(found), "env_id": str(env_cfg.env_id), "seed": seed}
@@ -73,8 +90,7 @@ def play(
         left: Episodes by slot.
         device: Of the policy.
         mode: "eval" or "train", as `predict_action_batch` takes it.
-        watch: Called after each step with the slots whose episodes count, what was before it (obs, actions and, where the
-            environment gives them, env_states), rewards, terminations, truncations and infos.
+        watch: Looks on.
 
     Returns:
         One row an episode, by slot and order: return, length, and success_once and success_at_end where they are known.
@@ -82,17 +98,14 @@ def play(
     found: list[tuple[int, int, dict[str, float]]] = []  # slot, its how-manieth, row
     seen = np.zeros_like(left)
     obs, _ = env.reset()
-    states = getattr(env, "env_states", None)
     for _ in range(MAX_DECISIONS):
         actions, _ = policy.predict_action_batch(to_tensors(obs, device), mode=mode)
         chosen = actions.cpu().numpy()
-        # A simulator may use the memory of an observation again.
-        before = {} if watch is None else {"obs": copy.deepcopy(obs), "actions": chosen}
-        if watch is not None and states is not None:
-            before["env_states"] = states()
+        if watch is not None:
+            watch.before(obs, chosen)
         obs, rewards, terminations, truncations, infos = env.chunk_step(chosen)
         if watch is not None:
-            watch(seen < left, before, rewards, terminations, truncations, infos)
+            watch.after(seen < left, rewards, terminations, truncations, infos)
         done = np.flatnonzero(np.asarray(terminations) | np.asarray(truncations))
         episode: dict[str, Any] = infos.get("episode", {}) if done.size else {}
         for slot in done.tolist() if episode else ():

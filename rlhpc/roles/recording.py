@@ -2,35 +2,38 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from omegaconf import OmegaConf
 
 from rlhpc.data.trajectories import TrajectoryWriter
 from rlhpc.envs import make_env
-from rlhpc.roles.evaluation import eval_seed, play, quotas
+from rlhpc.roles.evaluation import Watch, eval_seed, play, quotas
 from rlhpc.runtime.errors import ConfigError, RlhpcError
 
 #: Episodes played for each one that is wanted, before `only_success` gives up.
 MAX_ATTEMPTS = 20
 
 
-class EpisodeRecorder:
+class EpisodeRecorder(Watch):
     """Collects what `play` shows it and writes whole episodes.
 
     Args:
         writer: Takes the episodes.
-        slots: Of the environment.
+        env: The environment.
         only_success: Leave out episodes that never succeeded.
         wanted: Stop writing after so many.
     """
 
-    def __init__(self, writer: TrajectoryWriter, slots: int, *, only_success: bool, wanted: int) -> None:
-        self._writer, self._only_success, self._wanted = writer, only_success, wanted
-        self._open: list[list[dict[str, Any]]] = [[] for _ in range(slots)]
+    def __init__(self, writer: TrajectoryWriter, env: Any, *, only_success: bool, wanted: int) -> None:
+        self._writer, self._env, self._only_success, self._wanted = writer, env, only_success, wanted
+        self._before: dict[str, Any] = {}
+        self._open: list[list[dict[str, Any]]] = [[] for _ in range(env.num_envs)]
         self.played = 0
         self.success_known = False
 
@@ -38,13 +41,25 @@ class EpisodeRecorder:
         """Episodes under way will not be finished."""
         self._open = [[] for _ in self._open]
 
-    def __call__(
-        self, slots: np.ndarray, before: Mapping[str, Any], rewards: np.ndarray, terminations: np.ndarray,
-        truncations: np.ndarray, infos: Mapping[str, Any],
+    def before(self, obs: Any, actions: np.ndarray) -> None:
+        """See `Watch`."""
+        if actions.shape[1] != 1:
+            raise ConfigError(
+                f"the policy acts in chunks of {actions.shape[1]} (actor.model.num_action_chunks); episodes of single actions "
+                "can be recorded"
+            )
+        self._before = {"obs": copy.deepcopy(obs), "actions": actions}
+        states = getattr(self._env, "env_states", None)
+        if states is not None:
+            self._before["env_states"] = states()
+
+    def after(
+        self, slots: np.ndarray, rewards: np.ndarray, terminations: np.ndarray, truncations: np.ndarray,
+        infos: Mapping[str, Any],
     ) -> None:  # fmt: skip
-        """One step of all slots; `slots` are those whose episodes count."""
+        """See `Watch`."""
         for slot in np.flatnonzero(slots).tolist():
-            step = {name: _row(value, slot) for name, value in before.items()}
+            step = {name: _row(value, slot) for name, value in self._before.items()}
             step |= {"rewards": rewards[slot], "terminations": terminations[slot], "truncations": truncations[slot]}
             if "success" in infos:
                 step["success"] = bool(infos["success"][slot])
@@ -115,9 +130,13 @@ def record(
         ConfigError: Success is asked for and not known, or too rare.
     """
     slots, seed = min(int(env_cfg.num_envs), episodes), eval_seed(env_cfg, seed)
-    env = make_env(env_cfg, slots, slot_offset=0, seed=seed, stage="eval")
-    kwargs = dict(env_cfg.kwargs or {}) | dict(getattr(env, "record_kwargs", {}))
-    limit = None if env_cfg.max_episode_steps is None else int(env_cfg.max_episode_steps)
+    own = env_cfg.copy()
+    OmegaConf.set_readonly(own, False)
+    own.simulators = 0  # states of a simulator are asked for in its own process
+    env = make_env(own, slots, slot_offset=0, seed=seed, stage="eval")
+    env.keep_states = True
+    kwargs = dict(getattr(env, "record_kwargs", env_cfg.kwargs or {}))
+    limit = getattr(env, "max_episode_steps", env_cfg.max_episode_steps)
     returns: list[float] = []
     successes: list[float] = []
     steps = 0
@@ -126,7 +145,7 @@ def record(
             output, env_id=str(env_cfg.env_id), env_kwargs=kwargs, max_episode_steps=limit, source_type=source_type,
             source_desc=source_desc, extra=extra,
         ) as writer:  # fmt: skip
-            recorder = EpisodeRecorder(writer, slots, only_success=only_success, wanted=episodes)
+            recorder = EpisodeRecorder(writer, env, only_success=only_success, wanted=episodes)
             while len(writer) < episodes:
                 missing = episodes - len(writer)
                 if recorder.played and only_success and not recorder.success_known:

@@ -14,8 +14,10 @@ from rlhpc.checkpoint.durable import replace_durably
 from rlhpc.checkpoint.state import load_tensors
 from rlhpc.models import policy_from_spec
 from rlhpc.roles.evaluation import evaluate_policy
+from rlhpc.roles.film import Film
 from rlhpc.roles.recording import record
 from rlhpc.roles.start import ExpertPolicy, load_actor
+from rlhpc.runners.run_folder import note
 from rlhpc.runtime.errors import CheckpointError, ConfigError
 
 
@@ -47,12 +49,26 @@ def evaluate_checkpoint(
     require_valid(folder, hint="or evaluate another checkpoint")
     cfg = _config(folder) if cfg is None else cfg
     policy = _policy(folder)
+    films: list[Film] = []
+
+    def film(env: Any) -> Film:
+        films.append(Film(env, int(cfg.env.eval.video_episodes)))
+        return films[0]
+
+    # A checkpoint of an older version has no such key in its configuration.
+    shown = film if output is not None and int(cfg.env.eval.get("video_episodes", 0)) else None
     try:
-        result = evaluate_policy(policy, cfg.env.eval, seed=int(cfg.runner.seed), episodes=episodes)
+        result = evaluate_policy(policy, cfg.env.eval, seed=int(cfg.runner.seed), episodes=episodes, watch=shown)
     except RuntimeError as error:
         raise ConfigError(f"env.eval.env_id={cfg.env.eval.env_id} does not fit {folder}'s policy: {error}") from error
     result |= {"suite": suite, "global_step": int(read_manifest(folder)["global_step"]), "checkpoint": str(folder)}
     if output is not None:
+        if films and films[0].available:
+            video = Path(output).with_suffix(".mp4")
+            films[0].write(video, int(cfg.env.eval.video_fps))
+            result["video"] = video.name
+        elif films:
+            note(f"{cfg.env.eval.env_id} cannot be rendered here, so there is no video")
         try:
             replace_durably(Path(output), json.dumps(result, indent=2, sort_keys=True).encode() + b"\n")
         except OSError as error:

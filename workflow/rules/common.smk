@@ -1,5 +1,6 @@
 # What the rules share: the run's configuration, read without torch, and which files belong to which segment.
 from rlhpc.config import load_config, segment_ends
+from rlhpc.metrics.curves import IMITATION as IMITATION_CURVES
 from rlhpc.metrics.language import ALWAYS as LANGUAGE_CURVES
 from rlhpc.runtime.errors import RlhpcError
 from rlhpc.runtime.launch.plan import minutes_of

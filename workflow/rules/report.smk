@@ -10,7 +10,7 @@ EMBODIED_CURVES = {
     "throughput": "Environment steps per second",
     "time_per_phase": "Time per phase",
 }
-CURVES = LANGUAGE_CURVES[CFG.runner.task_type.lower()] if LANGUAGE else EMBODIED_CURVES
+CURVES = {**LANGUAGE_CURVES, "bc": IMITATION_CURVES}.get(CFG.runner.task_type.lower(), EMBODIED_CURVES)
 
 
 rule report:
