@@ -192,8 +192,8 @@ class AlgorithmConfig:
     update_epochs: int = 4
     """Passes over each rollout; bc: over the demonstrations, in a step."""
     bc_loss: str = "nll"
-    """bc: `nll` (negative log-likelihood of the demonstrated actions) or `mse` (squared error of the mean action). A policy
-    with a loss of its own (its method `bc_loss`: flow matching) takes that."""
+    """bc: `nll` (negative log-likelihood of the demonstrated actions, or what the policy's `bc_loss` has in its place: flow
+    matching) or `mse` (squared error of the mean action)."""
     bc_value_coef: float = 0.0
     """bc: weight of a value loss on the demonstrations' discounted returns, so that PPO starts with a critic; 0 is off."""
     rollout_steps: int = 128
