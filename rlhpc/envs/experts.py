@@ -1,16 +1,25 @@
 """Scripted experts of ManiSkill tasks: rules written by hand, from the state observation alone.
 
 No planner and no memory: an expert is a function `obs [N, D] -> actions [N, A]`, so it also relabels what another policy
-visited (DAgger). They take `obs_mode=state`, `control_mode=pd_ee_delta_pos`, the Panda arm. Lengths are metres.
+visited (DAgger). They take `obs_mode=state` (or `rgb+state`, to show a policy that sees), `control_mode=pd_ee_delta_pos`, the
+Panda arm. Lengths are metres.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import numpy as np
 
 #: Metres of one action of size 1 in `pd_ee_delta_pos`.
 _REACH = 0.1
 _OPEN, _CLOSED = 1.0, -1.0
+
+
+def _state(obs: Any) -> np.ndarray:
+    """The state, of observations that show it beside pictures."""
+    state: np.ndarray = obs["state"] if isinstance(obs, dict) else obs
+    return state
 
 
 def _towards(tcp: np.ndarray, target: np.ndarray, gripper: np.ndarray | float, gain: float = 1.0) -> np.ndarray:
@@ -21,12 +30,13 @@ def _towards(tcp: np.ndarray, target: np.ndarray, gripper: np.ndarray | float, g
     return actions
 
 
-def push_cube(obs: np.ndarray) -> np.ndarray:
+def push_cube(obs: Any) -> np.ndarray:
     """PushCube-v1: behind the cube, down, and on until the cube lies on the goal.
 
     Args:
         obs: `[N, 35]`: qpos 9, qvel 9, tcp pose 7, goal 3, cube pose 7.
     """
+    obs = _state(obs)
     tcp, goal, cube = obs[:, 18:21], obs[:, 25:28], obs[:, 28:31]
     gap, aside = cube[:, 0] - tcp[:, 0], np.abs(tcp[:, 1] - cube[:, 1])
     low = tcp[:, 2] < 0.04
@@ -40,12 +50,13 @@ def push_cube(obs: np.ndarray) -> np.ndarray:
     return _towards(tcp, target, _CLOSED)
 
 
-def pick_cube(obs: np.ndarray) -> np.ndarray:
+def pick_cube(obs: Any) -> np.ndarray:
     """PickCube-v1: over the cube, down, grasp, to the goal.
 
     Args:
         obs: `[N, 42]`: qpos 9, qvel 9, is_grasped 1, tcp pose 7, goal 3, cube pose 7, and differences of these.
     """
+    obs = _state(obs)
     tcp, goal, cube = obs[:, 19:22], obs[:, 26:29], obs[:, 29:32]
     return _grasp_and_carry(tcp, cube, obs[:, 18] > 0.5, goal - cube)
 
@@ -61,12 +72,13 @@ def _grasp_and_carry(tcp: np.ndarray, cube: np.ndarray, grasped: np.ndarray, car
     return _towards(tcp, target, np.where(grasped | at, _CLOSED, _OPEN))
 
 
-def stack_cube(obs: np.ndarray) -> np.ndarray:
+def stack_cube(obs: Any) -> np.ndarray:
     """StackCube-v1: grasp the first cube, over the second, down, let go.
 
     Args:
         obs: `[N, 48]`: qpos 9, qvel 9, tcp pose 7, first cube's pose 7, second's 7, and differences of these.
     """
+    obs = _state(obs)
     tcp, cube, base = obs[:, 18:21], obs[:, 25:28], obs[:, 32:35]
     fingers = obs[:, 7]
     near = np.linalg.norm(tcp - cube, axis=1) < 0.02

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 from gymnasium import spaces
+from omegaconf import OmegaConf
 
 from rlhpc.envs.base import Step, VectorEnv
 from rlhpc.envs.episodes import Episodes
@@ -326,7 +327,9 @@ def build_seed(seed: int, group: int) -> int:
 
 def _arguments(cfg: Any, spec: Any) -> dict[str, Any]:
     """`kwargs` with this adapter's defaults, checked as far as that goes without building anything."""
-    kwargs = dict(cfg.kwargs or {})
+    # ManiSkill changes what is nested in them.
+    given: Any = OmegaConf.to_container(cfg.kwargs) if OmegaConf.is_config(cfg.kwargs) else cfg.kwargs
+    kwargs: dict[str, Any] = dict(given or {})
     for name in _OURS:
         if name in kwargs:
             raise ConfigError(f"env.train.kwargs.{name} is {kwargs[name]!r}; this one rlhpc sets itself")
