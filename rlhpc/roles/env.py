@@ -98,6 +98,8 @@ class EnvWorker(Worker):
 
     def _restart(self, step: int) -> None:
         seed = int(np.random.SeedSequence([self.seed, step]).generate_state(1)[0])
+        if self.cfg.env.train.use_fixed_reset_state_ids:
+            seed = self.seed
         self.obs = [as_arrays(env.reset(seed=seed)[0]) for env in self.envs]
 
     def _send(self, stage: int) -> None:
