@@ -1,0 +1,39 @@
+"""What does not fit together in a policy's configuration is refused by key, before anything starts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from rlhpc.config import load_config
+from rlhpc.runtime.errors import ConfigError
+
+CONFIGS = Path(__file__).resolve().parents[3] / "configs"
+CHUNK = "actor.model.num_action_chunks=4"
+BY_ACTION = "algorithm.reward_type=action_level"
+WRONG = {
+    "no chunk": (["actor.model.num_action_chunks=0"], "actor.model.num_action_chunks is 0; it must be at least 1"),
+    "misspelt": (["algorithm.logprob_type=tokenlevel"], "did you mean 'token_level'"),
+    "rewards finer than log-probs": ([CHUNK, BY_ACTION], "algorithm.logprob_type is 'chunk_level'"),
+    "no values of actions": ([CHUNK, BY_ACTION, "algorithm.logprob_type=token_level"], "value_per_action is False"),
+    "values of actions alone": ([CHUNK, "actor.model.value_per_action=true"], "it is for algorithm.reward_type"),
+    "a group of one": (["algorithm.adv_type=grpo"], "env.train.group_size is 1"),
+    "parts of episodes": (["algorithm.adv_type=grpo", "env.train.group_size=2"], "env.train.auto_reset is True"),
+    "adapters of a small network": (["actor.lora.rank=4"], "actor.lora.rank is 4; adapters are for vla and pi0"),
+    "dropout": (["actor.model.model_type=vla", "actor.lora.rank=4", "actor.lora.dropout=0.1"], "it must be 0"),
+    "all weights in bfloat16": (["actor.model.model_type=vla", "actor.model.dtype=bfloat16"], "needs adapters"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_what_does_not_fit_is_refused(name: str) -> None:
+    overrides, says = WRONG[name]
+    with pytest.raises(ConfigError) as caught:
+        load_config(CONFIGS / "quickstart.yaml", overrides)
+    assert says in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["push_cube_pixels", "pick_cube_pixels", "push_cube_vla", "push_cube_vla_bc"])
+def test_the_configurations_are_sound(name: str) -> None:
+    load_config(CONFIGS / "embodied" / f"{name}.yaml", [])
