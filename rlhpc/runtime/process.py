@@ -75,7 +75,7 @@ def run_worker(spec: WorkerSpec) -> int:
     import zmq
 
     from rlhpc.runtime import context
-    from rlhpc.runtime.comm.payload import pack, unpack
+    from rlhpc.runtime.comm.segments import remove_idle_of_the_dead
     from rlhpc.runtime.comm.service import Service
     from rlhpc.runtime.comm.sockets import bind, choose, make_socket
     from rlhpc.runtime.errors import CallAborted
@@ -84,6 +84,7 @@ def run_worker(spec: WorkerSpec) -> int:
 
     registry, scratch = Registry(Path(spec.registry)), Scratch(spec.token)
     scratch.ensure()
+    remove_idle_of_the_dead(scratch.shm)
     keys = registry.load_keys()
     driver = choose(spec.driver)
     note = {"name": spec.name, "incarnation": spec.incarnation, "pid": os.getpid()}
@@ -127,7 +128,7 @@ def run_worker(spec: WorkerSpec) -> int:
         caller, number, method, *frames = commands.recv_multipart()
         name = method.decode()
         if name == "\0exit":
-            commands.send_multipart([caller, number, b"ok", b"0", *pack(None, scratch, service.origin).frames])
+            commands.send_multipart([caller, number, b"ok", b"0", *service.pack(None).frames()])
             with contextlib.suppress(Exception):
                 close = getattr(instance, "close", None)
                 if callable(close):
@@ -135,25 +136,25 @@ def run_worker(spec: WorkerSpec) -> int:
             return 0
         if name == "\0resume":
             service.aborted = False
-            commands.send_multipart([caller, number, b"ok", b"0", *pack(None, scratch, service.origin).frames])
+            commands.send_multipart([caller, number, b"ok", b"0", *service.pack(None).frames()])
             continue
         started = time.perf_counter()
         try:
             check()
-            args, kwargs = unpack(frames, ctx.host, service.fetch)
+            args, kwargs = service.unpack(frames)
             frames = []
             result = getattr(instance, name)(*args, **kwargs)
             args = kwargs = None
-            status, packed = b"ok", pack(result, scratch, service.origin)
+            status, packed = b"ok", service.pack(result)
             result = None
         except BaseException as error:
             if isinstance(error, (KeyboardInterrupt, SystemExit)):
                 raise
             if not isinstance(error, CallAborted):
                 traceback.print_exc()
-            status, packed = b"error", pack(describe(error), scratch, service.origin)
+            status, packed = b"error", service.pack(describe(error))
         seconds = b"%.9f" % (time.perf_counter() - started)
-        commands.send_multipart([caller, number, status, seconds, *packed.frames])
+        commands.send_multipart([caller, number, status, seconds, *packed.frames()])
 
 
 def _step_id() -> str:

@@ -18,7 +18,6 @@ from typing import Any
 
 import zmq
 
-from rlhpc.runtime.comm.payload import pack, unpack
 from rlhpc.runtime.comm.sockets import choose, make_socket
 from rlhpc.runtime.context import Context
 from rlhpc.runtime.errors import DeadlineExceeded, WorkerFailed
@@ -143,15 +142,13 @@ class RpcClient:
         service = self.context.service
         handle = Handle(self, records[0]["group"], method, [record["rank"] for record in records])
         name = method.encode()
-        packed = pack((args, kwargs), service.scratch, service.origin)
+        packed = service.pack((args, kwargs), len(records))
         self.interrupt()
         with self._lock:
             for index, record in enumerate(records):
-                if packed.segment and index:  # each rank unlinks the segment that it has mapped
-                    packed = pack((args, kwargs), service.scratch, service.origin)
                 number = next(self._numbers).to_bytes(8, "big")
                 self._pending[number] = (handle, record["rank"], record)
-                self._socket.send_multipart([self._route(choose(record["rpc"])), number, name, *packed.frames])
+                self._socket.send_multipart([self._route(choose(record["rpc"])), number, name, *packed.frames(index)])
         return handle
 
     def pump(self, timeout_ms: int) -> None:
@@ -177,7 +174,7 @@ class RpcClient:
             if entry is None:
                 continue  # the group was forgotten meanwhile: it ended
             handle, rank, record = entry
-            result = unpack(frames, self.context.host, self.context.service.fetch)
+            result = self.context.service.unpack(frames)
             if status == b"error":
                 error = worker_failed(result, f"{record['group']}[{rank}].{handle.method}()", record)
                 failure = failure or error

@@ -110,12 +110,15 @@ class Worker:
         receive()
         return tensor
 
-    def broadcast(self, obj: Any, groups: list[tuple[str, list[int]]], src: tuple[str, int]) -> Any:
+    def broadcast(
+        self, obj: Any, groups: list[tuple[str, list[int]]], src: tuple[str, int], *, read_only: bool = False
+    ) -> Any:
         """One object from `src` to all `(group, ranks)`; every one of them calls this, and all return the object.
 
-        The bytes are written once a host and mapped by each receiver.
+        The bytes are written once a host and mapped by each receiver. With `read_only` a receiver promises not to write
+        into the tensors it gets: all receivers of a host then look at the same memory.
         """
-        return p2p.broadcast(obj, self.group_name, self.rank, groups, src)
+        return p2p.broadcast(obj, self.group_name, self.rank, groups, src, read_only=read_only)
 
     # -- collectives inside the group -----------------------------------------------------------------------------
 

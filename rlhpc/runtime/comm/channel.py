@@ -15,7 +15,7 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
-from rlhpc.runtime.comm.payload import Packed, pack, unpack
+from rlhpc.runtime.comm.payload import Packed
 from rlhpc.runtime.comm.queues import Item
 from rlhpc.runtime.comm.service import DEFAULT_MAX_BYTES
 from rlhpc.runtime.comm.sockets import choose
@@ -144,9 +144,9 @@ class Channel:
             DeadlineExceeded: Nobody made room in the session's wait deadline.
         """
         context, key = current(), str(key)
-        packed = pack(item, context.service.scratch, context.service.origin)
+        packed = context.service.pack(item)
         if async_op:
-            packed.frames = [bytes(frame) for frame in packed.frames]
+            packed.owned()
             return in_background(f"put-{self.name}", lambda: self._put(context, packed, weight, key, True))
         self._put(context, packed, weight, key, True)
         return None
@@ -158,7 +158,7 @@ class Channel:
             QueueFull: There is no room.
         """
         context = current()
-        packed = pack(item, context.service.scratch, context.service.origin)
+        packed = context.service.pack(item)
         self._put(context, packed, weight, str(key), False)
 
     def _put(self, context: Context, packed: Packed, weight: float, key: str, wait: bool) -> None:
@@ -166,7 +166,7 @@ class Channel:
         whom = f"room in channel {self.name!r}, key {key!r}"
         try:
             if home["ipc"] == service.endpoint["ipc"]:
-                frames = [bytes(frame) for frame in packed.frames]
+                frames = [bytes(frame) for frame in packed.frames()]
 
                 def act(answer: Any) -> bool:
                     state = service.channel(self.name)
@@ -185,9 +185,9 @@ class Channel:
             if wait and self._maxsize == 0 and packed.segment is None and self._posted % _UNCONFIRMED:
                 # Small items into an unbounded channel need no confirmation each: the socket keeps their order, and the
                 # confirmed one in between bounds what can be under way when the byte limit is reached.
-                service.peers.post(choose(home), b"PUT", [head, *packed.frames])
+                service.peers.post(choose(home), b"PUT", [head, *packed.frames()])
                 return
-            service.peers.request(choose(home), b"PUT", [head, *packed.frames], context.wait_deadline, whom)
+            service.peers.request(choose(home), b"PUT", [head, *packed.frames()], context.wait_deadline, whom)
         except BaseException as error:
             packed.discard()
             if isinstance(error, ChannelError) and str(error) == "full":
@@ -233,7 +233,7 @@ class Channel:
                 items = service.wait_local(act, timeout, whom)
             except queue.Empty:
                 raise QueueEmpty(whom) from None
-            return [self._open(context, item.frames) for item in items]
+            return [service.unpack(item.frames) for item in items]
         head = pickle.dumps((self.name, key, target, wait))
         try:
             reply = service.peers.request(choose(home), b"GET", [head], timeout, whom)
@@ -242,16 +242,15 @@ class Channel:
                 raise QueueEmpty(whom) from None
             raise
         numbers, results, at = [], [], 1
+        fetched: list[Callable[[], None]] = []
         for number, count in pickle.loads(reply[0]):
-            results.append(self._open(context, reply[at : at + count]))
+            results.append(service.unpack(reply[at : at + count], later=fetched))
             numbers.append(number)
             at += count
         service.peers.post(choose(home), b"ACK", [pickle.dumps((self.name, numbers))])
+        for release in fetched:
+            release()
         return results
-
-    @staticmethod
-    def _open(context: Context, frames: list[Any]) -> Any:
-        return unpack(frames, context.host, context.service.fetch)
 
     # -- inspection -----------------------------------------------------------------------------------------------
 

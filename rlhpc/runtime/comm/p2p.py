@@ -6,7 +6,7 @@ import pickle
 from typing import Any
 
 from rlhpc.runtime.comm.channel import AsyncWork, in_background
-from rlhpc.runtime.comm.payload import Packed, pack, unpack
+from rlhpc.runtime.comm.payload import Packed
 from rlhpc.runtime.comm.service import INBOX
 from rlhpc.runtime.comm.sockets import choose
 from rlhpc.runtime.context import Context, current
@@ -16,11 +16,11 @@ def _key(tag: str, group: str, rank: int) -> str:
     return f"{tag}/{group}/{rank}"
 
 
-def _deliver(context: Context, packed: Packed, key: str, dst_group: str, dst_rank: int) -> None:
+def _deliver(context: Context, packed: Packed, key: str, dst_group: str, dst_rank: int, reader: int = 0) -> None:
     whom = f"{dst_group}-{dst_rank} to take a message from {context.name}"
     record = context.member(dst_group, dst_rank)["data"]
     if record["ipc"] == context.service.endpoint["ipc"]:
-        frames = [bytes(f) for f in packed.frames]
+        frames = [bytes(frame) for frame in packed.frames(reader)]
         context.service.wait_local(
             lambda answer: context.service.channel(INBOX).put(
                 key, frames, packed.nbytes, 0, packed.segment or "", answer
@@ -30,7 +30,7 @@ def _deliver(context: Context, packed: Packed, key: str, dst_group: str, dst_ran
         )
         return
     head = pickle.dumps((INBOX, key, packed.nbytes, 0, packed.segment or "", True))
-    context.service.peers.request(choose(record), b"PUT", [head, *packed.frames], context.wait_deadline, whom)
+    context.service.peers.request(choose(record), b"PUT", [head, *packed.frames(reader)], context.wait_deadline, whom)
 
 
 def send(
@@ -38,9 +38,9 @@ def send(
 ) -> AsyncWork | None:
     """See `Worker.send`."""
     context = current()
-    packed = pack(obj, context.service.scratch, context.service.origin)
+    packed = context.service.pack(obj)
     if async_op:
-        packed.frames = [bytes(frame) for frame in packed.frames]
+        packed.owned()
 
     def deliver() -> None:
         try:
@@ -55,7 +55,7 @@ def send(
     return None
 
 
-def _receive(tag: str, src_group: str, src_rank: int, shared: bool) -> Any:
+def _receive(tag: str, src_group: str, src_rank: int, borrow: bool = False) -> Any:
     context = current()
     service, key = context.service, _key(tag, src_group, src_rank)
     items = service.wait_local(
@@ -63,13 +63,12 @@ def _receive(tag: str, src_group: str, src_rank: int, shared: bool) -> Any:
         context.wait_deadline,
         f"a message from {src_group}-{src_rank}",
     )
-    release = service.release if shared else None
-    return unpack(items[0].frames, context.host, service.fetch, shared=shared, release=release)
+    return service.unpack(items[0].frames, borrow=borrow)
 
 
 def recv(src_group: str, src_rank: int, *, tag: str = "o") -> Any:
     """See `Worker.recv`."""
-    return _receive(tag, src_group, src_rank, shared=False)
+    return _receive(tag, src_group, src_rank)
 
 
 def copy_into(tensor: Any, received: Any) -> None:
@@ -82,18 +81,26 @@ def copy_into(tensor: Any, received: Any) -> None:
     tensor.detach().copy_(received)
 
 
-def broadcast(obj: Any, group: str, rank: int, groups: list[tuple[str, list[int]]], src: tuple[str, int]) -> Any:
+def broadcast(
+    obj: Any,
+    group: str,
+    rank: int,
+    groups: list[tuple[str, list[int]]],
+    src: tuple[str, int],
+    *,
+    read_only: bool = False,
+) -> Any:
     """See `Worker.broadcast`."""
     context = current()
     if (group, rank) != tuple(src):
-        return _receive("b", src[0], src[1], shared=True)
+        return _receive("b", src[0], src[1], borrow=read_only)
     targets = [(g, r) for g, ranks in groups for r in ranks if (g, r) != (group, rank)]
-    packed = pack(obj, context.service.scratch, context.service.origin)
-    if packed.segment and targets:
-        with context.service.lock:
-            context.service.shared_readers[packed.segment] = len(targets)
-    for dst_group, dst_rank in targets:
-        _deliver(context, packed, _key("b", group, rank), dst_group, dst_rank)
-    if not targets:
-        packed.discard()
+    if targets:
+        packed, delivered = context.service.pack(obj, len(targets)), 0
+        try:
+            for reader, (dst_group, dst_rank) in enumerate(targets):
+                _deliver(context, packed, _key("b", group, rank), dst_group, dst_rank, reader)
+                delivered += 1
+        finally:
+            packed.discard(delivered)
     return obj

@@ -17,13 +17,14 @@ import queue
 import select
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import zmq
 
-from rlhpc.runtime.comm.payload import SegmentGone, read_segment, unlink
+from rlhpc.runtime.comm.payload import Packed, read_segment, unpack
 from rlhpc.runtime.comm.queues import ChannelState, Item
+from rlhpc.runtime.comm.segments import Mappings, SegmentGone, SegmentPool, discard
 from rlhpc.runtime.comm.sockets import Peers, ZapDoor, bind, make_socket
 from rlhpc.runtime.comm.unix import Connection, Listener, token_of
 from rlhpc.runtime.errors import ChannelError, DeadlineExceeded
@@ -115,7 +116,7 @@ class Service:
         self.channels: dict[str, ChannelState] = {INBOX: ChannelState(0, DEFAULT_MAX_BYTES)}
         self.check = check
         self.peers = Peers(self.context, keys, check)
-        self.shared_readers: dict[str, int] = {}
+        self.pool, self.mappings = SegmentPool(scratch), Mappings()
         self._store: dict[bytes, bytes] = {}
         #: The driver wants the call that the main thread is in to be given up.
         self.aborted = False
@@ -233,7 +234,7 @@ class Service:
             answer.abandoned = True
             for state in self.channels.values():
                 for item in state.cancel(lambda a: a is answer):
-                    unlink(item.segment) if item.segment else None
+                    discard(item.segment) if item.segment else None
 
     def consumer_died(self, who: str) -> None:
         """Gives back what a dead consumer had not acknowledged."""
@@ -242,13 +243,32 @@ class Service:
                 state.consumer_died(who)
         os.eventfd_write(self._wake, 1)
 
-    def fetch(self, endpoint: str, path: str) -> bytes:
-        """Bytes of a segment that lies on another host."""
-        return self.peers.request(endpoint, b"FETCH", [path.encode()], 600.0, f"payload {path}")[0]
+    def pack(self, obj: Any, readers: int = 1) -> Packed:
+        """Serializes an object for so many readers."""
+        return Packed(obj, self.pool, self.origin, readers)
 
-    def release(self, endpoint: str, path: str) -> None:
-        """Tells a shared segment's owner that this reader has it mapped."""
-        self.peers.post(endpoint, b"RELEASE", [path.encode()])
+    def unpack(
+        self, frames: Sequence[Any], *, borrow: bool = False, later: list[Callable[[], None]] | None = None
+    ) -> Any:
+        """Inverse of `pack` and transport.
+
+        Args:
+            frames: What came.
+            borrow: The caller only reads what it gets.
+            later: Takes what is to be called once the item is acknowledged, for data of another host; by default that is
+                now.
+        """
+
+        def fetch(endpoint: str, path: str, reader: int) -> bytes:
+            data: bytes = self.peers.request(endpoint, b"FETCH", [path.encode()], 600.0, f"payload {path}")[0]
+
+            def release() -> None:
+                self.peers.post(endpoint, b"RELEASE", [pickle.dumps((path, reader))])
+
+            release() if later is None else later.append(release)
+            return data
+
+        return unpack(frames, self.endpoint["host"], self.mappings, fetch, borrow=borrow)
 
     def stop(self) -> None:
         """Ends the thread and closes the sockets."""
@@ -257,6 +277,7 @@ class Service:
         self._thread.join(timeout=2)
         if threading.current_thread() is not self._thread:
             self.peers.close()
+        self.pool.close()
 
     # -- the thread -----------------------------------------------------------------------------------------------
 
@@ -378,7 +399,7 @@ class Service:
         with self.lock:
             for state in self.channels.values():
                 for item in state.cancel(matches):
-                    unlink(item.segment) if item.segment else None
+                    discard(item.segment) if item.segment else None
                 state.consumer_died(answer.who)  # an answer that crossed this: its items go back to the front
 
     def _op_fetch(self, answer: _RemoteAnswer, frames: list[bytes]) -> None:
@@ -386,14 +407,7 @@ class Service:
         answer.frames(data)
 
     def _op_release(self, answer: _RemoteAnswer, frames: list[bytes]) -> None:
-        path = frames[0].decode()
-        with self.lock:
-            left = self.shared_readers.get(path, 1) - 1
-            if left > 0:
-                self.shared_readers[path] = left
-                return
-            self.shared_readers.pop(path, None)
-        unlink(path)
+        self.pool.release(*pickle.loads(frames[0]))
 
     def store(self, op: bytes, key: bytes, *values: bytes) -> list[bytes]:
         """torch's rendezvous store, for the groups whose rank 0 this process is."""

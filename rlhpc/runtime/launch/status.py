@@ -130,12 +130,14 @@ def members(paths: RunPaths) -> list[dict[str, Any]]:
     return sorted(rows, key=lambda row: (str(row["group"]), int(row.get("rank") or 0)))
 
 
-def _shared_memory(rows: list[dict[str, Any]]) -> int | None:
-    """Bytes of shared memory that the session holds; None when it is over or on another host."""
+def _shared_memory(rows: list[dict[str, Any]]) -> tuple[int, int] | None:
+    """Bytes of shared memory that the session holds, and those in use; None when it is over or on another host."""
+    from rlhpc.runtime.comm.segments import bytes_in_use  # with numpy, which the rest of a status does without
+
     tokens = {str(row["token"]) for row in rows if row.get("token") and row.get("host") == host_id()}
     sessions = [Scratch(token) for token in tokens]
-    found = [scratch.used_bytes() for scratch in sessions if scratch.shm.is_dir()]
-    return sum(found) if found else None
+    found = [(scratch.used_bytes(), bytes_in_use(scratch.shm)) for scratch in sessions if scratch.shm.is_dir()]
+    return (sum(held for held, _ in found), sum(used for _, used in found)) if found else None
 
 
 def render_status(paths: RunPaths) -> str:
@@ -163,7 +165,7 @@ def render_status(paths: RunPaths) -> str:
     rows = members(paths)
     shm = _shared_memory(rows)
     if shm is not None:
-        lines.append(f"shared mem   {shm / 2**20:.1f} MiB")
+        lines.append(f"shared mem   {shm[0] / 2**20:.1f} MiB, payloads in use {shm[1] / 2**20:.1f} MiB")
     if rows:
         lines += ["", f"{'group':<12} {'rank':>4}  {'node':<16} {'pid':>8}  state"]
         lines += [_member_line(row, over=state in (*_FINAL, "dead")) for row in rows]

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from rlhpc import Channel, ChannelError, DeadlineExceeded, QueueEmpty, QueueFull, Session, WorkerFailed
+from rlhpc.runtime.comm.segments import bytes_in_use
 
 
 def test_order_and_content_survive_between_workers(launch):
@@ -29,7 +30,7 @@ def test_every_size_and_home(launch, size, home):
     produced.wait()
     assert consumed.wait()[0] == [(i, float(i)) for i in range(5)]
     session = Session.running()
-    assert session is not None and session.scratch.used_bytes() == 0, "a segment was left"
+    assert session is not None and bytes_in_use(session.scratch.shm) == 0, "a segment was left"
 
 
 def test_put_blocks_when_full_and_nowait_says_so():
@@ -185,9 +186,9 @@ def test_broadcast_reaches_all_groups_and_frees_its_memory(launch):
     assert all(abs(x - expected) < 1e4 for x in first.wait() + second.wait())
     session = Session.running()
     deadline = time.monotonic() + 5
-    while session.scratch.used_bytes() and time.monotonic() < deadline:
+    while bytes_in_use(session.scratch.shm) and time.monotonic() < deadline:
         time.sleep(0.02)
-    assert session.scratch.used_bytes() == 0
+    assert bytes_in_use(session.scratch.shm) == 0
 
 
 def test_collectives_inside_a_group(launch):

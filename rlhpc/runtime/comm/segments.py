@@ -1,0 +1,368 @@
+"""Shared-memory segments that are used again: the writer's pool, and the reader's mappings.
+
+A fresh page costs more than the bytes that go into it, so a segment is kept mapped at both ends and goes from item to item.
+Its first page says who still needs it, a byte a reader: the writer sets the bytes when it has written, each reader sets
+its own when it has mapped the segment and clears it when the last object that looks into it is gone. A byte has one
+writer at a time, so nothing is locked and no message is sent.
+
+    0  free          1  written, its reader has not come yet          2  in use by its reader
+
+The memory that a reader holds is its own affair: once a reader has come, the writer may unlink the segment and forget it.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import errno
+import itertools
+import logging
+import mmap
+import os
+import re
+import threading
+import time
+import weakref
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from rlhpc.runtime.scratch import Scratch
+
+log = logging.getLogger(__name__)
+
+#: The first page: a byte a reader.
+HEADER = mmap.PAGESIZE
+FREE, WRITTEN, USED = b"\0", b"\1", b"\2"
+_ALIGN = 64
+_IOV_MAX = 512
+#: Segments that are looked at before a new one is made: the oldest in use are the likeliest to be free.
+_LOOKS = 16
+#: Segments in use that a pool keeps count of; what is written beyond them is forgotten as soon as its reader has come.
+_MOST = 4096
+_POPULATE = getattr(mmap, "MAP_POPULATE", 0)
+_NAME = re.compile(r"(\d+)-\d+")
+_counter = itertools.count()
+
+
+class SegmentGone(Exception):
+    """The segment was unlinked before it was read: its owner died or freed it."""
+
+
+def unlink(path: str) -> None:
+    """Removes a segment's file; one that is already gone is fine."""
+    with contextlib.suppress(FileNotFoundError):
+        os.unlink(path)
+
+
+def capacity_of(size: int) -> int:
+    """Bytes of the segment for so much data: the next eighth of a power of two, so that like sizes share segments."""
+    step = max(mmap.PAGESIZE, 1 << max(0, size.bit_length() - 4))
+    return -(-size // step) * step
+
+
+class Segment:
+    """A segment as its writer knows it.
+
+    Attributes:
+        path: Its file.
+        capacity: Bytes of data that fit.
+        readers: For how many the present data is.
+        pooled: Whether it may be written again; one on disk may not.
+        written: When the present data was written, by `time.monotonic`.
+    """
+
+    __slots__ = ("capacity", "memory", "path", "pooled", "readers", "written")
+
+    def __init__(self, path: str, capacity: int, memory: mmap.mmap, pooled: bool) -> None:
+        self.path, self.capacity, self.memory, self.pooled = path, capacity, memory, pooled
+        self.readers, self.written = 0, 0.0
+
+    def free(self) -> bool:
+        """Whether all readers are done."""
+        return self.memory[: self.readers] == FREE * self.readers
+
+    def awaited(self) -> bool:
+        """Whether a reader has yet to come."""
+        return WRITTEN in self.memory[: self.readers]
+
+
+class SegmentPool:
+    """The segments that this process writes. All methods may be called by any thread.
+
+    Args:
+        scratch: The session's folders on this host.
+        max_idle: Bytes of free segments that are kept; by default a sixteenth of the shared memory, at most 2 GiB.
+        patience: Seconds after which data with several readers is given up although one of them did not come.
+    """
+
+    def __init__(self, scratch: Scratch, max_idle: int | None = None, patience: float = 7200.0) -> None:
+        self._scratch, self._patience = scratch, patience
+        self._max_idle = _default_idle(scratch) if max_idle is None else max_idle
+        self._lock = threading.Lock()
+        self._idle: dict[int, list[Segment]] = {}
+        self._idle_bytes = 0
+        self._busy: collections.deque[Segment] = collections.deque()
+        self._by_path: dict[str, Segment] = {}
+        self._warned = False
+
+    def write(self, buffers: Sequence[Any], readers: int = 1) -> tuple[str, list[tuple[int, int]]]:
+        """Copies the buffers into a segment, each aligned to 64 bytes.
+
+        Args:
+            buffers: Flat, contiguous.
+            readers: How many will read it, each by its number from 0.
+
+        Returns:
+            Path, and (offset, length) of each buffer.
+
+        Raises:
+            OSError: Neither the shared memory nor the spill folder has room.
+        """
+        if readers > HEADER:
+            raise ValueError(f"a segment has at most {HEADER} readers, not {readers}")
+        spans, offset = [], HEADER
+        for buffer in buffers:
+            size = len(buffer)
+            spans.append((offset, size))
+            offset += size + -size % _ALIGN
+        size = offset - HEADER
+        capacity = capacity_of(size)
+        segment = self._take(capacity)
+        if segment is None:
+            segment = self._make(capacity, size, buffers)
+        else:
+            target = np.frombuffer(segment.memory, np.uint8)
+            for (start, count), buffer in zip(spans, buffers, strict=True):
+                if count:
+                    target[start : start + count] = np.frombuffer(buffer, np.uint8)
+        segment.readers, segment.written = readers, time.monotonic()
+        segment.memory[:readers] = WRITTEN * readers
+        with self._lock:
+            self._busy.append(segment)
+            self._by_path[segment.path] = segment
+        return segment.path, spans
+
+    def release(self, path: str, reader: int) -> None:
+        """A reader that cannot map the segment is done with it."""
+        with self._lock:
+            segment = self._by_path.get(path)
+        if segment is not None:
+            segment.memory[reader : reader + 1] = FREE
+
+    def close(self) -> None:
+        """Removes what nobody needs; the rest goes with the session's folder."""
+        with self._lock:
+            for segment in [*self._busy, *(one for idle in self._idle.values() for one in idle)]:
+                if segment.free():
+                    unlink(segment.path)
+            self._busy.clear()
+            self._by_path.clear()
+            self._idle.clear()
+
+    # -- finding one ----------------------------------------------------------------------------------------------
+
+    def _take(self, capacity: int) -> Segment | None:
+        """A free segment of this size."""
+        with self._lock:
+            for _ in range(len(self._busy) if len(self._busy) > _MOST else min(_LOOKS, len(self._busy))):
+                if self._idle.get(capacity):
+                    break
+                self._look()
+            if self._idle.get(capacity):
+                self._idle_bytes -= capacity
+                return self._idle[capacity].pop()
+        return None
+
+    def _look(self) -> None:
+        """Looks at the segment that has been in use longest."""
+        segment = self._busy.popleft()
+        if segment.free():
+            self._retire(segment)
+            return
+        awaited = segment.awaited()
+        late = segment.readers > 1 and time.monotonic() - segment.written > self._patience
+        if (len(self._busy) >= _MOST and not awaited) or (not segment.pooled and not awaited) or (awaited and late):
+            self._forget(segment)
+        else:
+            self._busy.append(segment)
+
+    def _retire(self, segment: Segment) -> None:
+        """Keeps a free segment, and lets those go that have lain idle longest where that is too much."""
+        del self._by_path[segment.path]
+        if not segment.pooled:
+            unlink(segment.path)
+            return
+        self._idle.setdefault(segment.capacity, []).append(segment)
+        self._idle_bytes += segment.capacity
+        while self._idle_bytes > self._max_idle:
+            largest = max(capacity for capacity, segments in self._idle.items() if segments)
+            unlink(self._idle[largest].pop(0).path)
+            self._idle_bytes -= largest
+
+    def _forget(self, segment: Segment) -> None:
+        del self._by_path[segment.path]
+        unlink(segment.path)
+
+    # -- making one -----------------------------------------------------------------------------------------------
+
+    def _make(self, capacity: int, size: int, buffers: Sequence[Any]) -> Segment:
+        """A new segment with the data. It is written rather than mapped and copied into: no page is zeroed first, and a
+        full /dev/shm is an error instead of a SIGBUS."""
+        chunks: list[Any] = [b"\0" * HEADER]
+        for buffer in buffers:
+            chunks += [buffer, b"\0" * (-len(buffer) % _ALIGN)]
+        name = f"{os.getpid()}-{next(_counter)}"
+        for folder in (self._scratch.shm, self._scratch.spill):
+            path, spilled = str(folder / name), folder == self._scratch.spill
+            fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+            try:
+                _write_all(fd, chunks)
+                if capacity > size and not spilled:
+                    os.posix_fallocate(fd, HEADER + size, capacity - size)
+                length = HEADER + (size if spilled else capacity)
+                return Segment(path, capacity, mmap.mmap(fd, length), pooled=not spilled)
+            except OSError as error:
+                os.unlink(path)
+                if error.errno not in (errno.ENOSPC, errno.EDQUOT) or spilled:
+                    raise
+                self._make_room()
+                if not self._warned:
+                    log.warning(
+                        "%s is full: payloads go through files in %s (slower)", self._scratch.shm, self._scratch.spill
+                    )
+                    self._warned = True
+            finally:
+                os.close(fd)
+        raise AssertionError("unreachable")
+
+    def _make_room(self) -> None:
+        """Gives back what lies idle: others may need it more."""
+        with self._lock:
+            for segments in self._idle.values():
+                for segment in segments:
+                    unlink(segment.path)
+                segments.clear()
+            self._idle_bytes = 0
+
+
+def _default_idle(scratch: Scratch) -> int:
+    try:
+        about = os.statvfs(scratch.shm)
+    except OSError:
+        return 256 << 20
+    return min(2 << 30, about.f_blocks * about.f_frsize // 16)
+
+
+def _write_all(fd: int, chunks: list[Any]) -> None:
+    views = [memoryview(c).cast("B") for c in chunks if len(c)]
+    while views:
+        written = os.writev(fd, views[:_IOV_MAX])
+        while views and written >= len(views[0]):
+            written -= len(views.pop(0))
+        if written:
+            views[0] = views[0][written:]
+
+
+# -- the reader's side ------------------------------------------------------------------------------------------------
+
+
+class Mappings:
+    """The segments of other processes that this one has mapped. All methods may be called by any thread."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._mapped: dict[str, mmap.mmap] = {}
+        self._sweep_at = 16
+
+    def lease(self, path: str, reader: int, *, own: bool = True) -> memoryview:
+        """What is in a segment, until the last view of it is gone.
+
+        Args:
+            path: The segment.
+            reader: Number of this reader.
+            own: Nobody else reads it, or nobody writes into it: the view is of the segment itself. Otherwise it is a
+                private one, where what is written stays here.
+
+        Raises:
+            SegmentGone: It is not there any more.
+        """
+        shared = self._map(path)
+        shared[reader : reader + 1] = USED
+        memory = shared if own else _map_private(path)
+        # A weak reference tells when the last tensor, array or slice that looks into this view is gone.
+        view = np.frombuffer(memory, np.uint8)
+        weakref.finalize(view, _clear, shared, reader).atexit = False
+        return memoryview(view)
+
+    def _map(self, path: str) -> mmap.mmap:
+        with self._lock:
+            found = self._mapped.get(path)
+            if found is None:
+                if len(self._mapped) >= self._sweep_at:
+                    self._sweep()
+                found = self._mapped[path] = _map(path, mmap.MAP_SHARED | _POPULATE)
+            return found
+
+    def _sweep(self) -> None:
+        """Lets go of segments that their writers have given up, so that their memory is free once nobody looks into it."""
+        self._mapped = {path: memory for path, memory in self._mapped.items() if os.path.exists(path)}
+        self._sweep_at = max(16, 2 * len(self._mapped))
+
+
+def _clear(memory: mmap.mmap, reader: int) -> None:
+    memory[reader : reader + 1] = FREE
+
+
+def _map(path: str, flags: int) -> mmap.mmap:
+    try:
+        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    except FileNotFoundError:
+        raise SegmentGone(path) from None
+    try:
+        return mmap.mmap(fd, 0, flags=flags, prot=mmap.PROT_READ | mmap.PROT_WRITE)
+    finally:
+        os.close(fd)
+
+
+def _map_private(path: str) -> mmap.mmap:
+    # Not populated: that would copy every page at once.
+    return _map(path, mmap.MAP_PRIVATE)
+
+
+def discard(path: str, reader: int = 0) -> None:
+    """Frees a segment that its reader will not come for; on another host there is nothing to do here."""
+    try:
+        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    except OSError:
+        return
+    try:
+        os.pwrite(fd, FREE, reader)
+    finally:
+        os.close(fd)
+
+
+def _segments(folder: Path) -> Iterator[tuple[str, int, bool]]:
+    """Path, process of the writer, and whether somebody needs it, of each segment in a folder."""
+    for entry in os.scandir(folder) if folder.is_dir() else ():
+        if (name := _NAME.fullmatch(entry.name)) is not None:
+            with contextlib.suppress(OSError), open(entry.path, "rb") as file:
+                yield entry.path, int(name[1]), bool(file.read(HEADER).strip(FREE))
+
+
+def bytes_in_use(folder: Path) -> int:
+    """Bytes of the segments in a folder that hold data somebody needs."""
+    total = 0
+    for path, _, needed in _segments(folder):
+        with contextlib.suppress(OSError):
+            total += os.stat(path).st_size if needed else 0
+    return total
+
+
+def remove_idle_of_the_dead(folder: Path) -> None:
+    """Removes what processes that were killed on this host have left idle."""
+    for path, pid, needed in _segments(folder):
+        if not needed and not os.path.exists(f"/proc/{pid}"):
+            unlink(path)
