@@ -1,8 +1,7 @@
-"""Weights as one flat buffer per dtype: written once a host by the sender and mapped by every receiver there."""
+"""Weights by shared memory: written once a host, straight from the sender's tensors, and mapped by every receiver."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -32,28 +31,31 @@ class BroadcastSync:
         """See `WeightSync.sync`."""
         self._exchange(pack_tensors(version, named_tensors))
 
-    def apply(self, named_tensors: NamedTensors) -> int:
+    def apply(self, named_tensors: NamedTensors, *, adopt: bool = False) -> int:
         """See `WeightSync.apply`."""
-        return unpack_tensors(self._exchange(None), named_tensors)
+        return unpack_tensors(self._exchange(None), named_tensors, adopt=adopt)
 
     def _exchange(self, message: dict[str, Any] | None) -> Any:
-        return self._worker.broadcast(message, groups=self._receivers, src=self._src)
+        return self._worker.broadcast(message, groups=self._receivers, src=self._src, read_only=True)
 
 
 def pack_tensors(version: int, named_tensors: NamedTensors) -> dict[str, Any]:
-    """One message with all tensors, flat by dtype, on the CPU."""
-    by_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
-    layout = []
-    for name, tensor in named_tensors:
-        by_dtype.setdefault(tensor.dtype, []).append(tensor.detach().reshape(-1))
-        layout.append((name, tuple(tensor.shape), str(tensor.dtype)))
-    flat = {str(dtype): torch.cat(parts).cpu() for dtype, parts in by_dtype.items()}
-    return {"version": version, "layout": layout, "flat": flat}
+    """One message with all tensors, on the CPU."""
+    named = [(name, tensor.detach().cpu().contiguous()) for name, tensor in named_tensors]
+    layout = [(name, tuple(tensor.shape), str(tensor.dtype)) for name, tensor in named]
+    return {"version": version, "layout": layout, "tensors": [tensor for _, tensor in named]}
 
 
 @torch.no_grad()
-def unpack_tensors(message: dict[str, Any], named_tensors: NamedTensors) -> int:
-    """Copies a message into the tensors; nothing is copied unless all names, shapes and dtypes agree.
+def unpack_tensors(message: dict[str, Any], named_tensors: NamedTensors, *, adopt: bool = False) -> int:
+    """Takes a message over into the tensors; nothing is changed unless all names, shapes and dtypes agree.
+
+    Args:
+        message: As `pack_tensors` made it.
+        named_tensors: What to fill.
+        adopt: Tensors on the CPU look at what was received from now on, instead of having it copied: no byte is moved,
+            and all receivers of a host share the memory. They must not write into it, and must be the module's own
+            parameters and buffers rather than detached ones.
 
     Raises:
         RlhpcError: The receiver's model is another one.
@@ -65,15 +67,20 @@ def unpack_tensors(message: dict[str, Any], named_tensors: NamedTensors) -> int:
         raise RlhpcError(
             f"weights of version {message['version']} do not fit the receiver: it has {wrong[0]}, got {wrong[1]}"
         )
-    for (_, view), (_, tensor) in zip(views(message), targets, strict=True):
-        tensor.copy_(view)
+    for (_, received), (_, tensor) in zip(views(message), targets, strict=True):
+        take_over(tensor, received, adopt)
     return int(message["version"])
+
+
+def take_over(tensor: torch.Tensor, received: torch.Tensor, adopt: bool) -> None:
+    """Gives a tensor the received values: by looking at them, where it may adopt them, else by copying."""
+    if adopt and tensor.device.type == "cpu" and tensor.dtype == received.dtype:
+        tensor.data = received
+    else:
+        tensor.copy_(received)
 
 
 def views(message: dict[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:
     """Names and tensors of a message, as views of what was received."""
-    position: dict[str, int] = {}
-    for name, shape, dtype in message["layout"]:
-        start = position.get(dtype, 0)
-        position[dtype] = start + math.prod(shape)
-        yield name, message["flat"][dtype][start : position[dtype]].view(shape)
+    for (name, _, _), tensor in zip(message["layout"], message["tensors"], strict=True):
+        yield name, tensor

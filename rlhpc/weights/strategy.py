@@ -25,8 +25,13 @@ class WeightSync(Protocol):
     def sync(self, version: int, named_tensors: NamedTensors) -> None:
         """Sends one version to all receivers."""
 
-    def apply(self, named_tensors: NamedTensors) -> int:
+    def apply(self, named_tensors: NamedTensors, *, adopt: bool = False) -> int:
         """Receives the next version into these tensors, in place.
+
+        Args:
+            named_tensors: What to fill.
+            adopt: The tensors may become views of memory that others look at, too: they are only ever read, and are the
+                module's own rather than detached ones.
 
         Returns:
             The version.

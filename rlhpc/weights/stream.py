@@ -44,7 +44,7 @@ def send_weights(
 
     def post(last: bool) -> None:
         nonlocal held, size
-        worker.broadcast({**pack_tensors(version, held), "last": last}, groups=receivers, src=src)
+        worker.broadcast({**pack_tensors(version, held), "last": last}, groups=receivers, src=src, read_only=True)
         held, size = [], 0
 
     for name, tensor in tensors:
@@ -64,13 +64,13 @@ def receive_weights(worker: Worker, src: tuple[str, int]) -> tuple[int, Iterator
     """Waits for the next version.
 
     Returns:
-        Its number, and its names and tensors. The tensors are views of what was received: copy what is to be kept before
-        the next one is asked for.
+        Its number, and its names and tensors. The tensors are views of shared memory, which lives as long as one of them
+        does: whoever keeps one keeps its bucket. Nobody may write into them.
 
     Raises:
         RlhpcError: While iterating: buckets of two versions are mixed up.
     """
-    first = worker.broadcast(None, groups=[], src=src)
+    first = worker.broadcast(None, groups=[], src=src, read_only=True)
     version = int(first["version"])
 
     def tensors() -> Iterator[tuple[str, torch.Tensor]]:
@@ -79,7 +79,7 @@ def receive_weights(worker: Worker, src: tuple[str, int]) -> tuple[int, Iterator
             yield from views(message)
             if message["last"]:
                 return
-            message = worker.broadcast(None, groups=[], src=src)
+            message = worker.broadcast(None, groups=[], src=src, read_only=True)
             if int(message["version"]) != version:
                 raise RlhpcError(f"weights of version {version} were followed by a part of {message['version']}")
 

@@ -295,7 +295,7 @@ class Mappings:
         # A weak reference tells when the last tensor, array or slice that looks into this view is gone.
         view = np.frombuffer(memory, np.uint8)
         weakref.finalize(view, _clear, shared, reader).atexit = False
-        return memoryview(view)
+        return view.data
 
     def _map(self, path: str) -> mmap.mmap:
         with self._lock:
