@@ -36,6 +36,9 @@ class Holder(Worker):
 
     def open(self, receivers: list[tuple[str, list[int]]]) -> None:
         self.held = tensors(0.0)
+        self.module = torch.nn.Module()
+        for name, tensor in self.held:
+            self.module.register_buffer(name, tensor)
         self.sync = make_sync("auto", self, ("sender", 0), receivers)
 
     def send(self, version: int) -> None:
@@ -46,7 +49,8 @@ class Holder(Worker):
             tensor.fill_(value)
 
     def take(self, adopt: bool) -> int:
-        version: int = self.sync.apply(self.held, adopt=adopt)
+        version: int = self.sync.apply(self.held, adopt=self.module if adopt else None)
+        self.held = list(self.module.state_dict().items())
         return version
 
     def value(self) -> set[float]:

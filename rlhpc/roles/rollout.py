@@ -84,11 +84,11 @@ class MultiStepRolloutWorker(Worker):
 
     def sync_weights(self) -> int:
         """Takes over the actor's next version."""
-        self.version = self.sync.apply(self._named(), adopt=True)
+        self.version = self.sync.apply(self._named(), adopt=self.policy)
         return self.version
 
     def _named(self) -> list[tuple[str, torch.Tensor]]:
-        return list(self.policy.state_dict(keep_vars=True).items())
+        return list(self.policy.state_dict().items())
 
     # -- rollout --------------------------------------------------------------------------------------------------
 

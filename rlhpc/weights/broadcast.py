@@ -31,7 +31,7 @@ class BroadcastSync:
         """See `WeightSync.sync`."""
         self._exchange(pack_tensors(version, named_tensors))
 
-    def apply(self, named_tensors: NamedTensors, *, adopt: bool = False) -> int:
+    def apply(self, named_tensors: NamedTensors, *, adopt: torch.nn.Module | None = None) -> int:
         """See `WeightSync.apply`."""
         return unpack_tensors(self._exchange(None), named_tensors, adopt=adopt)
 
@@ -47,15 +47,17 @@ def pack_tensors(version: int, named_tensors: NamedTensors) -> dict[str, Any]:
 
 
 @torch.no_grad()
-def unpack_tensors(message: dict[str, Any], named_tensors: NamedTensors, *, adopt: bool = False) -> int:
+def unpack_tensors(
+    message: dict[str, Any], named_tensors: NamedTensors, *, adopt: torch.nn.Module | None = None
+) -> int:
     """Takes a message over into the tensors; nothing is changed unless all names, shapes and dtypes agree.
 
     Args:
         message: As `pack_tensors` made it.
         named_tensors: What to fill.
-        adopt: Tensors on the CPU look at what was received from now on, instead of having it copied: no byte is moved,
-            and all receivers of a host share the memory. They must not write into it, and must be the module's own
-            parameters and buffers rather than detached ones.
+        adopt: A module that is only ever read. Its parameters and buffers of these names, where they are on the CPU, look
+            at what was received from now on, instead of having it copied: no byte is moved, and all receivers of a host
+            share the memory.
 
     Raises:
         RlhpcError: The receiver's model is another one.
@@ -67,17 +69,13 @@ def unpack_tensors(message: dict[str, Any], named_tensors: NamedTensors, *, adop
         raise RlhpcError(
             f"weights of version {message['version']} do not fit the receiver: it has {wrong[0]}, got {wrong[1]}"
         )
-    for (_, received), (_, tensor) in zip(views(message), targets, strict=True):
-        take_over(tensor, received, adopt)
+    own = {} if adopt is None else adopt.state_dict(keep_vars=True)
+    for (name, received), (_, tensor) in zip(views(message), targets, strict=True):
+        if name in own and own[name].device.type == "cpu":
+            own[name].data = received
+        else:
+            tensor.copy_(received)
     return int(message["version"])
-
-
-def take_over(tensor: torch.Tensor, received: torch.Tensor, adopt: bool) -> None:
-    """Gives a tensor the received values: by looking at them, where it may adopt them, else by copying."""
-    if adopt and tensor.device.type == "cpu" and tensor.dtype == received.dtype:
-        tensor.data = received
-    else:
-        tensor.copy_(received)
 
 
 def views(message: dict[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:

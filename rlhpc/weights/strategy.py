@@ -25,13 +25,13 @@ class WeightSync(Protocol):
     def sync(self, version: int, named_tensors: NamedTensors) -> None:
         """Sends one version to all receivers."""
 
-    def apply(self, named_tensors: NamedTensors, *, adopt: bool = False) -> int:
+    def apply(self, named_tensors: NamedTensors, *, adopt: torch.nn.Module | None = None) -> int:
         """Receives the next version into these tensors, in place.
 
         Args:
             named_tensors: What to fill.
-            adopt: The tensors may become views of memory that others look at, too: they are only ever read, and are the
-                module's own rather than detached ones.
+            adopt: The module that they belong to, where it is only ever read: its tensors may become views of memory that
+                others look at, too.
 
         Returns:
             The version.
