@@ -1,13 +1,13 @@
 #!/usr/bin/env bash
 # Makes the virtual environment: bash envs/setup.sh [FOLDER, default .venv].
 #   RLHPC_PYTHON=/path/to/python   which interpreter (default: python3.11, else python3)
-#   RLHPC_EXTRAS=dev,slurm         which extras (default: dev,slurm); `all` takes those for language models, too
+#   RLHPC_EXTRAS=dev,slurm         which extras (default: dev,slurm); `all` takes those for language models and robots, too
 # Safe to run again: it only brings the environment up to date.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 venv=${1:-.venv}
 extras=${RLHPC_EXTRAS:-dev,slurm}
-[[ $extras == all ]] && extras=dev,slurm,llm,vllm,deepspeed
+[[ $extras == all ]] && extras=dev,slurm,llm,vllm,deepspeed,embodied
 
 fits() { command -v "$1" >/dev/null 2>&1 && "$1" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; }
 

@@ -290,6 +290,8 @@ class EnvSideConfig:
     simulators: int | None = None
     """Processes that a rank keeps its slots in, each with a share; 0 keeps them in the rank's own. null is one for each of
     the rank's cores where the simulator gains by it (maniskill, metaworld, libero; none with one core), else 0."""
+    simulator_python: str | None = None
+    """Python that simulator processes are started with, where the simulator needs an environment of its own."""
     simulator_timeout_s: float = 120.0
     """Seconds after which a simulator process that does not answer is taken for hung and started again."""
 
@@ -306,6 +308,8 @@ class EvalEnvConfig(EnvSideConfig):
     """As `env.train.max_episode_steps`."""
     kwargs: dict[str, Any] = field(default=II("env.train.kwargs"))
     """As `env.train.kwargs`."""
+    simulator_python: str | None = II("env.train.simulator_python")
+    """As `env.train.simulator_python`."""
     wrappers: list[str] = field(default=II("env.train.wrappers"))
     """As `env.train.wrappers`: the policy is to see what it was trained on."""
     ignore_terminations: bool = II("env.train.ignore_terminations")

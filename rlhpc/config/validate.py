@@ -35,6 +35,7 @@ _POSITIVE = (
     "runner.rendezvous_timeout_s", "runner.step_timeout_s",
     "algorithm.update_epochs", "algorithm.rollout_steps", "env.train.num_envs", "env.eval.num_envs",
     "env.train.group_size", "env.eval.group_size", "env.eval.num_episodes", "env.train.max_episode_steps",
+    "env.train.simulator_timeout_s", "env.eval.simulator_timeout_s",
     "env.eval.max_episode_steps", "rollout.pipeline_stage_num", "actor.global_batch_size", "actor.micro_batch_size",
     "actor.optim.lr", "actor.optim.adam_eps", "actor.optim.clip_grad", "algorithm.target_kl",
     "algorithm.value_clip", "demos.limit", "env.eval.video_fps",
@@ -42,7 +43,7 @@ _POSITIVE = (
 _NOT_NEGATIVE = (
     "runner.seed", "runner.save_reserve_s", "runner.keep_checkpoints", "runner.max_restarts", "algorithm.value_coef",
     "algorithm.entropy_coef", "algorithm.clip_ratio_low", "algorithm.clip_ratio_high", "actor.optim.weight_decay",
-    "cluster.accelerators_per_node", "env.train.seed", "env.eval.seed",
+    "cluster.accelerators_per_node", "env.train.seed", "env.eval.seed", "env.train.simulators", "env.eval.simulators",
     "algorithm.bc_value_coef", "env.eval.video_episodes",
 )  # fmt: skip
 _FRACTION = ("algorithm.gamma", "algorithm.gae_lambda")

@@ -20,7 +20,8 @@ class Episodes:
 
     def __init__(self, cfg: Any, num_envs: int, slot_offset: int, seed: int, limit: int) -> None:
         self.num_envs, self.limit = num_envs, limit
-        self._seed = seed
+        #: Of each slot's series of episodes: a simulator that was started again has one of its own.
+        self.seeds = np.full(num_envs, seed, np.int64)
         self._groups = (slot_offset + np.arange(num_envs)) // max(1, int(cfg.group_size))
         self._fixed = bool(cfg.use_fixed_reset_state_ids)
         self._relative = bool(cfg.use_rel_reward)
@@ -37,8 +38,16 @@ class Episodes:
 
     def reseed(self, seed: int) -> None:
         """The slots' series of episodes starts anew."""
-        self._seed = seed
+        self.seeds[:] = seed
         self.begun[:] = 0
+
+    def place(self, slot: int) -> dict[str, int]:
+        """Where a slot is in its series: what `replay` takes."""
+        return {"seed": int(self.seeds[slot]), "begun": int(self.begun[slot])}
+
+    def replay(self, slot: int, place: dict[str, Any]) -> None:
+        """The next episode of a slot is the one that had begun at `place`."""
+        self.seeds[slot], self.begun[slot] = int(place["seed"]), int(place["begun"]) - 1
 
     def begin(self, slots: np.ndarray) -> list[int]:
         """Starts the next episode of `slots`.
@@ -54,7 +63,7 @@ class Episodes:
 
     def _episode_seed(self, slot: int) -> int:
         number = 0 if self._fixed else int(self.begun[slot])
-        sequence = np.random.SeedSequence([self._seed, int(self._groups[slot]), number])
+        sequence = np.random.SeedSequence([int(self.seeds[slot]), int(self._groups[slot]), number])
         return int(sequence.generate_state(1)[0]) & 0x7FFFFFFF
 
     def add(

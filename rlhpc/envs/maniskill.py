@@ -9,11 +9,11 @@ from typing import Any
 
 import numpy as np
 import torch
-from gymnasium import spaces
 from omegaconf import OmegaConf
 
 from rlhpc.envs.base import Step, VectorEnv
 from rlhpc.envs.episodes import Episodes
+from rlhpc.envs.maniskill_data import convert, flat, join_states, joint_action_space, picture, row_of, select, space_of
 from rlhpc.envs.observations import join
 from rlhpc.runtime.errors import ConfigError
 
@@ -120,7 +120,7 @@ class ManiSkillVectorEnv(VectorEnv):
         self.episodes = Episodes(cfg, num_envs, slot_offset, seed, int(limit or 0))
         shared = self._gpu and int(cfg.group_size) == 1 and not cfg.use_fixed_reset_state_ids
         # Pictures and scenes that are built anew for every episode are made slot by slot on the CPU.
-        alone = not self._gpu and (visual or bool(self._kwargs.get("reconfiguration_freq")))
+        self._alone = alone = not self._gpu and (visual or bool(self._kwargs.get("reconfiguration_freq")))
         self._build_seeds = [build_seed(seed, (slot_offset + i) // int(cfg.group_size)) for i in range(num_envs)]
         self._parts = self._build(spec, [1] * num_envs if alone else [num_envs], alone, seeded=not shared)
         self._spec = spec
@@ -129,13 +129,13 @@ class ManiSkillVectorEnv(VectorEnv):
         self.record_kwargs = {**self._kwargs, "sim_backend": "physx_cuda" if self._gpu else "physx_cpu"}
         self.max_episode_steps = int(limit or 0)
         first = self._parts[0]
-        self.action_space, self._split = _action_space(first.single_action_space)
-        row = _convert(first.get_obs())
-        self.observation_space = _observation_space(row)
+        self.action_space, self._split = joint_action_space(first.single_action_space)
+        row = convert(first.get_obs())
+        self.observation_space = space_of(row)
         self._history: list[list[np.ndarray]] = [[] for _ in range(num_envs)]
 
     def _build(self, spec: Any, sizes: list[int], alone: bool, seeded: bool) -> list[Any]:
-        from rlhpc.envs.maniskill_batch import seeded_task
+        from rlhpc.envs.maniskill_tasks import seeded_task
 
         batched, parts, start = not self._gpu and not alone, [], 0
         kwargs = {**self._kwargs, "render_backend": "none"} if batched else self._kwargs
@@ -169,7 +169,7 @@ class ManiSkillVectorEnv(VectorEnv):
         found, start = [], 0
         for part in self._parts:
             mine = {slot - start: seed for slot, seed in seeds.items() if start <= slot < start + part.num_envs}
-            found.append(_convert(part.reset_slots(mine) if mine else part._last_obs))
+            found.append(convert(part.reset_slots(mine) if mine else part._last_obs))
             start += part.num_envs
         return join(found)
 
@@ -202,7 +202,7 @@ class ManiSkillVectorEnv(VectorEnv):
             truncations |= cut
             fresh = ends | cut
             if fresh.any():
-                final = _select(fresh, obs, obs if final is None else final)
+                final = select(fresh, obs, obs if final is None else final)
         done = terminations | truncations
         infos: dict[str, Any] = {}
         if chunk == 1 and success is not None:
@@ -227,11 +227,11 @@ class ManiSkillVectorEnv(VectorEnv):
                 if self._split is None
                 else dict(zip(self._split, given.split([*self._split.values()], 1), strict=True))
             )
-            obs.append(_convert(observed))
-            rewards.append(_flat(reward, part.num_envs))
-            failed.append(_flat(info["fail"], part.num_envs) if "fail" in info else np.zeros(part.num_envs, bool))
+            obs.append(convert(observed))
+            rewards.append(flat(reward, part.num_envs))
+            failed.append(flat(info["fail"], part.num_envs) if "fail" in info else np.zeros(part.num_envs, bool))
             if "success" in info:
-                success.append(_flat(info["success"], part.num_envs).astype(bool))
+                success.append(flat(info["success"], part.num_envs).astype(bool))
             start += part.num_envs
         return (
             join(obs), np.concatenate(rewards).astype(np.float32), np.concatenate(failed).astype(bool),
@@ -245,8 +245,8 @@ class ManiSkillVectorEnv(VectorEnv):
         empty = np.zeros((0, int(np.prod(self.action_space.shape))), np.float32)
         return {
             "slots": [
-                {"begun": int(begun), "actions": np.stack(actions) if actions else empty}
-                for begun, actions in zip(self.episodes.begun, self._history, strict=True)
+                {**self.episodes.place(slot), "actions": np.stack(actions) if actions else empty}
+                for slot, actions in enumerate(self._history)
             ]
         }
 
@@ -262,7 +262,8 @@ class ManiSkillVectorEnv(VectorEnv):
             )
         played = [np.asarray(slot["actions"], np.float32) for slot in slots]
         left = np.array([len(actions) for actions in played])
-        self.episodes.begun[:] = [int(slot["begun"]) - 1 for slot in slots]
+        for i, slot in enumerate(slots):
+            self.episodes.replay(i, slot)
         actions = np.zeros((self.num_envs, int(np.prod(self.action_space.shape))), np.float32)
         for remaining in range(int(left.max()), -1, -1):
             starting = np.flatnonzero(left == remaining)
@@ -279,7 +280,7 @@ class ManiSkillVectorEnv(VectorEnv):
 
     def env_states(self) -> dict[str, Any]:
         """ManiSkill's `get_state_dict` of all slots: nested dicts of arrays `[N, ...]`."""
-        return _states([part.get_state_dict() for part in self._parts])
+        return join_states([part.get_state_dict() for part in self._parts])
 
     # -- pictures ---------------------------------------------------------------------------------------------------
 
@@ -287,16 +288,17 @@ class ManiSkillVectorEnv(VectorEnv):
     def render(self, slots: Any = None) -> np.ndarray | None:
         """See `VectorEnv.render`. Slots that are simulated without a renderer are shown by one environment with one."""
         chosen = list(range(self.num_envs)) if slots is None else [int(slot) for slot in slots]
-        if len(self._parts) > 1:
-            return np.concatenate([_picture(self._parts[slot]) for slot in chosen])
+        if self._alone and self._kwargs["render_backend"] != "none":
+            return np.concatenate([picture(self._parts[slot]) for slot in chosen])
         if self._gpu and self._kwargs["render_backend"] != "none":
-            return _picture(self._parts[0])[chosen]
+            return picture(self._parts[0])[chosen]
         if self._camera is None and not self._open_camera():
             return None
-        state, frames = self._parts[0].get_state_dict(), []
+        frames = []
         for slot in chosen:
-            self._camera.set_state_dict(_rows(state, slot))
-            frames.append(_picture(self._camera))
+            part, row = (self._parts[slot], 0) if self._alone else (self._parts[0], slot)
+            self._camera.set_state_dict(row_of(part.get_state_dict(), row))
+            frames.append(picture(self._camera))
         return np.concatenate(frames)
 
     def _open_camera(self) -> bool:
@@ -334,6 +336,10 @@ def _arguments(cfg: Any, spec: Any) -> dict[str, Any]:
         if name in kwargs:
             raise ConfigError(f"env.train.kwargs.{name} is {kwargs[name]!r}; this one rlhpc sets itself")
     kwargs.setdefault("obs_mode", "state")
+    if kwargs["obs_mode"] in ("none", "sensor_data", "pointcloud"):
+        raise ConfigError(
+            f"env.train.kwargs.obs_mode is {kwargs['obs_mode']!r}; supported are state, rgb, depth, and these joined by '+'"
+        )
     # Several tasks build their scene anew for every episode, but only where there is one slot.
     kwargs.setdefault("reconfiguration_freq", 0)
     modes = spec.cls.SUPPORTED_REWARD_MODES
@@ -353,72 +359,3 @@ def _arguments(cfg: Any, spec: Any) -> dict[str, Any]:
             f"Mesa 23 or newer (mesa-vulkan-drivers, libvulkan1); obs_mode=state needs none"
         )
     return kwargs
-
-
-def _action_space(space: Any) -> tuple[spaces.Box, dict[str, int] | None]:
-    """One Box; the actions of several robots are joined, and the dict says how wide each one's are."""
-    if isinstance(space, spaces.Box):
-        return space, None
-    parts = dict(space.spaces)
-    low, high = (np.concatenate([getattr(p, end) for p in parts.values()]) for end in ("low", "high"))
-    return spaces.Box(low, high, dtype=np.float32), {name: int(np.prod(part.shape)) for name, part in parts.items()}
-
-
-def _convert(obs: Any) -> Any:
-    """ManiSkill's observation as arrays: `[n, D]`, or a dict of `state`, `rgb` and `depth`."""
-    if isinstance(obs, torch.Tensor):
-        return obs.float().cpu().numpy()
-    if "sensor_data" not in obs:
-        return _flat_state(obs)
-    found = {"state": _flat_state(obs["state"] if "state" in obs else {"agent": obs["agent"], "extra": obs["extra"]})}
-    pictures = list(obs["sensor_data"].values())
-    if "rgb" in pictures[0]:
-        found["rgb"] = torch.cat([picture["rgb"] for picture in pictures], -1).cpu().numpy()
-    if "depth" in pictures[0]:
-        depth = torch.cat([picture["depth"] for picture in pictures], -1)
-        found["depth"] = depth.float().cpu().numpy() / np.float32(1000)
-    return found
-
-
-def _flat_state(obs: Any) -> np.ndarray:
-    from mani_skill.utils import common
-
-    state = obs if isinstance(obs, torch.Tensor) else common.flatten_state_dict(obs, use_torch=True)
-    array: np.ndarray = state.float().cpu().numpy()
-    return array
-
-
-def _observation_space(obs: Any) -> Any:
-    if isinstance(obs, dict):
-        return spaces.Dict({name: _observation_space(part) for name, part in obs.items()})
-    if obs.dtype == np.uint8:
-        return spaces.Box(0, 255, obs.shape[1:], np.uint8)
-    return spaces.Box(-np.inf, np.inf, obs.shape[1:], np.float32)
-
-
-def _select(mask: np.ndarray, yes: Any, no: Any) -> Any:
-    if isinstance(yes, dict):
-        return {name: _select(mask, yes[name], no[name]) for name in yes}
-    return np.where(mask.reshape(-1, *[1] * (yes.ndim - 1)), yes, no)
-
-
-def _states(parts: list[Any]) -> Any:
-    if isinstance(parts[0], dict):
-        return {name: _states([part[name] for part in parts]) for name in parts[0]}
-    return torch.cat(parts).cpu().numpy()
-
-
-def _rows(state: Any, slot: int) -> Any:
-    if isinstance(state, dict):
-        return {name: _rows(part, slot) for name, part in state.items()}
-    return state[slot : slot + 1].cpu()
-
-
-def _flat(values: Any, n: int) -> np.ndarray:
-    array = values.cpu().numpy() if isinstance(values, torch.Tensor) else np.asarray(values)
-    return np.broadcast_to(array.reshape(-1), (n,))
-
-
-def _picture(env: Any) -> np.ndarray:
-    frames: np.ndarray = env.render_rgb_array().cpu().numpy()
-    return frames

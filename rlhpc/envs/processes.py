@@ -10,7 +10,6 @@ import sys
 import time
 from collections.abc import Sequence
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import cloudpickle
@@ -21,6 +20,7 @@ from rlhpc.envs.base import Step, VectorEnv
 from rlhpc.envs.observations import join
 from rlhpc.envs.simulator import receive, send
 from rlhpc.runtime.errors import ConfigError, RlhpcError
+from rlhpc.runtime.import_paths import import_paths
 
 log = logging.getLogger(__name__)
 #: Seconds in which a simulator must be ready: importing one may take a minute on a cold filesystem.
@@ -40,19 +40,27 @@ class _Simulator:
         self.share = share
         self.failures = 0
 
-    def start(self, factory: Any, cfg: Any, kwargs: dict[str, Any]) -> None:
-        """Starts the process; `facts` waits for it."""
+    def start(self, python: str | None, factory: Any, cfg: Any, kwargs: dict[str, Any]) -> None:
+        """Starts the process, by default with this Python; `answer` then has what the environment is like."""
         mine, its = socket.socketpair()
         life, self._lifeline = os.pipe()
-        paths = os.pathsep.join(path or str(Path.cwd()) for path in sys.path)
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "rlhpc.envs.simulator", str(its.fileno()), str(life)],
-            pass_fds=(its.fileno(), life),
-            stdin=subprocess.DEVNULL,
-            env={**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"},
-        )
-        its.close()
-        os.close(life)
+        paths = os.pathsep.join(import_paths(foreign=python is not None))
+        try:
+            self.process = subprocess.Popen(
+                [python or sys.executable, "-m", "rlhpc.envs.simulator", str(its.fileno()), str(life)],
+                pass_fds=(its.fileno(), life),
+                stdin=subprocess.DEVNULL,
+                env={**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"},
+            )
+        except OSError as error:
+            mine.close()
+            os.close(self._lifeline)
+            raise ConfigError(
+                f"env.train.simulator_python is {python!r}, which cannot be started: {error.strerror}"
+            ) from None
+        finally:
+            its.close()
+            os.close(life)
         self._sock = mine
         self._deadline = time.monotonic() + _START_S
         self._exchange(send, mine, cloudpickle.dumps((factory, cfg, kwargs)), self._deadline)
@@ -138,7 +146,7 @@ class ProcessVectorEnv(VectorEnv):
         if self.restarts:
             seed = int(np.random.SeedSequence([seed, simulator.share.start, self.restarts]).generate_state(1)[0])
         share = {"num_envs": len(simulator.share), "slot_offset": self._offset + simulator.share.start, "seed": seed}
-        simulator.start(self._factory, self._cfg, share)
+        simulator.start(self._cfg.simulator_python, self._factory, self._cfg, share)
 
     def _first_answer(self, simulator: _Simulator) -> dict[str, Any]:
         try:
@@ -301,6 +309,8 @@ class ProcessVectorEnv(VectorEnv):
 def process_count(cfg: Any, factory: Any, num_envs: int) -> int:
     """Processes for an environment's slots; 0 keeps them in this one. See `env.train.simulators`."""
     wanted = cfg.simulators
+    if wanted is None and cfg.simulator_python is not None:
+        wanted = 1
     if wanted is None:
         if not getattr(factory, "gains_by_processes", False):
             return 0

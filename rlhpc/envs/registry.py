@@ -14,7 +14,9 @@ from rlhpc.runtime.lookup import load_attribute
 Factory = Callable[..., VectorEnv]
 _BUILT_IN = {
     "gymnasium": "rlhpc.envs.gymnasium_env:GymnasiumVectorEnv",
+    "libero": "rlhpc.envs.libero:LiberoVectorEnv",
     "maniskill": "rlhpc.envs.maniskill:ManiSkillVectorEnv",
+    "metaworld": "rlhpc.envs.metaworld:MetaWorldVectorEnv",
 }
 _registered: dict[str, Factory] = {}
 

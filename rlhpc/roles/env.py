@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from omegaconf import OmegaConf
 
 from rlhpc.checkpoint.state import load_state, rng_state, save_state, set_rng_state
 from rlhpc.envs import make_env
@@ -63,7 +64,8 @@ class EnvWorker(Worker):
         Without `env.train.auto_reset` every slot begins a new episode first, whose start depends on seed and step alone.
 
         Returns:
-            Episodes that ended, see `EpisodeLog.arrays`.
+            Episodes that ended, see `EpisodeLog.arrays`, and `restarts` `[1]`: simulator processes that died or hung and were
+            started again, since this rank started.
         """
         stages = range(self.slots.stages)
         outcomes = [self._outcomes_of(share) for share in self.shares]
@@ -87,7 +89,8 @@ class EnvWorker(Worker):
                 part = within(common, self.shares[stage])
                 message = outcomes[stage].part(part, take(self.obs[stage], part))
                 self._outcomes.put(message, key=self.slots.to_rollout_key(stage, self.rank, rank))
-        return episodes.arrays()
+        restarts = sum(int(getattr(env, "restarts", 0)) for env in self.envs)
+        return {**episodes.arrays(), "restarts": np.array([restarts])}
 
     def _outcomes_of(self, share: range) -> Outcomes:
         algorithm, chunk = self.cfg.algorithm, int(self.cfg.actor.model.num_action_chunks)
@@ -168,11 +171,12 @@ def _slot_state(env: Any, unit: dict[str, Any], index: int) -> Any:
     return env.slot_state(unit["state"], index)
 
 
-def check_env(cfg: Any) -> tuple[Any, Any]:
+def check_env(cfg: Any, python: str | None = None) -> tuple[Any, Any]:
     """Builds one environment and closes it again, so that an unknown id or bad arguments show before a run starts.
 
     Args:
         cfg: Section `env.train` or `env.eval`.
+        python: The env group's own Python, which can build what this one cannot.
 
     Returns:
         Observation and action space of a slot.
@@ -180,6 +184,8 @@ def check_env(cfg: Any) -> tuple[Any, Any]:
     Raises:
         ConfigError: It cannot be built.
     """
+    if python is not None and cfg.simulator_python is None:
+        cfg = OmegaConf.merge(cfg, {"simulator_python": python})
     env = make_env(cfg, int(cfg.group_size), slot_offset=0, seed=0, stage="train")
     try:
         return env.observation_space, env.action_space

@@ -164,4 +164,4 @@ def in_order(parts: list[dict[str, np.ndarray]]) -> dict[str, np.ndarray]:
     """The ranks' episodes together, by step and then slot: the same whichever rank had which slot."""
     merged = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
     order = np.lexsort((merged["slot"], merged["step"]))
-    return {name: column[order] for name, column in merged.items()}
+    return {name: column if name == "restarts" else column[order] for name, column in merged.items()}

@@ -147,6 +147,8 @@ class EmbodiedRunner(Runner):
         row: dict[str, float] = {f"train/{name}": value for name, value in trained.items()}
         row.update(self._episode_metrics())
         row["rollout/version"], row["rollout/env_steps"] = acted, self.env_steps
+        if restarts := int(episodes["restarts"].sum()):
+            row["env/restarts"] = restarts
         self._validate(step, row, timers)
         row.update(timers.pop())
         row["time/step_s"] = seconds

@@ -180,10 +180,17 @@ def check(cfg: Any, ranks: dict[str, int]) -> None:
 
     SlotMap.from_config(cfg, env=ranks["env"], rollout=ranks["rollout"], actor=ranks["actor"])
     check_batches(cfg)
-    spaces = check_env(cfg.env.train)
+    spaces = check_env(cfg.env.train, _env_python(cfg))
     if int(cfg.runner.val_check_interval) > 0:
         check_env(cfg.env.eval)
     check_start(cfg, build_model(policy_section(cfg.actor), *spaces))
+
+
+def _env_python(cfg: Any) -> str | None:
+    """The Python of the env group's nodes, where they have one of their own."""
+    placed = cfg.cluster.component_placement.get("env")
+    label = placed.get("node_group") if OmegaConf.is_dict(placed) else None
+    return next((group.python_interpreter for group in cfg.cluster.node_groups if group.label == label), None)
 
 
 def _train(

@@ -29,6 +29,7 @@ from rlhpc.runtime.errors import (
     WorkerFailed,
 )
 from rlhpc.runtime.forkserver import ForkServerProcess
+from rlhpc.runtime.import_paths import import_paths
 from rlhpc.runtime.members import Member, class_body, death, tail
 from rlhpc.runtime.registry import Keys, Registry
 from rlhpc.runtime.rpc import RpcClient, worker_failed
@@ -466,6 +467,7 @@ class Session:
         if visible and not by_step:  # a step looks into the mask that it finds itself with
             env.setdefault("CUDA_VISIBLE_DEVICES", ",".join(str(visible[i]) for i in placement.accelerators))
         interpreter = (group.python_interpreter if group else None) or ("" if fork or by_step else sys.executable)
+        foreign = bool(group and group.python_interpreter)
         running = sum(m.spec.node_rank == placement.node_rank and m.state != "ended" for m in self.members.values())
         sharing = max(1, running, sum(p.node_rank == placement.node_rank for p in placements))
         stem = self.log_dir / f"{name}-{placement.rank}"
@@ -474,7 +476,7 @@ class Session:
             local_rank=placement.local_rank, local_world_size=placement.local_world_size,
             accelerators=tuple(placement.accelerators), registry=str(self.registry.root), token=self.scratch.token,
             body=body, log_out=f"{stem}.out", log_err=f"{stem}.err", env=env,
-            sys_path=[p or os.getcwd() for p in sys.path], cwd=os.getcwd(), threads=max(1, node.cpus // sharing),
+            sys_path=import_paths(foreign=foreign), cwd=os.getcwd(), threads=max(1, node.cpus // sharing),
             driver=self.service.endpoint, wait_deadline=self.context.wait_deadline, interpreter=interpreter,
             tcp_address=self.tcp_address, interface=self.interface,
         )  # fmt: skip

@@ -122,6 +122,18 @@ def test_groups_fixed_states_and_chunks() -> None:
     np.testing.assert_array_equal(infos["chunk"]["rewards"][:, 3], stepped[3][1])
 
 
+def test_processes_change_nothing() -> None:
+    together, apart = (make_env(section(max_episode_steps=6, simulators=n), 3, seed=2) for n in (0, 2))
+    try:
+        np.testing.assert_array_equal(together.reset()[0], apart.reset()[0])
+        chosen = actions(together, 18)
+        assert_same(play(together, chosen[:8]), play(apart, chosen[:8]))
+        apart.load_state_dict(together.state_dict())
+        assert_same(play(together, chosen[8:]), play(apart, chosen[8:]))
+    finally:
+        apart.close()
+
+
 def test_rewards_relative_and_by_mode() -> None:
     plain, relative, sparse = (
         make_env(section(max_episode_steps=5, **changes), 2, seed=4)
