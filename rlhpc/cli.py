@@ -54,7 +54,11 @@ _EXAMPLES = {
     "record": (
         "rlhpc record --run runs/quickstart --episodes 100 --output demos.h5",
         "rlhpc record --checkpoint runs/push/checkpoints/global_step_60 --episodes 200 --only-success --output demos.h5",
-        "rlhpc record --expert mymodule:expert --config configs/embodied/pendulum.yaml --output demos.h5",
+        "rlhpc record --expert rlhpc.envs.experts:push_cube --config configs/embodied/push_cube_bc.yaml --only-success "
+        "--output demos/push_cube.h5",
+    ),
+    "dagger": (
+        "rlhpc dagger configs/embodied/push_cube_bc.yaml --expert rlhpc.envs.experts:push_cube --rounds 2 demos.path=null",
     ),
     "convert": (
         "rlhpc convert --run runs/quickstart",
@@ -291,13 +295,29 @@ def _record(args: argparse.Namespace) -> int:
     cfg = load_config(config, args.overrides, training=False)
     mode = "train" if args.sample else "eval"
     result = record_episodes(
-        source, cfg, Path(args.output), episodes=args.episodes, only_success=args.only_success, mode=mode
+        source,
+        cfg,
+        Path(args.output),
+        episodes=args.episodes,
+        only_success=args.only_success,
+        mode=mode,
+        teacher=args.teacher,
     )
     success = f", success_once {result['success_once']:.1%}" if "success_once" in result else ""
     print(
         f"{result['episodes']} of {result['played']} episodes of {result['env_id']} ({result['steps']} steps, mean return "
         f"{result['return_mean']:.2f}{success}) → {args.output}"
     )
+    return 0
+
+
+def _dagger(args: argparse.Namespace) -> int:
+    from rlhpc.runners.dagger import dagger
+
+    if args.rounds < 1 or args.episodes < 1:
+        raise ConfigError("--rounds and --episodes must be at least 1")
+    made = dagger(args.config, args.overrides, expert=args.expert, rounds=args.rounds, episodes=args.episodes)
+    print(made[-1]["checkpoint"])
     return 0
 
 
@@ -461,8 +481,18 @@ def build_parser() -> argparse.ArgumentParser:
     record.add_argument("--episodes", type=int, default=100, help="episodes to write (default 100)")
     record.add_argument("--only-success", action="store_true", help="write only episodes that succeeded")
     record.add_argument("--sample", action="store_true", help="sample actions instead of taking the most likely")
+    record.add_argument(
+        "--teacher", help="write the actions of this expert or checkpoint in the place of those played (DAgger)"
+    )
     record.add_argument("--output", required=True, help="the .h5 file; a .json of the same name goes beside it")
     _with_overrides(record)
+    dagger = _add(
+        commands, "dagger", _dagger, "clone an expert, let the clone play, label what it sees, and clone again"
+    )
+    _with_overrides(dagger, config="YAML file of a run of behaviour cloning (runner.task_type: bc)")
+    dagger.add_argument("--expert", required=True, help="who labels: a function as module:function, or a checkpoint")
+    dagger.add_argument("--rounds", type=int, default=3, help="how often the clone plays (default 3)")
+    dagger.add_argument("--episodes", type=int, default=20, help="episodes it plays each time (default 20)")
     convert = _add(commands, "convert", _convert, "export a checkpoint's policy: safetensors and a config")
     _checkpoint_arguments(convert)
     convert.add_argument(

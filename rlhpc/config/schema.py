@@ -633,6 +633,15 @@ class WorkflowConfig:
     the folder it exports."""
     sft_overrides: list[str] = field(default_factory=list)
     """What is changed in that configuration, as `key=value`."""
+    demos_expert: str | None = None
+    """Records demonstrations before training: the expert, as `module:function` or a checkpoint. They go to `demos.path` (to
+    `algorithm.demo_buffer.load_path` of an off-policy run), which then is one `.h5` file."""
+    demos_episodes: int = 100
+    """How many."""
+    record_episodes: int = 0
+    """Records so many episodes of the last policy, to `demos/global_step_<N>.h5` in the run's folder."""
+    record_only_success: bool = True
+    """Demonstrations and recordings have only episodes that succeeded; needs an environment that says so."""
     eval_start: bool = False
     """Evaluates the model before training, too, as step 0 (language models)."""
     eval_job: JobConfig = field(default_factory=JobConfig)

@@ -38,13 +38,13 @@ _POSITIVE = (
     "env.train.simulator_timeout_s", "env.eval.simulator_timeout_s",
     "env.eval.max_episode_steps", "rollout.pipeline_stage_num", "actor.global_batch_size", "actor.micro_batch_size",
     "actor.optim.lr", "actor.optim.adam_eps", "actor.optim.clip_grad", "algorithm.target_kl",
-    "algorithm.value_clip", "demos.limit", "env.eval.video_fps",
+    "algorithm.value_clip", "demos.limit", "env.eval.video_fps", "workflow.demos_episodes",
 )  # fmt: skip
 _NOT_NEGATIVE = (
     "runner.seed", "runner.save_reserve_s", "runner.keep_checkpoints", "runner.max_restarts", "algorithm.value_coef",
     "algorithm.entropy_coef", "algorithm.clip_ratio_low", "algorithm.clip_ratio_high", "actor.optim.weight_decay",
     "cluster.accelerators_per_node", "env.train.seed", "env.eval.seed", "env.train.simulators", "env.eval.simulators",
-    "algorithm.bc_value_coef", "env.eval.video_episodes",
+    "algorithm.bc_value_coef", "env.eval.video_episodes", "workflow.record_episodes",
 )  # fmt: skip
 _FRACTION = ("algorithm.gamma", "algorithm.gae_lambda")
 _INTERVAL = ("runner.save_interval", "runner.val_check_interval", "runner.max_steps", "runner.max_epochs")
@@ -183,6 +183,12 @@ def _lookup(cfg: Any, fail: Fail) -> None:
 
 
 def _embodied(cfg: Any, fail: Fail) -> None:
+    if cfg.workflow.demos_expert is not None:
+        off_policy = str(cfg.runner.task_type).lower() == "off_policy"
+        key = "algorithm.demo_buffer.load_path" if off_policy else "demos.path"
+        path = OmegaConf.select(cfg, key)
+        if not isinstance(path, str) or not path.endswith(".h5") or "*" in path:
+            raise fail(key, "workflow.demos_expert records the demonstrations there: name one .h5 file")
     if str(cfg.runner.task_type).lower() == "bc" and not cfg.demos.path:
         raise fail(
             "demos.path", "name trajectories: a .h5 file, a pattern, a folder of them, or a LeRobot dataset's folder"

@@ -13,6 +13,7 @@ from omegaconf import OmegaConf
 
 from rlhpc.data.trajectories import TrajectoryWriter
 from rlhpc.envs import make_env
+from rlhpc.roles.device import to_tensors
 from rlhpc.roles.evaluation import Watch, eval_seed, play, quotas
 from rlhpc.runtime.errors import ConfigError, RlhpcError
 
@@ -28,9 +29,13 @@ class EpisodeRecorder(Watch):
         env: The environment.
         only_success: Leave out episodes that never succeeded.
         wanted: Stop writing after so many.
+        teacher: Its actions are written in the place of those played (DAgger), without rewards: they belong to others.
     """
 
-    def __init__(self, writer: TrajectoryWriter, env: Any, *, only_success: bool, wanted: int) -> None:
+    def __init__(
+        self, writer: TrajectoryWriter, env: Any, *, only_success: bool, wanted: int, teacher: Any = None
+    ) -> None:
+        self._teacher = teacher
         self._writer, self._env, self._only_success, self._wanted = writer, env, only_success, wanted
         self._before: dict[str, Any] = {}
         self._open: list[list[dict[str, Any]]] = [[] for _ in range(env.num_envs)]
@@ -48,6 +53,8 @@ class EpisodeRecorder(Watch):
                 f"the policy acts in chunks of {actions.shape[1]} (actor.model.num_action_chunks); episodes of single actions "
                 "can be recorded"
             )
+        if self._teacher is not None:
+            actions = self._teacher.predict_action_batch(to_tensors(obs, torch.device("cpu")), mode="eval")[0].numpy()
         self._before = {"obs": copy.deepcopy(obs), "actions": actions}
         states = getattr(self._env, "env_states", None)
         if states is not None:
@@ -84,7 +91,8 @@ class EpisodeRecorder(Watch):
         self._writer.add({
             "obs": _stack([*(step["obs"] for step in steps), _row(infos["final_obs"], slot)]),
             "actions": np.stack([np.asarray(step["actions"]).reshape(-1) for step in steps]),
-            **{name: np.array([step[name] for step in steps]) for name in ("rewards", "terminations", "truncations")},
+            **{name: np.array([step[name] for step in steps]) for name in ("terminations", "truncations")},
+            "rewards": np.array([step["rewards"] for step in steps]) if self._teacher is None else None,
             "success": success,
             "env_states": None if final is None else _stack([*(s["env_states"] for s in steps), _row(final, slot)]),
         })  # fmt: skip
@@ -109,7 +117,7 @@ def _stack(rows: list[Any]) -> Any:
 @torch.inference_mode()
 def record(
     actor: Any, env_cfg: Any, output: Path, *, episodes: int, seed: int, only_success: bool = False, mode: str = "eval",
-    source_type: str = "rl", source_desc: str = "", extra: Mapping[str, Any] | None = None,
+    teacher: Any = None, source_type: str = "rl", source_desc: str = "", extra: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:  # fmt: skip
     """Plays episodes and writes them as trajectories.
 
@@ -121,6 +129,7 @@ def record(
         seed: Of the run, see `eval_seed`.
         only_success: Write only episodes that succeeded, and play until there are enough.
         mode: "eval" takes the most likely action, "train" samples.
+        teacher: See `EpisodeRecorder`.
         source_type, source_desc, extra: See `TrajectoryWriter`.
 
     Returns:
@@ -145,7 +154,7 @@ def record(
             output, env_id=str(env_cfg.env_id), env_kwargs=kwargs, max_episode_steps=limit, source_type=source_type,
             source_desc=source_desc, extra=extra,
         ) as writer:  # fmt: skip
-            recorder = EpisodeRecorder(writer, env, only_success=only_success, wanted=episodes)
+            recorder = EpisodeRecorder(writer, env, only_success=only_success, wanted=episodes, teacher=teacher)
             while len(writer) < episodes:
                 missing = episodes - len(writer)
                 if recorder.played and only_success and not recorder.success_known:

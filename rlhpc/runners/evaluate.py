@@ -77,7 +77,15 @@ def evaluate_checkpoint(
 
 
 def record_episodes(
-    source: str, cfg: Any, output: Path, *, episodes: int, only_success: bool = False, mode: str = "eval"
+    source: str,
+    cfg: Any,
+    output: Path,
+    *,
+    episodes: int,
+    only_success: bool = False,
+    mode: str = "eval",
+    seed: int | None = None,
+    teacher: str | None = None,
 ) -> dict[str, Any]:
     """Records episodes of `env.eval` as trajectories.
 
@@ -85,17 +93,21 @@ def record_episodes(
         source: A checkpoint, an export folder, a run folder, or an expert as `module:function`.
         cfg: Configuration.
         output, episodes, only_success, mode: See `record`.
+        seed: In the place of `runner.seed`.
+        teacher: Whose actions are written in the place of those played, as `source`.
 
     Returns:
         See `record`.
     """
     actor = load_actor(source, "--expert" if ":" in source else "--checkpoint")
-    scripted = isinstance(actor, ExpertPolicy)
-    origin = {"source": source, "mode": mode, "seed": int(cfg.runner.seed), "rlhpc_version": __version__}
+    labels = None if teacher is None else load_actor(teacher, "--teacher")
+    seed = int(cfg.runner.seed) if seed is None else seed
+    origin = {"source": source, "teacher": teacher, "mode": mode, "seed": seed, "rlhpc_version": __version__}
+    kind = "dagger" if teacher is not None else "scripted" if isinstance(actor, ExpertPolicy) else "rl"
     try:
         return record(
-            actor, cfg.env.eval, output, episodes=episodes, seed=int(cfg.runner.seed), only_success=only_success, mode=mode,
-            source_type="scripted" if scripted else "rl", source_desc=source, extra={"rlhpc": origin},
+            actor, cfg.env.eval, output, episodes=episodes, seed=seed, only_success=only_success, mode=mode,
+            teacher=labels, source_type=kind, source_desc=source, extra={"rlhpc": origin},
         )  # fmt: skip
     except RuntimeError as error:
         raise ConfigError(

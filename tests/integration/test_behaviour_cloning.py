@@ -146,3 +146,18 @@ def test_discrete_actions(here: Path, tmp_path: Path) -> None:
     assert run("train", "bc.yaml", *words) == 0
     assert rows("bc")[-1]["train/loss"] < 0.3 < rows("bc")[0]["train/loss"]
     assert rows("bc")[-1]["train/value_loss"] < rows("bc")[0]["train/value_loss"]
+
+
+def test_dagger(here: Path) -> None:
+    """Each round adds what the clone saw, labelled by the expert; a command given again trains nothing again."""
+    command = ["dagger", "bc.yaml", "--expert", f"{Path(__file__).stem}:along", "--rounds", "2", "--episodes", "3"]
+    words = ["runner.max_steps=3", "demos.holdout=0", "env.train.max_episode_steps=200"]
+    assert run(*command, *words) == 0
+    for number in (1, 2):
+        for trajectory in read_trajectories(f"runs/bc-dagger/round_{number}.h5"):
+            np.testing.assert_array_equal(trajectory["actions"], along(trajectory["obs"][:-1]))
+            assert trajectory["rewards"] is None  # those of the clone's own actions
+    assert [rows(f"bc-round{k}")[-1]["train/demonstrations"] for k in range(3)] == [10, 13, 16]
+    written = Path("runs/bc-round2/checkpoints/global_step_3/COMPLETE").stat().st_mtime_ns
+    assert run(*command, *words) == 0
+    assert Path("runs/bc-round2/checkpoints/global_step_3/COMPLETE").stat().st_mtime_ns == written

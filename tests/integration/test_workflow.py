@@ -220,3 +220,25 @@ def test_a_killed_snakemake_finds_the_run_again(tmp_path: Path) -> None:
     assert steps == list(range(1, 241))
     assert sorted(p.name for p in (run / "submit").glob("*.claim.*")) == [f"segment_{k}.claim.1.json" for k in (0, 1)]
     assert "Nothing to be done" in snakemake(tmp_path, overrides=overrides)
+
+
+def test_a_robot_from_demonstrations_to_a_recording_of_its_own(tmp_path: Path) -> None:
+    """An expert's demonstrations, behaviour cloning, evaluation with success, a recording of the clone, and the report."""
+    pytest.importorskip("mani_skill")
+    overrides = (
+        "workflow.demos_episodes=4 workflow.record_episodes=2 workflow.record_only_success=false runner.max_steps=2 "
+        "env.eval.num_envs=2 env.eval.num_episodes=4 env.eval.max_episode_steps=12 demos.path=demos.h5"
+    )
+    run = ("run=configs/embodied/push_cube_bc.yaml",)
+    snakemake(tmp_path, overrides=overrides, config=run)
+    root = tmp_path / "runs/push_cube_bc"
+    result = json.loads((root / "eval/global_step_2/default.json").read_text())
+    assert result["episodes"] == 4 and 0 <= result["success_at_end"] <= result["success_once"] <= 1
+    assert result["success_once_ci95"][0] <= result["success_once"] <= result["success_once_ci95"][1]
+    from rlhpc.data.trajectories import read_trajectories
+
+    assert len(list(read_trajectories(tmp_path / "demos.h5"))) == 4
+    assert len(list(read_trajectories(root / "demos/global_step_2.h5", require=("obs", "env_states")))) == 2
+    page = (root / "report/index.html").read_text()
+    assert "Imitation loss" in page and "Success once by checkpoint" in page
+    assert "Nothing to be done" in snakemake(tmp_path, overrides=overrides, config=run)

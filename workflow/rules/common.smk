@@ -55,6 +55,14 @@ def load_sft():
         raise WorkflowError(f"rlhpc: error: {error}") from None
 
 
+def demonstrations():
+    """The file of demonstrations that an expert records before training; None where none does."""
+    if CFG.workflow.demos_expert is None:
+        return None
+    off_policy = CFG.runner.task_type.lower() == "off_policy"
+    return near(CFG.algorithm.demo_buffer.load_path if off_policy else CFG.demos.path)
+
+
 def start_model(wildcards):
     """What the SFT run exports, where training starts from it."""
     return [SFT_EXPORT] if SFT else []
@@ -62,7 +70,7 @@ def start_model(wildcards):
 
 def step_before_training(wildcards):
     """What must be there before the first model can be evaluated."""
-    return [f"{WORK}/plan.txt", *start_model(wildcards)]
+    return [f"{WORK}/plan.txt", *start_model(wildcards), *([DEMOS] if DEMOS else [])]
 
 
 def megabytes(mem):
@@ -131,6 +139,11 @@ def evaluations_of(segment):
         return expand(EVALUATION, step=end_of(segment), suite=SUITES)
 
     return evaluations
+
+
+def final_recording(wildcards):
+    """Episodes of the last segment's policy."""
+    return expand(RECORDING, step=end_of(len(ENDS) - 1)) if CFG.workflow.record_episodes else []
 
 
 def final_export(wildcards):

@@ -15,6 +15,9 @@ EVALUATION = f"{ROOT}/eval/global_step_{{step}}/{{suite}}.json"
 EXPORT = f"{ROOT}/export/global_step_{{step}}/model.safetensors"
 LANGUAGE = CFG.runner.task_type.lower() in ("reasoning", "sft")
 SFT = load_sft()
+DEMOS = demonstrations()
+RECORDING = f"{ROOT}/demos/global_step_{{step}}.h5"
+ONLY_SUCCESS = ["--only-success"] if CFG.workflow.record_only_success else []
 TARGETS = [f"{ROOT}/report/index.html"]
 
 

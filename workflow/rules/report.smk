@@ -18,6 +18,7 @@ rule report:
         *[evaluations_of(segment) for segment in range(len(ENDS))],
         start=expand(EVALUATION, step=0, suite=SUITES) if CFG.workflow.eval_start else [],
         export=final_export,
+        recording=final_recording,
     output:
         page=report(
             f"{ROOT}/report/index.html",

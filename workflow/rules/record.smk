@@ -1,0 +1,50 @@
+# Episodes as trajectories: an expert's before training, and the last policy's after it.
+
+if DEMOS:
+
+    rule demos:
+        input:
+            config=ancient(RUN_CONFIG),
+            plan=ancient(f"{WORK}/plan.txt"),
+        output:
+            trajectories=DEMOS,
+            described=DEMOS.removesuffix(".h5") + ".json",
+        log:
+            f"{LOGS}/demos.log",
+        benchmark:
+            f"{LOGS}/demos.tsv"
+        retries: config["retries"]
+        threads: CFG.workflow.eval_job.cpus
+        resources:
+            **EVAL_RESOURCES,
+        params:
+            expert=CFG.workflow.demos_expert,
+            episodes=CFG.workflow.demos_episodes,
+            only_success=ONLY_SUCCESS,
+            overrides=OVERRIDES,
+        shell:
+            "rlhpc record --expert {params.expert:q} --config {input.config:q} --episodes {params.episodes}"
+            " {params.only_success:q} --output {output.trajectories:q} {params.overrides:q} > {log:q} 2>&1"
+
+
+rule record:
+    input:
+        segment=segment_of,
+    output:
+        trajectories=RECORDING,
+        described=RECORDING.removesuffix(".h5") + ".json",
+    log:
+        f"{LOGS}/record_{{step}}.log",
+    benchmark:
+        f"{LOGS}/record_{{step}}.tsv"
+    retries: config["retries"]
+    threads: CFG.workflow.eval_job.cpus
+    resources:
+        **EVAL_RESOURCES,
+    params:
+        checkpoint=lambda wildcards: near(RUN.checkpoint(int(wildcards.step))),
+        episodes=CFG.workflow.record_episodes,
+        only_success=ONLY_SUCCESS,
+    shell:
+        "rlhpc record --checkpoint {params.checkpoint:q} --episodes {params.episodes} {params.only_success:q}"
+        " --output {output.trajectories:q} > {log:q} 2>&1"
