@@ -172,7 +172,7 @@ def _leaves(tree: Any, prefix: str = "") -> Iterable[tuple[str, Any]]:
 
 def _lookup(cfg: Any, fail: Fail) -> None:
     """Registered names: known ones pass without an import; for others the registries are asked."""
-    if str(cfg.runner.task_type).lower() == "off_policy":
+    if str(cfg.runner.task_type).lower() in ("off_policy", "bc"):  # they use neither
         return
     if str(cfg.algorithm.adv_type).lower() not in _ESTIMATORS or str(cfg.algorithm.loss_type).lower() not in _LOSSES:
         from rlhpc import algorithms  # noqa: F401  (fills the registries)

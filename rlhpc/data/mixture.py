@@ -121,6 +121,37 @@ def load_demos(path: str, *, reward_scale: float, ignore_terminations: bool) -> 
     return transitions_of(trajectories, reward_scale=reward_scale, ignore_terminations=ignore_terminations)
 
 
+def fit(demos: np.ndarray, observation_space: Any, action_space: Any, chunk: int) -> np.ndarray:
+    """Demonstrations with the columns that this run's transitions will have, and no others.
+
+    Args:
+        demos: Of `load_demos`.
+        observation_space, action_space: Of one environment slot.
+        chunk: Actions of a decision.
+
+    Raises:
+        ConfigError: They are of another task; shows both.
+    """
+    boxes = getattr(observation_space, "spaces", None)
+    boxes = {f"obs.{name}": box for name, box in boxes.items()} if boxes is not None else {"obs": observation_space}
+    columns = {name: _as_float32(np.zeros((1, *box.shape), box.dtype)) for name, box in boxes.items()}
+    columns |= {f"next_{name}": column for name, column in columns.items()}
+    columns["actions"] = np.zeros((1, chunk, int(np.prod(action_space.shape))), np.float32)
+    columns |= {"rewards": np.zeros(1, np.float32), "terminations": np.zeros(1, bool)}
+    wanted = row_type(columns, 1)
+    have: Any = demos.dtype.fields or {}
+    need: Any = wanted.fields or {}
+    if any(name not in have or have[name][0] != kind for name, (kind, *_) in need.items()):
+        raise ConfigError(
+            f"algorithm.demo_buffer.load_path: the demonstrations have {describe(demos.dtype)}; this run's transitions have "
+            f"{describe(wanted)}"
+        )
+    rows = np.zeros(len(demos), wanted)
+    for name in need:
+        rows[name] = demos[name]
+    return rows
+
+
 def transitions_of(
     trajectories: Iterable[Mapping[str, Any]], *, reward_scale: float = 1.0, ignore_terminations: bool = False
 ) -> np.ndarray:

@@ -193,17 +193,21 @@ class ReplayBuffer:
         self.decisions, self._first, self._segments, self._saved = 0, 0, [], None
         if stored.dtype is None:
             return
-        if stored.num_envs == self.num_envs:
-            rows, made = stored.of_slots(self.share)[-self.capacity :], stored.decisions
-        else:
-            # Another number of environments: the same transitions in the same order, in rows of another length.
-            count = len(stored) // self.num_envs
-            flat = stored.transitions()[len(stored) - count * self.num_envs :]
-            rows, made = flat.reshape(count, self.num_envs)[-self.capacity :, self.share.start : self.share.stop], count
         if self.dtype != stored.dtype:
             self._allocate(stored.dtype)
-        self.decisions, self._first = made, made - len(rows)
-        self._ring[np.arange(made - len(rows), made) % self.capacity] = rows
+        if stored.num_envs == self.num_envs:
+            made, count, pieces = stored.decisions, stored.held, stored.pieces(self.share)
+        else:
+            # Another number of environments: the same transitions in the same order, in rows of another length.
+            made = count = len(stored) // self.num_envs
+            flat = stored.transitions()[len(stored) - count * self.num_envs :]
+            rows = flat.reshape(count, self.num_envs)[:, self.share.start : self.share.stop]
+            pieces = iter([(0, slice(None), rows)])
+        self.decisions, self._first = made, made - min(count, self.capacity)
+        for at, place, rows in pieces:
+            begin = made - count + at
+            newer = max(0, self._first - begin)
+            self._ring[np.arange(begin + newer, begin + len(rows)) % self.capacity, place] = rows[newer:]
         own = [index for index in stored.ranks if index.slots == (self.share.start, self.share.stop)]
         file = stored.folder / f"index-{self.rank}.json"
         if own and stored.num_envs == self.num_envs and file.is_file() and Index.load(file) == own[0]:

@@ -11,7 +11,7 @@ next checkpoint holds the same ones by hard links, and one more.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -145,17 +145,23 @@ class StoredReplay:
             raise CheckpointError(f"{self.folder}: decisions {at} to {index.decisions} are missing")
         return parts
 
-    def of_slots(self, share: range) -> np.ndarray:
-        """The transitions of some slots, `[held, len(share)]`, oldest first."""
-        assert self.dtype is not None
-        found = np.zeros((self.held, len(share)), self.dtype)  # also the bytes between columns
+    def pieces(self, share: range) -> Iterator[tuple[int, slice, np.ndarray]]:
+        """The transitions of some slots as mapped arrays `[decisions, slots]`: each with its first decision, counted from the
+        oldest held, and its place among `share`."""
         for index, parts in zip(self.ranks, self._parts, strict=True):
             start, stop = max(share.start, index.slots[0]), min(share.stop, index.slots[1])
             at = 0
             for part in parts if start < stop else ():
                 mine = slice(start - index.slots[0], stop - index.slots[0])
-                found[at : at + len(part), start - share.start : stop - share.start] = part[:, mine]
+                yield at, slice(start - share.start, stop - share.start), part[:, mine]
                 at += len(part)
+
+    def of_slots(self, share: range) -> np.ndarray:
+        """The transitions of some slots, `[held, len(share)]`, oldest first."""
+        assert self.dtype is not None
+        found = np.zeros((self.held, len(share)), self.dtype)  # also the bytes between columns
+        for at, place, rows in self.pieces(share):
+            found[at : at + len(rows), place] = rows
         return found
 
     def transitions(self) -> np.ndarray:

@@ -30,6 +30,10 @@ _DIAGNOSTICS = [
     ("explained_variance", "train/explained_variance", "Value function", "explained variance"),
     ("grad_norm", "train/grad_norm", "Gradient norm", "L2 norm before clipping"),
     ("lr", "train/lr", "Learning rate", "learning rate"),
+    ("q_loss", "train/q_loss", "Critics' loss", "loss"),
+    ("actor_loss", "train/actor_loss", "Actor's loss", "loss"),
+    ("alpha", "train/alpha", "Temperature", "α"),
+    ("q_value", "train/q_value", "Critics' values", "value"),
     ("episode_length", "train/episode_length", "Episode length", "environment steps"),
 ]
 #: What training logs about success, the first that there is.
@@ -44,6 +48,7 @@ IMITATION = {
     "time_per_phase": "Time per phase",
 }
 _ALWAYS = {"policy_loss", "value_loss", "entropy", "kl"}
+_ALWAYS_OFF_POLICY = {"q_loss", "actor_loss", "entropy", "alpha"}
 
 
 def write_curves(paths: RunPaths, out_dir: Path) -> list[Path]:
@@ -55,7 +60,8 @@ def write_curves(paths: RunPaths, out_dir: Path) -> list[Path]:
 
     Returns:
         The files: return_vs_env_steps.svg, return_vs_time.svg, policy_loss.svg, value_loss.svg, entropy.svg, kl.svg,
-        evaluation.svg, throughput.svg and time_per_phase.svg always; other diagnostics where they were logged. Of a
+        evaluation.svg, throughput.svg and time_per_phase.svg always (of an off-policy run q_loss.svg, actor_loss.svg and
+        alpha.svg instead of policy_loss.svg, value_loss.svg and kl.svg); other diagnostics where they were logged. Of a
         language-model run those of `rlhpc.metrics.language.ALWAYS`.
     """
     from rlhpc.metrics import language  # which draws with this module
@@ -84,6 +90,7 @@ def learning_curves(rows: Rows) -> dict[str, str]:
         return imitation_curves(rows)
     unit, seconds = time_unit(max(series(rows, "time/wall_s")[1], default=0.0))
     at, returns = series(rows, "train/episode_return", "time/wall_s")
+    always = _ALWAYS_OFF_POLICY if series(rows, "train/buffer_size")[0] else _ALWAYS
     x_name, x_label = _steps_axis(rows)
     success = next((name for name in _SUCCESS if series(rows, name)[0]), None)
     reached: dict[str, str] = {}
@@ -115,7 +122,7 @@ def learning_curves(rows: Rows) -> dict[str, str]:
                 title, x_label, y_label, [Line("", *series(rows, name, x_name), color=color, smooth=True)], SMALL
             )
             for color, (file, name, title, y_label) in enumerate(_DIAGNOSTICS, start=1)
-            if file in _ALWAYS or series(rows, name)[0]
+            if file in always or series(rows, name)[0]
         },
     }
 

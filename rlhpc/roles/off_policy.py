@@ -11,7 +11,7 @@ import torch
 
 from rlhpc.checkpoint.durable import write_durably
 from rlhpc.checkpoint.state import load_state, load_tensors, rng_state, save_state, save_tensors, set_rng_state
-from rlhpc.data.mixture import Draw, Mixture, load_demos
+from rlhpc.data.mixture import Draw, Mixture, fit, load_demos
 from rlhpc.data.replay import ReplayBuffer
 from rlhpc.envs.observations import columns_of, rows_of
 from rlhpc.models import build_model
@@ -45,15 +45,16 @@ def check_off_policy(cfg: Any, ranks: dict[str, int]) -> None:
             "need sac"
         )
     check_start(cfg, policy)
-    _demos(cfg)
+    _demos(cfg, *spaces)
 
 
-def _demos(cfg: Any) -> Any:
+def _demos(cfg: Any, observation_space: Any, action_space: Any) -> Any:
     path, train = cfg.algorithm.demo_buffer.load_path, cfg.env.train
     if not path:
         return None
     scale, endless = float(train.reward_scale), bool(train.ignore_terminations)
-    return load_demos(str(path), reward_scale=scale, ignore_terminations=endless)
+    demos = load_demos(str(path), reward_scale=scale, ignore_terminations=endless)
+    return fit(demos, observation_space, action_space, int(cfg.actor.model.num_action_chunks))
 
 
 class OffPolicyRolloutWorker(MultiStepRolloutWorker):
@@ -116,7 +117,7 @@ class OffPolicyActor(EmbodiedActor):
         )
         self.mixture = Mixture(
             self.replay,
-            _demos(cfg),
+            _demos(cfg, observation_space, action_space),
             batch_size=int(cfg.actor.global_batch_size),
             demo_ratio=float(cfg.algorithm.demo_buffer.ratio),
             action_dim=built.head.dim,

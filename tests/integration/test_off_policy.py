@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import signal
 from pathlib import Path
 
 import h5py
@@ -63,6 +65,21 @@ def test_killed_and_resumed_is_bit_identical(references, tmp_path, mode):
     run.train("runner.resume_dir=auto")
     assert_identical(run, references[mode], 12)
     assert_same_replay(run, references[mode])
+
+
+def test_environments_that_are_killed_start_again_alone(references, tmp_path, monkeypatch):
+    """Also ahead of the actors: what they had played ahead is dropped and played again."""
+    monkeypatch.setenv("RLHPC_MAX_RESTARTS", "2")
+    run = SacRun(tmp_path, "algorithm.max_staleness=1")
+    process = run.start()
+    wait_until(lambda: (run.checkpoint(3) / "COMPLETE").exists())
+    record = run.root / "registry" / "local-0" / "members" / "env-0.json"
+    os.kill(json.loads(record.read_text())["pid"], signal.SIGKILL)
+    _, said = process.communicate(timeout=120)
+    assert process.returncode == 0, said
+    assert "start again from global_step_" in said and "the actors stay" in said
+    assert_identical(run, references["ahead"], 12)
+    assert_same_replay(run, references["ahead"])
 
 
 def test_environments_run_ahead_by_no_more_than_allowed(references):
@@ -141,6 +158,15 @@ def test_demonstrations_and_weights_to_start_from(references, tmp_path):
     without = SacRun(tmp_path / "without", *options[1:])
     without.train()
     assert run.rows()[-1]["train/q_loss"] < without.rows()[-1]["train/q_loss"]
+    cloned = SacRun(
+        tmp_path / "cloned", "runner.task_type=bc", "cluster.component_placement={actor: 0}", "runner.max_steps=2",
+        f"demos.path={tmp_path / 'demos.h5'}", "algorithm.bc_loss=mse",
+    )  # fmt: skip
+    cloned.train()
+    after = SacRun(tmp_path / "after", f"runner.init_from={cloned.root}", "runner.max_steps=3")
+    assert "starts from the weights" in after.train()
+    mine = StoredReplay(after.checkpoint(3)).transitions()["actions"]
+    assert mine[:32].std() < 0.8 < even[:32].std()
     wrong = SacRun(tmp_path / "wrong", f"runner.init_from={start}", "actor.model.hidden_sizes=[16]").train(code=2)
     assert "runner.init_from" in wrong and wrong.count("rlhpc: error:") == 1 and "Traceback" not in wrong
 
@@ -158,6 +184,10 @@ def test_pendulum_is_learned_and_the_checkpoint_evaluated_and_exported(tmp_path,
     assert main(["eval", "--run", str(run.root), "--episodes", "20", "--output", str(tmp_path / "eval.json")]) == 0
     assert json.loads((tmp_path / "eval.json").read_text())["return_mean"] > -400
     assert main(["convert", "--run", str(run.root), "--output", str(tmp_path / "export")]) == 0
+    assert main(["report", str(run.root), "--curves", str(tmp_path / "curves")]) == 0
+    assert {"q_loss.svg", "actor_loss.svg", "alpha.svg", "entropy.svg"} <= {
+        p.name for p in (tmp_path / "curves").iterdir()
+    }
     assert set(load_exported(tmp_path / "export").state_dict()) == set(
         load_tensors(run.checkpoint(64) / "model.safetensors")
     )

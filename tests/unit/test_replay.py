@@ -8,10 +8,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from gymnasium import spaces
 
 from rlhpc.checkpoint import CheckpointWriter, verify
 from rlhpc.cli import main
-from rlhpc.data.mixture import Mixture, transitions_of
+from rlhpc.data.mixture import Mixture, fit, transitions_of
 from rlhpc.data.replay import MAX_SEGMENTS, ReplayBuffer
 from rlhpc.data.replay_files import StoredReplay, inspect
 from rlhpc.runtime.errors import CheckpointError, ConfigError
@@ -144,6 +145,23 @@ def test_trajectories_become_transitions_with_the_run_s_rewards_and_ends():
     assert not transitions_of([demo(3)], ignore_terminations=True)["terminations"].any()
     several = transitions_of([{**demo(3), "obs": {"state": np.zeros((4, 2)), "rgb": np.zeros((4, 2, 2, 3), np.uint8)}}])
     assert several["next_obs.rgb"].shape == (3, 2, 2, 3) and several["obs.state"].dtype == np.float32
+
+
+def test_demonstrations_of_another_task_are_refused_and_what_is_not_needed_is_left_out():
+    actions = spaces.Box(-1, 1, (1,), np.float32)
+    plain = spaces.Box(-np.inf, np.inf, (2,), np.float64)  # environments hand over float32
+    rows = fit(transitions_of([demo(3)]), plain, actions, 1)
+    assert rows["next_obs"][:, 0].tolist() == [2, 4, 6] and rows["rewards"].tolist() == [-1, -2, -3]
+    several = {**demo(3), "obs": {"state": np.ones((4, 2)), "rgb": np.zeros((4, 2, 2, 3), np.uint8)}}
+    rows = fit(transitions_of([several]), spaces.Dict({"state": plain}), actions, 1)
+    assert set(rows.dtype.names) == {"obs.state", "next_obs.state", "actions", "rewards", "terminations"}
+    for space, action, chunk in (
+        (plain, spaces.Box(-1, 1, (2,)), 1),
+        (plain, actions, 3),
+        (spaces.Dict({"x": plain}), actions, 1),
+    ):
+        with pytest.raises(ConfigError, match=r"algorithm\.demo_buffer\.load_path.*this run's transitions have"):
+            fit(transitions_of([demo(3)]), space, action, chunk)
 
 
 @pytest.mark.parametrize("ranks", [1, 2])

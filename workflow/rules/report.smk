@@ -10,7 +10,14 @@ EMBODIED_CURVES = {
     "throughput": "Environment steps per second",
     "time_per_phase": "Time per phase",
 }
-CURVES = {**LANGUAGE_CURVES, "bc": IMITATION_CURVES}.get(CFG.runner.task_type.lower(), EMBODIED_CURVES)
+OFF_POLICY_CURVES = {
+    **{name: title for name, title in EMBODIED_CURVES.items() if name not in ("policy_loss", "value_loss", "kl")},
+    "q_loss": "Critics' loss",
+    "actor_loss": "Actor's loss",
+    "alpha": "Temperature",
+}
+OTHER_CURVES = {**LANGUAGE_CURVES, "bc": IMITATION_CURVES, "off_policy": OFF_POLICY_CURVES}
+CURVES = OTHER_CURVES.get(CFG.runner.task_type.lower(), EMBODIED_CURVES)
 
 
 rule report:

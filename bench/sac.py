@@ -1,0 +1,186 @@
+"""SAC beside a single-process loop: updates per second, and returns at the same environment steps.
+
+`updates`: both draw batches of 256 from 20 000 transitions (17 numbers an observation, 6 an action) and train on them, MLPs of
+two layers of 256, one thread, in turns of half a second of CPU time. `learning`: whole runs on a MuJoCo task, same
+hyperparameters, seeds in turn; the figures are the mean returns of the last 100 training episodes at a number of environment
+steps.
+
+    python -m bench.sac --seeds 3 --steps 6000
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from bench.machine import spread, write
+
+HERE = Path(__file__).resolve().parent
+OBS, ACT, ROWS, TURN_S = 17, 6, 20_000, 0.5
+
+
+def ours() -> Callable[[], None]:
+    """One update of rlhpc, with its batch."""
+    import numpy as np
+    import torch
+    from gymnasium import spaces
+
+    from rlhpc.data.mixture import Mixture
+    from rlhpc.data.replay import ReplayBuffer
+    from rlhpc.models import build_model
+    from rlhpc.training.sac import SacBatch, SacUpdate
+
+    model = SimpleNamespace(
+        model_type="sac", hidden_sizes=[256, 256], activation="relu", ortho_init=False, log_std_init=0.0,
+        critic_layer_norm=False, num_action_chunks=1, value_per_action=False, kwargs={},
+    )  # fmt: skip
+    box = spaces.Box(-1, 1, (ACT,), np.float32)
+    policy = build_model(model, spaces.Box(-np.inf, np.inf, (OBS,), np.float32), box, seed=1)
+    algorithm = SimpleNamespace(
+        gamma=0.99, tau=0.005, backup_entropy=True, critic_actor_ratio=1, target_update_freq=1, auto_entropy_tuning=True,
+        target_entropy=None, initial_alpha=1.0, alpha_lr=None,
+    )  # fmt: skip
+    optim = SimpleNamespace(
+        name="adam", lr=3e-4, value_lr=1e-3, adam_beta1=0.9, adam_beta2=0.999, adam_eps=1e-8, weight_decay=0.0,
+        clip_grad=None,
+    )  # fmt: skip
+    update = SacUpdate(algorithm, optim, policy)
+    random = np.random.default_rng(1)
+    replay = ReplayBuffer(ROWS, range(1), 1, 0, Path(tempfile.gettempdir()))
+    normal = lambda *shape: random.standard_normal((1, ROWS, *shape), np.float32)  # noqa: E731
+    replay.add({
+        "obs": normal(OBS), "next_obs": normal(OBS), "actions": np.tanh(normal(1, ACT)), "rewards": normal(),
+        "terminations": normal() > 3,
+    })  # fmt: skip
+    mixture = Mixture(replay, None, batch_size=256, demo_ratio=0.0, action_dim=ACT, seed=1)
+
+    def step() -> None:
+        draw = mixture.draw(update.updates)
+        columns = {name: torch.from_numpy(column) for name, column in draw.columns.items()}
+        update.step(SacBatch(**columns, noise=torch.from_numpy(draw.noise), total=draw.total))
+
+    return step
+
+
+def plain() -> Callable[[], None]:
+    """One update of the single-process loop, with its batch."""
+    import numpy as np
+    from gymnasium import spaces
+
+    from bench.single_process_sac import Buffer, Learner
+
+    learner, buffer = Learner(OBS, spaces.Box(-1, 1, (ACT,), np.float32)), Buffer(ROWS, OBS, ACT)
+    random = np.random.default_rng(1)
+    for name in ("obs", "next_obs", "actions", "rewards"):
+        getattr(buffer, name)[:] = random.standard_normal(getattr(buffer, name).shape, np.float32)
+    buffer.full = True
+    count = 0
+
+    def step() -> None:
+        nonlocal count
+        learner.update(count, buffer.sample(256))
+        count += 1
+
+    return step
+
+
+def updates(turns: int) -> dict[str, Any]:
+    """Updates per second of CPU time, in turns: what other processes take from a busy machine does not count."""
+    import torch
+
+    torch.set_num_threads(1)
+    contenders = {"rlhpc": ours(), "single_process": plain()}
+    rates: dict[str, list[float]] = {name: [] for name in contenders}
+    for step in contenders.values():
+        for _ in range(10):
+            step()
+    for _ in range(turns):
+        for name, step in contenders.items():
+            begin, made = time.process_time(), 0
+            while time.process_time() - begin < TURN_S:
+                step()
+                step()  # the single process trains its actor every second time
+                made += 2
+            rates[name].append(made / (time.process_time() - begin))
+    ratios = [a / b for a, b in zip(rates["rlhpc"], rates["single_process"], strict=True)]
+    return {"updates_per_cpu_s": {name: spread(found) for name, found in rates.items()}, "ratio": spread(ratios)}
+
+
+def run_ours(env: str, seed: int, steps: int) -> dict[str, Any]:
+    """A run of rlhpc."""
+    with tempfile.TemporaryDirectory() as folder:
+        command = [
+            sys.executable, "-m", "rlhpc.cli", "train", str(HERE.parent / "configs" / "embodied" / "halfcheetah_sac.yaml"),
+            f"runner.run_dir={folder}", "runner.name=bench", f"runner.seed={seed}", f"runner.max_steps={steps // 8}",
+            "runner.save_interval=-1", f"env.train.env_id={env}", "algorithm.rollout_steps=8",
+            "algorithm.replay_buffer={size: 100000, min_buffer_size: 1000}", "runner.logger.logger_backends=[jsonl]",
+        ]  # fmt: skip
+        subprocess.run(command, check=True, capture_output=True)
+        rows = [json.loads(line) for line in (Path(folder) / "bench" / "metrics.jsonl").read_text().splitlines()]
+    found = {str(int(row["rollout/env_steps"])): row.get("train/episode_return") for row in rows}
+    return {"seed": seed, "loop_s": rows[-1]["time/wall_s"], "return": {key: found[key] for key in marks(steps)}}
+
+
+def marks(steps: int) -> list[str]:
+    """Environment steps at which returns are read."""
+    return [str(step) for step in range(1000, steps + 1, 1000)]
+
+
+def run_plain(env: str, seed: int, steps: int) -> dict[str, Any]:
+    """A run of the single-process loop."""
+    command = [
+        sys.executable,
+        str(HERE / "single_process_sac.py"),
+        "--env",
+        env,
+        "--seed",
+        str(seed),
+        "--steps",
+        str(steps),
+    ]
+    found: dict[str, Any] = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+    at = {key: [value for step, value in found["returns"] if step <= int(key)][-100:] for key in marks(steps)}
+    means = {key: statistics.mean(values) if values else None for key, values in at.items()}
+    return {"seed": seed, "loop_s": found["loop_s"], "return": means}
+
+
+def learning(env: str, seeds: int, steps: int) -> dict[str, Any]:
+    """Runs of both, seed by seed."""
+    contenders = {"rlhpc": run_ours, "single_process": run_plain}
+    runs: dict[str, list[dict[str, Any]]] = {name: [] for name in contenders}
+    for seed in range(1, seeds + 1):
+        for name, run in contenders.items():
+            runs[name].append(run(env, seed, steps))
+            print(name, json.dumps(runs[name][-1]), flush=True)
+    return {"env_id": env, "steps": steps, "runs": runs}
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Runs both parts and writes `results/sac.json`."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--seeds", type=int, default=3, help="0 leaves the runs out")
+    parser.add_argument("--steps", type=int, default=6000)
+    parser.add_argument("--env", default="InvertedPendulum-v5")
+    parser.add_argument("--turns", type=int, default=20)
+    args = parser.parse_args(argv)
+    os.environ["OMP_NUM_THREADS"] = "1"
+    content: dict[str, Any] = {"updates": updates(args.turns)}
+    print(json.dumps(content["updates"]), flush=True)
+    command = f"python -m bench.sac --seeds {args.seeds} --steps {args.steps} --env {args.env} --turns {args.turns}"
+    if args.seeds:
+        content["learning"] = learning(args.env, args.seeds, args.steps)
+    print(write("sac", command, content))
+
+
+if __name__ == "__main__":
+    main()

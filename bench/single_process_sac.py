@@ -1,0 +1,165 @@
+"""SAC in one process and one file, the way CleanRL's sac_continuous_action.py does it: the yardstick of `bench/sac.py`.
+
+Written for this benchmark: one gymnasium environment, two critics as modules of their own, torch.distributions,
+torch.optim.Adam, a replay buffer of NumPy arrays, the actor updated twice every second step. Prints one JSON line: the returns
+of training by environment step.
+
+    python bench/single_process_sac.py --env InvertedPendulum-v5 --seed 1 --steps 6000
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from typing import Any
+
+import gymnasium as gym
+import numpy as np
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+
+class Critic(nn.Module):
+    """Q(s, a)."""
+
+    def __init__(self, obs: int, act: int) -> None:
+        super().__init__()
+        self.one, self.two, self.out = nn.Linear(obs + act, 256), nn.Linear(256, 256), nn.Linear(256, 1)
+
+    def forward(self, obs: torch.Tensor, action: torch.Tensor) -> torch.Tensor:
+        hidden = F.relu(self.one(torch.cat([obs, action], 1)))
+        return self.out(F.relu(self.two(hidden)))
+
+
+class Actor(nn.Module):
+    """Squashed Gaussian."""
+
+    def __init__(self, obs: int, space: gym.spaces.Box) -> None:
+        super().__init__()
+        dim = int(np.prod(space.shape))
+        self.one, self.two = nn.Linear(obs, 256), nn.Linear(256, 256)
+        self.mean, self.log_std = nn.Linear(256, dim), nn.Linear(256, dim)
+        self.scale = torch.tensor((space.high - space.low) / 2, dtype=torch.float32)
+        self.bias = torch.tensor((space.high + space.low) / 2, dtype=torch.float32)
+
+    def act(self, obs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Actions and their log-probabilities `[B, 1]`."""
+        hidden = F.relu(self.two(F.relu(self.one(obs))))
+        mean, log_std = self.mean(hidden), torch.tanh(self.log_std(hidden))
+        normal = torch.distributions.Normal(mean, (-5 + 0.5 * 7 * (log_std + 1)).exp())
+        before = normal.rsample()
+        squashed = torch.tanh(before)
+        logprob = normal.log_prob(before) - torch.log(self.scale * (1 - squashed.pow(2)) + 1e-6)
+        return squashed * self.scale + self.bias, logprob.sum(1, keepdim=True)
+
+
+class Buffer:
+    """Transitions as NumPy arrays."""
+
+    def __init__(self, size: int, obs: int, act: int) -> None:
+        self.size, self.at, self.full = size, 0, False
+        self.obs, self.next_obs = np.zeros((size, obs), np.float32), np.zeros((size, obs), np.float32)
+        self.actions = np.zeros((size, act), np.float32)
+        self.rewards, self.ends = np.zeros((size, 1), np.float32), np.zeros((size, 1), np.float32)
+
+    def add(self, obs: Any, next_obs: Any, action: Any, reward: float, end: bool) -> None:
+        """One transition."""
+        at = self.at
+        self.obs[at], self.next_obs[at], self.actions[at], self.rewards[at], self.ends[at] = (
+            obs, next_obs, action, reward, end,
+        )  # fmt: skip
+        self.at = (at + 1) % self.size
+        self.full |= self.at == 0
+
+    def sample(self, count: int) -> list[torch.Tensor]:
+        """obs, next_obs, actions, rewards, ends."""
+        rows = np.random.randint(0, self.size if self.full else self.at, count)
+        return [torch.as_tensor(x[rows]) for x in (self.obs, self.next_obs, self.actions, self.rewards, self.ends)]
+
+
+class Learner:
+    """Networks, optimizers and the update."""
+
+    def __init__(self, obs: int, space: gym.spaces.Box) -> None:
+        dim = int(np.prod(space.shape))
+        self.actor = Actor(obs, space)
+        self.q1, self.q2, self.t1, self.t2 = (Critic(obs, dim) for _ in range(4))
+        self.t1.load_state_dict(self.q1.state_dict())
+        self.t2.load_state_dict(self.q2.state_dict())
+        self.q_opt = torch.optim.Adam([*self.q1.parameters(), *self.q2.parameters()], lr=1e-3)
+        self.actor_opt = torch.optim.Adam(self.actor.parameters(), lr=3e-4)
+        self.log_alpha = torch.zeros(1, requires_grad=True)
+        self.alpha, self.alpha_opt, self.target = 1.0, torch.optim.Adam([self.log_alpha], lr=1e-3), -float(dim)
+
+    def update(self, step: int, data: list[torch.Tensor]) -> None:
+        """One update."""
+        obs, next_obs, actions, rewards, ends = data
+        with torch.no_grad():
+            following, logprob = self.actor.act(next_obs)
+            value = torch.min(self.t1(next_obs, following), self.t2(next_obs, following)) - self.alpha * logprob
+            wanted = rewards.flatten() + (1 - ends.flatten()) * 0.99 * value.view(-1)
+        loss = F.mse_loss(self.q1(obs, actions).view(-1), wanted) + F.mse_loss(self.q2(obs, actions).view(-1), wanted)
+        self.q_opt.zero_grad()
+        loss.backward()
+        self.q_opt.step()
+        if step % 2 == 0:
+            for _ in range(2):
+                chosen, logprob = self.actor.act(obs)
+                value = torch.min(self.q1(obs, chosen), self.q2(obs, chosen))
+                actor_loss = (self.alpha * logprob - value).mean()
+                self.actor_opt.zero_grad()
+                actor_loss.backward()
+                self.actor_opt.step()
+                with torch.no_grad():
+                    _, logprob = self.actor.act(obs)
+                alpha_loss = (-self.log_alpha.exp() * (logprob + self.target)).mean()
+                self.alpha_opt.zero_grad()
+                alpha_loss.backward()
+                self.alpha_opt.step()
+                self.alpha = self.log_alpha.exp().item()
+        for q, target in ((self.q1, self.t1), (self.q2, self.t2)):
+            for p, t in zip(q.parameters(), target.parameters(), strict=True):
+                t.data.copy_(0.005 * p.data + 0.995 * t.data)
+
+
+def train(args: argparse.Namespace) -> dict[str, Any]:
+    """Trains for `steps` environment steps."""
+    torch.manual_seed(args.seed)
+    np.random.seed(args.seed)
+    torch.set_num_threads(1)
+    env = gym.make(args.env)
+    env.action_space.seed(args.seed)
+    learner = Learner(int(np.prod(env.observation_space.shape)), env.action_space)
+    buffer = Buffer(args.buffer, int(np.prod(env.observation_space.shape)), int(np.prod(env.action_space.shape)))
+    returns: list[tuple[int, float]] = []
+    obs, total = env.reset(seed=args.seed)[0], 0.0
+    started = time.perf_counter()
+    for step in range(args.steps):
+        if step < args.starts:
+            action = env.action_space.sample()
+        else:
+            with torch.no_grad():
+                action = learner.actor.act(torch.as_tensor(obs, dtype=torch.float32)[None])[0][0].numpy()
+        next_obs, reward, terminated, truncated, _ = env.step(action)
+        buffer.add(obs, next_obs, action, float(reward), terminated)
+        obs, total = next_obs, total + float(reward)
+        if terminated or truncated:
+            returns.append((step + 1, total))
+            obs, total = env.reset()[0], 0.0
+        if step > args.starts:
+            learner.update(step, buffer.sample(256))
+    return {"seed": args.seed, "returns": returns, "loop_s": time.perf_counter() - started}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--env", default="InvertedPendulum-v5")
+    for name, default in (("seed", 1), ("steps", 6000), ("starts", 1000), ("buffer", 100_000)):
+        parser.add_argument(f"--{name}", type=int, default=default)
+    print(json.dumps(train(parser.parse_args())))
+
+
+if __name__ == "__main__":
+    main()
