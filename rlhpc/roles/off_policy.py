@@ -28,14 +28,19 @@ from rlhpc.training.sac import SacBatch, SacUpdate
 from rlhpc.weights import make_sync
 
 
-def check_off_policy(cfg: Any, ranks: dict[str, int]) -> None:
+def check_off_policy(cfg: Any, ranks: dict[str, int], python: str | None = None) -> None:
     """Refuses what would fail after the start: counts that do not divide, environments and models that cannot be built.
+
+    Args:
+        cfg: Configuration.
+        ranks: Ranks of each group.
+        python: The env group's own Python, which can build what this one cannot.
 
     Raises:
         ConfigError: Names the key and the numbers.
     """
     SlotMap.from_config(cfg, env=ranks["env"], rollout=ranks["rollout"], actor=ranks["actor"])
-    spaces = check_env(cfg.env.train)
+    spaces = check_env(cfg.env.train, python)
     if int(cfg.runner.val_check_interval) > 0:
         check_env(cfg.env.eval)
     policy = build_model(cfg.actor.model, *spaces)

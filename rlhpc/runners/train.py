@@ -72,7 +72,7 @@ TASKS = {
         },
         "rlhpc.runners.off_policy:OffPolicyRunner",
         (*_EMBODIED, "rlhpc.roles.off_policy"),
-        "rlhpc.roles.off_policy:check_off_policy",
+        "rlhpc.runners.train:check_replay",
         frozenset({"rollout", "env"}),
     ),
     "bc": Task(
@@ -184,6 +184,13 @@ def check(cfg: Any, ranks: dict[str, int]) -> None:
     if int(cfg.runner.val_check_interval) > 0:
         check_env(cfg.env.eval)
     check_start(cfg, build_model(policy_section(cfg.actor), *spaces))
+
+
+def check_replay(cfg: Any, ranks: dict[str, int]) -> None:
+    """As `check`, of an off-policy run."""
+    from rlhpc.roles.off_policy import check_off_policy
+
+    check_off_policy(cfg, ranks, _env_python(cfg))
 
 
 def _env_python(cfg: Any) -> str | None:
