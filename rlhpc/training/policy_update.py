@@ -6,6 +6,7 @@ the metrics once, after the last. In between the ranks exchange gradients and no
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -131,21 +132,23 @@ class PolicyUpdate:
         advantages = batch["advantages"].double() * mask
         sums = [mask, advantages, advantages * batch["advantages"]]
         columns = torch.stack([column.flatten(1).sum(1) if column.dim() > 1 else column for column in sums], dim=1)
-        tokens = _tokens(batch).double().sum(1)
+        tokens = _tokens(batch)
+        each = mask if tokens.shape[1] == 1 and "token_mask" not in batch else tokens.double().sum(1)
         if self.normalize == "batch":
             moments = columns.sum(0).expand(len(indices), 3).clone()
         else:
             moments = torch.stack([columns[part].sum(0) for part in indices])
-        counts = torch.stack([torch.stack([mask[part].sum(), tokens[part].sum()]) for part in indices])
-        stacked = self._sum(torch.cat([moments, counts], dim=1))
-        n, first, second, count, tokens = stacked.unbind(1)
+        kinds = [mask] if each is mask else [mask, each]
+        counts = [torch.stack([column[part].sum() for part in indices]) for column in kinds]
+        stacked = self._sum(torch.cat([moments, torch.stack(counts, dim=1)], dim=1))
+        n, first, second, *counts = stacked.unbind(1)
         mean = first / n.clamp(min=1)
         variance = ((second - n * mean * mean) / (n - 1).clamp(min=1)).clamp(min=0)
         if self.normalize in ("none", "false"):
             mean, variance = torch.zeros_like(mean), torch.ones_like(variance)
         mean, std = mean.float(), variance.sqrt().float()
-        count, tokens = count.float().clamp(min=1), tokens.float().clamp(min=1)
-        return [Part(*columns) for columns in zip(indices, count, tokens, mean, std, strict=True)]
+        counts = [count.float().clamp(min=1) for count in counts]
+        return [Part(*columns) for columns in zip(indices, counts[0], counts[-1], mean, std, strict=True)]
 
     def _accumulate(self, batch: dict[str, torch.Tensor], part: Part) -> torch.Tensor:
         """Gradients of one minibatch; returns this rank's share of its metrics."""
@@ -177,7 +180,6 @@ class PolicyUpdate:
             global_tokens=part.tokens,
             **self._loss_options,
         )
-        value = torch.zeros_like(policy)
         if valued:
             value, _ = value_loss(
                 values=out["values"].reshape(size, -1),
@@ -187,6 +189,8 @@ class PolicyUpdate:
                 value_clip=self.value_clip,
                 global_tokens=part.count,
             )
+        else:
+            value = torch.zeros_like(policy)
         entropy = (out["entropy"].reshape(size, -1) * tokens).sum() / part.tokens
         loss = policy + self.value_coef * value - self.entropy_coef * entropy
         with torch.no_grad():
@@ -202,7 +206,7 @@ def _tokens(batch: dict[str, torch.Tensor]) -> torch.Tensor:
     size = len(batch["mask"])
     if "token_mask" in batch:
         return batch["token_mask"].reshape(size, -1)
-    return _spread(batch["mask"].reshape(size, -1), batch["logprobs"][0].numel() if size else 1)
+    return _spread(batch["mask"].reshape(size, -1), math.prod(batch["logprobs"].shape[1:]))
 
 
 def _spread(columns: torch.Tensor, tokens: int) -> torch.Tensor:
