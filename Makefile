@@ -13,7 +13,7 @@ SEEDS ?= 3
 export OMP_NUM_THREADS ?= 1
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 
-.PHONY: help setup setup-llm quickstart demo-llm test test-slurm chaos lint bench docs constraints clean
+.PHONY: help setup setup-llm setup-robot quickstart demo-llm demo-robot test test-slurm chaos lint bench docs constraints clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -30,6 +30,12 @@ $(VENV)/.setup-llm: $(STAMP)
 	RLHPC_EXTRAS=all bash envs/setup.sh $(VENV)
 	@touch $@
 
+setup-robot: $(VENV)/.setup-robot  ## what robots need on top: ManiSkill, MuJoCo, Box2D, films
+
+$(VENV)/.setup-robot: $(STAMP)
+	RLHPC_EXTRAS=dev,slurm,embodied bash envs/setup.sh $(VENV)
+	@touch $@
+
 quickstart: setup  ## train, evaluate, export and report a first policy (RUN=configs/….yaml for another)
 	snakemake --profile profiles/local --config run=$(RUN)
 
@@ -38,6 +44,10 @@ test: setup  ## the tests (PYTEST_ARGS=… for some of them)
 
 demo-llm: setup-llm  ## a language model from nothing: SFT, then GRPO, at three seeds (SEEDS=1 for one)
 	python -m bench.demo_llm --seeds $(SEEDS)
+
+demo-robot: setup-robot  ## a robot arm pushes a cube: demonstrations, a policy from them, evaluation, a film
+	snakemake --profile profiles/local --config run=configs/embodied/push_cube_bc.yaml \
+	    overrides="runner.name=demo_robot env.eval.video_episodes=4"
 
 test-slurm: setup  ## the tests on a real Slurm, which they bring up (tests/slurm/install.sh installs it)
 	pytest -m slurm tests/slurm $(PYTEST_ARGS)
