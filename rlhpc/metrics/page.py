@@ -29,7 +29,8 @@ a{color:var(--c0)}h3{font-size:15px;margin:22px 0 8px}
 .figures.small{grid-template-columns:repeat(auto-fit,minmax(min(330px,100%),1fr))}.figures+.figures{margin-top:16px}
 .beside{align-items:start}.beside td,.beside th{padding:6px 9px}
 figure{margin:0;background:var(--panel);border:1px solid var(--line);border-radius:10px;padding:12px 10px 6px}
-figure svg{display:block;width:100%;height:auto}.figures>figure:only-child{max-width:640px}.figures.small>figure:only-child{max-width:420px}
+figure svg{display:block;width:100%;height:auto}
+.figures>figure:only-child{max-width:640px}.figures.small>figure:only-child{max-width:420px}
 figcaption{color:var(--muted);font-size:13px;padding:6px 2px}.videos{margin-top:18px}
 .figures+.scroll{margin-top:18px;max-width:780px}.scroll{overflow-x:auto}
 table{border-collapse:collapse;width:100%;font-size:14px}
