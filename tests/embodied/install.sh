@@ -1,12 +1,12 @@
 #!/usr/bin/env bash
-# Mesa's software renderer (Vulkan on the CPU), with which SAPIEN draws pictures on a machine without a GPU. Needs root.
+# Mesa's software renderers (Vulkan and EGL on the CPU), with which SAPIEN and MuJoCo draw pictures without a GPU. Needs root.
 # Debian 12's own Mesa is too old for SAPIEN; bookworm-backports has one that works.
 set -euo pipefail
 
 newest() { dpkg-query -W -f='${Version}' mesa-vulkan-drivers 2>/dev/null || true; }
 
 installed=$(newest)
-if [ -n "$installed" ] && dpkg --compare-versions "$installed" ge 23 && dpkg-query -W libvulkan1 >/dev/null 2>&1; then
+if [ -n "$installed" ] && dpkg --compare-versions "$installed" ge 23 && dpkg-query -W libvulkan1 libegl1 libgl1 >/dev/null 2>&1; then
     exit 0
 fi
 if [ "$(id -u)" -ne 0 ]; then
@@ -25,4 +25,4 @@ if [ "$(. /etc/os-release && echo "${VERSION_CODENAME:-}")" = bookworm ]; then
     release=(-t bookworm-backports)
 fi
 apt-get update -q
-apt-get install -q -y --no-install-recommends "${release[@]}" mesa-vulkan-drivers libvulkan1
+apt-get install -q -y --no-install-recommends "${release[@]}" mesa-vulkan-drivers libvulkan1 libegl1 libgl1
