@@ -2,9 +2,9 @@
 
     python -m bench.robot --seeds 3
 
-The clone sees `--demonstrations` episodes of the scripted expert; PPO then has the same settings and seeds with and without
-it. Success (once in an episode) is measured by `rlhpc eval` over 100 episodes. Demonstrations are not counted as env steps
-of PPO; their steps are in the result.
+The clone sees `--demonstrations` episodes of the scripted expert, and its critic learns their returns; PPO then has the same
+settings and seeds with and without it. Success (once in an episode) is measured by `rlhpc eval` over 100 episodes.
+Demonstrations are not counted as env steps of PPO.
 """
 
 from __future__ import annotations
@@ -74,7 +74,8 @@ def main(arguments: list[str] | None = None) -> None:
             shared = (f"runner.seed={seed}", f"runner.max_steps={options.steps}", "runner.save_interval=-1")
             clone = train(
                 folder, BC, f"clone-{seed}", f"runner.seed={seed}", f"demos.path={demos}", "runner.max_steps=60",
-                "actor.model.log_std_init=-0.5", "workflow.demos_expert=null",
+                "actor.model.log_std_init=-0.5", "workflow.demos_expert=null", "algorithm.bc_value_coef=0.5",
+                "algorithm.gamma=0.8",
             )  # fmt: skip
             scratch = train(folder, PPO, f"scratch-{seed}", *shared)
             cloned = train(folder, PPO, f"cloned-{seed}", *shared, f"runner.init_from={clone}")
