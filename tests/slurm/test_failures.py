@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from .cluster import SlurmCluster
+from .processes import Process
 from .runs import SlurmRun, kill, until
 
 pytestmark = [pytest.mark.slurm, pytest.mark.chaos, pytest.mark.timeout(600)]
@@ -113,6 +114,8 @@ def test_a_node_is_cut_off(slurm: SlurmCluster, tmp_path: Path) -> None:
         pytest.skip("the nodes of this cluster share one network, so none can be cut off")
     run, process, before = start(slurm, tmp_path)
     old = run.members()["env-0"]
+    rank = Process.of(old["pid"])
+    assert rank is not None
     slurm.cut(old["node"])
     try:
         elsewhere = (None, old["node"])
@@ -123,7 +126,7 @@ def test_a_node_is_cut_off(slurm: SlurmCluster, tmp_path: Path) -> None:
         slurm.restore(old["node"])
     resumed(run, process, before)
     slurm.wait_for_nodes(old["node"], deadline_s=180)  # the controller asks a silent node again every minute or so
-    until(lambda: not Path(f"/proc/{old['pid']}").exists(), "the cut-off rank is gone")
+    until(lambda: not rank.alive(), "the cut-off rank is gone")
 
 
 def test_the_controller_is_away(slurm: SlurmCluster, tmp_path: Path) -> None:
