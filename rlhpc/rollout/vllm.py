@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import logging
 import os
+import sys
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -37,6 +38,9 @@ _ENVIRONMENT = {
 }
 #: Variables that vLLM sets for processes of its own; programs that the rank starts later have no use for them.
 _LEAKED = ("LD_PRELOAD", "LOCAL_WORLD_SIZE")
+#: Packages that vLLM must not see while it builds an engine: it looks at every attribute of all modules of the process, and
+#: trimesh's stand-ins for packages that are missing raise at that. ManiSkill brings it.
+_UNSEEN = ("trimesh",)
 #: Most memory that the CPU build's cache takes unless told otherwise.
 _CPU_CACHE_BYTES = 4 << 30
 
@@ -142,7 +146,7 @@ class VLLMRollout(Engine):
                 "rollout.engine_kwargs: vLLM runs in the rollout rank's process, on one accelerator; give the group more "
                 "ranks instead of a larger parallel size"
             )
-        with _leaving_no_trace(), self._explained():
+        with _leaving_no_trace(), _unseen_modules(), self._explained():
             try:
                 engine_args = EngineArgs(**arguments)
             except TypeError as error:
@@ -413,6 +417,16 @@ def _leaving_no_trace() -> Iterator[None]:
                 os.environ.pop(name, None)
             else:
                 os.environ[name] = value
+
+
+@contextmanager
+def _unseen_modules() -> Iterator[None]:
+    """Takes `_UNSEEN` out of the process's modules for a while."""
+    hidden = {name: sys.modules.pop(name) for name in list(sys.modules) if name.partition(".")[0] in _UNSEEN}
+    try:
+        yield
+    finally:
+        sys.modules.update(hidden)
 
 
 def _reason(error: BaseException) -> str:
