@@ -4,8 +4,8 @@
     python -m bench.trl_grpo --seeds 3
 
 Both start from one SFT checkpoint and take turns. The step's time is wall time from the 10th step to the last, over their
-count. Accuracy is measured by the same command on the same held-out problems. TRL runs in one process and is measured with
-one and with two threads; rlhpc runs an actor and a rollout process of one thread each, which take turns in this mode.
+count. Accuracy is measured by the same command on the same held-out problems. TRL runs in one process; rlhpc an actor and a
+rollout process, which take turns in this mode. Each is measured with one thread a process, and with two.
 """
 
 from __future__ import annotations
@@ -53,13 +53,15 @@ def warm_up(folder: Path) -> Path:
     return export
 
 
-def ours(folder: Path, start: Path, seed: int, steps: int) -> tuple[float, Path]:
+def ours(folder: Path, start: Path, seed: int, steps: int, threads: int) -> tuple[float, Path]:
     """Seconds a step, and the exported model."""
-    name = f"rlhpc-{seed}"
+    name = f"rlhpc-{seed}-{threads}"
     rlhpc(
         "train", GRPO, f"runner.run_dir={folder}", f"runner.name={name}", f"runner.seed={seed}", "runner.segments=1",
         f"runner.max_steps={steps}", f"runner.save_interval={steps}", f"actor.model.model_path={start}",
         "workflow.sft=null", "workflow.sft_overrides=[]",
+        f"cluster.node_groups=[{{label: here, env_vars: {{OMP_NUM_THREADS: '{threads}'}}}}]",
+        "cluster.component_placement={'actor,rollout': {node_group: here, placement: '0'}}",
     )  # fmt: skip
     rows = [json.loads(line) for line in (folder / name / "metrics.jsonl").read_text().splitlines()]
     seconds = (rows[-1]["time/wall_s"] - rows[WARM - 1]["time/wall_s"]) / (len(rows) - WARM)
@@ -137,27 +139,33 @@ def compare(seeds: int, steps: int, folder: Path) -> dict[str, Any]:
     """All of it, in turns."""
     start = warm_up(folder)
     overrides = [f"runner.run_dir={folder}"]
-    rows: dict[str, list[dict[str, float]]] = {"rlhpc": [], "TRL, 1 thread": [], "TRL, 2 threads": []}
+    rows: dict[str, list[dict[str, float]]] = {f"{who}, {n} threads": [] for n in (1, 2) for who in ("rlhpc", "TRL")}
     for seed in range(1, seeds + 1):
         for name in rows if seed % 2 else reversed(rows):
-            if name == "rlhpc":
-                seconds, export = ours(folder, start, seed, steps)
-            else:
-                seconds, export = theirs(folder, start, seed, steps, 2 if "2" in name else 1)
+            run, threads = (ours if name.startswith("rlhpc") else theirs), 2 if "2" in name else 1
+            seconds, export = run(folder, start, seed, steps, threads)
             row = {"seed": float(seed), "step_s": seconds, "accuracy": accuracy(export, overrides)}
             rows[name].append(row)
-            print(f"seed {seed} {name:15} {seconds:.3f} s a step, accuracy {row['accuracy']:.1%}", flush=True)
+            print(f"seed {seed} {name:18} {seconds:.3f} s a step, accuracy {row['accuracy']:.1%}", flush=True)
     figures = {
         name: {key: spread([row[key] for row in found]) for key in ("step_s", "accuracy")}
         for name, found in rows.items()
     }
     ratios = {
-        name: statistics.median(
-            b["step_s"] / a["step_s"] for a, b in zip(_by_seed(rows["rlhpc"]), _by_seed(found), strict=True)
+        f"{n} threads": statistics.median(
+            theirs["step_s"] / ours["step_s"]
+            for ours, theirs in zip(
+                _by_seed(rows[f"rlhpc, {n} threads"]), _by_seed(rows[f"TRL, {n} threads"]), strict=True
+            )
         )
-        for name, found in rows.items() if name != "rlhpc"
-    }  # fmt: skip
-    return {"before": accuracy(start, overrides), "figures": figures, "times the step of rlhpc": ratios, "rows": rows}
+        for n in (1, 2)
+    }
+    return {
+        "before": accuracy(start, overrides),
+        "figures": figures,
+        "TRL / rlhpc, time of a step": ratios,
+        "rows": rows,
+    }
 
 
 def _by_seed(rows: list[dict[str, float]]) -> list[dict[str, float]]:
