@@ -2,9 +2,10 @@
 
     python -m bench.overlap --repeat 3
 
-`step / sum` is 1 where one phase waits for the other, `step / longest` is 1 where all but the longest one are hidden. Each
-way of running trains the same model on the same problems, in turns; medians over the steps, then over the turns. The
-actor and the rollout rank have a core each.
+`step / sum` is 1 where one phase waits for the other, `step / longest` is 1 where all but the longest one are hidden, and
+`step / busiest rank` where one rank is never idle: scoring and training are the actor's, generation is the rollout rank's.
+Each way of running trains the same model on the same problems, in turns; means over the steps, then medians over the turns.
+The actor and the rollout rank have a core each.
 """
 
 from __future__ import annotations
@@ -67,7 +68,12 @@ def main(arguments: list[str] | None = None) -> None:
             for mode in MODES if turn % 2 else reversed(MODES):
                 row = measure(Path(folder), mode, options.steps, turn)
                 phases = [row[phase] for phase in PHASES]
-                row |= {"step / sum": row["step"] / sum(phases), "step / longest": row["step"] / max(phases)}
+                busiest = max(row["generate"], row["score"] + row["train"])
+                row |= {
+                    "step / sum": row["step"] / sum(phases),
+                    "step / longest": row["step"] / max(phases),
+                    "step / busiest rank": row["step"] / busiest,
+                }
                 found[mode].append(row)
                 print(f"{mode:20} " + "  ".join(f"{key} {value:.3f}" for key, value in row.items()), flush=True)
     figures = {mode: {key: spread([row[key] for row in rows]) for key in rows[0]} for mode, rows in found.items()}
