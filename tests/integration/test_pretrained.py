@@ -51,7 +51,7 @@ def same_in_vllm(folder: Path, model: Path, hf: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(1200)  # two minutes on a quiet machine
+@pytest.mark.timeout(1200)  # on a busy machine
 def test_smollm2_goes_through_every_rule(tmp_path: Path) -> None:
     run = tmp_path / "smollm2"
     command(
