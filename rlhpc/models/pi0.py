@@ -11,7 +11,16 @@ from rlhpc.envs.observations import boxes_of
 from rlhpc.models.base import Obs
 from rlhpc.models.flow import FlowActing, Velocity
 from rlhpc.models.registry import register_model
-from rlhpc.models.vlm import ValueHead, VlmInputs, attach_adapters, image_tokens, load_vlm, numbers_in, positions
+from rlhpc.models.vlm import (
+    ValueHead,
+    VlmInputs,
+    attach_adapters,
+    image_tokens,
+    load_vlm,
+    numbers_in,
+    positions,
+    values_of,
+)
 from rlhpc.runtime.errors import ConfigError
 
 _OPTIONS = ("num_steps", "noise_level", "prompt", "lora")
@@ -89,8 +98,4 @@ class Pi0Policy(FlowActing):
         return state
 
     def _values(self, hidden: Tensor) -> Tensor:
-        if self.value_head is None:
-            shape = (len(hidden), self.value_width) if self.value_width > 1 else (len(hidden),)
-            return torch.zeros(shape, device=hidden.device)
-        values: Tensor = self.value_head(hidden)
-        return values
+        return values_of(self.value_head, hidden, self.value_width)

@@ -27,6 +27,7 @@ from rlhpc.models.vlm import (
     load_vlm,
     numbers_in,
     positions,
+    values_of,
 )
 from rlhpc.runtime.errors import ConfigError
 
@@ -116,11 +117,7 @@ class VLAPolicy(Policy):
         return torch.log_softmax(logits.float(), -1)
 
     def _values(self, hidden: Tensor) -> Tensor:
-        if self.value_head is None:
-            shape = (len(hidden), self.value_width) if self.value_width > 1 else (len(hidden),)
-            return torch.zeros(shape, device=hidden.device)
-        values: Tensor = self.value_head(hidden)
-        return values
+        return values_of(self.value_head, hidden, self.value_width)
 
     def features(self, obs: Any, policy: bool, value: bool) -> tuple[Tensor | None, Tensor | None]:
         """See `Policy.features`; tokens have no head of `rlhpc.models.heads`."""

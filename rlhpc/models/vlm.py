@@ -33,6 +33,14 @@ def hugging_face() -> Any:
     return transformers
 
 
+def values_of(head: nn.Module | None, hidden: Tensor, width: int) -> Tensor:
+    """Values `[B]`, or `[B, width]` for a width above 1, of a value head; without one they are 0."""
+    if head is None:
+        return torch.zeros((len(hidden), width) if width > 1 else (len(hidden),), device=hidden.device)
+    values: Tensor = head(hidden)
+    return values
+
+
 def tiny_config(kind: str, chunk: int, dim: int, state: int) -> Any:
     """Configuration of a model small enough for tests: Llava (SigLIP and Llama) for "vla", π0 for "pi0"."""
     package = hugging_face()

@@ -74,6 +74,9 @@ def by_action(batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 class EmbodiedActor(Worker):
     """One data-parallel rank of the trainer."""
 
+    #: Attributes, integers, that a checkpoint keeps for each rank.
+    counters: tuple[str, ...] = ("updates",)
+
     def __init__(self, cfg: Any) -> None:
         super().__init__()
         self.cfg = cfg
@@ -206,8 +209,9 @@ class EmbodiedActor(Worker):
         if self.rank == 0:
             save_tensors(path / MODEL, self.policy.state_dict())
             write_durably(path / MODEL_SPEC, json.dumps(self.policy.spec(), indent=2, sort_keys=True).encode() + b"\n")
-            save_state(path / OPTIMIZER, self.backend.state_dict())
-        save_state(path / FILE.format(rank=self.rank), {"updates": self.updates, "rng": rng_state()})
+            save_state(path / OPTIMIZER, self._learner().state_dict())
+        counts = {name: getattr(self, name) for name in self.counters}
+        save_state(path / FILE.format(rank=self.rank), {**counts, "rng": rng_state()})
 
     def load(self, folder: str) -> None:
         """Restores a checkpoint; a rank that it has no file for takes rank 0's.
@@ -220,11 +224,16 @@ class EmbodiedActor(Worker):
             self.policy.load_state_dict(load_tensors(path / MODEL))
         except RuntimeError as error:
             raise CheckpointError(f"{path / MODEL} does not fit actor.model of this configuration: {error}") from error
-        self.backend.load_state_dict(load_state(path / OPTIMIZER, map_location=str(self.device)))
+        self._learner().load_state_dict(load_state(path / OPTIMIZER, map_location=str(self.device)))
         own = path / FILE.format(rank=self.rank)
         state = load_state(own if own.is_file() else path / FILE.format(rank=0))
-        self.updates = int(state["updates"])
+        for name in self.counters:
+            setattr(self, name, int(state[name]))
         set_rng_state(state["rng"])
+
+    def _learner(self) -> Any:
+        """What has the optimizers' state."""
+        return self.backend
 
     def offload(self) -> None:
         """Moves weights and optimizer to the host."""

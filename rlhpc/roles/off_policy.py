@@ -2,28 +2,25 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
-from rlhpc.checkpoint.durable import write_durably
-from rlhpc.checkpoint.state import load_state, load_tensors, rng_state, save_state, save_tensors, set_rng_state
 from rlhpc.data.mixture import Draw, Mixture, fit, load_demos
 from rlhpc.data.replay import ReplayBuffer
 from rlhpc.envs.observations import columns_of, rows_of
 from rlhpc.models import build_model
 from rlhpc.models.sac import SACPolicy
-from rlhpc.roles.actor import FILE, MODEL, MODEL_SPEC, OPTIMIZER, EmbodiedActor
+from rlhpc.roles.actor import EmbodiedActor
 from rlhpc.roles.device import own_device, seed_process, settle
 from rlhpc.roles.env import check_env
 from rlhpc.roles.exchange import SlotMap
 from rlhpc.roles.rollout import MultiStepRolloutWorker
 from rlhpc.roles.start import check_start
 from rlhpc.runtime.context import current
-from rlhpc.runtime.errors import CheckpointError, ConfigError
+from rlhpc.runtime.errors import ConfigError
 from rlhpc.training.sac import SacBatch, SacUpdate
 from rlhpc.weights import make_sync
 
@@ -99,6 +96,7 @@ class OffPolicyActor(EmbodiedActor):
     """One data-parallel rank: keeps the transitions of its slots, and trains by SAC."""
 
     policy: SACPolicy
+    counters = ("transitions", "due")
 
     def init_worker(self, slots: SlotMap, observation_space: Any, action_space: Any) -> int:
         """Builds networks, optimizers and buffers; the initial weights depend on the seed alone.
@@ -191,14 +189,8 @@ class OffPolicyActor(EmbodiedActor):
 
     def save(self, folder: str) -> None:
         """Writes `actor-<rank>.pt` and the rank's part of the replay buffer; rank 0 also model and optimizers."""
-        path = Path(folder)
-        if self.rank == 0:
-            save_tensors(path / MODEL, self.policy.state_dict())
-            write_durably(path / MODEL_SPEC, json.dumps(self.policy.spec(), indent=2, sort_keys=True).encode() + b"\n")
-            save_state(path / OPTIMIZER, self.sac.state_dict())
-        self.replay.save(path)
-        counts = {"transitions": self.transitions, "due": self.due}
-        save_state(path / FILE.format(rank=self.rank), {**counts, "rng": rng_state()})
+        super().save(folder)
+        self.replay.save(Path(folder))
 
     def load(self, folder: str) -> None:
         """Restores a checkpoint; a rank that it has no file for takes rank 0's.
@@ -206,17 +198,11 @@ class OffPolicyActor(EmbodiedActor):
         Raises:
             CheckpointError: The model of the configuration is another one.
         """
-        path = Path(folder)
-        try:
-            self.policy.load_state_dict(load_tensors(path / MODEL))
-        except RuntimeError as error:
-            raise CheckpointError(f"{path / MODEL} does not fit actor.model of this configuration: {error}") from error
-        self.sac.load_state_dict(load_state(path / OPTIMIZER, map_location=str(self.device)))
-        self.replay.load(path)
-        own = path / FILE.format(rank=self.rank)
-        state = load_state(own if own.is_file() else path / FILE.format(rank=0))
-        self.transitions, self.due = int(state["transitions"]), int(state["due"])
-        set_rng_state(state["rng"])
+        super().load(folder)
+        self.replay.load(Path(folder))
+
+    def _learner(self) -> Any:
+        return self.sac
 
     def offload(self) -> None:
         """Off-policy actors stay where they are."""
