@@ -7,6 +7,7 @@ import os
 import pickle
 import signal
 import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,18 @@ class Member:
     alive: float = field(default_factory=time.monotonic)
     suspect: bool = False
     step: JobStep | None = None
+
+
+def all_in(state: str, members: Sequence[Member]) -> Callable[[], bool]:
+    """Tells whether all have come to `state`; looks at each once only, however often it is asked."""
+    left = list(members)
+
+    def answer() -> bool:
+        while left and left[-1].state == state:
+            left.pop()
+        return not left
+
+    return answer
 
 
 def class_body(payload: tuple[type, tuple[Any, ...], dict[str, Any]]) -> bytes:

@@ -12,7 +12,8 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -30,7 +31,7 @@ from rlhpc.runtime.errors import (
 )
 from rlhpc.runtime.forkserver import ForkServerProcess
 from rlhpc.runtime.import_paths import import_paths
-from rlhpc.runtime.members import Member, class_body, death, tail
+from rlhpc.runtime.members import Member, all_in, class_body, death, tail
 from rlhpc.runtime.registry import Keys, Registry
 from rlhpc.runtime.rpc import RpcClient, worker_failed
 from rlhpc.runtime.scratch import host_id
@@ -366,7 +367,7 @@ class Session:
 
     def _await_ended(self, members: Sequence[Member], timeout: float) -> bool:
         with self._changed:
-            return self._changed.wait_for(lambda: all(m.state == "ended" for m in members), timeout)
+            return self._changed.wait_for(all_in("ended", members), timeout)
 
     def _free_memory(self) -> None:
         """Unlinks all payload segments; only when no worker is left that could read them."""
@@ -398,8 +399,10 @@ class Session:
             self.members = {k: m for k, m in self.members.items() if m.state != "ended" and m.spec.group != name}
         body, incarnation = class_body(payload), f"{time.time_ns():x}"
         started = []
+        alive = Counter(m.spec.node_rank for m in self.members.values() if m.state != "ended")
+        sharing = Counter(p.node_rank for p in placements) | alive
         for placement in placements:
-            spec = self._spec(name, body, placement, placements, cluster, env_vars, fork)
+            spec = self._spec(name, body, placement, len(placements), sharing, cluster, env_vars, fork)
             spec.incarnation = incarnation
             member = Member(spec)
             self.members[spec.name] = member
@@ -415,9 +418,8 @@ class Session:
     def arrived(self, name: str, started: Sequence[Member], timeout: float) -> list[dict[str, Any]]:
         """Waits for a group's ranks; returns their records in rank order. See `WorkerGroup.launch`."""
         with self._changed:
-            self._changed.wait_for(
-                lambda: self.failure is not None or all(m.state == "ready" for m in started), timeout
-            )
+            all_ready = all_in("ready", started)
+            self._changed.wait_for(lambda: self.failure is not None or all_ready(), timeout)
         self.check()
         missing = [m for m in started if m.state != "ready"]
         if missing:
@@ -450,7 +452,8 @@ class Session:
         name: str,
         body: bytes,
         placement: Placement,
-        placements: Sequence[Placement],
+        world_size: int,
+        sharing: Mapping[int, int],
         cluster: Cluster,
         env_vars: dict[str, str],
         fork: bool,
@@ -468,15 +471,13 @@ class Session:
             env.setdefault("CUDA_VISIBLE_DEVICES", ",".join(str(visible[i]) for i in placement.accelerators))
         interpreter = (group.python_interpreter if group else None) or ("" if fork or by_step else sys.executable)
         foreign = bool(group and group.python_interpreter)
-        running = sum(m.spec.node_rank == placement.node_rank and m.state != "ended" for m in self.members.values())
-        sharing = max(1, running, sum(p.node_rank == placement.node_rank for p in placements))
         stem = self.log_dir / f"{name}-{placement.rank}"
         return WorkerSpec(
-            group=name, rank=placement.rank, world_size=len(placements), node=node.name, node_rank=placement.node_rank,
+            group=name, rank=placement.rank, world_size=world_size, node=node.name, node_rank=placement.node_rank,
             local_rank=placement.local_rank, local_world_size=placement.local_world_size,
             accelerators=tuple(placement.accelerators), registry=str(self.registry.root), token=self.scratch.token,
             body=body, log_out=f"{stem}.out", log_err=f"{stem}.err", env=env,
-            sys_path=import_paths(foreign=foreign), cwd=os.getcwd(), threads=max(1, node.cpus // sharing),
+            sys_path=import_paths(foreign=foreign), cwd=os.getcwd(), threads=max(1, node.cpus // sharing[placement.node_rank]),
             driver=self.service.endpoint, wait_deadline=self.context.wait_deadline, interpreter=interpreter,
             tcp_address=self.tcp_address, interface=self.interface,
         )  # fmt: skip
