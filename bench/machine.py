@@ -29,6 +29,13 @@ def spread(values: Sequence[float]) -> dict[str, float]:
     return {"min": min(values), "median": statistics.median(values), "max": max(values), "n": len(values)}
 
 
+def goal(text: str, measured: float, at_most: float | None = None, at_least: float | None = None) -> dict[str, Any]:
+    """A goal beside what was measured."""
+    wanted = f"<= {at_most:.4g}" if at_most is not None else f">= {at_least:.4g}"
+    met = measured <= at_most if at_most is not None else measured >= (at_least or 0.0)
+    return {"goal": text, "measured": measured, "wanted": wanted, "met": bool(met)}
+
+
 def write(name: str, command: str, content: dict[str, Any]) -> Path:
     """Writes `results/<name>.json`."""
     RESULTS.mkdir(exist_ok=True)

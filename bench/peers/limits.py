@@ -1,0 +1,185 @@
+"""What this machine can do at best: the limits that `bench.runtime` divides by."""
+
+from __future__ import annotations
+
+import json
+import mmap
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+MIB = 1 << 20
+
+
+def fork(serve: Callable[[], None]) -> int:
+    """A child that runs `serve` and ends; returns its pid."""
+    pid = os.fork()
+    if pid == 0:
+        try:
+            serve()
+        finally:
+            os._exit(0)
+    return pid
+
+
+def _median(act: Callable[[], Any], count: int, warm: int = 10) -> float:
+    times = []
+    for _ in range(warm + count):
+        started = time.perf_counter()
+        act()
+        times.append(time.perf_counter() - started)
+    return float(np.median(times[warm:]))
+
+
+def zeromq_round_trip(count: int = 500) -> float:
+    """Median seconds of 1 KB there and back over TCP on the loopback, between two processes."""
+    import zmq
+
+    ready, port = os.pipe()
+
+    def serve() -> None:
+        sock = zmq.Context().socket(zmq.REP)
+        os.write(port, str(sock.bind_to_random_port("tcp://127.0.0.1")).encode())
+        for _ in range(count + 10):
+            sock.send(sock.recv())
+        time.sleep(0.2)
+
+    pid = fork(serve)
+    context = zmq.Context()
+    sock = context.socket(zmq.REQ)
+    sock.connect(f"tcp://127.0.0.1:{int(os.read(ready, 16))}")
+
+    def act() -> None:
+        sock.send(b"x" * 1000)
+        sock.recv()
+
+    seconds = _median(act, count)
+    os.waitpid(pid, 0)
+    sock.close()
+    context.term()
+    return seconds
+
+
+def socket_round_trip(family: int, count: int = 500) -> float:
+    """Median seconds of 1 KB there and back between two processes, over a plain socket."""
+    if family == socket.AF_UNIX:
+        ours, theirs = socket.socketpair()
+    else:
+        with socket.create_server(("127.0.0.1", 0)) as door:
+            ours = socket.create_connection(door.getsockname())
+            theirs, _ = door.accept()
+        for end in (ours, theirs):
+            end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+
+    def serve() -> None:
+        for _ in range(count + 10):
+            theirs.send(theirs.recv(4096))
+
+    pid = fork(serve)
+
+    def act() -> None:
+        ours.send(b"x" * 1000)
+        ours.recv(4096)
+
+    seconds = _median(act, count)
+    os.waitpid(pid, 0)
+    ours.close()
+    theirs.close()
+    return seconds
+
+
+def copy_seconds(size: int) -> float:
+    """A warm copy of so many bytes."""
+    source, target = np.ones(size, np.uint8), np.ones(size, np.uint8)
+    return _median(lambda: np.copyto(target, source), 5, warm=1)
+
+
+def fresh_copy_seconds(size: int) -> float:
+    """The same into pages that nobody has touched yet."""
+    source = np.ones(size, np.uint8)
+
+    def act() -> None:
+        with mmap.mmap(-1, size) as pages:
+            target = np.frombuffer(pages, np.uint8)
+            np.copyto(target, source)
+            del target
+
+    return _median(act, 3, warm=1)
+
+
+def shared_memory_seconds(size: int) -> float:
+    """A copy into pages of a file in /dev/shm that are mapped already."""
+    source = np.ones(size, np.uint8)
+    with tempfile.TemporaryFile(dir="/dev/shm") as file:
+        file.truncate(size)
+        pages = mmap.mmap(file.fileno(), size)
+        target = np.frombuffer(pages, np.uint8)
+        return _median(lambda: np.copyto(target, source), 5, warm=1)
+
+
+def gloo_seconds(size: int) -> float:
+    """`torch.distributed.send` of so many bytes to a process of this host, by gloo."""
+    code = (
+        "import sys, time, torch, torch.distributed as d\n"
+        "rank, path, size = int(sys.argv[1]), sys.argv[2], int(sys.argv[3])\n"
+        "d.init_process_group('gloo', init_method='file://' + path, rank=rank, world_size=2)\n"
+        "x, times = torch.ones(size, dtype=torch.uint8), []\n"
+        "for _ in range(8):\n"
+        "    d.barrier()\n"
+        "    started = time.perf_counter()\n"
+        "    d.send(x, 1) if rank == 0 else d.recv(x, 0)\n"
+        "    d.barrier()\n"
+        "    times.append(time.perf_counter() - started)\n"
+        "print(sorted(times[1:])[3])\n"
+    )
+    with tempfile.TemporaryDirectory() as folder:
+        both = [
+            subprocess.Popen(
+                [sys.executable, "-c", code, str(rank), f"{folder}/store", str(size)], stdout=subprocess.PIPE
+            )
+            for rank in (0, 1)
+        ]
+        said = [process.communicate(timeout=120)[0] for process in both]
+    return float(said[0])
+
+
+def dd_seconds(size: int, folder: Path) -> float:
+    """`dd` of so many bytes into a file, with one fsync at its end."""
+    target = folder / "dd"
+    started = time.perf_counter()
+    command = ["dd", "if=/dev/zero", f"of={target}", "bs=4M", f"count={size // (4 * MIB)}", "conv=fsync", "status=none"]
+    subprocess.run(command, check=True)
+    seconds = time.perf_counter() - started
+    target.unlink()
+    return seconds
+
+
+def measure() -> dict[str, float]:
+    """One repetition."""
+    started = time.perf_counter()
+    subprocess.run([sys.executable, "-c", "import torch"], check=True)
+    row = {"interpreter and import torch (s)": time.perf_counter() - started}
+    row["ZeroMQ TCP round trip, 1 KB (us)"] = zeromq_round_trip() * 1e6
+    row["TCP round trip, 1 KB (us)"] = socket_round_trip(socket.AF_INET) * 1e6
+    row["UNIX socket round trip, 1 KB (us)"] = socket_round_trip(socket.AF_UNIX) * 1e6
+    row["memory copy, 64 MiB (ms)"] = copy_seconds(64 * MIB) * 1e3
+    row["memory copy, 256 MiB (ms)"] = copy_seconds(256 * MIB) * 1e3
+    row["memory copy, 500 MB (ms)"] = copy_seconds(500_000_000) * 1e3
+    row["memory copy into fresh pages, 64 MiB (ms)"] = fresh_copy_seconds(64 * MIB) * 1e3
+    row["copy into shared memory, 64 MiB (ms)"] = shared_memory_seconds(64 * MIB) * 1e3
+    row["gloo send and recv, 64 MiB (ms)"] = gloo_seconds(64 * MIB) * 1e3
+    with tempfile.TemporaryDirectory(dir=".") as folder:
+        row["dd with fsync, 256 MiB (ms)"] = dd_seconds(256 * MIB, Path(folder)) * 1e3
+    return row
+
+
+if __name__ == "__main__":
+    print(json.dumps(measure()))

@@ -1,0 +1,121 @@
+"""Members that are not processes: each has its own record, command socket and heartbeat; many share a process.
+
+What a member does is what `rlhpc.runtime.process` does, by the same parts; only its data plane (the service thread) is shared
+by the members of a simulating process, and its methods do nothing.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import socket
+import time
+from pathlib import Path
+from typing import Any
+
+from bench.peers import slow_files
+from rlhpc.runtime import wire
+from rlhpc.runtime.spec import WorkerSpec
+
+#: ZeroMQ's limit of sockets a context is 1023.
+PER_PROCESS = 900
+HEARTBEAT_S = 2.0
+
+
+def serve(control: socket.socket) -> None:
+    """Becomes the members whose specs come over `control`; reports file operations when it is told to stop."""
+    import zmq
+
+    from rlhpc.runtime.comm.service import Service
+    from rlhpc.runtime.comm.sockets import bind, choose, make_socket
+    from rlhpc.runtime.registry import Registry
+    from rlhpc.runtime.scratch import Scratch
+
+    specs: list[WorkerSpec] = []
+    while (message := wire.receive(control)) is not None and message != "go":
+        specs.append(pickle.loads(message))
+    if not specs:
+        return
+    first = specs[0]
+    slow_files.install(str(Path(first.registry).parent))
+    registry, scratch = Registry(Path(first.registry)), Scratch(first.token)
+    keys = registry.load_keys()
+    slow_files.take()
+    service = Service(f"simulated-{os.getpid()}", keys, scratch)
+    driver = choose(first.driver)
+    poller, sockets = zmq.Poller(), []
+    for spec in specs:
+        commands = make_socket(service.context, zmq.ROUTER, keys, server=True)
+        rpc = bind(commands, scratch, "r", None)
+        record = {
+            "group": spec.group, "rank": spec.rank, "node": spec.node, "node_rank": spec.node_rank, "pid": os.getpid(),
+            "host": service.endpoint["host"], "rpc": rpc, "data": service.endpoint, "log_out": spec.log_out,
+            "log_err": spec.log_err, "incarnation": spec.incarnation, "accelerators": list(spec.accelerators),
+            "state": "running", "started": time.time(), "step": "",
+        }  # fmt: skip
+        registry.put("members", spec.name, record)
+        note = {"name": spec.name, "incarnation": spec.incarnation, "pid": os.getpid()}
+        service.peers.post(driver, b"NOTE", [pickle.dumps({"note": "ready", **note, "record": record})])
+        poller.register(commands, zmq.POLLIN)
+        sockets.append(note)
+    wire.send(control, {"operations": slow_files.take(), "members": len(specs)})
+    control.setblocking(False)
+    poller.register(control, zmq.POLLIN)
+    nothing = service.pack(None).frames()
+    beat = time.monotonic() + HEARTBEAT_S
+    while True:
+        for found, _ in poller.poll(200):
+            if found == control.fileno() or found is control:
+                return
+            try:
+                while True:
+                    caller, number, *_ = found.recv_multipart(zmq.NOBLOCK)
+                    found.send_multipart([caller, number, b"ok", b"0", *nothing])
+            except zmq.Again:
+                pass
+        if time.monotonic() >= beat:
+            beat += HEARTBEAT_S
+            for note in sockets:
+                service.peers.post(driver, b"NOTE", [pickle.dumps({"note": "alive", **note})])
+
+
+class Simulators:
+    """As many processes as the members need, forked before the driver has a thread."""
+
+    def __init__(self, members: int) -> None:
+        self.controls: list[socket.socket] = []
+        self.pids: list[int] = []
+        for _ in range(-(-members // PER_PROCESS)):
+            ours, theirs = socket.socketpair()
+            pid = os.fork()
+            if pid == 0:
+                try:
+                    for control in (*self.controls, ours):
+                        control.close()
+                    serve(theirs)
+                finally:
+                    os._exit(0)
+            theirs.close()
+            self.controls.append(ours)
+            self.pids.append(pid)
+        self._next = 0
+
+    def start(self, spec: bytes) -> None:
+        """Gives one member to the next process."""
+        wire.send(self.controls[self._next % len(self.controls)], spec)
+        self._next += 1
+
+    def go(self) -> None:
+        for control in self.controls:
+            wire.send(control, "go")
+
+    def operations(self) -> int:
+        """File operations of all members while they joined."""
+        found: list[dict[str, Any]] = [wire.receive(control) or {} for control in self.controls]
+        return sum(int(report.get("operations", 0)) for report in found)
+
+    def stop(self) -> None:
+        for control in self.controls:
+            control.close()
+        for pid in self.pids:
+            os.waitpid(pid, 0)

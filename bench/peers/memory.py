@@ -1,0 +1,43 @@
+"""What processes cost while nobody asks anything of them."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterable
+from pathlib import Path
+
+import psutil
+
+
+def pss_mb(pids: Iterable[int]) -> float:
+    """Proportional set size of processes, in MB: what is shared counts once over all who share it."""
+    total = 0
+    for pid in pids:
+        with contextlib.suppress(OSError):
+            for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines():
+                if line.startswith("Pss:"):
+                    total += int(line.split()[1])
+    return total / 1000
+
+
+def descendants(pid: int) -> list[int]:
+    """Processes below `pid`, without it."""
+    return [child.pid for child in psutil.Process(pid).children(recursive=True)]
+
+
+def cpu_percent(pids: Iterable[int], seconds: float = 5.0) -> float:
+    """Percent of one core that the processes use together."""
+
+    def used() -> float:
+        total = 0.0
+        for pid in pids:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                times = psutil.Process(pid).cpu_times()
+                total += times.user + times.system
+        return total
+
+    pids = list(pids)
+    before, started = used(), time.perf_counter()
+    time.sleep(seconds)
+    return (used() - before) / (time.perf_counter() - started) * 100

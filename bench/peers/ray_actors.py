@@ -1,0 +1,190 @@
+"""Ray's rows of `bench.runtime`: plain actors, `ray.util.queue.Queue` and object references.
+
+A program of its own, so that Ray may live in another Python than rlhpc (`--ray-python`); prints one JSON object.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import ray
+from ray.util.queue import Queue
+
+MIB = 1 << 20
+TENSORS, BYTES = 290, 500_000_000
+
+
+@ray.remote(num_cpus=0)
+class Peer:
+    """The other end of every measurement; has imported torch, as every worker of the others has."""
+
+    def __init__(self) -> None:
+        import torch
+
+        torch.set_num_threads(1)
+        self.held: list[np.ndarray] = []
+
+    def nothing(self) -> None: ...
+
+    def pid(self) -> int:
+        return os.getpid()
+
+    def ping(self, out: Queue, back: Queue, count: int) -> list[float]:
+        item, times = {"x": np.ones(1000, np.uint8)}, []
+        for _ in range(count + 3):
+            started = time.perf_counter()
+            out.put(item)
+            back.get()
+            times.append(time.perf_counter() - started)
+        return times[3:]
+
+    def pong(self, out: Queue, back: Queue, count: int) -> None:
+        for _ in range(count + 3):
+            back.put(out.get())
+
+    def produce(self, channel: Queue, count: int) -> None:
+        item = {"x": np.ones(1000, np.uint8)}
+        for _ in range(count):
+            channel.put(item)
+
+    def consume(self, channel: Queue, count: int) -> float:
+        channel.get()
+        started = time.perf_counter()
+        for _ in range(count - 1):
+            channel.get()
+        return (count - 1) / (time.perf_counter() - started)
+
+    def give(self, size: int) -> np.ndarray:
+        if not self.held or self.held[0].size != size:
+            self.held = [np.ones(size, np.uint8)]
+        return self.held[0]
+
+    def give_dict(self, parts: int, size: int) -> dict[str, np.ndarray]:
+        if len(self.held) != parts:
+            self.held = [np.ones(size, np.uint8) for _ in range(parts)]
+        return {f"t{i}": part for i, part in enumerate(self.held)}
+
+    def take(self, item: Any) -> int:
+        return len(item)
+
+    def open(self) -> None:
+        sizes = np.asarray([8.0 if i % 10 == 0 else 1.0 if i % 10 < 7 else 0.01 for i in range(TENSORS)])
+        counts = np.maximum((sizes / sizes.sum() * BYTES / 2).astype(int), 1)
+        self.held = [np.ones(int(n), np.uint16) for n in counts]
+
+    def weights(self) -> list[np.ndarray]:
+        return self.held
+
+    def apply(self, came: list[np.ndarray]) -> None:
+        for held, new in zip(self.held, came, strict=True):
+            np.copyto(held, new)
+
+
+def median(act: Callable[[], Any], count: int, warm: int = 2) -> float:
+    times = []
+    for _ in range(count + warm):
+        started = time.perf_counter()
+        act()
+        times.append(time.perf_counter() - started)
+    return statistics.median(times[warm:])
+
+
+def pss_mb(pids: list[int]) -> float:
+    total = 0
+    for pid in pids:
+        with contextlib.suppress(OSError):
+            lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
+            total += sum(int(line.split()[1]) for line in lines if line.startswith("Pss:"))
+    return total / 1000
+
+
+def session_pids() -> list[int]:
+    """Every process of this Ray session: its own, and all below them."""
+    import psutil
+
+    mine = psutil.Process()
+    return [child.pid for child in mine.children(recursive=True)]
+
+
+def cpu_seconds(pids: list[int]) -> float:
+    import psutil
+
+    total = 0.0
+    for pid in pids:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            times = psutil.Process(pid).cpu_times()
+            total += times.user + times.system
+    return total
+
+
+def measure() -> dict[str, float]:
+    """One repetition, in a Ray session of its own."""
+    row: dict[str, float] = {}
+    started = time.perf_counter()
+    ray.init(include_dashboard=False, logging_level="ERROR", log_to_driver=False, object_store_memory=3 << 30)
+    eight = [Peer.remote() for _ in range(8)]
+    ray.get([peer.nothing.remote() for peer in eight])
+    row["cold start to 8 ready workers (s)"] = time.perf_counter() - started
+    started = time.perf_counter()
+    more = [Peer.remote() for _ in range(8)]
+    ray.get([peer.nothing.remote() for peer in more])
+    row["warm launch of 8 workers (s)"] = time.perf_counter() - started
+    for peer in more:
+        ray.kill(peer)
+    row["dispatch to 8 workers (us)"] = median(lambda: ray.get([p.nothing.remote() for p in eight]), 300, 20) * 1e6
+    workers = ray.get([peer.pid.remote() for peer in eight])
+    time.sleep(2.0)
+    everybody = [*session_pids(), os.getpid()]
+    before, started = cpu_seconds(everybody), time.perf_counter()
+    time.sleep(5.0)
+    row["idle CPU, 8 workers and all else (% of a core)"] = (
+        (cpu_seconds(everybody) - before) / (time.perf_counter() - started) * 100
+    )
+    system = [pid for pid in everybody if pid not in workers and pid != os.getpid()]
+    row["idle memory, 8 workers (PSS, MB)"] = pss_mb(workers)
+    row["idle memory, system processes (PSS, MB)"] = pss_mb(system)
+    row["idle memory, driver (PSS, MB)"] = pss_mb([os.getpid()])
+    row["idle memory, a worker beyond the first (PSS, MB)"] = pss_mb(workers) / 8
+    row["system processes"] = float(len(system))
+    for peer in eight[5:]:
+        ray.kill(peer)
+    a, b, *others = eight[:5]
+    row["dispatch to 1 worker (us)"] = median(lambda: ray.get(a.nothing.remote()), 500, 20) * 1e6
+    out, back = Queue(), Queue()
+    done = b.pong.remote(out, back, 100)
+    row["channel, 1 KB, one way (us)"] = statistics.median(ray.get(a.ping.remote(out, back, 100))) / 2 * 1e6
+    ray.get(done)
+    row["channel, 64 MiB, one way (ms)"] = median(lambda: ray.get(b.take.remote(a.give.remote(64 * MIB))), 7) * 1e3
+    row["channel, 256 MiB dict of tensors, one way (ms)"] = (
+        median(lambda: ray.get(b.take.remote(a.give_dict.remote(64, 4 * MIB))), 5) * 1e3
+    )
+    channel = Queue()
+    produced, consumed = a.produce.remote(channel, 1000), b.consume.remote(channel, 1000)
+    row["channel, 1 KB, one to one (items/s)"] = ray.get(consumed)
+    ray.get(produced)
+    four = [a, *others]
+    made, consumed = [p.produce.remote(channel, 250) for p in four], b.consume.remote(channel, 1000)
+    row["channel, 1 KB, four to one (items/s)"] = ray.get(consumed)
+    ray.get(made)
+    receivers = [b, *others]
+    ray.get([peer.open.remote() for peer in (a, *receivers)])
+
+    def sync() -> None:
+        weights = a.weights.remote()
+        ray.get([receiver.apply.remote(weights) for receiver in receivers])
+
+    row["weights, 500 MB, 1 to 4, copied (ms)"] = median(sync, 3, 1) * 1e3
+    ray.shutdown()
+    return row
+
+
+if __name__ == "__main__":
+    print("\n" + json.dumps(measure()))

@@ -1,0 +1,200 @@
+"""Rendezvous and dispatch as the number of workers grows, and on a slow filesystem.
+
+`real`: processes, to what two cores bear. `simulated`: members of one group, to 10 000, that are records, sockets and
+heartbeats but share processes (`bench/peers/members.py`); the driver's code is the real one. `slow`: every operation on the
+registry's files costs so many milliseconds, in every process of the session.
+
+    python -m bench.scale
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import resource
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+
+from bench.machine import goal, spread, write
+
+REAL = (1, 2, 4, 8, 16, 32)
+SIMULATED = (10, 100, 1000, 10_000)
+SLOW_MS = (0, 20, 100)
+
+
+def child(*arguments: str, **environment: str) -> dict[str, float]:
+    """One measurement in a process of its own."""
+    command = [sys.executable, "-m", "bench.scale", *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=900, env={**os.environ, **environment})
+    if done.returncode:
+        raise SystemExit(f"{' '.join(command)} failed:\n{done.stderr[-3000:]}")
+    found: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+def seconds(act: Callable[[], Any]) -> float:
+    started = time.perf_counter()
+    act()
+    return time.perf_counter() - started
+
+
+def real(count: int) -> dict[str, float]:
+    """A group of `count` processes."""
+    from bench.peers.rlhpc_runtime import Peer
+    from rlhpc import Cluster, NodePlacementStrategy, Session
+
+    cluster = Cluster.local(1, 0)
+    Peer.create_group().launch(cluster, NodePlacementStrategy([0]), "first")
+    group = Peer.create_group()
+    row = {"launch (s)": seconds(lambda: group.launch(cluster, NodePlacementStrategy([0] * count), "group"))}
+    group.nothing().wait()
+    row["dispatch to all (us)"] = float(np.median([seconds(lambda: group.nothing().wait()) for _ in range(100)])) * 1e6
+    row["end (s)"] = seconds(group.shutdown)
+    Session.current().stop()
+    return row
+
+
+def simulated(count: int) -> dict[str, float]:
+    """A group of `count` members that share processes."""
+    from bench.peers import slow_files
+    from bench.peers.members import Simulators
+
+    simulators = Simulators(count)  # forks: before there is any thread
+    from rlhpc import Cluster, NodePlacementStrategy, Session, Worker
+
+    with tempfile.TemporaryDirectory() as folder:
+        slow_files.install(folder)
+        session = Session.start(registry_root=Path(folder) / "registry", log_dir=Path(folder) / "logs")
+        tell = session._tell
+
+        def start(**message: Any) -> None:
+            simulators.start(message["spec"]) if message["op"] == "start" else tell(**message)
+
+        session._tell = start  # type: ignore[method-assign]
+        me = psutil.Process()
+
+        def cost(act: Callable[[], Any]) -> tuple[float, float]:
+            """Wall seconds and CPU seconds of this process."""
+            before = me.cpu_times()
+            took = seconds(act)
+            after = me.cpu_times()
+            return took, after.user + after.system - before.user - before.system
+
+        memory = me.memory_info().rss
+        slow_files.take()
+        group = Worker.create_group()
+        cluster = Cluster.local(1, 0)
+
+        def launch() -> None:
+            group.launch(cluster, NodePlacementStrategy([0] * count), "group", wait=False)
+            simulators.go()
+            group.wait_ready()
+
+        row: dict[str, float] = {}
+        row["rendezvous (s)"], row["rendezvous, CPU of the driver (s)"] = cost(launch)
+        row["file operations of the driver"] = slow_files.take()
+        row["file operations a member"] = simulators.operations() / count
+        row["first dispatch (s)"], row["first dispatch, CPU of the driver (s)"] = cost(lambda: group.barrier().wait())
+        later = [cost(lambda: group.barrier().wait()) for _ in range(5)]
+        row["dispatch (s)"] = float(np.median([wall for wall, _ in later]))
+        row["dispatch, CPU of the driver (s)"] = float(np.median([cpu for _, cpu in later]))
+        _, idle = cost(lambda: time.sleep(4.0))
+        row["idle, CPU of the driver (% of a core)"] = idle / 4 * 100
+        row["memory of the driver (MB)"] = (me.memory_info().rss - memory) / 1e6
+        session._tell = tell  # type: ignore[method-assign]
+        for member in session.members.values():
+            member.state = "ended"
+        simulators.stop()
+        session.stop()
+    return row
+
+
+def slow(milliseconds: int) -> dict[str, float]:
+    """A session of eight workers whose registry answers late."""
+    from bench.peers import slow_files
+    from bench.peers.rlhpc_runtime import Peer
+    from rlhpc import Channel, Cluster, NodePlacementStrategy, Session
+
+    with tempfile.TemporaryDirectory() as folder:
+        os.environ |= {"RLHPC_BENCH_SLOW_ROOT": folder, "RLHPC_BENCH_SLOW_MS": str(milliseconds)}
+        slow_files.install(folder, milliseconds)
+        cluster = Cluster.local(1, 0)
+        row: dict[str, float] = {}
+        started = time.perf_counter()
+        Session.start(registry_root=Path(folder) / "registry", preload=["bench.peers.slow_files"])
+        group = Peer.create_group().launch(cluster, NodePlacementStrategy([0] * 8), "eight")
+        row["cold start to 8 ready workers (s)"] = time.perf_counter() - started
+        other = Peer.create_group()
+        row["warm launch (s)"] = seconds(lambda: other.launch(cluster, NodePlacementStrategy([0]), "other"))
+        group.nothing().wait()
+        row["dispatch to 8 (us)"] = (
+            float(np.median([seconds(lambda: group.nothing().wait()) for _ in range(100)])) * 1e6
+        )
+
+        def talk(count: int) -> list[float]:
+            channel, back = Channel.create("out", home="other"), Channel.create("back", home="eight")
+            ping = group.execute_on(0).ping(channel, back, count, np.ones(1000, np.uint8))
+            other.pong(channel, back, count).wait()
+            times: list[float] = ping.wait()[0]
+            return times
+
+        row["channel, first items (s)"] = seconds(lambda: talk(1))
+        row["channel, 1 KB, one way (us)"] = float(np.median(talk(200))) / 2 * 1e6
+        row["file operations of the driver"] = slow_files.take()
+        Session.current().stop()
+    return row
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Measures and writes `results/scale.json`."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--repeat", type=int, default=3)
+    parser.add_argument("--only", nargs=2, metavar=("PART", "NUMBER"), help=argparse.SUPPRESS)
+    args = parser.parse_args(argv)
+    parts: dict[str, tuple[Callable[[int], dict[str, float]], Sequence[int]]] = {
+        "real": (real, REAL), "simulated": (simulated, SIMULATED), "slow": (slow, SLOW_MS),
+    }  # fmt: skip
+    if args.only:
+        hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+        print(json.dumps(parts[args.only[0]][0](int(args.only[1]))))
+        return
+    os.environ["OMP_NUM_THREADS"] = "1"
+    rows: dict[str, dict[int, list[dict[str, float]]]] = {part: {} for part in parts}
+    for _ in range(args.repeat):
+        for part, (_, numbers) in parts.items():
+            for number in numbers:
+                row = child("--only", part, str(number))
+                rows[part].setdefault(number, []).append(row)
+                print(part, number, json.dumps(row), flush=True)
+    figures = {
+        part: {
+            number: {name: spread([row[name] for row in found]) for name in found[0]} for number, found in by.items()
+        }
+        for part, by in rows.items()
+    }
+    most, some = figures["simulated"][SIMULATED[-1]], figures["simulated"][SIMULATED[-2]]
+    growth = SIMULATED[-1] / SIMULATED[-2]
+    goals = [
+        goal("10 000 members: file operations a member", most["file operations a member"]["median"], at_most=10),
+        goal("10 000 members: rendezvous a member / that of 1000",
+             most["rendezvous (s)"]["median"] / some["rendezvous (s)"]["median"] / growth, at_most=1.5),
+        goal("10 000 members: one dispatch, CPU of the driver (s)",
+             most["dispatch, CPU of the driver (s)"]["median"], at_most=1),
+    ]  # fmt: skip
+    for line in goals:
+        print(f"{'met   ' if line['met'] else 'MISSED'} {line['goal']:55} {line['measured']:12.3f} ({line['wanted']})")
+    print(write("scale", f"python -m bench.scale --repeat {args.repeat}", {"figures": figures, "goals": goals}))
+
+
+if __name__ == "__main__":
+    main()
