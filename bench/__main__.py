@@ -1,7 +1,32 @@
-"""`make bench`: all benchmarks, one after the other."""
+"""`make bench`: the benchmarks of the runtime and the loops, one after the other, and the page of all results.
 
-from bench import cartpole, runtime
+python -m bench [NAME …]        some of them
+"""
+
+from __future__ import annotations
+
+import importlib
+import subprocess
+import sys
+
+#: Those that take minutes, in the order of the page; the others (`python -m bench.NAME`) train for longer.
+NAMES = ("runtime", "weights", "hosts", "scale", "embodied_loop", "environments", "checkpoint", "cartpole")
+
+
+def main() -> None:
+    """Runs each in a process of its own; goes on after one that fails, and says so at the end."""
+    names = sys.argv[1:] or NAMES
+    for name in names:
+        importlib.import_module(f"bench.{name}")  # a wrong name fails before anything is measured
+    failed = []
+    for name in names:
+        print(f"== {name}", flush=True)
+        if subprocess.run([sys.executable, "-m", f"bench.{name}"]).returncode:
+            failed.append(name)
+    importlib.import_module("bench.page").main()
+    if failed:
+        sys.exit(f"failed: {', '.join(failed)}")
+
 
 if __name__ == "__main__":
-    runtime.main([])
-    cartpole.main([])
+    main()

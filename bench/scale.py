@@ -1,8 +1,8 @@
 """Rendezvous and dispatch as the number of workers grows, and on a slow filesystem.
 
 `real`: processes, to what two cores bear. `simulated`: members of one group, to 10 000, that are records, sockets and
-heartbeats but share processes (`bench/peers/members.py`); the driver's code is the real one. `slow`: every operation on the
-registry's files costs so many milliseconds, in every process of the session.
+heartbeats over TCP but share processes (`bench/peers/members.py`); the driver's code is the real one. `slow`: every operation
+on the registry's files costs so many milliseconds, in every process of the session.
 
     python -m bench.scale
 """
@@ -73,7 +73,9 @@ def simulated(count: int) -> dict[str, float]:
 
     with tempfile.TemporaryDirectory() as folder:
         slow_files.install(folder)
-        session = Session.start(registry_root=Path(folder) / "registry", log_dir=Path(folder) / "logs")
+        session = Session.start(
+            registry_root=Path(folder) / "registry", log_dir=Path(folder) / "logs", tcp_address="127.0.0.1"
+        )
         tell = session._tell
 
         def start(**message: Any) -> None:

@@ -1,7 +1,8 @@
 """Members that are not processes: each has its own record, command socket and heartbeat; many share a process.
 
-What a member does is what `rlhpc.runtime.process` does, by the same parts; only its data plane (the service thread) is shared
-by the members of a simulating process, and its methods do nothing.
+What a member does is what `rlhpc.runtime.process` does on another host than the driver's, by the same parts: a record in the
+registry, a ZeroMQ socket with CURVE over TCP, heartbeats. Only its data plane (the service thread) is shared by the members of
+a simulating process, and its methods do nothing.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from rlhpc.runtime.spec import WorkerSpec
 #: ZeroMQ's limit of sockets a context is 1023.
 PER_PROCESS = 900
 HEARTBEAT_S = 2.0
+ADDRESS = "127.0.0.1"
 
 
 def serve(control: socket.socket) -> None:
@@ -41,12 +43,13 @@ def serve(control: socket.socket) -> None:
     registry, scratch = Registry(Path(first.registry)), Scratch(first.token)
     keys = registry.load_keys()
     slow_files.take()
-    service = Service(f"simulated-{os.getpid()}", keys, scratch)
+    os.environ["RLHPC_HOST_ID"] = "elsewhere"  # so that everything goes over TCP
+    service = Service(f"simulated-{os.getpid()}", keys, scratch, ADDRESS)
     driver = choose(first.driver)
     poller, sockets = zmq.Poller(), []
     for spec in specs:
         commands = make_socket(service.context, zmq.ROUTER, keys, server=True)
-        rpc = bind(commands, scratch, "r", None)
+        rpc = bind(commands, scratch, "r", ADDRESS)
         record = {
             "group": spec.group, "rank": spec.rank, "node": spec.node, "node_rank": spec.node_rank, "pid": os.getpid(),
             "host": service.endpoint["host"], "rpc": rpc, "data": service.endpoint, "log_out": spec.log_out,

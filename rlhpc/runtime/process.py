@@ -72,12 +72,11 @@ def run_worker(spec: WorkerSpec) -> int:
     _environment(spec)
     logging.basicConfig(level=logging.INFO, stream=sys.stderr, format=_LOG_FORMAT.format(name=spec.name), force=True)
     # Imported here: before the fork these would start ZeroMQ's threads in the fork server.
-    import zmq
-
     from rlhpc.runtime import context
+    from rlhpc.runtime.comm.calls import CallDoor
     from rlhpc.runtime.comm.segments import remove_idle_of_the_dead
     from rlhpc.runtime.comm.service import Service
-    from rlhpc.runtime.comm.sockets import bind, choose, make_socket
+    from rlhpc.runtime.comm.sockets import choose
     from rlhpc.runtime.errors import CallAborted
     from rlhpc.runtime.registry import Registry
     from rlhpc.runtime.scratch import Scratch
@@ -100,11 +99,10 @@ def run_worker(spec: WorkerSpec) -> int:
             raise CallAborted(f"{spec.name} gave up a call: another group failed")
 
     service = Service(spec.name, keys, scratch, spec.tcp_address, check=check, on_tick=heartbeat)
-    commands = make_socket(service.context, zmq.ROUTER, keys, server=True)
-    rpc = bind(commands, scratch, "r", spec.tcp_address)
+    door = CallDoor(service, spec.tcp_address)
     record = {
         "group": spec.group, "rank": spec.rank, "node": spec.node, "node_rank": spec.node_rank, "pid": os.getpid(),
-        "host": service.endpoint["host"], "rpc": rpc, "data": service.endpoint, "log_out": spec.log_out,
+        "host": service.endpoint["host"], "rpc": door.record, "data": service.endpoint, "log_out": spec.log_out,
         "log_err": spec.log_err, "incarnation": spec.incarnation, "accelerators": list(spec.accelerators),
         "state": "running", "started": time.time(), "step": _step_id(),
     }  # fmt: skip
@@ -125,10 +123,10 @@ def run_worker(spec: WorkerSpec) -> int:
     service.peers.post(driver, b"NOTE", [pickle.dumps({"note": "ready", **note, "record": record})])
 
     while True:
-        caller, number, method, *frames = commands.recv_multipart()
+        caller, (number, method, *frames) = door.next()
         name = method.decode()
         if name == "\0exit":
-            commands.send_multipart([caller, number, b"ok", b"0", *service.pack(None).frames()])
+            door.answer(caller, [number, b"ok", b"0", *service.pack(None).frames()])
             with contextlib.suppress(Exception):
                 close = getattr(instance, "close", None)
                 if callable(close):
@@ -136,7 +134,7 @@ def run_worker(spec: WorkerSpec) -> int:
             return 0
         if name == "\0resume":
             service.aborted = False
-            commands.send_multipart([caller, number, b"ok", b"0", *service.pack(None).frames()])
+            door.answer(caller, [number, b"ok", b"0", *service.pack(None).frames()])
             continue
         started = time.perf_counter()
         try:
@@ -154,7 +152,7 @@ def run_worker(spec: WorkerSpec) -> int:
                 traceback.print_exc()
             status, packed = b"error", service.pack(describe(error))
         seconds = b"%.9f" % (time.perf_counter() - started)
-        commands.send_multipart([caller, number, status, seconds, *packed.frames()])
+        door.answer(caller, [number, status, seconds, *packed.frames()])
 
 
 def _step_id() -> str:

@@ -1,6 +1,6 @@
-"""Calls on ranks: one ROUTER socket of the caller connects to the command sockets of all ranks it calls.
+"""Calls on ranks, and the handles on what they return.
 
-No thread stands between a call and its socket: whoever waits for a result pumps the socket. The driver and any worker that
+No thread stands between a call and its sockets: whoever waits for a result pumps them. The driver and any worker that
 attaches to another group use the same client.
 """
 
@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import os
 import pickle
 import statistics
 import threading
@@ -16,9 +15,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import zmq
-
-from rlhpc.runtime.comm.sockets import choose, make_socket
+from rlhpc.runtime.comm.calls import CallLines
 from rlhpc.runtime.context import Context
 from rlhpc.runtime.errors import DeadlineExceeded, WorkerFailed
 
@@ -111,29 +108,14 @@ class RpcClient:
 
     def __init__(self, context: Context, on_failure: Callable[[WorkerFailed], None], check: Callable[[], None]) -> None:
         self.context, self._on_failure, self._check = context, on_failure, check
-        self._socket = make_socket(context.service.context, zmq.ROUTER, context.service.keys, server=False)
-        self._socket.router_mandatory = True
-        self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self._poller = zmq.Poller()
-        self._poller.register(self._socket, zmq.POLLIN)
-        self._poller.register(self._wake, zmq.POLLIN)
+        self._lines = CallLines(context.service)
         self._lock = threading.Lock()
-        self._routes: dict[str, bytes] = {}
         self._numbers = itertools.count(1)
         self._pending: dict[bytes, tuple[Handle, int, dict[str, Any]]] = {}
 
     def interrupt(self) -> None:
         """Makes a thread that pumps look around: the run failed, or somebody wants to send."""
-        os.eventfd_write(self._wake, 1)
-
-    def _route(self, endpoint: str) -> bytes:
-        route = self._routes.get(endpoint)
-        if route is None:
-            route = f"w{len(self._routes)}".encode()
-            self._socket.setsockopt(zmq.CONNECT_ROUTING_ID, route)
-            self._socket.connect(endpoint)
-            self._routes[endpoint] = route
-        return route
+        self._lines.interrupt()
 
     def call(
         self, records: Sequence[dict[str, Any]], method: str, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -148,7 +130,7 @@ class RpcClient:
             for index, record in enumerate(records):
                 number = next(self._numbers).to_bytes(8, "big")
                 self._pending[number] = (handle, record["rank"], record)
-                self._socket.send_multipart([self._route(choose(record["rpc"])), number, name, *packed.frames(index)])
+                self._lines.send(record["rpc"], [number, name, *packed.frames(index)])
         return handle
 
     def pump(self, timeout_ms: int) -> None:
@@ -158,18 +140,9 @@ class RpcClient:
             WorkerFailed: The run has failed.
         """
         with self._lock:
-            ready = dict(self._poller.poll(timeout_ms))
-            if self._wake in ready:
-                os.eventfd_read(self._wake)
-            messages = []
-            if self._socket in ready:
-                while True:
-                    try:
-                        messages.append(self._socket.recv_multipart(zmq.NOBLOCK))
-                    except zmq.Again:
-                        break
+            messages = self._lines.receive(timeout_ms)
         failure: WorkerFailed | None = None
-        for _route, number, status, seconds, *frames in messages:
+        for number, status, seconds, *frames in messages:
             entry = self._pending.pop(number, None)
             if entry is None:
                 continue  # the group was forgotten meanwhile: it ended
@@ -192,4 +165,4 @@ class RpcClient:
 
     def close(self) -> None:
         with self._lock:
-            self._socket.close()
+            self._lines.close()

@@ -85,18 +85,44 @@ def _send_all(sock: socket.socket, buffers: list[Any]) -> None:
             views[0] = views[0][sent:]
 
 
+def _introduced(path: str, keys: Keys) -> socket.socket:
+    """A socket that is connected to a listener of this user, and has shown it the secret.
+
+    Raises:
+        OSError: Nobody listens there, or another user does.
+    """
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
+    try:
+        sock.connect(path)
+        _, uid, _ = _CRED.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CRED.size))
+        if uid != os.getuid():
+            raise PermissionError(f"{path} belongs to user {uid}")
+        _send_all(sock, encode([b"hello", token_of(keys)]))
+    except OSError:
+        sock.close()
+        raise
+    return sock
+
+
+def connect(path: str, keys: Keys) -> Connection:
+    """The requesting side of a connection that is never waited on.
+
+    Raises:
+        OSError: Nobody listens there, or another user does.
+    """
+    sock = _introduced(path, keys)
+    sock.setblocking(False)
+    connection = Connection(sock, token_of(keys))
+    connection.welcome = True  # only the listener's side is shown the secret
+    return connection
+
+
 class Client:
     """The requesting side: a blocking connection that one thread uses."""
 
     def __init__(self, path: str, keys: Keys) -> None:
-        self._sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        self._sock.connect(path)
-        _, uid, _ = _CRED.unpack(self._sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CRED.size))
-        if uid != os.getuid():
-            self._sock.close()
-            raise PermissionError(f"{path} belongs to user {uid}")
+        self._sock = _introduced(path, keys)
         self._decoder, self._messages = Decoder(), deque[list[bytes]]()
-        self.send([b"hello", token_of(keys)])
 
     def send(self, frames: list[Any]) -> None:
         self._sock.settimeout(None)

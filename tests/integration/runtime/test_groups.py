@@ -17,6 +17,7 @@ import torch
 from roles_for_tests import Probe
 
 from rlhpc import (
+    Channel,
     Cluster,
     DeadlineExceeded,
     NodePlacementStrategy,
@@ -76,6 +77,20 @@ def test_large_arguments_and_results_travel_whole(launch):
     assert session is not None and bytes_in_use(session.scratch.shm) > 0, "what came is looked at where it lies"
     del results, result
     assert bytes_in_use(session.scratch.shm) == 0
+
+
+def test_neither_side_of_a_call_waits_for_the_other_to_read(launch):
+    """More than a socket's buffer holds, either way, while the other side does something else."""
+    group = launch(1, "bulky")
+    names = [f"name {i}" for i in range(200_000)]
+    busy = group.nap(3.0)
+    echoes = [group.echo(names) for _ in range(3)]
+    assert not busy.done(), "the call itself waited for the rank"
+    channel = Channel.create("after")
+    group.produce(channel, 1, 10)
+    # The rank comes to this call although nobody has read its three answers yet.
+    assert channel.get(timeout=20)
+    assert busy.wait() == [0] and all(echo.wait() == [names] for echo in echoes)
 
 
 def test_private_and_unknown_names_are_refused(launch):

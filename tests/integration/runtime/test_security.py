@@ -42,12 +42,15 @@ def test_secrets_and_sockets_are_the_owners_alone(session):
     assert stat.S_IMODE(os.stat(session.registry.root / "keys.json").st_mode) == 0o600
 
 
-def test_a_unix_peer_without_the_secret_is_dropped_before_it_is_read(session):
-    path = session.service.endpoint["ipc"][6:]
+@pytest.mark.parametrize("door", ["data", "calls"])
+def test_a_unix_peer_without_the_secret_is_dropped_before_it_is_read(session, door):
+    calls = session.members["guarded-0"].record["rpc"]
+    path = (session.service.endpoint if door == "data" else calls)["ipc"][6:]
     sock = socket.socket(socket.AF_UNIX)
     sock.connect(path)
     sock.settimeout(5)
-    for message in ([b"hello", b"x" * 32], [b"", b"NOTE", pickle.dumps(Bomb())]):
+    bomb = [b"", b"NOTE", pickle.dumps(Bomb())] if door == "data" else [b"1", b"add", pickle.dumps(Bomb()), b""]
+    for message in ([b"hello", b"x" * 32], bomb):
         try:
             sock.sendall(b"".join(encode(message)))
         except BrokenPipeError:
@@ -56,17 +59,21 @@ def test_a_unix_peer_without_the_secret_is_dropped_before_it_is_read(session):
         assert sock.recv(100) == b""
 
 
-def test_a_zeromq_peer_with_another_key_gets_no_answer(session):
-    record = session.members["guarded-0"].record
+def test_a_zeromq_peer_with_another_key_gets_no_answer(launch):
+    session = Session.start(tcp_address="127.0.0.1")
+    launch(1, "reachable")
+    record = session.members["reachable-0"].record
     stranger, context = Keys.fresh(), zmq.Context()
-    sock = context.socket(zmq.DEALER)
-    sock.linger = 0
-    sock.curve_publickey, sock.curve_secretkey = stranger.public, stranger.secret
-    sock.curve_serverkey = session.service.keys.public
-    sock.connect(record["rpc"]["ipc"])
-    sock.send_multipart([b"1", b"add", pickle.dumps(Bomb()), b""])
-    assert not sock.poll(1000)
+    for keys, answered in ((stranger, False), (session.service.keys, True)):
+        sock = context.socket(zmq.DEALER)
+        sock.linger = 0
+        sock.curve_publickey, sock.curve_secretkey = keys.public, keys.secret
+        sock.curve_serverkey = session.service.keys.public
+        sock.connect(record["rpc"]["tcp"])
+        sock.send_multipart([b"1", b"identity", *session.service.pack(((), {})).frames()])
+        assert bool(sock.poll(5000 if answered else 1000)) is answered
     context.destroy(0)
+    session.stop()
 
 
 def test_no_tcp_port_is_open_on_one_host(session):

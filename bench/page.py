@@ -1,0 +1,178 @@
+"""One page of all results: goals, figures and plots, from what lies in `bench/results`.
+
+python -m bench.page
+"""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Iterator, Mapping
+from html import escape
+from typing import Any
+
+from bench.machine import RESULTS
+from rlhpc.metrics.page import facts, page, section, table
+from rlhpc.metrics.svg import Line, line_chart, number
+
+TITLES = {
+    "runtime": "The runtime beside Ray and the machine's limits",
+    "weights": "Weights to other processes of the host",
+    "hosts": "Between hosts",
+    "scale": "Rendezvous and dispatch as workers grow, and on a slow filesystem",
+    "embodied_loop": "The embodied loop, around an environment that costs nothing",
+    "environments": "Environment steps a second",
+    "checkpoint": "Checkpoints",
+    "cartpole": "CartPole-v1 to its target",
+    "slurm": "A Slurm job",
+    "rollout": "Generation",
+    "training": "Training",
+    "overlap": "How phases of a language model's step overlap",
+    "trl_grpo": "GRPO beside TRL",
+    "demo_llm": "The language model demonstration",
+    "robot": "From demonstrations to RL",
+}
+_COLORS = {"limit": "#7f8796", "rlhpc": "#2f6fde", "Ray": "#e07b1a"}
+
+
+def leaves(content: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], dict[str, float]]]:
+    """Every min/median/max in a result, with the names that lead to it."""
+    if isinstance(content, Mapping):
+        if {"min", "median", "max"} <= set(content):
+            yield path, dict(content)
+            return
+        for name, inner in content.items():
+            yield from leaves(inner, (*path, str(name)))
+
+
+def log_bars(title: str, rows: Mapping[str, Mapping[str, tuple[float, float, float]]], unit: str) -> str:
+    """Bars on a logarithmic axis, with the spread; one group a row."""
+    import matplotlib
+
+    matplotlib.use("svg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(7, 0.5 + 0.62 * len(rows)))
+    names = list(rows)
+    for y, name in enumerate(names):
+        found = rows[name]
+        height = 0.8 / len(found)
+        for i, (who, (low, middle, high)) in enumerate(found.items()):
+            at = y + (i - (len(found) - 1) / 2) * height
+            spread = [[max(middle - low, 0.0)], [max(high - middle, 0.0)]]
+            axes.barh(at, middle, height * 0.9, xerr=spread, color=_COLORS[who], ecolor="#64708588", label=who)
+            axes.annotate(f" {number(middle)}", (high, at), va="center", fontsize=8, color="#647085")
+    axes.set_yticks(range(len(names)), names, fontsize=9)
+    axes.invert_yaxis()
+    axes.set_xscale("log")
+    axes.set_xlabel(unit, fontsize=9)
+    axes.margins(x=0.15)
+    handles = dict(zip(*reversed(axes.get_legend_handles_labels()), strict=True))
+    axes.legend(handles.values(), handles.keys(), fontsize=8, frameon=False, labelcolor="#647085")
+    axes.tick_params(colors="#647085", labelsize=8)
+    axes.xaxis.label.set_color("#647085")
+    for spine in axes.spines.values():
+        spine.set_color("#64708555")
+    axes.set_title(title, fontsize=10, color="#647085", loc="left")
+    out = io.StringIO()
+    figure.savefig(out, format="svg", transparent=True, bbox_inches="tight", metadata={"Date": None})
+    pyplot.close(figure)
+    text = out.getvalue()
+    return f"<figure>{text[text.index('<svg') :]}</figure>"
+
+
+def runtime_plots(result: Mapping[str, Any]) -> list[str]:
+    """rlhpc and Ray and, where there is one, the limit of each figure."""
+    figures = result["figures"]
+    limits = {
+        "cold start to 8 ready workers (s)": "interpreter and import torch (s)",
+        "dispatch to 1 worker (us)": "ZeroMQ TCP round trip, 1 KB (us)",
+        "channel, 1 KB, one way (us)": "UNIX socket round trip, 1 KB (us)",
+        "channel, 64 MiB, one way (ms)": "memory copy, 64 MiB (ms)",
+        "send and recv, 64 MiB, one way (ms)": "memory copy, 64 MiB (ms)",
+        "channel, 256 MiB dict of tensors, one way (ms)": "memory copy, 256 MiB (ms)",
+    }
+    charts = []
+    for unit, title in (
+        ("(s)", "Launch"), ("(us)", "Latency"), ("(ms)", "Large items"), ("(items/s)", "Throughput (more is better)"),
+        ("(PSS, MB)", "Idle memory"),
+    ):  # fmt: skip
+        rows: dict[str, dict[str, tuple[float, float, float]]] = {}
+        for name in figures["rlhpc"]:
+            if not name.endswith(unit):
+                continue
+            found = {"limit": figures["limit"].get(limits.get(name, ""))} | {
+                who: figures[who].get(name) for who in ("rlhpc", "Ray") if who in figures
+            }
+            rows[name.removesuffix(unit).strip(" ,")] = {
+                who: (max(f["min"], 1e-3), max(f["median"], 1e-3), max(f["max"], 1e-3)) for who, f in found.items() if f
+            }
+        charts.append(log_bars(title, rows, unit.strip("()")))
+    return charts
+
+
+def scale_plots(result: Mapping[str, Any]) -> list[str]:
+    """Against the number of workers."""
+    charts = []
+    for part, names, label in (
+        ("real", ("launch (s)",), "workers (processes)"),
+        ("real", ("dispatch to all (us)",), "workers (processes)"),
+        ("simulated", ("rendezvous (s)", "rendezvous, CPU of the driver (s)"), "members"),
+        ("simulated", ("dispatch (s)", "dispatch, CPU of the driver (s)"), "members"),
+        ("slow", ("cold start to 8 ready workers (s)", "channel, first items (s)"), "ms an operation of the registry"),
+    ):
+        found = result["figures"][part]
+        x = [float(count) for count in found]
+        lines = [
+            Line(
+                name, x, [found[c][name]["median"] for c in found], [found[c][name]["min"] for c in found],
+                [found[c][name]["max"] for c in found], color=i, markers=True,
+            )
+            for i, name in enumerate(names)
+        ]  # fmt: skip
+        charts.append(
+            f"<figure>{line_chart(names[0].rsplit(' (', 1)[0], label, names[0][-3:].strip('()'), lines)}</figure>"
+        )
+    return charts
+
+
+PLOTS = {"runtime": runtime_plots, "scale": scale_plots}
+
+
+def chapter(name: str, result: Mapping[str, Any]) -> str:
+    """A result's part of the page."""
+    machine = result["machine"]
+    parts = [facts({
+        "command": result["command"], "date": machine["date"],
+        "machine": f"{machine['cores']} cores of {machine['cpu']}, load {machine['load']:.1f} when it ended",
+    })]  # fmt: skip
+    if result.get("goals"):
+        rows = [
+            ["met" if g["met"] else "missed", g["goal"], number(g["measured"]), g["wanted"]] for g in result["goals"]
+        ]
+        parts.append(table(["", "goal", "measured", "wanted"], rows, text_columns=(0, 1)))
+    if name in PLOTS:
+        parts.append(f'<div class="figures">{"".join(PLOTS[name](result))}</div>')
+    rows = [[" · ".join(path), *(number(f[key]) for key in ("min", "median", "max"))] for path, f in leaves(result)]
+    if rows:
+        found = table(["figure", "min", "median", "max"], rows, text_columns=(0,))
+        parts.append(f"<details><summary>All figures</summary>{found}</details>")
+    drawings = sorted(RESULTS.glob(f"{name}*.svg")) + sorted(RESULTS.glob(f"{name}*.png"))
+    parts += [
+        f'<figure><img src="{escape(path.name)}" alt="{escape(path.stem)}" width="100%"></figure>' for path in drawings
+    ]
+    return section(TITLES.get(name, name.replace("_", " ").capitalize()), "".join(parts))
+
+
+def main() -> None:
+    """Writes `results/index.html`."""
+    found = {path.stem: json.loads(path.read_text()) for path in sorted(RESULTS.glob("*.json"))}
+    order = [*(name for name in TITLES if name in found), *(name for name in found if name not in TITLES)]
+    body = [chapter(name, found[name]) for name in order]
+    path = RESULTS / "index.html"
+    path.write_text(page("Benchmarks", "Medians of interleaved repetitions, by the scripts in bench/", body))
+    print(path)
+
+
+if __name__ == "__main__":
+    main()
