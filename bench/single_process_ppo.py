@@ -1,10 +1,13 @@
-"""PPO in one process and one file, the way CleanRL's ppo.py does it: the yardstick of `bench/cartpole.py`.
+"""PPO in one process and one file, the way CleanRL's and ManiSkill's ppo.py do it: the yardstick of `bench.cartpole` and
+`bench.learning`.
 
-Written for this benchmark: gymnasium's own SyncVectorEnv, torch.distributions, Adam(eps=1e-5), annealed learning rate, GAE,
-plain value loss, advantages normalised per minibatch. Prints one JSON line: when the mean return of the last 100 training
-episodes first reached the target, in environment steps and in seconds since the loop began.
+Written for these benchmarks: gymnasium's own SyncVectorEnv (ManiSkill's tasks: rlhpc's batched simulation in this process,
+since ManiSkill batches on a GPU only), torch.distributions, Adam(eps=1e-5), GAE, advantages normalised per minibatch, the KL
+limit where ManiSkill has it, before each minibatch's update. Prints one JSON line: the episodes that ended by environment
+step, and when the mean return of the last 100 first reached the target, in environment steps and in seconds since the loop
+began.
 
-    python bench/single_process_ppo.py --seed 1
+    python -m bench.single_process_ppo --seed 1
 """
 
 from __future__ import annotations
@@ -13,113 +16,205 @@ import argparse
 import json
 import time
 from collections import deque
+from types import SimpleNamespace
+from typing import Any
 
 import gymnasium as gym
 import numpy as np
 import torch
 from torch import nn
-from torch.distributions import Categorical
+from torch.distributions import Categorical, Normal
 
 
-def layer(inputs: int, outputs: int, gain: float) -> nn.Linear:
-    """A linear layer with orthogonal weights."""
-    linear = nn.Linear(inputs, outputs)
-    nn.init.orthogonal_(linear.weight, gain)
-    nn.init.zeros_(linear.bias)
-    return linear
+def network(sizes: list[int], outputs: int, gain: float) -> nn.Sequential:
+    """A tanh MLP with orthogonal weights; `gain` is the last layer's."""
+    layers: list[nn.Module] = []
+    for inputs, width in zip(sizes, [*sizes[1:], outputs], strict=True):
+        linear = nn.Linear(inputs, width)
+        nn.init.orthogonal_(linear.weight, 2**0.5)
+        nn.init.zeros_(linear.bias)
+        layers += [linear, nn.Tanh()]
+    last = layers[-2]
+    assert isinstance(last, nn.Linear)
+    nn.init.orthogonal_(last.weight, gain)
+    return nn.Sequential(*layers[:-1])
 
 
 class Agent(nn.Module):
-    """Separate tanh MLPs for policy and value."""
+    """Separate networks for policy and value."""
 
-    def __init__(self, observation: int, actions: int) -> None:
+    def __init__(self, envs: Environments, args: argparse.Namespace) -> None:
         super().__init__()
-        root2 = 2**0.5
-        self.critic = nn.Sequential(
-            layer(observation, 64, root2), nn.Tanh(), layer(64, 64, root2), nn.Tanh(), layer(64, 1, 1.0)
-        )
-        self.actor = nn.Sequential(
-            layer(observation, 64, root2), nn.Tanh(), layer(64, 64, root2), nn.Tanh(), layer(64, actions, 0.01)
-        )
+        sizes = [envs.observation, *map(int, args.hidden.split(","))]
+        self.critic = network(sizes, 1, args.critic_gain)
+        self.discrete = isinstance(envs.space, gym.spaces.Discrete)
+        outputs = int(envs.space.n) if self.discrete else int(np.prod(envs.space.shape))
+        self.actor = network(sizes, outputs, args.actor_gain)
+        self.log_std = nn.Parameter(torch.full((1, 0 if self.discrete else outputs), args.log_std))
 
     def act(self, obs: torch.Tensor, action: torch.Tensor | None = None) -> tuple[torch.Tensor, ...]:
         """Action, log-probability, entropy and value."""
-        policy = Categorical(logits=self.actor(obs))
+        out = self.actor(obs)
+        policy: Any = Categorical(logits=out) if self.discrete else Normal(out, self.log_std.exp().expand_as(out))
         if action is None:
             action = policy.sample()
-        return action, policy.log_prob(action), policy.entropy(), self.critic(obs).squeeze(-1)
+        logprob, entropy = policy.log_prob(action), policy.entropy()
+        if not self.discrete:
+            logprob, entropy = logprob.sum(1), entropy.sum(1)
+        return action, logprob, entropy, self.critic(obs).squeeze(-1)
 
 
-def train(args: argparse.Namespace) -> dict[str, float | int | None]:
+class Environments:
+    """Gymnasium's vector environment, with episodes' returns."""
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        def make() -> Any:
+            env = gym.make(args.env, **json.loads(args.env_kwargs))
+            if not args.normalize:
+                return gym.wrappers.RecordEpisodeStatistics(env)
+            from bench.cleanrl_wrappers import normalized
+
+            return normalized(env)
+
+        self.envs = gym.vector.SyncVectorEnv([make] * args.num_envs, autoreset_mode=gym.vector.AutoresetMode.SAME_STEP)
+        self.seed, self.space = args.seed, self.envs.single_action_space
+        self.observation = int(np.prod(self.envs.single_observation_space.shape))
+
+    def reset(self) -> np.ndarray:
+        """First observations."""
+        first: np.ndarray = self.envs.reset(seed=self.seed)[0]
+        return first
+
+    def step(self, actions: np.ndarray) -> tuple[Any, ...]:
+        """obs, rewards, terminated, truncated, last observations of what ended, (return, success) of each of these."""
+        if isinstance(self.space, gym.spaces.Box):
+            actions = actions.clip(self.space.low, self.space.high)
+        obs, rewards, terminated, truncated, infos = self.envs.step(actions)
+        final, ended = None, []
+        if "final_info" in infos:
+            mask = infos["_final_info"]
+            final = np.zeros_like(obs)
+            final[mask] = np.stack(infos["final_obs"][mask])
+            ended = [(float(value), None) for value in infos["final_info"]["episode"]["r"][mask]]
+        return obs, rewards, terminated, truncated & ~terminated, final, ended
+
+
+class ManiSkill(Environments):
+    """A ManiSkill task; episodes end at the time limit only (`--no_partial_reset` of ManiSkill's ppo.py)."""
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        from rlhpc.envs.maniskill import ManiSkillVectorEnv
+
+        section = SimpleNamespace(
+            env_id=args.env, kwargs=json.loads(args.env_kwargs), wrappers=[], max_episode_steps=None, group_size=1,
+            use_fixed_reset_state_ids=False, use_rel_reward=False, ignore_terminations=True, reward_scale=1.0,
+        )  # fmt: skip
+        self.envs: Any = ManiSkillVectorEnv(section, args.num_envs, 0, args.seed)
+        self.space = self.envs.action_space
+        self.observation = int(np.prod(self.envs.observation_space.shape))
+
+    def reset(self) -> np.ndarray:
+        """First observations."""
+        first: np.ndarray = self.envs.reset()[0]
+        return first
+
+    def step(self, actions: np.ndarray) -> tuple[Any, ...]:
+        """See `Environments.step`."""
+        obs, rewards, terminated, truncated, infos = self.envs.step(actions.clip(self.space.low, self.space.high))
+        ended = []
+        if "episode" in infos:
+            episode = infos["episode"]
+            success = episode.get("success_once", [None] * len(rewards))
+            ended = [(float(episode["return"][i]), success[i]) for i in episode["mask"].nonzero()[0]]
+        return obs, rewards, terminated, truncated, infos.get("final_obs"), ended
+
+
+def advantages_of(
+    args: argparse.Namespace, rewards: torch.Tensor, values: torch.Tensor, ended: torch.Tensor, last: torch.Tensor
+) -> torch.Tensor:
+    """GAE of `[T, N]`; `ended` says where an episode ended with the step, `last [N]` is the value after the rollout."""
+    advantages, trace = torch.zeros_like(rewards), torch.zeros_like(last)
+    for t in reversed(range(len(rewards))):
+        following = last if t == len(rewards) - 1 else values[t + 1]
+        alive = 1 - ended[t]
+        delta = rewards[t] + args.gamma * following * alive - values[t]
+        advantages[t] = trace = delta + args.gamma * args.gae_lambda * alive * trace
+    return advantages
+
+
+def update(args: argparse.Namespace, agent: Agent, optimizer: torch.optim.Optimizer, flat: list[torch.Tensor]) -> None:
+    """All epochs over one rollout, until the KL limit."""
+    for _ in range(args.epochs):
+        for index in torch.randperm(len(flat[0])).split(args.minibatch):
+            o, a, lp, adv, ret, val = (x[index] for x in flat)
+            _, new_logp, entropy, new_value = agent.act(o, a)
+            ratio = (new_logp - lp).exp()
+            if args.target_kl and float((ratio - 1 - (new_logp - lp)).detach().mean()) > args.target_kl:
+                return
+            adv = (adv - adv.mean()) / (adv.std() + 1e-8)
+            policy_loss = torch.max(-adv * ratio, -adv * ratio.clamp(1 - args.clip, 1 + args.clip)).mean()
+            errors = (new_value - ret) ** 2
+            if args.value_clip:
+                near = val + (new_value - val).clamp(-args.value_clip, args.value_clip)
+                errors = torch.max(errors, (near - ret) ** 2)
+            loss = policy_loss - args.entropy * entropy.mean() + args.value_coef * 0.5 * errors.mean()
+            optimizer.zero_grad()
+            loss.backward()
+            nn.utils.clip_grad_norm_(agent.parameters(), 0.5)
+            optimizer.step()
+
+
+def train(args: argparse.Namespace) -> dict[str, Any]:
     """Trains until the target or `max_env_steps`."""
     torch.manual_seed(args.seed)
     np.random.seed(args.seed)
     torch.set_num_threads(1)
-    envs = gym.vector.SyncVectorEnv(
-        [lambda: gym.wrappers.RecordEpisodeStatistics(gym.make("CartPole-v1")) for _ in range(args.num_envs)],
-        autoreset_mode=gym.vector.AutoresetMode.SAME_STEP,
-    )
-    agent = Agent(4, 2)
+    envs = (ManiSkill if args.maniskill else Environments)(args)
+    agent = Agent(envs, args)
     optimizer = torch.optim.Adam(agent.parameters(), lr=args.lr, eps=1e-5)
     steps, batch = args.rollout_steps, args.rollout_steps * args.num_envs
     updates = args.max_env_steps // batch
-    obs_b = torch.zeros(steps, args.num_envs, 4)
-    act_b = torch.zeros(steps, args.num_envs, dtype=torch.long)
-    logp_b, rew_b, done_b, val_b = (torch.zeros(steps, args.num_envs) for _ in range(4))
+    actions = () if agent.discrete else envs.space.shape
+    obs_b = torch.zeros(steps, args.num_envs, envs.observation)
+    act_b = torch.zeros(steps, args.num_envs, *actions, dtype=torch.long if agent.discrete else torch.float32)
+    logp_b, rew_b, end_b, val_b = (torch.zeros(steps, args.num_envs) for _ in range(4))
     returns_seen: deque[float] = deque(maxlen=100)
     reached: dict[str, float | int | None] = {"env_steps": None, "seconds": None}
+    curve: list[list[Any]] = []
     started = time.perf_counter()
-    obs = torch.as_tensor(envs.reset(seed=args.seed)[0])
-    done = torch.zeros(args.num_envs)
-    for update in range(updates):
-        optimizer.param_groups[0]["lr"] = (1 - update / updates) * args.lr
+    obs = torch.as_tensor(envs.reset(), dtype=torch.float32)
+    for number in range(updates):
+        if args.anneal_lr:
+            optimizer.param_groups[0]["lr"] = (1 - number / updates) * args.lr
+        env_steps, ended = (number + 1) * batch, []
         for t in range(steps):
-            obs_b[t], done_b[t] = obs, done
+            obs_b[t] = obs
             with torch.no_grad():
-                action, logp, _, value = agent.act(obs)
-            act_b[t], logp_b[t], val_b[t] = action, logp, value
-            raw, reward, terminated, truncated, infos = envs.step(action.numpy())
+                act_b[t], logp_b[t], _, val_b[t] = agent.act(obs)
+            raw, reward, terminated, truncated, final, episodes = envs.step(act_b[t].numpy())
             rew_b[t] = torch.as_tensor(reward)
-            if args.bootstrap_truncations and (cut := truncated & ~terminated).any():
-                rows = torch.as_tensor(cut.nonzero()[0])
-                final = torch.as_tensor(np.stack(infos["final_obs"][cut]))
+            if args.bootstrap_truncations and truncated.any():
+                rows = torch.as_tensor(truncated.nonzero()[0])
                 with torch.no_grad():
-                    rew_b[t, rows] += args.gamma * agent.critic(final).squeeze(-1)
-            obs, done = torch.as_tensor(raw), torch.as_tensor(terminated | truncated, dtype=torch.float32)
-            if "final_info" in infos:
-                episode = infos["final_info"]["episode"]
-                returns_seen.extend(float(r) for r, m in zip(episode["r"], infos["_final_info"], strict=True) if m)
-        env_steps = (update + 1) * batch
+                    values = agent.critic(torch.as_tensor(final[truncated], dtype=torch.float32))
+                rew_b[t, rows] += args.gamma * values.squeeze(-1)
+            obs = torch.as_tensor(raw, dtype=torch.float32)
+            end_b[t] = torch.as_tensor(terminated | truncated)
+            ended += episodes
+        returns_seen.extend(value for value, _ in ended)
+        curve.append([env_steps, ended])
         if len(returns_seen) == 100 and np.mean(returns_seen) >= args.target and reached["env_steps"] is None:
             reached = {"env_steps": env_steps, "seconds": time.perf_counter() - started}
             if args.stop:
                 break
         with torch.no_grad():
-            next_value = agent.critic(obs).squeeze(-1)
-            advantages, last = torch.zeros_like(rew_b), torch.zeros(args.num_envs)
-            for t in reversed(range(steps)):
-                alive = 1 - (done if t == steps - 1 else done_b[t + 1])
-                following = next_value if t == steps - 1 else val_b[t + 1]
-                delta = rew_b[t] + args.gamma * following * alive - val_b[t]
-                advantages[t] = last = delta + args.gamma * args.gae_lambda * alive * last
-            targets = advantages + val_b
-        flat = [x.reshape(batch, *x.shape[2:]) for x in (obs_b, act_b, logp_b, advantages, targets)]
-        for _ in range(args.epochs):
-            for index in torch.randperm(batch).split(args.minibatch):
-                o, a, lp, adv, ret = (x[index] for x in flat)
-                _, new_logp, entropy, new_value = agent.act(o, a)
-                ratio = (new_logp - lp).exp()
-                adv = (adv - adv.mean()) / (adv.std() + 1e-8)
-                policy_loss = torch.max(-adv * ratio, -adv * ratio.clamp(1 - args.clip, 1 + args.clip)).mean()
-                value_loss = 0.5 * ((new_value - ret) ** 2).mean()
-                loss = policy_loss - args.entropy * entropy.mean() + args.value_coef * value_loss
-                optimizer.zero_grad()
-                loss.backward()
-                nn.utils.clip_grad_norm_(agent.parameters(), 0.5)
-                optimizer.step()
+            advantages = advantages_of(args, rew_b, val_b, end_b, agent.critic(obs).squeeze(-1))
+        columns = (obs_b, act_b, logp_b, advantages, advantages + val_b, val_b)
+        update(args, agent, optimizer, [x.reshape(batch, *x.shape[2:]) for x in columns])
     total = time.perf_counter() - started
     return {"seed": args.seed, **reached, "total_env_steps": env_steps, "total_seconds": total,
-            "env_steps_per_s": env_steps / total, "last_return": float(np.mean(returns_seen))}  # fmt: skip
+            "env_steps_per_s": env_steps / total, "last_return": float(np.mean(returns_seen)) if returns_seen else None,
+            "curve": curve}  # fmt: skip
 
 
 def main() -> None:
@@ -128,11 +223,18 @@ def main() -> None:
         ("seed", int, 1), ("num-envs", int, 8), ("rollout-steps", int, 32), ("max-env-steps", int, 122_880),
         ("lr", float, 1e-3), ("gamma", float, 0.98), ("gae-lambda", float, 0.8), ("epochs", int, 20),
         ("minibatch", int, 256), ("clip", float, 0.2), ("entropy", float, 0.0), ("value-coef", float, 0.5),
-        ("target", float, 475.0),
+        ("value-clip", float, None), ("target-kl", float, None), ("hidden", str, "64,64"), ("log-std", float, 0.0),
+        ("actor-gain", float, 0.01), ("critic-gain", float, 1.0), ("target", float, 475.0),
+        ("env", str, "CartPole-v1"), ("env-kwargs", str, "{}"),
     ):  # fmt: skip
         parser.add_argument(f"--{name}", type=kind, default=default)
     parser.add_argument("--stop", action="store_true", help="stop when the target is reached")
     parser.add_argument("--bootstrap-truncations", action="store_true", help="value of the final observation where cut")
+    parser.add_argument("--anneal-lr", action=argparse.BooleanOptionalAction, default=True)
+    parser.add_argument("--maniskill", action="store_true", help="a task of ManiSkill")
+    parser.add_argument(
+        "--normalize", action="store_true", help="observations and rewards, as ppo_continuous_action.py"
+    )
     print(json.dumps(train(parser.parse_args())))
 
 

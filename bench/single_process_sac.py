@@ -129,7 +129,7 @@ def train(args: argparse.Namespace) -> dict[str, Any]:
     torch.manual_seed(args.seed)
     np.random.seed(args.seed)
     torch.set_num_threads(1)
-    env = gym.make(args.env)
+    env = gym.make(args.env, **json.loads(args.env_kwargs))
     env.action_space.seed(args.seed)
     learner = Learner(int(np.prod(env.observation_space.shape)), env.action_space)
     buffer = Buffer(args.buffer, int(np.prod(env.observation_space.shape)), int(np.prod(env.action_space.shape)))
@@ -156,6 +156,7 @@ def train(args: argparse.Namespace) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--env", default="InvertedPendulum-v5")
+    parser.add_argument("--env-kwargs", default="{}")
     for name, default in (("seed", 1), ("steps", 6000), ("starts", 1000), ("buffer", 100_000)):
         parser.add_argument(f"--{name}", type=int, default=default)
     print(json.dumps(train(parser.parse_args())))

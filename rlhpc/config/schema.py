@@ -273,7 +273,8 @@ class EnvSideConfig:
     kwargs: dict[str, Any] = field(default_factory=dict)
     """Arguments of the environment's constructor."""
     wrappers: list[str] = field(default_factory=list)
-    """Wrappers to apply in order, as `module:Class`."""
+    """Wrappers to apply in order, as `module:Class`. Where they change rewards, put
+    `gymnasium.wrappers:RecordEpisodeStatistics` first: returns are then reported as it counts them."""
     group_size: int = 1
     """Neighbouring slots that share their reset seeds."""
     use_fixed_reset_state_ids: bool = False

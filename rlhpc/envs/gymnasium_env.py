@@ -14,7 +14,7 @@ from typing import Any
 import gymnasium
 import numpy as np
 from gymnasium import spaces
-from gymnasium.wrappers import OrderEnforcing, PassiveEnvChecker, TimeLimit
+from gymnasium.wrappers import OrderEnforcing, PassiveEnvChecker, RecordEpisodeStatistics, TimeLimit
 
 from rlhpc.envs.base import Step, VectorEnv, merge_infos
 from rlhpc.envs.observations import Obs, boxes_of, encode_text, is_text, text_space
@@ -78,6 +78,15 @@ def make_one(cfg: Any) -> tuple[gymnasium.Env[Any, Any], int]:
     return env, int(limit or 0)
 
 
+def _statistics(env: Any) -> RecordEpisodeStatistics[Any, Any] | None:
+    """The wrapper that counts returns, if there is one: those above it may change the rewards that the learner sees."""
+    while isinstance(env, gymnasium.Wrapper):
+        if isinstance(env, RecordEpisodeStatistics):
+            return env
+        env = env.env
+    return None
+
+
 def _unsupported(env_id: str, space: Any) -> ConfigError:
     return ConfigError(
         f"env_id {env_id!r} has observations {space}; supported is Box, or a Dict of Box and Text: add "
@@ -104,6 +113,7 @@ class GymnasiumVectorEnv(VectorEnv):
         self.num_envs, self._offset = num_envs, slot_offset
         made = [make_one(cfg) for _ in range(num_envs)]
         self.envs = [env for env, _ in made]
+        self._statistics = [_statistics(env) for env in self.envs]
         self._limit = made[0][1]
         self.observation_space, self.action_space = self.envs[0].observation_space, self.envs[0].action_space
         self._several = isinstance(self.observation_space, spaces.Dict)
@@ -257,8 +267,9 @@ class GymnasiumVectorEnv(VectorEnv):
                 "return": np.zeros(n, np.float64), "length": np.zeros(n, np.int64), "mask": np.zeros(n, bool),
             }  # fmt: skip
         self._write(infos["final_obs"], i, final)
-        episode = infos["episode"]
-        episode["return"][i], episode["length"][i], episode["mask"][i] = self._returns[i], self._elapsed[i], True
+        episode, counted = infos["episode"], self._statistics[i]
+        episode["return"][i] = self._returns[i] if counted is None else counted.episode_returns
+        episode["length"][i], episode["mask"][i] = self._elapsed[i], True
         for name in ("success", "is_success"):
             if name in info:
                 for key, value in (("success_once", self._once[i]), ("success_at_end", info[name])):

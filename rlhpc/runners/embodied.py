@@ -146,6 +146,7 @@ class EmbodiedRunner(Runner):
         self._count(episodes)
         row: dict[str, float] = {f"train/{name}": value for name, value in trained.items()}
         row.update(self._episode_metrics())
+        row.update(_ended(episodes))
         row["rollout/version"], row["rollout/env_steps"] = acted, self.env_steps
         if restarts := int(episodes["restarts"].sum()):
             row["env/restarts"] = restarts
@@ -214,3 +215,14 @@ class EmbodiedRunner(Runner):
             "env_steps": self.env_steps,
             "env_steps_per_s": row["time/env_steps_per_s"],
         }
+
+
+def _ended(episodes: dict[str, np.ndarray]) -> dict[str, float]:
+    """Metrics of the episodes that ended in a step: unlike those of the window they lag behind nothing."""
+    count = len(episodes["return"])
+    found: dict[str, float] = {"rollout/episodes": count}
+    if count:
+        found["rollout/episode_return"] = float(episodes["return"].mean())
+        if not np.isnan(episodes["success"]).any():
+            found["rollout/success_rate"] = float(episodes["success"].mean())
+    return found

@@ -1,0 +1,180 @@
+"""Learning curves beside single-process loops: the same task, hyperparameters, seeds and environment steps.
+
+Each case trains by rlhpc and by a loop in one process (`single_process_ppo.py` in the manner of CleanRL's and ManiSkill's
+ppo.py, `single_process_sac.py` in that of CleanRL's), seed by seed, both at once. Of each run is kept the mean return of the
+training episodes that ended in each of the case's equal spans of environment steps.
+
+The criterion, fixed before any run: over the seeds, the two sides' mean of the whole curve, and of its last quarter, differ by
+less than what a two-sided t-test at 5 % calls a difference. With three seeds that is 2.3 standard deviations of a seed, so
+"equal" is said of large differences only; the share of spans in which the bands from lowest to highest seed overlap, and the
+difference in standard deviations, say how near they are.
+
+    python -m bench.learning                  # all cases, one results/learning_<case>.json each, then the page
+    python -m bench.learning --case push_cube --seeds 3
+    python -m bench.learning --page           # results/learning.png and learning.md from what is there
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from bench.learning_cases import CASES, Case
+from bench.learning_page import write_page
+from bench.machine import RESULTS, write
+
+ROOT = Path(__file__).resolve().parents[1]
+SIDES = ("rlhpc", "single_process")
+#: Two-sided 5 % points of Student's t, by degrees of freedom.
+T_POINTS = {2: 4.303, 4: 2.776, 6: 2.447, 8: 2.306, 10: 2.228, 12: 2.179, 14: 2.145, 16: 2.120, 18: 2.101}
+
+
+def command_line(command: Sequence[str]) -> str:
+    """Standard output of a command that must succeed, on one thread."""
+    environ = {**os.environ, "OMP_NUM_THREADS": "1"}
+    environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    done = subprocess.run(command, cwd=ROOT, env=environ, capture_output=True, text=True)
+    if done.returncode:
+        raise SystemExit(f"{' '.join(command)} failed:\n{done.stdout[-2000:]}\n{done.stderr[-3000:]}")
+    return done.stdout
+
+
+def run_ours(case: Case, seed: int, steps: int) -> dict[str, Any]:
+    """A run of rlhpc: `[env steps, episodes, their returns' sum, their successes' sum]` a row."""
+    with tempfile.TemporaryDirectory() as folder:
+        words = [f"runner.run_dir={folder}", "runner.name=bench", f"runner.seed={seed}",
+                 f"runner.max_steps={steps // case.transitions}", "runner.save_interval=-1",
+                 "runner.logger.logger_backends=[jsonl]"]  # fmt: skip
+        command_line([sys.executable, "-m", "rlhpc.cli", "train", case.config, *case.overrides(), *words])
+        rows = [json.loads(line) for line in (Path(folder) / "bench" / "metrics.jsonl").read_text().splitlines()]
+    points = []
+    for row in rows:
+        if count := int(row["rollout/episodes"]):
+            success = row.get("rollout/success_rate")
+            total = None if success is None else count * success
+            points.append([int(row["rollout/env_steps"]), count, count * row["rollout/episode_return"], total])
+    return {"rows": points, "env_steps": rows[-1]["rollout/env_steps"], "loop_s": rows[-1]["time/wall_s"]}
+
+
+def run_plain(case: Case, seed: int, steps: int) -> dict[str, Any]:
+    """A run of the single-process loop, in the same rows."""
+    found = json.loads(command_line([sys.executable, "-m", *case.reference(seed, steps)]).splitlines()[-1])
+    if case.algorithm == "sac":
+        found["curve"] = [[step, [[value, None]]] for step, value in found["returns"]]
+        found |= {"total_env_steps": steps, "total_seconds": found["loop_s"]}
+    points = []
+    for env_steps, ended in found["curve"]:
+        if ended:
+            known = all(success is not None for _, success in ended)
+            total = sum(success for _, success in ended) if known else None
+            points.append([env_steps, len(ended), sum(value for value, _ in ended), total])
+    return {"rows": points, "env_steps": found["total_env_steps"], "loop_s": found["total_seconds"]}
+
+
+def spans(rows: Sequence[Sequence[Any]], steps: int, count: int, column: int) -> list[float | None]:
+    """Mean over the episodes that ended in each of `count` equal spans of `steps` environment steps."""
+    sums = [[0.0, 0.0] for _ in range(count)]
+    for row in rows:
+        if row[column] is not None:
+            at = sums[min((int(row[0]) - 1) * count // steps, count - 1)]
+            at[0], at[1] = at[0] + row[column], at[1] + row[1]
+    return [total / episodes if episodes else None for total, episodes in sums]
+
+
+def difference(one: Sequence[float], other: Sequence[float]) -> dict[str, float | bool]:
+    """Of two sides' seeds: means, their difference in standard deviations of a seed, and the t-test."""
+    n = len(one)
+    apart = statistics.mean(one) - statistics.mean(other)
+    spread = math.sqrt((statistics.variance(one) + statistics.variance(other)) / 2) or 1e-12
+    t = apart / (spread * math.sqrt(2 / n))
+    return {"rlhpc": statistics.mean(one), "single_process": statistics.mean(other), "difference": apart,
+            "in_seed_deviations": apart / spread, "t": t, "t_point": T_POINTS[2 * n - 2],
+            "equal": abs(t) < T_POINTS[2 * n - 2]}  # fmt: skip
+
+
+def compare(curves: dict[str, list[list[float | None]]]) -> dict[str, Any]:
+    """The criterion, for one measure."""
+    every = [curve for side in SIDES for curve in curves[side]]
+    known = [i for i in range(len(every[0])) if all(curve[i] is not None for curve in every)]
+    late = known[-max(1, len(known) // 4) :]
+
+    def means(side: str, at: Sequence[int]) -> list[float]:
+        return [statistics.mean(curve[i] for i in at) for curve in curves[side]]  # type: ignore[type-var]
+
+    overlap = [
+        min(max(c[i] for c in curves[side]) for side in SIDES) >= max(min(c[i] for c in curves[side]) for side in SIDES)  # type: ignore[type-var]
+        for i in known
+    ]
+    return {
+        "whole": difference(*(means(side, known) for side in SIDES)),
+        "end": difference(*(means(side, late) for side in SIDES)),
+        "bands_overlap": sum(overlap) / len(overlap),
+        "spans": len(known),
+    }
+
+
+def learn(name: str, case: Case, seeds: int, steps: int, together: int) -> None:
+    """Runs a case and writes its result."""
+    jobs = [(seed, side) for seed in range(1, seeds + 1) for side in SIDES]
+    begin = time.perf_counter()
+
+    def one(job: tuple[int, str]) -> dict[str, Any]:
+        seed, side = job
+        run = (run_ours if side == "rlhpc" else run_plain)(case, seed, steps)
+        measures = {"return": spans(run["rows"], steps, case.spans, 2)}
+        if any(row[3] is not None for row in run["rows"]):
+            measures["success"] = spans(run["rows"], steps, case.spans, 3)
+        result = {
+            "side": side,
+            "seed": seed,
+            "loop_s": run["loop_s"],
+            "env_steps": run["env_steps"],
+            "curves": measures,
+        }
+        print(name, json.dumps(result), flush=True)
+        return result
+
+    with ThreadPoolExecutor(together) as pool:
+        runs = list(pool.map(one, jobs))
+    measures = {
+        measure: compare({side: [run["curves"][measure] for run in runs if run["side"] == side] for side in SIDES})
+        for measure in runs[0]["curves"]
+    }
+    print(name, json.dumps(measures), flush=True)
+    words = f"--case {name} --seeds {seeds} --steps {steps} --together {together}"
+    print(write(f"learning_{name}", f"python -m bench.learning {words}", {
+        "title": case.title, "task": case.env, "algorithm": case.algorithm, "env_steps": steps, "spans": case.spans,
+        "settings": case.settings, "note": case.note, "seconds": time.perf_counter() - begin, "compared": measures,
+        "runs": runs,
+    }))  # fmt: skip
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--case", choices=list(CASES), action="append", help="default: all")
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--steps", type=int, help="environment steps; default: the case's")
+    parser.add_argument("--together", type=int, default=2, help="runs at a time")
+    parser.add_argument("--page", action="store_true", help="only draw what is there")
+    options = parser.parse_args(argv)
+    if not options.page:
+        for name in options.case or CASES:
+            case = CASES[name]
+            steps = (options.steps or case.steps) // case.transitions * case.transitions
+            learn(name, case, options.seeds, steps, options.together)
+    print(write_page(RESULTS))
+
+
+if __name__ == "__main__":
+    main()

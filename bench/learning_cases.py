@@ -1,0 +1,169 @@
+"""The tasks of `bench.learning`. One table of settings makes rlhpc's overrides and the reference's arguments."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from typing import Any
+
+#: Setting → rlhpc's keys; the reference has an argument of the setting's name.
+PPO_KEYS = {
+    "num_envs": ["env.train.num_envs"],
+    "rollout_steps": ["algorithm.rollout_steps"],
+    "lr": ["actor.optim.lr"],
+    "gamma": ["algorithm.gamma"],
+    "gae_lambda": ["algorithm.gae_lambda"],
+    "epochs": ["algorithm.update_epochs"],
+    "minibatch": ["actor.global_batch_size"],
+    "clip": ["algorithm.clip_ratio_low", "algorithm.clip_ratio_high"],
+    "entropy": ["algorithm.entropy_coef"],
+    "value_coef": ["algorithm.value_coef"],
+    "value_clip": ["algorithm.value_clip"],
+    "target_kl": ["algorithm.target_kl"],
+    "log_std": ["actor.model.log_std_init"],
+    "hidden": ["actor.model.hidden_sizes"],
+    "anneal_lr": ["algorithm.anneal_lr"],
+}
+SAC_KEYS = {
+    "starts": ["algorithm.replay_buffer.min_buffer_size"],
+    "buffer": ["algorithm.replay_buffer.size"],
+}
+#: Transitions between two rounds of updates of rlhpc; the reference updates after each.
+SAC_ROLLOUT = 8
+
+
+@dataclass(frozen=True)
+class Case:
+    """One task.
+
+    Attributes:
+        title: For the page.
+        env: Environment id.
+        algorithm: `ppo` or `sac`.
+        steps: Environment steps.
+        settings: Hyperparameters, by the names of the tables above.
+        maniskill: Whether the task is ManiSkill's.
+        env_kwargs: Arguments of the environment.
+        normalize: CleanRL's running normalisation of observations and rewards, on both sides.
+        reference_only: Arguments that only the reference has.
+        spans: Points of the curve.
+        note: What to know when reading it.
+    """
+
+    title: str
+    env: str
+    algorithm: str
+    steps: int
+    settings: dict[str, Any]
+    maniskill: bool = False
+    env_kwargs: dict[str, Any] = field(default_factory=dict)
+    normalize: bool = False
+    reference_only: tuple[str, ...] = ()
+    spans: int = 20
+    note: str = ""
+
+    @property
+    def config(self) -> str:
+        """What rlhpc's run starts from."""
+        return f"configs/base/{self.algorithm}.yaml"
+
+    @property
+    def transitions(self) -> int:
+        """Environment steps of a training step of rlhpc."""
+        return SAC_ROLLOUT if self.algorithm == "sac" else self.settings["num_envs"] * self.settings["rollout_steps"]
+
+    def overrides(self) -> list[str]:
+        """rlhpc's configuration."""
+        keys = SAC_KEYS if self.algorithm == "sac" else PPO_KEYS
+        words = [f"{key}={_written(value)}" for name, value in self.settings.items() for key in keys[name]]
+        words += [f"env.train.env_id={self.env}", "env.train.simulators=0"]
+        words += [f"env.train.kwargs.{name}={_written(value)}" for name, value in self.env_kwargs.items()]
+        if self.algorithm == "sac":
+            words.append(f"algorithm.rollout_steps={SAC_ROLLOUT}")
+        if self.maniskill:
+            words += ["env.train.env_type=maniskill", "env.train.ignore_terminations=true"]
+        if self.normalize:
+            words.append("env.train.wrappers=[bench.cleanrl_wrappers:normalized]")
+        return words
+
+    def reference(self, seed: int, steps: int) -> list[str]:
+        """Module and arguments of the single-process loop."""
+        words = [f"bench.single_process_{self.algorithm}", "--env", self.env, "--seed", str(seed)]
+        words += ["--env-kwargs", json.dumps(self.env_kwargs)]
+        words += ["--steps" if self.algorithm == "sac" else "--max-env-steps", str(steps)]
+        for name, value in self.settings.items():
+            argument = name.replace("_", "-")
+            if isinstance(value, bool):
+                words.append(f"--{argument}" if value else f"--no-{argument}")
+            elif value is not None:
+                # With `=`, since a value may begin with a minus.
+                words.append(f"--{argument}=" + (",".join(map(str, value)) if isinstance(value, list) else str(value)))
+        if self.algorithm == "ppo":
+            words.append("--bootstrap-truncations")
+        words += ["--maniskill"] * self.maniskill + ["--normalize"] * self.normalize
+        return [*words, *self.reference_only]
+
+
+def _written(value: Any) -> str:
+    return json.dumps(value)
+
+
+#: ManiSkill's ppo.py: its defaults, and its last layers' gains.
+_MANISKILL: dict[str, Any] = {
+    "lr": 3e-4, "gamma": 0.8, "gae_lambda": 0.9, "epochs": 4, "clip": 0.2, "entropy": 0.0, "value_coef": 0.5,
+    "value_clip": None, "target_kl": 0.1, "log_std": -0.5, "hidden": [256, 256, 256], "anneal_lr": False,
+}  # fmt: skip
+_GAINS = ("--actor-gain", str(0.01 * 2**0.5), "--critic-gain", str(2**0.5))
+_MANISKILL_NOTE = (
+    "ManiSkill's ppo.py has hundreds to thousands of slots on a GPU and the minibatches that follow; both sides here have "
+    "what a CPU can do. Episodes end at the time limit only (its --no_partial_reset), and are bootstrapped there. The "
+    "reference has ppo.py's last layers (gains √2 and 0.01·√2 for 1 and 0.01) and its KL limit before the update of each "
+    "minibatch, where rlhpc looks at the mean of an epoch. Both simulate with rlhpc's batched CPU simulation."
+)
+#: CleanRL's ppo.py.
+_CLEANRL: dict[str, Any] = {
+    "lr": 2.5e-4, "gamma": 0.99, "gae_lambda": 0.95, "epochs": 4, "clip": 0.2, "entropy": 0.01, "value_coef": 0.5,
+    "value_clip": 0.2, "hidden": [64, 64], "anneal_lr": True, "num_envs": 4, "rollout_steps": 128, "minibatch": 128,
+}  # fmt: skip
+_BOOTSTRAP_NOTE = (
+    "Unlike CleanRL's, the reference bootstraps from the last observation of an episode that the time limit cuts, as rlhpc "
+    "always does."
+)
+_SAC_NOTE = (
+    f"CleanRL's sac_continuous_action.py: one slot, batches of 256, an update for each step; rlhpc makes its updates in "
+    f"rounds of {SAC_ROLLOUT} after as many steps."
+)
+
+CASES: dict[str, Case] = {
+    "push_cube": Case(
+        "PPO, PushCube-v1 (ManiSkill)", "PushCube-v1", "ppo", 192_000,
+        {**_MANISKILL, "num_envs": 32, "rollout_steps": 50, "minibatch": 100},
+        maniskill=True, env_kwargs={"control_mode": "pd_joint_delta_pos", "reward_mode": "normalized_dense"},
+        reference_only=_GAINS, note=f"32 slots × 50 steps, minibatches of 100. {_MANISKILL_NOTE}",
+    ),
+    "maniskill_cartpole": Case(
+        "PPO, MS-CartpoleBalance-v1 (ManiSkill)", "MS-CartpoleBalance-v1", "ppo", 192_000,
+        {**_MANISKILL, "gamma": 0.99, "gae_lambda": 0.95, "num_envs": 16, "rollout_steps": 250, "minibatch": 250},
+        maniskill=True, env_kwargs={"reward_mode": "normalized_dense"}, reference_only=_GAINS, spans=12,
+        note=f"16 slots × 250 steps, minibatches of 250, γ 0.99 and λ 0.95 as ManiSkill's command for it. {_MANISKILL_NOTE}",
+    ),
+    "lunar_lander_ppo": Case(
+        "PPO, LunarLander-v3", "LunarLander-v3", "ppo", 307_200, _CLEANRL,
+        note=f"CleanRL's ppo.py with its defaults, except the minibatches' number. {_BOOTSTRAP_NOTE}",
+    ),
+    "hopper_sac": Case(
+        "SAC, Hopper-v5", "Hopper-v5", "sac", 24_000, {"starts": 5000, "buffer": 1_000_000},
+        spans=12, note=_SAC_NOTE,
+    ),
+    "hopper_ppo": Case(
+        "PPO, Hopper-v5", "Hopper-v5", "ppo", 102_400,
+        {**_CLEANRL, "lr": 3e-4, "epochs": 10, "entropy": 0.0, "num_envs": 1, "rollout_steps": 2048, "minibatch": 64,
+         "log_std": 0.0},
+        normalize=True, note=f"CleanRL's ppo_continuous_action.py with its defaults and wrappers, at a tenth of its steps "
+        f"(the learning rate goes to 0 over these). {_BOOTSTRAP_NOTE}",
+    ),
+    "lunar_lander_sac": Case(
+        "SAC, LunarLander-v3, continuous", "LunarLander-v3", "sac", 24_000, {"starts": 5000, "buffer": 1_000_000},
+        env_kwargs={"continuous": True}, spans=12, note=_SAC_NOTE,
+    ),
+}  # fmt: skip
