@@ -1,11 +1,9 @@
-"""SAC beside a single-process loop: updates per second, and returns at the same environment steps.
+"""SAC's updates per second beside a single-process loop. (Learning curves: `bench.learning`.)
 
-`updates`: both draw batches of 256 from 20 000 transitions (17 numbers an observation, 6 an action) and train on them, MLPs of
-two layers of 256, one thread, in turns of half a second of CPU time. `learning`: whole runs on a MuJoCo task, same
-hyperparameters, seeds in turn; the figures are the mean returns of the last 100 training episodes at a number of environment
-steps.
+Both draw batches of 256 from 20 000 transitions (17 numbers an observation, 6 an action) and train on them, MLPs of two layers
+of 256, one thread, in turns of half a second of CPU time.
 
-    python -m bench.sac --seeds 3 --steps 6000
+    python -m bench.sac --turns 20
 """
 
 from __future__ import annotations
@@ -13,9 +11,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import statistics
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -25,7 +20,6 @@ from typing import Any
 
 from bench.machine import spread, write
 
-HERE = Path(__file__).resolve().parent
 OBS, ACT, ROWS, TURN_S = 17, 6, 20_000, 0.5
 
 
@@ -116,70 +110,15 @@ def updates(turns: int) -> dict[str, Any]:
     return {"updates_per_cpu_s": {name: spread(found) for name, found in rates.items()}, "ratio": spread(ratios)}
 
 
-def run_ours(env: str, seed: int, steps: int) -> dict[str, Any]:
-    """A run of rlhpc."""
-    with tempfile.TemporaryDirectory() as folder:
-        command = [
-            sys.executable, "-m", "rlhpc.cli", "train", str(HERE.parent / "configs" / "embodied" / "halfcheetah_sac.yaml"),
-            f"runner.run_dir={folder}", "runner.name=bench", f"runner.seed={seed}", f"runner.max_steps={steps // 8}",
-            "runner.save_interval=-1", f"env.train.env_id={env}", "algorithm.rollout_steps=8",
-            "algorithm.replay_buffer={size: 100000, min_buffer_size: 1000}", "runner.logger.logger_backends=[jsonl]",
-        ]  # fmt: skip
-        subprocess.run(command, check=True, capture_output=True)
-        rows = [json.loads(line) for line in (Path(folder) / "bench" / "metrics.jsonl").read_text().splitlines()]
-    found = {str(int(row["rollout/env_steps"])): row.get("train/episode_return") for row in rows}
-    return {"seed": seed, "loop_s": rows[-1]["time/wall_s"], "return": {key: found[key] for key in marks(steps)}}
-
-
-def marks(steps: int) -> list[str]:
-    """Environment steps at which returns are read."""
-    return [str(step) for step in range(1000, steps + 1, 1000)]
-
-
-def run_plain(env: str, seed: int, steps: int) -> dict[str, Any]:
-    """A run of the single-process loop."""
-    command = [
-        sys.executable,
-        str(HERE / "single_process_sac.py"),
-        "--env",
-        env,
-        "--seed",
-        str(seed),
-        "--steps",
-        str(steps),
-    ]
-    found: dict[str, Any] = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
-    at = {key: [value for step, value in found["returns"] if step <= int(key)][-100:] for key in marks(steps)}
-    means = {key: statistics.mean(values) if values else None for key, values in at.items()}
-    return {"seed": seed, "loop_s": found["loop_s"], "return": means}
-
-
-def learning(env: str, seeds: int, steps: int) -> dict[str, Any]:
-    """Runs of both, seed by seed."""
-    contenders = {"rlhpc": run_ours, "single_process": run_plain}
-    runs: dict[str, list[dict[str, Any]]] = {name: [] for name in contenders}
-    for seed in range(1, seeds + 1):
-        for name, run in contenders.items():
-            runs[name].append(run(env, seed, steps))
-            print(name, json.dumps(runs[name][-1]), flush=True)
-    return {"env_id": env, "steps": steps, "runs": runs}
-
-
 def main(argv: Sequence[str] | None = None) -> None:
-    """Runs both parts and writes `results/sac.json`."""
+    """Measures and writes `results/sac.json`."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--seeds", type=int, default=3, help="0 leaves the runs out")
-    parser.add_argument("--steps", type=int, default=6000)
-    parser.add_argument("--env", default="InvertedPendulum-v5")
     parser.add_argument("--turns", type=int, default=20)
     args = parser.parse_args(argv)
     os.environ["OMP_NUM_THREADS"] = "1"
-    content: dict[str, Any] = {"updates": updates(args.turns)}
-    print(json.dumps(content["updates"]), flush=True)
-    command = f"python -m bench.sac --seeds {args.seeds} --steps {args.steps} --env {args.env} --turns {args.turns}"
-    if args.seeds:
-        content["learning"] = learning(args.env, args.seeds, args.steps)
-    print(write("sac", command, content))
+    content = updates(args.turns)
+    print(json.dumps(content), flush=True)
+    print(write("sac", f"python -m bench.sac --turns {args.turns}", content))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,6 @@
-"""SAC in one process and one file, the way CleanRL's sac_continuous_action.py does it: the yardstick of `bench/sac.py`.
+"""SAC in one process and one file, the way CleanRL's sac_continuous_action.py does it.
+
+The yardstick of `bench.sac` and `bench.learning`.
 
 Written for this benchmark: one gymnasium environment, two critics as modules of their own, torch.distributions,
 torch.optim.Adam, a replay buffer of NumPy arrays, the actor updated twice every second step. Prints one JSON line: the returns
