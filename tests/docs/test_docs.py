@@ -148,7 +148,8 @@ def test_every_metric_is_documented(tiny_run):
     rows = [json.loads(line) for line in (tiny_run / "metrics.jsonl").read_text().splitlines()]
     logged = {name for row in rows for name in row} - {"step"}
     # CartPole has no success, and no simulator of its own that could fail.
-    sometimes = {f"eval/success_{when}" for when in ("rate", "once", "at_end")} | {"train/success_rate", "env/restarts"}
+    sometimes = {f"eval/success_{when}" for when in ("rate", "once", "at_end")} | {"env/restarts"}
+    sometimes |= {"train/success_rate", "rollout/success_rate"}
     assert documented - sometimes == logged - sometimes
     assert sometimes <= documented
 

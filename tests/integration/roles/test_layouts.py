@@ -81,6 +81,18 @@ def test_a_run_leaves_its_files(runs: Runs, whole: str) -> None:
     assert json.loads((folder / "status.json").read_text())["state"] == "finished"
 
 
+def test_each_row_has_the_episodes_that_ended_in_its_step(runs: Runs, whole: str) -> None:
+    count, total, checked = 0, 0.0, 0
+    for row in runs.rows(whole):
+        count += row["rollout/episodes"]
+        total += row["rollout/episodes"] * row.get("rollout/episode_return", 0.0)
+        assert count == row["train/episodes"]
+        if 0 < count <= 100:  # all that the window holds
+            assert row["train/episode_return"] == pytest.approx(total / count)
+            checked += 1
+    assert checked
+
+
 LAYOUTS = {
     "stages": ["rollout.pipeline_stage_num=2"],
     "many-ranks": ["cluster.component_placement={'actor': '0:0-1', 'rollout': '0:0-1', 'env': '0:0-1'}"],

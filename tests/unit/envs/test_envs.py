@@ -51,6 +51,21 @@ def test_one_slot_is_the_plain_gymnasium_loop():
     assert ends > 3
 
 
+def test_wrappers_that_change_rewards_leave_the_returns_that_a_wrapper_below_them_counts():
+    wrappers = ["gymnasium.wrappers:RecordEpisodeStatistics", "gymnasium.wrappers:NormalizeReward"]
+    settings = {"env_id": "Pendulum-v1", "max_episode_steps": 20}
+    learner, plain = make_env(section(**settings, wrappers=wrappers), 2), make_env(section(**settings), 2)
+    learner.reset(), plain.reset()
+    ended = 0
+    for changed, raw in zip(rollout(learner, 45), rollout(plain, 45), strict=True):
+        np.testing.assert_array_equal(changed[0], raw[0])
+        assert (changed[1] != raw[1]).all()
+        if "episode" in raw[4]:
+            np.testing.assert_allclose(changed[4]["episode"]["return"], raw[4]["episode"]["return"])
+            ended += 1
+    assert ended == 2
+
+
 def test_a_step_limit_truncates_and_does_not_terminate():
     env = make_env(section(env_id="Pendulum-v1", max_episode_steps=5), 2)
     env.reset()
