@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import pickle
+import secrets
 from typing import Any
 
 from rlhpc.runtime.comm.channel import AsyncWork, in_background
 from rlhpc.runtime.comm.payload import Packed
 from rlhpc.runtime.comm.service import INBOX
+from rlhpc.runtime.comm.share import Share
 from rlhpc.runtime.comm.sockets import choose
 from rlhpc.runtime.context import Context, current
 
@@ -16,11 +18,19 @@ def _key(tag: str, group: str, rank: int) -> str:
     return f"{tag}/{group}/{rank}"
 
 
-def _deliver(context: Context, packed: Packed, key: str, dst_group: str, dst_rank: int, reader: int = 0) -> None:
+def _deliver(
+    context: Context,
+    packed: Packed,
+    key: str,
+    dst_group: str,
+    dst_rank: int,
+    reader: int = 0,
+    share: Share | None = None,
+) -> None:
     whom = f"{dst_group}-{dst_rank} to take a message from {context.name}"
     record = context.member(dst_group, dst_rank)["data"]
     if record["ipc"] == context.service.endpoint["ipc"]:
-        frames = [bytes(frame) for frame in packed.frames(reader)]
+        frames = [bytes(frame) for frame in packed.frames(reader, share)]
         context.service.wait_local(
             lambda answer: context.service.channel(INBOX).put(
                 key, frames, packed.nbytes, 0, packed.segment or "", answer
@@ -30,7 +40,7 @@ def _deliver(context: Context, packed: Packed, key: str, dst_group: str, dst_ran
         )
         return
     head = pickle.dumps((INBOX, key, packed.nbytes, 0, packed.segment or "", True))
-    context.service.peers.request(choose(record), b"PUT", [head, *packed.frames(reader)], context.wait_deadline, whom)
+    context.service.peers.request(choose(record), b"PUT", [head, *packed.frames(reader, share)], context.wait_deadline, whom)
 
 
 def send(
@@ -95,12 +105,28 @@ def broadcast(
     if (group, rank) != tuple(src):
         return _receive("b", src[0], src[1], borrow=read_only)
     targets = [(g, r) for g, ranks in groups for r in ranks if (g, r) != (group, rank)]
-    if targets:
-        packed, delivered = context.service.pack(obj, len(targets)), 0
+    readers = _readers(context, targets)
+    if readers:
+        packed, key, begun = context.service.pack(obj, len(readers)), _key("b", group, rank), 0
         try:
-            for reader, (dst_group, dst_rank) in enumerate(targets):
-                _deliver(context, packed, _key("b", group, rank), dst_group, dst_rank, reader)
-                delivered += 1
+            for reader, together in enumerate(readers):
+                name = secrets.token_hex(8) if len(together) > 1 else ""
+                for index, (dst_group, dst_rank) in enumerate(together):
+                    share = Share(name, index, len(together)) if name else None
+                    _deliver(context, packed, key, dst_group, dst_rank, reader, share)
+                    begun = reader + 1
         finally:
-            packed.discard(delivered)
+            packed.discard(begun)
     return obj
+
+
+def _readers(context: Context, targets: list[tuple[str, int]]) -> list[list[tuple[str, int]]]:
+    """Who reads a segment of this process: each receiver of this host by itself, those of another host together."""
+    alone, together = [], dict[str, list[tuple[str, int]]]()
+    for target in targets:
+        host = context.member(*target)["host"]
+        if host == context.host:
+            alone.append([target])
+        else:
+            together.setdefault(host, []).append(target)
+    return [*together.values(), *alone]

@@ -4,13 +4,27 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Callable, Sequence
-from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from rlhpc.runtime.comm.segments import Mappings, SegmentGone, SegmentPool, discard
+from rlhpc.runtime.comm.segments import HEADER, Mappings, SegmentPool, discard
 from rlhpc.runtime.comm.serialization import Buffer, dumps, loads
+from rlhpc.runtime.comm.share import Share
 
 INLINE_LIMIT = 32 * 1024
+
+
+class Origin(NamedTuple):
+    """Whose segment it is.
+
+    Attributes:
+        host: Host id.
+        endpoint: Where the owner's service takes messages from other hosts.
+        bulk: Where it serves its segments to them.
+    """
+
+    host: str
+    endpoint: str
+    bulk: str = ""
 
 
 class Packed:
@@ -24,14 +38,14 @@ class Packed:
 
     __slots__ = ("_data", "_inline", "_origin", "_spans", "nbytes", "readers", "segment")
 
-    def __init__(self, obj: Any, pool: SegmentPool, origin: tuple[str, str], readers: int = 1) -> None:
+    def __init__(self, obj: Any, pool: SegmentPool, origin: Origin, readers: int = 1) -> None:
         """Serializes `obj`.
 
         Args:
             obj: Anything that can be pickled.
             pool: Of this process.
-            origin: (host id, data endpoint) of this process, for readers on other hosts.
-            readers: How many processes will read it.
+            origin: This process, for readers on other hosts.
+            readers: How many processes will read it; those that share what one of them fetches to their host are one.
         """
         self._data, buffers = dumps(obj)
         self._origin, self.readers = origin, readers
@@ -45,11 +59,20 @@ class Packed:
         else:
             self.segment, self._spans = pool.write(buffers, readers)
 
-    def frames(self, reader: int = 0) -> list[Any]:
-        """Message frames for one reader: the pickle stream, a descriptor, and the buffers that travel inline."""
+    def frames(self, reader: int = 0, share: Share | None = None) -> list[Any]:
+        """Message frames for one reader: the pickle stream, a descriptor, and the buffers that travel inline.
+
+        Args:
+            reader: Number of the reader.
+            share: Its place among those of another host that are this reader together.
+        """
         if self.segment is None:
             return [self._data, b"", *self._inline]
-        return [self._data, pickle.dumps((*self._origin, self.segment, self._spans, reader, self.readers))]
+        place = None if share is None else tuple(share)
+        return [
+            self._data,
+            pickle.dumps((tuple(self._origin), self.segment, self._spans, reader, self.readers, place)),
+        ]
 
     def owned(self) -> None:
         """Copies what still refers to the caller's memory, so that the object may change while it is on its way."""
@@ -61,8 +84,8 @@ class Packed:
             discard(str(self.segment), reader)
 
 
-#: `(endpoint, path, reader) -> bytes`: fetches a segment of another host, after which this reader is done with it.
-Fetch = Callable[[str, str, int], Buffer]
+#: `(origin, path, bytes, reader, share)` -> path and reader number here: fetches a segment of another host into one of this.
+Fetch = Callable[[Origin, str, int, int, Share | None], tuple[str, int]]
 
 
 def unpack(frames: Sequence[Buffer], host: str, mappings: Mappings, fetch: Fetch, *, borrow: bool = False) -> Any:
@@ -81,19 +104,10 @@ def unpack(frames: Sequence[Buffer], host: str, mappings: Mappings, fetch: Fetch
     data, descriptor, *inline = frames
     if not len(descriptor):
         return loads(data, [bytearray(b) for b in inline])
-    origin_host, endpoint, path, spans, reader, readers = pickle.loads(descriptor)
-    if origin_host == host:
-        view = mappings.lease(path, reader, own=borrow or readers == 1)
-    else:
-        view = memoryview(bytearray(fetch(endpoint, path, reader)))
+    origin, path, spans, reader, readers, place = pickle.loads(descriptor)
+    if origin[0] != host:
+        share = Share(*place) if place else None
+        path, reader = fetch(Origin(*origin), path, spans[-1][0] + spans[-1][1] - HEADER, reader, share)
+        readers = share.count if share else 1
+    view = mappings.lease(path, reader, own=borrow or readers == 1)
     return loads(data, [view[start : start + size] for start, size in spans])
-
-
-def read_segment(folder_roots: tuple[Path, Path], path: str) -> bytes:
-    """Bytes of a segment for a reader on another host; refuses any path outside the session's own folders."""
-    if Path(path).parent not in folder_roots:
-        raise PermissionError(f"{path} is not a segment of this session")
-    try:
-        return Path(path).read_bytes()
-    except FileNotFoundError:
-        raise SegmentGone(path) from None

@@ -138,12 +138,26 @@ class SegmentPool:
             for (start, count), buffer in zip(spans, buffers, strict=True):
                 if count:
                     target[start : start + count] = np.frombuffer(buffer, np.uint8)
+        self._hold(segment, readers)
+        return segment.path, spans
+
+    def reserve(self, size: int, readers: int = 1) -> Segment:
+        """A segment for `size` bytes that somebody else writes, into its `memory` from `HEADER` on.
+
+        Raises:
+            OSError: Neither the shared memory nor the spill folder has room.
+        """
+        capacity = capacity_of(size)
+        segment = self._take(capacity) or self._make(capacity, size, None)
+        self._hold(segment, readers)
+        return segment
+
+    def _hold(self, segment: Segment, readers: int) -> None:
         segment.readers, segment.written = readers, time.monotonic()
         segment.memory[:readers] = WRITTEN * readers
         with self._lock:
             self._busy.append(segment)
             self._by_path[segment.path] = segment
-        return segment.path, spans
 
     def release(self, path: str, reader: int) -> None:
         """A reader that cannot map the segment is done with it."""
@@ -208,11 +222,11 @@ class SegmentPool:
 
     # -- making one -----------------------------------------------------------------------------------------------
 
-    def _make(self, capacity: int, size: int, buffers: Sequence[Any]) -> Segment:
+    def _make(self, capacity: int, size: int, buffers: Sequence[Any] | None) -> Segment:
         """A new segment with the data. It is written rather than mapped and copied into: no page is zeroed first, and a
-        full /dev/shm is an error instead of a SIGBUS."""
+        full /dev/shm is an error instead of a SIGBUS. Without `buffers` its pages are there, and mapped."""
         chunks: list[Any] = [b"\0" * HEADER]
-        for buffer in buffers:
+        for buffer in buffers or ():
             chunks += [buffer, b"\0" * (-len(buffer) % _ALIGN)]
         name = f"{os.getpid()}-{next(_counter)}"
         for folder in (self._scratch.shm, self._scratch.spill):
@@ -220,10 +234,12 @@ class SegmentPool:
             fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
             try:
                 _write_all(fd, chunks)
-                if capacity > size and not spilled:
-                    os.posix_fallocate(fd, HEADER + size, capacity - size)
+                written = HEADER + (0 if buffers is None else size)
                 length = HEADER + (size if spilled else capacity)
-                return Segment(path, capacity, mmap.mmap(fd, length), pooled=not spilled)
+                if length > written:
+                    os.posix_fallocate(fd, written, length - written)
+                flags = mmap.MAP_SHARED | (_POPULATE if buffers is None else 0)
+                return Segment(path, capacity, mmap.mmap(fd, length, flags=flags), pooled=not spilled)
             except OSError as error:
                 os.unlink(path)
                 if error.errno not in (errno.ENOSPC, errno.EDQUOT) or spilled:

@@ -22,9 +22,11 @@ from typing import Any
 
 import zmq
 
-from rlhpc.runtime.comm.payload import Packed, read_segment, unpack
+from rlhpc.runtime.comm.bulk import BulkServer
+from rlhpc.runtime.comm.payload import Origin, Packed, unpack
 from rlhpc.runtime.comm.queues import ChannelState, Item
-from rlhpc.runtime.comm.segments import Mappings, SegmentGone, SegmentPool, discard
+from rlhpc.runtime.comm.segments import HEADER, Mappings, SegmentPool, discard
+from rlhpc.runtime.comm.share import Share, once_for_all
 from rlhpc.runtime.comm.sockets import Peers, ZapDoor, bind, make_socket
 from rlhpc.runtime.comm.unix import Connection, Listener, token_of
 from rlhpc.runtime.errors import ChannelError, DeadlineExceeded
@@ -126,11 +128,14 @@ class Service:
         self._listener = Listener(str(path))
         self._token = token_of(keys)
         self.endpoint = {"host": host_id(), "ipc": f"ipc://{path}", "tcp": ""}
-        self._router = None
+        self._router = self._bulk = None
         if tcp_address:
             self._router = make_socket(self.context, zmq.ROUTER, keys, server=True)
             self.endpoint["tcp"] = bind(self._router, scratch, "z", tcp_address)["tcp"]
-        self.origin = (host_id(), self.endpoint["tcp"] or self.endpoint["ipc"])
+            self._bulk = BulkServer(name, keys, tcp_address, (scratch.shm, scratch.spill))
+        self.origin = Origin(
+            host_id(), self.endpoint["tcp"] or self.endpoint["ipc"], self._bulk.endpoint if self._bulk else ""
+        )
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._on_tick, self._on_note = on_tick, on_note
         self._stopping = False
@@ -145,6 +150,8 @@ class Service:
             self._epoll.register(fd, select.EPOLLIN)
         if self._router:
             self._epoll.register(int(self._router.FD), select.EPOLLIN)
+        if self._bulk:
+            self._epoll.register(self._bulk.sock.fileno(), select.EPOLLIN)
         self._thread = threading.Thread(target=self._run, name=f"rlhpc-service-{name}", daemon=True)
         self._thread.start()
 
@@ -259,14 +266,25 @@ class Service:
                 now.
         """
 
-        def fetch(endpoint: str, path: str, reader: int) -> bytes:
-            data: bytes = self.peers.request(endpoint, b"FETCH", [path.encode()], 600.0, f"payload {path}")[0]
+        def fetch(origin: Origin, path: str, size: int, reader: int, share: Share | None) -> tuple[str, int]:
+            def receive() -> str:
+                here = self.pool.reserve(size, share.count if share else 1)
+                try:
+                    self.peers.fetch(origin.bulk, path, HEADER, memoryview(here.memory)[HEADER : HEADER + size])
+                except BaseException:
+                    for number in range(here.readers):
+                        discard(here.path, number)
+                    raise
 
-            def release() -> None:
-                self.peers.post(endpoint, b"RELEASE", [pickle.dumps((path, reader))])
+                def release() -> None:
+                    self.peers.post(origin.endpoint, b"RELEASE", [pickle.dumps((path, reader))])
 
-            release() if later is None else later.append(release)
-            return data
+                release() if later is None else later.append(release)
+                return here.path
+
+            if share is None:
+                return receive(), 0
+            return once_for_all(self.scratch.shm, share, receive, self.check), share.index
 
         return unpack(frames, self.endpoint["host"], self.mappings, fetch, borrow=borrow)
 
@@ -302,6 +320,8 @@ class Service:
             self._epoll.close()
             if self._router:
                 self._router.close()
+            if self._bulk:
+                self._bulk.close()
             self._zap.socket.close()
             self.peers.close()
 
@@ -328,6 +348,8 @@ class Service:
                 while (accepted := self._listener.accept(self._token)) is not None:
                     connections[accepted.sock.fileno()] = accepted
                     epoll.register(accepted.sock.fileno(), select.EPOLLIN)
+            elif self._bulk and fd == self._bulk.sock.fileno():
+                self._bulk.accept()
             # ZeroMQ's descriptor only says that its state changed: look until it has nothing more.
             elif router and fd == router.FD:
                 pass
@@ -354,7 +376,7 @@ class Service:
         answer = _RemoteAnswer(self, peer, number)
         try:
             _OPERATIONS[op](self, answer, frames)
-        except (ChannelError, SegmentGone, PermissionError, KeyError, ValueError) as error:
+        except (ChannelError, KeyError, ValueError) as error:
             if number:
                 self.reply(peer, [number, b"error", f"{type(error).__name__}: {error}".encode()])
 
@@ -402,10 +424,6 @@ class Service:
                     discard(item.segment) if item.segment else None
                 state.consumer_died(answer.who)  # an answer that crossed this: its items go back to the front
 
-    def _op_fetch(self, answer: _RemoteAnswer, frames: list[bytes]) -> None:
-        data = read_segment((self.scratch.shm, self.scratch.spill), frames[0].decode())
-        answer.frames(data)
-
     def _op_release(self, answer: _RemoteAnswer, frames: list[bytes]) -> None:
         self.pool.release(*pickle.loads(frames[0]))
 
@@ -451,7 +469,6 @@ _OPERATIONS: dict[bytes, Callable[[Service, _RemoteAnswer, list[bytes]], None]] 
     b"STAT": Service._op_stat,
     b"OPEN": Service._op_open,
     b"CANCEL": Service._op_cancel,
-    b"FETCH": Service._op_fetch,
     b"RELEASE": Service._op_release,
     b"NOTE": Service._op_note,
     b"STORE": Service._op_store,

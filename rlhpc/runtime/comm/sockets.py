@@ -13,6 +13,7 @@ import zmq
 from zmq.utils import z85
 
 from rlhpc.runtime.comm import unix
+from rlhpc.runtime.comm.bulk import BulkClient
 from rlhpc.runtime.errors import ChannelError, DeadlineExceeded
 from rlhpc.runtime.registry import Keys
 from rlhpc.runtime.scratch import Scratch, host_id
@@ -115,10 +116,7 @@ class Peers:
 
     def _gone(self, endpoint: str, whom: str) -> ChannelError:
         self._local.__dict__["clients"].pop(endpoint).close()
-        # The driver learns of a death at about the same moment; its account of it is the better one.
-        for _ in range(20):
-            self._check()
-            time.sleep(0.01)
+        self._grieve()
         return ChannelError(f"the process behind {endpoint} died while this one waited for {whom}")
 
     def post(self, endpoint: str, op: bytes, frames: Sequence[Any]) -> None:
@@ -156,7 +154,44 @@ class Peers:
             return reply[2:]
         raise ChannelError(reply[2].decode())
 
+    def fetch(self, endpoint: str, path: str, start: int, target: memoryview) -> None:
+        """Fills `target` with what is in a segment of another host from `start` on.
+
+        Args:
+            endpoint: Of the owner's `BulkServer`.
+            path: The segment.
+            start: Offset in its file.
+            target: Memory of this process.
+
+        Raises:
+            ChannelError: The owner is gone, its host out of reach, or the segment freed; names the owner.
+        """
+        clients: dict[str, BulkClient] = self._local.__dict__.setdefault("bulk", {})
+        while True:
+            fresh = endpoint not in clients
+            client = clients[endpoint] = BulkClient(endpoint, self._keys, self._check) if fresh else clients[endpoint]
+            try:
+                return client.fetch(path, start, target)
+            except OSError as error:
+                if not fresh and not client.begun:
+                    continue  # it was idle, and whatever stands between the hosts may have forgotten it
+                self._grieve()
+                raise ChannelError(
+                    f"{client.peer} at {endpoint.rpartition('@')[2]} died or is out of reach while this process received "
+                    f"{len(target)} bytes from it: {error}"
+                ) from None
+            finally:
+                if not client.in_step:
+                    clients.pop(endpoint).close()
+
+    def _grieve(self) -> None:
+        # The driver learns of a death at about the same moment; its account of it is the better one.
+        for _ in range(20):
+            self._check()
+            time.sleep(0.01)
+
     def close(self) -> None:
         """Closes the calling thread's connections."""
-        for client in self._local.__dict__.pop("clients", {}).values():
-            client.close()
+        for kind in ("clients", "bulk"):
+            for client in self._local.__dict__.pop(kind, {}).values():
+                client.close()

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from rlhpc.runtime.comm.payload import Packed, unpack
+from rlhpc.runtime.comm.payload import Origin, Packed, unpack
 from rlhpc.runtime.comm.segments import (
     HEADER,
     Mappings,
@@ -25,7 +25,7 @@ from rlhpc.runtime.comm.segments import (
 )
 from rlhpc.runtime.scratch import Scratch
 
-ORIGIN = ("here", "ipc://nowhere")
+ORIGIN = Origin("here", "ipc://nowhere")
 SIZE = 1 << 20
 
 
@@ -36,7 +36,7 @@ def scratch() -> Iterator[Scratch]:
     made.remove()
 
 
-def nowhere(endpoint: str, path: str, reader: int) -> bytes:
+def nowhere(origin: Origin, path: str, size: int, reader: int, share: object) -> tuple[str, int]:
     raise AssertionError("a segment of this host is mapped")
 
 

@@ -1,0 +1,338 @@
+"""Payloads and weights between two hosts, beside a plain TCP connection between the same two processes.
+
+    python -m bench.hosts --repeat 7
+
+The hosts are two network, UTS and mount namespaces of this machine, joined by a veth pair, each with a name, an address and a
+/dev/shm of its own; making them needs root. The driver, its fork server and rank `near` live on one, the other ranks on the
+other; they meet through the registry as ranks on two nodes do. In every repetition the same two processes exchange, in turn:
+
+- bytes over one TCP stream: `sendall` from a warm buffer, `recv_into` a warm buffer; this is the limit;
+- the same number of bytes through channels, and through send and recv; a dict of tensors; tensors by gloo;
+- 500 MB of weights to one and to four receivers on the other host, and how many bytes crossed the wire for it.
+
+One way is half of a round trip. Rates are bytes over the median time; ratios are medians of the repetitions' ratios.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shlex
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from bench.machine import spread, write
+from bench.weights import BYTES, Holder
+from rlhpc import Channel, Cluster, NodePlacementStrategy, Session, Worker
+
+MIB = 1 << 20
+ADDRESSES = ("10.78.0.1", "10.78.0.2")
+INTERFACE = "veth0"
+_SETUP = """set -e
+hostname "$1"
+mount -t tmpfs -o mode=1777 shm /dev/shm
+ip link set lo up
+echo ready
+exec sleep infinity
+"""
+
+
+class Host:
+    """A process that sleeps in namespaces of its own, which vanish with it."""
+
+    def __init__(self, name: str) -> None:
+        self.process = subprocess.Popen(
+            ["unshare", "--net", "--uts", "--mount", "--propagation", "slave", "sh", "-c", _SETUP, "sh", name],
+            stdout=subprocess.PIPE, text=True,
+        )  # fmt: skip
+        assert self.process.stdout is not None
+        if self.process.stdout.readline() != "ready\n":
+            raise SystemExit("bench.hosts: the namespaces could not be made (see above)")
+
+    @property
+    def enter(self) -> list[str]:
+        """What to put before a command to run it there."""
+        return ["nsenter", f"--target={self.process.pid}", "--net", "--uts", "--mount", f"--wd={os.getcwd()}"]
+
+
+def connect(hosts: Sequence[Host]) -> None:
+    """Lays a cable between two hosts."""
+    near, far = (str(host.process.pid) for host in hosts)
+    subprocess.run(
+        ["ip", "link", "add", INTERFACE, "netns", near, "type", "veth", "peer", "name", INTERFACE, "netns", far], check=True
+    )
+    for host, address in zip(hosts, ADDRESSES, strict=True):
+        for words in (f"addr add {address}/24 dev {INTERFACE}", f"link set {INTERFACE} up"):
+            subprocess.run([*host.enter, "ip", *words.split()], check=True)
+
+
+def allowed() -> bool:
+    """Whether this user may make network namespaces: root of a container often may not."""
+    if os.geteuid() != 0:
+        return False
+    probe = ["unshare", "--net", "--uts", "--mount", "ip", "link", "add", "probe0", "type", "veth"]
+    return subprocess.run(probe, capture_output=True, check=False).returncode == 0
+
+
+def rank_of_the_far_host() -> None:
+    """A rank's life, as `rlhpc.runtime.process` has it, with this host's address in place of the driver's."""
+    from rlhpc.runtime import process
+
+    spec = process._spawned()
+    spec.tcp_address = ADDRESSES[1]
+    status = process.run_worker(spec)
+    sys.stdout.flush()
+    os._exit(status)
+
+
+# -- what the ranks do ------------------------------------------------------------------------------------------------
+
+
+def tensors(size: int, count: int = 16) -> dict[str, torch.Tensor]:
+    """`size` bytes in float32 tensors."""
+    return {f"layer{i}": torch.full((size // count // 4,), float(i)) for i in range(count)}
+
+
+class Peer(Worker):
+    """The other end of every measurement."""
+
+    def open(self, address: str, listens: bool) -> None:
+        """The plain TCP connection."""
+        self.tcp: socket.socket
+        if listens:
+            with socket.create_server((address, 5599), backlog=1) as door:
+                self.tcp = door.accept()[0]
+        else:
+            time.sleep(1.0)
+            self.tcp = socket.create_connection((address, 5599))
+        self.tcp.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self.out, self.back = np.ones(256 * MIB, np.uint8), np.ones(256 * MIB, np.uint8)
+
+    def _fill(self, size: int) -> None:
+        view, at = memoryview(self.back)[:size], 0
+        while at < size:
+            at += self.tcp.recv_into(view[at:])
+
+    def _times(self, count: int, turn: Callable[[], Any]) -> list[float]:
+        """Seconds one way of `count` round trips, after one that does not count."""
+        times = []
+        for _ in range(count + 1):
+            started = time.perf_counter()
+            turn()
+            times.append((time.perf_counter() - started) / 2)
+        return times[1:]
+
+    def raw(self, count: int, size: int, first: bool) -> list[float]:
+        out = memoryview(self.out)[:size]
+
+        def turn() -> None:
+            if first:
+                self.tcp.sendall(out)
+            self._fill(size)
+            if not first:
+                self.tcp.sendall(out)
+
+        return self._times(count, turn)
+
+    def by_channel(self, count: int, item: Any, out: Channel, back: Channel, first: bool) -> list[float]:
+        def turn() -> None:
+            if first:
+                out.put(item, key="0")
+                back.get(key="0")
+            else:
+                back.put(out.get(key="0"), key="0")
+
+        return self._times(count, turn)
+
+    def by_send(self, count: int, item: Any, first: bool) -> list[float]:
+        other = "far" if first else "near"
+
+        def turn() -> None:
+            if first:
+                self.send(item, other, 0)
+                self.recv(other, 0)
+            else:
+                self.send(self.recv(other, 0), other, 0)
+
+        return self._times(count, turn)
+
+    def join_gloo(self, rank: int) -> None:
+        os.environ["GLOO_SOCKET_IFNAME"] = INTERFACE
+        torch.distributed.init_process_group("gloo", f"tcp://{ADDRESSES[0]}:5598", rank=rank, world_size=2)
+        self.tensor = torch.ones(64 * MIB, dtype=torch.uint8)
+
+    def by_gloo(self, count: int, first: bool) -> list[float]:
+        def turn() -> None:
+            if first:
+                torch.distributed.send(self.tensor, 1)
+                torch.distributed.recv(self.tensor, 1)
+            else:
+                torch.distributed.recv(self.tensor, 0)
+                torch.distributed.send(self.tensor, 0)
+
+        return self._times(count, turn)
+
+    def make(self, kind: str, size: int) -> None:
+        self.item = tensors(size) if kind == "dict" else np.ones(size, np.uint8)
+
+
+class Exchange(Peer):
+    """Holds what it sends, so that calls stay small."""
+
+    def channel(self, count: int, out: Channel, back: Channel, first: bool) -> list[float]:
+        return self.by_channel(count, self.item, out, back, first)
+
+    def messages(self, count: int, first: bool) -> list[float]:
+        return self.by_send(count, self.item, first)
+
+
+# -- the driver -------------------------------------------------------------------------------------------------------
+
+
+def wire_bytes() -> int:
+    """Bytes that this host has sent."""
+    done = subprocess.run(["ip", "-s", "-j", "link", "show", INTERFACE], capture_output=True, text=True, check=True)
+    return int(json.loads(done.stdout)[0]["stats64"]["tx"]["bytes"])
+
+
+def both(near: Any, far: Any, method: str, *args: Any) -> list[float]:
+    """Runs one end of a measurement on each; seconds one way."""
+    handles = [getattr(near, method)(*args, True), getattr(far, method)(*args, False)]
+    times: list[float] = handles[0].wait()[0]
+    handles[1].wait()
+    return times
+
+
+def weights(sender: Any, group: Any, name: str, count: int, adopt: bool, version: int) -> tuple[float, float]:
+    """Seconds until all have applied a version, and how often its bytes crossed the wire."""
+    receivers = [(name, list(range(count)))]
+    for handle in (sender.open(receivers), group.open(receivers)):
+        handle.wait()
+    for step in range(2):  # the first one maps the memory; what counts is every later one
+        value = float((version + step) % 97)
+        sender.change(value).wait()
+        before, started = wire_bytes(), time.perf_counter()
+        handles = [sender.send(version + step), group.take(adopt)]
+        for handle in handles:
+            handle.wait()
+        seconds = time.perf_counter() - started
+        crossed = (wire_bytes() - before) / BYTES
+        assert all(held == {value} for held in group.value().wait())
+    return seconds, crossed
+
+
+def measure(repeat: int, wrapper: str) -> None:
+    """The driver's part; runs on the near host."""
+    os.environ["OMP_NUM_THREADS"] = "1"
+    cluster = Cluster.local(2, 0, [{"label": "far", "node_ranks": "1", "python_interpreter": wrapper}])
+    Session.start(tcp_address=ADDRESSES[0])
+
+    def launch(cls: Any, count: int, name: str, far: bool) -> Any:
+        strategy = NodePlacementStrategy([0] * count, "far") if far else NodePlacementStrategy([0] * count)
+        return cls.create_group().launch(cluster, strategy, name)
+
+    near, far = launch(Exchange, 1, "near", False), launch(Exchange, 1, "far", True)
+    sender = launch(Holder, 1, "sender", False)
+    receivers = {n: launch(Holder, n, f"r{n}", True) for n in (1, 4)}
+    handles = [near.open(ADDRESSES[0], True), far.open(ADDRESSES[0], False)]
+    handles += [near.join_gloo(0), far.join_gloo(1)]
+    for handle in handles:
+        handle.wait()
+    out, back = Channel.create("out", home="far"), Channel.create("back", home="near")
+    rows: list[dict[str, float]] = []
+    version = 0
+    for number in range(repeat + 1):
+        row: dict[str, float] = {}
+        for text, kind, size, turns in (("1 KB", "array", 1000, 200), ("64 MiB", "array", 64 * MIB, 5),
+                                        ("256 MiB dict", "dict", 256 * MIB, 3)):  # fmt: skip
+            for handle in (near.make(kind, size), far.make(kind, size)):
+                handle.wait()
+            runs: dict[str, Callable[[], list[float]]] = {
+                "TCP": lambda turns=turns, size=size: both(near, far, "raw", turns, size),
+                "channel": lambda turns=turns: both(near, far, "channel", turns, out, back),
+                "send/recv": lambda turns=turns: both(near, far, "messages", turns),
+            }
+            if text == "64 MiB":
+                runs["gloo"] = lambda turns=turns: both(near, far, "by_gloo", turns)
+            for name, run in runs.items():
+                row[f"{name}, {text} (ms)"] = float(np.median(run())) * 1e3
+            row[f"TCP again, {text} (ms)"] = float(np.median(runs["TCP"]())) * 1e3
+        for count, group in receivers.items():
+            for adopt in (False, True):
+                version += 2
+                how = "adopted" if adopt else "copied"
+                seconds, crossed = weights(sender, group, f"r{count}", count, adopt, version)
+                row[f"weights 1 to {count}, {how} (ms)"] = seconds * 1e3
+                row[f"weights 1 to {count}, {how}: times over the wire"] = crossed
+        if number:
+            rows.append(row)
+        print(json.dumps({name: round(value, 3) for name, value in row.items()}), flush=True)
+    figures = {name: spread([row[name] for row in rows]) for name in rows[0]}
+    ratios: dict[str, float] = {}
+    for name in figures:
+        kind, _, what = name.removesuffix(" (ms)").partition(", ")
+        if kind in ("channel", "send/recv", "gloo") and what != "1 KB":
+            limits = [min(row[f"TCP, {what} (ms)"], row[f"TCP again, {what} (ms)"]) for row in rows]
+            ratios[f"{kind} {what}: rate / TCP"] = float(
+                np.median([limit / row[name] for row, limit in zip(rows, limits, strict=True)])
+            )
+        elif kind.startswith("weights") and "times" not in name:
+            size = 256 * MIB
+            limits = [min(row["TCP, 256 MiB dict (ms)"], row["TCP again, 256 MiB dict (ms)"]) for row in rows]
+            ratios[f"{kind}, {what}: time / TCP's for the bytes"] = float(
+                np.median([row[name] / (limit / size * BYTES) for row, limit in zip(rows, limits, strict=True)])
+            )
+    for name, figure in figures.items():
+        print(f"{name:48} {figure['min']:10.2f} {figure['median']:10.2f} {figure['max']:10.2f}")
+    for name, ratio in ratios.items():
+        print(f"{name:48} {ratio:10.2f}")
+    if repeat >= 5:
+        print(write("hosts", f"python -m bench.hosts --repeat {repeat}", {"figures": figures, "ratios": ratios}))
+    for group in (near, far, sender, *receivers.values()):
+        group.shutdown()
+    session = Session.running()
+    assert session is not None
+    session.stop()
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Makes the hosts, measures between them, and writes `results/hosts.json`."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--repeat", type=int, default=7, help="results are written from 5 on (%(default)s)")
+    parser.add_argument("--measure", help=argparse.SUPPRESS)
+    args = parser.parse_args(argv)
+    if args.measure:
+        measure(args.repeat, args.measure)
+        return 0
+    if not allowed():
+        print("bench.hosts: two network namespaces with a veth pair are needed, and only root may make them", file=sys.stderr)
+        return 2
+    hosts: list[Host] = []
+    with tempfile.TemporaryDirectory(prefix="rlhpc-bench-") as folder:
+        try:
+            hosts += [Host("bench-near"), Host("bench-far")]
+            connect(hosts)
+            wrapper = Path(folder) / "python"
+            command = [*hosts[1].enter, sys.executable, "-c", "from bench.hosts import rank_of_the_far_host as r; r()"]
+            wrapper.write_text(f'#!/bin/sh\nexec {shlex.join(command)} "$3"\n')
+            wrapper.chmod(0o755)
+            again = [sys.executable, "-m", "bench.hosts", "--repeat", str(args.repeat), "--measure", str(wrapper)]
+            return subprocess.run([*hosts[0].enter, *again], check=False).returncode
+        finally:
+            for host in hosts:
+                host.process.kill()
+                host.process.wait()
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

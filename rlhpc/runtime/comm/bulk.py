@@ -1,0 +1,318 @@
+"""Bulk data between hosts: a segment of one goes over a plain TCP connection straight into a segment of the other.
+
+CURVE encrypts about a gigabyte a second and core, and its messages are copied three times on the way. Here the owner hands
+the pages of its segment to the kernel (`sendfile`), and the kernel writes into the receiver's memory, which is mapped already.
+
+Both sides prove to one another that they know the generation's secret before anything else is said: each answers the other's
+random challenge with an HMAC. What they say then, the requests and the replies' heads, carries an HMAC under the
+connection's own key and a count, so nothing can be forged, replayed or left out. The bytes of the segments follow in
+clear. They are buffers of arrays and tensors, never a pickle: those stay in the encrypted messages.
+
+    server: MAGIC, challenge            client: challenge, proof            server: proof, size of its name, name
+    client: size, request, HMAC         server: size, reply, HMAC, the bytes that were asked for
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import hmac
+import logging
+import os
+import secrets
+import socket
+import struct
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from rlhpc.runtime.errors import ChannelError
+from rlhpc.runtime.registry import Keys
+
+log = logging.getLogger(__name__)
+
+MAGIC = b"rlhpc bulk 1\n"
+_NONCE, _PROOF = 32, 32
+_SIZE = struct.Struct("!H")
+_RANGE = struct.Struct("!QQ")
+_OK, _ERROR = b"+", b"-"
+#: Handshakes that may be under way at a time: whoever connects and says nothing holds one until it is over.
+_STRANGERS = 64
+_HANDSHAKE_S = 10.0
+#: Transfers that a process serves at a time; others wait their turn, which costs nothing: the wire is full.
+MOST_TRANSFERS = 8
+#: After so long without a sign of life of the other host a transfer is over, as a silent rank is (`session.LOST_S`).
+_LOST_S = 180
+#: A waiting receiver looks so often whether the run has failed.
+_LOOK_S = 0.2
+#: Bytes that one system call asks for: few enough that the receiver looks around meanwhile.
+_CHUNK = 8 << 20
+
+
+class _Link:
+    """An authenticated connection: messages with an HMAC under its own key, and raw bytes."""
+
+    def __init__(self, sock: socket.socket, keys: Keys, sends: bytes, hears: bytes) -> None:
+        self.sock = sock
+        self._secret = hashlib.sha256(b"rlhpc bulk " + keys.secret).digest()
+        self._roles, self._counts = (sends, hears), [0, 0]
+        self._key = b""
+
+    def proof(self, role: bytes, transcript: bytes) -> bytes:
+        return hmac.digest(self._secret, role + transcript, "sha256")
+
+    def agree(self, transcript: bytes) -> None:
+        self._key = self.proof(b"link", transcript)
+
+    def _mac(self, direction: int, body: bytes) -> bytes:
+        self._counts[direction] += 1
+        return hmac.digest(self._key, self._roles[direction] + b"%d " % self._counts[direction] + body, "sha256")
+
+    def say(self, body: bytes) -> None:
+        self.sock.sendall(_SIZE.pack(len(body)) + body + self._mac(0, body))
+
+    def hear(self, check: Callable[[], None]) -> bytes:
+        """The next message.
+
+        Raises:
+            ConnectionError: The other side is gone, or somebody else has spoken.
+        """
+        (size,) = _SIZE.unpack(self.exactly(_SIZE.size, check))
+        message = self.exactly(size + _PROOF, check)
+        if not hmac.compare_digest(message[size:], self._mac(1, message[:size])):
+            raise ConnectionError("a message is not the other side's")
+        return message[:size]
+
+    def exactly(self, size: int, check: Callable[[], None]) -> bytes:
+        data = bytearray(size)
+        self.fill(memoryview(data), check)
+        return bytes(data)
+
+    def fill(self, target: memoryview, check: Callable[[], None]) -> None:
+        """Receives into all of `target`; raises `ConnectionError` with how much had come."""
+        at = 0
+        while at < len(target):
+            try:
+                count = self.sock.recv_into(target[at : at + _CHUNK], 0, socket.MSG_WAITALL)
+            except BlockingIOError:  # nothing came for the socket's timeout
+                check()
+                continue
+            except OSError as error:
+                raise ConnectionError(f"{error.strerror} after {at} of {len(target)} bytes") from None
+            if not count:
+                raise ConnectionError(f"its end came after {at} of {len(target)} bytes")
+            at += count
+
+
+def _tune(sock: socket.socket) -> None:
+    """The buffers are left to the kernel, which makes them as large as the path needs; a size set here would be capped."""
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _LOST_S * 1000)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _LOST_S // 3)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, _LOST_S // 9)
+    _wake_every(sock, _LOOK_S)
+
+
+def _wake_every(sock: socket.socket, seconds: float) -> None:
+    """The kernel's own timeout: with Python's the socket would not block, and each piece cost another system call."""
+    whole = int(seconds)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", whole, int((seconds - whole) * 1e6)))
+
+
+# -- the owner's side -------------------------------------------------------------------------------------------------
+
+
+class BulkServer:
+    """Serves this process's segments to other hosts, one thread a connection.
+
+    Args:
+        name: This process's, for the other side's messages.
+        keys: The generation's.
+        address: Where to listen.
+        folders: Segments lie in these; nothing else is served.
+    """
+
+    def __init__(self, name: str, keys: Keys, address: str, folders: tuple[Path, ...]) -> None:
+        self._name, self._keys, self._folders = name, keys, folders
+        self.sock = socket.create_server((address, 0), backlog=256)
+        self.sock.setblocking(False)
+        #: What others are told: `name@address:port`.
+        self.endpoint = f"{name}@{address}:{self.sock.getsockname()[1]}"
+        self._lock = threading.Lock()
+        self._open: set[socket.socket] = set()
+        self._strangers = 0
+        self._turns = threading.BoundedSemaphore(MOST_TRANSFERS)
+        self.refused = 0
+
+    def accept(self) -> None:
+        """Takes one connection; call when the socket is readable."""
+        try:
+            sock, _ = self.sock.accept()
+        except OSError:
+            return
+        with self._lock:
+            if self._strangers >= _STRANGERS:
+                sock.close()
+                return
+            self._strangers += 1
+            self._open.add(sock)
+        sock.setblocking(True)
+        threading.Thread(target=self._serve, args=[sock], name=f"rlhpc-bulk-{self._name}", daemon=True).start()
+
+    def close(self) -> None:
+        """Ends all connections."""
+        self.sock.close()
+        with self._lock:
+            for sock in self._open:
+                _hang_up(sock)
+
+    def _serve(self, sock: socket.socket) -> None:
+        try:
+            try:
+                link = self._welcome(sock)
+            finally:
+                with self._lock:
+                    self._strangers -= 1
+            _wake_every(sock, 0)  # 0: never; an idle connection costs nothing
+            while True:
+                self._answer(link, link.hear(lambda: None))
+        except (OSError, struct.error) as error:
+            log.debug("%s: a bulk connection ended: %s", self._name, error)
+        finally:
+            with self._lock:
+                self._open.discard(sock)
+            sock.close()
+
+    def _welcome(self, sock: socket.socket) -> _Link:
+        _tune(sock)
+        link, challenge = _Link(sock, self._keys, b"s", b"c"), secrets.token_bytes(_NONCE)
+        sock.sendall(MAGIC + challenge)
+        deadline = time.monotonic() + _HANDSHAKE_S
+
+        def late() -> None:
+            if time.monotonic() > deadline:
+                raise ConnectionError("it did not say who it is")
+
+        said = link.exactly(_NONCE + _PROOF, late)
+        transcript = challenge + said[:_NONCE]
+        if not hmac.compare_digest(said[_NONCE:], link.proof(b"client", transcript)):
+            self.refused += 1
+            raise ConnectionError("it does not know the generation's secret")
+        name = self._name.encode()
+        sock.sendall(link.proof(b"server", transcript + name) + _SIZE.pack(len(name)) + name)
+        link.agree(transcript)
+        return link
+
+    def _answer(self, link: _Link, request: bytes) -> None:
+        start, count = _RANGE.unpack_from(request)
+        path = Path(os.fsdecode(request[_RANGE.size :]))
+        if path.parent not in self._folders:
+            link.say(_ERROR + f"{path} is not a segment of this session".encode())
+            return
+        try:
+            fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        except OSError:
+            link.say(_ERROR + f"{path} is gone".encode())
+            return
+        try:
+            if start + count > os.fstat(fd).st_size:
+                link.say(_ERROR + f"{path} has no {count} bytes from {start} on".encode())
+                return
+            with self._turns:
+                link.say(_OK)
+                end = start + count
+                while start < end:
+                    start += os.sendfile(link.sock.fileno(), fd, start, end - start)
+        finally:
+            os.close(fd)
+
+
+def _hang_up(sock: socket.socket) -> None:
+    """Wakes whoever waits on the socket; that thread closes it."""
+    with contextlib.suppress(OSError):
+        sock.shutdown(socket.SHUT_RDWR)
+
+
+# -- the receiver's side ----------------------------------------------------------------------------------------------
+
+
+class BulkClient:
+    """A connection to the process that owns segments on another host; for one thread.
+
+    Args:
+        endpoint: As the server publishes it.
+        keys: The generation's.
+        check: Called while waiting; raises when the run has failed.
+
+    Attributes:
+        peer: The other process's name.
+        in_step: Whether the next request may be made: the one before got its answer, all of it.
+        begun: Whether bytes were on their way when it fell out of step.
+
+    Raises:
+        ChannelError: It cannot be reached, or is not what it should be.
+    """
+
+    def __init__(self, endpoint: str, keys: Keys, check: Callable[[], None]) -> None:
+        self.in_step, self.begun = True, False
+        self.peer, _, where = endpoint.rpartition("@")
+        self._where, self._check = where, check
+        address, _, port = where.rpartition(":")
+        try:
+            sock = socket.create_connection((address, int(port)), _HANDSHAKE_S)
+        except OSError as error:
+            check()
+            raise ChannelError(f"cannot reach {self.peer} at {where} for its data: {error.strerror or error}") from None
+        try:
+            self._link = self._greet(sock, keys)
+        except (OSError, struct.error) as error:
+            sock.close()
+            check()
+            raise ChannelError(f"{self.peer} at {where} did not prove to be of this run: {error}") from None
+
+    def _greet(self, sock: socket.socket, keys: Keys) -> _Link:
+        sock.settimeout(None)
+        _tune(sock)
+        link, deadline = _Link(sock, keys, b"c", b"s"), time.monotonic() + _HANDSHAKE_S
+
+        def late() -> None:
+            self._check()
+            if time.monotonic() > deadline:
+                raise ConnectionError("it said nothing")
+
+        said = link.exactly(len(MAGIC) + _NONCE, late)
+        if not said.startswith(MAGIC):
+            raise ConnectionError("it speaks another protocol")
+        challenge = secrets.token_bytes(_NONCE)
+        transcript = said[len(MAGIC) :] + challenge
+        sock.sendall(challenge + link.proof(b"client", transcript))
+        proof, size = link.exactly(_PROOF, late), link.exactly(_SIZE.size, late)
+        name = link.exactly(_SIZE.unpack(size)[0], late)
+        if not hmac.compare_digest(proof, link.proof(b"server", transcript + name)):
+            raise ConnectionError("it does not know the generation's secret")
+        if name.decode() != self.peer:
+            raise ConnectionError(f"it is {name.decode()}")
+        link.agree(transcript)
+        return link
+
+    def fetch(self, path: str, start: int, target: memoryview) -> None:
+        """Fills `target` with the bytes of a segment from `start` on.
+
+        Raises:
+            ChannelError: The segment is gone, or this side asked for what is not one.
+            ConnectionError: The connection ended; nobody knows what is in `target`.
+        """
+        self.in_step = False
+        self._link.say(_RANGE.pack(start, len(target)) + os.fsencode(path))
+        reply = self._link.hear(self._check)
+        if reply[:1] != _OK:
+            self.in_step = True
+            raise ChannelError(f"{self.peer} at {self._where}: {reply[1:].decode()}")
+        self.begun = True
+        self._link.fill(target, self._check)
+        self.in_step, self.begun = True, False
+
+    def close(self) -> None:
+        self._link.sock.close()

@@ -1,0 +1,79 @@
+"""One copy a host: the receivers of a message that share a host let the first of them fetch it for all.
+
+They meet in a small file. Whoever holds its lock either fetches, or reads which segment holds the data; when the process
+that fetches dies, the kernel gives the lock to the next, which finds the file empty and fetches itself.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+from rlhpc.runtime.errors import DeadlineExceeded
+
+#: The first receiver has the warm memory of the time before; the others give it so long to come.
+_PRECEDENCE_S = 0.05
+_PAUSE_S = 0.001
+
+
+class Share(NamedTuple):
+    """A receiver's place among those of its host.
+
+    Attributes:
+        name: Of the message on this host.
+        index, count: Which receiver of how many.
+    """
+
+    name: str
+    index: int
+    count: int
+
+
+def once_for_all(
+    folder: Path, share: Share, fetch: Callable[[], str], check: Callable[[], None], timeout: float = 600.0
+) -> str:
+    """Path of the segment that holds the message on this host.
+
+    Args:
+        folder: Of the session on this host.
+        share: Who asks.
+        fetch: Gets the message into a segment for all of them; called by one.
+        check: Called while waiting; raises when the run has failed.
+        timeout: Seconds.
+
+    Raises:
+        DeadlineExceeded: Another receiver of this host was fetching all the time.
+    """
+    meeting = folder / f"share-{share.name}"
+    started = time.monotonic()
+    while share.index and not meeting.exists() and time.monotonic() - started < _PRECEDENCE_S:
+        time.sleep(_PAUSE_S)
+    fd = os.open(meeting, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        while not _lock(fd):
+            check()
+            if time.monotonic() - started > timeout:
+                raise DeadlineExceeded(f"waited {timeout:.0f} s for another rank of this host to fetch {share.name}")
+            time.sleep(_PAUSE_S)
+        come, _, path = os.pread(fd, 4096, 0).decode().partition(" ")
+        path = path or fetch()
+        number = int(come or 0) + 1
+        if number == share.count:
+            meeting.unlink(missing_ok=True)
+        else:
+            os.pwrite(fd, f"{number} {path}".encode(), 0)
+        return path
+    finally:
+        os.close(fd)
+
+
+def _lock(fd: int) -> bool:
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
