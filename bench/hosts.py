@@ -16,6 +16,7 @@ One way is half of a round trip. Rates are bytes over the median time; ratios ar
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import os
 import shlex
@@ -62,14 +63,15 @@ class Host:
     @property
     def enter(self) -> list[str]:
         """What to put before a command to run it there."""
-        return ["nsenter", f"--target={self.process.pid}", "--net", "--uts", "--mount", f"--wd={os.getcwd()}"]
+        return ["nsenter", f"--target={self.process.pid}", "--net", "--uts", "--mount", f"--wd={Path.cwd()}"]
 
 
 def connect(hosts: Sequence[Host]) -> None:
     """Lays a cable between two hosts."""
     near, far = (str(host.process.pid) for host in hosts)
     subprocess.run(
-        ["ip", "link", "add", INTERFACE, "netns", near, "type", "veth", "peer", "name", INTERFACE, "netns", far], check=True
+        ["ip", "link", "add", INTERFACE, "netns", near, "type", "veth", "peer", "name", INTERFACE, "netns", far],
+        check=True,
     )
     for host, address in zip(hosts, ADDRESSES, strict=True):
         for words in (f"addr add {address}/24 dev {INTERFACE}", f"link set {INTERFACE} up"):
@@ -119,7 +121,7 @@ class Peer(Worker):
         self.out, self.back = np.ones(256 * MIB, np.uint8), np.ones(256 * MIB, np.uint8)
 
     def _fill(self, size: int) -> None:
-        view, at = memoryview(self.back)[:size], 0
+        view, at = self.back.data[:size], 0
         while at < size:
             at += self.tcp.recv_into(view[at:])
 
@@ -133,7 +135,7 @@ class Peer(Worker):
         return times[1:]
 
     def raw(self, count: int, size: int, first: bool) -> list[float]:
-        out = memoryview(self.out)[:size]
+        out = self.out.data[:size]
 
         def turn() -> None:
             if first:
@@ -258,12 +260,12 @@ def measure(repeat: int, wrapper: str) -> None:
             for handle in (near.make(kind, size), far.make(kind, size)):
                 handle.wait()
             runs: dict[str, Callable[[], list[float]]] = {
-                "TCP": lambda turns=turns, size=size: both(near, far, "raw", turns, size),
-                "channel": lambda turns=turns: both(near, far, "channel", turns, out, back),
-                "send/recv": lambda turns=turns: both(near, far, "messages", turns),
+                "TCP": functools.partial(both, near, far, "raw", turns, size),
+                "channel": functools.partial(both, near, far, "channel", turns, out, back),
+                "send/recv": functools.partial(both, near, far, "messages", turns),
             }
             if text == "64 MiB":
-                runs["gloo"] = lambda turns=turns: both(near, far, "by_gloo", turns)
+                runs["gloo"] = functools.partial(both, near, far, "by_gloo", turns)
             for name, run in runs.items():
                 row[f"{name}, {text} (ms)"] = float(np.median(run())) * 1e3
             row[f"TCP again, {text} (ms)"] = float(np.median(runs["TCP"]())) * 1e3
@@ -315,7 +317,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         measure(args.repeat, args.measure)
         return 0
     if not allowed():
-        print("bench.hosts: two network namespaces with a veth pair are needed, and only root may make them", file=sys.stderr)
+        print(
+            "bench.hosts: two network namespaces with a veth pair are needed, and only root may make them",
+            file=sys.stderr,
+        )
         return 2
     hosts: list[Host] = []
     with tempfile.TemporaryDirectory(prefix="rlhpc-bench-") as folder:

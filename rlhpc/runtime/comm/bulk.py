@@ -10,6 +10,8 @@ clear. They are buffers of arrays and tensors, never a pickle: those stay in the
 
     server: MAGIC, challenge            client: challenge, proof            server: proof, size of its name, name
     client: size, request, HMAC         server: size, reply, HMAC, the bytes that were asked for
+
+A request for bytes is b"F", their range and a path; one that has no reply is b"R", a reader's number and a path: done with it.
 """
 
 from __future__ import annotations
@@ -27,6 +29,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from rlhpc.runtime.comm.loans import PREFIX, Loan, Loans
+from rlhpc.runtime.comm.unix import send_all
 from rlhpc.runtime.errors import ChannelError
 from rlhpc.runtime.registry import Keys
 
@@ -35,7 +39,8 @@ log = logging.getLogger(__name__)
 MAGIC = b"rlhpc bulk 1\n"
 _NONCE, _PROOF = 32, 32
 _SIZE = struct.Struct("!H")
-_RANGE = struct.Struct("!QQ")
+_RANGE, _READER = struct.Struct("!QQ"), struct.Struct("!I")
+_FETCH, _RELEASE = b"F", b"R"
 _OK, _ERROR = b"+", b"-"
 #: Handshakes that may be under way at a time: whoever connects and says nothing holds one until it is over.
 _STRANGERS = 64
@@ -132,10 +137,11 @@ class BulkServer:
         keys: The generation's.
         address: Where to listen.
         folders: Segments lie in these; nothing else is served.
+        loans: This process's.
     """
 
-    def __init__(self, name: str, keys: Keys, address: str, folders: tuple[Path, ...]) -> None:
-        self._name, self._keys, self._folders = name, keys, folders
+    def __init__(self, name: str, keys: Keys, address: str, folders: tuple[Path, ...], loans: Loans) -> None:
+        self._name, self._keys, self._folders, self._loans = name, keys, folders, loans
         self.sock = socket.create_server((address, 0), backlog=256)
         self.sock.setblocking(False)
         #: What others are told: `name@address:port`.
@@ -206,10 +212,29 @@ class BulkServer:
         return link
 
     def _answer(self, link: _Link, request: bytes) -> None:
-        start, count = _RANGE.unpack_from(request)
-        path = Path(os.fsdecode(request[_RANGE.size :]))
-        if path.parent not in self._folders:
-            link.say(_ERROR + f"{path} is not a segment of this session".encode())
+        operation, body = request[:1], request[1:]
+        if operation == _RELEASE:
+            self._loans.release(os.fsdecode(body[_READER.size :]), *_READER.unpack_from(body))
+            return
+        (start, count), path = _RANGE.unpack_from(body), os.fsdecode(body[_RANGE.size :])
+        loan = self._loans.find(path)
+        if loan is None:
+            self._send_file(link, path, start, count)
+            return
+        with loan.reading() as views:
+            if views is not None:
+                self._send_loan(link, loan, views, start, count)
+        if views is None:
+            self._send_file(link, str(loan.segment), start, count)
+
+    def _send_loan(self, link: _Link, loan: Loan, views: list[memoryview], start: int, count: int) -> None:
+        with self._turns:
+            link.say(_OK)
+            send_all(link.sock, loan.pieces(views, start, count))
+
+    def _send_file(self, link: _Link, path: str, start: int, count: int) -> None:
+        if Path(path).parent not in self._folders:
+            link.say(_ERROR + (f"{path} is gone" if path.startswith(PREFIX) else f"{path} is not a segment").encode())
             return
         try:
             fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
@@ -305,7 +330,7 @@ class BulkClient:
             ConnectionError: The connection ended; nobody knows what is in `target`.
         """
         self.in_step = False
-        self._link.say(_RANGE.pack(start, len(target)) + os.fsencode(path))
+        self._link.say(_FETCH + _RANGE.pack(start, len(target)) + os.fsencode(path))
         reply = self._link.hear(self._check)
         if reply[:1] != _OK:
             self.in_step = True
@@ -313,6 +338,10 @@ class BulkClient:
         self.begun = True
         self._link.fill(target, self._check)
         self.in_step, self.begun = True, False
+
+    def release(self, path: str, reader: int) -> None:
+        """Tells the owner that this reader is done."""
+        self._link.say(_RELEASE + _READER.pack(reader) + os.fsencode(path))
 
     def close(self) -> None:
         self._link.sock.close()

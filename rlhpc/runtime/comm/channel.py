@@ -16,7 +16,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 from rlhpc.runtime.comm.payload import Packed
-from rlhpc.runtime.comm.queues import Item
+from rlhpc.runtime.comm.queues import Item, Outlook
 from rlhpc.runtime.comm.service import DEFAULT_MAX_BYTES
 from rlhpc.runtime.comm.sockets import choose
 from rlhpc.runtime.context import Context, current
@@ -70,6 +70,7 @@ class Channel:
     def __init__(self, name: str, homes: list[dict[str, str]], maxsize: int) -> None:
         self.name, self._homes, self._maxsize = name, homes, maxsize
         self._posted = 0
+        self._takers: dict[str, str] = {}  # host of each key's last consumer
 
     @classmethod
     def create(
@@ -144,7 +145,8 @@ class Channel:
             DeadlineExceeded: Nobody made room in the session's wait deadline.
         """
         context, key = current(), str(key)
-        packed = context.service.pack(item)
+        lend = not async_op and self._takers.get(key, context.host) != context.host
+        packed = context.service.pack(item, lend=lend)
         if async_op:
             packed.owned()
             return in_background(f"put-{self.name}", lambda: self._put(context, packed, weight, key, True))
@@ -168,8 +170,12 @@ class Channel:
             if home["ipc"] == service.endpoint["ipc"]:
                 frames = [bytes(frame) for frame in packed.frames()]
 
+                outlook = Outlook("", False)
+
                 def act(answer: Any) -> bool:
+                    nonlocal outlook
                     state = service.channel(self.name)
+                    outlook = state.outlook(key)
                     return state.put(key, frames, packed.nbytes, weight, packed.segment or "", answer if wait else None)
 
                 if wait:
@@ -179,6 +185,7 @@ class Channel:
                         admitted = act(None)
                     if not admitted:
                         raise QueueFull(whom)
+                self._sent(context, packed, key, outlook)
                 return
             head = pickle.dumps((self.name, key, packed.nbytes, weight, packed.segment or "", wait))
             self._posted += 1
@@ -187,12 +194,18 @@ class Channel:
                 # confirmed one in between bounds what can be under way when the byte limit is reached.
                 service.peers.post(choose(home), b"PUT", [head, *packed.frames()])
                 return
-            service.peers.request(choose(home), b"PUT", [head, *packed.frames()], context.wait_deadline, whom)
+            reply = service.peers.request(choose(home), b"PUT", [head, *packed.frames()], context.wait_deadline, whom)
+            self._sent(context, packed, key, Outlook(*pickle.loads(reply[0])))
         except BaseException as error:
             packed.discard()
             if isinstance(error, ChannelError) and str(error) == "full":
                 raise QueueFull(whom) from None
             raise
+
+    def _sent(self, context: Context, packed: Packed, key: str, outlook: Outlook) -> None:
+        if outlook.host:
+            self._takers[key] = outlook.host
+        packed.settle(outlook.waiting, context.check)
 
     # -- get ------------------------------------------------------------------------------------------------------
 
@@ -227,6 +240,7 @@ class Channel:
 
             def act(answer: Any) -> bool:
                 state = service.channel(self.name)
+                state.queue(key).taker = context.host
                 return bool(wait or state.queue(key).items) and state.get(key, "", target, answer)
 
             try:
@@ -234,7 +248,7 @@ class Channel:
             except queue.Empty:
                 raise QueueEmpty(whom) from None
             return [service.unpack(item.frames) for item in items]
-        head = pickle.dumps((self.name, key, target, wait))
+        head = pickle.dumps((self.name, key, target, wait, context.host))
         try:
             reply = service.peers.request(choose(home), b"GET", [head], timeout, whom)
         except ChannelError as error:

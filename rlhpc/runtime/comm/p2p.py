@@ -8,6 +8,7 @@ from typing import Any
 
 from rlhpc.runtime.comm.channel import AsyncWork, in_background
 from rlhpc.runtime.comm.payload import Packed
+from rlhpc.runtime.comm.queues import Outlook
 from rlhpc.runtime.comm.service import INBOX
 from rlhpc.runtime.comm.share import Share
 from rlhpc.runtime.comm.sockets import choose
@@ -26,7 +27,8 @@ def _deliver(
     dst_rank: int,
     reader: int = 0,
     share: Share | None = None,
-) -> None:
+) -> bool:
+    """Puts a message into the inbox of a rank; whether that was waiting for it."""
     whom = f"{dst_group}-{dst_rank} to take a message from {context.name}"
     record = context.member(dst_group, dst_rank)["data"]
     if record["ipc"] == context.service.endpoint["ipc"]:
@@ -38,9 +40,11 @@ def _deliver(
             context.wait_deadline,
             whom,
         )
-        return
+        return False
     head = pickle.dumps((INBOX, key, packed.nbytes, 0, packed.segment or "", True))
-    context.service.peers.request(choose(record), b"PUT", [head, *packed.frames(reader, share)], context.wait_deadline, whom)
+    message = [head, *packed.frames(reader, share)]
+    reply = context.service.peers.request(choose(record), b"PUT", message, context.wait_deadline, whom)
+    return Outlook(*pickle.loads(reply[0])).waiting
 
 
 def send(
@@ -48,13 +52,15 @@ def send(
 ) -> AsyncWork | None:
     """See `Worker.send`."""
     context = current()
-    packed = context.service.pack(obj)
+    far = context.member(dst_group, dst_rank)["host"] != context.host
+    packed = context.service.pack(obj, lend=far and not async_op)
     if async_op:
         packed.owned()
 
     def deliver() -> None:
         try:
-            _deliver(context, packed, _key(tag, group, rank), dst_group, dst_rank)
+            waiting = _deliver(context, packed, _key(tag, group, rank), dst_group, dst_rank)
+            packed.settle(waiting, context.check)
         except BaseException:
             packed.discard()
             raise
@@ -107,14 +113,17 @@ def broadcast(
     targets = [(g, r) for g, ranks in groups for r in ranks if (g, r) != (group, rank)]
     readers = _readers(context, targets)
     if readers:
-        packed, key, begun = context.service.pack(obj, len(readers)), _key("b", group, rank), 0
+        far = all(context.member(*together[0])["host"] != context.host for together in readers)
+        packed, key = context.service.pack(obj, len(readers), lend=far), _key("b", group, rank)
+        begun, waiting = 0, True
         try:
             for reader, together in enumerate(readers):
                 name = secrets.token_hex(8) if len(together) > 1 else ""
                 for index, (dst_group, dst_rank) in enumerate(together):
                     share = Share(name, index, len(together)) if name else None
-                    _deliver(context, packed, key, dst_group, dst_rank, reader, share)
-                    begun = reader + 1
+                    waits = _deliver(context, packed, key, dst_group, dst_rank, reader, share)
+                    waiting, begun = waiting and waits, reader + 1
+            packed.settle(waiting, context.check)
         finally:
             packed.discard(begun)
     return obj

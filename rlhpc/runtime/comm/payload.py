@@ -6,6 +6,7 @@ import pickle
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+from rlhpc.runtime.comm.loans import LEND_LIMIT, PREFIX, Loan, Loans
 from rlhpc.runtime.comm.segments import HEADER, Mappings, SegmentPool, discard
 from rlhpc.runtime.comm.serialization import Buffer, dumps, loads
 from rlhpc.runtime.comm.share import Share
@@ -32,13 +33,15 @@ class Packed:
 
     Attributes:
         nbytes: Size of the object's data, what back pressure counts.
-        segment: Path of the shared-memory file, or None when everything is inline.
+        segment: Path of the shared-memory file, or the name of a loan; None when everything is inline.
         readers: For how many it is.
     """
 
-    __slots__ = ("_data", "_inline", "_origin", "_spans", "nbytes", "readers", "segment")
+    __slots__ = ("_data", "_inline", "_loan", "_loans", "_origin", "_pool", "_spans", "nbytes", "readers", "segment")
 
-    def __init__(self, obj: Any, pool: SegmentPool, origin: Origin, readers: int = 1) -> None:
+    def __init__(
+        self, obj: Any, pool: SegmentPool, origin: Origin, readers: int = 1, loans: Loans | None = None
+    ) -> None:
         """Serializes `obj`.
 
         Args:
@@ -46,6 +49,7 @@ class Packed:
             pool: Of this process.
             origin: This process, for readers on other hosts.
             readers: How many processes will read it; those that share what one of them fetches to their host are one.
+            loans: All readers are on other hosts: where the data is large it stays where it is until `settle`.
         """
         self._data, buffers = dumps(obj)
         self._origin, self.readers = origin, readers
@@ -54,8 +58,13 @@ class Packed:
         self.segment: str | None = None
         self._inline: list[Any] = []
         self._spans: list[tuple[int, int]] = []
+        self._pool, self._loans = pool, loans
+        self._loan: Loan | None = None
         if size < INLINE_LIMIT:
             self._inline = buffers
+        elif loans is not None and size >= LEND_LIMIT:
+            self._loan = loans.lend(buffers, readers)
+            self.segment, self._spans = self._loan.name, self._loan.spans
         else:
             self.segment, self._spans = pool.write(buffers, readers)
 
@@ -78,10 +87,23 @@ class Packed:
         """Copies what still refers to the caller's memory, so that the object may change while it is on its way."""
         self._inline = [bytes(buffer) for buffer in self._inline]
 
+    def settle(self, handed: bool, check: Callable[[], None]) -> None:
+        """Call once it is on its way: after that the object's memory is no longer read.
+
+        Args:
+            handed: All readers were waiting for it already.
+            check: Called while waiting; raises when the run has failed.
+        """
+        if self._loan is not None:
+            self._loan.settle(handed, self._pool, check)
+
     def discard(self, first: int = 0) -> None:
         """Frees the segment of what nobody will read: no reader from number `first` on."""
         for reader in range(first, self.readers if self.segment else 0):
-            discard(str(self.segment), reader)
+            if self._loan is not None and self._loans is not None:
+                self._loans.release(self._loan.name, reader)
+            else:
+                discard(str(self.segment), reader)
 
 
 #: `(origin, path, bytes, reader, share)` -> path and reader number here: fetches a segment of another host into one of this.
@@ -105,9 +127,9 @@ def unpack(frames: Sequence[Buffer], host: str, mappings: Mappings, fetch: Fetch
     if not len(descriptor):
         return loads(data, [bytearray(b) for b in inline])
     origin, path, spans, reader, readers, place = pickle.loads(descriptor)
-    if origin[0] != host:
+    if origin[0] != host or path.startswith(PREFIX):
         share = Share(*place) if place else None
         path, reader = fetch(Origin(*origin), path, spans[-1][0] + spans[-1][1] - HEADER, reader, share)
-        readers = share.count if share else 1
+        readers = share.of if share else 1
     view = mappings.lease(path, reader, own=borrow or readers == 1)
     return loads(data, [view[start : start + size] for start, size in spans])

@@ -24,6 +24,18 @@ class Item(NamedTuple):
     segment: str
 
 
+class Outlook(NamedTuple):
+    """What a producer may expect of its item.
+
+    Attributes:
+        host: Where the key's last consumer is; empty while there was none.
+        waiting: Whether a consumer takes the item at once.
+    """
+
+    host: str
+    waiting: bool
+
+
 Answer = Callable[[list[Item] | str], bool]
 
 
@@ -33,6 +45,7 @@ class KeyQueue:
     def __init__(self) -> None:
         self.items: deque[Item] = deque()
         self.nbytes = 0
+        self.taker = ""
         self.getters: deque[tuple[str, float | None, Answer]] = deque()
         self.putters: deque[tuple[Item, Answer]] = deque()
 
@@ -61,6 +74,11 @@ class ChannelState:
         if self.maxsize and len(queue.items) >= self.maxsize:
             return True
         return bool(queue.items) and self.nbytes + nbytes > self.max_bytes
+
+    def outlook(self, key: str) -> Outlook:
+        """For who is about to put; one that waits for a batch may leave the item where it is."""
+        queue = self.queue(key)
+        return Outlook(queue.taker, bool(queue.getters) and queue.getters[0][1] is None)
 
     def put(self, key: str, frames: list[Any], nbytes: int, weight: float, segment: str, answer: Answer | None) -> bool:
         """Queues an item, or the producer that waits with it. Without an `answer` a full queue refuses: False."""

@@ -63,6 +63,15 @@ def capacity_of(size: int) -> int:
     return -(-size // step) * step
 
 
+def layout(buffers: Sequence[Any]) -> tuple[list[tuple[int, int]], int]:
+    """(offset, length) of each buffer in a segment, aligned to 64 bytes, and the size of them all."""
+    spans, offset = [], HEADER
+    for buffer in buffers:
+        spans.append((offset, len(buffer)))
+        offset += len(buffer) + -len(buffer) % _ALIGN
+    return spans, offset - HEADER
+
+
 class Segment:
     """A segment as its writer knows it.
 
@@ -123,12 +132,7 @@ class SegmentPool:
         """
         if readers > HEADER:
             raise ValueError(f"a segment has at most {HEADER} readers, not {readers}")
-        spans, offset = [], HEADER
-        for buffer in buffers:
-            size = len(buffer)
-            spans.append((offset, size))
-            offset += size + -size % _ALIGN
-        size = offset - HEADER
+        spans, size = layout(buffers)
         capacity = capacity_of(size)
         segment = self._take(capacity)
         if segment is None:

@@ -23,8 +23,9 @@ from typing import Any
 import zmq
 
 from rlhpc.runtime.comm.bulk import BulkServer
+from rlhpc.runtime.comm.loans import Loans
 from rlhpc.runtime.comm.payload import Origin, Packed, unpack
-from rlhpc.runtime.comm.queues import ChannelState, Item
+from rlhpc.runtime.comm.queues import ChannelState, Item, Outlook
 from rlhpc.runtime.comm.segments import HEADER, Mappings, SegmentPool, discard
 from rlhpc.runtime.comm.share import Share, once_for_all
 from rlhpc.runtime.comm.sockets import Peers, ZapDoor, bind, make_socket
@@ -47,10 +48,11 @@ def _readable(socket: zmq.Socket[Any]) -> bool:
 class _RemoteAnswer:
     """Answers a request that came over a socket."""
 
-    __slots__ = ("number", "peer", "service")
+    __slots__ = ("number", "outlook", "peer", "service")
 
     def __init__(self, service: Service, peer: Connection | bytes, number: bytes) -> None:
         self.service, self.peer, self.number = service, peer, number
+        self.outlook: Outlook | None = None
 
     @property
     def who(self) -> str:
@@ -67,6 +69,9 @@ class _RemoteAnswer:
             return True  # posted: nobody waits for an answer
         if isinstance(items, str):
             self.service.reply(self.peer, [self.number, b"error", items.encode()])
+            return True
+        if self.outlook is not None:
+            self.frames(pickle.dumps(tuple(self.outlook)))
             return True
         head = pickle.dumps([(item.number, len(item.frames)) for item in items])
         self.frames(head, *(frame for item in items for frame in item.frames))
@@ -119,6 +124,7 @@ class Service:
         self.check = check
         self.peers = Peers(self.context, keys, check)
         self.pool, self.mappings = SegmentPool(scratch), Mappings()
+        self.loans = Loans(self.pool)
         self._store: dict[bytes, bytes] = {}
         #: The driver wants the call that the main thread is in to be given up.
         self.aborted = False
@@ -132,7 +138,7 @@ class Service:
         if tcp_address:
             self._router = make_socket(self.context, zmq.ROUTER, keys, server=True)
             self.endpoint["tcp"] = bind(self._router, scratch, "z", tcp_address)["tcp"]
-            self._bulk = BulkServer(name, keys, tcp_address, (scratch.shm, scratch.spill))
+            self._bulk = BulkServer(name, keys, tcp_address, (scratch.shm, scratch.spill), self.loans)
         self.origin = Origin(
             host_id(), self.endpoint["tcp"] or self.endpoint["ipc"], self._bulk.endpoint if self._bulk else ""
         )
@@ -250,9 +256,9 @@ class Service:
                 state.consumer_died(who)
         os.eventfd_write(self._wake, 1)
 
-    def pack(self, obj: Any, readers: int = 1) -> Packed:
-        """Serializes an object for so many readers."""
-        return Packed(obj, self.pool, self.origin, readers)
+    def pack(self, obj: Any, readers: int = 1, *, lend: bool = False) -> Packed:
+        """Serializes an object for so many readers. `lend`: they are all on other hosts, and the caller will `settle`."""
+        return Packed(obj, self.pool, self.origin, readers, self.loans if lend and self._bulk else None)
 
     def unpack(
         self, frames: Sequence[Any], *, borrow: bool = False, later: list[Callable[[], None]] | None = None
@@ -268,7 +274,7 @@ class Service:
 
         def fetch(origin: Origin, path: str, size: int, reader: int, share: Share | None) -> tuple[str, int]:
             def receive() -> str:
-                here = self.pool.reserve(size, share.count if share else 1)
+                here = self.pool.reserve(size, share.of if share else 1)
                 try:
                     self.peers.fetch(origin.bulk, path, HEADER, memoryview(here.memory)[HEADER : HEADER + size])
                 except BaseException:
@@ -277,14 +283,14 @@ class Service:
                     raise
 
                 def release() -> None:
-                    self.peers.post(origin.endpoint, b"RELEASE", [pickle.dumps((path, reader))])
+                    self.peers.release(origin.bulk, path, reader)
 
                 release() if later is None else later.append(release)
                 return here.path
 
             if share is None:
                 return receive(), 0
-            return once_for_all(self.scratch.shm, share, receive, self.check), share.index
+            return once_for_all(self.scratch.shm, share, receive, self.check), share.number
 
         return unpack(frames, self.endpoint["host"], self.mappings, fetch, borrow=borrow)
 
@@ -383,6 +389,7 @@ class Service:
     def _op_put(self, answer: _RemoteAnswer, frames: list[bytes]) -> None:
         name, key, nbytes, weight, segment, wait = pickle.loads(frames[0])
         with self.lock:
+            answer.outlook = self.channel(name).outlook(key)
             admitted = self.channel(name).put(key, frames[1:], nbytes, weight, segment, answer)
             if not wait and admitted:
                 refused = self.channel(name).cancel(lambda a: a is answer)
@@ -390,9 +397,10 @@ class Service:
                     answer("full")
 
     def _op_get(self, answer: _RemoteAnswer, frames: list[bytes]) -> None:
-        name, key, target, wait = pickle.loads(frames[0])
+        name, key, target, wait, host = pickle.loads(frames[0])
         with self.lock:
             state = self.channel(name)
+            state.queue(key).taker = host
             if not wait and not state.queue(key).items:
                 answer("empty")
             else:
@@ -423,9 +431,6 @@ class Service:
                 for item in state.cancel(matches):
                     discard(item.segment) if item.segment else None
                 state.consumer_died(answer.who)  # an answer that crossed this: its items go back to the front
-
-    def _op_release(self, answer: _RemoteAnswer, frames: list[bytes]) -> None:
-        self.pool.release(*pickle.loads(frames[0]))
 
     def store(self, op: bytes, key: bytes, *values: bytes) -> list[bytes]:
         """torch's rendezvous store, for the groups whose rank 0 this process is."""
@@ -469,7 +474,6 @@ _OPERATIONS: dict[bytes, Callable[[Service, _RemoteAnswer, list[bytes]], None]] 
     b"STAT": Service._op_stat,
     b"OPEN": Service._op_open,
     b"CANCEL": Service._op_cancel,
-    b"RELEASE": Service._op_release,
     b"NOTE": Service._op_note,
     b"STORE": Service._op_store,
     b"ABORT": Service._op_abort,

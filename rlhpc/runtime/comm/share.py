@@ -25,12 +25,12 @@ class Share(NamedTuple):
 
     Attributes:
         name: Of the message on this host.
-        index, count: Which receiver of how many.
+        number, of: Which receiver of how many.
     """
 
     name: str
-    index: int
-    count: int
+    number: int
+    of: int
 
 
 def once_for_all(
@@ -50,7 +50,7 @@ def once_for_all(
     """
     meeting = folder / f"share-{share.name}"
     started = time.monotonic()
-    while share.index and not meeting.exists() and time.monotonic() - started < _PRECEDENCE_S:
+    while share.number and not meeting.exists() and time.monotonic() - started < _PRECEDENCE_S:
         time.sleep(_PAUSE_S)
     fd = os.open(meeting, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
@@ -62,7 +62,7 @@ def once_for_all(
         come, _, path = os.pread(fd, 4096, 0).decode().partition(" ")
         path = path or fetch()
         number = int(come or 0) + 1
-        if number == share.count:
+        if number == share.of:
             meeting.unlink(missing_ok=True)
         else:
             os.pwrite(fd, f"{number} {path}".encode(), 0)

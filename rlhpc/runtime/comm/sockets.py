@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
 import threading
@@ -183,6 +184,13 @@ class Peers:
             finally:
                 if not client.in_step:
                     clients.pop(endpoint).close()
+
+    def release(self, endpoint: str, path: str, reader: int) -> None:
+        """Tells the owner of a segment on another host that this reader is done; nothing is to be told to a dead one."""
+        client = self._local.__dict__.get("bulk", {}).get(endpoint)
+        if client is not None:
+            with contextlib.suppress(OSError):
+                client.release(path, reader)
 
     def _grieve(self) -> None:
         # The driver learns of a death at about the same moment; its account of it is the better one.

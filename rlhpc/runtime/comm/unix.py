@@ -72,7 +72,8 @@ class Decoder:
         return messages
 
 
-def _send_all(sock: socket.socket, buffers: list[Any]) -> None:
+def send_all(sock: socket.socket, buffers: list[Any]) -> None:
+    """`sendall` for many buffers."""
     if len(buffers) == 1:
         sock.sendall(buffers[0])
         return
@@ -126,7 +127,7 @@ class Client:
 
     def send(self, frames: list[Any]) -> None:
         self._sock.settimeout(None)
-        _send_all(self._sock, encode(frames))
+        send_all(self._sock, encode(frames))
 
     def receive(self, timeout: float) -> list[bytes] | None:
         """The next message, or None after `timeout` seconds.

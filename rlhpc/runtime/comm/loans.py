@@ -1,0 +1,129 @@
+"""Loans: a sender lets other hosts read straight from its tensors, while it stands still, instead of from a copy.
+
+That is worth it where somebody waits for the data already. `settle` ends a loan before the sender goes on: it waits for who
+is reading, and makes the copy after all for who has not come. Nothing is lost when a reader dies: as long as one reader has
+not released the loan, its data is there, at first in the sender's tensors and then in a segment.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from rlhpc.runtime.comm.segments import SegmentPool, layout
+
+PREFIX = "loan:"
+#: Below this the copy costs less than standing still.
+LEND_LIMIT = 1 << 20
+#: How long a reader that was handed the item may take to begin, or to say that it has it all.
+_PATIENCE_S = 2.0
+_LOOK_S = 0.2
+_PADDING = memoryview(bytes(64))
+_numbers = itertools.count()
+
+
+class Loan:
+    """Buffers on loan, laid out as they would be in a segment.
+
+    Attributes:
+        name: What readers ask for in place of a segment's path.
+        spans: (offset, length) of each buffer.
+        segment: Path of the copy, once there is one.
+        pending: Readers that have not released it.
+    """
+
+    def __init__(self, buffers: Sequence[Any], readers: int, changed: threading.Condition) -> None:
+        self.name = f"{PREFIX}{os.getpid()}-{next(_numbers)}"
+        self.spans, self.size = layout(buffers)
+        self._views: list[memoryview] | None = [memoryview(b).cast("B") for b in buffers]
+        self.segment: str | None = None
+        self.pending, self._readers = set(range(readers)), readers
+        self._changed = changed
+        self._reading, self._broken, self._moved = 0, False, 0.0
+
+    @contextlib.contextmanager
+    def reading(self) -> Iterator[list[memoryview] | None]:
+        """The buffers, which stay as they are meanwhile; None where there is a segment by now."""
+        with self._changed:
+            views = self._views
+            if views is not None:
+                self._reading += 1
+        try:
+            yield views
+        except OSError:
+            self._broken = True
+            raise
+        finally:
+            with self._changed:
+                self._reading -= views is not None
+                self._moved = time.monotonic()
+                self._changed.notify_all()
+
+    def pieces(self, views: list[memoryview], start: int, count: int) -> list[memoryview]:
+        """What a segment would hold in `count` bytes from `start` on."""
+        found = []
+        for (offset, length), view in zip(self.spans, views, strict=True):
+            for at, piece in ((offset, view), (offset + length, _PADDING[: -length % 64])):
+                first, last = max(start - at, 0), min(start + count - at, len(piece))
+                if first < last:
+                    found.append(piece[first:last])
+        return found
+
+    def settle(self, handed: bool, pool: SegmentPool, check: Callable[[], None]) -> None:
+        """Ends the loan: afterwards the buffers are the caller's alone.
+
+        Args:
+            handed: All readers were waiting for it.
+            pool: Where the copy goes.
+            check: Called while waiting; raises when the run has failed.
+        """
+        self._moved = time.monotonic() if handed else 0.0
+        while True:
+            with self._changed:
+                expected = handed and not self._broken and time.monotonic() - self._moved < _PATIENCE_S
+                if not self.pending or not (self._reading or expected):
+                    break
+                self._changed.wait(_LOOK_S)
+            check()
+        with self._changed:
+            views, self._views = self._views, None
+            if self.pending and views is not None:
+                self.segment, _ = pool.write(views, self._readers)
+                for reader in set(range(self._readers)) - self.pending:
+                    pool.release(self.segment, reader)
+
+
+class Loans:
+    """The loans of this process. All methods may be called by any thread."""
+
+    def __init__(self, pool: SegmentPool) -> None:
+        self._pool = pool
+        self._changed = threading.Condition()
+        self._loans: dict[str, Loan] = {}
+
+    def lend(self, buffers: Sequence[Any], readers: int) -> Loan:
+        loan = Loan(buffers, readers, self._changed)
+        self._loans[loan.name] = loan
+        return loan
+
+    def find(self, name: str) -> Loan | None:
+        return self._loans.get(name)
+
+    def release(self, path: str, reader: int) -> None:
+        """A reader of a loan, or of a segment of this process, is done with it."""
+        loan = self._loans.get(path)
+        if loan is None:
+            self._pool.release(path, reader)
+            return
+        with self._changed:
+            loan.pending.discard(reader)
+            if loan.segment is not None:
+                self._pool.release(loan.segment, reader)
+            if not loan.pending:
+                self._loans.pop(path, None)
+            self._changed.notify_all()
