@@ -42,7 +42,7 @@ _SIZE = struct.Struct("!H")
 _RANGE, _READER = struct.Struct("!QQ"), struct.Struct("!I")
 _FETCH, _RELEASE = b"F", b"R"
 _OK, _ERROR = b"+", b"-"
-#: Handshakes that may be under way at a time: whoever connects and says nothing holds one until it is over.
+#: Handshakes that may be under way at a time: of those who connect and say nothing, the oldest makes way for the next.
 _STRANGERS = 64
 _HANDSHAKE_S = 10.0
 #: Transfers that a process serves at a time; others wait their turn, which costs nothing: the wire is full.
@@ -148,7 +148,7 @@ class BulkServer:
         self.endpoint = f"{name}@{address}:{self.sock.getsockname()[1]}"
         self._lock = threading.Lock()
         self._open: set[socket.socket] = set()
-        self._strangers = 0
+        self._strangers: dict[socket.socket, None] = {}
         self._turns = threading.BoundedSemaphore(MOST_TRANSFERS)
         self.refused = 0
 
@@ -159,10 +159,11 @@ class BulkServer:
         except OSError:
             return
         with self._lock:
-            if self._strangers >= _STRANGERS:
-                sock.close()
-                return
-            self._strangers += 1
+            if len(self._strangers) >= _STRANGERS:
+                oldest = next(iter(self._strangers))
+                del self._strangers[oldest]
+                _hang_up(oldest)
+            self._strangers[sock] = None
             self._open.add(sock)
         sock.setblocking(True)
         threading.Thread(target=self._serve, args=[sock], name=f"rlhpc-bulk-{self._name}", daemon=True).start()
@@ -180,7 +181,7 @@ class BulkServer:
                 link = self._welcome(sock)
             finally:
                 with self._lock:
-                    self._strangers -= 1
+                    self._strangers.pop(sock, None)
             _wake_every(sock, 0)  # 0: never; an idle connection costs nothing
             while True:
                 self._answer(link, link.hear(lambda: None))

@@ -22,6 +22,8 @@ PREFIX = "loan:"
 LEND_LIMIT = 1 << 20
 #: How long a reader that was handed the item may take to begin, or to say that it has it all.
 _PATIENCE_S = 2.0
+#: A reader that was not there yet is given half the time that the copy would take, at this many bytes a second.
+_COPY_RATE = 10e9
 _LOOK_S = 0.2
 _PADDING = memoryview(bytes(64))
 _numbers = itertools.count()
@@ -44,7 +46,7 @@ class Loan:
         self.segment: str | None = None
         self.pending, self._readers = set(range(readers)), readers
         self._changed = changed
-        self._reading, self._broken, self._moved = 0, False, 0.0
+        self._reading, self._begun, self._broken, self._moved = 0, False, False, 0.0
 
     @contextlib.contextmanager
     def reading(self) -> Iterator[list[memoryview] | None]:
@@ -53,6 +55,7 @@ class Loan:
             views = self._views
             if views is not None:
                 self._reading += 1
+                self._begun = True
         try:
             yield views
         except OSError:
@@ -82,13 +85,14 @@ class Loan:
             pool: Where the copy goes.
             check: Called while waiting; raises when the run has failed.
         """
-        self._moved = time.monotonic() if handed else 0.0
+        self._moved = time.monotonic()
         while True:
             with self._changed:
-                expected = handed and not self._broken and time.monotonic() - self._moved < _PATIENCE_S
-                if not self.pending or not (self._reading or expected):
+                patience = _PATIENCE_S if handed or self._begun else self.size / _COPY_RATE / 2
+                left = 0.0 if self._broken else self._moved + patience - time.monotonic()
+                if not self.pending or not (self._reading or left > 0):
                     break
-                self._changed.wait(_LOOK_S)
+                self._changed.wait(_LOOK_S if self._reading else min(left, _LOOK_S))
             check()
         with self._changed:
             views, self._views = self._views, None

@@ -96,6 +96,33 @@ class Probe(Worker):
     def recv_all(self, group: str, n: int) -> list[Any]:
         return [self.recv(group, self.rank) for _ in range(n)]
 
+    def give_and_change(self, size: int, wait: float, group: str, channel: Channel | None) -> None:
+        """Sends by message or channel, twice, and uses the tensors again at once."""
+        x = {"a": torch.arange(size, dtype=torch.float32), "b": torch.ones(7)}
+        for _ in range(2):
+            time.sleep(wait)
+            self.send(x, group, self.rank) if channel is None else channel.put(x, key="0")
+            x["a"] += 1
+
+    def take_twice(self, size: int, wait: float, group: str, channel: Channel | None) -> list[bool]:
+        """Whether each is what it was when it was sent."""
+        same = []
+        for number in range(2):
+            time.sleep(wait)
+            got = self.recv(group, self.rank) if channel is None else channel.get(key="0")
+            expected = torch.arange(size, dtype=torch.float32) + number
+            same.append(torch.equal(got["a"], expected) and torch.equal(got["b"], torch.ones(7)))
+        return same
+
+    def broadcast_and_hold(self, src: tuple[str, int], groups: list[tuple[str, list[int]]]) -> tuple[float, int]:
+        """The sum of what came, and how many segments this process has written for it."""
+        from rlhpc.runtime.context import current
+
+        mine = (self.group_name, self.rank) == src
+        self.held = self.broadcast(torch.arange(1 << 20) if mine else None, groups, src, read_only=True)
+        written = [e for e in os.scandir(current().service.scratch.shm) if e.name.startswith(f"{os.getpid()}-")]
+        return float(self.held.sum()), len(written)
+
     def send_in_place(self, group: str) -> None:
         self.send_tensor(torch.arange(12.0).reshape(3, 4), group, self.rank)
 
