@@ -32,7 +32,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from bench.machine import spread, write
+from bench.machine import goal, spread, write
 from bench.weights import BYTES, Holder
 from rlhpc import Channel, Cluster, NodePlacementStrategy, Session, Worker
 
@@ -298,8 +298,15 @@ def measure(repeat: int, wrapper: str) -> None:
         print(f"{name:48} {figure['min']:10.2f} {figure['median']:10.2f} {figure['max']:10.2f}")
     for name, ratio in ratios.items():
         print(f"{name:48} {ratio:10.2f}")
+    goals = [
+        goal(name, ratios[name], at_least=0.8) for name in ratios if name.endswith("rate / TCP") and "gloo" not in name
+    ]
+    goals += [
+        goal(name, figure["median"], at_most=1.05) for name, figure in figures.items() if name.endswith("over the wire")
+    ]
+    content = {"figures": figures, "ratios": ratios, "goals": goals}
     if repeat >= 5:
-        print(write("hosts", f"python -m bench.hosts --repeat {repeat}", {"figures": figures, "ratios": ratios}))
+        print(write("hosts", f"python -m bench.hosts --repeat {repeat}", content))
     for group in (near, far, sender, *receivers.values()):
         group.shutdown()
     session = Session.running()

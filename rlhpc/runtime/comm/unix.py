@@ -98,7 +98,7 @@ def _introduced(path: str, keys: Keys) -> socket.socket:
         _, uid, _ = _CRED.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CRED.size))
         if uid != os.getuid():
             raise PermissionError(f"{path} belongs to user {uid}")
-        _send_all(sock, encode([b"hello", token_of(keys)]))
+        send_all(sock, encode([b"hello", token_of(keys)]))
     except OSError:
         sock.close()
         raise
