@@ -6,17 +6,21 @@ Loading uses `torch.load(weights_only=True)`, so a checkpoint from elsewhere can
 from __future__ import annotations
 
 import io
+import os
 import random
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from safetensors.torch import load as _safetensors_load
+from safetensors import SafetensorError
+from safetensors.torch import load_file as _safetensors_load
 from safetensors.torch import save as _safetensors_save
+from safetensors.torch import save_file as _safetensors_save_file
 
-from rlhpc.checkpoint.durable import write_durably
+from rlhpc.checkpoint.durable import fsync_file, write_durably
 from rlhpc.runtime.errors import CheckpointError
 
 _ARRAY = "__ndarray__"
@@ -57,26 +61,50 @@ def load_state(path: Path, *, map_location: str = "cpu") -> Any:
 
 def dump_tensors(tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str] | None = None) -> bytes:
     """Serialize named tensors as safetensors. Tied tensors are stored once per name."""
-    flat = {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in sorted(tensors.items())}
-    return _safetensors_save(flat, metadata={"format": "pt", **(metadata or {})})
+    return _safetensors_save(_apart(tensors), metadata={"format": "pt", **(metadata or {})})
 
 
 def save_tensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
-    """Write a `.safetensors` file, durably."""
-    _write(path, dump_tensors(tensors))
+    """Write a `.safetensors` file, durably, without another copy of the data in memory."""
+    try:
+        try:
+            _safetensors_save_file(_apart(tensors), path, metadata={"format": "pt"})
+        except SafetensorError as error:
+            number = re.search(r"os error (\d+)", str(error))
+            if number is None:
+                raise
+            raise OSError(int(number[1]), os.strerror(int(number[1])), str(path)) from error
+        fsync_file(path)
+    except OSError as error:
+        raise _unwritten(path, error) from error
 
 
 def load_tensors(path: Path) -> dict[str, torch.Tensor]:
-    """Read a `.safetensors` file.
+    """Read a `.safetensors` file. The tensors lie in the mapped file until somebody writes to them.
 
     Raises:
         CheckpointError: Missing or unreadable; names the file.
     """
-    data = _read(path)
     try:
-        return _safetensors_load(data)
-    except Exception as error:  # SafetensorError is not exported by every version
+        return _safetensors_load(path)
+    except OSError as error:
+        raise CheckpointError(f"{path}: {error.strerror or 'no such file'}") from error
+    except SafetensorError as error:
         raise CheckpointError(f"{path}: cannot be read as safetensors ({error})") from error
+
+
+def _apart(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The tensors on the CPU, each with memory of its own: those that are tied, or parts of others, are copied."""
+    found: dict[str, torch.Tensor] = {}
+    taken: set[int] = set()
+    for name, tensor in sorted(tensors.items()):
+        tensor = tensor.detach().to("cpu").contiguous()
+        storage = tensor.untyped_storage()
+        if storage.nbytes() != tensor.nbytes or storage.data_ptr() in taken:
+            tensor = tensor.clone()
+        taken.add(tensor.untyped_storage().data_ptr())
+        found[name] = tensor
+    return found
 
 
 def rng_state() -> dict[str, Any]:
@@ -108,10 +136,14 @@ def _write(path: Path, data: bytes) -> None:
     try:
         write_durably(path, data)
     except OSError as error:
-        raise CheckpointError(
-            f"{path}: could not be written: {error.strerror}. Make room or fix the permissions, then continue from "
-            "the last checkpoint with: rlhpc train <config> runner.resume_dir=auto"
-        ) from error
+        raise _unwritten(path, error) from error
+
+
+def _unwritten(path: Path, error: OSError) -> CheckpointError:
+    return CheckpointError(
+        f"{path}: could not be written: {error.strerror}. Make room or fix the permissions, then continue from "
+        "the last checkpoint with: rlhpc train <config> runner.resume_dir=auto"
+    )
 
 
 def _read(path: Path) -> bytes:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pickle
 import random
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -108,6 +110,26 @@ def test_damaged_and_missing_files(tmp_path: Path) -> None:
         load_tensors(tmp_path / "m.safetensors")
     with pytest.raises(CheckpointError, match="could not be written"):
         save_state(tmp_path / "no" / "a.pt", {})
+
+
+def test_a_file_of_tensors_that_cannot_be_written_or_read_says_why(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"m\.safetensors: could not be written: No such file"):
+        save_tensors(tmp_path / "no" / "m.safetensors", {"x": torch.ones(3)})
+    with pytest.raises(CheckpointError, match=r"m\.safetensors: [Nn]o such file"):
+        load_tensors(tmp_path / "m.safetensors")
+    # A full disk, as the kernel tells it of a file that may not grow.
+    code = (
+        "import resource, signal, sys, torch\n"
+        "from pathlib import Path\n"
+        "from rlhpc.checkpoint.state import save_tensors\n"
+        "signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, 10_000))\n"
+        "save_tensors(Path(sys.argv[1]), {'x': torch.ones(100_000)})\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(tmp_path / "full.safetensors")], capture_output=True, text=True
+    )
+    assert "CheckpointError" in done.stderr and "full.safetensors: could not be written: File too large" in done.stderr
 
 
 def test_tensors_round_trip(tmp_path: Path) -> None:
