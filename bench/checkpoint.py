@@ -1,0 +1,136 @@
+"""Checkpoints beside `dd`, and how soon a resumed run goes on.
+
+`save`: 500 MB of parameters in 290 tensors as a run saves them (written, synced, summed, sealed, renamed), beside
+`dd conv=fsync` of as many bytes in the same folder. `verify` and `load`: the checksums, and the weights into a model's, beside
+`dd` of that file to nowhere; all from the page cache. `resume`: the quickstart, from the command to the first step after its
+checkpoint, beside the same command without one.
+
+    python -m bench.checkpoint --repeat 5
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from bench.machine import spread, write
+from rlhpc.checkpoint.manifest import verify
+from rlhpc.checkpoint.state import load_tensors, save_tensors
+from rlhpc.checkpoint.store import CheckpointWriter
+from rlhpc.runtime.paths import RunPaths
+
+HERE = Path(__file__).resolve().parent
+TENSORS, BYTES = 290, 500_000_000
+
+
+def tensors() -> dict[str, torch.Tensor]:
+    """Sizes as a transformer has them."""
+    sizes = np.asarray([8.0 if i % 10 == 0 else 1.0 if i % 10 < 7 else 0.01 for i in range(TENSORS)])
+    counts = np.maximum((sizes / sizes.sum() * BYTES / 2).astype(int), 1)
+    return {f"t{i}": torch.randn(int(n)).bfloat16() for i, n in enumerate(counts)}
+
+
+def seconds(act: Callable[[], Any]) -> float:
+    started = time.perf_counter()
+    act()
+    return time.perf_counter() - started
+
+
+def dd(*arguments: str) -> None:
+    subprocess.run(["dd", "bs=4M", "status=none", *arguments], check=True)
+
+
+def files(folder: Path, weights: dict[str, torch.Tensor], step: int) -> dict[str, float]:
+    """One save and one load, beside dd."""
+    paths = RunPaths(folder)
+
+    def save() -> None:
+        with CheckpointWriter(paths, step) as writer:
+            save_tensors(writer.path("model.safetensors"), weights)
+            writer.commit()
+
+    row = {"save (s)": seconds(save)}
+    saved = paths.checkpoint(step) / "model.safetensors"
+    source, target = folder / "source", folder / "target"
+    source.write_bytes(os.urandom(1 << 20) * (BYTES >> 20))
+    row["limit: dd with fsync (s)"] = seconds(lambda: dd(f"if={source}", f"of={target}", "conv=fsync"))
+    target.unlink()
+    row["verify (s)"] = seconds(lambda: verify(paths.checkpoint(step)))
+    model = {name: torch.zeros_like(tensor) for name, tensor in weights.items()}
+
+    def load() -> None:
+        for name, tensor in load_tensors(saved).items():
+            model[name].copy_(tensor)
+
+    row["load (s)"] = seconds(load)
+    assert all(torch.equal(model[name], weights[name]) for name in weights)
+    row["limit: dd to nowhere (s)"] = seconds(lambda: dd(f"if={saved}", "of=/dev/null"))
+    source.unlink()
+    return row
+
+
+def until_step(folder: Path, steps: int) -> float:
+    """Seconds from the command until a row is added to the run's metrics; the run goes on to its end."""
+    metrics = folder / "resume" / "metrics.jsonl"
+    before = metrics.stat().st_size if metrics.exists() else 0
+    command = [
+        sys.executable, "-m", "rlhpc.cli", "train", str(HERE.parent / "configs" / "quickstart.yaml"),
+        f"runner.run_dir={folder}", "runner.name=resume", "runner.segments=1", f"runner.max_steps={steps}",
+        "runner.save_interval=10", "runner.logger.logger_backends=[jsonl]", "runner.resume_dir=auto",
+    ]  # fmt: skip
+    started = time.perf_counter()
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as run:
+        while run.poll() is None and (not metrics.exists() or metrics.stat().st_size <= before):
+            time.sleep(0.005)
+        took = time.perf_counter() - started
+        _, said = run.communicate()
+    if run.returncode:
+        raise SystemExit(f"{' '.join(command)} ended with {run.returncode}:\n{said[-2000:]}")
+    return took
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Measures and writes `results/checkpoint.json`."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--repeat", type=int, default=5)
+    args = parser.parse_args(argv)
+    os.environ["OMP_NUM_THREADS"] = "1"
+    weights, rows = tensors(), []
+    for step in range(args.repeat + 1):
+        with tempfile.TemporaryDirectory(dir=".") as place:
+            row = files(Path(place), weights, step)
+        with tempfile.TemporaryDirectory() as place:
+            row["start to the first step (s)"] = until_step(Path(place), 10)
+            row["resume to the next step (s)"] = until_step(Path(place), 20)
+        if step:  # the first one also warms the disk's cache and the interpreter's files
+            rows.append(row)
+            print(json.dumps(row), flush=True)
+    figures = {name: spread([row[name] for row in rows]) for name in rows[0]}
+    middle = {name: figure["median"] for name, figure in figures.items()}
+    ratios = {
+        "save / dd with fsync": middle["save (s)"] / middle["limit: dd with fsync (s)"],
+        "load / dd to nowhere": middle["load (s)"] / middle["limit: dd to nowhere (s)"],
+        "resume / start": middle["resume to the next step (s)"] / middle["start to the first step (s)"],
+    }
+    for name, ratio in ratios.items():
+        print(f"{name:30} {ratio:8.2f}")
+    print(
+        write(
+            "checkpoint", f"python -m bench.checkpoint --repeat {args.repeat}", {"figures": figures, "ratios": ratios}
+        )
+    )
+
+
+if __name__ == "__main__":
+    main()
