@@ -16,7 +16,7 @@ import zmq
 
 from rlhpc.runtime.comm import unix
 from rlhpc.runtime.comm.service import Service
-from rlhpc.runtime.comm.sockets import bind, choose, make_socket
+from rlhpc.runtime.comm.sockets import bind_tcp, choose, make_socket
 from rlhpc.runtime.scratch import host_id
 
 _numbers = itertools.count()
@@ -80,7 +80,7 @@ class CallDoor:
         self._router: zmq.Socket[Any] | None = None
         if tcp_address:
             self._router = make_socket(service.context, zmq.ROUTER, service.keys, server=True)
-            self.record["tcp"] = bind(self._router, service.scratch, "q", tcp_address)["tcp"]
+            self.record["tcp"] = bind_tcp(self._router, tcp_address)
             self._epoll.register(int(self._router.FD), select.EPOLLIN)
 
     def next(self) -> tuple[_Line | bytes, list[bytes]]:

@@ -28,7 +28,7 @@ from rlhpc.runtime.comm.payload import Origin, Packed, unpack
 from rlhpc.runtime.comm.queues import ChannelState, Item, Outlook
 from rlhpc.runtime.comm.segments import HEADER, Mappings, SegmentPool, discard
 from rlhpc.runtime.comm.share import Share, once_for_all
-from rlhpc.runtime.comm.sockets import Peers, ZapDoor, bind, make_socket
+from rlhpc.runtime.comm.sockets import Peers, ZapDoor, bind_tcp, make_socket
 from rlhpc.runtime.comm.unix import Connection, Listener, token_of
 from rlhpc.runtime.errors import ChannelError, DeadlineExceeded
 from rlhpc.runtime.registry import Keys
@@ -137,7 +137,7 @@ class Service:
         self._router = self._bulk = None
         if tcp_address:
             self._router = make_socket(self.context, zmq.ROUTER, keys, server=True)
-            self.endpoint["tcp"] = bind(self._router, scratch, "z", tcp_address)["tcp"]
+            self.endpoint["tcp"] = bind_tcp(self._router, tcp_address)
             self._bulk = BulkServer(name, keys, tcp_address, (scratch.shm, scratch.spill), self.loans)
         self.origin = Origin(
             host_id(), self.endpoint["tcp"] or self.endpoint["ipc"], self._bulk.endpoint if self._bulk else ""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import os
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -17,7 +16,7 @@ from rlhpc.runtime.comm import unix
 from rlhpc.runtime.comm.bulk import BulkClient
 from rlhpc.runtime.errors import ChannelError, DeadlineExceeded
 from rlhpc.runtime.registry import Keys
-from rlhpc.runtime.scratch import Scratch, host_id
+from rlhpc.runtime.scratch import host_id
 
 _names = itertools.count()
 
@@ -36,19 +35,10 @@ def make_socket(context: zmq.Context[Any], kind: int, keys: Keys, server: bool) 
     return socket
 
 
-def bind(socket: zmq.Socket[Any], scratch: Scratch, label: str, tcp_address: str | None) -> dict[str, str]:
-    """Binds to a UNIX socket, and to TCP where other hosts take part.
-
-    TCP port 0 is bound before the number is published, so nobody else can have taken it.
-    Returns the endpoint record to publish: host, ipc, tcp.
-    """
-    path = f"ipc://{scratch.sockets}/{label}-{os.getpid()}-{next(_names)}"
-    socket.bind(path)
-    record = {"host": host_id(), "ipc": path, "tcp": ""}
-    if tcp_address:
-        socket.bind(f"tcp://{tcp_address}:*")
-        record["tcp"] = socket.getsockopt_string(zmq.LAST_ENDPOINT).rstrip("\0")
-    return record
+def bind_tcp(socket: zmq.Socket[Any], address: str) -> str:
+    """Binds to a free port and returns the endpoint to publish; nobody else can have taken the port by then."""
+    socket.bind(f"tcp://{address}:*")
+    return socket.getsockopt_string(zmq.LAST_ENDPOINT).rstrip("\0")
 
 
 def choose(record: dict[str, str]) -> str:
