@@ -1,7 +1,7 @@
-"""Bulk data between hosts: a segment of one goes over a plain TCP connection straight into a segment of the other.
+"""Bulk data between hosts: from the memory of one over a plain TCP connection straight into the memory of the other.
 
-CURVE encrypts about a gigabyte a second and core, and its messages are copied three times on the way. Here the owner hands
-the pages of its segment to the kernel (`sendfile`), and the kernel writes into the receiver's memory, which is mapped already.
+CURVE encrypts about a gigabyte a second and core, and its messages are copied three times on the way. Here the kernel reads
+from the owner's segment, or from its tensors, and writes into the receiver's memory, which is there already.
 
 Both sides prove to one another that they know the generation's secret before anything else is said: each answers the other's
 random challenge with an HMAC. What they say then, the requests and the replies' heads, carries an HMAC under the
@@ -246,8 +246,13 @@ class BulkServer:
             if start + count > os.fstat(fd).st_size:
                 link.say(_ERROR + f"{path} has no {count} bytes from {start} on".encode())
                 return
+            memory = self._loans.memory(path)
             with self._turns:
                 link.say(_OK)
+                if memory is not None:
+                    # quicker than sendfile, which hands over one small page at a time: half the time between namespaces
+                    link.sock.sendall(memoryview(memory)[start : start + count])
+                    return
                 end = start + count
                 while start < end:
                     start += os.sendfile(link.sock.fileno(), fd, start, end - start)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import mmap
 import os
 import threading
 import time
@@ -117,6 +118,10 @@ class Loans:
 
     def find(self, name: str) -> Loan | None:
         return self._loans.get(name)
+
+    def memory(self, path: str) -> mmap.mmap | None:
+        """What a segment of this process is mapped to."""
+        return self._pool.memory(path)
 
     def release(self, path: str, reader: int) -> None:
         """A reader of a loan, or of a segment of this process, is done with it."""

@@ -106,8 +106,8 @@ class Packed:
                 discard(str(self.segment), reader)
 
 
-#: `(origin, path, bytes, reader, share)` -> path and reader number here: fetches a segment of another host into one of this.
-Fetch = Callable[[Origin, str, int, int, Share | None], tuple[str, int]]
+#: `(origin, path, bytes, reader, share)` -> memory laid out as a segment: fetches one of another host.
+Fetch = Callable[[Origin, str, int, int, Share | None], memoryview]
 
 
 def unpack(frames: Sequence[Buffer], host: str, mappings: Mappings, fetch: Fetch, *, borrow: bool = False) -> Any:
@@ -129,7 +129,7 @@ def unpack(frames: Sequence[Buffer], host: str, mappings: Mappings, fetch: Fetch
     origin, path, spans, reader, readers, place = pickle.loads(descriptor)
     if origin[0] != host or path.startswith(PREFIX):
         share = Share(*place) if place else None
-        path, reader = fetch(Origin(*origin), path, spans[-1][0] + spans[-1][1] - HEADER, reader, share)
-        readers = share.of if share else 1
-    view = mappings.lease(path, reader, own=borrow or readers == 1)
+        view = fetch(Origin(*origin), path, spans[-1][0] + spans[-1][1] - HEADER, reader, share)
+    else:
+        view = mappings.lease(path, reader, own=borrow or readers == 1)
     return loads(data, [view[start : start + size] for start, size in spans])

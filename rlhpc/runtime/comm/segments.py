@@ -109,7 +109,7 @@ class SegmentPool:
 
     def __init__(self, scratch: Scratch, max_idle: int | None = None, patience: float = 7200.0) -> None:
         self._scratch, self._patience = scratch, patience
-        self._max_idle = _default_idle(scratch) if max_idle is None else max_idle
+        self._max_idle = default_idle(scratch) if max_idle is None else max_idle
         self._lock = threading.Lock()
         self._idle: dict[int, list[Segment]] = {}
         self._idle_bytes = 0
@@ -162,6 +162,12 @@ class SegmentPool:
         with self._lock:
             self._busy.append(segment)
             self._by_path[segment.path] = segment
+
+    def memory(self, path: str) -> mmap.mmap | None:
+        """What a segment of this process is mapped to, while the pool keeps count of it."""
+        with self._lock:
+            segment = self._by_path.get(path)
+        return None if segment is None else segment.memory
 
     def release(self, path: str, reader: int) -> None:
         """A reader that cannot map the segment is done with it."""
@@ -268,7 +274,7 @@ class SegmentPool:
             self._idle_bytes = 0
 
 
-def _default_idle(scratch: Scratch) -> int:
+def default_idle(scratch: Scratch) -> int:
     try:
         about = os.statvfs(scratch.shm)
     except OSError:

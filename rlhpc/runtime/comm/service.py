@@ -23,10 +23,11 @@ from typing import Any
 import zmq
 
 from rlhpc.runtime.comm.bulk import BulkServer
+from rlhpc.runtime.comm.landing import Landing
 from rlhpc.runtime.comm.loans import Loans
 from rlhpc.runtime.comm.payload import Origin, Packed, unpack
 from rlhpc.runtime.comm.queues import ChannelState, Item, Outlook
-from rlhpc.runtime.comm.segments import HEADER, Mappings, SegmentPool, discard
+from rlhpc.runtime.comm.segments import HEADER, Mappings, SegmentPool, default_idle, discard
 from rlhpc.runtime.comm.share import Share, once_for_all
 from rlhpc.runtime.comm.sockets import Peers, ZapDoor, bind_tcp, make_socket
 from rlhpc.runtime.comm.unix import Connection, Listener, token_of
@@ -124,7 +125,7 @@ class Service:
         self.check = check
         self.peers = Peers(self.context, keys, check)
         self.pool, self.mappings = SegmentPool(scratch), Mappings()
-        self.loans = Loans(self.pool)
+        self.loans, self.landing = Loans(self.pool), Landing(default_idle(scratch))
         self._store: dict[bytes, bytes] = {}
         #: The driver wants the call that the main thread is in to be given up.
         self.aborted = False
@@ -272,25 +273,32 @@ class Service:
                 now.
         """
 
-        def fetch(origin: Origin, path: str, size: int, reader: int, share: Share | None) -> tuple[str, int]:
-            def receive() -> str:
-                here = self.pool.reserve(size, share.of if share else 1)
-                try:
-                    self.peers.fetch(origin.bulk, path, HEADER, memoryview(here.memory)[HEADER : HEADER + size])
-                except BaseException:
-                    for number in range(here.readers):
-                        discard(here.path, number)
-                    raise
+        def fetch(origin: Origin, path: str, size: int, reader: int, share: Share | None) -> memoryview:
+            def receive(memory: memoryview) -> None:
+                self.peers.fetch(origin.bulk, path, HEADER, memory[HEADER : HEADER + size])
 
                 def release() -> None:
                     self.peers.release(origin.bulk, path, reader)
 
                 release() if later is None else later.append(release)
-                return here.path
 
             if share is None:
-                return receive(), 0
-            return once_for_all(self.scratch.shm, share, receive, self.check), share.number
+                view = self.landing.take(HEADER + size)
+                receive(view)
+                return view
+
+            def receive_for_all() -> str:
+                here = self.pool.reserve(size, share.of)
+                try:
+                    receive(memoryview(here.memory))
+                except BaseException:
+                    for number in range(share.of):
+                        discard(here.path, number)
+                    raise
+                return here.path
+
+            found = once_for_all(self.scratch.shm, share, receive_for_all, self.check)
+            return self.mappings.lease(found, share.number, own=borrow)
 
         return unpack(frames, self.endpoint["host"], self.mappings, fetch, borrow=borrow)
 

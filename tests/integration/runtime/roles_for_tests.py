@@ -114,14 +114,17 @@ class Probe(Worker):
             same.append(torch.equal(got["a"], expected) and torch.equal(got["b"], torch.ones(7)))
         return same
 
-    def broadcast_and_hold(self, src: tuple[str, int], groups: list[tuple[str, list[int]]]) -> tuple[float, int]:
-        """The sum of what came, and how many segments this process has written for it."""
-        from rlhpc.runtime.context import current
-
+    def broadcast_and_hold(self, src: tuple[str, int], groups: list[tuple[str, list[int]]]) -> float:
         mine = (self.group_name, self.rank) == src
         self.held = self.broadcast(torch.arange(1 << 20) if mine else None, groups, src, read_only=True)
-        written = [e for e in os.scandir(current().service.scratch.shm) if e.name.startswith(f"{os.getpid()}-")]
-        return float(self.held.sum()), len(written)
+        return float(self.held.sum())
+
+    def segments_in_use(self) -> int:
+        """Of those that this process has written, how many somebody still looks into."""
+        from rlhpc.runtime.comm.segments import _segments
+        from rlhpc.runtime.context import current
+
+        return sum(pid == os.getpid() and used for _, pid, used in _segments(current().service.scratch.shm))
 
     def send_in_place(self, group: str) -> None:
         self.send_tensor(torch.arange(12.0).reshape(3, 4), group, self.rank)

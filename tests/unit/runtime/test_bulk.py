@@ -18,6 +18,7 @@ import zmq
 
 from rlhpc.runtime.comm import bulk
 from rlhpc.runtime.comm.bulk import MAGIC, MOST_TRANSFERS, BulkClient, BulkServer
+from rlhpc.runtime.comm.landing import Landing
 from rlhpc.runtime.comm.loans import LEND_LIMIT, Loans
 from rlhpc.runtime.comm.payload import Origin, Packed, unpack
 from rlhpc.runtime.comm.segments import HEADER, Mappings, SegmentPool, bytes_in_use
@@ -94,17 +95,32 @@ def test_what_arrives_is_what_was_packed(owner: Owner, scratch: Scratch, peers: 
         "c": random_bytes(1, 2),
     }
     packed = Packed(item, owner.pool, Origin("there", "", owner.server.endpoint), loans=owner.loans if lend else None)
-    pool = SegmentPool(scratch)
+    landing = Landing(1 << 30)
 
-    def fetch(origin: Origin, path: str, size: int, reader: int, share: object) -> tuple[str, int]:
-        here = pool.reserve(size)
-        peers.fetch(origin.bulk, path, HEADER, memoryview(here.memory)[HEADER : HEADER + size])
+    def fetch(origin: Origin, path: str, size: int, reader: int, share: object) -> memoryview:
+        memory = landing.take(HEADER + size)
+        peers.fetch(origin.bulk, path, HEADER, memory[HEADER:])
         peers.release(origin.bulk, path, reader)
-        return here.path, 0
+        return memory
 
     got = unpack(packed.frames(), "here", Mappings(), fetch)
     packed.settle(True, nothing)
+    for number in range(3):  # what comes next does not land where somebody still looks
+        landing.take(SIZE + number)[:] = bytes(SIZE + number)
     assert all(np.array_equal(got[name], item[name]) and got[name].dtype == item[name].dtype for name in item)
+
+
+def test_memory_is_used_again_when_nobody_looks_into_it() -> None:
+    landing = Landing(2 * SIZE)
+    first = np.frombuffer(landing.take(SIZE), np.uint8)[5:]
+    place = first.__array_interface__["data"][0]
+    second = np.frombuffer(landing.take(SIZE), np.uint8)
+    assert abs(second.__array_interface__["data"][0] - place) >= SIZE
+    del first
+    assert np.frombuffer(landing.take(SIZE), np.uint8).__array_interface__["data"][0] == place - 5
+    held = [landing.take(SIZE) for _ in range(8)]
+    held.clear()
+    assert landing._idle_bytes <= 2 * SIZE
 
 
 @pytest.mark.parametrize("start, count", [(HEADER, 100), (HEADER + 7, LEND_LIMIT + 64), (HEADER + LEND_LIMIT + 3, 60)])

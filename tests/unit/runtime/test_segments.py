@@ -36,7 +36,7 @@ def scratch() -> Iterator[Scratch]:
     made.remove()
 
 
-def nowhere(origin: Origin, path: str, size: int, reader: int, share: object) -> tuple[str, int]:
+def nowhere(origin: Origin, path: str, size: int, reader: int, share: object) -> memoryview:
     raise AssertionError("a segment of this host is mapped")
 
 
