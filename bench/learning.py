@@ -6,8 +6,8 @@ training episodes that ended in each of the case's equal spans of environment st
 
 The criterion, fixed before any run: over the seeds, the two sides' mean of the whole curve, and of its last quarter, differ by
 less than what a two-sided t-test at 5 % calls a difference. With three seeds that is 2.3 standard deviations of a seed, so
-"equal" is said of large differences only; the share of spans in which the bands from lowest to highest seed overlap, and the
-difference in standard deviations, say how near they are.
+"equal" means no large difference, and one comparison in twenty fails by chance. The share of spans in which the bands from
+lowest to highest seed overlap, and the difference in standard deviations, say how near they are.
 
     python -m bench.learning                  # all cases, one results/learning_<case>.json each, then the page
     python -m bench.learning --case push_cube --seeds 3
@@ -155,7 +155,7 @@ def learn(name: str, case: Case, seeds: int, steps: int, together: int) -> None:
     words = f"--case {name} --seeds {seeds} --steps {steps} --together {together}"
     print(write(f"learning_{name}", f"python -m bench.learning {words}", {
         "title": case.title, "task": case.env, "algorithm": case.algorithm, "env_steps": steps, "spans": case.spans,
-        "settings": case.settings, "note": case.note, "seconds": time.perf_counter() - begin, "compared": measures,
+        "settings": case.settings, "seconds": time.perf_counter() - begin, "compared": measures,
         "runs": runs,
     }))  # fmt: skip
 

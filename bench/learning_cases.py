@@ -149,7 +149,8 @@ CASES: dict[str, Case] = {
     ),
     "lunar_lander_ppo": Case(
         "PPO, LunarLander-v3", "LunarLander-v3", "ppo", 153_600, _CLEANRL, spans=15,
-        note=f"CleanRL's ppo.py with its defaults, except the minibatches' number. {_BOOTSTRAP_NOTE}",
+        note="CleanRL's ppo.py with its defaults, at a third of its steps (the learning rate goes to 0 over these). "
+        f"{_BOOTSTRAP_NOTE}",
     ),
     "inverted_pendulum_sac": Case(
         "SAC, InvertedPendulum-v5", "InvertedPendulum-v5", "sac", 8000, {"starts": 1000, "buffer": 1_000_000}, spans=8,

@@ -8,6 +8,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from bench.learning_cases import CASES
+
 COLOURS = {"rlhpc": "#1f77b4", "single_process": "#d95f02"}
 NAMES = {"rlhpc": "rlhpc", "single_process": "one process"}
 
@@ -80,14 +82,17 @@ def table(results: Sequence[dict[str, Any]]) -> str:
 
 def write_page(folder: Path) -> Path:
     """Draws all results in `folder`."""
-    results = [json.loads(path.read_text()) for path in sorted(folder.glob("learning_*.json"))]
-    draw(results, folder / "learning.png")
-    notes = "\n".join(f"- {result['title']} (`{result['command']}`): {result['note']}" for result in results)
+    found = {name: folder / f"learning_{name}.json" for name in CASES}
+    results = {name: json.loads(path.read_text()) for name, path in found.items() if path.is_file()}
+    draw([*results.values()], folder / "learning.png")
+    notes = "\n".join(
+        f"- {CASES[name].title} (`{result['command']}`): {CASES[name].note}" for name, result in results.items()
+    )
     path = folder / "learning.md"
     path.write_text(
         "# Learning curves beside single-process loops\n\n"
         "Written by `python -m bench.learning --page` from `learning_<case>.json`; the criterion is in `bench/learning.py`.\n"
         "Lines are means over seeds, bands go from the lowest to the highest.\n\n"
-        f"![learning curves](learning.png)\n\n{table(results)}\n\n{notes}\n"
+        f"![learning curves](learning.png)\n\n{table([*results.values()])}\n\n{notes}\n"
     )
     return path
