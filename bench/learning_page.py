@@ -86,7 +86,8 @@ def write_page(folder: Path) -> Path:
     results = {name: json.loads(path.read_text()) for name, path in found.items() if path.is_file()}
     draw([*results.values()], folder / "learning.png")
     notes = "\n".join(
-        f"- {CASES[name].title} (`{result['command']}`): {CASES[name].note}" for name, result in results.items()
+        f"- {result['title']} (`{result['command']}`): {result.get('note', CASES[name].note)}"
+        for name, result in results.items()
     )
     path = folder / "learning.md"
     path.write_text(

@@ -390,9 +390,10 @@ class ModelConfig:
     critic_layer_norm: bool = False
     """`sac`: normalises the critics' hidden layers, which keeps many updates per transition stable (RLPD)."""
     kwargs: dict[str, Any] = field(default_factory=dict)
-    """Options of the model: `resnet` has `channels` (default `[16, 32, 32]`), `flow` has `num_steps` (4),
-    `noise_level` (0.5) and `encoder` (of images: cnn or resnet); `pi0` has these two; `vla`
-    and `pi0` have `prompt`, with `{instruction}`; a model of your own has what it wants."""
+    """Options of the model: `mlp` has `actor_gain` (0.01) and `critic_gain` (1), of the last layers' orthogonal weights;
+    `resnet` has `channels` (default `[16, 32, 32]`), `flow` has `num_steps` (4), `noise_level` (0.5) and `encoder` (of images:
+    cnn or resnet); `pi0` has these two; `vla` and `pi0` have `prompt`, with `{instruction}`; a model of your own has what it
+    wants."""
     add_value_head: bool = True
     """`vla` and `pi0`: values, which GRPO does without."""
     model_path: str | None = None

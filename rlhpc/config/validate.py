@@ -198,10 +198,8 @@ def _embodied(cfg: Any, fail: Fail) -> None:
         from rlhpc.models.registry import find_model
 
         find_model(str(cfg.actor.model.model_type))
-    elif cfg.actor.model.kwargs and str(cfg.actor.model.model_type).lower() in ("mlp", "cnn"):
-        raise fail(
-            "actor.model.kwargs", f"the {cfg.actor.model.model_type} takes none; they are for a model of your own"
-        )
+    else:
+        policy.check_options(cfg.actor.model, fail)
     for name, side in (("train", cfg.env.train), ("eval", cfg.env.eval)):
         if str(side.env_type).lower() == "gymnasium":
             _gymnasium_id(f"env.{name}.env_id", str(side.env_id), fail)

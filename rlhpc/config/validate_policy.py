@@ -12,6 +12,8 @@ MODELS = ("mlp", "cnn", "resnet", "flow", "sac", "vla", "pi0")
 _ADAPTED = ("vla", "pi0")
 #: Estimators that compare the outcomes of a group.
 _BY_GROUP = ("grpo", "dr_grpo", "rloo", "reinforce++_baseline")
+#: Options of the `mlp`.
+MLP_GAINS = ("actor_gain", "critic_gain")
 
 
 def validate(cfg: Any, fail: Fail) -> None:
@@ -61,3 +63,17 @@ def _chunks(cfg: Any, fail: Fail) -> None:
         )
     if model.value_per_action and not by_action:
         raise fail("actor.model.value_per_action", "it is for algorithm.reward_type action_level")
+
+
+def check_options(model: Any, fail: Fail) -> None:
+    """`actor.model.kwargs` of the models that have none, or few; the others say it themselves when they are built."""
+    name, options = str(model.model_type).lower(), model.kwargs
+    if name == "cnn" and options:
+        raise fail("actor.model.kwargs", "the cnn takes none; they are for a model of your own")
+    if name != "mlp":
+        return
+    if unknown := sorted(set(options) - set(MLP_GAINS)):
+        raise fail("actor.model.kwargs", f"the mlp does not take {', '.join(unknown)}; allowed: {', '.join(MLP_GAINS)}")
+    for option, found in options.items():
+        if isinstance(found, bool) or not isinstance(found, (int, float)) or found <= 0:
+            raise fail(f"actor.model.kwargs.{option}", "it must be a number greater than 0")

@@ -60,15 +60,25 @@ def flat_numbers(obs: Any) -> Tensor:
 @register_model("mlp")
 class MLPPolicy(Policy):
     """Separate networks for policy and value (as CleanRL's ppo.py); observations are flattened, several one after the
-    other, by name."""
+    other, by name.
+
+    `actor.model.kwargs`: `actor_gain` (default 0.01) and `critic_gain` (default 1), of the last layers' orthogonal weights.
+    """
 
     def __init__(self, cfg: Any, observation_space: Any, action_space: Any) -> None:
         super().__init__(cfg, observation_space, action_space)
+        gains = {"actor_gain": 0.01, "critic_gain": 1.0}
+        options = dict(getattr(cfg, "kwargs", None) or {})
+        if unknown := set(options) - set(gains):
+            raise ConfigError(
+                f"actor.model.kwargs of the mlp has {', '.join(sorted(unknown))}; allowed: {', '.join(gains)}"
+            )
+        gains |= options
         inputs = flat_width(observation_space)
         sizes = [inputs, *map(int, cfg.hidden_sizes)]
         orthogonal, activation = bool(cfg.ortho_init), str(cfg.activation)
-        self.critic = mlp(sizes, self.value_width, activation, orthogonal, 1.0)
-        self.actor = mlp(sizes, self.head.inputs, activation, orthogonal, 0.01)
+        self.critic = mlp(sizes, self.value_width, activation, orthogonal, gains["critic_gain"])
+        self.actor = mlp(sizes, self.head.inputs, activation, orthogonal, gains["actor_gain"])
 
     def features(self, obs: Any, policy: bool, value: bool) -> tuple[Tensor | None, Tensor | None]:
         """See `Policy.features`."""

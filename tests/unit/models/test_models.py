@@ -109,6 +109,16 @@ def test_a_spec_rebuilds_the_network_and_seeds_repeat():
     assert all(torch.equal(a, b) for a, b in zip(policy.parameters(), again.parameters(), strict=True))
 
 
+def test_the_last_layers_start_as_large_as_is_asked():
+    box = spaces.Box(-2, 2, (3,), np.float32)
+    plain = build_model(CFG, STATE, box, seed=7)
+    larger = build_model(OmegaConf.merge(CFG, {"kwargs": {"actor_gain": 0.02, "critic_gain": 2}}), STATE, box, seed=7)
+    obs = observations(STATE, 4)
+    torch.testing.assert_close(larger.value(obs), 2 * plain.value(obs))
+    both = [policy.predict_action_batch(obs, "eval")[0] for policy in (larger, plain)]
+    torch.testing.assert_close(both[0], 2 * both[1])
+
+
 @pytest.mark.parametrize("model", ["cnn", "resnet"])
 def test_every_image_and_number_counts_and_integers_are_scaled(model):
     policy = build_model(OmegaConf.merge(CFG, {"model_type": model}), SEVERAL, spaces.Discrete(3), seed=0)
@@ -137,6 +147,8 @@ def test_wrong_names_and_spaces_are_explained():
         build_model(OmegaConf.merge(CFG, {"model_type": "cnn"}), STATE, spaces.Discrete(2))
     with pytest.raises(ConfigError, match="allowed: channels"):
         build_model(OmegaConf.merge(CFG, {"model_type": "resnet", "kwargs": {"width": 2}}), IMAGE, spaces.Discrete(2))
+    with pytest.raises(ConfigError, match="has gain; allowed: actor_gain, critic_gain"):
+        build_model(OmegaConf.merge(CFG, {"kwargs": {"gain": 2}}), STATE, spaces.Discrete(2))
     with pytest.raises(ConfigError, match="is an image or a text, and only numbers"):
         build_model(CFG, SEVERAL, spaces.Discrete(2))
     with pytest.raises(ConfigError, match="not supported"):
