@@ -1,10 +1,15 @@
-"""Weights from one process to others of a host: rlhpc's sync beside one warm memory copy of the same bytes.
+"""Weights from one process to others: rlhpc's sync beside one warm memory copy of the same bytes, and beside its own deltas.
 
     python -m bench.weights --repeat 7
 
-290 tensors of bfloat16, 500 MB in all, from one rank to one and to four. "Adopted": the receivers look at the memory that
-came; "copied": each copies it into its own tensors, as an engine has to that keeps its weights elsewhere. The time is from
-the call until every receiver has the version applied, seen from the driver.
+290 tensors of bfloat16, 500 MB in all, from one rank to one and to four of the same host, and to one that takes itself for
+another host (TCP over the loopback device, encrypted). "Adopted": the receivers look at the memory that came; "copied": each
+copies it into its own tensors, as an engine has to that keeps its weights elsewhere. The time is from the call until every
+receiver has the version applied, seen from the driver.
+
+    all                 every element changed
+    1 % trained         88 of the tensors, 0.9 % of the bytes, are trained; the others are frozen (rollout.weight_delta=frozen)
+    1 % of elements     one element in a hundred of every tensor changed (rollout.weight_delta=elements)
 """
 
 from __future__ import annotations
@@ -13,48 +18,89 @@ import argparse
 import os
 import time
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 import torch
 
 from bench.machine import spread, write
-from rlhpc import Cluster, NodePlacementStrategy, Session, Worker
+from rlhpc import Cluster, NodePlacementStrategy, Session, Worker, WorkerGroup
 from rlhpc.weights import make_sync
 
 TENSORS, BYTES = 290, 500_000_000
+COPY = "memory copy"
 
 
-def tensors(value: float) -> list[tuple[str, torch.Tensor]]:
+class Row(NamedTuple):
+    """One figure."""
+
+    label: str
+    group: str
+    changed: str
+    adopt: bool
+    delta: str = "off"
+
+
+ROWS = [
+    *(Row(f"1 to {n}, {how}, all", f"r{n}", "all", how == "adopted") for n in (1, 4) for how in ("adopted", "copied")),
+    *(
+        Row(f"1 to 4, {how}, 1 % {what}", "r4", changed, how == "adopted", delta)
+        for how in ("adopted", "copied")
+        for what, changed, delta in (("trained", "trained", "frozen"), ("of elements", "elements", "elements"))
+    ),
+    Row("1 to 1 over TCP, copied, all", "far", "all", False),
+    Row("1 to 1 over TCP, copied, 1 % trained", "far", "trained", False, "frozen"),
+    Row("1 to 1 over TCP, copied, 1 % of elements", "far", "elements", False, "elements"),
+]
+
+
+def tensors() -> list[tuple[str, torch.Tensor]]:
     """Sizes as a transformer has them: some large, many small."""
     sizes = np.asarray([8.0 if i % 10 == 0 else 1.0 if i % 10 < 7 else 0.01 for i in range(TENSORS)])
     counts = np.maximum((sizes / sizes.sum() * BYTES / 2).astype(int), 1)
-    return [(f"t{i}", torch.full((int(n),), value, dtype=torch.bfloat16)) for i, n in enumerate(counts)]
+    return [(f"t{i}", torch.zeros(int(n), dtype=torch.bfloat16)) for i, n in enumerate(counts)]
+
+
+def trained(name: str) -> bool:
+    """Whether a tensor is one of those that are trained where most are frozen: the small ones, and one of the others."""
+    number = int(name[1:])
+    return number % 10 >= 7 or number == 1
 
 
 class Holder(Worker):
     """A sender or a receiver of the weights."""
 
-    def open(self, receivers: list[tuple[str, list[int]]]) -> None:
-        self.held = tensors(0.0)
+    def open(self, receivers: list[tuple[str, list[int]]], delta: str) -> None:
+        self.held = tensors()
         self.module = torch.nn.Module()
         for name, tensor in self.held:
             self.module.register_buffer(name, tensor)
-        self.sync = make_sync("auto", self, ("sender", 0), receivers)
+        self.sync = make_sync("auto", self, ("sender", 0), receivers, delta)
+        self.frozen = frozenset(name for name, _ in self.held if delta == "frozen" and not trained(name))
+
+    def close(self) -> None:
+        self.sync.forget()
 
     def send(self, version: int) -> None:
-        self.sync.sync(version, self.held)
+        self.sync.sync(version, self.held, frozen=self.frozen)
 
-    def change(self, value: float) -> None:
-        for _, tensor in self.held:
-            tensor.fill_(value)
+    def change(self, what: str, seed: int) -> None:
+        generator = np.random.default_rng(seed)
+        for name, tensor in self.held:
+            bits = tensor.view(torch.int16).numpy()
+            if what == "elements":
+                chosen = np.unique(generator.integers(0, bits.size, max(1, bits.size // 100)))
+                bits[chosen] ^= 1 + seed % 100
+            elif what == "all" or trained(name):
+                bits ^= 1 + seed % 100
 
     def take(self, adopt: bool) -> int:
         version: int = self.sync.apply(self.held, adopt=self.module if adopt else None)
         self.held = list(self.module.state_dict().items())
         return version
 
-    def value(self) -> set[float]:
-        return {float(tensor[0]) for _, tensor in self.held} | {float(tensor[-1]) for _, tensor in self.held}
+    def value(self) -> list[int]:
+        return [int(tensor.view(torch.int16).numpy().sum(dtype=np.int64)) for _, tensor in self.held]
 
 
 def copy_seconds() -> float:
@@ -66,49 +112,52 @@ def copy_seconds() -> float:
     return time.perf_counter() - started
 
 
+def measure(row: Row, sender: WorkerGroup, group: WorkerGroup) -> float:
+    """Seconds of one version, once all memory that it needs has been in use before."""
+    receivers = [(row.group, list(range(group.world_size)))]
+    for handle in (sender.open(receivers, row.delta), group.open(receivers, row.delta)):
+        handle.wait()
+    seconds = 0.0
+    for version in range(4):
+        sender.change(row.changed, version).wait()
+        started = time.perf_counter()
+        for handle in [sender.send(version), group.take(row.adopt)]:
+            handle.wait()
+        seconds = time.perf_counter() - started
+    (sent,) = sender.value().wait()
+    assert all(value == sent for value in group.value().wait()), row
+    sender.close().wait()
+    return seconds
+
+
 def main(argv: Sequence[str] | None = None) -> None:
     """Measures and writes `results/weights.json`."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repeat", type=int, default=7)
     args = parser.parse_args(argv)
     os.environ["OMP_NUM_THREADS"] = "1"
+    session = Session.start(tcp_address="127.0.0.1")
     cluster = Cluster.local(1, 0)
     sender = Holder.create_group().launch(cluster, NodePlacementStrategy([0]), "sender")
-    rows: list[dict[str, float]] = []
-    groups = {n: Holder.create_group().launch(cluster, NodePlacementStrategy([0] * n), f"r{n}") for n in (1, 4)}
-    version = 0
+    groups = {f"r{n}": Holder.create_group().launch(cluster, NodePlacementStrategy([0] * n), f"r{n}") for n in (1, 4)}
+    groups["far"] = Holder.create_group().launch(
+        cluster, NodePlacementStrategy([0]), "far", env_vars={"RLHPC_HOST_ID": "elsewhere"}
+    )
+    taken: list[dict[str, float]] = []
     for repeat in range(args.repeat + 1):
-        row = {"memory copy (s)": copy_seconds()}
-        for count, group in groups.items():
-            receivers = [(f"r{count}", list(range(count)))]
-            for handle in (sender.open(receivers), group.open(receivers)):
-                handle.wait()
-            for adopt in (False, True):
-                # The first one maps the memory; what counts is every later one.
-                for warm in (True, False):
-                    version += 1
-                    sender.change(float(version % 97)).wait()
-                    started = time.perf_counter()
-                    handles = [sender.send(version), group.take(adopt)]
-                    for handle in handles:
-                        handle.wait()
-                    seconds = time.perf_counter() - started
-                    assert all(value == {float(version % 97)} for value in group.value().wait())
-                    if not warm:
-                        row[f"1 to {count}, {'adopted' if adopt else 'copied'} (s)"] = seconds
+        found = {COPY: copy_seconds()}
+        for row in ROWS:
+            found[row.label] = measure(row, sender, groups[row.group])
         if repeat:
-            rows.append(row)
-            print(row, flush=True)
-    figures = {name: spread([row[name] for row in rows]) for name in rows[0]}
-    ratios = {
-        f"{name.removesuffix(' (s)')} / memory copy": float(np.median([r[name] / r["memory copy (s)"] for r in rows]))
-        for name in figures if name != "memory copy (s)"
-    }  # fmt: skip
+            taken.append(found)
+            print({label: round(seconds, 4) for label, seconds in found.items()}, flush=True)
+    figures = {f"{label} (s)": spread([found[label] for found in taken]) for label in taken[0]}
+    pairs = [(row.label, COPY) for row in ROWS if row.changed == "all"]
+    pairs += [(row.label, row.label.partition(", 1 %")[0] + ", all") for row in ROWS if row.changed != "all"]
+    ratios = {f"{a} / {b}": float(np.median([found[a] / found[b] for found in taken])) for a, b in pairs}
     for name, ratio in ratios.items():
-        print(f"{name:40} {ratio:8.2f}")
+        print(f"{name:80} {ratio:8.3f}")
     print(write("weights", f"python -m bench.weights --repeat {args.repeat}", {"figures": figures, "ratios": ratios}))
-    session = Session.running()
-    assert session is not None
     session.stop()
 
 

@@ -341,6 +341,9 @@ class RolloutConfig:
     """Stages the slots are cut into: while one is simulated, the policy acts on the others."""
     weight_sync: str = "auto"
     """How weights travel from the actor: auto or broadcast."""
+    weight_delta: str = "frozen"
+    """What an update leaves out: `frozen` (weights that are not trained travel once a rollout rank), `elements` (also whatever
+    has not changed, element by element; costs the actor a copy of the weights), or `off` (nothing)."""
     rollout_backend: str = "hf"
     """Generation engine of language models: `hf`, `vllm`, or `module:Class`."""
     max_new_tokens: int = 256

@@ -60,6 +60,7 @@ _CHOICES: dict[str, tuple[str, ...]] = {
         "seq-mean-token-sum-norm",
     ),
     "rollout.weight_sync": ("auto", "broadcast"),
+    "rollout.weight_delta": ("off", "frozen", "elements"),
     "actor.optim.lr_scheduler": ("constant", "linear", "cosine"),
     "actor.optim.name": ("adam", "adamw"),
     "actor.model.activation": ("tanh", "relu", "elu", "silu", "gelu"),

@@ -20,7 +20,7 @@ from rlhpc.roles.start import load_weights
 from rlhpc.runtime.errors import CheckpointError, ConfigError
 from rlhpc.runtime.worker import Worker
 from rlhpc.training import LocalBackend, PolicyUpdate
-from rlhpc.weights import make_sync
+from rlhpc.weights import frozen_names, make_sync
 
 FILE = "actor-{rank}.pt"
 MODEL, MODEL_SPEC, OPTIMIZER = "model.safetensors", "model.json", "optimizer.pt"
@@ -110,12 +110,15 @@ class EmbodiedActor(Worker):
             ranks=self.world_size,
         )
         receivers = [(slots.rollout_name, list(range(slots.rollout_ranks)))]
-        self.sync = make_sync(str(cfg.rollout.weight_sync), self, (slots.actor_name, 0), receivers)
+        self.sync = make_sync(
+            str(cfg.rollout.weight_sync), self, (slots.actor_name, 0), receivers, str(cfg.rollout.weight_delta)
+        )
         return sum(p.numel() for p in self.policy.parameters() if p.requires_grad)
 
     def start_from(self, folder: str) -> None:
         """Takes over the weights of a checkpoint or an export; optimizer and counters stay fresh."""
         load_weights(self.policy, Path(folder))
+        self.sync.forget()
 
     def connect(self) -> None:
         """Connects to the channels, once the driver has created them."""
@@ -124,7 +127,7 @@ class EmbodiedActor(Worker):
     def sync_weights(self, version: int) -> None:
         """Sends the weights, as `version`, to all rollout ranks."""
         if self.rank == 0:
-            self.sync.sync(version, list(self.policy.state_dict().items()))
+            self.sync.sync(version, self.policy.state_dict().items(), frozen=frozen_names(self.policy))
 
     def receive(self) -> dict[str, float]:
         """Takes in this step's trajectories of its slots and computes advantages and returns.
@@ -230,6 +233,7 @@ class EmbodiedActor(Worker):
         for name in self.counters:
             setattr(self, name, int(state[name]))
         set_rng_state(state["rng"])
+        self.sync.forget()
 
     def _learner(self) -> Any:
         """What has the optimizers' state."""

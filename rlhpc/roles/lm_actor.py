@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from rlhpc.runtime.worker import Worker
 from rlhpc.training.lm import TokenBatch, TokenScores
 from rlhpc.training.lm_registry import make_backend
 from rlhpc.training.token_batches import fill_up, pack
-from rlhpc.weights.stream import send_weights
+from rlhpc.weights.transport import WeightSender
 
 STATE = "actor-{rank}.pt"
 #: Parts in which a step's groups are scored as they come: while the last ones are made, the first are done.
@@ -37,6 +38,8 @@ class LanguageActor(Worker):
     def __init__(self, cfg: Any) -> None:
         super().__init__()
         self.cfg = cfg
+        self._sender: WeightSender | None = None
+        self._sent: frozenset[str] = frozenset()
 
     def init_worker(self, total_steps: int, prompts: PromptMap | None = None) -> dict[str, Any]:
         """Loads model and optimizer.
@@ -62,6 +65,8 @@ class LanguageActor(Worker):
         self._early: dict[int, list[Group]] = {}
         self.rows: list[Row] = []
         self.version, self._received = 0, -1
+        self._sender = None
+        self._forget_sent()
         if prompts is None:
             self._open_demonstrations()
         return {"parameters": self.backend.parameters_trained}
@@ -73,26 +78,41 @@ class LanguageActor(Worker):
 
     # -- weights --------------------------------------------------------------------------------------------------
 
-    def sync_weights(self, version: int) -> int:
-        """Sends the weights, as `version`, to all rollout ranks.
-
-        Returns:
-            Bytes sent by this rank.
-        """
+    def sync_weights(self, version: int) -> None:
+        """Sends the weights, as `version`, to all rollout ranks; those that are not trained only once."""
         assert self.prompts is not None
         if version != self.version:  # the update before it failed
             raise RlhpcError(f"weights of version {version} are not there: the actor has {self.version}")
-        weights = self.backend.named_weights()
+        frozen = self._frozen_names()
+        # A backend of somebody else's may know nothing of frozen weights.
+        weights = self.backend.named_weights(self._sent) if self._sent else self.backend.named_weights()
         if self.rank:
             for _ in weights:  # a sharded backend gathers each with all ranks
                 pass
-            return 0
+        else:
+            self._send(version, weights, frozen)
+        self._sent = frozen
+
+    def _frozen_names(self) -> frozenset[str]:
+        names = getattr(self.backend, "frozen_names", None)
+        off = str(self.cfg.rollout.weight_delta).lower() == "off"
+        return frozenset() if names is None or off else frozenset(names())
+
+    def _send(self, version: int, weights: Iterable[tuple[str, torch.Tensor]], frozen: frozenset[str]) -> None:
+        assert self.prompts is not None
         ranks = list(range(self.prompts.rollout_ranks))
         for rank in ranks:
             self._versions.put(version, key=str(rank))
-        receivers = [(self.prompts.rollout_name, ranks)]
-        dtype = _DTYPES.get(str(self.cfg.rollout.dtype))
-        return send_weights(self, version, weights, (self.group_name, 0), receivers, dtype)
+        if self._sender is None:
+            receivers = [(self.prompts.rollout_name, ranks)]
+            self._sender = WeightSender(self, receivers, str(self.cfg.rollout.weight_delta))
+        self._sender.send(version, weights, frozen=frozen, dtype=_DTYPES.get(str(self.cfg.rollout.dtype)))
+
+    def _forget_sent(self) -> None:
+        """Frozen weights go out again with the next version; all ranks call it."""
+        self._sent = frozenset()
+        if self._sender is not None:
+            self._sender.forget()
 
     # -- what comes in --------------------------------------------------------------------------------------------
 
@@ -403,6 +423,7 @@ class LanguageActor(Worker):
         state = load_state(own if own.is_file() else path / STATE.format(rank=0))
         set_rng_state(state["rng"])
         self.version = int(state["version"])
+        self._forget_sent()
 
     def offload(self) -> None:
         """Moves everything to the host."""

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -31,7 +31,7 @@ from rlhpc.runtime.comm.channel import QueueEmpty
 from rlhpc.runtime.errors import DeadlineExceeded
 from rlhpc.runtime.worker import Worker
 from rlhpc.training.zero_config import deepspeed_config
-from rlhpc.weights.stream import receive_weights
+from rlhpc.weights.transport import WeightReceiver
 
 #: Pause where neither engine nor judges had anything.
 _IDLE_S = 0.002
@@ -82,6 +82,8 @@ class LanguageRolloutWorker(Worker):
             top_p=float(cfg.rollout.top_p), top_k=int(cfg.rollout.top_k),
         )  # fmt: skip
         self.backend = make_rollout(cfg, model_path=path, device=own_device(self), seed=self.seed)
+        self.weights_in_part = bool(getattr(self.backend, "updates_in_part", False))
+        self.weights = WeightReceiver(self, (prompts.actor_name, 0), whole=not self.weights_in_part)
         self.generation = make_generation(cfg, self.backend, self.tokenizer)
         self.judges = make_reward(cfg.reward)
         self._clear(0)
@@ -156,9 +158,10 @@ class LanguageRolloutWorker(Worker):
         except QueueEmpty:
             return 0.0
         start = time.perf_counter()
-        version, tensors = receive_weights(self, (self.prompts.actor_name, 0))
-        self.backend.update_weights(version, tensors)
-        self.version = version
+        update = self.weights.receive()
+        part = {"complete": update.complete} if self.weights_in_part else {}
+        cast(Any, self.backend).update_weights(update.version, update.tensors, **part)
+        self.version = update.version
         return time.perf_counter() - start
 
     def _admit(self) -> None:

@@ -22,7 +22,7 @@ from rlhpc.roles.start import check_start
 from rlhpc.runtime.context import current
 from rlhpc.runtime.errors import ConfigError
 from rlhpc.training.sac import SacBatch, SacUpdate
-from rlhpc.weights import make_sync
+from rlhpc.weights import frozen_names, make_sync
 
 
 def check_off_policy(cfg: Any, ranks: dict[str, int], python: str | None = None) -> None:
@@ -131,7 +131,9 @@ class OffPolicyActor(EmbodiedActor):
         self.starts, self.update_to_data = int(buffer.min_buffer_size), float(cfg.algorithm.update_to_data)
         self.transitions, self.due = 0, 0
         receivers = [(slots.rollout_name, list(range(slots.rollout_ranks)))]
-        self.sync = make_sync(str(cfg.rollout.weight_sync), self, (slots.actor_name, 0), receivers)
+        self.sync = make_sync(
+            str(cfg.rollout.weight_sync), self, (slots.actor_name, 0), receivers, str(cfg.rollout.weight_delta)
+        )
         return sum(p.numel() for p in self.policy.parameters() if p.requires_grad)
 
     def start_from(self, folder: str) -> None:
@@ -142,7 +144,7 @@ class OffPolicyActor(EmbodiedActor):
     def sync_weights(self, version: int) -> None:
         """Sends the acting weights, as `version`, to all rollout ranks."""
         if self.rank == 0:
-            self.sync.sync(version, self.policy.acting())
+            self.sync.sync(version, self.policy.acting(), frozen=frozen_names(self.policy))
 
     def receive(self) -> dict[str, float]:
         """Takes this step's transitions of the rank's slots into the buffer.

@@ -74,7 +74,13 @@ class MultiStepRolloutWorker(Worker):
         self.peers = [slots.envs_of(stage, self.rank) for stage in range(slots.stages)]
         self.buffers = [StageBuffer(share, self.steps) for share in self.shares]
         receivers = [(slots.rollout_name, list(range(slots.rollout_ranks)))]
-        self.sync = make_sync(str(self.cfg.rollout.weight_sync), self, (slots.actor_name, 0), receivers)
+        self.sync = make_sync(
+            str(self.cfg.rollout.weight_sync),
+            self,
+            (slots.actor_name, 0),
+            receivers,
+            str(self.cfg.rollout.weight_delta),
+        )
 
     def connect(self) -> None:
         """Connects to the channels, once the driver has created them."""

@@ -92,6 +92,9 @@ class RolloutBackend(Protocol):
         """Takes in all of the model's tensors, by their Hugging Face names, in place; drops caches made with the old.
 
         Either all of them are taken in, or the engine refuses to step on.
+
+        An engine with a true attribute `updates_in_part` is called with a further keyword, `complete`. Where that is false,
+        what does not come stays as it is; a tensor may come as its changed `Elements` (`rlhpc.weights.elements.put`).
         """
 
     def offload(self) -> None:

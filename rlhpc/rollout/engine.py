@@ -4,13 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from rlhpc.rollout.base import Completion, Request
 from rlhpc.runtime.errors import ConfigError, RlhpcError
 
 if TYPE_CHECKING:
     import torch
+
+    from rlhpc.weights.elements import Elements
+
+T = TypeVar("T", bound="torch.Tensor | Elements")
 
 _DTYPES = ("float32", "bfloat16", "float16")
 
@@ -186,17 +190,20 @@ class Engine:
         self.version, self._refuses = version, ""
 
 
-def whole_update(
-    named_tensors: Iterable[tuple[str, torch.Tensor]],
+def fitting_update(
+    named_tensors: Iterable[tuple[str, T]],
     needed: dict[str, tuple[int, ...]],
     optional: dict[str, tuple[int, ...]],
-) -> Iterator[tuple[str, torch.Tensor]]:
+    *,
+    complete: bool = True,
+) -> Iterator[tuple[str, T]]:
     """Passes an update's tensors on; raises where a name or shape is wrong, and at the end where one is missing.
 
     Args:
         named_tensors: By Hugging Face names.
         needed: Shapes that must come, each once.
         optional: Shapes that may come: the other names of tied weights, and buffers.
+        complete: Whether all have to come; otherwise what does not come stays as it is.
 
     Raises:
         UpdateFailed: Names the tensors.
@@ -214,7 +221,7 @@ def whole_update(
             raise UpdateFailed(f"a weight update brought {name!r} twice")
         seen.add(name)
         yield name, tensor
-    missing = sorted(needed.keys() - seen)
+    missing = sorted(needed.keys() - seen) if complete else []
     if missing:
         more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
         raise UpdateFailed(f"a weight update left out {', '.join(missing[:3])}{more}")

@@ -20,11 +20,12 @@ from rlhpc.rollout.ends import (
     load_tokenizer,
     transformers_module,
 )
-from rlhpc.rollout.engine import Engine, EngineOptions, whole_update
+from rlhpc.rollout.engine import Engine, EngineOptions, fitting_update
 from rlhpc.rollout.kv import KeyValues, decoding_cache
 from rlhpc.rollout.ledger import Ledger
 from rlhpc.rollout.sampling import Rows, draw
 from rlhpc.runtime.errors import ConfigError
+from rlhpc.weights.elements import Elements, put
 
 #: Most tokens, padding included, of one prefill: bounds its activations.
 _PREFILL_TOKENS = 16384
@@ -45,6 +46,8 @@ class HFRollout(Engine):
         device: Where to compute.
         seed: Unused: what a row draws depends on its request's seed.
     """
+
+    updates_in_part = True
 
     def __init__(self, cfg: Any, *, model_path: str, device: Any, seed: int = 0) -> None:
         super().__init__()
@@ -249,15 +252,17 @@ class HFRollout(Engine):
 
     # --- weights
 
-    def update_weights(self, version: int, named_tensors: Iterable[tuple[str, Tensor]]) -> None:
+    def update_weights(
+        self, version: int, named_tensors: Iterable[tuple[str, Tensor | Elements]], *, complete: bool = True
+    ) -> None:
         """See `RolloutBackend.update_weights`."""
         mine = self._model.state_dict(keep_vars=True)
         shapes = {name: tuple(tensor.shape) for name, tensor in mine.items()}
         needed = {name: shapes.pop(name) for name, _ in self._model.named_parameters()}
         self._begin_update(version)
         with torch.no_grad():
-            for name, tensor in whole_update(named_tensors, needed, optional=shapes):
-                mine[name].copy_(tensor)
+            for name, change in fitting_update(named_tensors, needed, optional=shapes, complete=complete):
+                put(mine[name], change)
         self._stale = True
         self._end_update(version)
 

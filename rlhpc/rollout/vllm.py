@@ -23,7 +23,7 @@ from rlhpc.rollout.ends import (
     load_tokenizer,
     transformers_module,
 )
-from rlhpc.rollout.engine import Engine, EngineOptions, UpdateFailed, whole_update
+from rlhpc.rollout.engine import Engine, EngineOptions, UpdateFailed, fitting_update
 from rlhpc.runtime.errors import ConfigError, RlhpcError
 
 log = logging.getLogger(__name__)
@@ -268,7 +268,7 @@ class VLLMRollout(Engine):
         self._begin_update(version)
         # Whatever breaks off leaves vLLM with layers half taken apart, which a second update does not mend.
         self._torn = f"the update to version {version} of vLLM's weights broke off; restart the rollout group"
-        weights = whole_update(named_tensors, self._needed, self._optional)
+        weights = fitting_update(named_tensors, self._needed, self._optional)
         tied = _under_all_names(weights, self._aliases)
         self._engine.collective_rpc("reload_weights", kwargs={"weights_iterator": tied})
         self._engine.reset_prefix_cache(reset_running_requests=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -73,9 +73,13 @@ class TrainingBackend(Protocol):
     def optimizer_step(self, lr: float) -> float:
         """Clips to `actor.optim.clip_grad`, updates, clears the gradients; the global norm before clipping."""
 
-    def named_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+    def named_weights(self, without: Container[str] = ()) -> Iterator[tuple[str, torch.Tensor]]:
         """All weights in full, by their Hugging Face names, LoRA merged: what a rollout engine takes in. All ranks
-        iterate; each tensor may be dropped before the next is asked for."""
+        iterate; each tensor may be dropped before the next is asked for. Those in `without` are left out."""
+
+    def frozen_names(self) -> frozenset[str]:
+        """Which of them never change. A backend that cannot say has no such method: all its weights travel each time, and
+        `named_weights` is called without arguments."""
 
     def save(self, folder: Path) -> None:
         """Writes model and optimizer below `folder`, each rank its part, durably."""

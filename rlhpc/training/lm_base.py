@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -139,11 +139,15 @@ class LanguageModelBackend:
                 metrics.append({key: each.detach() for key, each in measured.items()})
         return metrics
 
-    def named_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+    def named_weights(self, without: Container[str] = ()) -> Iterator[tuple[str, torch.Tensor]]:
         """All weights in full, in the dtype of the computation, by their Hugging Face names, LoRA merged; tied ones
-        once, under the name that comes first."""
-        for name, tensor in lora.full_weights(self.module, self._full):
+        once, under the name that comes first; those in `without` not at all."""
+        for name, tensor in lora.full_weights(self.module, self._full, without):
             yield name, tensor.to(self.dtype) if tensor.is_floating_point() else tensor
+
+    def frozen_names(self) -> frozenset[str]:
+        """Names of those that never change: not trained, and nothing merged into them."""
+        return lora.frozen_names(self.module)
 
     def export(self, folder: Path, *, adapter_only: bool = False) -> None:
         """Writes a Hugging Face folder; rank 0 writes, all ranks call.

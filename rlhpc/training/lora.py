@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -102,18 +102,20 @@ def adapters_off(module: nn.Module) -> Iterator[None]:
 
 
 @torch.no_grad()
-def full_weights(module: nn.Module, full: Full) -> Iterator[tuple[str, torch.Tensor]]:
+def full_weights(module: nn.Module, full: Full, without: Container[str] = ()) -> Iterator[tuple[str, torch.Tensor]]:
     """All weights and persistent buffers under their Hugging Face names, adapters merged into what is yielded; tied
     ones once. The module stays as it is.
 
     Args:
         module: A Hugging Face model, or what `attach_lora` made of one.
         full: The whole value of a tensor of which this rank may hold a part; all ranks call it in the same order.
+        without: Names that are left out.
     """
     adapted = {id(layer.base_layer.weight): layer for _, layer in _layers(module)}
     seen: set[int] = set()
-    for name, tensor in module.state_dict(keep_vars=True).items():
-        if id(tensor) in seen or ".lora_" in name:
+    for inner, tensor in module.state_dict(keep_vars=True).items():
+        name = _plain(inner)
+        if id(tensor) in seen or ".lora_" in inner or name in without:
             continue
         seen.add(id(tensor))
         value = full(tensor).detach()
@@ -123,7 +125,22 @@ def full_weights(module: nn.Module, full: Full) -> Iterator[tuple[str, torch.Ten
             delta = (b.float() @ a.float()).mul_(layer.scaling[ADAPTER])
             # Conv1D (GPT-2) keeps its weight transposed.
             value = (value.float() + (delta.T if layer.fan_in_fan_out else delta)).to(value.dtype)
-        yield name.removeprefix(_PREFIX).replace(".base_layer.", "."), value
+        yield name, value
+
+
+def frozen_names(module: nn.Module) -> frozenset[str]:
+    """Names, as `full_weights` has them, of the parameters that are not trained and that nothing is merged into."""
+    adapted = {id(layer.base_layer.weight) for _, layer in _layers(module)}
+    return frozenset(
+        _plain(name)
+        for name, tensor in module.named_parameters()
+        if not tensor.requires_grad and id(tensor) not in adapted and ".lora_" not in name
+    )
+
+
+def _plain(name: str) -> str:
+    """The Hugging Face name of a tensor of an adapted model."""
+    return name.removeprefix(_PREFIX).replace(".base_layer.", ".")
 
 
 @torch.no_grad()

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from collections.abc import Container
+from typing import TYPE_CHECKING
 
 import torch
 
 from rlhpc.runtime.errors import RlhpcError
+from rlhpc.weights.elements import Elements, put
 from rlhpc.weights.strategy import NamedTensors, register_sync
+from rlhpc.weights.subscribe import Update
+from rlhpc.weights.transport import WeightReceiver, WeightSender
 
 if TYPE_CHECKING:
     from rlhpc.runtime.worker import Worker
@@ -16,44 +19,50 @@ if TYPE_CHECKING:
 
 @register_sync("broadcast")
 class BroadcastSync:
-    """Sends through `Worker.broadcast`.
+    """The one strategy so far.
 
     Args:
         worker: The worker that sends or receives.
         src: Group and rank of the sender.
         receivers: Groups and ranks that receive.
+        delta: `rollout.weight_delta`.
     """
 
-    def __init__(self, worker: Worker, src: tuple[str, int], receivers: list[tuple[str, list[int]]]) -> None:
-        self._worker, self._src, self._receivers = worker, src, receivers
+    def __init__(
+        self, worker: Worker, src: tuple[str, int], receivers: list[tuple[str, list[int]]], delta: str = "frozen"
+    ) -> None:
+        sends = (worker.group_name, worker.rank) == tuple(src)
+        self._sender = WeightSender(worker, receivers, delta) if sends else None
+        self._receiver = None if sends else WeightReceiver(worker, src)
 
-    def sync(self, version: int, named_tensors: NamedTensors) -> None:
+    def sync(self, version: int, named_tensors: NamedTensors, *, frozen: Container[str] = ()) -> None:
         """See `WeightSync.sync`."""
-        self._exchange(pack_tensors(version, named_tensors))
+        assert self._sender is not None
+        self._sender.send(version, named_tensors, frozen=frozen)
+
+    def forget(self) -> None:
+        """See `WeightSync.forget`."""
+        for end in (self._sender, self._receiver):
+            if end is not None:
+                end.forget()
 
     def apply(self, named_tensors: NamedTensors, *, adopt: torch.nn.Module | None = None) -> int:
         """See `WeightSync.apply`."""
-        return unpack_tensors(self._exchange(None), named_tensors, adopt=adopt)
-
-    def _exchange(self, message: dict[str, Any] | None) -> Any:
-        return self._worker.broadcast(message, groups=self._receivers, src=self._src, read_only=True)
-
-
-def pack_tensors(version: int, named_tensors: NamedTensors) -> dict[str, Any]:
-    """One message with all tensors, on the CPU."""
-    named = [(name, tensor.detach().cpu().contiguous()) for name, tensor in named_tensors]
-    layout = [(name, tuple(tensor.shape), str(tensor.dtype)) for name, tensor in named]
-    return {"version": version, "layout": layout, "tensors": [tensor for _, tensor in named]}
+        assert self._receiver is not None
+        update = self._receiver.receive()
+        try:
+            return apply_update(update, named_tensors, adopt=adopt)
+        except BaseException:
+            self._receiver.forget()
+            raise
 
 
 @torch.no_grad()
-def unpack_tensors(
-    message: dict[str, Any], named_tensors: NamedTensors, *, adopt: torch.nn.Module | None = None
-) -> int:
-    """Takes a message over into the tensors; nothing is changed unless all names, shapes and dtypes agree.
+def apply_update(update: Update, named_tensors: NamedTensors, *, adopt: torch.nn.Module | None = None) -> int:
+    """Takes an update over into the tensors; nothing is changed unless all names, shapes and dtypes agree.
 
     Args:
-        message: As `pack_tensors` made it.
+        update: What came.
         named_tensors: What to fill.
         adopt: A module that is only ever read. Its parameters and buffers of these names, where they are on the CPU, look
             at what was received from now on, instead of having it copied: no byte is moved, and all receivers of a host
@@ -62,23 +71,37 @@ def unpack_tensors(
     Raises:
         RlhpcError: The receiver's model is another one.
     """
-    targets = list(named_tensors)
-    mine = [(name, tuple(tensor.shape), str(tensor.dtype)) for name, tensor in targets]
-    if mine != list(message["layout"]):
-        wrong = next((a, b) for a, b in zip([*mine, None], [*message["layout"], None], strict=False) if a != b)
-        raise RlhpcError(
-            f"weights of version {message['version']} do not fit the receiver: it has {wrong[0]}, got {wrong[1]}"
-        )
+    targets = dict(named_tensors)
+    changes = list(update.tensors)
+    _check_fit(update, targets, changes)
     own = {} if adopt is None else adopt.state_dict(keep_vars=True)
-    for (name, received), (_, tensor) in zip(views(message), targets, strict=True):
-        if name in own and own[name].device.type == "cpu":
-            own[name].data = received
+    for name, change in changes:
+        if name in own and own[name].device.type == "cpu" and not isinstance(change, Elements):
+            own[name].data = change
         else:
-            tensor.copy_(received)
-    return int(message["version"])
+            put(own.get(name, targets[name]), change)
+    return update.version
 
 
-def views(message: dict[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Names and tensors of a message, as views of what was received."""
-    for (name, _, _), tensor in zip(message["layout"], message["tensors"], strict=True):
-        yield name, tensor
+def _check_fit(
+    update: Update, targets: dict[str, torch.Tensor], changes: list[tuple[str, torch.Tensor | Elements]]
+) -> None:
+    bad = None
+    for name, change in changes:
+        mine = targets.get(name)
+        if mine is None or mine.shape != change.shape or mine.dtype != change.dtype:
+            bad = name
+            break
+    else:
+        if update.complete and len(changes) != len(targets):
+            bad = next(iter(targets.keys() - dict(changes).keys()))
+    if bad is not None:
+        came = dict(changes).get(bad)
+        raise RlhpcError(
+            f"weights of version {update.version} do not fit the receiver: it has {_described(bad, targets.get(bad))}, "
+            f"got {_described(bad, came)}"
+        )
+
+
+def _described(name: str, tensor: torch.Tensor | Elements | None) -> str:
+    return "None" if tensor is None else str((name, tuple(tensor.shape), str(tensor.dtype)))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Container, Iterable
 from typing import TYPE_CHECKING, Any, Protocol
 
 from rlhpc.runtime.errors import ConfigError
@@ -22,8 +22,11 @@ class WeightSync(Protocol):
     never visible.
     """
 
-    def sync(self, version: int, named_tensors: NamedTensors) -> None:
-        """Sends one version to all receivers."""
+    def sync(self, version: int, named_tensors: NamedTensors, *, frozen: Container[str] = ()) -> None:
+        """Sends one version to all receivers; tensors with names in `frozen` never change, so that once is enough."""
+
+    def forget(self) -> None:
+        """What was sent or received so far is no base to build upon: the next version is complete."""
 
     def apply(self, named_tensors: NamedTensors, *, adopt: torch.nn.Module | None = None) -> int:
         """Receives the next version into these tensors, in place.
@@ -36,6 +39,11 @@ class WeightSync(Protocol):
         Returns:
             The version.
         """
+
+
+def frozen_names(module: torch.nn.Module) -> frozenset[str]:
+    """Names of a module's parameters that are not trained. Buffers change in training, too."""
+    return frozenset(name for name, p in module.named_parameters(remove_duplicate=False) if not p.requires_grad)
 
 
 _strategies: dict[str, Callable[..., WeightSync]] = {}
@@ -53,8 +61,17 @@ def register_sync(name: str) -> Callable[[Callable[..., WeightSync]], Callable[.
     return add
 
 
-def make_sync(kind: str, worker: Worker, src: tuple[str, int], receivers: list[tuple[str, list[int]]]) -> Any:
+def make_sync(
+    kind: str, worker: Worker, src: tuple[str, int], receivers: list[tuple[str, list[int]]], delta: str = "frozen"
+) -> Any:
     """The strategy `kind` for this worker; "auto" takes the fastest that the topology allows.
+
+    Args:
+        kind: `rollout.weight_sync`.
+        worker: The worker that sends or receives.
+        src: Group and rank of the sender.
+        receivers: Groups and ranks that receive.
+        delta: `rollout.weight_delta`.
 
     Raises:
         ConfigError: There is no such strategy.
@@ -62,4 +79,4 @@ def make_sync(kind: str, worker: Worker, src: tuple[str, int], receivers: list[t
     name = "broadcast" if kind.lower() == "auto" else kind.lower()
     if name not in _strategies:
         raise ConfigError(f"rollout.weight_sync is {kind!r}; choose from auto, {', '.join(sorted(_strategies))}")
-    return _strategies[name](worker, src, receivers)
+    return _strategies[name](worker, src, receivers, delta)

@@ -62,6 +62,12 @@ class LanguageRun:
     def train(self, *more: str, code: int = 0, timeout: float = 280) -> str:
         return self.rlhpc("train", str(self.config), *self.overrides, *more, code=code, timeout=timeout)
 
+    def start(self) -> subprocess.Popen[str]:
+        command = [sys.executable, "-m", "rlhpc.cli", "train", str(self.config), *self.overrides]
+        return subprocess.Popen(
+            command, env=self.environment, cwd=self.folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        )
+
     def rows(self) -> list[dict[str, Any]]:
         """Metric rows without the clock's."""
         lines = (self.root / "metrics.jsonl").read_text().splitlines()

@@ -9,6 +9,7 @@ from typing import Any
 from rlhpc.runtime.comm.channel import AsyncWork, in_background
 from rlhpc.runtime.comm.payload import Packed
 from rlhpc.runtime.comm.queues import Outlook
+from rlhpc.runtime.comm.segments import discard
 from rlhpc.runtime.comm.service import INBOX
 from rlhpc.runtime.comm.share import Share
 from rlhpc.runtime.comm.sockets import choose
@@ -105,31 +106,38 @@ def broadcast(
     src: tuple[str, int],
     *,
     read_only: bool = False,
+    segment: str | None = None,
 ) -> Any:
-    """See `Worker.broadcast`."""
+    """See `Worker.broadcast`.
+
+    With `segment`, one that the object speaks of and whose reader k is the k-th receiver in the order of `readers_of`: it is
+    freed for those that the object does not reach.
+    """
     context = current()
     if (group, rank) != tuple(src):
         return _receive("b", src[0], src[1], borrow=read_only)
     targets = [(g, r) for g, ranks in groups for r in ranks if (g, r) != (group, rank)]
-    readers = _readers(context, targets)
+    readers = readers_of(context, targets)
     if readers:
         far = all(context.member(*together[0])["host"] != context.host for together in readers)
         packed, key = context.service.pack(obj, len(readers), lend=far), _key("b", group, rank)
-        begun, waiting = 0, True
+        begun, reached, waiting = 0, 0, True
         try:
             for reader, together in enumerate(readers):
                 name = secrets.token_hex(8) if len(together) > 1 else ""
                 for index, (dst_group, dst_rank) in enumerate(together):
                     share = Share(name, index, len(together)) if name else None
                     waits = _deliver(context, packed, key, dst_group, dst_rank, reader, share)
-                    waiting, begun = waiting and waits, reader + 1
+                    waiting, begun, reached = waiting and waits, reader + 1, reached + 1
             packed.settle(waiting, context.check)
         finally:
             packed.discard(begun)
+            for number in range(reached, len(targets) if segment else 0):
+                discard(str(segment), number)
     return obj
 
 
-def _readers(context: Context, targets: list[tuple[str, int]]) -> list[list[tuple[str, int]]]:
+def readers_of(context: Context, targets: list[tuple[str, int]]) -> list[list[tuple[str, int]]]:
     """Who reads a segment of this process: each receiver of this host by itself, those of another host together."""
     alone, together = [], dict[str, list[tuple[str, int]]]()
     for target in targets:

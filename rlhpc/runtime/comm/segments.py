@@ -7,6 +7,8 @@ writer at a time, so nothing is locked and no message is sent.
 
     0  free          1  written, its reader has not come yet          2  in use by its reader
 
+The page's last byte is 3 while the writer keeps the segment for readers that may come later.
+
 The memory that a reader holds is its own affair: once a reader has come, the writer may unlink the segment and forget it.
 """
 
@@ -23,7 +25,7 @@ import re
 import threading
 import time
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +37,7 @@ log = logging.getLogger(__name__)
 
 #: The first page: a byte a reader.
 HEADER = mmap.PAGESIZE
-FREE, WRITTEN, USED = b"\0", b"\1", b"\2"
+FREE, WRITTEN, USED, KEPT = b"\0", b"\1", b"\2", b"\3"
 _ALIGN = 64
 _IOV_MAX = 512
 #: Segments that are looked at before a new one is made: the oldest in use are the likeliest to be free.
@@ -63,13 +65,19 @@ def capacity_of(size: int) -> int:
     return -(-size // step) * step
 
 
-def layout(buffers: Sequence[Any]) -> tuple[list[tuple[int, int]], int]:
-    """(offset, length) of each buffer in a segment, aligned to 64 bytes, and the size of them all."""
+def spans_of(sizes: Iterable[int]) -> list[tuple[int, int]]:
+    """Where buffers of these sizes lie in a segment: (offset, size) of each, aligned to 64 bytes."""
     spans, offset = [], HEADER
-    for buffer in buffers:
-        spans.append((offset, len(buffer)))
-        offset += len(buffer) + -len(buffer) % _ALIGN
-    return spans, offset - HEADER
+    for size in sizes:
+        spans.append((offset, size))
+        offset += size + -size % _ALIGN
+    return spans
+
+
+def layout(buffers: Sequence[Any]) -> tuple[list[tuple[int, int]], int]:
+    """(offset, length) of each buffer in a segment, and the size of them all."""
+    spans = spans_of(len(buffer) for buffer in buffers)
+    return spans, sum(length + -length % _ALIGN for _, length in spans)
 
 
 class Segment:
@@ -117,12 +125,15 @@ class SegmentPool:
         self._by_path: dict[str, Segment] = {}
         self._warned = False
 
-    def write(self, buffers: Sequence[Any], readers: int = 1) -> tuple[str, list[tuple[int, int]]]:
-        """Copies the buffers into a segment, each aligned to 64 bytes.
+    def write(
+        self, buffers: Sequence[Any], readers: int = 1, *, keep: bool = False
+    ) -> tuple[str, list[tuple[int, int]]]:
+        """Copies the buffers into a segment, as `spans_of` lays them out.
 
         Args:
             buffers: Flat, contiguous.
             readers: How many will read it, each by its number from 0.
+            keep: It stays until `drop`, for readers that come later.
 
         Returns:
             Path, and (offset, length) of each buffer.
@@ -130,8 +141,8 @@ class SegmentPool:
         Raises:
             OSError: Neither the shared memory nor the spill folder has room.
         """
-        if readers > HEADER:
-            raise ValueError(f"a segment has at most {HEADER} readers, not {readers}")
+        if readers >= HEADER:
+            raise ValueError(f"a segment has at most {HEADER - 1} readers, not {readers}")
         spans, size = layout(buffers)
         capacity = capacity_of(size)
         segment = self._take(capacity)
@@ -142,7 +153,7 @@ class SegmentPool:
             for (start, count), buffer in zip(spans, buffers, strict=True):
                 if count:
                     target[start : start + count] = np.frombuffer(buffer, np.uint8)
-        self._hold(segment, readers)
+        self._hold(segment, readers, keep)
         return segment.path, spans
 
     def reserve(self, size: int, readers: int = 1) -> Segment:
@@ -156,11 +167,14 @@ class SegmentPool:
         self._hold(segment, readers)
         return segment
 
-    def _hold(self, segment: Segment, readers: int) -> None:
+    def _hold(self, segment: Segment, readers: int, keep: bool = False) -> None:
         segment.readers, segment.written = readers, time.monotonic()
         segment.memory[:readers] = WRITTEN * readers
+        if keep:
+            segment.memory[HEADER - 1 : HEADER] = KEPT
         with self._lock:
-            self._busy.append(segment)
+            if not keep:
+                self._busy.append(segment)
             self._by_path[segment.path] = segment
 
     def memory(self, path: str) -> mmap.mmap | None:
@@ -168,6 +182,18 @@ class SegmentPool:
         with self._lock:
             segment = self._by_path.get(path)
         return None if segment is None else segment.memory
+
+    def awaited(self, path: str) -> list[bool]:
+        """Of a kept segment: which of its readers have not come."""
+        with self._lock:
+            segment = self._by_path[path]
+        return [state == WRITTEN[0] for state in segment.memory[: segment.readers]]
+
+    def drop(self, path: str) -> None:
+        """Ends a kept segment. It is not written again: readers that have mapped it go on looking into it."""
+        with self._lock:
+            del self._by_path[path]
+        unlink(path)
 
     def release(self, path: str, reader: int) -> None:
         """A reader that cannot map the segment is done with it."""
@@ -179,7 +205,7 @@ class SegmentPool:
     def close(self) -> None:
         """Removes what nobody needs; the rest goes with the session's folder."""
         with self._lock:
-            for segment in [*self._busy, *(one for idle in self._idle.values() for one in idle)]:
+            for segment in [*self._by_path.values(), *(one for idle in self._idle.values() for one in idle)]:
                 if segment.free():
                     unlink(segment.path)
             self._busy.clear()
@@ -317,7 +343,7 @@ class Mappings:
         """
         shared = self._map(path)
         shared[reader : reader + 1] = USED
-        memory = shared if own else _map_private(path)
+        memory = shared if own else map_private(path)
         # A weak reference tells when the last tensor, array or slice that looks into this view is gone.
         view = np.frombuffer(memory, np.uint8)
         weakref.finalize(view, _clear, shared, reader).atexit = False
@@ -353,7 +379,12 @@ def _map(path: str, flags: int) -> mmap.mmap:
         os.close(fd)
 
 
-def _map_private(path: str) -> mmap.mmap:
+def map_private(path: str) -> mmap.mmap:
+    """A segment's memory, where what is written stays here.
+
+    Raises:
+        SegmentGone: It is not there any more.
+    """
     # Not populated: that would copy every page at once.
     return _map(path, mmap.MAP_PRIVATE)
 
@@ -370,12 +401,12 @@ def discard(path: str, reader: int = 0) -> None:
         os.close(fd)
 
 
-def _segments(folder: Path) -> Iterator[tuple[str, int, bool]]:
+def _segments(folder: Path, idle: bytes = FREE) -> Iterator[tuple[str, int, bool]]:
     """Path, process of the writer, and whether somebody needs it, of each segment in a folder."""
     for entry in os.scandir(folder) if folder.is_dir() else ():
         if (name := _NAME.fullmatch(entry.name)) is not None:
             with contextlib.suppress(OSError), open(entry.path, "rb") as file:
-                yield entry.path, int(name[1]), bool(file.read(HEADER).strip(FREE))
+                yield entry.path, int(name[1]), bool(file.read(HEADER).strip(idle))
 
 
 def bytes_in_use(folder: Path) -> int:
@@ -389,6 +420,6 @@ def bytes_in_use(folder: Path) -> int:
 
 def remove_idle_of_the_dead(folder: Path) -> None:
     """Removes what processes that were killed on this host have left idle."""
-    for path, pid, needed in _segments(folder):
+    for path, pid, needed in _segments(folder, FREE + KEPT):
         if not needed and not os.path.exists(f"/proc/{pid}"):
             unlink(path)

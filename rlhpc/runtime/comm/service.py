@@ -274,33 +274,58 @@ class Service:
         """
 
         def fetch(origin: Origin, path: str, size: int, reader: int, share: Share | None) -> memoryview:
-            def receive(memory: memoryview) -> None:
-                self.peers.fetch(origin.bulk, path, HEADER, memory[HEADER : HEADER + size])
-
-                def release() -> None:
-                    self.peers.release(origin.bulk, path, reader)
-
-                release() if later is None else later.append(release)
-
-            if share is None:
-                view = self.landing.take(HEADER + size)
-                receive(view)
-                return view
-
-            def receive_for_all() -> str:
-                here = self.pool.reserve(size, share.of)
-                try:
-                    receive(memoryview(here.memory))
-                except BaseException:
-                    for number in range(share.of):
-                        discard(here.path, number)
-                    raise
-                return here.path
-
-            found = once_for_all(self.scratch.shm, share, receive_for_all, self.check)
-            return self.mappings.lease(found, share.number, own=borrow)
+            return self.fetch(origin, path, size, reader, share, own=borrow, later=later)
 
         return unpack(frames, self.endpoint["host"], self.mappings, fetch, borrow=borrow)
+
+    def fetch(
+        self,
+        origin: Origin,
+        path: str,
+        size: int,
+        reader: int,
+        share: Share | None,
+        *,
+        own: bool,
+        later: list[Callable[[], None]] | None = None,
+    ) -> memoryview:
+        """What is in a segment of another host, until the last view of it is gone.
+
+        Args:
+            origin: Whose it is.
+            path: The segment.
+            size: Bytes of its data.
+            reader: Which of its readers this is.
+            share: Its place among those of this host that are this reader together.
+            own: As `Mappings.lease` has it, for what is shared.
+            later: Takes what is to be called once the reader is done with it; by default that is now.
+        """
+
+        def receive(memory: memoryview) -> None:
+            self.peers.fetch(origin.bulk, path, HEADER, memory[HEADER : HEADER + size])
+
+            def release() -> None:
+                self.peers.release(origin.bulk, path, reader)
+
+            release() if later is None else later.append(release)
+
+        if share is None:
+            view = self.landing.take(HEADER + size)
+            receive(view)
+            return view
+
+        def receive_for_all() -> str:
+            here = self.pool.reserve(size, share.of)
+            try:
+                receive(memoryview(here.memory))
+            except BaseException:
+                for number in range(share.of):
+                    discard(here.path, number)
+                raise
+            return here.path
+
+        found = once_for_all(self.scratch.shm, share, receive_for_all, self.check)
+        return self.mappings.lease(found, share.number, own=own)
 
     def stop(self) -> None:
         """Ends the thread and closes the sockets."""

@@ -1,0 +1,96 @@
+"""Which elements of a tensor changed, exactly, and how they are put into another one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+#: Elements compared at a time: what is compared stays in the processor's cache until the changed ones are taken out.
+_CHUNK = 1 << 17
+#: Where more than this part of a tensor changed, the whole of it is the quicker thing to send.
+_MOST = 1 / 8
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+@dataclass(frozen=True)
+class Elements:
+    """New values of some elements of a tensor.
+
+    Attributes:
+        shape: Of the tensor.
+        index: `[n]` int32 or int64, ascending: where they are in the flat tensor.
+        values: `[n]`, in the tensor's dtype.
+    """
+
+    shape: torch.Size
+    index: torch.Tensor
+    values: torch.Tensor
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the tensor."""
+        return self.values.dtype
+
+
+def put(target: torch.Tensor, update: torch.Tensor | Elements) -> None:
+    """Copies a tensor, or some elements, into another one, in place."""
+    target = target.detach()
+    if not isinstance(update, Elements):
+        target.copy_(update)
+    elif target.device.type == "cpu" and target.is_contiguous() and target.dtype == update.dtype:
+        _bits(target)[update.index.numpy()] = _bits(update.values)  # three times as fast as torch's
+    else:
+        index = update.index.to(device=target.device, dtype=torch.int64)
+        target.put_(index, update.values.to(device=target.device, dtype=target.dtype))
+
+
+class Shadow:
+    """What was last sent, to find out what has changed since. It costs the bytes of the tensors."""
+
+    def __init__(self) -> None:
+        self._held: dict[str, torch.Tensor] = {}
+
+    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Names and tensors as they were sent last."""
+        yield from self._held.items()
+
+    def changes(self, name: str, tensor: torch.Tensor) -> torch.Tensor | Elements | None:
+        """What to send so that a holder of the last values has these: the whole tensor, some elements, or nothing.
+
+        Bits are compared, so that −0 differs from 0 and a NaN equals itself.
+
+        Args:
+            name: Its name.
+            tensor: `[...]`, contiguous, on the CPU. Afterwards it counts as sent.
+        """
+        held = self._held.get(name)
+        if held is None or tensor.element_size() not in _BITS:
+            self._held[name] = tensor.clone()
+            return tensor
+        new, old = _bits(tensor), _bits(held)
+        found, count = [], 0
+        for start in range(0, new.size, _CHUNK):
+            different = np.flatnonzero(new[start : start + _CHUNK] != old[start : start + _CHUNK])
+            if different.size:
+                found.append(different + start)
+                count += different.size
+                if count > new.size * _MOST:
+                    held.copy_(tensor)
+                    return tensor
+        if not count:
+            return None
+        index = np.concatenate(found)
+        old[index] = values = new[index]
+        kind = np.int32 if new.size <= np.iinfo(np.int32).max else np.int64
+        changed = torch.from_numpy(values).view(tensor.dtype)
+        return Elements(tensor.shape, torch.from_numpy(index.astype(kind)), changed)
+
+
+def _bits(tensor: torch.Tensor) -> np.ndarray:
+    """A contiguous tensor's memory as flat integers."""
+    flat = tensor.reshape(-1)
+    bits: np.ndarray = flat.view(_BITS[flat.element_size()]).numpy()
+    return bits

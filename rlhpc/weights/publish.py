@@ -1,0 +1,237 @@
+"""The sender's side of an update: what changed is written once a host, in parts, and each part is announced.
+
+A part is a shared-memory segment with a table of what is in it. Parts that later versions build upon are kept: together
+they are a log, from which a receiver that has nothing yet, or nothing that fits, takes all weights, without asking anybody.
+
+    off         every version is all tensors; nothing is kept
+    frozen      tensors that are not trained are written once, and kept; every version is all others
+    elements    the first version is all tensors, kept; a later one is what changed: tensors, or elements of them
+
+When the changes in the log have grown to the size of the weights, a new copy of these takes their place.
+"""
+
+from __future__ import annotations
+
+import pickle
+import uuid
+from collections.abc import Container, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from rlhpc.runtime.comm.segments import HEADER, SegmentPool
+from rlhpc.weights.elements import Elements, Shadow
+from rlhpc.weights.strategy import NamedTensors
+
+#: Bytes of a part: large enough that its fixed costs vanish, small enough that two of them are no burden.
+PART_BYTES = 256 << 20
+DELTAS = ("off", "frozen", "elements")
+
+
+@dataclass(frozen=True)
+class Part:
+    """One segment of weights.
+
+    Attributes:
+        stream: It belongs to.
+        serial: Number in the stream; who has taken in all parts up to a number needs those beyond it.
+        path: Of the segment.
+        table: (offset, size) of the pickled table of `Entry`.
+        kept: Others may want it later. Whoever reads it maps it privately.
+        nbytes: Of the tensors.
+    """
+
+    stream: str
+    serial: int
+    path: str
+    table: tuple[int, int]
+    kept: bool
+    nbytes: int
+
+    @property
+    def name(self) -> str:
+        """Of no other part."""
+        return f"{self.stream}-{self.serial}"
+
+    @property
+    def size(self) -> int:
+        """Bytes of the segment's data; the table is the last of it."""
+        return sum(self.table) - HEADER
+
+
+#: Name, shape, dtype without "torch.", and the sizes in bytes of its buffers: the tensor, or index and values of elements
+#: with the index's dtype.
+Entry = tuple[str, tuple[int, ...], str, tuple[int, ...], str]
+
+
+@dataclass(frozen=True)
+class Announcement:
+    """A piece of one version, in order.
+
+    Attributes:
+        stream: Whose; serials of two streams have nothing in common.
+        version: Of the weights.
+        number: Within the version, from 0.
+        serial: Of the newest part of the stream.
+        part: What is new; None where nothing is.
+        last: Whether the version ends with it.
+        log: The kept parts from before this version, in order; with the first announcement only.
+    """
+
+    stream: str
+    version: int
+    number: int
+    serial: int
+    part: Part | None
+    last: bool
+    log: tuple[Part, ...] = ()
+
+
+class _Bucket:
+    """Tensors that go into one part."""
+
+    def __init__(self) -> None:
+        self.entries: list[Entry] = []
+        self.buffers: list[Any] = []
+        self.nbytes = 0
+
+    def add(self, name: str, what: torch.Tensor | Elements) -> None:
+        tensors = [what.index, what.values] if isinstance(what, Elements) else [what]
+        raw = [tensor.reshape(-1).view(torch.uint8).numpy() for tensor in tensors]
+        index = _name(what.index.dtype) if isinstance(what, Elements) else ""
+        self.entries.append((name, tuple(what.shape), _name(what.dtype), tuple(len(one) for one in raw), index))
+        self.buffers += raw
+        self.nbytes += sum(len(one) for one in raw)
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+class Publisher:
+    """Writes versions for a fixed set of receivers.
+
+    Args:
+        pool: Of this process.
+        readers: How many receivers there are.
+        delta: One of `DELTAS`.
+        part_bytes: Size of a part.
+    """
+
+    def __init__(self, pool: SegmentPool, readers: int, delta: str = "frozen", part_bytes: int = PART_BYTES) -> None:
+        if delta not in DELTAS:
+            raise ValueError(f"delta is {delta!r}; allowed: {', '.join(DELTAS)}")
+        self._pool, self._readers, self._delta, self._part_bytes = pool, readers, delta, part_bytes
+        self._frozen: list[Part] = []
+        self._base: list[Part] = []
+        self._changes: list[Part] = []
+        self._dropping: list[Part] = []
+        self.forget()
+
+    def forget(self) -> None:
+        """Begins a new stream: whatever the receivers hold, the next version is all tensors."""
+        for part in [*self._frozen, *self._base, *self._changes, *self._dropping]:
+            self._pool.drop(part.path)
+        self._stream, self._serial = uuid.uuid4().hex, -1
+        self._frozen, self._base, self._changes, self._dropping = [], [], [], []
+        #: Frozen tensors that were sent, with torch's count of their changes in place; and those that did change after all.
+        self._known: dict[str, int] = {}
+        self._moved: set[str] = set()
+        self._shadow = Shadow()
+
+    def publish(self, version: int, tensors: NamedTensors, frozen: Container[str] = ()) -> Iterator[Announcement]:
+        """Writes one version; each announcement has to reach all receivers before the next is asked for.
+
+        Args:
+            version: Of the weights.
+            tensors: Names and tensors; each is dropped before the next part begins. Those in `frozen` that were in the
+                stream once may be left out.
+            frozen: Names of those that are not trained. One that is changed in place all the same is noticed.
+        """
+        self._settle()
+        log, sent = (*self._frozen, *self._base, *self._changes), set(self._known)
+        number = 0
+        fixed, moving = _Bucket(), _Bucket()
+
+        def announce(bucket: _Bucket | None, last: bool) -> Announcement:
+            nonlocal number
+            part = None
+            if bucket is not None:
+                part = self._write(bucket, kept=bucket is fixed or self._delta == "elements", readers=self._readers)
+                if bucket is fixed:
+                    self._frozen.append(part)
+                elif self._delta == "elements":
+                    (self._changes if log else self._base).append(part)
+            made = Announcement(self._stream, version, number, self._serial, part, last, () if number else log)
+            number += 1
+            return made
+
+        for name, tensor in tensors:
+            still = self._delta != "off" and name in frozen and name not in self._moved
+            if still and (count := _changes_in_place(tensor)) != self._known.setdefault(name, count):
+                self._moved.add(name)  # such as a moving average
+                still = False
+            elif still and name in sent:
+                continue
+            what: torch.Tensor | Elements | None = tensor.detach().cpu().contiguous()
+            if self._delta == "elements" and not still:
+                assert isinstance(what, torch.Tensor)
+                what = self._shadow.changes(name, what)
+            if what is None:
+                continue
+            bucket = fixed if still else moving
+            if bucket.entries and bucket.nbytes + _size(what) > self._part_bytes:
+                yield announce(bucket, last=False)
+                bucket = _Bucket()
+                fixed, moving = (bucket, moving) if still else (fixed, bucket)
+            bucket.add(name, what)
+        if fixed.entries and moving.entries:
+            yield announce(fixed, last=False)
+            fixed = _Bucket()
+        yield announce(fixed if fixed.entries else moving if moving.entries else None, last=True)
+        if sum(part.nbytes for part in self._changes) > sum(part.nbytes for part in self._base):
+            self._compact()
+
+    def _write(self, bucket: _Bucket, *, kept: bool, readers: int, serial: int | None = None) -> Part:
+        table = pickle.dumps(bucket.entries)
+        path, spans = self._pool.write([*bucket.buffers, table], readers, keep=kept)
+        if serial is None:
+            self._serial += 1
+        return Part(self._stream, self._serial, path, spans[-1], kept, bucket.nbytes)
+
+    # -- the log ----------------------------------------------------------------------------------------------------
+
+    def _compact(self) -> None:
+        """Puts a new copy of the weights in the place of the old one and its changes. Only receivers that come later read
+        it: the present ones have, or are about to have, all that it holds."""
+        base: list[Part] = []
+        bucket = _Bucket()
+        for name, tensor in self._shadow.tensors():
+            if bucket.entries and bucket.nbytes + _size(tensor) > self._part_bytes:
+                base.append(self._write(bucket, kept=True, readers=0, serial=self._serial))
+                bucket = _Bucket()
+            bucket.add(name, tensor)
+        base.append(self._write(bucket, kept=True, readers=0, serial=self._serial))
+        self._dropping += [*self._base, *self._changes]
+        self._base, self._changes = base, []
+
+    def _settle(self) -> None:
+        """Drops what compaction has replaced once no announcement that names it is under way: every receiver has come
+        to the last of it, or, where it was started anew, to something newer."""
+        if not self._dropping:
+            return
+        newer = [self._dropping[-1], *self._changes]
+        if not any(all(states) for states in zip(*(self._pool.awaited(part.path) for part in newer), strict=True)):
+            for part in self._dropping:
+                self._pool.drop(part.path)
+            self._dropping = []
+
+
+def _changes_in_place(tensor: torch.Tensor) -> int:
+    return 0 if tensor.is_inference() else tensor._version
+
+
+def _size(what: torch.Tensor | Elements) -> int:
+    tensors = (what.index, what.values) if isinstance(what, Elements) else (what,)
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)

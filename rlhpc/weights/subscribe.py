@@ -1,0 +1,137 @@
+"""The receiver's side of an update: takes in the parts that it does not have yet."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from rlhpc.runtime.comm.segments import spans_of
+from rlhpc.runtime.errors import RlhpcError
+from rlhpc.weights.elements import Elements, put
+from rlhpc.weights.publish import Announcement, Entry, Part
+
+#: `(part, late) -> its segment's memory`, which lives as long as something looks into it. That of a kept part may be
+#: written into. `late`: it was announced to others with an earlier version.
+Open = Callable[[Part, bool], Any]
+NamedUpdates = Iterator[tuple[str, "torch.Tensor | Elements"]]
+
+
+@dataclass(frozen=True)
+class Update:
+    """One version as it comes.
+
+    Attributes:
+        version: Of the weights.
+        complete: Whether all tensors are in it; otherwise those that changed, and what is not in it stays as it is.
+        tensors: To iterate once, to the end. Tensors are views of shared memory: whoever keeps one keeps its part. Nobody may
+            write into them, except where Elements of them come with a later version.
+    """
+
+    version: int
+    complete: bool
+    tensors: NamedUpdates
+
+
+class Subscriber:
+    """What one receiver holds of a stream.
+
+    Args:
+        whole: Every update is to be complete, with tensors only: for those who take weights in all at once. What did not
+            change is then kept mapped, and what changed is changed there.
+    """
+
+    def __init__(self, whole: bool = False) -> None:
+        self._whole = whole
+        self._held: dict[str, torch.Tensor] = {}
+        self.forget()
+
+    def forget(self) -> None:
+        """The receiver's tensors are no version's: the next update is complete."""
+        self._stream, self._serial = "", -1
+        self._held.clear()
+
+    def receive(self, following: Callable[[], Announcement], read: Open) -> Update:
+        """Waits for the next version.
+
+        Args:
+            following: The next announcement.
+            read: Opens a part.
+        """
+        first = following()
+        while first.number:  # the rest of a version that broke off here
+            if first.part is not None:
+                read(first.part, False)
+            first = following()
+        known = self._serial if first.stream == self._stream else -1
+        if known < 0:
+            self.forget()
+        complete = known < 0 or self._whole
+        return Update(first.version, complete, self._tensors(first, known, following, read))
+
+    def _tensors(
+        self, first: Announcement, known: int, following: Callable[[], Announcement], read: Open
+    ) -> NamedUpdates:
+        assembles = self._whole or known < 0
+        held, self._held = self._held, {}
+        self.forget()  # until all of it was taken in
+        for part in first.log:
+            if part.serial > known:
+                yield from _taken(part, read(part, True), held if assembles else None)
+        now = first
+        while True:
+            if now.part is not None:
+                yield from _taken(now.part, read(now.part, False), held if assembles else None)
+            if now.last:
+                break
+            before, now = now, following()
+            if (now.stream, now.version, now.number) != (before.stream, before.version, before.number + 1):
+                raise RlhpcError(f"weights of version {before.version} were followed by a part of {now.version}")
+        if assembles:
+            yield from held.items()
+        self._held = held if self._whole else {}
+        self._stream, self._serial = first.stream, now.serial
+
+
+def _taken(part: Part, memory: Any, held: dict[str, torch.Tensor] | None) -> NamedUpdates:
+    """What is in a part: put into `held` where it is kept, and yielded where it is not."""
+    for name, what in _entries(memoryview(memory), part.table):
+        if held is None:
+            yield name, what
+        elif not part.kept:
+            held.pop(name, None)
+            yield name, what
+        elif isinstance(what, Elements):
+            put(held[name], what)
+        else:
+            held[name] = what
+
+
+def _entries(memory: Any, table: tuple[int, int]) -> NamedUpdates:
+    offset, size = table
+    entries: list[Entry] = pickle.loads(memory[offset : offset + size])
+    spans = iter(spans_of(size for entry in entries for size in entry[3]))
+
+    flat = torch.frombuffer(memory, dtype=torch.uint8, count=offset)  # the table comes last, and is aligned
+    kinds: dict[str, torch.Tensor] = {}
+
+    def tensor(dtype: str, shape: tuple[int, ...] | None = None) -> torch.Tensor:
+        found = kinds.get(dtype)
+        if found is None:
+            found = kinds[dtype] = flat.view(getattr(torch, dtype))
+        start, count = next(spans)
+        shape = (count // found.itemsize,) if shape is None else shape
+        # One call for what would be three: there are hundreds of tensors, and whoever acts waits for them.
+        strides = [1] * len(shape)
+        for axis in range(len(shape) - 1, 0, -1):
+            strides[axis - 1] = strides[axis] * shape[axis]
+        return found.as_strided(shape, strides, start // found.itemsize)
+
+    for name, shape, dtype, _, index in entries:
+        if index:
+            yield name, Elements(torch.Size(shape), tensor(index), tensor(dtype))
+        else:
+            yield name, tensor(dtype, shape)

@@ -1,0 +1,141 @@
+"""Updates between worker groups: announcements go to every receiver's inbox, parts are mapped or fetched from another host."""
+
+from __future__ import annotations
+
+from collections.abc import Container
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+
+from rlhpc.runtime.comm import p2p
+from rlhpc.runtime.comm.payload import Origin
+from rlhpc.runtime.comm.segments import SegmentGone, discard, map_private
+from rlhpc.runtime.comm.share import Share
+from rlhpc.runtime.context import current
+from rlhpc.runtime.errors import RlhpcError
+from rlhpc.weights.publish import Announcement, Part, Publisher
+from rlhpc.weights.strategy import NamedTensors
+from rlhpc.weights.subscribe import Subscriber, Update
+
+if TYPE_CHECKING:
+    from rlhpc.runtime.worker import Worker
+
+
+class Place(NamedTuple):
+    """A receiver's place among the readers of a part.
+
+    Attributes:
+        reader: Its number.
+        number, of: Which of those that share its host, where that is another one: the first of them fetches for all.
+    """
+
+    reader: int
+    number: int
+    of: int
+
+
+class WeightSender:
+    """Sends versions; every receiver takes each of them with a `WeightReceiver`.
+
+    Args:
+        worker: The sending worker.
+        receivers: Groups and their ranks.
+        delta: `rollout.weight_delta`.
+    """
+
+    def __init__(self, worker: Worker, receivers: list[tuple[str, list[int]]], delta: str) -> None:
+        self._src, self._receivers, self._delta = (worker.group_name, worker.rank), receivers, delta.lower()
+        self._publisher: Publisher | None = None
+
+    def forget(self) -> None:
+        """The next version is complete; for where weights were replaced that are not trained."""
+        if self._publisher is not None:
+            self._publisher.forget()
+
+    def send(
+        self,
+        version: int,
+        tensors: NamedTensors,
+        *,
+        frozen: Container[str] = (),
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        """Sends one version.
+
+        Args:
+            version: Of the weights.
+            tensors: Names and tensors; each is dropped before the next part begins.
+            frozen: Names of those that are not trained.
+            dtype: Floating-point tensors are sent in this; by default as they are.
+        """
+        if dtype is not None:
+            tensors = ((name, one.to(dtype) if one.is_floating_point() else one) for name, one in tensors)
+        context = current()
+        names = [(group, rank) for group, ranks in self._receivers for rank in ranks if (group, rank) != self._src]
+        if self._publisher is None:
+            self._publisher = Publisher(context.service.pool, len(names), self._delta)
+        places: dict[tuple[str, int], Place] = {}
+        for together in p2p.readers_of(context, names):
+            for number, who in enumerate(together):
+                places[who] = Place(len(places), number, len(together))
+        try:
+            for announcement in self._publisher.publish(version, tensors, frozen):
+                part = announcement.part
+                loose = part.path if part is not None and not part.kept else None
+                message = (announcement, tuple(context.service.origin), places if announcement.number == 0 else None)
+                p2p.broadcast(message, *self._src, self._receivers, self._src, segment=loose)
+        except BaseException:
+            self.forget()  # what was found to have changed did not reach everybody
+            raise
+
+
+class WeightReceiver:
+    """Receives versions from a `WeightSender`.
+
+    Args:
+        worker: The receiving worker.
+        src: Group and rank of the sender.
+        whole: See `Subscriber`.
+    """
+
+    def __init__(self, worker: Worker, src: tuple[str, int], *, whole: bool = False) -> None:
+        self._me, self._src = (worker.group_name, worker.rank), src
+        self._subscriber = Subscriber(whole)
+        self._place, self._origin = Place(0, 0, 1), Origin("", "")
+
+    def forget(self) -> None:
+        """See `Subscriber.forget`."""
+        self._subscriber.forget()
+
+    def receive(self) -> Update:
+        """Waits for the next version, and takes it in while its tensors are iterated."""
+        return self._subscriber.receive(self._following, self._read)
+
+    def _following(self) -> Announcement:
+        announcement: Announcement
+        announcement, origin, places = p2p.broadcast(None, *self._me, [], self._src)
+        self._origin = Origin(*origin)
+        if places is not None:
+            self._place = places[self._me]
+        return announcement
+
+    def _read(self, part: Part, late: bool) -> Any:
+        """The memory of a part; `late` where the others of this host have it already."""
+        service, place = current().service, self._place
+        if self._origin.host != service.endpoint["host"]:
+            together = place.of > 1 and not late
+            share = Share(f"{part.name}-{place.reader - place.number}", place.number, place.of) if together else None
+            # Each of them says itself that it has come, so that of the log nothing goes that one of them still needs.
+            memory = service.fetch(self._origin, part.path, part.size, place.reader, share, own=not part.kept, later=[])
+            service.peers.release(self._origin.bulk, part.path, place.reader)
+            return memory
+        try:
+            if not part.kept:
+                return service.mappings.lease(part.path, place.reader)
+            mapped = map_private(part.path)
+        except SegmentGone:
+            raise RlhpcError(
+                f"a part of the weights of {self._src[0]}-{self._src[1]} is gone: it has begun anew since"
+            ) from None
+        discard(part.path, place.reader)
+        return mapped

@@ -1,0 +1,72 @@
+"""Weights between real processes: every version equals the sender's bit for bit, on this host and on another one, also for
+ranks that were started anew; and in runs of language models with frozen weights."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from test_reasoning import LanguageRun
+from tiny_run import wait_until
+from weight_ranks import Actor, Trainer
+
+from rlhpc import Cluster, NodePlacementStrategy, Session, WorkerGroup
+
+Groups = dict[str, WorkerGroup]
+
+
+@pytest.fixture(scope="module")
+def groups() -> Iterator[Groups]:
+    session = Session.start(tcp_address="127.0.0.1")
+    cluster = Cluster.local(1, 0)
+    made = {"trainer": Trainer.create_group().launch(cluster, NodePlacementStrategy([0]), "trainer")}
+    made["near"] = Actor.create_group().launch(cluster, NodePlacementStrategy([0, 0]), "near")
+    elsewhere = {"RLHPC_HOST_ID": "elsewhere"}
+    made["far"] = Actor.create_group().launch(cluster, NodePlacementStrategy([0, 0]), "far", env_vars=elsewhere)
+    yield made
+    session.stop()
+
+
+@pytest.mark.parametrize("adopt", [False, True], ids=["copied", "adopted"])
+@pytest.mark.parametrize("delta", ["off", "frozen", "elements"])
+def test_every_version_arrives_bit_for_bit(groups: Groups, delta: str, adopt: bool) -> None:
+    trainer, receivers = groups["trainer"], [groups["near"], groups["far"]]
+    for handle in [trainer.open(delta), *(group.open(delta, adopt) for group in receivers)]:
+        handle.wait()
+    for version in range(12):
+        if version in (4, 8):  # a rollout group that is started anew; the sender lives on and is told nothing
+            again = groups["near" if version == 4 else "far"]
+            again.shutdown()
+            again.relaunch().wait_ready()
+            again.open(delta, adopt).wait()
+        handles = [trainer.send(version, (0.01, 0.0, 0.5)[version % 3]), *(group.take() for group in receivers)]
+        (sent,), *taken = [handle.wait() for handle in handles]
+        assert [result for group in taken for result in group] == [(version, sent)] * 4
+
+
+LORA = (
+    "actor.lora.rank=8", "actor.lora.target_modules=[q_proj]", "actor.optim.lr=2e-2", "runner.max_steps=4",
+    "runner.save_interval=1",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("engine", ["hf", "vllm"])
+def test_a_language_model_with_frozen_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, engine: str) -> None:
+    """The rollout rank is killed and started again; the actor, which has sent the frozen weights long ago, lives on."""
+    pytest.importorskip(engine if engine == "vllm" else "transformers")
+    delta = {"hf": "elements", "vllm": "frozen"}[engine]
+    run = LanguageRun(tmp_path / "run", *LORA, f"rollout.rollout_backend={engine}", f"rollout.weight_delta={delta}")
+    run.environment["RLHPC_MAX_RESTARTS"] = "2"
+    process = run.start()
+    wait_until(lambda: (run.root / "checkpoints" / "global_step_2" / "COMPLETE").exists(), timeout=200)
+    member = run.root / "registry" / "local-0" / "members" / "rollout-0.json"
+    os.kill(json.loads(member.read_text())["pid"], signal.SIGKILL)
+    _, said = process.communicate(timeout=200)
+    assert process.returncode == 0, said
+    assert "the actors stay" in said
+    # The trainer's log-probs of what the engine drew are the engine's: it has the weights of each step.
+    assert max(row["train/mismatch_abs"] for row in run.rows()) < 1e-4
