@@ -3,7 +3,7 @@
     python -m bench.weights --repeat 7
 
 290 tensors of bfloat16, 500 MB in all, from one rank to one and to four of the same host, and to one that takes itself for
-another host (TCP over the loopback device, encrypted). "Adopted": the receivers look at the memory that came; "copied": each
+another host (TCP over the loopback device). "Adopted": the receivers look at the memory that came; "copied": each
 copies it into its own tensors, as an engine has to that keeps its weights elsewhere. The time is from the call until every
 receiver has the version applied, seen from the driver.
 
