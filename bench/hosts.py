@@ -220,7 +220,9 @@ def weights(sender: Any, group: Any, name: str, count: int, adopt: bool, version
     receivers = [(name, list(range(count)))]
     for handle in (sender.open(receivers), group.open(receivers)):
         handle.wait()
-    for step in range(2):  # the first one maps the memory; what counts is every later one
+    for step in range(
+        3
+    ):  # the first two map the memory that versions come into in turn; what counts is every later one
         value = float((version + step) % 97)
         sender.change(value).wait()
         before, started = wire_bytes(), time.perf_counter()
@@ -271,7 +273,7 @@ def measure(repeat: int, wrapper: str) -> None:
             row[f"TCP again, {text} (ms)"] = float(np.median(runs["TCP"]())) * 1e3
         for count, group in receivers.items():
             for adopt in (False, True):
-                version += 2
+                version += 3
                 how = "adopted" if adopt else "copied"
                 seconds, crossed = weights(sender, group, f"r{count}", count, adopt, version)
                 row[f"weights 1 to {count}, {how} (ms)"] = seconds * 1e3
