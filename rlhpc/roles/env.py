@@ -51,8 +51,9 @@ class EnvWorker(Worker):
             "supports_state": all(getattr(env, "supports_state", False) for env in self.envs),
         }
 
-    def connect(self) -> None:
-        """Connects to the channels, once the driver has created them."""
+    def connect(self, slots: SlotMap) -> None:
+        """Connects to the channels, once the driver has created them; again, with a new map, after other ranks died."""
+        self.slots = slots
         self.lanes = open_lanes(self, self.slots, self.envs[0].observation_space)
         self._outcomes = self.connect_channel(OUTCOMES)
 

@@ -94,5 +94,7 @@ def _mailbox(
         path = context.service.scratch.shm / f"mailbox-{slots.token}-{stage}-{env}-{rollout}{f'-{index}' * bool(key)}"
         capacity = size * max(count, 0 if index else _ACTION_BYTES)
         name = f"{peer[0]}-{peer[1]}"
-        boxes[key] = Mailbox(path, capacity, first=is_env, peer=name, deadline=context.wait_deadline)
+        boxes[key] = Mailbox(
+            path, capacity, first=is_env, peer=name, deadline=context.wait_deadline, check=context.check
+        )
     return boxes[""] if "" in boxes else MailboxLane(boxes, is_env)

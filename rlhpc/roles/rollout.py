@@ -82,8 +82,9 @@ class MultiStepRolloutWorker(Worker):
             str(self.cfg.rollout.weight_delta),
         )
 
-    def connect(self) -> None:
-        """Connects to the channels, once the driver has created them."""
+    def connect(self, slots: SlotMap) -> None:
+        """Connects to the channels, once the driver has created them; again, with a new map, after other ranks died."""
+        self.slots = slots
         self.lanes = open_lanes(self, self.slots, self.policy.observation_space)
         self._outcomes = self.connect_channel(OUTCOMES)
         self._trajectories = self.connect_channel(TRAJECTORIES)

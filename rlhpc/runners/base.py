@@ -98,12 +98,15 @@ class Runner:
     def restored(self, answers: dict[str, list[Any]]) -> None:
         """Looks at what the ranks' `load` returned, by role."""
 
-    def rebuild(self) -> None:
-        """After a failure: starts the groups that are gone again and connects them."""
+    def rebuild(self, gone: dict[str, list[int]]) -> None:
+        """After a failure: starts the ranks that are gone, by role, again and connects them."""
         raise NotImplementedError
 
     def forget(self) -> None:
         """Before a checkpoint is restored into a runner that has gone on since."""
+
+    def count_lost(self, ranks: int, before: dict[str, Any]) -> None:
+        """After a recovery: how many ranks had died, and what `state` was when they did."""
 
     # -- start ----------------------------------------------------------------------------------------------------
 
@@ -222,7 +225,7 @@ class Runner:
     # -- after a failure ------------------------------------------------------------------------------------------
 
     def _recover(self, error: RlhpcError) -> int:
-        """Starts the groups that may be lost again and goes back to the newest checkpoint; the actors live on.
+        """Starts the ranks that may be lost again and goes back to the newest checkpoint; the others live on.
 
         Returns:
             The step to go on from.
@@ -241,10 +244,13 @@ class Runner:
         if self._vain > self.max_recoveries:
             raise error
         gone = session.recover()
-        note(f"{str(error).splitlines()[0]}; {' and '.join(gone)} start again from {newest.name}, the actors stay")
-        self.rebuild()
+        ranks = ", ".join(f"{role}[{rank}]" for role, lost in gone.items() for rank in lost)
+        note(f"{str(error).splitlines()[0]}; {ranks} start again from {newest.name}, all other ranks stay")
+        self.rebuild(gone)
+        before = self.state()
         self.forget()
         self._restore(newest)
+        self.count_lost(sum(map(len, gone.values())), before)
         self.recoveries += 1
         return self.step
 

@@ -62,6 +62,7 @@ class EmbodiedRunner(Runner):
         )
         self.check()
         self.env_steps, self.episodes = 0, 0
+        self.lost: collections.Counter[str] = collections.Counter()
         self.window: collections.deque[tuple[float, float, float]] = collections.deque(maxlen=WINDOW)
         self._recent: collections.deque[tuple[float, int]] = collections.deque(maxlen=_RATE_STEPS)
 
@@ -74,7 +75,7 @@ class EmbodiedRunner(Runner):
     def build(self) -> None:
         """Builds environments and models on all ranks and connects them."""
         facts = self.env.init_worker(self.slots).wait(self.timeout)[0]
-        spaces = (facts["observation_space"], facts["action_space"])
+        self._spaces = spaces = (facts["observation_space"], facts["action_space"])
         built = [self.actor.init_worker(self.slots, *spaces), self.rollout.init_worker(self.slots, *spaces)]
         for handle in built:
             handle.wait(self.timeout)
@@ -83,7 +84,8 @@ class EmbodiedRunner(Runner):
     def _connect(self) -> None:
         for name, home in self.slots.channels().items():
             Channel.create(name, home=home)
-        for handle in [group.connect() for group in (self.env, self.actor, self.rollout)]:
+        slots = self.slots
+        for handle in (self.env.connect(slots), self.actor.connect(), self.rollout.connect(slots)):
             handle.wait(self.timeout)
 
     def restored(self, answers: dict[str, list[Any]]) -> None:
@@ -91,20 +93,31 @@ class EmbodiedRunner(Runner):
         if not all(answers["env"]):
             note("the simulators cannot be restored; their episodes start anew, so this resume is not bit for bit")
 
-    def rebuild(self) -> None:
-        """Starts environments and rollout ranks again."""
+    def rebuild(self, gone: dict[str, list[int]]) -> None:
+        """Starts environment and rollout ranks again."""
         self.slots = dataclasses.replace(self.slots, token=secrets.token_hex(4))
-        for group in (self.rollout, self.env):
+        groups = {name: self.groups[name] for name in gone}
+        for group in groups.values():
             group.relaunch()
-        for group in (self.rollout, self.env):
+        for group in groups.values():
             group.wait_ready()
-        facts = self.env.init_worker(self.slots).wait(self.timeout)[0]
-        self.rollout.init_worker(self.slots, facts["observation_space"], facts["action_space"]).wait(self.timeout)
+        built = []
+        for name, group in groups.items():
+            spaces = self._spaces if group is self.rollout else ()
+            built.append(group.execute_on(*gone[name]).init_worker(self.slots, *spaces))
+        for handle in built:
+            handle.wait(self.timeout)
         self._connect()
 
     def forget(self) -> None:
         """The window is the checkpoint's."""
         self.window.clear()
+
+    def count_lost(self, ranks: int, before: dict[str, Any]) -> None:
+        """Ranks, transitions (those of the step that was under way, too) and episodes."""
+        self.lost["ranks"] += ranks
+        self.lost["steps"] += before["env_steps"] - self.env_steps + self._transitions()
+        self.lost["episodes"] += before["episodes"] - self.episodes
 
     # -- a step ---------------------------------------------------------------------------------------------------
 
@@ -139,8 +152,7 @@ class EmbodiedRunner(Runner):
         """Counts a step that began at `begin`, and makes its row."""
         seconds = time.perf_counter() - begin
         self.step = step
-        decisions = self.slots.num_envs * int(self.cfg.algorithm.rollout_steps)
-        transitions = decisions * int(self.cfg.actor.model.num_action_chunks)
+        transitions = self._transitions()
         self.env_steps += transitions
         self._recent.append((seconds, transitions))
         self._count(episodes)
@@ -150,11 +162,17 @@ class EmbodiedRunner(Runner):
         row["rollout/version"], row["rollout/env_steps"] = acted, self.env_steps
         if restarts := int(episodes["restarts"].sum()):
             row["env/restarts"] = restarts
+        row.update({f"env/lost_{name}": count for name, count in self.lost.items()})
         self._validate(step, row, timers)
         row.update(timers.pop())
         row["time/step_s"] = seconds
         row["time/env_steps_per_s"] = sum(n for _, n in self._recent) / sum(s for s, _ in self._recent)
         return row
+
+    def _transitions(self) -> int:
+        """Of a training step."""
+        decisions = self.slots.num_envs * int(self.cfg.algorithm.rollout_steps)
+        return decisions * int(self.cfg.actor.model.num_action_chunks)
 
     def _count(self, episodes: dict[str, np.ndarray]) -> None:
         self.episodes += len(episodes["return"])

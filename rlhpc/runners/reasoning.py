@@ -63,8 +63,8 @@ class ReasoningRunner(Runner):
         for handle in [group.connect() for group in (self.actor, self.rollout)]:
             handle.wait(self.timeout)
 
-    def rebuild(self) -> None:
-        """Starts the rollout ranks again."""
+    def rebuild(self, gone: dict[str, list[int]]) -> None:
+        """Starts the rollout ranks again: all of them have ended."""
         self._made.clear()
         self.rollout.relaunch()
         self.rollout.wait_ready()

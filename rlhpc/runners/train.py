@@ -43,6 +43,7 @@ class Task:
         preload: Modules that the fork server imports.
         check: Refuses what would fail after the start, as `module:function`, called with configuration and ranks.
         expendable: Groups that may be lost and started again in a submitted run.
+        independent: Those of them whose ranks have no collectives among themselves: one that dies starts again alone.
     """
 
     roles: dict[str, str]
@@ -50,6 +51,7 @@ class Task:
     preload: tuple[str, ...]
     check: str
     expendable: frozenset[str] = frozenset()
+    independent: frozenset[str] = frozenset()
 
 
 TASKS = {
@@ -62,7 +64,8 @@ TASKS = {
         "rlhpc.runners.embodied:EmbodiedRunner",
         _EMBODIED,
         "rlhpc.runners.train:check",
-        frozenset({"rollout", "env"}),
+        expendable=frozenset({"rollout", "env"}),
+        independent=frozenset({"rollout", "env"}),
     ),
     "off_policy": Task(
         {
@@ -73,7 +76,8 @@ TASKS = {
         "rlhpc.runners.off_policy:OffPolicyRunner",
         (*_EMBODIED, "rlhpc.roles.off_policy"),
         "rlhpc.runners.train:check_replay",
-        frozenset({"rollout", "env"}),
+        expendable=frozenset({"rollout", "env"}),
+        independent=frozenset({"rollout", "env"}),
     ),
     "bc": Task(
         {"actor": "rlhpc.roles.bc_actor:BcActor"},
@@ -89,7 +93,7 @@ TASKS = {
         "rlhpc.runners.reasoning:ReasoningRunner",
         _LANGUAGE,
         "rlhpc.roles.lm_rollout:check_language",
-        frozenset({"rollout"}),
+        expendable=frozenset({"rollout"}),
     ),
     "sft": Task(
         {"actor": "rlhpc.roles.lm_actor:LanguageActor"},
@@ -239,6 +243,7 @@ def _train(
             # A submitted run goes on by itself after a failure; one at a terminal says so and ends.
             made.max_recoveries = int(os.environ.get(MAX_RESTARTS, "0"))
             session.expendable = task.expendable if made.max_recoveries else frozenset()
+            session.independent = task.independent
             result = made.run()
             session.expendable = frozenset()
             for group in groups.values():

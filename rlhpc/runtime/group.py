@@ -43,7 +43,8 @@ class WorkerGroup:
         self._owned = False
         self._size = 0
         self._arrival: Callable[[], list[dict[str, Any]]] | None = None
-        self._start: Callable[[], None] | None = None
+        self._cluster: Cluster | None = None
+        self._timeout = 300.0
         self.name = ""
 
     def launch(
@@ -77,29 +78,34 @@ class WorkerGroup:
         self.name = name or self._cls.__name__
         strategy = placement_strategy or NodePlacementStrategy([0])
         session = Session.current()
-        placements = strategy.place(cluster)
-
-        def start() -> None:
-            started = session.launch(
-                self.name,
-                (self._cls, self._args, self._kwargs),
-                placements,
-                cluster,
-                env_vars=env_vars or {},
-                fork=fork,
-            )
-            self._owned, self._size = True, len(started)
-            self._records, self._arrival = [], lambda: session.arrived(self.name, started, timeout)
-
-        self._start = start
-        start()
+        started = session.launch(
+            self.name,
+            (self._cls, self._args, self._kwargs),
+            strategy.place(cluster),
+            cluster,
+            env_vars=env_vars or {},
+            fork=fork,
+        )
+        self._owned, self._size, self._cluster, self._timeout = True, len(started), cluster, timeout
+        self._records, self._arrival = [], lambda: session.arrived(self.name, started, timeout)
         return self.wait_ready() if wait else self
 
     def relaunch(self) -> WorkerGroup:
-        """Starts a group that has ended once more, in the same place; follow with `wait_ready`."""
-        if self._start is None:
+        """Starts the ranks that have ended once more, in the same place; follow with `wait_ready`."""
+        from rlhpc.runtime.session import Session
+
+        if self._cluster is None:
             raise ConfigError(f"group {self.name or self._cls.__name__!r} was never launched here")
-        self._start()
+        session = Session.current()
+        started = session.relaunch(self.name, self._cluster)
+        again = {member.spec.rank for member in started}
+        alive = [record for record in self._records if record["rank"] not in again]
+
+        def arrival() -> list[dict[str, Any]]:
+            arrived = session.arrived(self.name, started, self._timeout)
+            return sorted([*alive, *arrived], key=lambda record: int(record["rank"]))
+
+        self._arrival = arrival
         return self
 
     def wait_ready(self) -> WorkerGroup:

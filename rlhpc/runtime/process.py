@@ -132,8 +132,10 @@ def run_worker(spec: WorkerSpec) -> int:
                 if callable(close):
                     close()
             return 0
-        if name == "\0resume":
-            service.aborted = False
+        if name in ("\0idle", "\0resume"):
+            if name == "\0resume":
+                service.clear_inbox()
+                service.aborted = False
             door.answer(caller, [number, b"ok", b"0", *service.pack(None).frames()])
             continue
         started = time.perf_counter()

@@ -14,6 +14,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -51,6 +52,7 @@ _AWAY_S = 5.0
 #: How long a step that srun was told to end may take before the controller is asked; and all of it before we go on without.
 _STEP_GRACE_S = 5.0
 _STEP_LIMIT_S = 15.0
+_SETTLE_S = 0.3
 
 
 class Session:
@@ -101,6 +103,8 @@ class Session:
         self._ticked = time.monotonic()
         #: Groups whose failure leaves the others alive, see `recover`.
         self.expendable: frozenset[str] = frozenset()
+        #: Those among them whose ranks do not need one another: one that dies leaves the rest of its group alive, too.
+        self.independent: frozenset[str] = frozenset()
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
         self.service = Service(
@@ -271,17 +275,13 @@ class Session:
                 return
             self.failure = failure
             spared = self._spared(failure)
-            alive = [
-                m for m in self.members.values() if m.state in ("starting", "ready") and m.spec.group not in spared
-            ]
+            doomed = [m for m in self.members.values() if m.spec.name not in spared]
+            alive = [m for m in doomed if m.state in ("starting", "ready")]
             # a step ends with its last rank only: where one has ended already, the others are still to be stopped
-            steps = {
-                m.step
-                for m in self.members.values()
-                if m.step is not None and m.step.running and m.spec.group not in spared
-            }
-            for member in self.members.values():
-                if member.state != "ended" and member.spec.group not in spared:
+            kept = {m.step for m in self.members.values() if m.spec.name in spared}
+            steps = {m.step for m in doomed if m.step is not None and m.step.running} - kept
+            for member in doomed:
+                if member.state != "ended":
                     member.state = "stopping"
             self._changed.notify_all()
         self._signal(alive, signal.SIGTERM)
@@ -294,17 +294,32 @@ class Session:
         self.rpc.interrupt()
 
     def _spared(self, failure: RlhpcError) -> set[str]:
-        """Groups that may live on after a failure: those that nobody calls expendable, when one that is has failed."""
-        mine = getattr(failure, "group", "") in self.expendable and failure.restartable
-        return {m.spec.group for m in self.members.values()} - self.expendable if mine else set()
+        """Ranks that may live on after a failure.
 
-    def recover(self, patience_s: float = 20.0) -> list[str]:
-        """After the failure of an expendable group: all of those have ended, and the others are free for new calls.
+        Those of the groups that nobody calls expendable, when one that is has failed; all that live, when what failed is
+        ranks of an independent group that have ended.
+        """
+        group = getattr(failure, "group", "")
+        if group not in self.expendable or not failure.restartable:
+            return set()
+        rank = getattr(failure, "rank", None)
+        alone = group in self.independent and any(
+            m.spec.rank == rank and m.state == "ended" for m in self.members.values() if m.spec.group == group
+        )
+        return {
+            m.spec.name
+            for m in self.members.values()
+            if (alone and m.state != "ended") or m.spec.group not in self.expendable
+        }
 
-        Ranks of the other groups give up the call that they are in as soon as they wait for somebody.
+    def recover(self, patience_s: float = 20.0) -> dict[str, list[int]]:
+        """After the failure of an expendable group or of an independent rank: what failed has ended, the others are free.
+
+        The other ranks give up the call that they are in as soon as they wait for somebody, and forget the messages that
+        they had not taken. Follow with `WorkerGroup.relaunch`.
 
         Returns:
-            The groups that have ended.
+            The ranks that have ended, by group.
 
         Raises:
             RlhpcError: The failure itself, where it cannot be recovered from.
@@ -312,24 +327,26 @@ class Session:
         failure = self.failure
         if failure is None or not self._spared(failure):
             raise failure or RlhpcError("nothing has failed")
+        time.sleep(_SETTLE_S)  # what died together is reported one by one
         self._await_all()
-        gone = sorted({m.spec.group for m in self.members.values() if m.spec.group in self.expendable})
         with self._changed:
-            left = [m for m in self.members.values() if m.state == "stopping"]
+            gone = [m for m in self.members.values() if m.state == "ended"]
             survivors = [m for m in self.members.values() if m.state == "ready"]
-        if left or not survivors:
+        doomed = any(m.spec.group not in self.expendable for m in gone)
+        if doomed or not survivors or len(gone) + len(survivors) < len(self.members):
             raise failure
         self.failure = None
         for name in {m.spec.group for m in self.members.values()}:
             self.rpc.forget(name)
-        for name in gone:
-            self.registry.remove("groups", name)
-            for member in [m for m in self.members.values() if m.spec.group == name]:
-                self.registry.remove("members", member.spec.name)
+        for member in gone:
+            self.registry.remove("members", member.spec.name)
         try:
             for member in survivors:
                 self.service.peers.post(choose(member.record["data"]), b"ABORT", [])
-            self.rpc.call([m.record for m in survivors], "\0resume", (), {}).wait(patience_s)
+            for command in ("\0idle", "\0resume"):  # nobody sends any more once all have answered the first
+                handles = [self.rpc.call(records, command, (), {}) for records in _by_group(survivors).values()]
+                for handle in handles:
+                    handle.wait(patience_s)
         except (RlhpcError, OSError) as error:
             log.warning("the ranks of %s are not free again: %s", {m.spec.group for m in survivors}, error)
             self.expendable = frozenset()
@@ -337,7 +354,8 @@ class Session:
                 self.fail(failure)
             self.check()
             raise failure from error
-        return gone
+        groups = sorted({m.spec.group for m in gone})
+        return {group: sorted(m.spec.rank for m in gone if m.spec.group == group) for group in groups}
 
     def _signal(self, members: Sequence[Member], number: int) -> None:
         """To ranks that the fork server started."""
@@ -408,12 +426,25 @@ class Session:
             self.members[spec.name] = member
             started.append(member)
         self.registry.put("groups", name, {"world_size": len(placements), "class": payload[0].__qualname__})
+        self._start(started, cluster)
+        return started
+
+    def relaunch(self, name: str, cluster: Cluster) -> list[Member]:
+        """Starts the ranks of a group that have ended once more, where they were. See `WorkerGroup.relaunch`."""
+        with self._changed:
+            incarnation = f"{time.time_ns():x}"
+            ended = [m.spec for m in self.members.values() if m.spec.group == name and m.state == "ended"]
+            started = [Member(replace(spec, incarnation=incarnation)) for spec in ended]
+            self.members.update({member.spec.name: member for member in started})
+        self._start(started, cluster)
+        return started
+
+    def _start(self, started: Sequence[Member], cluster: Cluster) -> None:
         if self.steps and cluster.source == "slurm":
             self._start_steps(started, cluster)
         else:
             for member in started:
                 self._tell(op="start", spec=pickle.dumps(member.spec))
-        return started
 
     def arrived(self, name: str, started: Sequence[Member], timeout: float) -> list[dict[str, Any]]:
         """Waits for a group's ranks; returns their records in rank order. See `WorkerGroup.launch`."""
@@ -526,3 +557,11 @@ class Session:
         self.scratch.remove()
         (self.registry.root / "keys.json").unlink(missing_ok=True)
         atexit.unregister(self.stop)
+
+
+def _by_group(members: Sequence[Member]) -> dict[str, list[dict[str, Any]]]:
+    """The members' records; a call goes to ranks of one group."""
+    found: dict[str, list[dict[str, Any]]] = {}
+    for member in members:
+        found.setdefault(member.spec.group, []).append(member.record)
+    return found

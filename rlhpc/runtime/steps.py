@@ -18,6 +18,7 @@ import struct
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -95,7 +96,8 @@ def srun_argv(
     argv.append(f"--gres=gpu:{accelerators}" if accelerators else "--gres=none")
     if overcommit:
         argv.append("--overcommit")
-    return [*argv, "--distribution=arbitrary", "--kill-on-bad-exit=1"]
+    # The driver decides who else ends when a rank dies, whatever the site's defaults are.
+    return [*argv, "--distribution=arbitrary", "--kill-on-bad-exit=0", "--wait=0"]
 
 
 def task_status(words: str) -> int | None:
@@ -137,7 +139,7 @@ class JobStep:
         self.step_id = ""
         self._on_exit, self._on_end = on_exit, on_end
         self._said: list[str] = []
-        self._hosts = log_err.with_suffix(".hosts")
+        self._hosts = log_err.with_suffix(f".{time.time_ns():x}.hosts")
         self._hosts.write_text("".join(f"{spec.node}\n" for spec in specs))
         environment = {**step_environment(os.environ), "SLURM_HOSTFILE": str(self._hosts)}
         environment["PYTHONPATH"] = os.pathsep.join(p or os.getcwd() for p in sys.path)

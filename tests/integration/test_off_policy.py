@@ -77,7 +77,7 @@ def test_environments_that_are_killed_start_again_alone(references, tmp_path, mo
     os.kill(json.loads(record.read_text())["pid"], signal.SIGKILL)
     _, said = process.communicate(timeout=120)
     assert process.returncode == 0, said
-    assert "start again from global_step_" in said and "the actors stay" in said
+    assert "start again from global_step_" in said and "all other ranks stay" in said
     assert_identical(run, references["ahead"], 12)
     assert_same_replay(run, references["ahead"])
 

@@ -179,23 +179,31 @@ def holds(path: Path, pid: int) -> bool:
         return False
 
 
-@pytest.mark.parametrize("victims", [("env-0",), ("rollout-0",), ("env-1", "rollout-0")])
+@pytest.mark.parametrize("victims", [("env-0",), ("env-0", "env-1"), ("rollout-0",), ("env-1", "rollout-0")])
 def test_environments_and_rollout_start_again_alone(references, tmp_path, monkeypatch, victims):
-    """In a submitted run the actors outlive the others, and nothing shows in the numbers."""
+    """In a submitted run each such rank starts again alone; only `env/lost_…` tells of it."""
     monkeypatch.setenv("RLHPC_MAX_RESTARTS", "2")
     run = TinyRun(tmp_path, TWO_RANKS, "rollout.pipeline_stage_num=2")
     process = run.start()
     members = run.root / "registry" / "local-0" / "members"
     wait_until(lambda: run.checkpoint(3).joinpath("COMPLETE").exists())
-    pids = {
-        name: json.loads((members / f"{name}.json").read_text())["pid"] for name in (*victims, "actor-0", "actor-1")
-    }
+
+    def pids():
+        found = (json.loads(path.read_text()) for path in members.glob("*-*.json"))
+        return {f"{record['group']}-{record['rank']}": record["pid"] for record in found}
+
+    before = pids()
     for name in victims:
-        os.kill(pids[name], signal.SIGKILL)
+        os.kill(before[name], signal.SIGKILL)
+    wait_until(lambda: run.lost())
+    after = pids()
     _, said = process.communicate(timeout=120)
     assert process.returncode == 0, said
-    assert "start again from global_step_" in said and "the actors stay" in said
+    assert "start again from global_step_" in said and "all other ranks stay" in said
     assert not (run.root / "registry" / "local-1").exists(), "the driver never started again"
+    assert {name for name in before if after[name] != before[name]} == set(victims)
+    transitions, lost = 8 * 128, run.lost()
+    assert lost["ranks"] == len(victims) and lost["steps"] >= transitions and lost["steps"] % transitions == 0
     assert_identical(run, references["two"])
 
 

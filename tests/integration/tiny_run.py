@@ -43,9 +43,18 @@ class TinyRun:
         return done.stderr
 
     def rows(self) -> list[dict[str, Any]]:
-        """Metric rows without the clock's."""
+        """Metric rows without the clock's, and without what was lost."""
         lines = (self.root / "metrics.jsonl").read_text().splitlines()
-        return [{k: v for k, v in json.loads(line).items() if not k.startswith("time/")} for line in lines]
+        left_out = ("time/", "env/lost_")
+        return [{k: v for k, v in json.loads(line).items() if not k.startswith(left_out)} for line in lines]
+
+    def lost(self) -> dict[str, int]:
+        """What the newest row says of it: `ranks`, `steps`, `episodes`."""
+        try:
+            row = json.loads((self.root / "metrics.jsonl").read_text().splitlines()[-1])
+        except (FileNotFoundError, ValueError, IndexError):
+            return {}
+        return {name.removeprefix("env/lost_"): count for name, count in row.items() if name.startswith("env/lost_")}
 
     def checkpoint(self, step: int) -> Path:
         return self.root / "checkpoints" / f"global_step_{step}"

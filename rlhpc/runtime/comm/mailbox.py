@@ -12,6 +12,7 @@ import mmap
 import os
 import platform
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -40,10 +41,20 @@ class Mailbox:
         first: Which end this is.
         peer: Who the other end is, for messages.
         deadline: Seconds after which a wait gives up.
+        check: Called during a long wait; raises to end it.
     """
 
-    def __init__(self, path: Path, capacity: int, *, first: bool, peer: str, deadline: float) -> None:
-        self.path, self._peer, self._deadline = path, peer, deadline
+    def __init__(
+        self,
+        path: Path,
+        capacity: int,
+        *,
+        first: bool,
+        peer: str,
+        deadline: float,
+        check: Callable[[], None] = lambda: None,
+    ) -> None:
+        self.path, self._peer, self._deadline, self._check = path, peer, deadline, check
         size = _HEADER + (capacity + 63) // 64 * 64
         self._capacity = capacity
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
@@ -129,5 +140,6 @@ class Mailbox:
             if now > end:
                 if now - started > self._deadline:
                     raise DeadlineExceeded(f"waited {self._deadline:.0f} s {what} {self._peer}")
+                self._check()
                 time.sleep(nap)
                 nap = min(nap * 1.2, _NAP_S[1])

@@ -10,6 +10,7 @@ that needs it and no other; the service thread parks and takes the loop back whe
 from __future__ import annotations
 
 import collections
+import contextlib
 import itertools
 import os
 import pickle
@@ -27,11 +28,11 @@ from rlhpc.runtime.comm.landing import Landing
 from rlhpc.runtime.comm.loans import Loans
 from rlhpc.runtime.comm.payload import Origin, Packed, unpack
 from rlhpc.runtime.comm.queues import ChannelState, Item, Outlook
-from rlhpc.runtime.comm.segments import HEADER, Mappings, SegmentPool, default_idle, discard
+from rlhpc.runtime.comm.segments import HEADER, Mappings, SegmentGone, SegmentPool, default_idle, discard
 from rlhpc.runtime.comm.share import Share, once_for_all
 from rlhpc.runtime.comm.sockets import Peers, ZapDoor, bind_tcp, make_socket
 from rlhpc.runtime.comm.unix import Connection, Listener, token_of
-from rlhpc.runtime.errors import ChannelError, DeadlineExceeded
+from rlhpc.runtime.errors import ChannelError, DeadlineExceeded, RlhpcError
 from rlhpc.runtime.registry import Keys
 from rlhpc.runtime.scratch import Scratch, host_id
 
@@ -249,6 +250,16 @@ class Service:
             for state in self.channels.values():
                 for item in state.cancel(lambda a: a is answer):
                     discard(item.segment) if item.segment else None
+
+    def clear_inbox(self) -> None:
+        """Drops the messages that this process has been sent and has not taken."""
+        with self.lock:
+            state = self.channels[INBOX]
+            self.channels[INBOX] = ChannelState(0, DEFAULT_MAX_BYTES)
+        for item in [item for queued in state.queues.values() for item in queued.items]:
+            # Which frees this reader's claim on the payload, where its sender and the other readers still are.
+            with contextlib.suppress(RlhpcError, SegmentGone, OSError):
+                self.unpack(item.frames, borrow=True)
 
     def consumer_died(self, who: str) -> None:
         """Gives back what a dead consumer had not acknowledged."""
