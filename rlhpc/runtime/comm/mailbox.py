@@ -2,12 +2,14 @@
 
 A channel costs two socket operations and a wake-up a message, some 150 µs; where a simulator step takes 60 µs, that
 decides the speed of a run. A mailbox holds one array per direction and its reader polls a counter: a few microseconds.
-It is for peers in lockstep, such as a simulator and the policy that acts on it; everything else belongs into a channel.
+Who waits longer sleeps on that counter (a futex), and is woken. It is for peers in lockstep, such as a simulator and the
+policy that acts on it; everything else belongs into a channel.
 """
 
 from __future__ import annotations
 
 import ast
+import ctypes
 import mmap
 import os
 import platform
@@ -20,11 +22,22 @@ import numpy as np
 from rlhpc.runtime.errors import ChannelError, DeadlineExceeded
 
 _HEADER = 512
-_WRITTEN, _TAKEN, _FORM, _FORM_SIZE = range(4)  # 64-bit counters at the start of a direction's header
+# 64-bit counters at the start of a direction's header; the last two say that somebody sleeps on the first or the second
+_WRITTEN, _TAKEN, _FORM, _FORM_SIZE, _AWAITS_WRITTEN, _AWAITS_TAKEN = range(6)
 _TEXT = 64  # where dtype and shape stand, as text
 #: Longest poll before sleeping; a peer that takes longer is not worth a core.
 _POLL_S = 0.0005
-_NAP_S = (0.00005, 0.001)
+#: Longest sleep between two looks around.
+_NAP_NS = 100_000_000
+_SYS_FUTEX, _FUTEX_WAIT, _FUTEX_WAKE = 202, 0, 1  # of x86-64
+_libc = ctypes.CDLL(None)
+
+
+class _Timespec(ctypes.Structure):
+    _fields_ = (("seconds", ctypes.c_long), ("nanoseconds", ctypes.c_long))
+
+
+_NAP = _Timespec(0, _NAP_NS)
 
 
 def available() -> bool:
@@ -60,14 +73,16 @@ class Mailbox:
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
             os.ftruncate(fd, 2 * size)
-            memory = memoryview(mmap.mmap(fd, 2 * size))
+            mapped = mmap.mmap(fd, 2 * size)
         finally:
             os.close(fd)
+        memory, address = memoryview(mapped), ctypes.addressof(ctypes.c_char.from_buffer(mapped))
         out, inbound = (0, size) if first else (size, 0)
         self._out, self._in = memory[out : out + size], memory[inbound : inbound + size]
         self._out_counters, self._in_counters = (half[:_TEXT].cast("Q") for half in (self._out, self._in))
+        self._out_address, self._in_address = address + out, address + inbound
         self._sent = self._got = 0
-        self._out_form, self._in_form = "", 0
+        self._in_form = 0
         self._out_array = self._in_array = np.empty(0)
         self._poll = _POLL_S
 
@@ -80,13 +95,14 @@ class Mailbox:
         """
         counters = self._out_counters
         if counters[_TAKEN] != self._sent:
-            self._wait(counters, _TAKEN, self._sent, "to take an array from")
-        form = f"({array.dtype.str!r}, {array.shape})"
-        if form != self._out_form:
-            self._announce(array, form)
+            self._wait(counters, self._out_address, _TAKEN, self._sent, "to take an array from")
+        if array.shape != self._out_array.shape or array.dtype != self._out_array.dtype or not self._sent:
+            self._announce(array)
         np.copyto(self._out_array, array)
         self._sent += 1
         counters[_WRITTEN] = self._sent
+        if counters[_AWAITS_WRITTEN]:
+            _wake(counters, self._out_address, _WRITTEN)
 
     def get(self) -> np.ndarray:
         """The peer's next array; a copy.
@@ -97,7 +113,7 @@ class Mailbox:
         counters = self._in_counters
         expected = self._got + 1
         if counters[_WRITTEN] != expected:
-            self._wait(counters, _WRITTEN, expected, "for an array from")
+            self._wait(counters, self._in_address, _WRITTEN, expected, "for an array from")
         if counters[_FORM] != self._in_form:
             self._in_form = counters[_FORM]
             dtype, shape = ast.literal_eval(bytes(self._in[_TEXT : _TEXT + counters[_FORM_SIZE]]).decode())
@@ -105,41 +121,66 @@ class Mailbox:
         array = self._in_array.copy()
         self._got = expected
         counters[_TAKEN] = expected
+        if counters[_AWAITS_TAKEN]:
+            _wake(counters, self._in_address, _TAKEN)
         return array
 
     def unlink(self) -> None:
         """Removes the file; ends that have it open keep working."""
         self.path.unlink(missing_ok=True)
 
-    def _announce(self, array: np.ndarray, form: str) -> None:
+    def _announce(self, array: np.ndarray) -> None:
+        form = f"({array.dtype.str!r}, {array.shape})"
         text = form.encode()
         if array.nbytes > self._capacity or array.dtype.hasobject or len(text) > _HEADER - _TEXT:
             raise ChannelError(f"mailbox to {self._peer}: {form} does not fit into {self._capacity} bytes")
         self._out[_TEXT : _TEXT + len(text)] = text
         self._out_counters[_FORM_SIZE] = len(text)
         self._out_counters[_FORM] += 1
-        self._out_form, self._out_array = form, self._view(self._out, array.dtype, array.shape)
+        self._out_array = self._view(self._out, array.dtype, array.shape)
 
     @staticmethod
     def _view(half: memoryview, dtype: np.dtype, shape: tuple[int, ...]) -> np.ndarray:
         count = int(np.prod(shape, dtype=np.int64))
         return np.frombuffer(half, dtype, count, _HEADER).reshape(shape)
 
-    def _wait(self, counters: memoryview, index: int, value: int, what: str) -> None:
-        """Polls, giving way to other processes, then naps; learns whether polling pays with this peer."""
-        started = time.perf_counter()
-        end, nap = started + self._poll, _NAP_S[0]
-        while True:
+    def _wait(self, counters: memoryview, address: int, index: int, value: int, what: str) -> None:
+        """Polls, giving way to other processes, then sleeps; learns whether polling pays with this peer."""
+        started = now = time.perf_counter()
+        end = started + self._poll
+        while now < end:
             for _ in range(20):
                 if counters[index] == value:
-                    waited = time.perf_counter() - started
-                    self._poll = _POLL_S if waited < 2 * _POLL_S else max(0.8 * self._poll, 0.00002)
+                    self._poll = _POLL_S
                     return
             os.sched_yield()
             now = time.perf_counter()
-            if now > end:
-                if now - started > self._deadline:
-                    raise DeadlineExceeded(f"waited {self._deadline:.0f} s {what} {self._peer}")
-                self._check()
-                time.sleep(nap)
-                nap = min(nap * 1.2, _NAP_S[1])
+        while True:
+            counters[_AWAITS_WRITTEN + index] = 1
+            seen = counters[index]
+            if seen == value:
+                break
+            # The kernel looks again, so that no wake-up is missed; one that comes all the same late costs a nap.
+            _libc.syscall(
+                _SYS_FUTEX,
+                ctypes.c_void_p(address + 8 * index),
+                _FUTEX_WAIT,
+                ctypes.c_uint32(seen),
+                ctypes.byref(_NAP),
+                None,
+                0,
+            )
+            if counters[index] == value:
+                break
+            now = time.perf_counter()
+            if now - started > self._deadline:
+                raise DeadlineExceeded(f"waited {self._deadline:.0f} s {what} {self._peer}")
+            self._check()
+        counters[_AWAITS_WRITTEN + index] = 0
+        waited = time.perf_counter() - started
+        self._poll = _POLL_S if waited < 2 * _POLL_S else max(0.8 * self._poll, 0.00002)
+
+
+def _wake(counters: memoryview, address: int, index: int) -> None:
+    counters[_AWAITS_WRITTEN + index] = 0
+    _libc.syscall(_SYS_FUTEX, ctypes.c_void_p(address + 8 * index), _FUTEX_WAKE, 1, None, None, 0)

@@ -78,3 +78,26 @@ def test_what_does_not_fit_is_refused(tmp_path):
     a, _ = pair(tmp_path / "m", capacity=8)
     with pytest.raises(ChannelError, match="does not fit into 8 bytes"):
         a.put(np.zeros(2))
+
+
+def test_a_sleeper_is_woken_and_a_check_ends_a_wait(tmp_path):
+    def stop():
+        if time.monotonic() > end:
+            raise InterruptedError
+
+    child = os.fork()
+    if child == 0:
+        end = Mailbox(tmp_path / "m", 64, first=False, peer="parent", deadline=20)
+        for _ in range(3):
+            time.sleep(0.03)
+            end.put(np.ones(1))  # the last two wait until the one before is taken
+        os._exit(0)
+    end = float("inf")
+    box = Mailbox(tmp_path / "m", 64, first=True, peer="child", deadline=20, check=stop)
+    for _ in range(3):
+        assert box.get().tolist() == [1]
+        time.sleep(0.1)
+    assert os.waitpid(child, 0)[1] == 0
+    end = time.monotonic()
+    with pytest.raises(InterruptedError):
+        box.get()

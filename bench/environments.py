@@ -1,0 +1,239 @@
+"""Environment steps a second of a run's env side beside gymnasium's vector environments, and what pipelining brings.
+
+    python -m bench.environments --repeat 5
+
+Rates: real env and rollout ranks play a rollout and hand it over to the actor, the driver's calls included, with a policy that
+costs nothing (random actions). gymnasium's vector environments step on random actions and do nothing else: SyncVectorEnv
+beside one env rank with as many slots; AsyncVectorEnv, which has a process a slot, beside as many env ranks, and, with more
+slots than cores, beside ranks that share the slots. ManiSkill's environments there are its CPU ones, in its own wrapper.
+
+Pipelining: environments and a policy that sleep a given time for each decision of all slots, a stage its part of it;
+`speed-up / ideal` is the sequential rollout's time over the pipelined one's, by (e + p) / max(e, p).
+
+Quickstart: its environment steps a second, training included, with one env rank and with two.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from bench.machine import spread, write
+
+ROOT = Path(__file__).resolve().parents[1]
+#: Task → its sections `env.train`, and decisions of a rollout that is timed.
+TASKS: dict[str, tuple[dict[str, Any], int]] = {
+    "CartPole-v1": ({"env_type": "gymnasium", "env_id": "CartPole-v1"}, 1000),
+    "HalfCheetah-v5": ({"env_type": "gymnasium", "env_id": "HalfCheetah-v5"}, 500),
+    "PushCube-v1": ({"env_type": "maniskill", "env_id": "PushCube-v1", "kwargs": {"obs_mode": "state"}}, 100),
+}
+SLOTS = 8
+#: Rollouts of a measurement, of which the fastest counts: the others were disturbed.
+ROLLOUTS = 3
+#: Seconds that a decision of all slots takes the environments and the policy.
+PAIRS = ((0.010, 0.010), (0.010, 0.005), (0.005, 0.010))
+PIPELINED_STEPS = 100
+
+
+# -- rlhpc ------------------------------------------------------------------------------------------------------------
+
+
+def play(env: dict[str, Any], model: dict[str, Any], *, ranks: int, slots: int, steps: int, stages: int = 1) -> float:
+    """Seconds of a rollout of `steps` decisions in `slots` slots, as a run has it between two updates."""
+    from rlhpc import Cluster, HybridComponentPlacement
+    from rlhpc.config import load_config
+    from rlhpc.roles.actor import EmbodiedActor
+    from rlhpc.roles.env import EnvWorker
+    from rlhpc.roles.rollout import MultiStepRolloutWorker
+    from rlhpc.runners.embodied import EmbodiedRunner
+
+    with tempfile.TemporaryDirectory() as folder:
+        cfg = load_config(ROOT / "configs" / "base" / "ppo.yaml", [
+            f"runner.run_dir={folder}", "runner.name=bench", f"algorithm.rollout_steps={steps}", f"env.train.num_envs={slots}",
+            f"rollout.pipeline_stage_num={stages}", f"actor.global_batch_size={slots * steps}",
+            f"cluster.component_placement={{actor: 0, rollout: 0, env: '0:0-{ranks - 1}'}}", "env.train.simulators=0",
+            *(f"env.train.{name}={json.dumps(value)}" for name, value in env.items()),
+            *(f"actor.model.{name}={json.dumps(value)}" for name, value in model.items()),
+        ])  # fmt: skip
+        cluster = Cluster(cfg.cluster)
+        placement = HybridComponentPlacement(cfg, cluster)
+        classes = {"actor": EmbodiedActor, "rollout": MultiStepRolloutWorker, "env": EnvWorker}
+        groups = {
+            role: cls.create_group(cfg).launch(
+                cluster, placement_strategy=placement.get_strategy(role), name=role, wait=False
+            )
+            for role, cls in classes.items()
+        }
+        try:
+            runner = EmbodiedRunner(cfg, **groups)
+            runner.build()
+            found = []
+            for step in range(ROLLOUTS + 1):
+                began = time.perf_counter()
+                handles = [runner.rollout.generate(step), runner.env.interact(step), runner.actor.receive()]
+                for handle in handles:
+                    handle.wait()
+                found.append(time.perf_counter() - began)
+            return min(found[1:])
+        finally:
+            for group in groups.values():
+                group.shutdown()
+
+
+def rlhpc(task: str, ranks: int, slots: int) -> float:
+    """Environment steps a second."""
+    env, steps = TASKS[task]
+    model = {"model_type": "bench.idle:RandomPolicy"}
+    return slots * steps / play(env, model, ranks=ranks, slots=slots, steps=steps)
+
+
+def pipelining(environment_s: float, policy_s: float, stages: int) -> float:
+    """Seconds of a rollout."""
+    env = {"env_type": "bench.idle:SleepingEnv", "env_id": "sleep", "kwargs": {"seconds": environment_s / SLOTS}}
+    model = {"model_type": "bench.idle:SleepingPolicy", "kwargs": {"seconds": policy_s / SLOTS}}
+    return play(env, model, ranks=1, slots=SLOTS, steps=PIPELINED_STEPS, stages=stages)
+
+
+# -- gymnasium --------------------------------------------------------------------------------------------------------
+
+
+def make(task: str) -> Any:
+    """One environment as gymnasium's users make it."""
+    import gymnasium
+
+    env, _ = TASKS[task]
+    if env["env_type"] != "maniskill":
+        return gymnasium.make(task)
+    import mani_skill.envs  # noqa: F401 (registers the tasks)
+    from mani_skill.utils.wrappers.gymnasium import CPUGymWrapper
+
+    made = gymnasium.make(task, num_envs=1, render_backend="none", sim_backend="physx_cpu", **env["kwargs"])
+    return CPUGymWrapper(made, ignore_terminations=False)
+
+
+def gymnasium_rate(kind: str, task: str, slots: int) -> float:
+    """Environment steps a second of SyncVectorEnv or AsyncVectorEnv on random actions."""
+    import gymnasium
+
+    vector = {"sync": gymnasium.vector.SyncVectorEnv, "async": gymnasium.vector.AsyncVectorEnv}[kind]
+    envs = vector([lambda: make(task)] * slots, autoreset_mode=gymnasium.vector.AutoresetMode.SAME_STEP)
+    steps = TASKS[task][1]
+    envs.reset(seed=1)
+    envs.action_space.seed(1)
+    actions = [envs.action_space.sample() for _ in range(steps)]
+    found = []
+    for _ in range(ROLLOUTS + 1):
+        began = time.perf_counter()
+        for action in actions:
+            envs.step(action)
+        found.append(time.perf_counter() - began)
+    envs.close()
+    return slots * steps / min(found[1:])
+
+
+def gymnasium(kind: str, task: str, slots: int) -> float:
+    """The same in a process of its own, which has no threads of a driver."""
+    done = subprocess.run(
+        [sys.executable, "-m", "bench.environments", "--gymnasium", kind, task, str(slots)], cwd=ROOT, check=True,
+        stdout=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    return float(done.stdout.splitlines()[-1])
+
+
+# -- quickstart -------------------------------------------------------------------------------------------------------
+
+
+def quickstart(ranks: int) -> float:
+    """Environment steps a second over 120 training steps of the quickstart."""
+    with tempfile.TemporaryDirectory() as folder:
+        subprocess.run(
+            [sys.executable, "-m", "rlhpc.cli", "train", "configs/quickstart.yaml", f"runner.run_dir={folder}",
+             "runner.segments=1", "runner.save_interval=-1", "runner.max_steps=120", "runner.logger.logger_backends=[jsonl]",
+             f"cluster.component_placement={{actor: 0, rollout: 0, env: '0:0-{ranks - 1}'}}"],
+            cwd=ROOT, check=True, capture_output=True,
+        )  # fmt: skip
+        lines = (Path(folder) / "quickstart" / "metrics.jsonl").read_text().splitlines()
+    first, last = json.loads(lines[19]), json.loads(lines[-1])
+    return (last["rollout/env_steps"] - first["rollout/env_steps"]) / (last["time/wall_s"] - first["time/wall_s"])
+
+
+# -- all --------------------------------------------------------------------------------------------------------------
+
+
+def contenders() -> dict[str, Callable[[], float]]:
+    """What is measured, by name; a round runs all in this order."""
+    found: dict[str, Callable[[], float]] = {}
+    for task in TASKS:
+        found[f"{task}: gymnasium sync, {SLOTS} slots"] = lambda t=task: gymnasium("sync", t, SLOTS)
+        found[f"{task}: rlhpc, 1 rank, {SLOTS} slots"] = lambda t=task: rlhpc(t, 1, SLOTS)
+        found[f"{task}: gymnasium async, 2 slots"] = lambda t=task: gymnasium("async", t, 2)
+        found[f"{task}: rlhpc, 2 ranks, 2 slots"] = lambda t=task: rlhpc(t, 2, 2)
+        found[f"{task}: gymnasium async, {SLOTS} slots"] = lambda t=task: gymnasium("async", t, SLOTS)
+        found[f"{task}: rlhpc, 2 ranks, {SLOTS} slots"] = lambda t=task: rlhpc(t, 2, SLOTS)
+    for e, p in PAIRS:
+        for stages in (1, 2):
+            found[f"rollout s: e {e} s, p {p} s, {stages} stages"] = lambda a=(e, p, stages): pipelining(*a)
+    for ranks in (1, 2):
+        found[f"quickstart: {ranks} env ranks"] = lambda r=ranks: quickstart(r)
+    return found
+
+
+def ratios(median: dict[str, float]) -> dict[str, float]:
+    """What the goals are about."""
+    found = {}
+    for task in TASKS:
+        pairs = (
+            (f"rlhpc, 1 rank, {SLOTS} slots", f"gymnasium sync, {SLOTS} slots"),
+            ("rlhpc, 2 ranks, 2 slots", "gymnasium async, 2 slots"),
+            (f"rlhpc, 2 ranks, {SLOTS} slots", f"gymnasium async, {SLOTS} slots"),
+            (f"rlhpc, 2 ranks, {SLOTS} slots", f"rlhpc, 1 rank, {SLOTS} slots"),
+        )
+        for ours, theirs in pairs:
+            if f"{task}: {ours}" in median and f"{task}: {theirs}" in median:
+                found[f"{task}: {ours} / {theirs}"] = median[f"{task}: {ours}"] / median[f"{task}: {theirs}"]
+    for e, p in PAIRS:
+        one, two = (median.get(f"rollout s: e {e} s, p {p} s, {stages} stages") for stages in (1, 2))
+        if one and two:
+            found[f"e {e} s, p {p} s: speed-up / ideal"] = one / two / ((e + p) / max(e, p))
+            found[f"e {e} s, p {p} s: longer of the two / pipelined"] = PIPELINED_STEPS * max(e, p) / two
+    if "quickstart: 2 env ranks" in median:
+        found["quickstart: 2 env ranks / 1"] = median["quickstart: 2 env ranks"] / median["quickstart: 1 env ranks"]
+    return found
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Runs all, interleaved, and writes `results/environments.json`."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--repeat", type=int, default=5)
+    parser.add_argument("--only", default="", help="measure only what has this in its name; writes no result")
+    parser.add_argument("--gymnasium", nargs=3, help=argparse.SUPPRESS)
+    options = parser.parse_args(argv)
+    os.environ["OMP_NUM_THREADS"] = "1"
+    if options.gymnasium:
+        print(gymnasium_rate(*options.gymnasium[:2], int(options.gymnasium[2])))
+        return
+    runs = {name: run for name, run in contenders().items() if options.only in name}
+    found: dict[str, list[float]] = {name: [] for name in runs}
+    for _ in range(options.repeat):
+        for name, run in runs.items():
+            found[name].append(run())
+            print(f"{name:50} {found[name][-1]:12.2f}", flush=True)
+    ratio = ratios({name: statistics.median(values) for name, values in found.items()})
+    print(json.dumps(ratio, indent=2))
+    if not options.only:
+        figures = {name: spread(values) for name, values in found.items()}
+        command = f"python -m bench.environments --repeat {options.repeat}"
+        print(write("environments", command, {"figures": figures, "ratios": ratio}))
+
+
+if __name__ == "__main__":
+    main()
