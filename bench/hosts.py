@@ -215,23 +215,21 @@ def both(near: Any, far: Any, method: str, *args: Any) -> list[float]:
     return times
 
 
-def weights(sender: Any, group: Any, name: str, count: int, adopt: bool, version: int) -> tuple[float, float]:
-    """Seconds until all have applied a version, and how often its bytes crossed the wire."""
+def weights(sender: Any, group: Any, name: str, count: int, adopt: bool) -> tuple[float, float]:
+    """Seconds until all have applied a version that is new in every tensor, and how often its bytes crossed the wire."""
     receivers = [(name, list(range(count)))]
-    for handle in (sender.open(receivers), group.open(receivers)):
+    for handle in (sender.open(receivers, "off"), group.open(receivers, "off")):
         handle.wait()
-    for step in range(
-        3
-    ):  # the first two map the memory that versions come into in turn; what counts is every later one
-        value = float((version + step) % 97)
-        sender.change(value).wait()
+    for version in range(3):  # the first two map the memory that versions come into in turn; what counts is later ones
+        sender.change("all", version).wait()
         before, started = wire_bytes(), time.perf_counter()
-        handles = [sender.send(version + step), group.take(adopt)]
-        for handle in handles:
+        for handle in [sender.send(version), group.take(adopt)]:
             handle.wait()
         seconds = time.perf_counter() - started
         crossed = (wire_bytes() - before) / BYTES
-        assert all(held == {value} for held in group.value().wait())
+    (sent,) = sender.value().wait()
+    assert all(value == sent for value in group.value().wait())
+    sender.close().wait()
     return seconds, crossed
 
 
@@ -254,7 +252,6 @@ def measure(repeat: int, wrapper: str) -> None:
         handle.wait()
     out, back = Channel.create("out", home="far"), Channel.create("back", home="near")
     rows: list[dict[str, float]] = []
-    version = 0
     for number in range(repeat + 1):
         row: dict[str, float] = {}
         for text, kind, size, turns in (("1 KB", "array", 1000, 200), ("64 MiB", "array", 64 * MIB, 5),
@@ -273,9 +270,8 @@ def measure(repeat: int, wrapper: str) -> None:
             row[f"TCP again, {text} (ms)"] = float(np.median(runs["TCP"]())) * 1e3
         for count, group in receivers.items():
             for adopt in (False, True):
-                version += 3
                 how = "adopted" if adopt else "copied"
-                seconds, crossed = weights(sender, group, f"r{count}", count, adopt, version)
+                seconds, crossed = weights(sender, group, f"r{count}", count, adopt)
                 row[f"weights 1 to {count}, {how} (ms)"] = seconds * 1e3
                 row[f"weights 1 to {count}, {how}: times over the wire"] = crossed
         if number:
