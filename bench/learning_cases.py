@@ -117,8 +117,8 @@ _MANISKILL: dict[str, Any] = {
 _MANISKILL_NOTE = (
     "ManiSkill's ppo.py has hundreds to thousands of slots on a GPU and the minibatches that follow; both sides here have "
     "what a CPU can do. Episodes end at the time limit only (its --no_partial_reset), and are bootstrapped there. The "
-    "reference looks at the KL limit as ppo.py does, before the update of each minibatch, where rlhpc looks at the mean of an "
-    "epoch. Both simulate with rlhpc's batched CPU simulation."
+    "results of 2026-11-21 were made while rlhpc compared the KL limit with the mean of an epoch; it now does as ppo.py. "
+    "Both simulate with rlhpc's batched CPU simulation."
 )
 #: CleanRL's ppo.py.
 _CLEANRL: dict[str, Any] = {

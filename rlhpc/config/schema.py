@@ -188,7 +188,7 @@ class AlgorithmConfig:
     entropy_coef: float = 0.0
     """Weight of the entropy bonus."""
     target_kl: float | None = None
-    """Ends a step's epochs early when the KL estimate passes this; null is off."""
+    """Ends a step's updates before that of the first minibatch whose KL estimate passes this; null is off."""
     update_epochs: int = 4
     """Passes over each rollout; bc: over the demonstrations, in a step."""
     bc_loss: str = "nll"

@@ -99,26 +99,28 @@ class PolicyUpdate:
         epochs = [self._parts(batch, held, total, step, epoch) for epoch in range(self.epochs)]
         sums = torch.zeros(len(METRICS), dtype=torch.float64, device=device)
         norms = torch.zeros((), dtype=torch.float64, device=device)
-        updates, done_epochs = 0, 0
-        for parts in epochs:
-            kl = torch.zeros((), dtype=torch.float64, device=device)
-            for part in parts:
-                self.backend.zero_grad()
-                stats = self._accumulate(batch, part)
-                norms += self.backend.optimizer_step()
-                sums += stats
-                kl += stats[METRICS.index("approx_kl")]
-                updates += 1
-            done_epochs += 1
-            if self.target_kl is not None and float(self._sum(kl)) / len(parts) > self.target_kl:
+        updates = 0
+        for part in (part for parts in epochs for part in parts):
+            self.backend.zero_grad()
+            stats = self._accumulate(batch, part)
+            if self._too_far(stats):
                 break
+            norms += self.backend.optimizer_step()
+            sums += stats
+            updates += 1
         means = (self._sum(sums) / max(updates, 1)).tolist()
         return {
             **dict(zip(METRICS, means, strict=True)),
             "grad_norm": float(norms) / max(updates, 1),
-            "epochs": float(done_epochs),
+            "epochs": updates / len(epochs[0]),
             "lr": lr,
         }
+
+    def _too_far(self, stats: torch.Tensor) -> bool:
+        """Whether a minibatch's KL estimate passes the limit: its update, and what would follow, is left out (ManiSkill)."""
+        if self.target_kl is None:
+            return False
+        return float(self._sum(stats[METRICS.index("approx_kl")].clone())) > self.target_kl
 
     def _sum(self, tensor: torch.Tensor) -> torch.Tensor:
         return self._reduce(tensor) if self._ranks > 1 else tensor

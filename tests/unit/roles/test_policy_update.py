@@ -208,3 +208,16 @@ def test_the_optimizer_of_another_model_is_refused():
     state = LocalBackend(nn.Linear(2, 2), OPTIM).state_dict()
     with pytest.raises(CheckpointError, match="other parameters"):
         LocalBackend(nn.Linear(3, 2), OPTIM).load_state_dict(state)
+
+
+def test_a_step_ends_before_the_update_of_the_first_minibatch_that_passes_the_kl_limit():
+    torch.manual_seed(0)
+    initial = torch.cat([p.detach().flatten() for p in Tiny().parameters()])
+    weights, metrics = train(1, None, target_kl=1e-6)[0]  # the rollout's log-probs are not the policy's: passed at once
+    assert metrics["epochs"] == 0
+    torch.testing.assert_close(weights, initial)
+    unlimited, _ = train(1, None)[0]
+    torch.testing.assert_close(train(1, None, target_kl=1e6)[0][0], unlimited)
+    for other, found in train(2, None, target_kl=1e-6).values():
+        assert found["epochs"] == 0
+        torch.testing.assert_close(other, initial)
