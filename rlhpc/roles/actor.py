@@ -20,7 +20,7 @@ from rlhpc.roles.start import load_weights
 from rlhpc.runtime.errors import CheckpointError, ConfigError
 from rlhpc.runtime.worker import Worker
 from rlhpc.training import LocalBackend, PolicyUpdate
-from rlhpc.weights import frozen_names, make_sync
+from rlhpc.weights import WeightSync, frozen_names, make_sync
 
 FILE = "actor-{rank}.pt"
 MODEL, MODEL_SPEC, OPTIMIZER = "model.safetensors", "model.json", "optimizer.pt"
@@ -76,6 +76,8 @@ class EmbodiedActor(Worker):
 
     #: Attributes, integers, that a checkpoint keeps for each rank.
     counters: tuple[str, ...] = ("updates",)
+    #: Where weights go; None in a trainer that sends none.
+    sync: WeightSync | None = None
 
     def __init__(self, cfg: Any) -> None:
         super().__init__()
@@ -118,7 +120,7 @@ class EmbodiedActor(Worker):
     def start_from(self, folder: str) -> None:
         """Takes over the weights of a checkpoint or an export; optimizer and counters stay fresh."""
         load_weights(self.policy, Path(folder))
-        self.sync.forget()
+        self._replaced()
 
     def connect(self) -> None:
         """Connects to the channels, once the driver has created them."""
@@ -126,7 +128,7 @@ class EmbodiedActor(Worker):
 
     def sync_weights(self, version: int) -> None:
         """Sends the weights, as `version`, to all rollout ranks."""
-        if self.rank == 0:
+        if self.rank == 0 and self.sync is not None:
             self.sync.sync(version, self.policy.state_dict().items(), frozen=frozen_names(self.policy))
 
     def receive(self) -> dict[str, float]:
@@ -233,7 +235,12 @@ class EmbodiedActor(Worker):
         for name in self.counters:
             setattr(self, name, int(state[name]))
         set_rng_state(state["rng"])
-        self.sync.forget()
+        self._replaced()
+
+    def _replaced(self) -> None:
+        """What was sent of the weights so far is not what later versions build upon."""
+        if self.sync is not None:
+            self.sync.forget()
 
     def _learner(self) -> Any:
         """What has the optimizers' state."""

@@ -143,7 +143,7 @@ class OffPolicyActor(EmbodiedActor):
 
     def sync_weights(self, version: int) -> None:
         """Sends the acting weights, as `version`, to all rollout ranks."""
-        if self.rank == 0:
+        if self.rank == 0 and self.sync is not None:
             self.sync.sync(version, self.policy.acting(), frozen=frozen_names(self.policy))
 
     def receive(self) -> dict[str, float]:
