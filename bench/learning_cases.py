@@ -116,8 +116,7 @@ _MANISKILL: dict[str, Any] = {
 }  # fmt: skip
 _MANISKILL_NOTE = (
     "ManiSkill's ppo.py has hundreds to thousands of slots on a GPU and the minibatches that follow; both sides here have "
-    "what a CPU can do. Episodes end at the time limit only (its --no_partial_reset), and are bootstrapped there. The "
-    "results of 2026-11-21 were made while rlhpc compared the KL limit with the mean of an epoch; it now does as ppo.py. "
+    "what a CPU can do. Episodes end at the time limit only (its --no_partial_reset), and are bootstrapped there. "
     "Both simulate with rlhpc's batched CPU simulation."
 )
 #: CleanRL's ppo.py.
@@ -145,7 +144,9 @@ CASES: dict[str, Case] = {
         "PPO, MS-CartpoleBalance-v1 (ManiSkill)", "MS-CartpoleBalance-v1", "ppo", 128_000,
         {**_MANISKILL, "gamma": 0.99, "gae_lambda": 0.95, "num_envs": 16, "rollout_steps": 250, "minibatch": 250},
         maniskill=True, env_kwargs={"reward_mode": "normalized_dense"}, spans=8,
-        note=f"16 slots × 250 steps, minibatches of 250, γ 0.99 and λ 0.95 as ManiSkill's command for it. {_MANISKILL_NOTE}",
+        note=f"16 slots × 250 steps, minibatches of 250, γ 0.99 and λ 0.95 as ManiSkill's command for it. {_MANISKILL_NOTE} "
+        "The curves part after 100,000 steps; one update of both with the same data and order is the same to 3e-6, and "
+        "rlhpc's runs never pass the KL limit. The cause is not known.",
     ),
     "lunar_lander_ppo": Case(
         "PPO, LunarLander-v3", "LunarLander-v3", "ppo", 204_800,
