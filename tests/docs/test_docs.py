@@ -147,9 +147,11 @@ def test_every_metric_is_documented(tiny_run):
     documented = set(re.findall(r"^\| `([a-z]+/\w+)` \|", text, re.M))
     rows = [json.loads(line) for line in (tiny_run / "metrics.jsonl").read_text().splitlines()]
     logged = {name for row in rows for name in row} - {"step"}
-    # CartPole has no success, and no simulator of its own that could fail.
+    # CartPole has no success, and no simulator of its own that could fail; and no rank of this run dies.
     sometimes = {f"eval/success_{when}" for when in ("rate", "once", "at_end")} | {"env/restarts"}
-    sometimes |= {"train/success_rate", "rollout/success_rate"}
+    sometimes |= {"train/success_rate", "rollout/success_rate"} | {
+        f"env/lost_{what}" for what in ("ranks", "steps", "episodes")
+    }
     assert documented - sometimes == logged - sometimes
     assert sometimes <= documented
 

@@ -67,6 +67,6 @@ def test_a_language_model_with_frozen_weights(tmp_path: Path, monkeypatch: pytes
     os.kill(json.loads(member.read_text())["pid"], signal.SIGKILL)
     _, said = process.communicate(timeout=200)
     assert process.returncode == 0, said
-    assert "the actors stay" in said
+    assert "all other ranks stay" in said
     # The trainer's log-probs of what the engine drew are the engine's: it has the weights of each step.
     assert max(row["train/mismatch_abs"] for row in run.rows()) < 1e-4
