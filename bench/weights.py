@@ -118,7 +118,7 @@ def measure(row: Row, sender: WorkerGroup, group: WorkerGroup) -> float:
     for handle in (sender.open(receivers, row.delta), group.open(receivers, row.delta)):
         handle.wait()
     seconds = 0.0
-    for version in range(4):
+    for version in range(6):
         sender.change(row.changed, version).wait()
         started = time.perf_counter()
         for handle in [sender.send(version), group.take(row.adopt)]:

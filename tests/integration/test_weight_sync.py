@@ -15,6 +15,7 @@ from tiny_run import wait_until
 from weight_ranks import Actor, Trainer
 
 from rlhpc import Cluster, NodePlacementStrategy, Session, WorkerGroup
+from rlhpc.runtime.comm.segments import bytes_in_use
 
 Groups = dict[str, WorkerGroup]
 
@@ -46,6 +47,25 @@ def test_every_version_arrives_bit_for_bit(groups: Groups, delta: str, adopt: bo
         handles = [trainer.send(version, (0.01, 0.0, 0.5)[version % 3]), *(group.take() for group in receivers)]
         (sent,), *taken = [handle.wait() for handle in handles]
         assert [result for group in taken for result in group] == [(version, sent)] * 4
+
+
+def test_what_all_have_taken_is_freed(groups: Groups) -> None:
+    """On another host one rank fetches for all: the others have to say so, too, when they are done."""
+    session = Session.running()
+    assert session is not None
+    trainer, receivers = groups["trainer"], [groups["near"], groups["far"]]
+    for handle in [trainer.open("off"), *(group.open("off", False) for group in receivers)]:
+        handle.wait()
+
+    def send(versions: range) -> int:
+        for version in versions:
+            for handle in [trainer.send(version, 0.5), *(group.take() for group in receivers)]:
+                handle.wait()
+        return bytes_in_use(session.scratch.shm)
+
+    before = send(range(3))
+    send(range(3, 20))
+    wait_until(lambda: bytes_in_use(session.scratch.shm) <= before, timeout=10)
 
 
 LORA = (

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import threading
 import time
@@ -176,11 +175,21 @@ class Peers:
                     clients.pop(endpoint).close()
 
     def release(self, endpoint: str, path: str, reader: int) -> None:
-        """Tells the owner of a segment on another host that this reader is done; nothing is to be told to a dead one."""
-        client = self._local.__dict__.get("bulk", {}).get(endpoint)
-        if client is not None:
-            with contextlib.suppress(OSError):
-                client.release(path, reader)
+        """Tells the owner of a segment on another host that this reader is done; nothing is to be told to a dead one.
+
+        Whoever shares what another rank of its host has fetched has no connection to the owner before.
+        """
+        clients: dict[str, BulkClient] = self._local.__dict__.setdefault("bulk", {})
+        for _ in range(2 if endpoint in clients else 1):  # an idle connection may have been forgotten between the hosts
+            try:
+                if endpoint not in clients:
+                    clients[endpoint] = BulkClient(endpoint, self._keys, self._check)
+                clients[endpoint].release(path, reader)
+            except (OSError, ChannelError):
+                if endpoint in clients:
+                    clients.pop(endpoint).close()
+            else:
+                return
 
     def _grieve(self) -> None:
         # The driver learns of a death at about the same moment; its account of it is the better one.
