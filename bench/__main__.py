@@ -6,6 +6,7 @@ python -m bench [NAME …]        some of them
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import subprocess
 import sys
 
@@ -16,8 +17,9 @@ NAMES = ("runtime", "weights", "hosts", "scale", "embodied_loop", "environments"
 def main() -> None:
     """Runs each in a process of its own; goes on after one that fails, and says so at the end."""
     names = sys.argv[1:] or NAMES
-    for name in names:
-        importlib.import_module(f"bench.{name}")  # a wrong name fails before anything is measured
+    if unknown := [name for name in names if importlib.util.find_spec(f"bench.{name}") is None]:
+        print(f"bench: there is no bench/{unknown[0]}.py; those that take minutes: {', '.join(NAMES)}", file=sys.stderr)
+        sys.exit(2)
     failed = []
     for name in names:
         print(f"== {name}", flush=True)

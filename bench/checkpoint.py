@@ -21,24 +21,16 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
 from bench.machine import spread, write
+from bench.weights import BYTES, tensors
 from rlhpc.checkpoint.manifest import verify
 from rlhpc.checkpoint.state import load_tensors, save_tensors
 from rlhpc.checkpoint.store import CheckpointWriter
 from rlhpc.runtime.paths import RunPaths
 
 HERE = Path(__file__).resolve().parent
-TENSORS, BYTES = 290, 500_000_000
-
-
-def tensors() -> dict[str, torch.Tensor]:
-    """Sizes as a transformer has them."""
-    sizes = np.asarray([8.0 if i % 10 == 0 else 1.0 if i % 10 < 7 else 0.01 for i in range(TENSORS)])
-    counts = np.maximum((sizes / sizes.sum() * BYTES / 2).astype(int), 1)
-    return {f"t{i}": torch.randn(int(n)).bfloat16() for i, n in enumerate(counts)}
 
 
 def seconds(act: Callable[[], Any]) -> float:
@@ -106,7 +98,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--repeat", type=int, default=5)
     args = parser.parse_args(argv)
     os.environ["OMP_NUM_THREADS"] = "1"
-    weights, rows = tensors(), []
+    weights: dict[str, torch.Tensor] = {name: tensor.normal_() for name, tensor in tensors()}
+    rows: list[dict[str, float]] = []
     for step in range(args.repeat + 1):
         with tempfile.TemporaryDirectory(dir=".") as place:
             row = files(Path(place), weights, step)

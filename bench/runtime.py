@@ -15,12 +15,10 @@ import os
 import subprocess
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from bench.machine import goal, spread, write
 
-PEERS = Path(__file__).resolve().parent / "peers"
 ROUND_TRIP = "ZeroMQ TCP round trip, 1 KB (us)"
 
 
@@ -43,7 +41,7 @@ def once(ray_python: str | None) -> dict[str, dict[str, float]]:
         "rlhpc": child(sys.executable, "-m", "bench.peers.rlhpc_runtime"),
     }
     if ray_python:
-        rows["Ray"] = child(ray_python, str(PEERS / "ray_actors.py"))
+        rows["Ray"] = child(ray_python, "-m", "bench.peers.ray_actors")
     return rows
 
 

@@ -5,18 +5,18 @@ A program of its own, so that Ray may live in another Python than rlhpc (`--ray-
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import statistics
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import ray
 from ray.util.queue import Queue
+
+from bench.peers.memory import cpu_percent, descendants, pss_mb
 
 MIB = 1 << 20
 TENSORS, BYTES = 290, 500_000_000
@@ -97,34 +97,6 @@ def median(act: Callable[[], Any], count: int, warm: int = 2) -> float:
     return statistics.median(times[warm:])
 
 
-def pss_mb(pids: list[int]) -> float:
-    total = 0
-    for pid in pids:
-        with contextlib.suppress(OSError):
-            lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
-            total += sum(int(line.split()[1]) for line in lines if line.startswith("Pss:"))
-    return total / 1000
-
-
-def session_pids() -> list[int]:
-    """Every process of this Ray session: its own, and all below them."""
-    import psutil
-
-    mine = psutil.Process()
-    return [child.pid for child in mine.children(recursive=True)]
-
-
-def cpu_seconds(pids: list[int]) -> float:
-    import psutil
-
-    total = 0.0
-    for pid in pids:
-        with contextlib.suppress(psutil.NoSuchProcess):
-            times = psutil.Process(pid).cpu_times()
-            total += times.user + times.system
-    return total
-
-
 def measure() -> dict[str, float]:
     """One repetition, in a Ray session of its own."""
     row: dict[str, float] = {}
@@ -142,12 +114,8 @@ def measure() -> dict[str, float]:
     row["dispatch to 8 workers (us)"] = median(lambda: ray.get([p.nothing.remote() for p in eight]), 300, 20) * 1e6
     workers = ray.get([peer.pid.remote() for peer in eight])
     time.sleep(2.0)
-    everybody = [*session_pids(), os.getpid()]
-    before, started = cpu_seconds(everybody), time.perf_counter()
-    time.sleep(5.0)
-    row["idle CPU, 8 workers and all else (% of a core)"] = (
-        (cpu_seconds(everybody) - before) / (time.perf_counter() - started) * 100
-    )
+    everybody = [*descendants(os.getpid()), os.getpid()]
+    row["idle CPU, 8 workers and all else (% of a core)"] = cpu_percent(everybody)
     system = [pid for pid in everybody if pid not in workers and pid != os.getpid()]
     row["idle memory, 8 workers (PSS, MB)"] = pss_mb(workers)
     row["idle memory, system processes (PSS, MB)"] = pss_mb(system)
