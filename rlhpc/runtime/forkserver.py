@@ -31,6 +31,8 @@ PRELOAD = ("torch", "numpy", "zmq", "cloudpickle", "rlhpc.runtime.process", "rlh
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 GRACE_S = 2.0
+#: A child's end wakes the server by SIGCHLD; this only bounds what a lost signal could cost.
+_LOOK_S = 10.0
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
@@ -65,7 +67,7 @@ class ForkServer:
         self._inherited = (reader, writer)
         wire.send(self.control, {"event": "ready", "pid": os.getpid()})
         while True:
-            ready, _, _ = select.select([self.control, reader], [], [], 1.0)
+            ready, _, _ = select.select([self.control, reader], [], [], _LOOK_S)
             if reader in ready:
                 with contextlib.suppress(BlockingIOError):
                     reader.recv(4096)

@@ -15,7 +15,7 @@ from typing import Any
 
 from rlhpc.runtime.spec import WorkerSpec
 
-HEARTBEAT_S = 2.0
+HEARTBEAT_S = 5.0
 _LOG_FORMAT = "%(asctime)s %(levelname)s [{name}] %(message)s"
 
 
@@ -87,18 +87,15 @@ def run_worker(spec: WorkerSpec) -> int:
     keys = registry.load_keys()
     driver = choose(spec.driver)
     note = {"name": spec.name, "incarnation": spec.incarnation, "pid": os.getpid()}
-    last = [0.0]
 
     def heartbeat(service: Service) -> None:
-        if time.monotonic() - last[0] >= HEARTBEAT_S:
-            last[0] = time.monotonic()
-            service.peers.post(driver, b"NOTE", [pickle.dumps({"note": "alive", **note})])
+        service.peers.post(driver, b"NOTE", [pickle.dumps({"note": "alive", **note})])
 
     def check() -> None:
         if service.aborted:
             raise CallAborted(f"{spec.name} gave up a call: another group failed")
 
-    service = Service(spec.name, keys, scratch, spec.tcp_address, check=check, on_tick=heartbeat)
+    service = Service(spec.name, keys, scratch, spec.tcp_address, check=check, on_tick=heartbeat, tick_s=HEARTBEAT_S)
     door = CallDoor(service, spec.tcp_address)
     record = {
         "group": spec.group, "rank": spec.rank, "node": spec.node, "node_rank": spec.node_rank, "pid": os.getpid(),

@@ -47,6 +47,8 @@ log = logging.getLogger(__name__)
 
 SUSPECT_S = 15.0
 LOST_S = 180.0
+#: How often the driver looks at the leases.
+_TICK_S = 2.0
 #: A driver that looks around this late was itself not running.
 _AWAY_S = 5.0
 #: How long a step that srun was told to end may take before the controller is asked; and all of it before we go on without.
@@ -108,8 +110,9 @@ class Session:
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
         self.service = Service(
-            "driver", keys, self.scratch, tcp_address, check=self.check, on_tick=self._tick, on_note=self._note
-        )
+            "driver", keys, self.scratch, tcp_address,
+            check=self.check, on_tick=self._tick, tick_s=_TICK_S, on_note=self._note,
+        )  # fmt: skip
         self.context = contexts.Context("driver", self.registry, self.service, check=self.check)
         if wait_deadline is not None:
             self.context.wait_deadline = wait_deadline
@@ -248,7 +251,7 @@ class Session:
         """Leases: a late heartbeat makes a rank suspect; only a much later one, or its exit, makes it dead."""
         now = time.monotonic()
         # a job that was suspended, or a driver that was stopped: nobody could send anything meanwhile
-        away, self._ticked = now - self._ticked - 1.0, now
+        away, self._ticked = now - self._ticked - _TICK_S, now
         for member in list(self.members.values()):
             if member.state != "ready":
                 continue

@@ -105,7 +105,8 @@ class Service:
         scratch: The session's folders on this host.
         tcp_address: Address to listen on for other hosts; None where all processes share this host.
         check: Called while waiting; raises when the run has failed.
-        on_tick: Called about once a second on the service thread (heartbeats).
+        on_tick: Called every `tick_s` on the service thread (heartbeats).
+        tick_s: Seconds. Each tick wakes the process, which is all that an idle one costs.
         on_note: Called on the service thread with each note (HELLO, heartbeat) that another process posted.
     """
 
@@ -117,6 +118,7 @@ class Service:
         tcp_address: str | None = None,
         check: Callable[[], None] = lambda: None,
         on_tick: Callable[[Service], None] | None = None,
+        tick_s: float = 1.0,
         on_note: Callable[[dict[str, Any]], None] | None = None,
     ) -> None:
         self.name, self.keys, self.scratch = name, keys, scratch
@@ -145,7 +147,7 @@ class Service:
             host_id(), self.endpoint["tcp"] or self.endpoint["ipc"], self._bulk.endpoint if self._bulk else ""
         )
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self._on_tick, self._on_note = on_tick, on_note
+        self._on_tick, self._tick_s, self._on_note = on_tick, tick_s, on_note
         self._stopping = False
         self._loop = threading.Lock()  # held by the thread that leads the event loop
         self._leader: int | None = None
@@ -361,7 +363,7 @@ class Service:
             with self._loop:
                 self._leader = threading.get_ident()
                 while not self._guests and not self._stopping:
-                    self._iterate(1.0)
+                    self._iterate(max(0.0, self._next_tick - time.monotonic()))
                 self._leader = None
         with self._loop:
             for connection in self._connections.values():
@@ -416,9 +418,10 @@ class Service:
                 router.send_multipart([peer, *frames])
             elif not peer.closed and peer.send(frames):
                 epoll.modify(peer.sock.fileno(), select.EPOLLIN | select.EPOLLOUT)
-        if self._on_tick and time.monotonic() >= self._next_tick:
-            self._next_tick = time.monotonic() + 1.0
-            self._on_tick(self)
+        if time.monotonic() >= self._next_tick:
+            self._next_tick = time.monotonic() + self._tick_s
+            if self._on_tick:
+                self._on_tick(self)
         return bool(events)
 
     def _handle(self, peer: Connection | bytes, message: list[bytes]) -> None:
