@@ -95,8 +95,8 @@ class Holder(Worker):
                 bits ^= 1 + seed % 100
 
     def take(self, adopt: bool) -> int:
+        # The module's buffers are these very tensors, so that they show what it adopted.
         version: int = self.sync.apply(self.held, adopt=self.module if adopt else None)
-        self.held = list(self.module.state_dict().items())
         return version
 
     def value(self) -> list[int]:

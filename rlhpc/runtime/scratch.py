@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import functools
 import logging
 import os
 import secrets
@@ -37,6 +38,11 @@ def host_id() -> str:
     override = os.environ.get("RLHPC_HOST_ID")
     if override:
         return override
+    return _this_machine()
+
+
+@functools.cache
+def _this_machine() -> str:
     boot = Path("/proc/sys/kernel/random/boot_id")
     return f"{os.uname().nodename}:{boot.read_text().strip() if boot.exists() else ''}"
 

@@ -49,58 +49,64 @@ class BroadcastSync:
     def apply(self, named_tensors: NamedTensors, *, adopt: torch.nn.Module | None = None) -> int:
         """See `WeightSync.apply`."""
         assert self._receiver is not None
+        target = Target(named_tensors, adopt)  # while the sender still writes
         update = self._receiver.receive()
         try:
-            return apply_update(update, named_tensors, adopt=adopt)
+            target.take(update)
         except BaseException:
             self._receiver.forget()
             raise
+        return update.version
 
 
-@torch.no_grad()
-def apply_update(update: Update, named_tensors: NamedTensors, *, adopt: torch.nn.Module | None = None) -> int:
-    """Takes an update over into the tensors; nothing is changed unless all names, shapes and dtypes agree.
+class Target:
+    """What an update goes into.
 
     Args:
-        update: What came.
-        named_tensors: What to fill.
+        named_tensors: To fill.
         adopt: A module that is only ever read. Its parameters and buffers of these names, where they are on the CPU, look
             at what was received from now on, instead of having it copied: no byte is moved, and all receivers of a host
             share the memory.
-
-    Raises:
-        RlhpcError: The receiver's model is another one.
     """
-    targets = dict(named_tensors)
-    changes = list(update.tensors)
-    _check_fit(update, targets, changes)
-    own = {} if adopt is None else adopt.state_dict(keep_vars=True)
-    for name, change in changes:
-        if name in own and own[name].device.type == "cpu" and not isinstance(change, Elements):
-            own[name].data = change
+
+    def __init__(self, named_tensors: NamedTensors, adopt: torch.nn.Module | None = None) -> None:
+        self._tensors = dict(named_tensors)
+        self._own = {} if adopt is None else adopt.state_dict(keep_vars=True)
+
+    @torch.no_grad()
+    def take(self, update: Update) -> None:
+        """Takes an update over; nothing is changed unless all names, shapes and dtypes agree.
+
+        Raises:
+            RlhpcError: The receiver's model is another one.
+        """
+        changes = list(update.tensors)
+        self._check_fit(update, changes)
+        for name, change in changes:
+            mine = self._own.get(name)
+            if mine is None:
+                put(self._tensors[name], change)
+            elif mine.device.type == "cpu" and not isinstance(change, Elements):
+                mine.data = change
+            else:
+                put(mine, change)
+
+    def _check_fit(self, update: Update, changes: list[tuple[str, torch.Tensor | Elements]]) -> None:
+        bad = None
+        for name, change in changes:
+            mine = self._tensors.get(name)
+            if mine is None or mine.shape != change.shape or mine.dtype != change.dtype:
+                bad = name
+                break
         else:
-            put(own.get(name, targets[name]), change)
-    return update.version
-
-
-def _check_fit(
-    update: Update, targets: dict[str, torch.Tensor], changes: list[tuple[str, torch.Tensor | Elements]]
-) -> None:
-    bad = None
-    for name, change in changes:
-        mine = targets.get(name)
-        if mine is None or mine.shape != change.shape or mine.dtype != change.dtype:
-            bad = name
-            break
-    else:
-        if update.complete and len(changes) != len(targets):
-            bad = next(iter(targets.keys() - dict(changes).keys()))
-    if bad is not None:
-        came = dict(changes).get(bad)
-        raise RlhpcError(
-            f"weights of version {update.version} do not fit the receiver: it has {_described(bad, targets.get(bad))}, "
-            f"got {_described(bad, came)}"
-        )
+            if update.complete and len(changes) != len(self._tensors):
+                bad = next(iter(self._tensors.keys() - dict(changes).keys()))
+        if bad is not None:
+            came = dict(changes).get(bad)
+            raise RlhpcError(
+                f"weights of version {update.version} do not fit the receiver: it has "
+                f"{_described(bad, self._tensors.get(bad))}, got {_described(bad, came)}"
+            )
 
 
 def _described(name: str, tensor: torch.Tensor | Elements | None) -> str:

@@ -12,6 +12,7 @@ When the changes in the log have grown to the size of the weights, a new copy of
 
 from __future__ import annotations
 
+import ctypes
 import pickle
 import uuid
 from collections.abc import Container, Iterator
@@ -95,14 +96,21 @@ class _Bucket:
         self.entries: list[Entry] = []
         self.buffers: list[Any] = []
         self.nbytes = 0
+        self._tensors: list[torch.Tensor] = []
 
     def add(self, name: str, what: torch.Tensor | Elements) -> None:
         tensors = [what.index, what.values] if isinstance(what, Elements) else [what]
-        raw = [tensor.reshape(-1).view(torch.uint8).numpy() for tensor in tensors]
+        sizes = tuple(tensor.nbytes for tensor in tensors)
         index = _name(what.index.dtype) if isinstance(what, Elements) else ""
-        self.entries.append((name, tuple(what.shape), _name(what.dtype), tuple(len(one) for one in raw), index))
-        self.buffers += raw
-        self.nbytes += sum(len(one) for one in raw)
+        self.entries.append((name, tuple(what.shape), _name(what.dtype), sizes, index))
+        self.buffers += map(_memory, tensors)
+        self._tensors += tensors  # whose memory the buffers are
+        self.nbytes += sum(sizes)
+
+
+def _memory(tensor: torch.Tensor) -> Any:
+    """A contiguous tensor's memory: ten times as fast as by views and numpy, of which there would be hundreds."""
+    return (ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr()) if tensor.nbytes else b""
 
 
 def _name(dtype: torch.dtype) -> str:
@@ -233,5 +241,4 @@ def _changes_in_place(tensor: torch.Tensor) -> int:
 
 
 def _size(what: torch.Tensor | Elements) -> int:
-    tensors = (what.index, what.values) if isinstance(what, Elements) else (what,)
-    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+    return what.index.nbytes + what.values.nbytes if isinstance(what, Elements) else what.nbytes

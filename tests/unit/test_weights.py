@@ -12,7 +12,7 @@ import torch
 from rlhpc.runtime.comm.segments import Mappings, SegmentPool, bytes_in_use, discard, map_private
 from rlhpc.runtime.errors import RlhpcError
 from rlhpc.runtime.scratch import Scratch
-from rlhpc.weights.broadcast import apply_update
+from rlhpc.weights.broadcast import Target
 from rlhpc.weights.elements import Elements
 from rlhpc.weights.publish import Announcement, Part, Publisher
 from rlhpc.weights.strategy import frozen_names
@@ -49,7 +49,9 @@ class Receiver:
 
     def apply(self) -> int:
         adopt = self.module if self.adopt else None
-        return apply_update(self.take(), self.module.state_dict().items(), adopt=adopt)
+        update = self.take()
+        Target(self.module.state_dict().items(), adopt).take(update)
+        return update.version
 
 
 def send(

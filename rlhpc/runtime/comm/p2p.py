@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 import secrets
+from collections.abc import Callable
 from typing import Any
 
 from rlhpc.runtime.comm.channel import AsyncWork, in_background
@@ -15,12 +16,15 @@ from rlhpc.runtime.comm.share import Share
 from rlhpc.runtime.comm.sockets import choose
 from rlhpc.runtime.context import Context, current
 
+#: What the others get to confirm a message once it has not reached one of its receivers.
+_LAST_CHANCE_S = 1.0
+
 
 def _key(tag: str, group: str, rank: int) -> str:
     return f"{tag}/{group}/{rank}"
 
 
-def _deliver(
+def _begin(
     context: Context,
     packed: Packed,
     key: str,
@@ -28,8 +32,12 @@ def _deliver(
     dst_rank: int,
     reader: int = 0,
     share: Share | None = None,
-) -> bool:
-    """Puts a message into the inbox of a rank; whether that was waiting for it."""
+) -> Callable[[float], bool]:
+    """Sends a message to the inbox of a rank.
+
+    Returns:
+        Waits, so many seconds at most, until it is there; says whether the rank was waiting for it.
+    """
     whom = f"{dst_group}-{dst_rank} to take a message from {context.name}"
     record = context.member(dst_group, dst_rank)["data"]
     if record["ipc"] == context.service.endpoint["ipc"]:
@@ -41,11 +49,11 @@ def _deliver(
             context.wait_deadline,
             whom,
         )
-        return False
+        return lambda timeout: False
     head = pickle.dumps((INBOX, key, packed.nbytes, 0, packed.segment or "", True))
-    message = [head, *packed.frames(reader, share)]
-    reply = context.service.peers.request(choose(record), b"PUT", message, context.wait_deadline, whom)
-    return Outlook(*pickle.loads(reply[0])).waiting
+    peers = context.service.peers
+    pending = peers.begin(choose(record), b"PUT", [head, *packed.frames(reader, share)], whom)
+    return lambda timeout: Outlook(*pickle.loads(peers.reply_to(pending, timeout)[0])).waiting
 
 
 def send(
@@ -60,8 +68,8 @@ def send(
 
     def deliver() -> None:
         try:
-            waiting = _deliver(context, packed, _key(tag, group, rank), dst_group, dst_rank)
-            packed.settle(waiting, context.check)
+            arrived = _begin(context, packed, _key(tag, group, rank), dst_group, dst_rank)
+            packed.settle(arrived(context.wait_deadline), context.check)
         except BaseException:
             packed.discard()
             raise
@@ -121,20 +129,40 @@ def broadcast(
     if readers:
         far = all(context.member(*together[0])["host"] != context.host for together in readers)
         packed, key = context.service.pack(obj, len(readers), lend=far), _key("b", group, rank)
-        begun, reached, waiting = 0, 0, True
+        under_way: list[Callable[[float], bool]] = []
+        begun, reached, waiting = 0, set[int](), True
         try:
-            for reader, together in enumerate(readers):
-                name = secrets.token_hex(8) if len(together) > 1 else ""
-                for index, (dst_group, dst_rank) in enumerate(together):
-                    share = Share(name, index, len(together)) if name else None
-                    waits = _deliver(context, packed, key, dst_group, dst_rank, reader, share)
-                    waiting, begun, reached = waiting and waits, reader + 1, reached + 1
+            try:
+                for reader, together in enumerate(readers):
+                    name = secrets.token_hex(8) if len(together) > 1 else ""
+                    for index, (dst_group, dst_rank) in enumerate(together):
+                        share = Share(name, index, len(together)) if name else None
+                        under_way.append(_begin(context, packed, key, dst_group, dst_rank, reader, share))
+                        begun = reader + 1
+            finally:
+                # All are under way before one is waited for: to wake them up one after the other would take as long again.
+                waiting = _all_arrived(under_way, context.wait_deadline, reached)
             packed.settle(waiting, context.check)
         finally:
             packed.discard(begun)
-            for number in range(reached, len(targets) if segment else 0):
-                discard(str(segment), number)
+            for number in range(len(targets) if segment else 0):
+                if number not in reached:
+                    discard(str(segment), number)
     return obj
+
+
+def _all_arrived(under_way: list[Callable[[float], bool]], deadline: float, reached: set[int]) -> bool:
+    """Waits for messages, and notes which have arrived; whether everybody was waiting for his. Raises the first failure."""
+    waiting, failure = True, None
+    for number, arrived in enumerate(under_way):
+        try:
+            waiting = arrived(deadline if failure is None else _LAST_CHANCE_S) and waiting
+            reached.add(number)
+        except BaseException as error:
+            failure = failure or error
+    if failure is not None:
+        raise failure
+    return waiting
 
 
 def readers_of(context: Context, targets: list[tuple[str, int]]) -> list[list[tuple[str, int]]]:

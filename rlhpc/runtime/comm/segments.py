@@ -31,6 +31,7 @@ from typing import Any
 
 import numpy as np
 
+from rlhpc.runtime.comm.copying import copy_into
 from rlhpc.runtime.scratch import Scratch
 
 log = logging.getLogger(__name__)
@@ -149,10 +150,8 @@ class SegmentPool:
         if segment is None:
             segment = self._make(capacity, size, buffers)
         else:
-            target = np.frombuffer(segment.memory, np.uint8)
-            for (start, count), buffer in zip(spans, buffers, strict=True):
-                if count:
-                    target[start : start + count] = np.frombuffer(buffer, np.uint8)
+            starts = (start for start, _ in spans)
+            copy_into(np.frombuffer(segment.memory, np.uint8), zip(starts, buffers, strict=True))
         self._hold(segment, readers, keep)
         return segment.path, spans
 

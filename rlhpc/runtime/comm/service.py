@@ -83,16 +83,19 @@ class _RemoteAnswer:
 class _LocalAnswer:
     """Answers a thread of this process."""
 
-    __slots__ = ("abandoned", "box")
+    __slots__ = ("abandoned", "items", "wakes")
 
     def __init__(self) -> None:
-        self.box: queue.SimpleQueue[list[Item] | str] = queue.SimpleQueue()
+        self.items: list[Item] | str | None = None
         self.abandoned = False
+        #: Something is put here whenever the thread is to look again.
+        self.wakes: queue.SimpleQueue[None] = queue.SimpleQueue()
 
     def __call__(self, items: list[Item] | str) -> bool:
         if self.abandoned:
             return False
-        self.box.put(items)
+        self.items = items
+        self.wakes.put(None)
         return True
 
 
@@ -152,6 +155,7 @@ class Service:
         self._loop = threading.Lock()  # held by the thread that leads the event loop
         self._leader: int | None = None
         self._guests = 0
+        self._followers: list[_LocalAnswer] = []
         self._unparked = threading.Event()
         self._epoll = select.epoll()
         self._connections: dict[int, Connection] = {}
@@ -198,20 +202,19 @@ class Service:
         with self.lock:
             if not act(answer):
                 raise queue.Empty
-        if answer.box.empty():
+        if answer.items is None:
             try:
                 self._await(answer, time.monotonic() + timeout)
             except BaseException:
                 self._abandon(answer)
                 raise
-        try:
-            items = answer.box.get_nowait()
-        except queue.Empty:
+        if answer.items is None:
             self._abandon(answer)
-            raise DeadlineExceeded(f"{self.name} waited {timeout:.1f} s for {whom}") from None
-        if isinstance(items, str):
-            raise ChannelError(items)
-        return items
+            if answer.items is None:  # it did not come in the last moment either
+                raise DeadlineExceeded(f"{self.name} waited {timeout:.1f} s for {whom}")
+        if isinstance(answer.items, str):
+            raise ChannelError(answer.items)
+        return answer.items
 
     def _await(self, answer: _LocalAnswer, deadline: float) -> None:
         """Returns when the answer is there or the deadline has passed; leads the loop meanwhile if no other guest does."""
@@ -219,7 +222,7 @@ class Service:
             self._guests += 1
         began = time.monotonic()
         try:
-            while answer.box.empty() and not self._stopping:
+            while answer.items is None and not self._stopping:
                 left = deadline - time.monotonic()
                 if left <= 0:
                     return
@@ -228,23 +231,41 @@ class Service:
                 if self._loop.acquire(timeout=min(0.002, left)):
                     try:
                         self._leader = threading.get_ident()
-                        while answer.box.empty() and (left := deadline - time.monotonic()) > 0:
+                        while answer.items is None and (left := deadline - time.monotonic()) > 0:
                             if not self._iterate(min(0.2, left)):
                                 self.check()
                     finally:
                         self._leader = None
                         self._loop.release()
+                        self._call_followers()
                 else:
-                    # Another guest leads; it, or the service thread after it, fills the box.
-                    try:
-                        answer.box.put(answer.box.get(timeout=min(0.2, left)))
-                    except queue.Empty:
-                        self.check()
+                    self._follow(answer, min(0.2, left))
         finally:
             with self.lock:
                 self._guests -= 1
             if time.monotonic() - began > _LONG_LEAD_S:
                 self._unparked.set()
+
+    def _follow(self, answer: _LocalAnswer, timeout: float) -> None:
+        """Waits while another guest leads, who gets this one's answer, too. Not while it is the service thread, which only has
+        to step aside: with nobody to lead, nothing would come."""
+        with self.lock:
+            self._followers.append(answer)
+        try:
+            if self._leader not in (None, self._thread.ident):
+                try:
+                    answer.wakes.get(timeout=timeout)
+                except queue.Empty:
+                    self.check()
+        finally:
+            with self.lock:
+                self._followers.remove(answer)
+
+    def _call_followers(self) -> None:
+        """Wakes those who have followed a guest that has got what it waited for: one of them is to lead."""
+        with self.lock:
+            for follower in self._followers:
+                follower.wakes.put(None)
 
     def _abandon(self, answer: _LocalAnswer) -> None:
         with self.lock:

@@ -6,7 +6,7 @@ import itertools
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import zmq
 from zmq.utils import z85
@@ -84,6 +84,14 @@ class _ZmqClient:
         self._socket.close()
 
 
+class Pending(NamedTuple):
+    """A request that was sent: to where, under which number, and for what."""
+
+    endpoint: str
+    number: bytes
+    whom: str
+
+
 class Peers:
     """Requests from one thread to the service threads of other processes; one connection a peer, kept open."""
 
@@ -123,10 +131,26 @@ class Peers:
             DeadlineExceeded: No reply in `timeout` seconds; says for whom it waited.
             ChannelError: The other side answered with an error, or is gone.
         """
+        return self.reply_to(self.begin(endpoint, op, frames, whom), timeout)
+
+    def begin(self, endpoint: str, op: bytes, frames: Sequence[Any], whom: str) -> Pending:
+        """Sends a request, whose reply `reply_to` waits for: in the same thread, before the next one to this endpoint.
+
+        Raises:
+            ChannelError: The other side is gone.
+        """
         number = next(_names).to_bytes(8, "big")
+        try:
+            self._client(endpoint).send([number, op, *frames])
+        except (ConnectionError, BrokenPipeError):
+            raise self._gone(endpoint, whom) from None
+        return Pending(endpoint, number, whom)
+
+    def reply_to(self, pending: Pending, timeout: float) -> list[bytes]:
+        """The reply to a request; raises as `request` does."""
+        endpoint, number, whom = pending
         client = self._client(endpoint)
         try:
-            client.send([number, op, *frames])
             deadline = time.monotonic() + timeout
             while True:
                 reply = client.receive(max(0.0, min(0.2, deadline - time.monotonic())))
