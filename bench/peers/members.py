@@ -20,7 +20,6 @@ from rlhpc.runtime.spec import WorkerSpec
 
 #: ZeroMQ's limit of sockets a context is 1023.
 PER_PROCESS = 900
-HEARTBEAT_S = 2.0
 ADDRESS = "127.0.0.1"
 
 
@@ -30,6 +29,7 @@ def serve(control: socket.socket) -> None:
 
     from rlhpc.runtime.comm.service import Service
     from rlhpc.runtime.comm.sockets import bind_tcp, choose, make_socket
+    from rlhpc.runtime.process import HEARTBEAT_S
     from rlhpc.runtime.registry import Registry
     from rlhpc.runtime.scratch import Scratch
 

@@ -49,6 +49,8 @@ SUSPECT_S = 15.0
 LOST_S = 180.0
 #: How often the driver looks at the leases.
 _TICK_S = 2.0
+#: Silent ranks that are named at a time: where a switch fails, thousands are.
+_NAMED = 5
 #: A driver that looks around this late was itself not running.
 _AWAY_S = 5.0
 #: How long a step that srun was told to end may take before the controller is asked; and all of it before we go on without.
@@ -252,6 +254,7 @@ class Session:
         now = time.monotonic()
         # a job that was suspended, or a driver that was stopped: nobody could send anything meanwhile
         away, self._ticked = now - self._ticked - _TICK_S, now
+        suspects: list[Member] = []
         for member in list(self.members.values()):
             if member.state != "ready":
                 continue
@@ -266,7 +269,11 @@ class Session:
                 ))  # fmt: skip
             elif silent > SUSPECT_S and not member.suspect:
                 member.suspect = True
-                log.warning("%s has been silent for %.0f s (not yet lost)", member.spec.name, silent)
+                suspects.append(member)
+        for member in suspects[:_NAMED]:
+            log.warning("%s has been silent for %.0f s (not yet lost)", member.spec.name, now - member.alive)
+        if len(suspects) > _NAMED:
+            log.warning("so have %d other ranks", len(suspects) - _NAMED)
 
     # -- failure --------------------------------------------------------------------------------------------------
 

@@ -429,16 +429,20 @@ class Service:
             else:
                 while _readable(zap):
                     self._zap.answer()
-        while router and _readable(router):
-            identity, *rest = router.recv_multipart()
-            self._handle(identity, rest)
-        while self._outbox:
-            peer, frames = self._outbox.popleft()
-            if isinstance(peer, bytes):
-                assert router is not None
-                router.send_multipart([peer, *frames])
-            elif not peer.closed and peer.send(frames):
-                epoll.modify(peer.sock.fileno(), select.EPOLLIN | select.EPOLLOUT)
+        while True:
+            while router and _readable(router):
+                identity, *rest = router.recv_multipart()
+                self._handle(identity, rest)
+            # Sending takes note of what has arrived, too, of which the descriptor then says nothing any more: look again.
+            if not self._outbox:
+                break
+            while self._outbox:
+                peer, frames = self._outbox.popleft()
+                if isinstance(peer, bytes):
+                    assert router is not None
+                    router.send_multipart([peer, *frames])
+                elif not peer.closed and peer.send(frames):
+                    epoll.modify(peer.sock.fileno(), select.EPOLLIN | select.EPOLLOUT)
         if time.monotonic() >= self._next_tick:
             self._next_tick = time.monotonic() + self._tick_s
             if self._on_tick:
