@@ -32,6 +32,7 @@ from rlhpc.runtime.errors import (
 )
 from rlhpc.runtime.forkserver import ForkServerProcess
 from rlhpc.runtime.import_paths import import_paths
+from rlhpc.runtime.leases import TICK_S, Leases
 from rlhpc.runtime.members import Member, all_in, class_body, death, tail
 from rlhpc.runtime.registry import Keys, Registry
 from rlhpc.runtime.rpc import RpcClient, worker_failed
@@ -45,14 +46,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-SUSPECT_S = 15.0
-LOST_S = 180.0
-#: How often the driver looks at the leases.
-_TICK_S = 2.0
-#: Silent ranks that are named at a time: where a switch fails, thousands are.
-_NAMED = 5
-#: A driver that looks around this late was itself not running.
-_AWAY_S = 5.0
 #: How long a step that srun was told to end may take before the controller is asked; and all of it before we go on without.
 _STEP_GRACE_S = 5.0
 _STEP_LIMIT_S = 15.0
@@ -104,7 +97,7 @@ class Session:
         self.log_dir.mkdir(parents=True, exist_ok=True)
         self.members: dict[str, Member] = {}
         self.failure: RlhpcError | None = None
-        self._ticked = time.monotonic()
+        self.leases = Leases(self.fail)
         #: Groups whose failure leaves the others alive, see `recover`.
         self.expendable: frozenset[str] = frozenset()
         #: Those among them whose ranks do not need one another: one that dies leaves the rest of its group alive, too.
@@ -113,7 +106,8 @@ class Session:
         self._changed = threading.Condition(self._lock)
         self.service = Service(
             "driver", keys, self.scratch, tcp_address,
-            check=self.check, on_tick=self._tick, tick_s=_TICK_S, on_note=self._note,
+            check=self.check, tick_s=TICK_S, on_tick=lambda _: self.leases.look(list(self.members.values())),
+            on_note=self._note,
         )  # fmt: skip
         self.context = contexts.Context("driver", self.registry, self.service, check=self.check)
         if wait_deadline is not None:
@@ -229,7 +223,7 @@ class Session:
         if not expected:
             self.fail(death(member.spec, status))
 
-    # -- notes from workers and leases ----------------------------------------------------------------------------
+    # -- notes from workers ---------------------------------------------------------------------------------------
 
     def _note(self, note: dict[str, Any]) -> None:
         member = self.members.get(note["name"])
@@ -248,32 +242,6 @@ class Session:
             record = {"group": member.spec.group, "rank": member.spec.rank, "node": member.spec.node,
                       "pid": note["pid"], "log_err": member.spec.log_err}  # fmt: skip
             self.fail(worker_failed(note["error"], f"the constructor of {note['name']}", record))
-
-    def _tick(self, service: Service) -> None:
-        """Leases: a late heartbeat makes a rank suspect; only a much later one, or its exit, makes it dead."""
-        now = time.monotonic()
-        # a job that was suspended, or a driver that was stopped: nobody could send anything meanwhile
-        away, self._ticked = now - self._ticked - _TICK_S, now
-        suspects: list[Member] = []
-        for member in list(self.members.values()):
-            if member.state != "ready":
-                continue
-            if away > _AWAY_S:
-                member.alive += away
-            silent = now - member.alive
-            if silent > LOST_S:
-                spec = member.spec
-                self.fail(WorkerFailed(
-                    f"{spec.group}[{spec.rank}] on node {spec.node} gave no sign of life for {silent:.0f} s "
-                    f"(log {spec.log_err})", group=spec.group, rank=spec.rank, node=spec.node, log_path=spec.log_err,
-                ))  # fmt: skip
-            elif silent > SUSPECT_S and not member.suspect:
-                member.suspect = True
-                suspects.append(member)
-        for member in suspects[:_NAMED]:
-            log.warning("%s has been silent for %.0f s (not yet lost)", member.spec.name, now - member.alive)
-        if len(suspects) > _NAMED:
-            log.warning("so have %d other ranks", len(suspects) - _NAMED)
 
     # -- failure --------------------------------------------------------------------------------------------------
 

@@ -47,7 +47,7 @@ _STRANGERS = 64
 _HANDSHAKE_S = 10.0
 #: Transfers that a process serves at a time; others wait their turn, which costs nothing: the wire is full.
 MOST_TRANSFERS = 8
-#: After so long without a sign of life of the other host a transfer is over, as a silent rank is (`session.LOST_S`).
+#: After so long without a sign of life of the other host a transfer is over, as a silent rank is (`leases.LOST_S`).
 _LOST_S = 180
 #: A waiting receiver looks so often whether the run has failed.
 _LOOK_S = 0.2

@@ -46,7 +46,7 @@ def available() -> bool:
 
 
 class Mailbox:
-    """One end. Both ends open the same file, in any order; one gives `first=True`.
+    """One end. Both ends open the same file, in any order; one gives `first=True`. The first array to arrive removes the file.
 
     Args:
         path: In a folder that only this user can enter; the file is made if it is missing, and must be new to the pair.
@@ -119,15 +119,14 @@ class Mailbox:
             dtype, shape = ast.literal_eval(bytes(self._in[_TEXT : _TEXT + counters[_FORM_SIZE]]).decode())
             self._in_array = self._view(self._in, np.dtype(dtype), shape)
         array = self._in_array.copy()
+        if not self._got:
+            # Both ends have it open now. Without a name it goes with the last of them, however they end.
+            self.path.unlink(missing_ok=True)
         self._got = expected
         counters[_TAKEN] = expected
         if counters[_AWAITS_TAKEN]:
             _wake(counters, self._in_address, _TAKEN)
         return array
-
-    def unlink(self) -> None:
-        """Removes the file; ends that have it open keep working."""
-        self.path.unlink(missing_ok=True)
 
     def _announce(self, array: np.ndarray) -> None:
         form = f"({array.dtype.str!r}, {array.shape})"

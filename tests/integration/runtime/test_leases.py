@@ -11,11 +11,11 @@ from collections.abc import Callable
 import pytest
 
 from rlhpc import Session, WorkerFailed
-from rlhpc.runtime import session as session_module
+from rlhpc.runtime import leases as leases_module
 from rlhpc.runtime.process import HEARTBEAT_S
 
 SUSPECT_S = 1.5 * HEARTBEAT_S
-LOG = session_module.__name__
+LOG = leases_module.__name__
 
 
 def until(condition: Callable[[], bool], within: float = 20.0) -> None:
@@ -43,8 +43,8 @@ def leases(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) ->
     caplog.set_level(logging.WARNING, logger=LOG)
 
     def shorten(suspect_s: float, lost_s: float) -> None:
-        monkeypatch.setattr(session_module, "SUSPECT_S", suspect_s)
-        monkeypatch.setattr(session_module, "LOST_S", lost_s)
+        monkeypatch.setattr(leases_module, "SUSPECT_S", suspect_s)
+        monkeypatch.setattr(leases_module, "LOST_S", lost_s)
 
     return shorten
 
@@ -107,7 +107,7 @@ def test_a_job_that_was_suspended_loses_nobody(launch):
     assert session is not None
     for member in session.members.values():
         member.alive -= 3600.0
-    session._ticked -= 3600.0
+    session.leases.looked -= 3600.0
     time.sleep(HEARTBEAT_S)
     assert failure() is None and not suspect("paused-0")
     assert group.add(1).wait() == [1]

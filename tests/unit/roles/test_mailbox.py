@@ -28,6 +28,15 @@ def test_arrays_arrive_as_they_were_sent(tmp_path):
     assert a.get().tolist() == [1, 1]
 
 
+def test_nothing_is_left_once_both_ends_have_met(tmp_path):
+    a, b = pair(tmp_path / "m")
+    assert list(tmp_path.iterdir())
+    a.put(np.zeros(3))
+    assert b.get().tolist() == [0, 0, 0] and not list(tmp_path.iterdir())
+    b.put(np.ones(3))
+    assert a.get().tolist() == [1, 1, 1]
+
+
 def test_what_was_taken_is_a_copy(tmp_path):
     a, b = pair(tmp_path / "m")
     a.put(np.zeros(3))

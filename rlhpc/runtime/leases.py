@@ -1,0 +1,59 @@
+"""Leases: a late heartbeat makes a rank suspect; only a much later one, or its exit, makes it dead."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterable
+
+from rlhpc.runtime.errors import RlhpcError, WorkerFailed
+from rlhpc.runtime.members import Member
+
+log = logging.getLogger(__name__)
+
+#: How often the driver looks.
+TICK_S = 2.0
+SUSPECT_S = 15.0
+LOST_S = 180.0
+#: A driver that looks this late was itself not running.
+_AWAY_S = 5.0
+#: Silent ranks that are named at a time: where a switch fails, thousands are.
+_NAMED = 5
+
+
+class Leases:
+    """Looks after those that are ready.
+
+    Args:
+        fail: Takes the failure of a rank that is lost.
+    """
+
+    def __init__(self, fail: Callable[[RlhpcError], None]) -> None:
+        self._fail = fail
+        self.looked = time.monotonic()
+
+    def look(self, members: Iterable[Member]) -> None:
+        """To be called every `TICK_S`, with all there are; `alive` is when each was heard of last."""
+        now = time.monotonic()
+        # a job that was suspended, or a driver that was stopped: nobody could send anything meanwhile
+        away, self.looked = now - self.looked - TICK_S, now
+        suspects: list[Member] = []
+        for member in members:
+            if member.state != "ready":
+                continue
+            if away > _AWAY_S:
+                member.alive += away
+            silent = now - member.alive
+            if silent > LOST_S:
+                spec = member.spec
+                self._fail(WorkerFailed(
+                    f"{spec.group}[{spec.rank}] on node {spec.node} gave no sign of life for {silent:.0f} s "
+                    f"(log {spec.log_err})", group=spec.group, rank=spec.rank, node=spec.node, log_path=spec.log_err,
+                ))  # fmt: skip
+            elif silent > SUSPECT_S and not member.suspect:
+                member.suspect = True
+                suspects.append(member)
+        for member in suspects[:_NAMED]:
+            log.warning("%s has been silent for %.0f s (not yet lost)", member.spec.name, now - member.alive)
+        if len(suspects) > _NAMED:
+            log.warning("so have %d other ranks", len(suspects) - _NAMED)
