@@ -80,8 +80,20 @@ class Target:
         Raises:
             RlhpcError: The receiver's model is another one.
         """
-        changes = list(update.tensors)
-        self._check_fit(update, changes)
+        changes: list[tuple[str, torch.Tensor | Elements]] = []
+        bad = None
+        for name, change in update.tensors:  # as they come: the sender still writes what follows
+            theirs = self._tensors.get(name)
+            if theirs is None or theirs.shape != change.shape or theirs.dtype != change.dtype:
+                bad = bad or name
+            changes.append((name, change))
+        if update.complete and bad is None and len(changes) != len(self._tensors):
+            bad = next(iter(self._tensors.keys() - dict(changes).keys()))
+        if bad is not None:
+            raise RlhpcError(
+                f"weights of version {update.version} do not fit the receiver: it has "
+                f"{_described(bad, self._tensors.get(bad))}, got {_described(bad, dict(changes).get(bad))}"
+            )
         for name, change in changes:
             mine = self._own.get(name)
             if mine is None:
@@ -90,23 +102,6 @@ class Target:
                 mine.data = change
             else:
                 put(mine, change)
-
-    def _check_fit(self, update: Update, changes: list[tuple[str, torch.Tensor | Elements]]) -> None:
-        bad = None
-        for name, change in changes:
-            mine = self._tensors.get(name)
-            if mine is None or mine.shape != change.shape or mine.dtype != change.dtype:
-                bad = name
-                break
-        else:
-            if update.complete and len(changes) != len(self._tensors):
-                bad = next(iter(self._tensors.keys() - dict(changes).keys()))
-        if bad is not None:
-            came = dict(changes).get(bad)
-            raise RlhpcError(
-                f"weights of version {update.version} do not fit the receiver: it has "
-                f"{_described(bad, self._tensors.get(bad))}, got {_described(bad, came)}"
-            )
 
 
 def _described(name: str, tensor: torch.Tensor | Elements | None) -> str:

@@ -149,7 +149,7 @@ class Publisher:
         self._shadow = Shadow()
 
     def publish(self, version: int, tensors: NamedTensors, frozen: Container[str] = ()) -> Iterator[Announcement]:
-        """Writes one version; each announcement has to reach all receivers before the next is asked for.
+        """Writes one version; each announcement has to reach all receivers before the next but one is asked for.
 
         Args:
             version: Of the weights.

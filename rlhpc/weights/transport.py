@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Container
+import contextlib
+from collections.abc import Callable, Container
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -78,13 +79,27 @@ class WeightSender:
         for together in p2p.readers_of(context, names):
             for number, who in enumerate(together):
                 places[who] = Place(len(places), number, len(together))
+        reach_all: Callable[[], None] | None = None  # waits until everybody has the last announcement
+        loose: str | None = None  # a part that is written and not announced yet
         try:
             for announcement in self._publisher.publish(version, tensors, frozen):
                 part = announcement.part
                 loose = part.path if part is not None and not part.kept else None
+                if reach_all is not None:  # only now: it was on its way while the next part was written
+                    waited, reach_all = reach_all, None
+                    waited()
                 message = (announcement, tuple(context.service.origin), places if announcement.number == 0 else None)
-                p2p.broadcast(message, *self._src, self._receivers, self._src, segment=loose)
+                announced, loose = loose, None
+                reach_all = p2p.begin_broadcast(message, *self._src, self._receivers, segment=announced)
+            if reach_all is not None:
+                waited, reach_all = reach_all, None
+                waited()
         except BaseException:
+            if reach_all is not None:
+                with contextlib.suppress(RlhpcError):  # the first failure is the one to be seen
+                    reach_all()
+            for number in range(len(names) if loose else 0):
+                discard(str(loose), number)
             self.forget()  # what was found to have changed did not reach everybody
             raise
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import pickle
 import secrets
 from collections.abc import Callable
@@ -15,6 +16,7 @@ from rlhpc.runtime.comm.service import INBOX
 from rlhpc.runtime.comm.share import Share
 from rlhpc.runtime.comm.sockets import choose
 from rlhpc.runtime.context import Context, current
+from rlhpc.runtime.errors import RlhpcError
 
 #: What the others get to confirm a message once it has not reached one of its receivers.
 _LAST_CHANCE_S = 1.0
@@ -114,41 +116,63 @@ def broadcast(
     src: tuple[str, int],
     *,
     read_only: bool = False,
-    segment: str | None = None,
 ) -> Any:
-    """See `Worker.broadcast`.
-
-    With `segment`, one that the object speaks of and whose reader k is the k-th receiver in the order of `readers_of`: it is
-    freed for those that the object does not reach.
-    """
-    context = current()
+    """See `Worker.broadcast`."""
     if (group, rank) != tuple(src):
         return _receive("b", src[0], src[1], borrow=read_only)
+    begin_broadcast(obj, group, rank, groups)()
+    return obj
+
+
+def begin_broadcast(
+    obj: Any, group: str, rank: int, groups: list[tuple[str, list[int]]], *, segment: str | None = None
+) -> Callable[[], None]:
+    """Sends to all receivers of a broadcast.
+
+    Args:
+        obj: What is sent; not to be changed before all have it.
+        group: Of the sender.
+        rank: Of the sender.
+        groups: Groups and ranks that receive.
+        segment: One that the object speaks of and whose reader k is the k-th receiver in the order of `readers_of`: it is
+            freed for those that the object does not reach.
+
+    Returns:
+        Waits until the object has reached everybody; to be called by the same thread.
+    """
+    context = current()
     targets = [(g, r) for g, ranks in groups for r in ranks if (g, r) != (group, rank)]
     readers = readers_of(context, targets)
-    if readers:
-        far = all(context.member(*together[0])["host"] != context.host for together in readers)
-        packed, key = context.service.pack(obj, len(readers), lend=far), _key("b", group, rank)
-        under_way: list[Callable[[float], bool]] = []
-        begun, reached, waiting = 0, set[int](), True
+    if not readers:
+        return lambda: None
+    far = all(context.member(*together[0])["host"] != context.host for together in readers)
+    packed, key = context.service.pack(obj, len(readers), lend=far), _key("b", group, rank)
+    under_way: list[Callable[[float], bool]] = []
+    begun = 0
+
+    def finish() -> None:
+        reached: set[int] = set()
         try:
-            try:
-                for reader, together in enumerate(readers):
-                    name = secrets.token_hex(8) if len(together) > 1 else ""
-                    for index, (dst_group, dst_rank) in enumerate(together):
-                        share = Share(name, index, len(together)) if name else None
-                        under_way.append(_begin(context, packed, key, dst_group, dst_rank, reader, share))
-                        begun = reader + 1
-            finally:
-                # All are under way before one is waited for: to wake them up one after the other would take as long again.
-                waiting = _all_arrived(under_way, context.wait_deadline, reached)
-            packed.settle(waiting, context.check)
+            packed.settle(_all_arrived(under_way, context.wait_deadline, reached), context.check)
         finally:
             packed.discard(begun)
             for number in range(len(targets) if segment else 0):
                 if number not in reached:
                     discard(str(segment), number)
-    return obj
+
+    try:
+        # All are under way before one is waited for: to wake them up one after the other would take as long again.
+        for reader, together in enumerate(readers):
+            name = secrets.token_hex(8) if len(together) > 1 else ""
+            for index, (dst_group, dst_rank) in enumerate(together):
+                share = Share(name, index, len(together)) if name else None
+                under_way.append(_begin(context, packed, key, dst_group, dst_rank, reader, share))
+                begun = reader + 1
+    except BaseException:
+        with contextlib.suppress(RlhpcError):  # the first failure is the one to be seen
+            finish()
+        raise
+    return finish
 
 
 def _all_arrived(under_way: list[Callable[[float], bool]], deadline: float, reached: set[int]) -> bool:
