@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from rlhpc.config.rules import Fail, check_choice
+from rlhpc.config.rules import Fail, check_choice, check_signs
 
 #: Policies that come with the package.
 MODELS = ("mlp", "cnn", "resnet", "flow", "sac", "vla", "pi0")
@@ -25,6 +25,7 @@ def validate(cfg: Any, fail: Fail) -> None:
     algorithm, model, train = cfg.algorithm, cfg.actor.model, cfg.env.train
     if model.num_action_chunks < 1:
         raise fail("actor.model.num_action_chunks", "it must be at least 1")
+    check_signs(cfg, (), ("algorithm.max_staleness",), fail)
     if cfg.actor.lora.rank:
         if str(model.model_type).lower() not in _ADAPTED:
             raise fail("actor.lora.rank", f"adapters are for {' and '.join(_ADAPTED)}; the others train all weights: 0")

@@ -3,6 +3,10 @@
 Each step has four phases: the actor's weights go to the rollout workers; policy and simulators play; the actors take in
 the trajectories; they train. The calls of a step are issued together and each rank executes its own in order, so that
 no phase waits for a round trip to the driver.
+
+With `algorithm.max_staleness: k` policy and simulators play up to k steps ahead while the actors train, with weights at most k
+versions older than those of the synchronous loop. Before a checkpoint and before an evaluation they wait, so that a
+resumed run goes on as the uninterrupted one would.
 """
 
 from __future__ import annotations
@@ -43,6 +47,9 @@ class EmbodiedRunner(Runner):
         ConfigError: The counts of environments, stages and ranks do not divide one another.
     """
 
+    #: What the phase is called in which the actors take in what was played.
+    receiving = "advantage"
+
     def __init__(
         self,
         cfg: Any,
@@ -65,6 +72,7 @@ class EmbodiedRunner(Runner):
         self.lost: collections.Counter[str] = collections.Counter()
         self.window: collections.deque[tuple[float, float, float]] = collections.deque(maxlen=WINDOW)
         self._recent: collections.deque[tuple[float, int]] = collections.deque(maxlen=_RATE_STEPS)
+        self.begin()
 
     def check(self) -> None:
         """Refuses what does not fit together."""
@@ -121,24 +129,51 @@ class EmbodiedRunner(Runner):
 
     # -- a step ---------------------------------------------------------------------------------------------------
 
+    def begin(self) -> None:
+        """Nothing is under way."""
+        self._played: dict[int, tuple[Any, Any]] = {}
+        self._next, self._sent = self.step + 1, -1
+
     def one_step(self) -> dict[str, float]:
-        """Weights, rollout, advantages, update."""
-        version, step = self.step, self.step + 1
-        timers, begin = PhaseTimers(), time.perf_counter()
-        progress = version / max(self.folder.total, 1)
-        sync = [self.actor.sync_weights(version), self.rollout.sync_weights()]
-        play = [self.rollout.generate(step), self.env.interact(step)]
+        """Weights, rollout, what the actors take in, update."""
+        step, timers, begin = self.step + 1, PhaseTimers(), time.perf_counter()
+        sync = []
+        if self._sent != self.step:  # the weights that the last update left
+            sync = [self.actor.sync_weights(self.step), self.rollout.sync_weights()]
+            self._sent = self.step
+        while self._next <= min(step + int(self.cfg.algorithm.max_staleness), self._stop_before(step)):
+            self._played[self._next] = self.play(self._next)
+            self._next += 1
+        progress = self.step / max(self.folder.total, 1)
         receive, update = self.actor.receive(), self.actor.update(step, progress)
         with timers("sync"):
             for handle in sync:
                 handle.wait(self.timeout)
         with timers("rollout"):
-            episodes = in_order([handle.wait(self.timeout) for handle in play][1])
-        with timers("advantage"):
+            episodes = in_order([handle.wait(self.timeout) for handle in self._played.pop(step)][1])
+        with timers(self.receiving):
             acted = min(facts["version"] for facts in receive.wait(self.timeout))
         with timers("update"):
             trained = update.wait(self.timeout)[0]
         return self._row(step, begin, trained, episodes, acted, timers)
+
+    def play(self, step: int) -> tuple[Any, Any]:
+        """Lets policy and simulators play a step: the handles of the rollout and of the env ranks."""
+        return self.rollout.generate(step), self.env.interact(step)
+
+    def _stop_before(self, step: int) -> int:
+        """The last step that may be played before the weights of a step to come are saved or evaluated."""
+        every = (int(self.cfg.runner.save_interval), int(self.cfg.runner.val_check_interval))
+        ends = [-(-step // interval) * interval for interval in every if interval > 0]
+        return min([self.folder.end_step, *ends])
+
+    def _save(self, logger: Any) -> None:
+        if self._played:
+            note(
+                "the run stops while environments are ahead of the actors: the steps they have played since are played "
+                "again after a resume, which so loses nothing but is not bit for bit"
+            )
+        super()._save(logger)
 
     def _row(
         self,

@@ -34,6 +34,6 @@ def test_what_does_not_fit_is_refused(name: str) -> None:
     assert says in str(caught.value)
 
 
-@pytest.mark.parametrize("name", ["push_cube_pixels", "pick_cube_pixels", "push_cube_vla", "push_cube_vla_bc"])
+@pytest.mark.parametrize("name", sorted(path.stem for path in (CONFIGS / "embodied").glob("*.yaml")))
 def test_the_configurations_are_sound(name: str) -> None:
     load_config(CONFIGS / "embodied" / f"{name}.yaml", [])

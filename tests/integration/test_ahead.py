@@ -1,0 +1,49 @@
+"""PPO whose environments play on while the actors train: policies lag by one version at most, and seeds decide as ever."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+
+import pytest
+from test_resume import assert_identical
+from tiny_run import TinyRun, kill_tree, wait_until
+
+AHEAD = ("algorithm.max_staleness=1", "runner.max_steps=12", "runner.save_interval=4", "runner.keep_checkpoints=0")
+
+
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory: pytest.TempPathFactory) -> TinyRun:
+    """An uninterrupted run."""
+    run = TinyRun(tmp_path_factory.mktemp("ahead"), *AHEAD)
+    run.train()
+    return run
+
+
+def test_who_acted_is_one_version_behind_except_after_a_checkpoint(reference):
+    """All wait for each other before one is written, every fourth step."""
+    assert [row["step"] - 1 - row["rollout/version"] for row in reference.rows()] == [0, 1, 1, 1] * 3
+
+
+def test_killed_and_resumed_is_bit_identical(reference, tmp_path):
+    run = TinyRun(tmp_path, *AHEAD)
+    process = run.start()
+    wait_until(lambda: run.checkpoint(4).exists())
+    kill_tree(process)
+    run.train("runner.resume_dir=auto")
+    assert_identical(run, reference, 12)
+
+
+def test_environments_that_are_killed_start_again_alone(reference, tmp_path, monkeypatch):
+    """What they had played ahead is dropped and played again."""
+    monkeypatch.setenv("RLHPC_MAX_RESTARTS", "2")
+    run = TinyRun(tmp_path, *AHEAD)
+    process = run.start()
+    wait_until(lambda: (run.checkpoint(4) / "COMPLETE").exists())
+    record = run.root / "registry" / "local-0" / "members" / "env-0.json"
+    os.kill(json.loads(record.read_text())["pid"], signal.SIGKILL)
+    _, said = process.communicate(timeout=120)
+    assert process.returncode == 0, said
+    assert "start again from global_step_" in said and "all other ranks stay" in said
+    assert_identical(run, reference, 12)
