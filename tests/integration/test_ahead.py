@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import os
-import signal
-
 import pytest
 from test_resume import assert_identical
 from tiny_run import TinyRun, kill_tree, wait_until
@@ -39,11 +35,6 @@ def test_environments_that_are_killed_start_again_alone(reference, tmp_path, mon
     """What they had played ahead is dropped and played again."""
     monkeypatch.setenv("RLHPC_MAX_RESTARTS", "2")
     run = TinyRun(tmp_path, *AHEAD)
-    process = run.start()
-    wait_until(lambda: (run.checkpoint(4) / "COMPLETE").exists())
-    record = run.root / "registry" / "local-0" / "members" / "env-0.json"
-    os.kill(json.loads(record.read_text())["pid"], signal.SIGKILL)
-    _, said = process.communicate(timeout=120)
-    assert process.returncode == 0, said
+    said = run.lose("env-0", after=4)
     assert "start again from global_step_" in said and "all other ranks stay" in said
     assert_identical(run, reference, 12)

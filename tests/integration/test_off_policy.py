@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import re
-import signal
 from pathlib import Path
 
 import h5py
@@ -71,12 +69,7 @@ def test_environments_that_are_killed_start_again_alone(references, tmp_path, mo
     """Also ahead of the actors: what they had played ahead is dropped and played again."""
     monkeypatch.setenv("RLHPC_MAX_RESTARTS", "2")
     run = SacRun(tmp_path, "algorithm.max_staleness=1")
-    process = run.start()
-    wait_until(lambda: (run.checkpoint(3) / "COMPLETE").exists())
-    record = run.root / "registry" / "local-0" / "members" / "env-0.json"
-    os.kill(json.loads(record.read_text())["pid"], signal.SIGKILL)
-    _, said = process.communicate(timeout=120)
-    assert process.returncode == 0, said
+    said = run.lose("env-0", after=3)
     assert "start again from global_step_" in said and "all other ranks stay" in said
     assert_identical(run, references["ahead"], 12)
     assert_same_replay(run, references["ahead"])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -41,6 +42,16 @@ class TinyRun:
         done = subprocess.run(self.command(*more), capture_output=True, text=True, timeout=timeout)
         assert done.returncode == code, done.stderr
         return done.stderr
+
+    def lose(self, rank: str, after: int) -> str:
+        """Runs to the end, and kills a rank once the checkpoint of a step is complete; returns stderr."""
+        process = self.start()
+        wait_until(lambda: (self.checkpoint(after) / "COMPLETE").exists())
+        record = self.root / "registry" / "local-0" / "members" / f"{rank}.json"
+        os.kill(json.loads(record.read_text())["pid"], signal.SIGKILL)
+        _, said = process.communicate(timeout=120)
+        assert process.returncode == 0, said
+        return str(said)
 
     def rows(self) -> list[dict[str, Any]]:
         """Metric rows without the clock's, and without what was lost."""
