@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 
 from rlhpc import cli
+from rlhpc.cli import start
+from rlhpc.cli.named import run_paths
 from rlhpc.runtime.errors import CheckpointError, RendezvousTimeout
 from rlhpc.runtime.paths import RunPaths
 
@@ -25,6 +27,36 @@ def test_help_is_light(words: list[str]) -> None:
         "assert not loaded, loaded"
     )
     subprocess.run([sys.executable, "-c", code, *words], check=True, timeout=60, stdout=subprocess.DEVNULL)
+
+
+def test_help_shows_every_command_once_and_the_documentation(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["--help"])
+    text = capsys.readouterr().out
+    assert ended.value.code == 0
+    for name, command in cli.build_parser().commands.items():
+        assert text.count(f"\n  {name} ") == 1 and str(command.description)[:40] in text
+    titles = [line for line in text.splitlines() if line.endswith(":") and not line.startswith(" ")]
+    assert titles == [f"{title}:" for title in cli.GROUPS]
+    link = text.split("Documentation: ")[1].strip()
+    assert Path(link).is_file() or link.startswith("https://")
+
+
+def test_help_is_a_command(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["help"]) == 0
+    assert "Use a policy:" in capsys.readouterr().out
+    assert cli.main(["help", "train"]) == 0
+    text = capsys.readouterr().out
+    assert "usage: rlhpc train" in text and "examples:" in text
+
+
+@pytest.mark.parametrize("words", [["tran", "c.yaml"], ["help", "tran"]], ids=" ".join)
+def test_a_misspelt_command_is_recognized(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        cli.main(words)
+    said = capsys.readouterr().err
+    assert ended.value.code == 2
+    assert said == "rlhpc: error: there is no command 'tran'; did you mean rlhpc train?; see rlhpc --help\n"
 
 
 @pytest.mark.parametrize("command", COMMANDS)
@@ -58,7 +90,7 @@ def run_with(error: BaseException, monkeypatch: pytest.MonkeyPatch) -> int:
     def command(args: object) -> int:
         raise error
 
-    monkeypatch.setattr(cli, "_plan", command)
+    monkeypatch.setattr(start, "_plan", command)
     return cli.main(["plan", QUICKSTART])
 
 
@@ -101,14 +133,14 @@ class TestWhichRun:
         return paths
 
     def test_folder(self, run: RunPaths) -> None:
-        assert cli._run_paths(str(run.root)) == run
+        assert run_paths(str(run.root)) == run
 
     def test_configuration_and_overrides(self, run: RunPaths) -> None:
         overrides = [f"runner.run_dir={run.root.parent}", "runner.name=first"]
-        assert cli._run_paths(QUICKSTART, overrides) == run
+        assert run_paths(QUICKSTART, overrides) == run
 
     def test_folder_and_override(self, run: RunPaths) -> None:
         other = RunPaths(run.root.parent / "second")
         other.checkpoints.mkdir(parents=True)
-        assert cli._run_paths(str(run.root), ["runner.name=second"]) == other
-        assert cli._run_paths(str(run.root), ["runner.seed=3"]) == run
+        assert run_paths(str(run.root), ["runner.name=second"]) == other
+        assert run_paths(str(run.root), ["runner.seed=3"]) == run

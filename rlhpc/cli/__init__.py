@@ -1,0 +1,78 @@
+"""The `rlhpc` command. Heavy modules are imported by the command that needs them, when it runs."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import traceback
+from collections.abc import Sequence
+
+from rlhpc.cli import doctor, policies, replay, start, watch
+from rlhpc.cli.parser import TopParser, add_command
+from rlhpc.runtime.errors import RlhpcError
+
+__all__ = ["build_parser", "main", "parse"]
+
+#: How `rlhpc --help` shows the commands.
+GROUPS = {
+    "Train": ("plan", "train", "submit", "cancel"),
+    "Look at a run": ("status", "logs", "report", "compare"),
+    "Use a policy": ("eval", "record", "convert"),
+    "Data": ("replay", "dagger"),
+    "This machine, this cluster": ("doctor", "help"),
+}
+
+
+def build_parser() -> TopParser:
+    """The command line."""
+    parser = TopParser(GROUPS)
+    for part in (start, watch, policies, replay, doctor):
+        part.add_commands(parser.subparsers)
+
+    def help_(args: argparse.Namespace) -> int:
+        parser.check_command([args.command or "help"])
+        print((parser.commands[args.command] if args.command else parser).format_help(), end="")
+        return 0
+
+    shown = add_command(
+        parser.subparsers, "help", help_, "show the commands, or one command's arguments and examples",
+        ("rlhpc help", "rlhpc help train"),
+    )  # fmt: skip
+    shown.add_argument("command", nargs="?", help="a command")
+    return parser
+
+
+def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    """Parses a command line; overrides may stand anywhere, also after an option, where argparse gives up on them."""
+    parser = build_parser()
+    words = sys.argv[1:] if argv is None else list(argv)
+    parser.check_command(words)
+    args, rest = parser.parse_known_args(words)
+    unknown = [word for word in rest if word.startswith("-") or "=" not in word]
+    if unknown:
+        parser.error(f"unknown argument{'s' if len(unknown) > 1 else ''}: {' '.join(unknown)}")
+    args.overrides = [*args.overrides, *rest]
+    return args
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the command line; returns the exit code: 0, 2 for what the user got wrong, 1 for what went wrong."""
+    args = parse(argv)
+    try:
+        return int(args.function(args))
+    except RlhpcError as error:
+        print(f"rlhpc: error: {error}", file=sys.stderr)
+        return error.exit_code
+    except KeyboardInterrupt:
+        hint = "a run that was training goes on from its last checkpoint with runner.resume_dir=auto"
+        print(f"rlhpc: interrupted; {hint}", file=sys.stderr)
+        return 130
+    except BrokenPipeError:
+        return 141
+    except Exception as error:
+        if os.environ.get("RLHPC_DEBUG"):
+            traceback.print_exc()
+        hint = "a fault of rlhpc itself, or of code it called; set RLHPC_DEBUG=1 for the traceback"
+        print(f"rlhpc: error: {type(error).__name__}: {error} ({hint})", file=sys.stderr)
+        return 1

@@ -1,0 +1,74 @@
+"""What the user names: a run, a checkpoint."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from rlhpc.runtime.errors import CheckpointError, ConfigError
+from rlhpc.runtime.paths import RunPaths
+
+
+def run_paths(text: str, overrides: Sequence[str] = ()) -> RunPaths:
+    """The run that the user names by its folder, or by its configuration file and overrides.
+
+    Raises:
+        ConfigError: There is no such run; names those that lie beside it.
+    """
+    given = Path(text).expanduser().absolute()
+    root = given
+    if given.is_file() or overrides:
+        from rlhpc.config import load_config
+
+        folder = given.is_dir()
+        cfg = load_config(RunPaths(given).config if folder else given, overrides, check=False)
+        changed = {override.partition("=")[0].strip() for override in overrides}
+        run_dir = given.parent if folder and "runner.run_dir" not in changed else cfg.runner.run_dir
+        name = given.name if folder and "runner.name" not in changed else cfg.runner.name
+        root = RunPaths.of(run_dir, name).root
+    paths = RunPaths(root)
+    if any(mark.exists() for mark in (paths.config, paths.submit, paths.checkpoints, paths.registry)):
+        return paths
+    near = sorted(found.parent.name for found in root.parent.glob("*/config.yaml")) if root.parent.is_dir() else []
+    hint = f"; runs there: {', '.join(near)}" if near else ""
+    raise ConfigError(f"{root} {'is no run folder' if root.is_dir() else 'does not exist: no such run folder'}{hint}")
+
+
+def checkpoint_of(args: argparse.Namespace, overrides: Sequence[str] = ()) -> Path:
+    """The checkpoint named by --checkpoint, or by --run (and overrides) and --step."""
+    if args.checkpoint and args.run:
+        raise ConfigError("--checkpoint names the checkpoint already; leave out --run")
+    if args.checkpoint:
+        checkpoint = Path(args.checkpoint).expanduser().absolute()
+        if overrides and (checkpoint / "config.yaml").is_file():
+            from rlhpc.config import load_config
+
+            load_config(checkpoint / "config.yaml", overrides, check=False)
+            print("rlhpc: --checkpoint names the checkpoint; the overrides change nothing here", file=sys.stderr)
+        return checkpoint
+    if not args.run:
+        raise ConfigError("say which checkpoint: --checkpoint FOLDER, or --run FOLDER with --step N or --step latest")
+    from rlhpc.checkpoint import newest_valid
+
+    paths = run_paths(args.run, overrides)
+    if args.step == "latest":
+        found = newest_valid(paths)
+        for path, reason in found.skipped:
+            print(f"rlhpc: skipped {path.name}: {reason}", file=sys.stderr)
+        if found.path is None:
+            raise CheckpointError(f"{paths.root} has no complete checkpoint yet; see rlhpc status {paths.root}")
+        return found.path
+    if not args.step.isdigit():
+        raise ConfigError(f"--step is {args.step!r}; give a number or latest")
+    checkpoint = paths.checkpoint(int(args.step))
+    if not checkpoint.is_dir():
+        there = ", ".join(str(step) for step, _ in paths.checkpoint_steps()) or "none"
+        raise CheckpointError(f"{paths.root} has no checkpoint of step {args.step}; there are: {there}")
+    return checkpoint
+
+
+def own_run(checkpoint: Path) -> RunPaths | None:
+    """The run folder a checkpoint lies in, if it lies in one."""
+    return RunPaths(checkpoint.parent.parent) if checkpoint.parent.name == "checkpoints" else None

@@ -1,0 +1,116 @@
+"""How the command line is put together: the parser, its help, and what several commands take."""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import sys
+import textwrap
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+import rlhpc
+
+Command = Callable[[argparse.Namespace], int]
+OVERRIDES = "key=value of the configuration, such as runner.max_steps=20; the value is YAML"
+SITE = "site file of the cluster, by name or path (default: what RLHPC_SITE says)"
+RUN = "run folder, or the run's configuration file (with the overrides it was started with)"
+
+
+class Parser(argparse.ArgumentParser):
+    """argparse with the project's error format."""
+
+    def error(self, message: str) -> NoReturn:
+        print(f"rlhpc: error: {message}; see {self.prog} --help", file=sys.stderr)
+        raise SystemExit(2)
+
+
+class TopParser(Parser):
+    """The parser of `rlhpc` itself: its help shows the commands by what one wants to do.
+
+    Attributes:
+        commands: The parser of each command, by name.
+        groups: Title → commands, in the order of the help.
+    """
+
+    def __init__(self, groups: Mapping[str, Sequence[str]]) -> None:
+        super().__init__(prog="rlhpc", description="Reinforcement learning on batch-scheduled clusters.")
+        self.groups = groups
+        self.add_argument("--version", action="version", version=f"rlhpc {rlhpc.__version__}")
+        self.subparsers: Any = self.add_subparsers(metavar="command", required=True, parser_class=Parser)
+
+    @property
+    def commands(self) -> dict[str, argparse.ArgumentParser]:
+        return dict(self.subparsers.choices)
+
+    def format_help(self) -> str:
+        summaries = {name: command.description or "" for name, command in self.commands.items()}
+        grouped = [name for names in self.groups.values() for name in names]
+        rest = [name for name in summaries if name not in grouped]
+        width = max(map(len, summaries)) + 4
+        lines = ["usage: rlhpc command [arguments] [key=value …]", "", str(self.description), ""]
+        for title, names in {**self.groups, **({"Other": rest} if rest else {})}.items():
+            lines.append(f"{title}:")
+            for name in names:
+                text = textwrap.wrap(summaries[name], 100 - width)
+                lines += [f"  {name:<{width - 2}}{text[0]}", *(" " * width + line for line in text[1:])]
+            lines.append("")
+        lines += [
+            "rlhpc help COMMAND shows a command's arguments and examples; rlhpc --version, the version.",
+            f"Documentation: {documentation()}",
+        ]
+        return "\n".join(lines) + "\n"
+
+    def near(self, word: str) -> str:
+        """What the user may have meant by a command that there is not."""
+        found = difflib.get_close_matches(word, self.commands, 1, 0.5)
+        return f"; did you mean rlhpc {found[0]}?" if found else ""
+
+    def check_command(self, words: Sequence[str]) -> None:
+        """Refuses a command that there is not, with the nearest one (argparse lists all of them in one long line)."""
+        if words and not words[0].startswith("-") and words[0] not in self.commands:
+            self.error(f"there is no command {words[0]!r}{self.near(words[0])}")
+
+
+def documentation() -> str:
+    """Where the documentation is: beside a checkout's package, else at the address that the installed package names."""
+    page = Path(rlhpc.__file__).resolve().parents[1] / "docs" / "README.md"
+    if page.is_file():
+        return str(page)
+    from importlib import metadata
+
+    try:
+        urls = dict(url.split(", ", 1) for url in metadata.metadata("rlhpc").get_all("Project-URL") or ())
+    except metadata.PackageNotFoundError:
+        urls = {}
+    return urls.get("Documentation") or urls.get("Homepage") or "docs/README.md of the project"
+
+
+def add_command(
+    commands: Any, name: str, function: Command, summary: str, examples: Sequence[str]
+) -> argparse.ArgumentParser:
+    """Declares a command."""
+    parser: argparse.ArgumentParser = commands.add_parser(
+        name,
+        help=summary,
+        description=summary,
+        epilog="examples:\n" + "\n".join(f"  {line}" for line in examples),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.set_defaults(function=function, overrides=[])
+    return parser
+
+
+def add_words(parser: argparse.ArgumentParser, **first: str) -> None:
+    """The positional arguments: one of the command's own, perhaps, and overrides."""
+    for name, text in first.items():
+        parser.add_argument(name, help=text)
+    parser.add_argument("overrides", nargs="*", default=[], metavar="key=value", help=OVERRIDES)
+
+
+def add_checkpoint(parser: argparse.ArgumentParser) -> None:
+    """The arguments that name a checkpoint, without an output and overrides."""
+    parser.add_argument("--checkpoint", help="checkpoint folder (global_step_<N>) of any run")
+    parser.add_argument("--run", help=f"{RUN}; together with --step")
+    parser.add_argument("--step", default="latest", help="global step of the checkpoint (default: latest)")

@@ -1,0 +1,208 @@
+"""What is done with checkpoints: `eval`, `record`, `convert`; and `dagger`, which makes them from an expert."""
+
+from __future__ import annotations
+
+import argparse
+import re
+from pathlib import Path
+from typing import Any
+
+from rlhpc.cli.named import checkpoint_of, own_run
+from rlhpc.cli.parser import add_checkpoint, add_command, add_words
+from rlhpc.runtime.errors import CheckpointError, ConfigError
+
+_EXAMPLES = {
+    "eval": (
+        "rlhpc eval --run runs/quickstart --step latest",
+        "rlhpc eval --checkpoint /elsewhere/checkpoints/global_step_60 --episodes 10 --output result.json",
+        "rlhpc eval --run runs/quickstart --suite long env.eval.max_episode_steps=1000",
+        "rlhpc eval --model Qwen/Qwen2.5-0.5B-Instruct --config configs/reasoning/gsm8k.yaml --suite test",
+    ),
+    "record": (
+        "rlhpc record --run runs/quickstart --episodes 100 --output demos.h5",
+        "rlhpc record --checkpoint runs/push/checkpoints/global_step_60 --episodes 200 --only-success --output demos.h5",
+        "rlhpc record --expert rlhpc.envs.experts:push_cube --config configs/embodied/push_cube_bc.yaml --only-success "
+        "--output demos/push_cube.h5",
+    ),
+    "convert": (
+        "rlhpc convert --run runs/quickstart",
+        "rlhpc convert --checkpoint /elsewhere/checkpoints/global_step_60 --output policy",
+    ),
+    "dagger": (
+        "rlhpc dagger configs/embodied/push_cube_bc.yaml --expert rlhpc.envs.experts:push_cube --rounds 2 demos.path=null",
+    ),
+}
+
+
+def _eval(args: argparse.Namespace) -> int:
+    from rlhpc.config import load_config
+
+    if args.episodes is not None and args.episodes < 1:
+        raise ConfigError(f"--episodes is {args.episodes}; it must be at least 1")
+    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", args.suite):
+        raise ConfigError(f"--suite is {args.suite!r}; it becomes a file's name: use letters, digits, '.', '_' and '-'")
+    if args.model is not None:
+        return _eval_model(args)
+    checkpoint = checkpoint_of(args)
+    config = Path(args.config) if args.config else checkpoint / "config.yaml"
+    if args.config is None and not config.is_file():
+        raise CheckpointError(f"{checkpoint} has no config.yaml, so it is no checkpoint of rlhpc, or incomplete")
+    cfg = load_config(config, args.overrides, training=False)
+    if changes := list(cfg.workflow.suites.get(args.suite, ())):
+        cfg = load_config(config, [*changes, *args.overrides], training=False)
+    run = own_run(checkpoint)
+    output = Path(args.output) if args.output else None
+    if output is None and run is not None and (step := checkpoint.name.removeprefix("global_step_")).isdigit():
+        output = run.eval_result(int(step), args.suite)
+    if str(cfg.runner.task_type).lower() in ("reasoning", "sft"):
+        return _eval_language(cfg, checkpoint, args.suite, output)
+    from rlhpc.runners.evaluate import evaluate_checkpoint
+
+    result = evaluate_checkpoint(checkpoint, cfg=cfg, suite=args.suite, episodes=args.episodes, output=output)
+    low, high = result["return_ci95"]
+    print(
+        f"{checkpoint.name}: mean return {result['return_mean']:.2f} (95 % CI {low:.2f} to {high:.2f}) over "
+        f"{result['episodes']} episodes of {result['env_id']}" + (f" → {output}" if output else "")
+    )
+    return 0
+
+
+def _eval_model(args: argparse.Namespace) -> int:
+    """A model as it is, without a checkpoint: a Hugging Face folder or name, or a built-in one."""
+    from rlhpc.config import load_config
+
+    if args.config is None or args.checkpoint or args.run:
+        raise ConfigError("--model needs --config RUN.yaml, which says how it is asked and judged; and no checkpoint")
+    words = [*args.overrides, *([f"actor.model.model_path={args.model}"] if args.model else [])]
+    cfg = load_config(args.config, words, training=False)
+    from rlhpc.data.builtin import resolve_model
+
+    return _eval_language(cfg, resolve_model(cfg.actor.model), args.suite, Path(args.output) if args.output else None)
+
+
+def _eval_language(cfg: Any, model: str | Path, suite: str, output: Path | None) -> int:
+    from rlhpc.runners.evaluate_lm import describe, evaluate_language_model
+
+    result = evaluate_language_model(cfg, model, suite, output)
+    name = model.name if isinstance(model, Path) else model
+    print(f"{name}: {describe(result)}" + (f" → {output}" if output else ""))
+    return 0
+
+
+def _record(args: argparse.Namespace) -> int:
+    from rlhpc.config import load_config
+    from rlhpc.runners.evaluate import record_episodes
+
+    if args.episodes < 1:
+        raise ConfigError(f"--episodes is {args.episodes}; it must be at least 1")
+    if args.expert is None:
+        checkpoint = checkpoint_of(args)
+        config = Path(args.config) if args.config else checkpoint / "config.yaml"
+        source = str(checkpoint)
+    elif args.config is None or args.checkpoint or args.run:
+        raise ConfigError("--expert needs --config RUN.yaml, which names the environment; and no checkpoint")
+    else:
+        config, source = Path(args.config), args.expert
+    cfg = load_config(config, args.overrides, training=False)
+    mode = "train" if args.sample else "eval"
+    result = record_episodes(
+        source,
+        cfg,
+        Path(args.output),
+        episodes=args.episodes,
+        only_success=args.only_success,
+        mode=mode,
+        teacher=args.teacher,
+    )
+    success = f", success_once {result['success_once']:.1%}" if "success_once" in result else ""
+    print(
+        f"{result['episodes']} of {result['played']} episodes of {result['env_id']} ({result['steps']} steps, mean return "
+        f"{result['return_mean']:.2f}{success}) → {args.output}"
+    )
+    return 0
+
+
+def _convert(args: argparse.Namespace) -> int:
+    from rlhpc.checkpoint.convert import export_checkpoint
+
+    checkpoint = checkpoint_of(args, args.overrides)
+    output = Path(args.output) if args.output else None
+    run = own_run(checkpoint)
+    if output is None and run is not None and (step := checkpoint.name.removeprefix("global_step_")).isdigit():
+        output = run.export(int(step))
+    if (checkpoint / "backend.json").is_file():
+        from rlhpc.checkpoint.convert_lm import export_language_model
+
+        options = {"adapter_only": args.adapter_only, "base": args.base, "dtype": args.dtype}
+        print(export_language_model(checkpoint, output, **options))
+    elif args.adapter_only or args.base or args.dtype:
+        raise ConfigError(f"--adapter-only, --base and --dtype are for language models; {checkpoint} is none")
+    else:
+        print(export_checkpoint(checkpoint, output))
+    return 0
+
+
+def _dagger(args: argparse.Namespace) -> int:
+    from rlhpc.runners.dagger import dagger
+
+    if args.rounds < 1 or args.episodes < 1:
+        raise ConfigError("--rounds and --episodes must be at least 1")
+    made = dagger(args.config, args.overrides, expert=args.expert, rounds=args.rounds, episodes=args.episodes)
+    print(made[-1]["checkpoint"])
+    return 0
+
+
+def add_commands(commands: Any) -> None:
+    """Declares them."""
+    evaluate = add_command(
+        commands, "eval", _eval, "evaluate a checkpoint with deterministic actions", _EXAMPLES["eval"]
+    )
+    add_checkpoint(evaluate)
+    evaluate.add_argument("--output", help="where to write; default in the checkpoint's own run folder")
+    add_words(evaluate)
+    evaluate.add_argument("--suite", default="default", help="name of the evaluation (default: default)")
+    evaluate.add_argument("--episodes", type=int, help="default: env.eval.num_episodes")
+    evaluate.add_argument("--config", help="configuration to use instead of the checkpoint's own")
+    evaluate.add_argument(
+        "--model", help="language model as it is, instead of a checkpoint ('' takes that of --config)"
+    )
+    record = add_command(
+        commands,
+        "record",
+        _record,
+        "record episodes of a policy or an expert as trajectories (ManiSkill's HDF5)",
+        _EXAMPLES["record"],
+    )
+    add_checkpoint(record)
+    record.add_argument("--expert", help="function of observations, as module:function, instead of a checkpoint")
+    record.add_argument("--config", help="configuration to use instead of the checkpoint's own; its env.eval is played")
+    record.add_argument("--episodes", type=int, default=100, help="episodes to write (default 100)")
+    record.add_argument("--only-success", action="store_true", help="write only episodes that succeeded")
+    record.add_argument("--sample", action="store_true", help="sample actions instead of taking the most likely")
+    record.add_argument(
+        "--teacher", help="write the actions of this expert or checkpoint in the place of those played (DAgger)"
+    )
+    record.add_argument("--output", required=True, help="the .h5 file; a .json of the same name goes beside it")
+    add_words(record)
+    convert = add_command(
+        commands, "convert", _convert, "export a checkpoint's policy: safetensors and a config", _EXAMPLES["convert"]
+    )
+    add_checkpoint(convert)
+    convert.add_argument("--output", help="where to write; default in the checkpoint's own run folder")
+    add_words(convert)
+    convert.add_argument(
+        "--adapter-only", action="store_true", help="with LoRA: the adapter in peft's format, not merged"
+    )
+    convert.add_argument("--base", help="with LoRA: where the adapted model is now (default: where it was in training)")
+    convert.add_argument("--dtype", choices=("float32", "bfloat16"), help="of a language model (default: as trained)")
+    dagger = add_command(
+        commands,
+        "dagger",
+        _dagger,
+        "clone an expert, let the clone play, label what it sees, and clone again",
+        _EXAMPLES["dagger"],
+    )
+    add_words(dagger, config="YAML file of a run of behaviour cloning (runner.task_type: bc)")
+    dagger.add_argument("--expert", required=True, help="who labels: a function as module:function, or a checkpoint")
+    dagger.add_argument("--rounds", type=int, default=3, help="how often the clone plays (default 3)")
+    dagger.add_argument("--episodes", type=int, default=20, help="episodes it plays each time (default 20)")

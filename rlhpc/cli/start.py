@@ -1,0 +1,118 @@
+"""Starting and stopping runs: `plan`, `train`, `submit`, `cancel`."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from typing import Any
+
+from rlhpc.cli.named import run_paths
+from rlhpc.cli.parser import RUN, SITE, add_command, add_words
+from rlhpc.runtime.errors import ConfigError
+from rlhpc.runtime.paths import RunPaths
+
+_EXAMPLES = {
+    "plan": (
+        "rlhpc plan configs/quickstart.yaml",
+        "rlhpc plan configs/quickstart.yaml rollout.pipeline_stage_num=2",
+        "rlhpc plan configs/quickstart.yaml --launcher slurm --site mycluster",
+    ),
+    "train": (
+        "rlhpc train configs/quickstart.yaml runner.name=try runner.max_steps=20",
+        "rlhpc train configs/quickstart.yaml env.train.env_id=Acrobot-v1 runner.name=acrobot",
+        "rlhpc train configs/quickstart.yaml runner.resume_dir=auto",
+    ),
+    "submit": (
+        "rlhpc submit configs/quickstart.yaml --segment 0 --executor local",
+        "rlhpc submit configs/quickstart.yaml --executor slurm --no-wait",
+        "rlhpc submit configs/quickstart.yaml --site mycluster cluster.time=02:00:00",
+    ),
+    "cancel": ("rlhpc cancel runs/quickstart",),
+}
+
+
+def _plan(args: argparse.Namespace) -> int:
+    from rlhpc.config import load_config
+    from rlhpc.runtime.launch.plan import build_plan, render_plan
+
+    print(render_plan(build_plan(load_config(args.config, args.overrides, site=args.site), launcher=args.launcher)))
+    return 0
+
+
+def _train(args: argparse.Namespace) -> int:
+    from rlhpc.config import load_config
+
+    cfg = load_config(args.config, args.overrides)
+    if args.segment is not None and not 0 <= args.segment < cfg.runner.segments:
+        raise ConfigError(f"--segment is {args.segment}; the run has segments 0 to {cfg.runner.segments - 1}")
+    from rlhpc.runners.train import train
+
+    return int(train(cfg, segment=args.segment)["exit_code"])
+
+
+def _submit(args: argparse.Namespace) -> int:
+    from rlhpc.config import find_site, load_config
+    from rlhpc.runtime.launch.plan import build_plan
+    from rlhpc.runtime.launch.submit import choose_executor, submit_segment
+
+    cfg = load_config(args.config, args.overrides, site=args.site)
+    if not 0 <= args.segment < cfg.runner.segments:
+        raise ConfigError(f"--segment is {args.segment}; the run has segments 0 to {cfg.runner.segments - 1}")
+    executor = choose_executor(args.executor)
+    result = submit_segment(
+        args.config,
+        args.overrides,
+        run_root=RunPaths.of(cfg.runner.run_dir, cfg.runner.name).root,
+        segment=args.segment,
+        executor=executor,
+        environment={"RLHPC_SITE": str(find_site(args.site).absolute())} if args.site else None,
+        slurm=build_plan(cfg, launcher="slurm").submitit_parameters() if executor == "slurm" else None,
+        wait=not args.no_wait,
+        deadline_s=args.deadline,
+        max_restarts=int(cfg.runner.max_restarts),
+    )
+    print(json.dumps(result))
+    return 0
+
+
+def _cancel(args: argparse.Namespace) -> int:
+    from rlhpc.runtime.launch.submit import cancel
+
+    print("\n".join(cancel(run_paths(args.run, args.overrides))) or "nothing is running")
+    return 0
+
+
+def add_commands(commands: Any) -> None:
+    """Declares them."""
+    plan = add_command(
+        commands, "plan", _plan, "print what a run would start where, without starting anything", _EXAMPLES["plan"]
+    )
+    add_words(plan, config="YAML file of the run")
+    plan.add_argument("--site", help=SITE)
+    plan.add_argument("--launcher", choices=("auto", "slurm", "local"), default="auto", help="plan for Slurm or not")
+    train = add_command(
+        commands,
+        "train",
+        _train,
+        "train here and now: on this machine, or in this shell's allocation",
+        _EXAMPLES["train"],
+    )
+    add_words(train, config="YAML file of the run")
+    train.add_argument("--segment", type=int, help="train only this segment (0, 1, …), from the checkpoint before it")
+    submit = add_command(
+        commands,
+        "submit",
+        _submit,
+        "submit a segment as a job and wait for it; attach if it runs already",
+        _EXAMPLES["submit"],
+    )
+    add_words(submit, config="YAML file of the run")
+    submit.add_argument("--segment", type=int, default=0, help="segment to train (default 0)")
+    submit.add_argument("--executor", choices=("auto", "local", "slurm"), default="auto", help="who runs the job")
+    submit.add_argument("--site", help=SITE)
+    submit.add_argument("--no-wait", action="store_true", help="return once the job is submitted")
+    submit.add_argument("--deadline", type=float, help="seconds after which to stop waiting (the job goes on)")
+    cancel = add_command(
+        commands, "cancel", _cancel, "stop a run's job; it saves a checkpoint first", _EXAMPLES["cancel"]
+    )
+    add_words(cancel, run=RUN)

@@ -1,0 +1,98 @@
+"""Looking at runs: `status`, `logs`, `report`, `compare`."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from rlhpc.cli.named import run_paths
+from rlhpc.cli.parser import RUN, add_command, add_words
+
+_EXAMPLES = {
+    "status": (
+        "rlhpc status runs/quickstart",
+        "rlhpc status configs/quickstart.yaml runner.name=try",
+    ),
+    "logs": (
+        "rlhpc logs runs/quickstart",
+        "rlhpc logs runs/quickstart --group env --rank 0 --follow",
+    ),
+    "report": (
+        "rlhpc report runs/quickstart",
+        "rlhpc report configs/quickstart.yaml runner.name=try",
+    ),
+    "compare": (
+        "rlhpc compare runs/push-s1 runs/push-s2 runs/scratch-s1 runs/scratch-s2 --output compare.html",
+        "rlhpc compare 'from demos=runs/push-s1' 'from scratch=runs/other' --output compare.html",
+    ),
+}
+
+
+def _status(args: argparse.Namespace) -> int:
+    from rlhpc.runtime.launch.status import render_status
+
+    print(render_status(run_paths(args.run, args.overrides)))
+    return 0
+
+
+def _logs(args: argparse.Namespace) -> int:
+    from rlhpc.runtime.launch.status import print_logs
+
+    print_logs(
+        run_paths(args.run, args.overrides), group=args.group, rank=args.rank, follow=args.follow, lines=args.lines
+    )
+    return 0
+
+
+def _report(args: argparse.Namespace) -> int:
+    from rlhpc.metrics.report import write_report
+
+    paths = run_paths(args.run, args.overrides)
+    if args.curves:
+        from rlhpc.metrics.curves import write_curves
+
+        for path in write_curves(paths, Path(args.curves)):
+            print(path)
+    print(write_report(paths))
+    return 0
+
+
+def _compare(args: argparse.Namespace) -> int:
+    from rlhpc.metrics.compare import label_of, write_comparison
+
+    named = []
+    for word in args.runs:
+        label, _, folder = word.rpartition("=") if not Path(word).exists() else ("", "", word)
+        paths = run_paths(folder)
+        named.append((label or label_of(paths.root.name), paths))
+    print(write_comparison(named, Path(args.output), args.suite))
+    return 0
+
+
+def add_commands(commands: Any) -> None:
+    """Declares them."""
+    status = add_command(commands, "status", _status, "show where a run is", _EXAMPLES["status"])
+    add_words(status, run=RUN)
+    logs = add_command(commands, "logs", _logs, "print the logs of a run's groups and ranks", _EXAMPLES["logs"])
+    add_words(logs, run=RUN)
+    logs.add_argument("--group", help="only this group")
+    logs.add_argument("--rank", type=int, help="only this rank")
+    logs.add_argument("--follow", "-f", action="store_true", help="go on printing what is added")
+    logs.add_argument("--lines", "-n", type=int, default=50, help="last lines of each file (default 50)")
+    report = add_command(commands, "report", _report, "write a run's report page", _EXAMPLES["report"])
+    add_words(report, run=RUN)
+    report.add_argument("--curves", help="folder to write the single plots to as well")
+    compare = add_command(
+        commands,
+        "compare",
+        _compare,
+        "write a page that compares runs, with mean and spread over seeds",
+        _EXAMPLES["compare"],
+    )
+    compare.add_argument(
+        "runs", nargs="+", metavar="run", help="run folders; runs whose names differ in a number at the end are seeds of one "
+        "thing, or say what they are as label=folder",
+    )  # fmt: skip
+    compare.add_argument("--output", default="compare.html", help="the page (default: compare.html)")
+    compare.add_argument("--suite", default="default", help="evaluation suite that is compared (default: default)")
