@@ -5,6 +5,8 @@ from __future__ import annotations
 import sys
 
 from rlhpc.cli import main
+from rlhpc.runtime.import_paths import leave_working_directory
 
 if __name__ == "__main__":
+    leave_working_directory()
     sys.exit(main())

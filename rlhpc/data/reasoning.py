@@ -19,6 +19,7 @@ from typing import Any
 from rlhpc.data.parts import DEFAULT_SIZE, arguments, belongs
 from rlhpc.data.prompts import Prompt
 from rlhpc.runtime.errors import ConfigError, DeadlineExceeded, RlhpcError
+from rlhpc.runtime.import_paths import python_path, run_module
 
 _SEED_BLOCK = 2**20
 """A problem's generator is seeded by seed · block + position: two seeds share no problem's generator."""
@@ -236,8 +237,8 @@ class _Maker:
     def __init__(self) -> None:
         self._owner, self._lock = os.getpid(), threading.Lock()
         self._process = subprocess.Popen(
-            [sys.executable, "-W", "ignore", "-m", "rlhpc.data.reasoning"],
-            env={**os.environ, "PYTHONHASHSEED": "0"},
+            run_module("rlhpc.data.reasoning"),
+            env={**os.environ, "PYTHONPATH": python_path(), "PYTHONHASHSEED": "0", "PYTHONWARNINGS": "ignore"},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
         )

@@ -6,7 +6,6 @@ import logging
 import os
 import socket
 import subprocess
-import sys
 import time
 from collections.abc import Sequence
 from itertools import pairwise
@@ -20,7 +19,7 @@ from rlhpc.envs.base import Step, VectorEnv
 from rlhpc.envs.observations import join
 from rlhpc.envs.simulator import receive, send
 from rlhpc.runtime.errors import ConfigError, RlhpcError
-from rlhpc.runtime.import_paths import import_paths
+from rlhpc.runtime.import_paths import python_path, run_module
 
 log = logging.getLogger(__name__)
 #: Seconds in which a simulator must be ready: importing one may take a minute on a cold filesystem.
@@ -44,13 +43,12 @@ class _Simulator:
         """Starts the process, by default with this Python; `answer` then has what the environment is like."""
         mine, its = socket.socketpair()
         life, self._lifeline = os.pipe()
-        paths = os.pathsep.join(import_paths(foreign=python is not None))
         try:
             self.process = subprocess.Popen(
-                [python or sys.executable, "-m", "rlhpc.envs.simulator", str(its.fileno()), str(life)],
+                run_module("rlhpc.envs.simulator", str(its.fileno()), str(life), python=python),
                 pass_fds=(its.fileno(), life),
                 stdin=subprocess.DEVNULL,
-                env={**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"},
+                env={**os.environ, "PYTHONPATH": python_path(foreign=python is not None), "OMP_NUM_THREADS": "1"},
             )
         except OSError as error:
             mine.close()

@@ -14,7 +14,6 @@ import sys
 import time
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from rlhpc.rewards.base import Reward, Sample
@@ -22,6 +21,7 @@ from rlhpc.rewards.judges import judge
 from rlhpc.rewards.registry import build_reward, check_arguments, find_reward
 from rlhpc.runtime import wire
 from rlhpc.runtime.errors import ConfigError, RlhpcError
+from rlhpc.runtime.import_paths import python_path
 
 log = logging.getLogger(__name__)
 _START_S = 120.0
@@ -201,11 +201,10 @@ class RewardPool:
 
     def _start_server(self) -> None:
         control, theirs = socket.socketpair()
-        path = os.pathsep.join(part or str(Path.cwd()) for part in sys.path)
         self._server = subprocess.Popen(
-            [sys.executable, "-c", _SERVER, str(theirs.fileno()), str(os.getpid())],
+            [sys.executable, "-P", "-c", _SERVER, str(theirs.fileno()), str(os.getpid())],
             pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, start_new_session=True,
-            env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
+            env={**os.environ, "PYTHONPATH": python_path(), "OMP_NUM_THREADS": "1"},
         )  # fmt: skip
         theirs.close()
         self._control = control

@@ -23,6 +23,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from rlhpc.runtime import wire
+from rlhpc.runtime.import_paths import python_path, run_module
 from rlhpc.runtime.scratch import Scratch
 from rlhpc.runtime.spec import WorkerSpec
 
@@ -122,7 +123,7 @@ class ForkServer:
         """A fresh interpreter, for groups with a Python of their own or engines that cannot be forked."""
         with open(spec.log_err, "ab", buffering=0) as err, open(spec.log_out, "ab", buffering=0) as out:
             child = subprocess.Popen(
-                [spec.interpreter, "-m", "rlhpc.runtime.process", str(os.getpid())],
+                run_module("rlhpc.runtime.process", str(os.getpid()), python=spec.interpreter),
                 stdin=subprocess.PIPE,
                 stdout=out,
                 stderr=err,
@@ -178,11 +179,11 @@ class ForkServerProcess:
         # Threads that wait for one another sleep soon: on a busy node spinning takes the core from who is waited for.
         environment = {"GOMP_SPINCOUNT": "1000", **os.environ}
         environment |= {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
-        environment["PYTHONPATH"] = os.pathsep.join(p or os.getcwd() for p in sys.path)
+        environment["PYTHONPATH"] = python_path()
         with (self.scratch.sockets / "forkserver.err").open("ab") as err:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "rlhpc.runtime.forkserver", str(theirs.fileno()), self.scratch.token,
-                 str(os.getpid()), *(() if preload is None else (*PRELOAD, *preload))],
+                run_module("rlhpc.runtime.forkserver", str(theirs.fileno()), self.scratch.token,
+                           str(os.getpid()), *(() if preload is None else (*PRELOAD, *preload))),
                 pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, stdout=err, stderr=err, env=environment,
                 start_new_session=True,
             )  # fmt: skip

@@ -1,19 +1,55 @@
-"""Where a process that is started looks for modules."""
+"""Where a process that is started looks for modules: where its driver does, and never in the working directory for itself.
+
+`python -m` and `python -c` put the working directory first. A folder of downloads, or one that others may write to, would then
+decide what the ranks import; and a clone called rlhpc would hide the package from whoever stands in the folder above it.
+"""
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
+
+#: What a Python of any version runs in the place of `-P`, which those before 3.11 refuse.
+LEAVE_FOLDER = "import sys; sys.path[:1] == [''] and sys.path.pop(0)"
+_RUN_MODULE = f"{LEAVE_FOLDER}; del sys.argv[0]; import runpy; runpy.run_module(sys.argv[0], None, '__main__', True)"
 
 
 def import_paths(foreign: bool = False) -> list[str]:
     """This process's paths, for one with the same Python, or (`foreign`) for one whose packages are its own.
 
-    The latter leaves out what belongs to this Python and adds the folder of rlhpc where that is not installed.
+    The latter leaves out what belongs to this Python. Both have the folder of rlhpc last, lest a folder of that name without
+    an `__init__.py` be taken for it.
     """
-    paths = [path or str(Path.cwd()) for path in sys.path]
+    root = str(Path(__file__).resolve().parents[2])
+    paths = [path or _working_directory() for path in sys.path]
+    paths = [path for path in dict.fromkeys([*paths, root]) if path]
     if not foreign:
         return paths
     own = tuple(f"{Path(prefix).resolve()}/" for prefix in (sys.prefix, sys.base_prefix))
-    root = str(Path(__file__).resolve().parents[2])
-    return [path for path in dict.fromkeys([*paths, root]) if not f"{Path(path).resolve()}/".startswith(own)]
+    return [path for path in paths if not f"{Path(path).resolve()}/".startswith(own)]
+
+
+def python_path(foreign: bool = False) -> str:
+    """`import_paths` as the variable PYTHONPATH."""
+    return os.pathsep.join(import_paths(foreign))
+
+
+def run_module(module: str, *arguments: str, python: str | None = None) -> list[str]:
+    """argv that runs one of our modules: with this Python, or with another one of whatever version."""
+    if python is None or python == sys.executable:
+        return [sys.executable, "-P", "-m", module, *arguments]
+    return [python, "-c", _RUN_MODULE, module, *arguments]
+
+
+def leave_working_directory() -> None:
+    """In a program started with `python -m`: imports nothing more from the working directory."""
+    if not sys.flags.safe_path:
+        del sys.path[0]
+
+
+def _working_directory() -> str:
+    try:
+        return os.getcwd()
+    except FileNotFoundError:  # it has been removed: nothing is found there
+        return ""

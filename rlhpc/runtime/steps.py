@@ -16,7 +16,6 @@ import shutil
 import signal
 import struct
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -25,6 +24,7 @@ from typing import TYPE_CHECKING
 
 from rlhpc.runtime.allocation import expand_range, in_slurm_job, slurm_nodes
 from rlhpc.runtime.errors import ConfigError
+from rlhpc.runtime.import_paths import python_path, run_module
 from rlhpc.runtime.network import address_of, address_towards, node_addresses
 from rlhpc.runtime.spec import WorkerSpec
 
@@ -142,7 +142,7 @@ class JobStep:
         self._hosts = log_err.with_suffix(f".{time.time_ns():x}.hosts")
         self._hosts.write_text("".join(f"{spec.node}\n" for spec in specs))
         environment = {**step_environment(os.environ), "SLURM_HOSTFILE": str(self._hosts)}
-        environment["PYTHONPATH"] = os.pathsep.join(p or os.getcwd() for p in sys.path)
+        environment["PYTHONPATH"] = python_path(foreign=bool(specs[0].interpreter))
         environment["OMP_NUM_THREADS"] = str(specs[0].threads)
         environment.setdefault("GOMP_SPINCOUNT", "1000")  # as the fork server has it
         # of its component: in a task SLURM_JOB_ID is the whole job's, which this step is not one of
@@ -251,7 +251,8 @@ def start_steps(
             accelerators=max(len(node.accelerators) for node in nodes.values()) if on_device else 0,
             overcommit=any(count * cores > nodes[rank].cpus for rank, count in counts.items()),
         )
-        command = [*cluster.container, tasks[0].interpreter or sys.executable, "-m", "rlhpc.runtime.process", "step"]
+        rank = run_module("rlhpc.runtime.process", "step", python=tasks[0].interpreter or None)
+        command = [*cluster.container, *rank]
         name = f"{tasks[0].group}-{component}" if total > 1 else tasks[0].group
         steps.append(JobStep(tasks, (component, total), argv, command, log_dir / f"{name}.step.err", on_exit, on_end))
     return steps

@@ -16,6 +16,8 @@ from typing import Any
 
 import yaml
 
+from tests.planted import plant
+
 ROOT = Path(__file__).resolve().parents[2]
 CONFIG = ROOT / "configs" / "embodied" / "cartpole_het.yaml"
 #: What the test cluster calls things.
@@ -56,6 +58,9 @@ class SlurmRun:
         self.environment = {**os.environ, **cluster.env(), "OMP_NUM_THREADS": "1"}
         self.environment["PATH"] = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
         self.log = folder / f"{name}.log"
+        self.here = folder / "here"
+        if not self.here.exists():  # whoever imports from where a run is submitted ends
+            plant(self.here)
 
     # -- commands -------------------------------------------------------------------------------------------------
 
@@ -72,9 +77,9 @@ class SlurmRun:
         """`rlhpc submit`, which waits; its output goes to `log`."""
         with self.log.open("a") as log:
             return subprocess.Popen(
-                [sys.executable, "-m", "rlhpc.cli", "submit", str(self.config), "--executor", "slurm",
+                [sys.executable, "-P", "-m", "rlhpc.cli", "submit", str(self.config), "--executor", "slurm",
                  "--site", str(self.site), *self.overrides, *more],
-                env=self.environment, cwd=ROOT, stdout=log, stderr=log, text=True, start_new_session=True,
+                env=self.environment, cwd=self.here, stdout=log, stderr=log, text=True, start_new_session=True,
             )  # fmt: skip
 
     def finish(self, process: subprocess.Popen[str], timeout: float = 300, code: int = 0) -> str:

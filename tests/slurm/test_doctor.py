@@ -15,6 +15,8 @@ from typing import Any
 import pytest
 import yaml
 
+from tests.planted import plant
+
 from .cluster import SlurmCluster
 from .runs import ROOT, SITE, until
 
@@ -30,9 +32,10 @@ class Doctor:
         self.site.write_text(yaml.safe_dump(site))
         self.runs = folder / "runs"
         self.runs.mkdir()
+        self.here = plant(folder / "here")  # the probes import nothing from where they are sent off
 
     def command(self, *words: str) -> list[str]:
-        return [sys.executable, "-m", "rlhpc.cli", "doctor", "--site", str(self.site), *words]
+        return [sys.executable, "-P", "-m", "rlhpc.cli", "doctor", "--site", str(self.site), *words]
 
     def environment(self, **changed: str) -> dict[str, str]:
         return {**os.environ, **self.cluster.env(), **changed}
@@ -42,7 +45,7 @@ class Doctor:
         report, looked_into = self.folder / "report.json", folder or self.runs
         done = subprocess.run(
             self.command("--folder", str(looked_into), "--json", str(report), *words),
-            env=self.environment(**environment), cwd=ROOT, capture_output=True, text=True, timeout=150,
+            env=self.environment(**environment), cwd=self.here, capture_output=True, text=True, timeout=150,
         )  # fmt: skip
         assert done.returncode == code, done.stdout + done.stderr
         assert not done.stderr

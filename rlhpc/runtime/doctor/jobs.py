@@ -22,6 +22,7 @@ from typing import Any
 
 from rlhpc.runtime.doctor import probe
 from rlhpc.runtime.doctor.slurm import Group, Site, SlurmFacts, ask, parse_records, usable
+from rlhpc.runtime.import_paths import LEAVE_FOLDER
 from rlhpc.runtime.network import node_addresses
 from rlhpc.runtime.steps import step_environment
 
@@ -110,7 +111,8 @@ class _Step:
         ]  # fmt: skip
         setup = "\n".join(site.setup)
         shell = f'{{ :\n{setup}\n}} >&2 </dev/null; p=$1; [ -x "$p" ] || p=python3; exec "$p" -c "$2"'
-        command = [*site.container, "bash", "-c", shell, "rlhpc-doctor", sys.executable, inspect.getsource(probe)]
+        source = f"{LEAVE_FOLDER}; exec(compile({inspect.getsource(probe)!r}, 'probe', 'exec'))"
+        command = [*site.container, "bash", "-c", shell, "rlhpc-doctor", sys.executable, source]
         # as a job's batch step gets it: with a mask that lies about in this shell
         masks = {name: os.environ[name] for name in ("CUDA_VISIBLE_DEVICES",) if name in os.environ}
         self.process = subprocess.Popen(

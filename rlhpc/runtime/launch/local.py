@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -48,7 +49,7 @@ def make_local_executor(folder: str, *, timeout_min: float, max_num_timeout: int
             }
             with (Path(folder) / "controller.log").open("ab") as log:
                 process = subprocess.Popen(
-                    [sys.executable, "-c", _CONTROLLER, str(self.folder)],
+                    [sys.executable, "-P", "-c", _CONTROLLER, str(self.folder)],
                     stdin=subprocess.DEVNULL,
                     stdout=log,
                     stderr=log,
@@ -58,7 +59,8 @@ def make_local_executor(folder: str, *, timeout_min: float, max_num_timeout: int
             _started.append(process)
             return LocalJob(folder=self.folder, job_id=str(process.pid), process=process, tasks=[0])
 
-    executor = DetachedLocalExecutor(folder=folder, max_num_timeout=max_num_timeout)
+    python = f"{shlex.quote(sys.executable)} -P"
+    executor = DetachedLocalExecutor(folder=folder, max_num_timeout=max_num_timeout, python=python)
     executor.update_parameters(timeout_min=timeout_min)
     return executor
 

@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from rlhpc.runtime.errors import RlhpcError, SubmitError
+from rlhpc.runtime.import_paths import run_module
 from rlhpc.runtime.launch.claim import Claim, SegmentFiles, SubmitLock, read_json, write_json
 from rlhpc.runtime.launch.driver_job import DriverJob
 from rlhpc.runtime.launch.jobs import JobState, ProcessId
@@ -61,7 +62,7 @@ class WaitInterrupted(RlhpcError):
 def driver_command(config_path: str | Path, overrides: Sequence[str] = (), *, segment: int = 0) -> list[str]:
     """argv of the driver: the same as a user would type without submission."""
     config = str(Path(config_path).expanduser().absolute())
-    return [sys.executable, "-m", "rlhpc.cli", "train", config, "--segment", str(segment), *overrides]
+    return run_module("rlhpc.cli", "train", config, "--segment", str(segment), *overrides)
 
 
 def submit_segment(
@@ -320,7 +321,8 @@ def _executor(kind: str, files: SegmentFiles, job_name: str, slurm: Mapping[str,
             return text.replace(f"#SBATCH --time={_NO_LIMIT_MIN}\n", "")
 
     # "exec": the batch shell becomes our process, so that a signal for the batch shell (B:) reaches it
-    executor = SlurmExecutor(folder=folder, max_num_timeout=_NO_COUNT, python=f"exec {shlex.quote(sys.executable)}")
+    python = f"exec {shlex.quote(sys.executable)} -P"
+    executor = SlurmExecutor(folder=folder, max_num_timeout=_NO_COUNT, python=python)
     given = dict(slurm)
     setup = list(given.pop("setup", None) or [])  # may begin with the #SBATCH lines of further components
     if python_path():
