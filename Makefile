@@ -55,6 +55,10 @@ test-slurm: setup  ## the tests on a real Slurm, which they bring up (tests/slur
 chaos: setup  ## 30 random kills over one run on a real Slurm (KILLS=…, SEED=…)
 	RLHPC_CHAOS_KILLS=$(KILLS) RLHPC_CHAOS_SEED=$(SEED) pytest -m slurm tests/slurm/test_chaos.py -s
 
+attack: setup  ## hostile programs and files against what is built (long; a part of them is among the tests)
+	PYTHONPATH=. $(VENV)/bin/python tests/attack/programs.py
+	PYTHONPATH=. $(VENV)/bin/python tests/attack/files.py
+
 lint: setup  ## style, types, import floors, workflow
 	ruff check .
 	ruff format --check .

@@ -2,25 +2,18 @@
 
 from __future__ import annotations
 
-import ast
 import re
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
-from decimal import Decimal
-from fractions import Fraction
 from typing import Any
 
 from rlhpc.rewards.base import Sample
+from rlhpc.rewards.claims import read_tests
+from rlhpc.rewards.outside import holds
 from rlhpc.rewards.sandbox import Sandbox
 from rlhpc.runtime.errors import ConfigError
 
 _BLOCK = re.compile(r"^[ \t]*```[ \t]*(\w*)[^\n]*\n(.*?)^[ \t]*```", re.DOTALL | re.MULTILINE)
-_COMPARISONS = {
-    ast.Eq: lambda a, b: a == b, ast.NotEq: lambda a, b: a != b, ast.Lt: lambda a, b: a < b, ast.LtE: lambda a, b: a <= b,
-    ast.Gt: lambda a, b: a > b, ast.GtE: lambda a, b: a >= b, ast.Is: lambda a, b: a is b, ast.IsNot: lambda a, b: a is not b,
-    ast.In: lambda a, b: a in b, ast.NotIn: lambda a, b: a not in b,
-}  # fmt: skip
 
 
 class CodeReward:
@@ -28,10 +21,13 @@ class CodeReward:
 
     A test is one of:
 
-    - `assert` statements, one or more. Those that compare an expression with a literal are judged outside: the value of
-      the expression comes out of the sandbox, the literal never goes in. So an object that claims to equal everything,
-      or a program that ends early and prints success, gains nothing. Other statements are judged inside, beside the
-      program; a program bent on it can deceive those.
+    - statements with `assert`, or a function `check(candidate)`. What an assertion says of calls is judged outside:
+      only the values of the calls come out of the sandbox, and comparisons, `not`, `and`, `abs(a - b) < c`,
+      `math.isclose`, `isinstance`, `all` and the like are applied to them here, as builtin values; what is expected
+      never goes in. Loops over what is known beforehand are written out. So an object that claims to equal everything,
+      an `abs` of the program's own, or a program that ends early and prints success, gains nothing. What cannot be
+      taken apart (other loops, `try`, helpers of the setup that compare) is judged inside, beside the program, in a
+      run of its own; a program bent on it can deceive those.
     - `{"input": text, "output": text}`: the program is run with that on stdin, and what it prints is compared outside,
       up to white space at line ends.
     - `{"call": expression, "output": value}`: as the first.
@@ -73,13 +69,18 @@ class CodeReward:
             program = sample.response
         deadline = time.monotonic() + self._timeout_s
         streams = [test for test in tests if isinstance(test, Mapping) and "call" not in test]
-        checks = [check for test in tests if test not in streams for check in read_test(test, sample.meta)]
-        passed = []
-        if checks:
-            result = self._sandbox.check(
-                program, [check.told() for check in checks], str(sample.meta.get("setup", "")), self._timeout_s
-            )
-            passed += [check.judge(result.checks.get(number, {})) for number, check in enumerate(checks)]
+        plan = read_tests([test for test in tests if test not in streams], sample.meta)
+        setup, passed = str(sample.meta.get("setup", "")), []
+        if plan.claims:
+            found = self._sandbox.check(program, plan.steps, setup, self._timeout_s).checks
+            answers = [found.get(number, {}) for number in range(len(plan.steps))]
+            passed += [holds(claim, answers) for claim in plan.claims]
+        left = deadline - time.monotonic()
+        if plan.verdicts and left > 0 and (self._partial or all(passed)):
+            found = self._sandbox.check(program, plan.scripts, setup, left).checks
+            passed += [found.get(number, {}).get("passed") is True for number in plan.verdicts]
+        else:
+            passed += [False] * len(plan.verdicts)
         for test in streams:
             left = deadline - time.monotonic()
             enough = self._partial or all(passed)
@@ -101,118 +102,5 @@ def last_block(response: str) -> str | None:
     return None
 
 
-@dataclass(frozen=True)
-class Check:
-    """One thing to be found out inside, and what makes it right.
-
-    Attributes:
-        source: An expression, or statements where `comparison` is None.
-        comparison: A comparison of the syntax tree.
-        wanted: What the value is compared with.
-    """
-
-    source: str
-    comparison: type[ast.cmpop] | None = None
-    wanted: Any = None
-
-    def told(self) -> dict[str, str]:
-        """What the sandbox is told."""
-        return {"kind": "script" if self.comparison is None else "value", "source": self.source}
-
-    def judge(self, answer: Mapping[str, Any]) -> bool:
-        """Whether one answer of the sandbox is right."""
-        if self.comparison is None:
-            return answer.get("passed") is True
-        if "value" not in answer:
-            return False
-        try:
-            return bool(_COMPARISONS[self.comparison](decode(answer["value"]), self.wanted))
-        except Exception:  # values that do not compare
-            return False
-
-
-def read_test(test: str | Mapping[str, Any], meta: Mapping[str, Any]) -> list[Check]:
-    """The checks of one test."""
-    if isinstance(test, Mapping):
-        return [Check(str(test["call"]), ast.Eq, test["output"])]
-    try:
-        body = ast.parse(test).body
-    except SyntaxError as error:
-        raise ValueError(f"a test of the problem is no Python: {error}") from None
-    if body and all(isinstance(statement, ast.Assert) for statement in body):
-        return [_assertion(statement, {}) for statement in body if isinstance(statement, ast.Assert)]
-    entry = str(meta.get("entry_point", ""))
-    function = next((s for s in body if isinstance(s, ast.FunctionDef) and s.name == "check"), None)
-    if function is None or not entry:
-        return [Check(test)]
-    statements = [s for s in function.body if not _is_text(s)]
-    argument = function.args.args[0].arg if len(function.args.args) == 1 else ""
-    if argument and statements and all(isinstance(statement, ast.Assert) for statement in statements):
-        return [_assertion(s, {argument: entry}) for s in statements if isinstance(s, ast.Assert)]
-    return [Check(f"{test}\ncheck({entry})")]
-
-
-def _is_text(statement: ast.stmt) -> bool:
-    return isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant)
-
-
-class _Renamed(ast.NodeTransformer):
-    def __init__(self, names: Mapping[str, str]) -> None:
-        self._names = names
-
-    def visit_Name(self, node: ast.Name) -> ast.Name:
-        return ast.copy_location(ast.Name(self._names.get(node.id, node.id), node.ctx), node)
-
-
-def _assertion(statement: ast.Assert, names: Mapping[str, str]) -> Check:
-    claim = _Renamed(names).visit(statement.test)
-    if isinstance(claim, ast.Compare) and len(claim.ops) == 1:
-        left, right, comparison = claim.left, claim.comparators[0], type(claim.ops[0])
-        if comparison in (ast.Eq, ast.NotEq) and _literal(left)[0] and not _literal(right)[0]:
-            left, right = right, left
-        known, wanted = _literal(right)
-        if known and not _literal(left)[0]:
-            return Check(ast.unparse(left), comparison, wanted)
-    if isinstance(claim, ast.UnaryOp) and isinstance(claim.op, ast.Not):
-        return Check(f"bool({ast.unparse(claim.operand)})", ast.Is, False)
-    return Check(f"bool({ast.unparse(claim)})", ast.Is, True)
-
-
-def _literal(node: ast.expr) -> tuple[bool, Any]:
-    try:
-        return True, ast.literal_eval(node)
-    except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
-        return False, None
-
-
 def _lines(text: str) -> list[str]:
     return [line.rstrip() for line in text.rstrip().split("\n")]
-
-
-def decode(value: Any) -> Any:
-    """Inverse of the sandbox's encoding: builtin values only, whatever the program made them from."""
-    if not isinstance(value, dict):
-        return value
-    ((kind, inner),) = value.items()
-    match kind:
-        case "i":
-            return int(inner, 16)
-        case "f":
-            return float.fromhex(inner)
-        case "c":
-            return complex(float.fromhex(inner[0]), float.fromhex(inner[1]))
-        case "b":
-            return bytes.fromhex(inner)
-        case "l":
-            return [decode(item) for item in inner]
-        case "t":
-            return tuple(decode(item) for item in inner)
-        case "s":
-            return {decode(item) for item in inner}
-        case "d":
-            return {decode(key): decode(item) for key, item in inner}
-        case "q":
-            return Fraction(int(inner[0], 16), int(inner[1], 16))
-        case "n":
-            return Decimal(inner)
-    raise ValueError(f"no value of kind {kind!r}")

@@ -26,7 +26,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from rlhpc.rewards import seccomp
+from rlhpc.rewards import ipc, seccomp
 from rlhpc.runtime.errors import ConfigError, RlhpcError
 
 log = logging.getLogger(__name__)
@@ -38,7 +38,7 @@ _PACKAGES = ("site-packages", "dist-packages")
 _MB = 1 << 20
 _START_S = 30.0
 """Most time of the trial run, and of a killed program to be gone."""
-_MOST_TOLD = 64 * _MB
+_MOST_TOLD = 16 * _MB
 
 
 @dataclass
@@ -150,7 +150,7 @@ class Sandbox:
         Args:
             source: The program.
             checks: `{"kind": "value", "source": expression}`: its value comes back, encoded, to be compared out here.
-                `{"kind": "script", "source": statements}`: whether they ran without an exception.
+                `{"kind": "do" or "script", "source": statements}`: whether they ran without an exception.
             setup: Statements to run between the two.
             wall_s: Most wall time, instead of the sandbox's own.
         """
@@ -238,12 +238,13 @@ class Sandbox:
         with (
             tempfile.TemporaryDirectory(prefix="rlhpc-try-") as folder,
             socket.create_server(("127.0.0.1", 0)) as server,
+            ipc.objects() as reached,
         ):
             secret = Path(folder) / "secret"
             secret.write_text("secret")
             secret.chmod(0o600)
             known = {"port": server.getsockname()[1], "pid": os.getpid(), "secret": str(secret), "folder": folder,
-                     "memory": self._job["memory"], "processes": self._job["processes"]}  # fmt: skip
+                     "memory": self._job["memory"], "processes": self._job["processes"], "ipc": reached}  # fmt: skip
             source = (_INSIDE / "attempts.py").read_text()
             checks = [{"kind": "value", "source": f"attempts({known!r})"}]
             result = self._start({"source": source, "setup": "", "checks": checks, "main": False}, "", _START_S)
@@ -260,14 +261,15 @@ class Sandbox:
 
 
 _WAYS = {
-    "net": "network namespace", "pid": "process namespace", "mount": "own root, read-only", "seccomp": "seccomp",
+    "net": "network namespace", "ipc": "IPC namespace", "pid": "process namespace",
+    "mount": "own root, read-only", "seccomp": "seccomp",
     "landlock": "Landlock {}",
 }  # fmt: skip
 _ELSE = dict.fromkeys(("processes", "memory", "cpu", "file size", "open files"), "resource limit")
 _STOPS = {
     "network": ("net", "seccomp"), "signals": ("pid", "seccomp"), "environments": ("pid", "mount", "landlock"),
     "reading": ("mount", "landlock"), "writing": ("mount", "landlock"), "processes": ("pid", "seccomp"),
-    "memory": (), "cpu": (), "file size": (), "open files": (),
+    "ipc": ("ipc", "seccomp"), "memory": (), "cpu": (), "file size": (), "open files": (),
 }  # fmt: skip
 
 
@@ -298,32 +300,55 @@ def _end(keeper: subprocess.Popen[bytes]) -> None:
         keeper.wait()
 
 
-def _records(text: bytes, nonce: str) -> dict[str, Any]:
-    """What the harness wrote, by kind; lines that the program may have added do not begin with the nonce."""
-    lines = (line.split(" ", 1) for line in text.decode(errors="replace").split("\n")[:-1])
-    told = (line[1] for line in lines if line[0] == nonce and len(line) == 2)
-    found = {}
-    for line in told:
-        kind, _, rest = line.partition(" ")
+def _records(text: bytes, nonce: str) -> list[tuple[str, Any]]:
+    """What the harness wrote, in order. From the second on, a program that knows the nonce may have written it.
+
+    Raises:
+        ValueError: It is not what the harness writes.
+    """
+    found = []
+    for line in text.split(b"\n")[:-1]:
+        begin, _, told = line.decode(errors="replace").partition(" ")
+        if begin != nonce:
+            continue  # not even the nonce
+        kind, _, rest = told.partition(" ")
         number, _, payload = rest.partition(" ") if kind in ("value", "passed", "error") else ("", "", rest)
-        found[f"{kind} {number}".strip()] = json.loads(payload)
+        try:
+            found.append((f"{kind} {int(number)}" if number else kind, json.loads(payload)))
+        except RecursionError:
+            raise ValueError("nested too deep") from None
     return found
 
 
 def _result(outcome: str, texts: dict[str, bytes], nonce: str, seconds: float) -> SandboxResult:
+    """What became of a program. It was confined where the first record says so; then all that follows is its own doing,
+    and what is malformed or forged makes it a program that failed, never one that could not be judged."""
     stdout, stderr = (texts[name].decode(errors="replace") for name in ("stdout", "stderr"))
-    records = _records(texts["result"], nonce)
-    if "failed" in records or ("have" not in records and not outcome):
-        why = records.get("failed") or stderr.strip() or "no word from it"
+    first, mark, rest = texts["result"].partition(b"\n")
+    began = dict(_records(first + mark, nonce))
+    if "have" not in began and (began or not outcome):
+        why = began.get("failed") or stderr.strip() or "no word from it"
         raise RlhpcError(f"sandbox: the program could not be confined, and was not run: {why}")
+    checks: dict[int, dict[str, Any]] = {}
+    told, error = set(), ""
+    try:
+        for what, payload in _records(rest, nonce):
+            kind, _, number = what.partition(" ")
+            if kind not in ("end", "value", "passed", "error") or (kind == "end") == bool(number):
+                raise ValueError(f"an unknown record {what[:40]!r}")
+            if what in told:
+                continue  # a process that the program forked has come this far, too
+            told.add(what)
+            if kind == "end":
+                error = str(payload)
+            else:
+                checks.setdefault(int(number), {})[kind] = True if kind == "passed" else payload
+    except ValueError as fault:
+        checks, error = {}, f"it wrote to the channel of its judge: {fault}"
+        outcome = outcome or "error"
     end = json.loads(texts["status"]) if texts["status"] else {"code": -signal.SIGKILL}
     status = outcome or ("ok" if end["code"] == 0 else "killed" if end["code"] < 0 else "error")
-    checks: dict[int, dict[str, Any]] = {}
-    for told, payload in records.items():
-        kind, _, number = told.partition(" ")
-        if number:
-            checks[int(number)] = {kind: True if kind == "passed" else payload}
     return SandboxResult(
-        status, stdout, stderr, records.get("end", ""), checks, seconds, end.get("cpu_s", 0.0), end.get("memory", 0),
-        records.get("have", {}),
+        status, stdout, stderr, error, checks, seconds, end.get("cpu_s", 0.0), end.get("memory", 0),
+        began.get("have", {}),
     )  # fmt: skip

@@ -1,9 +1,10 @@
 """The system calls that a sandboxed program is refused, as a classic BPF program for `seccomp(2)`.
 
 What passes is everything an ordinary computation needs. What is refused is what reaches beyond the process: sockets,
-signals to others, tracing, new processes, new namespaces, mounts, kernel keyrings, System V objects that outlive their
-maker, limits and priorities of others; and, where the files outside are not mounted read-only, changes of their
-attributes, which Landlock does not cover.
+signals to others, tracing, new processes, new namespaces, mounts, kernel keyrings, limits and priorities of others; System V
+objects and POSIX queues, which outlive their maker and of which a number or a name is enough to reach another's; writing out
+all file systems, and locks on whole files that others read; and, where the files outside are not mounted read-only, changes
+of their attributes, which Landlock does not cover.
 """
 
 from __future__ import annotations
@@ -33,13 +34,16 @@ fremovexattr 199 16 · removexattrat 466 466 · truncate 76 45 · file_setattr 4
 vfork 58 - · clone 56 220 · clone3 435 435 · kill 62 129 · tgkill 234 131 · rt_sigqueueinfo 129 138
 rt_tgsigqueueinfo 297 240 · prctl 157 167 · prlimit64 302 261 · sched_setaffinity 203 122 · sched_setparam 142 118
 sched_setscheduler 144 119 · sched_setattr 314 274 · ioctl 16 29 · fcntl 72 25 · socket 41 198 · open 2 - · openat 257 56
+shmctl 31 195 · semop 65 193 · semctl 66 191 · semtimedop 220 192 · msgsnd 69 189 · msgrcv 70 188 · msgctl 71 187
+mq_unlink 241 181 · sync 162 81 · syncfs 306 267 · flock 73 32
 """
 _REACHING_OUT = """
     ptrace process_vm_readv process_vm_writev process_madvise process_mrelease kcmp pidfd_open pidfd_getfd
     pidfd_send_signal unshare setns mount umount2 pivot_root chroot move_mount open_tree fsopen fsconfig fsmount fspick
     mount_setattr open_tree_attr bpf perf_event_open userfaultfd io_uring_setup io_uring_enter io_uring_register keyctl
-    add_key request_key personality modify_ldt shmget shmat semget msgget mq_open memfd_create memfd_secret
-    name_to_handle_at open_by_handle_at fanotify_init setpriority ioprio_set migrate_pages move_pages socket
+    add_key request_key personality modify_ldt shmget shmat shmctl semget semop semctl semtimedop msgget msgsnd msgrcv
+    msgctl mq_open mq_unlink memfd_create memfd_secret name_to_handle_at open_by_handle_at fanotify_init setpriority
+    ioprio_set migrate_pages move_pages socket sync syncfs flock
 """
 _ATTRIBUTES = """
     chmod fchmod fchmodat fchmodat2 chown fchown lchown fchownat utime utimes futimesat utimensat setxattr lsetxattr

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import shutil
 import signal
 import socket
@@ -17,6 +18,7 @@ import pytest
 
 from rlhpc.rewards.sandbox import Sandbox
 from rlhpc.runtime.errors import ConfigError
+from tests.attack.programs import ESCAPES, escaped, targets
 
 SETS = (("namespaces", "landlock", "seccomp"), ("namespaces", "seccomp"), ("landlock", "seccomp"))
 ROOT = Path(__file__).resolve().parents[2]
@@ -297,6 +299,36 @@ def test_other_ways_to_signal_and_trace(box):
     finally:
         victim.kill()
         victim.wait()
+
+
+def test_escapes(box):
+    """Messages and semaphores of the same user, and others by a seed; `make attack` runs them all."""
+    drawn = random.Random(7).sample(sorted(ESCAPES), 4)
+    short = [
+        "segment: remove",
+        "queue: read",
+        "semaphore: value",
+        "named queue: unlink",
+        "flock of the interpreter's file",
+    ]
+    with targets() as known:
+        assert [name for name in dict.fromkeys([*short, *drawn]) if escaped(box, name, known)] == []
+
+
+def test_escapes_would_get_through():
+    """The same attempts, unconfined: what stops them is the sandbox."""
+    harmless = [
+        "segment: status",
+        "queue: status",
+        "queue: read",
+        "semaphore: value",
+        "named queue: open",
+        "read a file",
+    ]
+    with targets() as known:
+        box = Sandbox(mechanisms=(), allow_unconfined=True)
+        assert "ipc" in box.unenforced()
+        assert [name for name in harmless if not escaped(box, name, known)] == []
 
 
 def test_its_own_signals_work(box):

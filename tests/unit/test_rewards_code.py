@@ -2,14 +2,25 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 
 from rlhpc.rewards import Sample
-from rlhpc.rewards.programs import CodeReward, decode, last_block, read_test
+from rlhpc.rewards.claims import read_tests
+from rlhpc.rewards.programs import CodeReward, last_block
+from rlhpc.rewards.values import decode
 from rlhpc.runtime.errors import ConfigError
+from tests.attack.programs import CHEATS as MORE_CHEATS
+from tests.attack.programs import cheated
 
 ADD = "def add(a, b):\n    return a + b\n"
 WRONG = "def add(a, b):\n    return a - b\n"
+SHORT = sorted({
+    "abs shadowed", "bool shadowed", "bool in builtins", "sub of an object", "isclose patched", "forges a failure",
+    "forges bad JSON", "forges deep JSON", "forges a set that is slow", "returns a number to round",
+    *random.Random(5).sample(sorted(MORE_CHEATS), 6),
+})  # fmt: skip
 TESTS = ["assert add(2, 3) == 5", "assert add(0, 0) == 0", "assert add('a', 'b') == 'ab'"]
 
 
@@ -82,7 +93,7 @@ def test_values_keep_their_types(reward):
         "assert fractions.Fraction(1, 2) == 0.5", "assert decimal.Decimal('1.5') == 1.5", "assert numpy.int64(3) in [3]",
         "assert collections.namedtuple('P', 'x')(1) == (1,)", "assert collections.deque([1]) is not None",
     ]  # fmt: skip
-    assert read_test(tests[0], {})[0].comparison is not None
+    assert [step["source"] for step in read_tests(tests[:1], {}).steps] == ["collections.Counter('aab')"]
     assert partial_of(reward, more, tests) == 1 - 1 / 8  # a deque cannot be told from what only claims to be one
 
 
@@ -119,6 +130,49 @@ def test_cheats_gain_nothing(code, partial):
     )
 
 
+@pytest.mark.parametrize("name", SHORT)
+def test_cheats_on_the_way_to_the_judge_gain_nothing(name, partial):
+    """Those that once gained something, and some by a seed; `make attack` runs them all."""
+    assert cheated(partial, name) == ""
+
+
+def test_right_programs_pass_tests_that_are_taken_apart(partial):
+    code = (
+        "import collections, math\n"
+        "def root(x): return math.sqrt(x)\n"
+        "def split(s): return collections.deque(s)\n"
+        "def count(n):\n    for i in range(n): yield i\n"
+        "def table(n): return {i: i * i for i in range(n)}\n"
+        "def sum(items): return 1.0 * items[0] + items[1]\n"
+    )
+    tests = [
+        "assert abs(root(2.0) - 1.41421356) < 1e-6", "assert -1e-6 < root(2.0) - 1.41421356 < 1e-6",
+        "import math\nassert math.isclose(root(2.0), 2 ** 0.5, rel_tol=1e-9)", "assert list(split('ab')) == ['a', 'b']",
+        "assert list(count(3)) == [0, 1, 2] and sorted(table(3)) == [0, 1, 2]", "assert len(set(split('aab'))) == 2",
+        "assert all(abs(a - b) < 1e-6 for a, b in zip(list(count(2)), [0.0, 1.0]))", "assert root(4) == 2 or root(4) == -2",
+        "assert all(root(i * i) == i for i in range(4))", "assert [root(x) for x in table(2).values()] == [0, 1]",
+        "for i, (want) in enumerate([0, 1, 4]):\n    got = table(3)[i]\n    assert got == want, 'no'",
+        "for number, square in [(1, 1), (2, 4)]:\n    assert table(9)[number] == square", "assert sum([1, 2]) == 3",
+        "assert abs(sum([0.1, 0.2]) - 0.3) < 1e-9", "assert isinstance(root(2), float) and type(root(2)) == float",
+        "assert tuple(sorted(table(2).items())) == ((0, 0), (1, 1))", "assert set(count(3)) - {1} == set([0, 2])",
+        "x = root(9)\ny = x + 1\nassert x == 3 and y == 4", "try:\n    root(-1)\n    assert False\nexcept ValueError: pass",
+        "assert round(root(2.0), 2) == 1.41", "assert max(count(4)) == 10 ** 1 - 7", "assert not [] and not count(0) is None",
+        "from collections import Counter\nassert Counter(split('aab')) == Counter(['a', 'a', 'b'])",
+    ]  # fmt: skip
+    failed = [test for test in tests if partial(program(code, [test], setup="")) != 1]
+    assert failed == []
+    check = (
+        'META = {\'a\': 1}\ndef check(f):\n    """Text."""\n    got = f(4)\n    assert got == 2\n'
+        "    for n in range(2, 4):\n        assert f(n * n) == n\n"
+    )
+    assert partial(program(code, check, entry_point="root")) == 1
+    assert read_tests([check], {"entry_point": "root"}).scripts == [
+        {"kind": "do", "source": "META = {'a': 1}"}, {"kind": "do", "source": "_check_got = root(4)"},
+    ]  # fmt: skip
+    for test, gained in (("raise ValueError\nassert root(4) == 2", 0), ("root(4)", 1), ("root(-1)", 0)):
+        assert partial(program(code, [test])) == gained, test
+
+
 def test_what_came_before_a_hang_counts(partial):
     slow = "def add(a, b):\n    while a == 0: pass\n    return a + b"
     assert partial(program(slow, TESTS)) == pytest.approx(1 / 3)
@@ -135,8 +189,16 @@ def test_the_expected_value_is_not_inside(partial):
         "    return any(wanted in text for text in seen)\n"
     )
     assert partial(program(finder, ["assert add(1, 1) == 424242", "assert add(1, 1) is False"])) == 0.5
-    inside = ["assert add(1, 1) is not True or 424242 == sum([])"]  # one that has to be judged inside is found
+    inside = ["while add(1, 1):\n    assert 424242 == sum([])"]  # one that has to be judged inside is found
     assert partial(program(finder, inside)) == 0
+    split = [
+        "assert add(1, 1) is not True or 424242 == sum([])", "assert abs(add(1, 1) - 424242) < 1",
+        "x = add(1, 1)\nassert x == 424242", "for i in range(2):\n    assert add(i, i) == 424242 * i",
+        "assert all(a == 424242 for a in [add(1, 1)])",
+    ]  # fmt: skip
+    for test in split:
+        assert "424242" not in str(read_tests([test], {}).steps + read_tests([test], {}).scripts), test
+    assert partial(program(finder, split[0])) == 1  # it was not found: False is not True
 
 
 def test_bad_arguments():

@@ -68,9 +68,30 @@ def test_what_reaches_out_is_refused(machine):
         "shmget",
         "unshare",
         "io_uring_setup",
+        *(
+            "shmctl",
+            "semop",
+            "semctl",
+            "semtimedop",
+            "msgsnd",
+            "msgrcv",
+            "msgctl",
+            "mq_unlink",
+        ),  # by a number or a name
+        *("sync", "syncfs", "flock"),
     ):
         assert call(name) == errno.EPERM, name
     assert call("clone3") == errno.ENOSYS
+
+
+@pytest.mark.parametrize(
+    ("architecture", "wanted"),
+    [("x86_64", (31, 65, 66, 220, 69, 70, 71, 241)), ("aarch64", (195, 193, 191, 192, 189, 188, 187, 181))],
+)
+def test_numbers_of_messages_and_semaphores(architecture, wanted):
+    """As in the kernel's tables."""
+    names = ("shmctl", "semop", "semctl", "semtimedop", "msgsnd", "msgrcv", "msgctl", "mq_unlink")
+    assert tuple(seccomp.numbers(architecture)[name] for name in names) == wanted
 
 
 def test_what_a_computation_needs_passes(machine):

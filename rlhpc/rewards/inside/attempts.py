@@ -4,9 +4,11 @@
 # ruff: noqa: PTH123
 from __future__ import annotations
 
+import ctypes
 import os
 import resource
 import socket
+import struct
 from collections.abc import Callable
 from typing import Any
 
@@ -66,6 +68,21 @@ def _memory(known: dict[str, Any]) -> None:
     bytearray(known["memory"] + (64 << 20))
 
 
+def _ipc(known: dict[str, Any]) -> None:
+    """Objects of the same user: to know a number or a name is enough."""
+    libc, room = ctypes.CDLL(None, use_errno=True), ctypes.create_string_buffer(512)
+    segment, queue, size = known["ipc"]["segment"], known["ipc"]["queue"], ctypes.c_size_t(8)
+    results = [
+        libc.shmctl(segment, 2, room),  # IPC_STAT
+        libc.msgctl(queue, 2, room),
+        libc.msgrcv(queue, room, size, ctypes.c_long(0), 0o4000),
+        libc.msgsnd(queue, struct.pack("lq", 1, 0), size, 0o4000),
+        libc.mq_unlink(known["ipc"]["name"].encode()) if hasattr(libc, "mq_unlink") else -1,
+    ]
+    if max(results) < 0:
+        raise PermissionError
+
+
 def _unlimited(kind: int) -> Callable[[dict[str, Any]], None]:
     def attempt(known: dict[str, Any]) -> None:
         if resource.getrlimit(kind)[1] != resource.RLIM_INFINITY:
@@ -81,6 +98,7 @@ ATTEMPTS = {
     "reading": _reading,
     "writing": _writing,
     "processes": _processes,
+    "ipc": _ipc,
     "memory": _memory,
     "cpu": _unlimited(resource.RLIMIT_CPU),
     "file size": _unlimited(resource.RLIMIT_FSIZE),

@@ -301,9 +301,9 @@ def _program(
     if text and _seccomp(text):
         have["seccomp"] = "yes"
     missing = sorted(set(job["need"]) - set(have))
-    harness.tell(result, job["nonce"], "have", have)
     if missing:
         raise OSError(f"{', '.join(missing)} could be had before, but not now")
+    harness.tell(result, job["nonce"], "have", have)  # the first record: what comes after it may be the program's
     os.environ.update(HOME=box, TMPDIR=box)
     harness.run(job, result)
 

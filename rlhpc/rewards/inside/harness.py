@@ -1,7 +1,8 @@
 """Runs a program and reports on it, over a pipe, in lines that begin with a number that the program was not told.
 
-What a check of the form `assert f(2) == 4` is about travels as data: the value of `f(2)` goes out, the 4 never comes in. So
-the verdict is made outside, and nothing that the program prints, returns or breaks can stand for it.
+What an assertion such as `assert f(2) == 4` is about travels as data: the value of `f(2)` goes out, the 4 never comes in. So
+the verdict is made outside, and nothing that the program prints, returns or breaks can stand for it. A program that searches
+its process for the number can write lines of its own; for a value that gains it nothing, since it could return that value.
 """
 
 # Raw calls are the subject here, and pathlib would make the start slower.
@@ -16,6 +17,7 @@ from typing import Any
 
 _MOST_BYTES = 1 << 20
 _DEEPEST = 40
+_MOST_ITEMS = 1 << 17
 # Taken before the program can put something else in their place.
 _run, _evaluate, _compile, _write, _dumps = exec, eval, compile, os.write, json.dumps
 
@@ -50,6 +52,8 @@ def encode(value: Any, depth: int = 0) -> Any:
             return {key: [encode(item, depth + 1) for item in value]}
     if isinstance(value, dict):
         return {"d": [[encode(key, depth + 1), encode(item, depth + 1)] for key, item in value.items()]}
+    if hasattr(type(value), "__next__"):
+        return {"g": [encode(item, depth + 1) for _, item in zip(range(_MOST_ITEMS), value, strict=False)]}
     module, name = type(value).__module__, type(value).__name__
     if module == "fractions" and name == "Fraction":
         return {"q": [hex(value.numerator), hex(value.denominator)]}
