@@ -37,7 +37,7 @@ $(VENV)/.setup-robot: $(STAMP)
 	@touch $@
 
 quickstart: setup  ## train, evaluate, export and report a first policy (RUN=configs/….yaml for another)
-	snakemake --profile profiles/local --config run=$(RUN)
+	rlhpc run $(RUN)
 
 test: setup  ## the tests (PYTEST_ARGS=… for some of them)
 	pytest $(PYTEST_ARGS)
@@ -46,8 +46,7 @@ demo-llm: setup-llm  ## a language model from nothing: SFT, then GRPO, at three 
 	python -m bench.demo_llm --seeds $(SEEDS)
 
 demo-robot: setup-robot  ## a robot arm pushes a cube: demonstrations, a policy from them, evaluation, a film
-	snakemake --profile profiles/local --config run=configs/embodied/push_cube_bc.yaml \
-	    overrides="runner.name=demo_robot env.eval.video_episodes=4"
+	rlhpc run configs/embodied/push_cube_bc.yaml runner.name=demo_robot env.eval.video_episodes=4
 
 test-slurm: setup  ## the tests on a real Slurm, which they bring up (tests/slurm/install.sh installs it)
 	pytest -m slurm tests/slurm $(PYTEST_ARGS)

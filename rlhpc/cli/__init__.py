@@ -8,7 +8,7 @@ import sys
 import traceback
 from collections.abc import Sequence
 
-from rlhpc.cli import doctor, policies, replay, start, watch
+from rlhpc.cli import doctor, policies, replay, run, start, watch
 from rlhpc.cli.parser import TopParser, add_command
 from rlhpc.runtime.errors import RlhpcError
 
@@ -16,7 +16,7 @@ __all__ = ["build_parser", "main", "parse"]
 
 #: How `rlhpc --help` shows the commands.
 GROUPS = {
-    "Train": ("plan", "train", "submit", "cancel"),
+    "Train": ("run", "plan", "train", "submit", "cancel"),
     "Look at a run": ("status", "logs", "report", "compare"),
     "Use a policy": ("eval", "record", "convert"),
     "Data": ("replay", "dagger"),
@@ -27,7 +27,7 @@ GROUPS = {
 def build_parser() -> TopParser:
     """The command line."""
     parser = TopParser(GROUPS)
-    for part in (start, watch, policies, replay, doctor):
+    for part in (run, start, watch, policies, replay, doctor):
         part.add_commands(parser.subparsers)
 
     def help_(args: argparse.Namespace) -> int:
@@ -48,7 +48,12 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = build_parser()
     words = sys.argv[1:] if argv is None else list(argv)
     parser.check_command(words)
+    further: list[str] = []
+    if words and words[0] == "run" and "--" in words:  # the rest is Snakemake's
+        cut = words.index("--")
+        words, further = words[:cut], words[cut + 1 :]
     args, rest = parser.parse_known_args(words)
+    args.further = further
     unknown = [word for word in rest if word.startswith("-") or "=" not in word]
     if unknown:
         parser.error(f"unknown argument{'s' if len(unknown) > 1 else ''}: {' '.join(unknown)}")
@@ -65,8 +70,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"rlhpc: error: {error}", file=sys.stderr)
         return error.exit_code
     except KeyboardInterrupt:
-        hint = "a run that was training goes on from its last checkpoint with runner.resume_dir=auto"
-        print(f"rlhpc: interrupted; {hint}", file=sys.stderr)
+        print("rlhpc: interrupted", file=sys.stderr)
         return 130
     except BrokenPipeError:
         return 141

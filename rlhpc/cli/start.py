@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
+import shlex
+import sys
 from typing import Any
 
 from rlhpc.cli.named import run_paths
@@ -47,7 +50,31 @@ def _train(args: argparse.Namespace) -> int:
         raise ConfigError(f"--segment is {args.segment}; the run has segments 0 to {cfg.runner.segments - 1}")
     from rlhpc.runners.train import train
 
-    return int(train(cfg, segment=args.segment)["exit_code"])
+    try:
+        code = int(train(cfg, segment=args.segment)["exit_code"])
+    except KeyboardInterrupt:
+        code = 130
+    if code != 0:
+        print(_stopped(args, cfg), file=sys.stderr)
+    return code
+
+
+def _stopped(args: argparse.Namespace, cfg: Any) -> str:
+    """What is told of a run that was asked to end: what is saved, and how to go on."""
+    from rlhpc.config import total_steps
+    from rlhpc.runtime.launch.signals import MAX_RESTARTS
+
+    paths = RunPaths.of(cfg.runner.run_dir, cfg.runner.name)
+    steps = [step for step, path in paths.checkpoint_steps() if (path / "COMPLETE").is_file()]
+    saved = f"saved up to step {steps[-1]} of {total_steps(cfg)} in {paths.root}" if steps else "nothing is saved yet"
+    told = f"rlhpc: interrupted; {saved}"
+    if MAX_RESTARTS in os.environ:
+        return told  # a job: who submitted it says how to go on
+    words = ["rlhpc", "train", args.config, *(w for w in args.overrides if not w.startswith("runner.resume_dir="))]
+    words += (
+        ["--segment", str(args.segment)] if args.segment is not None else ["runner.resume_dir=auto"] if steps else []
+    )
+    return f"{told}\nrlhpc: go on: {shlex.join(words)}"
 
 
 def _submit(args: argparse.Namespace) -> int:

@@ -2,15 +2,46 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import TextIO
 
 from tqdm import tqdm
 
 Clock = Callable[[], float]
 _BAR = "{desc} {percentage:3.0f}%|{bar}| {unit} {n_fmt}/{total_fmt} [{elapsed}, ETA {remaining}{postfix}]"
+
+
+@contextlib.contextmanager
+def quiet_terminal() -> Iterator[None]:
+    """While it is open the terminal does not print `^C` into what is shown there; nothing where there is no terminal."""
+    import termios
+
+    try:
+        fd = sys.stdin.fileno()
+        before = termios.tcgetattr(fd)
+        foreground = os.tcgetpgrp(fd) == os.getpgrp()
+    except (OSError, ValueError, AttributeError, termios.error):
+        foreground = False
+    if not foreground:  # from the background, setting it would stop the process
+        yield
+        return
+    quiet = list(before)
+    quiet[3] &= ~termios.ECHOCTL
+    termios.tcsetattr(fd, termios.TCSADRAIN, quiet)
+    try:
+        yield
+    finally:
+        with contextlib.suppress(OSError, termios.error):
+            if os.tcgetpgrp(fd) == os.getpgrp():
+                termios.tcsetattr(fd, termios.TCSADRAIN, before)
+
+
+#: What is shown of a step, in this order.
+_ORDER = ("return", "eval", "reward", "accuracy", "loss", "tokens", "rate")
 
 
 class ProgressBar:
@@ -48,7 +79,9 @@ class ProgressBar:
         self._facts: dict[str, str] = {}
         self._unprinted = False
         self._bar: tqdm | None = None
+        self._quiet = contextlib.ExitStack()
         if self._stream.isatty():
+            self._quiet.enter_context(quiet_terminal())
             self._bar = tqdm(
                 total=total,
                 initial=initial,
@@ -66,7 +99,8 @@ class ProgressBar:
             step: Global step.
             metrics: The step's row; train/episode_return, time/env_steps_per_s and eval/return_mean are shown.
         """
-        self._facts.update(_facts(metrics or {}))
+        known = self._facts | _facts(metrics or {})
+        self._facts = {name: known[name] for name in _ORDER if name in known}
         if self._bar is not None:
             self._bar.set_postfix_str(", ".join(self._facts.values()), refresh=False)
             self._bar.update(step - self._step)
@@ -87,6 +121,7 @@ class ProgressBar:
         if self._bar is not None:
             self._bar.close()
             self._bar = None
+            self._quiet.close()
         elif self._unprinted:
             self._print()
 

@@ -115,7 +115,9 @@ class EmbodiedActor(Worker):
         self.sync = make_sync(
             str(cfg.rollout.weight_sync), self, (slots.actor_name, 0), receivers, str(cfg.rollout.weight_delta)
         )
-        return sum(p.numel() for p in self.policy.parameters() if p.requires_grad)
+        trained = sum(p.numel() for p in self.policy.parameters() if p.requires_grad)
+        self.log.info("trains %d parameters of %s on %s", trained, cfg.actor.model.model_type, self.device)
+        return trained
 
     def start_from(self, folder: str) -> None:
         """Takes over the weights of a checkpoint or an export; optimizer and counters stay fresh."""

@@ -118,6 +118,10 @@ class BcActor(EmbodiedActor):
             check_fit(trajectory, observation_space, action_space)
         self._keep(trajectories)
         parameters = float(sum(p.numel() for p in self.policy.parameters() if p.requires_grad))
+        self.log.info(
+            "clones %d episodes with %d parameters of %s on %s", self.episodes, parameters, cfg.actor.model.model_type,
+            self.device,
+        )  # fmt: skip
         return {"parameters": parameters, "episodes": float(self.episodes), "transitions": float(self.total)}
 
     def _keep(self, trajectories: Sequence[Trajectory]) -> None:

@@ -45,6 +45,8 @@ class EnvWorker(Worker):
         self.obs: list[Obs] = [as_arrays(env.reset()[0]) for env in self.envs]
         self.peers = [slots.rollouts_of(stage, self.rank) for stage in range(slots.stages)]
         first = self.envs[0]
+        count = sum(map(len, self.shares))
+        self.log.info("simulates %d of %d slots of %s", count, slots.num_envs, cfg.env_id)
         return {
             "observation_space": first.observation_space,
             "action_space": first.action_space,

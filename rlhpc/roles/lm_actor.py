@@ -69,6 +69,8 @@ class LanguageActor(Worker):
         self._forget_sent()
         if prompts is None:
             self._open_demonstrations()
+        self.log.info("trains %s parameters of %s by %s", self.backend.parameters_trained, cfg.actor.model.model_path,
+                      cfg.actor.training_backend)  # fmt: skip
         return {"parameters": self.backend.parameters_trained}
 
     def connect(self) -> None:

@@ -87,6 +87,8 @@ class LanguageRolloutWorker(Worker):
         self.generation = make_generation(cfg, self.backend, self.tokenizer)
         self.judges = make_reward(cfg.reward)
         self._clear(0)
+        self.log.info("answers with %s by %s on %s; %d problems", path, cfg.rollout.rollout_backend, own_device(self),
+                      len(self.dataset))  # fmt: skip
         return {"problems": len(self.dataset)}
 
     def connect(self) -> None:

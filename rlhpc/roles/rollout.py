@@ -81,6 +81,8 @@ class MultiStepRolloutWorker(Worker):
             receivers,
             str(self.cfg.rollout.weight_delta),
         )
+        model, count = self.cfg.actor.model.model_type, sum(map(len, self.shares))
+        self.log.info("acts with %s on %s for %d of %d slots", model, self.device, count, slots.num_envs)
 
     def connect(self, slots: SlotMap) -> None:
         """Connects to the channels, once the driver has created them; again, with a new map, after other ranks died."""

@@ -194,6 +194,7 @@ class Runner:
                 self._check_walltime()
                 if self.stop.requested:
                     self.stop_reason = "signal"
+                    bar.message(f"rlhpc: {self.stop.reason}: saving step {self.step}; Ctrl-C again ends at once")
                     break
                 row = self._timed_step()
                 if "first_step" not in folder.marks:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from typing import TYPE_CHECKING, Any
 
 from rlhpc.runtime.comm import p2p
@@ -50,6 +51,12 @@ class Worker:
         self.accelerators: tuple[int, ...] = spec.accelerators if spec else ()
         self.log = logging.getLogger(type(self).__module__)
         self._collectives = Collectives(self.group_name, self.rank, self.world_size, spec)
+        if spec is not None:
+            where = f"accelerators {', '.join(map(str, spec.accelerators))}" if spec.accelerators else "no accelerator"
+            self.log.info(
+                "%s: rank %d of %d on %s, pid %d, %s, threads %s", type(self).__name__, self.rank, self.world_size, self.node,
+                os.getpid(), where, os.environ.get("OMP_NUM_THREADS", "as it likes"),
+            )  # fmt: skip
 
     @classmethod
     def create_group(cls, *args: Any, **kwargs: Any) -> WorkerGroup:

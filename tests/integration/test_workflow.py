@@ -18,6 +18,7 @@ import pytest
 from safetensors import safe_open
 
 ROOT = Path(__file__).resolve().parents[2]
+QUICKSTART = str(ROOT / "configs" / "quickstart.yaml")
 SMALL = (
     "runner.segments=2 runner.max_steps=4 runner.save_interval=-1 runner.logger.logger_backends=[jsonl] "
     "env.train.num_envs=4 env.eval.num_envs=2 env.eval.num_episodes=4 "
@@ -50,10 +51,30 @@ def snakemake(folder: Path, *more: str, code: int = 0, **options: Any) -> str:
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """The working directory of a run of two segments that went through."""
+    """The working directory of a run of two segments that went through, by the short command and without a terminal."""
     folder = tmp_path_factory.mktemp("workflow")
-    snakemake(folder)
+    done = subprocess.run(
+        [sys.executable, "-m", "rlhpc.cli", "run", QUICKSTART, *SMALL.split(), "--", "--config", "retries=0"],
+        cwd=folder, capture_output=True, text=True, timeout=240, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    (folder / "said.txt").write_text(done.stdout)
+    (folder / "shown.txt").write_text(done.stderr)
     yield folder
+
+
+def test_the_short_command_says_what_happens_and_how_it_ended(whole: Path) -> None:
+    shown, said = (whole / "shown.txt").read_text().splitlines(), (whole / "said.txt").read_text()
+    assert "runs/quickstart/logs/workflow/snakemake.log" in shown[0]
+    for phase in ("planning", "starting processes", "exporting the policy", "evaluating checkpoint 4"):
+        assert shown.count(f"  {phase}") == 1, shown
+    bar = [line for line in shown if line.startswith("quickstart: step ")]
+    assert bar[-1].startswith("quickstart: step 4/4, return ") and len(shown) < 15
+    result = json.loads((whole / "runs/quickstart/eval/global_step_4/default.json").read_text())
+    low, high = result["return_ci95"]
+    assert f"mean return {result['return_mean']:.1f} (95 % interval {low:.1f} to {high:.1f}) over 4 episodes" in said
+    assert "report  runs/quickstart/report/index.html\n" in said and "rlhpc status runs/quickstart" in said
+    assert '"state"' not in said + "".join(shown)
 
 
 def test_lint() -> None:

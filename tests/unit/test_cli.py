@@ -15,7 +15,7 @@ from rlhpc.runtime.errors import CheckpointError, RendezvousTimeout
 from rlhpc.runtime.paths import RunPaths
 
 QUICKSTART = str(Path(__file__).resolve().parents[2] / "configs" / "quickstart.yaml")
-COMMANDS = ("plan", "train", "submit", "cancel", "status", "logs", "eval", "convert", "report")
+COMMANDS = ("run", "plan", "train", "submit", "cancel", "status", "logs", "eval", "convert", "report")
 
 
 @pytest.mark.parametrize("words", [["--help"], ["--version"], ["train", "--help"]], ids=" ".join)
@@ -106,7 +106,7 @@ class TestEndings:
 
     def test_interrupted(self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
         assert run_with(KeyboardInterrupt(), monkeypatch) == 130
-        assert "resume_dir=auto" in capsys.readouterr().err
+        assert capsys.readouterr().err == "rlhpc: interrupted\n"
 
     def test_unexpected(self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
         monkeypatch.delenv("RLHPC_DEBUG", raising=False)

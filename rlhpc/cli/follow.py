@@ -1,0 +1,298 @@
+"""What `rlhpc run` shows of a workflow: one bar for all of a run's training, and what happens before and after it by name.
+
+Snakemake's words go to a file. Its lines say which rule runs; how far training is, the run's own metrics say.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import re
+import sys
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TextIO
+
+from rlhpc.metrics.progress import ProgressBar
+from rlhpc.runtime.paths import RunPaths
+
+#: What a rule does, in words. `{step}` and `{suite}` are its wildcards.
+_WORDS = {
+    "prepare": "planning",
+    "sft": "starting the processes of the SFT run",
+    "convert_sft": "exporting the SFT model",
+    "demos": "recording demonstrations",
+    "train_segment": "starting processes",
+    "eval": "evaluating checkpoint {step}",
+    "eval_start": "evaluating the start",
+    "record": "recording episodes",
+    "convert": "exporting the policy",
+    "report": "writing the report",
+}
+_TRAINING = {"sft": "sft", "train_segment": "run"}
+_RULE = re.compile(r"^(?:local)?(?:rule|checkpoint) (\w+):$")
+_FINISHED = re.compile(r"^Finished jobid: \d+ \(Rule: (\w+)\)")
+_FAILED = re.compile(r"^Error in (?:rule|checkpoint) (\w+)")
+_LOG = re.compile(r"^ +log: (\S+)")
+_WAITS = re.compile(r"^rlhpc: (segment \d+: Slurm job .*)$")
+#: Seconds between lines where the output is no terminal.
+_SELDOM_S = 30.0
+
+
+@dataclass
+class Job:
+    """A rule that runs or has failed.
+
+    Attributes:
+        rule: Its name.
+        wildcards: Of its files.
+        log: What its command writes.
+    """
+
+    rule: str
+    wildcards: dict[str, str] = field(default_factory=dict)
+    log: Path | None = None
+
+    def words(self) -> str:
+        """What it does; a suite of evaluations is named unless it is the default one."""
+        text = _WORDS.get(self.rule, self.rule.replace("_", " "))
+        text = text.format(step=self.wildcards.get("step", ""), suite=self.wildcards.get("suite", "")).rstrip()
+        suite = self.wildcards.get("suite", "default")
+        return text if suite == "default" else f"{text}, {suite}"
+
+
+class WorkflowLog:
+    """Reads what Snakemake says, as it grows.
+
+    Attributes:
+        started: Jobs that began since the last `read`.
+        running: Rules that run, each with how many jobs.
+        failed: Jobs that failed, in the order of their failures.
+        waiting: The last line about a job of the batch system.
+    """
+
+    def __init__(self, path: Path, folder: Path) -> None:
+        self._path, self._folder, self._at = path, folder, 0
+        self._block: Job | None = None
+        self._failing = False
+        self.started: list[Job] = []
+        self.running: dict[str, int] = {}
+        self.failed: list[Job] = []
+        self.waiting = ""
+
+    def read(self) -> list[Job]:
+        """Takes in what is new; returns the jobs that started."""
+        self.started = []
+        try:
+            with self._path.open("rb") as file:
+                file.seek(self._at)
+                data = file.read()
+        except OSError:
+            return []
+        whole = data.rpartition(b"\n")[0]
+        self._at += len(whole) + (1 if whole or data.startswith(b"\n") else 0)
+        for line in whole.decode("utf-8", "replace").split("\n"):
+            self._line(line)
+        return self.started
+
+    def _line(self, line: str) -> None:
+        if found := _RULE.match(line):
+            self._end_block()
+            self._block, self._failing = Job(found[1]), False
+        elif found := _FAILED.match(line):
+            self._end_block()
+            self._block, self._failing = Job(found[1]), True
+        elif found := _FINISHED.match(line):
+            self._count(found[1], -1)
+        elif found := _WAITS.match(line):
+            self.waiting = found[1]
+        elif self._block is not None and (found := _LOG.match(line)):
+            self._block.log = self._folder / found[1].rstrip(",")
+        elif self._block is not None and line.strip().startswith("wildcards: "):
+            pairs = (pair.partition("=") for pair in line.split(": ", 1)[1].split(", "))
+            self._block.wildcards = {name: value for name, _, value in pairs}
+        elif not line.strip():
+            self._end_block()
+
+    def _end_block(self) -> None:
+        job, self._block = self._block, None
+        if job is None or job.rule == "all":
+            return
+        if self._failing:
+            self.failed.append(job)
+            self._count(job.rule, -1)
+        else:
+            self.started.append(job)
+            self._count(job.rule, 1)
+
+    def _count(self, rule: str, change: int) -> None:
+        self.running[rule] = max(0, self.running.get(rule, 0) + change)
+
+
+@dataclass
+class Track:
+    """A training run that is followed.
+
+    Attributes:
+        name: Shown in front of the bar.
+        paths: Its folder.
+        total: Steps of the whole run.
+    """
+
+    name: str
+    paths: RunPaths
+    total: int
+
+    def row(self) -> dict[str, Any]:
+        """The last row of its metrics, with the mean return of its last evaluation as `eval/return_mean`."""
+        row = last_row(self.paths.metrics)
+        results = sorted(self.paths.eval.glob("global_step_*/default.json"), key=lambda path: path.stat().st_mtime)
+        if row and results:
+            with contextlib.suppress(OSError, ValueError):
+                row.setdefault("eval/return_mean", json.loads(results[-1].read_text()).get("return_mean"))
+        return {name: value for name, value in row.items() if isinstance(value, int | float)}
+
+
+def last_row(path: Path, size: int = 1 << 16) -> dict[str, Any]:
+    """The last complete row of a metrics file; empty where there is none."""
+    try:
+        with path.open("rb") as file:
+            end = file.seek(0, 2)
+            file.seek(max(0, end - size))
+            lines = file.read().split(b"\n")[:-1]
+        row = json.loads(lines[-1]) if lines else {}
+    except (OSError, ValueError):
+        return {}
+    return row if isinstance(row, dict) and isinstance(row.get("step"), int) else {}
+
+
+class Follower:
+    """Shows a workflow on a terminal, or in few lines in a file.
+
+    Args:
+        log: What Snakemake says.
+        tracks: Training runs by the names in `_TRAINING`.
+        stream: stderr by default.
+    """
+
+    def __init__(self, log: WorkflowLog, tracks: dict[str, Track], stream: TextIO | None = None) -> None:
+        self._log, self._tracks = log, tracks
+        self._out = stream or sys.stderr
+        self._live = self._out.isatty()
+        self._bar: ProgressBar | None = None
+        self._track = ""
+        self._before = {name: last_row(track.paths.metrics) for name, track in tracks.items()}
+        self._job: Job | None = None
+        self._said: set[str] = set()
+        self._open = False
+        self._begun = time.monotonic()
+
+    def look(self) -> None:
+        """Takes in what has changed and shows it."""
+        for job in self._log.read():
+            if (track := _TRAINING.get(job.rule)) in self._tracks:
+                if track != self._track:
+                    self._close_bar()
+                    self._track = str(track)
+                    self._phase(job)
+            elif self._bar is None:
+                self._phase(job)
+            else:
+                self._job = job
+        self._train()
+        if self._bar is None:
+            self._detail()
+
+    def _train(self) -> None:
+        track = self._tracks.get(self._track)
+        if track is None:
+            return
+        row = track.row()
+        step = int(row.get("step", 0))
+        moved = row and row.get("time/wall_s") != self._before[self._track].get("time/wall_s")
+        if self._bar is None and moved and self._training():
+            self._end_line()
+            self._bar = ProgressBar(
+                track.total, max(step - 1, 0), name=track.name, stream=self._out, interval_s=_SELDOM_S
+            )
+        if self._bar is None:
+            return
+        self._bar.update(step, row)
+        if not self._training() and not self._more():
+            self._close_bar()
+            if self._job is not None:
+                self._phase(self._job)
+
+    def _training(self) -> bool:
+        return any(self._log.running.get(rule) for rule, track in _TRAINING.items() if track == self._track)
+
+    def _more(self) -> bool:
+        """Whether another segment is to come; between two of them no rule trains."""
+        track = self._tracks[self._track]
+        return int(last_row(track.paths.metrics).get("step", 0)) < track.total and not self._log.failed
+
+    def _phase(self, job: Job) -> None:
+        """Names what happens now."""
+        self._job = job
+        text = job.words()
+        if text not in self._said:
+            self._said.add(text)
+            self._end_line()
+            self._out.write(f"  {text}" + ("" if self._live else "\n"))
+            self._open = self._live
+            self._out.flush()
+
+    def _detail(self) -> None:
+        """On a terminal, how far it is: what an evaluation says, or the queue about a job."""
+        if not self._live or self._job is None or not self._open:
+            return
+        text = self._log.waiting if self._job.rule in _TRAINING else ""
+        if self._job.log is not None and not text:
+            try:
+                text = self._job.log.read_text(errors="replace").strip().rpartition("\n")[2]
+            except OSError:
+                text = ""
+            text = text.partition("eval: ")[2]
+        if text:
+            self._out.write(f"\r\x1b[2K  {self._job.words()}: {text[:90]}")
+            self._out.flush()
+
+    def _end_line(self) -> None:
+        if self._open:
+            self._out.write("\n")
+            self._open = False
+
+    def _close_bar(self) -> None:
+        if self._bar is not None:
+            self._bar.close()
+            self._bar = None
+
+    def close(self) -> None:
+        """Ends the bar or the line."""
+        self.look()
+        self._close_bar()
+        self._end_line()
+        self._out.flush()
+
+
+def real_error(log: WorkflowLog, path: Path, lines: int = 15) -> tuple[str, Path]:
+    """What went wrong first, and the file that says it: a failed rule's own log, else Snakemake's."""
+    for job in log.failed:
+        if job.log is not None and job.log.is_file():
+            text = job.log.read_text(errors="replace").strip()
+            if text:
+                return _essence(text, lines), job.log
+    try:
+        text = path.read_text(errors="replace").strip()
+    except OSError:
+        text = ""
+    return _essence(text, lines), path
+
+
+def _essence(text: str, lines: int) -> str:
+    """From the last error of rlhpc or Snakemake on, or the last lines where nobody said which the error is."""
+    found = text.splitlines()
+    starts = [n for n, line in enumerate(found) if re.search(r"rlhpc: error: |^\w*(Error|Exception)\b.*:", line)]
+    begin = starts[-1] if starts else max(0, len(found) - lines)
+    return "\n".join(found[begin : begin + lines])

@@ -1,0 +1,299 @@
+"""`run`: trains, evaluates, exports and reports; short for the Snakemake command, and shows what happens."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from rlhpc.cli.parser import SITE, add_command, add_words
+from rlhpc.runtime.errors import ConfigError, RlhpcError
+from rlhpc.runtime.paths import RunPaths
+
+_EXAMPLES = (
+    "rlhpc run configs/quickstart.yaml",
+    "rlhpc run configs/quickstart.yaml runner.name=second runner.seed=2",
+    "rlhpc run configs/embodied/cartpole_het.yaml --profile slurm --site mycluster",
+    "rlhpc run configs/quickstart.yaml -n",
+    "rlhpc run configs/quickstart.yaml -- --forcerun report",
+)
+_PROJECT = Path(__file__).resolve().parents[2]
+_POLL_S = 0.3
+#: How long a driver may take to save after Ctrl-C.
+_SAVE_S = 600.0
+
+
+class Interrupted(KeyboardInterrupt):
+    """Somebody asked to end.
+
+    Attributes:
+        signum: By which signal.
+    """
+
+    def __init__(self, signum: int) -> None:
+        super().__init__()
+        self.signum = signum
+
+
+def find_part(kind: str, name: str) -> Path:
+    """A file of the workflow: below the working directory, else of the project that this package belongs to.
+
+    Raises:
+        ConfigError: There is none.
+    """
+    places = [Path.cwd() / kind / name, _PROJECT / kind / name]
+    for place in places:
+        if place.exists():
+            return place
+    raise ConfigError(f"there is no {kind}/{name} in {' or '.join(str(place.parents[1]) for place in places)}")
+
+
+def find_profile(name: str) -> str:
+    """The folder of a profile, by path or as one of the project's; else its name, for Snakemake to find.
+
+    Raises:
+        ConfigError: It was given as a path, and there is none.
+    """
+    given = Path(name).expanduser()
+    if given.is_dir():
+        return str(given)
+    if os.sep in name:
+        raise ConfigError(f"--profile is {name}: there is no such folder")
+    with contextlib.suppress(ConfigError):
+        return str(find_part("profiles", name))
+    return name
+
+
+def command_of(args: argparse.Namespace) -> list[str]:
+    """argv of Snakemake."""
+    config = [f"run={args.config}", f"overrides={json.dumps(args.overrides)}"]
+    if args.site:
+        config.append(f"site={args.site}")
+    further = [*args.further]
+    at = further.index("--config") + 1 if "--config" in further else 0  # of several, Snakemake reads the last only
+    further[at:at] = config if at else ["--config", *config, *(["--"] if further[:1] and further[0][0] != "-" else [])]
+    return [
+        sys.executable, "-m", "snakemake", "--snakefile", str(find_part("workflow", "Snakefile")),
+        "--profile", find_profile(args.profile), *(["--dry-run"] if args.dry_run else []), *further,
+    ]  # fmt: skip
+
+
+def same_command(args: argparse.Namespace) -> str:
+    """What to type for the same again. Under make, the user's own PATH may not have rlhpc."""
+    program = "rlhpc"
+    if os.environ.get("MAKELEVEL"):
+        program = os.path.relpath(sys.argv[0]) if Path(sys.argv[0]).is_file() else program
+    words = [program, "run", args.config, *args.overrides]
+    words += ["--profile", args.profile] if args.profile != "local" else []
+    words += ["--site", args.site] if args.site else []
+    return shlex.join([*words, *(["--", *args.further] if args.further else [])])
+
+
+def _run(args: argparse.Namespace) -> int:
+    from rlhpc.config import load_config, total_steps
+
+    cfg = load_config(args.config, args.overrides, site=args.site)
+    command = command_of(args)
+    if args.dry_run:
+        return subprocess.run(command, check=False).returncode
+    from rlhpc.cli.follow import Follower, Track, WorkflowLog, real_error
+
+    paths = RunPaths.of(cfg.runner.run_dir, cfg.runner.name)
+    tracks = {"run": Track(str(cfg.runner.name), paths, total_steps(cfg))}
+    if cfg.workflow.sft:
+        first = load_config(
+            Path(args.config).parent / cfg.workflow.sft, list(cfg.workflow.sft_overrides), site=args.site
+        )
+        own = RunPaths.of(first.runner.run_dir, first.runner.name)
+        tracks["sft"] = Track(str(first.runner.name), own, total_steps(first))
+    path = paths.logs / "workflow" / "snakemake.log"
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(b"")
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be written: {error.strerror}; choose another runner.run_dir") from error
+    say(f"{cfg.runner.name}: {total_steps(cfg)} steps into {near(paths.root)}; Snakemake's own words: {near(path)}")
+    log = WorkflowLog(path, Path.cwd())
+    follower = Follower(log, tracks)
+    begun = time.monotonic()
+    with path.open("ab") as output, _ending(), _quiet_terminal():
+        # a process group of its own: Ctrl-C reaches this process alone, which ends the others in order
+        process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, process_group=0)
+        try:
+            while process.poll() is None:
+                follower.look()
+                time.sleep(_POLL_S)
+            follower.close()
+        except KeyboardInterrupt as stopped:
+            follower.close()
+            return _stop(process, stopped, args, tracks)
+    code = process.returncode
+    if code != 0:
+        text, where = real_error(log, path)
+        print(text or f"Snakemake ended with exit code {code} and said nothing", file=sys.stderr)
+        also = f"; Snakemake's: {near(path)}" if where != path else ""
+        say(
+            f"failed; log: {near(where)}{also}\n  the same command goes on from the last checkpoint: {same_command(args)}"
+        )
+        return code if code > 0 else 128 - code
+    print("\n".join(ending(cfg, paths, args, time.monotonic() - begun)), flush=True)
+    return 0
+
+
+def say(text: str) -> None:
+    """A line for the person at the terminal."""
+    print(f"rlhpc: {text}", file=sys.stderr, flush=True)
+
+
+def near(path: Path) -> str:
+    """The path as seen from the working directory, where it lies below it."""
+    return str(path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path)
+
+
+def ending(cfg: Any, paths: RunPaths, args: argparse.Namespace, seconds: float) -> list[str]:
+    """What is told of a finished run: its result, its files, what to type next."""
+    from rlhpc.runtime.launch.claim import read_json
+    from rlhpc.runtime.launch.status import duration
+
+    done = [record for path in paths.segments.glob("*.json") if (record := read_json(path))]
+    step = max((int(record["global_step"]) for record in done), default=0)
+    suite = next(iter(cfg.workflow.eval_suites), "default")
+    result = read_json(paths.eval_result(step, suite)) or {}
+    program = same_command(args).split(" run ", 1)[0]
+    run = shlex.quote(near(paths.root))
+    lines = ["", f"{cfg.runner.name}: done in {duration(seconds)}{', ' if result else ''}{describe_result(result)}"]
+    lines.append(f"  report  {near(paths.report)}")
+    if (paths.export(step)).is_dir():
+        lines.append(f"  policy  {near(paths.export(step))}")
+    config = shlex.quote(args.config)
+    lines += [
+        "next",
+        f"  {program} status {run}",
+        f"  {program} eval --run {run} --suite again" + (" --episodes 20" if "return_mean" in result else ""),
+        f"  {program} run {config} runner.name={shlex.quote(cfg.runner.name + '-2')} runner.seed={int(cfg.runner.seed) + 1}",
+    ]
+    return lines
+
+
+def describe_result(result: dict[str, Any]) -> str:
+    """An evaluation in a few words, with its interval."""
+    if "return_mean" in result:
+        low, high = result["return_ci95"]
+        text = f"mean return {result['return_mean']:.1f} (95 % interval {low:.1f} to {high:.1f})"
+        if "success_once" in result:
+            low, high = result["success_once_ci95"]
+            text += f", success {result['success_once']:.0%} ({low:.0%} to {high:.0%})"
+        return f"{text} over {result['episodes']} episodes of {result['env_id']}"
+    if "accuracy" in result:
+        low, high = result["accuracy_ci95"]
+        return f"accuracy {result['accuracy']:.1%} (95 % interval {low:.1%} to {high:.1%}) on {result['n']} problems"
+    return ""
+
+
+# -- ending early -----------------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def _ending() -> Iterator[None]:
+    """SIGTERM and SIGHUP end as Ctrl-C does: Snakemake must not be left behind."""
+
+    def handle(signum: int, frame: object) -> None:
+        raise Interrupted(signum)
+
+    before = {number: signal.signal(number, handle) for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _quiet_terminal() -> contextlib.AbstractContextManager[None]:
+    from rlhpc.metrics.progress import quiet_terminal
+
+    return quiet_terminal()
+
+
+def _stop(
+    process: subprocess.Popen[bytes], stopped: KeyboardInterrupt, args: argparse.Namespace, tracks: dict[str, Any]
+) -> int:
+    """Ends Snakemake and the jobs of this machine; says what is saved and how to go on."""
+    signum = stopped.signum if isinstance(stopped, Interrupted) else signal.SIGINT
+    say("interrupted: saving; Ctrl-C again ends at once")
+    hurried = False
+    try:
+        _end_group(process)
+        for track in tracks.values():
+            for text in _end_local(track.paths):
+                say(text)
+    except KeyboardInterrupt:
+        hurried = True
+        _end_group(process, at_once=True)
+        for track in tracks.values():
+            with contextlib.suppress(KeyboardInterrupt):
+                _end_local(track.paths, grace_s=0.0)
+    except RlhpcError as error:
+        say(f"error: {error}")
+    track = tracks["run"]
+    from rlhpc.runtime.launch.status import run_state
+
+    steps = [step for step, path in track.paths.checkpoint_steps() if (path / "COMPLETE").exists()]
+    saved = (
+        f"saved up to step {steps[-1]} of {track.total} in {near(track.paths.root)}"
+        if steps
+        else "nothing is saved yet"
+    )
+    if not hurried and run_state(track.paths)[0] in ("running", "waiting"):
+        say(f"interrupted; its job goes on ({saved})")
+        say(f"stop it: rlhpc cancel {shlex.quote(near(track.paths.root))}")
+    else:
+        say(f"interrupted; {saved}")
+    say(f"go on: {same_command(args)}")
+    return 128 + signum
+
+
+def _end_group(process: subprocess.Popen[bytes], *, at_once: bool = False) -> None:
+    """Ctrl-C for Snakemake and the commands that it runs; harder if they stay."""
+    for number, patience in () if at_once else ((signal.SIGINT, 20.0), (signal.SIGTERM, 10.0)):
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, number)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(patience)
+            return
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+
+
+def _end_local(paths: RunPaths, grace_s: float = _SAVE_S) -> list[str]:
+    """Ends the run's driver where it is a process of this machine; a job of the cluster goes on."""
+    from rlhpc.runtime.launch.claim import read_json
+    from rlhpc.runtime.launch.submit import cancel
+
+    records = [read_json(path) or {} for path in paths.submit.glob("segment_?*.json") if path.stem[8:].isdigit()]
+    if not any(record.get("executor") == "local" for record in records):
+        return []
+    return cancel(paths, grace_s=grace_s)
+
+
+def add_commands(commands: Any) -> None:
+    """Declares it."""
+    run = add_command(
+        commands, "run", _run, "train, evaluate, export and report, by Snakemake; shows what happens", _EXAMPLES
+    )  # fmt: skip
+    add_words(run, config="YAML file of the run")
+    run.add_argument(
+        "--profile", default="local", help="profile of Snakemake: local, slurm, slurm-no-accounting, or a folder "
+        "(default: local)",
+    )  # fmt: skip
+    run.add_argument("--site", help=SITE)
+    run.add_argument("-n", "--dry-run", action="store_true", help="show what would be done")
