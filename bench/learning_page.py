@@ -1,4 +1,4 @@
-"""`results/learning.png` and `results/learning.md` from the results of `bench.learning`."""
+"""`results/learning.svg` and `results/learning.md` from the results of `bench.learning`."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from bench.learning_cases import CASES
+from rlhpc.metrics.svg import SMALL, Line, beside, line_chart, standalone
 
-COLOURS = {"rlhpc": "#1f77b4", "single_process": "#d95f02"}
+COLOURS = {"rlhpc": 0, "single_process": 1}
 NAMES = {"rlhpc": "rlhpc", "single_process": "one process"}
 
 
@@ -22,41 +23,26 @@ def _panels(results: Sequence[dict[str, Any]]) -> list[tuple[dict[str, Any], str
     return [(result, measure) for result in results for measure in result["compared"]]
 
 
+def panel(result: dict[str, Any], measure: str) -> str:
+    """Mean and band from lowest to highest seed of both sides."""
+    width = result["env_steps"] / result["spans"]
+    lines = []
+    for side, color in COLOURS.items():
+        curves = _curves(result, side, measure)
+        at = [i for i in range(result["spans"]) if all(curve[i] is not None for curve in curves)]
+        columns = [[float(curve[i] or 0.0) for curve in curves] for i in at]
+        x, mean = [(i + 1) * width for i in at], [statistics.mean(column) for column in columns]
+        low, high = [min(column) for column in columns], [max(column) for column in columns]
+        lines.append(Line(NAMES[side], x, mean, low, high, color=color, band=True))
+    label = {"return": "return of training episodes", "success": "success, once in an episode"}[measure]
+    seeds = len(_curves(result, "rlhpc", measure))
+    return line_chart(f"{result['title']}, {seeds} seeds", "environment steps", label, lines, SMALL)
+
+
 def draw(results: Sequence[dict[str, Any]], path: Path) -> None:
-    """Mean and band from lowest to highest seed, a panel for each case and measure."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    panels = _panels(results)
-    columns = min(3, len(panels))
-    rows = -(-len(panels) // columns)
-    figure, axes = pyplot.subplots(rows, columns, figsize=(5 * columns, 3.6 * rows), squeeze=False)
-    for axis in axes.flat[len(panels) :]:
-        axis.axis("off")
-    for axis, (result, measure) in zip(axes.flat, panels, strict=False):
-        width = result["env_steps"] / result["spans"]
-        for side, colour in COLOURS.items():
-            curves = _curves(result, side, measure)
-            at = [i for i in range(result["spans"]) if all(curve[i] is not None for curve in curves)]
-            x = [(i + 1) * width / 1000 for i in at]
-            columns_at = [[curve[i] for curve in curves] for i in at]
-            axis.plot(x, [statistics.mean(column) for column in columns_at], color=colour, label=NAMES[side])
-            axis.fill_between(
-                x, [min(c) for c in columns_at], [max(c) for c in columns_at], color=colour, alpha=0.2, lw=0
-            )
-        seeds = len(_curves(result, "rlhpc", measure))
-        axis.set_title(f"{result['title']}, {seeds} seeds", fontsize=9)
-        axis.set_xlabel("thousand environment steps", fontsize=8)
-        axis.set_ylabel(
-            {"return": "return of training episodes", "success": "success, once in an episode"}[measure], fontsize=8
-        )
-        axis.tick_params(labelsize=8)
-        axis.legend(fontsize=8)
-    figure.tight_layout()
-    figure.savefig(path, dpi=110)
-    pyplot.close(figure)
+    """One drawing with a panel for each case and measure."""
+    charts = [panel(result, measure) for result, measure in _panels(results)]
+    path.write_text(standalone(beside(charts, SMALL, columns=3)))
 
 
 def table(results: Sequence[dict[str, Any]]) -> str:
@@ -84,7 +70,7 @@ def write_page(folder: Path) -> Path:
     """Draws all results in `folder`."""
     found = {name: folder / f"learning_{name}.json" for name in CASES}
     results = {name: json.loads(path.read_text()) for name, path in found.items() if path.is_file()}
-    draw([*results.values()], folder / "learning.png")
+    draw([*results.values()], folder / "learning.svg")
     notes = "\n".join(
         f"- {result['title']} (`{result['command']}`): {result.get('note', CASES[name].note)}"
         for name, result in results.items()
@@ -94,6 +80,6 @@ def write_page(folder: Path) -> Path:
         "# Learning curves beside single-process loops\n\n"
         "Written by `python -m bench.learning --page` from `learning_<case>.json`; the criterion is in `bench/learning.py`.\n"
         "Lines are means over seeds, bands go from the lowest to the highest.\n\n"
-        f"![learning curves](learning.png)\n\n{table([*results.values()])}\n\n{notes}\n"
+        f"![learning curves](learning.svg)\n\n{table([*results.values()])}\n\n{notes}\n"
     )
     return path

@@ -5,14 +5,14 @@ python -m bench.page
 
 from __future__ import annotations
 
-import io
 import json
 from collections.abc import Iterator, Mapping
 from html import escape
 from typing import Any
 
 from bench.machine import RESULTS
-from rlhpc.metrics.page import facts, page, section, table
+from rlhpc.metrics.bars import log_bars
+from rlhpc.metrics.page import facts, figures, page, section, table
 from rlhpc.metrics.svg import Line, line_chart, number
 
 TITLES = {
@@ -32,7 +32,7 @@ TITLES = {
     "demo_llm": "The language model demonstration",
     "robot": "From demonstrations to RL",
 }
-_COLORS = {"limit": "#7f8796", "rlhpc": "#2f6fde", "Ray": "#e07b1a"}
+_COLORS = {"limit": 7, "rlhpc": 0, "Ray": 1}  # of the palette
 
 
 def leaves(content: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], dict[str, float]]]:
@@ -45,45 +45,9 @@ def leaves(content: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str
             yield from leaves(inner, (*path, str(name)))
 
 
-def log_bars(title: str, rows: Mapping[str, Mapping[str, tuple[float, float, float]]], unit: str) -> str:
-    """Bars on a logarithmic axis, with the spread; one group a row."""
-    import matplotlib
-
-    matplotlib.use("svg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(figsize=(7, 0.5 + 0.62 * len(rows)))
-    names = list(rows)
-    for y, name in enumerate(names):
-        found = rows[name]
-        height = 0.8 / len(found)
-        for i, (who, (low, middle, high)) in enumerate(found.items()):
-            at = y + (i - (len(found) - 1) / 2) * height
-            spread = [[max(middle - low, 0.0)], [max(high - middle, 0.0)]]
-            axes.barh(at, middle, height * 0.9, xerr=spread, color=_COLORS[who], ecolor="#64708588", label=who)
-            axes.annotate(f" {number(middle)}", (high, at), va="center", fontsize=8, color="#647085")
-    axes.set_yticks(range(len(names)), names, fontsize=9)
-    axes.invert_yaxis()
-    axes.set_xscale("log")
-    axes.set_xlabel(unit, fontsize=9)
-    axes.margins(x=0.15)
-    handles = dict(zip(*reversed(axes.get_legend_handles_labels()), strict=True))
-    axes.legend(handles.values(), handles.keys(), fontsize=8, frameon=False, labelcolor="#647085")
-    axes.tick_params(colors="#647085", labelsize=8)
-    axes.xaxis.label.set_color("#647085")
-    for spine in axes.spines.values():
-        spine.set_color("#64708555")
-    axes.set_title(title, fontsize=10, color="#647085", loc="left")
-    out = io.StringIO()
-    figure.savefig(out, format="svg", transparent=True, bbox_inches="tight", metadata={"Date": None})
-    pyplot.close(figure)
-    text = out.getvalue()
-    return f"<figure>{text[text.index('<svg') :]}</figure>"
-
-
 def runtime_plots(result: Mapping[str, Any]) -> list[str]:
     """rlhpc and Ray and, where there is one, the limit of each figure."""
-    figures = result["figures"]
+    measured = result["figures"]
     limits = {
         "cold start to 8 ready workers (s)": "interpreter and import torch (s)",
         "dispatch to 1 worker (us)": "ZeroMQ TCP round trip, 1 KB (us)",
@@ -98,16 +62,16 @@ def runtime_plots(result: Mapping[str, Any]) -> list[str]:
         ("(PSS, MB)", "Idle memory"),
     ):  # fmt: skip
         rows: dict[str, dict[str, tuple[float, float, float]]] = {}
-        for name in figures["rlhpc"]:
+        for name in measured["rlhpc"]:
             if not name.endswith(unit):
                 continue
-            found = {"limit": figures["limit"].get(limits.get(name, ""))} | {
-                who: figures[who].get(name) for who in ("rlhpc", "Ray") if who in figures
+            found = {"limit": measured["limit"].get(limits.get(name, ""))} | {
+                who: measured[who].get(name) for who in ("rlhpc", "Ray") if who in measured
             }
             rows[name.removesuffix(unit).strip(" ,")] = {
                 who: (max(f["min"], 1e-3), max(f["median"], 1e-3), max(f["max"], 1e-3)) for who, f in found.items() if f
             }
-        charts.append(log_bars(title, rows, unit.strip("()")))
+        charts.append(log_bars(title, unit.strip("()").replace("us", "µs"), rows, _COLORS))
     return charts
 
 
@@ -130,13 +94,18 @@ def scale_plots(result: Mapping[str, Any]) -> list[str]:
             )
             for i, name in enumerate(names)
         ]  # fmt: skip
-        charts.append(
-            f"<figure>{line_chart(names[0].rsplit(' (', 1)[0], label, names[0][-3:].strip('()'), lines)}</figure>"
-        )
+        unit = names[0].rsplit("(", 1)[1].strip(")").replace("us", "µs")
+        charts.append(line_chart(names[0].rsplit(" (", 1)[0], label, unit, lines))
     return charts
 
 
 PLOTS = {"runtime": runtime_plots, "scale": scale_plots}
+
+
+def _wanted(text: str) -> str:
+    """A goal's bound: `>= 1e+04` as `≥ 10k`."""
+    sign, _, value = text.partition(" ")
+    return f"{ {'<=': '≤', '>=': '≥'}.get(sign, sign) } {number(float(value))}"
 
 
 def chapter(name: str, result: Mapping[str, Any]) -> str:
@@ -148,11 +117,12 @@ def chapter(name: str, result: Mapping[str, Any]) -> str:
     })]  # fmt: skip
     if result.get("goals"):
         rows = [
-            ["met" if g["met"] else "missed", g["goal"], number(g["measured"]), g["wanted"]] for g in result["goals"]
+            ["met" if g["met"] else "missed", g["goal"], number(g["measured"]), _wanted(g["wanted"])]
+            for g in result["goals"]
         ]
         parts.append(table(["", "goal", "measured", "wanted"], rows, text_columns=(0, 1)))
     if name in PLOTS:
-        parts.append(f'<div class="figures">{"".join(PLOTS[name](result))}</div>')
+        parts.append(figures(PLOTS[name](result)))
     rows = [[" · ".join(path), *(number(f[key]) for key in ("min", "median", "max"))] for path, f in leaves(result)]
     if rows:
         found = table(["figure", "min", "median", "max"], rows, text_columns=(0,))

@@ -15,7 +15,7 @@ import numpy as np
 from rlhpc.checkpoint.durable import replace_durably
 from rlhpc.metrics.curves import read_evaluations, time_unit
 from rlhpc.metrics.logger import read_metrics, series
-from rlhpc.metrics.page import Cell, duration, missing, page, section, table
+from rlhpc.metrics.page import Cell, duration, figures, missing, page, section, table
 from rlhpc.metrics.pass_at_k import wilson
 from rlhpc.metrics.svg import Line, line_chart, number, running_mean
 from rlhpc.runtime.errors import RlhpcError
@@ -116,8 +116,20 @@ def _chart(groups: Mapping[str, list[Run]], title: str, y_label: str, x: tuple[s
         if not curves:
             continue
         at, mean, low, high = spread(curves)
-        lines.append(Line(label, [value / scale for value in at], mean, low, high, color=color, band=len(at) > 1))
-    return line_chart(title, x_label, f"{y_label}; band: lowest to highest seed", lines) if lines else ""
+        lines.append(
+            Line(
+                label,
+                [value / scale for value in at],
+                mean,
+                low,
+                high,
+                color=color,
+                band=len(at) > 2,
+                markers=len(at) <= 12,
+            )
+        )
+    title += " over wall time" if against == "time/wall_s" else " over experience"
+    return line_chart(title, x_label, y_label, lines, key=len(groups) > 1) if lines else ""
 
 
 def charts(groups: Mapping[str, list[Run]]) -> list[str]:
@@ -209,14 +221,16 @@ def write_comparison(named: Sequence[tuple[str, RunPaths]], output: Path, suite:
     """
     groups = read_runs(named, suite)
     drawn = charts(groups)
-    figures = '<div class="figures">' + "".join(f"<figure>{chart}</figure>" for chart in drawn) + "</div>"
+    shown = "<p>Lines are means over seeds, bands and error bars go from the lowest seed to the highest.</p>" + figures(
+        drawn
+    )
     folders: list[list[Cell]] = [[label, str(run.paths.root)] for label, runs in groups.items() for run in runs]
     html = page(
         title="Comparison of " + " · ".join(groups),
         subtitle=f"{len(folders)} runs, evaluation suite {suite}, written {time.strftime('%Y-%m-%d %H:%M')}",
         body=[
             section("How they ended", final_table(groups)),
-            section("Curves", figures if drawn else missing("No curve that these runs have in common.")),
+            section("Curves", shown if drawn else missing("No curve that these runs have in common.")),
             section("Runs", f'<div class="scroll">{table(["label", "folder"], folders, text_columns={0, 1})}</div>'),
         ],
     )

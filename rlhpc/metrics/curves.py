@@ -8,8 +8,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from rlhpc.metrics.bars import stacked_bars
 from rlhpc.metrics.logger import read_metrics, series
-from rlhpc.metrics.svg import SMALL, Line, line_chart, stacked_bars, standalone
+from rlhpc.metrics.svg import SMALL, Line, line_chart, standalone
 from rlhpc.runtime.errors import RlhpcError
 from rlhpc.runtime.paths import RunPaths
 

@@ -10,11 +10,12 @@ from typing import Any
 
 import yaml
 
+from rlhpc.metrics.bars import stacked_bars
 from rlhpc.metrics.curves import STAGES, Rows, binned, phase_columns
 from rlhpc.metrics.logger import series
-from rlhpc.metrics.page import Cell, card, duration, missing, table
+from rlhpc.metrics.page import Cell, card, duration, figures, missing, table
 from rlhpc.metrics.pass_at_k import level_order
-from rlhpc.metrics.svg import LARGE, SMALL, Line, Size, line_chart, number, stacked_bars
+from rlhpc.metrics.svg import LARGE, SMALL, Line, Size, line_chart, number
 from rlhpc.runtime.paths import RunPaths
 
 TASKS = ("reasoning", "sft")
@@ -221,7 +222,7 @@ def evaluation_section(evaluations: Sequence[Evaluation], samples_page: str | No
     charts = [evaluation_curve(evaluations)]
     if passed := pass_at_k_curve(evaluations):
         charts.append(passed)
-    html = '<div class="figures">' + "".join(f"<figure>{chart}</figure>" for chart in charts) + "</div>"
+    html = figures(charts)
     if samples_page:
         html += f'<p><a href="{escape(samples_page)}">What the model wrote, checkpoint beside checkpoint</a></p>'
     html += f'<div class="scroll">{_table(evaluations)}</div>'

@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping, Sequence
 from html import escape
 from typing import Any
 
-from rlhpc.metrics.svg import STYLE
+from rlhpc.metrics.svg import STYLE, is_empty
 
 Cell = str | int | float
 _CONTROL = {code: 0x2400 + code for code in range(32) if chr(code) not in "\n\t"} | {127: 0x2421}
@@ -23,7 +23,7 @@ h2{font-size:19px;margin:44px 0 14px;padding-bottom:7px;border-bottom:1px solid 
 a{color:var(--c0)}h3{font-size:15px;margin:22px 0 8px}
 .cards{display:grid;grid-template-columns:repeat(auto-fit,minmax(165px,1fr));gap:14px;margin-top:26px}
 .card{background:var(--soft);border:1px solid var(--line);border-radius:10px;padding:13px 16px}
-.card b{display:block;font-size:26px;line-height:1.25;font-weight:650;font-variant-numeric:tabular-nums}
+.card b{display:block;font-size:26px;line-height:1.25;font-weight:650;white-space:nowrap;font-variant-numeric:tabular-nums}
 .card span{color:var(--muted);font-size:13px;display:block}
 .figures{display:grid;grid-template-columns:repeat(auto-fit,minmax(min(440px,100%),1fr));gap:16px}
 .figures.small{grid-template-columns:repeat(auto-fit,minmax(min(330px,100%),1fr))}.figures+.figures{margin-top:16px}
@@ -32,6 +32,7 @@ figure{margin:0;background:var(--panel);border:1px solid var(--line);border-radi
 figure svg{display:block;width:100%;height:auto}
 .figures>figure:only-child{max-width:640px}.figures.small>figure:only-child{max-width:420px}
 figcaption{color:var(--muted);font-size:13px;padding:6px 2px}.videos{margin-top:18px}
+table+.figures,table+details,.figures+details{margin-top:16px}
 .figures+.scroll{margin-top:18px;max-width:780px}.scroll{overflow-x:auto}
 table{border-collapse:collapse;width:100%;font-size:14px}
 th{color:var(--muted);font-weight:550;font-size:13px;border-bottom:1px solid var(--muted);white-space:nowrap}
@@ -52,6 +53,9 @@ border-radius:10px;padding:14px 18px;margin:0}
 font-weight:600;white-space:nowrap}
 .legend{color:var(--muted);font-size:13.5px;margin:0 0 12px}.legend .chip{margin-right:6px}
 .legend>span{margin-right:18px;white-space:nowrap}
+@media (max-width:640px){main{padding:22px 12px 48px}figure{padding:8px 2px 2px}.card{padding:10px 12px}
+.card b{font-size:21px}.cards{grid-template-columns:repeat(auto-fit,minmax(140px,1fr));gap:10px}header h1{font-size:25px}
+th,td{padding:6px 8px}}
 @media print{main{max-width:none;padding:0}h2{break-after:avoid}figure{break-inside:avoid}}
 """
 
@@ -80,6 +84,12 @@ def section(title: str, content: str) -> str:
 def card(title: str, value: str, note: str) -> str:
     """One key figure."""
     return f'<div class="card"><span>{escape(title)}</span><b>{escape(value)}</b><span>{escape(note)}</span></div>'
+
+
+def figures(charts: Sequence[str], kind: str = "") -> str:
+    """Charts beside each other; those that have nothing to show are left out."""
+    shown = "".join(f"<figure>{chart}</figure>" for chart in charts if not is_empty(chart))
+    return f'<div class="figures {kind}">{shown}</div>' if shown else ""
 
 
 def missing(html: str) -> str:
@@ -116,13 +126,14 @@ def facts(pairs: Mapping[str, Any]) -> str:
 
 
 def duration(seconds: float) -> str:
-    """42.5 s, 3 min 20 s, 5 h 07 min."""
+    """42.5 s, 3 min 20 s, 5 h 07 min, 7 d 8 h."""
     if seconds < 60:
         return f"{seconds:.1f} s"
     minutes, rest = divmod(round(seconds), 60)
     if minutes < 60:
         return f"{minutes} min {rest:02d} s"
-    return f"{minutes // 60} h {minutes % 60:02d} min"
+    hours = minutes // 60
+    return f"{hours} h {minutes % 60:02d} min" if hours < 72 else f"{hours // 24} d {hours % 24} h"
 
 
 def size(count: float) -> str:

@@ -23,7 +23,7 @@ from rlhpc.metrics.curves import (
     time_unit,
 )
 from rlhpc.metrics.logger import read_metrics, series
-from rlhpc.metrics.page import Cell, card, duration, facts, missing, page, section, size, table
+from rlhpc.metrics.page import Cell, card, duration, facts, figures, missing, page, section, size, table
 from rlhpc.metrics.placement import placement_grid
 from rlhpc.metrics.provenance import read_provenance
 from rlhpc.metrics.samples_page import write_samples_page
@@ -51,12 +51,12 @@ def write_report(paths: RunPaths) -> Path:
     provenance = read_provenance(paths)
     accounting = write_accounting(paths)
     task = language.language_task(paths)
-    figures, curves, evaluation, times, checkpoints = _language(paths, rows, task) if task else _embodied(paths, rows)
+    cards, curves, evaluation, times, checkpoints = _language(paths, rows, task) if task else _embodied(paths, rows)
     html = page(
         title=paths.root.name,
         subtitle=_subtitle(paths, rows, provenance),
         body=[
-            figures,
+            cards,
             section("Learning curves", _learning(rows, curves)),
             section("Evaluation", evaluation),
             section("Placement", placement_grid(provenance.get("placement"))),
@@ -178,11 +178,7 @@ def _key_figures(rows: Sequence[Mapping[str, Any]], evaluations: Sequence[Mappin
 def _learning(rows: Sequence[Mapping[str, Any]], curves: list[str]) -> str:
     if not rows:
         return missing("No metrics yet: metrics.jsonl is missing or empty.")
-    return _figures(curves[:2]) + _figures(curves[2:], "small")
-
-
-def _figures(charts: Sequence[str], kind: str = "") -> str:
-    return f'<div class="figures {kind}">' + "".join(f"<figure>{chart}</figure>" for chart in charts) + "</div>"
+    return figures(curves[:2]) + figures(curves[2:], "small")
 
 
 def _evaluation(evaluations: Sequence[Mapping[str, Any]]) -> str:
@@ -214,7 +210,7 @@ def _evaluation(evaluations: Sequence[Mapping[str, Any]]) -> str:
     charts = [*(success_curve(evaluations, name) for name in rates[:1]), evaluation_curve(evaluations)]
     shown = f'<div class="scroll">{table(head, rows, text_columns={0})}</div>'
     if len(charts) > 1:
-        return _figures(charts) + shown + _videos(evaluations)
+        return figures(charts) + shown + _videos(evaluations)
     return f'<div class="figures beside"><figure>{charts[0]}</figure>{shown}</div>' + _videos(evaluations)
 
 
@@ -250,7 +246,7 @@ def _time(rows: Sequence[Mapping[str, Any]], charts: list[str]) -> str:
     ]
     unit, length = time_unit(total)
     head = ["phase", "total", "s per step", f"share of {total / length:.1f} {unit}"]
-    return _figures(charts) + (f'<div class="scroll">{table(head, body, text_columns={0})}</div>' if body else "")
+    return figures(charts) + (f'<div class="scroll">{table(head, body, text_columns={0})}</div>' if body else "")
 
 
 def _checkpoints(

@@ -1,31 +1,43 @@
-"""Small charts as SVG text: lines with bands and error bars, stacked bars. No dependency, no script.
+"""Small charts as SVG text: lines with bands and error bars. No dependency, no script.
 
 Colours are CSS variables (`STYLE`), so one drawing serves a light and a dark page; `standalone` puts the variables
-into the drawing for use as a file of its own.
+into the drawing for use as a file of its own. What lies under the pointer is told by the browser's own tooltips.
 """
 
 from __future__ import annotations
 
+import bisect
+import itertools
 import math
-from collections.abc import Sequence
+import re
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from html import escape
 
 Size = tuple[int, int]
-LARGE: Size = (560, 300)
+#: Widths that stay legible where a page is as narrow as a telephone.
+LARGE: Size = (470, 290)
 SMALL: Size = (400, 250)
-_LEFT, _RIGHT, _TOP, _BOTTOM = 66, 18, 40, 46
+_LEFT, _RIGHT, _BOTTOM = 54, 18, 42
 _MAX_POINTS = 500
+#: Widest letters that a page may choose (`STYLE`); the layout leaves room for them.
+_LETTERS = 13.0
+_BOLD = 1.35 * _LETTERS
+_LINE = 17
+#: Stretches of the x axis that have a tooltip of their own.
+_STRIPS = 32
 
 STYLE = """
-:root{--bg:#ffffff;--panel:#ffffff;--ink:#1b2330;--muted:#647085;--line:#dfe4ec;--soft:#f4f6fa;
+:root{--bg:#ffffff;--panel:#ffffff;--ink:#1b2330;--muted:#5b6779;--line:#dfe4ec;--soft:#f4f6fa;
 --c0:#2f6fde;--c1:#e07b1a;--c2:#15936b;--c3:#cf3f4f;--c4:#8256d0;--c5:#1292a8;--c6:#c74591;--c7:#7f8796}
-@media (prefers-color-scheme:dark){:root{--bg:#10151d;--panel:#171e29;--ink:#e4e9f1;--muted:#93a0b5;--line:#2b3545;
+@media (prefers-color-scheme:dark){:root{--bg:#10151d;--panel:#171e29;--ink:#e4e9f1;--muted:#9aa6ba;--line:#2b3545;
 --soft:#1e2633;--c0:#6ea2ff;--c1:#f5a352;--c2:#41c79a;--c3:#f47a85;--c4:#b294f5;--c5:#4cc6da;--c6:#ee85bf;--c7:#9aa4b5}}
 .chart{font-family:system-ui,-apple-system,"Segoe UI",Roboto,"Helvetica Neue",Arial,sans-serif;font-size:11.5px}
-.chart text{fill:var(--muted)}.chart .title{fill:var(--ink);font-size:13.5px;font-weight:600}
+.chart text{fill:var(--muted)}.chart .title{fill:var(--ink);font-size:1.15em;font-weight:600}
 .chart .grid{stroke:var(--line);stroke-width:1}.chart .axis{stroke:var(--muted);stroke-width:1}
 .chart .num{font-variant-numeric:tabular-nums}.chart .key{fill:var(--ink)}
+.chart .strip{fill:transparent}.chart .strip:hover{fill:var(--ink);fill-opacity:.07}
+@media (max-width:640px){.chart{font-size:13px}}
 """
 
 
@@ -54,13 +66,25 @@ class Line:
     band: bool = False
 
 
-@dataclass(frozen=True)
-class _Frame:
+@dataclass
+class Frame:
+    """The plane of a chart: what its axes span, and where that is in the drawing.
+
+    Attributes:
+        x0, x1, y0, y1: What the axes span.
+        size: Of the drawing.
+        top: Where the plot begins, below title and key.
+        left: Where it begins, right of the labels.
+        parts: What is drawn so far.
+    """
+
     x0: float
     x1: float
     y0: float
     y1: float
     size: Size
+    top: float = 40.0
+    left: float = _LEFT
     parts: list[str] = field(default_factory=list)
 
     @property
@@ -72,10 +96,10 @@ class _Frame:
         return self.size[1] - _BOTTOM
 
     def px(self, x: float) -> float:
-        return _LEFT + (x - self.x0) / (self.x1 - self.x0) * (self.right - _LEFT)
+        return self.left + (x - self.x0) / (self.x1 - self.x0) * (self.right - self.left)
 
     def py(self, y: float) -> float:
-        return self.bottom - (y - self.y0) / (self.y1 - self.y0) * (self.bottom - _TOP)
+        return self.bottom - (y - self.y0) / (self.y1 - self.y0) * (self.bottom - self.top)
 
 
 def ticks(low: float, high: float, about: int = 5) -> list[float]:
@@ -103,49 +127,50 @@ def number(value: float) -> str:
     return f"{value:.4g}"
 
 
-def line_chart(title: str, x_label: str, y_label: str, lines: Sequence[Line], size: Size = LARGE) -> str:
-    """A chart of lines; says so when there is nothing to draw."""
+def tick_labels(values: Sequence[float]) -> list[str]:
+    """Numbers of one axis, written alike: the same unit, the same decimals, the same exponent."""
+    most = max((abs(value) for value in values), default=0.0)
+    step = min((b - a for a, b in itertools.pairwise(values)), default=most) or 1.0
+    scale, unit = next(
+        ((s, u) for s, u in ((1e9, "G"), (1e6, "M"), (1e3, "k")) if most >= s * (10 if u == "k" else 1)), (1.0, "")
+    )
+    decimals = _decimals(step / scale)
+    if decimals > 4:  # too small to be written out
+        power = math.floor(math.log10(most))
+        scale, unit = 10.0**power, f"e{power}"
+        decimals = _decimals(step / scale)
+    return ["0" if value == 0 else f"{value / scale:.{decimals}f}{unit}" for value in values]
+
+
+def _decimals(step: float) -> int:
+    """Decimals that tell multiples of `step` apart."""
+    return next((n for n in range(12) if abs(round(step, n) - step) < 1e-6 * step), 12)
+
+
+def text_width(text: str, letters: float = _LETTERS) -> float:
+    """About how wide a text is drawn, rather too much than too little; the font is the reader's own."""
+    narrow, wide = sum(map(text.count, "fijlrtI.,:;|!'() ")), sum(map(text.count, "mwMW%@"))
+    capitals = len(re.findall("[A-LN-VX-Z]", text.replace("I", "")))
+    return letters * (0.37 * narrow + 0.92 * wide + 0.72 * capitals + 0.65 * (len(text) - narrow - wide - capitals))
+
+
+def line_chart(
+    title: str, x_label: str, y_label: str, lines: Sequence[Line], size: Size = LARGE, *, key: bool = False
+) -> str:
+    """A chart of lines; says so when there is nothing to draw. With `key` a single line has one, too."""
     lines = [line for line in lines if len(line.x)]
     if not lines:
-        return _empty(title, "nothing logged yet", size)
+        return empty_chart(title, "nothing logged yet", size)
     xs = [x for line in lines for x in line.x]
     ys = [y for line in lines for values in (line.y, line.low, line.high) for y in values]
-    frame = _Frame(*_range(xs, 0.03 if any(line.markers for line in lines) else 0.0), *_range(ys, 0.06), size)
-    _axes(frame, title, x_label, y_label)
+    dots = any(line.markers or len(line.x) == 1 for line in lines)
+    frame = Frame(*span(xs, 0.04 if dots else 0.0, dots), *span(ys, 0.06), size)
+    heading(frame, title, y_label, [(line.name, line.color) for line in lines if line.name], least=1 if key else 2)
+    axes(frame, x_label)
     for line in lines:
         _draw(frame, line)
-    _key(frame, [(line.name, line.color) for line in lines if line.name])
-    return _wrap(title, frame.parts, frame.size)
-
-
-def stacked_bars(
-    title: str,
-    x_label: str,
-    y_label: str,
-    bins: Sequence[tuple[float, float]],
-    stacks: Sequence[tuple[str, Sequence[float]]],
-) -> str:
-    """Bars over x intervals, one colour per named layer from the bottom up."""
-    if not bins or not stacks:
-        return _empty(title, "nothing logged yet", LARGE)
-    heights = [sum(values[i] for _, values in stacks) for i in range(len(bins))]
-    frame = _Frame(bins[0][0], bins[-1][1], 0.0, (max(heights) or 1.0) * 1.06, LARGE)
-    _axes(frame, title, x_label, y_label)
-    base = [0.0] * len(bins)
-    for color, (name, values) in enumerate(stacks):
-        for i, (start, end) in enumerate(bins):
-            left, right = frame.px(start), frame.px(end)
-            gap = min(1.0, (right - left) * 0.15)
-            top, bottom = frame.py(base[i] + values[i]), frame.py(base[i])
-            base[i] += values[i]
-            if bottom - top > 0.05:
-                frame.parts.append(
-                    f'<rect x="{left + gap / 2:.1f}" y="{top:.1f}" width="{max(right - left - gap, 0.5):.1f}" '
-                    f'height="{bottom - top:.1f}" style="fill:var(--c{color % 8})">'
-                    f"<title>{escape(name)}: {values[i]:.3g} s</title></rect>"
-                )
-    _key(frame, [(name, color) for color, (name, _) in enumerate(stacks)])
-    return _wrap(title, frame.parts, frame.size)
+    frame.parts += _strips(frame, x_label, lines)
+    return drawing(title, frame)
 
 
 def standalone(svg: str) -> str:
@@ -159,7 +184,24 @@ def standalone(svg: str) -> str:
     )
 
 
-def _draw(frame: _Frame, line: Line) -> None:
+def beside(charts: Sequence[str], size: Size, columns: int) -> str:
+    """One drawing of several, in rows."""
+    columns = min(columns, len(charts))
+    parts = []
+    for i, chart in enumerate(charts):
+        row, column = divmod(i, columns)
+        place = f'x="{column * size[0]}" y="{row * size[1]}" width="{size[0]}" height="{size[1]}" '
+        parts.append(chart.replace("<svg ", f"<svg {place}", 1))
+    whole = (columns * size[0], -(-len(charts) // columns) * size[1])
+    return drawing("", Frame(0, 1, 0, 1, whole, parts=parts))
+
+
+def is_empty(svg: str) -> bool:
+    """Whether a chart has nothing to show."""
+    return svg.startswith(_EMPTY)
+
+
+def _draw(frame: Frame, line: Line) -> None:
     color = f"var(--c{line.color % 8})"
     if line.band and line.low:
         outline = [*zip(line.x, line.high, strict=True), *reversed(list(zip(line.x, line.low, strict=True)))]
@@ -177,13 +219,32 @@ def _draw(frame: _Frame, line: Line) -> None:
         frame.parts.append(_path(frame, *thin(line.x, running_mean(line.y)), color, 2.0, 1.0))
     if line.markers or len(line.x) == 1:
         for x, y in zip(line.x, line.y, strict=True):
-            frame.parts.append(
-                f'<circle cx="{frame.px(x):.1f}" cy="{frame.py(y):.1f}" r="3.4" style="fill:{color}">'
-                f"<title>{number(x)}: {number(y)}</title></circle>"
-            )
+            frame.parts.append(f'<circle cx="{frame.px(x):.1f}" cy="{frame.py(y):.1f}" r="3.4" style="fill:{color}"/>')
 
 
-def _path(frame: _Frame, x: Sequence[float], y: Sequence[float], color: str, width: float, opacity: float) -> str:
+def _strips(frame: Frame, x_label: str, lines: Sequence[Line]) -> Iterator[str]:
+    """What the lines are at the x under the pointer, as tooltips: a strip of the plot for each of the places that have one."""
+    xs = sorted({x for line in lines for x in line.x})
+    places = xs[:: math.ceil(len(xs) / _STRIPS)]
+    if places[-1] != xs[-1]:
+        places.append(xs[-1])
+    middles = [(a + b) / 2 for a, b in itertools.pairwise(places)]
+    for x, start, end in zip(places, [frame.x0, *middles], [*middles, frame.x1], strict=True):
+        told = [f"{x_label} {number(x)}"]
+        for line in lines:
+            i = min(bisect.bisect_left(line.x, x), len(line.x) - 1)
+            if not start <= line.x[i] <= end:
+                continue
+            ends = f" ({number(line.low[i])} to {number(line.high[i])})" if len(line.low) > i < len(line.high) else ""
+            told.append(f"{line.name + ': ' if line.name else ''}{number(line.y[i])}{ends}")
+        left, right = frame.px(start), frame.px(end)
+        yield (
+            f'<rect class="strip" x="{left:.1f}" y="{frame.top:.0f}" width="{right - left:.1f}" '
+            f'height="{frame.bottom - frame.top:.0f}"><title>{escape(chr(10).join(told))}</title></rect>'
+        )
+
+
+def _path(frame: Frame, x: Sequence[float], y: Sequence[float], color: str, width: float, opacity: float) -> str:
     points = " ".join(f"{frame.px(a):.1f},{frame.py(b):.1f}" for a, b in zip(x, y, strict=True))
     return (
         f'<polyline points="{points}" style="fill:none;stroke:{color};stroke-width:{width};opacity:{opacity};'
@@ -213,63 +274,93 @@ def running_mean(y: Sequence[float]) -> list[float]:
     return [(sums[end] - sums[start]) / (end - start) for start, end in spans]
 
 
-def _range(values: Sequence[float], pad: float) -> tuple[float, float]:
-    """Ends of an axis: the data and a margin; zero where the data start near it."""
+def span(values: Sequence[float], pad: float, both: bool = False) -> tuple[float, float]:
+    """Ends of an axis: the data and a margin; zero where the data start near it, unless `both` ends need the margin."""
     low, high = min(values), max(values)
     if low == high:
         low, high = low - (abs(low) * 0.1 or 1.0), high + (abs(high) * 0.1 or 1.0)
-    span = high - low
-    start = 0.0 if 0 <= low <= 0.25 * span else low - pad * span
-    return start, high + pad * span
+    width = high - low
+    start = 0.0 if 0 <= low <= 0.25 * width and not both else low - pad * width
+    return start, high + pad * width
 
 
-def _axes(frame: _Frame, title: str, x_label: str, y_label: str) -> None:
-    x_ticks = [x for x in ticks(frame.x0, frame.x1, frame.size[0] // 90) if frame.x0 <= x <= frame.x1]
+def heading(frame: Frame, title: str, y_label: str, names: Sequence[tuple[str, int]] = (), *, least: int = 2) -> None:
+    """Title, what the y axis shows below it, and the key: beside these where there is room, else in rows of its own.
+
+    Sets `frame.top`; a key of many rows makes the drawing higher, and one of fewer than `least` names is left out.
+    """
+    width, parts = frame.size[0], frame.parts
+    parts.append(f'<text class="title" x="8" y="18">{escape(title)}</text>')
+    bottom = 18.0
+    if y_label:
+        bottom += _LINE
+        parts.append(f'<text x="8" y="{bottom:.0f}">{escape(y_label)}</text>')
+    if len(names) >= least:
+        rows = _rows([(name, color, 15 + text_width(name) + 10) for name, color in names], width - 16)
+        beside = 8 + text_width(y_label) + 24 if y_label else 8 + text_width(title, _BOLD) + 24
+        first = sum(wide for _, _, wide in rows[0])
+        if len(rows) == 1 and beside + first <= width - 8:
+            at, bottom = width - 8 - first, bottom - _LINE
+        else:
+            at = 8.0
+        for row in rows:
+            bottom += _LINE
+            x = at
+            for name, color, wide in row:
+                parts.append(
+                    f'<rect x="{x:.0f}" y="{bottom - 9:.0f}" width="9" height="9" rx="2" style="fill:var(--c{color % 8})"/>'
+                    f'<text class="key" x="{x + 14:.0f}" y="{bottom:.0f}">{escape(name)}</text>'
+                )
+                x += wide
+        extra = max(0, len(rows) - 2) * _LINE
+        frame.size = (width, frame.size[1] + extra)
+    frame.top = bottom + 14
+
+
+def _rows(names: Sequence[tuple[str, int, float]], width: float) -> list[list[tuple[str, int, float]]]:
+    """Entries of a key in rows no wider than `width`."""
+    rows: list[list[tuple[str, int, float]]] = [[]]
+    for entry in names:
+        if rows[-1] and sum(wide for _, _, wide in rows[-1]) + entry[2] > width:
+            rows.append([])
+        rows[-1].append(entry)
+    return rows
+
+
+def axes(frame: Frame, x_label: str) -> None:
+    """Grid, ticks and their numbers; sets `frame.left` by the widest of these."""
     y_ticks = [y for y in ticks(frame.y0, frame.y1, 6) if frame.y0 <= y <= frame.y1]
-    parts, bottom = frame.parts, frame.bottom
-    parts.append(f'<text class="title" x="{_LEFT}" y="18">{escape(title)}</text>')
-    for y in y_ticks:
+    y_labels = tick_labels(y_ticks)
+    frame.left = max(34.0, 12 + max(map(text_width, y_labels)))
+    left, parts, bottom = frame.left, frame.parts, frame.bottom
+    x_ticks = [x for x in ticks(frame.x0, frame.x1, frame.size[0] // 90) if frame.x0 <= x <= frame.x1]
+    for y, label in zip(y_ticks, y_labels, strict=True):
         at = frame.py(y)
-        parts.append(f'<path class="grid" d="M{_LEFT} {at:.1f}H{frame.right}"/>')
-        parts.append(f'<text class="num" x="{_LEFT - 7}" y="{at + 4:.1f}" text-anchor="end">{number(y)}</text>')
-    parts.append(f'<path class="axis" d="M{_LEFT} {bottom}H{frame.right}"/>')
-    for x in x_ticks:
+        parts.append(f'<path class="grid" d="M{left:.0f} {at:.1f}H{frame.right}"/>')
+        parts.append(f'<text class="num" x="{left - 6:.0f}" y="{at + 4:.1f}" text-anchor="end">{label}</text>')
+    parts.append(f'<path class="axis" d="M{left:.0f} {bottom}H{frame.right}"/>')
+    for x, label in zip(x_ticks, tick_labels(x_ticks), strict=True):
         at = frame.px(x)
         parts.append(f'<path class="axis" d="M{at:.1f} {bottom}v4"/>')
-        parts.append(f'<text class="num" x="{at:.1f}" y="{bottom + 17}" text-anchor="middle">{number(x)}</text>')
-    middle_x, middle_y = (_LEFT + frame.right) / 2, (_TOP + bottom) / 2
-    parts.append(f'<text x="{middle_x:.0f}" y="{bottom + 37}" text-anchor="middle">{escape(x_label)}</text>')
-    parts.append(
-        f'<text x="15" y="{middle_y:.0f}" text-anchor="middle" transform="rotate(-90 15 {middle_y:.0f})">'
-        f"{escape(y_label)}</text>"
-    )
+        parts.append(f'<text class="num" x="{at:.1f}" y="{bottom + 17}" text-anchor="middle">{label}</text>')
+    middle = (left + frame.right) / 2
+    parts.append(f'<text x="{middle:.0f}" y="{bottom + 35}" text-anchor="middle">{escape(x_label)}</text>')
 
 
-def _key(frame: _Frame, names: Sequence[tuple[str, int]]) -> None:
-    if len(names) < 2:
-        return
-    at = frame.right - sum(17 + 6.6 * len(name) for name, _ in names)
-    for name, color in names:
-        frame.parts.append(
-            f'<rect x="{at:.0f}" y="10" width="9" height="9" rx="2" style="fill:var(--c{color % 8})"/>'
-            f'<text class="key" x="{at + 13:.0f}" y="18">{escape(name)}</text>'
-        )
-        at += 17 + 6.6 * len(name)
+_EMPTY = '<svg xmlns="http://www.w3.org/2000/svg" class="chart empty"'
 
 
-def _empty(title: str, text: str, size: Size) -> str:
-    return _wrap(
-        title,
-        [
-            f'<text class="title" x="{_LEFT}" y="18">{escape(title)}</text>',
-            f'<text x="{size[0] / 2}" y="{size[1] / 2}" text-anchor="middle">{escape(text)}</text>',
-        ],
-        size,
-    )
+def empty_chart(title: str, text: str, size: Size) -> str:
+    """A chart that says why it is empty."""
+    frame = Frame(0, 1, 0, 1, size)
+    heading(frame, title, "")
+    frame.parts.append(f'<text x="{size[0] / 2}" y="{size[1] / 2}" text-anchor="middle">{escape(text)}</text>')
+    return drawing(title, frame).replace('<svg xmlns="http://www.w3.org/2000/svg" class="chart"', _EMPTY, 1)
 
 
-def _wrap(title: str, parts: Sequence[str], size: Size) -> str:
+def drawing(title: str, frame: Frame) -> str:
+    """The whole drawing."""
     return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" class="chart" viewBox="0 0 {size[0]} {size[1]}" role="img" '
-        f'aria-label="{escape(title, quote=True)}">' + "".join(parts) + "</svg>"
+        f'<svg xmlns="http://www.w3.org/2000/svg" class="chart" viewBox="0 0 {frame.size[0]} {frame.size[1]}" role="img" '
+        f'aria-label="{escape(title, quote=True)}">' + "".join(frame.parts) + "</svg>"
     )

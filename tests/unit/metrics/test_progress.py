@@ -43,7 +43,7 @@ def test_bar_on_a_terminal() -> None:
         bar.update(4, {"eval/return_mean": 500.0})
     text = stream.getvalue()
     assert "saved global_step_2" in text and "4/4" in text
-    assert "ETA" in text and "return 123.5, 2,346 env steps/s, eval 500.0" in text
+    assert "ETA" in text and "return 123.5, eval 500.0, 2,346 env steps/s" in text
 
 
 def test_timers_add_up_and_start_over() -> None:

@@ -1,0 +1,179 @@
+"""Where things are in a chart: nothing covers anything, whatever is drawn and however long the names are."""
+
+from __future__ import annotations
+
+import itertools
+import re
+import xml.etree.ElementTree as ElementTree
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import pytest
+
+from rlhpc.metrics.bars import log_bars, stacked_bars
+from rlhpc.metrics.page import figures
+from rlhpc.metrics.svg import (
+    LARGE,
+    SMALL,
+    STYLE,
+    Line,
+    beside,
+    is_empty,
+    line_chart,
+    standalone,
+    text_width,
+    tick_labels,
+    ticks,
+)
+
+#: DejaVu Sans at 13 px: the widest of the fonts that a page falls back to.
+MEASURED = {
+    "rollout": 41.5, "update": 45.8, "advantage": 69.4, "sync": 29.9, "other": 34.6, "one process": 78.3, "quickstart": 65.1,
+    "episode return": 94.7, "approximate KL (nats)": 144.4, "share of episodes, 95 % interval": 209.4, "1.25M": 40.2,
+    "receive": 47.5, "L2 norm before clipping": 154.7, "0123456789": 82.7,
+}  # fmt: skip
+PHASES = ("rollout", "receive", "advantage", "update", "sync", "save", "eval", "other")
+
+
+@dataclass(frozen=True)
+class Box:
+    what: str
+    left: float
+    top: float
+    right: float
+    bottom: float
+
+    def covers(self, other: Box) -> bool:
+        return (
+            self.left < other.right - 0.5 and other.left < self.right - 0.5
+            and self.top < other.bottom - 0.5 and other.top < self.bottom - 0.5
+        )  # fmt: skip
+
+
+def boxes(svg: str) -> tuple[list[Box], Box]:
+    """Of all texts and of the squares of the key, and of the drawing."""
+    root = ElementTree.fromstring(svg)
+    _, _, width, height = map(float, root.attrib["viewBox"].split())
+
+    def found() -> Iterator[Box]:
+        for element in root.iter():
+            tag, at = element.tag.rpartition("}")[2], element.attrib
+            if tag == "text":
+                letters = 13 * 1.15 if at.get("class") == "title" else 13.0
+                wide = text_width(element.text or "", letters * (1.17 if at.get("class") == "title" else 1.0))
+                x, y = float(at["x"]), float(at["y"])
+                left = x - {"end": wide, "middle": wide / 2}.get(at.get("text-anchor", ""), 0.0)
+                yield Box(element.text or "", left, y - letters * 0.75, left + wide, y + letters * 0.2)
+            elif tag == "rect" and at.get("width") == "9":
+                yield Box("square", float(at["x"]), float(at["y"]), float(at["x"]) + 9, float(at["y"]) + 9)
+
+    return list(found()), Box("drawing", 0, 0, width, height)
+
+
+def check(svg: str) -> None:
+    parts, whole = boxes(svg)
+    assert len(parts) > 3
+    for box in parts:
+        inside = box.left >= whole.left and box.right <= whole.right + 4 and box.top >= 0 and box.bottom <= whole.bottom
+        assert inside, f"{box} leaves {whole}"
+    for one, other in itertools.combinations(parts, 2):
+        assert not one.covers(other), f"{one} covers {other}"
+
+
+@pytest.mark.parametrize("text", MEASURED)
+def test_texts_are_not_wider_than_the_layout_thinks(text: str) -> None:
+    assert MEASURED[text] <= text_width(text) <= 1.3 * MEASURED[text]
+
+
+def test_the_style_has_no_wider_letters_than_the_layout() -> None:
+    assert max(float(size) for size in re.findall(r"font-size:([\d.]+)px", STYLE)) == 13.0
+
+
+@pytest.mark.parametrize("count", range(1, len(PHASES) + 1))
+def test_bars_with_any_number_of_phases(count: int) -> None:
+    stacks = [(name, [0.2, 0.3, 0.1]) for name in PHASES[:count]]
+    check(stacked_bars("Time per phase", "global step", "seconds per step", [(0, 10), (10, 20), (20, 25)], stacks))
+
+
+@pytest.mark.parametrize("size", [LARGE, SMALL], ids=["large", "small"])
+@pytest.mark.parametrize(
+    "names",
+    [
+        ("",),
+        ("mine", "quickstart"),
+        ("from demonstrations", "from scratch, a longer name", "WWW", "default"),
+        tuple(f"suite number {i}" for i in range(12)),
+    ],
+    ids=len,
+)
+@pytest.mark.parametrize("scale", [1e-6, 1.0, 2e7], ids=str)
+def test_lines(names: tuple[str, ...], size: tuple[int, int], scale: float) -> None:
+    lines = [Line(name, [0, 50, 100], [scale * i, scale, -scale / 3], color=i) for i, name in enumerate(names)]
+    check(line_chart("Return in evaluations over experience", "environment steps", "share of episodes, 95 % interval",
+                     lines, size))  # fmt: skip
+
+
+def test_lying_bars() -> None:
+    rows = {
+        "cold start to 8 ready workers": {
+            "limit": (1.9, 2.0, 2.2),
+            "rlhpc": (1.5, 1.51, 1.6),
+            "Ray": (11.0, 14.2, 15.0),
+        },
+        "warm launch": {"rlhpc": (0.01, 0.11, 0.3), "Ray": (13.0, 13.0, 13.0)},
+    }
+    chart = log_bars("Launch", "s", rows, {"limit": 7, "rlhpc": 0, "Ray": 1})
+    check(chart)
+    assert "rlhpc: 1.51 s (1.5 to 1.6)" in chart
+
+
+@pytest.mark.parametrize("x", [[120.0], [0.0, 120.0], [120.0, 240.0, 360.0]], ids=len)
+def test_dots_lie_within_the_plot(x: list[float]) -> None:
+    chart = line_chart("Evaluation", "global step", "return", [Line("", x, [500.0] * len(x), markers=True)])
+    line = re.search(r'class="axis" d="M(\d+) \d+H(\d+)"', chart)
+    assert line is not None
+    for at in re.findall(r'<circle cx="([\d.]+)"', chart):
+        assert int(line[1]) + 3.4 < float(at) < int(line[2]) - 3.4
+    (alone,) = re.findall("<circle[^>]*>", line_chart("t", "x", "y", [Line("", [3.0], [4.0])]))
+    assert float(re.findall(r'cx="([\d.]+)"', alone)[0]) > int(line[1]) + 3.4
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "shown"),
+    [
+        (0, 1e-3, ["0", "0.0002", "0.0004", "0.0006", "0.0008", "0.0010"]),
+        (0, 10_000, ["0", "2k", "4k", "6k", "8k", "10k"]),
+        (0, 5e-6, ["0", "1e-6", "2e-6", "3e-6", "4e-6", "5e-6"]),
+        (-1, 1, ["-1.0", "-0.5", "0", "0.5", "1.0"]),
+        (0, 2.5e6, ["0", "0.5M", "1.0M", "1.5M", "2.0M", "2.5M"]),
+    ],
+    ids=str,
+)
+def test_the_numbers_of_an_axis_are_written_alike(low: float, high: float, shown: list[str]) -> None:
+    assert tick_labels(ticks(low, high)) == shown
+
+
+def test_every_line_tells_its_values_where_the_pointer_is() -> None:
+    x = list(range(1, 201))
+    once, twice, thrice = ([factor * i for i in x] for factor in (1.0, 2.0, 3.0))
+    lines = [Line("first", x, once), Line("second", x, twice, once, thrice)]
+    chart = line_chart("t", "global step", "return", lines)
+    told = re.findall(r'class="strip" x="([\d.]+)"[^>]*width="([\d.]+)"[^>]*><title>([^<]*)</title>', chart)
+    assert 20 < len(told) < 50
+    assert told[0][2] == "global step 1\nfirst: 1\nsecond: 2 (1 to 3)"
+    assert "global step 200\nfirst: 200\nsecond: 400 (200 to 600)" in told[-1][2]
+    ends = [(float(left), float(left) + float(width)) for left, width, _ in told]
+    assert all(abs(a[1] - b[0]) < 0.3 for a, b in itertools.pairwise(ends))  # no gap, no overlap
+    assert "<script" not in chart
+
+
+def test_charts_without_data_take_no_room_on_a_page() -> None:
+    empty, full = line_chart("a", "x", "y", []), line_chart("b", "x", "y", [Line("", [1.0, 2.0], [1.0, 2.0])])
+    assert is_empty(empty) and not is_empty(full)
+    assert figures([empty, full]).count("<figure>") == 1 and figures([empty]) == ""
+
+
+def test_several_charts_in_one_drawing() -> None:
+    chart = line_chart("a", "x", "y", [Line("", [1.0, 2.0], [1.0, 2.0])], SMALL)
+    whole = ElementTree.fromstring(standalone(beside([chart] * 4, SMALL, 3)))
+    assert whole.attrib["viewBox"] == "0 0 1200 500" and len(whole.findall("{http://www.w3.org/2000/svg}svg")) == 4
