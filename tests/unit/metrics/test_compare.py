@@ -46,8 +46,8 @@ def test_seeds_of_one_thing_are_one_curve(tmp_path: Path, capsys: pytest.Capture
     assert (
         html.count("<svg") == 6 and html.count("<polygon") == 6
     )  # success and return, evaluated and trained, by two axes
-        titles = re.findall(r'aria-label="([^"]*)"', html)
-        assert len(set(titles)) == len(titles)
+    titles = re.findall(r'aria-label="([^"]*)"', html)
+    assert len(set(titles)) == len(titles)
     assert "http" not in html.replace("http://www.w3.org/2000/svg", "")
 
 
