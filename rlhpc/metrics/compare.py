@@ -124,7 +124,7 @@ def _chart(groups: Mapping[str, list[Run]], title: str, y_label: str, x: tuple[s
                 low,
                 high,
                 color=color,
-                band=len(at) > 2,
+                band=len(at) > 1,
                 markers=len(at) <= 12,
             )
         )
