@@ -32,6 +32,7 @@ _EXAMPLES = {
     ),
     "cancel": ("rlhpc cancel runs/quickstart",),
 }
+_RESUME_WITH = "go on with a run although the configuration now says that something else is trained"
 
 
 def _plan(args: argparse.Namespace) -> int:
@@ -51,7 +52,7 @@ def _train(args: argparse.Namespace) -> int:
     from rlhpc.runners.train import train
 
     try:
-        code = int(train(cfg, segment=args.segment)["exit_code"])
+        code = int(train(cfg, segment=args.segment, resume_with=args.resume_with)["exit_code"])
     except KeyboardInterrupt:
         code = 130
     if code != 0:
@@ -79,17 +80,26 @@ def _stopped(args: argparse.Namespace, cfg: Any) -> str:
 
 def _submit(args: argparse.Namespace) -> int:
     from rlhpc.config import find_site, load_config
+    from rlhpc.runners.same_run import SubmittedConfig, check_same_run, make_longer
+    from rlhpc.runtime.launch.claim import SegmentFiles
     from rlhpc.runtime.launch.plan import build_plan
-    from rlhpc.runtime.launch.submit import choose_executor, submit_segment
+    from rlhpc.runtime.launch.submit import choose_executor, driver_command, submit_segment
 
     cfg = load_config(args.config, args.overrides, site=args.site)
     if not 0 <= args.segment < cfg.runner.segments:
         raise ConfigError(f"--segment is {args.segment}; the run has segments 0 to {cfg.runner.segments - 1}")
     executor = choose_executor(args.executor)
+    paths = RunPaths.of(cfg.runner.run_dir, cfg.runner.name)
+    check_same_run(paths, cfg, resume_with=args.resume_with)
+    make_longer(paths, cfg, args.segment)
+    submitted = SubmittedConfig(SegmentFiles(paths, args.segment), cfg, args.config)
+    flags = ["--resume-with"] if args.resume_with else []
     result = submit_segment(
         args.config,
         args.overrides,
-        run_root=RunPaths.of(cfg.runner.run_dir, cfg.runner.name).root,
+        run_root=paths.root,
+        command=driver_command(submitted.path, flags, segment=args.segment),
+        on_found=submitted,
         segment=args.segment,
         executor=executor,
         environment={"RLHPC_SITE": str(find_site(args.site).absolute())} if args.site else None,
@@ -126,6 +136,7 @@ def add_commands(commands: Any) -> None:
     )
     add_words(train, config="YAML file of the run")
     train.add_argument("--segment", type=int, help="train only this segment (0, 1, …), from the checkpoint before it")
+    train.add_argument("--resume-with", action="store_true", help=_RESUME_WITH)
     submit = add_command(
         commands,
         "submit",
@@ -136,6 +147,7 @@ def add_commands(commands: Any) -> None:
     add_words(submit, config="YAML file of the run")
     submit.add_argument("--segment", type=int, default=0, help="segment to train (default 0)")
     submit.add_argument("--executor", choices=("auto", "local", "slurm"), default="auto", help="who runs the job")
+    submit.add_argument("--resume-with", action="store_true", help=_RESUME_WITH)
     submit.add_argument("--site", help=SITE)
     submit.add_argument("--no-wait", action="store_true", help="return once the job is submitted")
     submit.add_argument("--deadline", type=float, help="seconds after which to stop waiting (the job goes on)")

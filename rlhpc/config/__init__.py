@@ -1,15 +1,27 @@
 """Configuration: YAML into typed dataclasses, checked before anything is started or written."""
 
+from rlhpc.config.changes import (
+    Change,
+    evaluation_fingerprint,
+    require_same_run,
+    training_changes,
+    training_fingerprint,
+)
 from rlhpc.config.load import config_to_yaml, find_site, load_config, load_site, segment_end, segment_ends, total_steps
 from rlhpc.config.validate import validate
 
 __all__ = [
+    "Change",
     "config_to_yaml",
+    "evaluation_fingerprint",
     "find_site",
     "load_config",
     "load_site",
+    "require_same_run",
     "segment_end",
     "segment_ends",
     "total_steps",
+    "training_changes",
+    "training_fingerprint",
     "validate",
 ]

@@ -76,6 +76,8 @@ def _mapping(loader: _UniqueKeys, node: yaml.MappingNode) -> dict[Any, Any]:
 
 
 _UniqueKeys.add_constructor(yaml.resolver.BaseResolver.DEFAULT_MAPPING_TAG, _mapping)
+#: How a configuration's YAML is read, here and where a saved one is looked at.
+CONFIG_LOADER = _UniqueKeys
 
 
 def _read(path: Path, chain: tuple[Path, ...]) -> list[tuple[str, dict[str, Any]]]:

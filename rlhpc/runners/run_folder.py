@@ -17,6 +17,7 @@ from rlhpc.checkpoint import Resumable, find_resumable, move_newer_aside, newest
 from rlhpc.checkpoint.durable import replace_durably
 from rlhpc.config import segment_end, total_steps
 from rlhpc.metrics import update_provenance, write_provenance
+from rlhpc.runners.same_run import check_same_run
 from rlhpc.runtime.errors import ConfigError, RlhpcError
 from rlhpc.runtime.launch.claim import read_json
 from rlhpc.runtime.launch.jobs import host_identity
@@ -56,11 +57,17 @@ class RunFolder:
     _opened: bool = False
 
     @classmethod
-    def plan(cls, cfg: Any, segment: int | None = None) -> RunFolder:
+    def plan(cls, cfg: Any, segment: int | None = None, *, resume_with: bool = False) -> RunFolder:
         """Finds out where the run continues; writes nothing.
 
+        Args:
+            cfg: The configuration.
+            segment: Which of `runner.segments`; None for the whole run.
+            resume_with: The run is continued even with another configuration than it had.
+
         Raises:
-            ConfigError: The folder has checkpoints and nobody said what to do with them, or the segment does not exist.
+            ConfigError: The folder has checkpoints and nobody said what to do with them, or they are of another configuration,
+                or the segment does not exist.
             CheckpointError: `runner.resume_dir` names a checkpoint that cannot be used.
         """
         paths = RunPaths.of(cfg.runner.run_dir, cfg.runner.name)
@@ -78,6 +85,7 @@ class RunFolder:
                 f"{paths.root} has checkpoints already (newest: {have[-1].name}). To continue them pass "
                 "runner.resume_dir=auto; to start fresh pass another runner.name, or remove the folder"
             )
+        check_same_run(paths, cfg, resume_with=resume_with)
         resume = find_resumable(paths, asked)
         for path, reason in resume.skipped:
             note(f"skipped {path.name}: {reason}")

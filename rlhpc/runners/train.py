@@ -12,6 +12,7 @@ from omegaconf import OmegaConf
 
 from rlhpc.runners.base import Runner
 from rlhpc.runners.run_folder import RunFolder, fail_status, read_segment_done
+from rlhpc.runners.same_run import make_longer
 from rlhpc.runtime.cluster import Cluster
 from rlhpc.runtime.errors import ConfigError
 from rlhpc.runtime.launch.signals import MAX_RESTARTS, StopRequest
@@ -109,13 +110,14 @@ def _find(name: str) -> Any:
     return getattr(importlib.import_module(module), attribute)
 
 
-def train(cfg: Any, *, segment: int | None = None) -> dict[str, Any]:
+def train(cfg: Any, *, segment: int | None = None, resume_with: bool = False) -> dict[str, Any]:
     """Trains a run, or one segment of it, to its end.
 
     Args:
         cfg: Configuration, as `load_config` gives it.
         segment: Which of `runner.segments`; it starts from the newest checkpoint and leaves `segments/<k>.json`. A
             segment that is finished is not trained again.
+        resume_with: A run that has begun is continued even where the configuration says now that something else is trained.
 
     Returns:
         What the runner's `run` returns, and exit_code: 0, or that of a signal that ended the run early.
@@ -128,7 +130,9 @@ def train(cfg: Any, *, segment: int | None = None) -> dict[str, Any]:
         raise ConfigError(f"runner.task_type is {cfg.runner.task_type!r}; choose from {', '.join(TASKS)}")
     task = TASKS[kind]
     given = cfg
-    run = RunFolder.plan(cfg, segment)
+    run = RunFolder.plan(cfg, segment, resume_with=resume_with)
+    if segment is not None:
+        make_longer(run.paths, cfg, segment)
     if segment is not None and (done := read_segment_done(run.paths, segment)) is not None:
         return {**done, "finished": True, "exit_code": 0}
     if cfg.cluster.scratch is not None:

@@ -1,5 +1,5 @@
 # What the rules share: the run's configuration, read without torch, and which files belong to which segment.
-from rlhpc.config import load_config, segment_ends
+from rlhpc.config import evaluation_fingerprint, load_config, segment_ends, training_fingerprint
 from rlhpc.metrics.curves import IMITATION as IMITATION_CURVES
 from rlhpc.metrics.language import ALWAYS as LANGUAGE_CURVES
 from rlhpc.runtime.errors import RlhpcError
@@ -14,9 +14,19 @@ wildcard_constraints:
     suite=r"[\w.-]+",
 
 
+class Untracked:
+    """Words of a command that are no reason to run a rule again when they change: what they change, other parameters say."""
+
+    def __init__(self, *words):
+        self.words = words
+
+    def __str__(self):
+        return shlex.join(map(str, self.words))
+
+
 #: What commands take after their own options.
 SITE = config["site"] or os.environ.get("RLHPC_SITE", "")
-SITE_OPTION = ["--site", SITE] if SITE else []
+SITE_OPTION = Untracked(*(["--site", SITE] if SITE else []))
 
 
 def near(path):
@@ -98,7 +108,7 @@ def executor(wildcards):
     """Where the driver of a segment runs; by default where Snakemake sends its jobs."""
     plugin = workflow.executor_plugin
     on_slurm = plugin is not None and plugin.name.startswith("slurm")
-    return config["executor"] if config["executor"] != "auto" else "slurm" if on_slurm else "local"
+    return Untracked(config["executor"] if config["executor"] != "auto" else "slurm" if on_slurm else "local")
 
 
 def suite_overrides(wildcards):

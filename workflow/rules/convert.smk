@@ -3,7 +3,7 @@
 
 rule convert:
     input:
-        segment=segment_of,
+        segment=ancient(segment_of),
     output:
         model=EXPORT,
     log:

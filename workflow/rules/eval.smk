@@ -3,7 +3,7 @@
 
 rule eval:
     input:
-        segment=segment_of,
+        segment=ancient(segment_of),
     output:
         result=EVALUATION,
     log:
@@ -16,10 +16,14 @@ rule eval:
         **EVAL_RESOURCES,
     params:
         checkpoint=lambda wildcards: near(RUN.checkpoint(int(wildcards.step))),
-        overrides=suite_overrides,
+        config=RUN_CONFIG,
+        overrides=Untracked(*OVERRIDES),
+        suite=suite_overrides,
+        # The configuration of now, not of when the checkpoint was made: how it is evaluated may have changed since.
+        evaluation=evaluation_fingerprint(CFG),
     shell:
-        "rlhpc eval --checkpoint {params.checkpoint:q} --suite {wildcards.suite:q}"
-        " --output {output.result:q} {params.overrides:q} > {log:q} 2>&1"
+        "rlhpc eval --checkpoint {params.checkpoint:q} --config {params.config:q} --suite {wildcards.suite:q}"
+        " --output {output.result:q} {params.overrides} {params.suite:q} > {log:q} 2>&1"
 
 
 # The model before RL, as step 0: what the curves start from.
@@ -40,9 +44,11 @@ if CFG.workflow.eval_start:
             **EVAL_RESOURCES,
         params:
             config=RUN_CONFIG,
-            overrides=lambda wildcards: OVERRIDES + suite_overrides(wildcards),
+            overrides=Untracked(*OVERRIDES),
+            suite=suite_overrides,
+            evaluation=evaluation_fingerprint(CFG),
         shell:
             "rlhpc eval --model '' --config {params.config:q} --suite {wildcards.suite:q}"
-            " --output {output.result:q} {params.overrides:q} > {log:q} 2>&1"
+            " --output {output.result:q} {params.overrides} {params.suite:q} > {log:q} 2>&1"
 
     ruleorder: eval_start > eval

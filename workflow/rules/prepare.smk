@@ -1,6 +1,7 @@
 # The names of the run's files, and the plan: what would run where, checked before anything is submitted.
 RUN_CONFIG = find_config(config["run"])
 OVERRIDES = words(config["overrides"])
+RESUME_WITH = Untracked(*(["--resume-with"] if config["resume_with"] else []))
 CFG = load_run()
 EVAL_RESOURCES = job_resources(CFG.workflow.eval_job)
 CONVERT_RESOURCES = job_resources(CFG.workflow.convert_job)
@@ -33,6 +34,6 @@ rule prepare:
     localrule: True
     params:
         site=SITE_OPTION,
-        overrides=OVERRIDES,
+        overrides=Untracked(*OVERRIDES),
     shell:
-        "rlhpc plan {input.config:q} {params.site:q} {params.overrides:q} > {output.plan:q} 2> {log:q}"
+        "rlhpc plan {input.config:q} {params.site} {params.overrides} > {output.plan:q} 2> {log:q}"

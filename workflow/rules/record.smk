@@ -21,15 +21,16 @@ if DEMOS:
             expert=CFG.workflow.demos_expert,
             episodes=CFG.workflow.demos_episodes,
             only_success=ONLY_SUCCESS,
-            overrides=OVERRIDES,
+            overrides=Untracked(*OVERRIDES),
+            training=training_fingerprint(CFG),
         shell:
             "rlhpc record --expert {params.expert:q} --config {input.config:q} --episodes {params.episodes}"
-            " {params.only_success:q} --output {output.trajectories:q} {params.overrides:q} > {log:q} 2>&1"
+            " {params.only_success:q} --output {output.trajectories:q} {params.overrides} > {log:q} 2>&1"
 
 
 rule record:
     input:
-        segment=segment_of,
+        segment=ancient(segment_of),
     output:
         trajectories=RECORDING,
         described=RECORDING.removesuffix(".h5") + ".json",

@@ -23,12 +23,13 @@ rule sft:
     localrule: True
     params:
         executor=executor,
-        marker=SFT_RUN.segment_done(0),
+        marker=near(SFT_RUN.segment_done(0)),
         site=SITE_OPTION,
-        overrides=SFT_OVERRIDES,
+        overrides=Untracked(*SFT_OVERRIDES),
+        training=training_fingerprint(SFT_CFG),
     shell:
         "rlhpc submit {input.config:q} --segment 0 --executor {params.executor}"
-        " {params.site:q} {params.overrides:q} 2>&1 | tee --ignore-interrupts {log:q}"
+        " {params.site} {params.overrides} 2>&1 | tee --ignore-interrupts {log:q}"
         " && cp --preserve=timestamps {params.marker:q} {output.done:q}"
 
 

@@ -2,26 +2,64 @@
 #
 # The output is a copy of the marker that the driver writes last (segments/<k>.json), never the marker itself: Snakemake
 # deletes the outputs of a job before it runs it, and without its marker a finished segment would be trained again.
+TRAIN_PARAMS = {
+    "executor": executor,
+    "marker": lambda wildcards: near(RUN.segment_done(int(wildcards.segment))),
+    "site": SITE_OPTION,
+    "overrides": Untracked(*OVERRIDES),
+    "resume_with": RESUME_WITH,
+    # What is trained, and how long: when these change, `rlhpc submit` looks again, and refuses or goes on.
+    "training": training_fingerprint(CFG),
+    "end": lambda wildcards: [ENDS[int(wildcards.segment)], CFG.runner.stop_return],
+}
+TRAIN_COMMAND = (
+    "rlhpc submit {input.config:q} --segment {wildcards.segment} --executor {params.executor}"
+    " {params.resume_with} {params.site} {params.overrides} 2>&1 | tee --ignore-interrupts {log:q}"
+    " && cp --preserve=timestamps {params.marker:q} {output.done:q}"
+)
+
+if CFG.runner.stop_return is None:
+
+    rule train_segment:
+        input:
+            config=ancient(RUN_CONFIG),
+            before=ancient(step_before),
+        output:
+            done=f"{WORK}/segment_{{segment}}.json",
+        log:
+            f"{LOGS}/train_segment_{{segment}}.log",
+        benchmark:
+            f"{LOGS}/train_segment_{{segment}}.tsv"
+        retries: config["retries"]
+        localrule: True
+        params:
+            **TRAIN_PARAMS,
+        shell:
+            TRAIN_COMMAND
+
+else:
+
+    # The same, but only its end tells which checkpoint there is to evaluate.
+    checkpoint train_segment:
+        input:
+            config=ancient(RUN_CONFIG),
+            before=ancient(step_before),
+        output:
+            done=f"{WORK}/segment_{{segment}}.json",
+        log:
+            f"{LOGS}/train_segment_{{segment}}.log",
+        benchmark:
+            f"{LOGS}/train_segment_{{segment}}.tsv"
+        retries: config["retries"]
+        localrule: True
+        params:
+            **TRAIN_PARAMS,
+        shell:
+            TRAIN_COMMAND
 
 
-checkpoint train_segment:
+# All segments, and nothing after them: `snakemake … -- train`.
+rule train:
     input:
-        config=ancient(RUN_CONFIG),
-        before=ancient(step_before),
-    output:
-        done=f"{WORK}/segment_{{segment}}.json",
-    log:
-        f"{LOGS}/train_segment_{{segment}}.log",
-    benchmark:
-        f"{LOGS}/train_segment_{{segment}}.tsv"
-    retries: config["retries"]
+        segment_file(len(ENDS) - 1),
     localrule: True
-    params:
-        executor=executor,
-        marker=lambda wildcards: RUN.segment_done(int(wildcards.segment)),
-        site=SITE_OPTION,
-        overrides=OVERRIDES,
-    shell:
-        "rlhpc submit {input.config:q} --segment {wildcards.segment} --executor {params.executor}"
-        " {params.site:q} {params.overrides:q} 2>&1 | tee --ignore-interrupts {log:q}"
-        " && cp --preserve=timestamps {params.marker:q} {output.done:q}"

@@ -75,6 +75,11 @@ class SegmentFiles:
         return self.paths.submit / f"segment_{self.segment}.json"
 
     @property
+    def config(self) -> Path:
+        """The configuration that the job reads."""
+        return self.paths.submit / f"segment_{self.segment}.yaml"
+
+    @property
     def exit(self) -> Path:
         """How the driver ended, when it ended without finishing the segment."""
         return self.paths.submit / f"segment_{self.segment}.exit.json"

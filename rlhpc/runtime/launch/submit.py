@@ -17,7 +17,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TextIO
@@ -81,6 +81,7 @@ def submit_segment(
     deadline_s: float | None = None,
     save_grace_s: float = 600.0,
     max_restarts: int = 0,
+    on_found: Callable[[bool], None] = lambda live: None,
     stream: TextIO | None = None,
 ) -> dict[str, Any]:
     """Start the driver of a segment as a job, or find the one that runs, and wait for it.
@@ -103,6 +104,8 @@ def submit_segment(
         deadline_s: Waiting longer than this is an error; the job goes on.
         save_grace_s: How long the driver may take to save when its job must end.
         max_restarts: How often in a row a driver that was killed is started again without a new checkpoint in between.
+        on_found: Called under the submission's lock, with whether there is a live job, before one is submitted or attached
+            to; what it raises ends the submission.
         stream: Where progress goes; stderr by default.
 
     Returns:
@@ -131,6 +134,7 @@ def submit_segment(
             if done is not None:
                 return _answer("finished", JobRecord.read(files), segment, done)
             record, state = find_job(files), "attached"
+            on_found(record is not None)
             if record is None:
                 record, state = (
                     _submit(files, argv, kind, dict(environment or {}), slurm or {}, save_grace_s, max_restarts),

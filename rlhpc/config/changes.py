@@ -1,0 +1,127 @@
+"""Whether a configuration still is that of the run whose name it has: what may change under a name, and what may not.
+
+Three kinds of keys. Those of evaluation change what the evaluation rules do, and nothing else. Those of the machine, of how
+long the run is and of how its work is cut into pieces are free: a run is continued on other nodes, or made longer. All
+others say what is trained, and a run whose keys of that kind change is another run.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shlex
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import yaml
+from omegaconf import DictConfig, OmegaConf
+
+from rlhpc.config.load import CONFIG_LOADER
+from rlhpc.runtime.errors import ConfigError
+
+_EVALUATION = ("env.eval.", "data.eval", "workflow.suites")
+_FREE = (
+    "cluster.", "workflow.",
+    "runner.name", "runner.run_dir", "runner.max_steps", "runner.max_epochs", "runner.segments", "runner.stop_return",
+    "runner.save_interval", "runner.keep_checkpoints", "runner.val_check_interval", "runner.resume_dir", "runner.max_restarts",
+    "runner.save_reserve_s", "runner.rendezvous_timeout_s", "runner.step_timeout_s", "runner.on_nonfinite", "runner.logger.",
+    "rollout.weight_sync", "rollout.weight_delta", "rollout.pipeline_stage_num", "rollout.gpu_memory_utilization",
+    "rollout.max_batch_size",
+    "actor.micro_batch_size", "actor.max_tokens_per_micro_batch", "actor.training_backend", "actor.fsdp.", "actor.deepspeed.",
+    "actor.offload_in_rollout", "actor.model.gradient_checkpointing", "actor.model.attn_implementation",
+    "reward.timeout_s", "reward.processes",
+    "env.train.simulators", "env.train.simulator_python",
+)  # fmt: skip
+#: Changes that a message spells out; the rest is a number.
+_SHOWN = 6
+
+
+class Change(NamedTuple):
+    """A key with two values."""
+
+    key: str
+    before: Any
+    after: Any
+
+    def __str__(self) -> str:
+        return f"{self.key}: {_word(self.before)} → {_word(self.after)}"
+
+
+def _word(value: Any) -> str:
+    return "null" if value is None else json.dumps(value, default=str) if not isinstance(value, str) else value or "''"
+
+
+def _leaves(content: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in content.items():
+        if isinstance(value, Mapping) and value:
+            yield from _leaves(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
+
+
+def _plain(cfg: DictConfig | Mapping[str, Any]) -> dict[str, Any]:
+    content = OmegaConf.to_container(cfg, resolve=True) if isinstance(cfg, DictConfig) else cfg
+    # As a file would give it back, so that a tuple or a number that YAML writes otherwise is no difference.
+    return dict(_leaves(yaml.safe_load(json.dumps(content, default=str))))
+
+
+def _is(key: str, names: tuple[str, ...]) -> bool:
+    return any(key == name or (key.startswith(name) and name[-1] == ".") or key.startswith(f"{name}.") for name in names)
+
+
+def training_changes(before: DictConfig | Mapping[str, Any], after: DictConfig | Mapping[str, Any]) -> list[Change]:
+    """What makes `after` another run than `before`.
+
+    A key that one side does not have is none: it came or went with a version of rlhpc.
+    """
+    old, new = _plain(before), _plain(after)
+    return [
+        Change(key, old[key], new[key])
+        for key in old
+        if key in new
+        and old[key] != new[key]
+        and not (_is(key, _FREE) or _is(key, _EVALUATION))
+        # A file keeps what comes from the environment as `${oc.env:…}`: what that was then, nobody knows.
+        and "${" not in str(old[key])
+    ]
+
+
+def training_fingerprint(cfg: DictConfig) -> str:
+    """Of all that says what is trained."""
+    return _digest({k: v for k, v in _plain(cfg).items() if not _is(k, _FREE) and not _is(k, _EVALUATION)})
+
+
+def evaluation_fingerprint(cfg: DictConfig) -> str:
+    """Of all that says how a checkpoint is evaluated, beside the policy itself."""
+    return _digest({k: v for k, v in _plain(cfg).items() if _is(k, _EVALUATION)})
+
+
+def _digest(facts: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def require_same_run(saved: Path, cfg: DictConfig, *, what: str, way_out: str) -> None:
+    """Refuses a configuration that is not that of the run.
+
+    Args:
+        saved: The configuration that the run has; where there is none, everything is right.
+        cfg: The configuration at hand.
+        what: What the saved one is of, as the message begins.
+        way_out: What the user can do instead of giving the old values, as the message ends.
+
+    Raises:
+        ConfigError: Names the keys that differ, with both values.
+    """
+    try:
+        content = yaml.load(saved.read_text(), Loader=CONFIG_LOADER)  # a SafeLoader
+    except FileNotFoundError:
+        return
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        raise ConfigError(f"{saved}: cannot be read: {error}. {way_out}") from None
+    changes = training_changes(content if isinstance(content, dict) else {}, cfg)
+    if not changes:
+        return
+    shown = "".join(f"\n  {change}" for change in changes[:_SHOWN])
+    more = f"\n  and {len(changes) - _SHOWN} more" if len(changes) > _SHOWN else ""
+    raise ConfigError(f"{what} has another configuration ({shlex.quote(str(saved))}):{shown}{more}\n{way_out}")

@@ -1,0 +1,85 @@
+"""One name, one run: what is asked before a start, and what a submitted job is given to read."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from rlhpc.checkpoint.durable import replace_durably
+from rlhpc.config import config_to_yaml, load_config, require_same_run, segment_ends
+from rlhpc.runtime.errors import ConfigError
+from rlhpc.runtime.launch.claim import SegmentFiles
+from rlhpc.runtime.launch.reopen import reopen, segment_to_reopen
+from rlhpc.runtime.paths import RunPaths
+
+_NAME = (
+    "Give this one a name of its own (runner.name=…) or another folder (runner.run_dir=…), or go back to the old values"
+)
+_WAY_OUT = f"{_NAME}; to continue this very run with the new ones from its last checkpoint on, add --resume-with (in the workflow: --config resume_with=true)"
+
+
+def has_begun(paths: RunPaths) -> bool:
+    """Whether there is something of a run that another configuration would continue."""
+    complete = any((path / "COMPLETE").is_file() for _, path in paths.checkpoint_steps())
+    return complete or any(paths.segments.glob("*.json"))
+
+
+def check_same_run(paths: RunPaths, cfg: Any, *, resume_with: bool = False) -> None:
+    """Refuses to take another run for this one.
+
+    Args:
+        paths: The run folder that the configuration names.
+        cfg: The configuration.
+        resume_with: The user wants to continue the run with a changed configuration.
+
+    Raises:
+        ConfigError: What is trained differs from what the run trained so far; names the keys.
+    """
+    if not resume_with and has_begun(paths):
+        require_same_run(paths.config, cfg, what=f"run {paths.root}", way_out=_WAY_OUT)
+
+
+def make_longer(paths: RunPaths, cfg: Any, segment: int) -> None:
+    """Opens a finished segment again where the run is longer now than when it finished.
+
+    Raises:
+        ConfigError: The run would be shorter, or segments that others follow would end elsewhere.
+    """
+    goal = None
+    if paths.config.is_file():
+        goal = load_config(paths.config, check=False, site="").runner.stop_return
+    moved = goal is not None and goal != cfg.runner.stop_return
+    if segment_to_reopen(paths, segment_ends(cfg), goal_moved=moved) == segment:
+        reopen(paths, segment)
+
+
+class SubmittedConfig:
+    """The configuration as it was when a segment was submitted, which its job reads.
+
+    A job may wait for days and start several times; the user's file may be another by then.
+    """
+
+    def __init__(self, files: SegmentFiles, cfg: Any, source: str | Path) -> None:
+        self.path = files.config
+        self._files, self._cfg, self._source = files, cfg, source
+
+    def __call__(self, live: bool) -> None:
+        """Under the submission's lock: writes it, or compares it with that of the job that is there already.
+
+        Raises:
+            ConfigError: The live job trains something else.
+        """
+        if live:
+            root = self._files.paths.root
+            require_same_run(
+                self.path,
+                self._cfg,
+                what=f"segment {self._files.segment} of {root} has a job, which",
+                way_out=f"{_NAME}; or end the job first (rlhpc cancel {root})",
+            )
+            return
+        header = f"# As submitted from {Path(self._source).expanduser().absolute()}\n"
+        try:
+            replace_durably(self.path, (header + config_to_yaml(self._cfg)).encode())
+        except OSError as error:
+            raise ConfigError(f"{self.path}: cannot be written: {error.strerror}") from error

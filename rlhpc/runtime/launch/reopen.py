@@ -1,0 +1,59 @@
+"""A finished run that is made longer: its last segment is open again, up to the new end."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from rlhpc.runtime.errors import ConfigError
+from rlhpc.runtime.launch.claim import read_json
+from rlhpc.runtime.paths import RunPaths
+
+#: Why a segment ended where it was planned to.
+_AS_PLANNED = ("max_steps", "segment_end")
+
+
+def segment_to_reopen(paths: RunPaths, ends: Sequence[int], *, goal_moved: bool = False) -> int | None:
+    """The finished segment that the run's new length opens again; None where all finished ones end as planned.
+
+    Args:
+        paths: The run.
+        ends: The step at which each segment ends now.
+        goal_moved: A segment that ended because the run's goal was reached (`runner.stop_return`) has another goal now.
+
+    Raises:
+        ConfigError: A finished segment ends at another step now, and it is not just the last one that grows.
+    """
+    done = {k: found for k in range(len(ends)) if (found := read_json(paths.segment_done(k))) is not None}
+    later = [k for k in _finished(paths) if k >= len(ends)]
+    for segment, record in done.items():
+        step = int(record.get("global_step", ends[segment]))
+        if step == ends[segment] or (str(record.get("stop_reason")) not in _AS_PLANNED and not goal_moved):
+            continue
+        if step < ends[segment] and segment == max([*done, *later]):
+            return segment
+        raise ConfigError(
+            f"{paths.root}: segment {segment} ended at step {step}, and with this runner.max_steps and runner.segments it "
+            f"would end at {ends[segment]}. A run can only be made longer, and segments that later ones follow keep their "
+            "ends: choose runner.max_steps and runner.segments so, or another runner.name"
+        )
+    if later:
+        raise ConfigError(
+            f"{paths.root}: segment {later[-1]} is finished, but runner.segments is {len(ends)} now; keep "
+            f"runner.segments at {later[-1] + 1} or more, or choose another runner.name"
+        )
+    return None
+
+
+def reopen(paths: RunPaths, segment: int) -> Path:
+    """Puts the marker of a finished segment aside, so that training goes on; returns its new name.
+
+    The name still ends in .json: the step at which the segment ended before keeps its checkpoint.
+    """
+    marker = paths.segment_done(segment)
+    record = read_json(marker) or {}
+    return marker.replace(marker.with_name(f"{segment}.until_{record.get('global_step', 0)}.json"))
+
+
+def _finished(paths: RunPaths) -> list[int]:
+    return sorted(int(p.stem) for p in paths.segments.glob("*.json") if p.stem.isdigit())
