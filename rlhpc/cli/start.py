@@ -39,7 +39,12 @@ def _plan(args: argparse.Namespace) -> int:
     from rlhpc.config import load_config
     from rlhpc.runtime.launch.plan import build_plan, render_plan
 
-    print(render_plan(build_plan(load_config(args.config, args.overrides, site=args.site), launcher=args.launcher)))
+    plan = build_plan(load_config(args.config, args.overrides, site=args.site), launcher=args.launcher)
+    print(render_plan(plan))
+    if plan.launcher == "slurm" and "SLURM_JOB_ID" not in os.environ:
+        print(
+            "\nThis is the job of `rlhpc submit` and profiles/slurm; `rlhpc train` here starts the ranks on this machine."
+        )
     return 0
 
 

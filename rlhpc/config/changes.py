@@ -67,7 +67,9 @@ def _plain(cfg: DictConfig | Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _is(key: str, names: tuple[str, ...]) -> bool:
-    return any(key == name or (key.startswith(name) and name[-1] == ".") or key.startswith(f"{name}.") for name in names)
+    return any(
+        key == name or (key.startswith(name) and name[-1] == ".") or key.startswith(f"{name}.") for name in names
+    )
 
 
 def training_changes(before: DictConfig | Mapping[str, Any], after: DictConfig | Mapping[str, Any]) -> list[Change]:

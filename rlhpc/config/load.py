@@ -290,8 +290,8 @@ def load_config(
     Args:
         path: YAML file; the files under its key `defaults:` (relative to it) are read first.
         overrides: `key=value` in order, the value in YAML.
-        site: Name or file of the cluster's site file, which fills what neither file nor overrides set under `cluster`; by
-            default what `RLHPC_SITE` says.
+        site: Name or file of the cluster's site file, which fills what neither file nor overrides set under `cluster`, and
+            of the workflow's jobs; by default what `RLHPC_SITE` says.
         check: Also run `validate`.
         training: Also check what only training needs: batches, placement, run folder.
 
@@ -362,9 +362,13 @@ def _read_site(path: Path) -> tuple[DictConfig, dict[str, str]]:
     layer = OmegaConf.structured(Config)
     given: dict[str, str] = {}
     for source, content in _read(path, ()):
-        if stray := [key for key in content if key != "cluster"]:
+        stray = [key for key in content if key not in ("cluster", "workflow")]
+        jobs = content.get("workflow")
+        stray += [f"workflow.{key}" for key in jobs if key not in _SITE_JOBS] if isinstance(jobs, dict) else []
+        if stray:
             raise ConfigError(
-                f"{source}: {stray[0]}: a site file has the section cluster only; it says where, not what"
+                f"{source}: {stray[0]}: a site file has the sections cluster, workflow.eval_job and workflow.convert_job "
+                "only; it says where, not what"
             )
         _merge(layer, content, source, given)
     if unfit := [key for key in ("component_placement", "num_nodes") if f"cluster.{key}" in given]:
@@ -372,11 +376,15 @@ def _read_site(path: Path) -> tuple[DictConfig, dict[str, str]]:
     return layer, given
 
 
+#: What a site says of the jobs beside training.
+_SITE_JOBS = ("eval_job", "convert_job")
+
+
 def _apply_site(cfg: DictConfig, path: Path, sources: dict[str, str]) -> None:
-    """Fills what the configuration left open under `cluster`; groups that it does not have are left out."""
+    """Fills what the configuration left open; groups that it does not have are left out."""
     layer, given = _read_site(path)
     for key in given:
-        if key.startswith("cluster.") and key != "cluster.node_groups" and key not in sources:
+        if key.startswith(("cluster.", "workflow.")) and key != "cluster.node_groups" and key not in sources:
             OmegaConf.update(cfg, key, OmegaConf.select(layer, key), merge=False)
             sources[key] = given[key]
     by_label = {str(group.label): group for group in layer.cluster.node_groups}

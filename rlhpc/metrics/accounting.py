@@ -347,6 +347,7 @@ def _idle(rows: Iterable[Row]) -> float | None:
 def _of_role(found: Sequence[tuple[Row, set[Any]]]) -> dict[str, Any]:
     rows = [row for row, _ in found]
     parts = {row.component for row in rows}
+    by_part = [[row for row in rows if row.component == part] for part in parts]
     return {
         "components": sorted(parts),
         "elapsed_s": round(_length(row.span for row in rows), 3),
@@ -355,7 +356,8 @@ def _of_role(found: Sequence[tuple[Row, set[Any]]]) -> dict[str, Any]:
         "cpu_hours_used": _hours(sum(row.cpu_time for row in rows if row.measured)),
         "idle_share": _idle(rows),
         "max_rss_bytes": max((row.max_rss for row in rows if row.max_rss is not None), default=None),
-        "restarts": max(sum(row.component == part for row in rows) for part in parts) - 1,
+        # A further job is the next segment, or was submitted anew: no restart.
+        "restarts": max(len(mine) - len({row.job_id for row in mine}) for mine in by_part),
     }
 
 

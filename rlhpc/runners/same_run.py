@@ -15,7 +15,10 @@ from rlhpc.runtime.paths import RunPaths
 _NAME = (
     "Give this one a name of its own (runner.name=…) or another folder (runner.run_dir=…), or go back to the old values"
 )
-_WAY_OUT = f"{_NAME}; to continue this very run with the new ones from its last checkpoint on, add --resume-with (in the workflow: --config resume_with=true)"
+_WAY_OUT = (
+    f"{_NAME}; to continue this very run with the new ones from its last checkpoint on, add --resume-with "
+    "(in the workflow: --config resume_with=true)"
+)
 
 
 def has_begun(paths: RunPaths) -> bool:

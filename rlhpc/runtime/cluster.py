@@ -131,7 +131,9 @@ class Cluster:
         visible here, unless their group asks Slurm for nodes of its own: those have what the group's `gres` says.
         """
         visible = visible_accelerators(os.environ if environ is None else environ)
-        return cls._virtual(
+        if (common := read_key(config, "cpus_per_node")) is not None:
+            cpus = _count(common, "cluster.cpus_per_node", 1)
+        cluster = cls._virtual(
             read_key(config, "num_nodes", 1),
             read_key(config, "accelerators_per_node"),
             gpus_in(read_key(config, "gres")),
@@ -139,6 +141,8 @@ class Cluster:
             read_key(config, "node_groups", ()),
             cpus,
         )
+        cluster.container = tuple(str(word) for word in read_key(config, "container", ()))
+        return cluster
 
     @classmethod
     def _virtual(

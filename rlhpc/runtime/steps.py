@@ -20,7 +20,7 @@ import threading
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from rlhpc.runtime.allocation import expand_range, in_slurm_job, slurm_nodes
 from rlhpc.runtime.errors import ConfigError
@@ -74,7 +74,7 @@ def srun_argv(
     components: int,
     nodes: int,
     tasks: int,
-    cores: int,
+    cores: int | None,
     accelerators: int,
     overcommit: bool,
 ) -> list[str]:
@@ -84,7 +84,7 @@ def srun_argv(
         name: What Slurm calls the step: the worker group's name.
         component, components: Component of the job that the step runs on, and how many there are.
         nodes, tasks: Nodes and ranks of the step; `SLURM_HOSTFILE` says which rank goes where.
-        cores: Cores of a rank.
+        cores: Cores of a rank; None where the nodes' are not known yet, in a plan.
         accelerators: Accelerators that the job has on each of the nodes: a rank picks its own among them. 0 clears the
             mask, which a step would inherit from component 0 else.
         overcommit: There are more ranks than cores.
@@ -92,7 +92,7 @@ def srun_argv(
     argv = ["srun", f"--job-name={name}", "--overlap"]
     if components > 1:
         argv.append(f"--het-group={component}")
-    argv += [f"--nodes={nodes}", f"--ntasks={tasks}", f"--cpus-per-task={cores}", "--mem=0"]
+    argv += [f"--nodes={nodes}", f"--ntasks={tasks}", f"--cpus-per-task={cores or '?'}", "--mem=0"]
     argv.append(f"--gres=gpu:{accelerators}" if accelerators else "--gres=none")
     if overcommit:
         argv.append("--overcommit")
@@ -219,6 +219,48 @@ class JobStep:
             self.process.kill()
 
 
+class Placed(Protocol):
+    """A rank as far as its step's command line depends on it."""
+
+    @property
+    def node_rank(self) -> int: ...
+    @property
+    def accelerators(self) -> tuple[int, ...]: ...
+
+
+def step_words(
+    group: str, place: tuple[int, int], ranks: Sequence[Placed], cluster: Cluster, interpreter: str | None
+) -> tuple[list[str], list[str]]:
+    """The command line of a worker group's step, or of its part in one component of the job.
+
+    Args:
+        group: Name of the worker group.
+        place: Component of the job, and how many there are.
+        ranks: The step's tasks, in order.
+        cluster: The nodes; their cores may be unknown (0), in a plan.
+        interpreter: Python of the ranks' node group, where it has one of its own.
+
+    Returns:
+        srun with its options, and what each task runs.
+    """
+    counts = {rank: sum(r.node_rank == rank for r in ranks) for rank in {r.node_rank for r in ranks}}
+    nodes = {rank: cluster.nodes[rank] for rank in counts}
+    known = all(node.cpus for node in nodes.values())
+    cores = min(max(1, nodes[rank].cpus // count) for rank, count in counts.items()) if known else None
+    on_device = any(rank.accelerators for rank in ranks)
+    argv = srun_argv(
+        name=group,
+        component=place[0],
+        components=place[1],
+        nodes=len(nodes),
+        tasks=len(ranks),
+        cores=cores,
+        accelerators=max(len(node.accelerators) for node in nodes.values()) if on_device else 0,
+        overcommit=cores is not None and any(count * cores > nodes[rank].cpus for rank, count in counts.items()),
+    )
+    return argv, [*cluster.container, *run_module("rlhpc.runtime.process", "step", python=interpreter)]
+
+
 def start_steps(
     specs: Sequence[WorkerSpec],
     cluster: Cluster,
@@ -237,23 +279,9 @@ def start_steps(
         parts.setdefault(cluster.nodes[spec.node_rank].het_group or 0, []).append(spec)
     steps = []
     for component, tasks in sorted(parts.items()):
-        counts = {rank: sum(t.node_rank == rank for t in tasks) for rank in {t.node_rank for t in tasks}}
-        nodes = {rank: cluster.nodes[rank] for rank in counts}
-        cores = min(max(1, nodes[rank].cpus // count) for rank, count in counts.items())
-        on_device = any(task.accelerators for task in tasks)
-        argv = srun_argv(
-            name=tasks[0].group,
-            component=component,
-            components=total,
-            nodes=len(nodes),
-            tasks=len(tasks),
-            cores=cores,
-            accelerators=max(len(node.accelerators) for node in nodes.values()) if on_device else 0,
-            overcommit=any(count * cores > nodes[rank].cpus for rank, count in counts.items()),
-        )
-        rank = run_module("rlhpc.runtime.process", "step", python=tasks[0].interpreter or None)
-        command = [*cluster.container, *rank]
-        name = f"{tasks[0].group}-{component}" if total > 1 else tasks[0].group
+        group = tasks[0].group
+        argv, command = step_words(group, (component, total), tasks, cluster, tasks[0].interpreter or None)
+        name = f"{group}-{component}" if total > 1 else group
         steps.append(JobStep(tasks, (component, total), argv, command, log_dir / f"{name}.step.err", on_exit, on_end))
     return steps
 

@@ -155,6 +155,32 @@ def test_again_does_nothing(whole: Path) -> None:
     assert "Nothing to be done" in snakemake(whole)
 
 
+def jobs_of(said: str) -> set[str]:
+    """The rules that a dry run would run."""
+    return set(re.findall(r"^(?:local)?(?:rule|checkpoint) (\w+):", said, re.MULTILINE)) - {"all"}
+
+
+def test_what_a_changed_configuration_runs_again(whole: Path) -> None:
+    run = whole / "runs" / "quickstart"
+    assert jobs_of(snakemake(whole, "--dry-run", overrides=f"{SMALL} cluster.time='10:00'")) == set()
+    assert jobs_of(snakemake(whole, "--dry-run", overrides=f"{SMALL} env.eval.num_episodes=6")) == {"eval", "report"}
+    refused = snakemake(whole, overrides=f"{SMALL} actor.optim.lr=0.5", code=1)
+    assert "actor.optim.lr: 0.001 → 0.5" in refused and "resume_with=true" in refused
+    # the failing command's own exit code, and nothing after it
+    assert "returned non-zero exit status 2" in refused and "cp: cannot stat" not in refused
+    trained = (run / "metrics.jsonl").read_bytes()
+    assert "finished" in snakemake(whole)
+    assert (run / "metrics.jsonl").read_bytes() == trained
+    snakemake(whole, overrides=f"{SMALL} env.eval.num_episodes=6")
+    assert json.loads((run / "eval/global_step_4/default.json").read_text())["episodes"] == 6
+    snakemake(whole)
+    assert json.loads((run / "eval/global_step_4/default.json").read_text())["episodes"] == 4
+
+
+def test_training_alone(tmp_path: Path) -> None:
+    assert jobs_of(snakemake(tmp_path, "--dry-run", "--", "train")) == {"prepare", "train_segment", "train"}
+
+
 def test_a_finished_segment_is_not_trained_again(whole: Path) -> None:
     run = whole / "runs" / "quickstart"
     trained = (run / "metrics.jsonl").read_bytes()

@@ -3,7 +3,7 @@ from rlhpc.config import evaluation_fingerprint, load_config, segment_ends, trai
 from rlhpc.metrics.curves import IMITATION as IMITATION_CURVES
 from rlhpc.metrics.language import ALWAYS as LANGUAGE_CURVES
 from rlhpc.runtime.errors import RlhpcError
-from rlhpc.runtime.launch.plan import minutes_of
+from rlhpc.runtime.launch.plan import job_options, minutes_of
 from rlhpc.runtime.paths import RunPaths
 from snakemake.exceptions import WorkflowError
 
@@ -92,11 +92,12 @@ def megabytes(mem):
 
 def job_resources(job):
     """What a section `workflow.…_job` asks for, in the words of Snakemake's Slurm executor."""
+    where = job_options(CFG.cluster, job)
     found = {
-        "slurm_partition": job.partition,
-        "slurm_account": job.account,
-        "qos": job.qos,
-        "constraint": job.constraint,
+        "slurm_partition": where.get("partition"),
+        "slurm_account": where.get("account"),
+        "qos": where.get("qos"),
+        "constraint": where.get("constraint"),
         "gres": job.gres,
         "mem_mb": megabytes(job.mem),
         "runtime": minutes_of(job.time),

@@ -173,6 +173,8 @@ def het_jobs(facts: SlurmFacts, test: str | None = None) -> Line:
     if re.search(r"disable_het(ero)?_?(job_)?steps", parameters):
         return Line("fail", what, f"steps in them are disabled (SchedulerParameters={parameters})", do)
     if test:
+        if re.search(r"account|partition|qos|node count|walltime|time limit", test, re.IGNORECASE):
+            do = "the site file's values are at fault, not het jobs as such: see the lines on partition and account"
         return Line("fail", what, f"Slurm refused one: {test}", do)
     interval = re.search(r"bf_interval=(\d+)", parameters)
     found = f"allowed; started by backfill every {interval[1] if interval else '30'} s"

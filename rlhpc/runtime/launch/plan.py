@@ -8,14 +8,15 @@ from __future__ import annotations
 import shlex
 import shutil
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from rlhpc.runtime.allocation import gpus_in
-from rlhpc.runtime.cluster import Cluster, read_key
+from rlhpc.runtime.cluster import WITHOUT_ACCELERATORS, Cluster, read_key
 from rlhpc.runtime.errors import ConfigError
+from rlhpc.runtime.import_paths import run_module
 from rlhpc.runtime.placement import HybridComponentPlacement, Placement
-from rlhpc.runtime.steps import srun_argv
+from rlhpc.runtime.steps import step_words
 
 LAUNCHERS = ("auto", "slurm", "local")
 #: Keys of a node group that become sbatch options of the same name, in the order they are written.
@@ -89,6 +90,7 @@ class Plan:
     warnings: tuple[str, ...] = ()
     setup: tuple[str, ...] = ()
     job_options: tuple[str, ...] = ()
+    beside: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
     signal_lead_s: int = 120
 
     def submitit_parameters(self) -> dict[str, Any]:
@@ -121,7 +123,7 @@ def minutes_of(time: str) -> int:
     return int(days or 0) * 1440 + hours * 60 + minutes + (seconds + 59) // 60
 
 
-def build_plan(cfg: Any, cluster: Cluster | None = None, *, launcher: str = "auto", python: str = "python") -> Plan:
+def build_plan(cfg: Any, cluster: Cluster | None = None, *, launcher: str = "auto") -> Plan:
     """Plans a run.
 
     Args:
@@ -129,7 +131,6 @@ def build_plan(cfg: Any, cluster: Cluster | None = None, *, launcher: str = "aut
         cluster: The allocation; by default the nodes that the configuration asks for, as virtual ones.
         launcher: `slurm`, `local`, or `auto`: Slurm where `sbatch` is, or the configuration asks for what only Slurm can
             give.
-        python: Interpreter of the steps whose node group names none.
 
     Raises:
         ConfigError: The node groups do not form components.
@@ -157,16 +158,44 @@ def build_plan(cfg: Any, cluster: Cluster | None = None, *, launcher: str = "aut
         for component in components:
             mine = [p for p in ranks if owner[p.node_rank] == component.index]
             if mine and launcher == "slurm":
-                steps.append(_srun(group, mine, component, len(components), nodes, interpreter or python))
+                steps.append(_srun(group, mine, component, len(components), cluster, nodes))
             elif mine:
-                steps.append(_local(group, mine, nodes, interpreter, python))
+                steps.append(_local(group, mine, nodes, interpreter))
     name = str(read_key(read_key(cfg, "runner"), "name", "run"))
     warnings = tuple(_oversubscribed(nodes, placements))
+    beside = read_key(cfg, "workflow", {})
     return Plan(
         name, launcher, components, tuple(steps), nodes, placements, warnings,
         setup=tuple(read_key(section, "setup", ())), job_options=tuple(read_key(section, "sbatch", ())),
         signal_lead_s=int(read_key(section, "signal_lead_s", 120)),
+        beside={what: job_options(section, job) for what in ("eval_job", "convert_job") if (job := read_key(beside, what))},
     )  # fmt: skip
+
+
+def job_options(section: Any, job: Any) -> dict[str, str]:
+    """Where Slurm is to put a job beside training: partition, account, qos and constraint, as far as anybody said.
+
+    What the job's own section leaves out, a node group of the run says where the whole cluster does not: one with
+    accelerators where the job asks for some, else one without, else the first.
+
+    Args:
+        section: Section `cluster` of the configuration.
+        job: Section `workflow.eval_job` or `workflow.convert_job`.
+    """
+    keys = _DIRECTIVES[:4]
+    found = {key: value for key in keys if (value := read_key(job, key)) is not None}
+    groups = [raw for raw in read_key(section, "node_groups", ()) if read_key(raw, "partition") is not None]
+    if "partition" not in found and groups:
+        wanted = gpus_in(read_key(job, "gres")) is not None
+        group = next((raw for raw in groups if _has_accelerators(raw) == wanted), groups[0])
+        found = {**{key: value for key in keys if (value := read_key(group, key)) is not None}, **found}
+    return {key: str(value) for key, value in found.items()}
+
+
+def _has_accelerators(group: Any) -> bool:
+    asked = ("gres", "gres_name", "accelerators_per_node")
+    kind = str(read_key(group, "accelerator_kind", "")).lower()
+    return kind not in WITHOUT_ACCELERATORS and any(read_key(group, key) for key in asked)
 
 
 def _needs_slurm(section: Any, groups: Sequence[Any], cluster: Cluster | None) -> bool:
@@ -242,35 +271,21 @@ def _srun(
     ranks: Sequence[Placement],
     component: JobComponent,
     total: int,
+    cluster: Cluster,
     nodes: Sequence[PlannedNode],
-    python: str,
 ) -> Step:
-    """A job step. It states all its resources: srun does not inherit every one of them from the job."""
-    per_node = {r: sum(p.node_rank == r for p in ranks) for r in sorted({p.node_rank for p in ranks})}
-    cores = min(max(1, nodes[r].cpus // count) for r, count in per_node.items())
-    on_device = any(p.accelerators for p in ranks)
-    argv = srun_argv(
-        name=group,
-        component=component.index,
-        components=total,
-        nodes=len(per_node),
-        tasks=len(ranks),
-        cores=cores,
-        accelerators=max(nodes[r].accelerators for r in per_node) if on_device else 0,
-        overcommit=any(count * cores > nodes[r].cpus for r, count in per_node.items()),
-    )
-    argv += [python, "-m", "rlhpc.runtime.process", "step"]
+    """A job step, in the words that the driver will use."""
+    interpreter = cluster.node_group(ranks[0].node_group).python_interpreter
+    argv, command = step_words(group, (component.index, total), ranks, cluster, interpreter)
     hosts = tuple(nodes[p.node_rank].name for p in ranks)
-    return Step(group, component.index, tuple(p.rank for p in ranks), hosts, tuple(argv))
+    return Step(group, component.index, tuple(p.rank for p in ranks), hosts, (*argv, *command))
 
 
-def _local(
-    group: str, ranks: Sequence[Placement], nodes: Sequence[PlannedNode], interpreter: str | None, python: str
-) -> Step:
+def _local(group: str, ranks: Sequence[Placement], nodes: Sequence[PlannedNode], interpreter: str | None) -> Step:
     """Ranks of this machine: forked from the driver's fork server, or started with an interpreter of their own."""
     module = "rlhpc.runtime.process" if interpreter else "rlhpc.runtime.forkserver"
     hosts = tuple(nodes[p.node_rank].name for p in ranks)
-    return Step(group, 0, tuple(p.rank for p in ranks), hosts, (interpreter or python, "-m", module))
+    return Step(group, 0, tuple(p.rank for p in ranks), hosts, tuple(run_module(module, python=interpreter)))
 
 
 def _oversubscribed(nodes: Sequence[PlannedNode], placements: Mapping[str, Sequence[Placement]]) -> list[str]:
@@ -319,6 +334,13 @@ def render_plan(plan: Plan) -> str:
         for component in plan.components:
             nodes = _numbered("node", component.nodes)
             lines += ["", f"# component {component.index}: {component.label}, {nodes}", *component.directives]
+        for what, options in plan.beside.items():
+            words = ", ".join(f"{key} {value}" for key, value in options.items()) or "the default partition"
+            lines += (
+                ["", f"# jobs of workflow.{what}: {words}"]
+                if what == "eval_job"
+                else [f"# jobs of workflow.{what}: {words}"]
+            )
     lines += ["", "steps", f"  driver: {'the batch step' if slurm else 'this process'}, {plan.nodes[0].name}"]
     for step in plan.steps:
         ranks = _numbered("rank", step.ranks)
@@ -336,6 +358,8 @@ def render_plan(plan: Plan) -> str:
             lines.append(f"    accelerator {index}: {' '.join(_who(plan.placements, rank, index)) or '-'}")
         if (bare := _who(plan.placements, rank, None)) or not node.accelerators:
             lines.append(f"    no accelerator: {' '.join(bare) or '-'}")
+    if slurm and not all(node.cpus for node in plan.nodes):
+        lines += ["", "--cpus-per-task=?: a node's cores, once Slurm has granted them, shared by the ranks on it"]
     if plan.warnings:
         lines += ["", *(f"warning: {warning}" for warning in plan.warnings)]
     return "\n".join(lines)

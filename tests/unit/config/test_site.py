@@ -34,6 +34,15 @@ def test_fills_what_is_open_and_nothing_else(tmp_path: Path) -> None:
     assert list(cfg.cluster.setup) == ["module load cuda"]
 
 
+def test_jobs_beside_training(tmp_path: Path) -> None:
+    file = site(
+        tmp_path, "cluster: {}\nworkflow: {eval_job: {partition: small}, convert_job: {partition: big, mem: 64G}}\n"
+    )
+    cfg = load_config(HET, ["workflow.convert_job.mem=2G"], site=file)
+    assert (cfg.workflow.eval_job.partition, cfg.workflow.convert_job.partition) == ("small", "big")
+    assert cfg.workflow.convert_job.mem == "2G"
+
+
 def test_by_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RLHPC_SITE", site(tmp_path, "cluster: {partition: batch}\n"))
     assert load_config(HET).cluster.partition == "batch"
@@ -56,7 +65,11 @@ def test_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        ("runner: {name: x}\n", "runner: a site file has the section cluster only"),
+        (
+            "runner: {name: x}\n",
+            "runner: a site file has the sections cluster, workflow.eval_job and workflow.convert_job",
+        ),
+        ("workflow: {sft: x}\n", "workflow.sft: a site file has the sections cluster"),
         ("cluster: {partitoin: gpu}\n", "unknown key cluster.partitoin; did you mean cluster.partition"),
         ("cluster: {num_nodes: 4}\n", "cluster.num_nodes belongs to a run"),
         ("cluster: {component_placement: {actor: 0}}\n", "cluster.component_placement belongs to a run"),

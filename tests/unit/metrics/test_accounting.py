@@ -258,3 +258,12 @@ def test_a_run_without_slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ru
     assert write_accounting(run) is None
     assert "Accounting" not in write_report(run).read_text()
     assert not run.accounting.exists() and not calls.exists()
+
+
+def test_further_segments_are_no_restarts() -> None:
+    """Three jobs after each other, in the last of which the driver started the group a second time."""
+    names = {"JobName": "actor", "NodeList": "n1"}
+    lines = [line for job in (9, 12, 17) for line in (row(str(job)), row(f"{job}.0", **names))]
+    three = JobIds(("9", "12", "17"), own=frozenset({"9", "12", "17"}))
+    assert account(parse(lines), {}, three)["roles"]["actor"]["restarts"] == 0
+    assert account(parse([*lines, row("17.1", **names)]), {}, three)["roles"]["actor"]["restarts"] == 1

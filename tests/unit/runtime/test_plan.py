@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import sys
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +14,8 @@ from omegaconf import OmegaConf
 from rlhpc.config import load_config
 from rlhpc.runtime.cluster import Cluster
 from rlhpc.runtime.errors import ConfigError, PlacementError
-from rlhpc.runtime.launch.plan import Plan, build_plan, minutes_of, render_plan
+from rlhpc.runtime.launch.plan import Plan, build_plan, job_options, minutes_of, render_plan
+from rlhpc.runtime.steps import start_steps
 
 GOLDEN = Path(__file__).parent / "golden"
 QUICKSTART = Path(__file__).parents[3] / "configs" / "quickstart.yaml"
@@ -41,13 +44,20 @@ HET = {
     ],
 }  # fmt: skip
 
+#: The variables of a job that HET asks for.
+HET_JOB = {
+    "SLURM_JOB_ID": "7", "SLURM_HET_SIZE": "2", "SLURM_JOB_NODELIST_HET_GROUP_0": "gpu07",
+    "SLURM_JOB_NODELIST_HET_GROUP_1": "cpu[08-09]", "SLURM_JOB_CPUS_PER_NODE_HET_GROUP_0": "32",
+    "SLURM_JOB_CPUS_PER_NODE_HET_GROUP_1": "16(x2)", "CUDA_VISIBLE_DEVICES": "0,1,2,3",
+}  # fmt: skip
+
 
 def plan(section: dict[str, Any], **options: Any) -> Plan:
     return build_plan(OmegaConf.create({"cluster": section, "runner": {"name": "golden"}}), **options)
 
 
 def compare(name: str, found: Plan) -> None:
-    text, file = render_plan(found) + "\n", GOLDEN / f"{name}.txt"
+    text, file = render_plan(found).replace(sys.executable, "python") + "\n", GOLDEN / f"{name}.txt"
     if os.environ.get("UPDATE_GOLDEN"):
         file.write_text(text)
     assert text == file.read_text()
@@ -80,15 +90,43 @@ def test_het() -> None:
 
 
 def test_inside_the_allocation() -> None:
-    variables = {
-        "SLURM_JOB_ID": "7", "SLURM_HET_SIZE": "2", "SLURM_JOB_NODELIST_HET_GROUP_0": "gpu07",
-        "SLURM_JOB_NODELIST_HET_GROUP_1": "cpu[08-09]", "SLURM_JOB_CPUS_PER_NODE_HET_GROUP_0": "32",
-        "SLURM_JOB_CPUS_PER_NODE_HET_GROUP_1": "16(x2)", "CUDA_VISIBLE_DEVICES": "0,1,2,3",
-    }  # fmt: skip
-    found = plan(HET, cluster=Cluster(HET, environ=variables))
+    found = plan(HET, cluster=Cluster(HET, environ=HET_JOB))
     assert [n.name for n in found.nodes] == ["gpu07", "cpu08", "cpu09"] and found.launcher == "slurm"
     assert [s.argv for s in found.steps] == [s.argv for s in plan(HET).steps]
     assert found.steps[-1].hosts == ("cpu08", "cpu08", "cpu09", "cpu09")
+
+
+@pytest.mark.parametrize("more", [{}, {"container": ["apptainer", "exec", "rlhpc.sif"]}])
+def test_what_is_planned_is_what_starts(more: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The steps of a plan made without Slurm are those that the driver starts in the job that the plan asked for."""
+
+    @dataclass
+    class Spec:
+        group: str
+        node_rank: int
+        accelerators: tuple[int, ...]
+        interpreter: str
+
+    class Recorded:
+        def __init__(self, specs: list[Spec], place: Any, argv: list[str], command: list[str], *more: Any) -> None:
+            started.append((specs[0].group, place[0], (*argv, *command)))
+
+    started: list[tuple[str, int, tuple[str, ...]]] = []
+    monkeypatch.setattr("rlhpc.runtime.steps.JobStep", Recorded)
+    section = {**HET, **more}
+    cluster = Cluster(section, environ=HET_JOB)
+    for group, ranks in plan(section, cluster=cluster).placements.items():
+        interpreter = cluster.node_group(ranks[0].node_group).python_interpreter or ""
+        specs: Any = [Spec(group, rank.node_rank, rank.accelerators, interpreter) for rank in ranks]
+        start_steps(specs, cluster, tmp_path, lambda *_: None, lambda *_: None)
+    assert started == [(step.group, step.component, step.argv) for step in plan(section).steps]
+
+
+def test_cores_of_the_whole_cluster() -> None:
+    found = plan({**ONE_NODE, "cpus_per_node": 8}, launcher="slurm")
+    assert "#SBATCH --cpus-per-task=8" in found.components[0].directives
+    assert all("--cpus-per-task=8" in step.argv and "--overcommit" not in step.argv for step in found.steps)
+    assert "the site's number of cores" not in render_plan(found)
 
 
 def test_a_group_over_two_components_is_two_steps() -> None:
@@ -165,6 +203,22 @@ def test_slurm_where_sbatch_is(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) 
     assert plan(ONE_NODE).launcher == "slurm"
     assert plan(ONE_NODE, cluster=Cluster(environ={})).launcher == "slurm"
     assert plan(ONE_NODE, launcher="local").launcher == "local"
+
+
+def test_jobs_beside_training_find_a_partition() -> None:
+    """On a cluster without a default one, where the site names those of the node groups only."""
+    groups = [
+        {"label": "gpu", "partition": "g", "account": "rl", "gres_name": "gpu:a100"},
+        {"label": "cpu", "partition": "c", "qos": "low"},
+    ]
+    assert job_options({"node_groups": groups}, {}) == {"partition": "c", "qos": "low"}
+    assert job_options({"node_groups": groups}, {"gres": "gpu:1"}) == {"partition": "g", "account": "rl"}
+    assert job_options({"node_groups": groups[:1]}, {"account": "me"}) == {"partition": "g", "account": "me"}
+    assert job_options({"node_groups": groups}, {"partition": "own"}) == {"partition": "own"}
+    assert job_options({"node_groups": [{"label": "x"}]}, {}) == {}
+    site = {**HET, "node_groups": [{**group, "account": "rl"} for group in HET["node_groups"]]}
+    cfg = OmegaConf.create({"cluster": site, "runner": {"name": "x"}, "workflow": {"eval_job": {"mem": "1G"}}})
+    assert "# jobs of workflow.eval_job: partition cpu, account rl" in render_plan(build_plan(cfg))
 
 
 def test_components_in_the_order_of_the_nodes() -> None:

@@ -1,0 +1,48 @@
+"""A finished run that is made longer, shorter, or cut otherwise."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from rlhpc.runtime.errors import ConfigError
+from rlhpc.runtime.launch.reopen import reopen, segment_to_reopen
+from rlhpc.runtime.paths import RunPaths
+
+
+def finished(folder: Path, *ends: int, reason: str = "segment_end") -> RunPaths:
+    paths = RunPaths(folder)
+    paths.segments.mkdir()
+    for segment, step in enumerate(ends):
+        last = "max_steps" if segment == len(ends) - 1 and reason == "segment_end" else reason
+        paths.segment_done(segment).write_text(json.dumps({"global_step": step, "stop_reason": last}))
+    return paths
+
+
+def test_as_planned(tmp_path: Path) -> None:
+    paths = finished(tmp_path, 10, 20)
+    assert segment_to_reopen(paths, [10, 20]) is None
+    assert segment_to_reopen(paths, [10, 20, 30]) is None  # a further segment is not finished yet
+    assert segment_to_reopen(RunPaths(tmp_path / "none"), [10]) is None
+
+
+def test_longer(tmp_path: Path) -> None:
+    paths = finished(tmp_path, 10, 20)
+    assert segment_to_reopen(paths, [10, 25]) == 1
+    aside = reopen(paths, 1)
+    assert not paths.segment_done(1).exists() and json.loads(aside.read_text())["global_step"] == 20
+    assert segment_to_reopen(paths, [10, 25]) is None
+
+
+@pytest.mark.parametrize("ends", [[5, 20], [15, 30], [10, 15], [20]])
+def test_what_cannot_be(tmp_path: Path, ends: list[int]) -> None:
+    with pytest.raises(ConfigError, match=r"choose .*runner\.(max_steps|name)"):
+        segment_to_reopen(finished(tmp_path, 10, 20), ends)
+
+
+def test_a_goal_that_was_reached(tmp_path: Path) -> None:
+    paths = finished(tmp_path, 7, reason="stop_return")
+    assert segment_to_reopen(paths, [20]) is None
+    assert segment_to_reopen(paths, [20], goal_moved=True) == 0
