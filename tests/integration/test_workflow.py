@@ -130,6 +130,8 @@ def test_a_mistake_is_one_message_and_writes_nothing(tmp_path: Path) -> None:
     assert "Traceback" not in said
     said = snakemake(tmp_path, config=("executer=slurm",), code=1)
     assert "executer" in said and "Traceback" not in said
+    said = snakemake(tmp_path, overrides="runner.name='half", code=1)
+    assert "rlhpc: error: overrides" in said and "No closing quotation" in said and "ValueError" not in said
     assert not (tmp_path / "runs").exists()
 
 
@@ -162,7 +164,7 @@ def jobs_of(said: str) -> set[str]:
 
 def test_what_a_changed_configuration_runs_again(whole: Path) -> None:
     run = whole / "runs" / "quickstart"
-    assert jobs_of(snakemake(whole, "--dry-run", overrides=f"{SMALL} cluster.time='10:00'")) == set()
+    assert jobs_of(snakemake(whole, "--dry-run", overrides=f"{SMALL} cluster.time=10:00")) == set()
     assert jobs_of(snakemake(whole, "--dry-run", overrides=f"{SMALL} env.eval.num_episodes=6")) == {"eval", "report"}
     refused = snakemake(whole, overrides=f"{SMALL} actor.optim.lr=0.5", code=1)
     assert "actor.optim.lr: 0.001 → 0.5" in refused and "resume_with=true" in refused
@@ -186,7 +188,7 @@ def test_a_finished_segment_is_not_trained_again(whole: Path) -> None:
     trained = (run / "metrics.jsonl").read_bytes()
     # what Snakemake keeps for itself may go; and even when it is told to do everything again, nothing is trained
     (run / "workflow/segment_0.json").unlink()
-    assert "finished" in snakemake(whole, "--forcerun", "train_segment", "--until", "train_segment")
+    assert "finished" in snakemake(whole, "--forcerun", "train_segment", "--", "train")
     assert (run / "metrics.jsonl").read_bytes() == trained
     assert sorted(p.name for p in (run / "submit").glob("*.claim.*")) == [f"segment_{k}.claim.1.json" for k in (0, 1)]
     assert "Nothing to be done" in snakemake(whole)

@@ -15,7 +15,7 @@ wildcard_constraints:
 
 
 class Untracked:
-    """Words of a command that are no reason to run a rule again when they change: what they change, other parameters say."""
+    """Words of a command that start nothing again when they change; what they change stands in other parameters."""
 
     def __init__(self, *words):
         self.words = words
@@ -43,7 +43,10 @@ def find_config(name):
 
 def words(value):
     """Overrides as given (`"a=b c=d"` or a list) as a list."""
-    return shlex.split(value) if isinstance(value, str) else [str(word) for word in value or ()]
+    try:
+        return shlex.split(value) if isinstance(value, str) else [str(word) for word in value or ()]
+    except ValueError as error:
+        raise WorkflowError(f"rlhpc: error: overrides {value!r}: {error}; quote it as a shell would read it") from None
 
 
 def load_run():
