@@ -26,7 +26,9 @@ from rlhpc.roles.device import own_device, seed_process
 from rlhpc.roles.prompts import GROUPS, VERSIONS, Group, PromptMap, seed_of
 from rlhpc.rollout import Request, SamplingParams, make_rollout
 from rlhpc.rollout.agents import configured_agent, make_generation
+from rlhpc.rollout.ends import load_model_config
 from rlhpc.rollout.episodes import Episode
+from rlhpc.rollout.vllm_experts import require_proven
 from rlhpc.runtime.comm.channel import QueueEmpty
 from rlhpc.runtime.errors import DeadlineExceeded
 from rlhpc.runtime.worker import Worker
@@ -298,6 +300,9 @@ def check_language(cfg: Any, ranks: dict[str, int]) -> None:
     Raises:
         ConfigError: Names the key.
     """
+    model = cfg.actor.model
+    if "rollout" in ranks and str(cfg.rollout.rollout_backend).lower() == "vllm":
+        require_proven(load_model_config(str(model.model_path), bool(model.trust_remote_code)))
     _, encoder, dataset = open_prompts(cfg)
     encoder.encode(dataset[0])
     if str(cfg.actor.training_backend).lower() == "deepspeed":

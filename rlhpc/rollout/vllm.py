@@ -24,6 +24,7 @@ from rlhpc.rollout.ends import (
     transformers_module,
 )
 from rlhpc.rollout.engine import Engine, EngineOptions, UpdateFailed, fitting_update
+from rlhpc.rollout.vllm_experts import FileNames, is_mixture, packing_kernels, reload_packed
 from rlhpc.runtime.errors import ConfigError, RlhpcError
 
 log = logging.getLogger(__name__)
@@ -89,7 +90,9 @@ class VLLMRollout(Engine):
         self._stop_texts = StopTexts(self._tokenizer, options.model_path)
         self._own_ends = end_tokens(options.model_path, config, self._tokenizer)
         self.vocabulary = int(config.get_text_config().vocab_size)
-        self._needed, self._optional, self._aliases = _tensors_of(config, options)
+        model = _on_meta(config, options)
+        self._needed, self._optional, self._aliases = _tensors_of(model)
+        self._experts = FileNames(model) if is_mixture(config) else None
         self._sleeps = bool(cfg.actor.offload_in_rollout)
         self._running: dict[str, _Running] = {}
         self._torn = ""
@@ -136,6 +139,9 @@ class VLLMRollout(Engine):
             "use_tqdm_on_load": False,
             "enable_sleep_mode": self._sleeps and not self._on_cpu,
         }
+        if self._experts and not self._on_cpu:
+            # The one kernel that uses experts as they are loaded; the others keep them shuffled.
+            arguments["moe_backend"] = "triton"
         if self._on_cpu:
             arguments["enforce_eager"] = True
             if not os.environ.get("VLLM_CPU_KVCACHE_SPACE"):
@@ -153,6 +159,11 @@ class VLLMRollout(Engine):
                 raise ConfigError(f"rollout.engine_kwargs: {error}") from None
             engine = LLMEngine.from_engine_args(engine_args, usage_context=UsageContext.LLM_CLASS)
         self._filters_logged = all(engine.collective_rpc(_log_before_filters))
+        if self._experts and not self._on_cpu and (kernels := engine.collective_rpc(packing_kernels)[0]):
+            raise ConfigError(
+                f"rollout.engine_kwargs: vLLM's {', '.join(kernels)} keep experts in a form that weight updates do not reach; "
+                "set moe_backend: triton"
+            )
         return engine
 
     @contextmanager
@@ -270,7 +281,11 @@ class VLLMRollout(Engine):
         self._torn = f"the update to version {version} of vLLM's weights broke off; restart the rollout group"
         weights = fitting_update(named_tensors, self._needed, self._optional)
         tied = _under_all_names(weights, self._aliases)
-        self._engine.collective_rpc("reload_weights", kwargs={"weights_iterator": tied})
+        if self._experts and self._on_cpu:
+            self._engine.collective_rpc(reload_packed, args=(self._experts(tied),))
+        else:
+            named = self._experts(tied) if self._experts else tied
+            self._engine.collective_rpc("reload_weights", kwargs={"weights_iterator": named})
         self._engine.reset_prefix_cache(reset_running_requests=True)
         for running, token_ids, _ in self._so_far():
             running.marks.append((len(token_ids), self.version))
@@ -360,14 +375,17 @@ def _log_before_filters(worker: Any) -> bool:
     return True
 
 
-def _tensors_of(
-    config: Any, options: EngineOptions
-) -> tuple[dict[str, tuple[int, ...]], dict[str, tuple[int, ...]], dict[str, list[str]]]:
-    """Names and shapes of an update that is whole, those of what else it may bring, and the other names of tied weights."""
+def _on_meta(config: Any, options: EngineOptions) -> Any:
     with torch.device("meta"):
-        model = transformers_module().AutoModelForCausalLM.from_config(
+        return transformers_module().AutoModelForCausalLM.from_config(
             config, trust_remote_code=options.trust_remote_code
         )
+
+
+def _tensors_of(
+    model: nn.Module,
+) -> tuple[dict[str, tuple[int, ...]], dict[str, tuple[int, ...]], dict[str, list[str]]]:
+    """Names and shapes of an update that is whole, those of what else it may bring, and the other names of tied weights."""
     names = {id(tensor): name for name, tensor in model.named_parameters()}
     needed: dict[str, tuple[int, ...]] = {}
     optional: dict[str, tuple[int, ...]] = {}

@@ -12,6 +12,7 @@ import torch
 from omegaconf import OmegaConf
 
 from rlhpc.config.schema import ActorConfig, RolloutConfig
+from rlhpc.roles.lm_rollout import check_language
 from rlhpc.rollout import Completion, Request, RolloutBackend, SamplingParams, make_rollout
 from rlhpc.rollout.ends import end_tokens
 from rlhpc.rollout.engine import UpdateFailed
@@ -25,6 +26,7 @@ VOCABULARY, CONTEXT, END = 64, 256, 1
 CHARACTERS = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456</>"[:61]
 #: Both compute in float32: what is left is the order of summation.
 TOLERANCE = 2e-5
+EXPERTS = {"num_experts_per_tok": 2}
 
 
 def save_model(folder: Path, kind: str = "Llama", **changes: Any) -> Any:
@@ -365,6 +367,9 @@ def test_zz_half_an_update_stops_the_engine(built: RolloutBackend, model: Any, m
             {"head_dim": 32, "sliding_window": 6, "layer_types": ["sliding_attention", "full_attention"]},
         ),
         ("vllm", "Qwen2", {"tie_word_embeddings": True}),
+        # A kernel that packs experts has to do so at each update; and their names in files are not those of the module.
+        ("vllm", "Qwen3Moe", {**EXPERTS, "num_experts": 4, "moe_intermediate_size": 48, "head_dim": 32}),
+        ("vllm", "Mixtral", {**EXPERTS, "num_local_experts": 4}),
     ],
 )
 def test_other_architectures(tmp_path: Path, backend: str, kind: str, changes: dict[str, Any]) -> None:
@@ -379,6 +384,17 @@ def test_other_architectures(tmp_path: Path, backend: str, kind: str, changes: d
         for request, completion in zip(requests, engine.generate(requests), strict=True):
             assert error_of(reference, request, completion) < 5 * TOLERANCE
     engine.close()
+
+
+def test_experts_whose_updates_nobody_has_compared_are_refused(tmp_path: Path) -> None:
+    save_model(tmp_path, "GraniteMoe", **EXPERTS, num_local_experts=4)
+    cfg = config("vllm")
+    cfg.actor.model.model_path = str(tmp_path)
+    with pytest.raises(ConfigError, match=r"GraniteMoeForCausalLM.*Qwen3MoeForCausalLM are\. Take rollout.rollout_backend=hf"):
+        make_rollout(cfg, model_path=str(tmp_path), device="cpu", seed=0)
+    with pytest.raises(ConfigError, match="GraniteMoeForCausalLM"):  # before anything is submitted, too
+        check_language(cfg, {"actor": 1, "rollout": 1})
+    make_rollout(config("hf"), model_path=str(tmp_path), device="cpu", seed=0).close()
 
 
 def test_bad_configurations(folder: Path, tmp_path: Path) -> None:
