@@ -208,14 +208,9 @@ class FsdpBackend(LanguageModelBackend):
         for name, parameter in self._parameters():
             state[f"model.{name}"] = parameter.detach()
             for kind, local in self._moments[name].items():
-                state[f"{kind}.{name}"] = DTensor.from_local(
-                    local,
-                    parameter.device_mesh,
-                    parameter.placements,
-                    run_check=False,
-                    shape=parameter.shape,
-                    stride=parameter.stride(),
-                )
+                # `from_local` would copy a shard on the host to the mesh's device: what is loaded into it is then lost.
+                spec = parameter._spec
+                state[f"{kind}.{name}"] = DTensor(local, spec, requires_grad=False)  # type: ignore[call-arg]
         return state
 
     def save(self, folder: Path) -> None:
@@ -226,6 +221,7 @@ class FsdpBackend(LanguageModelBackend):
             state = {"name": str(self.cfg.actor.optim.name).lower(), "steps": self._steps}
             write_durably(folder / OPTIMIZER, json.dumps(state).encode() + b"\n")
             self.write_identity(folder)
+        self._empty_cache()  # an engine may be about to take all that is free
         self.worker.barrier()
 
     def load(self, folder: Path) -> None:
@@ -249,6 +245,9 @@ class FsdpBackend(LanguageModelBackend):
     def offload(self) -> None:
         """Moves shards and optimizer to the host; with `actor.fsdp.cpu_offload` they are there."""
         self._move(torch.device("cpu"))
+        self._empty_cache()
+
+    def _empty_cache(self) -> None:
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
 
