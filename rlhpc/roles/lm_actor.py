@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterable
+from collections.abc import Generator, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -88,11 +88,16 @@ class LanguageActor(Worker):
         frozen = self._frozen_names()
         # A backend of somebody else's may know nothing of frozen weights.
         weights = self.backend.named_weights(self._sent) if self._sent else self.backend.named_weights()
-        if self.rank:
-            for _ in weights:  # a sharded backend gathers each with all ranks
-                pass
-        else:
-            self._send(version, weights, frozen)
+        try:
+            if self.rank:
+                for _ in weights:  # a sharded backend gathers each with all ranks
+                    pass
+            else:
+                self._send(version, weights, frozen)
+        finally:
+            # Now, not when the last reference to it is dropped: it may have taken memory that another role wants back.
+            if isinstance(weights, Generator):
+                weights.close()
         self._sent = frozen
 
     def _frozen_names(self) -> frozenset[str]:

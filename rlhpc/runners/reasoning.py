@@ -48,8 +48,16 @@ class ReasoningRunner(Runner):
     # -- start ----------------------------------------------------------------------------------------------------
 
     def build(self) -> None:
-        """Loads models, engines, datasets and judges on all ranks, and connects them."""
-        loading = [self.actor.init_worker(self.folder.total, self.prompts), self._open_rollout()]
+        """Loads models, engines, datasets and judges on all ranks, and connects them.
+
+        Where they share accelerators, one after the other: an engine measures how much memory is free while it starts, and
+        takes what the actor allocates or frees meanwhile for its own.
+        """
+        loading = [self._open_rollout()]
+        if self.turns:
+            loading.pop().wait(self.timeout)
+            self.rollout.offload().wait(self.timeout)
+        loading.append(self.actor.init_worker(self.folder.total, self.prompts))
         for handle in loading:
             handle.wait(self.timeout)
         self._connect()
@@ -66,13 +74,17 @@ class ReasoningRunner(Runner):
     def rebuild(self, gone: dict[str, list[int]]) -> None:
         """Starts the rollout ranks again: all of them have ended."""
         self._made.clear()
+        if self.turns:  # it may have been at work when they ended
+            self.actor.offload().wait(self.timeout)
         self.rollout.relaunch()
         self.rollout.wait_ready()
         self._open_rollout().wait(self.timeout)
+        if self.turns:
+            self.rollout.offload().wait(self.timeout)
         self._connect()
 
     def begin(self) -> None:
-        """Rollout ranks forget what was under way and get the present weights."""
+        """Rollout ranks forget what was under way and get the present weights. In turns the engines sleep meanwhile."""
         if self.ahead and self.step:
             note(
                 "async generation: what was under way is made anew, so this resume loses nothing but is not bit for bit"

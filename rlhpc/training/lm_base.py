@@ -1,7 +1,8 @@
 """What the training backends of language models share; each subclass knows one way to hold and update the weights.
 
 A subclass builds `self.module` (and its optimizer) in its constructor and defines `_backward`, `_full`,
-`_make_reference`, `optimizer_step`, `save`, `load`, `offload` and `reload`.
+`_make_reference`, `optimizer_step`, `save`, `load`, `offload` and `reload`. One whose weights cannot be read where `offload`
+leaves them says so in `away`, and does what reads or writes them inside `awake`.
 """
 
 from __future__ import annotations
@@ -90,6 +91,24 @@ class LanguageModelBackend:
         return tensor
 
     @property
+    def away(self) -> bool:
+        """Whether the weights are where nothing can be done with them but `reload`."""
+        return False
+
+    @contextlib.contextmanager
+    def awake(self) -> Iterator[None]:
+        """Takes back what `offload` gave away, and gives it away again at the end. Checkpoints and weights are asked for
+        while another role is about to take the accelerator."""
+        if not self.away:
+            yield
+            return
+        self.reload()
+        try:
+            yield
+        finally:
+            self.offload()
+
+    @property
     def called(self) -> nn.Module:
         """What a batch is given to: the module, or what a subclass puts in front of it."""
         return self.module
@@ -142,8 +161,9 @@ class LanguageModelBackend:
     def named_weights(self, without: Container[str] = ()) -> Iterator[tuple[str, torch.Tensor]]:
         """All weights in full, in the dtype of the computation, by their Hugging Face names, LoRA merged; tied ones
         once, under the name that comes first; those in `without` not at all."""
-        for name, tensor in lora.full_weights(self.module, self._full, without):
-            yield name, tensor.to(self.dtype) if tensor.is_floating_point() else tensor
+        with self.awake():
+            for name, tensor in lora.full_weights(self.module, self._full, without):
+                yield name, tensor.to(self.dtype) if tensor.is_floating_point() else tensor
 
     def frozen_names(self) -> frozenset[str]:
         """Names of those that never change: not trained, and nothing merged into them."""
@@ -158,16 +178,17 @@ class LanguageModelBackend:
         folder = Path(folder)
         if adapter_only and not self.lora_rank:
             raise ConfigError("only an adapter was asked for, but actor.lora.rank is 0: there is none")
-        if adapter_only:
-            weights = lora.adapter_weights(self.module, self._full)
-            if self.rank == 0:
-                lora.export_adapter(folder, weights, self.module, self.cfg.actor.model)
-        elif self.rank == 0:
-            named = ((name, tensor.cpu()) for name, tensor in self.named_weights())
-            export_model(folder, named, self.cfg.actor.model, self.dtype)
-        else:
-            for _ in self.named_weights():  # takes part in the gathering
-                pass
+        with self.awake():
+            if adapter_only:
+                weights = lora.adapter_weights(self.module, self._full)
+                if self.rank == 0:
+                    lora.export_adapter(folder, weights, self.module, self.cfg.actor.model)
+            elif self.rank == 0:
+                named = ((name, tensor.cpu()) for name, tensor in self.named_weights())
+                export_model(folder, named, self.cfg.actor.model, self.dtype)
+            else:
+                for _ in self.named_weights():  # takes part in the gathering
+                    pass
         self.worker.barrier()
 
     # -- pieces ---------------------------------------------------------------------------------------------------

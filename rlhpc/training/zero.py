@@ -195,7 +195,7 @@ class DeepSpeedBackend(LanguageModelBackend):
         """DeepSpeed's own files, each rank its part, below `deepspeed/`; with LoRA without the frozen weights."""
         folder = Path(folder)
         target = folder / FOLDER
-        with _quiet():
+        with self.awake(), _quiet():
             self.engine.save_checkpoint(str(target), tag=TAG, exclude_frozen_parameters=bool(self.lora_rank))
         for path in sorted((target / TAG).iterdir()):
             if f"pp_rank_{self.rank}_" in path.name or (self.rank == 0 and "pp_rank_" not in path.name):
@@ -237,13 +237,14 @@ class DeepSpeedBackend(LanguageModelBackend):
                 f"{folder} was saved with actor.deepspeed.zero_stage={saved['zero_stage']}, which DeepSpeed cannot read "
                 f"with stage {self.stage}; resume with that stage, or start from an export of it"
             )
-        if {key: saved[key] for key in self._layout()} == self._layout():
-            require_harmless(files_of(folder / FOLDER / TAG, self.rank))
-            self._read(folder / FOLDER, universal=False)
-        else:
-            with as_universal(folder / FOLDER / TAG, beside=folder, worker=self.worker) as universal:
-                self._read(universal, universal=True)
-        self._impose_options()
+        with self.awake():
+            if {key: saved[key] for key in self._layout()} == self._layout():
+                require_harmless(files_of(folder / FOLDER / TAG, self.rank))
+                self._read(folder / FOLDER, universal=False)
+            else:
+                with as_universal(folder / FOLDER / TAG, beside=folder, worker=self.worker) as universal:
+                    self._read(universal, universal=True)
+            self._impose_options()
 
     def _read(self, source: Path, *, universal: bool) -> None:
         # The engine reads this from its configuration, but which kind is to be loaded is known only now.
@@ -266,6 +267,11 @@ class DeepSpeedBackend(LanguageModelBackend):
                 state["step"] = state["step"].clone()
 
     # -- giving the accelerator away ------------------------------------------------------------------------------
+
+    @property
+    def away(self) -> bool:
+        """Whether it is parked: views of empty memory are all that is left."""
+        return self._parked is not None
 
     def offload(self) -> None:
         """Moves everything to the host."""

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import torch
 from lm_ranks import LR, TEMPERATURE, Trainer, loss_of, share, train
+from safetensors.torch import load_file
 
 from rlhpc.training.lm_registry import make_backend
 
@@ -33,6 +35,40 @@ class ZeroTrainer(Trainer):
             backend.optimizer_step(LR)
         return losses, given, held
 
+    def save_and_load_parked(self, cfg: Any, folder: str) -> dict[str, bool]:
+        """Writes, reads, sends and exports while its memory is given away, as the runner asks it to; what is then right."""
+        torch.set_num_threads(1)
+        backend: Any = make_backend(cfg, self)
+        backend.offload = lambda: None if backend.away else backend.park()  # on a CPU it would give nothing away
+
+        def step(number: int) -> None:
+            micro = share(self, number)
+            backend.forward_backward(micro, loss_of(number), temperature=TEMPERATURE, entropy=True)
+            backend.optimizer_step(LR)
+
+        def weights() -> dict[str, torch.Tensor]:
+            return {name: tensor.clone() for name, tensor in backend.named_weights()}
+
+        step(0)
+        before = weights()
+        backend.offload()
+        backend.save(Path(folder) / "parked")
+        sent = weights()
+        backend.export(Path(folder) / "exported")
+        exported = load_file(Path(folder) / "exported" / "model.safetensors")
+        found = {"away again": backend.away, "sent": all(torch.equal(sent[name], before[name]) for name in before)}
+        found["exported"] = all(torch.equal(exported[name], before[name]) for name in before)
+        backend.reload()
+        step(1)
+        expected = weights()
+        backend.offload()
+        backend.load(Path(folder) / "parked")
+        found |= {"away after load": backend.away, "loaded": all(torch.equal(t, before[n]) for n, t in weights().items())}
+        backend.reload()
+        step(1)
+        found["moments"] = all(torch.equal(tensor, expected[name]) for name, tensor in weights().items())
+        return found
+
     def accumulate_twice(self, cfg: Any) -> str:
         """What two calls of `forward_backward` before a step lead to."""
         backend = make_backend(cfg, self)
@@ -56,7 +92,6 @@ class ZeroTrainer(Trainer):
     def written(self) -> tuple[str, str]:
         """What this process has written to its two logs so far."""
         import sys
-        from pathlib import Path
 
         sys.stdout.flush()
         sys.stderr.flush()

@@ -270,6 +270,12 @@ def test_memory_can_be_given_away_between_steps(run, ranks, model, changes) -> N
             assert given > 4 * whole["trained"] and held == 0
 
 
+@pytest.mark.parametrize("stage", STAGES)
+def test_what_was_given_away_is_saved_loaded_and_sent(ranks, model, tmp_path, stage: int) -> None:
+    for found in ranks(2).save_and_load_parked(configured(model, stage), str(tmp_path)).wait():
+        assert found and all(found.values()), found
+
+
 def test_gradients_of_a_step_come_in_one_call(ranks, model) -> None:
     (said,) = ranks(1).accumulate_twice(configured(model, 1)).wait()
     assert "forward_backward was called twice" in said
