@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from rlhpc.runtime.errors import ConfigError
 
-#: Mixtures whose log-probs after updates were compared with those of transformers, with vLLM 0.32 and transformers 5.19. Of the
+#: Mixtures whose log-probs after updates were compared with those of transformers (vLLM 0.32, transformers 5.19). Of the
 #: others some break off, and some go on with wrong weights (Ernie 4.5).
 PROVEN = ("MixtralForCausalLM", "OlmoeForCausalLM", "Qwen2MoeForCausalLM", "Qwen3MoeForCausalLM")
 #: As configurations call the number of experts.
@@ -65,8 +65,8 @@ class FileNames:
         whole = {name: tuple(tensor.shape) for name, tensor in revert_weight_conversion(model, tensors).items()}
         if one_by_one != whole:
             raise ConfigError(
-                f"rollout.rollout_backend is 'vllm', and the installed transformers splits the experts of {architecture} in a way that "
-                "takes the whole model at once; take rollout.rollout_backend=hf"
+                f"rollout.rollout_backend is 'vllm', and the installed transformers splits the experts of {architecture} in a "
+                "way that takes the whole model at once; take rollout.rollout_backend=hf"
             )
 
     def __call__(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:

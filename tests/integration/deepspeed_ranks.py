@@ -63,7 +63,10 @@ class ZeroTrainer(Trainer):
         expected = weights()
         backend.offload()
         backend.load(Path(folder) / "parked")
-        found |= {"away after load": backend.away, "loaded": all(torch.equal(t, before[n]) for n, t in weights().items())}
+        found |= {
+            "away after load": backend.away,
+            "loaded": all(torch.equal(t, before[n]) for n, t in weights().items()),
+        }
         backend.reload()
         step(1)
         found["moments"] = all(torch.equal(tensor, expected[name]) for name, tensor in weights().items())

@@ -390,7 +390,9 @@ def test_experts_whose_updates_nobody_has_compared_are_refused(tmp_path: Path) -
     save_model(tmp_path, "GraniteMoe", **EXPERTS, num_local_experts=4)
     cfg = config("vllm")
     cfg.actor.model.model_path = str(tmp_path)
-    with pytest.raises(ConfigError, match=r"GraniteMoeForCausalLM.*Qwen3MoeForCausalLM are\. Take rollout.rollout_backend=hf"):
+    with pytest.raises(
+        ConfigError, match=r"GraniteMoeForCausalLM.*Qwen3MoeForCausalLM are\. Take rollout.rollout_backend=hf"
+    ):
         make_rollout(cfg, model_path=str(tmp_path), device="cpu", seed=0)
     with pytest.raises(ConfigError, match="GraniteMoeForCausalLM"):  # before anything is submitted, too
         check_language(cfg, {"actor": 1, "rollout": 1})

@@ -86,5 +86,3 @@ class SleepingEngine(HFRollout):
     def update_weights(self, *given: Any, **options: Any) -> None:
         assert not self.asleep
         super().update_weights(*given, **options)
-
-
