@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from rlhpc.runtime.errors import ConfigError
 
@@ -75,7 +75,7 @@ class FileNames:
             yield from self._revert(self._model, {name: tensor}).items()
 
 
-def _packing(worker: Any) -> Iterator[tuple[nn.Module, str]]:
+def _packing(worker: Any) -> Iterator[tuple[Any, str]]:
     """Layers of experts whose kernel has work of its own to do after loading; the kernel's name."""
     from vllm.model_executor.layers.fused_moe.modular_kernel import FusedMoEExperts
 

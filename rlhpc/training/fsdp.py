@@ -210,7 +210,7 @@ class FsdpBackend(LanguageModelBackend):
             for kind, local in self._moments[name].items():
                 # `from_local` would copy a shard on the host to the mesh's device: what is loaded into it is then lost.
                 spec = parameter._spec
-                state[f"{kind}.{name}"] = DTensor(local, spec, requires_grad=False)  # type: ignore[call-arg]
+                state[f"{kind}.{name}"] = DTensor(local, spec, requires_grad=False)
         return state
 
     def save(self, folder: Path) -> None:

@@ -90,6 +90,14 @@ class LanguageModelBackend:
         """The whole of a weight of which this rank may hold a part; all ranks call it for the same ones."""
         return tensor
 
+    def offload(self) -> None:
+        """Moves everything to the host, to give the accelerator to another role."""
+        raise NotImplementedError
+
+    def reload(self) -> None:
+        """Inverse of `offload`."""
+        raise NotImplementedError
+
     @property
     def away(self) -> bool:
         """Whether the weights are where nothing can be done with them but `reload`."""
