@@ -61,6 +61,12 @@ class DeadlineExceeded(RlhpcError):
     restartable = True
 
 
+class StrangerConnected(RlhpcError):
+    """Somebody who is not of the run is at the other end of a connection between ranks."""
+
+    restartable = True
+
+
 class StepFailed(RlhpcError):
     """A job step could not be started.
 

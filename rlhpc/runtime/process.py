@@ -74,13 +74,17 @@ def run_worker(spec: WorkerSpec) -> int:
     # Imported here: before the fork these would start ZeroMQ's threads in the fork server.
     from rlhpc.runtime import context
     from rlhpc.runtime.comm.calls import CallDoor
+    from rlhpc.runtime.comm.meshes import guard
     from rlhpc.runtime.comm.segments import remove_idle_of_the_dead
     from rlhpc.runtime.comm.service import Service
     from rlhpc.runtime.comm.sockets import choose
+    from rlhpc.runtime.descriptors import raise_limit
     from rlhpc.runtime.errors import CallAborted
     from rlhpc.runtime.registry import Registry
     from rlhpc.runtime.scratch import Scratch
 
+    raise_limit()
+    guard()
     registry, scratch = Registry(Path(spec.registry)), Scratch(spec.token)
     scratch.ensure()
     remove_idle_of_the_dead(scratch.shm)

@@ -22,6 +22,7 @@ from rlhpc.runtime import context as contexts
 from rlhpc.runtime import wire
 from rlhpc.runtime.comm.service import Service
 from rlhpc.runtime.comm.sockets import choose
+from rlhpc.runtime.descriptors import raise_limit
 from rlhpc.runtime.errors import (
     PlacementError,
     RendezvousTimeout,
@@ -78,6 +79,7 @@ class Session:
         tcp_address: str | None = None,
         interface: str | None = None,
     ) -> None:
+        raise_limit()
         self.steps = steps_possible()
         if tcp_address is None and self.steps:
             tcp_address = own_address(interface)

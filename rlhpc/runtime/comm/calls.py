@@ -16,7 +16,7 @@ import zmq
 
 from rlhpc.runtime.comm import unix
 from rlhpc.runtime.comm.service import Service
-from rlhpc.runtime.comm.sockets import bind_tcp, choose, make_socket
+from rlhpc.runtime.comm.sockets import bind_tcp, choose, divided, make_socket, whole
 from rlhpc.runtime.scratch import host_id
 
 _numbers = itertools.count()
@@ -53,13 +53,14 @@ class _Line:
 
 
 def _received(socket: zmq.Socket[Any]) -> list[list[bytes]]:
-    """All messages that a ZeroMQ socket has."""
+    """All messages that a ROUTER has, each behind the name of its sender."""
     messages = []
     while True:
         try:
-            messages.append(socket.recv_multipart(zmq.NOBLOCK))
+            who, *message = socket.recv_multipart(zmq.NOBLOCK)
         except zmq.Again:
             return messages
+        messages.append([who, *whole(message)])
 
 
 class CallDoor:
@@ -118,7 +119,7 @@ class CallDoor:
                 caller.send(frames)
         else:
             assert self._router is not None
-            self._router.send_multipart([caller, *frames])
+            self._router.send_multipart([caller, *divided(frames)])
 
 
 class CallLines:
@@ -168,7 +169,7 @@ class CallLines:
             route = self._routes[endpoint] = f"w{len(self._routes)}".encode()
             self._router.setsockopt(zmq.CONNECT_ROUTING_ID, route)
             self._router.connect(endpoint)
-        self._router.send_multipart([route, *frames])
+        self._router.send_multipart([route, *divided(frames)])
 
     def receive(self, timeout_ms: int) -> list[list[bytes]]:
         """Answers that have come, or come within `timeout_ms`."""

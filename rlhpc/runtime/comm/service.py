@@ -30,7 +30,7 @@ from rlhpc.runtime.comm.payload import Origin, Packed, unpack
 from rlhpc.runtime.comm.queues import ChannelState, Item, Outlook
 from rlhpc.runtime.comm.segments import HEADER, Mappings, SegmentGone, SegmentPool, default_idle, discard
 from rlhpc.runtime.comm.share import Share, once_for_all
-from rlhpc.runtime.comm.sockets import Peers, ZapDoor, bind_tcp, make_socket
+from rlhpc.runtime.comm.sockets import Peers, ZapDoor, bind_tcp, divided, make_socket, whole
 from rlhpc.runtime.comm.unix import Connection, Listener, token_of
 from rlhpc.runtime.errors import ChannelError, DeadlineExceeded, RlhpcError
 from rlhpc.runtime.registry import Keys
@@ -133,6 +133,8 @@ class Service:
         self.pool, self.mappings = SegmentPool(scratch), Mappings()
         self.loans, self.landing = Loans(self.pool), Landing(default_idle(scratch))
         self._store: dict[bytes, bytes] = {}
+        self._store_waiters: dict[bytes, list[_RemoteAnswer]] = {}
+        self._store_grew = threading.Condition(self.lock)
         #: The driver wants the call that the main thread is in to be given up.
         self.aborted = False
         self._outbox: collections.deque[tuple[Connection | bytes, list[Any]]] = collections.deque()
@@ -432,7 +434,7 @@ class Service:
         while True:
             while router and _readable(router):
                 identity, *rest = router.recv_multipart()
-                self._handle(identity, rest)
+                self._handle(identity, whole(rest))
             # Sending takes note of what has arrived, too, of which the descriptor then says nothing any more: look again.
             if not self._outbox:
                 break
@@ -440,7 +442,7 @@ class Service:
                 peer, frames = self._outbox.popleft()
                 if isinstance(peer, bytes):
                     assert router is not None
-                    router.send_multipart([peer, *frames])
+                    router.send_multipart([peer, *divided(frames)])
                 elif not peer.closed and peer.send(frames):
                     epoll.modify(peer.sock.fileno(), select.EPOLLIN | select.EPOLLOUT)
         if time.monotonic() >= self._next_tick:
@@ -510,6 +512,7 @@ class Service:
             held = self._store
             if op == b"set":
                 held[key] = values[0]
+                self._tell_waiters(key)
                 return [b""]
             if op == b"get":
                 return [held[key]]
@@ -517,10 +520,12 @@ class Service:
                 return [b"1" if key in held else b"0"]
             if op == b"add":
                 held[key] = str(int(held.get(key, b"0")) + int(values[0])).encode()
+                self._tell_waiters(key)
                 return [held[key]]
             if op == b"swap":  # torch's compare_set: an absent key counts as an empty value
                 if held.get(key, b"") == values[0]:
                     held[key] = values[1]
+                    self._tell_waiters(key)
                 return [held.get(key, values[0])]
             if op == b"del":
                 return [b"1" if held.pop(key, None) is not None else b"0"]
@@ -528,8 +533,27 @@ class Service:
                 return [str(sum(known.startswith(key) for known in held)).encode()]
         raise ValueError(f"no store operation {op!r}")
 
+    def _tell_waiters(self, key: bytes) -> None:
+        self._store_grew.notify_all()
+        for answer in self._store_waiters.pop(key, ()):
+            answer.frames(self._store[key])
+
+    def store_value(self, key: bytes, timeout: float) -> bytes | None:
+        """The value of a key of the rendezvous store that this process holds; None where nobody has set it in `timeout`
+        seconds."""
+        with self._store_grew:
+            self._store_grew.wait_for(lambda: key in self._store, timeout)
+            return self._store.get(key)
+
     def _op_store(self, answer: _RemoteAnswer, frames: list[bytes]) -> None:
-        answer.frames(*self.store(*(bytes(frame) for frame in frames)))
+        op, key, *values = (bytes(frame) for frame in frames)
+        if op == b"wait":  # answered once somebody has set it
+            with self.lock:
+                if key not in self._store:
+                    self._store_waiters.setdefault(key, []).append(answer)
+                    return
+            op = b"get"
+        answer.frames(*self.store(op, key, *values))
 
     def _op_abort(self, answer: _RemoteAnswer, frames: list[bytes]) -> None:
         self.aborted = True

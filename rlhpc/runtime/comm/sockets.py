@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import struct
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -18,6 +19,15 @@ from rlhpc.runtime.registry import Keys
 from rlhpc.runtime.scratch import host_id
 
 _names = itertools.count()
+#: Largest frame that goes over ZeroMQ as one; longer ones are sent in pieces. The other side reads a frame into memory
+#: before it knows who sent it, so this is what a stranger's connection can make it hold.
+PIECE = 1 << 20
+#: What CURVE adds to a frame, amply.
+_OVERHEAD = 1 << 10
+#: A connection that has not proved by then to be of this run is closed; one of ours that was too slow comes again.
+_HANDSHAKE_MS = 10_000
+_DIVIDED = b"rlhpc divided\n"
+_LENGTHS = "!%dQ"
 
 
 def make_socket(context: zmq.Context[Any], kind: int, keys: Keys, server: bool) -> zmq.Socket[Any]:
@@ -25,6 +35,8 @@ def make_socket(context: zmq.Context[Any], kind: int, keys: Keys, server: bool) 
     socket = context.socket(kind)
     socket.linger = 0
     socket.set_hwm(0)
+    socket.maxmsgsize = PIECE + _OVERHEAD
+    socket.handshake_ivl = _HANDSHAKE_MS
     socket.curve_publickey, socket.curve_secretkey = keys.public, keys.secret
     if server:
         socket.curve_server = True
@@ -32,6 +44,28 @@ def make_socket(context: zmq.Context[Any], kind: int, keys: Keys, server: bool) 
     else:
         socket.curve_serverkey = keys.public
     return socket
+
+
+def divided(frames: Sequence[Any]) -> Sequence[Any]:
+    """What to send for frames: themselves, or where one is longer than `PIECE`, their lengths and pieces."""
+    lengths = [len(f) if isinstance(f, bytes) else memoryview(f).nbytes for f in frames]
+    if max(lengths, default=0) <= PIECE:
+        return frames
+    pieces: list[Any] = [_DIVIDED, struct.pack(_LENGTHS % len(lengths), *lengths)]
+    for frame, length in zip(frames, lengths, strict=True):
+        view = memoryview(frame).cast("B")
+        pieces += [view[at : at + PIECE] for at in range(0, length, PIECE)]
+    return pieces
+
+
+def whole(frames: list[bytes]) -> list[bytes]:
+    """Inverse of `divided`."""
+    if not frames or frames[0] != _DIVIDED:
+        return frames
+    rest, joined = iter(frames[2:]), []
+    for length in struct.unpack(_LENGTHS % (len(frames[1]) // 8), frames[1]):
+        joined.append(b"".join(itertools.islice(rest, -(-length // PIECE))))
+    return joined
 
 
 def bind_tcp(socket: zmq.Socket[Any], address: str) -> str:
@@ -75,10 +109,10 @@ class _ZmqClient:
         self._socket.connect(endpoint)
 
     def send(self, frames: list[Any]) -> None:
-        self._socket.send_multipart(frames)
+        self._socket.send_multipart(divided(frames))
 
     def receive(self, timeout: float) -> list[bytes] | None:
-        return self._socket.recv_multipart() if self._socket.poll(int(timeout * 1000)) else None
+        return whole(self._socket.recv_multipart()) if self._socket.poll(int(timeout * 1000)) else None
 
     def close(self) -> None:
         self._socket.close()

@@ -6,6 +6,7 @@ at. This one lives in the service thread of the group's rank 0.
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import time
 from typing import Any
@@ -16,8 +17,8 @@ from rlhpc.runtime.comm.sockets import choose
 from rlhpc.runtime.context import Context
 from rlhpc.runtime.errors import DeadlineExceeded
 
-_PAUSE_S = 0.002
-_LONGEST_PAUSE_S = 0.05
+#: A rank that holds the store and waits looks so often whether the run has failed.
+_LOOK_S = 0.2
 #: torch keeps its half of a store only: without this one the object would lose its methods.
 _alive: list[ServiceStore] = []
 
@@ -37,21 +38,49 @@ class ServiceStore(dist.Store):
         self._context, self._group, self._name, self._timeout_s = context, group, name, timeout_s
         _alive.append(self)
 
-    def _ask(self, op: bytes, key: str, *frames: bytes) -> list[bytes]:
-        record = self._context.member(self._group, 0)["data"]
-        full = f"{self._name}/{key}".encode()
-        service = self._context.service
-        if record["ipc"] == service.endpoint["ipc"]:
-            return service.store(op, full, *frames)
+    def _ask(self, op: bytes, key: str, *frames: bytes, timeout: float | None = None) -> list[bytes]:
+        service, endpoint = self._context.service, self._holder()
+        if endpoint is None:
+            return service.store(op, self._full(key), *frames)
         whom = f"{self._group}-0 to answer for the process group"
-        return service.peers.request(choose(record), b"STORE", [op, full, *frames], self._timeout_s, whom)
+        limit = self._timeout_s if timeout is None else timeout
+        return service.peers.request(endpoint, b"STORE", [op, self._full(key), *frames], limit, whom)
+
+    def _holder(self) -> str | None:
+        """The endpoint of the process that holds the store; None where that is this one."""
+        record = self._context.member(self._group, 0)["data"]
+        return None if record["ipc"] == self._context.service.endpoint["ipc"] else choose(record)
+
+    def _full(self, key: str) -> bytes:
+        return f"{self._name}/{key}".encode()
+
+    def _value(self, key: str, deadline: float) -> bytes:
+        """The value of a key, once some rank has set it.
+
+        Raises:
+            DeadlineExceeded: Nobody did.
+        """
+        limit = max(0.0, deadline - time.monotonic())
+        if self._holder() is not None:
+            with contextlib.suppress(DeadlineExceeded):
+                return self._ask(b"wait", key, timeout=limit)[0]
+        else:
+            while True:
+                self._context.check()
+                left = deadline - time.monotonic()
+                value = self._context.service.store_value(self._full(key), max(0.0, min(left, _LOOK_S)))
+                if value is not None:
+                    return value
+                if left <= 0:
+                    break
+        raise DeadlineExceeded(f"{self._context.name} waited {limit:.0f} s for the ranks of {self._group!r} "
+                               f"to form their process group (key {key})")  # fmt: skip
 
     def set(self, key: str, value: Any) -> None:
         self._ask(b"set", key, value if isinstance(value, bytes) else str(value).encode())
 
     def get(self, key: str) -> bytes:
-        self.wait([key])
-        return self._ask(b"get", key)[0]
+        return self._value(key, time.monotonic() + self._timeout_s)
 
     def add(self, key: str, amount: int) -> int:
         return int(self._ask(b"add", key, str(amount).encode())[0])
@@ -65,15 +94,9 @@ class ServiceStore(dist.Store):
 
     def wait(self, keys: list[str], timeout: datetime.timedelta | None = None) -> None:
         limit = self._timeout_s if timeout is None else timeout.total_seconds()
-        end, pause = time.monotonic() + limit, _PAUSE_S
+        deadline = time.monotonic() + limit
         for key in keys:
-            while self._ask(b"has", key)[0] != b"1":
-                self._context.check()
-                if time.monotonic() > end:
-                    raise DeadlineExceeded(f"{self._context.name} waited {limit:.0f} s for the ranks of {self._group!r} "
-                                           f"to form their process group (key {key})")  # fmt: skip
-                time.sleep(pause)
-                pause = min(1.5 * pause, _LONGEST_PAUSE_S)
+            self._value(key, deadline)
 
     def delete_key(self, key: str) -> bool:
         return self._ask(b"del", key)[0] == b"1"

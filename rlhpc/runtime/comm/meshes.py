@@ -1,0 +1,231 @@
+"""gloo's sockets, which know no key: whoever finds a port of theirs in /proc/net/tcp may connect.
+
+gloo connects each pair of a group's ranks while the group is made, and needs its listening socket no longer; but it keeps
+it, and ends the process when accepting fails, as it does where a stranger's connections have used up the descriptors. So
+each group that is made in a rank, by rlhpc, by a library or by the role itself:
+
+1. waits for all its ranks before any of them listens, so that the ports are open for milliseconds, not for as long as the
+   slowest rank takes;
+2. has its listening socket closed as soon as this rank's connections stand;
+3. has both ends of every connection prove that they know the generation's secret, before anything else goes over it.
+
+The first connection with the right number is the one that gloo takes, so a stranger who connects during 1 to 2 can stand in
+for a rank; 3 then ends the start.
+"""
+
+from __future__ import annotations
+
+import datetime
+import functools
+import hmac
+import importlib.abc
+import importlib.machinery
+import importlib.util
+import logging
+import os
+import secrets
+import socket
+import stat
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from types import ModuleType
+from typing import Any
+
+from rlhpc.runtime.context import Context, installed
+from rlhpc.runtime.errors import StrangerConnected
+
+log = logging.getLogger(__name__)
+
+_MODULE = "torch.distributed.distributed_c10d"
+#: After so long without a rank's proof it is none: all ranks have been there a moment before. A paused one may come back.
+PROOF_S = 60.0
+_PROOF_BYTES = 32
+#: No number that a role would choose for messages of its own; these are over before the group is anybody's.
+_TAG = 0x7268_7063
+
+
+def guard() -> None:
+    """Guards the groups that this process will make; with torch not imported yet, from its import on."""
+    if _MODULE in sys.modules:
+        _patch()
+    elif not any(isinstance(finder, _OnImport) for finder in sys.meta_path):
+        sys.meta_path.insert(0, _OnImport())
+
+
+class _OnImport(importlib.abc.MetaPathFinder):
+    """Calls `_patch` once torch.distributed has been imported, which a rank without torch never pays for."""
+
+    def find_spec(
+        self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        if name != _MODULE:
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.util.find_spec(name)
+        if spec is not None and spec.loader is not None:
+            execute = spec.loader.exec_module
+
+            def execute_and_patch(module: ModuleType) -> None:
+                execute(module)
+                _patch()
+
+            spec.loader.exec_module = execute_and_patch  # type: ignore[method-assign]
+        return spec
+
+
+def _patch() -> None:
+    from torch.distributed.distributed_c10d import is_gloo_available
+
+    if not is_gloo_available():
+        return
+    from torch.distributed.distributed_c10d import ProcessGroupGloo
+
+    if not hasattr(ProcessGroupGloo.__init__, "__wrapped__"):
+        ProcessGroupGloo.__init__ = _guarded(ProcessGroupGloo, ProcessGroupGloo.__init__)  # type: ignore[method-assign]
+
+
+def _guarded(kind: Any, make: Callable[..., None]) -> Callable[..., None]:
+    """The constructor that all of Python's ways to a gloo group come through, with the three steps around it."""
+
+    @functools.wraps(make)
+    def init(self: Any, store: Any, rank: int, size: int, timeout: Any = None, **options: Any) -> None:
+        context = installed()
+        if context is None or options or not isinstance(timeout, datetime.timedelta | None):
+            # no rank of a run, or somebody has made the sockets
+            make(self, store, rank, size, *(() if timeout is None else (timeout,)), **options)
+            return
+        token = _meet(store, size)
+        settings, listening = kind._Options(), []
+        if timeout is not None:
+            settings._timeout = timeout
+        devices = []
+        for interface in os.environ.get("GLOO_SOCKET_IFNAME", "").split(","):
+            with _opened() as found:
+                # lazy ones connect at a pair's first message, and would need their ports for good
+                devices.append(
+                    kind.create_device(interface=interface, lazy_init=False)
+                    if interface
+                    else kind.create_default_device(lazy_init=False)
+                )
+            if not found:
+                log.warning("cannot tell which socket gloo listens on: its port stays open")
+            listening += found
+        settings._devices, settings._threads = devices, 2 * len(devices)
+        try:
+            make(self, store, rank, size, settings)
+        finally:
+            for descriptor in listening:
+                _close(descriptor)
+        # A split of this group would reuse the sockets, and wait for ever; without them torch refuses it.
+        settings._devices = []
+        if size > 1:
+            _prove(self, rank, size, token, context)
+
+    return init
+
+
+def _meet(store: Any, size: int) -> bytes:
+    """Waits for all ranks of the group to come; returns a random number that they then have in common."""
+    if size == 1:
+        return b""
+    arrived = int(store.add("rlhpc/arrived", 1))
+    # The name of a group that has been destroyed may be given again: each round has its own key.
+    key = f"rlhpc/all/{-(-arrived // size)}"
+    if arrived % size == 0:
+        token = secrets.token_hex(16)
+        store.set(key, token)
+        return token.encode()
+    told: bytes = store.get(key)  # once it is there
+    return told
+
+
+@contextmanager
+def _opened() -> Iterator[list[int]]:
+    """Fills the list with the sockets that gloo's device listens on, which the body makes.
+
+    Other threads may open sockets meanwhile. gloo's is watched by an epoll as new as itself, beside one pipe and nothing
+    else; an event loop of Python's watches a pair of sockets instead, and ZeroMQ's is older.
+    """
+    found: list[int] = []
+    before = _descriptors()
+    yield found
+    after = _descriptors()
+    new = {fd: what for fd, what in after.items() if before.get(fd) != what}
+    for fd, what in new.items():
+        if what == "anon_inode:[eventpoll]":
+            watched = _watched(fd)
+            sockets = [other for other in watched if other in new and _listens(other)]
+            pipes = [other for other in watched if other in new and new[other].startswith("pipe:")]
+            if len(sockets) == len(pipes) == 1 and len(watched) == 2:
+                found += sockets
+
+
+def _descriptors() -> dict[int, str]:
+    """What each of this process's descriptors is, in the kernel's words: they tell one socket or pipe from another."""
+    described = {}
+    for name in os.listdir("/proc/self/fd"):
+        with suppress(OSError):  # closed meanwhile
+            described[int(name)] = os.readlink(f"/proc/self/fd/{name}")
+    return described
+
+
+def _watched(epoll: int) -> list[int]:
+    with open(f"/proc/self/fdinfo/{epoll}") as lines:
+        return [int(line.split()[1]) for line in lines if line.startswith("tfd:")]
+
+
+def _listens(descriptor: int) -> bool:
+    if not stat.S_ISSOCK(os.fstat(descriptor).st_mode):
+        return False
+    with socket.socket(fileno=os.dup(descriptor)) as sock:
+        return bool(sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN))
+
+
+def _close(descriptor: int) -> None:
+    """Closes a socket that gloo will close again: an eventfd that nothing ever happens to takes its number.
+
+    Which also takes it out of gloo's epoll, so that its thread is not told. (`shutdown` would wake it, to die.)
+    """
+    quiet = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+    os.dup2(quiet, descriptor, inheritable=False)
+    os.close(quiet)
+
+
+def _prove(group: Any, rank: int, size: int, token: bytes, context: Context) -> None:
+    """Sends each rank the proof that this one knows the generation's secret, and checks theirs.
+
+    Raises:
+        StrangerConnected: Somebody else is at the other end of a connection, or nobody spoke.
+    """
+    import torch
+
+    key = hmac.digest(context.service.keys.secret, b"rlhpc mesh " + token, "sha256")
+
+    def proof(source: int, to: int) -> bytes:
+        return hmac.digest(key, b"%d to %d of %d" % (source, to, size), "sha256")
+
+    others = [(rank + step) % size for step in range(1, size)]
+    deadline = time.monotonic() + PROOF_S
+    received: dict[int, torch.Tensor] = {}
+    works: list[tuple[int, Any, torch.Tensor | None]] = []
+    at = others[0]
+    try:
+        for at in others:
+            sent = torch.frombuffer(bytearray(proof(rank, at)), dtype=torch.uint8)
+            received[at] = torch.zeros(_PROOF_BYTES, dtype=torch.uint8)
+            works.append((at, group.send([sent], at, _TAG), sent))  # the tensor must live until it has gone
+            works.append((at, group.recv([received[at]], at, _TAG), None))
+        for at, work, _ in works:  # noqa: B007 - the error names the one that it came to
+            work.wait(datetime.timedelta(seconds=max(0.001, deadline - time.monotonic())))
+        wrong = [at for at in others if not hmac.compare_digest(bytes(received[at].tolist()), proof(at, rank))]
+        reason = "what it sent is not a proof"
+    except RuntimeError as error:
+        wrong, reason = [at], str(error).partition("\n")[0]
+    if wrong:
+        raise StrangerConnected(
+            f"{context.name}: rank {wrong[0]} of a process group of {size} did not prove to be of this run ({reason}): a "
+            f"stranger may have connected to the ports of {context.name} on {os.uname().nodename} while the group was "
+            "formed. It got nothing and nothing of it was used; start again"
+        )

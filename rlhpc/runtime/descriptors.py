@@ -1,0 +1,19 @@
+"""How many files and sockets a process may have open: the limit, and how near it is."""
+
+from __future__ import annotations
+
+import contextlib
+import resource
+
+#: More than this is not asked for: programs that close all they might have inherited would be busy for seconds, such as
+#: older versions of srun.
+_MOST = 65_536
+
+
+def raise_limit() -> None:
+    """Raises this process's soft limit to its hard one, within reason; its children inherit that."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = _MOST if hard == resource.RLIM_INFINITY else min(hard, _MOST)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        with contextlib.suppress(OSError, ValueError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
