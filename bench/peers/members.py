@@ -28,7 +28,7 @@ def serve(control: socket.socket) -> None:
     import zmq
 
     from rlhpc.runtime.comm.service import Service
-    from rlhpc.runtime.comm.sockets import bind_tcp, choose, make_socket
+    from rlhpc.runtime.comm.sockets import Door, choose, make_socket
     from rlhpc.runtime.process import HEARTBEAT_S
     from rlhpc.runtime.registry import Registry
     from rlhpc.runtime.scratch import Scratch
@@ -49,7 +49,7 @@ def serve(control: socket.socket) -> None:
     poller, sockets = zmq.Poller(), []
     for spec in specs:
         commands = make_socket(service.context, zmq.ROUTER, keys, server=True)
-        rpc = {"host": service.endpoint["host"], "ipc": "", "tcp": bind_tcp(commands, ADDRESS)}
+        rpc = {"host": service.endpoint["host"], "ipc": "", "tcp": Door(commands, ADDRESS).endpoint}
         record = {
             "group": spec.group, "rank": spec.rank, "node": spec.node, "node_rank": spec.node_rank, "pid": os.getpid(),
             "host": service.endpoint["host"], "rpc": rpc, "data": service.endpoint, "log_out": spec.log_out,

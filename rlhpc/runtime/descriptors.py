@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import resource
 
 #: More than this is not asked for: programs that close all they might have inherited would be busy for seconds, such as
@@ -17,3 +18,14 @@ def raise_limit() -> None:
     if soft != resource.RLIM_INFINITY and soft < wanted:
         with contextlib.suppress(OSError, ValueError):
             resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+
+
+def crowded() -> bool:
+    """Whether three quarters of the descriptors that this process may have are taken: the kernel gives the lowest free one."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    try:
+        lowest = os.eventfd(0, os.EFD_CLOEXEC)
+    except OSError:
+        return True
+    os.close(lowest)
+    return soft != resource.RLIM_INFINITY and lowest >= soft * 3 // 4

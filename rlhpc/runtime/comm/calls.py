@@ -16,7 +16,7 @@ import zmq
 
 from rlhpc.runtime.comm import unix
 from rlhpc.runtime.comm.service import Service
-from rlhpc.runtime.comm.sockets import bind_tcp, choose, divided, make_socket, whole
+from rlhpc.runtime.comm.sockets import Door, choose, divided, make_socket, whole
 from rlhpc.runtime.scratch import host_id
 
 _numbers = itertools.count()
@@ -54,7 +54,7 @@ class _Line:
 
 def _received(socket: zmq.Socket[Any]) -> list[list[bytes]]:
     """All messages that a ROUTER has, each behind the name of its sender."""
-    messages = []
+    messages: list[list[bytes]] = []
     while True:
         try:
             who, *message = socket.recv_multipart(zmq.NOBLOCK)
@@ -81,7 +81,9 @@ class CallDoor:
         self._router: zmq.Socket[Any] | None = None
         if tcp_address:
             self._router = make_socket(service.context, zmq.ROUTER, service.keys, server=True)
-            self.record["tcp"] = bind_tcp(self._router, tcp_address)
+            door = Door(self._router, tcp_address)
+            self.record["tcp"] = door.endpoint
+            service.mind(door)
             self._epoll.register(int(self._router.FD), select.EPOLLIN)
 
     def next(self) -> tuple[_Line | bytes, list[bytes]]:

@@ -30,8 +30,9 @@ from rlhpc.runtime.comm.payload import Origin, Packed, unpack
 from rlhpc.runtime.comm.queues import ChannelState, Item, Outlook
 from rlhpc.runtime.comm.segments import HEADER, Mappings, SegmentGone, SegmentPool, default_idle, discard
 from rlhpc.runtime.comm.share import Share, once_for_all
-from rlhpc.runtime.comm.sockets import Peers, ZapDoor, bind_tcp, divided, make_socket, whole
+from rlhpc.runtime.comm.sockets import Door, Peers, ZapDoor, divided, make_socket, whole
 from rlhpc.runtime.comm.unix import Connection, Listener, token_of
+from rlhpc.runtime.descriptors import crowded
 from rlhpc.runtime.errors import ChannelError, DeadlineExceeded, RlhpcError
 from rlhpc.runtime.registry import Keys
 from rlhpc.runtime.scratch import Scratch, host_id
@@ -146,7 +147,8 @@ class Service:
         self._router = self._bulk = None
         if tcp_address:
             self._router = make_socket(self.context, zmq.ROUTER, keys, server=True)
-            self.endpoint["tcp"] = bind_tcp(self._router, tcp_address)
+            door = Door(self._router, tcp_address)
+            self.endpoint["tcp"] = door.endpoint
             self._bulk = BulkServer(name, keys, tcp_address, (scratch.shm, scratch.spill), self.loans)
         self.origin = Origin(
             host_id(), self.endpoint["tcp"] or self.endpoint["ipc"], self._bulk.endpoint if self._bulk else ""
@@ -161,17 +163,24 @@ class Service:
         self._unparked = threading.Event()
         self._epoll = select.epoll()
         self._connections: dict[int, Connection] = {}
+        self._doors: dict[int, Door] = {}
         self._next_tick = time.monotonic()
         for fd in (self._listener.sock.fileno(), self._wake, int(self._zap.socket.FD)):
             self._epoll.register(fd, select.EPOLLIN)
         if self._router:
             self._epoll.register(int(self._router.FD), select.EPOLLIN)
+            self.mind(door)
         if self._bulk:
             self._epoll.register(self._bulk.sock.fileno(), select.EPOLLIN)
         self._thread = threading.Thread(target=self._run, name=f"rlhpc-service-{name}", daemon=True)
         self._thread.start()
 
     # -- called by any thread -------------------------------------------------------------------------------------
+
+    def mind(self, door: Door) -> None:
+        """Shuts a port while the process has too few descriptors left for its own files."""
+        self._doors[door.listener.fileno()] = door
+        self._epoll.register(door.listener.fileno(), select.EPOLLIN | select.EPOLLET)
 
     def reply(self, peer: Connection | bytes, frames: list[Any]) -> None:
         """Queues a reply; the thread that leads the loop sends it."""
@@ -393,6 +402,8 @@ class Service:
                 connection.sock.close()
             self._listener.sock.close()
             self._epoll.close()
+            for door in self._doors.values():
+                door.listener.close()
             if self._router:
                 self._router.close()
             if self._bulk:
@@ -425,6 +436,8 @@ class Service:
                     epoll.register(accepted.sock.fileno(), select.EPOLLIN)
             elif self._bulk and fd == self._bulk.sock.fileno():
                 self._bulk.accept()
+            elif fd in self._doors:
+                self._mind_doors()
             # ZeroMQ's descriptor only says that its state changed: look until it has nothing more.
             elif router and fd == router.FD:
                 pass
@@ -447,9 +460,16 @@ class Service:
                     epoll.modify(peer.sock.fileno(), select.EPOLLIN | select.EPOLLOUT)
         if time.monotonic() >= self._next_tick:
             self._next_tick = time.monotonic() + self._tick_s
+            self._mind_doors()
             if self._on_tick:
                 self._on_tick(self)
         return bool(events)
+
+    def _mind_doors(self) -> None:
+        if self._doors:
+            full = crowded()
+            for door in list(self._doors.values()):
+                door.shut(full)
 
     def _handle(self, peer: Connection | bytes, message: list[bytes]) -> None:
         number, op, *frames = message

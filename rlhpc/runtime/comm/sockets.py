@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import ctypes
 import itertools
+import os
 import struct
 import threading
 import time
 from collections.abc import Callable, Sequence
+from socket import SOL_SOCKET, create_server
 from typing import Any, NamedTuple
 
 import zmq
@@ -28,6 +31,10 @@ _OVERHEAD = 1 << 10
 _HANDSHAKE_MS = 10_000
 _DIVIDED = b"rlhpc divided\n"
 _LENGTHS = "!%dQ"
+_BACKLOG = 100
+_SO_ATTACH_FILTER, _SO_DETACH_FILTER = 26, 27
+#: The one instruction of a packet filter that lets nothing pass: `return 0`.
+_DROP = struct.pack("HBBI", 0x06, 0, 0, 0)
 
 
 def make_socket(context: zmq.Context[Any], kind: int, keys: Keys, server: bool) -> zmq.Socket[Any]:
@@ -68,10 +75,32 @@ def whole(frames: list[bytes]) -> list[bytes]:
     return joined
 
 
-def bind_tcp(socket: zmq.Socket[Any], address: str) -> str:
-    """Binds to a free port and returns the endpoint to publish; nobody else can have taken the port by then."""
-    socket.bind(f"tcp://{address}:*")
-    return socket.getsockopt_string(zmq.LAST_ENDPOINT).rstrip("\0")
+class Door:
+    """A TCP port that a ZeroMQ socket listens on.
+
+    ZeroMQ takes every connection that comes, and keeps it for as long as a handshake may last. While strangers hold too
+    many, `shut` has the kernel drop what asks for another; who is of the run asks again, a second later or two.
+
+    Attributes:
+        listener: Readable, for an edge-triggered epoll, when somebody comes.
+        endpoint: To publish; nobody else can have taken the port by then.
+    """
+
+    def __init__(self, socket: zmq.Socket[Any], address: str) -> None:
+        self.listener = create_server((address, 0), backlog=_BACKLOG)
+        self.listener.setblocking(False)
+        self.endpoint = f"tcp://{address}:{self.listener.getsockname()[1]}"
+        socket.setsockopt(zmq.USE_FD, os.dup(self.listener.fileno()))
+        socket.bind(self.endpoint)
+        self.is_shut = False
+
+    def shut(self, wanted: bool) -> None:
+        if wanted and not self.is_shut:
+            nothing = ctypes.create_string_buffer(_DROP, len(_DROP))
+            self.listener.setsockopt(SOL_SOCKET, _SO_ATTACH_FILTER, struct.pack("HP", 1, ctypes.addressof(nothing)))
+        elif self.is_shut and not wanted:
+            self.listener.setsockopt(SOL_SOCKET, _SO_DETACH_FILTER, 0)
+        self.is_shut = wanted
 
 
 def choose(record: dict[str, str]) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import resource
 import subprocess
@@ -122,6 +123,17 @@ class Meeting(Worker):
 
     def same(self, *objects: Any) -> tuple[Any, ...]:
         return objects
+
+    def may_open(self, files: int) -> None:
+        """Lowers the limit of what this process may have open."""
+        resource.setrlimit(resource.RLIMIT_NOFILE, (files, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
+
+    def open_files(self, files: int) -> int:
+        """Opens so many at a time, as a checkpoint does; returns how many the process has open then."""
+        with contextlib.ExitStack() as stack:
+            for _ in range(files):
+                stack.enter_context(open("/dev/null"))
+            return len(os.listdir("/proc/self/fd"))
 
     def limits(self) -> tuple[int, int]:
         return resource.getrlimit(resource.RLIMIT_NOFILE)
