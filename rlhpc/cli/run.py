@@ -161,16 +161,13 @@ def near(path: Path) -> str:
 
 def ending(cfg: Any, paths: RunPaths, args: argparse.Namespace, seconds: float) -> list[str]:
     """What is told of a finished run: its result, its files, what to type next."""
-    from rlhpc.runtime.launch.claim import read_json
+    from rlhpc.metrics.results import last_result
     from rlhpc.runtime.launch.status import duration
 
-    done = [record for path in paths.segments.glob("*.json") if (record := read_json(path))]
-    step = max((int(record["global_step"]) for record in done), default=0)
-    suite = next(iter(cfg.workflow.eval_suites), "default")
-    result = read_json(paths.eval_result(step, suite)) or {}
+    step, result, words = last_result(paths, next(iter(cfg.workflow.eval_suites), "default"))
     program = same_command(args).split(" run ", 1)[0]
     run = shlex.quote(near(paths.root))
-    lines = ["", f"{cfg.runner.name}: done in {duration(seconds)}{', ' if result else ''}{describe_result(result)}"]
+    lines = ["", f"{cfg.runner.name}: done in {duration(seconds)}{', ' if words else ''}{words}"]
     lines.append(f"  report  {near(paths.report)}")
     if (paths.export(step)).is_dir():
         lines.append(f"  policy  {near(paths.export(step))}")
@@ -182,21 +179,6 @@ def ending(cfg: Any, paths: RunPaths, args: argparse.Namespace, seconds: float) 
         f"  {program} run {config} runner.name={shlex.quote(cfg.runner.name + '-2')} runner.seed={int(cfg.runner.seed) + 1}",
     ]
     return lines
-
-
-def describe_result(result: dict[str, Any]) -> str:
-    """An evaluation in a few words, with its interval."""
-    if "return_mean" in result:
-        low, high = result["return_ci95"]
-        text = f"mean return {result['return_mean']:.1f} (95 % interval {low:.1f} to {high:.1f})"
-        if "success_once" in result:
-            low, high = result["success_once_ci95"]
-            text += f", success {result['success_once']:.0%} ({low:.0%} to {high:.0%})"
-        return f"{text} over {result['episodes']} episodes of {result['env_id']}"
-    if "accuracy" in result:
-        low, high = result["accuracy_ci95"]
-        return f"accuracy {result['accuracy']:.1%} (95 % interval {low:.1%} to {high:.1%}) on {result['n']} problems"
-    return ""
 
 
 # -- ending early -----------------------------------------------------------------------------------------------------

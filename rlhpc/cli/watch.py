@@ -54,6 +54,7 @@ def _report(args: argparse.Namespace) -> int:
 
         for path in write_curves(paths, Path(args.curves)):
             print(path)
+        print(write_report(paths, Path(args.curves) / "page.html"))
     print(write_report(paths))
     return 0
 
@@ -82,7 +83,7 @@ def add_commands(commands: Any) -> None:
     logs.add_argument("--lines", "-n", type=int, default=50, help="last lines of each file (default 50)")
     report = add_command(commands, "report", _report, "write a run's report page", _EXAMPLES["report"])
     add_words(report, run=RUN)
-    report.add_argument("--curves", help="folder to write the single plots to as well")
+    report.add_argument("--curves", help="folder to write the single plots to as well, and the page without links")
     compare = add_command(
         commands,
         "compare",

@@ -114,7 +114,7 @@ class GymnasiumVectorEnv(VectorEnv):
         made = [make_one(cfg) for _ in range(num_envs)]
         self.envs = [env for env, _ in made]
         self._statistics = [_statistics(env) for env in self.envs]
-        self._limit = made[0][1]
+        self._limit = self.max_episode_steps = made[0][1]
         self.observation_space, self.action_space = self.envs[0].observation_space, self.envs[0].action_space
         self._several = isinstance(self.observation_space, spaces.Dict)
         self._texts: dict[str, int] = {}

@@ -32,10 +32,14 @@ from rlhpc.runtime.errors import CheckpointError, RlhpcError
 from rlhpc.runtime.paths import RunPaths
 
 
-def write_report(paths: RunPaths) -> Path:
+def write_report(paths: RunPaths, output: Path | None = None) -> Path:
     """Write the report of a run, finished or not; pieces that are not there yet say so.
 
     That of a language-model run has a second page, samples.html, where evaluations have left samples.
+
+    Args:
+        paths: The run.
+        output: Write the page there, without what refers to other files (films, samples): for use in another place.
 
     Returns:
         The HTML file.
@@ -51,7 +55,10 @@ def write_report(paths: RunPaths) -> Path:
     provenance = read_provenance(paths)
     accounting = write_accounting(paths)
     task = language.language_task(paths)
-    cards, curves, evaluation, times, checkpoints = _language(paths, rows, task) if task else _embodied(paths, rows)
+    cards, curves, evaluation, times, checkpoints = (
+        _language(paths, rows, task, output is None) if task else _embodied(paths, rows, output is None)
+    )
+    page_file = output or paths.report
     html = page(
         title=paths.root.name,
         subtitle=_subtitle(paths, rows, provenance),
@@ -68,10 +75,10 @@ def write_report(paths: RunPaths) -> Path:
         ],
     )
     try:
-        replace_durably(paths.report, html.encode())
+        replace_durably(page_file, html.encode())
     except OSError as error:
         raise RlhpcError(f"{error.filename or paths.report}: could not be written: {error.strerror}") from error
-    return paths.report
+    return page_file
 
 
 #: Suites whose film the page shows.
@@ -81,7 +88,7 @@ Parts = tuple[str, list[str], str, list[str], str]
 """Key figures, learning curves, evaluation, time curves, checkpoints."""
 
 
-def _embodied(paths: RunPaths, rows: Sequence[Mapping[str, Any]]) -> Parts:
+def _embodied(paths: RunPaths, rows: Sequence[Mapping[str, Any]], linked: bool) -> Parts:
     evaluations = read_evaluations(paths)
     evaluated: dict[int, str] = {}
     for result in evaluations:
@@ -91,15 +98,15 @@ def _embodied(paths: RunPaths, rows: Sequence[Mapping[str, Any]]) -> Parts:
     return (
         _key_figures(rows, evaluations),
         list(learning_curves(rows).values()),
-        _evaluation(evaluations),
+        _evaluation(evaluations) + (_videos(evaluations) if linked else ""),
         list(time_curves(rows).values())[::-1],
         _checkpoints(paths, rows, evaluated, "train/episode_return", "training return"),
     )
 
 
-def _language(paths: RunPaths, rows: Sequence[Mapping[str, Any]], task: str) -> Parts:
+def _language(paths: RunPaths, rows: Sequence[Mapping[str, Any]], task: str, linked: bool) -> Parts:
     evaluations = language.read_evaluations(paths)
-    samples = write_samples_page(paths)
+    samples = write_samples_page(paths) if linked else None
     evaluated: dict[int, str] = {}
     for result in evaluations:
         evaluated.setdefault(result["global_step"], f"{result['accuracy']:.1%}")
@@ -210,8 +217,8 @@ def _evaluation(evaluations: Sequence[Mapping[str, Any]]) -> str:
     charts = [*(success_curve(evaluations, name) for name in rates[:1]), evaluation_curve(evaluations)]
     shown = f'<div class="scroll">{table(head, rows, text_columns={0})}</div>'
     if len(charts) > 1:
-        return figures(charts) + shown + _videos(evaluations)
-    return f'<div class="figures beside"><figure>{charts[0]}</figure>{shown}</div>' + _videos(evaluations)
+        return figures(charts) + shown
+    return f'<div class="figures beside"><figure>{charts[0]}</figure>{shown}</div>'
 
 
 def _rate(result: Mapping[str, Any], name: str) -> str:

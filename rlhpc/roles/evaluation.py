@@ -14,8 +14,13 @@ from rlhpc.metrics.pass_at_k import wilson
 from rlhpc.roles.device import to_tensors
 from rlhpc.runtime.errors import ConfigError, RlhpcError
 
-#: Decisions after which an episode that does not end is an error: nothing waits for ever.
+#: Decisions of one episode after which it is an error that it does not end: nothing waits for ever.
 MAX_DECISIONS = 1_000_000
+#: The same where the environment has no time limit.
+MAX_WITHOUT_LIMIT = 20_000
+
+#: Told after each decision: episodes done, and environment steps so far.
+Told = Callable[[int, int], None]
 
 
 class Watch:
@@ -52,6 +57,7 @@ def evaluate_policy(
     episodes: int | None = None,
     device: torch.device | str = "cpu",
     watch: Callable[[Any], Watch] | None = None,
+    told: Told | None = None,
 ) -> dict[str, Any]:
     """Runs the first episodes of every slot of a vector environment.
 
@@ -62,6 +68,7 @@ def evaluate_policy(
         episodes: Number of episodes; default `env.eval.num_episodes`.
         device: Where the policy is.
         watch: Makes what looks on, out of the environment.
+        told: Hears how far it is.
 
     Returns:
         return_mean, return_std, return_min, return_max, return_ci95 [low, high], length_mean, episodes, env_id, seed; where
@@ -73,14 +80,23 @@ def evaluate_policy(
     slots, seed = min(int(env_cfg.num_envs), wanted), eval_seed(env_cfg, seed)
     env = make_env(env_cfg, slots, slot_offset=0, seed=seed, stage="eval")
     try:
-        found = play(policy, env, quotas(wanted, slots), torch.device(device), watch=watch(env) if watch else None)
+        found = play(
+            policy, env, quotas(wanted, slots), torch.device(device), watch=watch(env) if watch else None, told=told
+        )
     finally:
         env.close()
     return {**summarize(found), "env_id": str(env_cfg.env_id), "seed": seed}
 
 
 def play(
-    policy: Any, env: Any, left: np.ndarray, device: torch.device, *, mode: str = "eval", watch: Watch | None = None
+    policy: Any,
+    env: Any,
+    left: np.ndarray,
+    device: torch.device,
+    *,
+    mode: str = "eval",
+    watch: Watch | None = None,
+    told: Told | None = None,
 ) -> list[dict[str, float]]:
     """Plays the first `left[i]` episodes of each slot i, from a reset on.
 
@@ -91,14 +107,20 @@ def play(
         device: Of the policy.
         mode: "eval" or "train", as `predict_action_batch` takes it.
         watch: Looks on.
+        told: Hears how far it is.
 
     Returns:
         One row an episode, by slot and order: return, length, and success_once and success_at_end where they are known.
+
+    Raises:
+        RlhpcError: An episode does not end.
     """
     found: list[tuple[int, int, dict[str, float]]] = []  # slot, its how-manieth, row
-    seen = np.zeros_like(left)
+    seen, since = np.zeros_like(left), np.zeros_like(left)
+    most = MAX_DECISIONS if getattr(env, "max_episode_steps", None) != 0 else MAX_WITHOUT_LIMIT
+    steps = 0
     obs, _ = env.reset()
-    for _ in range(MAX_DECISIONS):
+    while since.max() < most:
         actions, _ = policy.predict_action_batch(to_tensors(obs, device), mode=mode)
         chosen = actions.cpu().numpy()
         if watch is not None:
@@ -107,15 +129,23 @@ def play(
         if watch is not None:
             watch.after(seen < left, rewards, terminations, truncations, infos)
         done = np.flatnonzero(np.asarray(terminations) | np.asarray(truncations))
+        since += 1
+        since[done] = 0
+        since[seen >= left] = 0
+        steps += len(left)
         episode: dict[str, Any] = infos.get("episode", {}) if done.size else {}
         for slot in done.tolist() if episode else ():
             if seen[slot] < left[slot] and episode["mask"][slot]:
                 found.append((slot, int(seen[slot]), _episode_row(episode, slot)))
                 seen[slot] += 1
+        if told is not None:
+            told(len(found), steps)
         if (seen >= left).all():
             return [row for _, _, row in sorted(found, key=lambda row: row[:2])]
     raise RlhpcError(
-        f"the evaluation's episodes did not end within {MAX_DECISIONS} decisions; set env.eval.max_episode_steps"
+        f"an episode of the evaluation has not ended after {most} decisions"
+        f"{', and its environment has no time limit' if most < MAX_DECISIONS else ''}; {len(found)} of {left.sum()} episodes "
+        "did; set env.eval.max_episode_steps=N"
     )
 
 

@@ -145,7 +145,7 @@ def record(
     env = make_env(own, slots, slot_offset=0, seed=seed, stage="eval")
     env.keep_states = True
     kwargs = dict(getattr(env, "record_kwargs", env_cfg.kwargs or {}))
-    limit = getattr(env, "max_episode_steps", env_cfg.max_episode_steps)
+    limit = getattr(env, "max_episode_steps", env_cfg.max_episode_steps) or None
     returns: list[float] = []
     successes: list[float] = []
     steps = 0

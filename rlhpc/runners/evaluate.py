@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from rlhpc import __version__
 from rlhpc.checkpoint import read_manifest, require_valid
 from rlhpc.checkpoint.durable import replace_durably
 from rlhpc.checkpoint.state import load_tensors
+from rlhpc.metrics import ProgressBar
 from rlhpc.models import policy_from_spec
 from rlhpc.roles.evaluation import evaluate_policy
 from rlhpc.roles.film import Film
@@ -57,8 +59,17 @@ def evaluate_checkpoint(
 
     # A checkpoint of an older version has no such key in its configuration.
     shown = film if output is not None and int(cfg.env.eval.get("video_episodes", 0)) else None
+    wanted = int(cfg.env.eval.num_episodes if episodes is None else episodes)
+    begun = time.perf_counter()
     try:
-        result = evaluate_policy(policy, cfg.env.eval, seed=int(cfg.runner.seed), episodes=episodes, watch=shown)
+        with ProgressBar(wanted, name="eval", unit="episode") as bar:
+
+            def told(done: int, steps: int) -> None:
+                bar.update(done, {"time/env_steps_per_s": steps / (time.perf_counter() - begun)})
+
+            result = evaluate_policy(
+                policy, cfg.env.eval, seed=int(cfg.runner.seed), episodes=episodes, watch=shown, told=told
+            )
     except RuntimeError as error:
         raise ConfigError(f"env.eval.env_id={cfg.env.eval.env_id} does not fit {folder}'s policy: {error}") from error
     result |= {"suite": suite, "global_step": int(read_manifest(folder)["global_step"]), "checkpoint": str(folder)}

@@ -31,7 +31,7 @@ SMALL = (
     "runner.max_steps=2", "runner.segments=1", "runner.save_interval=1", "algorithm.rollout_steps=32",
     "algorithm.update_epochs=1", "env.eval.num_episodes=2",
 )  # fmt: skip
-SHELL = 'rlhpc() { case "$1" in train|plan) command rlhpc "$@" $SMALL;; *) command rlhpc "$@";; esac; }\nset -e\n'
+SHELL = 'rlhpc() { case "$1" in train|plan|run) command rlhpc "$@" $SMALL;; *) command rlhpc "$@";; esac; }\nset -e\n'
 
 
 def name_of(page: Path) -> str:
@@ -207,16 +207,22 @@ def test_the_fields_of_json_files_are_documented(tiny_run):
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_the_tutorials_commands_run_in_order(tmp_path):
-    """Each `rlhpc` line of the tutorial, in a folder of its own, with few and small steps."""
+    """Every block of the tutorial, from the first to the last, in a folder of its own, with few and small steps."""
     page = DOCS / "tutorial/quickstart.md"
     (tmp_path / "configs").symlink_to(ROOT / "configs")
-    lines = [line for block in blocks(page, "bash") for line in block.splitlines() if line.startswith("rlhpc ")]
-    assert len(lines) >= 6
-    for line in lines:
-        run(["bash", "-c", SHELL + line], tmp_path, SMALL=" ".join(SMALL))
-    setup = "import torch\nobservations = torch.zeros(3, 4)\n"
-    code = setup + blocks(page, "python")[-1] + "\nassert actions.shape == (3, 1, 1)"
-    run([sys.executable, "-c", code], tmp_path)
+    recipe = re.search(r"^quickstart: setup .*\n\t(.*)\n", (ROOT / "Makefile").read_text(), re.M)
+    assert recipe is not None and recipe[1] == "rlhpc run $(RUN)"
+    made = 'make() { [ "$1" = quickstart ] && rlhpc run configs/quickstart.yaml; }\n'
+    said = ""
+    for language, content in all_blocks(page):
+        if language == "bash":
+            said += run(["bash", "-c", SHELL + made + content], tmp_path, SMALL=" ".join(SMALL))
+        else:
+            assert language == "python"
+            said += run([sys.executable, "-c", content], tmp_path)
+    assert re.search(r"quickstart: done in .*, mean return [\d.]+ \(95 % interval", said)
+    assert "[rollout-0]" in said and "acts with mlp on cpu for" in said  # the group's log is not empty
+    assert re.search(r"^return \d+$", said, re.M)
 
 
 def install(project: str, folder: Path) -> None:

@@ -199,6 +199,10 @@ def test_report_has_the_curves(whole: Path) -> None:
     snakemake(whole, "--report", str(page))
     text = page.read_text()
     assert "return_vs_env_steps.svg" in text and "evaluation.svg" in text
+    result = json.loads((whole / "runs/quickstart/eval/global_step_4/default.json").read_text())
+    assert f"mean return {result['return_mean']:.1f} (95 % interval" in text and "rollout_steps: 32" in text
+    alone = (whole / "runs/quickstart/report/curves/page.html").read_text()
+    assert "Learning curves" in alone and "href=" not in alone and "src=" not in alone
 
 
 def test_a_checkpoint_of_a_run_elsewhere(whole: Path, tmp_path: Path) -> None:

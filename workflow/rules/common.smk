@@ -2,6 +2,7 @@
 from rlhpc.config import evaluation_fingerprint, load_config, segment_ends, training_fingerprint
 from rlhpc.metrics.curves import IMITATION as IMITATION_CURVES
 from rlhpc.metrics.language import ALWAYS as LANGUAGE_CURVES
+from rlhpc.metrics.results import last_result
 from rlhpc.runtime.errors import RlhpcError
 from rlhpc.runtime.launch.plan import job_options, minutes_of
 from rlhpc.runtime.paths import RunPaths
@@ -27,6 +28,13 @@ class Untracked:
 #: What commands take after their own options.
 SITE = config["site"] or os.environ.get("RLHPC_SITE", "")
 SITE_OPTION = Untracked(*(["--site", SITE] if SITE else []))
+
+
+def described():
+    """What Snakemake's report says first: the run, how it ended, and what it was started with."""
+    _, _, result = last_result(RUN, SUITES[0])
+    text = "\n".join([f"# {near(RUN_CONFIG)}", Path(RUN_CONFIG).read_text(), *(f"# {word}" for word in OVERRIDES)])
+    return {"name": CFG.runner.name, "result": result or "not evaluated yet", "config": text}
 
 
 def near(path):

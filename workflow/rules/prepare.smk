@@ -20,6 +20,7 @@ DEMOS = demonstrations()
 RECORDING = f"{ROOT}/demos/global_step_{{step}}.h5"
 ONLY_SUCCESS = ["--only-success"] if CFG.workflow.record_only_success else []
 TARGETS = [f"{ROOT}/report/index.html"]
+config["described"] = described()  # for report/workflow.rst, which sees nothing else
 
 
 rule prepare:

@@ -27,8 +27,9 @@ rule report:
         export=final_export,
         recording=final_recording,
     output:
-        page=report(
-            f"{ROOT}/report/index.html",
+        page=f"{ROOT}/report/index.html",
+        alone=report(
+            f"{ROOT}/report/curves/page.html",
             caption="../report/page.rst",
             category="Run",
             labels={"run": CFG.runner.name},

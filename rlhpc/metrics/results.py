@@ -1,0 +1,31 @@
+"""How a run ended, in a few words."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rlhpc.runtime.launch.claim import read_json
+from rlhpc.runtime.paths import RunPaths
+
+
+def last_result(paths: RunPaths, suite: str = "default") -> tuple[int, dict[str, Any], str]:
+    """The step that the run's last finished segment ended at, its evaluation, and that in words ("" without one)."""
+    done = [record for path in paths.segments.glob("*.json") if (record := read_json(path))]
+    step = max((int(record["global_step"]) for record in done if "global_step" in record), default=0)
+    result = read_json(paths.eval_result(step, suite)) or {}
+    return step, result, describe_result(result)
+
+
+def describe_result(result: dict[str, Any]) -> str:
+    """An evaluation in a few words, with its interval."""
+    if "return_mean" in result:
+        low, high = result["return_ci95"]
+        text = f"mean return {result['return_mean']:.1f} (95 % interval {low:.1f} to {high:.1f})"
+        if "success_once" in result:
+            low, high = result["success_once_ci95"]
+            text += f", success {result['success_once']:.0%} ({low:.0%} to {high:.0%})"
+        return f"{text} over {result['episodes']} episodes of {result['env_id']}"
+    if "accuracy" in result:
+        low, high = result["accuracy_ci95"]
+        return f"accuracy {result['accuracy']:.1%} (95 % interval {low:.1%} to {high:.1%}) on {result['n']} problems"
+    return ""
