@@ -245,9 +245,15 @@ class Follower:
 
     def _detail(self) -> None:
         """On a terminal, how far it is: what an evaluation says, or the queue about a job."""
-        if not self._live or self._job is None or not self._open:
+        if self._job is None:
             return
         text = self._log.waiting if self._job.rule in _TRAINING else ""
+        if not self._live and text and text not in self._said:
+            self._said.add(text)
+            self._out.write(f"  {text}\n")
+            self._out.flush()
+        if not self._open:
+            return
         if self._job.log is not None and not text:
             try:
                 text = self._job.log.read_text(errors="replace").strip().rpartition("\n")[2]

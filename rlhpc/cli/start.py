@@ -113,7 +113,10 @@ def _submit(args: argparse.Namespace) -> int:
         deadline_s=args.deadline,
         max_restarts=int(cfg.runner.max_restarts),
     )
-    print(json.dumps(result))
+    ended = f" at step {result['result']['global_step']}" if result["result"] else f", job {result['job_id']}"
+    print(f"rlhpc: segment {args.segment}: {result['state']}{ended}", file=sys.stderr)
+    if not sys.stdout.isatty():  # for scripts
+        print(json.dumps(result))
     return 0
 
 

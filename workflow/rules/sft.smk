@@ -29,7 +29,7 @@ rule sft:
         training=training_fingerprint(SFT_CFG),
     shell:
         "rlhpc submit {input.config:q} --segment 0 --executor {params.executor}"
-        " {params.site} {params.overrides} 2>&1 | tee --ignore-interrupts {log:q}"
+        " {params.site} {params.overrides} 2>&1 > /dev/null | tee --ignore-interrupts {log:q}"
         " && cp --preserve=timestamps {params.marker:q} {output.done:q}"
 
 

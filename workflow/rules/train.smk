@@ -14,7 +14,7 @@ TRAIN_PARAMS = {
 }
 TRAIN_COMMAND = (
     "rlhpc submit {input.config:q} --segment {wildcards.segment} --executor {params.executor}"
-    " {params.resume_with} {params.site} {params.overrides} 2>&1 | tee --ignore-interrupts {log:q}"
+    " {params.resume_with} {params.site} {params.overrides} 2>&1 > /dev/null | tee --ignore-interrupts {log:q}"
     " && cp --preserve=timestamps {params.marker:q} {output.done:q}"
 )
 

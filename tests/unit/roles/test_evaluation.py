@@ -16,7 +16,6 @@ from rlhpc.roles import evaluation
 from rlhpc.roles.evaluation import evaluate_policy
 from rlhpc.runtime.errors import RlhpcError
 
-
 ROOT = Path(__file__).resolve().parents[3]
 
 

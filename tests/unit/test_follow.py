@@ -1,0 +1,156 @@
+"""What `rlhpc run` makes of Snakemake's words and of a run's files."""
+
+from __future__ import annotations
+
+import argparse
+import io
+import json
+from pathlib import Path
+
+import pytest
+
+from rlhpc.cli import parse
+from rlhpc.cli.follow import Follower, Track, WorkflowLog, last_row, real_error
+from rlhpc.cli.run import command_of, same_command
+from rlhpc.metrics.results import describe_result, last_result
+from rlhpc.runtime.paths import RunPaths
+
+START = """[Sun Nov 22 09:35:00 2026]
+localcheckpoint train_segment:
+    input: configs/quickstart.yaml, runs/q/workflow/plan.txt
+    output: runs/q/workflow/segment_{0}.json
+    log: runs/q/logs/workflow/train_segment_{0}.log
+    jobid: 5
+    wildcards: segment={0}
+
+"""
+EVALUATES = """[Sun Nov 22 09:35:00 2026]
+rule eval:
+    output: runs/q/eval/global_step_{0}/far.json
+    log: runs/q/logs/workflow/eval_{0}_far.log (check log file(s) for error details)
+    wildcards: step={0}, suite=far
+
+"""
+FINISHED = "[Sun Nov 22 09:36:00 2026]\nFinished jobid: 5 (Rule: {})\n1 of 10 steps (10%) done\n"
+
+
+class Watched:
+    """A run that is followed, with its files in the test's hand."""
+
+    def __init__(self, folder: Path) -> None:
+        self.path, self.paths = folder / "snakemake.log", RunPaths(folder / "runs" / "q")
+        self.paths.root.mkdir(parents=True)
+        self.path.touch()
+        self.shown = io.StringIO()
+        self.log = WorkflowLog(self.path, folder)
+        self.follower = Follower(self.log, {"run": Track("q", self.paths, 4)}, self.shown)
+
+    def say(self, text: str) -> None:
+        with self.path.open("a") as file:
+            file.write(text)
+        self.follower.look()
+
+    def step(self, step: int) -> None:
+        with self.paths.metrics.open("a") as file:
+            file.write(json.dumps({"step": step, "train/episode_return": 2.0 * step, "time/wall_s": step}) + "\n")
+        self.follower.look()
+
+
+@pytest.fixture
+def watched(tmp_path: Path) -> Watched:
+    return Watched(tmp_path)
+
+
+def test_one_bar_for_all_segments_and_every_phase_by_name(watched: Watched) -> None:
+    watched.say(START.format(0))
+    watched.step(1)
+    watched.step(2)
+    watched.say(FINISHED.format("train_segment") + START.format(1) + EVALUATES.format(2))
+    watched.step(3)
+    watched.step(4)
+    watched.say(FINISHED.format("train_segment") + EVALUATES.format(4))
+    watched.follower.close()
+    assert watched.shown.getvalue().splitlines() == [
+        "  starting processes", "q: step 4/4, return 8.0", "  evaluating checkpoint 4, far",
+    ]  # fmt: skip
+
+
+def test_what_the_queue_says_is_shown_until_training_begins(watched: Watched) -> None:
+    watched.say(START.format(0))
+    watched.say("rlhpc: segment 0: submitted Slurm job 7; logs in runs/q\n")
+    watched.say("rlhpc: segment 0: Slurm job 7 pending: Resources\n")
+    watched.say("rlhpc: segment 0: Slurm job 7 pending: Resources\n")
+    watched.step(1)
+    watched.say("rlhpc: segment 0: Slurm job 7 running, step 1/4\n")
+    watched.follower.close()
+    phase, queue, bar = watched.shown.getvalue().splitlines()
+    assert (phase, queue) == ("  starting processes", "  segment 0: Slurm job 7 pending: Resources")
+    assert bar.startswith("q: step 1/4, return 2.0")
+
+
+def test_rows_of_before_are_no_progress(watched: Watched) -> None:
+    watched.step(3)
+    watched.follower = Follower(watched.log, {"run": Track("q", watched.paths, 4)}, watched.shown)
+    watched.say(START.format(1))
+    assert "step" not in watched.shown.getvalue()
+    watched.step(4)
+    watched.follower.close()
+    assert "step 4/4" in watched.shown.getvalue()
+
+
+def test_half_a_line_waits_for_its_end(watched: Watched) -> None:
+    text = EVALUATES.format(2)
+    watched.say(text[:60])
+    watched.say(text[60:])
+    assert watched.shown.getvalue() == "  evaluating checkpoint 2, far\n"
+
+
+def test_the_real_error_is_the_failed_rules_own(watched: Watched, tmp_path: Path) -> None:
+    own = tmp_path / "runs/q/logs/workflow/eval_2_far.log"
+    own.parent.mkdir(parents=True)
+    own.write_text("eval: episode 3/10\nrlhpc: error: the simulator is gone\n  log: x.err\n")
+    watched.say(EVALUATES.format(2).replace("rule eval:", "Error in rule eval:"))
+    assert real_error(watched.log, watched.path) == ("rlhpc: error: the simulator is gone\n  log: x.err", own)
+    own.unlink()
+    watched.say("WorkflowError:\nno such file\n")
+    assert real_error(watched.log, watched.path)[0].startswith("WorkflowError:\nno such file")
+
+
+def test_the_last_row_is_the_last_whole_one(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    assert last_row(path) == {}
+    path.write_text('{"step": 1}\n{"step": 2}\n{"step": 3')
+    assert last_row(path) == {"step": 2}
+
+
+def arguments(*words: str) -> argparse.Namespace:
+    return parse(["run", "configs/quickstart.yaml", *words])
+
+
+def test_what_is_behind_two_dashes_is_snakemakes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("MAKELEVEL", raising=False)
+    args = arguments("runner.name=a b", "--site", "here", "--", "--forcerun", "report", "--config", "retries=0")
+    words = command_of(args)
+    config = words[words.index("--config") + 1 :]
+    assert config == ["run=configs/quickstart.yaml", 'overrides=["runner.name=a b"]', "site=here", "retries=0"]
+    assert words[-7:-5] == ["--forcerun", "report"] and words.count("--config") == 1
+    assert same_command(args) == (
+        "rlhpc run configs/quickstart.yaml 'runner.name=a b' --site here -- --forcerun report --config retries=0"
+    )
+
+
+def test_how_a_run_ended(tmp_path: Path) -> None:
+    paths = RunPaths(tmp_path)
+    assert last_result(paths) == (0, {}, "")
+    paths.segments.mkdir()
+    for segment, step in enumerate((5, 10)):
+        paths.segment_done(segment).write_text(json.dumps({"global_step": step}))
+    paths.eval_result(10, "default").parent.mkdir(parents=True)
+    result = {"return_mean": 9.5, "return_ci95": [9.0, 10.0], "episodes": 100, "env_id": "X-v0", "success_once": 0.5,
+              "success_once_ci95": [0.4, 0.6]}  # fmt: skip
+    paths.eval_result(10, "default").write_text(json.dumps(result))
+    assert last_result(paths) == (
+        10, result, "mean return 9.5 (95 % interval 9.0 to 10.0), success 50% (40% to 60%) over 100 episodes of X-v0"
+    )  # fmt: skip
+    language = {"accuracy": 0.57, "accuracy_ci95": [0.526, 0.613], "n": 500}
+    assert describe_result(language) == "accuracy 57.0% (95 % interval 52.6% to 61.3%) on 500 problems"
