@@ -169,6 +169,7 @@ def test_numbers_are_short(value: float, text: str) -> None:
 
 def test_units() -> None:
     assert [duration(s) for s in (4.25, 59.98, 200, 18420)] == ["4.2 s", "60.0 s", "3 min 20 s", "5 h 07 min"]
+    assert duration(176.1 * 3600) == "7 d 8 h"  # no wider than a card
     assert [size(b) for b in (12, 2048, 3 * 2**30)] == ["12 B", "2.0 KiB", "3.0 GiB"]
 
 
