@@ -8,7 +8,7 @@ import sys
 import traceback
 from collections.abc import Sequence
 
-from rlhpc.cli import doctor, policies, replay, run, start, watch
+from rlhpc.cli import doctor, init, policies, replay, run, start, watch
 from rlhpc.cli.parser import TopParser, add_command
 from rlhpc.runtime.errors import RlhpcError
 
@@ -16,18 +16,18 @@ __all__ = ["build_parser", "main", "parse"]
 
 #: How `rlhpc --help` shows the commands.
 GROUPS = {
-    "Train": ("run", "plan", "train", "submit", "cancel"),
+    "Train": ("init", "run", "plan", "train", "submit", "cancel"),
     "Look at a run": ("status", "logs", "report", "compare"),
     "Use a policy": ("eval", "record", "convert"),
     "Data": ("replay", "dagger"),
-    "This machine, this cluster": ("doctor", "help"),
+    "This machine, this cluster": ("doctor", "completion", "help"),
 }
 
 
 def build_parser() -> TopParser:
     """The command line."""
     parser = TopParser(GROUPS)
-    for part in (run, start, watch, policies, replay, doctor):
+    for part in (init, run, start, watch, policies, replay, doctor):
         part.add_commands(parser.subparsers)
 
     def help_(args: argparse.Namespace) -> int:

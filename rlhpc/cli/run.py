@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from rlhpc import share
 from rlhpc.cli.parser import SITE, add_command, add_words
 from rlhpc.runtime.errors import ConfigError, RlhpcError
 from rlhpc.runtime.paths import RunPaths
@@ -26,7 +27,6 @@ _EXAMPLES = (
     "rlhpc run configs/quickstart.yaml -n",
     "rlhpc run configs/quickstart.yaml -- --forcerun report",
 )
-_PROJECT = Path(__file__).resolve().parents[2]
 _POLL_S = 0.3
 #: How long a driver may take to save after Ctrl-C.
 _SAVE_S = 600.0
@@ -44,21 +44,8 @@ class Interrupted(KeyboardInterrupt):
         self.signum = signum
 
 
-def find_part(kind: str, name: str) -> Path:
-    """A file of the workflow: below the working directory, else of the project that this package belongs to.
-
-    Raises:
-        ConfigError: There is none.
-    """
-    places = [Path.cwd() / kind / name, _PROJECT / kind / name]
-    for place in places:
-        if place.exists():
-            return place
-    raise ConfigError(f"there is no {kind}/{name} in {' or '.join(str(place.parents[1]) for place in places)}")
-
-
 def find_profile(name: str) -> str:
-    """The folder of a profile, by path or as one of the project's; else its name, for Snakemake to find.
+    """The folder of a profile: by path, as one of the working directory's or of rlhpc's own; else its name, for Snakemake.
 
     Raises:
         ConfigError: It was given as a path, and there is none.
@@ -68,9 +55,11 @@ def find_profile(name: str) -> str:
         return str(given)
     if os.sep in name:
         raise ConfigError(f"--profile is {name}: there is no such folder")
-    with contextlib.suppress(ConfigError):
-        return str(find_part("profiles", name))
-    return name
+    here, own = Path.cwd() / "profiles" / name, share.path("profiles", name)
+    # A profile says what Snakemake runs: one that another user left in a shared folder is not taken unasked.
+    if here.is_dir() and here.stat().st_uid in (0, os.getuid()):
+        return str(here)
+    return str(own) if own.is_dir() else name
 
 
 def command_of(args: argparse.Namespace) -> list[str]:
@@ -82,7 +71,7 @@ def command_of(args: argparse.Namespace) -> list[str]:
     at = further.index("--config") + 1 if "--config" in further else 0  # of several, Snakemake reads the last only
     further[at:at] = config if at else ["--config", *config, *(["--"] if further[:1] and further[0][0] != "-" else [])]
     return [
-        sys.executable, "-m", "snakemake", "--snakefile", str(find_part("workflow", "Snakefile")),
+        sys.executable, "-m", "snakemake", "--snakefile", share.snakefile(),
         "--profile", find_profile(args.profile), *(["--dry-run"] if args.dry_run else []), *further,
     ]  # fmt: skip
 
@@ -99,7 +88,7 @@ def same_command(args: argparse.Namespace) -> str:
 
 
 def _run(args: argparse.Namespace) -> int:
-    from rlhpc.config import load_config, total_steps
+    from rlhpc.config import find_config, load_config, total_steps
 
     cfg = load_config(args.config, args.overrides, site=args.site)
     command = command_of(args)
@@ -111,7 +100,7 @@ def _run(args: argparse.Namespace) -> int:
     tracks = {"run": Track(str(cfg.runner.name), paths, total_steps(cfg))}
     if cfg.workflow.sft:
         first = load_config(
-            Path(args.config).parent / cfg.workflow.sft, list(cfg.workflow.sft_overrides), site=args.site
+            find_config(args.config).parent / cfg.workflow.sft, list(cfg.workflow.sft_overrides), site=args.site
         )
         own = RunPaths.of(first.runner.run_dir, first.runner.name)
         tracks["sft"] = Track(str(first.runner.name), own, total_steps(first))

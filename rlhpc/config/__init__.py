@@ -7,13 +7,23 @@ from rlhpc.config.changes import (
     training_changes,
     training_fingerprint,
 )
-from rlhpc.config.load import config_to_yaml, find_site, load_config, load_site, segment_end, segment_ends, total_steps
+from rlhpc.config.load import (
+    config_to_yaml,
+    find_config,
+    find_site,
+    load_config,
+    load_site,
+    segment_end,
+    segment_ends,
+    total_steps,
+)
 from rlhpc.config.validate import validate
 
 __all__ = [
     "Change",
     "config_to_yaml",
     "evaluation_fingerprint",
+    "find_config",
     "find_site",
     "load_config",
     "load_site",

@@ -16,6 +16,7 @@ import yaml
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from rlhpc import share
 from rlhpc.config.schema import Config
 from rlhpc.config.validate import validate
 from rlhpc.runtime.errors import ConfigError
@@ -302,7 +303,7 @@ def load_config(
         ConfigError: With file or override, key, what was found, what is allowed.
     """
     cfg = OmegaConf.structured(Config)
-    given = Path(path).expanduser()
+    given = find_config(path)
     sources: dict[str, str] = {}
     for source, content in _read(given, ()):
         _merge(cfg, content, source, sources)
@@ -318,11 +319,18 @@ def load_config(
     return cfg
 
 
+def find_config(path: str | Path) -> Path:
+    """The file itself, or where there is none the one of that name that comes with rlhpc (`configs/quickstart.yaml`)."""
+    given = Path(path).expanduser()
+    own = share.path(*given.parts)
+    return own if not given.exists() and not given.is_absolute() and own.is_file() else given
+
+
 def site_folders() -> list[Path]:
     """Where a site is looked for by name: below the working directory, this project, the user's and the system's."""
     home = Path(os.environ.get("XDG_CONFIG_HOME") or "~/.config").expanduser()
     system = [Path(p) for p in os.environ.get("XDG_CONFIG_DIRS", "/etc/xdg").split(":") if p]
-    here = [Path("configs/site"), Path(__file__).resolve().parents[2] / "configs" / "site"]
+    here = [Path("configs/site"), share.path("configs", "site")]
     return [*here, home / "rlhpc" / "site", *(folder / "rlhpc" / "site" for folder in system)]
 
 

@@ -6,7 +6,6 @@ from rlhpc.metrics.results import last_result
 from rlhpc.runtime.errors import RlhpcError
 from rlhpc.runtime.launch.plan import job_options, minutes_of
 from rlhpc.runtime.paths import RunPaths
-from snakemake.exceptions import WorkflowError
 
 
 wildcard_constraints:
@@ -44,9 +43,9 @@ def near(path):
 
 
 def find_config(name):
-    """A run's configuration: below the working directory, else below the project that this workflow belongs to."""
+    """A run's configuration: below the working directory, else one that comes with rlhpc."""
     here = Path(name).expanduser()
-    return str(here if here.exists() else Path(workflow.basedir).parent / here)
+    return str(here if here.exists() or here.is_absolute() else part_of_rlhpc(*here.parts))
 
 
 def words(value):
