@@ -79,7 +79,7 @@ def play(env: dict[str, Any], model: dict[str, Any], *, ranks: int, slots: int, 
             found = []
             for step in range(ROLLOUTS + 1):
                 began = time.perf_counter()
-                handles = [runner.rollout.generate(step), runner.env.interact(step), runner.actor.receive()]
+                handles = [runner.rollout.generate(step), runner.env.interact(step), runner.actor.receive(step)]
                 for handle in handles:
                     handle.wait()
                 found.append(time.perf_counter() - began)

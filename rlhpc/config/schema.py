@@ -125,6 +125,10 @@ class RunnerConfig:
     checkpoint in between, before it gives up."""
     stop_return: float | None = None
     """Stop when the mean return of the last 100 training episodes reaches this."""
+    on_nonfinite: str = "stop"
+    """What follows a number that is not finite (in an observation, a reward, a log-probability, a loss or a gradient): `stop`
+    ends the run and says where it came from; `skip` leaves out those samples, or that optimizer step, and counts them, but
+    ends the run after ten steps in a row. Neither commits weights that are not finite."""
     save_reserve_s: float = 60.0
     """Least time kept for a last save before the job's walltime ends; more where earlier saves took more than half of it."""
     rendezvous_timeout_s: float = 300.0
@@ -217,7 +221,8 @@ class AlgorithmConfig:
     recompute_logprobs: bool = False
     """Old log-probs come from the trainer rather than from the rollout engine."""
     tis_cap: float | None = None
-    """Cap of the truncated importance weight between trainer and rollout engine; null is off."""
+    """Cap of the truncated importance weight between trainer and rollout engine (with `decoupled_ppo` between the policy of
+    before the update and the one that acted); null is off."""
     filter_groups: bool = False
     """DAPO's dynamic sampling: groups whose rewards are all equal are dropped and refilled."""
     max_refills: int = 4

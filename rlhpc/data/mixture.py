@@ -93,13 +93,14 @@ class Mixture:
         return Draw({name: batch[name] for name in dtype.names or ()}, noise, self.batch_size)
 
 
-def load_demos(path: str, *, reward_scale: float, ignore_terminations: bool) -> np.ndarray:
+def load_demos(path: str, *, reward_scale: float, ignore_terminations: bool, skip: bool = False) -> np.ndarray:
     """Transitions of demonstrations, as the replay buffer would hold them.
 
     Args:
         path: HDF5 trajectories in ManiSkill's format (a file, a folder, a pattern), or a stored replay buffer (see
             `replay_files`), whose transitions are taken as they are.
         reward_scale, ignore_terminations: As of the training environments, so that both kinds of rows mean the same.
+        skip: Leaves out episodes that are not finite.
 
     Returns:
         A structured array `[n]`.
@@ -117,7 +118,7 @@ def load_demos(path: str, *, reward_scale: float, ignore_terminations: bool) -> 
     from rlhpc.data.trajectories import read_trajectories
 
     needed = ("obs", "actions", "rewards")
-    trajectories = read_trajectories(path, require=needed, key=key)
+    trajectories = read_trajectories(path, require=needed, key=key, left_out=[] if skip else None)
     return transitions_of(trajectories, reward_scale=reward_scale, ignore_terminations=ignore_terminations)
 
 

@@ -27,6 +27,7 @@ import numpy as np
 
 from rlhpc.checkpoint.durable import fsync_folder, replace_durably
 from rlhpc.data.tables import find_files
+from rlhpc.envs.finite import bad_rows
 from rlhpc.runtime.errors import ConfigError
 
 Trajectory = dict[str, Any]
@@ -43,6 +44,7 @@ def read_trajectories(
     limit: int | None = None,
     require: Sequence[str] = ("obs", "actions"),
     key: str = "trajectories.path",
+    left_out: list[str] | None = None,
 ) -> Iterator[Trajectory]:
     """Episodes of ManiSkill files and LeRobot datasets, one after the other.
 
@@ -53,17 +55,18 @@ def read_trajectories(
         limit: At most so many.
         require: Fields that may not be None.
         key: What messages call the path.
+        left_out: Takes what is wrong with an episode whose numbers are not finite; that one is then left out.
 
     Raises:
-        ConfigError: There is nothing, a file is damaged, or a required field is missing; names file and episode. What
-            concerns the paths is raised at once, the rest when its episode is reached.
+        ConfigError: There is nothing, a file is damaged, a required field is missing, or (without `left_out`) a number is not
+            finite; names file and episode. What concerns the paths is raised at once, the rest when its episode is reached.
     """
     if isinstance(path, str | Path):
-        return _checked(_open(str(path), key), only_success, limit, tuple(require), key)
+        return _checked(_open(str(path), key), only_success, limit, tuple(require), key, left_out)
     opened = [_open(str(one), key) for one in path]
     if not opened:
         raise ConfigError(f"{key} is empty; it names files of trajectories ({', '.join(SUFFIXES)}) or LeRobot datasets")
-    return _checked((one for each in opened for one in each), only_success, limit, tuple(require), key)
+    return _checked((one for each in opened for one in each), only_success, limit, tuple(require), key, left_out)
 
 
 def _open(path: str, key: str) -> Iterator[Trajectory]:
@@ -77,7 +80,12 @@ def _open(path: str, key: str) -> Iterator[Trajectory]:
 
 
 def _checked(
-    trajectories: Iterator[Trajectory], only_success: bool, limit: int | None, require: tuple[str, ...], key: str
+    trajectories: Iterator[Trajectory],
+    only_success: bool,
+    limit: int | None,
+    require: tuple[str, ...],
+    key: str,
+    left_out: list[str] | None,
 ) -> Iterator[Trajectory]:
     first: Trajectory | None = None
     seen = count = 0
@@ -89,6 +97,11 @@ def _checked(
             if trajectory[field] is None:
                 raise ConfigError(f"{trajectory['source']} has no {field}{_WAY_OUT.get(field, '')}")
         if only_success and not np.any(trajectory["success"]):
+            continue
+        if fault := _not_finite(trajectory, require):
+            if left_out is None:
+                raise ConfigError(fault)
+            left_out.append(fault)
             continue
         if first is None:
             first = trajectory
@@ -194,8 +207,20 @@ def _load(node: Any) -> Any:
     return {name: _load(value) for name, value in node.items()} if isinstance(node, h5py.Group) else node[()]
 
 
+def _not_finite(trajectory: Trajectory, fields: Sequence[str]) -> str:
+    """Which of the fields hold a number that is not finite, and where first; empty where none does."""
+    for field in fields:
+        value = trajectory[field]
+        for name, part in value.items() if isinstance(value, Mapping) else [("", value)]:
+            rows = bad_rows(part) if part is not None else np.zeros(0, bool)
+            if rows.any():
+                called = f"{field}.{name}" if name else field
+                return f"{trajectory['source']}: {called} of step {int(np.argmax(rows))} is not finite"
+    return ""
+
+
 def check(trajectory: Trajectory) -> Trajectory:
-    """The trajectory, once its lengths agree and its actions are finite.
+    """The trajectory, once its lengths agree.
 
     Raises:
         ConfigError: Names the fields and the two lengths.
@@ -210,8 +235,6 @@ def check(trajectory: Trajectory) -> Trajectory:
             raise ConfigError(
                 f"{source}: {T} actions, but {len(value)} observations {name}; there is one more than actions"
             )
-    if not np.isfinite(trajectory["actions"]).all():
-        raise ConfigError(f"{source} has actions that are not finite")
     return trajectory
 
 
@@ -298,6 +321,8 @@ class TrajectoryWriter:
                 for name, value in whole.items()
             }
         )
+        if fault := _not_finite({**whole, "actions": np.asarray(whole["actions"])}, ("obs", "actions")):
+            raise ConfigError(fault)
         group = self._file.create_group(f"traj_{number}", track_order=True)
         if whole["obs"] is not None:
             _write(group, "obs", whole["obs"])

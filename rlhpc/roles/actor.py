@@ -10,8 +10,10 @@ import numpy as np
 import torch
 
 from rlhpc.algorithms import calculate_adv_and_returns
+from rlhpc.algorithms.finite import nonfinite, require_finite, skips, tensors_of
 from rlhpc.checkpoint.durable import write_durably
 from rlhpc.checkpoint.state import load_state, load_tensors, rng_state, save_state, save_tensors, set_rng_state
+from rlhpc.envs.finite import bad_rows, cleaned, is_finite
 from rlhpc.envs.observations import is_column
 from rlhpc.models import build_model, policy_section
 from rlhpc.roles.device import own_device, seed_process, settle
@@ -100,7 +102,7 @@ class EmbodiedActor(Worker):
         built = build_model(policy_section(cfg.actor), observation_space, action_space, seed=self.seed)
         self.policy = settle(built, self.device).train()
         self.policy.logprob_type = str(cfg.algorithm.logprob_type).lower()
-        self.backend = LocalBackend(self.policy, cfg.actor.optim, self.all_reduce, self.world_size)
+        self.backend = LocalBackend(self.policy, cfg.actor.optim, self.all_reduce, self.world_size, look=skips(cfg))
         total = slots.num_envs * self.steps
         self.update_policy = PolicyUpdate(
             cfg.algorithm,
@@ -109,7 +111,10 @@ class EmbodiedActor(Worker):
             micro_batch=None if cfg.actor.micro_batch_size is None else int(cfg.actor.micro_batch_size),
             seed=self.seed,
             reduce=self.all_reduce,
+            gather=self.all_gather_object,
+            rank=self.rank,
             ranks=self.world_size,
+            skip=skips(cfg),
         )
         receivers = [(slots.rollout_name, list(range(slots.rollout_ranks)))]
         self.sync = make_sync(
@@ -133,13 +138,18 @@ class EmbodiedActor(Worker):
         if self.rank == 0 and self.sync is not None:
             self.sync.sync(version, self.policy.state_dict().items(), frozen=frozen_names(self.policy))
 
-    def receive(self) -> dict[str, float]:
-        """Takes in this step's trajectories of its slots and computes advantages and returns.
+    def receive(self, step: int) -> dict[str, float]:
+        """Takes in this step's trajectories of its slots and computes advantages and returns. A slot in which something is not
+        finite does not train in this step, nor do those that it is compared with.
 
         Returns:
-            The oldest version of the policy that acted.
+            The oldest version of the policy that acted, and how many transitions were left out.
+
+        Raises:
+            NonFinite: There is such a slot, and `runner.on_nonfinite` is stop.
         """
         columns, version = self._columns()
+        left_out = self._leave_out(columns, np.any(self._spoiled(step, columns), axis=1, keepdims=True))
         batch = {name: torch.from_numpy(column).to(self.device) for name, column in columns.items()}
         batch.setdefault("loss_mask", torch.ones(batch["rewards"].shape[:2], dtype=torch.bool, device=self.device))
         if "action_mask" in batch:
@@ -165,7 +175,39 @@ class EmbodiedActor(Worker):
         batch["advantages"], batch["returns"] = advantages.reshape(shape), returns.reshape(shape)
         batch["loss_mask"] = sequence["loss_mask"].reshape(shape)
         self.batch = batch
-        return {"version": float(version)}
+        return {"version": float(version), "left_out": float(left_out)}
+
+    def _spoiled(self, step: int, columns: dict[str, np.ndarray]) -> np.ndarray:
+        """Which of a step's transitions are not finite, bool `[n, T]`: by what the env ranks say, and by what came.
+
+        Raises:
+            NonFinite: There is one, and `runner.on_nonfinite` is stop.
+        """
+        bad: np.ndarray = columns.pop("nonfinite")
+        found = [name for name, column in columns.items() if not is_finite(column)]
+        if found and not skips(self.cfg):
+            rows = [bad_rows(columns[name], 2) for name in found]
+            slot, t = (int(index[0]) for index in np.nonzero(np.logical_or.reduce(rows)))
+            raise nonfinite(
+                f"step {step}, decision {t}: of slot {self.share.start + slot} (actor-{self.rank}) {', '.join(found)} "
+                f"{'is' if len(found) == 1 else 'are'} not finite"
+            )
+        for name in found:
+            bad = bad | bad_rows(columns[name], 2)
+        return bad
+
+    def _leave_out(self, columns: dict[str, np.ndarray], slots: np.ndarray) -> int:
+        """Takes the slots (bool `[n, 1]`), and those of their groups, out of what trains; the number of their transitions."""
+        if not slots.any():
+            return 0
+        group = self.slots.group_size
+        slots = slots.reshape(-1, group).any(1).repeat(group)
+        shape = columns["rewards"].shape[:2]
+        columns["loss_mask"] = columns.get("loss_mask", np.ones(shape, bool)) & ~slots[:, None]
+        for name, column in columns.items():
+            if not is_finite(column):
+                columns[name] = cleaned(column)
+        return int(slots.sum()) * shape[1]
 
     def _columns(self) -> tuple[dict[str, np.ndarray], int]:
         """This step's trajectories of the rank's slots `[n, T, ...]`, and the oldest version that acted."""
@@ -190,6 +232,8 @@ class EmbodiedActor(Worker):
         batch, self.batch = self.batch, {}
         flat = {name: column.flatten(0, 1) for name, column in batch.items() if _trains(name)}
         flat["mask"] = batch["loss_mask"].flatten(0, 1).float()
+        if skips(self.cfg) and not self.all_reduce(flat["mask"].sum()).item():  # Adam would move by its momentum alone
+            return {"lr": rate, "epochs": 0.0}
         explained = self._explained_variance(flat["values"], flat["returns"], flat["mask"])
         held = range(self.share.start * self.steps, self.share.stop * self.steps)
         total = self.slots.num_envs * self.steps
@@ -211,9 +255,16 @@ class EmbodiedActor(Worker):
     # -- checkpoint -----------------------------------------------------------------------------------------------
 
     def save(self, folder: str) -> None:
-        """Writes `actor-<rank>.pt`; rank 0 also the model and the optimizer, which all ranks share."""
+        """Writes `actor-<rank>.pt`; rank 0 also the model and the optimizer, which all ranks share.
+
+        Raises:
+            NonFinite: A weight, or the optimizer's state, is not finite.
+        """
         path = Path(folder)
         if self.rank == 0:
+            where = f"{path.name.partition('-')[0].removeprefix('.tmp_')} (actor-0)"
+            require_finite(self.policy.state_dict().items(), where)
+            require_finite(tensors_of(self._learner().state_dict(), "optimizer"), where)
             save_tensors(path / MODEL, self.policy.state_dict())
             write_durably(path / MODEL_SPEC, json.dumps(self.policy.spec(), indent=2, sort_keys=True).encode() + b"\n")
             save_state(path / OPTIMIZER, self._learner().state_dict())

@@ -11,13 +11,14 @@ import torch
 from gymnasium import spaces
 
 from rlhpc.algorithms import value_loss
+from rlhpc.algorithms.finite import Skips, listed, skips
 from rlhpc.data.trajectories import Trajectory, read_trajectories, shapes
 from rlhpc.envs.observations import join, take
 from rlhpc.models import build_model, policy_section
 from rlhpc.roles.actor import EmbodiedActor
 from rlhpc.roles.device import own_device, seed_process, settle, to_tensors
 from rlhpc.roles.env import check_env
-from rlhpc.roles.evaluation import evaluate_policy
+from rlhpc.roles.evaluation import evaluation_metrics
 from rlhpc.roles.start import check_start
 from rlhpc.runtime.errors import ConfigError
 from rlhpc.training import LocalBackend
@@ -26,8 +27,12 @@ from rlhpc.training.minibatches import local_minibatches, permutation
 Batch = dict[str, Any]
 
 
-def read_demos(cfg: Any) -> Iterator[Trajectory]:
+def read_demos(cfg: Any, left_out: list[str] | None = None) -> Iterator[Trajectory]:
     """The episodes of section `demos`.
+
+    Args:
+        cfg: Configuration.
+        left_out: Takes what is wrong with the episodes whose numbers are not finite, which then are left out; None raises.
 
     Raises:
         ConfigError: `demos.path` is not set, or what it names cannot be read.
@@ -40,6 +45,7 @@ def read_demos(cfg: Any) -> Iterator[Trajectory]:
         path if isinstance(path, str) else [str(one) for one in path],
         only_success=bool(cfg.demos.only_success), limit=limit, key="demos.path",
         require=("obs", "actions", "rewards") if float(cfg.algorithm.bc_value_coef) else ("obs", "actions"),
+        left_out=left_out,
     )  # fmt: skip
 
 
@@ -54,7 +60,7 @@ def check_bc(cfg: Any, ranks: dict[str, int]) -> None:
     check_start(cfg, build_model(policy_section(cfg.actor), observation_space, action_space))
     if str(cfg.algorithm.bc_loss) == "mse" and not isinstance(action_space, spaces.Box):
         raise ConfigError(f"algorithm.bc_loss is 'mse', and the actions are {action_space}; choose nll")
-    check_fit(next(iter(read_demos(cfg))), observation_space, action_space)
+    check_fit(next(iter(read_demos(cfg, [] if skips(cfg) else None))), observation_space, action_space)
 
 
 def check_fit(trajectory: Trajectory, observation_space: Any, action_space: Any) -> None:
@@ -102,7 +108,7 @@ class BcActor(EmbodiedActor):
         """Builds policy and optimizer, and reads the demonstrations.
 
         Returns:
-            parameters, episodes and transitions that are trained on.
+            parameters, episodes and transitions that are trained on, and episodes left out as they are not finite.
         """
         cfg = self.cfg
         self.seed = int(cfg.runner.seed)
@@ -111,9 +117,14 @@ class BcActor(EmbodiedActor):
         observation_space, action_space = check_env(cfg.env.train)
         built = build_model(policy_section(cfg.actor), observation_space, action_space, seed=self.seed)
         self.policy = settle(built, self.device).train()
-        self.backend = LocalBackend(self.policy, cfg.actor.optim, self.all_reduce, self.world_size)
+        skip = skips(cfg)
+        self.backend = LocalBackend(self.policy, cfg.actor.optim, self.all_reduce, self.world_size, look=skip)
+        self.skips = Skips(skip)
         self.loss_type, self.value_coef = str(cfg.algorithm.bc_loss).lower(), float(cfg.algorithm.bc_value_coef)
-        trajectories = list(read_demos(cfg))
+        faults: list[str] | None = [] if skip else None
+        trajectories = list(read_demos(cfg, faults))
+        for fault in faults or ():
+            self.log.warning("left out: %s", fault)
         for trajectory in trajectories:
             check_fit(trajectory, observation_space, action_space)
         self._keep(trajectories)
@@ -122,7 +133,8 @@ class BcActor(EmbodiedActor):
             "clones %d episodes with %d parameters of %s on %s", self.episodes, parameters, cfg.actor.model.model_type,
             self.device,
         )  # fmt: skip
-        return {"parameters": parameters, "episodes": float(self.episodes), "transitions": float(self.total)}
+        facts = {"parameters": parameters, "episodes": float(self.episodes), "transitions": float(self.total)}
+        return {**facts, "left_out": float(len(faults or ()))}
 
     def _keep(self, trajectories: Sequence[Trajectory]) -> None:
         """Lays the episodes out as transitions, this rank's share on its device."""
@@ -160,6 +172,9 @@ class BcActor(EmbodiedActor):
 
         Returns:
             Metrics, the same on all ranks.
+
+        Raises:
+            NonFinite: A gradient is not finite.
         """
         cfg = self.cfg
         rate = self.backend.base_lr * ((1.0 - progress) if cfg.algorithm.anneal_lr else 1.0)
@@ -172,17 +187,29 @@ class BcActor(EmbodiedActor):
             for number, chosen in enumerate(local_minibatches(order, size, self.held)):
                 count = min(size, self.total - number * size)
                 self.backend.zero_grad()
+                part = torch.zeros_like(sums)
                 for indices in chosen.split(micro) if chosen.numel() else ():
                     losses = self._losses(self.demos, indices.to(self.device), count)
                     (losses[0] + self.value_coef * losses[1]).backward()
-                    sums += torch.stack(losses).detach().double()
-                norms += float(self.backend.optimizer_step())
+                    part += torch.stack(losses).detach().double()
+                norm = float(self.backend.optimizer_step())
+                if not math.isfinite(norm):
+                    bad = listed(self.backend.bad_gradients()) or "all together"
+                    self.skips.left_out(
+                        lambda: f"step {step}, epoch {epoch}, minibatch {number}: the gradient of {bad} is not finite"  # noqa: B023
+                    )
+                    continue
+                self.skips.took()
+                sums += part
+                norms += norm
                 updates += 1
         if self.world_size > 1:
             sums = self.all_reduce(sums)
-        policy, value = (sums / updates).tolist()
+        made = max(updates, 1)
+        policy, value = (sums / made).tolist()
         self.updates += 1
-        found = {"loss": policy, "grad_norm": norms / updates, "lr": rate, "updates": float(updates)}
+        found = {"loss": policy, "grad_norm": norms / made, "lr": rate, "updates": float(updates)}
+        found |= self.skips.counted()
         if "returns" in self.demos:
             found["value_loss"] = value
         if self.holdout is not None:
@@ -217,7 +244,6 @@ class BcActor(EmbodiedActor):
         """Runs `env.eval` with the present weights, deterministically."""
         self.policy.eval()
         try:
-            result = evaluate_policy(self.policy, self.cfg.env.eval, seed=self.seed, device=self.device)
+            return evaluation_metrics(self.cfg, self.policy, self.seed, self.device)
         finally:
             self.policy.train()
-        return {name: float(value) for name, value in result.items() if isinstance(value, (int, float))}

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 from omegaconf import OmegaConf
 
+from rlhpc.algorithms.finite import nonfinite, skips
 from rlhpc.checkpoint.state import load_state, rng_state, save_state, set_rng_state
 from rlhpc.envs import make_env
 from rlhpc.envs.observations import Obs, as_arrays, join, take
@@ -67,40 +68,60 @@ class EnvWorker(Worker):
         Without `env.train.auto_reset` every slot begins a new episode first, whose start depends on seed and step alone.
 
         Returns:
-            Episodes that ended, see `EpisodeLog.arrays`, and `restarts` `[1]`: simulator processes that died or hung and were
-            started again, since this rank started.
+            Episodes that ended, see `EpisodeLog.arrays`; `restarts` `[1]`: simulator processes that died or hung and were
+            started again, since this rank started; and `spoiled` `[1]`: episodes left out, as their return is not finite.
+
+        Raises:
+            NonFinite: A simulator gave a number that is not finite, and `runner.on_nonfinite` is stop.
         """
         stages = range(self.slots.stages)
-        outcomes = [self._outcomes_of(share) for share in self.shares]
+        outcomes = [self._outcomes_of(step, share) for share in self.shares]
         if not self.cfg.env.train.auto_reset:
             self._restart(step)
         episodes = EpisodeLog()
         for stage in stages:
-            self._send(stage)
+            self._send(stage, outcomes[stage], 0)
         for t in range(self.steps):
             for stage in stages:
                 env = self.envs[stage]
                 obs, rewards, terminations, truncations, infos = env.chunk_step(self._receive(stage))
                 self.obs[stage] = obs
                 if t + 1 < self.steps:
-                    self._send(stage)
+                    self._send(stage, outcomes[stage], t + 1)
                 ended = outcomes[stage].add(t, rewards, terminations, truncations, infos)
                 if ended is not None:
                     episodes.add(t, self.shares[stage].start, infos, ended)
         for stage in stages:
+            last = outcomes[stage].shown(self.steps, self.obs[stage])
             for rank, common in self.peers[stage]:
                 part = within(common, self.shares[stage])
-                message = outcomes[stage].part(part, take(self.obs[stage], part))
+                message = outcomes[stage].part(part, take(last, part))
                 self._outcomes.put(message, key=self.slots.to_rollout_key(stage, self.rank, rank))
         restarts = sum(int(getattr(env, "restarts", 0)) for env in self.envs)
-        return {**episodes.arrays(), "restarts": np.array([restarts])}
+        return {
+            **episodes.arrays(),
+            "restarts": np.array([restarts]),
+            "spoiled": np.array([episodes.spoiled]),
+        }
 
-    def _outcomes_of(self, share: range) -> Outcomes:
+    def _outcomes_of(self, step: int, share: range) -> Outcomes:
         algorithm, chunk = self.cfg.algorithm, int(self.cfg.actor.model.num_action_chunks)
         per_action = str(algorithm.reward_type).lower() == "action_level"
         told_apart = per_action or str(algorithm.logprob_type).lower() != "chunk_level"
         whole = not self.cfg.env.train.auto_reset
-        return Outcomes(share, self.steps, chunk=chunk if told_apart else 1, reward_per_action=per_action, whole=whole)
+
+        def spoiled(what: str, t: int, rows: np.ndarray) -> None:
+            if not skips(self.cfg):
+                slots = ", ".join(str(share.start + slot) for slot in np.flatnonzero(rows)[:5])
+                name = self.cfg.env.train.env_id
+                raise nonfinite(
+                    f"step {step}, decision {t}: the {what} of slot {slots} of {name} (env-{self.rank}) is not finite"
+                )
+
+        return Outcomes(
+            share, self.steps, chunk=chunk if told_apart else 1, reward_per_action=per_action, whole=whole,
+            spoiled=spoiled,
+        )  # fmt: skip
 
     def _restart(self, step: int) -> None:
         seed = int(np.random.SeedSequence([self.seed, step]).generate_state(1)[0])
@@ -108,9 +129,10 @@ class EnvWorker(Worker):
             seed = self.seed
         self.obs = [as_arrays(env.reset(seed=seed)[0]) for env in self.envs]
 
-    def _send(self, stage: int) -> None:
+    def _send(self, stage: int, outcomes: Outcomes, t: int) -> None:
+        obs = outcomes.shown(t, self.obs[stage])
         for lane, common in self.lanes[stage]:
-            lane.put(take(self.obs[stage], within(common, self.shares[stage])))
+            lane.put(take(obs, within(common, self.shares[stage])))
 
     def _receive(self, stage: int) -> np.ndarray:
         actions: np.ndarray = join([lane.get() for lane, _ in self.lanes[stage]])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -9,10 +10,13 @@ from typing import Any
 import numpy as np
 import torch
 
+from rlhpc.algorithms.finite import bad_tensors, listed, skips
 from rlhpc.envs import make_env
 from rlhpc.metrics.pass_at_k import wilson
 from rlhpc.roles.device import to_tensors
-from rlhpc.runtime.errors import ConfigError, RlhpcError
+from rlhpc.runtime.errors import ConfigError, NonFinite, RlhpcError
+
+log = logging.getLogger(__name__)
 
 #: Decisions of one episode after which it is an error that it does not end: nothing waits for ever.
 MAX_DECISIONS = 1_000_000
@@ -70,6 +74,9 @@ def evaluate_policy(
         watch: Makes what looks on, out of the environment.
         told: Hears how far it is.
 
+    Raises:
+        NonFinite: A return is not finite.
+
     Returns:
         return_mean, return_std, return_min, return_max, return_ci95 [low, high], length_mean, episodes, env_id, seed; where
         the environment reports success also success_once, success_at_end (alias success_rate) and their `…_ci95`.
@@ -85,7 +92,28 @@ def evaluate_policy(
         )
     finally:
         env.close()
+    if bad := [number for number, row in enumerate(found) if not math.isfinite(row["return"])]:
+        told = bad_tensors(policy.state_dict().items()) if isinstance(policy, torch.nn.Module) else []
+        cause = f"so is {listed(told)} of the policy" if told else "the policy's weights are finite"
+        raise NonFinite(
+            f"{len(bad)} of {len(found)} episodes of {env_cfg.env_id} have a return that is not finite (the first is episode "
+            f"{bad[0]}; {cause}): there is no mean to report. Evaluate another checkpoint, or look at what the environment "
+            "gives"
+        )
     return {**summarize(found), "env_id": str(env_cfg.env_id), "seed": seed}
+
+
+def evaluation_metrics(cfg: Any, policy: Any, seed: int, device: torch.device) -> dict[str, float]:
+    """The numbers of an evaluation of `env.eval` during training; with `runner.on_nonfinite: skip` one whose returns are not
+    finite is only counted (`nonfinite`)."""
+    try:
+        result = evaluate_policy(policy, cfg.env.eval, seed=seed, device=device)
+    except NonFinite as error:
+        if not skips(cfg):
+            raise
+        log.warning("%s", error)
+        return {"nonfinite": 1.0}
+    return {name: float(value) for name, value in result.items() if isinstance(value, (int, float))}
 
 
 def play(

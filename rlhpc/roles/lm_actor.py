@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Generator, Iterable
+from collections.abc import Generator, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from rlhpc.algorithms import calculate_adv_and_returns, kl_penalty, policy_loss
+from rlhpc.algorithms.finite import Skips, listed, require_finite, skips
 from rlhpc.algorithms.losses import aggregate, entropy_loss
 from rlhpc.checkpoint.state import load_state, rng_state, save_state, set_rng_state
 from rlhpc.data import PromptSampler, PromptTokenizer, load_tokenizer, make_dataset
@@ -58,6 +59,7 @@ class LanguageActor(Worker):
         pad = self.tokenizer.pad_token_id
         self.pad = int(pad if pad is not None else self.tokenizer.eos_token_id or 0)
         self.backend = make_backend(cfg, self)
+        self.skips = Skips(skips(cfg))
         self.temperature = float(cfg.rollout.temperature)
         self.recompute = bool(cfg.algorithm.recompute_logprobs)
         self.kl_coef = float(cfg.algorithm.kl_coef)
@@ -226,6 +228,9 @@ class LanguageActor(Worker):
 
         Returns:
             Metrics, the same on all ranks.
+
+        Raises:
+            NonFinite: A gradient is not finite.
         """
         if self._received != step:
             raise RlhpcError(f"step {step} cannot be trained: its groups did not come")
@@ -236,7 +241,7 @@ class LanguageActor(Worker):
         total = int(self.cfg.data.prompts_per_step) * int(cfg.group_size)
         size = int(self.cfg.actor.global_batch_size)
         rate, sums, updates = self._learning_rate(step), dict[str, float](), 0
-        mismatch: dict[str, float] = {}
+        mismatch, tokens = dict[str, float](), 0.0
         for epoch in range(int(cfg.update_epochs)):
             order = np.arange(total)
             if size < total:
@@ -244,14 +249,18 @@ class LanguageActor(Worker):
             place = {int(sequence): position for position, sequence in enumerate(order)}
             for number in range(total // size):
                 chosen = [row for row in rows if number * size <= place[row["sequence"]] < (number + 1) * size]
-                found = self._minibatch(chosen, rate)
+                found = self._minibatch(chosen, rate, f"step {step}, epoch {epoch}, minibatch {number}")
+                tokens += found["tokens"]
+                if not math.isfinite(found["grad_norm"]):
+                    continue
                 if not updates:
                     mismatch = {name: found[name] for name in ("mismatch_kl", "mismatch_abs")}
                 for name, value in found.items():
                     sums[name] = sums.get(name, 0.0) + value
                 updates += 1
         self.version = step
-        metrics = {name: value / max(updates, 1) for name, value in sums.items()}
+        metrics = {name: value / updates for name, value in sums.items()} if updates else {"tokens": tokens}
+        metrics |= self.skips.counted()
         seconds = {"update_s": time.perf_counter() - start - scored, "late_score_s": scored}
         return {**metrics, **mismatch, "lr": rate, "updates": float(updates), **seconds}
 
@@ -287,8 +296,8 @@ class LanguageActor(Worker):
         for line, row in enumerate(rows):
             row["advantages"] = advantages[line, : len(row["ids"])].clone()
 
-    def _minibatch(self, rows: list[Row], rate: float) -> dict[str, float]:
-        """One optimizer step over all ranks' rows."""
+    def _minibatch(self, rows: list[Row], rate: float, where: str) -> dict[str, float]:
+        """One optimizer step over all ranks' rows; `grad_norm` that is not finite: it was left out."""
         cfg = self.cfg.algorithm
         columns = ["mask", "rollout_logprobs", "advantages"]
         columns += ["old_logprobs"] * self.recompute + ["ref_logprobs"] * bool(self.kl_coef)
@@ -297,6 +306,8 @@ class LanguageActor(Worker):
         if self.world_size > 1:
             counts = self.all_reduce(counts)
         tokens, sequences = counts.tolist()
+        if self.skips.skip and not tokens:  # all was left out: Adam would move by its momentum alone
+            return {"grad_norm": math.nan, "tokens": 0.0}
         width = max((len(row["ids"]) for row in rows), default=1)
         if self.world_size > 1 and str(cfg.loss_agg) == "seq-mean-token-sum-norm":
             width = int(self.all_reduce(torch.tensor(float(width)), "max").item())
@@ -308,8 +319,24 @@ class LanguageActor(Worker):
 
         batches = self._micro_batches(rows, tuple(columns))
         parts = self.backend.forward_backward(batches, loss, temperature=self.temperature, entropy=entropy)
+        return self._step(rate, self._reduced(parts), tokens, where, rows)
+
+    def _step(
+        self, rate: float, metrics: dict[str, float], tokens: float, where: str, rows: list[Row]
+    ) -> dict[str, float]:
+        """The optimizer's step and its metrics.
+
+        Raises:
+            NonFinite: The gradient is not finite. All ranks say so: the norm is over them all.
+        """
         norm = self.backend.optimizer_step(rate)
-        return {**self._reduced(parts), "grad_norm": norm, "tokens": tokens}
+        if math.isfinite(norm):
+            self.skips.took()
+        else:
+            bad = [name for name, value in metrics.items() if not math.isfinite(value)]
+            told = f"the gradient's norm is {norm}" + (f", and so are {listed(bad)}" if bad else "")
+            self.skips.left_out(lambda: f"{where}: {told}{_prompts(rows)} (actor-{self.rank})")
+        return {**metrics, "grad_norm": norm, "tokens": tokens}
 
     def _loss(
         self, scores: TokenScores, batch: TokenBatch, whole: dict[str, float], width: int
@@ -410,15 +437,22 @@ class LanguageActor(Worker):
         batches = self._micro_batches(rows, ("mask",))
         rate = self._learning_rate(step)
         parts = self.backend.forward_backward(batches, loss)
-        norm = self.backend.optimizer_step(rate)
+        found = self._step(rate, self._reduced(parts), tokens, f"step {step}", rows)
         self.version = step
-        return {**self._reduced(parts), "grad_norm": norm, "tokens": tokens, "lr": rate}
+        return {**found, "lr": rate, **self.skips.counted()}
 
     # -- checkpoint -----------------------------------------------------------------------------------------------
 
     def save(self, folder: str) -> None:
-        """Writes the backend's files, and this rank's random states."""
+        """Writes the backend's files, and this rank's random states.
+
+        Raises:
+            NonFinite: A weight is not finite.
+        """
         path = Path(folder)
+        # A backend of somebody else's may not say what it holds.
+        held = getattr(self.backend, "held_tensors", None)
+        require_finite(held() if held is not None else (), f"step {self.version} (actor-{self.rank})")
         self.backend.save(path)
         save_state(path / STATE.format(rank=self.rank), {"rng": rng_state(), "version": self.version})
 
@@ -439,3 +473,15 @@ class LanguageActor(Worker):
     def reload(self) -> None:
         """Inverse of `offload`."""
         self.backend.reload()
+
+
+def _prompts(rows: Sequence[Row]) -> str:
+    """Which of a rank's prompts brought something that is not finite, for a message."""
+    columns = ("rollout_logprobs", "old_logprobs", "ref_logprobs", "advantages")
+    found = {
+        f"{name} of prompt {row['group']}"
+        for row in rows
+        for name in columns
+        if name in row and not row[name][row["mask"]].isfinite().all()
+    }
+    return f"; not finite: {listed(sorted(found))}" if found else ""

@@ -10,6 +10,7 @@ newer, and weights never get older. With 0 that is the synchronous loop.
 
 from __future__ import annotations
 
+import math
 import time
 from dataclasses import dataclass, field
 from typing import Any, cast
@@ -17,6 +18,7 @@ from typing import Any, cast
 import numpy as np
 import torch
 
+from rlhpc.algorithms.finite import nonfinite, skips
 from rlhpc.algorithms.rewards import overlong_penalty
 from rlhpc.data import PromptDataset, PromptSampler, PromptTokenizer, load_tokenizer, make_dataset
 from rlhpc.data.prompts import Prompt
@@ -212,6 +214,11 @@ class LanguageRolloutWorker(Worker):
         episodes = [slot.episodes[member] for member in range(self.group_size)]
         scores = [slot.scores[member] for member in range(self.group_size)]
         rewards = np.asarray([score.total for score in scores], np.float32) + self._overlong(episodes)
+        if fault := _not_finite(rewards, episodes, scores):
+            if not skips(self.cfg):
+                asked = f"prompt {slot.position} ({slot.prompt.question!r:.80})"
+                raise nonfinite(f"step {slot.step}, {asked}, {self.group_name}-{self.rank}: {fault}")
+            rewards = np.zeros_like(rewards)  # equal ones: with algorithm.filter_groups another prompt takes its place
         if self.filter and not varied(rewards) and slot.attempt < self.refills:
             attempt = slot.attempt + 1
             draw = np.random.default_rng(seed_of(self.seed, slot.step, slot.position, attempt, -1))
@@ -223,12 +230,14 @@ class LanguageRolloutWorker(Worker):
             [np.asarray(e.token_ids, np.int32) for e in episodes],
             [np.asarray(e.logprobs, np.float32) for e in episodes],
             [np.asarray(e.versions, np.int32) for e in episodes],
-            [np.asarray(e.loss_mask, bool) for e in episodes],
+            [np.asarray(e.loss_mask, bool) & (not fault) for e in episodes],
             rewards, np.asarray([e.finish_reason in _FINISHED for e in episodes]),
         )  # fmt: skip
         self._groups.put(group.pack(), key=str(self.prompts.actor_of(slot.position)))
         self._open[slot.step] -= 1
-        self._stats.setdefault(slot.step, {})[slot.position] = self._facts(slot, group, scores)
+        left_out = {"nonfinite": float(self.group_size), "refills": float(slot.attempt)}
+        facts = left_out if fault else self._facts(slot, group, scores)
+        self._stats.setdefault(slot.step, {})[slot.position] = facts
 
     def _overlong(self, episodes: list[Episode]) -> np.ndarray:
         """What `algorithm.overlong_buffer` takes off."""
@@ -262,6 +271,17 @@ class LanguageRolloutWorker(Worker):
         for name in scores[0].terms:
             facts[f"term/{name}"] = float(sum(score.terms.get(name, 0.0) for score in scores))
         return facts
+
+
+def _not_finite(rewards: np.ndarray, episodes: list[Episode], scores: list[Scored]) -> str:
+    """What of a group is not finite; empty where all is. Log-probabilities count where the model wrote the token."""
+    for member, (reward, episode, score) in enumerate(zip(rewards.tolist(), episodes, scores, strict=True)):
+        if not math.isfinite(reward):
+            terms = ", ".join(f"{name} {value}" for name, value in score.terms.items())
+            return f"the reward of response {member} is {reward} ({terms})"
+        if not np.isfinite(np.asarray(episode.logprobs, np.float32)[np.asarray(episode.loss_mask, bool)]).all():
+            return f"a log-probability of response {member} is not finite"
+    return ""
 
 
 def varied(rewards: np.ndarray) -> bool:

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from rlhpc.algorithms.finite import nonfinite, skips
 from rlhpc.data.mixture import Draw, Mixture, fit, load_demos
 from rlhpc.data.replay import ReplayBuffer
 from rlhpc.envs.observations import columns_of, rows_of
@@ -55,7 +56,7 @@ def _demos(cfg: Any, observation_space: Any, action_space: Any) -> Any:
     if not path:
         return None
     scale, endless = float(train.reward_scale), bool(train.ignore_terminations)
-    demos = load_demos(str(path), reward_scale=scale, ignore_terminations=endless)
+    demos = load_demos(str(path), reward_scale=scale, ignore_terminations=endless, skip=skips(cfg))
     return fit(demos, observation_space, action_space, int(cfg.actor.model.num_action_chunks))
 
 
@@ -85,7 +86,7 @@ class OffPolicyRolloutWorker(MultiStepRolloutWorker):
                 following = columns[f"next_{name}"] = np.empty_like(columns[name])
                 following[:, :-1], following[:, -1] = columns[name][:, 1:], last[name]
                 following[outcome["final_slot"], outcome["final_step"]] = final[name]
-            columns |= {name: outcome[name] for name in ("rewards", "terminations")}
+            columns |= {name: outcome[name] for name in ("rewards", "terminations", "nonfinite")}
             self._send(stage, columns)
 
     def _named(self) -> list[tuple[str, torch.Tensor]]:
@@ -113,7 +114,9 @@ class OffPolicyActor(EmbodiedActor):
         if not isinstance(built, SACPolicy):
             raise ConfigError(f"actor.model.model_type is {cfg.actor.model.model_type!r}; off-policy runs need sac")
         self.policy = settle(built, self.device).train()
-        self.sac = SacUpdate(cfg.algorithm, cfg.actor.optim, self.policy, self.all_reduce, self.world_size)
+        self.sac = SacUpdate(
+            cfg.algorithm, cfg.actor.optim, self.policy, self.all_reduce, self.world_size, skip=skips(cfg)
+        )
         buffer = cfg.algorithm.replay_buffer
         self.replay = ReplayBuffer(
             int(buffer.size), self.share, slots.num_envs, self.rank, current().service.scratch.spill
@@ -148,16 +151,24 @@ class OffPolicyActor(EmbodiedActor):
         if self.rank == 0 and self.sync is not None:
             self.sync.sync(version, self.policy.acting(), frozen=frozen_names(self.policy))
 
-    def receive(self) -> dict[str, float]:
-        """Takes this step's transitions of the rank's slots into the buffer.
+    def receive(self, step: int) -> dict[str, float]:
+        """Takes this step's transitions of the rank's slots into the buffer. One that is not finite stays outside: the one
+        before it (at the start of the step, the one after it) of the same slot takes its place.
 
         Returns:
-            The oldest version of the policy that acted.
+            The oldest version of the policy that acted, and how many transitions were left out.
+
+        Raises:
+            NonFinite: A transition is not finite, and `runner.on_nonfinite` is stop; or all of them are not.
         """
         columns, version = self._columns()
+        bad = self._spoiled(step, columns)
+        if bad.any():
+            slot, t = _sound_ones(bad)
+            columns = {name: column[slot, t] for name, column in columns.items()}
         self.replay.add(columns)
         self.transitions += self.slots.num_envs * self.steps
-        return {"version": float(version)}
+        return {"version": float(version), "left_out": float(bad.sum())}
 
     def update(self, step: int, progress: float = 0.0) -> dict[str, float]:
         """Makes the updates that are due: `update_to_data` for each transition since learning started.
@@ -213,3 +224,24 @@ class OffPolicyActor(EmbodiedActor):
 
     def reload(self) -> None:
         """Inverse of `offload`."""
+
+
+def _sound_ones(bad: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """For each transition `[n, T]` the slot and step of a sound one: its own, the one before it, the one after it, or, where
+    a slot has none, that of the first slot that has.
+
+    Raises:
+        NonFinite: There is none.
+    """
+    if bad.all():
+        raise nonfinite("not one transition of this rank's slots is finite in this step")
+    n, T = bad.shape
+    steps = np.broadcast_to(np.arange(T), (n, T))
+    before = np.maximum.accumulate(np.where(bad, -1, steps), axis=1)
+    after = np.minimum.accumulate(np.where(bad, T, steps)[:, ::-1], axis=1)[:, ::-1]
+    found = np.where(before >= 0, before, after)
+    slots = np.broadcast_to(np.arange(n)[:, None], (n, T)).copy()
+    lost = bad.all(1)
+    instead = int(np.flatnonzero(~lost)[0])
+    slots[lost], found[lost] = instead, found[instead]
+    return slots, found

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
+from rlhpc.envs.finite import all_finite, bad_rows, bad_slots, cleaned, is_finite
 from rlhpc.envs.observations import as_arrays, join, take
 from rlhpc.runtime.errors import ConfigError
 
@@ -19,12 +21,23 @@ class Outcomes:
         chunk: Actions of a decision, where they are told apart: `action_mask [n, T, chunk]` says which were executed.
         reward_per_action: Rewards are `[n, T, chunk]`.
         whole: Each slot plays one episode; `loss_mask [n, T]` leaves out what came after its end.
+        spoiled: Told of what is not finite: "reward", "observation" or "last observation of an episode", the step, and which
+            slots (bool `[n]`); it may raise. Where it does not, `nonfinite [n, T]` says where transitions are not what the
+            simulator gave: 0 has taken the numbers' place.
     """
 
     def __init__(
-        self, share: range, steps: int, *, chunk: int = 1, reward_per_action: bool = False, whole: bool = False
+        self,
+        share: range,
+        steps: int,
+        *,
+        chunk: int = 1,
+        reward_per_action: bool = False,
+        whole: bool = False,
+        spoiled: Callable[[str, int, np.ndarray], None] | None = None,
     ) -> None:
         size = len(share)
+        self._spoiled, self._steps = spoiled, steps
         self._per_action = reward_per_action and chunk > 1
         self.rewards = np.zeros((size, steps, chunk) if self._per_action else (size, steps), np.float32)
         self.terminations = np.zeros((size, steps), bool)
@@ -34,6 +47,8 @@ class Outcomes:
             self._optional["action_mask"] = np.ones((size, steps, chunk), bool)
         if whole:
             self._optional["loss_mask"] = np.ones((size, steps), bool)
+        if spoiled is not None:
+            self._optional["nonfinite"] = np.zeros((size, steps), bool)
         self._alive = np.ones(size, bool) if whole else None
         self._finals: list[tuple[int, np.ndarray, Any]] = []
 
@@ -65,11 +80,39 @@ class Outcomes:
             for column in (self.rewards, self.terminations, self.truncations):
                 column[~self._alive, t] = 0
             self._alive &= ~(self.terminations[:, t] | self.truncations[:, t])
+        if not is_finite(self.rewards[:, t]):
+            self._spoil("reward", t, bad_rows(self.rewards[:, t]), (t,))
+            self.rewards[:, t] = cleaned(self.rewards[:, t])
         done = np.flatnonzero(self.terminations[:, t] | self.truncations[:, t])
         if not done.size:
             return None
-        self._finals.append((t, done, take(as_arrays(infos["final_obs"]), done)))
+        final = take(as_arrays(infos["final_obs"]), done)
+        if not all_finite(final):
+            rows = np.zeros(len(self.rewards), bool)
+            rows[done] = bad_slots(final)
+            self._spoil("last observation of an episode", t, rows, (t,))
+            final = cleaned(final)
+        self._finals.append((t, done, final))
         return done
+
+    def _spoil(self, what: str, t: int, rows: np.ndarray, at: tuple[int, ...]) -> None:
+        if self._spoiled is None:
+            return
+        self._spoiled(what, t, rows)
+        for step in at:
+            if 0 <= step < self._steps:
+                self._optional["nonfinite"][rows, step] = True
+
+    def shown(self, t: int, obs: Any) -> Any:
+        """What the policy gets to see before step `t` of the observations `obs`: 0 where they are not finite."""
+        if all_finite(obs):
+            return obs
+        rows = bad_slots(obs)
+        if self._alive is not None:
+            rows &= self._alive  # nobody learns from what comes after an episode
+        if rows.any():
+            self._spoil("observation", t, rows, (t - 1, t))
+        return cleaned(obs)
 
     def part(self, part: slice, last_obs: Any) -> dict[str, Any]:
         """The message about the slots `part`.
@@ -81,7 +124,7 @@ class Outcomes:
         Returns:
             rewards (see the class), terminations, truncations `[n, T]`; last_obs `[n, ...]`; final_slot, final_step `[k]`
             and final_obs `[k, ...]`: the true last observations of the episodes that ended, slots counted from 0; and
-            action_mask, loss_mask, where there are such.
+            action_mask, loss_mask, nonfinite, where there are such.
         """
         slots, steps, rows = [], [], []
         for t, done, final in self._finals:
@@ -135,10 +178,15 @@ def next_values(
 
 
 class EpisodeLog:
-    """Episodes that ended during a rollout."""
+    """Episodes that ended during a rollout; those whose return is not finite are only counted.
+
+    Attributes:
+        spoiled: How many these are.
+    """
 
     def __init__(self) -> None:
         self._rows: list[np.ndarray] = []
+        self.spoiled = 0
 
     def add(self, t: int, slot_offset: int, infos: dict[str, Any], ended: np.ndarray) -> None:
         """Takes in the episodes that ended at step `t` in the slots `ended` (counted from `slot_offset`)."""
@@ -151,6 +199,10 @@ class EpisodeLog:
         rows[:, 0], rows[:, 1] = t, finished + slot_offset
         rows[:, 2], rows[:, 3] = np.asarray(episode["return"])[finished], np.asarray(episode["length"])[finished]
         rows[:, 4] = np.nan if success is None else np.asarray(success)[finished]
+        if not is_finite(rows[:, 2]):
+            sound = np.isfinite(rows[:, 2])
+            self.spoiled += int((~sound).sum())
+            rows = rows[sound]
         self._rows.append(rows)
 
     def arrays(self) -> dict[str, np.ndarray]:
@@ -164,4 +216,5 @@ def in_order(parts: list[dict[str, np.ndarray]]) -> dict[str, np.ndarray]:
     """The ranks' episodes together, by step and then slot: the same whichever rank had which slot."""
     merged = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
     order = np.lexsort((merged["slot"], merged["step"]))
-    return {name: column if name == "restarts" else column[order] for name, column in merged.items()}
+    counts = ("restarts", "spoiled")
+    return {name: column if name in counts else column[order] for name, column in merged.items()}

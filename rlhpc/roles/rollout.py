@@ -12,7 +12,7 @@ from rlhpc.checkpoint.state import load_state, rng_state, save_state, set_rng_st
 from rlhpc.envs.observations import columns_of, count_rows, join
 from rlhpc.models import build_model, policy_section
 from rlhpc.roles.device import own_device, seed_process, settle, to_tensors
-from rlhpc.roles.evaluation import evaluate_policy
+from rlhpc.roles.evaluation import evaluation_metrics
 from rlhpc.roles.exchange import OUTCOMES, TRAJECTORIES, SlotMap, within
 from rlhpc.roles.lanes import open_lanes
 from rlhpc.roles.outcomes import next_values
@@ -154,7 +154,7 @@ class MultiStepRolloutWorker(Worker):
                 columns["values"], last, outcome["final_slot"], outcome["final_step"], final,
                 outcome.get("action_mask"),
             )  # fmt: skip
-            for name in ("rewards", "terminations", "truncations", "action_mask", "loss_mask"):
+            for name in ("rewards", "terminations", "truncations", "action_mask", "loss_mask", "nonfinite"):
                 if name in outcome:
                     columns[name] = outcome[name]
             self._send(stage, columns)
@@ -184,8 +184,7 @@ class MultiStepRolloutWorker(Worker):
 
     def evaluate(self) -> dict[str, float]:
         """Runs `env.eval` with the present weights, deterministically."""
-        result = evaluate_policy(self.policy, self.cfg.env.eval, seed=self.seed, device=self.device)
-        return {name: float(value) for name, value in result.items() if isinstance(value, (int, float))}
+        return evaluation_metrics(self.cfg, self.policy, self.seed, self.device)
 
     def save(self, folder: str) -> None:
         """Writes `rollout-<rank>.pt`. The weights are the actor's; the noise follows from seed and step."""

@@ -40,11 +40,13 @@ class BcRunner(Runner):
         self.samples += seen
         row = {f"train/{name}": value for name, value in trained.items()}
         row |= {"train/samples": float(self.samples), "train/demonstrations": self.demos["episodes"]}
+        if self.demos["left_out"]:
+            row["train/nonfinite_demonstrations"] = self.demos["left_out"]
         every = int(self.cfg.runner.val_check_interval)
         if every > 0 and self.step % every == 0:
             with timers("eval"):
                 found = self.actor.execute_on(0).evaluate().wait(self.timeout)[0]
-            self.evaluated = found["return_mean"]
+            self.evaluated = found.get("return_mean", self.evaluated)
             row.update({f"eval/{name}": value for name, value in found.items()})
         row.update(timers.pop())
         row["time/samples_per_s"] = seen / max(row["time/update_s"], 1e-9)

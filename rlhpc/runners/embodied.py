@@ -19,6 +19,7 @@ from typing import Any
 
 import numpy as np
 
+from rlhpc.algorithms.finite import MOST_IN_A_ROW, nonfinite
 from rlhpc.metrics import PhaseTimers
 from rlhpc.roles.actor import check_batches
 from rlhpc.roles.exchange import SlotMap
@@ -68,7 +69,7 @@ class EmbodiedRunner(Runner):
             cfg, env=env.world_size, rollout=rollout.world_size, actor=actor.world_size, **names
         )
         self.check()
-        self.env_steps, self.episodes = 0, 0
+        self.env_steps, self.episodes, self._in_vain = 0, 0, 0
         self.lost: collections.Counter[str] = collections.Counter()
         self.window: collections.deque[tuple[float, float, float]] = collections.deque(maxlen=WINDOW)
         self._recent: collections.deque[tuple[float, int]] = collections.deque(maxlen=_RATE_STEPS)
@@ -145,17 +146,35 @@ class EmbodiedRunner(Runner):
             self._played[self._next] = self.play(self._next)
             self._next += 1
         progress = self.step / max(self.folder.total, 1)
-        receive, update = self.actor.receive(), self.actor.update(step, progress)
+        receive, update = self.actor.receive(step), self.actor.update(step, progress)
         with timers("sync"):
             for handle in sync:
                 handle.wait(self.timeout)
         with timers("rollout"):
             episodes = in_order([handle.wait(self.timeout) for handle in self._played.pop(step)][1])
         with timers(self.receiving):
-            acted = min(facts["version"] for facts in receive.wait(self.timeout))
+            received = receive.wait(self.timeout)
+            acted = min(facts["version"] for facts in received)
         with timers("update"):
             trained = update.wait(self.timeout)[0]
-        return self._row(step, begin, trained, episodes, acted, timers)
+        row = self._row(step, begin, trained, episodes, acted, timers)
+        self._count_left_out(step, row, int(sum(facts["left_out"] for facts in received)))
+        return row
+
+    def _count_left_out(self, step: int, row: dict[str, float], count: int) -> None:
+        """Transitions that did not train, as something in them was not finite.
+
+        Raises:
+            NonFinite: In too many steps in a row there was no other.
+        """
+        if count:
+            row["env/nonfinite"] = count
+        nothing = count * int(self.cfg.actor.model.num_action_chunks) >= self._transitions()
+        self._in_vain = self._in_vain + 1 if nothing else 0
+        if self._in_vain >= MOST_IN_A_ROW:
+            raise nonfinite(
+                f"step {step}: nothing that the environments brought was finite, {self._in_vain} steps in a row"
+            )
 
     def play(self, step: int) -> tuple[Any, Any]:
         """Lets policy and simulators play a step: the handles of the rollout and of the env ranks."""
@@ -197,6 +216,8 @@ class EmbodiedRunner(Runner):
         row["rollout/version"], row["rollout/env_steps"] = acted, self.env_steps
         if restarts := int(episodes["restarts"].sum()):
             row["env/restarts"] = restarts
+        if spoiled := int(episodes["spoiled"].sum()):
+            row["env/nonfinite_episodes"] = spoiled
         row.update({f"env/lost_{name}": count for name, count in self.lost.items()})
         self._validate(step, row, timers)
         row.update(timers.pop())

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import difflib
 import json
+import math
 import re
 import tempfile
 import time
@@ -36,7 +37,7 @@ from rlhpc.rewards.answers import extract
 from rlhpc.roles.prompts import seed_of
 from rlhpc.rollout import Request, SamplingParams, make_rollout
 from rlhpc.rollout.agents import make_generation
-from rlhpc.runtime.errors import ConfigError
+from rlhpc.runtime.errors import ConfigError, NonFinite
 
 #: Pause where neither engine nor judges had anything.
 _IDLE_S = 0.002
@@ -281,7 +282,16 @@ def _row(prompt: Prompt, sample: int, said: Sample) -> dict[str, Any]:
 
 
 def _judge(row: dict[str, Any], scored: Any, reward: Any) -> None:
-    """Adds the verdict: an answer is right where the first term gives it 1."""
+    """Adds the verdict: an answer is right where the first term gives it 1.
+
+    Raises:
+        NonFinite: The reward is not finite.
+    """
+    if not math.isfinite(scored.total):
+        terms = ", ".join(f"{name} {value}" for name, value in scored.terms.items())
+        raise NonFinite(
+            f"the reward of problem {row['id']}, sample {row['sample']} is {scored.total} ({terms}); see reward.terms"
+        )
     first = reward.terms[0]
     right = not scored.failed and scored.terms.get(str(first.name), 0.0) >= 1.0
     row |= {

@@ -11,12 +11,19 @@ import math
 import time
 from typing import Any
 
+from rlhpc.algorithms.finite import MOST_IN_A_ROW, nonfinite
 from rlhpc.metrics import PhaseTimers
 from rlhpc.roles.prompts import PromptMap
 from rlhpc.runners.base import Runner
 from rlhpc.runners.run_folder import RunFolder, note
 from rlhpc.runtime.comm.channel import Channel
 from rlhpc.runtime.launch.signals import StopRequest
+
+#: What the rollout ranks sum up of their samples, and a step of which all were left out lacks.
+_SUMS = (
+    "samples", "groups", "reward", "reward_squared", "accuracy", "length", "truncated", "varied", "failed", "stale",
+    "max_length", "max_stale",
+)  # fmt: skip
 
 
 class ReasoningRunner(Runner):
@@ -41,7 +48,7 @@ class ReasoningRunner(Runner):
         self.prompts = PromptMap.from_config(cfg, rollout=rollout.world_size, actor=actor.world_size, **names)
         self.turns = bool(cfg.actor.offload_in_rollout)
         self.ahead = int(cfg.algorithm.max_staleness) > 0
-        self.samples = 0
+        self.samples = self._in_vain = 0
         self._made: dict[int, Any] = {}
         self._reward = math.nan
 
@@ -145,8 +152,13 @@ class ReasoningRunner(Runner):
             for name, value in found.items():
                 larger = name.startswith("max_") or name in ("seconds", "busy_s", "sync_s")
                 total[name] = max(total.get(name, 0.0), value) if larger else total.get(name, 0.0) + value
-        n = total["samples"]
-        self.samples += int(n)
+        left_out = total.get("nonfinite", 0.0)
+        self._in_vain = self._in_vain + 1 if left_out and "samples" not in total else 0
+        if self._in_vain >= MOST_IN_A_ROW:
+            raise nonfinite(f"step {self.step}: no prompt brought anything finite, {self._in_vain} steps in a row")
+        total = dict.fromkeys(_SUMS, 0.0) | total
+        n = max(total["samples"], 1.0)
+        self.samples += int(total["samples"])
         mean = total["reward"] / n
         row = {
             "train/reward": mean,
@@ -155,13 +167,15 @@ class ReasoningRunner(Runner):
             "train/response_tokens": total["length"] / n,
             "train/response_tokens_max": total["max_length"],
             "train/truncated": total["truncated"] / n,
-            "train/varied_groups": total["varied"] / total["groups"],
+            "train/varied_groups": total["varied"] / max(total["groups"], 1.0),
             "rollout/refills": total["refills"],
             "rollout/failed_rewards": total["failed"],
             "rollout/staleness": total["stale"] / n,
             "rollout/staleness_max": total["max_stale"],
             "rollout/samples": float(self.samples),
         }
+        if left_out:
+            row["rollout/nonfinite"] = left_out
         row |= {f"reward/{name[5:]}": value / n for name, value in total.items() if name.startswith("term/")}
         row["time/generate_s"], row["time/rollout_sync_s"] = total["busy_s"], total["sync_s"]
         row["time/tokens_per_s"] = total["tokens"] / max(total["seconds"], 1e-9)

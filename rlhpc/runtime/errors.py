@@ -37,6 +37,10 @@ class CheckpointError(UserError):
     """A checkpoint is missing, incomplete or altered."""
 
 
+class NonFinite(RlhpcError):
+    """A number that training depends on is not finite; nothing that it touched was committed."""
+
+
 class RegistryError(RlhpcError):
     """The registry folder cannot be read or written, or belongs to another generation."""
 

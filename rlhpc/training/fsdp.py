@@ -7,6 +7,7 @@ root. The optimizer works on the local shards, which are plain tensors.
 from __future__ import annotations
 
 import json
+import math
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -173,7 +174,8 @@ class FsdpBackend(LanguageModelBackend):
         loss.backward()
 
     def optimizer_step(self, lr: float) -> float:
-        """Clips by the norm over all ranks, updates, clears; the norm before clipping."""
+        """Clips by the norm over all ranks, updates, clears; the norm before clipping. One that is not finite updates
+        nothing."""
         self._reshard()
         for name, parameter in self._parameters():
             if name in self._local:
@@ -185,13 +187,16 @@ class FsdpBackend(LanguageModelBackend):
         gradients = [p.grad for p in locals_ if p.grad is not None]
         norm = get_total_norm(gradients) if gradients else torch.zeros((), device=self.home)
         norm = self.worker.all_reduce(norm.to(self.device).square()).sqrt()
+        if not math.isfinite(found := float(norm)):
+            self.optimizer.zero_grad()
+            return found
         if self.clip_grad > 0:
             clip_grads_with_norm_(locals_, self.clip_grad, norm.to(self.home))
         self.optimizer.param_groups[0]["lr"] = lr
         self.optimizer.step()
         self.optimizer.zero_grad()
         self._steps += 1
-        return float(norm)
+        return found
 
     def _full(self, tensor: torch.Tensor) -> torch.Tensor:
         if not isinstance(tensor, DTensor):

@@ -71,7 +71,8 @@ class TrainingBackend(Protocol):
         batches whose mask is empty)."""
 
     def optimizer_step(self, lr: float) -> float:
-        """Clips to `actor.optim.clip_grad`, updates, clears the gradients; the global norm before clipping."""
+        """Clips to `actor.optim.clip_grad`, updates, clears the gradients; the global norm before clipping. Where that is not
+        finite, nothing is updated on any rank; the gradients are cleared."""
 
     def named_weights(self, without: Container[str] = ()) -> Iterator[tuple[str, torch.Tensor]]:
         """All weights in full, by their Hugging Face names, LoRA merged: what a rollout engine takes in. All ranks

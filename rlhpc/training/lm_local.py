@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -73,10 +75,14 @@ class LocalLMBackend(LanguageModelBackend):
 
     @torch.no_grad()
     def optimizer_step(self, lr: float) -> float:
-        """Sums the gradients over the ranks, clips, updates, clears; the global norm before clipping."""
+        """Sums the gradients over the ranks, clips, updates, clears; the global norm before clipping. One that is not finite
+        updates nothing."""
         if self.ranks > 1:
             self.worker.all_reduce(self._gradients)
         norm = torch.linalg.vector_norm(self._gradients)
+        if not math.isfinite(found := float(norm)):
+            self._gradients.zero_()
+            return found
         if self.clip_grad > 0:
             self._gradients.mul_((self.clip_grad / (norm + 1e-6)).clamp_(max=1.0))
         self.optimizer.lr = lr
@@ -84,7 +90,12 @@ class LocalLMBackend(LanguageModelBackend):
         if self._compute is not self._weights:
             self._compute.copy_(self._weights)
         self._gradients.zero_()
-        return float(norm)
+        return found
+
+    def held_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """The weights in float32, and the optimizer's averages."""
+        yield from zip(self._names, self._split(self._weights), strict=True)
+        yield from (("optimizer.exp_avg", self.optimizer.exp_avg), ("optimizer.exp_avg_sq", self.optimizer.exp_avg_sq))
 
     def save(self, folder: Path) -> None:
         """Rank 0 writes the trained weights, in float32, and the optimizer."""

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
 
+from rlhpc.algorithms.finite import bad_tensors
 from rlhpc.runtime.errors import CheckpointError, ConfigError
 from rlhpc.training.adam import FlatAdam
 
@@ -26,10 +28,14 @@ class LocalBackend:
         optim: `actor.optim`: name, lr, adam_beta1, adam_beta2, adam_eps, weight_decay, clip_grad.
         reduce: Sums a tensor over the group, in place.
         ranks: World size of the group.
+        look: Reads each gradient norm before the update also where that waits for the device.
     """
 
-    def __init__(self, module: nn.Module, optim: Any, reduce: Reduce = lambda t: t, ranks: int = 1) -> None:
+    def __init__(
+        self, module: nn.Module, optim: Any, reduce: Reduce = lambda t: t, ranks: int = 1, *, look: bool = False
+    ) -> None:
         self.module, self.base_lr, self._reduce, self._ranks = module, float(optim.lr), reduce, ranks
+        self._look = look
         self.clip_grad = float(optim.clip_grad) if optim.clip_grad is not None else 0.0
         named = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
         self._names, self._parameters = [name for name, _ in named], [p for _, p in named]
@@ -68,7 +74,7 @@ class LocalBackend:
 
     @torch.no_grad()
     def optimizer_step(self) -> torch.Tensor:
-        """Sums the gradients over the ranks, clips, updates.
+        """Sums the gradients over the ranks, clips, updates; nothing is updated where `refuses` says so of the norm.
 
         Returns:
             The global gradient norm before clipping, a tensor (reading it would wait for the device).
@@ -76,10 +82,21 @@ class LocalBackend:
         if self._ranks > 1:
             self._reduce(self._gradients)
         norm = torch.linalg.vector_norm(self._gradients)
+        if self.refuses(norm):
+            return norm
         if self.clip_grad > 0:
             self._gradients.mul_((self.clip_grad / (norm + 1e-6)).clamp_(max=1.0))
         self.optimizer.step()
         return norm
+
+    def refuses(self, norm: torch.Tensor) -> bool:
+        """Whether a step with this gradient norm is not taken, as it is not finite. On an accelerator that is only known where
+        the backend was told to look: else the caller reads the norms at the end of its update, before any weight leaves."""
+        return (self._look or norm.device.type == "cpu") and not math.isfinite(norm)
+
+    def bad_gradients(self) -> list[str]:
+        """Parameters whose gradient, summed over the ranks, is not finite."""
+        return bad_tensors(zip(self._names, self._split(self._gradients), strict=True))
 
     def state_dict(self) -> dict[str, Any]:
         """The optimizer's state, by parameter name."""

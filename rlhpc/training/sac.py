@@ -8,6 +8,7 @@ An update on several ranks is that of one rank: losses are sums over a rank's ro
 from __future__ import annotations
 
 import copy
+import math
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -15,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rlhpc.algorithms.finite import Skips, listed, nonfinite
 from rlhpc.models.sac import SACPolicy, flatten
 from rlhpc.runtime.errors import CheckpointError
 from rlhpc.training.adam import FlatAdam
@@ -54,15 +56,24 @@ class SacUpdate:
         policy: On its device; its actor and critics are trained.
         reduce: Sums a tensor over the ranks, in place.
         ranks: How many.
+        skip: Leaves out updates whose gradient is not finite, rather than raise.
     """
 
     def __init__(
-        self, algorithm: Any, optim: Any, policy: SACPolicy, reduce: Reduce = lambda t: t, ranks: int = 1
+        self,
+        algorithm: Any,
+        optim: Any,
+        policy: SACPolicy,
+        reduce: Reduce = lambda t: t,
+        ranks: int = 1,
+        *,
+        skip: bool = False,
     ) -> None:
         self.policy, self._reduce, self._ranks = policy, reduce, ranks
+        self.skips = Skips(skip)
         value_lr = float(optim.lr if optim.value_lr is None else optim.value_lr)
-        self.actor = LocalBackend(policy.actor, optim, reduce, ranks)
-        self.critic = LocalBackend(policy.critics, _with_lr(optim, value_lr), reduce, ranks)
+        self.actor = LocalBackend(policy.actor, optim, reduce, ranks, look=skip)
+        self.critic = LocalBackend(policy.critics, _with_lr(optim, value_lr), reduce, ranks, look=skip)
         self.targets = copy.deepcopy(policy.critics).requires_grad_(False)
         self._target_weights = torch.cat([p.detach().reshape(-1) for p in self.targets.parameters()])
         sizes = [p.numel() for p in self.targets.parameters()]
@@ -91,15 +102,22 @@ class SacUpdate:
     # -- one update -----------------------------------------------------------------------------------------------
 
     def step(self, batch: SacBatch) -> None:
-        """Critics, actor and temperature, target networks."""
+        """Critics, actor and temperature, target networks.
+
+        Raises:
+            NonFinite: A gradient is not finite.
+        """
         self.updates += 1
         obs, next_obs = flatten(batch.obs), flatten(batch.next_obs)
         critic = self._train_critics(obs, next_obs, batch)
-        if self.updates % self.actor_every == 0:
-            actor = self._train_actor(obs, batch)
-            self._counts[1] += 1
-        else:
+        if self._refused("critics", self.critic, critic[2]):
+            return
+        actor = self._train_actor(obs, batch) if self.updates % self.actor_every == 0 else None
+        if actor is not None and self._refused("actor", self.actor, actor[2]):
             actor = None
+        else:
+            self._counts[1] += actor is not None
+            self.skips.took()
         if self.updates % self.targets_every == 0:
             self._target_weights.lerp_(self.critic.weights, self.tau)
         self._counts[0] += 1
@@ -107,6 +125,18 @@ class SacUpdate:
             zero = self.log_alpha[0] * 0
             loss, entropy, norm = actor or (zero, zero, zero)
             self._sums += torch.stack((critic[0], critic[1], loss, entropy, critic[2], norm))
+
+    def _refused(self, who: str, backend: LocalBackend, norm: Tensor) -> bool:
+        """Whether their step was not taken."""
+        if not backend.refuses(norm):
+            return False
+
+        def what() -> str:
+            bad = backend.bad_gradients()
+            return f"update {self.updates}: the gradient of the {who} is not finite ({listed(bad) or 'its norm'})"
+
+        self.skips.left_out(what)
+        return True
 
     def _train_critics(self, obs: Tensor, next_obs: Tensor, batch: SacBatch) -> tuple[Tensor, ...]:
         with torch.no_grad():
@@ -131,7 +161,7 @@ class SacUpdate:
         norm = self.actor.optimizer_step()
         with torch.no_grad():
             entropy = -logprobs.detach().sum() / batch.total
-            if self.tune:
+            if self.tune and not self.actor.refuses(norm):
                 mean = self._reduce(entropy.clone()) if self._ranks > 1 else entropy
                 # d/d(log α) of −α·(log π + H), Haarnoja et al. 2018b with CleanRL's parametrisation.
                 self._alpha_gradient.copy_((mean - self.target_entropy) * self.alpha)
@@ -140,7 +170,11 @@ class SacUpdate:
         return loss.detach(), entropy, norm / self._ranks
 
     def metrics(self) -> dict[str, float]:
-        """Means over the updates since the last call, over all ranks."""
+        """Means over the updates since the last call, over all ranks.
+
+        Raises:
+            NonFinite: One of them was not finite; an accelerator's are read here, before any weight leaves the rank.
+        """
         sums = self._sums.double()
         if self._ranks > 1:
             sums = self._reduce(sums)
@@ -148,9 +182,12 @@ class SacUpdate:
         counts = (critics, critics, actors, actors, critics, actors)
         made = self._counts[0]
         means = {name: total / n for name, total, n in zip(METRICS, sums.tolist(), counts, strict=True)}
+        if bad := [name for name, mean in means.items() if not math.isfinite(mean)]:
+            raise nonfinite(f"after update {self.updates}: {', '.join(bad)} not finite")
         self._sums.zero_()
         self._counts = [0, 0]
-        return {**(means if made else {}), "alpha": float(self.alpha), "updates": float(self.updates)}
+        facts = {"alpha": float(self.alpha), "updates": float(self.updates)}
+        return {**(means if made else {}), **facts, **self.skips.counted()}
 
     def set_lr(self, factor: float) -> None:
         """Scales the learning rates of the steps to come."""

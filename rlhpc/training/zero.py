@@ -176,7 +176,8 @@ class DeepSpeedBackend(LanguageModelBackend):
         self.engine.backward(loss * self.ranks, scale_wrt_gas=False)
 
     def optimizer_step(self, lr: float) -> float:
-        """Clips, updates, clears; the global norm before clipping."""
+        """Clips, updates, clears; the global norm before clipping. A step whose norm is not finite DeepSpeed leaves out on all
+        ranks, and says infinity of it."""
         for group in self.engine.optimizer.param_groups:
             group["lr"] = lr
         self.engine.step()

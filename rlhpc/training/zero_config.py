@@ -33,6 +33,7 @@ DECIDED = {
     "zero_optimization.offload_param": "actor.deepspeed.cpu_offload",
     "zero_optimization.cpu_offload": "actor.deepspeed.cpu_offload",
     "zero_optimization.elastic_checkpoint": "",
+    "zero_optimization.compute_grad_norm": "",
 }
 
 #: Elements of DeepSpeed's gradient buffer where nothing is said; it is allocated in full, however small the model.

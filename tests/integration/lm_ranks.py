@@ -120,8 +120,27 @@ def train(worker: Worker, cfg: Any, steps: range = range(5), load: Path | None =
     }
 
 
+def poisoned(worker: Worker, cfg: Any) -> dict[str, Any]:
+    """Two steps with another between them whose loss is not a number on the last rank: norms, and the full weights."""
+    backend, norms = make_backend(cfg, worker), []
+
+    def broken(scores: TokenScores, batch: TokenBatch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        value, metrics = loss_of(0)(scores, batch)
+        return value * (float("nan") if worker.rank == worker.world_size - 1 else 1.0), metrics
+
+    for step, loss in ((0, loss_of(0)), (0, broken), (1, loss_of(1))):
+        backend.forward_backward(share(worker, step), loss, temperature=TEMPERATURE, entropy=True)
+        norms.append(backend.optimizer_step(LR))
+    weights = {name: tensor.clone() for name, tensor in backend.named_weights()}
+    return {"norms": norms, "weights": weights, "held": [name for name, _ in backend.held_tensors()]}
+
+
 class Trainer(Worker):
     """A rank that trains."""
+
+    def poisoned(self, cfg: Any) -> dict[str, Any]:
+        torch.set_num_threads(1)
+        return poisoned(self, cfg)
 
     def train(self, cfg: Any, **options: Any) -> dict[str, Any]:
         torch.set_num_threads(1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import string
 import sys
@@ -337,3 +338,14 @@ def test_a_key_that_deepspeed_refuses_is_told_as_a_configuration_error(ranks, mo
     cfg.actor.deepspeed.config = {"zero_optimization": {"reduce_bucket": 5}}
     (said,) = ranks(1).refused(cfg).wait()
     assert said.startswith("ConfigError") and "actor.deepspeed.config" in said and "reduce_bucket" in said
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_gradient_that_is_not_finite_updates_nothing(model: Path, run, ranks, stage: int) -> None:
+    """DeepSpeed leaves the step out by itself, on both ranks; its norm says so."""
+    cfg = configured(model, stage)
+    [expected] = run(2, [cfg], steps=range(2))
+    for found in ranks(2).poisoned(cfg).wait():
+        assert [math.isfinite(norm) for norm in found["norms"]] == [True, False, True]
+        assert found["norms"][::2] == expected["norms"]
+        assert all(torch.equal(value, expected["weights"][name]) for name, value in found["weights"].items())

@@ -245,3 +245,20 @@ def test_bad_input_is_one_message(name: str, tmp_path: Path) -> None:
     assert expected in line
     assert "Traceback" not in said
     assert not run.root.exists()
+
+
+def test_a_reward_that_is_not_a_number_stops_the_run_and_names_the_prompt_or_its_group_is_left_out(
+    tmp_path: Path,
+) -> None:
+    broken = ("reward.terms=[{name: 'nonfinite_things:nan_for_some'}]", "runner.max_steps=2", TWO_ACTORS)
+    run = LanguageRun(tmp_path / "broken", *broken)
+    said = run.train(code=1)
+    assert "rlhpc: error: step 1, prompt " in said and "the reward of response " in said
+    assert " is nan (nonfinite_things:nan_for_some nan)" in said and "rollout-0" in said
+    assert "Traceback" not in said and not (run.root / "checkpoints").exists()
+    run.train("runner.on_nonfinite=skip")
+    rows = run.rows()
+    assert all(0 < row["rollout/nonfinite"] < 64 and row["rollout/nonfinite"] % 8 == 0 for row in rows)
+    assert rows[-1]["rollout/samples"] == 128 - sum(row["rollout/nonfinite"] for row in rows)
+    assert all(value is not None for row in rows for value in row.values())
+    assert all(bool(tensor.isfinite().all()) for tensor in run.weights(2).values())

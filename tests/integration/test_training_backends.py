@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import resource
 import sys
 from collections.abc import Callable, Iterator
@@ -388,3 +389,15 @@ def test_a_backend_of_ones_own_is_named_by_module_and_class(models) -> None:
     cfg = make_config(models["untied"], training_backend="rlhpc.training.lm_local:LocalLMBackend")
     backend = make_backend(cfg, Worker())
     assert backend.parameters_trained == sum(tensor.numel() for _, tensor in backend.named_weights())
+
+
+@pytest.mark.parametrize("backend", ["local", "fsdp"])
+def test_a_gradient_that_is_not_finite_updates_nothing(models, run, ranks, backend) -> None:
+    """Neither weights nor averages, on any rank: what follows is as if there had been no such step."""
+    cfg = make_config(models["untied"], training_backend=backend)
+    expected = run(2, cfg, steps=range(2))
+    for found in ranks(2).poisoned(cfg).wait():
+        assert [math.isfinite(norm) for norm in found["norms"]] == [True, False, True]
+        assert found["norms"][::2] == expected["norms"]
+        assert all(torch.equal(value, expected["weights"][name]) for name, value in found["weights"].items())
+        assert len(found["held"]) >= len(expected["weights"])

@@ -1,0 +1,45 @@
+"""Numbers of simulators that are not finite. NumPy alone: simulators live in processes without torch."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+
+
+def is_finite(array: np.ndarray) -> bool:
+    """Whether all numbers of an array are finite, in one pass without a temporary; integers are, without a look."""
+    if array.dtype.kind != "f":
+        return True
+    flat = array.reshape(-1)
+    # A square may overflow where the number itself does not: only then is each one looked at.
+    return math.isfinite(np.vdot(flat, flat)) or bool(np.isfinite(array).all())
+
+
+def bad_rows(array: np.ndarray, lead: int = 1) -> np.ndarray:
+    """Which rows hold a number that is not finite: bool, of the shape of the `lead` leading axes."""
+    if array.dtype.kind != "f":
+        return np.zeros(array.shape[:lead], bool)
+    finite = np.isfinite(array)
+    bad: np.ndarray = ~finite.all(tuple(range(lead, array.ndim)))
+    return bad
+
+
+def cleaned(obs: Any) -> Any:
+    """An observation (or another array) with 0 in the place of what is not finite."""
+    if isinstance(obs, dict):
+        return {key: cleaned(part) for key, part in obs.items()}
+    return obs if is_finite(obs) else np.where(np.isfinite(obs), obs, obs.dtype.type(0))
+
+
+def all_finite(obs: Any) -> bool:
+    """Whether all numbers of an observation are finite."""
+    return all(map(is_finite, obs.values())) if isinstance(obs, dict) else is_finite(obs)
+
+
+def bad_slots(obs: Any) -> np.ndarray:
+    """Which slots show a number that is not finite: bool `[N]`."""
+    parts = obs.values() if isinstance(obs, dict) else (obs,)
+    bad: np.ndarray = np.logical_or.reduce([bad_rows(part) for part in parts])
+    return bad
