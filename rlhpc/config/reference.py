@@ -11,12 +11,14 @@ from typing import Any
 from omegaconf import MISSING
 
 from rlhpc.config import schema
+from rlhpc.config.ranges import ANY, RANGES
 
 _HEAD = """# Configuration keys
 
 Generated from the schema by `python -m rlhpc.config.reference`. A configuration is a YAML file;
 `defaults: [other.yaml]` (relative to it) reads other files first, and `key=value` on the command
-line comes last. Unknown keys are errors.
+line comes last. Unknown keys are errors, and so are numbers outside the interval that stands
+behind their type: `[` includes the bound, `(` does not.
 A default such as `${env.train.env_id}` is the value of that other key; any value may be written so.
 """
 
@@ -70,6 +72,8 @@ def _section(cls: type, prefix: str) -> list[str]:
         name = (
             name.replace("typing.", "").replace("rlhpc.config.schema.", "").replace("None", "null").replace("|", "or")
         )
+        if allowed := RANGES.get(f"{prefix}{field.name}", ANY).short():
+            name += f", {allowed}"
         lines.append(f"| `{prefix}{field.name}` | {name} | {_default(field)} | {docs.get(field.name, '')} |")
     return lines + below
 

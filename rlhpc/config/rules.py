@@ -4,28 +4,11 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Callable, Iterable
-from typing import Any
-
-from omegaconf import OmegaConf
 
 from rlhpc.runtime.errors import ConfigError
 
 #: Makes the error for a key and the rule that it breaks.
 Fail = Callable[[str, str], ConfigError]
-
-
-def check_signs(cfg: Any, positive: Iterable[str], not_negative: Iterable[str], fail: Fail) -> None:
-    """Numbers that must be greater than 0, and those that may be 0 as well; null is neither.
-
-    Raises:
-        ConfigError: The first that is not.
-    """
-    for key in positive:
-        if (found := OmegaConf.select(cfg, key)) is not None and found <= 0:
-            raise fail(key, "it must be greater than 0")
-    for key in not_negative:
-        if (found := OmegaConf.select(cfg, key)) is not None and found < 0:
-            raise fail(key, "it must not be negative")
 
 
 def check_choice(key: str, found: str, allowed: Iterable[str], fail: Fail) -> None:

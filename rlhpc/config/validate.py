@@ -15,7 +15,8 @@ from omegaconf import OmegaConf
 from rlhpc.config import validate_language as language
 from rlhpc.config import validate_off_policy as off_policy
 from rlhpc.config import validate_policy as policy
-from rlhpc.config.rules import Fail, check_choice, check_signs
+from rlhpc.config.ranges import LARGEST, check_ranges
+from rlhpc.config.rules import Fail, check_choice
 from rlhpc.runtime.errors import ConfigError, PlacementError
 from rlhpc.runtime.paths import RunPaths
 
@@ -30,26 +31,11 @@ COMPONENTS = {
 TASKS = tuple(COMPONENTS)
 #: Kinds of run with simulators and a policy network of their own.
 EMBODIED = ("embodied", "off_policy", "bc")
-_POSITIVE = (
-    "cluster.num_nodes", "workflow.eval_job.cpus", "workflow.convert_job.cpus", "runner.segments",
-    "runner.rendezvous_timeout_s", "runner.step_timeout_s",
-    "algorithm.update_epochs", "algorithm.rollout_steps", "env.train.num_envs", "env.eval.num_envs",
-    "env.train.group_size", "env.eval.group_size", "env.eval.num_episodes", "env.train.max_episode_steps",
-    "env.train.simulator_timeout_s", "env.eval.simulator_timeout_s",
-    "env.eval.max_episode_steps", "rollout.pipeline_stage_num", "actor.global_batch_size", "actor.micro_batch_size",
-    "actor.optim.lr", "actor.optim.adam_eps", "actor.optim.clip_grad", "algorithm.target_kl",
-    "algorithm.value_clip", "demos.limit", "env.eval.video_fps", "workflow.demos_episodes",
-)  # fmt: skip
-_NOT_NEGATIVE = (
-    "runner.seed", "runner.save_reserve_s", "runner.keep_checkpoints", "runner.max_restarts", "algorithm.value_coef",
-    "algorithm.entropy_coef", "algorithm.clip_ratio_low", "algorithm.clip_ratio_high", "actor.optim.weight_decay",
-    "cluster.accelerators_per_node", "env.train.seed", "env.eval.seed", "env.train.simulators", "env.eval.simulators",
-    "algorithm.bc_value_coef", "env.eval.video_episodes", "workflow.record_episodes",
-)  # fmt: skip
-_FRACTION = ("algorithm.gamma", "algorithm.gae_lambda")
-_INTERVAL = ("runner.save_interval", "runner.val_check_interval", "runner.max_steps", "runner.max_epochs")
 _CHOICES: dict[str, tuple[str, ...]] = {
     "runner.task_type": TASKS,
+    "runner.on_nonfinite": ("stop", "skip"),
+    "algorithm.logprob_type": ("token_level", "action_level", "chunk_level"),
+    "algorithm.reward_type": ("action_level", "chunk_level"),
     "algorithm.bc_loss": ("nll", "mse"),
     "algorithm.normalize_advantages": ("auto", "minibatch", "batch", "none"),
     "algorithm.loss_agg": (
@@ -65,8 +51,6 @@ _CHOICES: dict[str, tuple[str, ...]] = {
     "actor.optim.name": ("adam", "adamw"),
     "actor.model.activation": ("tanh", "relu", "elu", "silu", "gelu"),
 }
-_LARGEST_INTEGER = 2**53
-_LARGEST_SEED = 2**32 - 1
 _NAME = r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}"
 _NAME_RULE = "use letters, digits, '.', '_' and '-' (at most 100), starting with a letter or digit"
 _WORD = (r"[^\s'\"\\`$;]+", "it goes into a job's directives: use one word without quotes")
@@ -112,6 +96,10 @@ def validate(
     for key in ("cluster", "workflow.eval_job", "workflow.convert_job"):
         _directives(OmegaConf.select(cfg, key), key, fail)
     _lookup(cfg, fail)
+    if str(cfg.actor.model.model_type).lower() not in policy.MODELS:
+        from rlhpc.models.registry import find_model
+
+        find_model(str(cfg.actor.model.model_type))
     task = str(cfg.runner.task_type).lower()
     if task in EMBODIED:
         _embodied(cfg, fail)
@@ -130,33 +118,12 @@ def validate(
 
 
 def _numbers(cfg: Any, fail: Fail) -> None:
-    def value(key: str) -> Any:
-        return OmegaConf.select(cfg, key)
-
     for key, found in _leaves(OmegaConf.to_container(cfg, resolve=True)):
         if isinstance(found, float) and not math.isfinite(found):
             raise fail(key, "it must be a finite number")
-        if isinstance(found, int) and abs(found) > _LARGEST_INTEGER:
-            raise fail(key, f"it must not be greater than {_LARGEST_INTEGER}")
-    for key in ("runner.seed", "env.train.seed", "env.eval.seed"):
-        if (found := value(key)) is not None and found > _LARGEST_SEED:
-            raise fail(key, f"a seed must lie between 0 and {_LARGEST_SEED}")
-    check_signs(cfg, _POSITIVE, _NOT_NEGATIVE, fail)
-    for key in _FRACTION:
-        if not 0 <= value(key) <= 1:
-            raise fail(key, "it must lie between 0 and 1")
-    for key in _INTERVAL:
-        if value(key) < 1 and value(key) != -1:
-            raise fail(key, "it must be at least 1, or -1 for none")
-    for key in ("algorithm.clip_ratio_low",):
-        if value(key) >= 1:
-            raise fail(key, "it must be below 1")
-    if not 0 <= cfg.demos.holdout < 1:
-        raise fail("demos.holdout", "it must be at least 0 and below 1")
-    if cfg.algorithm.clip_ratio_c is not None and value("algorithm.clip_ratio_c") <= 1:
-        raise fail("algorithm.clip_ratio_c", "dual clip needs a value above 1, such as 3, or null")
-    if any(size < 1 for size in cfg.actor.model.hidden_sizes):
-        raise fail("actor.model.hidden_sizes", "every width must be greater than 0")
+        if isinstance(found, int) and abs(found) > LARGEST:
+            raise fail(key, f"it must not be greater than {LARGEST}")
+    check_ranges(cfg, fail)
 
 
 def _leaves(tree: Any, prefix: str = "") -> Iterable[tuple[str, Any]]:
@@ -195,13 +162,17 @@ def _embodied(cfg: Any, fail: Fail) -> None:
             "demos.path", "name trajectories: a .h5 file, a pattern, a folder of them, or a LeRobot dataset's folder"
         )
     check_choice("actor.training_backend", str(cfg.actor.training_backend), ("local",), fail)
-    if str(cfg.actor.model.model_type).lower() not in policy.MODELS:
-        from rlhpc.models.registry import find_model
-
-        find_model(str(cfg.actor.model.model_type))
-    else:
+    if str(cfg.actor.model.model_type).lower() in policy.MODELS:
         policy.check_options(cfg.actor.model, fail)
+    for suite in cfg.workflow.eval_suites:
+        check_choice("workflow.eval_suites", str(suite), ("default", *map(str.lower, cfg.workflow.suites)), fail)
     for name, side in (("train", cfg.env.train), ("eval", cfg.env.eval)):
+        if side.kwargs.get("render_mode") == "human":
+            raise fail(
+                f"env.{name}.kwargs.render_mode",
+                "it opens a window for each slot and waits for it at every step; leave it out: films are made by "
+                "env.eval.video_episodes",
+            )
         if str(side.env_type).lower() == "gymnasium":
             _gymnasium_id(f"env.{name}.env_id", str(side.env_id), fail)
         else:
@@ -287,15 +258,9 @@ def _writable(folder: Path, fail: Fail) -> None:
 
 
 def _node_groups(cfg: Any, fail: Fail) -> None:
-    """What goes into a job's directives: counts, walltimes, and words that stay on their line."""
+    """What goes into a job's directives: walltimes, and words that stay on their line."""
     for index, group in enumerate(cfg.cluster.node_groups):
         at = f"cluster.node_groups[{index}]"
-        for name in ("num_nodes", "cpus_per_node"):
-            if group[name] is not None and group[name] < 1:
-                raise fail(f"{at}.{name}", "it must be greater than 0")
-        for name in ("het_component", "accelerators_per_node"):
-            if group[name] is not None and group[name] < 0:
-                raise fail(f"{at}.{name}", "it must not be negative")
         _directives(group, at, fail)
 
 

@@ -5,14 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from rlhpc.config.rules import Fail, check_choice, check_signs
-
-_POSITIVE = (
-    "algorithm.tau", "algorithm.initial_alpha", "algorithm.alpha_lr", "algorithm.update_to_data",
-    "algorithm.critic_actor_ratio", "algorithm.target_update_freq", "algorithm.replay_buffer.size",
-    "algorithm.replay_buffer.min_buffer_size", "actor.optim.value_lr",
-)  # fmt: skip
-_NOT_NEGATIVE = ("algorithm.random_steps", "algorithm.max_staleness", "algorithm.demo_buffer.ratio")
+from rlhpc.config.rules import Fail, check_choice
 
 
 def validate(cfg: Any, fail: Fail) -> None:
@@ -23,10 +16,6 @@ def validate(cfg: Any, fail: Fail) -> None:
     """
     algorithm = cfg.algorithm
     check_choice("algorithm.loss_type", str(algorithm.loss_type), ("sac", "embodied_sac"), fail)
-    check_signs(cfg, _POSITIVE, _NOT_NEGATIVE, fail)
-    for key, value in (("tau", algorithm.tau), ("demo_buffer.ratio", algorithm.demo_buffer.ratio)):
-        if value > 1:
-            raise fail(f"algorithm.{key}", "it must not be above 1")
     buffer = algorithm.replay_buffer
     if buffer.size < max(buffer.min_buffer_size, cfg.env.train.num_envs):
         raise fail(

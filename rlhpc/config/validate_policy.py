@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from rlhpc.config.rules import Fail, check_choice, check_signs
+from rlhpc.config.rules import Fail
 
 #: Policies that come with the package.
 MODELS = ("mlp", "cnn", "resnet", "flow", "sac", "vla", "pi0")
@@ -23,9 +23,6 @@ def validate(cfg: Any, fail: Fail) -> None:
         ConfigError: The first rule that is broken.
     """
     algorithm, model, train = cfg.algorithm, cfg.actor.model, cfg.env.train
-    if model.num_action_chunks < 1:
-        raise fail("actor.model.num_action_chunks", "it must be at least 1")
-    check_signs(cfg, (), ("algorithm.max_staleness",), fail)
     if cfg.actor.lora.rank:
         if str(model.model_type).lower() not in _ADAPTED:
             raise fail("actor.lora.rank", f"adapters are for {' and '.join(_ADAPTED)}; the others train all weights: 0")
@@ -33,10 +30,6 @@ def validate(cfg: Any, fail: Fail) -> None:
             raise fail("actor.lora.dropout", "acting and training must agree on log-probs: it must be 0")
     elif str(model.model_type).lower() in _ADAPTED and str(model.dtype) != "float32":
         raise fail("actor.model.dtype", "all weights are trained in float32; bfloat16 needs adapters (actor.lora.rank)")
-    check_choice(
-        "algorithm.logprob_type", str(algorithm.logprob_type), ("token_level", "action_level", "chunk_level"), fail
-    )
-    check_choice("algorithm.reward_type", str(algorithm.reward_type), ("action_level", "chunk_level"), fail)
     if model.num_action_chunks > 1:
         _chunks(cfg, fail)
     if str(algorithm.adv_type).lower() in _BY_GROUP:

@@ -13,7 +13,7 @@ CONFIGS = Path(__file__).resolve().parents[3] / "configs"
 CHUNK = "actor.model.num_action_chunks=4"
 BY_ACTION = "algorithm.reward_type=action_level"
 WRONG = {
-    "no chunk": (["actor.model.num_action_chunks=0"], "actor.model.num_action_chunks is 0; it must be at least 1"),
+    "no chunk": (["actor.model.num_action_chunks=0"], "actor.model.num_action_chunks is 0; it must be greater than 0"),
     "misspelt": (["algorithm.logprob_type=tokenlevel"], "did you mean 'token_level'"),
     "rewards finer than log-probs": ([CHUNK, BY_ACTION], "algorithm.logprob_type is 'chunk_level'"),
     "no values of actions": ([CHUNK, BY_ACTION, "algorithm.logprob_type=token_level"], "value_per_action is False"),

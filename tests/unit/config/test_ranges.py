@@ -1,0 +1,122 @@
+"""Every number of the configuration has a range, which a value outside of it is refused by."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import typing
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from omegaconf import OmegaConf
+
+from rlhpc.config import load_config, schema
+from rlhpc.config.ranges import RANGES, Range
+from rlhpc.config.validate import validate
+from rlhpc.runtime.errors import ConfigError
+
+QUICKSTART = Path(__file__).resolve().parents[3] / "configs" / "quickstart.yaml"
+
+
+def numbers(cls: type, prefix: str = "") -> Iterator[tuple[str, bool]]:
+    """Keys of the schema that hold a number, or a list of them; `list[].name` below a list; and whether it is an integer."""
+    hints = typing.get_type_hints(cls)
+    for field in dataclasses.fields(cls):
+        kind: Any = hints[field.name]
+        inner = typing.get_args(kind)
+        below = [each for each in (kind, *inner) if dataclasses.is_dataclass(each)]
+        if below:
+            listed = "[]" if typing.get_origin(kind) is list else ""
+            yield from numbers(below[0], f"{prefix}{field.name}{listed}.")
+        elif {int, float} & {kind, *inner}:
+            yield prefix + field.name, float not in (kind, *inner)
+
+
+NUMBERS = dict(numbers(schema.Config))
+
+
+def test_each_number_has_one() -> None:
+    assert list(RANGES) and set(RANGES) == set(NUMBERS)
+    assert len(NUMBERS) > 100
+
+
+def outside(allowed: Range, integer: bool) -> list[float]:
+    """The nearest numbers that are not allowed, by the bounds that are written down."""
+    step, found = (1 if integer else 1e-3), []
+    if allowed.low is not None:
+        found.append(allowed.low if allowed.above else allowed.low - step)
+    if allowed.high is not None:
+        found.append(allowed.high if allowed.below else allowed.high + step)
+    return [
+        int(number) if integer else float(number) for number in found if not allowed.also or number != allowed.also[0]
+    ]
+
+
+CASES = [(key, number) for key, allowed in RANGES.items() for number in outside(allowed, NUMBERS[key])]
+#: What an element of a list needs besides.
+ELEMENTS = {"cluster.node_groups": {"label": "a"}, "data.eval": {"name": "a"}, "reward.terms": {"name": "math"}}
+
+
+def document(key: str, value: float) -> dict[str, Any]:
+    section, each, name = key.partition("[].")
+    if each:
+        found: Any = [{**ELEMENTS[section], name: value}]
+    else:
+        found = [8, value] if key == "actor.model.hidden_sizes" else value
+    for word in reversed(section.split(".")):
+        found = {word: found}
+    return found
+
+
+@pytest.fixture(scope="module")
+def sound() -> Any:
+    return load_config(QUICKSTART, training=False)
+
+
+@pytest.mark.parametrize(("key", "number"), CASES, ids=[f"{key}={number:g}" for key, number in CASES])
+def test_a_number_outside_is_refused(key: str, number: float, sound: Any) -> None:
+    """By source, key, what was found and what is allowed."""
+    changed = OmegaConf.merge(sound, document(key, number))
+    with pytest.raises(ConfigError) as refused:
+        validate(changed, "c.yaml", training=False)
+    place, shown = key.replace("[]", "[0]"), [8, number] if key == "actor.model.hidden_sizes" else number
+    assert str(refused.value) == f"c.yaml: {place} is {shown!r}; {RANGES[key].rule()}"
+
+
+@pytest.mark.parametrize(
+    ("key", "number"), [("actor.optim.adam_beta1", 1.5), ("cluster.signal_lead_s", -5), ("actor.optim.lr", 1e30)]
+)
+def test_in_a_file_the_file_is_named(key: str, number: float, tmp_path: Path) -> None:
+    path = tmp_path / "c.yaml"
+    path.write_text(yaml.safe_dump({"defaults": [str(QUICKSTART)], **document(key, number)}))
+    with pytest.raises(ConfigError) as refused:
+        load_config(path, training=False)
+    assert f"{path}: {key} is {number!r}; {RANGES[key].rule()}" in str(refused.value)
+
+
+@pytest.mark.parametrize("key", [key for key, allowed in RANGES.items() if allowed.also])
+def test_the_number_of_its_own_meaning_is_allowed(key: str) -> None:
+    assert RANGES[key].also is not None and RANGES[key].also[0] in RANGES[key]
+
+
+def test_an_interval_in_words() -> None:
+    said = {
+        Range(0): "it must not be negative", Range(0, above=True): "it must be greater than 0",
+        Range(0, 1): "it must lie between 0 and 1", Range(0, 1, below=True): "it must be at least 0 and below 1",
+        Range(0, 10, above=True): "it must be above 0 and at most 10", Range(1, above=True): "it must be above 1",
+        Range(1, also=(-1, "none")): "it must be at least 1, or -1 for none",
+    }  # fmt: skip
+    assert {allowed: allowed.rule() for allowed in said} == said
+    assert [allowed.short() for allowed in said] == [
+        "[0, ∞)",
+        "(0, ∞)",
+        "[0, 1]",
+        "[0, 1)",
+        "(0, 10]",
+        "(1, ∞)",
+        "[1, ∞) or -1",
+    ]
+    assert math.inf not in Range(0, 1) and 0 in Range(0) and 0 not in Range(0, above=True)
