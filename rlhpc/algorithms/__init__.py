@@ -1,4 +1,4 @@
-"""Advantages, losses, KL and rewards: functions of tensors, with registries. Needs torch and nothing else."""
+"""Advantages, losses and KL: functions of tensors, with registries. Needs torch and nothing else."""
 
 from rlhpc.algorithms.advantages import calculate_adv_and_returns, masked_whiten
 from rlhpc.algorithms.kl import kl_penalty
@@ -6,15 +6,12 @@ from rlhpc.algorithms.losses import aggregate, entropy_loss, policy_loss, value_
 from rlhpc.algorithms.registry import (
     ADVANTAGES,
     POLICY_LOSSES,
-    REWARDS,
     register_advantage,
     register_policy_loss,
-    register_reward,
 )
-from rlhpc.algorithms.rewards import compute_reward, overlong_penalty, varied_groups
+from rlhpc.algorithms.rewards import overlong_penalty, varied_groups
 
 __all__ = [
-    "ADVANTAGES", "POLICY_LOSSES", "REWARDS", "aggregate", "calculate_adv_and_returns", "compute_reward", "entropy_loss",
-    "kl_penalty", "masked_whiten", "overlong_penalty", "policy_loss", "register_advantage", "register_policy_loss",
-    "register_reward", "value_loss", "varied_groups",
+    "ADVANTAGES", "POLICY_LOSSES", "aggregate", "calculate_adv_and_returns", "entropy_loss", "kl_penalty", "masked_whiten",
+    "overlong_penalty", "policy_loss", "register_advantage", "register_policy_loss", "value_loss", "varied_groups",
 ]  # fmt: skip

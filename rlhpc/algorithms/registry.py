@@ -61,6 +61,8 @@ class Registry:
                 loaded: Callable[..., Any] = getattr(importlib.import_module(module), attribute)
             except (ImportError, AttributeError, TypeError, ValueError) as error:
                 raise ConfigError(f"{self.key} is {name!r}: {error}") from None
+            if not callable(loaded):
+                raise ConfigError(f"{self.key} is {name!r}, which is a {type(loaded).__name__} and no function")
             return loaded
         near = difflib.get_close_matches(str(name).lower(), self.names(), 1)
         hint = f"; did you mean {near[0]!r}?" if near else ";"
@@ -71,8 +73,6 @@ class Registry:
 
 ADVANTAGES = Registry("advantage estimator", "algorithm.adv_type", "rlhpc.advantages")
 POLICY_LOSSES = Registry("policy loss", "algorithm.loss_type", "rlhpc.policy_losses")
-REWARDS = Registry("reward", "reward.reward_type", "rlhpc.rewards")
 
 register_advantage = ADVANTAGES.register
 register_policy_loss = POLICY_LOSSES.register
-register_reward = REWARDS.register

@@ -1,4 +1,4 @@
-"""Rewards by name, and what shapes them."""
+"""What shapes rewards."""
 
 from __future__ import annotations
 
@@ -8,23 +8,9 @@ import torch
 from torch import Tensor
 
 from rlhpc.algorithms.advantages import varied
-from rlhpc.algorithms.registry import REWARDS, register_reward
 from rlhpc.runtime.errors import ConfigError
 
 
-def compute_reward(reward_type: str, **inputs: Any) -> Tensor:
-    """Calls a registered reward; `[B]` or `[B, T]`."""
-    reward: Tensor = REWARDS.get(reward_type)(**inputs)
-    return reward
-
-
-@register_reward("identity")
-def identity(*, rewards: Tensor, **_: Any) -> Tensor:
-    """The environment's own reward."""
-    return rewards
-
-
-@register_reward("overlong")
 def overlong_penalty(*, lengths: Tensor, max_length: int, buffer: int, **_: Any) -> Tensor:
     """DAPO's soft overlong punishment (Yu et al. 2025, eq. 13), `[B]`.
 

@@ -13,13 +13,11 @@ from torch import Tensor
 from rlhpc.algorithms import (
     aggregate,
     calculate_adv_and_returns,
-    compute_reward,
     entropy_loss,
     kl_penalty,
     overlong_penalty,
     policy_loss,
     register_policy_loss,
-    register_reward,
     value_loss,
     varied_groups,
 )
@@ -280,14 +278,14 @@ class TestNames:
             policy_loss(
                 "free-name", **dict.fromkeys(("logprobs", "old_logprobs", "advantages", "loss_mask"), torch.ones(1, 1))
             )
-        with pytest.raises(ConfigError, match="registered twice"):
-            register_reward("IDENTITY")(mine)
 
     def test_import_path(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        (tmp_path / "their_reward.py").write_text("def double(*, rewards, **_):\n    return 2 * rewards\n")
+        text = "def double(*, rewards, mask, **_):\n    return 2 * rewards, rewards\nnumber = 3\n"
+        (tmp_path / "their_advantage.py").write_text(text)
         monkeypatch.syspath_prepend(tmp_path)
-        assert compute_reward("their_reward:double", rewards=torch.ones(2)).tolist() == [2, 2]
-        assert compute_reward("Identity", rewards=torch.ones(2)).tolist() == [1, 1]
+        assert calculate_adv_and_returns("their_advantage:double", rewards=torch.ones(1, 2))[0].tolist() == [[2, 2]]
+        with pytest.raises(ConfigError, match="'their_advantage:number', which is a int and no function"):
+            calculate_adv_and_returns("their_advantage:number", rewards=torch.ones(1, 2))
 
     @pytest.mark.parametrize("path", ["nosuch_module:f", "torch:nosuch", ":f", ".relative:f", "torch:"])
     def test_import_path_that_leads_nowhere(self, path: str) -> None:
