@@ -11,6 +11,7 @@ from typing import Any
 from omegaconf import OmegaConf
 
 from rlhpc.runners.base import Runner
+from rlhpc.runners.resuming import check_resume
 from rlhpc.runners.run_folder import RunFolder, fail_status, read_segment_done
 from rlhpc.runners.same_run import make_longer
 from rlhpc.runtime.cluster import Cluster
@@ -146,6 +147,8 @@ def train(cfg: Any, *, segment: int | None = None, resume_with: bool = False) ->
         cfg = with_model(cfg)
     elif cfg.runner.init_from is not None and run.resume.path is not None:
         cfg = without_start(cfg)  # what it started from may be gone by now
+    if run.resume.path is not None:
+        check_resume(cfg, run.resume.path)
     _find(task.check)(cfg, {role: len(ranks) for role, ranks in placements.items()})
     return _train(task, cfg, given, run, cluster, strategies, placements)
 

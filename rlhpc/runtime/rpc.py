@@ -17,16 +17,20 @@ from typing import Any
 
 from rlhpc.runtime.comm.calls import CallLines
 from rlhpc.runtime.context import Context
-from rlhpc.runtime.errors import DeadlineExceeded, WorkerFailed
+from rlhpc.runtime.errors import DeadlineExceeded, NonFinite, UserError, WorkerFailed
 
 _POLL_MS = 200
 
 
 def worker_failed(error: dict[str, Any], doing: str, record: dict[str, Any]) -> WorkerFailed:
     """The driver-side exception for what a worker reported with `process.describe`."""
+    cause = pickle.loads(error["pickled"]) if error["pickled"] else None
+    where = f"raised in {doing} on node {record['node']} (pid {record['pid']}, log {record['log_err']})"
+    told = f"{error['text']}\n  {where}\n{error['traceback'].rstrip()}"
+    if isinstance(cause, (UserError, NonFinite)):  # it says all: where in the code it was noticed helps nobody
+        told = f"{cause}\n  {where}"
     failure = WorkerFailed(
-        f"{error['text']}\n  raised in {doing} on node {record['node']} (pid {record['pid']}, log {record['log_err']})\n"
-        f"{error['traceback'].rstrip()}",
+        told,
         group=record["group"],
         rank=record["rank"],
         node=record["node"],
@@ -34,8 +38,7 @@ def worker_failed(error: dict[str, Any], doing: str, record: dict[str, Any]) -> 
         remote_traceback=error["traceback"],
     )
     failure.exit_code = error["exit_code"]
-    if error["pickled"]:
-        failure.__cause__ = pickle.loads(error["pickled"])
+    failure.__cause__ = cause
     return failure
 
 

@@ -13,9 +13,10 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
-from tiny_run import TinyRun, kill_tree, wait_until
+from tiny_run import CONFIG, TINY, TinyRun, kill_tree, wait_until
 
 from rlhpc.checkpoint.state import load_state, load_tensors
+from rlhpc.cli import main
 
 TWO_RANKS = 'cluster.component_placement={actor: "0:0-1", rollout: "0:0-1", env: "0:0-1"}'
 
@@ -135,6 +136,23 @@ def test_a_damaged_checkpoint_is_skipped_by_auto_and_refused_by_name(tiny, damag
     skipped = tiny.train("runner.max_steps=8", "runner.resume_dir=auto")
     assert "global_step_6" in skipped and "model.safetensors" in skipped
     assert [row["step"] for row in tiny.rows()] == list(range(1, 9))
+
+
+@pytest.mark.parametrize(
+    ("override", "says"),
+    [
+        ("env.train.env_id=Acrobot-v1", "env.train.env_id is 'CartPole-v1' there and 'Acrobot-v1' here"),
+        ("actor.model.hidden_sizes=[32,32]", "actor.model.hidden_sizes is [64, 64] there and [32, 32] here"),
+    ],
+    ids=["environment", "model"],
+)
+def test_a_checkpoint_of_something_else_is_refused_before_anything_starts(references, tmp_path, capfd, override, says):
+    checkpoint = next(iter(references.values())).checkpoint(20)
+    words = [*TINY, f"runner.run_dir={tmp_path}", f"runner.resume_dir={checkpoint}", override]
+    assert main(["train", str(CONFIG), *words]) == 2
+    said = capfd.readouterr().err
+    assert said.startswith("rlhpc: error: runner.resume_dir: ") and says in said and said.count("\n") == 1
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_run_with_checkpoints_is_not_started_over_by_accident(tiny):
