@@ -67,7 +67,7 @@ def require_finite(named: Iterable[tuple[str, torch.Tensor]], where: str) -> Non
 
 _WEIGHTS = (
     "They were not saved; the last update, at this learning rate (actor.optim.lr), was too large for them. To go on from the "
-    "newest checkpoint, with a smaller one: rlhpc train <config> runner.resume_dir=auto actor.optim.lr=…"
+    "newest checkpoint with a smaller one: rlhpc train <config> runner.resume_dir=auto actor.optim.lr=… --resume-with"
 )
 
 
