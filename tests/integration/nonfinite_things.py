@@ -77,6 +77,6 @@ class Overflowing(MLPPolicy):
         return super().default_forward(inputs, *args, **kw)
 
 
-def nan_for_some(sample: Sample) -> float:
-    """Not a number where the response begins with a certain digit; else the share of the letter 1."""
-    return float("nan") if sample.response.startswith("2") else sample.response.count("1") / 6
+def too_large_for_some(sample: Sample) -> float:
+    """Beyond float32 where the response begins with a certain digit; else the share of the letter 1."""
+    return 1e39 if sample.response.startswith("2") else sample.response.count("1") / 6
