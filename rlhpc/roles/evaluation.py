@@ -93,8 +93,8 @@ def evaluate_policy(
     finally:
         env.close()
     if bad := [number for number, row in enumerate(found) if not math.isfinite(row["return"])]:
-        told = bad_tensors(policy.state_dict().items()) if isinstance(policy, torch.nn.Module) else []
-        cause = f"so is {listed(told)} of the policy" if told else "the policy's weights are finite"
+        unsound = bad_tensors(policy.state_dict().items()) if isinstance(policy, torch.nn.Module) else []
+        cause = f"so is {listed(unsound)} of the policy" if unsound else "the policy's weights are finite"
         raise NonFinite(
             f"{len(bad)} of {len(found)} episodes of {env_cfg.env_id} have a return that is not finite (the first is episode "
             f"{bad[0]}; {cause}): there is no mean to report. Evaluate another checkpoint, or look at what the environment "
