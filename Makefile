@@ -13,7 +13,7 @@ SEEDS ?= 3
 export OMP_NUM_THREADS ?= 1
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 
-.PHONY: help setup setup-llm setup-robot quickstart demo-llm demo-robot test test-slurm chaos lint bench docs constraints clean
+.PHONY: help setup setup-llm setup-robot quickstart demo-llm demo-robot test test-slurm chaos lint bench docs constraints resolve clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -77,9 +77,13 @@ docs: setup  ## the reference pages that are made from the code
 	python -m rlhpc.reference runtime > docs/reference/runtime.new
 	mv docs/reference/runtime.new docs/reference/runtime.md
 
-constraints: setup  ## pin what is installed now in envs/constraints.txt
+constraints: setup  ## pin what is installed now in envs/constraints.txt, and what goes with it on GPUs
 	python envs/freeze.py > envs/constraints.new
 	mv envs/constraints.new envs/constraints.txt
+	bash envs/resolve.sh gpu
+
+resolve: setup  ## whether each environment can be had, on CPUs and GPUs, from Python 3.11 to 3.13
+	bash envs/resolve.sh
 
 clean:  ## the environment and caches; runs/ stays
 	rm -rf $(VENV) .snakemake .pytest_cache .mypy_cache .ruff_cache .import_linter_cache build dist *.egg-info

@@ -1,7 +1,8 @@
 """Prints constraints: the exact version of every package that rlhpc and its extras pull in.
 
 Reads what is installed in the running interpreter, follows the requirements from `rlhpc` on, and leaves out
-whatever else happens to be there. Run it with `make constraints` after a change of pyproject.toml.
+whatever else happens to be there. Run it with `make constraints` after a change of pyproject.toml. An argument names other
+extras than all.
 """
 
 from __future__ import annotations
@@ -43,6 +44,7 @@ def closure(roots: tuple[str, ...]) -> dict[str, str]:
 
 
 if __name__ == "__main__":
+    roots = (f"rlhpc[{sys.argv[1]}]", *ROOTS[1:]) if len(sys.argv) > 1 else ROOTS
     sys.stdout.write(HEADER)
-    for name, version in sorted(closure(ROOTS).items()):
+    for name, version in sorted(closure(roots).items()):
         sys.stdout.write(f"{name}=={version}\n")

@@ -1,6 +1,8 @@
 #!/usr/bin/env bash
 # Makes the virtual environment: bash envs/setup.sh [FOLDER, default .venv].
 #   RLHPC_PYTHON=/path/to/python   which interpreter (default: python3.11, else python3)
+#   RLHPC_TORCH=cu130|…|auto|cpu   which build of torch and vLLM (default: auto where there is an NVIDIA GPU, else cpu). Say it on
+#                                  login nodes and in containers that are built where no GPU is.
 #   RLHPC_EXTRAS=dev,slurm         which extras (default: dev,slurm); `all` takes those for language models and robots, too
 # Safe to run again: it only brings the environment up to date.
 set -euo pipefail
@@ -8,6 +10,16 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 venv=${1:-.venv}
 extras=${RLHPC_EXTRAS:-dev,slurm}
 [[ $extras == all ]] && extras=dev,slurm,llm,vllm,deepspeed,embodied
+
+build=${RLHPC_TORCH:-}
+if [[ -z $build ]]; then
+    build=cpu
+    { [[ -e /dev/nvidia0 ]] || command -v nvidia-smi >/dev/null 2>&1; } && build=auto
+fi
+if [[ ! $build =~ ^(auto|cpu|cu[0-9]+)$ ]]; then
+    echo "setup: RLHPC_TORCH is '$build'; allowed: auto, cpu, or a CUDA version such as cu126, cu128, cu130" >&2
+    exit 2
+fi
 
 fits() { command -v "$1" >/dev/null 2>&1 && "$1" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; }
 
@@ -26,8 +38,10 @@ if [[ ! -x $venv/bin/uv ]]; then
 fi
 
 # The CUDA build of torch is 3 GB of libraries that a machine without an NVIDIA GPU cannot use; nor can it use vLLM's.
-if [[ -e /dev/nvidia0 ]] || command -v nvidia-smi >/dev/null 2>&1; then
-    torch=(--torch-backend=auto)
+constraints=envs/constraints.txt
+if [[ $build != cpu ]]; then
+    constraints=envs/constraints-gpu.txt
+    torch=(--torch-backend="$build")
 else
     torch=(--overrides envs/overrides-cpu.txt)
     extras=$(sed -E 's/(^|,)vllm(,|$)/\1vllm-cpu\2/' <<<"$extras")
@@ -39,7 +53,7 @@ else
 fi
 
 # Byte code is compiled here, once, rather than by every rank's first import.
-"$venv/bin/uv" pip install --python "$venv/bin/python" --constraint envs/constraints.txt --compile-bytecode \
+"$venv/bin/uv" pip install --python "$venv/bin/python" --constraint "$constraints" --compile-bytecode \
     --overrides envs/overrides.txt "${torch[@]}" --editable ".[$extras]"
 
 if [[ ${RLHPC_EXTRAS:-} == all ]]; then
@@ -50,5 +64,6 @@ fi
 "$venv/bin/python" - <<'PY'
 import torch
 
-print(f"setup: torch {torch.__version__}, {'GPU' if torch.cuda.is_available() else 'CPU'}")
+build = f"for CUDA {torch.version.cuda}" if torch.version.cuda else "for CPUs"
+print(f"setup: torch {torch.__version__}, a build {build}; {torch.cuda.device_count()} GPU(s) can be used on this machine")
 PY

@@ -276,13 +276,15 @@ def _placement(cfg: Any) -> None:
     from rlhpc.runtime.cluster import Cluster
     from rlhpc.runtime.placement import HybridComponentPlacement
 
+    cluster = Cluster.planned(cfg.cluster)
     try:
-        placement = HybridComponentPlacement(cfg, Cluster.planned(cfg.cluster))
+        placement = HybridComponentPlacement(cfg, cluster)
     except PlacementError as error:
         if not in_slurm_job(os.environ):
             raise
         try:  # accelerators that the configuration leaves open are those of the job
-            placement = HybridComponentPlacement(cfg, Cluster(cfg.cluster))
+            cluster = Cluster(cfg.cluster)
+            placement = HybridComponentPlacement(cfg, cluster)
         except (ConfigError, PlacementError):
             raise error from None
     task = str(cfg.runner.task_type).lower()
@@ -297,6 +299,8 @@ def _placement(cfg: Any) -> None:
     sizes = {name: placement.get_world_size(name) for name in wanted}
     if task not in EMBODIED:
         language.check_sizes(cfg, sizes)
+        placed = {name: placement.get_strategy(name).place(cluster) for name in wanted}
+        language.check_accelerators(cfg, {name: len(ranks[0].accelerators) for name, ranks in placed.items()})
     if task == "bc":
         return
     slots = cfg.env.train.num_envs // cfg.rollout.pipeline_stage_num

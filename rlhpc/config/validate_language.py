@@ -9,7 +9,7 @@ from typing import Any
 from omegaconf import OmegaConf
 
 from rlhpc.config.rules import Fail, check_choice
-from rlhpc.runtime.errors import ConfigError
+from rlhpc.runtime.errors import ConfigError, PlacementError
 
 _CHOICES: Mapping[str, tuple[str, ...]] = {
     "algorithm.kl_type": ("k1", "k2", "k3", "abs", "kl", "mse", "low_var_kl"),
@@ -18,6 +18,8 @@ _CHOICES: Mapping[str, tuple[str, ...]] = {
     "rollout.dtype": ("auto", "float32", "bfloat16", "float16"),
     "data.overlong_prompts": ("error", "drop"),
 }
+#: What each component computes with.
+_COMPUTES = {"actor": "actor.training_backend", "rollout": "rollout.rollout_backend"}
 #: Names that come with the package; others are `module:Class`.
 _BACKENDS = {"actor.training_backend": ("local", "fsdp", "deepspeed"), "rollout.rollout_backend": ("hf", "vllm")}
 
@@ -87,6 +89,23 @@ def _reasoning(cfg: Any, fail: Fail) -> None:
         )
     if cfg.actor.offload_in_rollout and algorithm.max_staleness:
         raise fail("actor.offload_in_rollout", "async generation goes on while the actor trains: set it false")
+
+
+def check_accelerators(cfg: Any, per_process: Mapping[str, int]) -> None:
+    """Trainers and engines compute on one accelerator a process: more would stand idle.
+
+    Raises:
+        PlacementError: A component's processes have several.
+    """
+    for name, count in per_process.items():
+        key = _COMPUTES[name]
+        backend = str(OmegaConf.select(cfg, key))
+        if count > 1 and ":" not in backend:  # one from outside may know what to do with them
+            raise PlacementError(
+                f"cluster.component_placement.{name} ({cfg.cluster.component_placement}) gives each process {count} "
+                f"accelerators, but {key}={backend} computes on one a process: give it a process an accelerator, such as "
+                f"{name}: 0-{count - 1}"
+            )
 
 
 def check_sizes(cfg: Any, sizes: Mapping[str, int]) -> None:

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from rlhpc.runtime.device import torch_device
 from rlhpc.runtime.worker import Worker
 
 #: Below so many parameters a second thread costs more in synchronisation than it saves in arithmetic. On a machine
@@ -18,8 +19,12 @@ _ONE_THREAD = 250_000
 
 
 def own_device(worker: Worker) -> torch.device:
-    """The rank's first accelerator, or the CPU."""
-    return torch.device("cuda" if worker.accelerators and torch.cuda.is_available() else "cpu")
+    """The rank's first accelerator, or the CPU where it was granted none.
+
+    Raises:
+        ConfigError: It was granted one that torch cannot use.
+    """
+    return torch.device(torch_device(worker.accelerators))
 
 
 def seed_process(seed: int, role: str, rank: int) -> None:

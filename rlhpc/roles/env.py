@@ -12,7 +12,7 @@ from rlhpc.algorithms.finite import nonfinite, skips
 from rlhpc.checkpoint.state import load_state, rng_state, save_state, set_rng_state
 from rlhpc.envs import make_env
 from rlhpc.envs.observations import Obs, as_arrays, join, take
-from rlhpc.roles.device import seed_process
+from rlhpc.roles.device import own_device, seed_process
 from rlhpc.roles.exchange import OUTCOMES, SlotMap, within
 from rlhpc.roles.lanes import open_lanes
 from rlhpc.roles.outcomes import EpisodeLog, Outcomes
@@ -38,6 +38,7 @@ class EnvWorker(Worker):
         cfg = self.cfg.env.train
         self.slots, self.steps = slots, int(self.cfg.algorithm.rollout_steps)
         self.seed = int(cfg.seed if cfg.seed is not None else self.cfg.runner.seed)
+        own_device(self)  # simulators ask torch whether there is one, and take the CPU in its place without a word
         seed_process(self.seed, "env", self.rank)
         self.shares = [slots.env_share(stage, self.rank) for stage in range(slots.stages)]
         self.envs = [

@@ -15,6 +15,7 @@ from rlhpc.runners.resuming import check_resume
 from rlhpc.runners.run_folder import RunFolder, fail_status, read_segment_done
 from rlhpc.runners.same_run import make_longer
 from rlhpc.runtime.cluster import Cluster
+from rlhpc.runtime.device import torch_device
 from rlhpc.runtime.errors import ConfigError
 from rlhpc.runtime.launch.signals import MAX_RESTARTS, StopRequest
 from rlhpc.runtime.placement import HybridComponentPlacement
@@ -143,6 +144,8 @@ def train(cfg: Any, *, segment: int | None = None, resume_with: bool = False) ->
     placement = HybridComponentPlacement(cfg, cluster)
     strategies = {role: placement.get_strategy(role) for role in task.roles}
     placements = {role: strategy.place(cluster) for role, strategy in strategies.items()}
+    if cluster.source == "machine":  # job steps say so themselves: this may be a login node
+        torch_device(sorted({i for ranks in placements.values() for rank in ranks for i in rank.accelerators}))
     if kind in ("reasoning", "sft"):
         cfg = with_model(cfg)
     elif cfg.runner.init_from is not None and run.resume.path is not None:

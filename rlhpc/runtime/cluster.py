@@ -17,6 +17,7 @@ from rlhpc.runtime.allocation import (
     slurm_nodes,
     visible_accelerators,
 )
+from rlhpc.runtime.device import VIRTUAL
 from rlhpc.runtime.errors import ConfigError
 
 __all__ = ["Cluster", "Node", "NodeGroup", "expand_hostlist", "granted_cpus", "read_key", "visible_accelerators"]
@@ -100,6 +101,13 @@ class Cluster:
         self.node_groups: dict[str, NodeGroup] = _read_groups(groups, self.nodes)
         gres = gpus_in(read_key(config, "gres")) if slurm else None
         self._grant(groups, read_key(config, "accelerators_per_node"), gres, trust_gres=slurm)
+        missing = 0 if slurm else len(self.nodes[0].accelerators) - len(visible_accelerators(env))
+        if missing > 0 and not env.get(VIRTUAL):
+            raise ConfigError(
+                f"cluster.accelerators_per_node is {len(self.nodes[0].accelerators)}, but {where} has no visible accelerator "
+                "(CUDA_VISIBLE_DEVICES, /dev/nvidia*); set cluster.accelerators_per_node=0 to compute on the CPU, or start "
+                "it where there are some (rlhpc submit)"
+            )
         self.interface: str | None = read_key(config, "interface")
         self.container: tuple[str, ...] = tuple(str(word) for word in read_key(config, "container", ()))
 

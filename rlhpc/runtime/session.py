@@ -23,6 +23,7 @@ from rlhpc.runtime import wire
 from rlhpc.runtime.comm.service import Service
 from rlhpc.runtime.comm.sockets import choose
 from rlhpc.runtime.descriptors import raise_limit
+from rlhpc.runtime.device import VIRTUAL
 from rlhpc.runtime.errors import (
     PlacementError,
     RendezvousTimeout,
@@ -477,6 +478,8 @@ class Session:
             )
         group = cluster.node_group(placement.node_group) if placement.node_group else None
         env = {**(dict(group.env_vars or {}) if group else {}), **env_vars}
+        if cluster.source == "virtual":
+            env.setdefault(VIRTUAL, "1")
         visible = node.visible_devices
         if visible and not by_step:  # a step looks into the mask that it finds itself with
             env.setdefault("CUDA_VISIBLE_DEVICES", ",".join(str(visible[i]) for i in placement.accelerators))

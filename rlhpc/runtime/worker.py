@@ -82,7 +82,8 @@ class Worker:
     def send(self, obj: Any, dst_group_name: str, dst_rank: int, async_op: bool = False) -> AsyncWork | None:
         """Sends any picklable object to a rank of another (or this) group; messages of a pair arrive in order.
 
-        Tensors keep dtype and device. Returns once the receiver's process has it, which may be before its `recv`.
+        Tensors keep dtype; those of an accelerator arrive on the receiver's own, or on the CPU where it has none. Returns
+        once the receiver's process has it, which may be before its `recv`.
 
         Raises:
             ValueError: A non-contiguous GPU tensor.

@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from rlhpc.checkpoint.durable import fsync_folder, write_durably
+from rlhpc.runtime.device import torch_device
 from rlhpc.runtime.errors import CheckpointError, ConfigError
 from rlhpc.training import lora
 from rlhpc.training.lm import LossFunction, TokenBatch, TokenScores
@@ -47,7 +48,7 @@ class LanguageModelBackend:
     def __init__(self, cfg: Any, worker: Worker) -> None:
         self.cfg, self.worker = cfg, worker
         self.rank, self.ranks = worker.rank, worker.world_size
-        self.device = torch.device("cuda" if worker.accelerators and torch.cuda.is_available() else "cpu")
+        self.device = torch.device(torch_device(worker.accelerators))
         self.dtype = compute_dtype(cfg.actor.model)
         self.lora_rank = int(cfg.actor.lora.rank)
         self.clip_grad = float(cfg.actor.optim.clip_grad) if cfg.actor.optim.clip_grad is not None else 0.0

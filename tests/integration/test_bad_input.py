@@ -50,6 +50,13 @@ def content(name: str, text: str | bytes, *says: str) -> Case:
 
 
 CASES = [
+    override(
+        "accelerators that are not there",
+        "cluster.accelerators_per_node=8",
+        "cluster.accelerators_per_node is 8",
+        "this machine",
+        "cluster.accelerators_per_node=0",
+    ),
     # Keys and types.
     content(
         "misspelt key",

@@ -16,6 +16,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("RLHPC_VIRTUAL_ACCELERATORS", "1")  # its GPUs are numbers
 
 from tests.slurm.cluster import SlurmCluster, Variant, best_variant, missing
 

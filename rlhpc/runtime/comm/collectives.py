@@ -7,6 +7,7 @@ import os
 from typing import TYPE_CHECKING, Any
 
 from rlhpc.runtime.context import current
+from rlhpc.runtime.device import torch_device
 from rlhpc.runtime.spec import WorkerSpec
 
 if TYPE_CHECKING:
@@ -24,14 +25,13 @@ class Collectives:
         """Forms torch's default process group; None where the group has one rank."""
         if self.world_size == 1:
             return None
-        import torch
         import torch.distributed as dist
 
         from rlhpc.runtime.comm.store import ServiceStore
 
         if not self._ready:
             assert self._spec is not None
-            on_gpu = bool(self._spec.accelerators) and torch.cuda.is_available()
+            on_gpu = torch_device(self._spec.accelerators) == "cuda"
             if not self._spec.tcp_address:
                 os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
             context = current()

@@ -1,6 +1,7 @@
 """Objects to bytes and back: pickle protocol 5 with out-of-band buffers, so that array data is never copied into a pickle.
 
-Tensors keep dtype, shape and device. Classes that live in `__main__` travel by value (cloudpickle).
+Tensors keep dtype and shape. Those of an accelerator go to the receiver's own, and stay on the CPU where it has none.
+Classes that live in `__main__` travel by value (cloudpickle).
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ from collections.abc import Sequence
 from typing import Any
 
 import cloudpickle
+
+from rlhpc.runtime.device import landing_device
 
 Buffer = bytes | bytearray | memoryview
 
@@ -33,7 +36,7 @@ def rebuild_tensor(buffer: Buffer, dtype: str, shape: tuple[int, ...], device: s
             buffer = bytearray(buffer)
         tensor = torch.frombuffer(buffer, dtype=kind).reshape(shape)
     if device != "cpu":
-        tensor = tensor.to(device)
+        tensor = tensor.to(landing_device(device))
     if parameter:
         return torch.nn.Parameter(tensor, requires_grad=grad)
     return tensor.requires_grad_(grad) if grad else tensor

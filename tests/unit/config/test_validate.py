@@ -9,6 +9,7 @@ import pytest
 from rlhpc.config import load_config
 from rlhpc.runtime.errors import PlacementError
 
+REASONING = Path(__file__).resolve().parents[3] / "configs" / "reasoning" / "demo.yaml"
 QUICKSTART = Path(__file__).resolve().parents[3] / "configs" / "quickstart.yaml"
 OPEN = "cluster.accelerators_per_node=null"
 TOGETHER = "cluster.component_placement={'actor,rollout,env': 0-7}"
@@ -107,3 +108,16 @@ class TestInsideAJob:
     def test_the_message_is_about_the_configuration(self) -> None:
         with pytest.raises(PlacementError, match=r"the cluster has 10 accelerators \(0 to 9\)"):
             load("cluster.num_nodes=5", "cluster.gres=gpu:2", TOGETHER.replace("0-7", "0-10"))
+
+
+@pytest.mark.parametrize("role", ["actor", "rollout"])
+def test_trainers_and_engines_take_one_accelerator_a_process(role: str, no_slurm: None) -> None:
+    placed = {"actor": "0-3", "rollout": "0-3", role: "0-3:0-1"}
+    placement = "cluster.component_placement={" + ", ".join(f"{name}: '{text}'" for name, text in placed.items()) + "}"
+    given = (placement, "cluster.accelerators_per_node=4")
+    with pytest.raises(PlacementError, match=rf"component_placement\.{role} .*each process 2 accelerators.*{role}: 0-"):
+        load_config(REASONING, list(given))
+    load_config(REASONING, [*given, f"cluster.component_placement.{role}=0-3"])
+    # A backend from outside may be one that spans several.
+    key = {"actor": "actor.training_backend", "rollout": "rollout.rollout_backend"}[role]
+    load_config(REASONING, [*given, f"{key}=somewhere:Else"])

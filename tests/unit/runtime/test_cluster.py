@@ -55,6 +55,10 @@ def component(index: int, nodes: int | None = None) -> dict[str, Any]:
     return {"label": f"c{index}", "het_component": index, "num_nodes": nodes}
 
 
+#: Of a machine whose accelerators are only a number.
+VIRTUAL_ONES = {"CUDA_VISIBLE_DEVICES": "", "RLHPC_VIRTUAL_ACCELERATORS": "1"}
+
+
 class TestSlurm:
     def test_homogeneous(self) -> None:
         cluster = Cluster(environ=HOMOGENEOUS)
@@ -140,6 +144,14 @@ class TestSlurm:
         assert Cluster({"accelerators_per_node": 1}, environ=FRACTION).nodes[0].visible_devices == ("2",)
         assert Cluster({"accelerators_per_node": 0}, environ=FRACTION).num_accelerators == 0
 
+    def test_a_machine_has_none_but_those_that_are_visible(self) -> None:
+        with pytest.raises(
+            ConfigError, match=r"accelerators_per_node is 8, but this machine .* has no visible accelerator"
+        ):
+            Cluster({"accelerators_per_node": 8}, environ={"CUDA_VISIBLE_DEVICES": ""})
+        assert Cluster({"accelerators_per_node": 8}, environ=VIRTUAL_ONES).num_accelerators == 8
+        assert Cluster({"accelerators_per_node": 1}, environ={"CUDA_VISIBLE_DEVICES": "3,4"}).num_accelerators == 1
+
     def test_component_that_the_job_lacks(self) -> None:
         with pytest.raises(ConfigError, match="het_component is 1, but none"):
             Cluster({"node_groups": [{"label": "cpu", "het_component": 1}]}, environ=HOMOGENEOUS)
@@ -179,7 +191,7 @@ class TestMachine:
     def test_every_form_of_configuration(self) -> None:
         section = ClusterConfig(accelerators_per_node=2, node_groups=[NodeGroupConfig(label="a", env_vars={"X": "1"})])
         for config in (section, OmegaConf.structured(section), dataclasses.asdict(section)):
-            cluster = Cluster(config, environ={"CUDA_VISIBLE_DEVICES": ""})
+            cluster = Cluster(config, environ=VIRTUAL_ONES)
             assert cluster.num_accelerators == 2 and cluster.node_group("a").env_vars == {"X": "1"}
 
     @pytest.mark.parametrize(

@@ -1,0 +1,78 @@
+"""What a rank computes on: an accelerator that was granted and cannot be used is an error, not the CPU."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from rlhpc import Cluster, PackedPlacementStrategy, Worker
+from rlhpc.roles.device import own_device
+from rlhpc.runtime.comm.serialization import dumps, loads, rebuild_tensor
+from rlhpc.runtime.device import torch_device
+from rlhpc.runtime.errors import ConfigError
+
+BEYOND = tuple(range(torch.cuda.device_count() + 1))
+"""One accelerator more than there are."""
+
+
+def test_none_granted_is_the_cpu() -> None:
+    assert torch_device(()) == "cpu"
+
+
+def test_a_grant_that_torch_cannot_use_is_an_error() -> None:
+    with pytest.raises(ConfigError) as refused:
+        torch_device(BEYOND, {})
+    said = str(refused.value)
+    assert torch.__version__ in said and "were granted" in said
+    assert "RLHPC_TORCH=" in said and "cluster.accelerators_per_node=0" in said
+    rank = SimpleNamespace(accelerators=BEYOND)
+    with pytest.raises(ConfigError, match="were granted"):
+        own_device(rank)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("cuda", [None, "13.0"])
+def test_it_says_whether_the_build_or_the_machine_is_at_fault(
+    monkeypatch: pytest.MonkeyPatch, cuda: str | None
+) -> None:
+    monkeypatch.setattr(torch.version, "cuda", cuda)
+    with pytest.raises(ConfigError, match="built for CUDA 13.0 and finds" if cuda else "built for the CPU"):
+        torch_device(BEYOND, {})
+
+
+def test_virtual_accelerators_are_the_cpu_where_there_are_none() -> None:
+    if not torch.cuda.is_available():
+        assert torch_device((0, 1), {"RLHPC_VIRTUAL_ACCELERATORS": "1"}) == "cpu"
+
+
+def test_a_tensor_of_an_accelerator_lands_on_the_receivers_own_or_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    data, buffers = dumps(torch.arange(6.0).reshape(2, 3))
+
+    def received(sent_from: str) -> torch.Tensor:
+        rebuild, args = loads(data, buffers), [bytes(buffers[0]), "float32", (2, 3), sent_from, False, False]
+        assert rebuild.device.type == "cpu"  # one that lay on the CPU stays there
+        return rebuild_tensor(*args)
+
+    if not torch.cuda.is_available():
+        there = received("cuda:3")
+        assert there.device.type == "cpu" and there.tolist() == [[0.0, 1.0, 2.0], [3.0, 4.0, 5.0]]
+    # A device that this process has: its own, whatever the number was over there.
+    monkeypatch.setattr(torch, "meta", SimpleNamespace(is_available=lambda: True), raising=False)
+    assert received("meta:7").device == torch.device("meta")
+
+
+class Asked(Worker):
+    """Says where it would compute."""
+
+    def device(self) -> str:
+        return str(own_device(self))
+
+
+def test_ranks_of_a_virtual_cluster_are_told() -> None:
+    cluster = Cluster.local(num_nodes=1, accelerators_per_node=2)
+    group = Asked.create_group().launch(cluster, placement_strategy=PackedPlacementStrategy(0, 1), name="asked")
+    try:
+        assert group.device().wait() == ["cuda" if torch.cuda.device_count() >= 1 else "cpu"] * 2
+    finally:
+        group.shutdown()
