@@ -11,10 +11,9 @@ from rlhpc.runtime.errors import ConfigError
 
 
 def _numbers(array: np.ndarray) -> Any:
-    flat = array.reshape(-1)
-    if flat.size and (flat == flat[0]).all():
-        return float(flat[0])
-    return [float(x) for x in flat]
+    """One number where all are the same. JSON has no infinity: it is the word `inf` or `-inf`, which numpy reads."""
+    flat = [float(x) if np.isfinite(x) else str(float(x)) for x in array.reshape(-1)]
+    return flat[0] if flat and all(x == flat[0] for x in flat) else flat
 
 
 def space_to_json(space: Any) -> dict[str, Any]:
