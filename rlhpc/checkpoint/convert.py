@@ -1,4 +1,5 @@
-"""A checkpoint as a folder for others: model.safetensors + config.json + README.md, the Hugging Face layout.
+"""A checkpoint as a folder for others: model.safetensors + config.json + README.md, the Hugging Face layout; and
+policy.pt2 + policy.py, which act without rlhpc.
 
 export/global_step_<N>/config.json   {"architectures", "model_type", "policy": {...}, "env_id", "global_step", ...}
 """
@@ -7,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import secrets
 import shutil
 from collections.abc import Iterator
@@ -15,11 +17,12 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
+from rlhpc.checkpoint.card import policy_card, results_beside
 from rlhpc.checkpoint.durable import fsync_file, fsync_folder, write_durably
 from rlhpc.checkpoint.manifest import read_manifest
 from rlhpc.checkpoint.state import load_tensors
 from rlhpc.checkpoint.store import require_valid
-from rlhpc.runtime.errors import CheckpointError
+from rlhpc.runtime.errors import CheckpointError, RlhpcError
 from rlhpc.runtime.paths import RunPaths
 
 if TYPE_CHECKING:
@@ -28,12 +31,13 @@ if TYPE_CHECKING:
 EXPORT_FORMAT = 1
 
 
-def export_checkpoint(checkpoint: Path, output: Path | None = None) -> Path:
+def export_checkpoint(checkpoint: Path, output: Path | None = None, *, licence: str | None = None) -> Path:
     """Write the export folder of a checkpoint, atomically; an existing one is replaced.
 
     Args:
         checkpoint: A `global_step_<N>` folder of any run, on any machine.
         output: Target folder; by default `export/global_step_<N>` of the run the checkpoint lies in.
+        licence: SPDX identifier for the model card.
 
     Returns:
         The export folder.
@@ -49,12 +53,16 @@ def export_checkpoint(checkpoint: Path, output: Path | None = None) -> Path:
     config = _config(checkpoint, step)
     try:
         model = (checkpoint / "model.safetensors").read_bytes()
+        acting = _acting(checkpoint)
+        results = results_beside(checkpoint, step)
+        card = policy_card(config, checkpoint.name, results, licence=licence, standalone=bool(acting))
         _write_folder(
             target,
             {
                 "model.safetensors": model,
-                "config.json": json.dumps(config, indent=2, sort_keys=True).encode() + b"\n",
-                "README.md": _readme(config, checkpoint).encode(),
+                "config.json": json.dumps(_finite(config), indent=2, sort_keys=True, allow_nan=False).encode() + b"\n",
+                "README.md": card.encode(),
+                **acting,
             },
         )
     except OSError as error:
@@ -114,6 +122,15 @@ def _config(checkpoint: Path, step: int) -> dict[str, Any]:
         "global_step": step,
         "rlhpc_version": __version__,
     }
+
+
+def _finite(value: Any) -> Any:
+    """With words in the place of infinities, which JSON has not; checkpoints of earlier versions have such."""
+    if isinstance(value, dict):
+        return {key: _finite(part) for key, part in value.items()}
+    if isinstance(value, list):
+        return [_finite(part) for part in value]
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _at(tree: Any, *keys: str) -> Any:
@@ -179,29 +196,13 @@ def require_free(target: Path) -> None:
         raise CheckpointError(f"{target} exists and is not an export folder; give another output folder")
 
 
-def _readme(config: dict[str, Any], checkpoint: Path) -> str:
-    env = config["env_id"] or "the run's environment"
-    name, version, step = config["run"] or checkpoint.name, config["rlhpc_version"], config["global_step"]
-    tags = ", ".join(["reinforcement-learning", *([config["env_id"]] if config["env_id"] else [])])
-    return f"""---
-library_name: rlhpc
-tags: [{tags}]
----
-# {name}: a policy for {env}
+def _acting(checkpoint: Path) -> dict[str, bytes]:
+    """The files by which the policy acts without rlhpc; none where torch.export cannot follow it, or it is code of one's own
+    that is not trusted."""
+    from rlhpc.checkpoint.standalone import SCRIPT, program_of
 
-Trained with rlhpc {version}; global step {step}, from `{checkpoint.name}`.
-
-| file | content |
-|---|---|
-| `model.safetensors` | the weights |
-| `config.json` | the policy's specification and the environment it was trained in |
-
-```python
-from rlhpc.checkpoint.convert import load_exported
-
-policy = load_exported(".")
-actions, extras = policy.predict_action_batch(obs, mode="eval")   # obs: tensor [B, ...]
-```
-
-Without rlhpc: `safetensors.torch.load_file("model.safetensors")`.
-"""
+    try:
+        program = program_of(load_exported(checkpoint))
+    except RlhpcError:
+        return {}
+    return {} if program is None else {"policy.pt2": program, "policy.py": SCRIPT.encode()}

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from rlhpc.checkpoint.card import head
 from rlhpc.checkpoint.convert import default_output, filled_folder, require_free
 from rlhpc.checkpoint.durable import write_durably
 from rlhpc.checkpoint.manifest import MANIFEST, digest, read_manifest
@@ -36,6 +37,7 @@ def export_language_model(
     adapter_only: bool = False,
     base: str | Path | None = None,
     dtype: str | None = None,
+    licence: str | None = None,
 ) -> Path:
     """Write the Hugging Face folder of a language model's checkpoint, atomically; an existing one is replaced.
 
@@ -45,6 +47,7 @@ def export_language_model(
         adapter_only: With LoRA, writes the adapter for peft, rather than the model with the adapter merged.
         base: With LoRA, where the model is that was adapted; by default where it was in training.
         dtype: `float32` or `bfloat16`; by default that of the training's computation.
+        licence: SPDX identifier for the model card.
 
     Returns:
         The folder.
@@ -88,7 +91,7 @@ def export_language_model(
                 "base": str(base or about["model_path"]),
                 "manifest_sha256": digest(checkpoint / MANIFEST)[1],
                 "parameters": sum(tensor.numel() for tensor in weights.values()),
-            })  # fmt: skip
+            }, licence)  # fmt: skip
     except OSError as error:
         raise CheckpointError(
             f"{checkpoint} could not be exported: {error.filename or target}: {error.strerror or error}. "
@@ -220,15 +223,24 @@ def _identity(checkpoint: Path) -> dict[str, Any]:
     return found
 
 
-def _describe(folder: Path, facts: dict[str, Any]) -> None:
+def _describe(folder: Path, facts: dict[str, Any], licence: str | None = None) -> None:
     """Writes README.md, and what was converted from what."""
     from rlhpc import __version__
 
     step = f", global step {facts['global_step']}" if "global_step" in facts else ""
-    card = (
-        "---\nlibrary_name: transformers\npipeline_tag: text-generation\ntags: [reinforcement-learning]\n---\n"
-        f"# {Path(facts['from']).name}\n\nWritten by rlhpc {__version__}{step}; starting point `{facts['base']}`. "
-        f"`{CONVERSION}` tells what was converted, with checksums.\n"
+    name = Path(facts["from"]).name
+    card = head(
+        library="transformers",
+        task="text-generation",
+        licence=licence,
+        name=name,
+        tags=["reinforcement-learning", "rlhpc"],
+    )
+    card += (
+        f"# {name}\n\nWritten by rlhpc {__version__}{step}; starting point `{facts['base']}`. "
+        f"`{CONVERSION}` tells what was converted, with checksums.\n\n"
+        "```python\nfrom transformers import AutoModelForCausalLM, AutoTokenizer\n\n"
+        'model, tokenizer = AutoModelForCausalLM.from_pretrained("."), AutoTokenizer.from_pretrained(".")\n```\n'
     )
     write_durably(folder / "README.md", card.encode())
     mode = (folder / "README.md").stat().st_mode

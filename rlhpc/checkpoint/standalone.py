@@ -78,10 +78,10 @@ def program_of(policy: Policy) -> bytes | None:
             them, or a dict of such.
     """
     batch = torch.export.Dim("batch", min=1)
-    # Two rows: a dimension of one would be taken for a constant.
-    obs = _rows(policy.observation_space, 2)
-    shapes: Any = {key: {0: batch} for key in obs} if isinstance(obs, dict) else {0: batch}
     try:
+        # Two rows: a dimension of one would be taken for a constant.
+        obs = _rows(policy.observation_space, 2)
+        shapes: Any = {key: {0: batch} for key in obs} if isinstance(obs, dict) else {0: batch}
         with torch.no_grad():
             program = torch.export.export(_Acts(policy).eval(), (obs,), dynamic_shapes=(shapes,))
         buffer = io.BytesIO()

@@ -133,12 +133,12 @@ def _convert(args: argparse.Namespace) -> int:
     if (checkpoint / "backend.json").is_file():
         from rlhpc.checkpoint.convert_lm import export_language_model
 
-        options = {"adapter_only": args.adapter_only, "base": args.base, "dtype": args.dtype}
+        options = {"adapter_only": args.adapter_only, "base": args.base, "dtype": args.dtype, "licence": args.license}
         print(export_language_model(checkpoint, output, **options))
     elif args.adapter_only or args.base or args.dtype:
         raise ConfigError(f"--adapter-only, --base and --dtype are for language models; {checkpoint} is none")
     else:
-        print(export_checkpoint(checkpoint, output))
+        print(export_checkpoint(checkpoint, output, licence=args.license))
     return 0
 
 
@@ -194,6 +194,7 @@ def add_commands(commands: Any) -> None:
         "--adapter-only", action="store_true", help="with LoRA: the adapter in peft's format, not merged"
     )
     convert.add_argument("--base", help="with LoRA: where the adapted model is now (default: where it was in training)")
+    convert.add_argument("--license", help="for the model card, such as apache-2.0 (default: it says other)")
     convert.add_argument("--dtype", choices=("float32", "bfloat16"), help="of a language model (default: as trained)")
     dagger = add_command(
         commands,

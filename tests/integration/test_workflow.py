@@ -142,6 +142,14 @@ def test_a_whole_run(whole: Path) -> None:
         assert result["global_step"] == step and result["episodes"] == 4
     with safe_open(run / "export/global_step_4/model.safetensors", "numpy") as policy:
         assert list(policy.keys())
+    card = (run / "export/global_step_4/README.md").read_text()
+    assert "| default | 4 |" in card and "model-index" in card
+    json.loads((run / "export/global_step_4/config.json").read_text(), parse_constant=pytest.fail)
+    alone = subprocess.run(
+        [sys.executable, "-P", "export/global_step_4/policy.py"], cwd=run, capture_output=True, text=True, timeout=120,
+        env={**os.environ, "PYTHONPATH": ""}, check=True,
+    )  # fmt: skip
+    assert alone.stdout.startswith("return ")
     assert (run / "report/index.html").is_file()
     assert {"return_vs_env_steps.svg", "evaluation.svg"} <= {p.name for p in (run / "report/curves").iterdir()}
     for segment, step in enumerate((2, 4)):

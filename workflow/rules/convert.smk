@@ -4,6 +4,8 @@
 rule convert:
     input:
         segment=ancient(segment_of),
+        # The model card has the results.
+        results=lambda wildcards: expand(EVALUATION, step=wildcards.step, suite=SUITES),
     output:
         model=EXPORT,
     log:
