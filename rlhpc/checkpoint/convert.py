@@ -203,6 +203,10 @@ def _acting(checkpoint: Path) -> dict[str, bytes]:
 
     try:
         program = program_of(load_exported(checkpoint))
-    except (RlhpcError, KeyError, TypeError):  # code that is not trusted, or a description of something else than a policy
+    except (
+        RlhpcError,
+        KeyError,
+        TypeError,
+    ):  # code that is not trusted, or a description of something else than a policy
         return {}
     return {} if program is None else {"policy.pt2": program, "policy.py": SCRIPT.encode()}
