@@ -18,6 +18,7 @@ from rlhpc.runtime.cluster import Cluster
 from rlhpc.runtime.device import torch_device
 from rlhpc.runtime.errors import ConfigError
 from rlhpc.runtime.launch.signals import MAX_RESTARTS, StopRequest
+from rlhpc.runtime.launch.sole import sole_driver
 from rlhpc.runtime.placement import HybridComponentPlacement
 from rlhpc.runtime.session import Session
 
@@ -153,7 +154,8 @@ def train(cfg: Any, *, segment: int | None = None, resume_with: bool = False) ->
     if run.resume.path is not None:
         check_resume(cfg, run.resume.path)
     _find(task.check)(cfg, {role: len(ranks) for role, ranks in placements.items()})
-    return _train(task, cfg, given, run, cluster, strategies, placements)
+    with sole_driver(run.paths):
+        return _train(task, cfg, given, run, cluster, strategies, placements)
 
 
 def with_model(cfg: Any) -> Any:

@@ -1,0 +1,84 @@
+"""One driver a run: a second one that is started beside it is refused, by name of the first, and harms nothing."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+from collections.abc import Iterator
+from typing import Any
+
+from rlhpc.runtime.errors import UserError
+from rlhpc.runtime.launch.claim import read_json, write_json
+from rlhpc.runtime.launch.jobs import JobState, ProcessId, SlurmProbe
+from rlhpc.runtime.paths import RunPaths
+
+
+@contextlib.contextmanager
+def sole_driver(paths: RunPaths) -> Iterator[None]:
+    """Holds the run for this process, until the end of the block or of the process.
+
+    A lock says that somebody trains; a file beside it says who. Where locks outlive their holder (a node that failed, on
+    NFS) or do not exist, who it was decides: an earlier start of this very job, or a process or job that has ended, gives way.
+
+    Raises:
+        UserError: Another driver trains this run.
+    """
+    holder = paths.registry / "driver.json"
+    try:
+        paths.registry.mkdir(mode=0o700, parents=True, exist_ok=True)
+        fd = os.open(paths.registry / "driver.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    except OSError:  # whoever opens the run's folder says what is wrong with it
+        yield
+        return
+    try:
+        locked, found = _locked(fd), read_json(holder)
+        if found is not None and (who := _living(found, locked)):
+            raise UserError(
+                f"{paths.root} is being trained by {who}: one run, one driver. Wait for it, end it "
+                f"({_ending(paths, found)}), or give this one a name of its own (runner.name=…)"
+            )
+        mine = {"job": os.environ.get("SLURM_JOB_ID", ""), "process": ProcessId.of(os.getpid()).to_json()}
+        with contextlib.suppress(OSError):  # a full disk will be reported by whoever has something to lose
+            write_json(holder, mine)
+        try:
+            yield
+        finally:
+            if read_json(holder) == mine:
+                holder.unlink(missing_ok=True)
+    finally:
+        os.close(fd)
+
+
+def _locked(fd: int) -> bool:
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:  # somebody has it, or there are no locks here
+        return False
+    return True
+
+
+def _living(found: dict[str, Any], locked: bool) -> str:
+    """Who holds the run; "" where they are gone, or this job's own earlier start."""
+    job, process = str(found.get("job") or ""), ProcessId.from_json(found.get("process"))
+    alive = None if process is None else process.alive()
+    if process is None or alive is False:
+        return ""
+    where = f"process {process.pid} on {process.host.split('/')[0]}"
+    if alive is None and not job:
+        return "" if locked else where  # of another host, and only its lock tells
+    if alive is None:
+        if job == os.environ.get("SLURM_JOB_ID"):
+            return ""
+        report = SlurmProbe().query_one(job)
+        if report.state.is_terminal or (report.state is JobState.UNKNOWN and (report.conclusive or locked)):
+            return ""
+    return f"Slurm job {job} ({where})" if job else where
+
+
+def _ending(paths: RunPaths, found: dict[str, Any]) -> str:
+    job = str(found.get("job") or "")
+    submitted = paths.submit.is_dir()
+    return (
+        f"rlhpc cancel {paths.root}" if submitted else f"scancel --batch --signal=TERM {job}" if job else "Ctrl-C there"
+    )
