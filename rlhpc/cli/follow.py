@@ -35,7 +35,7 @@ _RULE = re.compile(r"^(?:local)?(?:rule|checkpoint) (\w+):$")
 _FINISHED = re.compile(r"^Finished jobid: \d+ \(Rule: (\w+)\)")
 _FAILED = re.compile(r"^Error in (?:rule|checkpoint) (\w+)")
 _LOG = re.compile(r"^ +log: (\S+)")
-_WAITS = re.compile(r"^rlhpc: (segment \d+: Slurm job .*)$")
+_WAITS = re.compile(r"^rlhpc: (\S+ segment \d+: Slurm job .*)$")
 #: Seconds between lines where the output is no terminal.
 _SELDOM_S = 30.0
 

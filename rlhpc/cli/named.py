@@ -11,6 +11,11 @@ from rlhpc.runtime.errors import CheckpointError, ConfigError
 from rlhpc.runtime.paths import RunPaths
 
 
+def is_run(paths: RunPaths) -> bool:
+    """Whether a run has begun in that folder."""
+    return any(mark.exists() for mark in (paths.config, paths.submit, paths.checkpoints, paths.registry))
+
+
 def run_paths(text: str, overrides: Sequence[str] = ()) -> RunPaths:
     """The run that the user names by its folder, or by its configuration file and overrides.
 
@@ -29,7 +34,7 @@ def run_paths(text: str, overrides: Sequence[str] = ()) -> RunPaths:
         name = given.name if folder and "runner.name" not in changed else cfg.runner.name
         root = RunPaths.of(run_dir, name).root
     paths = RunPaths(root)
-    if any(mark.exists() for mark in (paths.config, paths.submit, paths.checkpoints, paths.registry)):
+    if is_run(paths):
         return paths
     near = sorted(found.parent.name for found in root.parent.glob("*/config.yaml")) if root.parent.is_dir() else []
     hint = f"; runs there: {', '.join(near)}" if near else ""

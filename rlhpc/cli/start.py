@@ -87,12 +87,17 @@ def _submit(args: argparse.Namespace) -> int:
     from rlhpc.config import find_site, load_config
     from rlhpc.runners.same_run import SubmittedConfig, check_same_run, make_longer
     from rlhpc.runtime.launch.claim import SegmentFiles
+    from rlhpc.runtime.launch.jobs import ProcessId
     from rlhpc.runtime.launch.plan import build_plan
     from rlhpc.runtime.launch.submit import choose_executor, driver_command, submit_segment
 
     cfg = load_config(args.config, args.overrides, site=args.site)
     if not 0 <= args.segment < cfg.runner.segments:
         raise ConfigError(f"--segment is {args.segment}; the run has segments 0 to {cfg.runner.segments - 1}")
+    if args.deadline is not None and args.deadline <= 0:
+        raise ConfigError(f"--deadline is {args.deadline:g}; it must be more than 0 seconds")
+    if args.attempt < 1:
+        raise ConfigError(f"--attempt is {args.attempt}; the first one is 1")
     executor = choose_executor(args.executor)
     paths = RunPaths.of(cfg.runner.run_dir, cfg.runner.name)
     check_same_run(paths, cfg, resume_with=args.resume_with)
@@ -112,6 +117,8 @@ def _submit(args: argparse.Namespace) -> int:
         wait=not args.no_wait,
         deadline_s=args.deadline,
         max_restarts=int(cfg.runner.max_restarts),
+        attempt=args.attempt,
+        asked_by=ProcessId.of(args.asked_by) if args.asked_by is not None else None,
     )
     ended = f" at step {result['result']['global_step']}" if result["result"] else f", job {result['job_id']}"
     print(f"rlhpc: segment {args.segment}: {result['state']}{ended}", file=sys.stderr)
@@ -159,6 +166,13 @@ def add_commands(commands: Any) -> None:
     submit.add_argument("--site", help=SITE)
     submit.add_argument("--no-wait", action="store_true", help="return once the job is submitted")
     submit.add_argument("--deadline", type=float, help="seconds after which to stop waiting (the job goes on)")
+    submit.add_argument(
+        "--attempt", type=int, default=1, metavar="N",
+        help="which try this is of a workflow engine; a retry (2 and more) does not start again what somebody cancelled",
+    )  # fmt: skip
+    submit.add_argument(
+        "--asked-by", type=int, metavar="PID", help="process of this machine with whose end the waiting ends, too"
+    )
     cancel = add_command(
         commands, "cancel", _cancel, "stop a run's job; it saves a checkpoint first", _EXAMPLES["cancel"]
     )

@@ -6,12 +6,15 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from rlhpc.cli.named import run_paths
+from rlhpc.cli.named import is_run, run_paths
 from rlhpc.cli.parser import RUN, add_command, add_words
+from rlhpc.runtime.errors import ConfigError
+from rlhpc.runtime.paths import RunPaths
 
 _EXAMPLES = {
     "status": (
         "rlhpc status runs/quickstart",
+        "rlhpc status runs",
         "rlhpc status configs/quickstart.yaml runner.name=try",
     ),
     "logs": (
@@ -30,8 +33,13 @@ _EXAMPLES = {
 
 
 def _status(args: argparse.Namespace) -> int:
-    from rlhpc.runtime.launch.status import render_status
+    from rlhpc.runtime.launch.state import find_runs
+    from rlhpc.runtime.launch.status import render_runs, render_status
 
+    folder = Path(args.run).expanduser().absolute()
+    if folder.is_dir() and not args.overrides and not is_run(RunPaths(folder)) and any(find_runs(folder)):
+        print(render_runs(folder))
+        return 0
     print(render_status(run_paths(args.run, args.overrides)))
     return 0
 
@@ -39,6 +47,10 @@ def _status(args: argparse.Namespace) -> int:
 def _logs(args: argparse.Namespace) -> int:
     from rlhpc.runtime.launch.status import print_logs
 
+    if args.lines < 0:
+        raise ConfigError(f"--lines is {args.lines}; it must be 0 or more")
+    if args.rank is not None and args.rank < 0:
+        raise ConfigError(f"--rank is {args.rank}; ranks count from 0")
     print_logs(
         run_paths(args.run, args.overrides), group=args.group, rank=args.rank, follow=args.follow, lines=args.lines
     )
@@ -73,8 +85,10 @@ def _compare(args: argparse.Namespace) -> int:
 
 def add_commands(commands: Any) -> None:
     """Declares them."""
-    status = add_command(commands, "status", _status, "show where a run is", _EXAMPLES["status"])
-    add_words(status, run=RUN)
+    status = add_command(
+        commands, "status", _status, "show where a run is, or all runs below a folder", _EXAMPLES["status"]
+    )
+    add_words(status, run=f"{RUN}; or a folder with runs below it")
     logs = add_command(commands, "logs", _logs, "print the logs of a run's groups and ranks", _EXAMPLES["logs"])
     add_words(logs, run=RUN)
     logs.add_argument("--group", help="only this group")

@@ -167,7 +167,8 @@ class Runner:
         why = self.stop.reason if reason == "signal" else reason
         state = "finished" if finished and reason != "segment_end" else "stopped"
         result = self.result()
-        folder.write_status(state, self.step, force=True, stop_reason=why, **{"return": result.get("episode_return")})
+        folder.write_status(state, self.step, force=True, stop_reason=why, elapsed_s=self.elapsed,
+                            **{"return": result.get("episode_return")})  # fmt: skip
         return {
             "global_step": self.step,
             **result,
@@ -202,7 +203,7 @@ class Runner:
                     folder.write_marks(current().registry.root)
                 logger.log(self.step, row)
                 bar.update(self.step, row)
-                folder.write_status("running", self.step, eta_s=bar.eta_s(), **self.facts(row))
+                folder.write_status("running", self.step, eta_s=bar.eta_s(), elapsed_s=self.elapsed, **self.facts(row))
                 self.stop_reason = self.goal()
                 if self._save_is_due():
                     self._save(logger)

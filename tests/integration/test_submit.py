@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -12,19 +13,26 @@ import textwrap
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from rlhpc.runtime.errors import DeadlineExceeded, SubmitError, UserError
-from rlhpc.runtime.launch.claim import Claim, SegmentFiles, SubmitLock, read_json
-from rlhpc.runtime.launch.jobs import ProcessId
-from rlhpc.runtime.launch.status import print_logs, render_status, run_state
+from rlhpc.runtime.launch.attempts import Attempts
+from rlhpc.runtime.launch.claim import Claim, SegmentFiles, read_json
+from rlhpc.runtime.launch.jobs import JobReport, JobState, ProcessId, SlurmProbe
+from rlhpc.runtime.launch.lock import SubmitLock
+from rlhpc.runtime.launch.state import Facts, run_state
+from rlhpc.runtime.launch.status import print_logs, render_runs, render_status
 from rlhpc.runtime.launch.submit import (
     DriverFailed,
     DriverRejected,
+    JobCancelled,
     JobRecord,
+    NotNow,
+    WaitInterrupted,
     cancel,
     submit_segment,
 )
@@ -206,7 +214,7 @@ def test_ctrl_c_leaves_the_job_and_cancel_ends_it(run: Run) -> None:
     assert claim.driver.alive() is False and claim.job.alive() is False
     assert (run.root / "saved").exists()  # it was asked, not killed
     assert cancel(run.paths) == []
-    assert run_state(run.paths)[0] == "failed"
+    assert run_state(run.paths)[0] == "cancelled"
 
 
 def test_cancel_reaches_the_waiter(run: Run) -> None:
@@ -215,6 +223,27 @@ def test_cancel_reaches_the_waiter(run: Run) -> None:
     cancel(run.paths)
     _, err = waiter.communicate(timeout=20)
     assert waiter.returncode == 143 and "was cancelled" in err
+
+
+def test_no_retry_starts_again_what_was_cancelled(run: Run) -> None:
+    waiters = [run.waiter(60.0) for _ in range(2)]
+    run.claim()
+    cancel(run.paths)
+    for waiter in waiters:
+        _, err = waiter.communicate(timeout=20)
+        assert waiter.returncode == 143 and "run the same command (snakemake, rlhpc submit) again" in err
+    with pytest.raises(JobCancelled, match=r"quickstart: local job .* was cancelled") as refused:
+        run.submit(attempt=2)  # as a workflow engine does by itself
+    assert refused.value.exit_code == 143 and len(run.starts()) == 1
+    assert run_state(run.paths)[0] == "cancelled"
+    assert run.submit(0.5)["state"] == "finished"  # as a person does
+    assert run.submit(0.5, attempt=2)["state"] == "finished"
+
+
+def test_a_retry_starts_again_what_failed(run: Run) -> None:
+    with pytest.raises(DriverFailed):
+        run.submit(mode="fail")
+    assert run.submit(0.5, attempt=2)["state"] == "finished"
 
 
 def test_concurrent_submitters_start_one_job(run: Run) -> None:
@@ -289,7 +318,7 @@ def test_signal_saves_and_requeues(run: Run) -> None:
 
 def test_driver_killed_while_waited_for(run: Run) -> None:
     with pytest.raises(DriverFailed, match="ended by SIGKILL") as killed:
-        timer = threading.Timer(2.0, lambda: os.kill(run.starts()[0], signal.SIGKILL))
+        timer = threading.Timer(0.1, lambda: os.kill(until(run.starts, "the driver starts")[0], signal.SIGKILL))
         timer.start()
         run.submit(60.0)
     assert killed.value.exit_code == 137
@@ -314,6 +343,17 @@ def test_no_progress_is_not_requeued_for_ever(run: Run) -> None:
     thread.join(30)
     assert errors and "made no progress in 2 attempts" in str(errors[0])
     assert len(run.starts()) == 2
+
+
+def test_waiting_ends_with_who_asked(run: Run) -> None:
+    engine = subprocess.Popen(["sleep", "60"])
+    threading.Timer(1.0, engine.kill).start()
+    reaper = threading.Thread(target=engine.wait)
+    reaper.start()
+    with pytest.raises(WaitInterrupted, match=r"local job .* goes on"):
+        run.submit(60.0, asked_by=ProcessId.of(engine.pid))
+    reaper.join()
+    assert run.claim().alive_here()
 
 
 def test_deadline(run: Run) -> None:
@@ -362,7 +402,7 @@ def test_status_and_logs(run: Run) -> None:
     row = {"group": "actor", "rank": 0, "node": "n1", "pid": 77, "state": "ready", "log_out": str(log), "log_err": ""}
     (members / "actor-0.json").write_text(json.dumps(row))
     text = render_status(run.paths)
-    assert "quickstart" in text and f"running: job {claim.job_id}" in text and "return 12.5" in text
+    assert "quickstart" in text and f"running: local job {claim.job_id}" in text and "return 12.5" in text
     assert "actor           0  n1                     77  ready" in text
     out = io.StringIO()
     print_logs(run.paths, group="actor", lines=1, out=out)
@@ -379,6 +419,98 @@ def test_status_and_logs(run: Run) -> None:
     cancel(run.paths)
     thread.join(10)
     assert not thread.is_alive() and followed.getvalue().count("three") == 1
+
+
+def test_status_is_of_the_newest_attempt(run: Run) -> None:
+    """What an earlier attempt left says nothing about this one, and a run that is over says how long it ran in all."""
+    run.submit(60.0, wait=False)
+    claim = run.claim()
+    assert claim.driver is not None
+    other = {"state": "failed", "stop_reason": "env[0] was killed", "pid": claim.driver.pid + 1, "step": 7}
+    status = {**json.loads(run.paths.driver_state.read_text()), **other}
+    found = Facts(run.paths, status, run.files, JobRecord.read(run.files), claim).state()
+    assert (found.state, found.own) == ("starting", False) and found.why == f"local job {claim.job_id}"
+    cancel(run.paths)
+    ended = {**status, "elapsed_s": 3700.0}
+    run.paths.driver_state.write_text(json.dumps(ended))
+    text = render_status(run.paths)
+    assert f"state        cancelled: local job {claim.job_id}; submit the run again to go on" in text
+    assert "trained for  1h01m in all" in text and "failed" not in text
+
+
+def report(state: str, reason: str = "") -> JobReport:
+    return JobReport(JobState.parse(state), reason, "squeue")
+
+
+def test_status_of_a_job_of_slurm(run: Run) -> None:
+    """Slurm's word on a job comes before what the files say of an earlier attempt."""
+    run.paths.submit.mkdir()
+    record = JobRecord(0, 1, "t", "slurm", [], "name", job_id="27", phase="submitted", submitted=1.0)
+    record.write(run.files)
+    elsewhere = ProcessId(77, 5, "n1/other/x")
+    claim = Claim(run.files, 1, "t", "27", "slurm", elsewhere, driver=replace(elsewhere, pid=78), started=2.0)
+    trains = {"state": "running", "pid": 78, "host": "n1", "started": 3.0, "updated": 4.0, "step": 5}
+    killed = {**trains, "state": "failed", "stop_reason": "env[0] on n1 was killed by signal 15"}
+
+    def state(said: JobReport | None, status: dict[str, Any], claim: Claim | None = claim) -> tuple[str, str]:
+        facts = Facts(run.paths, status, run.files, record, claim)
+        assert facts.slurm_job == "27"
+        found = facts.state(said)
+        return found.state, found.why
+
+    job = "Slurm job 27"
+    assert state(report("PENDING", "Priority"), {}, None) == ("pending", f"{job}: Priority")
+    assert state(report("RUNNING"), {}, None) == ("starting", job)
+    assert state(report("RUNNING"), trains) == ("running", job)
+    assert state(report("RUNNING"), {**trains, "pid": 79}) == ("starting", job)
+    assert state(report("RUNNING"), killed) == ("starting", f"{job}, again after: env[0] on n1 was killed by signal 15")
+    assert state(report("PENDING", "BeginTime"), killed) == ("pending", f"{job}, to go on: BeginTime")
+    assert state(report("CANCELLED"), trains)[0] == "cancelled"
+    assert state(report("NODE_FAIL"), trains)[0] == "dead"
+    attempts = Attempts(run.files, "t")
+    attempts.begin(-1, "27")
+    attempts.end("requeued: the job had to end")
+    assert state(report("RUNNING"), trains) == ("starting", f"{job}, again after: requeued: the job had to end")
+    run.files.mark_cancelled("t")  # while it was pending; Slurm has forgotten the job
+    assert state(None, {}, None)[0] == "cancelled"
+    run.files.record.unlink()
+
+
+def test_status_of_all_runs(tmp_path: Path, fake_slurm: Path) -> None:
+    """One query, however many there are."""
+    (fake_slurm / "squeue").write_text(
+        f'#!/bin/bash\necho x >> {fake_slurm}/asked\nfor i in $(seq 0 99); do echo "$i|PENDING|Priority"; done\n'
+    )
+    for number in range(100):
+        paths = RunPaths(tmp_path / "runs" / "sweep" / f"s{number}")
+        paths.submit.mkdir(parents=True)
+        JobRecord(0, 1, "t", "slurm", [], "name", job_id=str(number), phase="submitted").write(SegmentFiles(paths, 0))
+    (tmp_path / "runs" / "sweep" / "s7" / "status.json").write_text(
+        json.dumps({"step": 3, "max_steps": 9, "return": 1.25})
+    )
+    lines = render_runs(tmp_path / "runs").splitlines()
+    assert len(lines) == 101 and (fake_slurm / "asked").read_text().split() == ["x"]
+    assert lines[0].split() == ["run", "state", "job", "step", "return", "left"]
+    assert re.search(r"^sweep/s7 +pending +Slurm job 7 +3/9 +1.2 +Priority$", "\n".join(lines), re.M)
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="needs root, to be another user")
+def test_a_colleague_sees_what_is_open_to_all(run: Run) -> None:
+    run.submit(60.0, wait=False)
+    run.claim()
+    run.paths.driver_state.rename(run.root / "later")
+    for folder in (run.root, *run.root.parents):
+        folder.chmod(folder.stat().st_mode | 0o555)
+    render_status(run.paths)  # imports what it needs
+    os.seteuid(65534)
+    try:
+        with pytest.raises(UserError, match="was submitted by root, so its jobs are not yours to cancel"):
+            cancel(run.paths)
+        assert "submitted by root; what it does before its first step only they can see" in render_status(run.paths)
+    finally:
+        os.seteuid(0)
+    claim = Claim.newest(run.files)
+    assert claim is not None and claim.alive_here()
 
 
 # Slurm as far as submission needs it: sbatch starts the script with the job's variables, squeue looks at its process.
@@ -442,3 +574,134 @@ def test_sbatch_refuses(run: Run, fake_slurm: Path) -> None:
         run.submit(executor="slurm", slurm={"partition": "gpx"})
     with pytest.raises(SubmitError, match="could not be submitted"):
         run.submit(executor="slurm", slurm={"partitoin": "gpu"})
+
+
+HOLD = (
+    "import sys; from pathlib import Path; from rlhpc.runtime.launch.sole import sole_driver; "
+    "from rlhpc.runtime.paths import RunPaths\n"
+    "with sole_driver(RunPaths(Path(sys.argv[1]))): print('held', flush=True); sys.stdin.read()"
+)
+
+
+def test_one_run_has_one_driver(run: Run, fake_slurm: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second is refused and says who has the run; one that died, or this job's own earlier start, gives way."""
+    holder = run.paths.registry / "driver.json"
+    first = subprocess.Popen(
+        [sys.executable, "-c", HOLD, str(run.root)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)},
+    )  # fmt: skip
+    assert first.stdout is not None and first.stdout.readline() == "held\n"
+    with pytest.raises(UserError, match=rf"is being trained by process {first.pid} on .*runner.name"), sole(run):
+        pass
+    left = json.loads(holder.read_text())
+    first.kill()
+    first.communicate()
+    with sole(run):
+        assert json.loads(holder.read_text())["process"]["pid"] == os.getpid()
+    assert not holder.exists()
+    # a job on another node, whose lock cannot be seen here
+    left["process"]["host"], left["job"] = "n1/other/x", "42"
+    holder.write_text(json.dumps(left))
+    (fake_slurm / "squeue").write_text("#!/bin/bash\necho '42|RUNNING|None'\n")
+    with pytest.raises(UserError, match=r"is being trained by Slurm job 42 \(process"), sole(run):
+        pass
+    monkeypatch.setenv("SLURM_JOB_ID", "42")  # this very job, requeued
+    with sole(run):
+        pass
+    holder.write_text(json.dumps(left))
+    monkeypatch.setenv("SLURM_JOB_ID", "43")
+    (fake_slurm / "squeue").write_text("#!/bin/bash\necho '42|CANCELLED|None'\n")
+    with sole(run):
+        pass
+
+
+def sole(run: Run) -> Any:
+    from rlhpc.runtime.launch.sole import sole_driver
+
+    return sole_driver(run.paths)
+
+
+def test_waiting_commands_share_one_query(fake_slurm: Path, tmp_path: Path) -> None:
+    """Each asks at every look; Slurm is asked once an interval, for all, and nothing is left in the end."""
+    from rlhpc.runtime.launch.shared import SharedProbe
+
+    (fake_slurm / "squeue").write_text(
+        f'#!/bin/bash\necho "$*" >> {fake_slurm}/asked\nfor i in $(seq 0 39); do echo "$i|PENDING|Priority"; done\n'
+    )
+    place = tmp_path / "place"
+    probes = [SharedProbe(SlurmProbe(interval_s=0.0), place, interval_s=3600.0) for _ in range(40)]
+    for _ in range(3):
+        for number, probe in enumerate(probes):
+            probe.query_one(str(number))
+    assert (fake_slurm / "asked").read_text().count("\n") == 1
+    answers = json.loads((place / "answers.json").read_text())
+    assert len(answers["wanted"]) == 40
+    (place / "answers.json").write_text(json.dumps({**answers, "asked": -7200.0}))  # an hour later
+    for number, probe in enumerate(probes):
+        assert probe.query_one(str(number)) == JobReport(JobState.PENDING, "Priority", "squeue")
+    asked = (fake_slurm / "asked").read_text().splitlines()
+    assert len(asked) == 2 and asked[1].count(",") == 39
+    for number, probe in enumerate(probes):
+        probe.leave([str(number)])
+    assert not place.exists()
+
+
+FULL = """#!/bin/bash
+echo "$(date +%s.%N)" >> tries
+[ "$(cat limit)" = gone ] && exec bash sbatch.real "$@"
+cat limit >&2
+exit 1
+"""
+
+
+@pytest.fixture
+def full_slurm(fake_slurm: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where sbatch says what is in the file `limit`, until that is `gone`."""
+    monkeypatch.setattr("rlhpc.runtime.launch.room.FIRST_S", 0.5)
+    (fake_slurm / "sbatch").rename(fake_slurm / "sbatch.real")
+    (fake_slurm / "sbatch").write_text(FULL.replace("\n", f"\ncd {fake_slurm}\n", 1))
+    (fake_slurm / "sbatch").chmod(0o755)
+    return fake_slurm
+
+
+def refuse(folder: Path, words: str) -> None:
+    (folder / "limit.new").write_text(words)
+    (folder / "limit.new").replace(folder / "limit")
+
+
+LIMIT = "sbatch: error: QOSMaxSubmitJobPerAccountLimit\nsbatch: error: Batch job submission failed: Job violates"
+SILENT = "sbatch: error: Batch job submission failed: Unable to contact slurm controller (connect failure)"
+
+
+@pytest.mark.parametrize("said", [LIMIT, SILENT], ids=["limit", "silent"])
+def test_waits_for_room_in_the_queue(run: Run, full_slurm: Path, said: str) -> None:
+    refuse(full_slurm, said)
+    timer = threading.Timer(2.0, refuse, (full_slurm, "gone"))
+    timer.start()
+    assert run.submit(1.0, executor="slurm")["state"] == "finished"
+    assert len((full_slurm / "tries").read_text().split()) >= 2
+    why = "QOSMaxSubmitJobPerAccountLimit; waits for room" if said == LIMIT else "Slurm does not answer; tries again"
+    assert f"quickstart segment 0: not submitted yet: {why}" in run.out.getvalue()
+    record = JobRecord.read(run.files)
+    assert record is not None and (record.attempt, record.phase, record.reason) == (1, "submitted", "")
+
+
+def test_waiting_for_room_ends(run: Run, full_slurm: Path) -> None:
+    refuse(full_slurm, LIMIT)
+    with pytest.raises(DeadlineExceeded, match="waited 1 s for room; nothing was submitted"):
+        run.submit(executor="slurm", deadline_s=1.0)
+    with pytest.raises(NotNow):
+        run.submit(executor="slurm", patient=False)
+    assert run_state(run.paths) == ("waiting", "not submitted yet: QOSMaxSubmitJobPerAccountLimit; waits for room")
+    threading.Timer(1.0, cancel, (run.paths,)).start()
+    with pytest.raises(JobCancelled):
+        run.submit(executor="slurm")
+    assert run_state(run.paths)[0] == "cancelled"
+    # a limit that lets in none of this user's jobs, though none is there
+    (full_slurm / "squeue").write_text("#!/bin/bash\n")
+    refuse(full_slurm, LIMIT.replace("PerAccount", "PerUser"))
+    with pytest.raises(SubmitError, match="will never be let in"):
+        run.submit(executor="slurm")
+    refuse(full_slurm, "sbatch: error: Batch job submission failed: Job violates accounting/QOS policy")
+    with pytest.raises(SubmitError, match="could not be submitted"):
+        run.submit(executor="slurm")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import signal
 import subprocess
 import sys
 import time
@@ -242,7 +241,7 @@ def test_early_stop_decides_which_steps_are_evaluated(tmp_path: Path) -> None:
 
 
 def start_and_kill(folder: Path, overrides: str, until: Path, rows: int) -> None:
-    """Starts Snakemake, kills it and all that waits below it once `rows` lines are in the file; the driver lives on."""
+    """Starts Snakemake and kills it once `rows` lines are in the file: what waited for it ends, the driver lives on."""
     process = subprocess.Popen(
         command(folder, overrides=overrides),
         cwd=ROOT,
@@ -251,8 +250,17 @@ def start_and_kill(folder: Path, overrides: str, until: Path, rows: int) -> None
         stderr=subprocess.DEVNULL,
     )
     wait_for(lambda: until.exists() and until.read_bytes().count(b"\n") >= rows, process)
-    os.killpg(process.pid, signal.SIGKILL)
+    process.kill()
     process.wait()
+    wait_for(lambda: not group_lives(process.pid), seconds=30)
+
+
+def group_lives(group: int) -> bool:
+    try:
+        os.killpg(group, 0)
+    except ProcessLookupError:
+        return False
+    return True
 
 
 def wait_for(condition: Any, process: subprocess.Popen[bytes] | None = None, seconds: float = 120) -> None:
@@ -281,6 +289,26 @@ def test_a_killed_snakemake_finds_the_run_again(tmp_path: Path) -> None:
     assert steps == list(range(1, 241))
     assert sorted(p.name for p in (run / "submit").glob("*.claim.*")) == [f"segment_{k}.claim.1.json" for k in (0, 1)]
     assert "Nothing to be done" in snakemake(tmp_path, overrides=overrides)
+
+
+@pytest.mark.chaos
+def test_a_cancelled_run_stays_ended(tmp_path: Path) -> None:
+    """Until a person starts it again; the retries of the Snakemake that waited do not."""
+    overrides = f"{SMALL} runner.segments=1 runner.max_steps=240"
+    run = tmp_path / "runs" / "quickstart"
+    waiting = subprocess.Popen(
+        command(tmp_path, overrides=overrides), cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+    wait_for(lambda: (run / "metrics.jsonl").exists() and (run / "metrics.jsonl").read_bytes().count(b"\n") >= 3)
+    subprocess.run([sys.executable, "-m", "rlhpc.cli", "cancel", str(run)], cwd=ROOT, check=True, timeout=60)
+    said, _ = waiting.communicate(timeout=120)
+    assert waiting.returncode == 1 and "Trying to restart" in said and said.count("was cancelled") >= 2
+    submitted = json.loads((run / "submit/segment_0.json").read_text())
+    assert submitted["attempt"] == 1
+    snakemake(tmp_path, overrides=overrides)
+    assert json.loads((run / "submit/segment_0.json").read_text())["attempt"] == 2
+    steps = [json.loads(line)["step"] for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert steps == list(range(1, 241))
 
 
 def test_a_robot_from_demonstrations_to_a_recording_of_its_own(tmp_path: Path) -> None:

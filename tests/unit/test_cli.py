@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -144,3 +145,33 @@ class TestWhichRun:
         other.checkpoints.mkdir(parents=True)
         assert run_paths(str(run.root), ["runner.name=second"]) == other
         assert run_paths(str(run.root), ["runner.seed=3"]) == run
+
+
+@pytest.mark.parametrize("words", [["--deadline", "-5"], ["--deadline", "0"], ["--attempt", "0"]], ids=" ".join)
+def test_submit_refuses_before_anything_is_submitted(
+    words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["submit", QUICKSTART, f"runner.run_dir={tmp_path}", "--executor", "local", *words]) == 2
+    assert f"{words[0]} is {words[1]}" in capsys.readouterr().err and not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--group", "nope"], "no logs of nope in .*; there are: driver"),
+        (["--rank", "99"], "no logs of any group-99 in .*; there are: driver"),
+        (["--rank", "-1"], "--rank is -1"),
+        (["-n", "-3"], "--lines is -3"),
+    ],
+    ids=["group", "rank", "negative rank", "lines"],
+)
+def test_logs_that_are_not_there(
+    words: list[str], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    paths = RunPaths(tmp_path / "run")
+    paths.segment_logs(0).mkdir(parents=True)
+    (paths.segment_logs(0) / "driver.out").write_text("hello\n")
+    paths.config.touch()
+    assert cli.main(["logs", str(paths.root), *words]) == 2
+    assert re.search(said, capsys.readouterr().err)
+    assert cli.main(["logs", str(paths.root)]) == 0 and capsys.readouterr().out == "[driver] hello\n"

@@ -122,6 +122,11 @@ def executor(wildcards):
     return Untracked(config["executor"] if config["executor"] != "auto" else "slurm" if on_slurm else "local")
 
 
+def which_try(wildcards, attempt):
+    """Told to `rlhpc submit`: a retry must not start again what somebody cancelled."""
+    return attempt
+
+
 def suite_overrides(wildcards):
     """What an evaluation suite changes in the run's configuration."""
     return words(config["suites"].get(wildcards.suite, ""))

@@ -21,6 +21,8 @@ rule sft:
         f"{LOGS}/sft.tsv"
     retries: config["retries"]
     localrule: True
+    resources:
+        attempt=which_try,
     params:
         executor=executor,
         marker=near(SFT_RUN.segment_done(0)),
@@ -29,6 +31,7 @@ rule sft:
         training=training_fingerprint(SFT_CFG),
     shell:
         "rlhpc submit {input.config:q} --segment 0 --executor {params.executor}"
+        " --attempt {resources.attempt} --asked-by $PPID"
         " {params.site} {params.overrides} 2>&1 > /dev/null | tee --ignore-interrupts {log:q}"
         " && cp --preserve=timestamps {params.marker:q} {output.done:q}"
 

@@ -14,6 +14,7 @@ TRAIN_PARAMS = {
 }
 TRAIN_COMMAND = (
     "rlhpc submit {input.config:q} --segment {wildcards.segment} --executor {params.executor}"
+    " --attempt {resources.attempt} --asked-by $PPID"
     " {params.resume_with} {params.site} {params.overrides} 2>&1 > /dev/null | tee --ignore-interrupts {log:q}"
     " && cp --preserve=timestamps {params.marker:q} {output.done:q}"
 )
@@ -32,6 +33,8 @@ if CFG.runner.stop_return is None:
             f"{LOGS}/train_segment_{{segment}}.tsv"
         retries: config["retries"]
         localrule: True
+        resources:
+            attempt=which_try,
         params:
             **TRAIN_PARAMS,
         shell:
@@ -52,6 +55,8 @@ else:
             f"{LOGS}/train_segment_{{segment}}.tsv"
         retries: config["retries"]
         localrule: True
+        resources:
+            attempt=which_try,
         params:
             **TRAIN_PARAMS,
         shell:

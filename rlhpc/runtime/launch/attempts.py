@@ -33,6 +33,11 @@ class Attempts:
     def count(self) -> int:
         return len(self._rows)
 
+    @property
+    def last_end(self) -> str:
+        """How the last attempt ended; "" while it runs, or where there was none."""
+        return str(self._rows[-1].get("how") or "") if self._rows and "ended" in self._rows[-1] else ""
+
     def begin(self, step: int, job_id: str) -> None:
         """The driver starts from checkpoint `step` (-1: none)."""
         self._rows.append(

@@ -1,4 +1,4 @@
-"""Who may submit a segment, and which job owns it.
+"""Which job owns a segment.
 
 Two guards, for two races. `SubmitLock` lets one process at a time look and submit. `Claim` is taken by the job itself
 when it starts: claims are numbered files made with O_EXCL semantics, the next number may be taken only when the holder
@@ -9,21 +9,16 @@ other's back (a submitter killed between two system calls, a job both requeued a
 from __future__ import annotations
 
 import contextlib
-import errno
-import fcntl
 import json
 import os
 import re
-import secrets
 import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
-from rlhpc.runtime.errors import DeadlineExceeded, SubmitError
 from rlhpc.runtime.launch.jobs import JobProbe, ProcessId
 from rlhpc.runtime.paths import RunPaths
 
@@ -32,13 +27,25 @@ LEASE_S = 30.0
 #: How often a live holder renews it.
 RENEW_S = 5.0
 
-_NO_FLOCK = {errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL, errno.EIO}
+
+def look_again(folder: Path) -> int:
+    """When a name in the folder last changed, in ns; -1 where there is no folder.
+
+    Opening it makes NFS ask the server (close-to-open consistency) instead of answering from its cache of names.
+    """
+    try:
+        fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    except OSError:
+        return -1
+    try:
+        return os.fstat(fd).st_mtime_ns
+    finally:
+        os.close(fd)
 
 
 def read_json(path: Path) -> dict[str, Any] | None:
     """The object in a file that others replace atomically; None when it is missing or not (yet) readable."""
-    with contextlib.suppress(OSError):
-        list(path.parent.iterdir())  # makes NFS look again instead of answering from its cache of missing names
+    look_again(path.parent)
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -91,12 +98,16 @@ class SegmentFiles:
 
     @property
     def cancel(self) -> Path:
-        """Says that the user wants the job to end for good; it would look like a preemption else."""
+        """Says that somebody wanted the job to end for good; it would look like a preemption else."""
         return self.paths.submit / f"segment_{self.segment}.cancel.json"
 
     def cancelled(self, token: str) -> bool:
-        """Whether the user has cancelled that submission."""
+        """Whether somebody has cancelled that submission."""
         return (read_json(self.cancel) or {}).get("token") == token
+
+    def mark_cancelled(self, token: str) -> None:
+        """Notes that somebody has cancelled that submission."""
+        write_json(self.cancel, {"token": token, "time": time.time()})
 
     @property
     def lock(self) -> Path:
@@ -147,94 +158,6 @@ def renewed_within(path: Path, seconds: float, alive_again: Callable[[], bool] =
     except FileNotFoundError:
         pass
     return False
-
-
-class SubmitLock:
-    """Only one process at a time decides about a segment: flock, or a lease file where the file system has no locks.
-
-    Args:
-        files: The segment's files; their folder must exist.
-        timeout_s: How long to wait for another submitter.
-
-    Raises:
-        DeadlineExceeded: On entering, when the other one did not finish in time.
-        SubmitError: On entering, when the folder cannot be written.
-    """
-
-    def __init__(self, files: SegmentFiles, timeout_s: float = 120.0) -> None:
-        self._files = files
-        self._timeout_s = timeout_s
-        self._fd: int | None = None
-        self._leased = False
-
-    def __enter__(self) -> SubmitLock:
-        end = time.monotonic() + self._timeout_s
-        try:
-            self._fd = os.open(self._files.lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-            while not self._try():
-                if time.monotonic() > end:
-                    raise DeadlineExceeded(
-                        f"segment {self._files.segment}: another process has been submitting it for "
-                        f"{self._timeout_s:.0f} s and holds {self._files.lock}; if it hangs, end it and try again"
-                    )
-                time.sleep(0.1)
-        except OSError as error:
-            self._release()
-            raise SubmitError(f"cannot lock {self._files.lock}: {error.strerror or error}") from error
-        except BaseException:
-            self._release()
-            raise
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._release()
-
-    def _try(self) -> bool:
-        assert self._fd is not None
-        try:
-            fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return True
-        except BlockingIOError:
-            return False
-        except OSError as error:
-            if error.errno not in _NO_FLOCK:
-                raise
-        return self._try_lease()
-
-    def _try_lease(self) -> bool:
-        lease = self._files.lease
-        try:
-            fd = os.open(lease, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-        except FileExistsError:
-            holder = ProcessId.from_json(read_json(lease))
-            alive = None if holder is None else holder.alive()
-            if alive is False or (alive is None and not renewed_within(lease, LEASE_S)):
-                self._remove_stale(holder)
-            return False
-        with os.fdopen(fd, "w", encoding="utf-8") as file:
-            json.dump(ProcessId.of(os.getpid()).to_json(), file)
-        self._leased = True
-        return True
-
-    def _remove_stale(self, holder: ProcessId | None) -> None:
-        """Remove the lease of a dead holder, and put it back if somebody else had just taken it."""
-        lease = self._files.lease
-        aside = lease.with_suffix(f".stale-{secrets.token_hex(4)}")
-        with contextlib.suppress(FileNotFoundError, FileExistsError):
-            lease.rename(aside)
-            if ProcessId.from_json(read_json(aside)) != holder:
-                os.link(aside, lease)
-        aside.unlink(missing_ok=True)
-
-    def _release(self) -> None:
-        if self._leased:
-            self._files.lease.unlink(missing_ok=True)
-            self._leased = False
-        if self._fd is not None:
-            os.close(self._fd)
-            self._fd = None
 
 
 @dataclass(frozen=True)

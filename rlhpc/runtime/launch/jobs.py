@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import shutil
 import socket
 import subprocess
 import time
@@ -16,6 +17,8 @@ from enum import Enum
 from functools import cache
 from pathlib import Path
 from typing import Any
+
+from rlhpc.runtime.launch.room import NotNow
 
 
 class JobState(Enum):
@@ -186,6 +189,10 @@ class JobProbe(ABC):
     def query_one(self, job_id: str) -> JobReport:
         return self.query([job_id])[job_id]
 
+    def leave(self, job_ids: Iterable[str]) -> None:
+        """These will not be asked about again."""
+        return
+
 
 class LocalProbe(JobProbe):
     """Jobs that are processes of this host.
@@ -256,8 +263,16 @@ class SlurmProbe(JobProbe):
         return {i: self._last[i] for i in ids}
 
     def find(self, job_name: str) -> str | None:
-        """Id of this user's waiting or running job of that name, if there is one."""
+        """Id of this user's waiting or running job of that name, if there is one.
+
+        Raises:
+            NotNow: Slurm does not answer, so there may be one.
+        """
         ok, lines = self._run("squeue", "--noheader", "--me", f"--name={job_name}", "--format=%i")
+        if not ok and shutil.which("squeue") and not any("nvalid job id" in line for line in lines):
+            said = " ".join(lines)
+            raise NotNow(f"squeue does not say whether there is a job {job_name}: {said}", reason="Slurm does not answer",
+                         silent=True)  # fmt: skip
         ids = [_leader(line) for line in lines if line.strip()]
         return ids[0] if ok and ids else None
 
@@ -313,7 +328,10 @@ class SlurmProbe(JobProbe):
 
     @staticmethod
     def _collect(rows: Iterable[list[str]], ids: list[str], found: dict[str, JobReport], source: str) -> None:
-        """Reports by leader; of a het job's components, the one that still lives or ended worst counts."""
+        """Reports by leader; of a het job's components, the one that still lives or ended worst counts.
+
+        Slurm cancels the other components of one that failed: only where nothing else happened was the job cancelled.
+        """
         reports: dict[str, list[JobReport]] = {}
         for row in rows:
             if len(row) < 2 or _leader(row[0]) not in ids:
@@ -323,7 +341,7 @@ class SlurmProbe(JobProbe):
                 reason = row[2].strip() if len(row) > 2 and row[2].strip() not in ("None", "0:0") else ""
                 reports.setdefault(_leader(row[0]), []).append(JobReport(state, reason, source))
         for job_id, parts in reports.items():
-            parts.sort(key=lambda r: (r.state.is_terminal, r.state.is_success))
+            parts.sort(key=lambda r: (r.state.is_terminal, r.state.is_success, r.state is JobState.CANCELLED))
             found[job_id] = parts[0]
 
     def _run(self, *command: str) -> tuple[bool, list[str]]:

@@ -13,7 +13,9 @@ class JobRecord:
     """What `submit/segment_<k>.json` holds.
 
     Attributes:
-        phase: "submitting" until the job id is known, then "submitted".
+        phase: "submitting" until the job id is known, then "submitted"; "waiting" while the site takes no more jobs, "refused"
+            where it will never take this one.
+        reason: Why it is waiting, or was refused.
         process: Of the local controller; None for Slurm.
         attempt: Number of this submission, from 1.
         job_log: Files with the job's own output; the driver's are in `logs/segment_<k>/`.
@@ -27,6 +29,7 @@ class JobRecord:
     job_name: str
     job_id: str = ""
     phase: str = "submitting"
+    reason: str = ""
     process: ProcessId | None = None
     submitted: float = 0.0
     job_log: str = ""
@@ -60,10 +63,13 @@ def probe_for(record: JobRecord, files: SegmentFiles) -> JobProbe:
     return LocalProbe({record.job_id: record.process} if record.process else {})
 
 
-def owner_of(files: SegmentFiles, record: JobRecord) -> JobRecord:
-    """The record, or the job that holds the claim when two were submitted or the id was never written down."""
+def owner_of(files: SegmentFiles, record: JobRecord, *, alive: bool = False) -> JobRecord:
+    """The record, or the job that holds the claim when two were submitted or the id was never written down.
+
+    `alive`: the holder of the claim is known to live.
+    """
     claim = Claim.newest(files)
-    if claim is None or (claim.token == record.token and record.job_id) or not claim.alive():
+    if claim is None or (claim.token == record.token and record.job_id) or not (alive or claim.alive()):
         return record
     current = JobRecord.read(files)
     if current is not None and current.token == claim.token and current.job_id:
@@ -90,11 +96,13 @@ def find_job(files: SegmentFiles) -> JobRecord | None:
     ended = read_json(files.exit)
     if ended is not None and ended.get("token") == record.token:
         return None
+    if record.phase == "refused":
+        return None
     probe = probe_for(record, files)
     claim = Claim.newest(files)
     if claim is not None and claim.alive(probe if record.executor == "slurm" else None):
         return owner_of(files, record)
-    if record.phase == "submitting" and record.executor == "slurm" and isinstance(probe, SlurmProbe):
+    if record.phase in ("submitting", "waiting") and record.executor == "slurm" and isinstance(probe, SlurmProbe):
         job_id = probe.find(record.job_name)
         if job_id is None:
             return None
@@ -111,3 +119,18 @@ def find_job(files: SegmentFiles) -> JobRecord | None:
         if not report.conclusive and claim is not None:
             gone = True  # of another host, and it stopped renewing its claim
     return None if gone else record
+
+
+def was_cancelled(files: SegmentFiles) -> JobRecord | None:
+    """The segment's last submission, if somebody ended it on purpose: `rlhpc cancel`, or scancel."""
+    record = JobRecord.read(files)
+    if record is None:
+        return None
+    if files.cancelled(record.token):
+        return record
+    ended = read_json(files.exit)
+    if ended is not None and ended.get("token") == record.token:
+        return record if ended.get("cancelled") else None
+    if record.executor == "slurm" and record.job_id:
+        return record if probe_for(record, files).query_one(record.job_id).state is JobState.CANCELLED else None
+    return None

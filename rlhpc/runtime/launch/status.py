@@ -1,4 +1,4 @@
-"""What `rlhpc status` and `rlhpc logs` show, from the files of a run alone: no process is asked."""
+"""What `rlhpc status` and `rlhpc logs` show."""
 
 from __future__ import annotations
 
@@ -8,101 +8,40 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, TextIO
 
-from rlhpc.runtime.errors import RlhpcError
-from rlhpc.runtime.launch.claim import Claim, SegmentFiles, read_json
-from rlhpc.runtime.launch.jobs import host_identity
+from rlhpc.runtime.errors import RlhpcError, UserError
+from rlhpc.runtime.launch.claim import read_json
+from rlhpc.runtime.launch.state import FINAL, OVER, Facts, RunState, duration, find_runs, number_of, run_state, states
 from rlhpc.runtime.paths import RunPaths
 from rlhpc.runtime.registry import CURRENT
 from rlhpc.runtime.scratch import Scratch, host_id
-
-_FINAL = ("finished", "failed", "stopped")
-#: A driver on another host that has not written its status for this long is not called running.
-_SILENT_S = 300.0
-
-
-def duration(seconds: float | None) -> str:
-    """`1h02m`, `3m20s`, `12s`; `?` for what is not known."""
-    if seconds is None or seconds != seconds or seconds < 0 or seconds == float("inf"):
-        return "?"
-    minutes, rest = divmod(int(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    if hours:
-        return f"{hours}h{minutes:02d}m"
-    return f"{minutes}m{rest:02d}s" if minutes else f"{rest}s"
 
 
 def progress_line(paths: RunPaths, since: float = 0.0) -> str:
     """`step 12/100, return 34.5, 1234 env steps/s, ETA 1m20s`, or "" when the driver wrote nothing after `since`."""
     status = read_json(paths.driver_state)
-    if status is None or (_number(status, "updated") or 0.0) < since:
+    if status is None or (number_of(status, "updated") or 0.0) < since:
         return ""
     return ", ".join(_progress(status))
 
 
-def _number(status: dict[str, Any], key: str) -> float | None:
-    value = status.get(key)
-    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
-
-
 def _progress(status: dict[str, Any]) -> list[str]:
     parts = []
-    step, most = _number(status, "step"), _number(status, "max_steps")
+    step, most = number_of(status, "step"), number_of(status, "max_steps")
     if step is not None:
         parts.append(f"step {step:.0f}" + (f"/{most:.0f}" if most is not None and most >= 0 else ""))
-    value, rate, eta = (_number(status, key) for key in ("return", "env_steps_per_s", "eta_s"))
+    value, rate, eta = (number_of(status, key) for key in ("return", "env_steps_per_s", "eta_s"))
     if value is not None:
         parts.append(f"return {value:.1f}")
     if rate is not None:
         parts.append(f"{rate:.0f} env steps/s")
     for name in ("reward", "loss"):
-        if (found := _number(status, name)) is not None:
+        if (found := number_of(status, name)) is not None:
             parts.append(f"{name} {found:.3f}")
-    if (tokens := _number(status, "tokens_per_s")) is not None:
+    if (tokens := number_of(status, "tokens_per_s")) is not None:
         parts.append(f"{tokens:.0f} tokens/s")
-    if eta is not None and status.get("state") not in _FINAL:
+    if eta is not None and status.get("state") not in FINAL:
         parts.append(f"ETA {duration(eta)}")
     return parts
-
-
-def run_state(paths: RunPaths) -> tuple[str, str]:
-    """(state, explanation): waiting, running, stopped, finished, failed or dead (its process is gone)."""
-    status = read_json(paths.driver_state) or {}
-    state = str(status.get("state") or "")
-    reason = str(status.get("stop_reason") or "")
-    newest = _newest_segment(paths)
-    claim = Claim.newest(newest) if newest is not None else None
-    ended = read_json(newest.exit) if newest is not None else None
-    if claim is not None and claim.alive_here():
-        return ("running" if state not in _FINAL else state), f"job {claim.job_id}"
-    if ended is not None and claim is not None and ended.get("token") == claim.token and not newest_done(newest):
-        return "failed", (str(ended.get("message") or "").strip().splitlines() or [""])[0]
-    if state in _FINAL:
-        return state, reason
-    if not state:
-        return ("waiting", "submitted, not started yet") if newest is not None else ("unknown", "no status.json")
-    pid, host = status.get("pid"), str(status.get("host") or "").partition(":")[0]
-    if host == host_identity().split("/")[0] and isinstance(pid, int):
-        if Path(f"/proc/{pid}").exists():
-            return state, reason
-        return "dead", f"its driver (pid {pid}) is gone; submit the run again to resume it"
-    silent = time.time() - (_number(status, "updated") or 0.0)
-    if silent > _SILENT_S:
-        return "dead", f"its driver on {host or '?'} has not been heard of for {duration(silent)}"
-    return state, reason
-
-
-def newest_done(files: SegmentFiles | None) -> bool:
-    """Whether the segment is finished."""
-    return files is not None and files.marker.exists()
-
-
-def _newest_segment(paths: RunPaths) -> SegmentFiles | None:
-    try:
-        names = [p.name.removeprefix("segment_").removesuffix(".json") for p in paths.submit.glob("segment_*.json")]
-    except OSError:
-        return None
-    numbers = [int(name) for name in names if name.isdigit()]
-    return SegmentFiles(paths, max(numbers)) if numbers else None
 
 
 def newest_generation(paths: RunPaths) -> Path | None:
@@ -148,33 +87,85 @@ def render_status(paths: RunPaths) -> str:
     """
     if not paths.root.is_dir():
         raise RlhpcError(f"there is no run at {paths.root}; runs are in runner.run_dir, `ls` shows their names")
-    status = read_json(paths.driver_state) or {}
-    state, why = run_state(paths)
-    lines = [f"run          {paths.root.name}  ({paths.root})", f"state        {state}" + (f": {why}" if why else "")]
-    progress = _progress(status)
+    [(facts, found)] = states([paths])
+    status = facts.status
+    why = f": {found.why}" if found.why else ""
+    lines = [f"run          {paths.root.name}  ({paths.root})", f"state        {found.state}{why}"]
+    progress = _progress(status) if found.own or found.state in OVER else []
     if progress:
         lines.append(f"progress     {', '.join(progress)}")
-    started, updated = _number(status, "started"), _number(status, "updated")
-    if started is not None and updated is not None:
-        age = f", last heard {duration(time.time() - updated)} ago" if state not in _FINAL else ""
-        lines.append(f"running for  {duration(updated - started)} on {status.get('host', '?')}{age}")
+    lines += _time_lines(status, found)
     done = sorted(int(p.stem) for p in paths.segments.glob("*.json") if p.stem.isdigit())
     lines.append(f"segments     {', '.join(map(str, done)) + ' done' if done else 'none done'}")
     steps = [step for step, path in paths.checkpoint_steps() if (path / "COMPLETE").exists()]
     lines.append("checkpoints  " + (", ".join(f"global_step_{step}" for step in steps) if steps else "none"))
-    rows = members(paths)
+    rows = members(paths) if found.state in OVER or _generation_is_new(facts, found) else []
     shm = _shared_memory(rows)
     if shm is not None:
         lines.append(f"shared mem   {shm[0] / 2**20:.1f} MiB, payloads in use {shm[1] / 2**20:.1f} MiB")
     if rows:
         lines += ["", f"{'group':<12} {'rank':>4}  {'node':<16} {'pid':>8}  state"]
-        lines += [_member_line(row, over=state in (*_FINAL, "dead")) for row in rows]
+        lines += [_member_line(row, over=found.state in OVER) for row in rows]
     return "\n".join(lines)
+
+
+def _time_lines(status: dict[str, Any], found: RunState) -> list[str]:
+    """How long the run has trained in all, and this start of it."""
+    started, updated, elapsed = (number_of(status, key) for key in ("started", "updated", "elapsed_s"))
+    if started is None or updated is None:
+        return []
+    lines = []
+    if elapsed is not None:
+        lines.append(f"trained for  {duration(elapsed)} in all")
+    if found.own or found.state in OVER:
+        age = "" if found.state in OVER else f", last heard {duration(time.time() - updated)} ago"
+        lines.append(f"this start   {duration(updated - started)} on {status.get('host', '?')}{age}")
+    return lines
+
+
+def _generation_is_new(facts: Facts, found: RunState) -> bool:
+    """Whether the ranks in the registry are of the newest attempt: both files have the file server's time."""
+    if facts.files is None:
+        return True
+    try:
+        return (facts.paths.registry / CURRENT).stat().st_mtime_ns >= facts.files.attempts.stat().st_mtime_ns
+    except OSError:
+        return found.own
+
+
+_COLUMNS = ("run", "state", "job", "step", "return", "left", "")
+
+
+def render_runs(folder: Path) -> str:
+    """A line for each run below a folder; Slurm is asked once for all.
+
+    Raises:
+        UserError: There is none.
+    """
+    found = list(find_runs(folder))
+    if not found:
+        raise UserError(f"there is no run below {folder}")
+    rows = [_COLUMNS, *(_row(folder, facts, state) for facts, state in states(found))]
+    widths = [max(len(row[column]) for row in rows) for column in range(len(_COLUMNS) - 1)]
+    return "\n".join(
+        "  ".join([*(cell.ljust(width) for cell, width in zip(row, widths, strict=False)), row[-1]]).rstrip()
+        for row in rows
+    )
+
+
+def _row(folder: Path, facts: Facts, found: RunState) -> tuple[str, ...]:
+    status = facts.status
+    step, most, value, eta = (number_of(status, key) for key in ("step", "max_steps", "return", "eta_s"))
+    steps = "" if step is None else f"{step:.0f}" + (f"/{most:.0f}" if most is not None and most >= 0 else "")
+    left = duration(eta) if eta is not None and found.state == "running" else ""
+    why = found.why.removeprefix(found.job).lstrip(":;, ") if found.job else found.why
+    name = str(facts.paths.root.relative_to(folder))
+    return name, found.state, found.job, steps, "" if value is None else f"{value:.1f}", left, why
 
 
 def _member_line(row: dict[str, Any], *, over: bool) -> str:
     pid, node, state = row.get("pid"), str(row.get("node") or "?"), str(row.get("state") or "?")
-    if state not in (*_FINAL, "dead", "ended"):
+    if state not in (*OVER, "ended"):
         here = row.get("host") == host_id() and isinstance(pid, int)
         if over or (here and not Path(f"/proc/{pid}").exists()):
             state = "ended" if over else "gone"
@@ -236,7 +227,7 @@ def print_logs(
         poll_s: How often to look for more.
 
     Raises:
-        RlhpcError: There are no such logs; names what there is.
+        UserError: There are no such logs; names what there is.
     """
     target = out or sys.stdout
     files = _log_files(paths, group, rank)
@@ -245,13 +236,13 @@ def print_logs(
         asked = (
             "" if group is None and rank is None else f" of {group or 'any group'}{'' if rank is None else f'-{rank}'}"
         )
-        raise RlhpcError(f"no logs{asked} in {paths.logs}; there are: {', '.join(there) or 'none yet'}")
+        raise UserError(f"no logs{asked} in {paths.logs}; there are: {', '.join(there) or 'none yet'}")
     at: dict[Path, int] = {}
     for path, label in files.items():
         text, at[path] = _tail(path, lines)
         _write(target, label, text)
     while follow:
-        over = run_state(paths)[0] in (*_FINAL, "dead", "unknown")
+        over = run_state(paths)[0] in (*OVER, "unknown")
         for path, label in _log_files(paths, group, rank).items():
             _write(target, label, list(_added(path, at)))
         if over:

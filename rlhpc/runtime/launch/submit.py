@@ -14,7 +14,6 @@ import secrets
 import shlex
 import shutil
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -24,19 +23,34 @@ from typing import Any, TextIO
 
 from rlhpc.runtime.errors import RlhpcError, SubmitError
 from rlhpc.runtime.import_paths import run_module
-from rlhpc.runtime.launch.claim import Claim, SegmentFiles, SubmitLock, read_json, write_json
+from rlhpc.runtime.launch.cancel import cancel
+from rlhpc.runtime.launch.claim import Claim, SegmentFiles, read_json
 from rlhpc.runtime.launch.driver_job import DriverJob
-from rlhpc.runtime.launch.jobs import JobState, ProcessId
+from rlhpc.runtime.launch.jobs import ProcessId
 from rlhpc.runtime.launch.local import make_local_executor, python_path
-from rlhpc.runtime.launch.record import JobRecord, find_job, job_words, owner_of, probe_for
-from rlhpc.runtime.launch.waiter import DriverFailed, DriverRejected, JobLost, Waiter, say
+from rlhpc.runtime.launch.lock import SubmitLock
+from rlhpc.runtime.launch.record import JobRecord, find_job, job_words, owner_of, was_cancelled
+from rlhpc.runtime.launch.room import NotNow, Patience, not_now, nothing_queued, room_words
+from rlhpc.runtime.launch.waiter import (
+    DriverFailed,
+    DriverRejected,
+    JobCancelled,
+    JobLost,
+    Waiter,
+    WaitInterrupted,
+    cancelled_error,
+    goes_on,
+    say,
+)
 from rlhpc.runtime.paths import RunPaths
 
 __all__ = [
     "DriverFailed",
     "DriverRejected",
+    "JobCancelled",
     "JobLost",
     "JobRecord",
+    "NotNow",
     "WaitInterrupted",
     "cancel",
     "choose_executor",
@@ -50,13 +64,7 @@ _NO_LIMIT_MIN = 10 * 365 * 24 * 60
 #: submitit counts timeouts and gives up; here the progress between attempts decides (`DriverJob.max_stalled`).
 _NO_COUNT = 10**6
 #: A job that is lost this soon after it was found was on its way out already.
-_DYING_S = 10.0
-
-
-class WaitInterrupted(RlhpcError):
-    """Ctrl-C ended the waiting; the job goes on."""
-
-    exit_code = 130
+DYING_S = 10.0
 
 
 def driver_command(config_path: str | Path, overrides: Sequence[str] = (), *, segment: int = 0) -> list[str]:
@@ -82,6 +90,9 @@ def submit_segment(
     save_grace_s: float = 600.0,
     max_restarts: int = 0,
     on_found: Callable[[bool], None] = lambda live: None,
+    attempt: int = 1,
+    patient: bool = True,
+    asked_by: ProcessId | None = None,
     stream: TextIO | None = None,
 ) -> dict[str, Any]:
     """Start the driver of a segment as a job, or find the one that runs, and wait for it.
@@ -106,6 +117,10 @@ def submit_segment(
         max_restarts: How often in a row a driver that was killed is started again without a new checkpoint in between.
         on_found: Called under the submission's lock, with whether there is a live job, before one is submitted or attached
             to; what it raises ends the submission.
+        attempt: Number of this try by a workflow engine. From 2 on it is a retry, which does not start again what somebody
+            cancelled.
+        patient: Wait where the site takes no more jobs now, or Slurm does not answer; False raises `NotNow` instead.
+        asked_by: Waiting ends when this process is gone, and the job goes on.
         stream: Where progress goes; stderr by default.
 
     Returns:
@@ -115,8 +130,8 @@ def submit_segment(
     Raises:
         SubmitError: The job could not be submitted.
         DriverRejected: The driver found the configuration wrong.
-        DriverFailed: The driver failed, with its first error; JobLost when it was killed.
-        WaitInterrupted: Ctrl-C.
+        DriverFailed: The driver failed, with its first error; JobLost when it was killed, JobCancelled when somebody ended it.
+        WaitInterrupted: Ctrl-C, or `asked_by` is gone.
         DeadlineExceeded: `deadline_s` is over.
     """
     files = SegmentFiles(RunPaths(Path(run_root).expanduser().absolute()), segment)
@@ -126,79 +141,77 @@ def submit_segment(
     kind = choose_executor(executor)
     out = stream or sys.stderr
     argv = list(command) if command is not None else driver_command(config_path, overrides, segment=segment)
+    began = time.monotonic()
+    room = Patience(deadline_s)
+    cancel_mark = read_json(files.cancel)
     _make_folders(files)
+
+    def wanted_still() -> None:
+        if read_json(files.cancel) != cancel_mark and (waiting := JobRecord.read(files)) is not None:
+            raise cancelled_error(files, waiting)
+        if asked_by is not None and asked_by.alive() is False:
+            raise WaitInterrupted(f"stopped waiting: who asked for segment {segment} of {files.paths.root} is gone")
+
     while True:
         _await_orphan(files, save_grace_s, out)
+        refusal = None
         with SubmitLock(files):
             done = read_json(files.marker)
             if done is not None:
                 return _answer("finished", JobRecord.read(files), segment, done)
-            record, state = find_job(files), "attached"
-            on_found(record is not None)
-            if record is None:
-                record, state = (
-                    _submit(files, argv, kind, dict(environment or {}), slurm or {}, save_grace_s, max_restarts),
-                    "submitted",
-                )
+            try:
+                record, state = find_job(files), "attached"
+                if record is not None:
+                    on_found(True)
+                else:
+                    ended = was_cancelled(files) if attempt > 1 else None
+                    if ended is not None:
+                        raise cancelled_error(files, ended)
+                    wanted_still()
+                    on_found(False)
+                    record, state = (
+                        _submit(files, argv, kind, dict(environment or {}), slurm or {}, save_grace_s, max_restarts),
+                        "submitted",
+                    )
+            except NotNow as error:
+                refusal = error
+                if not patient:
+                    raise
+        if refusal is not None or record is None:
+            assert refusal is not None
+            say(out, f"{files.paths.root.name} segment {segment}: {room_words(refusal)}")
+            room.wait(refusal, wanted_still)
+            continue
         if not wait:
             return _answer(state, record, segment, None)
-        verb = "waiting for" if state == "attached" else "submitted"
-        say(out, f"segment {segment}: {verb} {job_words(record)}; logs in {files.driver_err.parent}")
+        say(out, started_line(files, record, state))
         attached = time.monotonic() if state == "attached" else None
+        left = None if deadline_s is None else max(0.0, deadline_s - (time.monotonic() - began))
+        waiter = Waiter(
+            files, record, lambda line: say(out, line), poll_s=poll_s, progress_s=progress_s, deadline_s=left,
+            asked_by=asked_by,
+        )  # fmt: skip
         try:
-            done = Waiter(files, record, out, poll_s, progress_s, deadline_s).wait()
+            done = waiter.wait()
         except JobLost:
             # it was dying when we found it, as when somebody kills a run and starts it again
-            if attached is None or time.monotonic() - attached > _DYING_S:
+            if attached is None or time.monotonic() - attached > DYING_S:
+                raise
+            continue
+        except JobCancelled:
+            # so was one that had been cancelled before this command was given
+            if attempt > 1 or cancel_mark is None or read_json(files.cancel) != cancel_mark:
                 raise
             continue
         except KeyboardInterrupt:
-            owner = owner_of(files, record)
-            raise WaitInterrupted(
-                f"stopped waiting; {job_words(owner)} goes on with segment {segment} of {files.paths.root}\n"
-                "  wait for it again: run the same command\n"
-                f"  stop it:           rlhpc cancel {shlex.quote(str(files.paths.root))}"
-            ) from None
+            raise WaitInterrupted(goes_on(files, owner_of(files, record))) from None
         return _answer("finished", owner_of(files, record), segment, done)
 
 
-def cancel(paths: RunPaths, segment: int | None = None, *, grace_s: float = 60.0) -> list[str]:
-    """End the jobs of a run: they save and stop; what is left after the grace is killed.
-
-    Args:
-        paths: The run.
-        segment: Only this one; all by default.
-        grace_s: How long the driver may take to save.
-
-    Returns:
-        A sentence for every job that was ended; empty when none ran.
-
-    Raises:
-        RlhpcError: A job runs on another host, or scancel failed.
-    """
-    told = []
-    for files in _segments_of(paths) if segment is None else [SegmentFiles(paths, segment)]:
-        if files.marker.exists() and _ends_by_itself(files):
-            continue
-        record = find_job(files)
-        if record is None:
-            continue
-        if record.executor == "slurm":
-            _end_slurm(files, record, grace_s)
-        else:
-            _end_local(files, record, grace_s)
-        told.append(f"segment {files.segment}: {job_words(record)} was cancelled")
-    return told
-
-
-def _ends_by_itself(files: SegmentFiles) -> bool:
-    """Whether the job of a finished segment is gone; it takes a moment after the marker."""
-    end = time.monotonic() + 3.0
-    while (claim := Claim.newest(files)) is not None and claim.alive():
-        if time.monotonic() > end:
-            return False
-        time.sleep(0.1)
-    return True
+def started_line(files: SegmentFiles, record: JobRecord, state: str) -> str:
+    """What is said when a job was submitted or found."""
+    verb = "waiting for" if state == "attached" else "submitted"
+    return f"{files.paths.root.name} segment {files.segment}: {verb} {job_words(record)}; logs in {files.driver_err.parent}"
 
 
 def choose_executor(name: str) -> str:
@@ -215,17 +228,12 @@ def _make_folders(files: SegmentFiles) -> None:
         files.paths.submit.mkdir(parents=True, exist_ok=True)
         files.paths.submit.chmod(0o700)  # job pickles: nobody else reads or replaces them
         files.driver_err.parent.mkdir(parents=True, exist_ok=True)
+        files.paths.segments.mkdir(exist_ok=True)
     except OSError as error:
         raise SubmitError(
             f"cannot write to the run folder {files.paths.root}: {error.strerror or error} ({error.filename}); "
             "choose another with runner.run_dir=…"
         ) from error
-
-
-def _segments_of(paths: RunPaths) -> list[SegmentFiles]:
-    names = sorted(paths.submit.glob("segment_*.json")) if paths.submit.is_dir() else []
-    numbers = sorted({int(p.name.split("_")[1].split(".")[0]) for p in names if p.name.split("_")[1][0].isdigit()})
-    return [SegmentFiles(paths, number) for number in numbers]
 
 
 def _answer(state: str, record: JobRecord | None, segment: int, result: dict[str, Any] | None) -> dict[str, Any]:
@@ -274,7 +282,7 @@ def _submit(
     before = JobRecord.read(files)
     record = JobRecord(
         segment=files.segment,
-        attempt=before.attempt + 1 if before else 1,
+        attempt=before.attempt + bool(before.job_id) if before else 1,
         token=secrets.token_hex(8),
         executor=kind,
         command=argv,
@@ -292,22 +300,35 @@ def _submit(
         save_grace_s=save_grace_s,
         max_restarts=max_restarts,
     )
+    record.write(files)
     try:
-        record.write(files)
         submitted = _executor(kind, files, record.job_name, slurm).submit(job)
-        job_id = str(submitted.job_id)
-        record = replace(
-            record,
-            job_id=job_id,
-            phase="submitted",
-            process=ProcessId.of(int(job_id)) if kind == "local" else None,
-            job_log=str(submitted.paths.stderr),
-        )
-        record.write(files)
     except Exception as error:  # submitit raises RuntimeError, CalledProcessError's text, OSError, ValueError, …
         if isinstance(error, RlhpcError):
             raise
-        raise SubmitError(f"segment {files.segment} could not be submitted ({kind}): {error}") from error
+        refusal = not_now(files.segment, str(error)) if kind == "slurm" else None
+        if refusal is None:
+            said = f"segment {files.segment} could not be submitted ({kind}): {error}"
+            replace(record, phase="refused", reason=said.splitlines()[0]).write(files)
+            raise SubmitError(said) from error
+        if "PerUser" in refusal.reason and nothing_queued():
+            replace(record, phase="refused", reason=f"could not be submitted: {refusal.reason}").write(files)
+            raise SubmitError(
+                f"{refusal}\n  no job of yours is in the queue, so this one will never be let in: it has as many components "
+                "as the run has node groups; ask for another QOS (cluster.qos), or for fewer node groups"
+            ) from error
+        if not refusal.silent:  # after a silence it may be in the queue all the same
+            replace(record, phase="waiting", reason=refusal.reason).write(files)
+        raise refusal from error
+    job_id = str(submitted.job_id)
+    record = replace(
+        record,
+        job_id=job_id,
+        phase="submitted",
+        process=ProcessId.of(int(job_id)) if kind == "local" else None,
+        job_log=str(submitted.paths.stderr),
+    )
+    record.write(files)
     return record
 
 
@@ -345,51 +366,3 @@ def _executor(kind: str, files: SegmentFiles, job_name: str, slurm: Mapping[str,
         }
     )
     return executor
-
-
-def _end_slurm(files: SegmentFiles, record: JobRecord, grace_s: float) -> None:
-    """Asks the driver alone to save and end, as plain scancel would kill the ranks at once; then the job."""
-    probe = probe_for(record, files)
-    if probe.query_one(record.job_id).state is JobState.RUNNING:
-        write_json(files.cancel, {"token": record.token, "time": time.time()})
-        _scancel(record, "--batch", "--signal=TERM")
-        end = time.monotonic() + grace_s
-        while time.monotonic() < end:
-            ended = read_json(files.exit)
-            if files.marker.exists() or (ended is not None and ended.get("token") == record.token):
-                break
-            time.sleep(0.5)
-    _scancel(record)
-
-
-def _scancel(record: JobRecord, *options: str) -> None:
-    try:
-        done = subprocess.run(["scancel", *options, record.job_id], capture_output=True, text=True, timeout=60)
-    except (OSError, subprocess.TimeoutExpired) as error:
-        raise RlhpcError(f"scancel {record.job_id} failed: {error}") from error
-    if done.returncode != 0 and "already completing or completed" not in done.stderr:
-        raise RlhpcError(f"scancel {record.job_id} failed: {done.stderr.strip()}")
-
-
-def _end_local(files: SegmentFiles, record: JobRecord, grace_s: float) -> None:
-    """SIGTERM to the job (it hands it to the driver, which saves), SIGKILL to what is left."""
-    end = time.monotonic() + grace_s
-    asked: set[int] = set()
-    while time.monotonic() < end + 10.0:
-        claim = Claim.newest(files)
-        known = [claim.job, claim.driver] if claim is not None else []
-        processes = [p for p in [*known, record.process] if p is not None]
-        foreign = [p for p in processes if p.alive() is None]
-        if foreign:
-            raise RlhpcError(f"{job_words(record)} runs on {foreign[0].host.split('/')[0]}; cancel it from there")
-        living = [p for p in processes if p.alive()]
-        if not living:
-            return
-        over = time.monotonic() > end
-        # the job before its controller: a controller told to end kills its task after a second
-        for process in living if over else living[:1]:
-            if over or process.pid not in asked:
-                asked.add(process.pid)
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(process.pid, signal.SIGKILL if over else signal.SIGTERM)
-        time.sleep(0.1)

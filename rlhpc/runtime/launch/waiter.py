@@ -1,17 +1,24 @@
-"""Waiting for a segment: the marker file first and often, the job second and seldom."""
+"""Waiting for a segment: names in the run's folder, seldom read; the job, more seldom asked about.
+
+The shared folder is not for polling: a look at the two folders' times (one open each) says whether anything was written
+since, and only then files are read. How often that look is taken grows with the time that was waited.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import shlex
 import time
+from collections.abc import Callable
 from typing import Any, TextIO
 
 from rlhpc.runtime.errors import DeadlineExceeded, RlhpcError, SubmitError
-from rlhpc.runtime.launch.claim import Claim, SegmentFiles, read_json
+from rlhpc.runtime.launch.claim import LEASE_S, Claim, SegmentFiles, look_again, read_json
 from rlhpc.runtime.launch.driver_job import first_failure
-from rlhpc.runtime.launch.jobs import JobReport, JobState
+from rlhpc.runtime.launch.jobs import JobProbe, JobReport, JobState, ProcessId, SlurmProbe
 from rlhpc.runtime.launch.record import JobRecord, job_words, owner_of, probe_for
 from rlhpc.runtime.launch.requeue import hasten
+from rlhpc.runtime.launch.shared import SharedProbe
 from rlhpc.runtime.launch.status import progress_line
 
 #: Between the end of a job's processes and its last files being visible on a shared file system.
@@ -21,6 +28,12 @@ _UNKNOWN_S = 900.0
 _FORGOTTEN_S = 90.0
 #: How often a job that is held after a requeue is let go.
 _HASTEN_S = 60.0
+#: The run's folders are looked at after a tenth of the time that was waited so far, and at least so often.
+_LOOK_S = 5.0
+#: Files are read this often even where nothing seems to have changed: two changes may share one tick of a clock.
+_READ_S = 30.0
+#: Lines of progress come this seldom in the end.
+_SELDOM_S = 60.0
 
 
 class DriverFailed(RlhpcError):
@@ -45,69 +58,190 @@ class JobLost(DriverFailed):
     """The job is gone and left neither a finished segment nor an error: killed, or its node died."""
 
 
+class JobCancelled(DriverFailed):
+    """Somebody ended the job on purpose: only a person starts it again, no retry."""
+
+
+class WaitInterrupted(RlhpcError):
+    """Ctrl-C, or the end of the workflow that asked, ended the waiting; the job goes on."""
+
+    exit_code = 130
+
+
 def say(out: TextIO, text: str) -> None:
     with contextlib.suppress(OSError, ValueError):  # the terminal may be gone
         print(f"rlhpc: {text}", file=out, flush=True)
 
 
+def goes_on(files: SegmentFiles, record: JobRecord) -> str:
+    """What somebody is told who stops waiting."""
+    return (
+        f"stopped waiting; {job_words(record)} goes on with segment {files.segment} of {files.paths.root}\n"
+        "  wait for it again: run the same command\n"
+        f"  stop it:           rlhpc cancel {shlex.quote(str(files.paths.root))}"
+    )
+
+
+def cancelled_error(files: SegmentFiles, record: JobRecord, words: str = "") -> JobCancelled:
+    """The error of a job that somebody ended on purpose."""
+    return JobCancelled(
+        f"segment {files.segment} of {files.paths.root.name}: {job_words(record)} was cancelled"
+        + (f"\n{words}" if words else "")
+        + "\n  no retry starts it again; to go on from its last checkpoint, run the same command (snakemake, rlhpc submit) "
+        f"again\n  driver log: {files.driver_err}",
+        exit_code=143,
+        log_path=str(files.driver_err),
+    )
+
+
+def _probe_for(record: JobRecord, files: SegmentFiles) -> JobProbe:
+    """All that wait on this host share one query of Slurm."""
+    probe = probe_for(record, files)
+    return SharedProbe(probe) if isinstance(probe, SlurmProbe) else probe
+
+
 class Waiter:
-    """Polls the marker file often and the job seldom."""
+    """One wait, step by step: `poll` never blocks for long, so that one process can wait for many runs.
+
+    Args:
+        files: The segment.
+        record: Its job.
+        out: Takes a line of progress.
+        probe: Asks about the job; by default one of this waiter's own.
+        poll_s: Least time between two looks.
+        progress_s: Least time between two lines of progress; it grows to a minute.
+        deadline_s: Waiting longer than this is an error; the job goes on.
+        asked_by: Waiting ends when this process is gone.
+    """
 
     def __init__(
         self,
         files: SegmentFiles,
         record: JobRecord,
-        out: TextIO,
-        poll_s: float,
-        progress_s: float,
-        deadline_s: float | None,
+        out: Callable[[str], None],
+        *,
+        probe: JobProbe | None = None,
+        poll_s: float = 0.5,
+        progress_s: float = 5.0,
+        deadline_s: float | None = None,
+        asked_by: ProcessId | None = None,
     ) -> None:
-        self._files = files
-        self._record = record
+        self.files = files
+        self.record = record
         self._out = out
+        self._probe = probe or _probe_for(record, files)
         self._poll_s = poll_s
         self._progress_s = progress_s
-        self._deadline = None if deadline_s is None else (time.monotonic() + deadline_s, deadline_s)
-        self._probe = probe_for(record, files)
+        self._deadline_s = deadline_s
+        self._asked_by = asked_by
+        self._began = time.monotonic()
+        self._seen = (0, 0)
+        self._claim: Claim | None = None
+        self._report = JobReport(JobState.UNKNOWN, conclusive=False)
+        self._next_look = self._next_read = self._next_probe = self._next_line = self._next_hasten = 0.0
+        self._gone = 0
         self._last_line = ""
         self._silent_since: float | None = None
-        self._next_hasten = 0.0
+        self._over_since: float | None = None
+        self._renewed: tuple[int, int, float | None] = (0, 0, None)
+
+    @property
+    def waited_s(self) -> float:
+        return time.monotonic() - self._began
 
     def wait(self) -> dict[str, Any]:
         """What the driver wrote when it finished."""
-        next_probe = next_line = time.monotonic()
-        while True:
-            done = read_json(self._files.marker)
+        try:
+            while (done := self.poll()) is None:
+                time.sleep(self._poll_s)
+            return done
+        finally:
+            self._probe.leave([self.record.job_id])
+
+    def poll(self) -> dict[str, Any] | None:
+        """What the driver wrote when it finished; None while it has not.
+
+        Raises:
+            DriverFailed, DriverRejected, JobLost, JobCancelled: It will not finish.
+            DeadlineExceeded: `deadline_s` is over.
+            WaitInterrupted: Who asked is gone.
+        """
+        now = time.monotonic()
+        # a job of this host tells by its processes, which costs the shared folder nothing
+        claim = self._claim
+        gone = claim is not None and claim.number != self._gone and claim.alive_here() is False
+        if gone and claim is not None:
+            self._gone = claim.number
+        if now >= self._next_look or gone or self._over_since is not None:
+            self._next_look = now + min(max(self._poll_s, (now - self._began) / 10), _LOOK_S)
+            done = self._read(now, always=gone or self._over_since is not None)
             if done is not None:
                 return done
+        if self._over_since is not None:
+            if now - self._over_since > _SETTLE_S:
+                raise self._lost()
+            return None
+        if now >= self._next_probe:
+            self._next_probe = now + max(self._poll_s, 1.0)
+            report = self._look()
+            if report is None:
+                self._over_since = now  # its last files may take a moment to become visible
+                return None
+            if now >= self._next_line:
+                self._next_line = now + max(self._progress_s, min((now - self._began) / 60, _SELDOM_S))
+                self._show(report)
+        if self._deadline_s is not None and now - self._began > self._deadline_s:
+            raise DeadlineExceeded(
+                f"segment {self.files.segment} was not finished within {self._deadline_s:.0f} s; "
+                f"{job_words(self.record)} goes on; log: {self.files.driver_err}"
+            )
+        if self._asked_by is not None and self._asked_by.alive() is False:
+            raise WaitInterrupted(goes_on(self.files, self.record))
+        return None
+
+    def _read(self, now: float, *, always: bool) -> dict[str, Any] | None:
+        """Reads marker, exit record and claim if something was written since; what the driver wrote when it finished."""
+        paths = self.files.paths
+        seen = (look_again(paths.submit), look_again(paths.segments))
+        if seen == self._seen and now < self._next_read and not always:
+            return None
+        self._seen, self._next_read = seen, now + _READ_S
+        done = read_json(self.files.marker)
+        if done is None:
+            self._claim = Claim.newest(self.files)
+            if self._claim is not None and self._claim.token != self.record.token and self._heard(self._claim):
+                self._follow(owner_of(self.files, self.record, alive=True))  # another submitter's job was first
             self._raise_if_failed()
-            now = time.monotonic()
-            if now >= next_probe:
-                next_probe = now + max(self._poll_s, 1.0)
-                report = self._look()
-                if report is None:
-                    return self._settle()
-                if now >= next_line:
-                    next_line = now + self._progress_s
-                    self._show(report)
-            if self._deadline is not None and now > self._deadline[0]:
-                raise DeadlineExceeded(
-                    f"segment {self._files.segment} was not finished within {self._deadline[1]:.0f} s; "
-                    f"{job_words(self._record)} goes on; log: {self._files.driver_err}"
-                )
-            time.sleep(self._poll_s)
+        return done
+
+    def _follow(self, owner: JobRecord) -> None:
+        if owner.token != self.record.token:
+            self._probe.leave([self.record.job_id])
+            self.record = owner
+            self._probe = _probe_for(owner, self.files)
+
+    def _heard(self, claim: Claim) -> bool:
+        """Whether the holder of a claim lives: by its processes here, else by its renewals between two looks."""
+        here = claim.alive_here()
+        if here is not None:
+            return here
+        try:
+            stamp = claim.path.stat().st_mtime_ns
+        except OSError:
+            return False
+        number, before, at = self._renewed
+        if (number, before) != (claim.number, stamp):
+            self._renewed = (claim.number, stamp, time.monotonic() if number == claim.number else at)
+        heard = self._renewed[2]
+        return heard is not None and time.monotonic() - heard < LEASE_S
 
     def _look(self) -> JobReport | None:
         """How the job is; None when it is over."""
-        claim = Claim.newest(self._files)
-        if claim is not None and claim.token != self._record.token:
-            owner = owner_of(self._files, self._record)
-            if owner.token != self._record.token:  # another submitter's job was first
-                self._record, self._probe = owner, probe_for(owner, self._files)
+        claim = self._claim
         if claim is not None and claim.alive_here():
             return JobReport(JobState.RUNNING, source="proc")
-        report = self._probe.query_one(self._record.job_id)
-        if self._record.executor == "local" and report.conclusive:
+        report = self._report = self._probe.query_one(self.record.job_id)
+        if self.record.executor == "local" and report.conclusive:
             return report if report.state is JobState.RUNNING else None
         if report.state.is_terminal:
             return None
@@ -116,62 +250,62 @@ class Waiter:
             held = report.state is JobState.PENDING and report.reason == "BeginTime"
             if held and claim is not None and time.monotonic() > self._next_hasten:
                 self._next_hasten = time.monotonic() + _HASTEN_S
-                hasten(self._record.job_id)  # it ran before, so this is the hold after a requeue
+                hasten(self.record.job_id)  # it ran before, so this is the hold after a requeue
             return report
-        if claim is not None and not report.conclusive and claim.alive():  # another host: does it still renew?
+        if claim is not None and not report.conclusive and self._heard(claim):
             self._silent_since = None
             return JobReport(JobState.RUNNING, source="claim")
         self._silent_since = self._silent_since or time.monotonic()
         patience = _FORGOTTEN_S if report.conclusive else _UNKNOWN_S
         return report if time.monotonic() - self._silent_since < patience else None
 
-    def _settle(self) -> dict[str, Any]:
-        """The job is over: give its last files a moment to become visible, then say how it ended."""
-        end = time.monotonic() + _SETTLE_S
-        while time.monotonic() < end:
-            done = read_json(self._files.marker)
-            if done is not None:
-                return done
-            self._raise_if_failed()
-            time.sleep(0.1)
-        claim = Claim.newest(self._files)
-        offset = claim.err_offset if claim is not None and claim.token == self._record.token else 0
-        report = self._probe.query_one(self._record.job_id)
+    def _lost(self) -> DriverFailed:
+        """The job is over and left nothing: how it ended."""
+        claim, report = Claim.newest(self.files), self._report
+        if report.state is JobState.CANCELLED or self.files.cancelled(self.record.token):
+            if not self.files.cancelled(self.record.token):
+                with contextlib.suppress(OSError):  # Slurm forgets it; a retry must not
+                    self.files.mark_cancelled(self.record.token)
+            return cancelled_error(self.files, self.record)
+        offset = claim.err_offset if claim is not None and claim.token == self.record.token else 0
         how = report.state.value if report.state.is_terminal else "killed, or its node is gone"
-        text = first_failure(self._files.driver_err, offset, lines=10)
-        raise JobLost(
-            f"segment {self._files.segment}: {job_words(self._record)} ended without a result ({how}"
+        text = first_failure(self.files.driver_err, offset, lines=10)
+        return JobLost(
+            f"segment {self.files.segment}: {job_words(self.record)} ended without a result ({how}"
             f"{': ' + report.reason if report.reason else ''})\n"
             + (f"{text}\n" if text else "")
-            + f"  driver log: {self._files.driver_err}\n  job log:    {self._record.job_log}\n"
+            + f"  driver log: {self.files.driver_err}\n  job log:    {self.record.job_log}\n"
             "  the same command again resumes from the last checkpoint",
-            log_path=str(self._files.driver_err),
+            log_path=str(self.files.driver_err),
         )
 
     def _raise_if_failed(self) -> None:
-        ended = read_json(self._files.exit)
-        if ended is None or ended.get("token") != self._record.token:
+        ended = read_json(self.files.exit)
+        if ended is None or ended.get("token") != self.record.token:
             return
         code = int(ended.get("exit_code") or 1)
         name = str(ended.get("signal") or "")
         words = str(ended.get("message") or "").strip()
         if ended.get("cancelled"):
-            head = f"{job_words(self._record)} was cancelled" + (f"\n{words}" if words else "")
-        else:
-            head = words or f"the driver ended with exit code {code} and said nothing"
-            if name:
-                head = f"the driver was ended by {name}" + (f"; its last words:\n{words}" if words else "")
-        message = f"{head}\n  driver log: {self._files.driver_err} (segment {self._files.segment})"
+            raise cancelled_error(self.files, self.record, words)
+        head = words or f"the driver ended with exit code {code} and said nothing"
+        if name:
+            head = f"the driver was ended by {name}" + (f"; its last words:\n{words}" if words else "")
+        message = f"{head}\n  driver log: {self.files.driver_err} (segment {self.files.segment})"
         if code == 2:
             raise DriverRejected(message)
-        raise DriverFailed(message, exit_code=code, log_path=str(self._files.driver_err))
+        raise DriverFailed(message, exit_code=code, log_path=str(self.files.driver_err))
 
     def _show(self, report: JobReport) -> None:
+        if report.state is JobState.UNKNOWN and not report.reason:
+            return  # Slurm was not asked about it yet
         state = report.state.value.lower() + (f": {report.reason}" if report.reason else "")
-        line = f"segment {self._files.segment}: {job_words(self._record)} {state}"
-        # an earlier segment's numbers are of no interest
-        progress = progress_line(self._files.paths, since=self._record.submitted)
+        line = f"{self.files.paths.root.name} segment {self.files.segment}: {job_words(self.record)} {state}"
+        # an earlier segment's numbers, or an earlier attempt's, are of no interest
+        own = self._claim is not None and self._claim.token == self.record.token
+        since = self._claim.started if own and self._claim is not None else self.record.submitted
+        progress = progress_line(self.files.paths, since=since) if report.state is not JobState.PENDING else ""
         line += f", {progress}" if progress else ""
         if line != self._last_line:
             self._last_line = line
-            say(self._out, line)
+            self._out(line)

@@ -1,0 +1,146 @@
+"""Ending a run's jobs: they save and stop, and no retry starts them again."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pwd
+import signal
+import subprocess
+import time
+
+from rlhpc.runtime.errors import RlhpcError, UserError
+from rlhpc.runtime.launch.claim import Claim, SegmentFiles, read_json
+from rlhpc.runtime.launch.jobs import JobState
+from rlhpc.runtime.launch.lock import SubmitLock
+from rlhpc.runtime.launch.record import JobRecord, find_job, job_words, probe_for
+from rlhpc.runtime.paths import RunPaths
+
+
+def require_own(paths: RunPaths) -> None:
+    """Refuses where another user submitted the run: its jobs are not this user's to end.
+
+    Raises:
+        UserError: Names the owner.
+    """
+    try:
+        owner = paths.submit.stat().st_uid
+    except OSError:
+        return
+    if os.geteuid() not in (0, owner):
+        raise UserError(f"{paths.root} was submitted by {user_name(owner)}, so its jobs are not yours to cancel")
+
+
+def user_name(uid: int) -> str:
+    """Name of a user, or the number where it has none here."""
+    try:
+        return pwd.getpwuid(uid).pw_name
+    except KeyError:
+        return f"user {uid}"
+
+
+def cancel(paths: RunPaths, segment: int | None = None, *, grace_s: float = 60.0) -> list[str]:
+    """End the jobs of a run: they save and stop; what is left after the grace is killed.
+
+    Args:
+        paths: The run.
+        segment: Only this one; all by default.
+        grace_s: How long the driver may take to save.
+
+    Returns:
+        A sentence for every job that was ended; empty when none ran.
+
+    Raises:
+        RlhpcError: A job runs on another host, or scancel failed.
+        UserError: The run is another user's.
+    """
+    require_own(paths)
+    told = []
+    for files in _segments_of(paths) if segment is None else [SegmentFiles(paths, segment)]:
+        if files.marker.exists() and _ends_by_itself(files):
+            continue
+        record = find_job(files)
+        if record is None:
+            if _end_waiting(files):
+                told.append(f"segment {files.segment}: was waiting to be submitted, and will not be")
+            continue
+        if record.executor == "slurm":
+            _end_slurm(files, record, grace_s)
+        else:
+            _end_local(files, record, grace_s)
+        told.append(f"segment {files.segment}: {job_words(record)} was cancelled")
+    return told
+
+
+def _ends_by_itself(files: SegmentFiles) -> bool:
+    """Whether the job of a finished segment is gone; it takes a moment after the marker."""
+    end = time.monotonic() + 3.0
+    while (claim := Claim.newest(files)) is not None and claim.alive():
+        if time.monotonic() > end:
+            return False
+        time.sleep(0.1)
+    return True
+
+
+def _segments_of(paths: RunPaths) -> list[SegmentFiles]:
+    names = sorted(paths.submit.glob("segment_*.json")) if paths.submit.is_dir() else []
+    numbers = sorted({int(p.name.split("_")[1].split(".")[0]) for p in names if p.name.split("_")[1][0].isdigit()})
+    return [SegmentFiles(paths, number) for number in numbers]
+
+
+def _end_waiting(files: SegmentFiles) -> bool:
+    """Marks a segment that waits for room in the queue, so that whoever tries to submit it gives up."""
+    with SubmitLock(files):
+        record = JobRecord.read(files)
+        if record is None or record.phase != "waiting" or files.cancelled(record.token):
+            return False
+        files.mark_cancelled(record.token)
+        return True
+
+
+def _end_slurm(files: SegmentFiles, record: JobRecord, grace_s: float) -> None:
+    """Asks the driver alone to save and end, as plain scancel would kill the ranks at once; then the job."""
+    files.mark_cancelled(record.token)  # pending or running: the job's end is no reason for another one
+    probe = probe_for(record, files)
+    if probe.query_one(record.job_id).state is JobState.RUNNING:
+        _scancel(record, "--batch", "--signal=TERM")
+        end = time.monotonic() + grace_s
+        while time.monotonic() < end:
+            ended = read_json(files.exit)
+            if files.marker.exists() or (ended is not None and ended.get("token") == record.token):
+                break
+            time.sleep(0.5)
+    _scancel(record)
+
+
+def _scancel(record: JobRecord, *options: str) -> None:
+    try:
+        done = subprocess.run(["scancel", *options, record.job_id], capture_output=True, text=True, timeout=60)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise RlhpcError(f"scancel {record.job_id} failed: {error}") from error
+    if done.returncode != 0 and "already completing or completed" not in done.stderr:
+        raise RlhpcError(f"scancel {record.job_id} failed: {done.stderr.strip()}")
+
+
+def _end_local(files: SegmentFiles, record: JobRecord, grace_s: float) -> None:
+    """SIGTERM to the job (it hands it to the driver, which saves), SIGKILL to what is left."""
+    end = time.monotonic() + grace_s
+    asked: set[int] = set()
+    while time.monotonic() < end + 10.0:
+        claim = Claim.newest(files)
+        known = [claim.job, claim.driver] if claim is not None else []
+        processes = [p for p in [*known, record.process] if p is not None]
+        foreign = [p for p in processes if p.alive() is None]
+        if foreign:
+            raise RlhpcError(f"{job_words(record)} runs on {foreign[0].host.split('/')[0]}; cancel it from there")
+        living = [p for p in processes if p.alive()]
+        if not living:
+            return
+        over = time.monotonic() > end
+        # the job before its controller: a controller told to end kills its task after a second
+        for process in living if over else living[:1]:
+            if over or process.pid not in asked:
+                asked.add(process.pid)
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(process.pid, signal.SIGKILL if over else signal.SIGTERM)
+        time.sleep(0.1)

@@ -1,0 +1,100 @@
+"""When a job cannot be submitted now but may be later: the site's limit on jobs, or a Slurm that does not answer."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import time
+from collections.abc import Callable
+
+from rlhpc.runtime.errors import DeadlineExceeded, SubmitError
+
+#: Limits on how many jobs may be in the queue: QOSMaxSubmitJobPerUserLimit, AssocMaxSubmitJobLimit, …; a limit on a job's
+#: size refuses it for good.
+_LIMIT = re.compile(r"\b(?:QOS|Assoc)\w*Submit\w*\b")
+#: MaxJobCount is reached; sbatch has tried for some minutes by itself.
+_FULL = re.compile(r"Resource temporarily unavailable|temporarily unable to accept job")
+_SILENT = re.compile(
+    r"Unable to contact slurm controller|Socket timed out|Zero Bytes were transmitted|standby mode|Connection refused|"
+    r"[Cc]ommunication connection failure|Transport endpoint",
+)
+#: Seconds between two tries, growing from the first to the second.
+FIRST_S, MOST_S = 10.0, 120.0
+#: How long a Slurm that does not answer is waited for.
+SILENT_S = 900.0
+
+
+class NotNow(SubmitError):
+    """The job was not submitted, and may be later.
+
+    Attributes:
+        reason: In Slurm's words.
+        silent: Slurm did not answer.
+    """
+
+    def __init__(self, message: str, *, reason: str, silent: bool = False) -> None:
+        super().__init__(message)
+        self.reason = reason
+        self.silent = silent
+
+
+def not_now(segment: int, said: str) -> NotNow | None:
+    """What sbatch said as a reason to wait; None where it will not say anything else later."""
+    message = f"segment {segment} could not be submitted (slurm): {said}"
+    if found := _LIMIT.search(said):
+        return NotNow(message, reason=found.group())
+    if found := _FULL.search(said):
+        return NotNow(message, reason="the cluster's queue is full (MaxJobCount)")
+    if _SILENT.search(said):
+        return NotNow(message, reason="Slurm does not answer", silent=True)
+    return None
+
+
+def nothing_queued() -> bool:
+    """Whether this user has no job at all, so that a limit on their number leaves no room ever."""
+    try:
+        done = subprocess.run(
+            ["squeue", "--noheader", "--me", "--format=%i"],
+            stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=20,
+        )  # fmt: skip
+    except (OSError, subprocess.TimeoutExpired):
+        return False
+    return done.returncode == 0 and not done.stdout.strip()
+
+
+def room_words(refusal: NotNow) -> str:
+    """`QOSMaxSubmitJobPerUserLimit: waits for room` and the like."""
+    return f"not submitted yet: {refusal.reason}; " + ("tries again" if refusal.silent else "waits for room")
+
+
+class Patience:
+    """Pauses between tries to submit.
+
+    Args:
+        deadline_s: Waiting longer than this altogether is an error.
+    """
+
+    def __init__(self, deadline_s: float | None) -> None:
+        self._began = time.monotonic()
+        self._deadline_s = deadline_s
+        self._pause = FIRST_S
+        self._silent_since: float | None = None
+
+    def wait(self, refusal: NotNow, check: Callable[[], None]) -> None:
+        """Sleeps until the next try; `check` is called once a second and may raise.
+
+        Raises:
+            DeadlineExceeded: It took longer than `deadline_s`.
+                SubmitError: Slurm has been silent for too long.
+        """
+        now = time.monotonic()
+        self._silent_since = (self._silent_since or now) if refusal.silent else None
+        if self._silent_since is not None and now - self._silent_since > SILENT_S:
+            raise SubmitError(f"{refusal}\n  tried for {SILENT_S:.0f} s; see `scontrol ping`")
+        end = now + self._pause
+        self._pause = min(2 * self._pause, MOST_S)
+        while (now := time.monotonic()) < end:
+            if self._deadline_s is not None and now - self._began > self._deadline_s:
+                raise DeadlineExceeded(f"{refusal}\n  waited {self._deadline_s:g} s for room; nothing was submitted")
+            check()
+            time.sleep(min(1.0, end - now))

@@ -1,0 +1,273 @@
+"""What a run is doing: the truth of its newest attempt, from the run's files and, for a job of Slurm, one query."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rlhpc.runtime.launch.attempts import Attempts
+from rlhpc.runtime.launch.cancel import user_name
+from rlhpc.runtime.launch.claim import Claim, SegmentFiles, read_json
+from rlhpc.runtime.launch.jobs import JobReport, JobState, SlurmProbe, host_identity
+from rlhpc.runtime.launch.record import JobRecord, job_words
+from rlhpc.runtime.paths import RunPaths
+
+#: States of a driver that ended by itself.
+FINAL = ("finished", "failed", "stopped")
+#: States in which no process of the run is left.
+OVER = (*FINAL, "cancelled", "dead")
+#: A driver on another host that has not written its status for this long is not called running.
+_SILENT_S = 300.0
+_QUEUED = (JobState.PENDING, JobState.CONFIGURING, JobState.REQUEUED, JobState.REQUEUE_HOLD, JobState.SPECIAL_EXIT,
+           JobState.REQUEUE_FED, JobState.RESV_DEL_HOLD)  # fmt: skip
+#: How the driver's own words for the end of a segment read.
+_SEGMENT_END = "segment_end"
+
+
+@dataclass(frozen=True)
+class RunState:
+    """One run at one moment.
+
+    Attributes:
+        state: waiting (for the queue's limit), pending, starting, running, ending, stopped, finished, failed, cancelled,
+            dead (its processes are gone) or unknown.
+        why: What follows from it, or how it came to it.
+        job: `Slurm job 27`; "" for a run that nobody submitted.
+        own: `status.json` is of the newest attempt.
+    """
+
+    state: str
+    why: str = ""
+    job: str = ""
+    own: bool = True
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What the files say of a run's newest segment."""
+
+    paths: RunPaths
+    status: dict[str, Any]
+    files: SegmentFiles | None = None
+    record: JobRecord | None = None
+    claim: Claim | None = None
+    ended: dict[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def read(cls, paths: RunPaths) -> Facts:
+        status = read_json(paths.driver_state) or {}
+        files = newest_segment(paths)
+        record = JobRecord.read(files) if files is not None else None
+        if files is None or record is None:
+            return cls(paths, status)
+        claim = Claim.newest(files)
+        ended = read_json(files.exit) or {}
+        return cls(
+            paths, status, files, record,
+            claim if claim is not None and claim.token == record.token else None,
+            ended if ended.get("token") == record.token else {},
+        )  # fmt: skip
+
+    @property
+    def slurm_job(self) -> str | None:
+        """The job that Slurm must be asked about; None where the files say it all."""
+        record = self.record
+        if record is None or record.executor != "slurm" or not record.job_id or self.ended or self._done():
+            return None
+        return None if self.claim is not None and self.claim.alive_here() else record.job_id
+
+    def state(self, report: JobReport | None = None) -> RunState:
+        """The run's state, with Slurm's report on `slurm_job` where it gave one."""
+        record, files = self.record, self.files
+        if record is None or files is None or self._by_hand():
+            return RunState(*self._of_status())
+        job = job_words(record)
+        if self._done():
+            return RunState(*self._after_segment(), job)
+        cancelled = files.cancelled(record.token)
+        if self.ended:
+            words = str(self.ended.get("message") or "").strip().splitlines() or [""]
+            if self.ended.get("cancelled"):
+                return RunState("cancelled", f"{job}; submit the run again to go on", job)
+            return RunState("failed", words[0], job)
+        if record.phase == "refused":
+            return RunState("failed", record.reason)
+        if record.phase == "waiting":
+            why = f"not submitted yet: {record.reason}; waits for room"
+            return RunState("cancelled", "before it was submitted", "") if cancelled else RunState("waiting", why)
+        if self.claim is not None and self.claim.alive_here():
+            return self._running(job)
+        if report is not None and report.state is not JobState.UNKNOWN:
+            return self._by_report(report, job, cancelled)
+        if cancelled:
+            return RunState("cancelled", f"{job}; submit the run again to go on", job)
+        return self._by_processes(report, job)
+
+    def _done(self) -> bool:
+        return self.files is not None and self.files.marker.exists()
+
+    def _by_hand(self) -> bool:
+        """Whether somebody trained with `rlhpc train` after the last submission was over."""
+        started, claim, record = number_of(self.status, "started"), self.claim, self.record
+        if started is None or record is None:
+            return False
+        if claim is not None and (claim.alive_here() is not False or self._is_own(claim)):
+            return False
+        over = max(record.submitted, claim.started if claim else 0.0, number_of(self.ended, "ended") or 0.0)
+        return bool(self.ended or self._done()) and started > over and self.status.get("segment") is None
+
+    def _is_own(self, claim: Claim) -> bool:
+        """Whether `status.json` is of the claim's driver."""
+        driver = claim.driver
+        if driver is None or self.status.get("pid") != driver.pid:
+            return False
+        return str(self.status.get("host") or "").partition(":")[0] == driver.host.split("/")[0]
+
+    def _running(self, job: str) -> RunState:
+        """The job runs; does its driver train?"""
+        claim, files, record = self.claim, self.files, self.record
+        if claim is None or files is None or record is None:
+            return RunState("starting", job, job, own=False)
+        state, reason = str(self.status.get("state") or ""), str(self.status.get("stop_reason") or "")
+        attempts = Attempts(files, record.token)
+        number = f", start {attempts.count}" if attempts.count > 1 else ""
+        if attempts.last_end:
+            return RunState("starting", f"{job}, again after: {attempts.last_end}", job, own=False)
+        if not self._is_own(claim):
+            return RunState("starting", f"{job}{number}", job, own=False)
+        if state in ("finished", "stopped") and claim.alive_here() is not False:
+            return RunState("ending", f"{job}: {reason}", job)
+        if state in FINAL:
+            return RunState("starting", f"{job}, again after: {reason}", job, own=False)
+        return RunState("running", f"{job}{number}", job)
+
+    def _by_report(self, report: JobReport, job: str, cancelled: bool) -> RunState:
+        if report.state in _QUEUED:
+            again = ", to go on" if self.claim is not None else ""
+            own = self.claim is None or not self._is_own(self.claim)
+            return RunState("pending", f"{job}{again}: {report.reason or report.state.value.lower()}", job, own=own)
+        if report.state is JobState.CANCELLED or (report.state.is_terminal and cancelled):
+            return RunState("cancelled", f"{job}; submit the run again to go on", job)
+        if report.state.is_terminal:
+            how = report.state.value
+            return RunState("dead", f"{job} ended without a result ({how}); submit the run again to resume it", job)
+        if report.state in (JobState.COMPLETING, JobState.STAGE_OUT):
+            return RunState("ending", job, job)
+        if report.state in (JobState.SUSPENDED, JobState.STOPPED):
+            return RunState("suspended", job, job)
+        return self._running(job)
+
+    def _by_processes(self, report: JobReport | None, job: str) -> RunState:
+        """Neither the files nor Slurm say: the processes, where they are this host's."""
+        claim, record = self.claim, self.record
+        assert record is not None
+        if report is not None and report.conclusive:
+            return RunState("dead", f"Slurm does not know {job} any more; submit the run again to resume it", job)
+        controller = record.process.alive() if record.process is not None else None
+        if claim is None:
+            if controller is False:
+                return RunState("dead", f"{job} is gone; submit the run again", job)
+            silent = "; Slurm does not answer" if report is not None else ""
+            return RunState("waiting", f"{job}: submitted, not started yet{silent}", job, own=False)
+        if controller:
+            return RunState("starting", f"{job}, again", job, own=False)
+        if claim.alive_here() is False:
+            pid = claim.driver.pid if claim.driver else claim.job.pid
+            return RunState("dead", f"its driver (pid {pid}) is gone; submit the run again to resume it", job)
+        if self._is_own(claim):
+            return RunState(*self._of_status(), job)
+        return RunState("starting", job, job, own=False)
+
+    def _after_segment(self) -> tuple[str, str]:
+        state, reason = str(self.status.get("state") or ""), str(self.status.get("stop_reason") or "")
+        if state == "stopped" and reason == _SEGMENT_END and self.files is not None:
+            return "stopped", f"segment {self.files.segment} is finished, and the next one not submitted"
+        return (state, reason) if state in FINAL else ("finished", "")
+
+    def _of_status(self) -> tuple[str, str]:
+        """From `status.json` alone."""
+        status, paths = self.status, self.paths
+        state, reason = str(status.get("state") or ""), str(status.get("stop_reason") or "")
+        if state in FINAL:
+            return state, reason
+        if not state:
+            if not _readable(paths.submit):
+                return "unknown", f"submitted by {owner(paths)}; what it does before its first step only they can see"
+            return "unknown", "no status.json"
+        pid, host = status.get("pid"), str(status.get("host") or "").partition(":")[0]
+        if host == host_identity().split("/")[0] and isinstance(pid, int):
+            if Path(f"/proc/{pid}").exists():
+                return state, reason
+            return "dead", f"its driver (pid {pid}) is gone; submit the run again to resume it"
+        silent = time.time() - (number_of(status, "updated") or 0.0)
+        if silent > _SILENT_S:
+            return "dead", f"its driver on {host or '?'} has not been heard of for {duration(silent)}"
+        return state, reason
+
+
+def states(folders: Sequence[RunPaths], probe: SlurmProbe | None = None) -> list[tuple[Facts, RunState]]:
+    """Facts and states of runs, with one query for all of their jobs."""
+    facts = [Facts.read(paths) for paths in folders]
+    jobs = {job for found in facts if (job := found.slurm_job)}
+    reports = (probe or SlurmProbe(command_timeout_s=10.0)).query(sorted(jobs)) if jobs else {}
+    return [(found, found.state(reports.get(found.slurm_job or ""))) for found in facts]
+
+
+def run_state(paths: RunPaths) -> tuple[str, str]:
+    """(state, explanation) of one run; see `RunState`."""
+    [(_, found)] = states([paths])
+    return found.state, found.why
+
+
+def newest_segment(paths: RunPaths) -> SegmentFiles | None:
+    """The segment that was submitted last; None where there is none, or where it is another user's."""
+    try:
+        names = [p.name.removeprefix("segment_").removesuffix(".json") for p in paths.submit.glob("segment_*.json")]
+    except OSError:
+        return None
+    numbers = [int(name) for name in names if name.isdigit()]
+    return SegmentFiles(paths, max(numbers)) if numbers else None
+
+
+def owner(paths: RunPaths) -> str:
+    """Who made the run's folder."""
+    return user_name(paths.root.stat().st_uid)
+
+
+def find_runs(folder: Path, depth: int = 3) -> Iterable[RunPaths]:
+    """The runs below a folder, by name; folders of runs are not searched for more."""
+    try:
+        entries = [entry for entry in os.scandir(folder) if entry.is_dir() and not entry.name.startswith(".")]
+    except OSError:
+        return
+    for entry in sorted(entries, key=lambda e: e.name):
+        paths = RunPaths(Path(entry.path))
+        if any(mark.exists() for mark in (paths.config, paths.submit, paths.driver_state)):
+            yield paths
+        elif depth > 1:
+            yield from find_runs(Path(entry.path), depth - 1)
+
+
+def duration(seconds: float | None) -> str:
+    """`1h02m`, `3m20s`, `12s`; `?` for what is not known."""
+    if seconds is None or seconds != seconds or seconds < 0 or seconds == float("inf"):
+        return "?"
+    minutes, rest = divmod(int(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    if hours:
+        return f"{hours}h{minutes:02d}m"
+    return f"{minutes}m{rest:02d}s" if minutes else f"{rest}s"
+
+
+def _readable(folder: Path) -> bool:
+    return not folder.exists() or os.access(folder, os.R_OK | os.X_OK)
+
+
+def number_of(values: dict[str, Any], key: str) -> float | None:
+    """A number of a JSON object; None where there is none."""
+    value = values.get(key)
+    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None

@@ -1,0 +1,80 @@
+"""Commands that wait: what they cost the scheduler, and what ends a run for good."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterator
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+
+from .cluster import SlurmCluster
+from .runs import SlurmRun, until
+
+pytestmark = [pytest.mark.slurm, pytest.mark.timeout(400)]
+
+COUNT = 12
+WRAPPER = """#!/bin/sh
+echo "$(date +%s.%N) $*" >> {calls}
+exec {squeue} "$@"
+"""
+
+
+@pytest.fixture(autouse=True)
+def no_job_is_left(slurm: SlurmCluster) -> Iterator[None]:
+    yield
+    slurm.run("scancel", "--me")
+    until(lambda: not slurm.run("squeue", "--me", "--noheader").strip(), "all jobs are gone")
+
+
+def test_many_wait_for_the_price_of_one(slurm: SlurmCluster, tmp_path: Path) -> None:
+    """One query of Slurm an interval serves all of them; a job that somebody ends stays ended."""
+    calls, bin_ = tmp_path / "calls", tmp_path / "bin"
+    bin_.mkdir()
+    (bin_ / "squeue").write_text(WRAPPER.format(calls=calls, squeue=shutil.which("squeue")))
+    (bin_ / "squeue").chmod(0o755)
+    runs = [SlurmRun(slurm, tmp_path, "cluster.sbatch=[--hold]", name=f"s{k}") for k in range(COUNT)]
+    for run in runs:
+        run.environment["TMPDIR"] = str(tmp_path)  # where waiting commands meet
+        run.environment["PATH"] = f"{bin_}{os.pathsep}{run.environment['PATH']}"
+    processes = [run.submit() for run in runs]
+
+    def all_know() -> bool:
+        return all(
+            f"{run.root.name} segment 0: Slurm job {run.job} pending: JobHeldUser" in run.log.read_text()
+            for run in runs
+        )
+
+    def asked() -> list[float]:
+        return [float(line.split()[0]) for line in calls.read_text().splitlines() if "--name" not in line]
+
+    until(all_know, "all of them know why they wait", 240)
+    before = len(asked())
+    until(lambda: len(asked()) >= before + 3, "Slurm is asked again")
+    times = asked()[before:]
+    assert min(b - a for a, b in pairwise(times)) > 9, times
+
+    before = len(asked())
+    table = runs[0].rlhpc("status", str(tmp_path / "runs"))
+    for run in runs:
+        assert any(
+            line.split()[:5] == [run.root.name, "pending", "Slurm", "job", run.job] for line in table.splitlines()
+        )
+    assert table.count("JobHeldUser") == COUNT
+
+    jobs = [run.job for run in runs]
+    runs[0].rlhpc("cancel", str(runs[0].root))
+    slurm.run("scancel", jobs[1])
+    for run, process in zip(runs[:2], processes[:2], strict=True):
+        assert "was cancelled" in run.finish(process, 60, code=143)
+        # what a workflow engine does next; a person's own command starts it again
+        assert "was cancelled" in run.finish(run.submit("--attempt", "2"), 60, code=143)
+        assert "cancelled: Slurm job" in run.rlhpc("status", str(run.root))
+    assert [run.job for run in runs] == jobs
+    assert f"submitted Slurm job {jobs[0]}" not in runs[0].finish(runs[0].submit("--no-wait"), 60)[-400:]
+    assert runs[0].job != jobs[0]
+    for process in processes[2:]:
+        process.terminate()
+        process.wait(30)
