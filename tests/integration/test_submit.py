@@ -556,7 +556,7 @@ def test_slurm_submits_requeues_and_finishes(run: Run, fake_slurm: Path) -> None
     script = (fake_slurm / "script.sh").read_text()
     for line in ("#SBATCH --partition=gpu", "#SBATCH hetjob", "#SBATCH --signal=B:USR2@120", "#SBATCH --requeue"):
         assert line in script
-    assert f"exec {sys.executable} -u -m submitit.core._submit" in script and "\nsrun" not in script
+    assert f"exec {sys.executable} -P -u -m submitit.core._submit" in script and "\nsrun" not in script
     claim = run.claim()
     assert run.submit(2.0, executor="slurm", wait=False)["state"] == "attached"
     os.kill(claim.job.pid, signal.SIGUSR2)

@@ -264,7 +264,7 @@ def duration(seconds: float | None) -> str:
 
 
 def _readable(folder: Path) -> bool:
-    return not folder.exists() or os.access(folder, os.R_OK | os.X_OK)
+    return not folder.exists() or os.access(folder, os.R_OK | os.X_OK, effective_ids=True)
 
 
 def number_of(values: dict[str, Any], key: str) -> float | None:
