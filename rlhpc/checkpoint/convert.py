@@ -20,7 +20,6 @@ import yaml
 from rlhpc.checkpoint.card import policy_card, results_beside
 from rlhpc.checkpoint.durable import fsync_file, fsync_folder, write_durably
 from rlhpc.checkpoint.manifest import read_manifest
-from rlhpc.checkpoint.state import load_tensors
 from rlhpc.checkpoint.store import require_valid
 from rlhpc.runtime.errors import CheckpointError, RlhpcError
 from rlhpc.runtime.paths import RunPaths
@@ -79,6 +78,7 @@ def load_exported(folder: Path) -> Policy:
     Raises:
         CheckpointError: Files are missing, or the weights do not fit the policy that config.json describes.
     """
+    from rlhpc.checkpoint.state import load_tensors  # with torch, which an export does without
     from rlhpc.models import policy_from_spec
 
     folder = Path(folder).expanduser()

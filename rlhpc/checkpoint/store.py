@@ -276,13 +276,13 @@ def newest_valid(paths: RunPaths, *, checksums: bool = True) -> Resumable:
     return Resumable(None, 0, skipped)
 
 
-def require_valid(checkpoint: Path, *, hint: str = "") -> None:
-    """Refuse a checkpoint with faults.
+def require_valid(checkpoint: Path, *, hint: str = "", checksums: bool = True) -> None:
+    """Refuse a checkpoint with faults; without `checksums` by what is told without reading its data.
 
     Raises:
         CheckpointError: Names folder, files and reasons, then `hint`.
     """
-    faults = verify(checkpoint)
+    faults = verify(checkpoint, checksums=checksums)
     if faults:
         shown = "; ".join(faults[:3]) + (f"; and {len(faults) - 3} more" if len(faults) > 3 else "")
         advice = f". Restore the file, {hint}" if hint else ""

@@ -7,6 +7,7 @@ import os
 from pathlib import Path
 from typing import Any
 
+from rlhpc.cli.outputs import check_file
 from rlhpc.cli.parser import SITE, add_command
 from rlhpc.runtime.errors import ConfigError
 
@@ -25,8 +26,10 @@ def _doctor(args: argparse.Namespace) -> int:
 
     if args.overrides:
         raise ConfigError(f"doctor takes no key=value words: {' '.join(args.overrides)}")
-    if args.nodes < 0 or args.start <= 0:
+    if args.nodes < 0 or not args.start > 0:  # not a number, either
         raise ConfigError("--nodes must be at least 0, and --start more than 0")
+    if args.json:
+        check_file("--json", Path(args.json))
     site = args.site or os.environ.get("RLHPC_SITE")
     section = load_site(site) if site else None
     lines = examine(section, Path(args.folder), start_s=args.start, most_nodes=args.nodes)

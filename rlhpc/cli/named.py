@@ -65,7 +65,7 @@ def checkpoint_of(args: argparse.Namespace, overrides: Sequence[str] = ()) -> Pa
         if found.path is None:
             raise CheckpointError(f"{paths.root} has no complete checkpoint yet; see rlhpc status {paths.root}")
         return found.path
-    if not args.step.isdigit():
+    if not args.step.isdecimal():
         raise ConfigError(f"--step is {args.step!r}; give a number or latest")
     checkpoint = paths.checkpoint(int(args.step))
     if not checkpoint.is_dir():

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from rlhpc.cli.named import checkpoint_of, own_run
+from rlhpc.cli.outputs import check_file, check_folder
 from rlhpc.cli.parser import add_checkpoint, add_command, add_words
 from rlhpc.runtime.errors import CheckpointError, ConfigError
 
@@ -51,11 +52,14 @@ def _eval(args: argparse.Namespace) -> int:
     if changes := list(cfg.workflow.suites.get(args.suite, ())):
         cfg = load_config(config, [*changes, *args.overrides], training=False)
     run = own_run(checkpoint)
-    output = Path(args.output) if args.output else None
+    output = check_file("--output", Path(args.output)) if args.output else None
     if output is None and run is not None and (step := checkpoint.name.removeprefix("global_step_")).isdigit():
         output = run.eval_result(int(step), args.suite)
     if str(cfg.runner.task_type).lower() in ("reasoning", "sft"):
         return _eval_language(cfg, checkpoint, args.suite, output)
+    from rlhpc.checkpoint import require_valid
+
+    require_valid(checkpoint, hint="or evaluate another checkpoint", checksums=False)  # before torch is imported
     from rlhpc.runners.evaluate import evaluate_checkpoint
 
     result = evaluate_checkpoint(checkpoint, cfg=cfg, suite=args.suite, episodes=args.episodes, output=output)
@@ -75,9 +79,10 @@ def _eval_model(args: argparse.Namespace) -> int:
         raise ConfigError("--model needs --config RUN.yaml, which says how it is asked and judged; and no checkpoint")
     words = [*args.overrides, *([f"actor.model.model_path={args.model}"] if args.model else [])]
     cfg = load_config(args.config, words, training=False)
+    output = check_file("--output", Path(args.output)) if args.output else None
     from rlhpc.data.builtin import resolve_model
 
-    return _eval_language(cfg, resolve_model(cfg.actor.model), args.suite, Path(args.output) if args.output else None)
+    return _eval_language(cfg, resolve_model(cfg.actor.model), args.suite, output)
 
 
 def _eval_language(cfg: Any, model: str | Path, suite: str, output: Path | None) -> int:
@@ -91,10 +96,10 @@ def _eval_language(cfg: Any, model: str | Path, suite: str, output: Path | None)
 
 def _record(args: argparse.Namespace) -> int:
     from rlhpc.config import load_config
-    from rlhpc.runners.evaluate import record_episodes
 
     if args.episodes < 1:
         raise ConfigError(f"--episodes is {args.episodes}; it must be at least 1")
+    output = check_file("--output", Path(args.output))
     if args.expert is None:
         checkpoint = checkpoint_of(args)
         config = Path(args.config) if args.config else checkpoint / "config.yaml"
@@ -105,10 +110,12 @@ def _record(args: argparse.Namespace) -> int:
         config, source = Path(args.config), args.expert
     cfg = load_config(config, args.overrides, training=False)
     mode = "train" if args.sample else "eval"
+    from rlhpc.runners.evaluate import record_episodes
+
     result = record_episodes(
         source,
         cfg,
-        Path(args.output),
+        output,
         episodes=args.episodes,
         only_success=args.only_success,
         mode=mode,
@@ -126,7 +133,7 @@ def _convert(args: argparse.Namespace) -> int:
     from rlhpc.checkpoint.convert import export_checkpoint
 
     checkpoint = checkpoint_of(args, args.overrides)
-    output = Path(args.output) if args.output else None
+    output = check_folder("--output", Path(args.output)) if args.output else None
     run = own_run(checkpoint)
     if output is None and run is not None and (step := checkpoint.name.removeprefix("global_step_")).isdigit():
         output = run.export(int(step))

@@ -28,6 +28,8 @@ def _replay(args: argparse.Namespace) -> int:
         raise ConfigError(
             f"rlhpc replay {args.action} takes one folder, {len(args.folders)} are given; merge them first"
         )
+    if args.parts < 1:
+        raise ConfigError(f"--parts is {args.parts}; it must be at least 1")
     if args.action == "inspect":
         print(json.dumps(replay_files.inspect(args.folders[0]), indent=1))
         return 0

@@ -94,7 +94,7 @@ def _submit(args: argparse.Namespace) -> int:
     cfg = load_config(args.config, args.overrides, site=args.site)
     if not 0 <= args.segment < cfg.runner.segments:
         raise ConfigError(f"--segment is {args.segment}; the run has segments 0 to {cfg.runner.segments - 1}")
-    if args.deadline is not None and args.deadline <= 0:
+    if args.deadline is not None and not args.deadline > 0:  # not a number, either
         raise ConfigError(f"--deadline is {args.deadline:g}; it must be more than 0 seconds")
     if args.attempt < 1:
         raise ConfigError(f"--attempt is {args.attempt}; the first one is 1")

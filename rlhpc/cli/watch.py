@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from rlhpc.cli.named import is_run, run_paths
+from rlhpc.cli.outputs import check_file, check_folder
 from rlhpc.cli.parser import RUN, add_command, add_words
 from rlhpc.runtime.errors import ConfigError
 from rlhpc.runtime.paths import RunPaths
@@ -62,6 +63,7 @@ def _report(args: argparse.Namespace) -> int:
 
     paths = run_paths(args.run, args.overrides)
     if args.curves:
+        check_folder("--curves", Path(args.curves))
         from rlhpc.metrics.curves import write_curves
 
         for path in write_curves(paths, Path(args.curves)):
@@ -74,12 +76,13 @@ def _report(args: argparse.Namespace) -> int:
 def _compare(args: argparse.Namespace) -> int:
     from rlhpc.metrics.compare import label_of, write_comparison
 
+    output = check_file("--output", Path(args.output))
     named = []
     for word in args.runs:
         label, _, folder = word.rpartition("=") if not Path(word).exists() else ("", "", word)
         paths = run_paths(folder)
         named.append((label or label_of(paths.root.name), paths))
-    print(write_comparison(named, Path(args.output), args.suite))
+    print(write_comparison(named, output, args.suite))
     return 0
 
 

@@ -97,6 +97,8 @@ def _read(path: Path, chain: tuple[Path, ...]) -> list[tuple[str, dict[str, Any]
         mark = error.problem_mark
         where = f", line {mark.line + 1}, column {mark.column + 1}" if mark else ""
         raise ConfigError(f"{path}{where}: not valid YAML: {error.problem or error}") from None
+    except RecursionError:
+        raise ConfigError(f"{path}: not valid YAML: nested too deeply") from None
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise ConfigError(f"{path}: cannot be read: {error}") from None
     if content is None:
@@ -221,7 +223,7 @@ def _structured(item: dict[str, Any], cls: Any, where: str, source: str) -> Dict
     section = OmegaConf.structured(cls)
     for key, value in item.items():
         try:
-            section[key] = value
+            OmegaConf.update(section, key, value, merge=False)
         except OmegaConfBaseException as error:
             rule = str(_fields(cls)[key]).replace("None", "null")
             raise ConfigError(
@@ -247,12 +249,16 @@ def _override(cfg: DictConfig, text: str) -> dict[str, Any]:
         raise ConfigError(f"override {text!r}: write key=value, for example runner.max_steps=20")
     try:
         value = yaml.load(raw, Loader=_UniqueKeys) if raw.strip() else None  # a SafeLoader
+    except RecursionError:
+        raise ConfigError(f"override {key}=…: the value is nested too deeply") from None
     except yaml.YAMLError:
         raise ConfigError(f"override {text!r}: the value {raw!r} is not valid YAML; quote it") from None
     parent = next((path for path in _OPEN if key.startswith(f"{path}.")), None)
     if parent is None:
         return _nest(key.split("."), value)
     own = key.removeprefix(f"{parent}.")
+    if not all(part.strip() for part in own.split(".")):
+        raise ConfigError(f"override {text!r}: {key} has an empty part; write {parent}.name=value")
     node = OmegaConf.select(cfg, parent)
     entries = typing.cast(dict[str, Any], OmegaConf.to_container(node) if node else {})
     if parent == "cluster.component_placement":
@@ -393,7 +399,11 @@ def _apply_site(cfg: DictConfig, path: Path, sources: dict[str, str]) -> None:
     layer, given = _read_site(path)
     for key in given:
         if key.startswith(("cluster.", "workflow.")) and key != "cluster.node_groups" and key not in sources:
-            OmegaConf.update(cfg, key, OmegaConf.select(layer, key), merge=False)
+            try:
+                value = OmegaConf.select(layer, key)
+            except OmegaConfBaseException as error:
+                raise ConfigError(f"{given[key]}: {key}: {str(error).splitlines()[0]}") from None
+            OmegaConf.update(cfg, key, value, merge=False)
             sources[key] = given[key]
     by_label = {str(group.label): group for group in layer.cluster.node_groups}
     for group in cfg.cluster.node_groups:

@@ -19,6 +19,7 @@ from rlhpc.config.ranges import LARGEST, check_ranges
 from rlhpc.config.rules import Fail, check_choice
 from rlhpc.runtime.errors import ConfigError, PlacementError
 from rlhpc.runtime.paths import RunPaths
+from rlhpc.runtime.writable import unwritable
 
 #: Components of each kind of run.
 COMPONENTS = {
@@ -63,7 +64,6 @@ _BACKENDS = ("jsonl", "tensorboard")
 #: Names that come with the package; others are looked up where torch may be imported, before a run starts.
 _ESTIMATORS = ("gae", "grpo", "dr_grpo", "rloo", "reinforce++", "reinforce++_baseline", "raw")
 _LOSSES = ("ppo", "actor", "actor_critic", "gspo", "cispo", "decoupled_ppo")
-_MIN_FREE_BYTES = 1 << 20
 
 
 def validate(
@@ -239,22 +239,8 @@ def _runner(cfg: Any, fail: Fail) -> None:
 
 def _writable(folder: Path, fail: Fail) -> None:
     """Whether the run folder could be made and holds a little more; looks only."""
-    existing = folder
-    try:
-        while not existing.exists():
-            existing = existing.parent
-        if not existing.is_dir():
-            raise fail("runner.run_dir", f"{existing} is a file, not a folder")
-    except OSError as error:
-        raise fail("runner.run_dir", f"it cannot be looked at: {error.strerror}") from None
-    statistics = os.statvfs(existing)
-    if statistics.f_flag & os.ST_RDONLY:
-        raise fail("runner.run_dir", f"{existing} is on a read-only filesystem; choose another with runner.run_dir=…")
-    if not os.access(existing, os.W_OK | os.X_OK):
-        raise fail("runner.run_dir", f"{existing} is not writable for you; choose another with runner.run_dir=…")
-    no_inode = statistics.f_files > 0 and statistics.f_favail == 0
-    if no_inode or statistics.f_bavail * statistics.f_frsize < _MIN_FREE_BYTES:
-        raise fail("runner.run_dir", f"the filesystem of {existing} is full; free some space or choose another")
+    if reason := unwritable(folder):
+        raise fail("runner.run_dir", f"{reason}; choose another with runner.run_dir=…")
 
 
 def _node_groups(cfg: Any, fail: Fail) -> None:

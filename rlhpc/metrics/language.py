@@ -70,7 +70,7 @@ def language_task(paths: RunPaths) -> str | None:
     """`reasoning` or `sft`; None for other runs, and where config.yaml cannot be read."""
     try:
         task = str(yaml.safe_load(paths.config.read_text())["runner"]["task_type"]).lower()
-    except (OSError, yaml.YAMLError, KeyError, TypeError):
+    except (OSError, ValueError, yaml.YAMLError, KeyError, TypeError):  # ValueError: not UTF-8
         return None
     return task if task in TASKS else None
 

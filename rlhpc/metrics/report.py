@@ -137,7 +137,7 @@ def _env_id(paths: RunPaths) -> str:
 
     try:
         return str(yaml.safe_load(paths.config.read_text())["env"]["train"]["env_id"])
-    except (OSError, yaml.YAMLError, KeyError, TypeError):
+    except (OSError, ValueError, yaml.YAMLError, KeyError, TypeError):  # ValueError: not UTF-8
         return ""
 
 
@@ -301,7 +301,7 @@ def _contents(checkpoint: Path) -> tuple[int, int]:
 
 def _configuration(paths: RunPaths) -> str:
     try:
-        text = paths.config.read_text()
+        text = paths.config.read_text(errors="replace")
     except OSError:
         return missing("config.yaml is missing.")
     lines = text.count("\n")

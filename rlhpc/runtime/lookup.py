@@ -9,13 +9,16 @@ from rlhpc.runtime.errors import ConfigError
 
 
 def load_attribute(path: str, key: str) -> Any:
-    """`module:attribute`.
+    """`module:attribute`, a class or a function.
 
     Raises:
-        ConfigError: It cannot be imported; says why.
+        ConfigError: It cannot be imported, or cannot be called; says why.
     """
     module, _, attribute = path.partition(":")
     try:
-        return getattr(importlib.import_module(module), attribute)
+        found = getattr(importlib.import_module(module), attribute)
     except (ImportError, AttributeError, TypeError, ValueError) as error:
         raise ConfigError(f"{key} is {path!r}, which cannot be imported: {error}") from None
+    if not callable(found):
+        raise ConfigError(f"{key} is {path!r}, which is a {type(found).__name__}, no class and no function")
+    return found

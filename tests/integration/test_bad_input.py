@@ -81,6 +81,7 @@ CASES = [
     override("null for a count", "env.train.num_envs=null", "must be int"),
     override("override without =", "runner.max_steps", "write key=value"),
     override("override as an option", "--runner.max_steps=3", "unknown argument", "--help"),
+    override("override with an empty part", "env.train.kwargs.=3", "env.train.kwargs.name=value"),
     override("override without a key", "=3", "write key=value"),
     override("override that is no YAML", "runner.name=[a", "not valid YAML"),
     override("reference to nothing", "runner.name=${nosuch}", "runner.name", "nosuch"),
@@ -160,6 +161,11 @@ CASES = [
     content("key twice", INCLUDE + "runner:\n  seed: 1\n  seed: 2\n", "line 4, column 3", "'seed' is given twice"),
     content("list as a key", "? [a, b]\n: 1\n", "line 1", "key"),
     content("Python object", "runner: !!python/object/apply:os.getcwd []\n", "line 1, column 9"),
+    content("brackets without end", "a: " + "[" * 5000, "nested too deeply"),
+    override("brackets without end in an override", "runner.max_steps=" + "[" * 5000, "nested too deeply"),
+    override("wrapper that is no class", "env.train.wrappers=[math:pi]", "'math:pi'", "no class"),
+    override("environment type that is no class", "env.train.env_type=math:pi", "'math:pi'", "no class"),
+    override("model that is no class", "actor.model.model_type=math:pi", "'math:pi'", "no class"),
     content("two documents", "a: 1\n---\nb: 2\n", "another document"),
     content("not text", b"\x00\x01\xff\xfe", "cannot be read"),
     content("section left empty", INCLUDE + "actor:\n", "actor is None", "is a section"),
@@ -330,7 +336,7 @@ class TestOtherCommands:
         ("argv", "says"),
         [
             ((), "command"),
-            (("trian",), "invalid choice: 'trian'"),
+            (("trian",), "there is no command 'trian'; did you mean rlhpc train?"),
             (("train",), "config"),
             (("train", str(QUICKSTART), "--sgment", "1"), "--sgment"),
             (("train", str(QUICKSTART), "--segment", "one"), "invalid int value: 'one'"),
@@ -349,11 +355,78 @@ class TestOtherCommands:
             (("eval", "--checkpoint", "/usr", "--suite", "a/b"), "--suite is 'a/b'"),
             (("eval", "--checkpoint", "/usr", "--run", "/usr"), "leave out --run"),
             (("convert", "--checkpoint", "/no/such/global_step_3"), "/no/such/global_step_3"),
+            (("submit", str(QUICKSTART), "--deadline", "nan"), "--deadline is nan"),
+            (("doctor", "--start", "nan"), "--start"),
+            (("doctor", "--nodes", "0", "--json", "/usr"), "--json is /usr, a folder"),
+            (("replay", "split", "/usr", "--output", "o", "--parts", "0"), "--parts is 0"),
+            (("record", "--checkpoint", "/usr", "--output", "/proc/x/d.h5"), "--output is /proc/x/d.h5"),
+            (("record", "--checkpoint", "/usr", "--output", "/usr"), "--output is /usr, a folder"),
+            (("record", "--expert", "math:pi", "--config", str(QUICKSTART), "--output", "x.h5"), "no class"),
         ],
         ids=lambda value: "-".join(value).replace("/", "_")[-60:] if isinstance(value, tuple) else "",
     )
     def test_refused(self, argv: tuple[str, ...], says: str, rlhpc: Terminal) -> None:
         refused(rlhpc(*argv), says)
+
+
+def test_a_reference_to_nothing_in_a_site_file(rlhpc: Terminal) -> None:
+    (rlhpc.folder / "s.yaml").write_text("cluster: {partition: '${nosuch}'}\n")
+    refused(rlhpc("plan", str(QUICKSTART), "--site", str(rlhpc.folder / "s.yaml")), "s.yaml", "partition", "nosuch")
+
+
+def test_a_whole_number_for_a_fraction_in_a_list_is_taken_in_silence(rlhpc: Terminal) -> None:
+    refused(rlhpc("plan", str(QUICKSTART), "reward.terms=[{weight: 1}]"), "reward.terms[0].name")
+
+
+class TestRunThatIsThere:
+    """What is looked at, or written, of a run."""
+
+    @pytest.fixture
+    def run(self, rlhpc: Terminal) -> Path:
+        folder = rlhpc.runs / "some"
+        checkpoint = folder / "checkpoints" / "global_step_1"
+        checkpoint.mkdir(parents=True)
+        (folder / "config.yaml").write_text("runner: {name: some}\n")
+        (checkpoint / "config.yaml").write_text(f"{INCLUDE}")
+        return folder
+
+    @pytest.mark.parametrize(
+        ("argv", "says"),
+        [
+            (("compare", "RUN", "--output", "RUN"), "a folder; name a file in it"),
+            (("compare", "RUN", "--output", "/proc/x.html"), "--output is /proc/x.html"),
+            (("compare", "RUN", "--output", "RUN/config.yaml/x.html"), "is a file, not a folder"),
+            (("report", "RUN", "--curves", "RUN/config.yaml"), "a file; name a folder"),
+            (("eval", "--checkpoint", "RUN/checkpoints/global_step_1", "--output", "RUN"), "a folder; name a file in it"),
+            (("convert", "--checkpoint", "RUN/checkpoints/global_step_1", "--output", "/proc/x"), "--output is /proc/x"),
+            (("eval", "--run", "RUN", "--step", "²"), "--step is '²'"),
+        ],
+    )  # fmt: skip
+    def test_output_that_cannot_be_written(self, argv: tuple[str, ...], says: str, run: Path, rlhpc: Terminal) -> None:
+        before = sorted(rlhpc.folder.rglob("*"))
+        refused(rlhpc(*(word.replace("RUN", str(run)) for word in argv)), says)
+        assert sorted(rlhpc.folder.rglob("*")) == before
+
+    def test_a_report_of_a_configuration_that_is_not_text(self, run: Path, rlhpc: Terminal) -> None:
+        (run / "config.yaml").write_bytes(bytes(range(256)))
+        outcome = rlhpc("report", str(run))
+        assert outcome.code == 0 and (run / "report" / "index.html").is_file(), outcome
+
+    def test_a_checkpoint_is_refused_before_torch_is_imported(self, run: Path, rlhpc: Terminal) -> None:
+        mine = rlhpc.folder / "path"
+        mine.mkdir()
+        (mine / "torch.py").write_text("raise SystemExit('torch was imported')\n")
+        for command in ("eval", "convert"):
+            words = [command, "--checkpoint", str(run / "checkpoints" / "global_step_1")]
+            ended = subprocess.run(
+                [sys.executable, "-m", "rlhpc.cli", *words],
+                capture_output=True,
+                text=True,
+                timeout=60,
+                env={**os.environ, "PYTHONPATH": str(mine)},
+                check=False,
+            )
+            refused(Outcome(ended.returncode, ended.stderr), "COMPLETE: missing")
 
 
 @pytest.mark.parametrize(
