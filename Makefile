@@ -13,7 +13,7 @@ SEEDS ?= 3
 export OMP_NUM_THREADS ?= 1
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 
-.PHONY: help setup setup-llm setup-robot quickstart demo-llm demo-robot test test-slurm chaos lint bench docs constraints resolve clean
+.PHONY: help setup setup-llm setup-robot quickstart demo-llm demo-robot test test-slurm chaos bad-inputs lint bench docs constraints resolve clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -57,6 +57,9 @@ chaos: setup  ## 30 random kills over one run on a real Slurm (KILLS=…, SEED=�
 attack: setup  ## hostile programs and files against what is built (long; a part of them is among the tests)
 	PYTHONPATH=. $(VENV)/bin/python tests/attack/programs.py
 	PYTHONPATH=. $(VENV)/bin/python tests/attack/files.py
+
+bad-inputs: setup  ## hundreds of mistakes of users: is each one message, and is nothing left (SEED=…)
+	python -m tests.attack.bad_inputs --seed $(SEED)
 
 lint: setup  ## style, types, import floors, workflow
 	ruff check .
