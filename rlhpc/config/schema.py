@@ -87,7 +87,10 @@ class LoggerConfig:
     """Where metrics go."""
 
     logger_backends: list[str] = field(default_factory=lambda: ["jsonl", "tensorboard"])
-    """`jsonl` (always written) and `tensorboard`."""
+    """`jsonl` (always written), `tensorboard`, `wandb`, `mlflow`, `swanlab`, `trackio`, the name of an entry point of group
+    `rlhpc.loggers`, or `module:Class`."""
+    kwargs: dict[str, Any] = field(default_factory=dict)
+    """Logger → what it is built with, such as `{wandb: {project: cartpole, mode: offline}}`."""
 
 
 @dataclass

@@ -8,7 +8,7 @@ import os
 import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from omegaconf import OmegaConf
 
@@ -60,7 +60,6 @@ _DIRECTIVES = {
     "mem": (r"\d+[KMGT]?B?", "write it as Slurm does: 64G, 512M or 0 for all"),
     "time": (r"\d+|\d+:\d+|\d+:\d+:\d+|\d+-\d+(:\d+){0,2}", "write it as Slurm does: 02:00:00, 1-12:00:00, or minutes"),
 }
-_BACKENDS = ("jsonl", "tensorboard")
 #: Names that come with the package; others are looked up where torch may be imported, before a run starts.
 _ESTIMATORS = ("gae", "grpo", "dr_grpo", "rloo", "reinforce++", "reinforce++_baseline", "raw")
 _LOSSES = ("ppo", "actor", "actor_critic", "gspo", "cispo", "decoupled_ppo")
@@ -87,8 +86,8 @@ def validate(
     _numbers(cfg, fail)
     for key, allowed in _CHOICES.items():
         check_choice(key, str(OmegaConf.select(cfg, key)), allowed, fail)
-    for backend in cfg.runner.logger.logger_backends:
-        check_choice("runner.logger.logger_backends", str(backend), _BACKENDS, fail)
+    if training:
+        _loggers(cfg)
     for suite in cfg.workflow.eval_suites:
         if not re.fullmatch(_NAME, str(suite)):
             raise fail("workflow.eval_suites", f"a suite's name becomes a file's: {_NAME_RULE}")
@@ -115,6 +114,14 @@ def validate(
             _slots(cfg, fail)
         _runner(cfg, fail)
         _placement(cfg)
+
+
+def _loggers(cfg: Any) -> None:
+    """Their names, packages and arguments."""
+    from rlhpc.metrics.loggers import check_loggers
+
+    kwargs = OmegaConf.to_container(cfg.runner.logger.kwargs, resolve=True)
+    check_loggers([str(name) for name in cfg.runner.logger.logger_backends], cast(dict[str, Any], kwargs))
 
 
 def _numbers(cfg: Any, fail: Fail) -> None:

@@ -1,4 +1,4 @@
-"""Metric rows: metrics.jsonl (one row a step, the public format) and TensorBoard.
+"""Metric rows: metrics.jsonl (one row a step, the public format), and the loggers that get the same rows.
 
 Everything a row holds is a function of seeds and configuration, except the namespace `time/`: a killed and resumed
 run writes the same rows as one that was never killed, apart from `time/`.
@@ -6,25 +6,29 @@ run writes the same rows as one that was never killed, apart from `time/`.
 
 from __future__ import annotations
 
-import difflib
 import json
 import math
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import IO, Any, SupportsFloat
+from typing import IO, Any, SupportsFloat, cast
 
 from rlhpc.checkpoint.durable import replace_durably
-from rlhpc.runtime.errors import ConfigError, RlhpcError
+from rlhpc.metrics.loggers import RunFacts
+from rlhpc.metrics.loggers.feed import Feed, Memory, end_all
+from rlhpc.metrics.loggers.registry import build_loggers
+from rlhpc.runtime.errors import RlhpcError
 from rlhpc.runtime.paths import RunPaths
 
+#: What a run writes by default.
 BACKENDS = ("jsonl", "tensorboard")
 
 
 class MetricLogger:
     """Appends metric rows; `log` twice with one step merges into one row.
 
-    metrics.jsonl is written whatever the backends are: resuming and the report depend on it.
+    metrics.jsonl is written whatever the backends are: resuming and the report depend on it. A backend that fails is given
+    up with a warning; a metrics.jsonl that cannot be written is an error.
     """
 
     def __init__(
@@ -32,28 +36,26 @@ class MetricLogger:
         paths: RunPaths,
         backends: Sequence[str] = BACKENDS,
         resume_step: int | None = None,
+        kwargs: Mapping[str, Any] | None = None,
+        config: Mapping[str, Any] | None = None,
     ) -> None:
         """Open the run's metric files.
 
         Args:
             paths: The run.
-            backends: From `BACKENDS`.
+            backends: Names of loggers, see `rlhpc.metrics.loggers`.
             resume_step: Step the run continues from: rows of later steps are dropped. None: a fresh run; rows that
                 are there are kept in `metrics.<n>.jsonl`.
+            kwargs: Name of a logger → what it is built with.
+            config: The run's configuration without secrets, for the loggers.
 
         Raises:
-            ConfigError: A backend does not exist.
+            ConfigError: A backend does not exist, its package is missing, or it does not take its arguments.
         """
-        for name in backends:
-            if name not in BACKENDS:
-                near = difflib.get_close_matches(name, BACKENDS, n=1)
-                raise ConfigError(
-                    f"runner.logger.logger_backends: {name!r} is not a metrics backend; choose from "
-                    f"{', '.join(BACKENDS)}" + (f" (did you mean {near[0]!r}?)" if near else "")
-                )
+        loggers = build_loggers(backends, kwargs or {})
         self._path = paths.metrics
-        self._tensorboard_dir = paths.tensorboard if "tensorboard" in backends else None
-        self._tensorboard: Any = None
+        self._feeds: list[Feed] = []
+        backlog: list[tuple[int, Mapping[str, float]]] = []
         self._last_step: int | None = None
         self._last_row: dict[str, Any] = {}
         self._last_offset = 0
@@ -63,11 +65,14 @@ class MetricLogger:
             if resume_step is None:
                 _set_aside(self._path)
             else:
-                self._truncate(resume_step)
+                backlog = [(step, _numbers(row)) for step, row in self._truncate(resume_step)]
             self._file: IO[bytes] = self._path.open("ab")
+            memory = Memory(paths.loggers, fresh=resume_step is None)
         except OSError as error:
             raise self._failed(error) from error
-        self._purge_step = None if resume_step is None else resume_step + 1
+        for name, logger in loggers.items():
+            run = RunFacts(paths.root.name, paths.root, config or {}, memory.recall(name))
+            self._feeds.append(Feed(name, logger, run, memory, resume_step, backlog))
 
     def log(self, step: int, metrics: Mapping[str, SupportsFloat]) -> None:
         """Add metrics to the row of `step`; visible to readers at the return, durable after `commit`.
@@ -88,7 +93,10 @@ class MetricLogger:
                 self._file.flush()
         except OSError as error:
             raise self._failed(error) from error
-        self._log_tensorboard(step, values)
+        if self._feeds:
+            numbers = _numbers(values)
+            for feed in self._feeds:
+                feed.log(step, numbers)
 
     def commit(self) -> None:
         """Make all rows durable. Call before a checkpoint is committed: its step's row must not be lost."""
@@ -98,17 +106,18 @@ class MetricLogger:
         except OSError as error:
             raise self._failed(error) from error
         self._committed = self._file.tell()
-        if self._tensorboard is not None:
-            self._tensorboard.flush()
+        for feed in self._feeds:
+            feed.commit()
 
     def close(self) -> None:
-        """Commit and close."""
-        if not self._file.closed:
-            self.commit()
-            self._file.close()
-        if self._tensorboard is not None:
-            self._tensorboard.close()
-            self._tensorboard = None
+        """Commit and close; the loggers have a minute to finish."""
+        try:
+            if not self._file.closed:
+                self.commit()
+                self._file.close()
+        finally:
+            feeds, self._feeds = self._feeds, []
+            end_all(feeds)
 
     def __enter__(self) -> MetricLogger:
         return self
@@ -133,8 +142,8 @@ class MetricLogger:
         self._file.write(line)
         self._file.flush()
 
-    def _truncate(self, resume_step: int) -> None:
-        """Keep whole rows up to `resume_step`; the last one wins where a step occurs twice."""
+    def _truncate(self, resume_step: int) -> list[tuple[int, dict[str, Any]]]:
+        """Keep whole rows up to `resume_step`, and return them; the last one wins where a step occurs twice."""
         raw = self._path.read_bytes() if self._path.exists() else b""
         rows = {step: row for step, row in _parse(raw) if step <= resume_step}
         kept = b"".join(_line(step, rows[step]) for step in sorted(rows))
@@ -145,17 +154,7 @@ class MetricLogger:
             self._last_row = rows[self._last_step]
             self._last_offset = len(kept) - len(_line(self._last_step, self._last_row))
         self._committed = len(kept)
-
-    def _log_tensorboard(self, step: int, values: dict[str, Any]) -> None:
-        if self._tensorboard_dir is None:
-            return
-        if self._tensorboard is None:
-            from torch.utils.tensorboard import SummaryWriter
-
-            # purge_step: TensorBoard hides what a killed segment logged beyond the step this one continues from.
-            self._tensorboard = SummaryWriter(str(self._tensorboard_dir), purge_step=self._purge_step, flush_secs=30)
-        for name, value in values.items():
-            self._tensorboard.add_scalar(name, float("nan") if value is None else value, step)
+        return sorted(rows.items())
 
     def _failed(self, error: OSError) -> RlhpcError:
         return RlhpcError(
@@ -193,6 +192,15 @@ def _plain(value: SupportsFloat) -> int | float | None:
         return int(value)
     number = float(value)
     return number if math.isfinite(number) else None
+
+
+def _numbers(values: Mapping[str, Any]) -> dict[str, float]:
+    """A row for loggers: what is no finite number is NaN; what a foreign row has besides numbers is left out."""
+    return {
+        name: math.nan if value is None else cast(float, value)
+        for name, value in values.items()
+        if value is None or isinstance(value, (int, float))
+    }
 
 
 def _line(step: int, values: Mapping[str, Any]) -> bytes:

@@ -12,9 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from omegaconf import OmegaConf
 
 from rlhpc.checkpoint import CheckpointWriter, newest_valid, prune
 from rlhpc.metrics import MetricLogger, ProgressBar
+from rlhpc.metrics.loggers.public import public_config
 from rlhpc.metrics.provenance import update_provenance
 from rlhpc.runners.run_folder import RunFolder, note, segment_end
 from rlhpc.runtime.context import current
@@ -181,12 +183,14 @@ class Runner:
     def _train(self, resumed: int | None) -> None:
         """The loop, from the present step to the end of this start."""
         cfg, folder = self.cfg, self.folder
-        backends = list(cfg.runner.logger.logger_backends)
+        backends = [str(name) for name in cfg.runner.logger.logger_backends]
+        resolved: Any = OmegaConf.to_container(cfg, resolve=True)
+        public = public_config(OmegaConf.to_container(cfg), resolved)
         self._started, self._before = time.perf_counter(), self.elapsed
         # A goal that was reached stays reached; one that has since been raised does not.
         self.stop_reason = self.goal() if self.stop_reason == "stop_return" else ""
         with (
-            MetricLogger(folder.paths, backends, resumed) as logger,
+            MetricLogger(folder.paths, backends, resumed, resolved["runner"]["logger"]["kwargs"], public) as logger,
             ProgressBar(folder.end_step, self.step, name=str(cfg.runner.name)) as bar,
         ):
             folder.write_status("running", self.step, force=True, recoveries=self.recoveries)

@@ -37,6 +37,11 @@ class RunPaths:
         return self.root / "tensorboard"
 
     @property
+    def loggers(self) -> Path:
+        """What loggers must know when the run is resumed, such as the service's id of the run."""
+        return self.root / "loggers.json"
+
+    @property
     def registry(self) -> Path:
         return self.root / "registry"
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -124,7 +125,7 @@ def test_unwritable_folder(tmp_path: Path) -> None:
 
 def test_tensorboard_hides_what_came_after_the_resumed_step(paths: RunPaths) -> None:
     pytest.importorskip("tensorboard")
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator  # type: ignore[import-untyped]
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     for first, last, resume in ((1, 5, None), (3, 4, 2)):
         with MetricLogger(paths, resume_step=resume) as logger:
@@ -137,3 +138,20 @@ def test_tensorboard_hides_what_came_after_the_resumed_step(paths: RunPaths) -> 
 
 def test_reading_what_is_not_there(tmp_path: Path) -> None:
     assert read_metrics(tmp_path / "metrics.jsonl") == []
+
+
+def test_tensorboards_file_is_opened_once(paths: RunPaths) -> None:
+    opened: list[str] = []
+    watching = True
+
+    def watch(event: str, arguments: tuple[object, ...]) -> None:
+        if watching and event == "open" and "tfevents" in str(arguments[0]):
+            opened.append(str(arguments[0]))
+
+    sys.addaudithook(watch)
+    with MetricLogger(paths) as logger:
+        for step in range(1, 31):
+            logger.log(step, {"train/a": step, "train/b": step / 2})
+            logger.commit()
+    watching = False
+    assert len(opened) == 1

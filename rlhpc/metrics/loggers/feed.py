@@ -1,0 +1,147 @@
+"""One logger on a thread of its own: the network, a full disk or a hanging service never hold up training."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import queue
+import sys
+import threading
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rlhpc.checkpoint.durable import replace_durably
+from rlhpc.metrics.loggers.base import RunFacts, RunLogger
+
+#: Rows that may wait for a logger before it is given up.
+_ROWS = 20_000
+#: Seconds that all loggers together have to finish.
+CLOSE_S = 60.0
+_COMMIT, _END = object(), object()
+
+Row = tuple[int, Mapping[str, float]]
+
+
+class Memory:
+    """`loggers.json`: what each logger must know when the run is resumed."""
+
+    def __init__(self, path: Path, *, fresh: bool) -> None:
+        self._path, self._lock = path, threading.Lock()
+        self._content: dict[str, dict[str, Any]] = {}
+        if fresh:
+            path.unlink(missing_ok=True)
+            return
+        with contextlib.suppress(OSError, ValueError):
+            found = json.loads(path.read_text())
+            self._content = {key: value for key, value in found.items() if isinstance(value, dict)}
+
+    def recall(self, name: str) -> dict[str, Any]:
+        """A copy of what a logger had kept."""
+        return dict(self._content.get(name, {}))
+
+    def keep(self, name: str, content: dict[str, Any]) -> None:
+        """Replaces it, in the file too."""
+        with self._lock:
+            if self._content.get(name, {}) != content:
+                self._content[name] = dict(content)
+                replace_durably(self._path, json.dumps(self._content, indent=1).encode() + b"\n")
+
+
+class Feed:
+    """Gives rows to one logger, in order, and ends it at its first failure with a warning."""
+
+    def __init__(
+        self,
+        name: str,
+        logger: RunLogger,
+        run: RunFacts,
+        memory: Memory,
+        resume_step: int | None = None,
+        backlog: Sequence[Row] = (),
+    ) -> None:
+        """Starts.
+
+        Args:
+            name: Of the logger, for messages and `loggers.json`.
+            logger: Not yet opened.
+            run: Facts of the run; its memory is the logger's.
+            memory: All loggers' memories.
+            resume_step: As for `RunLogger.open`.
+            backlog: Rows that metrics.jsonl has from earlier starts: what the logger lacks of them it gets first.
+        """
+        self._name, self._logger, self._run, self._memory = name, logger, run, memory
+        self._resume_step, self._backlog = resume_step, backlog
+        self._rows: queue.Queue[Any] = queue.Queue(_ROWS)
+        self._over = False
+        self._thread = threading.Thread(target=self._feed, name=f"metrics-{name}", daemon=True)
+        self._thread.start()
+
+    def log(self, step: int, row: Mapping[str, float]) -> None:
+        """Hands a row over; returns at once."""
+        self._put((step, row))
+
+    def commit(self) -> None:
+        """Asks the logger to commit; returns at once."""
+        self._put(_COMMIT)
+
+    def end(self) -> None:
+        """Asks the logger to close; `wait` waits for it."""
+        self._put(_END)
+
+    def wait(self, deadline: float) -> None:
+        """Until it has ended, or until `deadline` (of `time.monotonic`), with a warning."""
+        self._thread.join(max(0.0, deadline - time.monotonic()))
+        if self._thread.is_alive() and not self._over:
+            self._give_up("it did not end in time")
+
+    def _put(self, item: Any) -> None:
+        if self._over:
+            return
+        try:
+            self._rows.put_nowait(item)
+        except queue.Full:
+            self._give_up(f"it is {_ROWS} rows behind")
+
+    def _give_up(self, why: str) -> None:
+        self._over = True
+        print(
+            f"rlhpc: warning: logger {self._name} is given up: {why}. The run goes on and metrics.jsonl has every row; "
+            "a resumed run hands over what is missing",
+            file=sys.stderr,
+            flush=True,
+        )
+
+    def _feed(self) -> None:
+        try:
+            last = self._logger.open(self._run, self._resume_step)
+            self._memory.keep(self._name, self._run.memory)
+            for step, row in self._backlog:
+                if last is None or step > last:
+                    self._logger.log(step, row)
+            self._backlog = ()
+            while not self._over and (item := self._rows.get()) is not _END:
+                if item is _COMMIT:
+                    self._logger.commit()
+                elif last is None or item[0] > last:
+                    self._logger.log(*item)
+                self._rows.task_done()
+            self._logger.close()
+        except Exception as error:
+            # Whatever a service or its library raises: nothing of it may reach the training.
+            if not self._over:
+                first = next(iter(str(error).strip().splitlines()), "")
+                self._give_up(f"{type(error).__name__}: {first}")
+            with contextlib.suppress(Exception):
+                self._logger.close()
+
+
+def end_all(feeds: Iterable[Feed]) -> None:
+    """Ends all at once, within `CLOSE_S` seconds together."""
+    feeds = list(feeds)
+    for feed in feeds:
+        feed.end()
+    deadline = time.monotonic() + CLOSE_S
+    for feed in feeds:
+        feed.wait(deadline)

@@ -1,0 +1,90 @@
+"""MLflow."""
+
+from __future__ import annotations
+
+import os
+import re
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from rlhpc.metrics.loggers.base import RunFacts, require
+from rlhpc.metrics.loggers.public import flat
+
+#: What MLflow takes at once.
+_PARAMS, _METRICS = 100, 1000
+_LONGEST_VALUE = 6000
+
+
+class MLflowLogger:
+    """A run of MLflow; in the run's own database, `<run>/mlflow.db`, where no server is named."""
+
+    def __init__(
+        self, *, tracking_uri: str | None = None, experiment: str = "rlhpc", tags: Mapping[str, str] | None = None
+    ) -> None:
+        """
+        Args:
+            tracking_uri: The server or store; by default `MLFLOW_TRACKING_URI`, else the run's own database.
+            experiment: MLflow's experiment; it is made where it does not exist.
+            tags: Of the run.
+        """
+        self._uri, self._experiment, self._tags = tracking_uri, experiment, dict(tags or {})
+        self._client: Any = None
+        self._run_id = ""
+
+    def open(self, run: RunFacts, resume_step: int | None) -> int | None:
+        os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
+        require("mlflow", "mlflow")
+        from mlflow.tracking import MlflowClient
+
+        own = f"sqlite:///{run.folder / 'mlflow.db'}"
+        uri = self._uri or os.environ.get("MLFLOW_TRACKING_URI") or own
+        self._client = MlflowClient(tracking_uri=uri)
+        if run.memory.get("run_id"):
+            self._run_id = run.memory["run_id"]
+            self._client.update_run(self._run_id, status="RUNNING")
+            return self._last_step()
+        found = self._client.get_experiment_by_name(self._experiment)
+        if found is not None:
+            experiment = found.experiment_id
+        else:
+            place = str(run.folder / "mlflow") if uri == own else None
+            experiment = self._client.create_experiment(self._experiment, artifact_location=place)
+        created = self._client.create_run(experiment, run_name=run.name, tags=self._tags)
+        self._run_id = run.memory["run_id"] = created.info.run_id
+        self._log_config(run.config)
+        return None
+
+    def log(self, step: int, row: Mapping[str, float]) -> None:
+        from mlflow.entities import Metric
+
+        now = int(time.time() * 1000)
+        metrics = [Metric(_allowed(name), float(value), now, step) for name, value in row.items()]
+        for begin in range(0, len(metrics), _METRICS):
+            self._client.log_batch(self._run_id, metrics=metrics[begin : begin + _METRICS], synchronous=True)
+
+    def commit(self) -> None:
+        """Each row was a transaction."""
+
+    def close(self) -> None:
+        if self._run_id:
+            self._client.set_terminated(self._run_id)
+
+    def _last_step(self) -> int | None:
+        names = self._client.get_run(self._run_id).data.metrics
+        # A metric that every row has spares asking for all the others.
+        asked = ["time/wall_s"] if "time/wall_s" in names else list(names)
+        steps = [metric.step for name in asked for metric in self._client.get_metric_history(self._run_id, name)]
+        return max(steps, default=None)
+
+    def _log_config(self, config: Mapping[str, Any]) -> None:
+        from mlflow.entities import Param
+
+        params = [Param(_allowed(name), str(value)[:_LONGEST_VALUE]) for name, value in flat(config).items()]
+        for begin in range(0, len(params), _PARAMS):
+            self._client.log_batch(self._run_id, params=params[begin : begin + _PARAMS], synchronous=True)
+
+
+def _allowed(name: str) -> str:
+    """MLflow's names have letters, digits and `_-. /` only."""
+    return re.sub(r"[^\w\-. /]", "_", name)[:250]

@@ -1,0 +1,105 @@
+"""Loggers by name: built in, an entry point of group `rlhpc.loggers`, or `module:Class`."""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import importlib.util
+import inspect
+from collections.abc import Callable, Iterable, Mapping
+from importlib.metadata import entry_points
+from typing import Any
+
+from rlhpc.metrics.loggers.base import RunLogger
+from rlhpc.runtime.errors import ConfigError
+
+ENTRY_POINTS = "rlhpc.loggers"
+#: Written by MetricLogger itself.
+JSONL = "jsonl"
+_KEY = "runner.logger.logger_backends"
+#: Name → class, and the packages that it imports.
+_BUILT_IN: dict[str, tuple[str, tuple[str, ...]]] = {
+    "tensorboard": ("rlhpc.metrics.loggers.tensorboard:TensorBoardLogger", ("tensorboard",)),
+    "wandb": ("rlhpc.metrics.loggers.wandb:WandbLogger", ("wandb",)),
+    "mlflow": ("rlhpc.metrics.loggers.mlflow:MLflowLogger", ("mlflow", "sqlalchemy", "alembic")),
+    "swanlab": ("rlhpc.metrics.loggers.swanlab:SwanLabLogger", ("swanlab",)),
+    "trackio": ("rlhpc.metrics.loggers.trackio:TrackioLogger", ("trackio",)),
+}
+
+
+def logger_names() -> list[str]:
+    """All names."""
+    return [JSONL, *sorted({*_BUILT_IN, *(entry.name.lower() for entry in entry_points(group=ENTRY_POINTS))})]
+
+
+def find_logger(name: str) -> Callable[..., RunLogger]:
+    """The class of a logger; imports nothing of the service.
+
+    Raises:
+        ConfigError: Unknown, or its package is not installed.
+    """
+    lower = name.lower()
+    target = name
+    if lower in _BUILT_IN:
+        target, packages = _BUILT_IN[lower]
+        missing = [package for package in packages if importlib.util.find_spec(package) is None]
+        if missing:
+            raise ConfigError(
+                f"{_KEY} has {name!r}, whose package {missing[0]} is not installed; install it with: "
+                f"pip install 'rlhpc[{lower}]'"
+            )
+    else:
+        for entry in entry_points(group=ENTRY_POINTS):
+            if entry.name.lower() == lower:
+                target = entry.value
+    module, colon, attribute = target.partition(":")
+    if not colon:
+        raise ConfigError(_unknown(_KEY, name))
+    try:
+        found: Callable[..., RunLogger] = getattr(importlib.import_module(module), attribute)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ConfigError(f"{_KEY} has {name!r}, which cannot be imported: {error}") from None
+    if not callable(found) or not all(hasattr(found, method) for method in ("open", "log", "commit", "close")):
+        raise ConfigError(f"{_KEY} has {name!r}, which is not a class with the methods open, log, commit and close")
+    return found
+
+
+def build_loggers(names: Iterable[str], kwargs: Mapping[str, Any]) -> dict[str, RunLogger]:
+    """The loggers of a run by name, without `jsonl`, not yet opened.
+
+    Args:
+        names: `runner.logger.logger_backends`.
+        kwargs: `runner.logger.kwargs`: name → what its class is built with.
+
+    Raises:
+        ConfigError: A name is unknown, a package is missing, or an argument is not taken.
+    """
+    classes = {name: find_logger(name) for name in names if name.lower() != JSONL}
+    known = {*map(str.lower, classes), *logger_names()}
+    for name, arguments in kwargs.items():
+        if str(name).lower() not in known:
+            raise ConfigError(_unknown("runner.logger.kwargs", str(name)))
+        if not isinstance(arguments, Mapping):
+            raise ConfigError(f"runner.logger.kwargs.{name} is {arguments!r}; write a mapping of arguments")
+    given = {str(name).lower(): dict(arguments) for name, arguments in kwargs.items()}
+    return {name: _build(name, cls, given.get(name.lower(), {})) for name, cls in classes.items()}
+
+
+def check_loggers(names: Iterable[str], kwargs: Mapping[str, Any]) -> None:
+    """Whether a run can have these loggers; raises as `build_loggers` does and writes nothing."""
+    build_loggers(names, kwargs)
+
+
+def _build(name: str, cls: Callable[..., RunLogger], arguments: dict[str, Any]) -> RunLogger:
+    try:
+        inspect.signature(cls).bind(**arguments)
+        return cls(**arguments)
+    except (TypeError, ValueError) as error:
+        taken = ", ".join(inspect.signature(cls).parameters)
+        raise ConfigError(f"runner.logger.kwargs.{name}: {error}; it takes: {taken or 'none'}") from None
+
+
+def _unknown(key: str, name: str) -> str:
+    near = difflib.get_close_matches(name.lower(), logger_names(), n=1)
+    hint = f" (did you mean {near[0]!r}?)" if near else ""
+    return f"{key}: {name!r} is not a logger{hint}; choose from {', '.join(logger_names())}, or name a class as module:Class"

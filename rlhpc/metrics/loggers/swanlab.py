@@ -1,0 +1,73 @@
+"""SwanLab."""
+
+from __future__ import annotations
+
+import os
+import uuid
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from rlhpc.metrics.loggers.base import RunFacts, printing_to_stderr, require
+from rlhpc.metrics.loggers.record_log import records
+
+
+class SwanLabLogger:
+    """A run of SwanLab; offline, in `<run>/swanlab`, where nobody is logged in."""
+
+    def __init__(self, *, project: str = "rlhpc", mode: str | None = None, **options: Any) -> None:
+        """
+        Args:
+            project: SwanLab's project.
+            mode: `online`, `offline` or `local`; by default `SWANLAB_MODE`, else online where an API key is found.
+            options: Further arguments of `swanlab.init`: workspace, group, tags, settings…
+        """
+        self._project, self._mode, self._options = project, mode, options
+        self._run: Any = None
+
+    def open(self, run: RunFacts, resume_step: int | None) -> int | None:
+        with printing_to_stderr():
+            swanlab = require("swanlab", "swanlab")
+        options = dict(self._options)
+        settings = {
+            "terminal": {"proxy_type": "none"},  # the driver's output has its own files
+            "probe": {"runtime": False},  # it has the command line, which may hold secrets
+            **(options.pop("settings", None) or {}),
+        }
+        run.memory.setdefault("id", uuid.uuid4().hex[:16])
+        folder = run.folder / "swanlab"
+        folder.mkdir(exist_ok=True)
+        last = None if resume_step is None else _last_step(folder, run.memory["id"])
+        with printing_to_stderr():
+            made = swanlab.Settings(**settings)
+            mode = self._mode or os.environ.get("SWANLAB_MODE") or ("online" if made.api_key else "offline")
+            arguments = {
+                "project": self._project, "name": run.name, "id": run.memory["id"], "resume": "allow", "mode": mode,
+                "log_dir": str(folder), "config": dict(run.config), **options,
+            }  # fmt: skip
+            self._run = swanlab.init(**arguments, settings=made)
+        return last
+
+    def log(self, step: int, row: Mapping[str, float]) -> None:
+        self._run.log(dict(row), step=step)
+
+    def commit(self) -> None:
+        """What SwanLab still has in memory when it is killed is handed over again at a resume."""
+
+    def close(self) -> None:
+        if self._run is not None:
+            with printing_to_stderr():
+                self._run.finish()
+
+
+def _last_step(folder: Path, run_id: str) -> int | None:
+    """The last step in the files of earlier starts."""
+    from swanlab.proto.swanlab.record.v1.record_pb2 import Record
+
+    steps = [
+        record.scalar.step
+        for path in folder.glob(f"run-*-{run_id}/run-{run_id}.swanlab")
+        for record in map(Record.FromString, records(path))
+        if record.WhichOneof("record_type") == "scalar"
+    ]
+    return max(steps, default=None)

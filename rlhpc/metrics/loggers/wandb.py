@@ -1,0 +1,82 @@
+"""Weights & Biases."""
+
+from __future__ import annotations
+
+import netrc
+import os
+import urllib.parse
+import uuid
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from rlhpc.metrics.loggers.base import RunFacts, require
+from rlhpc.metrics.loggers.record_log import records
+
+
+class WandbLogger:
+    """A run of W&B; offline, in `<run>/wandb`, where nothing says who is logged in."""
+
+    def __init__(self, *, project: str = "rlhpc", mode: str | None = None, **options: Any) -> None:
+        """
+        Args:
+            project: W&B's project.
+            mode: `online` or `offline`; by default `WANDB_MODE`, else online where an API key is found.
+            options: Further arguments of `wandb.init`: entity, group, tags, notes, settings…
+        """
+        self._project, self._mode, self._options = project, mode, options
+        self._run: Any = None
+
+    def open(self, run: RunFacts, resume_step: int | None) -> int | None:
+        os.environ.setdefault("WANDB_ERROR_REPORTING", "false")  # the library reports its own errors to its makers
+        wandb = require("wandb", "wandb")
+        options = dict(self._options)
+        mode = self._mode or os.environ.get("WANDB_MODE") or ("online" if _logged_in() else "offline")
+        settings = {
+            "console": "off",  # the driver's output has its own files
+            "silent": True,
+            "x_disable_meta": True,  # it has the command line, which may hold secrets
+            **(options.pop("settings", None) or {}),
+        }
+        run.memory.setdefault("id", uuid.uuid4().hex[:8])
+        arguments = {
+            "project": self._project, "name": run.name, "id": run.memory["id"], "resume": "allow", "mode": mode,
+            "dir": str(run.folder), "config": dict(run.config), **options,
+        }  # fmt: skip
+        self._run = wandb.init(**arguments, settings=wandb.Settings(**settings))
+        if mode == "online":
+            return self._run.starting_step - 1 if self._run.starting_step else None
+        return None if resume_step is None else _last_step(run.folder / "wandb", run.memory["id"])
+
+    def log(self, step: int, row: Mapping[str, float]) -> None:
+        self._run.log(dict(row), step=step, commit=True)
+
+    def commit(self) -> None:
+        """wandb's own process has the rows."""
+
+    def close(self) -> None:
+        if self._run is not None:
+            self._run.finish()
+
+
+def _logged_in() -> bool:
+    if os.environ.get("WANDB_API_KEY") or os.environ.get("WANDB_IDENTITY_TOKEN_FILE"):
+        return True
+    host = urllib.parse.urlparse(os.environ.get("WANDB_BASE_URL") or "https://api.wandb.ai").hostname
+    try:
+        return netrc.netrc(os.environ.get("NETRC")).authenticators(host or "") is not None
+    except (OSError, netrc.NetrcParseError):
+        return False
+
+
+def _last_step(folder: Path, run_id: str) -> int | None:
+    """The last step in the files of earlier offline starts."""
+    from wandb.proto.wandb_internal_pb2 import Record
+
+    steps = [
+        record.history.step.num
+        for path in folder.glob(f"offline-run-*-{run_id}/run-{run_id}.wandb")
+        for record in map(Record.FromString, records(path))
+        if record.WhichOneof("record_type") == "history"
+    ]
+    return max(steps, default=None)
