@@ -23,6 +23,8 @@ from rlhpc.checkpoint.manifest import read_manifest
 from rlhpc.checkpoint.store import require_valid
 from rlhpc.runtime.errors import CheckpointError, RlhpcError
 from rlhpc.runtime.paths import RunPaths
+from rlhpc.runtime.plain import read_json, read_yaml
+from rlhpc.runtime.trust import Trust
 
 if TYPE_CHECKING:
     from rlhpc.models import Policy
@@ -72,20 +74,29 @@ def export_checkpoint(checkpoint: Path, output: Path | None = None, *, licence: 
     return target
 
 
-def load_exported(folder: Path) -> Policy:
+def load_exported(folder: str | Path, *, trust_code: bool = False, trust: Trust | None = None) -> Policy:
     """The policy of an export folder (or of a checkpoint folder), in eval mode, on the CPU.
+
+    Args:
+        folder: The folder.
+        trust_code: Import what the folder names as `module:Class`. Without it only models are built that are built in,
+            registered or an installed package's: a folder from elsewhere cannot run code.
+        trust: The same in detail, in the place of `trust_code`.
 
     Raises:
         CheckpointError: Files are missing, or the weights do not fit the policy that config.json describes.
+        ConfigError: It names code, and nobody said that it is trusted.
     """
     from rlhpc.checkpoint.state import load_tensors  # with torch, which an export does without
     from rlhpc.models import policy_from_spec
 
     folder = Path(folder).expanduser()
-    spec = _read_json(folder / "config.json").get("policy") if (folder / "config.json").is_file() else None
+    origin = folder / "config.json"
+    spec = _read_json(origin).get("policy") if origin.is_file() else None
     if spec is None:
-        spec = _read_json(folder / "model.json")
-    policy = policy_from_spec(spec)
+        origin = folder / "model.json"
+        spec = _read_json(origin)
+    policy = policy_from_spec(spec, trust or Trust(trust_code), str(origin))
     try:
         policy.load_state_dict(load_tensors(folder / "model.safetensors"))
     except RuntimeError as error:
@@ -107,9 +118,9 @@ def _config(checkpoint: Path, step: int) -> dict[str, Any]:
     run: dict[str, Any] = {}
     if (checkpoint / "config.yaml").is_file():
         try:
-            run = yaml.safe_load((checkpoint / "config.yaml").read_text()) or {}
-        except yaml.YAMLError as error:
-            raise CheckpointError(f"{checkpoint / 'config.yaml'}: not YAML ({error})") from error
+            run = read_yaml((checkpoint / "config.yaml").read_bytes()) or {}
+        except (ValueError, yaml.YAMLError) as error:
+            raise CheckpointError(f"{checkpoint / 'config.yaml'}: cannot be read as YAML: {error}") from error
     env = _at(run, "env", "eval") or _at(run, "env", "train") or {}
     return {
         "format": EXPORT_FORMAT,
@@ -141,7 +152,7 @@ def _at(tree: Any, *keys: str) -> Any:
 
 def _read_json(path: Path) -> dict[str, Any]:
     try:
-        content = json.loads(path.read_text())
+        content = read_json(path.read_bytes())
     except FileNotFoundError as error:
         raise CheckpointError(f"{path}: missing, so the policy cannot be rebuilt") from error
     except (OSError, ValueError) as error:

@@ -25,6 +25,8 @@ from rlhpc.checkpoint.manifest import MANIFEST, digest, read_manifest
 from rlhpc.checkpoint.state import load_tensors
 from rlhpc.checkpoint.store import require_valid
 from rlhpc.runtime.errors import CheckpointError, ConfigError
+from rlhpc.runtime.plain import read_json
+from rlhpc.runtime.trust import Trust
 
 FORMAT = 1
 CONVERSION = "conversion.json"
@@ -38,6 +40,7 @@ def export_language_model(
     base: str | Path | None = None,
     dtype: str | None = None,
     licence: str | None = None,
+    trust_code: bool = False,
 ) -> Path:
     """Write the Hugging Face folder of a language model's checkpoint, atomically; an existing one is replaced.
 
@@ -48,6 +51,7 @@ def export_language_model(
         base: With LoRA, where the model is that was adapted; by default where it was in training.
         dtype: `float32` or `bfloat16`; by default that of the training's computation.
         licence: SPDX identifier for the model card.
+        trust_code: Run code that comes with the model, where the training did (`actor.model.trust_remote_code`).
 
     Returns:
         The folder.
@@ -63,6 +67,8 @@ def export_language_model(
     require_valid(checkpoint, hint="or convert another checkpoint with: rlhpc convert --checkpoint <folder>")
     step = int(read_manifest(checkpoint)["global_step"])
     identity = _identity(checkpoint)
+    Trust(trust_code).check({"about": {"trust_remote_code": bool(identity["about"].get("trust_remote_code"))}},
+                            str(checkpoint / "backend.json"))  # fmt: skip
     about, backend = identity["about"], str(identity["actor.training_backend"])
     target = default_output(checkpoint, step) if output is None else Path(output).expanduser().absolute()
     require_free(target)
@@ -74,7 +80,9 @@ def export_language_model(
         raise ConfigError(f"{checkpoint}: only an adapter was asked for, but actor.lora.rank was 0: there is none")
     weights = {name: tensor.to(kind) for name, tensor in trained_weights(checkpoint, backend)}
     model = SimpleNamespace(
-        model_path=str(checkpoint / FOLDER), attn_implementation="eager", trust_remote_code=about["trust_remote_code"]
+        model_path=str(checkpoint / FOLDER),
+        attn_implementation="eager",
+        trust_remote_code=about.get("trust_remote_code", False),
     )
     try:
         with filled_folder(target) as staging:
@@ -216,7 +224,7 @@ def _sharded(folder: Path) -> Iterable[tuple[str, torch.Tensor]]:
 def _identity(checkpoint: Path) -> dict[str, Any]:
     path = checkpoint / "backend.json"
     try:
-        found: dict[str, Any] = json.loads(path.read_text())
+        found: dict[str, Any] = read_json(path.read_bytes())
         found["about"]["lora"]["rank"], found["actor.training_backend"]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise CheckpointError(f"{path}: this is not a language model's checkpoint ({error})") from error

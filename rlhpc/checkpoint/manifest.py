@@ -15,6 +15,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from rlhpc.runtime.errors import CheckpointError
+from rlhpc.runtime.plain import read_json
 
 FORMAT = 1
 MANIFEST = "manifest.json"
@@ -108,7 +109,7 @@ def _read(path: Path) -> bytes | None:
 def _parse(raw: bytes) -> tuple[dict[str, Any], str]:
     """The manifest, or what is wrong with it."""
     try:
-        manifest = json.loads(raw)
+        manifest = read_json(raw)
     except ValueError as error:
         return {}, f"{MANIFEST}: not JSON ({error})"
     if not isinstance(manifest, dict):

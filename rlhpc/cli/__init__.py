@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 from rlhpc.cli import doctor, init, policies, replay, run, start, watch
 from rlhpc.cli.parser import TopParser, add_command
+from rlhpc.runtime.environment_values import masked
 from rlhpc.runtime.errors import RlhpcError
 
 __all__ = ["build_parser", "main", "parse"]
@@ -67,7 +68,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         return int(args.function(args))
     except RlhpcError as error:
-        print(f"rlhpc: error: {error}", file=sys.stderr)
+        print(f"rlhpc: error: {masked(str(error))}", file=sys.stderr)
         return error.exit_code
     except KeyboardInterrupt:
         print("rlhpc: interrupted", file=sys.stderr)
@@ -78,5 +79,5 @@ def main(argv: Sequence[str] | None = None) -> int:
         if os.environ.get("RLHPC_DEBUG"):
             traceback.print_exc()
         hint = "a fault of rlhpc itself, or of code it called; set RLHPC_DEBUG=1 for the traceback"
-        print(f"rlhpc: error: {type(error).__name__}: {error} ({hint})", file=sys.stderr)
+        print(f"rlhpc: error: {type(error).__name__}: {masked(str(error))} ({hint})", file=sys.stderr)
         return 1

@@ -11,6 +11,7 @@ from rlhpc.cli.named import checkpoint_of, own_run
 from rlhpc.cli.outputs import check_file, check_folder
 from rlhpc.cli.parser import add_checkpoint, add_command, add_words
 from rlhpc.runtime.errors import CheckpointError, ConfigError
+from rlhpc.runtime.trust import FLAG, Trust
 
 _EXAMPLES = {
     "eval": (
@@ -48,9 +49,10 @@ def _eval(args: argparse.Namespace) -> int:
     config = Path(args.config) if args.config else checkpoint / "config.yaml"
     if args.config is None and not config.is_file():
         raise CheckpointError(f"{checkpoint} has no config.yaml, so it is no checkpoint of rlhpc, or incomplete")
-    cfg = load_config(config, args.overrides, training=False)
+    theirs = Trust(args.trust_checkpoint_code) if args.config is None else None
+    cfg = load_config(config, args.overrides, training=False, theirs=theirs)
     if changes := list(cfg.workflow.suites.get(args.suite, ())):
-        cfg = load_config(config, [*changes, *args.overrides], training=False)
+        cfg = load_config(config, [*changes, *args.overrides], training=False, theirs=theirs)
     run = own_run(checkpoint)
     output = check_file("--output", Path(args.output)) if args.output else None
     if output is None and run is not None and (step := checkpoint.name.removeprefix("global_step_")).isdigit():
@@ -62,7 +64,8 @@ def _eval(args: argparse.Namespace) -> int:
     require_valid(checkpoint, hint="or evaluate another checkpoint", checksums=False)  # before torch is imported
     from rlhpc.runners.evaluate import evaluate_checkpoint
 
-    result = evaluate_checkpoint(checkpoint, cfg=cfg, suite=args.suite, episodes=args.episodes, output=output)
+    result = evaluate_checkpoint(checkpoint, cfg=cfg, suite=args.suite, episodes=args.episodes, output=output,
+                                 trust_code=args.trust_checkpoint_code)  # fmt: skip
     low, high = result["return_ci95"]
     print(
         f"{checkpoint.name}: mean return {result['return_mean']:.2f} (95 % CI {low:.2f} to {high:.2f}) over "
@@ -108,7 +111,8 @@ def _record(args: argparse.Namespace) -> int:
         raise ConfigError("--expert needs --config RUN.yaml, which names the environment; and no checkpoint")
     else:
         config, source = Path(args.config), args.expert
-    cfg = load_config(config, args.overrides, training=False)
+    theirs = Trust(args.trust_checkpoint_code) if args.config is None else None
+    cfg = load_config(config, args.overrides, training=False, theirs=theirs)
     mode = "train" if args.sample else "eval"
     from rlhpc.runners.evaluate import record_episodes
 
@@ -120,6 +124,7 @@ def _record(args: argparse.Namespace) -> int:
         only_success=args.only_success,
         mode=mode,
         teacher=args.teacher,
+        trust_code=args.trust_checkpoint_code,
     )
     success = f", success_once {result['success_once']:.1%}" if "success_once" in result else ""
     print(
@@ -141,6 +146,7 @@ def _convert(args: argparse.Namespace) -> int:
         from rlhpc.checkpoint.convert_lm import export_language_model
 
         options = {"adapter_only": args.adapter_only, "base": args.base, "dtype": args.dtype, "licence": args.license}
+        options["trust_code"] = args.trust_checkpoint_code
         print(export_language_model(checkpoint, output, **options))
     elif args.adapter_only or args.base or args.dtype:
         raise ConfigError(f"--adapter-only, --base and --dtype are for language models; {checkpoint} is none")
@@ -154,9 +160,18 @@ def _dagger(args: argparse.Namespace) -> int:
 
     if args.rounds < 1 or args.episodes < 1:
         raise ConfigError("--rounds and --episodes must be at least 1")
-    made = dagger(args.config, args.overrides, expert=args.expert, rounds=args.rounds, episodes=args.episodes)
+    made = dagger(args.config, args.overrides, expert=args.expert, rounds=args.rounds, episodes=args.episodes,
+                  trust_code=args.trust_checkpoint_code)  # fmt: skip
     print(made[-1]["checkpoint"])
     return 0
+
+
+def _add_trust(command: argparse.ArgumentParser) -> None:
+    command.add_argument(
+        FLAG,
+        action="store_true",
+        help="import code that the checkpoint names (module:Class); for checkpoints of your own",
+    )
 
 
 def add_commands(commands: Any) -> None:
@@ -165,6 +180,7 @@ def add_commands(commands: Any) -> None:
         commands, "eval", _eval, "evaluate a checkpoint with deterministic actions", _EXAMPLES["eval"]
     )
     add_checkpoint(evaluate)
+    _add_trust(evaluate)
     evaluate.add_argument("--output", help="where to write; default in the checkpoint's own run folder")
     add_words(evaluate)
     evaluate.add_argument("--suite", default="default", help="name of the evaluation (default: default)")
@@ -181,6 +197,7 @@ def add_commands(commands: Any) -> None:
         _EXAMPLES["record"],
     )
     add_checkpoint(record)
+    _add_trust(record)
     record.add_argument("--expert", help="function of observations, as module:function, instead of a checkpoint")
     record.add_argument("--config", help="configuration to use instead of the checkpoint's own; its env.eval is played")
     record.add_argument("--episodes", type=int, default=100, help="episodes to write (default 100)")
@@ -195,6 +212,7 @@ def add_commands(commands: Any) -> None:
         commands, "convert", _convert, "export a checkpoint's policy: safetensors and a config", _EXAMPLES["convert"]
     )
     add_checkpoint(convert)
+    _add_trust(convert)
     convert.add_argument("--output", help="where to write; default in the checkpoint's own run folder")
     add_words(convert)
     convert.add_argument(
@@ -211,6 +229,7 @@ def add_commands(commands: Any) -> None:
         _EXAMPLES["dagger"],
     )
     add_words(dagger, config="YAML file of a run of behaviour cloning (runner.task_type: bc)")
+    _add_trust(dagger)
     dagger.add_argument("--expert", required=True, help="who labels: a function as module:function, or a checkpoint")
     dagger.add_argument("--rounds", type=int, default=3, help="how often the clone plays (default 3)")
     dagger.add_argument("--episodes", type=int, default=20, help="episodes it plays each time (default 20)")

@@ -17,8 +17,9 @@ from typing import Any, NamedTuple
 import yaml
 from omegaconf import DictConfig, OmegaConf
 
-from rlhpc.config.load import CONFIG_LOADER
+from rlhpc.config.yaml_loader import UniqueKeys
 from rlhpc.runtime.errors import ConfigError
+from rlhpc.runtime.plain import read_yaml
 
 _EVALUATION = ("env.eval.", "data.eval", "workflow.suites")
 _FREE = (
@@ -116,7 +117,7 @@ def require_same_run(saved: Path, cfg: DictConfig, *, what: str, way_out: str) -
         ConfigError: Names the keys that differ, with both values.
     """
     try:
-        content = yaml.load(saved.read_text(), Loader=CONFIG_LOADER)  # a SafeLoader
+        content = read_yaml(saved.read_bytes(), UniqueKeys)
     except FileNotFoundError:
         return
     except (OSError, ValueError, yaml.YAMLError) as error:

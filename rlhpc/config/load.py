@@ -6,7 +6,6 @@ import dataclasses
 import difflib
 import math
 import os
-import re
 import typing
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -19,7 +18,11 @@ from omegaconf.errors import OmegaConfBaseException
 from rlhpc import share
 from rlhpc.config.schema import Config
 from rlhpc.config.validate import validate
+from rlhpc.config.yaml_loader import UniqueKeys
+from rlhpc.runtime import environment_values
 from rlhpc.runtime.errors import ConfigError
+from rlhpc.runtime.plain import read_yaml
+from rlhpc.runtime.trust import Trust, without_variables
 
 _MAX_DEPTH = 10
 #: What other projects call a key of ours.
@@ -40,48 +43,7 @@ _ALSO_KNOWN_AS = {
 }
 
 
-class _UniqueKeys(yaml.SafeLoader):
-    """A YAML loader that refuses a key given twice, reads 1e-3 as a number, and `02:00:00`, `1:0` and dates as text."""
-
-
-_NUMBERS_AND_DATES = ("tag:yaml.org,2002:int", "tag:yaml.org,2002:float", "tag:yaml.org,2002:timestamp")
-_UniqueKeys.yaml_implicit_resolvers = {
-    first: [(tag, pattern) for tag, pattern in resolvers if tag not in _NUMBERS_AND_DATES]
-    for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
-}
-_UniqueKeys.add_implicit_resolver(
-    "tag:yaml.org,2002:int",
-    re.compile(r"^[-+]?(?:0|[1-9][0-9_]*|0x[0-9a-fA-F_]+|0b[01_]+)$"),
-    list("-+0123456789"),
-)
-_UniqueKeys.add_implicit_resolver(
-    "tag:yaml.org,2002:float",
-    re.compile(
-        r"^(?:[-+]?[0-9][0-9_]*\.[0-9_]*(?:[eE][-+]?[0-9]+)?|[-+]?[0-9][0-9_]*[eE][-+]?[0-9]+"
-        r"|[-+]?\.[0-9][0-9_]*(?:[eE][-+]?[0-9]+)?|[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN))$"
-    ),
-    list("-+0123456789."),
-)
-
-
-def _mapping(loader: _UniqueKeys, node: yaml.MappingNode) -> dict[Any, Any]:
-    seen: dict[Any, Any] = {}
-    for key_node, value_node in node.value:
-        key = loader.construct_object(key_node, deep=True)
-        if isinstance(key, (list, dict)):
-            raise yaml.constructor.ConstructorError(None, None, "a key must be a word", key_node.start_mark)
-        if key in seen:
-            raise yaml.constructor.ConstructorError(None, None, f"key {key!r} is given twice", key_node.start_mark)
-        seen[key] = loader.construct_object(value_node, deep=True)
-    return seen
-
-
-_UniqueKeys.add_constructor(yaml.resolver.BaseResolver.DEFAULT_MAPPING_TAG, _mapping)
-#: How a configuration's YAML is read, here and where a saved one is looked at.
-CONFIG_LOADER = _UniqueKeys
-
-
-def _read(path: Path, chain: tuple[Path, ...]) -> list[tuple[str, dict[str, Any]]]:
+def _read(path: Path, chain: tuple[Path, ...], theirs: Trust | None = None) -> list[tuple[str, dict[str, Any]]]:
     """The file and, before it, those it names under `defaults:`; as (source, content)."""
     if path in chain or len(chain) > _MAX_DEPTH:
         raise ConfigError(f"{path}: `defaults` go round in a circle: {' → '.join(p.name for p in (*chain, path))}")
@@ -92,14 +54,14 @@ def _read(path: Path, chain: tuple[Path, ...]) -> list[tuple[str, dict[str, Any]
         hint = f"; did you mean {path.parent / near[0]}?" if near else ""
         raise ConfigError(f"no configuration file {path}{hint}")
     try:
-        content = yaml.load(path.read_text(), Loader=_UniqueKeys)  # a SafeLoader
+        content = read_yaml(path.read_bytes(), UniqueKeys)
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark
         where = f", line {mark.line + 1}, column {mark.column + 1}" if mark else ""
         raise ConfigError(f"{path}{where}: not valid YAML: {error.problem or error}") from None
-    except RecursionError:
-        raise ConfigError(f"{path}: not valid YAML: nested too deeply") from None
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read: {error.strerror}") from None
+    except (ValueError, yaml.YAMLError) as error:
         raise ConfigError(f"{path}: cannot be read: {error}") from None
     if content is None:
         raise ConfigError(f"{path} is empty; see configs/quickstart.yaml for a start")
@@ -107,6 +69,10 @@ def _read(path: Path, chain: tuple[Path, ...]) -> list[tuple[str, dict[str, Any]
         raise ConfigError(
             f"{path}: found a {type(content).__name__} at the top; a configuration is a mapping of sections"
         )
+    if theirs is not None and not theirs.everything:
+        content = without_variables(content, theirs, str(path))
+        if "defaults" in content:
+            raise ConfigError(f"{path}: defaults: a configuration that comes with a checkpoint names no other files")
     defaults = content.pop("defaults", None) or []
     if isinstance(defaults, str) or not isinstance(defaults, list):
         raise ConfigError(f"{path}: defaults is {defaults!r}; give a list of files")
@@ -248,9 +214,9 @@ def _override(cfg: DictConfig, text: str) -> dict[str, Any]:
     if not equals or not key:
         raise ConfigError(f"override {text!r}: write key=value, for example runner.max_steps=20")
     try:
-        value = yaml.load(raw, Loader=_UniqueKeys) if raw.strip() else None  # a SafeLoader
-    except RecursionError:
-        raise ConfigError(f"override {key}=…: the value is nested too deeply") from None
+        value = read_yaml(raw, UniqueKeys) if raw.strip() else None
+    except ValueError as error:
+        raise ConfigError(f"override {key}=…: the value is {error}") from None
     except yaml.YAMLError:
         raise ConfigError(f"override {text!r}: the value {raw!r} is not valid YAML; quote it") from None
     parent = next((path for path in _OPEN if key.startswith(f"{path}.")), None)
@@ -291,6 +257,7 @@ def load_config(
     check: bool = True,
     training: bool = True,
     site: str | None = None,
+    theirs: Trust | None = None,
 ) -> DictConfig:
     """Reads a configuration.
 
@@ -301,6 +268,7 @@ def load_config(
             of the workflow's jobs; by default what `RLHPC_SITE` says.
         check: Also run `validate`.
         training: Also check what only training needs: batches, placement, run folder.
+        theirs: The file came with a checkpoint: what it may name of code, besides what the overrides do.
 
     Returns:
         A typed, read-only OmegaConf mapping with every key of the schema.
@@ -311,7 +279,8 @@ def load_config(
     cfg = OmegaConf.structured(Config)
     given = find_config(path)
     sources: dict[str, str] = {}
-    for source, content in _read(given, ()):
+    environment_values.watch()
+    for source, content in _read(given, (), theirs):
         _merge(cfg, content, source, sources)
     for text in overrides:
         _merge(cfg, _override(cfg, text), f"override {text!r}", sources)
@@ -319,6 +288,9 @@ def load_config(
     if site:
         _apply_site(cfg, find_site(site), sources)
     _require(cfg, str(given))
+    if theirs is not None:
+        own = {name for text in overrides for name in Trust.of(_override(cfg, text)).names}
+        Trust(theirs.everything, theirs.names | own).check(OmegaConf.to_container(cfg, resolve=True), str(given))
     if check:
         validate(cfg, str(given), sources, training=training)
     OmegaConf.set_readonly(cfg, True)
@@ -431,8 +403,12 @@ def _require(cfg: DictConfig, source: str) -> None:
 
 
 def config_to_yaml(cfg: DictConfig | ListConfig) -> str:
-    """The resolved configuration as YAML; `load_config` reads it back to the same."""
-    return OmegaConf.to_yaml(cfg, resolve=True)
+    """The resolved configuration as YAML; `load_config` reads it back to the same.
+
+    What depends on the environment (`${oc.env:…}`) stays as it was written: it may be a secret, and a run that is started
+    again reads its own.
+    """
+    return OmegaConf.to_yaml(OmegaConf.create(environment_values.to_plain(cfg)))
 
 
 def total_steps(cfg: Any) -> int:

@@ -10,15 +10,19 @@ repeated as the final one; the last step is a truncation unless `next.done` and 
 from __future__ import annotations
 
 import io
-import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from rlhpc.checkpoint.manifest import is_plain_name
 from rlhpc.runtime.errors import ConfigError
+from rlhpc.runtime.plain import read_json
 
+_FIELD = re.compile(r"\{(\w+)(?::0?(\d{1,9})d)?\}")
+_WIDEST = 20
 _STATE, _IMAGE = "observation.state", "observation.image"
 _NEEDED = ("action", "episode_index", "frame_index")
 
@@ -44,7 +48,7 @@ def read_lerobot(folder: Path) -> Iterator[dict[str, Any]]:
 def _info(folder: Path) -> dict[str, Any]:
     path = folder / "meta" / "info.json"
     try:
-        info = json.loads(path.read_text())
+        info = read_json(path.read_bytes())
         version, features = str(info["codebase_version"]), info["features"]
         missing = [name for name in _NEEDED if name not in features]
     except (OSError, ValueError, KeyError, TypeError) as error:
@@ -99,9 +103,9 @@ class _Frames:
         place, pattern = self._places.get(episode, {}), self._info.get("video_path")
         if not pattern:
             raise ConfigError(f"{self._folder}/meta/info.json has videos but no video_path")
-        chunk = episode // int(self._info.get("chunks_size", 1000))
-        path = self._folder / str(pattern).format(
-            video_key=camera, episode_chunk=chunk, episode_index=episode,
+        chunk = episode // max(1, int(self._info.get("chunks_size", 1000)))
+        path = self._folder / video_name(
+            str(pattern), f"{self._folder}/meta/info.json", video_key=camera, episode_chunk=chunk, episode_index=episode,
             chunk_index=place.get(f"videos/{camera}/chunk_index", 0), file_index=place.get(f"videos/{camera}/file_index", 0),
         )  # fmt: skip
         if self._decoded is None or self._decoded[0] != path:
@@ -111,6 +115,33 @@ class _Frames:
         if len(found) < length:
             raise ConfigError(f"{path} ends {length - len(found)} frames before episode {episode} does")
         return found
+
+
+def video_name(pattern: str, origin: str, **fields: Any) -> str:
+    """The name of a video below the data set's folder.
+
+    Args:
+        pattern: `video_path` of `info.json`, such as `videos/{video_key}/chunk-{chunk_index:03d}/file-{file_index:03d}.mp4`.
+        origin: Where it is from, for messages.
+        fields: What may stand in it: `video_key`, which is a text, and numbers.
+
+    Raises:
+        ConfigError: It asks for something else, or leads out of the folder.
+    """
+    said = f"{origin}: video_path is {pattern[:200]!r}"
+
+    def put(field: re.Match[str]) -> str:
+        name, width = field[1], int(field[2] or 0)
+        if name not in fields or width > _WIDEST or (name == "video_key" and field[2]):
+            raise ConfigError(
+                f"{said}; {field[0]} is not one of {', '.join(fields)}, each at most {_WIDEST} digits wide"
+            )
+        return str(fields[name]) if name == "video_key" else f"{int(fields[name]):0{width}d}"
+
+    name = _FIELD.sub(put, pattern)
+    if "{" in _FIELD.sub("", pattern) or "}" in _FIELD.sub("", pattern) or not is_plain_name(name):
+        raise ConfigError(f"{said}, which is not the name of a file below the data set's folder")
+    return name
 
 
 def decode(path: Path) -> np.ndarray:

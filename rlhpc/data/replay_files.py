@@ -19,7 +19,9 @@ from typing import Any
 import numpy as np
 
 from rlhpc.checkpoint.convert import filled_folder
+from rlhpc.checkpoint.manifest import is_plain_name
 from rlhpc.runtime.errors import CheckpointError, ConfigError
+from rlhpc.runtime.plain import read_json
 
 FOLDER = "replay"
 FORMAT = 1
@@ -69,12 +71,15 @@ class Index:
             CheckpointError: It is none; names the file.
         """
         try:
-            data = json.loads(path.read_text())
+            data = read_json(path.read_bytes())
             if data.pop("format") != FORMAT:
                 raise ValueError(f"format is not {FORMAT}")
             segments = [Segment(**segment) for segment in data.pop("segments")]
+            for segment in segments:
+                if not is_plain_name(segment.file) or "/" in segment.file or not segment.file.endswith(".npy"):
+                    raise ValueError(f"file {segment.file!r} is not the name of a .npy file beside it")
             return cls(**{**data, "slots": tuple(data["slots"])}, segments=segments)
-        except (OSError, ValueError, KeyError, TypeError) as error:
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise CheckpointError(f"{path}: cannot be read as the index of a replay buffer ({error})") from error
 
 

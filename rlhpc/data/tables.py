@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import difflib
 import gzip
-import json
 from array import array
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
@@ -13,6 +12,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from rlhpc.runtime.errors import ConfigError
+from rlhpc.runtime.plain import read_json
 
 Row = dict[str, Any]
 
@@ -51,7 +51,7 @@ class JsonLines:
 
     def row(self, index: int) -> Row:
         try:
-            row = json.loads(self._lines[index])
+            row = read_json(self._lines[index])
         except UnicodeDecodeError as error:
             raise ConfigError(f"{self.place(index)} is not UTF-8: {error.reason}") from None
         except ValueError as error:
@@ -119,20 +119,25 @@ class Hdf5File:
         import h5py
         import numpy as np
 
+        from rlhpc.data.hdf5 import checked, has, member, members, open_hdf5
+
         self.path = path
         self._columns: dict[str, list[Any]] = {}
         try:
-            with h5py.File(path, "r") as file:
-                if group not in file:
+            with open_hdf5(path) as file:
+                if group.strip("/") and not has(file, group):
                     raise ConfigError(f"{path} has no group {group!r}; it has: {', '.join(file)}")
-                for name, column in file[group].items():
+                for name, column in members(member(file, group)):
                     if not isinstance(column, h5py.Dataset) or not column.shape:
                         continue
+                    checked(column)
                     values = column.asstr()[...] if h5py.check_string_dtype(column.dtype) else column[...]
                     self._columns[name] = np.asarray(values).tolist()
                     if column.attrs.get("encoding") == "json":
-                        self._columns[name] = [json.loads(value) for value in self._columns[name]]
-        except (OSError, ValueError) as error:
+                        self._columns[name] = [read_json(value) for value in self._columns[name]]
+        except (OSError, ValueError, TypeError, AttributeError, RuntimeError, MemoryError) as error:
+            if isinstance(error, ConfigError):
+                raise
             raise ConfigError(f"{path} cannot be read as HDF5: {_first_line(error)}") from None
         lengths = {name: len(values) for name, values in self._columns.items()}
         if len(set(lengths.values())) > 1:

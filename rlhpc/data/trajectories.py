@@ -26,14 +26,17 @@ import h5py
 import numpy as np
 
 from rlhpc.checkpoint.durable import fsync_folder, replace_durably
+from rlhpc.data.hdf5 import checked, has, member, members, open_hdf5
 from rlhpc.data.tables import find_files
 from rlhpc.envs.finite import bad_rows
 from rlhpc.runtime.errors import ConfigError
+from rlhpc.runtime.plain import read_json
 
 Trajectory = dict[str, Any]
 
 SUFFIXES = (".h5", ".hdf5")
 _IMAGES = ("rgb", "depth", "segmentation", "seg")
+_DEEPEST = 16
 _SENSORS = ("sensor_data", "sensor_param")
 
 
@@ -142,11 +145,7 @@ def shapes(trajectory: Trajectory) -> str:
 def read_maniskill(path: Path) -> Iterator[Trajectory]:
     """The episodes of one file, in the order of the JSON beside it (without one: by number)."""
     described = metadata(path)
-    try:
-        file = h5py.File(path, "r")
-    except OSError as error:
-        raise ConfigError(f"{path} cannot be read as HDF5: {str(error).splitlines()[0]}") from None
-    with file:
+    with open_hdf5(path) as file:
         episodes = described.get("episodes")
         if episodes is None:
             numbers = sorted(int(name[5:]) for name in file if name.startswith("traj_") and name[5:].isdigit())
@@ -155,9 +154,16 @@ def read_maniskill(path: Path) -> Iterator[Trajectory]:
             episodes = [{"episode_id": number} for number in numbers]
         for episode in episodes:
             name = f"traj_{episode['episode_id']}"
-            if name not in file:
+            if not has(file, name):
                 raise ConfigError(f"{path} has no group {name!r}, which {path.with_suffix('.json').name} names")
-            yield _read_group(file[name], f"{path}, {name}", episode)
+            group = member(file, name)
+            if not isinstance(group, h5py.Group):
+                raise ConfigError(f"{path}, {name} is no group")
+            try:
+                trajectory = _read_group(group, f"{path}, {name}", episode)
+            except (TypeError, ValueError, AttributeError, IndexError) as error:
+                raise ConfigError(f"{path}, {name} is not what ManiSkill writes: {error}") from None
+            yield trajectory
 
 
 def metadata(path: Path) -> dict[str, Any]:
@@ -166,7 +172,7 @@ def metadata(path: Path) -> dict[str, Any]:
     if not beside.is_file():
         return {}
     try:
-        described = json.loads(beside.read_text())
+        described = read_json(beside.read_bytes())
         ids = [episode["episode_id"] for episode in described.get("episodes", [])]
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ConfigError(f"{beside} is not what ManiSkill writes beside a .h5 file: {error!r}") from None
@@ -176,15 +182,17 @@ def metadata(path: Path) -> dict[str, Any]:
 
 def _read_group(group: Any, source: str, episode: Mapping[str, Any]) -> Trajectory:
     try:
-        missing = [name for name in ("actions", "terminated", "truncated") if name not in group]
+        names = set(group)  # `in group` would follow a link
+        missing = [name for name in ("actions", "terminated", "truncated") if name not in names]
         if missing:
             raise ConfigError(f"{source} lacks {', '.join(missing)}; it has: {', '.join(group) or 'nothing'}")
-        if isinstance(group["actions"], h5py.Group):
-            raise ConfigError(
-                f"{source} has actions of several robots ({', '.join(group['actions'])}); supported is one"
-            )
-        data = {name: _load(group[name]) for name in group}
-    except (OSError, RuntimeError) as error:
+        actions = member(group, "actions")
+        if isinstance(actions, h5py.Group):
+            raise ConfigError(f"{source} has actions of several robots ({', '.join(actions)}); supported is one")
+        data = {name: _load(node) for name, node in members(group)}
+    except (OSError, RuntimeError, MemoryError) as error:
+        if isinstance(error, ConfigError):
+            raise
         raise ConfigError(f"{source} is damaged: {str(error).splitlines()[0]}") from None
     actions = data["actions"].reshape(len(data["actions"]), -1)
     seed = episode.get("episode_seed", (episode.get("reset_kwargs") or {}).get("seed"))
@@ -203,8 +211,12 @@ def _read_group(group: Any, source: str, episode: Mapping[str, Any]) -> Trajecto
     )
 
 
-def _load(node: Any) -> Any:
-    return {name: _load(value) for name, value in node.items()} if isinstance(node, h5py.Group) else node[()]
+def _load(node: Any, depth: int = 0) -> Any:
+    if not isinstance(node, h5py.Group):
+        return checked(node)[()]
+    if depth > _DEEPEST:  # a group may be a member of itself
+        raise RuntimeError(f"{node.name[:100]} is nested deeper than {_DEEPEST} groups")
+    return {name: _load(value, depth + 1) for name, value in members(node)}
 
 
 def _not_finite(trajectory: Trajectory, fields: Sequence[str]) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -13,6 +12,7 @@ from rlhpc.metrics.logger import read_metrics, series
 from rlhpc.metrics.svg import SMALL, Line, line_chart, standalone
 from rlhpc.runtime.errors import RlhpcError
 from rlhpc.runtime.paths import RunPaths
+from rlhpc.runtime.plain import read_json
 
 Rows = Sequence[Mapping[str, Any]]
 
@@ -222,7 +222,7 @@ def read_evaluations(paths: RunPaths) -> list[dict[str, Any]]:
     found = []
     for path in sorted(paths.eval.glob("global_step_*/*.json")):
         try:
-            result = json.loads(path.read_text())
+            result = read_json(path.read_bytes())
             result = {**result, "suite": result.get("suite", path.stem), "global_step": int(result["global_step"])}
             result["return_mean"] = float(result["return_mean"])
         except (OSError, ValueError, KeyError, TypeError, AttributeError):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from html import escape
 from pathlib import Path
@@ -17,6 +16,7 @@ from rlhpc.metrics.page import Cell, card, duration, figures, missing, table
 from rlhpc.metrics.pass_at_k import level_order
 from rlhpc.metrics.svg import LARGE, SMALL, Line, Size, line_chart, number
 from rlhpc.runtime.paths import RunPaths
+from rlhpc.runtime.plain import read_json, read_yaml
 
 TASKS = ("reasoning", "sft")
 Evaluation = Mapping[str, Any]
@@ -69,8 +69,8 @@ ALWAYS = {
 def language_task(paths: RunPaths) -> str | None:
     """`reasoning` or `sft`; None for other runs, and where config.yaml cannot be read."""
     try:
-        task = str(yaml.safe_load(paths.config.read_text())["runner"]["task_type"]).lower()
-    except (OSError, ValueError, yaml.YAMLError, KeyError, TypeError):  # ValueError: not UTF-8
+        task = str(read_yaml(paths.config.read_bytes())["runner"]["task_type"]).lower()
+    except (OSError, ValueError, yaml.YAMLError, KeyError, TypeError):
         return None
     return task if task in TASKS else None
 
@@ -78,11 +78,11 @@ def language_task(paths: RunPaths) -> str | None:
 def data_name(paths: RunPaths) -> str:
     """Model and data of the run, for its subtitle."""
     try:
-        cfg = yaml.safe_load(paths.config.read_text())
+        cfg = read_yaml(paths.config.read_bytes())
         train, model = cfg["data"]["train"], str(cfg["actor"]["model"]["model_path"] or "")
         task = (train.get("kwargs") or {}).get("task") or train.get("path") or train["source"]
         return f"{Path(model).name} on {Path(str(task)).name}" if model else str(task)
-    except (OSError, yaml.YAMLError, KeyError, TypeError, AttributeError):
+    except (OSError, ValueError, yaml.YAMLError, KeyError, TypeError, AttributeError):
         return ""
 
 
@@ -136,7 +136,7 @@ def read_evaluations(paths: RunPaths) -> list[dict[str, Any]]:
     found = []
     for path in sorted(paths.eval.glob("global_step_*/*.json")):
         try:
-            result = json.loads(path.read_text())
+            result = read_json(path.read_bytes())
             result = {**result, "suite": str(result.get("suite", path.stem)), "global_step": int(result["global_step"])}
             result["accuracy"], result["n"] = float(result["accuracy"]), int(result["n"])
             low, high = result.get("accuracy_ci95") or (result["accuracy"],) * 2

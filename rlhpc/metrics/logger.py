@@ -19,6 +19,7 @@ from rlhpc.metrics.loggers.feed import Feed, Memory, end_all
 from rlhpc.metrics.loggers.registry import build_loggers
 from rlhpc.runtime.errors import RlhpcError
 from rlhpc.runtime.paths import RunPaths
+from rlhpc.runtime.plain import read_json
 
 #: What a run writes by default.
 BACKENDS = ("jsonl", "tensorboard")
@@ -212,7 +213,7 @@ def _parse(raw: bytes) -> list[tuple[int, dict[str, Any]]]:
     rows: list[tuple[int, dict[str, Any]]] = []
     for line in raw.splitlines():
         try:
-            row = json.loads(line)
+            row = read_json(line)
             step = row.pop("step")
         except (ValueError, KeyError, AttributeError, TypeError):
             continue

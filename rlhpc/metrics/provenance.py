@@ -21,8 +21,10 @@ from pathlib import Path
 from typing import Any
 
 from rlhpc.checkpoint.durable import replace_durably
+from rlhpc.runtime.environment_values import to_plain
 from rlhpc.runtime.errors import RlhpcError
 from rlhpc.runtime.paths import RunPaths
+from rlhpc.runtime.plain import read_json
 
 _PACKAGES = (
     "torch",
@@ -76,7 +78,7 @@ def update_provenance(paths: RunPaths, **facts: Any) -> None:
 def read_provenance(paths: RunPaths) -> dict[str, Any]:
     """The record; empty where there is none or it cannot be read."""
     try:
-        record = json.loads(paths.provenance.read_text())
+        record = read_json(paths.provenance.read_bytes())
     except (OSError, ValueError):
         return {}
     return record if isinstance(record, dict) else {}
@@ -145,5 +147,5 @@ def _config_checksum(cfg: Any) -> str | None:
         from omegaconf import OmegaConf
 
         if OmegaConf.is_config(cfg):
-            cfg = OmegaConf.to_container(cfg, resolve=True)
+            cfg = to_plain(cfg)  # a checksum of a secret could be searched for
     return hashlib.sha256(json.dumps(cfg, sort_keys=True, default=str).encode()).hexdigest()

@@ -30,6 +30,7 @@ from rlhpc.metrics.samples_page import write_samples_page
 from rlhpc.metrics.svg import number
 from rlhpc.runtime.errors import CheckpointError, RlhpcError
 from rlhpc.runtime.paths import RunPaths
+from rlhpc.runtime.plain import read_yaml
 
 
 def write_report(paths: RunPaths, output: Path | None = None) -> Path:
@@ -136,8 +137,8 @@ def _env_id(paths: RunPaths) -> str:
     import yaml
 
     try:
-        return str(yaml.safe_load(paths.config.read_text())["env"]["train"]["env_id"])
-    except (OSError, ValueError, yaml.YAMLError, KeyError, TypeError):  # ValueError: not UTF-8
+        return str(read_yaml(paths.config.read_bytes())["env"]["train"]["env_id"])
+    except (OSError, ValueError, yaml.YAMLError, KeyError, TypeError):
         return ""
 
 

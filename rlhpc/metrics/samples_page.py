@@ -6,7 +6,6 @@ end where it ends.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from html import escape
@@ -18,6 +17,7 @@ from rlhpc.metrics.page import Cell, missing, page, section, table
 from rlhpc.metrics.pass_at_k import level_order
 from rlhpc.runtime.errors import RlhpcError
 from rlhpc.runtime.paths import RunPaths
+from rlhpc.runtime.plain import read_json
 
 PROBLEMS = 24
 """Problems of a suite that are shown in full."""
@@ -70,7 +70,7 @@ def read_samples(path: Path) -> Iterator[Row]:
     with path.open(encoding="utf-8", errors="replace") as file:
         for line in file:
             try:
-                row = json.loads(line)
+                row = read_json(line)
                 row["sample"], row["right"] = int(row["sample"]), bool(row["right"])
                 row["prompt"], row["response"] = str(row["prompt"]), str(row["response"])
                 if isinstance(row["id"], (int, str)):
@@ -126,7 +126,7 @@ def _results(paths: RunPaths) -> dict[str, list[tuple[int, Path, Mapping[str, An
     found: dict[str, list[tuple[int, Path, Mapping[str, Any]]]] = {}
     for path in paths.eval.glob("global_step_*/*.json"):
         try:
-            result = json.loads(path.read_text())
+            result = read_json(path.read_bytes())
             step, suite = int(result["global_step"]), str(result["suite"])
         except (OSError, ValueError, KeyError, TypeError):
             continue

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from rlhpc.envs.observations import count_rows
 from rlhpc.envs.spaces import space_to_json
 from rlhpc.models.heads import CategoricalHead, GaussianHead, make_head
+from rlhpc.runtime.environment_values import to_plain
 
 
 def layer(inputs: int, outputs: int, gain: float, orthogonal: bool) -> nn.Linear:
@@ -128,9 +129,8 @@ class Policy(nn.Module):
         """JSON from which `policy_from_spec` builds the same network."""
         from omegaconf import OmegaConf
 
-        plain = OmegaConf.to_container(self._cfg, resolve=True) if OmegaConf.is_config(self._cfg) else vars(self._cfg)
         return {
-            "model": plain,
+            "model": to_plain(self._cfg) if OmegaConf.is_config(self._cfg) else vars(self._cfg),
             "observation_space": space_to_json(self.observation_space),
             "action_space": space_to_json(self.action_space),
         }

@@ -9,8 +9,9 @@ from importlib.metadata import entry_points
 from typing import TYPE_CHECKING, Any
 
 from rlhpc.envs.spaces import space_from_json
-from rlhpc.runtime.errors import ConfigError
+from rlhpc.runtime.errors import ConfigError, RlhpcError
 from rlhpc.runtime.lookup import load_attribute
+from rlhpc.runtime.trust import Trust, without_variables
 
 if TYPE_CHECKING:
     from rlhpc.models.base import Policy
@@ -102,9 +103,37 @@ def build_model(cfg: Any, observation_space: Any, action_space: Any, seed: int |
         return seeded
 
 
-def policy_from_spec(spec: dict[str, Any]) -> Policy:
-    """Inverse of `Policy.spec`: the network, with fresh weights."""
-    from omegaconf import OmegaConf
+def policy_from_spec(spec: dict[str, Any], trust: Trust | None = None, origin: str = "the description") -> Policy:
+    """Inverse of `Policy.spec`: the network, with fresh weights.
 
-    cfg = OmegaConf.create(spec["model"])
-    return build_model(cfg, space_from_json(spec["observation_space"]), space_from_json(spec["action_space"]))
+    Args:
+        spec: As read.
+        trust: What it may name of code; nothing by default.
+        origin: Where it is from, for messages.
+
+    Raises:
+        ConfigError: It names code, or describes no policy.
+    """
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+
+    trust = trust or Trust()
+    try:
+        named = {"actor": {"model": spec["model"]}}
+        trust.check(named, origin)
+        section = named if trust.everything else without_variables(named, trust, origin)
+        cfg = OmegaConf.create(section).actor.model
+        return build_model(cfg, space_from_json(spec["observation_space"]), space_from_json(spec["action_space"]))
+    except (
+        KeyError,
+        TypeError,
+        ValueError,
+        AttributeError,
+        RuntimeError,
+        MemoryError,
+        OmegaConfBaseException,
+    ) as error:
+        if isinstance(error, RlhpcError):
+            raise
+        said = str(error).strip().split("\n")[0]
+        raise ConfigError(f"{origin} describes no policy that can be built: {type(error).__name__}: {said}") from error

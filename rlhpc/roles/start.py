@@ -16,6 +16,7 @@ from rlhpc.checkpoint.state import load_tensors
 from rlhpc.runtime.errors import CheckpointError, ConfigError
 from rlhpc.runtime.lookup import load_attribute
 from rlhpc.runtime.paths import RunPaths
+from rlhpc.runtime.trust import Trust
 
 WEIGHTS = "model.safetensors"
 
@@ -96,8 +97,13 @@ class ExpertPolicy:
         return torch.from_numpy(actions.reshape(len(actions), 1, -1)), {}
 
 
-def load_actor(source: str, key: str) -> Any:
+def load_actor(source: str, key: str, trust: Trust | None = None) -> Any:
     """What acts: an expert given as `module:function`, or the policy of a checkpoint, export folder or run folder.
+
+    Args:
+        source: As the user gives it.
+        key: What messages call it.
+        trust: What a folder may name of code.
 
     Raises:
         ConfigError, CheckpointError: It cannot be loaded.
@@ -107,4 +113,4 @@ def load_actor(source: str, key: str) -> Any:
     folder = find_weights(source, key)
     if not any((folder / name).is_file() for name in ("config.json", "model.json")):
         raise CheckpointError(f"{folder} says nothing of the network (no model.json, no config.json)")
-    return load_exported(folder)
+    return load_exported(folder, trust=trust)

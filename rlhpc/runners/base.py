@@ -22,6 +22,7 @@ from rlhpc.runners.run_folder import RunFolder, note, segment_end
 from rlhpc.runtime.context import current
 from rlhpc.runtime.errors import ChannelError, CheckpointError, RlhpcError, StepFailed, WorkerFailed
 from rlhpc.runtime.launch.signals import StopRequest, end_of_job
+from rlhpc.runtime.plain import read_json
 from rlhpc.runtime.session import Session
 
 #: Steps over which the durations of steps and saves are judged.
@@ -137,7 +138,7 @@ class Runner:
         handles = {role: group.load(str(checkpoint)) for role, group in self.groups.items()}
         self.restored({role: handle.wait(self.timeout) for role, handle in handles.items()})
         try:
-            state = json.loads((checkpoint / "runner.json").read_text())
+            state = read_json((checkpoint / "runner.json").read_bytes())
             self.step, self.elapsed = int(state["step"]), float(state["elapsed_s"])
             self.stop_reason = str(state["stop_reason"])
             self.load_state(state)

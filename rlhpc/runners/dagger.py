@@ -20,7 +20,7 @@ from rlhpc.runtime.paths import RunPaths
 
 
 def dagger(
-    config: str | Path, overrides: Sequence[str], *, expert: str, rounds: int, episodes: int
+    config: str | Path, overrides: Sequence[str], *, expert: str, rounds: int, episodes: int, trust_code: bool = False
 ) -> list[dict[str, Any]]:
     """Trains a policy by DAgger.
 
@@ -30,6 +30,7 @@ def dagger(
         expert: Labels, as `module:function` or a checkpoint.
         rounds: How often the clone plays.
         episodes: Episodes of each round.
+        trust_code: Import what a checkpoint that is the expert names as `module:Class`, also where the configuration does not.
 
     Returns:
         One entry a run: name, checkpoint, data.
@@ -45,7 +46,7 @@ def dagger(
     given = _path(config, overrides)
     data = [given] if isinstance(given, str) else [str(one) for one in given or ()]
     if not data:
-        data = [_labelled(folder / "round_0.h5", expert, first, episodes, None)]
+        data = [_labelled(folder / "round_0.h5", expert, first, episodes, None, trust_code)]
     made: list[dict[str, Any]] = []
     start: list[str] = []
     for k in range(rounds + 1):
@@ -62,7 +63,7 @@ def dagger(
         made.append({"name": paths.root.name, "checkpoint": str(found.path), "data": list(data)})
         start = [f"runner.init_from={_quoted(str(found.path))}"]
         if k < rounds:
-            data.append(_labelled(folder / f"round_{k + 1}.h5", expert, cfg, episodes, str(found.path)))
+            data.append(_labelled(folder / f"round_{k + 1}.h5", expert, cfg, episodes, str(found.path), trust_code))
     return made
 
 
@@ -74,14 +75,20 @@ def _quoted(path: str) -> str:
     return "'" + path.replace("'", "''") + "'"
 
 
-def _labelled(output: Path, expert: str, cfg: Any, episodes: int, student: str | None) -> str:
+def _labelled(output: Path, expert: str, cfg: Any, episodes: int, student: str | None, trust_code: bool) -> str:
     """The file of a round: episodes of the student (of the expert itself, without one) with the expert's actions."""
     if not output.is_file():
         # Other episodes than those of evaluations, and in every round others.
         number = int(output.stem.rpartition("_")[2])
         seed = int(cfg.runner.seed) + 7919 * (number + 1)
         found = record_episodes(
-            student or expert, cfg, output, episodes=episodes, seed=seed, teacher=expert if student else None
+            student or expert,
+            cfg,
+            output,
+            episodes=episodes,
+            seed=seed,
+            teacher=expert if student else None,
+            trust_code=trust_code,
         )
         note(f"{found['episodes']} episodes, mean return {found['return_mean']:.2f}, labelled by {expert} → {output}")
     return str(output)

@@ -7,6 +7,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import yaml
 from omegaconf import OmegaConf
 
 from rlhpc import __version__
@@ -21,6 +22,8 @@ from rlhpc.roles.recording import record
 from rlhpc.roles.start import ExpertPolicy, load_actor
 from rlhpc.runners.run_folder import note
 from rlhpc.runtime.errors import CheckpointError, ConfigError
+from rlhpc.runtime.plain import read_json, read_yaml
+from rlhpc.runtime.trust import Trust, without_variables
 
 
 def evaluate_checkpoint(
@@ -30,6 +33,7 @@ def evaluate_checkpoint(
     suite: str = "default",
     episodes: int | None = None,
     output: str | Path | None = None,
+    trust_code: bool = False,
 ) -> dict[str, Any]:
     """Evaluates with deterministic actions, a fixed number of episodes per slot.
 
@@ -39,6 +43,7 @@ def evaluate_checkpoint(
         suite: Name of the evaluation.
         episodes: Default `env.eval.num_episodes`.
         output: JSON file to write, atomically.
+        trust_code: Import what the checkpoint names as `module:Class`, also where `cfg` does not name it.
 
     Returns:
         See `evaluate_policy`; besides suite, global_step and checkpoint.
@@ -49,8 +54,8 @@ def evaluate_checkpoint(
     """
     folder = Path(checkpoint).expanduser().absolute()
     require_valid(folder, hint="or evaluate another checkpoint")
-    cfg = _config(folder) if cfg is None else cfg
-    policy = _policy(folder)
+    cfg = _config(folder, Trust(trust_code)) if cfg is None else cfg
+    policy = _policy(folder, Trust.of(OmegaConf.to_container(cfg, resolve=True), trust_code))
     films: list[Film] = []
 
     def film(env: Any) -> Film:
@@ -97,6 +102,7 @@ def record_episodes(
     mode: str = "eval",
     seed: int | None = None,
     teacher: str | None = None,
+    trust_code: bool = False,
 ) -> dict[str, Any]:
     """Records episodes of `env.eval` as trajectories.
 
@@ -106,12 +112,14 @@ def record_episodes(
         output, episodes, only_success, mode: See `record`.
         seed: In the place of `runner.seed`.
         teacher: Whose actions are written in the place of those played, as `source`.
+        trust_code: Import what a checkpoint or export names as `module:Class`, also where `cfg` does not name it.
 
     Returns:
         See `record`.
     """
-    actor = load_actor(source, "--expert" if ":" in source else "--checkpoint")
-    labels = None if teacher is None else load_actor(teacher, "--teacher")
+    trust = Trust.of(OmegaConf.to_container(cfg, resolve=True), trust_code)
+    actor = load_actor(source, "--expert" if ":" in source else "--checkpoint", trust)
+    labels = None if teacher is None else load_actor(teacher, "--teacher", trust)
     seed = int(cfg.runner.seed) if seed is None else seed
     origin = {"source": source, "teacher": teacher, "mode": mode, "seed": seed, "rlhpc_version": __version__}
     kind = "dagger" if teacher is not None else "scripted" if isinstance(actor, ExpertPolicy) else "rl"
@@ -126,19 +134,27 @@ def record_episodes(
         ) from error
 
 
-def _config(folder: Path) -> Any:
+def _config(folder: Path, trust: Trust) -> Any:
     path = folder / "config.yaml"
     if not path.is_file():
         raise CheckpointError(f"{path}: missing; pass the run's configuration with --config")
-    return OmegaConf.load(path)
-
-
-def _policy(folder: Path) -> Any:
     try:
-        spec = json.loads((folder / "model.json").read_text())
+        content = read_yaml(path.read_bytes())
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        raise CheckpointError(f"{path}: cannot be read as YAML: {error}") from error
+    if not isinstance(content, dict) or not isinstance(content.get("env"), dict):
+        raise CheckpointError(f"{path}: no configuration of a policy in an environment (no section env)")
+    cfg: Any = OmegaConf.create(content if trust.everything else without_variables(content, trust, str(path)))
+    trust.check(OmegaConf.to_container(cfg, resolve=True), str(path))
+    return cfg
+
+
+def _policy(folder: Path, trust: Trust) -> Any:
+    try:
+        spec = read_json((folder / "model.json").read_bytes())
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{folder / 'model.json'}: cannot be read ({error})") from error
-    policy = policy_from_spec(spec)
+    policy = policy_from_spec(spec, trust, str(folder / "model.json"))
     try:
         policy.load_state_dict(load_tensors(folder / "model.safetensors"))
     except RuntimeError as error:

@@ -38,6 +38,7 @@ from rlhpc.roles.prompts import seed_of
 from rlhpc.rollout import Request, SamplingParams, make_rollout
 from rlhpc.rollout.agents import make_generation
 from rlhpc.runtime.errors import ConfigError, NonFinite
+from rlhpc.runtime.plain import read_json
 
 #: Pause where neither engine nor judges had anything.
 _IDLE_S = 0.002
@@ -89,7 +90,7 @@ def evaluate_language_model(
         )
     if backend is not None:
         cfg = OmegaConf.merge(cfg, {"rollout": {"rollout_backend": backend}})
-    with _folder(model) as (folder, step):
+    with _folder(model, bool(cfg.actor.model.trust_remote_code)) as (folder, step):
         rows, dropped = _answers(cfg, section, suite, folder, progress)
     steps = (global_step, step, _step_of(Path(output).parent if output else None), _step_of(model), 0)
     result = {
@@ -148,7 +149,7 @@ def _step_of(folder: str | Path | None) -> int | None:
 
 
 @contextmanager
-def _folder(model: str | Path) -> Iterator[tuple[str, int | None]]:
+def _folder(model: str | Path, trust_code: bool) -> Iterator[tuple[str, int | None]]:
     """A Hugging Face folder of the model, and the checkpoint's step where it is one."""
     path = Path(model).expanduser().absolute()
     if not (path / MANIFEST).is_file():
@@ -163,7 +164,7 @@ def _folder(model: str | Path) -> Iterator[tuple[str, int | None]]:
     from rlhpc.checkpoint.convert_lm import export_language_model
 
     with tempfile.TemporaryDirectory(prefix="rlhpc-eval-") as temporary:
-        yield str(export_language_model(path, Path(temporary) / path.name)), step
+        yield str(export_language_model(path, Path(temporary) / path.name, trust_code=trust_code)), step
 
 
 def _exported(checkpoint: Path, step: int) -> Path | None:
@@ -172,9 +173,9 @@ def _exported(checkpoint: Path, step: int) -> Path | None:
 
     folder = default_output(checkpoint, step)
     try:
-        record = json.loads((folder / CONVERSION).read_text())
+        record = read_json((folder / CONVERSION).read_bytes())
         same = record["manifest_sha256"] == digest(checkpoint / MANIFEST)[1]
-        own = record["dtype"] == json.loads((checkpoint / "backend.json").read_text())["about"]["dtype"]
+        own = record["dtype"] == read_json((checkpoint / "backend.json").read_bytes())["about"]["dtype"]
         whole = all((folder / name).stat().st_size == file["size"] for name, file in record["files"].items())
         merged = not record["lora"] or record["lora"]["merged"]
     except (OSError, ValueError, KeyError, TypeError):

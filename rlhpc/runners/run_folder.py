@@ -11,11 +11,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from omegaconf import OmegaConf
-
 from rlhpc.checkpoint import Resumable, find_resumable, move_newer_aside, newest_valid
 from rlhpc.checkpoint.durable import replace_durably
-from rlhpc.config import segment_end, total_steps
+from rlhpc.config import config_to_yaml, segment_end, total_steps
 from rlhpc.metrics import update_provenance, write_provenance
 from rlhpc.runners.same_run import check_same_run
 from rlhpc.runtime.errors import ConfigError, RlhpcError
@@ -109,7 +107,7 @@ class RunFolder:
         self._opened = True
         try:
             self.paths.root.mkdir(parents=True, exist_ok=True)
-            replace_durably(self.paths.config, OmegaConf.to_yaml(cfg, resolve=True).encode())
+            replace_durably(self.paths.config, config_to_yaml(cfg).encode())
         except OSError as error:
             raise ConfigError(
                 f"runner.run_dir: {error.filename or self.paths.root} cannot be written: {error.strerror}; make room, "

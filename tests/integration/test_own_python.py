@@ -91,6 +91,13 @@ def test_a_run_and_its_evaluation(tmp_path: Path, way: str) -> None:
     subprocess.run([*rlhpc, "train", str(tmp_path / "reach.yaml")], check=True, cwd=root, timeout=240)
     if way == "simulator_python":
         done = [*rlhpc, "eval", "--run", str(tmp_path / "reach"), "--step", "latest"]
+        refused = subprocess.run(done, cwd=root, timeout=240, capture_output=True, text=True)
+        assert (
+            refused.returncode == 2
+            and "simulator_python" in refused.stderr
+            and "--trust-checkpoint-code" in refused.stderr
+        )
+        done += ["--trust-checkpoint-code"]  # it starts a program that the checkpoint names
         subprocess.run(done, check=True, cwd=root, timeout=240)
         found = json.loads(next((tmp_path / "reach/eval").rglob("*.json")).read_text())
         assert found["episodes"] == 2 and "success_once" in found

@@ -20,4 +20,6 @@ rule convert:
         checkpoint=lambda wildcards: near(RUN.checkpoint(int(wildcards.step))),
         folder=lambda wildcards: near(RUN.export(int(wildcards.step))),
     shell:
-        "rlhpc convert --checkpoint {params.checkpoint:q} --output {params.folder:q} > {log:q} 2>&1"
+        # The run's own checkpoint: it names what the user's configuration named.
+        "rlhpc convert --trust-checkpoint-code --checkpoint {params.checkpoint:q}"
+        " --output {params.folder:q} > {log:q} 2>&1"

@@ -1,0 +1,106 @@
+"""HDF5 files that anybody may have made: everything that is read lies in the file itself.
+
+The format lets a data set's bytes lie in any other file (external storage, virtual data sets), and a name lead into one
+(external links). A file from elsewhere could so bring this user's own files into the training data.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import h5py
+
+from rlhpc.runtime.errors import ConfigError
+
+_MOST_LINKS = 16
+_LARGE, _MOST_PACKED = 1 << 30, 2000
+
+
+@contextlib.contextmanager
+def open_hdf5(path: Path) -> Iterator[Any]:
+    """The file, to be read with `member` and `read`.
+
+    Raises:
+        ConfigError: It cannot be read, or damage shows while the block reads it.
+    """
+    try:
+        file = h5py.File(path, "r")
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read as HDF5: {_first_line(error)}") from None
+    with file:
+        yield file
+
+
+def member(group: Any, name: str, links: int = 0) -> Any:
+    """What a group has under a name, or a path of names.
+
+    Raises:
+        ConfigError: The name leads into another file.
+        KeyError: There is nothing.
+    """
+    node = group.file if name.startswith("/") else group
+    for part in name.split("/"):
+        if part in ("", "."):
+            continue
+        where = f"{group.file.filename}: {node.name.rstrip('/')}/{part}"
+        if not isinstance(node, h5py.Group):
+            raise KeyError(where)
+        try:
+            link = node.get(part, getlink=True)
+        except TypeError:  # a link of a program's own kind
+            link = h5py.ExternalLink
+        if link is None:
+            raise KeyError(where)
+        if isinstance(link, h5py.SoftLink):
+            if links >= _MOST_LINKS:
+                raise ConfigError(f"{where} is a link that leads to links only")
+            node = member(node, link.path, links + 1)
+        elif isinstance(link, h5py.HardLink):
+            node = node[part]
+        else:
+            target = f" ({link.filename})" if isinstance(link, h5py.ExternalLink) else ""
+            raise ConfigError(f"{where} is a link into another file{target}; a data set holds all its data itself")
+    return node
+
+
+def has(group: Any, name: str) -> bool:
+    """Whether a group has something under a name; what leads into another file raises `ConfigError`."""
+    try:
+        member(group, name)
+    except KeyError:
+        return False
+    return True
+
+
+def members(group: Any) -> Iterator[tuple[str, Any]]:
+    """Names of a group and what they stand for; see `member`."""
+    for name in group:
+        yield name, member(group, name)
+
+
+def checked(dataset: Any) -> Any:
+    """A data set whose bytes lie in its own file.
+
+    Raises:
+        ConfigError: It is none, they do not, or it would take much more memory than it has bytes.
+    """
+    where = f"{dataset.file.filename}: {dataset.name}"
+    if not isinstance(dataset, h5py.Dataset):
+        raise ConfigError(f"{where} is a {type(dataset).__name__}, not a data set")
+    if dataset.external or dataset.is_virtual:
+        kind = "external storage" if dataset.external else "a virtual data set"
+        raise ConfigError(f"{where} is {kind}, whose bytes lie in another file; a data set holds all its data itself")
+    size, stored = (
+        dataset.size * dataset.dtype.itemsize if dataset.shape is not None else 0,
+        dataset.id.get_storage_size(),
+    )
+    if size > _LARGE and size > _MOST_PACKED * max(1, stored):
+        raise ConfigError(f"{where} says that it has {size} bytes, but the file holds {stored} of it")
+    return dataset
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__

@@ -1,0 +1,70 @@
+"""Values that a configuration takes from the environment, `${oc.env:NAME}`: they may be secrets, so what is written down keeps
+the reference in their place, and messages do too. A run that is started again reads its own environment."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from pathlib import PurePath
+from typing import Any
+
+_SHORTEST = 6
+"""A secret has at least so many characters; shorter values are numbers and words that stand in any text."""
+_read: dict[str, str] = {}
+_count, _watching = 0, False
+
+
+def watch() -> None:
+    """Notes what configurations read from the environment, from now on. Again is no harm."""
+    global _watching
+    if _watching:
+        return
+    _watching = True
+    from omegaconf import OmegaConf
+    from omegaconf.resolvers import oc
+
+    def env(*arguments: Any) -> Any:
+        global _count
+        _count += 1
+        value = oc.env(*arguments)
+        if arguments and arguments[0] in os.environ and isinstance(value, str):
+            _read[str(arguments[0])] = value
+        return value
+
+    with warnings.catch_warnings():  # later versions have another name for it
+        warnings.simplefilter("ignore")
+        OmegaConf.register_new_resolver("oc.env", env, replace=True)
+
+
+def masked(text: str) -> str:
+    """A text for people, in which `${oc.env:NAME}` stands for what came from there. Paths stay: they are no secrets."""
+    for name, value in sorted(_read.items(), key=lambda item: -len(item[1])):
+        if len(value) >= _SHORTEST and not PurePath(value).is_absolute():
+            text = text.replace(value, f"${{oc.env:{name}}}")
+    return text
+
+
+def to_plain(cfg: Any) -> Any:
+    """A configuration as dicts and lists, resolved but for what depends on the environment, which stays as it was written."""
+    from omegaconf import DictConfig, ListConfig, OmegaConf
+
+    watch()
+    if not isinstance(cfg, (DictConfig, ListConfig)):
+        return cfg
+    if cfg._is_none():
+        return None
+    written: Any = OmegaConf.to_container(cfg, resolve=False)
+    keys: Any = list(cfg.keys()) if isinstance(cfg, DictConfig) else range(len(cfg))
+    found: dict[Any, Any] = {}
+    for key in keys:
+        if OmegaConf.is_missing(cfg, key):
+            found[key] = "???"
+            continue
+        before = _count
+        value: Any = cfg[key]
+        if OmegaConf.is_interpolation(cfg, key):
+            whole: Any = OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else value
+            found[key] = written[key] if _count != before else whole
+        else:
+            found[key] = to_plain(value)
+    return found if isinstance(cfg, DictConfig) else list(found.values())

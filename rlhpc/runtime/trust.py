@@ -1,0 +1,132 @@
+"""Code that files name. A configuration is the user's own and may name any; what comes out of a checkpoint, an export or a
+data set may not: it is loaded with what is built in, registered or an installed package's entry point, until the user says
+that it is trusted."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from rlhpc.runtime.errors import ConfigError
+
+FLAG = "--trust-checkpoint-code"
+_IMPORT_PATH = re.compile(r"[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*:[A-Za-z_][\w./-]*")
+#: To another key; what else stands in braces calls a resolver, such as `oc.env`.
+_REFERENCE = re.compile(r"\$\{[\w.\[\]]+\}")
+#: Applied to an environment, and installed wherever one can be made.
+_HARMLESS = re.compile(r"gymnasium\.wrappers:[A-Z]\w*|builtin:[a-z_]+")
+#: Sections that only a training, its submission and the workflow read.
+_ELSEWHERE = ("cluster", "workflow", "runner")
+_DOTTED = re.compile(r"[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)+")
+"""An import path as engines take them."""
+_ENGINE = "rollout.engine_kwargs."
+_SWITCHES = {
+    "simulator_python": "starts a program",
+    "trust_remote_code": "runs code that comes with a model",
+    "allow_unconfined": "runs programs without a sandbox",
+}
+_SECRET = "token_env"
+
+
+@dataclass(frozen=True)
+class Trust:
+    """What may be loaded on behalf of a file from elsewhere.
+
+    Attributes:
+        everything: The user has said so.
+        names: Import paths that the user's own configuration names, and what it switches on, such as `trust_remote_code`.
+    """
+
+    everything: bool = False
+    names: frozenset[str] = frozenset()
+
+    @classmethod
+    def of(cls, content: Any, everything: bool = False) -> Trust:
+        """Trust in what a configuration of the user's own names.
+
+        Args:
+            content: Mappings and lists; or a text, such as an override.
+            everything: Whatever it names.
+        """
+        named = (text for _, text in _texts(content, "") if _IMPORT_PATH.fullmatch(text) or _DOTTED.fullmatch(text))
+        switched = (key.rsplit(".", 1)[-1] for key, _ in _switches(content, ""))
+        return cls(everything, frozenset((*named, *switched)))
+
+    def check(self, content: Any, origin: str) -> None:
+        """Refuses what names code, or gives away what only this user has.
+
+        Args:
+            content: What was read: mappings and lists.
+            origin: Where from; a file's name.
+
+        Raises:
+            ConfigError: Names the key, what it names, and the flag.
+        """
+        if self.everything:
+            return
+        for key, text in _texts(content, ""):
+            code = _IMPORT_PATH.fullmatch(text) or (key.startswith(_ENGINE) and _DOTTED.fullmatch(text))
+            if code and not _HARMLESS.fullmatch(text) and text not in self.names:
+                self.refuse(origin, key, repr(text), "names code to be imported and run")
+            if key.rsplit(".", 1)[-1] == _SECRET:
+                self.refuse(origin, key, repr(text), "sends a variable of your environment to a service")
+        for key, value in _switches(content, ""):
+            if key.rsplit(".", 1)[-1] in self.names:
+                continue
+            self.refuse(origin, key, repr(value), _SWITCHES[key.rsplit(".", 1)[-1]])
+
+    def refuse(self, origin: str, key: str, what: str, why: str) -> None:
+        """Says no.
+
+        Raises:
+            ConfigError: Always.
+        """
+        raise ConfigError(
+            f"{origin}: {key} is {what}, which {why}; a file that comes with weights may not. If you know where it is from, "
+            f"pass {FLAG} (in Python: trust_code=True), or name it in a configuration of your own with --config"
+        )
+
+
+def without_variables(content: Any, trust: Trust, origin: str, key: str = "") -> Any:
+    """What was read, where `${oc.env:NAME}` and other resolvers are nothing but text: for what another made.
+
+    Args:
+        content: Mappings and lists, as they were written.
+        trust: Refuses one where a policy, its environment or its judge would get the value.
+        origin: Where from; a file's name.
+        key: Of `content`.
+
+    Raises:
+        ConfigError: Names key and flag.
+    """
+    if isinstance(content, dict):
+        return {n: without_variables(v, trust, origin, f"{key}.{n}" if key else str(n)) for n, v in content.items()}
+    if isinstance(content, list):
+        return [without_variables(value, trust, origin, f"{key}[{index}]") for index, value in enumerate(content)]
+    if not isinstance(content, str) or "${" not in _REFERENCE.sub("", content):
+        return content
+    if key.split(".")[0] not in _ELSEWHERE:
+        trust.refuse(origin, key, repr(content), "reads a variable of your environment")
+    return content.replace("${", "$ {")
+
+
+def _nodes(content: Any, key: str) -> Iterator[tuple[str, Any]]:
+    if isinstance(content, dict):
+        for name, value in content.items():
+            if key or name not in _ELSEWHERE:
+                yield from _nodes(value, f"{key}.{name}" if key else str(name))
+    elif isinstance(content, (list, tuple)):
+        for index, value in enumerate(content):
+            yield from _nodes(value, f"{key}[{index}]")
+    else:
+        yield key, content
+
+
+def _texts(content: Any, key: str) -> Iterator[tuple[str, str]]:
+    return ((where, value) for where, value in _nodes(content, key) if isinstance(value, str))
+
+
+def _switches(content: Any, key: str) -> Iterator[tuple[str, Any]]:
+    return ((where, value) for where, value in _nodes(content, key) if where.rsplit(".", 1)[-1] in _SWITCHES and value)
