@@ -11,7 +11,7 @@ from rlhpc.cli.named import checkpoint_of, own_run
 from rlhpc.cli.outputs import check_file, check_folder
 from rlhpc.cli.parser import add_checkpoint, add_command, add_words
 from rlhpc.runtime.errors import CheckpointError, ConfigError
-from rlhpc.runtime.trust import FLAG, Trust
+from rlhpc.runtime.trust import FLAG, Trust, without_variables
 
 _EXAMPLES = {
     "eval": (
@@ -49,9 +49,13 @@ def _eval(args: argparse.Namespace) -> int:
     config = Path(args.config) if args.config else checkpoint / "config.yaml"
     if args.config is None and not config.is_file():
         raise CheckpointError(f"{checkpoint} has no config.yaml, so it is no checkpoint of rlhpc, or incomplete")
-    theirs = Trust(args.trust_checkpoint_code) if args.config is None else None
+    theirs = Trust.of_words(args.overrides, args.trust_checkpoint_code) if args.config is None else None
     cfg = load_config(config, args.overrides, training=False, theirs=theirs)
     if changes := list(cfg.workflow.suites.get(args.suite, ())):
+        if theirs is not None and not theirs.everything:
+            without_variables(
+                {"suites": changes}, theirs, str(config)
+            )  # they are the checkpoint's words, not the user's
         cfg = load_config(config, [*changes, *args.overrides], training=False, theirs=theirs)
     run = own_run(checkpoint)
     output = check_file("--output", Path(args.output)) if args.output else None
@@ -111,7 +115,7 @@ def _record(args: argparse.Namespace) -> int:
         raise ConfigError("--expert needs --config RUN.yaml, which names the environment; and no checkpoint")
     else:
         config, source = Path(args.config), args.expert
-    theirs = Trust(args.trust_checkpoint_code) if args.config is None else None
+    theirs = Trust.of_words(args.overrides, args.trust_checkpoint_code) if args.config is None else None
     cfg = load_config(config, args.overrides, training=False, theirs=theirs)
     mode = "train" if args.sample else "eval"
     from rlhpc.runners.evaluate import record_episodes

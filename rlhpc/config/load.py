@@ -268,7 +268,7 @@ def load_config(
             of the workflow's jobs; by default what `RLHPC_SITE` says.
         check: Also run `validate`.
         training: Also check what only training needs: batches, placement, run folder.
-        theirs: The file came with a checkpoint: what it may name of code, besides what the overrides do.
+        theirs: The file came with a checkpoint: what it, and the overrides, may name of code.
 
     Returns:
         A typed, read-only OmegaConf mapping with every key of the schema.
@@ -289,8 +289,7 @@ def load_config(
         _apply_site(cfg, find_site(site), sources)
     _require(cfg, str(given))
     if theirs is not None:
-        own = {name for text in overrides for name in Trust.of(_override(cfg, text)).names}
-        Trust(theirs.everything, theirs.names | own).check(OmegaConf.to_container(cfg, resolve=True), str(given))
+        theirs.check(OmegaConf.to_container(cfg, resolve=True), str(given))
     if check:
         validate(cfg, str(given), sources, training=training)
     OmegaConf.set_readonly(cfg, True)

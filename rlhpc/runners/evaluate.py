@@ -146,6 +146,8 @@ def _config(folder: Path, trust: Trust) -> Any:
         raise CheckpointError(f"{path}: no configuration of a policy in an environment (no section env)")
     cfg: Any = OmegaConf.create(content if trust.everything else without_variables(content, trust, str(path)))
     trust.check(OmegaConf.to_container(cfg, resolve=True), str(path))
+    if lacks := [key for key in ("env.eval", "runner.seed") if OmegaConf.select(cfg, key) is None]:
+        raise CheckpointError(f"{path}: no {lacks[0]}; pass a configuration")
     return cfg
 
 

@@ -5,11 +5,12 @@ that it is trusted."""
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from rlhpc.runtime.errors import ConfigError
+from rlhpc.runtime.plain import read_yaml
 
 FLAG = "--trust-checkpoint-code"
 _IMPORT_PATH = re.compile(r"[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*:[A-Za-z_][\w./-]*")
@@ -53,6 +54,18 @@ class Trust:
         named = (text for _, text in _texts(content, "") if _IMPORT_PATH.fullmatch(text) or _DOTTED.fullmatch(text))
         switched = (key.rsplit(".", 1)[-1] for key, _ in _switches(content, ""))
         return cls(everything, frozenset((*named, *switched)))
+
+    @classmethod
+    def of_words(cls, words: Sequence[str], everything: bool = False) -> Trust:
+        """Trust in what the user's own overrides (`key=value`) name."""
+        found: list[Any] = []
+        for word in words:
+            value = word.partition("=")[2]
+            try:
+                found.append(read_yaml(value))
+            except Exception:  # no YAML; whoever applies it says so
+                found.append(value)
+        return cls.of(found, everything)
 
     def check(self, content: Any, origin: str) -> None:
         """Refuses what names code, or gives away what only this user has.

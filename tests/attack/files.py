@@ -40,7 +40,7 @@ MODULE = "planted_by_attack"
 SLOW_S = 10.0
 
 RUN: dict[str, Any] = {
-    "runner": {"name": "run", "task_type": "embodied"},
+    "runner": {"name": "run", "task_type": "embodied", "seed": 0},
     "env": {"train": {"env_id": "CartPole-v1"}, "eval": {"num_envs": 1, "num_episodes": 1}},
     "actor": {"model": {"model_type": "mlp"}},
 }
@@ -89,6 +89,18 @@ def changed(*path: Any, value: Any) -> str:
         at = at.setdefault(key, {})
     at[path[-1]] = value
     return json.dumps(config)
+
+
+def commanded(config: str) -> Callable[[Place], object]:
+    """By the command line alone."""
+
+    def attack(place: Place) -> object:
+        code = cli(["eval", "--checkpoint", str(place.checkpoint(config)), "--output", str(place.root / "out.json")])
+        if code == 2:
+            raise ConfigError("refused")
+        return code
+
+    return attack
 
 
 def evaluated(config: str) -> Callable[[Place], object]:
@@ -356,6 +368,9 @@ FILES: dict[str, Callable[[Place], object]] = {
     "config: variable, decoded": evaluated(changed("env", "train", "env_id", value=f"${{oc.decode:{_ENV}}}")),
     "config: variable, spaced": evaluated(changed("env", "train", "env_id", value=f"${{ oc.env : {VARIABLE} }}")),
     "config: variable, name put together": evaluated(changed("env", "train", "kwargs", value={"n": "oc.env", "render_mode": "${${env.train.kwargs.n}:" + VARIABLE + "}"})),
+    "config: suite": commanded(changed("workflow", "suites", value={"default": [f"env.eval.env_type={MODULE}:Env"]})),
+    "config: suite of others": commanded(changed("workflow", "suites", value={"default": [f"env.eval.wrappers=[{MODULE}:Wrap]"]})),
+    "config: suite with a variable": commanded(changed("workflow", "suites", value={"default": [f"env.eval.env_id={_ENV}"]})),
     "config: other files": evaluated("defaults: [/etc/passwd]\n" + json.dumps(RUN)),
     "config: bomb": evaluated(_BOMB),
     "config: bomb in a section": evaluated(_BOMB.replace("a: &a", "env: {train: {env_id: CartPole-v1}}\na: &a")),

@@ -22,6 +22,7 @@ from tests.attack.files import FILES, RUN, Place, attacked, changed
 
 SHORT = sorted({
     "config: env_type", "config: wrappers", "config: reward", "config: variable", "config: interpreter", "config: remote code",
+    "config: suite",
     "config: bomb", "downloaded: deep", "model: type", "manifest: deep", "hdf5: external storage of obs", "hdf5: virtual obs",
     "hdf5: external link to obs", "hdf5: soft link over one", "replay: above", "lerobot: absolute", "lerobot: attribute",
     "lerobot: wide", "report: not text", *random.Random(3).sample(sorted(FILES), 4),
