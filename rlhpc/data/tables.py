@@ -135,7 +135,7 @@ class Hdf5File:
                     self._columns[name] = np.asarray(values).tolist()
                     if column.attrs.get("encoding") == "json":
                         self._columns[name] = [read_json(value) for value in self._columns[name]]
-        except (OSError, ValueError, TypeError, AttributeError, RuntimeError, MemoryError) as error:
+        except (OSError, ValueError, TypeError, AttributeError, RuntimeError, KeyError, MemoryError) as error:
             if isinstance(error, ConfigError):
                 raise
             raise ConfigError(f"{path} cannot be read as HDF5: {_first_line(error)}") from None

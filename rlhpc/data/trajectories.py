@@ -161,7 +161,7 @@ def read_maniskill(path: Path) -> Iterator[Trajectory]:
                 raise ConfigError(f"{path}, {name} is no group")
             try:
                 trajectory = _read_group(group, f"{path}, {name}", episode)
-            except (TypeError, ValueError, AttributeError, IndexError) as error:
+            except (TypeError, ValueError, AttributeError, IndexError, KeyError) as error:
                 raise ConfigError(f"{path}, {name} is not what ManiSkill writes: {error}") from None
             yield trajectory
 

@@ -33,7 +33,7 @@ def checkpoint(tmp_path: Path) -> Path:
 def models(monkeypatch: pytest.MonkeyPatch) -> None:
     """Stands in for the models package: a specification is the number of inputs."""
 
-    def policy_from_spec(spec: dict[str, Any]) -> torch.nn.Module:
+    def policy_from_spec(spec: dict[str, Any], *_: object) -> torch.nn.Module:
         return torch.nn.Linear(spec["inputs"], 2)
 
     module = types.ModuleType("rlhpc.models")

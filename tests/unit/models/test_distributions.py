@@ -17,6 +17,7 @@ from rlhpc.config.schema import ModelConfig
 from rlhpc.models import build_model, policy_from_spec, register_model
 from rlhpc.models.heads import CategoricalHead, GaussianHead, make_head
 from rlhpc.runtime.errors import ConfigError
+from rlhpc.runtime.trust import Trust
 
 STATE = spaces.Box(-1, 1, (5,), np.float32)
 IMAGE = spaces.Box(0, 255, (12, 12, 3), np.uint8)
@@ -171,7 +172,10 @@ class TestNames:
         )
         monkeypatch.syspath_prepend(tmp_path)
         policy = build_model(section(model_type="their_models:Wide"), STATE, spaces.Discrete(2))
-        assert type(policy).__name__ == "Wide" and type(policy_from_spec(policy.spec())).__name__ == "Wide"
+        assert type(policy).__name__ == "Wide"
+        assert type(policy_from_spec(policy.spec(), Trust(everything=True))).__name__ == "Wide"
+        with pytest.raises(ConfigError, match="names code"):
+            policy_from_spec(policy.spec())
 
     @pytest.mark.parametrize("path", ["nosuch_module:Net", "torch:Nosuch", ":Net"])
     def test_import_path_that_leads_nowhere(self, path: str) -> None:
