@@ -43,7 +43,9 @@ def read_yaml(text: str | bytes, loader: Any = None) -> Any:
     if len(text) > _MOST_CHARACTERS:
         raise ValueError(f"it has {len(text)} characters; a configuration has at most {_MOST_CHARACTERS}")
     if _nesting(text if isinstance(text, bytes) else text.encode(errors="replace")) > _MOST_BRACKETS:
-        raise ValueError(f"nested too deeply (more than {_DEEPEST} levels)")  # PyYAML takes quadratic time until it says so
+        raise ValueError(
+            f"nested too deeply (more than {_DEEPEST} levels)"
+        )  # PyYAML takes quadratic time until it says so
     if isinstance(text, bytes):
         try:
             text = text.decode()
