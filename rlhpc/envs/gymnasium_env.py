@@ -26,6 +26,8 @@ _EXTRAS = {"box2d": "embodied", "mujoco": "embodied", "ale_py": "atari", "mani_s
 _MUJOCO = ("model", "data", "mujoco_renderer")
 #: Simulators without a state to be had whose resets leave nothing behind. (BipedalWalker keeps its Box2D world.)
 _REPLAYED = ("LunarLander", "LunarLanderContinuous")
+#: What numpy and a dict say of an observation that does not fit its room.
+_MISFITS = (ValueError, TypeError, KeyError)
 _NOT_STATE = ("screen", "surf", "clock", "viewer", "window", "spec", "observation_space", "action_space")
 
 
@@ -110,7 +112,7 @@ class GymnasiumVectorEnv(VectorEnv):
     """
 
     def __init__(self, cfg: Any, num_envs: int, slot_offset: int, seed: int) -> None:
-        self.num_envs, self._offset = num_envs, slot_offset
+        self.num_envs, self._offset, self._env_id = num_envs, slot_offset, str(cfg.env_id)
         made = [make_one(cfg) for _ in range(num_envs)]
         self.envs = [env for env, _ in made]
         self._statistics = [_statistics(env) for env in self.envs]
@@ -169,6 +171,19 @@ class GymnasiumVectorEnv(VectorEnv):
         for key, room in rows.items():
             room[i] = encode_text(observed[key], self._texts[key]) if key in self._texts else observed[key]
 
+    def _misfit(self, observed: Any, i: int) -> ConfigError:
+        """An observation that is not of the environment's own observation space."""
+
+        def form(value: Any) -> str:
+            if isinstance(value, dict):
+                return "{" + ", ".join(f"{key}: {form(part)}" for key, part in value.items()) + "}"
+            return str(getattr(value, "shape", None) or type(value).__name__)
+
+        return ConfigError(
+            f"{self._env_id}: slot {i} gave an observation of shape {form(observed)}, and its observation_space is "
+            f"{self.envs[i].observation_space}; mend the environment, or wrap it (env.train.wrappers)"
+        )
+
     def _slot_seed(self, index: int) -> int:
         group = (self._offset + index) // self._group
         return int(np.random.SeedSequence([self._seed, group]).generate_state(1)[0])
@@ -179,7 +194,11 @@ class GymnasiumVectorEnv(VectorEnv):
             self._seed, self._fresh = seed, True
         obs = self._rows()
         for i in range(self.num_envs):
-            self._write(obs, i, self._reset(i, self._fresh))
+            observed = self._reset(i, self._fresh)
+            try:
+                self._write(obs, i, observed)
+            except _MISFITS as error:
+                raise self._misfit(observed, i) from error
             self._elapsed[i], self._returns[i], self._before[i], self._once[i] = 0, 0.0, 0.0, False
         self._fresh = False
         return obs, {}
@@ -254,7 +273,10 @@ class GymnasiumVectorEnv(VectorEnv):
                 self._end(i, observed, info, infos)
                 observed = self._reset(i)
                 elapsed[i], returns[i], self._before[i], self._once[i] = 0, 0.0, 0.0, False
-            write(obs, i, observed)
+            try:
+                write(obs, i, observed)
+            except _MISFITS as error:
+                raise self._misfit(observed, i) from error
         if self._scale != 1.0:
             rewards *= self._scale
         return obs, rewards, terminations, truncations, infos

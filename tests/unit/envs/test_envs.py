@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import gymnasium
 import numpy as np
 import pytest
@@ -180,3 +182,31 @@ def test_spaces_survive_json(space):
     import json
 
     assert space_from_json(json.loads(json.dumps(space_to_json(space)))) == space
+
+
+class Misfit(gymnasium.Env):  # type: ignore[type-arg]
+    """Says that its observations are three numbers, and from the second step on gives four."""
+
+    observation_space, action_space = gymnasium.spaces.Box(-1, 1, (3,)), gymnasium.spaces.Discrete(2)
+    steps = 0
+
+    def reset(self, **_: Any) -> Any:
+        return np.zeros(3, np.float32), {}
+
+    def step(self, action: Any) -> Any:
+        self.steps += 1
+        return np.zeros(3 + (self.steps > 1), np.float32), 0.0, False, False, {}
+
+
+def test_an_observation_that_is_not_of_its_space() -> None:
+    gymnasium.register("Misfit-v0", entry_point=Misfit)
+    try:
+        env = make_env(section(env_id="Misfit-v0"), 2, slot_offset=0, seed=1)
+        env.reset()
+        env.step(np.zeros((2, 1), np.int64))
+        with pytest.raises(
+            ConfigError, match=r"Misfit-v0: slot 0 gave .* shape \(4,\), .*observation_space is Box.*3,"
+        ):
+            env.step(np.zeros((2, 1), np.int64))
+    finally:
+        del gymnasium.registry["Misfit-v0"]
