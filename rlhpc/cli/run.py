@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import difflib
 import json
 import os
 import shlex
@@ -45,10 +46,10 @@ class Interrupted(KeyboardInterrupt):
 
 
 def find_profile(name: str) -> str:
-    """The folder of a profile: by path, as one of the working directory's or of rlhpc's own; else its name, for Snakemake.
+    """The folder of a profile: by path, as one of the working directory's, of rlhpc's own, or of the user's and the site's.
 
     Raises:
-        ConfigError: It was given as a path, and there is none.
+        ConfigError: There is none.
     """
     given = Path(name).expanduser()
     if given.is_dir():
@@ -59,7 +60,20 @@ def find_profile(name: str) -> str:
     # A profile says what Snakemake runs: one that another user left in a shared folder is not taken unasked.
     if here.is_dir() and here.stat().st_uid in (0, os.getuid()):
         return str(here)
-    return str(own) if own.is_dir() else name
+    if own.is_dir():
+        return str(own)
+    homes = [
+        os.environ.get("XDG_CONFIG_HOME") or "~/.config",
+        *os.environ.get("XDG_CONFIG_DIRS", "/etc/xdg").split(":"),
+    ]
+    if any((Path(home).expanduser() / "snakemake" / name).is_dir() for home in homes if home):
+        return name  # Snakemake finds it there
+    there = sorted(path.name for path in share.path("profiles").iterdir())
+    near = difflib.get_close_matches(name, there, 1)
+    raise ConfigError(
+        f"--profile is {name!r}; {f'did you mean {near[0]}? ' if near else ''}there are: {', '.join(there)}, a folder's "
+        "path, and what lies in ~/.config/snakemake or /etc/xdg/snakemake"
+    )
 
 
 def command_of(args: argparse.Namespace) -> list[str]:

@@ -297,10 +297,17 @@ def load_config(
 
 
 def find_config(path: str | Path) -> Path:
-    """The file itself, or where there is none the one of that name that comes with rlhpc (`configs/quickstart.yaml`)."""
+    """The file itself, or where there is none the one of that name that comes with rlhpc (`configs/quickstart.yaml`).
+
+    Raises:
+        ConfigError: The path is none, for example because it is too long.
+    """
     given = Path(path).expanduser()
     own = share.path(*given.parts)
-    return own if not given.exists() and not given.is_absolute() and own.is_file() else given
+    try:
+        return own if not given.exists() and not given.is_absolute() and own.is_file() else given
+    except OSError as error:
+        raise ConfigError(f"no configuration file {str(path)[:100]}…: {error.strerror}") from None
 
 
 def site_folders() -> list[Path]:

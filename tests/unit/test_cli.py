@@ -175,3 +175,18 @@ def test_logs_that_are_not_there(
     assert cli.main(["logs", str(paths.root), *words]) == 2
     assert re.search(said, capsys.readouterr().err)
     assert cli.main(["logs", str(paths.root)]) == 0 and capsys.readouterr().out == "[driver] hello\n"
+
+
+@pytest.mark.parametrize(
+    ("argv", "says"),
+    [
+        (["run", "configs/quickstart.yaml", "--profile", "slurn"], "--profile is 'slurn'; did you mean slurm?"),
+        (["plan", "a" * 300 + ".yaml"], "File name too long"),
+    ],
+)
+def test_names_of_files_that_are_none(
+    argv: list[str], says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(argv) == 2
+    assert says in capsys.readouterr().err and not list(tmp_path.iterdir())
