@@ -15,6 +15,7 @@ from types import SimpleNamespace
 import pytest
 
 from rlhpc import cli
+from rlhpc.config import config_to_yaml, load_config
 
 ROOT = Path(__file__).resolve().parents[2]
 QUICKSTART = ROOT / "configs" / "quickstart.yaml"
@@ -390,7 +391,10 @@ class TestRunThatIsThere:
         checkpoint = folder / "checkpoints" / "global_step_1"
         checkpoint.mkdir(parents=True)
         (folder / "config.yaml").write_text("runner: {name: some}\n")
-        (checkpoint / "config.yaml").write_text(f"{INCLUDE}")
+        given = folder / "given.yaml"
+        given.write_text(INCLUDE)
+        (checkpoint / "config.yaml").write_text(config_to_yaml(load_config(given)))  # as a run writes it
+        given.unlink()
         return folder
 
     @pytest.mark.parametrize(
