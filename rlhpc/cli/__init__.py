@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import argparse
+import errno
 import os
 import sys
 import traceback
 from collections.abc import Sequence
+from pathlib import Path
 
 from rlhpc.cli import doctor, init, policies, replay, run, start, watch
 from rlhpc.cli.parser import TopParser, add_command
+from rlhpc.cli.streams import silence_output, standard_streams
 from rlhpc.runtime.environment_values import masked
 from rlhpc.runtime.errors import RlhpcError
 
@@ -64,9 +67,17 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command line; returns the exit code: 0, 2 for what the user got wrong, 1 for what went wrong."""
+    standard_streams()
+    try:
+        Path.cwd()
+    except FileNotFoundError:
+        print("rlhpc: error: the working directory has been removed; change to one that exists", file=sys.stderr)
+        return 2
     args = parse(argv)
     try:
-        return int(args.function(args))
+        code = int(args.function(args))
+        sys.stdout.flush()  # not at the interpreter's end, which would only mutter
+        return code
     except RlhpcError as error:
         print(f"rlhpc: error: {masked(str(error))}", file=sys.stderr)
         return error.exit_code
@@ -74,10 +85,25 @@ def main(argv: Sequence[str] | None = None) -> int:
         print("rlhpc: interrupted", file=sys.stderr)
         return 130
     except BrokenPipeError:
+        silence_output()
         return 141
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            silence_output()
+            where = error.filename or "standard output, or a file of the run (metrics, logs, checkpoints)"
+            print(f"rlhpc: error: cannot write {where}: {error.strerror}", file=sys.stderr)
+            return 1
+        return _fault(error)
     except Exception as error:
-        if os.environ.get("RLHPC_DEBUG"):
-            traceback.print_exc()
-        hint = "a fault of rlhpc itself, or of code it called; set RLHPC_DEBUG=1 for the traceback"
-        print(f"rlhpc: error: {type(error).__name__}: {masked(str(error))} ({hint})", file=sys.stderr)
-        return 1
+        return _fault(error)
+
+
+def _fault(error: Exception) -> int:
+    """What nobody has foreseen: one line, and where the rest is."""
+    if os.environ.get("RLHPC_DEBUG"):
+        traceback.print_exception(error)
+    where = "; ".join(getattr(error, "__notes__", ())) or "set RLHPC_DEBUG=1 for the traceback"
+    words = f"{error}".splitlines()
+    text = f"{type(error).__name__}: {masked(words[0]) if words else ''}"
+    print(f"rlhpc: error: {text} (a fault of rlhpc itself, or of code it called; {where})", file=sys.stderr)
+    return 1

@@ -85,7 +85,7 @@ def command_of(args: argparse.Namespace) -> list[str]:
     at = further.index("--config") + 1 if "--config" in further else 0  # of several, Snakemake reads the last only
     further[at:at] = config if at else ["--config", *config, *(["--"] if further[:1] and further[0][0] != "-" else [])]
     return [
-        sys.executable, "-m", "snakemake", "--snakefile", share.snakefile(),
+        sys.executable, "-P", "-m", "snakemake", "--snakefile", share.snakefile(),
         "--profile", find_profile(args.profile), *(["--dry-run"] if args.dry_run else []), *further,
     ]  # fmt: skip
 

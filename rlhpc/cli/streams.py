@@ -1,0 +1,35 @@
+"""Standard input, output and errors, in whatever state a shell, a scheduler or a service hands them over."""
+
+from __future__ import annotations
+
+import io
+import os
+import sys
+from pathlib import Path
+from typing import cast
+
+
+def standard_streams() -> None:
+    """Opens what is closed, and lets text through that the encoding of the terminal does not have.
+
+    A closed descriptor would be given to the next file that is opened, and messages written into that file.
+    """
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        try:
+            os.fstat(number)
+        except OSError:
+            if os.open(os.devnull, os.O_RDWR) == number:
+                os.set_inheritable(number, True)
+        if getattr(sys, name) is None:
+            setattr(sys, name, Path(os.devnull).open("r" if number == 0 else "w"))  # noqa: SIM115
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper) and stream.errors == "strict":
+            stream.reconfigure(errors="backslashreplace")
+
+
+def silence_output() -> None:
+    """Nobody reads it any more: the interpreter's last flush must not fail, too."""
+    if sys.stdout is sys.__stdout__:
+        null = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(null, cast(io.TextIOWrapper, sys.stdout).fileno())
+        os.close(null)
