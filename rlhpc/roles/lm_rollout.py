@@ -30,6 +30,7 @@ from rlhpc.rollout import Request, SamplingParams, make_rollout
 from rlhpc.rollout.agents import configured_agent, make_generation
 from rlhpc.rollout.ends import load_model_config
 from rlhpc.rollout.episodes import Episode
+from rlhpc.rollout.registry import find_rollout
 from rlhpc.rollout.vllm_experts import require_proven
 from rlhpc.runtime.comm.channel import QueueEmpty
 from rlhpc.runtime.errors import DeadlineExceeded
@@ -62,6 +63,17 @@ class LanguageRolloutWorker(Worker):
     def __init__(self, cfg: Any) -> None:
         super().__init__()
         self.cfg = cfg
+
+    @classmethod
+    def forks(cls, cfg: Any) -> bool:
+        """Whether the engine lets itself be forked."""
+        return bool(getattr(find_rollout(str(cfg.rollout.rollout_backend)), "forkable", True))
+
+    def close(self) -> None:
+        """Ends the engine, with all that it has started, and the judges."""
+        parts = [getattr(self, name, None) for name in ("generation", "backend", "judges")]
+        for part in {id(part): part for part in parts if part is not None}.values():
+            part.close()  # without an agent the generation is the engine itself
 
     def init_worker(self, prompts: PromptMap, last_step: int) -> dict[str, Any]:
         """Loads engine, tokenizer, dataset and judges.

@@ -64,6 +64,9 @@ class RolloutBackend(Protocol):
     so that whoever waits for one does not wait for the slowest. Between two steps the weights may change: what is under
     way goes on under the new ones (after a recomputation of its cache), and `Completion.versions` tells which token is
     whose.
+
+    A class whose attribute `forkable` is false, because it starts processes or threads of its own, gets ranks with a fresh
+    interpreter instead of forked ones.
     """
 
     version: int

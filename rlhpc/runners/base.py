@@ -39,7 +39,7 @@ class Runner:
     Args:
         cfg: Configuration.
         groups: Launched groups by role. All are saved and restored, in this order.
-        run: The run's folder; by default what `runner.run_dir` and `runner.name` say.
+        run: The run's folder, open; by default what `runner.run_dir` and `runner.name` say.
         stop: Asked between steps whether to end early.
 
     Attributes:
@@ -53,7 +53,7 @@ class Runner:
         self, cfg: Any, groups: dict[str, Any], *, run: RunFolder | None = None, stop: StopRequest | None = None
     ) -> None:
         self.cfg, self.groups = cfg, groups
-        self.folder = RunFolder.plan(cfg) if run is None else run
+        self.folder, self._opens = RunFolder.plan(cfg) if run is None else run, run is None
         self.stop = stop or StopRequest()
         self.step, self.elapsed, self.stop_reason = 0, 0.0, ""
         self.timeout = None if cfg.runner.step_timeout_s is None else float(cfg.runner.step_timeout_s)
@@ -115,7 +115,8 @@ class Runner:
 
     def init_workers(self) -> None:
         """Builds everything on all ranks and restores the checkpoint to continue from."""
-        self.folder.open(self.cfg)
+        if self._opens:
+            self.folder.open(self.cfg)
         self.build()
         if self.folder.resume.path is not None:
             self._restore(self.folder.resume.path)
@@ -253,10 +254,16 @@ class Runner:
         gone = session.recover()
         ranks = ", ".join(f"{role}[{rank}]" for role, lost in gone.items() for rank in lost)
         note(f"{str(error).splitlines()[0]}; {ranks} start again from {newest.name}, all other ranks stay")
-        self.rebuild(gone)
-        before = self.state()
-        self.forget()
-        self._restore(newest)
+        session.interrupted = (
+            self.stop.check
+        )  # whoever is asked to end here loses nothing that is not in the checkpoint
+        try:
+            self.rebuild(gone)
+            before = self.state()
+            self.forget()
+            self._restore(newest)
+        finally:
+            session.interrupted = lambda: None
         self.count_lost(sum(map(len, gone.values())), before)
         self.recoveries += 1
         return self.step

@@ -7,6 +7,7 @@ import math
 import os
 import sys
 import time
+import traceback
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -52,7 +53,6 @@ class RunFolder:
     started: float = field(default_factory=time.time)
     marks: dict[str, float] = field(default_factory=dict)
     _status_written: float = 0.0
-    _opened: bool = False
 
     @classmethod
     def plan(cls, cfg: Any, segment: int | None = None, *, resume_with: bool = False) -> RunFolder:
@@ -97,14 +97,11 @@ class RunFolder:
         return cls(paths, segment, end, total, resume, foreign)
 
     def open(self, cfg: Any) -> None:
-        """Creates the folder and writes config.yaml and provenance.json, once a start.
+        """Creates the folder and writes config.yaml and provenance.json; called once a start.
 
         Raises:
             ConfigError: It cannot be written.
         """
-        if self._opened:
-            return
-        self._opened = True
         try:
             self.paths.root.mkdir(parents=True, exist_ok=True)
             replace_durably(self.paths.config, config_to_yaml(cfg).encode())
@@ -181,13 +178,28 @@ def read_segment_done(paths: RunPaths, segment: int) -> dict[str, Any] | None:
     return read_json(paths.segment_done(segment))
 
 
+def keep_traceback(folder: RunFolder, error: BaseException) -> None:
+    """Leaves the traceback of an error that nobody has foreseen in the driver's log; the error's note says where."""
+    if isinstance(error, (RlhpcError, KeyboardInterrupt, SystemExit)):
+        return
+    path = folder.paths.segment_logs(folder.segment or 0) / "driver.err"
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("a") as log:
+            log.write("".join(traceback.format_exception(error)))
+    except OSError:
+        return
+    error.add_note(f"traceback in {path}")
+
+
 def fail_status(folder: RunFolder, step: int, error: BaseException) -> None:
     """Leaves the reason of a failure in status.json, as far as the folder can be written."""
     try:
         if folder.paths.root.is_dir():
             text = str(error) if isinstance(error, RlhpcError) else f"{type(error).__name__}: {error}"
+            notes = getattr(error, "__notes__", ())
             folder.write_status(
-                "failed", step, force=True, stop_reason=text.splitlines()[0] if text else "",
+                "failed", step, force=True, stop_reason="; ".join([*text.splitlines()[:1], *notes]),
                 restartable=isinstance(error, RlhpcError) and error.restartable, node=getattr(error, "node", "") or "",
             )  # fmt: skip
     except OSError:

@@ -12,11 +12,11 @@ from omegaconf import OmegaConf
 
 from rlhpc.runners.base import Runner
 from rlhpc.runners.resuming import check_resume
-from rlhpc.runners.run_folder import RunFolder, fail_status, read_segment_done
+from rlhpc.runners.run_folder import RunFolder, fail_status, keep_traceback, note, read_segment_done
 from rlhpc.runners.same_run import make_longer
 from rlhpc.runtime.cluster import Cluster
 from rlhpc.runtime.device import torch_device
-from rlhpc.runtime.errors import ConfigError
+from rlhpc.runtime.errors import ConfigError, Stopped
 from rlhpc.runtime.launch.signals import MAX_RESTARTS, StopRequest
 from rlhpc.runtime.launch.sole import sole_driver
 from rlhpc.runtime.placement import HybridComponentPlacement
@@ -235,6 +235,7 @@ def _train(
             registry_root=run.paths.registry, log_dir=run.paths.segment_logs(run.segment or 0), preload=task.preload,
             interface=cluster.interface,
         )  # fmt: skip
+        session.interrupted = stop.check  # until the first step there is nothing to save
         try:
             groups = {
                 role: cls.create_group(cfg).launch(
@@ -256,11 +257,18 @@ def _train(
             made.max_recoveries = int(os.environ.get(MAX_RESTARTS, "0"))
             session.expendable = task.expendable if made.max_recoveries else frozenset()
             session.independent = task.independent
+            session.interrupted = lambda: None
             result = made.run()
             session.expendable = frozenset()
             for group in groups.values():
                 group.shutdown()
+        except Stopped as stopped:
+            note(f"{stopped}; it ended while ranks were starting, so there was nothing to save")
+            step = runner.step if runner else run.resume.step
+            run.write_status("stopped", step, force=True, stop_reason=stop.reason)
+            result = {"global_step": step, "stop_reason": "signal", "finished": False}
         except BaseException as error:
+            keep_traceback(run, error)
             fail_status(run, runner.step if runner else run.resume.step, error)
             raise
         finally:

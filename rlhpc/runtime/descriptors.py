@@ -6,18 +6,32 @@ import contextlib
 import os
 import resource
 
+from rlhpc.runtime.errors import ConfigError
+
+#: With fewer the driver cannot start a rank.
+LEAST = 64
 #: More than this is not asked for: programs that close all they might have inherited would be busy for seconds, such as
 #: older versions of srun.
 _MOST = 65_536
 
 
 def raise_limit() -> None:
-    """Raises this process's soft limit to its hard one, within reason; its children inherit that."""
+    """Raises this process's soft limit to its hard one, within reason; its children inherit that.
+
+    Raises:
+        ConfigError: It is too low for a run.
+    """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = _MOST if hard == resource.RLIM_INFINITY else min(hard, _MOST)
     if soft != resource.RLIM_INFINITY and soft < wanted:
         with contextlib.suppress(OSError, ValueError):
             resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+            soft = wanted
+    if 0 <= soft < LEAST:
+        raise ConfigError(
+            f"a process may open {soft} files here; a run needs {LEAST} or more. Raise the limit with ulimit -n, or have it "
+            "raised (limits.conf)"
+        )
 
 
 def crowded() -> bool:

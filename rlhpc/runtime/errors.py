@@ -59,6 +59,18 @@ class RendezvousTimeout(RlhpcError):
     restartable = True
 
 
+class Stopped(RlhpcError):
+    """Somebody asked the run to end while there was nothing to save.
+
+    Attributes:
+        exit_code: As that of a run that was asked to end later.
+    """
+
+    def __init__(self, message: str, exit_code: int) -> None:
+        super().__init__(message)
+        self.exit_code = exit_code
+
+
 class DeadlineExceeded(RlhpcError):
     """A wait ran into its deadline; says for whom it waited."""
 

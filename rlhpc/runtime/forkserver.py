@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import fcntl
 import gc
 import importlib
 import os
@@ -20,6 +21,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from rlhpc.runtime import wire
@@ -109,9 +111,9 @@ class ForkServer:
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
             for inherited in (self.control, *self._inherited):
                 inherited.close()
-            from rlhpc.runtime.process import run_worker
+            from rlhpc.runtime.process import live
 
-            status = run_worker(spec)
+            status = live(spec)
         finally:
             # Skip the interpreter's teardown: the fork server's atexit handlers are not this process's.
             with contextlib.suppress(OSError, ValueError):
@@ -180,7 +182,7 @@ class ForkServerProcess:
         environment = {"GOMP_SPINCOUNT": "1000", **os.environ}
         environment |= {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
         environment["PYTHONPATH"] = python_path()
-        with (self.scratch.sockets / "forkserver.err").open("ab") as err:
+        with self.words_file.open("ab") as err:
             self.process = subprocess.Popen(
                 run_module("rlhpc.runtime.forkserver", str(theirs.fileno()), self.scratch.token,
                            str(os.getpid()), *(() if preload is None else (*PRELOAD, *preload))),
@@ -188,6 +190,38 @@ class ForkServerProcess:
                 start_new_session=True,
             )  # fmt: skip
         theirs.close()
+
+    @property
+    def words_file(self) -> Path:
+        """What the server says for itself, and a rank before it has opened its log."""
+        return self.scratch.sockets / "forkserver.err"
+
+    def discard(self) -> None:
+        """Ends a server that has started nothing, at once: it may still be importing."""
+        self.process.kill()
+        self.process.wait()
+        self.control.close()
+        self.scratch.remove()
+
+
+def _end_while_importing(control: socket.socket, token: str) -> None:
+    """Has the kernel interrupt the imports when the driver is gone, which would only be noticed after them."""
+
+    def gone(*_: object) -> None:
+        with contextlib.suppress(BlockingIOError):
+            if not control.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT):
+                Scratch(token).remove()
+                os._exit(0)
+
+    signal.signal(signal.SIGIO, gone)
+    fcntl.fcntl(control, fcntl.F_SETOWN, os.getpid())
+    fcntl.fcntl(control, fcntl.F_SETFL, fcntl.fcntl(control, fcntl.F_GETFL) | os.O_ASYNC)
+
+
+def _imported(control: socket.socket) -> None:
+    """From here on the server looks by itself."""
+    fcntl.fcntl(control, fcntl.F_SETFL, fcntl.fcntl(control, fcntl.F_GETFL) & ~os.O_ASYNC)
+    signal.signal(signal.SIGIO, signal.SIG_DFL)
 
 
 def main() -> None:
@@ -199,6 +233,7 @@ def main() -> None:
     Scratch(token).hold()
     control = socket.socket(fileno=int(fd))
     server = ForkServer(control, token)
+    _end_while_importing(control, token)
     if os.getppid() != int(driver):
         server.end(remove=True)
         return
@@ -208,6 +243,7 @@ def main() -> None:
             importlib.import_module(module)
         except ImportError as error:
             failed[module] = str(error)  # the rank that needs it will say so in its own log
+    _imported(control)
     gc.collect()
     gc.freeze()  # forked ranks share these pages for good: the collector must not touch them
     server.serve()

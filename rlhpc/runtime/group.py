@@ -13,6 +13,7 @@ from rlhpc.runtime.rpc import Handle, RpcClient
 
 if TYPE_CHECKING:
     from rlhpc.runtime.cluster import Cluster
+    from rlhpc.runtime.members import Member
 
 _clients: dict[int, RpcClient] = {}
 
@@ -37,12 +38,18 @@ class WorkerGroup:
     """
 
     def __init__(self, cls: type, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> None:
+        hidden = [name for name in vars(WorkerGroup) if name[0] != "_" and callable(getattr(cls, name, None))]
+        if hidden:
+            raise ConfigError(
+                f"{cls.__name__}.{hidden[0]} could not be called: a group has {hidden[0]!r} of its own. Give the method "
+                f"another name (taken: {', '.join(name for name in vars(WorkerGroup) if name[0] != '_')})"
+            )
         self._cls, self._args, self._kwargs = cls, args, kwargs or {}
         self._records: list[dict[str, Any]] = []
         self._only: list[int] | None = None
-        self._owned = False
         self._size = 0
         self._arrival: Callable[[], list[dict[str, Any]]] | None = None
+        self._members: list[Member] = []
         self._cluster: Cluster | None = None
         self._timeout = 300.0
         self.name = ""
@@ -54,7 +61,7 @@ class WorkerGroup:
         name: str | None = None,
         *,
         env_vars: dict[str, str] | None = None,
-        fork: bool = True,
+        fork: bool | None = None,
         timeout: float = 300.0,
         wait: bool = True,
     ) -> WorkerGroup:
@@ -65,7 +72,8 @@ class WorkerGroup:
             placement_strategy: Which rank goes where (default: one rank on the first node).
             name: The group's name; default the class's name. Unique among the live groups.
             env_vars: Environment variables for every rank.
-            fork: Fork from the node's fork server; False starts fresh interpreters, for engines that cannot be forked.
+            fork: Fork from the node's fork server; False starts fresh interpreters, for engines that cannot be forked. By
+                default what the class says (`Worker.forks`).
             timeout: Seconds for all ranks to arrive.
             wait: False returns at once, so that groups start beside one another; the first call on the group waits.
 
@@ -84,11 +92,15 @@ class WorkerGroup:
             strategy.place(cluster),
             cluster,
             env_vars=env_vars or {},
-            fork=fork,
+            fork=self._forks() if fork is None else fork,
         )
-        self._owned, self._size, self._cluster, self._timeout = True, len(started), cluster, timeout
+        self._members, self._size, self._cluster, self._timeout = started, len(started), cluster, timeout
         self._records, self._arrival = [], lambda: session.arrived(self.name, started, timeout)
         return self.wait_ready() if wait else self
+
+    def _forks(self) -> bool:
+        says = getattr(self._cls, "forks", None)
+        return bool(says(*self._args, **self._kwargs)) if says is not None else True
 
     def relaunch(self) -> WorkerGroup:
         """Starts the ranks that have ended once more, in the same place; follow with `wait_ready`."""
@@ -99,6 +111,7 @@ class WorkerGroup:
         session = Session.current()
         started = session.relaunch(self.name, self._cluster)
         again = {member.spec.rank for member in started}
+        self._members = [m for m in self._members if m.spec.rank not in again] + started
         alive = [record for record in self._records if record["rank"] not in again]
 
         def arrival() -> list[dict[str, Any]]:
@@ -160,18 +173,17 @@ class WorkerGroup:
         return call
 
     def shutdown(self, grace: float = 5.0) -> None:
-        """Ends the group and waits: ranks finish the call they are in, those that take longer than `grace` are killed.
+        """Ends the group and waits: ranks finish the call they are in, those that take longer than `grace` are killed, and
+        those that are still starting are not waited for.
 
         Harmless on a group that has ended or failed; on an attached group it only lets go.
         """
         from rlhpc.runtime.session import Session
 
         session = Session.running()
-        if self._arrival is not None:
-            self.wait_ready()
-        if self._owned and self._records and session is not None:
-            session.shutdown_group(self.name, self._records, grace)
-        self._records, self._size = [], 0
+        if self._members and session is not None:
+            session.shutdown_group(self.name, self._members, grace)
+        self._records, self._members, self._size, self._arrival = [], [], 0, None
 
     async def async_shutdown(self, grace: float = 5.0) -> None:
         await asyncio.to_thread(self.shutdown, grace)

@@ -66,14 +66,14 @@ def tail(path: str) -> str:
     return ""
 
 
-def death(spec: WorkerSpec, status: int) -> WorkerFailed:
-    """The failure that a rank's wait status stands for."""
+def death(spec: WorkerSpec, status: int, said: str = "") -> WorkerFailed:
+    """The failure that a rank's wait status stands for; `said` is the end of the message where its log is silent."""
     number = os.WTERMSIG(status) if os.WIFSIGNALED(status) else None
     how = f"was killed by signal {number} ({signal.Signals(number).name})" if number else (
         f"exited with status {os.WEXITSTATUS(status)}")  # fmt: skip
     if number == signal.SIGKILL:
         how += "; if nobody killed it, look for the out-of-memory killer (dmesg, sacct)"
     return WorkerFailed(
-        f"{spec.group}[{spec.rank}] on node {spec.node} {how} (log {spec.log_err}){tail(spec.log_err)}",
+        f"{spec.group}[{spec.rank}] on node {spec.node} {how} (log {spec.log_err}){said or tail(spec.log_err)}",
         group=spec.group, rank=spec.rank, node=spec.node, log_path=spec.log_err, exit_signal=number,
     )  # fmt: skip

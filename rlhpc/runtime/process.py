@@ -67,8 +67,8 @@ def describe(error: BaseException) -> dict[str, Any]:
 
 def run_worker(spec: WorkerSpec) -> int:
     """The life of a worker; returns its exit status."""
-    ignore_job_signals()
     _redirect(spec)
+    ignore_job_signals()
     _environment(spec)
     logging.basicConfig(level=logging.INFO, stream=sys.stderr, format=_LOG_FORMAT.format(name=spec.name), force=True)
     # Imported here: before the fork these would start ZeroMQ's threads in the fork server.
@@ -82,6 +82,7 @@ def run_worker(spec: WorkerSpec) -> int:
     from rlhpc.runtime.errors import CallAborted
     from rlhpc.runtime.registry import Registry
     from rlhpc.runtime.scratch import Scratch
+    from rlhpc.runtime.whereabouts import main_stack
 
     raise_limit()
     guard()
@@ -99,7 +100,10 @@ def run_worker(spec: WorkerSpec) -> int:
         if service.aborted:
             raise CallAborted(f"{spec.name} gave up a call: another group failed")
 
-    service = Service(spec.name, keys, scratch, spec.tcp_address, check=check, on_tick=heartbeat, tick_s=HEARTBEAT_S)
+    service = Service(
+        spec.name, keys, scratch, spec.tcp_address, check=check, on_tick=heartbeat, tick_s=HEARTBEAT_S,
+        on_broken=lambda _: os._exit(1), doing=main_stack,
+    )  # fmt: skip
     door = CallDoor(service, spec.tcp_address)
     record = {
         "group": spec.group, "rank": spec.rank, "node": spec.node, "node_rank": spec.node_rank, "pid": os.getpid(),
@@ -128,10 +132,12 @@ def run_worker(spec: WorkerSpec) -> int:
         name = method.decode()
         if name == "\0exit":
             door.answer(caller, [number, b"ok", b"0", *service.pack(None).frames()])
-            with contextlib.suppress(Exception):
-                close = getattr(instance, "close", None)
-                if callable(close):
+            close = getattr(instance, "close", None)
+            if callable(close):
+                try:
                     close()
+                except Exception:
+                    logging.getLogger(__name__).exception("%s.close() failed; this rank ends all the same", spec.name)
             return 0
         if name in ("\0idle", "\0resume"):
             if name == "\0resume":
@@ -156,6 +162,20 @@ def run_worker(spec: WorkerSpec) -> int:
             status, packed = b"error", service.pack(describe(error))
         seconds = b"%.9f" % (time.perf_counter() - started)
         door.answer(caller, [number, status, seconds, *packed.frames()])
+
+
+def live(spec: WorkerSpec) -> int:
+    """`run_worker`, which may fail before it has opened its log: whoever looks there, or hears this process, learns why."""
+    try:
+        return run_worker(spec)
+    except BaseException as error:
+        words = traceback.format_exc()
+        with contextlib.suppress(OSError):
+            os.write(2, words.encode())
+        with contextlib.suppress(OSError), Path(spec.log_err).open("a") as log:
+            if not os.path.samestat(os.fstat(2), os.fstat(log.fileno())):
+                log.write(words)
+        return error.code if isinstance(error, SystemExit) and isinstance(error.code, int) and error.code else 1
 
 
 def _step_id() -> str:
@@ -207,7 +227,7 @@ def main() -> None:
     except (RlhpcError, EOFError) as error:
         print(f"rlhpc: error: {error}", file=sys.stderr, flush=True)
         os._exit(1)
-    status = run_worker(spec)
+    status = live(spec)
     if by_step:
         from rlhpc.runtime.scratch import Scratch
 

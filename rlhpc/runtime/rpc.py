@@ -18,6 +18,7 @@ from typing import Any
 from rlhpc.runtime.comm.calls import CallLines
 from rlhpc.runtime.context import Context
 from rlhpc.runtime.errors import DeadlineExceeded, NonFinite, UserError, WorkerFailed
+from rlhpc.runtime.whereabouts import busy
 
 _POLL_MS = 200
 
@@ -65,15 +66,15 @@ class Handle:
 
         Raises:
             WorkerFailed: A rank of any group of this driver raised or died; the first one to do so.
-            DeadlineExceeded: After `timeout` seconds (default: the session's wait deadline); names the ranks that are late.
+            DeadlineExceeded: After `timeout` seconds (default: the session's wait deadline); names the ranks that are late,
+                and those that they wait for.
         """
         limit = self._client.context.wait_deadline if timeout is None else timeout
         deadline = time.monotonic() + limit
         while not self._complete():
             left = deadline - time.monotonic()
             if left <= 0:
-                late = [rank for rank in self.ranks if rank not in self._results]
-                raise DeadlineExceeded(f"waited {limit:.1f} s for {self.group}.{self.method}() on ranks {late}")
+                raise self._client.late(self, limit)
             self._client.pump(min(_POLL_MS, max(1, int(left * 1000))))
         if self._failure is not None:
             raise self._failure
@@ -135,6 +136,15 @@ class RpcClient:
                 self._pending[number] = (handle, record["rank"], record)
                 self._lines.send(record["rpc"], [number, name, *packed.frames(index)])
         return handle
+
+    def late(self, handle: Handle, seconds: float) -> DeadlineExceeded:
+        """The error for a call that has taken too long: first who is at it, which may be a rank of another call."""
+        late = [rank for rank in handle.ranks if rank not in handle._results]
+        with self._lock:
+            calls = [(record, pending.method) for pending, _, record in self._pending.values()]
+        told = busy(self.context.service, calls, seconds)
+        waited = f"waited {seconds:.1f} s for {handle.group}.{handle.method}() on ranks {late}"
+        return DeadlineExceeded("\n  ".join([*told, waited]))
 
     def pump(self, timeout_ms: int) -> None:
         """Waits up to `timeout_ms` for answers and hands them to their handles.

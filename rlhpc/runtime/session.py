@@ -13,7 +13,7 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -52,6 +52,8 @@ log = logging.getLogger(__name__)
 _STEP_GRACE_S = 5.0
 _STEP_LIMIT_S = 15.0
 _SETTLE_S = 0.3
+#: A wait of the main thread looks so often whether this process was asked to end.
+_LOOK_S = 0.2
 
 
 class Session:
@@ -80,14 +82,19 @@ class Session:
         tcp_address: str | None = None,
         interface: str | None = None,
     ) -> None:
-        raise_limit()
         self.steps = steps_possible()
         if tcp_address is None and self.steps:
             tcp_address = own_address(interface)
         self.tcp_address, self.interface = tcp_address, interface
         # where ranks are job steps the fork server only clears up behind a driver that was killed
+        raise_limit()
         server, Session._prewarmed = Session._prewarmed or ForkServerProcess(None if self.steps else preload), None
+        self._fork_server = server
         self.scratch, self._server, self._control = server.scratch, server.process, server.control
+        #: Of the fork server: it imports, it starts ranks, it has ended.
+        self._server_state = "importing"
+        #: Called by all waits of this process; raises where somebody has asked it to end and there is nothing to save.
+        self.interrupted: Callable[[], None] = lambda: None
         self._pid = os.getpid()
         root = registry_root or self.scratch.sockets / "registry"
         job = os.environ.get("SLURM_JOB_ID")
@@ -100,6 +107,8 @@ class Session:
         self.log_dir.mkdir(parents=True, exist_ok=True)
         self.members: dict[str, Member] = {}
         self.failure: RlhpcError | None = None
+        #: The failure after which the session went on.
+        self._past: RlhpcError | None = None
         self.leases = Leases(self.fail)
         #: Groups whose failure leaves the others alive, see `recover`.
         self.expendable: frozenset[str] = frozenset()
@@ -111,6 +120,7 @@ class Session:
             "driver", keys, self.scratch, tcp_address,
             check=self.check, tick_s=TICK_S, on_tick=lambda _: self.leases.look(list(self.members.values())),
             on_note=self._note,
+            on_broken=lambda error: self.fail(RlhpcError(f"the driver cannot be reached any more: {error}")),
         )  # fmt: skip
         self.context = contexts.Context("driver", self.registry, self.service, check=self.check)
         if wait_deadline is not None:
@@ -130,8 +140,18 @@ class Session:
     @classmethod
     def prewarm(cls, preload: Sequence[str] = ()) -> None:
         """Starts the next session's fork server already, so that it imports while this process does other things."""
+        raise_limit()
         if cls._running is None and cls._prewarmed is None and not steps_possible():
             cls._prewarmed = ForkServerProcess(preload)
+            atexit.unregister(cls._discard)
+            atexit.register(cls._discard, os.getpid())
+
+    @classmethod
+    def _discard(cls, owner: int) -> None:
+        """At the end of a process that has prewarmed and started no session."""
+        if cls._prewarmed is not None and owner == os.getpid():
+            cls._prewarmed.discard()
+            cls._prewarmed = None
 
     @classmethod
     def start(cls, **options: Any) -> Session:
@@ -162,6 +182,7 @@ class Session:
         """The monitor thread: what the fork server reports."""
         while (event := wire.receive(self._control)) is not None:
             if event["event"] == "ready":
+                self._server_state = "serving"
                 continue
             member = self.members.get(event["name"])
             if member is None:
@@ -175,14 +196,30 @@ class Session:
             elif event["event"] == "exit":
                 self._exited(member, event["status"])
         with self._changed:
-            lost = [m for m in self.members.values() if m.state in ("starting", "ready")]
+            started = self._server_state == "serving"
+            self._server_state = "ended"
+            lost = [m for m in self.members.values() if m.step is None and m.state in ("starting", "ready")]
             for member in self.members.values():
                 member.state = "ended"
             self._changed.notify_all()
         if lost:
-            node = lost[0].spec.node
-            words = tail(str(self.scratch.sockets / "forkserver.err"))
-            self.fail(WorkerFailed(f"the fork server of node {node} died, and its workers with it{words}", node=node))
+            self._server_lost(lost[0].spec, "and its workers with it" if started else "before it had started a rank")
+
+    def _server_lost(self, spec: WorkerSpec, what: str) -> None:
+        """There is no fork server any more, for which nobody but it can be blamed."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._server.wait(1.0)  # it may be dying: its words are complete then
+        log_err, words = self._own_words("forkserver.err")
+        self.fail(WorkerFailed(
+            f"the fork server of node {spec.node} died, {what} (log {log_err}){words}", node=spec.node, log_path=str(log_err)
+        ))  # fmt: skip
+
+    def _own_words(self, name: str) -> tuple[Path, str]:
+        """What the fork server said, kept as a log of that name; and its last lines, as the end of a message."""
+        kept, said = self.log_dir / name, self._fork_server.words_file
+        with contextlib.suppress(OSError):
+            kept.write_bytes(said.read_bytes())
+        return kept, tail(str(said))
 
     def _task_exited(self, spec: WorkerSpec, status: int) -> None:
         """srun said that a rank ended badly."""
@@ -224,7 +261,18 @@ class Session:
             self._changed.notify_all()
         self.service.consumer_died(member.spec.name)
         if not expected:
-            self.fail(death(member.spec, status))
+            self.fail(death(member.spec, status, self._said_before_its_log(member)))
+
+    def _said_before_its_log(self, member: Member) -> str:
+        """What a rank said that died before it had opened its log; it is kept there."""
+        log_err = Path(member.spec.log_err)
+        with contextlib.suppress(OSError):
+            if log_err.exists():
+                return ""
+            if member.step is None:
+                return self._own_words(log_err.name)[1]
+            log_err.write_text(member.step.last_words + "\n")
+        return tail(str(log_err))
 
     # -- notes from workers ---------------------------------------------------------------------------------------
 
@@ -350,7 +398,15 @@ class Session:
                     step.kill()
 
     def check(self) -> None:
-        """Raises the first failure, once the groups have been stopped and their shared memory freed."""
+        """Raises the first failure, once the groups have been stopped and their shared memory freed.
+
+        Raises:
+            ChannelError: The session has ended.
+        """
+        if self.service.stopped:
+            self.service.check()
+        if threading.current_thread() is threading.main_thread():
+            self.interrupted()
         failure = self.failure
         if failure is None:
             return
@@ -392,7 +448,7 @@ class Session:
         with self._changed:
             if self.failure is not None:
                 self._await_all()
-                self.failure = None
+                self._past, self.failure = self.failure, None
             if any(m.spec.group == name and m.state != "ended" for m in self.members.values()):
                 raise PlacementError(f"a group named {name!r} is running already: give launch() another name")
             self.members = {k: m for k, m in self.members.items() if m.state != "ended" and m.spec.group != name}
@@ -424,14 +480,26 @@ class Session:
         if self.steps and cluster.source == "slurm":
             self._start_steps(started, cluster)
         else:
+            if self._server_state == "ended":
+                with self._changed:
+                    for member in started:
+                        member.state = "ended"
+                self._server_lost(started[0].spec, "and can start no more ranks")
+                return
             for member in started:
                 self._tell(op="start", spec=pickle.dumps(member.spec))
 
     def arrived(self, name: str, started: Sequence[Member], timeout: float) -> list[dict[str, Any]]:
         """Waits for a group's ranks; returns their records in rank order. See `WorkerGroup.launch`."""
+        all_ready, deadline = all_in("ready", started), time.monotonic() + timeout
         with self._changed:
-            all_ready = all_in("ready", started)
-            self._changed.wait_for(lambda: self.failure is not None or all_ready(), timeout)
+            while self.failure is None and not all_ready() and (left := deadline - time.monotonic()) > 0:
+                if self._past is not None and any(m.state == "ended" for m in started):
+                    break  # they failed before another group was launched
+                self._changed.wait(min(left, _LOOK_S))
+                self.interrupted()
+        if self._past is not None and self.failure is None and any(m.state == "ended" for m in started):
+            self.fail(self._past)
         self.check()
         missing = [m for m in started if m.state != "ready"]
         if missing:
@@ -496,16 +564,17 @@ class Session:
             tcp_address=self.tcp_address, interface=self.interface,
         )  # fmt: skip
 
-    def shutdown_group(self, name: str, records: Sequence[dict[str, Any]], grace: float) -> None:
-        """Ends a group: asks, waits `grace` seconds, kills."""
+    def shutdown_group(self, name: str, started: Sequence[Member], grace: float) -> None:
+        """Ends ranks of a group: asks, waits `grace` seconds, kills; those that are still starting are not waited for."""
         with self._changed:
-            launched = {r["incarnation"] for r in records}
-            members = [m for m in self.members.values() if m.spec.incarnation in launched and m.state != "ended"]
-            alive = {m.spec.rank for m in members if m.state == "ready"}
+            members = [m for m in started if self.members.get(m.spec.name) is m and m.state != "ended"]
+            alive = [m.record for m in members if m.state == "ready"]
             for member in members:
                 member.state = "stopping"
         if alive and self.failure is None:
-            self.rpc.call([r for r in records if r["rank"] in alive], "\0exit", (), {})
+            self.rpc.call(alive, "\0exit", (), {})
+        if len(alive) < len(members):
+            self._signal([m for m in members if not m.record], signal.SIGTERM)
         if not self._await_ended(members, grace):
             steps = {m.step for m in members if m.step is not None}
             for number, patience in ((signal.SIGTERM, 1.0 if not steps else _STEP_GRACE_S), (signal.SIGKILL, 5.0)):
@@ -524,10 +593,14 @@ class Session:
         if self._pid != os.getpid() or Session._running is not self:
             return
         Session._running = None
+        if self._server_state == "importing" and not self.steps:
+            with self._changed:
+                for member in self.members.values():
+                    member.state = "stopping" if member.state == "starting" else member.state
+            self._server.kill()  # it has started nothing, and would look up from its imports much later
         with contextlib.suppress(Exception):
             for name in {m.spec.group for m in self.members.values() if m.state != "ended"}:
-                records = [m.record for m in self.members.values() if m.spec.group == name and m.record]
-                self.shutdown_group(name, records, 2.0)
+                self.shutdown_group(name, [m for m in self.members.values() if m.spec.group == name], 2.0)
         if self.failure is not None and self.tcp_address:
             clear_nodes({m.step for m in self.members.values() if m.step is not None}, self.scratch)
         self._tell(op="stop")

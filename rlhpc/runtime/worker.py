@@ -7,7 +7,8 @@ import os
 from typing import TYPE_CHECKING, Any
 
 from rlhpc.runtime.comm import p2p
-from rlhpc.runtime.comm.channel import AsyncWork, Channel, in_background
+from rlhpc.runtime.comm.background import AsyncWork, in_background
+from rlhpc.runtime.comm.channel import Channel
 from rlhpc.runtime.comm.collectives import Collectives
 from rlhpc.runtime.spec import WorkerSpec
 
@@ -64,6 +65,15 @@ class Worker:
         from rlhpc.runtime.group import WorkerGroup
 
         return WorkerGroup(cls, args, kwargs)
+
+    @classmethod
+    def forks(cls, *args: Any, **kwargs: Any) -> bool:
+        """Whether ranks with these arguments may be forked from the fork server.
+
+        False gives each a fresh interpreter, for engines that start processes or threads of their own at import, or that
+        look into how they were started.
+        """
+        return True
 
     # -- channels -------------------------------------------------------------------------------------------------
 

@@ -17,6 +17,7 @@ import zmq
 from rlhpc.runtime.comm import unix
 from rlhpc.runtime.comm.service import Service
 from rlhpc.runtime.comm.sockets import Door, choose, divided, make_socket, whole
+from rlhpc.runtime.errors import RlhpcError
 from rlhpc.runtime.scratch import host_id
 
 _numbers = itertools.count()
@@ -154,8 +155,10 @@ class CallLines:
     def _connect(self, endpoint: str) -> _Line | None:
         try:
             connection = unix.connect(endpoint[6:], self._service.keys)
-        except OSError:
+        except (ConnectionError, FileNotFoundError):
             return None
+        except OSError as error:
+            raise RlhpcError(f"cannot open a connection to a rank: {error.strerror}") from error
         line = self._lines[endpoint] = _Line(connection)
         self._by_fd[connection.sock.fileno()] = endpoint
         self._epoll.register(connection.sock.fileno(), select.EPOLLIN)

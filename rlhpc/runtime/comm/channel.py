@@ -6,15 +6,13 @@ by the consumer without a copy, between hosts they go straight from producer to 
 
 from __future__ import annotations
 
-import asyncio
 import pickle
 import queue
-import threading
 import zlib
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
+from rlhpc.runtime.comm.background import AsyncWork, in_background
 from rlhpc.runtime.comm.payload import Packed
 from rlhpc.runtime.comm.queues import Item, Outlook
 from rlhpc.runtime.comm.service import DEFAULT_MAX_BYTES
@@ -32,36 +30,6 @@ class QueueFull(queue.Full):
 
 class QueueEmpty(queue.Empty):
     """`get_nowait` on an empty channel."""
-
-
-class AsyncWork:
-    """A channel, send or recv operation that goes on in the background."""
-
-    def __init__(self, future: Future[Any]) -> None:
-        self._future = future
-
-    def wait(self, timeout: float | None = None) -> Any:
-        """Blocks until the operation is done; returns its result or raises its error."""
-        return self._future.result(timeout)
-
-    def done(self) -> bool:
-        return self._future.done()
-
-    async def async_wait(self) -> Any:
-        """`wait` for coroutines."""
-        return await asyncio.wrap_future(self._future)
-
-
-_lanes: dict[str, ThreadPoolExecutor] = {}
-_lanes_lock = threading.Lock()
-
-
-def in_background(lane: str, function: Callable[[], Any]) -> AsyncWork:
-    """Runs `function` on the lane's single thread: operations of one lane keep their order."""
-    with _lanes_lock:
-        if lane not in _lanes:
-            _lanes[lane] = ThreadPoolExecutor(1, thread_name_prefix=f"rlhpc-{lane}")
-    return AsyncWork(_lanes[lane].submit(function))
 
 
 class Channel:
@@ -149,7 +117,9 @@ class Channel:
         packed = context.service.pack(item, lend=lend)
         if async_op:
             packed.owned()
-            return in_background(f"put-{self.name}", lambda: self._put(context, packed, weight, key, True))
+            return in_background(
+                f"put-{self.name}", lambda: self._put(context, packed, weight, key, True, confirm=True)
+            )
         self._put(context, packed, weight, key, True)
         return None
 
@@ -163,7 +133,9 @@ class Channel:
         packed = context.service.pack(item)
         self._put(context, packed, weight, str(key), False)
 
-    def _put(self, context: Context, packed: Packed, weight: float, key: str, wait: bool) -> None:
+    def _put(
+        self, context: Context, packed: Packed, weight: float, key: str, wait: bool, confirm: bool = False
+    ) -> None:
         service, home = context.service, self._home(key)
         whom = f"room in channel {self.name!r}, key {key!r}"
         try:
@@ -189,7 +161,7 @@ class Channel:
                 return
             head = pickle.dumps((self.name, key, packed.nbytes, weight, packed.segment or "", wait))
             self._posted += 1
-            if wait and self._maxsize == 0 and packed.segment is None and self._posted % _UNCONFIRMED:
+            if wait and not confirm and self._maxsize == 0 and packed.segment is None and self._posted % _UNCONFIRMED:
                 # Small items into an unbounded channel need no confirmation each: the socket keeps their order, and the
                 # confirmed one in between bounds what can be under way when the byte limit is reached.
                 service.peers.post(choose(home), b"PUT", [head, *packed.frames()])

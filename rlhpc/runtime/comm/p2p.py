@@ -8,7 +8,7 @@ import secrets
 from collections.abc import Callable
 from typing import Any
 
-from rlhpc.runtime.comm.channel import AsyncWork, in_background
+from rlhpc.runtime.comm.background import AsyncWork, in_background
 from rlhpc.runtime.comm.payload import Packed
 from rlhpc.runtime.comm.queues import Outlook
 from rlhpc.runtime.comm.segments import discard

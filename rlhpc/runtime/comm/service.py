@@ -12,6 +12,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import itertools
+import logging
 import os
 import pickle
 import queue
@@ -37,6 +38,7 @@ from rlhpc.runtime.errors import ChannelError, DeadlineExceeded, RlhpcError
 from rlhpc.runtime.registry import Keys
 from rlhpc.runtime.scratch import Scratch, host_id
 
+log = logging.getLogger(__name__)
 INBOX = "\0inbox"
 DEFAULT_MAX_BYTES = 2 << 30
 _PARK_S = 0.002
@@ -112,6 +114,8 @@ class Service:
         on_tick: Called every `tick_s` on the service thread (heartbeats).
         tick_s: Seconds. Each tick wakes the process, which is all that an idle one costs.
         on_note: Called on the service thread with each note (HELLO, heartbeat) that another process posted.
+        on_broken: Called on the service thread when it ends by an error; nobody answers for this process any more.
+        doing: What this process tells who asks what it is doing.
     """
 
     def __init__(
@@ -124,13 +128,15 @@ class Service:
         on_tick: Callable[[Service], None] | None = None,
         tick_s: float = 1.0,
         on_note: Callable[[dict[str, Any]], None] | None = None,
+        on_broken: Callable[[Exception], None] | None = None,
+        doing: Callable[[], Any] = lambda: None,
     ) -> None:
         self.name, self.keys, self.scratch = name, keys, scratch
         self.context: zmq.Context[Any] = zmq.Context()
         self.lock = threading.Lock()
         self.channels: dict[str, ChannelState] = {INBOX: ChannelState(0, DEFAULT_MAX_BYTES)}
-        self.check = check
-        self.peers = Peers(self.context, keys, check)
+        self._run_failed, self._stopping = check, False
+        self.peers = Peers(self.context, keys, self.check)
         self.pool, self.mappings = SegmentPool(scratch), Mappings()
         self.loans, self.landing = Loans(self.pool), Landing(default_idle(scratch))
         self._store: dict[bytes, bytes] = {}
@@ -153,9 +159,9 @@ class Service:
         self.origin = Origin(
             host_id(), self.endpoint["tcp"] or self.endpoint["ipc"], self._bulk.endpoint if self._bulk else ""
         )
+        self._doing = doing
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self._on_tick, self._tick_s, self._on_note = on_tick, tick_s, on_note
-        self._stopping = False
+        self._on_tick, self._tick_s, self._on_note, self._on_broken = on_tick, tick_s, on_note, on_broken
         self._loop = threading.Lock()  # held by the thread that leads the event loop
         self._leader: int | None = None
         self._guests = 0
@@ -181,6 +187,17 @@ class Service:
         """Shuts a port while the process has too few descriptors left for its own files."""
         self._doors[door.listener.fileno()] = door
         self._epoll.register(door.listener.fileno(), select.EPOLLIN | select.EPOLLET)
+
+    @property
+    def stopped(self) -> bool:
+        """Whether this process has left the run."""
+        return self._stopping
+
+    def check(self) -> None:
+        """Raises when the run has failed, or when this process is leaving it."""
+        if self._stopping:
+            raise ChannelError(f"{self.name} has left the run: its session ended while it waited")
+        self._run_failed()
 
     def reply(self, peer: Connection | bytes, frames: list[Any]) -> None:
         """Queues a reply; the thread that leads the loop sends it."""
@@ -221,6 +238,8 @@ class Service:
                 raise
         if answer.items is None:
             self._abandon(answer)
+            if answer.items is None and self._stopping:
+                self.check()
             if answer.items is None:  # it did not come in the last moment either
                 raise DeadlineExceeded(f"{self.name} waited {timeout:.1f} s for {whom}")
         if isinstance(answer.items, str):
@@ -242,7 +261,10 @@ class Service:
                 if self._loop.acquire(timeout=min(0.002, left)):
                     try:
                         self._leader = threading.get_ident()
-                        while answer.items is None and (left := deadline - time.monotonic()) > 0:
+                        while answer.items is None and not self._stopping:
+                            left = deadline - time.monotonic()
+                            if left <= 0:
+                                break
                             if not self._iterate(min(0.2, left)):
                                 self.check()
                     finally:
@@ -384,6 +406,14 @@ class Service:
     # -- the thread -----------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
+        try:
+            self._serve()
+        except Exception as error:
+            log.exception("the service thread of %s has ended", self.name)
+            if self._on_broken and not self._stopping:
+                self._on_broken(error)
+
+    def _serve(self) -> None:
         park = _PARK_S
         while not self._stopping:
             if self._guests:
@@ -575,6 +605,9 @@ class Service:
             op = b"get"
         answer.frames(*self.store(op, key, *values))
 
+    def _op_doing(self, answer: _RemoteAnswer, frames: list[bytes]) -> None:
+        answer.frames(pickle.dumps(self._doing()))
+
     def _op_abort(self, answer: _RemoteAnswer, frames: list[bytes]) -> None:
         self.aborted = True
 
@@ -593,4 +626,5 @@ _OPERATIONS: dict[bytes, Callable[[Service, _RemoteAnswer, list[bytes]], None]] 
     b"NOTE": Service._op_note,
     b"STORE": Service._op_store,
     b"ABORT": Service._op_abort,
+    b"DOING": Service._op_doing,
 }

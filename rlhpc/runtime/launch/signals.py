@@ -10,6 +10,8 @@ import time
 from types import FrameType, TracebackType
 from typing import Any
 
+from rlhpc.runtime.errors import Stopped
+
 #: The driver saved everything and stopped before its segment was finished, because the job had to end
 #: (walltime, preemption): starting it again goes on. sysexits.h calls this EX_TEMPFAIL.
 EXIT_REQUEUE = 75
@@ -56,6 +58,15 @@ class StopRequest:
     def request(self, reason: str) -> None:
         """Ask from inside, for example because the walltime leaves no room for another step; the first reason stays."""
         self._reason = self._reason or reason
+
+    def check(self) -> None:
+        """For waits in which there is nothing to save.
+
+        Raises:
+            Stopped: Somebody has asked.
+        """
+        if self.requested:
+            raise Stopped(self.reason, self.exit_code)
 
     def install(self) -> StopRequest:
         """Take over the three signals.
@@ -125,9 +136,3 @@ def _ask_end(job: str) -> float | None:
         return min(time.mktime(time.strptime(word, "%Y-%m-%dT%H:%M:%S")) for word in done.stdout.split())
     except (OSError, subprocess.TimeoutExpired, ValueError):
         return None  # no answer, or N/A: no limit that we know of; the signal before the end still comes
-
-
-def ignore_job_signals() -> None:
-    """For workers: USR1, USR2 and SIGINT go to every step and process group, but only the driver acts on them."""
-    for signum in (signal.SIGUSR1, signal.SIGUSR2, signal.SIGINT):
-        signal.signal(signum, signal.SIG_IGN)

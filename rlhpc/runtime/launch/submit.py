@@ -343,7 +343,12 @@ def _executor(kind: str, files: SegmentFiles, job_name: str, slurm: Mapping[str,
 
         def _make_submission_file_text(self, command: str, uid: str) -> str:
             text = str(super()._make_submission_file_text(command, uid))
-            return text.replace(f"#SBATCH --time={_NO_LIMIT_MIN}\n", "")
+            given, none = f"#SBATCH --time={_NO_LIMIT_MIN}\n", self.parameters.get("time") == _NO_LIMIT_MIN
+            if none and given not in text:  # it would ask for years
+                raise SubmitError(
+                    f"this submitit writes its batch script otherwise than rlhpc knows: no {given.strip()!r}"
+                )
+            return text.replace(given, "")
 
     # "exec": the batch shell becomes our process, so that a signal for the batch shell (B:) reaches it
     python = f"exec {shlex.quote(sys.executable)} -P"

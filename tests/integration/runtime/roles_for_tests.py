@@ -165,3 +165,33 @@ class Probe(Worker):
 
     def call_group(self, name: str, x: int) -> list[int]:
         return WorkerGroup.from_group_name(Probe, name).add(x).wait()
+
+
+class Awkward(Worker):
+    """A rank that does not start, or not end, as it should."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        if how == "slow":
+            time.sleep(600)
+
+    def close(self) -> None:
+        raise OSError("the engine would not let go")
+
+    def pid(self) -> int:
+        return os.getpid()
+
+
+class Spawned(Awkward):
+    @classmethod
+    def forks(cls, how: str) -> bool:
+        return how == "forked"
+
+    def command(self) -> list[str]:
+        import sys
+
+        return sys.orig_argv
+
+
+class Greedy(Worker):
+    def shutdown(self) -> None: ...

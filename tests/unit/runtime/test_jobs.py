@@ -204,8 +204,9 @@ def test_end_of_job(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_workers_ignore_the_jobs_signals() -> None:
     code = (
-        "import os, signal; from rlhpc.runtime.launch.signals import ignore_job_signals; ignore_job_signals();"
-        "[os.kill(os.getpid(), s) for s in (signal.SIGUSR1, signal.SIGUSR2, signal.SIGINT)]; print('alive')"
+        "import os, signal; from rlhpc.runtime.process import ignore_job_signals; ignore_job_signals();"
+        "[os.kill(os.getpid(), s) for s in (signal.SIGUSR1, signal.SIGUSR2, signal.SIGINT, signal.SIGHUP)];"
+        "print('alive', signal.getsignal(signal.SIGTERM) is signal.SIG_DFL)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=30)
-    assert done.stdout == "alive\n", done.stderr
+    assert done.stdout == "alive True\n", done.stderr

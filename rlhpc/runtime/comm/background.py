@@ -1,0 +1,83 @@
+"""Operations that go on in the background: one lane after another, in threads that end when nothing is left to do.
+
+The threads are daemons, so a script that ends does not wait for what it has begun: its session ends, and those waits with it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import queue
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any
+
+from rlhpc.runtime.context import installed
+
+#: How long a thread waits for another operation of its lane, in seconds.
+LINGER_S = 5.0
+
+
+class AsyncWork:
+    """A channel, send or recv operation that goes on in the background."""
+
+    def __init__(self, future: Future[Any]) -> None:
+        self._future = future
+
+    def wait(self, timeout: float | None = None) -> Any:
+        """Blocks until the operation is done; returns its result or raises its error."""
+        return self._future.result(timeout)
+
+    def done(self) -> bool:
+        return self._future.done()
+
+    async def async_wait(self) -> Any:
+        """`wait` for coroutines."""
+        return await asyncio.wrap_future(self._future)
+
+
+_Work = tuple["Future[Any]", Callable[[], Any]]
+_lanes: dict[str, queue.SimpleQueue[_Work]] = {}
+_lanes_lock = threading.Lock()
+
+
+def in_background(lane: str, function: Callable[[], Any]) -> AsyncWork:
+    """Runs `function` on the lane's single thread: operations of one lane keep their order.
+
+    It must return only when it is confirmed by the other side: the next one may come from another thread and connection.
+    """
+    future: Future[Any] = Future()
+    with _lanes_lock:
+        work = _lanes.get(lane)
+        if work is None:
+            work = _lanes[lane] = queue.SimpleQueue()
+            threading.Thread(target=_run, args=(lane, work), name=f"rlhpc-{lane}", daemon=True).start()
+        work.put((future, function))
+    return AsyncWork(future)
+
+
+def _run(lane: str, work: queue.SimpleQueue[_Work]) -> None:
+    try:
+        while (found := _next(lane, work)) is not None:
+            future, function = found
+            if future.set_running_or_notify_cancel():
+                try:
+                    future.set_result(function())
+                except BaseException as error:
+                    future.set_exception(error)
+            del future, function, found  # what came is not kept alive by a thread that waits
+    finally:
+        if (context := installed()) is not None:
+            context.service.peers.close()
+
+
+def _next(lane: str, work: queue.SimpleQueue[_Work]) -> _Work | None:
+    """What the lane is to do next; None, and the lane is gone, when nothing has come for a while."""
+    try:
+        return work.get(timeout=LINGER_S)
+    except queue.Empty:
+        with _lanes_lock:
+            if not work.empty():
+                return work.get()
+            del _lanes[lane]
+            return None
