@@ -66,11 +66,13 @@ class SlurmCluster:
     """One cluster. Methods that wait have a deadline, and raise ClusterError with the daemons' last log lines past it.
 
     `root` is where everything lives; its state is there too, so another process may take the cluster over with
-    `SlurmCluster(root)` and end it.
+    `SlurmCluster(root)` and end it. Nodes that are hosts have a /tmp of their own; of the real one they see `root`, pytest's
+    folder, this checkout and its Python where these are there, and what `shared` names.
     """
 
-    def __init__(self, root: Path | str, variant: Variant | None = None) -> None:
+    def __init__(self, root: Path | str, variant: Variant | None = None, shared: Sequence[Path] = ()) -> None:
         self.root = Path(root).absolute()
+        self._shared = shared
         self._processes: dict[str, Process] = {}
         self._bridge = ""
         self._layout: Layout | None = None
@@ -192,7 +194,7 @@ class SlurmCluster:
         if self.nodes_are_hosts:
             self._start_munge()
             for node in self._layout.nodes:
-                self._processes[f"node-{node.name}"] = hosts.add_node(self.root, node.name)
+                self._processes[f"node-{node.name}"] = hosts.add_node(self.root, node.name, self._seen_by_all())
                 self._save()
             for node in self._layout.nodes:
                 holder = self._processes[f"node-{node.name}"]
@@ -208,6 +210,22 @@ class SlurmCluster:
         for node in self._layout.nodes:
             self.start_slurmd(node.name, wait=False)
         self.wait_for_nodes()
+
+    def _seen_by_all(self) -> list[Path]:
+        """Folders below /tmp that every node sees beside the cluster's own, none of them inside another."""
+        of_pytest = Path("/tmp") / f"pytest-of-{pwd.getpwuid(os.geteuid()).pw_name}"
+        of_pytest.mkdir(mode=0o700, exist_ok=True)
+        wanted = {
+            Path(sys.prefix),
+            Path(__file__).resolve().parents[2],
+            of_pytest,
+            *(p.absolute() for p in self._shared),
+        }
+        below = sorted(path for path in wanted if path.is_relative_to("/tmp") and path != Path("/tmp"))
+        covered = {
+            path for path in below for other in (*below, self.root) if path != other and path.is_relative_to(other)
+        }
+        return [path for path in below if path not in covered and path != self.root]
 
     def _plan(self) -> Layout:
         ports = iter(_free_ports(6))
@@ -260,6 +278,10 @@ class SlurmCluster:
     def enter(self, node: str) -> list[str]:
         """What to put before a command to run it on a node, outside any job."""
         return list(hosts.enter(self._processes[f"node-{self._node(node).name}"])) if self.nodes_are_hosts else []
+
+    def files(self, node: str) -> Path:
+        """A node's root folder as it is reached from here: its /tmp and /dev/shm are in there."""
+        return hosts.files(self._processes[f"node-{self._node(node).name}"]) if self.nodes_are_hosts else Path("/")
 
     def _run(self, argv: Sequence[str], timeout_s: float, user: str | None) -> str:
         try:

@@ -28,11 +28,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @contextmanager
-def cluster_of(variant: Variant) -> Iterator[SlurmCluster]:
+def cluster_of(variant: Variant, *shared: Path) -> Iterator[SlurmCluster]:
     if reason := missing(variant):
         pytest.skip(f"no Slurm for tests: {reason}")
     # Short, for UNIX sockets, and not under pytest's own folder, which other users may not enter.
-    cluster = SlurmCluster(tempfile.mkdtemp(prefix="rlhpc-slurm-", dir="/tmp"), variant)
+    cluster = SlurmCluster(tempfile.mkdtemp(prefix="rlhpc-slurm-", dir="/tmp"), variant, shared)
     try:
         cluster.up()
         yield cluster
@@ -41,25 +41,26 @@ def cluster_of(variant: Variant) -> Iterator[SlurmCluster]:
 
 
 @pytest.fixture(scope="session")
-def new_cluster() -> Callable[[Variant], object]:
+def new_cluster(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Variant], object]:
     """A context manager that brings up another cluster, for a test that ruins it."""
-    return cluster_of
+    return lambda variant: cluster_of(variant, tmp_path_factory.getbasetemp())
 
 
 @pytest.fixture(scope="session")
-def slurm() -> Iterator[SlurmCluster]:
+def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SlurmCluster]:
     """A cluster: full, or small where this user may make no hosts. What a test breaks it also repairs."""
     if root := os.environ.get("RLHPC_SLURM_ROOT"):
         yield SlurmCluster(root)
         return
-    with cluster_of(best_variant()) as cluster:
+    with cluster_of(best_variant(), tmp_path_factory.getbasetemp()) as cluster:
         yield cluster
 
 
 @pytest.fixture(scope="session")
-def slurm_without_accounting() -> Iterator[SlurmCluster]:
+def slurm_without_accounting(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SlurmCluster]:
     """A cluster where sacct fails."""
-    with cluster_of("noaccounting" if not missing("noaccounting") else "small") as cluster:
+    variant: Variant = "noaccounting" if not missing("noaccounting") else "small"
+    with cluster_of(variant, tmp_path_factory.getbasetemp()) as cluster:
         yield cluster
 
 

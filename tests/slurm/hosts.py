@@ -1,8 +1,8 @@
 """Nodes that are hosts of their own: network, UTS and mount namespaces joined by a bridge. Needs root.
 
 A node is a process that sleeps in its namespaces; they are entered through it and vanish with it, so nothing is left in
-/run/netns. A node has its own name, address and /dev/shm, its own folder behind ROOT/local, and the cluster's files as
-/etc/slurm. Everything else of the file system is shared.
+/run/netns. A node has its own name, address, /tmp and /dev/shm, its own folder behind ROOT/local, and the cluster's files
+as /etc/slurm. Everything else of the file system is shared, and of /tmp those folders that `add_node` is told of.
 """
 
 from __future__ import annotations
@@ -19,6 +19,19 @@ from .processes import ClusterError, Process
 _SETUP = """set -e
 hostname "$1"
 mount -t tmpfs -o mode=1777 rlhpc-shm /dev/shm
+# its /tmp is made beside the real one, where the shared folders still are
+own="$2/nodes/$1/tmp"
+mkdir "$own"
+mount -t tmpfs -o mode=1777 rlhpc-tmp "$own"
+for shared in "${@:3}"; do
+  mkdir -p "$own/${shared#/tmp/}"
+  mount --rbind "$shared" "$own/${shared#/tmp/}"
+done
+case "$2" in
+  /tmp/*) mkdir -p "$own/${2#/tmp/}"; mount --bind "$2" "$own/${2#/tmp/}";;
+esac
+mount --move "$own" /tmp
+cd /
 mount --bind "$2/nodes/$1/local" "$2/local"
 if [ -d /etc/slurm ]; then mount --bind "$2/etc" /etc/slurm; fi
 : >"$2/nodes/$1/ready"
@@ -72,10 +85,17 @@ def is_bridge_of(root: Path, bridge: str) -> bool:
     return alias.exists() and alias.read_text().strip() in ("", str(root))
 
 
-def add_node(root: Path, name: str) -> Process:
-    """The sleeping process that holds the namespaces of node `name`."""
+def add_node(root: Path, name: str, shared: Sequence[Path] = ()) -> Process:
+    """The sleeping process that holds the namespaces of node `name`.
+
+    Args:
+        root: The cluster's folder, which all nodes see.
+        name: Of the node.
+        shared: What else below /tmp all nodes see.
+    """
+    namespaces = ["unshare", "--net", "--uts", "--mount", "--propagation", "slave"]
     return processes.start(
-        ["unshare", "--net", "--uts", "--mount", "--propagation", "slave", "bash", "-c", _SETUP, "node", name, root],
+        [*namespaces, "bash", "-c", _SETUP, "node", name, root, *shared],
         env=os.environ,
         output=root / "log" / f"node-{name}.out",
     )
@@ -110,6 +130,11 @@ def link(bridge: str, name: str) -> str:
 def enter(holder: Process) -> Sequence[str]:
     """What to put before a command to run it on the node. Not `ip netns exec`: it remounts /sys, and slurmd then stops."""
     return ["nsenter", f"--target={holder.pid}", "--net", "--uts", "--mount"]
+
+
+def files(holder: Process) -> Path:
+    """The node's root folder, as it is reached from here."""
+    return Path(f"/proc/{holder.pid}/root")
 
 
 def namespace(holder: Process) -> str:

@@ -84,9 +84,9 @@ def no_job_is_left(slurm: SlurmCluster) -> Iterator[None]:
 
 
 @pytest.fixture
-def outside() -> Iterator[Path]:
+def outside(slurm: SlurmCluster) -> Iterator[Path]:
     """A folder that everybody may enter, so that only the run's own modes protect it."""
-    folder = Path(f"/tmp/rlhpc-open-{os.getpid()}")
+    folder = slurm.root / f"open-{os.getpid()}"
     folder.mkdir(mode=0o755)
     yield folder
     shutil.rmtree(folder, ignore_errors=True)
@@ -125,7 +125,12 @@ def test_another_user_gets_nothing(slurm: SlurmCluster, outside: Path) -> None:
     ports = listening(pids)
     assert ports, "the ranks are on different hosts, so they listen"
     assert all(address != "0.0.0.0" for address, _ in ports)
-    scratch = [path for root in ("/tmp", "/dev/shm") for path in Path(root).glob("rlhpc-0-*")]
+    found = [(slurm.files(node), path) for node in slurm.nodes for root in ("tmp", "dev/shm")
+             for path in (slurm.files(node) / root).glob("rlhpc-0-*")]  # fmt: skip
+    scratch = sorted({"/" / path.relative_to(root) for root, path in found})
+    doors = sorted(
+        {"/" / door.relative_to(root) for root, path in found for door in path.rglob("*") if door.is_socket()}
+    )
     bomb = outside / "bomb"
     outside.chmod(0o777)
     given = {
@@ -133,7 +138,7 @@ def test_another_user_gets_nothing(slurm: SlurmCluster, outside: Path) -> None:
         "folders": [str(p) for p in (run.root / "registry", run.root / "submit", *scratch)],
         "files": [str(p) for p in (run.root / "registry").rglob("*.json")] + [str(p) for p in (run.root / "submit").iterdir()],
         "pids": pids,
-        "sockets": [str(p) for folder in scratch for p in folder.rglob("*") if p.is_socket()],
+        "sockets": [str(p) for p in doors],
         "ports": ports,
         "old_public": old,
     }  # fmt: skip
