@@ -18,13 +18,14 @@ from typing import TYPE_CHECKING, Any
 import yaml
 
 from rlhpc.checkpoint.card import policy_card, results_beside
-from rlhpc.checkpoint.durable import fsync_file, fsync_folder, write_durably
 from rlhpc.checkpoint.manifest import read_manifest
 from rlhpc.checkpoint.store import require_valid
+from rlhpc.runtime.durable import follow_umask, fsync_file, fsync_folder, write_durably
 from rlhpc.runtime.errors import CheckpointError, RlhpcError
 from rlhpc.runtime.paths import RunPaths
 from rlhpc.runtime.plain import read_json, read_yaml
 from rlhpc.runtime.trust import Trust
+from rlhpc.runtime.storage import advice
 
 if TYPE_CHECKING:
     from rlhpc.models import Policy
@@ -69,7 +70,7 @@ def export_checkpoint(checkpoint: Path, output: Path | None = None, *, licence: 
     except OSError as error:
         raise CheckpointError(
             f"{checkpoint} could not be exported: {error.filename or target}: {error.strerror}. "
-            "Check space and permissions, or give another output folder"
+            f"{advice(error, target)}, or give another output folder"
         ) from error
     return target
 
@@ -180,6 +181,7 @@ def filled_folder(target: Path) -> Iterator[Path]:
     staging.mkdir()
     try:
         yield staging
+        follow_umask(staging)
         for path in staging.rglob("*"):
             (fsync_folder if path.is_dir() else fsync_file)(path)
         fsync_folder(staging)

@@ -20,13 +20,14 @@ import torch
 
 from rlhpc.checkpoint.card import head
 from rlhpc.checkpoint.convert import default_output, filled_folder, require_free
-from rlhpc.checkpoint.durable import write_durably
 from rlhpc.checkpoint.manifest import MANIFEST, digest, read_manifest
 from rlhpc.checkpoint.state import load_tensors
 from rlhpc.checkpoint.store import require_valid
+from rlhpc.runtime.durable import write_durably
 from rlhpc.runtime.errors import CheckpointError, ConfigError
 from rlhpc.runtime.plain import read_json
 from rlhpc.runtime.trust import Trust
+from rlhpc.runtime.storage import advice
 
 FORMAT = 1
 CONVERSION = "conversion.json"
@@ -103,7 +104,7 @@ def export_language_model(
     except OSError as error:
         raise CheckpointError(
             f"{checkpoint} could not be exported: {error.filename or target}: {error.strerror or error}. "
-            "Check space and permissions, or give another output folder"
+            f"{advice(error, target)}, or give another output folder"
         ) from error
     except ValueError as error:
         raise CheckpointError(f"{checkpoint}: the weights do not fit the model that it describes: {error}") from error

@@ -20,8 +20,9 @@ from safetensors.torch import load_file as _safetensors_load
 from safetensors.torch import save as _safetensors_save
 from safetensors.torch import save_file as _safetensors_save_file
 
-from rlhpc.checkpoint.durable import fsync_file, write_durably
+from rlhpc.runtime.durable import fsync_file, write_durably
 from rlhpc.runtime.errors import CheckpointError
+from rlhpc.runtime.storage import GO_ON, advice
 
 _ARRAY = "__ndarray__"
 
@@ -141,8 +142,8 @@ def _write(path: Path, data: bytes) -> None:
 
 def _unwritten(path: Path, error: OSError) -> CheckpointError:
     return CheckpointError(
-        f"{path}: could not be written: {error.strerror}. Make room or fix the permissions, then continue from "
-        "the last checkpoint with: rlhpc train <config> runner.resume_dir=auto"
+        f"{path}: could not be written: {error.strerror or error}. {advice(error, path)}, then continue from the last "
+        f"checkpoint with: {GO_ON}"
     )
 
 

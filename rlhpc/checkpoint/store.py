@@ -12,7 +12,6 @@ A save happens in `checkpoints/.tmp_global_step_<N>-<token>` and gets its name b
 from __future__ import annotations
 
 import contextlib
-import errno
 import json
 import re
 import secrets
@@ -24,7 +23,6 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from rlhpc.checkpoint.durable import fsync_file, fsync_folder, write_durably
 from rlhpc.checkpoint.manifest import (
     COMPLETE,
     FORMAT,
@@ -36,8 +34,10 @@ from rlhpc.checkpoint.manifest import (
     seal,
     verify,
 )
+from rlhpc.runtime.durable import follow_umask, fsync_file, fsync_folder, write_durably
 from rlhpc.runtime.errors import CheckpointError
 from rlhpc.runtime.paths import RunPaths
+from rlhpc.runtime.storage import GO_ON, advice, is_full
 
 # .tmp_: a save under way or killed. .old_: what a save of the same step replaces. .trash_: being deleted.
 _LEFTOVER = re.compile(r"^\.(tmp|old|trash)_global_step_(\d+)-[0-9a-f]+$")
@@ -130,6 +130,7 @@ class CheckpointWriter:
     def _seal(self, meta: dict[str, Any]) -> None:
         files: dict[str, dict[str, Any]] = {}
         folders = {self.staging}
+        follow_umask(self.staging)
         for path in sorted(self.staging.rglob("*")):
             if path.is_dir():
                 folders.add(path)
@@ -179,22 +180,17 @@ class CheckpointWriter:
             shutil.rmtree(old, ignore_errors=True)
 
     def _failed(self, error: OSError) -> CheckpointError:
-        reason = error.strerror or str(error)
         where = error.filename or self.staging
-        advice = "Check that the folder is writable"
-        if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-            advice = f"{_free(self.paths.checkpoints)}Free some space, or lower runner.keep_checkpoints"
+        if isinstance(error, FileNotFoundError) and not self.paths.root.is_dir():
+            return CheckpointError(
+                f"checkpoint of step {self.step} could not be saved: the run folder {self.paths.root} was removed while the "
+                "run went on: it ends, and its logs may be gone with it"
+            )
+        fewer = ", or lower runner.keep_checkpoints" if is_full(error) else ""
         return CheckpointError(
-            f"checkpoint of step {self.step} could not be saved: {where}: {reason}. {advice}, then continue from the "
-            "last checkpoint with: rlhpc train <config> runner.resume_dir=auto"
+            f"checkpoint of step {self.step} could not be saved: {where}: {error.strerror or error}. "
+            f"{advice(error, where)}{fewer}, then continue from the last checkpoint with: {GO_ON}"
         )
-
-
-def _free(folder: Path) -> str:
-    try:
-        return f"{shutil.disk_usage(folder).free / 2**20:.0f} MiB are free there. "
-    except OSError:
-        return ""
 
 
 def clean_leftovers(paths: RunPaths) -> list[Path]:

@@ -10,11 +10,12 @@ import traceback
 from collections.abc import Sequence
 from pathlib import Path
 
-from rlhpc.cli import doctor, init, policies, replay, run, start, watch
+from rlhpc.cli import clean, doctor, init, policies, replay, run, start, watch
 from rlhpc.cli.parser import TopParser, add_command
 from rlhpc.cli.streams import silence_output, standard_streams
 from rlhpc.runtime.environment_values import masked
 from rlhpc.runtime.errors import RlhpcError
+from rlhpc.runtime.storage import explained
 
 __all__ = ["build_parser", "main", "parse"]
 
@@ -24,14 +25,14 @@ GROUPS = {
     "Look at a run": ("status", "logs", "report", "compare"),
     "Use a policy": ("eval", "record", "convert"),
     "Data": ("replay", "dagger"),
-    "This machine, this cluster": ("doctor", "completion", "help"),
+    "This machine, this cluster": ("doctor", "clean", "completion", "help"),
 }
 
 
 def build_parser() -> TopParser:
     """The command line."""
     parser = TopParser(GROUPS)
-    for part in (init, run, start, watch, policies, replay, doctor):
+    for part in (init, run, start, watch, policies, replay, doctor, clean):
         part.add_commands(parser.subparsers)
 
     def help_(args: argparse.Namespace) -> int:
@@ -75,9 +76,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     args = parse(argv)
     try:
-        code = int(args.function(args))
-        sys.stdout.flush()  # not at the interpreter's end, which would only mutter
-        return code
+        try:
+            code = int(args.function(args))
+            sys.stdout.flush()  # not at the interpreter's end, which would only mutter
+            return code
+        except Exception as error:
+            failure = explained(error, "this command")
+            if failure is error:
+                raise
+            raise failure from error
     except RlhpcError as error:
         print(f"rlhpc: error: {masked(str(error))}", file=sys.stderr)
         return error.exit_code

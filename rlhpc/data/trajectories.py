@@ -25,10 +25,11 @@ from typing import Any
 import h5py
 import numpy as np
 
-from rlhpc.checkpoint.durable import fsync_folder, replace_durably
+from rlhpc.runtime.durable import fsync_folder, replace_durably
 from rlhpc.data.hdf5 import checked, has, member, members, open_hdf5
 from rlhpc.data.tables import find_files
 from rlhpc.envs.finite import bad_rows
+from rlhpc.runtime.durable import fsync_folder, replace_durably
 from rlhpc.runtime.errors import ConfigError
 from rlhpc.runtime.plain import read_json
 

@@ -16,12 +16,13 @@ from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Any
 
-from rlhpc.checkpoint.durable import replace_durably
 from rlhpc.metrics.provenance import read_provenance
 from rlhpc.runtime.allocation import expand_hostlist
+from rlhpc.runtime.durable import replace_durably
 from rlhpc.runtime.errors import ConfigError, RlhpcError
 from rlhpc.runtime.launch.claim import read_json
 from rlhpc.runtime.paths import RunPaths
+from rlhpc.runtime.storage import unwritten
 
 #: JobName comes last: it may contain the separator.
 FIELDS = (
@@ -418,5 +419,5 @@ def write_accounting(paths: RunPaths) -> dict[str, Any] | None:
         file.parent.mkdir(parents=True, exist_ok=True)
         replace_durably(file, json.dumps(record, indent=2).encode() + b"\n")
     except OSError as error:
-        raise RlhpcError(f"{error.filename or file}: could not be written: {error.strerror}") from error
+        raise unwritten(error, file) from error
     return record

@@ -12,14 +12,15 @@ from typing import Any
 
 import numpy as np
 
-from rlhpc.checkpoint.durable import replace_durably
 from rlhpc.metrics.curves import read_evaluations, time_unit
 from rlhpc.metrics.logger import read_metrics, series
 from rlhpc.metrics.page import Cell, duration, figures, missing, page, section, table
 from rlhpc.metrics.pass_at_k import wilson
 from rlhpc.metrics.svg import Line, line_chart, number, running_mean
+from rlhpc.runtime.durable import replace_durably
 from rlhpc.runtime.errors import RlhpcError
 from rlhpc.runtime.paths import RunPaths
+from rlhpc.runtime.storage import unwritten
 
 #: Points of a curve that several seeds are brought to.
 _GRID = 120
@@ -237,5 +238,5 @@ def write_comparison(named: Sequence[tuple[str, RunPaths]], output: Path, suite:
     try:
         replace_durably(output, html.encode())
     except OSError as error:
-        raise RlhpcError(f"{error.filename or output}: could not be written: {error.strerror}") from error
+        raise unwritten(error, output) from error
     return output

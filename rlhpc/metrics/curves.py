@@ -10,9 +10,9 @@ from typing import Any
 from rlhpc.metrics.bars import stacked_bars
 from rlhpc.metrics.logger import read_metrics, series
 from rlhpc.metrics.svg import SMALL, Line, line_chart, standalone
-from rlhpc.runtime.errors import RlhpcError
 from rlhpc.runtime.paths import RunPaths
 from rlhpc.runtime.plain import read_json
+from rlhpc.runtime.storage import unwritten
 
 Rows = Sequence[Mapping[str, Any]]
 
@@ -80,7 +80,7 @@ def write_curves(paths: RunPaths, out_dir: Path) -> list[Path]:
             written.append(out_dir / f"{name}.svg")
             written[-1].write_text(standalone(svg))
     except OSError as error:
-        raise RlhpcError(f"{error.filename or out_dir}: could not be written: {error.strerror}") from error
+        raise unwritten(error, out_dir) from error
     return written
 
 

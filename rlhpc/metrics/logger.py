@@ -13,13 +13,15 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any, SupportsFloat, cast
 
-from rlhpc.checkpoint.durable import replace_durably
+from rlhpc.runtime.durable import replace_durably
 from rlhpc.metrics.loggers import RunFacts
 from rlhpc.metrics.loggers.feed import Feed, Memory, end_all
 from rlhpc.metrics.loggers.registry import build_loggers
 from rlhpc.runtime.errors import RlhpcError
 from rlhpc.runtime.paths import RunPaths
 from rlhpc.runtime.plain import read_json
+from rlhpc.runtime.errors import ConfigError, StorageError
+from rlhpc.runtime.storage import storage_error
 
 #: What a run writes by default.
 BACKENDS = ("jsonl", "tensorboard")
@@ -157,11 +159,8 @@ class MetricLogger:
         self._committed = len(kept)
         return sorted(rows.items())
 
-    def _failed(self, error: OSError) -> RlhpcError:
-        return RlhpcError(
-            f"{error.filename or self._path}: metrics could not be written: {error.strerror}. Make room or fix the "
-            "permissions, then continue with: rlhpc train <config> runner.resume_dir=auto"
-        )
+    def _failed(self, error: OSError) -> StorageError:
+        return storage_error(error, self._path, "metrics")
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:

@@ -20,11 +20,12 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from rlhpc.checkpoint.durable import replace_durably
+from rlhpc.runtime.durable import replace_durably
 from rlhpc.runtime.environment_values import to_plain
 from rlhpc.runtime.errors import RlhpcError
 from rlhpc.runtime.paths import RunPaths
 from rlhpc.runtime.plain import read_json
+from rlhpc.runtime.storage import storage_error
 
 _PACKAGES = (
     "torch",
@@ -88,7 +89,7 @@ def _write(paths: RunPaths, record: dict[str, Any]) -> None:
     try:
         replace_durably(paths.provenance, json.dumps(record, indent=2, default=str).encode() + b"\n")
     except OSError as error:
-        raise RlhpcError(f"{paths.provenance}: could not be written: {error.strerror}") from error
+        raise storage_error(error, paths.provenance, "provenance") from error
 
 
 def _segment(cfg: Any, command: Sequence[str] | str) -> dict[str, Any]:

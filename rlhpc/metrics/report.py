@@ -8,7 +8,6 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from rlhpc.checkpoint.durable import replace_durably
 from rlhpc.checkpoint.manifest import read_manifest, verify
 from rlhpc.metrics import language
 from rlhpc.metrics.accounting import write_accounting
@@ -28,9 +27,11 @@ from rlhpc.metrics.placement import placement_grid
 from rlhpc.metrics.provenance import read_provenance
 from rlhpc.metrics.samples_page import write_samples_page
 from rlhpc.metrics.svg import number
+from rlhpc.runtime.durable import replace_durably
 from rlhpc.runtime.errors import CheckpointError, RlhpcError
 from rlhpc.runtime.paths import RunPaths
 from rlhpc.runtime.plain import read_yaml
+from rlhpc.runtime.storage import unwritten
 
 
 def write_report(paths: RunPaths, output: Path | None = None) -> Path:
@@ -78,7 +79,7 @@ def write_report(paths: RunPaths, output: Path | None = None) -> Path:
     try:
         replace_durably(page_file, html.encode())
     except OSError as error:
-        raise RlhpcError(f"{error.filename or paths.report}: could not be written: {error.strerror}") from error
+        raise unwritten(error, page_file) from error
     return page_file
 
 

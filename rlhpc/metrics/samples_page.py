@@ -12,12 +12,12 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from rlhpc.checkpoint.durable import replace_durably
 from rlhpc.metrics.page import Cell, missing, page, section, table
 from rlhpc.metrics.pass_at_k import level_order
-from rlhpc.runtime.errors import RlhpcError
+from rlhpc.runtime.durable import replace_durably
 from rlhpc.runtime.paths import RunPaths
 from rlhpc.runtime.plain import read_json
+from rlhpc.runtime.storage import unwritten
 
 PROBLEMS = 24
 """Problems of a suite that are shown in full."""
@@ -110,7 +110,7 @@ def write_samples_page(paths: RunPaths) -> Path | None:
     try:
         replace_durably(target, html.encode())
     except OSError as error:
-        raise RlhpcError(f"{error.filename or target}: could not be written: {error.strerror}") from error
+        raise unwritten(error, target) from error
     return target
 
 

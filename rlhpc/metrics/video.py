@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from rlhpc.checkpoint.durable import fsync_folder
+from rlhpc.runtime.durable import fsync_folder
 from rlhpc.runtime.errors import ConfigError
 
 #: Pixels of a tile's longer side, about; the file stays below some 100 kB for a short episode.

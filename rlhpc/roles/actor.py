@@ -11,7 +11,6 @@ import torch
 
 from rlhpc.algorithms import calculate_adv_and_returns
 from rlhpc.algorithms.finite import nonfinite, require_finite, skips, tensors_of
-from rlhpc.checkpoint.durable import write_durably
 from rlhpc.checkpoint.state import load_state, load_tensors, rng_state, save_state, save_tensors, set_rng_state
 from rlhpc.envs.finite import bad_rows, cleaned, is_finite
 from rlhpc.envs.observations import is_column
@@ -19,6 +18,7 @@ from rlhpc.models import build_model, policy_section
 from rlhpc.roles.device import own_device, seed_process, settle
 from rlhpc.roles.exchange import TRAJECTORIES, SlotMap
 from rlhpc.roles.start import load_weights
+from rlhpc.runtime.durable import write_durably
 from rlhpc.runtime.errors import CheckpointError, ConfigError
 from rlhpc.runtime.worker import Worker
 from rlhpc.training import LocalBackend, PolicyUpdate

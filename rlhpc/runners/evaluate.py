@@ -12,7 +12,6 @@ from omegaconf import OmegaConf
 
 from rlhpc import __version__
 from rlhpc.checkpoint import read_manifest, require_valid
-from rlhpc.checkpoint.durable import replace_durably
 from rlhpc.checkpoint.state import load_tensors
 from rlhpc.metrics import ProgressBar
 from rlhpc.models import policy_from_spec
@@ -21,6 +20,7 @@ from rlhpc.roles.film import Film
 from rlhpc.roles.recording import record
 from rlhpc.roles.start import ExpertPolicy, load_actor
 from rlhpc.runners.run_folder import note
+from rlhpc.runtime.durable import replace_durably
 from rlhpc.runtime.errors import CheckpointError, ConfigError
 from rlhpc.runtime.plain import read_json, read_yaml
 from rlhpc.runtime.trust import Trust, without_variables

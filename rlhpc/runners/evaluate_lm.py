@@ -24,7 +24,6 @@ from omegaconf import OmegaConf
 
 from rlhpc.checkpoint import require_valid
 from rlhpc.checkpoint.convert import default_output
-from rlhpc.checkpoint.durable import replace_durably
 from rlhpc.checkpoint.manifest import MANIFEST, digest, read_manifest
 from rlhpc.data import PromptTokenizer, load_tokenizer, make_dataset
 from rlhpc.data.builtin import resolve_model
@@ -37,6 +36,7 @@ from rlhpc.rewards.answers import extract
 from rlhpc.roles.prompts import seed_of
 from rlhpc.rollout import Request, SamplingParams, make_rollout
 from rlhpc.rollout.agents import make_generation
+from rlhpc.runtime.durable import replace_durably
 from rlhpc.runtime.errors import ConfigError, NonFinite
 from rlhpc.runtime.plain import read_json
 

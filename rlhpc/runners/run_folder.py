@@ -13,8 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from rlhpc.checkpoint import Resumable, find_resumable, move_newer_aside, newest_valid
-from rlhpc.checkpoint.durable import replace_durably
+from rlhpc.runtime.durable import replace_durably
 from rlhpc.config import config_to_yaml, segment_end, total_steps
+from rlhpc.config import segment_end, total_steps
 from rlhpc.metrics import update_provenance, write_provenance
 from rlhpc.runners.same_run import check_same_run
 from rlhpc.runtime.errors import ConfigError, RlhpcError

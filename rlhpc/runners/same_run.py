@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from rlhpc.checkpoint.durable import replace_durably
 from rlhpc.config import config_to_yaml, load_config, require_same_run, segment_ends
+from rlhpc.runtime.durable import replace_durably
 from rlhpc.runtime.errors import ConfigError
 from rlhpc.runtime.launch.claim import SegmentFiles
 from rlhpc.runtime.launch.reopen import reopen, segment_to_reopen

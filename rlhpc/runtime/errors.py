@@ -41,6 +41,14 @@ class NonFinite(RlhpcError):
     """A number that training depends on is not finite; nothing that it touched was committed."""
 
 
+class StorageError(UserError):
+    """A filesystem takes no more: it is full, over quota or read-only. The message names it."""
+
+
+class OwnershipError(UserError):
+    """A folder that must be this user's alone is somebody else's, a link, or open to others. The message says which."""
+
+
 class RegistryError(RlhpcError):
     """The registry folder cannot be read or written, or belongs to another generation."""
 

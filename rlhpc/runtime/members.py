@@ -14,7 +14,7 @@ from typing import Any
 
 import cloudpickle
 
-from rlhpc.runtime.errors import WorkerFailed
+from rlhpc.runtime.errors import UserError, WorkerFailed
 from rlhpc.runtime.spec import WorkerSpec
 from rlhpc.runtime.steps import JobStep
 
@@ -73,7 +73,10 @@ def death(spec: WorkerSpec, status: int, said: str = "") -> WorkerFailed:
         f"exited with status {os.WEXITSTATUS(status)}")  # fmt: skip
     if number == signal.SIGKILL:
         how += "; if nobody killed it, look for the out-of-memory killer (dmesg, sacct)"
-    return WorkerFailed(
+    failure = WorkerFailed(
         f"{spec.group}[{spec.rank}] on node {spec.node} {how} (log {spec.log_err}){said or tail(spec.log_err)}",
         group=spec.group, rank=spec.rank, node=spec.node, log_path=spec.log_err, exit_signal=number,
     )  # fmt: skip
+    if not number and os.WEXITSTATUS(status) == UserError.exit_code:  # its log says what the user can do about it
+        failure.exit_code, failure.__cause__ = UserError.exit_code, UserError(how)
+    return failure

@@ -16,7 +16,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import DefaultSavePlanner, HuggingFaceStorageReader, HuggingFaceStorageWriter
 from torch.distributed.checkpoint.api import CheckpointException
 
-from rlhpc.checkpoint.durable import fsync_folder
+from rlhpc.runtime.durable import fsync_folder
 from rlhpc.runtime.errors import CheckpointError
 
 if TYPE_CHECKING:

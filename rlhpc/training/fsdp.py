@@ -21,7 +21,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.tensor import DTensor
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
-from rlhpc.checkpoint.durable import write_durably
+from rlhpc.runtime.durable import write_durably
 from rlhpc.runtime.errors import CheckpointError, ConfigError
 from rlhpc.training.dcp import load_sharded, save_sharded
 from rlhpc.training.lm import TokenBatch, TokenScores

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from rlhpc.checkpoint.durable import fsync_folder, write_durably
 from rlhpc.runtime.device import torch_device
+from rlhpc.runtime.durable import fsync_folder, write_durably
 from rlhpc.runtime.errors import CheckpointError, ConfigError
 from rlhpc.training import lora
 from rlhpc.training.lm import LossFunction, TokenBatch, TokenScores

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from rlhpc.checkpoint.durable import fsync_file, fsync_folder, write_durably
+from rlhpc.runtime.durable import fsync_file, fsync_folder, write_durably
 from rlhpc.runtime.errors import CheckpointError, ConfigError
 from rlhpc.training.lm import LossFunction, TokenBatch
 from rlhpc.training.lm_base import LanguageModelBackend

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from rlhpc.checkpoint.durable import replace_durably
+from rlhpc.runtime.durable import replace_durably
 from rlhpc.metrics.loggers.base import RunFacts, RunLogger
 
 #: Rows that may wait for a logger before it is given up.

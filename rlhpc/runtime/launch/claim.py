@@ -19,6 +19,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from rlhpc.runtime.durable import replace_durably
 from rlhpc.runtime.launch.jobs import JobProbe, ProcessId
 from rlhpc.runtime.paths import RunPaths
 
@@ -55,18 +56,7 @@ def read_json(path: Path) -> dict[str, Any] | None:
 
 def write_json(path: Path, value: dict[str, Any]) -> None:
     """Replace a file atomically; it is on disk when this returns."""
-    handle, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
-    try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            json.dump(value, file, indent=1)
-            file.write("\n")
-            file.flush()
-            os.fsync(file.fileno())
-        Path(name).replace(path)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            Path(name).unlink()
-        raise
+    replace_durably(path, json.dumps(value, indent=1).encode() + b"\n", mode=0o600, parents=False)
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import resource
 import shutil
 import signal
@@ -219,7 +220,7 @@ def test_full_disk_is_one_error_and_leaves_the_old_checkpoint(paths: RunPaths) -
             writer.commit()
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-    assert "step 2" in str(caught.value) and "Free some space" in str(caught.value)
+    assert "step 2" in str(caught.value) and "ulimit -f" in str(caught.value)
     assert "runner.resume_dir=auto" in str(caught.value)
     assert names(paths) == ["global_step_1"] and find_resumable(paths, "auto").step == 1
 
@@ -387,3 +388,26 @@ def test_death_at_every_call_that_changes_the_disk(paths: RunPaths, when: str, s
             path.rename(paths.root / "old")
             shutil.rmtree(paths.root / "old")
     assert "pruned" in process.stdout and deaths >= 15
+
+
+@pytest.mark.parametrize(("umask", "mode"), [(0o022, 0o644), (0o077, 0o600)])
+def test_files_of_checkpoints_and_exports_follow_the_umask(paths: RunPaths, umask: int, mode: int) -> None:
+    """A colleague may evaluate what is not kept from him; safetensors by itself makes files that are the owner's alone."""
+    import torch
+
+    from rlhpc.checkpoint.convert import filled_folder
+    from rlhpc.checkpoint.state import save_tensors
+
+    before = os.umask(umask)
+    try:
+        with CheckpointWriter(paths, 1) as writer:
+            save_tensors(writer.path("model.safetensors"), {"w": torch.zeros(2)})
+            writer.add_bytes("runner.json", b"{}")
+            checkpoint = writer.commit()
+        with filled_folder(paths.export(1)) as staging:
+            save_tensors(staging / "model.safetensors", {"w": torch.zeros(2)})
+    finally:
+        os.umask(before)
+    files = [path for folder in (checkpoint, paths.export(1)) for path in folder.iterdir()]
+    assert {path.name: oct(path.stat().st_mode & 0o777) for path in files} == {path.name: oct(mode) for path in files}
+    assert not verify(checkpoint)

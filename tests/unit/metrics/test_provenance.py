@@ -40,7 +40,7 @@ def test_damaged_record_is_replaced(tmp_path: Path) -> None:
 
 def test_unwritable(tmp_path: Path) -> None:
     (tmp_path / "run").write_text("")
-    with pytest.raises(RlhpcError, match=r"provenance\.json: could not be written"):
+    with pytest.raises(RlhpcError, match=r"provenance could not be written"):
         write_provenance(RunPaths.of(tmp_path, "run"), None, "x")
 
 

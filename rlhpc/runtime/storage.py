@@ -1,0 +1,129 @@
+"""What to say when a filesystem takes no more: which one it is, how full it is, and what to do."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import io
+import os
+import tempfile
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, TextIO
+
+from rlhpc.runtime.errors import StorageError, UserError
+
+#: A write that failed with one of these fails again until somebody makes room.
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+GO_ON = "rlhpc train <config> runner.resume_dir=auto"
+
+
+def is_full(error: BaseException | None) -> bool:
+    """Whether a write failed because there is no room: the disk, the quota or the allowed size of a file is at its end."""
+    return isinstance(error, OSError) and error.errno in _FULL
+
+
+def mount_of(path: str | Path) -> Path:
+    """Where the filesystem is mounted that holds `path`, or would hold it."""
+    place = Path(os.path.abspath(path))
+    while not place.exists() and place != place.parent:
+        place = place.parent
+    place = place.resolve()
+    while not place.is_mount() and place != place.parent:
+        place = place.parent
+    return place
+
+
+def advice(error: OSError, path: str | Path) -> str:
+    """One sentence: what holds `path`, and what to do about the error."""
+    if error.errno == errno.EFBIG:
+        return "The limit on the size of a file is reached: raise it (ulimit -f)"
+    mount = mount_of(path)
+    if error.errno == errno.EROFS:
+        return f"The filesystem at {mount} is read-only: choose another folder (runner.run_dir)"
+    if not is_full(error):
+        return "Check that the folder is writable"
+    room = ""
+    with contextlib.suppress(OSError):
+        about = os.statvfs(mount)
+        free, size = about.f_bavail * about.f_frsize, about.f_blocks * about.f_frsize
+        room = f", {free / 2**20:.1f} of {size / 2**20:.0f} MiB are free"
+        if about.f_files and not about.f_favail:
+            room += " and no file can be added"
+    if error.errno == errno.EDQUOT:
+        return f"Your quota on the filesystem at {mount} is used up: make room there"
+    return f"The filesystem at {mount} is full{room}: make room there"
+
+
+def unwritten(error: OSError, path: str | Path) -> StorageError:
+    """The error for a page, table or picture that could not be written."""
+    where = error.filename or path
+    return StorageError(f"{where}: could not be written: {error.strerror or error}. {advice(error, where)}")
+
+
+def storage_error(error: OSError, path: str | Path, what: str) -> StorageError:
+    """The error for a write that failed.
+
+    Args:
+        error: What the system said.
+        path: What was to be written, where the error does not say.
+        what: Its name, to begin the message with.
+    """
+    where = error.filename or path
+    return StorageError(
+        f"{what} could not be written: {where}: {error.strerror or error}. {advice(error, where)}, then continue from the "
+        f"last checkpoint with: {GO_ON}"
+    )
+
+
+def explained(error: BaseException, what: str) -> BaseException:
+    """`error`; or, where it or what it comes from means that there is no room, the `StorageError` that says where.
+
+    Args:
+        error: Anything.
+        what: What was at work, to begin the message with.
+    """
+    cause: BaseException | None = error
+    while cause is not None and not isinstance(cause, UserError):
+        if isinstance(cause, OSError) and cause.errno in _FULL:
+            known = cause.filename or full_among(_likely())  # a failed write does not always say of what
+            if known is None:
+                return StorageError(f"{what}: {cause.strerror}. Make room, then continue with: {GO_ON}")
+            return storage_error(cause, known, f"what {what} wrote")
+        cause = cause.__cause__ or cause.__context__
+    return error
+
+
+def _likely() -> list[str]:
+    """Folders to which this process may have been writing."""
+    places = ["."]
+    with contextlib.suppress(OSError):
+        places.append(os.path.dirname(os.readlink("/proc/self/fd/2")) or "/")
+    return [*places, tempfile.gettempdir(), "/tmp", "/dev/shm"]
+
+
+def full_among(folders: Iterable[str | Path]) -> Path | None:
+    """The first folder whose filesystem has no room for ordinary users' files any more: a failed write does not say which."""
+    for folder in folders:
+        with contextlib.suppress(OSError):
+            about = os.statvfs(mount_of(folder))
+            if about.f_blocks and (about.f_bavail < 4 or (about.f_files and not about.f_favail)):
+                return Path(folder)
+    return None
+
+
+class _Log(io.FileIO):
+    """A log file that never fails: where a line finds no room it is lost, and the process goes on."""
+
+    def write(self, data: Any) -> int:
+        try:
+            return super().write(data) or 0
+        except OSError:
+            return memoryview(data).nbytes
+
+
+def log_stream(fd: int) -> TextIO:
+    """A line-buffered text stream over a log's descriptor; a full disk is no reason for whoever prints to die."""
+    return io.TextIOWrapper(
+        io.BufferedWriter(_Log(fd, "w", closefd=False)), errors="backslashreplace", line_buffering=True
+    )
