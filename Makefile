@@ -6,6 +6,7 @@ STAMP := $(VENV)/.setup-done
 RUN   ?= configs/quickstart.yaml
 PYTEST_ARGS ?=
 KILLS ?= 30
+ENDS  ?= 20
 SEED  ?= 1
 SEEDS ?= 3
 
@@ -13,7 +14,7 @@ SEEDS ?= 3
 export OMP_NUM_THREADS ?= 1
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 
-.PHONY: help setup setup-llm setup-robot quickstart demo-llm demo-robot test test-slurm chaos attack bad-inputs lint bench docs constraints resolve clean
+.PHONY: help setup setup-llm setup-robot quickstart demo-llm demo-robot test test-slurm chaos leftovers attack bad-inputs lint bench docs constraints resolve clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -50,6 +51,9 @@ demo-robot: setup-robot  ## a robot arm pushes a cube: demonstrations, a policy 
 
 test-slurm: setup  ## the tests on a real Slurm, which they bring up (tests/slurm/install.sh installs it)
 	pytest -m slurm tests/slurm $(PYTEST_ARGS)
+
+leftovers: setup  ## 20 jobs of two users end in every way on a real Slurm: nothing stays on its nodes (ENDS=…, SEED=…)
+	RLHPC_LEFTOVERS=$(ENDS) RLHPC_LEFTOVERS_SEED=$(SEED) pytest -m slurm tests/slurm/test_leftovers.py -s
 
 chaos: setup  ## 30 random kills over one run on a real Slurm (KILLS=…, SEED=…)
 	RLHPC_CHAOS_KILLS=$(KILLS) RLHPC_CHAOS_SEED=$(SEED) pytest -m slurm tests/slurm/test_chaos.py -s

@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import logging
 import os
 import pickle
 import signal
 import sys
+import threading
 import time
 import traceback
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from rlhpc.runtime.errors import RlhpcError
 from rlhpc.runtime.spec import WorkerSpec
+from rlhpc.runtime.storage import explained, log_stream
 
 HEARTBEAT_S = 5.0
 _LOG_FORMAT = "%(asctime)s %(levelname)s [{name}] %(message)s"
@@ -26,6 +31,47 @@ def ignore_job_signals() -> None:
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
+def before_sigterm(act: Callable[[], None]) -> None:
+    """Has SIGTERM end this process as ever, at once and whatever its main thread is in, but `act` comes first."""
+    reader, writer = os.pipe2(os.O_CLOEXEC)
+    os.set_blocking(writer, False)
+    ending = threading.Lock()
+
+    def end(*_: Any) -> None:
+        if ending.acquire(blocking=False):
+            with contextlib.suppress(Exception):
+                act()
+            ctypes.CDLL(None).signal(int(signal.SIGTERM), None)  # SIG_DFL; Python lets only the main thread say so
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    def watch() -> None:
+        # the byte comes from C, so it comes while the main thread is inside a library; code that has a handler of its own
+        # decides for itself
+        while number := os.read(reader, 1):
+            if number[0] == signal.SIGTERM and signal.getsignal(signal.SIGTERM) is end:
+                end(number[0], None)
+
+    masks = threading.local()
+
+    def before_fork() -> None:
+        masks.before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+
+    def in_parent() -> None:
+        signal.pthread_sigmask(signal.SIG_SETMASK, masks.before)
+
+    def in_child() -> None:
+        # a child's signal must not be taken for this process's, not even one that comes at once: it waits until here
+        signal.set_wakeup_fd(-1)
+        if signal.getsignal(signal.SIGTERM) is end:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        in_parent()
+
+    signal.signal(signal.SIGTERM, end)
+    signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+    os.register_at_fork(before=before_fork, after_in_parent=in_parent, after_in_child=in_child)
+    threading.Thread(target=watch, name="rlhpc-sigterm", daemon=True).start()
+
+
 def _redirect(spec: WorkerSpec) -> None:
     for path, fd in ((spec.log_out, 1), (spec.log_err, 2)):
         target = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
@@ -34,8 +80,7 @@ def _redirect(spec: WorkerSpec) -> None:
     null = os.open(os.devnull, os.O_RDONLY)
     os.dup2(null, 0)
     os.close(null)
-    sys.stdout = os.fdopen(1, "w", buffering=1, closefd=False)
-    sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False)
+    sys.stdout, sys.stderr = log_stream(1), log_stream(2)
 
 
 def _environment(spec: WorkerSpec) -> None:
@@ -52,6 +97,7 @@ def _environment(spec: WorkerSpec) -> None:
 
 def describe(error: BaseException) -> dict[str, Any]:
     """What the driver is told about an exception: text, traceback, exit code, and the exception where it pickles."""
+    error = explained(error, "this rank")
     try:
         body = pickle.dumps(error)
         pickle.loads(body)
@@ -65,10 +111,12 @@ def describe(error: BaseException) -> dict[str, Any]:
     }
 
 
-def run_worker(spec: WorkerSpec) -> int:
-    """The life of a worker; returns its exit status."""
+def run_worker(spec: WorkerSpec, on_sigterm: Callable[[], None] | None = None) -> int:
+    """The life of a worker; returns its exit status. `on_sigterm` is done before SIGTERM ends it."""
     _redirect(spec)
     ignore_job_signals()
+    if on_sigterm is not None:
+        before_sigterm(on_sigterm)
     _environment(spec)
     logging.basicConfig(level=logging.INFO, stream=sys.stderr, format=_LOG_FORMAT.format(name=spec.name), force=True)
     # Imported here: before the fork these would start ZeroMQ's threads in the fork server.
@@ -164,17 +212,20 @@ def run_worker(spec: WorkerSpec) -> int:
         door.answer(caller, [number, status, seconds, *packed.frames()])
 
 
-def live(spec: WorkerSpec) -> int:
+def live(spec: WorkerSpec, on_sigterm: Callable[[], None] | None = None) -> int:
     """`run_worker`, which may fail before it has opened its log: whoever looks there, or hears this process, learns why."""
     try:
-        return run_worker(spec)
+        return run_worker(spec, on_sigterm)
     except BaseException as error:
-        words = traceback.format_exc()
+        reason = explained(error, "this rank")
+        words = f"rlhpc: error: {reason}\n" if isinstance(reason, RlhpcError) else traceback.format_exc()
         with contextlib.suppress(OSError):
             os.write(2, words.encode())
         with contextlib.suppress(OSError), Path(spec.log_err).open("a") as log:
             if not os.path.samestat(os.fstat(2), os.fstat(log.fileno())):
                 log.write(words)
+        if isinstance(reason, RlhpcError):
+            return reason.exit_code
         return error.code if isinstance(error, SystemExit) and isinstance(error.code, int) and error.code else 1
 
 
@@ -202,11 +253,10 @@ def _task() -> WorkerSpec:
 
     stream = os.dup(0)
     spec = read_specs(stream)[int(os.environ["SLURM_PROCID"])]
-    end_with_input(stream)
+    end_with_input(stream, Scratch(spec.token).leave)
     spec.env.setdefault("CUDA_VISIBLE_DEVICES", own_devices(spec, os.environ, visible_accelerators(os.environ)))
     if spec.local_rank == 0:
         remove_stale()
-    Scratch(spec.token).ensure()
     if spec.tcp_address:
         driver = spec.driver["tcp"].rpartition(":")[0].removeprefix("tcp://")
         spec.tcp_address = address_of(spec.interface) if spec.interface else address_towards(driver)
@@ -219,19 +269,18 @@ def _task() -> WorkerSpec:
 
 def main() -> None:
     """A rank in an interpreter of its own: what it is to do comes on stdin."""
-    from rlhpc.runtime.errors import RlhpcError
-
     by_step = sys.argv[1:] == ["step"]
     try:
         spec = _task() if by_step else _spawned()
     except (RlhpcError, EOFError) as error:
         print(f"rlhpc: error: {error}", file=sys.stderr, flush=True)
         os._exit(1)
-    status = live(spec)
-    if by_step:
-        from rlhpc.runtime.scratch import Scratch
+    from rlhpc.runtime.scratch import Scratch
 
-        Scratch(spec.token).leave()
+    leave = Scratch(spec.token).leave if by_step else None  # of the others, the fork server removes the folders
+    status = live(spec, leave)
+    if leave is not None:
+        leave()
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(status)

@@ -1,12 +1,15 @@
 """Node-local scratch of one session: a socket folder and a shared-memory folder, both mode 0700.
 
-Every process of the session holds a shared flock on `<sockets>/lock`. When all of them are gone, however they died, the
-lock is free, and the next session of the same user that starts on this host removes what they left behind.
+Every process of the session holds a shared flock on `<sockets>/lock`, and on the other folders themselves: a job may have
+a /tmp of its own and share /dev/shm. When all of them are gone, however they died, the locks are free, and the next session
+of the same user that starts on this host removes what they left behind; so does `rlhpc clean`. Both touch real folders of
+this user's own alone: the names lie in folders that everybody may write to.
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import functools
 import logging
@@ -15,19 +18,27 @@ import secrets
 import shutil
 import stat
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from rlhpc.runtime.errors import ConfigError, RegistryError
+from rlhpc.runtime.errors import ConfigError, RegistryError, StorageError
+from rlhpc.runtime.ownership import make_private, require_private
+from rlhpc.runtime.storage import advice
 
 log = logging.getLogger(__name__)
 
 # UNIX socket paths end at 107 bytes, and TMPDIR is often a long path on clusters; /tmp is short and local everywhere.
 _SOCKET_ROOT = Path("/tmp")
 _SHM_ROOT = Path("/dev/shm")
+#: A folder without a lock may be one that is being made at this moment.
 _YOUNG_S = 60.0
-#: Descriptors of the locks that this process holds, by token.
-_held: dict[str, int] = {}
+_FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+_NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP, errno.EBADF)
+_TRIES = 100
+_KINDS = ("", "-shm", "-spill")
+#: Locks that a process holds, by token: (process, descriptors, that of the lock file first). A forked child takes its own.
+_held: dict[str, tuple[int, list[int]]] = {}
 
 
 def host_id() -> str:
@@ -45,6 +56,12 @@ def host_id() -> str:
 def _this_machine() -> str:
     boot = Path("/proc/sys/kernel/random/boot_id")
     return f"{os.uname().nodename}:{boot.read_text().strip() if boot.exists() else ''}"
+
+
+def _scratch_root() -> Path | None:
+    """The site's `cluster.scratch`, where it is set."""
+    root = os.environ.get("RLHPC_SCRATCH")
+    return Path(root) if root else None
 
 
 @dataclass(frozen=True)
@@ -68,72 +85,123 @@ class Scratch:
 
         Below `RLHPC_SCRATCH` (the site's `cluster.scratch`) where that is set, else beside the sockets.
         """
-        root = os.environ.get("RLHPC_SCRATCH")
-        return Path(root) / f"rlhpc-{os.getuid()}-{self.token}-spill" if root else self.sockets / "spill"
+        root = _scratch_root()
+        return root / f"rlhpc-{os.getuid()}-{self.token}-spill" if root else self.sockets / "spill"
+
+    @property
+    def folders(self) -> tuple[Path, ...]:
+        """All that a session makes on this host, in the order in which it does."""
+        return self.sockets, self.shm, self.spill
+
+    @property
+    def _apart(self) -> tuple[Path, ...]:
+        """Those of its folders that do not lie in the one with the lock."""
+        return tuple(folder for folder in self.folders[1:] if not folder.is_relative_to(self.sockets))
 
     @classmethod
     def create(cls) -> Scratch:
-        """Makes fresh folders, after removing those of dead sessions. Returns the scratch with its lock held."""
-        remove_stale()
-        scratch = cls(secrets.token_hex(4))
-        scratch.sockets.mkdir(mode=0o700)
-        scratch.shm.mkdir(mode=0o700)
-        try:
-            scratch.spill.mkdir(mode=0o700)
-        except OSError as error:
-            scratch.remove()
-            raise ConfigError(
-                f"cluster.scratch: cannot make {scratch.spill}: {error.strerror}; it must be a folder of every node"
-            ) from error
-        scratch.hold()
-        return scratch
-
-    def ensure(self) -> None:
-        """Makes the folders on a host where the session's driver does not run, and takes the lock.
+        """Makes fresh folders, after removing those of dead sessions. Returns the scratch with its lock held.
 
         Raises:
-            RegistryError: Somebody else has made them.
+            ConfigError: `cluster.scratch` cannot be used.
+            StorageError: There is no room, or no permission, in /tmp or /dev/shm.
         """
-        for _ in range(100):
-            for folder in (self.sockets, self.shm, self.spill):
-                with contextlib.suppress(FileExistsError, FileNotFoundError):
-                    folder.mkdir(mode=0o700)
+        remove_stale()
+        _check_scratch_root()
+        for attempt in range(_TRIES):
+            scratch = cls(secrets.token_hex(4))
             try:
-                for folder in (self.sockets, self.shm):
-                    found = folder.lstat()
-                    if found.st_uid != os.getuid() or found.st_mode & 0o077 or not stat.S_ISDIR(found.st_mode):
-                        raise RegistryError(f"{folder} belongs to somebody else or is open to others; it is not used")
+                for folder in scratch.folders:
+                    folder.mkdir(mode=0o700)
+                scratch.hold()
+                if scratch._is_whole():
+                    return scratch
+                scratch._let_go()  # another start took it for a dead one's before it was locked
+            except (FileExistsError, FileNotFoundError) as error:
+                # the name is taken, by chance or not; or another start was quicker than the lock: the next name
+                if attempt == _TRIES - 1:
+                    raise _unusable(scratch, error) from error
+            except OSError as error:
+                scratch.remove()
+                raise _unusable(scratch, error) from error
+            scratch.remove()
+        raise RegistryError(f"cannot make folders in {_SOCKET_ROOT} and {_SHM_ROOT}: others go on removing them")
+
+    def ensure(self) -> None:
+        """Makes the folders on a host where the session's driver does not run, and takes the lock. Once is enough.
+
+        Raises:
+            OwnershipError: Somebody else has made one of them.
+            ConfigError, StorageError: As of `create`.
+        """
+        _check_scratch_root()
+        for _ in range(_TRIES):
+            try:
+                for folder in self.folders:
+                    make_private(folder)
                 self.hold()
-                if self.spill.exists() and self.shm.exists():
+                if self._is_whole():
                     return
-            except FileNotFoundError:
-                continue  # another rank of the session was just leaving and took them away
-        raise RegistryError(f"cannot make {self.sockets}")
+                self._let_go()
+            except FileNotFoundError as error:
+                if not _SOCKET_ROOT.is_dir() or ((root := _scratch_root()) and not root.is_dir()):
+                    raise _unusable(self, error) from error
+                # another rank of the session was just leaving and took them away
+            except OSError as error:
+                raise _unusable(self, error) from error
+        raise RegistryError(f"cannot make {self.sockets}: others of this run go on removing it")
+
+    def _is_whole(self) -> bool:
+        """Whether the folders are there and the lock that this process holds is the one in them."""
+        _, fds = _held[self.token]
+        try:
+            for folder in self.folders:
+                require_private(folder)
+            locked = (self.sockets / "lock", *self._apart)
+            return all(os.path.samestat(os.fstat(fd), path.lstat()) for fd, path in zip(fds, locked, strict=True))
+        except FileNotFoundError:
+            return False
 
     def hold(self) -> None:
         """Takes the shared lock for the rest of this process's life (the descriptor is kept open on purpose)."""
-        fd = os.open(self.sockets / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        fcntl.flock(fd, fcntl.LOCK_SH)
-        _held[self.token] = fd
+        if self.token in _held and _held[self.token][0] == os.getpid():
+            return  # a second descriptor would keep the folders for ever: the first is what `leave` gives back
+        fds: list[int] = []
+        try:
+            fds.append(os.open(self.sockets / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600))
+            fcntl.flock(fds[0], fcntl.LOCK_SH)
+            for folder in self._apart:
+                fds.append(os.open(folder, _FOLDER))
+                with contextlib.suppress(OSError):  # a filesystem without locks: `remove_stale` leaves it alone
+                    fcntl.flock(fds[-1], fcntl.LOCK_SH)
+        except OSError:
+            for fd in fds:
+                os.close(fd)
+            raise
+        _held[self.token] = (os.getpid(), fds)
+
+    def _let_go(self) -> None:
+        _, fds = _held.pop(self.token)
+        for fd in fds:
+            os.close(fd)
 
     def leave(self) -> None:
         """Gives the lock back; the last process of the session on this host removes the folders."""
-        fd = _held.pop(self.token, None)
-        if fd is None:
+        if _held.get(self.token, (0,))[0] != os.getpid():
             return
         try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(_held[self.token][1][0], fcntl.LOCK_EX | fcntl.LOCK_NB)
             self.remove()
         except BlockingIOError:
             pass
         finally:
-            os.close(fd)
+            self._let_go()
 
     def remove(self) -> None:
-        """Removes both folders; safe to call twice and from several processes."""
-        shutil.rmtree(self.spill, ignore_errors=True)
-        shutil.rmtree(self.shm, ignore_errors=True)
-        shutil.rmtree(self.sockets, ignore_errors=True)
+        """Removes the folders; safe to call twice and from several processes."""
+        for folder in (*self._apart, self.sockets):  # last the one with the lock, which says that the rest may go
+            if _own_folder(folder):
+                shutil.rmtree(folder, ignore_errors=True)
 
     def used_bytes(self) -> int:
         """Bytes of shared memory that the session's payloads hold now."""
@@ -141,32 +209,150 @@ class Scratch:
         with contextlib.suppress(FileNotFoundError):
             for entry in os.scandir(self.shm):
                 with contextlib.suppress(FileNotFoundError):
-                    total += entry.stat().st_size
+                    total += entry.stat(follow_symlinks=False).st_size
         return total
 
 
-def remove_stale() -> list[str]:
-    """Removes the folders of this user's sessions on this host that no process holds any more; returns their tokens."""
-    removed = []
+def _check_scratch_root() -> None:
+    """Refuses a `cluster.scratch` in which any user could exchange another's folders.
+
+    Raises:
+        ConfigError: Says why.
+    """
+    root = _scratch_root()
+    if root is None:
+        return
+    try:
+        mode = root.stat().st_mode
+    except OSError as error:
+        raise ConfigError(f"cluster.scratch: {root}: {error.strerror}; it must be a folder of every node") from error
+    if mode & stat.S_IWOTH and not mode & stat.S_ISVTX:
+        raise ConfigError(
+            f"cluster.scratch: everybody may rename what is in {root} (mode {stat.S_IMODE(mode):04o}): give it the sticky "
+            f"bit (chmod +t {root}), or name a folder of your own"
+        )
+
+
+def _unusable(scratch: Scratch, error: OSError) -> ConfigError | StorageError:
+    where = str(error.filename or scratch.sockets)
+    root = _scratch_root()
+    if root is not None and where.startswith(str(scratch.spill)):
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            return ConfigError(f"cluster.scratch: cannot make {where}: {error.strerror}. {advice(error, where)}")
+        return ConfigError(f"cluster.scratch: cannot make {where}: {error.strerror}; it must be a folder of every node")
+    node = os.uname().nodename
+    return StorageError(f"cannot make {where} on node {node}: {error.strerror or error}. {advice(error, where)}")
+
+
+# -- what others left ---------------------------------------------------------------------------------------------------
+
+
+def _own_folder(path: Path) -> bool:
+    """Whether it is a real folder of this user's own, closed to others: no other can be what a session made."""
+    try:
+        found = path.lstat()
+    except OSError:
+        return False
+    return stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid() and not found.st_mode & 0o077
+
+
+def _found() -> dict[str, list[Path]]:
+    """The folders of this user's sessions on this host, by token. What is not this user's own, or a link, is none."""
     prefix = f"rlhpc-{os.getuid()}-"
-    tokens = {
-        p.name[len(prefix) :].removesuffix("-shm") for r in (_SOCKET_ROOT, _SHM_ROOT) for p in r.glob(prefix + "*")
-    }
-    for token in tokens:
-        scratch = Scratch(token)
-        folder = scratch.sockets if scratch.sockets.exists() else scratch.shm
+    found: dict[str, list[Path]] = {}
+    for root in {_SOCKET_ROOT, _SHM_ROOT, _scratch_root() or _SOCKET_ROOT}:
+        with contextlib.suppress(OSError):
+            for entry in os.scandir(root):
+                token, dash, kind = entry.name.removeprefix(prefix).partition("-")
+                if entry.name.startswith(prefix) and token and dash + kind in _KINDS and _own_folder(Path(entry.path)):
+                    found.setdefault(token, []).append(Path(entry.path))
+    # last the one with the lock, which says that the rest may go
+    return {token: sorted(folders, key=_has_lock) for token, folders in found.items()}
+
+
+def _has_lock(folder: Path) -> bool:
+    """Whether it is the one of a session's folders that has the lock file in it."""
+    return folder.name.count("-") == 2
+
+
+def _take(folder: Path) -> int | None:
+    """Descriptor of a folder's lock, taken for this process alone; None where a process of the session lives.
+
+    Raises:
+        OSError: There is no lock, or none that a session could have made.
+    """
+    if _has_lock(folder):
+        # not waited for: a pipe of this name would keep whoever opens it
+        fd = os.open(folder / "lock", os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    else:
+        fd = os.open(folder, _FOLDER)
+    try:
+        if not stat.S_ISREG(os.fstat(fd).st_mode) and not stat.S_ISDIR(os.fstat(fd).st_mode):
+            raise OSError(errno.EINVAL, "no file", str(folder / "lock"))
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(fd)
+        return None
+    except OSError:
+        os.close(fd)
+        raise
+    return fd
+
+
+def _young(folder: Path) -> bool:
+    try:
+        return time.time() - folder.lstat().st_mtime < _YOUNG_S
+    except OSError:
+        return False
+
+
+@contextlib.contextmanager
+def _taken(folders: list[Path]) -> Iterator[bool]:
+    """Whether the session of these folders is over; while the block runs, no process of it can begin."""
+    fds: list[int] = []
+    over, known = True, any(map(_has_lock, folders))
+    for folder in folders:
         try:
-            if time.time() - folder.stat().st_mtime < _YOUNG_S and not (scratch.sockets / "lock").exists():
-                continue  # being made at this moment
-            with open(scratch.sockets / "lock", "rb+") as lock:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                scratch.remove()
-        except BlockingIOError:
-            continue  # alive
-        except FileNotFoundError:
-            scratch.remove()  # a folder without a lock and no longer young
+            fd = _take(folder)
         except OSError as error:
-            log.debug("left %s alone: %s", folder, error)
+            # without the lock file, a filesystem that has no locks leaves nobody to ask
+            over = over and not _young(folder) and (known or error.errno not in _NO_LOCKS)
             continue
-        removed.append(token)
+        if fd is None:
+            over = False
+        else:
+            fds.append(fd)
+    # without the folder that has the lock in it the session is either dead or just being made
+    if not known:
+        over = over and not any(map(_young, folders))
+    try:
+        yield over
+    finally:
+        for fd in fds:
+            os.close(fd)
+
+
+def remove_stale() -> list[Path]:
+    """Removes the folders of this user's sessions on this host that no process holds any more; returns those that went.
+
+    Never raises: what other users put there under such names is none of a session's business.
+    """
+    removed = []
+    for _, folders in sorted(_found().items()):
+        with _taken(folders) as over:
+            for folder in folders if over else ():
+                shutil.rmtree(folder, ignore_errors=True)
+                if folder.exists():
+                    log.debug("%s could not be removed", folder)
+                else:
+                    removed.append(folder)
     return removed
+
+
+def live() -> list[Path]:
+    """The folders of this user's sessions on this host that processes hold, or that are just being made."""
+    alive = []
+    for _, folders in sorted(_found().items()):
+        with _taken(folders) as over:
+            alive += [] if over else folders
+    return alive

@@ -295,7 +295,7 @@ def clear_nodes(steps: Collection[JobStep], scratch: Scratch) -> None:
     for component, names in nodes.items():
         argv = ["srun", "--overlap", f"--nodes={len(names)}", f"--ntasks={len(names)}", "--mem=0", "--gres=none"]
         argv += [f"--het-group={component}"] if totals[component] > 1 else []
-        argv += [f"--nodelist={','.join(sorted(names))}", "rm", "-rf", str(scratch.sockets), str(scratch.shm)]
+        argv += [f"--nodelist={','.join(sorted(names))}", "rm", "-rf", "--", *map(str, scratch.folders)]
         with contextlib.suppress(OSError, subprocess.TimeoutExpired):
             subprocess.run(
                 argv, env=step_environment(os.environ), stdin=subprocess.DEVNULL, capture_output=True, timeout=10
@@ -330,8 +330,8 @@ def read_specs(stream: int) -> list[WorkerSpec]:
     return specs
 
 
-def end_with_input(stream: int) -> None:
-    """In a task: ends this process as soon as its input ends, because the driver or srun is gone."""
+def end_with_input(stream: int, leave: Callable[[], None]) -> None:
+    """In a task: ends this process as soon as its input ends, because the driver or srun is gone; calls `leave` before."""
 
     def watch() -> None:
         while True:
@@ -340,7 +340,10 @@ def end_with_input(stream: int) -> None:
                     break
             except OSError:
                 break
-        os.write(2, b"the driver of this run is gone; this rank ends\n")
+        with contextlib.suppress(OSError):  # a full disk
+            os.write(2, b"the driver of this run is gone; this rank ends\n")
+        with contextlib.suppress(Exception):
+            leave()
         os._exit(1)
 
     threading.Thread(target=watch, name="rlhpc-lifeline", daemon=True).start()

@@ -369,10 +369,12 @@ def _clear(memory: mmap.mmap, reader: int) -> None:
 
 def _map(path: str, flags: int) -> mmap.mmap:
     try:
-        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
     except FileNotFoundError:
         raise SegmentGone(path) from None
     try:
+        if os.fstat(fd).st_uid != os.getuid():
+            raise PermissionError(errno.EACCES, "a segment of another user's", path)
         return mmap.mmap(fd, 0, flags=flags, prot=mmap.PROT_READ | mmap.PROT_WRITE)
     finally:
         os.close(fd)
@@ -391,7 +393,7 @@ def map_private(path: str) -> mmap.mmap:
 def discard(path: str, reader: int = 0) -> None:
     """Frees a segment that its reader will not come for; on another host there is nothing to do here."""
     try:
-        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
     except OSError:
         return
     try:

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -171,3 +172,19 @@ def test_capacity_wastes_an_eighth_at_most(size: int) -> None:
     capacity = capacity_of(size)
     assert size <= capacity <= max(size * 9 / 8, size + 4096)
     assert capacity % 4096 == 0 and HEADER % 4096 == 0
+
+
+def test_links_and_segments_of_others_are_not_mapped(scratch: Scratch, tmp_path) -> None:
+    pool, mappings = SegmentPool(scratch), Mappings()
+    path, _ = pool.write([b"mine" * 1024])
+    link = tmp_path / "link"
+    link.symlink_to(path)
+    with pytest.raises(OSError, match="symbolic link"):
+        mappings.lease(str(link), 0)
+    before = Path(path).read_bytes()
+    discard(str(link))
+    assert Path(path).read_bytes() == before, "its reader has not come"
+    if os.getuid() == 0:
+        os.chown(path, 23001, 23001)
+        with pytest.raises(PermissionError, match="another user"):
+            mappings.lease(path, 0)

@@ -1,0 +1,49 @@
+"""`clean`: what runs that are over have left on this node."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from pathlib import Path
+from typing import Any
+
+from rlhpc.cli.parser import SITE, add_command
+from rlhpc.runtime.errors import ConfigError
+
+_EXAMPLES = {
+    "clean": (
+        "rlhpc clean",
+        "srun --nodes=4 --ntasks-per-node=1 rlhpc clean",
+        "srun --nodelist=gpu[01-04] --nodes=4 --ntasks-per-node=1 rlhpc clean --site mycluster",
+    ),
+}
+
+
+def _clean(args: argparse.Namespace) -> int:
+    from rlhpc.runtime.scratch import live, remove_stale
+
+    if args.overrides:
+        raise ConfigError(f"clean takes no key=value words: {' '.join(args.overrides)}")
+    if site := args.site or os.environ.get("RLHPC_SITE"):
+        from rlhpc.config import load_site
+
+        if scratch := load_site(site).get("scratch"):
+            os.environ["RLHPC_SCRATCH"] = str(Path(str(scratch)).expanduser())
+    node = os.uname().nodename.split(".")[0]
+    removed, alive = remove_stale(), live()
+    for path in removed:
+        print(f"{node}: removed {path}")
+    for path in alive:
+        print(f"{node}: left {path}, which a live run has")
+    if not removed and not alive:
+        print(f"{node}: nothing to remove")
+    return 0
+
+
+def add_commands(commands: Any) -> None:
+    """Declares them."""
+    clean = add_command(
+        commands, "clean", _clean, "remove what your ended runs have left in this node's /tmp and /dev/shm",
+        _EXAMPLES["clean"],
+    )  # fmt: skip
+    clean.add_argument("--site", help=f"{SITE}; its cluster.scratch is looked at, too")
