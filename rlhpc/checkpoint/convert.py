@@ -24,8 +24,8 @@ from rlhpc.runtime.durable import follow_umask, fsync_file, fsync_folder, write_
 from rlhpc.runtime.errors import CheckpointError, RlhpcError
 from rlhpc.runtime.paths import RunPaths
 from rlhpc.runtime.plain import read_json, read_yaml
-from rlhpc.runtime.trust import Trust
 from rlhpc.runtime.storage import advice
+from rlhpc.runtime.trust import Trust
 
 if TYPE_CHECKING:
     from rlhpc.models import Policy

@@ -26,8 +26,8 @@ from rlhpc.checkpoint.store import require_valid
 from rlhpc.runtime.durable import write_durably
 from rlhpc.runtime.errors import CheckpointError, ConfigError
 from rlhpc.runtime.plain import read_json
-from rlhpc.runtime.trust import Trust
 from rlhpc.runtime.storage import advice
+from rlhpc.runtime.trust import Trust
 
 FORMAT = 1
 CONVERSION = "conversion.json"

@@ -25,7 +25,6 @@ from typing import Any
 import h5py
 import numpy as np
 
-from rlhpc.runtime.durable import fsync_folder, replace_durably
 from rlhpc.data.hdf5 import checked, has, member, members, open_hdf5
 from rlhpc.data.tables import find_files
 from rlhpc.envs.finite import bad_rows

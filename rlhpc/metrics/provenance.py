@@ -22,7 +22,6 @@ from typing import Any
 
 from rlhpc.runtime.durable import replace_durably
 from rlhpc.runtime.environment_values import to_plain
-from rlhpc.runtime.errors import RlhpcError
 from rlhpc.runtime.paths import RunPaths
 from rlhpc.runtime.plain import read_json
 from rlhpc.runtime.storage import storage_error

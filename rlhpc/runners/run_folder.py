@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import math
 import os
@@ -13,17 +14,19 @@ from pathlib import Path
 from typing import Any
 
 from rlhpc.checkpoint import Resumable, find_resumable, move_newer_aside, newest_valid
-from rlhpc.runtime.durable import replace_durably
 from rlhpc.config import config_to_yaml, segment_end, total_steps
-from rlhpc.config import segment_end, total_steps
 from rlhpc.metrics import update_provenance, write_provenance
 from rlhpc.runners.same_run import check_same_run
-from rlhpc.runtime.errors import ConfigError, RlhpcError
+from rlhpc.runtime.durable import replace_durably
+from rlhpc.runtime.errors import ConfigError, RlhpcError, StaleGeneration, StorageError
 from rlhpc.runtime.launch.claim import read_json
-from rlhpc.runtime.launch.jobs import host_identity
+from rlhpc.runtime.launch.jobs import ProcessId, host_identity
+from rlhpc.runtime.ownership import require_own_run_folder, require_private
 from rlhpc.runtime.paths import RunPaths
+from rlhpc.runtime.storage import advice, storage_error
 
 _STATUS_EVERY_S = 2.0
+_LOCK_S = 1.0
 
 
 def note(text: str) -> None:
@@ -54,6 +57,7 @@ class RunFolder:
     started: float = field(default_factory=time.time)
     marks: dict[str, float] = field(default_factory=dict)
     _status_written: float = 0.0
+    _lock: int | None = None
 
     @classmethod
     def plan(cls, cfg: Any, segment: int | None = None, *, resume_with: bool = False) -> RunFolder:
@@ -67,9 +71,14 @@ class RunFolder:
         Raises:
             ConfigError: The folder has checkpoints and nobody said what to do with them, or they are of another configuration,
                 or the segment does not exist.
+            OwnershipError: The folder, or one in it that others must not see, is another user's or open to others.
             CheckpointError: `runner.resume_dir` names a checkpoint that cannot be used.
         """
         paths = RunPaths.of(cfg.runner.run_dir, cfg.runner.name)
+        require_own_run_folder(paths.root)
+        for folder in (paths.registry, paths.submit):
+            if os.path.lexists(folder):
+                require_private(folder, tighten=True)
         total, segments = total_steps(cfg), int(cfg.runner.segments)
         if segments < 1:
             raise ConfigError(f"runner.segments is {segments}; it must be at least 1")
@@ -101,20 +110,27 @@ class RunFolder:
         """Creates the folder and writes config.yaml and provenance.json; called once a start.
 
         Raises:
-            ConfigError: It cannot be written.
+            ConfigError: It cannot be written, or another driver is at work in it.
         """
         try:
             self.paths.root.mkdir(parents=True, exist_ok=True)
+            self._lock = lock_driver(self.paths)
             replace_durably(self.paths.config, config_to_yaml(cfg).encode())
         except OSError as error:
             raise ConfigError(
-                f"runner.run_dir: {error.filename or self.paths.root} cannot be written: {error.strerror}; make room, "
-                "fix the permissions or choose another runner.run_dir"
+                f"runner.run_dir: {error.filename or self.paths.root} cannot be written: {error.strerror}. "
+                f"{advice(error, self.paths.root)}, or choose another runner.run_dir"
             ) from error
         if self.resume.path is not None and not self.foreign:
             for moved in move_newer_aside(self.paths, self.resume.step):
                 note(f"kept a newer checkpoint as {moved.name}")
         write_provenance(self.paths, cfg, [*sys.orig_argv])
+
+    def close(self) -> None:
+        """Lets another driver have the folder."""
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
 
     def mark(self, name: str) -> None:
         """Notes the time of a stage of the start, the first time that it is reached."""
@@ -122,7 +138,9 @@ class RunFolder:
 
     def write_marks(self, registry: Path) -> None:
         """Leaves `timeline.json` in the generation's folder: how long this start took, and where."""
-        replace_durably(registry / "timeline.json", json.dumps({"driver": self.started, **self.marks}).encode() + b"\n")
+        self._write(
+            registry / "timeline.json", json.dumps({"driver": self.started, **self.marks}).encode() + b"\n", "times"
+        )
 
     def record_placement(self, placements: dict[str, list[dict[str, Any]]]) -> None:
         """Adds the placement of all ranks to provenance.json."""
@@ -150,7 +168,7 @@ class RunFolder:
             "updated": now,
             **{key: None if isinstance(v, float) and not math.isfinite(v) else v for key, v in facts.items()},
         }
-        replace_durably(self.paths.driver_state, json.dumps(record, indent=1).encode() + b"\n")
+        self._write(self.paths.driver_state, json.dumps(record, indent=1).encode() + b"\n", "the run's status")
 
     def finished_segments(self) -> list[int]:
         """Steps at which finished segments ended."""
@@ -170,8 +188,72 @@ class RunFolder:
             "checkpoint": str(newest.path) if newest.path else None,
             "stop_reason": stop_reason,
         }
-        replace_durably(self.paths.segment_done(self.segment or 0), json.dumps(record).encode() + b"\n")
+        self._write(
+            self.paths.segment_done(self.segment or 0), json.dumps(record).encode() + b"\n", "the segment's end"
+        )
         return record
+
+    def _write(self, path: Path, data: bytes, what: str) -> None:
+        """Replaces a file of a run folder that is still there: one that somebody removed is not made again."""
+        try:
+            if not self.paths.root.is_dir():
+                raise StaleGeneration(f"the run folder {self.paths.root} was removed while the run went on: it ends")
+            replace_durably(path, data)
+        except OSError as error:
+            raise storage_error(error, path, what) from error
+
+
+def _holder(fd: int) -> ProcessId | None:
+    try:
+        return ProcessId.from_json(json.loads(os.pread(fd, 4096, 0)))
+    except ValueError:
+        return None
+
+
+def _locked(fd: int) -> bool:
+    """Whether the lock is this process's now; also where the filesystem has none and the record alone decides."""
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:
+        pass
+    return True
+
+
+def lock_driver(paths: RunPaths) -> int:
+    """Takes the run folder for this process: no second driver of this host may write to it at the same time.
+
+    Another host's driver is not refused here, because nobody here can tell whether it lives: the registry's generation
+    decides between the two.
+
+    Returns:
+        Descriptor that holds the lock, to be closed at the end.
+
+    Raises:
+        ConfigError: A driver that lives on this host has it.
+        OSError: The folder cannot be written.
+    """
+    fd = os.open(paths.driver_lock, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    try:
+        holder = _holder(fd)
+        end = time.monotonic() + _LOCK_S
+        while not _locked(fd) and (holder is None or holder.alive() is False) and time.monotonic() < end:
+            time.sleep(0.05)  # whoever has the lock is about to say who it is; or is a child that outlives its driver
+            holder = _holder(fd)
+        if holder is not None and holder.pid != os.getpid() and holder.alive():
+            raise ConfigError(
+                f"{paths.root}: a driver of this run is at work already (pid {holder.pid} on {holder.host.split('/')[0]}), "
+                f"and two would overwrite each other's files. See rlhpc status {paths.root}; to end it: rlhpc cancel "
+                f"{paths.root}, or kill {holder.pid}; or choose another runner.name"
+            )
+        record = json.dumps(ProcessId.of(os.getpid()).to_json()).encode()
+        os.ftruncate(fd, 0)
+        os.pwrite(fd, record, 0)
+    except BaseException:
+        os.close(fd)
+        raise
+    return fd
 
 
 def read_segment_done(paths: RunPaths, segment: int) -> dict[str, Any] | None:
@@ -203,5 +285,5 @@ def fail_status(folder: RunFolder, step: int, error: BaseException) -> None:
                 "failed", step, force=True, stop_reason="; ".join([*text.splitlines()[:1], *notes]),
                 restartable=isinstance(error, RlhpcError) and error.restartable, node=getattr(error, "node", "") or "",
             )  # fmt: skip
-    except OSError:
+    except (OSError, StorageError):
         pass

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import os
+from contextlib import closing
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -230,7 +231,7 @@ def _train(
     run.open(given)
     run.record_placement({role: [asdict(rank) for rank in ranks] for role, ranks in placements.items()})
     runner: Runner | None = None
-    with StopRequest() as stop:
+    with StopRequest() as stop, closing(run):
         session = Session.start(
             registry_root=run.paths.registry, log_dir=run.paths.segment_logs(run.segment or 0), preload=task.preload,
             interface=cluster.interface,

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from rlhpc.runtime.errors import RendezvousTimeout
+from rlhpc.runtime.errors import RendezvousTimeout, StaleGeneration
 from rlhpc.runtime.registry import Registry
 from rlhpc.runtime.scratch import host_id
 
@@ -62,6 +62,11 @@ class Context:
             if version and (record := self.registry.get("members", name)):
                 self._members[group, rank] = (version, record)
                 return record
+            if not version and not (self.registry.root / "members").is_dir():
+                self.registry.check_current()  # where all of it is gone, nobody will ever arrive
+                if known:
+                    return known[1]  # old generations' folders were removed, and this one's with them
+                raise StaleGeneration(self.registry.gone())
             self.check()
             if time.monotonic() > deadline:
                 raise RendezvousTimeout(f"{self.name} waited for {name}, which never arrived in {self.registry.root}")

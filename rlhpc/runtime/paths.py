@@ -104,6 +104,11 @@ class RunPaths:
         return self.root / "report" / "accounting.json"
 
     @property
+    def driver_lock(self) -> Path:
+        """Which process drives the run; locked while it does, where the filesystem has locks."""
+        return self.root / ".driver"
+
+    @property
     def driver_state(self) -> Path:
         """What `rlhpc status` shows: step, rates, ETA, stop reason; replaced atomically."""
         return self.root / "status.json"

@@ -9,14 +9,17 @@ from __future__ import annotations
 
 import json
 import os
-import secrets
+import stat
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rlhpc.runtime.errors import RegistryError, StaleGeneration
+from rlhpc.runtime.durable import replace_durably
+from rlhpc.runtime.errors import OwnershipError, RegistryError, StaleGeneration
+from rlhpc.runtime.ownership import make_private, owner, require_own_run_folder, require_private
+from rlhpc.runtime.storage import advice, is_full, storage_error
 
 CURRENT = "current"
 
@@ -25,23 +28,15 @@ def write_atomic(path: Path, data: bytes, mode: int = 0o600, durable: bool = Tru
     """Writes `data` so that a reader, or a crash, sees the old file or the new one and nothing between.
 
     Raises:
-        RegistryError: The filesystem refused (read-only, full, quota).
+        StorageError: There is no room.
+        RegistryError: The filesystem refused for another reason, or the folder is gone.
     """
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(3)}")
     try:
-        fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
-        try:
-            os.write(fd, data)
-            if durable:
-                os.fsync(fd)
-        finally:
-            os.close(fd)
-        os.rename(temporary, path)
+        replace_durably(path, data, mode=mode, sync=durable, parents=False)
     except OSError as error:
-        temporary.unlink(missing_ok=True)
-        raise RegistryError(
-            f"cannot write {path}: {error.strerror}. Check the quota and that the run folder's filesystem is writable."
-        ) from error
+        if is_full(error):
+            raise storage_error(error, path, "the registry") from error
+        raise RegistryError(f"cannot write {path}: {error.strerror}. {advice(error, path)}") from error
 
 
 @dataclass(frozen=True)
@@ -56,12 +51,21 @@ class Registry:
 
     @classmethod
     def create(cls, parent: Path, generation: str) -> Registry:
-        """Makes the folder of a new generation and declares it the current one."""
+        """Makes the folder of a new generation and declares it the current one.
+
+        Raises:
+            OwnershipError: A folder of that name is another user's, open to others, or a link.
+            StorageError, RegistryError: The filesystem refused.
+        """
         root = parent / generation
         try:
-            for folder in (parent, root, root / "members", root / "channels", root / "groups"):
-                folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            require_own_run_folder(parent.parent)
+            make_private(parent, parents=True)
+            for folder in (root, root / "members", root / "channels", root / "groups"):
+                make_private(folder)
         except OSError as error:
+            if is_full(error):
+                raise storage_error(error, root, "the registry") from error
             raise RegistryError(f"cannot make the registry folder {root}: {error.strerror}") from error
         write_atomic(parent / CURRENT, generation.encode())
         return cls(root)
@@ -91,11 +95,36 @@ class Registry:
         try:
             current = (self.root.parent / CURRENT).read_text()
         except FileNotFoundError:
-            raise StaleGeneration(f"registry {self.root.parent} is gone; this process belongs to no live run") from None
+            raise StaleGeneration(self.gone()) from None
         if current != self.generation:
             raise StaleGeneration(
                 f"generation {self.generation} was replaced by {current}: this process is from an earlier attempt and may "
                 f"not take part in the run any more"
+            )
+
+    def gone(self) -> str:
+        """What of the run's folders is not there any more, in words: somebody removed it, and the run cannot go on."""
+        above = {"run folder": self.root.parent.parent, "registry": self.root.parent, "registry folder": self.root}
+        name, folder = next((item for item in above.items() if not item[1].is_dir()), ("registry", self.root.parent))
+        return f"the {name} {folder} was removed while the run went on: it ends, and its logs may be gone with it"
+
+    def require_whole(self, keys: Keys) -> None:
+        """For the driver, now and then: this generation is still the current one, with the keys that it began with.
+
+        Names may come again where a registry was removed and made anew; keys do not.
+
+        Raises:
+            StaleGeneration: It was removed, or another driver has taken over.
+        """
+        self.check_current()
+        try:
+            found = self.load_keys()
+        except FileNotFoundError:
+            raise StaleGeneration(self.gone()) from None
+        if found != keys:
+            raise StaleGeneration(
+                f"the registry {self.root} was removed and another driver has made it anew: this process is from an "
+                "earlier start and may not take part in the run any more"
             )
 
     def put(self, kind: str, name: str, record: dict[str, Any]) -> None:
@@ -146,7 +175,21 @@ class Registry:
         write_atomic(self.root / "keys.json", json.dumps([keys.public.decode(), keys.secret.decode()]).encode())
 
     def load_keys(self) -> Keys:
-        public, secret = json.loads((self.root / "keys.json").read_bytes())
+        """The generation's key pair.
+
+        Raises:
+            OwnershipError: The file is not this user's: whoever made it could join the run.
+        """
+        require_private(self.root)
+        path = self.root / "keys.json"
+        with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC), "rb") as file:
+            found = os.fstat(file.fileno())
+            if found.st_uid != self.root.lstat().st_uid or found.st_mode & 0o077 or not stat.S_ISREG(found.st_mode):
+                raise OwnershipError(
+                    f"{path} is {owner(found)}'s, mode {stat.S_IMODE(found.st_mode):04o}: keys that others can read or "
+                    "write are not used. Start the run again under another runner.name"
+                )
+            public, secret = json.loads(file.read())
         return Keys(public.encode(), secret.encode())
 
 

@@ -41,6 +41,7 @@ from rlhpc.runtime.rpc import RpcClient, worker_failed
 from rlhpc.runtime.scratch import host_id
 from rlhpc.runtime.spec import WorkerSpec
 from rlhpc.runtime.steps import JobStep, clear_nodes, own_address, start_steps, steps_possible
+from rlhpc.runtime.watch import RegistryWatch
 
 if TYPE_CHECKING:
     from rlhpc.runtime.cluster import Cluster
@@ -130,6 +131,7 @@ class Session:
         self._control_lock = threading.Lock()
         self._monitor = threading.Thread(target=self._watch, name="rlhpc-monitor", daemon=True)
         self._monitor.start()
+        self._registry_watch = RegistryWatch(self.registry, keys, self.fail)
         self.registry.put(
             "members", "driver", {"group": "driver", "rank": 0, "pid": self._pid, "node": os.uname().nodename,
                                   "host": host_id(), "data": self.service.endpoint, "state": "running",
@@ -584,15 +586,17 @@ class Session:
                 if self._await_ended(members, patience):
                     break
         self.rpc.forget(name)
-        self.registry.remove("groups", name)
-        for member in members:
-            self.registry.remove("members", member.spec.name)
+        if self._registry_watch.mine():
+            self.registry.remove("groups", name)
+            for member in members:
+                self.registry.remove("members", member.spec.name)
 
     def stop(self) -> None:
         """Ends all groups and the session; nothing of it is left running, in shared memory or in the socket folder."""
         if self._pid != os.getpid() or Session._running is not self:
             return
         Session._running = None
+        self._registry_watch.stop()
         if self._server_state == "importing" and not self.steps:
             with self._changed:
                 for member in self.members.values():
@@ -611,7 +615,8 @@ class Session:
         self.service.stop()
         contexts.install(None)
         self.scratch.remove()
-        (self.registry.root / "keys.json").unlink(missing_ok=True)
+        if self._registry_watch.mine():
+            (self.registry.root / "keys.json").unlink(missing_ok=True)
         atexit.unregister(self.stop)
 
 

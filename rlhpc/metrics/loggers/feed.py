@@ -12,8 +12,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from rlhpc.runtime.durable import replace_durably
 from rlhpc.metrics.loggers.base import RunFacts, RunLogger
+from rlhpc.runtime.durable import replace_durably
 
 #: Rows that may wait for a logger before it is given up.
 _ROWS = 20_000

@@ -42,6 +42,7 @@ from rlhpc.runtime.launch.waiter import (
     goes_on,
     say,
 )
+from rlhpc.runtime.ownership import make_private, require_own_run_folder
 from rlhpc.runtime.paths import RunPaths
 
 __all__ = [
@@ -225,8 +226,8 @@ def choose_executor(name: str) -> str:
 
 def _make_folders(files: SegmentFiles) -> None:
     try:
-        files.paths.submit.mkdir(parents=True, exist_ok=True)
-        files.paths.submit.chmod(0o700)  # job pickles: nobody else reads or replaces them
+        require_own_run_folder(files.paths.root)
+        make_private(files.paths.submit, parents=True)  # job pickles: nobody else reads or replaces them
         files.driver_err.parent.mkdir(parents=True, exist_ok=True)
         files.paths.segments.mkdir(exist_ok=True)
     except OSError as error:

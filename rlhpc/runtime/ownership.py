@@ -1,0 +1,120 @@
+"""Whose a folder is: what a run keeps secret lies in folders that are this user's own, closed to others, and no links."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import stat
+import tempfile
+from pathlib import Path
+
+from rlhpc.runtime.errors import OwnershipError
+
+_OTHERS = 0o077
+_OTHERS_WRITE = 0o022
+
+
+def make_private(folder: Path, *, parents: bool = False) -> None:
+    """Makes a folder that is this user's alone (0700), or takes one that is.
+
+    One that others may read is closed to them; what others may have written is not used.
+
+    Raises:
+        OwnershipError: It is another user's, or a link, or others may write there.
+        OSError: It cannot be made.
+    """
+    if parents:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+    with contextlib.suppress(FileExistsError):
+        folder.mkdir(mode=0o700)
+    require_private(folder, tighten=True)
+
+
+def require_private(folder: Path, *, tighten: bool = False) -> None:
+    """Refuses a folder that is not this user's own, closed to others and no link.
+
+    Args:
+        folder: What is asked about.
+        tighten: Closes one that others may read.
+
+    Raises:
+        OwnershipError: Says what is wrong with it, and what to do.
+        FileNotFoundError: There is none.
+    """
+    found = folder.lstat()
+    if stat.S_ISLNK(found.st_mode) or not stat.S_ISDIR(found.st_mode):
+        kind = f"a link to {os.readlink(folder)}" if stat.S_ISLNK(found.st_mode) else "no folder"
+        raise OwnershipError(f"{folder} is {kind}; rlhpc makes it itself and uses no other: remove it")
+    if not _mine(folder, found):
+        raise OwnershipError(f"{folder} belongs to {owner(found)}, not to {you()}: it is not used. {_WAY_OUT}")
+    if found.st_mode & _OTHERS_WRITE:
+        raise OwnershipError(
+            f"{folder} can be written by others (mode {stat.S_IMODE(found.st_mode):04o}), so what is in it cannot be "
+            f"trusted: remove it, or, if nobody else was there, close it: chmod 700 {folder}"
+        )
+    if found.st_mode & _OTHERS:
+        if tighten:
+            folder.chmod(0o700)
+            found = folder.lstat()
+        if found.st_mode & _OTHERS:
+            raise OwnershipError(
+                f"{folder} is open to others (mode {stat.S_IMODE(found.st_mode):04o}) and must not be: chmod 700 {folder}; "
+                f"where that changes nothing, the filesystem keeps no permissions. {_WAY_OUT}"
+            )
+
+
+def require_own_run_folder(folder: Path) -> None:
+    """Refuses a run folder of another user. Its parent may be anybody's; a link of this user's own may lead to it.
+
+    Raises:
+        OwnershipError: Says whose it is, and what to do.
+        OSError: It cannot be looked at.
+    """
+    try:
+        named, found = folder.lstat(), folder.stat()
+    except FileNotFoundError:
+        if folder.is_symlink():
+            raise OwnershipError(f"run folder {folder} is a link to nothing: remove it") from None
+        return
+    if stat.S_ISLNK(named.st_mode) and named.st_uid not in (os.geteuid(), 0):
+        raise OwnershipError(f"run folder {folder} is a link that {owner(named)} made: it is not followed. {_WAY_OUT}")
+    if not stat.S_ISDIR(found.st_mode):
+        raise OwnershipError(f"run folder {folder} is no folder: remove it, or choose another runner.name")
+    if not _mine(folder, found):
+        raise OwnershipError(
+            f"run folder {folder} belongs to {owner(found)}, not to {you()}, who could exchange what is in it. {_WAY_OUT}"
+        )
+    if found.st_mode & stat.S_IWOTH and not found.st_mode & stat.S_ISVTX:
+        raise OwnershipError(
+            f"run folder {folder} can be written by everybody (mode {stat.S_IMODE(found.st_mode):04o}): chmod o-w {folder}"
+        )
+
+
+_WAY_OUT = "Choose another runner.name or runner.run_dir"
+
+
+def _mine(folder: Path, found: os.stat_result) -> bool:
+    """Whether this user made it. Where the filesystem gives everything one owner (some network and container mounts), what
+    this user makes there belongs to that owner, too."""
+    if found.st_uid == os.geteuid():
+        return True
+    with contextlib.suppress(OSError), tempfile.TemporaryFile(dir=folder) as probe:
+        return os.fstat(probe.fileno()).st_uid == found.st_uid
+    return False
+
+
+def owner(found: os.stat_result) -> str:
+    """User and number, as far as the user is known here."""
+    return _named(found.st_uid)
+
+
+def you() -> str:
+    return _named(os.geteuid())
+
+
+def _named(uid: int) -> str:
+    import pwd
+
+    with contextlib.suppress(KeyError):
+        return f"user {pwd.getpwuid(uid).pw_name} ({uid})"
+    return f"user {uid}"

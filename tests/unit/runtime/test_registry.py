@@ -1,0 +1,94 @@
+"""A registry that somebody removes: what is known is used while the run is the current one, and else it is said at once."""
+
+from __future__ import annotations
+
+import shutil
+import threading
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+
+from rlhpc.runtime import watch
+from rlhpc.runtime.context import Context
+from rlhpc.runtime.errors import RendezvousTimeout, RlhpcError, StaleGeneration
+from rlhpc.runtime.registry import Keys, Registry
+from rlhpc.runtime.watch import RegistryWatch
+
+KEYS = Keys(b"public", b"secret")
+
+
+@pytest.fixture
+def registry(tmp_path: Path) -> Registry:
+    made = Registry.create(tmp_path / "run" / "registry", "local-0")
+    made.save_keys(KEYS)
+    return made
+
+
+@pytest.fixture
+def context(registry: Registry) -> Context:
+    registry.put("members", "env-0", {"group": "env", "rank": 0})
+    made = Context("driver", registry, cast(Any, None))
+    assert made.member("env", 0)["group"] == "env"
+    return made
+
+
+def test_a_known_member_is_still_known_when_its_generations_folder_was_removed(context: Context) -> None:
+    shutil.rmtree(context.registry.root)
+    assert context.member("env", 0)["rank"] == 0
+
+
+def test_an_unknown_member_is_not_waited_for_where_it_cannot_arrive(context: Context) -> None:
+    shutil.rmtree(context.registry.root)
+    with pytest.raises(StaleGeneration, match=r"the registry folder .*/local-0 was removed while the run went on"):
+        context.member("env", 1)
+
+
+def test_a_member_that_was_taken_out_is_waited_for(context: Context) -> None:
+    """It is started again: what was known of it is of a process that is gone."""
+    context.registry.remove("members", "env-0")
+    with pytest.raises(RendezvousTimeout, match="env-0"):
+        context.member("env", 0, timeout=0.05)
+
+
+@pytest.mark.parametrize(("folder", "name"), [("run/registry", "registry"), ("run", "run folder")])
+def test_a_registry_that_is_gone_is_said_at_once(context: Context, tmp_path: Path, folder: str, name: str) -> None:
+    shutil.rmtree(tmp_path / folder)
+    words = f"the {name} {tmp_path / folder} was removed while the run went on"
+    for attempt in (lambda: context.member("env", 0), lambda: context.registry.put("groups", "env", {})):
+        with pytest.raises(StaleGeneration, match=words):
+            attempt()
+    assert not (tmp_path / folder).exists()
+
+
+def test_the_driver_is_told_of_a_registry_that_was_made_anew(
+    registry: Registry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its generation's name comes again; its keys do not."""
+    monkeypatch.setattr(watch, "LOOK_S", 0.01)
+    told, happened = list[RlhpcError](), threading.Event()
+
+    def fail(error: RlhpcError) -> None:
+        told.append(error)
+        happened.set()
+
+    eye = RegistryWatch(registry, KEYS, fail)
+    assert eye.mine() and not happened.wait(0.1)
+    parent = registry.root.parent
+    replaced = parent.with_name("away")
+    other = Registry.create(replaced, Registry.next_local_generation(replaced))
+    other.save_keys(Keys(b"other", b"keys"))
+    assert other.generation == registry.generation
+    parent.rename(parent.with_name("old"))
+    replaced.rename(parent)
+    assert happened.wait(20)
+    assert len(told) == 1 and not eye.mine()
+    assert isinstance(told[0], StaleGeneration) and ("made it anew" in str(told[0]) or "was removed" in str(told[0]))
+
+
+def test_the_driver_is_told_of_another_generation(registry: Registry, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(watch, "LOOK_S", 0.01)
+    told, happened = list[str](), threading.Event()
+    RegistryWatch(registry, KEYS, lambda error: (told.append(str(error)), happened.set())[0])  # type: ignore[func-returns-value]
+    Registry.create(registry.root.parent, "local-1")
+    assert happened.wait(20) and "local-0 was replaced by local-1" in told[0]
