@@ -28,9 +28,7 @@ def worker_failed(error: dict[str, Any], doing: str, record: dict[str, Any]) -> 
     cause = pickle.loads(error["pickled"]) if error["pickled"] else None
     where = f"raised in {doing} on node {record['node']} (pid {record['pid']}, log {record['log_err']})"
     told = f"{error['text']}\n  {where}\n{error['traceback'].rstrip()}"
-    if isinstance(
-        cause, (UserError, NonFinite, StaleGeneration)
-    ):  # it says all: where in the code it was noticed helps nobody
+    if isinstance(cause, (UserError, NonFinite, StaleGeneration)):  # it says all that helps
         told = f"{cause}\n  {where}"
     failure = WorkerFailed(
         told,
