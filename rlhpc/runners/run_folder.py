@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import json
 import math
 import os
@@ -20,13 +19,12 @@ from rlhpc.runners.same_run import check_same_run
 from rlhpc.runtime.durable import replace_durably
 from rlhpc.runtime.errors import ConfigError, RlhpcError, StaleGeneration, StorageError
 from rlhpc.runtime.launch.claim import read_json
-from rlhpc.runtime.launch.jobs import ProcessId, host_identity
+from rlhpc.runtime.launch.jobs import host_identity
 from rlhpc.runtime.ownership import require_own_run_folder, require_private
 from rlhpc.runtime.paths import RunPaths
 from rlhpc.runtime.storage import advice, storage_error
 
 _STATUS_EVERY_S = 2.0
-_LOCK_S = 1.0
 
 
 def note(text: str) -> None:
@@ -57,7 +55,6 @@ class RunFolder:
     started: float = field(default_factory=time.time)
     marks: dict[str, float] = field(default_factory=dict)
     _status_written: float = 0.0
-    _lock: int | None = None
 
     @classmethod
     def plan(cls, cfg: Any, segment: int | None = None, *, resume_with: bool = False) -> RunFolder:
@@ -110,11 +107,10 @@ class RunFolder:
         """Creates the folder and writes config.yaml and provenance.json; called once a start.
 
         Raises:
-            ConfigError: It cannot be written, or another driver is at work in it.
+            ConfigError: It cannot be written.
         """
         try:
             self.paths.root.mkdir(parents=True, exist_ok=True)
-            self._lock = lock_driver(self.paths)
             replace_durably(self.paths.config, config_to_yaml(cfg).encode())
         except OSError as error:
             raise ConfigError(
@@ -125,12 +121,6 @@ class RunFolder:
             for moved in move_newer_aside(self.paths, self.resume.step):
                 note(f"kept a newer checkpoint as {moved.name}")
         write_provenance(self.paths, cfg, [*sys.orig_argv])
-
-    def close(self) -> None:
-        """Lets another driver have the folder."""
-        if self._lock is not None:
-            os.close(self._lock)
-            self._lock = None
 
     def mark(self, name: str) -> None:
         """Notes the time of a stage of the start, the first time that it is reached."""
@@ -201,59 +191,6 @@ class RunFolder:
             replace_durably(path, data)
         except OSError as error:
             raise storage_error(error, path, what) from error
-
-
-def _holder(fd: int) -> ProcessId | None:
-    try:
-        return ProcessId.from_json(json.loads(os.pread(fd, 4096, 0)))
-    except ValueError:
-        return None
-
-
-def _locked(fd: int) -> bool:
-    """Whether the lock is this process's now; also where the filesystem has none and the record alone decides."""
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    except OSError:
-        pass
-    return True
-
-
-def lock_driver(paths: RunPaths) -> int:
-    """Takes the run folder for this process: no second driver of this host may write to it at the same time.
-
-    Another host's driver is not refused here, because nobody here can tell whether it lives: the registry's generation
-    decides between the two.
-
-    Returns:
-        Descriptor that holds the lock, to be closed at the end.
-
-    Raises:
-        ConfigError: A driver that lives on this host has it.
-        OSError: The folder cannot be written.
-    """
-    fd = os.open(paths.driver_lock, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
-    try:
-        holder = _holder(fd)
-        end = time.monotonic() + _LOCK_S
-        while not _locked(fd) and (holder is None or holder.alive() is False) and time.monotonic() < end:
-            time.sleep(0.05)  # whoever has the lock is about to say who it is; or is a child that outlives its driver
-            holder = _holder(fd)
-        if holder is not None and holder.pid != os.getpid() and holder.alive():
-            raise ConfigError(
-                f"{paths.root}: a driver of this run is at work already (pid {holder.pid} on {holder.host.split('/')[0]}), "
-                f"and two would overwrite each other's files. See rlhpc status {paths.root}; to end it: rlhpc cancel "
-                f"{paths.root}, or kill {holder.pid}; or choose another runner.name"
-            )
-        record = json.dumps(ProcessId.of(os.getpid()).to_json()).encode()
-        os.ftruncate(fd, 0)
-        os.pwrite(fd, record, 0)
-    except BaseException:
-        os.close(fd)
-        raise
-    return fd
 
 
 def read_segment_done(paths: RunPaths, segment: int) -> dict[str, Any] | None:

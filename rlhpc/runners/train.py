@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import os
-from contextlib import closing
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -231,7 +230,7 @@ def _train(
     run.open(given)
     run.record_placement({role: [asdict(rank) for rank in ranks] for role, ranks in placements.items()})
     runner: Runner | None = None
-    with StopRequest() as stop, closing(run):
+    with StopRequest() as stop:
         session = Session.start(
             registry_root=run.paths.registry, log_dir=run.paths.segment_logs(run.segment or 0), preload=task.preload,
             interface=cluster.interface,

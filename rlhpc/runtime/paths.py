@@ -105,8 +105,13 @@ class RunPaths:
 
     @property
     def driver_lock(self) -> Path:
-        """Which process drives the run; locked while it does, where the filesystem has locks."""
-        return self.root / ".driver"
+        """Locked while a process drives the run. Not in the registry: removing that must not let a second driver in."""
+        return self.root / ".driver.lock"
+
+    @property
+    def driver_record(self) -> Path:
+        """Which process that is."""
+        return self.root / ".driver.json"
 
     @property
     def driver_state(self) -> Path:

@@ -47,7 +47,7 @@ def test_a_second_driver_is_refused_and_a_registry_that_is_removed_ends_the_firs
     process = started(tiny)
     config = (tiny.root / "config.yaml").read_text()
     said = tiny.train(*LONG, "runner.resume_dir=auto", code=2)
-    assert f"a driver of this run is at work already (pid {process.pid} on " in said
+    assert f"{tiny.root} is being trained by process {process.pid} on " in said
     assert (tiny.root / "config.yaml").read_text() == config, "and has written nothing"
     shutil.rmtree(tiny.root / "registry")
     message = error_of(ended(process, 1))

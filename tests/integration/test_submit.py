@@ -585,7 +585,7 @@ HOLD = (
 
 def test_one_run_has_one_driver(run: Run, fake_slurm: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The second is refused and says who has the run; one that died, or this job's own earlier start, gives way."""
-    holder = run.paths.registry / "driver.json"
+    holder = run.paths.driver_record
     first = subprocess.Popen(
         [sys.executable, "-c", HOLD, str(run.root)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
         env={**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)},

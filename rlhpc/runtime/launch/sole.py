@@ -24,10 +24,10 @@ def sole_driver(paths: RunPaths) -> Iterator[None]:
     Raises:
         UserError: Another driver trains this run.
     """
-    holder = paths.registry / "driver.json"
+    holder = paths.driver_record
     try:
-        paths.registry.mkdir(mode=0o700, parents=True, exist_ok=True)
-        fd = os.open(paths.registry / "driver.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        paths.root.mkdir(parents=True, exist_ok=True)
+        fd = os.open(paths.driver_lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
     except OSError:  # whoever opens the run's folder says what is wrong with it
         yield
         return
