@@ -18,7 +18,8 @@ from rlhpc.runtime.cluster import Cluster
 from rlhpc.runtime.device import torch_device
 from rlhpc.runtime.errors import ConfigError, Stopped
 from rlhpc.runtime.launch.signals import MAX_RESTARTS, StopRequest
-from rlhpc.runtime.launch.sole import sole_driver
+from rlhpc.runtime.launch.sole import require_no_driver, sole_driver
+from rlhpc.runtime.paths import RunPaths
 from rlhpc.runtime.placement import HybridComponentPlacement
 from rlhpc.runtime.session import Session
 
@@ -133,6 +134,7 @@ def train(cfg: Any, *, segment: int | None = None, resume_with: bool = False) ->
         raise ConfigError(f"runner.task_type is {cfg.runner.task_type!r}; choose from {', '.join(TASKS)}")
     task = TASKS[kind]
     given = cfg
+    require_no_driver(RunPaths.of(cfg.runner.run_dir, cfg.runner.name))
     run = RunFolder.plan(cfg, segment, resume_with=resume_with)
     if segment is not None:
         make_longer(run.paths, cfg, segment)

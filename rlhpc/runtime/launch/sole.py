@@ -33,11 +33,7 @@ def sole_driver(paths: RunPaths) -> Iterator[None]:
         return
     try:
         locked, found = _locked(fd), read_json(holder)
-        if found is not None and (who := _living(found, locked)):
-            raise UserError(
-                f"{paths.root} is being trained by {who}: one run, one driver. Wait for it, end it "
-                f"({_ending(paths, found)}), or give this one a name of its own (runner.name=…)"
-            )
+        _require_dead(paths, found, locked)
         mine = {"job": os.environ.get("SLURM_JOB_ID", ""), "process": ProcessId.of(os.getpid()).to_json()}
         with contextlib.suppress(OSError):  # a full disk will be reported by whoever has something to lose
             write_json(holder, mine)
@@ -48,6 +44,31 @@ def sole_driver(paths: RunPaths) -> Iterator[None]:
                 holder.unlink(missing_ok=True)
     finally:
         os.close(fd)
+
+
+def require_no_driver(paths: RunPaths) -> None:
+    """Refuses a second driver before it looks at anything: looking for a checkpoint clears up behind saves that were killed,
+    and the live driver's is not. Writes nothing.
+
+    Raises:
+        UserError: Another driver trains this run.
+    """
+    try:
+        fd = os.open(paths.driver_lock, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+    except OSError:
+        return  # nobody has ever trained it, or whoever opens the run's folder says what is wrong with it
+    try:
+        _require_dead(paths, read_json(paths.driver_record), _locked(fd))
+    finally:
+        os.close(fd)
+
+
+def _require_dead(paths: RunPaths, found: dict[str, Any] | None, locked: bool) -> None:
+    if found is not None and (who := _living(found, locked)):
+        raise UserError(
+            f"{paths.root} is being trained by {who}: one run, one driver. Wait for it, end it "
+            f"({_ending(paths, found)}), or give this one a name of its own (runner.name=…)"
+        )
 
 
 def _locked(fd: int) -> bool:
