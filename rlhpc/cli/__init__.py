@@ -81,7 +81,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             sys.stdout.flush()  # not at the interpreter's end, which would only mutter
             return code
         except Exception as error:
-            failure = explained(error, "this command")
+            failure = explained(error, "this command", anyway=False)
             if failure is error:
                 raise
             raise failure from error

@@ -76,17 +76,20 @@ def storage_error(error: OSError, path: str | Path, what: str) -> StorageError:
     )
 
 
-def explained(error: BaseException, what: str) -> BaseException:
+def explained(error: BaseException, what: str, *, anyway: bool = True) -> BaseException:
     """`error`; or, where it or what it comes from means that there is no room, the `StorageError` that says where.
 
     Args:
         error: Anything.
         what: What was at work, to begin the message with.
+        anyway: Also where nobody can tell which file and which filesystem it was.
     """
     cause: BaseException | None = error
     while cause is not None and not isinstance(cause, UserError):
         if isinstance(cause, OSError) and cause.errno in _FULL:
             known = cause.filename or full_among(_likely())  # a failed write does not always say of what
+            if known is None and not anyway:
+                return error
             if known is None:
                 return StorageError(f"{what}: {cause.strerror}. Make room, then continue with: {GO_ON}")
             return storage_error(cause, known, f"what {what} wrote")
