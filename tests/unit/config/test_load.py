@@ -107,7 +107,7 @@ class TestValues:
         ],
     )
     def test_numbers(self, text: str, value: float) -> None:
-        assert load_config(CONFIGS / "quickstart.yaml", [f"runner.stop_return={text}"]).actor.optim.lr == value
+        assert load_config(CONFIGS / "quickstart.yaml", [f"runner.stop_return={text}"]).runner.stop_return == value
 
     @pytest.mark.parametrize("text", ["1:0", "1:3-4", "0:0-1", "1", "0-1:0-3,2:4", "all"])
     def test_a_placement_is_text(self, text: str) -> None:
