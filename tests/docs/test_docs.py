@@ -152,6 +152,14 @@ def test_every_metric_is_documented(tiny_run):
     sometimes |= {"train/success_rate", "rollout/success_rate"} | {
         f"env/lost_{what}" for what in ("ranks", "steps", "episodes")
     }
+    # All of its numbers are finite, and its loss is ppo.
+    sometimes |= {
+        "env/nonfinite",
+        "env/nonfinite_episodes",
+        "eval/nonfinite",
+        "train/nonfinite_skipped",
+        "train/behave_weight",
+    }
     assert documented - sometimes == logged - sometimes
     assert sometimes <= documented
 

@@ -105,7 +105,7 @@ def test_graph_of_three_segments(tmp_path: Path) -> None:
         assert (f"eval/step: {step}/suite: default", "report") in edges
     assert ("prepare", "train_segment/segment: 0") in edges
     assert ("train_segment/segment: 0", "train_segment/segment: 1") in edges
-    assert ("train_segment/segment: 2", "convert/step: 9") in edges
+    assert ("eval/step: 9/suite: default", "convert") in edges  # the model card has the results
     assert not (tmp_path / "runs").exists()
 
 
@@ -172,7 +172,11 @@ def jobs_of(said: str) -> set[str]:
 def test_what_a_changed_configuration_runs_again(whole: Path) -> None:
     run = whole / "runs" / "quickstart"
     assert jobs_of(snakemake(whole, "--dry-run", overrides=f"{SMALL} cluster.time=10:00")) == set()
-    assert jobs_of(snakemake(whole, "--dry-run", overrides=f"{SMALL} env.eval.num_episodes=6")) == {"eval", "report"}
+    assert jobs_of(snakemake(whole, "--dry-run", overrides=f"{SMALL} env.eval.num_episodes=6")) == {
+        "eval",
+        "convert",
+        "report",
+    }
     refused = snakemake(whole, overrides=f"{SMALL} actor.optim.lr=0.5", code=1)
     assert "actor.optim.lr: 0.001 → 0.5" in refused and "resume_with=true" in refused
     # the failing command's own exit code, and nothing after it
