@@ -5,10 +5,12 @@ from __future__ import annotations
 import errno
 import os
 import resource
+import signal
 import stat
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -33,24 +35,27 @@ def writer(request: pytest.FixtureRequest) -> Writer:
     return WRITERS[request.param]
 
 
-@pytest.fixture
+@contextmanager
 def size_limit() -> Iterator[None]:
-    """No file of this process may grow beyond 4096 bytes: the first write is cut short there, the next one fails."""
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    import signal
+    """No file of this process may grow beyond 4096 bytes: the first write is cut short there, the next one fails.
 
+    For a moment only: pytest's own output may be such a file.
+    """
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
     old = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (4096, before[1]))
-    yield
-    resource.setrlimit(resource.RLIMIT_FSIZE, before)
-    signal.signal(signal.SIGXFSZ, old)
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        signal.signal(signal.SIGXFSZ, old)
 
 
-def test_a_short_write_leaves_the_old_file(writer: Writer, tmp_path: Path, size_limit: None) -> None:
+def test_a_short_write_leaves_the_old_file(writer: Writer, tmp_path: Path) -> None:
     path = tmp_path / "file.json"
     writer(path, b"a" * 100)
     before = path.read_bytes()
-    with pytest.raises((OSError, StorageError)) as caught:
+    with pytest.raises((OSError, StorageError)) as caught, size_limit():
         writer(path, b"b" * 10_000)
     assert path.read_bytes() == before
     assert [p.name for p in tmp_path.iterdir()] == ["file.json"], "and nothing beside it"
