@@ -77,14 +77,14 @@ def test_one_bar_for_all_segments_and_every_phase_by_name(watched: Watched) -> N
 
 def test_what_the_queue_says_is_shown_until_training_begins(watched: Watched) -> None:
     watched.say(START.format(0))
-    watched.say("rlhpc: segment 0: submitted Slurm job 7; logs in runs/q\n")
-    watched.say("rlhpc: segment 0: Slurm job 7 pending: Resources\n")
-    watched.say("rlhpc: segment 0: Slurm job 7 pending: Resources\n")
+    watched.say("rlhpc: q segment 0: submitted Slurm job 7; logs in runs/q\n")
+    watched.say("rlhpc: q segment 0: Slurm job 7 pending: Resources\n")
+    watched.say("rlhpc: q segment 0: Slurm job 7 pending: Resources\n")
     watched.step(1)
-    watched.say("rlhpc: segment 0: Slurm job 7 running, step 1/4\n")
+    watched.say("rlhpc: q segment 0: Slurm job 7 running, step 1/4\n")
     watched.follower.close()
     phase, queue, bar = watched.shown.getvalue().splitlines()
-    assert (phase, queue) == ("  starting processes", "  segment 0: Slurm job 7 pending: Resources")
+    assert (phase, queue) == ("  starting processes", "  q segment 0: Slurm job 7 pending: Resources")
     assert bar.startswith("q: step 1/4, return 2.0")
 
 
