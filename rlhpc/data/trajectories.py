@@ -219,15 +219,21 @@ def _load(node: Any, depth: int = 0) -> Any:
     return {name: _load(value, depth + 1) for name, value in members(node)}
 
 
+def _arrays(name: str, value: Any) -> Iterator[tuple[str, np.ndarray]]:
+    """What a field holds, at any depth, with its dotted name."""
+    if isinstance(value, Mapping):
+        for key, part in value.items():
+            yield from _arrays(f"{name}.{key}", part)
+    elif value is not None:
+        yield name, value
+
+
 def _not_finite(trajectory: Trajectory, fields: Sequence[str]) -> str:
     """Which of the fields hold a number that is not finite, and where first; empty where none does."""
     for field in fields:
-        value = trajectory[field]
-        for name, part in value.items() if isinstance(value, Mapping) else [("", value)]:
-            rows = bad_rows(part) if part is not None else np.zeros(0, bool)
-            if rows.any():
-                called = f"{field}.{name}" if name else field
-                return f"{trajectory['source']}: {called} of step {int(np.argmax(rows))} is not finite"
+        for name, part in _arrays(field, trajectory[field]):
+            if (rows := bad_rows(part)).any():
+                return f"{trajectory['source']}: {name} of step {int(np.argmax(rows))} is not finite"
     return ""
 
 

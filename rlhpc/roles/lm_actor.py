@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import time
 from collections.abc import Generator, Iterable, Sequence
@@ -450,10 +451,11 @@ class LanguageActor(Worker):
             NonFinite: A weight is not finite.
         """
         path = Path(folder)
-        # A backend of somebody else's may not say what it holds.
+        # A backend of somebody else's may not say what it holds, nor whether it gave it away.
         held = getattr(self.backend, "held_tensors", None)
-        require_finite(held() if held is not None else (), f"step {self.version} (actor-{self.rank})")
-        self.backend.save(path)
+        with getattr(self.backend, "awake", contextlib.nullcontext)():
+            require_finite(held() if held is not None else (), f"step {self.version} (actor-{self.rank})")
+            self.backend.save(path)
         save_state(path / STATE.format(rank=self.rank), {"rng": rng_state(), "version": self.version})
 
     def load(self, folder: str) -> None:

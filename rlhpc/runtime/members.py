@@ -18,7 +18,7 @@ from rlhpc.runtime.errors import UserError, WorkerFailed
 from rlhpc.runtime.spec import WorkerSpec
 from rlhpc.runtime.steps import JobStep
 
-_TAIL_BYTES = 1500
+_TAIL_BYTES = 16384
 
 
 @dataclass
@@ -62,8 +62,17 @@ def tail(path: str) -> str:
     with contextlib.suppress(OSError):
         text = Path(path).read_bytes()[-_TAIL_BYTES:].decode(errors="replace").strip()
         if text:
-            return "\n  last lines of its log:\n" + "\n".join("    " + line for line in text.splitlines()[-12:])
+            return "\n  last lines of its log:\n" + "\n".join("    " + line for line in _telling(text.splitlines()))
     return ""
+
+
+def _telling(lines: list[str]) -> list[str]:
+    """The last lines; of what `faulthandler` wrote the thread at fault alone, without the list of all modules."""
+    fatal = [at for at, line in enumerate(lines) if line.startswith("Fatal Python error")]
+    if not fatal:
+        return lines[-12:]
+    at = next((at for at in range(fatal[-1], len(lines)) if lines[at].startswith("Current thread")), fatal[-1] + 1)
+    return [*lines[: fatal[-1]][-3:], lines[fatal[-1]], *lines[at : at + 8]]
 
 
 def death(spec: WorkerSpec, status: int, said: str = "") -> WorkerFailed:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import faulthandler
 import logging
 import os
 import pickle
@@ -114,6 +115,7 @@ def describe(error: BaseException) -> dict[str, Any]:
 def run_worker(spec: WorkerSpec, on_sigterm: Callable[[], None] | None = None) -> int:
     """The life of a worker; returns its exit status. `on_sigterm` is done before SIGTERM ends it."""
     _redirect(spec)
+    faulthandler.enable()  # what a fault in a library's own code was called from
     ignore_job_signals()
     if on_sigterm is not None:
         before_sigterm(on_sigterm)

@@ -202,9 +202,10 @@ class LanguageModelBackend:
 
     def held_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """What this rank holds of the weights, in whatever dtype: its shards, where they are sharded."""
-        for name, parameter in self.module.named_parameters():
-            held = getattr(parameter, "ds_tensor", parameter.detach())  # DeepSpeed's ZeRO-3, and then DTensor
-            yield name, getattr(held, "_local_tensor", held)
+        with self.awake():
+            for name, parameter in self.module.named_parameters():
+                held = getattr(parameter, "ds_tensor", parameter.detach())  # DeepSpeed's ZeRO-3, and then DTensor
+                yield name, getattr(held, "_local_tensor", held)
 
     # -- pieces ---------------------------------------------------------------------------------------------------
 

@@ -78,7 +78,7 @@ def test_an_observation_is_left_out_with_what_its_slot_brought(
     assert kept(run) == [3, 4]
     assert [row.get("env/nonfinite", 0) for row in run.rows()] == [0, 0, 16, 0]
     assert all(value is not None for row in run.rows() for value in row.values())
-    assert cli.main(["eval", "--run", str(run.root), "env.eval.kwargs={what: always}"]) == 1
+    assert cli.main(["eval", "--run", str(run.root), "--trust-checkpoint-code", "env.eval.kwargs={what: always}"]) == 1
     said = capsys.readouterr().err
     assert "4 of 4 episodes of nonfinite_things:Spoiled-v0 have a return that is not finite" in said
     assert "the policy's weights are finite" in said and not (run.root / "eval").exists()

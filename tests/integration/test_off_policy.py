@@ -190,11 +190,11 @@ def test_pendulum_is_learned_and_the_checkpoint_evaluated_and_exported(tmp_path,
 @pytest.mark.parametrize(
     ("override", "words"),
     [
-        ("algorithm.demo_buffer.ratio=1.5", "must not be above 1"),
+        ("algorithm.demo_buffer.ratio=1.5", "must lie between 0 and 1"),
         ("algorithm.replay_buffer.size=32", "min_buffer_size"),
         ("algorithm.demo_buffer.load_path=nowhere.h5", "no such file"),
         ("algorithm.loss_type=ppo", "sac"),
-        ("algorithm.tau=0", "greater than 0"),
+        ("algorithm.tau=0", "must be above 0 and at most 1"),
         ("env.train.env_id=CartPole-v1", "bounded continuous actions"),
     ],
 )

@@ -16,7 +16,6 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-os.environ.setdefault("RLHPC_VIRTUAL_ACCELERATORS", "1")  # its GPUs are numbers
 
 from tests.slurm.cluster import SlurmCluster, Variant, best_variant, missing
 
@@ -25,6 +24,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.path.is_relative_to(Path(__file__).parent):
             item.add_marker(pytest.mark.slurm)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def virtual_accelerators() -> Iterator[None]:
+    """The cluster's GPUs are numbers. For these tests alone: the others, too, load this file."""
+    with pytest.MonkeyPatch.context() as patch:
+        if "RLHPC_VIRTUAL_ACCELERATORS" not in os.environ:
+            patch.setenv("RLHPC_VIRTUAL_ACCELERATORS", "1")
+        yield
 
 
 @contextmanager

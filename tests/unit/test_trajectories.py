@@ -149,6 +149,15 @@ def test_bad_files(tmp_path: Path, damage: Any, said: str) -> None:
         list(read_trajectories(path))
 
 
+def test_a_number_that_is_not_finite_is_named_at_any_depth(tmp_path: Path) -> None:
+    bad = episode()
+    bad["env_states"]["actors"]["cube"][2, 0] = np.nan
+    path = write(tmp_path / "a.h5", episode(), bad)
+    with pytest.raises(ConfigError, match=r"traj_1: env_states\.actors\.cube of step 2 is not finite"):
+        list(read_trajectories(path, require=("actions", "env_states")))
+    assert len(list(read_trajectories(path))) == 2  # nobody asked for it
+
+
 # -- LeRobot ------------------------------------------------------------------------------------------------------------
 
 

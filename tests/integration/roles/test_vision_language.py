@@ -62,7 +62,7 @@ def test_imitation_then_grpo_with_action_tokens(here: Path) -> None:
     # The trainer finds the log-probs that the rollout acted with.
     assert row["train/approx_kl"] == pytest.approx(0, abs=1e-6) and row["train/grad_norm"] > 0
     assert row["rollout/env_steps"] == 4 * 6 * 2 and row["train/value_loss"] == 0
-    assert cli.main(["eval", "--run", "runs/grpo", "--step", "latest"]) == 0
+    assert cli.main(["eval", "--run", "runs/grpo", "--step", "latest", "--trust-checkpoint-code"]) == 0
 
 
 def test_ppo_of_pi0_with_adapters(here: Path) -> None:

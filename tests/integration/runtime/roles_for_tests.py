@@ -55,6 +55,11 @@ class Probe(Worker):
     def leave(self, status: int) -> None:
         os._exit(status)
 
+    def fault(self) -> None:
+        import ctypes
+
+        ctypes.string_at(0)
+
     def start_child(self) -> int:
         import subprocess
 

@@ -211,6 +211,13 @@ def test_a_worker_that_exits_by_itself_is_a_failure(launch):
         group.leave(3).wait()
 
 
+def test_a_fault_below_python_names_what_called_it(launch):
+    group = launch(1, "faulty")
+    with pytest.raises(WorkerFailed, match=r"killed by signal 11(?s:.)*Current thread(?s:.)* in fault\n") as caught:
+        group.fault().wait()
+    assert "Extension modules" not in str(caught.value)
+
+
 def test_a_stopped_worker_is_not_taken_for_dead(launch):
     group = launch(1, "stopped")
     pid = group.identity().wait()[0]["pid"]

@@ -31,6 +31,8 @@ def mesh() -> Iterator[DeviceMesh]:
     """One rank, whose device would be an accelerator."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
+    if dist.is_initialized():  # an engine of an earlier test in this process left its own
+        dist.destroy_process_group()
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=1)
     yield init_device_mesh("cuda", (1,))
     dist.destroy_process_group()
