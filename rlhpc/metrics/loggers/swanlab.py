@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import uuid
 from collections.abc import Mapping
 from pathlib import Path
@@ -37,6 +38,7 @@ class SwanLabLogger:
         run.memory.setdefault("id", uuid.uuid4().hex[:16])
         folder = run.folder / "swanlab"
         folder.mkdir(exist_ok=True)
+        _remove_empty(folder)
         last = None if resume_step is None else _last_step(folder, run.memory["id"])
         with printing_to_stderr():
             made = swanlab.Settings(**settings)
@@ -58,6 +60,14 @@ class SwanLabLogger:
         if self._run is not None:
             with printing_to_stderr():
                 self._run.finish()
+
+
+def _remove_empty(folder: Path) -> None:
+    """Removes what starts left that were killed before anything of them was written: `swanlab sync` of several folders
+    ends at the first one without a record. SwanLab writes in pieces of 8 KiB."""
+    for path in folder.glob("run-*/run-*.swanlab"):
+        if next(records(path), None) is None:
+            shutil.rmtree(path.parent)
 
 
 def _last_step(folder: Path, run_id: str) -> int | None:

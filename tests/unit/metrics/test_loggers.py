@@ -16,6 +16,7 @@ from rlhpc.metrics import MetricLogger, read_metrics
 from rlhpc.metrics.loggers import RunFacts, check_loggers, feed
 from rlhpc.metrics.loggers.public import public_config
 from rlhpc.metrics.loggers.record_log import records
+from rlhpc.metrics.loggers.swanlab import _remove_empty
 from rlhpc.runtime.errors import ConfigError
 from rlhpc.runtime.paths import RunPaths
 
@@ -173,10 +174,25 @@ def test_a_services_config_has_no_secrets(monkeypatch: pytest.MonkeyPatch) -> No
     assert shown["terms"][0]["kwargs"]["url"] == "http://***@host/x?api_key=***&n=1" and shown["empty_token"] is None
 
 
-def test_records_of_a_torn_file(tmp_path: Path) -> None:
-    def fragment(kind: int, data: bytes) -> bytes:
-        return b"crc!" + len(data).to_bytes(2, "little") + bytes([kind]) + data
+def fragment(kind: int, data: bytes) -> bytes:
+    """Of a LevelDB log."""
+    return b"crc!" + len(data).to_bytes(2, "little") + bytes([kind]) + data
 
+
+def test_starts_that_left_no_record_are_removed(tmp_path: Path) -> None:
+    contents = {
+        "empty": b"", "header": b"HEADER!", "torn": b"HEADER!" + fragment(1, b"start")[:-1],
+        "whole": b"HEADER!" + fragment(1, b"start"), "killed": b"HEADER!" + fragment(1, b"start") + b"torn",
+    }  # fmt: skip
+    for name, content in contents.items():
+        (tmp_path / f"run-{name}/files").mkdir(parents=True)
+        (tmp_path / f"run-{name}/run-id.swanlab").write_bytes(content)
+    (tmp_path / "debug").mkdir()
+    _remove_empty(tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["debug", "run-killed", "run-whole"]
+
+
+def test_records_of_a_torn_file(tmp_path: Path) -> None:
     room = 32768 - 7 - len(fragment(1, b"one")) - 7
     whole = b"HEADER!" + fragment(1, b"one") + fragment(2, b"a" * room) + fragment(4, b"bc") + fragment(1, b"last")
     file = tmp_path / "log"
