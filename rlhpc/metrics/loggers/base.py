@@ -13,7 +13,9 @@ from typing import Any, Protocol
 
 from rlhpc.runtime.errors import ConfigError
 
-_printing = threading.Lock()
+_switching = threading.Lock()
+_printing = 0
+_stdout = sys.stdout
 
 
 @dataclass(frozen=True)
@@ -60,6 +62,23 @@ class RunLogger(Protocol):
         """The end of this start; the run may be resumed later. Also called after a failure of `open` or `log`."""
 
 
+class ServiceLogger:
+    """What the loggers share whose library has an object for a run, with `log` and `finish`; `open` puts it into `_run`."""
+
+    _run: Any = None
+
+    def log(self, step: int, row: Mapping[str, float]) -> None:
+        self._run.log(dict(row), step=step)
+
+    def commit(self) -> None:
+        """The library writes by itself; what a killed start had in memory is handed over again at a resume."""
+
+    def close(self) -> None:
+        if self._run is not None:
+            with printing_to_stderr():
+                self._run.finish()
+
+
 def require(module: str, extra: str) -> Any:
     """Imports a package that not everybody has.
 
@@ -77,6 +96,17 @@ def require(module: str, extra: str) -> Any:
 
 @contextlib.contextmanager
 def printing_to_stderr() -> Iterator[None]:
-    """For libraries that print: standard output belongs to rlhpc's own results."""
-    with _printing, contextlib.redirect_stdout(sys.stderr):
+    """For libraries that print: standard output belongs to rlhpc's own results. Several threads may be in here at once, and
+    none waits for another, whose service may hang: the last one to leave puts standard output back."""
+    global _printing, _stdout
+    with _switching:
+        if not _printing:
+            _stdout, sys.stdout = sys.stdout, sys.stderr
+        _printing += 1
+    try:
         yield
+    finally:
+        with _switching:
+            _printing -= 1
+            if not _printing:
+                sys.stdout = _stdout

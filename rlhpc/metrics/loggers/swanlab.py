@@ -5,15 +5,14 @@ from __future__ import annotations
 import os
 import shutil
 import uuid
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from rlhpc.metrics.loggers.base import RunFacts, printing_to_stderr, require
+from rlhpc.metrics.loggers.base import RunFacts, ServiceLogger, printing_to_stderr, require
 from rlhpc.metrics.loggers.record_log import records
 
 
-class SwanLabLogger:
+class SwanLabLogger(ServiceLogger):
     """A run of SwanLab; offline, in `<run>/swanlab`, where nobody is logged in."""
 
     def __init__(self, *, project: str = "rlhpc", mode: str | None = None, **options: Any) -> None:
@@ -24,7 +23,6 @@ class SwanLabLogger:
             options: Further arguments of `swanlab.init`: workspace, group, tags, settings…
         """
         self._project, self._mode, self._options = project, mode, options
-        self._run: Any = None
 
     def open(self, run: RunFacts, resume_step: int | None) -> int | None:
         with printing_to_stderr():
@@ -49,17 +47,6 @@ class SwanLabLogger:
             }  # fmt: skip
             self._run = swanlab.init(**arguments, settings=made)
         return last
-
-    def log(self, step: int, row: Mapping[str, float]) -> None:
-        self._run.log(dict(row), step=step)
-
-    def commit(self) -> None:
-        """What SwanLab still has in memory when it is killed is handed over again at a resume."""
-
-    def close(self) -> None:
-        if self._run is not None:
-            with printing_to_stderr():
-                self._run.finish()
 
 
 def _remove_empty(folder: Path) -> None:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
 from typing import Any
 
-from rlhpc.metrics.loggers.base import RunFacts, printing_to_stderr, require
+from rlhpc.metrics.loggers.base import RunFacts, ServiceLogger, printing_to_stderr, require
 
 
-class TrackioLogger:
+class TrackioLogger(ServiceLogger):
     """A run of Trackio; in `<run>/trackio` unless a Space or a server is named."""
 
     def __init__(self, *, project: str = "rlhpc", **options: Any) -> None:
@@ -19,7 +18,6 @@ class TrackioLogger:
             options: Further arguments of `trackio.init`: space_id, server_url, group, auto_log_gpu…
         """
         self._project, self._options = project, options
-        self._run: Any = None
 
     def open(self, run: RunFacts, resume_step: int | None) -> int | None:
         os.environ.setdefault("TRACKIO_DIR", str(run.folder / "trackio"))
@@ -40,14 +38,3 @@ class TrackioLogger:
         # Where the run's next row would go; asked of its database or server, whichever it has.
         following = int(getattr(self._run, "_next_step", 0))
         return following - 1 if resume_step is not None and following > 0 else None
-
-    def log(self, step: int, row: Mapping[str, float]) -> None:
-        self._run.log(dict(row), step=step)
-
-    def commit(self) -> None:
-        """Its own thread writes twice a second."""
-
-    def close(self) -> None:
-        if self._run is not None:
-            with printing_to_stderr():
-                self._run.finish()

@@ -14,6 +14,7 @@ from omegaconf import OmegaConf
 
 from rlhpc.metrics import MetricLogger, read_metrics
 from rlhpc.metrics.loggers import RunFacts, check_loggers, feed
+from rlhpc.metrics.loggers.base import printing_to_stderr
 from rlhpc.metrics.loggers.public import public_config
 from rlhpc.metrics.loggers.record_log import records
 from rlhpc.metrics.loggers.swanlab import _remove_empty
@@ -172,6 +173,30 @@ def test_a_services_config_has_no_secrets(monkeypatch: pytest.MonkeyPatch) -> No
         "max_new_tokens": 256, "logprob_type": "token_level", "hf_token": "***", "seed": "${oc.env:OWN_TOKEN}"
     }  # fmt: skip
     assert shown["terms"][0]["kwargs"]["url"] == "http://***@host/x?api_key=***&n=1" and shown["empty_token"] is None
+
+
+def test_a_service_that_hangs_holds_up_no_other_and_stdout_comes_back() -> None:
+    inside, leave = threading.Event(), threading.Event()
+
+    def hang() -> None:
+        with printing_to_stderr():
+            inside.set()
+            leave.wait(60)
+
+    def come_and_go() -> None:
+        with printing_to_stderr():
+            assert sys.stdout is sys.stderr
+
+    before = sys.stdout
+    hanging, other = (threading.Thread(target=target, daemon=True) for target in (hang, come_and_go))
+    hanging.start()
+    assert inside.wait(30)
+    other.start()
+    other.join(30)
+    assert not other.is_alive() and sys.stdout is sys.stderr
+    leave.set()
+    hanging.join(30)
+    assert sys.stdout is before
 
 
 def fragment(kind: int, data: bytes) -> bytes:
