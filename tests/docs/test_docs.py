@@ -18,7 +18,7 @@ import rlhpc
 from rlhpc import reference
 from rlhpc.cli import build_parser
 from rlhpc.config import reference as config_reference
-from rlhpc.config.load import all_keys
+from rlhpc.config.load import all_keys, load_config
 from rlhpc.runtime.launch.claim import SegmentFiles
 from rlhpc.runtime.paths import RunPaths
 
@@ -26,7 +26,9 @@ ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
 PAGES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "config" / "README.md", *DOCS.rglob("*.md")])
 #: Pages whose commands and code run here, from top to bottom.
-RUNNABLE = sorted([*DOCS.glob("how-to/add-*.md"), DOCS / "how-to/extend.md", DOCS / "how-to/resume.md"])
+RUNNABLE = sorted(
+    [*DOCS.glob("how-to/add-*.md"), DOCS / "how-to/extend.md", DOCS / "how-to/loggers.md", DOCS / "how-to/resume.md"]
+)
 SMALL = (
     "runner.max_steps=2", "runner.segments=1", "runner.save_interval=1", "algorithm.rollout_steps=32",
     "algorithm.update_epochs=1", "env.eval.num_episodes=2",
@@ -101,6 +103,18 @@ def test_files_of_the_project_exist(page):
     for name in re.findall(r"(?<![\w/….<>~-])((?:configs|profiles|examples|tests)/[\w/.+-]*\w)", page.read_text()):
         own = name.startswith(("configs/mine", "configs/site/mycluster")) or name == "configs/site"
         assert own or (ROOT / name).exists(), f"{page.name}: {name}"
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if blocks(page, "yaml")], ids=name_of)
+def test_yaml_is_part_of_a_configuration(page, tmp_path):
+    """Of one in `configs/mine`; of the quickstart's where it does not say."""
+    for name in ("base", "quickstart.yaml"):
+        (tmp_path / name).symlink_to(ROOT / "configs" / name)
+    (tmp_path / "mine").mkdir()
+    for content in blocks(page, "yaml"):
+        own = "" if content.startswith("defaults:") else "defaults: [../quickstart.yaml]\n"
+        (tmp_path / "mine/page.yaml").write_text(own + content)
+        load_config(tmp_path / "mine/page.yaml", check=False)
 
 
 # -- reference --------------------------------------------------------------------------------------------------------
@@ -265,5 +279,5 @@ def test_the_pages_commands_and_code_run(page, tmp_path):
                 run(["bash", "-c", SHELL + content], tmp_path, **environment)
         elif language == "python":
             run([sys.executable, "-c", content], tmp_path, **environment)
-        else:
+        elif language != "yaml":  # test_yaml_is_part_of_a_configuration
             pytest.fail(f"{page.name}: a block of {language} that no test runs")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import time
 from pathlib import Path
@@ -42,9 +43,30 @@ def session(pid: int) -> int:
         return 0
 
 
+needs_services = pytest.mark.skipif(not PYTHON, reason="RLHPC_LOGGERS_PYTHON names no Python (envs/loggers.txt)")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(120)
+@needs_services
+def test_the_pages_commands_are_the_services_own() -> None:
+    """Each has the command and the options that docs/how-to/loggers.md says how to look at a run with."""
+    rows = re.findall(r"^\| `(\w+)` \|.*\|(.*)\|$", (ROOT / "docs/how-to/loggers.md").read_text(), re.M)
+    seen = []
+    for service, shown in rows:
+        for command in re.findall(rf"(?<!/){service} (\w+)", shown):
+            seen.append(service)
+            argv = [str(Path(str(PYTHON)).parent / service), command, "--help"]
+            said = subprocess.run(argv, capture_output=True, text=True, timeout=60)
+            assert said.returncode == 0, said.stderr
+            for option in re.findall(r"--[a-z-]+", shown):
+                assert option in said.stdout, (service, command, option)
+    assert sorted(seen) == ["mlflow", "swanlab", "trackio", "wandb"]
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-@pytest.mark.skipif(not PYTHON, reason="RLHPC_LOGGERS_PYTHON names no Python (envs/loggers.txt)")
+@needs_services
 def test_a_killed_run_goes_on_in_the_same_one_with_each_row_once(tmp_path: Path) -> None:
     start(tmp_path, "write", "1", "5", "-", "kill", kill=True)  # as if the last checkpoint were that of step 3
     before = json.loads((tmp_path / "run/loggers.json").read_text())
