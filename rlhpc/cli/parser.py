@@ -15,6 +15,7 @@ import rlhpc
 Command = Callable[[argparse.Namespace], int]
 OVERRIDES = "key=value of the configuration, such as runner.max_steps=20; the value is YAML"
 SITE = "site file of the cluster, by name or path (default: what RLHPC_SITE says)"
+RESUME_WITH = "go on with a run although the configuration now says that something else is trained"
 RUN = "run folder, or the run's configuration file (with the overrides it was started with)"
 
 

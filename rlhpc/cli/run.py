@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from rlhpc import share
-from rlhpc.cli.parser import SITE, add_command, add_words
+from rlhpc.cli.parser import RESUME_WITH, SITE, add_command, add_words
 from rlhpc.runtime.errors import ConfigError, RlhpcError
 from rlhpc.runtime.paths import RunPaths
 
@@ -81,6 +81,8 @@ def command_of(args: argparse.Namespace) -> list[str]:
     config = [f"run={args.config}", f"overrides={json.dumps(args.overrides)}"]
     if args.site:
         config.append(f"site={args.site}")
+    if args.resume_with:
+        config.append("resume_with=true")
     further = [*args.further]
     at = further.index("--config") + 1 if "--config" in further else 0  # of several, Snakemake reads the last only
     further[at:at] = config if at else ["--config", *config, *(["--"] if further[:1] and further[0][0] != "-" else [])]
@@ -98,6 +100,7 @@ def same_command(args: argparse.Namespace) -> str:
     words = [program, "run", args.config, *args.overrides]
     words += ["--profile", args.profile] if args.profile != "local" else []
     words += ["--site", args.site] if args.site else []
+    words += ["--resume-with"] if args.resume_with else []
     return shlex.join([*words, *(["--", *args.further] if args.further else [])])
 
 
@@ -281,4 +284,5 @@ def add_commands(commands: Any) -> None:
         "(default: local)",
     )  # fmt: skip
     run.add_argument("--site", help=SITE)
+    run.add_argument("--resume-with", action="store_true", help=RESUME_WITH)
     run.add_argument("-n", "--dry-run", action="store_true", help="show what would be done")

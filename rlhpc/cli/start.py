@@ -10,7 +10,7 @@ import sys
 from typing import Any
 
 from rlhpc.cli.named import run_paths
-from rlhpc.cli.parser import RUN, SITE, add_command, add_words
+from rlhpc.cli.parser import RESUME_WITH, RUN, SITE, add_command, add_words
 from rlhpc.runtime.errors import ConfigError
 from rlhpc.runtime.paths import RunPaths
 
@@ -32,7 +32,6 @@ _EXAMPLES = {
     ),
     "cancel": ("rlhpc cancel runs/quickstart",),
 }
-_RESUME_WITH = "go on with a run although the configuration now says that something else is trained"
 
 
 def _plan(args: argparse.Namespace) -> int:
@@ -151,7 +150,7 @@ def add_commands(commands: Any) -> None:
     )
     add_words(train, config="YAML file of the run")
     train.add_argument("--segment", type=int, help="train only this segment (0, 1, …), from the checkpoint before it")
-    train.add_argument("--resume-with", action="store_true", help=_RESUME_WITH)
+    train.add_argument("--resume-with", action="store_true", help=RESUME_WITH)
     submit = add_command(
         commands,
         "submit",
@@ -162,7 +161,7 @@ def add_commands(commands: Any) -> None:
     add_words(submit, config="YAML file of the run")
     submit.add_argument("--segment", type=int, default=0, help="segment to train (default 0)")
     submit.add_argument("--executor", choices=("auto", "local", "slurm"), default="auto", help="who runs the job")
-    submit.add_argument("--resume-with", action="store_true", help=_RESUME_WITH)
+    submit.add_argument("--resume-with", action="store_true", help=RESUME_WITH)
     submit.add_argument("--site", help=SITE)
     submit.add_argument("--no-wait", action="store_true", help="return once the job is submitted")
     submit.add_argument("--deadline", type=float, help="seconds after which to stop waiting (the job goes on)")
