@@ -204,7 +204,7 @@ def test_sft_then_evaluation_and_export(tmp_path: Path) -> None:
     run.train("runner.max_steps=12")
     losses = [row["train/loss"] for row in run.rows()]
     assert losses[-1] < losses[0] - 0.5
-    run.rlhpc("eval", "--run", str(run.root), "--suite", "held_out")
+    run.rlhpc("eval", "--run", str(run.root), "--suite", "held_out", "--trust-checkpoint-code")
     result = json.loads((run.root / "eval" / "global_step_12" / "held_out.json").read_text())
     assert (result["suite"], result["global_step"], result["n"]) == ("held_out", 12, 10)
     run.rlhpc("convert", "--run", str(run.root))
