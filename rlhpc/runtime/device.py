@@ -10,6 +10,9 @@ from rlhpc.runtime.errors import ConfigError
 #: Set where accelerators are only a number: `Cluster.local` and the tests' Slurm have nodes with some that are not there.
 VIRTUAL = "RLHPC_VIRTUAL_ACCELERATORS"
 
+#: From which driver on (the newest CUDA that it takes) a build of torch runs, the newest build first.
+_BUILDS = (((13, 0), "cu130"), ((12, 8), "cu128"))
+
 
 def landing_device(sent: str) -> str:
     """Where a tensor that lay on the device `sent` of another process goes: this process's own accelerator, whatever its
@@ -40,16 +43,30 @@ def torch_device(granted: Sequence[int], environ: Mapping[str, str] = os.environ
         return "cuda"
     if environ.get(VIRTUAL):
         return "cuda" if seen else "cpu"
-    mask = environ.get("CUDA_VISIBLE_DEVICES")
-    if torch.version.cuda is None and torch.version.hip is None:
-        why = "which is built for the CPU; install the other build: RLHPC_TORCH=auto bash envs/setup.sh"
-    else:
-        built = f"CUDA {torch.version.cuda}" if torch.version.cuda else f"ROCm {torch.version.hip}"
-        why = (
-            f"which is built for {built} and finds {seen} of them (CUDA_VISIBLE_DEVICES={mask}); look at that "
-            "node's driver with nvidia-smi, or take a build for it: RLHPC_TORCH=cu126 bash envs/setup.sh"
-        )
+    why, do = why_unseen(seen, torch.version.cuda, torch.version.hip, environ.get("CUDA_VISIBLE_DEVICES"))
     raise ConfigError(
         f"accelerators {', '.join(map(str, granted))} of {os.uname().nodename} were granted, but cannot be used by torch "
-        f"{torch.__version__}, {why}; or do without them: cluster.accelerators_per_node=0"
+        f"{torch.__version__}, which {why}; {do}; or do without them: cluster.accelerators_per_node=0"
     )
+
+
+def why_unseen(seen: int, cuda: str | None, hip: str | None, mask: str | None, driver: str = "") -> tuple[str, str]:
+    """Why torch sees fewer accelerators than were granted ("torch 2.13, which …"), and what to do about it.
+
+    Args:
+        seen: How many it sees.
+        cuda, hip: What it is built for.
+        mask: CUDA_VISIBLE_DEVICES.
+        driver: The newest CUDA that the node's driver takes, where that is known.
+    """
+    if not cuda and not hip:
+        build = next((build for since, build in _BUILDS if _number(driver) >= since), "cu126") if driver else "auto"
+        return "is built for the CPU", f"install the other build: RLHPC_TORCH={build} bash envs/setup.sh"
+    return (
+        f"is built for {f'CUDA {cuda}' if cuda else f'ROCm {hip}'} and finds {seen} of them (CUDA_VISIBLE_DEVICES={mask})",
+        "look at that node's driver with nvidia-smi, or take a build for it: RLHPC_TORCH=cu126 bash envs/setup.sh",
+    )
+
+
+def _number(version: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in version.split("."))

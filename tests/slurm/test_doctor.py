@@ -96,6 +96,14 @@ def test_a_good_cluster(doctor: Doctor) -> None:
     for what in ("het jobs", "requeue", "shared folder", "interface", "ports", "GPU mask", "GPUs of gpu", "Python"):
         if doctor.cluster.nodes_are_hosts or what != "interface":
             assert line_of(lines, what)["level"] == "pass", line_of(lines, what)
+    assert line_of(lines, "GPUs in torch")["level"] == "warn"  # they are only a number here
+
+
+def test_gpus_that_are_not_there(doctor: Doctor) -> None:
+    """Torch is asked on the nodes themselves; it sees none of the cluster's, which are only a number."""
+    lines = doctor(code=1, RLHPC_VIRTUAL_ACCELERATORS="")
+    assert list(failed(lines)) == ["GPUs in torch"]
+    assert failed(lines)["GPUs in torch"].startswith("gpu1, gpu2: granted 2, torch sees 0: torch ")
 
 
 def test_a_wrong_partition(slurm: SlurmCluster, tmp_path: Path) -> None:

@@ -48,6 +48,7 @@ def examine(section: Any, folder: Path, *, start_s: float = 60.0, most_nodes: in
     lines += checks.walltime(facts, site) + checks.preemption(facts, site)
     lines += nodes.started(probed.jobs) + nodes.shared_folder(probed)
     lines += nodes.interface(probed, site) + nodes.ports(probed) + nodes.gpu_masks(probed, os.environ)
+    lines += nodes.gpus_in_torch(probed, os.environ)
     lines += nodes.python(probed) + nodes.shared_memory(probed) + nodes.node_disks(probed, site)
     return lines + nodes.simulators(probed) + nodes.clocks(probed) + nodes.limits(probed)
 

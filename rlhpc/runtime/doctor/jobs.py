@@ -18,9 +18,11 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
-from rlhpc.runtime.doctor import probe
+from rlhpc.runtime.device import VIRTUAL
+from rlhpc.runtime.doctor import probe, torch_probe
 from rlhpc.runtime.doctor.slurm import Group, Site, SlurmFacts, ask, parse_records, usable
 from rlhpc.runtime.import_paths import LEAVE_FOLDER
 from rlhpc.runtime.network import node_addresses
@@ -29,7 +31,10 @@ from rlhpc.runtime.steps import step_environment
 PACKAGES = ("rlhpc", "torch", "zmq", "submitit")
 _PATIENCE_S = 10.0
 _ANSWER_S = 40.0
+_TORCH_S = 60.0
 _MEMORY = "500M"
+#: Torch with its libraries, and what CUDA and NCCL keep on the host.
+_MEMORY_WITH_TORCH = "4G"
 _POLL_S = 1.0
 
 
@@ -40,11 +45,11 @@ class ProbeJob:
     Attributes:
         partition: Where; None is the default partition.
         labels: Node groups of the site that are in it.
-        gpus: GPUs a node that it asks for, and `gres` in Slurm's words.
+        gpus: GPUs a node that it asks for, and `gres` in Slurm's words: two where there are, for an all-reduce.
         nodes: Nodes that it asks for, of `usable_nodes` that could start a job now.
         error: Why it did not run; `reason` is Slurm's word for why it waits.
         requeue: What Slurm made of `--requeue`: "1", "0", or "" where it does not tell.
-        hello, peers: What each node said of itself, and of the others.
+        hello, peers, torch: What each node said of itself, of the others, and of GPUs in torch.
         offsets: Seconds that each node's clock is ahead, and how sure that is.
         seen: How this side saw each node's file: `{"ms": …}` or `{"error": …}`.
     """
@@ -62,6 +67,7 @@ class ProbeJob:
     requeue: str = ""
     hello: dict[str, dict[str, Any]] = field(default_factory=dict)
     peers: dict[str, dict[str, Any]] = field(default_factory=dict)
+    torch: dict[str, dict[str, Any]] = field(default_factory=dict)
     offsets: dict[str, tuple[float, float]] = field(default_factory=dict)
     seen: dict[str, dict[str, Any]] = field(default_factory=dict)
 
@@ -85,20 +91,27 @@ def plan_jobs(site: Site, facts: SlurmFacts, most_nodes: int) -> list[ProbeJob]:
             options.append(f"--constraint={first.constraint}")
         count = max(1, min(most_nodes, ready))
         labels = tuple(group.label for group in groups)
-        gres = f"{first.gres or 'gpu'}:1" if wants else None
-        jobs.append(ProbeJob(partition, labels, tuple(options), gres, int(wants), count, ready))
+        gpus = min(2, *(first.matches(node.get("Gres", "")) for node in with_gpus)) if wants else 0
+        gres = f"{first.gres or 'gpu'}:{gpus}" if wants else None
+        jobs.append(ProbeJob(partition, labels, tuple(options), gres, gpus, count, ready))
     return jobs
 
 
 def script_of(job: ProbeJob, site: Site, seconds: int) -> str:
     """The batch script. It does nothing: the probe comes as a step."""
+    memory = _MEMORY_WITH_TORCH if job.gpus else _MEMORY
     options = [
         "--job-name=rlhpc-doctor", "--output=/dev/null", "--error=/dev/null", "--requeue",
         *([f"--partition={job.partition}"] if job.partition else []), *job.options,
-        f"--nodes={job.nodes}", "--ntasks-per-node=1", "--cpus-per-task=1", f"--mem={_MEMORY}",
+        f"--nodes={job.nodes}", "--ntasks-per-node=1", "--cpus-per-task=1", f"--mem={memory}",
         f"--time={math.ceil(seconds / 60)}", *([f"--gres={job.gres}"] if job.gres else []), *site.sbatch,
     ]  # fmt: skip
     return "\n".join(["#!/bin/bash", *(f"#SBATCH {option}" for option in options), f"exec sleep {seconds}", ""])
+
+
+def source_of(module: ModuleType) -> str:
+    """What `python -c` runs it with."""
+    return f"{LEAVE_FOLDER}; exec(compile({inspect.getsource(module)!r}, {module.__name__!r}, 'exec'))"
 
 
 class _Step:
@@ -111,8 +124,7 @@ class _Step:
         ]  # fmt: skip
         setup = "\n".join(site.setup)
         shell = f'{{ :\n{setup}\n}} >&2 </dev/null; p=$1; [ -x "$p" ] || p=python3; exec "$p" -c "$2"'
-        source = f"{LEAVE_FOLDER}; exec(compile({inspect.getsource(probe)!r}, 'probe', 'exec'))"
-        command = [*site.container, "bash", "-c", shell, "rlhpc-doctor", sys.executable, source]
+        command = [*site.container, "bash", "-c", shell, "rlhpc-doctor", sys.executable, source_of(probe)]
         # as a job's batch step gets it: with a mask that lies about in this shell
         masks = {name: os.environ[name] for name in ("CUDA_VISIBLE_DEVICES",) if name in os.environ}
         self.process = subprocess.Popen(
@@ -162,7 +174,8 @@ class _Step:
             between, half = (self.sent_at + now) / 2, (now - self.sent_at) / 2
             self.job.offsets[self._node_of[task]] = (content["now"] - between, half)
         elif task in self._node_of:
-            self.job.peers[self._node_of[task]] = content
+            said = self.job.torch if kind == "torch" else self.job.peers
+            said[self._node_of[task]] = content
 
     @property
     def last_words(self) -> str:
@@ -243,20 +256,25 @@ def run_probes(jobs: Sequence[ProbeJob], site: Site, folder: Path, *, start_s: f
                 _write(canary / "login", token)
             except OSError as error:
                 probed.folder_error = error.strerror or str(error)
-            limit = int(start_s + 2 * _ANSWER_S + 20)
+            asked = not os.environ.get(VIRTUAL) and any(job.gpus for job in jobs)
+            limit = int(start_s + 2 * _ANSWER_S + asked * _TORCH_S + 20)
             for job in jobs:
                 _submit(job, site, limit)
             plan = {
                 "token": token, "canary": str(canary), "patience_s": _PATIENCE_S, "limit_s": limit,
                 "packages": PACKAGES, "scratch": site.scratch,
             }  # fmt: skip
+            torch = {"torch": source_of(torch_probe), "torch_s": _TORCH_S} if asked else {}
             for job in _started(jobs, start_s):
                 steps.append(_Step(job, site))
-                steps[-1].send(plan)
+                steps[-1].send({**plan, **torch} if job.gpus else plan)
             _until(lambda: all(step.over or len(step.job.hello) == step.job.nodes for step in steps), _ANSWER_S)
             _look_for_files(probed, canary, token)
             _introduce(steps, site, canary, token)
             _until(lambda: all(step.over or len(step.job.peers) == step.job.nodes for step in steps), _ANSWER_S)
+            if asked:
+                with_torch = [step for step in steps if step.job.gpus]
+                _until(lambda: all(step.over or len(step.job.torch) == step.job.nodes for step in with_torch), _TORCH_S)
             for step in steps:
                 step.end()
                 if not step.job.hello:

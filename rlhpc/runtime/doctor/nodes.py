@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from rlhpc.runtime.allocation import visible_accelerators
+from rlhpc.runtime.device import VIRTUAL, why_unseen
 from rlhpc.runtime.doctor.jobs import Probed, ProbeJob
 from rlhpc.runtime.doctor.report import Line, names, size
 from rlhpc.runtime.doctor.slurm import Site
@@ -177,6 +178,66 @@ def gpu_masks(probed: Probed, environ: Mapping[str, str]) -> list[Line]:
     if right and not problems:
         lines.append(Line("pass", "GPU mask", f"as asked for on {names(right)}"))
     return lines
+
+
+def gpus_in_torch(probed: Probed, environ: Mapping[str, str]) -> list[Line]:
+    """Torch, in the Python that trains, can use the GPUs that each node was granted."""
+    what = "GPUs in torch"
+    asked = {
+        node: job for job in probed.jobs if job.gpus for node, said in job.hello.items() if said["packages"]["torch"]
+    }
+    if not asked:
+        return []
+    if environ.get(VIRTUAL):
+        return [
+            Line("warn", what, f"not looked at on {names(asked)}: {VIRTUAL} says that GPUs are only a number here",
+                 f"unset {VIRTUAL} unless they are")
+        ]  # fmt: skip
+    problems: dict[tuple[str, str], list[str]] = {}
+    right: dict[str, list[str]] = {}
+    for node, job in asked.items():
+        said = job.torch.get(node, {"hung_s": 0.0})
+        if trouble := _trouble(said, job.gpus, job.hello[node]["mask"]):
+            problems.setdefault(trouble, []).append(node)
+        else:
+            text = f"torch {said['torch']} computes on the {job.gpus} granted"
+            text += f", and sums over {said['seen']} of them by NCCL" if said.get("nccl") else ""
+            right.setdefault(text, []).append(node)
+    return [
+        *(Line("fail", what, f"{names(nodes)}: {found}", do) for (found, do), nodes in problems.items()),
+        *(Line("pass", what, f"{text} ({names(nodes)})") for text, nodes in right.items()),
+    ]
+
+
+def _trouble(said: Mapping[str, Any], granted: int, mask: str | None) -> tuple[str, str] | None:
+    """What is wrong with what torch said on a node, and what to do about it."""
+    look = "look at that node with nvidia-smi and dmesg"
+    if "torch" not in said:
+        stage, look = "importing torch", "run python -c 'import torch' there"
+    elif "seen" not in said:
+        stage = "counting GPUs"
+    elif said["seen"] < granted:
+        why, do = why_unseen(said["seen"], said["cuda"], said["hip"], mask, said.get("driver", ""))
+        driver = f"the driver takes CUDA up to {said['driver']}" if said.get("driver") else "there is no libcuda.so.1"
+        words = f" ({said['warning']})" if said["warning"] else ""
+        return f"granted {granted}, torch sees {said['seen']}: torch {said['torch']} {why}{words}; {driver}", do
+    elif "computes" not in said:
+        stage = "computing on a GPU"
+        look += "; where the build has no kernel for it, take another: RLHPC_TORCH=cu126 bash envs/setup.sh"
+    elif said.get("nccl") is False:
+        return (
+            "NCCL's all-reduce gave a wrong sum",
+            "try NCCL_P2P_DISABLE=1; if that mends it, see PCIe ACS and the IOMMU",
+        )
+    elif said.get("error") or said.get("code") != 0:
+        stage, look = "NCCL's all-reduce", "try NCCL_DEBUG=INFO, and NCCL_P2P_DISABLE=1 (PCIe ACS, the IOMMU)"
+    else:
+        return None
+    if said.get("error"):
+        return f"{stage} failed: {said['error']}", look
+    if "hung_s" in said:
+        return f"{stage} did not end" + (f" within {said['hung_s']:.0f} s" if said["hung_s"] else " in time"), look
+    return f"{stage} ended with exit code {said['code']}: {said.get('words', '')}", look
 
 
 def _grouped(hellos: Mapping[str, Any], judge: Callable[[Mapping[str, Any]], str | None]) -> dict[str, list[str]]:

@@ -19,6 +19,7 @@ import resource
 import signal
 import socket
 import struct
+import subprocess
 import sys
 import threading
 import time
@@ -157,6 +158,31 @@ def reach(address: str, port: int, token: str) -> dict[str, Any]:
     return {"ms": 1000 * (time.monotonic() - begun), "interface": interface, "address": own}
 
 
+def ask_torch(source: str, patience_s: float) -> dict[str, Any]:
+    """Has a child of this Python look at torch; what it said, its other words, and how it ended or that it did not."""
+    child = subprocess.Popen(
+        [sys.executable, "-c", source], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        text=True, errors="replace",
+    )  # fmt: skip
+    found: dict[str, Any] = {}
+
+    def hear() -> None:
+        assert child.stdout is not None
+        for line in child.stdout:
+            try:
+                found.update(json.loads(line))
+            except (ValueError, TypeError):
+                found["words"] = line.strip()[:200] or found.get("words", "")
+
+    reader = threading.Thread(target=hear, daemon=True)
+    reader.start()
+    reader.join(patience_s)
+    if reader.is_alive():
+        child.kill()  # not waited for: one that hangs in the driver does not die of it
+        return {**found, "hung_s": patience_s}
+    return {**found, "code": child.wait()}
+
+
 def look(plan: dict[str, Any]) -> dict[str, Any]:
     """What this node sees by itself."""
     folders = {name: name for name in ("/tmp", "/dev/shm")}
@@ -181,6 +207,10 @@ def main() -> None:
     plan = json.loads(sys.stdin.readline())
     signal.alarm(int(plan["limit_s"]))  # it never outlives its doctor for long
     port = listen(plan["token"])
+    torch: dict[str, Any] = {}
+    asking = threading.Thread(target=lambda: torch.update(ask_torch(plan["torch"], plan["torch_s"])), daemon=True)
+    if plan.get("torch"):
+        asking.start()
     say("hello", {**look(plan), "canary": canary(plan), "port": port})
     told = json.loads(sys.stdin.readline() or "{}")
     say("clock", {"now": time.time()})
@@ -189,6 +219,9 @@ def main() -> None:
         second = wait_for(os.path.join(plan["canary"], "second"), plan["token"], plan["patience_s"])
     found = {name: reach(address, number, plan["token"]) for name, address, number in told.get("peers", ())}
     say("peers", {"second": second, "reach": found})
+    if plan.get("torch"):
+        asking.join(plan["torch_s"] + 5)
+        say("torch", torch)
     sys.stdin.readline()  # the others may not be done with this one
 
 

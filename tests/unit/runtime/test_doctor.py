@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-from rlhpc.runtime.doctor import Line, checks, nodes, probe, render, to_json, worst
-from rlhpc.runtime.doctor.jobs import Probed, ProbeJob, plan_jobs, script_of
+from rlhpc.runtime.doctor import Line, checks, nodes, probe, render, to_json, torch_probe, worst
+from rlhpc.runtime.doctor.jobs import Probed, ProbeJob, plan_jobs, script_of, source_of
 from rlhpc.runtime.doctor.slurm import (
     Answer,
     Group,
@@ -260,6 +261,83 @@ def test_masks() -> None:
     assert levels(nodes.gpu_masks(probed(hello("n1", mask="")), {})) == ["pass"]
 
 
+#: What torch says where all is well.
+FINE = {
+    "driver": "13.0", "torch": "2.13.0+cu130", "cuda": "13.0", "hip": None, "seen": 2, "warning": "", "computes": True,
+    "nccl": True, "code": 0,
+}  # fmt: skip
+
+
+def in_torch(*, granted: int = 2, without: tuple[str, ...] = (), **changed: Any) -> Line:
+    found = probed(hello("n1", mask="0,1"), gpus=granted)
+    found.jobs[0].torch["n1"] = {key: value for key, value in {**FINE, **changed}.items() if key not in without}
+    [line] = nodes.gpus_in_torch(found, {})
+    return line
+
+
+def test_gpus_that_torch_can_use() -> None:
+    line = in_torch()
+    assert (line.level, line.do) == ("pass", "")
+    assert line.found == "torch 2.13.0+cu130 computes on the 2 granted, and sums over 2 of them by NCCL (n1)"
+    one = in_torch(granted=1, seen=1, without=("nccl",))
+    assert one.level == "pass" and "NCCL" not in one.found
+    assert nodes.gpus_in_torch(probed(hello("n1")), {}) == []  # none was asked for
+    missing = probed(hello("n1", packages={"torch": False}), gpus=1)
+    assert nodes.gpus_in_torch(missing, {}) == []  # another line says that
+
+
+@pytest.mark.parametrize(
+    ("said", "found", "do"),
+    [
+        ({"seen": 0, "torch": "2.13.0+cpu", "cuda": None}, "granted 2, torch sees 0: torch 2.13.0+cpu is built for the "
+         "CPU; the driver takes CUDA up to 13.0", "RLHPC_TORCH=cu130 bash envs/setup.sh"),
+        ({"seen": 0, "cuda": None, "driver": "12.9"}, "up to 12.9", "RLHPC_TORCH=cu128 "),
+        ({"seen": 0, "cuda": None, "driver": "12.2"}, "up to 12.2", "RLHPC_TORCH=cu126 "),
+        ({"seen": 0, "cuda": None, "driver": ""}, "there is no libcuda.so.1", "RLHPC_TORCH=auto "),
+        ({"seen": 0, "driver": "12.4", "warning": "The NVIDIA driver on your system is too old"},
+         "is built for CUDA 13.0 and finds 0 of them (CUDA_VISIBLE_DEVICES=0,1) (The NVIDIA driver on your system is too "
+         "old); the driver takes CUDA up to 12.4", "nvidia-smi"),
+        ({"seen": 1}, "granted 2, torch sees 1", "nvidia-smi"),
+        ({"error": "RuntimeError: CUDA error: device busy", "without": ("computes", "nccl")},
+         "computing on a GPU failed: RuntimeError: CUDA error: device busy", "nvidia-smi"),
+        ({"error": "RuntimeError: NCCL Error 1", "without": ("nccl",)}, "NCCL's all-reduce failed: RuntimeError", "P2P"),
+        ({"hung_s": 60.0, "without": ("nccl", "code")}, "NCCL's all-reduce did not end within 60 s", "P2P"),
+        ({"nccl": False}, "a wrong sum", "NCCL_P2P_DISABLE=1"),
+        ({"hung_s": 60.0, "without": ("seen", "code")}, "counting GPUs did not end within 60 s", "nvidia-smi"),
+        ({"code": -11, "words": "Segmentation fault", "without": ("torch",)},
+         "importing torch ended with exit code -11: Segmentation fault", "import torch"),
+    ],
+)  # fmt: skip
+def test_gpus_that_torch_cannot_use(said: dict[str, Any], found: str, do: str) -> None:
+    line = in_torch(**said)
+    assert line.level == "fail" and line.found.startswith("n1: ") and found in line.found and do in line.do
+
+
+def test_gpus_that_are_only_a_number_are_not_looked_at() -> None:
+    [line] = nodes.gpus_in_torch(probed(hello("n1"), gpus=1), {"RLHPC_VIRTUAL_ACCELERATORS": "1"})
+    assert line.level == "warn" and "not looked at on n1: RLHPC_VIRTUAL_ACCELERATORS" in line.found
+    [line] = nodes.gpus_in_torch(probed(hello("n1"), gpus=1), {})
+    assert line.level == "fail" and "did not end in time" in line.found  # the node said nothing of it
+
+
+def test_a_child_says_what_torch_sees() -> None:
+    """The real one, where no GPU is to be seen; and one that hangs, and one that dies."""
+    found = probed(hello("n1", mask=""), gpus=1)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("CUDA_VISIBLE_DEVICES", "")
+        found.jobs[0].torch["n1"] = probe.ask_torch(source_of(torch_probe), 120)
+    [line] = nodes.gpus_in_torch(found, {})
+    assert line.level == "fail" and line.found.startswith(
+        f"n1: granted 1, torch sees 0: torch {torch.__version__} is built "
+    )
+    assert ("for the CPU;" if torch.version.cuda is None else "finds 0 of them") in line.found
+    assert "RLHPC_TORCH=" in line.do
+    first = 'print(\'{"driver": "", "torch": "2.13"}\', flush=True); print(\'is\', \'loading\', flush=True); '
+    hangs = probe.ask_torch(f"{first} import time; time.sleep(60)", 2)
+    assert hangs == {"driver": "", "torch": "2.13", "words": "is loading", "hung_s": 2}
+    assert probe.ask_torch(f"{first} import os; os._exit(3)", 60)["code"] == 3
+
+
 def test_network() -> None:
     closed = nodes.ports(probed(hello("n1"), hello("n2"), reach={"error": "timed out"}))
     assert levels(closed) == ["fail"] and "2 of 2 connections" in closed[0].found and "timed out" in closed[0].found
@@ -293,11 +371,20 @@ def test_one_small_job_a_partition() -> None:
         sbatch=("--reservation=r",),
     )  # fmt: skip
     first, second = plan_jobs(asked, facts(), 8)
-    assert (first.partition, first.labels, first.nodes, first.gres) == ("gpu", ("a", "b"), 2, "gpu:fake:1")
+    assert (first.partition, first.labels, first.nodes, first.gres) == ("gpu", ("a", "b"), 2, "gpu:fake:2")
     assert (second.partition, second.nodes, second.gres) == ("cpu", 1, None)  # cpu1 is down
     script = script_of(first, asked, 90)
-    for option in ("--partition=gpu", "--account=acct", "--nodes=2", "--time=2", "--requeue", "--reservation=r"):
+    for option in (
+        "--partition=gpu",
+        "--account=acct",
+        "--nodes=2",
+        "--time=2",
+        "--requeue",
+        "--reservation=r",
+        "--mem=4G",
+    ):
         assert f"#SBATCH {option}\n" in script
+    assert "#SBATCH --mem=500M\n" in script_of(second, asked, 90)
     assert plan_jobs(asked, facts(), 1)[0].nodes == 1
 
 
@@ -315,7 +402,10 @@ def test_the_probe_needs_nothing_but_python(tmp_path: Path) -> None:
     canary.mkdir()
     (canary / "login").write_text("token")
     (canary / "second").write_text("token")
-    plan = {"token": "token", "canary": str(canary), "patience_s": 2, "limit_s": 60, "packages": ["json", "nonesuch"]}
+    plan = {
+        "token": "token", "canary": str(canary), "patience_s": 2, "limit_s": 60, "packages": ["json", "nonesuch"],
+        "torch": "print('{\"torch\": \"2.13\"}')", "torch_s": 30,
+    }  # fmt: skip
     told = {"peers": [], "second": True}
     done = subprocess.run(
         [sys.executable, "-I", "-S", "-c", Path(probe.__file__).read_text()],
@@ -325,6 +415,6 @@ def test_the_probe_needs_nothing_but_python(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     lines = [line.split() for line in done.stdout.splitlines()]
     assert {(words[0], words[1]) for words in lines} == {(probe.MARK, "3")}
-    assert [words[2] for words in lines if words[3] == "0"] == ["hello", "clock", "peers"]
+    assert [words[2] for words in lines if words[3] == "0"] == ["hello", "clock", "peers", "torch"]
     assert max(map(len, done.stdout.splitlines())) < 700
     assert (canary / "node-n3").read_text() == "token"
