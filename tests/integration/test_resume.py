@@ -215,7 +215,7 @@ def test_environments_and_rollout_start_again_alone(references, tmp_path, monkey
         os.kill(before[name], signal.SIGKILL)
     wait_until(lambda: run.lost())
     after = pids()
-    _, said = process.communicate(timeout=120)
+    _, said = process.communicate(timeout=240)
     assert process.returncode == 0, said
     assert "start again from global_step_" in said and "all other ranks stay" in said
     assert not (run.root / "registry" / "local-1").exists(), "the driver never started again"

@@ -15,7 +15,7 @@ SHORT = ("runner.max_steps=2", "runner.save_interval=-1", "algorithm.update_epoc
 
 
 def rlhpc(*words: str, code: int = 0) -> tuple[str, str]:
-    done = subprocess.run([sys.executable, "-m", "rlhpc.cli", *words], capture_output=True, text=True, timeout=120)
+    done = subprocess.run([sys.executable, "-m", "rlhpc.cli", *words], capture_output=True, text=True, timeout=240)
     assert done.returncode == code, done.stderr
     return done.stdout, done.stderr
 

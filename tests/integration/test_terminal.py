@@ -30,7 +30,7 @@ TINY = [
 ]  # fmt: skip
 
 
-def at_a_terminal(argv: list[str], folder: Path, press: str = "", limit: float = 200) -> tuple[int, str]:
+def at_a_terminal(argv: list[str], folder: Path, press: str = "", limit: float = 270) -> tuple[int, str]:
     """Runs a command on a terminal; Ctrl-C once the pattern `press` was shown.
 
     Returns:
@@ -74,7 +74,7 @@ def test_ctrl_c_says_what_is_saved_and_how_to_go_on(name: str, tmp_path: Path) -
     assert "Traceback" not in shown and run_state(paths)[0] != "running"
     if name == "train":  # what it says to type does go on
         go_on = [*shlex.split(again[0]), f"runner.max_steps={step + 2}"]
-        subprocess.run([*RLHPC, *go_on], cwd=tmp_path, check=True, timeout=120, capture_output=True)
+        subprocess.run([*RLHPC, *go_on], cwd=tmp_path, check=True, timeout=240, capture_output=True)
         assert paths.checkpoint_steps()[-1][0] == step + 2
 
 
@@ -100,7 +100,7 @@ def test_a_failure_is_shown_with_its_logs(tmp_path: Path) -> None:
     done = subprocess.run(
         [*RLHPC, "run", QUICKSTART, *TINY, "env.train.env_id=breaks:Breaks-v0", "runner.max_steps=2", "--", "--config",
          "retries=0"],
-        cwd=tmp_path, capture_output=True, text=True, timeout=200, env={**os.environ, "PYTHONPATH": str(tmp_path)},
+        cwd=tmp_path, capture_output=True, text=True, timeout=280, env={**os.environ, "PYTHONPATH": str(tmp_path)},
     )  # fmt: skip
     assert done.returncode == 1, done.stderr
     assert "the gripper is stuck" in done.stderr

@@ -83,7 +83,7 @@ def test_lint() -> None:
             cwd=ROOT,
             capture_output=True,
             text=True,
-            timeout=120,
+            timeout=240,
             check=False,
         )
         assert lint.returncode == 0, lint.stdout + lint.stderr
@@ -93,7 +93,7 @@ def test_lint() -> None:
 def test_graph_of_three_segments(tmp_path: Path) -> None:
     overrides = "runner.segments=3 runner.max_steps=9"
     dag = subprocess.run(
-        command(tmp_path, "--dag", overrides=overrides), cwd=ROOT, capture_output=True, text=True, timeout=120, check=True
+        command(tmp_path, "--dag", overrides=overrides), cwd=ROOT, capture_output=True, text=True, timeout=240, check=True
     ).stdout  # fmt: skip
     labels = {number: label.split("\\n") for number, label in re.findall(r'(\d+)\[label = "([^"]*)"', dag)}
     assert Counter(label[0] for label in labels.values()) == {
@@ -145,7 +145,7 @@ def test_a_whole_run(whole: Path) -> None:
     assert "| default | 4 |" in card and "model-index" in card
     json.loads((run / "export/global_step_4/config.json").read_text(), parse_constant=pytest.fail)
     alone = subprocess.run(
-        [sys.executable, "-P", "export/global_step_4/policy.py"], cwd=run, capture_output=True, text=True, timeout=120,
+        [sys.executable, "-P", "export/global_step_4/policy.py"], cwd=run, capture_output=True, text=True, timeout=240,
         env={**os.environ, "PYTHONPATH": ""}, check=True,
     )  # fmt: skip
     assert alone.stdout.startswith("return ")
@@ -305,7 +305,7 @@ def test_a_cancelled_run_stays_ended(tmp_path: Path) -> None:
     )
     wait_for(lambda: (run / "metrics.jsonl").exists() and (run / "metrics.jsonl").read_bytes().count(b"\n") >= 3)
     subprocess.run([sys.executable, "-m", "rlhpc.cli", "cancel", str(run)], cwd=ROOT, check=True, timeout=60)
-    said, _ = waiting.communicate(timeout=120)
+    said, _ = waiting.communicate(timeout=240)
     assert waiting.returncode == 1 and "Trying to restart" in said and said.count("was cancelled") >= 2
     submitted = json.loads((run / "submit/segment_0.json").read_text())
     assert submitted["attempt"] == 1

@@ -37,7 +37,7 @@ class TinyRun:
         pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
         return subprocess.Popen(self.command(*more), start_new_session=True, **pipes)
 
-    def train(self, *more: str, code: int = 0, timeout: float = 120) -> str:
+    def train(self, *more: str, code: int = 0, timeout: float = 240) -> str:
         """Runs to the end; returns stderr."""
         done = subprocess.run(self.command(*more), capture_output=True, text=True, timeout=timeout)
         assert done.returncode == code, done.stderr
@@ -49,7 +49,7 @@ class TinyRun:
         wait_until(lambda: (self.checkpoint(after) / "COMPLETE").exists())
         record = self.root / "registry" / "local-0" / "members" / f"{rank}.json"
         os.kill(json.loads(record.read_text())["pid"], signal.SIGKILL)
-        _, said = process.communicate(timeout=120)
+        _, said = process.communicate(timeout=240)
         assert process.returncode == 0, said
         return str(said)
 
@@ -99,7 +99,7 @@ def kill_tree(process: subprocess.Popen[Any]) -> None:
             pipe.close()
 
 
-def wait_until(condition: Any, timeout: float = 60, pause: float = 0.005) -> None:
+def wait_until(condition: Any, timeout: float = 150, pause: float = 0.005) -> None:
     deadline = time.monotonic() + timeout
     while not condition():
         assert time.monotonic() < deadline, "what the test waits for never happened"
