@@ -52,8 +52,34 @@ def validate(cfg: Any, fail: Fail, *, training: bool) -> None:
                 near = difflib.get_close_matches(str(suite), names, 1)
                 hint = f"did you mean {near[0]!r}? " if near else ""
                 raise fail("workflow.eval_suites", f"{hint}data.eval has: {', '.join(names)}")
+    if training:
+        _sources(cfg)
     if training and str(cfg.runner.task_type).lower() == "reasoning":
         _reasoning(cfg, fail)
+
+
+def _sources(cfg: Any) -> None:
+    """Problems of training and of evaluation. What comes with the package is known without an import."""
+    from rlhpc.data.registry import find_source, source_types
+
+    known = source_types()
+    for key, section in (("data.train", cfg.data.train), *((f"data.eval[{s.name}]", s) for s in cfg.data.eval)):
+        if str(section.source).lower() not in known:
+            find_source(str(section.source), key)
+
+
+def _judges(cfg: Any) -> None:
+    """Rewards, and who answers the model, in the same way."""
+    from rlhpc.rewards.registry import find_reward, reward_names
+    from rlhpc.rollout.agents import agent_names, find_agent
+
+    known = reward_names()
+    for term in cfg.reward.terms:
+        if str(term.name).lower() not in known:
+            find_reward(str(term.name))
+    agent = cfg.rollout.agent
+    if agent is not None and str(agent).lower() not in agent_names():
+        find_agent(str(agent))
 
 
 def _reasoning(cfg: Any, fail: Fail) -> None:
@@ -66,6 +92,7 @@ def _reasoning(cfg: Any, fail: Fail) -> None:
         raise fail("algorithm.normalize_advantages", "allowed for language models: auto, batch, none")
     if not cfg.reward.terms:
         raise fail("reward.terms", "say how responses are judged, such as [{name: math}]")
+    _judges(cfg)
     responses = cfg.data.prompts_per_step * algorithm.group_size
     if responses % cfg.actor.global_batch_size:
         raise fail(

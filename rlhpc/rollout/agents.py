@@ -47,7 +47,7 @@ def make_agent(name: str) -> Agent:
     Raises:
         ConfigError: Unknown, or it cannot be built.
     """
-    factory = _find(name)
+    factory = find_agent(name)
     try:
         agent = factory()
     except TypeError as error:
@@ -57,15 +57,25 @@ def make_agent(name: str) -> Agent:
     return agent
 
 
-def _find(name: str) -> Callable[..., Agent]:
+def agent_names() -> list[str]:
+    """All names."""
+    return sorted({*_registered, *(entry.name.lower() for entry in entry_points(group=ENTRY_POINTS))})
+
+
+def find_agent(name: str) -> Callable[..., Agent]:
+    """The class of an agent.
+
+    Raises:
+        ConfigError: Unknown; names the nearest and all allowed ones.
+    """
     if name.lower() in _registered:
         return _registered[name.lower()]
     offered = {entry.name.lower(): entry for entry in entry_points(group=ENTRY_POINTS)}
     if name.lower() in offered:
         loaded: Callable[..., Agent] = offered[name.lower()].load()
         return loaded
-    names = sorted({*_registered, *offered})
     if ":" not in name:
+        names = agent_names()
         near = difflib.get_close_matches(name.lower(), names, 1)
         hint = f"; did you mean {near[0]!r}?" if near else ";"
         raise ConfigError(
