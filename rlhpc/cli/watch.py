@@ -11,6 +11,7 @@ from rlhpc.cli.outputs import check_file, check_folder
 from rlhpc.cli.parser import RUN, add_command, add_words
 from rlhpc.runtime.errors import ConfigError
 from rlhpc.runtime.paths import RunPaths
+from rlhpc.runtime.writable import unwritable
 
 _EXAMPLES = {
     "status": (
@@ -62,6 +63,11 @@ def _report(args: argparse.Namespace) -> int:
     from rlhpc.metrics.report import write_report
 
     paths = run_paths(args.run, args.overrides)
+    closed = unwritable(paths.report.parent)
+    if closed and not args.curves:
+        raise ConfigError(
+            f"{paths.report}: {closed}; --curves FOLDER writes the page, the pictures and the numbers elsewhere"
+        )
     if args.curves:
         check_folder("--curves", Path(args.curves))
         from rlhpc.metrics.curves import write_curves
@@ -69,7 +75,8 @@ def _report(args: argparse.Namespace) -> int:
         for path in write_curves(paths, Path(args.curves)):
             print(path)
         print(write_report(paths, Path(args.curves) / "page.html"))
-    print(write_report(paths))
+    if not closed:
+        print(write_report(paths))
     return 0
 
 
@@ -100,7 +107,10 @@ def add_commands(commands: Any) -> None:
     logs.add_argument("--lines", "-n", type=int, default=50, help="last lines of each file (default 50)")
     report = add_command(commands, "report", _report, "write a run's report page", _EXAMPLES["report"])
     add_words(report, run=RUN)
-    report.add_argument("--curves", help="folder to write the single plots to as well, and the page without links")
+    report.add_argument(
+        "--curves", help="folder to write the single plots to as well, and the page without links; where the run is not "
+        "yours to write to, only there",
+    )  # fmt: skip
     compare = add_command(
         commands,
         "compare",

@@ -84,7 +84,8 @@ def read_runs(named: Sequence[tuple[str, RunPaths]], suite: str) -> dict[str, li
     for label, paths in named:
         rows = read_metrics(paths.metrics)
         if not rows:
-            raise RlhpcError(f"{paths.root} has no metrics yet; see rlhpc status {paths.root}")
+            state = "cannot be read" if paths.metrics.is_file() and paths.metrics.stat().st_size else "has no row yet"
+            raise RlhpcError(f"{paths.metrics} {state}; see rlhpc status {paths.root}")
         evaluations = [result for result in read_evaluations(paths) if str(result["suite"]) == suite]
         groups.setdefault(label, []).append(Run(paths, rows, evaluations))
     return groups
