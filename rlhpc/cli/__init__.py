@@ -12,9 +12,10 @@ from pathlib import Path
 
 from rlhpc.cli import clean, doctor, init, policies, replay, run, start, watch
 from rlhpc.cli.parser import TopParser, add_command
-from rlhpc.cli.streams import silence_output, standard_streams
+from rlhpc.cli.streams import silence_output, standard_streams, tell
 from rlhpc.runtime.environment_values import masked
-from rlhpc.runtime.errors import RlhpcError
+from rlhpc.runtime.errors import RlhpcError, UserError
+from rlhpc.runtime.shown import readable
 from rlhpc.runtime.storage import explained
 
 __all__ = ["build_parser", "main", "parse"]
@@ -72,7 +73,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         Path.cwd()
     except FileNotFoundError:
-        print("rlhpc: error: the working directory has been removed; change to one that exists", file=sys.stderr)
+        tell("rlhpc: error: the working directory has been removed; change to one that exists")
         return 2
     args = parse(argv)
     try:
@@ -86,10 +87,10 @@ def main(argv: Sequence[str] | None = None) -> int:
                 raise
             raise failure from error
     except RlhpcError as error:
-        print(f"rlhpc: error: {masked(str(error))}", file=sys.stderr)
+        tell(f"rlhpc: error: {(readable if isinstance(error, UserError) else masked)(str(error))}")
         return error.exit_code
     except KeyboardInterrupt:
-        print("rlhpc: interrupted", file=sys.stderr)
+        tell("rlhpc: interrupted")
         return 130
     except BrokenPipeError:
         silence_output()
@@ -98,8 +99,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
             silence_output()
             where = error.filename or "standard output, or a file of the run (metrics, logs, checkpoints)"
-            print(f"rlhpc: error: cannot write {where}: {error.strerror}", file=sys.stderr)
+            tell(f"rlhpc: error: cannot write {where}: {error.strerror}")
             return 1
+        if error.errno == errno.ENAMETOOLONG:  # whoever asked whether it is there: no file that rlhpc names is so long
+            tell(f"rlhpc: error: {readable(f'{error.filename}: {error.strerror}')}")
+            return 2
         return _fault(error)
     except Exception as error:
         return _fault(error)
@@ -112,5 +116,5 @@ def _fault(error: Exception) -> int:
     where = "; ".join(getattr(error, "__notes__", ())) or "set RLHPC_DEBUG=1 for the traceback"
     words = f"{error}".splitlines()
     text = f"{type(error).__name__}: {masked(words[0]) if words else ''}"
-    print(f"rlhpc: error: {text} (a fault of rlhpc itself, or of code it called; {where})", file=sys.stderr)
+    tell(f"rlhpc: error: {text} (a fault of rlhpc itself, or of code it called; {where})")
     return 1

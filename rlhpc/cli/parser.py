@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import argparse
 import difflib
-import sys
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
 import rlhpc
+from rlhpc.cli.streams import tell
+from rlhpc.runtime.shown import readable
 
 Command = Callable[[argparse.Namespace], int]
 OVERRIDES = "key=value of the configuration, such as runner.max_steps=20; the value is YAML"
@@ -23,7 +24,7 @@ class Parser(argparse.ArgumentParser):
     """argparse with the project's error format."""
 
     def error(self, message: str) -> NoReturn:
-        print(f"rlhpc: error: {message}; see {self.prog} --help", file=sys.stderr)
+        tell(f"rlhpc: error: {readable(message)}; see {self.prog} --help")
         raise SystemExit(2)
 
 

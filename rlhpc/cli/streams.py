@@ -6,7 +6,7 @@ import io
 import os
 import sys
 from pathlib import Path
-from typing import cast
+from typing import TextIO
 
 
 def standard_streams() -> None:
@@ -27,9 +27,21 @@ def standard_streams() -> None:
             stream.reconfigure(errors="backslashreplace")
 
 
+def tell(text: str) -> None:
+    """Prints a message to standard error. Where that takes nothing more, the exit code still is what it was to be."""
+    try:
+        print(text, file=sys.stderr, flush=True)
+    except OSError:
+        _silence(sys.stderr, sys.__stderr__)
+
+
 def silence_output() -> None:
     """Nobody reads it any more: the interpreter's last flush must not fail, too."""
-    if sys.stdout is sys.__stdout__:
+    _silence(sys.stdout, sys.__stdout__)
+
+
+def _silence(stream: TextIO, own: TextIO | None) -> None:
+    if stream is own:
         null = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(null, cast(io.TextIOWrapper, sys.stdout).fileno())
+        os.dup2(null, stream.fileno())
         os.close(null)

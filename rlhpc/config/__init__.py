@@ -7,9 +7,9 @@ from rlhpc.config.changes import (
     training_changes,
     training_fingerprint,
 )
+from rlhpc.config.files import find_config
 from rlhpc.config.load import (
     config_to_yaml,
-    find_config,
     find_site,
     load_config,
     load_site,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import difflib
 import math
@@ -16,15 +17,16 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from rlhpc import share
+from rlhpc.config.files import find_config, read_files
 from rlhpc.config.schema import Config
 from rlhpc.config.validate import validate
 from rlhpc.config.yaml_loader import UniqueKeys
 from rlhpc.runtime import environment_values
 from rlhpc.runtime.errors import ConfigError
 from rlhpc.runtime.plain import read_yaml
-from rlhpc.runtime.trust import Trust, without_variables
+from rlhpc.runtime.shown import cut, shown
+from rlhpc.runtime.trust import Trust
 
-_MAX_DEPTH = 10
 #: What other projects call a key of ours.
 _ALSO_KNOWN_AS = {
     "learning_rate": "lr",
@@ -41,45 +43,6 @@ _ALSO_KNOWN_AS = {
     "vf_coef": "value_coef",
     "env": "env_id",
 }
-
-
-def _read(path: Path, chain: tuple[Path, ...], theirs: Trust | None = None) -> list[tuple[str, dict[str, Any]]]:
-    """The file and, before it, those it names under `defaults:`; as (source, content)."""
-    if path in chain or len(chain) > _MAX_DEPTH:
-        raise ConfigError(f"{path}: `defaults` go round in a circle: {' → '.join(p.name for p in (*chain, path))}")
-    if path.is_dir():
-        raise ConfigError(f"{path} is a folder; give a .yaml file in it")
-    if not path.exists():
-        near = difflib.get_close_matches(path.name, [p.name for p in path.parent.glob("*.yaml")], 1, 0.4)
-        hint = f"; did you mean {path.parent / near[0]}?" if near else ""
-        raise ConfigError(f"no configuration file {path}{hint}")
-    try:
-        content = read_yaml(path.read_bytes(), UniqueKeys)
-    except yaml.MarkedYAMLError as error:
-        mark = error.problem_mark
-        where = f", line {mark.line + 1}, column {mark.column + 1}" if mark else ""
-        raise ConfigError(f"{path}{where}: not valid YAML: {error.problem or error}") from None
-    except OSError as error:
-        raise ConfigError(f"{path}: cannot be read: {error.strerror}") from None
-    except (ValueError, yaml.YAMLError) as error:
-        raise ConfigError(f"{path}: cannot be read: {error}") from None
-    if content is None:
-        raise ConfigError(f"{path} is empty; see configs/quickstart.yaml for a start")
-    if not isinstance(content, dict):
-        raise ConfigError(
-            f"{path}: found a {type(content).__name__} at the top; a configuration is a mapping of sections"
-        )
-    if theirs is not None and not theirs.everything:
-        content = without_variables(content, theirs, str(path))
-        if "defaults" in content:
-            raise ConfigError(f"{path}: defaults: a configuration that comes with a checkpoint names no other files")
-    defaults = content.pop("defaults", None) or []
-    if isinstance(defaults, str) or not isinstance(defaults, list):
-        raise ConfigError(f"{path}: defaults is {defaults!r}; give a list of files")
-    if wrong := [name for name in defaults if not isinstance(name, str)]:
-        raise ConfigError(f"{path}: defaults has {wrong[0]!r}; give a list of files, as paths relative to this one")
-    parts = [part for name in defaults for part in _read((path.parent / str(name)).resolve(), (*chain, path))]
-    return [*parts, (str(path), content)]
 
 
 def _fields(cls: Any) -> dict[str, Any]:
@@ -113,23 +76,23 @@ def _check_keys(content: Any, cls: Any, prefix: str, source: str) -> None:
     """Unknown keys and wrong shapes, with the nearest valid key."""
     if not isinstance(content, dict):
         raise ConfigError(
-            f"{source}: {prefix.rstrip('.')} is {content!r}; it is a section with the keys {', '.join(_fields(cls))}"
+            f"{source}: {prefix.rstrip('.')} is {shown(content)}; it is a section with the keys {', '.join(_fields(cls))}"
         )
     known = _fields(cls)
     for key, value in content.items():
         if key not in known:
             hint = _nearest(str(key), known, all_keys(), prefix)
-            raise ConfigError(f"{source}: unknown key {prefix}{key}; {hint}allowed here: {', '.join(known)}")
+            raise ConfigError(f"{source}: unknown key {cut(f'{prefix}{key}')}; {hint}allowed here: {', '.join(known)}")
         kind = known[key]
         if dataclasses.is_dataclass(kind):
             _check_keys(value, kind, f"{prefix}{key}.", source)
         elif typing.get_origin(kind) is list and dataclasses.is_dataclass(typing.get_args(kind)[0]):
             if not isinstance(value, list):
-                raise ConfigError(f"{source}: {prefix}{key} is {value!r}; it is a list")
+                raise ConfigError(f"{source}: {prefix}{key} is {shown(value)}; it is a list")
             for index, item in enumerate(value):
                 _check_keys(item, typing.get_args(kind)[0], f"{prefix}{key}[{index}].", source)
         elif isinstance(value, dict) and kind is not Any and typing.get_origin(kind) is not dict:
-            raise ConfigError(f"{source}: {prefix}{key} is {value!r}; it must be {_type_name(f'{prefix}{key}')}")
+            raise ConfigError(f"{source}: {prefix}{key} is {shown(value)}; it must be {_type_name(f'{prefix}{key}')}")
 
 
 def _type_name(path: str) -> str:
@@ -161,7 +124,7 @@ def _merge(cfg: DictConfig, content: dict[str, Any], source: str, sources: dict[
     for path, value in _leaves(content):
         sources[path] = source
         if isinstance(value, bool) and _type_name(path) in ("int", "float"):
-            raise ConfigError(f"{source}: {path} is {value!r}; it must be {_type_name(path)}")
+            raise ConfigError(f"{source}: {path} is {shown(value)}; it must be {_type_name(path)}")
         try:
             if (cls := _element(path)) is not None:
                 value = [_structured(item, cls, f"{path}[{index}]", source) for index, item in enumerate(value)]
@@ -171,8 +134,13 @@ def _merge(cfg: DictConfig, content: dict[str, Any], source: str, sources: dict[
             else:
                 OmegaConf.update(cfg, path, value, merge=isinstance(value, dict))
         except OmegaConfBaseException as error:
-            reason = str(error).splitlines()[0]
-            raise ConfigError(f"{source}: {path} is {value!r}; it must be {_type_name(path)} ({reason})") from None
+            raise ConfigError(
+                f"{source}: {path} is {shown(value)}; it must be {_type_name(path)} ({_reason(error)})"
+            ) from None
+
+
+def _reason(error: OmegaConfBaseException) -> str:
+    return cut(str(error).splitlines()[0], 200)
 
 
 def _element(path: str) -> Any:
@@ -193,7 +161,7 @@ def _structured(item: dict[str, Any], cls: Any, where: str, source: str) -> Dict
         except OmegaConfBaseException as error:
             rule = str(_fields(cls)[key]).replace("None", "null")
             raise ConfigError(
-                f"{source}: {where}.{key} is {value!r}; it must be {rule} ({str(error).splitlines()[0]})"
+                f"{source}: {where}.{key} is {shown(value)}; it must be {rule} ({_reason(error)})"
             ) from None
     return section
 
@@ -212,19 +180,19 @@ def _override(cfg: DictConfig, text: str) -> dict[str, Any]:
     key, equals, raw = text.partition("=")
     key = key.strip()
     if not equals or not key:
-        raise ConfigError(f"override {text!r}: write key=value, for example runner.max_steps=20")
+        raise ConfigError(f"override {shown(text)}: write key=value, for example runner.max_steps=20")
     try:
         value = read_yaml(raw, UniqueKeys) if raw.strip() else None
     except ValueError as error:
-        raise ConfigError(f"override {key}=…: the value is {error}") from None
+        raise ConfigError(f"override {cut(key)}=…: the value is {error}") from None
     except yaml.YAMLError:
-        raise ConfigError(f"override {text!r}: the value {raw!r} is not valid YAML; quote it") from None
+        raise ConfigError(f"override {shown(text)}: the value {shown(raw)} is not valid YAML; quote it") from None
     parent = next((path for path in _OPEN if key.startswith(f"{path}.")), None)
     if parent is None:
         return _nest(key.split("."), value)
     own = key.removeprefix(f"{parent}.")
     if not all(part.strip() for part in own.split(".")):
-        raise ConfigError(f"override {text!r}: {key} has an empty part; write {parent}.name=value")
+        raise ConfigError(f"override {shown(text)}: {cut(key)} has an empty part; write {parent}.name=value")
     node = OmegaConf.select(cfg, parent)
     entries = typing.cast(dict[str, Any], OmegaConf.to_container(node) if node else {})
     if parent == "cluster.component_placement":
@@ -267,7 +235,7 @@ def load_config(
         site: Name or file of the cluster's site file, which fills what neither file nor overrides set under `cluster`, and
             of the workflow's jobs; by default what `RLHPC_SITE` says.
         check: Also run `validate`.
-        training: Also check what only training needs: batches, placement, run folder.
+        training: Also check what only training needs: batches, placement, run folder, the suites of later evaluations.
         theirs: The file came with a checkpoint: what it, and the overrides, may name of code.
 
     Returns:
@@ -280,10 +248,10 @@ def load_config(
     given = find_config(path)
     sources: dict[str, str] = {}
     environment_values.watch()
-    for source, content in _read(given, (), theirs):
+    for source, content in read_files(given, theirs):
         _merge(cfg, content, source, sources)
     for text in overrides:
-        _merge(cfg, _override(cfg, text), f"override {text!r}", sources)
+        _merge(cfg, _override(cfg, text), f"override {shown(text)}", sources)
     site = os.environ.get("RLHPC_SITE") if site is None else site
     if site:
         _apply_site(cfg, find_site(site), sources)
@@ -292,22 +260,25 @@ def load_config(
         theirs.check(OmegaConf.to_container(cfg, resolve=True), str(given))
     if check:
         validate(cfg, str(given), sources, training=training)
+        if training:
+            _check_suites(cfg, str(given), sources)
     OmegaConf.set_readonly(cfg, True)
     return cfg
 
 
-def find_config(path: str | Path) -> Path:
-    """The file itself, or where there is none the one of that name that comes with rlhpc (`configs/quickstart.yaml`).
-
-    Raises:
-        ConfigError: The path is none, for example because it is too long.
-    """
-    given = Path(path).expanduser()
-    own = share.path(*given.parts)
-    try:
-        return own if not given.exists() and not given.is_absolute() and own.is_file() else given
-    except OSError as error:
-        raise ConfigError(f"no configuration file {str(path)[:100]}…: {error.strerror}") from None
+def _check_suites(cfg: DictConfig, source: str, sources: dict[str, str]) -> None:
+    """What each suite changes, as its evaluation will read it: said now and not after the training."""
+    for name, changes in cfg.workflow.suites.items():
+        own, origin = copy.deepcopy(cfg), dict(sources)
+        try:
+            for text in changes:
+                _merge(own, _override(own, str(text)), f"override {shown(text)}", origin)
+            _require(own, source)
+            validate(own, source, origin, training=False)
+        except ConfigError as error:
+            raise ConfigError(
+                f"{sources.get(f'workflow.suites.{name}', source)}: workflow.suites.{name}: {error}"
+            ) from None
 
 
 def site_folders() -> list[Path]:
@@ -335,7 +306,7 @@ def find_site(name: str) -> Path:
     there = sorted({path.stem for folder in site_folders() for path in folder.glob("*.yaml")})
     near = difflib.get_close_matches(name, there, 1)
     raise ConfigError(
-        f"no site {name!r}; {f'did you mean {near[0]!r}? ' if near else ''}there are: {', '.join(there) or 'none'} "
+        f"no site {shown(name)}; {f'did you mean {near[0]!r}? ' if near else ''}there are: {', '.join(there) or 'none'} "
         f"(looked in {', '.join(str(folder) for folder in site_folders())})"
     )
 
@@ -353,7 +324,7 @@ def _read_site(path: Path) -> tuple[DictConfig, dict[str, str]]:
     """A site file on the defaults, and the keys that it gives."""
     layer = OmegaConf.structured(Config)
     given: dict[str, str] = {}
-    for source, content in _read(path, ()):
+    for source, content in read_files(path):
         stray = [key for key in content if key not in ("cluster", "workflow")]
         jobs = content.get("workflow")
         stray += [f"workflow.{key}" for key in jobs if key not in _SITE_JOBS] if isinstance(jobs, dict) else []
@@ -380,7 +351,7 @@ def _apply_site(cfg: DictConfig, path: Path, sources: dict[str, str]) -> None:
             try:
                 value = OmegaConf.select(layer, key)
             except OmegaConfBaseException as error:
-                raise ConfigError(f"{given[key]}: {key}: {str(error).splitlines()[0]}") from None
+                raise ConfigError(f"{given[key]}: {key}: {_reason(error)}") from None
             OmegaConf.update(cfg, key, value, merge=False)
             sources[key] = given[key]
     by_label = {str(group.label): group for group in layer.cluster.node_groups}
@@ -405,7 +376,7 @@ def _require(cfg: DictConfig, source: str) -> None:
         OmegaConf.to_container(cfg, resolve=True, throw_on_missing=True)
     except OmegaConfBaseException as error:
         key = f"{error.full_key}: " if error.full_key else ""
-        raise ConfigError(f"{source}: {key}{str(error).splitlines()[0]}") from None
+        raise ConfigError(f"{source}: {key}{_reason(error)}") from None
 
 
 def config_to_yaml(cfg: DictConfig | ListConfig) -> str:

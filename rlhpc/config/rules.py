@@ -17,7 +17,16 @@ def check_choice(key: str, found: str, allowed: Iterable[str], fail: Fail) -> No
     Raises:
         ConfigError: It is another; names the nearest and all allowed ones.
     """
+    check_name(key, found.lower(), allowed, fail)
+
+
+def check_name(key: str, found: str, allowed: Iterable[str], fail: Fail) -> None:
+    """The same for names of the user's own, where capitals count.
+
+    Raises:
+        ConfigError: It is another; names the nearest and all allowed ones.
+    """
     allowed = list(allowed)
-    if found.lower() not in allowed:
-        near = difflib.get_close_matches(found.lower(), allowed, 1)
+    if found not in allowed:
+        near = difflib.get_close_matches(found, allowed, 1)
         raise fail(key, f"{f'did you mean {near[0]!r}? ' if near else ''}allowed: {', '.join(allowed)}")

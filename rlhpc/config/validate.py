@@ -16,9 +16,10 @@ from rlhpc.config import validate_language as language
 from rlhpc.config import validate_off_policy as off_policy
 from rlhpc.config import validate_policy as policy
 from rlhpc.config.ranges import LARGEST, check_ranges
-from rlhpc.config.rules import Fail, check_choice
+from rlhpc.config.rules import Fail, check_choice, check_name
 from rlhpc.runtime.errors import ConfigError, PlacementError
 from rlhpc.runtime.paths import RunPaths
+from rlhpc.runtime.shown import shown
 from rlhpc.runtime.writable import unwritable
 
 #: Components of each kind of run.
@@ -81,7 +82,7 @@ def validate(
     """
 
     def fail(key: str, rule: str) -> ConfigError:
-        return ConfigError(f"{(sources or {}).get(key, source)}: {key} is {OmegaConf.select(cfg, key)!r}; {rule}")
+        return ConfigError(f"{(sources or {}).get(key, source)}: {key} is {shown(OmegaConf.select(cfg, key))}; {rule}")
 
     _numbers(cfg, fail)
     for key, allowed in _CHOICES.items():
@@ -172,7 +173,7 @@ def _embodied(cfg: Any, fail: Fail) -> None:
     if str(cfg.actor.model.model_type).lower() in policy.MODELS:
         policy.check_options(cfg.actor.model, fail)
     for suite in cfg.workflow.eval_suites:
-        check_choice("workflow.eval_suites", str(suite), ("default", *map(str.lower, cfg.workflow.suites)), fail)
+        check_name("workflow.eval_suites", str(suite), ("default", *map(str, cfg.workflow.suites)), fail)
     for name, side in (("train", cfg.env.train), ("eval", cfg.env.eval)):
         if side.kwargs.get("render_mode") == "human":
             raise fail(

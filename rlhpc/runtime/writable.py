@@ -17,6 +17,9 @@ def unwritable(folder: str | os.PathLike[str]) -> str:
         if not stat.S_ISDIR(os.stat(existing).st_mode):
             return f"{existing} is a file, not a folder"
         statistics = os.statvfs(existing)
+        longest = max(map(len, os.fsencode(os.path.relpath(os.path.abspath(folder), existing)).split(b"/")))
+        if longest > statistics.f_namemax:
+            return f"a name in it has {longest} bytes; {existing} takes {statistics.f_namemax}"
     except OSError as error:
         return f"it cannot be looked at: {error.strerror}"
     if statistics.f_flag & os.ST_RDONLY:
