@@ -30,7 +30,7 @@ def all_cases(seed: int) -> list[Case]:
     draw = random.Random(seed)
     return [
         *misspelt_keys(draw), *wrong_types(draw), *out_of_range(draw), *names(), *placements(), *yaml_files(), *overrides(),
-        *parsed_arguments(), *arguments(), *files_of_a_run(), *outputs(), *environments(), *sites(), *workflows(),
+        *parsed_arguments(), *arguments(), *long_words(), *files_of_a_run(), *outputs(), *environments(), *sites(), *workflows(),
     ]  # fmt: skip
 
 
@@ -190,6 +190,7 @@ def names() -> Iterator[Case]:
         "reward.terms=[]": ("reward.terms",),
         "data.train.source=jsonll": ("jsonl",),
         "data.train.source=nosuch:S": ("nosuch",),
+        "data.eval=[{name: held_out, source: arithmetics}]": ("data.eval[held_out]", "did you mean 'arithmetic'?"),
         "rollout.rollout_backend=vlm": ("vllm",),
         "rollout.agent=nosuch": ("nosuch",),
         "algorithm.kl_type=k9": ("k3",),
@@ -198,6 +199,7 @@ def names() -> Iterator[Case]:
     }
     for override, says in language.items():
         yield Case("name", f"language: {override}", train_words(override, config=str(judged)), says)
+        yield Case("name", f"language, plan: {override}", plan_words(override, config=str(judged)), says)
 
 
 def placements() -> Iterator[Case]:
@@ -607,6 +609,48 @@ _DAMAGE = {
 }
 
 
+def long_words() -> Iterator[Case]:
+    """Names and values that are longer than any file's name, or than anybody reads."""
+    long, config = "a" * 300, str(QUICKSTART)
+    too_long: dict[tuple[str, ...], tuple[str, ...]] = {
+        ("plan", long): ("configuration", "too long"),
+        ("plan", config, "--site", long): ("aaa", "too long"),
+        ("run", config, "--profile", long): ("aaa", "too long"),
+        ("run", config, f"workflow.sft={long}"): ("aaa", "too long"),
+        ("init", long): ("aaa", "too long"),
+        ("init", "new", "--config", long): ("--config",),
+        ("status", long): ("aaa",),
+        ("logs", long): ("aaa",),
+        ("report", long): ("aaa",),
+        ("compare", long): ("aaa",),
+        ("cancel", long): ("aaa",),
+        ("eval", "--run", long): ("aaa",),
+        ("eval", "--checkpoint", long): ("aaa",),
+        ("record", "--run", long, "--output", "x.h5"): ("aaa",),
+        ("convert", "--checkpoint", long): ("aaa",),
+        ("replay", "inspect", long): ("aaa",),
+        ("doctor", "--nodes", "0", "--folder", long): ("aaa",),
+        train_words(f"runner.resume_dir={long}"): ("aaa",),
+        train_words(f"runner.init_from={long}"): ("aaa",),
+        train_words(f"runner.run_dir={HERE}/{long}"): ("runner.run_dir", "300"),
+        train_words("runner.task_type=bc", f"{TOGETHER}{{actor: 0}}", f"demos.path={long}"): ("aaa",),
+    }
+    for argv, says in too_long.items():
+        yield Case("long word", " ".join(argv).replace(str(ROOT), "")[:40] + " " + argv[-1][:20], argv, says)
+    endless = "b" * 100_000
+    for word, says in {
+        f"runner.name={endless}": "runner.name", f"runner.seed={endless}": "runner.seed", f"{endless}=1": "unknown key",
+        f"env.train.kwargs={endless}": "env.train.kwargs", f"env.train.env_id={endless}": "env.train.env_id",
+        f"env.train.env_type={endless}": "env_type", f"algorithm.adv_type={endless}": "adv_type",
+        f"cluster.partition='{endless} b'": "cluster.partition", f"workflow.eval_suites=[{endless}]": "workflow.eval_suites",
+        f"runner.logger.logger_backends=[{endless}]": "logger", f"actor.model.model_type={endless}": "model_type",
+        f"actor.model.hidden_sizes=[{', '.join(['64'] * 20_000)}, x]": "hidden_sizes", f"actor.optim=[{'1, ' * 20_000}1]": "actor.optim",
+        f"{TOGETHER}{{actor: '{endless}'}}": "component_placement", f"{TOGETHER}{{'{endless}': 0}}": "component_placement",
+        f"defaults=[{endless}]": "unknown key", f"--{endless}": "unknown argument", endless: "key=value",
+    }.items():  # fmt: skip
+        yield Case("long word", f"{word[:30]}… {len(word)}", ("plan", config, word), (says,))
+
+
 def files_of_a_run() -> Iterator[Case]:
     """Damaged files of checkpoints, and of runs that are looked at."""
     for file in ("model.safetensors", "model.json", "manifest.json", "runner.json", "config.yaml", "optimizer.pt"):
@@ -646,7 +690,9 @@ def files_of_a_run() -> Iterator[Case]:
             for change in (_junk, _empty, _list):
                 if words[0] in ("status", "logs", "cancel") and file in ("metrics.jsonl", "provenance.json"):
                     continue
-                yield Case("run folder", f"{words[0]}: {file} {change.__name__.strip('_')}", words, codes=(0,), run=True, writes=True,
+                nothing = words[0] == "compare" and file == "metrics.jsonl"  # there is nothing to draw
+                yield Case("run folder", f"{words[0]}: {file} {change.__name__.strip('_')}", words, run=True, writes=not nothing,
+                           codes=(1,) if nothing else (0,), says=("metrics.jsonl", "rlhpc status") if nothing else (),
                            prepare=_change(f"{RUN}/{file}", change))  # fmt: skip
     yield Case("run folder", "status: member is junk", ("status", RUN), codes=(0,), run=True,
                prepare=_change(f"{RUN}/registry/local-0/members/driver.json", _junk))  # fmt: skip
@@ -719,13 +765,12 @@ def outputs() -> Iterator[Case]:
         "output", "train: below a file", train_words(f"runner.run_dir={HERE}/f"), ("is a file",), files={"f": "mine"}
     )
     yield Case("output", "train: the run is a file", train_words(), ("is a file",), files={"runs/tiny": "mine"})
-    # Found while writing: not the user's words, so 1; what was complete before is as it was.
+    # Found while writing; what was complete before is as it was.
     yield Case(
         "output",
         "report: files of 4 KiB",
         ("report", RUN),
-        ("large",),
-        (1,),
+        ("large", "ulimit -f"),
         run=True,
         writes=True,
         inside=_file_size(4096),
@@ -734,8 +779,7 @@ def outputs() -> Iterator[Case]:
         "output",
         "convert: files of 4 KiB",
         ("convert", "--run", RUN, "--output", "o"),
-        ("large",),
-        (1, 2),
+        ("large", "ulimit -f"),
         run=True,
         inside=_file_size(4096),
     )
@@ -743,8 +787,7 @@ def outputs() -> Iterator[Case]:
         "output",
         "train: files of 4 KiB",
         train_words(),
-        ("large",),
-        (1,),
+        ("large", "ulimit -f"),
         writes=True,
         before=("prlimit", "--fsize=4096"),
     )
@@ -806,12 +849,24 @@ def environments() -> Iterator[Case]:
             run=True,
         )
     yield Case(
-        "environment", "24 descriptors: train", train_words(), ("descriptors",), before=("prlimit", "--nofile=24:24")
+        "environment",
+        "24 descriptors: train",
+        train_words(),
+        ("24 files", "ulimit -n"),
+        before=("prlimit", "--nofile=24:24"),
     )
     yield Case(
         "environment", "24 descriptors: status", status, codes=(0,), before=("prlimit", "--nofile=24:24"), run=True
     )
-    yield Case("environment", "no files: plan", plan, codes=(0,), before=("prlimit", "--fsize=0"))
+    piped = (
+        "bash",
+        "-o",
+        "pipefail",
+        "-c",
+        'ulimit -f 0; "$@" 2>&1 | cat > /dev/null',
+        "bash",
+    )  # its own output is a file
+    yield Case("environment", "no files: plan", plan, codes=(0,), before=piped)
     yield Case("environment", "no core: plan", plan, codes=(0,), before=("prlimit", "--core=0", "--memlock=0"))
     yield Case("environment", "umask 777: eval", ("eval", "--run", RUN, "--episodes", "1", "--output", "r.json"), codes=(0, 1, 2), run=True, writes=True,
                inside=_mask)  # fmt: skip
@@ -859,7 +914,9 @@ def workflows() -> Iterator[Case]:
         "workflow.eval_suites=[nope]": ("nope",),
         "workflow.eval_suites=default": ("workflow.eval_suites",),
         "workflow.suites={hard: [env.eval.nope=1]}": ("env.eval.nope",),
-        "workflow.suites={hard: [nope]}": ("nope",),
+        "workflow.suites={hard: [nope]}": ("workflow.suites.hard", "write key=value"),
+        "workflow.suites={hard: [env.eval.env_id=CartPol-v1]}": ("workflow.suites.hard", "CartPole-v1"),
+        "workflow.suites={hard: [env.eval.num_envs=many]}": ("workflow.suites.hard", "must be int"),
         "workflow.eval_job.time=soon": ("workflow.eval_job.time",),
         "workflow.eval_job.mem=much": ("workflow.eval_job.mem",),
         "workflow.eval_job.cpus=0": ("workflow.eval_job.cpus",),
@@ -869,6 +926,12 @@ def workflows() -> Iterator[Case]:
     }
     for override, says in overrides_.items():
         yield Case("workflow", override, ("run", str(QUICKSTART), *SHORT_RUN, override), says)
+        if "suites" in override:
+            for command in ("plan", "train", "submit"):
+                words = (command, str(QUICKSTART), *SHORT_RUN, override)
+                yield Case("workflow", f"{command}: {override}", words, says)
+    capitals = ("workflow.suites={Hard: [env.eval.seed=3]}", "workflow.eval_suites=[hard]")
+    yield Case("workflow", "capitals of a suite", ("plan", str(QUICKSTART), *capitals), ("did you mean 'Hard'?",))
     yield Case(
         "workflow",
         "profile of nowhere",

@@ -19,6 +19,7 @@ from rlhpc.config import config_to_yaml, load_config
 
 ROOT = Path(__file__).resolve().parents[2]
 QUICKSTART = ROOT / "configs" / "quickstart.yaml"
+DEMO = ROOT / "configs" / "reasoning" / "demo.yaml"
 INCLUDE = f"defaults: [{QUICKSTART}]\n"
 #: Should a check be lost one day, its case trains one step only.
 SHORT = ("runner.max_steps=1", "runner.segments=1", "runner.save_interval=-1")
@@ -130,6 +131,19 @@ CASES = [
     override("name with a slash", "runner.name=a/b", "runner.name is 'a/b'", "letters, digits"),
     override("name that climbs", "runner.name=..", "letters, digits"),
     override("suite with a slash", "workflow.eval_suites=[a/b]", "letters, digits"),
+    override(
+        "suite of an unknown key", "workflow.suites={hard: [env.eval.nope=1]}", "workflow.suites.hard", "env.eval.nope"
+    ),
+    override("suite of words", "workflow.suites={hard: [nope]}", "workflow.suites.hard: override 'nope'", "key=value"),
+    override("suite of an unknown task", "workflow.suites={hard: [env.eval.env_id=Nope-v1]}", "suites.hard", "Nope-v1"),
+    Case(
+        "suite in small letters",
+        ("did you mean 'Hard'?",),
+        ("workflow.suites={Hard: []}", "workflow.eval_suites=[hard]"),
+    ),
+    override("endless value", "runner.name=" + "a" * 100_000, "runner.name is 'aaa", "(100002 characters)"),
+    override("endless key", "a" * 100_000 + "=1", "unknown key aaa", "(100000 characters)"),
+    override("endless name of a folder", "runner.run_dir=/tmp/" + "a" * 300, "runner.run_dir", "300 bytes"),
     # Placement.
     override("resource twice", TOGETHER + "{actor: '0,0', rollout: 0, env: 0}", "actor", "unique and ascending"),
     override(
@@ -174,7 +188,7 @@ CASES = [
     content("not text", b"\x00\x01\xff\xfe", "cannot be read"),
     content("section left empty", INCLUDE + "actor:\n", "actor is None", "is a section"),
     content("nothing to train on", "runner: {name: x}\n", "env.train.env_id is missing", "env.train.env_id="),
-    content("include that is not there", "defaults: [nosuch.yaml]\n", "no configuration file", "nosuch.yaml"),
+    content("include that is not there", "defaults: [nosuch.yaml]\n", "c.yaml: defaults: no configuration file", "nosuch.yaml"),
     content("include of itself", "defaults: [c.yaml]\n", "circle", "c.yaml → c.yaml"),
     content("includes that are no list", "defaults: 5\n", "give a list of files"),
     # Folders.
@@ -347,7 +361,15 @@ class TestOtherCommands:
             (("train", str(QUICKSTART), "--segment", "9"), "segments 0 to 2"),
             (("submit", str(QUICKSTART), "--segment", "9"), "segments 0 to 2"),
             (("plan", str(QUICKSTART), "runner.seeed=1"), "did you mean runner.seed?"),
+            (("plan", ""), "its path is empty"),
+            (("plan", "a" * 300), "too long"),
+            (("plan", str(DEMO), "reward.terms=[{name: maths}]"), "did you mean 'math'?"),
+            (("plan", str(DEMO), "reward.terms=[{name: nosuch:f}]"), "No module named 'nosuch'"),
+            (("plan", str(DEMO), "data.train.source=jsonll"), "data.train.source is 'jsonll'"),
+            (("plan", str(DEMO), "data.eval=[{name: held_out, source: mine}]"), "data.eval[held_out].source is 'mine'"),
+            (("plan", str(DEMO), "rollout.agent=tool"), "did you mean 'tools'?"),
             (("status", "/no/such/run"), "/no/such/run does not exist"),
+            (("status", "a" * 300), "too long"),
             (("status", "/usr"), "/usr is no run folder"),
             (("status", str(QUICKSTART), "runner.nme=x"), "did you mean runner.name?"),
             (("logs", "/no/such/run"), "no such run folder"),
@@ -419,6 +441,13 @@ class TestRunThatIsThere:
         outcome = rlhpc("report", str(run))
         assert outcome.code == 0 and (run / "report" / "index.html").is_file(), outcome
 
+    def test_a_report_of_a_run_that_takes_no_page(self, run: Path, rlhpc: Terminal) -> None:
+        (run / "report").write_text("mine\n")
+        refused(rlhpc("report", str(run)), "report/index.html", "--curves FOLDER")
+        (run / "metrics.jsonl").write_text('{"step": 1, "train/loss": 1.0}\n')
+        outcome = rlhpc("report", str(run), "--curves", str(rlhpc.folder / "mine"))
+        assert outcome.code == 0 and (rlhpc.folder / "mine" / "page.html").is_file(), outcome
+
     def test_a_checkpoint_is_refused_before_torch_is_imported(self, run: Path, rlhpc: Terminal) -> None:
         mine = rlhpc.folder / "path"
         mine.mkdir()
@@ -445,3 +474,8 @@ def test_as_a_process(words: tuple[str, ...], rlhpc: Terminal) -> None:
     outcome = rlhpc.process((), QUICKSTART, *words)
     refused(outcome)
     assert outcome.out == "" and list(rlhpc.folder.iterdir()) == []
+
+
+def test_an_error_that_cannot_be_said_keeps_its_exit_code(rlhpc: Terminal) -> None:
+    outcome = rlhpc.process(("sh", "-c", 'exec "$@" 2>/dev/full', "sh"), QUICKSTART, "runner.seeed=1")
+    assert outcome == Outcome(2, "", "")

@@ -225,9 +225,10 @@ class TestReference:
                 assert isinstance(following, ast.Expr), f"{cls.__name__}.{ast.unparse(item.target)} has no docstring"
 
 
-def test_loading_imports_no_torch() -> None:
+@pytest.mark.parametrize("name", ["quickstart.yaml", "reasoning/demo.yaml"])
+def test_loading_imports_no_torch(name: str) -> None:
     code = (
         "import sys; from rlhpc.config import load_config; load_config(sys.argv[1]); "
         "sys.exit(int('torch' in sys.modules or 'submitit' in sys.modules))"
     )
-    subprocess.run([sys.executable, "-c", code, str(CONFIGS / "quickstart.yaml")], check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", code, str(CONFIGS / name)], check=True, timeout=60)
