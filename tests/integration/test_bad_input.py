@@ -188,7 +188,7 @@ CASES = [
     content("not text", b"\x00\x01\xff\xfe", "cannot be read"),
     content("section left empty", INCLUDE + "actor:\n", "actor is None", "is a section"),
     content("nothing to train on", "runner: {name: x}\n", "env.train.env_id is missing", "env.train.env_id="),
-    content("include that is not there", "defaults: [nosuch.yaml]\n", "c.yaml: defaults: no configuration file", "nosuch.yaml"),
+    content("include that is not there", "defaults: [nosuch.yaml]\n", "c.yaml: defaults: no configuration file"),
     content("include of itself", "defaults: [c.yaml]\n", "circle", "c.yaml → c.yaml"),
     content("includes that are no list", "defaults: 5\n", "give a list of files"),
     # Folders.
