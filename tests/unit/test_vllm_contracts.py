@@ -4,15 +4,22 @@ there, the second model runner's sampler and scheduling ahead of the results are
 from __future__ import annotations
 
 import inspect
+from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import pytest
 import torch
+from transformers import AutoConfig
 
 pytest.importorskip("vllm", reason="needs the extra vllm")
 
 from rlhpc.rollout.vllm import _log_before_filters
+
+if TYPE_CHECKING:
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.core.sched.scheduler import Scheduler
 
 
 @pytest.mark.parametrize(
@@ -42,43 +49,93 @@ def test_the_second_runners_log_probs_are_before_the_filters(monkeypatch: pytest
     """Its sampler draws from what top-k leaves, and takes log-probs from the logits that `_sample_random` returns."""
     from vllm.v1.worker.gpu.sample import sampler as module
 
-    # Triton draws there; the largest will do.
+    scored: list[torch.Tensor] = []
+    # Triton draws and scores there; the largest will do, and what is scored is kept.
     monkeypatch.setattr(module, "gumbel_sample", lambda logits, *args, **options: logits.argmax(-1))
+    monkeypatch.setattr(module, "compute_topk_scores", lambda logits, *args, **options: scored.append(logits))
+    monkeypatch.setattr(module, "get_num_sampled_and_rejected", lambda *args: (None, None))
+    gpu, no = SimpleNamespace(gpu=None), lambda *args: False
     sampler = module.Sampler.__new__(module.Sampler)
-    gpu = SimpleNamespace(gpu=None)
-    sampler.sampling_states = SimpleNamespace(temperature=gpu, seeds=gpu)
-    sampler.use_fp64_gumbel = False
+    sampler.__dict__ |= {
+        "sampling_states": SimpleNamespace(
+            temperature=gpu, seeds=gpu, any_greedy=no, any_explicit_seed=no, max_num_logprobs=lambda rows: 0,
+            get_top_k_top_p=lambda *args: (torch.tensor([2, 1]), None),
+        ),
+        "req_states": SimpleNamespace(prefill_len=gpu), "logprob_token_ids_state": SimpleNamespace(max_num_token_ids=no),
+        "needs_logits_processing": np.zeros(2, bool), "logprobs_mode": "processed_logprobs", "trace_replay_state": None,
+        "compute_nans": False, "return_sampling_mask": False, "use_fp64_gumbel": False, "use_xpu_sampler": False,
+        "use_flashinfer": True,  # whose fused kernel says no logits: not taken where processed ones are asked for
+    }  # fmt: skip
     worker = SimpleNamespace(model_runner=SimpleNamespace(sampler=sampler))
-    logits = torch.tensor([[0.0, 3.0, 1.0, 2.0], [5.0, 1.0, 1.5, 0.0]])
-
-    def draw() -> tuple[torch.Tensor, torch.Tensor]:
-        found: tuple[torch.Tensor, torch.Tensor] = sampler._sample_random(
-            logits.clone(), None, None, None, top_k=torch.tensor([2, 1]), top_p=None, use_fused_sampler=False
-        )
-        return found
-
-    before = draw()
-    assert torch.isinf(before[1]).any()  # as vLLM has it: filtered
-    assert _log_before_filters(worker)
-    tokens, kept = draw()
-    assert tokens.tolist() == before[0].tolist() == [1, 0]
-    assert torch.equal(kept, logits)
-    # And what is returned is what log-probs are made of.
-    assert "return self._sample_random(" in inspect.getsource(module.Sampler.sample)
-
-
-def test_a_step_under_way_at_an_update_is_drawn_again() -> None:
-    """With steps scheduled ahead, the tokens of one that ran with the old weights must not be delivered after the update."""
-    from vllm.v1.core.sched.scheduler import Scheduler
-
-    preempted = []
-    scheduler = SimpleNamespace(
-        running=["first", "second"], prev_step_scheduled_req_ids={"first"}, aux_output_connector=None,
-        kv_cache_manager=SimpleNamespace(reset_prefix_cache=lambda: True),
-        _preempt_request=lambda request, timestamp, drop_stale_output=False: preempted.append((request, drop_stale_output)),
+    logits, rows = torch.tensor([[0.0, 3.0, 1.0, 2.0], [5.0, 1.0, 1.5, 0.0]]), torch.arange(2)
+    batch: Any = SimpleNamespace(
+        num_reqs=2, positions=rows, logits_indices=rows, input_ids=rows, seq_lens=rows, seq_lens_cpu_upper_bound=rows,
+        idx_mapping=rows, idx_mapping_np=rows.numpy(), expanded_idx_mapping=rows, expanded_local_pos=rows,
+        cu_num_logits=rows, cu_num_logits_np=rows.numpy(),
     )  # fmt: skip
-    assert Scheduler.reset_prefix_cache(scheduler, reset_running_requests=True)  # type: ignore[arg-type]
-    assert preempted == [("second", True), ("first", True)] and not scheduler.prev_step_scheduled_req_ids
+    before = sampler(logits.clone(), batch).sampled_token_ids
+    assert torch.isinf(scored[0]).any()  # as vLLM has it: filtered
+    assert _log_before_filters(worker)
+    tokens = sampler(logits.clone(), batch).sampled_token_ids
+    assert tokens.tolist() == before.tolist() == [[1], [0]]
+    assert torch.equal(scored[1], logits)
+
+
+@pytest.fixture(params=[False, True], ids=["first runner", "second runner"])
+def scheduler(request: pytest.FixtureRequest, tmp_path: Path) -> Scheduler:
+    """vLLM's own, as it is on a GPU: it schedules a step while the one before is under way."""
+    from vllm.config import CacheConfig, ModelConfig, SchedulerConfig, VllmConfig
+    from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+    from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+    from vllm.v1.structured_output import StructuredOutputManager
+
+    AutoConfig.for_model(
+        "llama", architectures=["LlamaForCausalLM"], hidden_size=16, intermediate_size=16, num_hidden_layers=1,
+        num_attention_heads=2, num_key_value_heads=2, vocab_size=64, max_position_embeddings=64,
+    ).save_pretrained(tmp_path)  # fmt: skip
+    config = VllmConfig(
+        model_config=ModelConfig(model=str(tmp_path), skip_tokenizer_init=True, dtype="float32"),
+        scheduler_config=SchedulerConfig(
+            max_num_seqs=4, max_num_batched_tokens=64, max_model_len=64, is_encoder_decoder=False
+        ),
+        cache_config=CacheConfig(block_size=32),
+    )
+    config.scheduler_config.async_scheduling = True  # the CPU's platform turns it off
+    config.cache_config.num_gpu_blocks = 8
+    assert config.scheduler_config.get_scheduler_cls() is AsyncScheduler
+    attention = FullAttentionSpec(block_size=32, num_kv_heads=2, head_size=8, dtype=torch.float32)
+    cache = KVCacheConfig(num_blocks=8, kv_cache_tensors=[], kv_cache_groups=[KVCacheGroupSpec(["layer"], attention)])
+    manager = StructuredOutputManager(config)
+    made = AsyncScheduler(vllm_config=config, kv_cache_config=cache, block_size=32, structured_output_manager=manager)
+    made.use_v2_model_runner = request.param  # what it tells the worker; the second one itself needs Triton
+    return made
+
+
+def test_a_step_under_way_at_an_update_is_drawn_again(scheduler: Scheduler) -> None:
+    """The token of a step that ran with the old weights is not delivered after the update, and its place is drawn anew."""
+    from vllm import SamplingParams
+    from vllm.v1.outputs import ModelRunnerOutput
+    from vllm.v1.request import Request
+
+    request = Request("id", [1, 2, 3], SamplingParams(max_tokens=3, ignore_eos=True), pooling_params=None)
+    scheduler.add_request(request)
+
+    def delivered(step: SchedulerOutput, token: int) -> list[int]:
+        drawn = ModelRunnerOutput(req_ids=["id"], req_id_to_index={"id": 0}, sampled_token_ids=[[token]])
+        groups = scheduler.update_from_output(step, drawn).values()
+        return [token for group in groups for output in group.outputs for token in output.new_token_ids]
+
+    first = scheduler.schedule()
+    second = scheduler.schedule()  # ahead of the first one's result
+    assert delivered(first, 11) == [11]
+    assert scheduler.reset_prefix_cache(reset_running_requests=True)
+    third = scheduler.schedule()  # all that there is once more, with the new weights
+    assert (first.num_scheduled_tokens, second.num_scheduled_tokens) == ({"id": 3}, {"id": 1})
+    assert third.num_scheduled_tokens == {"id": 4}
+    assert delivered(second, 22) == []
+    assert delivered(third, 33) == [33]
+    assert delivered(scheduler.schedule(), 44) == [44]
+    assert list(request.output_token_ids) == [11, 33, 44] and not scheduler.has_unfinished_requests()
 
 
 def test_one_kernel_uses_experts_as_they_are_loaded() -> None:
