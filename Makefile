@@ -58,9 +58,10 @@ leftovers: setup  ## 20 jobs of two users end in every way on a real Slurm: noth
 chaos: setup  ## 30 random kills over one run on a real Slurm (KILLS=…, SEED=…)
 	RLHPC_CHAOS_KILLS=$(KILLS) RLHPC_CHAOS_SEED=$(SEED) pytest -m slurm tests/slurm/test_chaos.py -s
 
-attack: setup  ## hostile programs and files against what is built (long; a part of them is among the tests)
+attack: setup  ## hostile programs, files and users against what is built (long; a part of them is among the tests)
 	PYTHONPATH=. $(VENV)/bin/python tests/attack/programs.py
 	PYTHONPATH=. $(VENV)/bin/python tests/attack/files.py
+	PYTHONPATH=. $(VENV)/bin/python tests/attack/strangers.py
 
 bad-inputs: setup  ## hundreds of mistakes of users: is each one message, and is nothing left (SEED=…)
 	python -m tests.attack.bad_inputs --seed $(SEED)
