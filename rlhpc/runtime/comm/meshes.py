@@ -115,6 +115,12 @@ def _guarded(kind: Any, make: Callable[..., None]) -> Callable[..., None]:
         settings._devices, settings._threads = devices, 2 * len(devices)
         try:
             make(self, store, rank, size, settings)
+        except RuntimeError as error:
+            raise StrangerConnected(
+                f"{context.name}: rank {rank} of a process group of {size} could not connect to the others "
+                f"({str(error).partition(chr(10))[0]}): one of them died, the network between them is closed, or a stranger "
+                f"took a rank's place while the group was formed. Nothing of it was used; start again"
+            ) from error
         finally:
             for descriptor in listening:
                 _close(descriptor)
