@@ -17,6 +17,7 @@ from rlhpc.runners.same_run import make_longer
 from rlhpc.runtime.cluster import Cluster
 from rlhpc.runtime.device import torch_device
 from rlhpc.runtime.errors import ConfigError, Stopped
+from rlhpc.runtime.launch.granted import require_live_allocation
 from rlhpc.runtime.launch.signals import MAX_RESTARTS, StopRequest
 from rlhpc.runtime.launch.sole import require_no_driver, sole_driver
 from rlhpc.runtime.paths import RunPaths
@@ -134,6 +135,7 @@ def train(cfg: Any, *, segment: int | None = None, resume_with: bool = False) ->
         raise ConfigError(f"runner.task_type is {cfg.runner.task_type!r}; choose from {', '.join(TASKS)}")
     task = TASKS[kind]
     given = cfg
+    require_live_allocation()
     require_no_driver(RunPaths.of(cfg.runner.run_dir, cfg.runner.name))
     run = RunFolder.plan(cfg, segment, resume_with=resume_with)
     if segment is not None:

@@ -81,6 +81,15 @@ def test_more_than_was_granted(slurm: SlurmCluster, tmp_path: Path) -> None:
     assert done.returncode == 2, done.stderr
     assert "cluster.num_nodes is 2, but the Slurm job" in done.stderr and "Traceback" not in done.stderr
     assert not run.root.exists()
+    # a shell that still has the variables of that allocation, which is over
+    job = done.stderr.partition("Granted job allocation ")[2].split()[0]
+    until(lambda: not slurm.run("squeue", "--me", "--noheader").strip(), "the allocation is given back")
+    left = {"SLURM_JOB_ID": job, "SLURM_JOB_NODELIST": slurm.gpu_nodes[0]}
+    done = subprocess.run(
+        train[:-1], env={**run.environment, **left}, cwd=ROOT, capture_output=True, text=True, timeout=100
+    )
+    assert done.returncode == 2 and f"SLURM_JOB_ID is {job}, but that job is over" in done.stderr, done.stderr
+    assert not run.root.exists()
 
 
 @pytest.mark.timeout(600)

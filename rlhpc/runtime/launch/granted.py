@@ -1,0 +1,30 @@
+"""Whether the allocation that the environment speaks of still is one: variables of a job outlive it in a shell."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+
+from rlhpc.runtime.allocation import in_slurm_job
+from rlhpc.runtime.errors import ConfigError
+from rlhpc.runtime.launch.jobs import JobState, SlurmProbe
+
+
+def require_live_allocation(environ: Mapping[str, str] = os.environ) -> None:
+    """Asks Slurm for the job of the environment, once; where it does not answer, `srun` will say what is wrong.
+
+    Raises:
+        ConfigError: The job is over.
+    """
+    if not in_slurm_job(environ):
+        return
+    job = environ["SLURM_JOB_ID"]
+    report = SlurmProbe().query_one(job)
+    over = report.state.is_terminal or (report.state is JobState.UNKNOWN and report.conclusive)
+    if over:
+        found = f"it is {report.state.value}" if report.state.is_terminal else "Slurm does not know it any more"
+        raise ConfigError(
+            f"SLURM_JOB_ID is {job}, but that job is over ({found}): this shell still has the variables of an allocation that "
+            "has ended. To train on this machine: unset SLURM_JOB_ID SLURM_JOBID; for a new allocation: leave this shell, "
+            "then salloc. Nothing was written"
+        )
