@@ -7,7 +7,7 @@ import errno
 import os
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from rlhpc.cli import clean, doctor, init, policies, replay, run, start, watch
@@ -18,7 +18,7 @@ from rlhpc.runtime.errors import RlhpcError, UserError
 from rlhpc.runtime.shown import readable
 from rlhpc.runtime.storage import explained
 
-__all__ = ["build_parser", "main", "parse"]
+__all__ = ["build_parser", "main", "parse", "reported"]
 
 #: How `rlhpc --help` shows the commands.
 GROUPS = {
@@ -76,9 +76,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         tell("rlhpc: error: the working directory has been removed; change to one that exists")
         return 2
     args = parse(argv)
+    args.whole_process = argv is None  # the command may become another program
+    return reported(lambda: int(args.function(args)))
+
+
+def reported(command: Callable[[], int]) -> int:
+    """Exit code of a command; what it raises is told as a message."""
     try:
         try:
-            code = int(args.function(args))
+            code = command()
             sys.stdout.flush()  # not at the interpreter's end, which would only mutter
             return code
         except Exception as error:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import shlex
 import sys
@@ -83,12 +82,15 @@ def _stopped(args: argparse.Namespace, cfg: Any) -> str:
 
 
 def _submit(args: argparse.Namespace) -> int:
+    from rlhpc.cli.waiting import tell
     from rlhpc.config import find_site, load_config
     from rlhpc.runners.same_run import SubmittedConfig, check_same_run, make_longer
     from rlhpc.runtime.launch.claim import SegmentFiles
+    from rlhpc.runtime.launch.handover import Wait, hand_over
     from rlhpc.runtime.launch.jobs import ProcessId
     from rlhpc.runtime.launch.plan import build_plan
     from rlhpc.runtime.launch.submit import choose_executor, driver_command, submit_segment
+    from rlhpc.runtime.launch.waiter import Waiter
 
     cfg = load_config(args.config, args.overrides, site=args.site)
     if not 0 <= args.segment < cfg.runner.segments:
@@ -103,6 +105,15 @@ def _submit(args: argparse.Namespace) -> int:
     make_longer(paths, cfg, args.segment)
     submitted = SubmittedConfig(SegmentFiles(paths, args.segment), cfg, args.config)
     flags = ["--resume-with"] if args.resume_with else []
+    answers = not sys.stdout.isatty()  # for scripts
+    tried = False
+
+    def wait_elsewhere(waiter: Waiter) -> None:
+        nonlocal tried
+        if not tried:
+            tried = True
+            hand_over(Wait.of(waiter, answers=answers))
+
     result = submit_segment(
         args.config,
         args.overrides,
@@ -118,11 +129,9 @@ def _submit(args: argparse.Namespace) -> int:
         max_restarts=int(cfg.runner.max_restarts),
         attempt=args.attempt,
         asked_by=ProcessId.of(args.asked_by) if args.asked_by is not None else None,
+        hand_over=wait_elsewhere if args.whole_process else lambda waiter: None,
     )
-    ended = f" at step {result['result']['global_step']}" if result["result"] else f", job {result['job_id']}"
-    print(f"rlhpc: segment {args.segment}: {result['state']}{ended}", file=sys.stderr)
-    if not sys.stdout.isatty():  # for scripts
-        print(json.dumps(result))
+    tell(result, answers=answers)
     return 0
 
 

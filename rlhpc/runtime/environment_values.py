@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 import warnings
+from collections.abc import Mapping
 from pathlib import PurePath
 from typing import Any
 
@@ -36,9 +37,19 @@ def watch() -> None:
         OmegaConf.register_new_resolver("oc.env", env, replace=True)
 
 
-def masked(text: str) -> str:
-    """A text for people, in which `${oc.env:NAME}` stands for what came from there. Paths stay: they are no secrets."""
-    for name, value in sorted(_read.items(), key=lambda item: -len(item[1])):
+def values_read() -> dict[str, str]:
+    """What configurations have taken from the environment in this process, by the variable's name."""
+    return dict(_read)
+
+
+def masked(text: str, values: Mapping[str, str] | None = None) -> str:
+    """A text for people, in which `${oc.env:NAME}` stands for what came from there. Paths stay: they are no secrets.
+
+    Args:
+        text: For people.
+        values: What another process has read, by name; by default what this one has.
+    """
+    for name, value in sorted((_read if values is None else values).items(), key=lambda item: -len(item[1])):
         if len(value) >= _SHORTEST and not PurePath(value).is_absolute():
             text = text.replace(value, f"${{oc.env:{name}}}")
     return text

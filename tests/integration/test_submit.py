@@ -40,6 +40,8 @@ from rlhpc.runtime.paths import RunPaths
 
 pytestmark = pytest.mark.timeout(120)
 
+QUICKSTART = Path(__file__).resolve().parents[2] / "configs" / "quickstart.yaml"
+
 # A driver that counts its starts, "trains" for some seconds, saves on SIGUSR2 or SIGTERM, and writes its marker last.
 DRIVER = """
 import json, os, signal, sys, time
@@ -78,23 +80,34 @@ while count < seconds * 20:
             (folder / "COMPLETE").touch()
         sys.exit(75 if stop[-1] == signal.SIGUSR2 else 143)
 (root / "segments").mkdir(exist_ok=True)
-(root / "segments" / "tmp").write_text(json.dumps({"step": count}))
+(root / "segments" / "tmp").write_text(json.dumps({"global_step": count}))
 os.replace(root / "segments" / "tmp", root / "segments" / "0.json")
 """
 
+# As `rlhpc submit` does: once nothing is left but to wait, a watcher does it for all.
 WAITER = """
+import os
 import signal
 import sys
 from pathlib import Path
-from rlhpc.runtime.errors import RlhpcError
+from rlhpc.cli import reported
+from rlhpc.cli.waiting import tell
+from rlhpc.runtime import environment_values
+from rlhpc.runtime.launch.handover import Wait, hand_over
+from rlhpc.runtime.launch.jobs import ProcessId
 from rlhpc.runtime.launch.submit import submit_segment
 # as at a terminal, also where the tests run in the background of a shell that has SIGINT ignored
 signal.signal(signal.SIGINT, signal.default_int_handler)
-try:
-    print(submit_segment("c.yaml", run_root=Path(sys.argv[1]), executor="local", command=sys.argv[2:], poll_s=0.1))
-except RlhpcError as error:
-    print(f"rlhpc: error: {error}", file=sys.stderr)
-    sys.exit(error.exit_code)
+asked_by = ProcessId.of(int(os.environ["ASKED_BY"])) if "ASKED_BY" in os.environ else None
+if "KEY_OF_MINE" in os.environ:  # as a configuration would
+    from omegaconf import OmegaConf
+    environment_values.watch()
+    OmegaConf.create({"key": "${oc.env:KEY_OF_MINE}"}).key
+def main():
+    tell(submit_segment("c.yaml", run_root=Path(sys.argv[1]), executor="local", command=sys.argv[2:], poll_s=0.1,
+         asked_by=asked_by, hand_over=lambda waiter: hand_over(Wait.of(waiter, answers=True))), answers=True)
+    return 0
+sys.exit(reported(main))
 """
 
 
@@ -119,6 +132,7 @@ class Run:
         self.waiter_script = root.parent / "waiter.py"
         self.waiter_script.write_text(textwrap.dedent(WAITER))
         self.out = io.StringIO()
+        self.environment: dict[str, str] = {}
 
     def command(self, seconds: float = 1.0, mode: str = "ok") -> list[str]:
         return [sys.executable, str(self.script), str(self.root), str(seconds), mode]
@@ -134,7 +148,7 @@ class Run:
             stderr=subprocess.PIPE,
             text=True,
             start_new_session=True,
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)},
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p), **self.environment},
         )
 
     def starts(self) -> list[int]:
@@ -161,14 +175,14 @@ def run(tmp_path: Path) -> Iterator[Run]:
 
 def test_finishes_and_returns_at_once_the_next_time(run: Run) -> None:
     answer = run.submit()
-    assert answer["state"] == "finished" and answer["result"] == {"step": 20}
+    assert answer["state"] == "finished" and answer["result"] == {"global_step": 20}
     assert (run.paths.segment_logs(0) / "driver.out").read_text() == "driver starts\n"
     assert (run.paths.submit.stat().st_mode & 0o777) == 0o700
     record = json.loads(run.files.record.read_text())
     assert record["job_id"] == answer["job_id"] and record["phase"] == "submitted" and record["attempt"] == 1
     assert "step " in run.out.getvalue() and "/20, return 12.5, 1000 env steps/s, ETA 3s" in run.out.getvalue()
     start = time.monotonic()
-    assert run.submit()["result"] == {"step": 20}
+    assert run.submit()["result"] == {"global_step": 20}
     assert time.monotonic() - start < 0.5
     assert len(run.starts()) == 1
 
@@ -284,6 +298,25 @@ def test_job_killed_while_waited_for(run: Run) -> None:
     assert run_state(run.paths)[0] == "dead"
 
 
+@pytest.mark.parametrize("gone", ["the run", "submit"])
+def test_a_folder_that_is_removed_is_what_the_waiter_names(run: Run, gone: str) -> None:
+    """Not logs that went with it, nor a checkpoint."""
+    waiter = run.waiter(30.0)
+    claim = run.claim()
+    record = JobRecord.read(run.files)
+    removed = run.root if gone == "the run" else run.paths.submit
+    removed.rename(run.root.with_name("removed"))  # at once, while the driver writes
+    for process in (record and record.process, claim.job, claim.driver):
+        assert process is not None
+        os.kill(process.pid, signal.SIGKILL)
+    _, err = waiter.communicate(timeout=20)
+    run.root.mkdir(exist_ok=True)
+    run.root.with_name("removed").rename(removed)
+    assert waiter.returncode == 1 and f"{removed} was removed while local job {claim.job_id} was pending or ran" in err
+    assert "log:" not in err and "Traceback" not in err and len(run.starts()) == 1
+    assert ("starts the run anew, at step 0" in err) == (gone == "the run") and "put it back from a copy" in err
+
+
 def test_submitter_killed_between_submission_and_record(run: Run) -> None:
     run.submit(3.0, wait=False)
     claim = run.claim()
@@ -311,7 +344,7 @@ def test_signal_saves_and_requeues(run: Run) -> None:
     claim = run.claim()
     os.kill(claim.job.pid, signal.SIGUSR2)
     answer = run.submit(2.0)
-    assert answer["job_id"] == claim.job_id and answer["result"] == {"step": 40}
+    assert answer["job_id"] == claim.job_id and answer["result"] == {"global_step": 40}
     assert len(run.starts()) == 2 and JobRecord.read(run.files).attempt == 1  # type: ignore[union-attr]
     assert len(run.files.claim_numbers()) == 1
 
@@ -576,6 +609,39 @@ def test_sbatch_refuses(run: Run, fake_slurm: Path) -> None:
         run.submit(executor="slurm", slurm={"partitoin": "gpu"})
 
 
+@pytest.mark.parametrize("source", ["squeue", "sacct", "nobody"])
+def test_an_allocation_that_has_ended(run: Run, fake_slurm: Path, source: str) -> None:
+    """A shell still has a job's variables: one message, one question to Slurm, nothing written."""
+    asked = f"echo x >> {fake_slurm}/asked\n"
+    unknown = "echo 'slurm_load_jobs error: Invalid job id specified' >&2; exit 1\n"
+    says = {"squeue": "echo '42|TIMEOUT|None'\n"}.get(source, unknown)
+    (fake_slurm / "squeue").write_text(f"#!/bin/bash\n{asked}{says}")
+    (fake_slurm / "sacct").write_text(
+        "#!/bin/bash\n" + ("echo '42|TIMEOUT|0:0'\n" if source == "sacct" else "exit 1\n")
+    )
+    done = subprocess.run(
+        [sys.executable, "-P", "-m", "rlhpc.cli", "train", str(QUICKSTART), f"runner.run_dir={run.root}"],
+        env={**os.environ, "SLURM_JOB_ID": "42", "SLURM_JOB_NODELIST": "n1"}, capture_output=True, text=True, timeout=60,
+    )  # fmt: skip
+    assert done.returncode == 2 and done.stderr.count("rlhpc: error:") == 1 and "Traceback" not in done.stderr
+    how = "Slurm does not know it any more" if source == "nobody" else "it is TIMEOUT"
+    assert f"SLURM_JOB_ID is 42, but that job is over ({how})" in done.stderr and "unset SLURM_JOB_ID" in done.stderr
+    assert not list(run.root.iterdir()) and (fake_slurm / "asked").read_text() == "x\n"
+
+
+def test_an_allocation_that_lives_or_is_not_known_of(fake_slurm: Path) -> None:
+    from rlhpc.runtime.launch.granted import require_live_allocation
+
+    job = {"SLURM_JOB_ID": "42", "SLURM_JOB_NODELIST": "n1"}
+    for answer in ("echo '42|RUNNING|None'", "echo '42|COMPLETING|None'", "echo 'Unable to contact' >&2; exit 1"):
+        (fake_slurm / "squeue").write_text(f"#!/bin/bash\n{answer}\n")
+        require_live_allocation(job)
+    (fake_slurm / "squeue").write_text("#!/bin/bash\necho '42|CANCELLED|None'\n")
+    require_live_allocation({"SLURM_JOB_ID": "42"})  # of no use as it is
+    with pytest.raises(UserError, match="42, but that job is over"):
+        require_live_allocation(job)
+
+
 HOLD = (
     "import sys; from pathlib import Path; from rlhpc.runtime.launch.sole import sole_driver; "
     "from rlhpc.runtime.paths import RunPaths\n"
@@ -644,6 +710,9 @@ def test_waiting_commands_share_one_query(fake_slurm: Path, tmp_path: Path) -> N
     for number, probe in enumerate(probes):
         probe.leave([str(number)])
     assert not place.exists()
+    (place / "answers.new").mkdir(parents=True, mode=0o700)  # nothing can be written there: each asks for itself
+    place.chmod(0o700)
+    assert SharedProbe(SlurmProbe(), place).query_one("7") == JobReport(JobState.PENDING, "Priority", "squeue")
 
 
 FULL = """#!/bin/bash

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
 
 import pytest
+
+from tests.waiting import program, proportional_kib, resident_kib, watchers
 
 from .cluster import SlurmCluster
 from .runs import SlurmRun, until
@@ -30,7 +33,7 @@ def no_job_is_left(slurm: SlurmCluster) -> Iterator[None]:
 
 
 def test_many_wait_for_the_price_of_one(slurm: SlurmCluster, tmp_path: Path) -> None:
-    """One query of Slurm an interval serves all of them; a job that somebody ends stays ended."""
+    """One process and one query of Slurm an interval serve all of them; a job that somebody ends stays ended."""
     calls, bin_ = tmp_path / "calls", tmp_path / "bin"
     bin_.mkdir()
     (bin_ / "squeue").write_text(WRAPPER.format(calls=calls, squeue=shutil.which("squeue")))
@@ -51,6 +54,18 @@ def test_many_wait_for_the_price_of_one(slurm: SlurmCluster, tmp_path: Path) -> 
         return [float(line.split()[0]) for line in calls.read_text().splitlines() if "--name" not in line]
 
     until(all_know, "all of them know why they wait", 240)
+    shells = [process.pid for process in processes]
+
+    def one_python() -> list[int]:
+        """The watcher, where it is the only Python that waits."""
+        return [] if any(program(pid).startswith("python") for pid in shells) else watchers(tmp_path)
+
+    until(one_python, "the commands are shells")
+    [watcher] = one_python()
+    print(
+        f"{COUNT} wait: resident {resident_kib(watcher)} KiB and {sum(map(resident_kib, shells))} KiB, "
+        f"proportional {proportional_kib(watcher)} KiB and {sum(map(proportional_kib, shells))} KiB"
+    )
     before = len(asked())
     until(lambda: len(asked()) >= before + 3, "Slurm is asked again")
     times = asked()[before:]
@@ -63,6 +78,11 @@ def test_many_wait_for_the_price_of_one(slurm: SlurmCluster, tmp_path: Path) -> 
             line.split()[:5] == [run.root.name, "pending", "Slurm", "job", run.job] for line in table.splitlines()
         )
     assert table.count("JobHeldUser") == COUNT
+
+    # whoever waits notices that the watcher is gone, and one of them starts another
+    os.kill(watcher, signal.SIGKILL)
+    until(lambda: (found := one_python()) and found != [watcher], "another one has taken over")
+    assert len(one_python()) == 1
 
     jobs = [run.job for run in runs]
     runs[0].rlhpc("cancel", str(runs[0].root))
@@ -78,3 +98,5 @@ def test_many_wait_for_the_price_of_one(slurm: SlurmCluster, tmp_path: Path) -> 
     for process in processes[2:]:
         process.terminate()
         process.wait(30)
+    until(lambda: not watchers(tmp_path), "nobody waits, so nothing is left")
+    assert not list(tmp_path.glob("rlhpc.waits-*"))

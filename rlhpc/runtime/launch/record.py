@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from rlhpc.runtime.launch.claim import Claim, SegmentFiles, read_json, write_json
 from rlhpc.runtime.launch.jobs import JobProbe, JobState, LocalProbe, ProcessId, SlurmProbe
@@ -39,8 +40,11 @@ class JobRecord:
     def read(cls, files: SegmentFiles) -> JobRecord | None:
         """The last submission of a segment, if there was one."""
         value = read_json(files.record)
-        if value is None:
-            return None
+        return None if value is None else cls.from_json(value)
+
+    @classmethod
+    def from_json(cls, value: dict[str, Any]) -> JobRecord | None:
+        """A record from `to_json`; None for what is none."""
         known = {name: value[name] for name in cls.__dataclass_fields__ if name in value}
         known["process"] = ProcessId.from_json(known.get("process"))
         try:
@@ -48,9 +52,12 @@ class JobRecord:
         except TypeError:
             return None
 
-    def write(self, files: SegmentFiles) -> None:
+    def to_json(self) -> dict[str, Any]:
         value = {name: getattr(self, name) for name in self.__dataclass_fields__}
-        write_json(files.record, {**value, "process": self.process.to_json() if self.process else None})
+        return {**value, "process": self.process.to_json() if self.process else None}
+
+    def write(self, files: SegmentFiles) -> None:
+        write_json(files.record, self.to_json())
 
 
 def job_words(record: JobRecord) -> str:

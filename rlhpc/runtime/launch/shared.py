@@ -54,8 +54,12 @@ class SharedProbe(JobProbe):
 
     def query(self, job_ids: Iterable[str]) -> dict[str, JobReport]:
         ids = list(job_ids)
-        if not self._usable():
-            return self._probe.query(ids)
+        if self._usable():
+            with contextlib.suppress(OSError):  # a full disk, or somebody cleans up
+                return self._query(ids)
+        return self._probe.query(ids)
+
+    def _query(self, ids: list[str]) -> dict[str, JobReport]:
         now = time.monotonic()
         known = self._read()
         renew = [job for job in ids if now - self._renewed.get(job, -_KEPT_S) > _RENEWED_S]
@@ -71,6 +75,7 @@ class SharedProbe(JobProbe):
             known = self._read()
             for job in job_ids:
                 known["wanted"].pop(job, None)
+                self._renewed.pop(job, None)
             now = time.monotonic()
             if mine and any(now - seen < _KEPT_S for seen in known["wanted"].values()):
                 self._write(known)

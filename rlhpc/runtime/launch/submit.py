@@ -38,6 +38,7 @@ from rlhpc.runtime.launch.waiter import (
     JobLost,
     Waiter,
     WaitInterrupted,
+    answer,
     cancelled_error,
     goes_on,
     say,
@@ -94,6 +95,7 @@ def submit_segment(
     attempt: int = 1,
     patient: bool = True,
     asked_by: ProcessId | None = None,
+    hand_over: Callable[[Waiter], None] = lambda waiter: None,
     stream: TextIO | None = None,
 ) -> dict[str, Any]:
     """Start the driver of a segment as a job, or find the one that runs, and wait for it.
@@ -122,6 +124,8 @@ def submit_segment(
             cancelled.
         patient: Wait where the site takes no more jobs now, or Slurm does not answer; False raises `NotNow` instead.
         asked_by: Waiting ends when this process is gone, and the job goes on.
+        hand_over: Called after every look once nothing is left but to wait for this job; it may have another process wait, and
+            not return.
         stream: Where progress goes; stderr by default.
 
     Returns:
@@ -138,7 +142,7 @@ def submit_segment(
     files = SegmentFiles(RunPaths(Path(run_root).expanduser().absolute()), segment)
     done = read_json(files.marker)
     if done is not None:
-        return _answer("finished", JobRecord.read(files), segment, done)
+        return answer("finished", JobRecord.read(files), segment, done)
     kind = choose_executor(executor)
     out = stream or sys.stderr
     argv = list(command) if command is not None else driver_command(config_path, overrides, segment=segment)
@@ -159,7 +163,7 @@ def submit_segment(
         with SubmitLock(files):
             done = read_json(files.marker)
             if done is not None:
-                return _answer("finished", JobRecord.read(files), segment, done)
+                return answer("finished", JobRecord.read(files), segment, done)
             try:
                 record, state = find_job(files), "attached"
                 if record is not None:
@@ -184,7 +188,7 @@ def submit_segment(
             room.wait(refusal, wanted_still)
             continue
         if not wait:
-            return _answer(state, record, segment, None)
+            return answer(state, record, segment, None)
         say(out, started_line(files, record, state))
         attached = time.monotonic() if state == "attached" else None
         left = None if deadline_s is None else max(0.0, deadline_s - (time.monotonic() - began))
@@ -192,8 +196,15 @@ def submit_segment(
             files, record, lambda line: say(out, line), poll_s=poll_s, progress_s=progress_s, deadline_s=left,
             asked_by=asked_by,
         )  # fmt: skip
+
+        def settled(waiter: Waiter = waiter, attached: float | None = attached) -> None:
+            # until then, the end of a job that was found would be a reason to submit another one
+            dying = cancel_mark is not None and cancel_mark.get("token") == waiter.record.token
+            if attached is None or (time.monotonic() - attached > DYING_S and not dying):
+                hand_over(waiter)
+
         try:
-            done = waiter.wait()
+            done = waiter.wait(settled)
         except JobLost:
             # it was dying when we found it, as when somebody kills a run and starts it again
             if attached is None or time.monotonic() - attached > DYING_S:
@@ -206,7 +217,7 @@ def submit_segment(
             continue
         except KeyboardInterrupt:
             raise WaitInterrupted(goes_on(files, owner_of(files, record))) from None
-        return _answer("finished", owner_of(files, record), segment, done)
+        return waiter.answer(done)
 
 
 def started_line(files: SegmentFiles, record: JobRecord, state: str) -> str:
@@ -235,16 +246,6 @@ def _make_folders(files: SegmentFiles) -> None:
             f"cannot write to the run folder {files.paths.root}: {error.strerror or error} ({error.filename}); "
             "choose another with runner.run_dir=…"
         ) from error
-
-
-def _answer(state: str, record: JobRecord | None, segment: int, result: dict[str, Any] | None) -> dict[str, Any]:
-    return {
-        "state": state,
-        "segment": segment,
-        "executor": record.executor if record else "",
-        "job_id": record.job_id if record else "",
-        "result": result,
-    }
 
 
 def _job_name(files: SegmentFiles) -> str:

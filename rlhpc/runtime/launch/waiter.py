@@ -58,6 +58,10 @@ class JobLost(DriverFailed):
     """The job is gone and left neither a finished segment nor an error: killed, or its node died."""
 
 
+class FolderRemoved(DriverFailed):
+    """The job is over, and somebody removed the run's folder: there is nothing to go on from."""
+
+
 class JobCancelled(DriverFailed):
     """Somebody ended the job on purpose: only a person starts it again, no retry."""
 
@@ -71,6 +75,23 @@ class WaitInterrupted(RlhpcError):
 def say(out: TextIO, text: str) -> None:
     with contextlib.suppress(OSError, ValueError):  # the terminal may be gone
         print(f"rlhpc: {text}", file=out, flush=True)
+
+
+def answer(state: str, record: JobRecord | None, segment: int, result: dict[str, Any] | None) -> dict[str, Any]:
+    """What a submission returns; see `submit_segment`."""
+    return {
+        "state": state,
+        "segment": segment,
+        "executor": record.executor if record else "",
+        "job_id": record.job_id if record else "",
+        "result": result,
+    }
+
+
+def answer_line(answer: dict[str, Any]) -> str:
+    """The last line that a person is told."""
+    ended = f" at step {answer['result']['global_step']}" if answer["result"] else f", job {answer['job_id']}"
+    return f"segment {answer['segment']}: {answer['state']}{ended}"
 
 
 def goes_on(files: SegmentFiles, record: JobRecord) -> str:
@@ -107,11 +128,12 @@ class Waiter:
         files: The segment.
         record: Its job.
         out: Takes a line of progress.
-        probe: Asks about the job; by default one of this waiter's own.
+        find_probe: Makes who asks about a job; by default one of this waiter's own.
         poll_s: Least time between two looks.
         progress_s: Least time between two lines of progress; it grows to a minute.
         deadline_s: Waiting longer than this is an error; the job goes on.
         asked_by: Waiting ends when this process is gone.
+        began: When it began, in monotonic seconds, where another process waited before; now by default.
     """
 
     def __init__(
@@ -120,21 +142,23 @@ class Waiter:
         record: JobRecord,
         out: Callable[[str], None],
         *,
-        probe: JobProbe | None = None,
+        find_probe: Callable[[JobRecord, SegmentFiles], JobProbe] | None = None,
         poll_s: float = 0.5,
         progress_s: float = 5.0,
         deadline_s: float | None = None,
         asked_by: ProcessId | None = None,
+        began: float | None = None,
     ) -> None:
         self.files = files
         self.record = record
         self._out = out
-        self._probe = probe or _probe_for(record, files)
-        self._poll_s = poll_s
-        self._progress_s = progress_s
-        self._deadline_s = deadline_s
-        self._asked_by = asked_by
-        self._began = time.monotonic()
+        self._find_probe = find_probe or _probe_for
+        self._probe = self._find_probe(record, files)
+        self.poll_s = poll_s
+        self.progress_s = progress_s
+        self.deadline_s = deadline_s
+        self.asked_by = asked_by
+        self.began = time.monotonic() if began is None else began
         self._seen = (0, 0)
         self._claim: Claim | None = None
         self._report = JobReport(JobState.UNKNOWN, conclusive=False)
@@ -145,18 +169,23 @@ class Waiter:
         self._over_since: float | None = None
         self._renewed: tuple[int, int, float | None] = (0, 0, None)
 
-    @property
-    def waited_s(self) -> float:
-        return time.monotonic() - self._began
-
-    def wait(self) -> dict[str, Any]:
-        """What the driver wrote when it finished."""
+    def wait(self, between: Callable[[], None] = lambda: None) -> dict[str, Any]:
+        """What the driver wrote when it finished; `between` is called after every look that found it unfinished."""
         try:
             while (done := self.poll()) is None:
-                time.sleep(self._poll_s)
+                between()
+                time.sleep(self.poll_s)
             return done
         finally:
-            self._probe.leave([self.record.job_id])
+            self.leave()
+
+    def leave(self) -> None:
+        """Nobody waits here any more."""
+        self._probe.leave([self.record.job_id])
+
+    def answer(self, done: dict[str, Any]) -> dict[str, Any]:
+        """What a submission returns of a segment that is finished."""
+        return answer("finished", owner_of(self.files, self.record), self.files.segment, done)
 
     def poll(self) -> dict[str, Any] | None:
         """What the driver wrote when it finished; None while it has not.
@@ -173,7 +202,7 @@ class Waiter:
         if gone and claim is not None:
             self._gone = claim.number
         if now >= self._next_look or gone or self._over_since is not None:
-            self._next_look = now + min(max(self._poll_s, (now - self._began) / 10), _LOOK_S)
+            self._next_look = now + min(max(self.poll_s, (now - self.began) / 10), _LOOK_S)
             done = self._read(now, always=gone or self._over_since is not None)
             if done is not None:
                 return done
@@ -182,20 +211,20 @@ class Waiter:
                 raise self._lost()
             return None
         if now >= self._next_probe:
-            self._next_probe = now + max(self._poll_s, 1.0)
+            self._next_probe = now + max(self.poll_s, 1.0)
             report = self._look()
             if report is None:
                 self._over_since = now  # its last files may take a moment to become visible
                 return None
             if now >= self._next_line:
-                self._next_line = now + max(self._progress_s, min((now - self._began) / 60, _SELDOM_S))
+                self._next_line = now + max(self.progress_s, min((now - self.began) / 60, _SELDOM_S))
                 self._show(report)
-        if self._deadline_s is not None and now - self._began > self._deadline_s:
+        if self.deadline_s is not None and now - self.began > self.deadline_s:
             raise DeadlineExceeded(
-                f"segment {self.files.segment} was not finished within {self._deadline_s:.0f} s; "
+                f"segment {self.files.segment} was not finished within {self.deadline_s:.0f} s; "
                 f"{job_words(self.record)} goes on; log: {self.files.driver_err}"
             )
-        if self._asked_by is not None and self._asked_by.alive() is False:
+        if self.asked_by is not None and self.asked_by.alive() is False:
             raise WaitInterrupted(goes_on(self.files, self.record))
         return None
 
@@ -218,7 +247,7 @@ class Waiter:
         if owner.token != self.record.token:
             self._probe.leave([self.record.job_id])
             self.record = owner
-            self._probe = _probe_for(owner, self.files)
+            self._probe = self._find_probe(owner, self.files)
 
     def _heard(self, claim: Claim) -> bool:
         """Whether the holder of a claim lives: by its processes here, else by its renewals between two looks."""
@@ -268,6 +297,16 @@ class Waiter:
                     self.files.mark_cancelled(self.record.token)
             return cancelled_error(self.files, self.record)
         offset = claim.err_offset if claim is not None and claim.token == self.record.token else 0
+        removed = next((p for p in (self.files.paths.root, self.files.paths.submit) if not p.is_dir()), None)
+        if removed is not None:
+            what = "run folder" if removed == self.files.paths.root else "folder of its submissions"
+            return FolderRemoved(
+                f"segment {self.files.segment}: the {what} {removed} was removed while {job_words(self.record)} was pending "
+                "or ran, so the job ended without a result, and its logs may be gone with it\n"
+                "  to go on, put it back from a copy (a snapshot of the file system), then run the same command\n"
+                "  without one, the same command starts "
+                + ("the run anew, at step 0" if what == "run folder" else "from the last checkpoint that is left")
+            )
         how = report.state.value if report.state.is_terminal else "killed, or its node is gone"
         text = first_failure(self.files.driver_err, offset, lines=10)
         return JobLost(

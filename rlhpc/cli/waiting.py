@@ -1,0 +1,40 @@
+"""`python -m rlhpc.cli.waiting`: what a waiting shell becomes when its watcher is gone (`rlhpc.runtime.launch.handover`)."""
+
+from __future__ import annotations
+
+import json
+import sys
+
+from rlhpc.cli import reported
+from rlhpc.cli.streams import standard_streams
+from rlhpc.runtime.launch.handover import Wait, hand_over
+from rlhpc.runtime.launch.waiter import Waiter, WaitInterrupted, answer_line, goes_on, say
+
+
+def tell(answer: dict[str, object], *, answers: bool) -> None:
+    """What a submission ends with: a line for a person, and JSON for scripts."""
+    print(f"rlhpc: {answer_line(answer)}", file=sys.stderr)
+    if answers:
+        print(json.dumps(answer))
+
+
+def _wait(wait: Wait, waiter: Waiter) -> int:
+    try:
+        done = waiter.wait()
+    except KeyboardInterrupt:
+        raise WaitInterrupted(goes_on(waiter.files, waiter.record)) from None
+    tell(waiter.answer(done), answers=wait.answers)
+    return 0
+
+
+def main() -> int:
+    standard_streams()
+    wait = Wait.from_environment()
+    if "--alone" not in sys.argv[1:]:
+        hand_over(wait)
+    waiter = wait.waiter(lambda line: say(sys.stderr, line))
+    return reported(lambda: _wait(wait, waiter))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,224 @@
+"""Who waits is a shell of a megabyte; one watcher of a user and host follows all runs and tells each shell what to say.
+
+The command that submitted connects to the watcher, which it starts where there is none, and becomes a shell that reads
+from the connection: lines for stderr (E) and stdout (O), at last the exit code (X). The connection tells each of the two
+that the other is gone. A shell whose watcher is gone becomes Python again (`rlhpc.cli.waiting`), which hands over anew.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import socket
+import stat
+import struct
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rlhpc.runtime.environment_values import values_read
+from rlhpc.runtime.import_paths import run_module
+from rlhpc.runtime.launch.claim import SegmentFiles
+from rlhpc.runtime.launch.jobs import JobProbe, ProcessId
+from rlhpc.runtime.launch.local import python_path
+from rlhpc.runtime.launch.record import JobRecord
+from rlhpc.runtime.launch.shared import meeting_place
+from rlhpc.runtime.launch.waiter import Waiter, goes_on
+from rlhpc.runtime.paths import RunPaths
+
+#: Files in the place where they meet; the lock is the watcher's for as long as it lives.
+SOCKET, LOCK = "watcher", "watcher.lock"
+#: First word of the watcher's talk, before the shell's lines.
+WELCOME = b"ok\n"
+#: Variables of the shell: what it runs, what it says on Ctrl-C, and what the Python that it may become waits for.
+_PROGRAM, _STOPPED, _WAIT = "RLHPC_SHELL", "RLHPC_STOPPED", "RLHPC_WAIT"
+#: How long to try to reach a watcher. After that this process waits by itself.
+_REACH_S = 20.0
+_SHELL = "/bin/sh"
+_FD = 3
+#: Short, because `ps` shows it.
+SHELL_COMMAND = f'eval "${_PROGRAM}"'
+SHELL_PROGRAM = r"""trap 'printf "%s\n" "$RLHPC_STOPPED" >&2; exit 130' INT
+alone=
+while IFS= read -r line <&3; do
+  case $line in
+    E*) printf '%s\n' "${line#E}" >&2 ;;
+    O*) printf '%s\n' "${line#O}" || exit 141 ;;
+    A*) alone=--alone; break ;;
+    X*) exit "${line#X}" ;;
+  esac
+done
+exec 3<&-
+exec "$@" $alone
+"""
+
+
+@dataclass(frozen=True)
+class Wait:
+    """What somebody waits for, so that any process of the user on this host can do it for them.
+
+    Attributes:
+        root: The run folder.
+        record: Of the job, as JSON.
+        began: When it began, in monotonic seconds.
+        answers: The result goes to stdout as JSON.
+        secrets: Names of variables whose values are not to be shown.
+    """
+
+    root: str
+    segment: int
+    record: dict[str, Any]
+    began: float
+    deadline_s: float | None
+    poll_s: float
+    progress_s: float
+    asked_by: dict[str, Any] | None
+    answers: bool
+    secrets: list[str] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, waiter: Waiter, *, answers: bool) -> Wait:
+        asked_by = waiter.asked_by.to_json() if waiter.asked_by is not None else None
+        return cls(
+            str(waiter.files.paths.root), waiter.files.segment, {**waiter.record.to_json(), "command": []}, waiter.began,
+            waiter.deadline_s, waiter.poll_s, waiter.progress_s, asked_by, answers, sorted(values_read()),
+        )  # fmt: skip
+
+    @classmethod
+    def from_environment(cls) -> Wait:
+        """What the shell that became this process waited for."""
+        return cls(**json.loads(os.environ.pop(_WAIT)))
+
+    def waiter(
+        self, out: Callable[[str], None], find_probe: Callable[[JobRecord, SegmentFiles], JobProbe] | None = None
+    ) -> Waiter:
+        record = JobRecord.from_json(self.record)
+        assert record is not None
+        return Waiter(
+            SegmentFiles(RunPaths(Path(self.root)), self.segment), record, out, find_probe=find_probe, poll_s=self.poll_s,
+            progress_s=self.progress_s, deadline_s=self.deadline_s, asked_by=ProcessId.from_json(self.asked_by),
+            began=self.began,
+        )  # fmt: skip
+
+
+def hand_over(wait: Wait) -> None:
+    """Becomes a shell that says what a watcher tells it; returns where there can be none."""
+    connection = _reach(wait) if os.access(_SHELL, os.X_OK) else None
+    if connection is None:
+        return
+    files = SegmentFiles(RunPaths(Path(wait.root)), wait.segment)
+    record = JobRecord.from_json(wait.record)
+    assert record is not None
+    # the path: to start Python again; nothing is submitted from there
+    environment = {**os.environ, _WAIT: json.dumps(asdict(wait)), "PYTHONPATH": python_path()}
+    environment |= {_PROGRAM: SHELL_PROGRAM, _STOPPED: f"rlhpc: error: {goes_on(files, record)}"}
+    name = f"rlhpc submit: {files.paths.root.name}"
+    with connection, contextlib.suppress(OSError):
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os.dup2(connection.fileno(), _FD)
+        os.set_inheritable(_FD, True)
+        os.execve(_SHELL, ["sh", "-c", SHELL_COMMAND, name, *run_module("rlhpc.cli.waiting")], environment)
+
+
+def peer_is_own(connection: socket.socket) -> bool:
+    """Whether a process of this user is at the other end."""
+    _, uid, _ = struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i")))
+    return bool(uid == os.geteuid())
+
+
+def address(place: int, name: str = SOCKET) -> str:
+    """Of a file in an open folder, however long that one's path is."""
+    return f"/proc/self/fd/{place}/{name}"
+
+
+def _reach(wait: Wait) -> socket.socket | None:
+    """A connection over which a watcher says how it goes; starts one where there is none."""
+    end = time.monotonic() + _REACH_S
+    request = {**asdict(wait), "values": {n: os.environ[n] for n in wait.secrets if n in os.environ}}
+    try:
+        while time.monotonic() < end:
+            with _open_place() as place:
+                found = _connect(place, json.dumps(request).encode() + b"\n")
+                if found is not None:
+                    return found
+                if not _start(place):
+                    time.sleep(0.05)  # another one is just being started, or is about to end
+    except OSError:
+        pass
+    return None
+
+
+@contextlib.contextmanager
+def _open_place() -> Any:
+    """The folder where a user's waiting commands meet.
+
+    Raises:
+        OSError: It cannot be made, or is not this user's alone.
+    """
+    path = meeting_place()
+    with contextlib.suppress(FileExistsError):
+        path.mkdir(mode=0o700)
+    place = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        found = os.fstat(place)
+        if found.st_uid != os.geteuid() or stat.S_IMODE(found.st_mode) & 0o077:
+            raise PermissionError(f"{path} is not this user's alone")
+        yield place
+    finally:
+        os.close(place)
+
+
+def _connect(place: int, request: bytes) -> socket.socket | None:
+    """A watcher that took the request; None where there is none, or it is about to end."""
+    connection = socket.socket(socket.AF_UNIX)
+    try:
+        connection.settimeout(_REACH_S)
+        connection.connect(address(place))
+        if not peer_is_own(connection):
+            raise PermissionError("the watcher is another user's")
+        connection.sendall(request)
+        if connection.recv(len(WELCOME), socket.MSG_WAITALL) == WELCOME:
+            connection.settimeout(None)
+            return connection
+    except (FileNotFoundError, ConnectionError):
+        pass
+    except BaseException:
+        connection.close()
+        raise
+    connection.close()
+    return None
+
+
+def _start(place: int) -> bool:
+    """Starts a watcher, unless another process has the lock: it inherits lock and socket, so nobody waits for its start."""
+    try:
+        lock = os.open(LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600, dir_fd=place)
+    except FileNotFoundError:
+        return False  # the folder went with one that has just ended
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if os.stat(LOCK, dir_fd=place, follow_symlinks=False).st_ino != os.fstat(lock).st_ino:
+            return False  # the lock of one that has just ended
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(SOCKET, dir_fd=place)
+        with socket.socket(socket.AF_UNIX) as listener:
+            listener.bind(address(place))
+            listener.listen(1024)
+            inherited = (lock, listener.fileno(), place)
+            subprocess.Popen(
+                run_module("rlhpc.runtime.launch.watcher", *map(str, inherited)),
+                stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, pass_fds=inherited,
+                start_new_session=True, cwd="/", env={**os.environ, "PYTHONPATH": python_path()},
+            )  # fmt: skip
+        return True
+    except (BlockingIOError, FileNotFoundError):
+        return False
+    finally:
+        os.close(lock)
