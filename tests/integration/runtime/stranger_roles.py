@@ -151,7 +151,7 @@ class Meeting(Worker):
             device = create(**options)
             Path(f"{path}-{self.rank}").touch()
             deadline = time.monotonic() + 30
-            while not any(map(os.path.exists, (path, f"{path}-only-{self.rank}"))) and time.monotonic() < deadline:
+            while not os.path.exists(path) and time.monotonic() < deadline:
                 time.sleep(0.01)
             return device
 

@@ -75,27 +75,6 @@ def test_a_stranger_who_takes_a_ranks_place_ends_the_start_and_gets_nothing(meet
 
 
 @as_another
-@pytest.mark.parametrize("early", [0, 1])
-def test_a_rank_that_finds_its_place_taken_says_so(meet, tmp_path, early):
-    """One rank has closed its port, with a stranger in the other's place, before that one connects."""
-    before, go = listening(os.getuid()), tmp_path / "go"
-    group = meet(2, f"late{early}")
-    with Stranger(1.0, 4, struct.pack("<q", 0), struct.pack("<q", 1)) as stranger:
-        forming = group.form_late(str(go), 3.0)
-        wait_for(Path(f"{go}-0"), Path(f"{go}-1"))
-        stranger.look(before)
-        assert stranger.count() >= 2
-        Path(f"{go}-only-{early}").touch()
-        time.sleep(1.0)
-        go.touch()
-        with pytest.raises(
-            WorkerFailed, match=r"(did not prove to be of this run|could not connect to the others).*start again"
-        ) as raised:
-            forming.wait()
-    assert isinstance(raised.value.__cause__, StrangerConnected)
-
-
-@as_another
 def test_strangers_who_say_nothing_or_nonsense_do_not_stop_a_start(meet, tmp_path):
     before, go = listening(os.getuid()), tmp_path / "go"
     group = meet(2, "crowded")
