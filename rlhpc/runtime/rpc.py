@@ -17,7 +17,14 @@ from typing import Any
 
 from rlhpc.runtime.comm.calls import CallLines
 from rlhpc.runtime.context import Context
-from rlhpc.runtime.errors import DeadlineExceeded, NonFinite, StaleGeneration, UserError, WorkerFailed
+from rlhpc.runtime.errors import (
+    DeadlineExceeded,
+    NonFinite,
+    StaleGeneration,
+    StrangerConnected,
+    UserError,
+    WorkerFailed,
+)
 from rlhpc.runtime.whereabouts import busy
 
 _POLL_MS = 200
@@ -28,7 +35,7 @@ def worker_failed(error: dict[str, Any], doing: str, record: dict[str, Any]) -> 
     cause = pickle.loads(error["pickled"]) if error["pickled"] else None
     where = f"raised in {doing} on node {record['node']} (pid {record['pid']}, log {record['log_err']})"
     told = f"{error['text']}\n  {where}\n{error['traceback'].rstrip()}"
-    if isinstance(cause, (UserError, NonFinite, StaleGeneration)):  # it says all that helps
+    if isinstance(cause, (UserError, NonFinite, StaleGeneration, StrangerConnected)):  # it says all that helps
         told = f"{cause}\n  {where}"
     failure = WorkerFailed(
         told,

@@ -72,6 +72,7 @@ def test_a_stranger_who_takes_a_ranks_place_ends_the_start_and_gets_nothing(meet
             forming.wait()
     assert isinstance(raised.value.__cause__, StrangerConnected)
     assert re.search(r"joined-[01] on ", str(raised.value))
+    assert "Traceback" not in str(raised.value)
 
 
 @as_another
