@@ -35,6 +35,7 @@ def build_parser() -> TopParser:
     parser = TopParser(GROUPS)
     for part in (init, run, start, watch, policies, replay, doctor, clean):
         part.add_commands(parser.subparsers)
+    parser.commands["completion"].set_defaults(parser=parser)  # what it writes a script for
 
     def help_(args: argparse.Namespace) -> int:
         parser.check_command([args.command or "help"])

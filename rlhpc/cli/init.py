@@ -129,9 +129,7 @@ def _completion(args: argparse.Namespace) -> int:
         import shtab
     except ImportError:
         raise ConfigError("completion needs the package shtab: pip install shtab") from None
-    from rlhpc.cli import build_parser
-
-    print(shtab.complete(build_parser(), shell=args.shell))
+    print(shtab.complete(args.parser, shell=args.shell))
     return 0
 
 

@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 
 from rlhpc.checkpoint.manifest import is_plain_name
+from rlhpc.data.trajectory import check
 from rlhpc.runtime.errors import ConfigError
 from rlhpc.runtime.plain import read_json
 
@@ -28,7 +29,7 @@ _NEEDED = ("action", "episode_index", "frame_index")
 
 
 def read_lerobot(folder: Path) -> Iterator[dict[str, Any]]:
-    """The episodes of a dataset's folder, in order, with the fields of `rlhpc.data.trajectories`.
+    """The episodes of a dataset's folder, in order, with the fields of `rlhpc.data.trajectory`.
 
     `observation.state` is "state"; the cameras are "rgb", side by side in the last axis, channels last; further
     `observation.…` columns keep their names. A dataset with only a state gives arrays.
@@ -158,8 +159,6 @@ def decode(path: Path) -> np.ndarray:
 
 
 def _trajectory(columns: dict[str, Any], source: str, features: dict[str, Any]) -> dict[str, Any]:
-    from rlhpc.data.trajectories import check
-
     T = len(columns["action"])
     seen = {name: value for name, value in columns.items() if name.startswith("observation.") and name in features}
     obs: dict[str, np.ndarray] = {}

@@ -1,16 +1,5 @@
 """Trajectories in ManiSkill's format: an HDF5 file with a group `traj_<i>` an episode, and a JSON file beside it.
 
-A trajectory is a dict, whatever it was read from:
-
-    obs            ndarray [T+1, ...], or a dict of them ("state" [T+1, D] float32, "rgb" [T+1, H, W, C] uint8, "depth", …)
-    actions        [T, A]; a discrete action is one integer, [T, 1]
-    rewards        [T] float32, or None where none were recorded
-    terminations, truncations   [T] bool
-    success        [T] bool, or None where the simulator does not say
-    env_states     nested dict of [T+1, ...] as ManiSkill's `get_state_dict`, or None
-    seed           of the episode's reset, or None
-    source         file and episode, for messages
-
 https://maniskill.readthedocs.io/en/latest/user_guide/datasets/demos.html
 """
 
@@ -26,13 +15,12 @@ import h5py
 import numpy as np
 
 from rlhpc.data.hdf5 import checked, has, member, members, open_hdf5
+from rlhpc.data.lerobot import read_lerobot
 from rlhpc.data.tables import find_files
-from rlhpc.envs.finite import bad_rows
+from rlhpc.data.trajectory import Trajectory, check, not_finite, shapes
 from rlhpc.runtime.durable import fsync_folder, replace_durably
 from rlhpc.runtime.errors import ConfigError
 from rlhpc.runtime.plain import read_json
-
-Trajectory = dict[str, Any]
 
 SUFFIXES = (".h5", ".hdf5")
 _IMAGES = ("rgb", "depth", "segmentation", "seg")
@@ -75,8 +63,6 @@ def read_trajectories(
 def _open(path: str, key: str) -> Iterator[Trajectory]:
     folder = Path(path).expanduser()
     if (folder / "meta" / "info.json").is_file():
-        from rlhpc.data.lerobot import read_lerobot
-
         return read_lerobot(folder)
     files = find_files(path, SUFFIXES, key.removesuffix(".path"))
     return (trajectory for file in files for trajectory in read_maniskill(file))
@@ -101,7 +87,7 @@ def _checked(
                 raise ConfigError(f"{trajectory['source']} has no {field}{_WAY_OUT.get(field, '')}")
         if only_success and not np.any(trajectory["success"]):
             continue
-        if fault := _not_finite(trajectory, require):
+        if fault := not_finite(trajectory, require):
             if left_out is None:
                 raise ConfigError(fault)
             left_out.append(fault)
@@ -127,16 +113,6 @@ def _same_shapes(first: Trajectory, other: Trajectory) -> None:
     one, two = shapes(first), shapes(other)
     if one != two:
         raise ConfigError(f"{other['source']} has {two}, {first['source']} has {one}; one data set has one shape")
-
-
-def shapes(trajectory: Trajectory) -> str:
-    """The shapes of one step's observation and action, for messages and comparisons."""
-    obs = trajectory["obs"]
-    if isinstance(obs, Mapping):
-        seen = "observations " + ", ".join(f"{name} {list(value.shape[1:])}" for name, value in obs.items())
-    else:
-        seen = "no observations" if obs is None else f"observations {list(obs.shape[1:])}"
-    return f"{seen} and actions {list(trajectory['actions'].shape[1:])}"
 
 
 # -- ManiSkill ----------------------------------------------------------------------------------------------------------
@@ -217,43 +193,6 @@ def _load(node: Any, depth: int = 0) -> Any:
     if depth > _DEEPEST:  # a group may be a member of itself
         raise RuntimeError(f"{node.name[:100]} is nested deeper than {_DEEPEST} groups")
     return {name: _load(value, depth + 1) for name, value in members(node)}
-
-
-def _arrays(name: str, value: Any) -> Iterator[tuple[str, np.ndarray]]:
-    """What a field holds, at any depth, with its dotted name."""
-    if isinstance(value, Mapping):
-        for key, part in value.items():
-            yield from _arrays(f"{name}.{key}", part)
-    elif value is not None:
-        yield name, value
-
-
-def _not_finite(trajectory: Trajectory, fields: Sequence[str]) -> str:
-    """Which of the fields hold a number that is not finite, and where first; empty where none does."""
-    for field in fields:
-        for name, part in _arrays(field, trajectory[field]):
-            if (rows := bad_rows(part)).any():
-                return f"{trajectory['source']}: {name} of step {int(np.argmax(rows))} is not finite"
-    return ""
-
-
-def check(trajectory: Trajectory) -> Trajectory:
-    """The trajectory, once its lengths agree.
-
-    Raises:
-        ConfigError: Names the fields and the two lengths.
-    """
-    source, T = trajectory["source"], len(trajectory["actions"])
-    for name in ("rewards", "terminations", "truncations", "success"):
-        if trajectory[name] is not None and trajectory[name].shape != (T,):
-            raise ConfigError(f"{source}: {T} actions, but {name} {list(trajectory[name].shape)}; it has one a step")
-    obs = trajectory["obs"]
-    for name, value in obs.items() if isinstance(obs, Mapping) else [("", obs)]:
-        if value is not None and len(value) != T + 1:
-            raise ConfigError(
-                f"{source}: {T} actions, but {len(value)} observations {name}; there is one more than actions"
-            )
-    return trajectory
 
 
 def observation(recorded: Any) -> Any:
@@ -339,7 +278,7 @@ class TrajectoryWriter:
                 for name, value in whole.items()
             }
         )
-        if fault := _not_finite({**whole, "actions": np.asarray(whole["actions"])}, ("obs", "actions")):
+        if fault := not_finite({**whole, "actions": np.asarray(whole["actions"])}, ("obs", "actions")):
             raise ConfigError(fault)
         group = self._file.create_group(f"traj_{number}", track_order=True)
         if whole["obs"] is not None:

@@ -7,20 +7,15 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from rlhpc.metrics import language
 from rlhpc.metrics.bars import stacked_bars
 from rlhpc.metrics.logger import read_metrics, series
+from rlhpc.metrics.phases import Rows, binned, phase_columns
 from rlhpc.metrics.svg import SMALL, Line, line_chart, standalone
 from rlhpc.runtime.paths import RunPaths
 from rlhpc.runtime.plain import read_json
 from rlhpc.runtime.storage import unwritten
 
-Rows = Sequence[Mapping[str, Any]]
-
-# Not phases of a step: totals, and the work of stages, which overlaps; nor are rates, `…_per_s`.
-STAGES = ("generate", "rollout_sync", "score", "train")
-_NOT_PHASES = {"time/step_s", "time/wall_s", *(f"time/{stage}_s" for stage in STAGES)}
-_PHASE_ORDER = ["rollout", "receive", "update", "sync", "save", "eval"]
-_MAX_BARS = 48
 # File, metric, title, y axis.
 _DIAGNOSTICS = [
     ("policy_loss", "train/policy_loss", "Policy loss", "loss"),
@@ -65,8 +60,6 @@ def write_curves(paths: RunPaths, out_dir: Path) -> list[Path]:
         alpha.svg instead of policy_loss.svg, value_loss.svg and kl.svg); other diagnostics where they were logged. Of a
         language-model run those of `rlhpc.metrics.language.ALWAYS`.
     """
-    from rlhpc.metrics import language  # which draws with this module
-
     rows = read_metrics(paths.metrics)
     if task := language.language_task(paths):
         charts = language.all_curves(paths, rows, task)
@@ -185,35 +178,6 @@ def time_curves(rows: Rows) -> dict[str, str]:
     }
 
 
-def phase_columns(rows: Rows) -> dict[str, list[float]]:
-    """Seconds of each phase by row; `other` is what `time/step_s` has beyond them."""
-    names = {key for row in rows for key in row if key.startswith("time/") and key.endswith("_s")} - _NOT_PHASES
-    short = sorted(name.removeprefix("time/").removesuffix("_s") for name in names if not name.endswith("_per_s"))
-    short.sort(key=lambda name: _PHASE_ORDER.index(name) if name in _PHASE_ORDER else len(_PHASE_ORDER))
-    columns = {name: [_number(row.get(f"time/{name}_s")) for row in rows] for name in short}
-    steps = [_number(row.get("time/step_s")) for row in rows]
-    other = [max(0.0, step - sum(columns[name][i] for name in short)) for i, step in enumerate(steps)]
-    if sum(other) > 0.005 * sum(steps):
-        columns["other"] = other
-    return columns
-
-
-def binned(
-    rows: Rows, columns: Mapping[str, Sequence[float]]
-) -> tuple[list[tuple[float, float]], list[tuple[str, list[float]]]]:
-    """Mean per bar, with at most `_MAX_BARS` bars."""
-    if not rows or not columns:
-        return [], []
-    width = math.ceil(len(rows) / _MAX_BARS)
-    starts = range(0, len(rows), width)
-    spans = [(rows[i]["step"] - 0.5, rows[min(i + width, len(rows)) - 1]["step"] + 0.5) for i in starts]
-    means = [
-        (name, [sum(part) / len(part) for i in starts if (part := values[i : i + width])])
-        for name, values in columns.items()
-    ]
-    return spans, means
-
-
 def read_evaluations(paths: RunPaths) -> list[dict[str, Any]]:
     """Every readable eval/global_step_<N>/<suite>.json that has a mean return, with `suite`, `low` and `high` (95 %).
 
@@ -268,10 +232,6 @@ def _interval(result: Mapping[str, Any]) -> tuple[float, float]:
         half = 1.96 * float(std) / math.sqrt(episodes)
         return mean - half, mean + half
     return mean, mean
-
-
-def _number(value: Any) -> float:
-    return float(value) if isinstance(value, (int, float)) and math.isfinite(value) else 0.0
 
 
 def time_unit(seconds: float) -> tuple[str, float]:

@@ -8,7 +8,6 @@ reads end-of-file, and everything ends.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import gc
 import importlib
 import math
@@ -30,10 +29,7 @@ from rlhpc.rewards.base import Reward, Sample
 from rlhpc.rewards.registry import build_reward
 from rlhpc.runtime import wire
 from rlhpc.runtime.errors import ConfigError
-from rlhpc.runtime.forkserver import die_with_parent
-
-_SUBREAPER = 36
-_libc = ctypes.CDLL(None, use_errno=True)
+from rlhpc.runtime.parents import adopt_orphans, die_with_parent, outlive_parent
 
 Spec = list[tuple[str, Any, dict[str, Any]]]
 """Of each reward: name, class or function, arguments."""
@@ -115,7 +111,7 @@ class JudgeServer:
         try:
             os.setsid()
             die_with_parent(server)
-            _libc.prctl(_SUBREAPER, 1)
+            adopt_orphans()
             signal.set_wakeup_fd(-1)
             for received in (signal.SIGCHLD, signal.SIGTERM, signal.SIGHUP):
                 signal.signal(received, signal.SIG_DFL)
@@ -179,7 +175,7 @@ def main() -> None:
     die_with_parent(pool)  # while a user's module is imported, nobody reads the socket
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
-    _libc.prctl(_SUBREAPER, 1)
+    adopt_orphans()
     control = socket.socket(fileno=fd)
     try:
         spec: Spec = pickle.loads(wire.receive(control) or b"")
@@ -194,7 +190,7 @@ def main() -> None:
         return
     gc.collect()
     gc.freeze()
-    _libc.prctl(1, 0)  # from here on the socket tells, also where the pool's thread ends before its process
+    outlive_parent()  # from here on the socket tells, also where the pool's thread ends before its process
     folder = tempfile.mkdtemp(prefix="rlhpc-judges-")
     wire.send(control, {"ready": os.getpid(), "folder": folder})
     JudgeServer(control, spec, Path(folder)).serve()

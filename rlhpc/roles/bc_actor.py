@@ -12,7 +12,8 @@ from gymnasium import spaces
 
 from rlhpc.algorithms import value_loss
 from rlhpc.algorithms.finite import Skips, listed, skips
-from rlhpc.data.trajectories import Trajectory, read_trajectories, shapes
+from rlhpc.data.trajectories import read_trajectories
+from rlhpc.data.trajectory import Trajectory, shapes
 from rlhpc.envs.observations import join, take
 from rlhpc.models import build_model, policy_section
 from rlhpc.roles.actor import EmbodiedActor

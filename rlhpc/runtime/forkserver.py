@@ -8,7 +8,6 @@ session's scratch folders. When the server itself is killed, the kernel kills th
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import fcntl
 import gc
 import importlib
@@ -20,30 +19,17 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from rlhpc.runtime import wire
-from rlhpc.runtime.import_paths import python_path, run_module
+from rlhpc.runtime.import_paths import run_module
+from rlhpc.runtime.parents import adopt_orphans, die_with_parent
 from rlhpc.runtime.scratch import Scratch
 from rlhpc.runtime.spec import WorkerSpec
 
-#: What every fork server imports.
-PRELOAD = ("torch", "numpy", "zmq", "cloudpickle", "rlhpc.runtime.process", "rlhpc.runtime.worker")
-_PR_SET_PDEATHSIG = 1
-_PR_SET_CHILD_SUBREAPER = 36
 GRACE_S = 2.0
 #: A child's end wakes the server by SIGCHLD; this only bounds what a lost signal could cost.
 _LOOK_S = 10.0
-_libc = ctypes.CDLL(None, use_errno=True)
-
-
-def die_with_parent(parent: int) -> None:
-    """Asks the kernel to kill this process when its parent dies; exits at once if that has happened already."""
-    _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:
-        os._exit(1)
 
 
 def _kill_group(pid: int, number: int) -> None:
@@ -168,42 +154,6 @@ class ForkServer:
             self.scratch.remove()
 
 
-class ForkServerProcess:
-    """The driver's end of a fork server, and the scratch folders that the server removes when the driver is gone.
-
-    Args:
-        preload: Modules that it imports besides `PRELOAD`; None imports nothing, where no rank is forked.
-    """
-
-    def __init__(self, preload: Sequence[str] | None) -> None:
-        self.scratch = Scratch.create()
-        self.control, theirs = socket.socketpair()
-        # Threads that wait for one another sleep soon: on a busy node spinning takes the core from who is waited for.
-        environment = {"GOMP_SPINCOUNT": "1000", **os.environ}
-        environment |= {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
-        environment["PYTHONPATH"] = python_path()
-        with self.words_file.open("ab") as err:
-            self.process = subprocess.Popen(
-                run_module("rlhpc.runtime.forkserver", str(theirs.fileno()), self.scratch.token,
-                           str(os.getpid()), *(() if preload is None else (*PRELOAD, *preload))),
-                pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, stdout=err, stderr=err, env=environment,
-                start_new_session=True,
-            )  # fmt: skip
-        theirs.close()
-
-    @property
-    def words_file(self) -> Path:
-        """What the server says for itself, and a rank before it has opened its log."""
-        return self.scratch.sockets / "forkserver.err"
-
-    def discard(self) -> None:
-        """Ends a server that has started nothing, at once: it may still be importing."""
-        self.process.kill()
-        self.process.wait()
-        self.control.close()
-        self.scratch.remove()
-
-
 def _end_while_importing(control: socket.socket, token: str) -> None:
     """Has the kernel interrupt the imports when the driver is gone, which would only be noticed after them."""
 
@@ -229,7 +179,7 @@ def main() -> None:
     fd, token, driver, *modules = sys.argv[1:]
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)  # a signal to the job's process group must not end the ranks
-    _libc.prctl(_PR_SET_CHILD_SUBREAPER, 1)
+    adopt_orphans()
     Scratch(token).hold()
     control = socket.socket(fileno=int(fd))
     server = ForkServer(control, token)

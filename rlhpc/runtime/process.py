@@ -239,7 +239,7 @@ def _step_id() -> str:
 
 def _spawned() -> WorkerSpec:
     """A rank that the fork server started with a fresh interpreter."""
-    from rlhpc.runtime.forkserver import die_with_parent
+    from rlhpc.runtime.parents import die_with_parent
 
     die_with_parent(int(sys.argv[1]))
     spec: WorkerSpec = pickle.loads(sys.stdin.buffer.read())

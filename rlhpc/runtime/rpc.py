@@ -13,10 +13,9 @@ import statistics
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rlhpc.runtime.comm.calls import CallLines
-from rlhpc.runtime.context import Context
 from rlhpc.runtime.errors import (
     DeadlineExceeded,
     NonFinite,
@@ -26,6 +25,9 @@ from rlhpc.runtime.errors import (
     WorkerFailed,
 )
 from rlhpc.runtime.whereabouts import busy
+
+if TYPE_CHECKING:
+    from rlhpc.runtime.context import Context
 
 _POLL_MS = 200
 

@@ -32,7 +32,7 @@ from rlhpc.runtime.errors import (
     SubmitError,
     WorkerFailed,
 )
-from rlhpc.runtime.forkserver import ForkServerProcess
+from rlhpc.runtime.forking import ForkServerProcess
 from rlhpc.runtime.import_paths import import_paths
 from rlhpc.runtime.leases import TICK_S, Leases
 from rlhpc.runtime.members import Member, all_in, class_body, death, tail

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from graphlib import TopologicalSorter
 from pathlib import Path
 
+import grimp
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -23,6 +25,15 @@ def test_imports_go_down_only() -> None:
     )
     assert lint.returncode == 0, lint.stdout + lint.stderr
     assert "0 broken" in lint.stdout
+
+
+def test_no_circle_of_imports() -> None:
+    """Those inside functions included."""
+    graph = grimp.build_graph("rlhpc", exclude_type_checking_imports=True, cache_dir=None)
+    imports = {module: graph.find_modules_directly_imported_by(module) for module in graph.modules}
+    # Whoever uses a channel in a process that belongs to no run yet begins one.
+    imports["rlhpc.runtime.context"].remove("rlhpc.runtime.session")
+    TopologicalSorter(imports).prepare()  # a CycleError names the circle
 
 
 @pytest.mark.parametrize(

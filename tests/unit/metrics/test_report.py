@@ -12,8 +12,9 @@ import pytest
 
 from rlhpc.checkpoint import CheckpointWriter
 from rlhpc.metrics import MetricLogger, update_provenance, write_provenance
-from rlhpc.metrics.curves import phase_columns, read_evaluations, write_curves
+from rlhpc.metrics.curves import read_evaluations, write_curves
 from rlhpc.metrics.page import duration, size
+from rlhpc.metrics.phases import phase_columns
 from rlhpc.metrics.placement import placement_grid
 from rlhpc.metrics.report import write_report
 from rlhpc.metrics.svg import Line, line_chart, number, thin, ticks

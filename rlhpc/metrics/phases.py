@@ -1,0 +1,48 @@
+"""Where the time of a run's steps went, from its rows."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+Rows = Sequence[Mapping[str, Any]]
+
+# Not phases of a step: totals, and the work of stages, which overlaps; nor are rates, `…_per_s`.
+STAGES = ("generate", "rollout_sync", "score", "train")
+_NOT_PHASES = {"time/step_s", "time/wall_s", *(f"time/{stage}_s" for stage in STAGES)}
+_PHASE_ORDER = ["rollout", "receive", "update", "sync", "save", "eval"]
+_MAX_BARS = 48
+
+
+def phase_columns(rows: Rows) -> dict[str, list[float]]:
+    """Seconds of each phase by row; `other` is what `time/step_s` has beyond them."""
+    names = {key for row in rows for key in row if key.startswith("time/") and key.endswith("_s")} - _NOT_PHASES
+    short = sorted(name.removeprefix("time/").removesuffix("_s") for name in names if not name.endswith("_per_s"))
+    short.sort(key=lambda name: _PHASE_ORDER.index(name) if name in _PHASE_ORDER else len(_PHASE_ORDER))
+    columns = {name: [_number(row.get(f"time/{name}_s")) for row in rows] for name in short}
+    steps = [_number(row.get("time/step_s")) for row in rows]
+    other = [max(0.0, step - sum(columns[name][i] for name in short)) for i, step in enumerate(steps)]
+    if sum(other) > 0.005 * sum(steps):
+        columns["other"] = other
+    return columns
+
+
+def binned(
+    rows: Rows, columns: Mapping[str, Sequence[float]]
+) -> tuple[list[tuple[float, float]], list[tuple[str, list[float]]]]:
+    """Mean per bar, with at most `_MAX_BARS` bars."""
+    if not rows or not columns:
+        return [], []
+    width = math.ceil(len(rows) / _MAX_BARS)
+    starts = range(0, len(rows), width)
+    spans = [(rows[i]["step"] - 0.5, rows[min(i + width, len(rows)) - 1]["step"] + 0.5) for i in starts]
+    means = [
+        (name, [sum(part) / len(part) for i in starts if (part := values[i : i + width])])
+        for name, values in columns.items()
+    ]
+    return spans, means
+
+
+def _number(value: Any) -> float:
+    return float(value) if isinstance(value, (int, float)) and math.isfinite(value) else 0.0

@@ -1,0 +1,28 @@
+"""What the kernel does for a process when its parent, or its child, ends."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+
+_PR_SET_PDEATHSIG = 1
+_PR_SET_CHILD_SUBREAPER = 36
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+def die_with_parent(parent: int) -> None:
+    """Asks the kernel to kill this process when its parent dies; exits at once if that has happened already."""
+    _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        os._exit(1)
+
+
+def outlive_parent() -> None:
+    """Takes `die_with_parent` back."""
+    _libc.prctl(_PR_SET_PDEATHSIG, 0)
+
+
+def adopt_orphans() -> None:
+    """What this process's descendants leave behind becomes its child, so that it can end and reap it."""
+    _libc.prctl(_PR_SET_CHILD_SUBREAPER, 1)
