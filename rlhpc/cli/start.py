@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import shlex
 import sys
@@ -81,8 +82,16 @@ def _stopped(args: argparse.Namespace, cfg: Any) -> str:
     return f"{told}\nrlhpc: go on: {shlex.join(words)}"
 
 
+def tell(answer: dict[str, object], *, answers: bool) -> None:
+    """What a submission ends with: a line for a person, and JSON for scripts."""
+    from rlhpc.runtime.launch.waiter import answer_line
+
+    print(f"rlhpc: {answer_line(answer)}", file=sys.stderr)
+    if answers:
+        print(json.dumps(answer))
+
+
 def _submit(args: argparse.Namespace) -> int:
-    from rlhpc.cli.waiting import tell
     from rlhpc.config import find_site, load_config
     from rlhpc.runners.same_run import SubmittedConfig, check_same_run, make_longer
     from rlhpc.runtime.launch.claim import SegmentFiles

@@ -2,20 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import sys
 
 from rlhpc.cli import reported
+from rlhpc.cli.start import tell
 from rlhpc.cli.streams import standard_streams
 from rlhpc.runtime.launch.handover import Wait, hand_over
-from rlhpc.runtime.launch.waiter import Waiter, WaitInterrupted, answer_line, goes_on, say
-
-
-def tell(answer: dict[str, object], *, answers: bool) -> None:
-    """What a submission ends with: a line for a person, and JSON for scripts."""
-    print(f"rlhpc: {answer_line(answer)}", file=sys.stderr)
-    if answers:
-        print(json.dumps(answer))
+from rlhpc.runtime.launch.waiter import Waiter, WaitInterrupted, goes_on, say
 
 
 def _wait(wait: Wait, waiter: Waiter) -> int:

@@ -91,7 +91,7 @@ import signal
 import sys
 from pathlib import Path
 from rlhpc.cli import reported
-from rlhpc.cli.waiting import tell
+from rlhpc.cli.start import tell
 from rlhpc.runtime import environment_values
 from rlhpc.runtime.launch.handover import Wait, hand_over
 from rlhpc.runtime.launch.jobs import ProcessId
