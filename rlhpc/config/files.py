@@ -11,7 +11,7 @@ import yaml
 from rlhpc import share
 from rlhpc.config.yaml_loader import UniqueKeys
 from rlhpc.runtime.errors import ConfigError
-from rlhpc.runtime.plain import read_yaml
+from rlhpc.runtime.plain import read_yaml_file
 from rlhpc.runtime.shown import cut, shown
 from rlhpc.runtime.trust import Trust, without_variables
 
@@ -77,7 +77,7 @@ def _content(path: Path, includer: str) -> dict[str, Any]:
             near = difflib.get_close_matches(path.name, [p.name for p in path.parent.glob("*.yaml")], 1, 0.4)
             hint = f"; did you mean {path.parent / near[0]}?" if near else ""
             raise ConfigError(f"{includer}no configuration file {path}{hint}")
-        content = read_yaml(path.read_bytes(), UniqueKeys)
+        content = read_yaml_file(path, UniqueKeys)
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark
         where = f", line {mark.line + 1}, column {mark.column + 1}" if mark else ""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from pathlib import Path
 from typing import Any
 
 _DEEPEST = 100
@@ -24,6 +25,20 @@ def read_json(text: str | bytes) -> Any:
         return json.loads(text)
     except RecursionError:
         raise ValueError("nested too deeply") from None
+
+
+def read_yaml_file(path: Path, loader: Any = None) -> Any:
+    """The content of a file, of which no more is read than a configuration may have: it may be a checkpoint, or a device.
+
+    Raises:
+        OSError: It cannot be read.
+        ValueError, yaml.YAMLError: As `read_yaml`.
+    """
+    with path.open("rb") as file:
+        text = file.read(_MOST_CHARACTERS + 1)
+    if len(text) > _MOST_CHARACTERS:
+        raise ValueError(f"it has more than {_MOST_CHARACTERS} characters; no configuration has so many")
+    return read_yaml(text, loader)
 
 
 def read_yaml(text: str | bytes, loader: Any = None) -> Any:
