@@ -88,7 +88,9 @@ def _eval_model(args: argparse.Namespace) -> int:
     cfg = load_config(args.config, words, training=False)
     output = check_file("--output", Path(args.output)) if args.output else None
     from rlhpc.data.builtin import resolve_model
+    from rlhpc.runners.evaluate_lm import find_suite
 
+    find_suite(cfg, args.suite)  # before a built-in model is made
     return _eval_language(cfg, resolve_model(cfg.actor.model), args.suite, output)
 
 

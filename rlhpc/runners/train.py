@@ -166,10 +166,14 @@ def with_model(cfg: Any) -> Any:
     """The configuration with a built-in model's folder in the place of its name; the caller's stays as it is.
 
     Raises:
-        ConfigError: There is no such built-in model.
+        ConfigError: There is no such built-in model; or its training data cannot be read, which is looked at before a model
+            is made for it.
     """
-    from rlhpc.data.builtin import resolve_model
+    from rlhpc.data.builtin import PREFIX, resolve_model
+    from rlhpc.data.registry import make_dataset
 
+    if str(cfg.actor.model.model_path).startswith(PREFIX):
+        make_dataset(cfg.data.train)
     return _changed(cfg, "actor.model.model_path", resolve_model(cfg.actor.model))
 
 
