@@ -29,7 +29,7 @@ def all_cases(seed: int) -> list[Case]:
     """All classes, in their order; the same for the same seed."""
     draw = random.Random(seed)
     return [
-        *misspelt_keys(draw), *wrong_types(draw), *out_of_range(draw), *names(), *placements(), *yaml_files(), *overrides(),
+        *misspelt_keys(draw), *wrong_types(draw), *out_of_range(draw), *names(), *data_files(), *placements(), *yaml_files(), *overrides(),
         *parsed_arguments(), *arguments(), *long_words(), *files_of_a_run(), *outputs(), *environments(), *sites(), *workflows(),
     ]  # fmt: skip
 
@@ -202,6 +202,39 @@ def names() -> Iterator[Case]:
         yield Case("name", f"language, plan: {override}", plan_words(override, config=str(judged)), says)
 
 
+def data_files() -> Iterator[Case]:
+    """Files of problems and demonstrations that are none."""
+    language = str(ROOT / "configs" / "reasoning" / "demo_sft.yaml")
+    cloning = str(ROOT / "configs" / "embodied" / "push_cube_bc.yaml")
+    junk = bytes(range(256)) * 8
+    short = ("runner.run_dir=runs", "runner.name=tiny", "runner.max_steps=1", "runner.segments=1")
+    for source, file, content, says in (
+        ("jsonl", "d.jsonl", junk, "not UTF-8"),
+        ("jsonl", "d.jsonl", "", "is empty"),
+        ("jsonl", "d.jsonl", '{"prompt": "a"', "not JSON"),
+        ("jsonl", "d.jsonl", '{"q": 1}\n', "prompt_key"),
+        ("jsonl", "d.jsonl", "[1, 2]\n", "d.jsonl:1"),
+        ("jsonl", "d.txt", "a\n", "d.txt"),
+        ("jsonl", "none/x", "", "without files"),
+        ("parquet", "d.parquet", junk, "Parquet"),
+        ("hdf5", "d.h5", junk, "HDF5"),
+    ):
+        path = file.removesuffix("/x")
+        section = f"data.train={{source: {source}, path: {path}, kwargs: {{}}}}"
+        yield Case(
+            "data", f"{source} {file}: {says}", ("train", language, *short, section), (says,), files={file: content}
+        )
+    for file, path, content, says in (
+        ("d.h5", "d.h5", junk, "HDF5"), ("d.h5", "nosuch.h5", junk, "no such file"), ("none/x", "none", "", "without files"),
+        ("d.h5", "./*.hdf5", junk, "no file fits"), ("c/meta/info.json", "c", "junk {", "info.json"),
+        ("c/meta/info.json", "c", "{}", "info.json"),
+    ):  # fmt: skip
+        words = ("train", cloning, *short, "workflow.demos_expert=null", f"demos.path={path}")
+        yield Case("data", f"demonstrations {path} {content[:6]!r}", words, (says,), files={file: content})
+    words = ("eval", "--model", "builtin:tiny", "--config", language)
+    yield Case("data", "eval: no such suite", (*words, "--suite", "nope"), ("nope", "data.eval has"))
+
+
 def placements() -> Iterator[Case]:
     """Each rule of a placement, broken."""
     rules: dict[str, tuple[str, ...]] = {
@@ -272,6 +305,11 @@ def placements() -> Iterator[Case]:
 
 
 # -- files of YAML, and overrides -----------------------------------------------------------------------------------------
+
+
+def _huge(here: Path) -> None:
+    with (here / "huge.yaml").open("wb") as file:  # as long as a checkpoint, and without a block on the disk
+        file.truncate(1 << 35)
 
 
 def yaml_files() -> Iterator[Case]:
@@ -351,10 +389,12 @@ def yaml_files() -> Iterator[Case]:
     for path, says in {
         "nosuch.yaml": ("no configuration file",), ".": ("is a folder",), "": ("configuration",), "/dev/null": ("is empty",),
         str(QUICKSTART).replace("quick", "quik"): ("did you mean", "quickstart.yaml?"), "a" * 300: ("configuration",),
-        "/proc/self/mem": ("cannot be read",), "/root\0x": (), "c.yaml/x": ("configuration",),
+        "/proc/self/mem": ("cannot be read",), "/dev/zero": ("more than 2097152",), "huge.yaml": ("more than 2097152",),
+        "/root\0x": (), "c.yaml/x": ("configuration",),
     }.items():  # fmt: skip
         if "\0" not in path:
-            yield Case("YAML", f"path {path[:40]!r}", plan_words(config=path), says, files={"c.yaml": good})
+            yield Case("YAML", f"path {path[:40]!r}", plan_words(config=path), says, files={"c.yaml": good},
+                       prepare=_huge if path == "huge.yaml" else None)  # fmt: skip
     yield Case("YAML", "another user's", plan_words(config="c.yaml"), ("c.yaml", "Permission denied"), files={"c.yaml": good},
                prepare=lambda here: (here / "c.yaml").chmod(0o600), inside=as_nobody)  # fmt: skip
 

@@ -395,6 +395,22 @@ class TestOtherCommands:
         refused(rlhpc(*argv), says)
 
 
+def test_a_file_as_long_as_a_checkpoint_is_not_read_to_its_end(rlhpc: Terminal) -> None:
+    path = rlhpc.folder / "model.safetensors"
+    with path.open("wb") as file:
+        file.truncate(1 << 28)
+    refused(rlhpc("plan", str(path)), "model.safetensors", "more than 2097152 characters")
+
+
+def test_no_model_is_made_for_data_that_are_refused(rlhpc: Terminal, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(rlhpc.folder)
+    monkeypatch.delenv("RLHPC_MODELS", raising=False)
+    config = DEMO.with_name("demo_sft.yaml")
+    refused(rlhpc.train(config, "data.train={source: jsonl, path: no.jsonl, kwargs: {}}"), "no.jsonl")
+    refused(rlhpc("eval", "--model", "builtin:tiny", "--config", str(config), "--suite", "nope"), "data.eval has")
+    assert list(rlhpc.folder.iterdir()) == []
+
+
 def test_a_reference_to_nothing_in_a_site_file(rlhpc: Terminal) -> None:
     (rlhpc.folder / "s.yaml").write_text("cluster: {partition: '${nosuch}'}\n")
     refused(rlhpc("plan", str(QUICKSTART), "--site", str(rlhpc.folder / "s.yaml")), "s.yaml", "partition", "nosuch")
