@@ -12,6 +12,7 @@ from typing import Any, NoReturn
 import rlhpc
 from rlhpc.cli.streams import tell
 from rlhpc.runtime.shown import readable
+from rlhpc.runtime.trust import FLAG
 
 Command = Callable[[argparse.Namespace], int]
 OVERRIDES = "key=value of the configuration, such as runner.max_steps=20; the value is YAML"
@@ -112,7 +113,17 @@ def add_words(parser: argparse.ArgumentParser, **first: str) -> None:
 
 
 def add_checkpoint(parser: argparse.ArgumentParser) -> None:
-    """The arguments that name a checkpoint, without an output and overrides."""
+    """The arguments that name a checkpoint and say how far it is trusted, without an output and overrides."""
     parser.add_argument("--checkpoint", help="checkpoint folder (global_step_<N>) of any run")
     parser.add_argument("--run", help=f"{RUN}; together with --step")
     parser.add_argument("--step", default="latest", help="global step of the checkpoint (default: latest)")
+    add_trust(parser)
+
+
+def add_trust(parser: argparse.ArgumentParser) -> None:
+    """The argument that allows what a checkpoint names of code."""
+    parser.add_argument(
+        FLAG,
+        action="store_true",
+        help="import code that the checkpoint names (module:Class); for checkpoints of your own",
+    )

@@ -9,9 +9,9 @@ from typing import Any
 
 from rlhpc.cli.named import checkpoint_of, own_run
 from rlhpc.cli.outputs import check_file, check_folder
-from rlhpc.cli.parser import add_checkpoint, add_command, add_words
+from rlhpc.cli.parser import add_checkpoint, add_command, add_trust, add_words
 from rlhpc.runtime.errors import CheckpointError, ConfigError
-from rlhpc.runtime.trust import FLAG, Trust, without_variables
+from rlhpc.runtime.trust import Trust, without_variables
 
 _EXAMPLES = {
     "eval": (
@@ -36,6 +36,26 @@ _EXAMPLES = {
 }
 
 
+def _source(args: argparse.Namespace, instead: str, what_for: str) -> tuple[Path | None, Path, Trust | None]:
+    """The checkpoint, the configuration, and what the latter may name of code where it is the checkpoint's own.
+
+    Args:
+        instead: The option that names something in the place of a checkpoint, which is then None.
+        what_for: What it needs a configuration for, in the message.
+    """
+    if getattr(args, instead) is not None:
+        if args.config is None or args.checkpoint or args.run:
+            raise ConfigError(f"--{instead} needs --config RUN.yaml, which {what_for}; and no checkpoint")
+        return None, Path(args.config), None
+    checkpoint = checkpoint_of(args)
+    if args.config is not None:
+        return checkpoint, Path(args.config), None
+    config = checkpoint / "config.yaml"
+    if not config.is_file():
+        raise CheckpointError(f"{checkpoint} has no config.yaml, so it is no checkpoint of rlhpc, or incomplete")
+    return checkpoint, config, Trust.of_words(args.overrides, args.trust_checkpoint_code)
+
+
 def _eval(args: argparse.Namespace) -> int:
     from rlhpc.config import load_config
 
@@ -43,13 +63,9 @@ def _eval(args: argparse.Namespace) -> int:
         raise ConfigError(f"--episodes is {args.episodes}; it must be at least 1")
     if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", args.suite):
         raise ConfigError(f"--suite is {args.suite!r}; it becomes a file's name: use letters, digits, '.', '_' and '-'")
-    if args.model is not None:
-        return _eval_model(args)
-    checkpoint = checkpoint_of(args)
-    config = Path(args.config) if args.config else checkpoint / "config.yaml"
-    if args.config is None and not config.is_file():
-        raise CheckpointError(f"{checkpoint} has no config.yaml, so it is no checkpoint of rlhpc, or incomplete")
-    theirs = Trust.of_words(args.overrides, args.trust_checkpoint_code) if args.config is None else None
+    checkpoint, config, theirs = _source(args, "model", "says how it is asked and judged")
+    if checkpoint is None:
+        return _eval_model(args, config)
     cfg = load_config(config, args.overrides, training=False, theirs=theirs)
     if changes := list(cfg.workflow.suites.get(args.suite, ())):
         if theirs is not None and not theirs.everything:
@@ -78,14 +94,12 @@ def _eval(args: argparse.Namespace) -> int:
     return 0
 
 
-def _eval_model(args: argparse.Namespace) -> int:
+def _eval_model(args: argparse.Namespace, config: Path) -> int:
     """A model as it is, without a checkpoint: a Hugging Face folder or name, or a built-in one."""
     from rlhpc.config import load_config
 
-    if args.config is None or args.checkpoint or args.run:
-        raise ConfigError("--model needs --config RUN.yaml, which says how it is asked and judged; and no checkpoint")
     words = [*args.overrides, *([f"actor.model.model_path={args.model}"] if args.model else [])]
-    cfg = load_config(args.config, words, training=False)
+    cfg = load_config(config, words, training=False)
     output = check_file("--output", Path(args.output)) if args.output else None
     from rlhpc.data.builtin import resolve_model
     from rlhpc.runners.evaluate_lm import find_suite
@@ -109,21 +123,13 @@ def _record(args: argparse.Namespace) -> int:
     if args.episodes < 1:
         raise ConfigError(f"--episodes is {args.episodes}; it must be at least 1")
     output = check_file("--output", Path(args.output))
-    if args.expert is None:
-        checkpoint = checkpoint_of(args)
-        config = Path(args.config) if args.config else checkpoint / "config.yaml"
-        source = str(checkpoint)
-    elif args.config is None or args.checkpoint or args.run:
-        raise ConfigError("--expert needs --config RUN.yaml, which names the environment; and no checkpoint")
-    else:
-        config, source = Path(args.config), args.expert
-    theirs = Trust.of_words(args.overrides, args.trust_checkpoint_code) if args.config is None else None
+    checkpoint, config, theirs = _source(args, "expert", "names the environment")
     cfg = load_config(config, args.overrides, training=False, theirs=theirs)
     mode = "train" if args.sample else "eval"
     from rlhpc.runners.evaluate import record_episodes
 
     result = record_episodes(
-        source,
+        str(checkpoint or args.expert),
         cfg,
         output,
         episodes=args.episodes,
@@ -172,21 +178,12 @@ def _dagger(args: argparse.Namespace) -> int:
     return 0
 
 
-def _add_trust(command: argparse.ArgumentParser) -> None:
-    command.add_argument(
-        FLAG,
-        action="store_true",
-        help="import code that the checkpoint names (module:Class); for checkpoints of your own",
-    )
-
-
 def add_commands(commands: Any) -> None:
     """Declares them."""
     evaluate = add_command(
         commands, "eval", _eval, "evaluate a checkpoint with deterministic actions", _EXAMPLES["eval"]
     )
     add_checkpoint(evaluate)
-    _add_trust(evaluate)
     evaluate.add_argument("--output", help="where to write; default in the checkpoint's own run folder")
     add_words(evaluate)
     evaluate.add_argument("--suite", default="default", help="name of the evaluation (default: default)")
@@ -203,7 +200,6 @@ def add_commands(commands: Any) -> None:
         _EXAMPLES["record"],
     )
     add_checkpoint(record)
-    _add_trust(record)
     record.add_argument("--expert", help="function of observations, as module:function, instead of a checkpoint")
     record.add_argument("--config", help="configuration to use instead of the checkpoint's own; its env.eval is played")
     record.add_argument("--episodes", type=int, default=100, help="episodes to write (default 100)")
@@ -218,7 +214,6 @@ def add_commands(commands: Any) -> None:
         commands, "convert", _convert, "export a checkpoint's policy: safetensors and a config", _EXAMPLES["convert"]
     )
     add_checkpoint(convert)
-    _add_trust(convert)
     convert.add_argument("--output", help="where to write; default in the checkpoint's own run folder")
     add_words(convert)
     convert.add_argument(
@@ -235,7 +230,7 @@ def add_commands(commands: Any) -> None:
         _EXAMPLES["dagger"],
     )
     add_words(dagger, config="YAML file of a run of behaviour cloning (runner.task_type: bc)")
-    _add_trust(dagger)
+    add_trust(dagger)
     dagger.add_argument("--expert", required=True, help="who labels: a function as module:function, or a checkpoint")
     dagger.add_argument("--rounds", type=int, default=3, help="how often the clone plays (default 3)")
     dagger.add_argument("--episodes", type=int, default=20, help="episodes it plays each time (default 20)")

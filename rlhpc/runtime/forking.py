@@ -8,6 +8,7 @@ import subprocess
 from collections.abc import Sequence
 from pathlib import Path
 
+from rlhpc.runtime.descriptors import raise_limit
 from rlhpc.runtime.import_paths import python_path, run_module
 from rlhpc.runtime.scratch import Scratch
 
@@ -20,9 +21,13 @@ class ForkServerProcess:
 
     Args:
         preload: Modules that it imports besides `PRELOAD`; None imports nothing, where no rank is forked.
+
+    Raises:
+        ConfigError: A process may open too few files here for a run.
     """
 
     def __init__(self, preload: Sequence[str] | None) -> None:
+        raise_limit()  # the driver's own, which the server and its ranks inherit
         self.scratch = Scratch.create()
         self.control, theirs = socket.socketpair()
         # Threads that wait for one another sleep soon: on a busy node spinning takes the core from who is waited for.

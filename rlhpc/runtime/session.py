@@ -22,7 +22,6 @@ from rlhpc.runtime import context as contexts
 from rlhpc.runtime import wire
 from rlhpc.runtime.comm.service import Service
 from rlhpc.runtime.comm.sockets import choose
-from rlhpc.runtime.descriptors import raise_limit
 from rlhpc.runtime.device import VIRTUAL
 from rlhpc.runtime.errors import (
     PlacementError,
@@ -88,7 +87,6 @@ class Session:
             tcp_address = own_address(interface)
         self.tcp_address, self.interface = tcp_address, interface
         # where ranks are job steps the fork server only clears up behind a driver that was killed
-        raise_limit()
         server, Session._prewarmed = Session._prewarmed or ForkServerProcess(None if self.steps else preload), None
         self._fork_server = server
         self.scratch, self._server, self._control = server.scratch, server.process, server.control
@@ -142,7 +140,6 @@ class Session:
     @classmethod
     def prewarm(cls, preload: Sequence[str] = ()) -> None:
         """Starts the next session's fork server already, so that it imports while this process does other things."""
-        raise_limit()
         if cls._running is None and cls._prewarmed is None and not steps_possible():
             cls._prewarmed = ForkServerProcess(preload)
             atexit.unregister(cls._discard)

@@ -190,3 +190,12 @@ def test_names_of_files_that_are_none(
     monkeypatch.chdir(tmp_path)
     assert cli.main(argv) == 2
     assert says in capsys.readouterr().err and not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("command", ["eval", "record"])
+def test_what_is_no_checkpoint_says_so(command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main([command, "--checkpoint", str(tmp_path), "--output", str(tmp_path / "made.h5")]) != 0
+    assert f"{tmp_path} has no config.yaml, so it is no checkpoint of rlhpc" in capsys.readouterr().err
+    instead = {"eval": "--model=", "record": "--expert=module:function"}[command]
+    assert cli.main([command, "--checkpoint", str(tmp_path), "--output", str(tmp_path / "made.h5"), instead]) == 2
+    assert f"{instead.partition('=')[0]} needs --config RUN.yaml, which " in capsys.readouterr().err
