@@ -38,6 +38,8 @@ def dagger(
     Raises:
         ConfigError: The configuration is not one of behaviour cloning.
     """
+    # The workflow's expert records what a run trains on; here that is the data of the rounds.
+    overrides = [*overrides, "workflow.demos_expert=null"]
     first = load_config(config, [*overrides, "demos.path=expert.h5"] if not _path(config, overrides) else overrides)
     if str(first.runner.task_type).lower() != "bc":
         raise ConfigError(f"runner.task_type is {first.runner.task_type!r}; dagger takes runs of bc")

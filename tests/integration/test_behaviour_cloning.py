@@ -149,9 +149,13 @@ def test_discrete_actions(here: Path, tmp_path: Path) -> None:
 
 
 def test_dagger(here: Path) -> None:
-    """Each round adds what the clone saw, labelled by the expert; a command given again trains nothing again."""
+    """Each round adds what the clone saw, labelled by the expert; a command given again trains nothing again.
+
+    The workflow's expert, which records one file for a run, does not come into it.
+    """
     command = ["dagger", "bc.yaml", "--expert", f"{Path(__file__).stem}:along", "--rounds", "2", "--episodes", "3"]
     words = ["runner.max_steps=3", "demos.holdout=0", "env.train.max_episode_steps=200"]
+    words += [f"workflow.demos_expert={Path(__file__).stem}:along"]
     assert run(*command, *words) == 0
     for number in (1, 2):
         for trajectory in read_trajectories(f"runs/bc-dagger/round_{number}.h5"):
