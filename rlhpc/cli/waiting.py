@@ -8,11 +8,14 @@ from rlhpc.cli import reported
 from rlhpc.cli.start import tell
 from rlhpc.cli.streams import standard_streams
 from rlhpc.runtime.launch.handover import Wait, hand_over
-from rlhpc.runtime.launch.waiter import Waiter, WaitInterrupted, goes_on, say
+from rlhpc.runtime.launch.waiter import WaitInterrupted, goes_on, say
 
 
-def _wait(wait: Wait, waiter: Waiter) -> int:
+def _wait(wait: Wait, *, alone: bool) -> int:
+    waiter = wait.waiter(lambda line: say(sys.stderr, line))
     try:
+        if not alone:
+            hand_over(wait)
         done = waiter.wait()
     except KeyboardInterrupt:
         raise WaitInterrupted(goes_on(waiter.files, waiter.record)) from None
@@ -22,11 +25,8 @@ def _wait(wait: Wait, waiter: Waiter) -> int:
 
 def main() -> int:
     standard_streams()
-    wait = Wait.from_environment()
-    if "--alone" not in sys.argv[1:]:
-        hand_over(wait)
-    waiter = wait.waiter(lambda line: say(sys.stderr, line))
-    return reported(lambda: _wait(wait, waiter))
+    wait, alone = Wait.from_environment(), "--alone" in sys.argv[1:]
+    return reported(lambda: _wait(wait, alone=alone))
 
 
 if __name__ == "__main__":

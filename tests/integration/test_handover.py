@@ -127,6 +127,18 @@ def test_waits_by_itself_where_others_might_listen(runs: list[WaitedFor], tmp_pa
     place.rmdir()
 
 
+def test_what_the_watcher_does_not_expect_the_command_says_itself(runs: list[WaitedFor]) -> None:
+    """A record that no driver writes ends the wait for this run, as in a command that waits by itself, and for no other."""
+    waiters = [run.waiter(60.0) for run in runs[:2]]
+    watcher = waiting(runs[:2], waiters)
+    token = runs[0].claim().token
+    runs[0].files.exit.write_text(json.dumps({"token": token, "exit_code": "soon"}))
+    _, err = waiters[0].communicate(timeout=30)
+    runs[0].files.exit.unlink()
+    assert waiters[0].returncode == 1 and "rlhpc: error: ValueError: invalid literal for int()" in err
+    assert "Traceback" not in err and waiting(runs[1:2], waiters[1:]) == watcher
+
+
 def shells() -> list[list[str]]:
     """What /bin/sh is on one system or another."""
     known = [["dash"], ["bash", "--posix"], ["busybox", "sh"]]
