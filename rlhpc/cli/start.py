@@ -115,13 +115,9 @@ def _submit(args: argparse.Namespace) -> int:
     submitted = SubmittedConfig(SegmentFiles(paths, args.segment), cfg, args.config)
     flags = ["--resume-with"] if args.resume_with else []
     answers = not sys.stdout.isatty()  # for scripts
-    tried = False
 
     def wait_elsewhere(waiter: Waiter) -> None:
-        nonlocal tried
-        if not tried:
-            tried = True
-            hand_over(Wait.of(waiter, answers=answers))
+        hand_over(Wait.of(waiter, answers=answers))
 
     result = submit_segment(
         args.config,

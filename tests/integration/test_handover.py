@@ -112,6 +112,20 @@ def test_a_shell_ends_with_who_asked(runs: list[WaitedFor], victims: str) -> Non
     assert runs[0].claim().alive_here()
 
 
+def test_who_found_a_job_becomes_a_shell_too(runs: list[WaitedFor]) -> None:
+    """Once it is certain that the job was not dying when it was found."""
+    first = runs[0].waiter(60.0)
+    runs[0].claim()
+    runs[0].environment["DYING_S"] = "0.5"
+    second = runs[0].waiter(60.0)
+    waiting([runs[0]] * 2, [first, second])
+    cancel(runs[0].paths)
+    for waiter in (first, second):
+        _, err = waiter.communicate(timeout=30)
+        assert waiter.returncode == 143 and "was cancelled" in err
+    assert len(runs[0].starts()) == 1
+
+
 def test_waits_by_itself_where_others_might_listen(runs: list[WaitedFor], tmp_path: Path) -> None:
     """The folder where they meet is open to others: no watcher is asked, and none is started."""
     code = "from rlhpc.runtime.launch.shared import meeting_place; print(meeting_place())"
@@ -125,6 +139,24 @@ def test_waits_by_itself_where_others_might_listen(runs: list[WaitedFor], tmp_pa
     out, _ = waiter.communicate(timeout=30)
     assert waiter.returncode == 0 and json.loads(out)["result"] == {"global_step": 40}
     place.rmdir()
+
+
+def test_waits_by_itself_where_no_watcher_lives(runs: list[WaitedFor], tmp_path: Path) -> None:
+    """Not started for ever: the command goes on as it is."""
+    (tmp_path / "site").mkdir()
+    (tmp_path / "site" / "sitecustomize.py").write_text(
+        "import os, sys\n"
+        "if 'rlhpc.runtime.launch.watcher' in sys.orig_argv:\n"
+        f"    open({str(tmp_path / 'tried')!r}, 'a').write('x')\n"
+        "    os._exit(1)\n"
+    )
+    runs[0].environment["PYTHONPATH"] = os.pathsep.join([str(tmp_path / "site"), *(p for p in sys.path if p)])
+    waiter = runs[0].waiter(1.0)
+    out, _ = waiter.communicate(timeout=60)
+    assert waiter.returncode == 0 and json.loads(out)["result"] == {"global_step": 20}
+    assert (tmp_path / "tried").read_text() == "xxxx"
+    [place] = (tmp_path / "t").glob("rlhpc.waits-*")
+    shutil.rmtree(place)
 
 
 def test_what_the_watcher_does_not_expect_the_command_says_itself(runs: list[WaitedFor]) -> None:
@@ -176,6 +208,7 @@ def test_the_shell(shell: list[str]) -> None:
     assert told("Etold", "X0") == (0, "", "told\n")
     assert told() == (0, "again python\n", "")
     assert told("A") == (0, "again python --alone\n", "")
+    assert told("D0", "D1") == (0, "again python\n", "")
     assert told(sig=signal.SIGINT) == (130, "", "one\n  two\n")
     assert told(sig=signal.SIGTERM)[0] == -signal.SIGTERM
 

@@ -95,7 +95,9 @@ from rlhpc.cli.start import tell
 from rlhpc.runtime import environment_values
 from rlhpc.runtime.launch.handover import Wait, hand_over
 from rlhpc.runtime.launch.jobs import ProcessId
+from rlhpc.runtime.launch import submit
 from rlhpc.runtime.launch.submit import submit_segment
+submit.DYING_S = float(os.environ.get("DYING_S", submit.DYING_S))
 # as at a terminal, also where the tests run in the background of a shell that has SIGINT ignored
 signal.signal(signal.SIGINT, signal.default_int_handler)
 asked_by = ProcessId.of(int(os.environ["ASKED_BY"])) if "ASKED_BY" in os.environ else None

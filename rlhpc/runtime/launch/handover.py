@@ -2,7 +2,8 @@
 
 The command that submitted connects to the watcher, which it starts where there is none, and becomes a shell that reads
 from the connection: lines for stderr (E) and stdout (O), at last the exit code (X). The connection tells each of the two
-that the other is gone. A shell whose watcher is gone becomes Python again (`rlhpc.cli.waiting`), which hands over anew.
+that the other is gone. A shell whose watcher is gone becomes Python again (`rlhpc.cli.waiting`), which hands over anew; it
+was told how many seconds to let pass before (D), so that a hundred of them do not at once.
 """
 
 from __future__ import annotations
@@ -23,10 +24,9 @@ from pathlib import Path
 from typing import Any
 
 from rlhpc.runtime.environment_values import values_read
-from rlhpc.runtime.import_paths import run_module
+from rlhpc.runtime.import_paths import python_path, run_module
 from rlhpc.runtime.launch.claim import SegmentFiles
 from rlhpc.runtime.launch.jobs import JobProbe, ProcessId
-from rlhpc.runtime.launch.local import python_path
 from rlhpc.runtime.launch.record import JobRecord
 from rlhpc.runtime.launch.shared import meeting_place
 from rlhpc.runtime.launch.waiter import Waiter, goes_on
@@ -40,21 +40,25 @@ WELCOME = b"ok\n"
 _PROGRAM, _STOPPED, _WAIT = "RLHPC_SHELL", "RLHPC_STOPPED", "RLHPC_WAIT"
 #: How long to try to reach a watcher. After that this process waits by itself.
 _REACH_S = 20.0
+#: Of as many watchers in a row that were started and took no request, the next one would not, either.
+_STARTS = 4
 _SHELL = "/bin/sh"
 _FD = 3
 #: Short, because `ps` shows it.
 SHELL_COMMAND = f'eval "${_PROGRAM}"'
 SHELL_PROGRAM = r"""trap 'printf "%s\n" "$RLHPC_STOPPED" >&2; exit 130' INT
-alone=
+alone= pause=0
 while IFS= read -r line <&3; do
   case $line in
     E*) printf '%s\n' "${line#E}" >&2 ;;
     O*) printf '%s\n' "${line#O}" || exit 141 ;;
     A*) alone=--alone; break ;;
+    D*) pause=${line#D} ;;
     X*) exit "${line#X}" ;;
   esac
 done
 exec 3<&-
+[ "$pause" = 0 ] || sleep "$pause"
 exec "$@" $alone
 """
 
@@ -140,15 +144,17 @@ def address(place: int, name: str = SOCKET) -> str:
 
 def _reach(wait: Wait) -> socket.socket | None:
     """A connection over which a watcher says how it goes; starts one where there is none."""
-    end = time.monotonic() + _REACH_S
+    end, started = time.monotonic() + _REACH_S, 0
     request = {**asdict(wait), "values": {n: os.environ[n] for n in wait.secrets if n in os.environ}}
     try:
-        while time.monotonic() < end:
+        while time.monotonic() < end and started < _STARTS:
             with _open_place() as place:
                 found = _connect(place, json.dumps(request).encode() + b"\n")
                 if found is not None:
                     return found
-                if not _start(place):
+                if _start(place):
+                    started += 1
+                else:
                     time.sleep(0.05)  # another one is just being started, or is about to end
     except OSError:
         pass

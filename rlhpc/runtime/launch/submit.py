@@ -124,8 +124,7 @@ def submit_segment(
             cancelled.
         patient: Wait where the site takes no more jobs now, or Slurm does not answer; False raises `NotNow` instead.
         asked_by: Waiting ends when this process is gone, and the job goes on.
-        hand_over: Called after every look once nothing is left but to wait for this job; it may have another process wait, and
-            not return.
+        hand_over: Called once, when nothing is left but to wait for this job; may have another process wait, and not return.
         stream: Where progress goes; stderr by default.
 
     Returns:
@@ -149,6 +148,7 @@ def submit_segment(
     began = time.monotonic()
     room = Patience(deadline_s)
     cancel_mark = read_json(files.cancel)
+    tried = False
     _make_folders(files)
 
     def wanted_still() -> None:
@@ -200,7 +200,9 @@ def submit_segment(
         def settled(waiter: Waiter = waiter, attached: float | None = attached) -> None:
             # until then, the end of a job that was found would be a reason to submit another one
             dying = cancel_mark is not None and cancel_mark.get("token") == waiter.record.token
-            if attached is None or (time.monotonic() - attached > DYING_S and not dying):
+            nonlocal tried
+            if not tried and (attached is None or (time.monotonic() - attached > DYING_S and not dying)):
+                tried = True
                 hand_over(waiter)
 
         try:

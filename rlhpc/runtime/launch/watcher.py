@@ -29,6 +29,8 @@ from rlhpc.runtime.launch.waiter import answer_line
 _LINGER_S = 2.0
 #: Who connects has asked by then.
 _REQUEST_S = 10.0
+#: So many shells a second become Python when it is killed: all at once might be too much for the machine.
+_AT_ONCE = 8
 _STACK_BYTES = 1 << 20
 
 
@@ -99,11 +101,16 @@ class Watcher:
                 time.sleep(_LINGER_S / 4)
                 continue
             served = time.monotonic()
-            thread = threading.Thread(target=self._follow, args=(connection,), daemon=True)
-            thread.start()
+            pause = sum(thread.is_alive() for thread in self._threads) // _AT_ONCE
+            thread = threading.Thread(target=self._follow, args=(connection, pause), daemon=True)
+            try:
+                thread.start()
+            except RuntimeError:  # the user may have no more threads: this one waits by itself
+                connection.close()
+                continue
             self._threads.append(thread)
 
-    def _follow(self, connection: socket.socket) -> None:
+    def _follow(self, connection: socket.socket, pause: int) -> None:
         with connection, contextlib.suppress(OSError, ValueError, TypeError):
             connection.settimeout(_REQUEST_S)
             if not peer_is_own(connection):
@@ -113,7 +120,7 @@ class Watcher:
             values = request.pop("values")
             wait = Wait(**request)
             connection.settimeout(None)
-            connection.sendall(WELCOME)
+            connection.sendall(WELCOME + f"D{pause}\n".encode())
             self._wait(wait, connection, values)
 
     def _wait(self, wait: Wait, connection: socket.socket, values: dict[str, str]) -> None:
