@@ -30,6 +30,7 @@ from rlhpc.checkpoint.manifest import (
     digest,
     is_complete,
     is_plain_name,
+    of_each,
     read_manifest,
     seal,
     verify,
@@ -47,6 +48,11 @@ def final_folder(staging: Path) -> Path:
     """Where a checkpoint that is being written to `staging` will appear."""
     match = _LEFTOVER.match(staging.name)
     return staging.with_name(f"global_step_{match.group(2)}") if match else staging
+
+
+def _durable_digest(path: Path) -> tuple[int, str]:
+    fsync_file(path)
+    return digest(path)
 
 
 class CheckpointWriter:
@@ -129,15 +135,21 @@ class CheckpointWriter:
 
     def _seal(self, meta: dict[str, Any]) -> None:
         files: dict[str, dict[str, Any]] = {}
+        new: dict[Path, str] = {}
         folders = {self.staging}
         follow_umask(self.staging)
         for path in sorted(self.staging.rglob("*")):
             if path.is_dir():
                 folders.add(path)
                 continue
-            fsync_file(path)
             name = path.relative_to(self.staging).as_posix()
-            files[name] = self._known(name, path) or dict(zip(("size", "sha256"), digest(path), strict=True))
+            if known := self._known(name, path):
+                files[name] = known
+            else:
+                new[path] = name
+        sizes = sum(path.stat().st_size for path in new)
+        for name, (size, checksum) in zip(new.values(), of_each(_durable_digest, list(new), sizes), strict=True):
+            files[name] = {"size": size, "sha256": checksum}
         if not files:
             raise CheckpointError(f"checkpoint {self.final}: nothing was written to {self.staging}")
         manifest = {"format": FORMAT, "global_step": self.step, "files": files, "meta": meta}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import resource
@@ -9,6 +10,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -18,10 +20,12 @@ from rlhpc.checkpoint import (
     CheckpointWriter,
     clean_leftovers,
     find_resumable,
+    manifest,
     move_newer_aside,
     newest_valid,
     prune,
     read_manifest,
+    store,
     verify,
 )
 from rlhpc.runtime.errors import CheckpointError
@@ -62,6 +66,41 @@ def test_save_has_manifest_and_nothing_else_left(paths: RunPaths, tmp_path: Path
     assert manifest["format"] == 1 and manifest["global_step"] == 3 and manifest["meta"] == {"env_steps": 7}
     assert set(manifest["files"]) == {"runner.json", "nested/part.bin", "config.yaml"}
     assert manifest["files"]["runner.json"]["size"] == 2
+
+
+@pytest.fixture
+def many_cores(monkeypatch: pytest.MonkeyPatch) -> set[str]:
+    """A machine of four cores, where any file is worth a thread; the threads that hashed."""
+    seen: set[str] = set()
+    monkeypatch.setattr(manifest, "_WORTH_THREADS", 0)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1, 2, 3})
+    digest = manifest.digest
+
+    def watched(path: Path) -> tuple[int, str]:
+        seen.add(threading.current_thread().name)
+        time.sleep(0.02)
+        return digest(path)
+
+    for module in (manifest, store):
+        monkeypatch.setattr(module, "digest", watched)
+    return seen
+
+
+def test_files_are_hashed_side_by_side(paths: RunPaths, many_cores: set[str]) -> None:
+    contents = {f"{n:02}.bin": os.urandom(50 + n) for n in range(12)}
+    with CheckpointWriter(paths, 1) as writer:
+        for name, content in contents.items():
+            writer.add_bytes(name, content)
+        final = writer.commit({})
+    found = read_manifest(final)["files"]
+    assert found == {
+        name: {"size": len(content), "sha256": hashlib.sha256(content).hexdigest()}
+        for name, content in contents.items()
+    }
+    assert len(many_cores) == 4 and verify(final) == []
+    for name in ("03.bin", "09.bin"):
+        (final / name).write_bytes(bytes(len(contents[name])))
+    assert [fault.partition(":")[0] for fault in verify(final)] == ["03.bin", "09.bin"]
 
 
 @pytest.mark.parametrize("name", ["../x", "/etc/x", "", "manifest.json", "COMPLETE", "a/../b"])
