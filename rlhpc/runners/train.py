@@ -17,7 +17,7 @@ from rlhpc.runners.same_run import make_longer
 from rlhpc.runtime.cluster import Cluster
 from rlhpc.runtime.device import torch_device
 from rlhpc.runtime.errors import ConfigError, Stopped
-from rlhpc.runtime.launch.granted import require_live_allocation
+from rlhpc.runtime.launch.granted import require_hosts, require_live_allocation
 from rlhpc.runtime.launch.signals import MAX_RESTARTS, StopRequest
 from rlhpc.runtime.launch.sole import require_no_driver, sole_driver
 from rlhpc.runtime.paths import RunPaths
@@ -146,6 +146,7 @@ def train(cfg: Any, *, segment: int | None = None, resume_with: bool = False) ->
         os.environ["RLHPC_SCRATCH"] = str(Path(str(cfg.cluster.scratch)).expanduser())  # of the ranks, too
     Session.prewarm(task.preload)  # it imports torch while this process checks the run
     cluster = Cluster(cfg.cluster)
+    require_hosts(cluster)
     placement = HybridComponentPlacement(cfg, cluster)
     strategies = {role: placement.get_strategy(role) for role in task.roles}
     placements = {role: strategy.place(cluster) for role, strategy in strategies.items()}

@@ -395,6 +395,20 @@ class TestOtherCommands:
         refused(rlhpc(*argv), says)
 
 
+def test_variables_of_a_job_elsewhere_and_no_srun(rlhpc: Terminal, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "/nowhere")
+    monkeypatch.setenv("SLURM_JOB_ID", "4242424")
+    monkeypatch.setenv("SLURM_JOB_NODELIST", "n[1-2]")
+    refused(rlhpc.train(QUICKSTART), "SLURM_JOB_ID is 4242424", "other hosts (n1)", "no srun here", "unset")
+    for name in ("srun", "squeue", "sacct", "scontrol"):  # there are commands, and nobody answers
+        (rlhpc.folder / name).write_text("#!/bin/sh\nexit 1\n")
+        (rlhpc.folder / name).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{rlhpc.folder}:/usr/bin:/bin")
+    monkeypatch.setenv("SLURM_JOB_NODELIST", "nowhere-[1-2].invalid")
+    refused(rlhpc.train(QUICKSTART), "finds no way to nowhere-1", "cluster.interface")
+    assert not rlhpc.runs.exists()
+
+
 def test_a_file_as_long_as_a_checkpoint_is_not_read_to_its_end(rlhpc: Terminal) -> None:
     path = rlhpc.folder / "model.safetensors"
     with path.open("wb") as file:

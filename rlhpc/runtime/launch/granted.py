@@ -1,4 +1,4 @@
-"""Whether the allocation that the environment speaks of still is one: variables of a job outlive it in a shell."""
+"""Whether the allocation that the environment speaks of can be used: variables of a job outlive it in a shell."""
 
 from __future__ import annotations
 
@@ -6,8 +6,10 @@ import os
 from collections.abc import Mapping
 
 from rlhpc.runtime.allocation import in_slurm_job
+from rlhpc.runtime.cluster import Cluster
 from rlhpc.runtime.errors import ConfigError
 from rlhpc.runtime.launch.jobs import JobState, SlurmProbe
+from rlhpc.runtime.steps import own_address, steps_possible
 
 
 def require_live_allocation(environ: Mapping[str, str] = os.environ) -> None:
@@ -28,3 +30,21 @@ def require_live_allocation(environ: Mapping[str, str] = os.environ) -> None:
             "has ended. To train on this machine: unset SLURM_JOB_ID SLURM_JOBID; for a new allocation: leave this shell, "
             "then salloc. Nothing was written"
         )
+
+
+def require_hosts(cluster: Cluster) -> None:
+    """Ranks on other hosts are started by `srun`, and connect to this one.
+
+    Raises:
+        ConfigError: A node is another host, and there is no `srun` here, or no way to it.
+    """
+    away = [node.name for node in cluster.nodes if not node.is_local]
+    if cluster.source == "slurm" and away and not steps_possible():
+        raise ConfigError(
+            f"SLURM_JOB_ID is {os.environ['SLURM_JOB_ID']}, a job on other hosts ({', '.join(away[:3])}"
+            f"{', …' if len(away) > 3 else ''}), and there is no srun here to start ranks there. Were these variables left by "
+            "another place? To train on this machine: unset SLURM_JOB_ID SLURM_JOBID. Are Slurm's commands missing in this "
+            "shell or container? Put them on its PATH. Nothing was written"
+        )
+    if cluster.source == "slurm" and steps_possible():
+        own_address(cluster.interface)
