@@ -8,6 +8,7 @@ import pickle
 import random
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -253,7 +254,8 @@ def test_every_task_is_the_same_in_every_process_and_scores_its_own_answer() -> 
     pytest.importorskip("reasoning_gym")
     from rlhpc.data.reasoning import score
 
-    one, two = made_elsewhere("1", [], [4, 2]), made_elsewhere("2", [], [2, 4])
+    with ThreadPoolExecutor(2) as both:
+        one, two = both.map(made_elsewhere, ("1", "2"), ([], []), ([4, 2], [2, 4]))
     assert len(one) > 90
     for task, problems in one.items():
         assert problems == two[task][::-1], task
