@@ -26,7 +26,8 @@ def no_job_is_left(slurm: SlurmCluster) -> Iterator[None]:
     until(lambda: not slurm.run("squeue", "--me", "--noheader").strip(), "all jobs are gone")
 
 
-STEPS = ("runner.max_steps=400", "runner.save_interval=40", "runner.max_restarts=3")
+LAST = 200
+STEPS = (f"runner.max_steps={LAST}", "runner.save_interval=20", "runner.max_restarts=3")
 
 
 def start(slurm: SlurmCluster, folder: Path, *overrides: str) -> tuple[SlurmRun, object, int]:
@@ -37,7 +38,7 @@ def start(slurm: SlurmCluster, folder: Path, *overrides: str) -> tuple[SlurmRun,
     return run, process, run.committed()
 
 
-def resumed(run: SlurmRun, process: object, before: int, steps: int = 400) -> None:
+def resumed(run: SlurmRun, process: object, before: int, steps: int = LAST) -> None:
     """It went on from what it had committed, and every step was trained once."""
     run.finish(process, 300)  # type: ignore[arg-type]
     assert len(run.attempts) >= 2 and run.attempts[1]["step"] >= before, run.attempts
@@ -73,7 +74,7 @@ def test_environments_and_rollout_start_again_alone(slurm: SlurmCluster, tmp_pat
     assert run.members()["actor-0"]["pid"] == actor
     run.finish(process, 300)  # type: ignore[arg-type]
     assert len(run.attempts) == 1 and run.recoveries[0] >= before
-    assert [row["step"] for row in run.rows()] == list(range(1, 401))
+    assert [row["step"] for row in run.rows()] == list(range(1, LAST + 1))
 
 
 def test_the_driver_is_killed(slurm: SlurmCluster, tmp_path: Path) -> None:
@@ -126,6 +127,7 @@ def test_a_node_is_cut_off(slurm: SlurmCluster, tmp_path: Path) -> None:
         slurm.restore(old["node"])
     resumed(run, process, before)
     slurm.wait_for_nodes(old["node"], deadline_s=180)  # the controller asks a silent node again every minute or so
+    slurm.run("scontrol", "reconfigure")  # else it may take minutes until it asks the node what runs there
     until(lambda: not rank.alive(), "the cut-off rank is gone")
 
 
@@ -188,6 +190,6 @@ def test_the_run_folder_is_full(
             until(lambda: not slurm.run("squeue", "--me", "--noheader").strip(), "the job is gone", 60)
             assert run.committed() >= before
             run.finish(run.submit(), 300)
-            assert [row["step"] for row in run.rows()] == list(range(1, 401))
+            assert [row["step"] for row in run.rows()] == list(range(1, LAST + 1))
     finally:
         subprocess.run(["umount", "--lazy", str(folder)], check=True)
