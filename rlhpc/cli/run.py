@@ -95,8 +95,9 @@ def command_of(args: argparse.Namespace) -> list[str]:
 def same_command(args: argparse.Namespace) -> str:
     """What to type for the same again. Under make, the user's own PATH may not have rlhpc."""
     program = "rlhpc"
-    if os.environ.get("MAKELEVEL"):
-        program = os.path.relpath(sys.argv[0]) if Path(sys.argv[0]).is_file() else program
+    script = Path(sys.argv[0])
+    if os.environ.get("MAKELEVEL") and script.name == program and script.is_file():
+        program = os.path.relpath(script)
     words = [program, "run", args.config, *args.overrides]
     words += ["--profile", args.profile] if args.profile != "local" else []
     words += ["--site", args.site] if args.site else []

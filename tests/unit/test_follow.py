@@ -139,6 +139,18 @@ def test_what_is_behind_two_dashes_is_snakemakes(monkeypatch: pytest.MonkeyPatch
     )
 
 
+@pytest.mark.parametrize(("file", "typed"), [("bin/rlhpc", "bin/rlhpc"), ("rlhpc/cli/__main__.py", "rlhpc")])
+def test_under_make_the_command_is_the_environments(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, file: str, typed: str
+) -> None:
+    (tmp_path / file).parent.mkdir(parents=True)
+    (tmp_path / file).touch()
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("MAKELEVEL", "1")
+    monkeypatch.setattr("sys.argv", [str(tmp_path / file), "run"])
+    assert same_command(arguments()) == f"{typed} run configs/quickstart.yaml"
+
+
 def test_how_a_run_ended(tmp_path: Path) -> None:
     paths = RunPaths(tmp_path)
     assert last_result(paths) == (0, {}, "")
