@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import pickle
 import signal
@@ -69,10 +70,11 @@ def tail(path: str) -> str:
 def _telling(lines: list[str]) -> list[str]:
     """The last lines; of what `faulthandler` wrote the thread at fault alone, without the list of all modules."""
     fatal = [at for at, line in enumerate(lines) if line.startswith("Fatal Python error")]
-    if not fatal:
+    if not fatal or not lines[-1].startswith(("  File ", "Extension modules: ")):  # or it was an earlier process's
         return lines[-12:]
     at = next((at for at in range(fatal[-1], len(lines)) if lines[at].startswith("Current thread")), fatal[-1] + 1)
-    return [*lines[: fatal[-1]][-3:], lines[fatal[-1]], *lines[at : at + 8]]
+    frames = itertools.takewhile(str.strip, lines[at : at + 8])
+    return [*lines[: fatal[-1]][-3:], lines[fatal[-1]], *frames]
 
 
 def death(spec: WorkerSpec, status: int, said: str = "") -> WorkerFailed:
