@@ -28,7 +28,7 @@ from bench.weights import BYTES, tensors
 from rlhpc.checkpoint.manifest import verify
 from rlhpc.checkpoint.state import load_tensors, save_tensors
 from rlhpc.checkpoint.store import CheckpointWriter
-from rlhpc.runtime.paths import RunPaths
+from rlhpc.jobs.paths import RunPaths
 
 HERE = Path(__file__).resolve().parent
 

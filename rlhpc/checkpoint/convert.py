@@ -20,9 +20,9 @@ import yaml
 from rlhpc.checkpoint.card import policy_card, results_beside
 from rlhpc.checkpoint.manifest import read_manifest
 from rlhpc.checkpoint.store import require_valid
+from rlhpc.jobs.paths import RunPaths
 from rlhpc.runtime.durable import follow_umask, fsync_file, fsync_folder, write_durably
 from rlhpc.runtime.errors import CheckpointError, RlhpcError
-from rlhpc.runtime.paths import RunPaths
 from rlhpc.runtime.plain import read_json, read_yaml
 from rlhpc.runtime.storage import advice
 from rlhpc.runtime.trust import Trust

@@ -35,9 +35,9 @@ from rlhpc.checkpoint.manifest import (
     seal,
     verify,
 )
+from rlhpc.jobs.paths import RunPaths
 from rlhpc.runtime.durable import follow_umask, fsync_file, fsync_folder, write_durably
 from rlhpc.runtime.errors import CheckpointError
-from rlhpc.runtime.paths import RunPaths
 from rlhpc.runtime.storage import GO_ON, advice, is_full
 
 # .tmp_: a save under way or killed. .old_: what a save of the same step replaces. .trash_: being deleted.

@@ -22,7 +22,7 @@ _EXAMPLES = {
 
 def _doctor(args: argparse.Namespace) -> int:
     from rlhpc.config import load_site
-    from rlhpc.runtime.doctor import examine, render, to_json, worst
+    from rlhpc.jobs.doctor import examine, render, to_json, worst
 
     if args.overrides:
         raise ConfigError(f"doctor takes no key=value words: {' '.join(args.overrides)}")

@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TextIO
 
+from rlhpc.jobs.paths import RunPaths
 from rlhpc.metrics.progress import ProgressBar
-from rlhpc.runtime.paths import RunPaths
 
 #: What a rule does, in words. `{step}` and `{suite}` are its wildcards.
 _WORDS = {

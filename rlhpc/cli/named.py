@@ -7,8 +7,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from rlhpc.jobs.paths import RunPaths
 from rlhpc.runtime.errors import CheckpointError, ConfigError
-from rlhpc.runtime.paths import RunPaths
 
 
 def is_run(paths: RunPaths) -> bool:

@@ -18,8 +18,8 @@ from typing import Any
 
 from rlhpc import share
 from rlhpc.cli.parser import RESUME_WITH, SITE, add_command, add_words
+from rlhpc.jobs.paths import RunPaths
 from rlhpc.runtime.errors import ConfigError, RlhpcError
-from rlhpc.runtime.paths import RunPaths
 
 _EXAMPLES = (
     "rlhpc run configs/quickstart.yaml",
@@ -168,8 +168,8 @@ def near(path: Path) -> str:
 
 def ending(cfg: Any, paths: RunPaths, args: argparse.Namespace, seconds: float) -> list[str]:
     """What is told of a finished run: its result, its files, what to type next."""
+    from rlhpc.jobs.status import duration
     from rlhpc.metrics.results import last_result
-    from rlhpc.runtime.launch.status import duration
 
     step, result, words = last_result(paths, next(iter(cfg.workflow.eval_suites), "default"))
     program = same_command(args).split(" run ", 1)[0]
@@ -233,7 +233,7 @@ def _stop(
     except RlhpcError as error:
         say(f"error: {error}")
     track = tracks["run"]
-    from rlhpc.runtime.launch.status import run_state
+    from rlhpc.jobs.status import run_state
 
     steps = [step for step, path in track.paths.checkpoint_steps() if (path / "COMPLETE").exists()]
     saved = (
@@ -265,8 +265,8 @@ def _end_group(process: subprocess.Popen[bytes], *, at_once: bool = False) -> No
 
 def _end_local(paths: RunPaths, grace_s: float = _SAVE_S) -> list[str]:
     """Ends the run's driver where it is a process of this machine; a job of the cluster goes on."""
-    from rlhpc.runtime.launch.claim import read_json
-    from rlhpc.runtime.launch.submit import cancel
+    from rlhpc.jobs.claim import read_json
+    from rlhpc.jobs.submit import cancel
 
     records = [read_json(path) or {} for path in paths.submit.glob("segment_?*.json") if path.stem[8:].isdigit()]
     if not any(record.get("executor") == "local" for record in records):

@@ -11,8 +11,8 @@ from typing import Any
 
 from rlhpc.cli.named import run_paths
 from rlhpc.cli.parser import RESUME_WITH, RUN, SITE, add_command, add_words
+from rlhpc.jobs.paths import RunPaths
 from rlhpc.runtime.errors import ConfigError
-from rlhpc.runtime.paths import RunPaths
 
 _EXAMPLES = {
     "plan": (
@@ -36,7 +36,7 @@ _EXAMPLES = {
 
 def _plan(args: argparse.Namespace) -> int:
     from rlhpc.config import load_config
-    from rlhpc.runtime.launch.plan import build_plan, render_plan
+    from rlhpc.jobs.plan import build_plan, render_plan
 
     plan = build_plan(load_config(args.config, args.overrides, site=args.site), launcher=args.launcher)
     print(render_plan(plan))
@@ -67,7 +67,7 @@ def _train(args: argparse.Namespace) -> int:
 def _stopped(args: argparse.Namespace, cfg: Any) -> str:
     """What is told of a run that was asked to end: what is saved, and how to go on."""
     from rlhpc.config import total_steps
-    from rlhpc.runtime.launch.signals import MAX_RESTARTS
+    from rlhpc.jobs.signals import MAX_RESTARTS
 
     paths = RunPaths.of(cfg.runner.run_dir, cfg.runner.name)
     steps = [step for step, path in paths.checkpoint_steps() if (path / "COMPLETE").is_file()]
@@ -84,7 +84,7 @@ def _stopped(args: argparse.Namespace, cfg: Any) -> str:
 
 def tell(answer: dict[str, object], *, answers: bool) -> None:
     """What a submission ends with: a line for a person, and JSON for scripts."""
-    from rlhpc.runtime.launch.waiter import answer_line
+    from rlhpc.jobs.waiter import answer_line
 
     print(f"rlhpc: {answer_line(answer)}", file=sys.stderr)
     if answers:
@@ -93,13 +93,13 @@ def tell(answer: dict[str, object], *, answers: bool) -> None:
 
 def _submit(args: argparse.Namespace) -> int:
     from rlhpc.config import find_site, load_config
+    from rlhpc.jobs.claim import SegmentFiles
+    from rlhpc.jobs.handover import Wait, hand_over
+    from rlhpc.jobs.plan import build_plan
+    from rlhpc.jobs.probes import ProcessId
+    from rlhpc.jobs.submit import choose_executor, driver_command, submit_segment
+    from rlhpc.jobs.waiter import Waiter
     from rlhpc.runners.same_run import SubmittedConfig, check_same_run, make_longer
-    from rlhpc.runtime.launch.claim import SegmentFiles
-    from rlhpc.runtime.launch.handover import Wait, hand_over
-    from rlhpc.runtime.launch.jobs import ProcessId
-    from rlhpc.runtime.launch.plan import build_plan
-    from rlhpc.runtime.launch.submit import choose_executor, driver_command, submit_segment
-    from rlhpc.runtime.launch.waiter import Waiter
 
     cfg = load_config(args.config, args.overrides, site=args.site)
     if not 0 <= args.segment < cfg.runner.segments:
@@ -141,7 +141,7 @@ def _submit(args: argparse.Namespace) -> int:
 
 
 def _cancel(args: argparse.Namespace) -> int:
-    from rlhpc.runtime.launch.submit import cancel
+    from rlhpc.jobs.submit import cancel
 
     print("\n".join(cancel(run_paths(args.run, args.overrides))) or "nothing is running")
     return 0

@@ -1,4 +1,4 @@
-"""`python -m rlhpc.cli.waiting`: what a waiting shell becomes when its watcher is gone (`rlhpc.runtime.launch.handover`)."""
+"""`python -m rlhpc.cli.waiting`: what a waiting shell becomes when its watcher is gone (`rlhpc.jobs.handover`)."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ import sys
 from rlhpc.cli import reported
 from rlhpc.cli.start import tell
 from rlhpc.cli.streams import standard_streams
-from rlhpc.runtime.launch.handover import Wait, hand_over
-from rlhpc.runtime.launch.waiter import WaitInterrupted, goes_on, say
+from rlhpc.jobs.handover import Wait, hand_over
+from rlhpc.jobs.waiter import WaitInterrupted, goes_on, say
 
 
 def _wait(wait: Wait, *, alone: bool) -> int:

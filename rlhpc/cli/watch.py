@@ -9,8 +9,8 @@ from typing import Any
 from rlhpc.cli.named import is_run, run_paths
 from rlhpc.cli.outputs import check_file, check_folder
 from rlhpc.cli.parser import RUN, add_command, add_words
+from rlhpc.jobs.paths import RunPaths
 from rlhpc.runtime.errors import ConfigError
-from rlhpc.runtime.paths import RunPaths
 from rlhpc.runtime.writable import unwritable
 
 _EXAMPLES = {
@@ -35,8 +35,8 @@ _EXAMPLES = {
 
 
 def _status(args: argparse.Namespace) -> int:
-    from rlhpc.runtime.launch.state import find_runs
-    from rlhpc.runtime.launch.status import render_runs, render_status
+    from rlhpc.jobs.state import find_runs
+    from rlhpc.jobs.status import render_runs, render_status
 
     folder = Path(args.run).expanduser().absolute()
     if folder.is_dir() and not args.overrides and not is_run(RunPaths(folder)) and any(find_runs(folder)):
@@ -47,7 +47,7 @@ def _status(args: argparse.Namespace) -> int:
 
 
 def _logs(args: argparse.Namespace) -> int:
-    from rlhpc.runtime.launch.status import print_logs
+    from rlhpc.jobs.status import print_logs
 
     if args.lines < 0:
         raise ConfigError(f"--lines is {args.lines}; it must be 0 or more")

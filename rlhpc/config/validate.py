@@ -18,7 +18,6 @@ from rlhpc.config import validate_policy as policy
 from rlhpc.config.ranges import LARGEST, check_ranges
 from rlhpc.config.rules import Fail, check_choice, check_name
 from rlhpc.runtime.errors import ConfigError, PlacementError
-from rlhpc.runtime.paths import RunPaths
 from rlhpc.runtime.shown import shown
 from rlhpc.runtime.writable import unwritable
 
@@ -242,7 +241,7 @@ def _runner(cfg: Any, fail: Fail) -> None:
             raise fail(
                 "runner.resume_dir", "there is no such checkpoint; allowed: null, auto, or a global_step_<N> folder"
             )
-    _writable(RunPaths.of(str(cfg.runner.run_dir), name).root, fail)
+    _writable(Path(str(cfg.runner.run_dir)).expanduser().absolute() / name, fail)
 
 
 def _writable(folder: Path, fail: Fail) -> None:

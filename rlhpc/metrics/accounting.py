@@ -16,12 +16,12 @@ from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Any
 
+from rlhpc.jobs.claim import read_json
+from rlhpc.jobs.paths import RunPaths
 from rlhpc.metrics.provenance import read_provenance
 from rlhpc.runtime.allocation import expand_hostlist
 from rlhpc.runtime.durable import replace_durably
 from rlhpc.runtime.errors import ConfigError, RlhpcError
-from rlhpc.runtime.launch.claim import read_json
-from rlhpc.runtime.paths import RunPaths
 from rlhpc.runtime.storage import unwritten
 
 #: JobName comes last: it may contain the separator.

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from rlhpc.jobs.paths import RunPaths
 from rlhpc.metrics.curves import read_evaluations, time_unit
 from rlhpc.metrics.logger import read_metrics, series
 from rlhpc.metrics.page import Cell, duration, figures, missing, page, section, table
@@ -19,7 +20,6 @@ from rlhpc.metrics.pass_at_k import wilson
 from rlhpc.metrics.svg import Line, line_chart, number, running_mean
 from rlhpc.runtime.durable import replace_durably
 from rlhpc.runtime.errors import RlhpcError
-from rlhpc.runtime.paths import RunPaths
 from rlhpc.runtime.storage import unwritten
 
 #: Points of a curve that several seeds are brought to.

@@ -7,12 +7,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from rlhpc.jobs.paths import RunPaths
 from rlhpc.metrics import language
 from rlhpc.metrics.bars import stacked_bars
 from rlhpc.metrics.logger import read_metrics, series
 from rlhpc.metrics.phases import Rows, binned, phase_columns
 from rlhpc.metrics.svg import SMALL, Line, line_chart, standalone
-from rlhpc.runtime.paths import RunPaths
 from rlhpc.runtime.plain import read_json
 from rlhpc.runtime.storage import unwritten
 

@@ -9,13 +9,13 @@ from typing import Any
 
 import yaml
 
+from rlhpc.jobs.paths import RunPaths
 from rlhpc.metrics.bars import stacked_bars
 from rlhpc.metrics.logger import series
 from rlhpc.metrics.page import Cell, card, duration, figures, missing, table
 from rlhpc.metrics.pass_at_k import level_order
 from rlhpc.metrics.phases import STAGES, Rows, binned, phase_columns
 from rlhpc.metrics.svg import LARGE, SMALL, Line, Size, line_chart, number
-from rlhpc.runtime.paths import RunPaths
 from rlhpc.runtime.plain import read_json, read_yaml
 
 TASKS = ("reasoning", "sft")

@@ -13,12 +13,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any, SupportsFloat, cast
 
+from rlhpc.jobs.paths import RunPaths
 from rlhpc.metrics.loggers import RunFacts
 from rlhpc.metrics.loggers.feed import Feed, Memory, end_all
 from rlhpc.metrics.loggers.registry import build_loggers
 from rlhpc.runtime.durable import replace_durably
 from rlhpc.runtime.errors import StorageError
-from rlhpc.runtime.paths import RunPaths
 from rlhpc.runtime.plain import read_json
 from rlhpc.runtime.storage import storage_error
 

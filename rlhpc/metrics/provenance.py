@@ -20,9 +20,9 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from rlhpc.jobs.paths import RunPaths
 from rlhpc.runtime.durable import replace_durably
 from rlhpc.runtime.environment_values import to_plain
-from rlhpc.runtime.paths import RunPaths
 from rlhpc.runtime.plain import read_json
 from rlhpc.runtime.storage import storage_error
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from rlhpc.checkpoint.manifest import read_manifest, verify
+from rlhpc.jobs.paths import RunPaths
 from rlhpc.metrics import language
 from rlhpc.metrics.accounting import write_accounting
 from rlhpc.metrics.accounting_page import accounting_tables
@@ -29,7 +30,6 @@ from rlhpc.metrics.samples_page import write_samples_page
 from rlhpc.metrics.svg import number
 from rlhpc.runtime.durable import replace_durably
 from rlhpc.runtime.errors import CheckpointError, RlhpcError
-from rlhpc.runtime.paths import RunPaths
 from rlhpc.runtime.plain import read_yaml
 from rlhpc.runtime.storage import unwritten
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from rlhpc.runtime.launch.claim import read_json
-from rlhpc.runtime.paths import RunPaths
+from rlhpc.jobs.claim import read_json
+from rlhpc.jobs.paths import RunPaths
 
 
 def last_result(paths: RunPaths, suite: str = "default") -> tuple[int, dict[str, Any], str]:

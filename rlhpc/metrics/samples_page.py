@@ -12,10 +12,10 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
+from rlhpc.jobs.paths import RunPaths
 from rlhpc.metrics.page import Cell, missing, page, section, table
 from rlhpc.metrics.pass_at_k import level_order
 from rlhpc.runtime.durable import replace_durably
-from rlhpc.runtime.paths import RunPaths
 from rlhpc.runtime.plain import read_json
 from rlhpc.runtime.storage import unwritten
 

@@ -13,9 +13,9 @@ from torch import nn
 from rlhpc.checkpoint import newest_valid, require_valid
 from rlhpc.checkpoint.convert import load_exported
 from rlhpc.checkpoint.state import load_tensors
+from rlhpc.jobs.paths import RunPaths
 from rlhpc.runtime.errors import CheckpointError, ConfigError
 from rlhpc.runtime.lookup import load_attribute
-from rlhpc.runtime.paths import RunPaths
 from rlhpc.runtime.trust import Trust
 
 WEIGHTS = "model.safetensors"

@@ -15,13 +15,13 @@ import numpy as np
 from omegaconf import OmegaConf
 
 from rlhpc.checkpoint import CheckpointWriter, newest_valid, prune
+from rlhpc.jobs.signals import StopRequest, end_of_job
 from rlhpc.metrics import MetricLogger, ProgressBar
 from rlhpc.metrics.loggers.public import public_config
 from rlhpc.metrics.provenance import update_provenance
 from rlhpc.runners.run_folder import RunFolder, note, segment_end
 from rlhpc.runtime.context import current
 from rlhpc.runtime.errors import ChannelError, CheckpointError, RlhpcError, StepFailed, WorkerFailed
-from rlhpc.runtime.launch.signals import StopRequest, end_of_job
 from rlhpc.runtime.plain import read_json
 from rlhpc.runtime.session import Session
 

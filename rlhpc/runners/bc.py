@@ -5,10 +5,10 @@ from __future__ import annotations
 import time
 from typing import Any
 
+from rlhpc.jobs.signals import StopRequest
 from rlhpc.metrics import PhaseTimers
 from rlhpc.runners.base import Runner
 from rlhpc.runners.run_folder import RunFolder
-from rlhpc.runtime.launch.signals import StopRequest
 
 
 class BcRunner(Runner):

@@ -12,11 +12,11 @@ from typing import Any
 
 from rlhpc.checkpoint import newest_valid
 from rlhpc.config import load_config
+from rlhpc.jobs.paths import RunPaths
 from rlhpc.runners.evaluate import record_episodes
 from rlhpc.runners.run_folder import note, total_steps
 from rlhpc.runners.train import train
 from rlhpc.runtime.errors import ConfigError, RlhpcError
-from rlhpc.runtime.paths import RunPaths
 
 
 def dagger(

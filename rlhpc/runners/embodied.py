@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 
 from rlhpc.algorithms.finite import MOST_IN_A_ROW, nonfinite
+from rlhpc.jobs.signals import StopRequest
 from rlhpc.metrics import PhaseTimers
 from rlhpc.roles.actor import check_batches
 from rlhpc.roles.exchange import SlotMap
@@ -27,7 +28,6 @@ from rlhpc.roles.outcomes import in_order
 from rlhpc.runners.base import Runner
 from rlhpc.runners.run_folder import RunFolder, note
 from rlhpc.runtime.comm.channel import Channel
-from rlhpc.runtime.launch.signals import StopRequest
 
 #: Training episodes that `train/episode_return` averages over.
 WINDOW = 100

@@ -12,12 +12,12 @@ import time
 from typing import Any
 
 from rlhpc.algorithms.finite import MOST_IN_A_ROW, nonfinite
+from rlhpc.jobs.signals import StopRequest
 from rlhpc.metrics import PhaseTimers
 from rlhpc.roles.prompts import PromptMap
 from rlhpc.runners.base import Runner
 from rlhpc.runners.run_folder import RunFolder, note
 from rlhpc.runtime.comm.channel import Channel
-from rlhpc.runtime.launch.signals import StopRequest
 
 #: What the rollout ranks sum up of their samples, and a step of which all were left out lacks.
 _SUMS = (

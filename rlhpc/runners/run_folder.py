@@ -14,14 +14,14 @@ from typing import Any
 
 from rlhpc.checkpoint import Resumable, find_resumable, move_newer_aside, newest_valid
 from rlhpc.config import config_to_yaml, segment_end, total_steps
+from rlhpc.jobs.claim import read_json
+from rlhpc.jobs.paths import RunPaths
+from rlhpc.jobs.probes import host_identity
 from rlhpc.metrics import update_provenance, write_provenance
 from rlhpc.runners.same_run import check_same_run
 from rlhpc.runtime.durable import replace_durably
 from rlhpc.runtime.errors import ConfigError, RlhpcError, StaleGeneration, StorageError
-from rlhpc.runtime.launch.claim import read_json
-from rlhpc.runtime.launch.jobs import host_identity
 from rlhpc.runtime.ownership import require_own_run_folder, require_private
-from rlhpc.runtime.paths import RunPaths
 from rlhpc.runtime.storage import advice, storage_error
 
 _STATUS_EVERY_S = 2.0

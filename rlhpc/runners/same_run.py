@@ -6,11 +6,11 @@ from pathlib import Path
 from typing import Any
 
 from rlhpc.config import config_to_yaml, load_config, require_same_run, segment_ends
+from rlhpc.jobs.claim import SegmentFiles
+from rlhpc.jobs.paths import RunPaths
+from rlhpc.jobs.reopen import reopen, segment_to_reopen
 from rlhpc.runtime.durable import replace_durably
 from rlhpc.runtime.errors import ConfigError
-from rlhpc.runtime.launch.claim import SegmentFiles
-from rlhpc.runtime.launch.reopen import reopen, segment_to_reopen
-from rlhpc.runtime.paths import RunPaths
 
 _NAME = (
     "Give this one a name of its own (runner.name=…) or another folder (runner.run_dir=…), or go back to the old values"

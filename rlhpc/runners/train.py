@@ -10,6 +10,10 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
+from rlhpc.jobs.granted import require_hosts, require_live_allocation
+from rlhpc.jobs.paths import RunPaths
+from rlhpc.jobs.signals import MAX_RESTARTS, StopRequest
+from rlhpc.jobs.sole import require_no_driver, sole_driver
 from rlhpc.runners.base import Runner
 from rlhpc.runners.resuming import check_resume
 from rlhpc.runners.run_folder import RunFolder, fail_status, keep_traceback, note, read_segment_done
@@ -17,10 +21,6 @@ from rlhpc.runners.same_run import make_longer
 from rlhpc.runtime.cluster import Cluster
 from rlhpc.runtime.device import torch_device
 from rlhpc.runtime.errors import ConfigError, Stopped
-from rlhpc.runtime.launch.granted import require_hosts, require_live_allocation
-from rlhpc.runtime.launch.signals import MAX_RESTARTS, StopRequest
-from rlhpc.runtime.launch.sole import require_no_driver, sole_driver
-from rlhpc.runtime.paths import RunPaths
 from rlhpc.runtime.placement import HybridComponentPlacement
 from rlhpc.runtime.session import Session
 

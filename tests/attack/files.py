@@ -30,9 +30,9 @@ from rlhpc.data.lerobot import read_lerobot, video_name
 from rlhpc.data.replay_files import StoredReplay
 from rlhpc.data.tables import Hdf5File, JsonLines
 from rlhpc.data.trajectories import read_maniskill
+from rlhpc.jobs.paths import RunPaths
 from rlhpc.runners.evaluate import evaluate_checkpoint
 from rlhpc.runtime.errors import CheckpointError, ConfigError, RlhpcError
-from rlhpc.runtime.paths import RunPaths
 
 SECRET = "hunter2-of-the-user"
 VARIABLE = "ATTACKED_SECRET"

@@ -19,8 +19,8 @@ from rlhpc import reference
 from rlhpc.cli import build_parser
 from rlhpc.config import reference as config_reference
 from rlhpc.config.load import all_keys, load_config
-from rlhpc.runtime.launch.claim import SegmentFiles
-from rlhpc.runtime.paths import RunPaths
+from rlhpc.jobs.claim import SegmentFiles
+from rlhpc.jobs.paths import RunPaths
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"

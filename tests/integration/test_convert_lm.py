@@ -25,8 +25,8 @@ from rlhpc import Cluster, NodePlacementStrategy, Session, Worker
 from rlhpc.checkpoint import CheckpointWriter
 from rlhpc.checkpoint.convert_lm import CONVERSION, export_language_model, import_model
 from rlhpc.data.tiny import make_tiny_model
+from rlhpc.jobs.paths import RunPaths
 from rlhpc.runtime.errors import CheckpointError, ConfigError
-from rlhpc.runtime.paths import RunPaths
 from rlhpc.training.token_scores import token_scores
 
 Saved = Callable[..., tuple[Path, dict[str, Any]]]

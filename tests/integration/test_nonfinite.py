@@ -19,7 +19,7 @@ from rlhpc.checkpoint import newest_valid
 from rlhpc.checkpoint.state import load_state, load_tensors
 from rlhpc.data.replay_files import StoredReplay
 from rlhpc.data.trajectories import TrajectoryWriter
-from rlhpc.runtime.paths import RunPaths
+from rlhpc.jobs.paths import RunPaths
 
 HERE = Path(__file__).parent
 TWO = 'cluster.component_placement={actor: "0:0-1", rollout: 0, env: 0}'

@@ -19,14 +19,14 @@ from typing import Any
 
 import pytest
 
-from rlhpc.runtime.errors import DeadlineExceeded, SubmitError, UserError
-from rlhpc.runtime.launch.attempts import Attempts
-from rlhpc.runtime.launch.claim import Claim, SegmentFiles, read_json
-from rlhpc.runtime.launch.jobs import JobReport, JobState, ProcessId, SlurmProbe
-from rlhpc.runtime.launch.lock import SubmitLock
-from rlhpc.runtime.launch.state import Facts, run_state
-from rlhpc.runtime.launch.status import print_logs, render_runs, render_status
-from rlhpc.runtime.launch.submit import (
+from rlhpc.jobs.attempts import Attempts
+from rlhpc.jobs.claim import Claim, SegmentFiles, read_json
+from rlhpc.jobs.lock import SubmitLock
+from rlhpc.jobs.paths import RunPaths
+from rlhpc.jobs.probes import JobReport, JobState, ProcessId, SlurmProbe
+from rlhpc.jobs.state import Facts, run_state
+from rlhpc.jobs.status import print_logs, render_runs, render_status
+from rlhpc.jobs.submit import (
     DriverFailed,
     DriverRejected,
     JobCancelled,
@@ -36,7 +36,7 @@ from rlhpc.runtime.launch.submit import (
     cancel,
     submit_segment,
 )
-from rlhpc.runtime.paths import RunPaths
+from rlhpc.runtime.errors import DeadlineExceeded, SubmitError, UserError
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -93,10 +93,10 @@ from pathlib import Path
 from rlhpc.cli import reported
 from rlhpc.cli.start import tell
 from rlhpc.runtime import environment_values
-from rlhpc.runtime.launch.handover import Wait, hand_over
-from rlhpc.runtime.launch.jobs import ProcessId
-from rlhpc.runtime.launch import submit
-from rlhpc.runtime.launch.submit import submit_segment
+from rlhpc.jobs.handover import Wait, hand_over
+from rlhpc.jobs.probes import ProcessId
+from rlhpc.jobs import submit
+from rlhpc.jobs.submit import submit_segment
 submit.DYING_S = float(os.environ.get("DYING_S", submit.DYING_S))
 # as at a terminal, also where the tests run in the background of a shell that has SIGINT ignored
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -331,7 +331,7 @@ def test_submitter_killed_between_submission_and_record(run: Run) -> None:
 
 
 def test_second_job_gives_way(run: Run) -> None:
-    from rlhpc.runtime.launch import submit
+    from rlhpc.jobs import submit
 
     run.submit(2.0, wait=False)
     first = run.claim()
@@ -632,7 +632,7 @@ def test_an_allocation_that_has_ended(run: Run, fake_slurm: Path, source: str) -
 
 
 def test_an_allocation_that_lives_or_is_not_known_of(fake_slurm: Path) -> None:
-    from rlhpc.runtime.launch.granted import require_live_allocation
+    from rlhpc.jobs.granted import require_live_allocation
 
     job = {"SLURM_JOB_ID": "42", "SLURM_JOB_NODELIST": "n1"}
     for answer in ("echo '42|RUNNING|None'", "echo '42|COMPLETING|None'", "echo 'Unable to contact' >&2; exit 1"):
@@ -645,8 +645,8 @@ def test_an_allocation_that_lives_or_is_not_known_of(fake_slurm: Path) -> None:
 
 
 HOLD = (
-    "import sys; from pathlib import Path; from rlhpc.runtime.launch.sole import sole_driver; "
-    "from rlhpc.runtime.paths import RunPaths\n"
+    "import sys; from pathlib import Path; from rlhpc.jobs.sole import sole_driver; "
+    "from rlhpc.jobs.paths import RunPaths\n"
     "with sole_driver(RunPaths(Path(sys.argv[1]))): print('held', flush=True); sys.stdin.read()"
 )
 
@@ -684,14 +684,14 @@ def test_one_run_has_one_driver(run: Run, fake_slurm: Path, monkeypatch: pytest.
 
 
 def sole(run: Run) -> Any:
-    from rlhpc.runtime.launch.sole import sole_driver
+    from rlhpc.jobs.sole import sole_driver
 
     return sole_driver(run.paths)
 
 
 def test_waiting_commands_share_one_query(fake_slurm: Path, tmp_path: Path) -> None:
     """Each asks at every look; Slurm is asked once an interval, for all, and nothing is left in the end."""
-    from rlhpc.runtime.launch.shared import SharedProbe
+    from rlhpc.jobs.shared import SharedProbe
 
     (fake_slurm / "squeue").write_text(
         f'#!/bin/bash\necho "$*" >> {fake_slurm}/asked\nfor i in $(seq 0 39); do echo "$i|PENDING|Priority"; done\n'
@@ -728,7 +728,7 @@ exit 1
 @pytest.fixture
 def full_slurm(fake_slurm: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Where sbatch says what is in the file `limit`, until that is `gone`."""
-    monkeypatch.setattr("rlhpc.runtime.launch.room.FIRST_S", 0.5)
+    monkeypatch.setattr("rlhpc.jobs.room.FIRST_S", 0.5)
     (fake_slurm / "sbatch").rename(fake_slurm / "sbatch.real")
     (fake_slurm / "sbatch").write_text(FULL.replace("\n", f"\ncd {fake_slurm}\n", 1))
     (fake_slurm / "sbatch").chmod(0o755)

@@ -17,8 +17,8 @@ from pathlib import Path
 
 import pytest
 
-from rlhpc.runtime.launch.status import run_state
-from rlhpc.runtime.paths import RunPaths
+from rlhpc.jobs.paths import RunPaths
+from rlhpc.jobs.status import run_state
 
 ROOT = Path(__file__).resolve().parents[2]
 QUICKSTART = str(ROOT / "configs" / "quickstart.yaml")

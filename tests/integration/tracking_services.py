@@ -17,9 +17,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from rlhpc.jobs.paths import RunPaths
 from rlhpc.metrics import MetricLogger
 from rlhpc.metrics.loggers import feed as feeds
-from rlhpc.runtime.paths import RunPaths
 
 SERVICES = ("wandb", "mlflow", "swanlab", "trackio")
 CONFIG = {"algorithm": {"gamma": 0.9}, "reward": {"api_key": "***"}}

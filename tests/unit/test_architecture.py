@@ -41,7 +41,7 @@ def test_no_circle_of_imports() -> None:
     [
         "import rlhpc",
         "import rlhpc.config",
-        "import rlhpc.runtime.paths, rlhpc.runtime.errors",
+        "import rlhpc.jobs.paths, rlhpc.runtime.errors",
         "from rlhpc.cli import main\nfor args in (['--help'], ['train', '--help']):\n"
         "    try: main(args)\n    except SystemExit as end: assert not end.code",
     ],

@@ -12,8 +12,8 @@ import pytest
 from rlhpc import cli
 from rlhpc.cli import start
 from rlhpc.cli.named import run_paths
+from rlhpc.jobs.paths import RunPaths
 from rlhpc.runtime.errors import CheckpointError, RendezvousTimeout
-from rlhpc.runtime.paths import RunPaths
 
 QUICKSTART = str(Path(__file__).resolve().parents[2] / "configs" / "quickstart.yaml")
 COMMANDS = ("run", "plan", "train", "submit", "cancel", "status", "logs", "eval", "convert", "report")

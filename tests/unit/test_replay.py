@@ -15,8 +15,8 @@ from rlhpc.cli import main
 from rlhpc.data.mixture import Mixture, fit, transitions_of
 from rlhpc.data.replay import MAX_SEGMENTS, ReplayBuffer
 from rlhpc.data.replay_files import StoredReplay, inspect
+from rlhpc.jobs.paths import RunPaths
 from rlhpc.runtime.errors import CheckpointError, ConfigError
-from rlhpc.runtime.paths import RunPaths
 
 SLOTS = 4
 

@@ -4,8 +4,8 @@ from rlhpc.metrics.curves import IMITATION as IMITATION_CURVES
 from rlhpc.metrics.language import ALWAYS as LANGUAGE_CURVES
 from rlhpc.metrics.results import last_result
 from rlhpc.runtime.errors import RlhpcError
-from rlhpc.runtime.launch.plan import job_options, minutes_of
-from rlhpc.runtime.paths import RunPaths
+from rlhpc.jobs.plan import job_options, minutes_of
+from rlhpc.jobs.paths import RunPaths
 
 
 wildcard_constraints:

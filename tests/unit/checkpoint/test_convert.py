@@ -15,8 +15,8 @@ from safetensors.torch import load_file
 from rlhpc.checkpoint import CheckpointWriter
 from rlhpc.checkpoint.convert import export_checkpoint, load_exported
 from rlhpc.checkpoint.state import dump_tensors
+from rlhpc.jobs.paths import RunPaths
 from rlhpc.runtime.errors import CheckpointError
-from rlhpc.runtime.paths import RunPaths
 
 
 @pytest.fixture

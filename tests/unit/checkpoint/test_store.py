@@ -28,8 +28,8 @@ from rlhpc.checkpoint import (
     store,
     verify,
 )
+from rlhpc.jobs.paths import RunPaths
 from rlhpc.runtime.errors import CheckpointError
-from rlhpc.runtime.paths import RunPaths
 
 
 @pytest.fixture
@@ -335,7 +335,7 @@ def test_move_newer_aside(paths: RunPaths) -> None:
 SAVER = """
 import sys
 from rlhpc.checkpoint import CheckpointWriter, prune
-from rlhpc.runtime.paths import RunPaths
+from rlhpc.jobs.paths import RunPaths
 from pathlib import Path
 paths = RunPaths(Path(sys.argv[1]))
 for step in range(int(sys.argv[2]), 100000):
@@ -378,7 +378,7 @@ DIES = """
 import os, signal, sys
 from pathlib import Path
 from rlhpc.checkpoint import CheckpointWriter, prune
-from rlhpc.runtime.paths import RunPaths
+from rlhpc.jobs.paths import RunPaths
 paths, left = RunPaths(Path(sys.argv[1])), int(sys.argv[2])
 def dying(function, after):
     def call(*args, **kw):

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from rlhpc.jobs.paths import RunPaths
 from rlhpc.metrics import accounting
 from rlhpc.metrics.accounting import (
     FIELDS,
@@ -22,7 +23,6 @@ from rlhpc.metrics.accounting import (
     write_accounting,
 )
 from rlhpc.metrics.report import write_report
-from rlhpc.runtime.paths import RunPaths
 
 RECORDED = Path(__file__).parent / "sacct"
 HET = {

@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 import torch
 
+from rlhpc.jobs.paths import RunPaths
 from rlhpc.metrics import MetricLogger, read_metrics
 from rlhpc.metrics.logger import series
 from rlhpc.runtime.errors import ConfigError, RlhpcError
-from rlhpc.runtime.paths import RunPaths
 
 
 @pytest.fixture

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from omegaconf import OmegaConf
 
+from rlhpc.jobs.paths import RunPaths
 from rlhpc.metrics import MetricLogger, read_metrics
 from rlhpc.metrics.loggers import RunFacts, check_loggers, feed
 from rlhpc.metrics.loggers.base import printing_to_stderr
@@ -19,7 +20,6 @@ from rlhpc.metrics.loggers.public import public_config
 from rlhpc.metrics.loggers.record_log import records
 from rlhpc.metrics.loggers.swanlab import _remove_empty
 from rlhpc.runtime.errors import ConfigError
-from rlhpc.runtime.paths import RunPaths
 
 OWN = f"{__name__}:Lines"
 BROKEN = f"{__name__}:Broken"

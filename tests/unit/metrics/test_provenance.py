@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 from omegaconf import OmegaConf
 
+from rlhpc.jobs.paths import RunPaths
 from rlhpc.metrics import read_provenance, update_provenance, write_provenance
 from rlhpc.metrics.provenance import git_state
 from rlhpc.runtime.errors import RlhpcError
-from rlhpc.runtime.paths import RunPaths
 
 
 def test_segments_are_appended_and_the_rest_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from rlhpc.checkpoint import CheckpointWriter
+from rlhpc.jobs.paths import RunPaths
 from rlhpc.metrics import MetricLogger, update_provenance, write_provenance
 from rlhpc.metrics.curves import read_evaluations, write_curves
 from rlhpc.metrics.page import duration, size
@@ -19,7 +20,6 @@ from rlhpc.metrics.placement import placement_grid
 from rlhpc.metrics.report import write_report
 from rlhpc.metrics.svg import Line, line_chart, number, thin, ticks
 from rlhpc.runtime.errors import RlhpcError
-from rlhpc.runtime.paths import RunPaths
 
 
 class Balanced(HTMLParser):

@@ -15,9 +15,9 @@ from pathlib import Path
 
 import pytest
 
+from rlhpc.jobs.claim import write_json
 from rlhpc.runtime.durable import follow_umask, replace_durably
 from rlhpc.runtime.errors import RegistryError, StorageError, WorkerFailed
-from rlhpc.runtime.launch.claim import write_json
 from rlhpc.runtime.registry import write_atomic
 from rlhpc.runtime.storage import advice, explained, full_among, log_stream, mount_of
 from tests.users import needs_root

@@ -7,6 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from rlhpc.jobs.attempts import Attempts
+from rlhpc.jobs.claim import SegmentFiles
+from rlhpc.jobs.paths import RunPaths
+from rlhpc.jobs.requeue import component_ids
 from rlhpc.runtime import network
 from rlhpc.runtime.errors import (
     CallAborted,
@@ -17,10 +21,6 @@ from rlhpc.runtime.errors import (
     StepFailed,
     WorkerFailed,
 )
-from rlhpc.runtime.launch.attempts import Attempts
-from rlhpc.runtime.launch.claim import SegmentFiles
-from rlhpc.runtime.launch.requeue import component_ids
-from rlhpc.runtime.paths import RunPaths
 from rlhpc.runtime.spec import WorkerSpec
 from rlhpc.runtime.steps import own_devices, step_environment, task_status
 

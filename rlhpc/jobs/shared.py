@@ -20,7 +20,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from rlhpc.runtime.launch.jobs import JobProbe, JobReport, JobState, SlurmProbe, host_identity
+from rlhpc.jobs.probes import JobProbe, JobReport, JobState, SlurmProbe, host_identity
 
 #: Least time between two queries, and the most while Slurm does not answer.
 INTERVAL_S, MOST_S = 10.0, 120.0

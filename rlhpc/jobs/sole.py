@@ -8,10 +8,10 @@ import os
 from collections.abc import Iterator
 from typing import Any
 
+from rlhpc.jobs.claim import read_json, write_json
+from rlhpc.jobs.paths import RunPaths
+from rlhpc.jobs.probes import JobState, ProcessId, SlurmProbe
 from rlhpc.runtime.errors import UserError
-from rlhpc.runtime.launch.claim import read_json, write_json
-from rlhpc.runtime.launch.jobs import JobState, ProcessId, SlurmProbe
-from rlhpc.runtime.paths import RunPaths
 
 
 @contextlib.contextmanager

@@ -21,17 +21,16 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, TextIO
 
-from rlhpc.runtime.errors import RlhpcError, SubmitError
-from rlhpc.runtime.import_paths import run_module
-from rlhpc.runtime.launch.cancel import cancel
-from rlhpc.runtime.launch.claim import Claim, SegmentFiles, read_json
-from rlhpc.runtime.launch.driver_job import DriverJob
-from rlhpc.runtime.launch.jobs import ProcessId
-from rlhpc.runtime.launch.local import make_local_executor, python_path
-from rlhpc.runtime.launch.lock import SubmitLock
-from rlhpc.runtime.launch.record import JobRecord, find_job, job_words, owner_of, was_cancelled
-from rlhpc.runtime.launch.room import NotNow, Patience, not_now, nothing_queued, room_words
-from rlhpc.runtime.launch.waiter import (
+from rlhpc.jobs.cancel import cancel
+from rlhpc.jobs.claim import Claim, SegmentFiles, read_json
+from rlhpc.jobs.driver_job import DriverJob
+from rlhpc.jobs.local import make_local_executor, python_path
+from rlhpc.jobs.lock import SubmitLock
+from rlhpc.jobs.paths import RunPaths
+from rlhpc.jobs.probes import ProcessId
+from rlhpc.jobs.record import JobRecord, find_job, job_words, owner_of, was_cancelled
+from rlhpc.jobs.room import NotNow, Patience, not_now, nothing_queued, room_words
+from rlhpc.jobs.waiter import (
     DriverFailed,
     DriverRejected,
     JobCancelled,
@@ -43,8 +42,9 @@ from rlhpc.runtime.launch.waiter import (
     goes_on,
     say,
 )
+from rlhpc.runtime.errors import RlhpcError, SubmitError
+from rlhpc.runtime.import_paths import run_module
 from rlhpc.runtime.ownership import make_private, require_own_run_folder
-from rlhpc.runtime.paths import RunPaths
 
 __all__ = [
     "DriverFailed",

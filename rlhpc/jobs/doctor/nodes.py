@@ -8,11 +8,11 @@ import sys
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+from rlhpc.jobs.doctor.jobs import Probed, ProbeJob
+from rlhpc.jobs.doctor.report import Line, names, size
+from rlhpc.jobs.doctor.slurm import Site
 from rlhpc.runtime.allocation import visible_accelerators
 from rlhpc.runtime.device import VIRTUAL, why_unseen
-from rlhpc.runtime.doctor.jobs import Probed, ProbeJob
-from rlhpc.runtime.doctor.report import Line, names, size
-from rlhpc.runtime.doctor.slurm import Site
 
 _LEAST_FILES = 4096
 _LEAST_SHM = 2**30

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import torch
 
-from rlhpc.runtime.doctor import Line, checks, nodes, probe, render, to_json, torch_probe, worst
-from rlhpc.runtime.doctor.jobs import Probed, ProbeJob, plan_jobs, script_of, source_of
-from rlhpc.runtime.doctor.slurm import (
+from rlhpc.jobs.doctor import Line, checks, nodes, probe, render, to_json, torch_probe, worst
+from rlhpc.jobs.doctor.jobs import Probed, ProbeJob, plan_jobs, script_of, source_of
+from rlhpc.jobs.doctor.slurm import (
     Answer,
     Group,
     Site,

@@ -8,10 +8,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, TextIO
 
+from rlhpc.jobs.claim import read_json
+from rlhpc.jobs.paths import RunPaths
+from rlhpc.jobs.state import FINAL, OVER, Facts, RunState, duration, find_runs, number_of, run_state, states
 from rlhpc.runtime.errors import RlhpcError, UserError
-from rlhpc.runtime.launch.claim import read_json
-from rlhpc.runtime.launch.state import FINAL, OVER, Facts, RunState, duration, find_runs, number_of, run_state, states
-from rlhpc.runtime.paths import RunPaths
 from rlhpc.runtime.registry import CURRENT
 from rlhpc.runtime.scratch import Scratch, host_id
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from rlhpc.runtime.launch.claim import Claim, SegmentFiles, read_json, write_json
-from rlhpc.runtime.launch.jobs import JobProbe, JobState, LocalProbe, ProcessId, SlurmProbe
+from rlhpc.jobs.claim import Claim, SegmentFiles, read_json, write_json
+from rlhpc.jobs.probes import JobProbe, JobState, LocalProbe, ProcessId, SlurmProbe
 
 
 @dataclass(frozen=True)

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from rlhpc.runtime.launch.jobs import JobReport, JobState, LocalProbe, ProcessId, SlurmProbe, host_identity
-from rlhpc.runtime.launch.signals import EXIT_REQUEUE, StopRequest, end_of_job
+from rlhpc.jobs.probes import JobReport, JobState, LocalProbe, ProcessId, SlurmProbe, host_identity
+from rlhpc.jobs.signals import EXIT_REQUEUE, StopRequest, end_of_job
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from rlhpc.runtime.launch.room import NotNow
+from rlhpc.jobs.room import NotNow
 
 
 class JobState(Enum):

@@ -9,12 +9,12 @@ import signal
 import subprocess
 import time
 
+from rlhpc.jobs.claim import Claim, SegmentFiles, read_json
+from rlhpc.jobs.lock import SubmitLock
+from rlhpc.jobs.paths import RunPaths
+from rlhpc.jobs.probes import JobState
+from rlhpc.jobs.record import JobRecord, find_job, job_words, probe_for
 from rlhpc.runtime.errors import RlhpcError, UserError
-from rlhpc.runtime.launch.claim import Claim, SegmentFiles, read_json
-from rlhpc.runtime.launch.jobs import JobState
-from rlhpc.runtime.launch.lock import SubmitLock
-from rlhpc.runtime.launch.record import JobRecord, find_job, job_words, probe_for
-from rlhpc.runtime.paths import RunPaths
 
 
 def require_own(paths: RunPaths) -> None:

@@ -19,9 +19,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from rlhpc.jobs.paths import RunPaths
+from rlhpc.jobs.probes import JobProbe, ProcessId
 from rlhpc.runtime.durable import replace_durably
-from rlhpc.runtime.launch.jobs import JobProbe, ProcessId
-from rlhpc.runtime.paths import RunPaths
 
 #: A holder on another host that does not renew its file for this long is taken for dead.
 LEASE_S = 30.0

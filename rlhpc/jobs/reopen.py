@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+from rlhpc.jobs.claim import read_json
+from rlhpc.jobs.paths import RunPaths
 from rlhpc.runtime.errors import ConfigError
-from rlhpc.runtime.launch.claim import read_json
-from rlhpc.runtime.paths import RunPaths
 
 #: Why a segment ended where it was planned to.
 _AS_PLANNED = ("max_steps", "segment_end")

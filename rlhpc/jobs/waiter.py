@@ -12,14 +12,14 @@ import time
 from collections.abc import Callable
 from typing import Any, TextIO
 
+from rlhpc.jobs.claim import LEASE_S, Claim, SegmentFiles, look_again, read_json
+from rlhpc.jobs.driver_job import first_failure
+from rlhpc.jobs.probes import JobProbe, JobReport, JobState, ProcessId, SlurmProbe
+from rlhpc.jobs.record import JobRecord, job_words, owner_of, probe_for
+from rlhpc.jobs.requeue import hasten
+from rlhpc.jobs.shared import SharedProbe
+from rlhpc.jobs.status import progress_line
 from rlhpc.runtime.errors import DeadlineExceeded, RlhpcError, SubmitError
-from rlhpc.runtime.launch.claim import LEASE_S, Claim, SegmentFiles, look_again, read_json
-from rlhpc.runtime.launch.driver_job import first_failure
-from rlhpc.runtime.launch.jobs import JobProbe, JobReport, JobState, ProcessId, SlurmProbe
-from rlhpc.runtime.launch.record import JobRecord, job_words, owner_of, probe_for
-from rlhpc.runtime.launch.requeue import hasten
-from rlhpc.runtime.launch.shared import SharedProbe
-from rlhpc.runtime.launch.status import progress_line
 
 #: Between the end of a job's processes and its last files being visible on a shared file system.
 _SETTLE_S = 2.0

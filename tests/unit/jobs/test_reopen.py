@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from rlhpc.jobs.paths import RunPaths
+from rlhpc.jobs.reopen import reopen, segment_to_reopen
 from rlhpc.runtime.errors import ConfigError
-from rlhpc.runtime.launch.reopen import reopen, segment_to_reopen
-from rlhpc.runtime.paths import RunPaths
 
 
 def finished(folder: Path, *ends: int, reason: str = "segment_end") -> RunPaths:

@@ -9,12 +9,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from rlhpc.runtime.launch.attempts import Attempts
-from rlhpc.runtime.launch.cancel import user_name
-from rlhpc.runtime.launch.claim import Claim, SegmentFiles, read_json
-from rlhpc.runtime.launch.jobs import JobReport, JobState, SlurmProbe, host_identity
-from rlhpc.runtime.launch.record import JobRecord, job_words
-from rlhpc.runtime.paths import RunPaths
+from rlhpc.jobs.attempts import Attempts
+from rlhpc.jobs.cancel import user_name
+from rlhpc.jobs.claim import Claim, SegmentFiles, read_json
+from rlhpc.jobs.paths import RunPaths
+from rlhpc.jobs.probes import JobReport, JobState, SlurmProbe, host_identity
+from rlhpc.jobs.record import JobRecord, job_words
 
 #: States of a driver that ended by itself.
 FINAL = ("finished", "failed", "stopped")

@@ -10,7 +10,7 @@ import contextlib
 import time
 from typing import Any
 
-from rlhpc.runtime.launch.claim import SegmentFiles, read_json, write_json
+from rlhpc.jobs.claim import SegmentFiles, read_json, write_json
 
 _KEPT = 100
 

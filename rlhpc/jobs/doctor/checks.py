@@ -7,10 +7,10 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from rlhpc.runtime.doctor.jobs import ProbeJob
-from rlhpc.runtime.doctor.report import Line, names, size
-from rlhpc.runtime.doctor.slurm import Group, Site, SlurmFacts, gres_of, seconds_of, usable, version_of
-from rlhpc.runtime.launch.plan import minutes_of
+from rlhpc.jobs.doctor.jobs import ProbeJob
+from rlhpc.jobs.doctor.report import Line, names, size
+from rlhpc.jobs.doctor.slurm import Group, Site, SlurmFacts, gres_of, seconds_of, usable, version_of
+from rlhpc.jobs.plan import minutes_of
 
 COMMANDS = ("sbatch", "srun", "scontrol", "squeue", "scancel")
 _OLDEST_SLURM = (20, 11)

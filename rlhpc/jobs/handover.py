@@ -23,14 +23,14 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from rlhpc.jobs.claim import SegmentFiles
+from rlhpc.jobs.paths import RunPaths
+from rlhpc.jobs.probes import JobProbe, ProcessId
+from rlhpc.jobs.record import JobRecord
+from rlhpc.jobs.shared import meeting_place
+from rlhpc.jobs.waiter import Waiter, goes_on
 from rlhpc.runtime.environment_values import values_read
 from rlhpc.runtime.import_paths import python_path, run_module
-from rlhpc.runtime.launch.claim import SegmentFiles
-from rlhpc.runtime.launch.jobs import JobProbe, ProcessId
-from rlhpc.runtime.launch.record import JobRecord
-from rlhpc.runtime.launch.shared import meeting_place
-from rlhpc.runtime.launch.waiter import Waiter, goes_on
-from rlhpc.runtime.paths import RunPaths
 
 #: Files in the place where they meet; the lock is the watcher's for as long as it lives.
 SOCKET, LOCK = "watcher", "watcher.lock"
@@ -219,7 +219,7 @@ def _start(place: int) -> bool:
             listener.listen(1024)
             inherited = (lock, listener.fileno(), place)
             subprocess.Popen(
-                run_module("rlhpc.runtime.launch.watcher", *map(str, inherited)),
+                run_module("rlhpc.jobs.watcher", *map(str, inherited)),
                 stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, pass_fds=inherited,
                 start_new_session=True, cwd="/", env={**os.environ, "PYTHONPATH": python_path()},
             )  # fmt: skip

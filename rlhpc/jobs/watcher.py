@@ -1,4 +1,4 @@
-"""The one process of a user and host that follows all runs that somebody waits for: `python -m rlhpc.runtime.launch.watcher`.
+"""The one process of a user and host that follows all runs that somebody waits for: `python -m rlhpc.jobs.watcher`.
 
 Whoever waits first starts it (`handover`), and it ends when nobody waits. A thread a run: a file system that hangs holds up
 those that are on it, and no others.
@@ -16,14 +16,14 @@ import threading
 import time
 from collections.abc import Iterable
 
+from rlhpc.jobs.claim import SegmentFiles
+from rlhpc.jobs.handover import LOCK, SOCKET, WELCOME, Wait, address, peer_is_own
+from rlhpc.jobs.probes import JobProbe, JobReport, JobState, SlurmProbe
+from rlhpc.jobs.record import JobRecord, probe_for
+from rlhpc.jobs.shared import SharedProbe
+from rlhpc.jobs.waiter import answer_line
 from rlhpc.runtime.environment_values import masked
 from rlhpc.runtime.errors import RlhpcError
-from rlhpc.runtime.launch.claim import SegmentFiles
-from rlhpc.runtime.launch.handover import LOCK, SOCKET, WELCOME, Wait, address, peer_is_own
-from rlhpc.runtime.launch.jobs import JobProbe, JobReport, JobState, SlurmProbe
-from rlhpc.runtime.launch.record import JobRecord, probe_for
-from rlhpc.runtime.launch.shared import SharedProbe
-from rlhpc.runtime.launch.waiter import answer_line
 
 #: It ends when nobody has waited for so long.
 _LINGER_S = 2.0

@@ -14,12 +14,12 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from rlhpc.runtime.launch.attempts import Attempts
-from rlhpc.runtime.launch.claim import RENEW_S, Claim, SegmentFiles, read_json, write_json
-from rlhpc.runtime.launch.jobs import ProcessId, SlurmProbe
-from rlhpc.runtime.launch.requeue import end_steps, requeue_without
-from rlhpc.runtime.launch.signals import EXIT_REQUEUE, MAX_RESTARTS
-from rlhpc.runtime.paths import RunPaths
+from rlhpc.jobs.attempts import Attempts
+from rlhpc.jobs.claim import RENEW_S, Claim, SegmentFiles, read_json, write_json
+from rlhpc.jobs.paths import RunPaths
+from rlhpc.jobs.probes import ProcessId, SlurmProbe
+from rlhpc.jobs.requeue import end_steps, requeue_without
+from rlhpc.jobs.signals import EXIT_REQUEUE, MAX_RESTARTS
 
 _POLL_S = 0.1
 _PR_SET_PDEATHSIG = 1

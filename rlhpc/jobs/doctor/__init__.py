@@ -10,11 +10,11 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from rlhpc.runtime.doctor import checks, nodes
-from rlhpc.runtime.doctor.jobs import Probed, plan_jobs, run_probes
-from rlhpc.runtime.doctor.probe import space
-from rlhpc.runtime.doctor.report import Line, render, to_json, worst
-from rlhpc.runtime.doctor.slurm import Site, SlurmFacts, ask
+from rlhpc.jobs.doctor import checks, nodes
+from rlhpc.jobs.doctor.jobs import Probed, plan_jobs, run_probes
+from rlhpc.jobs.doctor.probe import space
+from rlhpc.jobs.doctor.report import Line, render, to_json, worst
+from rlhpc.jobs.doctor.slurm import Site, SlurmFacts, ask
 
 __all__ = ["Line", "examine", "render", "to_json", "worst"]
 

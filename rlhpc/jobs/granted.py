@@ -5,10 +5,10 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 
+from rlhpc.jobs.probes import JobState, SlurmProbe
 from rlhpc.runtime.allocation import in_slurm_job
 from rlhpc.runtime.cluster import Cluster
 from rlhpc.runtime.errors import ConfigError
-from rlhpc.runtime.launch.jobs import JobState, SlurmProbe
 from rlhpc.runtime.steps import own_address, steps_possible
 
 

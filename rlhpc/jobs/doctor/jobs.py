@@ -21,9 +21,9 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from rlhpc.jobs.doctor import probe, torch_probe
+from rlhpc.jobs.doctor.slurm import Group, Site, SlurmFacts, ask, parse_records, usable
 from rlhpc.runtime.device import VIRTUAL
-from rlhpc.runtime.doctor import probe, torch_probe
-from rlhpc.runtime.doctor.slurm import Group, Site, SlurmFacts, ask, parse_records, usable
 from rlhpc.runtime.import_paths import LEAVE_FOLDER
 from rlhpc.runtime.network import node_addresses
 from rlhpc.runtime.steps import step_environment

@@ -1,4 +1,4 @@
-"""The plan of a run, held by golden files: `UPDATE_GOLDEN=1 pytest tests/unit/runtime/test_plan.py` rewrites them."""
+"""The plan of a run, held by golden files: `UPDATE_GOLDEN=1 pytest tests/unit/jobs/test_plan.py` rewrites them."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ import pytest
 from omegaconf import OmegaConf
 
 from rlhpc.config import load_config
+from rlhpc.jobs.plan import Plan, build_plan, job_options, minutes_of, render_plan
 from rlhpc.runtime.cluster import Cluster
 from rlhpc.runtime.errors import ConfigError, PlacementError
-from rlhpc.runtime.launch.plan import Plan, build_plan, job_options, minutes_of, render_plan
 from rlhpc.runtime.steps import start_steps
 
 GOLDEN = Path(__file__).parent / "golden"

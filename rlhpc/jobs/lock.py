@@ -11,9 +11,9 @@ import secrets
 import time
 from types import TracebackType
 
+from rlhpc.jobs.claim import LEASE_S, SegmentFiles, read_json, renewed_within
+from rlhpc.jobs.probes import ProcessId
 from rlhpc.runtime.errors import DeadlineExceeded, SubmitError
-from rlhpc.runtime.launch.claim import LEASE_S, SegmentFiles, read_json, renewed_within
-from rlhpc.runtime.launch.jobs import ProcessId
 
 _NO_FLOCK = {errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL, errno.EIO}
 

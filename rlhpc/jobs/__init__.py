@@ -1,0 +1,1 @@
+"""What is outside a job: its plan, submission through submitit, attaching again, states, waiting, and the doctor."""
