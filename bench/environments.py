@@ -51,10 +51,10 @@ def play(env: dict[str, Any], model: dict[str, Any], *, ranks: int, slots: int, 
     """Seconds of a rollout of `steps` decisions in `slots` slots, as a run has it between two updates."""
     from rlhpc import Cluster, HybridComponentPlacement
     from rlhpc.config import load_config
-    from rlhpc.roles.actor import EmbodiedActor
-    from rlhpc.roles.env import EnvWorker
-    from rlhpc.roles.rollout import MultiStepRolloutWorker
-    from rlhpc.runners.embodied import EmbodiedRunner
+    from rlhpc.embodied.roles.env import EnvWorker
+    from rlhpc.embodied.roles.ppo import EmbodiedActor
+    from rlhpc.embodied.roles.rollout import MultiStepRolloutWorker
+    from rlhpc.embodied.runners.ppo import EmbodiedRunner
 
     with tempfile.TemporaryDirectory() as folder:
         cfg = load_config(ROOT / "configs" / "base" / "ppo.yaml", [

@@ -9,8 +9,8 @@ import numpy as np
 import torch
 from gymnasium import spaces
 
-from rlhpc.envs.base import Step, VectorEnv
-from rlhpc.models.base import Policy
+from rlhpc.embodied.envs.base import Step, VectorEnv
+from rlhpc.embodied.models.base import Policy
 
 
 class RandomPolicy(Policy):

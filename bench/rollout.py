@@ -90,7 +90,7 @@ def plain_vllm(
 
 def measure(backend: str, folder: str, lengths: Sequence[int], batch: int, repeat: int) -> dict[str, Any]:
     """Tokens a second of both sides, and tokens a CPU second, which neighbours on the machine disturb less."""
-    from rlhpc.rollout import Request, SamplingParams, make_rollout
+    from rlhpc.language.engines import Request, SamplingParams, make_rollout
 
     rng = random.Random(0)
     prompts = [tuple(rng.randrange(3, 60) for _ in range(rng.randint(5, 20))) for _ in lengths]

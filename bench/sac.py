@@ -29,10 +29,10 @@ def ours() -> Callable[[], None]:
     import torch
     from gymnasium import spaces
 
-    from rlhpc.data.mixture import Mixture
-    from rlhpc.data.replay import ReplayBuffer
-    from rlhpc.models import build_model
-    from rlhpc.training.sac import SacBatch, SacUpdate
+    from rlhpc.embodied.data.mixture import Mixture
+    from rlhpc.embodied.data.replay import ReplayBuffer
+    from rlhpc.embodied.models import build_model
+    from rlhpc.embodied.update.sac import SacBatch, SacUpdate
 
     model = SimpleNamespace(
         model_type="sac", hidden_sizes=[256, 256], activation="relu", ortho_init=False, log_std_init=0.0,

@@ -103,7 +103,7 @@ class ManiSkill(Environments):
     """A ManiSkill task; episodes end at the time limit only (`--no_partial_reset` of ManiSkill's ppo.py)."""
 
     def __init__(self, args: argparse.Namespace) -> None:
-        from rlhpc.envs.maniskill import ManiSkillVectorEnv
+        from rlhpc.embodied.envs.maniskill import ManiSkillVectorEnv
 
         section = SimpleNamespace(
             env_id=args.env, kwargs=json.loads(args.env_kwargs), wrappers=[], max_episode_steps=None, group_size=1,

@@ -24,9 +24,9 @@ from omegaconf import OmegaConf
 from bench.machine import spread, write
 from rlhpc import Worker
 from rlhpc.config.schema import Config
+from rlhpc.language.tokens.batches import pack, padding_waste
 from rlhpc.training.lm import TokenBatch, TokenScores
 from rlhpc.training.lm_registry import make_backend
-from rlhpc.training.token_batches import pack, padding_waste
 
 #: name: layers, width, vocabulary, sequences a step, longest sequence
 SIZES = {"1M": (4, 128, 512, 64, 96), "20M": (6, 384, 16384, 16, 192)}

@@ -92,7 +92,7 @@ def peer(start: str, output: str, seed: int, steps: int) -> None:
     from trl import GRPOConfig, GRPOTrainer
 
     from rlhpc.config import load_config
-    from rlhpc.data import make_dataset
+    from rlhpc.language.data import make_dataset
 
     cfg = load_config(GRPO, [])
     problems = make_dataset(cfg.data.train, "train")

@@ -25,8 +25,9 @@ _HOMES = {
     "rlhpc.runtime.comm.channel": ["Channel", "QueueFull", "QueueEmpty"],
     "rlhpc.runtime.session": ["Session"],
     "rlhpc.config": ["load_config"],
-    "rlhpc.roles": ["EmbodiedActor", "MultiStepRolloutWorker", "EnvWorker"],
-    "rlhpc.runners": ["EmbodiedRunner"],
+    "rlhpc.embodied.export": ["load_exported"],
+    "rlhpc.embodied.roles": ["EmbodiedActor", "MultiStepRolloutWorker", "EnvWorker"],
+    "rlhpc.embodied.runners": ["EmbodiedRunner"],
 }  # fmt: skip
 _HOME_OF = {name: module for module, names in _HOMES.items() for name in names}
 __all__ = sorted(_HOME_OF)

@@ -23,15 +23,16 @@ _EXAMPLES = {
     "record": (
         "rlhpc record --run runs/quickstart --episodes 100 --output demos.h5",
         "rlhpc record --checkpoint runs/push/checkpoints/global_step_60 --episodes 200 --only-success --output demos.h5",
-        "rlhpc record --expert rlhpc.envs.experts:push_cube --config configs/embodied/push_cube_bc.yaml --only-success "
-        "--output demos/push_cube.h5",
+        "rlhpc record --expert rlhpc.embodied.envs.experts:push_cube --config configs/embodied/push_cube_bc.yaml "
+        "--only-success --output demos/push_cube.h5",
     ),
     "convert": (
         "rlhpc convert --run runs/quickstart",
         "rlhpc convert --checkpoint /elsewhere/checkpoints/global_step_60 --output policy",
     ),
     "dagger": (
-        "rlhpc dagger configs/embodied/push_cube_bc.yaml --expert rlhpc.envs.experts:push_cube --rounds 2 demos.path=null",
+        "rlhpc dagger configs/embodied/push_cube_bc.yaml --expert rlhpc.embodied.envs.experts:push_cube "
+        "--rounds 2 demos.path=null",
     ),
 }
 
@@ -82,7 +83,7 @@ def _eval(args: argparse.Namespace) -> int:
     from rlhpc.checkpoint import require_valid
 
     require_valid(checkpoint, hint="or evaluate another checkpoint", checksums=False)  # before torch is imported
-    from rlhpc.runners.evaluate import evaluate_checkpoint
+    from rlhpc.embodied.evaluate import evaluate_checkpoint
 
     result = evaluate_checkpoint(checkpoint, cfg=cfg, suite=args.suite, episodes=args.episodes, output=output,
                                  trust_code=args.trust_checkpoint_code)  # fmt: skip
@@ -101,15 +102,15 @@ def _eval_model(args: argparse.Namespace, config: Path) -> int:
     words = [*args.overrides, *([f"actor.model.model_path={args.model}"] if args.model else [])]
     cfg = load_config(config, words, training=False)
     output = check_file("--output", Path(args.output)) if args.output else None
-    from rlhpc.data.builtin import resolve_model
-    from rlhpc.runners.evaluate_lm import find_suite
+    from rlhpc.language.data.builtin import resolve_model
+    from rlhpc.language.evaluate import find_suite
 
     find_suite(cfg, args.suite)  # before a built-in model is made
     return _eval_language(cfg, resolve_model(cfg.actor.model), args.suite, output)
 
 
 def _eval_language(cfg: Any, model: str | Path, suite: str, output: Path | None) -> int:
-    from rlhpc.runners.evaluate_lm import describe, evaluate_language_model
+    from rlhpc.language.evaluate import describe, evaluate_language_model
 
     result = evaluate_language_model(cfg, model, suite, output)
     name = model.name if isinstance(model, Path) else model
@@ -126,7 +127,7 @@ def _record(args: argparse.Namespace) -> int:
     checkpoint, config, theirs = _source(args, "expert", "names the environment")
     cfg = load_config(config, args.overrides, training=False, theirs=theirs)
     mode = "train" if args.sample else "eval"
-    from rlhpc.runners.evaluate import record_episodes
+    from rlhpc.embodied.evaluate import record_episodes
 
     result = record_episodes(
         str(checkpoint or args.expert),
@@ -147,7 +148,7 @@ def _record(args: argparse.Namespace) -> int:
 
 
 def _convert(args: argparse.Namespace) -> int:
-    from rlhpc.checkpoint.convert import export_checkpoint
+    from rlhpc.embodied.export import export_checkpoint
 
     checkpoint = checkpoint_of(args, args.overrides)
     output = check_folder("--output", Path(args.output)) if args.output else None
@@ -155,7 +156,7 @@ def _convert(args: argparse.Namespace) -> int:
     if output is None and run is not None and (step := checkpoint.name.removeprefix("global_step_")).isdigit():
         output = run.export(int(step))
     if (checkpoint / "backend.json").is_file():
-        from rlhpc.checkpoint.convert_lm import export_language_model
+        from rlhpc.language.export import export_language_model
 
         options = {"adapter_only": args.adapter_only, "base": args.base, "dtype": args.dtype, "licence": args.license}
         options["trust_code"] = args.trust_checkpoint_code
@@ -168,7 +169,7 @@ def _convert(args: argparse.Namespace) -> int:
 
 
 def _dagger(args: argparse.Namespace) -> int:
-    from rlhpc.runners.dagger import dagger
+    from rlhpc.embodied.runners.dagger import dagger
 
     if args.rounds < 1 or args.episodes < 1:
         raise ConfigError("--rounds and --episodes must be at least 1")

@@ -53,7 +53,7 @@ def _train(args: argparse.Namespace) -> int:
     cfg = load_config(args.config, args.overrides)
     if args.segment is not None and not 0 <= args.segment < cfg.runner.segments:
         raise ConfigError(f"--segment is {args.segment}; the run has segments 0 to {cfg.runner.segments - 1}")
-    from rlhpc.runners.train import train
+    from rlhpc.runs.train import train
 
     try:
         code = int(train(cfg, segment=args.segment, resume_with=args.resume_with)["exit_code"])
@@ -99,7 +99,7 @@ def _submit(args: argparse.Namespace) -> int:
     from rlhpc.jobs.probes import ProcessId
     from rlhpc.jobs.submit import choose_executor, driver_command, submit_segment
     from rlhpc.jobs.waiter import Waiter
-    from rlhpc.runners.same_run import SubmittedConfig, check_same_run, make_longer
+    from rlhpc.runs.same_run import SubmittedConfig, check_same_run, make_longer
 
     cfg = load_config(args.config, args.overrides, site=args.site)
     if not 0 <= args.segment < cfg.runner.segments:

@@ -60,7 +60,7 @@ def _logs(args: argparse.Namespace) -> int:
 
 
 def _report(args: argparse.Namespace) -> int:
-    from rlhpc.metrics.report import write_report
+    from rlhpc.runs.report import write_report
 
     paths = run_paths(args.run, args.overrides)
     closed = unwritable(paths.report.parent)
@@ -81,7 +81,7 @@ def _report(args: argparse.Namespace) -> int:
 
 
 def _compare(args: argparse.Namespace) -> int:
-    from rlhpc.metrics.compare import label_of, write_comparison
+    from rlhpc.runs.compare import label_of, write_comparison
 
     output = check_file("--output", Path(args.output))
     named = []

@@ -96,7 +96,7 @@ def validate(
         _directives(OmegaConf.select(cfg, key), key, fail)
     _lookup(cfg, fail)
     if str(cfg.actor.model.model_type).lower() not in policy.MODELS:
-        from rlhpc.models.registry import find_model
+        from rlhpc.embodied.models.registry import find_model
 
         find_model(str(cfg.actor.model.model_type))
     task = str(cfg.runner.task_type).lower()
@@ -183,7 +183,7 @@ def _embodied(cfg: Any, fail: Fail) -> None:
         if str(side.env_type).lower() == "gymnasium":
             _gymnasium_id(f"env.{name}.env_id", str(side.env_id), fail)
         else:
-            from rlhpc.envs.registry import find_env
+            from rlhpc.embodied.envs.registry import find_env
 
             find_env(str(side.env_type))
 

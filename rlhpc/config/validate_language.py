@@ -60,7 +60,7 @@ def validate(cfg: Any, fail: Fail, *, training: bool) -> None:
 
 def _sources(cfg: Any) -> None:
     """Problems of training and of evaluation. What comes with the package is known without an import."""
-    from rlhpc.data.registry import find_source, source_types
+    from rlhpc.language.data.registry import find_source, source_types
 
     known = source_types()
     for key, section in (("data.train", cfg.data.train), *((f"data.eval[{s.name}]", s) for s in cfg.data.eval)):
@@ -70,8 +70,8 @@ def _sources(cfg: Any) -> None:
 
 def _judges(cfg: Any) -> None:
     """Rewards, and who answers the model, in the same way."""
-    from rlhpc.rewards.registry import find_reward, reward_names
-    from rlhpc.rollout.agents import agent_names, find_agent
+    from rlhpc.language.agents.registry import agent_names, find_agent
+    from rlhpc.language.rewards.registry import find_reward, reward_names
 
     known = reward_names()
     for term in cfg.reward.terms:

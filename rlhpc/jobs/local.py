@@ -68,7 +68,7 @@ def make_local_executor(folder: str, *, timeout_min: float, max_num_timeout: int
 def python_path() -> str:
     """Ours, and where this package was imported from when that is not an installation."""
     given = os.environ.get("PYTHONPATH", "")
-    home = Path(__file__).resolve().parents[3]
+    home = Path(__file__).resolve().parents[2]
     if home.name in ("site-packages", "dist-packages") or str(home) in given.split(os.pathsep):
         return given
     return os.pathsep.join(part for part in (given, str(home)) if part)

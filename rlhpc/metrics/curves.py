@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from rlhpc.jobs.paths import RunPaths
-from rlhpc.metrics import language
+from rlhpc.language import curves as language
 from rlhpc.metrics.bars import stacked_bars
 from rlhpc.metrics.logger import read_metrics, series
 from rlhpc.metrics.phases import Rows, binned, phase_columns
@@ -58,7 +58,7 @@ def write_curves(paths: RunPaths, out_dir: Path) -> list[Path]:
         The files: return_vs_env_steps.svg, return_vs_time.svg, policy_loss.svg, value_loss.svg, entropy.svg, kl.svg,
         evaluation.svg, throughput.svg and time_per_phase.svg always (of an off-policy run q_loss.svg, actor_loss.svg and
         alpha.svg instead of policy_loss.svg, value_loss.svg and kl.svg); other diagnostics where they were logged. Of a
-        language-model run those of `rlhpc.metrics.language.ALWAYS`.
+        language-model run those of `rlhpc.language.curves.ALWAYS`.
     """
     rows = read_metrics(paths.metrics)
     if task := language.language_task(paths):

@@ -16,14 +16,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from rlhpc.language.tokens import lora
+from rlhpc.language.tokens.files import FOLDER, model_files, plain
+from rlhpc.language.tokens.model import compute_dtype, export_model, load_causal_lm
+from rlhpc.language.tokens.scores import token_scores
 from rlhpc.runtime.device import torch_device
 from rlhpc.runtime.durable import fsync_folder, write_durably
 from rlhpc.runtime.errors import CheckpointError, ConfigError
-from rlhpc.training import lora
 from rlhpc.training.lm import LossFunction, TokenBatch, TokenScores
-from rlhpc.training.lm_files import FOLDER, model_files, plain
-from rlhpc.training.lm_model import compute_dtype, export_model, load_causal_lm
-from rlhpc.training.token_scores import token_scores
 
 if TYPE_CHECKING:
     from rlhpc.runtime.worker import Worker

@@ -6,8 +6,8 @@ import copy
 import difflib
 from typing import Any
 
+from rlhpc.language.tokens.files import plain
 from rlhpc.runtime.errors import ConfigError
-from rlhpc.training.lm_files import plain
 
 KEY = "actor.deepspeed.config"
 

@@ -22,16 +22,16 @@ import h5py
 import numpy as np
 
 from rlhpc.checkpoint import CheckpointWriter, verify
-from rlhpc.checkpoint.convert import export_checkpoint, load_exported
 from rlhpc.checkpoint.state import dump_tensors
 from rlhpc.cli import main as cli
 from rlhpc.config import load_config
-from rlhpc.data.lerobot import read_lerobot, video_name
-from rlhpc.data.replay_files import StoredReplay
-from rlhpc.data.tables import Hdf5File, JsonLines
-from rlhpc.data.trajectories import read_maniskill
+from rlhpc.embodied.data.lerobot import read_lerobot, video_name
+from rlhpc.embodied.data.replay_files import StoredReplay
+from rlhpc.embodied.data.trajectories import read_maniskill
+from rlhpc.embodied.evaluate import evaluate_checkpoint
+from rlhpc.embodied.export import export_checkpoint, load_exported
 from rlhpc.jobs.paths import RunPaths
-from rlhpc.runners.evaluate import evaluate_checkpoint
+from rlhpc.language.data.tables import Hdf5File, JsonLines
 from rlhpc.runtime.errors import CheckpointError, ConfigError, RlhpcError
 
 SECRET = "hunter2-of-the-user"
@@ -63,7 +63,7 @@ class Place:
         from omegaconf import OmegaConf
 
         from rlhpc.config.schema import ModelConfig
-        from rlhpc.models import build_model
+        from rlhpc.embodied.models import build_model
 
         env = gymnasium.make("CartPole-v1")
         policy = build_model(

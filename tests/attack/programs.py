@@ -21,9 +21,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from rlhpc.rewards import Sample, ipc
-from rlhpc.rewards.programs import CodeReward
-from rlhpc.rewards.sandbox import Sandbox
+from rlhpc.language.rewards import Sample, ipc
+from rlhpc.language.rewards.programs import CodeReward
+from rlhpc.language.rewards.sandbox import Sandbox
 
 MODES = {"namespaces": ("namespaces", "landlock", "seccomp"), "landlock+seccomp": ("landlock", "seccomp")}
 
@@ -130,7 +130,7 @@ _CALL = "import ctypes, os, sys\nlibc = ctypes.CDLL(None, use_errno=True)\n"
 
 def _call(name: str, *arguments: str) -> str:
     """A raw call, which got through where it does not fail."""
-    from rlhpc.rewards import seccomp
+    from rlhpc.language.rewards import seccomp
 
     number = seccomp.numbers(os.uname().machine)[name]
     return f"{_CALL}if libc.syscall({', '.join([str(number), *arguments])}) >= 0: print('through')"

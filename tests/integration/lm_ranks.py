@@ -11,9 +11,9 @@ from omegaconf import OmegaConf
 
 from rlhpc import Cluster, NodePlacementStrategy, Session, Worker
 from rlhpc.config.schema import Config
+from rlhpc.language.tokens.batches import balance, empty_batch, fill_up, pack
 from rlhpc.training.lm import TokenBatch, TokenScores
 from rlhpc.training.lm_registry import make_backend
-from rlhpc.training.token_batches import balance, empty_batch, fill_up, pack
 
 TEMPERATURE, ENTROPY_COEF, LR = 0.8, 0.01, 3e-3
 

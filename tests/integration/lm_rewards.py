@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from rlhpc.rewards import Sample
+from rlhpc.language.rewards import Sample
 
 
 def ones(sample: Sample) -> float:

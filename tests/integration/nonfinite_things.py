@@ -9,8 +9,8 @@ import numpy as np
 import torch
 
 from rlhpc.algorithms.losses import ppo
-from rlhpc.models.mlp import MLPPolicy
-from rlhpc.rewards import Sample
+from rlhpc.embodied.models.mlp import MLPPolicy
+from rlhpc.language.rewards import Sample
 
 BAD = {"nan": float("nan"), "inf": float("inf")}
 

@@ -7,8 +7,8 @@ import torch
 from omegaconf import OmegaConf
 
 from rlhpc.config.schema import ActorConfig, RolloutConfig
-from rlhpc.rollout import Request, SamplingParams, make_rollout
-from rlhpc.rollout.agents import Agent, run_episodes
+from rlhpc.language.agents.registry import Agent, run_episodes
+from rlhpc.language.engines import Request, SamplingParams, make_rollout
 
 transformers = pytest.importorskip("transformers")
 
@@ -26,7 +26,7 @@ class Echo(Agent):
 @pytest.mark.parametrize("backend", ["hf", pytest.param("vllm", marks=pytest.mark.slow)])
 def test_log_probs_over_all_turns(tmp_path, backend):
     pytest.importorskip("vllm" if backend == "vllm" else "transformers")
-    from rlhpc.data.tiny import VOCABULARY, make_tiny_model
+    from rlhpc.language.data.tiny import VOCABULARY, make_tiny_model
 
     make_tiny_model(tmp_path, vocabulary=VOCABULARY + ":", hidden=64, heads=2, layers=2, context=512, seed=1)
     tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path)

@@ -12,7 +12,7 @@ import yaml
 
 from rlhpc import cli
 from rlhpc.checkpoint.state import load_tensors
-from rlhpc.data.trajectories import TrajectoryWriter, read_trajectories
+from rlhpc.embodied.data.trajectories import TrajectoryWriter, read_trajectories
 
 
 def along(obs: np.ndarray) -> np.ndarray:

@@ -23,11 +23,11 @@ from safetensors.torch import load_file
 
 from rlhpc import Cluster, NodePlacementStrategy, Session, Worker
 from rlhpc.checkpoint import CheckpointWriter
-from rlhpc.checkpoint.convert_lm import CONVERSION, export_language_model, import_model
-from rlhpc.data.tiny import make_tiny_model
 from rlhpc.jobs.paths import RunPaths
+from rlhpc.language.data.tiny import make_tiny_model
+from rlhpc.language.export import CONVERSION, export_language_model, import_model
+from rlhpc.language.tokens.scores import token_scores
 from rlhpc.runtime.errors import CheckpointError, ConfigError
-from rlhpc.training.token_scores import token_scores
 
 Saved = Callable[..., tuple[Path, dict[str, Any]]]
 

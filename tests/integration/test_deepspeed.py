@@ -24,9 +24,9 @@ from deepspeed_ranks import ZeroTrainer
 from lm_ranks import ENTROPY_COEF, LR, TEMPERATURE, count, groups_of, make_config, probe_batch, sequences
 
 from rlhpc import Session
-from rlhpc.data.tiny import make_tiny_model
+from rlhpc.language.data.tiny import make_tiny_model
+from rlhpc.language.tokens.scores import token_scores
 from rlhpc.runtime.errors import ConfigError
-from rlhpc.training.token_scores import token_scores
 from rlhpc.training.zero_config import deepspeed_config
 
 STAGES = (1, 2, 3)

@@ -19,14 +19,15 @@ from lm_ranks import make_config, train
 
 from rlhpc import Worker
 from rlhpc.checkpoint import CheckpointWriter
-from rlhpc.checkpoint.convert_lm import export_language_model
 from rlhpc.config.schema import Config, RewardTermConfig
-from rlhpc.data.tiny import make_tiny_model
 from rlhpc.jobs.paths import RunPaths
-from rlhpc.metrics.pass_at_k import summarize, wilson
-from rlhpc.metrics.report import write_report
-from rlhpc.metrics.samples_page import read_samples
-from rlhpc.runners.evaluate_lm import compare, describe, evaluate_language_model, find_suite, vote
+from rlhpc.language.data.tiny import make_tiny_model
+from rlhpc.language.evaluate import compare, describe, evaluate_language_model, find_suite, vote
+from rlhpc.language.export import export_language_model
+from rlhpc.language.pass_at_k import summarize
+from rlhpc.language.samples_page import read_samples
+from rlhpc.metrics.statistics import wilson
+from rlhpc.runs.report import write_report
 from rlhpc.runtime.errors import CheckpointError, ConfigError
 
 QUESTIONS = [f"{a}+{b}=" for a in range(10, 14) for b in range(20, 23)]

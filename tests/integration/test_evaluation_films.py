@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from rlhpc import cli
-from rlhpc.metrics.video import shrink, tile
+from rlhpc.embodied.video import shrink, tile
 
 
 def test_suites_and_their_films(

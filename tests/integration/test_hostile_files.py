@@ -10,11 +10,11 @@ import pytest
 import yaml
 from omegaconf import OmegaConf
 
-from rlhpc.checkpoint.convert import export_checkpoint, load_exported
 from rlhpc.cli import main
 from rlhpc.config import config_to_yaml, load_config
-from rlhpc.models.registry import model_types
-from rlhpc.runners.run_folder import RunFolder
+from rlhpc.embodied.export import export_checkpoint, load_exported
+from rlhpc.embodied.models.registry import model_types
+from rlhpc.runs.folder import RunFolder
 from rlhpc.runtime.errors import ConfigError
 from rlhpc.runtime.plain import read_yaml
 from rlhpc.runtime.trust import Trust
@@ -42,7 +42,7 @@ def place(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(str(tmp_path))
     made = Place(tmp_path)
     (tmp_path / "own_env.py").write_text(
-        "import gymnasium\nfrom rlhpc.envs.gymnasium_env import GymnasiumVectorEnv\n"
+        "import gymnasium\nfrom rlhpc.embodied.envs.gymnasium_env import GymnasiumVectorEnv\n"
         "class Own(GymnasiumVectorEnv): pass\nclass Same(gymnasium.Wrapper): pass\n"
     )
     yield made
@@ -71,7 +71,7 @@ def test_a_checkpoint_of_the_users_own(place, tmp_path, capsys):
 
 
 def test_a_model_of_the_users_own(place, tmp_path):
-    (tmp_path / "own_model.py").write_text("from rlhpc.models.mlp import MLPPolicy as Own\n")
+    (tmp_path / "own_model.py").write_text("from rlhpc.embodied.models.mlp import MLPPolicy as Own\n")
     folder = export_checkpoint(place.checkpoint(model_type="own_model:Own"))
     with pytest.raises(ConfigError, match=r"actor\.model\.model_type is 'own_model:Own'.*trust_code=True"):
         load_exported(folder)
@@ -83,7 +83,8 @@ def test_a_model_of_the_users_own(place, tmp_path):
 def test_names_that_are_no_code():
     Trust().check(
         {"env": {"wrappers": ["gymnasium.wrappers:FlattenObservation"], "kwargs": {"note": "a: b", "time": "10:30"}},
-         "actor": {"model": {"model_path": "builtin:tiny"}}, "workflow": {"demos_expert": "rlhpc.envs.experts:push_cube"},
+         "actor": {"model": {"model_path": "builtin:tiny"}},
+         "workflow": {"demos_expert": "rlhpc.embodied.envs.experts:push_cube"},
          "reward": {"terms": [{"name": "http", "kwargs": {"url": "http://host:80/x"}}]}}, "config.yaml",
     )  # fmt: skip
     with pytest.raises(ConfigError, match=r"there: rollout\.agent is 'a\.b:C'"):
@@ -122,7 +123,7 @@ def test_a_model_keeps_the_reference(monkeypatch):
     import gymnasium
 
     from rlhpc.config.schema import ModelConfig
-    from rlhpc.models import build_model
+    from rlhpc.embodied.models import build_model
 
     monkeypatch.setenv("ATTACKED_ACTIVATION", "tanh")
     env = gymnasium.make("CartPole-v1")

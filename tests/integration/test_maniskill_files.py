@@ -9,8 +9,8 @@ import h5py
 import numpy as np
 import pytest
 
-from rlhpc.data.trajectories import TrajectoryWriter, metadata, read_trajectories
-from rlhpc.envs.maniskill import load_maniskill
+from rlhpc.embodied.data.trajectories import TrajectoryWriter, metadata, read_trajectories
+from rlhpc.embodied.envs.maniskill import load_maniskill
 
 pytest.importorskip("mani_skill")
 
@@ -107,7 +107,7 @@ def test_a_recording_of_ours_succeeds_again_in_their_simulator(tmp_path: Path, m
         "cluster: {component_placement: {actor: '0', rollout: '0', env: '0'}}\n"
     )
     words = ["--config", "run.yaml", "--episodes", "5", "--only-success", "--output", "demos.h5"]
-    assert cli.main(["record", "--expert", "rlhpc.envs.experts:push_cube", *words]) == 0
+    assert cli.main(["record", "--expert", "rlhpc.embodied.envs.experts:push_cube", *words]) == 0
     ours = list(read_trajectories("demos.h5", require=("obs", "actions", "rewards", "success", "env_states")))
     assert len(ours) == 5 and all(t["success"][-1] and not t["success"][:-1].any() for t in ours)
     for trajectory in ours:
@@ -135,8 +135,8 @@ def test_scripted_experts(task: str, tmp_path: Path) -> None:
     from omegaconf import OmegaConf
 
     from rlhpc.config.schema import EvalEnvConfig
-    from rlhpc.roles.recording import record
-    from rlhpc.roles.start import load_actor
+    from rlhpc.embodied.actors import load_actor
+    from rlhpc.embodied.recording import record
 
     env_id = {"pick_cube": "PickCube-v1", "stack_cube": "StackCube-v1"}[task]
     cfg = OmegaConf.structured(
@@ -145,6 +145,6 @@ def test_scripted_experts(task: str, tmp_path: Path) -> None:
             wrappers=[], ignore_terminations=False, num_envs=4,
         )
     )  # fmt: skip
-    expert = load_actor(f"rlhpc.envs.experts:{task}", "--expert")
+    expert = load_actor(f"rlhpc.embodied.envs.experts:{task}", "--expert")
     found = record(expert, cfg, tmp_path / "demos.h5", episodes=4, seed=1, only_success=True)
     assert found["success_once"] >= 0.75

@@ -17,8 +17,8 @@ from rlhpc import cli
 from rlhpc.algorithms.finite import tensors_of
 from rlhpc.checkpoint import newest_valid
 from rlhpc.checkpoint.state import load_state, load_tensors
-from rlhpc.data.replay_files import StoredReplay
-from rlhpc.data.trajectories import TrajectoryWriter
+from rlhpc.embodied.data.replay_files import StoredReplay
+from rlhpc.embodied.data.trajectories import TrajectoryWriter
 from rlhpc.jobs.paths import RunPaths
 
 HERE = Path(__file__).parent

@@ -14,8 +14,8 @@ import pytest
 from omegaconf import OmegaConf
 
 from rlhpc.config.schema import EnvSideConfig
-from rlhpc.envs import make_env
-from rlhpc.envs.observations import decode_text
+from rlhpc.embodied.envs import make_env
+from rlhpc.embodied.envs.observations import decode_text
 from rlhpc.runtime.errors import ConfigError
 
 METAWORLD = os.environ.get("RLHPC_METAWORLD_PYTHON")

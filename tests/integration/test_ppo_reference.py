@@ -19,9 +19,9 @@ from safetensors.torch import load_file
 from bench import single_process_ppo as reference
 from rlhpc.cli import main
 from rlhpc.config.load import load_config
-from rlhpc.envs import make_env
-from rlhpc.models import build_model, policy_section
-from rlhpc.training.minibatches import permutation
+from rlhpc.embodied.envs import make_env
+from rlhpc.embodied.models import build_model, policy_section
+from rlhpc.embodied.update.minibatches import permutation
 
 SLOTS, ROLLOUT, STEPS, SEED = 4, 60, 5, 3
 HIDDEN = 32

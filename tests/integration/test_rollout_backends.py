@@ -12,12 +12,12 @@ import torch
 from omegaconf import OmegaConf
 
 from rlhpc.config.schema import ActorConfig, RolloutConfig
-from rlhpc.roles.lm_rollout import check_language
-from rlhpc.rollout import Completion, Request, RolloutBackend, SamplingParams, make_rollout
-from rlhpc.rollout.ends import end_tokens
-from rlhpc.rollout.engine import UpdateFailed
-from rlhpc.rollout.kv import KeyValues
-from rlhpc.rollout.sampling import Rows, draw
+from rlhpc.language.engines import Completion, Request, RolloutBackend, SamplingParams, make_rollout
+from rlhpc.language.engines.ends import end_tokens
+from rlhpc.language.engines.engine import UpdateFailed
+from rlhpc.language.engines.kv import KeyValues
+from rlhpc.language.engines.sampling import Rows, draw
+from rlhpc.language.roles.rollout import check_language
 from rlhpc.runtime.errors import ConfigError
 
 transformers = pytest.importorskip("transformers")

@@ -18,14 +18,14 @@ import pytest
 from omegaconf import OmegaConf
 
 from rlhpc.config.schema import EnvSideConfig
-from rlhpc.envs import make_env
+from rlhpc.embodied.envs import make_env
 from rlhpc.runtime.errors import ConfigError, RlhpcError
 
 MODULE = """
 import os, time
 import numpy as np
 from gymnasium import spaces
-from rlhpc.envs import VectorEnv
+from rlhpc.embodied.envs import VectorEnv
 
 class Walk(VectorEnv):
     '''Walks to the right. Told to by an action, a slot's simulator dies, hangs or raises.'''
@@ -140,7 +140,7 @@ def test_one_that_fails_again_and_again_ends_the_run(walk: Any) -> None:
 def test_no_simulator_outlives_its_parent_even_a_stopped_one() -> None:
     program = (
         "import os, signal; from omegaconf import OmegaConf; from rlhpc.config.schema import EnvSideConfig\n"
-        "from rlhpc.envs import make_env\n"
+        "from rlhpc.embodied.envs import make_env\n"
         "env = make_env(OmegaConf.structured(EnvSideConfig(env_id='CartPole-v1', simulators=2)), 2)\n"
         "pids = [simulator.process.pid for simulator in env._simulators]\n"
         "os.kill(pids[0], signal.SIGSTOP); print(*pids, flush=True); signal.pause()\n"
@@ -183,7 +183,7 @@ def test_a_run_goes_on_and_counts(tmp_path: Path) -> None:
             assert run.poll() is None and time.monotonic() < deadline
             time.sleep(0.02)
         processes = psutil.Process(run.pid).children(recursive=True)
-        simulators = [p for p in processes if "rlhpc.envs.simulator" in " ".join(p.cmdline())]
+        simulators = [p for p in processes if "rlhpc.embodied.envs.simulator" in " ".join(p.cmdline())]
         assert len(simulators) == 2
         simulators[0].kill()
         assert run.wait(timeout=120) == 0, run.stderr and run.stderr.read()

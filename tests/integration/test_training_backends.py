@@ -31,10 +31,10 @@ from lm_ranks import (
 )
 
 from rlhpc import Worker
+from rlhpc.language.tokens.scores import token_scores
 from rlhpc.runtime.errors import CheckpointError, ConfigError
 from rlhpc.training.lm import TokenBatch
 from rlhpc.training.lm_registry import make_backend
-from rlhpc.training.token_scores import token_scores
 
 STEPS = range(5)
 

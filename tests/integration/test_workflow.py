@@ -328,7 +328,7 @@ def test_a_robot_from_demonstrations_to_a_recording_of_its_own(tmp_path: Path) -
     result = json.loads((root / "eval/global_step_2/default.json").read_text())
     assert result["episodes"] == 4 and 0 <= result["success_at_end"] <= result["success_once"] <= 1
     assert result["success_once_ci95"][0] <= result["success_once"] <= result["success_once_ci95"][1]
-    from rlhpc.data.trajectories import read_trajectories
+    from rlhpc.embodied.data.trajectories import read_trajectories
 
     assert len(list(read_trajectories(tmp_path / "demos.h5"))) == 4
     assert len(list(read_trajectories(root / "demos/global_step_2.h5", require=("obs", "env_states")))) == 2

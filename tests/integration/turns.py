@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from rlhpc.rollout.hf import HFRollout
+from rlhpc.language.engines.hf import HFRollout
 from rlhpc.training.zero import DeepSpeedBackend
 
 

@@ -9,9 +9,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from rlhpc.data.prompts import Prompt
-from rlhpc.rollout import Completion, Request, SamplingParams
-from rlhpc.rollout.agents import (
+from rlhpc.language.agents.episodes import message_text
+from rlhpc.language.agents.registry import (
     Agent,
     Episodes,
     ToolAgent,
@@ -21,8 +20,9 @@ from rlhpc.rollout.agents import (
     register_agent,
     run_episodes,
 )
-from rlhpc.rollout.episodes import message_text
-from rlhpc.rollout.tools import PythonTool, calculator
+from rlhpc.language.agents.tools import PythonTool, calculator
+from rlhpc.language.data.prompts import Prompt
+from rlhpc.language.engines import Completion, Request, SamplingParams
 from rlhpc.runtime.errors import ConfigError
 
 EOS = 0
@@ -246,7 +246,7 @@ def test_aborting():
 
 def test_a_search_task_is_a_class_outside_the_package(tmp_path, monkeypatch):
     (tmp_path / "pages_search.py").write_text(
-        "from rlhpc.rollout.agents import ToolAgent\n"
+        "from rlhpc.language.agents.registry import ToolAgent\n"
         "PAGES = {'capital of France': 'Paris is the capital of France.'}\n"
         "class SearchAgent(ToolAgent):\n"
         "    def __init__(self):\n"
@@ -350,7 +350,7 @@ def test_by_name():
         register_agent("TOOLS")(Mine)
     for name, message in [
         ("tool", "is unknown; did you mean 'tools'"), ("nowhere:A", "cannot be imported"), ("os:getcwd", "is no agent"),
-        ("rlhpc.rollout.episodes:Episode", "cannot be built without arguments"),
+        ("rlhpc.language.agents.episodes:Episode", "cannot be built without arguments"),
     ]:  # fmt: skip
         with pytest.raises(ConfigError, match=message):
             make_agent(name)

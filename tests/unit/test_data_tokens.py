@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from rlhpc.data import Prompt, PromptTokenizer, load_tokenizer
-from rlhpc.data.tiny import SPECIAL, VOCABULARY, character_tokenizer
+from rlhpc.language.data import Prompt, PromptTokenizer, load_tokenizer
+from rlhpc.language.data.tiny import SPECIAL, VOCABULARY, character_tokenizer
 from rlhpc.runtime.errors import ConfigError
 
 transformers = pytest.importorskip("transformers")

@@ -8,17 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rlhpc.metrics.pass_at_k import (
-    bootstrap,
-    interval,
-    ks,
-    level_order,
-    majority,
-    normalize_answer,
-    pass_at_k,
-    summarize,
-    wilson,
-)
+from rlhpc.language.pass_at_k import ks, level_order, majority, normalize_answer, pass_at_k, summarize
+from rlhpc.metrics.statistics import bootstrap, interval, wilson
 
 
 def row(problem: int, sample: int, right: bool, vote: str = "x", **more: Any) -> dict[str, Any]:

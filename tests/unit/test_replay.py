@@ -12,9 +12,9 @@ from gymnasium import spaces
 
 from rlhpc.checkpoint import CheckpointWriter, verify
 from rlhpc.cli import main
-from rlhpc.data.mixture import Mixture, fit, transitions_of
-from rlhpc.data.replay import MAX_SEGMENTS, ReplayBuffer
-from rlhpc.data.replay_files import StoredReplay, inspect
+from rlhpc.embodied.data.mixture import Mixture, fit, transitions_of
+from rlhpc.embodied.data.replay import MAX_SEGMENTS, ReplayBuffer
+from rlhpc.embodied.data.replay_files import StoredReplay, inspect
 from rlhpc.jobs.paths import RunPaths
 from rlhpc.runtime.errors import CheckpointError, ConfigError
 

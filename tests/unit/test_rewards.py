@@ -8,10 +8,10 @@ import threading
 
 import pytest
 
-from rlhpc.rewards import Sample
-from rlhpc.rewards.answers import boxed, extract, hashed, last_number, tagged
-from rlhpc.rewards.service import HTTPReward
-from rlhpc.rewards.texts import ExactReward, FormatReward, LengthReward
+from rlhpc.language.rewards import Sample
+from rlhpc.language.rewards.answers import boxed, extract, hashed, last_number, tagged
+from rlhpc.language.rewards.service import HTTPReward
+from rlhpc.language.rewards.texts import ExactReward, FormatReward, LengthReward
 from rlhpc.runtime.errors import ConfigError
 
 
@@ -73,7 +73,7 @@ MATH = [
 def test_math():
     """Numbers by value, expressions by algebra, everything else by text; and nothing for hedging."""
     pytest.importorskip("math_verify")
-    from rlhpc.rewards.mathematics import MathReward
+    from rlhpc.language.rewards.mathematics import MathReward
 
     reward = MathReward()
     for wanted, given, value in MATH:
@@ -95,7 +95,7 @@ def test_math():
 def test_reasoning_gym():
     """The scorer of the task itself: full marks for the reference, not for another answer; also after JSON."""
     gym = pytest.importorskip("reasoning_gym")
-    from rlhpc.rewards.procedural import ReasoningGymReward
+    from rlhpc.language.rewards.procedural import ReasoningGymReward
 
     reward = ReasoningGymReward()
     for task in ("chain_sum", "leg_counting", "spell_backward", "countdown"):

@@ -6,10 +6,10 @@ import random
 
 import pytest
 
-from rlhpc.rewards import Sample
-from rlhpc.rewards.claims import read_tests
-from rlhpc.rewards.programs import CodeReward, last_block
-from rlhpc.rewards.values import decode
+from rlhpc.language.rewards import Sample
+from rlhpc.language.rewards.claims import read_tests
+from rlhpc.language.rewards.programs import CodeReward, last_block
+from rlhpc.language.rewards.values import decode
 from rlhpc.runtime.errors import ConfigError
 from tests.attack.programs import CHEATS as MORE_CHEATS
 from tests.attack.programs import cheated

@@ -15,9 +15,9 @@ import yaml
 from omegaconf import OmegaConf
 
 from rlhpc.config.schema import RewardConfig
-from rlhpc.rewards import Sample, make_reward
-from rlhpc.rewards.registry import _BUILT_IN, check_arguments, find_reward
-from rlhpc.rollout.agents import make_agent
+from rlhpc.language.agents.registry import make_agent
+from rlhpc.language.rewards import Sample, make_reward
+from rlhpc.language.rewards.registry import _BUILT_IN, check_arguments, find_reward
 
 ROOT = Path(__file__).resolve().parents[2]
 TEXT = (ROOT / "docs/how-to/rewards.md").read_text()

@@ -14,8 +14,8 @@ import psutil
 import pytest
 
 from rlhpc.config.schema import RewardConfig, RewardTermConfig
-from rlhpc.rewards import RewardPool, Sample, Term, make_reward, register_reward
-from rlhpc.rewards.registry import find_reward
+from rlhpc.language.rewards import RewardPool, Sample, Term, make_reward, register_reward
+from rlhpc.language.rewards.registry import find_reward
 from rlhpc.runtime.errors import ConfigError, RlhpcError
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -276,7 +276,7 @@ def test_the_pools_process_is_killed(tmp_path):
         import os, sys
         sys.path.insert(0, {str(Path(__file__).parent)!r})
         from test_rewards_pool import *
-        from rlhpc.rewards.programs import CodeReward
+        from rlhpc.language.rewards.programs import CodeReward
         terms = [Term("moody", moody), Term("code", CodeReward, 1.0, {{"timeout_s": 50}})]
         pool = RewardPool(terms, timeout_s=60, processes=2)
         endless = {{"tests": ["assert f() == 1"]}}

@@ -13,10 +13,10 @@ import torch
 from gymnasium import spaces
 from torch import nn
 
-from rlhpc.models import build_model, policy_from_spec
-from rlhpc.models.sac import SACPolicy
+from rlhpc.embodied.models import build_model, policy_from_spec
+from rlhpc.embodied.models.sac import SACPolicy
+from rlhpc.embodied.update.sac import SacBatch, SacUpdate
 from rlhpc.runtime.errors import CheckpointError, ConfigError
-from rlhpc.training.sac import SacBatch, SacUpdate
 
 OBS, ACT, ROWS = 5, 2, 24
 LOW, HIGH = np.array([-2.0, 0.0], np.float32), np.array([2.0, 1.0], np.float32)

@@ -12,12 +12,13 @@ from typing import Any
 import pytest
 
 from rlhpc.jobs.paths import RunPaths
-from rlhpc.metrics import MetricLogger, language
+from rlhpc.language import curves as language
+from rlhpc.language.pass_at_k import summarize
+from rlhpc.language.samples_page import read_samples, samples_path, spread, write_samples_page
+from rlhpc.metrics import MetricLogger
 from rlhpc.metrics.curves import write_curves
-from rlhpc.metrics.pass_at_k import summarize
 from rlhpc.metrics.phases import phase_columns
-from rlhpc.metrics.report import write_report
-from rlhpc.metrics.samples_page import read_samples, samples_path, spread, write_samples_page
+from rlhpc.runs.report import write_report
 
 HOSTILE = "</pre><script>alert(1)</script><img src=x onerror=alert(2)> & \x00\x1b[31m \u202eevil \ud800 end"
 CONFIG = """

@@ -10,8 +10,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from rlhpc.language.tokens.batches import balance, empty_batch, fill_up, pack, padding_waste
 from rlhpc.runtime.errors import ConfigError
-from rlhpc.training.token_batches import balance, empty_batch, fill_up, pack, padding_waste
 
 lengths_of_sequences = st.lists(st.integers(1, 40), min_size=1, max_size=30)
 

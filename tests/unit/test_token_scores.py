@@ -7,8 +7,8 @@ import math
 import pytest
 import torch
 
-from rlhpc.training import token_scores as module
-from rlhpc.training.token_scores import scores_of_logits
+from rlhpc.language.tokens import scores as module
+from rlhpc.language.tokens.scores import scores_of_logits
 
 
 def plainly(logits, ids, mask, temperature):

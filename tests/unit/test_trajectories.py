@@ -10,7 +10,7 @@ import h5py
 import numpy as np
 import pytest
 
-from rlhpc.data.trajectories import TrajectoryWriter, read_trajectories
+from rlhpc.embodied.data.trajectories import TrajectoryWriter, read_trajectories
 from rlhpc.runtime.errors import ConfigError
 
 RNG = np.random.default_rng(0)

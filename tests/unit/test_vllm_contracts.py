@@ -15,7 +15,7 @@ from transformers import AutoConfig
 
 pytest.importorskip("vllm", reason="needs the extra vllm")
 
-from rlhpc.rollout.vllm import _log_before_filters
+from rlhpc.language.engines.vllm import _log_before_filters
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput

@@ -1,7 +1,7 @@
 # What the rules share: the run's configuration, read without torch, and which files belong to which segment.
 from rlhpc.config import evaluation_fingerprint, load_config, segment_ends, training_fingerprint
 from rlhpc.metrics.curves import IMITATION as IMITATION_CURVES
-from rlhpc.metrics.language import ALWAYS as LANGUAGE_CURVES
+from rlhpc.language.curves import ALWAYS as LANGUAGE_CURVES
 from rlhpc.metrics.results import last_result
 from rlhpc.runtime.errors import RlhpcError
 from rlhpc.jobs.plan import job_options, minutes_of

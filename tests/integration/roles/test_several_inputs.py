@@ -66,7 +66,7 @@ def test_a_resumed_run_goes_on_bit_for_bit(whole: Path) -> None:
 
 
 def test_a_checkpoint_is_exported_and_acts(whole: Path) -> None:
-    from rlhpc.checkpoint.convert import export_checkpoint, load_exported
+    from rlhpc.embodied.export import export_checkpoint, load_exported
 
     policy = load_exported(export_checkpoint(whole / "whole" / "checkpoints" / "global_step_4", whole / "export"))
     obs = {"position": torch.zeros(3, 2), "goal": torch.ones(3, 2)}

@@ -24,9 +24,9 @@ SHORT = (
 ENTRY = """
 import os
 from rlhpc.config.schema import RewardConfig, RewardTermConfig
-from rlhpc.rewards import Sample, make_reward
+from rlhpc.language.rewards import Sample, make_reward
 from rlhpc import Cluster
-from rlhpc.checkpoint.convert import load_exported
+from rlhpc.embodied.export import load_exported
 from beside import Mine
 
 if __name__ == "__main__":
@@ -92,7 +92,7 @@ def test_a_script_and_what_lies_beside_it(tmp_path: Path) -> None:
 def test_a_script_beside_a_clone(tmp_path: Path) -> None:
     """The clone is a folder without `__init__.py`, and the script's folder comes first on the path."""
     (tmp_path / "rlhpc").symlink_to(ROOT)
-    (tmp_path / "script.py").write_text("from rlhpc.checkpoint.convert import load_exported\n")
+    (tmp_path / "script.py").write_text("from rlhpc import load_exported\n")
     run([sys.executable, "script.py"], tmp_path)
 
 

@@ -13,8 +13,8 @@ import torch
 from safetensors.torch import load_file
 
 from rlhpc.checkpoint import CheckpointWriter
-from rlhpc.checkpoint.convert import export_checkpoint, load_exported
 from rlhpc.checkpoint.state import dump_tensors
+from rlhpc.embodied.export import export_checkpoint, load_exported
 from rlhpc.jobs.paths import RunPaths
 from rlhpc.runtime.errors import CheckpointError
 
@@ -36,9 +36,9 @@ def models(monkeypatch: pytest.MonkeyPatch) -> None:
     def policy_from_spec(spec: dict[str, Any], *_: object) -> torch.nn.Module:
         return torch.nn.Linear(spec["inputs"], 2)
 
-    module = types.ModuleType("rlhpc.models")
+    module = types.ModuleType("rlhpc.embodied.models")
     module.policy_from_spec = policy_from_spec  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "rlhpc.models", module)
+    monkeypatch.setitem(sys.modules, "rlhpc.embodied.models", module)
 
 
 def test_layout(checkpoint: Path) -> None:

@@ -15,11 +15,11 @@ import yaml
 from gymnasium import spaces
 from omegaconf import OmegaConf
 
-from rlhpc.checkpoint.card import policy_card
-from rlhpc.checkpoint.standalone import SCRIPT, program_of
 from rlhpc.config.schema import ModelConfig
-from rlhpc.envs.spaces import space_from_json, space_to_json
-from rlhpc.models import build_model
+from rlhpc.embodied.card import policy_card
+from rlhpc.embodied.envs.spaces import space_from_json, space_to_json
+from rlhpc.embodied.models import build_model
+from rlhpc.embodied.standalone import SCRIPT, program_of
 
 INF = float("inf")
 STATE = spaces.Box(-INF, INF, (4,), np.float32)

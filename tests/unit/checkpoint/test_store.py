@@ -434,7 +434,7 @@ def test_files_of_checkpoints_and_exports_follow_the_umask(paths: RunPaths, umas
     """A colleague may evaluate what is not kept from him; safetensors by itself makes files that are the owner's alone."""
     import torch
 
-    from rlhpc.checkpoint.convert import filled_folder
+    from rlhpc.checkpoint.folders import filled_folder
     from rlhpc.checkpoint.state import save_tensors
 
     before = os.umask(umask)

@@ -11,7 +11,7 @@ from omegaconf import OmegaConf
 
 from rlhpc import ConfigError
 from rlhpc.config.schema import EnvSideConfig
-from rlhpc.envs import VectorEnv, make_env, space_from_json, space_to_json
+from rlhpc.embodied.envs import VectorEnv, make_env, space_from_json, space_to_json
 
 
 def section(**changes):

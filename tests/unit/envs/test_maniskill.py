@@ -11,7 +11,7 @@ from gymnasium import spaces
 from omegaconf import DictConfig, OmegaConf
 
 from rlhpc.config.schema import EnvSideConfig
-from rlhpc.envs import make_env
+from rlhpc.embodied.envs import make_env
 from rlhpc.runtime.errors import ConfigError
 
 pytest.importorskip("mani_skill")

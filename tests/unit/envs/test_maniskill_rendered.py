@@ -10,14 +10,14 @@ from gymnasium import spaces
 from omegaconf import OmegaConf
 
 from rlhpc.config.schema import EnvSideConfig
-from rlhpc.envs import make_env
+from rlhpc.embodied.envs import make_env
 
 pytest.importorskip("mani_skill")
 
 
 @pytest.fixture(autouse=True, scope="module")
 def renderer() -> None:
-    from rlhpc.envs.maniskill import load_maniskill
+    from rlhpc.embodied.envs.maniskill import load_maniskill
 
     if not load_maniskill():
         pytest.skip("SAPIEN cannot render here; sudo tests/embodied/install.sh")

@@ -9,7 +9,7 @@ import pytest
 from omegaconf import OmegaConf
 
 from rlhpc.config.schema import EnvSideConfig
-from rlhpc.envs import make_env
+from rlhpc.embodied.envs import make_env
 
 pytest.importorskip("mujoco")
 pytest.importorskip("Box2D")

@@ -10,9 +10,9 @@ from omegaconf import OmegaConf
 
 from rlhpc import ConfigError
 from rlhpc.config.schema import EnvSideConfig
-from rlhpc.envs import VectorEnv, make_env, space_from_json, space_to_json
-from rlhpc.envs.gymnasium_env import GymnasiumVectorEnv
-from rlhpc.envs.observations import columns_of, decode_text, encode_text, join, rows_of, take
+from rlhpc.embodied.envs import VectorEnv, make_env, space_from_json, space_to_json
+from rlhpc.embodied.envs.gymnasium_env import GymnasiumVectorEnv
+from rlhpc.embodied.envs.observations import columns_of, decode_text, encode_text, join, rows_of, take
 
 
 class Views(gymnasium.Env):

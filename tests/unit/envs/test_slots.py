@@ -14,7 +14,7 @@ from gymnasium import spaces
 from omegaconf import DictConfig, OmegaConf
 
 from rlhpc.config.schema import EnvSideConfig
-from rlhpc.envs import VectorEnv, make_env, register_env, space_from_json, space_to_json
+from rlhpc.embodied.envs import VectorEnv, make_env, register_env, space_from_json, space_to_json
 from rlhpc.runtime.errors import ConfigError
 
 
@@ -205,7 +205,7 @@ class TestNames:
 
     def test_a_third_partys_package(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         (tmp_path / "their_envs.py").write_text(
-            "import gymnasium\nfrom rlhpc.envs.gymnasium_env import GymnasiumVectorEnv\n"
+            "import gymnasium\nfrom rlhpc.embodied.envs.gymnasium_env import GymnasiumVectorEnv\n"
             "class Vector(GymnasiumVectorEnv):\n    pass\n"
             "gymnasium.register('Theirs-v0', entry_point='gymnasium.envs.classic_control:PendulumEnv')\n"
         )

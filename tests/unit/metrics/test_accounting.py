@@ -22,7 +22,7 @@ from rlhpc.metrics.accounting import (
     query,
     write_accounting,
 )
-from rlhpc.metrics.report import write_report
+from rlhpc.runs.report import write_report
 
 RECORDED = Path(__file__).parent / "sacct"
 HET = {

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from rlhpc import cli
-from rlhpc.metrics.compare import label_of, spread
+from rlhpc.runs.compare import label_of, spread
 
 
 def run(folder: Path, offset: float, *, evaluated: bool = True) -> str:

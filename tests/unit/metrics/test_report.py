@@ -17,8 +17,8 @@ from rlhpc.metrics.curves import read_evaluations, write_curves
 from rlhpc.metrics.page import duration, size
 from rlhpc.metrics.phases import phase_columns
 from rlhpc.metrics.placement import placement_grid
-from rlhpc.metrics.report import write_report
 from rlhpc.metrics.svg import Line, line_chart, number, thin, ticks
+from rlhpc.runs.report import write_report
 from rlhpc.runtime.errors import RlhpcError
 
 

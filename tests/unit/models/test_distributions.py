@@ -14,8 +14,8 @@ from omegaconf import DictConfig, OmegaConf
 from torch.distributions import Categorical
 
 from rlhpc.config.schema import ModelConfig
-from rlhpc.models import build_model, policy_from_spec, register_model
-from rlhpc.models.heads import CategoricalHead, GaussianHead, make_head
+from rlhpc.embodied.models import build_model, policy_from_spec, register_model
+from rlhpc.embodied.models.heads import CategoricalHead, GaussianHead, make_head
 from rlhpc.runtime.errors import ConfigError
 from rlhpc.runtime.trust import Trust
 
@@ -158,7 +158,7 @@ class TestNames:
     """Models of one's own."""
 
     def test_registered(self) -> None:
-        from rlhpc.models.mlp import MLPPolicy
+        from rlhpc.embodied.models.mlp import MLPPolicy
 
         register_model("Test-Mine")(MLPPolicy)
         assert isinstance(build_model(section(model_type="TEST-mine"), STATE, spaces.Discrete(2)), MLPPolicy)
@@ -168,7 +168,7 @@ class TestNames:
 
     def test_import_path(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         (tmp_path / "their_models.py").write_text(
-            "from rlhpc.models.mlp import MLPPolicy\nclass Wide(MLPPolicy):\n    pass\n"
+            "from rlhpc.embodied.models.mlp import MLPPolicy\nclass Wide(MLPPolicy):\n    pass\n"
         )
         monkeypatch.syspath_prepend(tmp_path)
         policy = build_model(section(model_type="their_models:Wide"), STATE, spaces.Discrete(2))

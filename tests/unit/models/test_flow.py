@@ -9,8 +9,8 @@ from gymnasium import spaces
 from omegaconf import OmegaConf
 
 from rlhpc import ConfigError
-from rlhpc.models import build_model, policy_from_spec
-from rlhpc.models.flow import Flow
+from rlhpc.embodied.models import build_model, policy_from_spec
+from rlhpc.embodied.models.flow import Flow
 
 CFG = OmegaConf.create(
     {

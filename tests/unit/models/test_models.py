@@ -9,7 +9,7 @@ from gymnasium import spaces
 from omegaconf import OmegaConf
 
 from rlhpc import ConfigError
-from rlhpc.models import build_model, policy_from_spec
+from rlhpc.embodied.models import build_model, policy_from_spec
 
 CFG = OmegaConf.create(
     {

@@ -11,12 +11,12 @@ from gymnasium import spaces
 from omegaconf import OmegaConf
 
 from rlhpc import ConfigError
-from rlhpc.envs.observations import encode_text
-from rlhpc.models import build_model, policy_from_spec
+from rlhpc.embodied.envs.observations import encode_text
+from rlhpc.embodied.models import build_model, policy_from_spec
 
 pytest.importorskip("transformers")
 
-from rlhpc.models.vla import ActionTokens
+from rlhpc.embodied.models.vla import ActionTokens
 
 CFG = OmegaConf.create(
     {
@@ -167,7 +167,7 @@ def test_action_tokens_are_openvlas():
 
 
 def test_samples_follow_the_probabilities():
-    from rlhpc.models.vla import _drawn
+    from rlhpc.embodied.models.vla import _drawn
 
     logp = torch.log_softmax(torch.tensor([[0.5, -1.0, 1.5, 0.0]]), -1).expand(40_000, 4)
     drawn = _drawn(logp, torch.rand(40_000, 1, generator=torch.Generator().manual_seed(0)))
@@ -179,7 +179,7 @@ def test_weights_of_a_folder(tmp_path):
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import AutoModelForImageTextToText, PreTrainedTokenizerFast
 
-    from rlhpc.models.vlm import tiny_config
+    from rlhpc.embodied.models.vlm import tiny_config
 
     words = {chr(i): i for i in range(256)} | {f"<{i}>": i for i in range(256, 640)}
     inner = Tokenizer(models.BPE(vocab=words, merges=[]))

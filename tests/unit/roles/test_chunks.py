@@ -9,10 +9,11 @@ import pytest
 import torch
 
 from rlhpc.algorithms import calculate_adv_and_returns
-from rlhpc.roles.actor import by_action, token_mask
-from rlhpc.roles.outcomes import Outcomes, next_values
+from rlhpc.embodied.roles.outcomes import Outcomes, next_values
+from rlhpc.embodied.roles.ppo import by_action, token_mask
+from rlhpc.embodied.update.ppo import PolicyUpdate
 from rlhpc.runtime.errors import ConfigError
-from rlhpc.training import LocalBackend, PolicyUpdate
+from rlhpc.training import LocalBackend
 
 GAMMA, LAMBDA = 0.9, 0.8
 

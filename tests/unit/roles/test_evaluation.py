@@ -12,8 +12,8 @@ import torch
 from gymnasium.spaces import Box, Discrete
 
 from rlhpc.config import load_config
-from rlhpc.roles import evaluation
-from rlhpc.roles.evaluation import evaluate_policy
+from rlhpc.embodied import play as evaluation
+from rlhpc.embodied.play import evaluate_policy
 from rlhpc.runtime.errors import RlhpcError
 
 ROOT = Path(__file__).resolve().parents[3]

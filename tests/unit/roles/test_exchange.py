@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 
-from rlhpc.roles.exchange import SlotMap, within
+from rlhpc.embodied.roles.slots import SlotMap, within
 from rlhpc.runtime.errors import ConfigError
 
 LAYOUTS = [

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from rlhpc.roles.outcomes import EpisodeLog, Outcomes, in_order, next_values
+from rlhpc.embodied.roles.outcomes import EpisodeLog, Outcomes, in_order, next_values
 
 
 def play(rng, size, steps):

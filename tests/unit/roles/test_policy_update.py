@@ -9,9 +9,10 @@ import pytest
 import torch
 from torch import nn
 
+from rlhpc.embodied.update.minibatches import local_minibatches, permutation
+from rlhpc.embodied.update.ppo import PolicyUpdate
 from rlhpc.runtime.errors import CheckpointError
-from rlhpc.training import LocalBackend, PolicyUpdate, local_minibatches
-from rlhpc.training.minibatches import permutation
+from rlhpc.training import LocalBackend
 
 TOTAL, BATCH = 48, 16
 OPTIM = SimpleNamespace(

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from rlhpc import Cluster, PackedPlacementStrategy, Worker
-from rlhpc.roles.device import own_device
+from rlhpc.runs.device import own_device
 from rlhpc.runtime.comm.serialization import dumps, loads, rebuild_tensor
 from rlhpc.runtime.device import torch_device
 from rlhpc.runtime.errors import ConfigError

@@ -1,0 +1,75 @@
+"""Weights that a run, an evaluation or a recording starts from: checkpoints, export folders, run folders, experts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from rlhpc.checkpoint import newest_valid, require_valid
+from rlhpc.checkpoint.state import load_tensors
+from rlhpc.jobs.paths import RunPaths
+from rlhpc.runtime.errors import ConfigError
+
+WEIGHTS = "model.safetensors"
+
+
+def find_weights(path: str, key: str = "runner.init_from") -> Path:
+    """The folder with `model.safetensors` that a path names: a checkpoint, an export, or a run's newest checkpoint.
+
+    Raises:
+        ConfigError: There is none.
+        CheckpointError: The checkpoint has faults.
+    """
+    folder = Path(path).expanduser().absolute()
+    if not folder.is_dir():
+        raise ConfigError(f"{key} is {path!r}, which is no folder; name a checkpoint, an export folder or a run folder")
+    if (folder / "checkpoints").is_dir():
+        found = newest_valid(RunPaths(folder))
+        if found.path is None:
+            raise ConfigError(f"{key} is {path!r}, a run without a complete checkpoint; see rlhpc status {folder}")
+        return found.path
+    if not (folder / WEIGHTS).is_file():
+        raise ConfigError(
+            f"{key} is {path!r}, which has no {WEIGHTS}; name a checkpoint (global_step_<N>), an export folder or a run folder"
+        )
+    if (folder / "manifest.json").is_file():
+        require_valid(folder, hint=f"or start from another one with {key}=…")
+    return folder
+
+
+def load_weights(module: nn.Module, folder: Path, key: str = "runner.init_from") -> None:
+    """Gives a module the weights of a folder that `find_weights` found.
+
+    Raises:
+        ConfigError: Names or shapes differ; says which.
+    """
+    saved, own = load_tensors(folder / WEIGHTS), module.state_dict()
+    wrong = [
+        f"{name} is {list(saved[name].shape)} there and {list(own[name].shape)} here"
+        for name in own
+        if name in saved and saved[name].shape != own[name].shape
+    ]
+    wrong += [f"{name} is not there" for name in own if name not in saved]
+    wrong += [f"{name} is not here" for name in saved if name not in own]
+    if wrong:
+        more = f", and {len(wrong) - 3} more" if len(wrong) > 3 else ""
+        raise ConfigError(
+            f"{key}: the weights in {folder} do not fit actor.model of this configuration: {'; '.join(wrong[:3])}{more}"
+        )
+    module.load_state_dict(saved)
+
+
+def check_start(cfg: Any, module: nn.Module) -> None:
+    """Refuses a `runner.init_from` that would fail after the start.
+
+    Args:
+        cfg: Configuration.
+        module: A policy built from it.
+
+    Raises:
+        ConfigError, CheckpointError: It is not there, or does not fit.
+    """
+    if cfg.runner.init_from is not None:
+        load_weights(module, find_weights(str(cfg.runner.init_from)))

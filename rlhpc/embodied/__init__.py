@@ -1,0 +1,1 @@
+"""Policies in simulators: environments, policy networks, demonstrations, and the runs that train them."""

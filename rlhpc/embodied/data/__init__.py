@@ -1,0 +1,1 @@
+"""Trajectories, demonstrations and replay buffers."""

@@ -1,0 +1,185 @@
+"""Batches of off-policy learning: from the replay buffer, and a fixed share from demonstrations (RLPD, Ball et al. 2023)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from rlhpc.embodied.data.replay import ReplayBuffer, gather, row_type
+from rlhpc.embodied.data.replay_files import StoredReplay, describe
+from rlhpc.runtime.errors import ConfigError
+
+
+@dataclass
+class Draw:
+    """A rank's rows of one batch.
+
+    Attributes:
+        columns: Arrays `[b, ...]`; views that the next draw overwrites.
+        noise: `[2, b, d]` float32, standard normal.
+        total: Rows over all ranks.
+    """
+
+    columns: dict[str, np.ndarray]
+    noise: np.ndarray
+    total: int
+
+
+class Mixture:
+    """Draws batches; which rows, and with what noise, depends on seed, update and the buffer's length alone.
+
+    Args:
+        replay: The rank's buffer.
+        demos: Transitions `[n]` of the buffer's dtype, the same on all ranks; None for none.
+        batch_size: Rows over all ranks.
+        demo_ratio: Part of them that comes from the demonstrations.
+        action_dim: d.
+        seed: Of the run.
+        rank, ranks: Of the actor group.
+    """
+
+    def __init__(
+        self,
+        replay: ReplayBuffer,
+        demos: np.ndarray | None,
+        *,
+        batch_size: int,
+        demo_ratio: float,
+        action_dim: int,
+        seed: int,
+        rank: int = 0,
+        ranks: int = 1,
+    ) -> None:
+        self.replay, self.batch_size, self.seed, self.action_dim = replay, batch_size, seed, action_dim
+        self.demos = None if demos is None else demos.view(np.uint8).reshape(len(demos), demos.dtype.itemsize)
+        self._demo_dtype = None if demos is None else demos.dtype
+        count = 0 if demos is None else round(demo_ratio * batch_size)
+        self.demo_rows = count
+        self._own_demos = np.arange(count * rank // ranks, count * (rank + 1) // ranks)
+        self._out = np.empty((0, 0), np.uint8)
+
+    def draw(self, update: int) -> Draw:
+        """The batch of an update.
+
+        Raises:
+            ConfigError: The demonstrations are not of this run's kind.
+        """
+        dtype = self.replay.dtype
+        assert dtype is not None
+        if self._demo_dtype is not None and self._demo_dtype != dtype:
+            raise ConfigError(
+                f"algorithm.demo_buffer.load_path: the demonstrations have {describe(self._demo_dtype)}; this run's "
+                f"transitions have {describe(dtype)}"
+            )
+        random = np.random.Generator(np.random.Philox(key=[self.seed, update]))
+        demos, rest = self.demo_rows, self.batch_size - self.demo_rows
+        chosen = random.integers(0, len(self.demos), demos)[self._own_demos] if self.demos is not None else None
+        inside, rows = self.replay.mine(random.integers(0, len(self.replay), rest))
+        noise = random.standard_normal((2, self.batch_size, self.action_dim), np.float32)
+        first = len(self._own_demos)
+        count = first + len(rows)
+        if self._out.shape != (count, dtype.itemsize):
+            self._out = np.empty((count, dtype.itemsize), np.uint8)
+        if chosen is not None and self.demos is not None:
+            gather(self.demos, chosen, self._out[:first])
+        gather(self.replay.table, rows, self._out[first:])
+        if count != self.batch_size:
+            noise = noise[:, np.concatenate((self._own_demos, inside + demos))]
+        batch = self._out.view(dtype)[:, 0]
+        return Draw({name: batch[name] for name in dtype.names or ()}, noise, self.batch_size)
+
+
+def load_demos(path: str, *, reward_scale: float, ignore_terminations: bool, skip: bool = False) -> np.ndarray:
+    """Transitions of demonstrations, as the replay buffer would hold them.
+
+    Args:
+        path: HDF5 trajectories in ManiSkill's format (a file, a folder, a pattern), or a stored replay buffer (see
+            `replay_files`), whose transitions are taken as they are.
+        reward_scale, ignore_terminations: As of the training environments, so that both kinds of rows mean the same.
+        skip: Leaves out episodes that are not finite.
+
+    Returns:
+        A structured array `[n]`.
+
+    Raises:
+        ConfigError: There is nothing to read, or it lacks rewards.
+    """
+    key = "algorithm.demo_buffer.load_path"
+    folder = Path(path).expanduser()
+    if any(folder.glob("index-*.json")) or any(folder.glob("replay/index-*.json")):
+        stored = StoredReplay(folder)
+        if stored.dtype is None:
+            raise ConfigError(f"{key}: {folder} is empty")
+        return stored.transitions()
+    from rlhpc.embodied.data.trajectories import read_trajectories
+
+    needed = ("obs", "actions", "rewards")
+    trajectories = read_trajectories(path, require=needed, key=key, left_out=[] if skip else None)
+    return transitions_of(trajectories, reward_scale=reward_scale, ignore_terminations=ignore_terminations)
+
+
+def fit(demos: np.ndarray, observation_space: Any, action_space: Any, chunk: int) -> np.ndarray:
+    """Demonstrations with the columns that this run's transitions will have, and no others.
+
+    Args:
+        demos: Of `load_demos`.
+        observation_space, action_space: Of one environment slot.
+        chunk: Actions of a decision.
+
+    Raises:
+        ConfigError: They are of another task; shows both.
+    """
+    boxes = getattr(observation_space, "spaces", None)
+    boxes = {f"obs.{name}": box for name, box in boxes.items()} if boxes is not None else {"obs": observation_space}
+    columns = {name: _as_float32(np.zeros((1, *box.shape), box.dtype)) for name, box in boxes.items()}
+    columns |= {f"next_{name}": column for name, column in columns.items()}
+    columns["actions"] = np.zeros((1, chunk, int(np.prod(action_space.shape))), np.float32)
+    columns |= {"rewards": np.zeros(1, np.float32), "terminations": np.zeros(1, bool)}
+    wanted = row_type(columns, 1)
+    have: Any = demos.dtype.fields or {}
+    need: Any = wanted.fields or {}
+    if any(name not in have or have[name][0] != kind for name, (kind, *_) in need.items()):
+        raise ConfigError(
+            f"algorithm.demo_buffer.load_path: the demonstrations have {describe(demos.dtype)}; this run's transitions have "
+            f"{describe(wanted)}"
+        )
+    rows = np.zeros(len(demos), wanted)
+    for name in need:
+        rows[name] = demos[name]
+    return rows
+
+
+def transitions_of(
+    trajectories: Iterable[Mapping[str, Any]], *, reward_scale: float = 1.0, ignore_terminations: bool = False
+) -> np.ndarray:
+    """Trajectories (see `rlhpc.embodied.data.trajectories`) as transitions `[n]`.
+
+    An observation after the last action is there to bootstrap from: only a termination says that nothing follows.
+    """
+    parts: list[dict[str, np.ndarray]] = []
+    for trajectory in trajectories:
+        obs = trajectory["obs"]
+        seen = {f"obs.{name}": value for name, value in obs.items()} if isinstance(obs, Mapping) else {"obs": obs}
+        columns = {name: np.asarray(value)[:-1] for name, value in seen.items()}
+        columns |= {f"next_{name}": np.asarray(value)[1:] for name, value in seen.items()}
+        actions = np.asarray(trajectory["actions"], np.float32)
+        ended = np.asarray(trajectory["terminations"], bool)
+        columns |= {
+            "actions": actions.reshape(len(actions), 1, -1),
+            "rewards": np.asarray(trajectory["rewards"], np.float32) * np.float32(reward_scale),
+            "terminations": np.zeros_like(ended) if ignore_terminations else ended,
+        }
+        parts.append({name: _as_float32(column) for name, column in columns.items()})
+    columns = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
+    rows = np.zeros(len(columns["rewards"]), row_type(columns, 1))
+    for name, column in columns.items():
+        rows[name] = column
+    return rows
+
+
+def _as_float32(column: np.ndarray) -> np.ndarray:
+    return column.astype(np.float32) if column.dtype == np.float64 else column

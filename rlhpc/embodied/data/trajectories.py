@@ -1,0 +1,344 @@
+"""Trajectories in ManiSkill's format: an HDF5 file with a group `traj_<i>` an episode, and a JSON file beside it.
+
+https://maniskill.readthedocs.io/en/latest/user_guide/datasets/demos.html
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import h5py
+import numpy as np
+
+from rlhpc.checkpoint.hdf5 import checked, has, member, members, open_hdf5
+from rlhpc.embodied.data.lerobot import read_lerobot
+from rlhpc.embodied.data.trajectory import Trajectory, check, not_finite, shapes
+from rlhpc.runtime.durable import fsync_folder, replace_durably
+from rlhpc.runtime.errors import ConfigError
+from rlhpc.runtime.files import find_files
+from rlhpc.runtime.plain import read_json
+
+SUFFIXES = (".h5", ".hdf5")
+_IMAGES = ("rgb", "depth", "segmentation", "seg")
+_DEEPEST = 16
+_SENSORS = ("sensor_data", "sensor_param")
+
+
+def read_trajectories(
+    path: str | Path | Sequence[str | Path],
+    *,
+    only_success: bool = False,
+    limit: int | None = None,
+    require: Sequence[str] = ("obs", "actions"),
+    key: str = "trajectories.path",
+    left_out: list[str] | None = None,
+) -> Iterator[Trajectory]:
+    """Episodes of ManiSkill files and LeRobot datasets, one after the other.
+
+    Args:
+        path: A `.h5` file, a pattern, a folder of such files, a LeRobot dataset's folder (it has `meta/info.json`), or a
+            list of those.
+        only_success: Leave out episodes that never succeeded.
+        limit: At most so many.
+        require: Fields that may not be None.
+        key: What messages call the path.
+        left_out: Takes what is wrong with an episode whose numbers are not finite; that one is then left out.
+
+    Raises:
+        ConfigError: There is nothing, a file is damaged, a required field is missing, or (without `left_out`) a number is not
+            finite; names file and episode. What concerns the paths is raised at once, the rest when its episode is reached.
+    """
+    if isinstance(path, str | Path):
+        return _checked(_open(str(path), key), only_success, limit, tuple(require), key, left_out)
+    opened = [_open(str(one), key) for one in path]
+    if not opened:
+        raise ConfigError(f"{key} is empty; it names files of trajectories ({', '.join(SUFFIXES)}) or LeRobot datasets")
+    return _checked((one for each in opened for one in each), only_success, limit, tuple(require), key, left_out)
+
+
+def _open(path: str, key: str) -> Iterator[Trajectory]:
+    folder = Path(path).expanduser()
+    if (folder / "meta" / "info.json").is_file():
+        return read_lerobot(folder)
+    files = find_files(path, SUFFIXES, key.removesuffix(".path"))
+    return (trajectory for file in files for trajectory in read_maniskill(file))
+
+
+def _checked(
+    trajectories: Iterator[Trajectory],
+    only_success: bool,
+    limit: int | None,
+    require: tuple[str, ...],
+    key: str,
+    left_out: list[str] | None,
+) -> Iterator[Trajectory]:
+    first: Trajectory | None = None
+    seen = count = 0
+    for trajectory in trajectories:
+        if limit is not None and count >= limit:
+            return
+        seen += 1
+        for field in (*require, "success") if only_success else require:
+            if trajectory[field] is None:
+                raise ConfigError(f"{trajectory['source']} has no {field}{_WAY_OUT.get(field, '')}")
+        if only_success and not np.any(trajectory["success"]):
+            continue
+        if fault := not_finite(trajectory, require):
+            if left_out is None:
+                raise ConfigError(fault)
+            left_out.append(fault)
+            continue
+        if first is None:
+            first = trajectory
+        _same_shapes(first, trajectory)
+        count += 1
+        yield trajectory
+    if limit != 0 and count == 0:
+        said = f" among its {seen} episodes none succeeded" if seen else " it holds no episode"
+        raise ConfigError(f"{key}:{said}")
+
+
+_REPLAY = "; replay it with ManiSkill: python -m mani_skill.trajectory.replay_trajectory --traj-path FILE --save-traj "
+_WAY_OUT = {
+    "obs": f"{_REPLAY}-o state",
+    "rewards": f"{_REPLAY}--record-rewards --reward-mode normalized_dense",
+}
+
+
+def _same_shapes(first: Trajectory, other: Trajectory) -> None:
+    one, two = shapes(first), shapes(other)
+    if one != two:
+        raise ConfigError(f"{other['source']} has {two}, {first['source']} has {one}; one data set has one shape")
+
+
+# -- ManiSkill ----------------------------------------------------------------------------------------------------------
+
+
+def read_maniskill(path: Path) -> Iterator[Trajectory]:
+    """The episodes of one file, in the order of the JSON beside it (without one: by number)."""
+    described = metadata(path)
+    with open_hdf5(path) as file:
+        episodes = described.get("episodes")
+        if episodes is None:
+            numbers = sorted(int(name[5:]) for name in file if name.startswith("traj_") and name[5:].isdigit())
+            if not numbers:
+                raise ConfigError(f"{path} has no group traj_0, traj_1, …; it has: {', '.join(file) or 'nothing'}")
+            episodes = [{"episode_id": number} for number in numbers]
+        for episode in episodes:
+            name = f"traj_{episode['episode_id']}"
+            if not has(file, name):
+                raise ConfigError(f"{path} has no group {name!r}, which {path.with_suffix('.json').name} names")
+            group = member(file, name)
+            if not isinstance(group, h5py.Group):
+                raise ConfigError(f"{path}, {name} is no group")
+            try:
+                trajectory = _read_group(group, f"{path}, {name}", episode)
+            except (TypeError, ValueError, AttributeError, IndexError, KeyError) as error:
+                raise ConfigError(f"{path}, {name} is not what ManiSkill writes: {error}") from None
+            yield trajectory
+
+
+def metadata(path: Path) -> dict[str, Any]:
+    """The JSON beside a file: `env_info` (`env_id`, `env_kwargs`, `max_episode_steps`) and `episodes`; {} without one."""
+    beside = path.with_suffix(".json")
+    if not beside.is_file():
+        return {}
+    try:
+        described = read_json(beside.read_bytes())
+        ids = [episode["episode_id"] for episode in described.get("episodes", [])]
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ConfigError(f"{beside} is not what ManiSkill writes beside a .h5 file: {error!r}") from None
+    del ids
+    return dict(described)
+
+
+def _read_group(group: Any, source: str, episode: Mapping[str, Any]) -> Trajectory:
+    try:
+        names = set(group)  # `in group` would follow a link
+        missing = [name for name in ("actions", "terminated", "truncated") if name not in names]
+        if missing:
+            raise ConfigError(f"{source} lacks {', '.join(missing)}; it has: {', '.join(group) or 'nothing'}")
+        actions = member(group, "actions")
+        if isinstance(actions, h5py.Group):
+            raise ConfigError(f"{source} has actions of several robots ({', '.join(actions)}); supported is one")
+        data = {name: _load(node) for name, node in members(group)}
+    except (OSError, RuntimeError, MemoryError) as error:
+        if isinstance(error, ConfigError):
+            raise
+        raise ConfigError(f"{source} is damaged: {str(error).splitlines()[0]}") from None
+    actions = data["actions"].reshape(len(data["actions"]), -1)
+    seed = episode.get("episode_seed", (episode.get("reset_kwargs") or {}).get("seed"))
+    return check(
+        {
+            "obs": observation(data["obs"]) if "obs" in data else None,
+            "actions": actions if actions.dtype.kind in "iu" else actions.astype(np.float32),
+            "rewards": data["rewards"].astype(np.float32) if "rewards" in data else None,
+            "terminations": data["terminated"].astype(bool),
+            "truncations": data["truncated"].astype(bool),
+            "success": data["success"].astype(bool) if "success" in data else None,
+            "env_states": data.get("env_states"),
+            "seed": seed[0] if isinstance(seed, list) and seed else None if isinstance(seed, list) else seed,
+            "source": source,
+        }
+    )
+
+
+def _load(node: Any, depth: int = 0) -> Any:
+    if not isinstance(node, h5py.Group):
+        return checked(node)[()]
+    if depth > _DEEPEST:  # a group may be a member of itself
+        raise RuntimeError(f"{node.name[:100]} is nested deeper than {_DEEPEST} groups")
+    return {name: _load(value, depth + 1) for name, value in members(node)}
+
+
+def observation(recorded: Any) -> Any:
+    """Observations as policies take them: a file's nested groups flattened as ManiSkill's own wrappers do.
+
+    `agent` and `extra` become "state" `[T+1, D]`, the cameras' pictures "rgb" and "depth", side by side in the last axis;
+    what is only a state becomes an array. Groups that are flat stay as they are; an empty group is None.
+    """
+    if not isinstance(recorded, dict):
+        return recorded.astype(np.float32) if recorded.dtype == np.float64 else recorded
+    if not any(isinstance(value, dict) for value in recorded.values()):
+        return {name: observation(value) for name, value in recorded.items()} or None
+    found: dict[str, np.ndarray] = {}
+    numbers = [leaf for name, value in recorded.items() if name not in _SENSORS for leaf in _leaves(value)]
+    if numbers:
+        found["state"] = np.concatenate([leaf.reshape(len(leaf), -1).astype(np.float32) for leaf in numbers], -1)
+    cameras = recorded.get("sensor_data", {}).values()
+    for name in _IMAGES[:2]:
+        if pictures := [camera[name] for camera in cameras if name in camera]:
+            found[name] = np.concatenate(pictures, -1)
+    return found["state"] if list(found) == ["state"] else found or None
+
+
+def _leaves(value: Any) -> Iterator[np.ndarray]:
+    if isinstance(value, dict):
+        for inner in value.values():
+            yield from _leaves(inner)
+    else:
+        yield value
+
+
+class TrajectoryWriter:
+    """Writes episodes as ManiSkill's `RecordEpisode` does, so that its loaders and its replay read them.
+
+    The two files take their names when `close` is called: a reader never meets half of them.
+
+    Args:
+        path: Ends in `.h5`; the JSON goes beside it.
+        env_id: The simulator's name of the task.
+        env_kwargs: What `gym.make` needs to make it again.
+        max_episode_steps: The limit in force.
+        source_type: "rl", "motionplanning", "scripted", "human", …
+        source_desc: More about it: the checkpoint, the expert.
+        extra: Further entries of the JSON.
+    """
+
+    def __init__(
+        self,
+        path: str | Path,
+        *,
+        env_id: str,
+        env_kwargs: Mapping[str, Any] | None = None,
+        max_episode_steps: int | None = None,
+        source_type: str = "rl",
+        source_desc: str = "",
+        extra: Mapping[str, Any] | None = None,
+    ) -> None:
+        self.path = Path(path)
+        if self.path.suffix != ".h5":
+            raise ConfigError(f"trajectories are written to {str(path)!r}, which does not end in .h5")
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        self._partial = self.path.with_name(f".{self.path.stem}.partial.h5")
+        self._file = h5py.File(self._partial, "w")
+        kwargs = dict(env_kwargs or {})
+        info = {"env_id": env_id, "env_kwargs": kwargs, "max_episode_steps": max_episode_steps}
+        self._control_mode = kwargs.get("control_mode")
+        self._described: dict[str, Any] = {
+            "env_info": info, "commit_info": None, "source_type": source_type, "source_desc": source_desc,
+            **(extra or {}), "episodes": [],
+        }  # fmt: skip
+
+    def __len__(self) -> int:
+        return len(self._described["episodes"])
+
+    def add(self, trajectory: Mapping[str, Any]) -> None:
+        """One episode, with the fields of this module's head; `source` is not kept."""
+        number, T = len(self), len(trajectory["actions"])
+        whole = {"rewards": None, "success": None, "env_states": None, "seed": None, **trajectory}
+        whole["source"] = f"{self.path}, traj_{number}"
+        check(
+            {
+                name: np.asarray(value) if name in _PER_STEP and value is not None else value
+                for name, value in whole.items()
+            }
+        )
+        if fault := not_finite({**whole, "actions": np.asarray(whole["actions"])}, ("obs", "actions")):
+            raise ConfigError(fault)
+        group = self._file.create_group(f"traj_{number}", track_order=True)
+        if whole["obs"] is not None:
+            _write(group, "obs", whole["obs"])
+        actions = np.asarray(whole["actions"])
+        # ManiSkill's are always float32; a discrete action stays the integer that it is.
+        group.create_dataset("actions", data=actions, dtype=actions.dtype if actions.dtype.kind in "iu" else np.float32)
+        group.create_dataset("terminated", data=whole["terminations"], dtype=bool)
+        group.create_dataset("truncated", data=whole["truncations"], dtype=bool)
+        seed = whole["seed"]
+        episode: dict[str, Any] = {
+            "episode_id": number, "episode_seed": seed, "control_mode": self._control_mode, "elapsed_steps": T,
+            "reset_kwargs": {"options": None, **({} if seed is None else {"seed": seed})},
+        }  # fmt: skip
+        if whole["success"] is not None:
+            group.create_dataset("success", data=whole["success"], dtype=bool)
+            episode["success"] = bool(T and whole["success"][-1])
+        if whole["env_states"] is not None:
+            _write(group, "env_states", whole["env_states"])
+        if whole["rewards"] is not None:
+            group.create_dataset("rewards", data=whole["rewards"], dtype=np.float32)
+        self._described["episodes"].append(episode)
+
+    def close(self) -> None:
+        """Gives the files their names."""
+        self._file.close()
+        described = json.dumps(self._described, indent=2, default=_plain) + "\n"
+        replace_durably(self.path.with_suffix(".json"), described.encode())
+        self._partial.replace(self.path)
+        fsync_folder(self.path.parent)
+
+    def discard(self) -> None:
+        """Leaves nothing behind."""
+        self._file.close()
+        self._partial.unlink(missing_ok=True)
+
+    def __enter__(self) -> TrajectoryWriter:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if kind is None:
+            self.close()
+        else:
+            self.discard()
+
+
+_PER_STEP = ("actions", "rewards", "terminations", "truncations", "success")
+
+
+def _write(group: Any, name: str, value: Any) -> None:
+    if isinstance(value, Mapping):
+        inner = group.create_group(name, track_order=True)
+        for part, below in value.items():
+            _write(inner, part, below)
+    else:
+        packed = {"compression": "gzip", "compression_opts": 5} if name in _IMAGES else {}
+        group.create_dataset(name, data=np.asarray(value), **packed)
+
+
+def _plain(value: Any) -> Any:
+    return value.tolist() if isinstance(value, np.generic | np.ndarray) else str(value)

@@ -1,0 +1,70 @@
+"""What a trajectory is: a dict, whatever it was read from.
+
+obs            ndarray [T+1, ...], or a dict of them ("state" [T+1, D] float32, "rgb" [T+1, H, W, C] uint8, "depth", …)
+actions        [T, A]; a discrete action is one integer, [T, 1]
+rewards        [T] float32, or None where none were recorded
+terminations, truncations   [T] bool
+success        [T] bool, or None where the simulator does not say
+env_states     nested dict of [T+1, ...] as ManiSkill's `get_state_dict`, or None
+seed           of the episode's reset, or None
+source         file and episode, for messages
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from rlhpc.embodied.envs.finite import bad_rows
+from rlhpc.runtime.errors import ConfigError
+
+Trajectory = dict[str, Any]
+
+
+def check(trajectory: Trajectory) -> Trajectory:
+    """The trajectory, once its lengths agree.
+
+    Raises:
+        ConfigError: Names the fields and the two lengths.
+    """
+    source, T = trajectory["source"], len(trajectory["actions"])
+    for name in ("rewards", "terminations", "truncations", "success"):
+        if trajectory[name] is not None and trajectory[name].shape != (T,):
+            raise ConfigError(f"{source}: {T} actions, but {name} {list(trajectory[name].shape)}; it has one a step")
+    obs = trajectory["obs"]
+    for name, value in obs.items() if isinstance(obs, Mapping) else [("", obs)]:
+        if value is not None and len(value) != T + 1:
+            raise ConfigError(
+                f"{source}: {T} actions, but {len(value)} observations {name}; there is one more than actions"
+            )
+    return trajectory
+
+
+def shapes(trajectory: Trajectory) -> str:
+    """The shapes of one step's observation and action, for messages and comparisons."""
+    obs = trajectory["obs"]
+    if isinstance(obs, Mapping):
+        seen = "observations " + ", ".join(f"{name} {list(value.shape[1:])}" for name, value in obs.items())
+    else:
+        seen = "no observations" if obs is None else f"observations {list(obs.shape[1:])}"
+    return f"{seen} and actions {list(trajectory['actions'].shape[1:])}"
+
+
+def not_finite(trajectory: Trajectory, fields: Sequence[str]) -> str:
+    """Which of the fields hold a number that is not finite, and where first; empty where none does."""
+    for field in fields:
+        for name, part in _arrays(field, trajectory[field]):
+            if (rows := bad_rows(part)).any():
+                return f"{trajectory['source']}: {name} of step {int(np.argmax(rows))} is not finite"
+    return ""
+
+
+def _arrays(name: str, value: Any) -> Iterator[tuple[str, np.ndarray]]:
+    """What a field holds, at any depth, with its dotted name."""
+    if isinstance(value, Mapping):
+        for key, part in value.items():
+            yield from _arrays(f"{name}.{key}", part)
+    elif value is not None:
+        yield name, value

@@ -1,0 +1,125 @@
+"""What an environment is to rlhpc: a vector of slots that are stepped together and reset themselves."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from rlhpc.embodied.envs.observations import Obs
+
+Step = tuple[Obs, np.ndarray, np.ndarray, np.ndarray, dict[str, Any]]
+
+
+class VectorEnv(ABC):
+    """A vector environment with same-step auto-reset.
+
+    When a slot's episode ends in a step, the observation returned is the first of its next episode, and
+    `infos["final_obs"]` has the true last one in that slot's row. `infos["episode"]` then has `return`, `length` and `mask`,
+    and where the simulator knows success `success_once` and `success_at_end`, each `[N]`; rows outside `mask` mean nothing.
+
+    An observation is an array `[N, ...]`, or a dict of them (`observation_space` is then a `Dict` of `Box`): "state" float32
+    `[N, D]`, "rgb" uint8 `[N, H, W, C]`, "depth" `[N, H, W, 1]`, "instruction" uint8 `[N, bytes]` (`encode_text`), and so on.
+
+    Attributes:
+        num_envs: N.
+        observation_space, action_space: Of one slot.
+        supports_state: Whether `state_dict` captures the simulators, so that a resumed run goes on mid-episode.
+        gains_by_processes: Whether its slots go into processes of their own where a rank has cores for them.
+        restarts: Simulator processes that died or hung and were started again.
+        keep_states: Set by a recording: `infos["final_env_states"]` then has the simulators' states of before the resets,
+            where the environment has a method `env_states() -> nested dict of arrays [N, ...]`.
+    """
+
+    num_envs: int
+    observation_space: Any
+    action_space: Any
+    supports_state = False
+    gains_by_processes = False
+    restarts = 0
+    keep_states = False
+
+    @abstractmethod
+    def reset(self, seed: int | None = None) -> tuple[Obs, dict[str, Any]]:
+        """Starts new episodes in all slots; returns `obs [N, ...]`. With `seed` the slots' generators start anew."""
+
+    @abstractmethod
+    def step(self, actions: np.ndarray) -> Step:
+        """One step of all slots.
+
+        Args:
+            actions: `[N, ...]`.
+
+        Returns:
+            obs `[N, ...]`, rewards float32 `[N]`, terminations and truncations bool `[N]`, infos.
+        """
+
+    def chunk_step(self, actions: np.ndarray) -> Step:
+        """Executes an action chunk, one action after the other; an episode that ends within it skips the rest.
+
+        Here, the slot goes on with the rest in its next episode, whose rewards up to the chunk's end are left out;
+        a subclass that can step some of its slots stops there.
+
+        Args:
+            actions: `[N, chunk, dim]`.
+
+        Returns:
+            As `step`, with rewards summed over the chunk. For a chunk of several actions `infos["chunk"]` has `rewards`
+            float32 and `mask` bool, each `[N, chunk]`: what each action brought, and whether its slot was still in the
+            episode that the chunk began in.
+        """
+        if actions.shape[1] == 1:
+            return self.step(actions[:, 0])
+        shape = (self.num_envs, actions.shape[1])
+        rewards, executed = np.zeros(shape, np.float32), np.zeros(shape, bool)
+        terminations = np.zeros(self.num_envs, bool)
+        truncations = np.zeros(self.num_envs, bool)
+        infos: dict[str, Any] = {}
+        for i in range(actions.shape[1]):
+            done = terminations | truncations
+            obs, reward, terminated, truncated, info = self.step(actions[:, i])
+            rewards[:, i], executed[:, i] = np.where(done, 0, reward), ~done
+            fresh = (terminated | truncated) & ~done
+            terminations |= terminated & fresh
+            truncations |= truncated & fresh
+            if fresh.any():
+                merge_infos(infos, info, fresh)
+        infos["chunk"] = {"rewards": rewards, "mask": executed}
+        return obs, rewards.sum(1), terminations, truncations, infos
+
+    def state_dict(self) -> Any:
+        """Everything the next step depends on, as plain containers, arrays and bytes."""
+        raise NotImplementedError(f"{type(self).__name__} cannot save its state")
+
+    def load_state_dict(self, state: Any) -> None:
+        """Inverse of `state_dict`."""
+        raise NotImplementedError(f"{type(self).__name__} cannot restore a state")
+
+    def slot_state(self, state: Any, index: int) -> Any:
+        """One slot's part of a `state_dict`."""
+        return state["slots"][index]
+
+    def merge_states(self, slots: list[Any]) -> Any:
+        """A `state_dict` made of slots' parts, so that another layout can resume."""
+        return {"slots": slots}
+
+    def render(self, slots: Sequence[int] | None = None) -> np.ndarray | None:
+        """Pictures of slots (all by default), uint8 `[n, H, W, 3]`; None where there is no renderer."""
+        del slots
+        return None
+
+    def close(self) -> None:  # noqa: B027 (most simulators have nothing to free)
+        """Frees the simulators."""
+
+
+def merge_infos(into: dict[str, Any], info: dict[str, Any], mask: np.ndarray) -> None:
+    """Puts the rows of `mask` of one step's infos into those of earlier steps."""
+    for name, value in info.items():
+        if isinstance(value, dict):
+            merge_infos(into.setdefault(name, {}), value, mask)
+        elif name not in into:
+            into[name] = np.array(value)
+        else:
+            into[name][mask] = value[mask]

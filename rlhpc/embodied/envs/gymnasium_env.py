@@ -1,0 +1,377 @@
+"""Any `gymnasium.make` environment, vectorised in this process with little overhead.
+
+The step limit is counted here instead of by a wrapper; gymnasium's checkers are off; buffers are reused.
+"""
+
+from __future__ import annotations
+
+import difflib
+import operator
+import pickle
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import gymnasium
+import numpy as np
+from gymnasium import spaces
+from gymnasium.wrappers import OrderEnforcing, PassiveEnvChecker, RecordEpisodeStatistics, TimeLimit
+
+from rlhpc.embodied.envs.base import Step, VectorEnv, merge_infos
+from rlhpc.embodied.envs.observations import Obs, boxes_of, encode_text, is_text, text_space
+from rlhpc.runtime.errors import ConfigError
+from rlhpc.runtime.lookup import load_attribute
+
+_STRIPPED = (TimeLimit, OrderEnforcing, PassiveEnvChecker)
+_EXTRAS = {"box2d": "embodied", "mujoco": "embodied", "ale_py": "atari", "mani_skill": "embodied"}
+_MUJOCO = ("model", "data", "mujoco_renderer")
+#: Simulators without a state to be had whose resets leave nothing behind. (BipedalWalker keeps its Box2D world.)
+_REPLAYED = ("LunarLander", "LunarLanderContinuous")
+#: What numpy and a dict say of an observation that does not fit its room.
+_MISFITS = (ValueError, TypeError, KeyError)
+_NOT_STATE = ("screen", "surf", "clock", "viewer", "window", "spec", "observation_space", "action_space")
+
+
+def nearest_ids(env_id: str) -> list[str]:
+    """Registered ids that look like `env_id`."""
+    return difflib.get_close_matches(env_id, list(gymnasium.registry), 3, 0.5)
+
+
+def _mujoco_arrays(data: Any) -> dict[str, Any]:
+    """All that an `MjData` holds, derived quantities too: after a step they are those of the substep before."""
+    names = (name for name in dir(data) if not name.startswith("_"))
+    values = ((name, getattr(data, name)) for name in names if name not in ("contact", "model"))
+    return {n: v.copy() if isinstance(v, np.ndarray) else v for n, v in values if isinstance(v, (np.ndarray, float))}
+
+
+def _set_mujoco(data: Any, name: str, value: Any) -> None:
+    """Restores one of them; arrays whose size varies with the contacts are made anew by the next step."""
+    if not isinstance(value, np.ndarray):
+        setattr(data, name, value)
+    elif (array := getattr(data, name)).shape == value.shape and array.flags.writeable:
+        array[...] = value
+
+
+def make_one(cfg: Any) -> tuple[gymnasium.Env[Any, Any], int]:
+    """One environment of a section and its step limit (0 for none).
+
+    Raises:
+        ConfigError: Unknown id, missing extra, or arguments that the environment refuses.
+    """
+    env_id, kwargs = str(cfg.env_id), dict(cfg.kwargs or {})
+    try:
+        env = gymnasium.make(env_id, disable_env_checker=True, **kwargs)
+    except gymnasium.error.DependencyNotInstalled as error:
+        raise ConfigError(
+            f"env_id {env_id!r} needs a package that is not installed ({error}); run: pip install 'rlhpc[embodied]'"
+        ) from None
+    except (gymnasium.error.Error, ModuleNotFoundError) as error:
+        near = nearest_ids(env_id)
+        hint = f"did you mean {', '.join(map(repr, near))}?" if near else "see gymnasium.registry for all ids."
+        raise ConfigError(f"env_id is {env_id!r}, which gymnasium does not know ({error}); {hint}") from None
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"env_id {env_id!r} refuses kwargs {kwargs}: {error}") from None
+    limit = cfg.max_episode_steps
+    if limit is None:
+        limit = env.spec.max_episode_steps if env.spec is not None else None
+    while isinstance(env, _STRIPPED):
+        env = env.env
+    for path in cfg.wrappers or []:
+        env = load_attribute(str(path), "env.wrappers")(env)
+    return env, int(limit or 0)
+
+
+def _statistics(env: Any) -> RecordEpisodeStatistics[Any, Any] | None:
+    """The wrapper that counts returns, if there is one: those above it may change the rewards that the learner sees."""
+    while isinstance(env, gymnasium.Wrapper):
+        if isinstance(env, RecordEpisodeStatistics):
+            return env
+        env = env.env
+    return None
+
+
+def _unsupported(env_id: str, space: Any) -> ConfigError:
+    return ConfigError(
+        f"env_id {env_id!r} has observations {space}; supported is Box, or a Dict of Box and Text: add "
+        f"gymnasium.wrappers:FlattenObservation to env.train.wrappers"
+    )
+
+
+def _form(box: Any, count: int) -> tuple[tuple[int, ...], Any]:
+    """Shape and dtype of the observations of `count` slots."""
+    return (count, *box.shape), np.float32 if box.dtype == np.float64 else box.dtype
+
+
+class GymnasiumVectorEnv(VectorEnv):
+    """N independent environments; slot i of the run is seeded by (seed, i), or by its group where `group_size` > 1.
+
+    Args:
+        cfg: Section `env.train` or `env.eval`.
+        num_envs: Slots here.
+        slot_offset: Global number of the first.
+        seed: Of the run.
+    """
+
+    def __init__(self, cfg: Any, num_envs: int, slot_offset: int, seed: int) -> None:
+        self.num_envs, self._offset, self._env_id = num_envs, slot_offset, str(cfg.env_id)
+        made = [make_one(cfg) for _ in range(num_envs)]
+        self.envs = [env for env, _ in made]
+        self._statistics = [_statistics(env) for env in self.envs]
+        self._limit = self.max_episode_steps = made[0][1]
+        self.observation_space, self.action_space = self.envs[0].observation_space, self.envs[0].action_space
+        self._several = isinstance(self.observation_space, spaces.Dict)
+        self._texts: dict[str, int] = {}
+        if self._several:
+            self.observation_space = self._boxes(str(cfg.env_id))
+        elif not isinstance(self.observation_space, spaces.Box):
+            raise _unsupported(str(cfg.env_id), self.observation_space)
+        self._forms = {key: _form(box, num_envs) for key, box in boxes_of(self.observation_space).items()}
+        self._write: Callable[[Any, int, Any], None] = self._write_parts if self._several else operator.setitem
+        self._discrete = isinstance(self.action_space, spaces.Discrete)
+        # Policies count actions from 0.
+        self._start: Any = getattr(self.action_space, "start", 0)
+        self._box = isinstance(self.action_space, spaces.Box)
+        self._ignore_terminations = bool(cfg.ignore_terminations)
+        self._scale = float(cfg.reward_scale)
+        self._group = max(1, int(cfg.group_size))
+        self._fixed = bool(cfg.use_fixed_reset_state_ids)
+        self._relative = bool(cfg.use_rel_reward)
+        self._before = [0.0] * num_envs
+        self._once = [False] * num_envs
+        self._elapsed = [0] * num_envs
+        self._returns = [0.0] * num_envs
+        self._episodes = [0] * num_envs
+        self._seed = seed
+        self._fresh = True
+        #: Where a simulator cannot be pickled but played again: per slot how its episode began, and its actions since.
+        self._played: list[tuple[Any, list[Any]]] | None = None
+        self.supports_state = self._pickles()
+        if not self.supports_state and type(self.envs[0].unwrapped).__name__ in _REPLAYED:
+            self._played, self.supports_state = [(None, []) for _ in range(num_envs)], True
+
+    def _boxes(self, env_id: str) -> spaces.Dict:
+        """The space of several observations; texts are encoded."""
+        boxes: dict[str, spaces.Space[Any]] = {}
+        for key, space in self.observation_space.spaces.items():
+            if is_text(space):
+                boxes[key] = text_space(space)
+                self._texts[key] = boxes[key].shape[0]  # type: ignore[index]
+            elif isinstance(space, spaces.Box):
+                boxes[key] = space
+            else:
+                raise _unsupported(env_id, self.observation_space)
+        return spaces.Dict(boxes)
+
+    def _rows(self) -> Any:
+        """Room for the observation of all slots."""
+        if self._several:
+            return {key: np.zeros(*form) for key, form in self._forms.items()}
+        return np.zeros(*self._forms[""])
+
+    def _write_parts(self, rows: dict[str, np.ndarray], i: int, observed: Any) -> None:
+        for key, room in rows.items():
+            room[i] = encode_text(observed[key], self._texts[key]) if key in self._texts else observed[key]
+
+    def _misfit(self, observed: Any, i: int) -> ConfigError:
+        """An observation that is not of the environment's own observation space."""
+
+        def form(value: Any) -> str:
+            if isinstance(value, dict):
+                return "{" + ", ".join(f"{key}: {form(part)}" for key, part in value.items()) + "}"
+            return str(getattr(value, "shape", None) or type(value).__name__)
+
+        return ConfigError(
+            f"{self._env_id}: slot {i} gave an observation of shape {form(observed)}, and its observation_space is "
+            f"{self.envs[i].observation_space}; mend the environment, or wrap it (env.train.wrappers)"
+        )
+
+    def _slot_seed(self, index: int) -> int:
+        group = (self._offset + index) // self._group
+        return int(np.random.SeedSequence([self._seed, group]).generate_state(1)[0])
+
+    def reset(self, seed: int | None = None) -> tuple[Obs, dict[str, Any]]:
+        """See `VectorEnv.reset`."""
+        if seed is not None:
+            self._seed, self._fresh = seed, True
+        obs = self._rows()
+        for i in range(self.num_envs):
+            observed = self._reset(i, self._fresh)
+            try:
+                self._write(obs, i, observed)
+            except _MISFITS as error:
+                raise self._misfit(observed, i) from error
+            self._elapsed[i], self._returns[i], self._before[i], self._once[i] = 0, 0.0, 0.0, False
+        self._fresh = False
+        return obs, {}
+
+    def _reset(self, i: int, fresh: bool = False) -> Any:
+        seed = self._slot_seed(i) if fresh or self._fixed else None
+        if self._played is not None:
+            self._played[i] = (seed if seed is not None else self.envs[i].unwrapped.np_random.bit_generator.state, [])
+        return self.envs[i].reset(seed=seed)[0]
+
+    def step(self, actions: np.ndarray) -> Step:
+        """See `VectorEnv.step`. Box actions are clipped to the space's bounds."""
+        return self._advance(actions, range(self.num_envs), None)
+
+    def chunk_step(self, actions: np.ndarray) -> Step:
+        """See `VectorEnv.chunk_step`. A slot whose episode ended waits at the first observation of the next."""
+        obs, rewards, terminations, truncations, infos = self.step(actions[:, 0])
+        count = actions.shape[1]
+        if count == 1:
+            return obs, rewards, terminations, truncations, infos
+        each, executed = np.zeros((self.num_envs, count), np.float32), np.ones((self.num_envs, count), bool)
+        each[:, 0] = rewards
+        for i in range(1, count):
+            executed[:, i] = ~(terminations | truncations)
+            active = np.flatnonzero(executed[:, i]).tolist()
+            obs, reward, terminated, truncated, info = self._advance(actions[:, i], active, obs)
+            each[:, i] = reward
+            rewards += reward
+            ended = terminated | truncated
+            terminations |= terminated
+            truncations |= truncated
+            if ended.any():
+                merge_infos(infos, info, ended)
+        infos["chunk"] = {"rewards": each, "mask": executed}
+        return obs, rewards, terminations, truncations, infos
+
+    def _advance(self, actions: np.ndarray, slots: Sequence[int], obs: Any) -> Step:
+        """One step of the given slots; the others keep their row of `obs` and get no reward."""
+        n = self.num_envs
+        if self._discrete:
+            chosen: Any = (actions.reshape(-1) + int(self._start)).tolist()
+        elif self._box:
+            shaped = actions.reshape(n, *self.action_space.shape)
+            chosen = np.clip(shaped, self.action_space.low, self.action_space.high).astype(self.action_space.dtype)
+        else:
+            chosen = actions.reshape(n, *self.action_space.shape) + self._start
+        if obs is None:
+            obs = self._rows()
+        rewards = np.zeros(n, np.float32)
+        terminations, truncations = np.zeros(n, bool), np.zeros(n, bool)
+        infos: dict[str, Any] = {}
+        limit, elapsed, returns, write = self._limit, self._elapsed, self._returns, self._write
+        played = self._played
+        for i in slots:
+            env = self.envs[i]
+            observed, reward, terminated, truncated, info = env.step(chosen[i])
+            if played is not None:
+                played[i][1].append(chosen[i])
+            elapsed[i] += 1
+            returns[i] += float(reward)
+            rewards[i] = reward
+            if self._relative:
+                rewards[i], self._before[i] = float(reward) - self._before[i], float(reward)
+            if info and (info.get("success") or info.get("is_success")):
+                self._once[i] = True
+            if terminated and self._ignore_terminations:
+                terminated = False
+            if limit and elapsed[i] >= limit:
+                truncated = True
+            if terminated or truncated:
+                terminations[i], truncations[i] = terminated, truncated and not terminated
+                self._end(i, observed, info, infos)
+                observed = self._reset(i)
+                elapsed[i], returns[i], self._before[i], self._once[i] = 0, 0.0, 0.0, False
+            try:
+                write(obs, i, observed)
+            except _MISFITS as error:
+                raise self._misfit(observed, i) from error
+        if self._scale != 1.0:
+            rewards *= self._scale
+        return obs, rewards, terminations, truncations, infos
+
+    def _end(self, i: int, final: Any, info: dict[str, Any], infos: dict[str, Any]) -> None:
+        if "final_obs" not in infos:
+            n = self.num_envs
+            infos["final_obs"] = self._rows()
+            infos["episode"] = {
+                "return": np.zeros(n, np.float64), "length": np.zeros(n, np.int64), "mask": np.zeros(n, bool),
+            }  # fmt: skip
+        self._write(infos["final_obs"], i, final)
+        episode, counted = infos["episode"], self._statistics[i]
+        episode["return"][i] = self._returns[i] if counted is None else counted.episode_returns
+        episode["length"][i], episode["mask"][i] = self._elapsed[i], True
+        for name in ("success", "is_success"):
+            if name in info:
+                for key, value in (("success_once", self._once[i]), ("success_at_end", info[name])):
+                    episode.setdefault(key, np.zeros(self.num_envs, np.float64))[i] = float(value)
+        self._episodes[i] += 1
+
+    # -- state ----------------------------------------------------------------------------------------------------
+
+    def _simulator(self, env: gymnasium.Env[Any, Any]) -> bytes:
+        """The pickled attributes of an environment and its wrappers, without what draws and without spaces."""
+        layers = []
+        layer: Any = env
+        while True:
+            attributes = {k: v for k, v in vars(layer).items() if k != "env" and not k.endswith(_NOT_STATE)}
+            if hasattr(layer, "mujoco_renderer") and layer is layer.unwrapped:
+                attributes = {k: v for k, v in attributes.items() if k not in _MUJOCO}
+                attributes["data"] = _mujoco_arrays(layer.data)
+            layers.append(attributes)
+            if layer is layer.unwrapped or not hasattr(layer, "env"):
+                return pickle.dumps(layers)
+            layer = layer.env
+
+    def _pickles(self) -> bool:
+        try:
+            self._simulator(self.envs[0])
+        except Exception:  # simulators hold handles of every kind, and pickling them fails in as many ways
+            return False
+        return True
+
+    def state_dict(self) -> dict[str, Any]:
+        """See `VectorEnv.state_dict`."""
+        return {
+            "slots": [
+                {"simulator": self._simulator(env) if self._played is None else pickle.dumps(self._played[i]),
+                 "elapsed": self._elapsed[i], "return": self._returns[i], "episodes": self._episodes[i],
+                 "before": self._before[i], "once": self._once[i]}
+                for i, env in enumerate(self.envs)
+            ]
+        }  # fmt: skip
+
+    def load_state_dict(self, state: Any) -> None:
+        """See `VectorEnv.load_state_dict`. The bytes come from a checkpoint whose checksums were verified."""
+        slots = state["slots"]
+        if len(slots) != self.num_envs:
+            raise ValueError(f"state of {len(slots)} slots for {self.num_envs}")
+        for i, slot in enumerate(slots):
+            self._restore(i, pickle.loads(slot["simulator"]))
+            self._elapsed[i], self._returns[i] = int(slot["elapsed"]), float(slot["return"])
+            self._episodes[i] = int(slot["episodes"])
+            self._before[i], self._once[i] = float(slot.get("before", 0.0)), bool(slot.get("once", False))
+        self._fresh = False
+
+    def _restore(self, i: int, saved: Any) -> None:
+        layer: Any = self.envs[i]
+        if self._played is not None:
+            start, actions = self._played[i] = saved
+            if not isinstance(start, int):
+                layer.unwrapped.np_random.bit_generator.state = start
+            layer.reset(seed=start if isinstance(start, int) else None)
+            for action in actions:
+                layer.step(action)
+            return
+        for attributes in saved:
+            if hasattr(layer, "mujoco_renderer") and layer is layer.unwrapped:
+                for name, value in attributes.pop("data").items():
+                    _set_mujoco(layer.data, name, value)
+            vars(layer).update(attributes)
+            layer = getattr(layer, "env", layer)
+
+    def render(self, slots: Sequence[int] | None = None) -> np.ndarray | None:
+        """See `VectorEnv.render`."""
+        frames: list[Any] = []
+        for i in range(self.num_envs) if slots is None else slots:
+            env: Any = self.envs[i].unwrapped
+            if env.render_mode is None and "rgb_array" in env.metadata.get("render_modes", ()):
+                env.render_mode = "rgb_array"  # it is looked at when a picture is drawn, not before
+            frames.append(self.envs[i].render())
+        return np.stack(frames).astype(np.uint8) if all(isinstance(f, np.ndarray) for f in frames) else None
+
+    def close(self) -> None:
+        """Closes all environments."""
+        for env in self.envs:
+            env.close()

@@ -1,0 +1,370 @@
+"""ManiSkill 3 tasks: on the CPU all slots of a process batched (see `maniskill_batch`), on a GPU by its own simulation."""
+
+from __future__ import annotations
+
+import difflib
+import logging
+import sys
+from typing import Any
+
+import numpy as np
+import torch
+from omegaconf import OmegaConf
+
+from rlhpc.embodied.envs.base import Step, VectorEnv
+from rlhpc.embodied.envs.episodes import Episodes
+from rlhpc.embodied.envs.maniskill_data import (
+    convert,
+    flat,
+    join_states,
+    joint_action_space,
+    picture,
+    row_of,
+    select,
+    space_of,
+)
+from rlhpc.embodied.envs.observations import join
+from rlhpc.runtime.errors import ConfigError
+
+log = logging.getLogger(__name__)
+_OURS = ("num_envs", "max_episode_steps", "render_mode")
+
+
+class _NoMaterial:
+    """Stands in for a render material where no renderer can be loaded; nothing looks at it without one."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        vars(self).update(kwargs)
+
+
+def load_maniskill() -> bool:
+    """Imports ManiSkill, also where there is no Vulkan.
+
+    Returns:
+        Whether SAPIEN can render here.
+
+    Raises:
+        ConfigError: It is not installed.
+    """
+    try:
+        import sapien
+        import sapien.render
+    except ImportError as error:
+        raise ConfigError(f"env_type maniskill needs ManiSkill ({error}); run: pip install 'rlhpc[embodied]'") from None
+    if sapien.render.RenderMaterial is not _NoMaterial:
+        try:
+            sapien.render.RenderMaterial()
+        except RuntimeError:
+            real = sapien.render.RenderMaterial
+            for module in list(sys.modules.values()):
+                # Also where it has been imported from already, such as SAPIEN's loader of robots.
+                if getattr(module, "__dict__", {}).get("RenderMaterial") is real:
+                    vars(module)["RenderMaterial"] = _NoMaterial
+    try:
+        import mani_skill.envs  # noqa: F401  (registers the tasks)
+    except ImportError as error:
+        raise ConfigError(f"env_type maniskill needs ManiSkill ({error}); run: pip install 'rlhpc[embodied]'") from None
+    return sapien.render.RenderMaterial is not _NoMaterial
+
+
+def find_task(env_id: str) -> Any:
+    """ManiSkill's entry of a task.
+
+    Raises:
+        ConfigError: Unknown, or its assets are not downloaded.
+    """
+    load_maniskill()
+    from mani_skill.utils import assets
+    from mani_skill.utils.registration import REGISTERED_ENVS
+
+    if env_id not in REGISTERED_ENVS:
+        near = difflib.get_close_matches(env_id, list(REGISTERED_ENVS), 3, 0.5)
+        hint = f"did you mean {', '.join(map(repr, near))}?" if near else "see mani_skill's list of tasks"
+        raise ConfigError(f"env_id is {env_id!r}, which ManiSkill does not know; {hint}")
+    spec = REGISTERED_ENVS[env_id]
+    for name in spec.asset_download_ids or []:
+        group = name in assets.DATA_GROUPS
+        sources = assets.expand_data_group_into_individual_data_source_ids(name) if group else [name]
+        if not all(assets.is_data_source_downloaded(source) for source in sources):
+            raise ConfigError(
+                f"env_id {env_id!r} needs assets that are not on this machine ({name}); "
+                f"run: python -m mani_skill.utils.download_asset {env_id}"
+            )
+    return spec
+
+
+class ManiSkillVectorEnv(VectorEnv):
+    """N slots of a ManiSkill task; `env.train.kwargs` are those of `gym.make`.
+
+    obs_mode `state` (default) gives `[N, D]`; modes with textures (`rgb`, `rgbd`, `rgb+state`, …) give a dict of
+    `state` (what the task lets the policy know), `rgb` uint8 `[N, H, W, 3 x cameras]` and `depth` float32 in metres.
+    sim_backend and render_backend `auto` (default) take a GPU where torch sees one. An episode of a slot follows from
+    (seed, slot, how-manieth); on a GPU, where ManiSkill draws for all slots that reset together, only with `group_size`
+    over 1 or fixed reset states.
+
+    What a task draws when it is built (the size of a peg) a slot keeps, unless `reconfiguration_freq` says otherwise.
+
+    A saved slot is its episode's number and actions; loading plays them again. On the CPU that is exact: every reset
+    first clears PhysX's caches of contacts, which outlive a reset and which no state of ManiSkill's contains.
+
+    Args:
+        cfg: Section `env.train` or `env.eval`.
+        num_envs: Slots here.
+        slot_offset: Global number of the first.
+        seed: Of the run.
+    """
+
+    supports_state = True
+    gains_by_processes = not torch.cuda.is_available()
+
+    def __init__(self, cfg: Any, num_envs: int, slot_offset: int, seed: int) -> None:
+        self.num_envs, self._env_id = num_envs, str(cfg.env_id)
+        if cfg.wrappers:
+            raise ConfigError(f"env.train.wrappers is {list(cfg.wrappers)}; ManiSkill tasks take none")
+        spec = find_task(self._env_id)
+        self._kwargs = {**spec.default_kwargs, **_arguments(cfg, spec)}
+        self._gpu = self._kwargs["sim_backend"] not in ("cpu", "physx_cpu")
+        visual = self._kwargs["obs_mode"] not in ("state", "state_dict", "none")
+        limit = cfg.max_episode_steps if cfg.max_episode_steps is not None else spec.max_episode_steps
+        self.episodes = Episodes(cfg, num_envs, slot_offset, seed, int(limit or 0))
+        shared = self._gpu and int(cfg.group_size) == 1 and not cfg.use_fixed_reset_state_ids
+        # Pictures and scenes that are built anew for every episode are made slot by slot on the CPU.
+        self._alone = alone = not self._gpu and (visual or bool(self._kwargs.get("reconfiguration_freq")))
+        self._build_seeds = [build_seed(seed, (slot_offset + i) // int(cfg.group_size)) for i in range(num_envs)]
+        self._parts = self._build(spec, [1] * num_envs if alone else [num_envs], alone, seeded=not shared)
+        self._spec = spec
+        self._camera: Any = None
+        #: What `gym.make` needs to make the task again, for recordings.
+        self.record_kwargs = {**self._kwargs, "sim_backend": "physx_cuda" if self._gpu else "physx_cpu"}
+        self.max_episode_steps = int(limit or 0)
+        first = self._parts[0]
+        self.action_space, self._split = joint_action_space(first.single_action_space)
+        row = convert(first.get_obs())
+        self.observation_space = space_of(row)
+        self._history: list[list[np.ndarray]] = [[] for _ in range(num_envs)]
+
+    def _build(self, spec: Any, sizes: list[int], alone: bool, seeded: bool) -> list[Any]:
+        from rlhpc.embodied.envs.maniskill_tasks import seeded_task
+
+        batched, parts, start = not self._gpu and not alone, [], 0
+        kwargs = {**self._kwargs, "render_backend": "none"} if batched else self._kwargs
+        try:
+            for size in sizes:
+                task = seeded_task(spec.cls, batched, seeded, self._build_seeds[start : start + size])
+                with torch.inference_mode():
+                    parts.append(task(num_envs=size, **kwargs))
+                start += size
+        except (TypeError, ValueError, KeyError, AssertionError, NotImplementedError, RuntimeError) as error:
+            raise ConfigError(f"env_id {self._env_id!r} refuses kwargs {self._kwargs}: {error}") from None
+        return parts
+
+    # -- episodes ---------------------------------------------------------------------------------------------------
+
+    @torch.inference_mode()
+    def reset(self, seed: int | None = None) -> tuple[Any, dict[str, Any]]:
+        """See `VectorEnv.reset`."""
+        if seed is not None:
+            self.episodes.reseed(seed)
+        return self._begin(np.arange(self.num_envs)), {}
+
+    def _begin(self, slots: np.ndarray) -> Any:
+        """Resets slots; the observation of all."""
+        seeds = dict(zip(slots.tolist(), self.episodes.begin(slots), strict=True))
+        for slot in slots.tolist():
+            self._history[slot] = []
+        return self._reset_parts(seeds)
+
+    def _reset_parts(self, seeds: dict[int, int]) -> Any:
+        found, start = [], 0
+        for part in self._parts:
+            mine = {slot - start: seed for slot, seed in seeds.items() if start <= slot < start + part.num_envs}
+            found.append(convert(part.reset_slots(mine) if mine else part._last_obs))
+            start += part.num_envs
+        return join(found)
+
+    @torch.inference_mode()
+    def step(self, actions: np.ndarray) -> Step:
+        """See `VectorEnv.step`. ManiSkill clips actions to the space's bounds."""
+        return self._chunk(actions.reshape(self.num_envs, 1, -1))
+
+    @torch.inference_mode()
+    def chunk_step(self, actions: np.ndarray) -> Step:
+        """See `VectorEnv.chunk_step`; a slot whose episode ends within the chunk is reset after the chunk."""
+        return self._chunk(actions.reshape(self.num_envs, actions.shape[1], -1))
+
+    def _chunk(self, actions: np.ndarray) -> Step:
+        n, chunk = self.num_envs, actions.shape[1]
+        brought, executed = np.zeros((n, chunk), np.float32), np.zeros((n, chunk), bool)
+        terminations, truncations = np.zeros(n, bool), np.zeros(n, bool)
+        final: Any = None
+        success: np.ndarray | None = None
+        for i in range(chunk):
+            active = ~(terminations | truncations)
+            if not active.any():
+                break
+            obs, rewards, failed, success = self._simulate(actions[:, i])
+            for slot in np.flatnonzero(active).tolist():
+                self._history[slot].append(actions[slot, i].astype(np.float32))
+            brought[:, i], ends, cut = self.episodes.add(rewards, failed, success, active)
+            executed[:, i] = active
+            terminations |= ends
+            truncations |= cut
+            fresh = ends | cut
+            if fresh.any():
+                final = select(fresh, obs, obs if final is None else final)
+        done = terminations | truncations
+        infos: dict[str, Any] = {}
+        if chunk == 1 and success is not None:
+            infos["success"] = success
+        if done.any():
+            infos |= {"final_obs": final, "episode": self.episodes.report(done)}
+            if self.keep_states:
+                infos["final_env_states"] = self.env_states()
+            obs = self._begin(np.flatnonzero(done))
+        if chunk > 1:
+            infos["chunk"] = {"rewards": brought, "mask": executed}
+        return obs, brought.sum(1), terminations, truncations, infos
+
+    def _simulate(self, actions: np.ndarray) -> tuple[Any, np.ndarray, np.ndarray, np.ndarray | None]:
+        """One control step of all slots: obs, rewards `[N]`, failed `[N]`, success `[N]` where the task knows it."""
+        obs, rewards, failed, success, start = [], [], [], [], 0
+        for part in self._parts:
+            chosen = torch.from_numpy(np.ascontiguousarray(actions[start : start + part.num_envs], np.float32))
+            given = chosen.to(part.device)
+            observed, reward, _, _, info = part.step(
+                given
+                if self._split is None
+                else dict(zip(self._split, given.split([*self._split.values()], 1), strict=True))
+            )
+            obs.append(convert(observed))
+            rewards.append(flat(reward, part.num_envs))
+            failed.append(flat(info["fail"], part.num_envs) if "fail" in info else np.zeros(part.num_envs, bool))
+            if "success" in info:
+                success.append(flat(info["success"], part.num_envs).astype(bool))
+            start += part.num_envs
+        return (
+            join(obs), np.concatenate(rewards).astype(np.float32), np.concatenate(failed).astype(bool),
+            np.concatenate(success) if success else None,
+        )  # fmt: skip
+
+    # -- state ------------------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """Per slot the number of its episode and the actions since its reset."""
+        empty = np.zeros((0, int(np.prod(self.action_space.shape))), np.float32)
+        return {
+            "slots": [
+                {**self.episodes.place(slot), "actions": np.stack(actions) if actions else empty}
+                for slot, actions in enumerate(self._history)
+            ]
+        }
+
+    @torch.inference_mode()
+    def load_state_dict(self, state: Any) -> None:
+        """Plays the episodes under way again; the slots start one after the other, so that all end together."""
+        slots = state["slots"]
+        if len(slots) != self.num_envs:
+            raise ValueError(f"state of {len(slots)} slots for {self.num_envs}")
+        if self._gpu:
+            log.warning(
+                "%s: PhysX on a GPU is not deterministic: the resumed episodes are close, not equal", self._env_id
+            )
+        played = [np.asarray(slot["actions"], np.float32) for slot in slots]
+        left = np.array([len(actions) for actions in played])
+        for i, slot in enumerate(slots):
+            self.episodes.replay(i, slot)
+        actions = np.zeros((self.num_envs, int(np.prod(self.action_space.shape))), np.float32)
+        for remaining in range(int(left.max()), -1, -1):
+            starting = np.flatnonzero(left == remaining)
+            if starting.size:
+                self._begin(starting)
+            if not remaining:
+                return
+            active = left >= remaining
+            for slot in np.flatnonzero(active).tolist():
+                actions[slot] = played[slot][len(self._history[slot])]
+                self._history[slot].append(actions[slot].copy())
+            _, rewards, failed, success = self._simulate(actions)
+            self.episodes.add(rewards, failed, success, active)
+
+    def env_states(self) -> dict[str, Any]:
+        """ManiSkill's `get_state_dict` of all slots: nested dicts of arrays `[N, ...]`."""
+        return join_states([part.get_state_dict() for part in self._parts])
+
+    # -- pictures ---------------------------------------------------------------------------------------------------
+
+    @torch.inference_mode()
+    def render(self, slots: Any = None) -> np.ndarray | None:
+        """See `VectorEnv.render`. Slots that are simulated without a renderer are shown by one environment with one."""
+        chosen = list(range(self.num_envs)) if slots is None else [int(slot) for slot in slots]
+        if self._alone and self._kwargs["render_backend"] != "none":
+            return np.concatenate([picture(self._parts[slot]) for slot in chosen])
+        if self._gpu and self._kwargs["render_backend"] != "none":
+            return picture(self._parts[0])[chosen]
+        if self._camera is None and not self._open_camera():
+            return None
+        frames = []
+        for slot in chosen:
+            part, row = (self._parts[slot], 0) if self._alone else (self._parts[0], slot)
+            self._camera.set_state_dict(row_of(part.get_state_dict(), row))
+            frames.append(picture(self._camera))
+        return np.concatenate(frames)
+
+    def _open_camera(self) -> bool:
+        if self._camera is False or not load_maniskill():
+            return False
+        backend = "gpu" if torch.cuda.is_available() else "cpu"
+        wanted = {**self._kwargs, "obs_mode": "none", "sim_backend": "physx_cpu", "render_backend": backend}
+        try:
+            with torch.inference_mode():
+                self._camera = self._spec.cls(num_envs=1, render_mode="rgb_array", **wanted)
+        except RuntimeError as error:
+            log.warning("%s: no pictures, SAPIEN cannot render here: %s", self._env_id, error)
+            self._camera = False
+            return False
+        return True
+
+    def close(self) -> None:
+        """Frees the scenes."""
+        for env in [*self._parts, *([self._camera] if self._camera else [])]:
+            env.close()
+        self._parts, self._camera = [], None
+
+
+def build_seed(seed: int, group: int) -> int:
+    """Seed of what a slot's task draws when it is built; apart from those of its episodes."""
+    return int(np.random.SeedSequence([seed, group, 0, 1]).generate_state(1)[0]) & 0x7FFFFFFF
+
+
+def _arguments(cfg: Any, spec: Any) -> dict[str, Any]:
+    """`kwargs` with this adapter's defaults, checked as far as that goes without building anything."""
+    # ManiSkill changes what is nested in them.
+    given: Any = OmegaConf.to_container(cfg.kwargs) if OmegaConf.is_config(cfg.kwargs) else cfg.kwargs
+    kwargs: dict[str, Any] = dict(given or {})
+    for name in _OURS:
+        if name in kwargs:
+            raise ConfigError(f"env.train.kwargs.{name} is {kwargs[name]!r}; this one rlhpc sets itself")
+    kwargs.setdefault("obs_mode", "state")
+    if kwargs["obs_mode"] in ("none", "sensor_data", "pointcloud"):
+        raise ConfigError(
+            f"env.train.kwargs.obs_mode is {kwargs['obs_mode']!r}; supported are state, rgb, depth, and these joined by '+'"
+        )
+    # Several tasks build their scene anew for every episode, but only where there is one slot.
+    kwargs.setdefault("reconfiguration_freq", 0)
+    modes = spec.cls.SUPPORTED_REWARD_MODES
+    if kwargs.get("reward_mode") is not None and kwargs["reward_mode"] not in modes:
+        raise ConfigError(
+            f"env.train.kwargs.reward_mode is {kwargs['reward_mode']!r}; {cfg.env_id} has: {', '.join(modes)}"
+        )
+    gpu = torch.cuda.is_available()
+    if kwargs.get("sim_backend", "auto") == "auto":
+        kwargs["sim_backend"] = "physx_cuda" if gpu else "physx_cpu"
+    visual = kwargs["obs_mode"] not in ("state", "state_dict", "none")
+    if kwargs.get("render_backend", "auto") == "auto":
+        kwargs["render_backend"] = ("gpu" if gpu else "cpu") if visual else "none"
+    if visual and (kwargs["render_backend"] in ("none", None) or not load_maniskill()):
+        raise ConfigError(
+            f"env.train.kwargs.obs_mode is {kwargs['obs_mode']!r}, which needs a renderer: a GPU's Vulkan driver, or "
+            f"Mesa 23 or newer (mesa-vulkan-drivers, libvulkan1); obs_mode=state needs none"
+        )
+    return kwargs

@@ -1,0 +1,89 @@
+"""ManiSkill's tasks as rlhpc builds them: a seed for every slot, and many slots on the CPU."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import sapien
+import torch
+from sapien import physx
+
+from rlhpc.embodied.envs.maniskill_batch import BatchedScene, clear_contacts
+
+
+def seeded_task(task: type, batched: bool, seeded: bool, build_seeds: list[int]) -> Any:
+    """A subclass of a ManiSkill task whose slots are reset with a seed each.
+
+    Args:
+        task: Subclass of `BaseEnv`.
+        batched: It takes `num_envs > 1` with `sim_backend="physx_cpu"`, without rendering.
+        seeded: Slots draw their first states one by one, each from its seed; otherwise all that reset together at once.
+        build_seeds: What tasks draw when they are built (the size of a peg) follows from these, one a slot.
+    """
+
+    base: Any = task
+
+    class Task(base):
+        _slot_seeds: list[int] | None = None
+
+        def reset_slots(self, seeds: dict[int, int]) -> Any:
+            """Resets the slots that `seeds` names; the observation of all."""
+            if not self.gpu_sim_enabled:
+                clear_contacts(self.scene.px)
+            elif isinstance(self.scene, BatchedScene):
+                self.scene.px.clear_contacts(seeds)
+            before = self._slot_seeds or [0] * self.num_envs
+            self._slot_seeds = [seeds.get(slot, seed) for slot, seed in enumerate(before)]
+            chosen = torch.tensor(sorted(seeds), device=self.device)
+            return self.reset(seed=self._slot_seeds, options={"env_idx": chosen} if self.num_envs > 1 else None)[0]
+
+        def reset(self, seed: Any = None, options: dict[str, Any] | None = None) -> Any:
+            """As ManiSkill's; the constructor's own call takes `build_seeds`."""
+            built = self._slot_seeds is not None
+            return super().reset(seed=seed if built else build_seeds, options=options)
+
+        def _initialize_episode(self, env_idx: torch.Tensor, options: dict[str, Any]) -> None:
+            if self._slot_seeds is None or len(self._slot_seeds) == 1:
+                super()._initialize_episode(env_idx, options)
+                return
+            # torch.manual_seed also queues seeds for a GPU that is not used yet, with a traceback each.
+            seed_torch = torch.manual_seed if self.device.type == "cuda" else torch.default_generator.manual_seed
+            if not seeded:
+                # BaseEnv has seeded with the first slot of all, whose seed stays while others are reset.
+                first = int(env_idx[0])
+                seed_torch(self._slot_seeds[first])
+                self._episode_rng = self._batched_episode_rng[first]
+                super()._initialize_episode(env_idx, options)
+                return
+            mask = self.scene._reset_mask
+            for slot in env_idx.tolist():
+                seed_torch(self._slot_seeds[slot])
+                self._episode_rng = self._batched_episode_rng[slot]
+                self.scene._reset_mask = torch.zeros_like(mask)
+                self.scene._reset_mask[slot] = True
+                super()._initialize_episode(torch.tensor([slot], device=self.device), options)
+            self.scene._reset_mask = mask
+
+    class Batched(Task):
+        @property
+        def backend(self) -> Any:
+            return self._backend
+
+        @backend.setter
+        def backend(self, value: Any) -> None:
+            # The name alone makes BaseEnv refuse more than one environment.
+            value.sim_backend = "physx_cpu_batched"
+            self._backend = value
+
+        def _setup_scene(self) -> None:
+            self._set_scene_config()
+            scenes = [sapien.Scene([physx.PhysxCpuSystem()]) for _ in range(self.num_envs)]
+            self.scene = BatchedScene(
+                scenes, sim_config=self.sim_config, device=self.device, parallel_in_single_scene=False,
+                backend=self.backend,
+            )  # fmt: skip
+            self.scene.px.timestep = 1.0 / self._sim_freq
+
+    chosen = Batched if batched else Task
+    chosen.__name__ = chosen.__qualname__ = task.__name__
+    return chosen

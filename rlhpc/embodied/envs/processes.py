@@ -1,0 +1,332 @@
+"""Slots in simulator processes of their own, so that all cores are used and a crash or hang costs an episode only."""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import subprocess
+import time
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any
+
+import cloudpickle
+import numpy as np
+from omegaconf import OmegaConf
+
+from rlhpc.embodied.envs.base import Step, VectorEnv
+from rlhpc.embodied.envs.observations import join
+from rlhpc.embodied.envs.simulator import receive, send
+from rlhpc.runtime.errors import ConfigError, RlhpcError
+from rlhpc.runtime.import_paths import python_path, run_module
+
+log = logging.getLogger(__name__)
+#: Seconds in which a simulator must be ready: importing one may take a minute on a cold filesystem.
+_START_S = 600.0
+#: Times in a row that a simulator may fail without a step in between.
+_FAILURES = 3
+
+
+class SimulatorFailed(Exception):
+    """A simulator process died, hung or raised; says which."""
+
+
+class _Simulator:
+    """One process and the slots that it has."""
+
+    def __init__(self, share: range) -> None:
+        self.share = share
+        self.failures = 0
+
+    def start(self, python: str | None, factory: Any, cfg: Any, kwargs: dict[str, Any]) -> None:
+        """Starts the process, by default with this Python; `answer` then has what the environment is like."""
+        mine, its = socket.socketpair()
+        life, self._lifeline = os.pipe()
+        try:
+            self.process = subprocess.Popen(
+                run_module("rlhpc.embodied.envs.simulator", str(its.fileno()), str(life), python=python),
+                pass_fds=(its.fileno(), life),
+                stdin=subprocess.DEVNULL,
+                env={**os.environ, "PYTHONPATH": python_path(foreign=python is not None), "OMP_NUM_THREADS": "1"},
+            )
+        except OSError as error:
+            mine.close()
+            os.close(self._lifeline)
+            raise ConfigError(
+                f"env.train.simulator_python is {python!r}, which cannot be started: {error.strerror}"
+            ) from None
+        finally:
+            its.close()
+            os.close(life)
+        self._sock = mine
+        self._deadline = time.monotonic() + _START_S
+        self._exchange(send, mine, cloudpickle.dumps((factory, cfg, kwargs)), self._deadline)
+
+    def call(self, name: str, *args: Any, timeout_s: float) -> None:
+        """Asks for something; `answer` waits for it."""
+        self._deadline = time.monotonic() + timeout_s
+        self._exchange(send, self._sock, (name, args), self._deadline)
+
+    def answer(self) -> Any:
+        """What the last call gives.
+
+        Raises:
+            SimulatorFailed: It died, hung or raised.
+            ConfigError: The environment cannot be built as configured.
+        """
+        kind, value = self._exchange(receive, self._sock, self._deadline)
+        if kind == "config":
+            raise ConfigError(value)
+        if kind == "raised":
+            raise SimulatorFailed(f"raised:\n{value}")
+        return value
+
+    def _exchange(self, exchange: Any, *args: Any) -> Any:
+        try:
+            return exchange(*args)
+        except TimeoutError:
+            raise SimulatorFailed("hung") from None
+        except (EOFError, OSError):
+            try:
+                code = self.process.wait(timeout=10)
+            except subprocess.TimeoutExpired:
+                code = None
+            ending = f"signal {-code}" if code is not None and code < 0 else f"exit code {code}"
+            raise SimulatorFailed(f"died ({ending})") from None
+
+    def stop(self) -> None:
+        """Ends the process, whatever its state."""
+        if hasattr(self, "process"):
+            self.process.kill()
+            self.process.wait()
+            self._sock.close()
+            os.close(self._lifeline)
+            del self.process
+
+
+class ProcessVectorEnv(VectorEnv):
+    """A vector environment whose slots live in several processes, neighbours together.
+
+    A process that dies, hangs or raises is started again: its slots' episodes end as truncated at the last observation
+    seen, with no reward and without an entry in the episode statistics; `infos["lost"]` marks them, `restarts` counts.
+
+    Args:
+        factory: What builds a process's share: `(cfg, num_envs, slot_offset, seed) -> VectorEnv`.
+        cfg: Section `env.train` or `env.eval`.
+        num_envs, slot_offset, seed: As for any environment.
+        processes: How many.
+    """
+
+    def __init__(self, factory: Any, cfg: Any, num_envs: int, slot_offset: int, seed: int, processes: int) -> None:
+        self.num_envs, self._offset, self._seed = num_envs, slot_offset, seed
+        if OmegaConf.is_config(cfg):
+            # Values that refer to other sections are looked up here, where those are.
+            cfg = OmegaConf.create(OmegaConf.to_container(cfg, resolve=True))
+        self._factory, self._cfg = factory, cfg
+        self._timeout_s = float(cfg.simulator_timeout_s)
+        bounds = np.linspace(0, num_envs, min(processes, num_envs) + 1).astype(int).tolist()
+        self._simulators = [_Simulator(range(a, b)) for a, b in pairwise(bounds)]
+        self._lost: dict[int, Any] = {}  # simulators that were lost between steps, with the observation they begin at
+        try:
+            for simulator in self._simulators:
+                self._start(simulator)
+            facts = [self._first_answer(simulator) for simulator in self._simulators]
+        except BaseException:
+            self.close()
+            raise
+        self.observation_space, self.action_space = facts[0]["observation_space"], facts[0]["action_space"]
+        self.supports_state = facts[0]["supports_state"]
+
+    def _start(self, simulator: _Simulator) -> None:
+        # A restarted simulator gets episodes that it has not had, lest it die of the same one again.
+        seed = self._seed
+        if self.restarts:
+            seed = int(np.random.SeedSequence([seed, simulator.share.start, self.restarts]).generate_state(1)[0])
+        share = {"num_envs": len(simulator.share), "slot_offset": self._offset + simulator.share.start, "seed": seed}
+        simulator.start(self._cfg.simulator_python, self._factory, self._cfg, share)
+
+    def _first_answer(self, simulator: _Simulator) -> dict[str, Any]:
+        try:
+            facts: dict[str, Any] = simulator.answer()
+            return facts
+        except SimulatorFailed as failure:
+            raise RlhpcError(f"a simulator of env_id {self._cfg.env_id!r} {failure} while it started") from None
+
+    # -- episodes ---------------------------------------------------------------------------------------------------
+
+    def reset(self, seed: int | None = None) -> tuple[Any, dict[str, Any]]:
+        """See `VectorEnv.reset`."""
+        if seed is not None:
+            self._seed = seed
+        self._lost.clear()
+        answers = self._ask("reset", lambda share: (seed,), recover=lambda obs: (obs, {}))
+        self._seen = [obs for obs, _ in answers]
+        return join(self._seen), {}
+
+    def step(self, actions: np.ndarray) -> Step:
+        """See `VectorEnv.step`."""
+        return self._advance("step", actions)
+
+    def chunk_step(self, actions: np.ndarray) -> Step:
+        """See `VectorEnv.chunk_step`."""
+        return self._advance("chunk_step", actions)
+
+    def _advance(self, name: str, actions: np.ndarray) -> Step:
+        answers: list[Any] = self._ask(
+            name, lambda share: (actions[share.start : share.stop],), recover=lambda obs: obs
+        )
+        lost = np.zeros(self.num_envs, bool)
+        for i, simulator in enumerate(self._simulators):
+            if isinstance(answers[i], tuple):
+                simulator.failures = 0
+                continue
+            n, share = len(simulator.share), simulator.share
+            lost[share.start : share.stop] = True
+            infos: dict[str, Any] = {"final_obs": self._seen[i]}
+            if actions.shape[1:2] != (1,) and name == "chunk_step":
+                infos["chunk"] = {"rewards": np.zeros((n, actions.shape[1]), np.float32)}
+                infos["chunk"]["mask"] = np.zeros((n, actions.shape[1]), bool)
+            answers[i] = (answers[i], np.zeros(n, np.float32), np.zeros(n, bool), np.ones(n, bool), infos)
+        self._seen = [answer[0] for answer in answers]
+        infos = _merge([answer[4] for answer in answers], [len(s.share) for s in self._simulators])
+        if lost.any():
+            infos["lost"] = lost
+            infos.setdefault("episode", {name: np.zeros(self.num_envs) for name in ("return", "length")})
+            infos["episode"].setdefault("mask", np.zeros(self.num_envs, bool))
+        obs, rewards, terminations, truncations = (join([answer[k] for answer in answers]) for k in range(4))
+        return obs, rewards, terminations, truncations, infos
+
+    def _ask(self, name: str, args: Any, recover: Any) -> list[Any]:
+        """Calls all simulators at once.
+
+        Args:
+            name: Method.
+            args: Its arguments, from a simulator's share of the slots.
+            recover: The answer of one that was started again, from its first observation.
+        """
+        failed: dict[int, SimulatorFailed] = {}
+        for i, simulator in enumerate(self._simulators):
+            if i not in self._lost:
+                try:
+                    simulator.call(name, *args(simulator.share), timeout_s=self._timeout_s)
+                except SimulatorFailed as failure:
+                    failed[i] = failure
+        answers: list[Any] = []
+        for i, simulator in enumerate(self._simulators):
+            try:
+                if i in self._lost:
+                    answers.append(recover(self._lost.pop(i)))
+                elif i in failed:
+                    raise failed[i]
+                else:
+                    answers.append(simulator.answer())
+            except SimulatorFailed as failure:
+                answers.append(recover(self._restart(simulator, failure)))
+        return answers
+
+    def _restart(self, simulator: _Simulator, failure: SimulatorFailed) -> Any:
+        """Starts a simulator again; its first observations."""
+        while True:
+            simulator.failures += 1
+            share = simulator.share
+            slots = f"{self._offset + share.start}-{self._offset + share.stop - 1}"
+            if simulator.failures > _FAILURES:
+                raise RlhpcError(f"the simulator of slots {slots} failed {_FAILURES + 1} times in a row: it {failure}")
+            log.warning("the simulator of slots %s %s; their episodes are lost, it starts again", slots, failure)
+            self.restarts += 1
+            simulator.stop()
+            try:
+                self._start(simulator)
+                simulator.answer()
+                simulator.call("reset", timeout_s=self._timeout_s)
+                return simulator.answer()[0]
+            except SimulatorFailed as again:
+                failure = again
+
+    # -- state and pictures -----------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """See `VectorEnv.state_dict`; does not depend on the number of processes."""
+        while True:
+            lost = set(self._lost)
+            states = self._ask_between("save")
+            if set(self._lost) == lost:
+                return {"slots": [slot for part in states for slot in part]}
+
+    def _ask_between(self, name: str) -> list[Any]:
+        """As `_ask`, between steps: whoever fails loses its episodes at the next step."""
+        answers: list[Any] = []
+        for i, simulator in enumerate(self._simulators):
+            try:
+                simulator.call(name, timeout_s=self._timeout_s)
+                answers.append(simulator.answer())
+            except SimulatorFailed as failure:
+                self._lost[i] = self._restart(simulator, failure)
+                answers.append(None)
+        return answers
+
+    def load_state_dict(self, state: Any) -> None:
+        """See `VectorEnv.load_state_dict`."""
+        slots = state["slots"]
+        if len(slots) != self.num_envs:
+            raise ValueError(f"state of {len(slots)} slots for {self.num_envs}")
+        for simulator in self._simulators:
+            # Playing an episode again takes as long as it took.
+            part = slots[simulator.share.start : simulator.share.stop]
+            simulator.call("load", part, timeout_s=max(self._timeout_s, _START_S))
+        for simulator in self._simulators:
+            try:
+                simulator.answer()
+            except SimulatorFailed as failure:
+                raise ValueError(f"a simulator {failure} while it took over its state") from None
+
+    def slot_state(self, state: Any, index: int) -> Any:
+        """See `VectorEnv.slot_state`."""
+        return state["slots"][index]
+
+    def render(self, slots: Sequence[int] | None = None) -> np.ndarray | None:
+        """See `VectorEnv.render`."""
+        frames = []
+        for slot in range(self.num_envs) if slots is None else slots:
+            simulator = next(s for s in self._simulators if slot in s.share)
+            try:
+                simulator.call("render", [slot - simulator.share.start], timeout_s=self._timeout_s)
+                frames.append(simulator.answer())
+            except SimulatorFailed as failure:
+                self._lost[self._simulators.index(simulator)] = self._restart(simulator, failure)
+                frames.append(None)
+        return np.concatenate(frames) if all(frame is not None for frame in frames) else None
+
+    def close(self) -> None:
+        """Ends the processes."""
+        for simulator in self._simulators:
+            simulator.stop()
+
+
+def process_count(cfg: Any, factory: Any, num_envs: int) -> int:
+    """Processes for an environment's slots; 0 keeps them in this one. See `env.train.simulators`."""
+    wanted = cfg.simulators
+    if wanted is None and cfg.simulator_python is not None:
+        wanted = 1
+    if wanted is None:
+        if not getattr(factory, "gains_by_processes", False):
+            return 0
+        # What the launcher granted this rank, which the affinity of a shared machine does not say.
+        cores = min(int(os.environ.get("OMP_NUM_THREADS") or 1 << 16), len(os.sched_getaffinity(0)))
+        wanted = cores if cores > 1 else 0
+    return min(int(wanted), num_envs)
+
+
+def _merge(parts: list[dict[str, Any]], sizes: list[int]) -> dict[str, Any]:
+    """Infos of neighbouring slots as one; where a part says nothing its rows are 0."""
+    merged: dict[str, Any] = {}
+    for name in {name: None for part in parts for name in part}:
+        found = [part.get(name) for part in parts]
+        known = next(value for value in found if value is not None)
+        if isinstance(known, dict):
+            merged[name] = _merge([value or {} for value in found], sizes)
+        else:
+            empty = [np.zeros((n, *np.shape(known)[1:]), np.asarray(known).dtype) for n in sizes]
+            merged[name] = np.concatenate([e if v is None else v for v, e in zip(found, empty, strict=True)])
+    return merged

@@ -1,0 +1,126 @@
+"""A simulator process: builds a vector environment for its parent (`processes`) and answers calls until the parent is gone.
+
+Started as `python -m rlhpc.embodied.envs.simulator SOCKET LIFELINE`, two inherited descriptors.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import pickle
+import select
+import signal
+import socket
+import struct
+import sys
+import time
+import traceback
+from typing import Any
+
+_HEADER = struct.Struct("!Q")
+
+
+def send(sock: socket.socket, message: Any, deadline: float | None = None) -> None:
+    """Sends one message.
+
+    Raises:
+        TimeoutError: The other end does not take it.
+        OSError: The other end is gone.
+    """
+    data = pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL)
+    _limit(sock, deadline)
+    sock.sendall(_HEADER.pack(len(data)) + data)
+
+
+def receive(sock: socket.socket, deadline: float | None = None) -> Any:
+    """Receives one message; raises as `send`, and EOFError where the other end has closed."""
+    (size,) = _HEADER.unpack(_read(sock, _HEADER.size, deadline))
+    return pickle.loads(_read(sock, size, deadline))
+
+
+def _read(sock: socket.socket, size: int, deadline: float | None) -> bytearray:
+    data = bytearray(size)
+    view, done = memoryview(data), 0
+    while done < size:
+        # The deadline is that of the whole message: a process may be stopped in the middle of one.
+        _limit(sock, deadline)
+        got = sock.recv_into(view[done:])
+        if not got:
+            raise EOFError("the other end has closed")
+        done += got
+    return data
+
+
+def _limit(sock: socket.socket, deadline: float | None) -> None:
+    if deadline is None:
+        sock.settimeout(None)
+        return
+    # What is there already is taken, however late: the time may have gone into waiting for another simulator.
+    sock.settimeout(max(deadline - time.monotonic(), 0.05))
+
+
+def die_with(lifeline: int) -> None:
+    """Has the kernel kill this process once the other end of a pipe is closed: also while it hangs or is stopped."""
+    fcntl.fcntl(lifeline, fcntl.F_SETOWN, os.getpid())
+    fcntl.fcntl(lifeline, fcntl.F_SETSIG, signal.SIGKILL)
+    fcntl.fcntl(lifeline, fcntl.F_SETFL, fcntl.fcntl(lifeline, fcntl.F_GETFL) | os.O_ASYNC)
+    if select.select([lifeline], [], [], 0)[0]:
+        os._exit(1)
+
+
+class _Slots:
+    """The calls a parent makes."""
+
+    def __init__(self, env: Any) -> None:
+        self.env = env
+
+    def save(self) -> list[Any]:
+        """One state a slot."""
+        state = self.env.state_dict()
+        return [self.env.slot_state(state, i) for i in range(self.env.num_envs)]
+
+    def load(self, slots: list[Any]) -> None:
+        """Inverse of `save`."""
+        self.env.load_state_dict(self.env.merge_states(slots))
+
+
+def serve(sock: socket.socket) -> None:
+    """Builds the environment that the first message describes, and answers until the parent closes."""
+    from rlhpc.runtime.errors import ConfigError
+
+    factory, cfg, kwargs = pickle.loads(receive(sock))
+    try:
+        env = factory(cfg, **kwargs)
+    except ConfigError as error:
+        send(sock, ("config", str(error)))
+        return
+    except Exception:
+        send(sock, ("raised", traceback.format_exc()))
+        return
+    facts = {name: getattr(env, name) for name in ("observation_space", "action_space", "supports_state")}
+    send(sock, ("done", facts))
+    slots = _Slots(env)
+    while True:
+        try:
+            name, args = receive(sock)
+        except (EOFError, ConnectionError):
+            return
+        try:
+            answer = getattr(slots if hasattr(slots, name) else env, name)(*args)
+        except Exception:
+            send(sock, ("raised", traceback.format_exc()))
+            return
+        send(sock, ("done", answer))
+
+
+def main() -> None:
+    """Entry point."""
+    sock, lifeline = (int(arg) for arg in sys.argv[1:3])
+    die_with(lifeline)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides what an interrupt means
+    serve(socket.socket(fileno=sock))
+    os._exit(0)  # simulators' destructors may hang
+
+
+if __name__ == "__main__":
+    main()

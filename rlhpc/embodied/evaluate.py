@@ -1,0 +1,164 @@
+"""`rlhpc eval`: a checkpoint's policy in its environment, offline and in one process, from the checkpoint alone."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import yaml
+from omegaconf import OmegaConf
+
+from rlhpc import __version__
+from rlhpc.checkpoint import read_manifest, require_valid
+from rlhpc.checkpoint.state import load_tensors
+from rlhpc.embodied.actors import ExpertPolicy, load_actor
+from rlhpc.embodied.film import Film
+from rlhpc.embodied.models import policy_from_spec
+from rlhpc.embodied.play import evaluate_policy
+from rlhpc.embodied.recording import record
+from rlhpc.metrics import ProgressBar
+from rlhpc.runs.folder import note
+from rlhpc.runtime.durable import replace_durably
+from rlhpc.runtime.errors import CheckpointError, ConfigError
+from rlhpc.runtime.plain import read_json, read_yaml
+from rlhpc.runtime.trust import Trust, without_variables
+
+
+def evaluate_checkpoint(
+    checkpoint: str | Path,
+    *,
+    cfg: Any = None,
+    suite: str = "default",
+    episodes: int | None = None,
+    output: str | Path | None = None,
+    trust_code: bool = False,
+) -> dict[str, Any]:
+    """Evaluates with deterministic actions, a fixed number of episodes per slot.
+
+    Args:
+        checkpoint: A `global_step_<N>` folder of any run, on any machine.
+        cfg: Takes the place of the checkpoint's own config.yaml: section `env.eval`, and `runner.seed`.
+        suite: Name of the evaluation.
+        episodes: Default `env.eval.num_episodes`.
+        output: JSON file to write, atomically.
+        trust_code: Import what the checkpoint names as `module:Class`, also where `cfg` does not name it.
+
+    Returns:
+        See `evaluate_policy`; besides suite, global_step and checkpoint.
+
+    Raises:
+        CheckpointError: The checkpoint has faults.
+        ConfigError: The environment cannot be built, or does not fit the policy.
+    """
+    folder = Path(checkpoint).expanduser().absolute()
+    require_valid(folder, hint="or evaluate another checkpoint")
+    cfg = _config(folder, Trust(trust_code)) if cfg is None else cfg
+    policy = _policy(folder, Trust.of(OmegaConf.to_container(cfg, resolve=True), trust_code))
+    films: list[Film] = []
+
+    def film(env: Any) -> Film:
+        films.append(Film(env, int(cfg.env.eval.video_episodes)))
+        return films[0]
+
+    # A checkpoint of an older version has no such key in its configuration.
+    shown = film if output is not None and int(cfg.env.eval.get("video_episodes", 0)) else None
+    wanted = int(cfg.env.eval.num_episodes if episodes is None else episodes)
+    begun = time.perf_counter()
+    try:
+        with ProgressBar(wanted, name="eval", unit="episode") as bar:
+
+            def told(done: int, steps: int) -> None:
+                bar.update(done, {"time/env_steps_per_s": steps / (time.perf_counter() - begun)})
+
+            result = evaluate_policy(
+                policy, cfg.env.eval, seed=int(cfg.runner.seed), episodes=episodes, watch=shown, told=told
+            )
+    except RuntimeError as error:
+        raise ConfigError(f"env.eval.env_id={cfg.env.eval.env_id} does not fit {folder}'s policy: {error}") from error
+    result |= {"suite": suite, "global_step": int(read_manifest(folder)["global_step"]), "checkpoint": str(folder)}
+    if output is not None:
+        if films and films[0].available:
+            video = Path(output).with_suffix(".mp4")
+            films[0].write(video, int(cfg.env.eval.video_fps))
+            result["video"] = video.name
+        elif films:
+            note(f"{cfg.env.eval.env_id} cannot be rendered here, so there is no video")
+        try:
+            replace_durably(Path(output), json.dumps(result, indent=2, sort_keys=True).encode() + b"\n")
+        except OSError as error:
+            raise ConfigError(f"{output}: cannot be written: {error.strerror}") from error
+    return result
+
+
+def record_episodes(
+    source: str,
+    cfg: Any,
+    output: Path,
+    *,
+    episodes: int,
+    only_success: bool = False,
+    mode: str = "eval",
+    seed: int | None = None,
+    teacher: str | None = None,
+    trust_code: bool = False,
+) -> dict[str, Any]:
+    """Records episodes of `env.eval` as trajectories.
+
+    Args:
+        source: A checkpoint, an export folder, a run folder, or an expert as `module:function`.
+        cfg: Configuration.
+        output, episodes, only_success, mode: See `record`.
+        seed: In the place of `runner.seed`.
+        teacher: Whose actions are written in the place of those played, as `source`.
+        trust_code: Import what a checkpoint or export names as `module:Class`, also where `cfg` does not name it.
+
+    Returns:
+        See `record`.
+    """
+    trust = Trust.of(OmegaConf.to_container(cfg, resolve=True), trust_code)
+    actor = load_actor(source, "--expert" if ":" in source else "--checkpoint", trust)
+    labels = None if teacher is None else load_actor(teacher, "--teacher", trust)
+    seed = int(cfg.runner.seed) if seed is None else seed
+    origin = {"source": source, "teacher": teacher, "mode": mode, "seed": seed, "rlhpc_version": __version__}
+    kind = "dagger" if teacher is not None else "scripted" if isinstance(actor, ExpertPolicy) else "rl"
+    try:
+        return record(
+            actor, cfg.env.eval, output, episodes=episodes, seed=seed, only_success=only_success, mode=mode,
+            teacher=labels, source_type=kind, source_desc=source, extra={"rlhpc": origin},
+        )  # fmt: skip
+    except RuntimeError as error:
+        raise ConfigError(
+            f"env.eval.env_id={cfg.env.eval.env_id} does not fit the policy of {source}: {error}"
+        ) from error
+
+
+def _config(folder: Path, trust: Trust) -> Any:
+    path = folder / "config.yaml"
+    if not path.is_file():
+        raise CheckpointError(f"{path}: missing; pass the run's configuration with --config")
+    try:
+        content = read_yaml(path.read_bytes())
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        raise CheckpointError(f"{path}: cannot be read as YAML: {error}") from error
+    if not isinstance(content, dict) or not isinstance(content.get("env"), dict):
+        raise CheckpointError(f"{path}: no configuration of a policy in an environment (no section env)")
+    cfg: Any = OmegaConf.create(content if trust.everything else without_variables(content, trust, str(path)))
+    trust.check(OmegaConf.to_container(cfg, resolve=True), str(path))
+    if lacks := [key for key in ("env.eval", "runner.seed") if OmegaConf.select(cfg, key) is None]:
+        raise CheckpointError(f"{path}: no {lacks[0]}; pass a configuration")
+    return cfg
+
+
+def _policy(folder: Path, trust: Trust) -> Any:
+    try:
+        spec = read_json((folder / "model.json").read_bytes())
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{folder / 'model.json'}: cannot be read ({error})") from error
+    policy = policy_from_spec(spec, trust, str(folder / "model.json"))
+    try:
+        policy.load_state_dict(load_tensors(folder / "model.safetensors"))
+    except RuntimeError as error:
+        raise CheckpointError(f"{folder}: the weights do not fit what model.json describes: {error}") from error
+    return policy.eval()

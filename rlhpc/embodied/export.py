@@ -1,0 +1,176 @@
+"""A checkpoint as a folder for others: model.safetensors + config.json + README.md, the Hugging Face layout; and
+policy.pt2 + policy.py, which act without rlhpc.
+
+export/global_step_<N>/config.json   {"architectures", "model_type", "policy": {...}, "env_id", "global_step", ...}
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import yaml
+
+from rlhpc.checkpoint.card import results_beside
+from rlhpc.checkpoint.folders import default_output, filled_folder, require_free
+from rlhpc.checkpoint.manifest import read_manifest
+from rlhpc.checkpoint.store import require_valid
+from rlhpc.embodied.card import policy_card
+from rlhpc.runtime.durable import write_durably
+from rlhpc.runtime.errors import CheckpointError, RlhpcError
+from rlhpc.runtime.plain import read_json, read_yaml
+from rlhpc.runtime.storage import advice
+from rlhpc.runtime.trust import Trust
+
+if TYPE_CHECKING:
+    from rlhpc.embodied.models import Policy
+
+EXPORT_FORMAT = 1
+
+
+def export_checkpoint(checkpoint: Path, output: Path | None = None, *, licence: str | None = None) -> Path:
+    """Write the export folder of a checkpoint, atomically; an existing one is replaced.
+
+    Args:
+        checkpoint: A `global_step_<N>` folder of any run, on any machine.
+        output: Target folder; by default `export/global_step_<N>` of the run the checkpoint lies in.
+        licence: SPDX identifier for the model card.
+
+    Returns:
+        The export folder.
+
+    Raises:
+        CheckpointError: The checkpoint has faults, or the target cannot be written.
+    """
+    checkpoint = Path(checkpoint).expanduser().absolute()
+    require_valid(checkpoint, hint="or convert another checkpoint with: rlhpc convert <checkpoint>")
+    step = int(read_manifest(checkpoint)["global_step"])
+    target = default_output(checkpoint, step) if output is None else Path(output).expanduser().absolute()
+    require_free(target)
+    config = _config(checkpoint, step)
+    try:
+        model = (checkpoint / "model.safetensors").read_bytes()
+        acting = _acting(checkpoint)
+        results = results_beside(checkpoint, step)
+        card = policy_card(config, checkpoint.name, results, licence=licence, standalone=bool(acting))
+        _write_folder(
+            target,
+            {
+                "model.safetensors": model,
+                "config.json": json.dumps(_finite(config), indent=2, sort_keys=True, allow_nan=False).encode() + b"\n",
+                "README.md": card.encode(),
+                **acting,
+            },
+        )
+    except OSError as error:
+        raise CheckpointError(
+            f"{checkpoint} could not be exported: {error.filename or target}: {error.strerror}. "
+            f"{advice(error, target)}, or give another output folder"
+        ) from error
+    return target
+
+
+def load_exported(folder: str | Path, *, trust_code: bool = False, trust: Trust | None = None) -> Policy:
+    """The policy of an export folder (or of a checkpoint folder), in eval mode, on the CPU.
+
+    Args:
+        folder: The folder.
+        trust_code: Import what the folder names as `module:Class`. Without it only models are built that are built in,
+            registered or an installed package's: a folder from elsewhere cannot run code.
+        trust: The same in detail, in the place of `trust_code`.
+
+    Raises:
+        CheckpointError: Files are missing, or the weights do not fit the policy that config.json describes.
+        ConfigError: It names code, and nobody said that it is trusted.
+    """
+    from rlhpc.checkpoint.state import load_tensors  # with torch, which an export does without
+    from rlhpc.embodied.models import policy_from_spec
+
+    folder = Path(folder).expanduser()
+    origin = folder / "config.json"
+    spec = _read_json(origin).get("policy") if origin.is_file() else None
+    if spec is None:
+        origin = folder / "model.json"
+        spec = _read_json(origin)
+    policy = policy_from_spec(spec, trust or Trust(trust_code), str(origin))
+    try:
+        policy.load_state_dict(load_tensors(folder / "model.safetensors"))
+    except RuntimeError as error:
+        raise CheckpointError(f"{folder}: the weights do not fit the policy it describes: {error}") from error
+    policy.eval()
+    return policy
+
+
+def _config(checkpoint: Path, step: int) -> dict[str, Any]:
+    from rlhpc import __version__
+
+    spec = _read_json(checkpoint / "model.json")
+    run: dict[str, Any] = {}
+    if (checkpoint / "config.yaml").is_file():
+        try:
+            run = read_yaml((checkpoint / "config.yaml").read_bytes()) or {}
+        except (ValueError, yaml.YAMLError) as error:
+            raise CheckpointError(f"{checkpoint / 'config.yaml'}: cannot be read as YAML: {error}") from error
+    env = _at(run, "env", "eval") or _at(run, "env", "train") or {}
+    return {
+        "format": EXPORT_FORMAT,
+        "architectures": ["rlhpc.models.Policy"],
+        "model_type": spec.get("model_type", "rlhpc"),
+        "policy": spec,
+        "env_id": env.get("env_id") or _at(run, "env", "train", "env_id"),
+        "env": env,
+        "run": _at(run, "runner", "name"),
+        "global_step": step,
+        "rlhpc_version": __version__,
+    }
+
+
+def _finite(value: Any) -> Any:
+    """With words in the place of infinities, which JSON has not; checkpoints of earlier versions have such."""
+    if isinstance(value, dict):
+        return {key: _finite(part) for key, part in value.items()}
+    if isinstance(value, list):
+        return [_finite(part) for part in value]
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _at(tree: Any, *keys: str) -> Any:
+    for key in keys:
+        tree = tree.get(key) if isinstance(tree, dict) else None
+    return tree
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        content = read_json(path.read_bytes())
+    except FileNotFoundError as error:
+        raise CheckpointError(f"{path}: missing, so the policy cannot be rebuilt") from error
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path}: cannot be read as JSON ({error})") from error
+    if not isinstance(content, dict):
+        raise CheckpointError(f"{path}: not a JSON object")
+    return content
+
+
+def _write_folder(target: Path, files: dict[str, bytes]) -> None:
+    with filled_folder(target) as staging:
+        for name, data in files.items():
+            write_durably(staging / name, data)
+
+
+def _acting(checkpoint: Path) -> dict[str, bytes]:
+    """The files by which the policy acts without rlhpc; none where torch.export cannot follow it, or it is code of one's own
+    that is not trusted."""
+    from rlhpc.embodied.standalone import SCRIPT, program_of
+
+    try:
+        program = program_of(load_exported(checkpoint))
+    except (
+        RlhpcError,
+        KeyError,
+        TypeError,
+    ):  # code that is not trusted, or a description of something else than a policy
+        return {}
+    return {} if program is None else {"policy.pt2": program, "policy.py": SCRIPT.encode()}

@@ -1,0 +1,136 @@
+"""Policy: what the rollout acts with and the actor trains."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from rlhpc.embodied.envs.observations import count_rows
+from rlhpc.embodied.envs.spaces import space_to_json
+from rlhpc.embodied.models.heads import CategoricalHead, GaussianHead, make_head
+from rlhpc.runtime.environment_values import to_plain
+
+
+def layer(inputs: int, outputs: int, gain: float, orthogonal: bool) -> nn.Linear:
+    """A linear layer with zero bias and, as PPO's implementations have it, orthogonal weights."""
+    linear = nn.Linear(inputs, outputs)
+    if orthogonal:
+        nn.init.orthogonal_(linear.weight, gain)
+        nn.init.zeros_(linear.bias)
+    return linear
+
+
+#: An observation, or several by name.
+Obs = Tensor | dict[str, Tensor]
+
+
+class Policy(nn.Module):
+    """An actor-critic. A subclass builds its networks and implements `features`.
+
+    Args:
+        cfg: Section `actor.model`.
+        observation_space, action_space: Of one environment slot.
+
+    Attributes:
+        logprob_type: How finely log-probabilities and entropies are told apart, one of `LEVELS`: token_level
+            `[B, chunk, dim]`, action_level `[B, chunk]`, chunk_level `[B]`. Who trains the policy sets it.
+        chunk: Actions that are chosen at once.
+        value_width: Values of one observation: 1, or one for each action of the chunk.
+    """
+
+    logprob_type = "chunk_level"
+    #: Whether the actions are a distribution of `rlhpc.embodied.models.heads`.
+    has_head = True
+
+    def __init__(self, cfg: Any, observation_space: Any, action_space: Any) -> None:
+        super().__init__()
+        self.observation_space, self.action_space = observation_space, action_space
+        self.chunk = int(getattr(cfg, "num_action_chunks", None) or 1)
+        self.value_width = self.chunk if getattr(cfg, "value_per_action", None) else 1
+        if self.has_head:
+            self.head: CategoricalHead | GaussianHead = make_head(action_space, float(cfg.log_std_init), self.chunk)
+        self._cfg = cfg
+
+    @abstractmethod
+    def features(self, obs: Any, policy: bool, value: bool) -> tuple[Tensor | None, Tensor | None]:
+        """What the head needs `[B, head.inputs]` and values `[B]` (`[B, value_width]` if that is above 1), each only if asked
+        for."""
+
+    def default_forward(
+        self,
+        inputs: dict[str, Any],
+        compute_logprobs: bool = True,
+        compute_entropy: bool = False,
+        compute_values: bool = False,
+    ) -> dict[str, Tensor]:
+        """The training pass.
+
+        Args:
+            inputs: `obs` (`[B, ...]`, or a dict of such tensors), `actions [B, chunk, dim]`, and what
+                `predict_action_batch` gave as `inputs`, if anything.
+            compute_logprobs, compute_entropy, compute_values: What to return.
+
+        Returns:
+            `logprobs` and `entropy`, see `logprob_type`, and `values` `[B]` or `[B, chunk]`.
+        """
+        head_input, values = self.features(inputs["obs"], compute_logprobs or compute_entropy, compute_values)
+        out: dict[str, Tensor] = {}
+        if head_input is not None:
+            logprobs, entropy = self.head.evaluate(head_input, inputs["actions"], compute_entropy, self.logprob_type)
+            out["logprobs"] = logprobs
+            if entropy is not None:
+                out["entropy"] = entropy
+        if values is not None:
+            out["values"] = values
+        return out
+
+    def predict_action_batch(
+        self, obs: Obs, mode: str = "train", noise: Tensor | None = None
+    ) -> tuple[Tensor, dict[str, Any]]:
+        """Acts.
+
+        Args:
+            obs: `[B, ...]`, or a dict of such tensors where the environment shows several things.
+            mode: "train" samples, "eval" takes the most likely action.
+            noise: `[B, ...]` rows of `sample_noise`; drawn here if a sample is wanted and none is given.
+
+        Returns:
+            Actions `[B, chunk, dim]`; `prev_logprobs`, `prev_values` as in `default_forward`, and where the log-probabilities
+            depend on more than observations and actions, `inputs`: a dict of tensors `[B, ...]` that training gets again.
+        """
+        head_input, values = self.features(obs, True, True)
+        assert head_input is not None and values is not None
+        if mode == "eval":
+            noise = None
+        elif noise is None:
+            noise = self.head.sample_noise((count_rows(obs),), torch.default_generator).to(head_input.device)
+        actions, logprobs = self.head.act(head_input, noise, self.logprob_type)
+        return actions, {"prev_logprobs": logprobs, "prev_values": values}
+
+    def sample_noise(self, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
+        """Noise for `predict_action_batch`, `[*shape, ...]`; a row belongs to one slot and step."""
+        return self.head.sample_noise(shape, generator)
+
+    def bc_loss(self, inputs: dict[str, Any]) -> Tensor:
+        """What behaviour cloning minimises, `[B]`: here the negative log-likelihood of `actions [B, chunk, dim]` at `obs`."""
+        logprobs = self.default_forward(inputs)["logprobs"]
+        return -logprobs.reshape(len(logprobs), -1).sum(1)
+
+    def value(self, obs: Obs) -> Tensor:
+        """Values `[B]`, or `[B, chunk]`."""
+        values = self.features(obs, False, True)[1]
+        assert values is not None
+        return values
+
+    def spec(self) -> dict[str, Any]:
+        """JSON from which `policy_from_spec` builds the same network."""
+        from omegaconf import OmegaConf
+
+        return {
+            "model": to_plain(self._cfg) if OmegaConf.is_config(self._cfg) else vars(self._cfg),
+            "observation_space": space_to_json(self.observation_space),
+            "action_space": space_to_json(self.action_space),
+        }

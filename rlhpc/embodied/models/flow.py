@@ -1,0 +1,244 @@
+"""Flow matching for chunks of actions, and log-probabilities of how a chunk came to be.
+
+An action chunk x_0 and noise x_1 ~ N(0, 1) are joined by x_t = (1 − t)·x_0 + t·x_1; a network learns the velocity
+v = x_1 − x_0 (Lipman et al. 2023; π0, Black et al. 2024, has this direction of time, too). Acting goes from t = 1 to 0 in K
+Euler steps. That is deterministic, so for reinforcement learning the steps are those of a stochastic equation with the same
+marginals (Flow-SDE: Flow-GRPO, Liu et al. 2025; π_RL, Chen et al. 2025):
+
+    x_{t−dt} ~ N(x_t − [v + σ²/(2t)·(x_t + (1 − t)·v)]·dt,  σ²·dt),    σ = noise_level·√(t / (1 − t)),
+
+with 1 − t at least 1/K. The log-probability of a chunk is that of all K steps given x_1.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from gymnasium import spaces
+from torch import Tensor
+
+from rlhpc.embodied.envs.observations import boxes_of, count_rows
+from rlhpc.embodied.models.base import Obs, Policy
+from rlhpc.embodied.models.heads import at_level
+from rlhpc.embodied.models.mlp import flat_numbers, flat_width, mlp
+from rlhpc.embodied.models.registry import find_model, register_model
+from rlhpc.runtime.errors import ConfigError
+
+#: Velocity `[B, chunk, dim]` of states `[B, chunk, dim]` at times `[B]`.
+Velocity = Callable[[Tensor, Tensor], Tensor]
+_LOG_2PI = math.log(2 * math.pi)
+_TIME_FEATURES = 32
+
+
+class Flow:
+    """The K steps from noise to actions.
+
+    Args:
+        steps: K.
+        noise_level: Scale of σ; 0 is the deterministic equation, which has no log-probabilities.
+    """
+
+    def __init__(self, steps: int, noise_level: float) -> None:
+        if steps < 1 or noise_level <= 0:
+            raise ConfigError(
+                f"actor.model.kwargs: num_steps is {steps} and noise_level {noise_level}; both must be greater than 0"
+            )
+        self.steps, self.noise_level = steps, noise_level
+        self.times = [1 - k / steps for k in range(steps)]
+
+    def moments(self, x: Tensor, v: Tensor, t: float) -> tuple[Tensor, float]:
+        """Mean `[B, chunk, dim]` and standard deviation of the step from `t`."""
+        dt = 1 / self.steps
+        variance = self.noise_level**2 * t / max(1 - t, dt)
+        drift = v + variance / (2 * t) * (x + (1 - t) * v)
+        return x - drift * dt, math.sqrt(variance * dt)
+
+    def act(self, velocity: Velocity, noise: Tensor | None, start: Tensor) -> Tensor:
+        """All states on the way, `[B, K + 1, chunk, dim]`, the last one the actions.
+
+        Args:
+            velocity: Of the policy.
+            noise: `[B, K, chunk, dim]`, of the steps; None goes the deterministic way.
+            start: `[B, chunk, dim]`, x_1.
+        """
+        states = [start]
+        for k, t in enumerate(self.times):
+            x = states[-1]
+            v = velocity(x, x.new_full((len(x),), t))
+            if noise is None:
+                states.append(x - v / self.steps)
+            else:
+                mean, std = self.moments(x, v, t)
+                states.append(mean + std * noise[:, k])
+        return torch.stack(states, 1)
+
+    def logprobs(self, velocity: Velocity, states: Tensor) -> Tensor:
+        """Log-probabilities of the steps, summed over them, `[B, chunk, dim]`."""
+        total = torch.zeros_like(states[:, 0])
+        for k, t in enumerate(self.times):
+            x = states[:, k]
+            mean, std = self.moments(x, velocity(x, x.new_full((len(x),), t)), t)
+            total = total - 0.5 * ((states[:, k + 1] - mean) / std) ** 2 - math.log(std) - 0.5 * _LOG_2PI
+        return total
+
+    def entropy(self) -> float:
+        """Of one component over all steps; it depends on `noise_level` alone."""
+        still = torch.zeros(1, 1, 1)
+        stds = [self.moments(still, still, t)[1] for t in self.times]
+        return sum(math.log(std) + 0.5 + 0.5 * _LOG_2PI for std in stds)
+
+
+class FlowActing(Policy):
+    """A policy that acts by a flow. A subclass gives `prepare`, which does once for an observation what all steps need.
+
+    Its networks live in actions scaled to −1 … 1 by the bounds of the action space, where it has some.
+    """
+
+    has_head = False
+    low: Tensor
+    high: Tensor
+
+    def __init__(self, cfg: Any, observation_space: Any, action_space: Any) -> None:
+        super().__init__(cfg, observation_space, action_space)
+        if not isinstance(action_space, spaces.Box):
+            raise ConfigError(f"model_type {cfg.model_type!r} needs continuous actions; these are {action_space}")
+        self.options = dict(getattr(cfg, "kwargs", None) or {})
+        self.flow = Flow(int(self.options.get("num_steps", 4)), float(self.options.get("noise_level", 0.5)))
+        self.dim = math.prod(action_space.shape)
+        low, high = scale_of(action_space)
+        self.register_buffer("low", low, persistent=False)
+        self.register_buffer("high", high, persistent=False)
+
+    @property
+    def state_shape(self) -> tuple[int, int]:
+        """Chunk and dim of the flow's states, of which the first `chunk` and `dim` are the policy's actions."""
+        return self.chunk, self.dim
+
+    def prepare(self, obs: Obs, policy: bool, value: bool) -> tuple[Velocity | None, Tensor | None]:
+        """The velocity for an observation, and values, each only if asked for."""
+        raise NotImplementedError
+
+    def features(self, obs: Any, policy: bool, value: bool) -> tuple[Tensor | None, Tensor | None]:
+        """See `Policy.features`; a flow has no input of a head."""
+        return None, self.prepare(obs, False, value)[1]
+
+    def default_forward(
+        self,
+        inputs: dict[str, Any],
+        compute_logprobs: bool = True,
+        compute_entropy: bool = False,
+        compute_values: bool = False,
+    ) -> dict[str, Tensor]:
+        """See `Policy.default_forward`; `inputs` has the `chain` of states of `predict_action_batch`."""
+        velocity, values = self.prepare(inputs["obs"], compute_logprobs, compute_values)
+        out: dict[str, Tensor] = {}
+        if velocity is not None:
+            out["logprobs"] = self._leveled(self.flow.logprobs(velocity, inputs["chain"]))
+        if compute_entropy:
+            count = count_rows(inputs["obs"])
+            each = self.low.new_full((count, self.chunk, self.dim), self.flow.entropy())
+            out["entropy"] = at_level(each, self.logprob_type, self.chunk)
+        if values is not None:
+            out["values"] = values
+        return out
+
+    def predict_action_batch(
+        self, obs: Obs, mode: str = "train", noise: Tensor | None = None
+    ) -> tuple[Tensor, dict[str, Any]]:
+        """See `Policy.predict_action_batch`. "eval" goes the deterministic way from x_1 = 0."""
+        velocity, values = self.prepare(obs, True, True)
+        assert velocity is not None and values is not None
+        if mode == "eval":
+            chain = self.flow.act(velocity, None, values.new_zeros(len(values), *self.state_shape))
+        else:
+            if noise is None:
+                noise = self.sample_noise((len(values),), torch.default_generator).to(values.device)
+            chain = self.flow.act(velocity, noise[:, 1:], noise[:, 0])
+        actions = self.unscaled(chain[:, -1, : self.chunk, : self.dim])
+        logprobs = self._leveled(self.flow.logprobs(velocity, chain))
+        return actions, {"prev_logprobs": logprobs, "prev_values": values, "inputs": {"chain": chain}}
+
+    def sample_noise(self, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
+        """Standard normal `[*shape, K + 1, *state_shape]`: x_1, then that of the steps."""
+        return torch.randn((*shape, self.flow.steps + 1, *self.state_shape), generator=generator)
+
+    def bc_loss(self, inputs: dict[str, Any]) -> Tensor:
+        """Squared error of the velocity at a random time, `[B]`: conditional flow matching. Draws from torch's generator."""
+        actions = self.scaled(inputs["actions"].reshape(-1, self.chunk, self.dim))
+        velocity, _ = self.prepare(inputs["obs"], True, False)
+        assert velocity is not None  # it was asked for
+        rows, device = len(actions), actions.device
+        noise, target = (
+            torch.randn(rows, *self.state_shape).to(device),
+            torch.zeros(rows, *self.state_shape, device=device),
+        )
+        target[:, : self.chunk, : self.dim] = actions
+        times = torch.rand(rows).to(device)
+        t = times[:, None, None]
+        found = velocity((1 - t) * target + t * noise, times)
+        error = (found - (noise - target))[:, : self.chunk, : self.dim]
+        return error.square().mean((1, 2))
+
+    def scaled(self, actions: Tensor) -> Tensor:
+        """Actions as the flow has them."""
+        return 2 * (actions - self.low) / (self.high - self.low) - 1
+
+    def unscaled(self, actions: Tensor) -> Tensor:
+        """Inverse of `scaled`."""
+        return self.low + (actions + 1) / 2 * (self.high - self.low)
+
+    def _leveled(self, logprobs: Tensor) -> Tensor:
+        return at_level(logprobs[:, : self.chunk, : self.dim], self.logprob_type, self.chunk)
+
+
+def scale_of(box: spaces.Box) -> tuple[Tensor, Tensor]:
+    """Bounds `[dim]` of actions; −1 and 1 where there are none."""
+    bounded = np.isfinite(box.low) & np.isfinite(box.high)
+    low, high = np.where(bounded, box.low, -1), np.where(bounded, box.high, 1)
+    return torch.from_numpy(low.reshape(-1).astype(np.float32)), torch.from_numpy(high.reshape(-1).astype(np.float32))
+
+
+@register_model("flow")
+class FlowPolicy(FlowActing):
+    """A flow over numbers, or over images by a convolutional encoder.
+
+    `actor.model.kwargs`: `num_steps` (K, default 4), `noise_level` (default 0.5), `encoder` (of images: cnn or resnet).
+    """
+
+    def __init__(self, cfg: Any, observation_space: Any, action_space: Any) -> None:
+        super().__init__(cfg, observation_space, action_space)
+        unknown = set(self.options) - {"num_steps", "noise_level", "encoder", "channels"}
+        if unknown:
+            raise ConfigError(
+                f"actor.model.kwargs of the flow has {', '.join(sorted(unknown))}; allowed: num_steps, noise_level, encoder"
+            )
+        sizes, activation, orthogonal = list(map(int, cfg.hidden_sizes)), str(cfg.activation), bool(cfg.ortho_init)
+        self.encoder: Any = None
+        if any(len(box.shape) == 3 for box in boxes_of(observation_space).values()):
+            factory = find_model(str(self.options.get("encoder", "cnn")))
+            self.encoder = factory(cfg, observation_space, action_space, heads=False)
+            width = self.encoder.hidden
+        else:
+            width = flat_width(observation_space)
+        self.critic = mlp([width, *sizes], self.value_width, activation, orthogonal, 1.0)
+        inputs = width + self.chunk * self.dim + _TIME_FEATURES
+        self.velocity = mlp([inputs, *sizes], self.chunk * self.dim, activation, orthogonal, 1.0)
+
+    def prepare(self, obs: Obs, policy: bool, value: bool) -> tuple[Velocity | None, Tensor | None]:
+        """See `FlowActing.prepare`."""
+        seen = flat_numbers(obs) if self.encoder is None else self.encoder.see(obs)
+
+        def velocity(x: Tensor, t: Tensor) -> Tensor:
+            found: Tensor = self.velocity(torch.cat([seen, x.flatten(1), _time_features(t)], 1))
+            return found.reshape(x.shape)
+
+        return velocity if policy else None, self.critic(seen).squeeze(-1) if value else None
+
+
+def _time_features(t: Tensor) -> Tensor:
+    phases = t[:, None] * torch.exp(torch.linspace(0, math.log(100), _TIME_FEATURES // 2, device=t.device))
+    return torch.cat([phases.sin(), phases.cos()], 1)

@@ -1,0 +1,86 @@
+"""MLP actor-critic for state observations."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from rlhpc.embodied.envs.observations import boxes_of
+from rlhpc.embodied.models.base import Policy, layer
+from rlhpc.embodied.models.registry import register_model
+from rlhpc.runtime.errors import ConfigError
+
+ACTIVATIONS: dict[str, type[nn.Module]] = {
+    "tanh": nn.Tanh,
+    "relu": nn.ReLU,
+    "elu": nn.ELU,
+    "silu": nn.SiLU,
+    "gelu": nn.GELU,
+}
+
+
+def mlp(sizes: list[int], outputs: int, activation: str, orthogonal: bool, gain: float) -> nn.Sequential:
+    """Linear layers with activations between; `gain` is that of the last."""
+    if activation not in ACTIVATIONS:
+        raise ConfigError(f"actor.model.activation is {activation!r}; allowed: {', '.join(ACTIVATIONS)}")
+    layers: list[nn.Module] = []
+    for inputs, hidden in itertools.pairwise(sizes):
+        layers += [layer(inputs, hidden, math.sqrt(2), orthogonal), ACTIVATIONS[activation]()]
+    return nn.Sequential(*layers, layer(sizes[-1], outputs, gain, orthogonal))
+
+
+def flat_width(space: Any) -> int:
+    """Numbers of an observation.
+
+    Raises:
+        ConfigError: There are images or texts among several observations.
+    """
+    boxes = boxes_of(space)
+    for key, box in boxes.items():
+        if key and np.dtype(box.dtype) == np.uint8:
+            raise ConfigError(
+                f"actor.model: the observation {key!r} is an image or a text, and only numbers are wanted; choose cnn or "
+                "resnet, or wrap the environment (env.train.wrappers)"
+            )
+    return sum(math.prod(box.shape) for box in boxes.values())
+
+
+def flat_numbers(obs: Any) -> Tensor:
+    """An observation as numbers `[B, flat_width]`, several by name."""
+    parts = [obs[key] for key in sorted(obs)] if isinstance(obs, dict) else [obs]
+    rows = [part.reshape(part.shape[0], -1).float() for part in parts]
+    return rows[0] if len(rows) == 1 else torch.cat(rows, 1)
+
+
+@register_model("mlp")
+class MLPPolicy(Policy):
+    """Separate networks for policy and value (as CleanRL's ppo.py); observations are flattened, several one after the
+    other, by name.
+
+    `actor.model.kwargs`: `actor_gain` (default 0.01) and `critic_gain` (default 1), of the last layers' orthogonal weights.
+    """
+
+    def __init__(self, cfg: Any, observation_space: Any, action_space: Any) -> None:
+        super().__init__(cfg, observation_space, action_space)
+        gains = {"actor_gain": 0.01, "critic_gain": 1.0}
+        options = dict(getattr(cfg, "kwargs", None) or {})
+        if unknown := set(options) - set(gains):
+            raise ConfigError(
+                f"actor.model.kwargs of the mlp has {', '.join(sorted(unknown))}; allowed: {', '.join(gains)}"
+            )
+        gains |= options
+        inputs = flat_width(observation_space)
+        sizes = [inputs, *map(int, cfg.hidden_sizes)]
+        orthogonal, activation = bool(cfg.ortho_init), str(cfg.activation)
+        self.critic = mlp(sizes, self.value_width, activation, orthogonal, gains["critic_gain"])
+        self.actor = mlp(sizes, self.head.inputs, activation, orthogonal, gains["actor_gain"])
+
+    def features(self, obs: Any, policy: bool, value: bool) -> tuple[Tensor | None, Tensor | None]:
+        """See `Policy.features`."""
+        flat = flat_numbers(obs)
+        return self.actor(flat) if policy else None, self.critic(flat).squeeze(-1) if value else None

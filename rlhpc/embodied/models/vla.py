@@ -1,0 +1,193 @@
+"""A vision-language-action policy that says its actions in tokens, as RT-2 (Brohan et al. 2023) and OpenVLA (Kim et al. 2024).
+
+Each component of an action falls into one of 256 bins between −1 and 1, which are the last tokens of the vocabulary, the
+first bin the very last one. A chunk is said action by action; probabilities are those among the bins. Values come from the
+hidden state that the first of them is said from.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from gymnasium import spaces
+from torch import Tensor
+
+from rlhpc.embodied.models.base import Obs, Policy
+from rlhpc.embodied.models.flow import scale_of
+from rlhpc.embodied.models.heads import at_level
+from rlhpc.embodied.models.registry import register_model
+from rlhpc.embodied.models.vlm import (
+    PROMPT,
+    ValueHead,
+    VlmInputs,
+    attach_adapters,
+    image_tokens,
+    load_vlm,
+    numbers_in,
+    positions,
+    values_of,
+)
+from rlhpc.runtime.errors import ConfigError
+
+BINS = 256
+_OPTIONS = ("prompt", "lora")
+
+
+class ActionTokens:
+    """Actions between −1 and 1 as token ids and back, as OpenVLA has it: 256 edges, so the middles of 255 bins.
+
+    Args:
+        end: One past the last token of the vocabulary.
+    """
+
+    def __init__(self, end: int) -> None:
+        self.first, self.end = end - BINS, end
+        self.edges = torch.linspace(-1, 1, BINS)
+        self.middles = (self.edges[:-1] + self.edges[1:]) / 2
+
+    def ids(self, actions: Tensor) -> Tensor:
+        """Token ids of actions."""
+        return self.end - torch.bucketize(actions.clamp(-1, 1), self.edges.to(actions.device), right=True)
+
+    def actions(self, ids: Tensor) -> Tensor:
+        """Actions of token ids."""
+        return self.middles.to(ids.device)[(self.end - ids - 1).clamp(0, BINS - 2)]
+
+
+@register_model("vla")
+class VLAPolicy(Policy):
+    """Pictures and an instruction to action tokens, by a Llava model.
+
+    `actor.model`: `model_path` (a Hugging Face folder, or `builtin:tiny`), `dtype`, `add_value_head`; `actor.lora`;
+    `kwargs`: `prompt`, with `{instruction}`.
+    """
+
+    has_head = False
+    low: Tensor
+    high: Tensor
+    vlm: Any
+    value_head: ValueHead | None
+
+    def __init__(self, cfg: Any, observation_space: Any, action_space: Any) -> None:
+        super().__init__(cfg, observation_space, action_space)
+        if not isinstance(action_space, spaces.Box):
+            raise ConfigError(f"model_type {cfg.model_type!r} needs continuous actions; these are {action_space}")
+        options = dict(getattr(cfg, "kwargs", None) or {})
+        if unknown := set(options) - set(_OPTIONS):
+            raise ConfigError(f"actor.model.kwargs of the vla has {', '.join(sorted(unknown))}; allowed: prompt")
+        self.dim = math.prod(action_space.shape)
+        low, high = scale_of(action_space)
+        self.register_buffer("low", low, persistent=False)
+        self.register_buffer("high", high, persistent=False)
+        vlm, tokenizer, settings = load_vlm(cfg, "vla", self.chunk, self.dim, numbers_in(observation_space))
+        self.vlm = vlm
+        tokens = image_tokens(self.vlm, self.vlm.config)
+        prompt = str(options.get("prompt") or PROMPT)
+        self.inputs = VlmInputs(observation_space, tokenizer, settings, self.vlm.config, tokens, prompt, False)
+        self.tokens = ActionTokens(int(tokenizer.vocab_size))
+        if self.tokens.first <= int(self.vlm.config.image_token_id) < self.tokens.end:
+            raise ConfigError(
+                f"actor.model.model_path: the image token {self.vlm.config.image_token_id} is among the last {BINS} words of "
+                "the vocabulary, which stand for actions"
+            )
+        if options.get("lora"):
+            attach_adapters(self.vlm, dict(options["lora"]))
+        width = int(self.vlm.config.text_config.hidden_size)
+        valued = bool(getattr(cfg, "add_value_head", True))
+        self.value_head = ValueHead(width, self.value_width) if valued else None
+
+    # -- the passes -----------------------------------------------------------------------------------------------
+
+    def _read(self, obs: Obs, said: Tensor | None = None, cache: bool = False) -> Any:
+        """The model's body over pictures, prompt, and what has been said `[B, n]`."""
+        ids, mask, pixels = self.inputs(obs)
+        if said is not None:
+            ids, mask = torch.cat([ids, said], 1), torch.cat([mask, torch.ones_like(said)], 1)
+        out = self.vlm.model(
+            input_ids=ids, attention_mask=mask, position_ids=positions(mask), use_cache=cache,
+            pixel_values=pixels.flatten(0, 1).to(self.vlm.dtype),
+        )  # fmt: skip
+        return out, mask
+
+    def _logp(self, hidden: Tensor) -> Tensor:
+        """Log-probabilities among the bins, by token id from the first bin's."""
+        logits = self.vlm.lm_head(hidden)[..., self.tokens.first : self.tokens.end]
+        return torch.log_softmax(logits.float(), -1)
+
+    def _values(self, hidden: Tensor) -> Tensor:
+        return values_of(self.value_head, hidden, self.value_width)
+
+    def features(self, obs: Any, policy: bool, value: bool) -> tuple[Tensor | None, Tensor | None]:
+        """See `Policy.features`; tokens have no head of `rlhpc.embodied.models.heads`."""
+        if self.value_head is None and value:
+            return None, self._values(self.inputs(obs)[0])
+        return None, self._values(self._read(obs)[0].last_hidden_state[:, -1]) if value else None
+
+    def default_forward(
+        self,
+        inputs: dict[str, Any],
+        compute_logprobs: bool = True,
+        compute_entropy: bool = False,
+        compute_values: bool = False,
+    ) -> dict[str, Tensor]:
+        """See `Policy.default_forward`; `inputs` may have the `tokens [B, chunk · dim]` that the actions were said in."""
+        tokens = inputs["tokens"] if "tokens" in inputs else self.tokens.ids(self._scaled(inputs["actions"])).flatten(1)
+        hidden = self._read(inputs["obs"], tokens[:, :-1])[0].last_hidden_state[:, -tokens.shape[1] :]
+        out: dict[str, Tensor] = {}
+        if compute_logprobs or compute_entropy:
+            logp = self._logp(hidden)
+            chosen = logp.gather(-1, (tokens - self.tokens.first)[..., None]).squeeze(-1)
+            out["logprobs"] = at_level(chosen, self.logprob_type, self.chunk)
+            if compute_entropy:
+                out["entropy"] = at_level(-(logp.exp() * logp).sum(-1), self.logprob_type, self.chunk)
+        if compute_values:
+            out["values"] = self._values(hidden[:, 0])
+        return out
+
+    def predict_action_batch(
+        self, obs: Obs, mode: str = "train", noise: Tensor | None = None
+    ) -> tuple[Tensor, dict[str, Any]]:
+        """See `Policy.predict_action_batch`."""
+        out, mask = self._read(obs, cache=True)
+        hidden, rows = out.last_hidden_state[:, -1], len(mask)
+        values = self._values(hidden)
+        if mode == "eval":
+            noise = None
+        elif noise is None:
+            noise = self.sample_noise((rows,), torch.default_generator).to(mask.device)
+        said: list[Tensor] = []
+        logprobs: list[Tensor] = []
+        for i in range(self.chunk * self.dim):
+            if i:
+                mask = torch.cat([mask, mask.new_ones(rows, 1)], 1)
+                out = self.vlm.model(
+                    input_ids=said[-1], attention_mask=mask, position_ids=positions(mask)[:, -1:],
+                    past_key_values=out.past_key_values, use_cache=True,
+                )  # fmt: skip
+                hidden = out.last_hidden_state[:, -1]
+            logp = self._logp(hidden)
+            bins = logp.argmax(-1, keepdim=True) if noise is None else _drawn(logp, noise[:, i : i + 1])
+            logprobs.append(logp.gather(-1, bins))
+            said.append(bins + self.tokens.first)
+        tokens = torch.cat(said, 1)
+        actions = self._unscaled(self.tokens.actions(tokens).reshape(rows, self.chunk, self.dim))
+        found = at_level(torch.cat(logprobs, 1), self.logprob_type, self.chunk)
+        return actions, {"prev_logprobs": found, "prev_values": values, "inputs": {"tokens": tokens}}
+
+    def sample_noise(self, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
+        """Uniform `[*shape, chunk · dim]`: where in the cumulative distribution each token lies."""
+        return torch.rand((*shape, self.chunk * self.dim), generator=generator)
+
+    def _scaled(self, actions: Tensor) -> Tensor:
+        return 2 * (actions.reshape(len(actions), -1, self.dim) - self.low) / (self.high - self.low) - 1
+
+    def _unscaled(self, actions: Tensor) -> Tensor:
+        return self.low + (actions + 1) / 2 * (self.high - self.low)
+
+
+def _drawn(logp: Tensor, uniform: Tensor) -> Tensor:
+    """Samples `[B, 1]` by inversion of the cumulative distribution."""
+    summed = logp.exp().cumsum(-1)
+    return torch.searchsorted(summed, uniform * summed[:, -1:]).clamp(max=logp.shape[-1] - 1)

@@ -1,0 +1,249 @@
+"""Vision-language models of transformers as a policy's eyes: loading, tiny ones from nothing, adapters, and their inputs."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from rlhpc.embodied.envs.observations import boxes_of, decode_text
+from rlhpc.runtime.errors import ConfigError
+
+TINY = "builtin:tiny"
+PROMPT = "In: What action should the robot take to {instruction}?\nOut:"
+#: Vocabulary of the tiny models: bytes, then these, and as its last 256 words the bins of actions.
+_TINY_IMAGE, _TINY_BOS, _TINY_WORDS = 256, 257, 640
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+def hugging_face() -> Any:
+    """The transformers package.
+
+    Raises:
+        ConfigError: It is not installed.
+    """
+    try:
+        import transformers
+    except ImportError as error:
+        raise ConfigError(f"vision-language policies need transformers ({error}): pip install 'rlhpc[llm]'") from error
+    return transformers
+
+
+def values_of(head: nn.Module | None, hidden: Tensor, width: int) -> Tensor:
+    """Values `[B]`, or `[B, width]` for a width above 1, of a value head; without one they are 0."""
+    if head is None:
+        return torch.zeros((len(hidden), width) if width > 1 else (len(hidden),), device=hidden.device)
+    values: Tensor = head(hidden)
+    return values
+
+
+def tiny_config(kind: str, chunk: int, dim: int, state: int) -> Any:
+    """Configuration of a model small enough for tests: Llava (SigLIP and Llama) for "vla", π0 for "pi0"."""
+    package = hugging_face()
+    eye = {
+        "model_type": "siglip_vision_model", "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2,
+        "num_attention_heads": 2, "image_size": 32, "patch_size": 8, "vision_use_head": False,
+    }  # fmt: skip
+    body = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2}
+    if kind == "vla":
+        words = {
+            "vocab_size": _TINY_WORDS,
+            "num_key_value_heads": 2,
+            "max_position_embeddings": 1024,
+            "pad_token_id": 0,
+        }
+        return package.LlavaConfig(
+            vision_config=eye, text_config={"model_type": "llama", **body, **words}, image_token_index=_TINY_IMAGE,
+            vision_feature_select_strategy="full", vision_feature_layer=-1,
+        )  # fmt: skip
+    gemma = {"model_type": "gemma", **body, "num_key_value_heads": 1, "head_dim": 32, "vocab_size": _TINY_WORDS}
+    vlm = package.PaliGemmaConfig(
+        vision_config=eye, text_config=gemma, image_token_index=_TINY_IMAGE, projection_dim=body["hidden_size"]
+    )
+    return package.PI0Config(
+        vlm_config=vlm.to_dict(), dit_config=gemma, chunk_size=chunk, max_state_dim=max(state, 1), max_action_dim=dim
+    )
+
+
+class Bytes:
+    """The tokenizer of the tiny models: a token a byte."""
+
+    bos_token_id, pad_token_id = _TINY_BOS, 0
+    vocab_size = _TINY_WORDS
+
+    def encode(self, text: str, add_special_tokens: bool = False) -> list[int]:
+        """Token ids."""
+        del add_special_tokens
+        return list(text.encode())
+
+
+def load_vlm(cfg: Any, kind: str, chunk: int, dim: int, state: int) -> tuple[nn.Module, Any, Any]:
+    """Model, tokenizer, and the image processor's settings (a dict).
+
+    Args:
+        cfg: `actor.model`: model_path (a Hugging Face folder or hub name, or `builtin:tiny`), dtype, attn_implementation.
+        kind: "vla" or "pi0".
+        chunk, dim, state: Actions of a chunk, components of an action, numbers of a state, for a tiny model.
+
+    Raises:
+        ConfigError: There is no such model, or it is of another kind.
+    """
+    package = hugging_face()
+    path = str(cfg.model_path or TINY)
+    auto = package.PI0ForConditionalGeneration if kind == "pi0" else package.AutoModelForImageTextToText
+    if path == TINY:
+        config = tiny_config(kind, chunk, dim, state)
+        return auto._from_config(config) if kind == "pi0" else auto.from_config(config), Bytes(), {}
+    if path.startswith("builtin:"):
+        raise ConfigError(f"actor.model.model_path is {path!r}; the only built-in vision-language model is {TINY}")
+    options = {"dtype": _DTYPES[str(cfg.dtype)], "attn_implementation": str(cfg.attn_implementation)}
+    trust = bool(cfg.trust_remote_code)
+    try:
+        model = auto.from_pretrained(path, **options, trust_remote_code=trust)
+        tokenizer = package.AutoTokenizer.from_pretrained(path, trust_remote_code=trust)
+    except (OSError, ValueError, KeyError) as error:
+        raise ConfigError(f"actor.model.model_path is {path!r}, which transformers cannot load: {error}") from error
+    wanted = "pi0" if kind == "pi0" else "llava"
+    if model.config.model_type != wanted:
+        raise ConfigError(
+            f"actor.model.model_path is {path!r}, a {model.config.model_type}; model_type {kind} takes {wanted} models"
+        )
+    try:
+        settings = package.image_processing_base.ImageProcessingMixin.get_image_processor_dict(path)[0]
+    except OSError:  # a folder with weights and tokenizer only
+        settings = {}
+    return model, tokenizer, settings
+
+
+def attach_adapters(model: nn.Module, lora: dict[str, Any]) -> None:
+    """Freezes a model and gives it low-rank adapters in float32, in place.
+
+    Raises:
+        ConfigError: peft is missing, or `target_modules` names nothing that can be adapted.
+    """
+    try:
+        import peft
+    except ImportError as error:
+        raise ConfigError(f"actor.lora needs peft ({error}): pip install 'rlhpc[llm]'") from error
+    targets = lora["target_modules"]
+    config = peft.LoraConfig(
+        r=int(lora["rank"]), lora_alpha=int(lora["alpha"]), lora_dropout=0.0,
+        target_modules=targets if isinstance(targets, str) else list(targets),
+    )  # fmt: skip
+    model.requires_grad_(False)
+    try:
+        peft.inject_adapter_in_model(config, model)
+    except ValueError as error:
+        raise ConfigError(f"actor.lora.target_modules is {targets!r}: {error}") from error
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            parameter.data = parameter.data.float()
+
+
+class VlmInputs:
+    """What a vision-language model takes, from observations: pictures in its size, and a prompt as tokens.
+
+    Args:
+        observation_space: Of a slot: pictures uint8 `[H, W, 3·cameras]`, and `instruction` if there is one.
+        tokenizer: Of the model.
+        settings: Of its image processor: image_mean, image_std.
+        config: Of the model: image token, image size.
+        image_tokens: Tokens of one picture.
+        prompt: With `{instruction}`.
+        image_first: Pictures before the first token of the text (PaliGemma), else after it.
+    """
+
+    def __init__(
+        self, observation_space: Any, tokenizer: Any, settings: dict[str, Any], config: Any, image_tokens: int,
+        prompt: str, image_first: bool,
+    ) -> None:  # fmt: skip
+        boxes = boxes_of(observation_space)
+        self.pictures = [key for key, box in boxes.items() if len(box.shape) == 3]
+        for key in self.pictures:
+            box = boxes[key]
+            if np.dtype(box.dtype) != np.uint8 or box.shape[2] % 3:
+                raise ConfigError(
+                    f"vision-language policies take pictures uint8 [H, W, 3·cameras]; {key or box} is {box}"
+                )
+        if not self.pictures:
+            raise ConfigError(f"vision-language policies need pictures; the observations are {observation_space}")
+        self.has_text = "instruction" in boxes
+        self._tokenizer, self._prompt, self._image_first = tokenizer, prompt, image_first
+        self._size = int(config.vision_config.image_size)
+        self._mean, self._std = (
+            torch.tensor(settings.get(name, [0.5] * 3)).reshape(3, 1, 1) for name in ("image_mean", "image_std")
+        )
+        cameras = sum(boxes[key].shape[2] // 3 for key in self.pictures)
+        self._image_ids = [int(config.image_token_id)] * (image_tokens * cameras)
+        self._pad = int(tokenizer.pad_token_id or 0)
+        self._known: dict[bytes, list[int]] = {}
+
+    def __call__(self, obs: Any) -> tuple[Tensor, Tensor, Tensor]:
+        """Token ids and mask `[B, L]`, padded on the left; pictures `[B, cameras, 3, size, size]`."""
+        parts = obs if isinstance(obs, dict) else {"": obs}
+        pixels = torch.cat([self._pixels(parts[key]) for key in self.pictures], 1)
+        if self.has_text:
+            rows = [self._tokens(bytes(row)) for row in parts["instruction"].cpu().numpy()]
+        else:
+            rows = [self._tokens(b"")] * len(pixels)
+        width = max(map(len, rows))
+        ids = torch.tensor([[self._pad] * (width - len(row)) + row for row in rows], device=pixels.device)
+        mask = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in rows], device=pixels.device)
+        return ids, mask, pixels
+
+    def _tokens(self, instruction: bytes) -> list[int]:
+        if instruction not in self._known:
+            text = self._prompt.format(instruction=decode_text(instruction) or "do the task")
+            bos = [] if self._tokenizer.bos_token_id is None else [int(self._tokenizer.bos_token_id)]
+            words = self._tokenizer.encode(text, add_special_tokens=False)
+            front = [*self._image_ids, *bos] if self._image_first else [*bos, *self._image_ids]
+            self._known[instruction] = [*front, *words]
+        return self._known[instruction]
+
+    def _pixels(self, images: Tensor) -> Tensor:
+        """`[B, H, W, 3·cameras]` to `[B, cameras, 3, size, size]`, normalised."""
+        rows, height, width, channels = images.shape
+        flat = images.reshape(rows, height, width, channels // 3, 3).permute(0, 3, 4, 1, 2).flatten(0, 1).float() / 255
+        if (height, width) != (self._size, self._size):
+            flat = F.interpolate(flat, (self._size, self._size), mode="bilinear", antialias=True, align_corners=False)
+        normal = (flat - self._mean.to(flat.device)) / self._std.to(flat.device)
+        return normal.reshape(rows, channels // 3, 3, self._size, self._size)
+
+
+def image_tokens(vlm: Any, config: Any) -> int:
+    """Tokens that one picture becomes."""
+    size = int(config.vision_config.image_size)
+    dtype, device = next((p.dtype, p.device) for p in vlm.parameters())
+    with torch.no_grad():
+        found = vlm.get_image_features(torch.zeros(1, 3, size, size, dtype=dtype, device=device)).pooler_output
+    return int(found[0].shape[-2])
+
+
+def positions(mask: Tensor) -> Tensor:
+    """Position of each token; those of the padding mean nothing."""
+    return (mask.cumsum(-1) - 1).clamp(min=0)
+
+
+class ValueHead(nn.Module):
+    """Values of a hidden state, in float32; 0 at the start."""
+
+    def __init__(self, width: int, outputs: int) -> None:
+        super().__init__()
+        self.hidden, self.out = nn.Linear(width, width), nn.Linear(width, outputs)
+        nn.init.zeros_(self.out.weight)
+        nn.init.zeros_(self.out.bias)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """`[B, width]` to `[B]`, or `[B, outputs]` if that is above 1."""
+        values: Tensor = self.out(F.gelu(self.hidden(hidden.float())))
+        return values.squeeze(-1)
+
+
+def numbers_in(space: Any) -> int:
+    """Length of `state` in an observation; 0 where there is none."""
+    box = boxes_of(space).get("state")
+    return 0 if box is None else math.prod(box.shape)

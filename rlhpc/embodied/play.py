@@ -1,0 +1,215 @@
+"""Evaluation of a policy: deterministic actions, a fixed number of episodes per slot."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+
+from rlhpc.algorithms.finite import bad_tensors, listed, skips
+from rlhpc.embodied.envs import make_env
+from rlhpc.metrics.statistics import wilson
+from rlhpc.runs.device import to_tensors
+from rlhpc.runtime.errors import ConfigError, NonFinite, RlhpcError
+
+log = logging.getLogger(__name__)
+
+#: Decisions of one episode after which it is an error that it does not end: nothing waits for ever.
+MAX_DECISIONS = 1_000_000
+#: The same where the environment has no time limit.
+MAX_WITHOUT_LIMIT = 20_000
+
+#: Told after each decision: episodes done, and environment steps so far.
+Told = Callable[[int, int], None]
+
+
+class Watch:
+    """Looks on while `play` plays."""
+
+    def before(self, obs: Any, actions: np.ndarray) -> None:
+        """Before a step of all slots. A simulator may use the memory of the observation again."""
+
+    def after(
+        self, slots: np.ndarray, rewards: np.ndarray, terminations: np.ndarray, truncations: np.ndarray,
+        infos: Mapping[str, Any],
+    ) -> None:  # fmt: skip
+        """After it; `slots` (bool `[N]`) are those whose episodes count."""
+
+
+def quotas(episodes: int, slots: int) -> np.ndarray:
+    """Episodes each slot contributes. Fixed in advance: taking the first to finish would favour short episodes."""
+    counts = np.full(slots, episodes // slots)
+    counts[: episodes % slots] += 1
+    return counts
+
+
+def eval_seed(env_cfg: Any, seed: int) -> int:
+    """Seed of the evaluation's environments: `env.eval.seed`, or one that training, which uses `seed`, does not."""
+    return int(env_cfg.seed) if env_cfg.seed is not None else seed + 1_000_003
+
+
+@torch.inference_mode()
+def evaluate_policy(
+    policy: Any,
+    env_cfg: Any,
+    *,
+    seed: int,
+    episodes: int | None = None,
+    device: torch.device | str = "cpu",
+    watch: Callable[[Any], Watch] | None = None,
+    told: Told | None = None,
+) -> dict[str, Any]:
+    """Runs the first episodes of every slot of a vector environment.
+
+    Args:
+        policy: In eval mode, on `device`.
+        env_cfg: Section `env.eval`.
+        seed: Of the run, see `eval_seed`.
+        episodes: Number of episodes; default `env.eval.num_episodes`.
+        device: Where the policy is.
+        watch: Makes what looks on, out of the environment.
+        told: Hears how far it is.
+
+    Raises:
+        NonFinite: A return is not finite.
+
+    Returns:
+        return_mean, return_std, return_min, return_max, return_ci95 [low, high], length_mean, episodes, env_id, seed; where
+        the environment reports success also success_once, success_at_end (alias success_rate) and their `…_ci95`.
+    """
+    wanted = int(env_cfg.num_episodes if episodes is None else episodes)
+    if wanted < 1:
+        raise ConfigError(f"episodes is {wanted}; an evaluation needs at least 1")
+    slots, seed = min(int(env_cfg.num_envs), wanted), eval_seed(env_cfg, seed)
+    env = make_env(env_cfg, slots, slot_offset=0, seed=seed, stage="eval")
+    try:
+        found = play(
+            policy, env, quotas(wanted, slots), torch.device(device), watch=watch(env) if watch else None, told=told
+        )
+    finally:
+        env.close()
+    if bad := [number for number, row in enumerate(found) if not math.isfinite(row["return"])]:
+        unsound = bad_tensors(policy.state_dict().items()) if isinstance(policy, torch.nn.Module) else []
+        cause = f"so is {listed(unsound)} of the policy" if unsound else "the policy's weights are finite"
+        raise NonFinite(
+            f"{len(bad)} of {len(found)} episodes of {env_cfg.env_id} have a return that is not finite (the first is episode "
+            f"{bad[0]}; {cause}): there is no mean to report. Evaluate another checkpoint, or look at what the environment "
+            "gives"
+        )
+    return {**summarize(found), "env_id": str(env_cfg.env_id), "seed": seed}
+
+
+def evaluation_metrics(cfg: Any, policy: Any, seed: int, device: torch.device) -> dict[str, float]:
+    """The numbers of an evaluation of `env.eval` during training; with `runner.on_nonfinite: skip` one whose returns are not
+    finite is only counted (`nonfinite`)."""
+    try:
+        result = evaluate_policy(policy, cfg.env.eval, seed=seed, device=device)
+    except NonFinite as error:
+        if not skips(cfg):
+            raise
+        log.warning("%s", error)
+        return {"nonfinite": 1.0}
+    return {name: float(value) for name, value in result.items() if isinstance(value, (int, float))}
+
+
+def play(
+    policy: Any,
+    env: Any,
+    left: np.ndarray,
+    device: torch.device,
+    *,
+    mode: str = "eval",
+    watch: Watch | None = None,
+    told: Told | None = None,
+) -> list[dict[str, float]]:
+    """Plays the first `left[i]` episodes of each slot i, from a reset on.
+
+    Args:
+        policy: Acts, on `device`.
+        env: A vector environment.
+        left: Episodes by slot.
+        device: Of the policy.
+        mode: "eval" or "train", as `predict_action_batch` takes it.
+        watch: Looks on.
+        told: Hears how far it is.
+
+    Returns:
+        One row an episode, by slot and order: return, length, and success_once and success_at_end where they are known.
+
+    Raises:
+        RlhpcError: An episode does not end.
+    """
+    found: list[tuple[int, int, dict[str, float]]] = []  # slot, its how-manieth, row
+    seen, since = np.zeros_like(left), np.zeros_like(left)
+    most = MAX_DECISIONS if getattr(env, "max_episode_steps", None) != 0 else MAX_WITHOUT_LIMIT
+    steps = 0
+    obs, _ = env.reset()
+    while since.max() < most:
+        actions, _ = policy.predict_action_batch(to_tensors(obs, device), mode=mode)
+        chosen = actions.cpu().numpy()
+        if watch is not None:
+            watch.before(obs, chosen)
+        obs, rewards, terminations, truncations, infos = env.chunk_step(chosen)
+        if watch is not None:
+            watch.after(seen < left, rewards, terminations, truncations, infos)
+        done = np.flatnonzero(np.asarray(terminations) | np.asarray(truncations))
+        since += 1
+        since[done] = 0
+        since[seen >= left] = 0
+        steps += len(left)
+        episode: dict[str, Any] = infos.get("episode", {}) if done.size else {}
+        for slot in done.tolist() if episode else ():
+            if seen[slot] < left[slot] and episode["mask"][slot]:
+                found.append((slot, int(seen[slot]), _episode_row(episode, slot)))
+                seen[slot] += 1
+        if told is not None:
+            told(len(found), steps)
+        if (seen >= left).all():
+            return [row for _, _, row in sorted(found, key=lambda row: row[:2])]
+    raise RlhpcError(
+        f"an episode of the evaluation has not ended after {most} decisions"
+        f"{', and its environment has no time limit' if most < MAX_DECISIONS else ''}; {len(found)} of {left.sum()} episodes "
+        "did; set env.eval.max_episode_steps=N"
+    )
+
+
+def _episode_row(episode: dict[str, Any], slot: int) -> dict[str, float]:
+    row = {"return": float(episode["return"][slot]), "length": float(episode["length"][slot])}
+    for name in ("success_once", "success_at_end"):
+        # Environments that say `success` know it at the end only.
+        column = episode.get(name, episode.get("success"))
+        if column is not None:
+            row[name] = float(column[slot])
+    return row
+
+
+def summarize(rows: list[dict[str, float]]) -> dict[str, Any]:
+    """The statistics of an evaluation.
+
+    The interval of the mean return is its normal approximation, those of the success rates are Wilson's.
+    """
+    values = np.asarray([row["return"] for row in rows], np.float64)
+    mean, count = float(values.mean()), len(values)
+    std = float(values.std(ddof=1)) if count > 1 else 0.0
+    half = 1.959964 * std / math.sqrt(count)
+    found: dict[str, Any] = {
+        "return_mean": mean,
+        "return_std": std,
+        "return_min": float(values.min()),
+        "return_max": float(values.max()),
+        "return_ci95": [mean - half, mean + half],
+        "length_mean": float(np.mean([row["length"] for row in rows])),
+        "episodes": count,
+    }
+    for name in ("success_once", "success_at_end"):
+        reached = [row[name] for row in rows if name in row]
+        if len(reached) == count:
+            found[name] = float(np.mean(reached))
+            found[f"{name}_ci95"] = list(wilson(sum(reached), count))
+    if "success_at_end" in found:
+        found["success_rate"] = found["success_at_end"]
+    return found

@@ -1,0 +1,177 @@
+"""Recording of episodes: who acts, and what of each slot is kept until its episode ends."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from omegaconf import OmegaConf
+
+from rlhpc.embodied.data.trajectories import TrajectoryWriter
+from rlhpc.embodied.envs import make_env
+from rlhpc.embodied.play import Watch, eval_seed, play, quotas
+from rlhpc.runs.device import to_tensors
+from rlhpc.runtime.errors import ConfigError, RlhpcError
+
+#: Episodes played for each one that is wanted, before `only_success` gives up.
+MAX_ATTEMPTS = 20
+
+
+class EpisodeRecorder(Watch):
+    """Collects what `play` shows it and writes whole episodes.
+
+    Args:
+        writer: Takes the episodes.
+        env: The environment.
+        only_success: Leave out episodes that never succeeded.
+        wanted: Stop writing after so many.
+        teacher: Its actions are written in the place of those played (DAgger), without rewards: they belong to others.
+    """
+
+    def __init__(
+        self, writer: TrajectoryWriter, env: Any, *, only_success: bool, wanted: int, teacher: Any = None
+    ) -> None:
+        self._teacher = teacher
+        self._writer, self._env, self._only_success, self._wanted = writer, env, only_success, wanted
+        self._before: dict[str, Any] = {}
+        self._open: list[list[dict[str, Any]]] = [[] for _ in range(env.num_envs)]
+        self.played = 0
+        self.success_known = False
+
+    def forget(self) -> None:
+        """Episodes under way will not be finished."""
+        self._open = [[] for _ in self._open]
+
+    def before(self, obs: Any, actions: np.ndarray) -> None:
+        """See `Watch`."""
+        if actions.shape[1] != 1:
+            raise ConfigError(
+                f"the policy acts in chunks of {actions.shape[1]} (actor.model.num_action_chunks); episodes of single actions "
+                "can be recorded"
+            )
+        if self._teacher is not None:
+            actions = self._teacher.predict_action_batch(to_tensors(obs, torch.device("cpu")), mode="eval")[0].numpy()
+        self._before = {"obs": copy.deepcopy(obs), "actions": actions}
+        states = getattr(self._env, "env_states", None)
+        if states is not None:
+            self._before["env_states"] = states()
+
+    def after(
+        self, slots: np.ndarray, rewards: np.ndarray, terminations: np.ndarray, truncations: np.ndarray,
+        infos: Mapping[str, Any],
+    ) -> None:  # fmt: skip
+        """See `Watch`."""
+        for slot in np.flatnonzero(slots).tolist():
+            step = {name: _row(value, slot) for name, value in self._before.items()}
+            step |= {"rewards": rewards[slot], "terminations": terminations[slot], "truncations": truncations[slot]}
+            if "success" in infos:
+                step["success"] = bool(infos["success"][slot])
+            self._open[slot].append(step)
+            if terminations[slot] or truncations[slot]:
+                self._finish(slot, infos)
+
+    def _finish(self, slot: int, infos: Mapping[str, Any]) -> None:
+        steps, self._open[slot] = self._open[slot], []
+        self.played += 1
+        episode = infos.get("episode", {})
+        success = np.array([step["success"] for step in steps]) if "success" in steps[0] else None
+        at_end = next((episode[name] for name in ("success_at_end", "success") if name in episode), None)
+        if success is None and at_end is not None:
+            success = np.zeros(len(steps), bool)
+            success[-1] = bool(at_end[slot])
+        self.success_known |= success is not None
+        once = success is not None and bool(success.any() or _flag(episode, "success_once", slot))
+        if len(self._writer) >= self._wanted or (self._only_success and not once):
+            return
+        final = infos.get("final_env_states")
+        self._writer.add({
+            "obs": _stack([*(step["obs"] for step in steps), _row(infos["final_obs"], slot)]),
+            "actions": np.stack([np.asarray(step["actions"]).reshape(-1) for step in steps]),
+            **{name: np.array([step[name] for step in steps]) for name in ("terminations", "truncations")},
+            "rewards": np.array([step["rewards"] for step in steps]) if self._teacher is None else None,
+            "success": success,
+            "env_states": None if final is None else _stack([*(s["env_states"] for s in steps), _row(final, slot)]),
+        })  # fmt: skip
+
+
+def _flag(episode: Mapping[str, Any], name: str, slot: int) -> bool:
+    return name in episode and bool(episode[name][slot])
+
+
+def _row(value: Any, slot: int) -> Any:
+    if isinstance(value, Mapping):
+        return {name: _row(part, slot) for name, part in value.items()}
+    return np.array(value[slot])
+
+
+def _stack(rows: list[Any]) -> Any:
+    if isinstance(rows[0], Mapping):
+        return {name: _stack([row[name] for row in rows]) for name in rows[0]}
+    return np.stack(rows)
+
+
+@torch.inference_mode()
+def record(
+    actor: Any, env_cfg: Any, output: Path, *, episodes: int, seed: int, only_success: bool = False, mode: str = "eval",
+    teacher: Any = None, source_type: str = "rl", source_desc: str = "", extra: Mapping[str, Any] | None = None,
+) -> dict[str, Any]:  # fmt: skip
+    """Plays episodes and writes them as trajectories.
+
+    Args:
+        actor: A policy, or an `ExpertPolicy`.
+        env_cfg: Section `env.eval`.
+        output: The `.h5` file.
+        episodes: How many to write.
+        seed: Of the run, see `eval_seed`.
+        only_success: Write only episodes that succeeded, and play until there are enough.
+        mode: "eval" takes the most likely action, "train" samples.
+        teacher: See `EpisodeRecorder`.
+        source_type, source_desc, extra: See `TrajectoryWriter`.
+
+    Returns:
+        episodes (written), played, steps, return_mean (of all played), and success_once of the played where it is known.
+
+    Raises:
+        ConfigError: Success is asked for and not known, or too rare.
+    """
+    slots, seed = min(int(env_cfg.num_envs), episodes), eval_seed(env_cfg, seed)
+    own = env_cfg.copy()
+    OmegaConf.set_readonly(own, False)
+    own.simulators = 0  # states of a simulator are asked for in its own process
+    env = make_env(own, slots, slot_offset=0, seed=seed, stage="eval")
+    env.keep_states = True
+    kwargs = dict(getattr(env, "record_kwargs", env_cfg.kwargs or {}))
+    limit = getattr(env, "max_episode_steps", env_cfg.max_episode_steps) or None
+    returns: list[float] = []
+    successes: list[float] = []
+    steps = 0
+    try:
+        with TrajectoryWriter(
+            output, env_id=str(env_cfg.env_id), env_kwargs=kwargs, max_episode_steps=limit, source_type=source_type,
+            source_desc=source_desc, extra=extra,
+        ) as writer:  # fmt: skip
+            recorder = EpisodeRecorder(writer, env, only_success=only_success, wanted=episodes, teacher=teacher)
+            while len(writer) < episodes:
+                missing = episodes - len(writer)
+                if recorder.played and only_success and not recorder.success_known:
+                    raise ConfigError(f"--only-success: {env_cfg.env_id} does not say whether an episode succeeded")
+                if recorder.played >= MAX_ATTEMPTS * episodes:
+                    raise RlhpcError(
+                        f"of {recorder.played} episodes only {len(writer)} succeeded; {episodes} were wanted"
+                    )
+                found = play(actor, env, quotas(missing, slots), torch.device("cpu"), mode=mode, watch=recorder)
+                recorder.forget()
+                returns += [row["return"] for row in found]
+                steps += int(sum(row["length"] for row in found))
+                successes += [row["success_once"] for row in found if "success_once" in row]
+            written = len(writer)
+    finally:
+        env.close()
+    result = {"episodes": written, "played": recorder.played, "steps": steps, "return_mean": float(np.mean(returns))}
+    if successes:
+        result["success_once"] = float(np.mean(successes))
+    return result | {"env_id": str(env_cfg.env_id), "output": str(output)}

@@ -1,0 +1,250 @@
+"""BcActor: one data-parallel rank of behaviour cloning."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from gymnasium import spaces
+
+from rlhpc.algorithms import value_loss
+from rlhpc.algorithms.finite import Skips, listed, skips
+from rlhpc.checkpoint.start import check_start
+from rlhpc.embodied.data.trajectories import read_trajectories
+from rlhpc.embodied.data.trajectory import Trajectory, shapes
+from rlhpc.embodied.envs.observations import join, take
+from rlhpc.embodied.models import build_model, policy_section
+from rlhpc.embodied.play import evaluation_metrics
+from rlhpc.embodied.roles.env import check_env
+from rlhpc.embodied.roles.ppo import EmbodiedActor
+from rlhpc.embodied.update.minibatches import local_minibatches, permutation
+from rlhpc.runs.device import own_device, seed_process, settle, to_tensors
+from rlhpc.runtime.errors import ConfigError
+from rlhpc.training import LocalBackend
+
+Batch = dict[str, Any]
+
+
+def read_demos(cfg: Any, left_out: list[str] | None = None) -> Iterator[Trajectory]:
+    """The episodes of section `demos`.
+
+    Args:
+        cfg: Configuration.
+        left_out: Takes what is wrong with the episodes whose numbers are not finite, which then are left out; None raises.
+
+    Raises:
+        ConfigError: `demos.path` is not set, or what it names cannot be read.
+    """
+    path = cfg.demos.path
+    if not path:
+        raise ConfigError("demos.path is not set; name trajectories: a .h5 file, a folder, or a LeRobot dataset")
+    limit = None if cfg.demos.limit is None else int(cfg.demos.limit)
+    return read_trajectories(
+        path if isinstance(path, str) else [str(one) for one in path],
+        only_success=bool(cfg.demos.only_success), limit=limit, key="demos.path",
+        require=("obs", "actions", "rewards") if float(cfg.algorithm.bc_value_coef) else ("obs", "actions"),
+        left_out=left_out,
+    )  # fmt: skip
+
+
+def check_bc(cfg: Any, ranks: dict[str, int]) -> None:
+    """Refuses what would fail after the start: demonstrations that are not there, or of another task.
+
+    Raises:
+        ConfigError: Names the key and the shapes.
+    """
+    del ranks
+    observation_space, action_space = check_env(cfg.env.train)
+    check_start(cfg, build_model(policy_section(cfg.actor), observation_space, action_space))
+    if str(cfg.algorithm.bc_loss) == "mse" and not isinstance(action_space, spaces.Box):
+        raise ConfigError(f"algorithm.bc_loss is 'mse', and the actions are {action_space}; choose nll")
+    check_fit(next(iter(read_demos(cfg, [] if skips(cfg) else None))), observation_space, action_space)
+
+
+def check_fit(trajectory: Trajectory, observation_space: Any, action_space: Any) -> None:
+    """Refuses a trajectory of another task.
+
+    Raises:
+        ConfigError: Shows both shapes.
+    """
+    obs, actions = trajectory["obs"], trajectory["actions"]
+    if isinstance(observation_space, spaces.Dict):
+        boxes = observation_space.spaces
+        fits = isinstance(obs, dict) and all(name in obs and obs[name].shape[1:] == boxes[name].shape for name in boxes)
+        wanted = "observations " + ", ".join(f"{name} {list(box.shape or ())}" for name, box in boxes.items())
+    else:
+        fits = not isinstance(obs, dict) and obs.shape[1:] == observation_space.shape
+        wanted = f"observations {list(observation_space.shape or ())}"
+    discrete = not isinstance(action_space, spaces.Box)
+    width = 1 if isinstance(action_space, spaces.Discrete) else math.prod(action_space.shape or ())
+    if not fits or actions.shape[1] != width or discrete != (actions.dtype.kind in "iu"):
+        raise ConfigError(
+            f"demos.path: {trajectory['source']} has {shapes(trajectory)} ({actions.dtype}); env.train has {wanted} and "
+            f"actions {action_space}"
+        )
+
+
+def returns_to_go(rewards: np.ndarray, gamma: float) -> np.ndarray:
+    """Discounted sums of the rewards to come, `[T]`; nothing follows the last."""
+    found, total = np.empty(len(rewards), np.float32), 0.0
+    for t in range(len(rewards) - 1, -1, -1):
+        total = float(rewards[t]) + gamma * total
+        found[t] = total
+    return found
+
+
+def chunks_of(actions: np.ndarray, chunk: int) -> np.ndarray:
+    """For each step of an episode `[T, dim]` the actions from there on, `[T, chunk, dim]`; the last one is repeated."""
+    steps = np.arange(len(actions))[:, None] + np.arange(chunk)
+    return actions[np.minimum(steps, len(actions) - 1)]
+
+
+class BcActor(EmbodiedActor):
+    """Trains the policy on demonstrations; each rank holds an equal share of their steps."""
+
+    def init_worker(self) -> dict[str, float]:  # type: ignore[override]
+        """Builds policy and optimizer, and reads the demonstrations.
+
+        Returns:
+            parameters, episodes and transitions that are trained on, and episodes left out as they are not finite.
+        """
+        cfg = self.cfg
+        self.seed = int(cfg.runner.seed)
+        self.device = own_device(self)
+        seed_process(self.seed, "actor", self.rank)
+        observation_space, action_space = check_env(cfg.env.train)
+        built = build_model(policy_section(cfg.actor), observation_space, action_space, seed=self.seed)
+        self.policy = settle(built, self.device).train()
+        skip = skips(cfg)
+        self.backend = LocalBackend(self.policy, cfg.actor.optim, self.all_reduce, self.world_size, look=skip)
+        self.skips = Skips(skip)
+        self.loss_type, self.value_coef = str(cfg.algorithm.bc_loss).lower(), float(cfg.algorithm.bc_value_coef)
+        faults: list[str] | None = [] if skip else None
+        trajectories = list(read_demos(cfg, faults))
+        for fault in faults or ():
+            self.log.warning("left out: %s", fault)
+        for trajectory in trajectories:
+            check_fit(trajectory, observation_space, action_space)
+        self._keep(trajectories)
+        parameters = float(sum(p.numel() for p in self.policy.parameters() if p.requires_grad))
+        self.log.info(
+            "clones %d episodes with %d parameters of %s on %s", self.episodes, parameters, cfg.actor.model.model_type,
+            self.device,
+        )  # fmt: skip
+        facts = {"parameters": parameters, "episodes": float(self.episodes), "transitions": float(self.total)}
+        return {**facts, "left_out": float(len(faults or ()))}
+
+    def _keep(self, trajectories: Sequence[Trajectory]) -> None:
+        """Lays the episodes out as transitions, this rank's share on its device."""
+        order = permutation(len(trajectories), self.seed).tolist()
+        aside = int(len(trajectories) * float(self.cfg.demos.holdout))
+        held_out = {order[i] for i in range(aside)}
+        train = [each for i, each in enumerate(trajectories) if i not in held_out]
+        self.episodes, self.total = len(train), sum(len(each["actions"]) for each in train)
+        self.held = range(self.total * self.rank // self.world_size, self.total * (self.rank + 1) // self.world_size)
+        self.demos = self._batch(train, self.held)
+        other = [trajectories[i] for i in sorted(held_out)]
+        self.holdout = self._batch(other, None) if other and self.rank == 0 else None
+
+    def _batch(self, trajectories: Sequence[Trajectory], part: range | None) -> Batch:
+        mine = slice(None) if part is None else slice(part.start, part.stop)
+
+        def joined(columns: list[Any]) -> Any:
+            return to_tensors(take(join(columns), mine), self.device)
+
+        batch = {"obs": joined([take(each["obs"], slice(-1)) for each in trajectories])}
+        batch["actions"] = joined([chunks_of(each["actions"], self.policy.chunk) for each in trajectories])
+        if self.value_coef:
+            scale, gamma = float(self.cfg.env.train.reward_scale), float(self.cfg.algorithm.gamma)
+            batch["returns"] = joined([scale * returns_to_go(each["rewards"], gamma) for each in trajectories])
+        return batch
+
+    # -- training -------------------------------------------------------------------------------------------------
+
+    def imitate(self, step: int, progress: float) -> dict[str, float]:
+        """`algorithm.update_epochs` passes over the demonstrations.
+
+        Args:
+            step: Global step.
+            progress: Part of the run that is done, 0 to 1, for the learning rate.
+
+        Returns:
+            Metrics, the same on all ranks.
+
+        Raises:
+            NonFinite: A gradient is not finite.
+        """
+        cfg = self.cfg
+        rate = self.backend.base_lr * ((1.0 - progress) if cfg.algorithm.anneal_lr else 1.0)
+        self.backend.set_lr(rate)
+        size = min(int(cfg.actor.global_batch_size), self.total)
+        micro = size if cfg.actor.micro_batch_size is None else int(cfg.actor.micro_batch_size)
+        sums, norms, updates = torch.zeros(2, dtype=torch.float64, device=self.device), 0.0, 0
+        for epoch in range(int(cfg.algorithm.update_epochs)):
+            order = permutation(self.total, self.seed, step, epoch)
+            for number, chosen in enumerate(local_minibatches(order, size, self.held)):
+                count = min(size, self.total - number * size)
+                self.backend.zero_grad()
+                part = torch.zeros_like(sums)
+                for indices in chosen.split(micro) if chosen.numel() else ():
+                    losses = self._losses(self.demos, indices.to(self.device), count)
+                    (losses[0] + self.value_coef * losses[1]).backward()
+                    part += torch.stack(losses).detach().double()
+                norm = float(self.backend.optimizer_step())
+                if not math.isfinite(norm):
+                    bad = listed(self.backend.bad_gradients()) or "all together"
+                    self.skips.left_out(
+                        lambda: f"step {step}, epoch {epoch}, minibatch {number}: the gradient of {bad} is not finite"  # noqa: B023
+                    )
+                    continue
+                self.skips.took()
+                sums += part
+                norms += norm
+                updates += 1
+        if self.world_size > 1:
+            sums = self.all_reduce(sums)
+        made = max(updates, 1)
+        policy, value = (sums / made).tolist()
+        self.updates += 1
+        found = {"loss": policy, "grad_norm": norms / made, "lr": rate, "updates": float(updates)}
+        found |= self.skips.counted()
+        if "returns" in self.demos:
+            found["value_loss"] = value
+        if self.holdout is not None:
+            with torch.no_grad():
+                count = len(self.holdout["actions"])
+                found["holdout_loss"] = float(
+                    self._losses(self.holdout, torch.arange(count, device=self.device), count)[0]
+                )
+        return found
+
+    def _losses(self, batch: Batch, indices: torch.Tensor, count: int) -> list[torch.Tensor]:
+        """This part's share of the policy's and of the value's loss over `count` transitions."""
+        obs, actions, values = take(batch["obs"], indices), batch["actions"][indices], "returns" in batch
+        given, out = {"obs": obs, "actions": actions}, {}
+        if values:
+            out = self.policy.default_forward(given, compute_logprobs=False, compute_values=True)
+        if self.loss_type == "nll":
+            policy = self.policy.bc_loss(given).sum() / count
+        else:
+            mean, _ = self.policy.predict_action_batch(obs, mode="eval")
+            policy = (mean - actions).square().mean((1, 2)).sum() / count
+        if not values:
+            return [policy, torch.zeros_like(policy)]
+        mask = torch.ones_like(out["values"], dtype=torch.bool)[:, None]
+        value, _ = value_loss(
+            values=out["values"][:, None], returns=batch["returns"][indices][:, None], loss_mask=mask,
+            global_tokens=torch.tensor(float(count), device=self.device),
+        )  # fmt: skip
+        return [policy, value]
+
+    def evaluate(self) -> dict[str, float]:
+        """Runs `env.eval` with the present weights, deterministically."""
+        self.policy.eval()
+        try:
+            return evaluation_metrics(self.cfg, self.policy, self.seed, self.device)
+        finally:
+            self.policy.train()

@@ -1,0 +1,219 @@
+"""EnvWorker: simulates a share of the slots and speaks with the rollout ranks that act on them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from omegaconf import OmegaConf
+
+from rlhpc.algorithms.finite import nonfinite, skips
+from rlhpc.checkpoint.state import load_state, rng_state, save_state, set_rng_state
+from rlhpc.embodied.envs import make_env
+from rlhpc.embodied.envs.observations import Obs, as_arrays, join, take
+from rlhpc.embodied.roles.lanes import open_lanes
+from rlhpc.embodied.roles.outcomes import EpisodeLog, Outcomes
+from rlhpc.embodied.roles.slots import OUTCOMES, SlotMap, within
+from rlhpc.runs.device import own_device, seed_process
+from rlhpc.runtime.errors import CheckpointError
+from rlhpc.runtime.worker import Worker
+
+FILE = "env-{rank}.pt"
+
+
+class EnvWorker(Worker):
+    """Owns one vector environment per pipeline stage, with the slots that the `SlotMap` gives it."""
+
+    def __init__(self, cfg: Any) -> None:
+        super().__init__()
+        self.cfg = cfg
+
+    def init_worker(self, slots: SlotMap) -> dict[str, Any]:
+        """Builds the environments and resets them.
+
+        Returns:
+            `observation_space`, `action_space` (of one slot) and `supports_state`.
+        """
+        cfg = self.cfg.env.train
+        self.slots, self.steps = slots, int(self.cfg.algorithm.rollout_steps)
+        self.seed = int(cfg.seed if cfg.seed is not None else self.cfg.runner.seed)
+        own_device(self)  # simulators ask torch whether there is one, and take the CPU in its place without a word
+        seed_process(self.seed, "env", self.rank)
+        self.shares = [slots.env_share(stage, self.rank) for stage in range(slots.stages)]
+        self.envs = [
+            make_env(cfg, len(share), slot_offset=share.start, seed=self.seed, stage="train") for share in self.shares
+        ]
+        self.obs: list[Obs] = [as_arrays(env.reset()[0]) for env in self.envs]
+        self.peers = [slots.rollouts_of(stage, self.rank) for stage in range(slots.stages)]
+        first = self.envs[0]
+        count = sum(map(len, self.shares))
+        self.log.info("simulates %d of %d slots of %s", count, slots.num_envs, cfg.env_id)
+        return {
+            "observation_space": first.observation_space,
+            "action_space": first.action_space,
+            "supports_state": all(getattr(env, "supports_state", False) for env in self.envs),
+        }
+
+    def connect(self, slots: SlotMap) -> None:
+        """Connects to the channels, once the driver has created them; again, with a new map, after other ranks died."""
+        self.slots = slots
+        self.lanes = open_lanes(self, self.slots, self.envs[0].observation_space)
+        self._outcomes = self.connect_channel(OUTCOMES)
+
+    def interact(self, step: int) -> dict[str, np.ndarray]:
+        """Simulates `rollout_steps` decisions in every slot.
+
+        While the policy acts on one stage, this rank simulates the others.
+
+        Without `env.train.auto_reset` every slot begins a new episode first, whose start depends on seed and step alone.
+
+        Returns:
+            Episodes that ended, see `EpisodeLog.arrays`; `restarts` `[1]`: simulator processes that died or hung and were
+            started again, since this rank started; and `spoiled` `[1]`: episodes left out, as their return is not finite.
+
+        Raises:
+            NonFinite: A simulator gave a number that is not finite, and `runner.on_nonfinite` is stop.
+        """
+        stages = range(self.slots.stages)
+        outcomes = [self._outcomes_of(step, share) for share in self.shares]
+        if not self.cfg.env.train.auto_reset:
+            self._restart(step)
+        episodes = EpisodeLog()
+        for stage in stages:
+            self._send(stage, outcomes[stage], 0)
+        for t in range(self.steps):
+            for stage in stages:
+                env = self.envs[stage]
+                obs, rewards, terminations, truncations, infos = env.chunk_step(self._receive(stage))
+                self.obs[stage] = obs
+                if t + 1 < self.steps:
+                    self._send(stage, outcomes[stage], t + 1)
+                ended = outcomes[stage].add(t, rewards, terminations, truncations, infos)
+                if ended is not None:
+                    episodes.add(t, self.shares[stage].start, infos, ended)
+        for stage in stages:
+            last = outcomes[stage].shown(self.steps, self.obs[stage])
+            for rank, common in self.peers[stage]:
+                part = within(common, self.shares[stage])
+                message = outcomes[stage].part(part, take(last, part))
+                self._outcomes.put(message, key=self.slots.to_rollout_key(stage, self.rank, rank))
+        restarts = sum(int(getattr(env, "restarts", 0)) for env in self.envs)
+        return {
+            **episodes.arrays(),
+            "restarts": np.array([restarts]),
+            "spoiled": np.array([episodes.spoiled]),
+        }
+
+    def _outcomes_of(self, step: int, share: range) -> Outcomes:
+        algorithm, chunk = self.cfg.algorithm, int(self.cfg.actor.model.num_action_chunks)
+        per_action = str(algorithm.reward_type).lower() == "action_level"
+        told_apart = per_action or str(algorithm.logprob_type).lower() != "chunk_level"
+        whole = not self.cfg.env.train.auto_reset
+
+        def spoiled(what: str, t: int, rows: np.ndarray) -> None:
+            if not skips(self.cfg):
+                slots = ", ".join(str(share.start + slot) for slot in np.flatnonzero(rows)[:5])
+                name = self.cfg.env.train.env_id
+                raise nonfinite(
+                    f"step {step}, decision {t}: the {what} of slot {slots} of {name} (env-{self.rank}) is not finite"
+                )
+
+        return Outcomes(
+            share, self.steps, chunk=chunk if told_apart else 1, reward_per_action=per_action, whole=whole,
+            spoiled=spoiled,
+        )  # fmt: skip
+
+    def _restart(self, step: int) -> None:
+        seed = int(np.random.SeedSequence([self.seed, step]).generate_state(1)[0])
+        if self.cfg.env.train.use_fixed_reset_state_ids:
+            seed = self.seed
+        self.obs = [as_arrays(env.reset(seed=seed)[0]) for env in self.envs]
+
+    def _send(self, stage: int, outcomes: Outcomes, t: int) -> None:
+        obs = outcomes.shown(t, self.obs[stage])
+        for lane, common in self.lanes[stage]:
+            lane.put(take(obs, within(common, self.shares[stage])))
+
+    def _receive(self, stage: int) -> np.ndarray:
+        actions: np.ndarray = join([lane.get() for lane, _ in self.lanes[stage]])
+        return actions
+
+    # -- checkpoint -----------------------------------------------------------------------------------------------
+
+    def save(self, folder: str) -> None:
+        """Writes `env-<rank>.pt`: per vector environment its slots, its simulators' state and what the policy sees."""
+        units = [
+            {
+                "start": share.start,
+                "stop": share.stop,
+                "obs": obs,
+                "state": env.state_dict() if getattr(env, "supports_state", False) else None,
+            }
+            for share, obs, env in zip(self.shares, self.obs, self.envs, strict=True)
+        ]
+        save_state(Path(folder) / FILE.format(rank=self.rank), {"rng": rng_state(), "units": units})
+
+    def load(self, folder: str) -> bool:
+        """Restores the slots from the files of all env ranks of a checkpoint, whatever its layout was.
+
+        Returns:
+            False where the simulators cannot be restored; their episodes start anew.
+        """
+        units = [
+            unit for file in sorted(Path(folder).glob(FILE.format(rank="*"))) for unit in load_state(file)["units"]
+        ]
+        own = Path(folder) / FILE.format(rank=self.rank)
+        if own.is_file():
+            set_rng_state(load_state(own)["rng"])
+        restored = [self._restore(stage, units, Path(folder)) for stage in range(self.slots.stages)]
+        return all(restored)
+
+    def _restore(self, stage: int, units: list[dict[str, Any]], folder: Path) -> bool:
+        share, env = self.shares[stage], self.envs[stage]
+        known = {slot: (unit, slot - unit["start"]) for unit in units for slot in range(unit["start"], unit["stop"])}
+        whole = any(range(unit["start"], unit["stop"]) == share and unit["state"] is not None for unit in units)
+        if not whole and not all(slot in known and known[slot][0]["state"] is not None for slot in share):
+            return False
+        try:
+            if whole:
+                unit = known[share.start][0]
+                env.load_state_dict(unit["state"])
+            else:
+                env.load_state_dict(env.merge_states([_slot_state(env, *known[slot]) for slot in share]))
+        except (KeyError, ValueError, TypeError, AttributeError) as error:
+            raise CheckpointError(f"{folder}: the environments' state does not fit this run: {error!r}") from error
+        rows = [take(unit["obs"], slice(index, index + 1)) for unit, index in (known[slot] for slot in share)]
+        self.obs[stage] = join(rows)
+        return True
+
+    def close(self) -> None:
+        """Closes the simulators."""
+        for env in getattr(self, "envs", []):
+            env.close()
+
+
+def _slot_state(env: Any, unit: dict[str, Any], index: int) -> Any:
+    return env.slot_state(unit["state"], index)
+
+
+def check_env(cfg: Any, python: str | None = None) -> tuple[Any, Any]:
+    """Builds one environment and closes it again, so that an unknown id or bad arguments show before a run starts.
+
+    Args:
+        cfg: Section `env.train` or `env.eval`.
+        python: The env group's own Python, which can build what this one cannot.
+
+    Returns:
+        Observation and action space of a slot.
+
+    Raises:
+        ConfigError: It cannot be built.
+    """
+    if python is not None and cfg.simulator_python is None:
+        cfg = OmegaConf.merge(cfg, {"simulator_python": python})
+    env = make_env(cfg, int(cfg.group_size), slot_offset=0, seed=0, stage="train")
+    try:
+        return env.observation_space, env.action_space
+    finally:
+        env.close()

@@ -1,0 +1,100 @@
+"""How a simulator and the policy that acts on it exchange arrays: a mailbox on one host, a channel between hosts."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+from rlhpc.embodied.envs.observations import row_bytes
+from rlhpc.embodied.roles.slots import ACTIONS, OBSERVATIONS, SlotMap
+from rlhpc.runtime.comm.mailbox import Mailbox, available
+from rlhpc.runtime.context import current
+from rlhpc.runtime.worker import Worker
+
+#: Largest message that goes through a mailbox. Above it copying costs more than a channel's hand-over.
+_LARGEST = 1 << 20
+#: Room for one slot's actions.
+_ACTION_BYTES = 16 << 10
+
+
+class Lane(Protocol):
+    """Both directions between one env rank and one rollout rank, for one stage."""
+
+    def put(self, array: Any) -> None:
+        """Sends to the other end: actions, or an observation."""
+
+    def get(self) -> Any:
+        """Receives from the other end."""
+
+
+class ChannelLane:
+    """A lane over two channels."""
+
+    def __init__(self, out: Any, out_key: str, inbound: Any, in_key: str) -> None:
+        self._out, self._out_key, self._in, self._in_key = out, out_key, inbound, in_key
+
+    def put(self, array: Any) -> None:
+        """See `Lane.put`."""
+        self._out.put(array, key=self._out_key)
+
+    def get(self) -> Any:
+        """See `Lane.get`."""
+        return self._in.get(key=self._in_key)
+
+
+class MailboxLane:
+    """A lane over a mailbox for each part of an observation; actions travel in the first one's other direction."""
+
+    def __init__(self, boxes: dict[str, Mailbox], is_env: bool) -> None:
+        self._boxes, self._is_env, self._first = boxes, is_env, next(iter(boxes.values()))
+
+    def put(self, array: Any) -> None:
+        """See `Lane.put`."""
+        if not self._is_env:
+            self._first.put(array)
+            return
+        for key, box in self._boxes.items():
+            box.put(array[key])
+
+    def get(self) -> Any:
+        """See `Lane.get`."""
+        return self._first.get() if self._is_env else {key: box.get() for key, box in self._boxes.items()}
+
+
+def open_lanes(worker: Worker, slots: SlotMap, observation_space: Any) -> list[list[tuple[Lane, range]]]:
+    """This rank's lanes: for each stage its peers in slot order, each with the slots in common."""
+    is_env = worker.group_name == slots.env_name
+    observations, actions = worker.connect_channel(OBSERVATIONS), worker.connect_channel(ACTIONS)
+    bytes_a_slot = row_bytes(observation_space)
+    found: list[list[tuple[Lane, range]]] = []
+    for stage in range(slots.stages):
+        peers = slots.rollouts_of(stage, worker.rank) if is_env else slots.envs_of(stage, worker.rank)
+        lanes: list[tuple[Lane, range]] = []
+        for rank, common in peers:
+            env, rollout = (worker.rank, rank) if is_env else (rank, worker.rank)
+            lane = _mailbox(slots, stage, env, rollout, len(common), bytes_a_slot, is_env)
+            if lane is None:
+                to_rollout = (observations, slots.to_rollout_key(stage, env, rollout))
+                to_env = (actions, slots.to_env_key(stage, env, rollout))
+                lane = ChannelLane(*to_rollout, *to_env) if is_env else ChannelLane(*to_env, *to_rollout)
+            lanes.append((lane, common))
+        found.append(lanes)
+    return found
+
+
+def _mailbox(
+    slots: SlotMap, stage: int, env: int, rollout: int, size: int, bytes_a_slot: dict[str, int], is_env: bool
+) -> Lane | None:
+    """A mailbox for the pair where both can have one; both ends come to the same answer."""
+    context = current()
+    peer = (slots.rollout_name, rollout) if is_env else (slots.env_name, env)
+    if not available() or context.member(*peer)["host"] != context.host or size * sum(bytes_a_slot.values()) > _LARGEST:
+        return None
+    boxes: dict[str, Mailbox] = {}
+    for index, (key, count) in enumerate(bytes_a_slot.items()):
+        path = context.service.scratch.shm / f"mailbox-{slots.token}-{stage}-{env}-{rollout}{f'-{index}' * bool(key)}"
+        capacity = size * max(count, 0 if index else _ACTION_BYTES)
+        name = f"{peer[0]}-{peer[1]}"
+        boxes[key] = Mailbox(
+            path, capacity, first=is_env, peer=name, deadline=context.wait_deadline, check=context.check
+        )
+    return boxes[""] if "" in boxes else MailboxLane(boxes, is_env)

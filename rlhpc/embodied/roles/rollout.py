@@ -1,0 +1,208 @@
+"""MultiStepRolloutWorker: acts for a share of the slots and hands complete trajectories to the actors."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from rlhpc.checkpoint.state import load_state, rng_state, save_state, set_rng_state
+from rlhpc.embodied.envs.observations import columns_of, count_rows, join
+from rlhpc.embodied.models import build_model, policy_section
+from rlhpc.embodied.play import evaluation_metrics
+from rlhpc.embodied.roles.lanes import open_lanes
+from rlhpc.embodied.roles.outcomes import next_values
+from rlhpc.embodied.roles.slots import OUTCOMES, TRAJECTORIES, SlotMap, within
+from rlhpc.runs.device import own_device, seed_process, settle, to_tensors
+from rlhpc.runtime.worker import Worker
+from rlhpc.weights import make_sync
+
+FILE = "rollout-{rank}.pt"
+
+
+class StageBuffer:
+    """One stage's rollout, time first, so that every step writes one contiguous row.
+
+    Args:
+        share: Global slots.
+        steps: T, decisions of a rollout.
+    """
+
+    def __init__(self, share: range, steps: int) -> None:
+        self.share, self.steps = share, steps
+        self._rows: dict[str, np.ndarray] = {}
+
+    def write(self, t: int, **rows: np.ndarray) -> None:
+        """Stores one step, each array `[n, ...]`."""
+        for name, row in rows.items():
+            if name not in self._rows:
+                self._rows[name] = np.empty((self.steps, *row.shape), row.dtype)
+            self._rows[name][t] = row
+
+    @property
+    def names(self) -> list[str]:
+        """Of the columns."""
+        return list(self._rows)
+
+    def batch_first(self, name: str) -> np.ndarray:
+        """A column as `[n, T, ...]`, contiguous."""
+        return np.ascontiguousarray(self._rows[name].swapaxes(0, 1))
+
+
+class MultiStepRolloutWorker(Worker):
+    """Runs the policy's forward passes during a rollout. It never trains; its weights come from the actor."""
+
+    def __init__(self, cfg: Any) -> None:
+        super().__init__()
+        self.cfg = cfg
+        self.version = 0
+
+    def init_worker(self, slots: SlotMap, observation_space: Any, action_space: Any) -> None:
+        """Builds the policy and the buffers."""
+        self.slots, self.steps = slots, int(self.cfg.algorithm.rollout_steps)
+        self.seed = int(self.cfg.runner.seed)
+        self.device = own_device(self)
+        seed_process(self.seed, "rollout", self.rank)
+        self.policy = settle(
+            build_model(policy_section(self.cfg.actor), observation_space, action_space), self.device
+        ).eval()
+        self.policy.requires_grad_(False)
+        self.policy.logprob_type = str(self.cfg.algorithm.logprob_type).lower()
+        self.shares = [slots.rollout_share(stage, self.rank) for stage in range(slots.stages)]
+        self.peers = [slots.envs_of(stage, self.rank) for stage in range(slots.stages)]
+        self.buffers = [StageBuffer(share, self.steps) for share in self.shares]
+        receivers = [(slots.rollout_name, list(range(slots.rollout_ranks)))]
+        self.sync = make_sync(
+            str(self.cfg.rollout.weight_sync),
+            self,
+            (slots.actor_name, 0),
+            receivers,
+            str(self.cfg.rollout.weight_delta),
+        )
+        model, count = self.cfg.actor.model.model_type, sum(map(len, self.shares))
+        self.log.info("acts with %s on %s for %d of %d slots", model, self.device, count, slots.num_envs)
+
+    def connect(self, slots: SlotMap) -> None:
+        """Connects to the channels, once the driver has created them; again, with a new map, after other ranks died."""
+        self.slots = slots
+        self.lanes = open_lanes(self, self.slots, self.policy.observation_space)
+        self._outcomes = self.connect_channel(OUTCOMES)
+        self._trajectories = self.connect_channel(TRAJECTORIES)
+
+    def sync_weights(self) -> int:
+        """Takes over the actor's next version."""
+        self.version = self.sync.apply(self._named(), adopt=self.policy)
+        return self.version
+
+    def _named(self) -> list[tuple[str, torch.Tensor]]:
+        return list(self.policy.state_dict().items())
+
+    # -- rollout --------------------------------------------------------------------------------------------------
+
+    @torch.inference_mode()
+    def generate(self, step: int) -> None:
+        """Acts for `rollout_steps` decisions in every slot, then sends the trajectories to the actors.
+
+        The noise of all slots of the run is drawn from (seed, step) and cut by slot, so that an action depends neither
+        on the rank that chose it nor on what else was in its batch.
+        """
+        noises = [self._noise(step, share) for share in self.shares]
+        for t in range(self.steps):
+            for stage, noise in enumerate(noises):
+                self._act(stage, t, noise[t])
+        self._hand_over()
+
+    def _noise(self, step: int, share: range) -> torch.Tensor:
+        seed = np.random.SeedSequence([self.seed, step]).generate_state(1, np.uint64)[0] >> np.uint64(1)
+        generator = torch.Generator().manual_seed(int(seed))
+        table = self.policy.sample_noise((self.steps, self.slots.num_envs), generator)
+        return table[:, share.start : share.stop].contiguous().to(self.device)
+
+    def _act(self, stage: int, t: int, noise: torch.Tensor) -> None:
+        obs = join([lane.get() for lane, _ in self.lanes[stage]])
+        actions, extras = self._choose(obs, noise, t)
+        chosen = actions.cpu().numpy()
+        for lane, common in self.lanes[stage]:
+            lane.put(chosen[within(common, self.shares[stage])])
+        # The environments are busy now; what follows costs no time.
+        rows = {name: extra.cpu().numpy() for name, extra in extras.items()}
+        self.buffers[stage].write(t, **columns_of("obs", obs), actions=chosen, **rows)
+
+    def _choose(self, obs: Any, noise: torch.Tensor, t: int) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        """Actions, and what goes into the trajectories beside them."""
+        actions, extras = self.policy.predict_action_batch(self._tensor(obs), mode="train", noise=noise)
+        rows = {"logprobs": extras["prev_logprobs"], "values": extras["prev_values"]}
+        return actions, rows | {f"inputs.{name}": part for name, part in extras.get("inputs", {}).items()}
+
+    def _tensor(self, obs: Any) -> Any:
+        """An observation, or another array, on the policy's device."""
+        return to_tensors(obs, self.device)
+
+    def _hand_over(self) -> None:
+        """Adds rewards, ends and next values, and sends every actor rank the slots it trains on."""
+        outcomes = [self._merge_outcomes(stage) for stage in range(self.slots.stages)]
+        # One forward pass values everything that no action was asked for: what comes next, and what was cut off.
+        unseen = [part for outcome in outcomes for part in (outcome["last_obs"], outcome["final_obs"])]
+        values = np.split(self._value(join(unseen)), np.cumsum([count_rows(part) for part in unseen])[:-1])
+        for stage, outcome in enumerate(outcomes):
+            last, final = values[2 * stage], values[2 * stage + 1]
+            buffer = self.buffers[stage]
+            columns = {name: buffer.batch_first(name) for name in buffer.names}
+            columns["next_values"] = next_values(
+                columns["values"], last, outcome["final_slot"], outcome["final_step"], final,
+                outcome.get("action_mask"),
+            )  # fmt: skip
+            for name in ("rewards", "terminations", "truncations", "action_mask", "loss_mask", "nonfinite"):
+                if name in outcome:
+                    columns[name] = outcome[name]
+            self._send(stage, columns)
+
+    def _send(self, stage: int, columns: dict[str, np.ndarray]) -> None:
+        """Gives every actor rank its slots of a stage's columns `[n, T, ...]`."""
+        for rank, common in self.slots.actors_of(stage, self.rank):
+            part = within(common, self.shares[stage])
+            message: dict[str, Any] = {name: column[part] for name, column in columns.items()}
+            message["version"] = self.version
+            self._trajectories.put(message, key=self.slots.to_actor_key(stage, self.rank, rank))
+
+    def _merge_outcomes(self, stage: int) -> dict[str, Any]:
+        """The env ranks' outcomes of a stage as one, slots counted from this rank's first."""
+        share, merged = self.shares[stage], []
+        for rank, common in self.peers[stage]:
+            part = self._outcomes.get(key=self.slots.to_rollout_key(stage, rank, self.rank))
+            part["final_slot"] = part["final_slot"] + (common.start - share.start)
+            merged.append(part)
+        return {name: join([part[name] for part in merged]) for name in merged[0]}
+
+    def _value(self, obs: Any) -> np.ndarray:
+        values: np.ndarray = self.policy.value(self._tensor(obs)).float().cpu().numpy()
+        return values
+
+    # -- evaluation and checkpoint --------------------------------------------------------------------------------
+
+    def evaluate(self) -> dict[str, float]:
+        """Runs `env.eval` with the present weights, deterministically."""
+        return evaluation_metrics(self.cfg, self.policy, self.seed, self.device)
+
+    def save(self, folder: str) -> None:
+        """Writes `rollout-<rank>.pt`. The weights are the actor's; the noise follows from seed and step."""
+        state = {"version": self.version, "rng": rng_state()}
+        save_state(Path(folder) / FILE.format(rank=self.rank), state)
+
+    def load(self, folder: str) -> None:
+        """Restores a checkpoint; a rank that it has no file for starts from its seed."""
+        own = Path(folder) / FILE.format(rank=self.rank)
+        if own.is_file():
+            state = load_state(own)
+            self.version = int(state["version"])
+            set_rng_state(state["rng"])
+
+    def offload(self) -> None:
+        """Moves the policy to the host."""
+        self.policy.cpu()
+
+    def reload(self) -> None:
+        """Inverse of `offload`."""
+        self.policy.to(self.device)

@@ -1,0 +1,247 @@
+"""Off-policy roles: rollout ranks hand over transitions, actor ranks keep them and train on what they draw."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from rlhpc.algorithms.finite import nonfinite, skips
+from rlhpc.checkpoint.start import check_start
+from rlhpc.embodied.data.mixture import Draw, Mixture, fit, load_demos
+from rlhpc.embodied.data.replay import ReplayBuffer
+from rlhpc.embodied.envs.observations import columns_of, rows_of
+from rlhpc.embodied.models import build_model
+from rlhpc.embodied.models.sac import SACPolicy
+from rlhpc.embodied.roles.env import check_env
+from rlhpc.embodied.roles.ppo import EmbodiedActor
+from rlhpc.embodied.roles.rollout import MultiStepRolloutWorker
+from rlhpc.embodied.roles.slots import SlotMap
+from rlhpc.embodied.update.sac import SacBatch, SacUpdate
+from rlhpc.runs.device import own_device, seed_process, settle
+from rlhpc.runtime.context import current
+from rlhpc.runtime.errors import ConfigError
+from rlhpc.weights import frozen_names, make_sync
+
+
+def check_off_policy(cfg: Any, ranks: dict[str, int], python: str | None = None) -> None:
+    """Refuses what would fail after the start: counts that do not divide, environments and models that cannot be built.
+
+    Args:
+        cfg: Configuration.
+        ranks: Ranks of each group.
+        python: The env group's own Python, which can build what this one cannot.
+
+    Raises:
+        ConfigError: Names the key and the numbers.
+    """
+    SlotMap.from_config(cfg, env=ranks["env"], rollout=ranks["rollout"], actor=ranks["actor"])
+    spaces = check_env(cfg.env.train, python)
+    if int(cfg.runner.val_check_interval) > 0:
+        check_env(cfg.env.eval)
+    policy = build_model(cfg.actor.model, *spaces)
+    if not isinstance(policy, SACPolicy):
+        raise ConfigError(
+            f"actor.model.model_type is {cfg.actor.model.model_type!r}, which has no critics of actions; off-policy runs "
+            "need sac"
+        )
+    check_start(cfg, policy)
+    _demos(cfg, *spaces)
+
+
+def _demos(cfg: Any, observation_space: Any, action_space: Any) -> Any:
+    path, train = cfg.algorithm.demo_buffer.load_path, cfg.env.train
+    if not path:
+        return None
+    scale, endless = float(train.reward_scale), bool(train.ignore_terminations)
+    demos = load_demos(str(path), reward_scale=scale, ignore_terminations=endless, skip=skips(cfg))
+    return fit(demos, observation_space, action_space, int(cfg.actor.model.num_action_chunks))
+
+
+class OffPolicyRolloutWorker(MultiStepRolloutWorker):
+    """Acts, at first at random, and hands over transitions: observation, action, reward, true next observation, end."""
+
+    policy: SACPolicy
+
+    def generate(self, step: int, random_steps: int = 0) -> None:
+        """See `MultiStepRolloutWorker.generate`; the actions of the run's first `random_steps` transitions are random."""
+        self._random = random_steps - (step - 1) * self.steps * self.slots.num_envs
+        super().generate(step)
+
+    def _choose(self, obs: Any, noise: torch.Tensor, t: int) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        if t * self.slots.num_envs < self._random:
+            return self.policy.head.uniform(noise), {}
+        inputs, _ = self.policy.features(self._tensor(obs), True, False)
+        assert inputs is not None
+        return self.policy.head.act(inputs, noise)[0], {}
+
+    def _hand_over(self) -> None:
+        for stage in range(self.slots.stages):
+            outcome, buffer = self._merge_outcomes(stage), self.buffers[stage]
+            columns = {name: buffer.batch_first(name) for name in buffer.names}
+            last, final = columns_of("obs", outcome["last_obs"]), columns_of("obs", outcome["final_obs"])
+            for name in last:
+                following = columns[f"next_{name}"] = np.empty_like(columns[name])
+                following[:, :-1], following[:, -1] = columns[name][:, 1:], last[name]
+                following[outcome["final_slot"], outcome["final_step"]] = final[name]
+            columns |= {name: outcome[name] for name in ("rewards", "terminations", "nonfinite")}
+            self._send(stage, columns)
+
+    def _named(self) -> list[tuple[str, torch.Tensor]]:
+        return self.policy.acting()
+
+
+class OffPolicyActor(EmbodiedActor):
+    """One data-parallel rank: keeps the transitions of its slots, and trains by SAC."""
+
+    policy: SACPolicy
+    counters = ("transitions", "due")
+
+    def init_worker(self, slots: SlotMap, observation_space: Any, action_space: Any) -> int:
+        """Builds networks, optimizers and buffers; the initial weights depend on the seed alone.
+
+        Returns:
+            Number of trainable parameters.
+        """
+        cfg = self.cfg
+        self.slots, self.steps, self.seed = slots, int(cfg.algorithm.rollout_steps), int(cfg.runner.seed)
+        self.share = slots.actor_share(self.rank)
+        self.device = own_device(self)
+        seed_process(self.seed, "actor", self.rank)
+        built = build_model(cfg.actor.model, observation_space, action_space, seed=self.seed)
+        if not isinstance(built, SACPolicy):
+            raise ConfigError(f"actor.model.model_type is {cfg.actor.model.model_type!r}; off-policy runs need sac")
+        self.policy = settle(built, self.device).train()
+        self.sac = SacUpdate(
+            cfg.algorithm, cfg.actor.optim, self.policy, self.all_reduce, self.world_size, skip=skips(cfg)
+        )
+        buffer = cfg.algorithm.replay_buffer
+        self.replay = ReplayBuffer(
+            int(buffer.size), self.share, slots.num_envs, self.rank, current().service.scratch.spill
+        )
+        self.mixture = Mixture(
+            self.replay,
+            _demos(cfg, observation_space, action_space),
+            batch_size=int(cfg.actor.global_batch_size),
+            demo_ratio=float(cfg.algorithm.demo_buffer.ratio),
+            action_dim=built.head.dim,
+            seed=self.seed,
+            rank=self.rank,
+            ranks=self.world_size,
+        )
+        self.starts, self.update_to_data = int(buffer.min_buffer_size), float(cfg.algorithm.update_to_data)
+        self.transitions, self.due = 0, 0
+        receivers = [(slots.rollout_name, list(range(slots.rollout_ranks)))]
+        self.sync = make_sync(
+            str(cfg.rollout.weight_sync), self, (slots.actor_name, 0), receivers, str(cfg.rollout.weight_delta)
+        )
+        trained = sum(p.numel() for p in self.policy.parameters() if p.requires_grad)
+        self.log.info("trains %d parameters of %s on %s", trained, cfg.actor.model.model_type, self.device)
+        return trained
+
+    def start_from(self, folder: str) -> None:
+        """Takes over the weights of a checkpoint or an export, such as those of a behaviour-cloned policy."""
+        super().start_from(folder)
+        self.sac.reset_targets()
+
+    def sync_weights(self, version: int) -> None:
+        """Sends the acting weights, as `version`, to all rollout ranks."""
+        if self.rank == 0 and self.sync is not None:
+            self.sync.sync(version, self.policy.acting(), frozen=frozen_names(self.policy))
+
+    def receive(self, step: int) -> dict[str, float]:
+        """Takes this step's transitions of the rank's slots into the buffer. One that is not finite stays outside: the one
+        before it (at the start of the step, the one after it) of the same slot takes its place.
+
+        Returns:
+            The oldest version of the policy that acted, and how many transitions were left out.
+
+        Raises:
+            NonFinite: A transition is not finite, and `runner.on_nonfinite` is stop; or all of them are not.
+        """
+        columns, version = self._columns()
+        bad = self._spoiled(step, columns)
+        if bad.any():
+            slot, t = _sound_ones(bad)
+            columns = {name: column[slot, t] for name, column in columns.items()}
+        self.replay.add(columns)
+        self.transitions += self.slots.num_envs * self.steps
+        return {"version": float(version), "left_out": float(bad.sum())}
+
+    def update(self, step: int, progress: float = 0.0) -> dict[str, float]:
+        """Makes the updates that are due: `update_to_data` for each transition since learning started.
+
+        Args:
+            step: Global step.
+            progress: Part of the run that is done, 0 to 1, for the learning rates.
+
+        Returns:
+            Metrics, the same on all ranks.
+        """
+        if self.cfg.algorithm.anneal_lr:
+            self.sac.set_lr(1.0 - progress)
+        due = int(self.update_to_data * max(0, self.transitions - self.starts))
+        count, self.due = due - self.due, due
+        for _ in range(count):
+            self.sac.step(self._batch(self.mixture.draw(self.sac.updates)))
+        return {**self.sac.metrics(), "buffer_size": float(len(self.replay))}
+
+    def _batch(self, draw: Draw) -> SacBatch:
+        columns = {name: torch.from_numpy(column).to(self.device) for name, column in draw.columns.items()}
+        return SacBatch(
+            obs=rows_of(columns, "obs"),
+            actions=columns["actions"],
+            rewards=columns["rewards"],
+            next_obs=rows_of(columns, "next_obs"),
+            terminations=columns["terminations"],
+            noise=torch.from_numpy(draw.noise).to(self.device),
+            total=draw.total,
+        )
+
+    # -- checkpoint -----------------------------------------------------------------------------------------------
+
+    def save(self, folder: str) -> None:
+        """Writes `actor-<rank>.pt` and the rank's part of the replay buffer; rank 0 also model and optimizers."""
+        super().save(folder)
+        self.replay.save(Path(folder))
+
+    def load(self, folder: str) -> None:
+        """Restores a checkpoint; a rank that it has no file for takes rank 0's.
+
+        Raises:
+            CheckpointError: The model of the configuration is another one.
+        """
+        super().load(folder)
+        self.replay.load(Path(folder))
+
+    def _learner(self) -> Any:
+        return self.sac
+
+    def offload(self) -> None:
+        """Off-policy actors stay where they are."""
+
+    def reload(self) -> None:
+        """Inverse of `offload`."""
+
+
+def _sound_ones(bad: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """For each transition `[n, T]` the slot and step of a sound one: its own, the one before it, the one after it, or, where
+    a slot has none, that of the first slot that has.
+
+    Raises:
+        NonFinite: There is none.
+    """
+    if bad.all():
+        raise nonfinite("not one transition of this rank's slots is finite in this step")
+    n, T = bad.shape
+    steps = np.broadcast_to(np.arange(T), (n, T))
+    before = np.maximum.accumulate(np.where(bad, -1, steps), axis=1)
+    after = np.minimum.accumulate(np.where(bad, T, steps)[:, ::-1], axis=1)[:, ::-1]
+    found = np.where(before >= 0, before, after)
+    slots = np.broadcast_to(np.arange(n)[:, None], (n, T)).copy()
+    lost = bad.all(1)
+    instead = int(np.flatnonzero(~lost)[0])
+    slots[lost], found[lost] = instead, found[instead]
+    return slots, found

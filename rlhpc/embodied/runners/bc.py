@@ -1,0 +1,70 @@
+"""BcRunner: the loop of behaviour cloning. A step is `algorithm.update_epochs` passes over the demonstrations."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from rlhpc.jobs.signals import StopRequest
+from rlhpc.metrics import PhaseTimers
+from rlhpc.runs.folder import RunFolder
+from rlhpc.runs.runner import Runner
+
+
+class BcRunner(Runner):
+    """Trains an embodied policy on demonstrations.
+
+    Args:
+        cfg: Configuration.
+        actor: Launched group of `BcActor`.
+        run, stop: As the other runners'.
+    """
+
+    def __init__(self, cfg: Any, actor: Any, *, run: RunFolder | None = None, stop: StopRequest | None = None) -> None:
+        super().__init__(cfg, {"actor": actor}, run=run, stop=stop)
+        self.actor = actor
+        self.samples, self.evaluated = 0, None
+
+    def build(self) -> None:
+        """Builds the policy and reads the demonstrations."""
+        self.demos = self.actor.init_worker().wait(self.timeout)[0]
+
+    def one_step(self) -> dict[str, float]:
+        """Passes over the demonstrations, and now and then an evaluation."""
+        timers, begin = PhaseTimers(), time.perf_counter()
+        progress = self.step / max(self.folder.total, 1)
+        with timers("update"):
+            trained = self.actor.imitate(self.step + 1, progress).wait(self.timeout)[0]
+        self.step += 1
+        seen = int(self.demos["transitions"]) * int(self.cfg.algorithm.update_epochs)
+        self.samples += seen
+        row = {f"train/{name}": value for name, value in trained.items()}
+        row |= {"train/samples": float(self.samples), "train/demonstrations": self.demos["episodes"]}
+        if self.demos["left_out"]:
+            row["train/nonfinite_demonstrations"] = self.demos["left_out"]
+        every = int(self.cfg.runner.val_check_interval)
+        if every > 0 and self.step % every == 0:
+            with timers("eval"):
+                found = self.actor.execute_on(0).evaluate().wait(self.timeout)[0]
+            self.evaluated = found.get("return_mean", self.evaluated)
+            row.update({f"eval/{name}": value for name, value in found.items()})
+        row.update(timers.pop())
+        row["time/samples_per_s"] = seen / max(row["time/update_s"], 1e-9)
+        row["time/step_s"] = time.perf_counter() - begin
+        return row
+
+    def state(self) -> dict[str, Any]:
+        """Counters."""
+        return {"samples": self.samples, "evaluated": self.evaluated}
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        """Inverse of `state`."""
+        self.samples, self.evaluated = int(state.get("samples", 0)), state.get("evaluated")
+
+    def result(self) -> dict[str, Any]:
+        """samples, episode_return (the last evaluation's mean)."""
+        return {"samples": self.samples, "episode_return": self.evaluated}
+
+    def facts(self, row: dict[str, float]) -> dict[str, Any]:
+        """Loss."""
+        return {"loss": row["train/loss"], "return": self.evaluated}

@@ -1,0 +1,302 @@
+"""EmbodiedRunner: the loop of a run with simulators.
+
+Each step has four phases: the actor's weights go to the rollout workers; policy and simulators play; the actors take in
+the trajectories; they train. The calls of a step are issued together and each rank executes its own in order, so that
+no phase waits for a round trip to the driver.
+
+With `algorithm.max_staleness: k` policy and simulators play up to k steps ahead while the actors train, with weights at most k
+versions older than those of the synchronous loop. Before a checkpoint and before an evaluation they wait, so that a
+resumed run goes on as the uninterrupted one would.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import secrets
+import time
+from typing import Any
+
+import numpy as np
+
+from rlhpc.algorithms.finite import MOST_IN_A_ROW, nonfinite
+from rlhpc.embodied.roles.outcomes import in_order
+from rlhpc.embodied.roles.ppo import check_batches
+from rlhpc.embodied.roles.slots import SlotMap
+from rlhpc.jobs.signals import StopRequest
+from rlhpc.metrics import PhaseTimers
+from rlhpc.runs.folder import RunFolder, note
+from rlhpc.runs.runner import Runner
+from rlhpc.runtime.comm.channel import Channel
+
+#: Training episodes that `train/episode_return` averages over.
+WINDOW = 100
+#: Steps over which `env_steps_per_s` is averaged.
+_RATE_STEPS = 10
+
+
+class EmbodiedRunner(Runner):
+    """Trains a policy in simulators.
+
+    Args:
+        cfg: Configuration.
+        actor, rollout, env: Launched groups.
+        run: The run's folder; by default what `runner.run_dir` and `runner.name` say.
+        stop: Asked between steps whether to end early.
+
+    Raises:
+        ConfigError: The counts of environments, stages and ranks do not divide one another.
+    """
+
+    #: What the phase is called in which the actors take in what was played.
+    receiving = "advantage"
+
+    def __init__(
+        self,
+        cfg: Any,
+        actor: Any,
+        rollout: Any,
+        env: Any,
+        *,
+        run: RunFolder | None = None,
+        stop: StopRequest | None = None,
+    ) -> None:
+        super().__init__(cfg, {"actor": actor, "rollout": rollout, "env": env}, run=run, stop=stop)
+        self.actor, self.rollout, self.env = actor, rollout, env
+        names = {"actor_name": actor.name, "rollout_name": rollout.name, "env_name": env.name}
+        names["token"] = secrets.token_hex(4)
+        self.slots = SlotMap.from_config(
+            cfg, env=env.world_size, rollout=rollout.world_size, actor=actor.world_size, **names
+        )
+        self.check()
+        self.env_steps, self.episodes, self._in_vain = 0, 0, 0
+        self.lost: collections.Counter[str] = collections.Counter()
+        self.window: collections.deque[tuple[float, float, float]] = collections.deque(maxlen=WINDOW)
+        self._recent: collections.deque[tuple[float, int]] = collections.deque(maxlen=_RATE_STEPS)
+        self.begin()
+
+    def check(self) -> None:
+        """Refuses what does not fit together."""
+        check_batches(self.cfg)
+
+    # -- start ----------------------------------------------------------------------------------------------------
+
+    def build(self) -> None:
+        """Builds environments and models on all ranks and connects them."""
+        facts = self.env.init_worker(self.slots).wait(self.timeout)[0]
+        self._spaces = spaces = (facts["observation_space"], facts["action_space"])
+        built = [self.actor.init_worker(self.slots, *spaces), self.rollout.init_worker(self.slots, *spaces)]
+        for handle in built:
+            handle.wait(self.timeout)
+        self._connect()
+
+    def _connect(self) -> None:
+        for name, home in self.slots.channels().items():
+            Channel.create(name, home=home)
+        slots = self.slots
+        for handle in (self.env.connect(slots), self.actor.connect(), self.rollout.connect(slots)):
+            handle.wait(self.timeout)
+
+    def restored(self, answers: dict[str, list[Any]]) -> None:
+        """Says so where the episodes under way are lost."""
+        if not all(answers["env"]):
+            note("the simulators cannot be restored; their episodes start anew, so this resume is not bit for bit")
+
+    def rebuild(self, gone: dict[str, list[int]]) -> None:
+        """Starts environment and rollout ranks again."""
+        self.slots = dataclasses.replace(self.slots, token=secrets.token_hex(4))
+        groups = {name: self.groups[name] for name in gone}
+        for group in groups.values():
+            group.relaunch()
+        for group in groups.values():
+            group.wait_ready()
+        built = []
+        for name, group in groups.items():
+            spaces = self._spaces if group is self.rollout else ()
+            built.append(group.execute_on(*gone[name]).init_worker(self.slots, *spaces))
+        for handle in built:
+            handle.wait(self.timeout)
+        self._connect()
+
+    def forget(self) -> None:
+        """The window is the checkpoint's."""
+        self.window.clear()
+
+    def count_lost(self, ranks: int, before: dict[str, Any]) -> None:
+        """Ranks, transitions (those of the step that was under way, too) and episodes."""
+        self.lost["ranks"] += ranks
+        self.lost["steps"] += before["env_steps"] - self.env_steps + self._transitions()
+        self.lost["episodes"] += before["episodes"] - self.episodes
+
+    # -- a step ---------------------------------------------------------------------------------------------------
+
+    def begin(self) -> None:
+        """Nothing is under way."""
+        self._played: dict[int, tuple[Any, Any]] = {}
+        self._next, self._sent = self.step + 1, -1
+
+    def one_step(self) -> dict[str, float]:
+        """Weights, rollout, what the actors take in, update."""
+        step, timers, begin = self.step + 1, PhaseTimers(), time.perf_counter()
+        sync = []
+        if self._sent != self.step:  # the weights that the last update left
+            sync = [self.actor.sync_weights(self.step), self.rollout.sync_weights()]
+            self._sent = self.step
+        while self._next <= min(step + int(self.cfg.algorithm.max_staleness), self._stop_before(step)):
+            self._played[self._next] = self.play(self._next)
+            self._next += 1
+        progress = self.step / max(self.folder.total, 1)
+        receive, update = self.actor.receive(step), self.actor.update(step, progress)
+        with timers("sync"):
+            for handle in sync:
+                handle.wait(self.timeout)
+        with timers("rollout"):
+            episodes = in_order([handle.wait(self.timeout) for handle in self._played.pop(step)][1])
+        with timers(self.receiving):
+            received = receive.wait(self.timeout)
+            acted = min(facts["version"] for facts in received)
+        with timers("update"):
+            trained = update.wait(self.timeout)[0]
+        row = self._row(step, begin, trained, episodes, acted, timers)
+        self._count_left_out(step, row, int(sum(facts["left_out"] for facts in received)))
+        return row
+
+    def _count_left_out(self, step: int, row: dict[str, float], count: int) -> None:
+        """Transitions that did not train, as something in them was not finite.
+
+        Raises:
+            NonFinite: In too many steps in a row there was no other.
+        """
+        if count:
+            row["env/nonfinite"] = count
+        nothing = count * int(self.cfg.actor.model.num_action_chunks) >= self._transitions()
+        self._in_vain = self._in_vain + 1 if nothing else 0
+        if self._in_vain >= MOST_IN_A_ROW:
+            raise nonfinite(
+                f"step {step}: nothing that the environments brought was finite, {self._in_vain} steps in a row"
+            )
+
+    def play(self, step: int) -> tuple[Any, Any]:
+        """Lets policy and simulators play a step: the handles of the rollout and of the env ranks."""
+        return self.rollout.generate(step), self.env.interact(step)
+
+    def _stop_before(self, step: int) -> int:
+        """The last step that may be played before the weights of a step to come are saved or evaluated."""
+        every = (int(self.cfg.runner.save_interval), int(self.cfg.runner.val_check_interval))
+        ends = [-(-step // interval) * interval for interval in every if interval > 0]
+        return min([self.folder.end_step, *ends])
+
+    def _save(self, logger: Any) -> None:
+        if self._played:
+            note(
+                "the run stops while environments are ahead of the actors: the steps they have played since are played "
+                "again after a resume, which so loses nothing but is not bit for bit"
+            )
+        super()._save(logger)
+
+    def _row(
+        self,
+        step: int,
+        begin: float,
+        trained: dict[str, float],
+        episodes: dict[str, np.ndarray],
+        acted: float,
+        timers: PhaseTimers,
+    ) -> dict[str, float]:
+        """Counts a step that began at `begin`, and makes its row."""
+        seconds = time.perf_counter() - begin
+        self.step = step
+        transitions = self._transitions()
+        self.env_steps += transitions
+        self._recent.append((seconds, transitions))
+        self._count(episodes)
+        row: dict[str, float] = {f"train/{name}": value for name, value in trained.items()}
+        row.update(self._episode_metrics())
+        row.update(_ended(episodes))
+        row["rollout/version"], row["rollout/env_steps"] = acted, self.env_steps
+        if restarts := int(episodes["restarts"].sum()):
+            row["env/restarts"] = restarts
+        if spoiled := int(episodes["spoiled"].sum()):
+            row["env/nonfinite_episodes"] = spoiled
+        row.update({f"env/lost_{name}": count for name, count in self.lost.items()})
+        self._validate(step, row, timers)
+        row.update(timers.pop())
+        row["time/step_s"] = seconds
+        row["time/env_steps_per_s"] = sum(n for _, n in self._recent) / sum(s for s, _ in self._recent)
+        return row
+
+    def _transitions(self) -> int:
+        """Of a training step."""
+        decisions = self.slots.num_envs * int(self.cfg.algorithm.rollout_steps)
+        return decisions * int(self.cfg.actor.model.num_action_chunks)
+
+    def _count(self, episodes: dict[str, np.ndarray]) -> None:
+        self.episodes += len(episodes["return"])
+        rows = zip(episodes["return"].tolist(), episodes["length"].tolist(), episodes["success"].tolist(), strict=True)
+        self.window.extend(rows)
+
+    def _return(self) -> float | None:
+        return float(np.mean([row[0] for row in self.window])) if self.window else None
+
+    def _episode_metrics(self) -> dict[str, float]:
+        found: dict[str, float] = {"train/episodes": self.episodes}
+        if self.window:
+            returns, lengths, success = np.asarray(self.window, np.float64).T
+            found["train/episode_return"], found["train/episode_length"] = float(returns.mean()), float(lengths.mean())
+            if not np.isnan(success).any():
+                found["train/success_rate"] = float(success.mean())
+        return found
+
+    def _validate(self, step: int, row: dict[str, float], timers: PhaseTimers) -> None:
+        every = int(self.cfg.runner.val_check_interval)
+        if every <= 0 or step % every:
+            return
+        with timers("eval"):
+            # The rollout ranks still act with the weights of before the update.
+            handles = [self.actor.sync_weights(step), self.rollout.sync_weights()]
+            result = self.rollout.execute_on(0).evaluate()
+            for handle in handles:
+                handle.wait(self.timeout)
+            row.update({f"eval/{name}": value for name, value in result.wait(self.timeout)[0].items()})
+
+    # -- what the base class asks ---------------------------------------------------------------------------------
+
+    def goal(self) -> str:
+        """`runner.stop_return`."""
+        wanted, reached = self.cfg.runner.stop_return, self._return()
+        full = len(self.window) == WINDOW
+        return "stop_return" if wanted is not None and full and reached is not None and reached >= float(wanted) else ""
+
+    def state(self) -> dict[str, Any]:
+        """Counters, and the returns of the last episodes."""
+        window = [[None if value != value else value for value in row] for row in self.window]
+        return {"env_steps": self.env_steps, "episodes": self.episodes, "window": window}
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        """Inverse of `state`."""
+        self.env_steps, self.episodes = int(state["env_steps"]), int(state["episodes"])
+        rows = ([float("nan") if value is None else float(value) for value in row] for row in state["window"])
+        self.window.extend((row[0], row[1], row[2]) for row in rows)
+
+    def result(self) -> dict[str, Any]:
+        """env_steps, episode_return."""
+        return {"env_steps": self.env_steps, "episode_return": self._return()}
+
+    def facts(self, row: dict[str, float]) -> dict[str, Any]:
+        """Return and rate."""
+        return {
+            "return": row.get("train/episode_return"),
+            "env_steps": self.env_steps,
+            "env_steps_per_s": row["time/env_steps_per_s"],
+        }
+
+
+def _ended(episodes: dict[str, np.ndarray]) -> dict[str, float]:
+    """Metrics of the episodes that ended in a step: unlike those of the window they lag behind nothing."""
+    count = len(episodes["return"])
+    found: dict[str, float] = {"rollout/episodes": count}
+    if count:
+        found["rollout/episode_return"] = float(episodes["return"].mean())
+        if not np.isnan(episodes["success"]).any():
+            found["rollout/success_rate"] = float(episodes["success"].mean())
+    return found

@@ -1,0 +1,1 @@
+"""What happens to a policy's weights in a step."""

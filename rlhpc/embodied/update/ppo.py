@@ -1,0 +1,304 @@
+"""The policy update: epochs of global minibatches, split over ranks and micro-batches without changing the result.
+
+What depends on all ranks (valid counts, advantage moments) is summed once for all minibatches, before the first one;
+the metrics once, after the last. In between the ranks exchange gradients and nothing else.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from rlhpc.algorithms import losses, policy_loss, value_loss
+from rlhpc.algorithms.finite import Skips, listed, nonfinite
+from rlhpc.algorithms.registry import POLICY_LOSSES
+from rlhpc.embodied.envs.observations import rows_of
+from rlhpc.embodied.update.minibatches import local_minibatches, permutation
+from rlhpc.runtime.errors import ConfigError
+from rlhpc.training.local import LocalBackend, Reduce
+
+#: What the losses that come with the package measure besides; of others all that they measure becomes a metric.
+_KNOWN = ("approx_kl", "clip_fraction", "ratio")
+_BUILT_IN = (losses.ppo, losses.gspo, losses.cispo)
+METRICS = ("policy_loss", "value_loss", "entropy", "approx_kl", "clip_fraction")
+
+
+@dataclass
+class Part:
+    """This rank's part of one minibatch, and what all ranks' parts add up to."""
+
+    indices: torch.Tensor
+    count: torch.Tensor
+    tokens: torch.Tensor
+    mean: torch.Tensor
+    std: torch.Tensor
+
+
+class PolicyUpdate:
+    """Trains the backend's module on one rollout.
+
+    Args:
+        algorithm: Section `algorithm` of the configuration.
+        backend: Owns the module.
+        batch_size: Transitions of a minibatch over all ranks.
+        micro_batch: Transitions of one forward and backward pass; None for a rank's whole part.
+        seed: Of the minibatches' order.
+        reduce: Sums a tensor over the group, in place.
+        rank, ranks: Of the group.
+        gather: The ranks' objects, in rank order.
+        skip: Leaves out steps whose gradient is not finite, rather than raise.
+    """
+
+    def __init__(
+        self,
+        algorithm: Any,
+        backend: LocalBackend,
+        *,
+        batch_size: int,
+        micro_batch: int | None,
+        seed: int,
+        reduce: Reduce = lambda t: t,
+        gather: Callable[[Any], list[Any]] = lambda thing: [thing],
+        rank: int = 0,
+        ranks: int = 1,
+        skip: bool = False,
+    ) -> None:
+        self._forward: Any = backend.module.default_forward
+        self.backend, self.batch_size, self.micro_batch, self.seed = backend, batch_size, micro_batch, seed
+        self._reduce, self._rank, self._ranks = reduce, rank, ranks
+        self.skips, self._gather = Skips(skip), gather
+        self.epochs = int(algorithm.update_epochs)
+        self.loss_type = str(algorithm.loss_type)
+        self.value_coef, self.entropy_coef = float(algorithm.value_coef), float(algorithm.entropy_coef)
+        self.value_clip = None if algorithm.value_clip is None else float(algorithm.value_clip)
+        self.target_kl = None if algorithm.target_kl is None else float(algorithm.target_kl)
+        wanted = str(algorithm.normalize_advantages or "none").lower()
+        self.normalize = "minibatch" if wanted == "auto" else wanted
+        if self.normalize not in ("batch", "minibatch", "none", "false"):
+            raise ConfigError(
+                f"algorithm.normalize_advantages is {algorithm.normalize_advantages!r}; "
+                "choose from batch, minibatch, none"
+            )
+        self._loss_options: dict[str, Any] = {
+            "clip_ratio_low": float(algorithm.clip_ratio_low),
+            "clip_ratio_high": float(algorithm.clip_ratio_high),
+            "clip_ratio_c": None if algorithm.clip_ratio_c is None else float(algorithm.clip_ratio_c),
+            "loss_agg": "token-mean",
+        }
+        self.decoupled = POLICY_LOSSES.get(self.loss_type) is losses.decoupled_ppo
+        if self.decoupled:
+            self._loss_options["behave_weight_cap"] = None if algorithm.tis_cap is None else float(algorithm.tis_cap)
+
+    def run(self, batch: dict[str, torch.Tensor], held: range, total: int, step: int, lr: float) -> dict[str, float]:
+        """All epochs over one rollout.
+
+        Args:
+            batch: This rank's transitions, flat `[N, ...]`: obs (or several, see `rows_of`), actions, logprobs, values,
+                advantages, returns, mask; and where there are such `inputs.*` of the model, and token_mask, which of the
+                log-probabilities train. Advantages, returns and mask are `[N]`, or `[N, chunk]` if they belong to single
+                actions; log-probs are as the policy's `logprob_type` has them.
+            held: Which of the run's `total` transitions they are.
+            total: Transitions of all ranks.
+            step: Global step, part of the order's seed.
+            lr: Learning rate.
+
+        Returns:
+            Metrics, the same on all ranks.
+
+        Raises:
+            NonFinite: A gradient is not finite.
+        """
+        device = batch["logprobs"].device
+        self.backend.set_lr(lr)
+        if self.decoupled:
+            batch = {**batch, "proximal": self._proximal(batch)}
+        epochs = [self._parts(batch, held, total, step, epoch) for epoch in range(self.epochs)]
+        sums = torch.zeros(len(METRICS), dtype=torch.float64, device=device)
+        norms = torch.zeros((), dtype=torch.float64, device=device)
+        own: dict[str, torch.Tensor] = {}
+        updates = 0
+        for number, part in enumerate(part for parts in epochs for part in parts):
+            self.backend.zero_grad()
+            stats, more = self._accumulate(batch, part)
+            if self._too_far(stats):
+                break
+            norm = self.backend.optimizer_step()
+            if self.backend.refuses(norm):
+                found = self._not_finite(stats)
+                self.skips.left_out(lambda: f"step {step}, minibatch {number}: {found}")  # noqa: B023 (called at once)
+                continue
+            self.skips.took()
+            norms += norm
+            sums += stats
+            own = _added(own, more)
+            updates += 1
+        means = (self._sum(sums) / max(updates, 1)).tolist()
+        if not math.isfinite(norms):  # an accelerator's norms are read here, before any weight leaves the rank
+            raise nonfinite(f"step {step}: the norm of a gradient is not finite")
+        return {
+            **dict(zip(METRICS, means, strict=True)),
+            "grad_norm": float(norms) / max(updates, 1),
+            "epochs": updates / len(epochs[0]),
+            "lr": lr,
+            **self._own_metrics(own, max(updates, 1)),
+            **self.skips.counted(),
+        }
+
+    @torch.no_grad()
+    def _proximal(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        """Log-probs of the rollout's actions by the weights of before the update: those that acted may be older."""
+        found = []
+        for part in torch.arange(len(batch["mask"]), device=batch["mask"].device).split(
+            self.micro_batch or len(batch["mask"])
+        ):
+            micro = {name: column[part] for name, column in batch.items()}
+            given = {"obs": rows_of(micro, "obs"), "actions": micro["actions"]} | rows_of(micro, "inputs")
+            found.append(
+                self._forward(given, compute_logprobs=True, compute_entropy=False, compute_values=False)["logprobs"]
+            )
+        return torch.cat(found)
+
+    def _own_metrics(self, sums: dict[str, torch.Tensor], updates: int) -> dict[str, float]:
+        """What the loss measures besides. A rank that had no row of any minibatch does not know the names."""
+        if POLICY_LOSSES.get(self.loss_type) in _BUILT_IN:
+            return {}
+        names = sorted(set().union(*self._gather(sorted(sums)))) if self._ranks > 1 else sorted(sums)
+        if not names:
+            return {}
+        nothing = torch.zeros((), dtype=torch.float64, device=next(self.backend.module.parameters()).device)
+        total = self._sum(torch.stack([sums.get(name, nothing) for name in names]))
+        return dict(zip(names, (total / updates).tolist(), strict=True))
+
+    def _not_finite(self, stats: torch.Tensor) -> str:
+        """What was not finite, and on which ranks; all of them ask, and say the same."""
+        flags = torch.zeros((self._ranks, len(METRICS)), dtype=torch.float64, device=stats.device)
+        flags[self._rank] = (~stats.isfinite()).double()
+        losses = [
+            f"{name} of actor-{rank}"
+            for rank, row in enumerate(self._sum(flags).tolist())
+            for name, bad in zip(METRICS, row, strict=True)
+            if bad
+        ]
+        gradients = self.backend.bad_gradients()
+        told = (
+            f"the gradient of {listed(gradients)} is not finite" if gradients else "the gradient's norm is not finite"
+        )
+        return f"{told} ({listed(losses)})" if losses else told
+
+    def _too_far(self, stats: torch.Tensor) -> bool:
+        """Whether a minibatch's KL estimate passes the limit: its update, and what would follow, is left out (ManiSkill)."""
+        if self.target_kl is None:
+            return False
+        return float(self._sum(stats[METRICS.index("approx_kl")].clone())) > self.target_kl
+
+    def _sum(self, tensor: torch.Tensor) -> torch.Tensor:
+        return self._reduce(tensor) if self._ranks > 1 else tensor
+
+    def _parts(self, batch: dict[str, torch.Tensor], held: range, total: int, step: int, epoch: int) -> list[Part]:
+        """The minibatches of one epoch; counts and moments of their advantages over all ranks."""
+        order = permutation(total, self.seed, step, epoch)
+        device = batch["logprobs"].device
+        indices = [part.to(device) for part in local_minibatches(order, self.batch_size, held)]
+        mask = batch["mask"].double()
+        advantages = batch["advantages"].double() * mask
+        sums = [mask, advantages, advantages * batch["advantages"]]
+        columns = torch.stack([column.flatten(1).sum(1) if column.dim() > 1 else column for column in sums], dim=1)
+        tokens = _tokens(batch)
+        each = mask if tokens.shape[1] == 1 and "token_mask" not in batch else tokens.double().sum(1)
+        if self.normalize == "batch":
+            moments = columns.sum(0).expand(len(indices), 3).clone()
+        else:
+            moments = torch.stack([columns[part].sum(0) for part in indices])
+        kinds = [mask] if each is mask else [mask, each]
+        counts = [torch.stack([column[part].sum() for part in indices]) for column in kinds]
+        stacked = self._sum(torch.cat([moments, torch.stack(counts, dim=1)], dim=1))
+        n, first, second, *counts = stacked.unbind(1)
+        mean = first / n.clamp(min=1)
+        variance = ((second - n * mean * mean) / (n - 1).clamp(min=1)).clamp(min=0)
+        if self.normalize in ("none", "false"):
+            mean, variance = torch.zeros_like(mean), torch.ones_like(variance)
+        mean, std = mean.float(), variance.sqrt().float()
+        counts = [count.float().clamp(min=1) for count in counts]
+        return [Part(*columns) for columns in zip(indices, counts[0], counts[-1], mean, std, strict=True)]
+
+    def _accumulate(self, batch: dict[str, torch.Tensor], part: Part) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        """Gradients of one minibatch; returns this rank's share of its metrics, and of what else the loss measures."""
+        stats = torch.zeros(len(METRICS), dtype=torch.float64, device=batch["logprobs"].device)
+        more: dict[str, torch.Tensor] = {}
+        size = self.micro_batch or max(part.indices.numel(), 1)
+        for indices in part.indices.split(size) if part.indices.numel() else ():
+            loss, values, facts = self._loss({name: column[indices] for name, column in batch.items()}, part)
+            loss.backward()
+            stats += values
+            more = _added(more, facts)
+        return stats, more
+
+    def _loss(
+        self, micro: dict[str, torch.Tensor], part: Part
+    ) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
+        """One micro-batch's share of the minibatch's loss and metrics."""
+        size = len(micro["mask"])
+        tokens, rows = _tokens(micro), micro["mask"].reshape(size, -1)
+        advantages = micro["advantages"].reshape(size, -1)
+        if self.normalize not in ("none", "false"):
+            advantages = (advantages - part.mean) / (part.std + 1e-8)
+        given = {"obs": rows_of(micro, "obs"), "actions": micro["actions"]} | rows_of(micro, "inputs")
+        valued = self.value_coef > 0
+        out = self._forward(given, compute_logprobs=True, compute_entropy=True, compute_values=valued)
+        extra: dict[str, Any] = {"proximal_logprobs": micro["proximal"].reshape(size, -1)} if self.decoupled else {}
+        # A decision is a sequence here, of one token or of several: [M, ...] → [M, tokens].
+        policy, facts = policy_loss(
+            self.loss_type,
+            logprobs=out["logprobs"].reshape(size, -1),
+            old_logprobs=micro["logprobs"].reshape(size, -1),
+            advantages=_spread(advantages, tokens.shape[1]),
+            loss_mask=tokens,
+            global_tokens=part.tokens,
+            **self._loss_options,
+            **extra,
+        )
+        if valued:
+            value, _ = value_loss(
+                values=out["values"].reshape(size, -1),
+                returns=micro["returns"].reshape(size, -1),
+                loss_mask=rows,
+                old_values=micro["values"].reshape(size, -1),
+                value_clip=self.value_clip,
+                global_tokens=part.count,
+            )
+        else:
+            value = torch.zeros_like(policy)
+        entropy = (out["entropy"].reshape(size, -1) * tokens).sum() / part.tokens
+        loss = policy + self.value_coef * value - self.entropy_coef * entropy
+        with torch.no_grad():
+            share = tokens.sum() / part.tokens  # the facts are means over this micro-batch
+            nothing = torch.zeros_like(loss)
+            means = [share * facts.get("approx_kl", nothing), share * facts.get("clip_fraction", nothing)]
+            stats = torch.stack([policy, value, entropy, *means]).double()
+            others = {
+                name: share * torch.as_tensor(fact, dtype=torch.float64, device=stats.device)
+                for name, fact in facts.items()
+                if name not in _KNOWN
+            }
+        return loss, stats, others
+
+
+def _added(sums: dict[str, torch.Tensor], more: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {**sums, **{name: sums[name] + value if name in sums else value for name, value in more.items()}}
+
+
+def _tokens(batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    """Which log-probabilities train, `[N, tokens]`."""
+    size = len(batch["mask"])
+    if "token_mask" in batch:
+        return batch["token_mask"].reshape(size, -1)
+    return _spread(batch["mask"].reshape(size, -1), math.prod(batch["logprobs"].shape[1:]))
+
+
+def _spread(columns: torch.Tensor, tokens: int) -> torch.Tensor:
+    """What belongs to a chunk or to its actions, `[M, 1]` or `[M, chunk]`, for each token of it `[M, tokens]`."""
+    return columns if columns.shape[1] == tokens else columns.repeat_interleave(tokens // columns.shape[1], 1)

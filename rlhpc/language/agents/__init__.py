@@ -1,0 +1,1 @@
+"""Episodes of several turns: who speaks between two responses of the model."""

@@ -1,0 +1,313 @@
+"""Episodes of several turns: the model writes, an agent answers, the model goes on.
+
+The tokens of an episode are those that the model has seen and drawn, never encoded again; what the agent wrote stands
+between them, masked out of the loss. Many episodes are under way at a time: while tools work for some, in threads, the
+engine goes on with the others.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import queue
+import threading
+import time
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from rlhpc.language.data.prompts import Prompt
+from rlhpc.language.engines.base import Completion, Request, RolloutBackend
+from rlhpc.runtime.errors import ConfigError
+
+log = logging.getLogger(__name__)
+_IDLE_S = 0.01
+_MARK = "REPLYHERE"
+
+
+@dataclass
+class Episode:
+    """A prompt and all that came after it. Lists are aligned: one entry a token after the prompt.
+
+    Attributes:
+        id: Of its request.
+        prompt_ids: The prompt.
+        prompt: The problem; None where the caller gave none.
+        token_ids: What the model wrote and what the agent answered, in turn.
+        logprobs: Of the model's tokens, as drawn; 0 for the agent's.
+        versions: Of the weights; for the agent's tokens, that of the token before.
+        loss_mask: True for the model's tokens.
+        turns: Times the model wrote.
+        finish_reason: `stop` (the model, or the agent, ended it), `length`, `turns` (no turn was left for the agent's
+            answer), `error` (the agent raised, or took too long), or `abort`.
+        state: What an agent wants to remember of this episode.
+    """
+
+    id: int
+    prompt_ids: tuple[int, ...]
+    prompt: Prompt | None = None
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)
+    loss_mask: list[bool] = field(default_factory=list)
+    turns: int = 0
+    finish_reason: str = ""
+    state: dict[str, Any] = field(default_factory=dict)
+
+
+class Agent:
+    """What stands between the model's turns. One object serves all episodes of a rank.
+
+    Attributes:
+        stop: Texts that end a turn, such as `</tool>`.
+        timeout_s: Most time of one answer; an episode that waits longer ends with `error`.
+    """
+
+    stop: tuple[str, ...] = ()
+    timeout_s: float = 60.0
+
+    def respond(self, episode: Episode, text: str) -> str | dict[str, str] | None:
+        """Answers a turn. Called in a thread, for several episodes at a time, but never twice for one.
+
+        Args:
+            episode: So far, this turn included.
+            text: What the model wrote in this turn, without its end token.
+
+        Returns:
+            Text to go on after, as it stands; or a message (`{"role": "user", "content": ...}`), which is put in by the
+            chat template; or None: the episode is over.
+        """
+        raise NotImplementedError
+
+    def close(self) -> None:
+        """Ends what it holds."""
+
+
+class _Helpers:
+    """Threads that call the agent. One that does not come back is given up, and another takes its place."""
+
+    def __init__(self, agent: Agent, threads: int) -> None:
+        self._agent = agent
+        self._asked: queue.SimpleQueue[tuple[int, Episode, str] | None] = queue.SimpleQueue()
+        self.answers: queue.SimpleQueue[tuple[int, Any]] = queue.SimpleQueue()
+        self._since: dict[int, float] = {}
+        self._threads = 0
+        self._most = threads
+
+    def ask(self, ticket: int, episode: Episode, text: str) -> None:
+        self._asked.put((ticket, episode, text))
+        self._enlist()
+
+    def _enlist(self) -> None:
+        if self._threads < self._most and not self._asked.empty():
+            self._threads += 1
+            threading.Thread(target=self._work, name="rlhpc-agent", daemon=True).start()
+
+    def _work(self) -> None:
+        while (asked := self._asked.get()) is not None:
+            ticket, episode, text = asked
+            self._since[ticket] = time.monotonic()
+            try:
+                answer: Any = self._agent.respond(episode, text)
+                if not isinstance(answer, (str, dict, type(None))):
+                    raise TypeError(f"respond gave a {type(answer).__name__}; allowed: str, dict, None")
+            except Exception as error:
+                answer = error
+            if self._since.pop(ticket, None) is None:
+                return  # given up meanwhile: somebody else has this thread's place
+            self.answers.put((ticket, answer))
+
+    def overdue(self) -> list[int]:
+        """Tickets whose answer takes too long; they are forgotten."""
+        late = time.monotonic() - self._agent.timeout_s
+        tickets = [ticket for ticket, since in list(self._since.items()) if since < late]
+        found = [ticket for ticket in tickets if self._since.pop(ticket, None) is not None]
+        self._threads -= len(found)
+        for _ in found:
+            self._enlist()
+        return found
+
+    def close(self) -> None:
+        for _ in range(self._threads):
+            self._asked.put(None)
+
+
+class Episodes:
+    """Runs episodes on an engine: requests are added at any time, each `step` gives back those that ended.
+
+    Not thread-safe, as the engine; agents are called in threads.
+
+    Args:
+        backend: The engine. Nobody else adds requests to it meanwhile.
+        tokenizer: Encodes what the agent answers.
+        agent: None makes episodes of one turn.
+        max_turns: Most times the model writes.
+        threads: Calls of the agent at a time.
+    """
+
+    def __init__(
+        self, backend: RolloutBackend, tokenizer: Any, agent: Agent | None = None, max_turns: int = 1, threads: int = 8
+    ) -> None:
+        self._backend, self._tokenizer, self._agent, self._max_turns = backend, tokenizer, agent, max_turns
+        self._helpers = None if agent is None else _Helpers(agent, threads)
+        self._writing: dict[int, tuple[Episode, Request]] = {}
+        self._waiting: dict[int, tuple[Episode, Request, Completion]] = {}
+        self._ended: list[Episode] = []
+        self._ticket = 0
+
+    def add(self, requests: Iterable[Request], prompt: Prompt | None = None) -> None:
+        """Starts an episode for each request. `sampling.max_new_tokens` bounds all its turns and answers together.
+
+        Raises:
+            ConfigError: A prompt leaves no room in the context.
+        """
+        requests = [self._with_stops(request) for request in requests]
+        self._backend.add(requests)
+        for request in requests:
+            self._writing[request.id] = Episode(request.id, tuple(request.prompt_ids), prompt), request
+
+    def step(self) -> list[Episode]:
+        """Advances the engine by a step, and takes in what the agent answered; episodes that ended."""
+        if self._backend.unfinished():
+            for completion in self._backend.step():
+                self._wrote(completion)
+        self._take_answers(wait=not self._backend.unfinished() and not self._ended)
+        ended, self._ended = self._ended, []
+        return ended
+
+    def unfinished(self) -> int:
+        """Episodes added and not given back."""
+        return len(self._writing) + len(self._waiting) + len(self._ended)
+
+    def abort(self) -> list[Episode]:
+        """Ends all episodes; each with what it has so far, `finish_reason` "abort"."""
+        for completion in self._backend.abort():
+            episode, _ = self._writing.pop(completion.id)
+            _append(episode, completion)
+            self._end(episode, "abort")
+        for episode, *_ in self._waiting.values():
+            self._end(episode, "abort")
+        self._waiting.clear()
+        ended, self._ended = self._ended, []
+        return ended
+
+    def close(self) -> None:
+        """Ends the agent; not the engine."""
+        if self._helpers is not None and self._agent is not None:
+            self._helpers.close()
+            self._agent.close()
+
+    # -- turns
+
+    def _with_stops(self, request: Request) -> Request:
+        if self._agent is None or not self._agent.stop:
+            return request
+        stop = tuple(dict.fromkeys((*request.sampling.stop, *self._agent.stop)))
+        return dataclasses.replace(request, sampling=dataclasses.replace(request.sampling, stop=stop))
+
+    def _wrote(self, completion: Completion) -> None:
+        episode, request = self._writing.pop(completion.id)
+        _append(episode, completion)
+        episode.turns += 1
+        if self._agent is None or self._helpers is None or completion.finish_reason != "stop":
+            self._end(episode, completion.finish_reason)
+            return
+        self._ticket += 1
+        self._waiting[self._ticket] = episode, request, completion
+        self._helpers.ask(self._ticket, episode, self._text(completion.token_ids))
+
+    def _text(self, ids: list[int]) -> str:
+        # Tags may be special tokens, so these stay; but the end of the response is none of its text.
+        if ids and ids[-1] == self._tokenizer.eos_token_id:
+            ids = ids[:-1]
+        text: str = self._tokenizer.decode(ids, skip_special_tokens=False)
+        return text
+
+    def _take_answers(self, wait: bool) -> None:
+        if self._helpers is None:
+            return
+        deadline = time.monotonic() + (_IDLE_S if wait and self._waiting else 0.0)
+        while True:
+            try:
+                ticket, answer = self._helpers.answers.get(timeout=max(0.0, deadline - time.monotonic()))
+            except queue.Empty:
+                break
+            deadline = 0.0
+            if ticket in self._waiting:  # not if it was given up
+                self._answered(*self._waiting.pop(ticket), answer)
+        for ticket in self._helpers.overdue():
+            if ticket in self._waiting:
+                episode, *_ = self._waiting.pop(ticket)
+                log.warning("episode %d: the agent took longer than its timeout_s", episode.id)
+                self._end(episode, "error")
+
+    def _answered(self, episode: Episode, request: Request, completion: Completion, answer: Any) -> None:
+        if isinstance(answer, BaseException):
+            log.warning("episode %d: the agent failed", episode.id, exc_info=answer)
+            self._end(episode, "error")
+            return
+        if answer is None:
+            self._end(episode, "stop")
+            return
+        if episode.turns >= self._max_turns:
+            self._end(episode, "turns")
+            return
+        if isinstance(answer, dict):
+            answer = message_text(self._tokenizer, answer, completion.token_ids)
+        left = request.sampling.max_new_tokens - len(episode.token_ids)
+        ids = self._tokenizer.encode(answer, add_special_tokens=False)[:left]
+        episode.token_ids += ids
+        episode.logprobs += [0.0] * len(ids)
+        episode.versions += [episode.versions[-1]] * len(ids)
+        episode.loss_mask += [False] * len(ids)
+        if len(ids) >= left:
+            self._end(episode, "length")
+            return
+        follows = dataclasses.replace(
+            request, prompt_ids=(*episode.prompt_ids, *episode.token_ids), seed=_seed(request.seed, episode.turns),
+            sampling=dataclasses.replace(request.sampling, max_new_tokens=left - len(ids)),
+        )  # fmt: skip
+        try:
+            self._backend.add([follows])
+        except ConfigError:  # the context is full
+            self._end(episode, "length")
+            return
+        self._writing[request.id] = episode, request
+
+    def _end(self, episode: Episode, reason: str) -> None:
+        episode.finish_reason = reason
+        self._ended.append(episode)
+
+
+def _append(episode: Episode, completion: Completion) -> None:
+    episode.token_ids += completion.token_ids
+    episode.logprobs += completion.logprobs
+    episode.versions += completion.versions
+    episode.loss_mask += [True] * len(completion.token_ids)
+
+
+def _seed(seed: int, turn: int) -> int:
+    """Of a later turn: with the first one's it would draw the same random numbers again."""
+    return (seed * 0x9E3779B1 + turn * 0x85EBCA6B) % (1 << 31)
+
+
+def message_text(tokenizer: Any, message: Mapping[str, str], ids: list[int]) -> str:
+    """What the chat template puts between the end of the model's turn and the beginning of its next one.
+
+    Args:
+        tokenizer: Of transformers, with a chat template.
+        message: What stands between.
+        ids: The model's turn; where it has written its end itself, that is not repeated.
+
+    Raises:
+        ConfigError: The template does not show what the model wrote.
+    """
+    turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": _MARK}, dict(message)]
+    whole: str = tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
+    _, found, text = whole.partition(_MARK)
+    if not found:
+        raise ConfigError(
+            "rollout.agent answers with a message, but the chat template does not keep the turns before it"
+        )
+    written = tokenizer.decode(ids[-1:], skip_special_tokens=False) if ids else ""
+    return text.removeprefix(written) if written else text

@@ -1,0 +1,207 @@
+"""Problems out of the columns of files."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rlhpc.language.data.parts import belongs
+from rlhpc.language.data.prompts import Prompt
+from rlhpc.language.data.tables import DatasetFolder, Hdf5File, Joined, JsonLines, ParquetFile, Table
+from rlhpc.runtime.errors import ConfigError
+from rlhpc.runtime.files import find_files
+
+
+class ColumnProblems:
+    """Rows of a table as problems.
+
+    A prompt column holds a text or a list of chat messages; a conversation that ends with the assistant's turn has its
+    demonstration there. Columns that the configuration does not name go to `meta`, as far as JSON can hold them, so
+    that templates and rewards find them. All prompts are looked at once, here, so that a bad row does not end a run in
+    its middle.
+
+    Args:
+        cfg: A section `data.train` or `data.eval[i]`.
+        table: The rows.
+        part: Side of `eval_fraction`.
+        key: What messages call the section.
+        filters: `column=value` that rows must fulfil, or None.
+
+    Raises:
+        ConfigError: A column is missing, or a prompt is neither text nor conversation; names file and row.
+    """
+
+    def __init__(self, cfg: Any, table: Table, *, part: str, key: str, filters: str | None) -> None:
+        self._table, self._key = table, key
+        self._prompt, self._answer = str(cfg.prompt_key), cfg.answer_key
+        self._response, self._level = cfg.response_key, cfg.level_key
+        rows = self._select(filters, part, float(cfg.eval_fraction))
+        if cfg.size is not None and cfg.size < len(rows):
+            rows = sorted(random.Random(cfg.seed).sample(rows, cfg.size))
+        self._rows = rows
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __getitem__(self, index: int) -> Prompt:
+        number = self._rows[index]
+        row = self._table.row(number)
+        messages, shown = self._conversation(row[self._prompt], number)
+        named = {self._prompt, self._answer, self._response, self._level}
+        return Prompt(
+            id=number,
+            messages=messages,
+            answer=_text(row[self._answer]) if self._answer else "",
+            meta={name: plain(value) for name, value in row.items() if name not in named and _is_plain(value)},
+            response=_text(row.get(self._response)) or shown,
+            level=_text(row[self._level]) if self._level else "",
+        )
+
+    def require_responses(self) -> None:
+        """Sees to it that each problem has a demonstration.
+
+        Raises:
+            ConfigError: One has none; names file and row.
+        """
+        chosen = set(self._rows)
+        for number, row in enumerate(self._table.rows([self._prompt, str(self._response)])):
+            if number not in chosen or _text(row.get(self._response)):
+                continue
+            if not self._conversation(row[self._prompt], number)[1]:
+                if self._response not in row:
+                    self._missing("response_key", str(self._response), number)
+                raise ConfigError(
+                    f"{self._table.place(number)}: the demonstration, column {self._response!r}, is empty"
+                )
+
+    def _select(self, filters: str | None, part: str, fraction: float) -> list[int]:
+        wanted_keys = {"prompt_key": self._prompt, "answer_key": self._answer, "level_key": self._level}
+        column, _, wanted = (filters or "").partition("=")
+        if filters:
+            wanted_keys["split"] = column
+        needed = {name: str(value) for name, value in wanted_keys.items() if value}
+        rows = []
+        for number, row in enumerate(self._table.rows(list(needed.values()))):
+            for name, needs in needed.items():
+                if needs not in row:
+                    self._missing(name, needs, number)
+            if filters and _text(row[column]) != wanted:
+                continue
+            messages, _ = self._conversation(row[self._prompt], number)
+            if belongs(json.dumps(messages, sort_keys=True), part, fraction):
+                rows.append(number)
+        if filters and not rows and len(self._table):
+            raise ConfigError(
+                f"{self._key}.split is {filters!r}; of {len(self._table)} rows none fits and is in this part"
+            )
+        return rows
+
+    def _conversation(self, value: Any, number: int) -> tuple[tuple[dict[str, str], ...], str]:
+        """Messages up to where the model is to speak, and the last assistant's turn or ""."""
+        if isinstance(value, str) and value:
+            return ({"role": "user", "content": value},), ""
+        if isinstance(value, Sequence) and not isinstance(value, (str, bytes)) and value:
+            messages = []
+            for message in value:
+                if not isinstance(message, Mapping) or not all(
+                    isinstance(message.get(k), str) for k in ("role", "content")
+                ):
+                    break
+                messages.append({k: v for k, v in message.items() if isinstance(v, str)})
+            else:
+                shown = messages.pop()["content"] if messages[-1]["role"] == "assistant" else ""
+                if messages:
+                    return tuple(messages), shown
+        found = json.dumps(plain(value))[:80] if _is_plain(value) else type(value).__name__
+        raise ConfigError(
+            f"{self._table.place(number)}: column {self._prompt!r} is {found}; a prompt is a text that is not empty, or a "
+            'list of messages {"role": …, "content": …}'
+        )
+
+    def _missing(self, name: str, column: str, number: int) -> None:
+        way_out = (
+            f"; set {self._key}.answer_key=null where there is no reference answer" if name == "answer_key" else ""
+        )
+        raise ConfigError(
+            f"{self._key}.{name} is {column!r}, but {self._table.place(number)} has no such column; it has: "
+            f"{', '.join(self._table.columns(number))}{way_out}"
+        )
+
+
+def jsonl(cfg: Any, *, part: str, key: str) -> ColumnProblems:
+    """Source `jsonl`."""
+    _no_kwargs(cfg, key)
+    table = Joined([JsonLines(file) for file in find_files(cfg.path, (".jsonl", ".jsonl.gz", ".ndjson"), key)])
+    return ColumnProblems(cfg, table, part=part, key=key, filters=_filter(cfg, key))
+
+
+def parquet(cfg: Any, *, part: str, key: str) -> ColumnProblems:
+    """Source `parquet`."""
+    _no_kwargs(cfg, key)
+    table = Joined([ParquetFile(file) for file in find_files(cfg.path, (".parquet",), key)])
+    return ColumnProblems(cfg, table, part=part, key=key, filters=_filter(cfg, key))
+
+
+def hdf5(cfg: Any, *, part: str, key: str) -> ColumnProblems:
+    """Source `hdf5`; `kwargs: {group: train}` takes the columns of a group."""
+    files = find_files(cfg.path, (".h5", ".hdf5"), key)
+    table = Joined([Hdf5File(file, **cfg.kwargs) for file in files])
+    return ColumnProblems(cfg, table, part=part, key=key, filters=_filter(cfg, key))
+
+
+def hf(cfg: Any, *, part: str, key: str) -> ColumnProblems:
+    """Source `hf`."""
+    _no_kwargs(cfg, key)
+    if not cfg.path:
+        raise ConfigError(f"{key}.path is not set; source hf reads a folder written by save_to_disk of datasets")
+    folder = Path(cfg.path).expanduser()
+    if not folder.is_dir():
+        raise ConfigError(
+            f"{key}.path is {cfg.path!r}; there is no such folder. A dataset of the hub gets one by "
+            "datasets.load_dataset(NAME).save_to_disk(FOLDER)"
+        )
+    filters = cfg.split if cfg.split and "=" in cfg.split else None
+    table = DatasetFolder(folder, None if filters else cfg.split, key)
+    return ColumnProblems(cfg, table, part=part, key=key, filters=filters)
+
+
+def plain(value: Any) -> Any:
+    """The value as JSON gives it back: tuples are lists, numpy's numbers are Python's."""
+    return json.loads(json.dumps(value, default=_python))
+
+
+def _python(value: Any) -> Any:
+    if hasattr(value, "tolist"):
+        return value.tolist()
+    if hasattr(value, "isoformat"):
+        return value.isoformat()
+    raise TypeError(f"{type(value).__name__} has no JSON")
+
+
+def _is_plain(value: Any) -> bool:
+    try:
+        plain(value)
+    except (TypeError, ValueError):
+        return False
+    return True
+
+
+def _text(value: Any) -> str:
+    if value is None:
+        return ""
+    return value if isinstance(value, str) else json.dumps(plain(value), ensure_ascii=False)
+
+
+def _filter(cfg: Any, key: str) -> str | None:
+    if cfg.split is not None and "=" not in cfg.split:
+        raise ConfigError(f"{key}.split is {cfg.split!r}; source {cfg.source} takes a filter column=value")
+    split: str | None = cfg.split
+    return split
+
+
+def _no_kwargs(cfg: Any, key: str) -> None:
+    if cfg.kwargs:
+        raise ConfigError(f"{key}.kwargs has {', '.join(cfg.kwargs)}; source {cfg.source} takes none")

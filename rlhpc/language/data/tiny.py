@@ -1,0 +1,131 @@
+"""A language model small enough to learn arithmetic on one core: random weights and a tokenizer of characters.
+
+    python -m rlhpc.language.data.tiny models/tiny
+
+writes a Hugging Face folder that `AutoModelForCausalLM`, `AutoTokenizer` and vLLM load: by default 0.8M parameters.
+"""
+
+from __future__ import annotations
+
+import argparse
+import string
+import sys
+from pathlib import Path
+from typing import Any
+
+from rlhpc.runtime.errors import ConfigError
+
+VOCABULARY = string.digits + "+-*= " + string.ascii_lowercase
+"""Characters of the default tokenizer."""
+SPECIAL = ("<pad>", "<bos>", "<eos>", "<unk>")
+# The turns' texts one after the other; only the assistant's have an end.
+_CHAT_TEMPLATE = (
+    "{{ bos_token }}{% for message in messages %}{{ message['content'] }}"
+    "{% if message['role'] == 'assistant' %}{{ eos_token }}{% endif %}{% endfor %}"
+)
+
+
+def make_tiny_model(
+    folder: str | Path,
+    *,
+    vocabulary: str = VOCABULARY,
+    hidden: int = 128,
+    layers: int = 4,
+    heads: int = 4,
+    context: int = 64,
+    seed: int = 0,
+) -> int:
+    """Writes a Llama with random weights and a character tokenizer.
+
+    Args:
+        folder: Made if it is not there.
+        vocabulary: The characters it knows; any other is `<unk>`.
+        hidden: Width; a multiple of `heads`.
+        layers: Depth.
+        heads: Attention heads. vLLM on a CPU wants `hidden / heads` to be 32, 64, 80, 96, 112, 128, …
+        context: Most tokens of prompt and response.
+        seed: Of the weights; the same seed writes the same bytes.
+
+    Returns:
+        Number of parameters.
+
+    Raises:
+        ConfigError: Sizes that do not go together.
+    """
+    if hidden % heads or (hidden // heads) % 2:
+        raise ConfigError(f"hidden={hidden} must be an even multiple of heads={heads}")
+    if not vocabulary:
+        raise ConfigError("vocabulary is empty; give the characters of prompts and answers")
+    try:
+        import torch
+        from transformers import LlamaConfig, LlamaForCausalLM
+    except ImportError:
+        raise ConfigError("language models need transformers: pip install 'rlhpc[llm]'") from None
+    tokenizer = character_tokenizer(vocabulary, context)
+    config = LlamaConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=hidden,
+        # Llama's ratio of 8/3, rounded up to what vector units like.
+        intermediate_size=-(-hidden * 8 // 3 // 8) * 8,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=heads,
+        max_position_embeddings=context,
+        tie_word_embeddings=False,
+        bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = LlamaForCausalLM(config).float()
+    Path(folder).mkdir(parents=True, exist_ok=True)
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return int(sum(parameter.numel() for parameter in model.parameters()))
+
+
+def character_tokenizer(vocabulary: str = VOCABULARY, context: int = 64) -> Any:
+    """A tokenizer with one token a character, `<bos>` before every text, and a chat template that only joins turns."""
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors
+    from transformers import PreTrainedTokenizerFast
+
+    known = {token: number for number, token in enumerate((*SPECIAL, *dict.fromkeys(vocabulary)))}
+    tokenizer = Tokenizer(models.WordLevel(known, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
+    tokenizer.decoder = decoders.Fuse()
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="<bos> $A", pair="<bos> $A $B", special_tokens=[("<bos>", known["<bos>"])]
+    )
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        pad_token="<pad>",
+        bos_token="<bos>",
+        eos_token="<eos>",
+        unk_token="<unk>",
+        padding_side="left",
+        model_max_length=context,
+        clean_up_tokenization_spaces=False,
+        chat_template=_CHAT_TEMPLATE,
+    )
+
+
+def main(argv: list[str] | None = None) -> int:
+    """`python -m rlhpc.language.data.tiny FOLDER`."""
+    parser = argparse.ArgumentParser(prog="python -m rlhpc.language.data.tiny", description=__doc__.splitlines()[0])
+    parser.add_argument("folder")
+    parser.add_argument("--vocabulary", default=VOCABULARY, help="characters it knows (default: %(default)r)")
+    for name, default in (("hidden", 128), ("layers", 4), ("heads", 4), ("context", 64), ("seed", 0)):
+        parser.add_argument(f"--{name}", type=int, default=default, help="default: %(default)s")
+    options = vars(parser.parse_args(argv))
+    try:
+        parameters = make_tiny_model(options.pop("folder"), **options)
+    except ConfigError as error:
+        print(f"rlhpc: {error}", file=sys.stderr)
+        return error.exit_code
+    print(f"{parameters} parameters")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,342 @@
+"""Generation with transformers' own models, for any model they have and any machine."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from rlhpc.language.engines.base import Completion, Request
+from rlhpc.language.engines.ends import (
+    StopTexts,
+    end_tokens,
+    first_line,
+    load_model_config,
+    load_tokenizer,
+    transformers_module,
+)
+from rlhpc.language.engines.engine import Engine, EngineOptions, fitting_update
+from rlhpc.language.engines.kv import KeyValues, decoding_cache
+from rlhpc.language.engines.ledger import Ledger
+from rlhpc.language.engines.sampling import Rows, draw
+from rlhpc.runtime.errors import ConfigError
+from rlhpc.weights.elements import Elements, put
+
+#: Most tokens, padding included, of one prefill: bounds its activations.
+_PREFILL_TOKENS = 16384
+#: Part of the rows that must be free before waiting requests are let in, so that prefills come in batches.
+_ADMIT = 8
+
+
+class HFRollout(Engine):
+    """Continuous batching over a transformers model's `forward`.
+
+    Not over `generate`: that one takes a batch as it is and ends with its slowest sequence, lets no request in, no
+    weights change and no row have a random number generator of its own. Here a row that ends makes room for the next
+    request, and each step is one `forward` of all rows with a cache that is never copied (`KeyValues`).
+
+    Args:
+        cfg: The run's configuration.
+        model_path: Hugging Face folder or hub name.
+        device: Where to compute.
+        seed: Unused: what a row draws depends on its request's seed.
+    """
+
+    updates_in_part = True
+
+    def __init__(self, cfg: Any, *, model_path: str, device: Any, seed: int = 0) -> None:
+        super().__init__()
+        del seed
+        options = EngineOptions.from_config(cfg, model_path, device)
+        config = load_model_config(options.model_path, options.trust_remote_code)
+        text_config = config.get_text_config()
+        _refuse_recurrent(text_config, options.model_path)
+        self._device, self._max_rows = torch.device(options.device), options.max_batch_size
+        self._model = self._load(options)
+        self._tokenizer = load_tokenizer(options.model_path, options.trust_remote_code)
+        # Then the mask is made here, once a step; else the model makes its own from where the padding is.
+        self._one_mask = _masks_alike(text_config, self._model)
+        self._stop_texts = StopTexts(self._tokenizer, options.model_path)
+        self._own_ends = end_tokens(options.model_path, config, self._tokenizer)
+        self.vocabulary = int(text_config.vocab_size)
+        self.context = context_length(text_config, options)
+        self._waiting: deque[Request] = deque()
+        with self._memory():
+            self._ledger = Ledger(self._max_rows, self.vocabulary, self._own_ends, self._stop_texts)
+            self._kv = KeyValues(self._max_rows)
+        self._cache: Any = None
+        self._stale = False
+        self._rows: Rows | None = None
+        self._last: Tensor = torch.empty(0, dtype=torch.int64, device=self._device)
+
+    def _load(self, options: EngineOptions) -> Any:
+        arguments = {"attn_implementation": options.attn_implementation, **options.engine_kwargs}
+        try:
+            with self._memory(), _no_progress_bar():
+                model = transformers_module().AutoModelForCausalLM.from_pretrained(
+                    options.model_path,
+                    dtype=getattr(torch, options.dtype),
+                    trust_remote_code=options.trust_remote_code,
+                    **arguments,
+                )
+                return model.to(self._device).eval().requires_grad_(False)
+        except (OSError, ValueError, ImportError, TypeError) as error:
+            raise ConfigError(
+                f"the model in {options.model_path!r} (actor.model.model_path) cannot be loaded: {first_line(error)}"
+            ) from error
+
+    @contextmanager
+    def _memory(self) -> Iterator[None]:
+        """Names the knobs where memory runs out."""
+        try:
+            yield
+        except (torch.OutOfMemoryError, MemoryError, RuntimeError) as error:
+            if isinstance(error, RuntimeError) and "alloc" not in str(error) and "out of memory" not in str(error):
+                raise
+            raise ConfigError(
+                f"memory of {self._device} does not suffice for generation: {first_line(error)}; lower "
+                f"rollout.max_batch_size ({self._max_rows}), rollout.max_new_tokens or rollout.max_model_len, or take "
+                "rollout.dtype bfloat16"
+            ) from error
+
+    # --- requests in
+
+    def _check(self, request: Request) -> None:
+        super()._check(request)
+        if request.sampling.stop:
+            self._stop_texts.require()
+
+    def _queue(self, requests: Sequence[Request]) -> None:
+        self._waiting.extend(requests)
+
+    def _advance(self) -> list[Completion]:
+        with torch.inference_mode(), self._memory():
+            if self._stale:
+                self._recompute()
+            free = self._max_rows - self._kv.rows
+            done: list[Completion] = []
+            if self._waiting and free >= min(len(self._waiting), max(1, self._max_rows // _ADMIT)):
+                done += self._admit([self._waiting.popleft() for _ in range(min(free, len(self._waiting)))])
+            if self._kv.rows:
+                done += self._decode()
+        return done
+
+    def _admit(self, requests: list[Request]) -> list[Completion]:
+        """Prefills prompts and draws the first token of each."""
+        done: list[Completion] = []
+        requests.sort(key=lambda request: len(request.prompt_ids), reverse=True)
+        while requests:
+            # Requests of one prompt are prefilled once.
+            prompts: dict[tuple[int, ...], int] = {}
+            taken: list[Request] = []
+            width = len(requests[0].prompt_ids)
+            for request in requests:
+                if request.prompt_ids not in prompts:
+                    if prompts and width * (len(prompts) + 1) > _PREFILL_TOKENS:
+                        break
+                    prompts[request.prompt_ids] = len(prompts)
+                taken.append(request)
+            del requests[: len(taken)]
+            source = [prompts[request.prompt_ids] for request in taken]
+            logits = self._prefill(list(prompts), source)
+            begin = len(self._ledger)
+            for request in taken:
+                self._ledger.add(request, self._limit(request))
+            rows = Rows(taken, self.vocabulary, self._device)
+            done += self._draw(begin, logits[torch.tensor(source, device=self._device)], rows)
+        return done
+
+    def _draw(self, begin: int, logits: Tensor, sampling: Rows) -> list[Completion]:
+        """Draws a token for each row from `begin` on; gives back and removes the rows that end with it."""
+        ledger = self._ledger
+        noise = torch.from_numpy(ledger.noise(begin)).to(self._device)
+        tokens, logprobs = draw(logits, sampling, noise)
+        self._last = torch.cat([self._last[:begin], tokens])
+        ended = ledger.record(begin, tokens.cpu().numpy(), logprobs.cpu().numpy(), self.version)
+        done = [ledger.completion(row, reason) for row, reason in ended]
+        if ended:
+            moves = self._kv.drop([row for row, _ in ended])
+            ledger.move(moves, self._kv.rows)
+            if moves:
+                movers, holes = (list(side) for side in zip(*moves, strict=True))
+                self._last[holes] = self._last[movers]
+            self._last = self._last[: self._kv.rows]
+        if ended or begin:
+            self._rows = None
+        return done
+
+    # --- the model
+
+    def _prefill(self, sequences: Sequence[Sequence[int]], source: Sequence[int]) -> Tensor:
+        """Fills the cache with sequences, for the new rows that `source` maps to them; logits `[sequences, V]` after."""
+        from transformers.cache_utils import DynamicCache
+
+        width = max(len(sequence) for sequence in sequences)
+        ids = np.zeros((len(sequences), width), dtype=np.int64)
+        lengths = np.array([len(sequence) for sequence in sequences])
+        for line, sequence in zip(ids, sequences, strict=True):
+            line[width - len(sequence) :] = sequence
+        padding = torch.from_numpy(width - lengths).to(self._device).unsqueeze(1)
+        columns = torch.arange(width, device=self._device)
+        cache = DynamicCache()
+        logits = self._model(
+            input_ids=torch.from_numpy(ids).to(self._device),
+            attention_mask=None if lengths.min() == width else columns >= padding,
+            position_ids=(columns - padding).clamp_(min=0),
+            past_key_values=cache,
+            use_cache=True,
+            logits_to_keep=1,
+        ).logits[:, -1]
+        self._kv.append(cache.layers, lengths[list(source)].tolist(), source)
+        if self._cache is None:
+            self._cache = decoding_cache(self._kv)
+        return logits
+
+    def _decode(self) -> list[Completion]:
+        """One token for each row."""
+        kv = self._kv
+        kv.reserve()
+        rows, first, end = kv.rows, kv.first, kv.end
+        start = torch.from_numpy(kv.start[:rows]).to(self._device).unsqueeze(1)
+        mask = None
+        if (kv.start[:rows] != first).any():
+            mask = torch.arange(first, end + 1, device=self._device) >= start
+            if self._one_mask:
+                mask = torch.where(mask, 0.0, -torch.inf).to(self._model.dtype)[:, None, None]
+        logits = self._model(
+            input_ids=self._last.unsqueeze(1),
+            attention_mask=mask,
+            position_ids=end - start,
+            past_key_values=self._cache,
+            use_cache=True,
+            logits_to_keep=1,
+        ).logits[:, -1]
+        kv.end += 1
+        if self._rows is None:
+            self._rows = Rows(self._ledger.requests, self.vocabulary, self._device)
+        return self._draw(0, logits, self._rows)
+
+    def _recompute(self) -> None:
+        """Fills the cache again, with what the present weights make of prompts and responses so far."""
+        ledger = self._ledger
+        self._kv.clear()
+        self._stale = False
+        if not ledger.requests:
+            return
+        # The last token of each is the next step's input.
+        sequences = [(*request.prompt_ids, *ledger.said(row)[:-1]) for row, request in enumerate(ledger.requests)]
+        order = sorted(range(len(sequences)), key=lambda row: len(sequences[row]), reverse=True)
+        begin = 0
+        while begin < len(order):
+            size = max(1, _PREFILL_TOKENS // len(sequences[order[begin]]))
+            part = order[begin : begin + size]
+            self._prefill([sequences[row] for row in part], range(len(part)))
+            begin += size
+        ledger.reorder(order)
+        self._last, self._rows = self._last[order], None
+
+    def _abort(self) -> list[Completion]:
+        aborted = [self._ledger.completion(row, "abort") for row in range(len(self._ledger))]
+        aborted += [Completion(id=request.id, finish_reason="abort") for request in self._waiting]
+        self._waiting.clear()
+        self._ledger.clear()
+        self._rows, self._last = None, self._last[:0]
+        self._kv.clear()
+        self._stale = False
+        return aborted
+
+    # --- weights
+
+    def update_weights(
+        self, version: int, named_tensors: Iterable[tuple[str, Tensor | Elements]], *, complete: bool = True
+    ) -> None:
+        """See `RolloutBackend.update_weights`."""
+        mine = self._model.state_dict(keep_vars=True)
+        shapes = {name: tuple(tensor.shape) for name, tensor in mine.items()}
+        needed = {name: shapes.pop(name) for name, _ in self._model.named_parameters()}
+        self._begin_update(version)
+        with torch.no_grad():
+            for name, change in fitting_update(named_tensors, needed, optional=shapes, complete=complete):
+                put(mine[name], change)
+        self._stale = True
+        self._end_update(version)
+
+    def offload(self) -> None:
+        """See `RolloutBackend.offload`. Weights go to the host; requests under way are recomputed afterwards."""
+        self._kv.free()
+        self._cache, self._stale = None, True
+        if self._device.type != "cpu":
+            self._model.to("cpu")
+            torch.cuda.empty_cache()
+
+    def reload(self) -> None:
+        """See `RolloutBackend.reload`."""
+        with self._memory():
+            self._model.to(self._device)
+
+    def close(self) -> None:
+        """See `RolloutBackend.close`."""
+        self._abort()
+        self._kv.free()
+        self._cache = self._model = None
+
+
+@contextmanager
+def _no_progress_bar() -> Iterator[None]:
+    """Transformers draws one for each model that it loads, also into a log file."""
+    from transformers.utils import logging
+
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            logging.enable_progress_bar()
+
+
+def context_length(config: Any, options: EngineOptions) -> int:
+    """Longest prompt and response together.
+
+    Raises:
+        ConfigError: `rollout.max_model_len` is beyond the model's context, or neither is known.
+    """
+    own = getattr(config, "max_position_embeddings", None)
+    if options.max_model_len is None:
+        if own is None:
+            raise ConfigError(
+                f"the model in {options.model_path!r} does not say its context; set rollout.max_model_len"
+            )
+        return int(own)
+    if own is not None and options.max_model_len > own:
+        raise ConfigError(
+            f"rollout.max_model_len is {options.max_model_len}; the model's context is {own} (at most that)"
+        )
+    return options.max_model_len
+
+
+def _masks_alike(config: Any, model: Any) -> bool:
+    """Whether all layers use the mask as it is given: no sliding windows, no positions that are made from it."""
+    full = set(getattr(config, "layer_types", None) or ("full_attention",)) == {"full_attention"}
+    window = getattr(config, "sliding_window", None) and getattr(config, "use_sliding_window", True)
+    rotary = getattr(config, "rope_parameters", None) and not getattr(config, "alibi", False)
+    return bool(full and not window and rotary and model.config._attn_implementation in ("sdpa", "eager"))
+
+
+def _refuse_recurrent(config: Any, model_path: str) -> None:
+    """Layers that keep a state of their own cannot join a batch that is padded on the left."""
+    kinds = set(getattr(config, "layer_types", None) or ()) - {
+        "full_attention",
+        "sliding_attention",
+        "chunked_attention",
+    }
+    if kinds:
+        raise ConfigError(
+            f"the model in {model_path!r} has layers of kind {', '.join(sorted(kinds))}, which rollout.rollout_backend hf "
+            "cannot make tokens with (attention only); use vllm"
+        )

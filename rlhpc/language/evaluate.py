@@ -1,0 +1,393 @@
+"""`rlhpc eval` of a language model: one suite of problems, answered by an engine, judged, and summed up.
+
+    eval/global_step_<N>/<suite>.json             accuracy, pass@k, majority, levels, each with an interval
+    eval/global_step_<N>/<suite>.samples.jsonl    every prompt, response and verdict; the numbers follow from it
+
+Both are the same for the same model, configuration, seed and engine.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import math
+import re
+import tempfile
+import time
+import zlib
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from typing import Any
+
+from omegaconf import OmegaConf
+
+from rlhpc.checkpoint import require_valid
+from rlhpc.checkpoint.folders import default_output
+from rlhpc.checkpoint.manifest import MANIFEST, digest, read_manifest
+from rlhpc.language.agents.registry import make_generation
+from rlhpc.language.data import PromptTokenizer, load_tokenizer, make_dataset
+from rlhpc.language.data.builtin import resolve_model
+from rlhpc.language.data.prompts import Prompt
+from rlhpc.language.engines import Request, SamplingParams, make_rollout
+from rlhpc.language.pass_at_k import normalize_answer, summarize
+from rlhpc.language.rewards import Sample, make_reward
+from rlhpc.language.rewards.answers import extract
+from rlhpc.language.roles.prompts import seed_of
+from rlhpc.language.samples_page import read_samples, samples_path
+from rlhpc.metrics.progress import ProgressBar
+from rlhpc.metrics.statistics import bootstrap, wilson
+from rlhpc.runtime.durable import replace_durably
+from rlhpc.runtime.errors import ConfigError, NonFinite
+from rlhpc.runtime.plain import read_json
+
+#: Pause where neither engine nor judges had anything.
+_IDLE_S = 0.002
+_STEP = re.compile(r"global_step_(\d+)")
+#: Rewards whose right answers all equal the reference, and so one another, however they are written.
+_ONE_ANSWER = ("math", "exact")
+#: Where the final answer of a text is looked for.
+_ANSWERS = ("boxed", "####", "tag", "whole")
+
+
+def evaluate_language_model(
+    cfg: Any,
+    model: str | Path,
+    suite: str = "default",
+    output: str | Path | None = None,
+    *,
+    backend: str | None = None,
+    global_step: int | None = None,
+    progress: bool = True,
+) -> dict[str, Any]:
+    """Evaluates a model on one suite of `data.eval`.
+
+    Args:
+        cfg: The run's configuration: sections `data`, `reward`, `rollout`, `actor.model`, and `runner.seed`.
+        model: A checkpoint `global_step_<N>` of a language model's run, or a Hugging Face folder or name.
+        suite: Name of a suite; `default` is the first where none has that name.
+        output: JSON file to write, atomically; the samples go to `<stem>.samples.jsonl` beside it.
+        backend: Takes the place of `rollout.rollout_backend`.
+        global_step: By default that of the checkpoint. Of any other model what the folder of `output`, or else its own,
+            is called: `global_step_<N>`; or 0.
+        progress: Shows on stderr how many answers have been judged.
+
+    Returns:
+        See `rlhpc.language.pass_at_k.summarize`; besides dropped (problems whose prompts are too long), suite,
+        global_step, model, backend, seed, temperature, top_p, top_k and max_new_tokens.
+
+    Raises:
+        ConfigError: There is no such suite, nothing judges the answers, or model, engine or data cannot be had.
+        CheckpointError: The checkpoint has faults.
+    """
+    section = find_suite(cfg, suite)
+    if not cfg.reward.terms:
+        raise ConfigError("reward.terms is empty; say how answers are judged, such as [{name: math}]")
+    samples, temperature = int(section.samples), float(section.temperature)
+    if samples > 1 and temperature == 0:
+        raise ConfigError(
+            f"data.eval: suite {suite!r} has samples {samples} and temperature 0, which makes the same answer {samples} "
+            "times; set its temperature above 0, or samples to 1"
+        )
+    if backend is not None:
+        cfg = OmegaConf.merge(cfg, {"rollout": {"rollout_backend": backend}})
+    with _folder(model, bool(cfg.actor.model.trust_remote_code)) as (folder, step):
+        rows, dropped = _answers(cfg, section, suite, folder, progress)
+    steps = (global_step, step, _step_of(Path(output).parent if output else None), _step_of(model), 0)
+    result = {
+        **summarize(rows),
+        "dropped": dropped,
+        "suite": suite,
+        "global_step": next(n for n in steps if n is not None),
+        "model": str(model),
+        "backend": str(cfg.rollout.rollout_backend),
+        "seed": int(cfg.runner.seed),
+        "temperature": temperature,
+        "top_p": float(cfg.rollout.top_p),
+        "top_k": int(cfg.rollout.top_k),
+        "max_new_tokens": int(cfg.rollout.max_new_tokens),
+    }
+    if output is not None:
+        _write(Path(output), result, rows)
+    return result
+
+
+def find_suite(cfg: Any, name: str) -> Any:
+    """The section of `data.eval` that a suite's name means; `default` is the first where none has that name.
+
+    Raises:
+        ConfigError: There is none; names those that there are.
+    """
+    suites = {str(section.name): section for section in cfg.data.eval}
+    if not suites:
+        raise ConfigError("data.eval is empty; an evaluation needs a suite, such as [{name: default, source: …}]")
+    if name in suites:
+        return suites[name]
+    if name == "default":
+        return next(iter(suites.values()))
+    near = difflib.get_close_matches(name, suites, 1)
+    hint = f"; did you mean {near[0]!r}?" if near else ""
+    raise ConfigError(f"--suite is {name!r}; data.eval has: {', '.join(suites)}{hint}")
+
+
+def describe(result: dict[str, Any]) -> str:
+    """An evaluation in a line."""
+    low, high = result["accuracy_ci95"]
+    line = f"accuracy {result['accuracy']:.1%} (95 % CI {low:.1%} to {high:.1%}) on {result['n']} problems"
+    if result["samples"] > 1:
+        k = max(result["pass_at_k"], key=int)
+        line += f", pass@{k} {result['pass_at_k'][k]:.1%}"
+        line += "" if result["majority"] is None else f", majority {result['majority']:.1%}"
+    if result["failed"]:
+        line += f"; {result['failed']} answers could not be judged"
+    return f"{line}; suite {result['suite']}, step {result['global_step']}, {result['backend']}"
+
+
+def _step_of(folder: str | Path | None) -> int | None:
+    """N of a folder called `global_step_<N>`."""
+    found = _STEP.fullmatch(Path(folder).absolute().name) if folder else None
+    return int(found.group(1)) if found else None
+
+
+@contextmanager
+def _folder(model: str | Path, trust_code: bool) -> Iterator[tuple[str, int | None]]:
+    """A Hugging Face folder of the model, and the checkpoint's step where it is one."""
+    path = Path(model).expanduser().absolute()
+    if not (path / MANIFEST).is_file():
+        yield resolve_model(str(model)), None
+        return
+    require_valid(path, hint="or evaluate another checkpoint")
+    step = int(read_manifest(path)["global_step"])
+    exported = _exported(path, step)
+    if exported is not None:
+        yield str(exported), step
+        return
+    from rlhpc.language.export import export_language_model
+
+    with tempfile.TemporaryDirectory(prefix="rlhpc-eval-") as temporary:
+        yield str(export_language_model(path, Path(temporary) / path.name, trust_code=trust_code)), step
+
+
+def _exported(checkpoint: Path, step: int) -> Path | None:
+    """The run's export of this very checkpoint, where there is one, as evaluation would make it itself."""
+    from rlhpc.language.export import CONVERSION
+
+    folder = default_output(checkpoint, step)
+    try:
+        record = read_json((folder / CONVERSION).read_bytes())
+        same = record["manifest_sha256"] == digest(checkpoint / MANIFEST)[1]
+        own = record["dtype"] == read_json((checkpoint / "backend.json").read_bytes())["about"]["dtype"]
+        whole = all((folder / name).stat().st_size == file["size"] for name, file in record["files"].items())
+        merged = not record["lora"] or record["lora"]["merged"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    return folder if same and own and whole and merged else None
+
+
+def _answers(cfg: Any, section: Any, suite: str, folder: str, progress: bool) -> tuple[list[dict[str, Any]], int]:
+    """Every sample made and judged.
+
+    Returns:
+        Rows by problem and sample, and the number of problems that were dropped.
+    """
+    import torch
+
+    tokenizer = load_tokenizer(folder, bool(cfg.actor.model.trust_remote_code))
+    problems, dropped = _problems(cfg, section, tokenizer)
+    sampling = SamplingParams(
+        max_new_tokens=int(cfg.rollout.max_new_tokens), temperature=float(section.temperature),
+        top_p=float(cfg.rollout.top_p), top_k=int(cfg.rollout.top_k),
+    )  # fmt: skip
+    seed, count = int(cfg.runner.seed), int(section.samples)
+    judges = make_reward(cfg.reward)  # first: its processes start before the engine fills this one's memory
+    try:
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+        engine = make_rollout(cfg, model_path=folder, device=device, seed=seed)
+        try:
+            generation = make_generation(cfg, engine, tokenizer, sampling)
+            for place, (prompt, ids) in enumerate(problems):
+                # A problem's seeds do not depend on which others the suite has.
+                seeds = [seed_of(seed, zlib.crc32(suite.encode()), prompt.id, sample) for sample in range(count)]
+                requests = [Request(place * count + j, ids, sampling, own) for j, own in enumerate(seeds)]
+                generation.add(requests, prompt)
+            with (
+                ProgressBar(len(problems) * count, name=f"eval {suite}", unit="answer")
+                if progress
+                else nullcontext() as bar
+            ):
+                rows = _collect(
+                    generation, judges, [prompt for prompt, _ in problems], count, tokenizer, cfg.reward, bar
+                )
+            return rows, dropped
+        finally:
+            engine.close()
+    finally:
+        judges.close()
+
+
+def _problems(cfg: Any, section: Any, tokenizer: Any) -> tuple[list[tuple[Prompt, tuple[int, ...]]], int]:
+    """Problems and their token ids, and how many are too long."""
+    key, most = f"data.eval[{section.name}]", int(cfg.data.max_prompt_tokens)
+    dataset = make_dataset(section, "eval", key=key)
+    encoder = PromptTokenizer(tokenizer, most, str(cfg.data.overlong_prompts), bool(section.chat_template), key=key)
+    prompts = [dataset[index] for index in range(len(dataset))]
+    kept = [(prompt, tuple(ids)) for prompt in prompts if (ids := encoder.encode(prompt)) is not None]
+    if not kept:
+        raise ConfigError(f"{key}: all {len(prompts)} prompts are longer than data.max_prompt_tokens={most}")
+    return kept, len(prompts) - len(kept)
+
+
+def _collect(
+    generation: Any,
+    judges: Any,
+    prompts: Sequence[Prompt],
+    count: int,
+    tokenizer: Any,
+    reward: Any,
+    bar: ProgressBar | None,
+) -> list[dict[str, Any]]:
+    """While the engine works on the next samples, the judges work on those that ended."""
+    rows: list[dict[str, Any]] = [{}] * (len(prompts) * count)
+    done = 0
+    while done < len(rows):
+        ended = generation.step() if generation.unfinished() else []
+        for episode in ended:
+            prompt = prompts[episode.id // count]
+            text = tokenizer.decode(episode.token_ids, skip_special_tokens=True)
+            tokens, finished = sum(map(bool, episode.loss_mask)), episode.finish_reason == "stop"
+            said = Sample(prompt.question, text, prompt.answer, prompt.meta, tokens, finished)
+            rows[episode.id] = _row(prompt, episode.id % count, said)
+            judges.submit(episode.id, said)
+        judged = judges.poll()
+        for number, scored in judged:
+            _judge(rows[number], scored, reward)
+        done += len(judged)
+        if bar is not None and judged:
+            bar.update(done)
+        if not ended and not judged and not generation.unfinished():
+            time.sleep(_IDLE_S)
+    _identify(rows, count)
+    return rows
+
+
+def _row(prompt: Prompt, sample: int, said: Sample) -> dict[str, Any]:
+    return {
+        "id": prompt.id,
+        "sample": sample,
+        "level": prompt.level,
+        "prompt": said.prompt,
+        "response": said.response,
+        "answer": said.answer,
+        "tokens": said.tokens,
+        "finished": said.finished,
+    }
+
+
+def _judge(row: dict[str, Any], scored: Any, reward: Any) -> None:
+    """Adds the verdict: an answer is right where the first term gives it 1.
+
+    Raises:
+        NonFinite: The reward is not finite.
+    """
+    if not math.isfinite(scored.total):
+        terms = ", ".join(f"{name} {value}" for name, value in scored.terms.items())
+        raise NonFinite(
+            f"the reward of problem {row['id']}, sample {row['sample']} is {scored.total} ({terms}); see reward.terms"
+        )
+    first = reward.terms[0]
+    right = not scored.failed and scored.terms.get(str(first.name), 0.0) >= 1.0
+    row |= {
+        "right": right,
+        "reward": float(scored.total),
+        "terms": {name: float(value) for name, value in scored.terms.items()},
+        "failed": bool(scored.failed),
+        "vote": vote(row["response"], row["answer"], right, first),
+    }
+
+
+def vote(response: str, answer: str, right: bool, term: Any) -> str:
+    """What a sample gives to the majority: its final answer, normalized; "" where it has none.
+
+    Nobody writes a program twice alike, so code does not vote.
+
+    Args:
+        response: What the model wrote.
+        answer: The reference.
+        right: The verdict.
+        term: The first of `reward.terms`: `name` and `kwargs`.
+    """
+    name, ways = str(term.name).lower(), _ANSWERS
+    if name == "code":
+        return ""
+    if right and name in _ONE_ANSWER:
+        return normalize_answer(extract(answer, _ANSWERS) or "")
+    if name == "math":  # what that reward cannot find is no answer
+        ways = tuple(term.kwargs.get("extract", _ANSWERS[:2])) + ("last_number",) * bool(term.kwargs.get("last_number"))
+    return normalize_answer(extract(response, ways) or "")
+
+
+def _identify(rows: Sequence[dict[str, Any]], count: int) -> None:
+    """Problems that share an id are told apart by their place."""
+    ids = [row["id"] for row in rows[::count]]
+    if len(set(ids)) < len(ids):
+        for place, row in enumerate(rows):
+            row["id"] = place // count
+
+
+def _write(path: Path, result: dict[str, Any], rows: Sequence[dict[str, Any]]) -> None:
+    """The samples first: who sees the JSON may count on them."""
+    lines = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+    try:
+        # A lone surrogate, which UTF-8 cannot hold, becomes JSON's own escape of it.
+        replace_durably(samples_path(path), lines.encode("utf-8", "backslashreplace"))
+        replace_durably(path, json.dumps(result, indent=2, sort_keys=True).encode() + b"\n")
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be written: {error.strerror}") from error
+
+
+def compare(first: str | Path, second: str | Path) -> dict[str, Any]:
+    """Two evaluations of one suite, sample by sample: two engines on one model, or two models.
+
+    Args:
+        first, second: Their JSON files, with the samples beside them.
+
+    Returns:
+        n (samples that both have), same_text, same_right (shares), accuracy of both, difference (second − first, over
+        problems) with its paired 95 % interval, and `examples`: the first five whose texts differ.
+
+    Raises:
+        ConfigError: A file cannot be read, or they have no problem in common.
+    """
+    texts, left, right = [], _by_sample(first), _by_sample(second)
+    both = [key for key in left if key in right and left[key]["prompt"] == right[key]["prompt"]]
+    if not both:
+        raise ConfigError(f"{first} and {second} have no problem in common; compare evaluations of one suite")
+    problems: dict[Any, list[int]] = {}
+    for key in both:
+        one, other = left[key], right[key]
+        problems.setdefault(key[0], []).append(int(other["right"]) - int(one["right"]))
+        if one["response"] != other["response"]:
+            texts.append({"id": key[0], "sample": key[1], "first": one["response"], "second": other["response"]})
+    differences = [sum(found) / len(found) for found in problems.values()]
+    # Where no problem differs a bootstrap would be certain that none ever does: bound how many might.
+    most = wilson(0, len(differences))[1]
+    between = bootstrap(differences) if any(differences) else (-most, most)
+    return {
+        "n": len(both),
+        "same_text": 1 - len(texts) / len(both),
+        "same_right": sum(left[key]["right"] == right[key]["right"] for key in both) / len(both),
+        "accuracy": [sum(rows[key]["right"] for key in both) / len(both) for rows in (left, right)],
+        "difference": sum(differences) / len(differences),
+        "difference_ci95": list(between),
+        "examples": texts[:5],
+    }
+
+
+def _by_sample(result: str | Path) -> dict[tuple[Any, int], dict[str, Any]]:
+    path = samples_path(Path(result))
+    try:
+        return {(row["id"], row["sample"]): row for row in read_samples(path)}
+    except OSError as error:
+        raise ConfigError(
+            f"{path}: cannot be read: {error.strerror}; an evaluation writes it beside its JSON"
+        ) from error

@@ -1,0 +1,264 @@
+"""Checkpoints of language models, of any training backend, as Hugging Face folders: offline, in one process.
+
+    export/global_step_<N>/model.safetensors   config.json   tokenizer.json …   README.md
+    export/global_step_<N>/conversion.json     {"format", "from", "global_step", "backend", "lora", "dtype", "files": …}
+
+The number of ranks that wrote the checkpoint does not matter, nor whether their packages are installed: DeepSpeed's files are
+read without DeepSpeed. The other way round, a Hugging Face folder is what `actor.model.model_path` starts from; an
+adapter's folder becomes one by `import_model`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from rlhpc.checkpoint.card import head
+from rlhpc.checkpoint.folders import default_output, filled_folder, require_free
+from rlhpc.checkpoint.manifest import MANIFEST, digest, read_manifest
+from rlhpc.checkpoint.state import load_tensors
+from rlhpc.checkpoint.store import require_valid
+from rlhpc.runtime.durable import write_durably
+from rlhpc.runtime.errors import CheckpointError, ConfigError
+from rlhpc.runtime.plain import read_json
+from rlhpc.runtime.storage import advice
+from rlhpc.runtime.trust import Trust
+
+FORMAT = 1
+CONVERSION = "conversion.json"
+
+
+def export_language_model(
+    checkpoint: Path,
+    output: Path | None = None,
+    *,
+    adapter_only: bool = False,
+    base: str | Path | None = None,
+    dtype: str | None = None,
+    licence: str | None = None,
+    trust_code: bool = False,
+) -> Path:
+    """Write the Hugging Face folder of a language model's checkpoint, atomically; an existing one is replaced.
+
+    Args:
+        checkpoint: A `global_step_<N>` folder of any run, on any machine.
+        output: Target folder; by default `export/global_step_<N>` of the run the checkpoint lies in.
+        adapter_only: With LoRA, writes the adapter for peft, rather than the model with the adapter merged.
+        base: With LoRA, where the model is that was adapted; by default where it was in training.
+        dtype: `float32` or `bfloat16`; by default that of the training's computation.
+        licence: SPDX identifier for the model card.
+        trust_code: Run code that comes with the model, where the training did (`actor.model.trust_remote_code`).
+
+    Returns:
+        The folder.
+
+    Raises:
+        CheckpointError: The checkpoint has faults, or the target cannot be written.
+        ConfigError: The model that was adapted is not there, or there is no adapter.
+    """
+    from rlhpc.language.tokens.files import FOLDER
+    from rlhpc.language.tokens.model import DTYPES, export_model
+
+    checkpoint = Path(checkpoint).expanduser().absolute()
+    require_valid(checkpoint, hint="or convert another checkpoint with: rlhpc convert --checkpoint <folder>")
+    step = int(read_manifest(checkpoint)["global_step"])
+    identity = _identity(checkpoint)
+    Trust(trust_code).check({"about": {"trust_remote_code": bool(identity["about"].get("trust_remote_code"))}},
+                            str(checkpoint / "backend.json"))  # fmt: skip
+    about, backend = identity["about"], str(identity["actor.training_backend"])
+    target = default_output(checkpoint, step) if output is None else Path(output).expanduser().absolute()
+    require_free(target)
+    if (dtype or about["dtype"]) not in DTYPES:
+        raise ConfigError(f"dtype is {dtype!r}; choose from {', '.join(DTYPES)}")
+    kind = DTYPES[dtype or about["dtype"]]
+    lora_rank = int(about["lora"]["rank"])
+    if adapter_only and not lora_rank:
+        raise ConfigError(f"{checkpoint}: only an adapter was asked for, but actor.lora.rank was 0: there is none")
+    weights = {name: tensor.to(kind) for name, tensor in trained_weights(checkpoint, backend)}
+    model = SimpleNamespace(
+        model_path=str(checkpoint / FOLDER),
+        attn_implementation="eager",
+        trust_remote_code=about.get("trust_remote_code", False),
+    )
+    try:
+        with filled_folder(target) as staging:
+            if lora_rank:
+                _export_adapted(staging, weights, about, model, base, kind, adapter_only)
+            else:
+                export_model(staging, weights.items(), model, kind)
+            _describe(staging, {
+                "from": str(checkpoint),
+                "global_step": step,
+                "backend": backend,
+                "dtype": str(kind).removeprefix("torch."),
+                "lora": {**about["lora"], "merged": not adapter_only} if lora_rank else None,
+                "base": str(base or about["model_path"]),
+                "manifest_sha256": digest(checkpoint / MANIFEST)[1],
+                "parameters": sum(tensor.numel() for tensor in weights.values()),
+            }, licence)  # fmt: skip
+    except OSError as error:
+        raise CheckpointError(
+            f"{checkpoint} could not be exported: {error.filename or target}: {error.strerror or error}. "
+            f"{advice(error, target)}, or give another output folder"
+        ) from error
+    except ValueError as error:
+        raise CheckpointError(f"{checkpoint}: the weights do not fit the model that it describes: {error}") from error
+    return target
+
+
+def trained_weights(checkpoint: Path, backend: str) -> Iterable[tuple[str, torch.Tensor]]:
+    """The trained parameters in full, in the precision of training, by their names in the module.
+
+    Raises:
+        CheckpointError: Files are missing or damaged, or the backend is not one of rlhpc's.
+    """
+    if backend == "local":
+        return load_tensors(checkpoint / "model.safetensors").items()
+    if backend == "fsdp":
+        return _sharded(checkpoint / "shards")
+    if backend == "deepspeed":
+        from rlhpc.training.zero_files import full_parameters
+
+        return full_parameters(checkpoint / "deepspeed" / "state")
+    raise CheckpointError(
+        f"{checkpoint} is of actor.training_backend={backend}, whose files only that backend can read; converted are "
+        "local, fsdp and deepspeed"
+    )
+
+
+def import_model(source: str | Path, output: Path, *, base: str | Path | None = None, dtype: str = "float32") -> Path:
+    """Write a Hugging Face folder that a run starts from (`actor.model.model_path`).
+
+    Args:
+        source: A Hugging Face folder or name; or a folder with a peft adapter, which is merged.
+        output: Target folder.
+        base: The model that the adapter belongs to; by default what the adapter's config names.
+        dtype: Of the weights written: `float32` or `bfloat16`.
+
+    Raises:
+        ConfigError: The model cannot be loaded.
+        CheckpointError: The target cannot be written.
+    """
+    from rlhpc.language.tokens.lora import peft
+    from rlhpc.language.tokens.model import DTYPES, export_model, load_causal_lm
+
+    if dtype not in DTYPES:
+        raise ConfigError(f"dtype is {dtype!r}; choose from {', '.join(DTYPES)}")
+    target, adapter = Path(output).expanduser().absolute(), Path(source) / "adapter_config.json"
+    require_free(target)
+    path = str(source)
+    if adapter.is_file():
+        path = str(base or json.loads(adapter.read_text()).get("base_model_name_or_path"))
+    model = SimpleNamespace(model_path=path, attn_implementation="eager", trust_remote_code=False)
+    module = load_causal_lm(model, dtype=DTYPES[dtype])
+    if adapter.is_file():
+        try:
+            module = peft().PeftModel.from_pretrained(module, str(source)).merge_and_unload()
+        except (RuntimeError, ValueError, OSError) as error:
+            raise ConfigError(f"{source}: the adapter does not fit {path}: {str(error).splitlines()[0]}") from error
+    with filled_folder(target) as staging:
+        export_model(staging, module.state_dict().items(), model, DTYPES[dtype])
+        facts = {"from": str(source), "base": path, "dtype": dtype, "backend": "peft" if adapter.is_file() else None}
+        _describe(staging, facts)
+    return target
+
+
+def _export_adapted(
+    folder: Path,
+    weights: dict[str, torch.Tensor],
+    about: dict[str, Any],
+    model: Any,
+    base: str | Path | None,
+    dtype: torch.dtype,
+    adapter_only: bool,
+) -> None:
+    """Writes the adapter, or the model with it merged, by the same functions as the backends use."""
+    from rlhpc.language.tokens import lora
+    from rlhpc.language.tokens.model import export_model, load_causal_lm
+
+    source = SimpleNamespace(**{**vars(model), "model_path": str(base or about["model_path"])})
+    options = SimpleNamespace(**about["lora"])
+    # The adapter alone needs the model's shape, which the checkpoint has itself.
+    module = load_causal_lm(model if adapter_only else source, dtype=dtype, empty=adapter_only)
+    adapted = lora.attach_lora(module, options, seed=0)
+    own = {name for name, parameter in adapted.named_parameters() if parameter.requires_grad}
+    if own != set(weights):
+        raise ValueError(f"the adapter's weights are others, such as {sorted(own ^ set(weights))[0]}")
+    if adapter_only:
+        named = {name.replace(f".{lora.ADAPTER}.", "."): tensor for name, tensor in weights.items()}
+        lora.export_adapter(folder, named, adapted, model)
+        config = folder / "adapter_config.json"  # names the checkpoint, where the tokenizer came from
+        found = {**json.loads(config.read_text()), "base_model_name_or_path": source.model_path}
+        write_durably(config, json.dumps(found, indent=2).encode() + b"\n")
+        return
+    adapted.load_state_dict(weights, strict=False)
+    for name, parameter in adapted.named_parameters():
+        if name in own:
+            parameter.data = parameter.data.to(dtype)
+    export_model(folder, lora.full_weights(adapted, lambda tensor: tensor), model, dtype)
+
+
+def _sharded(folder: Path) -> Iterable[tuple[str, torch.Tensor]]:
+    from torch.distributed.checkpoint import HuggingFaceStorageReader
+
+    from rlhpc.training.dcp import load_sharded
+
+    prefix = "model."
+    try:
+        known: dict[str, Any] = dict(HuggingFaceStorageReader(str(folder)).read_metadata().state_dict_metadata)
+    except Exception as error:  # safetensors has errors of its own
+        raise CheckpointError(f"{folder}: cannot be read ({type(error).__name__}: {error})") from error
+    state = {
+        name: torch.empty(entry.size, dtype=entry.properties.dtype)
+        for name, entry in known.items()
+        if name.startswith(prefix)
+    }
+    load_sharded(folder, state)
+    return [(name.removeprefix(prefix), tensor) for name, tensor in state.items()]
+
+
+def _identity(checkpoint: Path) -> dict[str, Any]:
+    path = checkpoint / "backend.json"
+    try:
+        found: dict[str, Any] = read_json(path.read_bytes())
+        found["about"]["lora"]["rank"], found["actor.training_backend"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(f"{path}: this is not a language model's checkpoint ({error})") from error
+    return found
+
+
+def _describe(folder: Path, facts: dict[str, Any], licence: str | None = None) -> None:
+    """Writes README.md, and what was converted from what."""
+    from rlhpc import __version__
+
+    step = f", global step {facts['global_step']}" if "global_step" in facts else ""
+    name = Path(facts["from"]).name
+    card = head(
+        library="transformers",
+        task="text-generation",
+        licence=licence,
+        name=name,
+        tags=["reinforcement-learning", "rlhpc"],
+    )
+    card += (
+        f"# {name}\n\nWritten by rlhpc {__version__}{step}; starting point `{facts['base']}`. "
+        f"`{CONVERSION}` tells what was converted, with checksums.\n\n"
+        "```python\nfrom transformers import AutoModelForCausalLM, AutoTokenizer\n\n"
+        'model, tokenizer = AutoModelForCausalLM.from_pretrained("."), AutoTokenizer.from_pretrained(".")\n```\n'
+    )
+    write_durably(folder / "README.md", card.encode())
+    mode = (folder / "README.md").stat().st_mode
+    for path in folder.iterdir():  # safetensors makes files that only their owner reads
+        path.chmod(mode)
+    files = {
+        str(path.relative_to(folder)): dict(zip(("size", "sha256"), digest(path), strict=True))
+        for path in sorted(folder.rglob("*"))
+        if path.is_file()
+    }
+    record = {"format": FORMAT, "rlhpc_version": __version__, **facts, "files": files}
+    write_durably(folder / CONVERSION, json.dumps(record, indent=2).encode() + b"\n")

@@ -1,0 +1,151 @@
+"""What an evaluation of a language model says: accuracy, pass@k, majority vote, each with a 95 % interval.
+
+Everything is computed from rows, one a sample, as `<suite>.samples.jsonl` holds them:
+
+    {"id", "sample", "level", "right", "vote", "reward", "terms", "tokens", "finished", "failed", …}
+
+Samples of one problem are not independent, so every quantity is first taken per problem, and its interval is over
+problems: Wilson's where all of them are 0 or 1, else a bootstrap that draws whole problems.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from fractions import Fraction
+from typing import Any
+
+import numpy as np
+
+from rlhpc.metrics.statistics import interval
+
+Row = Mapping[str, Any]
+
+_LONGEST_NUMBER = 40
+
+
+def pass_at_k(n: int, right: int, k: int) -> float:
+    """Probability that k of a problem's n samples, drawn without replacement, have a right one.
+
+    1 − C(n − right, k) / C(n, k): the unbiased estimator of Chen et al. 2021 (arXiv:2107.03374), in exact integers.
+    """
+    if not 0 <= right <= n or not 1 <= k <= n:
+        raise ValueError(f"pass@{k} of {n} samples, {right} of them right, is not defined")
+    return 1.0 - math.comb(n - right, k) / math.comb(n, k)
+
+
+def ks(samples: int) -> list[int]:
+    """For which k a suite is reported: 1, 2, 4, … and the number of samples."""
+    return sorted({2**i for i in range(samples.bit_length()) if 2**i <= samples} | {samples})
+
+
+def normalize_answer(text: str) -> str:
+    """One spelling for answers that are plainly the same: 1,200.0 and $1200$; 1/2 and 0.5; Paris. and paris."""
+    text = " ".join(text.strip().strip("$").replace("\\$", "").replace("\\!", "").split()).rstrip(".").casefold()
+    text = re.sub(r"\\[dt]?frac\{(-?\d+)\}\{(\d+)\}", r"\1/\2", text).removeprefix("\\(").removesuffix("\\)").strip()
+    bare = re.sub(r"(?<=\d),(?=\d{3}(?!\d))", "", text).replace(" ", "").removeprefix("$").removesuffix("%")
+    # Fraction("1e999999999") would take for ever: only digits, and not too many.
+    if len(bare) <= _LONGEST_NUMBER and re.fullmatch(r"[+-]?(\d+(\.\d*)?|\.\d+|\d+/0*[1-9]\d*)", bare):
+        return str(Fraction(bare))
+    return text
+
+
+def majority(votes: Sequence[str], right: Sequence[bool]) -> float:
+    """Share of right answers among those most samples of a problem agree on; between tied answers, the mean.
+
+    Args:
+        votes: Normalized answers; "" did not answer and does not vote.
+        right: Which samples are right.
+    """
+    counts = Counter(vote for vote in votes if vote)
+    if not counts:
+        return 0.0
+    most = max(counts.values())
+    won = [answer for answer, count in counts.items() if count == most]
+    shares = [sum(r for v, r in zip(votes, right, strict=True) if v == answer) / most for answer in won]
+    return sum(shares) / len(shares)
+
+
+def by_problem(rows: Iterable[Row]) -> list[list[Row]]:
+    """Rows grouped by problem, problems and their samples in order."""
+    groups: dict[Any, list[Row]] = {}
+    for row in sorted(rows, key=lambda row: (row["id"], row["sample"])):
+        groups.setdefault(row["id"], []).append(row)
+    return list(groups.values())
+
+
+def summarize(rows: Iterable[Row]) -> dict[str, Any]:
+    """Everything that an evaluation's JSON says about the answers.
+
+    Returns:
+        n (problems), samples (of each), accuracy, pass_at_k, majority (null where no sample has a `vote`), reward_mean,
+        reward_terms, response_tokens, truncated, failed, levels; `<name>_ci95` beside each mean.
+
+    Raises:
+        ValueError: There is no row, or problems have different numbers of samples.
+    """
+    problems = by_problem(rows)
+    counts = {len(problem) for problem in problems}
+    if len(counts) != 1:
+        raise ValueError(f"problems have {sorted(counts) or 'no'} samples; each must have equally many, at least one")
+    tokens = np.asarray([row["tokens"] for problem in problems for row in problem])
+    terms = problems[0][0]["terms"]
+    return {
+        **_scores(problems),
+        "reward_terms": {name: _overall(problems, lambda row, name=name: row["terms"][name]) for name in terms},
+        "response_tokens": {
+            "mean": float(tokens.mean()),
+            "median": float(np.median(tokens)),
+            "p95": float(np.quantile(tokens, 0.95)),
+            "max": int(tokens.max()),
+        },
+        **_mean("truncated", [_share(problem, lambda row: not row["finished"]) for problem in problems]),
+        "failed": sum(bool(row["failed"]) for problem in problems for row in problem),
+        "levels": _levels(problems),
+    }
+
+
+def _scores(problems: Sequence[Sequence[Row]]) -> dict[str, Any]:
+    samples = len(problems[0])
+    right = [sum(bool(row["right"]) for row in problem) for problem in problems]
+    passed = {k: [pass_at_k(samples, count, k) for count in right] for k in ks(samples)}
+    voted = any(row["vote"] for problem in problems for row in problem)
+    votes = [majority([r["vote"] for r in problem], [bool(r["right"]) for r in problem]) for problem in problems]
+    return {
+        "n": len(problems),
+        "samples": samples,
+        **_mean("accuracy", [count / samples for count in right]),
+        "pass_at_k": {str(k): sum(values) / len(values) for k, values in passed.items()},
+        "pass_at_k_ci95": {str(k): list(interval(values)) for k, values in passed.items()},
+        **(_mean("majority", votes) if voted else {"majority": None, "majority_ci95": None}),
+        **_mean("reward_mean", [_share(problem, lambda row: row["reward"]) for problem in problems]),
+    }
+
+
+def _levels(problems: Sequence[Sequence[Row]]) -> dict[str, Any]:
+    """The scores of each level, where the suite has levels; numbers in their order, then words."""
+    groups: dict[str, list[Sequence[Row]]] = {}
+    for problem in problems:
+        groups.setdefault(str(problem[0]["level"]), []).append(problem)
+    if set(groups) == {""}:
+        return {}
+    return {level: _scores(groups[level]) for level in sorted(groups, key=level_order)}
+
+
+def level_order(level: str) -> tuple[list[tuple[int, str]], str]:
+    """Sorts "level 2" before "level 10"."""
+    return [(int(part), "") if part.isdecimal() else (-1, part) for part in re.split(r"(\d+)", level) if part], level
+
+
+def _mean(name: str, values: Sequence[float]) -> dict[str, Any]:
+    return {name: sum(values) / len(values), f"{name}_ci95": list(interval(values))}
+
+
+def _share(problem: Sequence[Row], value: Any) -> float:
+    return sum(float(value(row)) for row in problem) / len(problem)
+
+
+def _overall(problems: Sequence[Sequence[Row]], value: Any) -> float:
+    return sum(_share(problem, value) for problem in problems) / len(problems)

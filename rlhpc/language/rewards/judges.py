@@ -1,0 +1,196 @@
+"""The processes that judge: one server, which has imported what rewards need, and the judges that it forks.
+
+The server imports and forks, nothing else, so a judge that hung or died is replaced in milliseconds. Judges are killed
+with all that they started, also what has daemonised. When the pool's process is gone, however it died, the server's pipe
+reads end-of-file, and everything ends.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import importlib
+import math
+import os
+import pickle
+import random
+import resource
+import select
+import shutil
+import signal
+import socket
+import sys
+import tempfile
+import traceback
+from pathlib import Path
+from typing import Any
+
+from rlhpc.language.rewards.base import Reward, Sample
+from rlhpc.language.rewards.registry import build_reward
+from rlhpc.runtime import wire
+from rlhpc.runtime.errors import ConfigError
+from rlhpc.runtime.parents import adopt_orphans, die_with_parent, outlive_parent
+
+Spec = list[tuple[str, Any, dict[str, Any]]]
+"""Of each reward: name, class or function, arguments."""
+
+
+def judge(rewards: dict[str, Reward], sample: Sample) -> tuple[dict[str, float], str]:
+    """The value of each reward, and what went wrong with the others, "" for nothing."""
+    values, errors = {}, []
+    for name, reward in rewards.items():
+        try:
+            value = float(reward(sample))
+            if not math.isfinite(value):
+                raise ValueError(f"it gave {value}")
+            values[name] = value
+        except (Exception, SystemExit) as error:
+            errors.append(f"{name}: {type(error).__name__}: {error}")
+    return values, "; ".join(errors)
+
+
+def _work(spec: Spec, connection: socket.socket) -> None:
+    """A judge: builds the rewards, then answers one sample after the other."""
+    limits = [int(getattr(factory, "memory_mb", 0)) for _, factory, _ in spec]
+    if all(limits):
+        most = max(limits) << 20
+        resource.setrlimit(resource.RLIMIT_AS, (most, most))
+    try:
+        rewards = {name: build_reward(name, factory, kwargs) for name, factory, kwargs in spec}
+    except BaseException as error:
+        told = str(error) if isinstance(error, ConfigError) else "".join(traceback.format_exception(error))
+        wire.send(connection, {"failed": told, "config": isinstance(error, ConfigError)})
+        return
+    wire.send(connection, {"ready": os.getpid()})
+    while (asked := wire.receive(connection)) is not None:
+        ticket, sample = asked
+        wire.send(connection, {"ticket": ticket, "verdict": judge(rewards, sample)})
+
+
+class JudgeServer:
+    """Serves `start` and `kill` requests of one pool over `control`."""
+
+    def __init__(self, control: socket.socket, spec: Spec, folder: Path) -> None:
+        self.control, self.spec, self.folder = control, spec, folder
+        self.judges: dict[int, int] = {}  # process: number
+
+    def serve(self) -> None:
+        """Runs until the pool is closed or gone."""
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+        reader, writer = socket.socketpair()
+        reader.setblocking(False)
+        writer.setblocking(False)
+        signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
+        while True:
+            ready, _, _ = select.select([self.control, reader], [], [])
+            if reader in ready:
+                with contextlib.suppress(BlockingIOError):
+                    reader.recv(4096)
+            if self.control in ready:
+                asked = wire.receive(self.control)
+                if asked is None:
+                    break
+                if asked["op"] == "start":
+                    self._start(asked["judge"])
+                else:
+                    for pid in [pid for pid, number in self.judges.items() if number == asked["judge"]]:
+                        _kill_tree(pid)
+            self._reap()
+        for pid in self.judges:
+            _kill_tree(pid)
+        _kill_tree(os.getpid(), itself=False)
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+    def _start(self, number: int) -> None:
+        _, (fd,), _, _ = socket.recv_fds(self.control, 1, 1)
+        server, pid = os.getpid(), os.fork()
+        if pid:
+            os.close(fd)
+            self.judges[pid] = number
+            return
+        try:
+            os.setsid()
+            die_with_parent(server)
+            adopt_orphans()
+            signal.set_wakeup_fd(-1)
+            for received in (signal.SIGCHLD, signal.SIGTERM, signal.SIGHUP):
+                signal.signal(received, signal.SIG_DFL)
+            self.control.close()
+            with contextlib.suppress(OSError):  # where memory runs out, a judge goes before the trainer
+                Path("/proc/self/oom_score_adj").write_text("800")
+            folder = self.folder / str(number)
+            folder.mkdir()
+            tempfile.tempdir = os.environ["TMPDIR"] = str(folder)
+            random.seed()
+            _work(self.spec, socket.socket(fileno=fd))
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            os._exit(0)
+
+    def _reap(self) -> None:
+        while True:
+            try:
+                pid, _ = os.waitpid(-1, os.WNOHANG)
+            except ChildProcessError:
+                return
+            if pid == 0:
+                break
+            number = self.judges.pop(pid, None)
+            if number is not None:
+                shutil.rmtree(self.folder / str(number), ignore_errors=True)
+        for pid in _children(os.getpid()):
+            if pid not in self.judges:
+                _kill_tree(pid)  # what a judge that died left behind
+
+
+def _children(pid: int) -> list[int]:
+    try:
+        return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+    except OSError:
+        return []
+
+
+def _kill_tree(pid: int, itself: bool = True) -> None:
+    """Kills a process and all below it. It is stopped first, so that it starts nothing more meanwhile."""
+    import psutil
+
+    with contextlib.suppress(psutil.Error):
+        top = psutil.Process(pid)
+        if itself:
+            top.suspend()
+        while below := [p for p in top.children(recursive=True) if p.status() != psutil.STATUS_ZOMBIE]:
+            for process in below:
+                with contextlib.suppress(psutil.Error):
+                    process.kill()
+            if not itself:
+                psutil.wait_procs(below, timeout=1)
+        if itself:
+            top.kill()
+
+
+def main() -> None:
+    """Arguments: a descriptor and the pool's process. What to judge by comes first over the socket."""
+    fd, pool = int(sys.argv[1]), int(sys.argv[2])
+    die_with_parent(pool)  # while a user's module is imported, nobody reads the socket
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
+    adopt_orphans()
+    control = socket.socket(fileno=fd)
+    try:
+        spec: Spec = pickle.loads(wire.receive(control) or b"")
+        import psutil  # noqa: F401
+
+        for _, factory, _ in spec:
+            for module in getattr(factory, "preload", ()):
+                with contextlib.suppress(ImportError):  # the judge says so, in words
+                    importlib.import_module(module)
+    except BaseException as error:
+        wire.send(control, {"failed": "".join(traceback.format_exception(error)), "config": False})
+        return
+    gc.collect()
+    gc.freeze()
+    outlive_parent()  # from here on the socket tells, also where the pool's thread ends before its process
+    folder = tempfile.mkdtemp(prefix="rlhpc-judges-")
+    wire.send(control, {"ready": os.getpid(), "folder": folder})
+    JudgeServer(control, spec, Path(folder)).serve()

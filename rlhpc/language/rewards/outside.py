@@ -1,0 +1,134 @@
+"""What is decided about a program outside the sandbox: arithmetic, comparisons and builtin functions on builtin values.
+
+A program chose the operands, so everything is bounded.
+"""
+
+from __future__ import annotations
+
+import ast
+import collections
+import math
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from decimal import Decimal
+from fractions import Fraction
+from typing import Any
+
+from rlhpc.language.rewards.values import decode
+
+_MOST_BITS, _MOST_ITEMS = 1 << 22, 1 << 20
+Answer = Mapping[str, Any]
+Term = Callable[[Sequence[Answer]], Any]
+"""Gives a value, from what came out of the sandbox for each step."""
+
+
+def _range(*numbers: int) -> range:
+    rounds = range(*numbers)
+    if len(rounds) > _MOST_ITEMS:
+        raise ValueError("too large")
+    return rounds
+
+
+COMPARISONS: dict[type[ast.cmpop], Callable[[Any, Any], Any]] = {
+    ast.Eq: operator.eq, ast.NotEq: operator.ne, ast.Lt: operator.lt, ast.LtE: operator.le, ast.Gt: operator.gt,
+    ast.GtE: operator.ge, ast.Is: operator.is_, ast.IsNot: operator.is_not, ast.In: lambda a, b: a in b,
+    ast.NotIn: lambda a, b: a not in b,
+}  # fmt: skip
+ARITHMETIC: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
+    ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv,
+    ast.FloorDiv: operator.floordiv, ast.Mod: operator.mod, ast.Pow: operator.pow,
+}  # fmt: skip
+SIGNS: dict[type[ast.unaryop], Callable[[Any], Any]] = {
+    ast.Not: operator.not_,
+    ast.USub: operator.neg,
+    ast.UAdd: operator.pos,
+}
+TYPES = {
+    kind.__name__: kind
+    for kind in (bool, int, float, complex, str, bytes, list, tuple, dict, set, frozenset)
+}  # fmt: skip
+FUNCTIONS: dict[str, tuple[Callable[..., Any], tuple[str, ...]]] = {
+    **{f.__name__: (f, ()) for f in (abs, all, any, bool, len, float, int, str, list, tuple, set, frozenset, dict, type)},
+    **{f.__name__: (f, ()) for f in (max, min, sum, isinstance, enumerate, zip)},
+    "round": (round, ("ndigits",)), "sorted": (sorted, ("reverse",)),
+    "math.isclose": (math.isclose, ("rel_tol", "abs_tol")), "math.fabs": (math.fabs, ()), "math.sqrt": (math.sqrt, ()),
+    "math.isnan": (math.isnan, ()), "math.isinf": (math.isinf, ()), "collections.Counter": (collections.Counter, ()),
+    "range": (_range, ()),
+}  # fmt: skip
+"""What is computed outside, with the keywords that are known here."""
+CONVERSIONS = {"list", "tuple", "set", "frozenset", "dict", "sorted", "len", "str", "int", "float", "sum", "round", "min",
+                "max", "collections.Counter"}  # fmt: skip
+"""Around a value of the program these may be computed inside: they have to give the very value that is expected, and the
+program might as well return what makes them do so. So values that cannot leave, such as a deque, can be converted."""
+CONSTANTS: dict[str, Any] = {**TYPES, "math.pi": math.pi, "math.e": math.e, "math.inf": math.inf, "math.nan": math.nan}
+
+
+def holds(claim: Term, answers: Sequence[Answer]) -> bool:
+    """Whether a claim is true; one that cannot be evaluated is not."""
+    try:
+        return bool(claim(answers))
+    except Exception:  # no answer, values that do not compare, too large
+        return False
+
+
+def value_of(answers: Sequence[Answer], number: int) -> Any:
+    return decode(answers[number]["value"])
+
+
+def after(done: Sequence[int], claim: Term) -> Term:
+    return lambda answers: all("passed" in answers[number] for number in done) and claim(answers)
+
+
+def either(parts: Sequence[Term], *, stops: bool) -> Term:
+    """`or` where `stops` is true, else `and`."""
+
+    def value(answers: Sequence[Answer]) -> Any:
+        found = None
+        for part in parts:
+            found = part(answers)
+            if bool(found) == stops:
+                break
+        return found
+
+    return value
+
+
+def compared(terms: Sequence[Term], kinds: Sequence[type[ast.cmpop]]) -> Term:
+    def value(answers: Sequence[Answer]) -> bool:
+        left = terms[0](answers)
+        for kind, term in zip(kinds, terms[1:], strict=True):
+            right = term(answers)
+            if not COMPARISONS[kind](left, right):
+                return False
+            left = right
+        return True
+
+    return value
+
+
+def computed(kind: type[ast.operator], left: Any, right: Any) -> Any:
+    """Arithmetic on numbers, and what is harmless on sequences; bounded, since a program chose the operands."""
+    numbers: Any = (int, float, complex, Fraction, Decimal)
+    if isinstance(left, numbers) and isinstance(right, numbers):
+        if kind is ast.Pow and isinstance(left, (int, Fraction)):
+            bits = max(int(part).bit_length() for part in (left.numerator, left.denominator))
+            if not float(abs(right)) * bits <= _MOST_BITS:
+                raise ValueError("too large")
+        return ARITHMETIC[kind](left, right)
+    if kind is ast.Add and type(left) is type(right) and isinstance(left, (str, bytes, list, tuple)):
+        return left + right
+    if kind is ast.Sub and isinstance(left, (set, frozenset)) and isinstance(right, (set, frozenset)):
+        return left - right
+    if kind is ast.Mult:
+        sequence, count = (right, left) if isinstance(left, int) else (left, right)
+        if isinstance(sequence, (str, bytes, list, tuple)) and isinstance(count, int):
+            if len(sequence) * count > _MOST_ITEMS:
+                raise ValueError("too large")
+            return sequence * count
+    raise TypeError("no arithmetic of these")
+
+
+def called(function: Callable[..., Any], arguments: Sequence[Any], keywords: Mapping[str, Any]) -> Any:
+    if function is type and len(arguments) != 1:
+        raise TypeError("type() of one value")
+    return function(*arguments, **keywords)

@@ -1,0 +1,346 @@
+"""LanguageRolloutWorker: answers prompts, has the answers judged, and hands over each group as soon as it is whole.
+
+One loop does everything on the main thread: between two steps of the engine it takes in new weights if there are any,
+admits prompts, and collects what the judges (processes of their own) have said. So nothing waits for the slowest
+sequence but the group it belongs to.
+
+Staleness is bounded by admission: a prompt of step s starts once the weights are of version s − 1 − `max_staleness` or
+newer, and weights never get older. With 0 that is the synchronous loop.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+import numpy as np
+import torch
+
+from rlhpc.algorithms.finite import nonfinite, skips
+from rlhpc.algorithms.rewards import overlong_penalty
+from rlhpc.language.agents.episodes import Episode
+from rlhpc.language.agents.registry import configured_agent, make_generation
+from rlhpc.language.data import PromptDataset, PromptSampler, PromptTokenizer, load_tokenizer, make_dataset
+from rlhpc.language.data.prompts import Prompt
+from rlhpc.language.engines import Request, SamplingParams, make_rollout
+from rlhpc.language.engines.ends import load_model_config
+from rlhpc.language.engines.registry import find_rollout
+from rlhpc.language.engines.vllm_experts import require_proven
+from rlhpc.language.rewards import Sample, make_reward
+from rlhpc.language.rewards.pool import Scored
+from rlhpc.language.roles.prompts import GROUPS, VERSIONS, Group, PromptMap, seed_of
+from rlhpc.runs.device import own_device, seed_process
+from rlhpc.runtime.comm.channel import QueueEmpty
+from rlhpc.runtime.errors import DeadlineExceeded
+from rlhpc.runtime.worker import Worker
+from rlhpc.training.zero_config import deepspeed_config
+from rlhpc.weights.transport import WeightReceiver
+
+#: Pause where neither engine nor judges had anything.
+_IDLE_S = 0.002
+#: Ends of an episode that no limit of length brought about.
+_FINISHED = ("stop", "turns")
+
+
+@dataclass
+class _Slot:
+    """One prompt on its way: which one, what came of its responses so far."""
+
+    step: int
+    position: int
+    attempt: int
+    prompt: Prompt
+    prompt_ids: tuple[int, ...]
+    episodes: dict[int, Episode] = field(default_factory=dict)
+    scores: dict[int, Scored] = field(default_factory=dict)
+
+
+class LanguageRolloutWorker(Worker):
+    """One generation engine with its judges. No checkpoint keeps any of it: what it draws follows from seeds and weights."""
+
+    def __init__(self, cfg: Any) -> None:
+        super().__init__()
+        self.cfg = cfg
+
+    @classmethod
+    def forks(cls, cfg: Any) -> bool:
+        """Whether the engine lets itself be forked."""
+        return bool(getattr(find_rollout(str(cfg.rollout.rollout_backend)), "forkable", True))
+
+    def close(self) -> None:
+        """Ends the engine, with all that it has started, and the judges."""
+        parts = [getattr(self, name, None) for name in ("generation", "backend", "judges")]
+        for part in {id(part): part for part in parts if part is not None}.values():
+            part.close()  # without an agent the generation is the engine itself
+
+    def init_worker(self, prompts: PromptMap, last_step: int) -> dict[str, Any]:
+        """Loads engine, tokenizer, dataset and judges.
+
+        Args:
+            prompts: Who makes what.
+            last_step: Step after which no prompt is admitted.
+
+        Returns:
+            Facts of the dataset.
+        """
+        cfg = self.cfg
+        self.prompts, self.last_step, self.seed = prompts, last_step, int(cfg.runner.seed)
+        self.group_size, self.staleness = prompts.group_size, int(cfg.algorithm.max_staleness)
+        self.filter, self.refills = bool(cfg.algorithm.filter_groups), int(cfg.algorithm.max_refills)
+        seed_process(self.seed, "rollout", self.rank)
+        path = str(cfg.actor.model.model_path)
+        self.tokenizer, self.encoder, self.dataset = open_prompts(cfg)
+        self.sampler = PromptSampler(len(self.dataset), prompts.prompts, self.seed)
+        self.sampling = SamplingParams(
+            max_new_tokens=int(cfg.rollout.max_new_tokens), temperature=float(cfg.rollout.temperature),
+            top_p=float(cfg.rollout.top_p), top_k=int(cfg.rollout.top_k),
+        )  # fmt: skip
+        self.backend = make_rollout(cfg, model_path=path, device=own_device(self), seed=self.seed)
+        self.weights_in_part = bool(getattr(self.backend, "updates_in_part", False))
+        self.weights = WeightReceiver(self, (prompts.actor_name, 0), whole=not self.weights_in_part)
+        self.generation = make_generation(cfg, self.backend, self.tokenizer)
+        self.judges = make_reward(cfg.reward)
+        self._clear(0)
+        self.log.info("answers with %s by %s on %s; %d problems", path, cfg.rollout.rollout_backend, own_device(self),
+                      len(self.dataset))  # fmt: skip
+        return {"problems": len(self.dataset)}
+
+    def connect(self) -> None:
+        """Connects to the channels, once the driver has created them."""
+        self._groups, self._versions = self.connect_channel(GROUPS), self.connect_channel(VERSIONS)
+
+    def begin(self, step: int) -> None:
+        """Starts after `step`; whatever is under way is dropped, weights come before anything else."""
+        self.generation.abort()
+        self.judges.drain()
+        self._clear(step)
+
+    def offload(self) -> None:
+        """Gives the accelerator to the actor."""
+        self.backend.offload()
+
+    def reload(self) -> None:
+        """Inverse of `offload`."""
+        self.backend.reload()
+
+    def _clear(self, step: int) -> None:
+        self.version, self.next_step = -1, step + 1
+        self._slots: dict[tuple[int, int], _Slot] = {}
+        self._open: dict[int, int] = {}  # groups that a step still lacks
+        self._of_request: dict[int, tuple[tuple[int, int], int]] = {}
+        self._request = 0
+        self._stats: dict[int, dict[int, dict[str, float]]] = {}  # by step and position
+
+    # -- the loop -------------------------------------------------------------------------------------------------
+
+    def generate(self, step: int) -> dict[str, float]:
+        """Works until this rank's groups of `step` are handed over; with `max_staleness`, on later steps too meanwhile.
+
+        Returns:
+            Sums over the step's samples; seconds of the call, and those the engine worked.
+        """
+        begun, busy, tokens, synced = time.perf_counter(), 0.0, 0, 0.0
+        deadline = begun + float(self.cfg.runner.step_timeout_s)
+        while self.next_step <= step or self._open.get(step, 0):
+            if time.perf_counter() > deadline:
+                raise DeadlineExceeded(
+                    f"step {step}: {self._open.get(step, 0)} groups of {self.group_name}-{self.rank} were not whole "
+                    f"after runner.step_timeout_s ({self.cfg.runner.step_timeout_s:g} s)"
+                )
+            synced += self._take_weights()
+            self._admit()
+            worked = False
+            if self.generation.unfinished():
+                start = time.perf_counter()
+                ended = self.generation.step()
+                busy += time.perf_counter() - start
+                for episode in ended:
+                    tokens += int(np.count_nonzero(episode.loss_mask))
+                    self._judge(episode)
+                worked = True
+            for request, scored in self.judges.poll():
+                self._scored(request, scored)
+                worked = True
+            if not worked:
+                time.sleep(_IDLE_S)
+        stats = _summed(self._stats.pop(step))
+        stats |= {"seconds": time.perf_counter() - begun, "busy_s": busy, "sync_s": synced, "tokens": tokens}
+        return stats
+
+    def _take_weights(self) -> float:
+        """Takes in a version that has been announced."""
+        try:
+            self._versions.get_nowait(key=str(self.rank))
+        except QueueEmpty:
+            return 0.0
+        start = time.perf_counter()
+        update = self.weights.receive()
+        part = {"complete": update.complete} if self.weights_in_part else {}
+        cast(Any, self.backend).update_weights(update.version, update.tensors, **part)
+        self.version = update.version
+        return time.perf_counter() - start
+
+    def _admit(self) -> None:
+        while self.next_step <= min(self.version + 1 + self.staleness, self.last_step) and self.version >= 0:
+            step = self.next_step
+            self.next_step += 1
+            mine = self.prompts.of_rollout(self.rank)
+            self._open[step] = len(mine)
+            for position in mine:
+                self._start(step, position, 0, self.sampler.at((step - 1) * self.prompts.prompts + position))
+
+    def _start(self, step: int, position: int, attempt: int, index: int) -> None:
+        prompt = self.dataset[index]
+        ids = tuple(self.encoder.encode(prompt) or ())
+        self._slots[step, position] = _Slot(step, position, attempt, prompt, ids)
+        requests = []
+        for member in range(self.group_size):
+            self._request += 1
+            self._of_request[self._request] = ((step, position), member)
+            seed = seed_of(self.seed, step, position, attempt, member)
+            requests.append(Request(self._request, ids, self.sampling, seed))
+        self.generation.add(requests, prompt)
+
+    def _judge(self, episode: Episode) -> None:
+        place, member = self._of_request[episode.id]
+        slot = self._slots[place]
+        slot.episodes[member] = episode
+        text = self.tokenizer.decode(episode.token_ids, skip_special_tokens=True)
+        sample = Sample(
+            slot.prompt.question, text, slot.prompt.answer, slot.prompt.meta, int(np.count_nonzero(episode.loss_mask)),
+            episode.finish_reason in _FINISHED,
+        )  # fmt: skip
+        self.judges.submit(episode.id, sample)
+
+    def _scored(self, request: int, scored: Scored) -> None:
+        place, member = self._of_request.pop(request)
+        slot = self._slots[place]
+        slot.scores[member] = scored
+        if len(slot.scores) == self.group_size:
+            self._whole(slot)
+
+    def _whole(self, slot: _Slot) -> None:
+        """A group is whole: hand it over, or ask another prompt in its place."""
+        episodes = [slot.episodes[member] for member in range(self.group_size)]
+        scores = [slot.scores[member] for member in range(self.group_size)]
+        rewards = np.asarray([score.total for score in scores], np.float32) + self._overlong(episodes)
+        if fault := _not_finite(rewards, episodes, scores):
+            if not skips(self.cfg):
+                asked = f"prompt {slot.position} ({slot.prompt.question!r:.80})"
+                raise nonfinite(f"step {slot.step}, {asked}, {self.group_name}-{self.rank}: {fault}")
+            rewards = np.zeros_like(rewards)  # equal ones: with algorithm.filter_groups another prompt takes its place
+        if self.filter and not varied(rewards) and slot.attempt < self.refills:
+            attempt = slot.attempt + 1
+            draw = np.random.default_rng(seed_of(self.seed, slot.step, slot.position, attempt, -1))
+            self._start(slot.step, slot.position, attempt, int(draw.integers(len(self.dataset))))
+            return
+        del self._slots[slot.step, slot.position]
+        group = Group(
+            slot.step, slot.position, np.asarray(slot.prompt_ids, np.int32),
+            [np.asarray(e.token_ids, np.int32) for e in episodes],
+            [np.asarray(e.logprobs, np.float32) for e in episodes],
+            [np.asarray(e.versions, np.int32) for e in episodes],
+            [np.asarray(e.loss_mask, bool) & (not fault) for e in episodes],
+            rewards, np.asarray([e.finish_reason in _FINISHED for e in episodes]),
+        )  # fmt: skip
+        self._groups.put(group.pack(), key=str(self.prompts.actor_of(slot.position)))
+        self._open[slot.step] -= 1
+        left_out = {"nonfinite": float(self.group_size), "refills": float(slot.attempt)}
+        facts = left_out if fault else self._facts(slot, group, scores)
+        self._stats.setdefault(slot.step, {})[slot.position] = facts
+
+    def _overlong(self, episodes: list[Episode]) -> np.ndarray:
+        """What `algorithm.overlong_buffer` takes off."""
+        buffer, limit = int(self.cfg.algorithm.overlong_buffer), self.sampling.max_new_tokens
+        if not buffer:
+            return np.zeros(len(episodes), np.float32)
+        lengths = torch.tensor([len(e.token_ids) for e in episodes])
+        punishment: np.ndarray = overlong_penalty(lengths=lengths, max_length=limit, buffer=buffer).numpy()
+        return punishment
+
+    def _facts(self, slot: _Slot, group: Group, scores: list[Scored]) -> dict[str, float]:
+        lengths = [int(mask.sum()) for mask in group.masks]
+        oldest = [int(v[mask].min()) for v, mask in zip(group.versions, group.masks, strict=True) if mask.any()]
+        behind = [slot.step - 1 - version for version in oldest]
+        first = next(iter(scores[0].terms), "")
+        facts = {
+            "samples": float(self.group_size),
+            "groups": 1.0,
+            "reward": float(group.rewards.sum()),
+            "reward_squared": float((group.rewards**2).sum()),
+            "accuracy": float(sum(score.terms.get(first, 0.0) >= 1.0 for score in scores)),
+            "length": float(sum(lengths)),
+            "truncated": float((~group.finished).sum()),
+            "varied": float(varied(group.rewards)),
+            "failed": float(sum(score.failed for score in scores)),
+            "stale": float(sum(behind)),
+            "refills": float(slot.attempt),
+            "max_length": float(max(lengths)),
+            "max_stale": float(max(behind, default=0)),
+        }
+        for name in scores[0].terms:
+            facts[f"term/{name}"] = float(sum(score.terms.get(name, 0.0) for score in scores))
+        return facts
+
+
+def _not_finite(rewards: np.ndarray, episodes: list[Episode], scores: list[Scored]) -> str:
+    """What of a group is not finite; empty where all is. Log-probabilities count where the model wrote the token."""
+    for member, (reward, episode, score) in enumerate(zip(rewards.tolist(), episodes, scores, strict=True)):
+        if not math.isfinite(reward):
+            terms = ", ".join(f"{name} {value}" for name, value in score.terms.items())
+            return f"the reward of response {member} is {reward} ({terms})"
+        if not np.isfinite(np.asarray(episode.logprobs, np.float32)[np.asarray(episode.loss_mask, bool)]).all():
+            return f"a log-probability of response {member} is not finite"
+    return ""
+
+
+def varied(rewards: np.ndarray) -> bool:
+    """Whether a group's rewards differ: only then do they say anything about its responses."""
+    return bool(rewards.max() > rewards.min())
+
+
+def _summed(facts: dict[int, dict[str, float]]) -> dict[str, float]:
+    """Sums and maxima over positions, in their order: the order of arrival must not show in the last digit."""
+    sums: dict[str, float] = {}
+    for _, found in sorted(facts.items()):
+        for name, value in found.items():
+            known = sums.get(name, 0.0)
+            sums[name] = max(known, value) if name.startswith("max_") else known + value
+    return sums
+
+
+def open_prompts(cfg: Any) -> tuple[Any, PromptTokenizer, PromptDataset]:
+    """Tokenizer, what makes token ids of prompts, and the training prompts.
+
+    Raises:
+        ConfigError: Model, dataset or template cannot be used; or a prompt is too long.
+    """
+    tokenizer = load_tokenizer(str(cfg.actor.model.model_path), bool(cfg.actor.model.trust_remote_code))
+    data = cfg.data
+    encoder = PromptTokenizer(
+        tokenizer, int(data.max_prompt_tokens), str(data.overlong_prompts), bool(data.train.chat_template)
+    )
+    dataset = make_dataset(data.train, "train")
+    return tokenizer, encoder, encoder.fitting(dataset) if encoder.overlong == "drop" else dataset
+
+
+def check_language(cfg: Any, ranks: dict[str, int]) -> None:
+    """Refuses what would fail after the start: model, tokenizer, dataset, rewards.
+
+    Raises:
+        ConfigError: Names the key.
+    """
+    model = cfg.actor.model
+    if "rollout" in ranks and str(cfg.rollout.rollout_backend).lower() == "vllm":
+        require_proven(load_model_config(str(model.model_path), bool(model.trust_remote_code)))
+    _, encoder, dataset = open_prompts(cfg)
+    encoder.encode(dataset[0])
+    if str(cfg.actor.training_backend).lower() == "deepspeed":
+        deepspeed_config(cfg)
+    if "rollout" in ranks:
+        configured_agent(cfg)
+        make_reward(cfg.reward).close()
+    else:
+        encoder.encode_demonstration(dataset[0])

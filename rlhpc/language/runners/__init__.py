@@ -1,0 +1,1 @@
+"""The loops of a language model's run."""

@@ -1,0 +1,199 @@
+"""ReasoningRunner: the loop of a language model's RL on verifiable tasks.
+
+A step: rollout ranks answer the step's prompts and have the answers judged; actors take each group as soon as it is whole,
+score it where scores are wanted, and train when all are there; new weights go out. With `algorithm.max_staleness` rollout
+ranks work on later steps meanwhile, and take in new weights between two tokens.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from rlhpc.algorithms.finite import MOST_IN_A_ROW, nonfinite
+from rlhpc.jobs.signals import StopRequest
+from rlhpc.language.roles.prompts import PromptMap
+from rlhpc.metrics import PhaseTimers
+from rlhpc.runs.folder import RunFolder, note
+from rlhpc.runs.runner import Runner
+from rlhpc.runtime.comm.channel import Channel
+
+#: What the rollout ranks sum up of their samples, and a step of which all were left out lacks.
+_SUMS = (
+    "samples", "groups", "reward", "reward_squared", "accuracy", "length", "truncated", "varied", "failed", "stale",
+    "max_length", "max_stale",
+)  # fmt: skip
+
+
+class ReasoningRunner(Runner):
+    """Trains a language model by RL.
+
+    Args:
+        cfg: Configuration.
+        actor, rollout: Launched groups of `LanguageActor` and `LanguageRolloutWorker`.
+        run: The run's folder; by default what `runner.run_dir` and `runner.name` say.
+        stop: Asked between steps whether to end early.
+
+    Raises:
+        ConfigError: Prompts cannot be shared out evenly over the ranks.
+    """
+
+    def __init__(
+        self, cfg: Any, actor: Any, rollout: Any, *, run: RunFolder | None = None, stop: StopRequest | None = None
+    ) -> None:
+        super().__init__(cfg, {"actor": actor}, run=run, stop=stop)
+        self.actor, self.rollout = actor, rollout
+        names = {"actor_name": actor.name, "rollout_name": rollout.name}
+        self.prompts = PromptMap.from_config(cfg, rollout=rollout.world_size, actor=actor.world_size, **names)
+        self.turns = bool(cfg.actor.offload_in_rollout)
+        self.ahead = int(cfg.algorithm.max_staleness) > 0
+        self.samples = self._in_vain = 0
+        self._made: dict[int, Any] = {}
+        self._reward = math.nan
+
+    # -- start ----------------------------------------------------------------------------------------------------
+
+    def build(self) -> None:
+        """Loads models, engines, datasets and judges on all ranks, and connects them.
+
+        Where they share accelerators, one after the other: an engine measures how much memory is free while it starts, and
+        takes what the actor allocates or frees meanwhile for its own.
+        """
+        loading = [self._open_rollout()]
+        if self.turns:
+            loading.pop().wait(self.timeout)
+            self.rollout.offload().wait(self.timeout)
+        loading.append(self.actor.init_worker(self.folder.total, self.prompts))
+        for handle in loading:
+            handle.wait(self.timeout)
+        self._connect()
+
+    def _open_rollout(self) -> Any:
+        return self.rollout.init_worker(self.prompts, self.folder.end_step)
+
+    def _connect(self) -> None:
+        for name, home in self.prompts.channels().items():
+            Channel.create(name, home=home)
+        for handle in [group.connect() for group in (self.actor, self.rollout)]:
+            handle.wait(self.timeout)
+
+    def rebuild(self, gone: dict[str, list[int]]) -> None:
+        """Starts the rollout ranks again: all of them have ended."""
+        self._made.clear()
+        if self.turns:  # it may have been at work when they ended
+            self.actor.offload().wait(self.timeout)
+        self.rollout.relaunch()
+        self.rollout.wait_ready()
+        self._open_rollout().wait(self.timeout)
+        if self.turns:
+            self.rollout.offload().wait(self.timeout)
+        self._connect()
+
+    def begin(self) -> None:
+        """Rollout ranks forget what was under way and get the present weights. In turns the engines sleep meanwhile."""
+        if self.ahead and self.step:
+            note(
+                "async generation: what was under way is made anew, so this resume loses nothing but is not bit for bit"
+            )
+        self._made.clear()
+        if self.step >= self.folder.end_step:
+            return
+        self.rollout.begin(self.step).wait(self.timeout)
+        self.actor.sync_weights(self.step).wait(self.timeout)
+        if self.turns:
+            self.actor.offload().wait(self.timeout)
+
+    # -- a step ---------------------------------------------------------------------------------------------------
+
+    def one_step(self) -> dict[str, float]:
+        """Generation, judging, scoring, update, weights."""
+        step, timers = self.step + 1, PhaseTimers()
+        last = step >= self.folder.end_step
+        if self.turns:
+            self.rollout.reload()
+        made = self._made.pop(step, None) or self.rollout.generate(step)
+        if self.ahead and not last:
+            self._made[step + 1] = self.rollout.generate(step + 1)
+        received = self.actor.receive(step)
+        if self.turns:
+            with timers("rollout"):
+                made.wait(self.timeout)
+            self.rollout.offload().wait(self.timeout)
+            self.actor.reload()
+        update = self.actor.update(step)
+        sync = None if last else self.actor.sync_weights(step)
+        with timers("rollout"):
+            generated = made.wait(self.timeout)
+        with timers("receive"):
+            receipts = received.wait(self.timeout)
+        with timers("update"):
+            trained = update.wait(self.timeout)[0]
+        with timers("sync"):
+            if sync is not None:
+                sync.wait(self.timeout)
+            if self.turns and not last:
+                self.actor.offload().wait(self.timeout)
+        self.step = step
+        row = self._rollout_metrics(generated)
+        times = ("update_s", "late_score_s")
+        row |= {f"train/{name}": value for name, value in trained.items() if name not in times}
+        row |= timers.pop()
+        score = max(receipt["score_s"] for receipt in receipts) + trained["late_score_s"]
+        row |= {"time/score_s": score, "time/train_s": trained["update_s"]}
+        row["time/train_tokens_per_s"] = trained["tokens"] * trained["updates"] / max(trained["update_s"], 1e-9)
+        self._reward = row["train/reward"]
+        return row
+
+    def _rollout_metrics(self, sums: list[dict[str, float]]) -> dict[str, float]:
+        """Means over the step's samples, from the ranks' sums."""
+        total: dict[str, float] = {}
+        for found in sums:
+            for name, value in found.items():
+                larger = name.startswith("max_") or name in ("seconds", "busy_s", "sync_s")
+                total[name] = max(total.get(name, 0.0), value) if larger else total.get(name, 0.0) + value
+        left_out = total.get("nonfinite", 0.0)
+        self._in_vain = self._in_vain + 1 if left_out and "samples" not in total else 0
+        if self._in_vain >= MOST_IN_A_ROW:
+            raise nonfinite(f"step {self.step}: no prompt brought anything finite, {self._in_vain} steps in a row")
+        total = dict.fromkeys(_SUMS, 0.0) | total
+        n = max(total["samples"], 1.0)
+        self.samples += int(total["samples"])
+        mean = total["reward"] / n
+        row = {
+            "train/reward": mean,
+            "train/reward_std": math.sqrt(max(total["reward_squared"] / n - mean**2, 0.0)),
+            "train/accuracy": total["accuracy"] / n,
+            "train/response_tokens": total["length"] / n,
+            "train/response_tokens_max": total["max_length"],
+            "train/truncated": total["truncated"] / n,
+            "train/varied_groups": total["varied"] / max(total["groups"], 1.0),
+            "rollout/refills": total["refills"],
+            "rollout/failed_rewards": total["failed"],
+            "rollout/staleness": total["stale"] / n,
+            "rollout/staleness_max": total["max_stale"],
+            "rollout/samples": float(self.samples),
+        }
+        if left_out:
+            row["rollout/nonfinite"] = left_out
+        row |= {f"reward/{name[5:]}": value / n for name, value in total.items() if name.startswith("term/")}
+        row["time/generate_s"], row["time/rollout_sync_s"] = total["busy_s"], total["sync_s"]
+        row["time/tokens_per_s"] = total["tokens"] / max(total["seconds"], 1e-9)
+        return row
+
+    # -- what the base class asks ---------------------------------------------------------------------------------
+
+    def state(self) -> dict[str, Any]:
+        """Counters."""
+        return {"samples": self.samples}
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        """Inverse of `state`."""
+        self.samples = int(state.get("samples", 0))
+
+    def result(self) -> dict[str, Any]:
+        """samples, reward (the last step's mean)."""
+        return {"samples": self.samples, "reward": None if math.isnan(self._reward) else self._reward}
+
+    def facts(self, row: dict[str, float]) -> dict[str, Any]:
+        """Reward and rate."""
+        return {"reward": row["train/reward"], "tokens_per_s": row["time/tokens_per_s"]}

@@ -1,0 +1,307 @@
+"""report/samples.html: what the model wrote, checkpoint beside checkpoint. One file that needs nothing but itself.
+
+What a model writes is foreign text: it is escaped, its control characters are made visible, and its direction marks
+end where it ends.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from html import escape
+from pathlib import Path
+from typing import Any
+
+from rlhpc.jobs.paths import RunPaths
+from rlhpc.language.pass_at_k import level_order
+from rlhpc.metrics.page import Cell, missing, page, section, table
+from rlhpc.runtime.durable import replace_durably
+from rlhpc.runtime.plain import read_json
+from rlhpc.runtime.storage import unwritten
+
+PROBLEMS = 24
+"""Problems of a suite that are shown in full."""
+CHECKPOINTS = 6
+"""Checkpoints that stand side by side."""
+_MAP_COLUMNS = 240
+_SHOWN, _MOST, _OTHERS = 600, 8000, 7
+
+_CSS = """
+.note{color:var(--muted);margin:0 0 14px}.map{overflow-x:auto}.map svg{display:block;min-width:520px}
+.map text{font:11.5px system-ui,sans-serif;fill:var(--muted)}
+.problem{border:1px solid var(--line);border-radius:10px;margin:16px 0;overflow:hidden}
+.problem>header{background:var(--soft);padding:10px 16px;border-bottom:1px solid var(--line)}
+.problem>header b{margin-right:14px}.problem>header span{color:var(--muted);font-size:13px;margin-right:14px}
+.answers{display:grid;grid-auto-flow:column;grid-auto-columns:minmax(235px,1fr);overflow-x:auto}
+.answer{padding:10px 14px;border-left:1px solid var(--line);min-width:0}.answer:first-child{border-left:0}
+.answer h4{margin:0 0 2px;font-size:13px}.answer p{margin:0 0 6px;color:var(--muted);font-size:12.5px}
+.said{white-space:pre-wrap;overflow-wrap:anywhere;unicode-bidi:isolate;background:none;border:0;border-radius:0;
+padding:0;margin:6px 0 0;overflow:visible}
+.ok,.no{font-weight:650}.ok{color:var(--c2)}.no{color:var(--c3)}
+.answer details p{margin-top:12px}.answer summary{color:var(--muted);font-size:12.5px;margin-top:6px}
+"""
+
+Row = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class _Column:
+    """A suite's samples at one checkpoint. `share` of right samples by problem; `shown`: the rows of chosen problems."""
+
+    step: int
+    result: Mapping[str, Any]
+    path: Path
+    share: dict[Any, float] = field(default_factory=dict)
+    level: dict[Any, str] = field(default_factory=dict)
+    shown: dict[Any, list[Row]] = field(default_factory=dict)
+
+
+def samples_path(result: Path) -> Path:
+    """Where the samples of an evaluation's JSON lie: `<suite>.samples.jsonl` beside it."""
+    return result.with_name(f"{result.stem}.samples.jsonl")
+
+
+def read_samples(path: Path) -> Iterator[Row]:
+    """The rows of a samples file, one at a time; a torn or foreign line is left out.
+
+    Raises:
+        OSError: The file cannot be read.
+    """
+    with path.open(encoding="utf-8", errors="replace") as file:
+        for line in file:
+            try:
+                row = read_json(line)
+                row["sample"], row["right"] = int(row["sample"]), bool(row["right"])
+                row["prompt"], row["response"] = str(row["prompt"]), str(row["response"])
+                if isinstance(row["id"], (int, str)):
+                    yield row
+            except (ValueError, KeyError, TypeError):
+                continue
+
+
+def samples_page(paths: RunPaths) -> Path:
+    """Where the page of a run lies."""
+    return paths.report.with_name("samples.html")
+
+
+def write_samples_page(paths: RunPaths) -> Path | None:
+    """Writes the page of a run's generations; None where no evaluation has left samples.
+
+    Raises:
+        RlhpcError: The page cannot be written.
+    """
+    suites = {suite: _columns(results) for suite, results in _results(paths).items()}
+    suites = {suite: columns for suite, columns in suites.items() if columns}
+    if not suites:
+        return None
+    target = samples_page(paths)
+    html = page(
+        title=f"{paths.root.name}: what the model wrote",
+        subtitle="the same problems, checkpoint beside checkpoint",
+        body=[
+            _ways(list(suites)),
+            *(
+                f'<div id="suite-{i}">{section(f"Suite {suite}", _suite(columns))}</div>'
+                for i, (suite, columns) in enumerate(suites.items())
+            ),
+        ],
+        css=_CSS,
+    )
+    try:
+        replace_durably(target, html.encode())
+    except OSError as error:
+        raise unwritten(error, target) from error
+    return target
+
+
+def _ways(suites: Sequence[str]) -> str:
+    links = ['<a href="index.html">The run</a>']
+    if len(suites) > 1:
+        links += [f'<a href="#suite-{i}">{escape(suite)}</a>' for i, suite in enumerate(suites)]
+    return f"<nav>{' · '.join(links)}</nav>"
+
+
+def _results(paths: RunPaths) -> dict[str, list[tuple[int, Path, Mapping[str, Any]]]]:
+    """(step, JSON file, content) by suite, steps ascending, of evaluations that have samples beside them."""
+    found: dict[str, list[tuple[int, Path, Mapping[str, Any]]]] = {}
+    for path in paths.eval.glob("global_step_*/*.json"):
+        try:
+            result = read_json(path.read_bytes())
+            step, suite = int(result["global_step"]), str(result["suite"])
+        except (OSError, ValueError, KeyError, TypeError):
+            continue
+        if samples_path(path).is_file():
+            found.setdefault(suite, []).append((step, path, result))
+    return {suite: sorted(found[suite], key=lambda entry: entry[:2]) for suite in sorted(found)}
+
+
+def spread(count: int, most: int) -> list[int]:
+    """At most `most` of `range(count)`, evenly spaced, first and last among them."""
+    if count <= most:
+        return list(range(count))
+    if most == 1:
+        return [count - 1]
+    return [round(i * (count - 1) / (most - 1)) for i in range(most)]
+
+
+def _columns(results: Sequence[tuple[int, Path, Mapping[str, Any]]]) -> list[_Column]:
+    """Reads every file twice: once for who is right, once for the texts of the problems that were chosen."""
+    columns = []
+    for step, path, result in results:
+        column = _Column(step, result, samples_path(path))
+        counts: dict[Any, list[bool]] = {}
+        for row in _rows(column.path):
+            counts.setdefault(row["id"], []).append(row["right"])
+            column.level[row["id"]] = str(row.get("level", ""))
+        column.share.update({key: sum(right) / len(right) for key, right in counts.items()})
+        if counts:
+            columns.append(column)
+    if not columns:
+        return []
+    ids = _ordered(columns)
+    chosen = {ids[i] for i in spread(len(ids), PROBLEMS)}
+    for i in spread(len(columns), CHECKPOINTS):
+        for row in _rows(columns[i].path):
+            if row["id"] in chosen:
+                columns[i].shown.setdefault(row["id"], []).append(row)
+    return columns
+
+
+def _rows(path: Path) -> Iterator[Row]:
+    try:
+        yield from read_samples(path)
+    except OSError:
+        return
+
+
+def _ordered(columns: Sequence[_Column]) -> list[Any]:
+    """Problems of the last checkpoint, by level, then in their order: so evenly spaced ones are of all levels."""
+    last = columns[-1]
+    return sorted(last.share, key=lambda key: (level_order(last.level[key]), isinstance(key, str), key))
+
+
+def _suite(columns: Sequence[_Column]) -> str:
+    ids = _ordered(columns)
+    chosen = [ids[i] for i in spread(len(ids), PROBLEMS)]
+    shown = [column for column in columns if column.shown]
+    parts = [_changes(columns)]
+    if len(ids) > 1:
+        parts += ["<h3>Every problem</h3>", _map(columns, ids)]
+    left = "" if len(chosen) == len(ids) else f"{len(chosen)} of {len(ids)} problems, evenly spaced over the levels"
+    if len(shown) < len(columns):
+        left += f"{'; ' if left else ''}{len(shown)} of {len(columns)} checkpoints"
+    parts.append(f'<h3>Problems</h3><p class="note">{escape(left or "All of them")}.</p>')
+    parts += [_problem(key, shown) for key in chosen]
+    return "".join(parts)
+
+
+def _changes(columns: Sequence[_Column]) -> str:
+    """Accuracy by checkpoint, and how many problems were won and lost against the one before."""
+    rows: list[list[Cell]] = []
+    before: _Column | None = None
+    for column in columns:
+        low, high = column.result.get("accuracy_ci95") or ("", "")
+        both = [key for key in column.share if before is not None and key in before.share]
+        won = sum(column.share[key] > before.share[key] for key in both) if before else "–"
+        lost = sum(column.share[key] < before.share[key] for key in both) if before else "–"
+        accuracy = sum(column.share.values()) / len(column.share)
+        between = f"{low:.1%} … {high:.1%}" if isinstance(low, float) and isinstance(high, float) else "–"
+        rows.append([column.step, len(column.share), f"{accuracy:.1%}", between, won, lost])
+        before = column
+    head = ["step", "problems", "accuracy", "95 % interval", "better than before", "worse than before"]
+    return f'<div class="scroll">{table(head, rows)}</div>'
+
+
+def _map(columns: Sequence[_Column], ids: Sequence[Any]) -> str:
+    """A row a checkpoint, a column a problem; the fuller the colour, the more of its samples are right."""
+    picked = [ids[i] for i in spread(len(ids), _MAP_COLUMNS)]
+    left, height = 78, 17
+    width = max(4, min(22, 1080 // len(picked)))
+    parts, level = [], None
+    for j, key in enumerate(picked):
+        if (name := columns[-1].level[key]) != level:
+            level = name
+            parts.append(f'<text x="{left + j * width}" y="12">{escape(name[:18])}</text>')
+    for i, column in enumerate(columns):
+        y = 20 + i * (height + 2)
+        parts.append(f'<text x="{left - 8}" y="{y + 12}" text-anchor="end">step {column.step}</text>')
+        for j, key in enumerate(picked):
+            share = column.share.get(key)
+            fill = "var(--soft)" if not share else "var(--c2)"
+            opacity = 1.0 if not share else 0.2 + 0.8 * share
+            said = "not asked" if share is None else f"{share:.0%} right"
+            parts.append(
+                f'<rect x="{left + j * width}" y="{y}" width="{width - 1}" height="{height}" '
+                f'style="fill:{fill};opacity:{opacity:.2f};stroke:var(--line);stroke-width:.6">'
+                f"<title>problem {escape(str(key))}, step {column.step}: {said}</title></rect>"
+            )
+    size = left + width * len(picked) + 4, 24 + len(columns) * (height + 2)
+    note = f"{len(picked)} of {len(ids)} problems. " if len(picked) < len(ids) else ""
+    return (
+        f'<p class="note">{note}A row a checkpoint, a column a problem; filled: right (paler: some of its samples).</p>'
+        f'<div class="map"><svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {size[0]} {size[1]}" '
+        f'width="{size[0]}" height="{size[1]}" role="img" aria-label="right and wrong by problem">'
+        f"{''.join(parts)}</svg></div>"
+    )
+
+
+def _problem(key: Any, columns: Sequence[_Column]) -> str:
+    first = next((rows[0] for column in reversed(columns) if (rows := column.shown.get(key))), None)
+    if first is None:
+        return ""
+    facts = [f"<b>Problem {escape(str(key))}</b>"]
+    if first.get("level"):
+        facts.append(f"<span>level {escape(str(first['level']))}</span>")
+    if first.get("answer"):
+        facts.append(f"<span>answer <code>{escape(str(first['answer'])[:200])}</code></span>")
+    cells = []
+    for column in columns:
+        rows = sorted(column.shown.get(key, []), key=lambda row: row["sample"])
+        # A suite that was changed between two evaluations asks something else under the same number.
+        same = bool(rows) and rows[0]["prompt"] == first["prompt"]
+        cells.append(_answer(column.step, rows) if same else _nothing(column.step))
+    return (
+        f'<article class="problem"><header>{"".join(facts)}{_text(first["prompt"])}</header>'
+        f'<div class="answers">{"".join(cells)}</div></article>'
+    )
+
+
+def _nothing(step: int) -> str:
+    return f'<div class="answer"><h4>step {step}</h4>{missing("Not asked at this checkpoint.")}</div>'
+
+
+def _answer(step: int, rows: Sequence[Row]) -> str:
+    right = sum(row["right"] for row in rows)
+    count = f" · {right} of {len(rows)} right" if len(rows) > 1 else ""
+    html = f"<h4>step {step}{count}</h4>{_sample(rows[0])}"
+    if others := rows[1 : 1 + _OTHERS]:
+        more = "".join(_sample(row) for row in others)
+        html += f"<details><summary>{len(others)} more of its {len(rows)} samples</summary>{more}</details>"
+    return f'<div class="answer">{html}</div>'
+
+
+def _sample(row: Row) -> str:
+    mark = '<span class="ok">✓ right</span>' if row["right"] else '<span class="no">✗ wrong</span>'
+    facts = [f"{row['tokens']} tokens"] if "tokens" in row else []
+    if row.get("finished") is False:
+        facts.append("cut off")
+    if row.get("failed"):
+        facts.append("could not be judged")
+    terms = row.get("terms")
+    if isinstance(terms, dict) and isinstance(row.get("reward"), (int, float)):
+        said = ", ".join(f"{name} {value:.3g}" for name, value in terms.items() if isinstance(value, (int, float)))
+        facts.append(f"reward {row['reward']:.3g}" + (f" ({said})" if len(terms) > 1 else ""))
+    return f"<p>{mark} · {escape(' · '.join(facts))}</p>{_text(row['response'])}"
+
+
+def _text(text: str) -> str:
+    """Foreign text as it stands; a long one is folded, a very long one cut."""
+    shown = text if len(text) <= _SHOWN * 1.2 else text[:_SHOWN]
+    html = f'<pre class="said" dir="auto">{escape(shown) or "<i>nothing</i>"}</pre>'
+    if rest := text[len(shown) : _MOST]:
+        cut = f"\n[{len(text) - _MOST} more characters are in the samples file]" if len(text) > _MOST else ""
+        html += (
+            f"<details><summary>{len(text) - len(shown)} more characters</summary>"
+            f'<pre class="said" dir="auto">{escape(rest)}{cut}</pre></details>'
+        )
+    return html

@@ -1,0 +1,1 @@
+"""Language models as networks: token batches, scores, adapters, Hugging Face folders."""

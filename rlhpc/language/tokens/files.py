@@ -1,0 +1,46 @@
+"""What a checkpoint has beside its weights, so that it can be made a Hugging Face folder of where nothing else is left."""
+
+from __future__ import annotations
+
+import copy
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from rlhpc.language.tokens.model import export_tokenizer
+
+#: Below a checkpoint's folder.
+FOLDER = "model"
+
+
+def model_files(module: nn.Module, model: Any) -> dict[str, bytes]:
+    """Config, generation config, tokenizer, and the code that came with the model, by file name.
+
+    Args:
+        module: The Hugging Face model, or what peft made of it.
+        model: `actor.model`, for the tokenizer.
+    """
+    inner: Any = module
+    if hasattr(inner, "get_base_model"):
+        inner = inner.get_base_model()
+    config = copy.deepcopy(inner.config)
+    config.use_cache = True  # training does without
+    with tempfile.TemporaryDirectory(prefix="rlhpc-model-") as temporary:
+        folder = Path(temporary)
+        config.save_pretrained(folder)
+        if getattr(inner, "generation_config", None) is not None:
+            inner.generation_config.save_pretrained(folder)
+        export_tokenizer(folder, model)
+        source = Path(str(model.model_path))
+        code = sorted(source.glob("*.py")) if model.trust_remote_code and source.is_dir() else []
+        return {path.name: path.read_bytes() for path in [*folder.iterdir(), *code] if path.is_file()}
+
+
+def plain(section: Any) -> dict[str, Any]:
+    """A section of the configuration as a dict."""
+    from omegaconf import OmegaConf
+
+    found: Any = OmegaConf.to_container(section, resolve=True) if OmegaConf.is_config(section) else section
+    return dict(found) if isinstance(found, dict) else dict(vars(found))

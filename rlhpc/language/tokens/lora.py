@@ -1,0 +1,174 @@
+"""Low-rank adapters through peft: attach, switch off, merge on the fly, export."""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Callable, Container, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from rlhpc.language.tokens.model import export_tokenizer
+from rlhpc.runtime.errors import ConfigError
+
+Full = Callable[[torch.Tensor], torch.Tensor]
+
+ADAPTER = "default"
+_PREFIX = "base_model.model."
+#: How peft names an adapter's tensors in its files: without the adapter's name.
+_INFIX = f".{ADAPTER}."
+
+
+def peft() -> Any:
+    """The peft package.
+
+    Raises:
+        ConfigError: It is not installed.
+    """
+    try:
+        import peft as package
+    except ImportError as error:
+        raise ConfigError(f"actor.lora needs peft ({error}): install it with pip install 'rlhpc[llm]'") from error
+    return package
+
+
+def attach_lora(model: nn.Module, lora: Any, *, seed: int) -> nn.Module:
+    """Freezes the model and gives it adapters in float32, whose initial values depend on the seed alone.
+
+    Args:
+        model: From `load_causal_lm`; one on the meta device gets adapters there.
+        lora: `actor.lora`: rank, alpha, dropout, target_modules.
+        seed: Of the adapters.
+
+    Raises:
+        ConfigError: `target_modules` names nothing in this model, or layers that are not linear.
+    """
+    package = peft()
+    targets = lora.target_modules
+    config = package.LoraConfig(
+        r=int(lora.rank),
+        lora_alpha=int(lora.alpha),
+        lora_dropout=float(lora.dropout),
+        target_modules=str(targets) if isinstance(targets, str) else [str(name) for name in targets],
+        task_type="CAUSAL_LM",
+    )
+    on_meta = next(model.parameters()).is_meta
+    try:
+        with (
+            torch.random.fork_rng(),
+            torch.device("meta") if on_meta else contextlib.nullcontext(),
+            warnings.catch_warnings(),
+        ):
+            # peft sees by itself that GPT-2's weights are transposed, and warns that it did.
+            warnings.filterwarnings("ignore", message="fan_in_fan_out")
+            torch.manual_seed(seed)
+            adapted = package.get_peft_model(model, config, adapter_name=ADAPTER)
+    except ValueError as error:
+        raise ConfigError(f"actor.lora.target_modules is {targets!r}: {error}") from error
+    for name, layer in _layers(adapted):
+        if not isinstance(layer.base_layer, nn.Linear) and type(layer.base_layer).__name__ != "Conv1D":
+            raise ConfigError(
+                f"actor.lora.target_modules is {targets!r}: {name} is a {type(layer.base_layer).__name__}; "
+                "adapters go on linear layers"
+            )
+    for parameter in adapted.parameters():
+        if parameter.requires_grad:
+            parameter.data = parameter.data.float()
+    return adapted
+
+
+def is_lora(module: nn.Module) -> bool:
+    """Whether `attach_lora` made it."""
+    return hasattr(module, "peft_config")
+
+
+@contextlib.contextmanager
+def adapters_off(module: nn.Module) -> Iterator[None]:
+    """The base model, for the reference policy.
+
+    peft's own context manager also flips `requires_grad`, which FSDP and ZeRO read once when they first gather.
+    """
+    layers = [layer for _, layer in _layers(module)]
+    for layer in layers:
+        layer._disable_adapters = True
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer._disable_adapters = False
+
+
+@torch.no_grad()
+def full_weights(module: nn.Module, full: Full, without: Container[str] = ()) -> Iterator[tuple[str, torch.Tensor]]:
+    """All weights and persistent buffers under their Hugging Face names, adapters merged into what is yielded; tied
+    ones once. The module stays as it is.
+
+    Args:
+        module: A Hugging Face model, or what `attach_lora` made of one.
+        full: The whole value of a tensor of which this rank may hold a part; all ranks call it in the same order.
+        without: Names that are left out.
+    """
+    adapted = {id(layer.base_layer.weight): layer for _, layer in _layers(module)}
+    seen: set[int] = set()
+    for inner, tensor in module.state_dict(keep_vars=True).items():
+        name = _plain(inner)
+        if id(tensor) in seen or ".lora_" in inner or name in without:
+            continue
+        seen.add(id(tensor))
+        value = full(tensor).detach()
+        layer = adapted.get(id(tensor))
+        if layer is not None:
+            a, b = full(layer.lora_A[ADAPTER].weight), full(layer.lora_B[ADAPTER].weight)
+            delta = (b.float() @ a.float()).mul_(layer.scaling[ADAPTER])
+            # Conv1D (GPT-2) keeps its weight transposed.
+            value = (value.float() + (delta.T if layer.fan_in_fan_out else delta)).to(value.dtype)
+        yield name, value
+
+
+def frozen_names(module: nn.Module) -> frozenset[str]:
+    """Names, as `full_weights` has them, of the parameters that are not trained and that nothing is merged into."""
+    adapted = {id(layer.base_layer.weight) for _, layer in _layers(module)}
+    return frozenset(
+        _plain(name)
+        for name, tensor in module.named_parameters()
+        if not tensor.requires_grad and id(tensor) not in adapted and ".lora_" not in name
+    )
+
+
+def _plain(name: str) -> str:
+    """The Hugging Face name of a tensor of an adapted model."""
+    return name.removeprefix(_PREFIX).replace(".base_layer.", ".")
+
+
+@torch.no_grad()
+def adapter_weights(module: nn.Module, full: Full) -> dict[str, torch.Tensor]:
+    """The adapters' weights, as peft names them in its files."""
+    named = module.state_dict(keep_vars=True).items()
+    return {name.replace(_INFIX, "."): full(tensor).detach().cpu() for name, tensor in named if ".lora_" in name}
+
+
+def export_adapter(folder: Path, weights: dict[str, torch.Tensor], module: nn.Module, model: Any) -> None:
+    """Writes a folder that `peft.PeftModel.from_pretrained` loads, with the tokenizer."""
+    from rlhpc.checkpoint.state import save_tensors
+
+    folder.mkdir(parents=True, exist_ok=True)
+    config: Any = module.peft_config[ADAPTER]  # type: ignore[index]
+    config.base_model_name_or_path = str(model.model_path)
+    config.inference_mode = True
+    try:
+        config.save_pretrained(folder)
+    finally:
+        config.inference_mode = False
+    save_tensors(folder / "adapter_model.safetensors", weights)
+    export_tokenizer(folder, model)
+
+
+def _layers(module: nn.Module) -> list[tuple[str, Any]]:
+    if not is_lora(module):
+        return []
+    from peft.tuners.lora import LoraLayer
+
+    return [(name, layer) for name, layer in module.named_modules() if isinstance(layer, LoraLayer)]

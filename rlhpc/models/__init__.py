@@ -1,6 +1,0 @@
-"""Policies: networks with one way to act and one way to be trained, which agree on log-probabilities."""
-
-from rlhpc.models.base import Policy
-from rlhpc.models.registry import build_model, policy_from_spec, policy_section, register_model
-
-__all__ = ["Policy", "build_model", "policy_from_spec", "policy_section", "register_model"]

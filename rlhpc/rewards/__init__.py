@@ -1,7 +1,0 @@
-"""Rewards of texts: verifiers by name, and the pool of processes that judges by them."""
-
-from rlhpc.rewards.base import Reward, Sample
-from rlhpc.rewards.pool import RewardPool, Scored, Term, make_reward
-from rlhpc.rewards.registry import register_reward
-
-__all__ = ["Reward", "RewardPool", "Sample", "Scored", "Term", "make_reward", "register_reward"]

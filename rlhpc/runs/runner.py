@@ -1,0 +1,313 @@
+"""Runner: what the loops have in common. The loop, the timers, the checkpoint cadence, the stop decision, and what happens
+after a failure; a subclass says what one step is."""
+
+from __future__ import annotations
+
+import collections
+import hashlib
+import json
+import time
+from collections.abc import Collection
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from omegaconf import OmegaConf
+
+from rlhpc.checkpoint import CheckpointWriter, newest_valid, prune
+from rlhpc.jobs.signals import StopRequest, end_of_job
+from rlhpc.metrics import MetricLogger, ProgressBar
+from rlhpc.metrics.loggers.public import public_config
+from rlhpc.metrics.provenance import update_provenance
+from rlhpc.runs.folder import RunFolder, note, segment_end
+from rlhpc.runtime.context import current
+from rlhpc.runtime.errors import ChannelError, CheckpointError, RlhpcError, StepFailed, WorkerFailed
+from rlhpc.runtime.plain import read_json
+from rlhpc.runtime.session import Session
+
+#: Steps over which the durations of steps and saves are judged.
+_RECENT = 100
+
+
+def _p95(seconds: Collection[float]) -> float:
+    return float(np.percentile(list(seconds), 95)) if seconds else 0.0
+
+
+class Runner:
+    """One start of a run.
+
+    Args:
+        cfg: Configuration.
+        groups: Launched groups by role. All are saved and restored, in this order.
+        run: The run's folder, open; by default what `runner.run_dir` and `runner.name` say.
+        stop: Asked between steps whether to end early.
+
+    Attributes:
+        step: Steps done.
+        elapsed: Seconds of training so far, over all starts.
+        max_recoveries: How often the groups that may be lost are started again without a new checkpoint in between.
+        recoveries: How often they were.
+    """
+
+    def __init__(
+        self, cfg: Any, groups: dict[str, Any], *, run: RunFolder | None = None, stop: StopRequest | None = None
+    ) -> None:
+        self.cfg, self.groups = cfg, groups
+        self.folder, self._opens = RunFolder.plan(cfg) if run is None else run, run is None
+        self.stop = stop or StopRequest()
+        self.step, self.elapsed, self.stop_reason = 0, 0.0, ""
+        self.timeout = None if cfg.runner.step_timeout_s is None else float(cfg.runner.step_timeout_s)
+        self._steps_s: collections.deque[float] = collections.deque(maxlen=_RECENT)
+        self._saves_s: collections.deque[float] = collections.deque(maxlen=_RECENT)
+        self._saved_step = -1
+        self._ready = False
+        self.max_recoveries = 0
+        self.recoveries = 0
+        self._vain, self._recovered_from = 0, -1
+        self._before, self._started = 0.0, time.perf_counter()
+
+    # -- what a subclass says -------------------------------------------------------------------------------------
+
+    def build(self) -> None:
+        """Builds models and whatever else the ranks need, and connects them."""
+        raise NotImplementedError
+
+    def begin(self) -> None:
+        """Before the first step of this start, and after a recovery."""
+
+    def one_step(self) -> dict[str, float]:
+        """Does step `self.step + 1` and counts it; returns its row of metrics, without `time/step_s` and `time/wall_s`."""
+        raise NotImplementedError
+
+    def state(self) -> dict[str, Any]:
+        """What the runner itself must know again after a restart, JSON-able."""
+        return {}
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        """Inverse of `state`."""
+
+    def facts(self, row: dict[str, float]) -> dict[str, Any]:
+        """What `rlhpc status` shows besides the step."""
+        return {}
+
+    def result(self) -> dict[str, Any]:
+        """What `run` returns besides the step."""
+        return {}
+
+    def goal(self) -> str:
+        """The reason to stop, if what the run is for has been reached."""
+        return ""
+
+    def restored(self, answers: dict[str, list[Any]]) -> None:
+        """Looks at what the ranks' `load` returned, by role."""
+
+    def rebuild(self, gone: dict[str, list[int]]) -> None:
+        """After a failure: starts the ranks that are gone, by role, again and connects them."""
+        raise NotImplementedError
+
+    def forget(self) -> None:
+        """Before a checkpoint is restored into a runner that has gone on since."""
+
+    def count_lost(self, ranks: int, before: dict[str, Any]) -> None:
+        """After a recovery: how many ranks had died, and what `state` was when they did."""
+
+    # -- start ----------------------------------------------------------------------------------------------------
+
+    def init_workers(self) -> None:
+        """Builds everything on all ranks and restores the checkpoint to continue from."""
+        if self._opens:
+            self.folder.open(self.cfg)
+        self.build()
+        if self.folder.resume.path is not None:
+            self._restore(self.folder.resume.path)
+        elif self.cfg.runner.init_from is not None:
+            self._start_from(str(self.cfg.runner.init_from))
+        self._ready = True
+        self.folder.mark("ready")
+
+    def _start_from(self, path: str) -> None:
+        """`runner.init_from`: weights only; provenance.json says which."""
+        from rlhpc.checkpoint.start import WEIGHTS, find_weights
+
+        folder = find_weights(path)
+        self.groups["actor"].start_from(str(folder)).wait(self.timeout)
+        checksum = hashlib.sha256((folder / WEIGHTS).read_bytes()).hexdigest()
+        update_provenance(self.folder.paths, init_from={"folder": str(folder), "sha256": checksum})
+        note(f"starts from the weights of {folder}")
+
+    def _restore(self, checkpoint: Path) -> None:
+        handles = {role: group.load(str(checkpoint)) for role, group in self.groups.items()}
+        self.restored({role: handle.wait(self.timeout) for role, handle in handles.items()})
+        try:
+            state = read_json((checkpoint / "runner.json").read_bytes())
+            self.step, self.elapsed = int(state["step"]), float(state["elapsed_s"])
+            self.stop_reason = str(state["stop_reason"])
+            self.load_state(state)
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise CheckpointError(f"{checkpoint / 'runner.json'}: cannot be read ({error!r})") from error
+        self._saved_step = -1 if self.folder.foreign else self.step
+
+    # -- the loop -------------------------------------------------------------------------------------------------
+
+    def run(self) -> dict[str, Any]:
+        """Trains until the end of this start, or until somebody asks to stop.
+
+        Returns:
+            global_step, stop_reason, finished (whether this start reached its end), checkpoint, elapsed_s, and what the
+            kind of run adds.
+        """
+        if not self._ready:
+            self.init_workers()
+        folder = self.folder
+        resumed = None if folder.resume.path is None else self.step
+        while True:
+            try:
+                self._train(resumed)
+                break
+            except (WorkerFailed, StepFailed, ChannelError) as error:
+                resumed = self._recover(error)
+        finished = self.stop_reason != "signal"
+        reason = self.stop_reason or ("max_steps" if self.step >= folder.total else "segment_end")
+        why = self.stop.reason if reason == "signal" else reason
+        state = "finished" if finished and reason != "segment_end" else "stopped"
+        result = self.result()
+        folder.write_status(state, self.step, force=True, stop_reason=why, elapsed_s=self.elapsed,
+                            **{"return": result.get("episode_return")})  # fmt: skip
+        return {
+            "global_step": self.step,
+            **result,
+            "stop_reason": reason,
+            "finished": finished,
+            "checkpoint": str(folder.paths.checkpoint(self.step)),
+            "elapsed_s": self.elapsed,
+        }
+
+    def _train(self, resumed: int | None) -> None:
+        """The loop, from the present step to the end of this start."""
+        cfg, folder = self.cfg, self.folder
+        backends = [str(name) for name in cfg.runner.logger.logger_backends]
+        resolved: Any = OmegaConf.to_container(cfg, resolve=True)
+        public = public_config(OmegaConf.to_container(cfg), resolved)
+        self._started, self._before = time.perf_counter(), self.elapsed
+        # A goal that was reached stays reached; one that has since been raised does not.
+        self.stop_reason = self.goal() if self.stop_reason == "stop_return" else ""
+        with (
+            MetricLogger(folder.paths, backends, resumed, resolved["runner"]["logger"]["kwargs"], public) as logger,
+            ProgressBar(folder.end_step, self.step, name=str(cfg.runner.name)) as bar,
+        ):
+            folder.write_status("running", self.step, force=True, recoveries=self.recoveries)
+            self.begin()
+            while self.step < folder.end_step and not self.stop_reason:
+                self._check_walltime()
+                if self.stop.requested:
+                    self.stop_reason = "signal"
+                    bar.message(f"rlhpc: {self.stop.reason}: saving step {self.step}; Ctrl-C again ends at once")
+                    break
+                row = self._timed_step()
+                if "first_step" not in folder.marks:
+                    folder.mark("first_step")
+                    folder.write_marks(current().registry.root)
+                logger.log(self.step, row)
+                bar.update(self.step, row)
+                folder.write_status("running", self.step, eta_s=bar.eta_s(), elapsed_s=self.elapsed, **self.facts(row))
+                self.stop_reason = self.goal()
+                if self._save_is_due():
+                    self._save(logger)
+            self._count_time()
+            if self._saved_step != self.step:
+                self._save(logger)
+
+    def _timed_step(self) -> dict[str, float]:
+        begin = time.perf_counter()
+        row = self.one_step()
+        seconds = time.perf_counter() - begin
+        self._steps_s.append(seconds)
+        self._count_time()
+        row["time/wall_s"] = self.elapsed
+        row.setdefault("time/step_s", seconds)
+        return row
+
+    def _count_time(self) -> None:
+        self.elapsed = self._before + time.perf_counter() - self._started
+
+    # -- after a failure ------------------------------------------------------------------------------------------
+
+    def _recover(self, error: RlhpcError) -> int:
+        """Starts the ranks that may be lost again and goes back to the newest checkpoint; the others live on.
+
+        Returns:
+            The step to go on from.
+
+        Raises:
+            RlhpcError: `error`, where it cannot be recovered from: it was another group's, nothing is saved yet, or it
+                comes again and again.
+        """
+        session = Session.running()
+        newest = newest_valid(self.folder.paths, checksums=False).path
+        if session is None or not session.expendable or newest is None or self.stop.requested:
+            raise error
+        step = int(newest.name.rpartition("_")[2])
+        self._vain = self._vain + 1 if step <= self._recovered_from else 1
+        self._recovered_from = step
+        if self._vain > self.max_recoveries:
+            raise error
+        gone = session.recover()
+        ranks = ", ".join(f"{role}[{rank}]" for role, lost in gone.items() for rank in lost)
+        note(f"{str(error).splitlines()[0]}; {ranks} start again from {newest.name}, all other ranks stay")
+        session.interrupted = (
+            self.stop.check
+        )  # whoever is asked to end here loses nothing that is not in the checkpoint
+        try:
+            self.rebuild(gone)
+            before = self.state()
+            self.forget()
+            self._restore(newest)
+        finally:
+            session.interrupted = lambda: None
+        self.count_lost(sum(map(len, gone.values())), before)
+        self.recoveries += 1
+        return self.step
+
+    # -- when to stop ---------------------------------------------------------------------------------------------
+
+    def _check_walltime(self) -> None:
+        """Stops while there is still time to save, where the scheduler says when the job ends."""
+        end = end_of_job()
+        reserve = max(float(self.cfg.runner.save_reserve_s), 2 * _p95(self._saves_s))
+        if end is not None and time.time() + _p95(self._steps_s) + reserve > end:
+            self.stop.request("the job's walltime leaves no room for another step")
+
+    # -- checkpoints ----------------------------------------------------------------------------------------------
+
+    def _save_is_due(self) -> bool:
+        every = int(self.cfg.runner.save_interval)
+        return every > 0 and self.step % every == 0
+
+    def _save(self, logger: MetricLogger) -> None:
+        """Commits the present step: first its rows, then its checkpoint."""
+        begin = time.perf_counter()
+        current().registry.check_current()  # a driver that another one has replaced commits nothing any more
+        with CheckpointWriter(self.folder.paths, self.step) as writer:
+            folder = str(writer.staging)
+            for handle in [group.save(folder) for group in self.groups.values()]:
+                handle.wait(self.timeout)
+            state = {
+                "step": self.step,
+                **self.state(),
+                "elapsed_s": self.elapsed,
+                "stop_reason": self.stop_reason,
+                "seed": int(self.cfg.runner.seed),
+            }
+            writer.add_bytes("runner.json", json.dumps(state, indent=1).encode() + b"\n")
+            writer.add_file("config.yaml", self.folder.paths.config)
+            logger.commit()
+            writer.commit(self.result())
+        self._saved_step = self.step
+        self._saves_s.append(time.perf_counter() - begin)
+        prune(self.folder.paths, int(self.cfg.runner.keep_checkpoints), self._protected(), checksums=False)
+
+    def _protected(self) -> list[int]:
+        """Steps at which segments ended: evaluation and conversion may still read them."""
+        segments = int(self.cfg.runner.segments)
+        planned = [segment_end(self.folder.total, k, segments) for k in range(segments)] if segments > 1 else []
+        return [*planned, *self.folder.finished_segments()]
