@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from tests import warm
 from tests.attack.bad_inputs import ROOT, Case, Verdict, changes, complaints, snapshot
 
 
@@ -18,7 +18,7 @@ def test_a_part_of_all_mistakes() -> None:
     command = [sys.executable, "-m", "tests.attack.bad_inputs", "--seed", "1", "--count", "40", "--cheap"]
     kinds = ("misspelt key", "wrong type", "number", "placement", "YAML", "override", "command", "argument", "site")
     command += [word for kind in kinds for word in ("--class", kind)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=ROOT, env=env, check=False)
+    done = warm.run(command, capture_output=True, text=True, timeout=300, cwd=ROOT, env=env, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     cases, right, wrong = map(int, done.stdout.splitlines()[-1].split()[1:])
     assert cases >= 36 and right == cases and wrong == 0

@@ -22,6 +22,7 @@ from safetensors.torch import load_file
 
 from rlhpc.language.data.builtin import resolve_model
 from rlhpc.language.evaluate import compare
+from tests import warm
 
 ROOT = Path(__file__).resolve().parents[2]
 CONFIG = "configs/reasoning/smollm2.yaml"
@@ -32,7 +33,7 @@ def command(folder: Path, *words: str) -> str:
     environment = {
         **os.environ, "RLHPC_MODELS": str(folder / "models"), "HF_HUB_OFFLINE": "1", "VLLM_CPU_KVCACHE_SPACE": "1",
     }  # fmt: skip
-    done = subprocess.run(
+    done = warm.run(
         [sys.executable, "-m", *words], env=environment, cwd=ROOT, text=True, timeout=800, stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
     )  # fmt: skip

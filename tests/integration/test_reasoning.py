@@ -16,6 +16,8 @@ pytest.importorskip("transformers", reason="needs the extra llm")
 
 from safetensors.torch import load_file
 
+from tests import warm
+
 ROOT = Path(__file__).resolve().parents[2]
 HERE = Path(__file__).parent
 CONFIG = """
@@ -52,7 +54,7 @@ class LanguageRun:
         }  # fmt: skip
 
     def rlhpc(self, *words: str, code: int = 0, timeout: float = 280) -> str:
-        done = subprocess.run(
+        done = warm.run(
             [sys.executable, "-m", "rlhpc.cli", *words], env=self.environment, cwd=self.folder, capture_output=True,
             text=True, timeout=timeout,
         )  # fmt: skip
@@ -64,7 +66,7 @@ class LanguageRun:
 
     def start(self) -> subprocess.Popen[str]:
         command = [sys.executable, "-m", "rlhpc.cli", "train", str(self.config), *self.overrides]
-        return subprocess.Popen(
+        return warm.Popen(
             command, env=self.environment, cwd=self.folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
         )
 

@@ -13,6 +13,7 @@ import psutil
 import pytest
 from tiny_run import TinyRun, wait_until
 
+from tests import warm
 from tests.users import needs_root
 
 LONG = ("runner.max_steps=100000",)
@@ -73,9 +74,9 @@ def small(tmp_path: Path) -> Iterator[Path]:
     """A filesystem of its own with little room."""
     folder = tmp_path / "small"
     folder.mkdir()
-    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=24m", "tmpfs", str(folder)], check=True)
+    warm.run(["mount", "-t", "tmpfs", "-o", "size=24m", "tmpfs", str(folder)], check=True)
     yield folder
-    subprocess.run(["umount", "--lazy", str(folder)], check=True)
+    warm.run(["umount", "--lazy", str(folder)], check=True)
 
 
 @needs_root

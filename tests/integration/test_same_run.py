@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from tests import warm
 from tests.integration.tiny_run import CONFIG, TinyRun
 
 SHORT = ("runner.max_steps=2", "runner.save_interval=-1", "algorithm.update_epochs=1")
 
 
 def rlhpc(*words: str, code: int = 0) -> tuple[str, str]:
-    done = subprocess.run([sys.executable, "-m", "rlhpc.cli", *words], capture_output=True, text=True, timeout=240)
+    done = warm.run([sys.executable, "-m", "rlhpc.cli", *words], capture_output=True, text=True, timeout=240)
     assert done.returncode == code, done.stderr
     return done.stdout, done.stderr
 

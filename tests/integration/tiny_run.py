@@ -14,6 +14,8 @@ from typing import Any
 
 import psutil
 
+from tests import warm
+
 ROOT = Path(__file__).resolve().parents[2]
 CONFIG = ROOT / "configs" / "quickstart.yaml"
 TINY = (
@@ -35,11 +37,11 @@ class TinyRun:
 
     def start(self, *more: str) -> subprocess.Popen[str]:
         pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-        return subprocess.Popen(self.command(*more), start_new_session=True, **pipes)
+        return warm.Popen(self.command(*more), start_new_session=True, **pipes)
 
     def train(self, *more: str, code: int = 0, timeout: float = 240) -> str:
         """Runs to the end; returns stderr."""
-        done = subprocess.run(self.command(*more), capture_output=True, text=True, timeout=timeout)
+        done = warm.run(self.command(*more), capture_output=True, text=True, timeout=timeout)
         assert done.returncode == code, done.stderr
         return done.stderr
 

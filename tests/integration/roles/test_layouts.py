@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from rlhpc.checkpoint import verify
+from tests import warm
 
 ROOT = Path(__file__).parents[3]
 CONFIG = """
@@ -37,7 +38,7 @@ class Runs:
             f"runner.name={name}",
             *overrides,
         ]
-        return subprocess.Popen(
+        return warm.Popen(
             [sys.executable, str(ROOT / "examples" / "train_embodied.py"), *arguments],
             cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
             stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ import pytest
 import torch
 
 from rlhpc.checkpoint.state import load_tensors
+from tests import warm
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[2]
@@ -33,7 +33,7 @@ def run(folder: Path, name: str, *overrides: str) -> list[dict[str, Any]]:
     command = [sys.executable, "-m", "rlhpc.cli", "train", str(folder / "config.yaml"), f"runner.run_dir={folder}"]
     path = os.pathsep.join([str(ROOT), str(HERE)])
     environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
+    done = warm.run(
         [*command, f"runner.name={name}", *overrides], env=environment, capture_output=True, text=True, timeout=120
     )
     assert done.returncode == 0, done.stderr

@@ -29,6 +29,7 @@ from rlhpc import (
     WorkerGroup,
 )
 from rlhpc.runtime.comm.segments import bytes_in_use
+from tests import warm
 
 
 def gone(pid: int, within: float = 5.0) -> bool:
@@ -263,7 +264,7 @@ print(Session.running().scratch.token, group._records[0]["pid"], Session.running
 
 def run_driver(end: str) -> tuple[subprocess.Popen[str], str, list[int]]:
     source = _DRIVER.format(here=str(Path(__file__).parent), end=end)
-    driver = subprocess.Popen([sys.executable, "-c", source], stdout=subprocess.PIPE, text=True)
+    driver = warm.Popen([sys.executable, "-c", source], stdout=subprocess.PIPE, text=True)
     assert driver.stdout is not None
     token, *pids = driver.stdout.readline().split()
     return driver, token, [int(p) for p in pids]
@@ -318,7 +319,7 @@ def test_classes_of_a_main_script_can_be_launched(tmp_path):
         "if __name__ == '__main__':\n    g = Mine.create_group().launch(Cluster.local(1, 0))\n"
         "    print(g.move(Point(1)).wait())\n"
     )
-    done = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=60)
+    done = warm.run([sys.executable, script], capture_output=True, text=True, timeout=60)
     assert "Point(x=2)" in done.stdout, done.stderr
 
 

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from pathlib import Path
+
+from tests import warm
 
 REPO = Path(__file__).resolve().parents[3]
 
 
 def simulated(members: int) -> dict[str, float]:
     command = [sys.executable, "-m", "bench.scale", "--only", "simulated", str(members)]
-    done = subprocess.run(command, cwd=REPO, capture_output=True, text=True, timeout=200)
+    done = warm.run(command, cwd=REPO, capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stderr
     found: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
     return found

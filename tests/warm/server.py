@@ -1,0 +1,289 @@
+"""The process that has imported the heavy packages and forks from there. It has no thread and runs no operator of torch.
+
+What it forks is a child of whoever asked (CLONE_PARENT), who therefore waits for it and sees its status as always.
+"""
+
+from __future__ import annotations
+
+import array
+import atexit
+import contextlib
+import ctypes
+import fcntl
+import gc
+import importlib
+import io
+import mmap
+import os
+import pickle
+import platform
+import resource
+import runpy
+import signal
+import socket
+import struct
+import sys
+import threading
+import types
+from typing import Any, NoReturn
+
+from tests.warm import starting
+
+CLONE_PARENT, PR_SET_PDEATHSIG, PR_SET_NAME, PR_SET_MM, PR_SET_MM_MAP = 0x8000, 1, 15, 35, 14
+SYS_CLONE = {"x86_64": 56, "aarch64": 220}.get(platform.machine(), -1)
+#: Sent to a terminal's or a test's process group. A server ends when its caller is gone, not by these.
+LEFT_ALONE = (
+    signal.SIGINT,
+    signal.SIGTERM,
+    signal.SIGHUP,
+    signal.SIGQUIT,
+    signal.SIGUSR1,
+    signal.SIGUSR2,
+    signal.SIGTSTP,
+)
+#: Programs that start no Pythons. Any other has a server of its own, which is forked with it.
+ALONE = {"rlhpc.runtime.forkserver"}
+_libc = ctypes.PyDLL(None, use_errno=True)
+_kept: list[Any] = []
+_standard: list[str] = []
+
+
+def main() -> None:
+    """`FD MODULE…`: serves with these modules imported, as far as they are installed."""
+    control = socket.socket(fileno=int(sys.argv[1]))
+    _standard[:] = sys.path[1:]  # without what `Server.start` has put before it
+    for number in LEFT_ALONE:
+        signal.signal(number, signal.SIG_IGN)
+    _libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    for module in sys.argv[2:]:
+        with contextlib.suppress(ImportError):
+            importlib.import_module(module)
+    threads = len(os.listdir("/proc/self/task"))
+    if threads > 1:
+        sys.exit(
+            f"tests.warm: one of {', '.join(sys.argv[2:])} starts threads when it is imported: there are {threads}"
+        )
+    gc.collect()
+    gc.freeze()  # what is shared stays so
+    _serve(control)
+
+
+def _serve(control: socket.socket) -> NoReturn:
+    """Until the caller is gone. Does not return; nor does it in the new processes."""
+    while True:
+        request, descriptors = _receive(control)
+        if request is None:
+            os._exit(0)
+        try:
+            child = _clone()
+        except OSError as error:
+            os.write(descriptors[0], f"error {error}".encode())
+            child = -1
+        if child == 0:
+            control.close()
+            _become(request, *descriptors)
+        for descriptor in descriptors:
+            os.close(descriptor)
+
+
+def _receive(control: socket.socket) -> tuple[dict[str, Any] | None, list[int]]:
+    try:
+        head, ancillary, _, _ = control.recvmsg(8, socket.CMSG_SPACE(200 * 4))
+    except ConnectionError:
+        return None, []
+    if not head:
+        return None, []
+    descriptors = array.array("i")
+    for _, _, data in ancillary:
+        descriptors.frombytes(data)
+    length, body = int.from_bytes(head, "little"), bytearray()
+    while len(body) < length:
+        body += control.recv(length - len(body))
+    return pickle.loads(body), list(descriptors)
+
+
+def _clone() -> int:
+    """os.fork, but what is born is the caller's sibling."""
+    python = ctypes.pythonapi
+    python.PyOS_BeforeFork()
+    pid = _libc.syscall(SYS_CLONE, CLONE_PARENT | signal.SIGCHLD, 0, 0, 0, 0)
+    if pid == 0:
+        python.PyOS_AfterFork_Child()
+        return 0
+    number = ctypes.get_errno()
+    python.PyOS_AfterFork_Parent()
+    if pid < 0:
+        raise OSError(number, os.strerror(number))
+    return int(pid)
+
+
+def _become(request: dict[str, Any], answer: int, *given: int) -> NoReturn:
+    """Makes this new process what the caller asked for, and runs its program."""
+    words: list[str] = request["words"]
+    _libc.prctl(PR_SET_PDEATHSIG, 0, 0, 0, 0)
+    if request["session"]:
+        os.setsid()
+    if request["group"] is not None:
+        os.setpgid(0, request["group"])
+    own = -1 if ALONE & {*words[:5]} else _server_of_its_own()
+    for number in LEFT_ALONE:
+        signal.signal(number, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    for number in request["ignored"]:
+        signal.signal(number, signal.SIG_IGN)
+    answer, own = _place(dict(zip(request["targets"], given, strict=True)), answer, own)
+    os.umask(request["umask"])
+    os.sched_setaffinity(0, request["cores"])
+    for limit, values in request["limits"].items():
+        resource.setrlimit(limit, values)
+    os.chdir(request["folder"])
+    os.environ.clear()
+    os.environ.update(request["environment"])
+    _name(request["name"], words, request["environment"])
+    _streams(unbuffered="-u" in words[1 : 1 + starting.options_of(words)])
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed()
+    if own != -1:
+        starting.inherit(socket.socket(fileno=own), request["environment"])
+    os.write(answer, f"pid {os.getpid()}".encode())
+    os.close(answer)
+    _end(_status_of(words))
+
+
+def _server_of_its_own() -> int:
+    """Forks a server for what the new process will start, while it has no state; returns the connection."""
+    mine, theirs = socket.socketpair()
+    parent = os.getpid()
+    if os.fork():
+        theirs.close()
+        return mine.detach()
+    _libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != parent:
+        os._exit(0)
+    nothing = os.open(os.devnull, os.O_RDWR)
+    _place({0: nothing, 1: nothing, 2: nothing, 3: theirs.detach()}, -1, -1)
+    os.chdir("/")
+    _serve(socket.socket(fileno=3))
+
+
+def _place(wanted: dict[int, int], *kept: int) -> list[int]:
+    """Puts each descriptor where it belongs and closes every other one but `kept`, which may move."""
+    high = max(wanted) + 10
+    sources = {target: fcntl.fcntl(source, fcntl.F_DUPFD, high) for target, source in wanted.items()}
+    moved = [-1 if source == -1 else fcntl.fcntl(source, fcntl.F_DUPFD_CLOEXEC, high) for source in kept]
+    for target, source in sources.items():
+        os.dup2(source, target)
+    stay = {*wanted, *moved}
+    for text in os.listdir("/proc/self/fd"):
+        if int(text) not in stay:
+            with contextlib.suppress(OSError):
+                os.close(int(text))
+    return moved
+
+
+def _name(name: str, words: list[str], environment: dict[str, str]) -> None:
+    """What /proc says of the process: its command and environment."""
+    _libc.prctl(PR_SET_NAME, os.fsencode(name)[:15], 0, 0, 0)
+    arguments = b"".join(os.fsencode(word) + b"\0" for word in words)
+    variables = b"".join(os.fsencode(f"{name}={value}") + b"\0" for name, value in environment.items())
+    memory = mmap.mmap(-1, len(arguments) + len(variables), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    memory.write(arguments + variables)
+    _kept.append(memory)
+    start = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+    with open("/proc/self/stat") as file:
+        stat = [0, 0, 0, *file.read().rpartition(")")[2].split()]  # numbered as in proc(5), from 1
+    _libc.sbrk.restype = ctypes.c_void_p
+    numbers = [int(stat[n]) for n in (26, 27, 45, 46, 47)]
+    middle = start + len(arguments)
+    addresses = [*numbers, _libc.sbrk(0), int(stat[28]), start, middle, middle, middle + len(variables), 0]
+    told = struct.pack("=12QIi", *addresses, 0, -1)
+    _libc.prctl(
+        PR_SET_MM, PR_SET_MM_MAP, told, len(told), 0
+    )  # without CONFIG_CHECKPOINT_RESTORE: the server's are shown
+
+
+def _streams(unbuffered: bool) -> None:
+    """sys.stdin, stdout and stderr for the descriptors that are there now, as an interpreter opens them."""
+    unbuffered = unbuffered or bool(os.environ.get("PYTHONUNBUFFERED"))
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        old = getattr(sys, f"__{name}__")
+        raw = io.FileIO(number, "r" if number == 0 else "w", closefd=False)
+        buffer = io.BufferedReader(raw) if number == 0 else raw if unbuffered else io.BufferedWriter(raw)
+        lines = not unbuffered and (number == 2 or raw.isatty())
+        stream = io.TextIOWrapper(buffer, old.encoding, old.errors, line_buffering=lines, write_through=unbuffered)
+        stream.mode = "r" if number == 0 else "w"
+        setattr(sys, name, stream)
+        setattr(sys, f"__{name}__", stream)
+
+
+def _status_of(words: list[str]) -> int:
+    """Runs the program; says of what ends it what an interpreter says."""
+    try:
+        _run(words)
+    except SystemExit as said:
+        if said.code is None or isinstance(said.code, int):
+            return (said.code or 0) & 0xFF
+        print(said.code, file=sys.stderr)
+        return 1
+    except BaseException as error:
+        trace = error.__traceback__
+        while trace is not None and trace.tb_frame.f_code.co_filename == __file__:
+            trace = trace.tb_next
+        sys.excepthook(type(error), error.with_traceback(trace), trace)
+        return -signal.SIGINT if isinstance(error, KeyboardInterrupt) else 1
+    return 0
+
+
+def _end(status: int) -> NoReturn:
+    """Ends the process as an interpreter does, but for its modules: taking those apart costs a third of a second."""
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
+    try:
+        sys.stdout.flush()
+    except OSError as error:
+        print(f"Exception ignored in: {sys.stdout!r}\n{type(error).__name__}: {error}", file=sys.stderr)
+        status = 120
+    with contextlib.suppress(OSError):
+        sys.stderr.flush()
+    if status == -signal.SIGINT:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        os.kill(os.getpid(), signal.SIGINT)
+    os._exit(status)
+
+
+class _Flags:
+    """sys.flags, which no one may make, with another `safe_path`."""
+
+    def __init__(self, flags: Any, safe_path: bool) -> None:
+        self._flags, self.safe_path = flags, safe_path
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._flags, name)
+
+
+def _run(words: list[str]) -> None:
+    """Runs the program as an interpreter does after it has started."""
+    options = words[1 : 1 + starting.options_of(words)]
+    kind, *rest = words[1 + len(options) :]
+    safe = "-P" in options or bool(os.environ.get("PYTHONSAFEPATH"))
+    sys.flags = _Flags(sys.flags, safe)  # type: ignore[assignment]
+    sys.orig_argv = words
+    added = [os.path.abspath(path) for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
+    first = {"-m": os.getcwd(), "-c": ""}.get(kind) if kind in ("-m", "-c") else os.path.dirname(os.path.realpath(kind))
+    sys.path[:] = [*([] if safe else [first]), *dict.fromkeys([*added, *_standard])]
+    importlib.invalidate_caches()
+    program = types.ModuleType("__main__")
+    program.__dict__["__builtins__"] = sys.modules["builtins"]
+    sys.modules["__main__"] = program
+    if kind == "-m":
+        sys.argv = ["-m", *rest[1:]]
+        runpy._run_module_as_main(rest[0])  # type: ignore[attr-defined]
+    elif kind == "-c":
+        sys.argv = ["-c", *rest[1:]]
+        exec(compile(rest[0], "<string>", "exec"), program.__dict__)
+    else:
+        sys.argv = [kind, *rest]
+        program.__file__ = kind
+        with open(kind, "rb") as file:
+            source = file.read()
+        exec(compile(source, kind, "exec"), program.__dict__)
