@@ -37,8 +37,8 @@ OFFLINE = ("HF_HUB_OFFLINE", "1")
 PRELOAD = (
     "numpy", "yaml", "omegaconf", "zmq", "cloudpickle", "psutil", "tqdm", "fsspec", "torch", "torch.distributed",
     "safetensors.torch", "gymnasium", "PIL.Image", "submitit", "tensorboard.summary.writer.record_writer", "rlhpc.cli",
-    "rlhpc.runs.train", "rlhpc.embodied.roles", "rlhpc.embodied.runners", "rlhpc.runtime.process", "rlhpc.runtime.worker", "rlhpc.metrics.loggers",
-    "rlhpc.embodied.envs.gymnasium_env", "rlhpc.embodied.models.mlp",
+    "rlhpc.runs.train", "rlhpc.embodied.roles", "rlhpc.embodied.runners", "rlhpc.embodied.envs.gymnasium_env",
+    "rlhpc.embodied.models.mlp", "rlhpc.runtime.process", "rlhpc.runtime.worker", "rlhpc.metrics.loggers",
 )  # fmt: skip
 #: And a language model's, 8 s, or 20 with vLLM: where this process has imported the first itself.
 PRELOAD_WITH = {
