@@ -19,7 +19,7 @@ from rlhpc.language.agents.registry import make_agent
 from rlhpc.language.rewards import Sample, make_reward
 from rlhpc.language.rewards.registry import _BUILT_IN, check_arguments, find_reward
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[4]
 TEXT = (ROOT / "docs/how-to/rewards.md").read_text()
 BLOCKS = re.findall(r"```(\w+)\n(.*?)```", TEXT, re.S)
 

@@ -17,7 +17,7 @@ import pytest
 from rlhpc import cli
 from rlhpc.config import config_to_yaml, load_config
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 QUICKSTART = ROOT / "configs" / "quickstart.yaml"
 DEMO = ROOT / "configs" / "reasoning" / "demo.yaml"
 INCLUDE = f"defaults: [{QUICKSTART}]\n"

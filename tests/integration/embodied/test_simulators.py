@@ -169,7 +169,7 @@ def test_what_cannot_be_built(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 @pytest.mark.chaos
 def test_a_run_goes_on_and_counts(tmp_path: Path) -> None:
     """The real command; a simulator is killed from outside while it trains."""
-    root = Path(__file__).resolve().parents[2]
+    root = Path(__file__).resolve().parents[3]
     command = [
         sys.executable, "-m", "rlhpc.cli", "train", str(root / "configs/quickstart.yaml"), f"runner.run_dir={tmp_path}",
         "runner.segments=1", "runner.max_steps=60", "runner.save_interval=-1", "env.train.simulators=2",

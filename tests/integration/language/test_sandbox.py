@@ -21,7 +21,7 @@ from rlhpc.runtime.errors import ConfigError
 from tests.attack.programs import ESCAPES, escaped, targets
 
 SETS = (("namespaces", "landlock", "seccomp"), ("namespaces", "seccomp"), ("landlock", "seccomp"))
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 
 
 def made(**given) -> Sandbox:

@@ -18,7 +18,7 @@ from rlhpc.jobs.cancel import cancel
 from rlhpc.jobs.claim import read_json
 from rlhpc.jobs.handover import SHELL_COMMAND, SHELL_PROGRAM
 from rlhpc.jobs.record import JobRecord
-from tests.integration.test_submit import Run, until
+from tests.integration.jobs.test_submit import Run, until
 from tests.waiting import program, watchers
 
 pytestmark = pytest.mark.timeout(120)

@@ -15,7 +15,7 @@ from rlhpc.cli.named import run_paths
 from rlhpc.jobs.paths import RunPaths
 from rlhpc.runtime.errors import CheckpointError, RendezvousTimeout
 
-QUICKSTART = str(Path(__file__).resolve().parents[2] / "configs" / "quickstart.yaml")
+QUICKSTART = str(Path(__file__).resolve().parents[3] / "configs" / "quickstart.yaml")
 COMMANDS = ("run", "plan", "train", "submit", "cancel", "status", "logs", "eval", "convert", "report")
 
 

@@ -18,7 +18,7 @@ from rlhpc.language.rewards import RewardPool, Sample, Term, make_reward, regist
 from rlhpc.language.rewards.registry import find_reward
 from rlhpc.runtime.errors import ConfigError, RlhpcError
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[4]
 
 
 def section(*terms, **given) -> RewardConfig:

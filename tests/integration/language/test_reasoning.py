@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 
 from tests import warm
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 HERE = Path(__file__).parent
 CONFIG = """
 defaults: [{root}/configs/base/grpo.yaml]
@@ -49,7 +49,7 @@ class LanguageRun:
         self.config.write_text(CONFIG.format(root=ROOT, folder=folder))
         models = folder.parent / "models"  # made once a session
         self.environment = {
-            **os.environ, "PYTHONPATH": os.pathsep.join([str(HERE), str(ROOT)]), "RLHPC_MODELS": str(models),
+            **os.environ, "PYTHONPATH": os.pathsep.join([str(HERE), str(HERE.parent), str(ROOT)]), "RLHPC_MODELS": str(models),
             "HF_HUB_OFFLINE": "1", "VLLM_CPU_KVCACHE_SPACE": "1",
         }  # fmt: skip
 

@@ -21,7 +21,7 @@ from rlhpc.embodied.data.replay_files import StoredReplay
 from rlhpc.embodied.data.trajectories import TrajectoryWriter
 from rlhpc.jobs.paths import RunPaths
 
-HERE = Path(__file__).parent
+HERE = Path(__file__).parents[1]
 TWO = 'cluster.component_placement={actor: "0:0-1", rollout: 0, env: 0}'
 SHORT = (
     "runner.max_steps=4", "runner.save_interval=1", "runner.keep_checkpoints=2", "algorithm.rollout_steps=16",

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 TINY = (
     "runner.segments=1", "runner.max_steps=1", "env.train.num_envs=4", "algorithm.rollout_steps=16",
     "actor.global_batch_size=32", "algorithm.update_epochs=1",

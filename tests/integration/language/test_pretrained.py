@@ -24,7 +24,7 @@ from rlhpc.language.data.builtin import resolve_model
 from rlhpc.language.evaluate import compare
 from tests import warm
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 CONFIG = "configs/reasoning/smollm2.yaml"
 
 

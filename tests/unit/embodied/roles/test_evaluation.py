@@ -16,7 +16,7 @@ from rlhpc.embodied import play as evaluation
 from rlhpc.embodied.play import evaluate_policy
 from rlhpc.runtime.errors import RlhpcError
 
-ROOT = Path(__file__).resolve().parents[3]
+ROOT = Path(__file__).resolve().parents[4]
 
 
 class Counts(gymnasium.Env[Any, Any]):

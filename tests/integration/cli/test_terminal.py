@@ -20,7 +20,7 @@ import pytest
 from rlhpc.jobs.paths import RunPaths
 from rlhpc.jobs.status import run_state
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 QUICKSTART = str(ROOT / "configs" / "quickstart.yaml")
 RLHPC = [sys.executable, "-m", "rlhpc.cli"]
 TINY = [

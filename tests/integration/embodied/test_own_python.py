@@ -70,7 +70,7 @@ def test_metaworld() -> None:
 @metaworld
 @pytest.mark.parametrize("way", ["simulator_python", "python_interpreter"])
 def test_a_run_and_its_evaluation(tmp_path: Path, way: str) -> None:
-    root = Path(__file__).resolve().parents[2]
+    root = Path(__file__).resolve().parents[3]
     config = {
         "defaults": [str(root / "configs/base/ppo.yaml")],
         "runner": {"name": "reach", "run_dir": str(tmp_path), "max_steps": 2},

@@ -40,7 +40,7 @@ from rlhpc.runtime.errors import DeadlineExceeded, SubmitError, UserError
 
 pytestmark = pytest.mark.timeout(120)
 
-QUICKSTART = Path(__file__).resolve().parents[2] / "configs" / "quickstart.yaml"
+QUICKSTART = Path(__file__).resolve().parents[3] / "configs" / "quickstart.yaml"
 
 # A driver that counts its starts, "trains" for some seconds, saves on SIGUSR2 or SIGTERM, and writes its marker last.
 DRIVER = """
