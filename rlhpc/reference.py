@@ -73,6 +73,7 @@ _PARTS = {
     "Session": ("Session",),
     "Configuration": ("load_config",),
     "Roles and runner": ("EmbodiedActor", "MultiStepRolloutWorker", "EnvWorker", "EmbodiedRunner…"),
+    "A trained policy": ("load_exported",),
 }  # fmt: skip
 _INTRODUCTIONS = {
     "Placement": """`cluster.component_placement` maps components to `resource ranks[:process ranks]`:
