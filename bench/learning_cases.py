@@ -146,7 +146,8 @@ CASES: dict[str, Case] = {
         maniskill=True, env_kwargs={"reward_mode": "normalized_dense"}, spans=8,
         note=f"16 slots × 250 steps, minibatches of 250, γ 0.99 and λ 0.95 as ManiSkill's command for it. {_MANISKILL_NOTE} "
         "Seeds 1 to 3 alone were unequal, so that eight were run. Each update of a whole run of rlhpc, made again by the "
-        "single-process loop from the same rollout, gives the same weights (tests/integration/embodied/test_ppo_reference.py).",
+        "single-process loop from the same rollout, gives the same weights "
+        "(tests/integration/embodied/test_ppo_reference.py).",
     ),
     "lunar_lander_ppo": Case(
         "PPO, LunarLander-v3", "LunarLander-v3", "ppo", 204_800,
