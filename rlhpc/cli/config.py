@@ -1,0 +1,85 @@
+"""`config import`: a configuration of another project, translated."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from rlhpc.cli.outputs import check_file
+from rlhpc.cli.parser import add_command, add_words
+from rlhpc.runtime.errors import ConfigError
+from rlhpc.runtime.shown import shown
+
+_EXAMPLES = {
+    "config": (
+        "rlhpc config import RLinf/examples/embodiment/config/maniskill_ppo_mlp.yaml -o pick_cube.yaml",
+        "rlhpc config import maniskill_sac_mlp.yaml runner.name=try > try.yaml",
+    ),
+}
+
+
+def _import(args: argparse.Namespace) -> int:
+    from rlhpc.config.foreign import report, translate, written
+    from rlhpc.config.foreign.hydra import compose
+
+    path = Path(args.file).expanduser()
+    output = check_file("--output", Path(args.output).expanduser()) if args.output else None
+    if output is not None and output.exists() and output.resolve() == path.resolve():
+        raise ConfigError(f"--output is {output}, the file that is to be imported; choose another")
+    found = compose(path.resolve())
+    made = translate(found, args.file)
+    for text in args.overrides:
+        key, value = _override(text)
+        made.ours[key], made.origin[key] = value, []
+    text = written(made, args.file, "RLinf")
+    sys.stderr.write(report(made, args.file, "RLinf", found.files, _verdict(text, str(output or args.file))))
+    if output is None:
+        print(text, end="")
+    else:
+        output.parent.mkdir(parents=True, exist_ok=True)
+        output.write_text(text)
+    return 0
+
+
+def _override(text: str) -> tuple[str, Any]:
+    from rlhpc.config.yaml_loader import UniqueKeys
+    from rlhpc.runtime.plain import read_yaml
+
+    key, _, raw = text.partition("=")
+    try:
+        return key.strip(), read_yaml(raw, UniqueKeys)
+    except (ValueError, yaml.YAMLError):
+        raise ConfigError(f"override {shown(text)}: the value is not valid YAML; quote it") from None
+
+
+def _verdict(text: str, name: str) -> str:
+    """Whether the result is valid here, by the checks of every command."""
+    import tempfile
+
+    from rlhpc.config import load_config
+
+    with tempfile.TemporaryDirectory(prefix="rlhpc-import-") as folder:
+        file = Path(folder) / "imported.yaml"
+        file.write_text(text)
+        try:
+            load_config(file, site="")
+        except ConfigError as error:
+            return f"rlhpc plan does not accept it yet: {str(error).replace(str(file), name)}"
+    return "rlhpc plan accepts it"
+
+
+def add_commands(commands: Any) -> None:
+    """Declares them."""
+    config = add_command(
+        commands, "config", _import, "translate a configuration of RLinf, and say key by key what is left out",
+        _EXAMPLES["config"],
+    )  # fmt: skip
+    config.add_argument("action", choices=("import",), help="what to do")
+    add_words(config, file="the other project's YAML file, in its folder: the files of its `defaults:` are read, too")
+    config.add_argument(
+        "-o", "--output", help="file to write (default: standard output; the report goes to standard error)"
+    )

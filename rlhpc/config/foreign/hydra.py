@@ -1,0 +1,223 @@
+"""A configuration in Hydra's format: the files of its `defaults:` list, put together and with their references resolved.
+
+Only what a training configuration uses of it: groups with a package (`env/cube@env.train`), `_self_`, relative references, and
+the arithmetic that RLinf adds. Environment variables are never read: a reference to one stays as it is written, which is how
+rlhpc's own configurations name them, too. (The search path is the exception, because it only says where files lie.)
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from inspect import signature
+from pathlib import Path
+from typing import Any
+
+import yaml
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from rlhpc.config.yaml_loader import UniqueKeys
+from rlhpc.runtime.errors import ConfigError
+from rlhpc.runtime.plain import read_yaml_file
+from rlhpc.runtime.shown import cut, shown
+
+_DEEPEST = 10
+#: OmegaConf 2.4 gives the old name to the new way, and warns of the other one.
+_REGISTER = (
+    "register_resolver" if "replace" in signature(OmegaConf.register_resolver).parameters else "register_new_resolver"
+)
+_RESOLVERS: Mapping[str, Callable[..., Any]] = {
+    "multiply": lambda *numbers: math.prod(map(_number, numbers)),
+    "add": lambda *numbers: sum(map(_number, numbers)),
+    "subtract": lambda a, b: _number(a) - _number(b),
+    "int_div": lambda a, b: _number(a) // _number(b),
+    "not": lambda value: not value,
+}
+
+
+@dataclass
+class Composed:
+    """One configuration of several files.
+
+    Attributes:
+        leaves: Dotted key → value; a list is one value.
+        files: What was read, in the order of precedence, the last one winning.
+        unresolved: Keys whose references could not be followed, with the reason; their values are as written.
+        skipped: Entries of `defaults:` that concern Hydra alone.
+    """
+
+    leaves: dict[str, Any] = field(default_factory=dict)
+    files: list[Path] = field(default_factory=list)
+    unresolved: dict[str, str] = field(default_factory=dict)
+    skipped: list[str] = field(default_factory=list)
+
+
+def compose(path: Path) -> Composed:
+    """Reads a configuration and all that its `defaults:` name.
+
+    Raises:
+        ConfigError: A file is missing, is not YAML or no mapping, or they include each other.
+    """
+    found = Composed()
+    tree = _read(path, found, (), [])
+    _resolve(tree, found)
+    return found
+
+
+def _number(value: Any) -> Any:
+    return value if isinstance(value, (int, float)) else float(value) if "." in str(value) else int(str(value))
+
+
+def _read(path: Path, found: Composed, chain: tuple[Path, ...], search: list[Path]) -> dict[str, Any]:
+    if path in chain or len(chain) > _DEEPEST:
+        raise ConfigError(f"{path}: `defaults` go round in a circle: {' → '.join(p.name for p in (*chain, path))}")
+    content = _content(path)
+    if not chain:
+        search += _search_path(content)
+    entries = content.pop("defaults", None) or []
+    if not isinstance(entries, list):
+        raise ConfigError(f"{path}: defaults is {shown(entries)}; Hydra has a list there")
+    merged: dict[str, Any] = {}
+    own = False
+    for entry in entries:
+        if entry == "_self_":
+            own = True
+            merged = _merge(merged, content)
+            continue
+        for group, package in _groups(entry, path, found):
+            file = _find(group, path, search)
+            part = _read(file, found, (*chain, path), search)
+            for name in reversed(package):
+                part = {name: part}
+            merged = _merge(merged, part)
+    found.files.append(path)
+    return merged if own else _merge(merged, content)
+
+
+def _content(path: Path) -> dict[str, Any]:
+    try:
+        content = read_yaml_file(path, UniqueKeys)
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark
+        where = f", line {mark.line + 1}, column {mark.column + 1}" if mark else ""
+        raise ConfigError(f"{path}{where}: not valid YAML: {error.problem or error}") from None
+    except OSError as error:
+        raise ConfigError(f"{cut(str(path))}: cannot be read: {error.strerror}") from None
+    except (ValueError, yaml.YAMLError) as error:
+        raise ConfigError(f"{path}: cannot be read: {error}") from None
+    if not isinstance(content, dict):
+        raise ConfigError(f"{path}: found {shown(content)} at the top; a configuration is a mapping of sections")
+    return content
+
+
+def _search_path(content: Mapping[str, Any]) -> list[Path]:
+    """Folders that `hydra.searchpath` names, as far as they are on this machine."""
+    section = content.get("hydra")
+    listed = section.get("searchpath") if isinstance(section, dict) else None
+    folders = []
+    for text in listed if isinstance(listed, list) else ():
+        name = re.sub(r"\$\{oc\.env:(\w+)\}", lambda m: os.environ.get(m[1], ""), str(text).removeprefix("file://"))
+        if name and Path(name).is_dir():
+            folders.append(Path(name))
+    return folders
+
+
+def _groups(entry: Any, path: Path, found: Composed) -> list[tuple[str, list[str]]]:
+    """(file without suffix, package) of an entry of `defaults:`."""
+    if isinstance(entry, dict) and len(entry) == 1:
+        key, option = next(iter(entry.items()))
+        if str(key).startswith(("override ", "hydra/")) or option is None:
+            found.skipped.append(f"{key}: {option}")
+            return []
+        group, _, package = str(key).removeprefix("optional ").partition("@")
+        options = option if isinstance(option, list) else [option]
+        return [(f"{group}/{name}", _package(package, group)) for name in options]
+    if not isinstance(entry, str):
+        raise ConfigError(f"{path}: defaults has {shown(entry)}; Hydra has a file's name or one `group: name` there")
+    name, _, package = entry.partition("@")
+    return [(name, _package(package, name.rpartition("/")[0]))]
+
+
+def _package(package: str, group: str) -> list[str]:
+    if package == "_global_":
+        return []
+    return [part for part in (package or group.strip("./").replace("/", ".")).split(".") if part and part != ".."]
+
+
+def _find(name: str, path: Path, search: list[Path]) -> Path:
+    """The file of a group: beside the one that names it, in a folder above that, or on the search path."""
+    folders = [path.parent, *search, *list(path.parent.parents)[:2]]
+    for folder in folders:
+        if (file := (folder / f"{name.removesuffix('.yaml')}.yaml").resolve()).is_file():
+            return file
+    raise ConfigError(
+        f"{path}: defaults: there is no file {name}.yaml, neither in {folders[0]} nor above it"
+        f"{' nor in ' + ', '.join(map(str, search)) if search else ''}; copy the configuration's folder as a whole"
+    )
+
+
+def _merge(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
+    merged = dict(below)
+    for key, value in above.items():
+        old = merged.get(key)
+        merged[key] = _merge(old, value) if isinstance(old, dict) and isinstance(value, dict) else value
+    return merged
+
+
+def _resolve(tree: dict[str, Any], found: Composed) -> None:
+    own = tree.pop("hydra", None)  # its references are Hydra's own
+    texts: list[str] = []
+    cfg = OmegaConf.create(_hidden(tree, texts))
+    ours = [name for name in _RESOLVERS if not OmegaConf.has_resolver(name)]
+    register = getattr(OmegaConf, _REGISTER)
+    for name in ours:
+        register(name, _RESOLVERS[name])
+    try:
+        for names, raw in _paths(tree):
+            key = ".".join(map(str, names))
+            try:
+                value: Any = cfg
+                for name in names:
+                    value = value[name]
+                value = OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else value
+            except (OmegaConfBaseException, ValueError, TypeError, ZeroDivisionError) as error:
+                found.unresolved[key] = cut(f"{error}".splitlines()[0], 100) if f"{error}" else type(error).__name__
+                value = raw
+            found.leaves[key] = _shown(value, texts)
+    finally:
+        for name in ours:
+            OmegaConf.clear_resolver(name)
+    for names, raw in _paths(own if isinstance(own, dict) else {}):
+        found.leaves[".".join(("hydra", *map(str, names)))] = raw
+
+
+def _paths(tree: Mapping[Any, Any], parents: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], Any]]:
+    for name, value in tree.items():
+        if isinstance(value, dict) and value:
+            yield from _paths(value, (*parents, name))
+        else:
+            yield (*parents, name), value
+
+
+def _hidden(value: Any, texts: list[str]) -> Any:
+    """With a mark in place of each text that names an environment variable."""
+    if isinstance(value, dict):
+        return {key: _hidden(below, texts) for key, below in value.items()}
+    if isinstance(value, list):
+        return [_hidden(below, texts) for below in value]
+    if not isinstance(value, str) or "${oc.env:" not in value:
+        return value
+    texts.append(value)
+    return f"<variable {len(texts) - 1}>"
+
+
+def _shown(value: Any, texts: Sequence[str]) -> Any:
+    if isinstance(value, dict):
+        return {key: _shown(below, texts) for key, below in value.items()}
+    if isinstance(value, list):
+        return [_shown(below, texts) for below in value]
+    return re.sub(r"<variable (\d+)>", lambda mark: texts[int(mark[1])], value) if isinstance(value, str) else value

@@ -1,0 +1,125 @@
+"""How a foreign configuration is translated: rules that read its keys, and a record of what became of each."""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+#: What a rule returns for a key of ours that stays as rlhpc has it.
+NOTHING = object()
+
+
+class Reading:
+    """A foreign configuration while it is translated: it remembers which keys were looked at, and what was said of them.
+
+    Attributes:
+        leaves: Dotted key → value.
+        said: Key → (why it is left out, whether training differs for it).
+    """
+
+    def __init__(self, leaves: Mapping[str, Any]) -> None:
+        self.leaves = dict(leaves)
+        self.said: dict[str, tuple[str, bool]] = {}
+        self.looked: set[str] = set()
+
+    def __call__(self, key: str, default: Any = None) -> Any:
+        """A value; `default` where the key is missing or null."""
+        if key in self.leaves:
+            self.looked.add(key)
+        value = self.leaves.get(key)
+        return default if value is None or value == "None" else value
+
+    def below(self, prefix: str) -> dict[str, Any]:
+        """All below a key, by the rest of their names."""
+        found = {key: value for key, value in self.leaves.items() if key.startswith(f"{prefix}.")}
+        self.looked |= set(found)
+        return {key[len(prefix) + 1 :]: value for key, value in found.items()}
+
+    def leave(self, key: str, why: str, differs: bool = True) -> Any:
+        """Says why a key is left out; returns `NOTHING`, so that a rule can end with it."""
+        if key in self.leaves:
+            self.said[key] = (why, differs)
+        return NOTHING
+
+
+Rule = Callable[[Reading], Any]
+
+
+@dataclass(frozen=True)
+class Left:
+    """Keys that have no counterpart.
+
+    Attributes:
+        keys: Patterns, separated by spaces.
+        why: The reason.
+        same: Values with which nothing is lost; or True where the key never changes what is trained.
+    """
+
+    keys: str
+    why: str
+    same: Any = ()
+
+
+@dataclass
+class Translation:
+    """What came of a configuration.
+
+    Attributes:
+        kind: What kind of run it is, in words.
+        ours: Our key → value, in the order in which they are written.
+        origin: Our key → the foreign keys it was made of.
+        left: Foreign key → (why, whether training differs for it).
+        theirs: Foreign key → value, all of them.
+    """
+
+    kind: str
+    ours: dict[str, Any] = field(default_factory=dict)
+    origin: dict[str, list[str]] = field(default_factory=dict)
+    left: dict[str, tuple[str, bool]] = field(default_factory=dict)
+    theirs: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def used(self) -> list[str]:
+        """Foreign keys that something was made of."""
+        made = {key for keys in self.origin.values() for key in keys}
+        return [key for key in self.theirs if key in made]
+
+
+def translated(
+    kind: str, leaves: Mapping[str, Any], rules: Sequence[tuple[str, str | Rule]], left: Sequence[Left]
+) -> Translation:
+    """Translates by a table.
+
+    Args:
+        kind: What kind of run it is, in words.
+        leaves: The foreign configuration.
+        rules: (our key, their key whose value is taken as it is, or a rule).
+        left: What has no counterpart; the first pattern that fits says why.
+    """
+    read, made = Reading(leaves), Translation(kind, theirs=dict(leaves))
+    for ours, rule in rules:
+        read.looked = set()
+        value = read.leaves.get(rule, NOTHING) if isinstance(rule, str) else rule(read)
+        looked = [rule] if isinstance(rule, str) else [key for key in leaves if key in read.looked]
+        if value is NOTHING:
+            for key in looked:
+                read.said.setdefault(key, ("with this value it is what rlhpc does anyway", False))
+            continue
+        made.ours[ours] = value
+        made.origin[ours] = [key for key in looked if key in leaves]
+    used = set(made.used)
+    for key, value in leaves.items():
+        if key in read.said and (read.said[key][1] or key not in used):
+            made.left[key] = read.said[key]
+        elif key not in used:
+            made.left[key] = _reason(key, value, left)
+    return made
+
+
+def _reason(key: str, value: Any, left: Sequence[Left]) -> tuple[str, bool]:
+    for entry in left:
+        if any(fnmatch.fnmatchcase(key, pattern) for pattern in entry.keys.split()):
+            return entry.why, not (entry.same is True or value in list(entry.same))
+    return "the importer does not know this key", True

@@ -1,0 +1,117 @@
+"""What came of a foreign configuration, as a YAML file with comments and as a report."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from rlhpc.config.foreign.rules import Translation
+from rlhpc.runtime.shown import cut
+
+_WIDTH = 110
+
+
+def written(made: Translation, source: str, project: str) -> str:
+    """The configuration file; a comment at each key says which of theirs it was made of, unless it has the same name.
+
+    Args:
+        made: What was translated.
+        source: The file it comes from.
+        project: Whose format that is.
+    """
+    differs = {key: why for key, (why, changes) in made.left.items() if changes}
+    lines = [
+        f"# From {project}'s {Path(source).name}, by `rlhpc config import`: "
+        f"{len(made.used)} of {len(made.theirs)} keys are used."
+    ]
+    if differs:
+        lines.append("# Left out, and training differs for it:")
+        for why, keys in _by_reason(differs):
+            text = f"{', '.join(f'{key}: {_value(made.theirs[key])}' for key in keys)} ({why})"
+            lines += textwrap.wrap(
+                text, _WIDTH, initial_indent="#   ", subsequent_indent="#     ", break_long_words=False
+            )
+    tree: dict[str, Any] = {}
+    for key, value in made.ours.items():
+        *sections, last = key.split(".")
+        at = tree
+        for section in sections:
+            at = at.setdefault(section, {})
+        at[last] = _Leaf(value, _origin([name for name in made.origin[key] if name != key]))
+    for name, section in tree.items():
+        lines += ["", f"{name}:", *_lines(section, 2)]
+    return "\n".join(lines) + "\n"
+
+
+def report(made: Translation, source: str, project: str, files: Sequence[Path], verdict: str) -> str:
+    """Every key: what was made of it, or why it is left out.
+
+    Args:
+        made: What was translated.
+        source: The file it comes from.
+        project: Whose format that is.
+        files: All files that were read.
+        verdict: Whether `rlhpc plan` accepts the result.
+    """
+    differs = {key: why for key, (why, changes) in made.left.items() if changes}
+    same = {key: why for key, (why, changes) in made.left.items() if not changes}
+    others = [path.name for path in files if path.name != Path(source).name]
+    lines = [
+        " with ".join([f"{project}: {source}", *([", ".join(others)] if others else [])]),
+        f"kind of run: {made.kind}",
+    ]
+    lines += ["", f"translated: {len(made.used)} of {len(made.theirs)} keys"]
+    width = min(48, max((len(key) for key in made.ours), default=0))
+    for key, value in made.ours.items():
+        origin = ", ".join(made.origin[key])
+        lines.append(f"  {key:<{width}} {_value(value)}{f'   from {origin}' if origin else ''}")
+    for title, reasons in (
+        ("left out, and training differs for it", differs),
+        ("left out, and training is the same", same),
+    ):
+        lines += ["", f"{title}: {len(reasons)} keys"]
+        for why, keys in _by_reason(reasons):
+            lines.append(f"  {why}")
+            text = ", ".join(f"{key}: {_value(made.theirs[key])}" for key in keys)
+            lines += textwrap.wrap(
+                text, _WIDTH, initial_indent="    ", subsequent_indent="    ", break_long_words=False
+            )
+    return "\n".join([*lines, "", verdict]) + "\n"
+
+
+def _origin(names: Sequence[str]) -> str:
+    """Theirs, as far as they fit on a line; the report has all."""
+    return ", ".join(names) if len(names) < 4 else f"{', '.join(names[:3])} and {len(names) - 3} more"
+
+
+class _Leaf:
+    """A value, and the comment behind it."""
+
+    def __init__(self, value: Any, comment: str) -> None:
+        self.value, self.comment = value, comment
+
+
+def _lines(section: Mapping[str, Any], indent: int) -> Iterable[str]:
+    for name, below in section.items():
+        if isinstance(below, _Leaf):
+            text = yaml.safe_dump(below.value, default_flow_style=True, width=10**6, sort_keys=False)
+            text = text.removesuffix("...\n").strip()
+            yield f"{' ' * indent}{name}: {text}{f'  # {below.comment}' if below.comment else ''}"
+        else:
+            yield f"{' ' * indent}{name}:"
+            yield from _lines(below, indent + 2)
+
+
+def _value(value: Any) -> str:
+    return cut("null" if value is None else str(value).lower() if isinstance(value, bool) else f"{value}", 80)
+
+
+def _by_reason(reasons: Mapping[str, str]) -> list[tuple[str, list[str]]]:
+    grouped: dict[str, list[str]] = {}
+    for key, why in reasons.items():
+        grouped.setdefault(why, []).append(key)
+    return list(grouped.items())
