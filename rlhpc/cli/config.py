@@ -7,8 +7,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from rlhpc.cli.outputs import check_file
 from rlhpc.cli.parser import add_command, add_words
 from rlhpc.runtime.errors import ConfigError
@@ -46,6 +44,8 @@ def _import(args: argparse.Namespace) -> int:
 
 
 def _override(text: str) -> tuple[str, Any]:
+    import yaml
+
     from rlhpc.config.yaml_loader import UniqueKeys
     from rlhpc.runtime.plain import read_yaml
 

@@ -294,7 +294,7 @@ def _placement(cfg: Any) -> None:
         language.check_sizes(cfg, sizes)
         placed = {name: placement.get_strategy(name).place(cluster) for name in wanted}
         language.check_accelerators(cfg, {name: len(ranks[0].accelerators) for name, ranks in placed.items()})
-    if task == "bc":
+    if "env" not in wanted:
         return
     slots = cfg.env.train.num_envs // cfg.rollout.pipeline_stage_num
     for name, size in sizes.items():

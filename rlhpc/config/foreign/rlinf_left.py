@@ -29,10 +29,19 @@ EMBODIED = [
         "RLinf leaves out what weighs more; algorithm.tis_cap caps the weight instead",
     ),
     Left(
-        "algorithm.adv_type algorithm.use_fixed_reset_state_ids",
-        "SAC estimates no advantages, and RLinf does not read it",
+        "algorithm.adv_type algorithm.normalize_advantages algorithm.reward_type algorithm.logprob_type "
+        "algorithm.use_fixed_reset_state_ids algorithm.entropy_bonus",
+        "SAC has no use for it",
         True,
     ),
+    Left("algorithm.ratio_clip_eps", "clip_ratio_low and clip_ratio_high say it", True),
+    Left("algorithm.critic_subsample_size", "there are two critics, and both are taken", (0, 2)),
+    Left("algorithm.enable_drq actor.enable_drq", "pictures are not shifted at random", (False,)),
+    Left("algorithm.train_actor_steps", "actor and critics train from the first update on"),
+    Left("algorithm.eval_rollout_epoch", "in env.eval.num_episodes", True),
+    Left("algorithm.rollout_epoch", "in algorithm.rollout_steps", True),
+    Left("actor.compile_model actor.num_gpus actor.sync_weight_no_wait rollout.sync_weight_*", "only speed", True),
+    Left("actor.enable_sft_co_train actor.sft_*", "no demonstrations are trained on beside PPO", (False,)),
     Left("env.*.group_size", "off-policy slots are drawn one by one", (1,)),
     Left("algorithm.reward_coef", "used by way of env.train.reward_coef", True),
     Left("algorithm.group_size", "used by way of env.train.group_size", True),
@@ -94,7 +103,8 @@ EMBODIED = [
         "actor.fsdp_config.*", "embodied policies are replicated on each rank: it only concerns speed and memory", True
     ),
     Left("actor.model.precision", "the policy computes in float32", ("32", 32, "fp32")),
-    Left("actor.model.model_path rollout.model.model_path", "such a policy starts from random weights", ("",)),
+    Left("rollout.model.*", "the rollout has the actor's model", True),
+    Left("actor.model.model_path", "such a policy starts from random weights", ("",)),
     Left(
         "actor.model.obs_dim actor.model.action_dim actor.model.state_dim actor.model.image_size",
         "the environment's spaces say it",
@@ -115,7 +125,6 @@ EMBODIED = [
         True,
     ),
     Left("actor.model.*", "of RLinf's model, which is built in another way here"),
-    Left("rollout.model.precision rollout.model.model_type rollout.model.*", "the rollout has the actor's model", True),
     Left("rollout.backend rollout.generation_backend", "policies act by their own forward pass", ("huggingface",)),
     Left(
         "rollout.sampling_params.temperature_train rollout.sampling_params.temperature_eval rollout.sampling_params.top_*",

@@ -47,6 +47,10 @@ class Reading:
 Rule = Callable[[Reading], Any]
 
 
+#: (our key, their key or a rule).
+Rows = list[tuple[str, str | Rule]]
+
+
 @dataclass(frozen=True)
 class Left:
     """Keys that have no counterpart.
@@ -70,7 +74,7 @@ class Translation:
         kind: What kind of run it is, in words.
         ours: Our key → value, in the order in which they are written.
         origin: Our key → the foreign keys it was made of.
-        left: Foreign key → (why, whether training differs for it).
+        left: Foreign key → (why it, or a part of it, is left out; whether training differs for it).
         theirs: Foreign key → value, all of them.
     """
 
@@ -87,32 +91,34 @@ class Translation:
         return [key for key in self.theirs if key in made]
 
 
-def translated(
-    kind: str, leaves: Mapping[str, Any], rules: Sequence[tuple[str, str | Rule]], left: Sequence[Left]
-) -> Translation:
+def translated(kind: str, leaves: Mapping[str, Any], rules: Rows, left: Sequence[Left]) -> Translation:
     """Translates by a table.
 
     Args:
         kind: What kind of run it is, in words.
         leaves: The foreign configuration.
-        rules: (our key, their key whose value is taken as it is, or a rule).
+        rules: (our key, their key whose value is taken as it is, or a rule). A row without a key of ours only says
+            why theirs are left out.
         left: What has no counterpart; the first pattern that fits says why.
     """
     read, made = Reading(leaves), Translation(kind, theirs=dict(leaves))
+    idle: set[str] = set()
     for ours, rule in rules:
         read.looked = set()
         value = read.leaves.get(rule, NOTHING) if isinstance(rule, str) else rule(read)
         looked = [rule] if isinstance(rule, str) else [key for key in leaves if key in read.looked]
-        if value is NOTHING:
+        if value is NOTHING or (value is None and isinstance(rule, str)):
             for key in looked:
-                read.said.setdefault(key, ("with this value it is what rlhpc does anyway", False))
+                idle.add(key)
             continue
         made.ours[ours] = value
         made.origin[ours] = [key for key in looked if key in leaves]
     used = set(made.used)
     for key, value in leaves.items():
-        if key in read.said and (read.said[key][1] or key not in used):
+        if key in read.said:
             made.left[key] = read.said[key]
+        elif key in idle and key not in used:
+            made.left[key] = ("with this value, what rlhpc does anyway", False)
         elif key not in used:
             made.left[key] = _reason(key, value, left)
     return made

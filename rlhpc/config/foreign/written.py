@@ -29,7 +29,7 @@ def written(made: Translation, source: str, project: str) -> str:
         f"{len(made.used)} of {len(made.theirs)} keys are used."
     ]
     if differs:
-        lines.append("# Left out, and training differs for it:")
+        lines.append("# Left out; training will differ:")
         for why, keys in _by_reason(differs):
             text = f"{', '.join(f'{key}: {_value(made.theirs[key])}' for key in keys)} ({why})"
             lines += textwrap.wrap(
@@ -70,8 +70,8 @@ def report(made: Translation, source: str, project: str, files: Sequence[Path], 
         origin = ", ".join(made.origin[key])
         lines.append(f"  {key:<{width}} {_value(value)}{f'   from {origin}' if origin else ''}")
     for title, reasons in (
-        ("left out, and training differs for it", differs),
-        ("left out, and training is the same", same),
+        ("left out; training will differ", differs),
+        ("left out; training is the same", same),
     ):
         lines += ["", f"{title}: {len(reasons)} keys"]
         for why, keys in _by_reason(reasons):

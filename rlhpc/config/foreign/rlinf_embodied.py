@@ -1,0 +1,357 @@
+"""RLinf's configurations of embodied runs: what is played, PPO and GRPO, SAC, policies."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rlhpc.config.foreign.rlinf_names import ADVANTAGES, DTYPES, LOSSES, choice
+from rlhpc.config.foreign.rules import NOTHING, Reading, Rows, Rule
+
+#: Policies that start from random weights.
+_FROM_NOTHING = ("mlp_policy", "cnn_policy", "flow_policy")
+_MODELS = {"mlp_policy": "mlp", "cnn_policy": "resnet"}
+#: What RLinf commands a ManiSkill robot with, by its `policy_setup`.
+_CONTROL_MODES = {
+    "panda-qpos": "pd_joint_delta_pos",
+    "panda-ee-dpos": "pd_ee_delta_pos",
+    "panda-ee-target-dpos": "pd_ee_target_delta_pose",
+}
+_SIMULATORS = ("maniskill", "libero", "metaworld")
+
+
+def _is_grpo(read: Reading) -> bool:
+    return read.leaves.get("algorithm.adv_type") in ("grpo", "raw", "reinpp")
+
+
+# What is played: environments and rollouts.
+
+
+def _decisions(read: Reading) -> int:
+    """Decisions of a slot in one rollout of RLinf's."""
+    chunk = int(read("actor.model.num_action_chunks", 1))
+    longest = int(read("env.train.max_steps_per_rollout_epoch", 0) or read("env.train.max_episode_steps", 1))
+    return max(1, longest // chunk)
+
+
+def _rounds(read: Reading) -> int:
+    return int(read("env.train.rollout_epoch", 0) or read("algorithm.rollout_epoch", 1))
+
+
+def _slots(read: Reading) -> int:
+    """Slots: where each rollout plays one episode in every slot, further rounds are further slots."""
+    slots, rounds = int(read("env.train.total_num_envs", 8)), 1
+    if not read("env.train.auto_reset", False) and (rounds := _rounds(read)) > 1:
+        read.leave(
+            "env.train.rollout_epoch",
+            f"a slot plays one episode a step here: {rounds} rounds of {slots} slots became {rounds * slots} slots; if that "
+            "is too many, lower env.train.num_envs and actor.global_batch_size by the same factor",
+        )
+    return slots * rounds
+
+
+def _rollout_steps(read: Reading) -> int:
+    return _decisions(read) * (_rounds(read) if read("env.train.auto_reset", False) else 1)
+
+
+def _env_id(side: str) -> Rule:
+    def rule(read: Reading) -> Any:
+        for key in ("init_params.id", "task_suite_name", "task_config.task_name", "task_name", "init_params.task_name"):
+            if (value := read(f"env.{side}.{key}")) is not None:
+                return str(value)
+        return str(read("env.train.env_type")) if side == "train" else NOTHING
+
+    return rule
+
+
+def _env_type(read: Reading) -> Any:
+    value = str(read("env.train.env_type"))
+    if value not in _SIMULATORS:
+        read.leave(
+            "env.train.env_type", f"rlhpc has no simulator {value}: register yours (docs/how-to/add-environment.md)"
+        )
+    elif value == "metaworld":
+        read.leave("env.train.task_suite_name", "an environment is one task of MetaWorld, such as reach-v3: name it")
+    return value
+
+
+def _env_arguments(side: str) -> Rule:
+    def rule(read: Reading) -> Any:
+        at = f"env.{side}"
+        if (kind := read.leaves.get("env.train.env_type")) == "libero":
+            sizes = {
+                "height": read(f"{at}.init_params.camera_heights"),
+                "width": read(f"{at}.init_params.camera_widths"),
+            }
+            return {name: size for name, size in sizes.items() if size is not None} or NOTHING
+        if kind != "maniskill":
+            return NOTHING
+        kwargs: dict[str, Any] = {}
+        for name, value in read.below(f"{at}.init_params").items():
+            first, _, second = name.partition(".")
+            if first in _ARGUMENTS_LEFT:
+                read.looked.discard(f"{at}.init_params.{name}")
+            elif second and value is not None:
+                kwargs.setdefault(first, {})[second] = value
+            elif value not in (None, "None"):
+                kwargs[first] = value
+        if (setup := read("actor.model.policy_setup")) in _CONTROL_MODES and "control_mode" not in kwargs:
+            kwargs["control_mode"] = _CONTROL_MODES[setup]
+        if (mode := read(f"{at}.reward_mode")) == "only_success":
+            kwargs["reward_mode"] = "sparse"
+        elif mode != "raw":
+            read.leave(f"{at}.reward_mode", _SHAPED)
+        return kwargs or NOTHING
+
+    return rule
+
+
+_SHAPED = "RLinf adds up rewards of its own for grasping here; rlhpc takes the simulator's reward"
+_ARGUMENTS_LEFT = ("id", "num_envs", "max_episode_steps", "render_mode", "sim_backend")
+
+
+def _fixed(side: str) -> Rule:
+    def rule(read: Reading) -> Any:
+        if not read(f"env.{side}.use_fixed_reset_state_ids", False):
+            return NOTHING
+        if read(f"env.{side}.auto_reset", False):
+            return True
+        return read.leave(
+            f"env.{side}.use_fixed_reset_state_ids",
+            "without auto_reset both draw the states anew for every rollout, the same ones for a group of slots",
+            False,
+        )
+
+    return rule
+
+
+def _episodes(read: Reading) -> Any:
+    slots, rounds = int(read("env.eval.total_num_envs", 0)), int(read("env.eval.rollout_epoch", 1))
+    steps, longest = read("env.eval.max_steps_per_rollout_epoch", 1), read("env.eval.max_episode_steps", 1)
+    return slots * rounds * max(1, int(steps) // int(longest)) if slots else NOTHING
+
+
+def _films(read: Reading) -> Any:
+    if read("env.eval.video_cfg.save_video", False):
+        read.leave("env.eval.video_cfg.save_video", "RLinf films all slots; env.eval.video_episodes is set to 4", False)
+        return 4
+    return NOTHING
+
+
+def _ends(read: Reading) -> Any:
+    if (ignored := bool(read("env.train.ignore_terminations", False))) or _is_grpo(read):
+        read.leave("algorithm.bootstrap_type", "no episode ends before its limit, or nothing is bootstrapped", False)
+    return ignored
+
+
+def _scale(read: Reading) -> Any:
+    if read.leaves.get("env.train.env_type") not in ("libero", "metaworld"):
+        return read.leave("env.train.reward_coef", "RLinf uses it with LIBERO and MetaWorld only", False)
+    return float(read("env.train.reward_coef", 1.0))
+
+
+PLAYED: Rows = [
+    ("algorithm.rollout_steps", _rollout_steps),
+    ("env.train.env_type", _env_type),
+    ("env.train.env_id", _env_id("train")),
+    ("env.train.num_envs", _slots),
+    ("env.train.max_episode_steps", "env.train.max_episode_steps"),
+    ("env.train.seed", "env.train.seed"),
+    ("env.train.auto_reset", lambda read: bool(read("env.train.auto_reset", False))),
+    ("env.train.ignore_terminations", _ends),
+    ("env.train.use_fixed_reset_state_ids", _fixed("train")),
+    ("env.train.use_rel_reward", "env.train.use_rel_reward"),
+    ("env.train.reward_scale", _scale),
+    ("env.train.kwargs", _env_arguments("train")),
+    ("env.eval.env_id", _env_id("eval")),
+    ("env.eval.num_envs", "env.eval.total_num_envs"),
+    ("env.eval.num_episodes", _episodes),
+    ("env.eval.max_episode_steps", "env.eval.max_episode_steps"),
+    ("env.eval.ignore_terminations", "env.eval.ignore_terminations"),
+    ("env.eval.use_fixed_reset_state_ids", _fixed("eval")),
+    ("env.eval.kwargs", _env_arguments("eval")),
+    ("env.eval.video_episodes", _films),
+    ("env.eval.video_fps", "env.eval.video_cfg.fps"),
+    ("rollout.pipeline_stage_num", "rollout.pipeline_stage_num"),
+    ("actor.global_batch_size", "actor.global_batch_size"),
+]
+
+
+# PPO and GRPO.
+
+
+def _embodied_normalization(read: Reading) -> str:
+    if _is_grpo(read):
+        read.leave("algorithm.normalize_advantages", "group estimators divide by the group's spread in both", False)
+        return "none"
+    return "batch" if read("algorithm.normalize_advantages", True) else "none"
+
+
+def _decoupled(key: str) -> Rule:
+    def rule(read: Reading) -> Any:
+        if read.leaves.get("algorithm.loss_type") != "decoupled_actor_critic":
+            return NOTHING
+        return int(read(key, 0))
+
+    return rule
+
+
+def _value_clip(read: Reading) -> Any:
+    clip = read("algorithm.value_clip")
+    return NOTHING if _is_grpo(read) or clip is None else clip
+
+
+def _without_use(read: Reading) -> Any:
+    """What says nothing in this configuration, though it would in another one."""
+    if read.leaves.get("actor.optim.value_lr") == read.leaves.get("actor.optim.lr"):
+        read.leave("actor.optim.value_lr", "policy and critic share one learning rate", False)
+    if _is_grpo(read):
+        for key in ("actor.optim.value_lr", "algorithm.huber_delta", "actor.optim.critic_warmup_steps"):
+            read.leave(key, "for a critic, which group estimators do without", False)
+    if not read.leaves.get("algorithm.filter_rewards"):
+        for key in ("algorithm.rewards_lower_bound", "algorithm.rewards_upper_bound"):
+            read.leave(key, "nothing is filtered", False)
+    return NOTHING
+
+
+def _micro(read: Reading) -> Any:
+    return read("actor.micro_batch_size", NOTHING)
+
+
+PPO: Rows = [
+    ("", _without_use),
+    ("algorithm.adv_type", choice("algorithm.adv_type", ADVANTAGES)),
+    ("algorithm.loss_type", choice("algorithm.loss_type", LOSSES)),
+    ("algorithm.gae_lambda", lambda read: NOTHING if _is_grpo(read) else read("algorithm.gae_lambda", 1.0)),
+    ("algorithm.normalize_advantages", _embodied_normalization),
+    ("algorithm.clip_ratio_low", "algorithm.clip_ratio_low"),
+    ("algorithm.clip_ratio_high", "algorithm.clip_ratio_high"),
+    ("algorithm.value_clip", _value_clip),
+    ("algorithm.value_coef", lambda read: 0.0 if read("algorithm.loss_type") == "actor" else 1.0),
+    ("algorithm.entropy_coef", "algorithm.entropy_bonus"),
+    ("algorithm.update_epochs", lambda read: int(read("algorithm.update_epoch", 1))),
+    ("algorithm.logprob_type", "algorithm.logprob_type"),
+    ("algorithm.reward_type", "algorithm.reward_type"),
+    ("algorithm.max_staleness", _decoupled("algorithm.staleness_threshold")),
+    ("env.train.group_size", lambda read: int(read("env.train.group_size", 0) or read("algorithm.group_size", 1))),
+    ("actor.micro_batch_size", _micro),
+    ("actor.optim.name", lambda read: "adamw" if read("actor.optim.weight_decay", 0) else "adam"),
+    ("actor.optim.lr", "actor.optim.lr"),
+    ("actor.optim.adam_beta1", "actor.optim.adam_beta1"),
+    ("actor.optim.adam_beta2", "actor.optim.adam_beta2"),
+    ("actor.optim.adam_eps", "actor.optim.adam_eps"),
+    ("actor.optim.weight_decay", "actor.optim.weight_decay"),
+    ("actor.optim.clip_grad", "actor.optim.clip_grad"),
+]
+
+
+# SAC.
+
+
+def _ratio(read: Reading) -> float:
+    """Updates for each transition: RLinf counts them for each step of the runner."""
+    transitions = int(read("env.train.total_num_envs", 8)) * _decisions(read) * _rounds(read)
+    return round(int(read("algorithm.update_epoch", 1)) / transitions, 6)
+
+
+SAC: Rows = [
+    ("algorithm.loss_type", lambda read: "sac" if read("algorithm.loss_type") else NOTHING),
+    ("algorithm.tau", "algorithm.tau"),
+    ("algorithm.update_to_data", _ratio),
+    ("algorithm.auto_entropy_tuning", lambda r: r("algorithm.entropy_tuning.alpha_type", "softplus") != "fixed_alpha"),
+    ("algorithm.initial_alpha", "algorithm.entropy_tuning.initial_alpha"),
+    ("algorithm.target_entropy", "algorithm.entropy_tuning.target_entropy"),
+    ("algorithm.alpha_lr", "algorithm.entropy_tuning.optim.lr"),
+    ("algorithm.backup_entropy", "algorithm.backup_entropy"),
+    ("algorithm.critic_actor_ratio", "algorithm.critic_actor_ratio"),
+    ("algorithm.target_update_freq", "algorithm.target_update_freq"),
+    ("algorithm.random_steps", lambda read: 0),  # RLinf's policy acts from the first step on
+    ("actor.optim.name", lambda read: "adam"),
+    ("actor.optim.lr", "actor.optim.lr"),
+    ("actor.optim.value_lr", "actor.critic_optim.lr"),
+    ("actor.optim.adam_beta1", "actor.optim.adam_beta1"),
+    ("actor.optim.adam_beta2", "actor.optim.adam_beta2"),
+    ("actor.optim.adam_eps", "actor.optim.adam_eps"),
+    ("actor.optim.clip_grad", "actor.optim.clip_grad"),
+]
+
+
+# The policy of embodied runs.
+
+
+def _model_type(read: Reading) -> str:
+    name = str(read("actor.model.model_type", "mlp_policy"))
+    sac = read.leaves.get("algorithm.loss_type") == "embodied_sac"
+    if name == "openpi" and str(read("actor.model.openpi.config_name", "pi0")).startswith("pi0_") and not sac:
+        read.leave("actor.model.model_path", "rlhpc's pi0 reads folders of its own format: openpi's weights do not fit")
+        return "pi0"
+    if name in _MODELS and not (sac and name != "mlp_policy"):
+        return "sac" if sac else _MODELS[name]
+    read.leave(
+        "actor.model.model_type", f"rlhpc has no such policy: register yours as {name} (docs/how-to/add-model.md)"
+    )
+    return name
+
+
+def _is_mlp(read: Reading) -> bool:
+    return read.leaves.get("actor.model.model_type", "mlp_policy") == "mlp_policy"
+
+
+def _seeing(rule: str | Rule) -> Rule:
+    """Only of vision-language-action models."""
+
+    def seeing(read: Reading) -> Any:
+        if read.leaves.get("actor.model.model_type", "mlp_policy") in _FROM_NOTHING:
+            return NOTHING
+        return read(rule, NOTHING) if isinstance(rule, str) else rule(read)
+
+    return seeing
+
+
+def _policy_dtype(read: Reading) -> Any:
+    if not read("actor.model.is_lora", False):
+        return read.leave("actor.model.precision", "all weights are trained in float32; bfloat16 needs adapters")
+    return DTYPES.get(str(read("actor.model.precision", "32")), "float32")
+
+
+def _policy_options(read: Reading) -> Any:
+    if _is_mlp(read) and read.leaves.get("algorithm.loss_type") != "embodied_sac":
+        return {"actor_gain": 0.01414}
+    if read.leaves.get("actor.model.model_type") != "openpi":
+        return NOTHING
+    options = {
+        "num_steps": read("actor.model.num_steps") or read("actor.model.openpi.num_steps"),
+        "noise_level": read("actor.model.openpi.noise_level"),
+    }
+    return {name: value for name, value in options.items() if value is not None} or NOTHING
+
+
+POLICY: Rows = [
+    ("actor.training_backend", lambda read: "local" if read("actor.training_backend") else NOTHING),
+    ("actor.model.model_type", _model_type),
+    ("actor.model.hidden_sizes", lambda read: [256, 256, 256] if _is_mlp(read) else NOTHING),
+    (
+        "actor.model.log_std_init",
+        lambda r: -0.5 if _is_mlp(r) and r.leaves.get("algorithm.loss_type") in LOSSES else NOTHING,
+    ),
+    ("actor.model.num_action_chunks", "actor.model.num_action_chunks"),
+    (
+        "actor.model.value_per_action",
+        lambda read: (
+            True
+            if not _is_grpo(read)
+            and read.leaves.get("algorithm.reward_type") == "action_level"
+            and int(read.leaves.get("actor.model.num_action_chunks") or 1) > 1
+            else NOTHING
+        ),
+    ),
+    ("actor.model.kwargs", _policy_options),
+    ("actor.model.add_value_head", _seeing("actor.model.add_value_head")),
+    ("actor.model.model_path", _seeing("actor.model.model_path")),
+    ("actor.model.dtype", _seeing(_policy_dtype)),
+    ("actor.model.gradient_checkpointing", _seeing("actor.fsdp_config.gradient_checkpointing")),
+    ("actor.model.attn_implementation", _seeing("actor.model.attn_implementation")),
+    (
+        "actor.lora.rank",
+        _seeing(lambda read: int(read("actor.model.lora_rank", 32)) if read("actor.model.is_lora", False) else NOTHING),
+    ),
+]

@@ -1,0 +1,27 @@
+"""What RLinf calls things, in all kinds of its runs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from rlhpc.config.foreign.rules import NOTHING, Reading, Rule
+
+LOSSES = {"actor_critic": "ppo", "actor": "ppo", "decoupled_actor_critic": "decoupled_ppo"}
+ADVANTAGES = {"gae": "gae", "grpo": "grpo", "raw": "raw", "reinpp": "reinforce++"}
+DTYPES = {"32": "float32", "fp32": "float32", "bf16": "bfloat16", "16": "float16", "fp16": "float16"}
+
+
+def choice(key: str, known: Mapping[str, Any], why: str = "") -> Rule:
+    """A value by its name; another one stays as it is, for a part that is registered under it."""
+
+    def rule(read: Reading) -> Any:
+        value = read(key)
+        if value is None:
+            return NOTHING
+        if str(value).lower() not in known:
+            read.leave(key, why or f"rlhpc has no {value}; register one of that name, or choose another")
+            return value
+        return known[str(value).lower()]
+
+    return rule
