@@ -72,6 +72,7 @@ _PARTS = {
     "Channels": ("Channel…", "QueueFull", "QueueEmpty"),
     "Session": ("Session",),
     "Configuration": ("load_config",),
+    "Policies": ("load_exported",),
     "Roles and runner": ("EmbodiedActor", "MultiStepRolloutWorker", "EnvWorker", "EmbodiedRunner…"),
     "A trained policy": ("load_exported",),
 }  # fmt: skip
