@@ -22,7 +22,7 @@ _HOMES = {
     ],
     "rlhpc.runtime.worker": ["Worker"],
     "rlhpc.runtime.group": ["WorkerGroup", "Handle"],
-    "rlhpc.runtime.comm.channel": ["Channel", "QueueFull", "QueueEmpty"],
+    "rlhpc.runtime.channel": ["Channel", "QueueFull", "QueueEmpty"],
     "rlhpc.runtime.session": ["Session"],
     "rlhpc.config": ["load_config"],
     "rlhpc.embodied.export": ["load_exported"],
@@ -33,8 +33,8 @@ _HOME_OF = {name: module for module, names in _HOMES.items() for name in names}
 __all__ = sorted(_HOME_OF)
 
 if TYPE_CHECKING:
+    from rlhpc.runtime.channel import Channel as Channel
     from rlhpc.runtime.cluster import Cluster as Cluster
-    from rlhpc.runtime.comm.channel import Channel as Channel
     from rlhpc.runtime.worker import Worker as Worker
 
 

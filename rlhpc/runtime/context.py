@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from rlhpc.runtime.errors import RendezvousTimeout, StaleGeneration
+from rlhpc.runtime.errors import RendezvousTimeout, RlhpcError, StaleGeneration
 from rlhpc.runtime.registry import Registry
 from rlhpc.runtime.scratch import host_id
 
@@ -89,10 +89,11 @@ def installed() -> Context | None:
 
 
 def current() -> Context:
-    """This process's context; in a process that belongs to no run yet, starts a session as its driver."""
-    if _current is None:
-        from rlhpc.runtime.session import Session
+    """This process's context.
 
-        Session.current()
-    assert _current is not None
+    Raises:
+        RlhpcError: It belongs to no run yet.
+    """
+    if _current is None:
+        raise RlhpcError("this process belongs to no run yet: launch a group or create a channel first")
     return _current

@@ -10,6 +10,7 @@ from rlhpc.runtime import context as contexts
 from rlhpc.runtime.errors import ConfigError
 from rlhpc.runtime.placement import NodePlacementStrategy
 from rlhpc.runtime.rpc import Handle, RpcClient
+from rlhpc.runtime.session import Session
 
 if TYPE_CHECKING:
     from rlhpc.runtime.cluster import Cluster
@@ -20,8 +21,6 @@ _clients: dict[int, RpcClient] = {}
 
 def _client() -> RpcClient:
     """The calling process's RPC client: the driver session's, or one of its own in a worker that attaches."""
-    from rlhpc.runtime.session import Session
-
     session = Session.running()
     if session is not None:
         return session.rpc
@@ -81,8 +80,6 @@ class WorkerGroup:
             RendezvousTimeout: Names the ranks that are missing, their nodes and logs.
             WorkerFailed: A constructor raised.
         """
-        from rlhpc.runtime.session import Session
-
         self.name = name or self._cls.__name__
         strategy = placement_strategy or NodePlacementStrategy([0])
         session = Session.current()
@@ -104,8 +101,6 @@ class WorkerGroup:
 
     def relaunch(self) -> WorkerGroup:
         """Starts the ranks that have ended once more, in the same place; follow with `wait_ready`."""
-        from rlhpc.runtime.session import Session
-
         if self._cluster is None:
             raise ConfigError(f"group {self.name or self._cls.__name__!r} was never launched here")
         session = Session.current()
@@ -178,8 +173,6 @@ class WorkerGroup:
 
         Harmless on a group that has ended or failed; on an attached group it only lets go.
         """
-        from rlhpc.runtime.session import Session
-
         session = Session.running()
         if self._members and session is not None:
             session.shutdown_group(self.name, self._members, grace)

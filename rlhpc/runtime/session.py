@@ -617,6 +617,11 @@ class Session:
         atexit.unregister(self.stop)
 
 
+def here() -> contexts.Context:
+    """This process's context; a process that belongs to no run yet becomes the driver of one."""
+    return contexts.installed() or Session.start().context
+
+
 def _by_group(members: Sequence[Member]) -> dict[str, list[dict[str, Any]]]:
     """The members' records; a call goes to ranks of one group."""
     found: dict[str, list[dict[str, Any]]] = {}

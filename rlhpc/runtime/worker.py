@@ -6,16 +6,15 @@ import logging
 import os
 from typing import TYPE_CHECKING, Any
 
+from rlhpc.runtime.channel import Channel
 from rlhpc.runtime.comm import p2p
 from rlhpc.runtime.comm.background import AsyncWork, in_background
-from rlhpc.runtime.comm.channel import Channel
 from rlhpc.runtime.comm.collectives import Collectives
+from rlhpc.runtime.group import WorkerGroup
 from rlhpc.runtime.spec import WorkerSpec
 
 if TYPE_CHECKING:
     import torch
-
-    from rlhpc.runtime.group import WorkerGroup
 
 _spec: WorkerSpec | None = None
 
@@ -62,8 +61,6 @@ class Worker:
     @classmethod
     def create_group(cls, *args: Any, **kwargs: Any) -> WorkerGroup:
         """A group of this class; `args` and `kwargs` go to each rank's constructor. Follow with `.launch(...)`."""
-        from rlhpc.runtime.group import WorkerGroup
-
         return WorkerGroup(cls, args, kwargs)
 
     @classmethod

@@ -27,7 +27,7 @@ from rlhpc.jobs.signals import StopRequest
 from rlhpc.metrics import PhaseTimers
 from rlhpc.runs.folder import RunFolder, note
 from rlhpc.runs.runner import Runner
-from rlhpc.runtime.comm.channel import Channel
+from rlhpc.runtime.channel import Channel
 
 #: Training episodes that `train/episode_return` averages over.
 WINDOW = 100

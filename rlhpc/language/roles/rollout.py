@@ -32,7 +32,7 @@ from rlhpc.language.rewards import Sample, make_reward
 from rlhpc.language.rewards.pool import Scored
 from rlhpc.language.roles.prompts import GROUPS, VERSIONS, Group, PromptMap, seed_of
 from rlhpc.runs.device import own_device, seed_process
-from rlhpc.runtime.comm.channel import QueueEmpty
+from rlhpc.runtime.channel import QueueEmpty
 from rlhpc.runtime.errors import DeadlineExceeded
 from rlhpc.runtime.worker import Worker
 from rlhpc.training.zero_config import deepspeed_config

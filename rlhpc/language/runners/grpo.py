@@ -16,7 +16,7 @@ from rlhpc.language.roles.prompts import PromptMap
 from rlhpc.metrics import PhaseTimers
 from rlhpc.runs.folder import RunFolder, note
 from rlhpc.runs.runner import Runner
-from rlhpc.runtime.comm.channel import Channel
+from rlhpc.runtime.channel import Channel
 
 #: What the rollout ranks sum up of their samples, and a step of which all were left out lacks.
 _SUMS = (

@@ -19,6 +19,7 @@ from rlhpc.runtime.comm.service import DEFAULT_MAX_BYTES
 from rlhpc.runtime.comm.sockets import choose
 from rlhpc.runtime.context import Context, current
 from rlhpc.runtime.errors import ChannelError, RegistryError
+from rlhpc.runtime.session import here
 
 DEFAULT_KEY = "default_queue"
 _UNCONFIRMED = 64
@@ -61,7 +62,7 @@ class Channel:
             max_bytes: Bytes the channel may hold at each home before `put` blocks.
             home: The group whose ranks keep the keys; implies `distributed`.
         """
-        context = current()
+        context = here()
         if distributed or home:
             groups = [home] if home else context.group_names()
             homes = [
@@ -86,7 +87,7 @@ class Channel:
         Raises:
             ChannelError: It did not exist after `timeout` seconds.
         """
-        context = current()
+        context = here()
         try:
             record = context.registry.wait_for("channels", name, timeout, f"a Channel.create({name!r})", context.check)
         except RegistryError as error:
