@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import os
 import signal
 import subprocess
@@ -20,9 +19,9 @@ from rlhpc.jobs.paths import RunPaths
 from rlhpc.jobs.probes import ProcessId, SlurmProbe
 from rlhpc.jobs.requeue import end_steps, requeue_without
 from rlhpc.jobs.signals import EXIT_REQUEUE, MAX_RESTARTS
+from rlhpc.runtime.parents import die_with_parent
 
 _POLL_S = 0.1
-_PR_SET_PDEATHSIG = 1
 #: The command line prints every error for the user behind this.
 ERROR_PREFIX = "rlhpc: error:"
 
@@ -295,7 +294,5 @@ def _size(path: Path) -> int:
 
 def _in_driver(parent: int) -> None:
     """In the child, before exec: the driver saves and ends when its job is killed, and hears the signals again."""
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+    die_with_parent(parent, signal.SIGTERM)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGUSR2, signal.SIGTERM})
-    if os.getppid() != parent:
-        os._exit(128 + signal.SIGTERM)

@@ -6,10 +6,10 @@ import os
 from collections.abc import Mapping
 
 from rlhpc.jobs.probes import JobState, SlurmProbe
-from rlhpc.runtime.allocation import in_slurm_job
+from rlhpc.runtime.allocation import in_slurm_job, steps_possible
 from rlhpc.runtime.cluster import Cluster
 from rlhpc.runtime.errors import ConfigError
-from rlhpc.runtime.steps import own_address, steps_possible
+from rlhpc.runtime.network import own_address
 
 
 def require_live_allocation(environ: Mapping[str, str] = os.environ) -> None:

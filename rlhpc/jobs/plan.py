@@ -16,7 +16,7 @@ from rlhpc.runtime.cluster import WITHOUT_ACCELERATORS, Cluster, read_key
 from rlhpc.runtime.errors import ConfigError
 from rlhpc.runtime.import_paths import run_module
 from rlhpc.runtime.placement import HybridComponentPlacement, Placement
-from rlhpc.runtime.steps import step_words
+from rlhpc.runtime.starters.commands import Step, job_steps
 
 LAUNCHERS = ("auto", "slurm", "local")
 #: Keys of a node group that become sbatch options of the same name, in the order they are written.
@@ -46,25 +46,6 @@ class JobComponent:
         """The component's part of the batch script."""
         first = ("#SBATCH hetjob",) if self.index else ()
         return (*first, *(f"#SBATCH --{name}={value}" for name, value in self.options))
-
-
-@dataclass(frozen=True)
-class Step:
-    """What starts a worker group, or its part in one component of the job.
-
-    Attributes:
-        group: Name of the worker group.
-        component: Component that it runs on.
-        ranks: Ranks of the group, in the order of the step's tasks.
-        hosts: Node of each rank: the lines of the file that `SLURM_HOSTFILE` names.
-        argv: The command.
-    """
-
-    group: str
-    component: int
-    ranks: tuple[int, ...]
-    hosts: tuple[str, ...]
-    argv: tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -155,12 +136,10 @@ def build_plan(cfg: Any, cluster: Cluster | None = None, *, launcher: str = "aut
     steps: list[Step] = []
     for group, ranks in placements.items():
         interpreter = cluster.node_group(ranks[0].node_group).python_interpreter
-        for component in components:
-            mine = [p for p in ranks if owner[p.node_rank] == component.index]
-            if mine and launcher == "slurm":
-                steps.append(_srun(group, mine, component, len(components), cluster, nodes))
-            elif mine:
-                steps.append(_local(group, mine, nodes, interpreter))
+        if launcher == "slurm":
+            steps += job_steps(group, ranks, cluster, [n.component for n in nodes], names, interpreter)
+        else:
+            steps.append(_local(group, ranks, names, interpreter))
     name = str(read_key(read_key(cfg, "runner"), "name", "run"))
     warnings = tuple(_oversubscribed(nodes, placements))
     beside = read_key(cfg, "workflow", {})
@@ -263,28 +242,10 @@ def _options(
     return (*options, *((k, v) for k, v in found.items() if v is not None))
 
 
-# -- steps ------------------------------------------------------------------------------------------------------------
-
-
-def _srun(
-    group: str,
-    ranks: Sequence[Placement],
-    component: JobComponent,
-    total: int,
-    cluster: Cluster,
-    nodes: Sequence[PlannedNode],
-) -> Step:
-    """A job step, in the words that the driver will use."""
-    interpreter = cluster.node_group(ranks[0].node_group).python_interpreter
-    argv, command = step_words(group, (component.index, total), ranks, cluster, interpreter)
-    hosts = tuple(nodes[p.node_rank].name for p in ranks)
-    return Step(group, component.index, tuple(p.rank for p in ranks), hosts, (*argv, *command))
-
-
-def _local(group: str, ranks: Sequence[Placement], nodes: Sequence[PlannedNode], interpreter: str | None) -> Step:
+def _local(group: str, ranks: Sequence[Placement], names: Sequence[str], interpreter: str | None) -> Step:
     """Ranks of this machine: forked from the driver's fork server, or started with an interpreter of their own."""
     module = "rlhpc.runtime.process" if interpreter else "rlhpc.runtime.forkserver"
-    hosts = tuple(nodes[p.node_rank].name for p in ranks)
+    hosts = tuple(names[p.node_rank] for p in ranks)
     return Step(group, 0, tuple(p.rank for p in ranks), hosts, tuple(run_module(module, python=interpreter)))
 
 

@@ -244,7 +244,7 @@ class Runner:
         """
         session = Session.running()
         newest = newest_valid(self.folder.paths, checksums=False).path
-        if session is None or not session.expendable or newest is None or self.stop.requested:
+        if session is None or not session.failures.expendable or newest is None or self.stop.requested:
             raise error
         step = int(newest.name.rpartition("_")[2])
         self._vain = self._vain + 1 if step <= self._recovered_from else 1

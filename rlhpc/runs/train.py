@@ -264,11 +264,11 @@ def _train(
             made.init_workers()
             # A submitted run goes on by itself after a failure; one at a terminal says so and ends.
             made.max_recoveries = int(os.environ.get(MAX_RESTARTS, "0"))
-            session.expendable = task.expendable if made.max_recoveries else frozenset()
-            session.independent = task.independent
+            session.failures.expendable = task.expendable if made.max_recoveries else frozenset()
+            session.failures.independent = task.independent
             session.interrupted = lambda: None
             result = made.run()
-            session.expendable = frozenset()
+            session.failures.expendable = frozenset()
             for group in groups.values():
                 group.shutdown()
         except Stopped as stopped:

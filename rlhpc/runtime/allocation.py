@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 import re
+import shutil
 import subprocess
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -159,6 +160,11 @@ def visible_accelerators(environ: Mapping[str, str], dev: Path = Path("/dev")) -
 def in_slurm_job(environ: Mapping[str, str]) -> bool:
     """Whether the variables are those of a Slurm allocation."""
     return bool(environ.get("SLURM_JOB_ID") and (environ.get("SLURM_JOB_NODELIST") or environ.get("SLURM_HET_SIZE")))
+
+
+def steps_possible() -> bool:
+    """Whether this process is in a Slurm job that lets it start job steps."""
+    return in_slurm_job(os.environ) and shutil.which("srun") is not None
 
 
 def slurm_nodes(environ: Mapping[str, str], *, ask: bool = False) -> list[Node]:

@@ -11,28 +11,30 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import cloudpickle
 
 from rlhpc.runtime.errors import UserError, WorkerFailed
 from rlhpc.runtime.spec import WorkerSpec
-from rlhpc.runtime.steps import JobStep
+
+if TYPE_CHECKING:
+    from rlhpc.runtime.starters import Starter
 
 _TAIL_BYTES = 16384
 
 
-@dataclass
+@dataclass(eq=False)
 class Member:
     """One rank as the driver sees it. `state`: starting, ready, stopping, ended."""
 
     spec: WorkerSpec
+    starter: Starter
     pid: int = 0
     state: str = "starting"
     record: dict[str, Any] = field(default_factory=dict)
     alive: float = field(default_factory=time.monotonic)
     suspect: bool = False
-    step: JobStep | None = None
 
 
 def all_in(state: str, members: Sequence[Member]) -> Callable[[], bool]:
@@ -75,6 +77,16 @@ def _telling(lines: list[str]) -> list[str]:
     at = next((at for at in range(fatal[-1], len(lines)) if lines[at].startswith("Current thread")), fatal[-1] + 1)
     frames = itertools.takewhile(str.strip, lines[at : at + 8])
     return [*lines[: fatal[-1]][-3:], lines[fatal[-1]], *frames]
+
+
+def said_before_its_log(member: Member) -> str:
+    """What a rank said that died before it had opened its log, as the end of a message; it is kept there."""
+    log_err = Path(member.spec.log_err)
+    with contextlib.suppress(OSError):
+        if log_err.exists():
+            return ""
+        log_err.write_text(member.starter.said(member) + "\n")
+    return tail(str(log_err))
 
 
 def death(spec: WorkerSpec, status: int, said: str = "") -> WorkerFailed:

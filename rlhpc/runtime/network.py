@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import fcntl
+import os
 import socket
 import struct
 import subprocess
 
+from rlhpc.runtime.allocation import slurm_nodes
 from rlhpc.runtime.errors import ConfigError
 
 _SIOCGIFADDR = 0x8915
@@ -82,3 +84,11 @@ def node_addresses(names: list[str], timeout_s: float = 30.0) -> dict[str, str]:
         if pairs.get("NodeName") in found and pairs.get("NodeAddr"):
             found[pairs["NodeName"]] = pairs["NodeAddr"]
     return found
+
+
+def own_address(interface: str | None) -> str | None:
+    """This host's address for the other hosts of its Slurm job; None where there are none."""
+    others = [node.name for node in slurm_nodes(os.environ) if not node.is_local]
+    if not others:
+        return None
+    return address_of(interface) if interface else address_towards(node_addresses(others[:1])[others[0]])

@@ -11,9 +11,9 @@ _PR_SET_CHILD_SUBREAPER = 36
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
-def die_with_parent(parent: int) -> None:
-    """Asks the kernel to kill this process when its parent dies; exits at once if that has happened already."""
-    _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+def die_with_parent(parent: int, number: int = signal.SIGKILL) -> None:
+    """Asks the kernel to send this process a signal when its parent dies; exits at once if that has happened already."""
+    _libc.prctl(_PR_SET_PDEATHSIG, number)
     if os.getppid() != parent:
         os._exit(1)
 

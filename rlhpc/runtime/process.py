@@ -251,7 +251,7 @@ def _task() -> WorkerSpec:
     from rlhpc.runtime.allocation import visible_accelerators
     from rlhpc.runtime.network import address_of, address_towards, interface_of
     from rlhpc.runtime.scratch import Scratch, remove_stale
-    from rlhpc.runtime.steps import end_with_input, own_devices, read_specs
+    from rlhpc.runtime.task import end_with_input, own_devices, read_specs
 
     stream = os.dup(0)
     spec = read_specs(stream)[int(os.environ["SLURM_PROCID"])]

@@ -98,6 +98,13 @@ class Scratch:
         """Those of its folders that do not lie in the one with the lock."""
         return tuple(folder for folder in self.folders[1:] if not folder.is_relative_to(self.sockets))
 
+    def free_memory(self) -> None:
+        """Unlinks all payload segments: for when no worker is left that could read them."""
+        for folder in (self.shm, self.spill):
+            with contextlib.suppress(FileNotFoundError):
+                for entry in os.scandir(folder):
+                    Path(entry.path).unlink(missing_ok=True)
+
     @classmethod
     def create(cls) -> Scratch:
         """Makes fresh folders, after removing those of dead sessions. Returns the scratch with its lock held.

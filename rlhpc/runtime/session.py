@@ -1,4 +1,4 @@
-"""Session: the driver's side of a run. It owns the generation, the fork server, the workers' lives and the first failure."""
+"""Session: the driver's side of a run. It owns the generation, the ranks' lives and the first failure."""
 
 from __future__ import annotations
 
@@ -6,40 +6,31 @@ import atexit
 import contextlib
 import logging
 import os
-import pickle
-import signal
-import subprocess
-import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rlhpc.runtime import context as contexts
-from rlhpc.runtime import wire
+from rlhpc.runtime.allocation import steps_possible
 from rlhpc.runtime.comm.service import Service
 from rlhpc.runtime.comm.sockets import choose
-from rlhpc.runtime.device import VIRTUAL
-from rlhpc.runtime.errors import (
-    PlacementError,
-    RendezvousTimeout,
-    RlhpcError,
-    StepFailed,
-    SubmitError,
-    WorkerFailed,
-)
-from rlhpc.runtime.forking import ForkServerProcess
-from rlhpc.runtime.import_paths import import_paths
+from rlhpc.runtime.errors import PlacementError, RendezvousTimeout, RlhpcError
+from rlhpc.runtime.failures import FailurePolicy, by_group
 from rlhpc.runtime.leases import TICK_S, Leases
-from rlhpc.runtime.members import Member, all_in, class_body, death, tail
+from rlhpc.runtime.members import Member, all_in, class_body, death, said_before_its_log
+from rlhpc.runtime.network import own_address
+from rlhpc.runtime.ranks import Ranks
 from rlhpc.runtime.registry import Keys, Registry
 from rlhpc.runtime.rpc import RpcClient, worker_failed
 from rlhpc.runtime.scratch import host_id
-from rlhpc.runtime.spec import WorkerSpec
-from rlhpc.runtime.steps import JobStep, clear_nodes, own_address, start_steps, steps_possible
+from rlhpc.runtime.spec import spec_of
+from rlhpc.runtime.starters import Starter
+from rlhpc.runtime.starters.forked import ForkedStarter, ForkServerProcess
+from rlhpc.runtime.starters.stepped import SteppedStarter
 from rlhpc.runtime.watch import RegistryWatch
 
 if TYPE_CHECKING:
@@ -48,10 +39,9 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-#: How long a step that srun was told to end may take before the controller is asked; and all of it before we go on without.
-_STEP_GRACE_S = 5.0
-_STEP_LIMIT_S = 15.0
 _SETTLE_S = 0.3
+#: How long ranks that were killed may take to be gone.
+_KILLED_S = 5.0
 #: A wait of the main thread looks so often whether this process was asked to end.
 _LOOK_S = 0.2
 
@@ -71,7 +61,6 @@ class Session:
     """
 
     _running: Session | None = None
-    _prewarmed: ForkServerProcess | None = None
 
     def __init__(
         self,
@@ -82,16 +71,13 @@ class Session:
         tcp_address: str | None = None,
         interface: str | None = None,
     ) -> None:
-        self.steps = steps_possible()
-        if tcp_address is None and self.steps:
+        steps = steps_possible()
+        if tcp_address is None and steps:
             tcp_address = own_address(interface)
         self.tcp_address, self.interface = tcp_address, interface
         # where ranks are job steps the fork server only clears up behind a driver that was killed
-        server, Session._prewarmed = Session._prewarmed or ForkServerProcess(None if self.steps else preload), None
-        self._fork_server = server
-        self.scratch, self._server, self._control = server.scratch, server.process, server.control
-        #: Of the fork server: it imports, it starts ranks, it has ended.
-        self._server_state = "importing"
+        server = ForkServerProcess.take(None if steps else preload)
+        self.scratch = server.scratch
         #: Called by all waits of this process; raises where somebody has asked it to end and there is nothing to save.
         self.interrupted: Callable[[], None] = lambda: None
         self._pid = os.getpid()
@@ -104,20 +90,12 @@ class Session:
         self.registry.save_keys(keys)
         self.log_dir = log_dir or self.scratch.sockets / "logs"
         self.log_dir.mkdir(parents=True, exist_ok=True)
-        self.members: dict[str, Member] = {}
-        self.failure: RlhpcError | None = None
-        #: The failure after which the session went on.
-        self._past: RlhpcError | None = None
+        self.ranks = Ranks(on_end=lambda name: self.service.consumer_died(name))
+        self.failures = FailurePolicy()
         self.leases = Leases(self.fail)
-        #: Groups whose failure leaves the others alive, see `recover`.
-        self.expendable: frozenset[str] = frozenset()
-        #: Those among them whose ranks do not need one another: one that dies leaves the rest of its group alive, too.
-        self.independent: frozenset[str] = frozenset()
-        self._lock = threading.RLock()
-        self._changed = threading.Condition(self._lock)
         self.service = Service(
             "driver", keys, self.scratch, tcp_address,
-            check=self.check, tick_s=TICK_S, on_tick=lambda _: self.leases.look(list(self.members.values())),
+            check=self.check, tick_s=TICK_S, on_tick=lambda _: self.leases.look(self.ranks.all()),
             on_note=self._note,
             on_broken=lambda error: self.fail(RlhpcError(f"the driver cannot be reached any more: {error}")),
         )  # fmt: skip
@@ -126,9 +104,8 @@ class Session:
             self.context.wait_deadline = wait_deadline
         contexts.install(self.context)
         self.rpc = RpcClient(self.context, self.fail, self.check)
-        self._control_lock = threading.Lock()
-        self._monitor = threading.Thread(target=self._watch, name="rlhpc-monitor", daemon=True)
-        self._monitor.start()
+        self._forked = ForkedStarter(server, self.log_dir, self)
+        self._stepped = SteppedStarter(self.log_dir, self.scratch, self) if steps else None
         self._registry_watch = RegistryWatch(self.registry, keys, self.fail)
         self.registry.put(
             "members", "driver", {"group": "driver", "rank": 0, "pid": self._pid, "node": os.uname().nodename,
@@ -140,17 +117,8 @@ class Session:
     @classmethod
     def prewarm(cls, preload: Sequence[str] = ()) -> None:
         """Starts the next session's fork server already, so that it imports while this process does other things."""
-        if cls._running is None and cls._prewarmed is None and not steps_possible():
-            cls._prewarmed = ForkServerProcess(preload)
-            atexit.unregister(cls._discard)
-            atexit.register(cls._discard, os.getpid())
-
-    @classmethod
-    def _discard(cls, owner: int) -> None:
-        """At the end of a process that has prewarmed and started no session."""
-        if cls._prewarmed is not None and owner == os.getpid():
-            cls._prewarmed.discard()
-            cls._prewarmed = None
+        if cls._running is None and not steps_possible():
+            ForkServerProcess.prewarm(preload)
 
     @classmethod
     def start(cls, **options: Any) -> Session:
@@ -171,123 +139,40 @@ class Session:
         """The session of this process; starts one in a process that has none."""
         return cls.running() or cls.start()
 
-    # -- what the fork server reports -----------------------------------------------------------------------------
+    @property
+    def failure(self) -> RlhpcError | None:
+        """The first failure, while nobody has recovered from it."""
+        return self.failures.first
 
-    def _tell(self, **message: Any) -> None:
-        with self._control_lock, contextlib.suppress(OSError):
-            wire.send(self._control, message)
+    @property
+    def members(self) -> dict[str, Member]:
+        """The ranks by name."""
+        return self.ranks.members
 
-    def _watch(self) -> None:
-        """The monitor thread: what the fork server reports."""
-        while (event := wire.receive(self._control)) is not None:
-            if event["event"] == "ready":
-                self._server_state = "serving"
-                continue
-            member = self.members.get(event["name"])
-            if member is None:
-                continue
-            if event["event"] == "started":
-                with self._changed:
-                    member.pid = event["pid"]
-                    self._changed.notify_all()
-            elif event["event"] == "refused":
-                self.fail(SubmitError(f"cannot start {event['name']} on {member.spec.node}: {event['error']}"))
-            elif event["event"] == "exit":
-                self._exited(member, event["status"])
-        with self._changed:
-            started = self._server_state == "serving"
-            self._server_state = "ended"
-            lost = [m for m in self.members.values() if m.step is None and m.state in ("starting", "ready")]
-            for member in self.members.values():
-                member.state = "ended"
-            self._changed.notify_all()
-        if lost:
-            self._server_lost(lost[0].spec, "and its workers with it" if started else "before it had started a rank")
+    # -- what the starters report ---------------------------------------------------------------------------------
 
-    def _server_lost(self, spec: WorkerSpec, what: str) -> None:
-        """There is no fork server any more, for which nobody but it can be blamed."""
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self._server.wait(1.0)  # it may be dying: its words are complete then
-        log_err, words = self._own_words("forkserver.err")
-        self.fail(WorkerFailed(
-            f"the fork server of node {spec.node} died, {what} (log {log_err}){words}", node=spec.node, log_path=str(log_err)
-        ))  # fmt: skip
+    def started(self, member: Member, pid: int) -> None:
+        """It has a process."""
+        self.ranks.started(member, pid)
 
-    def _own_words(self, name: str) -> tuple[Path, str]:
-        """What the fork server said, kept as a log of that name; and its last lines, as the end of a message."""
-        kept, said = self.log_dir / name, self._fork_server.words_file
-        with contextlib.suppress(OSError):
-            kept.write_bytes(said.read_bytes())
-        return kept, tail(str(said))
+    def exited(self, member: Member, status: int) -> None:
+        """Its process has ended, with this wait status."""
+        if self.ranks.ended([member]):
+            self.fail(death(member.spec, status, said_before_its_log(member)))
 
-    def _task_exited(self, spec: WorkerSpec, status: int) -> None:
-        """srun said that a rank ended badly."""
-        member = self.members.get(spec.name)
-        if member is not None and member.spec is spec:
-            self._exited(member, status)
-
-    def _step_ended(self, step: JobStep, code: int) -> None:
-        """srun has ended: so have all ranks of its step."""
-        with self._changed:
-            members = [m for m in self.members.values() if m.step is step]
-            lost = [m for m in members if m.state in ("starting", "ready")]
-            for member in members:
-                member.state = "ended"
-            self._changed.notify_all()
-        for member in members:
-            self.service.consumer_died(member.spec.name)
-        if not lost:
-            return
-        spec, words = lost[0].spec, step.last_words or "(it said nothing)"
-        who = f"{spec.group} (ranks {', '.join(str(m.spec.rank) for m in lost)})"
-        said = f"srun ended with exit code {code}:\n{words}\n  log: {step.log_err}"
-        if lost[0].record:
-            self.fail(WorkerFailed(
-                f"the job step of {who} on node {spec.node} ended; {said}{tail(spec.log_err)}",
-                group=spec.group, rank=spec.rank, node=spec.node, log_path=spec.log_err,
-            ))  # fmt: skip
-        else:
-            self.fail(
-                StepFailed(
-                    f"the job step of {who} did not start on node {spec.node}: {said}", group=spec.group, node=spec.node
-                )
-            )
-
-    def _exited(self, member: Member, status: int) -> None:
-        with self._changed:
-            expected = member.state in ("stopping", "ended")
-            member.state = "ended"
-            self._changed.notify_all()
-        self.service.consumer_died(member.spec.name)
-        if not expected:
-            self.fail(death(member.spec, status, self._said_before_its_log(member)))
-
-    def _said_before_its_log(self, member: Member) -> str:
-        """What a rank said that died before it had opened its log; it is kept there."""
-        log_err = Path(member.spec.log_err)
-        with contextlib.suppress(OSError):
-            if log_err.exists():
-                return ""
-            if member.step is None:
-                return self._own_words(log_err.name)[1]
-            log_err.write_text(member.step.last_words + "\n")
-        return tail(str(log_err))
+    def all_ended(self, members: Sequence[Member]) -> list[Member]:
+        """None of them can live any more; returns those for whom that is unexpected."""
+        return self.ranks.ended(members)
 
     # -- notes from workers ---------------------------------------------------------------------------------------
 
     def _note(self, note: dict[str, Any]) -> None:
-        member = self.members.get(note["name"])
-        if member is None or member.spec.incarnation != note["incarnation"]:
+        member = self.ranks.find(note["name"], note["incarnation"])
+        if member is None:
             return
         member.alive, member.suspect = time.monotonic(), False
         if note["note"] == "ready":
-            with self._changed:
-                member.record, member.pid = note["record"], note["pid"]
-                if member.state == "starting":
-                    member.state = "ready"
-                if member.step is not None and note["record"].get("step"):
-                    member.step.step_id = note["record"]["step"]
-                self._changed.notify_all()
+            self.ranks.arrived(member, note["pid"], note["record"])
         elif note["note"] == "failed":
             record = {"group": member.spec.group, "rank": member.spec.rank, "node": member.spec.node,
                       "pid": note["pid"], "log_err": member.spec.log_err}  # fmt: skip
@@ -297,48 +182,23 @@ class Session:
 
     def fail(self, failure: RlhpcError) -> None:
         """Records the first failure and stops all groups; later ones are its consequences and only logged."""
-        with self._changed:
-            if self.failure is not None:
+        with self.ranks.changed:
+            if not self.failures.take(failure):
                 log.debug("after the first failure: %s", failure)
                 return
-            self.failure = failure
-            spared = self._spared(failure)
-            doomed = [m for m in self.members.values() if m.spec.name not in spared]
-            alive = [m for m in doomed if m.state in ("starting", "ready")]
-            # a step ends with its last rank only: where one has ended already, the others are still to be stopped
-            kept = {m.step for m in self.members.values() if m.spec.name in spared}
-            steps = {m.step for m in doomed if m.step is not None and m.step.running} - kept
-            for member in doomed:
-                if member.state != "ended":
-                    member.state = "stopping"
-            self._changed.notify_all()
-        self._signal(alive, signal.SIGTERM)
-        for step in steps:
-            step.end()
-        for delay in (1.5, _STEP_GRACE_S):
-            timer = threading.Timer(delay, self._kill_rest, [steps if delay == _STEP_GRACE_S else set()])
-            timer.daemon = True
-            timer.start()
+            doomed = [self.members[name] for name in self.failures.doomed(failure, self.ranks.all())]
+            self.ranks.stopping(doomed)
+        for starter, members in _by_starter(doomed).items():
+            starter.end(members)
+            for delay in (starter.grace_s, 2 * starter.grace_s):  # again for those that had no process yet
+                timer = threading.Timer(delay, self._kill, [starter, members])
+                timer.daemon = True
+                timer.start()
         self.rpc.interrupt()
 
-    def _spared(self, failure: RlhpcError) -> set[str]:
-        """Ranks that may live on after a failure.
-
-        Those of the groups that nobody calls expendable, when one that is has failed; all that live, when what failed is
-        ranks of an independent group that have ended.
-        """
-        group = getattr(failure, "group", "")
-        if group not in self.expendable or not failure.restartable:
-            return set()
-        rank = getattr(failure, "rank", None)
-        alone = group in self.independent and any(
-            m.spec.rank == rank and m.state == "ended" for m in self.members.values() if m.spec.group == group
-        )
-        return {
-            m.spec.name
-            for m in self.members.values()
-            if (alone and m.state != "ended") or m.spec.group not in self.expendable
-        }
+    def _kill(self, starter: Starter, members: Sequence[Member]) -> None:
+        if self.failure is not None:
+            starter.kill(members)
 
     def recover(self, patience_s: float = 20.0) -> dict[str, list[int]]:
         """After the failure of an expendable group or of an independent rank: what failed has ended, the others are free.
@@ -353,18 +213,16 @@ class Session:
             RlhpcError: The failure itself, where it cannot be recovered from.
         """
         failure = self.failure
-        if failure is None or not self._spared(failure):
+        if failure is None or not self.failures.spared(failure, self.ranks.all()):
             raise failure or RlhpcError("nothing has failed")
         time.sleep(_SETTLE_S)  # what died together is reported one by one
-        self._await_all()
-        with self._changed:
-            gone = [m for m in self.members.values() if m.state == "ended"]
-            survivors = [m for m in self.members.values() if m.state == "ready"]
-        doomed = any(m.spec.group not in self.expendable for m in gone)
-        if doomed or not survivors or len(gone) + len(survivors) < len(self.members):
-            raise failure
-        self.failure = None
-        for name in {m.spec.group for m in self.members.values()}:
+        self.ranks.settle()
+        with self.ranks.changed:
+            if not self.failures.recoverable(self.ranks.all()):
+                raise failure
+            gone, survivors = [m for m in self.ranks.all() if m.state == "ended"], self.ranks.alive()
+            self.failures.first = None
+        for name in {m.spec.group for m in self.ranks.all()}:
             self.rpc.forget(name)
         for member in gone:
             self.registry.remove("members", member.spec.name)
@@ -372,29 +230,17 @@ class Session:
             for member in survivors:
                 self.service.peers.post(choose(member.record["data"]), b"ABORT", [])
             for command in ("\0idle", "\0resume"):  # nobody sends any more once all have answered the first
-                handles = [self.rpc.call(records, command, (), {}) for records in _by_group(survivors).values()]
+                handles = [self.rpc.call(records, command, (), {}) for records in _records(survivors)]
                 for handle in handles:
                     handle.wait(patience_s)
         except (RlhpcError, OSError) as error:
             log.warning("the ranks of %s are not free again: %s", {m.spec.group for m in survivors}, error)
-            self.expendable = frozenset()
+            self.failures.expendable = frozenset()
             if self.failure is None:
                 self.fail(failure)
             self.check()
             raise failure from error
-        groups = sorted({m.spec.group for m in gone})
-        return {group: sorted(m.spec.rank for m in gone if m.spec.group == group) for group in groups}
-
-    def _signal(self, members: Sequence[Member], number: int) -> None:
-        """To ranks that the fork server started."""
-        self._tell(op="kill", pids=[m.pid for m in members if m.pid and m.step is None], signal=number)
-
-    def _kill_rest(self, steps: set[JobStep]) -> None:
-        if self.failure is not None:
-            self._signal([m for m in self.members.values() if m.state == "stopping"], signal.SIGKILL)
-            for step in steps:
-                if step.running:
-                    step.kill()
+        return by_group(gone)
 
     def check(self) -> None:
         """Raises the first failure, once the groups have been stopped and their shared memory freed.
@@ -409,28 +255,10 @@ class Session:
         failure = self.failure
         if failure is None:
             return
-        self._await_all()
-        self._free_memory()
+        self.ranks.settle()
+        if not self.ranks.alive():
+            self.scratch.free_memory()  # now no worker is left that could read payloads
         raise failure
-
-    def _await_all(self) -> None:
-        limit = _STEP_LIMIT_S if any(m.step is not None for m in self.members.values()) else 4.0
-        with self._changed:
-            stopping = [m for m in self.members.values() if m.state != "ready"]
-        self._await_ended(stopping, limit)
-
-    def _await_ended(self, members: Sequence[Member], timeout: float) -> bool:
-        with self._changed:
-            return self._changed.wait_for(all_in("ended", members), timeout)
-
-    def _free_memory(self) -> None:
-        """Unlinks all payload segments; only when no worker is left that could read them."""
-        if any(m.state != "ended" for m in self.members.values()):
-            return
-        for folder in (self.scratch.shm, self.scratch.spill):
-            with contextlib.suppress(FileNotFoundError):
-                for entry in os.scandir(folder):
-                    Path(entry.path).unlink(missing_ok=True)
 
     # -- groups ---------------------------------------------------------------------------------------------------
 
@@ -444,144 +272,80 @@ class Session:
         fork: bool,
     ) -> list[Member]:
         """Starts a group's ranks. See `WorkerGroup.launch`."""
-        with self._changed:
+        with self.ranks.changed:
             if self.failure is not None:
-                self._await_all()
-                self._past, self.failure = self.failure, None
-            if any(m.spec.group == name and m.state != "ended" for m in self.members.values()):
+                self.ranks.settle()
+                self.failures.put_behind()
+            if self.ranks.alive(name):
                 raise PlacementError(f"a group named {name!r} is running already: give launch() another name")
-            self.members = {k: m for k, m in self.members.items() if m.state != "ended" and m.spec.group != name}
+            self.ranks.forget_ended(name)
         body, incarnation = class_body(payload), f"{time.time_ns():x}"
+        starter = self._stepped if self._stepped is not None and cluster.source == "slurm" else self._forked
+        sharing = Counter(p.node_rank for p in placements) + Counter(m.spec.node_rank for m in self.ranks.alive())
         started = []
-        alive = Counter(m.spec.node_rank for m in self.members.values() if m.state != "ended")
-        sharing = Counter(p.node_rank for p in placements) | alive
         for placement in placements:
-            spec = self._spec(name, body, placement, len(placements), sharing, cluster, env_vars, fork)
-            spec.incarnation = incarnation
-            member = Member(spec)
-            self.members[spec.name] = member
-            started.append(member)
+            spec = spec_of(
+                name, placement, len(placements), cluster, env_vars, sharing[placement.node_rank], self.log_dir,
+                registry=str(self.registry.root), token=self.scratch.token, body=body, incarnation=incarnation,
+                driver=self.service.endpoint, wait_deadline=self.context.wait_deadline, tcp_address=self.tcp_address,
+                interface=self.interface,
+            )  # fmt: skip
+            starter.prepare(spec, cluster.nodes[placement.node_rank], fork)
+            started.append(Member(spec, starter))
+        self.ranks.add(started)
         self.registry.put("groups", name, {"world_size": len(placements), "class": payload[0].__qualname__})
-        self._start(started, cluster)
+        starter.start(started, cluster)
         return started
 
     def relaunch(self, name: str, cluster: Cluster) -> list[Member]:
         """Starts the ranks of a group that have ended once more, where they were. See `WorkerGroup.relaunch`."""
-        with self._changed:
-            incarnation = f"{time.time_ns():x}"
-            ended = [m.spec for m in self.members.values() if m.spec.group == name and m.state == "ended"]
-            started = [Member(replace(spec, incarnation=incarnation)) for spec in ended]
-            self.members.update({member.spec.name: member for member in started})
-        self._start(started, cluster)
+        incarnation = f"{time.time_ns():x}"
+        ended = [m for m in self.ranks.all() if m.spec.group == name and m.state == "ended"]
+        started = [Member(replace(m.spec, incarnation=incarnation), m.starter) for m in ended]
+        self.ranks.add(started)
+        if started:
+            started[0].starter.start(started, cluster)
         return started
-
-    def _start(self, started: Sequence[Member], cluster: Cluster) -> None:
-        if self.steps and cluster.source == "slurm":
-            self._start_steps(started, cluster)
-        else:
-            if self._server_state == "ended":
-                with self._changed:
-                    for member in started:
-                        member.state = "ended"
-                self._server_lost(started[0].spec, "and can start no more ranks")
-                return
-            for member in started:
-                self._tell(op="start", spec=pickle.dumps(member.spec))
 
     def arrived(self, name: str, started: Sequence[Member], timeout: float) -> list[dict[str, Any]]:
         """Waits for a group's ranks; returns their records in rank order. See `WorkerGroup.launch`."""
         all_ready, deadline = all_in("ready", started), time.monotonic() + timeout
-        with self._changed:
+        with self.ranks.changed:
             while self.failure is None and not all_ready() and (left := deadline - time.monotonic()) > 0:
-                if self._past is not None and any(m.state == "ended" for m in started):
+                if self.failures.past is not None and any(m.state == "ended" for m in started):
                     break  # they failed before another group was launched
-                self._changed.wait(min(left, _LOOK_S))
+                self.ranks.changed.wait(min(left, _LOOK_S))
                 self.interrupted()
-        if self._past is not None and self.failure is None and any(m.state == "ended" for m in started):
-            self.fail(self._past)
+        if self.failures.past is not None and self.failure is None and any(m.state == "ended" for m in started):
+            self.fail(self.failures.past)
         self.check()
         missing = [m for m in started if m.state != "ready"]
         if missing:
             lines = [f"  {m.spec.name} on {m.spec.node} (pid {m.pid or '?'}, log {m.spec.log_err})" for m in missing]
-            said = {m.step.last_words for m in missing if m.step is not None and m.step.last_words}
-            lines += [f"  srun said: {words}" for words in sorted(said)]
-            failure = RendezvousTimeout(
-                f"{len(missing)} of {len(started)} ranks of {name!r} did not arrive in {timeout:.0f} s:\n"
-                + "\n".join(lines)
-            )
-            self.fail(failure)
+            lines += [f"  {line}" for line in missing[0].starter.late(missing)]
+            late = f"{len(missing)} of {len(started)} ranks of {name!r} did not arrive in {timeout:.0f} s:"
+            self.fail(RendezvousTimeout("\n".join([late, *lines])))
             self.check()
         return [m.record for m in started]
 
-    def _start_steps(self, started: Sequence[Member], cluster: Cluster) -> None:
-        try:
-            steps = start_steps([m.spec for m in started], cluster, self.log_dir, self._task_exited, self._step_ended)
-        except OSError as error:
-            self.fail(StepFailed(f"cannot start srun: {error}", node=started[0].spec.node))
-            return
-        owner = {id(spec): step for step in steps for spec in step.specs}
-        with self._changed:
-            for member in started:
-                member.step = owner[id(member.spec)]
-        for step in steps:  # only now can the session tell whose step ends
-            step.listen()
-
-    def _spec(
-        self,
-        name: str,
-        body: bytes,
-        placement: Placement,
-        world_size: int,
-        sharing: Mapping[int, int],
-        cluster: Cluster,
-        env_vars: dict[str, str],
-        fork: bool,
-    ) -> WorkerSpec:
-        node = cluster.nodes[placement.node_rank]
-        by_step = self.steps and cluster.source == "slurm"
-        if not node.is_local and not by_step:
-            raise SubmitError(
-                f"node {node.name} is not this machine: rank {placement.rank} of {name!r} needs a job step"
-            )
-        group = cluster.node_group(placement.node_group) if placement.node_group else None
-        env = {**(dict(group.env_vars or {}) if group else {}), **env_vars}
-        if cluster.source == "virtual":
-            env.setdefault(VIRTUAL, "1")
-        visible = node.visible_devices
-        if visible and not by_step:  # a step looks into the mask that it finds itself with
-            env.setdefault("CUDA_VISIBLE_DEVICES", ",".join(str(visible[i]) for i in placement.accelerators))
-        interpreter = (group.python_interpreter if group else None) or ("" if fork or by_step else sys.executable)
-        foreign = bool(group and group.python_interpreter)
-        stem = self.log_dir / f"{name}-{placement.rank}"
-        return WorkerSpec(
-            group=name, rank=placement.rank, world_size=world_size, node=node.name, node_rank=placement.node_rank,
-            local_rank=placement.local_rank, local_world_size=placement.local_world_size,
-            accelerators=tuple(placement.accelerators), registry=str(self.registry.root), token=self.scratch.token,
-            body=body, log_out=f"{stem}.out", log_err=f"{stem}.err", env=env,
-            sys_path=import_paths(foreign=foreign), cwd=os.getcwd(), threads=max(1, node.cpus // sharing[placement.node_rank]),
-            driver=self.service.endpoint, wait_deadline=self.context.wait_deadline, interpreter=interpreter,
-            tcp_address=self.tcp_address, interface=self.interface,
-        )  # fmt: skip
-
     def shutdown_group(self, name: str, started: Sequence[Member], grace: float) -> None:
         """Ends ranks of a group: asks, waits `grace` seconds, kills; those that are still starting are not waited for."""
-        with self._changed:
-            members = [m for m in started if self.members.get(m.spec.name) is m and m.state != "ended"]
+        with self.ranks.changed:
+            mine = set(started)
+            members = [m for m in self.ranks.alive(name) if m in mine]
             alive = [m.record for m in members if m.state == "ready"]
-            for member in members:
-                member.state = "stopping"
+            self.ranks.stopping(members)
         if alive and self.failure is None:
             self.rpc.call(alive, "\0exit", (), {})
-        if len(alive) < len(members):
-            self._signal([m for m in members if not m.record], signal.SIGTERM)
-        if not self._await_ended(members, grace):
-            steps = {m.step for m in members if m.step is not None}
-            for number, patience in ((signal.SIGTERM, 1.0 if not steps else _STEP_GRACE_S), (signal.SIGKILL, 5.0)):
-                self._signal([m for m in members if m.state != "ended"], number)
-                for step in steps:
-                    step.end() if number == signal.SIGTERM else step.kill()
-                if self._await_ended(members, patience):
+        if members:
+            starter = members[0].starter
+            starter.end([m for m in members if not m.record])
+            for act, patience in ((starter.end, starter.grace_s), (starter.kill, _KILLED_S)):
+                if self.ranks.await_ended(members, grace):
                     break
+                act(members)
+                grace = patience
+            self.ranks.await_ended(members, grace)
         self.rpc.forget(name)
         if self._registry_watch.mine():
             self.registry.remove("groups", name)
@@ -594,20 +358,16 @@ class Session:
             return
         Session._running = None
         self._registry_watch.stop()
-        if self._server_state == "importing" and not self.steps:
-            with self._changed:
-                for member in self.members.values():
-                    member.state = "stopping" if member.state == "starting" else member.state
-            self._server.kill()  # it has started nothing, and would look up from its imports much later
+        with self.ranks.changed:
+            unborn = [m for m in self.ranks.alive() if m.state == "starting"]
+            if self._forked.cut_short():
+                self.ranks.stopping(unborn)
         with contextlib.suppress(Exception):
-            for name in {m.spec.group for m in self.members.values() if m.state != "ended"}:
-                self.shutdown_group(name, [m for m in self.members.values() if m.spec.group == name], 2.0)
-        if self.failure is not None and self.tcp_address:
-            clear_nodes({m.step for m in self.members.values() if m.step is not None}, self.scratch)
-        self._tell(op="stop")
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self._server.wait(timeout=10)
-        self._control.close()
+            for name in {m.spec.group for m in self.ranks.alive()}:
+                self.shutdown_group(name, self.ranks.alive(name), 2.0)
+        for starter in (self._stepped, self._forked):
+            if starter is not None:
+                starter.close(clear=self.failure is not None and bool(self.tcp_address))
         self.rpc.close()
         self.service.stop()
         contexts.install(None)
@@ -622,9 +382,16 @@ def here() -> contexts.Context:
     return contexts.installed() or Session.start().context
 
 
-def _by_group(members: Sequence[Member]) -> dict[str, list[dict[str, Any]]]:
-    """The members' records; a call goes to ranks of one group."""
+def _by_starter(members: Sequence[Member]) -> dict[Starter, list[Member]]:
+    found: dict[Starter, list[Member]] = {}
+    for member in members:
+        found.setdefault(member.starter, []).append(member)
+    return found
+
+
+def _records(members: Sequence[Member]) -> list[list[dict[str, Any]]]:
+    """The members' records, those of a group together: a call goes to ranks of one group."""
     found: dict[str, list[dict[str, Any]]] = {}
     for member in members:
         found.setdefault(member.spec.group, []).append(member.record)
-    return found
+    return list(found.values())

@@ -2,7 +2,17 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rlhpc.runtime.device import VIRTUAL
+from rlhpc.runtime.import_paths import import_paths
+
+if TYPE_CHECKING:
+    from rlhpc.runtime.cluster import Cluster
+    from rlhpc.runtime.placement import Placement
 
 
 @dataclass
@@ -53,3 +63,39 @@ class WorkerSpec:
     @property
     def name(self) -> str:
         return f"{self.group}-{self.rank}"
+
+
+def spec_of(
+    group: str,
+    placement: Placement,
+    world_size: int,
+    cluster: Cluster,
+    env_vars: dict[str, str],
+    sharing: int,
+    log_dir: Path,
+    **common: Any,
+) -> WorkerSpec:
+    """What a rank is told.
+
+    Args:
+        group, placement, world_size: Which rank, and where it is.
+        cluster: The nodes.
+        env_vars: Environment variables; they go before those of its node group.
+        sharing: Ranks that share its node's cores.
+        log_dir: Where its logs go.
+        common: What is the same for all ranks of the session or the group.
+    """
+    node = cluster.nodes[placement.node_rank]
+    of = cluster.node_group(placement.node_group) if placement.node_group else None
+    env = {**(dict(of.env_vars or {}) if of else {}), **env_vars}
+    if cluster.source == "virtual":
+        env.setdefault(VIRTUAL, "1")
+    interpreter = of.python_interpreter if of else None
+    stem = log_dir / f"{group}-{placement.rank}"
+    return WorkerSpec(
+        group=group, rank=placement.rank, world_size=world_size, node=node.name, node_rank=placement.node_rank,
+        local_rank=placement.local_rank, local_world_size=placement.local_world_size,
+        accelerators=tuple(placement.accelerators), log_out=f"{stem}.out", log_err=f"{stem}.err", env=env,
+        sys_path=import_paths(foreign=bool(interpreter)), cwd=os.getcwd(), threads=max(1, node.cpus // sharing),
+        interpreter=interpreter or "", **common,
+    )  # fmt: skip

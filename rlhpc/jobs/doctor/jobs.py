@@ -26,7 +26,7 @@ from rlhpc.jobs.doctor.slurm import Group, Site, SlurmFacts, ask, parse_records,
 from rlhpc.runtime.device import VIRTUAL
 from rlhpc.runtime.import_paths import LEAVE_FOLDER
 from rlhpc.runtime.network import node_addresses
-from rlhpc.runtime.steps import step_environment
+from rlhpc.runtime.starters.commands import step_environment
 
 PACKAGES = ("rlhpc", "torch", "zmq", "submitit")
 _PATIENCE_S = 10.0

@@ -257,7 +257,8 @@ group = Probe.create_group().launch(Cluster.local(1, 0), NodePlacementStrategy([
 channel = Channel.create("c")
 channel.put(torch.zeros(1_000_000))
 pids = [f["pid"] for f in group.identity().wait()]
-print(Session.running().scratch.token, group._records[0]["pid"], Session.running()._server.pid, *pids, flush=True)
+session = Session.running()
+print(session.scratch.token, group._records[0]["pid"], session._forked.server.process.pid, *pids, flush=True)
 {end}
 """
 

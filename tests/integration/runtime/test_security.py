@@ -79,7 +79,7 @@ def test_a_zeromq_peer_with_another_key_gets_no_answer(launch):
 def test_no_tcp_port_is_open_on_one_host(session):
     import psutil
 
-    pids = [os.getpid(), session._server.pid, *(m.pid for m in session.members.values() if m.pid)]
+    pids = [os.getpid(), session._forked.server.process.pid, *(m.pid for m in session.members.values() if m.pid)]
     listening = [c for pid in pids for c in psutil.Process(pid).net_connections("inet") if c.status == "LISTEN"]
     assert listening == []
 

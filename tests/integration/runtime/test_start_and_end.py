@@ -144,10 +144,10 @@ def test_a_fork_server_that_still_imports_ends_with_its_driver(tmp_path: Path, h
     (tmp_path / "takes_long.py").write_text("import time\ntime.sleep(600)\n")
     end = "sys.exit(2)" if how == "refused" else "os.kill(os.getpid(), 9)"
     source = (
-        "import os, sys\nfrom rlhpc import Session\n"
+        "import os, sys\nfrom rlhpc import Session\nfrom rlhpc.runtime.starters.forked import ForkServerProcess\n"
         f"sys.path.insert(0, {str(tmp_path)!r})\n"
         "Session.prewarm(['takes_long'])\n"
-        "server = Session._prewarmed\n"
+        "server = ForkServerProcess._early\n"
         "print(server.process.pid, server.scratch.token, flush=True)\n"
         "sys.stdin.readline()\n" + end
     )

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 import sys
-from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,7 +15,10 @@ from rlhpc.config import load_config
 from rlhpc.jobs.plan import Plan, build_plan, job_options, minutes_of, render_plan
 from rlhpc.runtime.cluster import Cluster
 from rlhpc.runtime.errors import ConfigError, PlacementError
-from rlhpc.runtime.steps import start_steps
+from rlhpc.runtime.members import Member
+from rlhpc.runtime.spec import spec_of
+from rlhpc.runtime.starters.commands import Step
+from rlhpc.runtime.starters.stepped import SteppedStarter
 
 GOLDEN = Path(__file__).parent / "golden"
 QUICKSTART = Path(__file__).parents[3] / "configs" / "quickstart.yaml"
@@ -100,26 +103,30 @@ def test_inside_the_allocation() -> None:
 def test_what_is_planned_is_what_starts(more: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The steps of a plan made without Slurm are those that the driver starts in the job that the plan asked for."""
 
-    @dataclass
-    class Spec:
-        group: str
-        node_rank: int
-        accelerators: tuple[int, ...]
-        interpreter: str
-
     class Recorded:
-        def __init__(self, specs: list[Spec], place: Any, argv: list[str], command: list[str], *more: Any) -> None:
-            started.append((specs[0].group, place[0], (*argv, *command)))
+        running = True
 
-    started: list[tuple[str, int, tuple[str, ...]]] = []
-    monkeypatch.setattr("rlhpc.runtime.steps.JobStep", Recorded)
+        def __init__(self, planned: Step, members: list[Member], *more: Any) -> None:
+            self.members = members
+            started.append(planned)
+
+        def listen(self) -> None:
+            pass
+
+    started: list[Step] = []
+    monkeypatch.setattr("rlhpc.runtime.starters.stepped.JobStep", Recorded)
     section = {**HET, **more}
     cluster = Cluster(section, environ=HET_JOB)
+    nobody: Any = SimpleNamespace(exited=None)
+    starter = SteppedStarter(tmp_path, nobody, nobody)
     for group, ranks in plan(section, cluster=cluster).placements.items():
-        interpreter = cluster.node_group(ranks[0].node_group).python_interpreter or ""
-        specs: Any = [Spec(group, rank.node_rank, rank.accelerators, interpreter) for rank in ranks]
-        start_steps(specs, cluster, tmp_path, lambda *_: None, lambda *_: None)
-    assert started == [(step.group, step.component, step.argv) for step in plan(section).steps]
+        specs = [
+            spec_of(group, rank, len(ranks), cluster, {}, 1, tmp_path, registry="", token="", body=b"")
+            for rank in ranks
+        ]
+        starter.start([Member(spec, starter) for spec in specs], cluster)
+    assert started == list(plan(section, cluster=cluster).steps)
+    assert [step.argv for step in started] == [step.argv for step in plan(section).steps]
 
 
 def test_cores_of_the_whole_cluster() -> None:

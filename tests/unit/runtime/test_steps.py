@@ -22,7 +22,9 @@ from rlhpc.runtime.errors import (
     WorkerFailed,
 )
 from rlhpc.runtime.spec import WorkerSpec
-from rlhpc.runtime.steps import own_devices, step_environment, task_status
+from rlhpc.runtime.starters.commands import step_environment
+from rlhpc.runtime.starters.stepped import task_status
+from rlhpc.runtime.task import own_devices
 
 
 def test_the_steps_environment() -> None:

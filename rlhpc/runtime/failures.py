@@ -1,0 +1,83 @@
+"""What a failure means: which one is the first, who may live on after it, what can be started again. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass
+from typing import Protocol
+
+from rlhpc.runtime.errors import RlhpcError
+from rlhpc.runtime.spec import WorkerSpec
+
+
+class Rank(Protocol):
+    """What counts of a rank: who it is, and whether it is starting, ready, stopping or ended."""
+
+    @property
+    def spec(self) -> WorkerSpec: ...
+    @property
+    def state(self) -> str: ...
+
+
+@dataclass
+class FailurePolicy:
+    """The failures of a session.
+
+    Attributes:
+        expendable: Groups whose failure leaves the others alive.
+        independent: Those among them whose ranks do not need one another: one that dies leaves the rest of its group alive.
+        first: The failure that all the others follow from; None while nothing has failed.
+        past: The failure after which the session went on.
+    """
+
+    expendable: frozenset[str] = frozenset()
+    independent: frozenset[str] = frozenset()
+    first: RlhpcError | None = None
+    past: RlhpcError | None = None
+
+    def take(self, failure: RlhpcError) -> bool:
+        """Whether it is the first; a later one is its consequence."""
+        if self.first is not None:
+            return False
+        self.first = failure
+        return True
+
+    def put_behind(self) -> None:
+        """New groups are launched: what failed did so before them."""
+        if self.first is not None:
+            self.past, self.first = self.first, None
+
+    def spared(self, failure: RlhpcError, ranks: Collection[Rank]) -> set[str]:
+        """Names of the ranks that may live on.
+
+        Those of the groups that nobody calls expendable, when one that is has failed; all that live, when what failed is a
+        rank of an independent group that has ended.
+        """
+        group, rank = getattr(failure, "group", ""), getattr(failure, "rank", None)
+        if group not in self.expendable or not failure.restartable:
+            return set()
+        alone = group in self.independent and any(
+            r.spec.rank == rank and r.state == "ended" for r in ranks if r.spec.group == group
+        )
+        return {r.spec.name for r in ranks if (alone and r.state != "ended") or r.spec.group not in self.expendable}
+
+    def doomed(self, failure: RlhpcError, ranks: Collection[Rank]) -> set[str]:
+        """Names of the ranks that end with it."""
+        return {r.spec.name for r in ranks} - self.spared(failure, ranks)
+
+    def recoverable(self, ranks: Collection[Rank]) -> bool:
+        """Once those that had to end have ended: whether the run can go on with the others.
+
+        All that are gone must be expendable, somebody must be left, and nobody in between.
+        """
+        states = [r.state for r in ranks]
+        gone = {r.spec.group for r in ranks if r.state == "ended"}
+        return gone <= self.expendable and "ready" in states and {*states} <= {"ended", "ready"}
+
+
+def by_group(ranks: Iterable[Rank]) -> dict[str, list[int]]:
+    """Rank numbers of each group, both in order."""
+    found: dict[str, list[int]] = {}
+    for r in sorted(ranks, key=lambda r: (r.spec.group, r.spec.rank)):
+        found.setdefault(r.spec.group, []).append(r.spec.rank)
+    return found

@@ -1,0 +1,240 @@
+"""Ranks as tasks of job steps: in a Slurm job, on all of its nodes."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import signal
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rlhpc.runtime.allocation import expand_range
+from rlhpc.runtime.errors import ConfigError, StepFailed, WorkerFailed
+from rlhpc.runtime.import_paths import python_path
+from rlhpc.runtime.members import Member, tail
+from rlhpc.runtime.parents import die_with_parent
+from rlhpc.runtime.starters import Reports
+from rlhpc.runtime.starters.commands import Step, clearing_step, job_steps, step_environment
+from rlhpc.runtime.task import for_input
+
+if TYPE_CHECKING:
+    from rlhpc.runtime.cluster import Cluster, Node
+    from rlhpc.runtime.scratch import Scratch
+    from rlhpc.runtime.spec import WorkerSpec
+
+_ENDED = re.compile(r"^srun: error: (\S+?): tasks? ([\d,\- ]+): (.*)$")
+_SIGNALS = {signal.strsignal(number): number for number in range(1, 32)}
+_KEPT_LINES = 40
+
+
+def task_status(words: str) -> int | None:
+    """Wait status of a task from what srun says of it: `Killed`, `Exited with exit code 3`, `Segmentation fault (core
+    dumped)`; None where it says nothing of the kind."""
+    text = words.strip()
+    if match := re.match(r"Exited with exit code (\d+)", text):
+        return int(match[1]) << 8
+    if text.lower().startswith("out of memory"):
+        return int(signal.SIGKILL)
+    return _SIGNALS.get(text.removesuffix("(core dumped)").strip())
+
+
+class SteppedStarter:
+    """Starts a group as one srun for each component of the job that it has ranks on.
+
+    Args:
+        log_dir: Where the steps' own logs go.
+        scratch: The session's folders on each node.
+        reports: Takes what becomes of the ranks.
+    """
+
+    #: How long a step that srun was told to end may take before the controller is asked; and all of it.
+    grace_s = 5.0
+    limit_s = 15.0
+
+    def __init__(self, log_dir: Path, scratch: Scratch, reports: Reports) -> None:
+        self._log_dir, self._scratch, self._reports = log_dir, scratch, reports
+        self._steps: dict[str, JobStep] = {}
+        self._components = 1
+
+    def prepare(self, spec: WorkerSpec, node: Node, fork: bool) -> None:
+        """Nothing is missing: a task looks into the device mask that it finds itself with, and is never forked."""
+
+    def start(self, members: Sequence[Member], cluster: Cluster) -> None:
+        components = [node.het_group or 0 for node in cluster.nodes]
+        self._components = len(set(components))
+        of = {member.spec.rank: member for member in members}
+        spec = members[0].spec
+        steps = []
+        try:
+            for planned in job_steps(
+                spec.group, [member.spec for member in members], cluster, components,
+                [node.name for node in cluster.nodes], spec.interpreter or None,
+            ):  # fmt: skip
+                name = f"{spec.group}-{planned.component}" if self._components > 1 else spec.group
+                step = JobStep(
+                    planned, [of[rank] for rank in planned.ranks], self._log_dir / f"{name}.step.err",
+                    self._reports.exited, self._ended,
+                )  # fmt: skip
+                steps.append(step)
+        except OSError as error:
+            self._reports.fail(StepFailed(f"cannot start srun: {error}", node=spec.node))
+            return
+        self._steps = {name: step for name, step in self._steps.items() if step.running}
+        for step in steps:
+            self._steps.update({member.spec.name: step for member in step.members})
+        for step in steps:  # only now can it be told whose step ends
+            step.listen()
+
+    def _ended(self, step: JobStep, code: int) -> None:
+        """srun has ended: so have all ranks of its step."""
+        lost = self._reports.all_ended(step.members)
+        if not lost:
+            return
+        spec, words = lost[0].spec, step.last_words or "(it said nothing)"
+        who = f"{spec.group} (ranks {', '.join(str(m.spec.rank) for m in lost)})"
+        said = f"srun ended with exit code {code}:\n{words}\n  log: {step.log_err}"
+        if lost[0].record:
+            self._reports.fail(WorkerFailed(
+                f"the job step of {who} on node {spec.node} ended; {said}{tail(spec.log_err)}",
+                group=spec.group, rank=spec.rank, node=spec.node, log_path=spec.log_err,
+            ))  # fmt: skip
+        else:
+            words = f"the job step of {who} did not start on node {spec.node}: {said}"
+            self._reports.fail(StepFailed(words, group=spec.group, node=spec.node))
+
+    def _of(self, members: Sequence[Member]) -> set[JobStep]:
+        """The steps that are these members' alone: one ends with its last rank only."""
+        steps = {step for m in members if (step := self._steps.get(m.spec.name)) is not None and step.running}
+        mine = set(members)
+        return {step for step in steps if all(m in mine or m.state == "ended" for m in step.members)}
+
+    def end(self, members: Sequence[Member]) -> None:
+        for step in self._of(members):
+            step.end()
+
+    def kill(self, members: Sequence[Member]) -> None:
+        for step in self._of(members):
+            step.kill()
+
+    def said(self, member: Member) -> str:
+        step = self._steps.get(member.spec.name)
+        return step.last_words if step is not None else ""
+
+    def late(self, members: Sequence[Member]) -> list[str]:
+        return [f"srun said: {words}" for words in sorted({self.said(member) for member in members}) if words]
+
+    def close(self, clear: bool) -> None:
+        """Removes the session's folders on nodes where ranks were killed before they could do so themselves."""
+        nodes: dict[int, set[str]] = {}
+        for step in set(self._steps.values()) if clear else ():
+            nodes.setdefault(step.planned.component, set()).update(step.planned.hosts)
+        for component, names in nodes.items():
+            argv = clearing_step(component, self._components, names, list(map(str, self._scratch.folders)))
+            with contextlib.suppress(OSError, subprocess.TimeoutExpired):
+                subprocess.run(
+                    argv, env=step_environment(os.environ), stdin=subprocess.DEVNULL, capture_output=True, timeout=10
+                )
+
+
+class JobStep:
+    """One srun and the ranks that it runs.
+
+    Args:
+        planned: What is run, and where.
+        members: Its ranks, in the order of the tasks.
+        log_err: File for what srun and a rank that has not opened its own log say.
+        on_exit: Called with (member, wait status) when a task ended otherwise than with exit code 0.
+        on_end: Called with srun's exit code when the step is over.
+    """
+
+    def __init__(
+        self,
+        planned: Step,
+        members: Sequence[Member],
+        log_err: Path,
+        on_exit: Callable[[Member, int], None],
+        on_end: Callable[[JobStep, int], None],
+    ) -> None:
+        self.planned, self.members, self.log_err = planned, list(members), log_err
+        self._on_exit, self._on_end = on_exit, on_end
+        self._said: list[str] = []
+        self._hosts = log_err.with_suffix(f".{time.time_ns():x}.hosts")
+        self._hosts.write_text("".join(f"{host}\n" for host in planned.hosts))
+        environment = {**step_environment(os.environ), "SLURM_HOSTFILE": str(self._hosts)}
+        environment["PYTHONPATH"] = python_path(foreign=bool(members[0].spec.interpreter))
+        environment["OMP_NUM_THREADS"] = str(members[0].spec.threads)
+        environment.setdefault("GOMP_SPINCOUNT", "1000")  # as the fork server has it
+        # of its component: in a task SLURM_JOB_ID is the whole job's, which this step is not one of
+        job = os.environ.get(f"SLURM_JOB_ID_HET_GROUP_{planned.component}") or os.environ.get("SLURM_JOB_ID", "")
+        environment["RLHPC_STEP_JOB"] = job
+        parent = os.getpid()
+        self.process = subprocess.Popen(
+            planned.argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+            env=environment, start_new_session=True, preexec_fn=lambda: die_with_parent(parent, signal.SIGTERM),
+        )  # fmt: skip
+        threading.Thread(target=self._feed, name=f"rlhpc-srun-{planned.group}", daemon=True).start()
+
+    def listen(self) -> None:
+        """Begins to report what happens to the step."""
+        threading.Thread(target=self._listen, name=f"rlhpc-srun-{self.planned.group}", daemon=True).start()
+
+    def _feed(self) -> None:
+        """Tells the ranks what to do; the pipe stays open after that."""
+        assert self.process.stdin is not None
+        with contextlib.suppress(OSError):
+            self.process.stdin.write(for_input([member.spec for member in self.members]))
+            self.process.stdin.flush()
+
+    def _listen(self) -> None:
+        assert self.process.stdout is not None
+        with self.log_err.open("ab", buffering=0) as file:
+            for line in self.process.stdout:
+                with contextlib.suppress(OSError):
+                    file.write(line)
+                self._hear(line.decode(errors="replace").rstrip())
+        code = self.process.wait()
+        with contextlib.suppress(OSError):
+            self._hosts.unlink(missing_ok=True)
+        self._on_end(self, code)
+
+    def _hear(self, line: str) -> None:
+        self._said = [*self._said[1 - _KEPT_LINES :], line]
+        match = _ENDED.match(line)
+        status = task_status(match[3]) if match else None
+        if match is None or status is None:
+            return
+        with contextlib.suppress(ConfigError):
+            for part in match[2].replace(" ", "").split(","):
+                for task in expand_range(part, line):
+                    if int(task) < len(self.members):
+                        self._on_exit(self.members[int(task)], status)
+
+    @property
+    def running(self) -> bool:
+        return self.process.poll() is None
+
+    @property
+    def last_words(self) -> str:
+        """What srun said last."""
+        return "\n".join(line for line in self._said if line.strip())
+
+    def end(self) -> None:
+        """Kills the step: srun forwards this as SIGKILL to every task."""
+        with contextlib.suppress(ProcessLookupError):
+            self.process.send_signal(signal.SIGTERM)
+
+    def kill(self) -> None:
+        """The same by way of the controller, where srun itself hangs; then srun."""
+        step_id = next((known for member in self.members if (known := member.record.get("step"))), "")
+        if step_id:
+            with contextlib.suppress(OSError, subprocess.TimeoutExpired):
+                subprocess.run(
+                    ["scancel", "--signal=KILL", step_id], capture_output=True, timeout=10, stdin=subprocess.DEVNULL
+                )
+        with contextlib.suppress(ProcessLookupError):
+            self.process.kill()
