@@ -6,7 +6,6 @@ import contextlib
 import os
 import pwd
 import signal
-import subprocess
 import time
 
 from rlhpc.jobs.claim import Claim, SegmentFiles, read_json
@@ -14,6 +13,7 @@ from rlhpc.jobs.lock import SubmitLock
 from rlhpc.jobs.paths import RunPaths
 from rlhpc.jobs.probes import JobState
 from rlhpc.jobs.record import JobRecord, find_job, job_words, probe_for
+from rlhpc.jobs.slurm import scancel
 from rlhpc.runtime.errors import RlhpcError, UserError
 
 
@@ -103,23 +103,14 @@ def _end_slurm(files: SegmentFiles, record: JobRecord, grace_s: float) -> None:
     files.mark_cancelled(record.token)  # pending or running: the job's end is no reason for another one
     probe = probe_for(record, files)
     if probe.query_one(record.job_id).state is JobState.RUNNING:
-        _scancel(record, "--batch", "--signal=TERM")
+        scancel(record.job_id, "--batch", "--signal=TERM")
         end = time.monotonic() + grace_s
         while time.monotonic() < end:
             ended = read_json(files.exit)
             if files.marker.exists() or (ended is not None and ended.get("token") == record.token):
                 break
             time.sleep(0.5)
-    _scancel(record)
-
-
-def _scancel(record: JobRecord, *options: str) -> None:
-    try:
-        done = subprocess.run(["scancel", *options, record.job_id], capture_output=True, text=True, timeout=60)
-    except (OSError, subprocess.TimeoutExpired) as error:
-        raise RlhpcError(f"scancel {record.job_id} failed: {error}") from error
-    if done.returncode != 0 and "already completing or completed" not in done.stderr:
-        raise RlhpcError(f"scancel {record.job_id} failed: {done.stderr.strip()}")
+    scancel(record.job_id)
 
 
 def _end_local(files: SegmentFiles, record: JobRecord, grace_s: float) -> None:

@@ -17,8 +17,8 @@ from rlhpc.jobs.attempts import Attempts
 from rlhpc.jobs.claim import RENEW_S, Claim, SegmentFiles, read_json, write_json
 from rlhpc.jobs.paths import RunPaths
 from rlhpc.jobs.probes import ProcessId, SlurmProbe
-from rlhpc.jobs.requeue import end_steps, requeue_without
 from rlhpc.jobs.signals import EXIT_REQUEUE, MAX_RESTARTS
+from rlhpc.jobs.slurm import end_steps, requeue_without
 from rlhpc.runtime.parents import die_with_parent
 
 _POLL_S = 0.1

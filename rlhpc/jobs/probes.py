@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import shutil
 import socket
-import subprocess
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
@@ -19,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from rlhpc.jobs.room import NotNow
+from rlhpc.runtime.slurm import TIMEOUT_S, Answer, ask
 
 
 class JobState(Enum):
@@ -224,6 +224,11 @@ def _leader(job_id: str) -> str:
     return job_id.strip().partition("+")[0]
 
 
+def _answered(answer: Answer) -> bool:
+    """Whether Slurm did: "Invalid job id", when it has forgotten all of the jobs, is an answer, too."""
+    return answer.ok or any("nvalid job id" in line for line in answer.lines)
+
+
 class SlurmProbe(JobProbe):
     """Jobs of Slurm: squeue, then sacct, then scontrol, then a marker file; one query for all jobs.
 
@@ -241,7 +246,7 @@ class SlurmProbe(JobProbe):
         *,
         interval_s: float = 10.0,
         max_interval_s: float = 120.0,
-        command_timeout_s: float = 20.0,
+        command_timeout_s: float = TIMEOUT_S,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._finished = finished
@@ -268,13 +273,13 @@ class SlurmProbe(JobProbe):
         Raises:
             NotNow: Slurm does not answer, so there may be one.
         """
-        ok, lines = self._run("squeue", "--noheader", "--me", f"--name={job_name}", "--format=%i")
-        if not ok and shutil.which("squeue") and not any("nvalid job id" in line for line in lines):
-            said = " ".join(lines)
+        answer = ask("squeue", "--noheader", "--me", f"--name={job_name}", "--format=%i", timeout_s=self._timeout_s)
+        if not _answered(answer) and shutil.which("squeue"):
+            said = " ".join(answer.lines)
             raise NotNow(f"squeue does not say whether there is a job {job_name}: {said}", reason="Slurm does not answer",
                          silent=True)  # fmt: skip
-        ids = [_leader(line) for line in lines if line.strip()]
-        return ids[0] if ok and ids else None
+        ids = [_leader(line) for line in answer.lines if line.strip()]
+        return ids[0] if answer.ok and ids else None
 
     def _ask(self, ids: list[str]) -> None:
         found: dict[str, JobReport] = {}
@@ -300,30 +305,27 @@ class SlurmProbe(JobProbe):
         self._wait_s = min(self._wait_s * 2, self._max_interval_s) if silent else self._interval_s
 
     def _ask_squeue(self, ids: list[str], found: dict[str, JobReport]) -> bool:
-        ok, lines = self._run("squeue", "--noheader", "--states=all", f"--jobs={','.join(ids)}", "--format=%i|%T|%r")
-        self._collect((line.split("|") for line in lines), ids, found, "squeue")
-        # squeue fails with "Invalid job id" when it has forgotten all of them: an answer, too
-        return ok or any("nvalid job id" in line for line in lines)
+        answer = ask("squeue", "--noheader", "--states=all", f"--jobs={','.join(ids)}", "--format=%i|%T|%r",
+                     timeout_s=self._timeout_s)  # fmt: skip
+        self._collect((line.split("|") for line in answer.lines), ids, found, "squeue")
+        return _answered(answer)
 
     def _ask_sacct(self, ids: list[str], found: dict[str, JobReport]) -> bool:
-        ok, lines = self._run(
-            "sacct", "-X", "--noheader", "--parsable2", f"--jobs={','.join(ids)}", "--format=JobID,State,ExitCode"
-        )
-        if ok:
-            self._collect((line.split("|") for line in lines), ids, found, "sacct")
-        return ok
+        answer = ask("sacct", "-X", "--noheader", "--parsable2", f"--jobs={','.join(ids)}",
+                     "--format=JobID,State,ExitCode", timeout_s=self._timeout_s)  # fmt: skip
+        if answer.ok:
+            self._collect((line.split("|") for line in answer.lines), ids, found, "sacct")
+        return answer.ok
 
     def _ask_scontrol(self, ids: list[str], found: dict[str, JobReport]) -> bool:
         answered = True
         for job_id in ids:
-            ok, lines = self._run("scontrol", "--oneliner", "show", "job", job_id)
-            rows = []
-            for line in lines:
-                pairs = dict(word.split("=", 1) for word in line.split() if "=" in word)
-                if "JobState" in pairs:
-                    rows.append([job_id, pairs["JobState"], pairs.get("Reason", "")])
+            answer = ask("scontrol", "--oneliner", "show", "job", job_id, timeout_s=self._timeout_s)
+            rows = [
+                [job_id, pairs["JobState"], pairs.get("Reason", "")] for pairs in answer.records if "JobState" in pairs
+            ]
             self._collect(rows, ids, found, "scontrol")
-            answered = answered and (ok or any("nvalid job id" in line for line in lines))
+            answered = answered and _answered(answer)
         return answered
 
     @staticmethod
@@ -343,20 +345,3 @@ class SlurmProbe(JobProbe):
         for job_id, parts in reports.items():
             parts.sort(key=lambda r: (r.state.is_terminal, r.state.is_success, r.state is JobState.CANCELLED))
             found[job_id] = parts[0]
-
-    def _run(self, *command: str) -> tuple[bool, list[str]]:
-        """(exit code was 0, lines of stdout and stderr); a missing or hanging command is a failed one."""
-        try:
-            done = subprocess.run(
-                command,
-                stdin=subprocess.DEVNULL,
-                capture_output=True,
-                text=True,
-                timeout=self._timeout_s,
-                errors="replace",
-            )
-        except (OSError, subprocess.TimeoutExpired) as error:
-            return False, [str(error)]
-        if done.returncode == 0:
-            return True, done.stdout.splitlines()
-        return False, (done.stdout + done.stderr).splitlines()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import subprocess
 import time
 from collections.abc import Callable
 
@@ -48,18 +47,6 @@ def not_now(segment: int, said: str) -> NotNow | None:
     if _SILENT.search(said):
         return NotNow(message, reason="Slurm does not answer", silent=True)
     return None
-
-
-def nothing_queued() -> bool:
-    """Whether this user has no job at all, so that a limit on their number leaves no room ever."""
-    try:
-        done = subprocess.run(
-            ["squeue", "--noheader", "--me", "--format=%i"],
-            stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=20,
-        )  # fmt: skip
-    except (OSError, subprocess.TimeoutExpired):
-        return False
-    return done.returncode == 0 and not done.stdout.strip()
 
 
 def room_words(refusal: NotNow) -> str:

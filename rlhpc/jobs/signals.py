@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
 import threading
 import time
 from types import FrameType, TracebackType
 from typing import Any
 
+from rlhpc.jobs.slurm import end_of
 from rlhpc.runtime.errors import Stopped
 
 #: The driver saved everything and stopped before its segment was finished, because the job had to end
@@ -123,16 +123,5 @@ def end_of_job() -> float | None:
     if not job:
         return None
     if _known is None or time.monotonic() - _known[0] > _ASK_AGAIN_S:
-        _known = (time.monotonic(), _ask_end(job))
+        _known = (time.monotonic(), end_of(job))
     return _known[1]
-
-
-def _ask_end(job: str) -> float | None:
-    try:
-        done = subprocess.run(
-            ["squeue", "--noheader", f"--jobs={job}", "--format=%e"],
-            stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=20,
-        )  # fmt: skip
-        return min(time.mktime(time.strptime(word, "%Y-%m-%dT%H:%M:%S")) for word in done.stdout.split())
-    except (OSError, subprocess.TimeoutExpired, ValueError):
-        return None  # no answer, or N/A: no limit that we know of; the signal before the end still comes

@@ -29,7 +29,8 @@ from rlhpc.jobs.lock import SubmitLock
 from rlhpc.jobs.paths import RunPaths
 from rlhpc.jobs.probes import ProcessId
 from rlhpc.jobs.record import JobRecord, find_job, job_words, owner_of, was_cancelled
-from rlhpc.jobs.room import NotNow, Patience, not_now, nothing_queued, room_words
+from rlhpc.jobs.room import NotNow, Patience, not_now, room_words
+from rlhpc.jobs.slurm import nothing_queued
 from rlhpc.jobs.waiter import (
     DriverFailed,
     DriverRejected,

@@ -16,8 +16,8 @@ from rlhpc.jobs.claim import LEASE_S, Claim, SegmentFiles, look_again, read_json
 from rlhpc.jobs.driver_job import first_failure
 from rlhpc.jobs.probes import JobProbe, JobReport, JobState, ProcessId, SlurmProbe
 from rlhpc.jobs.record import JobRecord, job_words, owner_of, probe_for
-from rlhpc.jobs.requeue import hasten
 from rlhpc.jobs.shared import SharedProbe
+from rlhpc.jobs.slurm import hasten
 from rlhpc.jobs.status import progress_line
 from rlhpc.runtime.errors import DeadlineExceeded, RlhpcError, SubmitError
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import re
 import shutil
-import subprocess
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -22,6 +21,7 @@ from rlhpc.metrics.provenance import read_provenance
 from rlhpc.runtime.allocation import expand_hostlist
 from rlhpc.runtime.durable import replace_durably
 from rlhpc.runtime.errors import ConfigError, RlhpcError
+from rlhpc.runtime.slurm import TIMEOUT_S, ask
 from rlhpc.runtime.storage import unwritten
 
 #: JobName comes last: it may contain the separator.
@@ -30,7 +30,6 @@ FIELDS = (
     "Partition", "JobName",
 )  # fmt: skip
 DRIVER = "driver"
-_TIMEOUT_S = 20.0
 _TOTAL_S = 45.0
 _PAUSES_S = (0.5, 1.0, 2.0)
 _EARLIER_S = 3600.0
@@ -131,7 +130,7 @@ def job_ids(paths: RunPaths, provenance: Mapping[str, Any] | None = None) -> Job
     return JobIds(tuple(ids), min(times) - _EARLIER_S if times else None, frozenset(own), drivers)
 
 
-def query(jobs: JobIds, *, timeout_s: float = _TIMEOUT_S, sleep: Callable[[float], None] = time.sleep) -> list[Row]:
+def query(jobs: JobIds, *, timeout_s: float = TIMEOUT_S, sleep: Callable[[float], None] = time.sleep) -> list[Row]:
     """Everything that sacct knows about the jobs: one command, tried again a few times where it fails.
 
     Raises:
@@ -152,23 +151,13 @@ def query(jobs: JobIds, *, timeout_s: float = _TIMEOUT_S, sleep: Callable[[float
         left = end - time.monotonic()
         if left <= 0:
             break
-        try:
-            done = subprocess.run(
-                argv, stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace",
-                timeout=min(timeout_s, left),
-            )  # fmt: skip
-        except subprocess.TimeoutExpired:
-            said = f"sacct did not answer within {timeout_s:.0f} s"
-            continue
-        except OSError as error:
-            raise NoAccounting(f"sacct: {error.strerror or error}") from None
-        if done.returncode == 0:
-            if rows := parse(done.stdout.splitlines()):
+        answer = ask(*argv, timeout_s=min(timeout_s, left))
+        if answer.ok:
+            if rows := parse(answer.lines):
                 return rows
             raise NoAccounting(f"sacct knows nothing of job {', '.join(jobs.ids)}")
-        lines = [line for line in (done.stderr or done.stdout).splitlines() if line.strip()]
-        said = lines[-1].strip() if lines else f"sacct ended with exit code {done.returncode}"
-        if _NO_ACCOUNTING.search(done.stderr + done.stdout):
+        said = answer.words
+        if answer.code == 127 or _NO_ACCOUNTING.search(" ".join(answer.lines)):
             raise NoAccounting(said)
     raise NoAccounting(said)
 

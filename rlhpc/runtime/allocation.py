@@ -6,12 +6,12 @@ import itertools
 import os
 import re
 import shutil
-import subprocess
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from rlhpc.runtime.errors import ConfigError
+from rlhpc.runtime.slurm import ask
 
 #: Slurm's own bound on the nodes of a job; a longer list is a typing error that would fill the memory.
 _MOST_NODES = 65533
@@ -215,16 +215,8 @@ def slurm_nodes(environ: Mapping[str, str], *, ask: bool = False) -> list[Node]:
 
 def gpus_of_job(job_id: str) -> dict[int, int]:
     """GPUs a node of each component, asked from Slurm: a shell of `salloc` on a login node has no variable that tells."""
-    try:
-        done = subprocess.run(
-            ["scontrol", "--oneliner", "show", "job", job_id],
-            stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=30,
-        )  # fmt: skip
-    except (OSError, subprocess.TimeoutExpired):
-        return {}
     found = {}
-    for line in done.stdout.splitlines():
-        pairs = dict(word.split("=", 1) for word in line.split() if "=" in word)
+    for pairs in ask("scontrol", "--oneliner", "show", "job", job_id).records:
         count = gpus_in(pairs.get("TresPerNode"))
         offset = pairs.get("HetJobOffset", "0")
         if count and offset.isdigit():

@@ -6,10 +6,10 @@ import fcntl
 import os
 import socket
 import struct
-import subprocess
 
 from rlhpc.runtime.allocation import slurm_nodes
 from rlhpc.runtime.errors import ConfigError
+from rlhpc.runtime.slurm import TIMEOUT_S, ask
 
 _SIOCGIFADDR = 0x8915
 
@@ -68,19 +68,11 @@ def address_towards(host: str) -> str:
         ) from None
 
 
-def node_addresses(names: list[str], timeout_s: float = 30.0) -> dict[str, str]:
+def node_addresses(names: list[str], timeout_s: float = TIMEOUT_S) -> dict[str, str]:
     """Addresses of Slurm nodes as the cluster's configuration has them, in one query; names that it does not tell stand
     for themselves."""
     found = {name: name for name in names}
-    try:
-        done = subprocess.run(
-            ["scontrol", "--oneliner", "show", "node", ",".join(names)],
-            stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=timeout_s,
-        )  # fmt: skip
-    except (OSError, subprocess.TimeoutExpired):
-        return found
-    for line in done.stdout.splitlines():
-        pairs = dict(word.split("=", 1) for word in line.split() if "=" in word)
+    for pairs in ask("scontrol", "--oneliner", "show", "node", ",".join(names), timeout_s=timeout_s).records:
         if pairs.get("NodeName") in found and pairs.get("NodeAddr"):
             found[pairs["NodeName"]] = pairs["NodeAddr"]
     return found

@@ -14,7 +14,8 @@ from rlhpc.jobs.doctor import checks, nodes
 from rlhpc.jobs.doctor.jobs import Probed, plan_jobs, run_probes
 from rlhpc.jobs.doctor.probe import space
 from rlhpc.jobs.doctor.report import Line, render, to_json, worst
-from rlhpc.jobs.doctor.slurm import Site, SlurmFacts, ask
+from rlhpc.jobs.doctor.slurm import Site, SlurmFacts
+from rlhpc.runtime.slurm import ask
 
 __all__ = ["Line", "examine", "render", "to_json", "worst"]
 

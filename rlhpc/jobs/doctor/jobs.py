@@ -22,10 +22,11 @@ from types import ModuleType
 from typing import Any
 
 from rlhpc.jobs.doctor import probe, torch_probe
-from rlhpc.jobs.doctor.slurm import Group, Site, SlurmFacts, ask, parse_records, usable
+from rlhpc.jobs.doctor.slurm import Group, Site, SlurmFacts, usable
 from rlhpc.runtime.device import VIRTUAL
 from rlhpc.runtime.import_paths import LEAVE_FOLDER
 from rlhpc.runtime.network import node_addresses
+from rlhpc.runtime.slurm import ask
 from rlhpc.runtime.starters.commands import step_environment
 
 PACKAGES = ("rlhpc", "torch", "zmq", "submitit")
@@ -300,7 +301,7 @@ def _submit(job: ProbeJob, site: Site, limit: int) -> None:
         job.error = f"sbatch: {answer.words.removeprefix('sbatch: ').removeprefix('error: ')}"
         return
     job.job_id = answer.text.strip().splitlines()[-1].partition(";")[0]
-    for record in parse_records(ask("scontrol", "--oneliner", "show", "job", job.job_id).text):
+    for record in ask("scontrol", "--oneliner", "show", "job", job.job_id).records:
         job.requeue = record.get("Requeue", "")
 
 

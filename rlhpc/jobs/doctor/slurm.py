@@ -3,52 +3,20 @@
 from __future__ import annotations
 
 import re
-import subprocess
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from rlhpc.runtime.cluster import read_key
+from rlhpc.runtime.slurm import Answer, ask
 
 Record = Mapping[str, str]
-_FIELD = re.compile(r"([A-Za-z][\w:/\[\]-]*)=(.*?)(?=\s+[A-Za-z][\w:/\[\]-]*=|\s*$)")
-
-
-@dataclass(frozen=True)
-class Answer:
-    """What a command said; code 127 where there is no such command, 124 where it did not end in time."""
-
-    code: int
-    text: str
-    error: str = ""
-
-    @property
-    def words(self) -> str:
-        """Its last line, of the errors if there are any."""
-        lines = [line.strip() for line in (self.error.strip() or self.text.strip()).splitlines() if line.strip()]
-        return lines[-1] if lines else f"exit code {self.code}"
-
-
-def ask(*argv: str, stdin: str = "", timeout_s: float = 20.0) -> Answer:
-    """Runs a command; never raises."""
-    try:
-        done = subprocess.run(argv, input=stdin, capture_output=True, text=True, timeout=timeout_s, errors="replace")
-    except subprocess.TimeoutExpired:
-        return Answer(124, "", f"{argv[0]} did not answer within {timeout_s:.0f} s")
-    except OSError as error:
-        return Answer(127, "", f"{argv[0]}: {error.strerror}")
-    return Answer(done.returncode, done.stdout, done.stderr)
 
 
 def parse_config(text: str) -> dict[str, str]:
     """`scontrol show config`."""
     pairs = (line.split("=", 1) for line in text.splitlines() if re.match(r"[A-Za-z]\S*\s*=", line))
     return {name.strip(): value.strip() for name, value in pairs}
-
-
-def parse_records(text: str) -> list[dict[str, str]]:
-    """`scontrol --oneliner show …`: a record a line; values may have spaces."""
-    return [record for line in text.splitlines() if (record := dict(_FIELD.findall(line)))]
 
 
 def seconds_of(text: str) -> int | None:
@@ -154,8 +122,8 @@ class SlurmFacts:
             version=ask("sbatch", "--version"),
             config=parse_config(config.text),
             config_answer=config,
-            partitions=parse_records(ask("scontrol", "--oneliner", "--all", "show", "partition").text),
-            nodes=parse_records(ask("scontrol", "--oneliner", "show", "node").text),
+            partitions=ask("scontrol", "--oneliner", "--all", "show", "partition").records,
+            nodes=ask("scontrol", "--oneliner", "show", "node").records,
             associations=ask(
                 "sacctmgr", "--noheader", "--parsable2", "show", "association", f"user={user}",
                 "format=Account,Partition,QOS",

@@ -18,6 +18,7 @@ from rlhpc.runtime.errors import ConfigError, StepFailed, WorkerFailed
 from rlhpc.runtime.import_paths import python_path
 from rlhpc.runtime.members import Member, tail
 from rlhpc.runtime.parents import die_with_parent
+from rlhpc.runtime.slurm import ask
 from rlhpc.runtime.starters import Reports
 from rlhpc.runtime.starters.commands import Step, clearing_step, job_steps, step_environment
 from rlhpc.runtime.task import for_input
@@ -135,10 +136,7 @@ class SteppedStarter:
             nodes.setdefault(step.planned.component, set()).update(step.planned.hosts)
         for component, names in nodes.items():
             argv = clearing_step(component, self._components, names, list(map(str, self._scratch.folders)))
-            with contextlib.suppress(OSError, subprocess.TimeoutExpired):
-                subprocess.run(
-                    argv, env=step_environment(os.environ), stdin=subprocess.DEVNULL, capture_output=True, timeout=10
-                )
+            ask(*argv, timeout_s=10, environment=step_environment(os.environ))
 
 
 class JobStep:
@@ -232,9 +230,6 @@ class JobStep:
         """The same by way of the controller, where srun itself hangs; then srun."""
         step_id = next((known for member in self.members if (known := member.record.get("step"))), "")
         if step_id:
-            with contextlib.suppress(OSError, subprocess.TimeoutExpired):
-                subprocess.run(
-                    ["scancel", "--signal=KILL", step_id], capture_output=True, timeout=10, stdin=subprocess.DEVNULL
-                )
+            ask("scancel", "--signal=KILL", step_id, timeout_s=10)
         with contextlib.suppress(ProcessLookupError):
             self.process.kill()

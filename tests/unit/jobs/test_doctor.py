@@ -20,7 +20,6 @@ from rlhpc.jobs.doctor.slurm import (
     SlurmFacts,
     gres_of,
     parse_config,
-    parse_records,
     seconds_of,
     version_of,
 )
@@ -69,8 +68,8 @@ def facts(**changed: str) -> SlurmFacts:
         NODE.format(name="cpu2", gres="(null)", state="IDLE", partitions="cpu,all"),
     ]
     return SlurmFacts(
-        Answer(0, "slurm-wlm 22.05.8\n"), config, Answer(0, CONFIG), parse_records("\n".join(partitions)),
-        parse_records("\n".join(hosts)), Answer(0, ASSOCIATIONS), Answer(0, ""),
+        Answer(0, "slurm-wlm 22.05.8\n"), config, Answer(0, CONFIG), Answer(0, "\n".join(partitions)).records,
+        Answer(0, "\n".join(hosts)).records, Answer(0, ASSOCIATIONS), Answer(0, ""),
     )  # fmt: skip
 
 

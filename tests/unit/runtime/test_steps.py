@@ -10,7 +10,7 @@ import pytest
 from rlhpc.jobs.attempts import Attempts
 from rlhpc.jobs.claim import SegmentFiles
 from rlhpc.jobs.paths import RunPaths
-from rlhpc.jobs.requeue import component_ids
+from rlhpc.jobs.slurm import component_ids
 from rlhpc.runtime import network
 from rlhpc.runtime.errors import (
     CallAborted,

@@ -1,21 +1,13 @@
-"""What a job asks of Slurm about itself: end its steps, and run again on other nodes."""
+"""What is asked of Slurm about jobs, and told it: their steps, their ends, their next start."""
 
 from __future__ import annotations
 
 import os
-import subprocess
 import time
 from collections.abc import Mapping
 
-_TIMEOUT_S = 30.0
-
-
-def _run(*command: str) -> tuple[int, str]:
-    try:
-        done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=_TIMEOUT_S)
-    except (OSError, subprocess.TimeoutExpired) as error:
-        return 1, str(error)
-    return done.returncode, (done.stdout + done.stderr).strip()
+from rlhpc.runtime.errors import RlhpcError
+from rlhpc.runtime.slurm import ask
 
 
 def component_ids(environ: Mapping[str, str] = os.environ) -> list[str]:
@@ -30,12 +22,12 @@ def end_steps(patience_s: float = 20.0) -> bool:
     end, pause = time.monotonic() + patience_s, 0.5
     jobs = component_ids()
     while True:
-        code, text = _run("squeue", "--noheader", "--steps", f"--jobs={','.join(jobs)}", "--format=%i")
-        steps = [word for word in text.split() if word.rpartition(".")[2].isdigit()] if code == 0 else []
-        if code == 0 and not steps:
+        found = ask("squeue", "--noheader", "--steps", f"--jobs={','.join(jobs)}", "--format=%i")
+        steps = [word for word in found.text.split() if word.rpartition(".")[2].isdigit()] if found.ok else []
+        if found.ok and not steps:
             return True
         if steps:
-            _run("scancel", "--signal=KILL", *steps)
+            ask("scancel", "--signal=KILL", *steps)
         if time.monotonic() > end:
             return False
         time.sleep(pause)
@@ -52,14 +44,14 @@ def hasten(job_id: str) -> None:
 
     Only for a job whose processes have all ended (state PENDING, no longer COMPLETING).
     """
-    code, text = _run("squeue", "--noheader", f"--jobs={job_id}", "--format=%A|%T|%r|%S")
-    rows = [line.split("|") for line in text.splitlines() if line.count("|") == 3]
-    if code != 0 or not all(row[1:3] == ["PENDING", "BeginTime"] for row in rows):
+    found = ask("squeue", "--noheader", f"--jobs={job_id}", "--format=%A|%T|%r|%S")
+    rows = [line.split("|") for line in found.lines if line.count("|") == 3]
+    if not found.ok or not all(row[1:3] == ["PENDING", "BeginTime"] for row in rows):
         return
     soon = time.strftime("%Y-%m-%dT%H:%M:%S", time.localtime(time.time() + _HASTE_S))
     for job, _, _, start in rows:
         if start > soon:
-            _run("scontrol", "update", f"JobId={job.strip()}", f"StartTime={soon}")
+            ask("scontrol", "update", f"JobId={job.strip()}", f"StartTime={soon}")
 
 
 def requeue_without(job_id: str, node: str) -> bool:
@@ -67,17 +59,37 @@ def requeue_without(job_id: str, node: str) -> bool:
 
     The requeue ends every process of the job, so the update that follows it is made by one that ignores the first signal.
     """
-    code, text = _run("scontrol", "show", "job", job_id)
-    if code != 0 or "Requeue=1" not in text:
+    if "Requeue=1" not in ask("scontrol", "show", "job", job_id).text:
         return False
     jobs = " ".join(component_ids())
     script = (
         f"trap '' TERM; scontrol requeue {job_id} || exit 1; for job in {jobs}; do for i in 1 2 3 4 5 6 7 8; do "
         f'scontrol update JobId="$job" ExcNodeList={node} && break; sleep 0.5; done; done'
     )
+    return ask("bash", "-c", script, timeout_s=30, apart=True).ok
+
+
+def end_of(job_id: str) -> float | None:
+    """Unix time at which Slurm ends a job; None where it does not say."""
     try:
-        done = subprocess.run(["bash", "-c", script], stdin=subprocess.DEVNULL, capture_output=True, timeout=_TIMEOUT_S,
-                              start_new_session=True)  # fmt: skip
-    except (OSError, subprocess.TimeoutExpired):
-        return False
-    return done.returncode == 0
+        words = ask("squeue", "--noheader", f"--jobs={job_id}", "--format=%e").text.split()
+        return min(time.mktime(time.strptime(word, "%Y-%m-%dT%H:%M:%S")) for word in words)
+    except ValueError:
+        return None  # no answer, or N/A: no limit that we know of; the signal before the end still comes
+
+
+def nothing_queued() -> bool:
+    """Whether this user has no job at all, so that a limit on their number leaves no room ever."""
+    found = ask("squeue", "--noheader", "--me", "--format=%i")
+    return found.ok and not found.text.strip()
+
+
+def scancel(job_id: str, *options: str) -> None:
+    """Ends a job, or signals it; one that has ended is no error.
+
+    Raises:
+        RlhpcError: Slurm refused, or did not answer.
+    """
+    done = ask("scancel", *options, job_id, timeout_s=60)
+    if not done.ok and "already completing or completed" not in done.error:
+        raise RlhpcError(f"scancel {job_id} failed: {done.words}")
