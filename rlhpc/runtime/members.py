@@ -63,10 +63,13 @@ def class_body(payload: tuple[type, tuple[Any, ...], dict[str, Any]]) -> bytes:
 def tail(path: str) -> str:
     """The last lines of a log, as the end of a message; "" where there are none."""
     with contextlib.suppress(OSError):
-        text = Path(path).read_bytes()[-_TAIL_BYTES:].decode(errors="replace").strip()
-        if text:
-            return "\n  last lines of its log:\n" + "\n".join("    " + line for line in _telling(text.splitlines()))
+        return _last_lines(Path(path).read_bytes()[-_TAIL_BYTES:].decode(errors="replace"))
     return ""
+
+
+def _last_lines(text: str) -> str:
+    lines = text.strip().splitlines()
+    return "\n  last lines of its log:\n" + "\n".join("    " + line for line in _telling(lines)) if lines else ""
 
 
 def _telling(lines: list[str]) -> list[str]:
@@ -80,13 +83,13 @@ def _telling(lines: list[str]) -> list[str]:
 
 
 def said_before_its_log(member: Member) -> str:
-    """What a rank said that died before it had opened its log, as the end of a message; it is kept there."""
-    log_err = Path(member.spec.log_err)
+    """What a rank said that died before it had opened its log, as the end of a message; it is kept there if it can be."""
+    said, log_err = "", Path(member.spec.log_err)
     with contextlib.suppress(OSError):
-        if log_err.exists():
-            return ""
-        log_err.write_text(member.starter.said(member) + "\n")
-    return tail(str(log_err))
+        if not log_err.exists():
+            said = member.starter.said(member)
+            log_err.write_text(said + "\n")
+    return _last_lines(said)
 
 
 def death(spec: WorkerSpec, status: int, said: str = "") -> WorkerFailed:
