@@ -13,8 +13,8 @@ from tests import warm
 @pytest.fixture(scope="session", autouse=True)
 def warm_fork_servers() -> Iterator[None]:
     """The fork servers of sessions in this process are started warm: importing torch is not what their tests are about."""
-    from rlhpc.runtime import forking
+    from rlhpc.runtime.starters import forked
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(forking, "subprocess", warm)
+        patch.setattr(forked, "subprocess", warm)
         yield
