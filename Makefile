@@ -14,7 +14,7 @@ SEEDS ?= 3
 export OMP_NUM_THREADS ?= 1
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 
-.PHONY: help setup setup-llm setup-robot quickstart demo-llm demo-robot test test-slurm chaos leftovers attack bad-inputs lint bench docs constraints resolve clean
+.PHONY: help setup setup-llm setup-robot quickstart demo-llm demo-robot test test-slurm chaos leftovers attack bad-inputs lint bench docs docs-reference constraints resolve clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -77,7 +77,15 @@ lint: setup  ## style, types, import floors, workflow
 bench: setup  ## the benchmarks; results go to bench/results
 	python -m bench
 
-docs: setup  ## the reference pages that are made from the code
+docs: docs-reference $(VENV)/.setup-docs  ## the documentation as a site, in site/
+	NO_MKDOCS_2_WARNING=1 mkdocs build --quiet --clean
+	@echo "site/index.html"
+
+$(VENV)/.setup-docs: $(STAMP)
+	$(BIN)/uv pip install --quiet --python $(BIN)/python --constraint envs/constraints.txt -r pyproject.toml --extra docs
+	@touch $@
+
+docs-reference: setup  ## the reference pages that are made from the code
 	python -m rlhpc.config.reference > docs/reference/config.new
 	mv docs/reference/config.new docs/reference/config.md
 	python -m rlhpc.reference cli > docs/reference/cli.new

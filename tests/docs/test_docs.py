@@ -126,7 +126,7 @@ def test_yaml_is_part_of_a_configuration(page, tmp_path):
     ids=["config", *reference.PAGES],
 )
 def test_generated_pages_are_current(page, render):
-    assert (DOCS / "reference" / f"{page}.md").read_text() == render(), "run: make docs"
+    assert (DOCS / "reference" / f"{page}.md").read_text() == render(), "run: make docs-reference"
 
 
 def test_the_runtime_page_has_every_name():
