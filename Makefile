@@ -86,7 +86,7 @@ $(VENV)/.setup-docs: $(STAMP)
 	@touch $@
 
 docs-reference: setup  ## the reference pages that are made from the code
-	python -m rlhpc.config.reference > docs/reference/config.new
+	python -m rlhpc.reference config > docs/reference/config.new
 	mv docs/reference/config.new docs/reference/config.md
 	python -m rlhpc.reference cli > docs/reference/cli.new
 	mv docs/reference/cli.new docs/reference/cli.md

@@ -50,11 +50,11 @@ PIPELINED_STEPS = 100
 def play(env: dict[str, Any], model: dict[str, Any], *, ranks: int, slots: int, steps: int, stages: int = 1) -> float:
     """Seconds of a rollout of `steps` decisions in `slots` slots, as a run has it between two updates."""
     from rlhpc import Cluster, HybridComponentPlacement
-    from rlhpc.config import load_config
     from rlhpc.embodied.roles.env import EnvWorker
     from rlhpc.embodied.roles.ppo import EmbodiedActor
     from rlhpc.embodied.roles.rollout import MultiStepRolloutWorker
     from rlhpc.embodied.runners.ppo import EmbodiedRunner
+    from rlhpc.runs.configuration import load_config
 
     with tempfile.TemporaryDirectory() as folder:
         cfg = load_config(ROOT / "configs" / "base" / "ppo.yaml", [

@@ -39,7 +39,8 @@ def configuration(backend: str, batch: int) -> Any:
     """What `make_rollout` reads."""
     from omegaconf import OmegaConf
 
-    from rlhpc.config.schema import ActorConfig, RolloutConfig
+    from rlhpc.language.config import GrpoActorConfig as ActorConfig
+    from rlhpc.language.config import GrpoRolloutConfig as RolloutConfig
 
     rollout = RolloutConfig(rollout_backend=backend, max_batch_size=batch)
     return OmegaConf.create({"rollout": OmegaConf.structured(rollout), "actor": OmegaConf.structured(ActorConfig)})

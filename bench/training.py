@@ -23,7 +23,7 @@ from omegaconf import OmegaConf
 
 from bench.machine import spread, write
 from rlhpc import Worker
-from rlhpc.config.schema import Config
+from rlhpc.language.config import GrpoConfig as Config
 from rlhpc.language.tokens.batches import pack, padding_waste
 from rlhpc.training.lm import TokenBatch, TokenScores
 from rlhpc.training.lm_registry import make_backend

@@ -91,8 +91,8 @@ def peer(start: str, output: str, seed: int, steps: int) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
     from trl import GRPOConfig, GRPOTrainer
 
-    from rlhpc.config import load_config
     from rlhpc.language.data import make_dataset
+    from rlhpc.runs.configuration import load_config
 
     cfg = load_config(GRPO, [])
     problems = make_dataset(cfg.data.train, "train")

@@ -24,7 +24,7 @@ _HOMES = {
     "rlhpc.runtime.group": ["WorkerGroup", "Handle"],
     "rlhpc.runtime.channel": ["Channel", "QueueFull", "QueueEmpty"],
     "rlhpc.runtime.session": ["Session"],
-    "rlhpc.config": ["load_config"],
+    "rlhpc.runs.configuration": ["load_config"],
     "rlhpc.embodied.export": ["load_exported"],
     "rlhpc.embodied.roles": ["EmbodiedActor", "MultiStepRolloutWorker", "EnvWorker"],
     "rlhpc.embodied.runners": ["EmbodiedRunner"],

@@ -1,4 +1,4 @@
-"""The reference pages made from the code: `python -m rlhpc.reference cli|runtime > docs/reference/….md`."""
+"""The reference pages made from the code: `python -m rlhpc.reference cli|config|runtime > docs/reference/….md`."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ from collections.abc import Iterator
 from typing import Any
 
 import rlhpc
+from rlhpc.config.reference import render
+from rlhpc.runs.kinds import all_kinds
 
 _CLI_HEAD = """# Command line
 
@@ -247,7 +249,12 @@ def render_runtime() -> str:
     return "\n".join(lines).rstrip() + "\n"
 
 
-PAGES = {"cli": render_cli, "runtime": render_runtime}
+def render_config() -> str:
+    """The page of all configuration keys, in Markdown."""
+    return render({kind.name: (kind.config, kind.ranges) for kind in all_kinds()})
+
+
+PAGES = {"cli": render_cli, "config": render_config, "runtime": render_runtime}
 
 if __name__ == "__main__":
     if len(sys.argv) != 2 or sys.argv[1] not in PAGES:

@@ -60,7 +60,7 @@ def _verdict(text: str, name: str) -> str:
     """Whether the result is valid here, by the checks of every command."""
     import tempfile
 
-    from rlhpc.config import load_config
+    from rlhpc.runs.configuration import load_config
 
     with tempfile.TemporaryDirectory(prefix="rlhpc-import-") as folder:
         file = Path(folder) / "imported.yaml"

@@ -25,7 +25,7 @@ def run_paths(text: str, overrides: Sequence[str] = ()) -> RunPaths:
     given = Path(text).expanduser().absolute()
     root = given
     if given.is_file() or overrides:
-        from rlhpc.config import load_config
+        from rlhpc.runs.configuration import load_config
 
         folder = given.is_dir()
         cfg = load_config(RunPaths(given).config if folder else given, overrides, check=False)
@@ -48,7 +48,7 @@ def checkpoint_of(args: argparse.Namespace, overrides: Sequence[str] = ()) -> Pa
     if args.checkpoint:
         checkpoint = Path(args.checkpoint).expanduser().absolute()
         if overrides and (checkpoint / "config.yaml").is_file():
-            from rlhpc.config import load_config
+            from rlhpc.runs.configuration import load_config
 
             load_config(checkpoint / "config.yaml", overrides, check=False)
             print("rlhpc: --checkpoint names the checkpoint; the overrides change nothing here", file=sys.stderr)

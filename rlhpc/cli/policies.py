@@ -58,7 +58,8 @@ def _source(args: argparse.Namespace, instead: str, what_for: str) -> tuple[Path
 
 
 def _eval(args: argparse.Namespace) -> int:
-    from rlhpc.config import load_config
+    from rlhpc.runs.configuration import load_config
+    from rlhpc.runs.kinds import kind_of
 
     if args.episodes is not None and args.episodes < 1:
         raise ConfigError(f"--episodes is {args.episodes}; it must be at least 1")
@@ -78,48 +79,29 @@ def _eval(args: argparse.Namespace) -> int:
     output = check_file("--output", Path(args.output)) if args.output else None
     if output is None and run is not None and (step := checkpoint.name.removeprefix("global_step_")).isdigit():
         output = run.eval_result(int(step), args.suite)
-    if str(cfg.runner.task_type).lower() in ("reasoning", "sft"):
-        return _eval_language(cfg, checkpoint, args.suite, output)
-    from rlhpc.checkpoint import require_valid
-
-    require_valid(checkpoint, hint="or evaluate another checkpoint", checksums=False)  # before torch is imported
-    from rlhpc.embodied.evaluate import evaluate_checkpoint
-
-    result = evaluate_checkpoint(checkpoint, cfg=cfg, suite=args.suite, episodes=args.episodes, output=output,
-                                 trust_code=args.trust_checkpoint_code)  # fmt: skip
-    low, high = result["return_ci95"]
-    print(
-        f"{checkpoint.name}: mean return {result['return_mean']:.2f} (95 % CI {low:.2f} to {high:.2f}) over "
-        f"{result['episodes']} episodes of {result['env_id']}" + (f" → {output}" if output else "")
+    said = kind_of(cfg).evaluate(
+        cfg, checkpoint, suite=args.suite, episodes=args.episodes, output=output, trust_code=args.trust_checkpoint_code
     )
+    print(f"{checkpoint.name}: {said}" + (f" → {output}" if output else ""))
     return 0
 
 
 def _eval_model(args: argparse.Namespace, config: Path) -> int:
-    """A model as it is, without a checkpoint: a Hugging Face folder or name, or a built-in one."""
-    from rlhpc.config import load_config
+    """A model as it is, without a checkpoint."""
+    from rlhpc.runs.configuration import load_config
+    from rlhpc.runs.kinds import kind_of
 
     words = [*args.overrides, *([f"actor.model.model_path={args.model}"] if args.model else [])]
     cfg = load_config(config, words, training=False)
     output = check_file("--output", Path(args.output)) if args.output else None
-    from rlhpc.language.data.builtin import resolve_model
-    from rlhpc.language.evaluate import find_suite
-
-    find_suite(cfg, args.suite)  # before a built-in model is made
-    return _eval_language(cfg, resolve_model(cfg.actor.model), args.suite, output)
-
-
-def _eval_language(cfg: Any, model: str | Path, suite: str, output: Path | None) -> int:
-    from rlhpc.language.evaluate import describe, evaluate_language_model
-
-    result = evaluate_language_model(cfg, model, suite, output)
-    name = model.name if isinstance(model, Path) else model
-    print(f"{name}: {describe(result)}" + (f" → {output}" if output else ""))
+    said = kind_of(cfg).evaluate_model(cfg, suite=args.suite, output=output)
+    name = Path(str(cfg.actor.model.model_path)).name
+    print(f"{name}: {said}" + (f" → {output}" if output else ""))
     return 0
 
 
 def _record(args: argparse.Namespace) -> int:
-    from rlhpc.config import load_config
+    from rlhpc.runs.configuration import load_config
 
     if args.episodes < 1:
         raise ConfigError(f"--episodes is {args.episodes}; it must be at least 1")
@@ -148,23 +130,21 @@ def _record(args: argparse.Namespace) -> int:
 
 
 def _convert(args: argparse.Namespace) -> int:
-    from rlhpc.embodied.export import export_checkpoint
+    from rlhpc.runs.kinds import Exporting, kind_of_checkpoint
 
     checkpoint = checkpoint_of(args, args.overrides)
     output = check_folder("--output", Path(args.output)) if args.output else None
     run = own_run(checkpoint)
     if output is None and run is not None and (step := checkpoint.name.removeprefix("global_step_")).isdigit():
         output = run.export(int(step))
-    if (checkpoint / "backend.json").is_file():
-        from rlhpc.language.export import export_language_model
-
-        options = {"adapter_only": args.adapter_only, "base": args.base, "dtype": args.dtype, "licence": args.license}
-        options["trust_code"] = args.trust_checkpoint_code
-        print(export_language_model(checkpoint, output, **options))
-    elif args.adapter_only or args.base or args.dtype:
-        raise ConfigError(f"--adapter-only, --base and --dtype are for language models; {checkpoint} is none")
-    else:
-        print(export_checkpoint(checkpoint, output, licence=args.license))
+    wanted = Exporting(
+        licence=args.license,
+        adapter_only=args.adapter_only,
+        base=args.base,
+        dtype=args.dtype,
+        trust_code=args.trust_checkpoint_code,
+    )
+    print(kind_of_checkpoint(checkpoint).export(checkpoint, output, wanted))
     return 0
 
 

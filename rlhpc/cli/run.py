@@ -106,7 +106,9 @@ def same_command(args: argparse.Namespace) -> str:
 
 
 def _run(args: argparse.Namespace) -> int:
-    from rlhpc.config import find_config, load_config, total_steps
+    from rlhpc.config import find_config, total_steps
+    from rlhpc.runs.configuration import load_config
+    from rlhpc.runs.kinds import kind_of
 
     cfg = load_config(args.config, args.overrides, site=args.site)
     command = command_of(args)
@@ -116,10 +118,8 @@ def _run(args: argparse.Namespace) -> int:
 
     paths = RunPaths.of(cfg.runner.run_dir, cfg.runner.name)
     tracks = {"run": Track(str(cfg.runner.name), paths, total_steps(cfg))}
-    if cfg.workflow.sft:
-        first = load_config(
-            find_config(args.config).parent / cfg.workflow.sft, list(cfg.workflow.sft_overrides), site=args.site
-        )
+    if (sft := kind_of(cfg).preparation(cfg).sft) is not None:
+        first = load_config(find_config(args.config).parent / sft[0], sft[1], site=args.site)
         own = RunPaths.of(first.runner.run_dir, first.runner.name)
         tracks["sft"] = Track(str(first.runner.name), own, total_steps(first))
     path = paths.logs / "workflow" / "snakemake.log"

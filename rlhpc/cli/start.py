@@ -35,8 +35,8 @@ _EXAMPLES = {
 
 
 def _plan(args: argparse.Namespace) -> int:
-    from rlhpc.config import load_config
     from rlhpc.jobs.plan import build_plan, render_plan
+    from rlhpc.runs.configuration import load_config
 
     plan = build_plan(load_config(args.config, args.overrides, site=args.site), launcher=args.launcher)
     print(render_plan(plan))
@@ -48,7 +48,7 @@ def _plan(args: argparse.Namespace) -> int:
 
 
 def _train(args: argparse.Namespace) -> int:
-    from rlhpc.config import load_config
+    from rlhpc.runs.configuration import load_config
 
     cfg = load_config(args.config, args.overrides)
     if args.segment is not None and not 0 <= args.segment < cfg.runner.segments:
@@ -92,13 +92,14 @@ def tell(answer: dict[str, object], *, answers: bool) -> None:
 
 
 def _submit(args: argparse.Namespace) -> int:
-    from rlhpc.config import find_site, load_config
+    from rlhpc.config import find_site
     from rlhpc.jobs.claim import SegmentFiles
     from rlhpc.jobs.handover import Wait, hand_over
     from rlhpc.jobs.plan import build_plan
     from rlhpc.jobs.probes import ProcessId
     from rlhpc.jobs.submit import choose_executor, driver_command, submit_segment
     from rlhpc.jobs.waiter import Waiter
+    from rlhpc.runs.configuration import load_config
     from rlhpc.runs.same_run import SubmittedConfig, check_same_run, make_longer
 
     cfg = load_config(args.config, args.overrides, site=args.site)

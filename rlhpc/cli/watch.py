@@ -70,7 +70,7 @@ def _report(args: argparse.Namespace) -> int:
         )
     if args.curves:
         check_folder("--curves", Path(args.curves))
-        from rlhpc.metrics.curves import write_curves
+        from rlhpc.runs.report import write_curves
 
         for path in write_curves(paths, Path(args.curves)):
             print(path)

@@ -10,14 +10,11 @@ from rlhpc.config.changes import (
 from rlhpc.config.files import find_config
 from rlhpc.config.load import (
     config_to_yaml,
-    find_site,
-    load_config,
-    load_site,
     segment_end,
     segment_ends,
     total_steps,
 )
-from rlhpc.config.validate import validate
+from rlhpc.config.sites import find_site, load_site
 
 __all__ = [
     "Change",
@@ -25,7 +22,6 @@ __all__ = [
     "evaluation_fingerprint",
     "find_config",
     "find_site",
-    "load_config",
     "load_site",
     "require_same_run",
     "segment_end",
@@ -33,5 +29,4 @@ __all__ = [
     "total_steps",
     "training_changes",
     "training_fingerprint",
-    "validate",
 ]

@@ -1,8 +1,8 @@
-"""What each number of a configuration may be: every numeric key of the schema is here, and nowhere else."""
+"""What a number of a configuration may be; here for the sections that all kinds of run have."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -92,115 +92,34 @@ RANGES: dict[str, Range] = {
     "runner.max_steps": INTERVAL,
     "runner.max_epochs": INTERVAL,
     "runner.save_interval": INTERVAL,
-    "runner.val_check_interval": INTERVAL,
     "runner.keep_checkpoints": NOT_NEGATIVE,
     "runner.segments": COUNT,
     "runner.max_restarts": NOT_NEGATIVE,
-    "runner.stop_return": ANY,
     "runner.save_reserve_s": NOT_NEGATIVE,
     "runner.rendezvous_timeout_s": POSITIVE,
     "runner.step_timeout_s": POSITIVE,
-    "algorithm.gamma": FRACTION,
-    "algorithm.gae_lambda": FRACTION,
-    "algorithm.clip_ratio_low": PART,
-    "algorithm.clip_ratio_high": NOT_NEGATIVE,
-    "algorithm.clip_ratio_c": Range(1, above=True),
-    "algorithm.value_clip": POSITIVE,
-    "algorithm.value_coef": NOT_NEGATIVE,
-    "algorithm.entropy_coef": NOT_NEGATIVE,
-    "algorithm.target_kl": POSITIVE,
-    "algorithm.update_epochs": COUNT,
-    "algorithm.bc_value_coef": NOT_NEGATIVE,
-    "algorithm.rollout_steps": COUNT,
-    "algorithm.group_size": COUNT,
-    "algorithm.kl_coef": NOT_NEGATIVE,
-    "algorithm.tis_cap": POSITIVE,
-    "algorithm.max_refills": NOT_NEGATIVE,
-    "algorithm.overlong_buffer": NOT_NEGATIVE,
-    "algorithm.max_staleness": NOT_NEGATIVE,
-    "algorithm.tau": Range(0, 1, above=True),
-    "algorithm.initial_alpha": POSITIVE,
-    "algorithm.target_entropy": ANY,
-    "algorithm.alpha_lr": RATE,
-    "algorithm.update_to_data": POSITIVE,
-    "algorithm.critic_actor_ratio": COUNT,
-    "algorithm.target_update_freq": COUNT,
-    "algorithm.random_steps": NOT_NEGATIVE,
-    "algorithm.replay_buffer.size": COUNT,
-    "algorithm.replay_buffer.min_buffer_size": COUNT,
-    "algorithm.demo_buffer.ratio": FRACTION,
-    **{
-        f"env.{side}.{name}": allowed
-        for side in ("train", "eval")
-        for name, allowed in {
-            "num_envs": COUNT,
-            "max_episode_steps": COUNT,
-            "seed": SEED,
-            "group_size": COUNT,
-            "reward_scale": ANY,
-            "simulators": NOT_NEGATIVE,
-            "simulator_timeout_s": POSITIVE,
-        }.items()
-    },
-    "env.eval.num_episodes": COUNT,
-    "env.eval.video_episodes": NOT_NEGATIVE,
-    "env.eval.video_fps": COUNT,
-    "rollout.pipeline_stage_num": COUNT,
-    "rollout.max_new_tokens": COUNT,
-    "rollout.temperature": NOT_NEGATIVE,
-    "rollout.top_p": Range(0, 1, above=True),
-    "rollout.top_k": Range(1, also=(-1, "off")),
-    "rollout.max_batch_size": COUNT,
-    "rollout.max_model_len": COUNT,
-    "rollout.gpu_memory_utilization": Range(0, 1, above=True),
-    "rollout.max_turns": COUNT,
-    "actor.global_batch_size": COUNT,
-    "actor.micro_batch_size": COUNT,
-    "actor.model.hidden_sizes": COUNT,
-    "actor.model.log_std_init": Range(-20, 20),
-    "actor.model.num_action_chunks": COUNT,
     "actor.optim.lr": RATE,  # one step of Adam moves a weight by about as much
-    "actor.optim.value_lr": RATE,
     "actor.optim.adam_beta1": PART,
     "actor.optim.adam_beta2": PART,
     "actor.optim.adam_eps": Range(0, 1, above=True),
     "actor.optim.weight_decay": Range(0, 100),
     "actor.optim.clip_grad": POSITIVE,
-    "actor.optim.lr_warmup_steps": NOT_NEGATIVE,
-    "actor.max_tokens_per_micro_batch": COUNT,
     "actor.lora.rank": NOT_NEGATIVE,
     "actor.lora.alpha": COUNT,
     "actor.lora.dropout": PART,
     "actor.deepspeed.zero_stage": Range(1, 3),
-    **{
-        f"data.{part}.{name}": allowed
-        for part in ("train", "eval[]")
-        for name, allowed in {"size": COUNT, "seed": NOT_NEGATIVE, "eval_fraction": FRACTION}.items()
-    },
-    "data.eval[].samples": COUNT,
-    "data.eval[].temperature": NOT_NEGATIVE,
-    "data.max_prompt_tokens": COUNT,
-    "data.prompts_per_step": COUNT,
-    "demos.limit": COUNT,
-    "demos.holdout": PART,
-    "reward.terms[].weight": ANY,
-    "reward.timeout_s": POSITIVE,
-    "reward.failed": ANY,
-    "reward.processes": COUNT,
-    "workflow.demos_episodes": COUNT,
-    "workflow.record_episodes": NOT_NEGATIVE,
     "workflow.eval_job.cpus": COUNT,
     "workflow.convert_job.cpus": COUNT,
 }
 
 
-def check_ranges(cfg: Any, fail: Fail) -> None:
+def check_ranges(cfg: Any, ranges: Mapping[str, Range], fail: Fail) -> None:
     """Whether every number lies in its range; null is in none, and allowed where the schema allows it.
 
     Raises:
         ConfigError: The first that does not.
     """
-    for key, allowed in RANGES.items():
+    for key, allowed in ranges.items():
         for place, found in _found(cfg, key):
             for number in found if OmegaConf.is_list(found) else (found,):
                 if number is not None and number not in allowed:

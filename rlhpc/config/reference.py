@@ -1,91 +1,102 @@
-"""The reference of all configuration keys: `python -m rlhpc.config.reference > docs/reference/config.md`."""
+"""The reference of all configuration keys, as a page in Markdown."""
 
 from __future__ import annotations
 
 import ast
 import dataclasses
 import inspect
-import typing
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 from omegaconf import MISSING
 
-from rlhpc.config import schema
-from rlhpc.config.ranges import ANY, RANGES
+from rlhpc.config.keys import element_of, fields_of, words_of
+from rlhpc.config.ranges import ANY, RANGES, Range
 
 _HEAD = """# Configuration keys
 
-Generated from the schema by `python -m rlhpc.config.reference`. A configuration is a YAML file;
+Generated from the schemas by `python -m rlhpc.reference config`. A configuration is a YAML file;
 `defaults: [other.yaml]` (relative to it) reads other files first, and `key=value` on the command
-line comes last. Unknown keys are errors, and so are numbers outside the interval that stands
-behind their type: `[` includes the bound, `(` does not.
+line comes last. `runner.task_type` names the kind of run, and each kind has its own keys: the column
+"runs" says which, where it is not all. Keys that are unknown, or of another kind, are errors, and so are
+numbers outside the interval that stands behind their type: `[` includes the bound, `(` does not.
 A default such as `${env.train.env_id}` is the value of that other key; any value may be written so.
 """
 
 
+class _Row(NamedTuple):
+    key: str
+    type: str
+    default: str
+    meaning: str
+
+
 def _docs(cls: type) -> dict[str, str]:
-    """The string under each field."""
-    body = ast.parse(inspect.getsource(cls)).body[0]
-    assert isinstance(body, ast.ClassDef)
-    docs = {}
-    for item, following in zip(body.body, body.body[1:], strict=False):
-        if isinstance(item, ast.AnnAssign) and isinstance(item.target, ast.Name) and isinstance(following, ast.Expr):
-            assert isinstance(following.value, ast.Constant)
-            docs[item.target.id] = " ".join(str(following.value.value).split())
+    """The string under each field, those of its bases included."""
+    docs: dict[str, str] = {}
+    for base in reversed(cls.__mro__):
+        if not dataclasses.is_dataclass(base):
+            continue
+        body = ast.parse(inspect.getsource(base)).body[0]
+        assert isinstance(body, ast.ClassDef)
+        for item, following in zip(body.body, body.body[1:], strict=False):
+            if (
+                isinstance(item, ast.AnnAssign)
+                and isinstance(item.target, ast.Name)
+                and isinstance(following, ast.Expr)
+            ):
+                assert isinstance(following.value, ast.Constant)
+                docs[item.target.id] = " ".join(str(following.value.value).split())
     return docs
 
 
-def _all_docs(cls: type) -> dict[str, str]:
-    merged: dict[str, str] = {}
-    for base in reversed(cls.__mro__):
-        if dataclasses.is_dataclass(base):
-            merged |= _docs(base)
-    return merged
-
-
 def _default(field: dataclasses.Field[Any]) -> str:
-    if field.default_factory is not dataclasses.MISSING:
-        value = field.default_factory()
-    else:
-        value = field.default
+    value = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
     if value == MISSING:
         return "required"
     return "`null`" if value is None else f"`{str(value).lower() if isinstance(value, bool) else value}`"
 
 
-def _section(cls: type, prefix: str) -> list[str]:
-    hints, docs = typing.get_type_hints(cls), _all_docs(cls)
-    lines = [f"\n## {prefix.rstrip('.')}\n", f"{(cls.__doc__ or '').strip()}\n", "| key | type | default | meaning |",
-             "|---|---|---|---|"]  # fmt: skip
-    below: list[str] = []
+def _sections(cls: type, prefix: str, ranges: Mapping[str, Range]) -> dict[str, tuple[str, list[_Row]]]:
+    """Section → its description and rows, those below it after it."""
+    own: list[_Row] = []
+    found = {prefix.rstrip("."): ((cls.__doc__ or "").strip(), own)} if prefix else {}
+    kinds, docs = fields_of(cls), _docs(cls)
     for field in dataclasses.fields(cls):
-        kind = hints[field.name]
-        if dataclasses.is_dataclass(kind):
-            assert isinstance(kind, type)
-            below += _section(kind, f"{prefix}{field.name}.")
+        kind, key = kinds[field.name], f"{prefix}{field.name}"
+        if dataclasses.is_dataclass(kind) and isinstance(kind, type):
+            found |= _sections(kind, f"{key}.", ranges)
             continue
-        items = typing.get_args(kind)
-        if typing.get_origin(kind) is list and dataclasses.is_dataclass(items[0]):
-            assert isinstance(items[0], type)
-            below += _section(items[0], f"{prefix}{field.name}[].")
-        name = getattr(kind, "__name__", str(kind)) if not items else str(kind)
-        name = (
-            name.replace("typing.", "").replace("rlhpc.config.schema.", "").replace("None", "null").replace("|", "or")
-        )
-        if allowed := RANGES.get(f"{prefix}{field.name}", ANY).short():
-            name += f", {allowed}"
-        lines.append(f"| `{prefix}{field.name}` | {name} | {_default(field)} | {docs.get(field.name, '')} |")
-    return lines + below
+        if (element := element_of(kind)) is not None:
+            found |= _sections(element, f"{key}[].", ranges)
+            name = f"list of `{key}[]`"
+        else:
+            name = words_of(kind).replace("|", "or")
+        allowed = ranges.get(key, ANY).short()
+        own.append(_Row(key, f"{name}, {allowed}" if allowed else name, _default(field), docs.get(field.name, "")))
+    return found
 
 
-def render() -> str:
-    """The page, in Markdown."""
+def render(kinds: Mapping[str, tuple[type, Mapping[str, Range]]]) -> str:
+    """The page.
+
+    Args:
+        kinds: Name of each kind of run → its configuration's dataclass, and what its numbers may be.
+    """
+    pages = {name: _sections(cls, "", {**RANGES, **ranges}) for name, (cls, ranges) in kinds.items()}
+    order = {section: None for page in pages.values() for section in page}
     lines = [_HEAD.rstrip()]
-    hints = typing.get_type_hints(schema.Config)
-    for field in dataclasses.fields(schema.Config):
-        lines += _section(hints[field.name], f"{field.name}.")
+    for section in sorted(order, key=lambda name: list(order).index(name.split(".")[0].split("[")[0])):
+        having = [name for name, page in pages.items() if section in page]
+        descriptions = list(dict.fromkeys(pages[name][section][0] for name in having))
+        runs = "" if len(having) == len(pages) else f" Runs: {', '.join(having)}."
+        lines += [f"\n## {section}\n", f"{descriptions[0]}{runs}\n"]
+        lines += ["| key | type | default | runs | meaning |", "|---|---|---|---|---|"]
+        rows: dict[_Row, list[str]] = {}
+        for name in having:
+            for row in pages[name][section][1]:
+                rows.setdefault(row, []).append(name)
+        for row in sorted(rows, key=lambda row: [other.key for other in rows].index(row.key)):
+            where = "" if len(rows[row]) == len(having) else ", ".join(rows[row])
+            lines.append(f"| `{row.key}` | {row.type} | {row.default} | {where} | {row.meaning} |")
     return "\n".join(lines) + "\n"
-
-
-if __name__ == "__main__":
-    print(render(), end="")

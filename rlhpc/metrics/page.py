@@ -143,3 +143,10 @@ def size(count: float) -> str:
             return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
         count /= 1024
     return f"{count:.1f} TiB"
+
+
+def time_unit(seconds: float) -> tuple[str, float]:
+    """A unit that fits, and its length in seconds."""
+    if seconds >= 3 * 3600:
+        return "h", 3600.0
+    return ("min", 60.0) if seconds >= 300 else ("s", 1.0)

@@ -16,6 +16,16 @@ def last_result(paths: RunPaths, suite: str = "default") -> tuple[int, dict[str,
     return step, result, describe_result(result)
 
 
+def read_results(paths: RunPaths, suite: str) -> list[dict[str, Any]]:
+    """The readable results of a suite, by step: the content of `eval/global_step_<N>/<suite>.json`."""
+    found = []
+    for path in paths.eval.glob("global_step_*/*.json"):
+        result = read_json(path)
+        if result and str(result.get("suite", path.stem)) == suite and str(result.get("global_step", "")).isdigit():
+            found.append({**result, "global_step": int(result["global_step"])})
+    return sorted(found, key=lambda result: int(result["global_step"]))
+
+
 def describe_result(result: dict[str, Any]) -> str:
     """An evaluation in a few words, with its interval."""
     if "return_mean" in result:

@@ -13,11 +13,12 @@ from typing import Any
 import numpy as np
 
 from rlhpc.jobs.paths import RunPaths
-from rlhpc.metrics.curves import read_evaluations, time_unit
 from rlhpc.metrics.logger import read_metrics, series
-from rlhpc.metrics.page import Cell, duration, figures, missing, page, section, table
+from rlhpc.metrics.results import read_results
+from rlhpc.metrics.page import Cell, duration, figures, missing, page, section, table, time_unit
 from rlhpc.metrics.statistics import wilson
 from rlhpc.metrics.svg import Line, line_chart, number, running_mean
+from rlhpc.runs.kinds import kind_of_run
 from rlhpc.runtime.durable import replace_durably
 from rlhpc.runtime.errors import RlhpcError
 from rlhpc.runtime.storage import unwritten
@@ -25,17 +26,6 @@ from rlhpc.runtime.storage import unwritten
 #: Points of a curve that several seeds are brought to.
 _GRID = 120
 _SEED = re.compile(r"[-_.]?(?:seed|s)?[-_.]?\d+$", re.IGNORECASE)
-# Metric, the words of its title and axis.
-_TRAINED = (
-    ("train/success_once", "Success in training", "share of episodes"),
-    ("train/success_rate", "Success in training", "share of episodes"),
-    ("train/episode_return", "Return in training", "episode return"),
-    ("train/loss", "Imitation loss", "loss"),
-)
-_EVALUATED = (
-    ("success_once", "Success in evaluation", "share of episodes"),
-    ("return_mean", "Return in evaluation", "mean return"),
-)
 Curve = tuple[list[float], list[float]]
 
 
@@ -54,11 +44,13 @@ class Run:
     evaluations: list[dict[str, Any]]
 
     def curve(self, name: str, against: str) -> Curve:
-        """A metric of training, smoothed as reports do."""
+        """A metric of training, smoothed as reports do, or a result of evaluations (`eval/`)."""
+        if name.startswith("eval/"):
+            return self._evaluated(name.removeprefix("eval/"), against)
         x, y = series(self.rows, name, against)
         return x, running_mean(y) if len(y) >= 60 else y
 
-    def evaluated(self, name: str, against: str) -> Curve:
+    def _evaluated(self, name: str, against: str) -> Curve:
         """A result of evaluations, those in training and those of checkpoints, against steps or time."""
         at = dict(zip(*series(self.rows, against), strict=True))  # step → x
         found = dict(zip(*series(self.rows, f"eval/{name}"), strict=True))
@@ -86,7 +78,7 @@ def read_runs(named: Sequence[tuple[str, RunPaths]], suite: str) -> dict[str, li
         if not rows:
             state = "cannot be read" if paths.metrics.is_file() and paths.metrics.stat().st_size else "has no row yet"
             raise RlhpcError(f"{paths.metrics} {state}; see rlhpc status {paths.root}")
-        evaluations = [result for result in read_evaluations(paths) if str(result["suite"]) == suite]
+        evaluations = read_results(paths, suite)
         groups.setdefault(label, []).append(Run(paths, rows, evaluations))
     return groups
 
@@ -144,11 +136,7 @@ def charts(groups: Mapping[str, list[Run]]) -> list[str]:
         ("time/wall_s", f"wall time ({unit})", length),
     ]
     found = []
-    for name, title, label in _EVALUATED:
-        found += [_chart(groups, title, label, axis, lambda run, x, n=name: run.evaluated(n, x)) for axis in axes]
-    for name, title, label in _TRAINED:
-        if name == "train/loss" and any(found):
-            continue
+    for name, title, label in dict.fromkeys(one for run in runs for one in kind_of_run(run.paths).compared):
         found += [_chart(groups, title, label, axis, lambda run, x, n=name: run.curve(n, x)) for axis in axes]
     return [chart for chart in found if chart]
 
@@ -168,7 +156,7 @@ def final_table(groups: Mapping[str, list[Run]]) -> str:
                 _over([_end(run, "time/wall_s") for run in runs], duration),
                 _over([_end(run, "train/episode_return") for run in runs], lambda v: f"{v:.1f}"),
                 _success(rates),
-                _over([r["return_mean"] for r in results], lambda v: f"{v:.2f}"),
+                _over([r.get("return_mean") for r in results], lambda v: f"{v:.2f}"),
                 sum(int(r.get("episodes", 0)) for r in results) or "–",
             ]
         )

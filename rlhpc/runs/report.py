@@ -10,28 +10,41 @@ from typing import Any
 
 from rlhpc.checkpoint.manifest import read_manifest, verify
 from rlhpc.jobs.paths import RunPaths
-from rlhpc.language import curves as language
 from rlhpc.metrics.accounting import write_accounting
 from rlhpc.metrics.accounting_page import accounting_tables
-from rlhpc.metrics.curves import (
-    evaluation_curve,
-    learning_curves,
-    phase_columns,
-    read_evaluations,
-    success_curve,
-    time_curves,
-    time_unit,
-)
+from rlhpc.metrics.phases import phase_columns
 from rlhpc.metrics.logger import read_metrics, series
-from rlhpc.metrics.page import Cell, card, duration, facts, figures, missing, page, section, size, table
+from rlhpc.metrics.page import Cell, card, duration, facts, figures, missing, page, section, size, table, time_unit
 from rlhpc.metrics.placement import placement_grid
 from rlhpc.metrics.provenance import read_provenance
-from rlhpc.language.samples_page import write_samples_page
-from rlhpc.metrics.svg import number
+from rlhpc.metrics.svg import standalone
+from rlhpc.runs.kinds import kind_of_run
 from rlhpc.runtime.durable import replace_durably
 from rlhpc.runtime.errors import CheckpointError, RlhpcError
 from rlhpc.runtime.plain import read_yaml
 from rlhpc.runtime.storage import unwritten
+
+
+def write_curves(paths: RunPaths, out_dir: Path) -> list[Path]:
+    """Write every curve of the run as a self-contained SVG file.
+
+    Args:
+        paths: The run; curves without data say so.
+        out_dir: Made when missing.
+
+    Returns:
+        The files: those of `Kind.curves` always, others where something was logged.
+    """
+    charts = kind_of_run(paths).charts(paths, read_metrics(paths.metrics))
+    written = []
+    try:
+        out_dir.mkdir(parents=True, exist_ok=True)
+        for name, svg in charts.items():
+            written.append(out_dir / f"{name}.svg")
+            written[-1].write_text(standalone(svg))
+    except OSError as error:
+        raise unwritten(error, out_dir) from error
+    return written
 
 
 def write_report(paths: RunPaths, output: Path | None = None) -> Path:
@@ -56,22 +69,19 @@ def write_report(paths: RunPaths, output: Path | None = None) -> Path:
     rows = read_metrics(paths.metrics)
     provenance = read_provenance(paths)
     accounting = write_accounting(paths)
-    task = language.language_task(paths)
-    cards, curves, evaluation, times, checkpoints = (
-        _language(paths, rows, task, output is None) if task else _embodied(paths, rows, output is None)
-    )
+    own = kind_of_run(paths).parts(paths, rows, linked=output is None)
     page_file = output or paths.report
     html = page(
         title=paths.root.name,
-        subtitle=_subtitle(paths, rows, provenance),
+        subtitle=_subtitle(own.subject, rows, provenance),
         body=[
-            cards,
-            section("Learning curves", _learning(rows, curves)),
-            section("Evaluation", evaluation),
+            own.cards,
+            section("Learning curves", _learning(rows, own.curves)),
+            section("Evaluation", own.evaluation),
             section("Placement", placement_grid(provenance.get("placement"))),
-            section("Time", _time(rows, times)),
+            section("Time", _time(rows, own.times)),
             section("Accounting", accounting_tables(accounting)) if accounting else "",
-            section("Checkpoints", checkpoints),
+            section("Checkpoints", _checkpoints(paths, rows, own.evaluated, *own.trained)),
             section("Configuration", _configuration(paths)),
             section("Provenance", _provenance(provenance)),
         ],
@@ -83,47 +93,8 @@ def write_report(paths: RunPaths, output: Path | None = None) -> Path:
     return page_file
 
 
-#: Suites whose film the page shows.
-_MAX_VIDEOS = 6
-
-Parts = tuple[str, list[str], str, list[str], str]
-"""Key figures, learning curves, evaluation, time curves, checkpoints."""
-
-
-def _embodied(paths: RunPaths, rows: Sequence[Mapping[str, Any]], linked: bool) -> Parts:
-    evaluations = read_evaluations(paths)
-    evaluated: dict[int, str] = {}
-    for result in evaluations:
-        rate = result.get("success_once")
-        shown = f"{result['return_mean']:.1f}" if rate is None else f"{rate:.0%}, {result['return_mean']:.1f}"
-        evaluated.setdefault(result["global_step"], shown)
-    return (
-        _key_figures(rows, evaluations),
-        list(learning_curves(rows).values()),
-        _evaluation(evaluations) + (_videos(evaluations) if linked else ""),
-        list(time_curves(rows).values())[::-1],
-        _checkpoints(paths, rows, evaluated, "train/episode_return", "training return"),
-    )
-
-
-def _language(paths: RunPaths, rows: Sequence[Mapping[str, Any]], task: str, linked: bool) -> Parts:
-    evaluations = language.read_evaluations(paths)
-    samples = write_samples_page(paths) if linked else None
-    evaluated: dict[int, str] = {}
-    for result in evaluations:
-        evaluated.setdefault(result["global_step"], f"{result['accuracy']:.1%}")
-    trained = ("train/loss", "training loss") if task == "sft" else ("train/reward", "training reward")
-    return (
-        language.key_figures(rows, evaluations, task),
-        list(language.learning_curves(rows, task).values()),
-        language.evaluation_section(evaluations, samples.name if samples else None),
-        list(language.time_curves(rows).values())[::-1],
-        _checkpoints(paths, rows, evaluated, *trained),
-    )
-
-
-def _subtitle(paths: RunPaths, rows: Sequence[Mapping[str, Any]], provenance: Mapping[str, Any]) -> str:
-    parts = [language.data_name(paths) if language.language_task(paths) else _env_id(paths)]
+def _subtitle(subject: str, rows: Sequence[Mapping[str, Any]], provenance: Mapping[str, Any]) -> str:
+    parts = [subject]
     if rows:
         parts.append(f"step {rows[-1]['step']}")
     if provenance.get("created"):
@@ -134,114 +105,10 @@ def _subtitle(paths: RunPaths, rows: Sequence[Mapping[str, Any]], provenance: Ma
     return " · ".join(part for part in parts if part)
 
 
-def _env_id(paths: RunPaths) -> str:
-    import yaml
-
-    try:
-        return str(read_yaml(paths.config.read_bytes())["env"]["train"]["env_id"])
-    except (OSError, ValueError, yaml.YAMLError, KeyError, TypeError):
-        return ""
-
-
-def _last(rows: Sequence[Mapping[str, Any]], name: str) -> float | None:
-    values = series(rows, name)[1]
-    return values[-1] if values else None
-
-
-def _key_figures(rows: Sequence[Mapping[str, Any]], evaluations: Sequence[Mapping[str, Any]]) -> str:
-    best = max(evaluations, key=lambda r: (r.get("success_once") or 0.0, r["return_mean"]), default=None)
-    last = max(evaluations, key=lambda result: result["global_step"], default=None)
-    env_steps, wall, returned = (_last(rows, k) for k in ("rollout/env_steps", "time/wall_s", "train/episode_return"))
-    demonstrations, loss = _last(rows, "train/demonstrations"), _last(rows, "train/loss")
-    rates = series(rows, "time/env_steps_per_s")[1]
-    rate = env_steps / wall if env_steps and wall else (sum(rates) / len(rates) if rates else None)
-
-    def evaluated(title: str, result: Mapping[str, Any] | None) -> str:
-        if result is None:
-            return card(title, "–", "not evaluated yet")
-        if isinstance(result.get("success_once"), (int, float)):
-            return card(title, f"{result['success_once']:.0%}", f"success, step {result['global_step']}")
-        return card(title, f"{result['return_mean']:.1f}", f"mean return, step {result['global_step']}")
-
-    return (
-        '<div class="cards">'
-        + evaluated("Best evaluation", best)
-        + evaluated("Last evaluation", last)
-        + (
-            card("Training return", "–" if returned is None else f"{returned:.1f}", "at the last step")
-            + card("Environment steps", "–" if env_steps is None else number(env_steps), f"{len(rows)} training steps")
-            if demonstrations is None
-            else card("Demonstrations", number(demonstrations), f"{len(rows)} training steps")
-            + card("Imitation loss", "–" if loss is None else f"{loss:.3g}", "at the last step")
-        )
-        + card("Wall time", "–" if wall is None else duration(wall), "training")
-        + (
-            card("Env steps / s", "–" if rate is None else f"{rate:,.0f}", "mean over the run")
-            if demonstrations is None
-            else ""
-        )
-        + "</div>"
-    )
-
-
 def _learning(rows: Sequence[Mapping[str, Any]], curves: list[str]) -> str:
     if not rows:
         return missing("No metrics yet: metrics.jsonl is missing or empty.")
     return figures(curves[:2]) + figures(curves[2:], "small")
-
-
-def _evaluation(evaluations: Sequence[Mapping[str, Any]]) -> str:
-    if not evaluations:
-        return missing("No evaluation yet: <code>rlhpc eval</code> on a checkpoint, or the workflow's eval rule.")
-    best = max(result["return_mean"] for result in evaluations)
-    rates = [name for name in ("success_once", "success_at_end") if any(name in result for result in evaluations)]
-    rows: list[list[Cell]] = [
-        [
-            str(result["suite"]),
-            result["global_step"],
-            result.get("episodes", "–"),
-            *(_rate(result, name) for name in rates),
-            f"{result['return_mean']:.2f}" + (" ★" if result["return_mean"] == best else ""),
-            f"{result['return_std']:.2f}" if isinstance(result.get("return_std"), (int, float)) else "–",
-            f"{result['low']:.2f} … {result['high']:.2f}",
-        ]
-        for result in evaluations
-    ]
-    head = [
-        "suite",
-        "step",
-        "episodes",
-        *(name.replace("_", " ") for name in rates),
-        "mean return",
-        "std",
-        "95 % interval",
-    ]
-    charts = [*(success_curve(evaluations, name) for name in rates[:1]), evaluation_curve(evaluations)]
-    shown = f'<div class="scroll">{table(head, rows, text_columns={0})}</div>'
-    if len(charts) > 1:
-        return figures(charts) + shown
-    return f'<div class="figures beside"><figure>{charts[0]}</figure>{shown}</div>'
-
-
-def _rate(result: Mapping[str, Any], name: str) -> str:
-    """A share of the episodes, with its interval."""
-    if not isinstance(result.get(name), (int, float)):
-        return "–"
-    low, high = result.get(f"{name}_ci95") or (None, None)
-    return f"{result[name]:.1%}" + (f" ({low:.1%} … {high:.1%})" if low is not None else "")
-
-
-def _videos(evaluations: Sequence[Mapping[str, Any]]) -> str:
-    """The newest film of each suite; the files lie beside the evaluations' results."""
-    newest = {str(result["suite"]): result for result in evaluations if result.get("video")}
-    films = [
-        f'<figure><video controls muted loop preload="metadata" width="100%" '
-        f'src="../eval/global_step_{result["global_step"]}/{escape(str(result["video"]), quote=True)}"></video>'
-        f"<figcaption>{escape(suite)}, step {result['global_step']}: first episodes; a green frame means success"
-        "</figcaption></figure>"
-        for suite, result in list(newest.items())[:_MAX_VIDEOS]
-    ]
-    return f'<div class="figures videos">{"".join(films)}</div>' if films else ""
 
 
 def _time(rows: Sequence[Mapping[str, Any]], charts: list[str]) -> str:

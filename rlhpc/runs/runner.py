@@ -120,10 +120,14 @@ class Runner:
         self.build()
         if self.folder.resume.path is not None:
             self._restore(self.folder.resume.path)
-        elif self.cfg.runner.init_from is not None:
-            self._start_from(str(self.cfg.runner.init_from))
+        elif (start := self.start_weights()) is not None:
+            self._start_from(start)
         self._ready = True
         self.folder.mark("ready")
+
+    def start_weights(self) -> str | None:
+        """Where a fresh run's first weights come from; None where they are made."""
+        return None
 
     def _start_from(self, path: str) -> None:
         """`runner.init_from`: weights only; provenance.json says which."""

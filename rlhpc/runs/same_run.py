@@ -5,7 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from rlhpc.config import config_to_yaml, load_config, require_same_run, segment_ends
+from rlhpc.config import config_to_yaml, require_same_run, segment_ends
+from rlhpc.runs.configuration import load_config
+from rlhpc.runs.kinds import kind_of
 from rlhpc.jobs.claim import SegmentFiles
 from rlhpc.jobs.paths import RunPaths
 from rlhpc.jobs.reopen import reopen, segment_to_reopen
@@ -50,8 +52,9 @@ def make_longer(paths: RunPaths, cfg: Any, segment: int) -> None:
     """
     goal = None
     if paths.config.is_file():
-        goal = load_config(paths.config, check=False, site="").runner.stop_return
-    moved = goal is not None and goal != cfg.runner.stop_return
+        saved = load_config(paths.config, check=False, site="")
+        goal = kind_of(saved).goal(saved)
+    moved = goal is not None and goal != kind_of(cfg).goal(cfg)
     if segment_to_reopen(paths, segment_ends(cfg), goal_moved=moved) == segment:
         reopen(paths, segment)
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from omegaconf import OmegaConf
 from torch import nn
 
 from rlhpc.language.tokens import lora
@@ -76,7 +77,11 @@ class LanguageModelBackend:
 
     def prepare_reference(self) -> None:
         """Loads the reference policy now if the run will want it; constructors end with this."""
-        if float(self.cfg.algorithm.kl_coef) != 0.0 and not self.lora_rank and self._reference is None:
+        if (
+            float(OmegaConf.select(self.cfg, "algorithm.kl_coef") or 0.0) != 0.0
+            and not self.lora_rank
+            and self._reference is None
+        ):
             self._reference = self._make_reference()
 
     def _make_reference(self) -> nn.Module:

@@ -15,7 +15,7 @@ from typing import Any
 from rlhpc.cli import build_parser
 from rlhpc.config.load import all_keys
 from rlhpc.config.ranges import RANGES
-from rlhpc.config.schema import Config
+from rlhpc.language.config import GrpoConfig as Config
 from tests.attack.bad_inputs import HERE, QUICKSTART, ROOT, Case, plan_words, train_words
 
 INCLUDE = f"defaults: [{QUICKSTART}]\n"

@@ -24,7 +24,6 @@ import numpy as np
 from rlhpc.checkpoint import CheckpointWriter, verify
 from rlhpc.checkpoint.state import dump_tensors
 from rlhpc.cli import main as cli
-from rlhpc.config import load_config
 from rlhpc.embodied.data.lerobot import read_lerobot, video_name
 from rlhpc.embodied.data.replay_files import StoredReplay
 from rlhpc.embodied.data.trajectories import read_maniskill
@@ -32,6 +31,7 @@ from rlhpc.embodied.evaluate import evaluate_checkpoint
 from rlhpc.embodied.export import export_checkpoint, load_exported
 from rlhpc.jobs.paths import RunPaths
 from rlhpc.language.data.tables import Hdf5File, JsonLines
+from rlhpc.runs.configuration import load_config
 from rlhpc.runtime.errors import CheckpointError, ConfigError, RlhpcError
 
 SECRET = "hunter2-of-the-user"
@@ -62,7 +62,7 @@ class Place:
         import gymnasium
         from omegaconf import OmegaConf
 
-        from rlhpc.config.schema import ModelConfig
+        from rlhpc.embodied.config import ModelConfig
         from rlhpc.embodied.models import build_model
 
         env = gymnasium.make("CartPole-v1")

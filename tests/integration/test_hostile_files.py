@@ -11,9 +11,10 @@ import yaml
 from omegaconf import OmegaConf
 
 from rlhpc.cli import main
-from rlhpc.config import config_to_yaml, load_config
+from rlhpc.config import config_to_yaml
 from rlhpc.embodied.export import export_checkpoint, load_exported
 from rlhpc.embodied.models.registry import model_types
+from rlhpc.runs.configuration import load_config
 from rlhpc.runs.folder import RunFolder
 from rlhpc.runtime.errors import ConfigError
 from rlhpc.runtime.plain import read_yaml
@@ -122,7 +123,7 @@ def test_values_of_the_environment_are_not_written_down(tmp_path, monkeypatch, c
 def test_a_model_keeps_the_reference(monkeypatch):
     import gymnasium
 
-    from rlhpc.config.schema import ModelConfig
+    from rlhpc.embodied.config import ModelConfig
     from rlhpc.embodied.models import build_model
 
     monkeypatch.setenv("ATTACKED_ACTIVATION", "tanh")

@@ -1,8 +1,8 @@
 # What the rules share: the run's configuration, read without torch, and which files belong to which segment.
-from rlhpc.config import evaluation_fingerprint, load_config, segment_ends, training_fingerprint
-from rlhpc.metrics.curves import IMITATION as IMITATION_CURVES
-from rlhpc.language.curves import ALWAYS as LANGUAGE_CURVES
+from rlhpc.config import evaluation_fingerprint, segment_ends, training_fingerprint
+from rlhpc.runs.configuration import load_config
 from rlhpc.metrics.results import last_result
+from rlhpc.runs.kinds import kind_of
 from rlhpc.runtime.errors import RlhpcError
 from rlhpc.jobs.plan import job_options, minutes_of
 from rlhpc.jobs.paths import RunPaths
@@ -66,21 +66,19 @@ def load_run():
 
 def load_sft():
     """The configuration of the SFT run that comes first; None where there is none."""
-    if not CFG.workflow.sft:
+    if not BEFORE.sft:
         return None
-    path = near(Path(RUN_CONFIG).parent / CFG.workflow.sft)
+    file, overrides = BEFORE.sft
+    path = near(Path(RUN_CONFIG).parent / file)
     try:
-        return path, load_config(path, list(CFG.workflow.sft_overrides), site=SITE or None)
+        return path, load_config(path, overrides, site=SITE or None)
     except RlhpcError as error:
         raise WorkflowError(f"rlhpc: error: {error}") from None
 
 
 def demonstrations():
     """The file of demonstrations that an expert records before training; None where none does."""
-    if CFG.workflow.demos_expert is None:
-        return None
-    off_policy = CFG.runner.task_type.lower() == "off_policy"
-    return near(CFG.algorithm.demo_buffer.load_path if off_policy else CFG.demos.path)
+    return near(BEFORE.demos[0]) if BEFORE.demos else None
 
 
 def start_model(wildcards):
@@ -144,7 +142,7 @@ def step_before(wildcards):
 
 def end_of(segment):
     """The step that a segment ends at: planned, or with `stop_return` known once it has finished."""
-    if CFG.runner.stop_return is None:
+    if KIND.goal(CFG) is None:
         return ENDS[segment]
     with checkpoints.train_segment.get(segment=segment).output.done.open() as file:
         return json.load(file)["global_step"]
@@ -153,7 +151,7 @@ def end_of(segment):
 def segment_of(wildcards):
     """The segment that made a checkpoint, so that its evaluation need not wait for later ones."""
     step = int(wildcards.step)
-    if CFG.runner.stop_return is None:
+    if KIND.goal(CFG) is None:
         return [segment_file(next(k for k, end in enumerate(ENDS) if step <= end))] if step <= ENDS[-1] else []
     return [segment_file(next(k for k in range(len(ENDS)) if step <= end_of(k)))]
 
@@ -169,7 +167,7 @@ def evaluations_of(segment):
 
 def final_recording(wildcards):
     """Episodes of the last segment's policy."""
-    return expand(RECORDING, step=end_of(len(ENDS) - 1)) if CFG.workflow.record_episodes else []
+    return expand(RECORDING, step=end_of(len(ENDS) - 1)) if RECORDED else []
 
 
 def final_export(wildcards):

@@ -27,7 +27,7 @@ rule eval:
 
 
 # The model before RL, as step 0: what the curves start from.
-if CFG.workflow.eval_start:
+if BEFORE.evaluates_start:
 
     rule eval_start:
         input:

@@ -18,8 +18,8 @@ if DEMOS:
         resources:
             **EVAL_RESOURCES,
         params:
-            expert=CFG.workflow.demos_expert,
-            episodes=CFG.workflow.demos_episodes,
+            expert=BEFORE.demos[1],
+            episodes=BEFORE.demos[2],
             only_success=ONLY_SUCCESS,
             overrides=Untracked(*OVERRIDES),
             training=training_fingerprint(CFG),
@@ -44,7 +44,7 @@ rule record:
         **EVAL_RESOURCES,
     params:
         checkpoint=lambda wildcards: near(RUN.checkpoint(int(wildcards.step))),
-        episodes=CFG.workflow.record_episodes,
+        episodes=RECORDED,
         only_success=ONLY_SUCCESS,
     shell:
         "rlhpc record --checkpoint {params.checkpoint:q} --episodes {params.episodes} {params.only_success:q}"

@@ -1,29 +1,9 @@
 # The page about the run, and its curves as pictures of their own for `snakemake --report`.
-EMBODIED_CURVES = {
-    "return_vs_env_steps": "Return over experience",
-    "return_vs_time": "Return over wall time",
-    "evaluation": "Evaluation per checkpoint",
-    "policy_loss": "Policy loss",
-    "value_loss": "Value loss",
-    "entropy": "Entropy",
-    "kl": "Policy change per update",
-    "throughput": "Environment steps per second",
-    "time_per_phase": "Time per phase",
-}
-OFF_POLICY_CURVES = {
-    **{name: title for name, title in EMBODIED_CURVES.items() if name not in ("policy_loss", "value_loss", "kl")},
-    "q_loss": "Critics' loss",
-    "actor_loss": "Actor's loss",
-    "alpha": "Temperature",
-}
-OTHER_CURVES = {**LANGUAGE_CURVES, "bc": IMITATION_CURVES, "off_policy": OFF_POLICY_CURVES}
-CURVES = OTHER_CURVES.get(CFG.runner.task_type.lower(), EMBODIED_CURVES)
-
 
 rule report:
     input:
         *[evaluations_of(segment) for segment in range(len(ENDS))],
-        start=expand(EVALUATION, step=0, suite=SUITES) if CFG.workflow.eval_start else [],
+        start=expand(EVALUATION, step=0, suite=SUITES) if BEFORE.evaluates_start else [],
         export=final_export,
         recording=final_recording,
     output:
@@ -41,7 +21,7 @@ rule report:
                 category="Curves",
                 labels={"run": CFG.runner.name, "curve": title},
             )
-            for name, title in CURVES.items()
+            for name, title in KIND.curves.items()
         ],
     log:
         f"{LOGS}/report.log",

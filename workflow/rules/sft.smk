@@ -4,7 +4,7 @@ SFT_RUN = RunPaths.of(SFT_CFG.runner.run_dir, SFT_CFG.runner.name)
 SFT_ROOT = near(SFT_RUN.root)
 SFT_STEP = segment_ends(SFT_CFG)[-1]
 SFT_EXPORT = f"{SFT_ROOT}/export/global_step_{SFT_STEP}/model.safetensors"
-SFT_OVERRIDES = list(CFG.workflow.sft_overrides)
+SFT_OVERRIDES = BEFORE.sft[1]
 if len(segment_ends(SFT_CFG)) > 1:
     raise WorkflowError(f"rlhpc: error: {SFT_CONFIG}: runner.segments must be 1 for a run that another one starts from")
 

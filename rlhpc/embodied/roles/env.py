@@ -105,10 +105,16 @@ class EnvWorker(Worker):
             "spoiled": np.array([episodes.spoiled]),
         }
 
+    def levels(self) -> tuple[str, str]:
+        """What rewards and log-probabilities belong to."""
+        algorithm = self.cfg.algorithm
+        return str(algorithm.reward_type).lower(), str(algorithm.logprob_type).lower()
+
     def _outcomes_of(self, step: int, share: range) -> Outcomes:
-        algorithm, chunk = self.cfg.algorithm, int(self.cfg.actor.model.num_action_chunks)
-        per_action = str(algorithm.reward_type).lower() == "action_level"
-        told_apart = per_action or str(algorithm.logprob_type).lower() != "chunk_level"
+        chunk = int(self.cfg.actor.model.num_action_chunks)
+        rewards, logprobs = self.levels()
+        per_action = rewards == "action_level"
+        told_apart = per_action or logprobs != "chunk_level"
         whole = not self.cfg.env.train.auto_reset
 
         def spoiled(what: str, t: int, rows: np.ndarray) -> None:

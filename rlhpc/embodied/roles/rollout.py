@@ -10,7 +10,7 @@ import torch
 
 from rlhpc.checkpoint.state import load_state, rng_state, save_state, set_rng_state
 from rlhpc.embodied.envs.observations import columns_of, count_rows, join
-from rlhpc.embodied.models import build_model, policy_section
+from rlhpc.embodied.models import Policy, build_model, policy_section
 from rlhpc.embodied.play import evaluation_metrics
 from rlhpc.embodied.roles.lanes import open_lanes
 from rlhpc.embodied.roles.outcomes import next_values
@@ -65,11 +65,8 @@ class MultiStepRolloutWorker(Worker):
         self.seed = int(self.cfg.runner.seed)
         self.device = own_device(self)
         seed_process(self.seed, "rollout", self.rank)
-        self.policy = settle(
-            build_model(policy_section(self.cfg.actor), observation_space, action_space), self.device
-        ).eval()
+        self.policy = settle(self.build_policy(observation_space, action_space), self.device).eval()
         self.policy.requires_grad_(False)
-        self.policy.logprob_type = str(self.cfg.algorithm.logprob_type).lower()
         self.shares = [slots.rollout_share(stage, self.rank) for stage in range(slots.stages)]
         self.peers = [slots.envs_of(stage, self.rank) for stage in range(slots.stages)]
         self.buffers = [StageBuffer(share, self.steps) for share in self.shares]
@@ -83,6 +80,12 @@ class MultiStepRolloutWorker(Worker):
         )
         model, count = self.cfg.actor.model.model_type, sum(map(len, self.shares))
         self.log.info("acts with %s on %s for %d of %d slots", model, self.device, count, slots.num_envs)
+
+    def build_policy(self, observation_space: Any, action_space: Any) -> Policy:
+        """The network, with fresh weights."""
+        policy = build_model(policy_section(self.cfg.actor), observation_space, action_space)
+        policy.logprob_type = str(self.cfg.algorithm.logprob_type).lower()
+        return policy
 
     def connect(self, slots: SlotMap) -> None:
         """Connects to the channels, once the driver has created them; again, with a new map, after other ranks died."""

@@ -13,9 +13,9 @@ from rlhpc.checkpoint.start import check_start
 from rlhpc.embodied.data.mixture import Draw, Mixture, fit, load_demos
 from rlhpc.embodied.data.replay import ReplayBuffer
 from rlhpc.embodied.envs.observations import columns_of, rows_of
-from rlhpc.embodied.models import build_model
+from rlhpc.embodied.models import Policy, build_model
 from rlhpc.embodied.models.sac import SACPolicy
-from rlhpc.embodied.roles.env import check_env
+from rlhpc.embodied.roles.env import EnvWorker, check_env
 from rlhpc.embodied.roles.ppo import EmbodiedActor
 from rlhpc.embodied.roles.rollout import MultiStepRolloutWorker
 from rlhpc.embodied.roles.slots import SlotMap
@@ -60,10 +60,22 @@ def _demos(cfg: Any, observation_space: Any, action_space: Any) -> Any:
     return fit(demos, observation_space, action_space, int(cfg.actor.model.num_action_chunks))
 
 
+class OffPolicyEnvWorker(EnvWorker):
+    """Simulates; what is decided at once is one transition."""
+
+    def levels(self) -> tuple[str, str]:
+        """What rewards and log-probabilities belong to."""
+        return "chunk_level", "chunk_level"
+
+
 class OffPolicyRolloutWorker(MultiStepRolloutWorker):
     """Acts, at first at random, and hands over transitions: observation, action, reward, true next observation, end."""
 
     policy: SACPolicy
+
+    def build_policy(self, observation_space: Any, action_space: Any) -> Policy:
+        """The network, with fresh weights."""
+        return build_model(self.cfg.actor.model, observation_space, action_space)
 
     def generate(self, step: int, random_steps: int = 0) -> None:
         """See `MultiStepRolloutWorker.generate`; the actions of the run's first `random_steps` transitions are random."""

@@ -25,6 +25,11 @@ class BcRunner(Runner):
         self.actor = actor
         self.samples, self.evaluated = 0, None
 
+    def start_weights(self) -> str | None:
+        """Of `runner.init_from`."""
+        start = self.cfg.runner.init_from
+        return None if start is None else str(start)
+
     def build(self) -> None:
         """Builds the policy and reads the demonstrations."""
         self.demos = self.actor.init_worker().wait(self.timeout)[0]

@@ -11,10 +11,12 @@ from pathlib import Path
 from typing import Any
 
 from rlhpc.checkpoint import newest_valid
-from rlhpc.config import load_config
 from rlhpc.embodied.evaluate import record_episodes
+from rlhpc.embodied.kinds import BC
 from rlhpc.jobs.paths import RunPaths
+from rlhpc.runs.configuration import load_config
 from rlhpc.runs.folder import note, total_steps
+from rlhpc.runs.kinds import kind_of
 from rlhpc.runs.train import train
 from rlhpc.runtime.errors import ConfigError, RlhpcError
 
@@ -39,10 +41,10 @@ def dagger(
         ConfigError: The configuration is not one of behaviour cloning.
     """
     # The workflow's expert records what a run trains on; here that is the data of the rounds.
-    overrides = [*overrides, "workflow.demos_expert=null"]
+    given_overrides, overrides = overrides, [*overrides, "workflow.demos_expert=null"]
+    if kind_of(plain := load_config(config, given_overrides, check=False)) is not BC:
+        raise ConfigError(f"runner.task_type is {plain.runner.task_type!r}; dagger takes runs of {BC.name}")
     first = load_config(config, [*overrides, "demos.path=expert.h5"] if not _path(config, overrides) else overrides)
-    if str(first.runner.task_type).lower() != "bc":
-        raise ConfigError(f"runner.task_type is {first.runner.task_type!r}; dagger takes runs of bc")
     name = str(first.runner.name)
     folder = RunPaths.of(str(first.runner.run_dir), f"{name}-dagger").root
     given = _path(config, overrides)

@@ -75,6 +75,11 @@ class EmbodiedRunner(Runner):
         self._recent: collections.deque[tuple[float, int]] = collections.deque(maxlen=_RATE_STEPS)
         self.begin()
 
+    def start_weights(self) -> str | None:
+        """Of `runner.init_from`."""
+        start = self.cfg.runner.init_from
+        return None if start is None else str(start)
+
     def check(self) -> None:
         """Refuses what does not fit together."""
         check_batches(self.cfg)

@@ -61,9 +61,6 @@ class LanguageActor(Worker):
         self.pad = int(pad if pad is not None else self.tokenizer.eos_token_id or 0)
         self.backend = make_backend(cfg, self)
         self.skips = Skips(skips(cfg))
-        self.temperature = float(cfg.rollout.temperature)
-        self.recompute = bool(cfg.algorithm.recompute_logprobs)
-        self.kl_coef = float(cfg.algorithm.kl_coef)
         self.max_tokens = int(cfg.actor.max_tokens_per_micro_batch)
         self._early: dict[int, list[Group]] = {}
         self.rows: list[Row] = []
@@ -72,6 +69,10 @@ class LanguageActor(Worker):
         self._forget_sent()
         if prompts is None:
             self._open_demonstrations()
+        else:
+            self.temperature = float(cfg.rollout.temperature)
+            self.recompute = bool(cfg.algorithm.recompute_logprobs)
+            self.kl_coef = float(cfg.algorithm.kl_coef)
         self.log.info("trains %s parameters of %s by %s", self.backend.parameters_trained, cfg.actor.model.model_path,
                       cfg.actor.training_backend)  # fmt: skip
         return {"parameters": self.backend.parameters_trained}

@@ -15,7 +15,8 @@ from types import SimpleNamespace
 import pytest
 
 from rlhpc import cli
-from rlhpc.config import config_to_yaml, load_config
+from rlhpc.config import config_to_yaml
+from rlhpc.runs.configuration import load_config
 
 ROOT = Path(__file__).resolve().parents[3]
 QUICKSTART = ROOT / "configs" / "quickstart.yaml"

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from omegaconf import OmegaConf
 
-from rlhpc.config.schema import EnvSideConfig
+from rlhpc.embodied.config import EnvSideConfig
 from rlhpc.embodied.envs import make_env
 from rlhpc.embodied.envs.observations import decode_text
 from rlhpc.runtime.errors import ConfigError

@@ -17,7 +17,7 @@ import psutil
 import pytest
 from omegaconf import OmegaConf
 
-from rlhpc.config.schema import EnvSideConfig
+from rlhpc.embodied.config import EnvSideConfig
 from rlhpc.embodied.envs import make_env
 from rlhpc.runtime.errors import ConfigError, RlhpcError
 
@@ -139,7 +139,7 @@ def test_one_that_fails_again_and_again_ends_the_run(walk: Any) -> None:
 @pytest.mark.chaos
 def test_no_simulator_outlives_its_parent_even_a_stopped_one() -> None:
     program = (
-        "import os, signal; from omegaconf import OmegaConf; from rlhpc.config.schema import EnvSideConfig\n"
+        "import os, signal; from omegaconf import OmegaConf; from rlhpc.embodied.config import EnvSideConfig\n"
         "from rlhpc.embodied.envs import make_env\n"
         "env = make_env(OmegaConf.structured(EnvSideConfig(env_id='CartPole-v1', simulators=2)), 2)\n"
         "pids = [simulator.process.pid for simulator in env._simulators]\n"

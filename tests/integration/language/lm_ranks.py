@@ -10,7 +10,7 @@ import torch
 from omegaconf import OmegaConf
 
 from rlhpc import Cluster, NodePlacementStrategy, Session, Worker
-from rlhpc.config.schema import Config
+from rlhpc.language.config import GrpoConfig as Config
 from rlhpc.language.tokens.batches import balance, empty_batch, fill_up, pack
 from rlhpc.training.lm import TokenBatch, TokenScores
 from rlhpc.training.lm_registry import make_backend

@@ -6,8 +6,9 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 
-from rlhpc.config.schema import ActorConfig, RolloutConfig
 from rlhpc.language.agents.registry import Agent, run_episodes
+from rlhpc.language.config import GrpoActorConfig as ActorConfig
+from rlhpc.language.config import GrpoRolloutConfig as RolloutConfig
 from rlhpc.language.engines import Request, SamplingParams, make_rollout
 
 transformers = pytest.importorskip("transformers")

@@ -19,8 +19,9 @@ from lm_ranks import make_config, train
 
 from rlhpc import Worker
 from rlhpc.checkpoint import CheckpointWriter
-from rlhpc.config.schema import Config, RewardTermConfig
 from rlhpc.jobs.paths import RunPaths
+from rlhpc.language.config import GrpoConfig as Config
+from rlhpc.language.config import RewardTermConfig
 from rlhpc.language.data.tiny import make_tiny_model
 from rlhpc.language.evaluate import compare, describe, evaluate_language_model, find_suite, vote
 from rlhpc.language.export import export_language_model

@@ -11,7 +11,8 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 
-from rlhpc.config.schema import ActorConfig, RolloutConfig
+from rlhpc.language.config import GrpoActorConfig as ActorConfig
+from rlhpc.language.config import GrpoRolloutConfig as RolloutConfig
 from rlhpc.language.engines import Completion, Request, RolloutBackend, SamplingParams, make_rollout
 from rlhpc.language.engines.ends import end_tokens
 from rlhpc.language.engines.engine import UpdateFailed

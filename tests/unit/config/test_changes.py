@@ -10,11 +10,11 @@ import yaml
 from rlhpc.config import (
     config_to_yaml,
     evaluation_fingerprint,
-    load_config,
     require_same_run,
     training_changes,
     training_fingerprint,
 )
+from rlhpc.runs.configuration import load_config
 from rlhpc.runtime.errors import ConfigError
 
 QUICKSTART = Path(__file__).parents[3] / "configs" / "quickstart.yaml"

@@ -15,9 +15,10 @@ import pytest
 from omegaconf import OmegaConf
 from omegaconf.errors import ReadonlyConfigError
 
-from rlhpc.config import config_to_yaml, load_config, schema
-from rlhpc.config.load import all_keys
-from rlhpc.config.reference import render
+from rlhpc.config import config_to_yaml
+from rlhpc.reference import render_config
+from rlhpc.runs.configuration import load_config
+from rlhpc.runs.kinds import all_kinds
 from rlhpc.runtime.errors import ConfigError
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -210,25 +211,29 @@ class TestReference:
 
     def test_current(self) -> None:
         page = ROOT / "docs" / "reference" / "config.md"
-        assert page.read_text() == render(), f"run: python -m rlhpc.config.reference > {page.relative_to(ROOT)}"
+        assert page.read_text() == render_config(), f"run: python -m rlhpc.reference config > {page.relative_to(ROOT)}"
 
     def test_every_key_is_in_it(self) -> None:
-        page = render()
-        assert [key for key in all_keys() if f"| `{key}` |" not in page] == []
+        page = render_config()
+        assert [key for kind in all_kinds() for key in kind.schema.keys if f"| `{key}` |" not in page] == []
 
-    @pytest.mark.parametrize("cls", _classes(schema.Config), ids=lambda cls: cls.__name__)
+    @pytest.mark.parametrize(
+        "cls",
+        sorted({cls for kind in all_kinds() for cls in _classes(kind.config)[1:]}, key=lambda cls: cls.__name__),
+        ids=lambda cls: cls.__name__,
+    )
     def test_every_field_is_described(self, cls: type) -> None:
         body = ast.parse(inspect.getsource(cls)).body[0]
         assert isinstance(body, ast.ClassDef) and cls.__doc__
         for item, following in zip(body.body, [*body.body[1:], None], strict=True):
-            if isinstance(item, ast.AnnAssign) and cls is not schema.Config:
+            if isinstance(item, ast.AnnAssign):
                 assert isinstance(following, ast.Expr), f"{cls.__name__}.{ast.unparse(item.target)} has no docstring"
 
 
 @pytest.mark.parametrize("name", ["quickstart.yaml", "reasoning/demo.yaml"])
 def test_loading_imports_no_torch(name: str) -> None:
     code = (
-        "import sys; from rlhpc.config import load_config; load_config(sys.argv[1]); "
+        "import sys; from rlhpc import load_config; load_config(sys.argv[1]); "
         "sys.exit(int('torch' in sys.modules or 'submitit' in sys.modules))"
     )
     subprocess.run([sys.executable, "-c", code, str(CONFIGS / name)], check=True, timeout=60)

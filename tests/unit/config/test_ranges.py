@@ -13,12 +13,23 @@ import pytest
 import yaml
 from omegaconf import OmegaConf
 
-from rlhpc.config import load_config, schema
-from rlhpc.config.ranges import RANGES, Range
-from rlhpc.config.validate import validate
+from rlhpc.config.ranges import RANGES as COMMON
+from rlhpc.config.ranges import Range
+from rlhpc.runs.checks import validate
+from rlhpc.runs.configuration import load_config
+from rlhpc.runs.kinds import Kind, all_kinds
 from rlhpc.runtime.errors import ConfigError
 
-QUICKSTART = Path(__file__).resolve().parents[3] / "configs" / "quickstart.yaml"
+CONFIGS = Path(__file__).resolve().parents[3] / "configs"
+QUICKSTART = CONFIGS / "quickstart.yaml"
+#: A sound configuration of each kind of run.
+SOUND = {
+    "embodied": "quickstart.yaml",
+    "off_policy": "embodied/pendulum_sac.yaml",
+    "bc": "embodied/push_cube_bc.yaml",
+    "reasoning": "reasoning/gsm8k.yaml",
+    "sft": "reasoning/demo_sft.yaml",
+}
 
 
 def numbers(cls: type, prefix: str = "") -> Iterator[tuple[str, bool]]:
@@ -35,12 +46,19 @@ def numbers(cls: type, prefix: str = "") -> Iterator[tuple[str, bool]]:
             yield prefix + field.name, float not in (kind, *inner)
 
 
-NUMBERS = dict(numbers(schema.Config))
+KINDS = {kind.name: kind for kind in all_kinds()}
+RANGES = {key: allowed for kind in KINDS.values() for key, allowed in {**COMMON, **kind.ranges}.items()}
+NUMBERS = {name: dict(numbers(kind.config)) for name, kind in KINDS.items()}
 
 
-def test_each_number_has_one() -> None:
-    assert list(RANGES) and set(RANGES) == set(NUMBERS)
-    assert len(NUMBERS) > 100
+@pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
+def test_each_number_has_one(kind: Kind) -> None:
+    assert set(NUMBERS[kind.name]) <= set(COMMON) | set(kind.ranges)
+    assert len(NUMBERS[kind.name]) > 40
+
+
+def test_each_range_has_a_number() -> None:
+    assert set(RANGES) == {key for numbers in NUMBERS.values() for key in numbers}
 
 
 def outside(allowed: Range, integer: bool) -> list[float]:
@@ -55,7 +73,12 @@ def outside(allowed: Range, integer: bool) -> list[float]:
     ]
 
 
-CASES = [(key, number) for key, allowed in RANGES.items() for number in outside(allowed, NUMBERS[key])]
+CASES = [
+    (key, number, name)
+    for key, allowed in RANGES.items()
+    for name in [next(name for name, own in NUMBERS.items() if key in own)]
+    for number in outside(allowed, NUMBERS[name][key])
+]
 #: What an element of a list needs besides.
 ELEMENTS = {"cluster.node_groups": {"label": "a"}, "data.eval": {"name": "a"}, "reward.terms": {"name": "math"}}
 
@@ -72,14 +95,14 @@ def document(key: str, value: float) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def sound() -> Any:
-    return load_config(QUICKSTART, training=False)
+def sound() -> dict[str, Any]:
+    return {name: load_config(CONFIGS / path, training=False) for name, path in SOUND.items()}
 
 
-@pytest.mark.parametrize(("key", "number"), CASES, ids=[f"{key}={number:g}" for key, number in CASES])
-def test_a_number_outside_is_refused(key: str, number: float, sound: Any) -> None:
+@pytest.mark.parametrize(("key", "number", "kind"), CASES, ids=[f"{key}={number:g}" for key, number, _ in CASES])
+def test_a_number_outside_is_refused(key: str, number: float, kind: str, sound: dict[str, Any]) -> None:
     """By source, key, what was found and what is allowed."""
-    changed = OmegaConf.merge(sound, document(key, number))
+    changed = OmegaConf.merge(sound[kind], document(key, number))
     with pytest.raises(ConfigError) as refused:
         validate(changed, "c.yaml", training=False)
     place, shown = key.replace("[]", "[0]"), [8, number] if key == "actor.model.hidden_sizes" else number

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from rlhpc.config import find_site, load_config
+from rlhpc.config import find_site
+from rlhpc.runs.configuration import load_config
 from rlhpc.runtime.errors import ConfigError
 
 ROOT = Path(__file__).resolve().parents[3]

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from rlhpc.config import load_config
+from rlhpc.runs.configuration import load_config
 from rlhpc.runtime.errors import PlacementError
 
 REASONING = Path(__file__).resolve().parents[3] / "configs" / "reasoning" / "demo.yaml"

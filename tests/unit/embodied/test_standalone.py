@@ -15,8 +15,8 @@ import yaml
 from gymnasium import spaces
 from omegaconf import OmegaConf
 
-from rlhpc.config.schema import ModelConfig
 from rlhpc.embodied.card import policy_card
+from rlhpc.embodied.config import ModelConfig
 from rlhpc.embodied.envs.spaces import space_from_json, space_to_json
 from rlhpc.embodied.models import build_model
 from rlhpc.embodied.standalone import SCRIPT, program_of

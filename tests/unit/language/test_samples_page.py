@@ -12,13 +12,12 @@ from typing import Any
 import pytest
 
 from rlhpc.jobs.paths import RunPaths
-from rlhpc.language import curves as language
 from rlhpc.language.pass_at_k import summarize
 from rlhpc.language.samples_page import read_samples, samples_path, spread, write_samples_page
 from rlhpc.metrics import MetricLogger
-from rlhpc.metrics.curves import write_curves
 from rlhpc.metrics.phases import phase_columns
-from rlhpc.runs.report import write_report
+from rlhpc.runs.kinds import find_kind
+from rlhpc.runs.report import write_curves, write_report
 
 HOSTILE = "</pre><script>alert(1)</script><img src=x onerror=alert(2)> & \x00\x1b[31m \u202eevil \ud800 end"
 CONFIG = """
@@ -195,12 +194,12 @@ def test_report_of_a_language_run(run: RunPaths) -> None:
 
 def test_curves_of_language_runs(run: RunPaths, tmp_path: Path) -> None:
     names = {path.stem for path in write_curves(run, tmp_path / "curves")}
-    assert set(language.ALWAYS["reasoning"]) < names and {"pass_at_k", "mismatch", "train_my_own_metric"} <= names
+    assert set(find_kind("reasoning").curves) < names and {"pass_at_k", "mismatch", "train_my_own_metric"} <= names
     for path in (tmp_path / "curves").iterdir():
         assert ElementTree.parse(path).getroot().tag == "{http://www.w3.org/2000/svg}svg"
     run.config.write_text(CONFIG % "sft")
     run.metrics.write_text('{"step": 1, "train/loss": 2.5}\n')
-    assert {path.stem for path in write_curves(run, tmp_path / "sft")} >= set(language.ALWAYS["sft"])
+    assert {path.stem for path in write_curves(run, tmp_path / "sft")} >= set(find_kind("sft").curves)
     write_report(run)
     assert "cross entropy" in parse(run.report)[0]
 

@@ -11,14 +11,14 @@ from pathlib import Path
 import pytest
 
 from rlhpc.checkpoint import CheckpointWriter
+from rlhpc.embodied.curves import read_evaluations
 from rlhpc.jobs.paths import RunPaths
 from rlhpc.metrics import MetricLogger, update_provenance, write_provenance
-from rlhpc.metrics.curves import read_evaluations, write_curves
 from rlhpc.metrics.page import duration, size
 from rlhpc.metrics.phases import phase_columns
 from rlhpc.metrics.placement import placement_grid
 from rlhpc.metrics.svg import Line, line_chart, number, thin, ticks
-from rlhpc.runs.report import write_report
+from rlhpc.runs.report import write_curves, write_report
 from rlhpc.runtime.errors import RlhpcError
 
 

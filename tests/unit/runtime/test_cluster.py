@@ -12,7 +12,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
-from rlhpc.config.schema import ClusterConfig, NodeGroupConfig
 from rlhpc.runtime.allocation import (
     expand_counts,
     expand_hostlist,
@@ -21,6 +20,7 @@ from rlhpc.runtime.allocation import (
     visible_accelerators,
 )
 from rlhpc.runtime.cluster import Cluster
+from rlhpc.runtime.cluster_config import ClusterConfig, NodeGroupConfig
 from rlhpc.runtime.errors import ConfigError
 
 

@@ -10,7 +10,7 @@ import pytest
 from omegaconf import OmegaConf
 
 from rlhpc import ConfigError
-from rlhpc.config.schema import EnvSideConfig
+from rlhpc.embodied.config import EnvSideConfig
 from rlhpc.embodied.envs import VectorEnv, make_env, space_from_json, space_to_json
 
 

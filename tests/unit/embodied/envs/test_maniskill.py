@@ -10,7 +10,7 @@ import torch
 from gymnasium import spaces
 from omegaconf import DictConfig, OmegaConf
 
-from rlhpc.config.schema import EnvSideConfig
+from rlhpc.embodied.config import EnvSideConfig
 from rlhpc.embodied.envs import make_env
 from rlhpc.runtime.errors import ConfigError
 

@@ -9,7 +9,7 @@ import pytest
 from gymnasium import spaces
 from omegaconf import OmegaConf
 
-from rlhpc.config.schema import EnvSideConfig
+from rlhpc.embodied.config import EnvSideConfig
 from rlhpc.embodied.envs import make_env
 
 pytest.importorskip("mani_skill")

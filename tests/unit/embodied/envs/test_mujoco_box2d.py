@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from omegaconf import OmegaConf
 
-from rlhpc.config.schema import EnvSideConfig
+from rlhpc.embodied.config import EnvSideConfig
 from rlhpc.embodied.envs import make_env
 
 pytest.importorskip("mujoco")

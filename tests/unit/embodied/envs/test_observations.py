@@ -9,7 +9,7 @@ from gymnasium import spaces
 from omegaconf import OmegaConf
 
 from rlhpc import ConfigError
-from rlhpc.config.schema import EnvSideConfig
+from rlhpc.embodied.config import EnvSideConfig
 from rlhpc.embodied.envs import VectorEnv, make_env, space_from_json, space_to_json
 from rlhpc.embodied.envs.gymnasium_env import GymnasiumVectorEnv
 from rlhpc.embodied.envs.observations import columns_of, decode_text, encode_text, join, rows_of, take

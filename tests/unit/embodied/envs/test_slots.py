@@ -13,7 +13,7 @@ import pytest
 from gymnasium import spaces
 from omegaconf import DictConfig, OmegaConf
 
-from rlhpc.config.schema import EnvSideConfig
+from rlhpc.embodied.config import EnvSideConfig
 from rlhpc.embodied.envs import VectorEnv, make_env, register_env, space_from_json, space_to_json
 from rlhpc.runtime.errors import ConfigError
 

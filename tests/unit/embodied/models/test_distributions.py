@@ -13,7 +13,7 @@ from gymnasium import spaces
 from omegaconf import DictConfig, OmegaConf
 from torch.distributions import Categorical
 
-from rlhpc.config.schema import ModelConfig
+from rlhpc.embodied.config import ModelConfig
 from rlhpc.embodied.models import build_model, policy_from_spec, register_model
 from rlhpc.embodied.models.heads import CategoricalHead, GaussianHead, make_head
 from rlhpc.runtime.errors import ConfigError

@@ -11,9 +11,9 @@ import pytest
 import torch
 from gymnasium.spaces import Box, Discrete
 
-from rlhpc.config import load_config
 from rlhpc.embodied import play as evaluation
 from rlhpc.embodied.play import evaluate_policy
+from rlhpc.runs.configuration import load_config
 from rlhpc.runtime.errors import RlhpcError
 
 ROOT = Path(__file__).resolve().parents[4]

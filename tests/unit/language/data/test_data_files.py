@@ -11,7 +11,7 @@ import h5py
 import pytest
 from omegaconf import OmegaConf
 
-from rlhpc.config.schema import DataSourceConfig
+from rlhpc.language.config import DataSourceConfig
 from rlhpc.language.data import Prompt, make_dataset, register_source
 from rlhpc.language.data.parts import is_held_out
 from rlhpc.runtime.errors import ConfigError

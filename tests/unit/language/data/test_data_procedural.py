@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from omegaconf import OmegaConf
 
-from rlhpc.config.schema import DataSourceConfig
+from rlhpc.language.config import DataSourceConfig
 from rlhpc.language.data import make_dataset
 from rlhpc.runtime.errors import ConfigError
 

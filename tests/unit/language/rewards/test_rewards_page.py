@@ -14,8 +14,8 @@ import pytest
 import yaml
 from omegaconf import OmegaConf
 
-from rlhpc.config.schema import RewardConfig
 from rlhpc.language.agents.registry import make_agent
+from rlhpc.language.config import RewardConfig
 from rlhpc.language.rewards import Sample, make_reward
 from rlhpc.language.rewards.registry import _BUILT_IN, check_arguments, find_reward
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from rlhpc.config.schema import RewardConfig, RewardTermConfig
+from rlhpc.language.config import RewardConfig, RewardTermConfig
 from rlhpc.language.rewards import RewardPool, Sample, Term, make_reward, register_reward
 from rlhpc.language.rewards.registry import find_reward
 from rlhpc.runtime.errors import ConfigError, RlhpcError

@@ -1,20 +1,18 @@
-"""The curves of a run, drawn from its rows and evaluations; the report and Snakemake's report show the same ones."""
+"""The curves of runs with simulators, drawn from rows and evaluations."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from pathlib import Path
+from collections.abc import Container, Mapping, Sequence
 from typing import Any
 
 from rlhpc.jobs.paths import RunPaths
-from rlhpc.language import curves as language
 from rlhpc.metrics.bars import stacked_bars
-from rlhpc.metrics.logger import read_metrics, series
+from rlhpc.metrics.logger import series
+from rlhpc.metrics.page import time_unit
 from rlhpc.metrics.phases import Rows, binned, phase_columns
-from rlhpc.metrics.svg import SMALL, Line, line_chart, standalone
+from rlhpc.metrics.svg import SMALL, Line, line_chart
 from rlhpc.runtime.plain import read_json
-from rlhpc.runtime.storage import unwritten
 
 # File, metric, title, y axis.
 _DIAGNOSTICS = [
@@ -34,57 +32,15 @@ _DIAGNOSTICS = [
 ]
 #: What training logs about success, the first that there is.
 _SUCCESS = ("train/success_once", "train/success_rate")
-#: Files that a report of behaviour cloning always has, and their titles.
-IMITATION = {
-    "loss": "Imitation loss",
-    "loss_vs_time": "Imitation loss over wall time",
-    "grad_norm": "Gradient norm",
-    "evaluation": "Evaluation per checkpoint",
-    "throughput": "Demonstrated steps per second",
-    "time_per_phase": "Time per phase",
-}
-_ALWAYS = {"policy_loss", "value_loss", "entropy", "kl"}
-_ALWAYS_OFF_POLICY = {"q_loss", "actor_loss", "entropy", "alpha"}
 
 
-def write_curves(paths: RunPaths, out_dir: Path) -> list[Path]:
-    """Write every curve of the run as a self-contained SVG file.
-
-    Args:
-        paths: The run; curves without data say so.
-        out_dir: Made when missing.
-
-    Returns:
-        The files: return_vs_env_steps.svg, return_vs_time.svg, policy_loss.svg, value_loss.svg, entropy.svg, kl.svg,
-        evaluation.svg, throughput.svg and time_per_phase.svg always (of an off-policy run q_loss.svg, actor_loss.svg and
-        alpha.svg instead of policy_loss.svg, value_loss.svg and kl.svg); other diagnostics where they were logged. Of a
-        language-model run those of `rlhpc.language.curves.ALWAYS`.
-    """
-    rows = read_metrics(paths.metrics)
-    if task := language.language_task(paths):
-        charts = language.all_curves(paths, rows, task)
-    else:
-        evaluation = evaluation_curve(read_evaluations(paths))
-        charts = {**learning_curves(rows), "evaluation": evaluation, **time_curves(rows)}
-    written = []
-    try:
-        out_dir.mkdir(parents=True, exist_ok=True)
-        for name, svg in charts.items():
-            written.append(out_dir / f"{name}.svg")
-            written[-1].write_text(standalone(svg))
-    except OSError as error:
-        raise unwritten(error, out_dir) from error
-    return written
-
-
-def learning_curves(rows: Rows) -> dict[str, str]:
+def learning_curves(rows: Rows, always: Container[str]) -> dict[str, str]:
     """Return (and success, where it is known) against env steps and against wall time, then losses, entropy, KL and what
     else was logged. Of behaviour cloning: the loss."""
     if not series(rows, "train/episode_return")[0] and series(rows, "train/demonstrations")[0]:
         return imitation_curves(rows)
     unit, seconds = time_unit(max(series(rows, "time/wall_s")[1], default=0.0))
     at, returns = series(rows, "train/episode_return", "time/wall_s")
-    always = _ALWAYS_OFF_POLICY if series(rows, "train/buffer_size")[0] else _ALWAYS
     x_name, x_label = _steps_axis(rows)
     success = next((name for name in _SUCCESS if series(rows, name)[0]), None)
     reached: dict[str, str] = {}
@@ -234,8 +190,7 @@ def _interval(result: Mapping[str, Any]) -> tuple[float, float]:
     return mean, mean
 
 
-def time_unit(seconds: float) -> tuple[str, float]:
-    """A unit that fits, and its length in seconds."""
-    if seconds >= 3 * 3600:
-        return "h", 3600.0
-    return ("min", 60.0) if seconds >= 300 else ("s", 1.0)
+def all_curves(paths: RunPaths, rows: Rows, always: Container[str]) -> dict[str, str]:
+    """Every chart of the run by file name."""
+    evaluation = evaluation_curve(read_evaluations(paths))
+    return {**learning_curves(rows, always), "evaluation": evaluation, **time_curves(rows)}

@@ -11,20 +11,13 @@ from omegaconf import OmegaConf
 from rlhpc.config.rules import Fail, check_choice
 from rlhpc.runtime.errors import ConfigError, PlacementError
 
-_CHOICES: Mapping[str, tuple[str, ...]] = {
-    "algorithm.kl_type": ("k1", "k2", "k3", "abs", "kl", "mse", "low_var_kl"),
-    "algorithm.kl_in": ("loss", "reward"),
-    "actor.model.dtype": ("float32", "bfloat16"),
-    "rollout.dtype": ("auto", "float32", "bfloat16", "float16"),
-    "data.overlong_prompts": ("error", "drop"),
-}
 #: What each component computes with.
 _COMPUTES = {"actor": "actor.training_backend", "rollout": "rollout.rollout_backend"}
 #: Names that come with the package; others are `module:Class`.
 _BACKENDS = {"actor.training_backend": ("local", "fsdp", "deepspeed"), "rollout.rollout_backend": ("hf", "vllm")}
 
 
-def validate(cfg: Any, fail: Fail, *, training: bool) -> None:
+def check_common(cfg: Any, fail: Fail, *, training: bool) -> None:
     """Checks names, and what does not fit together.
 
     Raises:
@@ -34,15 +27,15 @@ def validate(cfg: Any, fail: Fail, *, training: bool) -> None:
     def value(key: str) -> Any:
         return OmegaConf.select(cfg, key)
 
-    for key, allowed in _CHOICES.items():
-        check_choice(key, str(value(key)), allowed, fail)
     for key, allowed in _BACKENDS.items():
         if ":" not in str(value(key)):
             check_choice(key, str(value(key)), (*allowed, "module:Class"), fail)
-    if cfg.runner.init_from is not None:
-        raise fail("runner.init_from", "it is for embodied runs; a language model starts from actor.model.model_path")
     if not cfg.actor.model.model_path:
         raise fail("actor.model.model_path", "name a Hugging Face folder, or builtin:tiny or builtin:smollm2")
+    if cfg.actor.model.kwargs and not str(cfg.actor.model.model_path).startswith("builtin:"):
+        raise fail(
+            "actor.model.kwargs", "only builtin:tiny takes options; a model's own are in its folder's config.json"
+        )
     names = [str(suite.name) for suite in cfg.data.eval]
     if len(set(names)) != len(names):
         raise fail("data.eval", f"two suites have one name: {', '.join(names)}")
@@ -54,8 +47,6 @@ def validate(cfg: Any, fail: Fail, *, training: bool) -> None:
                 raise fail("workflow.eval_suites", f"{hint}data.eval has: {', '.join(names)}")
     if training:
         _sources(cfg)
-    if training and str(cfg.runner.task_type).lower() == "reasoning":
-        _reasoning(cfg, fail)
 
 
 def _sources(cfg: Any) -> None:
@@ -82,14 +73,17 @@ def _judges(cfg: Any) -> None:
         find_agent(str(agent))
 
 
-def _reasoning(cfg: Any, fail: Fail) -> None:
+def check_reasoning(cfg: Any, fail: Fail) -> None:
+    """Names of rewards and agents, batches, and what does not go together.
+
+    Raises:
+        ConfigError: The first rule that is broken.
+    """
     algorithm = cfg.algorithm
     if str(algorithm.adv_type).lower() == "gae":
         raise fail(
             "algorithm.adv_type", "language models have no value head; allowed: grpo, dr_grpo, rloo, reinforce++, …"
         )
-    if str(algorithm.normalize_advantages) == "minibatch":
-        raise fail("algorithm.normalize_advantages", "allowed for language models: auto, batch, none")
     if not cfg.reward.terms:
         raise fail("reward.terms", "say how responses are judged, such as [{name: math}]")
     _judges(cfg)

@@ -1,0 +1,109 @@
+"""The keys that a configuration may have: what a tree of dataclasses says about names, types and places."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import functools
+import typing
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+#: What other projects call a key of ours.
+_ALSO_KNOWN_AS = {
+    "learning_rate": "lr",
+    "lambda": "gae_lambda",
+    "batch_size": "global_batch_size",
+    "epsilon": "adam_eps",
+    "clip_range": "clip_ratio_high",
+    "n_steps": "rollout_steps",
+    "num_steps": "rollout_steps",
+    "n_envs": "num_envs",
+    "n_epochs": "update_epochs",
+    "max_grad_norm": "clip_grad",
+    "ent_coef": "entropy_coef",
+    "vf_coef": "value_coef",
+    "env": "env_id",
+}
+#: Mappings whose keys are the user's own.
+_OPEN = ("kwargs", "component_placement", "env_vars", "deepspeed.config")
+
+
+@functools.cache
+def fields_of(cls: type) -> Mapping[str, Any]:
+    """Name → type of a dataclass's fields."""
+    hints = typing.get_type_hints(cls)
+    return {f.name: hints[f.name] for f in dataclasses.fields(cls)}
+
+
+def element_of(kind: Any) -> type | None:
+    """The dataclass of a list's elements, where they are sections."""
+    found = typing.get_args(kind)[0] if typing.get_origin(kind) is list else None
+    return found if isinstance(found, type) and dataclasses.is_dataclass(found) else None
+
+
+def words_of(kind: Any) -> str:
+    """A type as messages and the reference call it."""
+    named = str(getattr(kind, "__name__", kind)) if not hasattr(kind, "__args__") else str(kind)
+    return named.replace("NoneType", "null").replace("None", "null").replace("typing.", "")
+
+
+class Schema:
+    """The keys of one configuration.
+
+    Args:
+        root: Its dataclass.
+        name: What it is called in messages.
+
+    Attributes:
+        keys: Every key, dotted; sections are not among them.
+        open: Those with mappings whose keys are the user's own.
+    """
+
+    def __init__(self, root: type, name: str = "") -> None:
+        self.root, self.name = root, name
+        self.keys = tuple(_all_keys(root, ""))
+        self.open = frozenset(key for key in self.keys if key.endswith(_OPEN))
+
+    def kind(self, path: str) -> Any:
+        """The type of what stands at a key or section; None where there is no such key."""
+        kind: Any = self.root
+        for part in path.split("."):
+            kind = fields_of(kind).get(part) if dataclasses.is_dataclass(kind) and isinstance(kind, type) else None
+        return kind
+
+    def type_name(self, path: str) -> str:
+        """The same in words."""
+        kind = self.kind(path)
+        return "another type" if kind is None else words_of(kind)
+
+    def __contains__(self, path: str) -> bool:
+        """Whether there is such a key or section; elements of lists are written `[]` or `[2]`."""
+        kind: Any = self.root
+        for part in path.split("."):
+            name, bracket, _ = part.partition("[")
+            kind = fields_of(kind).get(name) if dataclasses.is_dataclass(kind) and isinstance(kind, type) else None
+            if bracket:
+                kind = element_of(kind)
+            if kind is None:
+                return False
+        return True
+
+    def nearest(self, key: str, allowed: Iterable[str], prefix: str) -> str:
+        """A hint at what was meant by an unknown key below `prefix`; empty where nothing is near."""
+        allowed = list(allowed)
+        key = _ALSO_KNOWN_AS.get(key, key)
+        near = [key] if key in allowed else difflib.get_close_matches(key, allowed, 1, 0.5)
+        if near:
+            return f"did you mean {prefix}{near[0]}? "
+        same = [path for path in self.keys if path.rsplit(".", 1)[-1] == key]
+        same = same or difflib.get_close_matches(f"{prefix}{key}", self.keys, 1, 0.6)
+        return f"did you mean {same[0]}? " if same else ""
+
+
+def _all_keys(cls: type, prefix: str) -> Iterator[str]:
+    for name, kind in fields_of(cls).items():
+        if dataclasses.is_dataclass(kind) and isinstance(kind, type):
+            yield from _all_keys(kind, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}"

@@ -1,0 +1,118 @@
+"""Site files: what one cluster fills in of a configuration."""
+
+from __future__ import annotations
+
+import difflib
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from rlhpc import share
+from rlhpc.config.files import read_files
+from rlhpc.config.keys import Schema
+from rlhpc.config.merge import Layers, reason
+from rlhpc.config.sections import JobConfig
+from rlhpc.runtime.cluster_config import ClusterConfig
+from rlhpc.runtime.errors import ConfigError
+from rlhpc.runtime.shown import shown
+
+
+@dataclass
+class SiteJobs:
+    """What a site says of the jobs beside training."""
+
+    eval_job: JobConfig = field(default_factory=JobConfig)
+    convert_job: JobConfig = field(default_factory=lambda: JobConfig(mem="8G"))
+
+
+@dataclass
+class SiteConfig:
+    """What a site file has."""
+
+    cluster: ClusterConfig = field(default_factory=ClusterConfig)
+    workflow: SiteJobs = field(default_factory=SiteJobs)
+
+
+def site_folders() -> list[Path]:
+    """Where a site is looked for by name: below the working directory, this project, the user's and the system's."""
+    home = Path(os.environ.get("XDG_CONFIG_HOME") or "~/.config").expanduser()
+    system = [Path(p) for p in os.environ.get("XDG_CONFIG_DIRS", "/etc/xdg").split(":") if p]
+    here = [Path("configs/site"), share.path("configs", "site")]
+    return [*here, home / "rlhpc" / "site", *(folder / "rlhpc" / "site" for folder in system)]
+
+
+def find_site(name: str) -> Path:
+    """The site file of a cluster.
+
+    Raises:
+        ConfigError: There is none of that name; says which there are.
+    """
+    given = Path(name).expanduser()
+    if given.suffix in (".yaml", ".yml") or len(given.parts) > 1:
+        if given.is_file():
+            return given
+        raise ConfigError(f"no site file {given}")
+    for folder in site_folders():
+        if (found := folder / f"{name}.yaml").is_file():
+            return found
+    there = sorted({path.stem for folder in site_folders() for path in folder.glob("*.yaml")})
+    near = difflib.get_close_matches(name, there, 1)
+    raise ConfigError(
+        f"no site {shown(name)}; {f'did you mean {near[0]!r}? ' if near else ''}there are: {', '.join(there) or 'none'} "
+        f"(looked in {', '.join(str(folder) for folder in site_folders())})"
+    )
+
+
+def load_site(name: str) -> DictConfig:
+    """The section `cluster` of a site file, typed.
+
+    Raises:
+        ConfigError: There is no such site, or it has what no site file has.
+    """
+    cluster: DictConfig = _read_site(find_site(name)).cfg.cluster
+    return cluster
+
+
+def _read_site(path: Path) -> Layers:
+    """A site file on the defaults."""
+    layers = Layers(Schema(SiteConfig))
+    for source, content in read_files(path):
+        stray = [key for key in content if key not in ("cluster", "workflow")]
+        jobs = content.get("workflow")
+        known = layers.schema.kind("workflow").__dataclass_fields__
+        stray += [f"workflow.{key}" for key in jobs if key not in known] if isinstance(jobs, dict) else []
+        if stray:
+            raise ConfigError(
+                f"{source}: {stray[0]}: a site file has the sections cluster, workflow.eval_job and workflow.convert_job "
+                "only; it says where, not what"
+            )
+        layers.add(content, source)
+    given = layers.sources
+    if unfit := [key for key in ("component_placement", "num_nodes") if f"cluster.{key}" in given]:
+        raise ConfigError(f"{given[f'cluster.{unfit[0]}']}: cluster.{unfit[0]} belongs to a run, not to a site")
+    return layers
+
+
+def apply_site(layers: Layers, path: Path) -> None:
+    """Fills what a configuration left open; groups that it does not have are left out.
+
+    Raises:
+        ConfigError: The site file has what no site file has.
+    """
+    site, cfg = _read_site(path), layers.cfg
+    for key, source in site.sources.items():
+        if "." in key and key != "cluster.node_groups" and key not in layers.sources:
+            try:
+                value = OmegaConf.select(site.cfg, key)
+            except OmegaConfBaseException as error:
+                raise ConfigError(f"{source}: {key}: {reason(error)}") from None
+            OmegaConf.update(cfg, key, value, merge=False)
+            layers.sources[key] = source
+    by_label = {str(group.label): group for group in site.cfg.cluster.node_groups}
+    for group in cfg.cluster.node_groups:
+        for key, value in by_label.get(str(group.label), {}).items():
+            if value and not group[key]:
+                group[key] = value

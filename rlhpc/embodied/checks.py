@@ -1,0 +1,230 @@
+"""What must hold of the configuration of a run with simulators. Nothing here imports torch, or writes."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from omegaconf import OmegaConf
+
+from rlhpc.config.rules import Fail, check_choice, check_name
+from rlhpc.runtime.errors import ConfigError
+
+#: Policies that come with the package.
+MODELS = ("mlp", "cnn", "resnet", "flow", "sac", "vla", "pi0")
+#: Those that adapters can be attached to.
+_ADAPTED = ("vla", "pi0")
+#: Estimators that compare the outcomes of a group.
+_BY_GROUP = ("grpo", "dr_grpo", "rloo", "reinforce++_baseline")
+#: Options of the `mlp`.
+MLP_GAINS = ("actor_gain", "critic_gain")
+
+
+def check_common(cfg: Any, fail: Fail) -> None:
+    """What all runs with simulators have: environments, suites, the policy's network.
+
+    Raises:
+        ConfigError: The first rule that is broken.
+    """
+    model = cfg.actor.model
+    if str(model.model_type).lower() in MODELS:
+        check_options(model, fail)
+    else:
+        from rlhpc.embodied.models.registry import find_model
+
+        find_model(str(model.model_type))
+    for suite in cfg.workflow.eval_suites:
+        check_name("workflow.eval_suites", str(suite), ("default", *map(str, cfg.workflow.suites)), fail)
+    for name, side in (("train", cfg.env.train), ("eval", cfg.env.eval)):
+        if side.kwargs.get("render_mode") == "human":
+            raise fail(
+                f"env.{name}.kwargs.render_mode",
+                "it opens a window for each slot and waits for it at every step; leave it out: films are made by "
+                "env.eval.video_episodes",
+            )
+        if str(side.env_type).lower() == "gymnasium":
+            _gymnasium_id(f"env.{name}.env_id", str(side.env_id), fail)
+        else:
+            from rlhpc.embodied.envs.registry import find_env
+
+            find_env(str(side.env_type))
+
+
+def _gymnasium_id(key: str, env_id: str, fail: Fail) -> None:
+    """A bare id that gymnasium does not know is refused here; `module:Id` is imported when the environment is built."""
+    if ":" in env_id:
+        return
+    import gymnasium
+
+    if env_id not in gymnasium.registry:
+        near = difflib.get_close_matches(env_id, list(gymnasium.registry), 3, 0.5)
+        hint = f"did you mean {', '.join(near)}?" if near else "see gymnasium.registry for all ids, or write module:Id"
+        raise fail(key, f"gymnasium does not know it; {hint}")
+
+
+def check_demos_target(cfg: Any, key: str, fail: Fail) -> None:
+    """`workflow.demos_expert` writes one `.h5` file, where the run reads its demonstrations.
+
+    Raises:
+        ConfigError: The key names something else.
+    """
+    if cfg.workflow.demos_expert is not None:
+        path = OmegaConf.select(cfg, key)
+        if not isinstance(path, str) or not path.endswith(".h5") or "*" in path:
+            raise fail(key, "workflow.demos_expert records the demonstrations there: name one .h5 file")
+
+
+def check_slots(cfg: Any, fail: Fail) -> None:
+    """Environments, groups and stages divide one another.
+
+    Raises:
+        ConfigError: Names the first that does not.
+    """
+    envs, stages = cfg.env.train.num_envs, cfg.rollout.pipeline_stage_num
+    if envs % stages:
+        raise fail("env.train.num_envs", f"it must divide by rollout.pipeline_stage_num ({stages})")
+    for side in ("train", "eval"):
+        section = cfg.env[side]
+        if section.num_envs % section.group_size:
+            raise fail(f"env.{side}.num_envs", f"it must divide by env.{side}.group_size ({section.group_size})")
+
+
+def check_processes(cfg: Any, processes: Mapping[str, int]) -> None:
+    """Each group's processes have equal shares of a stage's slots.
+
+    Raises:
+        ConfigError: Names the component and the numbers.
+    """
+    slots = cfg.env.train.num_envs // cfg.rollout.pipeline_stage_num
+    for name, size in processes.items():
+        if slots % size:
+            raise ConfigError(
+                f"cluster.component_placement.{name} gives {size} processes; they must divide the "
+                f"env.train.num_envs({cfg.env.train.num_envs}) / rollout.pipeline_stage_num"
+                f"({cfg.rollout.pipeline_stage_num}) = {slots} slots of a stage"
+            )
+
+
+def check_divisibility(cfg: Any, fail: Fail) -> None:
+    """A rollout is whole minibatches, and these whole micro-batches.
+
+    Raises:
+        ConfigError: Names the first that does not divide.
+    """
+    check_slots(cfg, fail)
+    envs = cfg.env.train.num_envs
+    batch, total = cfg.actor.global_batch_size, envs * cfg.algorithm.rollout_steps
+    if total % batch:
+        raise fail(
+            "actor.global_batch_size",
+            f"a rollout has env.train.num_envs({envs}) * algorithm.rollout_steps({cfg.algorithm.rollout_steps}) = "
+            f"{total} transitions, which must divide by it",
+        )
+    micro = cfg.actor.micro_batch_size
+    if micro is not None and (micro > batch or batch % micro):
+        raise fail("actor.micro_batch_size", f"it must divide actor.global_batch_size ({batch})")
+
+
+def check_adapters(cfg: Any, fail: Fail) -> None:
+    """Adapters and dtypes are for the models that have them.
+
+    Raises:
+        ConfigError: The first rule that is broken.
+    """
+    model = cfg.actor.model
+    check_choice("actor.training_backend", str(cfg.actor.training_backend), ("local",), fail)
+    if cfg.actor.lora.rank:
+        if str(model.model_type).lower() not in _ADAPTED:
+            raise fail("actor.lora.rank", f"adapters are for {' and '.join(_ADAPTED)}; the others train all weights: 0")
+        if cfg.actor.lora.dropout:
+            raise fail("actor.lora.dropout", "acting and training must agree on log-probs: it must be 0")
+    elif str(model.model_type).lower() in _ADAPTED and str(model.dtype) != "float32":
+        raise fail("actor.model.dtype", "all weights are trained in float32; bfloat16 needs adapters (actor.lora.rank)")
+
+
+def check_ppo(cfg: Any, fail: Fail) -> None:
+    """Chunks, levels, and what estimators by group need.
+
+    Raises:
+        ConfigError: The first rule that is broken.
+    """
+    algorithm, model, train = cfg.algorithm, cfg.actor.model, cfg.env.train
+    check_adapters(cfg, fail)
+    if model.num_action_chunks > 1:
+        _chunks(cfg, fail)
+    if str(algorithm.adv_type).lower() in _BY_GROUP:
+        if train.group_size < 2:
+            raise fail(
+                "env.train.group_size",
+                f"algorithm.adv_type {algorithm.adv_type} compares slots that share a reset: it must be at least 2",
+            )
+        if train.auto_reset:
+            raise fail(
+                "env.train.auto_reset",
+                f"algorithm.adv_type {algorithm.adv_type} compares whole episodes: it must be false",
+            )
+
+
+def _chunks(cfg: Any, fail: Fail) -> None:
+    algorithm, model = cfg.algorithm, cfg.actor.model
+    by_action = str(algorithm.reward_type).lower() == "action_level"
+    if by_action and str(algorithm.logprob_type).lower() == "chunk_level":
+        raise fail("algorithm.logprob_type", "algorithm.reward_type action_level needs action_level or token_level")
+    valued = str(algorithm.adv_type).lower() == "gae" or algorithm.value_coef > 0
+    if by_action and valued and not model.value_per_action:
+        raise fail(
+            "actor.model.value_per_action", "algorithm.reward_type action_level needs a value for each action: true"
+        )
+    if model.value_per_action and not by_action:
+        raise fail("actor.model.value_per_action", "it is for algorithm.reward_type action_level")
+
+
+def check_options(model: Any, fail: Fail) -> None:
+    """`actor.model.kwargs` of the models that have none, or few; the others say it themselves when they are built."""
+    name, options = str(model.model_type).lower(), model.kwargs
+    if name == "cnn" and options:
+        raise fail("actor.model.kwargs", "the cnn takes none; they are for a model of your own")
+    if name != "mlp":
+        return
+    if unknown := sorted(set(options) - set(MLP_GAINS)):
+        raise fail("actor.model.kwargs", f"the mlp does not take {', '.join(unknown)}; allowed: {', '.join(MLP_GAINS)}")
+    for option, found in options.items():
+        if isinstance(found, bool) or not isinstance(found, (int, float)) or found <= 0:
+            raise fail(f"actor.model.kwargs.{option}", "it must be a number greater than 0")
+
+
+def check_off_policy(cfg: Any, fail: Fail) -> None:
+    """Buffers, and what off-policy runs cannot do.
+
+    Raises:
+        ConfigError: The first rule that is broken.
+    """
+    algorithm, buffer = cfg.algorithm, cfg.algorithm.replay_buffer
+    check_demos_target(cfg, "algorithm.demo_buffer.load_path", fail)
+    if buffer.size < max(buffer.min_buffer_size, cfg.env.train.num_envs):
+        raise fail(
+            "algorithm.replay_buffer.size",
+            f"it must hold min_buffer_size ({buffer.min_buffer_size}) and one transition of each of the "
+            f"{cfg.env.train.num_envs} environments",
+        )
+    if not cfg.env.train.auto_reset:
+        raise fail("env.train.auto_reset", "off-policy runs go on from episode to episode: it must be true")
+    path = algorithm.demo_buffer.load_path
+    if path and not any(mark in str(path) for mark in "*?[") and not Path(str(path)).expanduser().exists():
+        raise fail("algorithm.demo_buffer.load_path", "there is no such file or folder")
+
+
+def check_bc(cfg: Any, fail: Fail) -> None:
+    """Where the demonstrations are.
+
+    Raises:
+        ConfigError: Nowhere.
+    """
+    check_adapters(cfg, fail)
+    check_demos_target(cfg, "demos.path", fail)
+    if not cfg.demos.path:
+        raise fail(
+            "demos.path", "name trajectories: a .h5 file, a pattern, a folder of them, or a LeRobot dataset's folder"
+        )

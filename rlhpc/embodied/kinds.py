@@ -1,0 +1,295 @@
+"""The kinds of run with simulators: PPO and its like, SAC, behaviour cloning."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from omegaconf import OmegaConf
+
+from rlhpc.config.rules import Fail
+from rlhpc.embodied import checks
+from rlhpc.embodied.config import RANGES, BcConfig, PpoConfig, SacConfig
+from rlhpc.jobs.paths import RunPaths
+from rlhpc.runs.checks import check_estimators
+from rlhpc.runs.kinds import Exporting, Kind, Parts, Preparation, Rows, differing, saved_values
+from rlhpc.runtime.errors import ConfigError
+
+_CHOICES = {
+    "algorithm.logprob_type": ("token_level", "action_level", "chunk_level"),
+    "algorithm.reward_type": ("action_level", "chunk_level"),
+    "algorithm.bc_loss": ("nll", "mse"),
+    "algorithm.normalize_advantages": ("auto", "minibatch", "batch", "none"),
+    "rollout.weight_sync": ("auto", "broadcast"),
+    "rollout.weight_delta": ("off", "frozen", "elements"),
+    "actor.model.activation": ("tanh", "relu", "elu", "silu", "gelu"),
+}
+_ENVIRONMENT = ("env.train.env_type", "env.train.env_id")
+_SHAPES = ("model_type", "hidden_sizes", "num_action_chunks", "value_per_action", "critic_layer_norm", "add_value_head")
+_PLAYING = (
+    "rlhpc.embodied.roles.ppo", "rlhpc.embodied.roles.rollout", "rlhpc.embodied.roles.env", "rlhpc.weights",
+    "rlhpc.training", "rlhpc.embodied.models.mlp", "rlhpc.embodied.envs.gymnasium_env",
+)  # fmt: skip
+_COMPARED = (
+    ("eval/success_once", "Success in evaluation", "share of episodes"),
+    ("eval/return_mean", "Return in evaluation", "mean return"),
+)
+_PLAYED = (
+    *_COMPARED,
+    ("train/success_once", "Success in training", "share of episodes"),
+    ("train/success_rate", "Success in training", "share of episodes"),
+    ("train/episode_return", "Return in training", "episode return"),
+)
+_LOST = frozenset({"rollout", "env"})
+_TIMES = {"throughput": "Environment steps per second", "time_per_phase": "Time per phase"}
+_RETURNS = {
+    "return_vs_env_steps": "Return over experience",
+    "return_vs_time": "Return over wall time",
+    "evaluation": "Evaluation per checkpoint",
+}
+
+
+@dataclass(frozen=True)
+class EmbodiedKind(Kind):
+    """A kind of run with simulators and a policy network of its own."""
+
+    other_start = " To start a new run from its weights: runner.init_from=… and another runner.name."
+
+    def missing(self, cfg: Any) -> list[str]:
+        """The environment's id."""
+        return [] if cfg.env.train.env_id else ["env.train.env_id"]
+
+    def prepare(self, cfg: Any, *, resumes: bool) -> Any:
+        """Without `runner.init_from` where the run goes on: what it started from may be gone by now."""
+        if not resumes or cfg.runner.init_from is None:
+            return cfg
+        changed = cfg.copy()
+        OmegaConf.set_readonly(changed, False)
+        changed.runner.init_from = None
+        OmegaConf.set_readonly(changed, True)
+        return changed
+
+    def differences(self, cfg: Any, checkpoint: Path) -> list[str]:
+        """Another environment, or a network of other shapes."""
+        model = saved_values(checkpoint / "model.json").get("model") or {}
+        mine = {f"actor.model.{name}": model[name] for name in _SHAPES if name in model}
+        there = {**saved_values(checkpoint / "config.yaml", _ENVIRONMENT), **mine}
+        return differing(cfg, there, [key for key in there if key in self.schema])
+
+    def recording(self, cfg: Any) -> tuple[int, bool]:
+        """Of the last policy."""
+        return int(cfg.workflow.record_episodes), bool(cfg.workflow.record_only_success)
+
+    def evaluate(
+        self, cfg: Any, checkpoint: Path, *, suite: str, episodes: int | None, output: Path | None, trust_code: bool
+    ) -> str:
+        """Plays episodes with deterministic actions."""
+        from rlhpc.checkpoint import require_valid
+
+        # Before torch is imported.
+        require_valid(checkpoint, hint="or evaluate another checkpoint", checksums=False)
+        from rlhpc.embodied.evaluate import evaluate_checkpoint
+
+        result = evaluate_checkpoint(
+            checkpoint, cfg=cfg, suite=suite, episodes=episodes, output=output, trust_code=trust_code
+        )
+        low, high = result["return_ci95"]
+        return (
+            f"mean return {result['return_mean']:.2f} (95 % CI {low:.2f} to {high:.2f}) over {result['episodes']} episodes "
+            f"of {result['env_id']}"
+        )
+
+    def charts(self, paths: RunPaths, rows: Rows) -> dict[str, str]:
+        """Every chart of a run as SVG, by file name."""
+        from rlhpc.embodied.curves import all_curves
+
+        return all_curves(paths, rows, self.curves)
+
+    def parts(self, paths: RunPaths, rows: Rows, *, linked: bool) -> Parts:
+        """Its parts of the report."""
+        from rlhpc.embodied.report import parts
+
+        return parts(paths, rows, always=self.curves, linked=linked)
+
+    def export(self, checkpoint: Path, output: Path | None, wanted: Exporting) -> Path:
+        """Writes the policy's folder."""
+        if wanted.adapter_only or wanted.base or wanted.dtype:
+            raise ConfigError(f"--adapter-only, --base and --dtype are for language models; {checkpoint} is none")
+        from rlhpc.embodied.export import export_checkpoint
+
+        return export_checkpoint(checkpoint, output, licence=wanted.licence)
+
+
+def _env_python(cfg: Any) -> str | None:
+    """The Python of the env group's nodes, where they have one of their own."""
+    placed = cfg.cluster.component_placement.get("env")
+    label = placed.get("node_group") if OmegaConf.is_dict(placed) else None
+    return next((group.python_interpreter for group in cfg.cluster.node_groups if group.label == label), None)
+
+
+@dataclass(frozen=True)
+class PpoKind(EmbodiedKind):
+    """Policy and simulators play, and the policy learns from what they played."""
+
+    def check(self, cfg: Any, fail: Fail, *, training: bool) -> None:
+        """Names, levels, batches."""
+        check_estimators(cfg)
+        checks.check_common(cfg, fail)
+        checks.check_ppo(cfg, fail)
+        if training:
+            checks.check_divisibility(cfg, fail)
+
+    def check_placement(self, cfg: Any, processes: Mapping[str, int], accelerators: Mapping[str, int]) -> None:
+        """Each process has whole slots."""
+        checks.check_processes(cfg, processes)
+
+    def check_start(self, cfg: Any, ranks: Mapping[str, int]) -> None:
+        """Counts that do not divide, environments and models that cannot be built."""
+        from rlhpc.checkpoint.start import check_start
+        from rlhpc.embodied.models import build_model, policy_section
+        from rlhpc.embodied.roles.env import check_env
+        from rlhpc.embodied.roles.ppo import check_batches
+        from rlhpc.embodied.roles.slots import SlotMap
+
+        SlotMap.from_config(cfg, env=ranks["env"], rollout=ranks["rollout"], actor=ranks["actor"])
+        check_batches(cfg)
+        spaces = check_env(cfg.env.train, _env_python(cfg))
+        if int(cfg.runner.val_check_interval) > 0:
+            check_env(cfg.env.eval)
+        check_start(cfg, build_model(policy_section(cfg.actor), *spaces))
+
+    def goal(self, cfg: Any) -> Any:
+        """A return that is good enough."""
+        return cfg.runner.stop_return
+
+
+@dataclass(frozen=True)
+class SacKind(EmbodiedKind):
+    """Policy and simulators fill a buffer, and the policy learns from draws of it."""
+
+    def check(self, cfg: Any, fail: Fail, *, training: bool) -> None:
+        """Names and buffers."""
+        checks.check_common(cfg, fail)
+        checks.check_off_policy(cfg, fail)
+        if training:
+            checks.check_slots(cfg, fail)
+
+    def check_placement(self, cfg: Any, processes: Mapping[str, int], accelerators: Mapping[str, int]) -> None:
+        """Each process has whole slots."""
+        checks.check_processes(cfg, processes)
+
+    def check_start(self, cfg: Any, ranks: Mapping[str, int]) -> None:
+        """Environments, models and demonstrations that cannot be had."""
+        from rlhpc.embodied.roles.sac import check_off_policy
+
+        check_off_policy(cfg, dict(ranks), _env_python(cfg))
+
+    def preparation(self, cfg: Any) -> Preparation:
+        """An expert's episodes, for the second buffer."""
+        workflow, path = cfg.workflow, cfg.algorithm.demo_buffer.load_path
+        if workflow.demos_expert is None:
+            return Preparation()
+        return Preparation(demos=(str(path), str(workflow.demos_expert), int(workflow.demos_episodes)))
+
+    def goal(self, cfg: Any) -> Any:
+        """A return that is good enough."""
+        return cfg.runner.stop_return
+
+
+@dataclass(frozen=True)
+class BcKind(EmbodiedKind):
+    """The policy learns from demonstrations."""
+
+    def check(self, cfg: Any, fail: Fail, *, training: bool) -> None:
+        """Names and demonstrations."""
+        checks.check_common(cfg, fail)
+        checks.check_bc(cfg, fail)
+
+    def check_start(self, cfg: Any, ranks: Mapping[str, int]) -> None:
+        """Demonstrations that are not there, or of another task."""
+        from rlhpc.embodied.roles.bc import check_bc
+
+        check_bc(cfg, dict(ranks))
+
+    def preparation(self, cfg: Any) -> Preparation:
+        """An expert's episodes."""
+        workflow = cfg.workflow
+        if workflow.demos_expert is None:
+            return Preparation()
+        return Preparation(demos=(str(cfg.demos.path), str(workflow.demos_expert), int(workflow.demos_episodes)))
+
+
+PPO = PpoKind(
+    "embodied",
+    PpoConfig,
+    {
+        "actor": "rlhpc.embodied.roles.ppo:EmbodiedActor",
+        "rollout": "rlhpc.embodied.roles.rollout:MultiStepRolloutWorker",
+        "env": "rlhpc.embodied.roles.env:EnvWorker",
+    },
+    "rlhpc.embodied.runners.ppo:EmbodiedRunner",
+    preload=_PLAYING,
+    curves={
+        **_RETURNS,
+        "policy_loss": "Policy loss",
+        "value_loss": "Value loss",
+        "entropy": "Entropy",
+        "kl": "Policy change per update",
+        **_TIMES,
+    },
+    compared=_PLAYED,
+    ranges=RANGES,
+    choices=_CHOICES,
+    expendable=_LOST,
+    independent=_LOST,
+)
+SAC = SacKind(
+    "off_policy",
+    SacConfig,
+    {
+        "actor": "rlhpc.embodied.roles.sac:OffPolicyActor",
+        "rollout": "rlhpc.embodied.roles.sac:OffPolicyRolloutWorker",
+        "env": "rlhpc.embodied.roles.sac:OffPolicyEnvWorker",
+    },
+    "rlhpc.embodied.runners.sac:OffPolicyRunner",
+    preload=(*_PLAYING, "rlhpc.embodied.roles.sac"),
+    curves={
+        **_RETURNS,
+        "entropy": "Entropy",
+        **_TIMES,
+        "q_loss": "Critics' loss",
+        "actor_loss": "Actor's loss",
+        "alpha": "Temperature",
+    },
+    compared=_PLAYED,
+    ranges=RANGES,
+    choices={**_CHOICES, "algorithm.loss_type": ("sac", "embodied_sac")},
+    expendable=_LOST,
+    independent=_LOST,
+)
+BC = BcKind(
+    "bc",
+    BcConfig,
+    {"actor": "rlhpc.embodied.roles.bc:BcActor"},
+    "rlhpc.embodied.runners.bc:BcRunner",
+    preload=(
+        "rlhpc.embodied.roles.bc",
+        "rlhpc.training",
+        "rlhpc.embodied.models.mlp",
+        "rlhpc.embodied.envs.gymnasium_env",
+        "rlhpc.embodied.data.trajectories",
+    ),
+    curves={
+        "loss": "Imitation loss",
+        "loss_vs_time": "Imitation loss over wall time",
+        "grad_norm": "Gradient norm",
+        "evaluation": "Evaluation per checkpoint",
+        "throughput": "Demonstrated steps per second",
+        "time_per_phase": "Time per phase",
+    },
+    compared=(*_COMPARED, ("train/loss", "Imitation loss", "loss")),
+    ranges=RANGES,
+    choices=_CHOICES,
+)

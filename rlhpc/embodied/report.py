@@ -1,0 +1,141 @@
+"""What the report of a run with simulators shows."""
+
+from __future__ import annotations
+
+from collections.abc import Container, Mapping, Sequence
+from html import escape
+from typing import Any
+
+import yaml
+
+from rlhpc.embodied.curves import evaluation_curve, learning_curves, read_evaluations, success_curve, time_curves
+from rlhpc.jobs.paths import RunPaths
+from rlhpc.metrics.logger import series
+from rlhpc.metrics.page import Cell, card, duration, figures, missing, table
+from rlhpc.metrics.svg import number
+from rlhpc.runs.kinds import Parts
+from rlhpc.runtime.plain import read_yaml
+
+#: Suites whose film the page shows.
+_MAX_VIDEOS = 6
+
+
+def parts(paths: RunPaths, rows: Sequence[Mapping[str, Any]], *, always: Container[str], linked: bool) -> Parts:
+    """See `Kind.parts`; `always` are the curves that are drawn whether something was logged or not."""
+    evaluations = read_evaluations(paths)
+    evaluated: dict[int, str] = {}
+    for result in evaluations:
+        rate = result.get("success_once")
+        shown = f"{result['return_mean']:.1f}" if rate is None else f"{rate:.0%}, {result['return_mean']:.1f}"
+        evaluated.setdefault(result["global_step"], shown)
+    return Parts(
+        subject=_env_id(paths),
+        cards=_key_figures(rows, evaluations),
+        curves=list(learning_curves(rows, always).values()),
+        evaluation=_evaluation(evaluations) + (_videos(evaluations) if linked else ""),
+        times=list(time_curves(rows).values())[::-1],
+        evaluated=evaluated,
+        trained=("train/episode_return", "training return"),
+    )
+
+
+def _env_id(paths: RunPaths) -> str:
+    try:
+        return str(read_yaml(paths.config.read_bytes())["env"]["train"]["env_id"])
+    except (OSError, ValueError, yaml.YAMLError, KeyError, TypeError):
+        return ""
+
+
+def _last(rows: Sequence[Mapping[str, Any]], name: str) -> float | None:
+    values = series(rows, name)[1]
+    return values[-1] if values else None
+
+
+def _key_figures(rows: Sequence[Mapping[str, Any]], evaluations: Sequence[Mapping[str, Any]]) -> str:
+    best = max(evaluations, key=lambda r: (r.get("success_once") or 0.0, r["return_mean"]), default=None)
+    last = max(evaluations, key=lambda result: result["global_step"], default=None)
+    env_steps, wall, returned = (_last(rows, k) for k in ("rollout/env_steps", "time/wall_s", "train/episode_return"))
+    demonstrations, loss = _last(rows, "train/demonstrations"), _last(rows, "train/loss")
+    rates = series(rows, "time/env_steps_per_s")[1]
+    rate = env_steps / wall if env_steps and wall else (sum(rates) / len(rates) if rates else None)
+
+    def evaluated(title: str, result: Mapping[str, Any] | None) -> str:
+        if result is None:
+            return card(title, "–", "not evaluated yet")
+        if isinstance(result.get("success_once"), (int, float)):
+            return card(title, f"{result['success_once']:.0%}", f"success, step {result['global_step']}")
+        return card(title, f"{result['return_mean']:.1f}", f"mean return, step {result['global_step']}")
+
+    return (
+        '<div class="cards">'
+        + evaluated("Best evaluation", best)
+        + evaluated("Last evaluation", last)
+        + (
+            card("Training return", "–" if returned is None else f"{returned:.1f}", "at the last step")
+            + card("Environment steps", "–" if env_steps is None else number(env_steps), f"{len(rows)} training steps")
+            if demonstrations is None
+            else card("Demonstrations", number(demonstrations), f"{len(rows)} training steps")
+            + card("Imitation loss", "–" if loss is None else f"{loss:.3g}", "at the last step")
+        )
+        + card("Wall time", "–" if wall is None else duration(wall), "training")
+        + (
+            card("Env steps / s", "–" if rate is None else f"{rate:,.0f}", "mean over the run")
+            if demonstrations is None
+            else ""
+        )
+        + "</div>"
+    )
+
+
+def _evaluation(evaluations: Sequence[Mapping[str, Any]]) -> str:
+    if not evaluations:
+        return missing("No evaluation yet: <code>rlhpc eval</code> on a checkpoint, or the workflow's eval rule.")
+    best = max(result["return_mean"] for result in evaluations)
+    rates = [name for name in ("success_once", "success_at_end") if any(name in result for result in evaluations)]
+    rows: list[list[Cell]] = [
+        [
+            str(result["suite"]),
+            result["global_step"],
+            result.get("episodes", "–"),
+            *(_rate(result, name) for name in rates),
+            f"{result['return_mean']:.2f}" + (" ★" if result["return_mean"] == best else ""),
+            f"{result['return_std']:.2f}" if isinstance(result.get("return_std"), (int, float)) else "–",
+            f"{result['low']:.2f} … {result['high']:.2f}",
+        ]
+        for result in evaluations
+    ]
+    head = [
+        "suite",
+        "step",
+        "episodes",
+        *(name.replace("_", " ") for name in rates),
+        "mean return",
+        "std",
+        "95 % interval",
+    ]
+    charts = [*(success_curve(evaluations, name) for name in rates[:1]), evaluation_curve(evaluations)]
+    shown = f'<div class="scroll">{table(head, rows, text_columns={0})}</div>'
+    if len(charts) > 1:
+        return figures(charts) + shown
+    return f'<div class="figures beside"><figure>{charts[0]}</figure>{shown}</div>'
+
+
+def _rate(result: Mapping[str, Any], name: str) -> str:
+    """A share of the episodes, with its interval."""
+    if not isinstance(result.get(name), (int, float)):
+        return "–"
+    low, high = result.get(f"{name}_ci95") or (None, None)
+    return f"{result[name]:.1%}" + (f" ({low:.1%} … {high:.1%})" if low is not None else "")
+
+
+def _videos(evaluations: Sequence[Mapping[str, Any]]) -> str:
+    """The newest film of each suite; the files lie beside the evaluations' results."""
+    newest = {str(result["suite"]): result for result in evaluations if result.get("video")}
+    films = [
+        f'<figure><video controls muted loop preload="metadata" width="100%" '
+        f'src="../eval/global_step_{result["global_step"]}/{escape(str(result["video"]), quote=True)}"></video>'
+        f"<figcaption>{escape(suite)}, step {result['global_step']}: first episodes; a green frame means success"
+        "</figcaption></figure>"
+        for suite, result in list(newest.items())[:_MAX_VIDEOS]
+    ]
+    return f'<div class="figures videos">{"".join(films)}</div>' if films else ""

@@ -1,0 +1,344 @@
+"""The configurations of language models' runs. The docstring under a field is its entry in the reference."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from omegaconf import MISSING
+
+from rlhpc.config.ranges import ANY, COUNT, FRACTION, NOT_NEGATIVE, PART, POSITIVE, Range
+from rlhpc.config.sections import (
+    DeepspeedConfig,
+    FsdpConfig,
+    LoraConfig,
+    OptimConfig,
+    RunConfig,
+    WorkflowConfig,
+)
+
+
+@dataclass
+class DataSourceConfig:
+    """Problems of training, of one evaluation suite, or demonstrations."""
+
+    name: str = "default"
+    """Name of the suite."""
+    source: str = "jsonl"
+    """`jsonl`, `parquet`, `hdf5`, `hf` (a `datasets` folder on disk), `reasoning_gym`, `arithmetic`, `code`, a registered
+    name, or `module:Class`."""
+    path: str | None = None
+    """File or folder; a pattern takes all files it fits."""
+    split: str | None = None
+    """Part of an `hf` dataset, or a filter `column=value`."""
+    prompt_key: str = "prompt"
+    """Column of the question (a text, or a list of chat messages)."""
+    answer_key: str | None = "answer"
+    """Column of the reference answer; null where there is none."""
+    response_key: str = "response"
+    """Column of the demonstration (sft)."""
+    level_key: str | None = None
+    """Column of the difficulty, for evaluation tables."""
+    system_prompt: str | None = None
+    """Goes before every conversation."""
+    prompt_template: str = "{prompt}"
+    """The question as the user says it."""
+    chat_template: bool = True
+    """Formats the conversation with the tokenizer's template; false gives the model the bare text."""
+    size: int | None = None
+    """Problems taken (procedural sources: made)."""
+    seed: int = 0
+    """Of procedural sources, and of what `size` takes."""
+    eval_fraction: float = 0.0
+    """Part that belongs to evaluation: training leaves it out, and evaluation takes it alone."""
+    kwargs: dict[str, Any] = field(default_factory=dict)
+    """Arguments of the source: `reasoning_gym`: {task: …, …}; `arithmetic`: {digits: 2, operators: "+"}."""
+
+
+@dataclass
+class EvalDataConfig(DataSourceConfig):
+    """One evaluation suite."""
+
+    samples: int = 1
+    """Responses to each problem: pass@k for k up to this, and majority."""
+    temperature: float = 0.0
+    """Of sampling; 0 is greedy."""
+
+
+@dataclass
+class DataConfig:
+    """What language models are trained and evaluated on."""
+
+    train: DataSourceConfig = field(default_factory=DataSourceConfig)
+    """Prompts of training, or demonstrations (sft)."""
+    eval: list[EvalDataConfig] = field(default_factory=list)
+    """Suites; `workflow.eval_suites` names those that the workflow runs."""
+    max_prompt_tokens: int = 1024
+    """Longest prompt."""
+    overlong_prompts: str = "error"
+    """What happens to longer ones: `error`, or `drop`."""
+    prompts_per_step: int = 32
+    """Prompts of a step; each gets `algorithm.group_size` responses (sft: demonstrations of a step)."""
+
+
+@dataclass
+class RewardTermConfig:
+    """One term of the reward."""
+
+    name: str = MISSING
+    """`math`, `exact`, `code`, `format`, `length`, `reasoning_gym`, `http`, a registered name, or `module:function`."""
+    weight: float = 1.0
+    """Factor."""
+    kwargs: dict[str, Any] = field(default_factory=dict)
+    """Arguments of the reward."""
+
+
+@dataclass
+class RewardConfig:
+    """How responses are judged: the weighted sum of the terms."""
+
+    terms: list[RewardTermConfig] = field(default_factory=list)
+    """Terms; the first one's value also says whether an answer is right in evaluation (1 is right)."""
+    timeout_s: float = 10.0
+    """Of one sample; a reward that takes longer is ended, and the sample gets `failed`."""
+    failed: float = 0.0
+    """Reward of a sample whose judge hung, raised or died."""
+    processes: int = 1
+    """Judges working side by side on each reward rank."""
+
+
+@dataclass
+class LanguageModelConfig:
+    """The language model."""
+
+    model_path: str | None = None
+    """A Hugging Face folder or hub name, with its tokenizer, or `builtin:tiny` or `builtin:smollm2`."""
+    kwargs: dict[str, Any] = field(default_factory=dict)
+    """Options of `builtin:tiny`, such as `{hidden: 64}`; other models take none."""
+    dtype: str = "float32"
+    """Of weights and computation: float32 or bfloat16 (mixed precision: fp32 master weights)."""
+    gradient_checkpointing: bool = False
+    """Recomputes activations in the backward pass, which saves memory."""
+    attn_implementation: str = "sdpa"
+    """Of transformers: sdpa, eager or flash_attention_2."""
+    trust_remote_code: bool = False
+    """Runs code that comes with the model."""
+
+
+@dataclass
+class LanguageOptimConfig(OptimConfig):
+    """The optimizer."""
+
+    lr_warmup_steps: int = 0
+    """Steps over which the learning rate rises from 0."""
+    lr_scheduler: str = "constant"
+    """What it does after that, until the end of the run: constant, linear (to 0) or cosine (to 0)."""
+
+
+@dataclass
+class LanguageActorConfig:
+    """The actor group: training."""
+
+    training_backend: str = "local"
+    """`local` (all weights on each rank, gradients summed over the ranks), `fsdp`, `deepspeed`, or `module:Class`."""
+    model: LanguageModelConfig = field(default_factory=LanguageModelConfig)
+    """The model."""
+    optim: LanguageOptimConfig = field(default_factory=LanguageOptimConfig)
+    """The optimizer."""
+    max_tokens_per_micro_batch: int = 16384
+    """Most tokens, padding included, of one forward and backward pass on a rank."""
+    lora: LoraConfig = field(default_factory=LoraConfig)
+    """Adapters."""
+    fsdp: FsdpConfig = field(default_factory=FsdpConfig)
+    """Options of FSDP2."""
+    deepspeed: DeepspeedConfig = field(default_factory=DeepspeedConfig)
+    """Options of DeepSpeed."""
+
+
+@dataclass
+class GrpoActorConfig(LanguageActorConfig):
+    """The actor group: training."""
+
+    global_batch_size: int = 256
+    """Responses of one optimizer step, over all ranks."""
+    offload_in_rollout: bool = False
+    """Collocated: moves the actor to the host while the rollout ranks generate, and these away while it trains."""
+
+
+@dataclass
+class EngineConfig:
+    """How the model answers: in evaluation, and where it is trained on its answers."""
+
+    rollout_backend: str = "hf"
+    """Generation engine of language models: `hf`, `vllm`, or `module:Class`."""
+    max_new_tokens: int = 256
+    """Most tokens of a response."""
+    top_p: float = 1.0
+    """Nucleus of sampling; 1 is off."""
+    top_k: int = -1
+    """Most likely tokens kept; -1 is off."""
+    max_batch_size: int = 64
+    """Sequences that a rollout rank makes at a time."""
+    max_model_len: int | None = None
+    """Longest prompt and response together; null takes the model's context."""
+    dtype: str = "auto"
+    """Of the engine's weights: auto (the actor's), float32, bfloat16 or float16."""
+    gpu_memory_utilization: float = 0.6
+    """Part of the accelerator's memory that vLLM takes."""
+    engine_kwargs: dict[str, Any] = field(default_factory=dict)
+    """Further arguments of the engine's constructor."""
+    max_turns: int = 1
+    """Turns of a multi-turn episode (`rollout.agent`)."""
+    agent: str | None = None
+    """Multi-turn episodes with tools: a registered name, or `module:Class`; null is one response a prompt."""
+
+
+@dataclass
+class GrpoRolloutConfig(EngineConfig):
+    """The rollout group."""
+
+    temperature: float = 1.0
+    """Of sampling in training; the losses use the same."""
+    weight_delta: str = "frozen"
+    """What an update leaves out: `frozen` (weights that are not trained travel once a rollout rank), `elements` (also whatever
+    has not changed, element by element; costs the actor a copy of the weights), or `off` (nothing)."""
+
+
+@dataclass
+class GrpoAlgorithmConfig:
+    """Advantages, losses and the shape of a rollout."""
+
+    adv_type: str = "grpo"
+    """Advantage estimator: grpo, dr_grpo, rloo, reinforce++, reinforce++_baseline, raw, a registered name, or
+    `module:function`."""
+    loss_type: str = "ppo"
+    """Policy loss: ppo (alias actor, actor_critic), gspo, cispo, decoupled_ppo, a registered name, or `module:function`."""
+    loss_agg: str = "token-mean"
+    """How losses of tokens are averaged: token-mean, token-sum, seq-mean-token-mean, seq-mean-token-sum or
+    seq-mean-token-sum-norm."""
+    gamma: float = 0.99
+    """Discount."""
+    normalize_advantages: str = "auto"
+    """`batch` (over all ranks) or `none`; `auto` is none, as the estimators compare within groups."""
+    clip_ratio_low: float = 0.2
+    """PPO's ε below 1."""
+    clip_ratio_high: float = 0.2
+    """PPO's ε above 1."""
+    clip_ratio_c: float | None = None
+    """Dual clip's c (> 1); null is off."""
+    entropy_coef: float = 0.0
+    """Weight of the entropy bonus."""
+    update_epochs: int = 4
+    """Passes over each rollout."""
+    anneal_lr: bool = False
+    """Lowers the learning rate linearly to 0 over the run."""
+    group_size: int = 8
+    """Responses to each prompt."""
+    kl_coef: float = 0.0
+    """Weight of the KL to the reference policy; 0 does without the reference."""
+    kl_type: str = "k3"
+    """Estimator of that KL: k1, k2, k3 or abs."""
+    kl_in: str = "loss"
+    """Where the KL goes: `loss`, or `reward` (per token)."""
+    recompute_logprobs: bool = False
+    """Old log-probs come from the trainer rather than from the rollout engine."""
+    tis_cap: float | None = None
+    """Cap of the truncated importance weight between trainer and rollout engine (with `decoupled_ppo` between the policy of
+    before the update and the one that wrote); null is off."""
+    filter_groups: bool = False
+    """DAPO's dynamic sampling: groups whose rewards are all equal are dropped and refilled."""
+    max_refills: int = 4
+    """Rounds of refilling in a step before it goes on with what it has."""
+    overlong_buffer: int = 0
+    """DAPO's soft punishment over the last so many tokens before `rollout.max_new_tokens`; 0 is off."""
+    overlong_filter: bool = False
+    """Responses cut off at the length limit do not train."""
+    max_staleness: int = 0
+    """Most versions by which the policy that wrote a token may lag behind the one that
+    is trained; 0 is sync."""
+
+
+@dataclass
+class SftAlgorithmConfig:
+    """The learning rate's course."""
+
+    anneal_lr: bool = False
+    """Lowers the learning rate linearly to 0 over the run."""
+
+
+@dataclass
+class LanguageWorkflowConfig(WorkflowConfig):
+    """What the Snakemake rules do with a run."""
+
+    sft: str | None = None
+    """Configuration of an SFT run that comes first, relative to this file; this run's `actor.model.model_path` then names
+    the folder it exports."""
+    sft_overrides: list[str] = field(default_factory=list)
+    """What is changed in that configuration, as `key=value`."""
+    eval_start: bool = False
+    """Evaluates the model before training, too, as step 0."""
+
+
+@dataclass
+class GrpoConfig(RunConfig):
+    """A language model on verifiable tasks."""
+
+    algorithm: GrpoAlgorithmConfig = field(default_factory=GrpoAlgorithmConfig)
+    rollout: GrpoRolloutConfig = field(default_factory=GrpoRolloutConfig)
+    actor: GrpoActorConfig = field(default_factory=GrpoActorConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    reward: RewardConfig = field(default_factory=RewardConfig)
+    workflow: LanguageWorkflowConfig = field(default_factory=LanguageWorkflowConfig)
+
+
+@dataclass
+class SftConfig(RunConfig):
+    """A language model on demonstrations."""
+
+    algorithm: SftAlgorithmConfig = field(default_factory=SftAlgorithmConfig)
+    rollout: EngineConfig = field(default_factory=EngineConfig)
+    actor: LanguageActorConfig = field(default_factory=LanguageActorConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    reward: RewardConfig = field(default_factory=RewardConfig)
+    workflow: LanguageWorkflowConfig = field(default_factory=LanguageWorkflowConfig)
+
+
+#: What each number may be, of both kinds of run.
+RANGES: dict[str, Range] = {
+    "algorithm.gamma": FRACTION,
+    "algorithm.clip_ratio_low": PART,
+    "algorithm.clip_ratio_high": NOT_NEGATIVE,
+    "algorithm.clip_ratio_c": Range(1, above=True),
+    "algorithm.entropy_coef": NOT_NEGATIVE,
+    "algorithm.update_epochs": COUNT,
+    "algorithm.group_size": COUNT,
+    "algorithm.kl_coef": NOT_NEGATIVE,
+    "algorithm.tis_cap": POSITIVE,
+    "algorithm.max_refills": NOT_NEGATIVE,
+    "algorithm.overlong_buffer": NOT_NEGATIVE,
+    "algorithm.max_staleness": NOT_NEGATIVE,
+    "rollout.max_new_tokens": COUNT,
+    "rollout.temperature": NOT_NEGATIVE,
+    "rollout.top_p": Range(0, 1, above=True),
+    "rollout.top_k": Range(1, also=(-1, "off")),
+    "rollout.max_batch_size": COUNT,
+    "rollout.max_model_len": COUNT,
+    "rollout.gpu_memory_utilization": Range(0, 1, above=True),
+    "rollout.max_turns": COUNT,
+    "actor.global_batch_size": COUNT,
+    "actor.optim.lr_warmup_steps": NOT_NEGATIVE,
+    "actor.max_tokens_per_micro_batch": COUNT,
+    **{
+        f"data.{part}.{name}": allowed
+        for part in ("train", "eval[]")
+        for name, allowed in {"size": COUNT, "seed": NOT_NEGATIVE, "eval_fraction": FRACTION}.items()
+    },
+    "data.eval[].samples": COUNT,
+    "data.eval[].temperature": NOT_NEGATIVE,
+    "data.max_prompt_tokens": COUNT,
+    "data.prompts_per_step": COUNT,
+    "reward.terms[].weight": ANY,
+    "reward.timeout_s": POSITIVE,
+    "reward.failed": ANY,
+    "reward.processes": COUNT,
+}

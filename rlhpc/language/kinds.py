@@ -1,0 +1,212 @@
+"""The kinds of run with language models: on verifiable tasks, and on demonstrations."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from omegaconf import OmegaConf
+
+from rlhpc.config.rules import Fail
+from rlhpc.jobs.paths import RunPaths
+from rlhpc.language import checks
+from rlhpc.language.config import RANGES, GrpoConfig, SftConfig
+from rlhpc.runs.checks import check_estimators
+from rlhpc.runs.kinds import Exporting, Kind, Parts, Preparation, Rows, differing, saved_values
+from rlhpc.runtime.errors import ConfigError
+
+_CHOICES = {
+    "algorithm.kl_type": ("k1", "k2", "k3", "abs", "kl", "mse", "low_var_kl"),
+    "algorithm.kl_in": ("loss", "reward"),
+    "algorithm.normalize_advantages": ("auto", "batch", "none"),
+    "algorithm.loss_agg": (
+        "token-mean",
+        "token-sum",
+        "seq-mean-token-mean",
+        "seq-mean-token-sum",
+        "seq-mean-token-sum-norm",
+    ),
+    "actor.model.dtype": ("float32", "bfloat16"),
+    "actor.optim.lr_scheduler": ("constant", "linear", "cosine"),
+    "rollout.dtype": ("auto", "float32", "bfloat16", "float16"),
+    "rollout.weight_delta": ("off", "frozen", "elements"),
+    "data.overlong_prompts": ("error", "drop"),
+}
+_PRELOAD = (
+    "rlhpc.language.roles.actor",
+    "rlhpc.language.roles.rollout",
+    "transformers",
+    "transformers.models.auto.modeling_auto",
+)
+_COMPARED = (("eval/accuracy", "Accuracy in evaluation", "share of right answers"),)
+#: Of a Hugging Face config: what its weights' shapes follow from.
+_SIZES = ("model_type", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+
+
+@dataclass(frozen=True)
+class LanguageKind(Kind):
+    """A kind of run that trains a language model.
+
+    Attributes:
+        trained: Metric that says how training goes, and its title.
+        rate: Metric of the tokens a second.
+    """
+
+    trained: tuple[str, str] = ("train/reward", "training reward")
+    rate: str = "time/tokens_per_s"
+
+    def check(self, cfg: Any, fail: Fail, *, training: bool) -> None:
+        """Names, and what does not fit together."""
+        checks.check_common(cfg, fail, training=training)
+
+    def check_placement(self, cfg: Any, processes: Mapping[str, int], accelerators: Mapping[str, int]) -> None:
+        """Prompts are shared out evenly, and a process computes on one accelerator."""
+        checks.check_sizes(cfg, processes)
+        checks.check_accelerators(cfg, accelerators)
+
+    def check_start(self, cfg: Any, ranks: Mapping[str, int]) -> None:
+        """Models, data, agents and judges that cannot be had."""
+        from rlhpc.language.roles.rollout import check_language
+
+        check_language(cfg, dict(ranks))
+
+    def prepare(self, cfg: Any, *, resumes: bool) -> Any:
+        """With a built-in model's folder in the place of its name.
+
+        Raises:
+            ConfigError: There is no such built-in model; or its training data cannot be read, which is looked at before a
+                model is made for it.
+        """
+        from rlhpc.language.data.builtin import PREFIX, resolve_model
+        from rlhpc.language.data.registry import make_dataset
+
+        if str(cfg.actor.model.model_path).startswith(PREFIX):
+            make_dataset(cfg.data.train)
+        changed = cfg.copy()
+        OmegaConf.set_readonly(changed, False)
+        changed.actor.model.model_path = str(resolve_model(cfg.actor.model))
+        OmegaConf.set_readonly(changed, True)
+        return changed
+
+    def differences(self, cfg: Any, checkpoint: Path) -> list[str]:
+        """Another backend, other adapters, or a model of other sizes."""
+        differ = differing(
+            cfg, saved_values(checkpoint / "backend.json"), ("actor.training_backend", "actor.lora.rank")
+        )
+        there = saved_values(checkpoint / "model" / "config.json")
+        here = saved_values(Path(str(cfg.actor.model.model_path)) / "config.json")
+        sizes = [
+            f"{key} {there[key]} there and {here[key]} here"
+            for key in _SIZES
+            if key in there and key in here and there[key] != here[key]
+        ]
+        return [*differ, *([f"actor.model.model_path names another model ({', '.join(sizes)})"] if sizes else [])]
+
+    def preparation(self, cfg: Any) -> Preparation:
+        """A run on demonstrations, and the evaluation of the model as it is."""
+        workflow = cfg.workflow
+        sft = (str(workflow.sft), [str(word) for word in workflow.sft_overrides]) if workflow.sft else None
+        return Preparation(sft=sft, evaluates_start=bool(workflow.eval_start))
+
+    def evaluate(
+        self, cfg: Any, checkpoint: Path, *, suite: str, episodes: int | None, output: Path | None, trust_code: bool
+    ) -> str:
+        """Answers the problems of a suite."""
+        if episodes is not None:
+            raise ConfigError(
+                "--episodes is for runs with simulators; data.eval says how many problems a suite has (size)"
+            )
+        return self._evaluated(cfg, checkpoint, suite, output)
+
+    def evaluate_model(self, cfg: Any, *, suite: str, output: Path | None) -> str:
+        """Answers them with the model as it is: a Hugging Face folder or name, or a built-in one."""
+        from rlhpc.language.data.builtin import resolve_model
+        from rlhpc.language.evaluate import find_suite
+
+        find_suite(cfg, suite)  # before a built-in model is made
+        return self._evaluated(cfg, resolve_model(cfg.actor.model), suite, output)
+
+    def _evaluated(self, cfg: Any, model: str | Path, suite: str, output: Path | None) -> str:
+        from rlhpc.language.evaluate import describe, evaluate_language_model
+
+        return describe(evaluate_language_model(cfg, model, suite, output))
+
+    def charts(self, paths: RunPaths, rows: Rows) -> dict[str, str]:
+        """Every chart of a run as SVG, by file name."""
+        from rlhpc.language.curves import all_curves
+
+        return all_curves(paths, rows, self.curves)
+
+    def parts(self, paths: RunPaths, rows: Rows, *, linked: bool) -> Parts:
+        """Its parts of the report."""
+        from rlhpc.language.report import parts
+
+        return parts(paths, rows, always=self.curves, trained=self.trained, rate=self.rate, linked=linked)
+
+    def export(self, checkpoint: Path, output: Path | None, wanted: Exporting) -> Path:
+        """Writes a Hugging Face folder."""
+        from rlhpc.language.export import export_language_model
+
+        return export_language_model(
+            checkpoint, output, adapter_only=wanted.adapter_only, base=wanted.base, dtype=wanted.dtype,
+            licence=wanted.licence, trust_code=wanted.trust_code,
+        )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class GrpoKind(LanguageKind):
+    """The model answers prompts, and learns from what its answers were worth."""
+
+    def check(self, cfg: Any, fail: Fail, *, training: bool) -> None:
+        """Besides: estimators, rewards, batches."""
+        check_estimators(cfg)
+        super().check(cfg, fail, training=training)
+        if training:
+            checks.check_reasoning(cfg, fail)
+
+
+GRPO = GrpoKind(
+    "reasoning",
+    GrpoConfig,
+    {
+        "actor": "rlhpc.language.roles.actor:LanguageActor",
+        "rollout": "rlhpc.language.roles.rollout:LanguageRolloutWorker",
+    },
+    "rlhpc.language.runners.grpo:ReasoningRunner",
+    preload=_PRELOAD,
+    curves={
+        "reward": "Reward",
+        "accuracy": "Accuracy on training prompts",
+        "evaluation": "Evaluation per checkpoint",
+        "response_length": "Response length",
+        "kl": "Distance from the reference",
+        "entropy": "Entropy",
+        "clip_fraction": "Clipped ratios",
+        "throughput": "Tokens per second",
+        "time_per_phase": "Time per phase",
+    },
+    compared=(("train/reward", "Reward", "mean reward"), *_COMPARED),
+    ranges=RANGES,
+    choices=_CHOICES,
+    expendable=frozenset({"rollout"}),
+)
+SFT = LanguageKind(
+    "sft",
+    SftConfig,
+    {"actor": "rlhpc.language.roles.actor:LanguageActor"},
+    "rlhpc.language.runners.sft:SftRunner",
+    preload=_PRELOAD,
+    curves={
+        "loss": "Loss",
+        "evaluation": "Evaluation per checkpoint",
+        "throughput": "Tokens per second",
+        "time_per_phase": "Time per phase",
+    },
+    compared=(("train/loss", "Loss", "cross entropy (nats per token)"), *_COMPARED),
+    ranges=RANGES,
+    choices=_CHOICES,
+    trained=("train/loss", "training loss"),
+    rate="time/train_tokens_per_s",
+)

@@ -1,0 +1,165 @@
+"""What the report of a language model's run shows."""
+
+from __future__ import annotations
+
+from collections.abc import Container, Sequence
+from html import escape
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from rlhpc.jobs.paths import RunPaths
+from rlhpc.language.curves import (
+    Evaluation,
+    by_suite,
+    evaluation_curve,
+    learning_curves,
+    pass_at_k_curve,
+    read_evaluations,
+    time_curves,
+)
+from rlhpc.language.pass_at_k import level_order
+from rlhpc.language.samples_page import write_samples_page
+from rlhpc.metrics.logger import series
+from rlhpc.metrics.page import Cell, card, duration, figures, missing, table
+from rlhpc.metrics.phases import Rows
+from rlhpc.metrics.svg import number
+from rlhpc.runs.kinds import Parts
+from rlhpc.runtime.plain import read_yaml
+
+
+def parts(
+    paths: RunPaths, rows: Rows, *, always: Container[str], trained: tuple[str, str], rate: str, linked: bool
+) -> Parts:
+    """See `Kind.parts`; with a second page, samples.html, where evaluations have left samples.
+
+    Args:
+        paths: The run.
+        rows: Its metrics.
+        always: Curves that are drawn whether something was logged or not.
+        trained: Metric that says how training goes, and its title.
+        rate: Metric of the tokens a second.
+        linked: The page may refer to other files of the run.
+    """
+    evaluations = read_evaluations(paths)
+    samples = write_samples_page(paths) if linked else None
+    evaluated: dict[int, str] = {}
+    for result in evaluations:
+        evaluated.setdefault(result["global_step"], f"{result['accuracy']:.1%}")
+    return Parts(
+        subject=data_name(paths),
+        cards=key_figures(rows, evaluations, trained, rate),
+        curves=list(learning_curves(rows, always).values()),
+        evaluation=evaluation_section(evaluations, samples.name if samples else None),
+        times=list(time_curves(rows).values())[::-1],
+        evaluated=evaluated,
+        trained=trained,
+    )
+
+
+def data_name(paths: RunPaths) -> str:
+    """Model and data of the run, for its subtitle."""
+    try:
+        cfg = read_yaml(paths.config.read_bytes())
+        train, model = cfg["data"]["train"], str(cfg["actor"]["model"]["model_path"] or "")
+        task = (train.get("kwargs") or {}).get("task") or train.get("path") or train["source"]
+        return f"{Path(model).name} on {Path(str(task)).name}" if model else str(task)
+    except (OSError, ValueError, yaml.YAMLError, KeyError, TypeError, AttributeError):
+        return ""
+
+
+def key_figures(rows: Rows, evaluations: Sequence[Evaluation], trained: tuple[str, str], rate: str) -> str:
+    """The cards on top of the page: of the first suite, where there are several."""
+    own = next(iter(by_suite(evaluations).values()), [])
+    best, last = max(own, key=lambda result: result["accuracy"], default=None), own[-1] if own else None
+
+    def of(name: str) -> float | None:
+        return next(iter(series(rows, name)[1][-1:]), None)
+
+    def evaluated(title: str, result: Evaluation | None) -> str:
+        if result is None:
+            return card(title, "–", "not evaluated yet")
+        return card(title, f"{result['accuracy']:.1%}", f"accuracy, {result['suite']}, step {result['global_step']}")
+
+    name, label = trained
+    value, wall = of(name), of("time/wall_s")
+    rates = series(rows, rate)[1]
+    return (
+        '<div class="cards">'
+        + evaluated("Best evaluation", best)
+        + evaluated("Last evaluation", last)
+        + card(label.capitalize(), "–" if value is None else f"{value:.3f}", "at the last step")
+        + card("Training steps", str(rows[-1]["step"]) if rows else "–", "")
+        + card("Wall time", "–" if wall is None else duration(wall), "training")
+        + card("Tokens / s", number(sum(rates) / len(rates)) if rates else "–", "mean over the run")
+        + "</div>"
+    )
+
+
+def evaluation_section(evaluations: Sequence[Evaluation], samples_page: str | None) -> str:
+    """Plot and table of the evaluations, accuracy by level, and the way to the page of samples."""
+    if not evaluations:
+        return missing("No evaluation yet: <code>rlhpc eval</code> on a checkpoint, or the workflow's eval rule.")
+    charts = [evaluation_curve(evaluations)]
+    if passed := pass_at_k_curve(evaluations):
+        charts.append(passed)
+    html = figures(charts)
+    if samples_page:
+        html += f'<p><a href="{escape(samples_page)}">What the model wrote, checkpoint beside checkpoint</a></p>'
+    html += f'<div class="scroll">{_table(evaluations)}</div>'
+    for suite, own in by_suite(evaluations).items():
+        if any(result.get("levels") for result in own):
+            html += f'<h3>{escape(suite)}: accuracy by level</h3><div class="scroll">{_levels(own)}</div>'
+    return html
+
+
+def _table(evaluations: Sequence[Evaluation]) -> str:
+    best = {suite: max(result["accuracy"] for result in own) for suite, own in by_suite(evaluations).items()}
+    several = any(len(result.get("pass_at_k") or {}) > 1 for result in evaluations)
+    rows: list[list[Cell]] = []
+    for result in evaluations:
+        passed = result.get("pass_at_k") or {}
+        k = max(passed, key=int, default="1")
+        sampled = [f"{_percent(passed[k])} @{k}", _percent(result.get("majority"))] if k != "1" else ["–", "–"]
+        rows.append(
+            [
+                str(result["suite"]),
+                result["global_step"],
+                result["n"],
+                _percent(result["accuracy"]) + (" ★" if result["accuracy"] == best[str(result["suite"])] else ""),
+                f"{_percent(result['low'])} … {_percent(result['high'])}",
+                *(sampled if several else []),
+                _digits(result.get("reward_mean"), 3),
+                _digits((result.get("response_tokens") or {}).get("mean"), 1),
+                _percent(result.get("truncated")),
+                str(result.get("backend", "–")),
+            ]
+        )
+    more = ["pass@k", "majority"] if several else []
+    head = ["suite", "step", "n", "accuracy", "95 % interval", *more, "reward", "tokens", "cut off", "backend"]
+    return table(head, rows, text_columns={0, len(head) - 1})
+
+
+def _levels(own: Sequence[Evaluation]) -> str:
+    """A row a level, a column a checkpoint."""
+    levels = sorted({level for result in own for level in result.get("levels") or {}}, key=level_order)
+    sizes = own[-1].get("levels") or {}
+    body: list[list[Cell]] = []
+    for level in levels:
+        cells: list[Cell] = []
+        for result in own:
+            scores = (result.get("levels") or {}).get(level) or {}
+            low, high = scores.get("accuracy_ci95") or (None, None)
+            ends = f" ({_percent(low)} … {_percent(high)})" if low is not None else ""
+            cells.append(_percent(scores.get("accuracy")) + ends)
+        body.append([level or "–", sizes.get(level, {}).get("n", "–"), *cells])
+    return table(["level", "n", *(f"step {result['global_step']}" for result in own)], body, text_columns={0})
+
+
+def _percent(value: Any) -> str:
+    return f"{value:.1%}" if isinstance(value, (int, float)) else "–"
+
+
+def _digits(value: Any, digits: int) -> str:
+    return f"{value:.{digits}f}" if isinstance(value, (int, float)) else "–"

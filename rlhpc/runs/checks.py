@@ -1,0 +1,186 @@
+"""Checks that no type can express, of what all kinds of run have: ranges, names, placement. Nothing here writes."""
+
+from __future__ import annotations
+
+import difflib
+import math
+import os
+import re
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, cast
+
+from omegaconf import OmegaConf
+
+from rlhpc.config.ranges import LARGEST, RANGES, check_ranges
+from rlhpc.config.rules import Fail, check_choice
+from rlhpc.runs.kinds import Kind, kind_of
+from rlhpc.runtime.errors import ConfigError, PlacementError
+from rlhpc.runtime.shown import shown
+from rlhpc.runtime.writable import unwritable
+
+_CHOICES: dict[str, tuple[str, ...]] = {
+    "runner.on_nonfinite": ("stop", "skip"),
+    "actor.optim.name": ("adam", "adamw"),
+}
+_NAME = r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}"
+_NAME_RULE = "use letters, digits, '.', '_' and '-' (at most 100), starting with a letter or digit"
+_WORD = (r"[^\s'\"\\`$;]+", "it goes into a job's directives: use one word without quotes")
+_DIRECTIVES = {
+    **dict.fromkeys(("partition", "account", "qos", "constraint", "gres"), _WORD),
+    "mem": (r"\d+[KMGT]?B?", "write it as Slurm does: 64G, 512M or 0 for all"),
+    "time": (r"\d+|\d+:\d+|\d+:\d+:\d+|\d+-\d+(:\d+){0,2}", "write it as Slurm does: 02:00:00, 1-12:00:00, or minutes"),
+}
+
+
+def validate(
+    cfg: Any, source: str = "configuration", sources: Mapping[str, str] | None = None, *, training: bool = True
+) -> None:
+    """Checks a loaded configuration.
+
+    Args:
+        cfg: The configuration.
+        source: Where it comes from, for messages.
+        sources: Key → the file or override that set it, where that is known.
+        training: Also what only training needs: batches, placement, run folder.
+
+    Raises:
+        ConfigError: The first rule that is broken: key, value, what is allowed.
+    """
+
+    def fail(key: str, rule: str) -> ConfigError:
+        return ConfigError(f"{(sources or {}).get(key, source)}: {key} is {shown(OmegaConf.select(cfg, key))}; {rule}")
+
+    kind = kind_of(cfg)
+    _numbers(cfg, kind, fail)
+    for key, allowed in {**_CHOICES, **kind.choices}.items():
+        if key in kind.schema:
+            check_choice(key, str(OmegaConf.select(cfg, key)), allowed, fail)
+    if training:
+        _loggers(cfg)
+    for suite in cfg.workflow.eval_suites:
+        if not re.fullmatch(_NAME, str(suite)):
+            raise fail("workflow.eval_suites", f"a suite's name becomes a file's: {_NAME_RULE}")
+    _node_groups(cfg, fail)
+    for key in ("cluster", "workflow.eval_job", "workflow.convert_job"):
+        _directives(OmegaConf.select(cfg, key), key, fail)
+    kind.check(cfg, fail, training=training)
+    if training:
+        _runner(cfg, fail)
+        _placement(cfg, kind)
+
+
+def _loggers(cfg: Any) -> None:
+    """Their names, packages and arguments."""
+    from rlhpc.metrics.loggers import check_loggers
+
+    kwargs = OmegaConf.to_container(cfg.runner.logger.kwargs, resolve=True)
+    check_loggers([str(name) for name in cfg.runner.logger.logger_backends], cast(dict[str, Any], kwargs))
+
+
+def _numbers(cfg: Any, kind: Kind, fail: Fail) -> None:
+    for key, found in _leaves(OmegaConf.to_container(cfg, resolve=True)):
+        if isinstance(found, float) and not math.isfinite(found):
+            raise fail(key, "it must be a finite number")
+        if isinstance(found, int) and abs(found) > LARGEST:
+            raise fail(key, f"it must not be greater than {LARGEST}")
+    check_ranges(cfg, {**RANGES, **kind.ranges}, fail)
+
+
+def _leaves(tree: Any, prefix: str = "") -> Iterable[tuple[str, Any]]:
+    """Scalars by dotted key; the elements of a list under the list's key."""
+    if isinstance(tree, dict):
+        for key, below in tree.items():
+            yield from _leaves(below, f"{prefix}.{key}" if prefix else str(key))
+    elif isinstance(tree, list):
+        for below in tree:
+            yield from _leaves(below, prefix)
+    else:
+        yield prefix, tree
+
+
+def _runner(cfg: Any, fail: Fail) -> None:
+    name = str(cfg.runner.name)
+    if not re.fullmatch(_NAME, name):
+        raise fail("runner.name", _NAME_RULE)
+    steps = cfg.runner.max_steps if cfg.runner.max_steps != -1 else cfg.runner.max_epochs
+    if steps == -1:
+        raise fail("runner.max_steps", "one of runner.max_steps and runner.max_epochs must be at least 1")
+    if cfg.runner.segments > steps:
+        raise fail("runner.segments", f"there cannot be more segments than training steps ({steps})")
+    resume = cfg.runner.resume_dir
+    if resume not in (None, "auto") and not Path(str(resume)).expanduser().exists():
+        own = Path(str(cfg.runner.run_dir)) / name / "checkpoints" / str(resume)
+        if not own.exists():
+            raise fail(
+                "runner.resume_dir", "there is no such checkpoint; allowed: null, auto, or a global_step_<N> folder"
+            )
+    _writable(Path(str(cfg.runner.run_dir)).expanduser().absolute() / name, fail)
+
+
+def _writable(folder: Path, fail: Fail) -> None:
+    """Whether the run folder could be made and holds a little more; looks only."""
+    if reason := unwritable(folder):
+        raise fail("runner.run_dir", f"{reason}; choose another with runner.run_dir=…")
+
+
+def _node_groups(cfg: Any, fail: Fail) -> None:
+    """What goes into a job's directives: walltimes, and words that stay on their line."""
+    for index, group in enumerate(cfg.cluster.node_groups):
+        at = f"cluster.node_groups[{index}]"
+        _directives(group, at, fail)
+
+
+def _directives(section: Any, at: str, fail: Fail) -> None:
+    for name, rule in _DIRECTIVES.items():
+        if section[name] is not None and not re.fullmatch(rule[0], str(section[name])):
+            raise fail(f"{at}.{name}", rule[1])
+
+
+def _placement(cfg: Any, kind: Kind) -> None:
+    """The placement on the machines that the configuration asks for: all rules, before anything starts."""
+    from rlhpc.runtime.allocation import in_slurm_job
+    from rlhpc.runtime.cluster import Cluster
+    from rlhpc.runtime.placement import HybridComponentPlacement
+
+    cluster = Cluster.planned(cfg.cluster)
+    try:
+        placement = HybridComponentPlacement(cfg, cluster)
+    except PlacementError as error:
+        if not in_slurm_job(os.environ):
+            raise
+        try:  # accelerators that the configuration leaves open are those of the job
+            cluster = Cluster(cfg.cluster)
+            placement = HybridComponentPlacement(cfg, cluster)
+        except (ConfigError, PlacementError):
+            raise error from None
+    wanted = list(kind.roles)
+    for component in placement.components:
+        if component not in wanted:
+            near = difflib.get_close_matches(component, wanted, 1)
+            hint = f"did you mean {near[0]!r}? " if near else ""
+            raise ConfigError(
+                f"cluster.component_placement.{component}: no such component; {hint}components: {', '.join(wanted)}"
+            )
+    sizes = {name: placement.get_world_size(name) for name in wanted}
+    placed = {name: placement.get_strategy(name).place(cluster) for name in wanted}
+    kind.check_placement(cfg, sizes, {name: len(ranks[0].accelerators) for name, ranks in placed.items()})
+
+
+#: Names that come with the package; others are looked up where torch may be imported, before a run starts.
+_ESTIMATORS = ("gae", "grpo", "dr_grpo", "rloo", "reinforce++", "reinforce++_baseline", "raw")
+_LOSSES = ("ppo", "actor", "actor_critic", "gspo", "cispo", "decoupled_ppo")
+
+
+def check_estimators(cfg: Any) -> None:
+    """`algorithm.adv_type` and `loss_type`: known names pass without an import; for others the registries are asked.
+
+    Raises:
+        ConfigError: There is none of that name.
+    """
+    if str(cfg.algorithm.adv_type).lower() not in _ESTIMATORS or str(cfg.algorithm.loss_type).lower() not in _LOSSES:
+        from rlhpc import algorithms  # noqa: F401  (fills the registries)
+        from rlhpc.algorithms.registry import ADVANTAGES, POLICY_LOSSES
+
+        ADVANTAGES.get(str(cfg.algorithm.adv_type))
+        POLICY_LOSSES.get(str(cfg.algorithm.loss_type))

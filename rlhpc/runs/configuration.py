@@ -1,0 +1,67 @@
+"""`load_config`: files and overrides, read as the kind of run that they are of, and checked."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from omegaconf import DictConfig, OmegaConf
+
+from rlhpc.config.files import find_config
+from rlhpc.config.load import read_layers, require
+from rlhpc.config.merge import Layers
+from rlhpc.runs.checks import validate
+from rlhpc.runs.kinds import find_kind, kind_of
+from rlhpc.runtime.errors import ConfigError
+from rlhpc.runtime.trust import Trust
+
+
+def load_config(
+    path: str | Path,
+    overrides: Sequence[str] = (),
+    *,
+    check: bool = True,
+    training: bool = True,
+    site: str | None = None,
+    theirs: Trust | None = None,
+) -> DictConfig:
+    """Reads a configuration.
+
+    Args:
+        path: YAML file; the files under its key `defaults:` (relative to it) are read first.
+        overrides: `key=value` in order, the value in YAML.
+        site: Name or file of the cluster's site file, which fills what neither file nor overrides set under `cluster`, and
+            of the workflow's jobs; by default what `RLHPC_SITE` says.
+        check: Also run `validate`.
+        training: Also check what only training needs: batches, placement, run folder, the suites of later evaluations.
+        theirs: The file came with a checkpoint: what it, and the overrides, may name of code.
+
+    Returns:
+        A typed, read-only OmegaConf mapping with every key that its kind of run has.
+
+    Raises:
+        ConfigError: With file or override, key, what was found, what is allowed.
+    """
+    source = str(find_config(path))
+    layers = read_layers(path, overrides, find_kind, site=site, theirs=theirs)
+    if check:
+        validate(layers.cfg, source, layers.sources, training=training)
+        if training:
+            _check_suites(layers, source)
+    OmegaConf.set_readonly(layers.cfg, True)
+    return layers.cfg
+
+
+def _check_suites(layers: Layers, source: str) -> None:
+    """What each suite changes, as its evaluation will read it: said now and not after the training."""
+    for name, changes in layers.cfg.workflow.suites.items():
+        own = layers.copy()
+        try:
+            for text in changes:
+                own.override(str(text))
+            require(own, kind_of(own.cfg), source)
+            validate(own.cfg, source, own.sources, training=False)
+        except ConfigError as error:
+            raise ConfigError(
+                f"{layers.sources.get(f'workflow.suites.{name}', source)}: workflow.suites.{name}: {error}"
+            ) from None

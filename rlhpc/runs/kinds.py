@@ -1,0 +1,380 @@
+"""What a kind of run is: one object, which command line, workflow, report and checks ask.
+
+`runner.task_type` names it. Those that come with rlhpc are in its two wings; another one is an entry point of group
+`rlhpc.kinds`, or `module:NAME`.
+"""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import importlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from importlib.metadata import entry_points
+from pathlib import Path
+from typing import Any
+
+import yaml
+from omegaconf import OmegaConf
+
+from rlhpc.config.keys import Schema
+from rlhpc.config.ranges import Range
+from rlhpc.config.rules import Fail
+from rlhpc.config.sections import RunConfig
+from rlhpc.jobs.paths import RunPaths
+from rlhpc.runtime.errors import ConfigError
+from rlhpc.runtime.plain import read_json, read_yaml
+from rlhpc.runtime.shown import shown
+
+ENTRY_POINTS = "rlhpc.kinds"
+DEFAULT = "embodied"
+_BUILT_IN = {
+    "embodied": "rlhpc.embodied.kinds:PPO",
+    "off_policy": "rlhpc.embodied.kinds:SAC",
+    "bc": "rlhpc.embodied.kinds:BC",
+    "reasoning": "rlhpc.language.kinds:GRPO",
+    "sft": "rlhpc.language.kinds:SFT",
+}
+
+Rows = Sequence[Mapping[str, Any]]
+
+
+@dataclass(frozen=True)
+class Preparation:
+    """What the workflow does before training.
+
+    Attributes:
+        sft: Configuration of a run that comes first, relative to this run's; and what is changed in it.
+        demos: Where an expert's episodes are recorded to, who the expert is, and how many episodes.
+        evaluates_start: The model is evaluated before training, too, as step 0.
+    """
+
+    sft: tuple[str, list[str]] | None = None
+    demos: tuple[str, str, int] | None = None
+    evaluates_start: bool = False
+
+
+@dataclass(frozen=True)
+class Exporting:
+    """What `rlhpc convert` was asked for.
+
+    Attributes:
+        licence: SPDX identifier for the model card.
+        adapter_only: With LoRA: the adapter alone.
+        base: With LoRA: where the adapted model is now.
+        dtype: Of the weights written; None as they were trained.
+        trust_code: Import what the checkpoint names as `module:Class`.
+    """
+
+    licence: str | None = None
+    adapter_only: bool = False
+    base: str | None = None
+    dtype: str | None = None
+    trust_code: bool = False
+
+
+@dataclass(frozen=True)
+class Parts:
+    """The parts of a report that depend on the kind of run, as HTML and SVG.
+
+    Attributes:
+        subject: What is trained on what, for the subtitle.
+        cards: The key figures.
+        curves: Learning curves; the first two are drawn large.
+        evaluation: Plot and table of the evaluations.
+        times: Curves of time.
+        evaluated: Step → what its first evaluation says, for the table of checkpoints.
+        trained: Metric that the table of checkpoints shows, and its title.
+    """
+
+    subject: str
+    cards: str
+    curves: list[str]
+    evaluation: str
+    times: list[str]
+    evaluated: Mapping[int, str]
+    trained: tuple[str, str]
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A kind of run. Nothing here is heavy: methods import what they need.
+
+    Attributes:
+        name: As `runner.task_type` has it.
+        config: Its configuration's dataclass.
+        roles: Group → its worker class, as `module:Class`.
+        runner: What drives them, as `module:Class`; called with the groups by name.
+        preload: Modules that the fork server imports.
+        curves: Curves that its report always has, file name → title.
+        compared: Metrics that runs are compared by: name, title, axis; `eval/` begins those of evaluations.
+        ranges: What its numbers may be.
+        choices: Words that keys may have.
+        expendable: Groups that may be lost and started again in a submitted run.
+        independent: Those of them whose ranks have no collectives among themselves: one that dies starts again alone.
+    """
+
+    name: str
+    config: type[RunConfig]
+    roles: Mapping[str, str]
+    runner: str
+    preload: tuple[str, ...] = ()
+    curves: Mapping[str, str] = field(default_factory=dict)
+    compared: tuple[tuple[str, str, str], ...] = ()
+    ranges: Mapping[str, Range] = field(default_factory=dict)
+    choices: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    expendable: frozenset[str] = frozenset()
+    independent: frozenset[str] = frozenset()
+
+    @functools.cached_property
+    def schema(self) -> Schema:
+        """Its keys."""
+        return Schema(self.config, self.name)
+
+    def whose(self, key: str) -> str:
+        """What is said of a key that another kind of run has; empty where none has it."""
+        owners = [kind.name for kind in all_kinds() if kind.name != self.name and key in kind.schema]
+        if not owners:
+            return ""
+        noun = "a kind of run" if len(owners) == 1 else "kinds of run"
+        return f"is for {noun} that this one ({self.name}) is not: {', '.join(owners)}; leave it out"
+
+    # -- configuration --------------------------------------------------------------------------------------------
+
+    def missing(self, cfg: Any) -> list[str]:
+        """Keys that must be set, and are not."""
+        del cfg
+        return []
+
+    def check(self, cfg: Any, fail: Fail, *, training: bool) -> None:
+        """Refuses names and combinations that cannot be; imports no torch, and writes nothing.
+
+        Args:
+            cfg: The configuration.
+            fail: Makes the error for a key and the rule that it breaks.
+            training: Also what only training needs.
+
+        Raises:
+            ConfigError: The first rule that is broken.
+        """
+
+    def check_placement(self, cfg: Any, processes: Mapping[str, int], accelerators: Mapping[str, int]) -> None:
+        """Refuses counts of processes that do not fit.
+
+        Args:
+            cfg: The configuration.
+            processes: Of each group.
+            accelerators: That each process of a group has.
+
+        Raises:
+            ConfigError, PlacementError: Names the component and the numbers.
+        """
+
+    def check_start(self, cfg: Any, ranks: Mapping[str, int]) -> None:
+        """Refuses what would fail after the start: what cannot be built or read.
+
+        Args:
+            cfg: The configuration, as `prepare` gave it.
+            ranks: Processes of each group.
+
+        Raises:
+            ConfigError, CheckpointError: Names the key.
+        """
+
+    def prepare(self, cfg: Any, *, resumes: bool) -> Any:
+        """The configuration as its ranks get it; the caller's stays as it is.
+
+        Args:
+            cfg: The configuration.
+            resumes: The run goes on from a checkpoint.
+        """
+        del resumes
+        return cfg
+
+    def differences(self, cfg: Any, checkpoint: Path) -> list[str]:
+        """In what a checkpoint of this kind is not of this run: keys with what is there and what is here."""
+        del cfg, checkpoint
+        return []
+
+    #: What one can do with a checkpoint that cannot be resumed from, as the end of a message.
+    other_start = ""
+
+    # -- workflow -------------------------------------------------------------------------------------------------
+
+    def preparation(self, cfg: Any) -> Preparation:
+        """What comes before training."""
+        del cfg
+        return Preparation()
+
+    def recording(self, cfg: Any) -> tuple[int, bool]:
+        """How many episodes of the last policy are recorded, and whether only those that succeeded."""
+        del cfg
+        return 0, False
+
+    def goal(self, cfg: Any) -> Any:
+        """What ends a segment before its planned step; None where nothing does."""
+        del cfg
+        return None
+
+    # -- checkpoints ----------------------------------------------------------------------------------------------
+
+    def evaluate(
+        self, cfg: Any, checkpoint: Path, *, suite: str, episodes: int | None, output: Path | None, trust_code: bool
+    ) -> str:
+        """Evaluates a checkpoint.
+
+        Args:
+            cfg: The configuration.
+            checkpoint: Its folder.
+            suite: Name of the evaluation.
+            episodes: How many; None for what the configuration says.
+            output: Where the result goes; None for nowhere.
+            trust_code: Import what the checkpoint names as `module:Class`.
+
+        Returns:
+            The result in a line.
+        """
+        raise ConfigError(f"runs of kind {self.name} are not evaluated")
+
+    def evaluate_model(self, cfg: Any, *, suite: str, output: Path | None) -> str:
+        """Evaluates the model that the configuration names, without a checkpoint; the result in a line."""
+        raise ConfigError(f"--model is for language models; {self.name} runs have none. Give a checkpoint")
+
+    def export(self, checkpoint: Path, output: Path | None, wanted: Exporting) -> Path:
+        """Writes a checkpoint as a folder for others.
+
+        Args:
+            checkpoint: Its folder.
+            output: Target; by default in the run that the checkpoint lies in.
+            wanted: Options.
+
+        Returns:
+            The folder.
+        """
+        raise ConfigError(f"runs of kind {self.name} have no export")
+
+    # -- report ---------------------------------------------------------------------------------------------------
+
+    def charts(self, paths: RunPaths, rows: Rows) -> dict[str, str]:
+        """Every chart of a run as SVG, by file name."""
+        del paths, rows
+        return {}
+
+    def parts(self, paths: RunPaths, rows: Rows, *, linked: bool) -> Parts:
+        """Its parts of the report.
+
+        Args:
+            paths: The run.
+            rows: Its metrics.
+            linked: The page may refer to other files of the run.
+        """
+        del paths, rows, linked
+        return Parts("", "", [], "", [], {}, ("", ""))
+
+
+def kind_names() -> list[str]:
+    """All names that `runner.task_type` may have, but for `module:NAME`."""
+    return [*_BUILT_IN, *sorted(entry.name.lower() for entry in entry_points(group=ENTRY_POINTS))]
+
+
+def all_kinds() -> list[Kind]:
+    """Those that have a name."""
+    return [find_kind(name) for name in kind_names()]
+
+
+def find_kind(name: str | None = None, source: str = "configuration") -> Kind:
+    """The kind of run that `runner.task_type` names.
+
+    Args:
+        name: In any case; None for the default.
+        source: Where the name is from, for messages.
+
+    Raises:
+        ConfigError: There is no such kind of run; says which there are.
+    """
+    wanted = DEFAULT if name is None else name
+    lower = wanted.lower()
+    if lower in _BUILT_IN:
+        module, _, attribute = _BUILT_IN[lower].partition(":")
+        found: Any = getattr(importlib.import_module(module), attribute)
+        return _checked(found, wanted, source)
+    for entry in entry_points(group=ENTRY_POINTS):
+        if entry.name.lower() == lower:
+            return _checked(entry.load(), wanted, source)
+    if ":" in wanted:
+        module, _, attribute = wanted.partition(":")
+        try:
+            found = getattr(importlib.import_module(module), attribute)
+        except (ImportError, AttributeError, ValueError) as error:
+            raise ConfigError(f"{source}: runner.task_type is {shown(wanted)}, which cannot be imported: {error}") from None
+        return _checked(found, wanted, source)
+    near = difflib.get_close_matches(lower, kind_names(), 1)
+    hint = f"did you mean {near[0]!r}? " if near else ""
+    raise ConfigError(
+        f"{source}: runner.task_type is {shown(wanted)}; {hint}allowed: {', '.join(kind_names())}, or module:NAME"
+    )
+
+
+def _checked(found: Any, name: str, source: str) -> Kind:
+    if not isinstance(found, Kind):
+        raise ConfigError(f"{source}: runner.task_type is {shown(name)}, which is a {type(found).__name__} and no Kind")
+    return found
+
+
+def kind_of(cfg: Any) -> Kind:
+    """The kind of a configuration."""
+    return find_kind(str(cfg.runner.task_type))
+
+
+def kind_of_run(paths: RunPaths) -> Kind:
+    """The kind of a run, from its config.yaml; the default's where that cannot be read."""
+    return _kind_of_file(paths.config) or find_kind()
+
+
+def kind_of_checkpoint(checkpoint: Path) -> Kind:
+    """The kind of the run that made a checkpoint, from its config.yaml; the default's where that cannot be read."""
+    return _kind_of_file(checkpoint / "config.yaml") or find_kind()
+
+
+def _kind_of_file(config: Path) -> Kind | None:
+    try:
+        name = str(read_yaml(config.read_bytes())["runner"]["task_type"])
+    except (OSError, ValueError, yaml.YAMLError, KeyError, TypeError):
+        return None
+    known = name.lower() in kind_names()
+    return find_kind(name) if known else None  # a file from elsewhere imports nothing
+
+
+def differing(cfg: Any, saved: Mapping[str, Any], keys: Sequence[str]) -> list[str]:
+    """Keys whose value is another in a checkpoint than in a configuration, in words.
+
+    Args:
+        cfg: The configuration.
+        saved: Dotted key → value there; a key that is missing or None is not compared.
+        keys: Which.
+    """
+    found = []
+    for key in keys:
+        there, here = saved.get(key), OmegaConf.select(cfg, key)
+        here = OmegaConf.to_container(here) if OmegaConf.is_config(here) else here
+        if there is not None and str(there).lower() != str(here).lower():
+            found.append(f"{key} is {there!r} there and {here!r} here")
+    return found
+
+
+def saved_values(path: Path, keys: Sequence[str] = ()) -> dict[str, Any]:
+    """Values of a JSON or YAML file that a checkpoint has, by dotted key; none where it cannot be read.
+
+    Args:
+        path: The file.
+        keys: Which; by default those at the top.
+    """
+    try:
+        content = (read_json if path.suffix == ".json" else read_yaml)(path.read_bytes())
+        found: Any = OmegaConf.to_container(OmegaConf.create(content)) if keys else content
+    except (OSError, ValueError, yaml.YAMLError):
+        return {}
+    if not isinstance(found, dict):
+        return {}
+    return {key: OmegaConf.select(OmegaConf.create(found), key) for key in keys} if keys else found
