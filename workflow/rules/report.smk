@@ -1,5 +1,6 @@
 # The page about the run, and its curves as pictures of their own for `snakemake --report`.
 
+
 rule report:
     input:
         *[evaluations_of(segment) for segment in range(len(ENDS))],
