@@ -24,9 +24,9 @@ from omegaconf import OmegaConf
 from bench.machine import spread, write
 from rlhpc import Worker
 from rlhpc.language.config import GrpoConfig as Config
-from rlhpc.language.tokens.batches import pack, padding_waste
-from rlhpc.training.lm import TokenBatch, TokenScores
-from rlhpc.training.lm_registry import make_backend
+from rlhpc.language.tokens.batches import TokenBatch, pack, padding_waste
+from rlhpc.language.tokens.scores import TokenScores
+from rlhpc.language.tokens.trainer import TokenTrainer
 
 #: name: layers, width, vocabulary, sequences a step, longest sequence
 SIZES = {"1M": (4, 128, 512, 64, 96), "20M": (6, 384, 16384, 16, 192)}
@@ -83,7 +83,7 @@ def ours(folder: Path, batches: list[TokenBatch], backend: str) -> Callable[[], 
     cfg = OmegaConf.structured(Config)
     cfg.actor.training_backend, cfg.actor.model.model_path = backend, str(folder)
     cfg.actor.optim.name, cfg.actor.optim.clip_grad = "adamw", 1.0
-    trainer = make_backend(cfg, Worker())
+    trainer = TokenTrainer(cfg, Worker())
     total = sum(int(batch.attention_mask.sum()) for batch in batches)
 
     def loss(scores: TokenScores, batch: TokenBatch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from rlhpc.checkpoint import newest_valid, require_valid
 from rlhpc.checkpoint.state import load_tensors
@@ -39,17 +40,19 @@ def find_weights(path: str, key: str = "runner.init_from") -> Path:
     return folder
 
 
-def load_weights(module: nn.Module, folder: Path, key: str = "runner.init_from") -> None:
-    """Gives a module the weights of a folder that `find_weights` found.
+def weights_that_fit(
+    own: Mapping[str, Sequence[int]], folder: Path, key: str = "runner.init_from"
+) -> dict[str, Tensor]:
+    """The weights of a folder that `find_weights` found, for a module whose weights have these shapes.
 
     Raises:
         ConfigError: Names or shapes differ; says which.
     """
-    saved, own = load_tensors(folder / WEIGHTS), module.state_dict()
+    saved = load_tensors(folder / WEIGHTS)
     wrong = [
-        f"{name} is {list(saved[name].shape)} there and {list(own[name].shape)} here"
-        for name in own
-        if name in saved and saved[name].shape != own[name].shape
+        f"{name} is {list(saved[name].shape)} there and {list(shape)} here"
+        for name, shape in own.items()
+        if name in saved and list(saved[name].shape) != list(shape)
     ]
     wrong += [f"{name} is not there" for name in own if name not in saved]
     wrong += [f"{name} is not here" for name in saved if name not in own]
@@ -58,7 +61,17 @@ def load_weights(module: nn.Module, folder: Path, key: str = "runner.init_from")
         raise ConfigError(
             f"{key}: the weights in {folder} do not fit actor.model of this configuration: {'; '.join(wrong[:3])}{more}"
         )
-    module.load_state_dict(saved)
+    return saved
+
+
+def load_weights(module: nn.Module, folder: Path, key: str = "runner.init_from") -> None:
+    """Gives a module the weights of a folder that `find_weights` found.
+
+    Raises:
+        ConfigError: Names or shapes differ; says which.
+    """
+    shapes = {name: tensor.shape for name, tensor in module.state_dict().items()}
+    module.load_state_dict(weights_that_fit(shapes, folder, key))
 
 
 def check_start(cfg: Any, module: nn.Module) -> None:

@@ -134,14 +134,20 @@ def check_adapters(cfg: Any, fail: Fail) -> None:
         ConfigError: The first rule that is broken.
     """
     model = cfg.actor.model
-    check_choice("actor.training_backend", str(cfg.actor.training_backend), ("local",), fail)
+    backend = str(cfg.actor.training_backend)
+    if ":" not in backend:
+        check_choice("actor.training_backend", backend, ("local", "fsdp", "deepspeed"), fail)
     if cfg.actor.lora.rank:
         if str(model.model_type).lower() not in _ADAPTED:
             raise fail("actor.lora.rank", f"adapters are for {' and '.join(_ADAPTED)}; the others train all weights: 0")
         if cfg.actor.lora.dropout:
             raise fail("actor.lora.dropout", "acting and training must agree on log-probs: it must be 0")
-    elif str(model.model_type).lower() in _ADAPTED and str(model.dtype) != "float32":
-        raise fail("actor.model.dtype", "all weights are trained in float32; bfloat16 needs adapters (actor.lora.rank)")
+    elif str(model.model_type).lower() in _ADAPTED and str(model.dtype) != "float32" and backend.lower() == "local":
+        raise fail(
+            "actor.model.dtype",
+            "all weights are trained in float32; bfloat16 needs adapters (actor.lora.rank), or actor.training_backend fsdp or "
+            "deepspeed",
+        )
 
 
 def check_ppo(cfg: Any, fail: Fail) -> None:
@@ -152,6 +158,10 @@ def check_ppo(cfg: Any, fail: Fail) -> None:
     """
     algorithm, model, train = cfg.algorithm, cfg.actor.model, cfg.env.train
     check_adapters(cfg, fail)
+    if str(cfg.actor.training_backend).lower() == "deepspeed" and algorithm.target_kl is not None:
+        raise fail(
+            "algorithm.target_kl", "DeepSpeed cannot take back a gradient: use null, or another training backend"
+        )
     if model.num_action_chunks > 1:
         _chunks(cfg, fail)
     if str(algorithm.adv_type).lower() in _BY_GROUP:

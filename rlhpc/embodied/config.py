@@ -179,9 +179,10 @@ class ModelConfig:
     model_path: str | None = None
     """Language models, `vla` and `pi0`: a Hugging Face folder or hub name, with its tokenizer, or `builtin:tiny`."""
     dtype: str = "float32"
-    """Of weights and computation: float32 or bfloat16 (mixed precision: fp32 master weights)."""
+    """`vla` and `pi0`: of the weights; with `fsdp` and `deepspeed` of the computation (mixed precision: fp32 master
+    weights)."""
     gradient_checkpointing: bool = False
-    """Recomputes activations in the backward pass, which saves memory."""
+    """`vla`: recomputes activations in the backward pass, which saves memory."""
     attn_implementation: str = "sdpa"
     """Of transformers: sdpa, eager or flash_attention_2."""
     trust_remote_code: bool = False
@@ -193,7 +194,8 @@ class EmbodiedActorConfig:
     """The actor group: training."""
 
     training_backend: str = "local"
-    """`local`: all weights on each rank, gradients summed over the ranks."""
+    """`local`: all weights on each rank, gradients summed over the ranks. `fsdp`, `deepspeed`: weights and optimizer spread
+    over the ranks. Or `module:Class`."""
     global_batch_size: int = 256
     """Transitions of one optimizer step, over all ranks."""
     micro_batch_size: int | None = None

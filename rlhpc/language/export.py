@@ -144,8 +144,8 @@ def import_model(source: str | Path, output: Path, *, base: str | Path | None = 
         ConfigError: The model cannot be loaded.
         CheckpointError: The target cannot be written.
     """
-    from rlhpc.language.tokens.lora import peft
     from rlhpc.language.tokens.model import DTYPES, export_model, load_causal_lm
+    from rlhpc.training.lora import peft
 
     if dtype not in DTYPES:
         raise ConfigError(f"dtype is {dtype!r}; choose from {', '.join(DTYPES)}")
@@ -178,8 +178,9 @@ def _export_adapted(
     adapter_only: bool,
 ) -> None:
     """Writes the adapter, or the model with it merged, by the same functions as the backends use."""
-    from rlhpc.language.tokens import lora
+    from rlhpc.language.tokens.files import export_adapter
     from rlhpc.language.tokens.model import export_model, load_causal_lm
+    from rlhpc.training import lora
 
     source = SimpleNamespace(**{**vars(model), "model_path": str(base or about["model_path"])})
     options = SimpleNamespace(**about["lora"])
@@ -191,7 +192,7 @@ def _export_adapted(
         raise ValueError(f"the adapter's weights are others, such as {sorted(own ^ set(weights))[0]}")
     if adapter_only:
         named = {name.replace(f".{lora.ADAPTER}.", "."): tensor for name, tensor in weights.items()}
-        lora.export_adapter(folder, named, adapted, model)
+        export_adapter(folder, named, adapted, model)
         config = folder / "adapter_config.json"  # names the checkpoint, where the tokenizer came from
         found = {**json.loads(config.read_text()), "base_model_name_or_path": source.model_path}
         write_durably(config, json.dumps(found, indent=2).encode() + b"\n")

@@ -37,9 +37,14 @@ def seed_process(seed: int, role: str, rank: int) -> None:
 
 def settle(module: nn.Module, device: torch.device) -> Any:
     """Moves a policy to the device and limits the process to the threads it can use."""
+    limit_threads(module, device)
+    return module.to(device)
+
+
+def limit_threads(module: nn.Module, device: torch.device) -> None:
+    """Limits the process to the threads that a module of this size can use there."""
     if device.type == "cpu" and sum(p.numel() for p in module.parameters()) < _ONE_THREAD:
         torch.set_num_threads(1)
-    return module.to(device)
 
 
 def to_tensors(obs: Any, device: torch.device) -> Any:

@@ -1,5 +1,7 @@
-"""Training backends: gradient accumulation and data parallelism behind one interface."""
+"""Training backends: gradients, data parallelism, sharding and optimizer, behind one contract."""
 
-from rlhpc.training.local import LocalBackend
+from rlhpc.training.contract import Blueprint, TrainingBackend
+from rlhpc.training.registry import make_backend
+from rlhpc.training.replicated import ReplicatedBackend
 
-__all__ = ["LocalBackend"]
+__all__ = ["Blueprint", "ReplicatedBackend", "TrainingBackend", "make_backend"]

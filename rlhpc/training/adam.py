@@ -6,13 +6,67 @@ compiler, which takes seconds of every start.
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 
 from rlhpc.runtime.errors import ConfigError
 
+if TYPE_CHECKING:
+    from rlhpc.config.sections import OptimConfig
+
 NAMES = ("adam", "adamw")
+
+
+@dataclass(frozen=True)
+class AdamOptions:
+    """Section `actor.optim`, as the optimizers want it.
+
+    Attributes:
+        name: One of `NAMES`; weight decay is coupled in adam, and not in adamw.
+        clip_grad: Largest gradient norm; 0 does not clip.
+    """
+
+    name: str
+    lr: float
+    beta1: float
+    beta2: float
+    eps: float
+    weight_decay: float
+    clip_grad: float
+
+    @classmethod
+    def of(cls, optim: OptimConfig) -> AdamOptions:
+        """Of the section.
+
+        Raises:
+            ConfigError: Unknown name.
+        """
+        name = str(optim.name).lower()
+        if name not in NAMES:
+            raise ConfigError(f"actor.optim.name is {optim.name!r}; choose from {', '.join(NAMES)}")
+        return cls(
+            name,
+            lr=float(optim.lr),
+            beta1=float(optim.adam_beta1),
+            beta2=float(optim.adam_beta2),
+            eps=float(optim.adam_eps),
+            weight_decay=float(optim.weight_decay),
+            clip_grad=0.0 if optim.clip_grad is None else float(optim.clip_grad),
+        )
+
+    def torch_optimizer(self, parameters: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
+        """torch's own, fused: the others make temporary tensors as large as what is trained."""
+        kind = torch.optim.AdamW if self.name == "adamw" else torch.optim.Adam
+        return kind(
+            parameters,
+            lr=self.lr,
+            betas=(self.beta1, self.beta2),
+            eps=self.eps,
+            weight_decay=self.weight_decay,
+            fused=True,
+        )
 
 
 class FlatAdam:
@@ -20,19 +74,12 @@ class FlatAdam:
 
     Args:
         parameter, gradient: Flat, of one size; the parameter is updated in place.
-        optim: `actor.optim`: name, lr, adam_beta1, adam_beta2, adam_eps, weight_decay.
-
-    Raises:
-        ConfigError: Unknown name.
+        options: Of the section.
     """
 
-    def __init__(self, parameter: torch.Tensor, gradient: torch.Tensor, optim: Any) -> None:
-        self.name = str(optim.name).lower()
-        if self.name not in NAMES:
-            raise ConfigError(f"actor.optim.name is {optim.name!r}; choose from {', '.join(NAMES)}")
-        self.lr, self.eps = float(optim.lr), float(optim.adam_eps)
-        self.beta1, self.beta2 = float(optim.adam_beta1), float(optim.adam_beta2)
-        self.weight_decay = float(optim.weight_decay)
+    def __init__(self, parameter: torch.Tensor, gradient: torch.Tensor, options: AdamOptions) -> None:
+        self.name, self.lr, self.eps = options.name, options.lr, options.eps
+        self.beta1, self.beta2, self.weight_decay = options.beta1, options.beta2, options.weight_decay
         self.parameter, self.gradient = parameter, gradient
         self.steps = 0
         self.exp_avg, self.exp_avg_sq = torch.zeros_like(parameter), torch.zeros_like(parameter)

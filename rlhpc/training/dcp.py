@@ -20,10 +20,10 @@ from rlhpc.runtime.durable import fsync_folder
 from rlhpc.runtime.errors import CheckpointError
 
 if TYPE_CHECKING:
-    from rlhpc.runtime.worker import Worker
+    from rlhpc.training.contract import Ranks
 
 
-def save_sharded(folder: Path, state: dict[str, torch.Tensor], worker: Worker) -> None:
+def save_sharded(folder: Path, state: dict[str, torch.Tensor], worker: Ranks) -> None:
     """Writes each rank's part of `state` as one file; all ranks call."""
     folder.mkdir(parents=True, exist_ok=True)
     writer = HuggingFaceStorageWriter(str(folder), save_distributed=True)

@@ -7,8 +7,8 @@ root. The optimizer works on the local shards, which are plain tensors.
 from __future__ import annotations
 
 import json
-import math
 import os
+import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,39 +21,42 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.tensor import DTensor
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
+from rlhpc.algorithms.finite import bad_tensors
 from rlhpc.runtime.durable import write_durably
 from rlhpc.runtime.errors import CheckpointError, ConfigError
+from rlhpc.training.contract import Batch as Given
+from rlhpc.training.contract import Blueprint, Found, Named, Ranks, TrainingBackend
 from rlhpc.training.dcp import load_sharded, save_sharded
-from rlhpc.training.lm import TokenBatch, TokenScores
-from rlhpc.training.lm_base import LanguageModelBackend
 
 if TYPE_CHECKING:
-    from rlhpc.runtime.worker import Worker
+    from rlhpc.training.contract import ActorSection
 
 SHARDS, OPTIMIZER = "shards", "optimizer.json"
-_OPTIMIZERS = {"adam": torch.optim.Adam, "adamw": torch.optim.AdamW}
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
-class FsdpBackend(LanguageModelBackend):
+class FsdpBackend(TrainingBackend):
     """FSDP averages gradients by default; here it sums them, as the losses are parts of a global one."""
 
     name = "fsdp"
 
-    def __init__(self, cfg: Any, worker: Worker) -> None:
-        super().__init__(cfg, worker)
-        self.options = cfg.actor.fsdp
+    def __init__(self, blueprint: Blueprint, actor: ActorSection, worker: Ranks) -> None:
+        super().__init__(blueprint, actor, worker)
+        # What a forward pass returns goes into losses, which change nothing in place.
+        warnings.filterwarnings("ignore", r"FSDP2-wrapped module .* returned a view tensor", UserWarning)
+        self.options = actor.fsdp
         self.mesh = self._mesh()
         #: Where a rank's shards lie between uses.
         self.home = torch.device("cpu") if self.options.cpu_offload else self.device
         mixed = self.dtype != torch.float32
         precision = MixedPrecisionPolicy(self.dtype, torch.float32) if mixed else MixedPrecisionPolicy()
-        self.module = self._sharded(self.load_module, precision, bool(self.options.reshard_after_forward))
+        self.module = self._sharded(blueprint.build, precision, bool(self.options.reshard_after_forward))
         self._trained = sum(p.numel() for p in self.module.parameters() if p.requires_grad)
         self._moments = {
             name: {kind: torch.zeros_like(p.to_local()) for kind in _MOMENTS} for name, p in self._parameters()
         }
         self._steps = 0
+        self._bad: list[str] = []
         self._bind()
         self.prepare_reference()
 
@@ -73,7 +76,7 @@ class FsdpBackend(LanguageModelBackend):
         """Rank 0 reads the weights; the others make an empty model and get their parts, tensor by tensor.
 
         Args:
-            build: `load_module` or `load_reference`.
+            build: `Blueprint.build` or `build_reference`.
             precision: Dtypes of computation and reduction.
             reshard: Frees a layer's gathered weights after its forward pass.
             root: Frees those of embeddings and head, too; a backward pass would want them at once.
@@ -81,12 +84,15 @@ class FsdpBackend(LanguageModelBackend):
         module = build(empty=self.rank != 0)
         source = {name: p.detach() for name, p in module.named_parameters()} if self.rank == 0 else {}
         buffers = {name: buffer.detach().clone() for name, buffer in module.named_buffers()} if self.rank == 0 else {}
-        kinds = set(getattr(module, "_no_split_modules", None) or ())
-        layers = [layer for layer in module.modules() if type(layer).__name__ in kinds]
+        if scalars := [name for name, p in module.named_parameters() if not p.dim()]:
+            raise ConfigError(
+                f"actor.training_backend=fsdp cuts weights into rows, and {', '.join(scalars)} is a single number; give it a "
+                "dimension, or choose local or deepspeed"
+            )
         offload = (
             CPUOffloadPolicy(pin_memory=self.device.type == "cuda") if self.options.cpu_offload else OffloadPolicy()
         )
-        for part in [*layers, module]:
+        for part in [*self.blueprint.layers(module), module]:
             frees = reshard and (part is not module or root)
             fully_shard(part, mesh=self.mesh, mp_policy=precision, offload_policy=offload, reshard_after_forward=frees)
         if self.rank != 0:
@@ -121,7 +127,7 @@ class FsdpBackend(LanguageModelBackend):
         return value
 
     def _make_reference(self) -> nn.Module:
-        return self._sharded(self.load_reference, MixedPrecisionPolicy(), True, root=True)
+        return self._sharded(self.blueprint.build_reference, MixedPrecisionPolicy(), True, root=True)
 
     def _parameters(self) -> Iterator[tuple[str, DTensor]]:
         """Trainable parameters, in the order of the model."""
@@ -132,21 +138,11 @@ class FsdpBackend(LanguageModelBackend):
 
     def _bind(self) -> None:
         """Builds the optimizer over the local shards where they lie now. A rank may hold no row of a small tensor."""
-        optim = self.cfg.actor.optim
-        if str(optim.name).lower() not in _OPTIMIZERS:
-            raise ConfigError(f"actor.optim.name is {optim.name!r}; choose from {', '.join(_OPTIMIZERS)}")
         held = {name: p for name, p in self._parameters() if p.to_local().numel()}
         self._local = {name: nn.Parameter(p.to_local().detach()) for name, p in held.items()}
         # A rank without a single row still steps: over a tensor of its own.
         parameters = list(self._local.values()) or [nn.Parameter(torch.zeros(1, device=self.home))]
-        self.optimizer = _OPTIMIZERS[str(optim.name).lower()](
-            parameters,
-            lr=float(optim.lr),
-            betas=(float(optim.adam_beta1), float(optim.adam_beta2)),
-            eps=float(optim.adam_eps),
-            weight_decay=float(optim.weight_decay),
-            fused=True,
-        )
+        self.optimizer = self.optim.torch_optimizer(parameters)
         for name, local in self._local.items():
             step = torch.full((), float(self._steps), device=local.device)
             self.optimizer.state[local] = {"step": step, **self._moments[name]}
@@ -158,11 +154,11 @@ class FsdpBackend(LanguageModelBackend):
         """Trainable parameters, over all ranks."""
         return self._trained
 
-    def forward(self, batch: TokenBatch, *, temperature: float = 1.0, entropy: bool = False) -> TokenScores:
-        """Scores without gradients, in evaluation mode."""
-        scores = super().forward(batch, temperature=temperature, entropy=entropy)
+    def evaluate(self, forward: Callable[[nn.Module, Given], Found], batch: Given) -> Found:
+        """See `TrainingBackend.evaluate`."""
+        found = super().evaluate(forward, batch)
         self._reshard()  # what stays gathered would be stale after the next update
-        return scores
+        return found
 
     def _reshard(self) -> None:
         for part in _parts(self.module):
@@ -173,9 +169,13 @@ class FsdpBackend(LanguageModelBackend):
         self.module.set_is_last_backward(last)
         loss.backward()
 
-    def optimizer_step(self, lr: float) -> float:
-        """Clips by the norm over all ranks, updates, clears; the norm before clipping. One that is not finite updates
-        nothing."""
+    def _clear(self) -> None:
+        for parameter in self.module.parameters():
+            parameter.grad = None
+        self._bad = []
+
+    def optimizer_step(self, lr: float) -> torch.Tensor:
+        """See `TrainingBackend.optimizer_step`: clips by the norm over all ranks, and clears the gradients."""
         self._reshard()
         for name, parameter in self._parameters():
             if name in self._local:
@@ -187,24 +187,50 @@ class FsdpBackend(LanguageModelBackend):
         gradients = [p.grad for p in locals_ if p.grad is not None]
         norm = get_total_norm(gradients) if gradients else torch.zeros((), device=self.home)
         norm = self.worker.all_reduce(norm.to(self.device).square()).sqrt()
-        if not math.isfinite(found := float(norm)):
+        if self.refuses(norm):
+            self._bad = bad_tensors((name, p.grad) for name, p in self._local.items() if p.grad is not None)
             self.optimizer.zero_grad()
-            return found
-        if self.clip_grad > 0:
-            clip_grads_with_norm_(locals_, self.clip_grad, norm.to(self.home))
+            return norm
+        if self.optim.clip_grad > 0:
+            clip_grads_with_norm_(locals_, self.optim.clip_grad, norm.to(self.home))
         self.optimizer.param_groups[0]["lr"] = lr
         self.optimizer.step()
         self.optimizer.zero_grad()
         self._steps += 1
-        return found
+        return norm
 
-    def _full(self, tensor: torch.Tensor) -> torch.Tensor:
+    def bad_gradients(self) -> list[str]:
+        """See `TrainingBackend.bad_gradients`."""
+        return sorted(set().union(*self.worker.all_gather_object(self._bad)))
+
+    def full(self, tensor: torch.Tensor) -> torch.Tensor:
+        """See `TrainingBackend.full`."""
         if not isinstance(tensor, DTensor):
             return tensor
         # Gathering is the accelerator's work also where the shards lie on the host.
         moved: Any = tensor.to(self.device) if tensor.device.type != self.device.type else tensor
         whole: torch.Tensor = moved.full_tensor()
         return whole
+
+    @torch.no_grad()
+    def replace_weights(self, tensors: dict[str, torch.Tensor]) -> None:
+        """See `TrainingBackend.replace_weights`; each rank takes its rows."""
+        self._reshard()
+        own = self.module.state_dict(keep_vars=True)
+        if own.keys() != tensors.keys():
+            raise RuntimeError(f"the names differ: {sorted(own.keys() ^ tensors.keys())[:3]}")
+        for name, tensor in own.items():
+            if tensor.shape != tensors[name].shape:
+                raise RuntimeError(f"{name} is {list(tensors[name].shape)} there and {list(tensor.shape)} here")
+            if not isinstance(tensor, DTensor):
+                tensor.copy_(tensors[name])
+            elif self.rank < len(rows := tensors[name].chunk(self.ranks)):
+                tensor.to_local().copy_(rows[self.rank])
+
+    def held_tensors(self) -> Named:
+        """This rank's shards."""
+        for name, parameter in self.module.named_parameters():
+            yield name, parameter.to_local().detach() if isinstance(parameter, DTensor) else parameter.detach()
 
     def _state(self) -> dict[str, torch.Tensor]:
         """All that a checkpoint holds, as sharded tensors that share the memory of the live ones."""
@@ -223,18 +249,14 @@ class FsdpBackend(LanguageModelBackend):
         folder = Path(folder)
         save_sharded(folder / SHARDS, self._state(), self.worker)
         if self.rank == 0:
-            state = {"name": str(self.cfg.actor.optim.name).lower(), "steps": self._steps}
+            state = {"name": self.optim.name, "steps": self._steps}
             write_durably(folder / OPTIMIZER, json.dumps(state).encode() + b"\n")
             self.write_identity(folder)
         self._empty_cache()  # an engine may be about to take all that is free
         self.worker.barrier()
 
     def load(self, folder: Path) -> None:
-        """Restores weights and optimizer, on any world size; options such as eps stay those of the configuration.
-
-        Raises:
-            CheckpointError: The checkpoint is of another model or backend, or cannot be read.
-        """
+        """See `TrainingBackend.load`; any number of ranks may have written it."""
         folder = Path(folder)
         self.check_identity(folder)
         load_sharded(folder / SHARDS, self._state())

@@ -18,8 +18,7 @@ from torch import nn
 
 from rlhpc.runtime.durable import fsync_file, fsync_folder, write_durably
 from rlhpc.runtime.errors import CheckpointError, ConfigError
-from rlhpc.training.lm import LossFunction, TokenBatch
-from rlhpc.training.lm_base import LanguageModelBackend
+from rlhpc.training.contract import Batch, Blueprint, Metrics, Named, Ranks, TrainingBackend
 from rlhpc.training.parking import Parked, tensors_in
 from rlhpc.training.zero_config import KEY, deepspeed_config
 from rlhpc.training.zero_files import files_of, require_harmless
@@ -27,11 +26,10 @@ from rlhpc.training.zero_partition import partitioned
 from rlhpc.training.zero_universal import as_universal
 
 if TYPE_CHECKING:
-    from rlhpc.runtime.worker import Worker
+    from rlhpc.training.contract import ActorSection
 
 #: Below a checkpoint's folder: DeepSpeed's own files, under this tag; and what rlhpc has to know of them.
 FOLDER, TAG, LAYOUT = "deepspeed", "state", "deepspeed.json"
-_OPTIMIZERS = {"adam": "Adam", "adamw": "AdamW"}
 
 
 def _pickle_stage_by_value() -> None:
@@ -44,7 +42,7 @@ def _pickle_stage_by_value() -> None:
     importlib.import_module("deepspeed.runtime.zero.config").ZeroStageEnum.__reduce_ex__ = reduced
 
 
-class DeepSpeedBackend(LanguageModelBackend):
+class DeepSpeedBackend(TrainingBackend):
     """Optimizer state (stage 1), gradients (2) and parameters (3) are spread over the ranks.
 
     DeepSpeed averages gradients over ranks; ours are sums, so each loss is multiplied by the number of ranks. With
@@ -53,16 +51,16 @@ class DeepSpeedBackend(LanguageModelBackend):
 
     name = "deepspeed"
 
-    def __init__(self, cfg: Any, worker: Worker) -> None:
-        super().__init__(cfg, worker)
-        self.config = deepspeed_config(cfg)
+    def __init__(self, blueprint: Blueprint, actor: ActorSection, worker: Ranks) -> None:
+        super().__init__(blueprint, actor, worker)
+        self.config = deepspeed_config(actor, self.dtype)
         self.stage = int(self.config["zero_optimization"]["stage"])
         self.deepspeed = self._started()
-        self.module = self._built(self.load_module)
+        self.module = self._built(blueprint.build)
         named = [(name, p) for name, p in self.module.named_parameters() if p.requires_grad]
-        self._shapes = {name: list(getattr(p, "ds_shape", p.shape)) for name, p in named}
-        self.config = deepspeed_config(cfg, self.parameters_trained)
-        self.engine = self._initialize(self.module, self.config, self._optimizer([p for _, p in named]))
+        self._shapes = {name: _shape(p) for name, p in named}
+        self.config = deepspeed_config(actor, self.dtype, self.parameters_trained)
+        self.engine = self._initialize(self.module, self.config, self.optim.torch_optimizer([p for _, p in named]))
         self._accumulated = False
         self._parked: Parked | None = None
         self.prepare_reference()
@@ -114,29 +112,12 @@ class DeepSpeedBackend(LanguageModelBackend):
             with _quiet():
                 return self.deepspeed.initialize(model=module, optimizer=optimizer, config=config)[0]
         except (ValueError, AssertionError) as error:  # pydantic's ValidationError is a ValueError
-            if not self.cfg.actor.deepspeed.config:
+            if not self.actor.deepspeed.config:
                 raise
             raise ConfigError(f"DeepSpeed refuses {KEY}: {error}") from error
 
-    def _optimizer(self, parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
-        name = str(self.cfg.actor.optim.name).lower()
-        if name not in _OPTIMIZERS:
-            raise ConfigError(f"actor.optim.name is {name!r}; choose from {', '.join(_OPTIMIZERS)}")
-        # Fused: the others make temporary tensors as large as the flat partition.
-        made: torch.optim.Optimizer = getattr(torch.optim, _OPTIMIZERS[name])(parameters, **self._options(), fused=True)
-        return made
-
-    def _options(self) -> dict[str, Any]:
-        optim = self.cfg.actor.optim
-        return {
-            "lr": float(optim.lr),
-            "betas": (float(optim.adam_beta1), float(optim.adam_beta2)),
-            "eps": float(optim.adam_eps),
-            "weight_decay": float(optim.weight_decay),
-        }
-
     def _make_reference(self) -> nn.Module:
-        reference = self._built(self.load_reference)
+        reference = self._built(self.blueprint.build_reference)
         if self.stage < 3:
             return reference
         zero = {key: value for key, value in self.config["zero_optimization"].items() if key != "offload_optimizer"}
@@ -158,46 +139,79 @@ class DeepSpeedBackend(LanguageModelBackend):
         return sum(torch.Size(shape).numel() for shape in self._shapes.values())
 
     def forward_backward(
-        self,
-        micro_batches: Sequence[TokenBatch],
-        loss: LossFunction,
-        *,
-        temperature: float = 1.0,
-        entropy: bool = False,
-    ) -> list[dict[str, torch.Tensor]]:
-        """As `TrainingBackend` has it; once before each `optimizer_step`, for the ranks' sums are made in it."""
+        self, micro_batches: Sequence[Batch], loss: Callable[[nn.Module, Batch], tuple[torch.Tensor, Metrics]]
+    ) -> list[Metrics]:
+        """See `TrainingBackend.forward_backward`. What was accumulated cannot be forgotten."""
         if self._accumulated:
             raise RuntimeError("forward_backward was called twice before optimizer_step")
         self._accumulated = True
-        return super().forward_backward(micro_batches, loss, temperature=temperature, entropy=entropy)
+        return super().forward_backward(micro_batches, loss)
 
     def _backward(self, loss: torch.Tensor, last: bool) -> None:
         self.engine.set_gradient_accumulation_boundary(last)
         self.engine.backward(loss * self.ranks, scale_wrt_gas=False)
 
-    def optimizer_step(self, lr: float) -> float:
-        """Clips, updates, clears; the global norm before clipping. A step whose norm is not finite DeepSpeed leaves out on all
-        ranks, and says infinity of it."""
+    def optimizer_step(self, lr: float) -> torch.Tensor:
+        """See `TrainingBackend.optimizer_step`. A step whose norm is not finite DeepSpeed leaves out on all ranks, and says
+        infinity of it."""
         for group in self.engine.optimizer.param_groups:
             group["lr"] = lr
         self.engine.step()
         self._accumulated = False
-        return float(self.engine.get_global_grad_norm())
+        return torch.as_tensor(self.engine.get_global_grad_norm(), device=self.device)
 
-    def _full(self, tensor: torch.Tensor) -> torch.Tensor:
+    def full(self, tensor: torch.Tensor) -> torch.Tensor:
+        """See `TrainingBackend.full`."""
         if not hasattr(tensor, "ds_id"):
             return tensor
         with self.deepspeed.zero.GatheredParameters([tensor]):
             return tensor.detach().clone()
 
+    @torch.no_grad()
+    def replace_weights(self, tensors: dict[str, torch.Tensor]) -> None:
+        """See `TrainingBackend.replace_weights`; the optimizer's float32 copies follow."""
+        own = self.module.state_dict(keep_vars=True)
+        if own.keys() != tensors.keys():
+            raise RuntimeError(f"the names differ: {sorted(own.keys() ^ tensors.keys())[:3]}")
+        for name, tensor in own.items():
+            if _shape(tensor) != list(tensors[name].shape):
+                raise RuntimeError(f"{name} is {list(tensors[name].shape)} there and {_shape(tensor)} here")
+        with self.awake():
+            for name, tensor in own.items():
+                value = tensors[name].to(self.device)
+                if hasattr(tensor, "ds_id"):
+                    with self.deepspeed.zero.GatheredParameters([tensor], modifier_rank=0):
+                        tensor.copy_(value)
+                else:
+                    tensor.copy_(value)
+                if tensor.requires_grad:
+                    self._set_master(tensor, value.float())
+
+    def _set_master(self, parameter: torch.Tensor, value: torch.Tensor) -> None:
+        """Sets what the optimizer updates of a parameter; all ranks call."""
+        if not hasattr(parameter, "ds_tensor"):
+            self.deepspeed.utils.safe_set_full_fp32_param(parameter, value)
+            return
+        # DeepSpeed's own setter of the whole forgets that the last rank's part is padded.
+        share = parameter.ds_tensor.numel()
+        flat = value.new_zeros(share * self.ranks)
+        flat[: value.numel()] = value.reshape(-1)
+        self.deepspeed.utils.safe_set_local_fp32_param(parameter, flat[share * self.rank : share * (self.rank + 1)])
+
+    def held_tensors(self) -> Named:
+        """This rank's parts, where the parameters are cut up."""
+        with self.awake():
+            for name, parameter in self.module.named_parameters():
+                yield name, parameter.ds_tensor if hasattr(parameter, "ds_tensor") else parameter.detach()
+
     # -- checkpoints ----------------------------------------------------------------------------------------------
 
     def save(self, folder: Path) -> None:
-        """DeepSpeed's own files, each rank its part, below `deepspeed/`; with LoRA without the frozen weights."""
+        """DeepSpeed's own files, each rank its part, below `deepspeed/`, without weights that are frozen."""
         folder = Path(folder)
         target = folder / FOLDER
         with self.awake(), _quiet():
-            self.engine.save_checkpoint(str(target), tag=TAG, exclude_frozen_parameters=bool(self.lora_rank))
+            self.engine.save_checkpoint(str(target), tag=TAG, exclude_frozen_parameters=self._frozen)
         for path in sorted((target / TAG).iterdir()):
             if f"pp_rank_{self.rank}_" in path.name or (self.rank == 0 and "pp_rank_" not in path.name):
                 fsync_file(path)
@@ -209,22 +223,23 @@ class DeepSpeedBackend(LanguageModelBackend):
             self.write_identity(folder)
         self.worker.barrier()
 
+    @property
+    def _frozen(self) -> bool:
+        """Whether some weights are; they come from where the module comes from."""
+        return not all(p.requires_grad for p in self.module.parameters())
+
     def _layout(self) -> dict[str, Any]:
         """What has to be the same for DeepSpeed to take its files as they are."""
         return {
             "world_size": self.ranks,
             "zero_stage": self.stage,
             "dtype": str(self.dtype).removeprefix("torch."),
-            "cpu_offload": bool(self.cfg.actor.deepspeed.cpu_offload),
+            "cpu_offload": bool(self.actor.deepspeed.cpu_offload),
         }
 
     def load(self, folder: Path) -> None:
-        """Restores weights and optimizer; options such as eps stay those of the configuration. Of another world size
-        it goes through DeepSpeed's universal format, in a folder beside that is removed afterwards.
-
-        Raises:
-            CheckpointError: The checkpoint is of another model or backend, or cannot be read.
-        """
+        """See `TrainingBackend.load`. Of another world size it goes through DeepSpeed's universal format, in a folder beside
+        that is removed afterwards."""
         folder = Path(folder)
         self.check_identity(folder)
         try:
@@ -252,7 +267,7 @@ class DeepSpeedBackend(LanguageModelBackend):
         self.engine._config.load_universal_checkpoint = universal
         try:
             with _quiet():
-                found, _ = self.engine.load_checkpoint(str(source), tag=TAG, load_module_strict=not self.lora_rank)
+                found, _ = self.engine.load_checkpoint(str(source), tag=TAG, load_module_strict=not self._frozen)
         finally:
             self.engine._config.load_universal_checkpoint = False
         if found is None:
@@ -261,8 +276,14 @@ class DeepSpeedBackend(LanguageModelBackend):
     def _impose_options(self) -> None:
         optimizer = self.engine.optimizer
         for group in optimizer.param_groups:
-            group.update(self._options())
-        optimizer.clip_grad = self.clip_grad
+            options = self.optim
+            group.update(
+                lr=options.lr,
+                betas=(options.beta1, options.beta2),
+                eps=options.eps,
+                weight_decay=options.weight_decay,
+            )
+        optimizer.clip_grad = self.optim.clip_grad
         for state in optimizer.optimizer.state.values():
             if torch.is_tensor(state.get("step")):  # the universal format's parts would share one counter
                 state["step"] = state["step"].clone()
@@ -309,6 +330,11 @@ class DeepSpeedBackend(LanguageModelBackend):
         optimizer = self.engine.optimizer
         yield from tensors_in(vars(optimizer))
         yield from tensors_in([optimizer.optimizer.param_groups, list(optimizer.optimizer.state.values())])
+
+
+def _shape(parameter: torch.Tensor) -> list[int]:
+    """Of the whole parameter."""
+    return list(parameter.ds_shape if hasattr(parameter, "ds_shape") else parameter.shape)
 
 
 @contextlib.contextmanager

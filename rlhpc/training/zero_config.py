@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import copy
 import difflib
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from rlhpc.language.tokens.files import plain
+import torch
+from omegaconf import OmegaConf
+
 from rlhpc.runtime.errors import ConfigError
+
+if TYPE_CHECKING:
+    from rlhpc.training.contract import ActorSection
 
 KEY = "actor.deepspeed.config"
 
@@ -48,24 +53,26 @@ ALLOWED = (
 )  # fmt: skip
 
 
-def deepspeed_config(cfg: Any, parameters: int | None = None) -> dict[str, Any]:
+def deepspeed_config(actor: ActorSection, dtype: torch.dtype, parameters: int | None = None) -> dict[str, Any]:
     """What `deepspeed.initialize` is given. Needs neither DeepSpeed nor the model, so a run can be checked beforehand.
 
     Args:
-        cfg: The run's configuration.
+        actor: Section `actor` of the configuration.
+        dtype: Of the computation.
         parameters: Trainable ones; buffers need not be larger.
 
     Raises:
         ConfigError: A stage that does not exist, or a key of `actor.deepspeed.config` that rlhpc sets or that nobody
             knows.
     """
-    actor = cfg.actor
     stage, clip = actor.deepspeed.zero_stage, actor.optim.clip_grad
     if isinstance(stage, bool) or stage not in (1, 2, 3):
         raise ConfigError(f"actor.deepspeed.zero_stage is {stage!r}; choose from 1, 2, 3")
-    given = plain(actor.deepspeed.config or {})
+    section: Any = actor.deepspeed.config or {}
+    plain: Any = OmegaConf.to_container(section, resolve=True) if OmegaConf.is_config(section) else section
+    given: dict[str, Any] = dict(plain)
     _check(given)
-    bfloat16 = str(actor.model.dtype) == "bfloat16"
+    bfloat16 = dtype == torch.bfloat16
     proposed: dict[str, Any] = {"steps_per_print": 2**31}
     if parameters is not None:
         proposed["zero_optimization"] = {"reduce_bucket_size": max(1, min(parameters, _BUCKET))}

@@ -16,11 +16,11 @@ from rlhpc.runtime.errors import CheckpointError
 from rlhpc.training.zero_files import require_harmless
 
 if TYPE_CHECKING:
-    from rlhpc.runtime.worker import Worker
+    from rlhpc.training.contract import Ranks
 
 
 @contextlib.contextmanager
-def as_universal(source: Path, *, beside: Path, worker: Worker) -> Iterator[Path]:
+def as_universal(source: Path, *, beside: Path, worker: Ranks) -> Iterator[Path]:
     """A checkpoint in the universal format, for as long as the block lasts. All ranks call; rank 0 converts.
 
     Args:

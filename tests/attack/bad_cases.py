@@ -158,7 +158,7 @@ def names() -> Iterator[Case]:
         "actor.model.activation=tahn": ("did you mean 'tanh'?",),
         "actor.optim.name=adm": ("did you mean 'adam'?",),
         "actor.training_backend=locl": ("did you mean 'local'?",),
-        "actor.training_backend=fsdp": ("training_backend", "local"),
+        "actor.offload_in_rollout=true": ("reasoning",),
         "runner.task_type=embodid": ("did you mean 'embodied'?",),
         "runner.task_type=reasoning": ("",),
         "runner.task_type=bc": ("demos.path",),

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +23,8 @@ def layer(inputs: int, outputs: int, gain: float, orthogonal: bool) -> nn.Linear
         nn.init.zeros_(linear.bias)
     return linear
 
+
+Found = TypeVar("Found")
 
 #: An observation, or several by name.
 Obs = Tensor | dict[str, Tensor]
@@ -42,6 +45,8 @@ class Policy(nn.Module):
     """
 
     logprob_type = "chunk_level"
+    #: Whether it can compute in the lower precision of `actor.model.dtype`, whatever its weights are kept in.
+    mixed_precision = False
     #: Whether the actions are a distribution of `rlhpc.embodied.models.heads`.
     has_head = True
 
@@ -53,6 +58,18 @@ class Policy(nn.Module):
         if self.has_head:
             self.head: CategoricalHead | GaussianHead = make_head(action_space, float(cfg.log_std_init), self.chunk)
         self._cfg = cfg
+
+    def forward(self, work: Callable[[Any], Found]) -> Found:
+        """Runs `work(self)`: what shards a policy's weights sees a pass begin and end where the policy is called.
+
+        Args:
+            work: Calls any of the methods below; returns tensors, or lists, tuples or dicts of them.
+        """
+        return work(self)
+
+    def recompute_activations(self) -> bool:
+        """Turns gradient checkpointing on; False where there is nothing to recompute."""
+        return False
 
     @abstractmethod
     def features(self, obs: Any, policy: bool, value: bool) -> tuple[Tensor | None, Tensor | None]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -14,7 +15,6 @@ from rlhpc.embodied.models.registry import register_model
 from rlhpc.embodied.models.vlm import (
     ValueHead,
     VlmInputs,
-    attach_adapters,
     image_tokens,
     load_vlm,
     numbers_in,
@@ -22,6 +22,7 @@ from rlhpc.embodied.models.vlm import (
     values_of,
 )
 from rlhpc.runtime.errors import ConfigError
+from rlhpc.training.lora import inject_lora
 
 _OPTIONS = ("num_steps", "noise_level", "prompt", "lora")
 
@@ -35,6 +36,7 @@ class Pi0Policy(FlowActing):
     `kwargs`: `num_steps` (default 4), `noise_level` (default 0.5), `prompt`, with `{instruction}`.
     """
 
+    mixed_precision = True
     model: Any
     value_head: ValueHead | None
 
@@ -59,7 +61,7 @@ class Pi0Policy(FlowActing):
         prompt = str(self.options.get("prompt") or "{instruction}\n")
         self.inputs = VlmInputs(observation_space, tokenizer, settings, config.vlm_config, tokens, prompt, True)
         if self.options.get("lora"):
-            attach_adapters(self.model, dict(self.options["lora"]))
+            inject_lora(self.model, SimpleNamespace(**self.options["lora"]))
         width = int(config.vlm_config.text_config.hidden_size)
         valued = bool(getattr(cfg, "add_value_head", True))
         self.value_head = ValueHead(width, self.value_width) if valued else None

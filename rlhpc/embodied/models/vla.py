@@ -8,6 +8,7 @@ hidden state that the first of them is said from.
 from __future__ import annotations
 
 import math
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -22,7 +23,6 @@ from rlhpc.embodied.models.vlm import (
     PROMPT,
     ValueHead,
     VlmInputs,
-    attach_adapters,
     image_tokens,
     load_vlm,
     numbers_in,
@@ -30,6 +30,7 @@ from rlhpc.embodied.models.vlm import (
     values_of,
 )
 from rlhpc.runtime.errors import ConfigError
+from rlhpc.training.lora import inject_lora
 
 BINS = 256
 _OPTIONS = ("prompt", "lora")
@@ -65,6 +66,7 @@ class VLAPolicy(Policy):
     """
 
     has_head = False
+    mixed_precision = True
     low: Tensor
     high: Tensor
     vlm: Any
@@ -93,10 +95,15 @@ class VLAPolicy(Policy):
                 "the vocabulary, which stand for actions"
             )
         if options.get("lora"):
-            attach_adapters(self.vlm, dict(options["lora"]))
+            inject_lora(self.vlm, SimpleNamespace(**options["lora"]))
         width = int(self.vlm.config.text_config.hidden_size)
         valued = bool(getattr(cfg, "add_value_head", True))
         self.value_head = ValueHead(width, self.value_width) if valued else None
+
+    def recompute_activations(self) -> bool:
+        """See `Policy.recompute_activations`."""
+        self.vlm.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        return True
 
     # -- the passes -----------------------------------------------------------------------------------------------
 

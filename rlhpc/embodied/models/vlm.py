@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import contextvars
 import math
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -81,6 +84,19 @@ class Bytes:
         return list(text.encode())
 
 
+_empty = contextvars.ContextVar("_empty", default=False)
+
+
+@contextlib.contextmanager
+def without_weights() -> Iterator[None]:
+    """Inside, vision-language models are made on the meta device: their weights come from another rank."""
+    before = _empty.set(True)
+    try:
+        yield
+    finally:
+        _empty.reset(before)
+
+
 def load_vlm(cfg: Any, kind: str, chunk: int, dim: int, state: int) -> tuple[nn.Module, Any, Any]:
     """Model, tokenizer, and the image processor's settings (a dict).
 
@@ -97,13 +113,20 @@ def load_vlm(cfg: Any, kind: str, chunk: int, dim: int, state: int) -> tuple[nn.
     auto = package.PI0ForConditionalGeneration if kind == "pi0" else package.AutoModelForImageTextToText
     if path == TINY:
         config = tiny_config(kind, chunk, dim, state)
-        return auto._from_config(config) if kind == "pi0" else auto.from_config(config), Bytes(), {}
+        with torch.device("meta") if _empty.get() else contextlib.nullcontext():
+            return auto._from_config(config) if kind == "pi0" else auto.from_config(config), Bytes(), {}
     if path.startswith("builtin:"):
         raise ConfigError(f"actor.model.model_path is {path!r}; the only built-in vision-language model is {TINY}")
     options = {"dtype": _DTYPES[str(cfg.dtype)], "attn_implementation": str(cfg.attn_implementation)}
     trust = bool(cfg.trust_remote_code)
     try:
-        model = auto.from_pretrained(path, **options, trust_remote_code=trust)
+        if _empty.get():
+            config = package.AutoConfig.from_pretrained(path, trust_remote_code=trust)
+            made = auto._from_config if kind == "pi0" else auto.from_config
+            with torch.device("meta"):
+                model = made(config, **options)
+        else:
+            model = auto.from_pretrained(path, **options, trust_remote_code=trust)
         tokenizer = package.AutoTokenizer.from_pretrained(path, trust_remote_code=trust)
     except (OSError, ValueError, KeyError) as error:
         raise ConfigError(f"actor.model.model_path is {path!r}, which transformers cannot load: {error}") from error
@@ -117,31 +140,6 @@ def load_vlm(cfg: Any, kind: str, chunk: int, dim: int, state: int) -> tuple[nn.
     except OSError:  # a folder with weights and tokenizer only
         settings = {}
     return model, tokenizer, settings
-
-
-def attach_adapters(model: nn.Module, lora: dict[str, Any]) -> None:
-    """Freezes a model and gives it low-rank adapters in float32, in place.
-
-    Raises:
-        ConfigError: peft is missing, or `target_modules` names nothing that can be adapted.
-    """
-    try:
-        import peft
-    except ImportError as error:
-        raise ConfigError(f"actor.lora needs peft ({error}): pip install 'rlhpc[llm]'") from error
-    targets = lora["target_modules"]
-    config = peft.LoraConfig(
-        r=int(lora["rank"]), lora_alpha=int(lora["alpha"]), lora_dropout=0.0,
-        target_modules=targets if isinstance(targets, str) else list(targets),
-    )  # fmt: skip
-    model.requires_grad_(False)
-    try:
-        peft.inject_adapter_in_model(config, model)
-    except ValueError as error:
-        raise ConfigError(f"actor.lora.target_modules is {targets!r}: {error}") from error
-    for parameter in model.parameters():
-        if parameter.requires_grad:
-            parameter.data = parameter.data.float()
 
 
 class VlmInputs:
@@ -229,7 +227,7 @@ def positions(mask: Tensor) -> Tensor:
 
 
 class ValueHead(nn.Module):
-    """Values of a hidden state, in float32; 0 at the start."""
+    """Values of a hidden state, computed in the precision of their weights; 0 at the start."""
 
     def __init__(self, width: int, outputs: int) -> None:
         super().__init__()
@@ -239,7 +237,7 @@ class ValueHead(nn.Module):
 
     def forward(self, hidden: Tensor) -> Tensor:
         """`[B, width]` to `[B]`, or `[B, outputs]` if that is above 1."""
-        values: Tensor = self.out(F.gelu(self.hidden(hidden.float())))
+        values: Tensor = self.out(F.gelu(self.hidden(hidden.to(self.hidden.weight.dtype)))).float()
         return values.squeeze(-1)
 
 

@@ -9,21 +9,25 @@ from typing import Any
 import numpy as np
 import torch
 from gymnasium import spaces
+from torch import nn
 
 from rlhpc.algorithms import value_loss
 from rlhpc.algorithms.finite import Skips, listed, skips
 from rlhpc.checkpoint.start import check_start
+from rlhpc.embodied.config import BcConfig
 from rlhpc.embodied.data.trajectories import read_trajectories
 from rlhpc.embodied.data.trajectory import Trajectory, shapes
 from rlhpc.embodied.envs.observations import join, take
 from rlhpc.embodied.models import build_model, policy_section
+from rlhpc.embodied.models.base import Policy
 from rlhpc.embodied.play import evaluation_metrics
 from rlhpc.embodied.roles.env import check_env
-from rlhpc.embodied.roles.ppo import EmbodiedActor
-from rlhpc.embodied.update.minibatches import local_minibatches, permutation
-from rlhpc.runs.device import own_device, seed_process, settle, to_tensors
+from rlhpc.embodied.roles.trainer import Trainer
+from rlhpc.embodied.update.blueprint import check_backend, passed
+from rlhpc.embodied.update.minibatches import local_minibatches, passes, permutation
+from rlhpc.runs.device import to_tensors
 from rlhpc.runtime.errors import ConfigError
-from rlhpc.training import LocalBackend
+from rlhpc.training.contract import Metrics
 
 Batch = dict[str, Any]
 
@@ -58,6 +62,7 @@ def check_bc(cfg: Any, ranks: dict[str, int]) -> None:
     """
     del ranks
     observation_space, action_space = check_env(cfg.env.train)
+    check_backend(cfg.actor)
     check_start(cfg, build_model(policy_section(cfg.actor), observation_space, action_space))
     if str(cfg.algorithm.bc_loss) == "mse" and not isinstance(action_space, spaces.Box):
         raise ConfigError(f"algorithm.bc_loss is 'mse', and the actions are {action_space}; choose nll")
@@ -102,24 +107,20 @@ def chunks_of(actions: np.ndarray, chunk: int) -> np.ndarray:
     return actions[np.minimum(steps, len(actions) - 1)]
 
 
-class BcActor(EmbodiedActor):
+class BcActor(Trainer[BcConfig]):
     """Trains the policy on demonstrations; each rank holds an equal share of their steps."""
 
-    def init_worker(self) -> dict[str, float]:  # type: ignore[override]
+    def init_worker(self) -> dict[str, float]:
         """Builds policy and optimizer, and reads the demonstrations.
 
         Returns:
             parameters, episodes and transitions that are trained on, and episodes left out as they are not finite.
         """
         cfg = self.cfg
-        self.seed = int(cfg.runner.seed)
-        self.device = own_device(self)
-        seed_process(self.seed, "actor", self.rank)
-        observation_space, action_space = check_env(cfg.env.train)
-        built = build_model(policy_section(cfg.actor), observation_space, action_space, seed=self.seed)
-        self.policy = settle(built, self.device).train()
+        self.settle_in()
+        observation_space, action_space = spaces = check_env(cfg.env.train)
         skip = skips(cfg)
-        self.backend = LocalBackend(self.policy, cfg.actor.optim, self.all_reduce, self.world_size, look=skip)
+        self.backend = self.build_backend(cfg.actor, spaces, look=skip)
         self.skips = Skips(skip)
         self.loss_type, self.value_coef = str(cfg.algorithm.bc_loss).lower(), float(cfg.algorithm.bc_value_coef)
         faults: list[str] | None = [] if skip else None
@@ -129,7 +130,7 @@ class BcActor(EmbodiedActor):
         for trajectory in trajectories:
             check_fit(trajectory, observation_space, action_space)
         self._keep(trajectories)
-        parameters = float(sum(p.numel() for p in self.policy.parameters() if p.requires_grad))
+        parameters = float(self.backend.parameters_trained)
         self.log.info(
             "clones %d episodes with %d parameters of %s on %s", self.episodes, parameters, cfg.actor.model.model_type,
             self.device,
@@ -147,7 +148,12 @@ class BcActor(EmbodiedActor):
         self.held = range(self.total * self.rank // self.world_size, self.total * (self.rank + 1) // self.world_size)
         self.demos = self._batch(train, self.held)
         other = [trajectories[i] for i in sorted(held_out)]
-        self.holdout = self._batch(other, None) if other and self.rank == 0 else None
+        self.holdout = self._batch(other, None) if other and self._looks_at_holdout else None
+
+    @property
+    def _looks_at_holdout(self) -> bool:
+        """Whether this rank takes part in computing its loss; rank 0 alone, where it can."""
+        return self.rank == 0 or self.backend.lockstep
 
     def _batch(self, trajectories: Sequence[Trajectory], part: range | None) -> Batch:
         mine = slice(None) if part is None else slice(part.start, part.stop)
@@ -179,21 +185,23 @@ class BcActor(EmbodiedActor):
         """
         cfg = self.cfg
         rate = self.backend.base_lr * ((1.0 - progress) if cfg.algorithm.anneal_lr else 1.0)
-        self.backend.set_lr(rate)
         size = min(int(cfg.actor.global_batch_size), self.total)
         micro = size if cfg.actor.micro_batch_size is None else int(cfg.actor.micro_batch_size)
         sums, norms, updates = torch.zeros(2, dtype=torch.float64, device=self.device), 0.0, 0
         for epoch in range(int(cfg.algorithm.update_epochs)):
             order = permutation(self.total, self.seed, step, epoch)
-            for number, chosen in enumerate(local_minibatches(order, size, self.held)):
+            chosen = local_minibatches(order, size, self.held)
+            micros = [list(part.split(micro)) if part.numel() else [] for part in chosen]
+            if self.backend.lockstep:
+                every = passes([len(parts) for parts in micros], self.rank, self.world_size, self.all_reduce)
+                idle = torch.zeros(0, dtype=torch.int64)
+                micros = [parts + [idle] * (most - len(parts)) for parts, most in zip(micros, every, strict=True)]
+            for number, parts in enumerate(micros):
                 count = min(size, self.total - number * size)
-                self.backend.zero_grad()
                 part = torch.zeros_like(sums)
-                for indices in chosen.split(micro) if chosen.numel() else ():
-                    losses = self._losses(self.demos, indices.to(self.device), count)
-                    (losses[0] + self.value_coef * losses[1]).backward()
-                    part += torch.stack(losses).detach().double()
-                norm = float(self.backend.optimizer_step())
+                for facts in self.backend.forward_backward([(indices, count) for indices in parts], self._loss):
+                    part += facts["losses"].double()
+                norm = float(self.backend.optimizer_step(rate))
                 if not math.isfinite(norm):
                     bad = listed(self.backend.bad_gradients()) or "all together"
                     self.skips.left_out(
@@ -214,37 +222,58 @@ class BcActor(EmbodiedActor):
         if "returns" in self.demos:
             found["value_loss"] = value
         if self.holdout is not None:
-            with torch.no_grad():
-                count = len(self.holdout["actions"])
-                found["holdout_loss"] = float(
-                    self._losses(self.holdout, torch.arange(count, device=self.device), count)[0]
-                )
+            rows = torch.arange(len(self.holdout["actions"]), device=self.device)
+            losses = self.backend.evaluate(self._losses, (self.holdout, rows, len(rows)))
+            found["holdout_loss"] = float(losses[0])
         return found
 
-    def _losses(self, batch: Batch, indices: torch.Tensor, count: int) -> list[torch.Tensor]:
-        """This part's share of the policy's and of the value's loss over `count` transitions."""
+    def _loss(self, called: nn.Module, given: tuple[torch.Tensor, int]) -> tuple[torch.Tensor, Metrics]:
+        """The loss of the demonstrations of these numbers, of a minibatch of so many; without numbers it trains nothing."""
+        indices, count = given
+        chosen = indices.to(self.device) if indices.numel() else torch.zeros(1, dtype=torch.int64, device=self.device)
+        losses = self._losses(called, (self.demos, chosen, count))
+        loss = losses[0] + self.value_coef * losses[1]
+        if not indices.numel():
+            return 0.0 * loss, {"losses": torch.zeros(2, device=self.device)}
+        return loss, {"losses": torch.stack(losses)}
+
+    def _losses(self, called: nn.Module, given: tuple[Batch, torch.Tensor, int]) -> list[torch.Tensor]:
+        """The share of some rows of a batch in the policy's and in the value's loss over a minibatch of so many."""
+        batch, indices, count = given
         obs, actions, values = take(batch["obs"], indices), batch["actions"][indices], "returns" in batch
-        given, out = {"obs": obs, "actions": actions}, {}
-        if values:
-            out = self.policy.default_forward(given, compute_logprobs=False, compute_values=True)
-        if self.loss_type == "nll":
-            policy = self.policy.bc_loss(given).sum() / count
-        else:
-            mean, _ = self.policy.predict_action_batch(obs, mode="eval")
-            policy = (mean - actions).square().mean((1, 2)).sum() / count
-        if not values:
-            return [policy, torch.zeros_like(policy)]
-        mask = torch.ones_like(out["values"], dtype=torch.bool)[:, None]
-        value, _ = value_loss(
-            values=out["values"][:, None], returns=batch["returns"][indices][:, None], loss_mask=mask,
-            global_tokens=torch.tensor(float(count), device=self.device),
-        )  # fmt: skip
-        return [policy, value]
+        inputs = {"obs": obs, "actions": actions}
+
+        def work(policy: Policy) -> list[torch.Tensor]:
+            out = policy.default_forward(inputs, compute_logprobs=False, compute_values=True) if values else {}
+            if self.loss_type == "nll":
+                loss = policy.bc_loss(inputs).sum() / count
+            else:
+                mean, _ = policy.predict_action_batch(obs, mode="eval")
+                loss = (mean - actions).square().mean((1, 2)).sum() / count
+            if not values:
+                return [loss, torch.zeros_like(loss)]
+            mask = torch.ones_like(out["values"], dtype=torch.bool)[:, None]
+            value, _ = value_loss(
+                values=out["values"][:, None], returns=batch["returns"][indices][:, None], loss_mask=mask,
+                global_tokens=torch.tensor(float(count), device=self.device),
+            )  # fmt: skip
+            return [loss, value]
+
+        return passed(called, work)
 
     def evaluate(self) -> dict[str, float]:
-        """Runs `env.eval` with the present weights, deterministically."""
-        self.policy.eval()
+        """Runs `env.eval` with the present weights, deterministically, on rank 0; where they are sharded, by a policy that is
+        built for it. All ranks call."""
+        policy = self.policy
+        if self.backend.lockstep:
+            weights = self._weights()
+            if self.rank == 0:
+                policy = build_model(policy_section(self.cfg.actor), *check_env(self.cfg.env.train)).to(self.device)
+                policy.load_state_dict(weights)
+        if self.rank:
+            return {}
+        policy.eval()
         try:
-            return evaluation_metrics(self.cfg, self.policy, self.seed, self.device)
+            return evaluation_metrics(self.cfg, policy, self.seed, self.device)
         finally:
-            self.policy.train()
+            policy.train()

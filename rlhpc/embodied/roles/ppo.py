@@ -2,39 +2,31 @@
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
 from rlhpc.algorithms import calculate_adv_and_returns
-from rlhpc.algorithms.finite import nonfinite, require_finite, skips, tensors_of
-from rlhpc.checkpoint.start import load_weights
-from rlhpc.checkpoint.state import load_state, load_tensors, rng_state, save_state, save_tensors, set_rng_state
-from rlhpc.embodied.envs.finite import bad_rows, cleaned, is_finite
+from rlhpc.algorithms.finite import skips
+from rlhpc.embodied.config import PpoConfig
+from rlhpc.embodied.envs.finite import cleaned, is_finite
 from rlhpc.embodied.envs.observations import is_column
-from rlhpc.embodied.models import build_model, policy_section
+from rlhpc.embodied.roles.intake import Intake
 from rlhpc.embodied.roles.slots import TRAJECTORIES, SlotMap
+from rlhpc.embodied.roles.trainer import Trainer
+from rlhpc.embodied.update.blueprint import check_backend
 from rlhpc.embodied.update.ppo import PolicyUpdate
-from rlhpc.runs.device import own_device, seed_process, settle
-from rlhpc.runtime.durable import write_durably
-from rlhpc.runtime.errors import CheckpointError, ConfigError
-from rlhpc.runtime.worker import Worker
-from rlhpc.training import LocalBackend
-from rlhpc.weights import WeightSync, frozen_names, make_sync
-
-FILE = "actor-{rank}.pt"
-MODEL, MODEL_SPEC, OPTIMIZER = "model.safetensors", "model.json", "optimizer.pt"
+from rlhpc.runtime.errors import ConfigError
 
 
 def check_batches(cfg: Any) -> None:
-    """Refuses batch sizes that do not divide.
+    """Refuses batch sizes that do not divide, and what the training backend would refuse.
 
     Raises:
         ConfigError: Shows the numbers.
     """
+    check_backend(cfg.actor)
     total = int(cfg.env.train.num_envs) * int(cfg.algorithm.rollout_steps)
     batch = total if cfg.actor.global_batch_size is None else int(cfg.actor.global_batch_size)
     if batch < 1 or total % batch:
@@ -74,18 +66,8 @@ def by_action(batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return {name: column.flatten(1) for name, column in columns.items()}
 
 
-class EmbodiedActor(Worker):
-    """One data-parallel rank of the trainer."""
-
-    #: Attributes, integers, that a checkpoint keeps for each rank.
-    counters: tuple[str, ...] = ("updates",)
-    #: Where weights go; None in a trainer that sends none.
-    sync: WeightSync | None = None
-
-    def __init__(self, cfg: Any) -> None:
-        super().__init__()
-        self.cfg = cfg
-        self.updates = 0
+class EmbodiedActor(Trainer[PpoConfig]):
+    """Trains by PPO and its relatives on what the rollout ranks hand over."""
 
     def init_worker(self, slots: SlotMap, observation_space: Any, action_space: Any) -> int:
         """Builds policy and optimizer; the initial weights depend on the seed alone.
@@ -94,16 +76,15 @@ class EmbodiedActor(Worker):
             Number of trainable parameters.
         """
         cfg = self.cfg
-        if str(cfg.actor.training_backend) != "local":
-            raise ConfigError(f"actor.training_backend is {cfg.actor.training_backend!r}; choose from local")
-        self.slots, self.steps, self.seed = slots, int(cfg.algorithm.rollout_steps), int(cfg.runner.seed)
-        self.share = slots.actor_share(self.rank)
-        self.device = own_device(self)
-        seed_process(self.seed, "actor", self.rank)
-        built = build_model(policy_section(cfg.actor), observation_space, action_space, seed=self.seed)
-        self.policy = settle(built, self.device).train()
-        self.policy.logprob_type = str(cfg.algorithm.logprob_type).lower()
-        self.backend = LocalBackend(self.policy, cfg.actor.optim, self.all_reduce, self.world_size, look=skips(cfg))
+        self.settle_in()
+        self.slots, self.steps, self.share = slots, int(cfg.algorithm.rollout_steps), slots.actor_share(self.rank)
+        self.intake = Intake(cfg, slots, self.rank)
+        self.backend = self.build_backend(
+            cfg.actor,
+            (observation_space, action_space),
+            look=skips(cfg),
+            levels=str(cfg.algorithm.logprob_type).lower(),
+        )
         total = slots.num_envs * self.steps
         self.update_policy = PolicyUpdate(
             cfg.algorithm,
@@ -117,27 +98,14 @@ class EmbodiedActor(Worker):
             ranks=self.world_size,
             skip=skips(cfg),
         )
-        receivers = [(slots.rollout_name, list(range(slots.rollout_ranks)))]
-        self.sync = make_sync(
-            str(cfg.rollout.weight_sync), self, (slots.actor_name, 0), receivers, str(cfg.rollout.weight_delta)
-        )
-        trained = sum(p.numel() for p in self.policy.parameters() if p.requires_grad)
+        self.open_sync(slots, cfg.rollout)
+        trained = self.backend.parameters_trained
         self.log.info("trains %d parameters of %s on %s", trained, cfg.actor.model.model_type, self.device)
         return trained
 
-    def start_from(self, folder: str) -> None:
-        """Takes over the weights of a checkpoint or an export; optimizer and counters stay fresh."""
-        load_weights(self.policy, Path(folder))
-        self._replaced()
-
     def connect(self) -> None:
         """Connects to the channels, once the driver has created them."""
-        self._trajectories = self.connect_channel(TRAJECTORIES)
-
-    def sync_weights(self, version: int) -> None:
-        """Sends the weights, as `version`, to all rollout ranks."""
-        if self.rank == 0 and self.sync is not None:
-            self.sync.sync(version, self.policy.state_dict().items(), frozen=frozen_names(self.policy))
+        self.intake.connect(self.connect_channel(TRAJECTORIES))
 
     def receive(self, step: int) -> dict[str, float]:
         """Takes in this step's trajectories of its slots and computes advantages and returns. A slot in which something is not
@@ -149,8 +117,8 @@ class EmbodiedActor(Worker):
         Raises:
             NonFinite: There is such a slot, and `runner.on_nonfinite` is stop.
         """
-        columns, version = self._columns()
-        left_out = self._leave_out(columns, np.any(self._spoiled(step, columns), axis=1, keepdims=True))
+        columns, version = self.intake.columns()
+        left_out = self._leave_out(columns, np.any(self.intake.spoiled(step, columns), axis=1, keepdims=True))
         batch = {name: torch.from_numpy(column).to(self.device) for name, column in columns.items()}
         batch.setdefault("loss_mask", torch.ones(batch["rewards"].shape[:2], dtype=torch.bool, device=self.device))
         if "action_mask" in batch:
@@ -178,25 +146,6 @@ class EmbodiedActor(Worker):
         self.batch = batch
         return {"version": float(version), "left_out": float(left_out)}
 
-    def _spoiled(self, step: int, columns: dict[str, np.ndarray]) -> np.ndarray:
-        """Which of a step's transitions are not finite, bool `[n, T]`: by what the env ranks say, and by what came.
-
-        Raises:
-            NonFinite: There is one, and `runner.on_nonfinite` is stop.
-        """
-        bad: np.ndarray = columns.pop("nonfinite")
-        found = [name for name, column in columns.items() if not is_finite(column)]
-        if found and not skips(self.cfg):
-            rows = [bad_rows(columns[name], 2) for name in found]
-            slot, t = (int(index[0]) for index in np.nonzero(np.logical_or.reduce(rows)))
-            raise nonfinite(
-                f"step {step}, decision {t}: of slot {self.share.start + slot} (actor-{self.rank}) {', '.join(found)} "
-                f"{'is' if len(found) == 1 else 'are'} not finite"
-            )
-        for name in found:
-            bad = bad | bad_rows(columns[name], 2)
-        return bad
-
     def _leave_out(self, columns: dict[str, np.ndarray], slots: np.ndarray) -> int:
         """Takes the slots (bool `[n, 1]`), and those of their groups, out of what trains; the number of their transitions."""
         if not slots.any():
@@ -209,15 +158,6 @@ class EmbodiedActor(Worker):
             if not is_finite(column):
                 columns[name] = cleaned(column)
         return int(slots.sum()) * shape[1]
-
-    def _columns(self) -> tuple[dict[str, np.ndarray], int]:
-        """This step's trajectories of the rank's slots `[n, T, ...]`, and the oldest version that acted."""
-        parts = [
-            self._trajectories.get(key=self.slots.to_actor_key(stage, rank, self.rank))
-            for stage, rank, _ in self.slots.sources_of(self.rank)
-        ]
-        version = min(part.pop("version") for part in parts)
-        return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}, version
 
     def update(self, step: int, progress: float = 0.0) -> dict[str, float]:
         """Trains on the trajectories that `receive` took in.
@@ -252,58 +192,3 @@ class EmbodiedActor(Worker):
         n, e1, e2, r1, r2 = self.all_reduce(sums).tolist()
         variance = r2 / n - (r1 / n) ** 2
         return 1.0 - (e2 / n - (e1 / n) ** 2) / variance if variance > 0 else float("nan")
-
-    # -- checkpoint -----------------------------------------------------------------------------------------------
-
-    def save(self, folder: str) -> None:
-        """Writes `actor-<rank>.pt`; rank 0 also the model and the optimizer, which all ranks share.
-
-        Raises:
-            NonFinite: A weight, or the optimizer's state, is not finite.
-        """
-        path = Path(folder)
-        if self.rank == 0:
-            where = f"{path.name.partition('-')[0].removeprefix('.tmp_')} (actor-0)"
-            require_finite(self.policy.state_dict().items(), where)
-            require_finite(tensors_of(self._learner().state_dict(), "optimizer"), where)
-            save_tensors(path / MODEL, self.policy.state_dict())
-            write_durably(path / MODEL_SPEC, json.dumps(self.policy.spec(), indent=2, sort_keys=True).encode() + b"\n")
-            save_state(path / OPTIMIZER, self._learner().state_dict())
-        counts = {name: getattr(self, name) for name in self.counters}
-        save_state(path / FILE.format(rank=self.rank), {**counts, "rng": rng_state()})
-
-    def load(self, folder: str) -> None:
-        """Restores a checkpoint; a rank that it has no file for takes rank 0's.
-
-        Raises:
-            CheckpointError: The model of the configuration is another one.
-        """
-        path = Path(folder)
-        try:
-            self.policy.load_state_dict(load_tensors(path / MODEL))
-        except RuntimeError as error:
-            raise CheckpointError(f"{path / MODEL} does not fit actor.model of this configuration: {error}") from error
-        self._learner().load_state_dict(load_state(path / OPTIMIZER, map_location=str(self.device)))
-        own = path / FILE.format(rank=self.rank)
-        state = load_state(own if own.is_file() else path / FILE.format(rank=0))
-        for name in self.counters:
-            setattr(self, name, int(state[name]))
-        set_rng_state(state["rng"])
-        self._replaced()
-
-    def _replaced(self) -> None:
-        """What was sent of the weights so far is not what later versions build upon."""
-        if self.sync is not None:
-            self.sync.forget()
-
-    def _learner(self) -> Any:
-        """What has the optimizers' state."""
-        return self.backend
-
-    def offload(self) -> None:
-        """Moves weights and optimizer to the host."""
-        self.backend.offload()
-
-    def reload(self) -> None:
-        """Inverse of `offload`."""
-        self.backend.reload(self.device)

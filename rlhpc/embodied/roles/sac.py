@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Container
 from pathlib import Path
 from typing import Any
 
@@ -10,20 +11,22 @@ import torch
 
 from rlhpc.algorithms.finite import nonfinite, skips
 from rlhpc.checkpoint.start import check_start
+from rlhpc.embodied.config import SacConfig
 from rlhpc.embodied.data.mixture import Draw, Mixture, fit, load_demos
 from rlhpc.embodied.data.replay import ReplayBuffer
 from rlhpc.embodied.envs.observations import columns_of, rows_of
 from rlhpc.embodied.models import Policy, build_model
 from rlhpc.embodied.models.sac import SACPolicy
 from rlhpc.embodied.roles.env import EnvWorker, check_env
-from rlhpc.embodied.roles.ppo import EmbodiedActor
+from rlhpc.embodied.roles.intake import Intake
 from rlhpc.embodied.roles.rollout import MultiStepRolloutWorker
-from rlhpc.embodied.roles.slots import SlotMap
+from rlhpc.embodied.roles.slots import TRAJECTORIES, SlotMap
+from rlhpc.embodied.roles.trainer import Trainer
 from rlhpc.embodied.update.sac import SacBatch, SacUpdate
-from rlhpc.runs.device import own_device, seed_process, settle
+from rlhpc.runs.device import settle
 from rlhpc.runtime.context import current
 from rlhpc.runtime.errors import ConfigError
-from rlhpc.weights import frozen_names, make_sync
+from rlhpc.training.contract import Named
 
 
 def check_off_policy(cfg: Any, ranks: dict[str, int], python: str | None = None) -> None:
@@ -105,8 +108,8 @@ class OffPolicyRolloutWorker(MultiStepRolloutWorker):
         return self.policy.acting()
 
 
-class OffPolicyActor(EmbodiedActor):
-    """One data-parallel rank: keeps the transitions of its slots, and trains by SAC."""
+class OffPolicyActor(Trainer[SacConfig]):
+    """Keeps the transitions of its slots, and trains by SAC: three optimizers over small networks, which every rank holds."""
 
     policy: SACPolicy
     counters = ("transitions", "due")
@@ -118,20 +121,25 @@ class OffPolicyActor(EmbodiedActor):
             Number of trainable parameters.
         """
         cfg = self.cfg
-        self.slots, self.steps, self.seed = slots, int(cfg.algorithm.rollout_steps), int(cfg.runner.seed)
-        self.share = slots.actor_share(self.rank)
-        self.device = own_device(self)
-        seed_process(self.seed, "actor", self.rank)
+        self.settle_in()
+        self.slots, self.steps = slots, int(cfg.algorithm.rollout_steps)
+        self.intake = Intake(cfg, slots, self.rank)
         built = build_model(cfg.actor.model, observation_space, action_space, seed=self.seed)
         if not isinstance(built, SACPolicy):
             raise ConfigError(f"actor.model.model_type is {cfg.actor.model.model_type!r}; off-policy runs need sac")
         self.policy = settle(built, self.device).train()
-        self.sac = SacUpdate(
-            cfg.algorithm, cfg.actor.optim, self.policy, self.all_reduce, self.world_size, skip=skips(cfg)
+        self.learner = self.sac = SacUpdate(
+            cfg.algorithm,
+            cfg.actor.optim,
+            self.policy,
+            self.all_reduce,
+            self.world_size,
+            skip=skips(cfg),
+            rank=self.rank,
         )
         buffer = cfg.algorithm.replay_buffer
         self.replay = ReplayBuffer(
-            int(buffer.size), self.share, slots.num_envs, self.rank, current().service.scratch.spill
+            int(buffer.size), self.intake.share, slots.num_envs, self.rank, current().service.scratch.spill
         )
         self.mixture = Mixture(
             self.replay,
@@ -145,23 +153,23 @@ class OffPolicyActor(EmbodiedActor):
         )
         self.starts, self.update_to_data = int(buffer.min_buffer_size), float(cfg.algorithm.update_to_data)
         self.transitions, self.due = 0, 0
-        receivers = [(slots.rollout_name, list(range(slots.rollout_ranks)))]
-        self.sync = make_sync(
-            str(cfg.rollout.weight_sync), self, (slots.actor_name, 0), receivers, str(cfg.rollout.weight_delta)
-        )
+        self.open_sync(slots, cfg.rollout)
         trained = sum(p.numel() for p in self.policy.parameters() if p.requires_grad)
         self.log.info("trains %d parameters of %s on %s", trained, cfg.actor.model.model_type, self.device)
         return trained
+
+    def connect(self) -> None:
+        """Connects to the channels, once the driver has created them."""
+        self.intake.connect(self.connect_channel(TRAJECTORIES))
 
     def start_from(self, folder: str) -> None:
         """Takes over the weights of a checkpoint or an export, such as those of a behaviour-cloned policy."""
         super().start_from(folder)
         self.sac.reset_targets()
 
-    def sync_weights(self, version: int) -> None:
-        """Sends the acting weights, as `version`, to all rollout ranks."""
-        if self.rank == 0 and self.sync is not None:
-            self.sync.sync(version, self.policy.acting(), frozen=frozen_names(self.policy))
+    def sent_weights(self, without: Container[str]) -> Named:
+        """The acting weights."""
+        yield from ((name, tensor) for name, tensor in self.policy.acting() if name not in without)
 
     def receive(self, step: int) -> dict[str, float]:
         """Takes this step's transitions of the rank's slots into the buffer. One that is not finite stays outside: the one
@@ -173,8 +181,8 @@ class OffPolicyActor(EmbodiedActor):
         Raises:
             NonFinite: A transition is not finite, and `runner.on_nonfinite` is stop; or all of them are not.
         """
-        columns, version = self._columns()
-        bad = self._spoiled(step, columns)
+        columns, version = self.intake.columns()
+        bad = self.intake.spoiled(step, columns)
         if bad.any():
             slot, t = _sound_ones(bad)
             columns = {name: column[slot, t] for name, column in columns.items()}
@@ -227,15 +235,6 @@ class OffPolicyActor(EmbodiedActor):
         """
         super().load(folder)
         self.replay.load(Path(folder))
-
-    def _learner(self) -> Any:
-        return self.sac
-
-    def offload(self) -> None:
-        """Off-policy actors stay where they are."""
-
-    def reload(self) -> None:
-        """Inverse of `offload`."""
 
 
 def _sound_ones(bad: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

@@ -50,7 +50,7 @@ class BcRunner(Runner):
         every = int(self.cfg.runner.val_check_interval)
         if every > 0 and self.step % every == 0:
             with timers("eval"):
-                found = self.actor.execute_on(0).evaluate().wait(self.timeout)[0]
+                found = self.actor.evaluate().wait(self.timeout)[0]
             self.evaluated = found.get("return_mean", self.evaluated)
             row.update({f"eval/{name}": value for name, value in found.items()})
         row.update(timers.pop())

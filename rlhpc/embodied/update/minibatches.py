@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import torch
+
+from rlhpc.training.flat import Reduce
 
 
 def permutation(total: int, *entropy: int) -> torch.Tensor:
@@ -27,3 +31,18 @@ def local_minibatches(order: torch.Tensor, size: int, held: range) -> list[torch
         return list(order.split(size))
     inside = (order >= held.start) & (order < held.stop)
     return [part[mask] - held.start for part, mask in zip(order.split(size), inside.split(size), strict=True)]
+
+
+def passes(own: Sequence[int], rank: int, ranks: int, reduce: Reduce) -> list[int]:
+    """Forward passes of each minibatch where all ranks have to make equally many: the most that one of them needs.
+
+    Args:
+        own: What this rank needs for each minibatch.
+        rank, ranks: Of the group.
+        reduce: Sums a tensor over the group, in place.
+    """
+    table = torch.zeros((ranks, len(own)), dtype=torch.int64)
+    table[rank] = torch.tensor(list(own), dtype=torch.int64)
+    if ranks > 1:
+        reduce(table)
+    return [max(int(most), 1) for most in table.amax(0)]

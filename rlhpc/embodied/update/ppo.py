@@ -8,18 +8,24 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
+from torch import nn
 
 from rlhpc.algorithms import losses, policy_loss, value_loss
 from rlhpc.algorithms.finite import Skips, listed, nonfinite
 from rlhpc.algorithms.registry import POLICY_LOSSES
 from rlhpc.embodied.envs.observations import rows_of
-from rlhpc.embodied.update.minibatches import local_minibatches, permutation
+from rlhpc.embodied.update.blueprint import passed
+from rlhpc.embodied.update.minibatches import local_minibatches, passes, permutation
 from rlhpc.runtime.errors import ConfigError
-from rlhpc.training.local import LocalBackend, Reduce
+from rlhpc.training.contract import Metrics, TrainingBackend
+from rlhpc.training.flat import Reduce
+
+if TYPE_CHECKING:
+    from rlhpc.embodied.config import PpoAlgorithmConfig
 
 #: What the losses that come with the package measure besides; of others all that they measure becomes a metric.
 _KNOWN = ("approx_kl", "clip_fraction", "ratio")
@@ -29,13 +35,21 @@ METRICS = ("policy_loss", "value_loss", "entropy", "approx_kl", "clip_fraction")
 
 @dataclass
 class Part:
-    """This rank's part of one minibatch, and what all ranks' parts add up to."""
+    """This rank's part of one minibatch, what all ranks' parts add up to, and how many passes they make over it at least."""
 
     indices: torch.Tensor
     count: torch.Tensor
     tokens: torch.Tensor
     mean: torch.Tensor
     std: torch.Tensor
+    passes: int = 0
+
+
+class Micro(NamedTuple):
+    """What one forward and backward pass is about."""
+
+    columns: dict[str, torch.Tensor]
+    part: Part
 
 
 class PolicyUpdate:
@@ -43,7 +57,7 @@ class PolicyUpdate:
 
     Args:
         algorithm: Section `algorithm` of the configuration.
-        backend: Owns the module.
+        backend: Owns the policy.
         batch_size: Transitions of a minibatch over all ranks.
         micro_batch: Transitions of one forward and backward pass; None for a rank's whole part.
         seed: Of the minibatches' order.
@@ -55,8 +69,8 @@ class PolicyUpdate:
 
     def __init__(
         self,
-        algorithm: Any,
-        backend: LocalBackend,
+        algorithm: PpoAlgorithmConfig,
+        backend: TrainingBackend,
         *,
         batch_size: int,
         micro_batch: int | None,
@@ -67,7 +81,6 @@ class PolicyUpdate:
         ranks: int = 1,
         skip: bool = False,
     ) -> None:
-        self._forward: Any = backend.module.default_forward
         self.backend, self.batch_size, self.micro_batch, self.seed = backend, batch_size, micro_batch, seed
         self._reduce, self._rank, self._ranks = reduce, rank, ranks
         self.skips, self._gather = Skips(skip), gather
@@ -113,7 +126,6 @@ class PolicyUpdate:
             NonFinite: A gradient is not finite.
         """
         device = batch["logprobs"].device
-        self.backend.set_lr(lr)
         if self.decoupled:
             batch = {**batch, "proximal": self._proximal(batch)}
         epochs = [self._parts(batch, held, total, step, epoch) for epoch in range(self.epochs)]
@@ -122,11 +134,10 @@ class PolicyUpdate:
         own: dict[str, torch.Tensor] = {}
         updates = 0
         for number, part in enumerate(part for parts in epochs for part in parts):
-            self.backend.zero_grad()
             stats, more = self._accumulate(batch, part)
             if self._too_far(stats):
                 break
-            norm = self.backend.optimizer_step()
+            norm = self.backend.optimizer_step(lr)
             if self.backend.refuses(norm):
                 found = self._not_finite(stats)
                 self.skips.left_out(lambda: f"step {step}, minibatch {number}: {found}")  # noqa: B023 (called at once)
@@ -157,9 +168,9 @@ class PolicyUpdate:
         ):
             micro = {name: column[part] for name, column in batch.items()}
             given = {"obs": rows_of(micro, "obs"), "actions": micro["actions"]} | rows_of(micro, "inputs")
-            found.append(
-                self._forward(given, compute_logprobs=True, compute_entropy=False, compute_values=False)["logprobs"]
-            )
+            wanted = {"compute_logprobs": True, "compute_entropy": False, "compute_values": False}
+            out = self.backend.evaluate(_forward, (given, wanted))
+            found.append(out["logprobs"])
         return torch.cat(found)
 
     def _own_metrics(self, sums: dict[str, torch.Tensor], updates: int) -> dict[str, float]:
@@ -169,7 +180,7 @@ class PolicyUpdate:
         names = sorted(set().union(*self._gather(sorted(sums)))) if self._ranks > 1 else sorted(sums)
         if not names:
             return {}
-        nothing = torch.zeros((), dtype=torch.float64, device=next(self.backend.module.parameters()).device)
+        nothing = torch.zeros((), dtype=torch.float64, device=self.backend.device)
         total = self._sum(torch.stack([sums.get(name, nothing) for name in names]))
         return dict(zip(names, (total / updates).tolist(), strict=True))
 
@@ -223,32 +234,41 @@ class PolicyUpdate:
             mean, variance = torch.zeros_like(mean), torch.ones_like(variance)
         mean, std = mean.float(), variance.sqrt().float()
         counts = [count.float().clamp(min=1) for count in counts]
-        return [Part(*columns) for columns in zip(indices, counts[0], counts[-1], mean, std, strict=True)]
+        parts = [Part(*columns) for columns in zip(indices, counts[0], counts[-1], mean, std, strict=True)]
+        if not self.backend.lockstep:
+            return parts
+        own = [-(-part.indices.numel() // self._size(part)) for part in parts]
+        every = passes(own, self._rank, self._ranks, self._reduce)
+        return [replace(part, passes=most) for part, most in zip(parts, every, strict=True)]
+
+    def _size(self, part: Part) -> int:
+        return self.micro_batch or max(part.indices.numel(), 1)
 
     def _accumulate(self, batch: dict[str, torch.Tensor], part: Part) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         """Gradients of one minibatch; returns this rank's share of its metrics, and of what else the loss measures."""
         stats = torch.zeros(len(METRICS), dtype=torch.float64, device=batch["logprobs"].device)
         more: dict[str, torch.Tensor] = {}
-        size = self.micro_batch or max(part.indices.numel(), 1)
-        for indices in part.indices.split(size) if part.indices.numel() else ():
-            loss, values, facts = self._loss({name: column[indices] for name, column in batch.items()}, part)
-            loss.backward()
-            stats += values
+        chosen = part.indices.split(self._size(part)) if part.indices.numel() else ()
+        micros = [Micro({name: column[indices] for name, column in batch.items()}, part) for indices in chosen]
+        if part.passes > len(micros):
+            micros += [Micro(_idle(batch), part)] * (part.passes - len(micros))
+        for facts in self.backend.forward_backward(micros, self._loss):
+            stats += facts.pop("stats")
             more = _added(more, facts)
         return stats, more
 
-    def _loss(
-        self, micro: dict[str, torch.Tensor], part: Part
-    ) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
-        """One micro-batch's share of the minibatch's loss and metrics."""
+    def _loss(self, called: nn.Module, given: Micro) -> tuple[torch.Tensor, Metrics]:
+        """One micro-batch's share of the minibatch's loss and metrics: "stats" are those of `METRICS`."""
+        micro, part = given
         size = len(micro["mask"])
         tokens, rows = _tokens(micro), micro["mask"].reshape(size, -1)
         advantages = micro["advantages"].reshape(size, -1)
         if self.normalize not in ("none", "false"):
             advantages = (advantages - part.mean) / (part.std + 1e-8)
-        given = {"obs": rows_of(micro, "obs"), "actions": micro["actions"]} | rows_of(micro, "inputs")
+        inputs = {"obs": rows_of(micro, "obs"), "actions": micro["actions"]} | rows_of(micro, "inputs")
         valued = self.value_coef > 0
-        out = self._forward(given, compute_logprobs=True, compute_entropy=True, compute_values=valued)
+        wanted = {"compute_logprobs": True, "compute_entropy": True, "compute_values": valued}
+        out = _forward(called, (inputs, wanted))
         extra: dict[str, Any] = {"proximal_logprobs": micro["proximal"].reshape(size, -1)} if self.decoupled else {}
         # A decision is a sequence here, of one token or of several: [M, ...] → [M, tokens].
         policy, facts = policy_loss(
@@ -284,7 +304,19 @@ class PolicyUpdate:
                 for name, fact in facts.items()
                 if name not in _KNOWN
             }
-        return loss, stats, others
+        return loss, {"stats": stats, **others}
+
+
+def _forward(called: nn.Module, asked: tuple[dict[str, Any], dict[str, bool]]) -> dict[str, torch.Tensor]:
+    """The policy's training pass: `(inputs, what to compute)`."""
+    inputs, wanted = asked
+    return passed(called, lambda policy: policy.default_forward(inputs, **wanted))
+
+
+def _idle(batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """A row that trains nothing, for a rank that has fewer passes to make than others."""
+    row = {name: column[:1] for name, column in batch.items()}
+    return row | {name: torch.zeros_like(row[name]) for name in ("mask", "token_mask") if name in row}
 
 
 def _added(sums: dict[str, torch.Tensor], more: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:

@@ -9,18 +9,26 @@ from __future__ import annotations
 
 import copy
 import math
-from dataclasses import dataclass
-from types import SimpleNamespace
-from typing import Any
+from collections.abc import Container
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from rlhpc.algorithms.finite import Skips, listed, nonfinite
+from rlhpc.algorithms.finite import Skips, listed, nonfinite, tensors_of
+from rlhpc.checkpoint.state import load_state, save_state
 from rlhpc.embodied.models.sac import SACPolicy, flatten
 from rlhpc.runtime.errors import CheckpointError
-from rlhpc.training.adam import FlatAdam
-from rlhpc.training.local import LocalBackend, Reduce
+from rlhpc.training.adam import AdamOptions, FlatAdam
+from rlhpc.training.contract import Named
+from rlhpc.training.flat import FlatModule, Reduce
+from rlhpc.training.replicated import OPTIMIZER
+from rlhpc.weights import frozen_names
+
+if TYPE_CHECKING:
+    from rlhpc.embodied.config import SacAlgorithmConfig, SacOptimConfig
 
 METRICS = ("q_loss", "q_value", "actor_loss", "entropy", "q_grad_norm", "actor_grad_norm")
 
@@ -56,24 +64,28 @@ class SacUpdate:
         policy: On its device; its actor and critics are trained.
         reduce: Sums a tensor over the ranks, in place.
         ranks: How many.
+        rank: Of this process; the first one writes checkpoints.
         skip: Leaves out updates whose gradient is not finite, rather than raise.
     """
 
     def __init__(
         self,
-        algorithm: Any,
-        optim: Any,
+        algorithm: SacAlgorithmConfig,
+        optim: SacOptimConfig,
         policy: SACPolicy,
         reduce: Reduce = lambda t: t,
         ranks: int = 1,
         *,
         skip: bool = False,
+        rank: int = 0,
     ) -> None:
-        self.policy, self._reduce, self._ranks = policy, reduce, ranks
+        self.policy, self._reduce, self._ranks, self._rank = policy, reduce, ranks, rank
         self.skips = Skips(skip)
         value_lr = float(optim.lr if optim.value_lr is None else optim.value_lr)
-        self.actor = LocalBackend(policy.actor, optim, reduce, ranks, look=skip)
-        self.critic = LocalBackend(policy.critics, _with_lr(optim, value_lr), reduce, ranks, look=skip)
+        options = AdamOptions.of(optim)
+        self.actor = FlatModule(policy.actor, options, reduce, ranks, look=skip)
+        self.critic = FlatModule(policy.critics, replace(options, lr=value_lr), reduce, ranks, look=skip)
+        self._rate = 1.0
         self.targets = copy.deepcopy(policy.critics).requires_grad_(False)
         self._target_weights = torch.cat([p.detach().reshape(-1) for p in self.targets.parameters()])
         sizes = [p.numel() for p in self.targets.parameters()]
@@ -89,7 +101,9 @@ class SacUpdate:
         self.log_alpha = self._target_weights.new_full((1,), float(algorithm.initial_alpha)).log()
         self._alpha_gradient = torch.zeros_like(self.log_alpha)
         alpha_lr = value_lr if algorithm.alpha_lr is None else float(algorithm.alpha_lr)
-        self._alpha_adam = FlatAdam(self.log_alpha, self._alpha_gradient, _with_lr(optim, alpha_lr, decay=0.0))
+        self._alpha_adam = FlatAdam(
+            self.log_alpha, self._alpha_gradient, replace(options, lr=alpha_lr, weight_decay=0.0)
+        )
         self.alpha = self.log_alpha.exp()
         self.updates = 0
         self._sums = self._target_weights.new_zeros(len(METRICS))
@@ -126,7 +140,7 @@ class SacUpdate:
             loss, entropy, norm = actor or (zero, zero, zero)
             self._sums += torch.stack((critic[0], critic[1], loss, entropy, critic[2], norm))
 
-    def _refused(self, who: str, backend: LocalBackend, norm: Tensor) -> bool:
+    def _refused(self, who: str, backend: FlatModule, norm: Tensor) -> bool:
         """Whether their step was not taken."""
         if not backend.refuses(norm):
             return False
@@ -149,7 +163,7 @@ class SacUpdate:
         found = self.policy.critics(obs, batch.actions.flatten(1))
         loss = (found - wanted).square().sum() / batch.total  # the sum of the two critics' mean squared errors
         loss.backward()
-        norm = self.critic.optimizer_step()
+        norm = self.critic.optimizer_step(self.critic.base_lr * self._rate)
         return loss.detach(), found.detach().sum() / (2 * batch.total), norm / self._ranks
 
     def _train_actor(self, obs: Tensor, batch: SacBatch) -> tuple[Tensor, ...]:
@@ -158,7 +172,7 @@ class SacUpdate:
         value = self.policy.critics(obs, actions.flatten(1)).amin(0)
         loss = (self.alpha * logprobs - value).sum() / batch.total
         loss.backward(inputs=self._trained)  # the critics' own gradients are not even computed
-        norm = self.actor.optimizer_step()
+        norm = self.actor.optimizer_step(self.actor.base_lr * self._rate)
         with torch.no_grad():
             entropy = -logprobs.detach().sum() / batch.total
             if self.tune and not self.actor.refuses(norm):
@@ -191,8 +205,7 @@ class SacUpdate:
 
     def set_lr(self, factor: float) -> None:
         """Scales the learning rates of the steps to come."""
-        for backend in (self.actor, self.critic):
-            backend.set_lr(backend.base_lr * factor)
+        self._rate = factor
 
     # -- state ----------------------------------------------------------------------------------------------------
 
@@ -233,8 +246,41 @@ class SacUpdate:
         self._sums.zero_()
         self._counts = [0, 0]
 
+    lockstep = False
 
-def _with_lr(optim: Any, lr: float, decay: float | None = None) -> SimpleNamespace:
-    names = ("name", "adam_beta1", "adam_beta2", "adam_eps", "clip_grad")
-    decay = float(optim.weight_decay) if decay is None else decay
-    return SimpleNamespace(lr=lr, weight_decay=decay, **{name: getattr(optim, name) for name in names})
+    def offload(self) -> None:
+        """Off-policy actors stay where they are."""
+
+    def reload(self) -> None:
+        """Inverse of `offload`."""
+
+    # -- what a trainer asks of whoever holds its weights ---------------------------------------------------------
+
+    def named_weights(self, without: Container[str] = ()) -> Named:
+        """All weights, by the policy's names."""
+        yield from ((name, tensor) for name, tensor in self.policy.state_dict().items() if name not in without)
+
+    def frozen_names(self) -> frozenset[str]:
+        """Which of them never change."""
+        return frozen_names(self.policy)
+
+    def replace_weights(self, tensors: dict[str, Tensor]) -> None:
+        """Takes over all weights; optimizers and target networks stay as they are."""
+        self.policy.load_state_dict(tensors)
+
+    def held_tensors(self) -> Named:
+        """What the optimizers hold."""
+        yield from tensors_of(self.state_dict(), "optimizer")
+
+    def save(self, folder: Path) -> None:
+        """Rank 0 writes the optimizers' state, which all ranks share."""
+        if self._rank == 0:
+            save_state(folder / OPTIMIZER, self.state_dict())
+
+    def load(self, folder: Path) -> None:
+        """Inverse of `save`.
+
+        Raises:
+            CheckpointError: It is of another model or algorithm.
+        """
+        self.load_state_dict(load_state(folder / OPTIMIZER, map_location=str(self.log_alpha.device)))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 import time
 from collections.abc import Generator, Iterable, Sequence
@@ -18,12 +17,12 @@ from rlhpc.algorithms.losses import aggregate, entropy_loss
 from rlhpc.checkpoint.state import load_state, rng_state, save_state, set_rng_state
 from rlhpc.language.data import PromptSampler, PromptTokenizer, load_tokenizer, make_dataset
 from rlhpc.language.roles.prompts import GROUPS, VERSIONS, Group, PromptMap
-from rlhpc.language.tokens.batches import fill_up, pack
+from rlhpc.language.tokens.batches import TokenBatch, fill_up, pack
+from rlhpc.language.tokens.scores import TokenScores
+from rlhpc.language.tokens.trainer import TokenTrainer
 from rlhpc.runs.device import seed_process
 from rlhpc.runtime.errors import DeadlineExceeded, RlhpcError
 from rlhpc.runtime.worker import Worker
-from rlhpc.training.lm import TokenBatch, TokenScores
-from rlhpc.training.lm_registry import make_backend
 from rlhpc.weights.transport import WeightSender
 
 STATE = "actor-{rank}.pt"
@@ -59,7 +58,7 @@ class LanguageActor(Worker):
         self.tokenizer = load_tokenizer(str(cfg.actor.model.model_path), bool(cfg.actor.model.trust_remote_code))
         pad = self.tokenizer.pad_token_id
         self.pad = int(pad if pad is not None else self.tokenizer.eos_token_id or 0)
-        self.backend = make_backend(cfg, self)
+        self.backend = TokenTrainer(cfg, self)
         self.skips = Skips(skips(cfg))
         self.max_tokens = int(cfg.actor.max_tokens_per_micro_batch)
         self._early: dict[int, list[Group]] = {}
@@ -90,8 +89,7 @@ class LanguageActor(Worker):
         if version != self.version:  # the update before it failed
             raise RlhpcError(f"weights of version {version} are not there: the actor has {self.version}")
         frozen = self._frozen_names()
-        # A backend of somebody else's may know nothing of frozen weights.
-        weights = self.backend.named_weights(self._sent) if self._sent else self.backend.named_weights()
+        weights = self.backend.named_weights(self._sent)
         try:
             if self.rank:
                 for _ in weights:  # a sharded backend gathers each with all ranks
@@ -105,9 +103,8 @@ class LanguageActor(Worker):
         self._sent = frozen
 
     def _frozen_names(self) -> frozenset[str]:
-        names = getattr(self.backend, "frozen_names", None)
         off = str(self.cfg.rollout.weight_delta).lower() == "off"
-        return frozenset() if names is None or off else frozenset(names())
+        return frozenset() if off else self.backend.frozen_names()
 
     def _send(self, version: int, weights: Iterable[tuple[str, torch.Tensor]], frozen: frozenset[str]) -> None:
         assert self.prompts is not None
@@ -452,10 +449,8 @@ class LanguageActor(Worker):
             NonFinite: A weight is not finite.
         """
         path = Path(folder)
-        # A backend of somebody else's may not say what it holds, nor whether it gave it away.
-        held = getattr(self.backend, "held_tensors", None)
-        with getattr(self.backend, "awake", contextlib.nullcontext)():
-            require_finite(held() if held is not None else (), f"step {self.version} (actor-{self.rank})")
+        with self.backend.awake():
+            require_finite(self.backend.held_tensors(), f"step {self.version} (actor-{self.rank})")
             self.backend.save(path)
         save_state(path / STATE.format(rank=self.rank), {"rng": rng_state(), "version": self.version})
 

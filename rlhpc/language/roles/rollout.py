@@ -31,6 +31,7 @@ from rlhpc.language.engines.vllm_experts import require_proven
 from rlhpc.language.rewards import Sample, make_reward
 from rlhpc.language.rewards.pool import Scored
 from rlhpc.language.roles.prompts import GROUPS, VERSIONS, Group, PromptMap, seed_of
+from rlhpc.language.tokens.model import compute_dtype
 from rlhpc.runs.device import own_device, seed_process
 from rlhpc.runtime.channel import QueueEmpty
 from rlhpc.runtime.errors import DeadlineExceeded
@@ -338,7 +339,7 @@ def check_language(cfg: Any, ranks: dict[str, int]) -> None:
     _, encoder, dataset = open_prompts(cfg)
     encoder.encode(dataset[0])
     if str(cfg.actor.training_backend).lower() == "deepspeed":
-        deepspeed_config(cfg)
+        deepspeed_config(cfg.actor, compute_dtype(cfg.actor.model))
     if "rollout" in ranks:
         configured_agent(cfg)
         make_reward(cfg.reward).close()

@@ -4,17 +4,44 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 
 from rlhpc.runtime.errors import ConfigError
-from rlhpc.training.lm import TokenBatch
 
 #: A micro-batch more is worth it when it saves this part of a full one in padding: it costs kernel launches and, with
 #: sharded weights, another gathering of them.
 _OVERHEAD = 16
+
+
+@dataclass
+class TokenBatch:
+    """Sequences, padded on the right. B sequences, T tokens of the longest.
+
+    Attributes:
+        input_ids: `[B, T]` int64: prompt and response.
+        attention_mask: `[B, T]` bool.
+        fields: Tensors `[B, T]` or `[B]` that the loss wants beside it. Those of `[B, T]` are aligned with `input_ids`:
+            column t is about token t, and column 0, which nothing predicts, is masked out.
+    """
+
+    input_ids: torch.Tensor
+    attention_mask: torch.Tensor
+    fields: dict[str, torch.Tensor]
+
+    def to(self, device: torch.device) -> TokenBatch:
+        """On a device."""
+        if device.type == "cpu":
+            return self
+
+        def move(tensor: torch.Tensor) -> torch.Tensor:
+            return tensor.to(device, non_blocking=True)
+
+        fields = {name: move(tensor) for name, tensor in self.fields.items()}
+        return TokenBatch(move(self.input_ids), move(self.attention_mask), fields)
 
 
 def pack(sequences: Sequence[Mapping[str, Any]], max_tokens: int, pad_id: int) -> list[TokenBatch]:

@@ -7,9 +7,12 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 
+from rlhpc.checkpoint.state import save_tensors
 from rlhpc.language.tokens.model import export_tokenizer
+from rlhpc.training.lora import ADAPTER
 
 #: Below a checkpoint's folder.
 FOLDER = "model"
@@ -36,6 +39,20 @@ def model_files(module: nn.Module, model: Any) -> dict[str, bytes]:
         source = Path(str(model.model_path))
         code = sorted(source.glob("*.py")) if model.trust_remote_code and source.is_dir() else []
         return {path.name: path.read_bytes() for path in [*folder.iterdir(), *code] if path.is_file()}
+
+
+def export_adapter(folder: Path, weights: dict[str, torch.Tensor], module: nn.Module, model: Any) -> None:
+    """Writes a folder that `peft.PeftModel.from_pretrained` loads, with the tokenizer."""
+    folder.mkdir(parents=True, exist_ok=True)
+    config: Any = module.peft_config[ADAPTER]  # type: ignore[index]
+    config.base_model_name_or_path = str(model.model_path)
+    config.inference_mode = True
+    try:
+        config.save_pretrained(folder)
+    finally:
+        config.inference_mode = False
+    save_tensors(folder / "adapter_model.safetensors", weights)
+    export_tokenizer(folder, model)
 
 
 def plain(section: Any) -> dict[str, Any]:

@@ -7,15 +7,29 @@ size that is added is their gradient.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
-from rlhpc.training.lm import TokenBatch, TokenScores
+from rlhpc.language.tokens.batches import TokenBatch
 
 #: Elements of a chunk in float32 (64 MiB).
 _CHUNK = 1 << 24
+
+
+@dataclass
+class TokenScores:
+    """What one forward pass says of the tokens, `[B, T]`, aligned with `input_ids`; column 0 is 0.
+
+    Attributes:
+        logprobs: log p(token t | tokens before t) at the temperature asked for.
+        entropy: Of that distribution, where asked for.
+    """
+
+    logprobs: torch.Tensor
+    entropy: torch.Tensor | None = None
 
 
 def token_scores(model: nn.Module, batch: TokenBatch, temperature: float = 1.0, entropy: bool = False) -> TokenScores:

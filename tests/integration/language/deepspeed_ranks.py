@@ -9,7 +9,7 @@ import torch
 from lm_ranks import LR, TEMPERATURE, Trainer, loss_of, share, train
 from safetensors.torch import load_file
 
-from rlhpc.training.lm_registry import make_backend
+from rlhpc.language.tokens.trainer import TokenTrainer
 
 
 class ZeroTrainer(Trainer):
@@ -23,28 +23,30 @@ class ZeroTrainer(Trainer):
     def train_parked(self, cfg: Any, steps: int = 3) -> tuple[list[float], int, int]:
         """Gives its memory away before each step; losses, bytes given away, bytes then still held."""
         torch.set_num_threads(1)
-        backend: Any = make_backend(cfg, self)
+        trainer = TokenTrainer(cfg, self)
+        backend: Any = trainer.backend
         losses, given, held = [], 0, 0
         for step in range(steps):
             given = backend.park()
             storages = [tensor.untyped_storage() for tensor in backend._tensors() if tensor.device == backend.device]
             held = sum(storage.nbytes() for storage in storages if storage.resizable())
             backend.reload()
-            metrics = backend.forward_backward(share(self, step), loss_of(step), temperature=TEMPERATURE, entropy=True)
+            metrics = trainer.forward_backward(share(self, step), loss_of(step), temperature=TEMPERATURE, entropy=True)
             losses.append(float(self.all_reduce(torch.stack([m["loss"] for m in metrics]).double().sum())))
-            backend.optimizer_step(LR)
+            trainer.optimizer_step(LR)
         return losses, given, held
 
     def save_and_load_parked(self, cfg: Any, folder: str) -> dict[str, bool]:
         """Writes, reads, sends and exports while its memory is given away, as the runner asks it to; what is then right."""
         torch.set_num_threads(1)
-        backend: Any = make_backend(cfg, self)
+        trainer = TokenTrainer(cfg, self)
+        backend: Any = trainer.backend
         backend.offload = lambda: None if backend.away else backend.park()  # on a CPU it would give nothing away
 
         def step(number: int) -> None:
             micro = share(self, number)
-            backend.forward_backward(micro, loss_of(number), temperature=TEMPERATURE, entropy=True)
-            backend.optimizer_step(LR)
+            trainer.forward_backward(micro, loss_of(number), temperature=TEMPERATURE, entropy=True)
+            trainer.optimizer_step(LR)
 
         def weights() -> dict[str, torch.Tensor]:
             return {name: tensor.clone() for name, tensor in backend.named_weights()}
@@ -54,7 +56,7 @@ class ZeroTrainer(Trainer):
         backend.offload()
         backend.save(Path(folder) / "parked")
         sent = weights()
-        backend.export(Path(folder) / "exported")
+        trainer.export(Path(folder) / "exported")
         exported = load_file(Path(folder) / "exported" / "model.safetensors")
         found = {"away again": backend.away, "sent": all(torch.equal(sent[name], before[name]) for name in before)}
         found["exported"] = all(torch.equal(exported[name], before[name]) for name in before)
@@ -74,7 +76,7 @@ class ZeroTrainer(Trainer):
 
     def accumulate_twice(self, cfg: Any) -> str:
         """What two calls of `forward_backward` before a step lead to."""
-        backend = make_backend(cfg, self)
+        backend = TokenTrainer(cfg, self)
         backend.forward_backward(share(self, 0), loss_of(0), entropy=True)
         try:
             backend.forward_backward(share(self, 0), loss_of(0), entropy=True)
@@ -85,7 +87,7 @@ class ZeroTrainer(Trainer):
     def refused(self, cfg: Any, load: Any = None) -> str:
         """What building a backend, or loading a checkpoint, says against it."""
         try:
-            backend = make_backend(cfg, self)
+            backend = TokenTrainer(cfg, self)
             if load is not None:
                 backend.load(load)
         except Exception as error:

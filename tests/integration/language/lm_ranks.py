@@ -11,9 +11,9 @@ from omegaconf import OmegaConf
 
 from rlhpc import Cluster, NodePlacementStrategy, Session, Worker
 from rlhpc.language.config import GrpoConfig as Config
-from rlhpc.language.tokens.batches import balance, empty_batch, fill_up, pack
-from rlhpc.training.lm import TokenBatch, TokenScores
-from rlhpc.training.lm_registry import make_backend
+from rlhpc.language.tokens.batches import TokenBatch, balance, empty_batch, fill_up, pack
+from rlhpc.language.tokens.scores import TokenScores
+from rlhpc.language.tokens.trainer import TokenTrainer
 
 TEMPERATURE, ENTROPY_COEF, LR = 0.8, 0.01, 3e-3
 
@@ -87,7 +87,7 @@ def probe_batch() -> TokenBatch:
 def train(worker: Worker, cfg: Any, steps: range = range(5), load: Path | None = None, **then: Any) -> dict[str, Any]:
     """Trains and tells: losses and norms by step, full weights, scores before and after; `then` names what follows:
     save=folder, export=folder, adapter=folder."""
-    backend = make_backend(cfg, worker)
+    backend = TokenTrainer(cfg, worker)
     if load is not None:
         backend.load(load)
     before = backend.forward(probe_batch(), temperature=TEMPERATURE).logprobs
@@ -122,7 +122,7 @@ def train(worker: Worker, cfg: Any, steps: range = range(5), load: Path | None =
 
 def poisoned(worker: Worker, cfg: Any) -> dict[str, Any]:
     """Two steps with another between them whose loss is not a number on the last rank: norms, and the full weights."""
-    backend, norms = make_backend(cfg, worker), []
+    backend, norms = TokenTrainer(cfg, worker), []
 
     def broken(scores: TokenScores, batch: TokenBatch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         value, metrics = loss_of(0)(scores, batch)

@@ -25,6 +25,7 @@ from lm_ranks import ENTROPY_COEF, LR, TEMPERATURE, count, groups_of, make_confi
 
 from rlhpc import Session
 from rlhpc.language.data.tiny import make_tiny_model
+from rlhpc.language.tokens.model import compute_dtype
 from rlhpc.language.tokens.scores import token_scores
 from rlhpc.runtime.errors import ConfigError
 from rlhpc.training.zero_config import deepspeed_config
@@ -313,19 +314,19 @@ def test_keys_that_rlhpc_sets_are_refused(model, given: dict[str, Any], text: st
     cfg = make_config(model, training_backend="deepspeed")
     cfg.actor.deepspeed.config = given
     with pytest.raises(ConfigError, match=text):
-        deepspeed_config(cfg)
+        deepspeed_config(cfg.actor, torch.float32)
 
 
 @pytest.mark.parametrize("stage", [0, 4])
 def test_there_are_three_stages(model, stage: int) -> None:
     with pytest.raises(ConfigError, match=f"zero_stage is {stage}; choose from 1, 2, 3"):
-        deepspeed_config(configured(model, stage))
+        deepspeed_config(configured(model, stage).actor, torch.float32)
 
 
 def test_what_the_user_adds_reaches_deepspeed(model) -> None:
     cfg = configured(model, 3, **{"model.dtype": "bfloat16", "deepspeed.cpu_offload": True, "optim.clip_grad": None})
     cfg.actor.deepspeed.config = {"zero_optimization": {"overlap_comm": False}, "communication_data_type": "bf16"}
-    made = deepspeed_config(cfg, parameters=1000)
+    made = deepspeed_config(cfg.actor, compute_dtype(cfg.actor.model), parameters=1000)
     zero = made["zero_optimization"]
     assert zero["overlap_comm"] is False and zero["stage"] == 3 and zero["reduce_bucket_size"] == 1000
     assert zero["offload_param"] == zero["offload_optimizer"] == {"device": "cpu"}

@@ -31,10 +31,10 @@ from lm_ranks import (
 )
 
 from rlhpc import Worker
+from rlhpc.language.tokens.batches import TokenBatch
 from rlhpc.language.tokens.scores import token_scores
+from rlhpc.language.tokens.trainer import TokenTrainer
 from rlhpc.runtime.errors import CheckpointError, ConfigError
-from rlhpc.training.lm import TokenBatch
-from rlhpc.training.lm_registry import make_backend
 
 STEPS = range(5)
 
@@ -280,13 +280,13 @@ def test_a_checkpoint_of_something_else_is_refused(run, models, tmp_path, backen
         ({"training_backend": backend, "model.model_path": str(models["tied"])}, "trainable parameters"),
     ):
         with pytest.raises(CheckpointError, match=text):
-            make_backend(make_config(models["untied"], **changes), Worker()).load(tmp_path / "good")
-    with pytest.raises(CheckpointError, match="not a language model's checkpoint"):
-        make_backend(cfg, Worker()).load(tmp_path / "none")
+            TokenTrainer(make_config(models["untied"], **changes), Worker()).load(tmp_path / "good")
+    with pytest.raises(CheckpointError, match="not a checkpoint of this kind"):
+        TokenTrainer(cfg, Worker()).load(tmp_path / "none")
     for path in (tmp_path / "good").rglob("*.safetensors"):
         path.write_bytes(path.read_bytes()[:-100])
     with pytest.raises(CheckpointError, match="good"):
-        make_backend(cfg, Worker()).load(tmp_path / "good")
+        TokenTrainer(cfg, Worker()).load(tmp_path / "good")
 
 
 # -- export -----------------------------------------------------------------------------------------------------------
@@ -353,11 +353,11 @@ def test_an_exported_adapter_is_loaded_by_peft(run, models, tmp_path, backend: s
 )
 def test_bad_input_is_one_message(models, changes: dict[str, Any], text: str) -> None:
     with pytest.raises(ConfigError, match=text):
-        make_backend(make_config(models["untied"], **changes), Worker())
+        TokenTrainer(make_config(models["untied"], **changes), Worker())
 
 
 def test_out_of_memory_names_the_knobs(models) -> None:
-    backend = make_backend(make_config(models["untied"]), Worker())
+    backend = TokenTrainer(make_config(models["untied"]), Worker())
     ids = torch.zeros(8192, 60, dtype=torch.int64)  # half a million tokens: 60 MB a layer's tensor
     batch = TokenBatch(ids, torch.ones_like(ids, dtype=torch.bool), {})
 
@@ -378,16 +378,16 @@ def test_out_of_memory_names_the_knobs(models) -> None:
 
 def test_the_reference_is_loaded_only_where_it_is_wanted(models) -> None:
     cfg = make_config(models["untied"])
-    assert make_backend(cfg, Worker())._reference is None
+    assert TokenTrainer(cfg, Worker()).backend._reference is None
     cfg.algorithm.kl_coef = 0.1
-    assert make_backend(cfg, Worker())._reference is not None
+    assert TokenTrainer(cfg, Worker()).backend._reference is not None
     cfg.actor.lora.rank = 2
-    assert make_backend(cfg, Worker())._reference is None
+    assert TokenTrainer(cfg, Worker()).backend._reference is None
 
 
 def test_a_backend_of_ones_own_is_named_by_module_and_class(models) -> None:
-    cfg = make_config(models["untied"], training_backend="rlhpc.training.lm_local:LocalLMBackend")
-    backend = make_backend(cfg, Worker())
+    cfg = make_config(models["untied"], training_backend="rlhpc.training.replicated:ReplicatedBackend")
+    backend = TokenTrainer(cfg, Worker())
     assert backend.parameters_trained == sum(tensor.numel() for _, tensor in backend.named_weights())
 
 

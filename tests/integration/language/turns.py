@@ -28,9 +28,9 @@ def note(role: str, resident: bool, pid: bool = False) -> None:
 class ParkingZero(DeepSpeedBackend):
     """DeepSpeed as it is on an accelerator."""
 
-    def __init__(self, cfg: Any, worker: Any) -> None:
+    def __init__(self, blueprint: Any, actor: Any, worker: Any) -> None:
         note("actor", True)
-        super().__init__(cfg, worker)
+        super().__init__(blueprint, actor, worker)
         self.updates = 0
 
     def offload(self) -> None:
@@ -43,7 +43,7 @@ class ParkingZero(DeepSpeedBackend):
             note("actor", True)
         super().reload()
 
-    def optimizer_step(self, lr: float) -> float:
+    def optimizer_step(self, lr: float) -> torch.Tensor:
         """Once, where the test asks for it, the engine's process dies while this one holds the accelerator."""
         self.updates += 1
         if os.environ.get("RLHPC_TEST_KILL_AT") == str(self.updates):

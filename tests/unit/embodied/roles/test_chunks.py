@@ -13,7 +13,7 @@ from rlhpc.embodied.roles.outcomes import Outcomes, next_values
 from rlhpc.embodied.roles.ppo import by_action, token_mask
 from rlhpc.embodied.update.ppo import PolicyUpdate
 from rlhpc.runtime.errors import ConfigError
-from rlhpc.training import LocalBackend
+from tests.replicas import replicated
 
 GAMMA, LAMBDA = 0.9, 0.8
 
@@ -94,6 +94,9 @@ class Table(torch.nn.Module):
         super().__init__()
         self.logprobs = torch.nn.Parameter(logprobs.clone())
 
+    def forward(self, work):
+        return work(self)
+
     def default_forward(self, inputs, **_):
         found = self.logprobs[inputs["obs"]]
         return {"logprobs": found, "entropy": torch.zeros_like(found), "values": torch.zeros(len(found))}
@@ -122,7 +125,7 @@ def test_the_loss_of_tokens_is_the_mean_over_those_that_were_executed(per_action
         "mask": executed.float() if per_action else torch.ones(rows),
     }  # fmt: skip
     module = Table(new)
-    update = PolicyUpdate(ALGORITHM, LocalBackend(module, OPTIM), batch_size=rows, micro_batch=micro, seed=0)
+    update = PolicyUpdate(ALGORITHM, replicated(module, OPTIM), batch_size=rows, micro_batch=micro, seed=0)
     found = update.run(batch, range(rows), rows, 0, 1e-3)
     losses, gradient = [], torch.zeros_like(new)
     for b, c, d in np.ndindex(rows, chunk, dim):

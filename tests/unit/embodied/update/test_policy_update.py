@@ -12,7 +12,9 @@ from torch import nn
 from rlhpc.embodied.update.minibatches import local_minibatches, permutation
 from rlhpc.embodied.update.ppo import PolicyUpdate
 from rlhpc.runtime.errors import CheckpointError
-from rlhpc.training import LocalBackend
+from rlhpc.training.adam import AdamOptions
+from rlhpc.training.flat import FlatModule
+from tests.replicas import replicated
 
 TOTAL, BATCH = 48, 16
 OPTIM = SimpleNamespace(
@@ -26,6 +28,9 @@ class Tiny(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.body, self.critic = nn.Linear(3, 2, dtype=torch.float64), nn.Linear(3, 1, dtype=torch.float64)
+
+    def forward(self, work):
+        return work(self)
 
     def default_forward(self, inputs, compute_logprobs, compute_entropy, compute_values):
         logp = torch.log_softmax(self.body(inputs["obs"]), -1)
@@ -94,7 +99,7 @@ def train(ranks, micro, masked=False, **changes):
     def one(rank):
         module = Tiny()
         module.load_state_dict(initial)
-        backend = LocalBackend(module, OPTIM, team.reduce, ranks)
+        backend = replicated(module, OPTIM, team.reduce, ranks)
         size = TOTAL // ranks
         held = range(rank * size, (rank + 1) * size)
         update = PolicyUpdate(
@@ -174,12 +179,12 @@ def test_the_optimizer_is_torchs(name, kind, decay):
     module, other = Tiny(), Tiny()
     other.load_state_dict(module.state_dict())
     options = SimpleNamespace(**{**vars(OPTIM), "name": name, "weight_decay": decay, "clip_grad": None})
-    backend = LocalBackend(module, options)
+    backend = FlatModule(module, AdamOptions.of(options))
     reference = kind(other.parameters(), lr=1e-2, eps=1e-5, weight_decay=decay)
     for _ in range(5):
         backend.zero_grad()
         loss_of(module).backward()
-        backend.optimizer_step()
+        backend.optimizer_step(1e-2)
         reference.zero_grad()
         loss_of(other).backward()
         reference.step()
@@ -188,7 +193,7 @@ def test_the_optimizer_is_torchs(name, kind, decay):
 
 
 def test_optimizer_state_survives_a_round_trip():
-    backend, other = LocalBackend(Tiny(), OPTIM), LocalBackend(Tiny(), OPTIM)
+    backend, other = FlatModule(Tiny(), AdamOptions.of(OPTIM)), FlatModule(Tiny(), AdamOptions.of(OPTIM))
     for b in (backend, other):
         if b is other:
             other.module.load_state_dict(backend.module.state_dict())
@@ -196,19 +201,19 @@ def test_optimizer_state_survives_a_round_trip():
         for _ in range(2 if b is backend else 0):
             b.zero_grad()
             loss_of(b.module).backward()
-            b.optimizer_step()
+            b.optimizer_step(1e-2)
     for b in (backend, other):
         b.zero_grad()
         loss_of(b.module).backward()
-        b.optimizer_step()
+        b.optimizer_step(1e-2)
     for a, b in zip(backend.module.parameters(), other.module.parameters(), strict=True):
         torch.testing.assert_close(a, b, rtol=0, atol=0)
 
 
 def test_the_optimizer_of_another_model_is_refused():
-    state = LocalBackend(nn.Linear(2, 2), OPTIM).state_dict()
+    state = FlatModule(nn.Linear(2, 2), AdamOptions.of(OPTIM)).state_dict()
     with pytest.raises(CheckpointError, match="other parameters"):
-        LocalBackend(nn.Linear(3, 2), OPTIM).load_state_dict(state)
+        FlatModule(nn.Linear(3, 2), AdamOptions.of(OPTIM)).load_state_dict(state)
 
 
 def test_a_step_ends_before_the_update_of_the_first_minibatch_that_passes_the_kl_limit():

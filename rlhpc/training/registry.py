@@ -1,31 +1,36 @@
-"""The choice of a language model's training backend."""
+"""The choice of a training backend."""
 
 from __future__ import annotations
 
 import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from rlhpc.runtime.errors import ConfigError
-from rlhpc.training.lm import TrainingBackend
+from rlhpc.training.contract import Blueprint, Ranks, TrainingBackend
 
 if TYPE_CHECKING:
-    from rlhpc.runtime.worker import Worker
+    from rlhpc.training.contract import ActorSection
 
 _BACKENDS = {
-    "local": "rlhpc.training.lm_local:LocalLMBackend",
+    "local": "rlhpc.training.replicated:ReplicatedBackend",
     "fsdp": "rlhpc.training.fsdp:FsdpBackend",
     "deepspeed": "rlhpc.training.zero:DeepSpeedBackend",
 }
 
 
-def make_backend(cfg: Any, worker: Worker) -> TrainingBackend:
-    """Builds what `actor.training_backend` names: `local`, `fsdp`, `deepspeed`, or `module:Class`, called with
-    `(cfg, worker)`. All ranks of the worker's group call it.
+def make_backend(blueprint: Blueprint, actor: ActorSection, worker: Ranks) -> TrainingBackend:
+    """Builds what `actor.training_backend` names: `local`, `fsdp`, `deepspeed`, or `module:Class`, a `TrainingBackend`. All
+    ranks of the worker's group call it.
+
+    Args:
+        blueprint: What is trained.
+        actor: Section `actor` of the configuration.
+        worker: The rank.
 
     Raises:
         ConfigError: There is no such backend, or its package is not installed.
     """
-    name = str(cfg.actor.training_backend)
+    name = str(actor.training_backend)
     target = _BACKENDS.get(name.lower(), name)
     module, _, attribute = target.partition(":")
     if not attribute:
@@ -36,5 +41,5 @@ def make_backend(cfg: Any, worker: Worker) -> TrainingBackend:
         factory = getattr(importlib.import_module(module), attribute)
     except (ImportError, AttributeError) as error:
         raise ConfigError(f"actor.training_backend={name}: {error}") from error
-    backend: TrainingBackend = factory(cfg, worker)
+    backend: TrainingBackend = factory(blueprint, actor, worker)
     return backend

@@ -1,20 +1,17 @@
-"""Low-rank adapters through peft: attach, switch off, merge on the fly, export."""
+"""Low-rank adapters of peft on any module: attach, switch off, merge on the fly."""
 
 from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Callable, Container, Iterator
-from pathlib import Path
+from collections.abc import Container, Iterator
 from typing import Any
 
 import torch
 from torch import nn
 
-from rlhpc.language.tokens.model import export_tokenizer
 from rlhpc.runtime.errors import ConfigError
-
-Full = Callable[[torch.Tensor], torch.Tensor]
+from rlhpc.training.contract import Full
 
 ADAPTER = "default"
 _PREFIX = "base_model.model."
@@ -46,15 +43,7 @@ def attach_lora(model: nn.Module, lora: Any, *, seed: int) -> nn.Module:
     Raises:
         ConfigError: `target_modules` names nothing in this model, or layers that are not linear.
     """
-    package = peft()
-    targets = lora.target_modules
-    config = package.LoraConfig(
-        r=int(lora.rank),
-        lora_alpha=int(lora.alpha),
-        lora_dropout=float(lora.dropout),
-        target_modules=str(targets) if isinstance(targets, str) else [str(name) for name in targets],
-        task_type="CAUSAL_LM",
-    )
+    config = _config(lora, float(lora.dropout), task_type="CAUSAL_LM")
     on_meta = next(model.parameters()).is_meta
     try:
         with (
@@ -65,19 +54,56 @@ def attach_lora(model: nn.Module, lora: Any, *, seed: int) -> nn.Module:
             # peft sees by itself that GPT-2's weights are transposed, and warns that it did.
             warnings.filterwarnings("ignore", message="fan_in_fan_out")
             torch.manual_seed(seed)
-            adapted = package.get_peft_model(model, config, adapter_name=ADAPTER)
+            adapted: nn.Module = peft().get_peft_model(model, config, adapter_name=ADAPTER)
     except ValueError as error:
-        raise ConfigError(f"actor.lora.target_modules is {targets!r}: {error}") from error
+        raise _no_targets(lora, error) from error
+    _finish(adapted, lora)
+    return adapted
+
+
+def inject_lora(model: nn.Module, lora: Any) -> None:
+    """Freezes a part of a policy and gives it adapters in float32, in place: its weights keep their names.
+
+    They have no dropout: the log-probs of what was acted by would be others than those of the update.
+
+    Args:
+        model: Of any kind.
+        lora: rank, alpha, target_modules.
+
+    Raises:
+        ConfigError: As `attach_lora`.
+    """
+    config = _config(lora, 0.0)
+    model.requires_grad_(False)
+    try:
+        peft().inject_adapter_in_model(config, model, adapter_name=ADAPTER)
+    except ValueError as error:
+        raise _no_targets(lora, error) from error
+    _finish(model, lora)
+
+
+def _config(lora: Any, dropout: float, **more: Any) -> Any:
+    targets = lora.target_modules
+    return peft().LoraConfig(
+        r=int(lora.rank),
+        lora_alpha=int(lora.alpha),
+        lora_dropout=dropout,
+        target_modules=str(targets) if isinstance(targets, str) else [str(name) for name in targets],
+        **more,
+    )
+
+
+def _no_targets(lora: Any, reason: object) -> ConfigError:
+    return ConfigError(f"actor.lora.target_modules is {lora.target_modules!r}: {reason}")
+
+
+def _finish(adapted: nn.Module, lora: Any) -> None:
     for name, layer in _layers(adapted):
         if not isinstance(layer.base_layer, nn.Linear) and type(layer.base_layer).__name__ != "Conv1D":
-            raise ConfigError(
-                f"actor.lora.target_modules is {targets!r}: {name} is a {type(layer.base_layer).__name__}; "
-                "adapters go on linear layers"
-            )
+            raise _no_targets(lora, f"{name} is a {type(layer.base_layer).__name__}; adapters go on linear layers")
     for parameter in adapted.parameters():
         if parameter.requires_grad:
             parameter.data = parameter.data.float()
-    return adapted
 
 
 def is_lora(module: nn.Module) -> bool:
@@ -148,22 +174,6 @@ def adapter_weights(module: nn.Module, full: Full) -> dict[str, torch.Tensor]:
     """The adapters' weights, as peft names them in its files."""
     named = module.state_dict(keep_vars=True).items()
     return {name.replace(_INFIX, "."): full(tensor).detach().cpu() for name, tensor in named if ".lora_" in name}
-
-
-def export_adapter(folder: Path, weights: dict[str, torch.Tensor], module: nn.Module, model: Any) -> None:
-    """Writes a folder that `peft.PeftModel.from_pretrained` loads, with the tokenizer."""
-    from rlhpc.checkpoint.state import save_tensors
-
-    folder.mkdir(parents=True, exist_ok=True)
-    config: Any = module.peft_config[ADAPTER]  # type: ignore[index]
-    config.base_model_name_or_path = str(model.model_path)
-    config.inference_mode = True
-    try:
-        config.save_pretrained(folder)
-    finally:
-        config.inference_mode = False
-    save_tensors(folder / "adapter_model.safetensors", weights)
-    export_tokenizer(folder, model)
 
 
 def _layers(module: nn.Module) -> list[tuple[str, Any]]:

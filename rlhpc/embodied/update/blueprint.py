@@ -1,0 +1,120 @@
+"""An embodied policy as what training backends are handed."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Container
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+from torch import nn
+
+from rlhpc.embodied.models import build_model, policy_section
+from rlhpc.embodied.models.base import Policy
+from rlhpc.embodied.models.registry import find_model
+from rlhpc.runs.device import limit_threads
+from rlhpc.runtime.errors import ConfigError
+from rlhpc.training.contract import Blueprint, Full, Named
+from rlhpc.training.zero_config import deepspeed_config
+from rlhpc.weights import frozen_names
+
+if TYPE_CHECKING:
+    from rlhpc.embodied.config import EmbodiedActorConfig
+
+Found = TypeVar("Found")
+
+
+def passed(called: nn.Module, work: Callable[[Any], Found]) -> Found:
+    """Runs `work(policy)` as one forward pass of what a backend gives to be called."""
+    found: Found = called(work)
+    return found
+
+
+class PolicyBlueprint(Blueprint):
+    """The policy of `actor.model` for an environment.
+
+    Where the weights are sharded, policies that can (`Policy.mixed_precision`) compute in `actor.model.dtype`, and what is
+    trained of them is kept in float32. Otherwise each weight computes as the policy has it.
+
+    Args:
+        actor: Section `actor`.
+        seed: Of the initial weights.
+        spaces: Of the observations and of the actions of one environment slot.
+        device: Where it will compute.
+        levels: `algorithm.logprob_type`.
+        look: See `Blueprint.look`.
+    """
+
+    keeps_weights = True
+    unmarked = "local"
+    knobs = "lower actor.micro_batch_size"
+
+    def __init__(
+        self,
+        actor: EmbodiedActorConfig,
+        spaces: tuple[Any, Any],
+        device: torch.device,
+        *,
+        seed: int,
+        look: bool,
+        levels: str = "chunk_level",
+    ) -> None:
+        self.actor, self.seed, self.look = actor, seed, look
+        self.spaces, self.device = spaces, device
+        self._levels = levels
+        self._dtypes: dict[str, torch.dtype] = {}
+        self.dtype = _dtype(actor)
+
+    def build(self, *, empty: bool = False) -> Policy:
+        """See `Blueprint.build`; the initial weights depend on the seed alone."""
+        with _without_weights() if empty else contextlib.nullcontext():
+            policy = build_model(policy_section(self.actor), *self.spaces, seed=self.seed).train()
+        policy.logprob_type = self._levels
+        if self.actor.model.gradient_checkpointing and not policy.recompute_activations():
+            raise ConfigError(
+                f"actor.model.gradient_checkpointing: a policy of model_type {self.actor.model.model_type!r} has nothing to "
+                "recompute; leave it false"
+            )
+        limit_threads(policy, self.device)
+        if self.dtype != torch.float32:
+            self._dtypes = {name: tensor.dtype for name, tensor in policy.state_dict().items()}
+            for parameter in policy.parameters():
+                if parameter.requires_grad:
+                    parameter.data = parameter.data.float()
+        return policy
+
+    def named_weights(self, module: nn.Module, full: Full, without: Container[str] = ()) -> Named:
+        """See `Blueprint.named_weights`: by the policy's own names, which those who act have, too."""
+        for name, tensor in module.state_dict(keep_vars=True).items():
+            if name not in without:
+                value = full(tensor).detach()
+                yield name, value.to(self._dtypes.get(name, value.dtype))
+
+    def frozen_names(self, module: nn.Module) -> frozenset[str]:
+        """See `Blueprint.frozen_names`."""
+        return frozen_names(module)
+
+
+def check_backend(actor: EmbodiedActorConfig) -> None:
+    """Refuses what `actor.training_backend` would refuse after the start.
+
+    Raises:
+        ConfigError: Names the key.
+    """
+    if str(actor.training_backend).lower() == "deepspeed":
+        deepspeed_config(actor, _dtype(actor))
+
+
+def _dtype(actor: EmbodiedActorConfig) -> torch.dtype:
+    """Of the computation."""
+    if str(actor.training_backend).lower() == "local" or str(actor.model.dtype) != "bfloat16":
+        return torch.float32
+    factory = find_model(str(actor.model.model_type))
+    able = isinstance(factory, type) and issubclass(factory, Policy) and factory.mixed_precision
+    return torch.bfloat16 if able else torch.float32
+
+
+def _without_weights() -> contextlib.AbstractContextManager[None]:
+    from rlhpc.embodied.models.vlm import without_weights
+
+    return without_weights()

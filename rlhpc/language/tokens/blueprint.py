@@ -1,0 +1,90 @@
+"""A language model as what training backends are handed."""
+
+from __future__ import annotations
+
+from collections.abc import Container
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from omegaconf import OmegaConf
+from torch import nn
+
+from rlhpc.language.tokens.files import FOLDER, model_files, plain
+from rlhpc.language.tokens.model import compute_dtype, load_causal_lm
+from rlhpc.runtime.durable import fsync_folder, write_durably
+from rlhpc.training import lora
+from rlhpc.training.contract import Blueprint, Full, Named
+
+if TYPE_CHECKING:
+    from rlhpc.language.config import GrpoConfig, SftConfig
+
+
+class LanguageBlueprint(Blueprint):
+    """The causal model of `actor.model`, with adapters where `actor.lora` asks for them, and the reference policy where
+    `algorithm.kl_coef` does."""
+
+    identity_file = "backend.json"
+    knobs = "lower actor.max_tokens_per_micro_batch"
+
+    def __init__(self, cfg: GrpoConfig | SftConfig) -> None:
+        self.actor, self.seed = cfg.actor, int(cfg.runner.seed)
+        self.dtype = compute_dtype(cfg.actor.model)
+        self.lora_rank = int(cfg.actor.lora.rank)
+        section: Any = cfg  # typed for mypy alone: it is OmegaConf's
+        self._kl = float(OmegaConf.select(section, "algorithm.kl_coef") or 0.0) != 0.0  # SFT has none
+        self._files: dict[str, bytes] | None = None
+
+    def build(self, *, empty: bool = False) -> nn.Module:
+        """See `Blueprint.build`. Trainable weights are in float32; frozen ones in the dtype of the computation."""
+        actor = self.actor
+        model: nn.Module = load_causal_lm(
+            actor.model,
+            dtype=self.dtype if self.lora_rank else torch.float32,
+            checkpointing=bool(actor.model.gradient_checkpointing),
+            empty=empty,
+        )
+        return lora.attach_lora(model, actor.lora, seed=self.seed) if self.lora_rank else model
+
+    @property
+    def has_reference(self) -> bool:
+        """See `Blueprint.has_reference`; with adapters it is the model without them."""
+        return self._kl and not self.lora_rank
+
+    def build_reference(self, *, empty: bool = False) -> nn.Module:
+        """See `Blueprint.build_reference`."""
+        module: nn.Module = load_causal_lm(self.actor.model, dtype=self.dtype, empty=empty)
+        return module.eval().requires_grad_(False)
+
+    def identity(self) -> dict[str, Any]:
+        """See `Blueprint.identity`."""
+        return {"actor.lora.rank": self.lora_rank}
+
+    def about(self) -> dict[str, Any]:
+        """See `Blueprint.about`: what conversion needs."""
+        model = self.actor.model
+        return {
+            "model_path": str(model.model_path),
+            "trust_remote_code": bool(model.trust_remote_code),
+            "dtype": str(model.dtype),
+            "lora": plain(self.actor.lora),
+        }
+
+    def write_beside(self, folder: Path, module: nn.Module) -> None:
+        """See `Blueprint.write_beside`: config, tokenizer and code of the model."""
+        if self._files is None:
+            self._files = model_files(module, self.actor.model)
+        (folder / FOLDER).mkdir(exist_ok=True)
+        for name, data in self._files.items():
+            write_durably(folder / FOLDER / name, data)
+        fsync_folder(folder / FOLDER)
+
+    def named_weights(self, module: nn.Module, full: Full, without: Container[str] = ()) -> Named:
+        """See `Blueprint.named_weights`: by their Hugging Face names, in the dtype of the computation, LoRA merged; tied ones
+        once, under the name that comes first."""
+        for name, tensor in lora.full_weights(module, full, without):
+            yield name, tensor.to(self.dtype) if tensor.is_floating_point() else tensor
+
+    def frozen_names(self, module: nn.Module) -> frozenset[str]:
+        """See `Blueprint.frozen_names`: not trained, and nothing merged into them."""
+        return lora.frozen_names(module)

@@ -1,0 +1,154 @@
+"""Training of a language model: token batches and scores, on whatever backend holds the weights."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Container, Sequence
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+
+from rlhpc.language.tokens.batches import TokenBatch
+from rlhpc.language.tokens.blueprint import LanguageBlueprint
+from rlhpc.language.tokens.files import export_adapter
+from rlhpc.language.tokens.model import export_model
+from rlhpc.language.tokens.scores import TokenScores, token_scores
+from rlhpc.runtime.errors import ConfigError
+from rlhpc.training import lora
+from rlhpc.training.contract import Metrics, Named, Ranks
+from rlhpc.training.registry import make_backend
+
+if TYPE_CHECKING:
+    from rlhpc.language.config import GrpoConfig, SftConfig
+
+LossFunction = Callable[[TokenScores, TokenBatch], tuple[torch.Tensor, Metrics]]
+
+
+class TokenTrainer:
+    """A backend of `rlhpc.training` that is asked about tokens. All ranks call the same methods in the same order.
+
+    Args:
+        cfg: GrpoConfig | SftConfiguration.
+        worker: The rank.
+
+    Attributes:
+        backend: Holds the model.
+    """
+
+    def __init__(self, cfg: GrpoConfig | SftConfig, worker: Ranks) -> None:
+        self.blueprint = LanguageBlueprint(cfg)
+        self.backend = make_backend(self.blueprint, cfg.actor, worker)
+        self.actor, self.worker = cfg.actor, worker
+
+    @property
+    def parameters_trained(self) -> int:
+        """Trainable parameters, over all ranks."""
+        return self.backend.parameters_trained
+
+    def forward(self, batch: TokenBatch, *, temperature: float = 1.0, entropy: bool = False) -> TokenScores:
+        """Scores without gradients, in evaluation mode."""
+        return self.backend.evaluate(self._scores(temperature, entropy), batch.to(self.backend.device))
+
+    def reference(self, batch: TokenBatch, *, temperature: float = 1.0) -> TokenScores:
+        """Scores of the reference policy: the weights of before training; with LoRA the model without its adapters."""
+        if self.blueprint.lora_rank:
+            with lora.adapters_off(self.backend.module):
+                return self.forward(batch, temperature=temperature)
+        return self.backend.evaluate_reference(self._scores(temperature), batch.to(self.backend.device))
+
+    def forward_backward(
+        self,
+        micro_batches: Sequence[TokenBatch],
+        loss: LossFunction,
+        *,
+        temperature: float = 1.0,
+        entropy: bool = False,
+    ) -> list[Metrics]:
+        """Accumulates gradients over the rank's micro-batches; their metrics, detached. The ranks give equally many (pad with
+        batches whose mask is empty). See `TrainingBackend.forward_backward`."""
+        scores_of = self._scores(temperature, entropy)
+
+        def run(called: nn.Module, given: TokenBatch) -> tuple[torch.Tensor, Metrics]:
+            batch = given.to(self.backend.device)
+            scores = scores_of(called, batch)
+            value, measured = loss(scores, batch)
+            if not value.requires_grad:  # an empty batch: its backward pass still has to meet the other ranks'
+                value = value + 0.0 * scores.logprobs.sum()
+            return value, measured
+
+        return self.backend.forward_backward(micro_batches, run)
+
+    def _scores(self, temperature: float, entropy: bool = False) -> Callable[[nn.Module, TokenBatch], TokenScores]:
+        def scores(called: nn.Module, batch: TokenBatch) -> TokenScores:
+            return token_scores(called, batch, temperature, entropy)
+
+        return scores
+
+    def optimizer_step(self, lr: float) -> float:
+        """Clips to `actor.optim.clip_grad`, updates; the global norm before clipping. Where that is not finite, nothing is
+        updated on any rank."""
+        return float(self.backend.optimizer_step(lr))
+
+    # -- weights --------------------------------------------------------------------------------------------------
+
+    def named_weights(self, without: Container[str] = ()) -> Named:
+        """All weights in full, by their Hugging Face names, LoRA merged: what a rollout engine takes in. All ranks
+        iterate; each tensor may be dropped before the next is asked for. Those in `without` are left out."""
+        return self.backend.named_weights(without)
+
+    def frozen_names(self) -> frozenset[str]:
+        """Which of them never change."""
+        return self.backend.frozen_names()
+
+    def held_tensors(self) -> Named:
+        """What this rank holds of the weights."""
+        return self.backend.held_tensors()
+
+    def awake(self) -> AbstractContextManager[None]:
+        """See `TrainingBackend.awake`."""
+        return self.backend.awake()
+
+    def save(self, folder: Path) -> None:
+        """Writes model and optimizer below `folder`, each rank its part, durably."""
+        self.backend.save(folder)
+
+    def load(self, folder: Path) -> None:
+        """Restores, on this or another world size.
+
+        Raises:
+            CheckpointError: The checkpoint is of another model or backend.
+        """
+        self.backend.load(folder)
+
+    def export(self, folder: Path, *, adapter_only: bool = False) -> None:
+        """Writes a Hugging Face folder (safetensors, config, tokenizer), LoRA merged unless `adapter_only`; rank 0 writes,
+        all ranks call.
+
+        Raises:
+            ConfigError: `adapter_only` without LoRA.
+        """
+        folder, backend, model = Path(folder), self.backend, self.actor.model
+        if adapter_only and not self.blueprint.lora_rank:
+            raise ConfigError("only an adapter was asked for, but actor.lora.rank is 0: there is none")
+        with backend.awake():
+            if adapter_only:
+                weights = lora.adapter_weights(backend.module, backend.full)
+                if self.worker.rank == 0:
+                    export_adapter(folder, weights, backend.module, model)
+            elif self.worker.rank == 0:
+                named = ((name, tensor.cpu()) for name, tensor in self.named_weights())
+                export_model(folder, named, model, backend.dtype)
+            else:
+                for _ in self.named_weights():  # takes part in the gathering
+                    pass
+        self.worker.barrier()
+
+    def offload(self) -> None:
+        """Moves everything to the host, to give the accelerator to another role."""
+        self.backend.offload()
+
+    def reload(self) -> None:
+        """Inverse of `offload`."""
+        self.backend.reload()

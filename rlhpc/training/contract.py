@@ -1,0 +1,399 @@
+"""One contract of training, for whatever is trained: what a wing hands over, and what a backend does with it.
+
+A backend knows neither tokens nor observations. It is handed a `Blueprint` of the module, holds weights, gradients and
+optimizer in its own way, and runs the functions that it is given on the module. The functions belong to the wing.
+"""
+
+from __future__ import annotations
+
+import abc
+import contextlib
+import json
+import math
+import sys
+from collections.abc import Callable, Container, Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+
+import torch
+from torch import nn
+
+from rlhpc.runtime.device import torch_device
+from rlhpc.runtime.durable import write_durably
+from rlhpc.runtime.errors import CheckpointError, ConfigError
+from rlhpc.training.adam import AdamOptions
+
+if TYPE_CHECKING:
+    from rlhpc.config.sections import DeepspeedConfig, FsdpConfig, OptimConfig
+
+Batch = TypeVar("Batch")
+Found = TypeVar("Found")
+Metrics = dict[str, torch.Tensor]
+#: The whole of a tensor of which a rank may hold a part; all ranks call it for the same ones, in the same order.
+Full = Callable[[torch.Tensor], torch.Tensor]
+Named = Iterator[tuple[str, torch.Tensor]]
+
+
+class ActorSection(Protocol):
+    """What section `actor` of any kind of run has for its backend."""
+
+    @property
+    def training_backend(self) -> str:
+        """Its name."""
+
+    @property
+    def optim(self) -> OptimConfig:
+        """The optimizer."""
+
+    @property
+    def fsdp(self) -> FsdpConfig:
+        """Options of FSDP2."""
+
+    @property
+    def deepspeed(self) -> DeepspeedConfig:
+        """Options of DeepSpeed."""
+
+
+class Ranks(Protocol):
+    """What a backend wants of the worker that it belongs to."""
+
+    @property
+    def rank(self) -> int:
+        """Of this process."""
+
+    @property
+    def world_size(self) -> int:
+        """Ranks that train together."""
+
+    @property
+    def accelerators(self) -> tuple[int, ...]:
+        """Those that were granted."""
+
+    def all_reduce(self, tensor: torch.Tensor, op: str = "sum") -> torch.Tensor:
+        """Reduces over the ranks, in place."""
+
+    def all_gather_object(self, obj: Any) -> list[Any]:
+        """The ranks' objects, in rank order."""
+
+    def barrier(self) -> None:
+        """Waits for all ranks."""
+
+    def init_process_group(self) -> Any:
+        """Forms torch's default process group; None where there is one rank."""
+
+
+class Blueprint(abc.ABC):
+    """What a wing hands over: how its module is made, and what is to be known of it.
+
+    Attributes:
+        dtype: Of the computation. Weights that are trained are kept in float32 (or in what `build` gives them).
+        identity_file: Where a checkpoint notes which backend made it.
+        keeps_weights: The wing writes and reads the weights itself, in full (`named_weights`, `replace_weights`), so a
+            backend that holds all of them need not.
+        look: Each gradient norm is read before its update, also where that waits for the device.
+        unmarked: Name of the backend whose checkpoints may have no such file, as they are from before it was written.
+        knobs: What a user may lower or set where memory is exhausted.
+    """
+
+    dtype: torch.dtype = torch.float32
+    identity_file: str = "training.json"
+    unmarked: str = ""
+    keeps_weights: bool = False
+    look: bool = True
+    knobs: str = "lower actor.micro_batch_size"
+
+    @abc.abstractmethod
+    def build(self, *, empty: bool = False) -> nn.Module:
+        """The module, on the host, with the same weights on every rank.
+
+        Args:
+            empty: Large weights may be on the meta device: another rank's take their place.
+        """
+
+    @property
+    def has_reference(self) -> bool:
+        """Whether a second, frozen model is wanted."""
+        return False
+
+    def build_reference(self, *, empty: bool = False) -> nn.Module:
+        """The frozen model of before training, in `dtype`, as `build` does it."""
+        raise NotImplementedError("this wing has no reference")
+
+    def layers(self, module: nn.Module) -> list[nn.Module]:
+        """The parts that are gathered one at a time where the weights are sharded; what is in none of them is together."""
+        return transformer_layers(module)
+
+    def identity(self) -> dict[str, Any]:
+        """What has to be the same for a checkpoint to be taken."""
+        return {}
+
+    def about(self) -> dict[str, Any]:
+        """What else a checkpoint says of itself, for whoever reads it without the run."""
+        return {}
+
+    def write_beside(self, folder: Path, module: nn.Module) -> None:  # noqa: B027 (most have nothing there)
+        """Writes what belongs beside a checkpoint's weights; rank 0 calls."""
+
+    @abc.abstractmethod
+    def named_weights(self, module: nn.Module, full: Full, without: Container[str] = ()) -> Named:
+        """All weights in full, by the names, and in the dtype, that those who act with them and exports want."""
+
+    @abc.abstractmethod
+    def frozen_names(self, module: nn.Module) -> frozenset[str]:
+        """Which of these never change."""
+
+
+def transformer_layers(module: nn.Module) -> list[nn.Module]:
+    """The layers of the transformers models in a module, as those models name their classes."""
+    package = sys.modules.get("transformers")
+    if package is None:  # then there is none
+        return []
+    models = [part for part in module.modules() if isinstance(part, package.PreTrainedModel)]
+    kinds = {str(name) for model in models for name in model._no_split_modules or ()}
+    return [part for part in module.modules() if type(part).__name__ in kinds]
+
+
+class TrainingBackend(abc.ABC):
+    """Owns module and optimizer of one rank. All ranks call the same methods in the same order.
+
+    Loss functions return the rank's *part* of the global loss: a sum divided by the global count. So gradients are
+    summed over ranks and micro-batches, never averaged, and any split gives the gradient of the whole batch.
+
+    A subclass builds `self.module` (and its optimizer) in its constructor, which ends with `prepare_reference`, and defines
+    `_backward`, `optimizer_step`, `replace_weights`, `save`, `load`, `offload` and `reload`. One whose weights cannot be
+    read where `offload` leaves them says so in `away`, and does what reads or writes them inside `awake`.
+
+    Args:
+        blueprint: What is trained.
+        actor: Section `actor` of the configuration.
+        worker: The rank.
+
+    Attributes:
+        module: What was built.
+        device: Where it computes.
+        base_lr: `actor.optim.lr`.
+    """
+
+    name = ""
+    """As `actor.training_backend` has it; checkpoints carry it."""
+
+    lockstep = True
+    """Whether the ranks must give `forward_backward` equally many micro-batches (pad with ones that train nothing), and
+    evaluate together."""
+
+    module: nn.Module
+
+    def __init__(self, blueprint: Blueprint, actor: ActorSection, worker: Ranks) -> None:
+        self.blueprint, self.actor, self.worker = blueprint, actor, worker
+        self.rank, self.ranks = worker.rank, worker.world_size
+        self.device = torch.device(torch_device(worker.accelerators))
+        self.dtype = blueprint.dtype
+        self.optim = AdamOptions.of(actor.optim)
+        self.base_lr = self.optim.lr
+        self._reference: nn.Module | None = None
+
+    # -- computing ------------------------------------------------------------------------------------------------
+
+    @property
+    def called(self) -> nn.Module:
+        """What a batch is given to: the module, or what a subclass puts in front of it."""
+        return self.module
+
+    @property
+    def parameters_trained(self) -> int:
+        """Trainable parameters, over all ranks."""
+        return sum(p.numel() for p in self.module.parameters() if p.requires_grad)
+
+    def evaluate(self, forward: Callable[[nn.Module, Batch], Found], batch: Batch) -> Found:
+        """Runs `forward(what is called, batch)` without gradients, in evaluation mode. What it returns is tensors, or lists,
+        tuples or dicts of them."""
+        self.module.eval()
+        with torch.no_grad(), explained_out_of_memory(self.blueprint.knobs):
+            return forward(self.called, batch)
+
+    def evaluate_reference(self, forward: Callable[[nn.Module, Batch], Found], batch: Batch) -> Found:
+        """As `evaluate`, by the weights of before training."""
+        if self._reference is None:
+            self._reference = self._make_reference()
+        with torch.no_grad(), explained_out_of_memory(self.blueprint.knobs):
+            return forward(self._reference, batch)
+
+    def forward_backward(
+        self, micro_batches: Sequence[Batch], loss: Callable[[nn.Module, Batch], tuple[torch.Tensor, Metrics]]
+    ) -> list[Metrics]:
+        """Accumulates the gradients of the rank's micro-batches, in place of what was accumulated before; once before each
+        step, for the ranks' sums may be made in it.
+
+        Args:
+            micro_batches: See `lockstep`.
+            loss: `(what is called, micro-batch)` → the rank's part of the loss, and metrics.
+
+        Returns:
+            Each one's metrics, detached.
+        """
+        self._clear()
+        self.module.train()
+        metrics = []
+        with explained_out_of_memory(self.blueprint.knobs):
+            for number, batch in enumerate(micro_batches):
+                value, measured = loss(self.called, batch)
+                self._backward(value, last=number == len(micro_batches) - 1)
+                metrics.append({key: each.detach() for key, each in measured.items()})
+        return metrics
+
+    @abc.abstractmethod
+    def optimizer_step(self, lr: float) -> torch.Tensor:
+        """Sums the gradients over the ranks, clips them to `actor.optim.clip_grad`, updates. Where `refuses` says so of their
+        norm, nothing is updated on any rank.
+
+        Returns:
+            The global norm before clipping, a tensor: reading it may wait for the device.
+        """
+
+    def refuses(self, norm: torch.Tensor) -> bool:
+        """Whether a step with this gradient norm was not taken, as it is not finite. A backend that reads norms late, because
+        the wing does not ask it to `look`, does not know; the wing then reads them at the end of its update, before any
+        weight leaves the rank."""
+        return not math.isfinite(norm)
+
+    def bad_gradients(self) -> list[str]:
+        """Parameters whose gradient, summed over the ranks, was not finite in the step that was just refused; all ranks ask.
+        Empty where the backend cannot say."""
+        return []
+
+    def _clear(self) -> None:  # noqa: B027 (or there are none)
+        """Forgets gradients that no step took."""
+
+    def _backward(self, loss: torch.Tensor, last: bool) -> None:
+        """Accumulates the gradient of one micro-batch; `last` of this call's."""
+        loss.backward()
+
+    def prepare_reference(self) -> None:
+        """Builds the reference now if the run will want it."""
+        if self.blueprint.has_reference and self._reference is None:
+            self._reference = self._make_reference()
+
+    @abc.abstractmethod
+    def _make_reference(self) -> nn.Module:
+        """The frozen second model, ready to be called."""
+
+    # -- weights --------------------------------------------------------------------------------------------------
+
+    def full(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The whole of a weight of which this rank may hold a part; all ranks call it for the same ones."""
+        return tensor
+
+    def named_weights(self, without: Container[str] = ()) -> Named:
+        """All weights in full, as `Blueprint.named_weights` has them. All ranks iterate; each tensor may be dropped before
+        the next is asked for. Those in `without` are left out."""
+        with self.awake():
+            yield from self.blueprint.named_weights(self.module, self.full, without)
+
+    def frozen_names(self) -> frozenset[str]:
+        """Which of them never change."""
+        return self.blueprint.frozen_names(self.module)
+
+    @abc.abstractmethod
+    def replace_weights(self, tensors: dict[str, torch.Tensor]) -> None:
+        """Takes over the module's whole state, in full; the optimizer stays as it is. All ranks give the same."""
+
+    def held_tensors(self) -> Named:
+        """What this rank holds of the weights, in whatever dtype: its shards, where they are sharded."""
+        yield from ((name, parameter.detach()) for name, parameter in self.module.named_parameters())
+
+    # -- checkpoints ----------------------------------------------------------------------------------------------
+
+    @abc.abstractmethod
+    def save(self, folder: Path) -> None:
+        """Writes model and optimizer below `folder`, each rank its part, durably."""
+
+    @abc.abstractmethod
+    def load(self, folder: Path) -> None:
+        """Restores, on this or another world size; options such as eps stay those of the configuration.
+
+        Raises:
+            CheckpointError: The checkpoint is of another model or backend, or cannot be read.
+        """
+
+    def write_identity(self, folder: Path) -> None:
+        """Notes, on rank 0, what made the checkpoint, and what is needed beside its weights."""
+        if self.rank != 0:
+            return
+        text = json.dumps({**self._identity(), "about": self.blueprint.about()}, indent=2, sort_keys=True)
+        write_durably(folder / self.blueprint.identity_file, text.encode() + b"\n")
+        self.blueprint.write_beside(folder, self.module)
+
+    def check_identity(self, folder: Path) -> None:
+        """Refuses a checkpoint of another backend or model.
+
+        Raises:
+            CheckpointError: Names what differs.
+        """
+        path = Path(folder) / self.blueprint.identity_file
+        if self.name == self.blueprint.unmarked and not path.exists():
+            return
+        try:
+            found = json.loads(path.read_text())
+        except (OSError, ValueError) as error:
+            raise CheckpointError(f"{path}: not a checkpoint of this kind of model ({error})") from error
+        for key, expected in self._identity().items():
+            if found.get(key) != expected:
+                raise CheckpointError(
+                    f"{folder}: the checkpoint has {key} {found.get(key)!r}, this configuration {expected!r}"
+                )
+
+    def _identity(self) -> dict[str, Any]:
+        return {
+            "actor.training_backend": self.name,
+            **self.blueprint.identity(),
+            "trainable parameters": self.parameters_trained,
+        }
+
+    # -- giving the accelerator away ------------------------------------------------------------------------------
+
+    @abc.abstractmethod
+    def offload(self) -> None:
+        """Moves everything to the host, to give the accelerator to another role."""
+
+    @abc.abstractmethod
+    def reload(self) -> None:
+        """Inverse of `offload`."""
+
+    @property
+    def away(self) -> bool:
+        """Whether the weights are where nothing can be done with them but `reload`."""
+        return False
+
+    @contextlib.contextmanager
+    def awake(self) -> Iterator[None]:
+        """Takes back what `offload` gave away, and gives it away again at the end. Checkpoints and weights are asked for
+        while another role is about to take the accelerator."""
+        if not self.away:
+            yield
+            return
+        self.reload()
+        try:
+            yield
+        finally:
+            self.offload()
+
+
+@contextlib.contextmanager
+def explained_out_of_memory(knobs: str) -> Iterator[None]:
+    """Turns an allocation that failed into a message that names what can be done.
+
+    Raises:
+        ConfigError: Memory was exhausted.
+    """
+    try:
+        yield
+    except (torch.OutOfMemoryError, MemoryError, RuntimeError) as error:
+        exhausted = isinstance(error, (torch.OutOfMemoryError, MemoryError)) or "can't allocate memory" in str(error)
+        if not exhausted:
+            raise
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise ConfigError(
+            f"out of memory in a forward or backward pass: {knobs}, set actor.model.gradient_checkpointing=true, or with "
+            "actor.training_backend=fsdp set actor.fsdp.cpu_offload=true, with deepspeed actor.deepspeed.cpu_offload=true "
+            f"({reason})"
+        ) from error

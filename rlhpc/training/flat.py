@@ -1,0 +1,189 @@
+"""A module whose trainable weights and gradients are views of two flat buffers: one all-reduce and five kernels a step."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from rlhpc.algorithms.finite import bad_tensors
+from rlhpc.runtime.errors import CheckpointError, ConfigError
+from rlhpc.training.adam import AdamOptions, FlatAdam
+
+Reduce = Callable[[torch.Tensor], torch.Tensor]
+
+
+class FlatModule:
+    """A module and its optimizer, the same on every rank.
+
+    Losses are sums over a rank's part divided by the *global* count, so the ranks' gradients add up to the gradient of
+    the whole minibatch, whatever the split. Moving the module afterwards is this class's business.
+
+    Args:
+        module: Already on its device.
+        options: Of the optimizer.
+        reduce: Sums a tensor over the group, in place.
+        ranks: World size of the group.
+        look: Reads each gradient norm before the update also where that waits for the device.
+        dtype: Of the computation: with another one than that of the weights (float32), the module gets copies of them, and
+            each micro-batch's gradient is added to the buffer of theirs as soon as it is known. None: that of the weights.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        options: AdamOptions,
+        reduce: Reduce = lambda t: t,
+        ranks: int = 1,
+        *,
+        look: bool = False,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        self.module, self.base_lr, self.clip_grad = module, options.lr, options.clip_grad
+        self._reduce, self._ranks, self._look = reduce, ranks, look
+        named = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
+        self.names, self._parameters = [name for name, _ in named], [p for _, p in named]
+        if not named:
+            raise ConfigError("actor.model has no trainable parameters")
+        if len({(p.dtype, p.device) for p in self._parameters}) != 1:
+            raise ConfigError("actor.training_backend=local needs all trainable parameters on one device, in one dtype")
+        self._sizes, self._shapes = [p.numel() for p in self._parameters], [p.shape for p in self._parameters]
+        self._weights = torch.cat([p.detach().reshape(-1) for p in self._parameters])
+        self._gradients = torch.zeros_like(self._weights)
+        self._compute = self._weights if dtype in (None, self._weights.dtype) else self._weights.to(dtype)
+        self._attach()
+        if self.mixed:
+            for index, parameter in enumerate(self._parameters):
+                parameter.register_post_accumulate_grad_hook(self._adder(index))
+        self.optimizer = FlatAdam(self._weights, self._gradients, options)
+
+    @property
+    def mixed(self) -> bool:
+        """Whether the module computes with copies."""
+        return self._compute is not self._weights
+
+    def _attach(self) -> None:
+        """Makes parameters and gradients views of the flat buffers."""
+        self._grad_views = self.split(self._gradients)
+        parts = zip(self._parameters, self.split(self._compute), self._grad_views, strict=True)
+        for parameter, weight, gradient in parts:
+            parameter.grad = None  # a gradient of the old data would refuse the new
+            parameter.data = weight
+            if not self.mixed:
+                parameter.grad = gradient
+
+    def _adder(self, index: int) -> Callable[[torch.Tensor], None]:
+        def add(parameter: torch.Tensor) -> None:
+            assert parameter.grad is not None
+            self._grad_views[index].add_(parameter.grad)
+            parameter.grad = None
+
+        return add
+
+    def split(self, flat: torch.Tensor) -> list[torch.Tensor]:
+        """Views of a flat tensor in the parameters' shapes."""
+        return [part.view(shape) for part, shape in zip(flat.split(self._sizes), self._shapes, strict=True)]
+
+    @property
+    def weights(self) -> torch.Tensor:
+        """All trainable parameters, flat; a view."""
+        return self._weights
+
+    def named(self) -> dict[str, torch.Tensor]:
+        """The weights that are trained, by name, as the optimizer has them; views."""
+        return dict(zip(self.names, self.split(self._weights), strict=True))
+
+    def zero_grad(self) -> None:
+        """Clears the gradients."""
+        self._gradients.zero_()
+
+    @torch.no_grad()
+    def optimizer_step(self, lr: float) -> torch.Tensor:
+        """Sums the gradients over the ranks, clips, updates; nothing is updated where `refuses` says so of the norm.
+
+        Returns:
+            The global gradient norm before clipping, a tensor (reading it would wait for the device).
+        """
+        if self._ranks > 1:
+            self._reduce(self._gradients)
+        norm = torch.linalg.vector_norm(self._gradients)
+        if self.refuses(norm):
+            return norm
+        if self.clip_grad > 0:
+            self._gradients.mul_((self.clip_grad / (norm + 1e-6)).clamp_(max=1.0))
+        self.optimizer.lr = lr
+        self.optimizer.step()
+        self._copied()
+        return norm
+
+    @torch.no_grad()
+    def _copied(self) -> None:
+        if self.mixed:
+            self._compute.copy_(self._weights)
+
+    def refuses(self, norm: torch.Tensor) -> bool:
+        """Whether a step with this gradient norm is not taken, as it is not finite. On an accelerator that is only known where
+        it was told to look: else the caller reads the norms at the end of its update, before any weight leaves."""
+        return (self._look or norm.device.type == "cpu") and not math.isfinite(norm)
+
+    def bad_gradients(self) -> list[str]:
+        """Parameters whose gradient, summed over the ranks, is not finite."""
+        return bad_tensors(zip(self.names, self.split(self._gradients), strict=True))
+
+    # -- state ----------------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def replace(self, tensors: dict[str, torch.Tensor]) -> None:
+        """Takes over the values of all that is trained; the optimizer stays as it is."""
+        for name, view in self.named().items():
+            view.copy_(tensors[name])
+        self._copied()
+
+    def state_dict(self) -> dict[str, Any]:
+        """The optimizer's state, by parameter name."""
+        averages = zip(
+            self.names, self.split(self.optimizer.exp_avg), self.split(self.optimizer.exp_avg_sq), strict=True
+        )
+        state = {name: {"exp_avg": first.clone(), "exp_avg_sq": second.clone()} for name, first, second in averages}
+        return {"optimizer": self.optimizer.name, "steps": self.optimizer.steps, "state": state}
+
+    @torch.no_grad()
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Inverse of `state_dict`; takes the flat state, too, that language models' checkpoints had at first. Options such as
+        the learning rate stay those of the configuration.
+
+        Raises:
+            CheckpointError: The state is of a model with other parameters.
+        """
+        own = (("exp_avg", self.optimizer.exp_avg), ("exp_avg_sq", self.optimizer.exp_avg_sq))
+        foreign = CheckpointError("actor.model: the checkpoint's optimizer belongs to a model with other parameters")
+        if "state" not in state:
+            if any(state[kind].shape != flat.shape for kind, flat in own):
+                raise foreign
+            for kind, flat in own:
+                flat.copy_(state[kind])
+        else:
+            saved, shapes = state["state"], dict(zip(self.names, map(tuple, self._shapes), strict=True))
+            if {name: tuple(value["exp_avg"].shape) for name, value in saved.items()} != shapes:
+                raise foreign
+            for kind, flat in own:
+                flat.copy_(torch.cat([saved[name][kind].reshape(-1) for name in self.names]))
+        self.optimizer.steps = int(state["steps"])
+
+    @torch.no_grad()
+    def to(self, device: torch.device) -> None:
+        """Moves weights, gradients, optimizer, and whatever else the module has."""
+        if self._weights.device.type == device.type:
+            return
+        mixed = self.mixed
+        self._weights, self._gradients = self._weights.to(device), self._gradients.to(device)
+        self._compute = self._compute.to(device) if mixed else self._weights
+        self._attach()
+        trained = set(map(id, self._parameters))
+        for tensor in (*self.module.parameters(), *self.module.buffers()):
+            if id(tensor) not in trained:
+                tensor.data = tensor.data.to(device)
+        self.optimizer.to(self._weights, self._gradients)

@@ -1,0 +1,106 @@
+"""`actor.training_backend: local`: replicated weights, gradients in one flat buffer, one all-reduce a step."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+
+from rlhpc.checkpoint.state import load_state, load_tensors, save_state, save_tensors
+from rlhpc.runtime.errors import CheckpointError
+from rlhpc.training.contract import Blueprint, Named, Ranks, TrainingBackend
+from rlhpc.training.flat import FlatModule
+
+if TYPE_CHECKING:
+    from rlhpc.training.contract import ActorSection
+
+MODEL, OPTIMIZER = "model.safetensors", "optimizer.pt"
+
+
+class ReplicatedBackend(TrainingBackend):
+    """Every rank holds all weights. In mixed precision it computes with a copy in the blueprint's dtype of the float32
+    weights."""
+
+    name = "local"
+    lockstep = False
+
+    def __init__(self, blueprint: Blueprint, actor: ActorSection, worker: Ranks) -> None:
+        super().__init__(blueprint, actor, worker)
+        self.module = blueprint.build().to(self.device)
+        # A wing that keeps the weights has them as they compute.
+        dtype = None if blueprint.keeps_weights else self.dtype
+        self.flat = FlatModule(self.module, self.optim, worker.all_reduce, self.ranks, look=blueprint.look, dtype=dtype)
+        self.prepare_reference()
+
+    def _make_reference(self) -> nn.Module:
+        return self.blueprint.build_reference().to(self.device)
+
+    def _clear(self) -> None:
+        self.flat.zero_grad()
+
+    def optimizer_step(self, lr: float) -> torch.Tensor:
+        """See `TrainingBackend.optimizer_step`. The gradients stay until the next `forward_backward`."""
+        return self.flat.optimizer_step(lr)
+
+    def refuses(self, norm: torch.Tensor) -> bool:
+        """See `TrainingBackend.refuses`."""
+        return self.flat.refuses(norm)
+
+    def bad_gradients(self) -> list[str]:
+        """See `TrainingBackend.bad_gradients`."""
+        return self.flat.bad_gradients()
+
+    def replace_weights(self, tensors: dict[str, torch.Tensor]) -> None:
+        """See `TrainingBackend.replace_weights`."""
+        self.module.load_state_dict(tensors)
+        if self.flat.mixed:
+            self.flat.replace(tensors)
+
+    def held_tensors(self) -> Named:
+        """The weights as they are trained, and the optimizer's averages."""
+        yield from self.flat.named().items()
+        optimizer = self.flat.optimizer
+        yield from (("optimizer.exp_avg", optimizer.exp_avg), ("optimizer.exp_avg_sq", optimizer.exp_avg_sq))
+
+    def save(self, folder: Path) -> None:
+        """Rank 0 writes the optimizer, and the trained weights, in float32, where the wing does not."""
+        folder = Path(folder)
+        if self.rank == 0:
+            folder.mkdir(parents=True, exist_ok=True)
+            if not self.blueprint.keeps_weights:
+                save_tensors(folder / MODEL, self.flat.named())
+            save_state(folder / OPTIMIZER, self.flat.state_dict())
+            self.write_identity(folder)
+        self.worker.barrier()
+
+    def load(self, folder: Path) -> None:
+        """See `TrainingBackend.load`."""
+        folder = Path(folder)
+        self.check_identity(folder)
+        if not self.blueprint.keeps_weights:
+            tensors = load_tensors(folder / MODEL)
+            shapes = {name: tensor.shape for name, tensor in self.flat.named().items()}
+            if {name: tensor.shape for name, tensor in tensors.items()} != shapes:
+                raise CheckpointError(
+                    f"{folder / MODEL} holds other parameters than actor.model.model_path and actor.lora"
+                )
+            self.flat.replace(tensors)
+        self.flat.load_state_dict(load_state(folder / OPTIMIZER, map_location=str(self.device)))
+        self.flat.zero_grad()
+
+    def offload(self) -> None:
+        """Moves everything to the host."""
+        self._move(torch.device("cpu"))
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def reload(self) -> None:
+        """Inverse of `offload`."""
+        self._move(self.device)
+
+    def _move(self, device: torch.device) -> None:
+        self.flat.to(device)
+        if self._reference is not None:
+            self._reference.to(device)
