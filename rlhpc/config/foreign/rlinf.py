@@ -35,12 +35,12 @@ def translate(found: Composed, source: str) -> Translation:
         )
     if task == "embodied" and loss in LOSSES:
         kind = f"embodied ({leaves.get('algorithm.adv_type')}, {loss})"
-        rows, left = [*_RUN, *embodied.PLAYED, *embodied.PPO, *embodied.POLICY], EMBODIED
+        rows, left = [*RUN, *embodied.PLAYED, *embodied.PPO, *embodied.POLICY, *embodied.SEEING], EMBODIED
     elif task == "embodied" and loss == "embodied_sac":
         kind = "off_policy (SAC)"
-        rows, left = [*_RUN, *embodied.PLAYED, *embodied.SAC, *embodied.POLICY], EMBODIED
+        rows, left = [*RUN, *embodied.PLAYED, *embodied.SAC, *embodied.POLICY], EMBODIED
     elif task == "reasoning":
-        kind, rows, left = f"reasoning ({leaves.get('algorithm.adv_type')})", [*_RUN, *LANGUAGE_ROWS], LANGUAGE
+        kind, rows, left = f"reasoning ({leaves.get('algorithm.adv_type')})", [*RUN, *LANGUAGE_ROWS], LANGUAGE
     else:
         raise ConfigError(
             f"{source}: runner.task_type {task} with algorithm.loss_type {loss} has no counterpart in rlhpc; imported are "
@@ -118,13 +118,12 @@ def _accelerators(read: Reading) -> Any:
     return math.ceil((max(ranks) + 1) / int(read("cluster.num_nodes", 1))) if ranks else NOTHING
 
 
-_RUN: Rows = [
+RUN: Rows = [
     ("runner.task_type", lambda read: _task(read)),
     ("runner.name", _name),
     ("runner.seed", "actor.seed"),
     ("runner.max_steps", _steps),
     ("runner.save_interval", "runner.save_interval"),
-    ("runner.val_check_interval", "runner.val_check_interval"),
     ("runner.resume_dir", _resume),
     ("runner.logger.logger_backends", _loggers),
     ("runner.logger.kwargs", _logger_options),

@@ -150,6 +150,7 @@ def _scale(read: Reading) -> Any:
 
 
 PLAYED: Rows = [
+    ("runner.val_check_interval", "runner.val_check_interval"),
     ("algorithm.rollout_steps", _rollout_steps),
     ("env.train.env_type", _env_type),
     ("env.train.env_id", _env_id("train")),
@@ -326,7 +327,6 @@ def _policy_options(read: Reading) -> Any:
 
 
 POLICY: Rows = [
-    ("actor.training_backend", lambda read: "local" if read("actor.training_backend") else NOTHING),
     ("actor.model.model_type", _model_type),
     ("actor.model.hidden_sizes", lambda read: [256, 256, 256] if _is_mlp(read) else NOTHING),
     (
@@ -334,6 +334,11 @@ POLICY: Rows = [
         lambda r: -0.5 if _is_mlp(r) and r.leaves.get("algorithm.loss_type") in LOSSES else NOTHING,
     ),
     ("actor.model.num_action_chunks", "actor.model.num_action_chunks"),
+    ("actor.model.kwargs", _policy_options),
+]
+#: Of PPO and GRPO besides: SAC has policies that see no words.
+SEEING: Rows = [
+    ("actor.training_backend", lambda read: "local" if read("actor.training_backend") else NOTHING),
     (
         "actor.model.value_per_action",
         lambda read: (
@@ -344,7 +349,6 @@ POLICY: Rows = [
             else NOTHING
         ),
     ),
-    ("actor.model.kwargs", _policy_options),
     ("actor.model.add_value_head", _seeing("actor.model.add_value_head")),
     ("actor.model.model_path", _seeing("actor.model.model_path")),
     ("actor.model.dtype", _seeing(_policy_dtype)),

@@ -34,6 +34,7 @@ EMBODIED = [
         "SAC has no use for it",
         True,
     ),
+    Left("actor.training_backend", "embodied policies are replicated on each rank", True),
     Left("algorithm.ratio_clip_eps", "clip_ratio_low and clip_ratio_high say it", True),
     Left("algorithm.critic_subsample_size", "there are two critics, and both are taken", (0, 2)),
     Left("algorithm.enable_drq actor.enable_drq", "pictures are not shifted at random", (False,)),
@@ -175,6 +176,7 @@ EMBODIED = [
 
 #: Of language models.
 LANGUAGE = [
+    Left("runner.val_check_interval", "the workflow evaluates each checkpoint (runner.save_interval)", True),
     Left(
         "algorithm.early_stop_imp_ratio",
         "an update is not stopped by its ratios (algorithm.target_kl can stop a step's updates)",

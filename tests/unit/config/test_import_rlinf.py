@@ -10,7 +10,10 @@ import yaml
 from omegaconf import OmegaConf
 
 from rlhpc import cli
-from rlhpc.config import load_config
+from rlhpc.config.foreign import rlinf, rlinf_embodied, rlinf_language
+from rlhpc.config.keys import Schema
+from rlhpc.runs.configuration import load_config
+from rlhpc.runs.kinds import find_kind
 
 #: In RLinf's format, but of our own making: a piece for each group of a `defaults:` list, references, an environment variable.
 CUBE = {
@@ -138,6 +141,20 @@ def keys_of(tree: Any, prefix: str = "") -> list[str]:
     if not (isinstance(tree, dict) and tree):
         return [prefix[:-1]]
     return [key for name, below in tree.items() for key in keys_of(below, f"{prefix}{name}.")]
+
+
+@pytest.mark.parametrize(
+    ("kind", "rows"),
+    [
+        ("embodied", [*rlinf_embodied.PPO, *rlinf_embodied.SEEING]),
+        ("off_policy", rlinf_embodied.SAC),
+        ("reasoning", rlinf_language.ROWS),
+    ],
+)
+def test_what_is_written_are_keys_of_that_kind(kind: str, rows: Any) -> None:
+    common = [] if kind == "reasoning" else [*rlinf_embodied.PLAYED, *rlinf_embodied.POLICY]
+    keys = Schema(find_kind(kind).config, kind).keys
+    assert not [ours for ours, _ in [*rlinf.RUN, *common, *rows] if ours and ours not in keys]
 
 
 def test_ppo_becomes_a_run_of_ours(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
