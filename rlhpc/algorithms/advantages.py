@@ -59,7 +59,7 @@ def calculate_adv_and_returns(
             raise ConfigError(f"{adv_type}: {name} has shape {tuple(tensor.shape)}, rewards {tuple(rewards.shape)}")
     if group_ids is not None and group_ids.shape != rewards.shape[:1]:
         raise ConfigError(f"{adv_type}: group_ids has shape {tuple(group_ids.shape)}, not ({rewards.shape[0]},)")
-    estimator = ADVANTAGES.get(adv_type)
+    estimator = ADVANTAGES.find(adv_type)
     advantages, returns = estimator(
         rewards=rewards, values=values, next_values=next_values, terminations=terminations, truncations=truncations,
         mask=mask, group_ids=group_ids, gamma=gamma, gae_lambda=gae_lambda, all_reduce=all_reduce, **kw,

@@ -94,7 +94,7 @@ def policy_loss(
         rollout_logprobs = torch.where(mask, rollout_logprobs, old_logprobs)
     if kw.get("proximal_logprobs") is not None:
         kw["proximal_logprobs"] = torch.where(mask, kw["proximal_logprobs"], old_logprobs)
-    per_token, metrics = POLICY_LOSSES.get(loss_type)(
+    per_token, metrics = POLICY_LOSSES.find(loss_type)(
         logprobs=logprobs, old_logprobs=old_logprobs, advantages=advantages, mask=mask, clip_ratio_low=clip_ratio_low,
         clip_ratio_high=clip_ratio_high, clip_ratio_c=clip_ratio_c, **kw,
     )  # fmt: skip

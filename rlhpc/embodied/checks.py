@@ -11,6 +11,7 @@ from omegaconf import OmegaConf
 
 from rlhpc.config.rules import Fail, check_choice, check_name
 from rlhpc.runtime.errors import ConfigError
+from rlhpc.runtime.lookup import offered
 
 #: Policies that come with the package.
 MODELS = ("mlp", "cnn", "resnet", "flow", "sac", "vla", "pi0")
@@ -32,9 +33,9 @@ def check_common(cfg: Any, fail: Fail) -> None:
     if str(model.model_type).lower() in MODELS:
         check_options(model, fail)
     else:
-        from rlhpc.embodied.models.registry import find_model
+        from rlhpc.embodied.models.registry import MODELS as REGISTRY
 
-        find_model(str(model.model_type))
+        REGISTRY.find(str(model.model_type))
     for suite in cfg.workflow.eval_suites:
         check_name("workflow.eval_suites", str(suite), ("default", *map(str, cfg.workflow.suites)), fail)
     for name, side in (("train", cfg.env.train), ("eval", cfg.env.eval)):
@@ -47,9 +48,9 @@ def check_common(cfg: Any, fail: Fail) -> None:
         if str(side.env_type).lower() == "gymnasium":
             _gymnasium_id(f"env.{name}.env_id", str(side.env_id), fail)
         else:
-            from rlhpc.embodied.envs.registry import find_env
+            from rlhpc.embodied.envs.registry import ENVS
 
-            find_env(str(side.env_type))
+            ENVS.find(str(side.env_type))
 
 
 def _gymnasium_id(key: str, env_id: str, fail: Fail) -> None:
@@ -136,7 +137,8 @@ def check_adapters(cfg: Any, fail: Fail) -> None:
     model = cfg.actor.model
     backend = str(cfg.actor.training_backend)
     if ":" not in backend:
-        check_choice("actor.training_backend", backend, ("local", "fsdp", "deepspeed"), fail)
+        allowed = ("local", "fsdp", "deepspeed", *offered("rlhpc.training_backends"))
+        check_choice("actor.training_backend", backend, allowed, fail)
     if cfg.actor.lora.rank:
         if str(model.model_type).lower() not in _ADAPTED:
             raise fail("actor.lora.rank", f"adapters are for {' and '.join(_ADAPTED)}; the others train all weights: 0")

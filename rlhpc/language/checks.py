@@ -10,11 +10,15 @@ from omegaconf import OmegaConf
 
 from rlhpc.config.rules import Fail, check_choice
 from rlhpc.runtime.errors import ConfigError, PlacementError
+from rlhpc.runtime.lookup import offered
 
 #: What each component computes with.
 _COMPUTES = {"actor": "actor.training_backend", "rollout": "rollout.rollout_backend"}
-#: Names that come with the package; others are `module:Class`.
-_BACKENDS = {"actor.training_backend": ("local", "fsdp", "deepspeed"), "rollout.rollout_backend": ("hf", "vllm")}
+#: Names that come with the package, and the entry point group of others; or they are `module:Class`.
+_BACKENDS = {
+    "actor.training_backend": (("local", "fsdp", "deepspeed"), "rlhpc.training_backends"),
+    "rollout.rollout_backend": (("hf", "vllm"), "rlhpc.engines"),
+}
 
 
 def check_common(cfg: Any, fail: Fail, *, training: bool) -> None:
@@ -27,9 +31,9 @@ def check_common(cfg: Any, fail: Fail, *, training: bool) -> None:
     def value(key: str) -> Any:
         return OmegaConf.select(cfg, key)
 
-    for key, allowed in _BACKENDS.items():
+    for key, (allowed, group) in _BACKENDS.items():
         if ":" not in str(value(key)):
-            check_choice(key, str(value(key)), (*allowed, "module:Class"), fail)
+            check_choice(key, str(value(key)), (*allowed, *offered(group), "module:Class"), fail)
     if not cfg.actor.model.model_path:
         raise fail("actor.model.model_path", "name a Hugging Face folder, or builtin:tiny or builtin:smollm2")
     if cfg.actor.model.kwargs and not str(cfg.actor.model.model_path).startswith("builtin:"):
@@ -51,26 +55,26 @@ def check_common(cfg: Any, fail: Fail, *, training: bool) -> None:
 
 def _sources(cfg: Any) -> None:
     """Problems of training and of evaluation. What comes with the package is known without an import."""
-    from rlhpc.language.data.registry import find_source, source_types
+    from rlhpc.language.data.registry import SOURCES
 
-    known = source_types()
+    known = SOURCES.names()
     for key, section in (("data.train", cfg.data.train), *((f"data.eval[{s.name}]", s) for s in cfg.data.eval)):
         if str(section.source).lower() not in known:
-            find_source(str(section.source), key)
+            SOURCES.find(str(section.source), f"{key}.source")
 
 
 def _judges(cfg: Any) -> None:
     """Rewards, and who answers the model, in the same way."""
-    from rlhpc.language.agents.registry import agent_names, find_agent
-    from rlhpc.language.rewards.registry import find_reward, reward_names
+    from rlhpc.language.agents.registry import AGENTS
+    from rlhpc.language.rewards.registry import REWARDS
 
-    known = reward_names()
+    known = REWARDS.names()
     for term in cfg.reward.terms:
         if str(term.name).lower() not in known:
-            find_reward(str(term.name))
+            REWARDS.find(str(term.name))
     agent = cfg.rollout.agent
-    if agent is not None and str(agent).lower() not in agent_names():
-        find_agent(str(agent))
+    if agent is not None and str(agent).lower() not in AGENTS.names():
+        AGENTS.find(str(agent))
 
 
 def check_reasoning(cfg: Any, fail: Fail) -> None:

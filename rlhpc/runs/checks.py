@@ -182,5 +182,5 @@ def check_estimators(cfg: Any) -> None:
         from rlhpc import algorithms  # noqa: F401  (fills the registries)
         from rlhpc.algorithms.registry import ADVANTAGES, POLICY_LOSSES
 
-        ADVANTAGES.get(str(cfg.algorithm.adv_type))
-        POLICY_LOSSES.get(str(cfg.algorithm.loss_type))
+        ADVANTAGES.find(str(cfg.algorithm.adv_type))
+        POLICY_LOSSES.find(str(cfg.algorithm.loss_type))

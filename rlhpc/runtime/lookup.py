@@ -1,11 +1,18 @@
-"""What a configuration names by its import path."""
+"""What a configuration names: something registered or built in, another package's entry point, or `module:attribute`."""
 
 from __future__ import annotations
 
+import difflib
 import importlib
-from typing import Any
+import operator
+from collections.abc import Callable, Iterable, Mapping
+from importlib.metadata import EntryPoint, entry_points
+from typing import Any, Generic, TypeVar
 
 from rlhpc.runtime.errors import ConfigError
+
+Found = TypeVar("Found", bound=Callable[..., Any])
+Given = TypeVar("Given", bound=Callable[..., Any])
 
 
 def load_attribute(path: str, key: str) -> Any:
@@ -16,9 +23,84 @@ def load_attribute(path: str, key: str) -> Any:
     """
     module, _, attribute = path.partition(":")
     try:
-        found = getattr(importlib.import_module(module), attribute)
+        found = operator.attrgetter(attribute)(importlib.import_module(module))
     except (ImportError, AttributeError, TypeError, ValueError) as error:
         raise ConfigError(f"{key} is {path!r}, which cannot be imported: {error}") from None
     if not callable(found):
         raise ConfigError(f"{key} is {path!r}, which is a {type(found).__name__}, no class and no function")
     return found
+
+
+def offered(group: str) -> dict[str, EntryPoint]:
+    """What installed packages offer under an entry point group, by name in lower case."""
+    return {entry.name.lower(): entry for entry in entry_points(group=group)}
+
+
+def nearest(name: str, names: Iterable[str]) -> str:
+    """`; did you mean 'gae'?`, or `;` where nothing comes near."""
+    near = difflib.get_close_matches(name.lower(), list(names), 1)
+    return f"; did you mean {near[0]!r}?" if near else ";"
+
+
+class Registry(Generic[Found]):
+    """Classes or functions of one kind by name; case does not matter.
+
+    Args:
+        kind: For messages: "advantage estimator".
+        key: The configuration key that names one.
+        group: Entry point group in which other packages may offer more.
+        built_in: Name → `module:attribute`, imported when it is asked for.
+        form: How one that has no name is written: `module:function` or `module:Class`.
+    """
+
+    def __init__(
+        self,
+        kind: str,
+        key: str,
+        group: str,
+        built_in: Mapping[str, str] | None = None,
+        form: str = "module:Class",
+    ) -> None:
+        self.kind, self.key, self.group, self.form = kind, key, group, form
+        self.built_in = dict(built_in or {})
+        self._registered: dict[str, Found] = {}
+
+    def register(self, *names: str) -> Callable[[Given], Given]:
+        """Decorator; a second one of the same name is an error."""
+        taken = [name for name in names if name.lower() in {**self.built_in, **self._registered}]
+        if taken:
+            raise ConfigError(f"{self.kind} {taken[0]!r} is registered twice")
+
+        def add(given: Given) -> Given:
+            self._registered |= dict.fromkeys((name.lower() for name in names), given)  # type: ignore[arg-type]
+            return given
+
+        return add
+
+    def names(self) -> list[str]:
+        """All names, entry points included."""
+        return sorted({*self._registered, *self.built_in, *offered(self.group)})
+
+    def find(self, name: str, key: str = "") -> Found:
+        """What `name` stands for.
+
+        Args:
+            name: As the configuration has it.
+            key: Where it stands, if not under the registry's own key.
+
+        Raises:
+            ConfigError: Nothing; names the nearest and all allowed ones. Or it cannot be imported.
+        """
+        key, lower = key or self.key, str(name).lower()
+        if lower in self._registered:
+            return self._registered[lower]
+        path = self.built_in.get(lower, str(name))
+        if lower not in self.built_in and (entry := offered(self.group).get(lower)) is not None:
+            path = f"{entry.module}:{entry.attr}"
+        if ":" not in path:
+            raise ConfigError(
+                f"{key} is {name!r}, which is unknown{nearest(lower, self.names())} "
+                f"allowed: {', '.join(self.names())}, or {self.form}"
+            )
+        found: Found = load_attribute(path, key)
+        return found

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from rlhpc.runtime.errors import ConfigError
+from rlhpc.runtime.lookup import Registry
 from rlhpc.training.contract import Blueprint, Ranks, TrainingBackend
 
 if TYPE_CHECKING:
     from rlhpc.training.contract import ActorSection
 
-_BACKENDS = {
-    "local": "rlhpc.training.replicated:ReplicatedBackend",
-    "fsdp": "rlhpc.training.fsdp:FsdpBackend",
-    "deepspeed": "rlhpc.training.zero:DeepSpeedBackend",
-}
+#: Of classes `(blueprint, actor, worker) -> TrainingBackend`.
+BACKENDS: Registry[Any] = Registry(
+    "training backend", "actor.training_backend", "rlhpc.training_backends",
+    {
+        "local": "rlhpc.training.replicated:ReplicatedBackend",
+        "fsdp": "rlhpc.training.fsdp:FsdpBackend",
+        "deepspeed": "rlhpc.training.zero:DeepSpeedBackend",
+    },
+)  # fmt: skip
 
 
 def make_backend(blueprint: Blueprint, actor: ActorSection, worker: Ranks) -> TrainingBackend:
@@ -30,16 +33,5 @@ def make_backend(blueprint: Blueprint, actor: ActorSection, worker: Ranks) -> Tr
     Raises:
         ConfigError: There is no such backend, or its package is not installed.
     """
-    name = str(actor.training_backend)
-    target = _BACKENDS.get(name.lower(), name)
-    module, _, attribute = target.partition(":")
-    if not attribute:
-        raise ConfigError(
-            f"actor.training_backend is {name!r}; choose from {', '.join(_BACKENDS)}, or give module:Class"
-        )
-    try:
-        factory = getattr(importlib.import_module(module), attribute)
-    except (ImportError, AttributeError) as error:
-        raise ConfigError(f"actor.training_backend={name}: {error}") from error
-    backend: TrainingBackend = factory(blueprint, actor, worker)
+    backend: TrainingBackend = BACKENDS.find(str(actor.training_backend))(blueprint, actor, worker)
     return backend

@@ -9,7 +9,7 @@ import torch
 
 from rlhpc.runtime.errors import RlhpcError
 from rlhpc.weights.elements import Elements, put
-from rlhpc.weights.strategy import NamedTensors, register_sync
+from rlhpc.weights.strategy import NamedTensors
 from rlhpc.weights.subscribe import Update
 from rlhpc.weights.transport import WeightReceiver, WeightSender
 
@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     from rlhpc.runtime.worker import Worker
 
 
-@register_sync("broadcast")
 class BroadcastSync:
     """The one strategy so far.
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Container, Iterable
 from typing import TYPE_CHECKING, Any, Protocol
 
-from rlhpc.runtime.errors import ConfigError
+from rlhpc.runtime.lookup import Registry
 
 if TYPE_CHECKING:
     import torch
@@ -46,19 +46,11 @@ def frozen_names(module: torch.nn.Module) -> frozenset[str]:
     return frozenset(name for name, p in module.named_parameters(remove_duplicate=False) if not p.requires_grad)
 
 
-_strategies: dict[str, Callable[..., WeightSync]] = {}
-
-
-def register_sync(name: str) -> Callable[[Callable[..., WeightSync]], Callable[..., WeightSync]]:
-    """Registers a strategy under `rollout.weight_sync: <name>`; a second one of a name is an error."""
-
-    def add(factory: Callable[..., WeightSync]) -> Callable[..., WeightSync]:
-        if name.lower() in _strategies:
-            raise ValueError(f"weight sync {name!r} is registered already")
-        _strategies[name.lower()] = factory
-        return factory
-
-    return add
+#: Of `(worker, src, receivers, delta) -> WeightSync`.
+STRATEGIES: Registry[Callable[..., WeightSync]] = Registry(
+    "weight sync", "rollout.weight_sync", "rlhpc.weight_syncs", {"broadcast": "rlhpc.weights.broadcast:BroadcastSync"}
+)
+register_sync = STRATEGIES.register
 
 
 def make_sync(
@@ -76,7 +68,5 @@ def make_sync(
     Raises:
         ConfigError: There is no such strategy.
     """
-    name = "broadcast" if kind.lower() == "auto" else kind.lower()
-    if name not in _strategies:
-        raise ConfigError(f"rollout.weight_sync is {kind!r}; choose from auto, {', '.join(sorted(_strategies))}")
-    return _strategies[name](worker, src, receivers, delta)
+    name = "broadcast" if kind.lower() == "auto" else kind
+    return STRATEGIES.find(name)(worker, src, receivers, delta)

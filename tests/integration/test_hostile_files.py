@@ -13,7 +13,7 @@ from omegaconf import OmegaConf
 from rlhpc.cli import main
 from rlhpc.config import config_to_yaml
 from rlhpc.embodied.export import export_checkpoint, load_exported
-from rlhpc.embodied.models.registry import model_types
+from rlhpc.embodied.models.registry import MODELS
 from rlhpc.runs.configuration import load_config
 from rlhpc.runs.folder import RunFolder
 from rlhpc.runtime.errors import ConfigError
@@ -76,7 +76,7 @@ def test_a_model_of_the_users_own(place, tmp_path):
     folder = export_checkpoint(place.checkpoint(model_type="own_model:Own"))
     with pytest.raises(ConfigError, match=r"actor\.model\.model_type is 'own_model:Own'.*trust_code=True"):
         load_exported(folder)
-    assert "own_model" not in sys.modules and "mlp" in model_types()
+    assert "own_model" not in sys.modules and "mlp" in MODELS.names()
     assert load_exported(folder, trust_code=True).state_dict()
     sys.modules.pop("own_model")
 

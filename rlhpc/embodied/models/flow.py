@@ -25,7 +25,7 @@ from rlhpc.embodied.envs.observations import boxes_of, count_rows
 from rlhpc.embodied.models.base import Obs, Policy
 from rlhpc.embodied.models.heads import at_level
 from rlhpc.embodied.models.mlp import flat_numbers, flat_width, mlp
-from rlhpc.embodied.models.registry import find_model, register_model
+from rlhpc.embodied.models.registry import MODELS
 from rlhpc.runtime.errors import ConfigError
 
 #: Velocity `[B, chunk, dim]` of states `[B, chunk, dim]` at times `[B]`.
@@ -202,7 +202,6 @@ def scale_of(box: spaces.Box) -> tuple[Tensor, Tensor]:
     return torch.from_numpy(low.reshape(-1).astype(np.float32)), torch.from_numpy(high.reshape(-1).astype(np.float32))
 
 
-@register_model("flow")
 class FlowPolicy(FlowActing):
     """A flow over numbers, or over images by a convolutional encoder.
 
@@ -219,7 +218,7 @@ class FlowPolicy(FlowActing):
         sizes, activation, orthogonal = list(map(int, cfg.hidden_sizes)), str(cfg.activation), bool(cfg.ortho_init)
         self.encoder: Any = None
         if any(len(box.shape) == 3 for box in boxes_of(observation_space).values()):
-            factory = find_model(str(self.options.get("encoder", "cnn")))
+            factory = MODELS.find(str(self.options.get("encoder", "cnn")))
             self.encoder = factory(cfg, observation_space, action_space, heads=False)
             width = self.encoder.hidden
         else:

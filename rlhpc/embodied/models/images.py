@@ -13,7 +13,6 @@ from torch.nn import functional as F
 
 from rlhpc.embodied.envs.observations import boxes_of
 from rlhpc.embodied.models.base import Policy, layer
-from rlhpc.embodied.models.registry import register_model
 from rlhpc.runtime.errors import ConfigError
 
 #: Below this, nothing is left after the convolutions.
@@ -100,7 +99,6 @@ class ImagePolicy(Policy):
         return hidden
 
 
-@register_model("cnn")
 class CNNPolicy(ImagePolicy):
     """Mnih et al. 2015's convolutions; two smaller ones for images under 36 pixels."""
 
@@ -133,7 +131,6 @@ class Residual(nn.Module):
         return y
 
 
-@register_model("resnet")
 class ResNetPolicy(ImagePolicy):
     """IMPALA's residual network (Espeholt et al. 2018, fig. 3): for each of `channels` a convolution, a pooling that halves
     the image, and two residual blocks. No batch statistics, so that acting and training agree.

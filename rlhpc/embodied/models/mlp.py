@@ -12,7 +12,6 @@ from torch import Tensor, nn
 
 from rlhpc.embodied.envs.observations import boxes_of
 from rlhpc.embodied.models.base import Policy, layer
-from rlhpc.embodied.models.registry import register_model
 from rlhpc.runtime.errors import ConfigError
 
 ACTIVATIONS: dict[str, type[nn.Module]] = {
@@ -57,7 +56,6 @@ def flat_numbers(obs: Any) -> Tensor:
     return rows[0] if len(rows) == 1 else torch.cat(rows, 1)
 
 
-@register_model("mlp")
 class MLPPolicy(Policy):
     """Separate networks for policy and value (as CleanRL's ppo.py); observations are flattened, several one after the
     other, by name.

@@ -11,7 +11,6 @@ from torch import Tensor
 from rlhpc.embodied.envs.observations import boxes_of
 from rlhpc.embodied.models.base import Obs
 from rlhpc.embodied.models.flow import FlowActing, Velocity
-from rlhpc.embodied.models.registry import register_model
 from rlhpc.embodied.models.vlm import (
     ValueHead,
     VlmInputs,
@@ -27,7 +26,6 @@ from rlhpc.training.lora import inject_lora
 _OPTIONS = ("num_steps", "noise_level", "prompt", "lora")
 
 
-@register_model("pi0")
 class Pi0Policy(FlowActing):
     """Pictures, an instruction and the robot's state to chunks of actions. Log-probs are those of `models.flow`,
     over the actions that are used; values come from the vision-language model's last token.

@@ -2,70 +2,30 @@
 
 from __future__ import annotations
 
-import difflib
-import importlib
-from collections.abc import Callable
-from importlib.metadata import entry_points
 from typing import TYPE_CHECKING, Any
 
 from rlhpc.embodied.envs.spaces import space_from_json
 from rlhpc.runtime.errors import ConfigError, RlhpcError
-from rlhpc.runtime.lookup import load_attribute
+from rlhpc.runtime.lookup import Registry
 from rlhpc.runtime.trust import Trust, without_variables
 
 if TYPE_CHECKING:
     from rlhpc.embodied.models.base import Policy
 
-_BUILT_IN = {
-    "mlp": "rlhpc.embodied.models.mlp",
-    "cnn": "rlhpc.embodied.models.images",
-    "resnet": "rlhpc.embodied.models.images",
-    "sac": "rlhpc.embodied.models.sac",
-    "flow": "rlhpc.embodied.models.flow",
-    "vla": "rlhpc.embodied.models.vla",
-    "pi0": "rlhpc.embodied.models.pi0",
-}
-_registered: dict[str, Any] = {}
-
-
-def register_model(name: str) -> Callable[[Any], Any]:
-    """Decorator for a class `(cfg, observation_space, action_space) -> Policy`; twice is an error."""
-
-    def add(factory: Any) -> Any:
-        if name.lower() in _registered:
-            raise ConfigError(f"model type {name!r} is registered twice")
-        _registered[name.lower()] = factory
-        return factory
-
-    return add
-
-
-def model_types() -> list[str]:
-    """All names."""
-    return sorted({*_BUILT_IN, *_registered, *(e.name.lower() for e in entry_points(group="rlhpc.models"))})
-
-
-def find_model(name: str) -> Any:
-    """The factory of a model type.
-
-    Raises:
-        ConfigError: Unknown; names the nearest and all allowed ones.
-    """
-    lower = name.lower()
-    if lower not in _registered and lower in _BUILT_IN:
-        importlib.import_module(_BUILT_IN[lower])
-    if lower in _registered:
-        return _registered[lower]
-    for entry in entry_points(group="rlhpc.models"):
-        if entry.name.lower() == lower:
-            return entry.load()
-    if ":" in name:
-        return load_attribute(name, "actor.model.model_type")
-    near = difflib.get_close_matches(lower, model_types(), 1)
-    hint = f"; did you mean {near[0]!r}?" if near else ";"
-    raise ConfigError(
-        f"actor.model.model_type is {name!r}, which is unknown{hint} allowed: {', '.join(model_types())}, or module:Class"
-    )
+#: Of classes `(cfg, observation_space, action_space) -> Policy`.
+MODELS: Registry[Any] = Registry(
+    "model type", "actor.model.model_type", "rlhpc.models",
+    {
+        "mlp": "rlhpc.embodied.models.mlp:MLPPolicy",
+        "cnn": "rlhpc.embodied.models.images:CNNPolicy",
+        "resnet": "rlhpc.embodied.models.images:ResNetPolicy",
+        "sac": "rlhpc.embodied.models.sac:SACPolicy",
+        "flow": "rlhpc.embodied.models.flow:FlowPolicy",
+        "vla": "rlhpc.embodied.models.vla:VLAPolicy",
+        "pi0": "rlhpc.embodied.models.pi0:Pi0Policy",
+    },
+)  # fmt: skip
+register_model = MODELS.register
 
 
 def policy_section(actor: Any) -> Any:
@@ -93,7 +53,7 @@ def build_model(cfg: Any, observation_space: Any, action_space: Any, seed: int |
     """
     import torch
 
-    factory = find_model(str(cfg.model_type))
+    factory = MODELS.find(str(cfg.model_type))
     if seed is None:
         policy: Policy = factory(cfg, observation_space, action_space)
         return policy

@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from rlhpc.embodied.models.base import Policy
 from rlhpc.embodied.models.heads import SquashedGaussianHead
 from rlhpc.embodied.models.mlp import ACTIVATIONS, mlp
-from rlhpc.embodied.models.registry import register_model
 from rlhpc.runtime.errors import ConfigError
 
 
@@ -72,7 +71,6 @@ class TwinCritic(nn.Module):
         return torch.stack((self.one(first).squeeze(-1), self.two(second).squeeze(-1)))
 
 
-@register_model("sac")
 class SACPolicy(Policy):
     """Actor and critics of SAC (as CleanRL's sac_continuous_action.py). Its value of an observation is the lesser of
     the critics' values of the actor's deterministic action."""

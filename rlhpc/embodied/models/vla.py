@@ -18,7 +18,6 @@ from torch import Tensor
 from rlhpc.embodied.models.base import Obs, Policy
 from rlhpc.embodied.models.flow import scale_of
 from rlhpc.embodied.models.heads import at_level
-from rlhpc.embodied.models.registry import register_model
 from rlhpc.embodied.models.vlm import (
     PROMPT,
     ValueHead,
@@ -57,7 +56,6 @@ class ActionTokens:
         return self.middles.to(ids.device)[(self.end - ids - 1).clamp(0, BINS - 2)]
 
 
-@register_model("vla")
 class VLAPolicy(Policy):
     """Pictures and an instruction to action tokens, by a Llava model.
 

@@ -11,7 +11,7 @@ from torch import nn
 
 from rlhpc.embodied.models import build_model, policy_section
 from rlhpc.embodied.models.base import Policy
-from rlhpc.embodied.models.registry import find_model
+from rlhpc.embodied.models.registry import MODELS
 from rlhpc.runs.device import limit_threads
 from rlhpc.runtime.errors import ConfigError
 from rlhpc.training.contract import Blueprint, Full, Named
@@ -109,7 +109,7 @@ def _dtype(actor: EmbodiedActorConfig) -> torch.dtype:
     """Of the computation."""
     if str(actor.training_backend).lower() == "local" or str(actor.model.dtype) != "bfloat16":
         return torch.float32
-    factory = find_model(str(actor.model.model_type))
+    factory = MODELS.find(str(actor.model.model_type))
     able = isinstance(factory, type) and issubclass(factory, Policy) and factory.mixed_precision
     return torch.bfloat16 if able else torch.float32
 

@@ -102,7 +102,7 @@ class PolicyUpdate:
             "clip_ratio_c": None if algorithm.clip_ratio_c is None else float(algorithm.clip_ratio_c),
             "loss_agg": "token-mean",
         }
-        self.decoupled = POLICY_LOSSES.get(self.loss_type) is losses.decoupled_ppo
+        self.decoupled = POLICY_LOSSES.find(self.loss_type) is losses.decoupled_ppo
         if self.decoupled:
             self._loss_options["behave_weight_cap"] = None if algorithm.tis_cap is None else float(algorithm.tis_cap)
 
@@ -175,7 +175,7 @@ class PolicyUpdate:
 
     def _own_metrics(self, sums: dict[str, torch.Tensor], updates: int) -> dict[str, float]:
         """What the loss measures besides. A rank that had no row of any minibatch does not know the names."""
-        if POLICY_LOSSES.get(self.loss_type) in _BUILT_IN:
+        if POLICY_LOSSES.find(self.loss_type) in _BUILT_IN:
             return {}
         names = sorted(set().union(*self._gather(sorted(sums)))) if self._ranks > 1 else sorted(sums)
         if not names:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable, Iterable, Iterator
-from importlib.metadata import entry_points
 from typing import Any
 
 from rlhpc.language.agents.episodes import Agent, Episode, Episodes
@@ -12,7 +10,7 @@ from rlhpc.language.agents.tools import ToolAgent
 from rlhpc.language.data.prompts import Prompt
 from rlhpc.language.engines.base import Request, RolloutBackend, SamplingParams
 from rlhpc.runtime.errors import ConfigError
-from rlhpc.runtime.lookup import load_attribute
+from rlhpc.runtime.lookup import Registry
 
 __all__ = [
     "Agent",
@@ -25,20 +23,10 @@ __all__ = [
     "register_agent",
     "run_episodes",
 ]
-ENTRY_POINTS = "rlhpc.agents"
-_registered: dict[str, Callable[..., Agent]] = {"tools": ToolAgent}
-
-
-def register_agent(name: str) -> Callable[[Callable[..., Agent]], Callable[..., Agent]]:
-    """Decorator for a class of agents; twice is an error."""
-
-    def add(factory: Callable[..., Agent]) -> Callable[..., Agent]:
-        if name.lower() in _registered:
-            raise ConfigError(f"agent {name!r} is registered twice")
-        _registered[name.lower()] = factory
-        return factory
-
-    return add
+AGENTS: Registry[Callable[..., Agent]] = Registry(
+    "agent", "rollout.agent", "rlhpc.agents", {"tools": "rlhpc.language.agents.tools:ToolAgent"}
+)
+register_agent = AGENTS.register
 
 
 def make_agent(name: str) -> Agent:
@@ -47,7 +35,7 @@ def make_agent(name: str) -> Agent:
     Raises:
         ConfigError: Unknown, or it cannot be built.
     """
-    factory = find_agent(name)
+    factory = AGENTS.find(name)
     try:
         agent = factory()
     except TypeError as error:
@@ -55,34 +43,6 @@ def make_agent(name: str) -> Agent:
     if not hasattr(agent, "respond"):
         raise ConfigError(f"rollout.agent is {name!r}, which is no agent: it has no method respond(episode, text)")
     return agent
-
-
-def agent_names() -> list[str]:
-    """All names."""
-    return sorted({*_registered, *(entry.name.lower() for entry in entry_points(group=ENTRY_POINTS))})
-
-
-def find_agent(name: str) -> Callable[..., Agent]:
-    """The class of an agent.
-
-    Raises:
-        ConfigError: Unknown; names the nearest and all allowed ones.
-    """
-    if name.lower() in _registered:
-        return _registered[name.lower()]
-    offered = {entry.name.lower(): entry for entry in entry_points(group=ENTRY_POINTS)}
-    if name.lower() in offered:
-        loaded: Callable[..., Agent] = offered[name.lower()].load()
-        return loaded
-    if ":" not in name:
-        names = agent_names()
-        near = difflib.get_close_matches(name.lower(), names, 1)
-        hint = f"; did you mean {near[0]!r}?" if near else ";"
-        raise ConfigError(
-            f"rollout.agent is {name!r}, which is unknown{hint} allowed: {', '.join(names)}, or module:Class"
-        )
-    found: Callable[..., Agent] = load_attribute(name, "rollout.agent")
-    return found
 
 
 def run_episodes(

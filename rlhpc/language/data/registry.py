@@ -2,71 +2,29 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable
-from importlib.metadata import entry_points
 from typing import Any
 
 from rlhpc.language.data.prompts import Prompt, PromptDataset
 from rlhpc.language.data.wording import Wording
 from rlhpc.runtime.errors import ConfigError
-from rlhpc.runtime.lookup import load_attribute
+from rlhpc.runtime.lookup import Registry
 
-Source = Callable[..., PromptDataset]
-_BUILT_IN = {
-    "jsonl": "rlhpc.language.data.columns:jsonl",
-    "parquet": "rlhpc.language.data.columns:parquet",
-    "hdf5": "rlhpc.language.data.columns:hdf5",
-    "hf": "rlhpc.language.data.columns:hf",
-    "reasoning_gym": "rlhpc.language.data.reasoning:ReasoningGymProblems",
-    "arithmetic": "rlhpc.language.data.arithmetic:ArithmeticProblems",
-    "code": "rlhpc.language.data.code_tasks:CodeProblems",
-}
-_registered: dict[str, Source] = {}
+#: Of classes or functions `(cfg, *, part, key) -> PromptDataset`.
+SOURCES: Registry[Callable[..., PromptDataset]] = Registry(
+    "data source", "data.train.source", "rlhpc.data",
+    {
+        "jsonl": "rlhpc.language.data.columns:jsonl",
+        "parquet": "rlhpc.language.data.columns:parquet",
+        "hdf5": "rlhpc.language.data.columns:hdf5",
+        "hf": "rlhpc.language.data.columns:hf",
+        "reasoning_gym": "rlhpc.language.data.reasoning:ReasoningGymProblems",
+        "arithmetic": "rlhpc.language.data.arithmetic:ArithmeticProblems",
+        "code": "rlhpc.language.data.code_tasks:CodeProblems",
+    },
+)  # fmt: skip
+register_source = SOURCES.register
 PARTS = ("train", "eval")
-
-
-def register_source(name: str) -> Callable[[Source], Source]:
-    """Decorator for a class or function `(cfg, *, part, key) -> PromptDataset`; twice is an error."""
-
-    def add(source: Source) -> Source:
-        if name.lower() in _registered or name.lower() in _BUILT_IN:
-            raise ConfigError(f"data source {name!r} is registered twice")
-        _registered[name.lower()] = source
-        return source
-
-    return add
-
-
-def source_types() -> list[str]:
-    """All names."""
-    return sorted({*_BUILT_IN, *_registered, *(e.name.lower() for e in entry_points(group="rlhpc.data"))})
-
-
-def find_source(name: str, key: str = "data.train") -> Source:
-    """The factory of a source.
-
-    Raises:
-        ConfigError: Unknown; names the nearest and all allowed ones.
-    """
-    lower = name.lower()
-    if lower in _registered:
-        return _registered[lower]
-    if lower in _BUILT_IN:
-        built_in: Source = load_attribute(_BUILT_IN[lower], f"{key}.source")
-        return built_in
-    for entry in entry_points(group="rlhpc.data"):
-        if entry.name.lower() == lower:
-            loaded: Source = entry.load()
-            return loaded
-    if ":" in name:
-        given: Source = load_attribute(name, f"{key}.source")
-        return given
-    near = difflib.get_close_matches(lower, source_types(), 1)
-    hint = f"; did you mean {near[0]!r}?" if near else ";"
-    raise ConfigError(
-        f"{key}.source is {name!r}, which is unknown{hint} allowed: {', '.join(source_types())}, or module:Class"
-    )
 
 
 def make_dataset(
@@ -92,7 +50,7 @@ def make_dataset(
     if cfg.size is not None and cfg.size < 1:
         raise ConfigError(f"{key}.size is {cfg.size}; allowed: 1 or more, or null")
     wording = Wording(cfg.prompt_template, cfg.system_prompt, key=key)
-    source = find_source(str(cfg.source), key)
+    source = SOURCES.find(str(cfg.source), f"{key}.source")
     try:
         problems = source(cfg, part=part, key=key)
     except (TypeError, ValueError) as error:

@@ -2,34 +2,15 @@
 
 from __future__ import annotations
 
-import difflib
-import importlib
 from typing import Any
 
 from rlhpc.language.engines.base import RolloutBackend
-from rlhpc.runtime.errors import ConfigError
+from rlhpc.runtime.lookup import Registry
 
-_BUILT_IN = {"hf": "rlhpc.language.engines.hf:HFRollout", "vllm": "rlhpc.language.engines.vllm:VLLMRollout"}
-
-
-def find_rollout(name: str) -> Any:
-    """The class of `rollout.rollout_backend`.
-
-    Raises:
-        ConfigError: Unknown; names the nearest and all allowed ones.
-    """
-    path = _BUILT_IN.get(name.lower(), name)
-    module, colon, attribute = path.partition(":")
-    if not colon:
-        near = difflib.get_close_matches(name.lower(), _BUILT_IN, 1)
-        hint = f"; did you mean {near[0]!r}?" if near else ";"
-        raise ConfigError(
-            f"rollout.rollout_backend is {name!r}, which is unknown{hint} allowed: {', '.join(_BUILT_IN)}, or module:Class"
-        )
-    try:
-        return getattr(importlib.import_module(module), attribute)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise ConfigError(f"rollout.rollout_backend is {name!r}, which cannot be imported: {error}") from None
+ENGINES: Registry[Any] = Registry(
+    "generation engine", "rollout.rollout_backend", "rlhpc.engines",
+    {"hf": "rlhpc.language.engines.hf:HFRollout", "vllm": "rlhpc.language.engines.vllm:VLLMRollout"},
+)  # fmt: skip
 
 
 def make_rollout(cfg: Any, *, model_path: str, device: Any, seed: int) -> RolloutBackend:
@@ -45,7 +26,7 @@ def make_rollout(cfg: Any, *, model_path: str, device: Any, seed: int) -> Rollou
         ConfigError: It cannot be built: an unknown name, a library that is not installed, a model that is not there, or
             memory that does not suffice.
     """
-    backend: RolloutBackend = find_rollout(str(cfg.rollout.rollout_backend))(
+    backend: RolloutBackend = ENGINES.find(str(cfg.rollout.rollout_backend))(
         cfg, model_path=model_path, device=device, seed=seed
     )
     return backend

@@ -18,7 +18,7 @@ from typing import Any
 
 from rlhpc.language.rewards.base import Reward, Sample
 from rlhpc.language.rewards.judges import judge
-from rlhpc.language.rewards.registry import build_reward, check_arguments, find_reward
+from rlhpc.language.rewards.registry import REWARDS, build_reward, check_arguments
 from rlhpc.runtime import wire
 from rlhpc.runtime.errors import ConfigError, RlhpcError
 from rlhpc.runtime.import_paths import python_path
@@ -377,7 +377,7 @@ def make_reward(cfg: Any) -> RewardPool:
     terms: list[Term] = []
     for given in cfg.terms:
         name, kwargs = str(given.name), _plain(given.kwargs)
-        factory = find_reward(name)
+        factory = REWARDS.find(name)
         check_arguments(name, factory, kwargs)
         taken = [term.name for term in terms]
         unique = next(n for i in range(1, len(taken) + 2) if (n := name if i == 1 else f"{name}#{i}") not in taken)

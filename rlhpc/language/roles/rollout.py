@@ -26,7 +26,7 @@ from rlhpc.language.data import PromptDataset, PromptSampler, PromptTokenizer, l
 from rlhpc.language.data.prompts import Prompt
 from rlhpc.language.engines import Request, SamplingParams, make_rollout
 from rlhpc.language.engines.ends import load_model_config
-from rlhpc.language.engines.registry import find_rollout
+from rlhpc.language.engines.registry import ENGINES
 from rlhpc.language.engines.vllm_experts import require_proven
 from rlhpc.language.rewards import Sample, make_reward
 from rlhpc.language.rewards.pool import Scored
@@ -68,7 +68,7 @@ class LanguageRolloutWorker(Worker):
     @classmethod
     def forks(cls, cfg: Any) -> bool:
         """Whether the engine lets itself be forked."""
-        return bool(getattr(find_rollout(str(cfg.rollout.rollout_backend)), "forkable", True))
+        return bool(getattr(ENGINES.find(str(cfg.rollout.rollout_backend)), "forkable", True))
 
     def close(self) -> None:
         """Ends the engine, with all that it has started, and the judges."""

@@ -3,33 +3,35 @@
 from __future__ import annotations
 
 import difflib
-import importlib
 import importlib.util
 import inspect
 from collections.abc import Callable, Iterable, Mapping
-from importlib.metadata import entry_points
 from typing import Any
 
 from rlhpc.metrics.loggers.base import RunLogger
 from rlhpc.runtime.errors import ConfigError
+from rlhpc.runtime.lookup import Registry
 
-ENTRY_POINTS = "rlhpc.loggers"
 #: Written by MetricLogger itself.
 JSONL = "jsonl"
 _KEY = "runner.logger.logger_backends"
-#: Name → class, and the packages that it imports.
-_BUILT_IN: dict[str, tuple[str, tuple[str, ...]]] = {
-    "tensorboard": ("rlhpc.metrics.loggers.tensorboard:TensorBoardLogger", ("tensorboard",)),
-    "wandb": ("rlhpc.metrics.loggers.wandb:WandbLogger", ("wandb",)),
-    "mlflow": ("rlhpc.metrics.loggers.mlflow:MLflowLogger", ("mlflow", "sqlalchemy", "alembic")),
-    "swanlab": ("rlhpc.metrics.loggers.swanlab:SwanLabLogger", ("swanlab",)),
-    "trackio": ("rlhpc.metrics.loggers.trackio:TrackioLogger", ("trackio",)),
-}
+LOGGERS: Registry[Callable[..., RunLogger]] = Registry(
+    "logger", _KEY, "rlhpc.loggers",
+    {
+        "tensorboard": "rlhpc.metrics.loggers.tensorboard:TensorBoardLogger",
+        "wandb": "rlhpc.metrics.loggers.wandb:WandbLogger",
+        "mlflow": "rlhpc.metrics.loggers.mlflow:MLflowLogger",
+        "swanlab": "rlhpc.metrics.loggers.swanlab:SwanLabLogger",
+        "trackio": "rlhpc.metrics.loggers.trackio:TrackioLogger",
+    },
+)  # fmt: skip
+#: Packages that they import, where those are not named as they are.
+_PACKAGES = {"mlflow": ("mlflow", "sqlalchemy", "alembic")}
 
 
 def logger_names() -> list[str]:
     """All names."""
-    return [JSONL, *sorted({*_BUILT_IN, *(entry.name.lower() for entry in entry_points(group=ENTRY_POINTS))})]
+    return [JSONL, *LOGGERS.names()]
 
 
 def find_logger(name: str) -> Callable[..., RunLogger]:
@@ -39,27 +41,17 @@ def find_logger(name: str) -> Callable[..., RunLogger]:
         ConfigError: Unknown, or its package is not installed.
     """
     lower = name.lower()
-    target = name
-    if lower in _BUILT_IN:
-        target, packages = _BUILT_IN[lower]
-        missing = [package for package in packages if importlib.util.find_spec(package) is None]
-        if missing:
-            raise ConfigError(
-                f"{_KEY} has {name!r}, whose package {missing[0]} is not installed; install it with: "
-                f"pip install 'rlhpc[{lower}]'"
-            )
-    else:
-        for entry in entry_points(group=ENTRY_POINTS):
-            if entry.name.lower() == lower:
-                target = entry.value
-    module, colon, attribute = target.partition(":")
-    if not colon:
+    if ":" not in name and lower not in LOGGERS.names():
         raise ConfigError(_unknown(_KEY, name))
-    try:
-        found: Callable[..., RunLogger] = getattr(importlib.import_module(module), attribute)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise ConfigError(f"{_KEY} has {name!r}, which cannot be imported: {error}") from None
-    if not callable(found) or not all(hasattr(found, method) for method in ("open", "log", "commit", "close")):
+    packages = _PACKAGES.get(lower, (lower,)) if lower in LOGGERS.built_in else ()
+    missing = [package for package in packages if importlib.util.find_spec(package) is None]
+    if missing:
+        raise ConfigError(
+            f"{_KEY} has {name!r}, whose package {missing[0]} is not installed; install it with: "
+            f"pip install 'rlhpc[{lower}]'"
+        )
+    found = LOGGERS.find(name)
+    if not all(hasattr(found, method) for method in ("open", "log", "commit", "close")):
         raise ConfigError(f"{_KEY} has {name!r}, which is not a class with the methods open, log, commit and close")
     return found
 

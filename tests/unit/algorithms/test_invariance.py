@@ -274,7 +274,7 @@ class TestNames:
 
         with pytest.raises(ConfigError, match="'Ppo' is registered twice"):
             register_policy_loss("free-name", "Ppo")(mine)
-        with pytest.raises(ConfigError, match="no policy loss"):
+        with pytest.raises(ConfigError, match="which is unknown"):
             policy_loss(
                 "free-name", **dict.fromkeys(("logprobs", "old_logprobs", "advantages", "loss_mask"), torch.ones(1, 1))
             )
@@ -284,7 +284,7 @@ class TestNames:
         (tmp_path / "their_advantage.py").write_text(text)
         monkeypatch.syspath_prepend(tmp_path)
         assert calculate_adv_and_returns("their_advantage:double", rewards=torch.ones(1, 2))[0].tolist() == [[2, 2]]
-        with pytest.raises(ConfigError, match="'their_advantage:number', which is a int and no function"):
+        with pytest.raises(ConfigError, match="'their_advantage:number', which is a int, no class and no function"):
             calculate_adv_and_returns("their_advantage:number", rewards=torch.ones(1, 2))
 
     @pytest.mark.parametrize("path", ["nosuch_module:f", "torch:nosuch", ":f", ".relative:f", "torch:"])

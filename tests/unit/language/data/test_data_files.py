@@ -317,7 +317,7 @@ class Greetings:
 def test_a_source_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
     from rlhpc.language.data import registry
 
-    monkeypatch.setattr(registry, "_registered", {})
+    monkeypatch.setattr(registry.SOURCES, "_registered", {})
     register_source("greetings")(Greetings)
     cfg = config(source="Greetings", prompt_template="say {prompt}", system_prompt="polite:")
     assert make_dataset(cfg)[1].messages == ({"role": "raw", "content": "polite:\nsay hello"},)

@@ -17,7 +17,7 @@ from omegaconf import OmegaConf
 from rlhpc.language.agents.registry import make_agent
 from rlhpc.language.config import RewardConfig
 from rlhpc.language.rewards import Sample, make_reward
-from rlhpc.language.rewards.registry import _BUILT_IN, check_arguments, find_reward
+from rlhpc.language.rewards.registry import REWARDS, check_arguments
 
 ROOT = Path(__file__).resolve().parents[4]
 TEXT = (ROOT / "docs/how-to/rewards.md").read_text()
@@ -51,7 +51,7 @@ def test_the_configurations_are_accepted(files):
     for section in sections:
         cfg = OmegaConf.merge(OmegaConf.structured(RewardConfig), section)
         for term in cfg.terms:
-            check_arguments(term.name, find_reward(term.name), dict(term.kwargs))
+            check_arguments(term.name, REWARDS.find(term.name), dict(term.kwargs))
     (tmp,) = (s for s in sections if s["terms"][0]["name"] == "my_rewards:vowels")
     with make_reward(OmegaConf.merge(OmegaConf.structured(RewardConfig), tmp)) as pool:
         assert pool.score([Sample("q", "aeiou")])[0].total == 0.25
@@ -59,11 +59,11 @@ def test_the_configurations_are_accepted(files):
 
 def test_the_table_has_every_reward_and_argument():
     rows = dict(re.findall(r"^\| `(\w+)` \| [^|]+ \| ([^|]+) \|$", TEXT, re.M))
-    assert set(rows) == set(_BUILT_IN)
+    assert set(rows) == set(REWARDS.built_in)
     import inspect
 
     for name, told in rows.items():
-        arguments = list(inspect.signature(find_reward(name)).parameters)
+        arguments = list(inspect.signature(REWARDS.find(name)).parameters)
         assert re.findall(r"`(\w+)`", told) == [a for a in re.findall(r"`(\w+)`", told) if a in arguments]
         assert set(re.findall(r"`(\w+)`", told)) == set(arguments), name
 

@@ -15,7 +15,7 @@ import pytest
 
 from rlhpc.language.config import RewardConfig, RewardTermConfig
 from rlhpc.language.rewards import RewardPool, Sample, Term, make_reward, register_reward
-from rlhpc.language.rewards.registry import find_reward
+from rlhpc.language.rewards.registry import REWARDS
 from rlhpc.runtime.errors import ConfigError, RlhpcError
 
 ROOT = Path(__file__).resolve().parents[4]
@@ -128,7 +128,7 @@ def test_what_is_wrong_with_a_configuration_is_said():
         (section("exakt"), "'exakt', which is unknown; did you mean 'exact'"),
         (section("nowhere:f"), "cannot be imported: No module named 'nowhere'"),
         (section("os:nothing"), "cannot be imported"),
-        (section("os:sep"), "is a str, not a class or function"),
+        (section("os:sep"), "is a str, no class and no function"),
         (section({"name": "length", "kwargs": {"most": 1}}), "kwargs of 'length'.*it takes: limit, start"),
         (section({"name": "length", "kwargs": {"limit": 0}}), "needed: 0 <= start < limit"),
         (section({"name": "format", "kwargs": {"pattern": "("}}), "no regular expression"),
@@ -158,7 +158,7 @@ def test_registered_by_name():
     def half(sample: Sample) -> float:
         return 0.5
 
-    assert find_reward("half") is half
+    assert REWARDS.find("half") is half
     with make_reward(section("half")) as pool:  # a function without a module of its own goes by value
         assert pool.score(says("x"))[0].total == 0.5
     with pytest.raises(ConfigError, match="registered twice"):
