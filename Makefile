@@ -5,6 +5,7 @@ BIN   := $(VENV)/bin
 STAMP := $(VENV)/.setup-done
 RUN   ?= configs/quickstart.yaml
 PYTEST_ARGS ?=
+WORKERS ?= 0
 KILLS ?= 30
 ENDS  ?= 20
 SEED  ?= 1
@@ -40,8 +41,8 @@ $(VENV)/.setup-robot: $(STAMP)
 quickstart: setup  ## train, evaluate, export and report a first policy (RUN=configs/….yaml for another)
 	rlhpc run $(RUN)
 
-test: setup  ## the tests (PYTEST_ARGS=… for some of them)
-	pytest $(PYTEST_ARGS)
+test: setup  ## the tests (WORKERS=2: in two processes; PYTEST_ARGS=… for some of them)
+	pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
 
 demo-llm: setup-llm  ## a language model from nothing: SFT, then GRPO, at three seeds (SEEDS=1 for one)
 	python -m bench.demo_llm --seeds $(SEEDS)

@@ -2,12 +2,30 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 from tests import warm
+
+HERE = Path(__file__).parent
+#: Files of few and long tests. They come first, lest one worker be left with them at the end.
+LONG = (
+    "integration/test_workflow.py", "integration/language/test_pretrained.py", "integration/language/test_deepspeed.py",
+    "integration/language/test_reasoning.py", "docs/test_docs.py", "integration/runs/test_resume.py",
+    "unit/language/data/test_data_procedural.py", "integration/language/test_rollout_backends.py",
+    "integration/jobs/test_submit.py", "integration/embodied/test_behaviour_cloning.py",
+    "integration/embodied/test_own_python.py", "unit/embodied/envs/test_maniskill_rendered.py",
+    "integration/runtime/test_start_and_end.py",
+    "unit/language/data/test_data_models.py", "integration/embodied/test_off_policy.py",
+)  # fmt: skip
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    rank = {HERE / name: number for number, name in enumerate(LONG)}
+    items.sort(key=lambda item: rank.get(item.path, len(rank)))
 
 
 @pytest.fixture(scope="session", autouse=True)

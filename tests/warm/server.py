@@ -54,7 +54,6 @@ def main() -> None:
     _standard[:] = sys.path[1:]  # without what `Server.start` has put before it
     for number in LEFT_ALONE:
         signal.signal(number, signal.SIG_IGN)
-    _libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     for module in sys.argv[2:]:
         with contextlib.suppress(ImportError):
             importlib.import_module(module)

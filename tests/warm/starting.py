@@ -24,7 +24,7 @@ __all__ = ["DEVNULL", "PIPE", "STDOUT", "CompletedProcess", "Popen", "TimeoutExp
 ROOT = Path(__file__).resolve().parents[2]
 #: Read when an interpreter starts, a library is loaded or a package imported: a server is for one setting of them.
 READ_EARLY = (
-    "PYTHON", "LANG", "LC_", "LD_", "OMP_", "MKL_", "OPENBLAS_", "GOMP_", "KMP_", "NUMEXPR_", "CUDA_", "TORCH", "PYTORCH",
+    "PYTHON", "LANG", "LC_", "LD_", "OMP_", "MKL_", "OPENBLAS_", "GOMP_", "KMP_", "CUDA_", "TORCH", "PYTORCH",
     "HF_", "HUGGINGFACE_", "TRANSFORMERS_", "TOKENIZERS_", "VLLM_", "DS_", "XDG_", "TRITON_",
 )  # fmt: skip
 #: Of those, what each process is given anew, or says what is true of a server anyway.
@@ -36,11 +36,12 @@ OFFLINE = ("HF_HUB_OFFLINE", "1")
 #: What a run's processes import, which takes them 3 s each.
 PRELOAD = (
     "numpy", "yaml", "omegaconf", "zmq", "cloudpickle", "psutil", "tqdm", "fsspec", "torch", "torch.distributed",
+    "torch._dynamo",  # which the first step of an optimizer imports
     "safetensors.torch", "gymnasium", "PIL.Image", "submitit", "tensorboard.summary.writer.record_writer", "rlhpc.cli",
     "rlhpc.runs.train", "rlhpc.embodied.roles", "rlhpc.embodied.runners", "rlhpc.embodied.envs.gymnasium_env",
     "rlhpc.embodied.models.mlp", "rlhpc.runtime.process", "rlhpc.runtime.worker", "rlhpc.metrics.loggers",
 )  # fmt: skip
-#: And a language model's, 8 s, or 20 with vLLM: where this process has imported the first itself.
+#: Others' besides: a language model's takes 8 s, 20 with vLLM. Where this process has imported the first itself.
 PRELOAD_WITH = {
     "transformers": ("transformers", "transformers.models.llama.modeling_llama", "peft"),
     "deepspeed": ("deepspeed", "deepspeed.checkpoint.ds_to_universal"),
@@ -69,6 +70,7 @@ class Server:
         """Starts one, which answers once it has imported these."""
         mine, theirs = socket.socketpair()
         environment = {"GOMP_SPINCOUNT": "1000", **environment, "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+        environment |= {"JE_ARROW_MALLOC_CONF": "background_thread:false"}  # a thread of pyarrow's
         environment.pop("PYTHONPATH", None)
         code = f"import sys; sys.path.insert(0, {str(ROOT)!r}); from tests.warm.server import main; main()"
         process = _ColdPopen(
