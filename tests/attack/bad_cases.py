@@ -13,9 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from rlhpc.cli import build_parser
-from rlhpc.config.load import all_keys
 from rlhpc.config.ranges import RANGES
-from rlhpc.language.config import GrpoConfig as Config
+from rlhpc.runs.kinds import Kind, all_kinds, find_kind
 from tests.attack.bad_inputs import HERE, QUICKSTART, ROOT, Case, plan_words, train_words
 
 INCLUDE = f"defaults: [{QUICKSTART}]\n"
@@ -37,7 +36,32 @@ def all_cases(seed: int) -> list[Case]:
 # -- the schema ---------------------------------------------------------------------------------------------------------
 
 
-def schema_types(cls: Any = Config, prefix: str = "") -> Iterator[tuple[str, Any]]:
+#: A configuration of each kind of run.
+_OF = {
+    "embodied": str(QUICKSTART),
+    "off_policy": str(ROOT / "configs" / "embodied" / "pendulum_sac.yaml"),
+    "bc": str(ROOT / "configs" / "embodied" / "push_cube_bc.yaml"),
+    "reasoning": str(ROOT / "configs" / "reasoning" / "gsm8k.yaml"),
+    "sft": str(ROOT / "configs" / "reasoning" / "demo_sft.yaml"),
+}
+
+
+def owner(key: str) -> Kind:
+    """The first kind of run that has a key."""
+    return next(kind for kind in all_kinds() if key in kind.schema)
+
+
+def asked(key: str, word: str) -> tuple[str, ...]:
+    """A plan of a run that has the key."""
+    return ("plan", _OF[owner(key).name], "runner.name=tiny", word)
+
+
+def all_types() -> dict[str, Any]:
+    """Every key of every kind of run, outside lists of sections, with its type."""
+    return {key: kind for each in reversed(all_kinds()) for key, kind in schema_types(each.config)}
+
+
+def schema_types(cls: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
     """Every key outside lists of sections, with its type."""
     hints = typing.get_type_hints(cls)
     for field in dataclasses.fields(cls):
@@ -50,7 +74,7 @@ def schema_types(cls: Any = Config, prefix: str = "") -> Iterator[tuple[str, Any
 
 def misspelt_keys(draw: random.Random) -> Iterator[Case]:
     """Every section gets one of its keys with a letter too few, too many or two in the wrong order."""
-    keys = all_keys()
+    keys = list(all_types())
     sections: dict[str, list[str]] = {}
     for key in keys:
         sections.setdefault(key.rpartition(".")[0], []).append(key.rpartition(".")[2])
@@ -63,8 +87,8 @@ def misspelt_keys(draw: random.Random) -> Iterator[Case]:
         if wrong in own:
             wrong = right + "q"
         says = (f"unknown key {section}.{wrong}", "did you mean", "allowed here")
-        yield Case("misspelt key", f"{section}.{wrong}", plan_words(f"{section}.{wrong}=1"), says)
-    for section in {key.partition(".")[0] for key in keys if not key.startswith("demos.")}:
+        yield Case("misspelt key", f"{section}.{wrong}", asked(f"{section}.{right}", f"{section}.{wrong}=1"), says)
+    for section in {key.partition(".")[0] for key in find_kind("embodied").schema.keys}:
         content = f"{INCLUDE}{section}s: {{a: 1}}\n"
         yield Case(
             "misspelt key", f"{section}s in a file", plan_words(config="c.yaml"),
@@ -92,18 +116,18 @@ def type_name(kind: Any) -> str:
 
 def wrong_types(draw: random.Random) -> Iterator[Case]:
     """Every third key gets a value of another type."""
-    typed = [(key, type_name(kind)) for key, kind in schema_types()]
+    typed = [(key, type_name(kind)) for key, kind in all_types().items()]
     typed = [(key, name) for key, name in typed if name in _WRONG]
     for key, name in sorted(draw.sample(typed, len(typed) // 3)):
         value = draw.choice(_WRONG[name])
-        yield Case("wrong type", f"{key}={value}", plan_words(f"{key}={value}"), (f"{key} is", "override"))
+        yield Case("wrong type", f"{key}={value}", asked(key, f"{key}={value}"), (f"{key} is", "override"))
 
 
 def out_of_range(draw: random.Random) -> Iterator[Case]:
     """Every second number is put beside a bound of its range, is not finite or too large to be one."""
-    numbers = [(key, type_name(kind)) for key, kind in schema_types() if type_name(kind) in ("int", "float")]
+    numbers = [(key, type_name(kind)) for key, kind in all_types().items() if type_name(kind) in ("int", "float")]
     for key, name in sorted(draw.sample(numbers, len(numbers) // 2)):
-        wide = RANGES.get(key)
+        wide = {**RANGES, **owner(key).ranges}.get(key)
         values = ["99999999999999999999999"] if name == "int" else [".nan", ".inf", "-.inf"]
         step = 1 if name == "int" else 0.5
         if wide is not None and wide.low is not None:
@@ -112,7 +136,7 @@ def out_of_range(draw: random.Random) -> Iterator[Case]:
         if wide is not None and wide.high is not None:
             values.append(f"{int(wide.high) + 1}")
         value = draw.choice(values)
-        yield Case("number", f"{key}={value}", plan_words(f"{key}={value}"), (f"{key} is", "must"))
+        yield Case("number", f"{key}={value}", asked(key, f"{key}={value}"), (f"{key} is", "must"))
 
 
 # -- names --------------------------------------------------------------------------------------------------------------
@@ -145,7 +169,7 @@ def names() -> Iterator[Case]:
         "algorithm.loss_type=pppo": ("did you mean 'ppo'?",),
         "algorithm.loss_type=math:pi": ("math:pi",),
         "algorithm.loss_type=sac": ("loss_type",),
-        "algorithm.loss_agg=token-men": ("token-mean",),
+        "algorithm.loss_agg=token-mean": ("is for a kind of run", "reasoning"),
         "algorithm.normalize_advantages=yep": ("minibatch",),
         "algorithm.logprob_type=token": ("token_level",),
         "algorithm.reward_type=chunk": ("chunk_level",),
@@ -159,9 +183,10 @@ def names() -> Iterator[Case]:
         "actor.optim.name=adm": ("did you mean 'adam'?",),
         "actor.training_backend=locl": ("did you mean 'local'?",),
         "actor.offload_in_rollout=true": ("reasoning",),
+        "actor.training_backend=megatron": ("training_backend", "local"),
         "runner.task_type=embodid": ("did you mean 'embodied'?",),
         "runner.task_type=reasoning": ("",),
-        "runner.task_type=bc": ("demos.path",),
+        "runner.task_type=bc": ("is for",),
         "runner.task_type=off_policy": ("",),
         "runner.logger.logger_backends=[wandb]": ("wandb",),
         "runner.logger.logger_backends=[nosuchlogger]": ("jsonl",),
@@ -188,12 +213,17 @@ def names() -> Iterator[Case]:
         "reward.terms=[{name: nosuch:f}]": ("nosuch",),
         "reward.terms=[{nme: math}]": ("reward.terms[0]",),
         "reward.terms=[]": ("reward.terms",),
+        "data.eval=[{nme: x}]": ("data.eval[0].name?",),
+        "data.eval=5": ("is a list",),
+        "reward.terms=[{weight: 1}]": ("reward.terms[0].name",),
         "data.train.source=jsonll": ("jsonl",),
         "data.train.source=nosuch:S": ("nosuch",),
         "data.eval=[{name: held_out, source: arithmetics}]": ("data.eval[held_out]", "did you mean 'arithmetic'?"),
         "rollout.rollout_backend=vlm": ("vllm",),
         "rollout.agent=nosuch": ("nosuch",),
         "algorithm.kl_type=k9": ("k3",),
+        "algorithm.loss_agg=token-men": ("token-mean",),
+        "actor.model.model_type=mlp": ("is for kinds of run", "embodied"),
         "actor.model.dtype=int8": ("bfloat16",),
         "data.overlong_prompts=cut": ("drop",),
     }
@@ -433,9 +463,6 @@ def overrides() -> Iterator[Case]:
         "cluster.node_groups[0].label=x": ("cluster.node_groups",),
         "env.train.kwargs=5": ("env.train.kwargs",),
         "env.train.kwargs.=5": ("env.train.kwargs",),
-        "data.eval=[{nme: x}]": ("data.eval[0].name?",),
-        "data.eval=5": ("is a list",),
-        "reward.terms=[{weight: 1}]": ("reward.terms[0].name",),
         "workflow.suites={a: 5}": ("workflow.suites",),
         "workflow.suites.a=5": ("workflow.suites",),
         "actor.model.hidden_sizes=[a]": ("list[int]",),
@@ -458,14 +485,16 @@ _FIRST = {
     "folder": "new",
     "shell": "bash",
     "folders": "x",
-    "action": "inspect",
 }
 
 
 def parsed_arguments() -> Iterator[Case]:
     """Of every command: an option that it has not, options without their values or with wrong ones, too few words."""
     for command, parser in build_parser().commands.items():
-        first = [_FIRST[a.dest] for a in parser._actions if not a.option_strings and a.dest in _FIRST]
+        named = [a for a in parser._actions if not a.option_strings]
+        first = [
+            str(next(iter(a.choices))) if a.choices else _FIRST[a.dest] for a in named if a.choices or a.dest in _FIRST
+        ]
         needed = [
             word for a in parser._actions if a.required and a.option_strings for word in (a.option_strings[0], "x")
         ]
@@ -656,7 +685,7 @@ def long_words() -> Iterator[Case]:
         ("plan", long): ("configuration", "too long"),
         ("plan", config, "--site", long): ("aaa", "too long"),
         ("run", config, "--profile", long): ("aaa", "too long"),
-        ("run", config, f"workflow.sft={long}"): ("aaa", "too long"),
+        ("run", _OF["reasoning"], f"workflow.sft={long}"): ("aaa", "too long"),
         ("init", long): ("aaa", "too long"),
         ("init", "new", "--config", long): ("--config",),
         ("status", long): ("aaa",),
@@ -673,7 +702,7 @@ def long_words() -> Iterator[Case]:
         train_words(f"runner.resume_dir={long}"): ("aaa",),
         train_words(f"runner.init_from={long}"): ("aaa",),
         train_words(f"runner.run_dir={HERE}/{long}"): ("runner.run_dir", "300"),
-        train_words("runner.task_type=bc", f"{TOGETHER}{{actor: 0}}", f"demos.path={long}"): ("aaa",),
+        ("train", _OF["bc"], "workflow.demos_expert=null", f"demos.path={long}"): ("aaa",),
     }
     for argv, says in too_long.items():
         yield Case("long word", " ".join(argv).replace(str(ROOT), "")[:40] + " " + argv[-1][:20], argv, says)
@@ -963,9 +992,14 @@ def workflows() -> Iterator[Case]:
         "workflow.eval_job.mem=much": ("workflow.eval_job.mem",),
         "workflow.eval_job.cpus=0": ("workflow.eval_job.cpus",),
         "workflow.record_episodes=-1": ("workflow.record_episodes",),
-        "workflow.demos_expert=math:sin": ("demos.path",),
-        "workflow.sft=nosuch.yaml": ("nosuch.yaml",),
+        "workflow.demos_expert=math:sin": ("is for", "off_policy, bc"),
+        "workflow.sft=nosuch.yaml": ("is for", "reasoning, sft"),
     }
+    yield Case("workflow", "no such sft", ("run", _OF["reasoning"], "workflow.sft=nosuch.yaml"), ("nosuch.yaml",))
+    yield Case(
+        "workflow", "demonstrations nowhere",
+        ("run", _OF["off_policy"], "workflow.demos_expert=math:sin"), ("algorithm.demo_buffer.load_path",),
+    )  # fmt: skip
     for override, says in overrides_.items():
         yield Case("workflow", override, ("run", str(QUICKSTART), *SHORT_RUN, override), says)
         if "suites" in override:

@@ -100,7 +100,8 @@ class Verdict:
 
 def train_words(*overrides: str, config: str = str(QUICKSTART)) -> tuple[str, ...]:
     """A training command that would be short if it were accepted."""
-    return ("train", config, *SHORT, "algorithm.rollout_steps=32", *overrides)
+    played = ("algorithm.rollout_steps=32",) if config == str(QUICKSTART) else ()
+    return ("train", config, *SHORT, *played, *overrides)
 
 
 def plan_words(*overrides: str, config: str = str(QUICKSTART)) -> tuple[str, ...]:

@@ -432,7 +432,10 @@ def test_a_reference_to_nothing_in_a_site_file(rlhpc: Terminal) -> None:
 
 
 def test_a_whole_number_for_a_fraction_in_a_list_is_taken_in_silence(rlhpc: Terminal) -> None:
-    refused(rlhpc("plan", str(QUICKSTART), "reward.terms=[{weight: 1}]"), "reward.terms[0].name")
+    refused(
+        rlhpc("plan", str(QUICKSTART.parent / "reasoning" / "gsm8k.yaml"), "reward.terms=[{weight: 1}]"),
+        "reward.terms[0].name",
+    )
 
 
 class TestRunThatIsThere:
