@@ -10,7 +10,7 @@ TRAIN_PARAMS = {
     "resume_with": RESUME_WITH,
     # What is trained, and how long: when these change, `rlhpc submit` looks again, and refuses or goes on.
     "training": training_fingerprint(CFG),
-    "end": lambda wildcards: [ENDS[int(wildcards.segment)], CFG.runner.stop_return],
+    "end": lambda wildcards: [ENDS[int(wildcards.segment)], KIND.goal(CFG)],
 }
 TRAIN_COMMAND = (
     "rlhpc submit {input.config:q} --segment {wildcards.segment} --executor {params.executor}"
@@ -19,7 +19,7 @@ TRAIN_COMMAND = (
     " && cp --preserve=timestamps {params.marker:q} {output.done:q}"
 )
 
-if CFG.runner.stop_return is None:
+if KIND.goal(CFG) is None:
 
     rule train_segment:
         input:
