@@ -277,7 +277,8 @@ def install(project: str, folder: Path) -> None:
 def test_the_pages_commands_and_code_run(page, tmp_path):
     """Blocks that begin with `# name.py` are files; the others run, in order. Training takes few and small steps."""
     (tmp_path / "configs").symlink_to(ROOT / "configs")
-    environment = {"SMALL": " ".join(SMALL), "PYTHONPATH": str(tmp_path)}
+    small = SMALL[:3] if page.name == "add-kind.md" else SMALL  # a kind of its own has no algorithm
+    environment = {"SMALL": " ".join(small), "PYTHONPATH": str(tmp_path)}
     for language, content in all_blocks(page):
         named = re.match(r"# ([\w.]+)\n", content)
         if named:
