@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from rlhpc.config.sections import RunConfig
 from rlhpc.runtime.errors import NonFinite
 
 #: Optimizer steps in a row, or rollouts without a sound sample, after which `runner.on_nonfinite: skip` gives up.
@@ -27,9 +28,9 @@ def nonfinite(what: str, advice: str = _WAY_OUT) -> NonFinite:
     return NonFinite(f"{what}. {advice}")
 
 
-def skips(cfg: Any) -> bool:
+def skips(cfg: RunConfig) -> bool:
     """Whether `runner.on_nonfinite` leaves out rather than stops."""
-    return str(cfg.runner.on_nonfinite).lower() == "skip"
+    return cfg.runner.on_nonfinite.lower() == "skip"
 
 
 def bad_tensors(named: Iterable[tuple[str, torch.Tensor]]) -> list[str]:

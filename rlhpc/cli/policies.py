@@ -88,6 +88,7 @@ def _eval(args: argparse.Namespace) -> int:
 
 def _eval_model(args: argparse.Namespace, config: Path) -> int:
     """A model as it is, without a checkpoint."""
+    from rlhpc.config.typed import select
     from rlhpc.runs.configuration import load_config
     from rlhpc.runs.kinds import kind_of
 
@@ -95,7 +96,7 @@ def _eval_model(args: argparse.Namespace, config: Path) -> int:
     cfg = load_config(config, words, training=False)
     output = check_file("--output", Path(args.output)) if args.output else None
     said = kind_of(cfg).evaluate_model(cfg, suite=args.suite, output=output)
-    name = Path(str(cfg.actor.model.model_path)).name
+    name = Path(str(select(cfg, "actor.model.model_path"))).name
     print(f"{name}: {said}" + (f" → {output}" if output else ""))
     return 0
 
@@ -109,6 +110,10 @@ def _record(args: argparse.Namespace) -> int:
     checkpoint, config, theirs = _source(args, "expert", "names the environment")
     cfg = load_config(config, args.overrides, training=False, theirs=theirs)
     mode = "train" if args.sample else "eval"
+    from rlhpc.embodied.config import plays
+
+    if not plays(cfg):
+        raise ConfigError(f"{config}: a run of kind {cfg.runner.task_type} has no environment (section env) to record")
     from rlhpc.embodied.evaluate import record_episodes
 
     result = record_episodes(

@@ -15,8 +15,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import yaml
-from omegaconf import DictConfig, OmegaConf
 
+from rlhpc.config.sections import RunConfig
+from rlhpc.config.typed import plain
 from rlhpc.config.yaml_loader import UniqueKeys
 from rlhpc.runtime.errors import ConfigError
 from rlhpc.runtime.plain import read_yaml
@@ -61,8 +62,8 @@ def _leaves(content: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str,
             yield f"{prefix}{key}", value
 
 
-def _plain(cfg: DictConfig | Mapping[str, Any]) -> dict[str, Any]:
-    content = OmegaConf.to_container(cfg, resolve=True) if isinstance(cfg, DictConfig) else cfg
+def _plain(cfg: RunConfig | Mapping[str, Any]) -> dict[str, Any]:
+    content = plain(cfg)
     # As a file would give it back, so that a tuple or a number that YAML writes otherwise is no difference.
     return dict(_leaves(yaml.safe_load(json.dumps(content, default=str))))
 
@@ -73,7 +74,7 @@ def _is(key: str, names: tuple[str, ...]) -> bool:
     )
 
 
-def training_changes(before: DictConfig | Mapping[str, Any], after: DictConfig | Mapping[str, Any]) -> list[Change]:
+def training_changes(before: RunConfig | Mapping[str, Any], after: RunConfig | Mapping[str, Any]) -> list[Change]:
     """What makes `after` another run than `before`.
 
     A key that one side does not have is none: it came or went with a version of rlhpc.
@@ -90,12 +91,12 @@ def training_changes(before: DictConfig | Mapping[str, Any], after: DictConfig |
     ]
 
 
-def training_fingerprint(cfg: DictConfig) -> str:
+def training_fingerprint(cfg: RunConfig) -> str:
     """Of all that says what is trained."""
     return _digest({k: v for k, v in _plain(cfg).items() if not _is(k, _FREE) and not _is(k, _EVALUATION)})
 
 
-def evaluation_fingerprint(cfg: DictConfig) -> str:
+def evaluation_fingerprint(cfg: RunConfig) -> str:
     """Of all that says how a checkpoint is evaluated, beside the policy itself."""
     return _digest({k: v for k, v in _plain(cfg).items() if _is(k, _EVALUATION)})
 
@@ -104,7 +105,7 @@ def _digest(facts: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:16]
 
 
-def require_same_run(saved: Path, cfg: DictConfig, *, what: str, way_out: str) -> None:
+def require_same_run(saved: Path, cfg: RunConfig, *, what: str, way_out: str) -> None:
     """Refuses a configuration that is not that of the run.
 
     Args:

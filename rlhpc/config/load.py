@@ -8,12 +8,13 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from omegaconf import DictConfig, ListConfig, OmegaConf
+from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from rlhpc.config.files import find_config, read_files
 from rlhpc.config.keys import Schema
 from rlhpc.config.merge import Layers, parse_override, reason
+from rlhpc.config.sections import RunConfig
 from rlhpc.config.sites import apply_site, find_site
 from rlhpc.runtime import environment_values
 from rlhpc.runtime.errors import ConfigError
@@ -111,7 +112,7 @@ def require(layers: Layers, kind: Found, source: str) -> None:
         raise ConfigError(f"{source}: {key}{reason(error)}") from None
 
 
-def config_to_yaml(cfg: DictConfig | ListConfig) -> str:
+def config_to_yaml(cfg: object) -> str:
     """The resolved configuration as YAML; `load_config` reads it back to the same.
 
     What depends on the environment (`${oc.env:…}`) stays as it was written: it may be a secret, and a run that is started
@@ -120,10 +121,10 @@ def config_to_yaml(cfg: DictConfig | ListConfig) -> str:
     return OmegaConf.to_yaml(OmegaConf.create(environment_values.to_plain(cfg)))
 
 
-def total_steps(cfg: Any) -> int:
+def total_steps(cfg: RunConfig) -> int:
     """Steps of the whole run: `runner.max_steps`, or `runner.max_epochs` where that is -1."""
-    steps = int(cfg.runner.max_steps)
-    return steps if steps >= 0 else int(cfg.runner.max_epochs)
+    steps = cfg.runner.max_steps
+    return steps if steps >= 0 else cfg.runner.max_epochs
 
 
 def segment_end(total: int, segment: int, segments: int) -> int:
@@ -131,7 +132,7 @@ def segment_end(total: int, segment: int, segments: int) -> int:
     return math.ceil(total * (segment + 1) / segments)
 
 
-def segment_ends(cfg: Any) -> list[int]:
+def segment_ends(cfg: RunConfig) -> list[int]:
     """The step at which each of the run's segments ends, as planned."""
-    count = int(cfg.runner.segments)
+    count = cfg.runner.segments
     return [segment_end(total_steps(cfg), k, count) for k in range(count)]

@@ -5,11 +5,10 @@ from __future__ import annotations
 import difflib
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
-
-from omegaconf import OmegaConf
 
 from rlhpc.config.rules import Fail, check_choice, check_name
+from rlhpc.config.typed import select
+from rlhpc.embodied.config import BcConfig, EmbodiedConfig, PlayingConfig, PolicyConfig, PpoConfig, SacConfig
 from rlhpc.runtime.errors import ConfigError
 from rlhpc.runtime.lookup import offered
 
@@ -23,21 +22,21 @@ _BY_GROUP = ("grpo", "dr_grpo", "rloo", "reinforce++_baseline")
 MLP_GAINS = ("actor_gain", "critic_gain")
 
 
-def check_common(cfg: Any, fail: Fail) -> None:
+def check_common(cfg: EmbodiedConfig, fail: Fail) -> None:
     """What all runs with simulators have: environments, suites, the policy's network.
 
     Raises:
         ConfigError: The first rule that is broken.
     """
     model = cfg.actor.model
-    if str(model.model_type).lower() in MODELS:
+    if model.model_type.lower() in MODELS:
         check_options(model, fail)
     else:
         from rlhpc.embodied.models.registry import MODELS as REGISTRY
 
-        REGISTRY.find(str(model.model_type))
+        REGISTRY.find(model.model_type)
     for suite in cfg.workflow.eval_suites:
-        check_name("workflow.eval_suites", str(suite), ("default", *map(str, cfg.workflow.suites)), fail)
+        check_name("workflow.eval_suites", suite, ("default", *cfg.workflow.suites), fail)
     for name, side in (("train", cfg.env.train), ("eval", cfg.env.eval)):
         if side.kwargs.get("render_mode") == "human":
             raise fail(
@@ -45,12 +44,12 @@ def check_common(cfg: Any, fail: Fail) -> None:
                 "it opens a window for each slot and waits for it at every step; leave it out: films are made by "
                 "env.eval.video_episodes",
             )
-        if str(side.env_type).lower() == "gymnasium":
-            _gymnasium_id(f"env.{name}.env_id", str(side.env_id), fail)
+        if side.env_type.lower() == "gymnasium":
+            _gymnasium_id(f"env.{name}.env_id", side.env_id, fail)
         else:
             from rlhpc.embodied.envs.registry import ENVS
 
-            ENVS.find(str(side.env_type))
+            ENVS.find(side.env_type)
 
 
 def _gymnasium_id(key: str, env_id: str, fail: Fail) -> None:
@@ -65,19 +64,19 @@ def _gymnasium_id(key: str, env_id: str, fail: Fail) -> None:
         raise fail(key, f"gymnasium does not know it; {hint}")
 
 
-def check_demos_target(cfg: Any, key: str, fail: Fail) -> None:
+def check_demos_target(cfg: SacConfig | BcConfig, key: str, fail: Fail) -> None:
     """`workflow.demos_expert` writes one `.h5` file, where the run reads its demonstrations.
 
     Raises:
         ConfigError: The key names something else.
     """
     if cfg.workflow.demos_expert is not None:
-        path = OmegaConf.select(cfg, key)
+        path = select(cfg, key)
         if not isinstance(path, str) or not path.endswith(".h5") or "*" in path:
             raise fail(key, "workflow.demos_expert records the demonstrations there: name one .h5 file")
 
 
-def check_slots(cfg: Any, fail: Fail) -> None:
+def check_slots(cfg: PlayingConfig, fail: Fail) -> None:
     """Environments, groups and stages divide one another.
 
     Raises:
@@ -86,13 +85,12 @@ def check_slots(cfg: Any, fail: Fail) -> None:
     envs, stages = cfg.env.train.num_envs, cfg.rollout.pipeline_stage_num
     if envs % stages:
         raise fail("env.train.num_envs", f"it must divide by rollout.pipeline_stage_num ({stages})")
-    for side in ("train", "eval"):
-        section = cfg.env[side]
+    for side, section in (("train", cfg.env.train), ("eval", cfg.env.eval)):
         if section.num_envs % section.group_size:
             raise fail(f"env.{side}.num_envs", f"it must divide by env.{side}.group_size ({section.group_size})")
 
 
-def check_processes(cfg: Any, processes: Mapping[str, int]) -> None:
+def check_processes(cfg: PlayingConfig, processes: Mapping[str, int]) -> None:
     """Each group's processes have equal shares of a stage's slots.
 
     Raises:
@@ -108,7 +106,7 @@ def check_processes(cfg: Any, processes: Mapping[str, int]) -> None:
             )
 
 
-def check_divisibility(cfg: Any, fail: Fail) -> None:
+def check_divisibility(cfg: PpoConfig, fail: Fail) -> None:
     """A rollout is whole minibatches, and these whole micro-batches.
 
     Raises:
@@ -128,23 +126,23 @@ def check_divisibility(cfg: Any, fail: Fail) -> None:
         raise fail("actor.micro_batch_size", f"it must divide actor.global_batch_size ({batch})")
 
 
-def check_adapters(cfg: Any, fail: Fail) -> None:
+def check_adapters(cfg: PpoConfig | BcConfig, fail: Fail) -> None:
     """Adapters and dtypes are for the models that have them.
 
     Raises:
         ConfigError: The first rule that is broken.
     """
     model = cfg.actor.model
-    backend = str(cfg.actor.training_backend)
+    backend = cfg.actor.training_backend
     if ":" not in backend:
         allowed = ("local", "fsdp", "deepspeed", *offered("rlhpc.training_backends"))
         check_choice("actor.training_backend", backend, allowed, fail)
     if cfg.actor.lora.rank:
-        if str(model.model_type).lower() not in _ADAPTED:
+        if model.model_type.lower() not in _ADAPTED:
             raise fail("actor.lora.rank", f"adapters are for {' and '.join(_ADAPTED)}; the others train all weights: 0")
         if cfg.actor.lora.dropout:
             raise fail("actor.lora.dropout", "acting and training must agree on log-probs: it must be 0")
-    elif str(model.model_type).lower() in _ADAPTED and str(model.dtype) != "float32" and backend.lower() == "local":
+    elif model.model_type.lower() in _ADAPTED and model.dtype != "float32" and backend.lower() == "local":
         raise fail(
             "actor.model.dtype",
             "all weights are trained in float32; bfloat16 needs adapters (actor.lora.rank), or actor.training_backend fsdp or "
@@ -152,7 +150,7 @@ def check_adapters(cfg: Any, fail: Fail) -> None:
         )
 
 
-def check_ppo(cfg: Any, fail: Fail) -> None:
+def check_ppo(cfg: PpoConfig, fail: Fail) -> None:
     """Chunks, levels, and what estimators by group need.
 
     Raises:
@@ -160,13 +158,13 @@ def check_ppo(cfg: Any, fail: Fail) -> None:
     """
     algorithm, model, train = cfg.algorithm, cfg.actor.model, cfg.env.train
     check_adapters(cfg, fail)
-    if str(cfg.actor.training_backend).lower() == "deepspeed" and algorithm.target_kl is not None:
+    if cfg.actor.training_backend.lower() == "deepspeed" and algorithm.target_kl is not None:
         raise fail(
             "algorithm.target_kl", "DeepSpeed cannot take back a gradient: use null, or another training backend"
         )
     if model.num_action_chunks > 1:
         _chunks(cfg, fail)
-    if str(algorithm.adv_type).lower() in _BY_GROUP:
+    if algorithm.adv_type.lower() in _BY_GROUP:
         if train.group_size < 2:
             raise fail(
                 "env.train.group_size",
@@ -179,12 +177,12 @@ def check_ppo(cfg: Any, fail: Fail) -> None:
             )
 
 
-def _chunks(cfg: Any, fail: Fail) -> None:
+def _chunks(cfg: PpoConfig, fail: Fail) -> None:
     algorithm, model = cfg.algorithm, cfg.actor.model
-    by_action = str(algorithm.reward_type).lower() == "action_level"
-    if by_action and str(algorithm.logprob_type).lower() == "chunk_level":
+    by_action = algorithm.reward_type.lower() == "action_level"
+    if by_action and algorithm.logprob_type.lower() == "chunk_level":
         raise fail("algorithm.logprob_type", "algorithm.reward_type action_level needs action_level or token_level")
-    valued = str(algorithm.adv_type).lower() == "gae" or algorithm.value_coef > 0
+    valued = algorithm.adv_type.lower() == "gae" or algorithm.value_coef > 0
     if by_action and valued and not model.value_per_action:
         raise fail(
             "actor.model.value_per_action", "algorithm.reward_type action_level needs a value for each action: true"
@@ -193,9 +191,9 @@ def _chunks(cfg: Any, fail: Fail) -> None:
         raise fail("actor.model.value_per_action", "it is for algorithm.reward_type action_level")
 
 
-def check_options(model: Any, fail: Fail) -> None:
+def check_options(model: PolicyConfig, fail: Fail) -> None:
     """`actor.model.kwargs` of the models that have none, or few; the others say it themselves when they are built."""
-    name, options = str(model.model_type).lower(), model.kwargs
+    name, options = model.model_type.lower(), model.kwargs
     if name == "cnn" and options:
         raise fail("actor.model.kwargs", "the cnn takes none; they are for a model of your own")
     if name != "mlp":
@@ -207,7 +205,7 @@ def check_options(model: Any, fail: Fail) -> None:
             raise fail(f"actor.model.kwargs.{option}", "it must be a number greater than 0")
 
 
-def check_off_policy(cfg: Any, fail: Fail) -> None:
+def check_off_policy(cfg: SacConfig, fail: Fail) -> None:
     """Buffers, and what off-policy runs cannot do.
 
     Raises:
@@ -224,11 +222,11 @@ def check_off_policy(cfg: Any, fail: Fail) -> None:
     if not cfg.env.train.auto_reset:
         raise fail("env.train.auto_reset", "off-policy runs go on from episode to episode: it must be true")
     path = algorithm.demo_buffer.load_path
-    if path and not any(mark in str(path) for mark in "*?[") and not Path(str(path)).expanduser().exists():
+    if path and not any(mark in path for mark in "*?[") and not Path(path).expanduser().exists():
         raise fail("algorithm.demo_buffer.load_path", "there is no such file or folder")
 
 
-def check_bc(cfg: Any, fail: Fail) -> None:
+def check_bc(cfg: BcConfig, fail: Fail) -> None:
     """Where the demonstrations are.
 
     Raises:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeGuard
 
 from omegaconf import II
 
@@ -17,6 +17,7 @@ from rlhpc.config.sections import (
     RunnerConfig,
     WorkflowConfig,
 )
+from rlhpc.config.typed import mapping
 
 
 @dataclass
@@ -441,6 +442,19 @@ class BcConfig(RunConfig):
     actor: EmbodiedActorConfig = field(default_factory=EmbodiedActorConfig)
     demos: DemosConfig = field(default_factory=DemosConfig)
     workflow: DemonstratedWorkflowConfig = field(default_factory=DemonstratedWorkflowConfig)
+
+
+#: The configuration of a run in which a policy plays while it learns.
+PlayingConfig = PpoConfig | SacConfig
+#: That of any run with simulators.
+EmbodiedConfig = PpoConfig | SacConfig | BcConfig
+#: The network of any policy.
+PolicyConfig = ModelConfig | SacModelConfig
+
+
+def plays(cfg: RunConfig) -> TypeGuard[EmbodiedConfig]:
+    """Whether a run is one with simulators."""
+    return "env" in mapping(cfg)
 
 
 #: What each number may be, of all these kinds of run.

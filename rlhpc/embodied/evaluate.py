@@ -13,7 +13,10 @@ from omegaconf import OmegaConf
 from rlhpc import __version__
 from rlhpc.checkpoint import read_manifest, require_valid
 from rlhpc.checkpoint.state import load_tensors
+from rlhpc.config.typed import mapping, plain, select, typed
 from rlhpc.embodied.actors import ExpertPolicy, load_actor
+from rlhpc.embodied.config import EmbodiedConfig, PpoConfig
+from rlhpc.embodied.envs.base import VectorEnv
 from rlhpc.embodied.film import Film
 from rlhpc.embodied.models import policy_from_spec
 from rlhpc.embodied.play import evaluate_policy
@@ -29,7 +32,7 @@ from rlhpc.runtime.trust import Trust, without_variables
 def evaluate_checkpoint(
     checkpoint: str | Path,
     *,
-    cfg: Any = None,
+    cfg: EmbodiedConfig | None = None,
     suite: str = "default",
     episodes: int | None = None,
     output: str | Path | None = None,
@@ -55,16 +58,17 @@ def evaluate_checkpoint(
     folder = Path(checkpoint).expanduser().absolute()
     require_valid(folder, hint="or evaluate another checkpoint")
     cfg = _config(folder, Trust(trust_code)) if cfg is None else cfg
-    policy = _policy(folder, Trust.of(OmegaConf.to_container(cfg, resolve=True), trust_code))
+    side, seed = cfg.env.eval, cfg.runner.seed
+    policy = _policy(folder, Trust.of(plain(cfg), trust_code))
     films: list[Film] = []
 
-    def film(env: Any) -> Film:
-        films.append(Film(env, int(cfg.env.eval.video_episodes)))
+    def film(env: VectorEnv) -> Film:
+        films.append(Film(env, side.video_episodes))
         return films[0]
 
     # A checkpoint of an older version has no such key in its configuration.
-    shown = film if output is not None and int(cfg.env.eval.get("video_episodes", 0)) else None
-    wanted = int(cfg.env.eval.num_episodes if episodes is None else episodes)
+    shown = film if output is not None and mapping(side).get("video_episodes", 0) else None
+    wanted = side.num_episodes if episodes is None else episodes
     begun = time.perf_counter()
     try:
         with ProgressBar(wanted, name="eval", unit="episode") as bar:
@@ -72,16 +76,14 @@ def evaluate_checkpoint(
             def told(done: int, steps: int) -> None:
                 bar.update(done, {"time/env_steps_per_s": steps / (time.perf_counter() - begun)})
 
-            result = evaluate_policy(
-                policy, cfg.env.eval, seed=int(cfg.runner.seed), episodes=episodes, watch=shown, told=told
-            )
+            result = evaluate_policy(policy, side, seed=seed, episodes=episodes, watch=shown, told=told)
     except RuntimeError as error:
         raise ConfigError(f"env.eval.env_id={cfg.env.eval.env_id} does not fit {folder}'s policy: {error}") from error
     result |= {"suite": suite, "global_step": int(read_manifest(folder)["global_step"]), "checkpoint": str(folder)}
     if output is not None:
         if films and films[0].available:
             video = Path(output).with_suffix(".mp4")
-            films[0].write(video, int(cfg.env.eval.video_fps))
+            films[0].write(video, side.video_fps)
             result["video"] = video.name
         elif films:
             note(f"{cfg.env.eval.env_id} cannot be rendered here, so there is no video")
@@ -94,7 +96,7 @@ def evaluate_checkpoint(
 
 def record_episodes(
     source: str,
-    cfg: Any,
+    cfg: EmbodiedConfig,
     output: Path,
     *,
     episodes: int,
@@ -117,10 +119,10 @@ def record_episodes(
     Returns:
         See `record`.
     """
-    trust = Trust.of(OmegaConf.to_container(cfg, resolve=True), trust_code)
+    trust = Trust.of(plain(cfg), trust_code)
     actor = load_actor(source, "--expert" if ":" in source else "--checkpoint", trust)
     labels = None if teacher is None else load_actor(teacher, "--teacher", trust)
-    seed = int(cfg.runner.seed) if seed is None else seed
+    seed = cfg.runner.seed if seed is None else seed
     origin = {"source": source, "teacher": teacher, "mode": mode, "seed": seed, "rlhpc_version": __version__}
     kind = "dagger" if teacher is not None else "scripted" if isinstance(actor, ExpertPolicy) else "rl"
     try:
@@ -134,7 +136,7 @@ def record_episodes(
         ) from error
 
 
-def _config(folder: Path, trust: Trust) -> Any:
+def _config(folder: Path, trust: Trust) -> EmbodiedConfig:
     path = folder / "config.yaml"
     if not path.is_file():
         raise CheckpointError(f"{path}: missing; pass the run's configuration with --config")
@@ -144,11 +146,11 @@ def _config(folder: Path, trust: Trust) -> Any:
         raise CheckpointError(f"{path}: cannot be read as YAML: {error}") from error
     if not isinstance(content, dict) or not isinstance(content.get("env"), dict):
         raise CheckpointError(f"{path}: no configuration of a policy in an environment (no section env)")
-    cfg: Any = OmegaConf.create(content if trust.everything else without_variables(content, trust, str(path)))
-    trust.check(OmegaConf.to_container(cfg, resolve=True), str(path))
-    if lacks := [key for key in ("env.eval", "runner.seed") if OmegaConf.select(cfg, key) is None]:
+    cfg = OmegaConf.create(content if trust.everything else without_variables(content, trust, str(path)))
+    trust.check(plain(cfg), str(path))
+    if lacks := [key for key in ("env.eval", "runner.seed") if select(cfg, key) is None]:
         raise CheckpointError(f"{path}: no {lacks[0]}; pass a configuration")
-    return cfg
+    return typed(PpoConfig, cfg)  # of these sections every kind has the same
 
 
 def _policy(folder: Path, trust: Trust) -> Any:

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from rlhpc.embodied.envs.base import VectorEnv
 from rlhpc.embodied.play import Watch
 from rlhpc.embodied.video import framed, shrink, tile, write_video
 
@@ -23,7 +24,7 @@ class Film(Watch):
         episodes: How many slots are shown.
     """
 
-    def __init__(self, env: Any, episodes: int) -> None:
+    def __init__(self, env: VectorEnv, episodes: int) -> None:
         self._env, self._slots = env, list(range(min(episodes, env.num_envs)))
         self._ended: dict[int, np.ndarray] = {}
         self._now: np.ndarray | None = None

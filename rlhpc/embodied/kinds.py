@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
-
-from omegaconf import OmegaConf
+from typing import TypeVar
 
 from rlhpc.config.rules import Fail
+from rlhpc.config.sections import RunConfig
+from rlhpc.config.typed import changed
 from rlhpc.embodied import checks
-from rlhpc.embodied.config import RANGES, BcConfig, PpoConfig, SacConfig
+from rlhpc.embodied.config import RANGES, BcConfig, EmbodiedConfig, PpoConfig, SacConfig
 from rlhpc.jobs.paths import RunPaths
 from rlhpc.runs.checks import check_estimators
 from rlhpc.runs.kinds import Exporting, Kind, Parts, Preparation, Rows, differing, saved_values
@@ -51,39 +51,39 @@ _RETURNS = {
 }
 
 
+#: The configuration of a run with simulators.
+Cfg = TypeVar("Cfg", bound=EmbodiedConfig)
+
+
 @dataclass(frozen=True)
-class EmbodiedKind(Kind):
+class EmbodiedKind(Kind[Cfg]):
     """A kind of run with simulators and a policy network of its own."""
 
     other_start = " To start a new run from its weights: runner.init_from=… and another runner.name."
 
-    def missing(self, cfg: Any) -> list[str]:
+    def missing(self, cfg: Cfg) -> list[str]:
         """The environment's id."""
         return [] if cfg.env.train.env_id else ["env.train.env_id"]
 
-    def prepare(self, cfg: Any, *, resumes: bool) -> Any:
+    def prepare(self, cfg: Cfg, *, resumes: bool) -> Cfg:
         """Without `runner.init_from` where the run goes on: what it started from may be gone by now."""
         if not resumes or cfg.runner.init_from is None:
             return cfg
-        changed = cfg.copy()
-        OmegaConf.set_readonly(changed, False)
-        changed.runner.init_from = None
-        OmegaConf.set_readonly(changed, True)
-        return changed
+        return changed(cfg, "runner.init_from", None)
 
-    def differences(self, cfg: Any, checkpoint: Path) -> list[str]:
+    def differences(self, cfg: Cfg, checkpoint: Path) -> list[str]:
         """Another environment, or a network of other shapes."""
         model = saved_values(checkpoint / "model.json").get("model") or {}
         mine = {f"actor.model.{name}": model[name] for name in _SHAPES if name in model}
         there = {**saved_values(checkpoint / "config.yaml", _ENVIRONMENT), **mine}
         return differing(cfg, there, [key for key in there if key in self.schema])
 
-    def recording(self, cfg: Any) -> tuple[int, bool]:
+    def recording(self, cfg: Cfg) -> tuple[int, bool]:
         """Of the last policy."""
-        return int(cfg.workflow.record_episodes), bool(cfg.workflow.record_only_success)
+        return cfg.workflow.record_episodes, cfg.workflow.record_only_success
 
     def evaluate(
-        self, cfg: Any, checkpoint: Path, *, suite: str, episodes: int | None, output: Path | None, trust_code: bool
+        self, cfg: Cfg, checkpoint: Path, *, suite: str, episodes: int | None, output: Path | None, trust_code: bool
     ) -> str:
         """Plays episodes with deterministic actions."""
         from rlhpc.checkpoint import require_valid
@@ -122,18 +122,18 @@ class EmbodiedKind(Kind):
         return export_checkpoint(checkpoint, output, licence=wanted.licence)
 
 
-def _env_python(cfg: Any) -> str | None:
+def _env_python(cfg: RunConfig) -> str | None:
     """The Python of the env group's nodes, where they have one of their own."""
     placed = cfg.cluster.component_placement.get("env")
-    label = placed.get("node_group") if OmegaConf.is_dict(placed) else None
+    label = placed.get("node_group") if isinstance(placed, Mapping) else None
     return next((group.python_interpreter for group in cfg.cluster.node_groups if group.label == label), None)
 
 
 @dataclass(frozen=True)
-class PpoKind(EmbodiedKind):
+class PpoKind(EmbodiedKind[PpoConfig]):
     """Policy and simulators play, and the policy learns from what they played."""
 
-    def check(self, cfg: Any, fail: Fail, *, training: bool) -> None:
+    def check(self, cfg: PpoConfig, fail: Fail, *, training: bool) -> None:
         """Names, levels, batches."""
         check_estimators(cfg)
         checks.check_common(cfg, fail)
@@ -141,11 +141,11 @@ class PpoKind(EmbodiedKind):
         if training:
             checks.check_divisibility(cfg, fail)
 
-    def check_placement(self, cfg: Any, processes: Mapping[str, int], accelerators: Mapping[str, int]) -> None:
+    def check_placement(self, cfg: PpoConfig, processes: Mapping[str, int], accelerators: Mapping[str, int]) -> None:
         """Each process has whole slots."""
         checks.check_processes(cfg, processes)
 
-    def check_start(self, cfg: Any, ranks: Mapping[str, int]) -> None:
+    def check_start(self, cfg: PpoConfig, ranks: Mapping[str, int]) -> None:
         """Counts that do not divide, environments and models that cannot be built."""
         from rlhpc.checkpoint.start import check_start
         from rlhpc.embodied.models import build_model, policy_section
@@ -156,69 +156,69 @@ class PpoKind(EmbodiedKind):
         SlotMap.from_config(cfg, env=ranks["env"], rollout=ranks["rollout"], actor=ranks["actor"])
         check_batches(cfg)
         spaces = check_env(cfg.env.train, _env_python(cfg))
-        if int(cfg.runner.val_check_interval) > 0:
+        if cfg.runner.val_check_interval > 0:
             check_env(cfg.env.eval)
         check_start(cfg, build_model(policy_section(cfg.actor), *spaces))
 
-    def goal(self, cfg: Any) -> Any:
+    def goal(self, cfg: PpoConfig) -> float | None:
         """A return that is good enough."""
         return cfg.runner.stop_return
 
 
 @dataclass(frozen=True)
-class SacKind(EmbodiedKind):
+class SacKind(EmbodiedKind[SacConfig]):
     """Policy and simulators fill a buffer, and the policy learns from draws of it."""
 
-    def check(self, cfg: Any, fail: Fail, *, training: bool) -> None:
+    def check(self, cfg: SacConfig, fail: Fail, *, training: bool) -> None:
         """Names and buffers."""
         checks.check_common(cfg, fail)
         checks.check_off_policy(cfg, fail)
         if training:
             checks.check_slots(cfg, fail)
 
-    def check_placement(self, cfg: Any, processes: Mapping[str, int], accelerators: Mapping[str, int]) -> None:
+    def check_placement(self, cfg: SacConfig, processes: Mapping[str, int], accelerators: Mapping[str, int]) -> None:
         """Each process has whole slots."""
         checks.check_processes(cfg, processes)
 
-    def check_start(self, cfg: Any, ranks: Mapping[str, int]) -> None:
+    def check_start(self, cfg: SacConfig, ranks: Mapping[str, int]) -> None:
         """Environments, models and demonstrations that cannot be had."""
         from rlhpc.embodied.roles.sac import check_off_policy
 
         check_off_policy(cfg, dict(ranks), _env_python(cfg))
 
-    def preparation(self, cfg: Any) -> Preparation:
+    def preparation(self, cfg: SacConfig) -> Preparation:
         """An expert's episodes, for the second buffer."""
         workflow, path = cfg.workflow, cfg.algorithm.demo_buffer.load_path
         if workflow.demos_expert is None:
             return Preparation()
-        return Preparation(demos=(str(path), str(workflow.demos_expert), int(workflow.demos_episodes)))
+        return Preparation(demos=(str(path), workflow.demos_expert, workflow.demos_episodes))
 
-    def goal(self, cfg: Any) -> Any:
+    def goal(self, cfg: SacConfig) -> float | None:
         """A return that is good enough."""
         return cfg.runner.stop_return
 
 
 @dataclass(frozen=True)
-class BcKind(EmbodiedKind):
+class BcKind(EmbodiedKind[BcConfig]):
     """The policy learns from demonstrations."""
 
-    def check(self, cfg: Any, fail: Fail, *, training: bool) -> None:
+    def check(self, cfg: BcConfig, fail: Fail, *, training: bool) -> None:
         """Names and demonstrations."""
         checks.check_common(cfg, fail)
         checks.check_bc(cfg, fail)
 
-    def check_start(self, cfg: Any, ranks: Mapping[str, int]) -> None:
+    def check_start(self, cfg: BcConfig, ranks: Mapping[str, int]) -> None:
         """Demonstrations that are not there, or of another task."""
         from rlhpc.embodied.roles.bc import check_bc
 
         check_bc(cfg, dict(ranks))
 
-    def preparation(self, cfg: Any) -> Preparation:
+    def preparation(self, cfg: BcConfig) -> Preparation:
         """An expert's episodes."""
         workflow = cfg.workflow
         if workflow.demos_expert is None:
             return Preparation()
-        return Preparation(demos=(str(cfg.demos.path), str(workflow.demos_expert), int(workflow.demos_episodes)))
+        return Preparation(demos=(str(cfg.demos.path), workflow.demos_expert, workflow.demos_episodes))
 
 
 PPO = PpoKind(

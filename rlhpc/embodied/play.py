@@ -11,7 +11,9 @@ import numpy as np
 import torch
 
 from rlhpc.algorithms.finite import bad_tensors, listed, skips
+from rlhpc.embodied.config import EmbodiedConfig, EnvSideConfig, EvalEnvConfig
 from rlhpc.embodied.envs import make_env
+from rlhpc.embodied.envs.base import VectorEnv
 from rlhpc.metrics.statistics import wilson
 from rlhpc.runs.device import to_tensors
 from rlhpc.runtime.errors import ConfigError, NonFinite, RlhpcError
@@ -47,20 +49,20 @@ def quotas(episodes: int, slots: int) -> np.ndarray:
     return counts
 
 
-def eval_seed(env_cfg: Any, seed: int) -> int:
+def eval_seed(env_cfg: EnvSideConfig, seed: int) -> int:
     """Seed of the evaluation's environments: `env.eval.seed`, or one that training, which uses `seed`, does not."""
-    return int(env_cfg.seed) if env_cfg.seed is not None else seed + 1_000_003
+    return env_cfg.seed if env_cfg.seed is not None else seed + 1_000_003
 
 
 @torch.inference_mode()
 def evaluate_policy(
     policy: Any,
-    env_cfg: Any,
+    env_cfg: EvalEnvConfig,
     *,
     seed: int,
     episodes: int | None = None,
     device: torch.device | str = "cpu",
-    watch: Callable[[Any], Watch] | None = None,
+    watch: Callable[[VectorEnv], Watch] | None = None,
     told: Told | None = None,
 ) -> dict[str, Any]:
     """Runs the first episodes of every slot of a vector environment.
@@ -81,10 +83,10 @@ def evaluate_policy(
         return_mean, return_std, return_min, return_max, return_ci95 [low, high], length_mean, episodes, env_id, seed; where
         the environment reports success also success_once, success_at_end (alias success_rate) and their `…_ci95`.
     """
-    wanted = int(env_cfg.num_episodes if episodes is None else episodes)
+    wanted = env_cfg.num_episodes if episodes is None else episodes
     if wanted < 1:
         raise ConfigError(f"episodes is {wanted}; an evaluation needs at least 1")
-    slots, seed = min(int(env_cfg.num_envs), wanted), eval_seed(env_cfg, seed)
+    slots, seed = min(env_cfg.num_envs, wanted), eval_seed(env_cfg, seed)
     env = make_env(env_cfg, slots, slot_offset=0, seed=seed, stage="eval")
     try:
         found = play(
@@ -100,10 +102,10 @@ def evaluate_policy(
             f"{bad[0]}; {cause}): there is no mean to report. Evaluate another checkpoint, or look at what the environment "
             "gives"
         )
-    return {**summarize(found), "env_id": str(env_cfg.env_id), "seed": seed}
+    return {**summarize(found), "env_id": env_cfg.env_id, "seed": seed}
 
 
-def evaluation_metrics(cfg: Any, policy: Any, seed: int, device: torch.device) -> dict[str, float]:
+def evaluation_metrics(cfg: EmbodiedConfig, policy: Any, seed: int, device: torch.device) -> dict[str, float]:
     """The numbers of an evaluation of `env.eval` during training; with `runner.on_nonfinite: skip` one whose returns are not
     finite is only counted (`nonfinite`)."""
     try:
@@ -118,7 +120,7 @@ def evaluation_metrics(cfg: Any, policy: Any, seed: int, device: torch.device) -
 
 def play(
     policy: Any,
-    env: Any,
+    env: VectorEnv,
     left: np.ndarray,
     device: torch.device,
     *,
@@ -145,7 +147,7 @@ def play(
     """
     found: list[tuple[int, int, dict[str, float]]] = []  # slot, its how-manieth, row
     seen, since = np.zeros_like(left), np.zeros_like(left)
-    most = MAX_DECISIONS if getattr(env, "max_episode_steps", None) != 0 else MAX_WITHOUT_LIMIT
+    most = MAX_DECISIONS if env.max_episode_steps != 0 else MAX_WITHOUT_LIMIT
     steps = 0
     obs, _ = env.reset()
     while since.max() < most:

@@ -9,10 +9,12 @@ from typing import Any
 
 import numpy as np
 import torch
-from omegaconf import OmegaConf
 
+from rlhpc.config.typed import changed
+from rlhpc.embodied.config import EvalEnvConfig
 from rlhpc.embodied.data.trajectories import TrajectoryWriter
 from rlhpc.embodied.envs import make_env
+from rlhpc.embodied.envs.base import VectorEnv
 from rlhpc.embodied.play import Watch, eval_seed, play, quotas
 from rlhpc.runs.device import to_tensors
 from rlhpc.runtime.errors import ConfigError, RlhpcError
@@ -33,7 +35,7 @@ class EpisodeRecorder(Watch):
     """
 
     def __init__(
-        self, writer: TrajectoryWriter, env: Any, *, only_success: bool, wanted: int, teacher: Any = None
+        self, writer: TrajectoryWriter, env: VectorEnv, *, only_success: bool, wanted: int, teacher: Any = None
     ) -> None:
         self._teacher = teacher
         self._writer, self._env, self._only_success, self._wanted = writer, env, only_success, wanted
@@ -56,9 +58,8 @@ class EpisodeRecorder(Watch):
         if self._teacher is not None:
             actions = self._teacher.predict_action_batch(to_tensors(obs, torch.device("cpu")), mode="eval")[0].numpy()
         self._before = {"obs": copy.deepcopy(obs), "actions": actions}
-        states = getattr(self._env, "env_states", None)
-        if states is not None:
-            self._before["env_states"] = states()
+        if (states := self._env.env_states()) is not None:
+            self._before["env_states"] = states
 
     def after(
         self, slots: np.ndarray, rewards: np.ndarray, terminations: np.ndarray, truncations: np.ndarray,
@@ -116,8 +117,9 @@ def _stack(rows: list[Any]) -> Any:
 
 @torch.inference_mode()
 def record(
-    actor: Any, env_cfg: Any, output: Path, *, episodes: int, seed: int, only_success: bool = False, mode: str = "eval",
-    teacher: Any = None, source_type: str = "rl", source_desc: str = "", extra: Mapping[str, Any] | None = None,
+    actor: Any, env_cfg: EvalEnvConfig, output: Path, *, episodes: int, seed: int, only_success: bool = False,
+    mode: str = "eval", teacher: Any = None, source_type: str = "rl", source_desc: str = "",
+    extra: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:  # fmt: skip
     """Plays episodes and writes them as trajectories.
 
@@ -138,20 +140,18 @@ def record(
     Raises:
         ConfigError: Success is asked for and not known, or too rare.
     """
-    slots, seed = min(int(env_cfg.num_envs), episodes), eval_seed(env_cfg, seed)
-    own = env_cfg.copy()
-    OmegaConf.set_readonly(own, False)
-    own.simulators = 0  # states of a simulator are asked for in its own process
+    slots, seed = min(env_cfg.num_envs, episodes), eval_seed(env_cfg, seed)
+    own = changed(env_cfg, "simulators", 0)  # states of a simulator are asked for in its own process
     env = make_env(own, slots, slot_offset=0, seed=seed, stage="eval")
     env.keep_states = True
-    kwargs = dict(getattr(env, "record_kwargs", env_cfg.kwargs or {}))
-    limit = getattr(env, "max_episode_steps", env_cfg.max_episode_steps) or None
+    kwargs = dict((env_cfg.kwargs or {}) if env.record_kwargs is None else env.record_kwargs)
+    limit = (env_cfg.max_episode_steps if env.max_episode_steps is None else env.max_episode_steps) or None
     returns: list[float] = []
     successes: list[float] = []
     steps = 0
     try:
         with TrajectoryWriter(
-            output, env_id=str(env_cfg.env_id), env_kwargs=kwargs, max_episode_steps=limit, source_type=source_type,
+            output, env_id=env_cfg.env_id, env_kwargs=kwargs, max_episode_steps=limit, source_type=source_type,
             source_desc=source_desc, extra=extra,
         ) as writer:  # fmt: skip
             recorder = EpisodeRecorder(writer, env, only_success=only_success, wanted=episodes, teacher=teacher)
@@ -174,4 +174,4 @@ def record(
     result = {"episodes": written, "played": recorder.played, "steps": steps, "return_mean": float(np.mean(returns))}
     if successes:
         result["success_once"] = float(np.mean(successes))
-    return result | {"env_id": str(env_cfg.env_id), "output": str(output)}
+    return result | {"env_id": env_cfg.env_id, "output": str(output)}

@@ -8,13 +8,15 @@ import os
 import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Protocol
 
-from omegaconf import OmegaConf
+from omegaconf import DictConfig
 
 from rlhpc.config.ranges import LARGEST, RANGES, check_ranges
 from rlhpc.config.rules import Fail, check_choice
-from rlhpc.runs.kinds import Kind, kind_of
+from rlhpc.config.sections import RunConfig
+from rlhpc.config.typed import mapping, plain, select
+from rlhpc.runs.kinds import Cfg, Kind, kind_of
 from rlhpc.runtime.errors import ConfigError, PlacementError
 from rlhpc.runtime.shown import shown
 from rlhpc.runtime.writable import unwritable
@@ -34,7 +36,7 @@ _DIRECTIVES = {
 
 
 def validate(
-    cfg: Any, source: str = "configuration", sources: Mapping[str, str] | None = None, *, training: bool = True
+    cfg: RunConfig, source: str = "configuration", sources: Mapping[str, str] | None = None, *, training: bool = True
 ) -> None:
     """Checks a loaded configuration.
 
@@ -49,37 +51,36 @@ def validate(
     """
 
     def fail(key: str, rule: str) -> ConfigError:
-        return ConfigError(f"{(sources or {}).get(key, source)}: {key} is {shown(OmegaConf.select(cfg, key))}; {rule}")
+        return ConfigError(f"{(sources or {}).get(key, source)}: {key} is {shown(select(cfg, key))}; {rule}")
 
     kind = kind_of(cfg)
     _numbers(cfg, kind, fail)
     for key, allowed in {**_CHOICES, **kind.choices}.items():
         if key in kind.schema:
-            check_choice(key, str(OmegaConf.select(cfg, key)), allowed, fail)
+            check_choice(key, str(select(cfg, key)), allowed, fail)
     if training:
         _loggers(cfg)
     for suite in cfg.workflow.eval_suites:
-        if not re.fullmatch(_NAME, str(suite)):
+        if not re.fullmatch(_NAME, suite):
             raise fail("workflow.eval_suites", f"a suite's name becomes a file's: {_NAME_RULE}")
     _node_groups(cfg, fail)
     for key in ("cluster", "workflow.eval_job", "workflow.convert_job"):
-        _directives(OmegaConf.select(cfg, key), key, fail)
+        _directives(select(cfg, key), key, fail)
     kind.check(cfg, fail, training=training)
     if training:
         _runner(cfg, fail)
         _placement(cfg, kind)
 
 
-def _loggers(cfg: Any) -> None:
+def _loggers(cfg: RunConfig) -> None:
     """Their names, packages and arguments."""
     from rlhpc.metrics.loggers import check_loggers
 
-    kwargs = OmegaConf.to_container(cfg.runner.logger.kwargs, resolve=True)
-    check_loggers([str(name) for name in cfg.runner.logger.logger_backends], cast(dict[str, Any], kwargs))
+    check_loggers(cfg.runner.logger.logger_backends, plain(cfg.runner.logger.kwargs))
 
 
-def _numbers(cfg: Any, kind: Kind, fail: Fail) -> None:
-    for key, found in _leaves(OmegaConf.to_container(cfg, resolve=True)):
+def _numbers(cfg: Cfg, kind: Kind[Cfg], fail: Fail) -> None:
+    for key, found in _leaves(plain(cfg)):
         if isinstance(found, float) and not math.isfinite(found):
             raise fail(key, "it must be a finite number")
         if isinstance(found, int) and abs(found) > LARGEST:
@@ -99,8 +100,8 @@ def _leaves(tree: Any, prefix: str = "") -> Iterable[tuple[str, Any]]:
         yield prefix, tree
 
 
-def _runner(cfg: Any, fail: Fail) -> None:
-    name = str(cfg.runner.name)
+def _runner(cfg: RunConfig, fail: Fail) -> None:
+    name = cfg.runner.name
     if not re.fullmatch(_NAME, name):
         raise fail("runner.name", _NAME_RULE)
     steps = cfg.runner.max_steps if cfg.runner.max_steps != -1 else cfg.runner.max_epochs
@@ -109,13 +110,13 @@ def _runner(cfg: Any, fail: Fail) -> None:
     if cfg.runner.segments > steps:
         raise fail("runner.segments", f"there cannot be more segments than training steps ({steps})")
     resume = cfg.runner.resume_dir
-    if resume not in (None, "auto") and not Path(str(resume)).expanduser().exists():
-        own = Path(str(cfg.runner.run_dir)) / name / "checkpoints" / str(resume)
+    if resume not in (None, "auto") and not Path(resume).expanduser().exists():
+        own = Path(cfg.runner.run_dir) / name / "checkpoints" / resume
         if not own.exists():
             raise fail(
                 "runner.resume_dir", "there is no such checkpoint; allowed: null, auto, or a global_step_<N> folder"
             )
-    _writable(Path(str(cfg.runner.run_dir)).expanduser().absolute() / name, fail)
+    _writable(Path(cfg.runner.run_dir).expanduser().absolute() / name, fail)
 
 
 def _writable(folder: Path, fail: Fail) -> None:
@@ -124,20 +125,19 @@ def _writable(folder: Path, fail: Fail) -> None:
         raise fail("runner.run_dir", f"{reason}; choose another with runner.run_dir=…")
 
 
-def _node_groups(cfg: Any, fail: Fail) -> None:
+def _node_groups(cfg: RunConfig, fail: Fail) -> None:
     """What goes into a job's directives: walltimes, and words that stay on their line."""
     for index, group in enumerate(cfg.cluster.node_groups):
-        at = f"cluster.node_groups[{index}]"
-        _directives(group, at, fail)
+        _directives(mapping(group), f"cluster.node_groups[{index}]", fail)
 
 
-def _directives(section: Any, at: str, fail: Fail) -> None:
+def _directives(section: DictConfig, at: str, fail: Fail) -> None:
     for name, rule in _DIRECTIVES.items():
         if section[name] is not None and not re.fullmatch(rule[0], str(section[name])):
             raise fail(f"{at}.{name}", rule[1])
 
 
-def _placement(cfg: Any, kind: Kind) -> None:
+def _placement(cfg: Cfg, kind: Kind[Cfg]) -> None:
     """The placement on the machines that the configuration asks for: all rules, before anything starts."""
     from rlhpc.runtime.allocation import in_slurm_job
     from rlhpc.runtime.cluster import Cluster
@@ -172,15 +172,31 @@ _ESTIMATORS = ("gae", "grpo", "dr_grpo", "rloo", "reinforce++", "reinforce++_bas
 _LOSSES = ("ppo", "actor", "actor_critic", "gspo", "cispo", "decoupled_ppo")
 
 
-def check_estimators(cfg: Any) -> None:
+class Estimating(Protocol):
+    """Section `algorithm` of a kind of run that estimates advantages."""
+
+    adv_type: str
+    loss_type: str
+
+
+class EstimatingRun(Protocol):
+    """Its configuration."""
+
+    @property
+    def algorithm(self) -> Estimating:
+        """Which estimators."""
+
+
+def check_estimators(cfg: EstimatingRun) -> None:
     """`algorithm.adv_type` and `loss_type`: known names pass without an import; for others the registries are asked.
 
     Raises:
         ConfigError: There is none of that name.
     """
-    if str(cfg.algorithm.adv_type).lower() not in _ESTIMATORS or str(cfg.algorithm.loss_type).lower() not in _LOSSES:
+    algorithm = cfg.algorithm
+    if algorithm.adv_type.lower() not in _ESTIMATORS or algorithm.loss_type.lower() not in _LOSSES:
         from rlhpc import algorithms  # noqa: F401  (fills the registries)
         from rlhpc.algorithms.registry import ADVANTAGES, POLICY_LOSSES
 
-        ADVANTAGES.find(str(cfg.algorithm.adv_type))
-        POLICY_LOSSES.find(str(cfg.algorithm.loss_type))
+        ADVANTAGES.find(algorithm.adv_type)
+        POLICY_LOSSES.find(algorithm.loss_type)

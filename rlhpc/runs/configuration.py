@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import OmegaConf
 
 from rlhpc.config.files import find_config
 from rlhpc.config.load import read_layers, require
 from rlhpc.config.merge import Layers
+from rlhpc.config.sections import RunConfig
+from rlhpc.config.typed import typed
 from rlhpc.runs.checks import validate
 from rlhpc.runs.kinds import find_kind, kind_of
 from rlhpc.runtime.errors import ConfigError
@@ -24,7 +26,7 @@ def load_config(
     training: bool = True,
     site: str | None = None,
     theirs: Trust | None = None,
-) -> DictConfig:
+) -> RunConfig:
     """Reads a configuration.
 
     Args:
@@ -37,30 +39,33 @@ def load_config(
         theirs: The file came with a checkpoint: what it, and the overrides, may name of code.
 
     Returns:
-        A typed, read-only OmegaConf mapping with every key that its kind of run has.
+        A typed, read-only OmegaConf mapping with every key that its kind of run has: `typed(PpoConfig, …)` tells a type
+        checker which.
 
     Raises:
         ConfigError: With file or override, key, what was found, what is allowed.
     """
     source = str(find_config(path))
     layers = read_layers(path, overrides, find_kind, site=site, theirs=theirs)
+    cfg = typed(RunConfig, layers.cfg)
     if check:
-        validate(layers.cfg, source, layers.sources, training=training)
+        validate(cfg, source, layers.sources, training=training)
         if training:
             _check_suites(layers, source)
     OmegaConf.set_readonly(layers.cfg, True)
-    return layers.cfg
+    return cfg
 
 
 def _check_suites(layers: Layers, source: str) -> None:
     """What each suite changes, as its evaluation will read it: said now and not after the training."""
-    for name, changes in layers.cfg.workflow.suites.items():
+    for name, changes in typed(RunConfig, layers.cfg).workflow.suites.items():
         own = layers.copy()
         try:
             for text in changes:
-                own.override(str(text))
-            require(own, kind_of(own.cfg), source)
-            validate(own.cfg, source, own.sources, training=False)
+                own.override(text)
+            cfg = typed(RunConfig, own.cfg)
+            require(own, kind_of(cfg), source)
+            validate(cfg, source, own.sources, training=False)
         except ConfigError as error:
             raise ConfigError(
                 f"{layers.sources.get(f'workflow.suites.{name}', source)}: workflow.suites.{name}: {error}"

@@ -14,6 +14,7 @@ from typing import Any
 
 from rlhpc.checkpoint import Resumable, find_resumable, move_newer_aside, newest_valid
 from rlhpc.config import config_to_yaml, segment_end, total_steps
+from rlhpc.config.sections import RunConfig
 from rlhpc.jobs.claim import read_json
 from rlhpc.jobs.paths import RunPaths
 from rlhpc.jobs.probes import host_identity
@@ -57,7 +58,7 @@ class RunFolder:
     _status_written: float = 0.0
 
     @classmethod
-    def plan(cls, cfg: Any, segment: int | None = None, *, resume_with: bool = False) -> RunFolder:
+    def plan(cls, cfg: RunConfig, segment: int | None = None, *, resume_with: bool = False) -> RunFolder:
         """Finds out where the run continues; writes nothing.
 
         Args:
@@ -76,7 +77,7 @@ class RunFolder:
         for folder in (paths.registry, paths.submit):
             if os.path.lexists(folder):
                 require_private(folder, tighten=True)
-        total, segments = total_steps(cfg), int(cfg.runner.segments)
+        total, segments = total_steps(cfg), cfg.runner.segments
         if segments < 1:
             raise ConfigError(f"runner.segments is {segments}; it must be at least 1")
         if segment is not None and not 0 <= segment < segments:
@@ -103,7 +104,7 @@ class RunFolder:
         end = total if segment is None else segment_end(total, segment, segments)
         return cls(paths, segment, end, total, resume, foreign)
 
-    def open(self, cfg: Any) -> None:
+    def open(self, cfg: RunConfig) -> None:
         """Creates the folder and writes config.yaml and provenance.json; called once a start.
 
         Raises:

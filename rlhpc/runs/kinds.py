@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import entry_points
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import yaml
 from omegaconf import OmegaConf
@@ -22,6 +22,7 @@ from rlhpc.config.keys import Schema
 from rlhpc.config.ranges import Range
 from rlhpc.config.rules import Fail
 from rlhpc.config.sections import RunConfig
+from rlhpc.config.typed import plain, select
 from rlhpc.jobs.paths import RunPaths
 from rlhpc.runtime.errors import ConfigError
 from rlhpc.runtime.plain import read_json, read_yaml
@@ -38,6 +39,8 @@ _BUILT_IN = {
 }
 
 Rows = Sequence[Mapping[str, Any]]
+#: The configuration of a kind of run.
+Cfg = TypeVar("Cfg", bound=RunConfig)
 
 
 @dataclass(frozen=True)
@@ -98,7 +101,7 @@ class Parts:
 
 
 @dataclass(frozen=True)
-class Kind:
+class Kind(Generic[Cfg]):
     """A kind of run. Nothing here is heavy: methods import what they need.
 
     Attributes:
@@ -116,7 +119,7 @@ class Kind:
     """
 
     name: str
-    config: type[RunConfig]
+    config: type[Cfg]
     roles: Mapping[str, str]
     runner: str
     preload: tuple[str, ...] = ()
@@ -142,12 +145,12 @@ class Kind:
 
     # -- configuration --------------------------------------------------------------------------------------------
 
-    def missing(self, cfg: Any) -> list[str]:
+    def missing(self, cfg: Cfg) -> list[str]:
         """Keys that must be set, and are not."""
         del cfg
         return []
 
-    def check(self, cfg: Any, fail: Fail, *, training: bool) -> None:
+    def check(self, cfg: Cfg, fail: Fail, *, training: bool) -> None:
         """Refuses names and combinations that cannot be; imports no torch, and writes nothing.
 
         Args:
@@ -159,7 +162,7 @@ class Kind:
             ConfigError: The first rule that is broken.
         """
 
-    def check_placement(self, cfg: Any, processes: Mapping[str, int], accelerators: Mapping[str, int]) -> None:
+    def check_placement(self, cfg: Cfg, processes: Mapping[str, int], accelerators: Mapping[str, int]) -> None:
         """Refuses counts of processes that do not fit.
 
         Args:
@@ -171,7 +174,7 @@ class Kind:
             ConfigError, PlacementError: Names the component and the numbers.
         """
 
-    def check_start(self, cfg: Any, ranks: Mapping[str, int]) -> None:
+    def check_start(self, cfg: Cfg, ranks: Mapping[str, int]) -> None:
         """Refuses what would fail after the start: what cannot be built or read.
 
         Args:
@@ -182,7 +185,7 @@ class Kind:
             ConfigError, CheckpointError: Names the key.
         """
 
-    def prepare(self, cfg: Any, *, resumes: bool) -> Any:
+    def prepare(self, cfg: Cfg, *, resumes: bool) -> Cfg:
         """The configuration as its ranks get it; the caller's stays as it is.
 
         Args:
@@ -192,7 +195,7 @@ class Kind:
         del resumes
         return cfg
 
-    def differences(self, cfg: Any, checkpoint: Path) -> list[str]:
+    def differences(self, cfg: Cfg, checkpoint: Path) -> list[str]:
         """In what a checkpoint of this kind is not of this run: keys with what is there and what is here."""
         del cfg, checkpoint
         return []
@@ -202,17 +205,17 @@ class Kind:
 
     # -- workflow -------------------------------------------------------------------------------------------------
 
-    def preparation(self, cfg: Any) -> Preparation:
+    def preparation(self, cfg: Cfg) -> Preparation:
         """What comes before training."""
         del cfg
         return Preparation()
 
-    def recording(self, cfg: Any) -> tuple[int, bool]:
+    def recording(self, cfg: Cfg) -> tuple[int, bool]:
         """How many episodes of the last policy are recorded, and whether only those that succeeded."""
         del cfg
         return 0, False
 
-    def goal(self, cfg: Any) -> Any:
+    def goal(self, cfg: Cfg) -> Any:
         """What ends a segment before its planned step; None where nothing does."""
         del cfg
         return None
@@ -220,7 +223,7 @@ class Kind:
     # -- checkpoints ----------------------------------------------------------------------------------------------
 
     def evaluate(
-        self, cfg: Any, checkpoint: Path, *, suite: str, episodes: int | None, output: Path | None, trust_code: bool
+        self, cfg: Cfg, checkpoint: Path, *, suite: str, episodes: int | None, output: Path | None, trust_code: bool
     ) -> str:
         """Evaluates a checkpoint.
 
@@ -237,7 +240,7 @@ class Kind:
         """
         raise ConfigError(f"runs of kind {self.name} are not evaluated")
 
-    def evaluate_model(self, cfg: Any, *, suite: str, output: Path | None) -> str:
+    def evaluate_model(self, cfg: Cfg, *, suite: str, output: Path | None) -> str:
         """Evaluates the model that the configuration names, without a checkpoint; the result in a line."""
         raise ConfigError(f"--model is for language models; {self.name} runs have none. Give a checkpoint")
 
@@ -283,7 +286,7 @@ def all_kinds() -> list[Kind]:
     return [find_kind(name) for name in kind_names()]
 
 
-def find_kind(name: str | None = None, source: str = "configuration") -> Kind:
+def find_kind(name: str | None = None, source: str = "configuration") -> Kind[Any]:
     """The kind of run that `runner.task_type` names.
 
     Args:
@@ -307,7 +310,9 @@ def find_kind(name: str | None = None, source: str = "configuration") -> Kind:
         try:
             found = getattr(importlib.import_module(module), attribute)
         except (ImportError, AttributeError, ValueError) as error:
-            raise ConfigError(f"{source}: runner.task_type is {shown(wanted)}, which cannot be imported: {error}") from None
+            raise ConfigError(
+                f"{source}: runner.task_type is {shown(wanted)}, which cannot be imported: {error}"
+            ) from None
         return _checked(found, wanted, source)
     near = difflib.get_close_matches(lower, kind_names(), 1)
     hint = f"did you mean {near[0]!r}? " if near else ""
@@ -316,28 +321,28 @@ def find_kind(name: str | None = None, source: str = "configuration") -> Kind:
     )
 
 
-def _checked(found: Any, name: str, source: str) -> Kind:
+def _checked(found: Any, name: str, source: str) -> Kind[Any]:
     if not isinstance(found, Kind):
         raise ConfigError(f"{source}: runner.task_type is {shown(name)}, which is a {type(found).__name__} and no Kind")
     return found
 
 
-def kind_of(cfg: Any) -> Kind:
+def kind_of(cfg: Cfg) -> Kind[Cfg]:
     """The kind of a configuration."""
-    return find_kind(str(cfg.runner.task_type))
+    return find_kind(cfg.runner.task_type)
 
 
-def kind_of_run(paths: RunPaths) -> Kind:
+def kind_of_run(paths: RunPaths) -> Kind[Any]:
     """The kind of a run, from its config.yaml; the default's where that cannot be read."""
     return _kind_of_file(paths.config) or find_kind()
 
 
-def kind_of_checkpoint(checkpoint: Path) -> Kind:
+def kind_of_checkpoint(checkpoint: Path) -> Kind[Any]:
     """The kind of the run that made a checkpoint, from its config.yaml; the default's where that cannot be read."""
     return _kind_of_file(checkpoint / "config.yaml") or find_kind()
 
 
-def _kind_of_file(config: Path) -> Kind | None:
+def _kind_of_file(config: Path) -> Kind[Any] | None:
     try:
         name = str(read_yaml(config.read_bytes())["runner"]["task_type"])
     except (OSError, ValueError, yaml.YAMLError, KeyError, TypeError):
@@ -346,7 +351,7 @@ def _kind_of_file(config: Path) -> Kind | None:
     return find_kind(name) if known else None  # a file from elsewhere imports nothing
 
 
-def differing(cfg: Any, saved: Mapping[str, Any], keys: Sequence[str]) -> list[str]:
+def differing(cfg: RunConfig, saved: Mapping[str, Any], keys: Sequence[str]) -> list[str]:
     """Keys whose value is another in a checkpoint than in a configuration, in words.
 
     Args:
@@ -356,8 +361,7 @@ def differing(cfg: Any, saved: Mapping[str, Any], keys: Sequence[str]) -> list[s
     """
     found = []
     for key in keys:
-        there, here = saved.get(key), OmegaConf.select(cfg, key)
-        here = OmegaConf.to_container(here) if OmegaConf.is_config(here) else here
+        there, here = saved.get(key), plain(select(cfg, key), resolve=False)
         if there is not None and str(there).lower() != str(here).lower():
             found.append(f"{key} is {there!r} there and {here!r} here")
     return found

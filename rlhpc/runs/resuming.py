@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
-
-from rlhpc.runs.kinds import Kind, differing, saved_values
+from rlhpc.runs.kinds import Cfg, Kind, differing, saved_values
 from rlhpc.runtime.errors import CheckpointError
 
 _KIND = ("runner.task_type",)
 
 
-def check_resume(kind: Kind, cfg: Any, checkpoint: Path) -> None:
+def check_resume(kind: Kind[Cfg], cfg: Cfg, checkpoint: Path) -> None:
     """Refuses a checkpoint of another kind of run, another environment or another model.
 
     Raises:

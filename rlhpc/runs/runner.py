@@ -9,17 +9,18 @@ import json
 import time
 from collections.abc import Collection
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic
 
 import numpy as np
-from omegaconf import OmegaConf
 
 from rlhpc.checkpoint import CheckpointWriter, newest_valid, prune
+from rlhpc.config.typed import plain
 from rlhpc.jobs.signals import StopRequest, end_of_job
 from rlhpc.metrics import MetricLogger, ProgressBar
 from rlhpc.metrics.loggers.public import public_config
 from rlhpc.metrics.provenance import update_provenance
 from rlhpc.runs.folder import RunFolder, note, segment_end
+from rlhpc.runs.kinds import Cfg
 from rlhpc.runtime.context import current
 from rlhpc.runtime.errors import ChannelError, CheckpointError, RlhpcError, StepFailed, WorkerFailed
 from rlhpc.runtime.plain import read_json
@@ -33,7 +34,7 @@ def _p95(seconds: Collection[float]) -> float:
     return float(np.percentile(list(seconds), 95)) if seconds else 0.0
 
 
-class Runner:
+class Runner(Generic[Cfg]):
     """One start of a run.
 
     Args:
@@ -50,13 +51,14 @@ class Runner:
     """
 
     def __init__(
-        self, cfg: Any, groups: dict[str, Any], *, run: RunFolder | None = None, stop: StopRequest | None = None
+        self, cfg: Cfg, groups: dict[str, Any], *, run: RunFolder | None = None, stop: StopRequest | None = None
     ) -> None:
-        self.cfg, self.groups = cfg, groups
+        self.cfg: Cfg = cfg
+        self.groups = groups
         self.folder, self._opens = RunFolder.plan(cfg) if run is None else run, run is None
         self.stop = stop or StopRequest()
         self.step, self.elapsed, self.stop_reason = 0, 0.0, ""
-        self.timeout = None if cfg.runner.step_timeout_s is None else float(cfg.runner.step_timeout_s)
+        self.timeout = cfg.runner.step_timeout_s
         self._steps_s: collections.deque[float] = collections.deque(maxlen=_RECENT)
         self._saves_s: collections.deque[float] = collections.deque(maxlen=_RECENT)
         self._saved_step = -1
@@ -189,15 +191,16 @@ class Runner:
     def _train(self, resumed: int | None) -> None:
         """The loop, from the present step to the end of this start."""
         cfg, folder = self.cfg, self.folder
-        backends = [str(name) for name in cfg.runner.logger.logger_backends]
-        resolved: Any = OmegaConf.to_container(cfg, resolve=True)
-        public = public_config(OmegaConf.to_container(cfg), resolved)
+        resolved = plain(cfg)
+        public = public_config(plain(cfg, resolve=False), resolved)
         self._started, self._before = time.perf_counter(), self.elapsed
         # A goal that was reached stays reached; one that has since been raised does not.
         self.stop_reason = self.goal() if self.stop_reason == "stop_return" else ""
         with (
-            MetricLogger(folder.paths, backends, resumed, resolved["runner"]["logger"]["kwargs"], public) as logger,
-            ProgressBar(folder.end_step, self.step, name=str(cfg.runner.name)) as bar,
+            MetricLogger(
+                folder.paths, cfg.runner.logger.logger_backends, resumed, resolved["runner"]["logger"]["kwargs"], public
+            ) as logger,
+            ProgressBar(folder.end_step, self.step, name=cfg.runner.name) as bar,
         ):
             folder.write_status("running", self.step, force=True, recoveries=self.recoveries)
             self.begin()
@@ -277,14 +280,14 @@ class Runner:
     def _check_walltime(self) -> None:
         """Stops while there is still time to save, where the scheduler says when the job ends."""
         end = end_of_job()
-        reserve = max(float(self.cfg.runner.save_reserve_s), 2 * _p95(self._saves_s))
+        reserve = max(self.cfg.runner.save_reserve_s, 2 * _p95(self._saves_s))
         if end is not None and time.time() + _p95(self._steps_s) + reserve > end:
             self.stop.request("the job's walltime leaves no room for another step")
 
     # -- checkpoints ----------------------------------------------------------------------------------------------
 
     def _save_is_due(self) -> bool:
-        every = int(self.cfg.runner.save_interval)
+        every = self.cfg.runner.save_interval
         return every > 0 and self.step % every == 0
 
     def _save(self, logger: MetricLogger) -> None:
@@ -300,7 +303,7 @@ class Runner:
                 **self.state(),
                 "elapsed_s": self.elapsed,
                 "stop_reason": self.stop_reason,
-                "seed": int(self.cfg.runner.seed),
+                "seed": self.cfg.runner.seed,
             }
             writer.add_bytes("runner.json", json.dumps(state, indent=1).encode() + b"\n")
             writer.add_file("config.yaml", self.folder.paths.config)
@@ -308,10 +311,10 @@ class Runner:
             writer.commit(self.result())
         self._saved_step = self.step
         self._saves_s.append(time.perf_counter() - begin)
-        prune(self.folder.paths, int(self.cfg.runner.keep_checkpoints), self._protected(), checksums=False)
+        prune(self.folder.paths, self.cfg.runner.keep_checkpoints, self._protected(), checksums=False)
 
     def _protected(self) -> list[int]:
         """Steps at which segments ended: evaluation and conversion may still read them."""
-        segments = int(self.cfg.runner.segments)
+        segments = self.cfg.runner.segments
         planned = [segment_end(self.folder.total, k, segments) for k in range(segments)] if segments > 1 else []
         return [*planned, *self.folder.finished_segments()]

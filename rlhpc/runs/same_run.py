@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 from rlhpc.config import config_to_yaml, require_same_run, segment_ends
+from rlhpc.config.sections import RunConfig
 from rlhpc.runs.configuration import load_config
 from rlhpc.runs.kinds import kind_of
 from rlhpc.jobs.claim import SegmentFiles
@@ -29,7 +29,7 @@ def has_begun(paths: RunPaths) -> bool:
     return complete or any(paths.segments.glob("*.json"))
 
 
-def check_same_run(paths: RunPaths, cfg: Any, *, resume_with: bool = False) -> None:
+def check_same_run(paths: RunPaths, cfg: RunConfig, *, resume_with: bool = False) -> None:
     """Refuses to take another run for this one.
 
     Args:
@@ -44,7 +44,7 @@ def check_same_run(paths: RunPaths, cfg: Any, *, resume_with: bool = False) -> N
         require_same_run(paths.config, cfg, what=f"run {paths.root}", way_out=_WAY_OUT)
 
 
-def make_longer(paths: RunPaths, cfg: Any, segment: int) -> None:
+def make_longer(paths: RunPaths, cfg: RunConfig, segment: int) -> None:
     """Opens a finished segment again where the run is longer now than when it finished.
 
     Raises:
@@ -65,7 +65,7 @@ class SubmittedConfig:
     A job may wait for days and start several times; the user's file may be another by then.
     """
 
-    def __init__(self, files: SegmentFiles, cfg: Any, source: str | Path) -> None:
+    def __init__(self, files: SegmentFiles, cfg: RunConfig, source: str | Path) -> None:
         self.path = files.config
         self._files, self._cfg, self._source = files, cfg, source
 

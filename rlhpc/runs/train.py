@@ -14,7 +14,7 @@ from rlhpc.jobs.signals import MAX_RESTARTS, StopRequest
 from rlhpc.jobs.sole import require_no_driver, sole_driver
 from rlhpc.runs.runner import Runner
 from rlhpc.runs.resuming import check_resume
-from rlhpc.runs.kinds import Kind, kind_of
+from rlhpc.runs.kinds import Cfg, Kind, kind_of
 from rlhpc.runs.folder import RunFolder, fail_status, keep_traceback, note, read_segment_done
 from rlhpc.runs.same_run import make_longer
 from rlhpc.runtime.cluster import Cluster
@@ -23,12 +23,13 @@ from rlhpc.runtime.errors import ConfigError, Stopped
 from rlhpc.runtime.placement import HybridComponentPlacement
 from rlhpc.runtime.session import Session
 
+
 def _find(name: str) -> Any:
     module, _, attribute = name.partition(":")
     return getattr(importlib.import_module(module), attribute)
 
 
-def train(cfg: Any, *, segment: int | None = None, resume_with: bool = False) -> dict[str, Any]:
+def train(cfg: Cfg, *, segment: int | None = None, resume_with: bool = False) -> dict[str, Any]:
     """Trains a run, or one segment of it, to its end.
 
     Args:
@@ -53,7 +54,7 @@ def train(cfg: Any, *, segment: int | None = None, resume_with: bool = False) ->
     if segment is not None and (done := read_segment_done(run.paths, segment)) is not None:
         return {**done, "finished": True, "exit_code": 0}
     if cfg.cluster.scratch is not None:
-        os.environ["RLHPC_SCRATCH"] = str(Path(str(cfg.cluster.scratch)).expanduser())  # of the ranks, too
+        os.environ["RLHPC_SCRATCH"] = str(Path(cfg.cluster.scratch).expanduser())  # of the ranks, too
     Session.prewarm(kind.preload)  # it imports torch while this process checks the run
     cluster = Cluster(cfg.cluster)
     require_hosts(cluster)
@@ -71,9 +72,9 @@ def train(cfg: Any, *, segment: int | None = None, resume_with: bool = False) ->
 
 
 def _train(
-    kind: Kind,
-    cfg: Any,
-    given: Any,
+    kind: Kind[Cfg],
+    cfg: Cfg,
+    given: Cfg,
     run: RunFolder,
     cluster: Cluster,
     strategies: dict[str, Any],
@@ -83,7 +84,7 @@ def _train(
     make_runner = _find(kind.runner)
     run.open(given)
     run.record_placement({role: [asdict(rank) for rank in ranks] for role, ranks in placements.items()})
-    runner: Runner | None = None
+    runner: Runner[Cfg] | None = None
     with StopRequest() as stop:
         session = Session.start(
             registry_root=run.paths.registry, log_dir=run.paths.segment_logs(run.segment or 0), preload=kind.preload,
@@ -96,7 +97,7 @@ def _train(
                     cluster,
                     placement_strategy=strategies[role],
                     name=role,
-                    timeout=float(cfg.runner.rendezvous_timeout_s),
+                    timeout=cfg.runner.rendezvous_timeout_s,
                     wait=False,
                 )
                 for role, cls in classes.items()

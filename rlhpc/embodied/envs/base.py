@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -30,7 +30,9 @@ class VectorEnv(ABC):
         gains_by_processes: Whether its slots go into processes of their own where a rank has cores for them.
         restarts: Simulator processes that died or hung and were started again.
         keep_states: Set by a recording: `infos["final_env_states"]` then has the simulators' states of before the resets,
-            where the environment has a method `env_states() -> nested dict of arrays [N, ...]`.
+            where the environment has any (`env_states`).
+        max_episode_steps: The limit in force, 0 for none; None where the environment does not say.
+        record_kwargs: What a recording notes as the environment's arguments, in the place of `kwargs`.
     """
 
     num_envs: int
@@ -40,6 +42,8 @@ class VectorEnv(ABC):
     gains_by_processes = False
     restarts = 0
     keep_states = False
+    max_episode_steps: int | None = None
+    record_kwargs: Mapping[str, Any] | None = None
 
     @abstractmethod
     def reset(self, seed: int | None = None) -> tuple[Obs, dict[str, Any]]:
@@ -104,6 +108,10 @@ class VectorEnv(ABC):
     def merge_states(self, slots: list[Any]) -> Any:
         """A `state_dict` made of slots' parts, so that another layout can resume."""
         return {"slots": slots}
+
+    def env_states(self) -> dict[str, Any] | None:
+        """The simulators' states, a nested dict of arrays `[N, ...]`; None where they are not to be had."""
+        return None
 
     def render(self, slots: Sequence[int] | None = None) -> np.ndarray | None:
         """Pictures of slots (all by default), uint8 `[n, H, W, 3]`; None where there is no renderer."""

@@ -310,7 +310,7 @@ def process_count(cfg: Any, factory: Any, num_envs: int) -> int:
     if wanted is None and cfg.simulator_python is not None:
         wanted = 1
     if wanted is None:
-        if not getattr(factory, "gains_by_processes", False):
+        if not (isinstance(factory, type) and issubclass(factory, VectorEnv) and factory.gains_by_processes):
             return 0
         # What the launcher granted this rank, which the affinity of a shared machine does not say.
         cores = min(int(os.environ.get("OMP_NUM_THREADS") or 1 << 16), len(os.sched_getaffinity(0)))

@@ -32,7 +32,7 @@ from rlhpc.training.contract import Metrics
 Batch = dict[str, Any]
 
 
-def read_demos(cfg: Any, left_out: list[str] | None = None) -> Iterator[Trajectory]:
+def read_demos(cfg: BcConfig, left_out: list[str] | None = None) -> Iterator[Trajectory]:
     """The episodes of section `demos`.
 
     Args:
@@ -45,16 +45,15 @@ def read_demos(cfg: Any, left_out: list[str] | None = None) -> Iterator[Trajecto
     path = cfg.demos.path
     if not path:
         raise ConfigError("demos.path is not set; name trajectories: a .h5 file, a folder, or a LeRobot dataset")
-    limit = None if cfg.demos.limit is None else int(cfg.demos.limit)
     return read_trajectories(
         path if isinstance(path, str) else [str(one) for one in path],
-        only_success=bool(cfg.demos.only_success), limit=limit, key="demos.path",
-        require=("obs", "actions", "rewards") if float(cfg.algorithm.bc_value_coef) else ("obs", "actions"),
+        only_success=cfg.demos.only_success, limit=cfg.demos.limit, key="demos.path",
+        require=("obs", "actions", "rewards") if cfg.algorithm.bc_value_coef else ("obs", "actions"),
         left_out=left_out,
     )  # fmt: skip
 
 
-def check_bc(cfg: Any, ranks: dict[str, int]) -> None:
+def check_bc(cfg: BcConfig, ranks: dict[str, int]) -> None:
     """Refuses what would fail after the start: demonstrations that are not there, or of another task.
 
     Raises:
@@ -64,7 +63,7 @@ def check_bc(cfg: Any, ranks: dict[str, int]) -> None:
     observation_space, action_space = check_env(cfg.env.train)
     check_backend(cfg.actor)
     check_start(cfg, build_model(policy_section(cfg.actor), observation_space, action_space))
-    if str(cfg.algorithm.bc_loss) == "mse" and not isinstance(action_space, spaces.Box):
+    if cfg.algorithm.bc_loss == "mse" and not isinstance(action_space, spaces.Box):
         raise ConfigError(f"algorithm.bc_loss is 'mse', and the actions are {action_space}; choose nll")
     check_fit(next(iter(read_demos(cfg, [] if skips(cfg) else None))), observation_space, action_space)
 
@@ -122,7 +121,7 @@ class BcActor(Trainer[BcConfig]):
         skip = skips(cfg)
         self.backend = self.build_backend(cfg.actor, spaces, look=skip)
         self.skips = Skips(skip)
-        self.loss_type, self.value_coef = str(cfg.algorithm.bc_loss).lower(), float(cfg.algorithm.bc_value_coef)
+        self.loss_type, self.value_coef = cfg.algorithm.bc_loss.lower(), cfg.algorithm.bc_value_coef
         faults: list[str] | None = [] if skip else None
         trajectories = list(read_demos(cfg, faults))
         for fault in faults or ():
@@ -141,7 +140,7 @@ class BcActor(Trainer[BcConfig]):
     def _keep(self, trajectories: Sequence[Trajectory]) -> None:
         """Lays the episodes out as transitions, this rank's share on its device."""
         order = permutation(len(trajectories), self.seed).tolist()
-        aside = int(len(trajectories) * float(self.cfg.demos.holdout))
+        aside = int(len(trajectories) * self.cfg.demos.holdout)
         held_out = {order[i] for i in range(aside)}
         train = [each for i, each in enumerate(trajectories) if i not in held_out]
         self.episodes, self.total = len(train), sum(len(each["actions"]) for each in train)
@@ -164,7 +163,7 @@ class BcActor(Trainer[BcConfig]):
         batch = {"obs": joined([take(each["obs"], slice(-1)) for each in trajectories])}
         batch["actions"] = joined([chunks_of(each["actions"], self.policy.chunk) for each in trajectories])
         if self.value_coef:
-            scale, gamma = float(self.cfg.env.train.reward_scale), float(self.cfg.algorithm.gamma)
+            scale, gamma = self.cfg.env.train.reward_scale, self.cfg.algorithm.gamma
             batch["returns"] = joined([scale * returns_to_go(each["rewards"], gamma) for each in trajectories])
         return batch
 
@@ -185,10 +184,10 @@ class BcActor(Trainer[BcConfig]):
         """
         cfg = self.cfg
         rate = self.backend.base_lr * ((1.0 - progress) if cfg.algorithm.anneal_lr else 1.0)
-        size = min(int(cfg.actor.global_batch_size), self.total)
-        micro = size if cfg.actor.micro_batch_size is None else int(cfg.actor.micro_batch_size)
+        size = min(cfg.actor.global_batch_size, self.total)
+        micro = size if cfg.actor.micro_batch_size is None else cfg.actor.micro_batch_size
         sums, norms, updates = torch.zeros(2, dtype=torch.float64, device=self.device), 0.0, 0
-        for epoch in range(int(cfg.algorithm.update_epochs)):
+        for epoch in range(cfg.algorithm.update_epochs):
             order = permutation(self.total, self.seed, step, epoch)
             chosen = local_minibatches(order, size, self.held)
             micros = [list(part.split(micro)) if part.numel() else [] for part in chosen]

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import numpy as np
-from omegaconf import OmegaConf
 
 from rlhpc.algorithms.finite import nonfinite, skips
 from rlhpc.checkpoint.state import load_state, rng_state, save_state, set_rng_state
+from rlhpc.config.typed import changed
+from rlhpc.embodied.config import EnvSideConfig, PlayingConfig, PpoConfig
 from rlhpc.embodied.envs import make_env
+from rlhpc.embodied.envs.base import VectorEnv
 from rlhpc.embodied.envs.observations import Obs, as_arrays, join, take
 from rlhpc.embodied.roles.lanes import open_lanes
 from rlhpc.embodied.roles.outcomes import EpisodeLog, Outcomes
@@ -20,14 +23,18 @@ from rlhpc.runtime.errors import CheckpointError
 from rlhpc.runtime.worker import Worker
 
 FILE = "env-{rank}.pt"
+Cfg = TypeVar("Cfg", bound=PlayingConfig)
 
 
-class EnvWorker(Worker):
-    """Owns one vector environment per pipeline stage, with the slots that the `SlotMap` gives it."""
+class SimulatingWorker(Worker, Generic[Cfg]):
+    """What env ranks have in common; a kind of run says what rewards and log-probabilities belong to."""
 
-    def __init__(self, cfg: Any) -> None:
+    envs: list[VectorEnv]
+
+    def __init__(self, cfg: Cfg) -> None:
         super().__init__()
-        self.cfg = cfg
+        self.cfg: Cfg = cfg
+        self.envs = []
 
     def init_worker(self, slots: SlotMap) -> dict[str, Any]:
         """Builds the environments and resets them.
@@ -36,8 +43,8 @@ class EnvWorker(Worker):
             `observation_space`, `action_space` (of one slot) and `supports_state`.
         """
         cfg = self.cfg.env.train
-        self.slots, self.steps = slots, int(self.cfg.algorithm.rollout_steps)
-        self.seed = int(cfg.seed if cfg.seed is not None else self.cfg.runner.seed)
+        self.slots, self.steps = slots, self.cfg.algorithm.rollout_steps
+        self.seed = cfg.seed if cfg.seed is not None else self.cfg.runner.seed
         own_device(self)  # simulators ask torch whether there is one, and take the CPU in its place without a word
         seed_process(self.seed, "env", self.rank)
         self.shares = [slots.env_share(stage, self.rank) for stage in range(slots.stages)]
@@ -52,7 +59,7 @@ class EnvWorker(Worker):
         return {
             "observation_space": first.observation_space,
             "action_space": first.action_space,
-            "supports_state": all(getattr(env, "supports_state", False) for env in self.envs),
+            "supports_state": all(env.supports_state for env in self.envs),
         }
 
     def connect(self, slots: SlotMap) -> None:
@@ -98,20 +105,19 @@ class EnvWorker(Worker):
                 part = within(common, self.shares[stage])
                 message = outcomes[stage].part(part, take(last, part))
                 self._outcomes.put(message, key=self.slots.to_rollout_key(stage, self.rank, rank))
-        restarts = sum(int(getattr(env, "restarts", 0)) for env in self.envs)
+        restarts = sum(env.restarts for env in self.envs)
         return {
             **episodes.arrays(),
             "restarts": np.array([restarts]),
             "spoiled": np.array([episodes.spoiled]),
         }
 
+    @abstractmethod
     def levels(self) -> tuple[str, str]:
         """What rewards and log-probabilities belong to."""
-        algorithm = self.cfg.algorithm
-        return str(algorithm.reward_type).lower(), str(algorithm.logprob_type).lower()
 
     def _outcomes_of(self, step: int, share: range) -> Outcomes:
-        chunk = int(self.cfg.actor.model.num_action_chunks)
+        chunk = self.cfg.actor.model.num_action_chunks
         rewards, logprobs = self.levels()
         per_action = rewards == "action_level"
         told_apart = per_action or logprobs != "chunk_level"
@@ -154,7 +160,7 @@ class EnvWorker(Worker):
                 "start": share.start,
                 "stop": share.stop,
                 "obs": obs,
-                "state": env.state_dict() if getattr(env, "supports_state", False) else None,
+                "state": env.state_dict() if env.supports_state else None,
             }
             for share, obs, env in zip(self.shares, self.obs, self.envs, strict=True)
         ]
@@ -195,15 +201,24 @@ class EnvWorker(Worker):
 
     def close(self) -> None:
         """Closes the simulators."""
-        for env in getattr(self, "envs", []):
+        for env in self.envs:
             env.close()
 
 
-def _slot_state(env: Any, unit: dict[str, Any], index: int) -> Any:
+class EnvWorker(SimulatingWorker[PpoConfig]):
+    """Owns one vector environment per pipeline stage, with the slots that the `SlotMap` gives it."""
+
+    def levels(self) -> tuple[str, str]:
+        """What rewards and log-probabilities belong to."""
+        algorithm = self.cfg.algorithm
+        return algorithm.reward_type.lower(), algorithm.logprob_type.lower()
+
+
+def _slot_state(env: VectorEnv, unit: dict[str, Any], index: int) -> Any:
     return env.slot_state(unit["state"], index)
 
 
-def check_env(cfg: Any, python: str | None = None) -> tuple[Any, Any]:
+def check_env(cfg: EnvSideConfig, python: str | None = None) -> tuple[Any, Any]:
     """Builds one environment and closes it again, so that an unknown id or bad arguments show before a run starts.
 
     Args:
@@ -217,8 +232,8 @@ def check_env(cfg: Any, python: str | None = None) -> tuple[Any, Any]:
         ConfigError: It cannot be built.
     """
     if python is not None and cfg.simulator_python is None:
-        cfg = OmegaConf.merge(cfg, {"simulator_python": python})
-    env = make_env(cfg, int(cfg.group_size), slot_offset=0, seed=0, stage="train")
+        cfg = changed(cfg, "simulator_python", python)
+    env = make_env(cfg, cfg.group_size, slot_offset=0, seed=0, stage="train")
     try:
         return env.observation_space, env.action_space
     finally:

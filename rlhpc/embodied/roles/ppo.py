@@ -20,24 +20,24 @@ from rlhpc.embodied.update.ppo import PolicyUpdate
 from rlhpc.runtime.errors import ConfigError
 
 
-def check_batches(cfg: Any) -> None:
+def check_batches(cfg: PpoConfig) -> None:
     """Refuses batch sizes that do not divide, and what the training backend would refuse.
 
     Raises:
         ConfigError: Shows the numbers.
     """
     check_backend(cfg.actor)
-    total = int(cfg.env.train.num_envs) * int(cfg.algorithm.rollout_steps)
-    batch = total if cfg.actor.global_batch_size is None else int(cfg.actor.global_batch_size)
+    total = cfg.env.train.num_envs * cfg.algorithm.rollout_steps
+    batch = cfg.actor.global_batch_size
     if batch < 1 or total % batch:
         raise ConfigError(
             f"env.train.num_envs({cfg.env.train.num_envs}) * algorithm.rollout_steps({cfg.algorithm.rollout_steps}) = "
             f"{total} transitions a step, {total} % actor.global_batch_size({batch}) != 0"
         )
     micro = cfg.actor.micro_batch_size
-    if micro is not None and int(micro) < 1:
+    if micro is not None and micro < 1:
         raise ConfigError(f"actor.micro_batch_size is {micro}; it must be at least 1, or null for no accumulation")
-    if micro is not None and batch % int(micro):
+    if micro is not None and batch % micro:
         raise ConfigError(f"actor.global_batch_size({batch}) % actor.micro_batch_size({micro}) != 0")
 
 
@@ -77,20 +77,19 @@ class EmbodiedActor(Trainer[PpoConfig]):
         """
         cfg = self.cfg
         self.settle_in()
-        self.slots, self.steps, self.share = slots, int(cfg.algorithm.rollout_steps), slots.actor_share(self.rank)
+        self.slots, self.steps, self.share = slots, cfg.algorithm.rollout_steps, slots.actor_share(self.rank)
         self.intake = Intake(cfg, slots, self.rank)
         self.backend = self.build_backend(
             cfg.actor,
             (observation_space, action_space),
             look=skips(cfg),
-            levels=str(cfg.algorithm.logprob_type).lower(),
+            levels=cfg.algorithm.logprob_type.lower(),
         )
-        total = slots.num_envs * self.steps
         self.update_policy = PolicyUpdate(
             cfg.algorithm,
             self.backend,
-            batch_size=total if cfg.actor.global_batch_size is None else int(cfg.actor.global_batch_size),
-            micro_batch=None if cfg.actor.micro_batch_size is None else int(cfg.actor.micro_batch_size),
+            batch_size=cfg.actor.global_batch_size,
+            micro_batch=cfg.actor.micro_batch_size,
             seed=self.seed,
             reduce=self.all_reduce,
             gather=self.all_gather_object,
@@ -128,7 +127,7 @@ class EmbodiedActor(Trainer[PpoConfig]):
         slots = torch.arange(self.share.start, self.share.stop, device=self.device)
         with torch.no_grad():
             advantages, returns = calculate_adv_and_returns(
-                str(algorithm.adv_type),
+                algorithm.adv_type,
                 rewards=sequence["rewards"],
                 values=sequence.get("values"),
                 next_values=sequence.get("next_values"),
@@ -136,8 +135,8 @@ class EmbodiedActor(Trainer[PpoConfig]):
                 truncations=sequence["truncations"],
                 loss_mask=sequence["loss_mask"],
                 group_ids=slots // self.slots.group_size,
-                gamma=float(algorithm.gamma),
-                gae_lambda=float(algorithm.gae_lambda),
+                gamma=algorithm.gamma,
+                gae_lambda=algorithm.gae_lambda,
                 all_reduce=self.all_reduce if self.world_size > 1 else None,
             )
         shape = batch["rewards"].shape

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 import torch
 
 from rlhpc.checkpoint.state import load_state, rng_state, save_state, set_rng_state
+from rlhpc.embodied.config import PlayingConfig, PpoConfig
 from rlhpc.embodied.envs.observations import columns_of, count_rows, join
 from rlhpc.embodied.models import Policy, build_model, policy_section
 from rlhpc.embodied.play import evaluation_metrics
@@ -20,6 +22,7 @@ from rlhpc.runtime.worker import Worker
 from rlhpc.weights import make_sync
 
 FILE = "rollout-{rank}.pt"
+Cfg = TypeVar("Cfg", bound=PlayingConfig)
 
 
 class StageBuffer:
@@ -51,18 +54,18 @@ class StageBuffer:
         return np.ascontiguousarray(self._rows[name].swapaxes(0, 1))
 
 
-class MultiStepRolloutWorker(Worker):
-    """Runs the policy's forward passes during a rollout. It never trains; its weights come from the actor."""
+class ActingWorker(Worker, Generic[Cfg]):
+    """What rollout ranks have in common; a kind of run says what the policy is and what is handed over."""
 
-    def __init__(self, cfg: Any) -> None:
+    def __init__(self, cfg: Cfg) -> None:
         super().__init__()
-        self.cfg = cfg
+        self.cfg: Cfg = cfg
         self.version = 0
 
     def init_worker(self, slots: SlotMap, observation_space: Any, action_space: Any) -> None:
         """Builds the policy and the buffers."""
-        self.slots, self.steps = slots, int(self.cfg.algorithm.rollout_steps)
-        self.seed = int(self.cfg.runner.seed)
+        self.slots, self.steps = slots, self.cfg.algorithm.rollout_steps
+        self.seed = self.cfg.runner.seed
         self.device = own_device(self)
         seed_process(self.seed, "rollout", self.rank)
         self.policy = settle(self.build_policy(observation_space, action_space), self.device).eval()
@@ -72,20 +75,18 @@ class MultiStepRolloutWorker(Worker):
         self.buffers = [StageBuffer(share, self.steps) for share in self.shares]
         receivers = [(slots.rollout_name, list(range(slots.rollout_ranks)))]
         self.sync = make_sync(
-            str(self.cfg.rollout.weight_sync),
+            self.cfg.rollout.weight_sync,
             self,
             (slots.actor_name, 0),
             receivers,
-            str(self.cfg.rollout.weight_delta),
+            self.cfg.rollout.weight_delta,
         )
         model, count = self.cfg.actor.model.model_type, sum(map(len, self.shares))
         self.log.info("acts with %s on %s for %d of %d slots", model, self.device, count, slots.num_envs)
 
+    @abstractmethod
     def build_policy(self, observation_space: Any, action_space: Any) -> Policy:
         """The network, with fresh weights."""
-        policy = build_model(policy_section(self.cfg.actor), observation_space, action_space)
-        policy.logprob_type = str(self.cfg.algorithm.logprob_type).lower()
-        return policy
 
     def connect(self, slots: SlotMap) -> None:
         """Connects to the channels, once the driver has created them; again, with a new map, after other ranks died."""
@@ -209,3 +210,13 @@ class MultiStepRolloutWorker(Worker):
     def reload(self) -> None:
         """Inverse of `offload`."""
         self.policy.to(self.device)
+
+
+class MultiStepRolloutWorker(ActingWorker[PpoConfig]):
+    """Runs the policy's forward passes during a rollout. It never trains; its weights come from the actor."""
+
+    def build_policy(self, observation_space: Any, action_space: Any) -> Policy:
+        """The network, with fresh weights."""
+        policy = build_model(policy_section(self.cfg.actor), observation_space, action_space)
+        policy.logprob_type = self.cfg.algorithm.logprob_type.lower()
+        return policy

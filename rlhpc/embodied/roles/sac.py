@@ -17,9 +17,9 @@ from rlhpc.embodied.data.replay import ReplayBuffer
 from rlhpc.embodied.envs.observations import columns_of, rows_of
 from rlhpc.embodied.models import Policy, build_model
 from rlhpc.embodied.models.sac import SACPolicy
-from rlhpc.embodied.roles.env import EnvWorker, check_env
+from rlhpc.embodied.roles.env import SimulatingWorker, check_env
 from rlhpc.embodied.roles.intake import Intake
-from rlhpc.embodied.roles.rollout import MultiStepRolloutWorker
+from rlhpc.embodied.roles.rollout import ActingWorker
 from rlhpc.embodied.roles.slots import TRAJECTORIES, SlotMap
 from rlhpc.embodied.roles.trainer import Trainer
 from rlhpc.embodied.update.sac import SacBatch, SacUpdate
@@ -29,7 +29,7 @@ from rlhpc.runtime.errors import ConfigError
 from rlhpc.training.contract import Named
 
 
-def check_off_policy(cfg: Any, ranks: dict[str, int], python: str | None = None) -> None:
+def check_off_policy(cfg: SacConfig, ranks: dict[str, int], python: str | None = None) -> None:
     """Refuses what would fail after the start: counts that do not divide, environments and models that cannot be built.
 
     Args:
@@ -42,7 +42,7 @@ def check_off_policy(cfg: Any, ranks: dict[str, int], python: str | None = None)
     """
     SlotMap.from_config(cfg, env=ranks["env"], rollout=ranks["rollout"], actor=ranks["actor"])
     spaces = check_env(cfg.env.train, python)
-    if int(cfg.runner.val_check_interval) > 0:
+    if cfg.runner.val_check_interval > 0:
         check_env(cfg.env.eval)
     policy = build_model(cfg.actor.model, *spaces)
     if not isinstance(policy, SACPolicy):
@@ -54,16 +54,17 @@ def check_off_policy(cfg: Any, ranks: dict[str, int], python: str | None = None)
     _demos(cfg, *spaces)
 
 
-def _demos(cfg: Any, observation_space: Any, action_space: Any) -> Any:
+def _demos(cfg: SacConfig, observation_space: Any, action_space: Any) -> Any:
     path, train = cfg.algorithm.demo_buffer.load_path, cfg.env.train
     if not path:
         return None
-    scale, endless = float(train.reward_scale), bool(train.ignore_terminations)
-    demos = load_demos(str(path), reward_scale=scale, ignore_terminations=endless, skip=skips(cfg))
-    return fit(demos, observation_space, action_space, int(cfg.actor.model.num_action_chunks))
+    demos = load_demos(
+        path, reward_scale=train.reward_scale, ignore_terminations=train.ignore_terminations, skip=skips(cfg)
+    )
+    return fit(demos, observation_space, action_space, cfg.actor.model.num_action_chunks)
 
 
-class OffPolicyEnvWorker(EnvWorker):
+class OffPolicyEnvWorker(SimulatingWorker[SacConfig]):
     """Simulates; what is decided at once is one transition."""
 
     def levels(self) -> tuple[str, str]:
@@ -71,7 +72,7 @@ class OffPolicyEnvWorker(EnvWorker):
         return "chunk_level", "chunk_level"
 
 
-class OffPolicyRolloutWorker(MultiStepRolloutWorker):
+class OffPolicyRolloutWorker(ActingWorker[SacConfig]):
     """Acts, at first at random, and hands over transitions: observation, action, reward, true next observation, end."""
 
     policy: SACPolicy
@@ -81,7 +82,7 @@ class OffPolicyRolloutWorker(MultiStepRolloutWorker):
         return build_model(self.cfg.actor.model, observation_space, action_space)
 
     def generate(self, step: int, random_steps: int = 0) -> None:
-        """See `MultiStepRolloutWorker.generate`; the actions of the run's first `random_steps` transitions are random."""
+        """See `ActingWorker.generate`; the actions of the run's first `random_steps` transitions are random."""
         self._random = random_steps - (step - 1) * self.steps * self.slots.num_envs
         super().generate(step)
 
@@ -122,7 +123,7 @@ class OffPolicyActor(Trainer[SacConfig]):
         """
         cfg = self.cfg
         self.settle_in()
-        self.slots, self.steps = slots, int(cfg.algorithm.rollout_steps)
+        self.slots, self.steps = slots, cfg.algorithm.rollout_steps
         self.intake = Intake(cfg, slots, self.rank)
         built = build_model(cfg.actor.model, observation_space, action_space, seed=self.seed)
         if not isinstance(built, SACPolicy):
@@ -139,19 +140,19 @@ class OffPolicyActor(Trainer[SacConfig]):
         )
         buffer = cfg.algorithm.replay_buffer
         self.replay = ReplayBuffer(
-            int(buffer.size), self.intake.share, slots.num_envs, self.rank, current().service.scratch.spill
+            buffer.size, self.intake.share, slots.num_envs, self.rank, current().service.scratch.spill
         )
         self.mixture = Mixture(
             self.replay,
             _demos(cfg, observation_space, action_space),
-            batch_size=int(cfg.actor.global_batch_size),
-            demo_ratio=float(cfg.algorithm.demo_buffer.ratio),
+            batch_size=cfg.actor.global_batch_size,
+            demo_ratio=cfg.algorithm.demo_buffer.ratio,
             action_dim=built.head.dim,
             seed=self.seed,
             rank=self.rank,
             ranks=self.world_size,
         )
-        self.starts, self.update_to_data = int(buffer.min_buffer_size), float(cfg.algorithm.update_to_data)
+        self.starts, self.update_to_data = buffer.min_buffer_size, cfg.algorithm.update_to_data
         self.transitions, self.due = 0, 0
         self.open_sync(slots, cfg.rollout)
         trained = sum(p.numel() for p in self.policy.parameters() if p.requires_grad)

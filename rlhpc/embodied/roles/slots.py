@@ -8,8 +8,8 @@ what one env rank and one rollout rank have in common. The actors share all slot
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
+from rlhpc.embodied.config import PlayingConfig
 from rlhpc.runtime.errors import ConfigError
 
 OBSERVATIONS, ACTIONS, OUTCOMES, TRAJECTORIES = "observations", "actions", "outcomes", "trajectories"
@@ -80,16 +80,16 @@ class SlotMap:
             )
 
     @classmethod
-    def from_config(cls, cfg: Any, *, env: int, rollout: int, actor: int, **names: str) -> SlotMap:
+    def from_config(cls, cfg: PlayingConfig, *, env: int, rollout: int, actor: int, **names: str) -> SlotMap:
         """The map for a configuration and the world sizes of the three groups.
 
         Raises:
             ConfigError: The counts do not divide one another; shows the numbers.
         """
         return cls(
-            num_envs=int(cfg.env.train.num_envs),
-            stages=int(cfg.rollout.pipeline_stage_num),
-            group_size=int(cfg.env.train.group_size),
+            num_envs=cfg.env.train.num_envs,
+            stages=cfg.rollout.pipeline_stage_num,
+            group_size=cfg.env.train.group_size,
             env_ranks=env,
             rollout_ranks=rollout,
             actor_ranks=actor,

@@ -87,7 +87,7 @@ class Trainer(Worker, Generic[Cfg]):
 
     def settle_in(self) -> None:
         """Takes device and seed."""
-        self.seed = int(self.cfg.runner.seed)
+        self.seed = self.cfg.runner.seed
         self.device = own_device(self)
         seed_process(self.seed, "actor", self.rank)
 
@@ -111,10 +111,8 @@ class Trainer(Worker, Generic[Cfg]):
     def open_sync(self, slots: SlotMap, rollout: RolloutConfig) -> None:
         """Gets ready to send weights to the rollout ranks."""
         receivers = [(slots.rollout_name, list(range(slots.rollout_ranks)))]
-        self._gathers_once = self.learner.lockstep and str(rollout.weight_delta).lower() != "off"
-        self.sync = make_sync(
-            str(rollout.weight_sync), self, (slots.actor_name, 0), receivers, str(rollout.weight_delta)
-        )
+        self._gathers_once = self.learner.lockstep and rollout.weight_delta.lower() != "off"
+        self.sync = make_sync(rollout.weight_sync, self, (slots.actor_name, 0), receivers, rollout.weight_delta)
 
     # -- weights --------------------------------------------------------------------------------------------------
 

@@ -5,13 +5,14 @@ from __future__ import annotations
 import time
 from typing import Any
 
+from rlhpc.embodied.config import BcConfig
 from rlhpc.jobs.signals import StopRequest
 from rlhpc.metrics import PhaseTimers
 from rlhpc.runs.folder import RunFolder
 from rlhpc.runs.runner import Runner
 
 
-class BcRunner(Runner):
+class BcRunner(Runner[BcConfig]):
     """Trains an embodied policy on demonstrations.
 
     Args:
@@ -20,15 +21,16 @@ class BcRunner(Runner):
         run, stop: As the other runners'.
     """
 
-    def __init__(self, cfg: Any, actor: Any, *, run: RunFolder | None = None, stop: StopRequest | None = None) -> None:
+    def __init__(
+        self, cfg: BcConfig, actor: Any, *, run: RunFolder | None = None, stop: StopRequest | None = None
+    ) -> None:
         super().__init__(cfg, {"actor": actor}, run=run, stop=stop)
         self.actor = actor
         self.samples, self.evaluated = 0, None
 
     def start_weights(self) -> str | None:
         """Of `runner.init_from`."""
-        start = self.cfg.runner.init_from
-        return None if start is None else str(start)
+        return self.cfg.runner.init_from
 
     def build(self) -> None:
         """Builds the policy and reads the demonstrations."""
@@ -41,13 +43,13 @@ class BcRunner(Runner):
         with timers("update"):
             trained = self.actor.imitate(self.step + 1, progress).wait(self.timeout)[0]
         self.step += 1
-        seen = int(self.demos["transitions"]) * int(self.cfg.algorithm.update_epochs)
+        seen = int(self.demos["transitions"]) * self.cfg.algorithm.update_epochs
         self.samples += seen
         row = {f"train/{name}": value for name, value in trained.items()}
         row |= {"train/samples": float(self.samples), "train/demonstrations": self.demos["episodes"]}
         if self.demos["left_out"]:
             row["train/nonfinite_demonstrations"] = self.demos["left_out"]
-        every = int(self.cfg.runner.val_check_interval)
+        every = self.cfg.runner.val_check_interval
         if every > 0 and self.step % every == 0:
             with timers("eval"):
                 found = self.actor.evaluate().wait(self.timeout)[0]

@@ -11,6 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from rlhpc.checkpoint import newest_valid
+from rlhpc.config.typed import typed
+from rlhpc.embodied.config import BcConfig
 from rlhpc.embodied.evaluate import record_episodes
 from rlhpc.embodied.kinds import BC
 from rlhpc.jobs.paths import RunPaths
@@ -44,9 +46,9 @@ def dagger(
     given_overrides, overrides = overrides, [*overrides, "workflow.demos_expert=null"]
     if kind_of(plain := load_config(config, given_overrides, check=False)) is not BC:
         raise ConfigError(f"runner.task_type is {plain.runner.task_type!r}; dagger takes runs of {BC.name}")
-    first = load_config(config, [*overrides, "demos.path=expert.h5"] if not _path(config, overrides) else overrides)
-    name = str(first.runner.name)
-    folder = RunPaths.of(str(first.runner.run_dir), f"{name}-dagger").root
+    first = _load(config, [*overrides, "demos.path=expert.h5"] if not _path(config, overrides) else overrides)
+    name = first.runner.name
+    folder = RunPaths.of(first.runner.run_dir, f"{name}-dagger").root
     given = _path(config, overrides)
     data = [given] if isinstance(given, str) else [str(one) for one in given or ()]
     if not data:
@@ -55,12 +57,12 @@ def dagger(
     start: list[str] = []
     for k in range(rounds + 1):
         words = [*overrides, f"runner.name={name}-round{k}", f"demos.path=[{','.join(map(_quoted, data))}]", *start]
-        cfg = load_config(config, words)
-        paths = RunPaths.of(str(cfg.runner.run_dir), str(cfg.runner.name))
+        cfg = _load(config, words)
+        paths = RunPaths.of(cfg.runner.run_dir, cfg.runner.name)
         found = newest_valid(paths)
         if found.path is None or found.step < total_steps(cfg):
             if found.path is not None:
-                cfg = load_config(config, [*words, "runner.resume_dir=auto"])
+                cfg = _load(config, [*words, "runner.resume_dir=auto"])
             if train(cfg)["exit_code"]:
                 raise RlhpcError(f"{paths.root} was stopped; the same command goes on from there")
             found = newest_valid(paths)
@@ -71,20 +73,24 @@ def dagger(
     return made
 
 
+def _load(config: str | Path, overrides: Sequence[str], *, check: bool = True) -> BcConfig:
+    return typed(BcConfig, load_config(config, overrides, check=check))
+
+
 def _path(config: str | Path, overrides: Sequence[str]) -> Any:
-    return load_config(config, overrides, check=False).demos.path
+    return _load(config, overrides, check=False).demos.path
 
 
 def _quoted(path: str) -> str:
     return "'" + path.replace("'", "''") + "'"
 
 
-def _labelled(output: Path, expert: str, cfg: Any, episodes: int, student: str | None, trust_code: bool) -> str:
+def _labelled(output: Path, expert: str, cfg: BcConfig, episodes: int, student: str | None, trust_code: bool) -> str:
     """The file of a round: episodes of the student (of the expert itself, without one) with the expert's actions."""
     if not output.is_file():
         # Other episodes than those of evaluations, and in every round others.
         number = int(output.stem.rpartition("_")[2])
-        seed = int(cfg.runner.seed) + 7919 * (number + 1)
+        seed = cfg.runner.seed + 7919 * (number + 1)
         found = record_episodes(
             student or expert,
             cfg,

@@ -15,11 +15,12 @@ import collections
 import dataclasses
 import secrets
 import time
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
 from rlhpc.algorithms.finite import MOST_IN_A_ROW, nonfinite
+from rlhpc.embodied.config import PlayingConfig, PpoConfig
 from rlhpc.embodied.roles.outcomes import in_order
 from rlhpc.embodied.roles.ppo import check_batches
 from rlhpc.embodied.roles.slots import SlotMap
@@ -33,10 +34,11 @@ from rlhpc.runtime.channel import Channel
 WINDOW = 100
 #: Steps over which `env_steps_per_s` is averaged.
 _RATE_STEPS = 10
+Cfg = TypeVar("Cfg", bound=PlayingConfig)
 
 
-class EmbodiedRunner(Runner):
-    """Trains a policy in simulators.
+class PlayingRunner(Runner[Cfg]):
+    """What the runners have in common whose policies play while they learn.
 
     Args:
         cfg: Configuration.
@@ -53,7 +55,7 @@ class EmbodiedRunner(Runner):
 
     def __init__(
         self,
-        cfg: Any,
+        cfg: Cfg,
         actor: Any,
         rollout: Any,
         env: Any,
@@ -77,12 +79,10 @@ class EmbodiedRunner(Runner):
 
     def start_weights(self) -> str | None:
         """Of `runner.init_from`."""
-        start = self.cfg.runner.init_from
-        return None if start is None else str(start)
+        return self.cfg.runner.init_from
 
     def check(self) -> None:
         """Refuses what does not fit together."""
-        check_batches(self.cfg)
 
     # -- start ----------------------------------------------------------------------------------------------------
 
@@ -147,7 +147,7 @@ class EmbodiedRunner(Runner):
         if self._sent != self.step:  # the weights that the last update left
             sync = [self.actor.sync_weights(self.step), self.rollout.sync_weights()]
             self._sent = self.step
-        while self._next <= min(step + int(self.cfg.algorithm.max_staleness), self._stop_before(step)):
+        while self._next <= min(step + self.cfg.algorithm.max_staleness, self._stop_before(step)):
             self._played[self._next] = self.play(self._next)
             self._next += 1
         progress = self.step / max(self.folder.total, 1)
@@ -174,7 +174,7 @@ class EmbodiedRunner(Runner):
         """
         if count:
             row["env/nonfinite"] = count
-        nothing = count * int(self.cfg.actor.model.num_action_chunks) >= self._transitions()
+        nothing = count * self.cfg.actor.model.num_action_chunks >= self._transitions()
         self._in_vain = self._in_vain + 1 if nothing else 0
         if self._in_vain >= MOST_IN_A_ROW:
             raise nonfinite(
@@ -187,7 +187,7 @@ class EmbodiedRunner(Runner):
 
     def _stop_before(self, step: int) -> int:
         """The last step that may be played before the weights of a step to come are saved or evaluated."""
-        every = (int(self.cfg.runner.save_interval), int(self.cfg.runner.val_check_interval))
+        every = (self.cfg.runner.save_interval, self.cfg.runner.val_check_interval)
         ends = [-(-step // interval) * interval for interval in every if interval > 0]
         return min([self.folder.end_step, *ends])
 
@@ -232,8 +232,8 @@ class EmbodiedRunner(Runner):
 
     def _transitions(self) -> int:
         """Of a training step."""
-        decisions = self.slots.num_envs * int(self.cfg.algorithm.rollout_steps)
-        return decisions * int(self.cfg.actor.model.num_action_chunks)
+        decisions = self.slots.num_envs * self.cfg.algorithm.rollout_steps
+        return decisions * self.cfg.actor.model.num_action_chunks
 
     def _count(self, episodes: dict[str, np.ndarray]) -> None:
         self.episodes += len(episodes["return"])
@@ -253,7 +253,7 @@ class EmbodiedRunner(Runner):
         return found
 
     def _validate(self, step: int, row: dict[str, float], timers: PhaseTimers) -> None:
-        every = int(self.cfg.runner.val_check_interval)
+        every = self.cfg.runner.val_check_interval
         if every <= 0 or step % every:
             return
         with timers("eval"):
@@ -270,7 +270,7 @@ class EmbodiedRunner(Runner):
         """`runner.stop_return`."""
         wanted, reached = self.cfg.runner.stop_return, self._return()
         full = len(self.window) == WINDOW
-        return "stop_return" if wanted is not None and full and reached is not None and reached >= float(wanted) else ""
+        return "stop_return" if wanted is not None and full and reached is not None and reached >= wanted else ""
 
     def state(self) -> dict[str, Any]:
         """Counters, and the returns of the last episodes."""
@@ -294,6 +294,24 @@ class EmbodiedRunner(Runner):
             "env_steps": self.env_steps,
             "env_steps_per_s": row["time/env_steps_per_s"],
         }
+
+
+class EmbodiedRunner(PlayingRunner[PpoConfig]):
+    """Trains a policy in simulators.
+
+    Args:
+        cfg: Configuration.
+        actor, rollout, env: Launched groups.
+        run: The run's folder; by default what `runner.run_dir` and `runner.name` say.
+        stop: Asked between steps whether to end early.
+
+    Raises:
+        ConfigError: The counts of environments, stages and ranks do not divide one another.
+    """
+
+    def check(self) -> None:
+        """Refuses what does not fit together."""
+        check_batches(self.cfg)
 
 
 def _ended(episodes: dict[str, np.ndarray]) -> dict[str, float]:

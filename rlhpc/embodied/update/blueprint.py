@@ -101,15 +101,15 @@ def check_backend(actor: EmbodiedActorConfig) -> None:
     Raises:
         ConfigError: Names the key.
     """
-    if str(actor.training_backend).lower() == "deepspeed":
+    if actor.training_backend.lower() == "deepspeed":
         deepspeed_config(actor, _dtype(actor))
 
 
 def _dtype(actor: EmbodiedActorConfig) -> torch.dtype:
     """Of the computation."""
-    if str(actor.training_backend).lower() == "local" or str(actor.model.dtype) != "bfloat16":
+    if actor.training_backend.lower() == "local" or actor.model.dtype != "bfloat16":
         return torch.float32
-    factory = MODELS.find(str(actor.model.model_type))
+    factory = MODELS.find(actor.model.model_type)
     able = isinstance(factory, type) and issubclass(factory, Policy) and factory.mixed_precision
     return torch.bfloat16 if able else torch.float32
 
