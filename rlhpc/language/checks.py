@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Mapping
-from typing import Any
-
-from omegaconf import OmegaConf
 
 from rlhpc.config.rules import Fail, check_choice
+from rlhpc.language.config import GrpoConfig, LanguageConfig
 from rlhpc.runtime.errors import ConfigError, PlacementError
 from rlhpc.runtime.lookup import offered
 
@@ -21,70 +19,71 @@ _BACKENDS = {
 }
 
 
-def check_common(cfg: Any, fail: Fail, *, training: bool) -> None:
+def check_common(cfg: LanguageConfig, fail: Fail, *, training: bool) -> None:
     """Checks names, and what does not fit together.
 
     Raises:
         ConfigError: The first rule that is broken.
     """
-
-    def value(key: str) -> Any:
-        return OmegaConf.select(cfg, key)
-
-    for key, (allowed, group) in _BACKENDS.items():
-        if ":" not in str(value(key)):
-            check_choice(key, str(value(key)), (*allowed, *offered(group), "module:Class"), fail)
+    named = {
+        "actor.training_backend": cfg.actor.training_backend,
+        "rollout.rollout_backend": cfg.rollout.rollout_backend,
+    }
+    for key, backend in named.items():
+        allowed, group = _BACKENDS[key]
+        if ":" not in backend:
+            check_choice(key, backend, (*allowed, *offered(group), "module:Class"), fail)
     if not cfg.actor.model.model_path:
         raise fail("actor.model.model_path", "name a Hugging Face folder, or builtin:tiny or builtin:smollm2")
     if cfg.actor.model.kwargs and not str(cfg.actor.model.model_path).startswith("builtin:"):
         raise fail(
             "actor.model.kwargs", "only builtin:tiny takes options; a model's own are in its folder's config.json"
         )
-    names = [str(suite.name) for suite in cfg.data.eval]
+    names = [suite.name for suite in cfg.data.eval]
     if len(set(names)) != len(names):
         raise fail("data.eval", f"two suites have one name: {', '.join(names)}")
     if names:
         for suite in cfg.workflow.eval_suites:
-            if str(suite) != "default" and str(suite) not in names:
-                near = difflib.get_close_matches(str(suite), names, 1)
+            if suite != "default" and suite not in names:
+                near = difflib.get_close_matches(suite, names, 1)
                 hint = f"did you mean {near[0]!r}? " if near else ""
                 raise fail("workflow.eval_suites", f"{hint}data.eval has: {', '.join(names)}")
     if training:
         _sources(cfg)
 
 
-def _sources(cfg: Any) -> None:
+def _sources(cfg: LanguageConfig) -> None:
     """Problems of training and of evaluation. What comes with the package is known without an import."""
     from rlhpc.language.data.registry import SOURCES
 
     known = SOURCES.names()
     for key, section in (("data.train", cfg.data.train), *((f"data.eval[{s.name}]", s) for s in cfg.data.eval)):
-        if str(section.source).lower() not in known:
-            SOURCES.find(str(section.source), f"{key}.source")
+        if section.source.lower() not in known:
+            SOURCES.find(section.source, f"{key}.source")
 
 
-def _judges(cfg: Any) -> None:
+def _judges(cfg: LanguageConfig) -> None:
     """Rewards, and who answers the model, in the same way."""
     from rlhpc.language.agents.registry import AGENTS
     from rlhpc.language.rewards.registry import REWARDS
 
     known = REWARDS.names()
     for term in cfg.reward.terms:
-        if str(term.name).lower() not in known:
-            REWARDS.find(str(term.name))
+        if term.name.lower() not in known:
+            REWARDS.find(term.name)
     agent = cfg.rollout.agent
-    if agent is not None and str(agent).lower() not in AGENTS.names():
-        AGENTS.find(str(agent))
+    if agent is not None and agent.lower() not in AGENTS.names():
+        AGENTS.find(agent)
 
 
-def check_reasoning(cfg: Any, fail: Fail) -> None:
+def check_reasoning(cfg: GrpoConfig, fail: Fail) -> None:
     """Names of rewards and agents, batches, and what does not go together.
 
     Raises:
         ConfigError: The first rule that is broken.
     """
     algorithm = cfg.algorithm
-    if str(algorithm.adv_type).lower() == "gae":
+    if algorithm.adv_type.lower() == "gae":
         raise fail(
             "algorithm.adv_type", "language models have no value head; allowed: grpo, dr_grpo, rloo, reinforce++, …"
         )
@@ -106,7 +105,7 @@ def check_reasoning(cfg: Any, fail: Fail) -> None:
         raise fail("rollout.temperature", "training samples: it must be greater than 0")
     if algorithm.filter_groups and algorithm.group_size < 2:
         raise fail("algorithm.group_size", "algorithm.filter_groups compares within groups: it must be at least 2")
-    if str(algorithm.loss_type).lower() == "decoupled_ppo" and not algorithm.recompute_logprobs:
+    if algorithm.loss_type.lower() == "decoupled_ppo" and not algorithm.recompute_logprobs:
         raise fail("algorithm.recompute_logprobs", "decoupled_ppo takes its proximal policy from there: set it true")
     if algorithm.tis_cap is not None and not algorithm.recompute_logprobs:
         raise fail(
@@ -116,7 +115,7 @@ def check_reasoning(cfg: Any, fail: Fail) -> None:
         raise fail("actor.offload_in_rollout", "async generation goes on while the actor trains: set it false")
 
 
-def check_accelerators(cfg: Any, per_process: Mapping[str, int]) -> None:
+def check_accelerators(cfg: LanguageConfig, per_process: Mapping[str, int]) -> None:
     """Trainers and engines compute on one accelerator a process: more would stand idle.
 
     Raises:
@@ -124,7 +123,7 @@ def check_accelerators(cfg: Any, per_process: Mapping[str, int]) -> None:
     """
     for name, count in per_process.items():
         key = _COMPUTES[name]
-        backend = str(OmegaConf.select(cfg, key))
+        backend = cfg.actor.training_backend if name == "actor" else cfg.rollout.rollout_backend
         if count > 1 and ":" not in backend:  # one from outside may know what to do with them
             raise PlacementError(
                 f"cluster.component_placement.{name} ({cfg.cluster.component_placement}) gives each process {count} "
@@ -133,13 +132,13 @@ def check_accelerators(cfg: Any, per_process: Mapping[str, int]) -> None:
             )
 
 
-def check_sizes(cfg: Any, sizes: Mapping[str, int]) -> None:
+def check_sizes(cfg: LanguageConfig, sizes: Mapping[str, int]) -> None:
     """The placement's process counts against the prompts of a step.
 
     Raises:
         ConfigError: Prompts cannot be shared out evenly.
     """
-    prompts = int(cfg.data.prompts_per_step)
+    prompts = cfg.data.prompts_per_step
     for name, size in sizes.items():
         if prompts % size:
             raise ConfigError(

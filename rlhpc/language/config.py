@@ -205,7 +205,15 @@ class GrpoRolloutConfig(EngineConfig):
 
 
 @dataclass
-class GrpoAlgorithmConfig:
+class LanguageAlgorithmConfig:
+    """The learning rate's course."""
+
+    anneal_lr: bool = False
+    """Lowers the learning rate linearly to 0 over the run."""
+
+
+@dataclass
+class GrpoAlgorithmConfig(LanguageAlgorithmConfig):
     """Advantages, losses and the shape of a rollout."""
 
     adv_type: str = "grpo"
@@ -230,8 +238,6 @@ class GrpoAlgorithmConfig:
     """Weight of the entropy bonus."""
     update_epochs: int = 4
     """Passes over each rollout."""
-    anneal_lr: bool = False
-    """Lowers the learning rate linearly to 0 over the run."""
     group_size: int = 8
     """Responses to each prompt."""
     kl_coef: float = 0.0
@@ -259,14 +265,6 @@ class GrpoAlgorithmConfig:
 
 
 @dataclass
-class SftAlgorithmConfig:
-    """The learning rate's course."""
-
-    anneal_lr: bool = False
-    """Lowers the learning rate linearly to 0 over the run."""
-
-
-@dataclass
 class LanguageWorkflowConfig(WorkflowConfig):
     """What the Snakemake rules do with a run."""
 
@@ -280,27 +278,29 @@ class LanguageWorkflowConfig(WorkflowConfig):
 
 
 @dataclass
-class GrpoConfig(RunConfig):
-    """A language model on verifiable tasks."""
+class LanguageConfig(RunConfig):
+    """What every run that trains a language model has."""
 
-    algorithm: GrpoAlgorithmConfig = field(default_factory=GrpoAlgorithmConfig)
-    rollout: GrpoRolloutConfig = field(default_factory=GrpoRolloutConfig)
-    actor: GrpoActorConfig = field(default_factory=GrpoActorConfig)
+    algorithm: LanguageAlgorithmConfig = field(default_factory=LanguageAlgorithmConfig)
+    rollout: EngineConfig = field(default_factory=EngineConfig)
+    actor: LanguageActorConfig = field(default_factory=LanguageActorConfig)
     data: DataConfig = field(default_factory=DataConfig)
     reward: RewardConfig = field(default_factory=RewardConfig)
     workflow: LanguageWorkflowConfig = field(default_factory=LanguageWorkflowConfig)
 
 
 @dataclass
-class SftConfig(RunConfig):
-    """A language model on demonstrations."""
+class GrpoConfig(LanguageConfig):
+    """A language model on verifiable tasks."""
 
-    algorithm: SftAlgorithmConfig = field(default_factory=SftAlgorithmConfig)
-    rollout: EngineConfig = field(default_factory=EngineConfig)
-    actor: LanguageActorConfig = field(default_factory=LanguageActorConfig)
-    data: DataConfig = field(default_factory=DataConfig)
-    reward: RewardConfig = field(default_factory=RewardConfig)
-    workflow: LanguageWorkflowConfig = field(default_factory=LanguageWorkflowConfig)
+    algorithm: GrpoAlgorithmConfig = field(default_factory=GrpoAlgorithmConfig)
+    rollout: GrpoRolloutConfig = field(default_factory=GrpoRolloutConfig)
+    actor: GrpoActorConfig = field(default_factory=GrpoActorConfig)
+
+
+@dataclass
+class SftConfig(LanguageConfig):
+    """A language model on demonstrations."""
 
 
 #: What each number may be, of both kinds of run.

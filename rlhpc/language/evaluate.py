@@ -20,12 +20,12 @@ from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
-from omegaconf import OmegaConf
-
 from rlhpc.checkpoint import require_valid
 from rlhpc.checkpoint.folders import default_output
 from rlhpc.checkpoint.manifest import MANIFEST, digest, read_manifest
-from rlhpc.language.agents.registry import make_generation
+from rlhpc.config.typed import changed
+from rlhpc.language.agents.registry import Episodes, make_generation
+from rlhpc.language.config import EvalDataConfig, LanguageConfig, RewardConfig, RewardTermConfig
 from rlhpc.language.data import PromptTokenizer, load_tokenizer, make_dataset
 from rlhpc.language.data.builtin import resolve_model
 from rlhpc.language.data.prompts import Prompt
@@ -33,6 +33,7 @@ from rlhpc.language.engines import Request, SamplingParams, make_rollout
 from rlhpc.language.pass_at_k import normalize_answer, summarize
 from rlhpc.language.rewards import Sample, make_reward
 from rlhpc.language.rewards.answers import extract
+from rlhpc.language.rewards.pool import RewardPool, Scored
 from rlhpc.language.roles.prompts import seed_of
 from rlhpc.language.samples_page import read_samples, samples_path
 from rlhpc.metrics.progress import ProgressBar
@@ -51,7 +52,7 @@ _ANSWERS = ("boxed", "####", "tag", "whole")
 
 
 def evaluate_language_model(
-    cfg: Any,
+    cfg: LanguageConfig,
     model: str | Path,
     suite: str = "default",
     output: str | Path | None = None,
@@ -83,15 +84,15 @@ def evaluate_language_model(
     section = find_suite(cfg, suite)
     if not cfg.reward.terms:
         raise ConfigError("reward.terms is empty; say how answers are judged, such as [{name: math}]")
-    samples, temperature = int(section.samples), float(section.temperature)
+    samples, temperature = section.samples, section.temperature
     if samples > 1 and temperature == 0:
         raise ConfigError(
             f"data.eval: suite {suite!r} has samples {samples} and temperature 0, which makes the same answer {samples} "
             "times; set its temperature above 0, or samples to 1"
         )
     if backend is not None:
-        cfg = OmegaConf.merge(cfg, {"rollout": {"rollout_backend": backend}})
-    with _folder(model, bool(cfg.actor.model.trust_remote_code)) as (folder, step):
+        cfg = changed(cfg, "rollout.rollout_backend", backend)
+    with _folder(model, cfg.actor.model.trust_remote_code) as (folder, step):
         rows, dropped = _answers(cfg, section, suite, folder, progress)
     steps = (global_step, step, _step_of(Path(output).parent if output else None), _step_of(model), 0)
     result = {
@@ -100,25 +101,25 @@ def evaluate_language_model(
         "suite": suite,
         "global_step": next(n for n in steps if n is not None),
         "model": str(model),
-        "backend": str(cfg.rollout.rollout_backend),
-        "seed": int(cfg.runner.seed),
+        "backend": cfg.rollout.rollout_backend,
+        "seed": cfg.runner.seed,
         "temperature": temperature,
-        "top_p": float(cfg.rollout.top_p),
-        "top_k": int(cfg.rollout.top_k),
-        "max_new_tokens": int(cfg.rollout.max_new_tokens),
+        "top_p": cfg.rollout.top_p,
+        "top_k": cfg.rollout.top_k,
+        "max_new_tokens": cfg.rollout.max_new_tokens,
     }
     if output is not None:
         _write(Path(output), result, rows)
     return result
 
 
-def find_suite(cfg: Any, name: str) -> Any:
+def find_suite(cfg: LanguageConfig, name: str) -> EvalDataConfig:
     """The section of `data.eval` that a suite's name means; `default` is the first where none has that name.
 
     Raises:
         ConfigError: There is none; names those that there are.
     """
-    suites = {str(section.name): section for section in cfg.data.eval}
+    suites = {section.name: section for section in cfg.data.eval}
     if not suites:
         raise ConfigError("data.eval is empty; an evaluation needs a suite, such as [{name: default, source: …}]")
     if name in suites:
@@ -184,7 +185,9 @@ def _exported(checkpoint: Path, step: int) -> Path | None:
     return folder if same and own and whole and merged else None
 
 
-def _answers(cfg: Any, section: Any, suite: str, folder: str, progress: bool) -> tuple[list[dict[str, Any]], int]:
+def _answers(
+    cfg: LanguageConfig, section: EvalDataConfig, suite: str, folder: str, progress: bool
+) -> tuple[list[dict[str, Any]], int]:
     """Every sample made and judged.
 
     Returns:
@@ -192,13 +195,13 @@ def _answers(cfg: Any, section: Any, suite: str, folder: str, progress: bool) ->
     """
     import torch
 
-    tokenizer = load_tokenizer(folder, bool(cfg.actor.model.trust_remote_code))
+    tokenizer = load_tokenizer(folder, cfg.actor.model.trust_remote_code)
     problems, dropped = _problems(cfg, section, tokenizer)
     sampling = SamplingParams(
-        max_new_tokens=int(cfg.rollout.max_new_tokens), temperature=float(section.temperature),
-        top_p=float(cfg.rollout.top_p), top_k=int(cfg.rollout.top_k),
+        max_new_tokens=cfg.rollout.max_new_tokens, temperature=section.temperature,
+        top_p=cfg.rollout.top_p, top_k=cfg.rollout.top_k,
     )  # fmt: skip
-    seed, count = int(cfg.runner.seed), int(section.samples)
+    seed, count = cfg.runner.seed, section.samples
     judges = make_reward(cfg.reward)  # first: its processes start before the engine fills this one's memory
     try:
         device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -225,11 +228,13 @@ def _answers(cfg: Any, section: Any, suite: str, folder: str, progress: bool) ->
         judges.close()
 
 
-def _problems(cfg: Any, section: Any, tokenizer: Any) -> tuple[list[tuple[Prompt, tuple[int, ...]]], int]:
+def _problems(
+    cfg: LanguageConfig, section: EvalDataConfig, tokenizer: Any
+) -> tuple[list[tuple[Prompt, tuple[int, ...]]], int]:
     """Problems and their token ids, and how many are too long."""
-    key, most = f"data.eval[{section.name}]", int(cfg.data.max_prompt_tokens)
+    key, most = f"data.eval[{section.name}]", cfg.data.max_prompt_tokens
     dataset = make_dataset(section, "eval", key=key)
-    encoder = PromptTokenizer(tokenizer, most, str(cfg.data.overlong_prompts), bool(section.chat_template), key=key)
+    encoder = PromptTokenizer(tokenizer, most, cfg.data.overlong_prompts, section.chat_template, key=key)
     prompts = [dataset[index] for index in range(len(dataset))]
     kept = [(prompt, tuple(ids)) for prompt in prompts if (ids := encoder.encode(prompt)) is not None]
     if not kept:
@@ -238,12 +243,12 @@ def _problems(cfg: Any, section: Any, tokenizer: Any) -> tuple[list[tuple[Prompt
 
 
 def _collect(
-    generation: Any,
-    judges: Any,
+    generation: Episodes,
+    judges: RewardPool,
     prompts: Sequence[Prompt],
     count: int,
     tokenizer: Any,
-    reward: Any,
+    reward: RewardConfig,
     bar: ProgressBar | None,
 ) -> list[dict[str, Any]]:
     """While the engine works on the next samples, the judges work on those that ended."""
@@ -283,7 +288,7 @@ def _row(prompt: Prompt, sample: int, said: Sample) -> dict[str, Any]:
     }
 
 
-def _judge(row: dict[str, Any], scored: Any, reward: Any) -> None:
+def _judge(row: dict[str, Any], scored: Scored, reward: RewardConfig) -> None:
     """Adds the verdict: an answer is right where the first term gives it 1.
 
     Raises:
@@ -295,17 +300,17 @@ def _judge(row: dict[str, Any], scored: Any, reward: Any) -> None:
             f"the reward of problem {row['id']}, sample {row['sample']} is {scored.total} ({terms}); see reward.terms"
         )
     first = reward.terms[0]
-    right = not scored.failed and scored.terms.get(str(first.name), 0.0) >= 1.0
+    right = not scored.failed and scored.terms.get(first.name, 0.0) >= 1.0
     row |= {
         "right": right,
-        "reward": float(scored.total),
-        "terms": {name: float(value) for name, value in scored.terms.items()},
-        "failed": bool(scored.failed),
+        "reward": scored.total,
+        "terms": dict(scored.terms),
+        "failed": scored.failed,
         "vote": vote(row["response"], row["answer"], right, first),
     }
 
 
-def vote(response: str, answer: str, right: bool, term: Any) -> str:
+def vote(response: str, answer: str, right: bool, term: RewardTermConfig) -> str:
     """What a sample gives to the majority: its final answer, normalized; "" where it has none.
 
     Nobody writes a program twice alike, so code does not vote.
@@ -316,7 +321,7 @@ def vote(response: str, answer: str, right: bool, term: Any) -> str:
         right: The verdict.
         term: The first of `reward.terms`: `name` and `kwargs`.
     """
-    name, ways = str(term.name).lower(), _ANSWERS
+    name, ways = term.name.lower(), _ANSWERS
     if name == "code":
         return ""
     if right and name in _ONE_ANSWER:

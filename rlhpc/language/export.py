@@ -10,10 +10,10 @@ adapter's folder becomes one by `import_model`.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Iterable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -23,6 +23,8 @@ from rlhpc.checkpoint.folders import default_output, filled_folder, require_free
 from rlhpc.checkpoint.manifest import MANIFEST, digest, read_manifest
 from rlhpc.checkpoint.state import load_tensors
 from rlhpc.checkpoint.store import require_valid
+from rlhpc.config.sections import LoraConfig
+from rlhpc.language.config import LanguageModelConfig
 from rlhpc.runtime.durable import write_durably
 from rlhpc.runtime.errors import CheckpointError, ConfigError
 from rlhpc.runtime.plain import read_json
@@ -80,7 +82,7 @@ def export_language_model(
     if adapter_only and not lora_rank:
         raise ConfigError(f"{checkpoint}: only an adapter was asked for, but actor.lora.rank was 0: there is none")
     weights = {name: tensor.to(kind) for name, tensor in trained_weights(checkpoint, backend)}
-    model = SimpleNamespace(
+    model = LanguageModelConfig(
         model_path=str(checkpoint / FOLDER),
         attn_implementation="eager",
         trust_remote_code=about.get("trust_remote_code", False),
@@ -154,7 +156,7 @@ def import_model(source: str | Path, output: Path, *, base: str | Path | None = 
     path = str(source)
     if adapter.is_file():
         path = str(base or json.loads(adapter.read_text()).get("base_model_name_or_path"))
-    model = SimpleNamespace(model_path=path, attn_implementation="eager", trust_remote_code=False)
+    model = LanguageModelConfig(model_path=path, attn_implementation="eager")
     module = load_causal_lm(model, dtype=DTYPES[dtype])
     if adapter.is_file():
         try:
@@ -172,7 +174,7 @@ def _export_adapted(
     folder: Path,
     weights: dict[str, torch.Tensor],
     about: dict[str, Any],
-    model: Any,
+    model: LanguageModelConfig,
     base: str | Path | None,
     dtype: torch.dtype,
     adapter_only: bool,
@@ -182,8 +184,8 @@ def _export_adapted(
     from rlhpc.language.tokens.model import export_model, load_causal_lm
     from rlhpc.training import lora
 
-    source = SimpleNamespace(**{**vars(model), "model_path": str(base or about["model_path"])})
-    options = SimpleNamespace(**about["lora"])
+    source = dataclasses.replace(model, model_path=str(base or about["model_path"]))
+    options = LoraConfig(**about["lora"])
     # The adapter alone needs the model's shape, which the checkpoint has itself.
     module = load_causal_lm(model if adapter_only else source, dtype=dtype, empty=adapter_only)
     adapted = lora.attach_lora(module, options, seed=0)

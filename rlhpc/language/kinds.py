@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
-
-from omegaconf import OmegaConf
+from typing import TypeVar
 
 from rlhpc.config.rules import Fail
+from rlhpc.config.typed import changed
 from rlhpc.jobs.paths import RunPaths
 from rlhpc.language import checks
-from rlhpc.language.config import RANGES, GrpoConfig, SftConfig
+from rlhpc.language.config import RANGES, GrpoConfig, LanguageConfig, SftConfig
 from rlhpc.runs.checks import check_estimators
 from rlhpc.runs.kinds import Exporting, Kind, Parts, Preparation, Rows, differing, saved_values
 from rlhpc.runtime.errors import ConfigError
@@ -34,6 +33,8 @@ _CHOICES = {
     "rollout.weight_delta": ("off", "frozen", "elements"),
     "data.overlong_prompts": ("error", "drop"),
 }
+#: The configuration of a run that trains a language model.
+Cfg = TypeVar("Cfg", bound=LanguageConfig)
 _PRELOAD = (
     "rlhpc.language.roles.actor",
     "rlhpc.language.roles.rollout",
@@ -46,7 +47,7 @@ _SIZES = ("model_type", "vocab_size", "hidden_size", "intermediate_size", "num_h
 
 
 @dataclass(frozen=True)
-class LanguageKind(Kind):
+class LanguageKind(Kind[Cfg]):
     """A kind of run that trains a language model.
 
     Attributes:
@@ -57,22 +58,22 @@ class LanguageKind(Kind):
     trained: tuple[str, str] = ("train/reward", "training reward")
     rate: str = "time/tokens_per_s"
 
-    def check(self, cfg: Any, fail: Fail, *, training: bool) -> None:
+    def check(self, cfg: Cfg, fail: Fail, *, training: bool) -> None:
         """Names, and what does not fit together."""
         checks.check_common(cfg, fail, training=training)
 
-    def check_placement(self, cfg: Any, processes: Mapping[str, int], accelerators: Mapping[str, int]) -> None:
+    def check_placement(self, cfg: Cfg, processes: Mapping[str, int], accelerators: Mapping[str, int]) -> None:
         """Prompts are shared out evenly, and a process computes on one accelerator."""
         checks.check_sizes(cfg, processes)
         checks.check_accelerators(cfg, accelerators)
 
-    def check_start(self, cfg: Any, ranks: Mapping[str, int]) -> None:
+    def check_start(self, cfg: Cfg, ranks: Mapping[str, int]) -> None:
         """Models, data, agents and judges that cannot be had."""
         from rlhpc.language.roles.rollout import check_language
 
         check_language(cfg, dict(ranks))
 
-    def prepare(self, cfg: Any, *, resumes: bool) -> Any:
+    def prepare(self, cfg: Cfg, *, resumes: bool) -> Cfg:
         """With a built-in model's folder in the place of its name.
 
         Raises:
@@ -84,13 +85,9 @@ class LanguageKind(Kind):
 
         if str(cfg.actor.model.model_path).startswith(PREFIX):
             make_dataset(cfg.data.train)
-        changed = cfg.copy()
-        OmegaConf.set_readonly(changed, False)
-        changed.actor.model.model_path = str(resolve_model(cfg.actor.model))
-        OmegaConf.set_readonly(changed, True)
-        return changed
+        return changed(cfg, "actor.model.model_path", resolve_model(cfg.actor.model))
 
-    def differences(self, cfg: Any, checkpoint: Path) -> list[str]:
+    def differences(self, cfg: Cfg, checkpoint: Path) -> list[str]:
         """Another backend, other adapters, or a model of other sizes."""
         differ = differing(
             cfg, saved_values(checkpoint / "backend.json"), ("actor.training_backend", "actor.lora.rank")
@@ -104,14 +101,14 @@ class LanguageKind(Kind):
         ]
         return [*differ, *([f"actor.model.model_path names another model ({', '.join(sizes)})"] if sizes else [])]
 
-    def preparation(self, cfg: Any) -> Preparation:
+    def preparation(self, cfg: Cfg) -> Preparation:
         """A run on demonstrations, and the evaluation of the model as it is."""
         workflow = cfg.workflow
-        sft = (str(workflow.sft), [str(word) for word in workflow.sft_overrides]) if workflow.sft else None
-        return Preparation(sft=sft, evaluates_start=bool(workflow.eval_start))
+        sft = (workflow.sft, list(workflow.sft_overrides)) if workflow.sft else None
+        return Preparation(sft=sft, evaluates_start=workflow.eval_start)
 
     def evaluate(
-        self, cfg: Any, checkpoint: Path, *, suite: str, episodes: int | None, output: Path | None, trust_code: bool
+        self, cfg: Cfg, checkpoint: Path, *, suite: str, episodes: int | None, output: Path | None, trust_code: bool
     ) -> str:
         """Answers the problems of a suite."""
         if episodes is not None:
@@ -120,7 +117,7 @@ class LanguageKind(Kind):
             )
         return self._evaluated(cfg, checkpoint, suite, output)
 
-    def evaluate_model(self, cfg: Any, *, suite: str, output: Path | None) -> str:
+    def evaluate_model(self, cfg: Cfg, *, suite: str, output: Path | None) -> str:
         """Answers them with the model as it is: a Hugging Face folder or name, or a built-in one."""
         from rlhpc.language.data.builtin import resolve_model
         from rlhpc.language.evaluate import find_suite
@@ -128,7 +125,7 @@ class LanguageKind(Kind):
         find_suite(cfg, suite)  # before a built-in model is made
         return self._evaluated(cfg, resolve_model(cfg.actor.model), suite, output)
 
-    def _evaluated(self, cfg: Any, model: str | Path, suite: str, output: Path | None) -> str:
+    def _evaluated(self, cfg: Cfg, model: str | Path, suite: str, output: Path | None) -> str:
         from rlhpc.language.evaluate import describe, evaluate_language_model
 
         return describe(evaluate_language_model(cfg, model, suite, output))
@@ -156,10 +153,10 @@ class LanguageKind(Kind):
 
 
 @dataclass(frozen=True)
-class GrpoKind(LanguageKind):
+class GrpoKind(LanguageKind[GrpoConfig]):
     """The model answers prompts, and learns from what its answers were worth."""
 
-    def check(self, cfg: Any, fail: Fail, *, training: bool) -> None:
+    def check(self, cfg: GrpoConfig, fail: Fail, *, training: bool) -> None:
         """Besides: estimators, rewards, batches."""
         check_estimators(cfg)
         super().check(cfg, fail, training=training)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rlhpc.language.agents.episodes import Agent, Episode, Episodes
 from rlhpc.language.agents.tools import ToolAgent
@@ -11,6 +11,9 @@ from rlhpc.language.data.prompts import Prompt
 from rlhpc.language.engines.base import Request, RolloutBackend, SamplingParams
 from rlhpc.runtime.errors import ConfigError
 from rlhpc.runtime.lookup import Registry
+
+if TYPE_CHECKING:
+    from rlhpc.language.config import LanguageConfig
 
 __all__ = [
     "Agent",
@@ -60,13 +63,13 @@ def run_episodes(
         episodes.close()
 
 
-def configured_agent(cfg: Any) -> Agent | None:
+def configured_agent(cfg: LanguageConfig) -> Agent | None:
     """The agent of `rollout.agent`; None for episodes of one turn.
 
     Raises:
         ConfigError: It is unknown, or `rollout.max_turns` does not go with it.
     """
-    name, turns = cfg.rollout.agent, int(cfg.rollout.max_turns)
+    name, turns = cfg.rollout.agent, cfg.rollout.max_turns
     if name is None:
         if turns != 1:
             raise ConfigError(
@@ -75,11 +78,11 @@ def configured_agent(cfg: Any) -> Agent | None:
         return None
     if turns < 2:
         raise ConfigError(f"rollout.max_turns is {turns}; with rollout.agent {name!r} it must be at least 2")
-    return make_agent(str(name))
+    return make_agent(name)
 
 
 def make_generation(
-    cfg: Any, backend: RolloutBackend, tokenizer: Any, sampling: SamplingParams | None = None
+    cfg: LanguageConfig, backend: RolloutBackend, tokenizer: Any, sampling: SamplingParams | None = None
 ) -> Episodes:
     """Episodes as section `rollout` describes them: of one turn, or with `rollout.agent`.
 
@@ -87,4 +90,4 @@ def make_generation(
         ConfigError: See `configured_agent`.
     """
     del sampling  # requests bring their own
-    return Episodes(backend, tokenizer, configured_agent(cfg), int(cfg.rollout.max_turns))
+    return Episodes(backend, tokenizer, configured_agent(cfg), cfg.rollout.max_turns)

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import operator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rlhpc.language.data.parts import arguments, belongs, choose, locate, procedural_fraction
 from rlhpc.language.data.prompts import Prompt
 from rlhpc.runtime.errors import ConfigError
+
+if TYPE_CHECKING:
+    from rlhpc.language.config import DataSourceConfig
 
 _OPERATORS = {"+": operator.add, "-": operator.sub, "*": operator.mul}
 
@@ -29,7 +32,7 @@ class ArithmeticProblems:
         ConfigError: Unknown arguments, or more problems wanted than there are.
     """
 
-    def __init__(self, cfg: Any, *, part: str, key: str) -> None:
+    def __init__(self, cfg: DataSourceConfig, *, part: str, key: str) -> None:
         self._digits, self._operators = _arguments(arguments(cfg), key)
         self._sizes = [len(_operands(digits)) ** 2 * len(self._operators) for digits in self._digits]
         fraction = procedural_fraction(cfg)

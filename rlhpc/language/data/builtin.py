@@ -7,15 +7,18 @@ import json
 import os
 import shutil
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rlhpc.runtime.errors import ConfigError
+
+if TYPE_CHECKING:
+    from rlhpc.language.config import LanguageModelConfig
 
 PREFIX = "builtin:"
 MODELS = ("tiny", "smollm2")
 
 
-def resolve_model(model: Any, folder: Path | None = None) -> str:
+def resolve_model(model: LanguageModelConfig | str, folder: Path | None = None) -> str:
     """What transformers is to load for `actor.model`: the path as it stands, or the folder of a built-in model.
 
     Args:

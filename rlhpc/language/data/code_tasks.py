@@ -5,11 +5,14 @@ from __future__ import annotations
 import functools
 import random
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rlhpc.language.data.parts import arguments, belongs, choose, locate, procedural_fraction
 from rlhpc.language.data.prompts import Prompt
 from rlhpc.runtime.errors import ConfigError
+
+if TYPE_CHECKING:
+    from rlhpc.language.config import DataSourceConfig
 
 _STEPS: list[tuple[str, str]] = [
     ("keep only the even numbers", "[n for n in numbers if n % 2 == 0]"),
@@ -55,7 +58,7 @@ class CodeProblems:
         ConfigError: Unknown arguments, or more tasks wanted than there are.
     """
 
-    def __init__(self, cfg: Any, *, part: str, key: str) -> None:
+    def __init__(self, cfg: DataSourceConfig, *, part: str, key: str) -> None:
         self._levels = _arguments(arguments(cfg), key)
         self._sizes = [len(_STEPS) ** level * len(_RESULTS) for level in self._levels]
         fraction = procedural_fraction(cfg)

@@ -6,13 +6,16 @@ import json
 import random
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rlhpc.language.data.parts import belongs
 from rlhpc.language.data.prompts import Prompt
 from rlhpc.language.data.tables import DatasetFolder, Hdf5File, Joined, JsonLines, ParquetFile, Table
 from rlhpc.runtime.errors import ConfigError
 from rlhpc.runtime.files import find_files
+
+if TYPE_CHECKING:
+    from rlhpc.language.config import DataSourceConfig
 
 
 class ColumnProblems:
@@ -34,11 +37,11 @@ class ColumnProblems:
         ConfigError: A column is missing, or a prompt is neither text nor conversation; names file and row.
     """
 
-    def __init__(self, cfg: Any, table: Table, *, part: str, key: str, filters: str | None) -> None:
+    def __init__(self, cfg: DataSourceConfig, table: Table, *, part: str, key: str, filters: str | None) -> None:
         self._table, self._key = table, key
-        self._prompt, self._answer = str(cfg.prompt_key), cfg.answer_key
+        self._prompt, self._answer = cfg.prompt_key, cfg.answer_key
         self._response, self._level = cfg.response_key, cfg.level_key
-        rows = self._select(filters, part, float(cfg.eval_fraction))
+        rows = self._select(filters, part, cfg.eval_fraction)
         if cfg.size is not None and cfg.size < len(rows):
             rows = sorted(random.Random(cfg.seed).sample(rows, cfg.size))
         self._rows = rows
@@ -67,12 +70,12 @@ class ColumnProblems:
             ConfigError: One has none; names file and row.
         """
         chosen = set(self._rows)
-        for number, row in enumerate(self._table.rows([self._prompt, str(self._response)])):
+        for number, row in enumerate(self._table.rows([self._prompt, self._response])):
             if number not in chosen or _text(row.get(self._response)):
                 continue
             if not self._conversation(row[self._prompt], number)[1]:
                 if self._response not in row:
-                    self._missing("response_key", str(self._response), number)
+                    self._missing("response_key", self._response, number)
                 raise ConfigError(
                     f"{self._table.place(number)}: the demonstration, column {self._response!r}, is empty"
                 )
@@ -82,7 +85,7 @@ class ColumnProblems:
         column, _, wanted = (filters or "").partition("=")
         if filters:
             wanted_keys["split"] = column
-        needed = {name: str(value) for name, value in wanted_keys.items() if value}
+        needed = {name: value for name, value in wanted_keys.items() if value}
         rows = []
         for number, row in enumerate(self._table.rows(list(needed.values()))):
             for name, needs in needed.items():
@@ -131,28 +134,28 @@ class ColumnProblems:
         )
 
 
-def jsonl(cfg: Any, *, part: str, key: str) -> ColumnProblems:
+def jsonl(cfg: DataSourceConfig, *, part: str, key: str) -> ColumnProblems:
     """Source `jsonl`."""
     _no_kwargs(cfg, key)
     table = Joined([JsonLines(file) for file in find_files(cfg.path, (".jsonl", ".jsonl.gz", ".ndjson"), key)])
     return ColumnProblems(cfg, table, part=part, key=key, filters=_filter(cfg, key))
 
 
-def parquet(cfg: Any, *, part: str, key: str) -> ColumnProblems:
+def parquet(cfg: DataSourceConfig, *, part: str, key: str) -> ColumnProblems:
     """Source `parquet`."""
     _no_kwargs(cfg, key)
     table = Joined([ParquetFile(file) for file in find_files(cfg.path, (".parquet",), key)])
     return ColumnProblems(cfg, table, part=part, key=key, filters=_filter(cfg, key))
 
 
-def hdf5(cfg: Any, *, part: str, key: str) -> ColumnProblems:
+def hdf5(cfg: DataSourceConfig, *, part: str, key: str) -> ColumnProblems:
     """Source `hdf5`; `kwargs: {group: train}` takes the columns of a group."""
     files = find_files(cfg.path, (".h5", ".hdf5"), key)
     table = Joined([Hdf5File(file, **cfg.kwargs) for file in files])
     return ColumnProblems(cfg, table, part=part, key=key, filters=_filter(cfg, key))
 
 
-def hf(cfg: Any, *, part: str, key: str) -> ColumnProblems:
+def hf(cfg: DataSourceConfig, *, part: str, key: str) -> ColumnProblems:
     """Source `hf`."""
     _no_kwargs(cfg, key)
     if not cfg.path:
@@ -195,13 +198,12 @@ def _text(value: Any) -> str:
     return value if isinstance(value, str) else json.dumps(plain(value), ensure_ascii=False)
 
 
-def _filter(cfg: Any, key: str) -> str | None:
+def _filter(cfg: DataSourceConfig, key: str) -> str | None:
     if cfg.split is not None and "=" not in cfg.split:
         raise ConfigError(f"{key}.split is {cfg.split!r}; source {cfg.source} takes a filter column=value")
-    split: str | None = cfg.split
-    return split
+    return cfg.split
 
 
-def _no_kwargs(cfg: Any, key: str) -> None:
+def _no_kwargs(cfg: DataSourceConfig, key: str) -> None:
     if cfg.kwargs:
         raise ConfigError(f"{key}.kwargs has {', '.join(cfg.kwargs)}; source {cfg.source} takes none")

@@ -5,9 +5,12 @@ from __future__ import annotations
 import hashlib
 import random
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rlhpc.runtime.errors import ConfigError
+
+if TYPE_CHECKING:
+    from rlhpc.language.config import DataSourceConfig
 
 DEFAULT_SIZE = {"train": 10_000, "eval": 500}
 """Procedural problems where `size` is null; fewer where there are not so many."""
@@ -30,12 +33,12 @@ def belongs(text: str, part: str, fraction: float) -> bool:
     return fraction == 0 or is_held_out(text, fraction) == (part == "eval")
 
 
-def procedural_fraction(cfg: Any) -> float:
+def procedural_fraction(cfg: DataSourceConfig) -> float:
     """Fraction that a procedural source holds out: a fifth, unless the configuration says otherwise."""
-    return float(cfg.eval_fraction) or _HELD_OUT
+    return cfg.eval_fraction or _HELD_OUT
 
 
-def arguments(cfg: Any) -> dict[str, Any]:
+def arguments(cfg: DataSourceConfig) -> dict[str, Any]:
     """`kwargs` of a section, as plain Python."""
     from omegaconf import OmegaConf
 
@@ -44,7 +47,9 @@ def arguments(cfg: Any) -> dict[str, Any]:
     return {str(name): value for name, value in given.items()}
 
 
-def choose(cfg: Any, sizes: Sequence[int], keep: Callable[[int], bool], *, part: str, key: str) -> list[int]:
+def choose(
+    cfg: DataSourceConfig, sizes: Sequence[int], keep: Callable[[int], bool], *, part: str, key: str
+) -> list[int]:
     """Numbers of `cfg.size` different problems, in an order that `cfg.seed` alone decides.
 
     Args:

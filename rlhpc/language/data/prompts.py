@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 
 @dataclass(frozen=True)
@@ -39,3 +39,15 @@ class PromptDataset(Protocol):
     def __len__(self) -> int: ...
 
     def __getitem__(self, index: int) -> Prompt: ...
+
+
+@runtime_checkable
+class Demonstrating(Protocol):
+    """A dataset that can say itself where a demonstration is missing."""
+
+    def require_responses(self) -> None:
+        """Sees to it that each problem has a demonstration.
+
+        Raises:
+            ConfigError: One has none; names file and row.
+        """

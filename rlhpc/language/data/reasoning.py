@@ -14,12 +14,15 @@ import select
 import subprocess
 import sys
 import threading
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rlhpc.language.data.parts import DEFAULT_SIZE, arguments, belongs
 from rlhpc.language.data.prompts import Prompt
 from rlhpc.runtime.errors import ConfigError, DeadlineExceeded, RlhpcError
 from rlhpc.runtime.import_paths import python_path, run_module
+
+if TYPE_CHECKING:
+    from rlhpc.language.config import DataSourceConfig
 
 _SEED_BLOCK = 2**20
 """A problem's generator is seeded by seed · block + position: two seeds share no problem's generator."""
@@ -58,11 +61,11 @@ class ReasoningGymProblems:
         ConfigError: Unknown task or argument.
     """
 
-    def __init__(self, cfg: Any, *, part: str, key: str) -> None:
+    def __init__(self, cfg: DataSourceConfig, *, part: str, key: str) -> None:
         self._size = cfg.size or DEFAULT_SIZE[part]
         if self._size > _SEED_BLOCK:
             raise ConfigError(f"{key}.size is {self._size}; source reasoning_gym makes at most {_SEED_BLOCK}")
-        self._part, self._fraction = part, float(cfg.eval_fraction)
+        self._part, self._fraction = part, cfg.eval_fraction
         seed = (cfg.seed * _SEED_BLOCK) % _PART_BLOCK + (_PART_BLOCK if part == "eval" else 0)
         given = arguments(cfg)
         tasks = given.pop("tasks", None)

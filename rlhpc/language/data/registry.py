@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING
 
-from rlhpc.language.data.prompts import Prompt, PromptDataset
+from rlhpc.language.data.prompts import Demonstrating, Prompt, PromptDataset
 from rlhpc.language.data.wording import Wording
 from rlhpc.runtime.errors import ConfigError
 from rlhpc.runtime.lookup import Registry
+
+if TYPE_CHECKING:
+    from rlhpc.language.config import DataSourceConfig
 
 #: Of classes or functions `(cfg, *, part, key) -> PromptDataset`.
 SOURCES: Registry[Callable[..., PromptDataset]] = Registry(
@@ -28,7 +31,7 @@ PARTS = ("train", "eval")
 
 
 def make_dataset(
-    cfg: Any, part: str = "train", *, demonstrations: bool = False, key: str | None = None
+    cfg: DataSourceConfig, part: str = "train", *, demonstrations: bool = False, key: str | None = None
 ) -> PromptDataset:
     """Builds the problems of a section `data.train` or `data.eval[i]`.
 
@@ -50,7 +53,7 @@ def make_dataset(
     if cfg.size is not None and cfg.size < 1:
         raise ConfigError(f"{key}.size is {cfg.size}; allowed: 1 or more, or null")
     wording = Wording(cfg.prompt_template, cfg.system_prompt, key=key)
-    source = SOURCES.find(str(cfg.source), f"{key}.source")
+    source = SOURCES.find(cfg.source, f"{key}.source")
     try:
         problems = source(cfg, part=part, key=key)
     except (TypeError, ValueError) as error:
@@ -76,18 +79,18 @@ class WordedDataset:
         return self.wording(self.problems[index])
 
 
-def _require_responses(dataset: PromptDataset, cfg: Any, key: str) -> None:
+def _require_responses(dataset: WordedDataset, cfg: DataSourceConfig, key: str) -> None:
     # Files name the line at fault themselves; of any other source the first problem tells.
-    check = getattr(getattr(dataset, "problems", None), "require_responses", None)
-    if check is not None:
-        check()
+    if isinstance(dataset.problems, Demonstrating):
+        dataset.problems.require_responses()
     elif not dataset[0].response:
         raise ConfigError(f"{key}: source {cfg.source!r} has no demonstrations; sft needs a response to every prompt")
 
 
-def _description(cfg: Any, part: str) -> str:
+def _description(cfg: DataSourceConfig, part: str) -> str:
     said = [f"source {cfg.source}"]
-    said += [f"{name} {value}" for name in ("path", "split", "size") if (value := getattr(cfg, name)) is not None]
+    named = {"path": cfg.path, "split": cfg.split, "size": cfg.size}
+    said += [f"{name} {value}" for name, value in named.items() if value is not None]
     if cfg.eval_fraction:
         said.append(f"the {part} side of eval_fraction {cfg.eval_fraction}")
     return ", ".join(said)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 if TYPE_CHECKING:
     import torch
+
+    from rlhpc.weights.elements import Elements
 
 
 @dataclass(frozen=True)
@@ -65,8 +67,7 @@ class RolloutBackend(Protocol):
     way goes on under the new ones (after a recomputation of its cache), and `Completion.versions` tells which token is
     whose.
 
-    A class whose attribute `forkable` is false, because it starts processes or threads of its own, gets ranks with a fresh
-    interpreter instead of forked ones.
+    What only some engines say or can do is in `SaysForkable` and `TakesParts`.
     """
 
     version: int
@@ -95,9 +96,6 @@ class RolloutBackend(Protocol):
         """Takes in all of the model's tensors, by their Hugging Face names, in place; drops caches made with the old.
 
         Either all of them are taken in, or the engine refuses to step on.
-
-        An engine with a true attribute `updates_in_part` is called with a further keyword, `complete`. Where that is false,
-        what does not come stays as it is; a tensor may come as its changed `Elements` (`rlhpc.weights.elements.put`).
         """
 
     def offload(self) -> None:
@@ -108,3 +106,36 @@ class RolloutBackend(Protocol):
 
     def close(self) -> None:
         """Ends the engine."""
+
+
+@runtime_checkable
+class SaysForkable(Protocol):
+    """A class of engines that says whether its ranks may be forked; those of one that does not say so are.
+
+    Where it says no, because it starts processes or threads of its own, its ranks get a fresh interpreter.
+    """
+
+    forkable: bool
+
+
+@runtime_checkable
+class TakesParts(Protocol):
+    """An engine that may take in what has changed alone."""
+
+    updates_in_part: bool
+    """Whether it does."""
+
+    def update_weights(
+        self, version: int, named_tensors: Iterable[tuple[str, torch.Tensor | Elements]], *, complete: bool
+    ) -> None:
+        """See `RolloutBackend.update_weights`. Where `complete` is false, what does not come stays as it is; a tensor may come
+        as its changed `Elements` (`rlhpc.weights.elements.put`)."""
+
+
+def taking_parts(engine: RolloutBackend) -> TakesParts | None:
+    """The engine, if it takes in what has changed alone."""
+    return engine if isinstance(engine, TakesParts) and engine.updates_in_part else None
+
+
+#: What makes an engine: called with the configuration and `model_path`, `device` and `seed` by name.
+EngineFactory = Callable[..., RolloutBackend]

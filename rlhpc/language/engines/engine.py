@@ -6,12 +6,14 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from rlhpc.config.typed import select
 from rlhpc.language.engines.base import Completion, Request
 from rlhpc.runtime.errors import ConfigError, RlhpcError
 
 if TYPE_CHECKING:
     import torch
 
+    from rlhpc.language.config import LanguageConfig
     from rlhpc.weights.elements import Elements
 
 T = TypeVar("T", bound="torch.Tensor | Elements")
@@ -33,6 +35,8 @@ class EngineOptions:
         attn_implementation: Of transformers.
         trust_remote_code: Runs code that comes with the model.
         engine_kwargs: Further arguments of the engine's constructor.
+        sleeps: Whether it gives the accelerator away between rollouts; an evaluation of a model that was trained on
+            demonstrations does not.
     """
 
     model_path: str
@@ -44,35 +48,36 @@ class EngineOptions:
     attn_implementation: str = "sdpa"
     trust_remote_code: bool = False
     engine_kwargs: dict[str, Any] = field(default_factory=dict)
+    sleeps: bool = False
 
     @classmethod
-    def from_config(cls, cfg: Any, model_path: str, device: Any) -> EngineOptions:
+    def from_config(cls, cfg: LanguageConfig, model_path: str, device: str | torch.device) -> EngineOptions:
         """Reads and checks.
 
         Raises:
             ConfigError: A value is out of range; names the key.
         """
         rollout, model = cfg.rollout, cfg.actor.model
-        dtype = str(model.dtype if rollout.dtype == "auto" else rollout.dtype)
+        dtype = model.dtype if rollout.dtype == "auto" else rollout.dtype
         if dtype not in _DTYPES:
             key = "actor.model.dtype" if rollout.dtype == "auto" else "rollout.dtype"
             raise ConfigError(f"{key} is {dtype!r}; allowed: {', '.join(_DTYPES)}")
-        for key in ("max_batch_size", "max_model_len"):
-            value = rollout[key]
-            if value is not None and int(value) < 1:
+        for key, value in (("max_batch_size", rollout.max_batch_size), ("max_model_len", rollout.max_model_len)):
+            if value is not None and value < 1:
                 raise ConfigError(f"rollout.{key} is {value}; at least 1 is needed")
-        if not 0.0 < float(rollout.gpu_memory_utilization) <= 1.0:
+        if not 0.0 < rollout.gpu_memory_utilization <= 1.0:
             raise ConfigError(f"rollout.gpu_memory_utilization is {rollout.gpu_memory_utilization}; allowed: (0, 1]")
         return cls(
             model_path=str(model_path),
             device=str(device),
             dtype=dtype,
-            max_batch_size=int(rollout.max_batch_size),
-            max_model_len=None if rollout.max_model_len is None else int(rollout.max_model_len),
-            gpu_memory_utilization=float(rollout.gpu_memory_utilization),
-            attn_implementation=str(model.attn_implementation),
-            trust_remote_code=bool(model.trust_remote_code),
+            max_batch_size=rollout.max_batch_size,
+            max_model_len=rollout.max_model_len,
+            gpu_memory_utilization=rollout.gpu_memory_utilization,
+            attn_implementation=model.attn_implementation,
+            trust_remote_code=model.trust_remote_code,
             engine_kwargs={str(k): v for k, v in rollout.engine_kwargs.items()},
+            sleeps=bool(select(cfg, "actor.offload_in_rollout")),
         )
 
 
@@ -135,14 +140,14 @@ class Engine:
                 f"request {request.id} has token ids from {min(prompt)} to {max(prompt)}; the model's vocabulary is "
                 f"{self.vocabulary}: is the tokenizer another model's?"
             )
-        for key, good, allowed in (
-            ("max_new_tokens", sampling.max_new_tokens >= 1, "at least 1"),
-            ("temperature", sampling.temperature >= 0.0, "at least 0"),
-            ("top_p", 0.0 < sampling.top_p <= 1.0, "(0, 1]"),
-            ("top_k", sampling.top_k == -1 or sampling.top_k >= 1, "-1, or at least 1"),
+        for key, value, good, allowed in (
+            ("max_new_tokens", sampling.max_new_tokens, sampling.max_new_tokens >= 1, "at least 1"),
+            ("temperature", sampling.temperature, sampling.temperature >= 0.0, "at least 0"),
+            ("top_p", sampling.top_p, 0.0 < sampling.top_p <= 1.0, "(0, 1]"),
+            ("top_k", sampling.top_k, sampling.top_k == -1 or sampling.top_k >= 1, "-1, or at least 1"),
         ):
             if not good:
-                raise ConfigError(f"rollout.{key} is {getattr(sampling, key)}; allowed: {allowed}")
+                raise ConfigError(f"rollout.{key} is {value}; allowed: {allowed}")
 
     def step(self) -> list[Completion]:
         """See `RolloutBackend.step`."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -26,6 +26,9 @@ from rlhpc.language.engines.ledger import Ledger
 from rlhpc.language.engines.sampling import Rows, draw
 from rlhpc.runtime.errors import ConfigError
 from rlhpc.weights.elements import Elements, put
+
+if TYPE_CHECKING:
+    from rlhpc.language.config import LanguageConfig
 
 #: Most tokens, padding included, of one prefill: bounds its activations.
 _PREFILL_TOKENS = 16384
@@ -49,7 +52,7 @@ class HFRollout(Engine):
 
     updates_in_part = True
 
-    def __init__(self, cfg: Any, *, model_path: str, device: Any, seed: int = 0) -> None:
+    def __init__(self, cfg: LanguageConfig, *, model_path: str, device: str | torch.device, seed: int = 0) -> None:
         super().__init__()
         del seed
         options = EngineOptions.from_config(cfg, model_path, device)

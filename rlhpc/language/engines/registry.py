@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING
 
-from rlhpc.language.engines.base import RolloutBackend
+from rlhpc.language.engines.base import EngineFactory, RolloutBackend, SaysForkable
 from rlhpc.runtime.lookup import Registry
 
-ENGINES: Registry[Any] = Registry(
+if TYPE_CHECKING:
+    import torch
+
+    from rlhpc.language.config import LanguageConfig
+
+ENGINES: Registry[EngineFactory] = Registry(
     "generation engine", "rollout.rollout_backend", "rlhpc.engines",
     {"hf": "rlhpc.language.engines.hf:HFRollout", "vllm": "rlhpc.language.engines.vllm:VLLMRollout"},
 )  # fmt: skip
 
 
-def make_rollout(cfg: Any, *, model_path: str, device: Any, seed: int) -> RolloutBackend:
+def make_rollout(cfg: LanguageConfig, *, model_path: str, device: str | torch.device, seed: int) -> RolloutBackend:
     """Builds the engine of `rollout.rollout_backend`.
 
     Args:
@@ -26,7 +31,14 @@ def make_rollout(cfg: Any, *, model_path: str, device: Any, seed: int) -> Rollou
         ConfigError: It cannot be built: an unknown name, a library that is not installed, a model that is not there, or
             memory that does not suffice.
     """
-    backend: RolloutBackend = ENGINES.find(str(cfg.rollout.rollout_backend))(
-        cfg, model_path=model_path, device=device, seed=seed
-    )
-    return backend
+    return ENGINES.find(cfg.rollout.rollout_backend)(cfg, model_path=model_path, device=device, seed=seed)
+
+
+def forkable(name: str) -> bool:
+    """Whether the ranks of an engine of `rollout.rollout_backend` may be forked.
+
+    Raises:
+        ConfigError: There is none of that name.
+    """
+    engine = ENGINES.find(name)
+    return engine.forkable if isinstance(engine, SaysForkable) else True

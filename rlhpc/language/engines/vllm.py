@@ -9,7 +9,7 @@ import sys
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -26,6 +26,9 @@ from rlhpc.language.engines.ends import (
 from rlhpc.language.engines.engine import Engine, EngineOptions, UpdateFailed, fitting_update
 from rlhpc.language.engines.vllm_experts import FileNames, is_mixture, packing_kernels, reload_packed
 from rlhpc.runtime.errors import ConfigError, RlhpcError
+
+if TYPE_CHECKING:
+    from rlhpc.language.config import LanguageConfig
 
 log = logging.getLogger(__name__)
 
@@ -82,7 +85,7 @@ class VLLMRollout(Engine):
         ConfigError: vLLM is not installed or of the wrong build, there is no such model, or memory does not suffice.
     """
 
-    def __init__(self, cfg: Any, *, model_path: str, device: Any, seed: int = 0) -> None:
+    def __init__(self, cfg: LanguageConfig, *, model_path: str, device: str | torch.device, seed: int = 0) -> None:
         super().__init__()
         self._options = options = EngineOptions.from_config(cfg, model_path, device)
         config = load_model_config(options.model_path, options.trust_remote_code)
@@ -93,7 +96,7 @@ class VLLMRollout(Engine):
         model = _on_meta(config, options)
         self._needed, self._optional, self._aliases = _tensors_of(model)
         self._experts = FileNames(model) if is_mixture(config) else None
-        self._sleeps = bool(cfg.actor.offload_in_rollout)
+        self._sleeps = options.sleeps
         self._running: dict[str, _Running] = {}
         self._torn = ""
         self._engine = self._build(config, seed)

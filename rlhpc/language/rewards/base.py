@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 
 @dataclass(frozen=True)
@@ -31,3 +32,27 @@ class Reward(Protocol):
     """Judges one sample. It may raise, hang or die: the pool that calls it gives such a sample its `reward.failed`."""
 
     def __call__(self, sample: Sample) -> float: ...
+
+
+# What some classes of rewards say of themselves.
+
+
+@runtime_checkable
+class SaysInline(Protocol):
+    """Whether a reward is so cheap and harmless that no process is needed: yes or no, or what tells from its arguments."""
+
+    inline: bool | Callable[..., bool]
+
+
+@runtime_checkable
+class Bounded(Protocol):
+    """A reward whose judge gets no more memory than this (MiB)."""
+
+    memory_mb: int
+
+
+@runtime_checkable
+class Preloading(Protocol):
+    """A reward whose judges are to find these modules imported."""
+
+    preload: Sequence[str]

@@ -25,7 +25,7 @@ import traceback
 from pathlib import Path
 from typing import Any
 
-from rlhpc.language.rewards.base import Reward, Sample
+from rlhpc.language.rewards.base import Bounded, Preloading, Reward, Sample
 from rlhpc.language.rewards.registry import build_reward
 from rlhpc.runtime import wire
 from rlhpc.runtime.errors import ConfigError
@@ -51,7 +51,7 @@ def judge(rewards: dict[str, Reward], sample: Sample) -> tuple[dict[str, float],
 
 def _work(spec: Spec, connection: socket.socket) -> None:
     """A judge: builds the rewards, then answers one sample after the other."""
-    limits = [int(getattr(factory, "memory_mb", 0)) for _, factory, _ in spec]
+    limits = [factory.memory_mb if isinstance(factory, Bounded) else 0 for _, factory, _ in spec]
     if all(limits):
         most = max(limits) << 20
         resource.setrlimit(resource.RLIMIT_AS, (most, most))
@@ -182,7 +182,7 @@ def main() -> None:
         import psutil  # noqa: F401
 
         for _, factory, _ in spec:
-            for module in getattr(factory, "preload", ()):
+            for module in factory.preload if isinstance(factory, Preloading) else ():
                 with contextlib.suppress(ImportError):  # the judge says so, in words
                     importlib.import_module(module)
     except BaseException as error:

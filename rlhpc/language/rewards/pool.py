@@ -12,16 +12,19 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from rlhpc.language.rewards.base import Reward, Sample
+from rlhpc.language.rewards.base import Reward, Sample, SaysInline
 from rlhpc.language.rewards.judges import judge
 from rlhpc.language.rewards.registry import REWARDS, build_reward, check_arguments
 from rlhpc.runtime import wire
 from rlhpc.runtime.errors import ConfigError, RlhpcError
 from rlhpc.runtime.import_paths import python_path
+
+if TYPE_CHECKING:
+    from rlhpc.language.config import RewardConfig
 
 log = logging.getLogger(__name__)
 _START_S = 120.0
@@ -59,7 +62,7 @@ class Term:
     @property
     def inline(self) -> bool:
         """Whether it is so cheap and harmless that no process is needed."""
-        inline = getattr(self.factory, "inline", False)
+        inline = self.factory.inline if isinstance(self.factory, SaysInline) else False
         return bool(inline(**self.kwargs) if callable(inline) else inline)
 
 
@@ -363,7 +366,7 @@ class RewardPool:
             log.warning("a sample could not be judged (number %d of these): %s", self._told, reason)
 
 
-def make_reward(cfg: Any) -> RewardPool:
+def make_reward(cfg: RewardConfig) -> RewardPool:
     """Builds what section `reward` describes.
 
     Raises:
@@ -376,18 +379,16 @@ def make_reward(cfg: Any) -> RewardPool:
             raise ConfigError(f"reward.{key} is {value}; it must be above {most}")
     terms: list[Term] = []
     for given in cfg.terms:
-        name, kwargs = str(given.name), _plain(given.kwargs)
+        name, kwargs = given.name, _plain(given.kwargs)
         factory = REWARDS.find(name)
         check_arguments(name, factory, kwargs)
         taken = [term.name for term in terms]
         unique = next(n for i in range(1, len(taken) + 2) if (n := name if i == 1 else f"{name}#{i}") not in taken)
-        terms.append(Term(unique, factory, float(given.weight), kwargs))
-    return RewardPool(
-        terms, timeout_s=float(cfg.timeout_s), failed=float(cfg.failed), processes=int(cfg.processes)
-    )  # fmt: skip
+        terms.append(Term(unique, factory, given.weight, kwargs))
+    return RewardPool(terms, timeout_s=cfg.timeout_s, failed=cfg.failed, processes=cfg.processes)
 
 
-def _plain(kwargs: Any) -> dict[str, Any]:
+def _plain(kwargs: Mapping[str, Any]) -> dict[str, Any]:
     from omegaconf import OmegaConf
 
     found: Any = OmegaConf.to_container(kwargs, resolve=True) if OmegaConf.is_config(kwargs) else dict(kwargs)

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from rlhpc.runtime.errors import ConfigError
+
+if TYPE_CHECKING:
+    from rlhpc.language.config import GrpoConfig
 
 #: Channels: finished groups, kept by the actors; notices of new weights, kept by the rollout ranks.
 GROUPS, VERSIONS = "groups", "versions"
@@ -30,13 +33,13 @@ class PromptMap:
     actor_name: str = "actor"
 
     @classmethod
-    def from_config(cls, cfg: Any, *, rollout: int, actor: int, **names: str) -> PromptMap:
+    def from_config(cls, cfg: GrpoConfig, *, rollout: int, actor: int, **names: str) -> PromptMap:
         """The map of a configuration.
 
         Raises:
             ConfigError: Prompts cannot be shared out evenly.
         """
-        prompts, size = int(cfg.data.prompts_per_step), int(cfg.algorithm.group_size)
+        prompts, size = cfg.data.prompts_per_step, cfg.algorithm.group_size
         for name, ranks in (("rollout", rollout), ("actor", actor)):
             if prompts % ranks:
                 raise ConfigError(f"data.prompts_per_step({prompts}) % {name} ranks({ranks}) != 0")

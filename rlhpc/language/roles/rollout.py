@@ -12,8 +12,9 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -22,11 +23,13 @@ from rlhpc.algorithms.finite import nonfinite, skips
 from rlhpc.algorithms.rewards import overlong_penalty
 from rlhpc.language.agents.episodes import Episode
 from rlhpc.language.agents.registry import configured_agent, make_generation
+from rlhpc.language.config import GrpoConfig, LanguageConfig
 from rlhpc.language.data import PromptDataset, PromptSampler, PromptTokenizer, load_tokenizer, make_dataset
 from rlhpc.language.data.prompts import Prompt
 from rlhpc.language.engines import Request, SamplingParams, make_rollout
+from rlhpc.language.engines.base import taking_parts
 from rlhpc.language.engines.ends import load_model_config
-from rlhpc.language.engines.registry import ENGINES
+from rlhpc.language.engines.registry import forkable
 from rlhpc.language.engines.vllm_experts import require_proven
 from rlhpc.language.rewards import Sample, make_reward
 from rlhpc.language.rewards.pool import Scored
@@ -37,6 +40,8 @@ from rlhpc.runtime.channel import QueueEmpty
 from rlhpc.runtime.errors import DeadlineExceeded
 from rlhpc.runtime.worker import Worker
 from rlhpc.training.zero_config import deepspeed_config
+from rlhpc.weights.elements import Elements
+from rlhpc.weights.subscribe import NamedUpdates
 from rlhpc.weights.transport import WeightReceiver
 
 #: Pause where neither engine nor judges had anything.
@@ -58,23 +63,27 @@ class _Slot:
     scores: dict[int, Scored] = field(default_factory=dict)
 
 
+class _Closes(Protocol):
+    def close(self) -> None: ...
+
+
 class LanguageRolloutWorker(Worker):
     """One generation engine with its judges. No checkpoint keeps any of it: what it draws follows from seeds and weights."""
 
-    def __init__(self, cfg: Any) -> None:
+    def __init__(self, cfg: GrpoConfig) -> None:
         super().__init__()
         self.cfg = cfg
+        self._ended_with_it: list[_Closes] = []
 
     @classmethod
-    def forks(cls, cfg: Any) -> bool:
+    def forks(cls, cfg: GrpoConfig) -> bool:
         """Whether the engine lets itself be forked."""
-        return bool(getattr(ENGINES.find(str(cfg.rollout.rollout_backend)), "forkable", True))
+        return forkable(cfg.rollout.rollout_backend)
 
     def close(self) -> None:
         """Ends the engine, with all that it has started, and the judges."""
-        parts = [getattr(self, name, None) for name in ("generation", "backend", "judges")]
-        for part in {id(part): part for part in parts if part is not None}.values():
-            part.close()  # without an agent the generation is the engine itself
+        for part in self._ended_with_it:
+            part.close()
 
     def init_worker(self, prompts: PromptMap, last_step: int) -> dict[str, Any]:
         """Loads engine, tokenizer, dataset and judges.
@@ -87,22 +96,25 @@ class LanguageRolloutWorker(Worker):
             Facts of the dataset.
         """
         cfg = self.cfg
-        self.prompts, self.last_step, self.seed = prompts, last_step, int(cfg.runner.seed)
-        self.group_size, self.staleness = prompts.group_size, int(cfg.algorithm.max_staleness)
-        self.filter, self.refills = bool(cfg.algorithm.filter_groups), int(cfg.algorithm.max_refills)
+        self.prompts, self.last_step, self.seed = prompts, last_step, cfg.runner.seed
+        self.group_size, self.staleness = prompts.group_size, cfg.algorithm.max_staleness
+        self.filter, self.refills = cfg.algorithm.filter_groups, cfg.algorithm.max_refills
         seed_process(self.seed, "rollout", self.rank)
         path = str(cfg.actor.model.model_path)
         self.tokenizer, self.encoder, self.dataset = open_prompts(cfg)
         self.sampler = PromptSampler(len(self.dataset), prompts.prompts, self.seed)
         self.sampling = SamplingParams(
-            max_new_tokens=int(cfg.rollout.max_new_tokens), temperature=float(cfg.rollout.temperature),
-            top_p=float(cfg.rollout.top_p), top_k=int(cfg.rollout.top_k),
+            max_new_tokens=cfg.rollout.max_new_tokens, temperature=cfg.rollout.temperature,
+            top_p=cfg.rollout.top_p, top_k=cfg.rollout.top_k,
         )  # fmt: skip
         self.backend = make_rollout(cfg, model_path=path, device=own_device(self), seed=self.seed)
-        self.weights_in_part = bool(getattr(self.backend, "updates_in_part", False))
-        self.weights = WeightReceiver(self, (prompts.actor_name, 0), whole=not self.weights_in_part)
+        self._ended_with_it = [self.backend]
+        self._in_parts = taking_parts(self.backend)
+        self.weights = WeightReceiver(self, (prompts.actor_name, 0), whole=self._in_parts is None)
         self.generation = make_generation(cfg, self.backend, self.tokenizer)
+        self._ended_with_it.insert(0, self.generation)
         self.judges = make_reward(cfg.reward)
+        self._ended_with_it.append(self.judges)
         self._clear(0)
         self.log.info("answers with %s by %s on %s; %d problems", path, cfg.rollout.rollout_backend, own_device(self),
                       len(self.dataset))  # fmt: skip
@@ -143,7 +155,7 @@ class LanguageRolloutWorker(Worker):
             Sums over the step's samples; seconds of the call, and those the engine worked.
         """
         begun, busy, tokens, synced = time.perf_counter(), 0.0, 0, 0.0
-        deadline = begun + float(self.cfg.runner.step_timeout_s)
+        deadline = begun + self.cfg.runner.step_timeout_s
         while self.next_step <= step or self._open.get(step, 0):
             if time.perf_counter() > deadline:
                 raise DeadlineExceeded(
@@ -178,8 +190,10 @@ class LanguageRolloutWorker(Worker):
             return 0.0
         start = time.perf_counter()
         update = self.weights.receive()
-        part = {"complete": update.complete} if self.weights_in_part else {}
-        cast(Any, self.backend).update_weights(update.version, update.tensors, **part)
+        if self._in_parts is None:
+            self.backend.update_weights(update.version, _whole(update.tensors))
+        else:
+            self._in_parts.update_weights(update.version, update.tensors, complete=update.complete)
         self.version = update.version
         return time.perf_counter() - start
 
@@ -254,7 +268,7 @@ class LanguageRolloutWorker(Worker):
 
     def _overlong(self, episodes: list[Episode]) -> np.ndarray:
         """What `algorithm.overlong_buffer` takes off."""
-        buffer, limit = int(self.cfg.algorithm.overlong_buffer), self.sampling.max_new_tokens
+        buffer, limit = self.cfg.algorithm.overlong_buffer, self.sampling.max_new_tokens
         if not buffer:
             return np.zeros(len(episodes), np.float32)
         lengths = torch.tensor([len(e.token_ids) for e in episodes])
@@ -297,6 +311,13 @@ def _not_finite(rewards: np.ndarray, episodes: list[Episode], scores: list[Score
     return ""
 
 
+def _whole(tensors: NamedUpdates) -> Iterator[tuple[str, torch.Tensor]]:
+    """What a receiver of whole updates is given: tensors only."""
+    for name, tensor in tensors:
+        assert not isinstance(tensor, Elements)
+        yield name, tensor
+
+
 def varied(rewards: np.ndarray) -> bool:
     """Whether a group's rewards differ: only then do they say anything about its responses."""
     return bool(rewards.max() > rewards.min())
@@ -312,33 +333,31 @@ def _summed(facts: dict[int, dict[str, float]]) -> dict[str, float]:
     return sums
 
 
-def open_prompts(cfg: Any) -> tuple[Any, PromptTokenizer, PromptDataset]:
+def open_prompts(cfg: LanguageConfig) -> tuple[Any, PromptTokenizer, PromptDataset]:
     """Tokenizer, what makes token ids of prompts, and the training prompts.
 
     Raises:
         ConfigError: Model, dataset or template cannot be used; or a prompt is too long.
     """
-    tokenizer = load_tokenizer(str(cfg.actor.model.model_path), bool(cfg.actor.model.trust_remote_code))
+    tokenizer = load_tokenizer(cfg.actor.model.model_path, cfg.actor.model.trust_remote_code)
     data = cfg.data
-    encoder = PromptTokenizer(
-        tokenizer, int(data.max_prompt_tokens), str(data.overlong_prompts), bool(data.train.chat_template)
-    )
+    encoder = PromptTokenizer(tokenizer, data.max_prompt_tokens, data.overlong_prompts, data.train.chat_template)
     dataset = make_dataset(data.train, "train")
     return tokenizer, encoder, encoder.fitting(dataset) if encoder.overlong == "drop" else dataset
 
 
-def check_language(cfg: Any, ranks: dict[str, int]) -> None:
+def check_language(cfg: LanguageConfig, ranks: dict[str, int]) -> None:
     """Refuses what would fail after the start: model, tokenizer, dataset, rewards.
 
     Raises:
         ConfigError: Names the key.
     """
     model = cfg.actor.model
-    if "rollout" in ranks and str(cfg.rollout.rollout_backend).lower() == "vllm":
-        require_proven(load_model_config(str(model.model_path), bool(model.trust_remote_code)))
+    if "rollout" in ranks and cfg.rollout.rollout_backend.lower() == "vllm":
+        require_proven(load_model_config(str(model.model_path), model.trust_remote_code))
     _, encoder, dataset = open_prompts(cfg)
     encoder.encode(dataset[0])
-    if str(cfg.actor.training_backend).lower() == "deepspeed":
+    if cfg.actor.training_backend.lower() == "deepspeed":
         deepspeed_config(cfg.actor, compute_dtype(cfg.actor.model))
     if "rollout" in ranks:
         configured_agent(cfg)

@@ -12,11 +12,14 @@ from typing import Any
 
 from rlhpc.algorithms.finite import MOST_IN_A_ROW, nonfinite
 from rlhpc.jobs.signals import StopRequest
+from rlhpc.language.config import GrpoConfig
 from rlhpc.language.roles.prompts import PromptMap
 from rlhpc.metrics import PhaseTimers
 from rlhpc.runs.folder import RunFolder, note
 from rlhpc.runs.runner import Runner
 from rlhpc.runtime.channel import Channel
+from rlhpc.runtime.group import WorkerGroup
+from rlhpc.runtime.rpc import Handle
 
 #: What the rollout ranks sum up of their samples, and a step of which all were left out lacks.
 _SUMS = (
@@ -25,7 +28,7 @@ _SUMS = (
 )  # fmt: skip
 
 
-class ReasoningRunner(Runner):
+class ReasoningRunner(Runner[GrpoConfig]):
     """Trains a language model by RL.
 
     Args:
@@ -39,16 +42,22 @@ class ReasoningRunner(Runner):
     """
 
     def __init__(
-        self, cfg: Any, actor: Any, rollout: Any, *, run: RunFolder | None = None, stop: StopRequest | None = None
+        self,
+        cfg: GrpoConfig,
+        actor: WorkerGroup,
+        rollout: WorkerGroup,
+        *,
+        run: RunFolder | None = None,
+        stop: StopRequest | None = None,
     ) -> None:
         super().__init__(cfg, {"actor": actor}, run=run, stop=stop)
         self.actor, self.rollout = actor, rollout
         names = {"actor_name": actor.name, "rollout_name": rollout.name}
         self.prompts = PromptMap.from_config(cfg, rollout=rollout.world_size, actor=actor.world_size, **names)
-        self.turns = bool(cfg.actor.offload_in_rollout)
-        self.ahead = int(cfg.algorithm.max_staleness) > 0
+        self.turns = cfg.actor.offload_in_rollout
+        self.ahead = cfg.algorithm.max_staleness > 0
         self.samples = self._in_vain = 0
-        self._made: dict[int, Any] = {}
+        self._made: dict[int, Handle] = {}
         self._reward = math.nan
 
     # -- start ----------------------------------------------------------------------------------------------------
@@ -68,7 +77,7 @@ class ReasoningRunner(Runner):
             handle.wait(self.timeout)
         self._connect()
 
-    def _open_rollout(self) -> Any:
+    def _open_rollout(self) -> Handle:
         return self.rollout.init_worker(self.prompts, self.folder.end_step)
 
     def _connect(self) -> None:

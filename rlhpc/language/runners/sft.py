@@ -6,11 +6,13 @@ import time
 from typing import Any
 
 from rlhpc.jobs.signals import StopRequest
+from rlhpc.language.config import SftConfig
 from rlhpc.runs.folder import RunFolder
 from rlhpc.runs.runner import Runner
+from rlhpc.runtime.group import WorkerGroup
 
 
-class SftRunner(Runner):
+class SftRunner(Runner[SftConfig]):
     """Trains a language model on demonstrations.
 
     Args:
@@ -19,7 +21,9 @@ class SftRunner(Runner):
         run, stop: As the other runners'.
     """
 
-    def __init__(self, cfg: Any, actor: Any, *, run: RunFolder | None = None, stop: StopRequest | None = None) -> None:
+    def __init__(
+        self, cfg: SftConfig, actor: WorkerGroup, *, run: RunFolder | None = None, stop: StopRequest | None = None
+    ) -> None:
         super().__init__(cfg, {"actor": actor}, run=run, stop=stop)
         self.actor = actor
         self.tokens = 0

@@ -7,17 +7,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from omegaconf import OmegaConf
 from torch import nn
 
-from rlhpc.language.tokens.files import FOLDER, model_files, plain
+from rlhpc.config.typed import plain, select
+from rlhpc.language.tokens.files import FOLDER, model_files
 from rlhpc.language.tokens.model import compute_dtype, load_causal_lm
 from rlhpc.runtime.durable import fsync_folder, write_durably
 from rlhpc.training import lora
 from rlhpc.training.contract import Blueprint, Full, Named
 
 if TYPE_CHECKING:
-    from rlhpc.language.config import GrpoConfig, SftConfig
+    from rlhpc.language.config import LanguageConfig
 
 
 class LanguageBlueprint(Blueprint):
@@ -27,12 +27,11 @@ class LanguageBlueprint(Blueprint):
     identity_file = "backend.json"
     knobs = "lower actor.max_tokens_per_micro_batch"
 
-    def __init__(self, cfg: GrpoConfig | SftConfig) -> None:
-        self.actor, self.seed = cfg.actor, int(cfg.runner.seed)
+    def __init__(self, cfg: LanguageConfig) -> None:
+        self.actor, self.seed = cfg.actor, cfg.runner.seed
         self.dtype = compute_dtype(cfg.actor.model)
-        self.lora_rank = int(cfg.actor.lora.rank)
-        section: Any = cfg  # typed for mypy alone: it is OmegaConf's
-        self._kl = float(OmegaConf.select(section, "algorithm.kl_coef") or 0.0) != 0.0  # SFT has none
+        self.lora_rank = cfg.actor.lora.rank
+        self._kl = bool(select(cfg, "algorithm.kl_coef"))  # SFT has none
         self._files: dict[str, bytes] | None = None
 
     def build(self, *, empty: bool = False) -> nn.Module:
@@ -41,7 +40,7 @@ class LanguageBlueprint(Blueprint):
         model: nn.Module = load_causal_lm(
             actor.model,
             dtype=self.dtype if self.lora_rank else torch.float32,
-            checkpointing=bool(actor.model.gradient_checkpointing),
+            checkpointing=actor.model.gradient_checkpointing,
             empty=empty,
         )
         return lora.attach_lora(model, actor.lora, seed=self.seed) if self.lora_rank else model
@@ -65,8 +64,8 @@ class LanguageBlueprint(Blueprint):
         model = self.actor.model
         return {
             "model_path": str(model.model_path),
-            "trust_remote_code": bool(model.trust_remote_code),
-            "dtype": str(model.dtype),
+            "trust_remote_code": model.trust_remote_code,
+            "dtype": model.dtype,
             "lora": plain(self.actor.lora),
         }
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import tempfile
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -14,11 +14,14 @@ from rlhpc.checkpoint.state import save_tensors
 from rlhpc.language.tokens.model import export_tokenizer
 from rlhpc.training.lora import ADAPTER
 
+if TYPE_CHECKING:
+    from rlhpc.language.config import LanguageModelConfig
+
 #: Below a checkpoint's folder.
 FOLDER = "model"
 
 
-def model_files(module: nn.Module, model: Any) -> dict[str, bytes]:
+def model_files(module: nn.Module, model: LanguageModelConfig) -> dict[str, bytes]:
     """Config, generation config, tokenizer, and the code that came with the model, by file name.
 
     Args:
@@ -41,7 +44,9 @@ def model_files(module: nn.Module, model: Any) -> dict[str, bytes]:
         return {path.name: path.read_bytes() for path in [*folder.iterdir(), *code] if path.is_file()}
 
 
-def export_adapter(folder: Path, weights: dict[str, torch.Tensor], module: nn.Module, model: Any) -> None:
+def export_adapter(
+    folder: Path, weights: dict[str, torch.Tensor], module: nn.Module, model: LanguageModelConfig
+) -> None:
     """Writes a folder that `peft.PeftModel.from_pretrained` loads, with the tokenizer."""
     folder.mkdir(parents=True, exist_ok=True)
     config: Any = module.peft_config[ADAPTER]  # type: ignore[index]
@@ -53,11 +58,3 @@ def export_adapter(folder: Path, weights: dict[str, torch.Tensor], module: nn.Mo
         config.inference_mode = False
     save_tensors(folder / "adapter_model.safetensors", weights)
     export_tokenizer(folder, model)
-
-
-def plain(section: Any) -> dict[str, Any]:
-    """A section of the configuration as a dict."""
-    from omegaconf import OmegaConf
-
-    found: Any = OmegaConf.to_container(section, resolve=True) if OmegaConf.is_config(section) else section
-    return dict(found) if isinstance(found, dict) else dict(vars(found))

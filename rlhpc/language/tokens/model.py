@@ -5,11 +5,14 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from rlhpc.runtime.errors import ConfigError
+
+if TYPE_CHECKING:
+    from rlhpc.language.config import LanguageModelConfig
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -29,19 +32,19 @@ def transformers() -> Any:
     return package
 
 
-def compute_dtype(model: Any) -> torch.dtype:
+def compute_dtype(model: LanguageModelConfig) -> torch.dtype:
     """What `actor.model.dtype` names.
 
     Raises:
         ConfigError: Another name.
     """
-    if str(model.dtype) not in DTYPES:
+    if model.dtype not in DTYPES:
         raise ConfigError(f"actor.model.dtype is {model.dtype!r}; choose from {', '.join(DTYPES)}")
-    return DTYPES[str(model.dtype)]
+    return DTYPES[model.dtype]
 
 
 def load_causal_lm(
-    model: Any, *, dtype: torch.dtype = torch.float32, checkpointing: bool = False, empty: bool = False
+    model: LanguageModelConfig, *, dtype: torch.dtype = torch.float32, checkpointing: bool = False, empty: bool = False
 ) -> Any:
     """The causal language model of `actor.model`, on the host.
 
@@ -57,13 +60,13 @@ def load_causal_lm(
     package = transformers()
     if not model.model_path:
         raise ConfigError("actor.model.model_path is not set; give a Hugging Face folder or hub name")
-    path = str(model.model_path)
+    path = model.model_path
     if Path(path).is_dir() and not (Path(path) / "config.json").is_file():
         raise ConfigError(f"actor.model.model_path={path}: the folder has no config.json, so it is no model's folder")
     options = {
         "dtype": dtype,
-        "attn_implementation": str(model.attn_implementation),
-        "trust_remote_code": bool(model.trust_remote_code),
+        "attn_implementation": model.attn_implementation,
+        "trust_remote_code": model.trust_remote_code,
     }
     try:
         with _quiet(package):
@@ -85,7 +88,10 @@ def load_causal_lm(
 
 
 def export_model(
-    folder: Path, tensors: Iterable[tuple[str, torch.Tensor]], model: Any, dtype: torch.dtype = torch.float32
+    folder: Path,
+    tensors: Iterable[tuple[str, torch.Tensor]],
+    model: LanguageModelConfig,
+    dtype: torch.dtype = torch.float32,
 ) -> None:
     """Writes a Hugging Face folder: safetensors (sharded where large), config, generation config, tokenizer.
 
@@ -110,12 +116,12 @@ def export_model(
     export_tokenizer(folder, model)
 
 
-def export_tokenizer(folder: Path, model: Any) -> None:
+def export_tokenizer(folder: Path, model: LanguageModelConfig) -> None:
     """Writes the tokenizer of `actor.model`; a model without one (token ids come from elsewhere) is left without."""
     package = transformers()
     with contextlib.suppress(OSError, ValueError):
         tokenizer = package.AutoTokenizer.from_pretrained(
-            str(model.model_path), trust_remote_code=bool(model.trust_remote_code)
+            str(model.model_path), trust_remote_code=model.trust_remote_code
         )
         tokenizer.save_pretrained(folder)
 

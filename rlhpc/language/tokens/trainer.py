@@ -21,7 +21,7 @@ from rlhpc.training.contract import Metrics, Named, Ranks
 from rlhpc.training.registry import make_backend
 
 if TYPE_CHECKING:
-    from rlhpc.language.config import GrpoConfig, SftConfig
+    from rlhpc.language.config import LanguageConfig
 
 LossFunction = Callable[[TokenScores, TokenBatch], tuple[torch.Tensor, Metrics]]
 
@@ -30,14 +30,14 @@ class TokenTrainer:
     """A backend of `rlhpc.training` that is asked about tokens. All ranks call the same methods in the same order.
 
     Args:
-        cfg: GrpoConfig | SftConfiguration.
+        cfg: The configuration.
         worker: The rank.
 
     Attributes:
         backend: Holds the model.
     """
 
-    def __init__(self, cfg: GrpoConfig | SftConfig, worker: Ranks) -> None:
+    def __init__(self, cfg: LanguageConfig, worker: Ranks) -> None:
         self.blueprint = LanguageBlueprint(cfg)
         self.backend = make_backend(self.blueprint, cfg.actor, worker)
         self.actor, self.worker = cfg.actor, worker

@@ -11,11 +11,10 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 
-from rlhpc.language.config import GrpoActorConfig as ActorConfig
-from rlhpc.language.config import GrpoRolloutConfig as RolloutConfig
+from rlhpc.language.config import EngineConfig, GrpoConfig, LanguageActorConfig, SftConfig
 from rlhpc.language.engines import Completion, Request, RolloutBackend, SamplingParams, make_rollout
 from rlhpc.language.engines.ends import end_tokens
-from rlhpc.language.engines.engine import UpdateFailed
+from rlhpc.language.engines.engine import EngineOptions, UpdateFailed
 from rlhpc.language.engines.kv import KeyValues
 from rlhpc.language.engines.sampling import Rows, draw
 from rlhpc.language.roles.rollout import check_language
@@ -55,9 +54,19 @@ def save_tokenizer(folder: Path) -> None:
 
 
 def config(backend: str, **rollout: Any) -> Any:
-    values = {"rollout_backend": backend, "max_batch_size": 16, **rollout}
-    sections = {"rollout": OmegaConf.structured(RolloutConfig(**values)), "actor": OmegaConf.structured(ActorConfig)}
-    return OmegaConf.create(sections)
+    """The sections of any run: what one on demonstrations has is enough, for it is evaluated by the same engines."""
+    engine = EngineConfig(rollout_backend=backend, **{"max_batch_size": 16, **rollout})
+    return OmegaConf.create(
+        {"rollout": OmegaConf.structured(engine), "actor": OmegaConf.structured(LanguageActorConfig)}
+    )
+
+
+def test_an_engine_sleeps_only_where_the_run_has_it_take_turns() -> None:
+    rl, demonstrations = OmegaConf.structured(GrpoConfig), OmegaConf.structured(SftConfig)
+    assert not EngineOptions.from_config(demonstrations, "model", "cpu").sleeps
+    assert not EngineOptions.from_config(rl, "model", "cpu").sleeps
+    rl.actor.offload_in_rollout = True
+    assert EngineOptions.from_config(rl, "model", "cpu").sleeps
 
 
 @pytest.fixture(scope="module")
