@@ -433,13 +433,33 @@ class BcAlgorithmConfig:
 
 
 @dataclass
+class BcModelConfig(ModelConfig):
+    """The policy network."""
+
+    model_type: str = "mlp"
+    """`mlp` (numbers), `cnn` and `resnet` (images, and numbers beside them), `flow` (chunks of continuous actions by flow
+    matching, from either), `sac` (numbers; for an off-policy run to start from), `vla` (Llava with action tokens), `pi0`, a
+    registered name, or `module:Class`."""
+    critic_layer_norm: bool = False
+    """`sac`: normalises the critics' hidden layers, which keeps many updates per transition stable (RLPD)."""
+
+
+@dataclass
+class BcActorConfig(EmbodiedActorConfig):
+    """The actor group: training."""
+
+    model: BcModelConfig = field(default_factory=BcModelConfig)
+    """The policy."""
+
+
+@dataclass
 class BcConfig(RunConfig):
     """A run of behaviour cloning."""
 
     runner: EmbodiedRunnerConfig = field(default_factory=EmbodiedRunnerConfig)
     algorithm: BcAlgorithmConfig = field(default_factory=BcAlgorithmConfig)
     env: EnvConfig = field(default_factory=EnvConfig)
-    actor: EmbodiedActorConfig = field(default_factory=EmbodiedActorConfig)
+    actor: BcActorConfig = field(default_factory=BcActorConfig)
     demos: DemosConfig = field(default_factory=DemosConfig)
     workflow: DemonstratedWorkflowConfig = field(default_factory=DemonstratedWorkflowConfig)
 

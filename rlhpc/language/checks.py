@@ -36,8 +36,10 @@ def check_common(cfg: LanguageConfig, fail: Fail, *, training: bool) -> None:
     if not cfg.actor.model.model_path:
         raise fail("actor.model.model_path", "name a Hugging Face folder, or builtin:tiny or builtin:smollm2")
     if cfg.actor.model.kwargs and not str(cfg.actor.model.model_path).startswith("builtin:"):
+        path = cfg.actor.model.model_path
         raise fail(
-            "actor.model.kwargs", "only builtin:tiny takes options; a model's own are in its folder's config.json"
+            "actor.model.kwargs",
+            f"they are for builtin:tiny; what actor.model.model_path={path} is, its config.json says",
         )
     names = [suite.name for suite in cfg.data.eval]
     if len(set(names)) != len(names):

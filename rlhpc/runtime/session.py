@@ -21,14 +21,14 @@ from rlhpc.runtime.comm.sockets import choose
 from rlhpc.runtime.errors import PlacementError, RendezvousTimeout, RlhpcError
 from rlhpc.runtime.failures import FailurePolicy, by_group
 from rlhpc.runtime.leases import TICK_S, Leases
-from rlhpc.runtime.members import Member, all_in, class_body, death, said_before_its_log
+from rlhpc.runtime.members import all_in, class_body, death, said_before_its_log
 from rlhpc.runtime.network import own_address
 from rlhpc.runtime.ranks import Ranks
 from rlhpc.runtime.registry import Keys, Registry
 from rlhpc.runtime.rpc import RpcClient, worker_failed
 from rlhpc.runtime.scratch import host_id
 from rlhpc.runtime.spec import spec_of
-from rlhpc.runtime.starters import Starter
+from rlhpc.runtime.starters import Member, Starter
 from rlhpc.runtime.starters.forked import ForkedStarter, ForkServerProcess
 from rlhpc.runtime.starters.stepped import SteppedStarter
 from rlhpc.runtime.watch import RegistryWatch

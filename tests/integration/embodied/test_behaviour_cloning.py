@@ -82,11 +82,12 @@ def test_ppo_starts_from_the_clone(here: Path, capsys: pytest.CaptureFixture[str
     """`runner.init_from` gives a fresh run the weights, whichever folder holds them; provenance.json says which."""
     assert run("train", "bc.yaml") == 0
     assert run("convert", "--run", "runs/bc") == 0
-    ppo = ["runner.task_type=embodied", "runner.max_steps=1", "actor.optim.lr=1e-12", "algorithm.rollout_steps=32"]
-    placed = "cluster.component_placement={actor: '0', rollout: '0', env: '0'}"
+    Path("ppo.yaml").write_text(yaml.safe_dump({**TASK, "runner": {"name": "ppo", "max_steps": 1},
+                                                "cluster": {"component_placement": {"actor,rollout,env": "0"}}}))  # fmt: skip
+    ppo = ["actor.optim.lr=1e-12", "algorithm.rollout_steps=32"]
     for number, start in enumerate(["runs/bc", "runs/bc/export/global_step_20"]):
-        words = [f"runner.name=ppo{number}", f"runner.init_from={start}", *ppo, placed]
-        assert run("train", "bc.yaml", *words) == 0
+        words = [f"runner.name=ppo{number}", f"runner.init_from={start}", *ppo]
+        assert run("train", "ppo.yaml", *words) == 0
         for name, value in weights(f"ppo{number}", 1).items():
             np.testing.assert_allclose(value.numpy(), weights("bc")[name].numpy(), atol=1e-6)
     provenance = json.loads(Path("runs/ppo1/provenance.json").read_text())
@@ -96,8 +97,8 @@ def test_ppo_starts_from_the_clone(here: Path, capsys: pytest.CaptureFixture[str
     )
 
     capsys.readouterr()
-    wrong = ["runner.name=wrong", "runner.init_from=runs/bc", "actor.model.hidden_sizes=[32]", *ppo, placed]
-    assert run("train", "bc.yaml", *wrong) == 2
+    wrong = ["runner.name=wrong", "runner.init_from=runs/bc", "actor.model.hidden_sizes=[32]", *ppo]
+    assert run("train", "ppo.yaml", *wrong) == 2
     said = capsys.readouterr().err
     assert "runner.init_from" in said and "critic.0.weight is [64, 2] there and [32, 2] here" in said
     assert not Path("runs/wrong").exists()

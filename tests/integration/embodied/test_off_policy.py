@@ -9,6 +9,7 @@ from pathlib import Path
 import h5py
 import numpy as np
 import pytest
+import yaml
 from test_resume import assert_identical, same
 from tiny_run import ROOT, TinyRun, kill_tree, wait_until
 
@@ -33,10 +34,10 @@ class SacRun(TinyRun):
         super().__init__(run_dir)
         self.overrides = [*TINY, f"runner.run_dir={run_dir}", *overrides]
         self.root = run_dir / "pendulum_sac"
+        self.config = ROOT / "configs" / "embodied" / "pendulum_sac.yaml"
 
     def command(self, *more: str) -> list[str]:
-        config = str(ROOT / "configs" / "embodied" / "pendulum_sac.yaml")
-        return [word if not word.endswith("quickstart.yaml") else config for word in super().command(*more)]
+        return [word if not word.endswith("quickstart.yaml") else str(self.config) for word in super().command(*more)]
 
 
 @pytest.fixture(scope="module")
@@ -151,10 +152,17 @@ def test_demonstrations_and_weights_to_start_from(references, tmp_path):
     without = SacRun(tmp_path / "without", *options[1:])
     without.train()
     assert run.rows()[-1]["train/q_loss"] < without.rows()[-1]["train/q_loss"]
-    cloned = SacRun(
-        tmp_path / "cloned", "runner.task_type=bc", "cluster.component_placement={actor: 0}", "runner.max_steps=2",
-        f"demos.path={tmp_path / 'demos.h5'}", "algorithm.bc_loss=mse",
-    )  # fmt: skip
+    cloned = SacRun(tmp_path / "cloned")
+    cloned.config = tmp_path / "clone.yaml"
+    cloned.config.write_text(yaml.safe_dump({
+        "cluster": {"accelerators_per_node": 0, "component_placement": {"actor": 0}},
+        "runner": {"task_type": "bc", "name": cloned.root.name, "max_steps": 2, "run_dir": str(cloned.root.parent)},
+        "algorithm": {"bc_loss": "mse"}, "env": {"train": {"env_id": "Pendulum-v1"}},
+        "actor": {"global_batch_size": 32, "model": {"model_type": "sac", "hidden_sizes": [32, 32], "activation": "relu",
+                                                     "ortho_init": False}},
+        "demos": {"path": str(tmp_path / "demos.h5")},
+    }))  # fmt: skip
+    cloned.overrides = []
     cloned.train()
     after = SacRun(tmp_path / "after", f"runner.init_from={cloned.root}", "runner.max_steps=3")
     assert "starts from the weights" in after.train()

@@ -16,7 +16,7 @@ pytest.importorskip("transformers")
 pytest.importorskip("peft")
 
 HERE = Path(__file__).parent
-CONFIG = {
+CONFIG: dict[str, Any] = {
     "cluster": {"component_placement": {"actor,rollout,env": 0}},
     "runner": {"name": "run", "seed": 1, "max_steps": 1, "logger": {"logger_backends": ["jsonl"]}},
     "algorithm": {
@@ -27,9 +27,12 @@ CONFIG = {
         "global_batch_size": 24, "micro_batch_size": 12, "optim": {"lr": 1.0e-3},
         "model": {"model_type": "vla", "model_path": "builtin:tiny", "num_action_chunks": 2},
     },
-    "demos": {"path": "demos.h5"},
 }  # fmt: skip
-BC = ["runner.task_type=bc", "cluster.component_placement={actor: 0}"]
+CLONING = {
+    "cluster": {"component_placement": {"actor": 0}},
+    "runner": {**CONFIG["runner"], "task_type": "bc"}, "env": CONFIG["env"], "actor": CONFIG["actor"],
+    "algorithm": {"update_epochs": 1, "gamma": 0.9}, "demos": {"path": "demos.h5"},
+}  # fmt: skip
 GRPO = [
     "algorithm.adv_type=grpo", "algorithm.value_coef=0", "env.train.group_size=2", "env.train.auto_reset=false",
     "env.train.ignore_terminations=true", "env.eval.ignore_terminations=false",
@@ -45,18 +48,19 @@ def here(tmp_path_factory: pytest.TempPathFactory) -> Any:
         patch.setenv("PYTHONPATH", os.pathsep.join([str(HERE), os.environ.get("PYTHONPATH", "")]))
         patch.syspath_prepend(str(HERE))
         Path("vla.yaml").write_text(yaml.safe_dump(CONFIG))
+        Path("cloning.yaml").write_text(yaml.safe_dump(CLONING))
         command = ["record", "--expert", "square:expert", "--config", "vla.yaml", "--episodes", "6"]
         assert cli.main([*command, "--output", "demos.h5"]) == 0
         yield folder
 
 
-def train(name: str, *overrides: str) -> list[dict[str, Any]]:
-    assert cli.main(["train", "vla.yaml", f"runner.name={name}", *overrides]) == 0
+def train(name: str, *overrides: str, config: str = "vla.yaml") -> list[dict[str, Any]]:
+    assert cli.main(["train", config, f"runner.name={name}", *overrides]) == 0
     return [json.loads(line) for line in Path(f"runs/{name}/metrics.jsonl").read_text().splitlines()]
 
 
 def test_imitation_then_grpo_with_action_tokens(here: Path) -> None:
-    rows = train("bc", *BC, "runner.max_steps=3")
+    rows = train("bc", "runner.max_steps=3", config="cloning.yaml")
     assert rows[-1]["train/loss"] < rows[0]["train/loss"]
     (row,) = train("grpo", *GRPO, "runner.init_from=runs/bc")
     # The trainer finds the log-probs that the rollout acted with.
@@ -70,4 +74,4 @@ def test_ppo_of_pi0_with_adapters(here: Path) -> None:
     (row,) = train("ppo", *pi0, "actor.lora.rank=4")
     assert row["train/approx_kl"] == pytest.approx(0, abs=1e-6) and row["train/grad_norm"] > 0
     assert row["train/value_loss"] > 0
-    assert train("flow_bc", *BC, *pi0)[0]["train/grad_norm"] > 0
+    assert train("flow_bc", *pi0, config="cloning.yaml")[0]["train/grad_norm"] > 0

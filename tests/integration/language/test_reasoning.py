@@ -37,16 +37,32 @@ actor:
   model: {{model_path: "builtin:tiny", kwargs: {{hidden: 64, layers: 2, heads: 2}}}}
   optim: {{lr: 3.0e-3}}
 """
+SFT = """
+defaults: [{root}/configs/base/language.yaml]
+runner: {{name: run, task_type: sft, run_dir: {folder}, logger: {{logger_backends: [jsonl]}}}}
+cluster: {{component_placement: {{actor: 0}}}}
+data:
+  train: {{source: arithmetic, size: 64, kwargs: {{digits: 1}}}}
+  eval: [{{name: held_out, source: arithmetic, size: 10, kwargs: {{digits: 1}}}}]
+  max_prompt_tokens: 16
+  prompts_per_step: 8
+reward: {{terms: [{{name: "lm_rewards:ones"}}]}}
+workflow: {{eval_suites: [held_out]}}
+rollout: {{max_new_tokens: 6, max_batch_size: 64}}
+actor:
+  model: {{model_path: "builtin:tiny", kwargs: {{hidden: 64, layers: 2, heads: 2}}}}
+  optim: {{lr: 3.0e-3}}
+"""
 
 
 class LanguageRun:
     """A run of the configuration above, with overrides, in a folder of its own."""
 
-    def __init__(self, folder: Path, *overrides: str) -> None:
+    def __init__(self, folder: Path, *overrides: str, config: str = CONFIG) -> None:
         self.folder, self.root, self.overrides = folder, folder / "run", overrides
         self.config = folder / "run.yaml"
         folder.mkdir(parents=True, exist_ok=True)
-        self.config.write_text(CONFIG.format(root=ROOT, folder=folder))
+        self.config.write_text(config.format(root=ROOT, folder=folder))
         models = folder.parent / "models"  # made once a session
         self.environment = {
             **os.environ, "PYTHONPATH": os.pathsep.join([str(HERE), str(HERE.parent), str(ROOT)]), "RLHPC_MODELS": str(models),
@@ -202,7 +218,7 @@ def test_groups_that_say_nothing_are_refilled(tmp_path: Path) -> None:
 
 
 def test_sft_then_evaluation_and_export(tmp_path: Path) -> None:
-    run = LanguageRun(tmp_path / "sft", "runner.task_type=sft", "cluster.component_placement={actor: '0'}")
+    run = LanguageRun(tmp_path / "sft", config=SFT)
     run.train("runner.max_steps=12")
     losses = [row["train/loss"] for row in run.rows()]
     assert losses[-1] < losses[0] - 0.5
