@@ -34,6 +34,11 @@ def plain(section: object, *, resolve: bool = True) -> Any:
     return OmegaConf.to_container(section, resolve=resolve) if OmegaConf.is_config(section) else section
 
 
+def alone(section: Section) -> Section:
+    """A section for another process: its own copy, resolved, without the rest of the configuration."""
+    return typed(type(section), OmegaConf.create(plain(section))) if OmegaConf.is_config(section) else section
+
+
 def select(cfg: object, key: str) -> Any:
     """What stands at a dotted key; None where there is no such key."""
     return OmegaConf.select(mapping(cfg), key)

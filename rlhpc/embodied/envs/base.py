@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from rlhpc.embodied.envs.observations import Obs
 
+#: Class or function `(cfg, num_envs, slot_offset, seed) -> VectorEnv`; `cfg` is section `env.train` or `env.eval`.
+EnvFactory = Callable[..., "VectorEnv"]
 Step = tuple[Obs, np.ndarray, np.ndarray, np.ndarray, dict[str, Any]]
 
 

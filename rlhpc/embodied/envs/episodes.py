@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
+
+if TYPE_CHECKING:
+    from rlhpc.embodied.config import EnvSideConfig
 
 
 class Episodes:
@@ -18,15 +21,15 @@ class Episodes:
         limit: Steps after which an episode is cut; 0 for none.
     """
 
-    def __init__(self, cfg: Any, num_envs: int, slot_offset: int, seed: int, limit: int) -> None:
+    def __init__(self, cfg: EnvSideConfig, num_envs: int, slot_offset: int, seed: int, limit: int) -> None:
         self.num_envs, self.limit = num_envs, limit
         #: Of each slot's series of episodes: a simulator that was started again has one of its own.
         self.seeds = np.full(num_envs, seed, np.int64)
-        self._groups = (slot_offset + np.arange(num_envs)) // max(1, int(cfg.group_size))
-        self._fixed = bool(cfg.use_fixed_reset_state_ids)
-        self._relative = bool(cfg.use_rel_reward)
-        self._ignore_terminations = bool(cfg.ignore_terminations)
-        self._scale = float(cfg.reward_scale)
+        self._groups = (slot_offset + np.arange(num_envs)) // max(1, cfg.group_size)
+        self._fixed = cfg.use_fixed_reset_state_ids
+        self._relative = cfg.use_rel_reward
+        self._ignore_terminations = cfg.ignore_terminations
+        self._scale = cfg.reward_scale
         #: Episodes that each slot has begun.
         self.begun = np.zeros(num_envs, np.int64)
         self.elapsed = np.zeros(num_envs, np.int64)

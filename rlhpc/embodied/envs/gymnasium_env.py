@@ -9,7 +9,7 @@ import difflib
 import operator
 import pickle
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import gymnasium
 import numpy as np
@@ -20,6 +20,9 @@ from rlhpc.embodied.envs.base import Step, VectorEnv, merge_infos
 from rlhpc.embodied.envs.observations import Obs, boxes_of, encode_text, is_text, text_space
 from rlhpc.runtime.errors import ConfigError
 from rlhpc.runtime.lookup import load_attribute
+
+if TYPE_CHECKING:
+    from rlhpc.embodied.config import EnvSideConfig
 
 _STRIPPED = (TimeLimit, OrderEnforcing, PassiveEnvChecker)
 _EXTRAS = {"box2d": "embodied", "mujoco": "embodied", "ale_py": "atari", "mani_skill": "embodied"}
@@ -51,13 +54,13 @@ def _set_mujoco(data: Any, name: str, value: Any) -> None:
         array[...] = value
 
 
-def make_one(cfg: Any) -> tuple[gymnasium.Env[Any, Any], int]:
+def make_one(cfg: EnvSideConfig) -> tuple[gymnasium.Env[Any, Any], int]:
     """One environment of a section and its step limit (0 for none).
 
     Raises:
         ConfigError: Unknown id, missing extra, or arguments that the environment refuses.
     """
-    env_id, kwargs = str(cfg.env_id), dict(cfg.kwargs or {})
+    env_id, kwargs = cfg.env_id, dict(cfg.kwargs or {})
     try:
         env = gymnasium.make(env_id, disable_env_checker=True, **kwargs)
     except gymnasium.error.DependencyNotInstalled as error:
@@ -111,8 +114,8 @@ class GymnasiumVectorEnv(VectorEnv):
         seed: Of the run.
     """
 
-    def __init__(self, cfg: Any, num_envs: int, slot_offset: int, seed: int) -> None:
-        self.num_envs, self._offset, self._env_id = num_envs, slot_offset, str(cfg.env_id)
+    def __init__(self, cfg: EnvSideConfig, num_envs: int, slot_offset: int, seed: int) -> None:
+        self.num_envs, self._offset, self._env_id = num_envs, slot_offset, cfg.env_id
         made = [make_one(cfg) for _ in range(num_envs)]
         self.envs = [env for env, _ in made]
         self._statistics = [_statistics(env) for env in self.envs]
@@ -121,20 +124,20 @@ class GymnasiumVectorEnv(VectorEnv):
         self._several = isinstance(self.observation_space, spaces.Dict)
         self._texts: dict[str, int] = {}
         if self._several:
-            self.observation_space = self._boxes(str(cfg.env_id))
+            self.observation_space = self._boxes(cfg.env_id)
         elif not isinstance(self.observation_space, spaces.Box):
-            raise _unsupported(str(cfg.env_id), self.observation_space)
+            raise _unsupported(cfg.env_id, self.observation_space)
         self._forms = {key: _form(box, num_envs) for key, box in boxes_of(self.observation_space).items()}
         self._write: Callable[[Any, int, Any], None] = self._write_parts if self._several else operator.setitem
         self._discrete = isinstance(self.action_space, spaces.Discrete)
         # Policies count actions from 0.
         self._start: Any = getattr(self.action_space, "start", 0)
         self._box = isinstance(self.action_space, spaces.Box)
-        self._ignore_terminations = bool(cfg.ignore_terminations)
-        self._scale = float(cfg.reward_scale)
-        self._group = max(1, int(cfg.group_size))
-        self._fixed = bool(cfg.use_fixed_reset_state_ids)
-        self._relative = bool(cfg.use_rel_reward)
+        self._ignore_terminations = cfg.ignore_terminations
+        self._scale = cfg.reward_scale
+        self._group = max(1, cfg.group_size)
+        self._fixed = cfg.use_fixed_reset_state_ids
+        self._relative = cfg.use_rel_reward
         self._before = [0.0] * num_envs
         self._once = [False] * num_envs
         self._elapsed = [0] * num_envs

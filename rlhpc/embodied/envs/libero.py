@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import os
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from gymnasium import spaces
@@ -13,6 +13,9 @@ from gymnasium import spaces
 from rlhpc.embodied.envs.observations import TEXT_BYTES, encode_text
 from rlhpc.embodied.envs.slotwise import SlotStep, SlotwiseVectorEnv, only_known
 from rlhpc.runtime.errors import ConfigError
+
+if TYPE_CHECKING:
+    from rlhpc.embodied.config import EnvSideConfig
 
 _DEFAULTS = {"task_ids": None, "cameras": ["agentview", "robot0_eye_in_hand"], "width": 128, "height": 128}
 #: Steps of the longest demonstration of a suite, rounded up, as OpenVLA's evaluation has them.
@@ -40,17 +43,17 @@ class LiberoVectorEnv(SlotwiseVectorEnv):
 
     supports_state = False
 
-    def __init__(self, cfg: Any, num_envs: int, slot_offset: int, seed: int) -> None:
-        limit = int(cfg.max_episode_steps or _LIMITS.get(str(cfg.env_id), 520))
+    def __init__(self, cfg: EnvSideConfig, num_envs: int, slot_offset: int, seed: int) -> None:
+        limit = cfg.max_episode_steps or _LIMITS.get(cfg.env_id, 520)
         super().__init__(cfg, num_envs, slot_offset, seed, limit)
         kwargs = only_known(cfg.kwargs, _DEFAULTS, "libero")
-        suite = _suite(str(cfg.env_id))
+        suite = _suite(cfg.env_id)
         chosen = list(range(suite.n_tasks)) if kwargs["task_ids"] is None else [int(i) for i in kwargs["task_ids"]]
         if not chosen or not all(0 <= i < suite.n_tasks for i in chosen):
             raise ConfigError(f"env.train.kwargs.task_ids is {chosen}; {cfg.env_id} has tasks 0 to {suite.n_tasks - 1}")
         self._cameras = [str(name) for name in kwargs["cameras"]]
         self._size = (int(kwargs["height"]), int(kwargs["width"]))
-        groups = [(slot_offset + slot) // int(cfg.group_size) for slot in range(num_envs)]
+        groups = [(slot_offset + slot) // cfg.group_size for slot in range(num_envs)]
         tasks = [chosen[group % len(chosen)] for group in groups]
         self._starts = [np.asarray(suite.get_task_init_states(task)) for task in tasks]
         self._texts = [encode_text(suite.get_task(task).language, TEXT_BYTES) for task in tasks]

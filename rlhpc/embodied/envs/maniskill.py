@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import logging
 import sys
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -25,6 +25,9 @@ from rlhpc.embodied.envs.maniskill_data import (
 )
 from rlhpc.embodied.envs.observations import join
 from rlhpc.runtime.errors import ConfigError
+
+if TYPE_CHECKING:
+    from rlhpc.embodied.config import EnvSideConfig
 
 log = logging.getLogger(__name__)
 _OURS = ("num_envs", "max_episode_steps", "render_mode")
@@ -117,8 +120,8 @@ class ManiSkillVectorEnv(VectorEnv):
     supports_state = True
     gains_by_processes = not torch.cuda.is_available()
 
-    def __init__(self, cfg: Any, num_envs: int, slot_offset: int, seed: int) -> None:
-        self.num_envs, self._env_id = num_envs, str(cfg.env_id)
+    def __init__(self, cfg: EnvSideConfig, num_envs: int, slot_offset: int, seed: int) -> None:
+        self.num_envs, self._env_id = num_envs, cfg.env_id
         if cfg.wrappers:
             raise ConfigError(f"env.train.wrappers is {list(cfg.wrappers)}; ManiSkill tasks take none")
         spec = find_task(self._env_id)
@@ -127,10 +130,10 @@ class ManiSkillVectorEnv(VectorEnv):
         visual = self._kwargs["obs_mode"] not in ("state", "state_dict", "none")
         limit = cfg.max_episode_steps if cfg.max_episode_steps is not None else spec.max_episode_steps
         self.episodes = Episodes(cfg, num_envs, slot_offset, seed, int(limit or 0))
-        shared = self._gpu and int(cfg.group_size) == 1 and not cfg.use_fixed_reset_state_ids
+        shared = self._gpu and cfg.group_size == 1 and not cfg.use_fixed_reset_state_ids
         # Pictures and scenes that are built anew for every episode are made slot by slot on the CPU.
         self._alone = alone = not self._gpu and (visual or bool(self._kwargs.get("reconfiguration_freq")))
-        self._build_seeds = [build_seed(seed, (slot_offset + i) // int(cfg.group_size)) for i in range(num_envs)]
+        self._build_seeds = [build_seed(seed, (slot_offset + i) // cfg.group_size) for i in range(num_envs)]
         self._parts = self._build(spec, [1] * num_envs if alone else [num_envs], alone, seeded=not shared)
         self._spec = spec
         self._camera: Any = None
@@ -336,7 +339,7 @@ def build_seed(seed: int, group: int) -> int:
     return int(np.random.SeedSequence([seed, group, 0, 1]).generate_state(1)[0]) & 0x7FFFFFFF
 
 
-def _arguments(cfg: Any, spec: Any) -> dict[str, Any]:
+def _arguments(cfg: EnvSideConfig, spec: Any) -> dict[str, Any]:
     """`kwargs` with this adapter's defaults, checked as far as that goes without building anything."""
     # ManiSkill changes what is nested in them.
     given: Any = OmegaConf.to_container(cfg.kwargs) if OmegaConf.is_config(cfg.kwargs) else cfg.kwargs

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import difflib
 import os
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from gymnasium import spaces
 
 from rlhpc.embodied.envs.slotwise import SlotStep, SlotwiseVectorEnv, only_known
 from rlhpc.runtime.errors import ConfigError
+
+if TYPE_CHECKING:
+    from rlhpc.embodied.config import EnvSideConfig
 
 _DEFAULTS = {"reward_mode": "dense", "camera_name": "corner2", "width": 480, "height": 480}
 #: MetaWorld's own limit; its environments refuse more.
@@ -30,14 +33,14 @@ class MetaWorldVectorEnv(SlotwiseVectorEnv):
         seed: Of the run.
     """
 
-    def __init__(self, cfg: Any, num_envs: int, slot_offset: int, seed: int) -> None:
-        limit = min(int(cfg.max_episode_steps or _LONGEST), _LONGEST)
+    def __init__(self, cfg: EnvSideConfig, num_envs: int, slot_offset: int, seed: int) -> None:
+        limit = min(cfg.max_episode_steps or _LONGEST, _LONGEST)
         super().__init__(cfg, num_envs, slot_offset, seed, limit)
         kwargs = only_known(cfg.kwargs, _DEFAULTS, "metaworld")
         self._sparse = kwargs.pop("reward_mode") == "sparse"
         os.environ.setdefault("MUJOCO_GL", "egl")
         tasks = _tasks()
-        name = str(cfg.env_id)
+        name = cfg.env_id
         if name not in tasks:
             near = difflib.get_close_matches(name, list(tasks), 3, 0.5)
             raise ConfigError(

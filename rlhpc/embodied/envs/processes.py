@@ -9,17 +9,19 @@ import subprocess
 import time
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import cloudpickle
 import numpy as np
-from omegaconf import OmegaConf
 
-from rlhpc.embodied.envs.base import Step, VectorEnv
+from rlhpc.embodied.envs.base import EnvFactory, Step, VectorEnv
 from rlhpc.embodied.envs.observations import join
 from rlhpc.embodied.envs.simulator import receive, send
 from rlhpc.runtime.errors import ConfigError, RlhpcError
 from rlhpc.runtime.import_paths import python_path, run_module
+
+if TYPE_CHECKING:
+    from rlhpc.embodied.config import EnvSideConfig
 
 log = logging.getLogger(__name__)
 #: Seconds in which a simulator must be ready: importing one may take a minute on a cold filesystem.
@@ -39,7 +41,7 @@ class _Simulator:
         self.share = share
         self.failures = 0
 
-    def start(self, python: str | None, factory: Any, cfg: Any, kwargs: dict[str, Any]) -> None:
+    def start(self, python: str | None, factory: EnvFactory, cfg: EnvSideConfig, kwargs: dict[str, Any]) -> None:
         """Starts the process, by default with this Python; `answer` then has what the environment is like."""
         mine, its = socket.socketpair()
         life, self._lifeline = os.pipe()
@@ -118,13 +120,15 @@ class ProcessVectorEnv(VectorEnv):
         processes: How many.
     """
 
-    def __init__(self, factory: Any, cfg: Any, num_envs: int, slot_offset: int, seed: int, processes: int) -> None:
+    def __init__(
+        self, factory: EnvFactory, cfg: EnvSideConfig, num_envs: int, slot_offset: int, seed: int, processes: int
+    ) -> None:
         self.num_envs, self._offset, self._seed = num_envs, slot_offset, seed
-        if OmegaConf.is_config(cfg):
-            # Values that refer to other sections are looked up here, where those are.
-            cfg = OmegaConf.create(OmegaConf.to_container(cfg, resolve=True))
+        from rlhpc.config.typed import alone
+
+        cfg = alone(cfg)  # values that refer to other sections are looked up here, where those are
         self._factory, self._cfg = factory, cfg
-        self._timeout_s = float(cfg.simulator_timeout_s)
+        self._timeout_s = cfg.simulator_timeout_s
         bounds = np.linspace(0, num_envs, min(processes, num_envs) + 1).astype(int).tolist()
         self._simulators = [_Simulator(range(a, b)) for a, b in pairwise(bounds)]
         self._lost: dict[int, Any] = {}  # simulators that were lost between steps, with the observation they begin at
@@ -304,7 +308,7 @@ class ProcessVectorEnv(VectorEnv):
             simulator.stop()
 
 
-def process_count(cfg: Any, factory: Any, num_envs: int) -> int:
+def process_count(cfg: EnvSideConfig, factory: Any, num_envs: int) -> int:
     """Processes for an environment's slots; 0 keeps them in this one. See `env.train.simulators`."""
     wanted = cfg.simulators
     if wanted is None and cfg.simulator_python is not None:
@@ -315,7 +319,7 @@ def process_count(cfg: Any, factory: Any, num_envs: int) -> int:
         # What the launcher granted this rank, which the affinity of a shared machine does not say.
         cores = min(int(os.environ.get("OMP_NUM_THREADS") or 1 << 16), len(os.sched_getaffinity(0)))
         wanted = cores if cores > 1 else 0
-    return min(int(wanted), num_envs)
+    return min(wanted, num_envs)
 
 
 def _merge(parts: list[dict[str, Any]], sizes: list[int]) -> dict[str, Any]:

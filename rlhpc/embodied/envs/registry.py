@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING
 
 from rlhpc.embodied.envs.base import VectorEnv
 from rlhpc.runtime.lookup import Registry
+
+if TYPE_CHECKING:
+    from rlhpc.embodied.config import EnvSideConfig
 
 #: Of classes or functions `(cfg, num_envs, slot_offset, seed) -> VectorEnv`.
 ENVS: Registry[Callable[..., VectorEnv]] = Registry(
@@ -21,7 +24,7 @@ ENVS: Registry[Callable[..., VectorEnv]] = Registry(
 register_env = ENVS.register
 
 
-def make_env(cfg: Any, num_envs: int, slot_offset: int = 0, seed: int = 0, stage: str = "train") -> VectorEnv:
+def make_env(cfg: EnvSideConfig, num_envs: int, slot_offset: int = 0, seed: int = 0, stage: str = "train") -> VectorEnv:
     """Builds the vector environment of a section `env.train` or `env.eval`.
 
     Args:
@@ -37,7 +40,7 @@ def make_env(cfg: Any, num_envs: int, slot_offset: int = 0, seed: int = 0, stage
     del stage
     from rlhpc.embodied.envs.processes import ProcessVectorEnv, process_count
 
-    factory = ENVS.find(str(cfg.env_type))
+    factory = ENVS.find(cfg.env_type)
     share = {"num_envs": num_envs, "slot_offset": slot_offset, "seed": seed}
     if processes := process_count(cfg, factory, num_envs):
         return ProcessVectorEnv(factory, cfg, **share, processes=processes)

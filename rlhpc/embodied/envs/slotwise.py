@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from omegaconf import OmegaConf
@@ -12,6 +12,9 @@ from omegaconf import OmegaConf
 from rlhpc.embodied.envs.base import Step, VectorEnv
 from rlhpc.embodied.envs.episodes import Episodes
 from rlhpc.runtime.errors import ConfigError
+
+if TYPE_CHECKING:
+    from rlhpc.embodied.config import EnvSideConfig
 
 
 class SlotStep(NamedTuple):
@@ -40,7 +43,7 @@ class SlotwiseVectorEnv(VectorEnv):
     supports_state = True
     gains_by_processes = True
 
-    def __init__(self, cfg: Any, num_envs: int, slot_offset: int, seed: int, limit: int) -> None:
+    def __init__(self, cfg: EnvSideConfig, num_envs: int, slot_offset: int, seed: int, limit: int) -> None:
         self.num_envs = num_envs
         self.episodes = Episodes(cfg, num_envs, slot_offset, seed, limit)
         self._history: list[list[np.ndarray]] = [[] for _ in range(num_envs)]

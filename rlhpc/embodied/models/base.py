@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
+from rlhpc.embodied.config import PolicyConfig
 from rlhpc.embodied.envs.observations import count_rows
 from rlhpc.embodied.envs.spaces import space_to_json
 from rlhpc.embodied.models.heads import CategoricalHead, GaussianHead, make_head
@@ -50,13 +51,16 @@ class Policy(nn.Module):
     #: Whether the actions are a distribution of `rlhpc.embodied.models.heads`.
     has_head = True
 
-    def __init__(self, cfg: Any, observation_space: Any, action_space: Any) -> None:
+    def __init__(self, cfg: PolicyConfig, observation_space: Any, action_space: Any) -> None:
         super().__init__()
         self.observation_space, self.action_space = observation_space, action_space
-        self.chunk = int(getattr(cfg, "num_action_chunks", None) or 1)
-        self.value_width = self.chunk if getattr(cfg, "value_per_action", None) else 1
+        self.chunk = cfg.num_action_chunks
+        by_action = (
+            hasattr(cfg, "value_per_action") and cfg.value_per_action
+        )  # those of off-policy runs have no such key
+        self.value_width = self.chunk if by_action else 1
         if self.has_head:
-            self.head: CategoricalHead | GaussianHead = make_head(action_space, float(cfg.log_std_init), self.chunk)
+            self.head: CategoricalHead | GaussianHead = make_head(action_space, cfg.log_std_init, self.chunk)
         self._cfg = cfg
 
     def forward(self, work: Callable[[Any], Found]) -> Found:

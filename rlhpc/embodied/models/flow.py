@@ -21,6 +21,7 @@ import torch
 from gymnasium import spaces
 from torch import Tensor
 
+from rlhpc.embodied.config import PolicyConfig
 from rlhpc.embodied.envs.observations import boxes_of, count_rows
 from rlhpc.embodied.models.base import Obs, Policy
 from rlhpc.embodied.models.heads import at_level
@@ -102,11 +103,11 @@ class FlowActing(Policy):
     low: Tensor
     high: Tensor
 
-    def __init__(self, cfg: Any, observation_space: Any, action_space: Any) -> None:
+    def __init__(self, cfg: PolicyConfig, observation_space: Any, action_space: Any) -> None:
         super().__init__(cfg, observation_space, action_space)
         if not isinstance(action_space, spaces.Box):
             raise ConfigError(f"model_type {cfg.model_type!r} needs continuous actions; these are {action_space}")
-        self.options = dict(getattr(cfg, "kwargs", None) or {})
+        self.options = dict(cfg.kwargs)
         self.flow = Flow(int(self.options.get("num_steps", 4)), float(self.options.get("noise_level", 0.5)))
         self.dim = math.prod(action_space.shape)
         low, high = scale_of(action_space)
@@ -208,14 +209,14 @@ class FlowPolicy(FlowActing):
     `actor.model.kwargs`: `num_steps` (K, default 4), `noise_level` (default 0.5), `encoder` (of images: cnn or resnet).
     """
 
-    def __init__(self, cfg: Any, observation_space: Any, action_space: Any) -> None:
+    def __init__(self, cfg: PolicyConfig, observation_space: Any, action_space: Any) -> None:
         super().__init__(cfg, observation_space, action_space)
         unknown = set(self.options) - {"num_steps", "noise_level", "encoder", "channels"}
         if unknown:
             raise ConfigError(
                 f"actor.model.kwargs of the flow has {', '.join(sorted(unknown))}; allowed: num_steps, noise_level, encoder"
             )
-        sizes, activation, orthogonal = list(map(int, cfg.hidden_sizes)), str(cfg.activation), bool(cfg.ortho_init)
+        sizes, activation, orthogonal = list(cfg.hidden_sizes), cfg.activation, cfg.ortho_init
         self.encoder: Any = None
         if any(len(box.shape) == 3 for box in boxes_of(observation_space).values()):
             factory = MODELS.find(str(self.options.get("encoder", "cnn")))

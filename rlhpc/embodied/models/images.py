@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from rlhpc.embodied.config import PolicyConfig
 from rlhpc.embodied.envs.observations import boxes_of
 from rlhpc.embodied.models.base import Policy, layer
 from rlhpc.runtime.errors import ConfigError
@@ -33,12 +34,12 @@ class ImagePolicy(Policy):
         hidden: Width of what `see` returns.
     """
 
-    def __init__(self, cfg: Any, observation_space: Any, action_space: Any, heads: bool = True) -> None:
+    def __init__(self, cfg: PolicyConfig, observation_space: Any, action_space: Any, heads: bool = True) -> None:
         self.has_head = heads
         super().__init__(cfg, observation_space, action_space)
-        self._name, self._orthogonal = str(cfg.model_type), bool(cfg.ortho_init)
-        self.options = dict(getattr(cfg, "kwargs", None) or {})
-        self.hidden = hidden = int(list(cfg.hidden_sizes)[-1]) if len(cfg.hidden_sizes) else 512
+        self._name, self._orthogonal = cfg.model_type, cfg.ortho_init
+        self.options = dict(cfg.kwargs)
+        self.hidden = hidden = cfg.hidden_sizes[-1] if len(cfg.hidden_sizes) else 512
         boxes = boxes_of(observation_space)
         if "" in boxes:
             self.trunk = self._eye(boxes[""], hidden)

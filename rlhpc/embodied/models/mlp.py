@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from rlhpc.embodied.config import PolicyConfig
 from rlhpc.embodied.envs.observations import boxes_of
 from rlhpc.embodied.models.base import Policy, layer
 from rlhpc.runtime.errors import ConfigError
@@ -63,18 +64,18 @@ class MLPPolicy(Policy):
     `actor.model.kwargs`: `actor_gain` (default 0.01) and `critic_gain` (default 1), of the last layers' orthogonal weights.
     """
 
-    def __init__(self, cfg: Any, observation_space: Any, action_space: Any) -> None:
+    def __init__(self, cfg: PolicyConfig, observation_space: Any, action_space: Any) -> None:
         super().__init__(cfg, observation_space, action_space)
         gains = {"actor_gain": 0.01, "critic_gain": 1.0}
-        options = dict(getattr(cfg, "kwargs", None) or {})
+        options = dict(cfg.kwargs)
         if unknown := set(options) - set(gains):
             raise ConfigError(
                 f"actor.model.kwargs of the mlp has {', '.join(sorted(unknown))}; allowed: {', '.join(gains)}"
             )
         gains |= options
         inputs = flat_width(observation_space)
-        sizes = [inputs, *map(int, cfg.hidden_sizes)]
-        orthogonal, activation = bool(cfg.ortho_init), str(cfg.activation)
+        sizes = [inputs, *cfg.hidden_sizes]
+        orthogonal, activation = cfg.ortho_init, cfg.activation
         self.critic = mlp(sizes, self.value_width, activation, orthogonal, gains["critic_gain"])
         self.actor = mlp(sizes, self.head.inputs, activation, orthogonal, gains["actor_gain"])
 

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rlhpc.embodied.config import ModelConfig
 from rlhpc.embodied.envs.observations import boxes_of
 from rlhpc.embodied.models.base import Obs
 from rlhpc.embodied.models.flow import FlowActing, Velocity
@@ -38,7 +39,7 @@ class Pi0Policy(FlowActing):
     model: Any
     value_head: ValueHead | None
 
-    def __init__(self, cfg: Any, observation_space: Any, action_space: Any) -> None:
+    def __init__(self, cfg: ModelConfig, observation_space: Any, action_space: Any) -> None:
         super().__init__(cfg, observation_space, action_space)
         if unknown := set(self.options) - set(_OPTIONS):
             raise ConfigError(
@@ -61,7 +62,7 @@ class Pi0Policy(FlowActing):
         if self.options.get("lora"):
             inject_lora(self.model, SimpleNamespace(**self.options["lora"]))
         width = int(config.vlm_config.text_config.hidden_size)
-        valued = bool(getattr(cfg, "add_value_head", True))
+        valued = cfg.add_value_head
         self.value_head = ValueHead(width, self.value_width) if valued else None
 
     @property

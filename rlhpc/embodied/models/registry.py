@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from rlhpc.embodied.envs.spaces import space_from_json
@@ -10,6 +11,7 @@ from rlhpc.runtime.lookup import Registry
 from rlhpc.runtime.trust import Trust, without_variables
 
 if TYPE_CHECKING:
+    from rlhpc.embodied.config import EmbodiedActorConfig, ModelConfig, PolicyConfig
     from rlhpc.embodied.models.base import Policy
 
 #: Of classes `(cfg, observation_space, action_space) -> Policy`.
@@ -28,19 +30,16 @@ MODELS: Registry[Any] = Registry(
 register_model = MODELS.register
 
 
-def policy_section(actor: Any) -> Any:
+def policy_section(actor: EmbodiedActorConfig) -> ModelConfig:
     """Section `actor.model` as `build_model` wants it: the adapters of `actor.lora`, if any, are among its options."""
-    from omegaconf import OmegaConf
-
-    if not int(actor.lora.rank):
+    if not actor.lora.rank:
         return actor.model
-    section = actor.model.copy()
-    OmegaConf.set_readonly(section, False)
-    section.kwargs = {**section.kwargs, "lora": OmegaConf.to_container(actor.lora)}
-    return section
+    from rlhpc.config.typed import changed, plain
+
+    return changed(actor.model, "kwargs", {**actor.model.kwargs, "lora": plain(actor.lora, resolve=False)})
 
 
-def build_model(cfg: Any, observation_space: Any, action_space: Any, seed: int | None = None) -> Policy:
+def build_model(cfg: PolicyConfig, observation_space: Any, action_space: Any, seed: int | None = None) -> Policy:
     """Builds the policy of section `actor.model`.
 
     Args:
@@ -53,7 +52,7 @@ def build_model(cfg: Any, observation_space: Any, action_space: Any, seed: int |
     """
     import torch
 
-    factory = MODELS.find(str(cfg.model_type))
+    factory = MODELS.find(cfg.model_type)
     if seed is None:
         policy: Policy = factory(cfg, observation_space, action_space)
         return policy
@@ -77,12 +76,18 @@ def policy_from_spec(spec: dict[str, Any], trust: Trust | None = None, origin: s
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
 
+    from rlhpc.config.typed import typed
+    from rlhpc.embodied.config import ModelConfig, SacModelConfig
+
     trust = trust or Trust()
     try:
-        named = {"actor": {"model": spec["model"]}}
+        given = spec["model"]
+        of: type[PolicyConfig] = SacModelConfig if "critic_layer_norm" in given else ModelConfig
+        # One that an earlier version wrote may lack keys.
+        named = {"actor": {"model": {**asdict(of()), **given, "model_type": given["model_type"]}}}
         trust.check(named, origin)
         section = named if trust.everything else without_variables(named, trust, origin)
-        cfg = OmegaConf.create(section).actor.model
+        cfg = typed(of, OmegaConf.create(section).actor.model)
         return build_model(cfg, space_from_json(spec["observation_space"]), space_from_json(spec["action_space"]))
     except (
         KeyError,

@@ -10,6 +10,7 @@ import torch
 from gymnasium import spaces
 from torch import Tensor, nn
 
+from rlhpc.embodied.config import SacModelConfig
 from rlhpc.embodied.models.base import Policy
 from rlhpc.embodied.models.heads import SquashedGaussianHead
 from rlhpc.embodied.models.mlp import ACTIVATIONS, mlp
@@ -77,15 +78,15 @@ class SACPolicy(Policy):
 
     head: SquashedGaussianHead  # type: ignore[assignment]
 
-    def __init__(self, cfg: Any, observation_space: Any, action_space: Any) -> None:
+    def __init__(self, cfg: SacModelConfig, observation_space: Any, action_space: Any) -> None:
         super().__init__(cfg, observation_space, action_space)
         self.head = SquashedGaussianHead(action_space, self.chunk)
-        hidden, activation = [int(size) for size in cfg.hidden_sizes], str(cfg.activation)
+        hidden, activation = list(cfg.hidden_sizes), cfg.activation
         if not hidden:
             raise ConfigError("actor.model.hidden_sizes is empty; model_type 'sac' needs at least one layer")
         inputs = flat_width(observation_space)
-        self.actor = mlp([inputs, *hidden], self.head.inputs, activation, bool(cfg.ortho_init), 0.01)
-        self.critics = TwinCritic(inputs + self.head.dim, hidden, activation, bool(cfg.critic_layer_norm))
+        self.actor = mlp([inputs, *hidden], self.head.inputs, activation, cfg.ortho_init, 0.01)
+        self.critics = TwinCritic(inputs + self.head.dim, hidden, activation, cfg.critic_layer_norm)
 
     def features(self, obs: Any, policy: bool, value: bool) -> tuple[Tensor | None, Tensor | None]:
         """See `Policy.features`."""

@@ -15,6 +15,7 @@ import torch
 from gymnasium import spaces
 from torch import Tensor
 
+from rlhpc.embodied.config import ModelConfig
 from rlhpc.embodied.models.base import Obs, Policy
 from rlhpc.embodied.models.flow import scale_of
 from rlhpc.embodied.models.heads import at_level
@@ -70,11 +71,11 @@ class VLAPolicy(Policy):
     vlm: Any
     value_head: ValueHead | None
 
-    def __init__(self, cfg: Any, observation_space: Any, action_space: Any) -> None:
+    def __init__(self, cfg: ModelConfig, observation_space: Any, action_space: Any) -> None:
         super().__init__(cfg, observation_space, action_space)
         if not isinstance(action_space, spaces.Box):
             raise ConfigError(f"model_type {cfg.model_type!r} needs continuous actions; these are {action_space}")
-        options = dict(getattr(cfg, "kwargs", None) or {})
+        options = dict(cfg.kwargs)
         if unknown := set(options) - set(_OPTIONS):
             raise ConfigError(f"actor.model.kwargs of the vla has {', '.join(sorted(unknown))}; allowed: prompt")
         self.dim = math.prod(action_space.shape)
@@ -95,7 +96,7 @@ class VLAPolicy(Policy):
         if options.get("lora"):
             inject_lora(self.vlm, SimpleNamespace(**options["lora"]))
         width = int(self.vlm.config.text_config.hidden_size)
-        valued = bool(getattr(cfg, "add_value_head", True))
+        valued = cfg.add_value_head
         self.value_head = ValueHead(width, self.value_width) if valued else None
 
     def recompute_activations(self) -> bool:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from rlhpc.embodied.config import ModelConfig
 from rlhpc.embodied.envs.observations import boxes_of, decode_text
 from rlhpc.runtime.errors import ConfigError
 
@@ -97,7 +98,7 @@ def without_weights() -> Iterator[None]:
         _empty.reset(before)
 
 
-def load_vlm(cfg: Any, kind: str, chunk: int, dim: int, state: int) -> tuple[nn.Module, Any, Any]:
+def load_vlm(cfg: ModelConfig, kind: str, chunk: int, dim: int, state: int) -> tuple[nn.Module, Any, Any]:
     """Model, tokenizer, and the image processor's settings (a dict).
 
     Args:
@@ -109,7 +110,7 @@ def load_vlm(cfg: Any, kind: str, chunk: int, dim: int, state: int) -> tuple[nn.
         ConfigError: There is no such model, or it is of another kind.
     """
     package = hugging_face()
-    path = str(cfg.model_path or TINY)
+    path = cfg.model_path or TINY
     auto = package.PI0ForConditionalGeneration if kind == "pi0" else package.AutoModelForImageTextToText
     if path == TINY:
         config = tiny_config(kind, chunk, dim, state)
@@ -117,8 +118,8 @@ def load_vlm(cfg: Any, kind: str, chunk: int, dim: int, state: int) -> tuple[nn.
             return auto._from_config(config) if kind == "pi0" else auto.from_config(config), Bytes(), {}
     if path.startswith("builtin:"):
         raise ConfigError(f"actor.model.model_path is {path!r}; the only built-in vision-language model is {TINY}")
-    options = {"dtype": _DTYPES[str(cfg.dtype)], "attn_implementation": str(cfg.attn_implementation)}
-    trust = bool(cfg.trust_remote_code)
+    options = {"dtype": _DTYPES[cfg.dtype], "attn_implementation": cfg.attn_implementation}
+    trust = cfg.trust_remote_code
     try:
         if _empty.get():
             config = package.AutoConfig.from_pretrained(path, trust_remote_code=trust)

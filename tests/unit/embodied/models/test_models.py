@@ -9,18 +9,10 @@ from gymnasium import spaces
 from omegaconf import OmegaConf
 
 from rlhpc import ConfigError
+from rlhpc.embodied.config import ModelConfig
 from rlhpc.embodied.models import build_model, policy_from_spec
 
-CFG = OmegaConf.create(
-    {
-        "model_type": "mlp",
-        "hidden_sizes": [16, 16],
-        "activation": "tanh",
-        "ortho_init": True,
-        "log_std_init": -0.3,
-        "kwargs": {},
-    }
-)
+CFG = OmegaConf.structured(ModelConfig(hidden_sizes=[16, 16], log_std_init=-0.3))
 STATE = spaces.Box(-1, 1, (5,), np.float32)
 IMAGE = spaces.Box(0, 255, (40, 40, 3), np.uint8)
 SEVERAL = spaces.Dict(

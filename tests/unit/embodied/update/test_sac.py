@@ -13,6 +13,7 @@ import torch
 from gymnasium import spaces
 from torch import nn
 
+from rlhpc.embodied.config import SacModelConfig
 from rlhpc.embodied.models import build_model, policy_from_spec
 from rlhpc.embodied.models.sac import SACPolicy
 from rlhpc.embodied.update.sac import SacBatch, SacUpdate
@@ -38,7 +39,7 @@ def model(**changes):
         "model_type": "sac", "hidden_sizes": [16, 16], "activation": "relu", "ortho_init": False, "log_std_init": 0.0,
         "critic_layer_norm": False, "kwargs": {},
     }  # fmt: skip
-    return SimpleNamespace(**{**values, **changes})
+    return SacModelConfig(**{**values, **changes})
 
 
 def algorithm(**changes):
