@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Protocol
 
 from torch import Tensor, nn
 
@@ -74,7 +74,21 @@ def load_weights(module: nn.Module, folder: Path, key: str = "runner.init_from")
     module.load_state_dict(weights_that_fit(shapes, folder, key))
 
 
-def check_start(cfg: Any, module: nn.Module) -> None:
+class Starting(Protocol):
+    """Section `runner` of a kind of run that may start from weights."""
+
+    init_from: str | None
+
+
+class StartingRun(Protocol):
+    """Its configuration."""
+
+    @property
+    def runner(self) -> Starting:
+        """What it starts from."""
+
+
+def check_start(cfg: StartingRun, module: nn.Module) -> None:
     """Refuses a `runner.init_from` that would fail after the start.
 
     Args:
@@ -85,4 +99,4 @@ def check_start(cfg: Any, module: nn.Module) -> None:
         ConfigError, CheckpointError: It is not there, or does not fit.
     """
     if cfg.runner.init_from is not None:
-        load_weights(module, find_weights(str(cfg.runner.init_from)))
+        load_weights(module, find_weights(cfg.runner.init_from))

@@ -14,12 +14,15 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rlhpc import share
 from rlhpc.cli.parser import RESUME_WITH, SITE, add_command, add_words
 from rlhpc.jobs.paths import RunPaths
 from rlhpc.runtime.errors import ConfigError, RlhpcError
+
+if TYPE_CHECKING:
+    from rlhpc.config.sections import RunConfig
 
 _EXAMPLES = (
     "rlhpc run configs/quickstart.yaml",
@@ -117,11 +120,11 @@ def _run(args: argparse.Namespace) -> int:
     from rlhpc.cli.follow import Follower, Track, WorkflowLog, real_error
 
     paths = RunPaths.of(cfg.runner.run_dir, cfg.runner.name)
-    tracks = {"run": Track(str(cfg.runner.name), paths, total_steps(cfg))}
+    tracks = {"run": Track(cfg.runner.name, paths, total_steps(cfg))}
     if (sft := kind_of(cfg).preparation(cfg).sft) is not None:
         first = load_config(find_config(args.config).parent / sft[0], sft[1], site=args.site)
         own = RunPaths.of(first.runner.run_dir, first.runner.name)
-        tracks["sft"] = Track(str(first.runner.name), own, total_steps(first))
+        tracks["sft"] = Track(first.runner.name, own, total_steps(first))
     path = paths.logs / "workflow" / "snakemake.log"
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -166,7 +169,7 @@ def near(path: Path) -> str:
     return str(path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path)
 
 
-def ending(cfg: Any, paths: RunPaths, args: argparse.Namespace, seconds: float) -> list[str]:
+def ending(cfg: RunConfig, paths: RunPaths, args: argparse.Namespace, seconds: float) -> list[str]:
     """What is told of a finished run: its result, its files, what to type next."""
     from rlhpc.jobs.status import duration
     from rlhpc.metrics.results import last_result
@@ -183,7 +186,7 @@ def ending(cfg: Any, paths: RunPaths, args: argparse.Namespace, seconds: float) 
         "next",
         f"  {program} status {run}",
         f"  {program} eval --run {run} --suite again" + (" --episodes 20" if "return_mean" in result else ""),
-        f"  {program} run {config} runner.name={shlex.quote(cfg.runner.name + '-2')} runner.seed={int(cfg.runner.seed) + 1}",
+        f"  {program} run {config} runner.name={shlex.quote(cfg.runner.name + '-2')} runner.seed={cfg.runner.seed + 1}",
     ]
     return lines
 

@@ -7,12 +7,15 @@ import json
 import os
 import shlex
 import sys
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rlhpc.cli.named import run_paths
 from rlhpc.cli.parser import RESUME_WITH, RUN, SITE, add_command, add_words
 from rlhpc.jobs.paths import RunPaths
 from rlhpc.runtime.errors import ConfigError
+
+if TYPE_CHECKING:
+    from rlhpc.config.sections import RunConfig
 
 _EXAMPLES = {
     "plan": (
@@ -64,7 +67,7 @@ def _train(args: argparse.Namespace) -> int:
     return code
 
 
-def _stopped(args: argparse.Namespace, cfg: Any) -> str:
+def _stopped(args: argparse.Namespace, cfg: RunConfig) -> str:
     """What is told of a run that was asked to end: what is saved, and how to go on."""
     from rlhpc.config import total_steps
     from rlhpc.jobs.signals import MAX_RESTARTS
@@ -132,7 +135,7 @@ def _submit(args: argparse.Namespace) -> int:
         slurm=build_plan(cfg, launcher="slurm").submitit_parameters() if executor == "slurm" else None,
         wait=not args.no_wait,
         deadline_s=args.deadline,
-        max_restarts=int(cfg.runner.max_restarts),
+        max_restarts=cfg.runner.max_restarts,
         attempt=args.attempt,
         asked_by=ProcessId.of(args.asked_by) if args.asked_by is not None else None,
         hand_over=wait_elsewhere if args.whole_process else lambda waiter: None,

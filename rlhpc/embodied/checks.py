@@ -157,7 +157,7 @@ def check_ppo(cfg: PpoConfig, fail: Fail) -> None:
         ConfigError: The first rule that is broken.
     """
     algorithm, model, train = cfg.algorithm, cfg.actor.model, cfg.env.train
-    if str(model.model_type).lower() == "sac":
+    if model.model_type.lower() == "sac":
         raise fail("actor.model.model_type", "sac has critics of actions: it is for off_policy, and for bc before that")
     check_adapters(cfg, fail)
     if cfg.actor.training_backend.lower() == "deepspeed" and algorithm.target_kl is not None:

@@ -11,7 +11,7 @@ import math
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import IO, Any, SupportsFloat, cast
+from typing import IO, Any, SupportsFloat
 
 from rlhpc.jobs.paths import RunPaths
 from rlhpc.metrics.loggers import RunFacts
@@ -195,11 +195,8 @@ def _plain(value: SupportsFloat) -> int | float | None:
 
 def _numbers(values: Mapping[str, Any]) -> dict[str, float]:
     """A row for loggers: what is no finite number is NaN; what a foreign row has besides numbers is left out."""
-    return {
-        name: math.nan if value is None else cast(float, value)
-        for name, value in values.items()
-        if value is None or isinstance(value, (int, float))
-    }
+    numbers = {name: math.nan if value is None else value for name, value in values.items()}
+    return {name: value for name, value in numbers.items() if isinstance(value, (int, float))}
 
 
 def _line(step: int, values: Mapping[str, Any]) -> bytes:

@@ -217,11 +217,12 @@ def fail_status(folder: RunFolder, step: int, error: BaseException) -> None:
     """Leaves the reason of a failure in status.json, as far as the folder can be written."""
     try:
         if folder.paths.root.is_dir():
-            text = str(error) if isinstance(error, RlhpcError) else f"{type(error).__name__}: {error}"
+            ours = error if isinstance(error, RlhpcError) else None
+            text = str(error) if ours is not None else f"{type(error).__name__}: {error}"
             notes = getattr(error, "__notes__", ())
             folder.write_status(
                 "failed", step, force=True, stop_reason="; ".join([*text.splitlines()[:1], *notes]),
-                restartable=isinstance(error, RlhpcError) and error.restartable, node=getattr(error, "node", "") or "",
+                restartable=ours is not None and ours.restartable, node=ours.node if ours is not None else "",
             )  # fmt: skip
     except (OSError, StorageError):
         pass

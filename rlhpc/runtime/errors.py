@@ -9,10 +9,14 @@ class RlhpcError(Exception):
     Attributes:
         exit_code: Of the command that ends with it.
         restartable: Whether the same thing done again may go well, because a machine failed and not the program.
+        group, rank, node: Of the process that failed, where it was that of a worker group.
     """
 
     exit_code = 1
     restartable = False
+    group: str = ""
+    rank: int | None = None
+    node: str = ""
 
 
 class UserError(RlhpcError):

@@ -53,7 +53,7 @@ class FailurePolicy:
         Those of the groups that nobody calls expendable, when one that is has failed; all that live, when what failed is a
         rank of an independent group that has ended.
         """
-        group, rank = getattr(failure, "group", ""), getattr(failure, "rank", None)
+        group, rank = failure.group, failure.rank
         if group not in self.expendable or not failure.restartable:
             return set()
         alone = group in self.independent and any(

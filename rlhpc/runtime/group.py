@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from rlhpc.runtime import context as contexts
 from rlhpc.runtime.errors import ConfigError
@@ -28,6 +28,14 @@ def _client() -> RpcClient:
     if id(context) not in _clients:
         _clients[id(context)] = RpcClient(context, on_failure=lambda _: None, check=context.check)
     return _clients[id(context)]
+
+
+@runtime_checkable
+class Forking(Protocol):
+    """A class of ranks that says whether they may be forked; see `Worker.forks`."""
+
+    def forks(self, *args: Any, **kwargs: Any) -> bool:
+        """Whether ranks with these arguments may be."""
 
 
 class WorkerGroup:
@@ -96,8 +104,7 @@ class WorkerGroup:
         return self.wait_ready() if wait else self
 
     def _forks(self) -> bool:
-        says = getattr(self._cls, "forks", None)
-        return bool(says(*self._args, **self._kwargs)) if says is not None else True
+        return self._cls.forks(*self._args, **self._kwargs) if isinstance(self._cls, Forking) else True
 
     def relaunch(self) -> WorkerGroup:
         """Starts the ranks that have ended once more, in the same place; follow with `wait_ready`."""

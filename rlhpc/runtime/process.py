@@ -15,7 +15,7 @@ import time
 import traceback
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 from rlhpc.runtime.errors import RlhpcError
 from rlhpc.runtime.spec import WorkerSpec
@@ -23,6 +23,14 @@ from rlhpc.runtime.storage import explained, log_stream
 
 HEARTBEAT_S = 5.0
 _LOG_FORMAT = "%(asctime)s %(levelname)s [{name}] %(message)s"
+
+
+@runtime_checkable
+class Closing(Protocol):
+    """A worker with something to free as its rank ends."""
+
+    def close(self) -> None:
+        """Frees it."""
 
 
 def ignore_job_signals() -> None:
@@ -107,7 +115,7 @@ def describe(error: BaseException) -> dict[str, Any]:
     return {
         "text": f"{type(error).__name__}: {error}",
         "traceback": "".join(traceback.format_exception(error)),
-        "exit_code": getattr(error, "exit_code", 1),
+        "exit_code": error.exit_code if isinstance(error, RlhpcError) else 1,
         "pickled": body,
     }
 
@@ -182,10 +190,9 @@ def run_worker(spec: WorkerSpec, on_sigterm: Callable[[], None] | None = None) -
         name = method.decode()
         if name == "\0exit":
             door.answer(caller, [number, b"ok", b"0", *service.pack(None).frames()])
-            close = getattr(instance, "close", None)
-            if callable(close):
+            if isinstance(instance, Closing):
                 try:
-                    close()
+                    instance.close()
                 except Exception:
                     logging.getLogger(__name__).exception("%s.close() failed; this rank ends all the same", spec.name)
             return 0

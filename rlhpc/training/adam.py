@@ -43,17 +43,17 @@ class AdamOptions:
         Raises:
             ConfigError: Unknown name.
         """
-        name = str(optim.name).lower()
+        name = optim.name.lower()
         if name not in NAMES:
             raise ConfigError(f"actor.optim.name is {optim.name!r}; choose from {', '.join(NAMES)}")
         return cls(
             name,
-            lr=float(optim.lr),
-            beta1=float(optim.adam_beta1),
-            beta2=float(optim.adam_beta2),
-            eps=float(optim.adam_eps),
-            weight_decay=float(optim.weight_decay),
-            clip_grad=0.0 if optim.clip_grad is None else float(optim.clip_grad),
+            lr=optim.lr,
+            beta1=optim.adam_beta1,
+            beta2=optim.adam_beta2,
+            eps=optim.adam_eps,
+            weight_decay=optim.weight_decay,
+            clip_grad=0.0 if optim.clip_grad is None else optim.clip_grad,
         )
 
     def torch_optimizer(self, parameters: list[torch.nn.Parameter]) -> torch.optim.Optimizer:

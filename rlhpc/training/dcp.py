@@ -54,6 +54,6 @@ def load_sharded(folder: Path, state: dict[str, torch.Tensor]) -> None:
             dcp.load(state, storage_reader=HuggingFaceStorageReader(str(folder)), no_dist=True)
     # CheckpointException is no Exception, and safetensors has errors of its own.
     except (CheckpointException, Exception) as error:
-        failures = getattr(error, "failures", None)
+        failures = error.failures if isinstance(error, CheckpointException) else None
         reason = next(iter(failures.values()))[0] if failures else error
         raise CheckpointError(f"{folder}: the checkpoint does not fit this configuration: {reason}") from error

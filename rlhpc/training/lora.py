@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from rlhpc.config.sections import LoraConfig
 from rlhpc.runtime.errors import ConfigError
 from rlhpc.training.contract import Full
 
@@ -32,7 +33,7 @@ def peft() -> Any:
     return package
 
 
-def attach_lora(model: nn.Module, lora: Any, *, seed: int) -> nn.Module:
+def attach_lora(model: nn.Module, lora: LoraConfig, *, seed: int) -> nn.Module:
     """Freezes the model and gives it adapters in float32, whose initial values depend on the seed alone.
 
     Args:
@@ -43,7 +44,7 @@ def attach_lora(model: nn.Module, lora: Any, *, seed: int) -> nn.Module:
     Raises:
         ConfigError: `target_modules` names nothing in this model, or layers that are not linear.
     """
-    config = _config(lora, float(lora.dropout), task_type="CAUSAL_LM")
+    config = _config(lora, lora.dropout, task_type="CAUSAL_LM")
     on_meta = next(model.parameters()).is_meta
     try:
         with (
@@ -61,7 +62,7 @@ def attach_lora(model: nn.Module, lora: Any, *, seed: int) -> nn.Module:
     return adapted
 
 
-def inject_lora(model: nn.Module, lora: Any) -> None:
+def inject_lora(model: nn.Module, lora: LoraConfig) -> None:
     """Freezes a part of a policy and gives it adapters in float32, in place: its weights keep their names.
 
     They have no dropout: the log-probs of what was acted by would be others than those of the update.
@@ -82,22 +83,22 @@ def inject_lora(model: nn.Module, lora: Any) -> None:
     _finish(model, lora)
 
 
-def _config(lora: Any, dropout: float, **more: Any) -> Any:
+def _config(lora: LoraConfig, dropout: float, **more: Any) -> Any:
     targets = lora.target_modules
     return peft().LoraConfig(
-        r=int(lora.rank),
-        lora_alpha=int(lora.alpha),
+        r=lora.rank,
+        lora_alpha=lora.alpha,
         lora_dropout=dropout,
         target_modules=str(targets) if isinstance(targets, str) else [str(name) for name in targets],
         **more,
     )
 
 
-def _no_targets(lora: Any, reason: object) -> ConfigError:
+def _no_targets(lora: LoraConfig, reason: object) -> ConfigError:
     return ConfigError(f"actor.lora.target_modules is {lora.target_modules!r}: {reason}")
 
 
-def _finish(adapted: nn.Module, lora: Any) -> None:
+def _finish(adapted: nn.Module, lora: LoraConfig) -> None:
     for name, layer in _layers(adapted):
         if not isinstance(layer.base_layer, nn.Linear) and type(layer.base_layer).__name__ != "Conv1D":
             raise _no_targets(lora, f"{name} is a {type(layer.base_layer).__name__}; adapters go on linear layers")

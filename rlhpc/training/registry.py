@@ -33,5 +33,5 @@ def make_backend(blueprint: Blueprint, actor: ActorSection, worker: Ranks) -> Tr
     Raises:
         ConfigError: There is no such backend, or its package is not installed.
     """
-    backend: TrainingBackend = BACKENDS.find(str(actor.training_backend))(blueprint, actor, worker)
+    backend: TrainingBackend = BACKENDS.find(actor.training_backend)(blueprint, actor, worker)
     return backend

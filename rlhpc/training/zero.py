@@ -234,7 +234,7 @@ class DeepSpeedBackend(TrainingBackend):
             "world_size": self.ranks,
             "zero_stage": self.stage,
             "dtype": str(self.dtype).removeprefix("torch."),
-            "cpu_offload": bool(self.actor.deepspeed.cpu_offload),
+            "cpu_offload": self.actor.deepspeed.cpu_offload,
         }
 
     def load(self, folder: Path) -> None:

@@ -7,8 +7,8 @@ import difflib
 from typing import TYPE_CHECKING, Any
 
 import torch
-from omegaconf import OmegaConf
 
+from rlhpc.config.typed import plain
 from rlhpc.runtime.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -68,9 +68,7 @@ def deepspeed_config(actor: ActorSection, dtype: torch.dtype, parameters: int | 
     stage, clip = actor.deepspeed.zero_stage, actor.optim.clip_grad
     if isinstance(stage, bool) or stage not in (1, 2, 3):
         raise ConfigError(f"actor.deepspeed.zero_stage is {stage!r}; choose from 1, 2, 3")
-    section: Any = actor.deepspeed.config or {}
-    plain: Any = OmegaConf.to_container(section, resolve=True) if OmegaConf.is_config(section) else section
-    given: dict[str, Any] = dict(plain)
+    given: dict[str, Any] = dict(plain(actor.deepspeed.config or {}))
     _check(given)
     bfloat16 = dtype == torch.bfloat16
     proposed: dict[str, Any] = {"steps_per_print": 2**31}

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from gymnasium import spaces
 
 from rlhpc.embodied.data.replay import ReplayBuffer, gather, row_type
 from rlhpc.embodied.data.replay_files import StoredReplay, describe
@@ -133,8 +134,9 @@ def fit(demos: np.ndarray, observation_space: Any, action_space: Any, chunk: int
     Raises:
         ConfigError: They are of another task; shows both.
     """
-    boxes = getattr(observation_space, "spaces", None)
-    boxes = {f"obs.{name}": box for name, box in boxes.items()} if boxes is not None else {"obs": observation_space}
+    boxes = {"obs": observation_space}
+    if isinstance(observation_space, spaces.Dict):
+        boxes = {f"obs.{name}": box for name, box in observation_space.items()}
     columns = {name: _as_float32(np.zeros((1, *box.shape), box.dtype)) for name, box in boxes.items()}
     columns |= {f"next_{name}": column for name, column in columns.items()}
     columns["actions"] = np.zeros((1, chunk, int(np.prod(action_space.shape))), np.float32)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from rlhpc.config.sections import LoraConfig
 from rlhpc.embodied.config import ModelConfig
 from rlhpc.embodied.envs.observations import boxes_of
 from rlhpc.embodied.models.base import Obs
@@ -60,7 +60,7 @@ class Pi0Policy(FlowActing):
         prompt = str(self.options.get("prompt") or "{instruction}\n")
         self.inputs = VlmInputs(observation_space, tokenizer, settings, config.vlm_config, tokens, prompt, True)
         if self.options.get("lora"):
-            inject_lora(self.model, SimpleNamespace(**self.options["lora"]))
+            inject_lora(self.model, LoraConfig(**self.options["lora"]))
         width = int(config.vlm_config.text_config.hidden_size)
         valued = cfg.add_value_head
         self.value_head = ValueHead(width, self.value_width) if valued else None

@@ -10,7 +10,7 @@ import torch
 from gymnasium import spaces
 from torch import Tensor, nn
 
-from rlhpc.embodied.config import SacModelConfig
+from rlhpc.embodied.config import BcModelConfig, SacModelConfig
 from rlhpc.embodied.models.base import Policy
 from rlhpc.embodied.models.heads import SquashedGaussianHead
 from rlhpc.embodied.models.mlp import ACTIVATIONS, mlp
@@ -78,7 +78,7 @@ class SACPolicy(Policy):
 
     head: SquashedGaussianHead  # type: ignore[assignment]
 
-    def __init__(self, cfg: SacModelConfig, observation_space: Any, action_space: Any) -> None:
+    def __init__(self, cfg: SacModelConfig | BcModelConfig, observation_space: Any, action_space: Any) -> None:
         super().__init__(cfg, observation_space, action_space)
         self.head = SquashedGaussianHead(action_space, self.chunk)
         hidden, activation = list(cfg.hidden_sizes), cfg.activation

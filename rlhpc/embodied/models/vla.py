@@ -8,13 +8,13 @@ hidden state that the first of them is said from.
 from __future__ import annotations
 
 import math
-from types import SimpleNamespace
 from typing import Any
 
 import torch
 from gymnasium import spaces
 from torch import Tensor
 
+from rlhpc.config.sections import LoraConfig
 from rlhpc.embodied.config import ModelConfig
 from rlhpc.embodied.models.base import Obs, Policy
 from rlhpc.embodied.models.flow import scale_of
@@ -94,7 +94,7 @@ class VLAPolicy(Policy):
                 "the vocabulary, which stand for actions"
             )
         if options.get("lora"):
-            inject_lora(self.vlm, SimpleNamespace(**options["lora"]))
+            inject_lora(self.vlm, LoraConfig(**options["lora"]))
         width = int(self.vlm.config.text_config.hidden_size)
         valued = cfg.add_value_head
         self.value_head = ValueHead(width, self.value_width) if valued else None

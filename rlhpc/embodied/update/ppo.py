@@ -84,12 +84,12 @@ class PolicyUpdate:
         self.backend, self.batch_size, self.micro_batch, self.seed = backend, batch_size, micro_batch, seed
         self._reduce, self._rank, self._ranks = reduce, rank, ranks
         self.skips, self._gather = Skips(skip), gather
-        self.epochs = int(algorithm.update_epochs)
-        self.loss_type = str(algorithm.loss_type)
-        self.value_coef, self.entropy_coef = float(algorithm.value_coef), float(algorithm.entropy_coef)
-        self.value_clip = None if algorithm.value_clip is None else float(algorithm.value_clip)
-        self.target_kl = None if algorithm.target_kl is None else float(algorithm.target_kl)
-        wanted = str(algorithm.normalize_advantages or "none").lower()
+        self.epochs = algorithm.update_epochs
+        self.loss_type = algorithm.loss_type
+        self.value_coef, self.entropy_coef = algorithm.value_coef, algorithm.entropy_coef
+        self.value_clip = algorithm.value_clip
+        self.target_kl = algorithm.target_kl
+        wanted = algorithm.normalize_advantages.lower()
         self.normalize = "minibatch" if wanted == "auto" else wanted
         if self.normalize not in ("batch", "minibatch", "none", "false"):
             raise ConfigError(
@@ -97,14 +97,14 @@ class PolicyUpdate:
                 "choose from batch, minibatch, none"
             )
         self._loss_options: dict[str, Any] = {
-            "clip_ratio_low": float(algorithm.clip_ratio_low),
-            "clip_ratio_high": float(algorithm.clip_ratio_high),
-            "clip_ratio_c": None if algorithm.clip_ratio_c is None else float(algorithm.clip_ratio_c),
+            "clip_ratio_low": algorithm.clip_ratio_low,
+            "clip_ratio_high": algorithm.clip_ratio_high,
+            "clip_ratio_c": algorithm.clip_ratio_c,
             "loss_agg": "token-mean",
         }
         self.decoupled = POLICY_LOSSES.find(self.loss_type) is losses.decoupled_ppo
         if self.decoupled:
-            self._loss_options["behave_weight_cap"] = None if algorithm.tis_cap is None else float(algorithm.tis_cap)
+            self._loss_options["behave_weight_cap"] = algorithm.tis_cap
 
     def run(self, batch: dict[str, torch.Tensor], held: range, total: int, step: int, lr: float) -> dict[str, float]:
         """All epochs over one rollout.

@@ -81,7 +81,7 @@ class SacUpdate:
     ) -> None:
         self.policy, self._reduce, self._ranks, self._rank = policy, reduce, ranks, rank
         self.skips = Skips(skip)
-        value_lr = float(optim.lr if optim.value_lr is None else optim.value_lr)
+        value_lr = optim.lr if optim.value_lr is None else optim.value_lr
         options = AdamOptions.of(optim)
         self.actor = FlatModule(policy.actor, options, reduce, ranks, look=skip)
         self.critic = FlatModule(policy.critics, replace(options, lr=value_lr), reduce, ranks, look=skip)
@@ -92,15 +92,15 @@ class SacUpdate:
         for parameter, part in zip(self.targets.parameters(), self._target_weights.split(sizes), strict=True):
             parameter.data = part.view(parameter.shape)
         self._trained = list(policy.actor.parameters())
-        self.gamma, self.tau = float(algorithm.gamma), float(algorithm.tau)
-        self.backup_entropy = bool(algorithm.backup_entropy)
-        self.actor_every, self.targets_every = int(algorithm.critic_actor_ratio), int(algorithm.target_update_freq)
-        self.tune = bool(algorithm.auto_entropy_tuning)
+        self.gamma, self.tau = algorithm.gamma, algorithm.tau
+        self.backup_entropy = algorithm.backup_entropy
+        self.actor_every, self.targets_every = algorithm.critic_actor_ratio, algorithm.target_update_freq
+        self.tune = algorithm.auto_entropy_tuning
         wanted = algorithm.target_entropy
-        self.target_entropy = -float(policy.head.dim) if wanted is None else float(wanted)
-        self.log_alpha = self._target_weights.new_full((1,), float(algorithm.initial_alpha)).log()
+        self.target_entropy = -float(policy.head.dim) if wanted is None else wanted
+        self.log_alpha = self._target_weights.new_full((1,), algorithm.initial_alpha).log()
         self._alpha_gradient = torch.zeros_like(self.log_alpha)
-        alpha_lr = value_lr if algorithm.alpha_lr is None else float(algorithm.alpha_lr)
+        alpha_lr = value_lr if algorithm.alpha_lr is None else algorithm.alpha_lr
         self._alpha_adam = FlatAdam(
             self.log_alpha, self._alpha_gradient, replace(options, lr=alpha_lr, weight_decay=0.0)
         )
