@@ -26,6 +26,14 @@ _CHOICES = {
     "rollout.weight_delta": ("off", "frozen", "elements"),
     "actor.model.activation": ("tanh", "relu", "elu", "silu", "gelu"),
 }
+_EVALUATION = ("env.eval.",)
+_FREE = (
+    "runner.stop_return", "runner.val_check_interval",
+    "rollout.weight_sync", "rollout.weight_delta", "rollout.pipeline_stage_num",
+    "actor.micro_batch_size", "actor.training_backend", "actor.fsdp.", "actor.deepspeed.",
+    "actor.model.gradient_checkpointing", "actor.model.attn_implementation",
+    "env.train.simulators", "env.train.simulator_python",
+)  # fmt: skip
 _ENVIRONMENT = ("env.train.env_type", "env.train.env_id")
 _SHAPES = ("model_type", "hidden_sizes", "num_action_chunks", "value_per_action", "critic_layer_norm", "add_value_head")
 _PLAYING = (
@@ -242,6 +250,8 @@ PPO = PpoKind(
     compared=_PLAYED,
     ranges=RANGES,
     choices=_CHOICES,
+    evaluation=_EVALUATION,
+    free=_FREE,
     expendable=_LOST,
     independent=_LOST,
 )
@@ -266,6 +276,8 @@ SAC = SacKind(
     compared=_PLAYED,
     ranges=RANGES,
     choices={**_CHOICES, "algorithm.loss_type": ("sac", "embodied_sac")},
+    evaluation=_EVALUATION,
+    free=_FREE,
     expendable=_LOST,
     independent=_LOST,
 )
@@ -292,4 +304,6 @@ BC = BcKind(
     compared=(*_COMPARED, ("train/loss", "Imitation loss", "loss")),
     ranges=RANGES,
     choices=_CHOICES,
+    evaluation=_EVALUATION,
+    free=_FREE,
 )

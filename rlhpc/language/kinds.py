@@ -35,6 +35,13 @@ _CHOICES = {
 }
 #: The configuration of a run that trains a language model.
 Cfg = TypeVar("Cfg", bound=LanguageConfig)
+_EVALUATION = ("data.eval",)
+_FREE = (
+    "rollout.weight_delta", "rollout.gpu_memory_utilization", "rollout.max_batch_size",
+    "actor.max_tokens_per_micro_batch", "actor.training_backend", "actor.fsdp.", "actor.deepspeed.",
+    "actor.offload_in_rollout", "actor.model.gradient_checkpointing", "actor.model.attn_implementation",
+    "reward.timeout_s", "reward.processes",
+)  # fmt: skip
 _PRELOAD = (
     "rlhpc.language.roles.actor",
     "rlhpc.language.roles.rollout",
@@ -187,6 +194,8 @@ GRPO = GrpoKind(
     compared=(("train/reward", "Reward", "mean reward"), *_COMPARED),
     ranges=RANGES,
     choices=_CHOICES,
+    evaluation=_EVALUATION,
+    free=_FREE,
     expendable=frozenset({"rollout"}),
 )
 SFT = LanguageKind(
@@ -204,6 +213,8 @@ SFT = LanguageKind(
     compared=(("train/loss", "Loss", "cross entropy (nats per token)"), *_COMPARED),
     ranges=RANGES,
     choices=_CHOICES,
+    evaluation=_EVALUATION,
+    free=_FREE,
     trained=("train/loss", "training loss"),
     rate="time/train_tokens_per_s",
 )

@@ -114,6 +114,8 @@ class Kind(Generic[Cfg]):
         compared: Metrics that runs are compared by: name, title, axis; `eval/` begins those of evaluations.
         ranges: What its numbers may be.
         choices: Words that keys may have.
+        evaluation: Keys, or sections (with a dot at the end), that change what evaluations do, and nothing else.
+        free: Those of the machine and of how the work is cut into pieces: a run goes on with others.
         expendable: Groups that may be lost and started again in a submitted run.
         independent: Those of them whose ranks have no collectives among themselves: one that dies starts again alone.
     """
@@ -127,6 +129,8 @@ class Kind(Generic[Cfg]):
     compared: tuple[tuple[str, str, str], ...] = ()
     ranges: Mapping[str, Range] = field(default_factory=dict)
     choices: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    evaluation: tuple[str, ...] = ()
+    free: tuple[str, ...] = ()
     expendable: frozenset[str] = frozenset()
     independent: frozenset[str] = frozenset()
 

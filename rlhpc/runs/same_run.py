@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from rlhpc.config import config_to_yaml, require_same_run, segment_ends
+from rlhpc.config import config_to_yaml, segment_ends
+from rlhpc.runs.changes import require_same_run
 from rlhpc.config.sections import RunConfig
 from rlhpc.runs.configuration import load_config
 from rlhpc.runs.kinds import kind_of

@@ -1,5 +1,6 @@
 # What the rules share: the run's configuration, read without torch, and which files belong to which segment.
-from rlhpc.config import evaluation_fingerprint, segment_ends, training_fingerprint
+from rlhpc.config import segment_ends
+from rlhpc.runs.changes import evaluation_fingerprint, training_fingerprint
 from rlhpc.runs.configuration import load_config
 from rlhpc.metrics.results import last_result
 from rlhpc.runs.kinds import kind_of

@@ -19,21 +19,17 @@ import yaml
 from rlhpc.config.sections import RunConfig
 from rlhpc.config.typed import plain
 from rlhpc.config.yaml_loader import UniqueKeys
+from rlhpc.runs.kinds import Kind, find_kind, kind_of
 from rlhpc.runtime.errors import ConfigError
 from rlhpc.runtime.plain import read_yaml
 
-_EVALUATION = ("env.eval.", "data.eval", "workflow.suites")
+#: Sections and keys (a section ends with a dot) of each kind that all runs have; a kind of run adds its own.
+_EVALUATION = ("workflow.suites",)
 _FREE = (
     "cluster.", "workflow.",
-    "runner.name", "runner.run_dir", "runner.max_steps", "runner.max_epochs", "runner.segments", "runner.stop_return",
-    "runner.save_interval", "runner.keep_checkpoints", "runner.val_check_interval", "runner.resume_dir", "runner.max_restarts",
-    "runner.save_reserve_s", "runner.rendezvous_timeout_s", "runner.step_timeout_s", "runner.on_nonfinite", "runner.logger.",
-    "rollout.weight_sync", "rollout.weight_delta", "rollout.pipeline_stage_num", "rollout.gpu_memory_utilization",
-    "rollout.max_batch_size",
-    "actor.micro_batch_size", "actor.max_tokens_per_micro_batch", "actor.training_backend", "actor.fsdp.", "actor.deepspeed.",
-    "actor.offload_in_rollout", "actor.model.gradient_checkpointing", "actor.model.attn_implementation",
-    "reward.timeout_s", "reward.processes",
-    "env.train.simulators", "env.train.simulator_python",
+    "runner.name", "runner.run_dir", "runner.max_steps", "runner.max_epochs", "runner.segments", "runner.save_interval",
+    "runner.keep_checkpoints", "runner.resume_dir", "runner.max_restarts", "runner.save_reserve_s",
+    "runner.rendezvous_timeout_s", "runner.step_timeout_s", "runner.on_nonfinite", "runner.logger.",
 )  # fmt: skip
 #: Changes that a message spells out; the rest is a number.
 _SHOWN = 6
@@ -80,25 +76,36 @@ def training_changes(before: RunConfig | Mapping[str, Any], after: RunConfig | M
     A key that one side does not have is none: it came or went with a version of rlhpc.
     """
     old, new = _plain(before), _plain(after)
+    kind = find_kind(new.get("runner.task_type"))
     return [
         Change(key, old[key], new[key])
         for key in old
         if key in new
         and old[key] != new[key]
-        and not (_is(key, _FREE) or _is(key, _EVALUATION))
+        and not (_is_free(key, kind) or _is_evaluations(key, kind))
         # A file keeps what comes from the environment as `${oc.env:…}`: what that was then, nobody knows.
         and "${" not in str(old[key])
     ]
 
 
+def _is_free(key: str, kind: Kind) -> bool:
+    return _is(key, (*_FREE, *kind.free))
+
+
+def _is_evaluations(key: str, kind: Kind) -> bool:
+    return _is(key, (*_EVALUATION, *kind.evaluation))
+
+
 def training_fingerprint(cfg: RunConfig) -> str:
     """Of all that says what is trained."""
-    return _digest({k: v for k, v in _plain(cfg).items() if not _is(k, _FREE) and not _is(k, _EVALUATION)})
+    kind = kind_of(cfg)
+    return _digest({k: v for k, v in _plain(cfg).items() if not (_is_free(k, kind) or _is_evaluations(k, kind))})
 
 
 def evaluation_fingerprint(cfg: RunConfig) -> str:
     """Of all that says how a checkpoint is evaluated, beside the policy itself."""
-    return _digest({k: v for k, v in _plain(cfg).items() if _is(k, _EVALUATION)})
+    kind = kind_of(cfg)
+    return _digest({k: v for k, v in _plain(cfg).items() if _is_evaluations(k, kind)})
 
 
 def _digest(facts: dict[str, Any]) -> str:

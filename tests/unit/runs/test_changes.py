@@ -7,13 +7,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from rlhpc.config import (
-    config_to_yaml,
-    evaluation_fingerprint,
-    require_same_run,
-    training_changes,
-    training_fingerprint,
-)
+from rlhpc.config import config_to_yaml
+from rlhpc.runs.changes import evaluation_fingerprint, require_same_run, training_changes, training_fingerprint
 from rlhpc.runs.configuration import load_config
 from rlhpc.runtime.errors import ConfigError
 
