@@ -43,8 +43,9 @@ _FREE = (
     "reward.timeout_s", "reward.processes",
 )  # fmt: skip
 _PRELOAD = (
-    "rlhpc.language.roles.actor",
+    "rlhpc.language.roles.grpo",
     "rlhpc.language.roles.rollout",
+    "rlhpc.language.roles.sft",
     "transformers",
     "transformers.models.auto.modeling_auto",
 )
@@ -175,7 +176,7 @@ GRPO = GrpoKind(
     "reasoning",
     GrpoConfig,
     {
-        "actor": "rlhpc.language.roles.actor:LanguageActor",
+        "actor": "rlhpc.language.roles.grpo:GrpoActor",
         "rollout": "rlhpc.language.roles.rollout:LanguageRolloutWorker",
     },
     "rlhpc.language.runners.grpo:ReasoningRunner",
@@ -201,7 +202,7 @@ GRPO = GrpoKind(
 SFT = LanguageKind(
     "sft",
     SftConfig,
-    {"actor": "rlhpc.language.roles.actor:LanguageActor"},
+    {"actor": "rlhpc.language.roles.sft:SftActor"},
     "rlhpc.language.runners.sft:SftRunner",
     preload=_PRELOAD,
     curves={

@@ -33,7 +33,7 @@ class ReasoningRunner(Runner[GrpoConfig]):
 
     Args:
         cfg: Configuration.
-        actor, rollout: Launched groups of `LanguageActor` and `LanguageRolloutWorker`.
+        actor, rollout: Launched groups of `GrpoActor` and `LanguageRolloutWorker`.
         run: The run's folder; by default what `runner.run_dir` and `runner.name` say.
         stop: Asked between steps whether to end early.
 

@@ -17,7 +17,7 @@ class SftRunner(Runner[SftConfig]):
 
     Args:
         cfg: Configuration.
-        actor: Launched group of `LanguageActor`.
+        actor: Launched group of `SftActor`.
         run, stop: As the other runners'.
     """
 

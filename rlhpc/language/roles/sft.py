@@ -1,0 +1,66 @@
+"""SftActor: one data-parallel rank of the trainer of a run on demonstrations."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from rlhpc.algorithms.losses import aggregate
+from rlhpc.language.config import SftConfig
+from rlhpc.language.data import PromptSampler, PromptTokenizer, make_dataset
+from rlhpc.language.roles.actor import LanguageActor
+from rlhpc.language.tokens.batches import TokenBatch
+from rlhpc.language.tokens.scores import TokenScores
+
+
+class SftActor(LanguageActor[SftConfig]):
+    """Trains on the demonstrations of a dataset."""
+
+    def init_worker(self, total_steps: int) -> dict[str, Any]:
+        """Loads model, optimizer and dataset.
+
+        Args:
+            total_steps: Steps of the whole run, for the learning rate.
+
+        Returns:
+            Facts: trainable parameters.
+        """
+        facts = self._load_model(total_steps)
+        data = self.cfg.data
+        self.encoder = PromptTokenizer(
+            self.tokenizer, data.max_prompt_tokens, data.overlong_prompts, data.train.chat_template
+        )
+        self.dataset = make_dataset(data.train, "train", demonstrations=True)
+        if self.encoder.overlong == "drop":
+            self.dataset = self.encoder.fitting(self.dataset, demonstrations=True, max_tokens=self.max_tokens)
+        self.sampler = PromptSampler(len(self.dataset), data.prompts_per_step, self.seed)
+        return facts
+
+    def imitate(self, step: int) -> dict[str, float]:
+        """One optimizer step of SFT on this step's demonstrations: the mean of −log p over their tokens.
+
+        Returns:
+            Metrics, the same on all ranks.
+        """
+        rows, count = [], self.cfg.data.prompts_per_step
+        for draw in range(self.rank, count, self.world_size):
+            index = self.sampler.at((step - 1) * count + draw)
+            encoded = self.encoder.encode_demonstration(self.dataset[index], self.max_tokens)
+            assert encoded is not None, "those that do not fit are dropped at the start"
+            ids, mask = encoded
+            rows.append({"ids": torch.tensor(ids), "mask": torch.tensor(mask, dtype=torch.bool)})
+        held = torch.tensor(float(sum(int(row["mask"].sum()) for row in rows)))
+        tokens = float((self.all_reduce(held) if self.world_size > 1 else held).item())
+
+        def loss(scores: TokenScores, batch: TokenBatch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+            mask = batch.fields["mask"].bool()
+            value = aggregate(-scores.logprobs, mask, "token-mean", global_tokens=tokens)
+            return value, {"loss": value.detach()}
+
+        batches = self._micro_batches(rows, ("mask",))
+        rate = self._learning_rate(step)
+        parts = self.backend.forward_backward(batches, loss)
+        found = self._step(rate, self._reduced(parts), tokens, f"step {step}", rows)
+        self.version = step
+        return {**found, "lr": rate, **self.skips.counted()}
