@@ -61,6 +61,7 @@ def single_process() -> dict[str, float]:
 
     torch.set_num_threads(1)
     env = gymnasium.make("RlhpcDummy-v0")
+    assert isinstance(env.action_space, gymnasium.spaces.Box)
     learner, buffer = Learner(17, env.action_space), Buffer(100_000, 17, 6)
     obs, times = env.reset(seed=1)[0], []
     for step in range(STEPS):

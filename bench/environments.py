@@ -24,6 +24,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +51,8 @@ PIPELINED_STEPS = 100
 def play(env: dict[str, Any], model: dict[str, Any], *, ranks: int, slots: int, steps: int, stages: int = 1) -> float:
     """Seconds of a rollout of `steps` decisions in `slots` slots, as a run has it between two updates."""
     from rlhpc import Cluster, HybridComponentPlacement
+    from rlhpc.config.typed import typed
+    from rlhpc.embodied.config import PpoConfig
     from rlhpc.embodied.roles.env import EnvWorker
     from rlhpc.embodied.roles.ppo import EmbodiedActor
     from rlhpc.embodied.roles.rollout import MultiStepRolloutWorker
@@ -57,13 +60,13 @@ def play(env: dict[str, Any], model: dict[str, Any], *, ranks: int, slots: int, 
     from rlhpc.runs.configuration import load_config
 
     with tempfile.TemporaryDirectory() as folder:
-        cfg = load_config(ROOT / "configs" / "base" / "ppo.yaml", [
+        cfg = typed(PpoConfig, load_config(ROOT / "configs" / "base" / "ppo.yaml", [
             f"runner.run_dir={folder}", "runner.name=bench", f"algorithm.rollout_steps={steps}", f"env.train.num_envs={slots}",
             f"rollout.pipeline_stage_num={stages}", f"actor.global_batch_size={slots * steps}",
             f"cluster.component_placement={{actor: 0, rollout: 0, env: '0:0-{ranks - 1}'}}", "env.train.simulators=0",
             *(f"env.train.{name}={json.dumps(value)}" for name, value in env.items()),
             *(f"actor.model.{name}={json.dumps(value)}" for name, value in model.items()),
-        ])  # fmt: skip
+        ]))  # fmt: skip
         cluster = Cluster(cfg.cluster)
         placement = HybridComponentPlacement(cfg, cluster)
         classes = {"actor": EmbodiedActor, "rollout": MultiStepRolloutWorker, "env": EnvWorker}
@@ -74,7 +77,7 @@ def play(env: dict[str, Any], model: dict[str, Any], *, ranks: int, slots: int, 
             for role, cls in classes.items()
         }
         try:
-            runner = EmbodiedRunner(cfg, **groups)
+            runner = EmbodiedRunner(cfg, groups["actor"], groups["rollout"], groups["env"])
             runner.build()
             found = []
             for step in range(ROLLOUTS + 1):
@@ -173,17 +176,17 @@ def contenders() -> dict[str, Callable[[], float]]:
     """What is measured, by name; a round runs all in this order."""
     found: dict[str, Callable[[], float]] = {}
     for task in TASKS:
-        found[f"{task}: gymnasium sync, {SLOTS} slots"] = lambda t=task: gymnasium("sync", t, SLOTS)
-        found[f"{task}: rlhpc, 1 rank, {SLOTS} slots"] = lambda t=task: rlhpc(t, 1, SLOTS)
-        found[f"{task}: gymnasium async, 2 slots"] = lambda t=task: gymnasium("async", t, 2)
-        found[f"{task}: rlhpc, 2 ranks, 2 slots"] = lambda t=task: rlhpc(t, 2, 2)
-        found[f"{task}: gymnasium async, {SLOTS} slots"] = lambda t=task: gymnasium("async", t, SLOTS)
-        found[f"{task}: rlhpc, 2 ranks, {SLOTS} slots"] = lambda t=task: rlhpc(t, 2, SLOTS)
+        found[f"{task}: gymnasium sync, {SLOTS} slots"] = partial(gymnasium, "sync", task, SLOTS)
+        found[f"{task}: rlhpc, 1 rank, {SLOTS} slots"] = partial(rlhpc, task, 1, SLOTS)
+        found[f"{task}: gymnasium async, 2 slots"] = partial(gymnasium, "async", task, 2)
+        found[f"{task}: rlhpc, 2 ranks, 2 slots"] = partial(rlhpc, task, 2, 2)
+        found[f"{task}: gymnasium async, {SLOTS} slots"] = partial(gymnasium, "async", task, SLOTS)
+        found[f"{task}: rlhpc, 2 ranks, {SLOTS} slots"] = partial(rlhpc, task, 2, SLOTS)
     for e, p in PAIRS:
         for stages in (1, 2):
-            found[f"rollout s: e {e} s, p {p} s, {stages} stages"] = lambda a=(e, p, stages): pipelining(*a)
+            found[f"rollout s: e {e} s, p {p} s, {stages} stages"] = partial(pipelining, e, p, stages)
     for ranks in (1, 2):
-        found[f"quickstart: {ranks} env ranks"] = lambda r=ranks: quickstart(r)
+        found[f"quickstart: {ranks} env ranks"] = partial(quickstart, ranks)
     return found
 
 
@@ -219,7 +222,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     options = parser.parse_args(argv)
     os.environ["OMP_NUM_THREADS"] = "1"
     if options.gymnasium:
-        print(gymnasium_rate(*options.gymnasium[:2], int(options.gymnasium[2])))
+        kind, task, slots = options.gymnasium
+        print(gymnasium_rate(kind, task, int(slots)))
         return
     runs = {name: run for name, run in contenders().items() if options.only in name}
     found: dict[str, list[float]] = {name: [] for name in runs}

@@ -105,23 +105,28 @@ def difference(one: Sequence[float], other: Sequence[float]) -> dict[str, float 
 
 def compare(curves: dict[str, list[list[float | None]]]) -> dict[str, Any]:
     """The criterion, for one measure."""
-    every = [curve for side in SIDES for curve in curves[side]]
-    known = [i for i in range(len(every[0])) if all(curve[i] is not None for curve in every)]
-    late = known[-max(1, len(known) // 4) :]
+    spans = zip(*(curve for side in SIDES for curve in curves[side]), strict=True)
+    known = [number for number, values in enumerate(spans) if None not in values]
+    whole = {side: [_at(curve, known) for curve in curves[side]] for side in SIDES}
+    late = max(1, len(known) // 4)
 
-    def means(side: str, at: Sequence[int]) -> list[float]:
-        return [statistics.mean(curve[i] for i in at) for curve in curves[side]]  # type: ignore[type-var]
+    def means(side: str, last: int) -> list[float]:
+        return [statistics.mean(curve[-last:]) for curve in whole[side]]
 
     overlap = [
-        min(max(c[i] for c in curves[side]) for side in SIDES) >= max(min(c[i] for c in curves[side]) for side in SIDES)  # type: ignore[type-var]
-        for i in known
+        min(max(c[i] for c in whole[side]) for side in SIDES) >= max(min(c[i] for c in whole[side]) for side in SIDES)
+        for i in range(len(known))
     ]
     return {
-        "whole": difference(*(means(side, known) for side in SIDES)),
+        "whole": difference(*(means(side, len(known)) for side in SIDES)),
         "end": difference(*(means(side, late) for side in SIDES)),
         "bands_overlap": sum(overlap) / len(overlap),
         "spans": len(known),
     }
+
+
+def _at(curve: Sequence[float | None], spans: Sequence[int]) -> list[float]:
+    return [value for number in spans if (value := curve[number]) is not None]
 
 
 def learn(name: str, case: Case, seeds: int, steps: int, together: int) -> None:

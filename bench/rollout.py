@@ -15,9 +15,12 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from bench.machine import spread, write
+
+if TYPE_CHECKING:
+    from rlhpc.language.config import LanguageConfig
 
 BACKENDS = ("hf", "vllm")
 
@@ -35,15 +38,16 @@ def tiny_model(folder: Path) -> None:
     transformers.LlamaForCausalLM(config).save_pretrained(folder)
 
 
-def configuration(backend: str, batch: int) -> Any:
+def configuration(backend: str, batch: int) -> LanguageConfig:
     """What `make_rollout` reads."""
     from omegaconf import OmegaConf
 
-    from rlhpc.language.config import GrpoActorConfig as ActorConfig
-    from rlhpc.language.config import GrpoRolloutConfig as RolloutConfig
+    from rlhpc.config.typed import typed
+    from rlhpc.language.config import LanguageConfig
 
-    rollout = RolloutConfig(rollout_backend=backend, max_batch_size=batch)
-    return OmegaConf.create({"rollout": OmegaConf.structured(rollout), "actor": OmegaConf.structured(ActorConfig)})
+    cfg = typed(LanguageConfig, OmegaConf.structured(LanguageConfig))
+    cfg.rollout.rollout_backend, cfg.rollout.max_batch_size = backend, batch
+    return cfg
 
 
 def plain_transformers(folder: str, prompts: Sequence[tuple[int, ...]], lengths: Sequence[int]) -> Callable[[], None]:

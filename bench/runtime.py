@@ -94,12 +94,13 @@ def main(argv: Sequence[str] | None = None) -> None:
         for name, value in medians["rlhpc"].items()
         if name in medians.get("Ray", {}) and value
     }
-    content = {"figures": figures, "ray_over_rlhpc": beside_ray, "goals": goals(medians)}
+    reached = goals(medians)
+    content = {"figures": figures, "ray_over_rlhpc": beside_ray, "goals": reached}
     path = write("runtime", f"python -m bench.runtime --repeat {args.repeat}", content)
     for who, found in figures.items():
         for name, figure in found.items():
             print(f"{who:6} {name:55} {figure['min']:12.2f} {figure['median']:12.2f} {figure['max']:12.2f}")
-    for line in content["goals"]:
+    for line in reached:
         print(f"{'met   ' if line['met'] else 'MISSED'} {line['goal']:55} {line['measured']:12.3f} ({line['wanted']})")
     print(path)
 

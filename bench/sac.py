@@ -15,7 +15,6 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 from bench.machine import spread, write
@@ -29,25 +28,19 @@ def ours() -> Callable[[], None]:
     import torch
     from gymnasium import spaces
 
+    from rlhpc.embodied.config import SacAlgorithmConfig, SacModelConfig, SacOptimConfig
     from rlhpc.embodied.data.mixture import Mixture
     from rlhpc.embodied.data.replay import ReplayBuffer
     from rlhpc.embodied.models import build_model
+    from rlhpc.embodied.models.sac import SACPolicy
     from rlhpc.embodied.update.sac import SacBatch, SacUpdate
 
-    model = SimpleNamespace(
-        model_type="sac", hidden_sizes=[256, 256], activation="relu", ortho_init=False, log_std_init=0.0,
-        critic_layer_norm=False, num_action_chunks=1, value_per_action=False, kwargs={},
-    )  # fmt: skip
+    model = SacModelConfig(hidden_sizes=[256, 256], activation="relu", ortho_init=False)
     box = spaces.Box(-1, 1, (ACT,), np.float32)
     policy = build_model(model, spaces.Box(-np.inf, np.inf, (OBS,), np.float32), box, seed=1)
-    algorithm = SimpleNamespace(
-        gamma=0.99, tau=0.005, backup_entropy=True, critic_actor_ratio=1, target_update_freq=1, auto_entropy_tuning=True,
-        target_entropy=None, initial_alpha=1.0, alpha_lr=None,
-    )  # fmt: skip
-    optim = SimpleNamespace(
-        name="adam", lr=3e-4, value_lr=1e-3, adam_beta1=0.9, adam_beta2=0.999, adam_eps=1e-8, weight_decay=0.0,
-        clip_grad=None,
-    )  # fmt: skip
+    assert isinstance(policy, SACPolicy)
+    algorithm = SacAlgorithmConfig(gamma=0.99, tau=0.005)
+    optim = SacOptimConfig(lr=3e-4, value_lr=1e-3, adam_eps=1e-8, clip_grad=None)
     update = SacUpdate(algorithm, optim, policy)
     random = np.random.default_rng(1)
     replay = ReplayBuffer(ROWS, range(1), 1, 0, Path(tempfile.gettempdir()))

@@ -81,7 +81,7 @@ def simulated(count: int) -> dict[str, float]:
         def start(**message: Any) -> None:
             simulators.start(message["spec"]) if message["op"] == "start" else tell(**message)
 
-        session._forked._tell = start  # type: ignore[method-assign]
+        session._forked._tell = start
         me = psutil.Process()
 
         def cost(act: Callable[[], Any]) -> tuple[float, float]:
@@ -112,7 +112,7 @@ def simulated(count: int) -> dict[str, float]:
         _, idle = cost(lambda: time.sleep(4.0))
         row["idle, CPU of the driver (% of a core)"] = idle / 4 * 100
         row["memory of the driver (MB)"] = (me.memory_info().rss - memory) / 1e6
-        session._forked._tell = tell  # type: ignore[method-assign]
+        session._forked._tell = tell
         for member in session.members.values():
             member.state = "ended"
         simulators.stop()

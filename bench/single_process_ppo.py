@@ -16,7 +16,6 @@ import argparse
 import json
 import time
 from collections import deque
-from types import SimpleNamespace
 from typing import Any
 
 import gymnasium as gym
@@ -48,7 +47,7 @@ class Agent(nn.Module):
         sizes = [envs.observation, *map(int, args.hidden.split(","))]
         self.critic = network(sizes, 1, args.critic_gain)
         self.discrete = isinstance(envs.space, gym.spaces.Discrete)
-        outputs = int(envs.space.n) if self.discrete else int(np.prod(envs.space.shape))
+        outputs = int(envs.space.n) if isinstance(envs.space, gym.spaces.Discrete) else int(np.prod(envs.space.shape))
         self.actor = network(sizes, outputs, args.actor_gain)
         self.log_std = nn.Parameter(torch.full((1, 0 if self.discrete else outputs), args.log_std))
 
@@ -66,6 +65,9 @@ class Agent(nn.Module):
 
 class Environments:
     """Gymnasium's vector environment, with episodes' returns."""
+
+    envs: Any
+    space: gym.spaces.Box | gym.spaces.Discrete
 
     def __init__(self, args: argparse.Namespace) -> None:
         def make() -> Any:
@@ -103,13 +105,11 @@ class ManiSkill(Environments):
     """A ManiSkill task; episodes end at the time limit only (`--no_partial_reset` of ManiSkill's ppo.py)."""
 
     def __init__(self, args: argparse.Namespace) -> None:
+        from rlhpc.embodied.config import EnvSideConfig
         from rlhpc.embodied.envs.maniskill import ManiSkillVectorEnv
 
-        section = SimpleNamespace(
-            env_id=args.env, kwargs=json.loads(args.env_kwargs), wrappers=[], max_episode_steps=None, group_size=1,
-            use_fixed_reset_state_ids=False, use_rel_reward=False, ignore_terminations=True, reward_scale=1.0,
-        )  # fmt: skip
-        self.envs: Any = ManiSkillVectorEnv(section, args.num_envs, 0, args.seed)
+        section = EnvSideConfig(env_id=args.env, kwargs=json.loads(args.env_kwargs), ignore_terminations=True)
+        self.envs = ManiSkillVectorEnv(section, args.num_envs, 0, args.seed)
         self.space = self.envs.action_space
         self.observation = int(np.prod(self.envs.observation_space.shape))
 
@@ -120,6 +120,7 @@ class ManiSkill(Environments):
 
     def step(self, actions: np.ndarray) -> tuple[Any, ...]:
         """See `Environments.step`."""
+        assert isinstance(self.space, gym.spaces.Box)
         obs, rewards, terminated, truncated, infos = self.envs.step(actions.clip(self.space.low, self.space.high))
         ended = []
         if "episode" in infos:
@@ -174,7 +175,7 @@ def train(args: argparse.Namespace) -> dict[str, Any]:
     optimizer = torch.optim.Adam(agent.parameters(), lr=args.lr, eps=1e-5)
     steps, batch = args.rollout_steps, args.rollout_steps * args.num_envs
     updates = args.max_env_steps // batch
-    actions = () if agent.discrete else envs.space.shape
+    actions = envs.space.shape if isinstance(envs.space, gym.spaces.Box) else ()
     obs_b = torch.zeros(steps, args.num_envs, envs.observation)
     act_b = torch.zeros(steps, args.num_envs, *actions, dtype=torch.long if agent.discrete else torch.float32)
     logp_b, rew_b, end_b, val_b = (torch.zeros(steps, args.num_envs) for _ in range(4))

@@ -133,8 +133,11 @@ def train(args: argparse.Namespace) -> dict[str, Any]:
     torch.set_num_threads(1)
     env = gym.make(args.env, **json.loads(args.env_kwargs))
     env.action_space.seed(args.seed)
-    learner = Learner(int(np.prod(env.observation_space.shape)), env.action_space)
-    buffer = Buffer(args.buffer, int(np.prod(env.observation_space.shape)), int(np.prod(env.action_space.shape)))
+    seen, space = env.observation_space, env.action_space
+    assert isinstance(seen, gym.spaces.Box)
+    assert isinstance(space, gym.spaces.Box)
+    learner = Learner(int(np.prod(seen.shape)), space)
+    buffer = Buffer(args.buffer, int(np.prod(seen.shape)), int(np.prod(space.shape)))
     returns: list[tuple[int, float]] = []
     obs, total = env.reset(seed=args.seed)[0], 0.0
     started = time.perf_counter()

@@ -23,7 +23,8 @@ from omegaconf import OmegaConf
 
 from bench.machine import spread, write
 from rlhpc import Worker
-from rlhpc.language.config import GrpoConfig as Config
+from rlhpc.config.typed import typed
+from rlhpc.language.config import GrpoConfig
 from rlhpc.language.tokens.batches import TokenBatch, pack, padding_waste
 from rlhpc.language.tokens.scores import TokenScores
 from rlhpc.language.tokens.trainer import TokenTrainer
@@ -80,7 +81,7 @@ def plain(folder: Path, batches: list[TokenBatch]) -> Callable[[], None]:
 
 def ours(folder: Path, batches: list[TokenBatch], backend: str) -> Callable[[], None]:
     """One step of a backend."""
-    cfg = OmegaConf.structured(Config)
+    cfg = typed(GrpoConfig, OmegaConf.structured(GrpoConfig))
     cfg.actor.training_backend, cfg.actor.model.model_path = backend, str(folder)
     cfg.actor.optim.name, cfg.actor.optim.clip_grad = "adamw", 1.0
     trainer = TokenTrainer(cfg, Worker())

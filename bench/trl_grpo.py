@@ -91,10 +91,12 @@ def peer(start: str, output: str, seed: int, steps: int) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
     from trl import GRPOConfig, GRPOTrainer
 
+    from rlhpc.config.typed import typed
+    from rlhpc.language.config import GrpoConfig
     from rlhpc.language.data import make_dataset
     from rlhpc.runs.configuration import load_config
 
-    cfg = load_config(GRPO, [])
+    cfg = typed(GrpoConfig, load_config(GRPO))
     problems = make_dataset(cfg.data.train, "train")
     rows = [
         {"prompt": list(problem.messages), "answer": problem.answer}
@@ -110,7 +112,7 @@ def peer(start: str, output: str, seed: int, steps: int) -> None:
         def on_step_end(self, *_: Any, **__: Any) -> None:
             times.append(time.perf_counter())
 
-    batch = int(cfg.actor.global_batch_size)
+    batch = cfg.actor.global_batch_size
     trainer = GRPOTrainer(
         model=AutoModelForCausalLM.from_pretrained(start, dtype="float32"),
         processing_class=AutoTokenizer.from_pretrained(start),
@@ -120,12 +122,12 @@ def peer(start: str, output: str, seed: int, steps: int) -> None:
         args=GRPOConfig(
             output_dir=output, use_cpu=True, bf16=False, fp16=False, gradient_checkpointing=False, seed=seed,
             max_steps=steps, per_device_train_batch_size=batch, gradient_accumulation_steps=1,
-            num_generations=int(cfg.algorithm.group_size), max_completion_length=int(cfg.rollout.max_new_tokens),
-            temperature=float(cfg.rollout.temperature), beta=0.0, epsilon=float(cfg.algorithm.clip_ratio_low),
-            epsilon_high=float(cfg.algorithm.clip_ratio_high), loss_type="dapo", scale_rewards="group",
-            learning_rate=float(cfg.actor.optim.lr), lr_scheduler_type="constant", warmup_steps=0,
-            adam_beta2=float(cfg.actor.optim.adam_beta2), adam_epsilon=float(cfg.actor.optim.adam_eps), weight_decay=0.0,
-            max_grad_norm=float(cfg.actor.optim.clip_grad), save_strategy="no", logging_steps=50, report_to="none",
+            num_generations=cfg.algorithm.group_size, max_completion_length=cfg.rollout.max_new_tokens,
+            temperature=cfg.rollout.temperature, beta=0.0, epsilon=cfg.algorithm.clip_ratio_low,
+            epsilon_high=cfg.algorithm.clip_ratio_high, loss_type="dapo", scale_rewards="group",
+            learning_rate=cfg.actor.optim.lr, lr_scheduler_type="constant", warmup_steps=0,
+            adam_beta2=cfg.actor.optim.adam_beta2, adam_epsilon=cfg.actor.optim.adam_eps, weight_decay=0.0,
+            max_grad_norm=cfg.actor.optim.clip_grad, save_strategy="no", logging_steps=50, report_to="none",
             disable_tqdm=True, dataloader_num_workers=0,
         ),
     )  # fmt: skip

@@ -81,7 +81,7 @@ class Holder(Worker):
     def close(self) -> None:
         self.sync.forget()
 
-    def send(self, version: int) -> None:
+    def give(self, version: int) -> None:
         self.sync.sync(version, self.held, frozen=self.frozen)
 
     def change(self, what: str, seed: int) -> None:
@@ -121,7 +121,7 @@ def measure(row: Row, sender: WorkerGroup, group: WorkerGroup) -> float:
     for version in range(6):
         sender.change(row.changed, version).wait()
         started = time.perf_counter()
-        for handle in [sender.send(version), group.take(row.adopt)]:
+        for handle in [sender.give(version), group.take(row.adopt)]:
             handle.wait()
         seconds = time.perf_counter() - started
     (sent,) = sender.value().wait()

@@ -26,4 +26,4 @@ class Dummy(gymnasium.Env[np.ndarray, np.ndarray]):
         return self._obs.copy(), 0.0, False, False, {}
 
 
-gymnasium.register("RlhpcDummy-v0", entry_point=Dummy, max_episode_steps=1000)
+gymnasium.register("RlhpcDummy-v0", entry_point="bench.peers.dummy_env:Dummy", max_episode_steps=1000)

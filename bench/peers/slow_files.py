@@ -42,7 +42,7 @@ def install(root: str, milliseconds: float = 0.0) -> None:
     for name in ("open", "stat", "rename", "unlink", "mkdir", "scandir", "listdir"):
         _wrap(os, name)
     _wrap(io, "open")
-    builtins.open = io.open  # type: ignore[assignment]
+    builtins.open = io.open
 
 
 def take() -> int:
