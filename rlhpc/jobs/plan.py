@@ -11,8 +11,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from rlhpc.config.sections import JobConfig, RunConfig
 from rlhpc.runtime.allocation import gpus_in
 from rlhpc.runtime.cluster import WITHOUT_ACCELERATORS, Cluster, read_key
+from rlhpc.runtime.cluster_config import Given, Key
 from rlhpc.runtime.errors import ConfigError
 from rlhpc.runtime.import_paths import run_module
 from rlhpc.runtime.placement import HybridComponentPlacement, Placement
@@ -20,9 +22,12 @@ from rlhpc.runtime.starters.commands import Step, job_steps
 
 LAUNCHERS = ("auto", "slurm", "local")
 #: Keys of a node group that become sbatch options of the same name, in the order they are written.
-_DIRECTIVES = ("partition", "account", "qos", "constraint", "mem", "gres", "time")
+_DIRECTIVES: tuple[Key, ...] = ("partition", "account", "qos", "constraint", "mem", "gres", "time")
 #: Keys that make a node group a component of the job.
-_RESOURCES = ("het_component", "cpus_per_node", *_DIRECTIVES)
+_RESOURCES: tuple[Key, ...] = ("het_component", "cpus_per_node", *_DIRECTIVES)
+
+#: Sections of the workflow that are jobs beside training.
+_BESIDE: tuple[Key, ...] = ("eval_job", "convert_job")
 
 
 @dataclass(frozen=True)
@@ -104,7 +109,7 @@ def minutes_of(time: str) -> int:
     return int(days or 0) * 1440 + hours * 60 + minutes + (seconds + 59) // 60
 
 
-def build_plan(cfg: Any, cluster: Cluster | None = None, *, launcher: str = "auto") -> Plan:
+def build_plan(cfg: RunConfig | Mapping[str, Any], cluster: Cluster | None = None, *, launcher: str = "auto") -> Plan:
     """Plans a run.
 
     Args:
@@ -147,11 +152,11 @@ def build_plan(cfg: Any, cluster: Cluster | None = None, *, launcher: str = "aut
         name, launcher, components, tuple(steps), nodes, placements, warnings,
         setup=tuple(read_key(section, "setup", ())), job_options=tuple(read_key(section, "sbatch", ())),
         signal_lead_s=int(read_key(section, "signal_lead_s", 120)),
-        beside={what: job_options(section, job) for what in ("eval_job", "convert_job") if (job := read_key(beside, what))},
+        beside={what: job_options(section, job) for what in _BESIDE if (job := read_key(beside, what))},
     )  # fmt: skip
 
 
-def job_options(section: Any, job: Any) -> dict[str, str]:
+def job_options(section: Given, job: JobConfig | Mapping[str, Any]) -> dict[str, str]:
     """Where Slurm is to put a job beside training: partition, account, qos and constraint, as far as anybody said.
 
     What the job's own section leaves out, a node group of the run says where the whole cluster does not: one with
@@ -171,13 +176,13 @@ def job_options(section: Any, job: Any) -> dict[str, str]:
     return {key: str(value) for key, value in found.items()}
 
 
-def _has_accelerators(group: Any) -> bool:
-    asked = ("gres", "gres_name", "accelerators_per_node")
+def _has_accelerators(group: Given) -> bool:
+    asked: tuple[Key, ...] = ("gres", "gres_name", "accelerators_per_node")
     kind = str(read_key(group, "accelerator_kind", "")).lower()
     return kind not in WITHOUT_ACCELERATORS and any(read_key(group, key) for key in asked)
 
 
-def _needs_slurm(section: Any, groups: Sequence[Any], cluster: Cluster | None) -> bool:
+def _needs_slurm(section: Given, groups: Sequence[Given], cluster: Cluster | None) -> bool:
     if cluster is not None and cluster.source != "virtual":
         return cluster.source == "slurm"
     asked = any(read_key(raw, key) is not None for raw in [*groups, section] for key in _RESOURCES)
@@ -187,7 +192,7 @@ def _needs_slurm(section: Any, groups: Sequence[Any], cluster: Cluster | None) -
 # -- components -------------------------------------------------------------------------------------------------------
 
 
-def _components(groups: Sequence[Any], section: Any, cluster: Cluster) -> tuple[JobComponent, ...]:
+def _components(groups: Sequence[Given], section: Given, cluster: Cluster) -> tuple[JobComponent, ...]:
     """Cuts the nodes into components: as the allocation is, else a component a node group with resources of its own."""
     by_rank = {r: raw for raw in groups for r in cluster.node_group(str(read_key(raw, "label"))).node_ranks}
     allocated = cluster.source == "slurm" or any(n.het_group is not None for n in cluster.nodes)
@@ -217,11 +222,11 @@ def _components(groups: Sequence[Any], section: Any, cluster: Cluster) -> tuple[
 
 
 def _options(
-    members: Sequence[Any], section: Any, labels: str, accelerators: int, nodes: int
+    members: Sequence[Given], section: Given, labels: str, accelerators: int, nodes: int
 ) -> tuple[tuple[str, str], ...]:
     """sbatch options of a component: those of its groups, else those of the whole cluster."""
 
-    def one(key: str) -> str | None:
+    def one(key: Key) -> str | None:
         values = {str(v) for raw in members if (v := read_key(raw, key)) is not None}
         if len(values) > 1:
             raise ConfigError(

@@ -17,6 +17,7 @@ from rlhpc.runtime.allocation import (
     slurm_nodes,
     visible_accelerators,
 )
+from rlhpc.runtime.cluster_config import Given, Key
 from rlhpc.runtime.device import VIRTUAL
 from rlhpc.runtime.errors import ConfigError
 
@@ -24,8 +25,8 @@ __all__ = ["Cluster", "Node", "NodeGroup", "expand_hostlist", "granted_cpus", "r
 
 #: Labels that always exist: all nodes, by accelerator; all nodes, by node.
 RESERVED_LABELS = ("cluster", "node")
-#: Keys of a node group with which it asks Slurm for nodes of its own.
-OF_THE_JOB = ("het_component", "partition", "constraint", "gres")
+#: Keys of a node group with which it asks for nodes of its own.
+OF_THE_JOB: tuple[Key, ...] = ("accelerators_per_node", "het_component", "partition", "constraint", "gres")
 #: Accelerator kinds that mean that the nodes' accelerators are not for this run.
 WITHOUT_ACCELERATORS = ("cpu", "none")
 
@@ -42,7 +43,7 @@ class NodeGroup:
     het_component: int | None = None
 
 
-def read_key(source: Any, key: str, default: Any = None) -> Any:
+def read_key(source: Any, key: Key, default: Any = None) -> Any:
     """A value of a mapping, a DictConfig or a dataclass; the default where it is absent, null or mandatory and unset."""
     if source is None:
         return default
@@ -75,7 +76,7 @@ class Cluster:
     """
 
     def __init__(
-        self, config: Any = None, *, num_nodes: int | None = None, environ: Mapping[str, str] | None = None
+        self, config: Given | int = None, *, num_nodes: int | None = None, environ: Mapping[str, str] | None = None
     ) -> None:
         env = os.environ if environ is None else environ
         if isinstance(config, int):
@@ -116,7 +117,7 @@ class Cluster:
         cls,
         num_nodes: int = 1,
         accelerators_per_node: int = 0,
-        node_groups: Sequence[Any] = (),
+        node_groups: Sequence[Given] = (),
         *,
         cpus: int | None = None,
     ) -> Cluster:
@@ -132,7 +133,7 @@ class Cluster:
         return cls._virtual(num_nodes, accelerators_per_node, None, 0, node_groups, cpus)
 
     @classmethod
-    def planned(cls, config: Any, environ: Mapping[str, str] | None = None, *, cpus: int | None = None) -> Cluster:
+    def planned(cls, config: Given, environ: Mapping[str, str] | None = None, *, cpus: int | None = None) -> Cluster:
         """The nodes that a `cluster:` section asks for, as virtual nodes, wherever this runs.
 
         Where the section gives no number of accelerators, nodes have what its `gres` says; without one as many as are
@@ -154,7 +155,7 @@ class Cluster:
 
     @classmethod
     def _virtual(
-        cls, num_nodes: int, per_node: Any, gres: int | None, found: int, node_groups: Sequence[Any], cpus: int | None
+        cls, num_nodes: int, per_node: Any, gres: int | None, found: int, node_groups: Sequence[Given], cpus: int | None
     ) -> Cluster:
         """Virtual nodes with `per_node` accelerators; where that is None, `gres`; without it `found` on nodes that could be
         this machine."""
@@ -178,7 +179,7 @@ class Cluster:
         elsewhere = {
             rank
             for raw in groups
-            if any(read_key(raw, key) is not None for key in ("accelerators_per_node", *OF_THE_JOB))
+            if any(read_key(raw, key) is not None for key in OF_THE_JOB)
             or str(read_key(raw, "accelerator_kind", "")).lower() in WITHOUT_ACCELERATORS
             for rank in cluster.node_groups[str(read_key(raw, "label"))].node_ranks
         }
@@ -188,7 +189,7 @@ class Cluster:
                     cluster.nodes[node.rank] = _with_accelerators(node, found, "cluster.accelerators_per_node")
         return cluster
 
-    def _grant(self, groups: Sequence[Any], per_node: Any, common: int | None, *, trust_gres: bool) -> None:
+    def _grant(self, groups: Sequence[Given], per_node: Any, common: int | None, *, trust_gres: bool) -> None:
         """Settles each node's accelerators: the group's number, else the cluster's, else what was found, else `common`."""
         by_rank = {r: raw for raw in groups for r in self.node_groups[str(read_key(raw, "label"))].node_ranks}
         for node in list(self.nodes):
@@ -261,7 +262,7 @@ def _with_accelerators(node: Node, count: int, key: str) -> Node:
 # -- node groups ------------------------------------------------------------------------------------------------------
 
 
-def _read_groups(groups: Sequence[Any], nodes: Sequence[Node]) -> dict[str, NodeGroup]:
+def _read_groups(groups: Sequence[Given], nodes: Sequence[Node]) -> dict[str, NodeGroup]:
     """Node groups of the configuration on these nodes; every node is in one at most."""
     found: dict[str, NodeGroup] = {}
     owner: dict[int, str] = {}
@@ -291,7 +292,7 @@ def _read_groups(groups: Sequence[Any], nodes: Sequence[Node]) -> dict[str, Node
     return found
 
 
-def _group_ranks(raw: Any, at: str, nodes: Sequence[Node], taken: set[int]) -> tuple[int, ...]:
+def _group_ranks(raw: Given, at: str, nodes: Sequence[Node], taken: set[int]) -> tuple[int, ...]:
     component, size = read_key(raw, "het_component"), read_key(raw, "num_nodes")
     listed = read_key(raw, "node_ranks")
     members = [n.rank for n in nodes if component is None or (n.het_group or 0) == component]
@@ -343,7 +344,7 @@ def parse_node_ranks(value: Any, at: str, num_nodes: int) -> tuple[int, ...]:
     return tuple(sorted(ranks))
 
 
-def _virtual_components(num_nodes: int, groups: Sequence[Any]) -> list[int | None]:
+def _virtual_components(num_nodes: int, groups: Sequence[Given]) -> list[int | None]:
     """Component of each virtual node where groups name components: their nodes follow one another in that order.
 
     A group's component has `num_nodes` nodes, or as many as its `node_ranks`; one group may leave both out and takes the

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from omegaconf import MISSING
 
@@ -80,3 +81,15 @@ class ClusterConfig(SlurmOptions):
     """Words that stand before every command of a job step, such as `[apptainer, exec, --nv, rlhpc.sif]`."""
     signal_lead_s: int = 120
     """Seconds before the walltime at which Slurm asks the job to save and end."""
+
+
+#: Keys that are read of these sections where plain mappings take their place, too (`read_key`), and of what they are in.
+Key = Literal[
+    "cluster", "runner", "workflow", "name", "eval_job", "convert_job",
+    "partition", "account", "qos", "constraint", "gres", "gres_name", "mem", "cpus_per_node", "time",
+    "label", "node_ranks", "het_component", "num_nodes", "accelerators_per_node", "accelerator_kind", "env_vars",
+    "python_interpreter", "component_placement", "node_groups", "interface", "scratch", "setup", "sbatch", "container",
+    "signal_lead_s",
+]  # fmt: skip
+#: A section as such: of a configuration, a dataclass, or a mapping that has some of the keys.
+Given = SlurmOptions | Mapping[str, Any] | None

@@ -8,13 +8,13 @@ import os
 import shutil
 from importlib import metadata
 from pathlib import Path
-from typing import Any
 
 from rlhpc.jobs.doctor import checks, nodes
 from rlhpc.jobs.doctor.jobs import Probed, plan_jobs, run_probes
 from rlhpc.jobs.doctor.probe import space
 from rlhpc.jobs.doctor.report import Line, render, to_json, worst
 from rlhpc.jobs.doctor.slurm import Site, SlurmFacts
+from rlhpc.runtime.cluster_config import Given
 from rlhpc.runtime.slurm import ask
 
 __all__ = ["Line", "examine", "render", "to_json", "worst"]
@@ -23,7 +23,7 @@ _PACKAGES = ("snakemake", "snakemake-executor-plugin-slurm", "snakemake-executor
 _USUAL_CONF = Path("/etc/slurm/slurm.conf")
 
 
-def examine(section: Any, folder: Path, *, start_s: float = 60.0, most_nodes: int = 8) -> list[Line]:
+def examine(section: Given, folder: Path, *, start_s: float = 60.0, most_nodes: int = 8) -> list[Line]:
     """Looks at everything.
 
     Args:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from rlhpc.runtime.cluster import read_key
+from rlhpc.runtime.cluster_config import Given, Key
 from rlhpc.runtime.slurm import Answer, ask
 
 Record = Mapping[str, str]
@@ -73,11 +73,11 @@ class Site:
     signal_lead_s: int = 120
 
     @classmethod
-    def of(cls, section: Any) -> Site:
+    def of(cls, section: Given) -> Site:
         """From the section `cluster` of a configuration."""
 
-        def group(raw: Any) -> Group:
-            def one(key: str) -> str | None:
+        def group(raw: Given) -> Group:
+            def one(key: Key) -> str | None:
                 value = read_key(raw, key, read_key(section, key))
                 return None if value is None else str(value)
 

@@ -4,12 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from rlhpc.runtime.cluster import Cluster, read_key
+from rlhpc.runtime.cluster_config import ClusterConfig
 from rlhpc.runtime.errors import PlacementError
 from rlhpc.runtime.placement.grammar import parse_placement
 from rlhpc.runtime.placement.strategies import Placement, group_nodes, on_accelerators, on_nodes
+
+
+class Clustered(Protocol):
+    """A configuration with machines."""
+
+    @property
+    def cluster(self) -> ClusterConfig:
+        """Which, and which component runs where."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +57,7 @@ class HybridComponentPlacement:
         PlacementError: A rule is broken; says which, in which component, and where.
     """
 
-    def __init__(self, cfg: Any, cluster: Cluster) -> None:
+    def __init__(self, cfg: Clustered | Mapping[str, Any], cluster: Cluster) -> None:
         self.cluster = cluster
         raw = read_key(read_key(cfg, "cluster"), "component_placement")
         if not raw:
@@ -134,7 +143,7 @@ class ModelParallelComponentPlacement(HybridComponentPlacement):
 
     COMPONENTS = ("actor", "rollout", "inference", "actor_inference", "critic", "critic_inference")
 
-    def __init__(self, cfg: Any, cluster: Cluster) -> None:
+    def __init__(self, cfg: Clustered | Mapping[str, Any], cluster: Cluster) -> None:
         super().__init__(cfg, cluster)
         for needed in ("actor", "rollout"):
             self.get_strategy(needed)

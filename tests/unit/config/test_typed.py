@@ -1,0 +1,105 @@
+"""Code that reads a configuration is checked against its dataclass; what stands beside the dataclasses agrees with them."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import get_args
+
+import pytest
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from rlhpc.config.sections import JobConfig, RunConfig
+from rlhpc.config.typed import alone, changed, plain, select
+from rlhpc.embodied.config import BcConfig, EvalEnvConfig, PpoConfig, plays
+from rlhpc.language.config import GrpoConfig
+from rlhpc.runtime.cluster_config import ClusterConfig, Key, NodeGroupConfig
+
+ROOT = Path(__file__).resolve().parents[3]
+#: Every line with a comment has one key right and one wrong, which the comment repeats.
+CODE = """
+from rlhpc.embodied.kinds import PPO
+from rlhpc.embodied.roles.env import EnvWorker
+from rlhpc.embodied.roles.ppo import EmbodiedActor
+from rlhpc.embodied.roles.sac import OffPolicyRolloutWorker
+from rlhpc.embodied.runners.ppo import EmbodiedRunner
+from rlhpc.embodied.runners.sac import OffPolicyRunner
+from rlhpc.runs.configuration import load_config
+from rlhpc.runtime.cluster import read_key
+
+class MyActor(EmbodiedActor):
+    def look(self) -> int:
+        return self.cfg.algorithm.rollout_steps + self.cfg.algorithm.rollout_stepz  # rollout_stepz
+
+class MyRunner(EmbodiedRunner):
+    def look(self) -> float:
+        return self.cfg.algorithm.gamma + self.cfg.algorithm.tau  # tau
+
+class MySacRunner(OffPolicyRunner):
+    def look(self) -> float:
+        return self.cfg.algorithm.tau + self.cfg.algorithm.clip_ratio_low  # clip_ratio_low
+
+class MyRollout(OffPolicyRolloutWorker):
+    def look(self) -> bool:
+        return self.cfg.env.train.auto_reset and self.cfg.env.train.autoreset  # autoreset
+
+class MyEnv(EnvWorker):
+    def look(self) -> int:
+        return self.cfg.rollout.pipeline_stage_num + self.cfg.rollout.stages  # stages
+
+cfg = load_config("run.yaml")
+print(cfg.runner.name, cfg.runner.nmae)  # nmae
+print(PPO.config().actor.optim.lr, PPO.config().actor.optim.learning_rate)  # learning_rate
+print(read_key({}, "num_nodes"), read_key({}, "nodes"))  # nodes
+"""
+
+
+def test_a_misspelt_key_is_a_type_error(tmp_path: Path) -> None:
+    snippet = tmp_path / "snippet.py"
+    snippet.write_text(CODE)
+    argv = [sys.executable, "-m", "mypy", "--no-error-summary", "--no-pretty", str(snippet)]
+    said = subprocess.run(argv, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    found = {int(line): text for line, text in re.findall(r"snippet\.py:(\d+): error: (.*)", said.stdout)}
+    wrong = {n: line.rpartition("  # ")[2] for n, line in enumerate(CODE.splitlines(), 1) if "  # " in line}
+    assert found.keys() == wrong.keys(), said.stdout + said.stderr
+    assert all(re.search(rf"""['"]{key}['"]""", found[n]) for n, key in wrong.items()), said.stdout
+
+
+def test_keys_that_are_read_by_name_exist() -> None:
+    classes = (ClusterConfig, NodeGroupConfig, JobConfig, RunConfig)
+    known = {field.name for cls in classes for field in dataclasses.fields(cls)} | {"name", "eval_job", "convert_job"}
+    assert set(get_args(Key)) <= known
+    assert {field.name for cls in classes[:2] for field in dataclasses.fields(cls)} <= set(get_args(Key))
+
+
+def test_a_changed_copy_leaves_the_original() -> None:
+    cfg: PpoConfig = OmegaConf.structured(PpoConfig)
+    cfg.env.train.env_id, cfg.env.train.kwargs = "CartPole-v1", {"a": 1, "b": 2}
+    OmegaConf.set_readonly(cfg, True)
+    other = changed(cfg, "runner.init_from", "somewhere")
+    assert (other.runner.init_from, cfg.runner.init_from) == ("somewhere", None)
+    assert changed(cfg.env.train, "kwargs", {"b": 3}).kwargs == {"b": 3} and cfg.env.train.kwargs == {"a": 1, "b": 2}
+    side: EvalEnvConfig = changed(cfg.env.eval, "simulators", 0)
+    assert (side.simulators, cfg.env.eval.simulators, side.env_id) == (0, None, "CartPole-v1")
+    for same in (cfg, other):
+        with pytest.raises(OmegaConfBaseException):
+            same.runner.seed = 2
+
+
+def test_a_section_alone_needs_no_other() -> None:
+    cfg: PpoConfig = OmegaConf.structured(PpoConfig)
+    cfg.env.train.env_id = "CartPole-v1"
+    moved = alone(cfg.env.eval)
+    cfg.env.train.env_id = "Acrobot-v1"
+    assert (moved.env_id, cfg.env.eval.env_id) == ("CartPole-v1", "Acrobot-v1")
+    assert plain(cfg.env.eval, resolve=False)["env_id"] == "${env.train.env_id}" and plain({"a": 1}) == {"a": 1}
+    assert select(cfg, "env.eval.env_id") == "Acrobot-v1" and select(cfg, "env.eval.no_such") is None
+
+
+def test_which_runs_have_simulators() -> None:
+    played = [plays(OmegaConf.structured(cls)) for cls in (PpoConfig, BcConfig, GrpoConfig)]
+    assert played == [True, True, False]
