@@ -13,7 +13,7 @@ from pathlib import Path
 from rlhpc.runtime.errors import ConfigError
 from rlhpc.runtime.slurm import ask
 
-#: Slurm's own bound on the nodes of a job; a longer list is a typing error that would fill the memory.
+#: Slurm's own bound on the nodes of a job; a longer list is a typing mistake and would fill the memory.
 _MOST_NODES = 65533
 
 
@@ -98,7 +98,7 @@ def expand_counts(text: str) -> list[int]:
 
 
 def gpus_in(text: str | None) -> int | None:
-    """Accelerators a node in Slurm's words: `gpu:a100:4`, `gpu:2,nvme:1`, `a100:4`, `4`; None where it says nothing."""
+    """Accelerators per node in Slurm's words: `gpu:a100:4`, `gpu:2,nvme:1`, `a100:4`, `4`; None if it names none."""
     found = None
     for part in (text or "").removeprefix("gres:").split(","):
         words = re.sub(r"\([^)]*\)", "", part.strip()).removeprefix("gres/").replace("=", ":").split(":")
@@ -148,7 +148,7 @@ def _quota(group: Path) -> int | None:
 
 
 def visible_accelerators(environ: Mapping[str, str], dev: Path = Path("/dev")) -> tuple[str, ...]:
-    """The GPUs this process may use, by the mask if there is one, else by device files; never through torch."""
+    """The GPUs this process may use: by the mask if there is one, otherwise by device files; never through torch."""
     mask = environ.get("CUDA_VISIBLE_DEVICES")
     if mask is not None:
         # CUDA reads a mask up to the first entry that is no device
@@ -158,7 +158,7 @@ def visible_accelerators(environ: Mapping[str, str], dev: Path = Path("/dev")) -
 
 
 def in_slurm_job(environ: Mapping[str, str]) -> bool:
-    """Whether the variables are those of a Slurm allocation."""
+    """Whether these are the variables of a Slurm allocation."""
     return bool(environ.get("SLURM_JOB_ID") and (environ.get("SLURM_JOB_NODELIST") or environ.get("SLURM_HET_SIZE")))
 
 
@@ -172,7 +172,7 @@ def slurm_nodes(environ: Mapping[str, str], *, ask: bool = False) -> list[Node]:
 
     Args:
         environ: The job's variables.
-        ask: Ask Slurm for the GPUs where no variable tells and this is none of the job's nodes.
+        ask: Ask Slurm for the GPUs if no variable tells and this host is not one of the job's nodes.
 
     Raises:
         ConfigError: A variable is missing or cannot be read.
@@ -214,7 +214,7 @@ def slurm_nodes(environ: Mapping[str, str], *, ask: bool = False) -> list[Node]:
 
 
 def gpus_of_job(job_id: str) -> dict[int, int]:
-    """GPUs a node of each component, asked from Slurm: a shell of `salloc` on a login node has no variable that tells."""
+    """GPUs per node of each component, asked of Slurm: in a shell of `salloc` on a login node no variable tells."""
     found = {}
     for pairs in ask("scontrol", "--oneliner", "show", "job", job_id).records:
         count = gpus_in(pairs.get("TresPerNode"))
@@ -236,7 +236,7 @@ def _variable(environ: Mapping[str, str], name: str, component: int | None) -> s
 
 
 def _slurm_mask(environ: Mapping[str, str], component: int | None) -> tuple[str, ...]:
-    """The devices of a component's nodes. Variables without a suffix speak of component 0, where the driver runs."""
+    """The devices of a component's nodes. Variables without a suffix describe component 0, where the driver runs."""
     first = component in (None, 0)
     if first and environ.get("CUDA_VISIBLE_DEVICES") is not None:
         return visible_accelerators(environ)

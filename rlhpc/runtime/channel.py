@@ -34,7 +34,7 @@ class QueueEmpty(queue.Empty):
 
 
 class Channel:
-    """Handle on a channel; picklable, usable from the driver and from every worker. Make it with `create` or `connect`."""
+    """Handle on a channel: picklable, usable in the driver and in every worker. Make one with `create` or `connect`."""
 
     def __init__(self, name: str, homes: list[dict[str, str]], maxsize: int) -> None:
         self.name, self._homes, self._maxsize = name, homes, maxsize
@@ -108,7 +108,7 @@ class Channel:
     def put(self, item: Any, weight: float = 0, key: str = DEFAULT_KEY, async_op: bool = False) -> AsyncWork | None:
         """Appends `item`; blocks while the channel is full.
 
-        With `async_op` the item is taken as it is now, and an `AsyncWork` tells when it was admitted.
+        With `async_op` the item is taken as it is now, and the `AsyncWork` returned tells when it has been admitted.
 
         Raises:
             DeadlineExceeded: Nobody made room in the session's wait deadline.
@@ -164,7 +164,7 @@ class Channel:
             self._posted += 1
             if wait and not confirm and self._maxsize == 0 and packed.segment is None and self._posted % _UNCONFIRMED:
                 # Small items into an unbounded channel need no confirmation each: the socket keeps their order, and the
-                # confirmed one in between bounds what can be under way when the byte limit is reached.
+                # confirmed ones in between bound how much is in flight when the byte limit is reached.
                 service.peers.post(choose(home), b"PUT", [head, *packed.frames()])
                 return
             reply = service.peers.request(choose(home), b"PUT", [head, *packed.frames()], context.wait_deadline, whom)
@@ -202,7 +202,7 @@ class Channel:
         return self._get(current(), str(key), None, False, None)[0]
 
     def get_batch(self, target_weight: float, key: str = DEFAULT_KEY) -> list[Any]:
-        """Items in order until their weights reach `target_weight` or the next one would pass it; blocks until then."""
+        """Takes items in order until their weights reach `target_weight` or the next would exceed it; blocks until then."""
         return self._get(current(), str(key), float(target_weight), True, None)
 
     def _get(self, context: Context, key: str, target: float | None, wait: bool, timeout: float | None) -> list[Any]:
@@ -253,7 +253,7 @@ class Channel:
         return result
 
     def qsize(self, key: str = DEFAULT_KEY) -> int:
-        """Items queued under `key`."""
+        """Number of items queued under `key`."""
         return self._stat(str(key))[0]
 
     def empty(self, key: str = DEFAULT_KEY) -> bool:

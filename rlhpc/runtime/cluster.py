@@ -23,11 +23,11 @@ from rlhpc.runtime.errors import ConfigError
 
 __all__ = ["Cluster", "Node", "NodeGroup", "expand_hostlist", "granted_cpus", "read_key", "visible_accelerators"]
 
-#: Labels that always exist: all nodes, by accelerator; all nodes, by node.
+#: Labels that always exist: all nodes counted by accelerator, and all nodes counted by node.
 RESERVED_LABELS = ("cluster", "node")
 #: Keys of a node group with which it asks for nodes of its own.
 OF_THE_JOB: tuple[Key, ...] = ("accelerators_per_node", "het_component", "partition", "constraint", "gres")
-#: Accelerator kinds that mean that the nodes' accelerators are not for this run.
+#: Accelerator kinds that say the nodes' accelerators are not for this run.
 WITHOUT_ACCELERATORS = ("cpu", "none")
 
 
@@ -44,7 +44,7 @@ class NodeGroup:
 
 
 def read_key(source: Any, key: Key, default: Any = None) -> Any:
-    """A value of a mapping, a DictConfig or a dataclass; the default where it is absent, null or mandatory and unset."""
+    """A value of a mapping, a DictConfig or a dataclass; the default if it is absent, null, or required but unset."""
     if source is None:
         return default
     if isinstance(source, Mapping) or hasattr(source, "keys"):
@@ -61,11 +61,11 @@ class Cluster:
 
     Args:
         config: The `cluster:` section of a configuration (mapping, DictConfig or dataclass), or a number of nodes.
-        num_nodes: Nodes to use, the first ones; more than there are is an error.
+        num_nodes: How many nodes to use, from the first; more than there are is an error.
         environ: Environment to read Slurm's variables from.
 
     Raises:
-        ConfigError: More nodes or accelerators are asked for than there are, or a node group is wrong.
+        ConfigError: There are fewer nodes or accelerators than asked for, or a node group is wrong.
 
     Attributes:
         nodes: In rank order.
@@ -125,10 +125,10 @@ class Cluster:
 
         Args:
             num_nodes: Nodes.
-            accelerators_per_node: Of each node whose group says nothing else.
-            node_groups: As in the configuration. Groups with a `het_component` stand in the order of the components, as
+            accelerators_per_node: For each node whose group does not say otherwise.
+            node_groups: As in the configuration. Groups with a `het_component` come in the order of the components, as
                 the nodes of a Slurm job do.
-            cpus: Cores of a node whose group says nothing else (default: those of this machine; 0: not known).
+            cpus: Cores of a node whose group does not say otherwise (default: those of this machine; 0: unknown).
         """
         return cls._virtual(num_nodes, accelerators_per_node, None, 0, node_groups, cpus)
 
@@ -136,8 +136,8 @@ class Cluster:
     def planned(cls, config: Given, environ: Mapping[str, str] | None = None, *, cpus: int | None = None) -> Cluster:
         """The nodes that a `cluster:` section asks for, as virtual nodes, wherever this runs.
 
-        Where the section gives no number of accelerators, nodes have what its `gres` says; without one as many as are
-        visible here, unless their group asks Slurm for nodes of its own: those have what the group's `gres` says.
+        If the section gives no number of accelerators, nodes have what its `gres` says; without that, as many as are
+        visible here, unless their group asks Slurm for nodes of its own: these have what the group's `gres` says.
         """
         visible = visible_accelerators(os.environ if environ is None else environ)
         if (common := read_key(config, "cpus_per_node")) is not None:
@@ -157,7 +157,7 @@ class Cluster:
     def _virtual(
         cls, num_nodes: int, per_node: Any, gres: int | None, found: int, node_groups: Sequence[Given], cpus: int | None
     ) -> Cluster:
-        """Virtual nodes with `per_node` accelerators; where that is None, `gres`; without it `found` on nodes that could be
+        """Virtual nodes with `per_node` accelerators; if that is None, `gres`; without it, `found` on nodes that could be
         this machine."""
         cluster = cls.__new__(cls)
         cluster.source, cluster.interface, cluster.container = "virtual", None, ()
@@ -190,7 +190,7 @@ class Cluster:
         return cluster
 
     def _grant(self, groups: Sequence[Given], per_node: Any, common: int | None, *, trust_gres: bool) -> None:
-        """Settles each node's accelerators: the group's number, else the cluster's, else what was found, else `common`."""
+        """Settles each node's accelerators: the first known of the group's, the cluster's, those found, and `common`."""
         by_rank = {r: raw for raw in groups for r in self.node_groups[str(read_key(raw, "label"))].node_ranks}
         for node in list(self.nodes):
             raw = by_rank.get(node.rank)
@@ -210,7 +210,7 @@ class Cluster:
                 self.nodes[node.rank] = _with_accelerators(node, _count(count, key, 0), key)
 
     def node_group(self, label: str) -> NodeGroup:
-        """The group of that label; `cluster` and `node` are all nodes.
+        """The group with this label; `cluster` and `node` are all nodes.
 
         Raises:
             ConfigError: No such label.
@@ -223,11 +223,11 @@ class Cluster:
         return self.node_groups[label]
 
     def accelerators_of(self, label: str = "cluster") -> list[tuple[int, int]]:
-        """(node rank, index on that node) of the group's accelerators; the place in the list is the number."""
+        """(node rank, index on that node) of each of the group's accelerators; its position in the list is its number."""
         return [(rank, i) for rank in self.node_group(label).node_ranks for i in self.nodes[rank].accelerators]
 
     def accelerator_rank(self, node_rank: int, index: int) -> int:
-        """Number over the cluster of an accelerator of a node."""
+        """Cluster-wide number of an accelerator of a node."""
         return sum(len(n.accelerators) for n in self.nodes[:node_rank]) + index
 
     @property
@@ -249,7 +249,7 @@ def _count(value: Any, key: str, least: int) -> int:
 
 
 def _with_accelerators(node: Node, count: int, key: str) -> Node:
-    """The node with its first `count` accelerators; with invented ones where none are known."""
+    """The node with its first `count` accelerators; with invented ones if none are known."""
     visible = node.visible_devices
     if visible and count > len(visible):
         raise ConfigError(
@@ -263,7 +263,7 @@ def _with_accelerators(node: Node, count: int, key: str) -> Node:
 
 
 def _read_groups(groups: Sequence[Given], nodes: Sequence[Node]) -> dict[str, NodeGroup]:
-    """Node groups of the configuration on these nodes; every node is in one at most."""
+    """The configuration's node groups on these nodes; a node is in at most one."""
     found: dict[str, NodeGroup] = {}
     owner: dict[int, str] = {}
     for index, raw in enumerate(groups):
@@ -347,8 +347,8 @@ def parse_node_ranks(value: Any, at: str, num_nodes: int) -> tuple[int, ...]:
 def _virtual_components(num_nodes: int, groups: Sequence[Given]) -> list[int | None]:
     """Component of each virtual node where groups name components: their nodes follow one another in that order.
 
-    A group's component has `num_nodes` nodes, or as many as its `node_ranks`; one group may leave both out and takes the
-    rest. Where no group has component 0, the other nodes form it.
+    A group's component has `num_nodes` nodes, or as many as its `node_ranks`; one group may omit both and takes the
+    rest. If no group has component 0, the other nodes form it.
     """
     sizes: dict[int, int | None] = {}
     for raw in groups:

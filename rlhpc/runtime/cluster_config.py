@@ -11,7 +11,7 @@ from omegaconf import MISSING
 
 @dataclass
 class SlurmOptions:
-    """What the nodes of a component of the job are asked for with."""
+    """Slurm options that ask for the nodes of a job component."""
 
     partition: str | None = None
     """Slurm partition."""
@@ -22,20 +22,20 @@ class SlurmOptions:
     constraint: str | None = None
     """Slurm node features."""
     gres: str | None = None
-    """Slurm generic resources in full, such as `gpu:a100:4,nvme:1`; by default `gres_name` and the accelerators asked for."""
+    """Slurm's generic resources in full, such as `gpu:a100:4,nvme:1`; by default `gres_name` with the accelerators' number."""
     gres_name: str | None = None
     """Name and type of the accelerators among Slurm's generic resources, such as `gpu:a100` (default `gpu`)."""
     mem: str | None = None
-    """Memory a node, as Slurm writes it: `64G`."""
+    """Memory per node, as Slurm writes it: `64G`."""
     cpus_per_node: int | None = None
-    """Cores a node."""
+    """Cores per node."""
     time: str | None = None
     """Walltime, as Slurm writes it: `02:00:00`."""
 
 
 @dataclass
 class NodeGroupConfig(SlurmOptions):
-    """Nodes with a label, which components name in their placement. A Slurm option that a group leaves out is that of
+    """Nodes with a label, which components name in their placement. A Slurm option that a group omits is taken from
     `cluster`."""
 
     label: str = MISSING
@@ -45,25 +45,25 @@ class NodeGroupConfig(SlurmOptions):
     het_component: int | None = None
     """Component of the heterogeneous Slurm job that the group's nodes come from."""
     num_nodes: int | None = None
-    """Nodes that this component of the job asks for."""
+    """How many nodes this component of the job asks for."""
     accelerators_per_node: int | None = None
-    """Accelerators a node of this component has."""
+    """Accelerators per node of this component."""
     accelerator_kind: str | None = None
     """Kind of accelerator; `cpu` hides the nodes' accelerators from the group."""
     env_vars: dict[str, str] = field(default_factory=dict)
-    """Environment variables of every process there."""
+    """Environment variables for every process on these nodes."""
     python_interpreter: str | None = None
-    """Python to start processes with, where the group needs an environment of its own."""
+    """Python that starts processes there, if the group needs an environment of its own."""
 
 
 @dataclass
 class ClusterConfig(SlurmOptions):
-    """Machines, and which component runs where."""
+    """The machines of a run, and which component runs where."""
 
     num_nodes: int = 1
-    """Nodes of the run."""
+    """Number of nodes."""
     accelerators_per_node: int | None = None
-    """Accelerators a node; null takes what is visible."""
+    """Accelerators per node; null takes those that are visible."""
     component_placement: dict[str, Any] = field(default_factory=dict)
     """Component → `resource ranks[:process ranks]`, for example `actor,rollout: 0-7`; or a mapping with `node_group`
     and `placement`."""
@@ -72,13 +72,13 @@ class ClusterConfig(SlurmOptions):
     interface: str | None = None
     """Network interface by which nodes reach one another, such as `ib0`; by default the one on the route between them."""
     scratch: str | None = None
-    """Folder on each node's own disk, for what does not fit into its shared memory; by default below `/tmp`."""
+    """Folder on each node's own disk for data that do not fit into its shared memory; by default below `/tmp`."""
     setup: list[str] = field(default_factory=list)
     """Lines of the job's script before the driver starts: `module load …`, `source …/activate`."""
     sbatch: list[str] = field(default_factory=list)
-    """Further options of the whole job, such as `--reservation=rl`."""
+    """Further sbatch options for the whole job, such as `--reservation=rl`."""
     container: list[str] = field(default_factory=list)
-    """Words that stand before every command of a job step, such as `[apptainer, exec, --nv, rlhpc.sif]`."""
+    """Words put before every command of a job step, such as `[apptainer, exec, --nv, rlhpc.sif]`."""
     signal_lead_s: int = 120
     """Seconds before the walltime at which Slurm asks the job to save and end."""
 

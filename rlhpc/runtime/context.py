@@ -41,7 +41,7 @@ class Context:
         return sorted(p.stem for p in (self.registry.root / "groups").glob("[!.]*.json"))
 
     def group_size(self, group: str, timeout: float = 60.0) -> int:
-        """World size of a group, waiting for its launch."""
+        """World size of a group; waits until it has been launched."""
         record = self.registry.wait_for("groups", group, timeout, f"group {group!r} to be launched", self.check)
         return int(record["world_size"])
 
@@ -63,7 +63,7 @@ class Context:
                 self._members[group, rank] = (version, record)
                 return record
             if not version and not (self.registry.root / "members").is_dir():
-                self.registry.check_current()  # where all of it is gone, nobody will ever arrive
+                self.registry.check_current()  # if all of it is gone, nobody will ever arrive
                 if known:
                     return known[1]  # old generations' folders were removed, and this one's with them
                 raise StaleGeneration(self.registry.gone())
@@ -78,7 +78,7 @@ _current: Context | None = None
 
 
 def install(context: Context | None) -> None:
-    """Makes `context` this process's."""
+    """Makes `context` the context of this process."""
     global _current
     _current = context
 
@@ -92,7 +92,7 @@ def current() -> Context:
     """This process's context.
 
     Raises:
-        RlhpcError: It belongs to no run yet.
+        RlhpcError: This process belongs to no run yet.
     """
     if _current is None:
         raise RlhpcError("this process belongs to no run yet: launch a group or create a channel first")

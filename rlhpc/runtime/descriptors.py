@@ -10,7 +10,7 @@ from rlhpc.runtime.errors import ConfigError
 
 #: With fewer the driver cannot start a rank.
 LEAST = 64
-#: More than this is not asked for: programs that close all they might have inherited would be busy for seconds, such as
+#: Never ask for more: programs that close every descriptor they might have inherited would be busy for seconds, such as
 #: older versions of srun.
 _MOST = 65_536
 
@@ -19,7 +19,7 @@ def raise_limit() -> None:
     """Raises this process's soft limit to its hard one, within reason; its children inherit that.
 
     Raises:
-        ConfigError: It is too low for a run.
+        ConfigError: The hard limit is too low for a run.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = _MOST if hard == resource.RLIM_INFINITY else min(hard, _MOST)
@@ -35,7 +35,7 @@ def raise_limit() -> None:
 
 
 def crowded() -> bool:
-    """Whether three quarters of the descriptors that this process may have are taken: the kernel gives the lowest free one."""
+    """Whether three quarters of this process's descriptors are in use: the kernel always gives out the lowest free one."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     try:
         lowest = os.eventfd(0, os.EFD_CLOEXEC)

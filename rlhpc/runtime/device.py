@@ -1,4 +1,4 @@
-"""Where a process computes: on the accelerators that it was granted, or on the CPU where it was granted none."""
+"""Where a process computes: on the accelerators it was granted, or on the CPU if it was granted none."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ from collections.abc import Mapping, Sequence
 
 from rlhpc.runtime.errors import ConfigError
 
-#: Set where accelerators are only a number: `Cluster.local` and the tests' Slurm have nodes with some that are not there.
+#: Set when accelerators are only a number: `Cluster.local` and the tests' Slurm have nodes with imaginary ones.
 VIRTUAL = "RLHPC_VIRTUAL_ACCELERATORS"
 
-#: From which driver on (the newest CUDA that it takes) a build of torch runs, the newest build first.
+#: The oldest driver (by the newest CUDA that it takes) on which a build of torch runs, the newest build first.
 _BUILDS = (((13, 0), "cu130"), ((12, 8), "cu128"))
 
 
 def landing_device(sent: str) -> str:
-    """Where a tensor that lay on the device `sent` of another process goes: this process's own accelerator, whatever its
-    number was over there; the CPU where this process has none."""
+    """Where a tensor goes that was on the device `sent` of another process: this process's own accelerator, whatever its
+    number was over there; the CPU if this process has none."""
     import torch
 
     kind = sent.partition(":")[0]
@@ -32,7 +32,7 @@ def torch_device(granted: Sequence[int], environ: Mapping[str, str] = os.environ
         environ: Of the process.
 
     Raises:
-        ConfigError: Torch cannot use what was granted. A run on the CPU in its place would pass for a slow one.
+        ConfigError: Torch cannot use what was granted. A run on the CPU instead would look like a merely slow one.
     """
     import torch
 
@@ -55,9 +55,9 @@ def why_unseen(seen: int, cuda: str | None, hip: str | None, mask: str | None, d
 
     Args:
         seen: How many it sees.
-        cuda, hip: What it is built for.
+        cuda, hip: The versions that torch is built for.
         mask: CUDA_VISIBLE_DEVICES.
-        driver: The newest CUDA that the node's driver takes, where that is known.
+        driver: The newest CUDA that the node's driver takes, if known.
     """
     if not cuda and not hip:
         build = next((build for since, build in _BUILDS if _number(driver) >= since), "cu126") if driver else "auto"

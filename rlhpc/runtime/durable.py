@@ -1,4 +1,4 @@
-"""The one way in which files of a run are replaced: whole or not at all, and on disk before the name is."""
+"""The one way to replace files of a run: completely or not at all, with the content on disk before the name."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def fsync_folder(folder: Path) -> None:
 
 
 def fsync_file(path: Path) -> None:
-    """Make the bytes of `path` durable, whoever wrote them."""
+    """Make the bytes of `path` durable, no matter who wrote them."""
     fd = os.open(path, os.O_RDONLY)
     try:
         os.fsync(fd)
@@ -41,11 +41,11 @@ def replace_durably(path: Path, data: bytes, *, mode: int = 0o666, sync: bool = 
         path: The file.
         data: All of its content.
         mode: Permissions of the new file, less the umask.
-        parents: Make its folder where it is missing; a folder that somebody removed is not to come back where it is False.
-        sync: False leaves the moment at which it reaches the disk to the system: for what has no worth after a crash.
+        parents: Create a missing folder; False where a folder that somebody removed must not come back.
+        sync: False lets the system choose when it reaches the disk: for data of no value after a crash.
 
     Raises:
-        OSError: The filesystem refused, or took a part only (full, quota, read-only); the old file is as it was.
+        OSError: The filesystem refused, or took only a part (full, quota, read-only); the old file is unchanged.
     """
     if parents:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -55,7 +55,7 @@ def replace_durably(path: Path, data: bytes, *, mode: int = 0o666, sync: bool = 
     try:
         with os.fdopen(
             fd, "wb"
-        ) as file:  # leaving it closes the file: some filesystems only then say that they are full
+        ) as file:  # leaving the block closes the file: some filesystems say only then that they are full
             file.write(data)
             file.flush()
             if sync:
@@ -64,14 +64,14 @@ def replace_durably(path: Path, data: bytes, *, mode: int = 0o666, sync: bool = 
     except BaseException as error:
         temporary.unlink(missing_ok=True)
         if isinstance(error, OSError) and error.filename is None:
-            error.filename = str(path)  # a failed write does not say of which file
+            error.filename = str(path)  # a failed write does not say which file it was
         raise
     if sync:
         fsync_folder(path.parent)
 
 
 def follow_umask(folder: Path) -> None:
-    """Gives the files below `folder` that are their owner's alone the mode that the umask means for files.
+    """Gives files below `folder` that only their owner can read the mode that the umask intends for files.
 
     Libraries that write to a temporary file and rename it (safetensors does) leave 0600 whatever the umask is.
     """
@@ -83,7 +83,7 @@ def follow_umask(folder: Path) -> None:
 
 
 def _umask() -> int:
-    """Read, and not set for a moment, which would race with other threads' files."""
+    """The umask, read from /proc: to set it for a moment, as `os.umask` must, would race with other threads' files."""
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith("Umask:"):
             return int(line.split()[1], 8)

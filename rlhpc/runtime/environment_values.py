@@ -1,5 +1,5 @@
 """Values that a configuration takes from the environment, `${oc.env:NAME}`: they may be secrets, so what is written down keeps
-the reference in their place, and messages do too. A run that is started again reads its own environment."""
+the reference in their place, and so do messages. A run that is started again reads its own environment."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from pathlib import PurePath
 from typing import Any
 
 _SHORTEST = 6
-"""A secret has at least so many characters; shorter values are numbers and words that stand in any text."""
+"""A secret has at least this many characters; shorter values are numbers and words that occur in any text."""
 _read: dict[str, str] = {}
 _count, _watching = 0, False
 
 
 def watch() -> None:
-    """Notes what configurations read from the environment, from now on. Again is no harm."""
+    """From now on, records what configurations read from the environment. May be called repeatedly."""
     global _watching
     if _watching:
         return
@@ -32,22 +32,22 @@ def watch() -> None:
             _read[str(arguments[0])] = value
         return value
 
-    with warnings.catch_warnings():  # later versions have another name for it
+    with warnings.catch_warnings():  # later versions call it something else
         warnings.simplefilter("ignore")
         OmegaConf.register_new_resolver("oc.env", env, replace=True)
 
 
 def values_read() -> dict[str, str]:
-    """What configurations have taken from the environment in this process, by the variable's name."""
+    """Values that configurations in this process have taken from the environment, by variable."""
     return dict(_read)
 
 
 def masked(text: str, values: Mapping[str, str] | None = None) -> str:
-    """A text for people, in which `${oc.env:NAME}` stands for what came from there. Paths stay: they are no secrets.
+    """A text for people, with `${oc.env:NAME}` in place of values from the environment. Paths stay: they are no secrets.
 
     Args:
-        text: For people.
-        values: What another process has read, by name; by default what this one has.
+        text: The text.
+        values: What another process has read, by name; by default what this one has read.
     """
     for name, value in sorted((_read if values is None else values).items(), key=lambda item: -len(item[1])):
         if len(value) >= _SHORTEST and not PurePath(value).is_absolute():
@@ -56,7 +56,7 @@ def masked(text: str, values: Mapping[str, str] | None = None) -> str:
 
 
 def to_plain(cfg: Any) -> Any:
-    """A configuration as dicts and lists, resolved but for what depends on the environment, which stays as it was written."""
+    """A configuration as dicts and lists, resolved except for what depends on the environment, which stays as written."""
     from omegaconf import DictConfig, ListConfig, OmegaConf
 
     watch()

@@ -7,9 +7,9 @@ class RlhpcError(Exception):
     """Base of every error that rlhpc raises for a user to read.
 
     Attributes:
-        exit_code: Of the command that ends with it.
-        restartable: Whether the same thing done again may go well, because a machine failed and not the program.
-        group, rank, node: Of the process that failed, where it was that of a worker group.
+        exit_code: Exit code of a command that ends with this error.
+        restartable: Whether a retry may succeed, because a machine failed and not the program.
+        group, rank, node: Those of the process that failed, if it was a worker group's.
     """
 
     exit_code = 1
@@ -42,15 +42,15 @@ class CheckpointError(UserError):
 
 
 class NonFinite(RlhpcError):
-    """A number that training depends on is not finite; nothing that it touched was committed."""
+    """A number that training depends on is not finite; nothing that it affected was committed."""
 
 
 class StorageError(UserError):
-    """A filesystem takes no more: it is full, over quota or read-only. The message names it."""
+    """A filesystem accepts no more data: it is full, over quota or read-only. The message names it."""
 
 
 class OwnershipError(UserError):
-    """A folder that must be this user's alone is somebody else's, a link, or open to others. The message says which."""
+    """A folder that must be private to this user is somebody else's, a link, or open to others. The message says which."""
 
 
 class RegistryError(RlhpcError):
@@ -75,7 +75,7 @@ class Stopped(RlhpcError):
     """Somebody asked the run to end while there was nothing to save.
 
     Attributes:
-        exit_code: As that of a run that was asked to end later.
+        exit_code: The same as for a run that was asked to end later.
     """
 
     def __init__(self, message: str, exit_code: int) -> None:
@@ -90,7 +90,7 @@ class DeadlineExceeded(RlhpcError):
 
 
 class StrangerConnected(RlhpcError):
-    """Somebody who is not of the run is at the other end of a connection between ranks."""
+    """The other end of a connection between ranks is not a process of the run."""
 
     restartable = True
 
@@ -100,7 +100,7 @@ class StepFailed(RlhpcError):
 
     Attributes:
         group: Name of the worker group.
-        node: First node that it was for.
+        node: The first node that the step was for.
     """
 
     restartable = True
@@ -131,8 +131,8 @@ class WorkerFailed(RlhpcError):
         rank: Rank inside the group.
         node: Node name.
         log_path: The worker's stderr file.
-        exit_signal: Signal number when the process was killed, else None.
-        remote_traceback: The worker's traceback when it raised, else "".
+        exit_signal: Signal number if the process was killed, otherwise None.
+        remote_traceback: The worker's traceback if it raised, otherwise "".
     """
 
     def __init__(
@@ -156,6 +156,6 @@ class WorkerFailed(RlhpcError):
 
     @property
     def restartable(self) -> bool:  # type: ignore[override]
-        """True for a rank that was killed or lost; for one that raised, what it raised decides."""
+        """True for a rank that was killed or lost; for one that raised, the exception decides."""
         cause = self.__cause__
         return cause.restartable if isinstance(cause, RlhpcError) else not self.remote_traceback

@@ -1,4 +1,4 @@
-"""What a failure means: which one is the first, who may live on after it, what can be started again. Pure."""
+"""What a failure means: which one is the first, which ranks may live on, and what can be restarted. Pure functions."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from rlhpc.runtime.spec import WorkerSpec
 
 
 class Rank(Protocol):
-    """What counts of a rank: who it is, and whether it is starting, ready, stopping or ended."""
+    """What the policy needs to know of a rank: who it is, and whether it is starting, ready, stopping or ended."""
 
     @property
     def spec(self) -> WorkerSpec: ...
@@ -36,22 +36,22 @@ class FailurePolicy:
     past: RlhpcError | None = None
 
     def take(self, failure: RlhpcError) -> bool:
-        """Whether it is the first; a later one is its consequence."""
+        """Records a failure; returns whether it is the first, of which later ones are consequences."""
         if self.first is not None:
             return False
         self.first = failure
         return True
 
     def put_behind(self) -> None:
-        """New groups are launched: what failed did so before them."""
+        """Treats the failure as past when new groups are launched: it happened before them."""
         if self.first is not None:
             self.past, self.first = self.first, None
 
     def spared(self, failure: RlhpcError, ranks: Collection[Rank]) -> set[str]:
         """Names of the ranks that may live on.
 
-        Those of the groups that nobody calls expendable, when one that is has failed; all that live, when what failed is a
-        rank of an independent group that has ended.
+        If an expendable group has failed: the ranks of the groups that are not expendable. If what failed is a
+        single rank of an independent group, and it has ended: all other ranks, too.
         """
         group, rank = failure.group, failure.rank
         if group not in self.expendable or not failure.restartable:
@@ -62,13 +62,13 @@ class FailurePolicy:
         return {r.spec.name for r in ranks if (alone and r.state != "ended") or r.spec.group not in self.expendable}
 
     def doomed(self, failure: RlhpcError, ranks: Collection[Rank]) -> set[str]:
-        """Names of the ranks that end with it."""
+        """Names of the ranks that must end with it."""
         return {r.spec.name for r in ranks} - self.spared(failure, ranks)
 
     def recoverable(self, ranks: Collection[Rank]) -> bool:
-        """Once those that had to end have ended: whether the run can go on with the others.
+        """Whether the run can go on with the other ranks, once those that had to end have ended.
 
-        All that are gone must be expendable, somebody must be left, and nobody in between.
+        All that are gone must be expendable, some rank must be left, and none may be in an intermediate state.
         """
         states = [r.state for r in ranks]
         gone = {r.spec.group for r in ranks if r.state == "ended"}

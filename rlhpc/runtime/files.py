@@ -10,10 +10,10 @@ from rlhpc.runtime.errors import ConfigError
 
 
 def find_files(path: str | None, suffixes: Sequence[str], key: str) -> list[Path]:
-    """The files of `data.….path`: one file, those of a folder with the right ending, or those that fit a pattern.
+    """The files that `data.….path` means: one file, those in a folder with the right suffix, or those that match a pattern.
 
     Raises:
-        ConfigError: There are none; names the nearest.
+        ConfigError: There are none; names the nearest existing path.
     """
     if not path:
         raise ConfigError(

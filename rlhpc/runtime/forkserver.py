@@ -28,19 +28,19 @@ from rlhpc.runtime.scratch import Scratch
 from rlhpc.runtime.spec import WorkerSpec
 
 GRACE_S = 2.0
-#: A child's end wakes the server by SIGCHLD; this only bounds what a lost signal could cost.
+#: SIGCHLD wakes the server when a child ends; this only bounds what a lost signal could cost.
 _LOOK_S = 10.0
 
 
 def _kill_group(pid: int, number: int) -> None:
-    """Signals a worker and the processes that it started (each worker leads a session of its own)."""
+    """Signals a worker and the processes it has started (each worker leads a session of its own)."""
     for kill in (os.killpg, os.kill):
         with contextlib.suppress(ProcessLookupError, PermissionError):
             kill(pid, number)
 
 
 class ForkServer:
-    """Serves `start` and `kill` requests of one driver over `control`."""
+    """Serves one driver's `start` and `kill` requests over `control`."""
 
     def __init__(self, control: socket.socket, token: str) -> None:
         self.control, self.scratch = control, Scratch(token)
@@ -155,7 +155,7 @@ class ForkServer:
 
 
 def _end_while_importing(control: socket.socket, token: str) -> None:
-    """Has the kernel interrupt the imports when the driver is gone, which would only be noticed after them."""
+    """Has the kernel interrupt the imports when the driver dies, which would otherwise be noticed only after them."""
 
     def gone(*_: object) -> None:
         with contextlib.suppress(BlockingIOError):
@@ -169,7 +169,7 @@ def _end_while_importing(control: socket.socket, token: str) -> None:
 
 
 def _imported(control: socket.socket) -> None:
-    """From here on the server looks by itself."""
+    """Takes `_end_while_importing` back: from now on the server itself notices that the driver is gone."""
     fcntl.fcntl(control, fcntl.F_SETFL, fcntl.fcntl(control, fcntl.F_GETFL) & ~os.O_ASYNC)
     signal.signal(signal.SIGIO, signal.SIG_DFL)
 
@@ -195,7 +195,7 @@ def main() -> None:
             failed[module] = str(error)  # the rank that needs it will say so in its own log
     _imported(control)
     gc.collect()
-    gc.freeze()  # forked ranks share these pages for good: the collector must not touch them
+    gc.freeze()  # forked ranks share these pages permanently: the garbage collector must not touch them
     server.serve()
 
 

@@ -77,15 +77,15 @@ class WorkerGroup:
         Args:
             cluster: Where to run.
             placement_strategy: Which rank goes where (default: one rank on the first node).
-            name: The group's name; default the class's name. Unique among the live groups.
+            name: The group's name, unique among the live groups; by default the class's name.
             env_vars: Environment variables for every rank.
             fork: Fork from the node's fork server; False starts fresh interpreters, for engines that cannot be forked. By
                 default what the class says (`Worker.forks`).
             timeout: Seconds for all ranks to arrive.
-            wait: False returns at once, so that groups start beside one another; the first call on the group waits.
+            wait: False returns at once, so that groups can start in parallel; the first call on the group waits.
 
         Raises:
-            RendezvousTimeout: Names the ranks that are missing, their nodes and logs.
+            RendezvousTimeout: Some ranks did not arrive; names them, their nodes and their logs.
             WorkerFailed: A constructor raised.
         """
         self.name = name or self._cls.__name__
@@ -107,7 +107,7 @@ class WorkerGroup:
         return self._cls.forks(*self._args, **self._kwargs) if isinstance(self._cls, Forking) else True
 
     def relaunch(self) -> WorkerGroup:
-        """Starts the ranks that have ended once more, in the same place; follow with `wait_ready`."""
+        """Restarts the ranks that have ended, in the same place; follow with `wait_ready`."""
         if self._cluster is None:
             raise ConfigError(f"group {self.name or self._cls.__name__!r} was never launched here")
         session = Session.current()
@@ -175,7 +175,7 @@ class WorkerGroup:
         return call
 
     def shutdown(self, grace: float = 5.0) -> None:
-        """Ends the group and waits: ranks finish the call they are in, those that take longer than `grace` are killed, and
+        """Ends the group and waits: ranks finish their present call, those that take longer than `grace` are killed, and
         those that are still starting are not waited for.
 
         Harmless on a group that has ended or failed; on an attached group it only lets go.

@@ -1,7 +1,7 @@
-"""Where a process that is started looks for modules: where its driver does, and never in the working directory for itself.
+"""Where a started process looks for modules: where its driver does, and never in its working directory as such.
 
 `python -m` and `python -c` put the working directory first. A folder of downloads, or one that others may write to, would then
-decide what the ranks import; and a clone called rlhpc would hide the package from whoever stands in the folder above it.
+decide what the ranks import; and a clone called rlhpc would hide the package from anyone in the folder above it.
 """
 
 from __future__ import annotations
@@ -10,16 +10,16 @@ import os
 import sys
 from pathlib import Path
 
-#: What a Python of any version runs in the place of `-P`, which those before 3.11 refuse.
+#: What Python of any version runs instead of `-P`, which versions before 3.11 refuse.
 LEAVE_FOLDER = "import sys; sys.path[:1] == [''] and sys.path.pop(0)"
 _RUN_MODULE = f"{LEAVE_FOLDER}; del sys.argv[0]; import runpy; runpy.run_module(sys.argv[0], None, '__main__', True)"
 
 
 def import_paths(foreign: bool = False) -> list[str]:
-    """This process's paths, for one with the same Python, or (`foreign`) for one whose packages are its own.
+    """This process's paths, for a process with the same Python or (`foreign`) for one with packages of its own.
 
-    The latter leaves out what belongs to this Python. Both have the folder of rlhpc last, lest a folder of that name without
-    an `__init__.py` be taken for it.
+    The latter omits what belongs to this Python. Both have the folder of rlhpc last, so that a folder of that name without
+    an `__init__.py` is not taken for it.
     """
     root = str(Path(__file__).resolve().parents[2])
     paths = [path or _working_directory() for path in sys.path]
@@ -31,19 +31,19 @@ def import_paths(foreign: bool = False) -> list[str]:
 
 
 def python_path(foreign: bool = False) -> str:
-    """`import_paths` as the variable PYTHONPATH."""
+    """`import_paths`, joined as a value of PYTHONPATH."""
     return os.pathsep.join(import_paths(foreign))
 
 
 def run_module(module: str, *arguments: str, python: str | None = None) -> list[str]:
-    """argv that runs one of our modules: with this Python, or with another one of whatever version."""
+    """argv that runs one of rlhpc's modules: with this Python, or with another of any version."""
     if python is None or python == sys.executable:
         return [sys.executable, "-P", "-m", module, *arguments]
     return [python, "-c", _RUN_MODULE, module, *arguments]
 
 
 def leave_working_directory() -> None:
-    """In a program started with `python -m`: imports nothing more from the working directory."""
+    """Removes the working directory from the import path of a program started with `python -m`."""
     if not sys.flags.safe_path:
         del sys.path[0]
 
@@ -51,5 +51,5 @@ def leave_working_directory() -> None:
 def _working_directory() -> str:
     try:
         return os.getcwd()
-    except FileNotFoundError:  # it has been removed: nothing is found there
+    except FileNotFoundError:  # the folder has been removed: nothing can be found there
         return ""

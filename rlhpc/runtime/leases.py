@@ -11,21 +11,21 @@ from rlhpc.runtime.starters import Member
 
 log = logging.getLogger(__name__)
 
-#: How often the driver looks.
+#: How often the driver checks.
 TICK_S = 2.0
 SUSPECT_S = 15.0
 LOST_S = 180.0
-#: A driver that looks this late was itself not running.
+#: A driver that checks this late was itself not running.
 _AWAY_S = 5.0
-#: Silent ranks that are named at a time: where a switch fails, thousands are.
+#: Silent ranks named at a time: when a switch fails, thousands are silent.
 _NAMED = 5
 
 
 class Leases:
-    """Looks after those that are ready.
+    """Watches the heartbeats of the ranks that are ready.
 
     Args:
-        fail: Takes the failure of a rank that is lost.
+        fail: Called with the failure of a rank that is lost.
     """
 
     def __init__(self, fail: Callable[[RlhpcError], None]) -> None:
@@ -33,7 +33,7 @@ class Leases:
         self.looked = time.monotonic()
 
     def look(self, members: Iterable[Member]) -> None:
-        """To be called every `TICK_S`, with all there are; `alive` is when each was heard of last."""
+        """Checks all ranks; call it every `TICK_S`. `alive` says when each was last heard from."""
         now = time.monotonic()
         # a job that was suspended, or a driver that was stopped: nobody could send anything meanwhile
         away, self.looked = now - self.looked - TICK_S, now

@@ -19,7 +19,7 @@ def load_attribute(path: str, key: str) -> Any:
     """`module:attribute`, a class or a function.
 
     Raises:
-        ConfigError: It cannot be imported, or cannot be called; says why.
+        ConfigError: It cannot be imported, or is not callable; says why.
     """
     module, _, attribute = path.partition(":")
     try:
@@ -32,25 +32,25 @@ def load_attribute(path: str, key: str) -> Any:
 
 
 def offered(group: str) -> dict[str, EntryPoint]:
-    """What installed packages offer under an entry point group, by name in lower case."""
+    """Entry points of a group in the installed packages, by name in lower case."""
     return {entry.name.lower(): entry for entry in entry_points(group=group)}
 
 
 def nearest(name: str, names: Iterable[str]) -> str:
-    """`; did you mean 'gae'?`, or `;` where nothing comes near."""
+    """`; did you mean 'gae'?`, or `;` if no name is close."""
     near = difflib.get_close_matches(name.lower(), list(names), 1)
     return f"; did you mean {near[0]!r}?" if near else ";"
 
 
 class Registry(Generic[Found]):
-    """Classes or functions of one kind by name; case does not matter.
+    """Classes or functions of one kind, by name; case does not matter.
 
     Args:
         kind: For messages: "advantage estimator".
         key: The configuration key that names one.
         group: Entry point group in which other packages may offer more.
-        built_in: Name → `module:attribute`, imported when it is asked for.
-        form: How one that has no name is written: `module:function` or `module:Class`.
+        built_in: Name → `module:attribute`, imported when it is needed.
+        form: How one without a name is written: `module:function` or `module:Class`.
     """
 
     def __init__(
@@ -66,7 +66,7 @@ class Registry(Generic[Found]):
         self._registered: dict[str, Found] = {}
 
     def register(self, *names: str) -> Callable[[Given], Given]:
-        """Decorator; a second one of the same name is an error."""
+        """Decorator that registers a class or function; a name may be used only once."""
         taken = [name for name in names if name.lower() in {**self.built_in, **self._registered}]
         if taken:
             raise ConfigError(f"{self.kind} {taken[0]!r} is registered twice")
@@ -82,14 +82,14 @@ class Registry(Generic[Found]):
         return sorted({*self._registered, *self.built_in, *offered(self.group)})
 
     def find(self, name: str, key: str = "") -> Found:
-        """What `name` stands for.
+        """Finds what `name` stands for.
 
         Args:
             name: As the configuration has it.
-            key: Where it stands, if not under the registry's own key.
+            key: The key that has the name, if not the registry's own.
 
         Raises:
-            ConfigError: Nothing; names the nearest and all allowed ones. Or it cannot be imported.
+            ConfigError: The name is unknown (the message gives the nearest and all allowed names), or cannot be imported.
         """
         key, lower = key or self.key, str(name).lower()
         if lower in self._registered:

@@ -1,4 +1,4 @@
-"""What the driver knows of a rank, and how it tells of a rank's end."""
+"""What the driver knows about a rank, and how it reports a rank's end."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _TAIL_BYTES = 16384
 
 
 def all_in(state: str, members: Sequence[Member]) -> Callable[[], bool]:
-    """Tells whether all have come to `state`; looks at each once only, however often it is asked."""
+    """A function that tells whether all have reached `state`; it checks each only until it has, however often it is called."""
     left = list(members)
 
     def answer() -> bool:
@@ -33,7 +33,7 @@ def all_in(state: str, members: Sequence[Member]) -> Callable[[], bool]:
 
 
 def class_body(payload: tuple[type, tuple[Any, ...], dict[str, Any]]) -> bytes:
-    """Pickles (class, args, kwargs): by reference where the worker can import the class, else by value."""
+    """Pickles (class, args, kwargs): by reference if the worker can import the class, otherwise by value."""
     try:
         body = pickle.dumps(payload)
         if b"__main__" not in body:
@@ -44,7 +44,7 @@ def class_body(payload: tuple[type, tuple[Any, ...], dict[str, Any]]) -> bytes:
 
 
 def tail(path: str) -> str:
-    """The last lines of a log, as the end of a message; "" where there are none."""
+    """The last lines of a log, as the end of a message; "" if there are none."""
     with contextlib.suppress(OSError):
         return _last_lines(Path(path).read_bytes()[-_TAIL_BYTES:].decode(errors="replace"))
     return ""
@@ -56,7 +56,7 @@ def _last_lines(text: str) -> str:
 
 
 def _telling(lines: list[str]) -> list[str]:
-    """The last lines; of what `faulthandler` wrote the thread at fault alone, without the list of all modules."""
+    """The last lines; of `faulthandler`'s output only the thread at fault, without the list of all modules."""
     fatal = [at for at, line in enumerate(lines) if line.startswith("Fatal Python error")]
     if not fatal or not lines[-1].startswith(("  File ", "Extension modules: ")):  # or it was an earlier process's
         return lines[-12:]
@@ -66,7 +66,7 @@ def _telling(lines: list[str]) -> list[str]:
 
 
 def said_before_its_log(member: Member) -> str:
-    """What a rank said that died before it had opened its log, as the end of a message; it is kept there if it can be."""
+    """What a rank printed that died before it opened its log, as the end of a message; saved in that log if possible."""
     said, log_err = "", Path(member.spec.log_err)
     with contextlib.suppress(OSError):
         if not log_err.exists():
@@ -76,7 +76,7 @@ def said_before_its_log(member: Member) -> str:
 
 
 def death(spec: WorkerSpec, status: int, said: str = "") -> WorkerFailed:
-    """The failure that a rank's wait status stands for; `said` is the end of the message where its log is silent."""
+    """The failure that a rank's wait status stands for; `said` ends the message if the rank's log is silent."""
     number = os.WTERMSIG(status) if os.WIFSIGNALED(status) else None
     how = f"was killed by signal {number} ({signal.Signals(number).name})" if number else (
         f"exited with status {os.WEXITSTATUS(status)}")  # fmt: skip

@@ -1,4 +1,4 @@
-"""Which address the processes of a run reach one another by, where they are spread over hosts."""
+"""The addresses by which the processes of a run reach one another, if they are on several hosts."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def address_of(interface: str) -> str:
     """IPv4 address of a network interface of this host.
 
     Raises:
-        ConfigError: There is no such interface, or it has no address; names those there are.
+        ConfigError: There is no such interface, or it has no address; names the existing ones.
     """
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
         try:
@@ -33,7 +33,7 @@ def address_of(interface: str) -> str:
 
 
 def interfaces() -> dict[str, str]:
-    """Interfaces of this host that have an IPv4 address."""
+    """The interfaces of this host that have an IPv4 address."""
     found = {}
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
         for _, name in socket.if_nameindex():
@@ -46,12 +46,12 @@ def interfaces() -> dict[str, str]:
 
 
 def interface_of(address: str) -> str | None:
-    """Interface of this host that has the address."""
+    """The interface of this host that has the address."""
     return next((name for name, found in interfaces().items() if found == address), None)
 
 
 def address_towards(host: str) -> str:
-    """This host's address on the route to another one: the kernel's choice, not the first card there is.
+    """This host's address on the route to another host: the kernel's choice, not simply the first network card.
 
     Raises:
         ConfigError: There is no route, or the name is not known.
@@ -69,7 +69,7 @@ def address_towards(host: str) -> str:
 
 
 def node_addresses(names: list[str], timeout_s: float = TIMEOUT_S) -> dict[str, str]:
-    """Addresses of Slurm nodes as the cluster's configuration has them, in one query; names that it does not tell stand
+    """Addresses of Slurm nodes according to Slurm's configuration, in one query; names without an address stand
     for themselves."""
     found = {name: name for name in names}
     for pairs in ask("scontrol", "--oneliner", "show", "node", ",".join(names), timeout_s=timeout_s).records:

@@ -1,4 +1,4 @@
-"""Whose a folder is: what a run keeps secret lies in folders that are this user's own, closed to others, and no links."""
+"""Who owns a folder: a run's secrets are in folders that belong to this user, are closed to others, and are not links."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ _OTHERS_WRITE = 0o022
 
 
 def make_private(folder: Path, *, parents: bool = False) -> None:
-    """Makes a folder that is this user's alone (0700), or takes one that is.
+    """Makes a folder that is private to this user (0700), or accepts an existing one.
 
-    One that others may read is closed to them; what others may have written is not used.
+    A folder that others may read is closed to them; one that others may write to is refused.
 
     Raises:
         OwnershipError: It is another user's, or a link, or others may write there.
-        OSError: It cannot be made.
+        OSError: The folder cannot be made.
     """
     if parents:
         folder.parent.mkdir(parents=True, exist_ok=True)
@@ -31,15 +31,15 @@ def make_private(folder: Path, *, parents: bool = False) -> None:
 
 
 def require_private(folder: Path, *, tighten: bool = False) -> None:
-    """Refuses a folder that is not this user's own, closed to others and no link.
+    """Refuses a folder unless it is this user's own, closed to others and not a link.
 
     Args:
-        folder: What is asked about.
-        tighten: Closes one that others may read.
+        folder: The folder to check.
+        tighten: Close a folder that others may read, instead of refusing it.
 
     Raises:
         OwnershipError: Says what is wrong with it, and what to do.
-        FileNotFoundError: There is none.
+        FileNotFoundError: There is no such folder.
     """
     found = folder.lstat()
     if stat.S_ISLNK(found.st_mode) or not stat.S_ISDIR(found.st_mode):
@@ -64,11 +64,11 @@ def require_private(folder: Path, *, tighten: bool = False) -> None:
 
 
 def require_own_run_folder(folder: Path) -> None:
-    """Refuses a run folder of another user. Its parent may be anybody's; a link of this user's own may lead to it.
+    """Refuses another user's run folder. Its parent may be anybody's, and a link of this user's own may lead to it.
 
     Raises:
         OwnershipError: Says whose it is, and what to do.
-        OSError: It cannot be looked at.
+        OSError: The folder cannot be examined.
     """
     try:
         named, found = folder.lstat(), folder.stat()
@@ -104,7 +104,7 @@ def _mine(folder: Path, found: os.stat_result) -> bool:
 
 
 def owner(found: os.stat_result) -> str:
-    """User and number, as far as the user is known here."""
+    """The owner's name, if it is known on this host, and user id."""
     return _named(found.st_uid)
 
 

@@ -19,10 +19,10 @@ def die_with_parent(parent: int, number: int = signal.SIGKILL) -> None:
 
 
 def outlive_parent() -> None:
-    """Takes `die_with_parent` back."""
+    """Undoes `die_with_parent`."""
     _libc.prctl(_PR_SET_PDEATHSIG, 0)
 
 
 def adopt_orphans() -> None:
-    """What this process's descendants leave behind becomes its child, so that it can end and reap it."""
+    """Makes orphans among this process's descendants its own children, so that it can end and reap them."""
     _libc.prctl(_PR_SET_CHILD_SUBREAPER, 1)

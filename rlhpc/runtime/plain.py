@@ -1,4 +1,4 @@
-"""JSON and YAML of files that anybody may have made: what is too large or too deep is a fault of the file."""
+"""JSON and YAML in files that anybody may have made: content that is too large or too deep is reported as the file's fault."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from typing import Any
 
 _DEEPEST = 100
 _MOST_BRACKETS = 900
-"""Open at a time; they may stand in texts, too."""
+"""Most brackets open at a time; those inside texts count, too."""
 _MOST_NODES = 200_000
 _MOST_CHARACTERS = 1 << 21
-"""Of YAML, which is read at about half a megabyte a second."""
+"""Largest YAML text in characters; PyYAML reads about half a megabyte per second."""
 
 
 def read_json(text: str | bytes) -> Any:
-    """Its content.
+    """The content of a JSON text.
 
     Raises:
-        ValueError: It is no JSON, or nested too deep.
+        ValueError: It is not JSON, or is nested too deep.
     """
     try:
         return json.loads(text)
@@ -28,7 +28,7 @@ def read_json(text: str | bytes) -> Any:
 
 
 def read_yaml_file(path: Path, loader: Any = None) -> Any:
-    """The content of a file, of which no more is read than a configuration may have: it may be a checkpoint, or a device.
+    """The content of a YAML file. Reads no more of it than a configuration may have: it may be a checkpoint, or a device.
 
     Raises:
         OSError: It cannot be read.
@@ -42,16 +42,16 @@ def read_yaml_file(path: Path, loader: Any = None) -> Any:
 
 
 def read_yaml(text: str | bytes, loader: Any = None) -> Any:
-    """Its content, as builtin values.
+    """The content of a YAML text, as builtin values.
 
     Args:
         text: UTF-8.
-        loader: Class of PyYAML; must be a SafeLoader, which is the default.
+        loader: PyYAML's loader class; must be a SafeLoader, which is the default.
 
     Raises:
-        ValueError: It is no text, too long, nested too deep, or more than it seems: an alias stands for all that it names,
+        ValueError: It is not text, too long, nested too deep, or expands too far: an alias stands for everything it names,
             so a short file may hold billions of values.
-        yaml.YAMLError: It is no YAML.
+        yaml.YAMLError: It is not YAML.
     """
     import yaml
 
@@ -60,7 +60,7 @@ def read_yaml(text: str | bytes, loader: Any = None) -> Any:
     if _nesting(text if isinstance(text, bytes) else text.encode(errors="replace")) > _MOST_BRACKETS:
         raise ValueError(
             f"nested too deeply (more than {_DEEPEST} levels)"
-        )  # PyYAML takes quadratic time until it says so
+        )  # PyYAML would take quadratic time to find this out
     if isinstance(text, bytes):
         try:
             text = text.decode()
@@ -75,7 +75,7 @@ def read_yaml(text: str | bytes, loader: Any = None) -> Any:
 
 
 def _nesting(text: bytes) -> int:
-    """Most brackets that are open at a time."""
+    """The largest number of brackets that are open at a time."""
     depth = deepest = 0
     for sign in re.findall(rb"[\[\]{}]", text):
         depth = depth + 1 if sign in b"[{" else max(0, depth - 1)
@@ -84,7 +84,7 @@ def _nesting(text: bytes) -> int:
 
 
 def _count(value: Any, seen: int, depth: int) -> int:
-    """Values in it, as often as they are named."""
+    """Number of values, each counted as often as it is named."""
     seen += 1
     if seen > _MOST_NODES:
         raise ValueError(f"it has more than {_MOST_NODES} values, counted as often as aliases name them")

@@ -1,4 +1,4 @@
-"""A worker process: meets the others, builds the user's object, then executes one call after the other."""
+"""A worker process: finds the others, builds the user's object, then executes one call after another."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ class Closing(Protocol):
 
 
 def ignore_job_signals() -> None:
-    """A signal that the scheduler sends to the job goes to every step; only the driver acts on it."""
+    """Ignores the signals that the scheduler sends to the whole job: every step gets them, but only the driver acts."""
     for number in (signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
 def before_sigterm(act: Callable[[], None]) -> None:
-    """Has SIGTERM end this process as ever, at once and whatever its main thread is in, but `act` comes first."""
+    """Lets SIGTERM end this process at once, whatever its main thread is doing, but calls `act` first."""
     reader, writer = os.pipe2(os.O_CLOEXEC)
     os.set_blocking(writer, False)
     ending = threading.Lock()
@@ -50,11 +50,11 @@ def before_sigterm(act: Callable[[], None]) -> None:
         if ending.acquire(blocking=False):
             with contextlib.suppress(Exception):
                 act()
-            ctypes.CDLL(None).signal(int(signal.SIGTERM), None)  # SIG_DFL; Python lets only the main thread say so
+            ctypes.CDLL(None).signal(int(signal.SIGTERM), None)  # SIG_DFL; Python lets only the main thread set it
             os.kill(os.getpid(), signal.SIGTERM)
 
     def watch() -> None:
-        # the byte comes from C, so it comes while the main thread is inside a library; code that has a handler of its own
+        # C code writes the byte, so it arrives even while the main thread is inside a library; code with its own handler
         # decides for itself
         while number := os.read(reader, 1):
             if number[0] == signal.SIGTERM and signal.getsignal(signal.SIGTERM) is end:
@@ -69,7 +69,7 @@ def before_sigterm(act: Callable[[], None]) -> None:
         signal.pthread_sigmask(signal.SIG_SETMASK, masks.before)
 
     def in_child() -> None:
-        # a child's signal must not be taken for this process's, not even one that comes at once: it waits until here
+        # a child's signal must not be taken for this process's, even one that comes at once: it waits until here
         signal.set_wakeup_fd(-1)
         if signal.getsignal(signal.SIGTERM) is end:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
@@ -105,7 +105,7 @@ def _environment(spec: WorkerSpec) -> None:
 
 
 def describe(error: BaseException) -> dict[str, Any]:
-    """What the driver is told about an exception: text, traceback, exit code, and the exception where it pickles."""
+    """What the driver is told about an exception: text, traceback, exit code, and the exception itself if it pickles."""
     error = explained(error, "this rank")
     try:
         body = pickle.dumps(error)
@@ -121,15 +121,15 @@ def describe(error: BaseException) -> dict[str, Any]:
 
 
 def run_worker(spec: WorkerSpec, on_sigterm: Callable[[], None] | None = None) -> int:
-    """The life of a worker; returns its exit status. `on_sigterm` is done before SIGTERM ends it."""
+    """The life of a worker; returns its exit status. `on_sigterm` is called before SIGTERM ends it."""
     _redirect(spec)
-    faulthandler.enable()  # what a fault in a library's own code was called from
+    faulthandler.enable()  # shows which Python lines led to a fault in a library's own code
     ignore_job_signals()
     if on_sigterm is not None:
         before_sigterm(on_sigterm)
     _environment(spec)
     logging.basicConfig(level=logging.INFO, stream=sys.stderr, format=_LOG_FORMAT.format(name=spec.name), force=True)
-    # Imported here: before the fork these would start ZeroMQ's threads in the fork server.
+    # Imported here: imported before the fork, they would start ZeroMQ's threads in the fork server.
     from rlhpc.runtime import context
     from rlhpc.runtime.comm.calls import CallDoor
     from rlhpc.runtime.comm.meshes import guard
@@ -222,7 +222,7 @@ def run_worker(spec: WorkerSpec, on_sigterm: Callable[[], None] | None = None) -
 
 
 def live(spec: WorkerSpec, on_sigterm: Callable[[], None] | None = None) -> int:
-    """`run_worker`, which may fail before it has opened its log: whoever looks there, or hears this process, learns why."""
+    """Calls `run_worker`. If that fails before it has opened its log, the log and this process's own output still say why."""
     try:
         return run_worker(spec, on_sigterm)
     except BaseException as error:
@@ -239,13 +239,13 @@ def live(spec: WorkerSpec, on_sigterm: Callable[[], None] | None = None) -> int:
 
 
 def _step_id() -> str:
-    """`<job>.<step>` where this rank is a task of a job step."""
+    """`<job>.<step>` if this rank is a task of a job step."""
     job, step = os.environ.get("RLHPC_STEP_JOB"), os.environ.get("SLURM_STEP_ID")
     return f"{job}.{step}" if job and step and step.isdigit() else ""
 
 
 def _spawned() -> WorkerSpec:
-    """A rank that the fork server started with a fresh interpreter."""
+    """Runs a rank that the fork server started with a fresh interpreter."""
     from rlhpc.runtime.parents import die_with_parent
 
     die_with_parent(int(sys.argv[1]))
@@ -254,7 +254,7 @@ def _spawned() -> WorkerSpec:
 
 
 def _task() -> WorkerSpec:
-    """A rank that is a task of a job step: its devices, and its address for the other hosts, are found here."""
+    """Runs a rank that is a task of a job step; finds out its devices, and its address for the other hosts."""
     from rlhpc.runtime.allocation import visible_accelerators
     from rlhpc.runtime.network import address_of, address_towards, interface_of
     from rlhpc.runtime.scratch import Scratch, remove_stale
@@ -277,7 +277,7 @@ def _task() -> WorkerSpec:
 
 
 def main() -> None:
-    """A rank in an interpreter of its own: what it is to do comes on stdin."""
+    """Entry point of a rank in an interpreter of its own, which reads its instructions from stdin."""
     by_step = sys.argv[1:] == ["step"]
     try:
         spec = _task() if by_step else _spawned()

@@ -1,4 +1,4 @@
-"""Who of the ranks lives: their states, and the waits for them to change."""
+"""Which ranks are alive: their states, and waiting for them to change."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ _ALIVE = ("starting", "ready")
 
 
 class Ranks:
-    """All ranks that a session has started, the latest of each name.
+    """All ranks that a session has started: for each name the latest.
 
     Args:
-        on_end: Called with the name of each that has ended.
+        on_end: Called with the name of each rank that has ended.
     """
 
     def __init__(self, on_end: Callable[[str], None]) -> None:
@@ -29,32 +29,32 @@ class Ranks:
         return list(self.members.values())
 
     def alive(self, group: str | None = None) -> list[Member]:
-        """Those that have not ended, of a group or of all."""
+        """The ranks that have not ended, of one group or of all."""
         return [m for m in self.all() if m.state != "ended" and group in (None, m.spec.group)]
 
     def add(self, members: Sequence[Member]) -> None:
-        """Takes them in, each in the place of an earlier one of its name."""
+        """Adds ranks; each replaces an earlier one of the same name."""
         with self.changed:
             self.members.update({member.spec.name: member for member in members})
 
     def forget_ended(self, group: str) -> None:
-        """Forgets those that have ended, and the group's."""
+        """Forgets the ranks that have ended, and those of the group."""
         with self.changed:
             self.members = {n: m for n, m in self.members.items() if m.state != "ended" and m.spec.group != group}
 
     def find(self, name: str, incarnation: str) -> Member | None:
-        """The rank of that name, unless another has taken the place of the one that is meant."""
+        """The rank of that name; None if another has replaced the one that is meant."""
         member = self.members.get(name)
         return member if member is not None and member.spec.incarnation == incarnation else None
 
     def started(self, member: Member, pid: int) -> None:
-        """It has a process."""
+        """Records that a rank's process has started."""
         with self.changed:
             member.pid = pid
             self.changed.notify_all()
 
     def arrived(self, member: Member, pid: int, record: dict[str, Any]) -> None:
-        """It has built its object."""
+        """Records that a rank has built its object."""
         with self.changed:
             member.record, member.pid = record, pid
             if member.state == "starting":
@@ -62,7 +62,7 @@ class Ranks:
             self.changed.notify_all()
 
     def ended(self, members: Sequence[Member]) -> list[Member]:
-        """They live no more; returns those for whom that is unexpected."""
+        """Records that ranks have ended; returns those for which that is unexpected."""
         with self.changed:
             gone = [m for m in members if self.members.get(m.spec.name) is m and m.state != "ended"]
             unexpected = [m for m in gone if m.state in _ALIVE]
@@ -74,7 +74,7 @@ class Ranks:
         return unexpected
 
     def stopping(self, members: Collection[Member]) -> None:
-        """Their end is no failure from now on."""
+        """Records that ranks were told to end: from now on their end is no failure."""
         with self.changed:
             for member in members:
                 if member.state != "ended":
@@ -82,11 +82,11 @@ class Ranks:
             self.changed.notify_all()
 
     def await_ended(self, members: Sequence[Member], timeout: float) -> bool:
-        """Whether they all ended within `timeout` seconds."""
+        """Waits at most `timeout` seconds for ranks to end; returns whether all have."""
         with self.changed:
             return self.changed.wait_for(all_in("ended", members), timeout)
 
     def settle(self) -> None:
-        """Waits for all that are ending, as long as that may take."""
+        """Waits for all ranks that are ending, for as long as that may take."""
         limit = max((m.starter.limit_s for m in self.all()), default=0.0)
         self.await_ended([m for m in self.all() if m.state != "ready"], limit)

@@ -1,7 +1,7 @@
-"""The registry: small facts on the shared filesystem through which the groups of a run meet.
+"""The registry: small records on the shared filesystem through which the groups of a run find each other.
 
 One folder per generation (job id and restart count), mode 0700. Each file has one writer, which writes a temporary name,
-fsyncs and renames; so a reader sees all of a file or none. The folder's parent names the current generation, and a
+fsyncs it and renames it, so a reader sees all of a file or none. The folder's parent names the current generation, and a
 process of an older one that wakes up is refused (fencing).
 """
 
@@ -82,15 +82,15 @@ class Registry:
 
     @staticmethod
     def next_local_generation(parent: Path) -> str:
-        """`local-<n>`: the generation's name where no scheduler gives a job id and a restart count."""
+        """`local-<n>`: the generation's name when no scheduler gives a job id and a restart count."""
         taken = [int(p.name[6:]) for p in parent.glob("local-*") if p.name[6:].isdigit()] if parent.is_dir() else []
         return f"local-{max(taken, default=-1) + 1}"
 
     def check_current(self) -> None:
-        """Fencing.
+        """Refuses to go on in a generation that is no longer current (fencing).
 
         Raises:
-            StaleGeneration: Another generation has taken over since.
+            StaleGeneration: Another generation has taken over.
         """
         try:
             current = (self.root.parent / CURRENT).read_text()
@@ -103,18 +103,18 @@ class Registry:
             )
 
     def gone(self) -> str:
-        """What of the run's folders is not there any more, in words: somebody removed it, and the run cannot go on."""
+        """The message for a registry that has vanished: which of the run's folders somebody removed."""
         above = {"run folder": self.root.parent.parent, "registry": self.root.parent, "registry folder": self.root}
         name, folder = next((item for item in above.items() if not item[1].is_dir()), ("registry", self.root.parent))
         return f"the {name} {folder} was removed while the run went on: it ends, and its logs may be gone with it"
 
     def require_whole(self, keys: Keys) -> None:
-        """For the driver, now and then: this generation is still the current one, with the keys that it began with.
+        """For the driver, from time to time: checks that this generation is still current, with the keys it began with.
 
-        Names may come again where a registry was removed and made anew; keys do not.
+        A name can occur again after a registry was removed and made anew; keys cannot.
 
         Raises:
-            StaleGeneration: It was removed, or another driver has taken over.
+            StaleGeneration: The registry was removed, or another driver has taken over.
         """
         self.check_current()
         try:
@@ -134,7 +134,7 @@ class Registry:
         write_atomic(self.root / kind / f"{name}.json", data, durable=False)
 
     def get(self, kind: str, name: str) -> dict[str, Any] | None:
-        """The record, or None while nobody has published it."""
+        """The record; None until somebody has published it."""
         try:
             record: dict[str, Any] = json.loads((self.root / kind / f"{name}.json").read_bytes())
         except FileNotFoundError:
@@ -144,7 +144,7 @@ class Registry:
         return record
 
     def version(self, kind: str, name: str) -> int:
-        """Changes whenever the record is published anew; 0 while there is none."""
+        """A number that changes whenever the record is published again; 0 while there is none."""
         try:
             return os.stat(self.root / kind / f"{name}.json").st_mtime_ns
         except FileNotFoundError:
@@ -156,10 +156,10 @@ class Registry:
     def wait_for(
         self, kind: str, name: str, timeout: float, whom: str, check: Callable[[], None] = lambda: None
     ) -> dict[str, Any]:
-        """Polls for a record with back-off.
+        """Polls for a record, less and less often, and returns it.
 
         Raises:
-            RegistryError: It did not appear in `timeout` seconds; the message says for whom it waited.
+            RegistryError: It did not appear within `timeout` seconds; the message says for whom it waited.
         """
         deadline, pause = time.monotonic() + timeout, 0.002
         while (record := self.get(kind, name)) is None:
@@ -171,14 +171,14 @@ class Registry:
         return record
 
     def save_keys(self, keys: Keys) -> None:
-        """Writes the generation's key pair, readable by its owner alone."""
+        """Writes the generation's key pair, readable only by its owner."""
         write_atomic(self.root / "keys.json", json.dumps([keys.public.decode(), keys.secret.decode()]).encode())
 
     def load_keys(self) -> Keys:
         """The generation's key pair.
 
         Raises:
-            OwnershipError: The file is not this user's: whoever made it could join the run.
+            OwnershipError: The file is not this user's, so whoever made it could join the run.
         """
         require_private(self.root)
         path = self.root / "keys.json"

@@ -37,7 +37,7 @@ def worker_failed(error: dict[str, Any], doing: str, record: dict[str, Any]) -> 
     cause = pickle.loads(error["pickled"]) if error["pickled"] else None
     where = f"raised in {doing} on node {record['node']} (pid {record['pid']}, log {record['log_err']})"
     told = f"{error['text']}\n  {where}\n{error['traceback'].rstrip()}"
-    if isinstance(cause, (UserError, NonFinite, StaleGeneration, StrangerConnected)):  # it says all that helps
+    if isinstance(cause, (UserError, NonFinite, StaleGeneration, StrangerConnected)):  # its message says all that helps
         told = f"{cause}\n  {where}"
     failure = WorkerFailed(
         told,
@@ -53,7 +53,7 @@ def worker_failed(error: dict[str, Any], doing: str, record: dict[str, Any]) -> 
 
 
 class Handle:
-    """A call that is under way on the ranks of a group."""
+    """A call that is running on the ranks of a group."""
 
     def __init__(self, client: RpcClient, group: str, method: str, ranks: Sequence[int]) -> None:
         self._client, self.group, self.method, self.ranks = client, group, method, list(ranks)
@@ -62,7 +62,7 @@ class Handle:
         self._failure: BaseException | None = None
 
     def done(self) -> bool:
-        """True when every rank has answered, or one has failed."""
+        """Whether every rank has answered, or one has failed."""
         if not self._complete():
             self._client.pump(0)
         return self._complete()
@@ -127,13 +127,13 @@ class RpcClient:
         self._pending: dict[bytes, tuple[Handle, int, dict[str, Any]]] = {}
 
     def interrupt(self) -> None:
-        """Makes a thread that pumps look around: the run failed, or somebody wants to send."""
+        """Wakes a thread in `pump`: the run has failed, or somebody wants to send."""
         self._lines.interrupt()
 
     def call(
         self, records: Sequence[dict[str, Any]], method: str, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Handle:
-        """Starts `method` on the members of `records` and returns at once."""
+        """Starts `method` on the members of `records`; returns a handle at once."""
         service = self.context.service
         handle = Handle(self, records[0]["group"], method, [record["rank"] for record in records])
         name = method.encode()
@@ -147,7 +147,7 @@ class RpcClient:
         return handle
 
     def late(self, handle: Handle, seconds: float) -> DeadlineExceeded:
-        """The error for a call that has taken too long: first who is at it, which may be a rank of another call."""
+        """The error for a call that took too long. First it names the rank that is busy, which may be one of another call."""
         late = [rank for rank in handle.ranks if rank not in handle._results]
         with self._lock:
             calls = [(record, pending.method) for pending, _, record in self._pending.values()]
@@ -167,7 +167,7 @@ class RpcClient:
         for number, status, seconds, *frames in messages:
             entry = self._pending.pop(number, None)
             if entry is None:
-                continue  # the group was forgotten meanwhile: it ended
+                continue  # the group has ended and been forgotten in the meantime
             handle, rank, record = entry
             result = self.context.service.unpack(frames)
             if status == b"error":
@@ -181,7 +181,7 @@ class RpcClient:
         self._check()
 
     def forget(self, group: str) -> None:
-        """Drops the routes to a group that has ended."""
+        """Drops the connections to a group that has ended."""
         with self._lock:
             self._pending = {n: p for n, p in self._pending.items() if p[0].group != group}
 

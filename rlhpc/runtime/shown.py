@@ -1,4 +1,4 @@
-"""What messages show of a value: one that is long is cut in its middle, so that a message can be read."""
+"""What messages show of a value: a long one is cut in the middle, so that the message stays readable."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ _LONGEST_MESSAGE = 3500
 
 
 def shown(value: Any) -> str:
-    """Its `repr`, at most some 120 characters."""
+    """The value's `repr`, cut to about 120 characters."""
     return cut(repr(value))
 
 
 def cut(text: str, longest: int = _LONGEST) -> str:
-    """The text, or its begin, its end and how long it is. What came from the environment is masked before it is cut."""
+    """The text, or its beginning, end and length. Values from the environment are masked before it is cut."""
     text = masked(text)
     if len(text) <= longest:
         return text
@@ -26,5 +26,5 @@ def cut(text: str, longest: int = _LONGEST) -> str:
 
 
 def readable(message: str) -> str:
-    """A message in which neither a word nor the whole is endless: not all who repeat what was given know `shown`."""
+    """Cuts a message's overlong words, and the message itself: not all code that quotes what was given uses `shown`."""
     return cut(re.sub(rf"\S{{{_LONGEST_WORD},}}", lambda word: cut(word[0]), masked(message)), _LONGEST_MESSAGE)

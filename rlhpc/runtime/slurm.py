@@ -14,7 +14,7 @@ _FIELD = re.compile(r"([A-Za-z][\w:/\[\]-]*)=(.*?)(?=\s+[A-Za-z][\w:/\[\]-]*=|\s
 
 @dataclass(frozen=True)
 class Answer:
-    """What a command said; code 127 where there is no such command, 124 where it did not end in time."""
+    """What a command printed; code 127 if there is no such command, 124 if it did not end in time."""
 
     code: int
     text: str
@@ -26,18 +26,18 @@ class Answer:
 
     @property
     def lines(self) -> list[str]:
-        """All that it said where it failed, else what was asked for."""
+        """The lines of its output; if the command failed, also those of its errors."""
         return (self.text if self.ok else self.text + self.error).splitlines()
 
     @property
     def words(self) -> str:
-        """Its last line, of the errors if there are any."""
+        """Its last line: of the errors if there are any, otherwise of the output."""
         lines = [line.strip() for line in (self.error.strip() or self.text.strip()).splitlines() if line.strip()]
         return lines[-1] if lines else f"exit code {self.code}"
 
     @property
     def records(self) -> list[dict[str, str]]:
-        """Of `scontrol --oneliner show …`: a record a line; values may have spaces."""
+        """Records of `scontrol --oneliner show …`, one per line; values may have spaces."""
         return [record for line in self.text.splitlines() if (record := dict(_FIELD.findall(line)))]
 
 
@@ -48,7 +48,7 @@ def ask(
     environment: Mapping[str, str] | None = None,
     apart: bool = False,
 ) -> Answer:
-    """Runs a command; never raises. `apart`: it gets none of the signals that this process's session is sent."""
+    """Runs a command; never raises. With `apart`, signals to this process's session do not reach it."""
     try:
         done = subprocess.run(
             argv,

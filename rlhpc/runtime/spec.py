@@ -17,23 +17,23 @@ if TYPE_CHECKING:
 
 @dataclass
 class WorkerSpec:
-    """Everything one rank needs, passed through the fork server's pipe (never through files or the environment).
+    """Everything that one rank needs, passed through the fork server's pipe (never through files or the environment).
 
     Attributes:
-        group, rank, world_size: Who it is.
+        group, rank, world_size: Which rank it is.
         node, node_rank, local_rank, local_world_size, accelerators: Where it is.
-        registry: The generation's folder.
+        registry: The generation's registry folder.
         token: Scratch token of the session on this host.
         body: Pickled (class, args, kwargs) of the worker object.
         log_out, log_err: Files for stdout and stderr.
         env: Environment variables to set.
-        sys_path, cwd: So that the worker imports what the driver imports.
+        sys_path, cwd: Those of the driver, so that the worker imports the same modules.
         threads: Cores granted to the rank, for OpenMP and torch.
         tcp_address: Address to listen on for other hosts; None where all processes share this host.
         interface: Network interface for that address; None takes the one on the route to the driver.
         driver: The driver's data endpoint, for HELLO and heartbeats.
         wait_deadline: Seconds after which any wait gives up.
-        interpreter: Python to start instead of forking; empty means fork.
+        interpreter: Python to start instead of forking; empty to fork.
     """
 
     group: str
@@ -75,15 +75,15 @@ def spec_of(
     log_dir: Path,
     **common: Any,
 ) -> WorkerSpec:
-    """What a rank is told.
+    """Makes the specification of a rank.
 
     Args:
         group, placement, world_size: Which rank, and where it is.
         cluster: The nodes.
-        env_vars: Environment variables; they go before those of its node group.
-        sharing: Ranks that share its node's cores.
+        env_vars: Environment variables; they take precedence over those of its node group.
+        sharing: Number of ranks that share its node's cores.
         log_dir: Where its logs go.
-        common: What is the same for all ranks of the session or the group.
+        common: Fields that are the same for all ranks of the session or the group.
     """
     node = cluster.nodes[placement.node_rank]
     of = cluster.node_group(placement.node_group) if placement.node_group else None

@@ -1,4 +1,4 @@
-"""What to say when a filesystem takes no more: which one it is, how full it is, and what to do."""
+"""What to say when a filesystem accepts no more data: which one it is, how full it is, and what to do."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ GO_ON = "rlhpc train <config> runner.resume_dir=auto"
 
 
 def is_full(error: BaseException | None) -> bool:
-    """Whether a write failed because there is no room: the disk, the quota or the allowed size of a file is at its end."""
+    """Whether a write failed for lack of room: the disk or quota is full, or the file has reached its allowed size."""
     return isinstance(error, OSError) and error.errno in _FULL
 
 
 def mount_of(path: str | Path) -> Path:
-    """Where the filesystem is mounted that holds `path`, or would hold it."""
+    """The mount point of the filesystem that holds `path`, or would hold it."""
     place = Path(os.path.abspath(path))
     while not place.exists() and place != place.parent:
         place = place.parent
@@ -35,7 +35,7 @@ def mount_of(path: str | Path) -> Path:
 
 
 def advice(error: OSError, path: str | Path) -> str:
-    """One sentence: what holds `path`, and what to do about the error."""
+    """One sentence: which filesystem holds `path`, and what to do about the error."""
     if error.errno == errno.EFBIG:
         return "The limit on the size of a file is reached: raise it (ulimit -f)"
     mount = mount_of(path)
@@ -66,8 +66,8 @@ def storage_error(error: OSError, path: str | Path, what: str) -> StorageError:
 
     Args:
         error: What the system said.
-        path: What was to be written, where the error does not say.
-        what: Its name, to begin the message with.
+        path: What was to be written, if the error does not say.
+        what: What it is called, to begin the message with.
     """
     where = error.filename or path
     return StorageError(
@@ -77,17 +77,17 @@ def storage_error(error: OSError, path: str | Path, what: str) -> StorageError:
 
 
 def explained(error: BaseException, what: str, *, anyway: bool = True) -> BaseException:
-    """`error`; or, where it or what it comes from means that there is no room, the `StorageError` that says where.
+    """Returns `error`, or the `StorageError` that says where, if the error or its cause means that there is no room.
 
     Args:
         error: Anything.
-        what: What was at work, to begin the message with.
-        anyway: Also where nobody can tell which file and which filesystem it was.
+        what: What was being done, to begin the message with.
+        anyway: Also if it is unknown which file and which filesystem it was.
     """
     cause: BaseException | None = error
     while cause is not None and not isinstance(cause, UserError):
         if isinstance(cause, OSError) and cause.errno in _FULL:
-            known = cause.filename or full_among(_likely())  # a failed write does not always say of what
+            known = cause.filename or full_among(_likely())  # a failed write does not always say which file it was
             if known is None and not anyway:
                 return error
             if known is None:
@@ -98,7 +98,7 @@ def explained(error: BaseException, what: str, *, anyway: bool = True) -> BaseEx
 
 
 def _likely() -> list[str]:
-    """Folders to which this process may have been writing."""
+    """Folders to which this process was probably writing."""
     places = ["."]
     with contextlib.suppress(OSError):
         places.append(os.path.dirname(os.readlink("/proc/self/fd/2")) or "/")
@@ -106,7 +106,7 @@ def _likely() -> list[str]:
 
 
 def full_among(folders: Iterable[str | Path]) -> Path | None:
-    """The first folder whose filesystem has no room for ordinary users' files any more: a failed write does not say which."""
+    """The first folder whose filesystem has no room left for ordinary users: a failed write does not say which it was."""
     for folder in folders:
         with contextlib.suppress(OSError):
             about = os.statvfs(mount_of(folder))
@@ -116,7 +116,7 @@ def full_among(folders: Iterable[str | Path]) -> Path | None:
 
 
 class _Log(io.FileIO):
-    """A log file that never fails: where a line finds no room it is lost, and the process goes on."""
+    """A log file that never fails: a line for which there is no room is lost, and the process goes on."""
 
     def write(self, data: Any) -> int:
         try:
@@ -126,7 +126,7 @@ class _Log(io.FileIO):
 
 
 def log_stream(fd: int) -> TextIO:
-    """A line-buffered text stream over a log's descriptor; a full disk is no reason for whoever prints to die."""
+    """A line-buffered text stream over a log's descriptor; printing to a full disk does not end the process."""
     return io.TextIOWrapper(
         io.BufferedWriter(_Log(fd, "w", closefd=False)), errors="backslashreplace", line_buffering=True
     )

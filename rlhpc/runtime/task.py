@@ -1,6 +1,6 @@
 """A rank that is a task of a job step: what it is told, when it ends, which devices are its own.
 
-It reads what it is to do from its standard input, which stays open: when the driver or its srun is gone, however they died,
+It reads its instructions from its standard input, which stays open: when the driver or its srun is gone, however they died,
 the input ends and the rank with it.
 """
 
@@ -20,13 +20,13 @@ _LENGTH = struct.Struct("!Q")
 
 
 def for_input(specs: Sequence[WorkerSpec]) -> bytes:
-    """What the tasks of a step, in order, are told."""
+    """Encodes the instructions for the tasks of a step, in order."""
     body = pickle.dumps(list(specs))
     return _LENGTH.pack(len(body)) + body
 
 
 def read_specs(stream: int) -> list[WorkerSpec]:
-    """What `for_input` made.
+    """Reads what `for_input` encoded.
 
     Raises:
         EOFError: The driver is gone.
@@ -74,7 +74,7 @@ def own_devices(spec: WorkerSpec, environ: Mapping[str, str], visible: Sequence[
     if not spec.accelerators:
         return ""
     if not visible and "CUDA_VISIBLE_DEVICES" not in environ:
-        return ",".join(str(i) for i in spec.accelerators)  # a site that masks nothing
+        return ",".join(str(i) for i in spec.accelerators)  # the site masks nothing
     if max(spec.accelerators) >= len(visible):
         raise ConfigError(
             f"{spec.name} on node {spec.node} is placed on accelerator {max(spec.accelerators)}, but the step was given "

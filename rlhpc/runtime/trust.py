@@ -14,14 +14,14 @@ from rlhpc.runtime.plain import read_yaml
 
 FLAG = "--trust-checkpoint-code"
 _IMPORT_PATH = re.compile(r"[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*:[A-Za-z_][\w./-]*")
-#: To another key; what else stands in braces calls a resolver, such as `oc.env`.
+#: A reference to another key; anything else in braces calls a resolver, such as `oc.env`.
 _REFERENCE = re.compile(r"\$\{[\w.\[\]]+\}")
 #: Applied to an environment, and installed wherever one can be made.
 _HARMLESS = re.compile(r"gymnasium\.wrappers:[A-Z]\w*|builtin:[a-z_]+")
-#: Sections that only a training, its submission and the workflow read.
+#: Sections that only training, its submission and the workflow read.
 _ELSEWHERE = ("cluster", "workflow", "runner")
 _DOTTED = re.compile(r"[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)+")
-"""An import path as engines take them."""
+"""An import path in the form that engines accept."""
 _ENGINE = "rollout.engine_kwargs."
 _SWITCHES = {
     "simulator_python": "starts a program",
@@ -36,7 +36,7 @@ class Trust:
     """What may be loaded on behalf of a file from elsewhere.
 
     Attributes:
-        everything: The user has said so.
+        everything: The user has said that anything may be loaded.
         names: Import paths that the user's own configuration names, and what it switches on, such as `trust_remote_code`.
     """
 
@@ -45,10 +45,10 @@ class Trust:
 
     @classmethod
     def of(cls, content: Any, everything: bool = False) -> Trust:
-        """Trust in what a configuration of the user's own names.
+        """Trust in what the user's own configuration names.
 
         Args:
-            content: Mappings and lists; or a text, such as an override.
+            content: Mappings and lists, or a text such as an override.
             everything: Whatever it names.
         """
         named = (text for _, text in _texts(content, "") if _IMPORT_PATH.fullmatch(text) or _DOTTED.fullmatch(text))
@@ -63,19 +63,19 @@ class Trust:
             value = word.partition("=")[2]
             try:
                 found.append(read_yaml(value))
-            except Exception:  # no YAML; whoever applies it says so
+            except Exception:  # not YAML; whoever applies it will say so
                 found.append(value)
         return cls.of(found, everything)
 
     def check(self, content: Any, origin: str) -> None:
-        """Refuses what names code, or gives away what only this user has.
+        """Refuses content that names code, or that would give away something only this user has.
 
         Args:
             content: What was read: mappings and lists.
             origin: Where from; a file's name.
 
         Raises:
-            ConfigError: Names the key, what it names, and the flag.
+            ConfigError: Such content was found; says which key, what it names, and the flag that allows it.
         """
         if self.everything:
             return
@@ -91,7 +91,7 @@ class Trust:
             self.refuse(origin, key, repr(value), _SWITCHES[key.rsplit(".", 1)[-1]])
 
     def refuse(self, origin: str, key: str, what: str, why: str) -> None:
-        """Says no.
+        """Raises the refusal.
 
         Raises:
             ConfigError: Always.
@@ -103,11 +103,11 @@ class Trust:
 
 
 def without_variables(content: Any, trust: Trust, origin: str, key: str = "") -> Any:
-    """What was read, where `${oc.env:NAME}` and other resolvers are nothing but text: for what another made.
+    """The content with `${oc.env:NAME}` and other resolvers as mere text: for files that somebody else made.
 
     Args:
         content: Mappings and lists, as they were written.
-        trust: Refuses one where a policy, its environment or its judge would get the value.
+        trust: Refuses a resolver if a policy, its environment or its judge would get the value.
         origin: Where from; a file's name.
         key: Of `content`.
 

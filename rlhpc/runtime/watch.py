@@ -1,4 +1,4 @@
-"""The driver's eye on its registry: a run whose folder was removed, or that another driver has taken over, ends at once."""
+"""Watches the driver's registry: a run whose folder was removed, or that another driver has taken over, ends at once."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from collections.abc import Callable
 from rlhpc.runtime.errors import OwnershipError, RlhpcError, StaleGeneration
 from rlhpc.runtime.registry import Keys, Registry
 
-#: Two small files on the shared filesystem are read this often.
+#: How often two small files on the shared filesystem are read.
 LOOK_S = 5.0
 
 
 class RegistryWatch:
-    """A thread that looks whether the registry is still this driver's.
+    """A thread that checks whether the registry is still this driver's.
 
     Args:
-        registry: Of the driver's generation.
-        keys: That it began with.
-        fail: Takes what is wrong, once; then the watch is over.
+        registry: The registry of the driver's generation.
+        keys: The keys that the driver began with.
+        fail: Called once with what is wrong; then the watch is over.
     """
 
     def __init__(self, registry: Registry, keys: Keys, fail: Callable[[RlhpcError], None]) -> None:
@@ -38,7 +38,7 @@ class RegistryWatch:
                 continue  # a filesystem that stalls or is being written to is no reason to end
 
     def mine(self) -> bool:
-        """Whether the registry is still this driver's: what is in another's may not be touched."""
+        """Whether the registry is still this driver's; another driver's files must not be touched."""
         try:
             self._registry.require_whole(self._keys)
         except (RlhpcError, OSError, ValueError):
@@ -46,5 +46,5 @@ class RegistryWatch:
         return True
 
     def stop(self) -> None:
-        """Ends the watch."""
+        """Ends the watch: from now on nothing is reported."""
         self._over.set()

@@ -1,4 +1,4 @@
-"""Where ranks are when a wait has run into its deadline: who is waited for may itself wait for the one that hangs."""
+"""Where ranks are when a wait has reached its deadline: the rank waited for may itself be waiting for the one that hangs."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 #: Seconds for all ranks together to say where they are.
 PATIENCE_S = 1.0
 _COMM = str(Path(__file__).resolve().parent / "comm")
-#: Who has one of these among the innermost frames waits for others.
+#: A rank with one of these among its innermost frames is waiting for others.
 _WAITS = (f"{_COMM}/", "/torch/distributed/")
 _INNERMOST = 12
 
@@ -37,12 +37,12 @@ def main_stack() -> list[Frame]:
 
 
 def busy(service: Service, calls: Sequence[tuple[dict[str, Any], str]], seconds: float) -> list[str]:
-    """A sentence for each rank that is in a call and does not wait for others: where it is, since it has not come back.
+    """A sentence for each rank that is in a call and not waiting for others: where it is.
 
     Args:
-        service: Of this process.
-        calls: Record of a rank and the method that it is in.
-        seconds: How long the wait was.
+        service: The service of this process.
+        calls: Records of ranks, with the method that each is in.
+        seconds: How long the wait has lasted.
     """
     asked, until = [], time.monotonic() + PATIENCE_S
     for record, method in {record["rpc"]["ipc"]: (record, method) for record, method in calls}.values():
@@ -50,7 +50,7 @@ def busy(service: Service, calls: Sequence[tuple[dict[str, Any], str]], seconds:
             whom = f"{record['group']}-{record['rank']} to say where it is"
             asked.append((record, method, service.peers.begin(choose(record["data"]), b"DOING", [], whom)))
         except (RlhpcError, OSError):
-            continue  # it is gone, of which others tell
+            continue  # it is gone, which others report
     told = []
     for record, method, pending in asked:
         who = f"{record['group']}[{record['rank']}] on node {record['node']}"

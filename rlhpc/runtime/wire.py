@@ -11,7 +11,7 @@ _LENGTH = struct.Struct("!Q")
 
 
 def send(sock: socket.socket, message: Any) -> None:
-    """Sends one message."""
+    """Pickles and sends one message, after its length."""
     body = pickle.dumps(message)
     sock.sendall(_LENGTH.pack(len(body)) + body)
 

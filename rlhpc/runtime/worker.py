@@ -20,7 +20,7 @@ _spec: WorkerSpec | None = None
 
 
 def bind_spec(spec: WorkerSpec) -> None:
-    """Tells the Worker class which rank this process is; called once, before the object is built."""
+    """Tells the Worker class which rank this process is. Called once, before the object is built."""
     global _spec
     _spec = spec
 
@@ -32,8 +32,8 @@ class Worker:
     runs on the process's main thread, one after the other.
 
     Attributes:
-        group_name: Name the group was launched under.
-        rank, world_size: Rank in the group and its size.
+        group_name: The name under which the group was launched.
+        rank, world_size: Rank in the group, and the group's size.
         node_rank, local_rank, local_world_size: Node, and rank among the group's ranks there.
         accelerators: Indices of the node's accelerators that belong to this rank.
         log: Logger whose lines carry group and rank.
@@ -60,15 +60,15 @@ class Worker:
 
     @classmethod
     def create_group(cls, *args: Any, **kwargs: Any) -> WorkerGroup:
-        """A group of this class; `args` and `kwargs` go to each rank's constructor. Follow with `.launch(...)`."""
+        """Makes a group of this class; `args` and `kwargs` go to each rank's constructor. Follow with `.launch(...)`."""
         return WorkerGroup(cls, args, kwargs)
 
     @classmethod
     def forks(cls, *args: Any, **kwargs: Any) -> bool:
         """Whether ranks with these arguments may be forked from the fork server.
 
-        False gives each a fresh interpreter, for engines that start processes or threads of their own at import, or that
-        look into how they were started.
+        False gives each rank a fresh interpreter, for engines that start processes or threads of their own at import, or that
+        check how they were started.
         """
         return True
 
@@ -76,30 +76,30 @@ class Worker:
 
     @staticmethod
     def create_channel(name: str, maxsize: int = 0, distributed: bool = False) -> Channel:
-        """See `Channel.create`."""
+        """Creates a channel; takes the arguments of `Channel.create`."""
         return Channel.create(name, maxsize, distributed)
 
     @staticmethod
     def connect_channel(name: str) -> Channel:
-        """See `Channel.connect`."""
+        """Attaches to a channel; takes the arguments of `Channel.connect`."""
         return Channel.connect(name)
 
     # -- point to point -------------------------------------------------------------------------------------------
 
     def send(self, obj: Any, dst_group_name: str, dst_rank: int, async_op: bool = False) -> AsyncWork | None:
-        """Sends any picklable object to a rank of another (or this) group; messages of a pair arrive in order.
+        """Sends any picklable object to a rank of another (or this) group; messages between two ranks arrive in order.
 
-        Tensors keep dtype; those of an accelerator arrive on the receiver's own, or on the CPU where it has none. Returns
+        Tensors keep their dtype; those of an accelerator arrive on the receiver's own, or on the CPU if it has none. Returns
         once the receiver's process has it, which may be before its `recv`.
 
         Raises:
             ValueError: A non-contiguous GPU tensor.
-            DeadlineExceeded: The receiver's inbox stayed full, or it never arrived.
+            DeadlineExceeded: The receiver's inbox stayed full, or the receiver never arrived.
         """
         return p2p.send(obj, self.group_name, self.rank, dst_group_name, dst_rank, async_op=async_op)
 
     def recv(self, src_group_name: str, src_rank: int, async_op: bool = False) -> Any:
-        """Receives the next object from a rank; with `async_op` an `AsyncWork`."""
+        """Receives the next object from a rank; with `async_op`, returns an `AsyncWork`."""
 
         def receive() -> Any:
             return p2p.recv(src_group_name, src_rank)
@@ -107,7 +107,7 @@ class Worker:
         return in_background(f"recv-{src_group_name}-{src_rank}", receive) if async_op else receive()
 
     def send_tensor(self, tensor: torch.Tensor, dst_group_name: str, dst_rank: int, async_op: bool = False) -> Any:
-        """Sends a tensor's data; the receiver gives a tensor of the same shape and dtype to `recv_tensor`."""
+        """Sends a tensor's data; the receiver passes a tensor of the same shape and dtype to `recv_tensor`."""
         return p2p.send(tensor, self.group_name, self.rank, dst_group_name, dst_rank, tag="t", async_op=async_op)
 
     def recv_tensor(self, tensor: torch.Tensor, src_group_name: str, src_rank: int, async_op: bool = False) -> Any:
@@ -128,10 +128,10 @@ class Worker:
     def broadcast(
         self, obj: Any, groups: list[tuple[str, list[int]]], src: tuple[str, int], *, read_only: bool = False
     ) -> Any:
-        """One object from `src` to all `(group, ranks)`; every one of them calls this, and all return the object.
+        """Sends one object from `src` to all `(group, ranks)`; all of these ranks call this, and all return the object.
 
-        The bytes are written once a host and mapped by each receiver. With `read_only` a receiver promises not to write
-        into the tensors it gets: all receivers of a host then look at the same memory.
+        The bytes are written once per host and mapped by each receiver. With `read_only`, a receiver promises not to write
+        to the tensors it gets: all receivers on a host then use the same memory.
         """
         return p2p.broadcast(obj, self.group_name, self.rank, groups, src, read_only=read_only)
 
@@ -142,7 +142,7 @@ class Worker:
         return self._collectives.all_reduce(tensor, op)
 
     def all_gather_object(self, obj: Any) -> list[Any]:
-        """The ranks' objects, in rank order."""
+        """Collects an object from every rank; all ranks get the list, in rank order."""
         return self._collectives.all_gather_object(obj)
 
     def barrier(self) -> None:

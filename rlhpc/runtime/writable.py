@@ -1,4 +1,4 @@
-"""Whether something could be written to a place, without writing: asked before the work whose result goes there."""
+"""Whether something can be written to a place, found out without writing, before the work whose result goes there."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ _MIN_FREE_BYTES = 1 << 20
 
 
 def unwritable(folder: str | os.PathLike[str]) -> str:
-    """Why no file could be made in a folder, which need not be there yet; "" where one could."""
+    """Why no file can be made in a folder, which need not exist yet; "" if one can."""
     existing = os.path.abspath(folder)
     try:
         while not os.path.lexists(existing):

@@ -1,6 +1,6 @@
-"""Operations that go on in the background: one lane after another, in threads that end when nothing is left to do.
+"""Operations that run in the background, in order within a lane, in threads that end when nothing is left to do.
 
-The threads are daemons, so a script that ends does not wait for what it has begun: its session ends, and those waits with it.
+The threads are daemons, so a script that ends does not wait for operations it has begun: its session ends, and they with it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ LINGER_S = 5.0
 
 
 class AsyncWork:
-    """A channel, send or recv operation that goes on in the background."""
+    """A channel, send or recv operation that runs in the background."""
 
     def __init__(self, future: Future[Any]) -> None:
         self._future = future
@@ -32,7 +32,7 @@ class AsyncWork:
         return self._future.done()
 
     async def async_wait(self) -> Any:
-        """`wait` for coroutines."""
+        """As `wait`, for coroutines: other tasks of the event loop run meanwhile."""
         return await asyncio.wrap_future(self._future)
 
 
@@ -44,7 +44,7 @@ _lanes_lock = threading.Lock()
 def in_background(lane: str, function: Callable[[], Any]) -> AsyncWork:
     """Runs `function` on the lane's single thread: operations of one lane keep their order.
 
-    It must return only when it is confirmed by the other side: the next one may come from another thread and connection.
+    It must return only once the other side has confirmed it: the next one may come from another thread and connection.
     """
     future: Future[Any] = Future()
     with _lanes_lock:
@@ -72,7 +72,7 @@ def _run(lane: str, work: queue.SimpleQueue[_Work]) -> None:
 
 
 def _next(lane: str, work: queue.SimpleQueue[_Work]) -> _Work | None:
-    """What the lane is to do next; None, and the lane is gone, when nothing has come for a while."""
+    """The lane's next operation; None, and the lane is removed, if none has come for a while."""
     try:
         return work.get(timeout=LINGER_S)
     except queue.Empty:

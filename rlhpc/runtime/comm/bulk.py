@@ -42,16 +42,16 @@ _SIZE = struct.Struct("!H")
 _RANGE, _READER = struct.Struct("!QQ"), struct.Struct("!I")
 _FETCH, _RELEASE = b"F", b"R"
 _OK, _ERROR = b"+", b"-"
-#: Handshakes that may be under way at a time: of those who connect and say nothing, the oldest makes way for the next.
+#: Most handshakes at a time: among peers that connect and say nothing, the oldest makes way for the next.
 _STRANGERS = 64
 _HANDSHAKE_S = 10.0
-#: Transfers that a process serves at a time; others wait their turn, which costs nothing: the wire is full.
+#: Most transfers that a process serves at a time; others wait their turn, which costs nothing: the wire is full.
 MOST_TRANSFERS = 8
-#: After so long without a sign of life of the other host a transfer is over, as a silent rank is (`leases.LOST_S`).
+#: A transfer without a sign of life from the other host for this long is over, as a silent rank is (`leases.LOST_S`).
 _LOST_S = 180
-#: A waiting receiver looks so often whether the run has failed.
+#: How often a waiting receiver checks whether the run has failed.
 _LOOK_S = 0.2
-#: Bytes that one system call asks for: few enough that the receiver looks around meanwhile.
+#: Bytes that one system call asks for: few enough that the receiver can check the run in between.
 _CHUNK = 8 << 20
 
 
@@ -78,10 +78,10 @@ class _Link:
         self.sock.sendall(_SIZE.pack(len(body)) + body + self._mac(0, body))
 
     def hear(self, check: Callable[[], None]) -> bytes:
-        """The next message.
+        """Receives the next message.
 
         Raises:
-            ConnectionError: The other side is gone, or somebody else has spoken.
+            ConnectionError: The other side is gone, or the message is somebody else's.
         """
         (size,) = _SIZE.unpack(self.exactly(_SIZE.size, check))
         message = self.exactly(size + _PROOF, check)
@@ -95,7 +95,7 @@ class _Link:
         return bytes(data)
 
     def fill(self, target: memoryview, check: Callable[[], None]) -> None:
-        """Receives into all of `target`; raises `ConnectionError` with how much had come."""
+        """Receives until `target` is full; raises `ConnectionError` with how much had come if it does not get there."""
         at = 0
         while at < len(target):
             try:
@@ -111,7 +111,7 @@ class _Link:
 
 
 def _tune(sock: socket.socket) -> None:
-    """The buffers are left to the kernel, which makes them as large as the path needs; a size set here would be capped."""
+    """Sets socket options. Buffer sizes stay the kernel's, which grows them as the path needs; a size set here is capped."""
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _LOST_S * 1000)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
@@ -121,7 +121,7 @@ def _tune(sock: socket.socket) -> None:
 
 
 def _wake_every(sock: socket.socket, seconds: float) -> None:
-    """The kernel's own timeout: with Python's the socket would not block, and each piece cost another system call."""
+    """Sets the kernel's own timeout: with Python's the socket would not block, and each piece would cost one more call."""
     whole = int(seconds)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", whole, int((seconds - whole) * 1e6)))
 
@@ -130,21 +130,21 @@ def _wake_every(sock: socket.socket, seconds: float) -> None:
 
 
 class BulkServer:
-    """Serves this process's segments to other hosts, one thread a connection.
+    """Serves this process's segments to other hosts, with one thread per connection.
 
     Args:
-        name: This process's, for the other side's messages.
+        name: Name of this process, for the other side's messages.
         keys: The generation's.
         address: Where to listen.
-        folders: Segments lie in these; nothing else is served.
-        loans: This process's.
+        folders: The folders of segments; nothing else is served.
+        loans: The loans of this process.
     """
 
     def __init__(self, name: str, keys: Keys, address: str, folders: tuple[Path, ...], loans: Loans) -> None:
         self._name, self._keys, self._folders, self._loans = name, keys, folders, loans
         self.sock = socket.create_server((address, 0), backlog=256)
         self.sock.setblocking(False)
-        #: What others are told: `name@address:port`.
+        #: What is published for others: `name@address:port`.
         self.endpoint = f"{name}@{address}:{self.sock.getsockname()[1]}"
         self._lock = threading.Lock()
         self._open: set[socket.socket] = set()
@@ -153,7 +153,7 @@ class BulkServer:
         self.refused = 0
 
     def accept(self) -> None:
-        """Takes one connection; call when the socket is readable."""
+        """Accepts one connection; call when the socket is readable."""
         try:
             sock, _ = self.sock.accept()
         except OSError:
@@ -169,7 +169,7 @@ class BulkServer:
         threading.Thread(target=self._serve, args=[sock], name=f"rlhpc-bulk-{self._name}", daemon=True).start()
 
     def close(self) -> None:
-        """Ends all connections."""
+        """Stops listening and ends all connections."""
         self.sock.close()
         with self._lock:
             for sock in self._open:
@@ -261,7 +261,7 @@ class BulkServer:
 
 
 def _hang_up(sock: socket.socket) -> None:
-    """Wakes whoever waits on the socket; that thread closes it."""
+    """Wakes the thread that waits on the socket; that thread closes it."""
     with contextlib.suppress(OSError):
         sock.shutdown(socket.SHUT_RDWR)
 
@@ -279,8 +279,8 @@ class BulkClient:
 
     Attributes:
         peer: The other process's name.
-        in_step: Whether the next request may be made: the one before got its answer, all of it.
-        begun: Whether bytes were on their way when it fell out of step.
+        in_step: Whether the next request may be made: the previous one has got its whole answer.
+        begun: Whether bytes were already arriving when it fell out of step.
 
     Raises:
         ChannelError: It cannot be reached, or is not what it should be.
@@ -332,8 +332,8 @@ class BulkClient:
         """Fills `target` with the bytes of a segment from `start` on.
 
         Raises:
-            ChannelError: The segment is gone, or this side asked for what is not one.
-            ConnectionError: The connection ended; nobody knows what is in `target`.
+            ChannelError: The segment is gone, or what was asked for is not a segment.
+            ConnectionError: The connection ended; the content of `target` is undefined.
         """
         self.in_step = False
         self._link.say(_FETCH + _RANGE.pack(start, len(target)) + os.fsencode(path))

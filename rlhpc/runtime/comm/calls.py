@@ -1,7 +1,7 @@
 """How calls travel to a rank and back: over UNIX sockets within a host, over ZeroMQ between hosts.
 
-Whoever waits reads its sockets itself; no thread stands between a call and the main thread of the rank. What a socket does not
-take at once is sent by a thread of the moment, so that neither side waits for the other to read.
+Whoever waits reads its sockets itself; no thread stands between a call and the rank's main thread. What a socket does not
+take at once is sent by a short-lived thread, so that neither side waits for the other to read.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def _received(socket: zmq.Socket[Any]) -> list[list[bytes]]:
 
 
 class CallDoor:
-    """Where a rank takes its calls.
+    """Where a rank receives its calls.
 
     Attributes:
         record: The endpoints to publish: host, ipc, tcp.
@@ -88,10 +88,10 @@ class CallDoor:
             self._epoll.register(int(self._router.FD), select.EPOLLIN)
 
     def next(self) -> tuple[_Line | bytes, list[bytes]]:
-        """Waits for a call; returns who calls and what it sent."""
+        """Waits for a call; returns the caller and its message."""
         while not self._calls:
             if self._router is not None:
-                # ZeroMQ's descriptor only tells of changes: what is there already must be taken before waiting.
+                # ZeroMQ's descriptor only signals changes: take what is already there before waiting.
                 self._calls += [(caller, message) for caller, *message in _received(self._router)]
                 if self._calls:
                     break
@@ -139,11 +139,11 @@ class CallLines:
         self._routes: dict[str, bytes] = {}
 
     def interrupt(self) -> None:
-        """Ends a `receive` that is under way in another thread."""
+        """Ends a `receive` that is running in another thread."""
         os.eventfd_write(self._wake, 1)
 
     def send(self, record: dict[str, str], frames: list[Any]) -> None:
-        """Sends to the rank whose `CallDoor` published `record`; one that is gone gets nothing: others tell of its end."""
+        """Sends to the rank whose `CallDoor` published `record`; one that is gone gets nothing: others report its end."""
         endpoint = choose(record)
         if endpoint.startswith("ipc://"):
             line = self._lines.get(endpoint) or self._connect(endpoint)
@@ -177,7 +177,7 @@ class CallLines:
         self._router.send_multipart([route, *divided(frames)])
 
     def receive(self, timeout_ms: int) -> list[list[bytes]]:
-        """Answers that have come, or come within `timeout_ms`."""
+        """Answers that have come, or that come within `timeout_ms`."""
         messages = self._from_far()
         for fd, _ in self._epoll.poll(0 if messages else timeout_ms / 1000):
             if fd == self._wake:

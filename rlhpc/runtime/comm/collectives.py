@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class Collectives:
-    """The group's process group, behind the few operations that the roles use."""
+    """The group's process group, with the few operations that roles use."""
 
     def __init__(self, group: str, rank: int, world_size: int, spec: WorkerSpec | None) -> None:
         self.group, self.rank, self.world_size, self._spec = group, rank, world_size, spec
@@ -64,7 +64,7 @@ class Collectives:
         return tensor.div_(self.world_size) if op == "mean" else tensor
 
     def all_gather_object(self, obj: Any) -> list[Any]:
-        """Over the authenticated inboxes rather than torch.distributed, whose sockets would unpickle from anybody."""
+        """The ranks' objects, in rank order, over the authenticated inboxes: torch.distributed would unpickle from anybody."""
         from rlhpc.runtime.comm import p2p
 
         if self.rank == 0:

@@ -13,9 +13,9 @@ import numpy as np
 
 #: Below this a copy is over before another thread has woken up.
 _WORTH_IT = 8 << 20
-#: What a thread copies at a time.
+#: Bytes that a thread copies at a time.
 _PIECE = 2 << 20
-#: Threads at most; more add little, and other users are on the machine.
+#: Most threads; more would add little, and there are other users on the machine.
 _MOST = 4
 
 _jobs: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
@@ -39,7 +39,7 @@ def copy_into(target: np.ndarray, pieces: Iterable[tuple[int, Any]]) -> None:
     turns, done = itertools.count(), threading.Semaphore(0)
 
     def work() -> None:
-        # The interpreter's lock hands out the pieces one by one; the copies themselves let go of it.
+        # Pieces are handed out under the interpreter's lock; the copies themselves release it.
         while (turn := next(turns)) < len(cut):
             start, source = cut[turn]
             target[start : start + len(source)] = source
@@ -68,7 +68,7 @@ def _help() -> None:
 
 
 def _forget_helpers() -> None:
-    """They stay behind in a fork's parent, and one may have held the queue's lock."""
+    """After a fork: the helpers stay behind in the parent, and one of them may have held the queue's lock."""
     global _jobs
     _jobs = queue.SimpleQueue()
     _helpers.clear()

@@ -1,6 +1,6 @@
-"""Where data of other hosts lands that only this process reads: private memory in huge pages, used again.
+"""Where data from other hosts arrives if only this process reads it: private memory in huge pages, reused.
 
-Shared memory has small pages on most systems, which costs the kernel a quarter more time to receive into.
+On most systems shared memory has small pages, and the kernel takes a quarter more time to receive into them.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _HUGE_PAGES = getattr(mmap, "MADV_HUGEPAGE", None)
 
 
 class Landing:
-    """Memory that is taken and comes back by itself. All methods may be called by any thread.
+    """Memory that is lent out and returns by itself. Any thread may call any method.
 
     Args:
         max_idle: Bytes of free memory that are kept.
@@ -26,13 +26,13 @@ class Landing:
 
     def __init__(self, max_idle: int) -> None:
         self._max_idle = max_idle
-        # Reentrant: memory may come back while this thread collects garbage in `take`.
+        # Reentrant: memory may return while this thread collects garbage in `take`.
         self._lock = threading.RLock()
         self._idle: dict[int, list[mmap.mmap]] = {}
         self._idle_bytes = 0
 
     def take(self, size: int) -> memoryview:
-        """Writable memory of `size` bytes, until the last view of it is gone."""
+        """Writable memory of `size` bytes, which returns when the last view of it is gone."""
         capacity = capacity_of(size)
         with self._lock:
             waiting = self._idle.get(capacity)

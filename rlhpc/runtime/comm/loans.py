@@ -1,7 +1,7 @@
-"""Loans: a sender lets other hosts read straight from its tensors, while it stands still, instead of from a copy.
+"""Loans: a sender waits while other hosts read straight from its tensors, instead of from a copy.
 
-That is worth it where somebody waits for the data already. `settle` ends a loan before the sender goes on: it waits for who
-is reading, and makes the copy after all for who has not come. Nothing is lost when a reader dies: as long as one reader has
+That pays off when a receiver is already waiting. `settle` ends a loan before the sender goes on: it waits for those that
+are reading, and copies after all for those that have not come. Nothing is lost when a reader dies: as long as one reader has
 not released the loan, its data is there, at first in the sender's tensors and then in a segment.
 """
 
@@ -19,11 +19,11 @@ from typing import Any
 from rlhpc.runtime.comm.segments import SegmentPool, layout
 
 PREFIX = "loan:"
-#: Below this the copy costs less than standing still.
+#: Below this size, copying costs less than waiting.
 LEND_LIMIT = 1 << 20
 #: How long a reader that was handed the item may take to begin, or to say that it has it all.
 _PATIENCE_S = 2.0
-#: A reader that was not there yet is given half the time that the copy would take, at this many bytes a second.
+#: A reader that was not there yet gets half the time that the copy would take, at this many bytes per second.
 _COPY_RATE = 10e9
 _LOOK_S = 0.2
 _PADDING = memoryview(bytes(64))
@@ -51,7 +51,7 @@ class Loan:
 
     @contextlib.contextmanager
     def reading(self) -> Iterator[list[memoryview] | None]:
-        """The buffers, which stay as they are meanwhile; None where there is a segment by now."""
+        """The buffers, which do not change inside the block; None if a segment has taken their place."""
         with self._changed:
             views = self._views
             if views is not None:
@@ -79,7 +79,7 @@ class Loan:
         return found
 
     def settle(self, handed: bool, pool: SegmentPool, check: Callable[[], None]) -> None:
-        """Ends the loan: afterwards the buffers are the caller's alone.
+        """Ends the loan: afterwards the buffers belong to the caller alone.
 
         Args:
             handed: All readers were waiting for it.
@@ -104,7 +104,7 @@ class Loan:
 
 
 class Loans:
-    """The loans of this process. All methods may be called by any thread."""
+    """The loans of this process. Any thread may call any method."""
 
     def __init__(self, pool: SegmentPool) -> None:
         self._pool = pool
@@ -120,7 +120,7 @@ class Loans:
         return self._loans.get(name)
 
     def memory(self, path: str) -> mmap.mmap | None:
-        """What a segment of this process is mapped to."""
+        """The memory that a segment of this process is mapped to."""
         return self._pool.memory(path)
 
     def release(self, path: str, reader: int) -> None:

@@ -1,9 +1,9 @@
 """Mailbox: arrays between two processes of one host through shared memory, without a system call on the way.
 
-A channel costs two socket operations and a wake-up a message, some 150 µs; where a simulator step takes 60 µs, that
+A channel costs two socket operations and a wake-up per message, some 150 µs; if a simulator step takes 60 µs, that
 decides the speed of a run. A mailbox holds one array per direction and its reader polls a counter: a few microseconds.
-Who waits longer sleeps on that counter (a futex), and is woken. It is for peers in lockstep, such as a simulator and the
-policy that acts on it; everything else belongs into a channel.
+A longer wait sleeps on that counter (a futex) until it is woken. It is for peers in lockstep, such as a simulator and the
+policy that acts on it; everything else belongs in a channel.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ import numpy as np
 from rlhpc.runtime.errors import ChannelError, DeadlineExceeded
 
 _HEADER = 512
-# 64-bit counters at the start of a direction's header; the last two say that somebody sleeps on the first or the second
+# 64-bit counters at the start of a direction's header; the last two say that someone sleeps on the first or the second
 _WRITTEN, _TAKEN, _FORM, _FORM_SIZE, _AWAITS_WRITTEN, _AWAITS_TAKEN = range(6)
-_TEXT = 64  # where dtype and shape stand, as text
+_TEXT = 64  # where dtype and shape are, as text
 #: Longest poll before sleeping; a peer that takes longer is not worth a core.
 _POLL_S = 0.0005
-#: Longest sleep between two looks around.
+#: Longest sleep between two checks of the run.
 _NAP_NS = 100_000_000
 _SYS_FUTEX, _FUTEX_WAIT, _FUTEX_WAKE = 202, 0, 1  # of x86-64
 _libc = ctypes.CDLL(None)
@@ -46,15 +46,16 @@ def available() -> bool:
 
 
 class Mailbox:
-    """One end. Both ends open the same file, in any order; one gives `first=True`. The first array to arrive removes the file.
+    """One of the two ends, which open the same file in any order; one of them passes `first=True`. The first array to arrive
+    removes the file.
 
     Args:
         path: In a folder that only this user can enter; the file is made if it is missing, and must be new to the pair.
-        capacity: Bytes of the largest array; both ends give the same. Memory is used as it is touched.
+        capacity: Bytes of the largest array; the same at both ends. Memory is used only as it is touched.
         first: Which end this is.
         peer: Who the other end is, for messages.
         deadline: Seconds after which a wait gives up.
-        check: Called during a long wait; raises to end it.
+        check: Called during long waits; raises to end one.
     """
 
     def __init__(
@@ -87,7 +88,7 @@ class Mailbox:
         self._poll = _POLL_S
 
     def put(self, array: np.ndarray) -> None:
-        """Leaves an array for the peer, once it has taken the one before.
+        """Leaves an array for the peer, once the peer has taken the previous one.
 
         Raises:
             ChannelError: It is larger than the mailbox.
@@ -105,7 +106,7 @@ class Mailbox:
             _wake(counters, self._out_address, _WRITTEN)
 
     def get(self) -> np.ndarray:
-        """The peer's next array; a copy.
+        """A copy of the peer's next array.
 
         Raises:
             DeadlineExceeded: None came.
@@ -120,7 +121,7 @@ class Mailbox:
             self._in_array = self._view(self._in, np.dtype(dtype), shape)
         array = self._in_array.copy()
         if not self._got:
-            # Both ends have it open now. Without a name it goes with the last of them, however they end.
+            # Both ends have it open now. Without a name it disappears with the last of them, however they end.
             self.path.unlink(missing_ok=True)
         self._got = expected
         counters[_TAKEN] = expected
@@ -144,7 +145,7 @@ class Mailbox:
         return np.frombuffer(half, dtype, count, _HEADER).reshape(shape)
 
     def _wait(self, counters: memoryview, address: int, index: int, value: int, what: str) -> None:
-        """Polls, giving way to other processes, then sleeps; learns whether polling pays with this peer."""
+        """Polls, yielding to other processes, then sleeps; learns whether polling pays off with this peer."""
         started = now = time.perf_counter()
         end = started + self._poll
         while now < end:
@@ -159,7 +160,7 @@ class Mailbox:
             seen = counters[index]
             if seen == value:
                 break
-            # The kernel looks again, so that no wake-up is missed; one that comes all the same late costs a nap.
+            # The kernel checks again, so that no wake-up is missed; if one comes late all the same, it costs one nap.
             _libc.syscall(
                 _SYS_FUTEX,
                 ctypes.c_void_p(address + 8 * index),

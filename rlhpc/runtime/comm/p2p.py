@@ -18,7 +18,7 @@ from rlhpc.runtime.comm.sockets import choose
 from rlhpc.runtime.context import Context, current
 from rlhpc.runtime.errors import RlhpcError
 
-#: What the others get to confirm a message once it has not reached one of its receivers.
+#: Seconds that the other receivers get to confirm a message after it has failed to reach one of them.
 _LAST_CHANCE_S = 1.0
 
 
@@ -35,10 +35,10 @@ def _begin(
     reader: int = 0,
     share: Share | None = None,
 ) -> Callable[[float], bool]:
-    """Sends a message to the inbox of a rank.
+    """Starts sending a message to a rank's inbox.
 
     Returns:
-        Waits, so many seconds at most, until it is there; says whether the rank was waiting for it.
+        A function of seconds that waits at most so long until it is there, and says whether the rank was waiting for it.
     """
     whom = f"{dst_group}-{dst_rank} to take a message from {context.name}"
     record = context.member(dst_group, dst_rank)["data"]
@@ -61,7 +61,7 @@ def _begin(
 def send(
     obj: Any, group: str, rank: int, dst_group: str, dst_rank: int, *, tag: str = "o", async_op: bool = False
 ) -> AsyncWork | None:
-    """See `Worker.send`."""
+    """Sends an object to one rank; `Worker.send` describes the arguments."""
     context = current()
     far = context.member(dst_group, dst_rank)["host"] != context.host
     packed = context.service.pack(obj, lend=far and not async_op)
@@ -94,12 +94,12 @@ def _receive(tag: str, src_group: str, src_rank: int, borrow: bool = False) -> A
 
 
 def recv(src_group: str, src_rank: int, *, tag: str = "o") -> Any:
-    """See `Worker.recv`."""
+    """Receives the next object from one rank; `Worker.recv` describes the arguments."""
     return _receive(tag, src_group, src_rank)
 
 
 def copy_into(tensor: Any, received: Any) -> None:
-    """Copies what came into the receiver's tensor, refusing another shape or dtype."""
+    """Copies a received tensor into the receiver's own; refuses a different shape or dtype."""
     if tuple(tensor.shape) != tuple(received.shape) or tensor.dtype != received.dtype:
         raise ValueError(
             f"recv_tensor was given {tuple(tensor.shape)} {tensor.dtype}, "
@@ -117,7 +117,7 @@ def broadcast(
     *,
     read_only: bool = False,
 ) -> Any:
-    """See `Worker.broadcast`."""
+    """Sends one object to many ranks, or receives it; `Worker.broadcast` describes the arguments."""
     if (group, rank) != tuple(src):
         return _receive("b", src[0], src[1], borrow=read_only)
     begin_broadcast(obj, group, rank, groups)()
@@ -127,10 +127,10 @@ def broadcast(
 def begin_broadcast(
     obj: Any, group: str, rank: int, groups: list[tuple[str, list[int]]], *, segment: str | None = None
 ) -> Callable[[], None]:
-    """Sends to all receivers of a broadcast.
+    """Starts sending to all receivers of a broadcast.
 
     Args:
-        obj: What is sent; not to be changed before all have it.
+        obj: What is sent; must not change before all have it.
         group: Of the sender.
         rank: Of the sender.
         groups: Groups and ranks that receive.
@@ -161,7 +161,7 @@ def begin_broadcast(
                     discard(str(segment), number)
 
     try:
-        # All are under way before one is waited for: to wake them up one after the other would take as long again.
+        # Send to all before waiting for one: waking them one after the other would take as long again.
         for reader, together in enumerate(readers):
             name = secrets.token_hex(8) if len(together) > 1 else ""
             for index, (dst_group, dst_rank) in enumerate(together):
@@ -176,7 +176,7 @@ def begin_broadcast(
 
 
 def _all_arrived(under_way: list[Callable[[float], bool]], deadline: float, reached: set[int]) -> bool:
-    """Waits for messages, and notes which have arrived; whether everybody was waiting for his. Raises the first failure."""
+    """Waits for messages and notes which arrived; returns whether all receivers were waiting. Raises the first failure."""
     waiting, failure = True, None
     for number, arrived in enumerate(under_way):
         try:
@@ -190,7 +190,7 @@ def _all_arrived(under_way: list[Callable[[float], bool]], deadline: float, reac
 
 
 def readers_of(context: Context, targets: list[tuple[str, int]]) -> list[list[tuple[str, int]]]:
-    """Who reads a segment of this process: each receiver of this host by itself, those of another host together."""
+    """The readers of a segment of this process: each receiver on this host is one, those on another host are one together."""
     alone, together = [], dict[str, list[tuple[str, int]]]()
     for target in targets:
         host = context.member(*target)["host"]

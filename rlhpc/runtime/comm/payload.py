@@ -15,7 +15,7 @@ INLINE_LIMIT = 32 * 1024
 
 
 class Origin(NamedTuple):
-    """Whose segment it is.
+    """The process that owns a segment.
 
     Attributes:
         host: Host id.
@@ -32,9 +32,9 @@ class Packed:
     """A serialized object, ready to be sent.
 
     Attributes:
-        nbytes: Size of the object's data, what back pressure counts.
+        nbytes: Size of the object's data, which back pressure counts.
         segment: Path of the shared-memory file, or the name of a loan; None when everything is inline.
-        readers: For how many it is.
+        readers: How many readers it is for.
     """
 
     __slots__ = ("_data", "_inline", "_loan", "_loans", "_origin", "_pool", "_spans", "nbytes", "readers", "segment")
@@ -48,8 +48,8 @@ class Packed:
             obj: Anything that can be pickled.
             pool: Of this process.
             origin: This process, for readers on other hosts.
-            readers: How many processes will read it; those that share what one of them fetches to their host are one.
-            loans: All readers are on other hosts: where the data is large it stays where it is until `settle`.
+            readers: How many processes will read it; processes that share what one of them fetches to their host count once.
+            loans: Given if all readers are on other hosts: large data then stays where it is until `settle`.
         """
         self._data, buffers = dumps(obj)
         self._origin, self.readers = origin, readers
@@ -73,7 +73,7 @@ class Packed:
 
         Args:
             reader: Number of the reader.
-            share: Its place among those of another host that are this reader together.
+            share: Its place among the processes of another host that together are this reader.
         """
         if self.segment is None:
             return [self._data, b"", *self._inline]
@@ -84,11 +84,11 @@ class Packed:
         ]
 
     def owned(self) -> None:
-        """Copies what still refers to the caller's memory, so that the object may change while it is on its way."""
+        """Copies what still refers to the caller's memory, so that the object may change while it is in transit."""
         self._inline = [bytes(buffer) for buffer in self._inline]
 
     def settle(self, handed: bool, check: Callable[[], None]) -> None:
-        """Call once it is on its way: after that the object's memory is no longer read.
+        """Call once the message has been sent: afterwards the object's memory is no longer read.
 
         Args:
             handed: All readers were waiting for it already.
@@ -98,7 +98,7 @@ class Packed:
             self._loan.settle(handed, self._pool, check)
 
     def discard(self, first: int = 0) -> None:
-        """Frees the segment of what nobody will read: no reader from number `first` on."""
+        """Frees the segment for the readers that will not come: those from number `first` on."""
         for reader in range(first, self.readers if self.segment else 0):
             if self._loan is not None and self._loans is not None:
                 self._loans.release(self._loan.name, reader)
@@ -118,7 +118,7 @@ def unpack(frames: Sequence[Buffer], host: str, mappings: Mappings, fetch: Fetch
         host: This process's host id; a segment of another host is fetched.
         mappings: Of this process.
         fetch: Gets a segment from another host.
-        borrow: The caller only reads what it gets: where there are other readers, too, nothing is copied on a write.
+        borrow: The caller only reads what it gets, so nothing has to be copied on a write if there are other readers.
 
     Returns:
         The object. Where its data lies in a segment, that is the reader's until the last view of it is gone.

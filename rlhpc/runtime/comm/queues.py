@@ -25,11 +25,11 @@ class Item(NamedTuple):
 
 
 class Outlook(NamedTuple):
-    """What a producer may expect of its item.
+    """What a producer can expect for its item.
 
     Attributes:
-        host: Where the key's last consumer is; empty while there was none.
-        waiting: Whether a consumer takes the item at once.
+        host: Where the key's last consumer is; empty before the first.
+        waiting: Whether a consumer will take the item at once.
     """
 
     host: str
@@ -54,7 +54,7 @@ class ChannelState:
     """A channel's queues by key; bounded by items (a key) and bytes (the channel).
 
     Args:
-        maxsize: Items a key may hold; 0 is unbounded.
+        maxsize: Items that each key may hold; 0 is unbounded.
         max_bytes: Bytes that all keys together may hold; one item is always admitted into an empty queue.
     """
 
@@ -76,12 +76,12 @@ class ChannelState:
         return bool(queue.items) and self.nbytes + nbytes > self.max_bytes
 
     def outlook(self, key: str) -> Outlook:
-        """For who is about to put; one that waits for a batch may leave the item where it is."""
+        """Tells a producer what to expect before it puts; a consumer that waits for a batch may not take the item at once."""
         queue = self.queue(key)
         return Outlook(queue.taker, bool(queue.getters) and queue.getters[0][1] is None)
 
     def put(self, key: str, frames: list[Any], nbytes: int, weight: float, segment: str, answer: Answer | None) -> bool:
-        """Queues an item, or the producer that waits with it. Without an `answer` a full queue refuses: False."""
+        """Queues an item, or the producer that waits with it. Without an `answer`, a full queue refuses and returns False."""
         queue, item = self.queue(key), Item(next(_ids), frames, nbytes, weight, segment)
         # A waiting consumer takes the item at once, so a full queue cannot have one.
         if queue.putters or self.full(key, nbytes):
@@ -185,7 +185,7 @@ class ChannelState:
         return dropped
 
     def close(self, reason: str) -> None:
-        """Tells everybody who waits that the channel is no more."""
+        """Tells all waiters that the channel has been closed."""
         for queue in self.queues.values():
             waiting = [g[2] for g in queue.getters] + [p[1] for p in queue.putters]
             queue.getters.clear()

@@ -1,7 +1,7 @@
-"""Shared-memory segments that are used again: the writer's pool, and the reader's mappings.
+"""Shared-memory segments that are reused: the writer's pool, and the reader's mappings.
 
 A fresh page costs more than the bytes that go into it, so a segment is kept mapped at both ends and goes from item to item.
-Its first page says who still needs it, a byte a reader: the writer sets the bytes when it has written, each reader sets
+Its first page has one byte per reader that says who still needs it: the writer sets them when it has written, each reader sets
 its own when it has mapped the segment and clears it when the last object that looks into it is gone. A byte has one
 writer at a time, so nothing is locked and no message is sent.
 
@@ -9,7 +9,7 @@ writer at a time, so nothing is locked and no message is sent.
 
 The page's last byte is 3 while the writer keeps the segment for readers that may come later.
 
-The memory that a reader holds is its own affair: once a reader has come, the writer may unlink the segment and forget it.
+What a reader has mapped stays its own: once all readers have come, the writer may unlink the segment and forget it.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ from rlhpc.runtime.scratch import Scratch
 
 log = logging.getLogger(__name__)
 
-#: The first page: a byte a reader.
+#: The first page: one byte per reader.
 HEADER = mmap.PAGESIZE
 FREE, WRITTEN, USED, KEPT = b"\0", b"\1", b"\2", b"\3"
 _ALIGN = 64
 _IOV_MAX = 512
-#: Segments that are looked at before a new one is made: the oldest in use are the likeliest to be free.
+#: Segments checked before a new one is made: the oldest in use are the likeliest to be free.
 _LOOKS = 16
-#: Segments in use that a pool keeps count of; what is written beyond them is forgotten as soon as its reader has come.
+#: Segments in use that a pool keeps track of; what is written beyond them is forgotten as soon as its reader has come.
 _MOST = 4096
 _POPULATE = getattr(mmap, "MAP_POPULATE", 0)
 _NAME = re.compile(r"(\d+)-\d+")
@@ -61,13 +61,13 @@ def unlink(path: str) -> None:
 
 
 def capacity_of(size: int) -> int:
-    """Bytes of the segment for so much data: the next eighth of a power of two, so that like sizes share segments."""
+    """Bytes of a segment for this much data: the next eighth of a power of two, so that similar sizes share segments."""
     step = max(mmap.PAGESIZE, 1 << max(0, size.bit_length() - 4))
     return -(-size // step) * step
 
 
 def spans_of(sizes: Iterable[int]) -> list[tuple[int, int]]:
-    """Where buffers of these sizes lie in a segment: (offset, size) of each, aligned to 64 bytes."""
+    """Where buffers of these sizes go in a segment: (offset, size) of each, aligned to 64 bytes."""
     spans, offset = [], HEADER
     for size in sizes:
         spans.append((offset, size))
@@ -87,7 +87,7 @@ class Segment:
     Attributes:
         path: Its file.
         capacity: Bytes of data that fit.
-        readers: For how many the present data is.
+        readers: How many readers the present data is for.
         pooled: Whether it may be written again; one on disk may not.
         written: When the present data was written, by `time.monotonic`.
     """
@@ -103,17 +103,17 @@ class Segment:
         return self.memory[: self.readers] == FREE * self.readers
 
     def awaited(self) -> bool:
-        """Whether a reader has yet to come."""
+        """Whether some reader has yet to come."""
         return WRITTEN in self.memory[: self.readers]
 
 
 class SegmentPool:
-    """The segments that this process writes. All methods may be called by any thread.
+    """The segments that this process writes. Any thread may call any method.
 
     Args:
         scratch: The session's folders on this host.
         max_idle: Bytes of free segments that are kept; by default a sixteenth of the shared memory, at most 2 GiB.
-        patience: Seconds after which data with several readers is given up although one of them did not come.
+        patience: Seconds after which data for several readers is given up although one of them has not come.
     """
 
     def __init__(self, scratch: Scratch, max_idle: int | None = None, patience: float = 7200.0) -> None:
@@ -133,8 +133,8 @@ class SegmentPool:
 
         Args:
             buffers: Flat, contiguous.
-            readers: How many will read it, each by its number from 0.
-            keep: It stays until `drop`, for readers that come later.
+            readers: How many will read it; they are numbered from 0.
+            keep: Keep it until `drop`, for readers that come later.
 
         Returns:
             Path, and (offset, length) of each buffer.
@@ -177,32 +177,32 @@ class SegmentPool:
             self._by_path[segment.path] = segment
 
     def memory(self, path: str) -> mmap.mmap | None:
-        """What a segment of this process is mapped to, while the pool keeps count of it."""
+        """The memory that a segment of this process is mapped to, while the pool keeps track of it."""
         with self._lock:
             segment = self._by_path.get(path)
         return None if segment is None else segment.memory
 
     def awaited(self, path: str) -> list[bool]:
-        """Of a kept segment: which of its readers have not come."""
+        """Which readers of a kept segment have not come yet."""
         with self._lock:
             segment = self._by_path[path]
         return [state == WRITTEN[0] for state in segment.memory[: segment.readers]]
 
     def drop(self, path: str) -> None:
-        """Ends a kept segment. It is not written again: readers that have mapped it go on looking into it."""
+        """Ends a kept segment. It is not written again, because readers that have mapped it still use it."""
         with self._lock:
             del self._by_path[path]
         unlink(path)
 
     def release(self, path: str, reader: int) -> None:
-        """A reader that cannot map the segment is done with it."""
+        """Marks the segment as read by a reader that cannot map it."""
         with self._lock:
             segment = self._by_path.get(path)
         if segment is not None:
             segment.memory[reader : reader + 1] = FREE
 
     def close(self) -> None:
-        """Removes what nobody needs; the rest goes with the session's folder."""
+        """Removes the segments that nobody needs; the rest goes with the session's folder."""
         with self._lock:
             for segment in [*self._by_path.values(), *(one for idle in self._idle.values() for one in idle)]:
                 if segment.free():
@@ -226,7 +226,7 @@ class SegmentPool:
         return None
 
     def _look(self) -> None:
-        """Looks at the segment that has been in use longest."""
+        """Checks the segment that has been in use longest."""
         segment = self._busy.popleft()
         if segment.free():
             self._retire(segment)
@@ -239,7 +239,7 @@ class SegmentPool:
             self._busy.append(segment)
 
     def _retire(self, segment: Segment) -> None:
-        """Keeps a free segment, and lets those go that have lain idle longest where that is too much."""
+        """Keeps a free segment, and removes those that have been idle longest if there are too many."""
         del self._by_path[segment.path]
         if not segment.pooled:
             unlink(segment.path)
@@ -290,7 +290,7 @@ class SegmentPool:
         raise AssertionError("unreachable")
 
     def _make_room(self) -> None:
-        """Gives back what lies idle: others may need it more."""
+        """Frees all idle segments, because others need the room more."""
         with self._lock:
             for segments in self._idle.values():
                 for segment in segments:
@@ -321,7 +321,7 @@ def _write_all(fd: int, chunks: list[Any]) -> None:
 
 
 class Mappings:
-    """The segments of other processes that this one has mapped. All methods may be called by any thread."""
+    """The segments of other processes that this one has mapped. Any thread may call any method."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -329,12 +329,12 @@ class Mappings:
         self._sweep_at = 16
 
     def lease(self, path: str, reader: int, *, own: bool = True) -> memoryview:
-        """What is in a segment, until the last view of it is gone.
+        """The data of a segment; it is the reader's until the last view of it is gone.
 
         Args:
             path: The segment.
             reader: Number of this reader.
-            own: Nobody else reads it, or nobody writes into it: the view is of the segment itself. Otherwise it is a
+            own: Nobody else reads it, or nobody writes to it: the view is of the segment itself. Otherwise it is a
                 private one, where what is written stays here.
 
         Raises:
@@ -358,7 +358,7 @@ class Mappings:
             return found
 
     def _sweep(self) -> None:
-        """Lets go of segments that their writers have given up, so that their memory is free once nobody looks into it."""
+        """Unmaps segments that their writers have given up, so that their memory is freed once nobody uses it."""
         self._mapped = {path: memory for path, memory in self._mapped.items() if os.path.exists(path)}
         self._sweep_at = max(16, 2 * len(self._mapped))
 
@@ -381,7 +381,7 @@ def _map(path: str, flags: int) -> mmap.mmap:
 
 
 def map_private(path: str) -> mmap.mmap:
-    """A segment's memory, where what is written stays here.
+    """Maps a segment privately: what is written to the memory is not seen by others.
 
     Raises:
         SegmentGone: It is not there any more.
@@ -391,7 +391,7 @@ def map_private(path: str) -> mmap.mmap:
 
 
 def discard(path: str, reader: int = 0) -> None:
-    """Frees a segment that its reader will not come for; on another host there is nothing to do here."""
+    """Frees a segment whose reader will not come; does nothing for a segment of another host."""
     try:
         fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
     except OSError:
@@ -403,7 +403,7 @@ def discard(path: str, reader: int = 0) -> None:
 
 
 def _segments(folder: Path, idle: bytes = FREE) -> Iterator[tuple[str, int, bool]]:
-    """Path, process of the writer, and whether somebody needs it, of each segment in a folder."""
+    """For each segment in a folder: its path, the writer's process id, and whether somebody needs it."""
     for entry in os.scandir(folder) if folder.is_dir() else ():
         if (name := _NAME.fullmatch(entry.name)) is not None:
             with contextlib.suppress(OSError), open(entry.path, "rb") as file:
@@ -420,7 +420,7 @@ def bytes_in_use(folder: Path) -> int:
 
 
 def remove_idle_of_the_dead(folder: Path) -> None:
-    """Removes what processes that were killed on this host have left idle."""
+    """Removes idle segments left by processes that were killed on this host."""
     for path, pid, needed in _segments(folder, FREE + KEPT):
         if not needed and not os.path.exists(f"/proc/{pid}"):
             unlink(path)

@@ -1,6 +1,6 @@
 """Objects to bytes and back: pickle protocol 5 with out-of-band buffers, so that array data is never copied into a pickle.
 
-Tensors keep dtype and shape. Those of an accelerator go to the receiver's own, and stay on the CPU where it has none.
+Tensors keep dtype and shape. Those of an accelerator go to the receiver's own, or to the CPU if it has none.
 Classes that live in `__main__` travel by value (cloudpickle).
 """
 
@@ -25,7 +25,7 @@ def _dtype_name(dtype: Any) -> str:
 
 
 def rebuild_tensor(buffer: Buffer, dtype: str, shape: tuple[int, ...], device: str, parameter: bool, grad: bool) -> Any:
-    """Inverse of the tensor reduction; on the CPU the tensor shares memory with `buffer`."""
+    """Rebuilds a tensor from its dtype, shape and bytes; on the CPU it shares memory with `buffer`."""
     import torch
 
     kind = getattr(torch, dtype)
@@ -71,7 +71,7 @@ class _ByValuePickler(cloudpickle.Pickler):
 
 
 def _know_torch() -> None:
-    """Registers the tensor reductions once torch has been imported by somebody; never imports it."""
+    """Registers the tensor reductions once somebody has imported torch; never imports it."""
     torch = sys.modules.get("torch")
     if torch is None or not hasattr(torch, "nn") or torch.Tensor in _Pickler.dispatch_table:
         return
@@ -99,5 +99,5 @@ def dumps(obj: Any) -> tuple[bytes, list[memoryview]]:
 
 
 def loads(data: Buffer, buffers: Sequence[Buffer] = ()) -> Any:
-    """Inverse of `dumps`. Only ever called on bytes from an authenticated socket."""
+    """Rebuilds an object from its pickle stream and buffers. Only ever called on bytes from an authenticated socket."""
     return pickle.loads(data, buffers=buffers)

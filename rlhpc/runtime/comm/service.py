@@ -3,8 +3,8 @@
 It never runs user code and never unpickles a payload, so it answers in microseconds whatever the main thread computes.
 Other threads of the same process use the same state directly, under one lock, without a socket.
 
-A thread that waits for an item of its own process leads the event loop itself meanwhile, so that a message wakes the thread
-that needs it and no other; the service thread parks and takes the loop back when nobody leads.
+While a thread waits for an item of its own process, it runs the event loop itself, so that a message wakes the thread
+that needs it and no other; the service thread parks, and takes the loop back when nobody else runs it.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class _RemoteAnswer:
         if isinstance(self.peer, Connection) and self.peer.closed:
             return False
         if not self.number:
-            return True  # posted: nobody waits for an answer
+            return True  # posted: nobody is waiting for an answer
         if isinstance(items, str):
             self.service.reply(self.peer, [self.number, b"error", items.encode()])
             return True
@@ -91,7 +91,7 @@ class _LocalAnswer:
     def __init__(self) -> None:
         self.items: list[Item] | str | None = None
         self.abandoned = False
-        #: Something is put here whenever the thread is to look again.
+        #: An item here tells the thread to check again.
         self.wakes: queue.SimpleQueue[None] = queue.SimpleQueue()
 
     def __call__(self, items: list[Item] | str) -> bool:
@@ -103,7 +103,7 @@ class _LocalAnswer:
 
 
 class Service:
-    """Data plane of one process.
+    """The data plane of one process.
 
     Args:
         name: `group-rank` or `driver`, for socket names and messages.
@@ -112,10 +112,10 @@ class Service:
         tcp_address: Address to listen on for other hosts; None where all processes share this host.
         check: Called while waiting; raises when the run has failed.
         on_tick: Called every `tick_s` on the service thread (heartbeats).
-        tick_s: Seconds. Each tick wakes the process, which is all that an idle one costs.
+        tick_s: Seconds between ticks. Each wakes the process, which is all that an idle one costs.
         on_note: Called on the service thread with each note (HELLO, heartbeat) that another process posted.
-        on_broken: Called on the service thread when it ends by an error; nobody answers for this process any more.
-        doing: What this process tells who asks what it is doing.
+        on_broken: Called on the service thread when an error ends it; from then on nobody answers for this process.
+        doing: Says what this process is doing, for those that ask.
     """
 
     def __init__(
@@ -142,7 +142,7 @@ class Service:
         self._store: dict[bytes, bytes] = {}
         self._store_waiters: dict[bytes, list[_RemoteAnswer]] = {}
         self._store_grew = threading.Condition(self.lock)
-        #: The driver wants the call that the main thread is in to be given up.
+        #: The driver wants the main thread's present call to be given up.
         self.aborted = False
         self._outbox: collections.deque[tuple[Connection | bytes, list[Any]]] = collections.deque()
         self._zap = ZapDoor(self.context, keys)
@@ -184,7 +184,7 @@ class Service:
     # -- called by any thread -------------------------------------------------------------------------------------
 
     def mind(self, door: Door) -> None:
-        """Shuts a port while the process has too few descriptors left for its own files."""
+        """Keeps a port shut while the process has too few descriptors left for its own files."""
         self._doors[door.listener.fileno()] = door
         self._epoll.register(door.listener.fileno(), select.EPOLLIN | select.EPOLLET)
 
@@ -240,14 +240,14 @@ class Service:
             self._abandon(answer)
             if answer.items is None and self._stopping:
                 self.check()
-            if answer.items is None:  # it did not come in the last moment either
+            if answer.items is None:  # nor did it come at the last moment
                 raise DeadlineExceeded(f"{self.name} waited {timeout:.1f} s for {whom}")
         if isinstance(answer.items, str):
             raise ChannelError(answer.items)
         return answer.items
 
     def _await(self, answer: _LocalAnswer, deadline: float) -> None:
-        """Returns when the answer is there or the deadline has passed; leads the loop meanwhile if no other guest does."""
+        """Returns when the answer is there or the deadline has passed; runs the loop meanwhile if no other guest does."""
         with self.lock:
             self._guests += 1
         began = time.monotonic()
@@ -308,35 +308,35 @@ class Service:
                     discard(item.segment) if item.segment else None
 
     def clear_inbox(self) -> None:
-        """Drops the messages that this process has been sent and has not taken."""
+        """Drops the messages that were sent to this process and that it has not taken."""
         with self.lock:
             state = self.channels[INBOX]
             self.channels[INBOX] = ChannelState(0, DEFAULT_MAX_BYTES)
         for item in [item for queued in state.queues.values() for item in queued.items]:
-            # Which frees this reader's claim on the payload, where its sender and the other readers still are.
+            # Unpacking frees this reader's claim on the payload, in case its sender and the other readers are still there.
             with contextlib.suppress(RlhpcError, SegmentGone, OSError):
                 self.unpack(item.frames, borrow=True)
 
     def consumer_died(self, who: str) -> None:
-        """Gives back what a dead consumer had not acknowledged."""
+        """Puts items that a dead consumer had not acknowledged back into the queues."""
         with self.lock:
             for state in self.channels.values():
                 state.consumer_died(who)
         os.eventfd_write(self._wake, 1)
 
     def pack(self, obj: Any, readers: int = 1, *, lend: bool = False) -> Packed:
-        """Serializes an object for so many readers. `lend`: they are all on other hosts, and the caller will `settle`."""
+        """Serializes an object for `readers` readers. With `lend`, all are on other hosts, and the caller will `settle`."""
         return Packed(obj, self.pool, self.origin, readers, self.loans if lend and self._bulk else None)
 
     def unpack(
         self, frames: Sequence[Any], *, borrow: bool = False, later: list[Callable[[], None]] | None = None
     ) -> Any:
-        """Inverse of `pack` and transport.
+        """Rebuilds an object from the frames that transport delivered.
 
         Args:
             frames: What came.
             borrow: The caller only reads what it gets.
-            later: Takes what is to be called once the item is acknowledged, for data of another host; by default that is
+            later: Gets what to call once the item is acknowledged, for data of another host; by default it is called
                 now.
         """
 
@@ -356,16 +356,16 @@ class Service:
         own: bool,
         later: list[Callable[[], None]] | None = None,
     ) -> memoryview:
-        """What is in a segment of another host, until the last view of it is gone.
+        """The data of a segment of another host; it is this process's until the last view of it is gone.
 
         Args:
             origin: Whose it is.
             path: The segment.
             size: Bytes of its data.
             reader: Which of its readers this is.
-            share: Its place among those of this host that are this reader together.
+            share: Its place among the processes of this host that together are this reader.
             own: As `Mappings.lease` has it, for what is shared.
-            later: Takes what is to be called once the reader is done with it; by default that is now.
+            later: Gets what to call once the reader is done with the data; by default it is called now.
         """
 
         def receive(memory: memoryview) -> None:
@@ -417,7 +417,7 @@ class Service:
         park = _PARK_S
         while not self._stopping:
             if self._guests:
-                # While one guest leads without a break the naps get longer; it sets the event when it leaves.
+                # While one guest runs the loop without a break the naps get longer; it sets the event when it leaves.
                 park = _PARK_S if self._unparked.wait(park) else min(2 * park, 0.1)
                 self._unparked.clear()
                 continue
@@ -442,7 +442,7 @@ class Service:
             self.peers.close()
 
     def _iterate(self, timeout: float) -> bool:
-        """One turn of the event loop, by whoever leads it; False when nothing happened."""
+        """One turn of the event loop, by the thread that runs it; False when nothing happened."""
         epoll, connections, router, zap = self._epoll, self._connections, self._router, self._zap.socket
         events = epoll.poll(timeout)
         for fd, event in events:
@@ -468,7 +468,7 @@ class Service:
                 self._bulk.accept()
             elif fd in self._doors:
                 self._mind_doors()
-            # ZeroMQ's descriptor only says that its state changed: look until it has nothing more.
+            # ZeroMQ's descriptor only says that its state changed: read until there is nothing more.
             elif router and fd == router.FD:
                 pass
             else:
@@ -478,7 +478,7 @@ class Service:
             while router and _readable(router):
                 identity, *rest = router.recv_multipart()
                 self._handle(identity, whole(rest))
-            # Sending takes note of what has arrived, too, of which the descriptor then says nothing any more: look again.
+            # Sending also notices what has arrived, and the descriptor then no longer signals it: check again.
             if not self._outbox:
                 break
             while self._outbox:
@@ -589,7 +589,7 @@ class Service:
             answer.frames(self._store[key])
 
     def store_value(self, key: bytes, timeout: float) -> bytes | None:
-        """The value of a key of the rendezvous store that this process holds; None where nobody has set it in `timeout`
+        """The value of a key of the rendezvous store that this process holds; None if nobody has set it within `timeout`
         seconds."""
         with self._store_grew:
             self._store_grew.wait_for(lambda: key in self._store, timeout)

@@ -1,4 +1,4 @@
-"""One copy a host: the receivers of a message that share a host let the first of them fetch it for all.
+"""One copy per host: of the receivers of a message on one host, the first fetches it for all.
 
 They meet in a small file. Whoever holds its lock either fetches, or reads which segment holds the data; when the process
 that fetches dies, the kernel gives the lock to the next, which finds the file empty and fetches itself.
@@ -15,17 +15,17 @@ from typing import NamedTuple
 
 from rlhpc.runtime.errors import DeadlineExceeded
 
-#: The first receiver has the warm memory of the time before; the others give it so long to come.
+#: The first receiver has memory that is still warm from last time; the others give it this long to come.
 _PRECEDENCE_S = 0.05
 _PAUSE_S = 0.001
 
 
 class Share(NamedTuple):
-    """A receiver's place among those of its host.
+    """A receiver's place among the receivers on its host.
 
     Attributes:
-        name: Of the message on this host.
-        number, of: Which receiver of how many.
+        name: Name of the message on this host.
+        number, of: Which receiver this is, of how many.
     """
 
     name: str
@@ -36,17 +36,17 @@ class Share(NamedTuple):
 def once_for_all(
     folder: Path, share: Share, fetch: Callable[[], str], check: Callable[[], None], timeout: float = 600.0
 ) -> str:
-    """Path of the segment that holds the message on this host.
+    """Fetches the message, or waits for the receiver that does; returns the path of its segment on this host.
 
     Args:
-        folder: Of the session on this host.
-        share: Who asks.
+        folder: The session's folder on this host.
+        share: The receiver that asks.
         fetch: Gets the message into a segment for all of them; called by one.
         check: Called while waiting; raises when the run has failed.
         timeout: Seconds.
 
     Raises:
-        DeadlineExceeded: Another receiver of this host was fetching all the time.
+        DeadlineExceeded: Another receiver on this host was fetching all that time.
     """
     meeting = folder / f"share-{share.name}"
     started = time.monotonic()

@@ -25,9 +25,9 @@ _names = itertools.count()
 #: Largest frame that goes over ZeroMQ as one; longer ones are sent in pieces. The other side reads a frame into memory
 #: before it knows who sent it, so this is what a stranger's connection can make it hold.
 PIECE = 1 << 20
-#: What CURVE adds to a frame, amply.
+#: An ample bound on what CURVE adds to a frame.
 _OVERHEAD = 1 << 10
-#: A connection that has not proved by then to be of this run is closed; one of ours that was too slow comes again.
+#: A connection that has not proved by then that it belongs to this run is closed; one of ours that was too slow retries.
 _HANDSHAKE_MS = 10_000
 _DIVIDED = b"rlhpc divided\n"
 _LENGTHS = "!%dQ"
@@ -54,7 +54,7 @@ def make_socket(context: zmq.Context[Any], kind: int, keys: Keys, server: bool) 
 
 
 def divided(frames: Sequence[Any]) -> Sequence[Any]:
-    """What to send for frames: themselves, or where one is longer than `PIECE`, their lengths and pieces."""
+    """What to send for frames: the frames themselves or, if one is longer than `PIECE`, their lengths and pieces."""
     lengths = [len(f) if isinstance(f, bytes) else memoryview(f).nbytes for f in frames]
     if max(lengths, default=0) <= PIECE:
         return frames
@@ -66,7 +66,7 @@ def divided(frames: Sequence[Any]) -> Sequence[Any]:
 
 
 def whole(frames: list[bytes]) -> list[bytes]:
-    """Inverse of `divided`."""
+    """The frames that `divided` made these parts of."""
     if not frames or frames[0] != _DIVIDED:
         return frames
     rest, joined = iter(frames[2:]), []
@@ -78,12 +78,12 @@ def whole(frames: list[bytes]) -> list[bytes]:
 class Door:
     """A TCP port that a ZeroMQ socket listens on.
 
-    ZeroMQ takes every connection that comes, and keeps it for as long as a handshake may last. While strangers hold too
-    many, `shut` has the kernel drop what asks for another; who is of the run asks again, a second later or two.
+    ZeroMQ accepts every connection, and keeps it for as long as a handshake may last. While strangers hold too
+    many, `shut` has the kernel drop further requests; a process of the run asks again a second or two later.
 
     Attributes:
-        listener: Readable, for an edge-triggered epoll, when somebody comes.
-        endpoint: To publish; nobody else can have taken the port by then.
+        listener: Readable, for an edge-triggered epoll, when somebody connects.
+        endpoint: The endpoint to publish; the port is bound already, so nobody else can take it.
     """
 
     def __init__(self, socket: zmq.Socket[Any], address: str) -> None:
@@ -148,7 +148,7 @@ class _ZmqClient:
 
 
 class Pending(NamedTuple):
-    """A request that was sent: to where, under which number, and for what."""
+    """A request that has been sent: where to, under which number, and for what."""
 
     endpoint: str
     number: bytes
@@ -156,7 +156,7 @@ class Pending(NamedTuple):
 
 
 class Peers:
-    """Requests from one thread to the service threads of other processes; one connection a peer, kept open."""
+    """Requests from one thread to the service threads of other processes, with one connection per peer, kept open."""
 
     def __init__(self, context: zmq.Context[Any], keys: Keys, check: Callable[[], None]) -> None:
         self._context, self._keys, self._check = context, keys, check
@@ -191,13 +191,13 @@ class Peers:
         """Sends a request and waits for its reply.
 
         Raises:
-            DeadlineExceeded: No reply in `timeout` seconds; says for whom it waited.
+            DeadlineExceeded: There was no reply within `timeout` seconds; says for whom it waited.
             ChannelError: The other side answered with an error, or is gone.
         """
         return self.reply_to(self.begin(endpoint, op, frames, whom), timeout)
 
     def begin(self, endpoint: str, op: bytes, frames: Sequence[Any], whom: str) -> Pending:
-        """Sends a request, whose reply `reply_to` waits for: in the same thread, before the next one to this endpoint.
+        """Sends a request. `reply_to` must wait for its reply in the same thread, before the next request to this endpoint.
 
         Raises:
             ChannelError: The other side is gone.
@@ -210,7 +210,7 @@ class Peers:
         return Pending(endpoint, number, whom)
 
     def reply_to(self, pending: Pending, timeout: float) -> list[bytes]:
-        """The reply to a request; raises as `request` does."""
+        """Waits for the reply to a request; raises as `request` does."""
         endpoint, number, whom = pending
         client = self._client(endpoint)
         try:
@@ -232,7 +232,7 @@ class Peers:
         raise ChannelError(reply[2].decode())
 
     def fetch(self, endpoint: str, path: str, start: int, target: memoryview) -> None:
-        """Fills `target` with what is in a segment of another host from `start` on.
+        """Fills `target` with the bytes of a segment of another host from `start` on.
 
         Args:
             endpoint: Of the owner's `BulkServer`.
@@ -251,7 +251,7 @@ class Peers:
                 return client.fetch(path, start, target)
             except OSError as error:
                 if not fresh and not client.begun:
-                    continue  # it was idle, and whatever stands between the hosts may have forgotten it
+                    continue  # it was idle, and a firewall between the hosts may have forgotten it
                 self._grieve()
                 raise ChannelError(
                     f"{client.peer} at {endpoint.rpartition('@')[2]} died or is out of reach while this process received "
@@ -262,9 +262,9 @@ class Peers:
                     clients.pop(endpoint).close()
 
     def release(self, endpoint: str, path: str, reader: int) -> None:
-        """Tells the owner of a segment on another host that this reader is done; nothing is to be told to a dead one.
+        """Tells the owner of a segment on another host that this reader is done; a dead owner needs no telling.
 
-        Whoever shares what another rank of its host has fetched has no connection to the owner before.
+        A reader that shares what another rank of its host has fetched connects to the owner only now.
         """
         clients: dict[str, BulkClient] = self._local.__dict__.setdefault("bulk", {})
         for _ in range(2 if endpoint in clients else 1):  # an idle connection may have been forgotten between the hosts
@@ -279,7 +279,7 @@ class Peers:
                 return
 
     def _grieve(self) -> None:
-        # The driver learns of a death at about the same moment; its account of it is the better one.
+        # The driver learns of a death at about the same moment, and its account of it is better.
         for _ in range(20):
             self._check()
             time.sleep(0.01)

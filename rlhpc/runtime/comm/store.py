@@ -1,7 +1,7 @@
 """torch's rendezvous store over the run's own authenticated sockets.
 
 torch's TCPStore lets anybody on the network read and write; its FileStore locks files, which network filesystems are bad
-at. This one lives in the service thread of the group's rank 0.
+at. This one is kept by the service thread of the group's rank 0.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from rlhpc.runtime.comm.sockets import choose
 from rlhpc.runtime.context import Context
 from rlhpc.runtime.errors import DeadlineExceeded
 
-#: A rank that holds the store and waits looks so often whether the run has failed.
+#: How often a rank that holds the store and waits checks whether the run has failed.
 _LOOK_S = 0.2
-#: torch keeps its half of a store only: without this one the object would lose its methods.
+#: torch keeps only its own half of a store: without a reference here, the Python object would lose its methods.
 _alive: list[ServiceStore] = []
 
 
@@ -27,9 +27,9 @@ class ServiceStore(dist.Store):
     """Keys and values of one process group.
 
     Args:
-        context: This process's.
+        context: This process's context.
         group: Worker group; its rank 0 holds the store.
-        name: Separates the stores of one holder.
+        name: Keeps the stores of one holder apart.
         timeout_s: How long to wait for a key that another rank sets.
     """
 
@@ -47,7 +47,7 @@ class ServiceStore(dist.Store):
         return service.peers.request(endpoint, b"STORE", [op, self._full(key), *frames], limit, whom)
 
     def _holder(self) -> str | None:
-        """The endpoint of the process that holds the store; None where that is this one."""
+        """The endpoint of the process that holds the store; None if this one does."""
         record = self._context.member(self._group, 0)["data"]
         return None if record["ipc"] == self._context.service.endpoint["ipc"] else choose(record)
 
@@ -58,7 +58,7 @@ class ServiceStore(dist.Store):
         """The value of a key, once some rank has set it.
 
         Raises:
-            DeadlineExceeded: Nobody did.
+            DeadlineExceeded: No rank has set it in time.
         """
         limit = max(0.0, deadline - time.monotonic())
         if self._holder() is not None:
@@ -108,5 +108,5 @@ class ServiceStore(dist.Store):
         self._timeout_s = timeout.total_seconds()
 
     def clone(self) -> ServiceStore:
-        """What torch makes a subgroup's store from."""
+        """A second handle on the same store, from which torch makes a subgroup's."""
         return ServiceStore(self._context, self._group, self._name, self._timeout_s)

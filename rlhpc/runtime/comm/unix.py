@@ -1,7 +1,7 @@
 """Messages over UNIX sockets, for processes of one host: ten times quicker than ZeroMQ, which has a thread on each side.
 
-The socket lies in a folder of mode 0700. The kernel vouches for the peer's user id, and the peer must know the generation's
-secret, before a byte of what it says is looked at.
+The socket is in a folder of mode 0700. The kernel vouches for the peer's user id, and the peer must know the generation's
+secret, before anything else it sends is read.
 
 A message is a list of frames: count, sizes (little-endian), then the bytes.
 """
@@ -30,7 +30,7 @@ def token_of(keys: Keys) -> bytes:
 
 
 def encode(frames: list[Any]) -> list[Any]:
-    """Buffers to hand to `sendmsg`; small messages become one."""
+    """Encodes a message as buffers for `sendmsg`; small messages become one buffer."""
     sizes = [len(f) if isinstance(f, (bytes, bytearray)) else memoryview(f).nbytes for f in frames]
     head = struct.pack(f"<I{len(sizes)}Q", len(sizes), *sizes)
     if sum(sizes) < 16384:
@@ -46,7 +46,7 @@ class Decoder:
         self._need = _COUNT.size
 
     def feed(self, data: bytes) -> list[list[bytes]]:
-        """Adds bytes; returns the messages that are now whole."""
+        """Adds received bytes; returns the messages that are now complete."""
         self._buffer += data
         messages = []
         while len(self._buffer) >= self._need:
@@ -87,7 +87,7 @@ def send_all(sock: socket.socket, buffers: list[Any]) -> None:
 
 
 def _introduced(path: str, keys: Keys) -> socket.socket:
-    """A socket that is connected to a listener of this user, and has shown it the secret.
+    """A socket connected to a listener of this user, which it has shown the secret.
 
     Raises:
         OSError: Nobody listens there, or another user does.
@@ -106,7 +106,7 @@ def _introduced(path: str, keys: Keys) -> socket.socket:
 
 
 def connect(path: str, keys: Keys) -> Connection:
-    """The requesting side of a connection that is never waited on.
+    """The requesting side of a connection on which nobody ever waits.
 
     Raises:
         OSError: Nobody listens there, or another user does.
@@ -130,7 +130,7 @@ class Client:
         send_all(self._sock, encode(frames))
 
     def receive(self, timeout: float) -> list[bytes] | None:
-        """The next message, or None after `timeout` seconds.
+        """Receives the next message; None after `timeout` seconds.
 
         Raises:
             ConnectionError: The other process is gone.
@@ -151,7 +151,7 @@ class Client:
 
 
 class Listener:
-    """The serving side's door; hands out `Connection`s."""
+    """The serving side's listening socket; hands out `Connection`s."""
 
     def __init__(self, path: str) -> None:
         self.sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC)
@@ -160,7 +160,7 @@ class Listener:
         self.sock.listen(1024)
 
     def accept(self, token: bytes) -> Connection | None:
-        """The next connection of this user, or None."""
+        """The next waiting connection from this user; None if there is none."""
         try:
             sock, _ = self.sock.accept()
         except (BlockingIOError, ConnectionError):
@@ -174,7 +174,7 @@ class Listener:
 
 
 class Connection:
-    """One peer, as the service thread sees it: non-blocking, with what could not be sent yet."""
+    """One peer, as the service thread sees it: non-blocking, with a queue of what could not be sent yet."""
 
     def __init__(self, sock: socket.socket, token: bytes) -> None:
         self.sock, self._token = sock, token
@@ -184,7 +184,7 @@ class Connection:
         self.name = f"fd{sock.fileno()}-{id(self):x}"
 
     def receive(self) -> list[list[bytes]]:
-        """Whole messages that have arrived; sets `closed` at the end or when the peer does not know the secret."""
+        """Complete messages that have arrived; sets `closed` at the end, or if the peer does not know the secret."""
         try:
             data = self.sock.recv(_CHUNK)
             messages = self._decoder.feed(data)
@@ -220,7 +220,7 @@ class Connection:
         return self.flush()
 
     def flush(self) -> bool:
-        """Sends what is queued, as far as the peer reads; True when something is left."""
+        """Sends as much of the queue as the peer takes; True when something is left."""
         while self._out:
             try:
                 sent = self.sock.send(self._out[0])

@@ -2,12 +2,12 @@
 
 The grammar of `cluster.component_placement` is `resource ranks[:process ranks]`, comma-separated:
 
-    actor,rollout: 0-7                      # two components, one process an accelerator each
+    actor,rollout: 0-7                      # two components, each with one process per accelerator
     rollout: 0-1:0-3                        # two accelerators hold four processes
     reward: 0,2,4-5:0-1                     # two processes with two accelerators each
     env: {node_group: cpu, placement: "0-1:0-3,3-5:4-6"}
 
-A resource is an accelerator, or a node where the cluster (or the node group) has no accelerators.
+A resource is an accelerator, or a node if the cluster (or the node group) has no accelerators.
 """
 
 from rlhpc.runtime.placement.components import (

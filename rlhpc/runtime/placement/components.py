@@ -23,12 +23,12 @@ class Clustered(Protocol):
 
 @dataclass(frozen=True)
 class ComponentPlacementStrategy:
-    """A component's place as the configuration says it.
+    """A component's placement as the configuration gives it.
 
     Attributes:
         component: Name.
         processes: Resource ranks of each process.
-        node_group: Label of the group that they are ranks of.
+        node_group: Label of the node group in which they are counted.
         by_node: The resources are nodes, not accelerators.
     """
 
@@ -38,7 +38,7 @@ class ComponentPlacementStrategy:
     by_node: bool
 
     def place(self, cluster: Cluster) -> list[Placement]:
-        """See `PlacementStrategy`."""
+        """Where each process of the component goes on this cluster, in rank order."""
         who = f"cluster.component_placement.{self.component}"
         nodes = group_nodes(cluster, self.node_group, who)
         if self.by_node:
@@ -54,7 +54,7 @@ class HybridComponentPlacement:
         cluster: Where to place.
 
     Raises:
-        PlacementError: A rule is broken; says which, in which component, and where.
+        PlacementError: A rule is broken; names the rule, the component and the place.
     """
 
     def __init__(self, cfg: Clustered | Mapping[str, Any], cluster: Cluster) -> None:
@@ -107,10 +107,10 @@ class HybridComponentPlacement:
         return list(self._strategies)
 
     def get_strategy(self, component: str) -> ComponentPlacementStrategy:
-        """The component's strategy.
+        """The placement strategy of a component.
 
         Raises:
-            PlacementError: It has no place.
+            PlacementError: The component has no placement.
         """
         if component not in self._strategies:
             raise PlacementError(
@@ -122,11 +122,11 @@ class HybridComponentPlacement:
         return component in self._strategies
 
     def get_world_size(self, component: str) -> int:
-        """Processes of the component."""
+        """Number of processes of the component."""
         return len(self.get_strategy(component).processes)
 
     def placements(self) -> dict[str, list[Placement]]:
-        """All components' placements."""
+        """The placements of all components, by name."""
         return {name: strategy.place(self.cluster) for name, strategy in self._strategies.items()}
 
 
@@ -134,10 +134,10 @@ class ModelParallelComponentPlacement(HybridComponentPlacement):
     """Placement of `actor` and `rollout` (and `inference`, `critic`, `critic_inference`) for large models.
 
     Collocated: actor and rollout take turns on the same accelerators. Disaggregated: each of the five has accelerators of
-    its own. Other components (env, reward, ...) may be anywhere.
+    its own. Other components (env, reward, …) may be anywhere.
 
     Raises:
-        PlacementError: Actor or rollout has no place, its accelerators have gaps, it overlaps in part, or a mode's needs
+        PlacementError: Actor or rollout has no placement, its accelerators have gaps, it overlaps in part, or a mode's needs
             are not met.
     """
 
@@ -163,7 +163,7 @@ class ModelParallelComponentPlacement(HybridComponentPlacement):
             self._check_disaggregated(used)
 
     def _resources(self, name: str) -> frozenset[int]:
-        """Global accelerator ranks of a component; node ranks where it is placed by node."""
+        """Global accelerator ranks of a component; node ranks if it is placed by node."""
         strategy = self._strategies[name]
         if strategy.by_node:
             return frozenset(p.node_rank for p in strategy.place(self.cluster))

@@ -22,7 +22,7 @@ class _Segment:
 
 
 def _numbers(text: str, total: int | None, fail: Fail) -> list[int]:
-    """A rank, a range, or (where `total` is given) `all`."""
+    """Parses a rank, a range, or (if `total` is given) `all`."""
     text = text.strip()
     if text.lower() == "all":
         if total is None:
@@ -42,10 +42,10 @@ def _numbers(text: str, total: int | None, fail: Fail) -> list[int]:
 
 
 def _segments(text: str, resources: int, fail: Fail) -> list[_Segment]:
-    """Splits a placement.
+    """Splits a placement into segments.
 
-    Parts without `:` before one with `:` are either segments of their own, a process a resource, or the head of a comma
-    list whose processes the last part names. The first process rank after the `:` tells which: it counts the processes of
+    Parts without `:` before one with `:` are either segments of their own, one process per resource, or the head of a comma
+    list whose processes the last part names. The first process rank after the `:` decides: either it counts the processes of
     those parts, or it does not.
     """
     segments: list[_Segment] = []
@@ -91,15 +91,15 @@ def parse_placement(
     Args:
         component: Name, for messages.
         text: `resource ranks[:process ranks]`, comma-separated.
-        resources: How many there are.
+        resources: How many resources there are.
         what: What they are (accelerator or node), for messages.
-        label: The node group that they are of, for messages.
+        label: Their node group, for messages.
 
     Returns:
         The resource ranks of each process, in rank order.
 
     Raises:
-        PlacementError: Names component, the text at fault and the rule.
+        PlacementError: The text breaks a rule; names the component, the text at fault and the rule.
     """
 
     def fail(part: str, rule: str) -> PlacementError:

@@ -1,4 +1,4 @@
-"""Strategies: lists of resources for each process, put on the nodes of a cluster."""
+"""Strategies: which resources each process gets on the nodes of a cluster."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ class Placement:
     """Where one process runs.
 
     Attributes:
-        rank: Rank in its group.
-        node_rank: Node.
+        rank: Its rank in the group.
+        node_rank: Rank of its node.
         local_rank, local_world_size: Position among the group's processes of that node.
         accelerators: Indices on that node.
         node_group: Label of the node group.
@@ -31,13 +31,13 @@ class Placement:
 
 
 class PlacementStrategy(Protocol):
-    """Anything that can say where the ranks of a group go."""
+    """Anything that can say where the ranks of a group go: `place(cluster)` returns their placements in rank order."""
 
     def place(self, cluster: Cluster) -> list[Placement]: ...
 
 
 def _finish(where: Sequence[tuple[int, tuple[int, ...]]], node_group: str) -> list[Placement]:
-    """Adds ranks and local ranks to (node, accelerators) pairs in rank order."""
+    """Makes placements from (node, accelerators) pairs in rank order, adding ranks and local ranks."""
     totals: dict[int, int] = {}
     for node, _ in where:
         totals[node] = totals.get(node, 0) + 1
@@ -51,7 +51,7 @@ def _finish(where: Sequence[tuple[int, tuple[int, ...]]], node_group: str) -> li
 
 
 def group_nodes(cluster: Cluster, label: str, who: str) -> tuple[int, ...]:
-    """Node ranks of a group."""
+    """Node ranks of a node group; of the whole cluster for the reserved labels."""
     try:
         return cluster.node_group(label).node_ranks
     except ConfigError as error:
@@ -59,7 +59,7 @@ def group_nodes(cluster: Cluster, label: str, who: str) -> tuple[int, ...]:
 
 
 def extent(label: str, what: str, total: int) -> str:
-    """What there is, for messages."""
+    """The resources that exist, in words, for messages."""
     place = "the cluster" if label in ("cluster", "node") else f"node group {label!r}"
     numbers = {0: "", 1: " (0)"}.get(total, f" (0 to {total - 1})")
     return f"{place} has {total} {what}{'' if total == 1 else 's'}{numbers}"
@@ -68,7 +68,7 @@ def extent(label: str, what: str, total: int) -> str:
 def _one_node(cluster: Cluster, label: str, ranks: Sequence[int], who: str) -> tuple[int, tuple[int, ...]]:
     """Global accelerator ranks of one process → its node and the indices there.
 
-    A node is in one node group at most, so accelerators of one node are of one kind.
+    A node is in at most one node group, so the accelerators of a node are of one kind.
     """
     available = cluster.accelerators_of(label)
     for rank in ranks:
@@ -89,7 +89,7 @@ class PackedPlacementStrategy:
     """Consecutive resources from `start` to `end` (inclusive), `num_accelerators_per_process` to each process.
 
     Args:
-        start, end: Global accelerator ranks; node ranks where there are no accelerators.
+        start, end: Global accelerator ranks; node ranks if there are no accelerators.
         num_accelerators_per_process: How many each process gets.
         stride: Distance between the accelerators of one process.
         node_group: Count within this group only.
@@ -156,7 +156,7 @@ class FlexiblePlacementStrategy:
 
 
 class NodePlacementStrategy:
-    """One process a listed node, without accelerators: `[0, 0, 1]` puts two on node 0 and one on node 1."""
+    """One process for each listed node, without accelerators: `[0, 0, 1]` puts two on node 0 and one on node 1."""
 
     def __init__(self, node_ranks: Sequence[int], node_group: str | None = None) -> None:
         if not node_ranks:

@@ -1,4 +1,4 @@
-"""How ranks come to life and are ended: forked on this host, or as job steps. The session knows neither, only this."""
+"""How ranks are started and ended: forked on this host, or as job steps. The session knows only the interface here."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ class Starter(Protocol):
     """Starts ranks and ends them.
 
     Attributes:
-        grace_s: Seconds that ranks have to end by themselves, before they are killed.
-        limit_s: Seconds after which ranks that were ended are gone, or not waited for any more.
+        grace_s: Seconds that ranks have to end on their own before they are killed.
+        limit_s: Seconds after which killed ranks are gone, or no longer waited for.
     """
 
     @property
@@ -45,42 +45,42 @@ class Starter(Protocol):
         Args:
             spec: What it is told.
             node: Where it will be.
-            fork: It may be forked.
+            fork: Whether it may be forked.
 
         Raises:
             SubmitError: No rank can be started there.
         """
 
     def start(self, members: Sequence[Member], cluster: Cluster) -> None:
-        """Starts ranks of a group; what becomes of them is reported."""
+        """Starts ranks of a group; reports what happens to them."""
 
     def end(self, members: Sequence[Member]) -> None:
         """Asks ranks to end at once."""
 
     def kill(self, members: Sequence[Member]) -> None:
-        """Ends ranks that do not."""
+        """Kills ranks that have not ended when asked."""
 
     def said(self, member: Member) -> str:
-        """What was said for a rank that has not opened its log, "" where nothing was."""
+        """What a rank printed that has not opened its log; "" if nothing."""
 
     def late(self, members: Sequence[Member]) -> list[str]:
-        """What is known of ranks that do not arrive, a line each."""
+        """What is known about ranks that do not arrive, one line each."""
 
     def close(self, clear: bool) -> None:
-        """When all ranks have ended. `clear`: some may have left files on other nodes."""
+        """Cleans up when all ranks have ended. With `clear`, some may have left files on other nodes."""
 
 
 class Reports(Protocol):
-    """What a starter tells, from threads of its own."""
+    """What a starter reports to, from threads of its own."""
 
     def started(self, member: Member, pid: int) -> None:
-        """It has a process."""
+        """A rank's process has started."""
 
     def exited(self, member: Member, status: int) -> None:
-        """Its process has ended, with this wait status."""
+        """A rank's process has ended, with this wait status."""
 
     def all_ended(self, members: Sequence[Member]) -> list[Member]:
-        """None of them can live any more; returns those for whom that is unexpected."""
+        """None of these ranks can still be alive; returns those for which that is unexpected."""
 
     def fail(self, failure: RlhpcError) -> None:
-        """Something is wrong for which no rank can be blamed."""
+        """Something is wrong that is no rank's fault."""

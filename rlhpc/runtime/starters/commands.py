@@ -1,4 +1,4 @@
-"""Command lines of job steps: what `rlhpc plan` prints and what the driver starts. Pure.
+"""Command lines of job steps: what `rlhpc plan` prints and the driver starts. Pure functions.
 
 A worker group is one `srun`, or one for each component of the job that it has ranks on.
 """
@@ -15,7 +15,7 @@ from rlhpc.runtime.import_paths import run_module
 if TYPE_CHECKING:
     from rlhpc.runtime.cluster import Cluster
 
-#: Variables of the batch step that would bind or resize a step which states its own resources.
+#: Variables of the batch step that would bind or resize a step that states its own resources.
 _DROPPED = re.compile(
     r"SLURM_(CPU_BIND|NTASKS|NPROCS|GPUS|GPU_|CPUS_PER_|TRES_PER_|MEM_PER_|MEM_BIND|DISTRIBUTION|HINT|EXCLUSIVE"
     r"|THREADS_PER_CORE|NNODES|TASKS_PER_NODE|STEP_|STEPID|PROCID|LOCALID|NODEID|GTIDS|OVERCOMMIT|EXPORT_ENV|HOSTFILE"
@@ -26,13 +26,13 @@ _DROPPED = re.compile(
 
 @dataclass(frozen=True)
 class Step:
-    """What starts a worker group, or its part in one component of the job.
+    """What starts a worker group, or the part of it in one component of the job.
 
     Attributes:
         group: Name of the worker group.
         component: Component that it runs on.
         ranks: Ranks of the group, in the order of the step's tasks.
-        hosts: Node of each of them, the lines of the file that `SLURM_HOSTFILE` names.
+        hosts: The node of each rank: the lines of the file that `SLURM_HOSTFILE` names.
         argv: The command.
     """
 
@@ -44,7 +44,7 @@ class Step:
 
 
 class Placed(Protocol):
-    """A rank as far as its step depends on it."""
+    """What a step needs to know of a rank's place."""
 
     @property
     def rank(self) -> int: ...
@@ -70,7 +70,7 @@ def job_steps(
         cluster: The nodes; their cores may be unknown (0), in a plan.
         components: Component of the job that each node belongs to.
         hosts: What each node is called.
-        interpreter: Python of the ranks' node group, where it has one of its own.
+        interpreter: Python of the ranks' node group, if it has one of its own.
     """
     command = [*cluster.container, *run_module("rlhpc.runtime.process", "step", python=interpreter)]
     steps = []
@@ -102,18 +102,18 @@ def _srun(name: str, component: int, components: int) -> list[str]:
 
 
 def _options(ranks: Sequence[Placed], cluster: Cluster) -> list[str]:
-    """A step states all its resources: srun does not inherit every one from the job."""
+    """srun's options. A step states all its resources, because srun does not inherit all of them from the job."""
     counts = {rank: sum(r.node_rank == rank for r in ranks) for rank in {r.node_rank for r in ranks}}
     nodes = {rank: cluster.nodes[rank] for rank in counts}
     known = all(node.cpus for node in nodes.values())
     cores = min(max(1, nodes[rank].cpus // count) for rank, count in counts.items()) if known else None
     options = [f"--nodes={len(nodes)}", f"--ntasks={len(ranks)}", f"--cpus-per-task={cores or '?'}", "--mem=0"]
-    # A rank picks its own among all the accelerators of a node. `none` clears the mask that a step would otherwise inherit
+    # A rank picks its own among all accelerators of the node. `none` clears the mask that a step would otherwise inherit
     # from component 0.
     on_device = any(rank.accelerators for rank in ranks)
     accelerators = max(len(node.accelerators) for node in nodes.values()) if on_device else 0
     options.append(f"--gres=gpu:{accelerators}" if accelerators else "--gres=none")
     if cores is not None and any(count * cores > nodes[rank].cpus for rank, count in counts.items()):
         options.append("--overcommit")
-    # The driver decides who else ends when a rank dies, whatever the site's defaults are.
+    # The driver decides which others end when a rank dies, whatever the site's defaults are.
     return [*options, "--distribution=arbitrary", "--kill-on-bad-exit=0", "--wait=0"]

@@ -38,7 +38,7 @@ class ForkServerProcess:
         preload: Modules that it imports besides `PRELOAD`; None imports nothing, where no rank is forked.
 
     Raises:
-        ConfigError: A process may open too few files here for a run.
+        ConfigError: The limit of open files is too low for a run.
     """
 
     _early: ForkServerProcess | None = None
@@ -53,13 +53,13 @@ class ForkServerProcess:
 
     @classmethod
     def take(cls, preload: Sequence[str] | None) -> ForkServerProcess:
-        """The server that is importing already, else a new one."""
+        """The server that `prewarm` started, or a new one."""
         server, cls._early = cls._early or cls(preload), None
         return server
 
     @classmethod
     def _discard(cls, owner: int) -> None:
-        """At the end of a process that has prewarmed and started no session: the server may still be importing."""
+        """Ends the prewarmed server of a process that never started a session; it may still be importing."""
         server = cls._early
         if server is not None and owner == os.getpid():
             server.process.kill()
@@ -71,7 +71,7 @@ class ForkServerProcess:
         raise_limit()  # the driver's own, which the server and its ranks inherit
         self.scratch = Scratch.create()
         self.control, theirs = socket.socketpair()
-        # Threads that wait for one another sleep soon: on a busy node spinning takes the core from who is waited for.
+        # Threads that wait for one another go to sleep soon: on a busy node, spinning takes the core from the one awaited.
         environment = {"GOMP_SPINCOUNT": "1000", **os.environ}
         environment |= {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
         environment["PYTHONPATH"] = python_path()
@@ -86,7 +86,7 @@ class ForkServerProcess:
 
     @property
     def words_file(self) -> Path:
-        """What the server says for itself, and a rank before it has opened its log."""
+        """The file with the server's own output, and that of ranks that have not opened their logs."""
         return self.scratch.sockets / "forkserver.err"
 
 
@@ -94,9 +94,9 @@ class ForkedStarter:
     """Has the fork server start ranks, forked or with an interpreter of their own.
 
     Args:
-        server: Whose they are.
-        log_dir: Where what the server says for itself is kept.
-        reports: Takes what becomes of the ranks.
+        server: The fork server.
+        log_dir: Where the server's own output is kept.
+        reports: Told what happens to the ranks.
     """
 
     grace_s = 1.5
@@ -106,7 +106,7 @@ class ForkedStarter:
         self.server, self._log_dir, self._reports = server, log_dir, reports
         self._lock = threading.Lock()
         self._members: dict[str, Member] = {}
-        #: It imports, it starts ranks, it has ended.
+        #: The server is importing, is starting ranks, or has ended.
         self._state = "importing"
         threading.Thread(target=self._watch, name="rlhpc-monitor", daemon=True).start()
 
@@ -115,7 +115,7 @@ class ForkedStarter:
             wire.send(self.server.control, message)
 
     def _watch(self) -> None:
-        """What the server reports."""
+        """Passes on what the server reports, on a thread of its own."""
         while (event := wire.receive(self.server.control)) is not None:
             if event["event"] == "ready":
                 self._state = "serving"
@@ -136,9 +136,9 @@ class ForkedStarter:
             self._lost(lost[0], "and its workers with it" if started else "before it had started a rank")
 
     def _lost(self, member: Member, what: str) -> None:
-        """There is no server any more, for which nobody but it can be blamed."""
+        """Reports that the server is gone, which is no rank's fault."""
         with contextlib.suppress(subprocess.TimeoutExpired):
-            self.server.process.wait(1.0)  # it may be dying: its words are complete then
+            self.server.process.wait(1.0)  # it may be dying: afterwards its output is complete
         kept, words = self._log_dir / "forkserver.err", self.said(member)
         with contextlib.suppress(OSError):
             kept.write_text(words)
@@ -187,7 +187,7 @@ class ForkedStarter:
         return []
 
     def cut_short(self) -> bool:
-        """Ends a server that still imports, which has started nothing and would look up much later; whether it did."""
+        """Kills a server that is still importing, which would notice its end much later; returns whether it was importing."""
         if self._state != "importing":
             return False
         self.server.process.kill()

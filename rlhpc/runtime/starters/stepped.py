@@ -50,7 +50,7 @@ class SteppedStarter:
     Args:
         log_dir: Where the steps' own logs go.
         scratch: The session's folders on each node.
-        reports: Takes what becomes of the ranks.
+        reports: Told what happens to the ranks.
     """
 
     #: How long a step that srun was told to end may take before the controller is asked; and all of it.
@@ -63,7 +63,7 @@ class SteppedStarter:
         self._components = 1
 
     def prepare(self, spec: WorkerSpec, node: Node, fork: bool) -> None:
-        """Nothing is missing: a task looks into the device mask that it finds itself with, and is never forked."""
+        """Returns the specification unchanged: a task reads the device mask that it is started with, and is never forked."""
 
     def start(self, members: Sequence[Member], cluster: Cluster) -> None:
         components = [node.het_group or 0 for node in cluster.nodes]
@@ -88,11 +88,11 @@ class SteppedStarter:
         self._steps = {name: step for name, step in self._steps.items() if step.running}
         for step in steps:
             self._steps.update({member.spec.name: step for member in step.members})
-        for step in steps:  # only now can it be told whose step ends
+        for step in steps:  # only now is it known whose step ends
             step.listen()
 
     def _ended(self, step: JobStep, code: int) -> None:
-        """srun has ended: so have all ranks of its step."""
+        """Records that srun has ended, and so have all ranks of its step."""
         lost = self._reports.all_ended(step.members)
         if not lost:
             return
@@ -109,7 +109,7 @@ class SteppedStarter:
             self._reports.fail(StepFailed(words, group=spec.group, node=spec.node))
 
     def _of(self, members: Sequence[Member]) -> set[JobStep]:
-        """The steps that are these members' alone: one ends with its last rank only."""
+        """The steps that have no other members than these: a step ends only with its last rank."""
         steps = {step for m in members if (step := self._steps.get(m.spec.name)) is not None and step.running}
         mine = set(members)
         return {step for step in steps if all(m in mine or m.state == "ended" for m in step.members)}
@@ -144,9 +144,9 @@ class JobStep:
 
     Args:
         planned: What is run, and where.
-        members: Its ranks, in the order of the tasks.
-        log_err: File for what srun and a rank that has not opened its own log say.
-        on_exit: Called with (member, wait status) when a task ended otherwise than with exit code 0.
+        members: The ranks, in the order of the tasks.
+        log_err: File for the output of srun, and of ranks that have not opened their logs.
+        on_exit: Called with (member, wait status) when a task ended with anything but exit code 0.
         on_end: Called with srun's exit code when the step is over.
     """
 
@@ -178,11 +178,11 @@ class JobStep:
         threading.Thread(target=self._feed, name=f"rlhpc-srun-{planned.group}", daemon=True).start()
 
     def listen(self) -> None:
-        """Begins to report what happens to the step."""
+        """Starts reporting what happens to the step."""
         threading.Thread(target=self._listen, name=f"rlhpc-srun-{self.planned.group}", daemon=True).start()
 
     def _feed(self) -> None:
-        """Tells the ranks what to do; the pipe stays open after that."""
+        """Sends the ranks their instructions; the pipe stays open afterwards."""
         assert self.process.stdin is not None
         with contextlib.suppress(OSError):
             self.process.stdin.write(for_input([member.spec for member in self.members]))
@@ -218,7 +218,7 @@ class JobStep:
 
     @property
     def last_words(self) -> str:
-        """What srun said last."""
+        """The last lines that srun printed."""
         return "\n".join(line for line in self._said if line.strip())
 
     def end(self) -> None:
@@ -227,7 +227,7 @@ class JobStep:
             self.process.send_signal(signal.SIGTERM)
 
     def kill(self) -> None:
-        """The same by way of the controller, where srun itself hangs; then srun."""
+        """Kills the step through the controller, in case srun itself hangs; then kills srun."""
         step_id = next((known for member in self.members if (known := member.record.get("step"))), "")
         if step_id:
             ask("scancel", "--signal=KILL", step_id, timeout_s=10)
