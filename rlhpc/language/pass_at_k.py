@@ -13,8 +13,9 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from fractions import Fraction
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -94,7 +95,7 @@ def summarize(rows: Iterable[Row]) -> dict[str, Any]:
     terms = problems[0][0]["terms"]
     return {
         **_scores(problems),
-        "reward_terms": {name: _overall(problems, lambda row, name=name: row["terms"][name]) for name in terms},
+        "reward_terms": {name: _overall(problems, partial(_term, name)) for name in terms},
         "response_tokens": {
             "mean": float(tokens.mean()),
             "median": float(np.median(tokens)),
@@ -143,9 +144,13 @@ def _mean(name: str, values: Sequence[float]) -> dict[str, Any]:
     return {name: sum(values) / len(values), f"{name}_ci95": list(interval(values))}
 
 
-def _share(problem: Sequence[Row], value: Any) -> float:
+def _term(name: str, row: Row) -> float:
+    return float(row["terms"][name])
+
+
+def _share(problem: Sequence[Row], value: Callable[[Row], float]) -> float:
     return sum(float(value(row)) for row in problem) / len(problem)
 
 
-def _overall(problems: Sequence[Sequence[Row]], value: Any) -> float:
+def _overall(problems: Sequence[Sequence[Row]], value: Callable[[Row], float]) -> float:
     return sum(_share(problem, value) for problem in problems) / len(problems)
