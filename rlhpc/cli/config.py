@@ -21,8 +21,8 @@ _EXAMPLES = {
 
 
 def _import(args: argparse.Namespace) -> int:
-    from rlhpc.config.foreign import report, translate, written
-    from rlhpc.config.foreign.hydra import compose
+    from rlhpc.cli.foreign import report, translate, written
+    from rlhpc.cli.foreign.hydra import compose
 
     path = Path(args.file).expanduser()
     output = check_file("--output", Path(args.output).expanduser()) if args.output else None

@@ -10,7 +10,7 @@ import yaml
 from omegaconf import OmegaConf
 
 from rlhpc import cli
-from rlhpc.config.foreign import rlinf, rlinf_embodied, rlinf_language
+from rlhpc.cli.foreign import rlinf, rlinf_embodied, rlinf_language
 from rlhpc.config.keys import Schema
 from rlhpc.runs.configuration import load_config
 from rlhpc.runs.kinds import find_kind

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from rlhpc.config.foreign.rlinf_names import ADVANTAGES, DTYPES, LOSSES, choice
-from rlhpc.config.foreign.rules import NOTHING, Reading, Rows, Rule
+from rlhpc.cli.foreign.rlinf_names import ADVANTAGES, DTYPES, LOSSES, choice
+from rlhpc.cli.foreign.rules import NOTHING, Reading, Rows, Rule
 
 #: Policies that start from random weights.
 _FROM_NOTHING = ("mlp_policy", "cnn_policy", "flow_policy")

@@ -10,12 +10,12 @@ import math
 import re
 from typing import Any
 
-from rlhpc.config.foreign import rlinf_embodied as embodied
-from rlhpc.config.foreign.hydra import Composed
-from rlhpc.config.foreign.rlinf_language import ROWS as LANGUAGE_ROWS
-from rlhpc.config.foreign.rlinf_left import EMBODIED, EVERYWHERE, LANGUAGE
-from rlhpc.config.foreign.rlinf_names import LOSSES
-from rlhpc.config.foreign.rules import NOTHING, Reading, Rows, Translation, translated
+from rlhpc.cli.foreign import rlinf_embodied as embodied
+from rlhpc.cli.foreign.hydra import Composed
+from rlhpc.cli.foreign.rlinf_language import ROWS as LANGUAGE_ROWS
+from rlhpc.cli.foreign.rlinf_left import EMBODIED, EVERYWHERE, LANGUAGE
+from rlhpc.cli.foreign.rlinf_names import LOSSES
+from rlhpc.cli.foreign.rules import NOTHING, Reading, Rows, Translation, translated
 from rlhpc.runtime.errors import ConfigError
 
 

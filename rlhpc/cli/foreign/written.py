@@ -9,7 +9,7 @@ from typing import Any
 
 import yaml
 
-from rlhpc.config.foreign.rules import Translation
+from rlhpc.cli.foreign.rules import Translation
 from rlhpc.runtime.shown import cut
 
 _WIDTH = 110

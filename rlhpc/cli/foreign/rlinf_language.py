@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from rlhpc.config.foreign.rlinf_names import ADVANTAGES, DTYPES, LOSSES, choice
-from rlhpc.config.foreign.rules import NOTHING, Reading, Rows, Rule
+from rlhpc.cli.foreign.rlinf_names import ADVANTAGES, DTYPES, LOSSES, choice
+from rlhpc.cli.foreign.rules import NOTHING, Reading, Rows, Rule
 
 
 def _unless(key: str, usual: Any) -> Rule:

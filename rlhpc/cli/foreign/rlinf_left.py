@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from rlhpc.config.foreign.rules import Left
+from rlhpc.cli.foreign.rules import Left
 
 #: Of embodied runs.
 EMBODIED = [
