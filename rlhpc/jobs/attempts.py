@@ -1,6 +1,6 @@
-"""The attempts of a segment's job: each start of its driver, so that one that gets nowhere is not started for ever.
+"""The attempts of a segment's job: every start of its driver, so that one that makes no progress is not restarted for ever.
 
-The file outlives the job's processes: it also counts attempts that nobody lived to judge (a node that failed, a requeue
+The file outlives the job's processes: it also counts attempts whose end no process recorded (a node that failed, a requeue
 by the scheduler).
 """
 
@@ -20,7 +20,7 @@ class Attempts:
 
     Args:
         files: The segment's files.
-        token: Of the submission.
+        token: The submission's token.
     """
 
     def __init__(self, files: SegmentFiles, token: str) -> None:
@@ -35,30 +35,30 @@ class Attempts:
 
     @property
     def last_end(self) -> str:
-        """How the last attempt ended; "" while it runs, or where there was none."""
+        """How the last attempt ended; "" while it runs, or if there was none."""
         return str(self._rows[-1].get("how") or "") if self._rows and "ended" in self._rows[-1] else ""
 
     def begin(self, step: int, job_id: str) -> None:
-        """The driver starts from checkpoint `step` (-1: none)."""
+        """Records that the driver starts from checkpoint `step` (-1: none)."""
         self._rows.append(
             {"number": self.count, "step": step, "job_id": job_id, "began": time.time(), "how": "running"}
         )
         self._write()
 
     def end(self, how: str) -> None:
-        """The last attempt is over."""
+        """Records how the last attempt ended."""
         if self._rows:
             self._rows[-1].update(how=how, ended=time.time())
             self._write()
 
     def note(self, node: str) -> None:
-        """The node that the last attempt failed on."""
+        """Records the node on which the last attempt failed."""
         if self._rows and node:
             self._rows[-1]["node"] = node
             self._write()
 
     def idle(self, newest: int) -> int:
-        """How many attempts in a row began at checkpoint `newest`, and so have added nothing to it."""
+        """How many attempts in a row began at checkpoint `newest`, and so have added none."""
         count = 0
         for row in reversed(self._rows):
             if row.get("step") != newest:

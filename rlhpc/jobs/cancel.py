@@ -18,7 +18,7 @@ from rlhpc.runtime.errors import RlhpcError, UserError
 
 
 def require_own(paths: RunPaths) -> None:
-    """Refuses where another user submitted the run: its jobs are not this user's to end.
+    """Refuses if another user submitted the run: its jobs are not this user's to end.
 
     Raises:
         UserError: Names the owner.
@@ -32,7 +32,7 @@ def require_own(paths: RunPaths) -> None:
 
 
 def user_name(uid: int) -> str:
-    """Name of a user, or the number where it has none here."""
+    """A user's name, or the number if it has no name on this host."""
     try:
         return pwd.getpwuid(uid).pw_name
     except KeyError:
@@ -48,7 +48,7 @@ def cancel(paths: RunPaths, segment: int | None = None, *, grace_s: float = 60.0
         grace_s: How long the driver may take to save.
 
     Returns:
-        A sentence for every job that was ended; empty when none ran.
+        A sentence for every job that was ended; empty if none was running.
 
     Raises:
         RlhpcError: A job runs on another host, or scancel failed.
@@ -73,7 +73,7 @@ def cancel(paths: RunPaths, segment: int | None = None, *, grace_s: float = 60.0
 
 
 def _ends_by_itself(files: SegmentFiles) -> bool:
-    """Whether the job of a finished segment is gone; it takes a moment after the marker."""
+    """Waits for the job of a finished segment, which ends shortly after the marker; returns whether it has ended."""
     end = time.monotonic() + 3.0
     while (claim := Claim.newest(files)) is not None and claim.alive():
         if time.monotonic() > end:
@@ -89,7 +89,7 @@ def _segments_of(paths: RunPaths) -> list[SegmentFiles]:
 
 
 def _end_waiting(files: SegmentFiles) -> bool:
-    """Marks a segment that waits for room in the queue, so that whoever tries to submit it gives up."""
+    """Marks a segment that waits for room in the queue, so that the process trying to submit it gives up."""
     with SubmitLock(files):
         record = JobRecord.read(files)
         if record is None or record.phase != "waiting" or files.cancelled(record.token):
@@ -99,7 +99,7 @@ def _end_waiting(files: SegmentFiles) -> bool:
 
 
 def _end_slurm(files: SegmentFiles, record: JobRecord, grace_s: float) -> None:
-    """Asks the driver alone to save and end, as plain scancel would kill the ranks at once; then the job."""
+    """Asks only the driver to save and end, because plain scancel would kill the ranks at once; then ends the job."""
     files.mark_cancelled(record.token)  # pending or running: the job's end is no reason for another one
     probe = probe_for(record, files)
     if probe.query_one(record.job_id).state is JobState.RUNNING:
@@ -114,7 +114,7 @@ def _end_slurm(files: SegmentFiles, record: JobRecord, grace_s: float) -> None:
 
 
 def _end_local(files: SegmentFiles, record: JobRecord, grace_s: float) -> None:
-    """SIGTERM to the job (it hands it to the driver, which saves), SIGKILL to what is left."""
+    """Sends SIGTERM to the job, which passes it to the driver, which saves; then SIGKILL to whatever is left."""
     end = time.monotonic() + grace_s
     asked: set[int] = set()
     while time.monotonic() < end + 10.0:

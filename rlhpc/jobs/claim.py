@@ -1,6 +1,6 @@
 """Which job owns a segment.
 
-Two guards, for two races. `SubmitLock` lets one process at a time look and submit. `Claim` is taken by the job itself
+Two guards against two races. `SubmitLock` lets one process at a time check and submit. `Claim` is taken by the job itself
 when it starts: claims are numbered files made with O_EXCL semantics, the next number may be taken only when the holder
 of the last one is dead, and the highest number owns the segment. So even two jobs that were submitted behind each
 other's back (a submitter killed between two system calls, a job both requeued and resubmitted) never train at once.
@@ -30,7 +30,7 @@ RENEW_S = 5.0
 
 
 def look_again(folder: Path) -> int:
-    """When a name in the folder last changed, in ns; -1 where there is no folder.
+    """When a name in the folder last changed, in ns; -1 if there is no folder.
 
     Opening it makes NFS ask the server (close-to-open consistency) instead of answering from its cache of names.
     """
@@ -88,7 +88,7 @@ class SegmentFiles:
 
     @property
     def cancel(self) -> Path:
-        """Says that somebody wanted the job to end for good; it would look like a preemption else."""
+        """Marker that somebody ended the job for good; without it, the end would look like a preemption."""
         return self.paths.submit / f"segment_{self.segment}.cancel.json"
 
     def cancelled(self, token: str) -> bool:
@@ -96,7 +96,7 @@ class SegmentFiles:
         return (read_json(self.cancel) or {}).get("token") == token
 
     def mark_cancelled(self, token: str) -> None:
-        """Notes that somebody has cancelled that submission."""
+        """Records that somebody has cancelled that submission."""
         write_json(self.cancel, {"token": token, "time": time.time()})
 
     @property
@@ -105,14 +105,14 @@ class SegmentFiles:
 
     @property
     def lease(self) -> Path:
-        """Stands for the lock where the file system has none."""
+        """Takes the lock's place on filesystems without locks."""
         return self.paths.submit / f"segment_{self.segment}.lease"
 
     def claim(self, number: int) -> Path:
         return self.paths.submit / f"segment_{self.segment}.claim.{number}.json"
 
     def claim_numbers(self) -> list[int]:
-        """Numbers of all claims there are, ascending."""
+        """Numbers of all existing claims, ascending."""
         pattern = re.compile(rf"^segment_{self.segment}\.claim\.(\d+)\.json$")
         try:
             names = [path.name for path in self.paths.submit.iterdir()]
@@ -136,7 +136,7 @@ class SegmentFiles:
 def renewed_within(path: Path, seconds: float, alive_again: Callable[[], bool] = lambda: False) -> bool:
     """Watch a file for up to `seconds`: True as soon as its owner renews it, False if nobody does or it is gone.
 
-    Only changes are looked at, never the age: the clocks of two hosts need not agree.
+    Only changes count, never the file's age: the clocks of two hosts need not agree.
     """
     try:
         first = path.stat().st_mtime_ns
@@ -156,14 +156,14 @@ class Claim:
 
     Attributes:
         number: The highest number owns the segment.
-        token: Of the submission that started the job.
+        token: Token of the submission that started the job.
         job_id: submitit's job id (Slurm's, or the pid of the local controller).
         executor: "local" or "slurm".
         job: Process that runs the driver and renews this claim.
         driver: The driver, once started.
         started: Unix time, for display.
-        err_offset: Size of driver.err when this attempt started: what lies before belongs to earlier attempts.
-        released: The job ended in an orderly way.
+        err_offset: Size of driver.err when this attempt started: what is before that belongs to earlier attempts.
+        released: Whether the job ended in an orderly way.
     """
 
     files: SegmentFiles = field(repr=False)
@@ -183,9 +183,9 @@ class Claim:
 
     @classmethod
     def newest(cls, files: SegmentFiles) -> Claim | None:
-        """The claim with the highest number, None when no job ever started."""
+        """The claim with the highest number; None if no job has ever started."""
         for number in reversed(files.claim_numbers()):
-            for _ in range(3):  # where hard links are missing, a claim can be seen half written
+            for _ in range(3):  # without hard links, a claim can be seen half written
                 value = read_json(files.claim(number))
                 job = ProcessId.from_json((value or {}).get("job"))
                 if value is not None and job is not None:
@@ -238,7 +238,7 @@ class Claim:
         return mine
 
     def alive(self, probe: JobProbe | None = None) -> bool:
-        """Whether the job or its driver lives: by pid here, by the scheduler or by its renewals elsewhere."""
+        """Whether the job or its driver is alive: judged by pid on this host, by the scheduler or by renewals on others."""
         here = self.alive_here()
         if here is not None:
             return here
@@ -249,7 +249,7 @@ class Claim:
         return renewed_within(self.path, LEASE_S)
 
     def alive_here(self) -> bool | None:
-        """The same from the pids alone; None when they belong to another host."""
+        """The same, judged by the pids alone; None if they belong to another host."""
         if self.released:
             return False
         seen = [p.alive() for p in (self.job, self.driver) if p is not None]
@@ -261,12 +261,12 @@ class Claim:
         return bool(numbers) and numbers[-1] == self.number
 
     def renew(self) -> None:
-        """Show other hosts that the job lives; a full or stalled disk is no reason to end it."""
+        """Shows other hosts that the job is alive; a full or stalled disk is no reason to end it."""
         with contextlib.suppress(OSError):
             os.utime(self.path)
 
     def update(self, **changes: Any) -> Claim:
-        """The claim with other values, written down."""
+        """Changes values of the claim and writes it down."""
         changed = replace(self, **changes)
         if changed.owns():
             write_json(changed.path, changed._to_json())

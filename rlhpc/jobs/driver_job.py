@@ -1,4 +1,4 @@
-"""The job that submitit runs: it starts the driver, hands signals on, has it save, and asks for a requeue."""
+"""The job that submitit runs: it starts the driver, passes signals on, has it save, and asks for a requeue."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from rlhpc.jobs.slurm import end_steps, requeue_without
 from rlhpc.runtime.parents import die_with_parent
 
 _POLL_S = 0.1
-#: The command line prints every error for the user behind this.
+#: What the command line puts before every error message.
 ERROR_PREFIX = "rlhpc: error:"
 
 
 def first_failure(err_file: Path, offset: int = 0, *, lines: int = 40) -> str:
-    """What the driver said before it ended: from its first error message on, or else its last lines."""
+    """What the driver printed before it ended: from its first error message on or, without one, its last lines."""
     try:
         with err_file.open("rb") as file:
             file.seek(offset)
@@ -53,7 +53,7 @@ class DriverJob:
     Args:
         run_root: The run folder.
         segment: Which segment the driver trains.
-        command: argv of the driver; it writes `segments/<k>.json` last, and exits with `EXIT_REQUEUE` when it saved and
+        command: argv of the driver, which writes `segments/<k>.json` last, and exits with `EXIT_REQUEUE` when it saved and
             stopped for a signal.
         token: Of the submission, so that a waiter recognises its own job.
         executor: "local" or "slurm".
@@ -83,7 +83,7 @@ class DriverJob:
         return SegmentFiles(RunPaths(Path(self.run_root)), self.segment)
 
     def __call__(self) -> dict[str, Any]:
-        """Run the driver to its end; the result is for submitit's log only, the marker file is what counts."""
+        """Runs the driver to its end. The result is only for submitit's log; the marker file is what counts."""
         from submitit import JobEnvironment
 
         files = self.files
@@ -104,11 +104,11 @@ class DriverJob:
             self._release()
 
     def _attempts(self, files: SegmentFiles) -> dict[str, Any]:
-        """Runs the driver, again after failures that were not its own."""
+        """Runs the driver, and again after failures that were not its own."""
         attempts = Attempts(files, self.token)
         while True:
             assert self._claim is not None
-            # of earlier attempts in vain, each of which ended without this process living to judge it
+            # counts earlier attempts without progress, whose ends this process did not see
             idle = attempts.idle(self._newest())
             if idle > max(self.max_restarts, self.max_stalled):
                 return self._record_exit(1, self._stuck(idle))
@@ -118,7 +118,7 @@ class DriverJob:
                 attempts.end("finished")
                 return {"exit_code": 0}
             if code == EXIT_REQUEUE and not self._terminated:
-                # the driver stopped for the job's end by itself: take the same road as the signal
+                # the driver stopped on its own because the job's end is near: go on as after the signal
                 os.kill(os.getpid(), signal.SIGUSR2)
                 time.sleep(1.0)
             message = first_failure(files.driver_err, self._claim.err_offset)
@@ -133,7 +133,7 @@ class DriverJob:
                 node = failure.get("node")
                 if node and attempts.blames(node) and requeue_without(self._claim.job_id, node):
                     attempts.end(f"requeued without node {node}: {message.splitlines()[0] if message else ''}")
-                    time.sleep(60.0)  # Slurm ends this process meanwhile
+                    time.sleep(60.0)  # Slurm ends this process while it waits
             attempts.note(str(failure.get("node") or ""))
             pause = min(2.0 ** (idle - 1), 30.0)
             print(f"rlhpc: the driver failed (exit code {code}) and is started again in {pause:.0f} s: "
@@ -142,7 +142,7 @@ class DriverJob:
             self._claim = self._claim.update(err_offset=_size(files.driver_err))
 
     def _newest(self) -> int:
-        """Step of the newest complete checkpoint, -1 while there is none."""
+        """Step of the newest complete checkpoint; -1 while there is none."""
         steps = [step for step, path in self.files.paths.checkpoint_steps() if (path / "COMPLETE").exists()]
         return max(steps, default=-1)
 
@@ -155,7 +155,7 @@ class DriverJob:
         )
 
     def _failure(self, code: int) -> dict[str, Any] | None:
-        """What is known of a failure after which another start may go well; None for one that would come again."""
+        """What is known about a failure after which a restart may succeed; None for one that would recur."""
         if self._terminated or code == EXIT_REQUEUE:
             return None
         if code == 128 + signal.SIGKILL or code in (128 + signal.SIGBUS, 128 + signal.SIGSEGV):
@@ -165,7 +165,7 @@ class DriverJob:
         return status if mine and status.get("restartable") else None
 
     def checkpoint(self) -> Any:
-        """submitit calls this at the job's end signal: have the driver save, wait for it, and say how to go on."""
+        """Called by submitit at the job's end signal: has the driver save, waits for it, and returns what to run next."""
         from submitit.helpers import DelayedSubmission
 
         self._signal_driver(signal.SIGUSR2)
@@ -184,7 +184,7 @@ class DriverJob:
         return DelayedSubmission(replace(self))
 
     def _run_driver(self, files: SegmentFiles) -> int:
-        """Exit code of the driver, 128 + n when signal n ended it."""
+        """Runs the driver; returns its exit code, or 128 + n if signal n ended it."""
         assert self._claim is not None
         parent = os.getpid()
         # the checkpoint signal must not arrive between fork and the moment we know whom to ask
@@ -214,7 +214,7 @@ class DriverJob:
         return 128 - code if code < 0 else code
 
     def _driver_gone(self) -> bool:
-        """Without reaping it: the signal handler asks, too, and Popen's lock is not reentrant."""
+        """Whether the driver has ended. Does not reap it: the signal handler asks, too, and Popen's lock is not reentrant."""
         if self._pid is None:
             return True
         try:
@@ -228,7 +228,7 @@ class DriverJob:
                 os.kill(self._pid, signum)
 
     def _kill_driver(self, grace_s: float) -> None:
-        """Wait until the driver is gone, and kill it when the grace is over."""
+        """Waits until the driver is gone, and kills it when the grace period is over."""
         end = time.monotonic() + grace_s
         while not self._driver_gone() and time.monotonic() < end:
             self._renew()
@@ -236,7 +236,7 @@ class DriverJob:
         self._signal_driver(signal.SIGKILL)
 
     def _terminate(self, signum: int, frame: FrameType | None) -> None:
-        """scancel, `rlhpc cancel` or the local controller: the driver saves and ends, and there is no requeue."""
+        """On SIGTERM from scancel, `rlhpc cancel` or the local controller: the driver saves and ends, without a requeue."""
         self._terminated = True
         self._signal_driver(signal.SIGTERM)
 
@@ -256,7 +256,7 @@ class DriverJob:
                 self._claim = self._claim.update(released=True)
 
     def _record_exit(self, code: int, message: str = "") -> dict[str, Any]:
-        """Write down how the driver ended, for whoever waits now or asks later."""
+        """Writes down how the driver ended, for processes that wait now or ask later."""
         assert self._claim is not None
         if not self._claim.owns():
             return {"superseded": True}
@@ -280,7 +280,7 @@ class DriverJob:
             "message": message,
             "ended": time.time(),
         }
-        self._release()  # first: whoever reads the exit record may start the next job at once
+        self._release()  # first: a process that reads the exit record may start the next job at once
         write_json(self.files.exit, value)
         return value
 

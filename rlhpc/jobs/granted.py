@@ -1,4 +1,4 @@
-"""Whether the allocation that the environment speaks of can be used: variables of a job outlive it in a shell."""
+"""Whether the allocation that the environment describes can be used: in a shell, a job's variables outlive the job."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from rlhpc.runtime.network import own_address
 
 
 def require_live_allocation(environ: Mapping[str, str] = os.environ) -> None:
-    """Asks Slurm for the job of the environment, once; where it does not answer, `srun` will say what is wrong.
+    """Asks Slurm once for the job of the environment; if it does not answer, `srun` will say what is wrong.
 
     Raises:
         ConfigError: The job is over.
@@ -33,10 +33,10 @@ def require_live_allocation(environ: Mapping[str, str] = os.environ) -> None:
 
 
 def require_hosts(cluster: Cluster) -> None:
-    """Ranks on other hosts are started by `srun`, and connect to this one.
+    """Requires that ranks on other hosts can be started by `srun`, and can connect to this host.
 
     Raises:
-        ConfigError: A node is another host, and there is no `srun` here, or no way to it.
+        ConfigError: A node is another host, and there is no `srun` here, or no route to it.
     """
     away = [node.name for node in cluster.nodes if not node.is_local]
     if cluster.source == "slurm" and away and not steps_possible():

@@ -1,9 +1,9 @@
-"""Who waits is a shell of a megabyte; one watcher of a user and host follows all runs and tells each shell what to say.
+"""Waiting is done by a shell of a megabyte; one watcher per user and host follows all runs and tells each shell what to say.
 
-The command that submitted connects to the watcher, which it starts where there is none, and becomes a shell that reads
-from the connection: lines for stderr (E) and stdout (O), at last the exit code (X). The connection tells each of the two
-that the other is gone. A shell whose watcher is gone becomes Python again (`rlhpc.cli.waiting`), which hands over anew; it
-was told how many seconds to let pass before (D), so that a hundred of them do not at once.
+The command that submitted connects to the watcher, starting it if there is none, and becomes a shell that reads
+from the connection: lines for stderr (E) and stdout (O), and finally the exit code (X). The connection tells each of the two
+that the other is gone. A shell whose watcher is gone becomes Python again (`rlhpc.cli.waiting`), which hands over again; it
+was told how many seconds to wait first (D), so that a hundred of them do not do so at once.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ from rlhpc.runtime.import_paths import python_path, run_module
 
 #: Files in the place where they meet; the lock is the watcher's for as long as it lives.
 SOCKET, LOCK = "watcher", "watcher.lock"
-#: First word of the watcher's talk, before the shell's lines.
+#: First word that the watcher sends, before the lines for the shell.
 WELCOME = b"ok\n"
 #: Variables of the shell: what it runs, what it says on Ctrl-C, and what the Python that it may become waits for.
 _PROGRAM, _STOPPED, _WAIT = "RLHPC_SHELL", "RLHPC_STOPPED", "RLHPC_WAIT"
 #: How long to try to reach a watcher. After that this process waits by itself.
 _REACH_S = 20.0
-#: Of as many watchers in a row that were started and took no request, the next one would not, either.
+#: After this many watchers in a row that were started and took no request, give up: the next would not, either.
 _STARTS = 4
 _SHELL = "/bin/sh"
 _FD = 3
@@ -65,13 +65,13 @@ exec "$@" $alone
 
 @dataclass(frozen=True)
 class Wait:
-    """What somebody waits for, so that any process of the user on this host can do it for them.
+    """What is waited for, so that any process of the user on this host can do the waiting.
 
     Attributes:
         root: The run folder.
         record: Of the job, as JSON.
-        began: When it began, in monotonic seconds.
-        answers: The result goes to stdout as JSON.
+        began: When the waiting began, in monotonic seconds.
+        answers: Whether the result goes to stdout as JSON.
         secrets: Names of variables whose values are not to be shown.
     """
 
@@ -96,7 +96,7 @@ class Wait:
 
     @classmethod
     def from_environment(cls) -> Wait:
-        """What the shell that became this process waited for."""
+        """What the shell waited for that became this process."""
         return cls(**json.loads(os.environ.pop(_WAIT)))
 
     def waiter(
@@ -112,7 +112,7 @@ class Wait:
 
 
 def hand_over(wait: Wait) -> None:
-    """Becomes a shell that says what a watcher tells it; returns where there can be none."""
+    """Becomes a shell that prints what a watcher tells it; returns if there can be no watcher."""
     connection = _reach(wait) if os.access(_SHELL, os.X_OK) else None
     if connection is None:
         return
@@ -132,18 +132,18 @@ def hand_over(wait: Wait) -> None:
 
 
 def peer_is_own(connection: socket.socket) -> bool:
-    """Whether a process of this user is at the other end."""
+    """Whether the process at the other end is this user's."""
     _, uid, _ = struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i")))
     return bool(uid == os.geteuid())
 
 
 def address(place: int, name: str = SOCKET) -> str:
-    """Of a file in an open folder, however long that one's path is."""
+    """Socket address of a file in an open folder, however long the folder's path is."""
     return f"/proc/self/fd/{place}/{name}"
 
 
 def _reach(wait: Wait) -> socket.socket | None:
-    """A connection over which a watcher says how it goes; starts one where there is none."""
+    """A connection over which a watcher reports; starts a watcher if there is none."""
     end, started = time.monotonic() + _REACH_S, 0
     request = {**asdict(wait), "values": {n: os.environ[n] for n in wait.secrets if n in os.environ}}
     try:
@@ -155,7 +155,7 @@ def _reach(wait: Wait) -> socket.socket | None:
                 if _start(place):
                     started += 1
                 else:
-                    time.sleep(0.05)  # another one is just being started, or is about to end
+                    time.sleep(0.05)  # another watcher is just starting, or about to end
     except OSError:
         pass
     return None
@@ -166,7 +166,7 @@ def _open_place() -> Any:
     """The folder where a user's waiting commands meet.
 
     Raises:
-        OSError: It cannot be made, or is not this user's alone.
+        OSError: The folder cannot be made, or is not private to this user.
     """
     path = meeting_place()
     with contextlib.suppress(FileExistsError):
@@ -182,7 +182,7 @@ def _open_place() -> Any:
 
 
 def _connect(place: int, request: bytes) -> socket.socket | None:
-    """A watcher that took the request; None where there is none, or it is about to end."""
+    """A connection to a watcher that took the request; None if there is none, or it is about to end."""
     connection = socket.socket(socket.AF_UNIX)
     try:
         connection.settimeout(_REACH_S)
@@ -203,15 +203,15 @@ def _connect(place: int, request: bytes) -> socket.socket | None:
 
 
 def _start(place: int) -> bool:
-    """Starts a watcher, unless another process has the lock: it inherits lock and socket, so nobody waits for its start."""
+    """Starts a watcher, unless another process has the lock. It inherits lock and socket, so nobody waits for its start."""
     try:
         lock = os.open(LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600, dir_fd=place)
     except FileNotFoundError:
-        return False  # the folder went with one that has just ended
+        return False  # the folder was removed with a watcher that has just ended
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         if os.stat(LOCK, dir_fd=place, follow_symlinks=False).st_ino != os.fstat(lock).st_ino:
-            return False  # the lock of one that has just ended
+            return False  # the lock of a watcher that has just ended
         with contextlib.suppress(FileNotFoundError):
             os.unlink(SOCKET, dir_fd=place)
         with socket.socket(socket.AF_UNIX) as listener:

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-#: A Popen that is collected while its process runs would warn.
+#: A Popen that is garbage-collected while its process runs would warn.
 _started: list[subprocess.Popen[bytes]] = []
 _CONTROLLER = (
     "import sys; from pathlib import Path; from submitit.local.local import Controller; "
@@ -27,7 +27,7 @@ def make_local_executor(folder: str, *, timeout_min: float, max_num_timeout: int
     Args:
         folder: For pickles and logs of the jobs.
         timeout_min: Time limit of a job.
-        max_num_timeout: How often it may run into it.
+        max_num_timeout: How often it may reach that limit.
     """
     from submitit.local.local import LocalExecutor, LocalJob
 

@@ -1,4 +1,4 @@
-"""Who may submit a segment: one process at a time looks whether there is a job, and starts one."""
+"""Who may submit a segment: one process at a time checks whether there is a job, and starts one."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ class SubmitLock:
         timeout_s: How long to wait for another submitter.
 
     Raises:
-        DeadlineExceeded: On entering, when the other one did not finish in time.
-        SubmitError: On entering, when the folder cannot be written.
+        DeadlineExceeded: On entering: the other submitter did not finish in time.
+        SubmitError: On entering: the folder cannot be written.
     """
 
     def __init__(self, files: SegmentFiles, timeout_s: float = 120.0) -> None:
@@ -88,7 +88,7 @@ class SubmitLock:
         return True
 
     def _remove_stale(self, holder: ProcessId | None) -> None:
-        """Remove the lease of a dead holder, and put it back if somebody else had just taken it."""
+        """Removes the lease of a dead holder, and puts it back if somebody else has just taken it."""
         lease = self._files.lease
         aside = lease.with_suffix(f".stale-{secrets.token_hex(4)}")
         with contextlib.suppress(FileNotFoundError, FileExistsError):

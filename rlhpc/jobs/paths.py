@@ -11,7 +11,7 @@ _STEP = re.compile(r"^global_step_(\d+)$")
 
 @dataclass(frozen=True)
 class RunPaths:
-    """Paths below one run folder; creates nothing by itself."""
+    """Paths below one run folder; creates nothing itself."""
 
     root: Path
 
@@ -59,7 +59,7 @@ class RunPaths:
 
     @property
     def segments(self) -> Path:
-        """Small JSON files written last by each finished segment."""
+        """Folder of the small JSON files that finished segments write last."""
         return self.root / "segments"
 
     def segment_done(self, segment: int) -> Path:
@@ -105,12 +105,12 @@ class RunPaths:
 
     @property
     def driver_lock(self) -> Path:
-        """Locked while a process drives the run. Not in the registry: removing that must not let a second driver in."""
+        """Locked while a process drives the run. Outside the registry, whose removal must not let a second driver in."""
         return self.root / ".driver.lock"
 
     @property
     def driver_record(self) -> Path:
-        """Which process that is."""
+        """Says which process drives the run."""
         return self.root / ".driver.json"
 
     @property

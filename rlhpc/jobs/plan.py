@@ -1,6 +1,6 @@
-"""What a run would start: job components with their sbatch directives, a step per worker group, the placement grid.
+"""What a run would start: job components with their sbatch directives, one step per worker group, the placement grid.
 
-Pure: a configuration (and the cluster it is meant for) in, data and text out. Nothing is submitted.
+Pure functions: a configuration (and the cluster it is meant for) in, data and text out. Nothing is submitted.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _DIRECTIVES: tuple[Key, ...] = ("partition", "account", "qos", "constraint", "me
 #: Keys that make a node group a component of the job.
 _RESOURCES: tuple[Key, ...] = ("het_component", "cpus_per_node", *_DIRECTIVES)
 
-#: Sections of the workflow that are jobs beside training.
+#: Sections of the workflow that describe jobs other than training.
 _BESIDE: tuple[Key, ...] = ("eval_job", "convert_job")
 
 
@@ -55,7 +55,7 @@ class JobComponent:
 
 @dataclass(frozen=True)
 class PlannedNode:
-    """A node of the grid; `cpus` is 0 where the site decides."""
+    """A node of the grid; `cpus` is 0 if the site decides."""
 
     name: str
     component: int
@@ -97,7 +97,7 @@ class Plan:
 
 
 def minutes_of(time: str) -> int:
-    """Minutes, rounded up as Slurm does, of a walltime in its words: `90`, `30:00`, `02:00:00`, `1-12`, `1-12:00:00`."""
+    """Minutes of a walltime in Slurm's words, rounded up as Slurm does: `90`, `30:00`, `02:00:00`, `1-12`, `1-12:00:00`."""
     days, dash, rest = time.rpartition("-")
     parts = [int(part) for part in rest.split(":")]
     if dash:  # days-hours[:minutes[:seconds]]
@@ -157,10 +157,10 @@ def build_plan(cfg: RunConfig | Mapping[str, Any], cluster: Cluster | None = Non
 
 
 def job_options(section: Given, job: JobConfig | Mapping[str, Any]) -> dict[str, str]:
-    """Where Slurm is to put a job beside training: partition, account, qos and constraint, as far as anybody said.
+    """Where Slurm should put a job other than training: partition, account, qos and constraint, as far as they are given.
 
-    What the job's own section leaves out, a node group of the run says where the whole cluster does not: one with
-    accelerators where the job asks for some, else one without, else the first.
+    What the job's own section omits is the whole cluster's or, if that omits it, a node group's of the run: one with
+    accelerators if the job asks for some, otherwise one without, otherwise the first.
 
     Args:
         section: Section `cluster` of the configuration.
@@ -193,7 +193,7 @@ def _needs_slurm(section: Given, groups: Sequence[Given], cluster: Cluster | Non
 
 
 def _components(groups: Sequence[Given], section: Given, cluster: Cluster) -> tuple[JobComponent, ...]:
-    """Cuts the nodes into components: as the allocation is, else a component a node group with resources of its own."""
+    """Divides the nodes into components: as the allocation does, or one for each node group with resources of its own."""
     by_rank = {r: raw for raw in groups for r in cluster.node_group(str(read_key(raw, "label"))).node_ranks}
     allocated = cluster.source == "slurm" or any(n.het_group is not None for n in cluster.nodes)
     parts: list[tuple[Any, list[int]]] = []
@@ -224,7 +224,7 @@ def _components(groups: Sequence[Given], section: Given, cluster: Cluster) -> tu
 def _options(
     members: Sequence[Given], section: Given, labels: str, accelerators: int, nodes: int
 ) -> tuple[tuple[str, str], ...]:
-    """sbatch options of a component: those of its groups, else those of the whole cluster."""
+    """sbatch options of a component: those of its groups or, where they have none, those of the whole cluster."""
 
     def one(key: Key) -> str | None:
         values = {str(v) for raw in members if (v := read_key(raw, key)) is not None}
@@ -248,7 +248,7 @@ def _options(
 
 
 def _local(group: str, ranks: Sequence[Placement], names: Sequence[str], interpreter: str | None) -> Step:
-    """Ranks of this machine: forked from the driver's fork server, or started with an interpreter of their own."""
+    """Ranks on this machine: forked from the driver's fork server, or started with an interpreter of their own."""
     module = "rlhpc.runtime.process" if interpreter else "rlhpc.runtime.forkserver"
     hosts = tuple(names[p.node_rank] for p in ranks)
     return Step(group, 0, tuple(p.rank for p in ranks), hosts, tuple(run_module(module, python=interpreter)))
@@ -277,7 +277,7 @@ def _oversubscribed(nodes: Sequence[PlannedNode], placements: Mapping[str, Seque
 
 
 def _who(placements: Mapping[str, Sequence[Placement]], node: int, index: int | None) -> list[str]:
-    """Ranks on an accelerator of a node; on none of them where `index` is None."""
+    """Ranks on an accelerator of a node; if `index` is None, the ranks without one."""
     return [
         f"{group}-{p.rank}"
         for group, ranks in placements.items()
@@ -290,7 +290,7 @@ def _who(placements: Mapping[str, Sequence[Placement]], node: int, index: int | 
 
 
 def render_plan(plan: Plan) -> str:
-    """The plan as text."""
+    """Renders the plan as the text that `rlhpc plan` prints."""
     slurm = plan.launcher == "slurm"
     size = _some(len(plan.nodes), "node")
     lines = [

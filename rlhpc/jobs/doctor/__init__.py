@@ -24,13 +24,13 @@ _USUAL_CONF = Path("/etc/slurm/slurm.conf")
 
 
 def examine(section: Given, folder: Path, *, start_s: float = 60.0, most_nodes: int = 8) -> list[Line]:
-    """Looks at everything.
+    """Runs all checks.
 
     Args:
-        section: The section `cluster` of a site file; None looks at the default partition.
-        folder: Where runs are to be written; where it is not there, the nearest folder above it is looked at.
+        section: The section `cluster` of a site file; None examines the default partition.
+        folder: Where runs will be written; if it does not exist, the nearest existing parent is examined.
         start_s: How long to wait for the probe jobs to start.
-        most_nodes: Nodes to look at in each partition; 0 submits nothing.
+        most_nodes: Most nodes to examine in each partition; 0 submits nothing.
     """
     site = Site.of(section)
     folder = checks.nearest_folder(folder.expanduser().absolute())
@@ -55,7 +55,7 @@ def examine(section: Given, folder: Path, *, start_s: float = 60.0, most_nodes: 
 
 
 def _here(folder: Path) -> list[Line]:
-    """What can be said of this machine."""
+    """The checks that concern this machine alone."""
     versions: dict[str, str | None] = {}
     for name in _PACKAGES:
         versions[name] = None
@@ -76,7 +76,7 @@ def _same(one: str, other: Path) -> bool:
 
 
 def _refused(facts: SlurmFacts, site: Site) -> str | None:
-    """Why Slurm would not take a heterogeneous job; None where it would, or the site's partitions are wrong anyway."""
+    """Why Slurm would refuse a heterogeneous job; None if it would not, or if the site's partitions are wrong anyway."""
     groups = [group for group in site.groups if facts.partition(group.partition)]
     if not groups:
         return None

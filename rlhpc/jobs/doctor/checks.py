@@ -1,4 +1,4 @@
-"""The checks: each takes what was found out and gives lines. None of them asks anybody anything."""
+"""The checks: each turns facts that were collected into lines, and asks nothing itself."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def controller(facts: SlurmFacts) -> Line:
 
 
 def partitions(facts: SlurmFacts, site: Site) -> list[Line]:
-    """Those that the site names exist, are up, and have nodes that work."""
+    """The partitions that the site names exist, are up, and have working nodes."""
     lines = []
     there = [record.get("PartitionName", "") for record in facts.partitions]
     for name in dict.fromkeys(group.partition for group in site.groups):
@@ -95,7 +95,7 @@ def _nodes_line(what: str, facts: SlurmFacts, name: str | None) -> Line:
 
 
 def accounts(facts: SlurmFacts, site: Site) -> list[Line]:
-    """Account and QOS of the site, where sacctmgr answers."""
+    """The site's account and QOS exist, if sacctmgr answers."""
     asked = {(group.account, group.qos) for group in site.groups if group.account or group.qos}
     if facts.associations.code != 0:
         return [
@@ -136,7 +136,7 @@ def _words(account: str | None, qos: str | None) -> str:
 
 
 def resources(facts: SlurmFacts, site: Site) -> list[Line]:
-    """What the site calls its GPUs is on nodes of the partition."""
+    """The partition has nodes with GPUs of the name that the site gives."""
     lines = []
     for group in site.groups:
         nodes = facts.nodes_of(group.partition)
@@ -308,7 +308,7 @@ def preemption(facts: SlurmFacts, site: Site) -> list[Line]:
 
 
 def environment(environ: Mapping[str, str]) -> list[Line]:
-    """Variables of this shell that would go along with a job."""
+    """Variables of this shell that a job would inherit and should not."""
     lines = []
     mask = environ.get("CUDA_VISIBLE_DEVICES")
     if mask is not None and "SLURM_JOB_ID" not in environ:
@@ -386,7 +386,7 @@ def quotas(text: str) -> list[Line]:
 
 
 def nearest_folder(path: Path) -> Path:
-    """The folder, or the first one above it that exists."""
+    """The folder, or its nearest parent that exists."""
     return next((folder for folder in (path, *path.parents) if folder.is_dir()), Path("/"))
 
 

@@ -1,4 +1,4 @@
-"""The doctor's probe jobs: at most one a partition, small, cancelled at the end whatever happens."""
+"""The doctor's probe jobs: at most one per partition, small, and cancelled at the end whatever happens."""
 
 from __future__ import annotations
 
@@ -34,21 +34,21 @@ _PATIENCE_S = 10.0
 _ANSWER_S = 40.0
 _TORCH_S = 60.0
 _MEMORY = "500M"
-#: Torch with its libraries, and what CUDA and NCCL keep on the host.
+#: Memory for torch with its libraries, and for what CUDA and NCCL keep on the host.
 _MEMORY_WITH_TORCH = "4G"
 _POLL_S = 1.0
 
 
 @dataclass
 class ProbeJob:
-    """One probe job and what its nodes said.
+    """One probe job and what its nodes reported.
 
     Attributes:
-        partition: Where; None is the default partition.
+        partition: Its partition; None is the default partition.
         labels: Node groups of the site that are in it.
         gpus: GPUs a node that it asks for, and `gres` in Slurm's words: two where there are, for an all-reduce.
         nodes: Nodes that it asks for, of `usable_nodes` that could start a job now.
-        error: Why it did not run; `reason` is Slurm's word for why it waits.
+        error: Why it did not run. `reason` is Slurm's word for why it waits.
         requeue: What Slurm made of `--requeue`: "1", "0", or "" where it does not tell.
         hello, peers, torch: What each node said of itself, of the others, and of GPUs in torch.
         offsets: Seconds that each node's clock is ahead, and how sure that is.
@@ -116,7 +116,7 @@ def source_of(module: ModuleType) -> str:
 
 
 class _Step:
-    """The srun of a probe job, and what its tasks say."""
+    """The srun of a probe job, and what its tasks report."""
 
     def __init__(self, job: ProbeJob, site: Site) -> None:
         argv = [
@@ -180,7 +180,7 @@ class _Step:
 
     @property
     def last_words(self) -> str:
-        """srun's own, else what it passed on."""
+        """The last lines of srun itself or, if it printed none, of what it passed on."""
         own = [line for line in self.said if line.startswith("srun: error")]
         return next(reversed(own or self.said), "nothing")
 
@@ -239,11 +239,11 @@ def _until(condition: Callable[[], bool], patience_s: float) -> None:
 
 
 def run_probes(jobs: Sequence[ProbeJob], site: Site, folder: Path, *, start_s: float) -> Probed:
-    """Submits the jobs, has every node of theirs look about, and cancels them.
+    """Submits the jobs, has each of their nodes examine itself, and cancels the jobs.
 
     Args:
         jobs: From `plan_jobs`.
-        folder: Where runs are to be written; must be there.
+        folder: Where runs will be written; must exist.
         start_s: A job that has not started after this long is cancelled.
     """
     probed = Probed(folder, list(jobs))
@@ -306,7 +306,7 @@ def _submit(job: ProbeJob, site: Site, limit: int) -> None:
 
 
 def _started(jobs: Sequence[ProbeJob], start_s: float) -> Iterator[ProbeJob]:
-    """The jobs, as they start; cancels those that do not in time."""
+    """Yields the jobs as they start; cancels those that do not start in time."""
     waiting = {job.job_id: job for job in jobs if job.job_id}
     end = time.monotonic() + start_s
     while waiting:
@@ -328,7 +328,7 @@ def _started(jobs: Sequence[ProbeJob], start_s: float) -> Iterator[ProbeJob]:
 
 
 def _look_for_files(probed: Probed, canary: Path, token: str) -> None:
-    """Whether this side sees what each node wrote."""
+    """Checks whether this side sees the file that each node wrote."""
     for job in probed.jobs:
         for node, said in job.hello.items():
             if "ms" in said["canary"] and "write_error" not in said["canary"]:

@@ -1,4 +1,4 @@
-"""The checks of what the nodes said. None of them asks anybody anything."""
+"""The checks of what the nodes reported. They ask nothing themselves."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def shared_folder(probed: Probed) -> list[Line]:
 
 
 def interface(probed: Probed, site: Site) -> list[Line]:
-    """By which interface the nodes reach one another."""
+    """The interface by which the nodes reach one another: the site's, on every node, or the one that they use by default."""
     what, hellos = "interface", probed.hellos
     if not hellos:
         return []
@@ -210,7 +210,7 @@ def gpus_in_torch(probed: Probed, environ: Mapping[str, str]) -> list[Line]:
 
 
 def _trouble(said: Mapping[str, Any], granted: int, mask: str | None) -> tuple[str, str] | None:
-    """What is wrong with what torch said on a node, and what to do about it."""
+    """What is wrong according to torch's report on a node, and what to do about it."""
     look = "look at that node with nvidia-smi and dmesg"
     if "torch" not in said:
         stage, look = "importing torch", "run python -c 'import torch' there"
@@ -249,7 +249,7 @@ def _grouped(hellos: Mapping[str, Any], judge: Callable[[Mapping[str, Any]], str
 
 
 def python(probed: Probed, executable: str = sys.executable) -> list[Line]:
-    """The same Python as here, with the packages."""
+    """The nodes have the same Python as this host, with the packages."""
 
     def judge(said: Mapping[str, Any]) -> str | None:
         if tuple(said["python"][:2]) != sys.version_info[:2]:
@@ -295,7 +295,7 @@ def node_disks(probed: Probed, site: Site) -> list[Line]:
 
 
 def simulators(probed: Probed) -> list[Line]:
-    """Vulkan, on nodes where a GPU was asked for, else on all."""
+    """Vulkan works: checked on the nodes where a GPU was asked for or, if there are none, on all."""
     hellos = {node: said for job in probed.jobs if job.gpus for node, said in job.hello.items()} or probed.hellos
 
     def judge(said: Mapping[str, Any]) -> str | None:
@@ -351,7 +351,7 @@ def _lines(
     passed: str,
     hellos: Mapping[str, Any] | None = None,
 ) -> list[Line]:
-    """A line for each kind of problem that some nodes have; else one that all passed."""
+    """A line for each kind of problem that some nodes have, or one line saying that all nodes passed."""
     hellos = probed.hellos if hellos is None else hellos
     problems = _grouped(hellos, judge)
     lines = [Line(level, what, f"{names(nodes)} {why}", do) for why, nodes in problems.items()]

@@ -1,7 +1,7 @@
 """What the doctor runs on every node. Its text is handed to the node's Python: the standard library only, nothing of rlhpc.
 
-It talks through its step: a line of JSON in, then JSON out, in short pieces that srun does not split. First it says what
-it sees by itself, then, told the others' addresses, whether it reaches them.
+It talks through its step: a line of JSON in, then JSON out, in short pieces that srun does not split. First it reports what
+it sees by itself; then, given the others' addresses, whether it can reach them.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def interfaces() -> dict[str, str]:
 
 
 def space(path: str) -> dict[str, Any]:
-    """Room in a filesystem, and whether this user may write there."""
+    """Free room in a filesystem, and whether this user may write there."""
     try:
         stat = os.statvfs(path)
     except OSError as error:
@@ -64,7 +64,7 @@ def space(path: str) -> dict[str, Any]:
 
 
 def wait_for(path: str, content: str, patience_s: float) -> dict[str, Any]:
-    """Waits for a file that another host writes; how long it took to be seen."""
+    """Waits for a file that another host writes; returns how long it took to appear."""
     begun, said = time.monotonic(), "no such file"
     while time.monotonic() - begun < patience_s:
         try:
@@ -85,7 +85,7 @@ def canary(plan: dict[str, Any]) -> dict[str, Any]:
     found["parent"] = os.path.isdir(os.path.dirname(folder))
     if "error" in found:
         return found
-    os.path.exists(os.path.join(folder, "second"))  # not yet: a client that remembers this will show
+    os.path.exists(os.path.join(folder, "second"))  # not yet: shows whether a client caches the missing name
     path = os.path.join(folder, f"node-{node_name()}")
     try:
         with open(path + ".new", "w") as file:
@@ -124,7 +124,7 @@ def has_package(name: str) -> bool:
 
 
 def listen(token: str) -> int:
-    """A port on which whoever sends the token gets it back."""
+    """Listens on a port and echoes the token to those that send it."""
     server = socket.create_server(("", 0), backlog=64)
 
     def answer(connection: socket.socket) -> None:
@@ -184,7 +184,7 @@ def ask_torch(source: str, patience_s: float) -> dict[str, Any]:
 
 
 def look(plan: dict[str, Any]) -> dict[str, Any]:
-    """What this node sees by itself."""
+    """Collects what this node can find out by itself."""
     folders = {name: name for name in ("/tmp", "/dev/shm")}
     folders |= {"runs": os.path.dirname(plan["canary"]), "home": os.path.expanduser("~")}
     if plan.get("scratch"):
@@ -205,7 +205,7 @@ def look(plan: dict[str, Any]) -> dict[str, Any]:
 
 def main() -> None:
     plan = json.loads(sys.stdin.readline())
-    signal.alarm(int(plan["limit_s"]))  # it never outlives its doctor for long
+    signal.alarm(int(plan["limit_s"]))  # the probe never outlives its doctor for long
     port = listen(plan["token"])
     torch: dict[str, Any] = {}
     asking = threading.Thread(target=lambda: torch.update(ask_torch(plan["torch"], plan["torch_s"])), daemon=True)
@@ -222,7 +222,7 @@ def main() -> None:
     if plan.get("torch"):
         asking.join(plan["torch_s"] + 5)
         say("torch", torch)
-    sys.stdin.readline()  # the others may not be done with this one
+    sys.stdin.readline()  # other nodes may still be talking to this one
 
 
 if __name__ == "__main__":

@@ -19,10 +19,10 @@ class Line:
     """One finding.
 
     Attributes:
-        level: `fail` is what a run cannot do without; `warn` costs something, or could not be looked at.
-        what: What was looked at.
-        found: What is there.
-        do: What to do about it; empty where it passed.
+        level: `fail` for what a run cannot do without; `warn` for what costs something, or could not be checked.
+        what: What was checked.
+        found: What was found.
+        do: What to do about it; empty if the check passed.
     """
 
     level: Level
@@ -32,7 +32,7 @@ class Line:
 
 
 def names(nodes: Iterable[str]) -> str:
-    """Node names for a message: all of a few, a number of many."""
+    """Node names for a message: all of them if they are few, otherwise their number."""
     listed = sorted(dict.fromkeys(nodes))
     return ", ".join(listed) if len(listed) <= 6 else f"{', '.join(listed[:5])} and {len(listed) - 5} more"
 

@@ -14,13 +14,13 @@ Record = Mapping[str, str]
 
 
 def parse_config(text: str) -> dict[str, str]:
-    """`scontrol show config`."""
+    """Parses the output of `scontrol show config` into names and values."""
     pairs = (line.split("=", 1) for line in text.splitlines() if re.match(r"[A-Za-z]\S*\s*=", line))
     return {name.strip(): value.strip() for name, value in pairs}
 
 
 def seconds_of(text: str) -> int | None:
-    """`600 sec` → 600; None where there is no number."""
+    """`600 sec` → 600; None if there is no number."""
     match = re.match(r"\d+", text or "")
     return int(match[0]) if match else None
 
@@ -44,7 +44,7 @@ def gres_of(text: str) -> list[tuple[str, str, int]]:
 
 @dataclass(frozen=True)
 class Group:
-    """A node group of the site: what a run's component is asked for with."""
+    """A node group of the site, with the options that ask for its nodes."""
 
     label: str = "cluster"
     partition: str | None = None
@@ -55,14 +55,14 @@ class Group:
     time: str | None = None
 
     def matches(self, gres: str) -> int:
-        """How many of what the group calls its GPUs a node with those resources has."""
+        """How many of the group's GPUs a node with these resources has."""
         name, kind = (*(self.gres or "gpu").split(":"), "")[:2]
         return sum(n for other, of, n in gres_of(gres) if other == name and (not kind or kind == of))
 
 
 @dataclass(frozen=True)
 class Site:
-    """What the doctor needs of a site file."""
+    """What the doctor needs from a site file."""
 
     groups: tuple[Group, ...] = (Group(),)
     interface: str | None = None
@@ -102,7 +102,7 @@ class Site:
 
 @dataclass(frozen=True)
 class SlurmFacts:
-    """What one round of questions gave."""
+    """The answers to one round of questions to Slurm."""
 
     version: Answer
     config: Mapping[str, str]
@@ -132,14 +132,14 @@ class SlurmFacts:
         )  # fmt: skip
 
     def partition(self, name: str | None) -> Record | None:
-        """The partition of that name; the default one where none is named."""
+        """The partition of that name; without a name, the default one."""
         for record in self.partitions:
             if record.get("PartitionName") == name or (name is None and record.get("Default") == "YES"):
                 return record
         return None
 
     def nodes_of(self, name: str | None) -> list[Record]:
-        """Nodes of a partition."""
+        """The nodes of a partition."""
         record = self.partition(name)
         own = record.get("PartitionName", "") if record else ""
         return [node for node in self.nodes if own and own in node.get("Partitions", "").split(",")]

@@ -1,6 +1,6 @@
-"""What the doctor asks torch on a node with GPUs. Its text is handed to the Python that trains there; nothing of rlhpc.
+"""What the doctor asks torch on a node with GPUs. Its text goes to the Python that trains there, so it imports no rlhpc.
 
-It says a line of JSON after each stage: where it hangs or dies, the last one tells how far it came.
+It prints a line of JSON after each stage: if it hangs or dies, the last one tells how far it got.
 """
 
 from __future__ import annotations
