@@ -1,4 +1,4 @@
-"""The files of a configuration: found, and read with those that they include."""
+"""The files of a configuration: finding them, and reading them with the files they include."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _MAX_DEPTH = 10
 
 
 def find_config(path: str | Path) -> Path:
-    """The file itself, or where there is none the one of that name that comes with rlhpc (`configs/quickstart.yaml`).
+    """The file itself or, if it does not exist, the one of that name that comes with rlhpc (`configs/quickstart.yaml`).
 
     Raises:
         ConfigError: The path is none, for example because it is empty or too long.
@@ -37,14 +37,14 @@ def find_config(path: str | Path) -> Path:
 
 
 def read_files(path: Path, theirs: Trust | None = None) -> list[tuple[str, dict[str, Any]]]:
-    """A file and, before it, those it names under `defaults:`; as (source, content).
+    """Reads a file and, before it, those it names under `defaults:`; as (source, content).
 
     Args:
         path: YAML file.
-        theirs: It came with a checkpoint: what it may name of code.
+        theirs: Given if the file came with a checkpoint: which code it may name.
 
     Raises:
-        ConfigError: One cannot be read, is no mapping of sections, or they include each other; says who includes it.
+        ConfigError: A file cannot be read, is not a mapping of sections, or files include each other; says which includes it.
     """
     return _read(path, (), theirs)
 
@@ -69,7 +69,7 @@ def _read(path: Path, chain: tuple[Path, ...], theirs: Trust | None) -> list[tup
 
 
 def _content(path: Path, includer: str) -> dict[str, Any]:
-    """One file's mapping; `includer` begins what is said of a file that another one asks for."""
+    """The mapping in one file; `includer` begins the messages about a file that another one includes."""
     try:
         if path.is_dir():
             raise ConfigError(f"{includer}{path} is a folder; give a .yaml file in it")

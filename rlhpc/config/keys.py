@@ -1,4 +1,4 @@
-"""The keys that a configuration may have: what a tree of dataclasses says about names, types and places."""
+"""The keys that a configuration may have: their names, types and places, from a tree of dataclasses."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import typing
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-#: What other projects call a key of ours.
+#: Other projects' names for keys of ours.
 _ALSO_KNOWN_AS = {
     "learning_rate": "lr",
     "lambda": "gae_lambda",
@@ -37,13 +37,13 @@ def fields_of(cls: type) -> Mapping[str, Any]:
 
 
 def element_of(kind: Any) -> type | None:
-    """The dataclass of a list's elements, where they are sections."""
+    """The dataclass of a list's elements, if they are sections."""
     found = typing.get_args(kind)[0] if typing.get_origin(kind) is list else None
     return found if isinstance(found, type) and dataclasses.is_dataclass(found) else None
 
 
 def words_of(kind: Any) -> str:
-    """A type as messages and the reference call it."""
+    """A type's name in messages and in the reference."""
     named = str(getattr(kind, "__name__", kind)) if not hasattr(kind, "__args__") else str(kind)
     return named.replace("NoneType", "null").replace("None", "null").replace("typing.", "")
 
@@ -56,8 +56,8 @@ class Schema:
         name: What it is called in messages.
 
     Attributes:
-        keys: Every key, dotted; sections are not among them.
-        open: Those with mappings whose keys are the user's own.
+        keys: Every key, dotted, without the sections.
+        open: The keys whose values are mappings with keys of the user's own.
     """
 
     def __init__(self, root: type, name: str = "") -> None:
@@ -66,14 +66,14 @@ class Schema:
         self.open = frozenset(key for key in self.keys if key.endswith(_OPEN))
 
     def kind(self, path: str) -> Any:
-        """The type of what stands at a key or section; None where there is no such key."""
+        """The type of a key or section; None if there is no such key."""
         kind: Any = self.root
         for part in path.split("."):
             kind = fields_of(kind).get(part) if dataclasses.is_dataclass(kind) and isinstance(kind, type) else None
         return kind
 
     def type_name(self, path: str) -> str:
-        """The same in words."""
+        """The type of a key or section, in words."""
         kind = self.kind(path)
         return "another type" if kind is None else words_of(kind)
 
@@ -90,7 +90,7 @@ class Schema:
         return True
 
     def nearest(self, key: str, allowed: Iterable[str], prefix: str) -> str:
-        """A hint at what was meant by an unknown key below `prefix`; empty where nothing is near."""
+        """A hint at what an unknown key below `prefix` may mean; empty if no key is similar."""
         allowed = list(allowed)
         key = _ALSO_KNOWN_AS.get(key, key)
         near = [key] if key in allowed else difflib.get_close_matches(key, allowed, 1, 0.5)

@@ -29,17 +29,17 @@ TASK = "runner.task_type"
 
 
 class Found(Protocol):
-    """What a configuration is read with: a kind of run."""
+    """What reading a configuration needs to know about a kind of run."""
 
     @property
     def schema(self) -> Schema:
-        """Its keys."""
+        """The keys that its configuration may have."""
 
     def whose(self, key: str) -> str:
-        """What is said of a key that another kind of run has; empty where none has it."""
+        """The complaint about a key that another kind of run has; empty if none has it."""
 
     def missing(self, cfg: Any) -> list[str]:
-        """Keys that must be set, and are not."""
+        """Required keys that are not set."""
 
 
 #: Finds the kind of run for a name and the file or override it is from; None for none was named.
@@ -57,14 +57,14 @@ def read_layers(
     """Reads a configuration; see `load_config`.
 
     Raises:
-        ConfigError: With file or override, key, what was found, what is allowed.
+        ConfigError: Names the file or override, the key, what was found, and what is allowed.
     """
     given = find_config(path)
     environment_values.watch()
     files = list(read_files(given, theirs))
     task, origin = _task(files, overrides)
     if theirs is not None:
-        theirs.check({"runner": {"task_type": task}}, origin)  # before what it names is imported
+        theirs.check({"runner": {"task_type": task}}, origin)  # before anything that it names is imported
     kind = find(task, origin)
     layers = Layers(kind.schema, kind.whose)
     for source, content in files:
@@ -81,7 +81,7 @@ def read_layers(
 
 
 def _task(files: Sequence[tuple[str, Any]], overrides: Sequence[str]) -> tuple[str | None, str]:
-    """`runner.task_type`, which says what keys there are, and where it is from."""
+    """`runner.task_type`, which decides what keys there are, and the source that set it."""
     task, origin = None, files[-1][0] if files else ""
     for source, content in files:
         runner = content.get("runner") if isinstance(content, dict) else None
@@ -96,7 +96,7 @@ def _task(files: Sequence[tuple[str, Any]], overrides: Sequence[str]) -> tuple[s
 
 
 def require(layers: Layers, kind: Found, source: str) -> None:
-    """Refuses mandatory values that are missing, and `${...}` that lead nowhere.
+    """Refuses missing required values, and `${...}` that lead nowhere.
 
     Raises:
         ConfigError: Names the first.
@@ -115,14 +115,14 @@ def require(layers: Layers, kind: Found, source: str) -> None:
 def config_to_yaml(cfg: object) -> str:
     """The resolved configuration as YAML; `load_config` reads it back to the same.
 
-    What depends on the environment (`${oc.env:…}`) stays as it was written: it may be a secret, and a run that is started
+    Values from the environment (`${oc.env:…}`) stay as they were written: they may be secrets, and a run that is started
     again reads its own.
     """
     return OmegaConf.to_yaml(OmegaConf.create(environment_values.to_plain(cfg)))
 
 
 def total_steps(cfg: RunConfig) -> int:
-    """Steps of the whole run: `runner.max_steps`, or `runner.max_epochs` where that is -1."""
+    """Steps of the whole run: `runner.max_steps`, or `runner.max_epochs` if that is -1."""
     steps = cfg.runner.max_steps
     return steps if steps >= 0 else cfg.runner.max_epochs
 

@@ -1,4 +1,4 @@
-"""Layers of a configuration, one on the other: each key is checked, and its source kept."""
+"""The layers of a configuration, put on top of each other: each key is checked, and its source remembered."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from rlhpc.runtime.errors import ConfigError
 from rlhpc.runtime.plain import read_yaml
 from rlhpc.runtime.shown import cut, shown
 
-#: Says whose key one is that is not this configuration's; empty where it is nobody's.
+#: Says which kind of run has a key that this configuration may not have; empty if none.
 Whose = Callable[[str], str]
 
 
@@ -26,7 +26,7 @@ class Layers:
 
     Args:
         schema: Its keys.
-        whose: What is said of a key of another kind of configuration.
+        whose: Makes the complaint about a key of another kind of configuration.
 
     Attributes:
         cfg: The configuration so far.
@@ -39,7 +39,7 @@ class Layers:
         self.sources: dict[str, str] = {}
 
     def copy(self) -> Layers:
-        """One that grows on its own from here."""
+        """A copy that grows independently."""
         other = Layers(self.schema, self._whose)
         other.cfg, other.sources = self.cfg.copy(), dict(self.sources)
         return other
@@ -50,7 +50,7 @@ class Layers:
         Args:
             content: Nested mappings.
             source: Where it is from, for messages.
-            lenient: Leaves out unknown keys: an earlier version wrote the file, with the keys of all kinds of run.
+            lenient: Leave out unknown keys: an earlier version wrote the file, with the keys of all kinds of run.
 
         Raises:
             ConfigError: An unknown key, or a value of another type.
@@ -67,7 +67,7 @@ class Layers:
                 if (cls := element_of(self.schema.kind(path))) is not None:
                     value = [_structured(item, cls, f"{path}[{index}]", source) for index, item in enumerate(value)]
                 if path in self.schema.open and isinstance(value, dict):
-                    # A later file replaces such a mapping as a whole: its keys are the user's own.
+                    # A later file replaces such a mapping as a whole, because its keys are the user's own.
                     OmegaConf.update(self.cfg, path, value, merge=False)
                 else:
                     OmegaConf.update(self.cfg, path, value, merge=isinstance(value, dict))
@@ -78,14 +78,14 @@ class Layers:
         """Puts `a.b=c` on top.
 
         Raises:
-            ConfigError: It is not of this form, or not allowed.
+            ConfigError: It does not have this form, or is not allowed.
         """
         self.add(self._nested(text), f"override {shown(text)}")
 
     def _nested(self, text: str) -> dict[str, Any]:
         """`a.b=c` as a nested mapping.
 
-        Below a mapping whose keys are the user's own (`env.train.kwargs.x=1`) it is that mapping with one entry changed.
+        Within a mapping whose keys are the user's own (`env.train.kwargs.x=1`), it is that mapping with one entry changed.
         """
         key, value = parse_override(text)
         parent = next((path for path in self.schema.open if key.startswith(f"{path}.")), None)
@@ -109,7 +109,7 @@ class Layers:
         return _nest(parent.split("."), entries)
 
     def _check(self, content: Any, cls: type, prefix: str, source: str) -> None:
-        """Unknown keys and wrong shapes, with the nearest valid key."""
+        """Refuses unknown keys, naming the nearest valid one, and wrong shapes."""
         known = fields_of(cls)
         if not isinstance(content, dict):
             raise ConfigError(
@@ -142,7 +142,7 @@ class Layers:
 
 
 def parse_override(text: str) -> tuple[str, Any]:
-    """Key and value of `key=value`, the value in YAML.
+    """Splits `key=value`; the value is YAML.
 
     Raises:
         ConfigError: It is not of this form.
@@ -160,12 +160,12 @@ def parse_override(text: str) -> tuple[str, Any]:
 
 
 def reason(error: OmegaConfBaseException) -> str:
-    """What OmegaConf says, in one line."""
+    """OmegaConf's complaint, in one line."""
     return cut(str(error).splitlines()[0], 200)
 
 
 def _known(content: Any, cls: Any) -> Any:
-    """What of a mapping a dataclass has fields for."""
+    """The part of a mapping for which a dataclass has fields."""
     if not isinstance(content, dict) or not (isinstance(cls, type) and dataclasses.is_dataclass(cls)):
         return content
     fields = fields_of(cls)

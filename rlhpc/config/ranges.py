@@ -1,4 +1,4 @@
-"""What a number of a configuration may be; here for the sections that all kinds of run have."""
+"""The ranges of a configuration's numbers, with those of the sections that all kinds of run have."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from omegaconf import OmegaConf
 
 from rlhpc.config.rules import Fail
 
-#: Greatest integer that all that reads a configuration tells from its neighbours.
+#: Greatest integer that every reader of a configuration can tell from its neighbours.
 LARGEST = 2**53
 _SEED = 2**32 - 1
 
 
 @dataclass(frozen=True)
 class Range:
-    """An interval, and perhaps one number outside that means something of its own.
+    """An interval, and possibly one number outside it with a meaning of its own.
 
     Attributes:
         low, high: Bounds; None for none.
-        above, below: The bound itself is outside.
-        also: A number outside that is allowed, and what it stands for.
+        above, below: Whether the bound itself is excluded.
+        also: A number outside the interval that is allowed, and what it stands for.
     """
 
     low: float | None = None
@@ -39,7 +39,7 @@ class Range:
         return self.high is None or number < self.high or (number == self.high and not self.below)
 
     def rule(self) -> str:
-        """What must hold, in words."""
+        """The rule in words, for messages."""
         return f"it must {self._words()}{'' if self.also is None else f', or {self.also[0]:g} for {self.also[1]}'}"
 
     def _words(self) -> str:
@@ -55,7 +55,7 @@ class Range:
         return f"be {'above' if self.above else 'at least'} {_plain(self.low or 0)}"
 
     def short(self) -> str:
-        """The same for a table: `(0, 10]`; empty where all is allowed."""
+        """The range as an interval, for a table: `(0, 10]`; empty if everything is allowed."""
         if self.low is None and self.high is None:
             return ""
         low = "-∞" if self.low is None else _plain(self.low)
@@ -83,7 +83,7 @@ RANGES: dict[str, Range] = {
     "cluster.num_nodes": COUNT,
     "cluster.cpus_per_node": COUNT,
     "cluster.accelerators_per_node": NOT_NEGATIVE,
-    "cluster.signal_lead_s": Range(1, 65535),  # what Slurm takes for --signal
+    "cluster.signal_lead_s": Range(1, 65535),  # what Slurm accepts for --signal
     "cluster.node_groups[].num_nodes": COUNT,
     "cluster.node_groups[].cpus_per_node": COUNT,
     "cluster.node_groups[].accelerators_per_node": NOT_NEGATIVE,
@@ -114,10 +114,10 @@ RANGES: dict[str, Range] = {
 
 
 def check_ranges(cfg: Any, ranges: Mapping[str, Range], fail: Fail) -> None:
-    """Whether every number lies in its range; null is in none, and allowed where the schema allows it.
+    """Refuses numbers outside their ranges; null is allowed where the schema allows it.
 
     Raises:
-        ConfigError: The first that does not.
+        ConfigError: Names the first number outside its range.
     """
     for key, allowed in ranges.items():
         for place, found in _found(cfg, key):
@@ -127,7 +127,7 @@ def check_ranges(cfg: Any, ranges: Mapping[str, Range], fail: Fail) -> None:
 
 
 def _found(cfg: Any, key: str) -> Iterator[tuple[str, Any]]:
-    """What stands at a key; at `list[].name` that of each element."""
+    """The values at a key; for `list[].name`, those of all elements."""
     section, each, name = key.partition("[].")
     if not each:
         yield key, OmegaConf.select(cfg, key)

@@ -1,4 +1,4 @@
-"""The reference of all configuration keys, as a page in Markdown."""
+"""The reference of all configuration keys, as a Markdown page."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class _Row(NamedTuple):
 
 
 def _docs(cls: type) -> dict[str, str]:
-    """The string under each field, those of its bases included."""
+    """The docstring under each field, including those of base classes."""
     docs: dict[str, str] = {}
     for base in reversed(cls.__mro__):
         if not dataclasses.is_dataclass(base):
@@ -78,7 +78,7 @@ def _sections(cls: type, prefix: str, ranges: Mapping[str, Range]) -> dict[str, 
 
 
 def render(kinds: Mapping[str, tuple[type, Mapping[str, Range]]]) -> str:
-    """The page.
+    """Renders the page.
 
     Args:
         kinds: Name of each kind of run → its configuration's dataclass, and what its numbers may be.

@@ -1,4 +1,4 @@
-"""What the checks of a configuration have in common."""
+"""What checks of a configuration have in common."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Fail = Callable[[str, str], ConfigError]
 
 
 def check_choice(key: str, found: str, allowed: Iterable[str], fail: Fail) -> None:
-    """One of a few words, in any case.
+    """Refuses a value that is not one of a few words; case does not matter.
 
     Raises:
         ConfigError: It is another; names the nearest and all allowed ones.
@@ -21,7 +21,7 @@ def check_choice(key: str, found: str, allowed: Iterable[str], fail: Fail) -> No
 
 
 def check_name(key: str, found: str, allowed: Iterable[str], fail: Fail) -> None:
-    """The same for names of the user's own, where capitals count.
+    """The same for names that the user has chosen, where case matters.
 
     Raises:
         ConfigError: It is another; names the nearest and all allowed ones.

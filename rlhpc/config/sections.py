@@ -12,13 +12,13 @@ from rlhpc.runtime.cluster_config import ClusterConfig
 
 @dataclass
 class LoggerConfig:
-    """Where metrics go."""
+    """Where metrics go, besides `metrics.jsonl`."""
 
     logger_backends: list[str] = field(default_factory=lambda: ["jsonl", "tensorboard"])
     """`jsonl` (always written), `tensorboard`, `wandb`, `mlflow`, `swanlab`, `trackio`, the name of an entry point of group
     `rlhpc.loggers`, or `module:Class`."""
     kwargs: dict[str, Any] = field(default_factory=dict)
-    """Logger → what it is built with, such as `{wandb: {project: cartpole, mode: offline}}`."""
+    """Logger → its arguments, such as `{wandb: {project: cartpole, mode: offline}}`."""
 
 
 @dataclass
@@ -29,38 +29,38 @@ class RunnerConfig:
     """Which runner: `embodied`, `off_policy` (SAC), `bc` (an embodied policy from demonstrations), `reasoning` (language
     models on verifiable tasks) or `sft`."""
     name: str = MISSING
-    """Name of the run; its folder is `run_dir/name`."""
+    """Name of the run, whose folder is `run_dir/name`."""
     run_dir: str = "runs"
-    """Folder of all runs."""
+    """Folder in which runs have their folders."""
     seed: int = 1
     """Seed of everything that is random."""
     max_steps: int = -1
     """Training steps (one rollout and update each); -1 takes `max_epochs`."""
     max_epochs: int = 1
-    """Training steps where `max_steps` is -1."""
+    """Training steps if `max_steps` is -1."""
     save_interval: int = -1
-    """Steps between checkpoints; -1 saves at the end of each segment only."""
+    """Steps between checkpoints; -1 saves only at the end of each segment."""
     keep_checkpoints: int = 3
-    """Checkpoints kept, besides those that end a segment; 0 keeps all."""
+    """How many of the newest checkpoints are kept, besides those that end a segment; 0 keeps all."""
     resume_dir: str | None = None
-    """null starts fresh, `auto` takes the newest sound checkpoint of the run, a path takes that one."""
+    """null starts fresh, `auto` takes the run's newest intact checkpoint, and a path takes that one."""
     segments: int = 1
-    """Jobs that the run is cut into; each starts from the last checkpoint of the one before."""
+    """Number of jobs that the run is cut into; each starts from the last checkpoint of the previous one."""
     max_restarts: int = 2
     """Restarts of a submitted run after a rank, a step, a node or the driver was killed, in a row without a new
     checkpoint in between, before it gives up."""
     on_nonfinite: str = "stop"
-    """What follows a number that is not finite (in an observation, a reward, a log-probability, a loss or a gradient): `stop`
+    """What to do if a number is not finite (in an observation, a reward, a log-probability, a loss or a gradient): `stop`
     ends the run and says where it came from; `skip` leaves out those samples, or that optimizer step, and counts them, but
     ends the run after ten steps in a row. Neither commits weights that are not finite."""
     save_reserve_s: float = 60.0
     """Least time kept for a last save before the job's walltime ends; more where earlier saves took more than half of it."""
     rendezvous_timeout_s: float = 300.0
-    """Seconds in which all processes of a group must have arrived."""
+    """Seconds within which all processes of a group must have started."""
     step_timeout_s: float = 1800.0
     """Seconds after which any wait within a step gives up."""
     logger: LoggerConfig = field(default_factory=LoggerConfig)
-    """Metric backends."""
+    """Where metrics go."""
 
 
 @dataclass
@@ -70,9 +70,9 @@ class LoraConfig:
     rank: int = 0
     """Rank of the adapters; 0 trains all weights."""
     alpha: int = 16
-    """Scale."""
+    """Scale of the adapters: their output is multiplied by `alpha / rank`."""
     dropout: float = 0.0
-    """Of the adapters' input."""
+    """Dropout on the adapters' input."""
     target_modules: Any = "all-linear"
     """Modules that get an adapter: a list of names, or `all-linear`."""
 
@@ -94,7 +94,7 @@ class DeepspeedConfig:
     zero_stage: int = 2
     """1, 2 or 3."""
     cpu_offload: bool = False
-    """Optimizer (and with stage 3 parameters) on the host."""
+    """Keeps the optimizer (with stage 3 also the parameters) on the host."""
     config: dict[str, Any] = field(default_factory=dict)
     """Further keys of DeepSpeed's own configuration; those that rlhpc sets itself are refused."""
 
@@ -112,7 +112,7 @@ class OptimConfig:
     adam_beta2: float = 0.999
     """Decay of the second moment."""
     adam_eps: float = 1.0e-5
-    """Term in the denominator."""
+    """Added to the denominator, for numerical stability."""
     weight_decay: float = 0.0
     """Weight decay (decoupled with adamw)."""
     clip_grad: float | None = 0.5
@@ -121,7 +121,7 @@ class OptimConfig:
 
 @dataclass
 class JobConfig:
-    """What the Slurm jobs of a rule beside training ask for."""
+    """What a workflow rule's Slurm jobs ask for, other than training."""
 
     partition: str | None = II("cluster.partition")
     """Slurm partition."""
@@ -134,7 +134,7 @@ class JobConfig:
     gres: str | None = None
     """Slurm generic resources, such as `gpu:1`; evaluation takes the accelerator it is given."""
     cpus: int = 1
-    """Cores."""
+    """Number of cores."""
     mem: str = "4G"
     """Memory, as Slurm writes it."""
     time: str = "01:00:00"
@@ -148,11 +148,11 @@ class WorkflowConfig:
     eval_suites: list[str] = field(default_factory=lambda: ["default"])
     """Evaluation suites; each checkpoint is evaluated on every one."""
     suites: dict[str, list[str]] = field(default_factory=dict)
-    """What a suite of an embodied run changes in the configuration, by its name, as `key=value`: another task, other seeds."""
+    """Suite → what it changes in an embodied run's configuration, as `key=value`: another task, other seeds."""
     eval_job: JobConfig = field(default_factory=JobConfig)
-    """Of an evaluation."""
+    """What the jobs of evaluations ask for."""
     convert_job: JobConfig = field(default_factory=lambda: JobConfig(mem="8G"))
-    """Of an export."""
+    """What the jobs of exports ask for."""
 
 
 @dataclass
@@ -160,8 +160,8 @@ class RunConfig:
     """What every run has; a kind of run adds its own sections."""
 
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
-    """Machines, and which component runs where."""
+    """The machines of the run, and which component runs where."""
     runner: RunnerConfig = field(default_factory=RunnerConfig)
-    """The loop."""
+    """The loop: how long it goes on, and what is saved."""
     workflow: WorkflowConfig = field(default_factory=WorkflowConfig)
     """What the Snakemake rules do with a run."""

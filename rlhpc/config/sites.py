@@ -1,4 +1,4 @@
-"""Site files: what one cluster fills in of a configuration."""
+"""Site files: the values that a cluster fills in for configurations."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from rlhpc.runtime.shown import shown
 
 @dataclass
 class SiteJobs:
-    """What a site says of the jobs beside training."""
+    """What a site says about jobs other than training."""
 
     eval_job: JobConfig = field(default_factory=JobConfig)
     convert_job: JobConfig = field(default_factory=lambda: JobConfig(mem="8G"))
@@ -30,7 +30,7 @@ class SiteJobs:
 
 @dataclass
 class SiteConfig:
-    """What a site file has."""
+    """The sections of a site file."""
 
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
     workflow: SiteJobs = field(default_factory=SiteJobs)
@@ -48,7 +48,7 @@ def find_site(name: str) -> Path:
     """The site file of a cluster.
 
     Raises:
-        ConfigError: There is none of that name; says which there are.
+        ConfigError: There is no site of that name; lists those there are.
     """
     given = Path(name).expanduser()
     if given.suffix in (".yaml", ".yml") or len(given.parts) > 1:
@@ -70,14 +70,14 @@ def load_site(name: str) -> DictConfig:
     """The section `cluster` of a site file, typed.
 
     Raises:
-        ConfigError: There is no such site, or it has what no site file has.
+        ConfigError: There is no such site, or its file has a key that site files cannot have.
     """
     cluster: DictConfig = _read_site(find_site(name)).cfg.cluster
     return cluster
 
 
 def _read_site(path: Path) -> Layers:
-    """A site file on the defaults."""
+    """A site file, merged onto the defaults."""
     layers = Layers(Schema(SiteConfig))
     for source, content in read_files(path):
         stray = [key for key in content if key not in ("cluster", "workflow")]
@@ -97,10 +97,10 @@ def _read_site(path: Path) -> Layers:
 
 
 def apply_site(layers: Layers, path: Path) -> None:
-    """Fills what a configuration left open; groups that it does not have are left out.
+    """Fills in what a configuration leaves open; the site's groups that the configuration does not have are ignored.
 
     Raises:
-        ConfigError: The site file has what no site file has.
+        ConfigError: The site file has a key that site files cannot have.
     """
     site, cfg = _read_site(path), layers.cfg
     for key, source in site.sources.items():

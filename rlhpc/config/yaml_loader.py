@@ -1,4 +1,4 @@
-"""YAML as configurations are written in it."""
+"""The YAML that configurations are written in."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whether a configuration still is that of the run whose name it has: what may change under a name, and what may not.
+"""Whether a configuration still describes the run whose name it has: what may change under a name, and what may not.
 
 Three kinds of keys. Those of evaluation change what the evaluation rules do, and nothing else. Those of the machine, of how
 long the run is and of how its work is cut into pieces are free: a run is continued on other nodes, or made longer. All
@@ -36,7 +36,7 @@ _SHOWN = 6
 
 
 class Change(NamedTuple):
-    """A key with two values."""
+    """A key with its values before and after."""
 
     key: str
     before: Any
@@ -60,7 +60,7 @@ def _leaves(content: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str,
 
 def _plain(cfg: RunConfig | Mapping[str, Any]) -> dict[str, Any]:
     content = plain(cfg)
-    # As a file would give it back, so that a tuple or a number that YAML writes otherwise is no difference.
+    # As read back from a file, so that a tuple, or a number that YAML writes differently, does not count as a difference.
     return dict(_leaves(yaml.safe_load(json.dumps(content, default=str))))
 
 
@@ -71,9 +71,9 @@ def _is(key: str, names: tuple[str, ...]) -> bool:
 
 
 def training_changes(before: RunConfig | Mapping[str, Any], after: RunConfig | Mapping[str, Any]) -> list[Change]:
-    """What makes `after` another run than `before`.
+    """The changes that make `after` a different run from `before`.
 
-    A key that one side does not have is none: it came or went with a version of rlhpc.
+    A key that only one side has does not count: it came or went with a version of rlhpc.
     """
     old, new = _plain(before), _plain(after)
     kind = find_kind(new.get("runner.task_type"))
@@ -83,7 +83,7 @@ def training_changes(before: RunConfig | Mapping[str, Any], after: RunConfig | M
         if key in new
         and old[key] != new[key]
         and not (_is_free(key, kind) or _is_evaluations(key, kind))
-        # A file keeps what comes from the environment as `${oc.env:…}`: what that was then, nobody knows.
+        # A file keeps values from the environment as `${oc.env:…}`: what they were then is unknown.
         and "${" not in str(old[key])
     ]
 
@@ -97,13 +97,13 @@ def _is_evaluations(key: str, kind: Kind) -> bool:
 
 
 def training_fingerprint(cfg: RunConfig) -> str:
-    """Of all that says what is trained."""
+    """Fingerprint of everything that determines what is trained."""
     kind = kind_of(cfg)
     return _digest({k: v for k, v in _plain(cfg).items() if not (_is_free(k, kind) or _is_evaluations(k, kind))})
 
 
 def evaluation_fingerprint(cfg: RunConfig) -> str:
-    """Of all that says how a checkpoint is evaluated, beside the policy itself."""
+    """Fingerprint of everything but the policy that determines how a checkpoint is evaluated."""
     kind = kind_of(cfg)
     return _digest({k: v for k, v in _plain(cfg).items() if _is_evaluations(k, kind)})
 
@@ -116,10 +116,10 @@ def require_same_run(saved: Path, cfg: RunConfig, *, what: str, way_out: str) ->
     """Refuses a configuration that is not that of the run.
 
     Args:
-        saved: The configuration that the run has; where there is none, everything is right.
+        saved: The file with the run's configuration; without one, everything is accepted.
         cfg: The configuration at hand.
-        what: What the saved one is of, as the message begins.
-        way_out: What the user can do instead of giving the old values, as the message ends.
+        what: What the saved configuration belongs to, to begin the message with.
+        way_out: What the user can do other than give the old values, to end the message with.
 
     Raises:
         ConfigError: Names the keys that differ, with both values.

@@ -1,4 +1,4 @@
-"""Checks that no type can express, of what all kinds of run have: ranges, names, placement. Nothing here writes."""
+"""Checks beyond types, of what all kinds of run have in common: ranges, names, placement. Nothing here writes."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def validate(
         cfg: The configuration.
         source: Where it comes from, for messages.
         sources: Key → the file or override that set it, where that is known.
-        training: Also what only training needs: batches, placement, run folder.
+        training: Also check what only training needs: batches, placement, run folder.
 
     Raises:
         ConfigError: The first rule that is broken: key, value, what is allowed.
@@ -73,7 +73,7 @@ def validate(
 
 
 def _loggers(cfg: RunConfig) -> None:
-    """Their names, packages and arguments."""
+    """Checks the loggers' names, packages and arguments."""
     from rlhpc.metrics.loggers import check_loggers
 
     check_loggers(cfg.runner.logger.logger_backends, plain(cfg.runner.logger.kwargs))
@@ -89,7 +89,7 @@ def _numbers(cfg: Cfg, kind: Kind[Cfg], fail: Fail) -> None:
 
 
 def _leaves(tree: Any, prefix: str = "") -> Iterable[tuple[str, Any]]:
-    """Scalars by dotted key; the elements of a list under the list's key."""
+    """Scalars by dotted key; the elements of a list have the list's key."""
     if isinstance(tree, dict):
         for key, below in tree.items():
             yield from _leaves(below, f"{prefix}.{key}" if prefix else str(key))
@@ -120,13 +120,13 @@ def _runner(cfg: RunConfig, fail: Fail) -> None:
 
 
 def _writable(folder: Path, fail: Fail) -> None:
-    """Whether the run folder could be made and holds a little more; looks only."""
+    """Refuses a run folder that could not be made, or has no room; writes nothing."""
     if reason := unwritable(folder):
         raise fail("runner.run_dir", f"{reason}; choose another with runner.run_dir=…")
 
 
 def _node_groups(cfg: RunConfig, fail: Fail) -> None:
-    """What goes into a job's directives: walltimes, and words that stay on their line."""
+    """Checks what goes into a job's directives: walltimes, and words that stay on one line."""
     for index, group in enumerate(cfg.cluster.node_groups):
         _directives(mapping(group), f"cluster.node_groups[{index}]", fail)
 
@@ -138,7 +138,7 @@ def _directives(section: DictConfig, at: str, fail: Fail) -> None:
 
 
 def _placement(cfg: Cfg, kind: Kind[Cfg]) -> None:
-    """The placement on the machines that the configuration asks for: all rules, before anything starts."""
+    """Checks all rules of placement, on the machines that the configuration asks for."""
     from rlhpc.runtime.allocation import in_slurm_job
     from rlhpc.runtime.cluster import Cluster
     from rlhpc.runtime.placement import HybridComponentPlacement
@@ -149,7 +149,7 @@ def _placement(cfg: Cfg, kind: Kind[Cfg]) -> None:
     except PlacementError as error:
         if not in_slurm_job(os.environ):
             raise
-        try:  # accelerators that the configuration leaves open are those of the job
+        try:  # if the configuration leaves the accelerators open, the job's count
             cluster = Cluster(cfg.cluster)
             placement = HybridComponentPlacement(cfg, cluster)
         except (ConfigError, PlacementError):

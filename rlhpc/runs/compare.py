@@ -23,7 +23,7 @@ from rlhpc.runtime.durable import replace_durably
 from rlhpc.runtime.errors import RlhpcError
 from rlhpc.runtime.storage import unwritten
 
-#: Points of a curve that several seeds are brought to.
+#: Number of points to which the curves of several seeds are interpolated.
 _GRID = 120
 _SEED = re.compile(r"[-_.]?(?:seed|s)?[-_.]?\d+$", re.IGNORECASE)
 Curve = tuple[list[float], list[float]]
@@ -36,7 +36,7 @@ class Run:
     Attributes:
         paths: Its folder.
         rows: Its metrics.
-        evaluations: Of the suite that is compared.
+        evaluations: Its evaluations on the suite that is compared.
     """
 
     paths: RunPaths
@@ -93,7 +93,7 @@ def spread(curves: Sequence[Curve]) -> tuple[list[float], list[float], list[floa
         x, y = curves[0]
         return list(x), list(y), [], []
     start, end = max(x[0] for x, _ in curves), min(x[-1] for x, _ in curves)
-    if end <= start:  # nothing in common, such as one evaluation each: how each of them ended
+    if end <= start:  # no common range, such as one evaluation each: show how each run ended
         x, y = ([curve[i][-1] for curve in curves] for i in (0, 1))
         return [statistics.fmean(x)], [statistics.fmean(y)], [min(y)], [max(y)]
     grid = np.unique(np.linspace(start, end, min(_GRID, max(len(x) for x, _ in curves))))
@@ -102,7 +102,7 @@ def spread(curves: Sequence[Curve]) -> tuple[list[float], list[float], list[floa
 
 
 def _chart(groups: Mapping[str, list[Run]], title: str, y_label: str, x: tuple[str, str, float], get: Any) -> str:
-    """One metric of all groups against one axis; "" where nobody has it."""
+    """One metric of all groups against one axis; "" if no run has it."""
     against, x_label, scale = x
     lines = []
     for color, (label, runs) in enumerate(groups.items()):
@@ -179,7 +179,7 @@ def _end(run: Run, name: str) -> float | None:
 
 
 def _over(values: Sequence[float | None], show: Any) -> str:
-    """Mean, and lowest and highest where they differ."""
+    """Mean, with the lowest and highest if they differ."""
     known = [value for value in values if value is not None]
     if not known:
         return "–"

@@ -57,7 +57,7 @@ def load_config(
 
 
 def _check_suites(layers: Layers, source: str) -> None:
-    """What each suite changes, as its evaluation will read it: said now and not after the training."""
+    """Checks what each suite changes, as its evaluation will read it: better now than after training."""
     for name, changes in typed(RunConfig, layers.cfg).workflow.suites.items():
         own = layers.copy()
         try:

@@ -19,16 +19,16 @@ _ONE_THREAD = 250_000
 
 
 def own_device(worker: Worker) -> torch.device:
-    """The rank's first accelerator, or the CPU where it was granted none.
+    """The rank's first accelerator, or the CPU if it was granted none.
 
     Raises:
-        ConfigError: It was granted one that torch cannot use.
+        ConfigError: It was granted an accelerator that torch cannot use.
     """
     return torch.device(torch_device(worker.accelerators))
 
 
 def seed_process(seed: int, role: str, rank: int) -> None:
-    """Seeds the process's global generators, for whatever uses them in an environment or a model from outside."""
+    """Seeds the process's global generators, for environments and models from outside that use them."""
     words = np.random.SeedSequence([seed, zlib.crc32(role.encode()), rank]).generate_state(3)
     random.seed(int(words[0]))
     np.random.seed(int(words[1]))
@@ -48,7 +48,7 @@ def limit_threads(module: nn.Module, device: torch.device) -> None:
 
 
 def to_tensors(obs: Any, device: torch.device) -> Any:
-    """An array as a tensor on the device, or a dict of arrays as a dict of tensors; memory is shared where it can be."""
+    """An array as a tensor on the device, or a dict of arrays as a dict of tensors; memory is shared if possible."""
     if isinstance(obs, dict):
         return {key: to_tensors(part, device) for key, part in obs.items()}
     return torch.from_numpy(np.ascontiguousarray(obs)).to(device)

@@ -29,7 +29,7 @@ _STATUS_EVERY_S = 2.0
 
 
 def note(text: str) -> None:
-    """Tells the person at the terminal something that is no error."""
+    """Prints a note for the person at the terminal that is not an error."""
     print(f"rlhpc: {text}", file=sys.stderr, flush=True)
 
 
@@ -43,7 +43,7 @@ class RunFolder:
         end_step: Step at which this start ends.
         total: Steps of the whole run.
         resume: Where it continues.
-        foreign: It continues from a checkpoint of another run.
+        foreign: Whether it continues from another run's checkpoint.
         marks: Unix times at which stages of the start were reached.
     """
 
@@ -64,7 +64,7 @@ class RunFolder:
         Args:
             cfg: The configuration.
             segment: Which of `runner.segments`; None for the whole run.
-            resume_with: The run is continued even with another configuration than it had.
+            resume_with: Continue the run even if its configuration has changed.
 
         Raises:
             ConfigError: The folder has checkpoints and nobody said what to do with them, or they are of another configuration,
@@ -85,7 +85,7 @@ class RunFolder:
         asked = cfg.runner.resume_dir
         have = [path for _, path in paths.checkpoint_steps() if (path / "COMPLETE").is_file()]
         if segment is not None and (asked is None or have):
-            asked = "auto"  # a segment started again continues what it did before
+            asked = "auto"  # a restarted segment continues from where it was
         if asked is None and have:
             raise ConfigError(
                 f"{paths.root} has checkpoints already (newest: {have[-1].name}). To continue them pass "
@@ -105,7 +105,7 @@ class RunFolder:
         return cls(paths, segment, end, total, resume, foreign)
 
     def open(self, cfg: RunConfig) -> None:
-        """Creates the folder and writes config.yaml and provenance.json; called once a start.
+        """Creates the folder and writes config.yaml and provenance.json; called once per start.
 
         Raises:
             ConfigError: It cannot be written.
@@ -124,11 +124,11 @@ class RunFolder:
         write_provenance(self.paths, cfg, [*sys.orig_argv])
 
     def mark(self, name: str) -> None:
-        """Notes the time of a stage of the start, the first time that it is reached."""
+        """Records the time at which a stage of the start is first reached."""
         self.marks.setdefault(name, time.time())
 
     def write_marks(self, registry: Path) -> None:
-        """Leaves `timeline.json` in the generation's folder: how long this start took, and where."""
+        """Writes `timeline.json` to the generation's folder: how long each stage of this start took."""
         self._write(
             registry / "timeline.json", json.dumps({"driver": self.started, **self.marks}).encode() + b"\n", "times"
         )
@@ -185,7 +185,7 @@ class RunFolder:
         return record
 
     def _write(self, path: Path, data: bytes, what: str) -> None:
-        """Replaces a file of a run folder that is still there: one that somebody removed is not made again."""
+        """Replaces a file in the run folder, but does not recreate a folder that somebody removed."""
         try:
             if not self.paths.root.is_dir():
                 raise StaleGeneration(f"the run folder {self.paths.root} was removed while the run went on: it ends")
@@ -195,12 +195,12 @@ class RunFolder:
 
 
 def read_segment_done(paths: RunPaths, segment: int) -> dict[str, Any] | None:
-    """What a finished segment left; None when it is not finished."""
+    """What a finished segment wrote; None if the segment is not finished."""
     return read_json(paths.segment_done(segment))
 
 
 def keep_traceback(folder: RunFolder, error: BaseException) -> None:
-    """Leaves the traceback of an error that nobody has foreseen in the driver's log; the error's note says where."""
+    """Writes the traceback of an unforeseen error to the driver's log; a note on the error says where."""
     if isinstance(error, (RlhpcError, KeyboardInterrupt, SystemExit)):
         return
     path = folder.paths.segment_logs(folder.segment or 0) / "driver.err"
@@ -214,7 +214,7 @@ def keep_traceback(folder: RunFolder, error: BaseException) -> None:
 
 
 def fail_status(folder: RunFolder, step: int, error: BaseException) -> None:
-    """Leaves the reason of a failure in status.json, as far as the folder can be written."""
+    """Writes the reason for a failure to status.json, if the folder can be written."""
     try:
         if folder.paths.root.is_dir():
             ours = error if isinstance(error, RlhpcError) else None

@@ -1,6 +1,6 @@
-"""What a kind of run is: one object, which command line, workflow, report and checks ask.
+"""What a kind of run is: one object that the command line, the workflow, the report and the checks ask.
 
-`runner.task_type` names it. Those that come with rlhpc are in its two wings; another one is an entry point of group
+`runner.task_type` names it. The two wings have those that come with rlhpc; others are entry points of group
 `rlhpc.kinds`, or `module:NAME`.
 """
 
@@ -49,8 +49,8 @@ class Preparation:
 
     Attributes:
         sft: Configuration of a run that comes first, relative to this run's; and what is changed in it.
-        demos: Where an expert's episodes are recorded to, who the expert is, and how many episodes.
-        evaluates_start: The model is evaluated before training, too, as step 0.
+        demos: The file for an expert's episodes, the expert, and how many episodes to record.
+        evaluates_start: Whether the model is also evaluated before training, as step 0.
     """
 
     sft: tuple[str, list[str]] | None = None
@@ -65,8 +65,8 @@ class Exporting:
     Attributes:
         licence: SPDX identifier for the model card.
         adapter_only: With LoRA: the adapter alone.
-        base: With LoRA: where the adapted model is now.
-        dtype: Of the weights written; None as they were trained.
+        base: With LoRA: where the adapted model is now, if it has moved.
+        dtype: Of the written weights; None keeps that of training.
         trust_code: Import what the checkpoint names as `module:Class`.
     """
 
@@ -88,7 +88,7 @@ class Parts:
         evaluation: Plot and table of the evaluations.
         times: Curves of time.
         evaluated: Step → what its first evaluation says, for the table of checkpoints.
-        trained: Metric that the table of checkpoints shows, and its title.
+        trained: The metric that the table of checkpoints shows, and its title.
     """
 
     subject: str
@@ -105,19 +105,19 @@ class Kind(Generic[Cfg]):
     """A kind of run. Nothing here is heavy: methods import what they need.
 
     Attributes:
-        name: As `runner.task_type` has it.
+        name: Its name in `runner.task_type`.
         config: Its configuration's dataclass.
         roles: Group → its worker class, as `module:Class`.
-        runner: What drives them, as `module:Class`; called with the groups by name.
+        runner: Class of the loop that drives them, as `module:Class`; called with the configuration and the groups by name.
         preload: Modules that the fork server imports.
         curves: Curves that its report always has, file name → title.
-        compared: Metrics that runs are compared by: name, title, axis; `eval/` begins those of evaluations.
-        ranges: What its numbers may be.
-        choices: Words that keys may have.
+        compared: Metrics by which runs are compared: name, title, axis; those of evaluations begin with `eval/`.
+        ranges: Key → the range of its number.
+        choices: Key → the words it may have.
         evaluation: Keys, or sections (with a dot at the end), that change what evaluations do, and nothing else.
         free: Those of the machine and of how the work is cut into pieces: a run goes on with others.
-        expendable: Groups that may be lost and started again in a submitted run.
-        independent: Those of them whose ranks have no collectives among themselves: one that dies starts again alone.
+        expendable: Groups that may be lost and restarted in a submitted run.
+        independent: Those of them whose ranks have no collectives among themselves: one that dies is restarted alone.
     """
 
     name: str
@@ -136,11 +136,11 @@ class Kind(Generic[Cfg]):
 
     @functools.cached_property
     def schema(self) -> Schema:
-        """Its keys."""
+        """The keys of its configuration."""
         return Schema(self.config, self.name)
 
     def whose(self, key: str) -> str:
-        """What is said of a key that another kind of run has; empty where none has it."""
+        """The complaint about a key that another kind of run has; empty if none has it."""
         owners = [kind.name for kind in all_kinds() if kind.name != self.name and key in kind.schema]
         if not owners:
             return ""
@@ -150,17 +150,17 @@ class Kind(Generic[Cfg]):
     # -- configuration --------------------------------------------------------------------------------------------
 
     def missing(self, cfg: Cfg) -> list[str]:
-        """Keys that must be set, and are not."""
+        """Required keys that are not set."""
         del cfg
         return []
 
     def check(self, cfg: Cfg, fail: Fail, *, training: bool) -> None:
-        """Refuses names and combinations that cannot be; imports no torch, and writes nothing.
+        """Refuses names and combinations that cannot work; imports no torch, and writes nothing.
 
         Args:
             cfg: The configuration.
             fail: Makes the error for a key and the rule that it breaks.
-            training: Also what only training needs.
+            training: Also check what only training needs.
 
         Raises:
             ConfigError: The first rule that is broken.
@@ -171,19 +171,19 @@ class Kind(Generic[Cfg]):
 
         Args:
             cfg: The configuration.
-            processes: Of each group.
-            accelerators: That each process of a group has.
+            processes: Number of processes of each group.
+            accelerators: Number of accelerators of each process of a group.
 
         Raises:
             ConfigError, PlacementError: Names the component and the numbers.
         """
 
     def check_start(self, cfg: Cfg, ranks: Mapping[str, int]) -> None:
-        """Refuses what would fail after the start: what cannot be built or read.
+        """Refuses what would fail after the start, because it cannot be built or read.
 
         Args:
             cfg: The configuration, as `prepare` gave it.
-            ranks: Processes of each group.
+            ranks: Number of processes of each group.
 
         Raises:
             ConfigError, CheckpointError: Names the key.
@@ -200,17 +200,17 @@ class Kind(Generic[Cfg]):
         return cfg
 
     def differences(self, cfg: Cfg, checkpoint: Path) -> list[str]:
-        """In what a checkpoint of this kind is not of this run: keys with what is there and what is here."""
+        """How a checkpoint of this kind differs from this run: keys with its value there and here."""
         del cfg, checkpoint
         return []
 
-    #: What one can do with a checkpoint that cannot be resumed from, as the end of a message.
+    #: The end of a message: what can be done with a checkpoint from which this run cannot resume.
     other_start = ""
 
     # -- workflow -------------------------------------------------------------------------------------------------
 
     def preparation(self, cfg: Cfg) -> Preparation:
-        """What comes before training."""
+        """What the workflow does before training."""
         del cfg
         return Preparation()
 
@@ -220,7 +220,7 @@ class Kind(Generic[Cfg]):
         return 0, False
 
     def goal(self, cfg: Cfg) -> Any:
-        """What ends a segment before its planned step; None where nothing does."""
+        """What can end a segment before its planned step; None if nothing can."""
         del cfg
         return None
 
@@ -236,7 +236,7 @@ class Kind(Generic[Cfg]):
             checkpoint: Its folder.
             suite: Name of the evaluation.
             episodes: How many; None for what the configuration says.
-            output: Where the result goes; None for nowhere.
+            output: Where the result is written; None writes nothing.
             trust_code: Import what the checkpoint names as `module:Class`.
 
         Returns:
@@ -269,7 +269,7 @@ class Kind(Generic[Cfg]):
         return {}
 
     def parts(self, paths: RunPaths, rows: Rows, *, linked: bool) -> Parts:
-        """Its parts of the report.
+        """The parts of the report that are this kind's own.
 
         Args:
             paths: The run.
@@ -281,12 +281,12 @@ class Kind(Generic[Cfg]):
 
 
 def kind_names() -> list[str]:
-    """All names that `runner.task_type` may have, but for `module:NAME`."""
+    """All names that `runner.task_type` may have, apart from `module:NAME`."""
     return [*_BUILT_IN, *sorted(entry.name.lower() for entry in entry_points(group=ENTRY_POINTS))]
 
 
 def all_kinds() -> list[Kind]:
-    """Those that have a name."""
+    """All kinds of run that have a name: built-in and from entry points."""
     return [find_kind(name) for name in kind_names()]
 
 
@@ -332,17 +332,17 @@ def _checked(found: Any, name: str, source: str) -> Kind[Any]:
 
 
 def kind_of(cfg: Cfg) -> Kind[Cfg]:
-    """The kind of a configuration."""
+    """The kind of run that a configuration is for."""
     return find_kind(cfg.runner.task_type)
 
 
 def kind_of_run(paths: RunPaths) -> Kind[Any]:
-    """The kind of a run, from its config.yaml; the default's where that cannot be read."""
+    """The kind of a run, from its config.yaml; the default kind if that cannot be read."""
     return _kind_of_file(paths.config) or find_kind()
 
 
 def kind_of_checkpoint(checkpoint: Path) -> Kind[Any]:
-    """The kind of the run that made a checkpoint, from its config.yaml; the default's where that cannot be read."""
+    """The kind of the run that made a checkpoint, from its config.yaml; the default kind if that cannot be read."""
     return _kind_of_file(checkpoint / "config.yaml") or find_kind()
 
 
@@ -356,12 +356,12 @@ def _kind_of_file(config: Path) -> Kind[Any] | None:
 
 
 def differing(cfg: RunConfig, saved: Mapping[str, Any], keys: Sequence[str]) -> list[str]:
-    """Keys whose value is another in a checkpoint than in a configuration, in words.
+    """Keys whose values differ between a checkpoint and a configuration, in words.
 
     Args:
         cfg: The configuration.
-        saved: Dotted key → value there; a key that is missing or None is not compared.
-        keys: Which.
+        saved: Dotted key → value in the checkpoint; a key that is missing or None is not compared.
+        keys: The keys to compare.
     """
     found = []
     for key in keys:
@@ -372,11 +372,11 @@ def differing(cfg: RunConfig, saved: Mapping[str, Any], keys: Sequence[str]) -> 
 
 
 def saved_values(path: Path, keys: Sequence[str] = ()) -> dict[str, Any]:
-    """Values of a JSON or YAML file that a checkpoint has, by dotted key; none where it cannot be read.
+    """Values from a JSON or YAML file of a checkpoint, by dotted key; empty if it cannot be read.
 
     Args:
         path: The file.
-        keys: Which; by default those at the top.
+        keys: The keys to read; by default those at the top level.
     """
     try:
         content = (read_json if path.suffix == ".json" else read_yaml)(path.read_bytes())

@@ -29,11 +29,11 @@ def write_curves(paths: RunPaths, out_dir: Path) -> list[Path]:
     """Write every curve of the run as a self-contained SVG file.
 
     Args:
-        paths: The run; curves without data say so.
-        out_dir: Made when missing.
+        paths: The run; a curve without data says so.
+        out_dir: Created if missing.
 
     Returns:
-        The files: those of `Kind.curves` always, others where something was logged.
+        The files: always those of `Kind.curves`, others if something was logged.
     """
     charts = kind_of_run(paths).charts(paths, read_metrics(paths.metrics))
     written = []
@@ -50,7 +50,7 @@ def write_curves(paths: RunPaths, out_dir: Path) -> list[Path]:
 def write_report(paths: RunPaths, output: Path | None = None) -> Path:
     """Write the report of a run, finished or not; pieces that are not there yet say so.
 
-    That of a language-model run has a second page, samples.html, where evaluations have left samples.
+    A language model's report has a second page, samples.html, if evaluations have left samples.
 
     Args:
         paths: The run.

@@ -1,4 +1,4 @@
-"""Whether a checkpoint is one that this configuration can go on from: asked before any process starts."""
+"""Whether this configuration can resume from a checkpoint: asked before any process starts."""
 
 from __future__ import annotations
 

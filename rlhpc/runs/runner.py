@@ -1,4 +1,4 @@
-"""Runner: what the loops have in common. The loop, the timers, the checkpoint cadence, the stop decision, and what happens
+"""Runner: what all loops have in common: the loop itself, timers, checkpoint cadence, the decision to stop, and what happens
 after a failure; a subclass says what one step is."""
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from rlhpc.runtime.errors import ChannelError, CheckpointError, RlhpcError, Step
 from rlhpc.runtime.plain import read_json
 from rlhpc.runtime.session import Session
 
-#: Steps over which the durations of steps and saves are judged.
+#: Number of recent steps and saves from which their durations are estimated.
 _RECENT = 100
 
 
@@ -46,8 +46,8 @@ class Runner(Generic[Cfg]):
     Attributes:
         step: Steps done.
         elapsed: Seconds of training so far, over all starts.
-        max_recoveries: How often the groups that may be lost are started again without a new checkpoint in between.
-        recoveries: How often they were.
+        max_recoveries: How often expendable groups are restarted without a new checkpoint in between.
+        recoveries: How often they have been restarted.
     """
 
     def __init__(
@@ -75,18 +75,18 @@ class Runner(Generic[Cfg]):
         raise NotImplementedError
 
     def begin(self) -> None:
-        """Before the first step of this start, and after a recovery."""
+        """Called before the first step of this start, and after a recovery."""
 
     def one_step(self) -> dict[str, float]:
         """Does step `self.step + 1` and counts it; returns its row of metrics, without `time/step_s` and `time/wall_s`."""
         raise NotImplementedError
 
     def state(self) -> dict[str, Any]:
-        """What the runner itself must know again after a restart, JSON-able."""
+        """What the runner itself must remember over a restart, as JSON values."""
         return {}
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """Inverse of `state`."""
+        """Takes back what `state` returned when the checkpoint was made."""
 
     def facts(self, row: dict[str, float]) -> dict[str, Any]:
         """What `rlhpc status` shows besides the step."""
@@ -97,21 +97,21 @@ class Runner(Generic[Cfg]):
         return {}
 
     def goal(self) -> str:
-        """The reason to stop, if what the run is for has been reached."""
+        """The reason to stop if the run has reached its goal; otherwise ""."""
         return ""
 
     def restored(self, answers: dict[str, list[Any]]) -> None:
-        """Looks at what the ranks' `load` returned, by role."""
+        """Checks what the ranks' `load` returned, by role."""
 
     def rebuild(self, gone: dict[str, list[int]]) -> None:
-        """After a failure: starts the ranks that are gone, by role, again and connects them."""
+        """After a failure: restarts the ranks that are gone, given by role, and connects them."""
         raise NotImplementedError
 
     def forget(self) -> None:
-        """Before a checkpoint is restored into a runner that has gone on since."""
+        """Drops what is newer than the checkpoint that is about to be restored."""
 
     def count_lost(self, ranks: int, before: dict[str, Any]) -> None:
-        """After a recovery: how many ranks had died, and what `state` was when they did."""
+        """After a recovery: counts what was lost, from the number of dead ranks and `state` at the time."""
 
     # -- start ----------------------------------------------------------------------------------------------------
 
@@ -128,7 +128,7 @@ class Runner(Generic[Cfg]):
         self.folder.mark("ready")
 
     def start_weights(self) -> str | None:
-        """Where a fresh run's first weights come from; None where they are made."""
+        """Where a fresh run's first weights come from; None if they are new."""
         return None
 
     def _start_from(self, path: str) -> None:
@@ -240,7 +240,7 @@ class Runner(Generic[Cfg]):
     # -- after a failure ------------------------------------------------------------------------------------------
 
     def _recover(self, error: RlhpcError) -> int:
-        """Starts the ranks that may be lost again and goes back to the newest checkpoint; the others live on.
+        """Restarts the expendable ranks and goes back to the newest checkpoint; the others stay alive.
 
         Returns:
             The step to go on from.
@@ -278,7 +278,7 @@ class Runner(Generic[Cfg]):
     # -- when to stop ---------------------------------------------------------------------------------------------
 
     def _check_walltime(self) -> None:
-        """Stops while there is still time to save, where the scheduler says when the job ends."""
+        """Requests a stop while there is still time to save, if the scheduler says when the job ends."""
         end = end_of_job()
         reserve = max(self.cfg.runner.save_reserve_s, 2 * _p95(self._saves_s))
         if end is not None and time.time() + _p95(self._steps_s) + reserve > end:
@@ -291,9 +291,9 @@ class Runner(Generic[Cfg]):
         return every > 0 and self.step % every == 0
 
     def _save(self, logger: MetricLogger) -> None:
-        """Commits the present step: first its rows, then its checkpoint."""
+        """Commits the current step: first its rows, then its checkpoint."""
         begin = time.perf_counter()
-        current().registry.check_current()  # a driver that another one has replaced commits nothing any more
+        current().registry.check_current()  # a driver that has been replaced by another commits nothing
         with CheckpointWriter(self.folder.paths, self.step) as writer:
             folder = str(writer.staging)
             for handle in [group.save(folder) for group in self.groups.values()]:
