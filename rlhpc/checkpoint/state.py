@@ -123,7 +123,7 @@ def rng_state() -> dict[str, Any]:
 
 
 def set_rng_state(state: Mapping[str, Any]) -> None:
-    """Inverse of `rng_state`. CUDA states beyond the devices that are visible now are left out."""
+    """Restores what `rng_state` returned. CUDA states beyond the devices that are visible now are left out."""
     version, internal, gauss = state["python"]
     random.setstate((version, tuple(internal), gauss))
     np.random.set_state(state["numpy"])

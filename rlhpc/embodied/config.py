@@ -57,7 +57,7 @@ class DemonstratedWorkflowConfig(EmbodiedWorkflowConfig):
     """Records demonstrations before training: the expert, as `module:function` or a checkpoint. They go where this run reads
     them (`demos.path`; off-policy: `algorithm.demo_buffer.load_path`), which then is one `.h5` file."""
     demos_episodes: int = 100
-    """How many."""
+    """Number of episodes that the expert records."""
 
 
 @dataclass

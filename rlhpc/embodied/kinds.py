@@ -87,7 +87,7 @@ class EmbodiedKind(Kind[Cfg]):
         return differing(cfg, there, [key for key in there if key in self.schema])
 
     def recording(self, cfg: Cfg) -> tuple[int, bool]:
-        """Of the last policy."""
+        """How many episodes of the last policy are recorded, and whether only successful ones."""
         return cfg.workflow.record_episodes, cfg.workflow.record_only_success
 
     def evaluate(
@@ -116,7 +116,7 @@ class EmbodiedKind(Kind[Cfg]):
         return all_curves(paths, rows, self.curves)
 
     def parts(self, paths: RunPaths, rows: Rows, *, linked: bool) -> Parts:
-        """Its parts of the report."""
+        """The parts of the report for runs with simulators."""
         from rlhpc.embodied.report import parts
 
         return parts(paths, rows, always=self.curves, linked=linked)

@@ -145,7 +145,7 @@ class LanguageKind(Kind[Cfg]):
         return all_curves(paths, rows, self.curves)
 
     def parts(self, paths: RunPaths, rows: Rows, *, linked: bool) -> Parts:
-        """Its parts of the report."""
+        """The parts of the report for language models."""
         from rlhpc.language.report import parts
 
         return parts(paths, rows, always=self.curves, trained=self.trained, rate=self.rate, linked=linked)

@@ -316,7 +316,7 @@ def _accelerators(
 
 
 def _length(spans: Iterable[tuple[float, float]]) -> float:
-    """Of the union of intervals."""
+    """Length of the union of intervals."""
     total, until = 0.0, float("-inf")
     for start, end in sorted(spans):
         total += max(0.0, end - max(start, until))

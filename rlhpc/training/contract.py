@@ -290,7 +290,7 @@ class TrainingBackend(abc.ABC):
             yield from self.blueprint.named_weights(self.module, self.full, without)
 
     def frozen_names(self) -> frozenset[str]:
-        """Which of them never change."""
+        """Names of the weights that never change."""
         return self.blueprint.frozen_names(self.module)
 
     @abc.abstractmethod
@@ -357,7 +357,7 @@ class TrainingBackend(abc.ABC):
 
     @abc.abstractmethod
     def reload(self) -> None:
-        """Inverse of `offload`."""
+        """Takes back what `offload` moved away."""
 
     @property
     def away(self) -> bool:

@@ -155,7 +155,7 @@ class FsdpBackend(TrainingBackend):
         return self._trained
 
     def evaluate(self, forward: Callable[[nn.Module, Given], Found], batch: Given) -> Found:
-        """See `TrainingBackend.evaluate`."""
+        """Runs the module without gradients (`TrainingBackend.evaluate`)."""
         found = super().evaluate(forward, batch)
         self._reshard()  # what stays gathered would be stale after the next update
         return found
@@ -200,11 +200,11 @@ class FsdpBackend(TrainingBackend):
         return norm
 
     def bad_gradients(self) -> list[str]:
-        """See `TrainingBackend.bad_gradients`."""
+        """Parameters whose gradients were not finite (`TrainingBackend.bad_gradients`)."""
         return sorted(set().union(*self.worker.all_gather_object(self._bad)))
 
     def full(self, tensor: torch.Tensor) -> torch.Tensor:
-        """See `TrainingBackend.full`."""
+        """Gathers the whole of a weight (`TrainingBackend.full`)."""
         if not isinstance(tensor, DTensor):
             return tensor
         # Gathering is the accelerator's work also where the shards lie on the host.
@@ -214,7 +214,7 @@ class FsdpBackend(TrainingBackend):
 
     @torch.no_grad()
     def replace_weights(self, tensors: dict[str, torch.Tensor]) -> None:
-        """See `TrainingBackend.replace_weights`; each rank takes its rows."""
+        """Replaces the module's weights (`TrainingBackend.replace_weights`); each rank takes its rows."""
         self._reshard()
         own = self.module.state_dict(keep_vars=True)
         if own.keys() != tensors.keys():
@@ -256,7 +256,7 @@ class FsdpBackend(TrainingBackend):
         self.worker.barrier()
 
     def load(self, folder: Path) -> None:
-        """See `TrainingBackend.load`; any number of ranks may have written it."""
+        """Restores what `save` wrote (`TrainingBackend.load`); any number of ranks may have written it."""
         folder = Path(folder)
         self.check_identity(folder)
         load_sharded(folder / SHARDS, self._state())
@@ -279,7 +279,7 @@ class FsdpBackend(TrainingBackend):
             torch.cuda.empty_cache()
 
     def reload(self) -> None:
-        """Inverse of `offload`."""
+        """Takes back what `offload` moved away."""
         self._move(self.home)
 
     def _move(self, device: torch.device) -> None:

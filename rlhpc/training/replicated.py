@@ -41,19 +41,19 @@ class ReplicatedBackend(TrainingBackend):
         self.flat.zero_grad()
 
     def optimizer_step(self, lr: float) -> torch.Tensor:
-        """See `TrainingBackend.optimizer_step`. The gradients stay until the next `forward_backward`."""
+        """Makes an optimizer step (`TrainingBackend.optimizer_step`). The gradients stay until the next `forward_backward`."""
         return self.flat.optimizer_step(lr)
 
     def refuses(self, norm: torch.Tensor) -> bool:
-        """See `TrainingBackend.refuses`."""
+        """Whether the step with this gradient norm was not taken (`TrainingBackend.refuses`)."""
         return self.flat.refuses(norm)
 
     def bad_gradients(self) -> list[str]:
-        """See `TrainingBackend.bad_gradients`."""
+        """Parameters whose gradients were not finite (`TrainingBackend.bad_gradients`)."""
         return self.flat.bad_gradients()
 
     def replace_weights(self, tensors: dict[str, torch.Tensor]) -> None:
-        """See `TrainingBackend.replace_weights`."""
+        """Replaces the module's weights (`TrainingBackend.replace_weights`)."""
         self.module.load_state_dict(tensors)
         if self.flat.mixed:
             self.flat.replace(tensors)
@@ -76,7 +76,7 @@ class ReplicatedBackend(TrainingBackend):
         self.worker.barrier()
 
     def load(self, folder: Path) -> None:
-        """See `TrainingBackend.load`."""
+        """Restores what `save` wrote (`TrainingBackend.load`)."""
         folder = Path(folder)
         self.check_identity(folder)
         if not self.blueprint.keeps_weights:
@@ -97,7 +97,7 @@ class ReplicatedBackend(TrainingBackend):
             torch.cuda.empty_cache()
 
     def reload(self) -> None:
-        """Inverse of `offload`."""
+        """Takes back what `offload` moved away."""
         self._move(self.device)
 
     def _move(self, device: torch.device) -> None:

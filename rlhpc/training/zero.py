@@ -161,7 +161,7 @@ class DeepSpeedBackend(TrainingBackend):
         return torch.as_tensor(self.engine.get_global_grad_norm(), device=self.device)
 
     def full(self, tensor: torch.Tensor) -> torch.Tensor:
-        """See `TrainingBackend.full`."""
+        """Gathers the whole of a weight (`TrainingBackend.full`)."""
         if not hasattr(tensor, "ds_id"):
             return tensor
         with self.deepspeed.zero.GatheredParameters([tensor]):
@@ -169,7 +169,7 @@ class DeepSpeedBackend(TrainingBackend):
 
     @torch.no_grad()
     def replace_weights(self, tensors: dict[str, torch.Tensor]) -> None:
-        """See `TrainingBackend.replace_weights`; the optimizer's float32 copies follow."""
+        """Replaces the module's weights (`TrainingBackend.replace_weights`); the optimizer's float32 copies follow."""
         own = self.module.state_dict(keep_vars=True)
         if own.keys() != tensors.keys():
             raise RuntimeError(f"the names differ: {sorted(own.keys() ^ tensors.keys())[:3]}")
@@ -316,7 +316,7 @@ class DeepSpeedBackend(TrainingBackend):
         return self._parked.nbytes
 
     def reload(self) -> None:
-        """Inverse of `offload`."""
+        """Takes back what `offload` moved away."""
         if self._parked is not None:
             self._parked.restore()
             self._parked = None
@@ -333,7 +333,7 @@ class DeepSpeedBackend(TrainingBackend):
 
 
 def _shape(parameter: torch.Tensor) -> list[int]:
-    """Of the whole parameter."""
+    """Shape of the whole parameter, of which a rank may hold a part."""
     return list(parameter.ds_shape if hasattr(parameter, "ds_shape") else parameter.shape)
 
 

@@ -35,18 +35,18 @@ class BroadcastSync:
         self._receiver = None if sends else WeightReceiver(worker, src)
 
     def sync(self, version: int, named_tensors: NamedTensors, *, frozen: Container[str] = ()) -> None:
-        """See `WeightSync.sync`."""
+        """Sends a version to all receivers (`WeightSync.sync`)."""
         assert self._sender is not None
         self._sender.send(version, named_tensors, frozen=frozen)
 
     def forget(self) -> None:
-        """See `WeightSync.forget`."""
+        """Makes the next version a complete one (`WeightSync.forget`)."""
         for end in (self._sender, self._receiver):
             if end is not None:
                 end.forget()
 
     def apply(self, named_tensors: NamedTensors, *, adopt: torch.nn.Module | None = None) -> int:
-        """See `WeightSync.apply`."""
+        """Receives the next version (`WeightSync.apply`)."""
         assert self._receiver is not None
         target = Target(named_tensors, adopt)  # while the sender still writes
         update = self._receiver.receive()

@@ -31,7 +31,7 @@ class Elements:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the tensor."""
+        """Dtype of the tensor."""
         return self.values.dtype
 
 

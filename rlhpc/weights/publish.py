@@ -52,7 +52,7 @@ class Part:
 
     @property
     def name(self) -> str:
-        """Of no other part."""
+        """A name that no other part has."""
         return f"{self.stream}-{self.serial}"
 
     @property

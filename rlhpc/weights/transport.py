@@ -119,7 +119,7 @@ class WeightReceiver:
         self._place, self._origin = Place(0, 0, 1), Origin("", "")
 
     def forget(self) -> None:
-        """See `Subscriber.forget`."""
+        """Makes the next update a complete one (`Subscriber.forget`)."""
         self._subscriber.forget()
 
     def receive(self) -> Update:

@@ -65,7 +65,7 @@ class Index:
 
     @classmethod
     def load(cls, path: Path) -> Index:
-        """Inverse of `dump`.
+        """Reads what `dump` wrote.
 
         Raises:
             CheckpointError: It is none; names the file.

@@ -100,7 +100,7 @@ class VectorEnv(ABC):
         raise NotImplementedError(f"{type(self).__name__} cannot save its state")
 
     def load_state_dict(self, state: Any) -> None:
-        """Inverse of `state_dict`."""
+        """Restores what `state_dict` returned."""
         raise NotImplementedError(f"{type(self).__name__} cannot restore a state")
 
     def slot_state(self, state: Any, index: int) -> Any:

@@ -192,7 +192,7 @@ class GymnasiumVectorEnv(VectorEnv):
         return int(np.random.SeedSequence([self._seed, group]).generate_state(1)[0])
 
     def reset(self, seed: int | None = None) -> tuple[Obs, dict[str, Any]]:
-        """See `VectorEnv.reset`."""
+        """Starts an episode in every slot (`VectorEnv.reset`)."""
         if seed is not None:
             self._seed, self._fresh = seed, True
         obs = self._rows()
@@ -213,7 +213,7 @@ class GymnasiumVectorEnv(VectorEnv):
         return self.envs[i].reset(seed=seed)[0]
 
     def step(self, actions: np.ndarray) -> Step:
-        """See `VectorEnv.step`. Box actions are clipped to the space's bounds."""
+        """Steps every slot by one action (`VectorEnv.step`). Box actions are clipped to the space's bounds."""
         return self._advance(actions, range(self.num_envs), None)
 
     def chunk_step(self, actions: np.ndarray) -> Step:
@@ -325,7 +325,7 @@ class GymnasiumVectorEnv(VectorEnv):
         return True
 
     def state_dict(self) -> dict[str, Any]:
-        """See `VectorEnv.state_dict`."""
+        """The slots' state, for a checkpoint (`VectorEnv.state_dict`)."""
         return {
             "slots": [
                 {"simulator": self._simulator(env) if self._played is None else pickle.dumps(self._played[i]),
@@ -365,7 +365,7 @@ class GymnasiumVectorEnv(VectorEnv):
             layer = getattr(layer, "env", layer)
 
     def render(self, slots: Sequence[int] | None = None) -> np.ndarray | None:
-        """See `VectorEnv.render`."""
+        """Pictures of slots (`VectorEnv.render`)."""
         frames: list[Any] = []
         for i in range(self.num_envs) if slots is None else slots:
             env: Any = self.envs[i].unwrapped

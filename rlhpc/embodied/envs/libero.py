@@ -81,7 +81,7 @@ class LiberoVectorEnv(SlotwiseVectorEnv):
         return env
 
     def begin_slot(self, slot: int, seed: int) -> dict[str, np.ndarray]:
-        """See `SlotwiseVectorEnv.begin_slot`."""
+        """Starts an episode in a slot (`SlotwiseVectorEnv.begin_slot`)."""
         env, starts = self._envs[slot], self._starts[slot]
         env.seed(0)
         env.reset()
@@ -91,7 +91,7 @@ class LiberoVectorEnv(SlotwiseVectorEnv):
         return self._observe(slot, obs)
 
     def step_slot(self, slot: int, action: np.ndarray) -> SlotStep:
-        """See `SlotwiseVectorEnv.step_slot`."""
+        """Steps a slot by one action (`SlotwiseVectorEnv.step_slot`)."""
         obs, _, _, _ = self._envs[slot].step(action)
         success = bool(self._envs[slot].check_success())
         return SlotStep(self._observe(slot, obs), float(success), success)
@@ -103,7 +103,7 @@ class LiberoVectorEnv(SlotwiseVectorEnv):
         return {"state": np.concatenate(hand).astype(np.float32), "rgb": rgb, "instruction": self._texts[slot]}
 
     def picture(self, slot: int) -> np.ndarray:
-        """See `SlotwiseVectorEnv.picture`: the first camera."""
+        """A picture of a slot (`SlotwiseVectorEnv.picture`): the first camera."""
         frame: np.ndarray = self._seen[slot]["rgb"][..., :3]
         return frame
 

@@ -165,7 +165,7 @@ class ManiSkillVectorEnv(VectorEnv):
 
     @torch.inference_mode()
     def reset(self, seed: int | None = None) -> tuple[Any, dict[str, Any]]:
-        """See `VectorEnv.reset`."""
+        """Starts an episode in every slot (`VectorEnv.reset`)."""
         if seed is not None:
             self.episodes.reseed(seed)
         return self._begin(np.arange(self.num_envs)), {}
@@ -187,7 +187,7 @@ class ManiSkillVectorEnv(VectorEnv):
 
     @torch.inference_mode()
     def step(self, actions: np.ndarray) -> Step:
-        """See `VectorEnv.step`. ManiSkill clips actions to the space's bounds."""
+        """Steps every slot by one action (`VectorEnv.step`). ManiSkill clips actions to the space's bounds."""
         return self._chunk(actions.reshape(self.num_envs, 1, -1))
 
     @torch.inference_mode()

@@ -53,19 +53,19 @@ class MetaWorldVectorEnv(SlotwiseVectorEnv):
         self.action_space = spaces.Box(-1.0, 1.0, (4,), np.float32)
 
     def begin_slot(self, slot: int, seed: int) -> np.ndarray:
-        """See `SlotwiseVectorEnv.begin_slot`."""
+        """Starts an episode in a slot (`SlotwiseVectorEnv.begin_slot`)."""
         env = self._envs[slot]
         env.seed(seed)
         return np.asarray(env.reset()[0], np.float32)
 
     def step_slot(self, slot: int, action: np.ndarray) -> SlotStep:
-        """See `SlotwiseVectorEnv.step_slot`."""
+        """Steps a slot by one action (`SlotwiseVectorEnv.step_slot`)."""
         obs, reward, _, _, info = self._envs[slot].step(action)
         success = bool(info["success"])
         return SlotStep(np.asarray(obs, np.float32), float(success) if self._sparse else float(reward), success)
 
     def picture(self, slot: int) -> np.ndarray:
-        """See `SlotwiseVectorEnv.picture`."""
+        """A picture of a slot (`SlotwiseVectorEnv.picture`)."""
         frame: np.ndarray = self._envs[slot].render()
         return frame[::-1]  # its cameras hang upside down
 

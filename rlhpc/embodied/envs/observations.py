@@ -79,7 +79,7 @@ def encode_text(text: str, size: int) -> np.ndarray:
 
 
 def decode_text(row: Any) -> str:
-    """Inverse of `encode_text`."""
+    """The text in a row that `encode_text` made."""
     return bytes(row).rstrip(b"\0").decode()
 
 

@@ -160,7 +160,7 @@ class ProcessVectorEnv(VectorEnv):
     # -- episodes ---------------------------------------------------------------------------------------------------
 
     def reset(self, seed: int | None = None) -> tuple[Any, dict[str, Any]]:
-        """See `VectorEnv.reset`."""
+        """Starts an episode in every slot (`VectorEnv.reset`)."""
         if seed is not None:
             self._seed = seed
         self._lost.clear()
@@ -169,11 +169,11 @@ class ProcessVectorEnv(VectorEnv):
         return join(self._seen), {}
 
     def step(self, actions: np.ndarray) -> Step:
-        """See `VectorEnv.step`."""
+        """Steps every slot by one action (`VectorEnv.step`)."""
         return self._advance("step", actions)
 
     def chunk_step(self, actions: np.ndarray) -> Step:
-        """See `VectorEnv.chunk_step`."""
+        """Executes a chunk of actions in every slot (`VectorEnv.chunk_step`)."""
         return self._advance("chunk_step", actions)
 
     def _advance(self, name: str, actions: np.ndarray) -> Step:
@@ -251,7 +251,7 @@ class ProcessVectorEnv(VectorEnv):
     # -- state and pictures -----------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """See `VectorEnv.state_dict`; does not depend on the number of processes."""
+        """The slots' state, for a checkpoint (`VectorEnv.state_dict`); does not depend on the number of processes."""
         while True:
             lost = set(self._lost)
             states = self._ask_between("save")
@@ -271,7 +271,7 @@ class ProcessVectorEnv(VectorEnv):
         return answers
 
     def load_state_dict(self, state: Any) -> None:
-        """See `VectorEnv.load_state_dict`."""
+        """Restores the slots from a checkpoint (`VectorEnv.load_state_dict`)."""
         slots = state["slots"]
         if len(slots) != self.num_envs:
             raise ValueError(f"state of {len(slots)} slots for {self.num_envs}")
@@ -286,11 +286,11 @@ class ProcessVectorEnv(VectorEnv):
                 raise ValueError(f"a simulator {failure} while it took over its state") from None
 
     def slot_state(self, state: Any, index: int) -> Any:
-        """See `VectorEnv.slot_state`."""
+        """One slot's part of a `state_dict` (`VectorEnv.slot_state`)."""
         return state["slots"][index]
 
     def render(self, slots: Sequence[int] | None = None) -> np.ndarray | None:
-        """See `VectorEnv.render`."""
+        """Pictures of slots (`VectorEnv.render`)."""
         frames = []
         for slot in range(self.num_envs) if slots is None else slots:
             simulator = next(s for s in self._simulators if slot in s.share)

@@ -80,7 +80,7 @@ class _Slots:
         return [self.env.slot_state(state, i) for i in range(self.env.num_envs)]
 
     def load(self, slots: list[Any]) -> None:
-        """Inverse of `save`."""
+        """Restores what `save` wrote."""
         self.env.load_state_dict(self.env.merge_states(slots))
 
 

@@ -58,7 +58,7 @@ class SlotwiseVectorEnv(VectorEnv):
         """One step of one slot; `action` lies within the space's bounds."""
 
     def reset(self, seed: int | None = None) -> tuple[Any, dict[str, Any]]:
-        """See `VectorEnv.reset`."""
+        """Starts an episode in every slot (`VectorEnv.reset`)."""
         if seed is not None:
             self.episodes.reseed(seed)
         self._begin(np.arange(self.num_envs))
@@ -70,7 +70,7 @@ class SlotwiseVectorEnv(VectorEnv):
             self._seen[slot] = self.begin_slot(slot, seed)
 
     def step(self, actions: np.ndarray) -> Step:
-        """See `VectorEnv.step`. Actions are clipped to the space's bounds."""
+        """Steps every slot by one action (`VectorEnv.step`). Actions are clipped to the space's bounds."""
         return self.chunk_step(actions.reshape(self.num_envs, 1, -1))
 
     def chunk_step(self, actions: np.ndarray) -> Step:
@@ -105,7 +105,7 @@ class SlotwiseVectorEnv(VectorEnv):
         return self.episodes.add(rewards, failed, success, active)
 
     def state_dict(self) -> dict[str, Any]:
-        """See `VectorEnv.state_dict`."""
+        """The slots' state, for a checkpoint (`VectorEnv.state_dict`)."""
         empty = np.zeros((0, *self.action_space.shape), self.action_space.dtype)
         return {
             "slots": [
@@ -115,7 +115,7 @@ class SlotwiseVectorEnv(VectorEnv):
         }
 
     def load_state_dict(self, state: Any) -> None:
-        """See `VectorEnv.load_state_dict`."""
+        """Restores the slots from a checkpoint (`VectorEnv.load_state_dict`)."""
         slots = state["slots"]
         if len(slots) != self.num_envs:
             raise ValueError(f"state of {len(slots)} slots for {self.num_envs}")
@@ -131,7 +131,7 @@ class SlotwiseVectorEnv(VectorEnv):
         """A picture of a slot, uint8 `[H, W, 3]`; None where there is no renderer."""
 
     def render(self, slots: Sequence[int] | None = None) -> np.ndarray | None:
-        """See `VectorEnv.render`."""
+        """Pictures of slots (`VectorEnv.render`)."""
         frames = [self.picture(slot) for slot in (range(self.num_envs) if slots is None else slots)]
         shown = [frame for frame in frames if frame is not None]
         return np.stack(shown) if len(shown) == len(frames) else None

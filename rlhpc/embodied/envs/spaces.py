@@ -36,7 +36,7 @@ def space_to_json(space: Any) -> dict[str, Any]:
 
 
 def space_from_json(data: dict[str, Any]) -> Any:
-    """Inverse of `space_to_json`."""
+    """The space that `space_to_json` described."""
     kind = data["type"]
     if kind == "Dict":
         return spaces.Dict({key: space_from_json(part) for key, part in data["spaces"].items()})

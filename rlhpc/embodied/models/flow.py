@@ -124,7 +124,7 @@ class FlowActing(Policy):
         raise NotImplementedError
 
     def features(self, obs: Any, policy: bool, value: bool) -> tuple[Tensor | None, Tensor | None]:
-        """See `Policy.features`; a flow has no input of a head."""
+        """The head's input and the values (`Policy.features`); a flow has no input of a head."""
         return None, self.prepare(obs, False, value)[1]
 
     def default_forward(
@@ -189,7 +189,7 @@ class FlowActing(Policy):
         return 2 * (actions - self.low) / (self.high - self.low) - 1
 
     def unscaled(self, actions: Tensor) -> Tensor:
-        """Inverse of `scaled`."""
+        """Actions within the space's bounds, from scaled ones."""
         return self.low + (actions + 1) / 2 * (self.high - self.low)
 
     def _leveled(self, logprobs: Tensor) -> Tensor:
@@ -229,7 +229,7 @@ class FlowPolicy(FlowActing):
         self.velocity = mlp([inputs, *sizes], self.chunk * self.dim, activation, orthogonal, 1.0)
 
     def prepare(self, obs: Obs, policy: bool, value: bool) -> tuple[Velocity | None, Tensor | None]:
-        """See `FlowActing.prepare`."""
+        """Encodes observations once for all steps of the flow (`FlowActing.prepare`)."""
         seen = flat_numbers(obs) if self.encoder is None else self.encoder.see(obs)
 
         def velocity(x: Tensor, t: Tensor) -> Tensor:

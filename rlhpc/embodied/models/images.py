@@ -54,7 +54,7 @@ class ImagePolicy(Policy):
         """Images `[B, channels, height, width]` to features `[B, ...]`."""
 
     def features(self, obs: Any, policy: bool, value: bool) -> tuple[Tensor | None, Tensor | None]:
-        """See `Policy.features`."""
+        """The head's input and the values (`Policy.features`)."""
         hidden = self.see(obs)
         return self.actor(hidden) if policy else None, self.critic(hidden).squeeze(-1) if value else None
 
@@ -104,7 +104,7 @@ class CNNPolicy(ImagePolicy):
     """Mnih et al. 2015's convolutions; two smaller ones for images under 36 pixels."""
 
     def encoder(self, channels: int, height: int, width: int) -> nn.Sequential:
-        """See `ImagePolicy.encoder`."""
+        """The network from an image to features (`ImagePolicy.encoder`)."""
         if min(height, width) >= 36:
             convolutions = [(channels, 32, 8, 4), (32, 64, 4, 2), (64, 64, 3, 1)]
         else:
@@ -140,7 +140,7 @@ class ResNetPolicy(ImagePolicy):
     """
 
     def encoder(self, channels: int, height: int, width: int) -> nn.Sequential:
-        """See `ImagePolicy.encoder`."""
+        """The network from an image to features (`ImagePolicy.encoder`)."""
         unknown = set(self.options) - {"channels"}
         if unknown and self.has_head:
             raise ConfigError(f"actor.model.kwargs of the resnet has {', '.join(sorted(unknown))}; allowed: channels")

@@ -80,6 +80,6 @@ class MLPPolicy(Policy):
         self.actor = mlp(sizes, self.head.inputs, activation, orthogonal, gains["actor_gain"])
 
     def features(self, obs: Any, policy: bool, value: bool) -> tuple[Tensor | None, Tensor | None]:
-        """See `Policy.features`."""
+        """The head's input and the values (`Policy.features`)."""
         flat = flat_numbers(obs)
         return self.actor(flat) if policy else None, self.critic(flat).squeeze(-1) if value else None

@@ -71,7 +71,7 @@ class Pi0Policy(FlowActing):
         return int(self.model.config.chunk_size), int(self.model.config.max_action_dim)
 
     def prepare(self, obs: Obs, policy: bool, value: bool) -> tuple[Velocity | None, Tensor | None]:
-        """See `FlowActing.prepare`: reads pictures and prompt once."""
+        """Encodes observations once for all steps of the flow (`FlowActing.prepare`): reads pictures and prompt once."""
         ids, mask, pixels = self.inputs(obs)
         if not policy and self.value_head is None:
             return None, self._values(pixels.flatten(1))

@@ -89,7 +89,7 @@ class SACPolicy(Policy):
         self.critics = TwinCritic(inputs + self.head.dim, hidden, activation, cfg.critic_layer_norm)
 
     def features(self, obs: Any, policy: bool, value: bool) -> tuple[Tensor | None, Tensor | None]:
-        """See `Policy.features`."""
+        """The head's input and the values (`Policy.features`)."""
         flat = flatten(obs)
         inputs = self.actor(flat)
         if not value:

@@ -126,7 +126,7 @@ class VLAPolicy(Policy):
         return values_of(self.value_head, hidden, self.value_width)
 
     def features(self, obs: Any, policy: bool, value: bool) -> tuple[Tensor | None, Tensor | None]:
-        """See `Policy.features`; tokens have no head of `rlhpc.embodied.models.heads`."""
+        """The head's input and the values (`Policy.features`); tokens have no head of `rlhpc.embodied.models.heads`."""
         if self.value_head is None and value:
             return None, self._values(self.inputs(obs)[0])
         return None, self._values(self._read(obs)[0].last_hidden_state[:, -1]) if value else None
@@ -155,7 +155,7 @@ class VLAPolicy(Policy):
     def predict_action_batch(
         self, obs: Obs, mode: str = "train", noise: Tensor | None = None
     ) -> tuple[Tensor, dict[str, Any]]:
-        """See `Policy.predict_action_batch`."""
+        """Actions for a batch of observations (`Policy.predict_action_batch`)."""
         out, mask = self._read(obs, cache=True)
         hidden, rows = out.last_hidden_state[:, -1], len(mask)
         values = self._values(hidden)

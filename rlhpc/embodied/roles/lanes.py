@@ -33,11 +33,11 @@ class ChannelLane:
         self._out, self._out_key, self._in, self._in_key = out, out_key, inbound, in_key
 
     def put(self, array: Any) -> None:
-        """See `Lane.put`."""
+        """Sends to the other end (`Lane.put`)."""
         self._out.put(array, key=self._out_key)
 
     def get(self) -> Any:
-        """See `Lane.get`."""
+        """Waits for what the other end sent (`Lane.get`)."""
         return self._in.get(key=self._in_key)
 
 
@@ -48,7 +48,7 @@ class MailboxLane:
         self._boxes, self._is_env, self._first = boxes, is_env, next(iter(boxes.values()))
 
     def put(self, array: Any) -> None:
-        """See `Lane.put`."""
+        """Sends to the other end (`Lane.put`)."""
         if not self._is_env:
             self._first.put(array)
             return
@@ -56,7 +56,7 @@ class MailboxLane:
             box.put(array[key])
 
     def get(self) -> Any:
-        """See `Lane.get`."""
+        """Waits for what the other end sent (`Lane.get`)."""
         return self._first.get() if self._is_env else {key: box.get() for key, box in self._boxes.items()}
 
 

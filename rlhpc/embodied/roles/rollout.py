@@ -46,7 +46,7 @@ class StageBuffer:
 
     @property
     def names(self) -> list[str]:
-        """Of the columns."""
+        """Names of the columns."""
         return list(self._rows)
 
     def batch_first(self, name: str) -> np.ndarray:
@@ -208,7 +208,7 @@ class ActingWorker(Worker, Generic[Cfg]):
         self.policy.cpu()
 
     def reload(self) -> None:
-        """Inverse of `offload`."""
+        """Takes back what `offload` moved away."""
         self.policy.to(self.device)
 
 

@@ -42,7 +42,7 @@ class Learner(Protocol):
         """All weights in full; all ranks iterate."""
 
     def frozen_names(self) -> frozenset[str]:
-        """Which of them never change."""
+        """Names of the weights that never change."""
 
     def replace_weights(self, tensors: dict[str, torch.Tensor]) -> None:
         """Takes over all weights, in full."""
@@ -54,13 +54,13 @@ class Learner(Protocol):
         """Writes what goes on from here besides the weights; all ranks call."""
 
     def load(self, folder: Path) -> None:
-        """Inverse of `save`."""
+        """Restores what `save` wrote."""
 
     def offload(self) -> None:
         """Moves everything to the host."""
 
     def reload(self) -> None:
-        """Inverse of `offload`."""
+        """Takes back what `offload` moved away."""
 
 
 class Trainer(Worker, Generic[Cfg]):
@@ -202,5 +202,5 @@ class Trainer(Worker, Generic[Cfg]):
         self.learner.offload()
 
     def reload(self) -> None:
-        """Inverse of `offload`."""
+        """Takes back what `offload` moved away."""
         self.learner.reload()

@@ -61,11 +61,11 @@ class BcRunner(Runner[BcConfig]):
         return row
 
     def state(self) -> dict[str, Any]:
-        """Counters."""
+        """The counters that a resumed run continues from."""
         return {"samples": self.samples, "evaluated": self.evaluated}
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """Inverse of `state`."""
+        """Takes back what `state` returned when the checkpoint was made."""
         self.samples, self.evaluated = int(state.get("samples", 0)), state.get("evaluated")
 
     def result(self) -> dict[str, Any]:
@@ -73,5 +73,5 @@ class BcRunner(Runner[BcConfig]):
         return {"samples": self.samples, "episode_return": self.evaluated}
 
     def facts(self, row: dict[str, float]) -> dict[str, Any]:
-        """Loss."""
+        """The loss, for `rlhpc status`."""
         return {"loss": row["train/loss"], "return": self.evaluated}

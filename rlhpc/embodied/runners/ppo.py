@@ -136,7 +136,7 @@ class PlayingRunner(Runner[Cfg]):
     # -- a step ---------------------------------------------------------------------------------------------------
 
     def begin(self) -> None:
-        """Nothing is under way."""
+        """Forgets the steps that were played ahead."""
         self._played: dict[int, tuple[Any, Any]] = {}
         self._next, self._sent = self.step + 1, -1
 
@@ -231,7 +231,7 @@ class PlayingRunner(Runner[Cfg]):
         return row
 
     def _transitions(self) -> int:
-        """Of a training step."""
+        """Number of transitions in a training step."""
         decisions = self.slots.num_envs * self.cfg.algorithm.rollout_steps
         return decisions * self.cfg.actor.model.num_action_chunks
 
@@ -278,7 +278,7 @@ class PlayingRunner(Runner[Cfg]):
         return {"env_steps": self.env_steps, "episodes": self.episodes, "window": window}
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """Inverse of `state`."""
+        """Takes back what `state` returned when the checkpoint was made."""
         self.env_steps, self.episodes = int(state["env_steps"]), int(state["episodes"])
         rows = ([float("nan") if value is None else float(value) for value in row] for row in state["window"])
         self.window.extend((row[0], row[1], row[2]) for row in rows)
@@ -288,7 +288,7 @@ class PlayingRunner(Runner[Cfg]):
         return {"env_steps": self.env_steps, "episode_return": self._return()}
 
     def facts(self, row: dict[str, float]) -> dict[str, Any]:
-        """Return and rate."""
+        """Mean return and rate, for `rlhpc status`."""
         return {
             "return": row.get("train/episode_return"),
             "env_steps": self.env_steps,

@@ -32,7 +32,7 @@ class OffPolicyRunner(PlayingRunner[SacConfig]):
         return {**super().state(), "random_steps": self.random_steps}
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """Inverse of `state`."""
+        """Takes back what `state` returned when the checkpoint was made."""
         super().load_state(state)
         self.random_steps = int(state["random_steps"])
 

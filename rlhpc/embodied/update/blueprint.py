@@ -66,7 +66,7 @@ class PolicyBlueprint(Blueprint):
         self.dtype = _dtype(actor)
 
     def build(self, *, empty: bool = False) -> Policy:
-        """See `Blueprint.build`; the initial weights depend on the seed alone."""
+        """Builds the module (`Blueprint.build`); the initial weights depend on the seed alone."""
         with _without_weights() if empty else contextlib.nullcontext():
             policy = build_model(policy_section(self.actor), *self.spaces, seed=self.seed).train()
         policy.logprob_type = self._levels
@@ -91,7 +91,7 @@ class PolicyBlueprint(Blueprint):
                 yield name, value.to(self._dtypes.get(name, value.dtype))
 
     def frozen_names(self, module: nn.Module) -> frozenset[str]:
-        """See `Blueprint.frozen_names`."""
+        """Names of the weights that never change (`Blueprint.frozen_names`)."""
         return frozen_names(module)
 
 
@@ -106,7 +106,7 @@ def check_backend(actor: EmbodiedActorConfig) -> None:
 
 
 def _dtype(actor: EmbodiedActorConfig) -> torch.dtype:
-    """Of the computation."""
+    """The dtype of the computation."""
     if actor.training_backend.lower() == "local" or actor.model.dtype != "bfloat16":
         return torch.float32
     factory = MODELS.find(actor.model.model_type)

@@ -226,7 +226,7 @@ class SacUpdate:
 
     @torch.no_grad()
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Inverse of `state_dict`.
+        """Restores what `state_dict` returned.
 
         Raises:
             CheckpointError: It is of another model or algorithm.
@@ -252,7 +252,7 @@ class SacUpdate:
         """Off-policy actors stay where they are."""
 
     def reload(self) -> None:
-        """Inverse of `offload`."""
+        """Takes back what `offload` moved away."""
 
     # -- what a trainer asks of whoever holds its weights ---------------------------------------------------------
 
@@ -261,7 +261,7 @@ class SacUpdate:
         yield from ((name, tensor) for name, tensor in self.policy.state_dict().items() if name not in without)
 
     def frozen_names(self) -> frozenset[str]:
-        """Which of them never change."""
+        """Names of the weights that never change."""
         return frozen_names(self.policy)
 
     def replace_weights(self, tensors: dict[str, Tensor]) -> None:
@@ -278,7 +278,7 @@ class SacUpdate:
             save_state(folder / OPTIMIZER, self.state_dict())
 
     def load(self, folder: Path) -> None:
-        """Inverse of `save`.
+        """Restores what `save` wrote.
 
         Raises:
             CheckpointError: It is of another model or algorithm.

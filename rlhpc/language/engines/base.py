@@ -102,7 +102,7 @@ class RolloutBackend(Protocol):
         """Gives the accelerator's memory to another role: weights to the host or away, cache freed."""
 
     def reload(self) -> None:
-        """Inverse of `offload`. Weights are whatever the next `update_weights` brings."""
+        """Takes back what `offload` moved away. Weights are whatever the next `update_weights` brings."""
 
     def close(self) -> None:
         """Ends the engine."""

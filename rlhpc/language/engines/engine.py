@@ -116,7 +116,7 @@ class Engine:
         return min(request.sampling.max_new_tokens, self.context - len(request.prompt_ids))
 
     def add(self, requests: Iterable[Request]) -> None:
-        """See `RolloutBackend.add`. Takes all of them or none."""
+        """Queues requests (`RolloutBackend.add`). Takes all of them or none."""
         batch = list(requests)
         ids = [request.id for request in batch]
         if len(set(ids)) < len(ids) or not self._under_way.isdisjoint(ids):
@@ -150,7 +150,7 @@ class Engine:
                 raise ConfigError(f"rollout.{key} is {value}; allowed: {allowed}")
 
     def step(self) -> list[Completion]:
-        """See `RolloutBackend.step`."""
+        """Advances the running requests; returns those that ended (`RolloutBackend.step`)."""
         if self._refuses:
             raise UpdateFailed(self._refuses)
         done, self._kept = self._kept, []
@@ -160,11 +160,11 @@ class Engine:
         return done
 
     def unfinished(self) -> int:
-        """See `RolloutBackend.unfinished`."""
+        """Number of requests that have not been given back (`RolloutBackend.unfinished`)."""
         return len(self._under_way)
 
     def abort(self) -> list[Completion]:
-        """See `RolloutBackend.abort`."""
+        """Ends all requests; returns what each has so far (`RolloutBackend.abort`)."""
         kept, self._kept = self._kept, []
         self._under_way.clear()
         return kept + self._abort()

@@ -258,7 +258,7 @@ class HFRollout(Engine):
     def update_weights(
         self, version: int, named_tensors: Iterable[tuple[str, Tensor | Elements]], *, complete: bool = True
     ) -> None:
-        """See `RolloutBackend.update_weights`."""
+        """Takes in new weights (`RolloutBackend.update_weights`)."""
         mine = self._model.state_dict(keep_vars=True)
         shapes = {name: tuple(tensor.shape) for name, tensor in mine.items()}
         needed = {name: shapes.pop(name) for name, _ in self._model.named_parameters()}
@@ -278,12 +278,12 @@ class HFRollout(Engine):
             torch.cuda.empty_cache()
 
     def reload(self) -> None:
-        """See `RolloutBackend.reload`."""
+        """Takes the accelerator back (`RolloutBackend.reload`)."""
         with self._memory():
             self._model.to(self._device)
 
     def close(self) -> None:
-        """See `RolloutBackend.close`."""
+        """Ends the engine (`RolloutBackend.close`)."""
         self._abort()
         self._kv.free()
         self._cache = self._model = None

@@ -271,7 +271,7 @@ class VLLMRollout(Engine):
     # --- weights
 
     def update_weights(self, version: int, named_tensors: Iterable[tuple[str, Tensor]]) -> None:
-        """See `RolloutBackend.update_weights`.
+        """Takes in new weights (`RolloutBackend.update_weights`).
 
         vLLM loads them layer by layer into the tensors that its kernels use, and holds on to what it was given until a
         layer has all of it: a tensor may be dropped, but not written to, before the update is over. Requests under way
@@ -306,13 +306,13 @@ class VLLMRollout(Engine):
             self._refuses = "the rollout engine gave its weights away (offload); reload it and send new ones"
 
     def reload(self) -> None:
-        """See `RolloutBackend.reload`."""
+        """Takes the accelerator back (`RolloutBackend.reload`)."""
         if self._sleeps and not self._on_cpu:
             with self._explained():
                 self._engine.wake_up()
 
     def close(self) -> None:
-        """See `RolloutBackend.close`."""
+        """Ends the engine (`RolloutBackend.close`)."""
         engine, self._engine = self._engine, None
         self._running.clear()
         self._under_way.clear()

@@ -137,7 +137,7 @@ class LanguageActor(Worker, Generic[Cfg]):
         self.backend.offload()
 
     def reload(self) -> None:
-        """Inverse of `offload`."""
+        """Takes back what `offload` moved away."""
         self.backend.reload()
 
 

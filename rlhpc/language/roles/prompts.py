@@ -103,7 +103,7 @@ class Group:
 
     @classmethod
     def unpack(cls, message: dict[str, Any]) -> Group:
-        """Inverse of `pack`."""
+        """The group in a message that `pack` made."""
         cuts = np.cumsum(message["lengths"])[:-1]
         fields: dict[str, Any] = {
             name: message[name] for name in ("step", "position", "prompt_ids", "rewards", "finished")

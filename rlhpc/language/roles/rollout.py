@@ -135,7 +135,7 @@ class LanguageRolloutWorker(Worker):
         self.backend.offload()
 
     def reload(self) -> None:
-        """Inverse of `offload`."""
+        """Takes back what `offload` moved away."""
         self.backend.reload()
 
     def _clear(self, step: int) -> None:

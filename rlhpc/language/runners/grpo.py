@@ -192,11 +192,11 @@ class ReasoningRunner(Runner[GrpoConfig]):
     # -- what the base class asks ---------------------------------------------------------------------------------
 
     def state(self) -> dict[str, Any]:
-        """Counters."""
+        """The counters that a resumed run continues from."""
         return {"samples": self.samples}
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """Inverse of `state`."""
+        """Takes back what `state` returned when the checkpoint was made."""
         self.samples = int(state.get("samples", 0))
 
     def result(self) -> dict[str, Any]:

@@ -44,15 +44,15 @@ class SftRunner(Runner[SftConfig]):
         return row
 
     def state(self) -> dict[str, Any]:
-        """Counters."""
+        """The counters that a resumed run continues from."""
         return {"tokens": self.tokens}
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """Inverse of `state`."""
+        """Takes back what `state` returned when the checkpoint was made."""
         self.tokens = int(state.get("tokens", 0))
 
     def result(self) -> dict[str, Any]:
-        """tokens."""
+        """Tokens trained on so far."""
         return {"tokens": self.tokens}
 
     def facts(self, row: dict[str, float]) -> dict[str, Any]:

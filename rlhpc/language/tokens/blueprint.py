@@ -47,16 +47,16 @@ class LanguageBlueprint(Blueprint):
 
     @property
     def has_reference(self) -> bool:
-        """See `Blueprint.has_reference`; with adapters it is the model without them."""
+        """Whether there is a reference (`Blueprint.has_reference`); with adapters it is the model without them."""
         return self._kl and not self.lora_rank
 
     def build_reference(self, *, empty: bool = False) -> nn.Module:
-        """See `Blueprint.build_reference`."""
+        """Builds the frozen reference (`Blueprint.build_reference`)."""
         module: nn.Module = load_causal_lm(self.actor.model, dtype=self.dtype, empty=empty)
         return module.eval().requires_grad_(False)
 
     def identity(self) -> dict[str, Any]:
-        """See `Blueprint.identity`."""
+        """What must agree for a checkpoint to fit (`Blueprint.identity`)."""
         return {"actor.lora.rank": self.lora_rank}
 
     def about(self) -> dict[str, Any]:
@@ -85,5 +85,5 @@ class LanguageBlueprint(Blueprint):
             yield name, tensor.to(self.dtype) if tensor.is_floating_point() else tensor
 
     def frozen_names(self, module: nn.Module) -> frozenset[str]:
-        """See `Blueprint.frozen_names`: not trained, and nothing merged into them."""
+        """Names of the weights that never change (`Blueprint.frozen_names`): not trained, and nothing merged into them."""
         return lora.frozen_names(module)

@@ -99,7 +99,7 @@ class TokenTrainer:
         return self.backend.named_weights(without)
 
     def frozen_names(self) -> frozenset[str]:
-        """Which of them never change."""
+        """Names of the weights that never change."""
         return self.backend.frozen_names()
 
     def held_tensors(self) -> Named:
@@ -107,7 +107,7 @@ class TokenTrainer:
         return self.backend.held_tensors()
 
     def awake(self) -> AbstractContextManager[None]:
-        """See `TrainingBackend.awake`."""
+        """Reloads what was offloaded, for the duration of the block (`TrainingBackend.awake`)."""
         return self.backend.awake()
 
     def save(self, folder: Path) -> None:
@@ -150,5 +150,5 @@ class TokenTrainer:
         self.backend.offload()
 
     def reload(self) -> None:
-        """Inverse of `offload`."""
+        """Takes back what `offload` moved away."""
         self.backend.reload()
