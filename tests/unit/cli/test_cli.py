@@ -199,3 +199,11 @@ def test_what_is_no_checkpoint_says_so(command: str, tmp_path: Path, capsys: pyt
     instead = {"eval": "--model=", "record": "--expert=module:function"}[command]
     assert cli.main([command, "--checkpoint", str(tmp_path), "--output", str(tmp_path / "made.h5"), instead]) == 2
     assert f"{instead.partition('=')[0]} needs --config RUN.yaml, which " in capsys.readouterr().err
+
+
+def test_only_runs_with_environments_are_recorded(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = Path(QUICKSTART).parent / "reasoning" / "demo.yaml"
+    argv = ["record", "--expert", "module:function", "--config", str(config), "--output", str(tmp_path / "made.h5")]
+    assert cli.main(argv) == 2
+    assert f"{config}: a run of kind reasoning has no environment (section env)" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
