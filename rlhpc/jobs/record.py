@@ -44,7 +44,7 @@ class JobRecord:
 
     @classmethod
     def from_json(cls, value: dict[str, Any]) -> JobRecord | None:
-        """A record from `to_json`; None for what is none."""
+        """A record from what `to_json` made; None if it is not one."""
         known = {name: value[name] for name in cls.__dataclass_fields__ if name in value}
         known["process"] = ProcessId.from_json(known.get("process"))
         try:

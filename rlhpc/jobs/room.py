@@ -38,7 +38,7 @@ class NotNow(SubmitError):
 
 
 def not_now(segment: int, said: str) -> NotNow | None:
-    """What sbatch said as a reason to wait; None where it will not say anything else later."""
+    """sbatch's message as a reason to wait; None if waiting would not change the answer."""
     message = f"segment {segment} could not be submitted (slurm): {said}"
     if found := _LIMIT.search(said):
         return NotNow(message, reason=found.group())

@@ -50,7 +50,7 @@ class StopRequest:
 
     @property
     def exit_code(self) -> int:
-        """Exit code after the save: `EXIT_REQUEUE` for SIGUSR2, 128 + n for a signal that ends the run, else 0."""
+        """Exit code after the save: `EXIT_REQUEUE` for SIGUSR2, 128 + n for a signal that ends the run, otherwise 0."""
         if self._signal is None:
             return EXIT_REQUEUE if self._reason else 0
         return EXIT_REQUEUE if self._signal is signal.SIGUSR2 else 128 + self._signal

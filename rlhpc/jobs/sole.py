@@ -1,4 +1,4 @@
-"""One driver a run: a second one that is started beside it is refused, by name of the first, and harms nothing."""
+"""One driver per run: a second one started beside it is refused with the name of the first, and does no harm."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def _locked(fd: int) -> bool:
 
 
 def _living(found: dict[str, Any], locked: bool) -> str:
-    """Who holds the run; "" where they are gone, or this job's own earlier start."""
+    """Who holds the run; "" if they are gone, or were an earlier start of this very job."""
     job, process = str(found.get("job") or ""), ProcessId.from_json(found.get("process"))
     alive = None if process is None else process.alive()
     if process is None or alive is False:

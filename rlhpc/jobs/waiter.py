@@ -95,7 +95,7 @@ def answer_line(answer: dict[str, Any]) -> str:
 
 
 def goes_on(files: SegmentFiles, record: JobRecord) -> str:
-    """What somebody is told who stops waiting."""
+    """The message for somebody who stops waiting."""
     return (
         f"stopped waiting; {job_words(record)} goes on with segment {files.segment} of {files.paths.root}\n"
         "  wait for it again: run the same command\n"
@@ -116,7 +116,7 @@ def cancelled_error(files: SegmentFiles, record: JobRecord, words: str = "") -> 
 
 
 def _probe_for(record: JobRecord, files: SegmentFiles) -> JobProbe:
-    """All that wait on this host share one query of Slurm."""
+    """Makes the probe for a job; all waits on this host share one query of Slurm."""
     probe = probe_for(record, files)
     return SharedProbe(probe) if isinstance(probe, SlurmProbe) else probe
 
@@ -180,7 +180,7 @@ class Waiter:
             self.leave()
 
     def leave(self) -> None:
-        """Nobody waits here any more."""
+        """Ends the wait: the job's state is no longer asked for."""
         self._probe.leave([self.record.job_id])
 
     def answer(self, done: dict[str, Any]) -> dict[str, Any]:
@@ -250,7 +250,7 @@ class Waiter:
             self._probe = self._find_probe(owner, self.files)
 
     def _heard(self, claim: Claim) -> bool:
-        """Whether the holder of a claim lives: by its processes here, else by its renewals between two looks."""
+        """Whether the holder of a claim is alive: judged by its processes here, elsewhere by its renewals."""
         here = claim.alive_here()
         if here is not None:
             return here
@@ -265,7 +265,7 @@ class Waiter:
         return heard is not None and time.monotonic() - heard < LEASE_S
 
     def _look(self) -> JobReport | None:
-        """How the job is; None when it is over."""
+        """The job's state; None when it is over."""
         claim = self._claim
         if claim is not None and claim.alive_here():
             return JobReport(JobState.RUNNING, source="proc")

@@ -1,7 +1,7 @@
-"""The one process of a user and host that follows all runs that somebody waits for: `python -m rlhpc.jobs.watcher`.
+"""The one process per user and host that follows all runs that somebody waits for: `python -m rlhpc.jobs.watcher`.
 
-Whoever waits first starts it (`handover`), and it ends when nobody waits. A thread a run: a file system that hangs holds up
-those that are on it, and no others.
+The first command that waits starts it (`handover`), and it ends when none does. It has one thread per run: a filesystem that
+hangs holds up only the runs on it.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from rlhpc.jobs.waiter import answer_line
 from rlhpc.runtime.environment_values import masked
 from rlhpc.runtime.errors import RlhpcError
 
-#: It ends when nobody has waited for so long.
+#: It ends when nobody has waited for this long.
 _LINGER_S = 2.0
-#: Who connects has asked by then.
+#: Seconds within which a process that has connected must send its request.
 _REQUEST_S = 10.0
-#: So many shells a second become Python when it is killed: all at once might be too much for the machine.
+#: How many shells per second become Python when it is killed: all at once might be too much for the machine.
 _AT_ONCE = 8
 _STACK_BYTES = 1 << 20
 
@@ -65,7 +65,7 @@ class Answers(JobProbe):
 
     def leave(self, job_ids: Iterable[str]) -> None:
         for job in job_ids:
-            with self._asking, self._guard:  # else a query that is underway would enter the job again
+            with self._asking, self._guard:  # otherwise a query in progress would enter the job again
                 self._wanted[job] = self._wanted.get(job, 1) - 1
                 if self._wanted[job] > 0:
                     continue
@@ -87,7 +87,7 @@ class Watcher:
         self._threads: list[threading.Thread] = []
 
     def serve(self) -> None:
-        """Until nobody waits."""
+        """Serves until nobody waits any more."""
         self._listener.settimeout(_LINGER_S / 4)
         served = time.monotonic()
         while time.monotonic() - served < _LINGER_S:
@@ -159,16 +159,16 @@ def _tell(connection: socket.socket, kind: str, text: str) -> None:
 
 
 def main(arguments: list[str]) -> None:
-    """With descriptors that the one who started it had: of the lock, of the socket, and of the folder of both."""
+    """Entry point; `arguments` are the inherited descriptors of the lock, of the socket, and of the folder of both."""
     lock, socket_fd, place = map(int, arguments)
     for fd in map(int, arguments):
-        os.set_inheritable(fd, False)  # not squeue's
+        os.set_inheritable(fd, False)  # squeue must not inherit it
     threading.stack_size(_STACK_BYTES)
     watcher = Watcher(socket.socket(fileno=socket_fd))
     watcher.serve()
-    # who connects from here on starts another one, as soon as this one's lock is gone
+    # a process that connects from here on starts another watcher, as soon as this one's lock is gone
     with contextlib.suppress(OSError):
-        if os.stat(LOCK, dir_fd=place).st_ino == os.fstat(lock).st_ino:  # else who cleans up temporary files was here
+        if os.stat(LOCK, dir_fd=place).st_ino == os.fstat(lock).st_ino:  # otherwise somebody has removed it
             for name in (SOCKET, LOCK):
                 os.unlink(name, dir_fd=place)
         os.rmdir(os.readlink(address(place, "").rstrip("/")))
