@@ -485,6 +485,7 @@ _FIRST = {
     "folder": "new",
     "shell": "bash",
     "folders": "x",
+    "file": "x.yaml",
 }
 
 
