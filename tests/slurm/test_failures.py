@@ -70,7 +70,7 @@ def test_environments_and_rollout_start_again_alone(slurm: SlurmCluster, tmp_pat
     run, process, before = start(slurm, tmp_path)
     actor = run.members()["actor-0"]["pid"]
     slurm.run("scancel", "--signal=KILL", run.members()[f"{victim}-0"]["step"])
-    until(lambda: run.recoveries, "they start again", 30)
+    until(lambda: run.recoveries, "they start again")
     assert run.members()["actor-0"]["pid"] == actor
     run.finish(process, 300)  # type: ignore[arg-type]
     assert len(run.attempts) == 1 and run.recoveries[0] >= before
