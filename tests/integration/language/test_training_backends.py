@@ -340,7 +340,7 @@ def test_an_exported_adapter_is_loaded_by_peft(run, models, tmp_path, backend: s
 @pytest.mark.parametrize(
     ("changes", "text"),
     [
-        ({"training_backend": "megatron"}, r"'megatron'; choose from local, fsdp, deepspeed"),
+        ({"training_backend": "megatron"}, r"'megatron', which is unknown.*allowed: deepspeed, fsdp, local"),
         ({"training_backend": "no.such.module:Backend"}, r"no\.such\.module:Backend"),
         ({"model.model_path": None}, r"model_path is not set"),
         ({"model.model_path": "/no/such/folder"}, r"model_path=/no/such/folder: the model cannot be loaded"),
