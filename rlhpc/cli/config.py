@@ -10,7 +10,6 @@ from typing import Any
 from rlhpc.cli.outputs import check_file
 from rlhpc.cli.parser import add_command, add_words
 from rlhpc.runtime.errors import ConfigError
-from rlhpc.runtime.shown import shown
 
 _EXAMPLES = {
     "config": (
@@ -23,6 +22,7 @@ _EXAMPLES = {
 def _import(args: argparse.Namespace) -> int:
     from rlhpc.cli.foreign import report, translate, written
     from rlhpc.cli.foreign.hydra import compose
+    from rlhpc.config.merge import parse_override
 
     path = Path(args.file).expanduser()
     output = check_file("--output", Path(args.output).expanduser()) if args.output else None
@@ -31,7 +31,7 @@ def _import(args: argparse.Namespace) -> int:
     found = compose(path.resolve())
     made = translate(found, args.file)
     for text in args.overrides:
-        key, value = _override(text)
+        key, value = parse_override(text)
         made.ours[key], made.origin[key] = value, []
     text = written(made, args.file, "RLinf")
     sys.stderr.write(report(made, args.file, "RLinf", found.files, _verdict(text, str(output or args.file))))
@@ -41,19 +41,6 @@ def _import(args: argparse.Namespace) -> int:
         output.parent.mkdir(parents=True, exist_ok=True)
         output.write_text(text)
     return 0
-
-
-def _override(text: str) -> tuple[str, Any]:
-    import yaml
-
-    from rlhpc.config.yaml_loader import UniqueKeys
-    from rlhpc.runtime.plain import read_yaml
-
-    key, _, raw = text.partition("=")
-    try:
-        return key.strip(), read_yaml(raw, UniqueKeys)
-    except (ValueError, yaml.YAMLError):
-        raise ConfigError(f"override {shown(text)}: the value is not valid YAML; quote it") from None
 
 
 def _verdict(text: str, name: str) -> str:

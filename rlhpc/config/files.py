@@ -77,7 +77,30 @@ def _content(path: Path, includer: str) -> dict[str, Any]:
             near = difflib.get_close_matches(path.name, [p.name for p in path.parent.glob("*.yaml")], 1, 0.4)
             hint = f"; did you mean {path.parent / near[0]}?" if near else ""
             raise ConfigError(f"{includer}no configuration file {path}{hint}")
-        content = read_yaml_file(path, UniqueKeys)
+    except OSError as error:
+        raise ConfigError(f"{includer}{cut(str(path))}: cannot be read: {error.strerror}") from None
+    content = read_content(path, includer)
+    if content is None:
+        raise ConfigError(f"{path} is empty; see configs/quickstart.yaml for a start")
+    if not isinstance(content, dict):
+        raise ConfigError(
+            f"{path}: found a {type(content).__name__} at the top; a configuration is a mapping of sections"
+        )
+    return content
+
+
+def read_content(path: Path, includer: str = "") -> Any:
+    """What a YAML file holds.
+
+    Args:
+        path: The file.
+        includer: Begins the message where the file cannot be opened.
+
+    Raises:
+        ConfigError: It cannot be read, or is not YAML; says where.
+    """
+    try:
+        return read_yaml_file(path, UniqueKeys)
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark
         where = f", line {mark.line + 1}, column {mark.column + 1}" if mark else ""
@@ -86,10 +109,3 @@ def _content(path: Path, includer: str) -> dict[str, Any]:
         raise ConfigError(f"{includer}{cut(str(path))}: cannot be read: {error.strerror}") from None
     except (ValueError, yaml.YAMLError) as error:
         raise ConfigError(f"{path}: cannot be read: {error}") from None
-    if content is None:
-        raise ConfigError(f"{path} is empty; see configs/quickstart.yaml for a start")
-    if not isinstance(content, dict):
-        raise ConfigError(
-            f"{path}: found a {type(content).__name__} at the top; a configuration is a mapping of sections"
-        )
-    return content

@@ -8,10 +8,8 @@ from __future__ import annotations
 
 import difflib
 import functools
-import importlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
@@ -25,6 +23,7 @@ from rlhpc.config.sections import RunConfig
 from rlhpc.config.typed import plain, select
 from rlhpc.jobs.paths import RunPaths
 from rlhpc.runtime.errors import ConfigError
+from rlhpc.runtime.lookup import import_attribute, offered
 from rlhpc.runtime.plain import read_json, read_yaml
 from rlhpc.runtime.shown import shown
 
@@ -282,7 +281,7 @@ class Kind(Generic[Cfg]):
 
 def kind_names() -> list[str]:
     """All names that `runner.task_type` may have, apart from `module:NAME`."""
-    return [*_BUILT_IN, *sorted(entry.name.lower() for entry in entry_points(group=ENTRY_POINTS))]
+    return [*_BUILT_IN, *sorted(offered(ENTRY_POINTS))]
 
 
 def all_kinds() -> list[Kind]:
@@ -302,22 +301,11 @@ def find_kind(name: str | None = None, source: str = "configuration") -> Kind[An
     """
     wanted = DEFAULT if name is None else name
     lower = wanted.lower()
-    if lower in _BUILT_IN:
-        module, _, attribute = _BUILT_IN[lower].partition(":")
-        found: Any = getattr(importlib.import_module(module), attribute)
-        return _checked(found, wanted, source)
-    for entry in entry_points(group=ENTRY_POINTS):
-        if entry.name.lower() == lower:
-            return _checked(entry.load(), wanted, source)
-    if ":" in wanted:
-        module, _, attribute = wanted.partition(":")
-        try:
-            found = getattr(importlib.import_module(module), attribute)
-        except (ImportError, AttributeError, ValueError) as error:
-            raise ConfigError(
-                f"{source}: runner.task_type is {shown(wanted)}, which cannot be imported: {error}"
-            ) from None
-        return _checked(found, wanted, source)
+    path = _BUILT_IN.get(lower, wanted)
+    if lower not in _BUILT_IN and (entry := offered(ENTRY_POINTS).get(lower)) is not None:
+        path = f"{entry.module}:{entry.attr}"
+    if ":" in path:
+        return _checked(import_attribute(path, f"{source}: runner.task_type"), wanted, source)
     near = difflib.get_close_matches(lower, kind_names(), 1)
     hint = f"did you mean {near[0]!r}? " if near else ""
     raise ConfigError(

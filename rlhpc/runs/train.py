@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import os
 from dataclasses import asdict
 from pathlib import Path
@@ -20,13 +19,9 @@ from rlhpc.runs.same_run import make_longer
 from rlhpc.runtime.cluster import Cluster
 from rlhpc.runtime.device import torch_device
 from rlhpc.runtime.errors import ConfigError, Stopped
+from rlhpc.runtime.lookup import load_attribute
 from rlhpc.runtime.placement import HybridComponentPlacement
 from rlhpc.runtime.session import Session
-
-
-def _find(name: str) -> Any:
-    module, _, attribute = name.partition(":")
-    return getattr(importlib.import_module(module), attribute)
 
 
 def train(cfg: Cfg, *, segment: int | None = None, resume_with: bool = False) -> dict[str, Any]:
@@ -80,8 +75,8 @@ def _train(
     strategies: dict[str, Any],
     placements: dict[str, Any],
 ) -> dict[str, Any]:
-    classes = {role: _find(name) for role, name in kind.roles.items()}
-    make_runner = _find(kind.runner)
+    classes = {role: load_attribute(name, f"role {role} of the kind {kind.name}") for role, name in kind.roles.items()}
+    make_runner = load_attribute(kind.runner, f"the runner of the kind {kind.name}")
     run.open(given)
     run.record_placement({role: [asdict(rank) for rank in ranks] for role, ranks in placements.items()})
     runner: Runner[Cfg] | None = None

@@ -10,9 +10,23 @@ from importlib.metadata import EntryPoint, entry_points
 from typing import Any, Generic, TypeVar
 
 from rlhpc.runtime.errors import ConfigError
+from rlhpc.runtime.shown import shown
 
 Found = TypeVar("Found", bound=Callable[..., Any])
 Given = TypeVar("Given", bound=Callable[..., Any])
+
+
+def import_attribute(path: str, key: str) -> Any:
+    """`module:attribute`, whatever it is.
+
+    Raises:
+        ConfigError: It cannot be imported; says why.
+    """
+    module, _, attribute = path.partition(":")
+    try:
+        return operator.attrgetter(attribute)(importlib.import_module(module))
+    except (ImportError, AttributeError, TypeError, ValueError) as error:
+        raise ConfigError(f"{key} is {shown(path)}, which cannot be imported: {error}") from None
 
 
 def load_attribute(path: str, key: str) -> Any:
@@ -21,11 +35,7 @@ def load_attribute(path: str, key: str) -> Any:
     Raises:
         ConfigError: It cannot be imported, or is not callable; says why.
     """
-    module, _, attribute = path.partition(":")
-    try:
-        found = operator.attrgetter(attribute)(importlib.import_module(module))
-    except (ImportError, AttributeError, TypeError, ValueError) as error:
-        raise ConfigError(f"{key} is {path!r}, which cannot be imported: {error}") from None
+    found = import_attribute(path, key)
     if not callable(found):
         raise ConfigError(f"{key} is {path!r}, which is a {type(found).__name__}, no class and no function")
     return found

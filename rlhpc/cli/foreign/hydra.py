@@ -16,13 +16,11 @@ from inspect import signature
 from pathlib import Path
 from typing import Any
 
-import yaml
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from rlhpc.config.yaml_loader import UniqueKeys
+from rlhpc.config.files import read_content
 from rlhpc.runtime.errors import ConfigError
-from rlhpc.runtime.plain import read_yaml_file
 from rlhpc.runtime.shown import cut, shown
 
 _DEEPEST = 10
@@ -99,16 +97,7 @@ def _read(path: Path, found: Composed, chain: tuple[Path, ...], search: list[Pat
 
 
 def _content(path: Path) -> dict[str, Any]:
-    try:
-        content = read_yaml_file(path, UniqueKeys)
-    except yaml.MarkedYAMLError as error:
-        mark = error.problem_mark
-        where = f", line {mark.line + 1}, column {mark.column + 1}" if mark else ""
-        raise ConfigError(f"{path}{where}: not valid YAML: {error.problem or error}") from None
-    except OSError as error:
-        raise ConfigError(f"{cut(str(path))}: cannot be read: {error.strerror}") from None
-    except (ValueError, yaml.YAMLError) as error:
-        raise ConfigError(f"{path}: cannot be read: {error}") from None
+    content = read_content(path)
     if not isinstance(content, dict):
         raise ConfigError(f"{path}: found {shown(content)} at the top; a configuration is a mapping of sections")
     return content
