@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import shutil
 import subprocess
 from collections.abc import Iterator
@@ -52,7 +53,8 @@ def test_a_second_driver_is_refused_and_a_registry_that_is_removed_ends_the_firs
     assert (tiny.root / "config.yaml").read_text() == config, "and has written nothing"
     shutil.rmtree(tiny.root / "registry")
     message = error_of(ended(process, 1))
-    assert f"the registry {tiny.root}/registry was removed while the run went on" in message
+    removed = rf"the registry( folder)? {tiny.root}/registry(/local-0)? was removed while the run went on"
+    assert re.search(removed, message), "whoever sees it first may see it half removed"
     assert not list((tiny.root / "registry").glob("*")), "and it is not made again"
     assert len(tiny.status()["stop_reason"]) > 20
     assert "registry" in tiny.status()["stop_reason"]
