@@ -7,9 +7,9 @@ import json
 import os
 import re
 import shlex
-import subprocess
 import sys
 import tomllib
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -23,6 +23,8 @@ from rlhpc.jobs.paths import RunPaths
 from rlhpc.runs.configuration import load_config
 from rlhpc.runs.kinds import all_kinds
 from rlhpc.runtime.errors import ConfigError
+from tests import warm
+from tests.warm.commands import Commands
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
@@ -51,11 +53,19 @@ def blocks(page: Path, language: str) -> list[str]:
     return [content for kind, content in all_blocks(page) if kind == language]
 
 
+@pytest.fixture(autouse=True, scope="module")
+def commands() -> Iterator[None]:
+    """What the pages' shells call rlhpc and python."""
+    with Commands() as commands, pytest.MonkeyPatch.context() as patch:
+        for name, value in commands.environment.items():
+            patch.setenv(name, value)
+        yield
+
+
 def run(command: list[str], folder: Path, **environment: str) -> str:
     """Runs a command that must succeed; returns stdout."""
-    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
-    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=240,
-                          env={**os.environ, "PATH": path, **environment})  # fmt: skip
+    done = warm.run(command, cwd=folder, capture_output=True, text=True, timeout=240,
+                    env={**os.environ, **environment})  # fmt: skip
     assert done.returncode == 0, f"{shlex.join(command)}\n{done.stdout}\n{done.stderr}"
     return done.stdout
 

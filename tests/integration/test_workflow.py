@@ -16,8 +16,12 @@ from typing import Any
 import pytest
 from safetensors import safe_open
 
+from tests import warm
+from tests.warm.commands import Commands
+
 ROOT = Path(__file__).resolve().parents[2]
 QUICKSTART = str(ROOT / "configs" / "quickstart.yaml")
+RULES: dict[str, str] = {}
 SMALL = (
     "runner.segments=2 runner.max_steps=4 runner.save_interval=-1 runner.logger.logger_backends=[jsonl] "
     "env.train.num_envs=4 env.eval.num_envs=2 env.eval.num_episodes=4 "
@@ -35,9 +39,10 @@ def command(folder: Path, *more: str, overrides: str = SMALL, config: tuple[str,
 
 def snakemake(folder: Path, *more: str, code: int = 0, **options: Any) -> str:
     """Runs it to its end; returns everything it said."""
-    done = subprocess.run(
+    done = warm.run(
         command(folder, *more, **options),
         cwd=ROOT,
+        env={**os.environ, **RULES},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -48,13 +53,22 @@ def snakemake(folder: Path, *more: str, code: int = 0, **options: Any) -> str:
     return done.stdout
 
 
+@pytest.fixture(scope="module", autouse=True)
+def rules() -> Iterator[None]:
+    """What the rules' shells call rlhpc, where nobody is killed."""
+    with Commands() as commands:
+        RULES.update(commands.environment)
+        yield
+    RULES.clear()
+
+
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """The working directory of a run of two segments that went through, by the short command and without a terminal."""
     folder = tmp_path_factory.mktemp("workflow")
-    done = subprocess.run(
+    done = warm.run(
         [sys.executable, "-m", "rlhpc.cli", "run", QUICKSTART, *SMALL.split(), "--", "--config", "retries=0"],
-        cwd=folder, capture_output=True, text=True, timeout=240, check=False,
+        cwd=folder, env={**os.environ, **RULES}, capture_output=True, text=True, timeout=240, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
     (folder / "said.txt").write_text(done.stdout)
@@ -78,7 +92,7 @@ def test_the_short_command_says_what_happens_and_how_it_ended(whole: Path) -> No
 
 def test_lint() -> None:
     for config in ("run=configs/quickstart.yaml", "checkpoint=/somewhere/checkpoints/global_step_3"):
-        lint = subprocess.run(
+        lint = warm.run(
             [sys.executable, "-m", "snakemake", "--lint", "--snakefile", "workflow/Snakefile", "--config", config],
             cwd=ROOT,
             capture_output=True,
@@ -92,7 +106,7 @@ def test_lint() -> None:
 
 def test_graph_of_three_segments(tmp_path: Path) -> None:
     overrides = "runner.segments=3 runner.max_steps=9"
-    dag = subprocess.run(
+    dag = warm.run(
         command(tmp_path, "--dag", overrides=overrides), cwd=ROOT, capture_output=True, text=True, timeout=240, check=True
     ).stdout  # fmt: skip
     labels = {number: label.split("\\n") for number, label in re.findall(r'(\d+)\[label = "([^"]*)"', dag)}
@@ -304,7 +318,7 @@ def test_a_cancelled_run_stays_ended(tmp_path: Path) -> None:
         command(tmp_path, overrides=overrides), cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     )
     wait_for(lambda: (run / "metrics.jsonl").exists() and (run / "metrics.jsonl").read_bytes().count(b"\n") >= 3)
-    subprocess.run([sys.executable, "-m", "rlhpc.cli", "cancel", str(run)], cwd=ROOT, check=True, timeout=60)
+    warm.run([sys.executable, "-m", "rlhpc.cli", "cancel", str(run)], cwd=ROOT, check=True, timeout=60)
     said, _ = waiting.communicate(timeout=240)
     assert waiting.returncode == 1 and "Trying to restart" in said and said.count("was cancelled") >= 2
     submitted = json.loads((run / "submit/segment_0.json").read_text())

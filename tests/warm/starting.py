@@ -46,6 +46,7 @@ PRELOAD_WITH = {
     "transformers": ("transformers", "transformers.models.llama.modeling_llama", "peft"),
     "deepspeed": ("deepspeed", "deepspeed.checkpoint.ds_to_universal"),
     "vllm": ("vllm.entrypoints.llm",),
+    "tests.warm.commands": ("snakemake.cli",),
 }
 #: Python ignores these itself, and restores them (`restore_signals`) for what it starts.
 PYTHONS_OWN = (signal.SIGPIPE, signal.SIGXFSZ)
