@@ -7,8 +7,11 @@ from pathlib import Path
 import pytest
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # each process that a test starts would compile the project anew
 
 from tests import warm
+
+pytest_plugins = ["tests.took"]
 
 HERE = Path(__file__).parent
 #: Files of few and long tests. They come first, lest one worker be left with them at the end.
