@@ -32,6 +32,18 @@ SITE = {
     }
 }
 
+#: Steps in which time passes rather than work is done, of which the machine has enough: environments that wait.
+LIGHT = ("algorithm.update_epochs=1", "env.train.wrappers=[waiting_env:Waiting]")
+WAITING = """
+import time
+import gymnasium
+
+class Waiting(gymnasium.Wrapper):
+    def step(self, action):
+        time.sleep(0.0005)
+        return self.env.step(action)
+"""
+
 
 def until(condition: Callable[[], Any], what: str, deadline_s: float = 90.0) -> Any:
     """The condition's value as soon as it is true."""
@@ -43,9 +55,11 @@ def until(condition: Callable[[], Any], what: str, deadline_s: float = 90.0) -> 
 
 
 class SlurmRun:
-    """One run, in a folder of its own. `cluster` is the SlurmCluster that it runs on."""
+    """One run, in a folder of its own. `cluster` is the SlurmCluster that it runs on; of `light` ones see `LIGHT`."""
 
-    def __init__(self, cluster: Any, folder: Path, *overrides: str, config: Path = CONFIG, name: str = "run") -> None:
+    def __init__(
+        self, cluster: Any, folder: Path, *overrides: str, config: Path = CONFIG, name: str = "run", light: bool = False
+    ) -> None:
         self.cluster, self.folder = cluster, folder
         folder.mkdir(parents=True, exist_ok=True)
         self.site = folder / "site.yaml"
@@ -53,10 +67,13 @@ class SlurmRun:
         self.config, self.root = config, folder / "runs" / name
         self.overrides = [
             f"runner.run_dir={folder / 'runs'}", f"runner.name={name}", "runner.segments=1",
-            "runner.logger.logger_backends=[jsonl]", *overrides,
+            "runner.logger.logger_backends=[jsonl]", *(LIGHT if light else ()), *overrides,
         ]  # fmt: skip
         self.environment = {**os.environ, **cluster.env(), "OMP_NUM_THREADS": "1"}
         self.environment["PATH"] = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+        if light:
+            (folder / "waiting_env.py").write_text(WAITING)
+            self.environment["PYTHONPATH"] = str(folder)
         self.log = folder / f"{name}.log"
         self.here = folder / "here"
         if not self.here.exists():  # whoever imports from where a run is submitted ends

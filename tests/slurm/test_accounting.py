@@ -16,7 +16,7 @@ def test_roles_and_components_of_a_requeued_run(slurm: SlurmCluster, tmp_path: P
     """The report has them; while slurmdbd is away it says so and keeps what it had."""
     if not slurm.has_accounting:
         pytest.skip("this cluster has no accounting")
-    run = SlurmRun(slurm, tmp_path, "runner.max_steps=80", "runner.save_interval=10")
+    run = SlurmRun(slurm, tmp_path, "runner.max_steps=80", "runner.save_interval=10", light=True)
     process = run.submit()
     run.training()
     slurm.run("scontrol", "requeue", run.job)

@@ -26,13 +26,16 @@ def no_job_is_left(slurm: SlurmCluster) -> Iterator[None]:
     until(lambda: not slurm.run("squeue", "--me", "--noheader").strip(), "all jobs are gone")
 
 
-LAST = 200
-STEPS = (f"runner.max_steps={LAST}", "runner.save_interval=20", "runner.max_restarts=3")
+#: A quarter of a minute, of which the run has trained a second when something happens to it.
+LAST = 80
+STEPS = (f"runner.max_steps={LAST}", "runner.save_interval=5", "runner.max_restarts=3")
+#: Where the run must still be at it when another command has started, or the controller has ended.
+LONGER = 200
 
 
 def start(slurm: SlurmCluster, folder: Path, *overrides: str) -> tuple[SlurmRun, object, int]:
     """A run that has committed something, the command that waits for it, and the step it had committed."""
-    run = SlurmRun(slurm, folder, *STEPS, *overrides)
+    run = SlurmRun(slurm, folder, *STEPS, *overrides, light=True)
     process = run.submit()
     run.training()
     return run, process, run.committed()
@@ -85,7 +88,7 @@ def test_the_driver_is_killed(slurm: SlurmCluster, tmp_path: Path) -> None:
 
 def test_the_waiter_is_killed(slurm: SlurmCluster, tmp_path: Path) -> None:
     """The job goes on; the same command again waits for it."""
-    run, process, _ = start(slurm, tmp_path)
+    run, process, _ = start(slurm, tmp_path, f"runner.max_steps={LONGER}")
     kill(process.pid)  # type: ignore[attr-defined]
     job = run.job
     again = run.submit()
@@ -133,7 +136,7 @@ def test_a_node_is_cut_off(slurm: SlurmCluster, tmp_path: Path) -> None:
 
 def test_the_controller_is_away(slurm: SlurmCluster, tmp_path: Path) -> None:
     """Training needs no slurmctld, and waiting survives its absence."""
-    run, process, before = start(slurm, tmp_path)
+    run, process, before = start(slurm, tmp_path, f"runner.max_steps={LONGER}")
     slurm.stop_controller()
     try:
         until(lambda: run.committed() > before, "it trains on without the controller")
@@ -145,7 +148,7 @@ def test_the_controller_is_away(slurm: SlurmCluster, tmp_path: Path) -> None:
 
 def test_out_of_memory(slurm: SlurmCluster, tmp_path: Path) -> None:
     """The message says what to look at; a run that never gets anywhere ends."""
-    run = SlurmRun(slurm, tmp_path, *STEPS, "runner.max_restarts=1", "runner.max_steps=200", "runner.save_interval=-1")
+    run = SlurmRun(slurm, tmp_path, *STEPS, "runner.max_restarts=1", "runner.save_interval=-1", light=True)
     process = run.submit()
     victims: set[int] = set()
     for _ in range(2):
@@ -161,8 +164,7 @@ def test_out_of_memory(slurm: SlurmCluster, tmp_path: Path) -> None:
 def test_an_error_of_the_program_is_not_tried_again(slurm: SlurmCluster, tmp_path: Path) -> None:
     """A traceback would come again; the user sees it at once."""
     (tmp_path / "broken.py").write_text("def loss(**_):\n    raise RuntimeError('a mistake in the loss')\n")
-    run = SlurmRun(slurm, tmp_path, *STEPS, "algorithm.loss_type=broken:loss")
-    run.environment["PYTHONPATH"] = str(tmp_path)
+    run = SlurmRun(slurm, tmp_path, *STEPS, "algorithm.loss_type=broken:loss", light=True)
     said = run.finish(run.submit(), 120, code=1)
     assert "a mistake in the loss" in said and len(run.attempts) == 1
 
