@@ -107,7 +107,5 @@ def test_the_batch_script(slurm: SlurmCluster, tmp_path: Path) -> None:
     slurm.run("scancel", "--batch", "--signal=USR2", job)
     until(lambda: "PENDING" in slurm.run("squeue", "--noheader", f"--jobs={job}", "--format=%T"), "it is queued again")
     before = run.committed()
-    until(
-        lambda: (run.root / "metrics.jsonl").exists() and len(run.rows()) == 100, "it has finished", 400
-    )
+    until(lambda: (run.root / "metrics.jsonl").exists() and len(run.rows()) == 100, "it has finished", 400)
     assert before > 0 and [row["step"] for row in run.rows()] == list(range(1, 101))

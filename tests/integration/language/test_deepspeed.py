@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from omegaconf import OmegaConf
 
 pytest.importorskip("deepspeed")
 pytest.importorskip("transformers")
@@ -80,6 +81,36 @@ def run(ranks: Callable[[int], Any]) -> Callable[..., list[dict[str, Any]]]:
     return on
 
 
+@pytest.fixture(scope="module")
+def trained(run: Callable[..., list[dict[str, Any]]]) -> Callable[[int, Any], dict[str, Any]]:
+    """The report of five steps from the start on n ranks, trained once: several tests compare with it."""
+    known: dict[tuple[int, str], dict[str, Any]] = {}
+
+    def of(n: int, cfg: Any) -> dict[str, Any]:
+        key = n, OmegaConf.to_yaml(cfg)
+        if key not in known:
+            (known[key],) = run(n, [cfg])
+        return known[key]
+
+    return of
+
+
+@pytest.fixture(scope="module")
+def saved(run, tmp_path_factory: pytest.TempPathFactory) -> Callable[[int, Any], Path]:
+    """The checkpoint of two steps from the start on n ranks, alone in its folder; for several tests, too."""
+    known: dict[tuple[int, str], Path] = {}
+
+    def of(n: int, cfg: Any) -> Path:
+        key = n, OmegaConf.to_yaml(cfg)
+        if key not in known:
+            folder = tmp_path_factory.mktemp("saved") / "global_step_2"
+            run(n, [cfg], steps=range(2), save=folder)
+            known[key] = folder
+        return known[key]
+
+    return of
+
+
 def configured(model: Path, stage: int, **changes: Any) -> Any:
     options = {"training_backend": "deepspeed", "deepspeed.zero_stage": stage, "deepspeed.config": PARTITION}
     return make_config(model, **options, **changes)
@@ -127,9 +158,10 @@ def assert_same(found: dict[str, Any], expected: dict[str, Any], tolerance: floa
 
 
 @pytest.mark.parametrize("n", [1, 2, pytest.param(3, marks=pytest.mark.slow), pytest.param(4, marks=pytest.mark.slow)])
-def test_every_stage_and_world_size_trains_as_a_plain_loop(run, model, n: int) -> None:
+def test_every_stage_and_world_size_trains_as_a_plain_loop(trained, model, n: int) -> None:
     expected = plain_loop(model)
-    for found in run(n, [configured(model, stage) for stage in STAGES]):
+    for stage in STAGES:
+        found = trained(n, configured(model, stage))
         assert_same(found, expected)
         assert found["trained"] == sum(value.numel() for value in expected["weights"].values())
         # The reference is the model of before training, the trained one has left it.
@@ -153,9 +185,9 @@ def test_tied_weights_offload_and_checkpointing_change_nothing(run, model, tied)
         assert_same(found, plain_loop(model))
 
 
-def test_the_stages_agree_in_mixed_precision(run, model) -> None:
+def test_the_stages_agree_in_mixed_precision(trained, model) -> None:
     single = plain_loop(model)
-    found = run(2, [configured(model, stage, **{"model.dtype": "bfloat16"}) for stage in STAGES])
+    found = [trained(2, configured(model, stage, **{"model.dtype": "bfloat16"})) for stage in STAGES]
     for report in found:
         assert {value.dtype for value in report["weights"].values()} == {torch.bfloat16}
         assert report["losses"] == pytest.approx(found[0]["losses"], abs=1e-4)
@@ -173,11 +205,10 @@ KINDS = [
 
 
 @pytest.mark.parametrize("changes", KINDS)
-def test_it_resumes_bit_for_bit_and_on_another_world_size(run, model, tmp_path, changes) -> None:
+def test_it_resumes_bit_for_bit_and_on_another_world_size(run, trained, saved, model, changes) -> None:
     for stage in STAGES:
-        cfg, folder = configured(model, stage, **changes), tmp_path / f"global_step_{stage}"
-        (whole,) = run(2, [cfg])
-        run(2, [cfg], steps=range(2), save=folder)
+        cfg = configured(model, stage, **changes)
+        whole, folder = trained(2, cfg), saved(2, cfg)
         (rest,) = run(2, [cfg], steps=range(2, 5), load=folder)
         assert rest["losses"] == whole["losses"][2:] and rest["norms"] == whole["norms"][2:]
         assert all(torch.equal(value, whole["weights"][name]) for name, value in rest["weights"].items())
@@ -187,34 +218,31 @@ def test_it_resumes_bit_for_bit_and_on_another_world_size(run, model, tmp_path, 
         assert alone["norms"] == pytest.approx(whole["norms"][2:], rel=max(1e-4, tolerance))
         for name, value in alone["weights"].items():
             torch.testing.assert_close(value, whole["weights"][name], rtol=tolerance, atol=tolerance, msg=name)
-    assert sorted(path.name for path in tmp_path.iterdir()) == [f"global_step_{stage}" for stage in STAGES]
+        assert [path.name for path in folder.parent.iterdir()] == [folder.name]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("before", [1, 2])
-def test_it_resumes_on_more_ranks(run, model, tmp_path, before: int) -> None:
+def test_it_resumes_on_more_ranks(run, trained, saved, model, before: int) -> None:
     for stage in STAGES:
-        cfg, folder = configured(model, stage), tmp_path / str(stage)
-        (whole,) = run(before, [cfg])
-        run(before, [cfg], steps=range(2), save=folder)
-        (rest,) = run(4, [cfg], steps=range(2, 5), load=folder)
-        assert rest["losses"] == pytest.approx(whole["losses"][2:], abs=2e-5)
+        cfg = configured(model, stage)
+        (rest,) = run(4, [cfg], steps=range(2, 5), load=saved(before, cfg))
+        assert rest["losses"] == pytest.approx(trained(before, cfg)["losses"][2:], abs=2e-5)
 
 
 @pytest.mark.slow
-def test_stages_1_and_2_read_each_other(run, model, tmp_path) -> None:
+def test_stages_1_and_2_read_each_other(run, trained, saved, model) -> None:
     for stage in (1, 2):
-        (whole,) = run(2, [configured(model, stage)])
-        run(2, [configured(model, stage)], steps=range(2), save=tmp_path / str(stage))
-        (rest,) = run(2, [configured(model, 3 - stage)], steps=range(2, 5), load=tmp_path / str(stage))
-        assert rest["losses"] == pytest.approx(whole["losses"][2:], abs=2e-5)
+        cfg = configured(model, stage)
+        (rest,) = run(2, [configured(model, 3 - stage)], steps=range(2, 5), load=saved(2, cfg))
+        assert rest["losses"] == pytest.approx(trained(2, cfg)["losses"][2:], abs=2e-5)
 
 
-def test_options_are_those_of_the_configuration_after_a_resume(run, model, tmp_path) -> None:
-    run(2, [configured(model, 2)], steps=range(2), save=tmp_path / "saved")
+def test_options_are_those_of_the_configuration_after_a_resume(run, saved, model) -> None:
+    folder = saved(2, configured(model, 2))
     changed = configured(model, 2, **{"optim.clip_grad": 1e-9, "optim.weight_decay": 0.0, "optim.adam_eps": 1.0})
     for n in (1, 2):
-        (rest,) = run(n, [changed], steps=range(2, 5), load=tmp_path / "saved")
+        (rest,) = run(n, [changed], steps=range(2, 5), load=folder)
         assert (rest["after"] - rest["before"]).abs().max() < 1e-2  # such a clip and eps leave hardly a step
 
 
