@@ -50,11 +50,15 @@ def left_behind(caller: int) -> list[str]:
 
 
 @pytest.fixture(autouse=True)
-def nothing_left():
-    folders = set(Path(tempfile.gettempdir()).glob("rlhpc-box-*"))
-    yield
-    assert left_behind(os.getpid()) == []
-    assert set(Path(tempfile.gettempdir()).glob("rlhpc-box-*")) <= folders
+def nothing_left(monkeypatch, tmp_path_factory):
+    """Temporary files have a folder of the test's own: others' sandboxes come and go beside it."""
+    tmp_path_factory.getbasetemp()  # which pytest makes, and keeps, where temporary files are
+    with tempfile.TemporaryDirectory(prefix="t-") as folder:
+        Path(folder).chmod(0o711)  # for the test of another user
+        monkeypatch.setattr(tempfile, "tempdir", folder)
+        yield
+        assert left_behind(os.getpid()) == []
+        assert not list(Path(folder).glob("rlhpc-box-*"))
 
 
 def run(box: Sandbox, source: str, **given):
@@ -526,9 +530,11 @@ def test_without_root():
             for mechanisms in {SETS!r}:
                 box = Sandbox(mechanisms=mechanisms)
                 print(box.unenforced(), box.run("print(1)").stdout, box.run("import os; os.fork()").status)
+            import glob, os
+            print([path for path in glob.glob("/tmp/rlhpc-box-*") if os.stat(path).st_uid == os.getuid()])
             """
         done = subprocess.run(
             [python, "-B", "-c", textwrap.dedent(script)], cwd=name, user=1234, group=1234, extra_groups=[],
             env={"PYTHONPATH": name}, capture_output=True, text=True, timeout=60,
         )  # fmt: skip
-    assert done.stdout == "[] 1\n error\n" * 3, done.stderr
+    assert done.stdout == "[] 1\n error\n" * 3 + "[]\n", done.stderr
