@@ -5,7 +5,7 @@ BIN   := $(VENV)/bin
 STAMP := $(VENV)/.setup-done
 RUN   ?= configs/quickstart.yaml
 PYTEST_ARGS ?=
-WORKERS ?= 0
+WORKERS ?= $(shell [ "$$(getconf _NPROCESSORS_ONLN)" -gt 1 ] && echo 2 || echo 0)
 KILLS ?= 30
 ENDS  ?= 20
 SEED  ?= 1
@@ -41,7 +41,7 @@ $(VENV)/.setup-robot: $(STAMP)
 quickstart: setup  ## train, evaluate, export and report a first policy (RUN=configs/….yaml for another)
 	rlhpc run $(RUN)
 
-test: setup  ## the tests (WORKERS=2: in two processes; PYTEST_ARGS=… for some of them)
+test: setup  ## the tests, in two processes (WORKERS=0: in one; PYTEST_ARGS=… for some of them)
 	pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
 
 demo-llm: setup-llm  ## a language model from nothing: SFT, then GRPO, at three seeds (SEEDS=1 for one)
@@ -50,8 +50,8 @@ demo-llm: setup-llm  ## a language model from nothing: SFT, then GRPO, at three 
 demo-robot: setup-robot  ## a robot arm pushes a cube: demonstrations, a policy from them, evaluation, a film
 	rlhpc run configs/embodied/push_cube_bc.yaml runner.name=demo_robot env.eval.video_episodes=4
 
-test-slurm: setup  ## the tests on a real Slurm, which they bring up (tests/slurm/install.sh installs it)
-	pytest -m slurm tests/slurm $(PYTEST_ARGS)
+test-slurm: setup  ## the tests on a real Slurm each worker brings up (tests/slurm/install.sh installs it)
+	pytest -m slurm -n $(WORKERS) --dist worksteal tests/slurm $(PYTEST_ARGS)
 
 leftovers: setup  ## 20 jobs of two users end in every way on a real Slurm: nothing stays on its nodes (ENDS=…, SEED=…)
 	RLHPC_LEFTOVERS=$(ENDS) RLHPC_LEFTOVERS_SEED=$(SEED) pytest -m slurm tests/slurm/test_leftovers.py -s

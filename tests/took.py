@@ -1,6 +1,6 @@
 """What took how long: a plugin of pytest that the tests' conftest.py names.
 
-Every test's time counts, of the clock and of the processors: of this process and of all that it has waited for. The processors'
+Every test's time counts, of the clock and of the processors: of this process and of all that it has waited for. The latter
 says what a test costs where other things run beside it. `--took FILE` writes a table of each file and of the slowest tests.
 """
 

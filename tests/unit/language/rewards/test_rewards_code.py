@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import random
-
 import pytest
 
 from rlhpc.language.rewards import Sample
@@ -13,14 +11,14 @@ from rlhpc.language.rewards.values import decode
 from rlhpc.runtime.errors import ConfigError
 from tests.attack.programs import CHEATS as MORE_CHEATS
 from tests.attack.programs import cheated
+from tests.drawn import drawn
 
 ADD = "def add(a, b):\n    return a + b\n"
 WRONG = "def add(a, b):\n    return a - b\n"
-SHORT = sorted({
+SHORT = drawn("cheats", MORE_CHEATS, least=6, always=[
     "abs shadowed", "bool shadowed", "bool in builtins", "sub of an object", "isclose patched", "forges a failure",
     "forges bad JSON", "forges deep JSON", "forges a set that is slow", "returns a number to round",
-    *random.Random(5).sample(sorted(MORE_CHEATS), 6),
-})  # fmt: skip
+])  # fmt: skip
 TESTS = ["assert add(2, 3) == 5", "assert add(0, 0) == 0", "assert add('a', 'b') == 'ab'"]
 
 
@@ -130,9 +128,10 @@ def test_cheats_gain_nothing(code, partial):
     )
 
 
+@pytest.mark.drawn
 @pytest.mark.parametrize("name", SHORT)
 def test_cheats_on_the_way_to_the_judge_gain_nothing(name, partial):
-    """Those that once gained something, and some by a seed; `make attack` runs them all."""
+    """Those that once gained something, and a part of all."""
     assert cheated(partial, name) == ""
 
 
