@@ -10,12 +10,13 @@ KILLS ?= 30
 ENDS  ?= 20
 SEED  ?= 1
 SEEDS ?= 3
+PART  ?= 1/1
 
 # One thread a process: ranks share the cores, so more only makes them wait for each other.
 export OMP_NUM_THREADS ?= 1
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 
-.PHONY: help setup setup-llm setup-robot quickstart demo-llm demo-robot test test-slurm chaos leftovers attack bad-inputs lint bench docs docs-reference constraints resolve clean
+.PHONY: help setup setup-llm setup-robot quickstart demo-llm demo-robot test test-slurm test-all chaos leftovers attack bad-inputs lint bench docs docs-reference constraints resolve clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -52,6 +53,10 @@ demo-robot: setup-robot  ## a robot arm pushes a cube: demonstrations, a policy 
 
 test-slurm: setup  ## the tests on a real Slurm each worker brings up (tests/slurm/install.sh installs it)
 	pytest -m slurm -n $(WORKERS) --dist worksteal tests/slurm $(PYTEST_ARGS)
+
+test-all: setup  ## the long tests whole, of which each make test takes a part (SEED=…, PART=k/n)
+	RLHPC_TESTS_SEED=$(SEED) RLHPC_TESTS_PART=$(PART) pytest -m drawn -n $(WORKERS) --dist worksteal $(PYTEST_ARGS)
+	python -m tests.attack.bad_inputs --seed $(SEED) --part $(PART)
 
 leftovers: setup  ## 20 jobs of two users end in every way on a real Slurm: nothing stays on its nodes (ENDS=…, SEED=…)
 	RLHPC_LEFTOVERS=$(ENDS) RLHPC_LEFTOVERS_SEED=$(SEED) pytest -m slurm tests/slurm/test_leftovers.py -s

@@ -1,6 +1,6 @@
 """Mistakes of users, by the hundred: is each one message with the right exit code, in time, and is nothing left?
 
-    python -m tests.attack.bad_inputs [--seed N] [--count K] [--class NAME] [--show]
+    python -m tests.attack.bad_inputs [--seed S] [--part K/N] [--class NAME] [--show]
 
 The command is imported once; each case is a fork of that process in a folder of its own, or, where the interpreter's start
 matters, a process. A case is right if
@@ -21,7 +21,6 @@ import ctypes
 import gc
 import hashlib
 import os
-import random
 import shutil
 import signal
 import subprocess
@@ -33,6 +32,8 @@ import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+
+from tests.drawn import PART, SEED, drawn
 
 ROOT = Path(__file__).resolve().parents[2]
 QUICKSTART = ROOT / "configs" / "quickstart.yaml"
@@ -363,17 +364,10 @@ def told(verdict: Verdict) -> str:
     return "\n".join([*lines, *(f"  | {line[:300]}" for line in verdict.err.strip().splitlines()[-12:])])
 
 
-def chosen(cases: Sequence[Case], seed: int, count: int | None) -> list[Case]:
-    """A sample of them in their order, of each class in proportion."""
-    if count is None or count >= len(cases):
-        return list(cases)
-    drawn = random.Random(seed)
-    kept: set[int] = set()
-    kinds = list(dict.fromkeys(case.kind for case in cases))
-    for kind in kinds:
-        of_kind = [index for index, case in enumerate(cases) if case.kind == kind]
-        kept |= set(drawn.sample(of_kind, max(1, round(count * len(of_kind) / len(cases)))))
-    return [case for index, case in enumerate(cases) if index in kept]
+def chosen(cases: Sequence[Case], kind: str) -> list[Case]:
+    """This run's part of the cases of a class, in their order."""
+    names = [f"{index:05}" for index, case in enumerate(cases) if case.kind == kind]
+    return [cases[int(name)] for name in drawn(f"mistakes: {kind}", names)]
 
 
 @contextlib.contextmanager
@@ -403,8 +397,8 @@ def private() -> None:
 def main() -> int:
     """Runs them; returns 1 if one went wrong."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seed", type=int, default=1, help="of what is drawn (default 1)")
-    parser.add_argument("--count", type=int, help="about so many cases, of each class in proportion (default: all)")
+    parser.add_argument("--seed", default="1", help="of what is drawn (default 1)")
+    parser.add_argument("--part", default="1/1", help="k/n: the k-th of n parts of each class (default: all)")
     parser.add_argument("--class", dest="kind", action="append", help="only cases of this class")
     parser.add_argument(
         "--cheap", action="store_true", help="only cases that need no trained run and no process of their own"
@@ -416,9 +410,11 @@ def main() -> int:
     from tests.attack.bad_cases import all_cases
 
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+    os.environ[SEED], os.environ[PART] = args.seed, args.part
     cases = [case for case in all_cases(args.seed) if not args.kind or case.kind in args.kind]
     cases = [case for case in cases if not args.cheap or not (case.run or case.before)]
-    cases = [case for case in chosen(cases, args.seed, args.count) if args.name is None or args.name in case.name]
+    kinds = dict.fromkeys(case.kind for case in cases)
+    cases = [case for kind in kinds for case in chosen(cases, kind) if args.name is None or args.name in case.name]
     adopt_orphans()
     with own_folder() as folder:
         (folder / "seed").mkdir()
