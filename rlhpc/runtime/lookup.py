@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import difflib
+import functools
 import importlib
 import operator
+import os
+import sys
 from collections.abc import Callable, Iterable, Mapping
-from importlib.metadata import EntryPoint, entry_points
+from importlib.metadata import EntryPoint, EntryPoints, entry_points
 from typing import Any, Generic, TypeVar
 
 from rlhpc.runtime.errors import ConfigError
@@ -43,7 +46,21 @@ def load_attribute(path: str, key: str) -> Any:
 
 def offered(group: str) -> dict[str, EntryPoint]:
     """Entry points of a group in the installed packages, by name in lower case."""
-    return {entry.name.lower(): entry for entry in entry_points(group=group)}
+    return {entry.name.lower(): entry for entry in _installed(group, tuple(map(_as_it_is, sys.path)))}
+
+
+def _as_it_is(folder: str) -> tuple[str, int]:
+    """A folder and when something was last added to it or taken from it."""
+    try:
+        return folder, os.stat(folder or ".").st_mtime_ns
+    except OSError:
+        return folder, 0
+
+
+@functools.lru_cache(maxsize=64)
+def _installed(group: str, folders: tuple[tuple[str, int], ...]) -> EntryPoints:
+    """Those of a group in all packages of these folders. Reading those of a few hundred packages takes a while."""
+    return entry_points(group=group)
 
 
 def nearest(name: str, names: Iterable[str]) -> str:

@@ -116,11 +116,11 @@ def test_every_rank_sees_its_own_part(slurm: SlurmCluster, tmp_path: Path) -> No
 
 def test_a_walltime_chain_is_bit_identical(slurm: SlurmCluster, tmp_path: Path) -> None:
     """A run whose walltime is a third of what it needs: a chain of requeues, and the same numbers at the end."""
-    # 90 s at the least: of a walltime of 60 s, 28 are for training
+    # 90 s at the least: of a walltime of 60 s, 38 are for starting and training
     steps = ("runner.max_steps=200", "runner.save_interval=20", "algorithm.rollout_steps=96")
     whole = SlurmRun(slurm, tmp_path, *steps, name="whole", light=True)
     chain = SlurmRun(
-        slurm, tmp_path, *steps, "cluster.time=00:01:00", "cluster.signal_lead_s=10", "runner.save_reserve_s=22",
+        slurm, tmp_path, *steps, "cluster.time=00:01:00", "cluster.signal_lead_s=10", "runner.save_reserve_s=12",
         name="chain", light=True,
     )  # fmt: skip
     first = whole.submit()

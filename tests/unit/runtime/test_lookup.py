@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import os
+from importlib import metadata
 from pathlib import Path
 
 import pytest
 
+from rlhpc.runtime import lookup
 from rlhpc.runtime.errors import ConfigError
 from rlhpc.runtime.lookup import Registry
 
@@ -40,6 +43,21 @@ def test_another_packages_entry_point(tmp_path: Path, monkeypatch: pytest.Monkey
     assert tools.find("plane").__module__ == "their_tools"
     with pytest.raises(ConfigError, match=r"work.tool is 'their_tools:lost', which cannot be imported: .*lost"):
         tools.find("lost")
+
+
+def test_installed_packages_are_read_once_until_there_is_another(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read = []
+    monkeypatch.setattr(lookup, "entry_points", lambda **of: read.append(1) or metadata.entry_points(**of))
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert [registry().names() for _ in range(3)] == [["path"]] * 3 and len(read) == 1
+    info = tmp_path / "another-1.0.dist-info"
+    info.mkdir()
+    os.utime(tmp_path, ns=(1, 1))  # a clock that ticks slowly
+    (info / "METADATA").write_text("Name: another\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text("[rlhpc.test_tools]\nplane = os:sep\n")
+    assert [registry().names() for _ in range(3)] == [["path", "plane"]] * 3 and len(read) == 2
 
 
 @pytest.mark.parametrize(
