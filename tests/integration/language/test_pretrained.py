@@ -8,6 +8,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -23,16 +24,26 @@ from safetensors.torch import load_file
 from rlhpc.language.data.builtin import resolve_model
 from rlhpc.language.evaluate import compare
 from tests import warm
+from tests.warm.commands import Commands
 
 ROOT = Path(__file__).resolve().parents[3]
 CONFIG = "configs/reasoning/smollm2.yaml"
 
 
+@pytest.fixture(scope="module", autouse=True)
+def commands() -> Iterator[None]:
+    """What the rules' shells call rlhpc, without a network as all else here."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("HF_HUB_OFFLINE", "1")
+        with Commands() as commands:
+            for name, value in commands.environment.items():
+                patch.setenv(name, value)
+            yield
+
+
 def command(folder: Path, *words: str) -> str:
     """Runs it in the project's root, with the model and the run in `folder`."""
-    environment = {
-        **os.environ, "RLHPC_MODELS": str(folder / "models"), "HF_HUB_OFFLINE": "1", "VLLM_CPU_KVCACHE_SPACE": "1",
-    }  # fmt: skip
+    environment = {**os.environ, "RLHPC_MODELS": str(folder / "models"), "VLLM_CPU_KVCACHE_SPACE": "1"}
     done = warm.run(
         [sys.executable, "-m", *words], env=environment, cwd=ROOT, text=True, timeout=800, stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
