@@ -44,14 +44,14 @@ def check_common(cfg: LanguageConfig, fail: Fail, *, training: bool) -> None:
     names = [suite.name for suite in cfg.data.eval]
     if len(set(names)) != len(names):
         raise fail("data.eval", f"two suites have one name: {', '.join(names)}")
-    if names:
-        for suite in cfg.workflow.eval_suites:
-            if suite != "default" and suite not in names:
-                near = difflib.get_close_matches(suite, names, 1)
-                hint = f"did you mean {near[0]!r}? " if near else ""
-                raise fail("workflow.eval_suites", f"{hint}data.eval has: {', '.join(names)}")
+    for suite in cfg.workflow.eval_suites:
+        if suite != "default" and suite not in names:
+            near = difflib.get_close_matches(suite, names, 1)
+            hint = f"did you mean {near[0]!r}? " if near else ""
+            raise fail("workflow.eval_suites", f"{hint}data.eval has: {', '.join(names) or 'none'}")
     if training:
         _sources(cfg)
+        _judges(cfg)
 
 
 def _sources(cfg: LanguageConfig) -> None:
@@ -91,7 +91,10 @@ def check_reasoning(cfg: GrpoConfig, fail: Fail) -> None:
         )
     if not cfg.reward.terms:
         raise fail("reward.terms", "say how responses are judged, such as [{name: math}]")
-    _judges(cfg)
+    if cfg.runner.val_check_interval > 0 and not cfg.data.eval:
+        raise fail(
+            "runner.val_check_interval", "data.eval is empty; it needs a suite, such as [{name: default, source: …}]"
+        )
     responses = cfg.data.prompts_per_step * algorithm.group_size
     if responses % cfg.actor.global_batch_size:
         raise fail(

@@ -7,13 +7,14 @@ from typing import Any
 
 from omegaconf import MISSING
 
-from rlhpc.config.ranges import ANY, COUNT, FRACTION, NOT_NEGATIVE, PART, POSITIVE, Range
+from rlhpc.config.ranges import ANY, COUNT, FRACTION, INTERVAL, NOT_NEGATIVE, PART, POSITIVE, Range
 from rlhpc.config.sections import (
     DeepspeedConfig,
     FsdpConfig,
     LoraConfig,
     OptimConfig,
     RunConfig,
+    RunnerConfig,
     WorkflowConfig,
 )
 
@@ -22,8 +23,6 @@ from rlhpc.config.sections import (
 class DataSourceConfig:
     """Problems of training, of one evaluation suite, or demonstrations."""
 
-    name: str = "default"
-    """Name of the suite."""
     source: str = "jsonl"
     """`jsonl`, `parquet`, `hdf5`, `hf` (a `datasets` folder on disk), `reasoning_gym`, `arithmetic`, `code`, a registered
     name, or `module:Class`."""
@@ -59,6 +58,8 @@ class DataSourceConfig:
 class EvalDataConfig(DataSourceConfig):
     """One evaluation suite."""
 
+    name: str = "default"
+    """Name of the suite."""
     samples: int = 1
     """Responses to each problem: pass@k for k up to this, and majority."""
     temperature: float = 0.0
@@ -72,7 +73,7 @@ class DataConfig:
     train: DataSourceConfig = field(default_factory=DataSourceConfig)
     """Prompts of training, or demonstrations (sft)."""
     eval: list[EvalDataConfig] = field(default_factory=list)
-    """Suites; `workflow.eval_suites` names those that the workflow runs."""
+    """Suites; `workflow.eval_suites` names those that the workflow and `runner.val_check_interval` evaluate on."""
     max_prompt_tokens: int = 1024
     """Longest prompt."""
     overlong_prompts: str = "error"
@@ -153,6 +154,15 @@ class LanguageActorConfig:
     """Options of FSDP2."""
     deepspeed: DeepspeedConfig = field(default_factory=DeepspeedConfig)
     """Options of DeepSpeed."""
+
+
+@dataclass
+class GrpoRunnerConfig(RunnerConfig):
+    """The loop: how long, what is kept, when it is evaluated."""
+
+    val_check_interval: int = -1
+    """Steps between evaluations during training, by the rollout ranks, of the suites that `workflow.eval_suites` names; -1 for
+    none (the workflow evaluates checkpoints anyway)."""
 
 
 @dataclass
@@ -293,6 +303,7 @@ class LanguageConfig(RunConfig):
 class GrpoConfig(LanguageConfig):
     """A language model on verifiable tasks."""
 
+    runner: GrpoRunnerConfig = field(default_factory=GrpoRunnerConfig)
     algorithm: GrpoAlgorithmConfig = field(default_factory=GrpoAlgorithmConfig)
     rollout: GrpoRolloutConfig = field(default_factory=GrpoRolloutConfig)
     actor: GrpoActorConfig = field(default_factory=GrpoActorConfig)
@@ -305,6 +316,7 @@ class SftConfig(LanguageConfig):
 
 #: What each number may be, of both kinds of run.
 RANGES: dict[str, Range] = {
+    "runner.val_check_interval": INTERVAL,
     "algorithm.gamma": FRACTION,
     "algorithm.clip_ratio_low": PART,
     "algorithm.clip_ratio_high": NOT_NEGATIVE,

@@ -54,6 +54,10 @@ def learning_curves(rows: Rows, always: Container[str]) -> dict[str, str]:
         if file in always or series(rows, name)[0]:
             charts[file] = _chart(rows, name, title, y_label, color, LARGE if file in large else SMALL)
     names = {key for row in rows for key in row}
+    if tested := sorted(name for name in names if name.startswith("eval/") and name.endswith("/accuracy")):
+        labels = {name: name.removeprefix("eval/").rpartition("/")[0] for name in tested}
+        lines = [Line(labels[name], *series(rows, name), color=i, markers=True) for i, name in enumerate(tested)]
+        charts["eval_accuracy"] = line_chart("Evaluation during training", "global step", "accuracy", lines, SMALL)
     if len(terms := sorted(name for name in names if name.startswith("reward/"))) > 1:
         lines = [Line(name[7:], *series(rows, name), color=i, smooth=True) for i, name in enumerate(terms)]
         charts["reward_terms"] = line_chart("Terms of the reward", "global step", "mean", lines, SMALL)

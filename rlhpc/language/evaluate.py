@@ -39,7 +39,7 @@ from rlhpc.language.samples_page import read_samples, samples_path
 from rlhpc.metrics.progress import ProgressBar
 from rlhpc.metrics.statistics import bootstrap, wilson
 from rlhpc.runtime.durable import replace_durably
-from rlhpc.runtime.errors import ConfigError, NonFinite
+from rlhpc.runtime.errors import ConfigError, DeadlineExceeded, NonFinite
 from rlhpc.runtime.plain import read_json
 
 #: Pause where neither engine nor judges had anything.
@@ -47,6 +47,8 @@ _IDLE_S = 0.002
 _STEP = re.compile(r"global_step_(\d+)")
 #: Rewards whose right answers all equal the reference, and so one another, however they are written.
 _ONE_ANSWER = ("math", "exact")
+#: Problems of a suite, with the token ids of their prompts.
+Problems = Sequence[tuple[Prompt, tuple[int, ...]]]
 #: Where the final answer of a text is looked for.
 _ANSWERS = ("boxed", "####", "tag", "whole")
 
@@ -84,12 +86,7 @@ def evaluate_language_model(
     section = find_suite(cfg, suite)
     if not cfg.reward.terms:
         raise ConfigError("reward.terms is empty; say how answers are judged, such as [{name: math}]")
-    samples, temperature = section.samples, section.temperature
-    if samples > 1 and temperature == 0:
-        raise ConfigError(
-            f"data.eval: suite {suite!r} has samples {samples} and temperature 0, which makes the same answer {samples} "
-            "times; set its temperature above 0, or samples to 1"
-        )
+    _check_samples(section, suite)
     if backend is not None:
         cfg = changed(cfg, "rollout.rollout_backend", backend)
     with _folder(model, cfg.actor.model.trust_remote_code) as (folder, step):
@@ -103,7 +100,7 @@ def evaluate_language_model(
         "model": str(model),
         "backend": cfg.rollout.rollout_backend,
         "seed": cfg.runner.seed,
-        "temperature": temperature,
+        "temperature": section.temperature,
         "top_p": cfg.rollout.top_p,
         "top_k": cfg.rollout.top_k,
         "max_new_tokens": cfg.rollout.max_new_tokens,
@@ -129,6 +126,26 @@ def find_suite(cfg: LanguageConfig, name: str) -> EvalDataConfig:
     near = difflib.get_close_matches(name, suites, 1)
     hint = f"; did you mean {near[0]!r}?" if near else ""
     raise ConfigError(f"--suite is {name!r}; data.eval has: {', '.join(suites)}{hint}")
+
+
+def suites_of(cfg: LanguageConfig) -> dict[str, EvalDataConfig]:
+    """The suites of `workflow.eval_suites`, which are also those of `runner.val_check_interval`.
+
+    Raises:
+        ConfigError: There is no such suite, or it cannot be answered as it says.
+    """
+    found = {name: find_suite(cfg, name) for name in cfg.workflow.eval_suites}
+    for name, section in found.items():
+        _check_samples(section, name)
+    return found
+
+
+def _check_samples(section: EvalDataConfig, suite: str) -> None:
+    if section.samples > 1 and section.temperature == 0:
+        raise ConfigError(
+            f"data.eval: suite {suite!r} has samples {section.samples} and temperature 0, which makes the same answer "
+            f"{section.samples} times; set its temperature above 0, or samples to 1"
+        )
 
 
 def describe(result: dict[str, Any]) -> str:
@@ -196,31 +213,17 @@ def _answers(
     import torch
 
     tokenizer = load_tokenizer(folder, cfg.actor.model.trust_remote_code)
-    problems, dropped = _problems(cfg, section, tokenizer)
-    sampling = SamplingParams(
-        max_new_tokens=cfg.rollout.max_new_tokens, temperature=section.temperature,
-        top_p=cfg.rollout.top_p, top_k=cfg.rollout.top_k,
-    )  # fmt: skip
-    seed, count = cfg.runner.seed, section.samples
+    problems, dropped = problems_of(cfg, section, tokenizer)
     judges = make_reward(cfg.reward)  # first: its processes start before the engine fills this one's memory
     try:
         device = "cuda" if torch.cuda.is_available() else "cpu"
-        engine = make_rollout(cfg, model_path=folder, device=device, seed=seed)
+        engine = make_rollout(cfg, model_path=folder, device=device, seed=cfg.runner.seed)
         try:
-            generation = make_generation(cfg, engine, tokenizer, sampling)
-            for place, (prompt, ids) in enumerate(problems):
-                # A problem's seeds do not depend on which others the suite has.
-                seeds = [seed_of(seed, zlib.crc32(suite.encode()), prompt.id, sample) for sample in range(count)]
-                requests = [Request(place * count + j, ids, sampling, own) for j, own in enumerate(seeds)]
-                generation.add(requests, prompt)
-            with (
-                ProgressBar(len(problems) * count, name=f"eval {suite}", unit="answer")
-                if progress
-                else nullcontext() as bar
-            ):
-                rows = _collect(
-                    generation, judges, [prompt for prompt, _ in problems], count, tokenizer, cfg.reward, bar
-                )
+            generation = make_generation(cfg, engine, tokenizer)
+            count = len(problems) * section.samples
+            with ProgressBar(count, name=f"eval {suite}", unit="answer") if progress else nullcontext() as bar:
+                rows = answers_to(problems, cfg, section, suite, generation, judges, tokenizer, bar=bar)
+            identify(rows, section.samples)
             return rows, dropped
         finally:
             engine.close()
@@ -228,10 +231,8 @@ def _answers(
         judges.close()
 
 
-def _problems(
-    cfg: LanguageConfig, section: EvalDataConfig, tokenizer: Any
-) -> tuple[list[tuple[Prompt, tuple[int, ...]]], int]:
-    """Problems and their token ids, and how many are too long."""
+def problems_of(cfg: LanguageConfig, section: EvalDataConfig, tokenizer: Any) -> tuple[Problems, int]:
+    """A suite's problems with their token ids, and how many are too long."""
     key, most = f"data.eval[{section.name}]", cfg.data.max_prompt_tokens
     dataset = make_dataset(section, "eval", key=key)
     encoder = PromptTokenizer(tokenizer, most, cfg.data.overlong_prompts, section.chat_template, key=key)
@@ -242,22 +243,43 @@ def _problems(
     return kept, len(prompts) - len(kept)
 
 
-def _collect(
-    generation: Episodes,
-    judges: RewardPool,
-    prompts: Sequence[Prompt],
-    count: int,
-    tokenizer: Any,
-    reward: RewardConfig,
-    bar: ProgressBar | None,
-) -> list[dict[str, Any]]:
-    """While the engine works on the next samples, the judges work on those that ended."""
-    rows: list[dict[str, Any]] = [{}] * (len(prompts) * count)
+def answers_to(
+    problems: Problems, cfg: LanguageConfig, section: EvalDataConfig, suite: str, generation: Episodes, judges: RewardPool,
+    tokenizer: Any, *, bar: ProgressBar | None = None, deadline: float = math.inf,
+) -> list[dict[str, Any]]:  # fmt: skip
+    """Every sample of some problems of a suite. While the engine works on the next ones, the judges work on those that ended.
+
+    Args:
+        problems: All, or a rank's share: a problem's answers do not depend on which others there are.
+        cfg, section, suite: What is evaluated.
+        generation, judges: With nothing under way.
+        tokenizer: Of the model.
+        bar: Shows how many answers have been judged.
+        deadline: On the clock of `time.monotonic`.
+
+    Returns:
+        Rows by problem and sample.
+
+    Raises:
+        DeadlineExceeded: It has passed.
+        NonFinite: A reward is not finite.
+    """
+    count, seed = section.samples, cfg.runner.seed
+    sampling = SamplingParams(
+        max_new_tokens=cfg.rollout.max_new_tokens, temperature=section.temperature,
+        top_p=cfg.rollout.top_p, top_k=cfg.rollout.top_k,
+    )  # fmt: skip
+    for place, (prompt, ids) in enumerate(problems):
+        seeds = [seed_of(seed, zlib.crc32(suite.encode()), prompt.id, sample) for sample in range(count)]
+        generation.add([Request(place * count + j, ids, sampling, own) for j, own in enumerate(seeds)], prompt)
+    rows: list[dict[str, Any]] = [{}] * (len(problems) * count)
     done = 0
     while done < len(rows):
+        if time.monotonic() > deadline:
+            raise DeadlineExceeded(f"evaluation of {suite}: {len(rows) - done} answers are missing at its deadline")
         ended = generation.step() if generation.unfinished() else []
         for episode in ended:
-            prompt = prompts[episode.id // count]
+            prompt = problems[episode.id // count][0]
             text = tokenizer.decode(episode.token_ids, skip_special_tokens=True)
             tokens, finished = sum(map(bool, episode.loss_mask)), episode.finish_reason == "stop"
             said = Sample(prompt.question, text, prompt.answer, prompt.meta, tokens, finished)
@@ -265,13 +287,12 @@ def _collect(
             judges.submit(episode.id, said)
         judged = judges.poll()
         for number, scored in judged:
-            _judge(rows[number], scored, reward)
+            _judge(rows[number], scored, cfg.reward)
         done += len(judged)
         if bar is not None and judged:
             bar.update(done)
         if not ended and not judged and not generation.unfinished():
             time.sleep(_IDLE_S)
-    _identify(rows, count)
     return rows
 
 
@@ -331,7 +352,7 @@ def vote(response: str, answer: str, right: bool, term: RewardTermConfig) -> str
     return normalize_answer(extract(response, ways) or "")
 
 
-def _identify(rows: Sequence[dict[str, Any]], count: int) -> None:
+def identify(rows: Sequence[dict[str, Any]], count: int) -> None:
     """Problems that share an id are told apart by their place."""
     ids = [row["id"] for row in rows[::count]]
     if len(set(ids)) < len(ids):

@@ -28,6 +28,7 @@ _CHOICES = {
         "seq-mean-token-sum-norm",
     ),
     "actor.model.dtype": ("float32", "bfloat16"),
+    "actor.model.attn_implementation": ("sdpa", "eager", "flash_attention_2"),
     "actor.optim.lr_scheduler": ("constant", "linear", "cosine"),
     "rollout.dtype": ("auto", "float32", "bfloat16", "float16"),
     "rollout.weight_delta": ("off", "frozen", "elements"),
@@ -37,7 +38,7 @@ _CHOICES = {
 Cfg = TypeVar("Cfg", bound=LanguageConfig)
 _EVALUATION = ("data.eval",)
 _FREE = (
-    "rollout.weight_delta", "rollout.gpu_memory_utilization", "rollout.max_batch_size",
+    "runner.val_check_interval", "rollout.weight_delta", "rollout.gpu_memory_utilization", "rollout.max_batch_size",
     "actor.max_tokens_per_micro_batch", "actor.training_backend", "actor.fsdp.", "actor.deepspeed.",
     "actor.offload_in_rollout", "actor.model.gradient_checkpointing", "actor.model.attn_implementation",
     "reward.timeout_s", "reward.processes",

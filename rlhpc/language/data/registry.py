@@ -45,7 +45,7 @@ def make_dataset(
     Raises:
         ConfigError: It cannot be built, or has no problem.
     """
-    key = key or ("data.train" if part == "train" else f"data.eval[{cfg.name}]")
+    key = key or f"data.{part}"
     if part not in PARTS:
         raise ConfigError(f"part of {key} is {part!r}; allowed: {', '.join(PARTS)}")
     if not 0 <= cfg.eval_fraction < 1:

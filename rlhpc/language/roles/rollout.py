@@ -21,6 +21,7 @@ import torch
 
 from rlhpc.algorithms.finite import nonfinite, skips
 from rlhpc.algorithms.rewards import overlong_penalty
+from rlhpc.config.typed import select
 from rlhpc.language.agents.episodes import Episode
 from rlhpc.language.agents.registry import configured_agent, make_generation
 from rlhpc.language.config import GrpoConfig, LanguageConfig
@@ -31,9 +32,11 @@ from rlhpc.language.engines.base import taking_parts
 from rlhpc.language.engines.ends import load_model_config
 from rlhpc.language.engines.registry import forkable
 from rlhpc.language.engines.vllm_experts import require_proven
+from rlhpc.language.evaluate import problems_of, suites_of
 from rlhpc.language.rewards import Sample, make_reward
 from rlhpc.language.rewards.pool import Scored
 from rlhpc.language.roles.prompts import GROUPS, VERSIONS, Group, PromptMap, seed_of
+from rlhpc.language.roles.validation import Row, Validation
 from rlhpc.language.tokens.model import compute_dtype
 from rlhpc.runs.device import own_device, seed_process
 from rlhpc.runtime.channel import QueueEmpty
@@ -115,6 +118,9 @@ class LanguageRolloutWorker(Worker):
         self._ended_with_it.insert(0, self.generation)
         self.judges = make_reward(cfg.reward)
         self._ended_with_it.append(self.judges)
+        self.every = cfg.runner.val_check_interval
+        if self.every > 0:
+            self.validation = Validation(cfg, self.tokenizer, self.rank, prompts.rollout_ranks)
         self._clear(0)
         self.log.info("answers with %s by %s on %s; %d problems", path, cfg.rollout.rollout_backend, own_device(self),
                       len(self.dataset))  # fmt: skip
@@ -139,7 +145,7 @@ class LanguageRolloutWorker(Worker):
         self.backend.reload()
 
     def _clear(self, step: int) -> None:
-        self.version, self.next_step = -1, step + 1
+        self.version, self.next_step, self._until = -1, step + 1, step
         self._slots: dict[tuple[int, int], _Slot] = {}
         self._open: dict[int, int] = {}  # groups that a step still lacks
         self._of_request: dict[int, tuple[tuple[int, int], int]] = {}
@@ -156,6 +162,9 @@ class LanguageRolloutWorker(Worker):
         """
         begun, busy, tokens, synced = time.perf_counter(), 0.0, 0, 0.0
         deadline = begun + self.cfg.runner.step_timeout_s
+        self._until = self.last_step
+        if self.every > 0:  # nothing is under way when the weights of a step are evaluated
+            self._until = min(self.last_step, -(-step // self.every) * self.every)
         while self.next_step <= step or self._open.get(step, 0):
             if time.perf_counter() > deadline:
                 raise DeadlineExceeded(
@@ -182,6 +191,22 @@ class LanguageRolloutWorker(Worker):
         stats |= {"seconds": time.perf_counter() - begun, "busy_s": busy, "sync_s": synced, "tokens": tokens}
         return stats
 
+    def evaluate(self, step: int) -> dict[str, list[Row]]:
+        """Answers this rank's share of the evaluation's problems with the weights of `step`, which are on their way.
+
+        Returns:
+            See `Validation.rows`.
+        """
+        deadline = time.monotonic() + self.cfg.runner.step_timeout_s
+        while self.version < step:
+            if time.monotonic() > deadline:
+                raise DeadlineExceeded(
+                    f"evaluation at step {step}: its weights did not reach {self.group_name}-{self.rank}"
+                )
+            if not self._take_weights():
+                time.sleep(_IDLE_S)
+        return self.validation.rows(self.generation, self.judges, deadline)
+
     def _take_weights(self) -> float:
         """Takes in a version that has been announced."""
         try:
@@ -198,7 +223,7 @@ class LanguageRolloutWorker(Worker):
         return time.perf_counter() - start
 
     def _admit(self) -> None:
-        while self.next_step <= min(self.version + 1 + self.staleness, self.last_step) and self.version >= 0:
+        while self.next_step <= min(self.version + 1 + self.staleness, self._until) and self.version >= 0:
             step = self.next_step
             self.next_step += 1
             mine = self.prompts.of_rollout(self.rank)
@@ -355,12 +380,15 @@ def check_language(cfg: LanguageConfig, ranks: dict[str, int]) -> None:
     model = cfg.actor.model
     if "rollout" in ranks and cfg.rollout.rollout_backend.lower() == "vllm":
         require_proven(load_model_config(str(model.model_path), model.trust_remote_code))
-    _, encoder, dataset = open_prompts(cfg)
+    tokenizer, encoder, dataset = open_prompts(cfg)
     encoder.encode(dataset[0])
     if cfg.actor.training_backend.lower() == "deepspeed":
         deepspeed_config(cfg.actor, compute_dtype(cfg.actor.model))
     if "rollout" in ranks:
         configured_agent(cfg)
         make_reward(cfg.reward).close()
+        if select(cfg, "runner.val_check_interval") > 0:
+            for section in suites_of(cfg).values():
+                problems_of(cfg, section, tokenizer)
     else:
         encoder.encode_demonstration(dataset[0])

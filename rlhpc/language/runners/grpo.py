@@ -14,6 +14,7 @@ from rlhpc.algorithms.finite import MOST_IN_A_ROW, nonfinite
 from rlhpc.jobs.signals import StopRequest
 from rlhpc.language.config import GrpoConfig
 from rlhpc.language.roles.prompts import PromptMap
+from rlhpc.language.roles.validation import validation_metrics
 from rlhpc.metrics import PhaseTimers
 from rlhpc.runs.folder import RunFolder, note
 from rlhpc.runs.runner import Runner
@@ -118,10 +119,12 @@ class ReasoningRunner(Runner[GrpoConfig]):
         """Generation, judging, scoring, update, weights."""
         step, timers = self.step + 1, PhaseTimers()
         last = step >= self.folder.end_step
+        every = self.cfg.runner.val_check_interval
+        due = every > 0 and step % every == 0
         if self.turns:
             self.rollout.reload()
         made = self._made.pop(step, None) or self.rollout.generate(step)
-        if self.ahead and not last:
+        if self.ahead and not last and not due:
             self._made[step + 1] = self.rollout.generate(step + 1)
         received = self.actor.receive(step)
         if self.turns:
@@ -130,7 +133,7 @@ class ReasoningRunner(Runner[GrpoConfig]):
             self.rollout.offload().wait(self.timeout)
             self.actor.reload()
         update = self.actor.update(step)
-        sync = None if last else self.actor.sync_weights(step)
+        sync = None if last and not due else self.actor.sync_weights(step)
         with timers("rollout"):
             generated = made.wait(self.timeout)
         with timers("receive"):
@@ -140,10 +143,13 @@ class ReasoningRunner(Runner[GrpoConfig]):
         with timers("sync"):
             if sync is not None:
                 sync.wait(self.timeout)
-            if self.turns and not last:
+            if self.turns and sync is not None:
                 self.actor.offload().wait(self.timeout)
         self.step = step
         row = self._rollout_metrics(generated)
+        if due:
+            with timers("eval"):
+                row |= self._evaluate(step)
         times = ("update_s", "late_score_s")
         row |= {f"train/{name}": value for name, value in trained.items() if name not in times}
         row |= timers.pop()
@@ -152,6 +158,15 @@ class ReasoningRunner(Runner[GrpoConfig]):
         row["time/train_tokens_per_s"] = trained["tokens"] * trained["updates"] / max(trained["update_s"], 1e-9)
         self._reward = row["train/reward"]
         return row
+
+    def _evaluate(self, step: int) -> dict[str, float]:
+        """The suites' metrics with the weights of a step, which have been sent."""
+        if self.turns:
+            self.rollout.reload()
+        metrics = validation_metrics(self.rollout.evaluate(step).wait(self.timeout))
+        if self.turns:
+            self.rollout.offload().wait(self.timeout)
+        return metrics
 
     def _rollout_metrics(self, sums: list[dict[str, float]]) -> dict[str, float]:
         """Means over the step's samples, from the ranks' sums."""

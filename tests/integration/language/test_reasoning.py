@@ -132,6 +132,56 @@ def test_a_resumed_run_is_the_same_run(reference: LanguageRun, tmp_path: Path) -
     assert all(torch.equal(mine[name], theirs[name]) for name in theirs)
 
 
+SAMPLED = (
+    "runner.val_check_interval=4", "data.eval=[{name: held_out, source: arithmetic, size: 9, kwargs: {digits: 1}, samples: 2, "
+    "temperature: 0.7}]",
+)  # fmt: skip
+
+
+def assert_evaluated(run: LanguageRun, step: int) -> None:
+    """What the rollout ranks measured at a step is what `rlhpc eval` says of that step's checkpoint."""
+    row = next(row for row in run.rows() if row["step"] == step)
+    words = ("--run", str(run.root), "--step", str(step), "--suite", "held_out", "--trust-checkpoint-code")
+    run.rlhpc("eval", *words)
+    result = json.loads((run.root / "eval" / f"global_step_{step}" / "held_out.json").read_text())
+    assert row["eval/problems"] == result["n"] == 9 and row["eval/reward"] > 0
+    for name, value in (
+        ("accuracy", result["accuracy"]), ("reward", result["reward_mean"]), ("pass_at_k", result["pass_at_k"]["2"]),
+        ("response_tokens", result["response_tokens"]["mean"]), ("truncated", result["truncated"]),
+    ):  # fmt: skip
+        assert row[f"eval/{name}"] == pytest.approx(value, abs=1e-12), name
+
+
+def test_evaluation_during_training_changes_nothing_of_it(reference: LanguageRun, tmp_path: Path) -> None:
+    """The same metrics and weights, bit for bit; and what is measured is what a later evaluation measures."""
+    run = LanguageRun(tmp_path / "evaluated", *SAMPLED)
+    run.train()
+    rows = run.rows()
+    assert [row["step"] for row in rows if "eval/accuracy" in row] == [4, 8]
+    page = (ROOT / "docs" / "reference" / "metrics.md").read_text()
+    assert {name for row in rows for name in row if name.startswith("eval/") and f"| `{name}` |" not in page} == set()
+    assert [{k: v for k, v in row.items() if not k.startswith("eval/")} for row in rows] == reference.rows()
+    mine, theirs = run.weights(8), reference.weights(8)
+    assert all(torch.equal(mine[name], theirs[name]) for name in theirs)
+    assert_evaluated(run, 8)
+
+
+def test_evaluation_is_shared_by_the_rollout_ranks(tmp_path: Path) -> None:
+    """Nine problems on two ranks, which take turns with the actor at the accelerator."""
+    placed = "cluster.component_placement={actor: '0', rollout: '0:0-1'}"
+    run = LanguageRun(
+        tmp_path / "shared",
+        *SAMPLED,
+        placed,
+        "actor.offload_in_rollout=true",
+        "runner.max_steps=5",
+        "runner.save_interval=4",
+    )
+    run.train()
+    assert [row["step"] for row in run.rows() if "eval/accuracy" in row] == [4]
+    assert_evaluated(run, 4)
+
+
 TWO_ACTORS = "cluster.component_placement={actor: '0:0-1', rollout: '0'}"
 PLACEMENTS = {
     "two actors": (TWO_ACTORS,),
@@ -185,13 +235,15 @@ def test_vllm(reference: LanguageRun, tmp_path: Path) -> None:
 def test_async_generation_stays_within_its_bound(tmp_path: Path) -> None:
     run = LanguageRun(
         tmp_path / "async", "algorithm.max_staleness=2", "algorithm.recompute_logprobs=true",
-        "algorithm.loss_type=decoupled_ppo", "algorithm.tis_cap=2.0", "runner.max_steps=12",
+        "algorithm.loss_type=decoupled_ppo", "algorithm.tis_cap=2.0", "runner.max_steps=12", "runner.val_check_interval=6",
     )  # fmt: skip
     run.train()
     rows = run.rows()
     stale = [row["rollout/staleness_max"] for row in rows]
     assert max(stale) <= 2
     assert max(stale) > 0, "nothing was generated ahead"
+    assert stale[6] == 0, "nothing is ahead of an evaluation"
+    assert [row["step"] for row in rows if "eval/accuracy" in row] == [6, 12]
     assert improves(rows, 0.03)
 
 

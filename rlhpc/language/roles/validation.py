@@ -1,0 +1,84 @@
+"""Evaluation during training (`runner.val_check_interval`): each rollout rank answers its share of the suites' problems.
+
+It answers with its own engine and judges while nothing of training is under way, and each problem has seeds of its own: so
+the numbers are those of `rlhpc eval`, on any number of ranks, and training goes on as if there had been no evaluation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rlhpc.language.agents.registry import Episodes
+from rlhpc.language.config import GrpoConfig
+from rlhpc.language.evaluate import answers_to, identify, problems_of, suites_of
+from rlhpc.language.pass_at_k import summarize
+from rlhpc.language.rewards.pool import RewardPool
+
+Row = dict[str, Any]
+#: What the driver has no use for: texts.
+_TEXTS = ("prompt", "response", "answer")
+
+
+class Validation:
+    """A rank's share of the suites of `workflow.eval_suites`.
+
+    Args:
+        cfg: Configuration.
+        tokenizer: Of the model.
+        rank, ranks: Which rollout rank, of how many.
+    """
+
+    def __init__(self, cfg: GrpoConfig, tokenizer: Any, rank: int, ranks: int) -> None:
+        self.cfg, self.tokenizer, self.rank, self.ranks = cfg, tokenizer, rank, ranks
+        self.suites = suites_of(cfg)
+        self.problems = {
+            name: problems_of(cfg, section, tokenizer)[0][rank::ranks] for name, section in self.suites.items()
+        }
+
+    def rows(self, generation: Episodes, judges: RewardPool, deadline: float) -> dict[str, list[Row]]:
+        """Answers the problems.
+
+        Args:
+            generation, judges: The rank's, with nothing under way.
+            deadline: On the clock of `time.monotonic`.
+
+        Returns:
+            Suite → its rows, each with its `place` among all of the suite.
+        """
+        found = {}
+        for name, section in self.suites.items():
+            rows = answers_to(
+                self.problems[name], self.cfg, section, name, generation, judges, self.tokenizer, deadline=deadline
+            )
+            found[name] = [
+                {key: value for key, value in row.items() if key not in _TEXTS}
+                | {"place": (number // section.samples) * self.ranks + self.rank}
+                for number, row in enumerate(rows)
+            ]
+        return found
+
+
+def validation_metrics(parts: Sequence[Mapping[str, Sequence[Row]]]) -> dict[str, float]:
+    """Metrics from the ranks' rows: `eval/accuracy` and so on; of each further suite `eval/<suite>/accuracy`."""
+    metrics: dict[str, float] = {}
+    for number, suite in enumerate(parts[0]):
+        rows = sorted((row for part in parts for row in part[suite]), key=lambda row: (row["place"], row["sample"]))
+        samples = 1 + max(row["sample"] for row in rows)
+        identify(rows, samples)
+        result = summarize(rows)
+        found = {
+            "accuracy": result["accuracy"],
+            "reward": result["reward_mean"],
+            "response_tokens": result["response_tokens"]["mean"],
+            "truncated": result["truncated"],
+            "failed_rewards": result["failed"],
+            "problems": result["n"],
+        }
+        if samples > 1:
+            found["pass_at_k"] = result["pass_at_k"][str(samples)]
+            if result["majority"] is not None:
+                found["majority"] = result["majority"]
+        prefix = f"eval/{suite}" if number else "eval"
+        metrics |= {f"{prefix}/{name}": float(value) for name, value in found.items()}
+    return metrics
