@@ -64,17 +64,23 @@ class RunnerConfig:
 
 
 @dataclass
-class LoraConfig:
+class AdapterConfig:
     """Low-rank adapters, through peft."""
 
     rank: int = 0
     """Rank of the adapters; 0 trains all weights."""
     alpha: int = 16
     """Scale of the adapters: their output is multiplied by `alpha / rank`."""
-    dropout: float = 0.0
-    """Dropout on the adapters' input."""
     target_modules: Any = "all-linear"
     """Modules that get an adapter: a list of names, or `all-linear`."""
+
+
+@dataclass
+class LoraConfig(AdapterConfig):
+    """Low-rank adapters, through peft."""
+
+    dropout: float = 0.0
+    """Dropout on the adapters' input."""
 
 
 @dataclass

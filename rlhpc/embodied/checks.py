@@ -49,7 +49,7 @@ def check_common(cfg: EmbodiedConfig, fail: Fail) -> None:
         else:
             from rlhpc.embodied.envs.registry import ENVS
 
-            ENVS.find(side.env_type)
+            ENVS.find(side.env_type, f"env.{name}.env_type")
 
 
 def _gymnasium_id(key: str, env_id: str, fail: Fail) -> None:
@@ -140,8 +140,6 @@ def check_adapters(cfg: PpoConfig | BcConfig, fail: Fail) -> None:
     if cfg.actor.lora.rank:
         if model.model_type.lower() not in _ADAPTED:
             raise fail("actor.lora.rank", f"adapters are for {' and '.join(_ADAPTED)}; the others train all weights: 0")
-        if cfg.actor.lora.dropout:
-            raise fail("actor.lora.dropout", "acting and training must agree on log-probs: it must be 0")
     elif model.model_type.lower() in _ADAPTED and model.dtype != "float32" and backend.lower() == "local":
         raise fail(
             "actor.model.dtype",
@@ -196,8 +194,8 @@ def _chunks(cfg: PpoConfig, fail: Fail) -> None:
 def check_options(model: PolicyConfig, fail: Fail) -> None:
     """`actor.model.kwargs` of the models that have none, or few; the others say it themselves when they are built."""
     name, options = model.model_type.lower(), model.kwargs
-    if name == "cnn" and options:
-        raise fail("actor.model.kwargs", "the cnn takes none; they are for a model of your own")
+    if name in ("cnn", "sac") and options:
+        raise fail("actor.model.kwargs", f"the {name} takes none; they are for a model of your own")
     if name != "mlp":
         return
     if unknown := sorted(set(options) - set(MLP_GAINS)):
@@ -221,10 +219,9 @@ def check_off_policy(cfg: SacConfig, fail: Fail) -> None:
             f"it must hold min_buffer_size ({buffer.min_buffer_size}) and one transition of each of the "
             f"{cfg.env.train.num_envs} environments",
         )
-    if not cfg.env.train.auto_reset:
-        raise fail("env.train.auto_reset", "off-policy runs go on from episode to episode: it must be true")
     path = algorithm.demo_buffer.load_path
-    if path and not any(mark in path for mark in "*?[") and not Path(path).expanduser().exists():
+    recorded = cfg.workflow.demos_expert is not None  # before training, which looks for them again
+    if path and not recorded and not any(mark in path for mark in "*?[") and not Path(path).expanduser().exists():
         raise fail("algorithm.demo_buffer.load_path", "there is no such file or folder")
 
 

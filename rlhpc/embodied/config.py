@@ -9,9 +9,9 @@ from omegaconf import II
 
 from rlhpc.config.ranges import ANY, COUNT, FRACTION, INTERVAL, NOT_NEGATIVE, PART, POSITIVE, RATE, SEED, Range
 from rlhpc.config.sections import (
+    AdapterConfig,
     DeepspeedConfig,
     FsdpConfig,
-    LoraConfig,
     OptimConfig,
     RunConfig,
     RunnerConfig,
@@ -61,33 +61,38 @@ class DemonstratedWorkflowConfig(EmbodiedWorkflowConfig):
 
 
 @dataclass
-class EnvSideConfig:
-    """Environments of training or of evaluation."""
+class TaskConfig:
+    """What is played, or was."""
 
     env_type: str = "gymnasium"
     """`gymnasium`, `maniskill`, `metaworld`, `libero`, a registered name, or `module:Class`."""
     env_id: str = ""
     """Id of the environment, such as `CartPole-v1`; embodied runs must name one."""
-    num_envs: int = 8
-    """Slots that are stepped together, over all ranks."""
     max_episode_steps: int | None = None
     """Steps after which an episode is truncated; null takes the environment's own limit."""
-    seed: int | None = None
-    """Seed of the environments; null takes `runner.seed` (evaluation: one derived from it)."""
     kwargs: dict[str, Any] = field(default_factory=dict)
     """Arguments of the environment's constructor."""
     wrappers: list[str] = field(default_factory=list)
     """Wrappers to apply in order, as `module:Class`. Where they change rewards, put
     `gymnasium.wrappers:RecordEpisodeStatistics` first: returns are then reported as it counts them."""
+    ignore_terminations: bool = False
+    """Episodes end at the step limit only."""
+    simulator_python: str | None = None
+    """Python that simulator processes are started with, where the simulator needs an environment of its own."""
+
+
+@dataclass
+class EnvSideConfig(TaskConfig):
+    """Environments of training or of evaluation."""
+
+    num_envs: int = 8
+    """Slots that are stepped together, over all ranks."""
+    seed: int | None = None
+    """Seed of the environments; null takes `runner.seed` (evaluation: one derived from it)."""
     group_size: int = 1
     """Neighbouring slots that share their reset seeds."""
     use_fixed_reset_state_ids: bool = False
     """Every episode of a slot (or of a group of slots) starts from the same state."""
-    ignore_terminations: bool = False
-    """Episodes end at the step limit only."""
-    auto_reset: bool = True
-    """Episodes follow one another, over the bounds of rollouts. Without, each rollout plays one episode in every slot, from
-    its start, and what comes after its end does not train; grpo, rloo and their like compare such episodes (training)."""
     reward_scale: float = 1.0
     """Factor on the rewards that the learner sees; returns are reported unscaled."""
     use_rel_reward: bool = False
@@ -95,10 +100,25 @@ class EnvSideConfig:
     simulators: int | None = None
     """Processes that a rank keeps its slots in, each with a share; 0 keeps them in the rank's own. null is one for each of
     the rank's cores where the simulator gains by it (maniskill, metaworld, libero; none with one core), else 0."""
-    simulator_python: str | None = None
-    """Python that simulator processes are started with, where the simulator needs an environment of its own."""
     simulator_timeout_s: float = 120.0
     """Seconds after which a simulator process that does not answer is taken for hung and started again."""
+
+
+@dataclass
+class RolloutEnvConfig(EnvSideConfig):
+    """Environments of training, where each rollout is learned from as a whole."""
+
+    auto_reset: bool = True
+    """Episodes follow one another, over the bounds of rollouts. Without, each rollout plays one episode in every slot, from
+    its start, and what comes after its end does not train; grpo, rloo and their like compare such episodes (training)."""
+
+
+@dataclass
+class ClonedEnvConfig(TaskConfig):
+    """The environment that demonstrations are of. Nobody plays in it: evaluation has its own."""
+
+    reward_scale: float = 1.0
+    """Factor on the demonstrations' rewards, for `algorithm.bc_value_coef`: that of the run which goes on from this policy."""
 
 
 @dataclass
@@ -133,6 +153,24 @@ class EnvConfig:
 
     train: EnvSideConfig = field(default_factory=EnvSideConfig)
     """Training environments."""
+    eval: EvalEnvConfig = field(default_factory=EvalEnvConfig)
+    """Evaluation environments."""
+
+
+@dataclass
+class RolloutEnvsConfig(EnvConfig):
+    """The env group."""
+
+    train: RolloutEnvConfig = field(default_factory=RolloutEnvConfig)
+    """Training environments."""
+
+
+@dataclass
+class ClonedEnvsConfig:
+    """Environments."""
+
+    train: ClonedEnvConfig = field(default_factory=ClonedEnvConfig)
+    """What the demonstrations are of."""
     eval: EvalEnvConfig = field(default_factory=EvalEnvConfig)
     """Evaluation environments."""
 
@@ -205,7 +243,7 @@ class EmbodiedActorConfig:
     """The policy."""
     optim: OptimConfig = field(default_factory=OptimConfig)
     """The optimizer."""
-    lora: LoraConfig = field(default_factory=LoraConfig)
+    lora: AdapterConfig = field(default_factory=AdapterConfig)
     """Adapters."""
     fsdp: FsdpConfig = field(default_factory=FsdpConfig)
     """Options of FSDP2."""
@@ -268,7 +306,7 @@ class PpoConfig(RunConfig):
 
     runner: PlayingRunnerConfig = field(default_factory=PlayingRunnerConfig)
     algorithm: PpoAlgorithmConfig = field(default_factory=PpoAlgorithmConfig)
-    env: EnvConfig = field(default_factory=EnvConfig)
+    env: RolloutEnvsConfig = field(default_factory=RolloutEnvsConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     actor: EmbodiedActorConfig = field(default_factory=EmbodiedActorConfig)
     workflow: EmbodiedWorkflowConfig = field(default_factory=EmbodiedWorkflowConfig)
@@ -300,10 +338,8 @@ class DemoBufferConfig:
 
 @dataclass
 class SacAlgorithmConfig:
-    """The loss, the buffers and the shape of a rollout."""
+    """The targets, the buffers and the shape of a rollout."""
 
-    loss_type: str = "sac"
-    """`sac` (alias `embodied_sac`)."""
     gamma: float = 0.99
     """Discount."""
     rollout_steps: int = 128
@@ -458,7 +494,7 @@ class BcConfig(RunConfig):
 
     runner: EmbodiedRunnerConfig = field(default_factory=EmbodiedRunnerConfig)
     algorithm: BcAlgorithmConfig = field(default_factory=BcAlgorithmConfig)
-    env: EnvConfig = field(default_factory=EnvConfig)
+    env: ClonedEnvsConfig = field(default_factory=ClonedEnvsConfig)
     actor: BcActorConfig = field(default_factory=BcActorConfig)
     demos: DemosConfig = field(default_factory=DemosConfig)
     workflow: DemonstratedWorkflowConfig = field(default_factory=DemonstratedWorkflowConfig)

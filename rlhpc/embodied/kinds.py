@@ -25,6 +25,8 @@ _CHOICES = {
     "rollout.weight_sync": ("auto", "broadcast"),
     "rollout.weight_delta": ("off", "frozen", "elements"),
     "actor.model.activation": ("tanh", "relu", "elu", "silu", "gelu"),
+    "actor.model.dtype": ("float32", "bfloat16"),
+    "actor.model.attn_implementation": ("sdpa", "eager", "flash_attention_2"),
 }
 _EVALUATION = ("env.eval.",)
 _FREE = (
@@ -275,7 +277,7 @@ SAC = SacKind(
     },
     compared=_PLAYED,
     ranges=RANGES,
-    choices={**_CHOICES, "algorithm.loss_type": ("sac", "embodied_sac")},
+    choices=_CHOICES,
     evaluation=_EVALUATION,
     free=_FREE,
     expendable=_LOST,

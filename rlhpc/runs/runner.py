@@ -191,14 +191,13 @@ class Runner(Generic[Cfg]):
     def _train(self, resumed: int | None) -> None:
         """The loop, from the present step to the end of this start."""
         cfg, folder = self.cfg, self.folder
-        resolved = plain(cfg)
-        public = public_config(plain(cfg, resolve=False), resolved)
+        public = public_config(plain(cfg, resolve=False), plain(cfg))
         self._started, self._before = time.perf_counter(), self.elapsed
         # A goal that was reached stays reached; one that has since been raised does not.
         self.stop_reason = self.goal() if self.stop_reason == "stop_return" else ""
         with (
             MetricLogger(
-                folder.paths, cfg.runner.logger.logger_backends, resumed, resolved["runner"]["logger"]["kwargs"], public
+                folder.paths, cfg.runner.logger.logger_backends, resumed, plain(cfg.runner.logger.kwargs), public
             ) as logger,
             ProgressBar(folder.end_step, self.step, name=cfg.runner.name) as bar,
         ):

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from rlhpc.config.sections import LoraConfig
+from rlhpc.config.sections import AdapterConfig, LoraConfig
 from rlhpc.runtime.errors import ConfigError
 from rlhpc.training.contract import Full
 
@@ -62,7 +62,7 @@ def attach_lora(model: nn.Module, lora: LoraConfig, *, seed: int) -> nn.Module:
     return adapted
 
 
-def inject_lora(model: nn.Module, lora: LoraConfig) -> None:
+def inject_lora(model: nn.Module, lora: AdapterConfig) -> None:
     """Freezes a part of a policy and gives it adapters in float32, in place: its weights keep their names.
 
     They have no dropout: the log-probs of what was acted by would be others than those of the update.
@@ -83,7 +83,7 @@ def inject_lora(model: nn.Module, lora: LoraConfig) -> None:
     _finish(model, lora)
 
 
-def _config(lora: LoraConfig, dropout: float, **more: Any) -> Any:
+def _config(lora: AdapterConfig, dropout: float, **more: Any) -> Any:
     targets = lora.target_modules
     return peft().LoraConfig(
         r=lora.rank,
@@ -94,11 +94,11 @@ def _config(lora: LoraConfig, dropout: float, **more: Any) -> Any:
     )
 
 
-def _no_targets(lora: LoraConfig, reason: object) -> ConfigError:
+def _no_targets(lora: AdapterConfig, reason: object) -> ConfigError:
     return ConfigError(f"actor.lora.target_modules is {lora.target_modules!r}: {reason}")
 
 
-def _finish(adapted: nn.Module, lora: LoraConfig) -> None:
+def _finish(adapted: nn.Module, lora: AdapterConfig) -> None:
     for name, layer in _layers(adapted):
         if not isinstance(layer.base_layer, nn.Linear) and type(layer.base_layer).__name__ != "Conv1D":
             raise _no_targets(lora, f"{name} is a {type(layer.base_layer).__name__}; adapters go on linear layers")

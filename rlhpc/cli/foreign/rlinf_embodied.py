@@ -157,7 +157,6 @@ PLAYED: Rows = [
     ("env.train.num_envs", _slots),
     ("env.train.max_episode_steps", "env.train.max_episode_steps"),
     ("env.train.seed", "env.train.seed"),
-    ("env.train.auto_reset", lambda read: bool(read("env.train.auto_reset", False))),
     ("env.train.ignore_terminations", _ends),
     ("env.train.use_fixed_reset_state_ids", _fixed("train")),
     ("env.train.use_rel_reward", "env.train.use_rel_reward"),
@@ -255,7 +254,6 @@ def _ratio(read: Reading) -> float:
 
 
 SAC: Rows = [
-    ("algorithm.loss_type", lambda read: "sac" if read("algorithm.loss_type") else NOTHING),
     ("algorithm.tau", "algorithm.tau"),
     ("algorithm.update_to_data", _ratio),
     ("algorithm.auto_entropy_tuning", lambda r: r("algorithm.entropy_tuning.alpha_type", "softplus") != "fixed_alpha"),
@@ -336,8 +334,9 @@ POLICY: Rows = [
     ("actor.model.num_action_chunks", "actor.model.num_action_chunks"),
     ("actor.model.kwargs", _policy_options),
 ]
-#: Of PPO and GRPO besides: SAC has policies that see no words.
+#: Of PPO and GRPO besides: SAC goes on from episode to episode, and has policies that see no words.
 SEEING: Rows = [
+    ("env.train.auto_reset", lambda read: bool(read("env.train.auto_reset", False))),
     ("actor.training_backend", lambda read: "local" if read("actor.training_backend") else NOTHING),
     (
         "actor.model.value_per_action",

@@ -34,6 +34,7 @@ EMBODIED = [
         "SAC has no use for it",
         True,
     ),
+    Left("algorithm.loss_type", "in runner.task_type", True),
     Left("actor.training_backend", "embodied policies are replicated on each rank", True),
     Left("algorithm.ratio_clip_eps", "clip_ratio_low and clip_ratio_high say it", True),
     Left("algorithm.critic_subsample_size", "there are two critics, and both are taken", (0, 2)),

@@ -36,7 +36,9 @@ def policy_section(actor: EmbodiedActorConfig) -> ModelConfig:
         return actor.model
     from rlhpc.config.typed import changed, plain
 
-    return changed(actor.model, "kwargs", {**actor.model.kwargs, "lora": plain(actor.lora, resolve=False)})
+    lora = actor.lora
+    adapters = {"rank": lora.rank, "alpha": lora.alpha, "target_modules": plain(lora.target_modules)}
+    return changed(actor.model, "kwargs", {**actor.model.kwargs, "lora": adapters})
 
 
 def build_model(cfg: PolicyConfig, observation_space: Any, action_space: Any, seed: int | None = None) -> Policy:

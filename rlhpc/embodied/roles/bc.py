@@ -9,12 +9,14 @@ from typing import Any
 import numpy as np
 import torch
 from gymnasium import spaces
+from omegaconf import OmegaConf
 from torch import nn
 
 from rlhpc.algorithms import value_loss
 from rlhpc.algorithms.finite import Skips, listed, skips
 from rlhpc.checkpoint.start import check_start
-from rlhpc.embodied.config import BcConfig
+from rlhpc.config.typed import plain, typed
+from rlhpc.embodied.config import BcConfig, EnvSideConfig
 from rlhpc.embodied.data.trajectories import read_trajectories
 from rlhpc.embodied.data.trajectory import Trajectory, shapes
 from rlhpc.embodied.envs.observations import join, take
@@ -53,6 +55,20 @@ def read_demos(cfg: BcConfig, left_out: list[str] | None = None) -> Iterator[Tra
     )  # fmt: skip
 
 
+def spaces_of(cfg: BcConfig) -> tuple[Any, Any]:
+    """Observation and action space of what the demonstrations are of.
+
+    Raises:
+        ConfigError: There is no such environment.
+    """
+    task = cfg.env.train
+    side = EnvSideConfig(
+        env_type=task.env_type, env_id=task.env_id, max_episode_steps=task.max_episode_steps, kwargs=plain(task.kwargs),
+        wrappers=plain(task.wrappers), ignore_terminations=task.ignore_terminations, simulator_python=task.simulator_python,
+    )  # fmt: skip
+    return check_env(typed(EnvSideConfig, OmegaConf.structured(side)))
+
+
 def check_bc(cfg: BcConfig, ranks: dict[str, int]) -> None:
     """Refuses what would fail after the start: demonstrations that are not there, or of another task.
 
@@ -60,7 +76,7 @@ def check_bc(cfg: BcConfig, ranks: dict[str, int]) -> None:
         ConfigError: Names the key and the shapes.
     """
     del ranks
-    observation_space, action_space = check_env(cfg.env.train)
+    observation_space, action_space = spaces_of(cfg)
     check_backend(cfg.actor)
     check_start(cfg, build_model(policy_section(cfg.actor), observation_space, action_space))
     if cfg.algorithm.bc_loss == "mse" and not isinstance(action_space, spaces.Box):
@@ -117,7 +133,7 @@ class BcActor(Trainer[BcConfig]):
         """
         cfg = self.cfg
         self.settle_in()
-        observation_space, action_space = spaces = check_env(cfg.env.train)
+        observation_space, action_space = spaces = spaces_of(cfg)
         skip = skips(cfg)
         self.backend = self.build_backend(cfg.actor, spaces, look=skip)
         self.skips = Skips(skip)
@@ -267,7 +283,7 @@ class BcActor(Trainer[BcConfig]):
         if self.backend.lockstep:
             weights = self._weights()
             if self.rank == 0:
-                policy = build_model(policy_section(self.cfg.actor), *check_env(self.cfg.env.train)).to(self.device)
+                policy = build_model(policy_section(self.cfg.actor), *spaces_of(self.cfg)).to(self.device)
                 policy.load_state_dict(weights)
         if self.rank:
             return {}

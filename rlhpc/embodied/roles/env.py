@@ -73,7 +73,7 @@ class SimulatingWorker(Worker, Generic[Cfg]):
 
         While the policy acts on one stage, this rank simulates the others.
 
-        Without `env.train.auto_reset` every slot begins a new episode first, whose start depends on seed and step alone.
+        Where rollouts are `whole`, every slot begins a new episode first, whose start depends on seed and step alone.
 
         Returns:
             Episodes that ended, see `EpisodeLog.arrays`; `restarts` `[1]`: simulator processes that died or hung and were
@@ -84,7 +84,7 @@ class SimulatingWorker(Worker, Generic[Cfg]):
         """
         stages = range(self.slots.stages)
         outcomes = [self._outcomes_of(step, share) for share in self.shares]
-        if not self.cfg.env.train.auto_reset:
+        if self.whole:
             self._restart(step)
         episodes = EpisodeLog()
         for stage in stages:
@@ -112,6 +112,11 @@ class SimulatingWorker(Worker, Generic[Cfg]):
             "spoiled": np.array([episodes.spoiled]),
         }
 
+    @property
+    def whole(self) -> bool:
+        """Whether each rollout plays one episode in every slot, from its start; otherwise episodes go on over its bounds."""
+        return False
+
     @abstractmethod
     def levels(self) -> tuple[str, str]:
         """What rewards and log-probabilities belong to."""
@@ -121,7 +126,6 @@ class SimulatingWorker(Worker, Generic[Cfg]):
         rewards, logprobs = self.levels()
         per_action = rewards == "action_level"
         told_apart = per_action or logprobs != "chunk_level"
-        whole = not self.cfg.env.train.auto_reset
 
         def spoiled(what: str, t: int, rows: np.ndarray) -> None:
             if not skips(self.cfg):
@@ -132,7 +136,7 @@ class SimulatingWorker(Worker, Generic[Cfg]):
                 )
 
         return Outcomes(
-            share, self.steps, chunk=chunk if told_apart else 1, reward_per_action=per_action, whole=whole,
+            share, self.steps, chunk=chunk if told_apart else 1, reward_per_action=per_action, whole=self.whole,
             spoiled=spoiled,
         )  # fmt: skip
 
@@ -207,6 +211,11 @@ class SimulatingWorker(Worker, Generic[Cfg]):
 
 class EnvWorker(SimulatingWorker[PpoConfig]):
     """Owns one vector environment per pipeline stage, with the slots that the `SlotMap` gives it."""
+
+    @property
+    def whole(self) -> bool:
+        """See `SimulatingWorker.whole`: without `env.train.auto_reset`."""
+        return not self.cfg.env.train.auto_reset
 
     def levels(self) -> tuple[str, str]:
         """What rewards and log-probabilities belong to."""

@@ -30,7 +30,8 @@ CONFIG: dict[str, Any] = {
 }  # fmt: skip
 CLONING = {
     "cluster": {"component_placement": {"actor": 0}},
-    "runner": {**CONFIG["runner"], "task_type": "bc"}, "env": CONFIG["env"], "actor": CONFIG["actor"],
+    "runner": {**CONFIG["runner"], "task_type": "bc"}, "actor": CONFIG["actor"],
+    "env": {**CONFIG["env"], "train": {"env_id": "square:Square-v0"}},
     "algorithm": {"update_epochs": 1, "gamma": 0.9}, "demos": {"path": "demos.h5"},
 }  # fmt: skip
 GRPO = [

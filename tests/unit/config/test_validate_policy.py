@@ -21,7 +21,10 @@ WRONG = {
     "a group of one": (["algorithm.adv_type=grpo"], "env.train.group_size is 1"),
     "parts of episodes": (["algorithm.adv_type=grpo", "env.train.group_size=2"], "env.train.auto_reset is True"),
     "adapters of a small network": (["actor.lora.rank=4"], "actor.lora.rank is 4; adapters are for vla and pi0"),
-    "dropout": (["actor.model.model_type=vla", "actor.lora.rank=4", "actor.lora.dropout=0.1"], "it must be 0"),
+    "dropout": (
+        ["actor.model.model_type=vla", "actor.lora.rank=4", "actor.lora.dropout=0.1"],
+        "actor.lora.dropout is for kinds of run",
+    ),
     "all weights in bfloat16": (["actor.model.model_type=vla", "actor.model.dtype=bfloat16"], "needs adapters"),
 }
 

@@ -1,0 +1,174 @@
+"""No key without effect: each key of each kind of run is read by code that runs in such a run, or that kind does not have it.
+
+Small runs of every kind (train, evaluate, record, plan for Slurm, Snakemake's graph) note what their processes read, with
+`read_keys.py`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from rlhpc.config.keys import element_of, fields_of
+from rlhpc.runs.kinds import find_kind
+from tests import warm
+
+pytest.importorskip("transformers", reason="needs the extra llm")
+
+ROOT = Path(__file__).resolve().parents[3]
+HERE = Path(__file__).parent
+NAMES = {"embodied": "PPO", "off_policy": "SAC", "bc": "BC", "reasoning": "GRPO", "sft": "SFT"}
+RUNNER = {"max_steps": -1, "max_epochs": 1, "val_check_interval": 1, "logger": {"logger_backends": ["tensorboard"]}}
+PENDULUM = {
+    "train": {"env_id": "Pendulum-v1", "max_episode_steps": 8},
+    "eval": {"num_envs": 2, "num_episodes": 2, "video_episodes": 1, "simulators": 0},
+}  # fmt: skip
+PLAYED = {**PENDULUM, "train": {**PENDULUM["train"], "num_envs": 2, "simulators": 0}}
+SHARDED = {"training_backend": "fsdp", "lora": {"rank": 2}}
+POLICY = {"training_backend": "fsdp", "global_batch_size": 8}
+TINY = {"model_path": "builtin:tiny", "kwargs": {"hidden": 32, "layers": 1, "heads": 2}}
+SUMS = {"source": "jsonl", "path": "sums.jsonl", "split": "part=sum", "size": 3}
+LANGUAGE: dict[str, Any] = {
+    "data": {"train": SUMS, "eval": [{**SUMS, "name": "default"}], "max_prompt_tokens": 16, "prompts_per_step": 2},
+    "reward": {"terms": [{"name": "math"}]},
+    "rollout": {"max_new_tokens": 4},
+    "workflow": {"sft": "first.yaml"},
+}
+CONFIGS: dict[str, dict[str, Any]] = {
+    "embodied": {
+        "defaults": [f"{ROOT}/configs/base/ppo.yaml"],
+        "algorithm": {
+            "rollout_steps": 4, "update_epochs": 1, "loss_type": "decoupled_ppo", "tis_cap": 2.0, "anneal_lr": False,
+        },
+        "env": PLAYED,
+        "actor": POLICY,
+    },
+    "off_policy": {
+        "defaults": [f"{ROOT}/configs/base/sac.yaml"],
+        "algorithm": {
+            "rollout_steps": 16, "replay_buffer": {"size": 256, "min_buffer_size": 16},
+            "demo_buffer": {"load_path": "pendulum.h5"},
+        },
+        "env": PLAYED,
+        "actor": {"global_batch_size": 16, "model": {"hidden_sizes": [16]}},
+        "workflow": {"demos_expert": "read_keys:expert"},
+    },
+    "bc": {
+        "cluster": {"component_placement": {"actor": 0}},
+        "algorithm": {"update_epochs": 1, "bc_value_coef": 0.1},
+        "env": PENDULUM,
+        "actor": POLICY,
+        "demos": {"path": "pendulum.h5"},
+        "workflow": {"demos_expert": "read_keys:expert"},
+    },
+    "reasoning": {
+        "defaults": [f"{ROOT}/configs/base/grpo.yaml"], **LANGUAGE,
+        "algorithm": {
+            "group_size": 2, "kl_coef": 0.1, "recompute_logprobs": True, "tis_cap": 2.0, "filter_groups": True,
+            "max_refills": 1,
+        },
+        "actor": {**SHARDED, "model": TINY, "global_batch_size": 4},
+    },
+    "sft": {
+        "defaults": [f"{ROOT}/configs/base/language.yaml"], **LANGUAGE,
+        "cluster": {"component_placement": {"actor": 0}},
+        "actor": {**SHARDED, "model": TINY},
+    },
+}  # fmt: skip
+#: So that the plan has components of their own options, and accelerators.
+SLURM = [
+    "cluster.num_nodes=2", "cluster.accelerators_per_node=1",
+    "cluster.node_groups=[{label: here, node_ranks: '0'}, {label: there, node_ranks: '1', partition: cpu}]",
+]  # fmt: skip
+
+
+#: Kind → keys that only code from elsewhere reads.
+OF_OTHERS = {
+    "off_policy": {
+        "actor.model.kwargs"
+    },  # the options of a policy of one's own (`module:Class`); with `sac` they are refused
+}
+
+
+def keys_of(cls: type, prefix: str = "") -> Iterator[str]:
+    """Every key, dotted; those of a list's elements under `name[]`."""
+    for name, kind in fields_of(cls).items():
+        below = element_of(kind)
+        if dataclasses.is_dataclass(kind) and isinstance(kind, type):
+            yield from keys_of(kind, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}"
+            yield from keys_of(below, f"{prefix}{name}[].") if below else ()
+
+
+class Reads:
+    """A folder with a configuration of every kind, and what was read in the runs there."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.out = folder, folder / "reads.tsv"
+        for kind, content in CONFIGS.items():
+            runner: dict[str, Any] = {**RUNNER, "name": kind, "task_type": f"read_keys:{NAMES[kind]}"}
+            if kind == "sft":
+                del runner["val_check_interval"]
+            (folder / f"{kind}.yaml").write_text(yaml.safe_dump({**content, "runner": runner}))
+        first = {**CONFIGS["sft"], "workflow": {}, "runner": {"name": "first", "task_type": "sft"}}
+        (folder / "first.yaml").write_text(yaml.safe_dump(first))
+        rows = [{"prompt": f"{n}+1=", "answer": str(n + 1), "response": str(n + 1), "part": "sum"} for n in range(4)]
+        (folder / "sums.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        beside = [HERE, HERE.parent / "embodied", HERE.parent / "language", HERE.parent, ROOT]
+        self.environment = {
+            **os.environ, "PYTHONPATH": os.pathsep.join(map(str, beside)), "RLHPC_MODELS": str(folder / "models"),
+            "HF_HUB_OFFLINE": "1", "RLHPC_TEST_READS": str(self.out),
+        }  # fmt: skip
+
+    def start(self, kind: str, *command: str) -> None:
+        done = warm.run(
+            [sys.executable, *command], env={**self.environment, "RLHPC_TEST_KIND": kind}, cwd=self.folder,
+            capture_output=True, text=True, timeout=280,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stdout + done.stderr
+
+    def rlhpc(self, kind: str, command: str, *words: str) -> None:
+        config = ["--config", f"{kind}.yaml"] if command == "record" else [f"{kind}.yaml"]
+        self.start(kind, "-m", "rlhpc.cli", command, *config, *words)
+
+    def snakemake(self, kind: str) -> None:
+        """The graph alone."""
+        self.start(
+            kind, "-m", "snakemake", "-n", "--quiet", "all", "--profile", str(ROOT / "profiles" / "local"), "--snakefile",
+            str(ROOT / "workflow" / "Snakefile"), "--directory", str(self.folder), "--config", f"run={kind}.yaml",
+        )  # fmt: skip
+
+    def of(self, kind: str) -> dict[str, str]:
+        """Key → where it was first read."""
+        lines = [line.split("\t") for line in self.out.read_text().splitlines()]
+        return {re.sub(r"\[\d+\]", "[]", key): reader for name, key, reader in lines if name == kind}
+
+
+@pytest.fixture(scope="module")
+def reads(tmp_path_factory: pytest.TempPathFactory) -> Reads:
+    found = Reads(tmp_path_factory.mktemp("keys"))
+    found.rlhpc("off_policy", "record", "--expert", "read_keys:expert", "--episodes", "2", "--output", "pendulum.h5")
+    for kind in CONFIGS:
+        found.start(kind, "-m", "read_keys", f"{kind}.yaml", *SLURM)
+        found.rlhpc(kind, "submit", "--executor", "local")
+        found.start(
+            kind, "-m", "rlhpc.cli", "eval", "--run", f"runs/{kind}", "--step", "latest", "--trust-checkpoint-code"
+        )
+        found.snakemake(kind)
+    return found
+
+
+@pytest.mark.parametrize("kind", NAMES)
+def test_every_key_is_read(kind: str, reads: Reads) -> None:
+    read = reads.of(kind)
+    assert {key for key in keys_of(find_kind(kind).config) if key not in read} == OF_OTHERS.get(kind, set())
