@@ -155,6 +155,13 @@ def check_ppo(cfg: PpoConfig, fail: Fail) -> None:
         ConfigError: The first rule that is broken.
     """
     algorithm, model, train = cfg.algorithm, cfg.actor.model, cfg.env.train
+    for role, section in (("actor", cfg.actor), ("rollout", cfg.rollout)):
+        if section.enable_offload and algorithm.max_staleness:
+            raise fail(f"{role}.enable_offload", "with algorithm.max_staleness both are at work at once: set it false")
+    if cfg.rollout.enable_offload and cfg.rollout.weight_sync.lower() == "broadcast":
+        raise fail(
+            "rollout.enable_offload", "weights are taken in on the host, which rollout.weight_sync broadcast does not"
+        )
     if model.model_type.lower() == "sac":
         raise fail("actor.model.model_type", "sac has critics of actions: it is for off_policy, and for bc before that")
     check_adapters(cfg, fail)

@@ -252,6 +252,22 @@ class EmbodiedActorConfig:
 
 
 @dataclass
+class PpoActorConfig(EmbodiedActorConfig):
+    """The actor group: training."""
+
+    enable_offload: bool = False
+    """Collocated: weights and optimizer are on the host while the rollout ranks play, so that these have the accelerator."""
+
+
+@dataclass
+class PpoRolloutConfig(RolloutConfig):
+    """The rollout group."""
+
+    enable_offload: bool = False
+    """Collocated: the policy that acts is on the host while the actors train, so that these have the accelerator."""
+
+
+@dataclass
 class PpoAlgorithmConfig:
     """Advantages, losses and the shape of a rollout."""
 
@@ -307,8 +323,8 @@ class PpoConfig(RunConfig):
     runner: PlayingRunnerConfig = field(default_factory=PlayingRunnerConfig)
     algorithm: PpoAlgorithmConfig = field(default_factory=PpoAlgorithmConfig)
     env: RolloutEnvsConfig = field(default_factory=RolloutEnvsConfig)
-    rollout: RolloutConfig = field(default_factory=RolloutConfig)
-    actor: EmbodiedActorConfig = field(default_factory=EmbodiedActorConfig)
+    rollout: PpoRolloutConfig = field(default_factory=PpoRolloutConfig)
+    actor: PpoActorConfig = field(default_factory=PpoActorConfig)
     workflow: EmbodiedWorkflowConfig = field(default_factory=EmbodiedWorkflowConfig)
 
 

@@ -31,7 +31,8 @@ _CHOICES = {
 _EVALUATION = ("env.eval.",)
 _FREE = (
     "runner.stop_return", "runner.val_check_interval",
-    "rollout.weight_sync", "rollout.weight_delta", "rollout.pipeline_stage_num",
+    "rollout.weight_sync", "rollout.weight_delta", "rollout.pipeline_stage_num", "rollout.enable_offload",
+    "actor.enable_offload",
     "actor.micro_batch_size", "actor.training_backend", "actor.fsdp.", "actor.deepspeed.",
     "actor.model.gradient_checkpointing", "actor.model.attn_implementation",
     "env.train.simulators", "env.train.simulator_python",

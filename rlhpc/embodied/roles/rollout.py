@@ -206,6 +206,8 @@ class ActingWorker(Worker, Generic[Cfg]):
     def offload(self) -> None:
         """Moves the policy to the host."""
         self.policy.cpu()
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
 
     def reload(self) -> None:
         """Takes back what `offload` moved away."""

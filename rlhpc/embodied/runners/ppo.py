@@ -84,15 +84,29 @@ class PlayingRunner(Runner[Cfg]):
     def check(self) -> None:
         """Refuses what does not fit together."""
 
+    #: Whether who trains and who plays have the accelerators in turn.
+    turns = False
+
+    def rest(self) -> None:
+        """Those who play leave the accelerators, where they have them in turn."""
+
+    def change_over(self, *, playing: bool) -> None:
+        """Gives the accelerators to those who play, or to those who train, where they have them in turn."""
+
     # -- start ----------------------------------------------------------------------------------------------------
 
     def build(self) -> None:
         """Builds environments and models on all ranks and connects them."""
         facts = self.env.init_worker(self.slots).wait(self.timeout)[0]
         self._spaces = spaces = (facts["observation_space"], facts["action_space"])
-        built = [self.actor.init_worker(self.slots, *spaces), self.rollout.init_worker(self.slots, *spaces)]
-        for handle in built:
-            handle.wait(self.timeout)
+        if self.turns:  # one after the other, and who plays rests between steps
+            self.rollout.init_worker(self.slots, *spaces).wait(self.timeout)
+            self.rest()
+            self.actor.init_worker(self.slots, *spaces).wait(self.timeout)
+        else:
+            built = [self.actor.init_worker(self.slots, *spaces), self.rollout.init_worker(self.slots, *spaces)]
+            for handle in built:
+                handle.wait(self.timeout)
         self._connect()
 
     def _connect(self) -> None:
@@ -147,11 +161,17 @@ class PlayingRunner(Runner[Cfg]):
         if self._sent != self.step:  # the weights that the last update left
             sync = [self.actor.sync_weights(self.step), self.rollout.sync_weights()]
             self._sent = self.step
+        if self.turns:
+            with timers("sync"):
+                while sync:
+                    sync.pop().wait(self.timeout)
+                self.change_over(playing=True)
         while self._next <= min(step + self.cfg.algorithm.max_staleness, self._stop_before(step)):
             self._played[self._next] = self.play(self._next)
             self._next += 1
         progress = self.step / max(self.folder.total, 1)
-        receive, update = self.actor.receive(step), self.actor.update(step, progress)
+        receive = self.actor.receive(step)
+        update = None if self.turns else self.actor.update(step, progress)
         with timers("sync"):
             for handle in sync:
                 handle.wait(self.timeout)
@@ -161,6 +181,9 @@ class PlayingRunner(Runner[Cfg]):
             received = receive.wait(self.timeout)
             acted = min(facts["version"] for facts in received)
         with timers("update"):
+            if update is None:
+                self.change_over(playing=False)
+                update = self.actor.update(step, progress)
             trained = update.wait(self.timeout)[0]
         row = self._row(step, begin, trained, episodes, acted, timers)
         self._count_left_out(step, row, int(sum(facts["left_out"] for facts in received)))
@@ -259,10 +282,15 @@ class PlayingRunner(Runner[Cfg]):
         with timers("eval"):
             # The rollout ranks still act with the weights of before the update.
             handles = [self.actor.sync_weights(step), self.rollout.sync_weights()]
+            if self.turns:
+                while handles:
+                    handles.pop().wait(self.timeout)
+                self.change_over(playing=True)
             result = self.rollout.execute_on(0).evaluate()
             for handle in handles:
                 handle.wait(self.timeout)
             row.update({f"eval/{name}": value for name, value in result.wait(self.timeout)[0].items()})
+            self.change_over(playing=False)
 
     # -- what the base class asks ---------------------------------------------------------------------------------
 
@@ -312,6 +340,33 @@ class EmbodiedRunner(PlayingRunner[PpoConfig]):
     def check(self) -> None:
         """Refuses what does not fit together."""
         check_batches(self.cfg)
+
+    @property
+    def turns(self) -> bool:  # type: ignore[override]
+        """See `PlayingRunner.turns`: with `actor.enable_offload` or `rollout.enable_offload`."""
+        return self.cfg.actor.enable_offload or self.cfg.rollout.enable_offload
+
+    def change_over(self, *, playing: bool) -> None:
+        """See `PlayingRunner.change_over`: who has them leaves first. Those who train also save and send, so they have them
+        between steps."""
+        if not playing:
+            self.rest()
+        if self.cfg.actor.enable_offload:
+            (self.actor.offload() if playing else self.actor.reload()).wait(self.timeout)
+        if playing and self.cfg.rollout.enable_offload:
+            self.rollout.reload().wait(self.timeout)
+
+    def rest(self) -> None:
+        """See `PlayingRunner.rest`."""
+        if self.cfg.rollout.enable_offload:
+            self.rollout.offload().wait(self.timeout)
+
+    def rebuild(self, gone: dict[str, list[int]]) -> None:
+        """See `PlayingRunner.rebuild`. Whose turn it was is not known: those who train leave first."""
+        if self.cfg.actor.enable_offload:
+            self.actor.offload().wait(self.timeout)
+        super().rebuild(gone)
+        self.change_over(playing=False)
 
 
 def _ended(episodes: dict[str, np.ndarray]) -> dict[str, float]:
