@@ -9,6 +9,7 @@ from typing import Any
 from omegaconf import OmegaConf
 
 from rlhpc.config.rules import Fail
+from rlhpc.config.typed import select
 
 #: Greatest integer that every reader of a configuration can tell from its neighbours.
 LARGEST = 2**53
@@ -113,7 +114,7 @@ RANGES: dict[str, Range] = {
 }
 
 
-def check_ranges(cfg: Any, ranges: Mapping[str, Range], fail: Fail) -> None:
+def check_ranges(cfg: object, ranges: Mapping[str, Range], fail: Fail) -> None:
     """Refuses numbers outside their ranges; null is allowed where the schema allows it.
 
     Raises:
@@ -126,11 +127,11 @@ def check_ranges(cfg: Any, ranges: Mapping[str, Range], fail: Fail) -> None:
                     raise fail(place, allowed.rule())
 
 
-def _found(cfg: Any, key: str) -> Iterator[tuple[str, Any]]:
+def _found(cfg: object, key: str) -> Iterator[tuple[str, Any]]:
     """The values at a key; for `list[].name`, those of all elements."""
     section, each, name = key.partition("[].")
     if not each:
-        yield key, OmegaConf.select(cfg, key)
+        yield key, select(cfg, key)
         return
-    for index, element in enumerate(OmegaConf.select(cfg, section)):
-        yield f"{section}[{index}].{name}", OmegaConf.select(element, name)
+    for index, element in enumerate(select(cfg, section)):
+        yield f"{section}[{index}].{name}", select(element, name)

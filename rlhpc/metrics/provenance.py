@@ -49,7 +49,7 @@ _SLURM = (
 )
 
 
-def write_provenance(paths: RunPaths, cfg: Any, command: Sequence[str] | str) -> dict[str, Any]:
+def write_provenance(paths: RunPaths, cfg: object, command: Sequence[str] | str) -> dict[str, Any]:
     """Record this start of the run; a later start appends to `segments` and leaves the rest.
 
     Args:
@@ -91,7 +91,7 @@ def _write(paths: RunPaths, record: dict[str, Any]) -> None:
         raise storage_error(error, paths.provenance, "provenance") from error
 
 
-def _segment(cfg: Any, command: Sequence[str] | str) -> dict[str, Any]:
+def _segment(cfg: object, command: Sequence[str] | str) -> dict[str, Any]:
     return {
         "started": datetime.now().astimezone().isoformat(timespec="seconds"),
         "command": command if isinstance(command, str) else shlex.join(command),
@@ -140,7 +140,7 @@ def git_state(folder: Path) -> dict[str, Any]:
         return {}
 
 
-def _config_checksum(cfg: Any) -> str | None:
+def _config_checksum(cfg: object) -> str | None:
     if cfg is None:
         return None
     if "omegaconf" in sys.modules:

@@ -54,3 +54,14 @@ def test_never_both_at_once_and_the_same_run(tmp_path: Path, monkeypatch: pytest
 def test_who_works_ahead_does_not_leave(role: str, tmp_path: Path) -> None:
     said = TinyRun(tmp_path, f"{role}.enable_offload=true", "algorithm.max_staleness=1").train(code=2)
     assert f"{role}.enable_offload" in said and "both are at work at once" in said
+
+
+def test_a_policy_that_dies_starts_again_in_its_turn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whose turn it was is not known then."""
+    monkeypatch.setenv("RLHPC_MAX_RESTARTS", "2")
+    ledger = tmp_path / "ledger"
+    monkeypatch.setenv("RLHPC_TEST_LEDGER", str(ledger))
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]))
+    run = TinyRun(tmp_path / "run", *SHORT, *TURNS, "runner.max_steps=60")
+    assert "start again from global_step_" in run.lose("rollout-0", after=2)
+    assert [row["step"] for row in run.rows()] == list(range(1, 61))

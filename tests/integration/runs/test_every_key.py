@@ -156,19 +156,17 @@ class Reads:
 
 @pytest.fixture(scope="module")
 def reads(tmp_path_factory: pytest.TempPathFactory) -> Reads:
+    """With demonstrations for the kinds that want some."""
     found = Reads(tmp_path_factory.mktemp("keys"))
     found.rlhpc("off_policy", "record", "--expert", "read_keys:expert", "--episodes", "2", "--output", "pendulum.h5")
-    for kind in CONFIGS:
-        found.start(kind, "-m", "read_keys", f"{kind}.yaml", *SLURM)
-        found.rlhpc(kind, "submit", "--executor", "local")
-        found.start(
-            kind, "-m", "rlhpc.cli", "eval", "--run", f"runs/{kind}", "--step", "latest", "--trust-checkpoint-code"
-        )
-        found.snakemake(kind)
     return found
 
 
 @pytest.mark.parametrize("kind", NAMES)
 def test_every_key_is_read(kind: str, reads: Reads) -> None:
+    reads.start(kind, "-m", "read_keys", f"{kind}.yaml", *SLURM)
+    reads.rlhpc(kind, "submit", "--executor", "local")
+    reads.start(kind, "-m", "rlhpc.cli", "eval", "--run", f"runs/{kind}", "--step", "latest", "--trust-checkpoint-code")
+    reads.snakemake(kind)
     read = reads.of(kind)
     assert {key for key in keys_of(find_kind(kind).config) if key not in read} == OF_OTHERS.get(kind, set())
