@@ -18,6 +18,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 from tests.slurm.cluster import SlurmCluster, Variant, best_variant, missing
+from tests.slurm.runs import SlurmRun
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -33,6 +34,16 @@ def virtual_accelerators() -> Iterator[None]:
         if "RLHPC_VIRTUAL_ACCELERATORS" not in os.environ:
             patch.setenv("RLHPC_VIRTUAL_ACCELERATORS", "1")
         yield
+
+
+@pytest.fixture(autouse=True)
+def no_command_waits() -> Iterator[None]:
+    """When a test has ended, for whatever reason, nobody waits for its runs, on a cluster that is soon gone."""
+    yield
+    while SlurmRun.submitted:
+        process = SlurmRun.submitted.pop()
+        process.kill()
+        process.wait()
 
 
 @contextmanager

@@ -12,7 +12,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import yaml
 
@@ -57,6 +57,9 @@ def until(condition: Callable[[], Any], what: str, deadline_s: float = 90.0) -> 
 class SlurmRun:
     """One run, in a folder of its own. `cluster` is the SlurmCluster that it runs on; of `light` ones see `LIGHT`."""
 
+    #: Commands that wait for a run. Of a test that failed some may do so still.
+    submitted: ClassVar[list[subprocess.Popen[str]]] = []
+
     def __init__(
         self, cluster: Any, folder: Path, *overrides: str, config: Path = CONFIG, name: str = "run", light: bool = False
     ) -> None:
@@ -93,11 +96,13 @@ class SlurmRun:
     def submit(self, *more: str) -> subprocess.Popen[str]:
         """`rlhpc submit`, which waits; its output goes to `log`."""
         with self.log.open("a") as log:
-            return subprocess.Popen(
+            process = subprocess.Popen(
                 [sys.executable, "-P", "-m", "rlhpc.cli", "submit", str(self.config), "--executor", "slurm",
                  "--site", str(self.site), *self.overrides, *more],
                 env=self.environment, cwd=self.here, stdout=log, stderr=log, text=True, start_new_session=True,
             )  # fmt: skip
+        self.submitted.append(process)
+        return process
 
     def finish(self, process: subprocess.Popen[str], timeout: float = 300, code: int = 0) -> str:
         """Waits for a submit command to end; what it said."""
