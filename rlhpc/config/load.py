@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 import os
 from collections.abc import Callable, Sequence
@@ -25,6 +26,16 @@ from rlhpc.runtime.trust import Trust
 _ONCE_SAVED = frozenset(
     ("cluster", "runner", "algorithm", "env", "rollout", "actor", "data", "demos", "reward", "workflow")
 )
+#: Keys of section `runner` that every saved configuration has, and hardly one that was written by hand.
+_ALWAYS_SAVED = frozenset(
+    ("run_dir", "max_epochs", "resume_dir", "save_reserve_s", "rendezvous_timeout_s", "step_timeout_s")
+)
+#: Keys that did nothing in some kinds of run, which had them once: saved configurations may still say them.
+_GONE = (
+    "algorithm.loss_type", "env.train.num_envs", "env.train.seed", "env.train.group_size", "env.train.auto_reset",
+    "env.train.use_fixed_reset_state_ids", "env.train.use_rel_reward", "env.train.simulators",
+    "env.train.simulator_timeout_s", "env.eval.auto_reset", "actor.lora.dropout", "data.train.name",
+)  # fmt: skip
 TASK = "runner.task_type"
 
 
@@ -68,7 +79,7 @@ def read_layers(
     kind = find(task, origin)
     layers = Layers(kind.schema, kind.whose)
     for source, content in files:
-        layers.add(content, source, lenient=set(content) >= _ONCE_SAVED)
+        layers.add(_without_gone(content, kind.schema), source, lenient=set(content) >= _ONCE_SAVED)
     for text in overrides:
         layers.override(text)
     site = os.environ.get("RLHPC_SITE") if site is None else site
@@ -78,6 +89,22 @@ def read_layers(
     if theirs is not None:
         theirs.check(OmegaConf.to_container(layers.cfg, resolve=True), str(given))
     return layers
+
+
+def _without_gone(content: Any, schema: Schema) -> Any:
+    """A saved configuration without the keys that this kind of run no longer has; any other as it is."""
+    runner = content.get("runner") if isinstance(content, dict) else None
+    if not isinstance(runner, dict) or not set(runner) >= _ALWAYS_SAVED:
+        return content
+    kept = copy.deepcopy(content)
+    for key in _GONE:
+        *path, last = key.split(".")
+        section: Any = kept
+        for part in path:
+            section = section.get(part) if isinstance(section, dict) else None
+        if isinstance(section, dict) and key not in schema:
+            section.pop(last, None)
+    return kept
 
 
 def _task(files: Sequence[tuple[str, Any]], overrides: Sequence[str]) -> tuple[str | None, str]:

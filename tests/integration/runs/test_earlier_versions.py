@@ -13,6 +13,7 @@ import pytest
 import yaml
 
 from rlhpc import load_config
+from rlhpc.config.load import config_to_yaml
 from rlhpc.runtime.errors import ConfigError
 
 FLAT = Path(__file__).resolve().parents[2] / "data" / "flat_runs"
@@ -77,3 +78,26 @@ def test_what_is_not_such_a_file_is_strict(tmp_path: Path) -> None:
         load_config(part, training=False)
     with pytest.raises(ConfigError, match="algorithm.kl_coef is for a kind of run that this one"):
         load_config(flat, ["algorithm.kl_coef=0.1"], training=False)
+
+
+def test_what_a_kind_of_run_no_longer_has_is_left_out_of_what_it_once_saved(tmp_path: Path) -> None:
+    """Of what a person wrote it is refused, as any key that is not this kind's."""
+    written = {
+        "cluster": {"component_placement": {"actor": 0}}, "runner": {"name": "old", "task_type": "bc"},
+        "env": {"train": {"env_id": "Pendulum-v1"}}, "demos": {"path": "demos.h5"},
+    }  # fmt: skip
+    own = tmp_path / "own.yaml"
+    own.write_text(yaml.safe_dump(written))
+    saved = yaml.safe_load(config_to_yaml(load_config(own, training=False)))
+    saved["env"]["train"]["num_envs"] = written["env"]["train"]["num_envs"] = 4
+    saved["env"]["eval"]["auto_reset"], saved["actor"]["lora"]["dropout"] = True, 0.0
+    old = tmp_path / "config.yaml"
+    old.write_text(yaml.safe_dump(saved))
+    assert "num_envs" not in load_config(old, training=False).env.train  # type: ignore[attr-defined]
+    saved["actor"]["lora"]["dropuot"] = 0.0
+    old.write_text(yaml.safe_dump(saved))
+    with pytest.raises(ConfigError, match=r"unknown key actor\.lora\.dropuot"):
+        load_config(old, training=False)
+    own.write_text(yaml.safe_dump(written))
+    with pytest.raises(ConfigError, match=r"env\.train\.num_envs is for"):
+        load_config(own, training=False)
