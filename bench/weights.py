@@ -26,6 +26,7 @@ import torch
 from bench.machine import spread, write
 from rlhpc import Cluster, NodePlacementStrategy, Session, Worker, WorkerGroup
 from rlhpc.weights import make_sync
+from rlhpc.weights.target import apply
 
 TENSORS, BYTES = 290, 500_000_000
 COPY = "memory copy"
@@ -82,7 +83,7 @@ class Holder(Worker):
         self.sync.forget()
 
     def give(self, version: int) -> None:
-        self.sync.sync(version, self.held, frozen=self.frozen)
+        self.sync.send(version, self.held, frozen=self.frozen)
 
     def change(self, what: str, seed: int) -> None:
         generator = np.random.default_rng(seed)
@@ -96,8 +97,7 @@ class Holder(Worker):
 
     def take(self, adopt: bool) -> int:
         # The module's buffers are these very tensors, so that they show what it adopted.
-        version: int = self.sync.apply(self.held, adopt=self.module if adopt else None)
-        return version
+        return apply(self.sync, self.held, adopt=self.module if adopt else None)
 
     def value(self) -> list[int]:
         return [int(tensor.view(torch.int16).numpy().sum(dtype=np.int64)) for _, tensor in self.held]

@@ -126,6 +126,17 @@ class OptimConfig:
 
 
 @dataclass
+class WeightSyncConfig:
+    """How weights travel from the actor to the rollout ranks; part of section `rollout`."""
+
+    weight_sync: str = "auto"
+    """What carries weights from the actor: `auto`, `broadcast`, a registered name, or `module:Class`."""
+    weight_delta: str = "frozen"
+    """What an update leaves out: `frozen` (weights that are not trained travel once a rollout rank), `elements` (also whatever
+    has not changed, element by element; costs the actor a copy of the weights), or `off` (nothing)."""
+
+
+@dataclass
 class JobConfig:
     """What a workflow rule's Slurm jobs ask for, other than training."""
 

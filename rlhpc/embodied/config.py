@@ -15,6 +15,7 @@ from rlhpc.config.sections import (
     OptimConfig,
     RunConfig,
     RunnerConfig,
+    WeightSyncConfig,
     WorkflowConfig,
 )
 from rlhpc.config.typed import mapping
@@ -176,16 +177,11 @@ class ClonedEnvsConfig:
 
 
 @dataclass
-class RolloutConfig:
+class RolloutConfig(WeightSyncConfig):
     """The rollout group."""
 
     pipeline_stage_num: int = 1
     """Stages the slots are cut into: while one is simulated, the policy acts on the others."""
-    weight_sync: str = "auto"
-    """How weights travel from the actor: auto or broadcast."""
-    weight_delta: str = "frozen"
-    """What an update leaves out: `frozen` (weights that are not trained travel once a rollout rank), `elements` (also whatever
-    has not changed, element by element; costs the actor a copy of the weights), or `off` (nothing)."""
 
 
 @dataclass

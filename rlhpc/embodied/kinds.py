@@ -22,8 +22,6 @@ _CHOICES = {
     "algorithm.reward_type": ("action_level", "chunk_level"),
     "algorithm.bc_loss": ("nll", "mse"),
     "algorithm.normalize_advantages": ("auto", "minibatch", "batch", "none"),
-    "rollout.weight_sync": ("auto", "broadcast"),
-    "rollout.weight_delta": ("off", "frozen", "elements"),
     "actor.model.activation": ("tanh", "relu", "elu", "silu", "gelu"),
     "actor.model.dtype": ("float32", "bfloat16"),
     "actor.model.attn_implementation": ("sdpa", "eager", "flash_attention_2"),
@@ -40,7 +38,7 @@ _FREE = (
 _ENVIRONMENT = ("env.train.env_type", "env.train.env_id")
 _SHAPES = ("model_type", "hidden_sizes", "num_action_chunks", "value_per_action", "critic_layer_norm", "add_value_head")
 _PLAYING = (
-    "rlhpc.embodied.roles.ppo", "rlhpc.embodied.roles.rollout", "rlhpc.embodied.roles.env", "rlhpc.weights",
+    "rlhpc.embodied.roles.ppo", "rlhpc.embodied.roles.rollout", "rlhpc.embodied.roles.env", "rlhpc.weights.broadcast",
     "rlhpc.training", "rlhpc.embodied.models.mlp", "rlhpc.embodied.envs.gymnasium_env",
 )  # fmt: skip
 _COMPARED = (

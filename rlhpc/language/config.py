@@ -15,6 +15,7 @@ from rlhpc.config.sections import (
     OptimConfig,
     RunConfig,
     RunnerConfig,
+    WeightSyncConfig,
     WorkflowConfig,
 )
 
@@ -204,14 +205,11 @@ class EngineConfig:
 
 
 @dataclass
-class GrpoRolloutConfig(EngineConfig):
+class GrpoRolloutConfig(WeightSyncConfig, EngineConfig):
     """The rollout group."""
 
     temperature: float = 1.0
     """Of sampling in training; the losses use the same."""
-    weight_delta: str = "frozen"
-    """What an update leaves out: `frozen` (weights that are not trained travel once a rollout rank), `elements` (also whatever
-    has not changed, element by element; costs the actor a copy of the weights), or `off` (nothing)."""
 
 
 @dataclass

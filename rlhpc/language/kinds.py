@@ -31,14 +31,14 @@ _CHOICES = {
     "actor.model.attn_implementation": ("sdpa", "eager", "flash_attention_2"),
     "actor.optim.lr_scheduler": ("constant", "linear", "cosine"),
     "rollout.dtype": ("auto", "float32", "bfloat16", "float16"),
-    "rollout.weight_delta": ("off", "frozen", "elements"),
     "data.overlong_prompts": ("error", "drop"),
 }
 #: The configuration of a run that trains a language model.
 Cfg = TypeVar("Cfg", bound=LanguageConfig)
 _EVALUATION = ("data.eval",)
 _FREE = (
-    "runner.val_check_interval", "rollout.weight_delta", "rollout.gpu_memory_utilization", "rollout.max_batch_size",
+    "runner.val_check_interval", "rollout.weight_sync", "rollout.weight_delta",
+    "rollout.gpu_memory_utilization", "rollout.max_batch_size",
     "actor.max_tokens_per_micro_batch", "actor.training_backend", "actor.fsdp.", "actor.deepspeed.",
     "actor.offload_in_rollout", "actor.model.gradient_checkpointing", "actor.model.attn_implementation",
     "reward.timeout_s", "reward.processes",
@@ -47,6 +47,7 @@ _PRELOAD = (
     "rlhpc.language.roles.grpo",
     "rlhpc.language.roles.rollout",
     "rlhpc.language.roles.sft",
+    "rlhpc.weights.broadcast",
     "transformers",
     "transformers.models.auto.modeling_auto",
 )

@@ -20,10 +20,12 @@ from rlhpc.runs.kinds import Cfg, Kind, kind_of
 from rlhpc.runtime.errors import ConfigError, PlacementError
 from rlhpc.runtime.shown import shown
 from rlhpc.runtime.writable import unwritable
+from rlhpc.weights.strategy import DELTAS, STRATEGIES
 
 _CHOICES: dict[str, tuple[str, ...]] = {
     "runner.on_nonfinite": ("stop", "skip"),
     "actor.optim.name": ("adam", "adamw"),
+    "rollout.weight_delta": DELTAS,
 }
 _NAME = r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}"
 _NAME_RULE = "use letters, digits, '.', '_' and '-' (at most 100), starting with a letter or digit"
@@ -58,6 +60,8 @@ def validate(
     for key, allowed in {**_CHOICES, **kind.choices}.items():
         if key in kind.schema:
             check_choice(key, str(select(cfg, key)), allowed, fail)
+    if STRATEGIES.key in kind.schema:
+        STRATEGIES.find(str(select(cfg, STRATEGIES.key)))
     if training:
         _loggers(cfg)
     for suite in cfg.workflow.eval_suites:

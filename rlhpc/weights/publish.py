@@ -23,11 +23,10 @@ import torch
 
 from rlhpc.runtime.comm.segments import HEADER, SegmentPool
 from rlhpc.weights.elements import Elements, Shadow
-from rlhpc.weights.strategy import NamedTensors
+from rlhpc.weights.strategy import DELTAS, NamedTensors
 
 #: Bytes of a part: large enough that its fixed costs vanish, small enough that two of them are no burden.
 PART_BYTES = 256 << 20
-DELTAS = ("off", "frozen", "elements")
 
 
 @dataclass(frozen=True)

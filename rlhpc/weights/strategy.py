@@ -1,9 +1,10 @@
-"""The interface of a weight synchronisation strategy, and the choice of one."""
+"""What carries weights from a trainer to those who act with them: the contract, and the strategies by name."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable
-from typing import TYPE_CHECKING, Any, Protocol
+from collections.abc import Callable, Container, Iterable, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
 
 from rlhpc.runtime.lookup import Registry
 
@@ -11,34 +12,53 @@ if TYPE_CHECKING:
     import torch
 
     from rlhpc.runtime.worker import Worker
+    from rlhpc.weights.elements import Elements
 
 NamedTensors = Iterable[tuple[str, "torch.Tensor"]]
+NamedUpdates = Iterator[tuple[str, "torch.Tensor | Elements"]]
+#: What `rollout.weight_delta` may be.
+DELTAS = ("off", "frozen", "elements")
+
+
+@dataclass(frozen=True)
+class Update:
+    """One version as it comes.
+
+    Attributes:
+        version: Of the weights.
+        complete: Whether all tensors are in it; otherwise those that changed, and what is not in it stays as it is.
+        tensors: To iterate once, to the end. Tensors may be views of shared memory: whoever keeps one keeps that. Nobody may
+            write into them, except where Elements of them come with a later version.
+    """
+
+    version: int
+    complete: bool
+    tensors: NamedUpdates
 
 
 class WeightSync(Protocol):
-    """Both ends of a synchronisation. Sender and receivers call in the same order, once a version.
+    """One end of a road for weights. The sender calls `send`, each receiver `receive`, once a version and in the same order.
 
-    A receiver's module changes only inside `apply`, which it calls between two forward passes: a half-applied update is
-    never visible.
+    A strategy is a class, or a function, that is called by each end with `(worker, src, receivers, delta, whole)`, the
+    arguments of `make_sync`, and returns that end.
     """
 
-    def sync(self, version: int, named_tensors: NamedTensors, *, frozen: Container[str] = ()) -> None:
-        """Sends one version to all receivers; tensors with names in `frozen` never change, so that once is enough."""
+    def send(self, version: int, tensors: NamedTensors, *, frozen: Container[str] = ()) -> None:
+        """Sends one version to all receivers.
+
+        Args:
+            version: Of the weights.
+            tensors: Names and tensors, to iterate once and to the end: a sharded model gathers each with all its ranks.
+            frozen: Names of those that never change, so that once is enough. The caller may leave out such a tensor after the
+                first version, unless `delta` is `off`, until it calls `forget`.
+        """
+
+    def receive(self) -> Update:
+        """Waits for the next version. It is taken in while its tensors are iterated, between two forward passes: nobody acts
+        with half of one."""
 
     def forget(self) -> None:
         """What was sent or received so far is no base to build upon: the next version is complete."""
-
-    def apply(self, named_tensors: NamedTensors, *, adopt: torch.nn.Module | None = None) -> int:
-        """Receives the next version into these tensors, in place.
-
-        Args:
-            named_tensors: What to fill.
-            adopt: The module that they belong to, where it is only ever read: its tensors may become views of memory that
-                others look at, too.
-
-        Returns:
-            The version.
-        """
 
 
 def frozen_names(module: torch.nn.Module) -> frozenset[str]:
@@ -46,27 +66,34 @@ def frozen_names(module: torch.nn.Module) -> frozenset[str]:
     return frozenset(name for name, p in module.named_parameters(remove_duplicate=False) if not p.requires_grad)
 
 
-#: Of `(worker, src, receivers, delta) -> WeightSync`.
+_BROADCAST = "rlhpc.weights.broadcast:BroadcastSync"
+#: `auto` is the fastest that the topology allows: broadcast is, on one host and between hosts.
 STRATEGIES: Registry[Callable[..., WeightSync]] = Registry(
-    "weight sync", "rollout.weight_sync", "rlhpc.weight_syncs", {"broadcast": "rlhpc.weights.broadcast:BroadcastSync"}
+    "weight sync", "rollout.weight_sync", "rlhpc.weight_syncs", {"auto": _BROADCAST, "broadcast": _BROADCAST}
 )
 register_sync = STRATEGIES.register
 
 
 def make_sync(
-    kind: str, worker: Worker, src: tuple[str, int], receivers: list[tuple[str, list[int]]], delta: str = "frozen"
-) -> Any:
-    """The strategy `kind` for this worker; "auto" takes the fastest that the topology allows.
+    name: str,
+    worker: Worker,
+    src: tuple[str, int],
+    receivers: list[tuple[str, list[int]]],
+    delta: str = "frozen",
+    *,
+    whole: bool = False,
+) -> WeightSync:
+    """This worker's end of the strategy `name`.
 
     Args:
-        kind: `rollout.weight_sync`.
+        name: `rollout.weight_sync`.
         worker: The worker that sends or receives.
         src: Group and rank of the sender.
         receivers: Groups and ranks that receive.
-        delta: `rollout.weight_delta`.
+        delta: `rollout.weight_delta`, in lower case for the strategy.
+        whole: A receiver's wish: every update complete, with tensors only.
 
     Raises:
         ConfigError: There is no such strategy.
     """
-    name = "broadcast" if kind.lower() == "auto" else kind
-    return STRATEGIES.find(name)(worker, src, receivers, delta)
+    return STRATEGIES.find(name)(worker, src, receivers, delta.lower(), whole)

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -13,27 +12,11 @@ from rlhpc.runtime.comm.segments import spans_of
 from rlhpc.runtime.errors import RlhpcError
 from rlhpc.weights.elements import Elements, put
 from rlhpc.weights.publish import Announcement, Entry, Part
+from rlhpc.weights.strategy import NamedUpdates, Update
 
 #: `(part, late) -> its segment's memory`, which lives as long as something looks into it. That of a kept part may be
 #: written into. `late`: it was announced to others with an earlier version.
 Open = Callable[[Part, bool], Any]
-NamedUpdates = Iterator[tuple[str, "torch.Tensor | Elements"]]
-
-
-@dataclass(frozen=True)
-class Update:
-    """One version as it comes.
-
-    Attributes:
-        version: Of the weights.
-        complete: Whether all tensors are in it; otherwise those that changed, and what is not in it stays as it is.
-        tensors: To iterate once, to the end. Tensors are views of shared memory: whoever keeps one keeps its part. Nobody may
-            write into them, except where Elements of them come with a later version.
-    """
-
-    version: int
-    complete: bool
-    tensors: NamedUpdates
 
 
 class Subscriber:

@@ -6,8 +6,6 @@ import contextlib
 from collections.abc import Callable, Container
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import torch
-
 from rlhpc.runtime.comm import p2p
 from rlhpc.runtime.comm.payload import Origin
 from rlhpc.runtime.comm.segments import SegmentGone, discard, map_private
@@ -15,8 +13,8 @@ from rlhpc.runtime.comm.share import Share
 from rlhpc.runtime.context import current
 from rlhpc.runtime.errors import RlhpcError
 from rlhpc.weights.publish import Announcement, Part, Publisher
-from rlhpc.weights.strategy import NamedTensors
-from rlhpc.weights.subscribe import Subscriber, Update
+from rlhpc.weights.strategy import NamedTensors, Update
+from rlhpc.weights.subscribe import Subscriber
 
 if TYPE_CHECKING:
     from rlhpc.runtime.worker import Worker
@@ -45,7 +43,7 @@ class WeightSender:
     """
 
     def __init__(self, worker: Worker, receivers: list[tuple[str, list[int]]], delta: str) -> None:
-        self._src, self._receivers, self._delta = (worker.group_name, worker.rank), receivers, delta.lower()
+        self._src, self._receivers, self._delta = (worker.group_name, worker.rank), receivers, delta
         self._publisher: Publisher | None = None
 
     def forget(self) -> None:
@@ -53,24 +51,14 @@ class WeightSender:
         if self._publisher is not None:
             self._publisher.forget()
 
-    def send(
-        self,
-        version: int,
-        tensors: NamedTensors,
-        *,
-        frozen: Container[str] = (),
-        dtype: torch.dtype | None = None,
-    ) -> None:
+    def send(self, version: int, tensors: NamedTensors, *, frozen: Container[str] = ()) -> None:
         """Sends one version.
 
         Args:
             version: Of the weights.
             tensors: Names and tensors; each is dropped before the next part begins.
             frozen: Names of those that are not trained.
-            dtype: Floating-point tensors are sent in this; by default as they are.
         """
-        if dtype is not None:
-            tensors = ((name, one.to(dtype) if one.is_floating_point() else one) for name, one in tensors)
         context = current()
         names = [(group, rank) for group, ranks in self._receivers for rank in ranks if (group, rank) != self._src]
         if self._publisher is None:

@@ -20,6 +20,7 @@ from rlhpc.embodied.roles.slots import OUTCOMES, TRAJECTORIES, SlotMap, within
 from rlhpc.runs.device import own_device, seed_process, settle, to_tensors
 from rlhpc.runtime.worker import Worker
 from rlhpc.weights import make_sync
+from rlhpc.weights.target import apply
 
 FILE = "rollout-{rank}.pt"
 Cfg = TypeVar("Cfg", bound=PlayingConfig)
@@ -74,13 +75,8 @@ class ActingWorker(Worker, Generic[Cfg]):
         self.peers = [slots.envs_of(stage, self.rank) for stage in range(slots.stages)]
         self.buffers = [StageBuffer(share, self.steps) for share in self.shares]
         receivers = [(slots.rollout_name, list(range(slots.rollout_ranks)))]
-        self.sync = make_sync(
-            self.cfg.rollout.weight_sync,
-            self,
-            (slots.actor_name, 0),
-            receivers,
-            self.cfg.rollout.weight_delta,
-        )
+        config = self.cfg.rollout
+        self.sync = make_sync(config.weight_sync, self, (slots.actor_name, 0), receivers, config.weight_delta)
         model, count = self.cfg.actor.model.model_type, sum(map(len, self.shares))
         self.log.info("acts with %s on %s for %d of %d slots", model, self.device, count, slots.num_envs)
 
@@ -97,7 +93,7 @@ class ActingWorker(Worker, Generic[Cfg]):
 
     def sync_weights(self) -> int:
         """Takes over the actor's next version."""
-        self.version = self.sync.apply(self._named(), adopt=self.policy)
+        self.version = apply(self.sync, self._named(), adopt=self.policy)
         return self.version
 
     def _named(self) -> list[tuple[str, torch.Tensor]]:

@@ -127,7 +127,7 @@ class Trainer(Worker, Generic[Cfg]):
         frozen = self.learner.frozen_names()
         weights = self.sent_weights(self._sent)
         if self.rank == 0 and self.sync is not None:
-            self.sync.sync(version, weights, frozen=frozen)
+            self.sync.send(version, weights, frozen=frozen)
         else:
             for _ in weights:  # each is gathered with all ranks
                 pass

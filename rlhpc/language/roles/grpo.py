@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Generator, Iterable
+from collections.abc import Generator
 from typing import Any
 
 import numpy as np
@@ -18,7 +18,8 @@ from rlhpc.language.roles.prompts import GROUPS, VERSIONS, Group, PromptMap
 from rlhpc.language.tokens.batches import TokenBatch
 from rlhpc.language.tokens.scores import TokenScores
 from rlhpc.runtime.errors import DeadlineExceeded, RlhpcError
-from rlhpc.weights.transport import WeightSender
+from rlhpc.training.contract import Named
+from rlhpc.weights import WeightSync, make_sync
 
 #: Parts in which a step's groups are scored as they come: while the last ones are made, the first are done.
 _CHUNKS = 4
@@ -30,7 +31,7 @@ class GrpoActor(LanguageActor[GrpoConfig]):
 
     def __init__(self, cfg: GrpoConfig) -> None:
         super().__init__(cfg)
-        self._sender: WeightSender | None = None
+        self._sync: WeightSync | None = None
         self._sent: frozenset[str] = frozenset()
 
     def init_worker(self, total_steps: int, prompts: PromptMap) -> dict[str, Any]:
@@ -48,7 +49,11 @@ class GrpoActor(LanguageActor[GrpoConfig]):
         self._early: dict[int, list[Group]] = {}
         self.rows: list[Row] = []
         self._received = -1
-        self._sender = None
+        self._sync = None
+        if self.rank == 0:
+            to = [(prompts.rollout_name, list(range(prompts.rollout_ranks)))]
+            rollout = cfg.rollout
+            self._sync = make_sync(rollout.weight_sync, self, (prompts.actor_name, 0), to, rollout.weight_delta)
         self._forget_sent()
         self.temperature = cfg.rollout.temperature
         self.recompute = cfg.algorithm.recompute_logprobs
@@ -74,11 +79,13 @@ class GrpoActor(LanguageActor[GrpoConfig]):
         frozen = self._frozen_names()
         weights = self.backend.named_weights(self._sent)
         try:
-            if self.rank:
+            if self._sync is None:
                 for _ in weights:  # a sharded backend gathers each with all ranks
                     pass
             else:
-                self._send(version, weights, frozen)
+                for rank in range(self.prompts.rollout_ranks):
+                    self._versions.put(version, key=str(rank))
+                self._sync.send(version, _as(_DTYPES.get(self.cfg.rollout.dtype), weights), frozen=frozen)
         finally:
             # Now, not when the last reference to it is dropped: it may have taken memory that another role wants back.
             if isinstance(weights, Generator):
@@ -89,20 +96,11 @@ class GrpoActor(LanguageActor[GrpoConfig]):
         off = self.cfg.rollout.weight_delta.lower() == "off"
         return frozenset() if off else self.backend.frozen_names()
 
-    def _send(self, version: int, weights: Iterable[tuple[str, torch.Tensor]], frozen: frozenset[str]) -> None:
-        ranks = list(range(self.prompts.rollout_ranks))
-        for rank in ranks:
-            self._versions.put(version, key=str(rank))
-        if self._sender is None:
-            receivers = [(self.prompts.rollout_name, ranks)]
-            self._sender = WeightSender(self, receivers, self.cfg.rollout.weight_delta)
-        self._sender.send(version, weights, frozen=frozen, dtype=_DTYPES.get(self.cfg.rollout.dtype))
-
     def _forget_sent(self) -> None:
         """Frozen weights go out again with the next version; all ranks call it."""
         self._sent = frozenset()
-        if self._sender is not None:
-            self._sender.forget()
+        if self._sync is not None:
+            self._sync.forget()
 
     # -- what comes in --------------------------------------------------------------------------------------------
 
@@ -328,3 +326,10 @@ class GrpoActor(LanguageActor[GrpoConfig]):
         parts["mismatch_abs"] = aggregate(gap.abs(), mask, "token-mean", **whole)
         parts["loss"] = loss.detach()
         return loss, parts
+
+
+def _as(dtype: torch.dtype | None, weights: Named) -> Named:
+    """Weights as the engine wants them: those in floating point in `dtype`, where there is one."""
+    if dtype is None:
+        return weights
+    return ((name, one.to(dtype) if one.is_floating_point() else one) for name, one in weights)

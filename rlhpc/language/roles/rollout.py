@@ -43,9 +43,9 @@ from rlhpc.runtime.channel import QueueEmpty
 from rlhpc.runtime.errors import DeadlineExceeded
 from rlhpc.runtime.worker import Worker
 from rlhpc.training.zero_config import deepspeed_config
+from rlhpc.weights import make_sync
 from rlhpc.weights.elements import Elements
-from rlhpc.weights.subscribe import NamedUpdates
-from rlhpc.weights.transport import WeightReceiver
+from rlhpc.weights.strategy import NamedUpdates
 
 #: Pause where neither engine nor judges had anything.
 _IDLE_S = 0.002
@@ -113,7 +113,11 @@ class LanguageRolloutWorker(Worker):
         self.backend = make_rollout(cfg, model_path=path, device=own_device(self), seed=self.seed)
         self._ended_with_it = [self.backend]
         self._in_parts = taking_parts(self.backend)
-        self.weights = WeightReceiver(self, (prompts.actor_name, 0), whole=self._in_parts is None)
+        self.weights = make_sync(
+            cfg.rollout.weight_sync, self, (prompts.actor_name, 0),
+            [(prompts.rollout_name, list(range(prompts.rollout_ranks)))], cfg.rollout.weight_delta,
+            whole=self._in_parts is None,
+        )  # fmt: skip
         self.generation = make_generation(cfg, self.backend, self.tokenizer)
         self._ended_with_it.insert(0, self.generation)
         self.judges = make_reward(cfg.reward)

@@ -9,7 +9,7 @@ import torch
 
 from rlhpc import Worker
 from rlhpc.weights import frozen_names, make_sync
-from rlhpc.weights.transport import WeightReceiver
+from rlhpc.weights.target import apply
 
 RECEIVERS: list[tuple[str, list[int]]] = [("near", [0, 1]), ("far", [0, 1])]
 
@@ -50,7 +50,7 @@ class Trainer(Worker):
                 if parameter.requires_grad:
                     chosen = torch.rand(parameter.shape, generator=generator) < part
                     parameter.add_(chosen, alpha=0.5)
-        self.sync.sync(version, self.module.state_dict().items(), frozen=frozen_names(self.module))
+        self.sync.send(version, self.module.state_dict().items(), frozen=frozen_names(self.module))
         return digest(self.module.state_dict().items())
 
 
@@ -59,12 +59,12 @@ class Actor(Worker):
 
     def open(self, delta: str, adopt: bool) -> None:
         self.module, self.adopt = network(1 + self.rank).requires_grad_(False), adopt
-        self.sync = make_sync("auto", self, ("trainer", 0), RECEIVERS, delta)
-        self.whole = WeightReceiver(self, ("trainer", 0), whole=True) if self.rank == 1 else None
+        self.whole = self.rank == 1
+        self.sync = make_sync("auto", self, ("trainer", 0), RECEIVERS, delta, whole=self.whole)
 
     def take(self) -> tuple[int, str]:
-        if self.whole is not None:
-            update = self.whole.receive()
+        if self.whole:
+            update = self.sync.receive()
             return update.version, digest(update.tensors)
-        version = self.sync.apply(self.module.state_dict().items(), adopt=self.module if self.adopt else None)
+        version = apply(self.sync, self.module.state_dict().items(), adopt=self.module if self.adopt else None)
         return version, digest(self.module.state_dict().items())

@@ -12,11 +12,11 @@ import torch
 from rlhpc.runtime.comm.segments import Mappings, SegmentPool, bytes_in_use, discard, map_private
 from rlhpc.runtime.errors import RlhpcError
 from rlhpc.runtime.scratch import Scratch
-from rlhpc.weights.broadcast import Target
 from rlhpc.weights.elements import Elements
 from rlhpc.weights.publish import Announcement, Part, Publisher
-from rlhpc.weights.strategy import frozen_names
-from rlhpc.weights.subscribe import Subscriber, Update
+from rlhpc.weights.strategy import Update, frozen_names
+from rlhpc.weights.subscribe import Subscriber
+from rlhpc.weights.target import Target
 
 
 @pytest.fixture

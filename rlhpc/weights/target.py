@@ -1,0 +1,82 @@
+"""A module's tensors that follow the versions of a trainer."""
+
+from __future__ import annotations
+
+import torch
+
+from rlhpc.runtime.errors import RlhpcError
+from rlhpc.weights.elements import Elements, put
+from rlhpc.weights.strategy import NamedTensors, Update, WeightSync
+
+
+def apply(sync: WeightSync, named_tensors: NamedTensors, *, adopt: torch.nn.Module | None = None) -> int:
+    """Receives the next version into these tensors, in place.
+
+    Args:
+        sync: Where it comes from.
+        named_tensors: What to fill.
+        adopt: See `Target`.
+
+    Returns:
+        The version.
+
+    Raises:
+        RlhpcError: The receiver's model is another one; nothing was changed.
+    """
+    target = Target(named_tensors, adopt)  # while the sender still writes
+    update = sync.receive()
+    try:
+        target.take(update)
+    except BaseException:
+        sync.forget()
+        raise
+    return update.version
+
+
+class Target:
+    """What an update goes into.
+
+    Args:
+        named_tensors: To fill.
+        adopt: A module that is only ever read. Its parameters and buffers of these names, where they are on the CPU, look
+            at what was received from now on, instead of having it copied: no byte is moved, and all receivers of a host
+            share the memory.
+    """
+
+    def __init__(self, named_tensors: NamedTensors, adopt: torch.nn.Module | None = None) -> None:
+        self._tensors = dict(named_tensors)
+        self._own = {} if adopt is None else adopt.state_dict(keep_vars=True)
+
+    @torch.no_grad()
+    def take(self, update: Update) -> None:
+        """Takes an update over; nothing is changed unless all names, shapes and dtypes agree.
+
+        Raises:
+            RlhpcError: The receiver's model is another one.
+        """
+        changes: list[tuple[str, torch.Tensor | Elements]] = []
+        bad = None
+        for name, change in update.tensors:  # as they come: the sender still writes what follows
+            theirs = self._tensors.get(name)
+            if theirs is None or theirs.shape != change.shape or theirs.dtype != change.dtype:
+                bad = bad or name
+            changes.append((name, change))
+        if update.complete and bad is None and len(changes) != len(self._tensors):
+            bad = next(iter(self._tensors.keys() - dict(changes).keys()))
+        if bad is not None:
+            raise RlhpcError(
+                f"weights of version {update.version} do not fit the receiver: it has "
+                f"{_described(bad, self._tensors.get(bad))}, got {_described(bad, dict(changes).get(bad))}"
+            )
+        for name, change in changes:
+            mine = self._own.get(name)
+            if mine is None:
+                put(self._tensors[name], change)
+            elif mine.device.type == "cpu" and not isinstance(change, Elements):
+                mine.data = change
+            else:
+                put(mine, change)
+
+
+def _described(name: str, tensor: torch.Tensor | Elements | None) -> str:
+    return "None" if tensor is None else str((name, tuple(tensor.shape), str(tensor.dtype)))
