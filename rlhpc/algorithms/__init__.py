@@ -1,17 +1,42 @@
-"""Advantages, losses and KL: functions of tensors, with registries. Needs torch and nothing else."""
+"""Advantages, losses and KL: functions of tensors, with registries. Needs torch and nothing else.
 
-from rlhpc.algorithms.advantages import calculate_adv_and_returns, masked_whiten
-from rlhpc.algorithms.kl import kl_penalty
-from rlhpc.algorithms.losses import aggregate, entropy_loss, policy_loss, value_loss
-from rlhpc.algorithms.registry import (
-    ADVANTAGES,
-    POLICY_LOSSES,
-    register_advantage,
-    register_policy_loss,
-)
-from rlhpc.algorithms.rewards import overlong_penalty, varied_groups
+Names are loaded when they are first used: whoever asks which there are needs no torch.
+"""
 
-__all__ = [
-    "ADVANTAGES", "POLICY_LOSSES", "aggregate", "calculate_adv_and_returns", "entropy_loss", "kl_penalty", "masked_whiten",
-    "overlong_penalty", "policy_loss", "register_advantage", "register_policy_loss", "value_loss", "varied_groups",
-]  # fmt: skip
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+_HOMES = {
+    "advantages": ["calculate_adv_and_returns", "masked_whiten"],
+    "kl": ["kl_penalty"],
+    "losses": ["aggregate", "entropy_loss", "policy_loss", "value_loss"],
+    "registry": ["ADVANTAGES", "POLICY_LOSSES", "register_advantage", "register_policy_loss"],
+    "rewards": ["overlong_penalty", "varied_groups"],
+}
+_HOME_OF = {name: module for module, names in _HOMES.items() for name in names}
+__all__ = sorted(_HOME_OF)
+
+if TYPE_CHECKING:
+    from rlhpc.algorithms.advantages import calculate_adv_and_returns as calculate_adv_and_returns
+    from rlhpc.algorithms.advantages import masked_whiten as masked_whiten
+    from rlhpc.algorithms.kl import kl_penalty as kl_penalty
+    from rlhpc.algorithms.losses import aggregate as aggregate
+    from rlhpc.algorithms.losses import entropy_loss as entropy_loss
+    from rlhpc.algorithms.losses import policy_loss as policy_loss
+    from rlhpc.algorithms.losses import value_loss as value_loss
+    from rlhpc.algorithms.registry import ADVANTAGES as ADVANTAGES
+    from rlhpc.algorithms.registry import POLICY_LOSSES as POLICY_LOSSES
+    from rlhpc.algorithms.registry import register_advantage as register_advantage
+    from rlhpc.algorithms.registry import register_policy_loss as register_policy_loss
+    from rlhpc.algorithms.rewards import overlong_penalty as overlong_penalty
+    from rlhpc.algorithms.rewards import varied_groups as varied_groups
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME_OF:
+        raise AttributeError(f"module 'rlhpc.algorithms' has no attribute {name!r}")
+    value = getattr(importlib.import_module(f"rlhpc.algorithms.{_HOME_OF[name]}"), name)
+    globals()[name] = value
+    return value

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rlhpc.algorithms.registry import ADVANTAGES, register_advantage
+from rlhpc.algorithms.registry import ADVANTAGES
 from rlhpc.runtime.errors import ConfigError
 
 Reduce = Callable[[Tensor], Tensor]
@@ -89,7 +89,6 @@ def masked_whiten(x: Tensor, mask: Tensor, eps: float = 1e-8, all_reduce: Reduce
     return (x - mean) / (variance.sqrt() + eps)
 
 
-@register_advantage("gae")
 def gae(
     *,
     rewards: Tensor,
@@ -158,7 +157,6 @@ def varied(scores: Tensor, index: Tensor, count: int) -> Tensor:
     return (high > low)[index]
 
 
-@register_advantage("grpo")
 def grpo(
     *, rewards: Tensor, mask: Tensor, group_ids: Tensor | None, norm_by_std: bool = True, eps: float = 1e-6, **_: Any
 ) -> tuple[Tensor, Tensor]:
@@ -178,13 +176,11 @@ def grpo(
     return advantages, advantages.clone()
 
 
-@register_advantage("dr_grpo")
 def dr_grpo(**kw: Any) -> tuple[Tensor, Tensor]:
     """GRPO without the division by the standard deviation (Liu et al. 2025)."""
     return grpo(**{**kw, "norm_by_std": False})
 
 
-@register_advantage("rloo")
 def rloo(*, rewards: Tensor, mask: Tensor, group_ids: Tensor | None, **_: Any) -> tuple[Tensor, Tensor]:
     """Leave-one-out baseline (Kool et al. 2019; Ahmadian et al. 2024): R_i − mean of the others; a group of one gives 0."""
     scores = _outcomes(rewards, mask)
@@ -213,7 +209,6 @@ def _discounted(rewards: Tensor, mask: Tensor, gamma: float) -> Tensor:
     return out * mask
 
 
-@register_advantage("reinforce++")
 def reinforce_plus_plus(
     *,
     rewards: Tensor,
@@ -240,13 +235,11 @@ def reinforce_plus_plus(
     return (returns - mean) * variance.clamp(min=1e-8).rsqrt(), returns
 
 
-@register_advantage("reinforce++_baseline")
 def reinforce_plus_plus_baseline(**kw: Any) -> tuple[Tensor, Tensor]:
     """REINFORCE++ after the group mean has been subtracted from the outcomes."""
     return reinforce_plus_plus(**{**kw, "baseline": True})
 
 
-@register_advantage("raw")
 def raw(*, rewards: Tensor, mask: Tensor, gamma: float, **_: Any) -> tuple[Tensor, Tensor]:
     """The discounted return to go, without a baseline (Williams 1992)."""
     returns = _discounted(rewards, mask, gamma)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rlhpc.algorithms.registry import POLICY_LOSSES, register_policy_loss
+from rlhpc.algorithms.registry import POLICY_LOSSES
 from rlhpc.runtime.errors import ConfigError
 
 Metrics = dict[str, Any]
@@ -136,7 +136,6 @@ def _clipped(ratio: Tensor, advantages: Tensor, low: float, high: float, c: floa
     return loss, clipped
 
 
-@register_policy_loss("ppo", "actor", "actor_critic")
 def ppo(
     *,
     logprobs: Tensor,
@@ -155,7 +154,6 @@ def ppo(
     return loss, _facts(log_ratio, ratio, clipped, mask)
 
 
-@register_policy_loss("gspo")
 def gspo(
     *,
     logprobs: Tensor,
@@ -176,7 +174,6 @@ def gspo(
     return loss, _facts(log_ratio, ratio, clipped, mask)
 
 
-@register_policy_loss("cispo")
 def cispo(
     *, logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor, clip_ratio_high: float, **_: Any
 ) -> tuple[Tensor, Metrics]:
@@ -187,7 +184,6 @@ def cispo(
     return loss, _facts(log_ratio, ratio, ratio > 1 + clip_ratio_high, mask)
 
 
-@register_policy_loss("decoupled_ppo")
 def decoupled_ppo(
     *,
     logprobs: Tensor,

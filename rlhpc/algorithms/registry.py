@@ -8,10 +8,33 @@ from typing import Any
 from rlhpc.runtime.lookup import Registry
 
 ADVANTAGES: Registry[Callable[..., Any]] = Registry(
-    "advantage estimator", "algorithm.adv_type", "rlhpc.advantages", form="module:function"
+    "advantage estimator",
+    "algorithm.adv_type",
+    "rlhpc.advantages",
+    {
+        "gae": "rlhpc.algorithms.advantages:gae",
+        "grpo": "rlhpc.algorithms.advantages:grpo",
+        "dr_grpo": "rlhpc.algorithms.advantages:dr_grpo",
+        "rloo": "rlhpc.algorithms.advantages:rloo",
+        "reinforce++": "rlhpc.algorithms.advantages:reinforce_plus_plus",
+        "reinforce++_baseline": "rlhpc.algorithms.advantages:reinforce_plus_plus_baseline",
+        "raw": "rlhpc.algorithms.advantages:raw",
+    },
+    form="module:function",
 )
 POLICY_LOSSES: Registry[Callable[..., Any]] = Registry(
-    "policy loss", "algorithm.loss_type", "rlhpc.policy_losses", form="module:function"
+    "policy loss",
+    "algorithm.loss_type",
+    "rlhpc.policy_losses",
+    {
+        "ppo": "rlhpc.algorithms.losses:ppo",
+        "actor": "rlhpc.algorithms.losses:ppo",
+        "actor_critic": "rlhpc.algorithms.losses:ppo",
+        "gspo": "rlhpc.algorithms.losses:gspo",
+        "cispo": "rlhpc.algorithms.losses:cispo",
+        "decoupled_ppo": "rlhpc.algorithms.losses:decoupled_ppo",
+    },
+    form="module:function",
 )
 
 register_advantage = ADVANTAGES.register

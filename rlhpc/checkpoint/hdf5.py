@@ -14,6 +14,7 @@ from typing import Any
 import h5py
 
 from rlhpc.runtime.errors import ConfigError
+from rlhpc.runtime.shown import first_line
 
 _MOST_LINKS = 16
 _LARGE, _MOST_PACKED = 1 << 30, 2000
@@ -29,7 +30,7 @@ def open_hdf5(path: Path) -> Iterator[Any]:
     try:
         file = h5py.File(path, "r")
     except OSError as error:
-        raise ConfigError(f"{path} cannot be read as HDF5: {_first_line(error)}") from None
+        raise ConfigError(f"{path} cannot be read as HDF5: {first_line(error)}") from None
     with file:
         yield file
 
@@ -100,7 +101,3 @@ def checked(dataset: Any) -> Any:
     if size > _LARGE and size > _MOST_PACKED * max(1, stored):
         raise ConfigError(f"{where} says that it has {size} bytes, but the file holds {stored} of it")
     return dataset
-
-
-def _first_line(error: BaseException) -> str:
-    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__

@@ -9,6 +9,7 @@ from typing import Any
 
 from rlhpc.cli.parser import SITE, add_command
 from rlhpc.runtime.errors import ConfigError
+from rlhpc.runtime.host import node_name
 
 _EXAMPLES = {
     "clean": (
@@ -29,7 +30,7 @@ def _clean(args: argparse.Namespace) -> int:
 
         if scratch := load_site(site).get("scratch"):
             os.environ["RLHPC_SCRATCH"] = str(Path(str(scratch)).expanduser())
-    node = os.uname().nodename.split(".")[0]
+    node = node_name().split(".")[0]
     removed, alive = remove_stale(), live()
     for path in removed:
         print(f"{node}: removed {path}")

@@ -15,7 +15,7 @@ from rlhpc.config.keys import Schema, element_of, fields_of, words_of
 from rlhpc.config.yaml_loader import UniqueKeys
 from rlhpc.runtime.errors import ConfigError
 from rlhpc.runtime.plain import read_yaml
-from rlhpc.runtime.shown import cut, shown
+from rlhpc.runtime.shown import cut, first_line, shown
 
 #: Says which kind of run has a key that this configuration may not have; empty if none.
 Whose = Callable[[str], str]
@@ -161,7 +161,7 @@ def parse_override(text: str) -> tuple[str, Any]:
 
 def reason(error: OmegaConfBaseException) -> str:
     """OmegaConf's complaint, in one line."""
-    return cut(str(error).splitlines()[0], 200)
+    return cut(first_line(error), 200)
 
 
 def _known(content: Any, cls: Any) -> Any:

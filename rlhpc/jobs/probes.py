@@ -7,17 +7,16 @@
 from __future__ import annotations
 
 import shutil
-import socket
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from enum import Enum
-from functools import cache
 from pathlib import Path
 from typing import Any
 
 from rlhpc.jobs.room import NotNow
+from rlhpc.runtime.host import process_space
 from rlhpc.runtime.slurm import TIMEOUT_S, Answer, ask
 
 
@@ -106,17 +105,6 @@ _TERMINAL = frozenset(
 )
 
 
-@cache
-def host_identity() -> str:
-    """`hostname/boot id/pid namespace`: where a pid means the same process."""
-    try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        namespace = str(Path("/proc/self/ns/pid").readlink())
-    except OSError:
-        boot, namespace = "", ""
-    return f"{socket.gethostname()}/{boot}/{namespace}"
-
-
 def _stat_of(pid: int) -> tuple[str, int] | None:
     """(state letter, start time in clock ticks since boot) of a process, or None when there is none."""
     try:
@@ -139,7 +127,7 @@ class ProcessId:
     def of(cls, pid: int) -> ProcessId:
         """Identity of a running process of this host (start 0 if it is gone already)."""
         stat = _stat_of(pid)
-        return cls(pid=pid, start=stat[1] if stat else 0, host=host_identity())
+        return cls(pid=pid, start=stat[1] if stat else 0, host=process_space())
 
     @classmethod
     def from_json(cls, value: Any) -> ProcessId | None:
@@ -154,9 +142,9 @@ class ProcessId:
 
     def alive(self) -> bool | None:
         """True or False on the process's own host, False after a reboot, None when this is another host."""
-        if self.host != host_identity():
+        if self.host != process_space():
             name, boot, _ = (*self.host.split("/"), "", "")[:3]
-            here, boot_here, _ = (*host_identity().split("/"), "", "")[:3]
+            here, boot_here, _ = (*process_space().split("/"), "", "")[:3]
             return False if name == here and boot != boot_here else None
         stat = _stat_of(self.pid)
         return stat is not None and stat[0] not in "ZX" and stat[1] == self.start

@@ -20,7 +20,8 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from rlhpc.jobs.probes import JobProbe, JobReport, JobState, SlurmProbe, host_identity
+from rlhpc.jobs.probes import JobProbe, JobReport, JobState, SlurmProbe
+from rlhpc.runtime.host import process_space
 
 #: Least time between two queries, and the most while Slurm does not answer.
 INTERVAL_S, MOST_S = 10.0, 120.0
@@ -31,7 +32,7 @@ _RENEWED_S = 15.0
 
 def meeting_place() -> Path:
     """The folder of this user's waiting commands: one for each host, installation and cluster."""
-    parts = (host_identity(), str(Path(__file__).resolve()), os.environ.get("SLURM_CONF", ""),
+    parts = (process_space(), str(Path(__file__).resolve()), os.environ.get("SLURM_CONF", ""),
              os.environ.get("SLURM_CLUSTERS", ""), shutil.which("squeue") or "")  # fmt: skip
     key = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:12]
     return Path(tempfile.gettempdir()) / f"rlhpc.waits-{os.getuid()}-{key}"

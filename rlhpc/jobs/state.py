@@ -13,8 +13,9 @@ from rlhpc.jobs.attempts import Attempts
 from rlhpc.jobs.cancel import user_name
 from rlhpc.jobs.claim import Claim, SegmentFiles, read_json
 from rlhpc.jobs.paths import RunPaths
-from rlhpc.jobs.probes import JobReport, JobState, SlurmProbe, host_identity
+from rlhpc.jobs.probes import JobReport, JobState, SlurmProbe
 from rlhpc.jobs.record import JobRecord, job_words
+from rlhpc.runtime.host import node_name
 
 #: States of a driver that ended by itself.
 FINAL = ("finished", "failed", "stopped")
@@ -199,7 +200,7 @@ class Facts:
                 return "unknown", f"submitted by {owner(paths)}; what it does before its first step only they can see"
             return "unknown", "no status.json"
         pid, host = status.get("pid"), str(status.get("host") or "").partition(":")[0]
-        if host == host_identity().split("/")[0] and isinstance(pid, int):
+        if host == node_name() and isinstance(pid, int):
             if Path(f"/proc/{pid}").exists():
                 return state, reason
             return "dead", f"its driver (pid {pid}) is gone; submit the run again to resume it"

@@ -12,8 +12,9 @@ from rlhpc.jobs.claim import read_json
 from rlhpc.jobs.paths import RunPaths
 from rlhpc.jobs.state import FINAL, OVER, Facts, RunState, duration, find_runs, number_of, run_state, states
 from rlhpc.runtime.errors import RlhpcError, UserError
+from rlhpc.runtime.host import host_id
 from rlhpc.runtime.registry import CURRENT
-from rlhpc.runtime.scratch import Scratch, host_id
+from rlhpc.runtime.scratch import Scratch
 
 
 def progress_line(paths: RunPaths, since: float = 0.0) -> str:

@@ -11,7 +11,6 @@ import json
 import os
 import platform
 import shlex
-import socket
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -23,6 +22,7 @@ from typing import Any
 from rlhpc.jobs.paths import RunPaths
 from rlhpc.runtime.durable import replace_durably
 from rlhpc.runtime.environment_values import to_plain
+from rlhpc.runtime.host import node_name
 from rlhpc.runtime.plain import read_json
 from rlhpc.runtime.storage import storage_error
 
@@ -96,7 +96,7 @@ def _segment(cfg: object, command: Sequence[str] | str) -> dict[str, Any]:
         "started": datetime.now().astimezone().isoformat(timespec="seconds"),
         "command": command if isinstance(command, str) else shlex.join(command),
         "folder": str(Path.cwd()),
-        "host": socket.gethostname(),
+        "host": node_name(),
         "user": os.environ.get("USER") or os.environ.get("LOGNAME") or str(os.getuid()),
         "pid": os.getpid(),
         "platform": platform.platform(),

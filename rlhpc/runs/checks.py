@@ -12,6 +12,7 @@ from typing import Any, Protocol
 
 from omegaconf import DictConfig
 
+from rlhpc.algorithms.registry import ADVANTAGES, POLICY_LOSSES
 from rlhpc.config.ranges import LARGEST, RANGES, check_ranges
 from rlhpc.config.rules import Fail, check_choice
 from rlhpc.config.sections import RunConfig
@@ -171,11 +172,6 @@ def _placement(cfg: Cfg, kind: Kind[Cfg]) -> None:
     kind.check_placement(cfg, sizes, {name: len(ranks[0].accelerators) for name, ranks in placed.items()})
 
 
-#: Names that come with the package; others are looked up where torch may be imported, before a run starts.
-_ESTIMATORS = ("gae", "grpo", "dr_grpo", "rloo", "reinforce++", "reinforce++_baseline", "raw")
-_LOSSES = ("ppo", "actor", "actor_critic", "gspo", "cispo", "decoupled_ppo")
-
-
 class Estimating(Protocol):
     """Section `algorithm` of a kind of run that estimates advantages."""
 
@@ -192,15 +188,11 @@ class EstimatingRun(Protocol):
 
 
 def check_estimators(cfg: EstimatingRun) -> None:
-    """`algorithm.adv_type` and `loss_type`: known names pass without an import; for others the registries are asked.
+    """`algorithm.adv_type` and `loss_type`: those that are built in pass without an import of torch.
 
     Raises:
         ConfigError: There is none of that name.
     """
-    algorithm = cfg.algorithm
-    if algorithm.adv_type.lower() not in _ESTIMATORS or algorithm.loss_type.lower() not in _LOSSES:
-        from rlhpc import algorithms  # noqa: F401  (fills the registries)
-        from rlhpc.algorithms.registry import ADVANTAGES, POLICY_LOSSES
-
-        ADVANTAGES.find(algorithm.adv_type)
-        POLICY_LOSSES.find(algorithm.loss_type)
+    for registry, name in ((ADVANTAGES, cfg.algorithm.adv_type), (POLICY_LOSSES, cfg.algorithm.loss_type)):
+        if name.lower() not in registry.built_in:
+            registry.find(name)

@@ -12,12 +12,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from rlhpc.runtime.host import node_name
 from rlhpc.checkpoint import Resumable, find_resumable, move_newer_aside, newest_valid
 from rlhpc.config import config_to_yaml, segment_end, total_steps
 from rlhpc.config.sections import RunConfig
 from rlhpc.jobs.claim import read_json
 from rlhpc.jobs.paths import RunPaths
-from rlhpc.jobs.probes import host_identity
 from rlhpc.metrics import update_provenance, write_provenance
 from rlhpc.runs.same_run import check_same_run
 from rlhpc.runtime.durable import replace_durably
@@ -154,7 +154,7 @@ class RunFolder:
             "max_steps": self.total,
             "end_step": self.end_step,
             "pid": os.getpid(),
-            "host": host_identity().split("/")[0],
+            "host": node_name(),
             "started": self.started,
             "updated": now,
             **{key: None if isinstance(v, float) and not math.isfinite(v) else v for key, v in facts.items()},

@@ -6,7 +6,6 @@
 
 from __future__ import annotations
 
-import difflib
 import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -23,19 +22,24 @@ from rlhpc.config.sections import RunConfig
 from rlhpc.config.typed import plain, select
 from rlhpc.jobs.paths import RunPaths
 from rlhpc.runtime.errors import ConfigError
-from rlhpc.runtime.lookup import import_attribute, offered
+from rlhpc.runtime.lookup import Registry, import_attribute, nearest, offered
 from rlhpc.runtime.plain import read_json, read_yaml
 from rlhpc.runtime.shown import shown
 
-ENTRY_POINTS = "rlhpc.kinds"
 DEFAULT = "embodied"
-_BUILT_IN = {
-    "embodied": "rlhpc.embodied.kinds:PPO",
-    "off_policy": "rlhpc.embodied.kinds:SAC",
-    "bc": "rlhpc.embodied.kinds:BC",
-    "reasoning": "rlhpc.language.kinds:GRPO",
-    "sft": "rlhpc.language.kinds:SFT",
-}
+KINDS: Registry[Any] = Registry(
+    "kind of run",
+    "runner.task_type",
+    "rlhpc.kinds",
+    {
+        "embodied": "rlhpc.embodied.kinds:PPO",
+        "off_policy": "rlhpc.embodied.kinds:SAC",
+        "bc": "rlhpc.embodied.kinds:BC",
+        "reasoning": "rlhpc.language.kinds:GRPO",
+        "sft": "rlhpc.language.kinds:SFT",
+    },
+    form="module:NAME",
+)
 
 Rows = Sequence[Mapping[str, Any]]
 #: The configuration of a kind of run.
@@ -281,7 +285,7 @@ class Kind(Generic[Cfg]):
 
 def kind_names() -> list[str]:
     """All names that `runner.task_type` may have, apart from `module:NAME`."""
-    return [*_BUILT_IN, *sorted(offered(ENTRY_POINTS))]
+    return [*KINDS.built_in, *sorted(offered(KINDS.group))]
 
 
 def all_kinds() -> list[Kind]:
@@ -300,16 +304,11 @@ def find_kind(name: str | None = None, source: str = "configuration") -> Kind[An
         ConfigError: There is no such kind of run; says which there are.
     """
     wanted = DEFAULT if name is None else name
-    lower = wanted.lower()
-    path = _BUILT_IN.get(lower, wanted)
-    if lower not in _BUILT_IN and (entry := offered(ENTRY_POINTS).get(lower)) is not None:
-        path = f"{entry.module}:{entry.attr}"
-    if ":" in path:
-        return _checked(import_attribute(path, f"{source}: runner.task_type"), wanted, source)
-    near = difflib.get_close_matches(lower, kind_names(), 1)
-    hint = f"did you mean {near[0]!r}? " if near else ""
+    if path := KINDS.path(wanted):
+        return _checked(import_attribute(path, f"{source}: {KINDS.key}"), wanted, source)
     raise ConfigError(
-        f"{source}: runner.task_type is {shown(wanted)}; {hint}allowed: {', '.join(kind_names())}, or module:NAME"
+        f"{source}: {KINDS.key} is {shown(wanted)}{nearest(wanted, kind_names())} allowed: {', '.join(kind_names())}, "
+        f"or {KINDS.form}"
     )
 
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from rlhpc.runtime.errors import ConfigError
+from rlhpc.runtime.host import names_here
 from rlhpc.runtime.slurm import ask
 
 #: Slurm's own bound on the nodes of a job; a longer list is a typing mistake and would fill the memory.
@@ -181,8 +182,7 @@ def slurm_nodes(environ: Mapping[str, str], *, ask: bool = False) -> list[Node]:
     if not size.isdigit():
         raise ConfigError(f"SLURM_HET_SIZE is {size!r}; it should be a number")
     components: list[int | None] = list(range(int(size))) if int(size) else [None]
-    host = os.uname().nodename
-    here = {host, host.split(".")[0], environ.get("SLURMD_NODENAME", "")}
+    here = names_here(environ)
     nodes: list[Node] = []
     for component in components:
         names = expand_hostlist(_variable(environ, "SLURM_JOB_NODELIST", component) or _missing(component))

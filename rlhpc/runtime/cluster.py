@@ -20,6 +20,7 @@ from rlhpc.runtime.allocation import (
 from rlhpc.runtime.cluster_config import Given, Key
 from rlhpc.runtime.device import VIRTUAL
 from rlhpc.runtime.errors import ConfigError
+from rlhpc.runtime.host import node_name
 
 __all__ = ["Cluster", "Node", "NodeGroup", "expand_hostlist", "granted_cpus", "read_key", "visible_accelerators"]
 
@@ -89,7 +90,7 @@ class Cluster:
             nodes, where = slurm_nodes(env, ask=environ is None), f"the Slurm job {env['SLURM_JOB_ID']}"
         else:
             visible = visible_accelerators(env)
-            nodes = [Node(0, os.uname().nodename, granted_cpus(), tuple(range(len(visible))), visible)]
+            nodes = [Node(0, node_name(), granted_cpus(), tuple(range(len(visible))), visible)]
             where = "this machine (outside a Slurm job)"
         if asked is not None and asked > len(nodes):
             raise ConfigError(
@@ -163,7 +164,7 @@ class Cluster:
         cluster.source, cluster.interface, cluster.container = "virtual", None, ()
         num_nodes = _count(num_nodes, "cluster.num_nodes", 1)
         groups = list(node_groups)
-        host, cores = os.uname().nodename, granted_cpus() if cpus is None else cpus
+        host, cores = node_name(), granted_cpus() if cpus is None else cpus
         components = _virtual_components(num_nodes, groups)
         cluster.nodes = [
             Node(rank, f"{host}-v{rank}" if num_nodes > 1 else host, cores, het_group=components[rank])

@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from rlhpc.runtime.errors import RendezvousTimeout, RlhpcError, StaleGeneration
+from rlhpc.runtime.host import host_id
 from rlhpc.runtime.registry import Registry
-from rlhpc.runtime.scratch import host_id
 
 if TYPE_CHECKING:
     from rlhpc.runtime.comm.service import Service

@@ -6,6 +6,7 @@ import os
 from collections.abc import Mapping, Sequence
 
 from rlhpc.runtime.errors import ConfigError
+from rlhpc.runtime.host import node_name
 
 #: Set when accelerators are only a number: `Cluster.local` and the tests' Slurm have nodes with imaginary ones.
 VIRTUAL = "RLHPC_VIRTUAL_ACCELERATORS"
@@ -45,7 +46,7 @@ def torch_device(granted: Sequence[int], environ: Mapping[str, str] = os.environ
         return "cuda" if seen else "cpu"
     why, do = why_unseen(seen, torch.version.cuda, torch.version.hip, environ.get("CUDA_VISIBLE_DEVICES"))
     raise ConfigError(
-        f"accelerators {', '.join(map(str, granted))} of {os.uname().nodename} were granted, but cannot be used by torch "
+        f"accelerators {', '.join(map(str, granted))} of {node_name()} were granted, but cannot be used by torch "
         f"{torch.__version__}, which {why}; {do}; or do without them: cluster.accelerators_per_node=0"
     )
 

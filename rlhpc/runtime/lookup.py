@@ -108,6 +108,13 @@ class Registry(Generic[Found]):
         """All names, entry points included."""
         return sorted({*self._registered, *self.built_in, *offered(self.group)})
 
+    def path(self, name: str) -> str | None:
+        """Where to import `name` from: what is built in, an entry point, or itself if it is a path; None if it is unknown."""
+        path = self.built_in.get(name.lower(), name)
+        if path == name and (entry := offered(self.group).get(name.lower())) is not None:
+            path = f"{entry.module}:{entry.attr}"
+        return path if ":" in path else None
+
     def find(self, name: str, key: str = "") -> Found:
         """Finds what `name` stands for.
 
@@ -121,10 +128,8 @@ class Registry(Generic[Found]):
         key, lower = key or self.key, str(name).lower()
         if lower in self._registered:
             return self._registered[lower]
-        path = self.built_in.get(lower, str(name))
-        if lower not in self.built_in and (entry := offered(self.group).get(lower)) is not None:
-            path = f"{entry.module}:{entry.attr}"
-        if ":" not in path:
+        path = self.path(str(name))
+        if path is None:
             raise ConfigError(
                 f"{key} is {name!r}, which is unknown{nearest(lower, self.names())} "
                 f"allowed: {', '.join(self.names())}, or {self.form}"

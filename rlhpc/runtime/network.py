@@ -9,6 +9,7 @@ import struct
 
 from rlhpc.runtime.allocation import slurm_nodes
 from rlhpc.runtime.errors import ConfigError
+from rlhpc.runtime.host import node_name
 from rlhpc.runtime.slurm import TIMEOUT_S, ask
 
 _SIOCGIFADDR = 0x8915
@@ -26,7 +27,7 @@ def address_of(interface: str) -> str:
         except OSError as error:
             there = ", ".join(f"{name} ({found})" for name, found in interfaces().items()) or "none"
             raise ConfigError(
-                f"cluster.interface is {interface!r}, which has no address on {socket.gethostname()} "
+                f"cluster.interface is {interface!r}, which has no address on {node_name()} "
                 f"({error.strerror}); there are: {there}"
             ) from None
     return socket.inet_ntoa(answer[20:24])
@@ -63,7 +64,7 @@ def address_towards(host: str) -> str:
             return str(sock.getsockname()[0])
     except OSError as error:
         raise ConfigError(
-            f"{socket.gethostname()} finds no way to {host}: {error.strerror}; name the network interface that the "
+            f"{node_name()} finds no way to {host}: {error.strerror}; name the network interface that the "
             "nodes share (cluster.interface=…)"
         ) from None
 

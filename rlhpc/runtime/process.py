@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 from rlhpc.runtime.errors import RlhpcError
-from rlhpc.runtime.spec import WorkerSpec
+from rlhpc.runtime.spec import EXIT, IDLE, RESUME, WorkerSpec
 from rlhpc.runtime.storage import explained, log_stream
 
 HEARTBEAT_S = 5.0
@@ -188,7 +188,7 @@ def run_worker(spec: WorkerSpec, on_sigterm: Callable[[], None] | None = None) -
     while True:
         caller, (number, method, *frames) = door.next()
         name = method.decode()
-        if name == "\0exit":
+        if name == EXIT:
             door.answer(caller, [number, b"ok", b"0", *service.pack(None).frames()])
             if isinstance(instance, Closing):
                 try:
@@ -196,8 +196,8 @@ def run_worker(spec: WorkerSpec, on_sigterm: Callable[[], None] | None = None) -
                 except Exception:
                     logging.getLogger(__name__).exception("%s.close() failed; this rank ends all the same", spec.name)
             return 0
-        if name in ("\0idle", "\0resume"):
-            if name == "\0resume":
+        if name in (IDLE, RESUME):
+            if name == RESUME:
                 service.clear_inbox()
                 service.aborted = False
             door.answer(caller, [number, b"ok", b"0", *service.pack(None).frames()])

@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
-import functools
 import logging
 import os
 import secrets
@@ -23,6 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rlhpc.runtime.errors import ConfigError, RegistryError, StorageError
+from rlhpc.runtime.host import node_name
 from rlhpc.runtime.ownership import make_private, require_private
 from rlhpc.runtime.storage import advice
 
@@ -39,23 +39,6 @@ _TRIES = 100
 _KINDS = ("", "-shm", "-spill")
 #: Locks that a process holds, by token: (process, descriptors, that of the lock file first). A forked child takes its own.
 _held: dict[str, tuple[int, list[int]]] = {}
-
-
-def host_id() -> str:
-    """Identity of the machine whose shared memory and UNIX sockets this process can reach.
-
-    `RLHPC_HOST_ID` overrides it, so that a test can make two hosts out of one.
-    """
-    override = os.environ.get("RLHPC_HOST_ID")
-    if override:
-        return override
-    return _this_machine()
-
-
-@functools.cache
-def _this_machine() -> str:
-    boot = Path("/proc/sys/kernel/random/boot_id")
-    return f"{os.uname().nodename}:{boot.read_text().strip() if boot.exists() else ''}"
 
 
 def _scratch_root() -> Path | None:
@@ -247,8 +230,7 @@ def _unusable(scratch: Scratch, error: OSError) -> ConfigError | StorageError:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             return ConfigError(f"cluster.scratch: cannot make {where}: {error.strerror}. {advice(error, where)}")
         return ConfigError(f"cluster.scratch: cannot make {where}: {error.strerror}; it must be a folder of every node")
-    node = os.uname().nodename
-    return StorageError(f"cannot make {where} on node {node}: {error.strerror or error}. {advice(error, where)}")
+    return StorageError(f"cannot make {where} on node {node_name()}: {error.strerror or error}. {advice(error, where)}")
 
 
 # -- what others left ---------------------------------------------------------------------------------------------------

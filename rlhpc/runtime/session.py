@@ -20,14 +20,14 @@ from rlhpc.runtime.comm.service import Service
 from rlhpc.runtime.comm.sockets import choose
 from rlhpc.runtime.errors import PlacementError, RendezvousTimeout, RlhpcError
 from rlhpc.runtime.failures import FailurePolicy, by_group
+from rlhpc.runtime.host import host_id, node_name
 from rlhpc.runtime.leases import TICK_S, Leases
 from rlhpc.runtime.members import all_in, class_body, death, said_before_its_log
 from rlhpc.runtime.network import own_address
 from rlhpc.runtime.ranks import Ranks
 from rlhpc.runtime.registry import Keys, Registry
 from rlhpc.runtime.rpc import RpcClient, worker_failed
-from rlhpc.runtime.scratch import host_id
-from rlhpc.runtime.spec import spec_of
+from rlhpc.runtime.spec import EXIT, IDLE, RESUME, spec_of
 from rlhpc.runtime.starters import Member, Starter
 from rlhpc.runtime.starters.forked import ForkedStarter, ForkServerProcess
 from rlhpc.runtime.starters.stepped import SteppedStarter
@@ -108,7 +108,7 @@ class Session:
         self._stepped = SteppedStarter(self.log_dir, self.scratch, self) if steps else None
         self._registry_watch = RegistryWatch(self.registry, keys, self.fail)
         self.registry.put(
-            "members", "driver", {"group": "driver", "rank": 0, "pid": self._pid, "node": os.uname().nodename,
+            "members", "driver", {"group": "driver", "rank": 0, "pid": self._pid, "node": node_name(),
                                   "host": host_id(), "data": self.service.endpoint, "state": "running",
                                   "started": time.time(), "token": self.scratch.token}
         )  # fmt: skip
@@ -229,7 +229,7 @@ class Session:
         try:
             for member in survivors:
                 self.service.peers.post(choose(member.record["data"]), b"ABORT", [])
-            for command in ("\0idle", "\0resume"):  # nobody sends any more once all have answered the first
+            for command in (IDLE, RESUME):  # nobody sends any more once all have answered the first
                 handles = [self.rpc.call(records, command, (), {}) for records in _records(survivors)]
                 for handle in handles:
                     handle.wait(patience_s)
@@ -336,7 +336,7 @@ class Session:
             alive = [m.record for m in members if m.state == "ready"]
             self.ranks.stopping(members)
         if alive and self.failure is None:
-            self.rpc.call(alive, "\0exit", (), {})
+            self.rpc.call(alive, EXIT, (), {})
         if members:
             starter = members[0].starter
             starter.end([m for m in members if not m.record])

@@ -25,6 +25,11 @@ def cut(text: str, longest: int = _LONGEST) -> str:
     return f"{text[: longest - 40]}…{text[-10:]} ({len(text)} characters)"
 
 
+def first_line(error: BaseException) -> str:
+    """The first line of what an error says, or its type where it says nothing."""
+    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+
+
 def readable(message: str) -> str:
     """Cuts a message's overlong words, and the message itself: not all code that quotes what was given uses `shown`."""
     return cut(re.sub(rf"\S{{{_LONGEST_WORD},}}", lambda word: cut(word[0]), masked(message)), _LONGEST_MESSAGE)

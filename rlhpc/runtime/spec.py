@@ -14,6 +14,9 @@ if TYPE_CHECKING:
     from rlhpc.runtime.cluster import Cluster
     from rlhpc.runtime.placement import Placement
 
+#: What the driver asks of a rank besides its methods: to end; to keep still, and to go on.
+EXIT, IDLE, RESUME = "\0exit", "\0idle", "\0resume"
+
 
 @dataclass
 class WorkerSpec:

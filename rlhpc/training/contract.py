@@ -21,6 +21,7 @@ from torch import nn
 from rlhpc.runtime.device import torch_device
 from rlhpc.runtime.durable import write_durably
 from rlhpc.runtime.errors import CheckpointError, ConfigError
+from rlhpc.runtime.shown import first_line
 from rlhpc.training.adam import AdamOptions
 
 if TYPE_CHECKING:
@@ -391,7 +392,7 @@ def explained_out_of_memory(knobs: str) -> Iterator[None]:
         exhausted = isinstance(error, (torch.OutOfMemoryError, MemoryError)) or "can't allocate memory" in str(error)
         if not exhausted:
             raise
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        reason = first_line(error)
         raise ConfigError(
             f"out of memory in a forward or backward pass: {knobs}, set actor.model.gradient_checkpointing=true, or with "
             "actor.training_backend=fsdp set actor.fsdp.cpu_offload=true, with deepspeed actor.deepspeed.cpu_offload=true "

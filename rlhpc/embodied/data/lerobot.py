@@ -21,6 +21,7 @@ from rlhpc.checkpoint.manifest import is_plain_name
 from rlhpc.embodied.data.trajectory import check
 from rlhpc.runtime.errors import ConfigError
 from rlhpc.runtime.plain import read_json
+from rlhpc.runtime.shown import first_line
 
 _FIELD = re.compile(r"\{(\w+)(?::0?(\d{1,9})d)?\}")
 _WIDEST = 20
@@ -85,7 +86,7 @@ class _Frames:
         try:
             return self._parquet.read_table(file, partitioning=None)
         except self._errors as error:
-            raise ConfigError(f"{file} cannot be read as Parquet: {str(error).splitlines()[0]}") from None
+            raise ConfigError(f"{file} cannot be read as Parquet: {first_line(error)}") from None
 
     def episodes(self) -> Iterator[tuple[int, dict[str, Any]]]:
         for file in self._files:

@@ -21,6 +21,7 @@ from rlhpc.runtime.durable import fsync_folder, replace_durably
 from rlhpc.runtime.errors import ConfigError
 from rlhpc.runtime.files import find_files
 from rlhpc.runtime.plain import read_json
+from rlhpc.runtime.shown import first_line
 
 SUFFIXES = (".h5", ".hdf5")
 _IMAGES = ("rgb", "depth", "segmentation", "seg")
@@ -169,7 +170,7 @@ def _read_group(group: Any, source: str, episode: Mapping[str, Any]) -> Trajecto
     except (OSError, RuntimeError, MemoryError) as error:
         if isinstance(error, ConfigError):
             raise
-        raise ConfigError(f"{source} is damaged: {str(error).splitlines()[0]}") from None
+        raise ConfigError(f"{source} is damaged: {first_line(error)}") from None
     actions = data["actions"].reshape(len(data["actions"]), -1)
     seed = episode.get("episode_seed", (episode.get("reset_kwargs") or {}).get("seed"))
     return check(

@@ -12,6 +12,7 @@ from typing import Any, Protocol
 
 from rlhpc.runtime.errors import ConfigError
 from rlhpc.runtime.plain import read_json
+from rlhpc.runtime.shown import first_line
 
 Row = dict[str, Any]
 
@@ -83,7 +84,7 @@ class ParquetFile:
         try:
             self._table = pyarrow.parquet.read_table(path, partitioning=None)
         except (OSError, pyarrow.ArrowException) as error:
-            raise ConfigError(f"{path} cannot be read as Parquet: {_first_line(error)}") from None
+            raise ConfigError(f"{path} cannot be read as Parquet: {first_line(error)}") from None
 
     def __len__(self) -> int:
         return int(self._table.num_rows)
@@ -137,7 +138,7 @@ class Hdf5File:
         except (OSError, ValueError, TypeError, AttributeError, RuntimeError, KeyError, MemoryError) as error:
             if isinstance(error, ConfigError):
                 raise
-            raise ConfigError(f"{path} cannot be read as HDF5: {_first_line(error)}") from None
+            raise ConfigError(f"{path} cannot be read as HDF5: {first_line(error)}") from None
         lengths = {name: len(values) for name, values in self._columns.items()}
         if len(set(lengths.values())) > 1:
             said = ", ".join(f"{name} {length}" for name, length in lengths.items())
@@ -182,7 +183,7 @@ class DatasetFolder:
         except (OSError, ValueError) as error:
             raise ConfigError(
                 f"{key}.path is {str(path)!r}, which is no folder written by save_to_disk of datasets: "
-                f"{_first_line(error)}; Parquet and JSONL files have sources of their own (parquet, jsonl)"
+                f"{first_line(error)}; Parquet and JSONL files have sources of their own (parquet, jsonl)"
             ) from None
         if isinstance(loaded, datasets.DatasetDict):
             parts = ", ".join(loaded)
@@ -246,7 +247,3 @@ class Joined:
     def place(self, index: int) -> str:
         table, inside = self._find(index)
         return table.place(inside)
-
-
-def _first_line(error: BaseException) -> str:
-    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__

@@ -7,13 +7,13 @@ record of each scalar: on a shared file system every metric of every step costs 
 from __future__ import annotations
 
 import os
-import socket
 import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import IO, Any
 
 from rlhpc.metrics.loggers.base import RunFacts
+from rlhpc.runtime.host import node_name
 
 
 class TensorBoardLogger:
@@ -54,7 +54,7 @@ class TensorBoardLogger:
 
         self._folder.mkdir(parents=True, exist_ok=True)
         now = time.time()
-        stem = f"events.out.tfevents.{int(now):010d}.{socket.gethostname()}.{os.getpid()}"
+        stem = f"events.out.tfevents.{int(now):010d}.{node_name()}.{os.getpid()}"
         number = 0
         while (path := self._folder / f"{stem}.{number}").exists():  # two starts in one second
             number += 1

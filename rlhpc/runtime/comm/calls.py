@@ -18,7 +18,7 @@ from rlhpc.runtime.comm import unix
 from rlhpc.runtime.comm.service import Service
 from rlhpc.runtime.comm.sockets import Door, choose, divided, make_socket, whole
 from rlhpc.runtime.errors import RlhpcError
-from rlhpc.runtime.scratch import host_id
+from rlhpc.runtime.host import host_id
 
 _numbers = itertools.count()
 

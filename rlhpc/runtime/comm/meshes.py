@@ -35,6 +35,7 @@ from typing import Any
 
 from rlhpc.runtime.context import Context, installed
 from rlhpc.runtime.errors import StrangerConnected
+from rlhpc.runtime.host import node_name
 
 log = logging.getLogger(__name__)
 
@@ -232,6 +233,6 @@ def _prove(group: Any, rank: int, size: int, token: bytes, context: Context) -> 
     if wrong:
         raise StrangerConnected(
             f"{context.name}: rank {wrong[0]} of a process group of {size} did not prove to be of this run ({reason}): a "
-            f"stranger may have connected to the ports of {context.name} on {os.uname().nodename} while the group was "
+            f"stranger may have connected to the ports of {context.name} on {node_name()} while the group was "
             "formed. It got nothing and nothing of it was used; start again"
         )

@@ -35,8 +35,9 @@ from rlhpc.runtime.comm.sockets import Door, Peers, ZapDoor, divided, make_socke
 from rlhpc.runtime.comm.unix import Connection, Listener, token_of
 from rlhpc.runtime.descriptors import crowded
 from rlhpc.runtime.errors import ChannelError, DeadlineExceeded, RlhpcError
+from rlhpc.runtime.host import host_id
 from rlhpc.runtime.registry import Keys
-from rlhpc.runtime.scratch import Scratch, host_id
+from rlhpc.runtime.scratch import Scratch
 
 log = logging.getLogger(__name__)
 INBOX = "\0inbox"

@@ -18,8 +18,8 @@ from zmq.utils import z85
 from rlhpc.runtime.comm import unix
 from rlhpc.runtime.comm.bulk import BulkClient
 from rlhpc.runtime.errors import ChannelError, DeadlineExceeded
+from rlhpc.runtime.host import host_id
 from rlhpc.runtime.registry import Keys
-from rlhpc.runtime.scratch import host_id
 
 _names = itertools.count()
 #: Largest frame that goes over ZeroMQ as one; longer ones are sent in pieces. The other side reads a frame into memory

@@ -12,8 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from rlhpc.jobs.probes import JobReport, JobState, LocalProbe, ProcessId, SlurmProbe, host_identity
+from rlhpc.jobs.probes import JobReport, JobState, LocalProbe, ProcessId, SlurmProbe
 from rlhpc.jobs.signals import EXIT_REQUEUE, StopRequest, end_of_job
+from rlhpc.runtime.host import process_space
 
 
 @pytest.mark.parametrize(
@@ -49,7 +50,7 @@ def test_process_identity() -> None:
     me = ProcessId.of(child.pid)
     assert me.alive() and ProcessId.from_json(me.to_json()) == me
     assert ProcessId(me.pid, me.start + 1, me.host).alive() is False  # the pid was given to another process
-    name, _, namespace = host_identity().split("/")
+    name, _, namespace = process_space().split("/")
     assert ProcessId(me.pid, me.start, f"{name}/other-boot/{namespace}").alive() is False
     assert ProcessId(me.pid, me.start, "elsewhere/boot/ns").alive() is None
     probe = LocalProbe({"1": me, "2": ProcessId(me.pid, me.start, "elsewhere/boot/ns")})
