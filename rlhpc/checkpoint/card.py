@@ -9,16 +9,19 @@ from typing import Any
 
 import yaml
 
+from rlhpc.jobs.paths import RunPaths
+
 #: Hugging Face's word for a licence that the card does not name.
 UNKNOWN_LICENCE = "other"
 
 
 def results_beside(checkpoint: Path, step: int) -> list[dict[str, Any]]:
     """The evaluations of a checkpoint, where it lies in its run: the content of `eval/global_step_<N>/*.json`."""
-    if checkpoint.parent.name != "checkpoints":
+    run = RunPaths.around(checkpoint)
+    if run is None:
         return []
     found = []
-    for path in sorted((checkpoint.parent.parent / "eval" / f"global_step_{step}").glob("*.json")):
+    for path in sorted(run.eval_result(step, "*").parent.glob("*.json")):
         try:
             content = json.loads(path.read_text())
         except (OSError, ValueError):

@@ -15,8 +15,7 @@ from rlhpc.runtime.errors import CheckpointError
 
 def default_output(checkpoint: Path, step: int) -> Path:
     """`export/global_step_<N>` of the run that the checkpoint lies in."""
-    parent = checkpoint.parent
-    return RunPaths(parent.parent if parent.name == "checkpoints" else parent).export(step)
+    return (RunPaths.around(checkpoint) or RunPaths(checkpoint.parent)).export(step)
 
 
 @contextlib.contextmanager

@@ -11,22 +11,19 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import re
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path, PurePosixPath
 from typing import Any, TypeVar
 
+from rlhpc.jobs.paths import COMPLETE, MANIFEST, step_of
 from rlhpc.runtime.errors import CheckpointError
 from rlhpc.runtime.plain import read_json
 
 T = TypeVar("T")
 
 FORMAT = 1
-MANIFEST = "manifest.json"
-COMPLETE = "COMPLETE"
 
-_FOLDER = re.compile(r"^global_step_(\d+)$")
 #: Threads that hash, and from how many bytes on they are worth starting.
 _MOST_THREADS = 16
 _WORTH_THREADS = 8 << 20
@@ -101,8 +98,7 @@ def _verify(checkpoint: Path, checksums: bool) -> list[str]:
         return [*faults, wrong]
     if is_complete(checkpoint) and (checkpoint / COMPLETE).read_bytes().strip() != seal(raw).strip():
         faults.append(f"{MANIFEST}: does not match the checksum in {COMPLETE}, one of the two was altered")
-    named = _FOLDER.match(checkpoint.name)
-    if named and int(named.group(1)) != manifest["global_step"]:
+    if (named := step_of(checkpoint.name)) is not None and named != manifest["global_step"]:
         faults.append(f"{MANIFEST}: is of step {manifest['global_step']}, the folder is {checkpoint.name}")
     files = {checkpoint / name: (name, entry) for name, entry in sorted(manifest["files"].items())}
     found = of_each(

@@ -10,10 +10,10 @@ from torch import Tensor, nn
 
 from rlhpc.checkpoint import newest_valid, require_valid
 from rlhpc.checkpoint.state import load_tensors
-from rlhpc.jobs.paths import RunPaths
+from rlhpc.jobs.paths import MANIFEST, MODEL, RunPaths
 from rlhpc.runtime.errors import ConfigError
 
-WEIGHTS = "model.safetensors"
+WEIGHTS = MODEL
 
 
 def find_weights(path: str, key: str = "runner.init_from") -> Path:
@@ -26,7 +26,7 @@ def find_weights(path: str, key: str = "runner.init_from") -> Path:
     folder = Path(path).expanduser().absolute()
     if not folder.is_dir():
         raise ConfigError(f"{key} is {path!r}, which is no folder; name a checkpoint, an export folder or a run folder")
-    if (folder / "checkpoints").is_dir():
+    if RunPaths(folder).checkpoints.is_dir():
         found = newest_valid(RunPaths(folder))
         if found.path is None:
             raise ConfigError(f"{key} is {path!r}, a run without a complete checkpoint; see rlhpc status {folder}")
@@ -35,7 +35,7 @@ def find_weights(path: str, key: str = "runner.init_from") -> Path:
         raise ConfigError(
             f"{key} is {path!r}, which has no {WEIGHTS}; name a checkpoint (global_step_<N>), an export folder or a run folder"
         )
-    if (folder / "manifest.json").is_file():
+    if (folder / MANIFEST).is_file():
         require_valid(folder, hint=f"or start from another one with {key}=…")
     return folder
 

@@ -35,7 +35,7 @@ from rlhpc.checkpoint.manifest import (
     seal,
     verify,
 )
-from rlhpc.jobs.paths import RunPaths
+from rlhpc.jobs.paths import RunPaths, step_name
 from rlhpc.runtime.durable import follow_umask, fsync_file, fsync_folder, write_durably
 from rlhpc.runtime.errors import CheckpointError
 from rlhpc.runtime.storage import GO_ON, advice, is_full
@@ -47,7 +47,7 @@ _LEFTOVER = re.compile(r"^\.(tmp|old|trash)_global_step_(\d+)-[0-9a-f]+$")
 def final_folder(staging: Path) -> Path:
     """Where a checkpoint that is being written to `staging` will appear."""
     match = _LEFTOVER.match(staging.name)
-    return staging.with_name(f"global_step_{match.group(2)}") if match else staging
+    return staging.with_name(step_name(match.group(2))) if match else staging
 
 
 def _durable_digest(path: Path) -> tuple[int, str]:

@@ -147,7 +147,7 @@ class Track:
     def row(self) -> dict[str, Any]:
         """The last row of its metrics, with the mean return of its last evaluation as `eval/return_mean`."""
         row = last_row(self.paths.metrics)
-        results = sorted(self.paths.eval.glob("global_step_*/default.json"), key=lambda path: path.stat().st_mtime)
+        results = sorted(self.paths.eval_results("default"), key=lambda path: path.stat().st_mtime)
         if row and results:
             with contextlib.suppress(OSError, ValueError):
                 row.setdefault("eval/return_mean", json.loads(results[-1].read_text()).get("return_mean"))

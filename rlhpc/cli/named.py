@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from rlhpc.jobs.paths import RunPaths
+from rlhpc.jobs.paths import CONFIG, RunPaths
 from rlhpc.runtime.errors import CheckpointError, ConfigError
 
 
@@ -36,7 +36,7 @@ def run_paths(text: str, overrides: Sequence[str] = ()) -> RunPaths:
     paths = RunPaths(root)
     if is_run(paths):
         return paths
-    near = sorted(found.parent.name for found in root.parent.glob("*/config.yaml")) if root.parent.is_dir() else []
+    near = sorted(found.parent.name for found in root.parent.glob(f"*/{CONFIG}")) if root.parent.is_dir() else []
     hint = f"; runs there: {', '.join(near)}" if near else ""
     raise ConfigError(f"{root} {'is no run folder' if root.is_dir() else 'does not exist: no such run folder'}{hint}")
 
@@ -47,10 +47,10 @@ def checkpoint_of(args: argparse.Namespace, overrides: Sequence[str] = ()) -> Pa
         raise ConfigError("--checkpoint names the checkpoint already; leave out --run")
     if args.checkpoint:
         checkpoint = Path(args.checkpoint).expanduser().absolute()
-        if overrides and (checkpoint / "config.yaml").is_file():
+        if overrides and (checkpoint / CONFIG).is_file():
             from rlhpc.runs.configuration import load_config
 
-            load_config(checkpoint / "config.yaml", overrides, check=False)
+            load_config(checkpoint / CONFIG, overrides, check=False)
             print("rlhpc: --checkpoint names the checkpoint; the overrides change nothing here", file=sys.stderr)
         return checkpoint
     if not args.run:
@@ -72,8 +72,3 @@ def checkpoint_of(args: argparse.Namespace, overrides: Sequence[str] = ()) -> Pa
         there = ", ".join(str(step) for step, _ in paths.checkpoint_steps()) or "none"
         raise CheckpointError(f"{paths.root} has no checkpoint of step {args.step}; there are: {there}")
     return checkpoint
-
-
-def own_run(checkpoint: Path) -> RunPaths | None:
-    """The run folder a checkpoint lies in, if it lies in one."""
-    return RunPaths(checkpoint.parent.parent) if checkpoint.parent.name == "checkpoints" else None

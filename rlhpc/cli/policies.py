@@ -7,9 +7,10 @@ import re
 from pathlib import Path
 from typing import Any
 
-from rlhpc.cli.named import checkpoint_of, own_run
+from rlhpc.cli.named import checkpoint_of
 from rlhpc.cli.outputs import check_file, check_folder
 from rlhpc.cli.parser import add_checkpoint, add_command, add_trust, add_words
+from rlhpc.jobs.paths import CONFIG, RunPaths, step_of
 from rlhpc.runtime.errors import CheckpointError, ConfigError
 from rlhpc.runtime.trust import Trust, without_variables
 
@@ -51,7 +52,7 @@ def _source(args: argparse.Namespace, instead: str, what_for: str) -> tuple[Path
     checkpoint = checkpoint_of(args)
     if args.config is not None:
         return checkpoint, Path(args.config), None
-    config = checkpoint / "config.yaml"
+    config = checkpoint / CONFIG
     if not config.is_file():
         raise CheckpointError(f"{checkpoint} has no config.yaml, so it is no checkpoint of rlhpc, or incomplete")
     return checkpoint, config, Trust.of_words(args.overrides, args.trust_checkpoint_code)
@@ -75,10 +76,10 @@ def _eval(args: argparse.Namespace) -> int:
                 {"suites": changes}, theirs, str(config)
             )  # they are the checkpoint's words, not the user's
         cfg = load_config(config, [*changes, *args.overrides], training=False, theirs=theirs)
-    run = own_run(checkpoint)
+    run = RunPaths.around(checkpoint)
     output = check_file("--output", Path(args.output)) if args.output else None
-    if output is None and run is not None and (step := checkpoint.name.removeprefix("global_step_")).isdigit():
-        output = run.eval_result(int(step), args.suite)
+    if output is None and run is not None and (step := step_of(checkpoint.name)) is not None:
+        output = run.eval_result(step, args.suite)
     said = kind_of(cfg).evaluate(
         cfg, checkpoint, suite=args.suite, episodes=args.episodes, output=output, trust_code=args.trust_checkpoint_code
     )
@@ -139,9 +140,9 @@ def _convert(args: argparse.Namespace) -> int:
 
     checkpoint = checkpoint_of(args, args.overrides)
     output = check_folder("--output", Path(args.output)) if args.output else None
-    run = own_run(checkpoint)
-    if output is None and run is not None and (step := checkpoint.name.removeprefix("global_step_")).isdigit():
-        output = run.export(int(step))
+    run = RunPaths.around(checkpoint)
+    if output is None and run is not None and (step := step_of(checkpoint.name)) is not None:
+        output = run.export(step)
     wanted = Exporting(
         licence=args.license,
         adapter_only=args.adapter_only,

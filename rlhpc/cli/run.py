@@ -238,7 +238,7 @@ def _stop(
     track = tracks["run"]
     from rlhpc.jobs.status import run_state
 
-    steps = [step for step, path in track.paths.checkpoint_steps() if (path / "COMPLETE").exists()]
+    steps = [step for step, _ in track.paths.complete_steps()]
     saved = (
         f"saved up to step {steps[-1]} of {track.total} in {near(track.paths.root)}"
         if steps
@@ -268,10 +268,10 @@ def _end_group(process: subprocess.Popen[bytes], *, at_once: bool = False) -> No
 
 def _end_local(paths: RunPaths, grace_s: float = _SAVE_S) -> list[str]:
     """Ends the run's driver where it is a process of this machine; a job of the cluster goes on."""
-    from rlhpc.jobs.claim import read_json
+    from rlhpc.jobs.claim import SegmentFiles, read_json
     from rlhpc.jobs.submit import cancel
 
-    records = [read_json(path) or {} for path in paths.submit.glob("segment_?*.json") if path.stem[8:].isdigit()]
+    records = [read_json(SegmentFiles(paths, segment).record) or {} for segment in paths.submitted()]
     if not any(record.get("executor") == "local" for record in records):
         return []
     return cancel(paths, grace_s=grace_s)

@@ -73,7 +73,7 @@ def _stopped(args: argparse.Namespace, cfg: RunConfig) -> str:
     from rlhpc.jobs.signals import MAX_RESTARTS
 
     paths = RunPaths.of(cfg.runner.run_dir, cfg.runner.name)
-    steps = [step for step, path in paths.checkpoint_steps() if (path / "COMPLETE").is_file()]
+    steps = [step for step, _ in paths.complete_steps()]
     saved = f"saved up to step {steps[-1]} of {total_steps(cfg)} in {paths.root}" if steps else "nothing is saved yet"
     told = f"rlhpc: interrupted; {saved}"
     if MAX_RESTARTS in os.environ:

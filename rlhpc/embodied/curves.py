@@ -140,7 +140,7 @@ def read_evaluations(paths: RunPaths) -> list[dict[str, Any]]:
     Ordered by suite and step.
     """
     found = []
-    for path in sorted(paths.eval.glob("global_step_*/*.json")):
+    for path in paths.eval_results():
         try:
             result = read_json(path.read_bytes())
             result = {**result, "suite": result.get("suite", path.stem), "global_step": int(result["global_step"])}

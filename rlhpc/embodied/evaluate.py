@@ -21,6 +21,7 @@ from rlhpc.embodied.film import Film
 from rlhpc.embodied.models import policy_from_spec
 from rlhpc.embodied.play import evaluate_policy
 from rlhpc.embodied.recording import record
+from rlhpc.jobs.paths import CONFIG, MODEL
 from rlhpc.metrics import ProgressBar
 from rlhpc.runs.folder import note
 from rlhpc.runtime.durable import replace_durably
@@ -137,7 +138,7 @@ def record_episodes(
 
 
 def _config(folder: Path, trust: Trust) -> EmbodiedConfig:
-    path = folder / "config.yaml"
+    path = folder / CONFIG
     if not path.is_file():
         raise CheckpointError(f"{path}: missing; pass the run's configuration with --config")
     try:
@@ -160,7 +161,7 @@ def _policy(folder: Path, trust: Trust) -> Any:
         raise CheckpointError(f"{folder / 'model.json'}: cannot be read ({error})") from error
     policy = policy_from_spec(spec, trust, str(folder / "model.json"))
     try:
-        policy.load_state_dict(load_tensors(folder / "model.safetensors"))
+        policy.load_state_dict(load_tensors(folder / MODEL))
     except RuntimeError as error:
         raise CheckpointError(f"{folder}: the weights do not fit what model.json describes: {error}") from error
     return policy.eval()

@@ -18,6 +18,7 @@ from rlhpc.checkpoint.folders import default_output, filled_folder, require_free
 from rlhpc.checkpoint.manifest import read_manifest
 from rlhpc.checkpoint.store import require_valid
 from rlhpc.embodied.card import policy_card
+from rlhpc.jobs.paths import CONFIG, MODEL
 from rlhpc.runtime.durable import write_durably
 from rlhpc.runtime.errors import CheckpointError, RlhpcError
 from rlhpc.runtime.plain import read_json, read_yaml
@@ -51,14 +52,14 @@ def export_checkpoint(checkpoint: Path, output: Path | None = None, *, licence: 
     require_free(target)
     config = _config(checkpoint, step)
     try:
-        model = (checkpoint / "model.safetensors").read_bytes()
+        model = (checkpoint / MODEL).read_bytes()
         acting = _acting(checkpoint)
         results = results_beside(checkpoint, step)
         card = policy_card(config, checkpoint.name, results, licence=licence, standalone=bool(acting))
         _write_folder(
             target,
             {
-                "model.safetensors": model,
+                MODEL: model,
                 "config.json": json.dumps(_finite(config), indent=2, sort_keys=True, allow_nan=False).encode() + b"\n",
                 "README.md": card.encode(),
                 **acting,
@@ -96,7 +97,7 @@ def load_exported(folder: str | Path, *, trust_code: bool = False, trust: Trust 
         spec = _read_json(origin)
     policy = policy_from_spec(spec, trust or Trust(trust_code), str(origin))
     try:
-        policy.load_state_dict(load_tensors(folder / "model.safetensors"))
+        policy.load_state_dict(load_tensors(folder / MODEL))
     except RuntimeError as error:
         raise CheckpointError(f"{folder}: the weights do not fit the policy it describes: {error}") from error
     policy.eval()
@@ -108,11 +109,11 @@ def _config(checkpoint: Path, step: int) -> dict[str, Any]:
 
     spec = _read_json(checkpoint / "model.json")
     run: dict[str, Any] = {}
-    if (checkpoint / "config.yaml").is_file():
+    if (checkpoint / CONFIG).is_file():
         try:
-            run = read_yaml((checkpoint / "config.yaml").read_bytes()) or {}
+            run = read_yaml((checkpoint / CONFIG).read_bytes()) or {}
         except (ValueError, yaml.YAMLError) as error:
-            raise CheckpointError(f"{checkpoint / 'config.yaml'}: cannot be read as YAML: {error}") from error
+            raise CheckpointError(f"{checkpoint / CONFIG}: cannot be read as YAML: {error}") from error
     env = _at(run, "env", "eval") or _at(run, "env", "train") or {}
     return {
         "format": EXPORT_FORMAT,

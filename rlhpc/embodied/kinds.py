@@ -12,7 +12,7 @@ from rlhpc.config.sections import RunConfig
 from rlhpc.config.typed import changed
 from rlhpc.embodied import checks
 from rlhpc.embodied.config import RANGES, BcConfig, EmbodiedConfig, PpoConfig, SacConfig
-from rlhpc.jobs.paths import RunPaths
+from rlhpc.jobs.paths import CONFIG, RunPaths
 from rlhpc.runs.checks import check_estimators
 from rlhpc.runs.kinds import Exporting, Kind, Parts, Preparation, Rows, differing, saved_values
 from rlhpc.runtime.errors import ConfigError
@@ -84,7 +84,7 @@ class EmbodiedKind(Kind[Cfg]):
         """Another environment, or a network of other shapes."""
         model = saved_values(checkpoint / "model.json").get("model") or {}
         mine = {f"actor.model.{name}": model[name] for name in _SHAPES if name in model}
-        there = {**saved_values(checkpoint / "config.yaml", _ENVIRONMENT), **mine}
+        there = {**saved_values(checkpoint / CONFIG, _ENVIRONMENT), **mine}
         return differing(cfg, there, [key for key in there if key in self.schema])
 
     def recording(self, cfg: Cfg) -> tuple[int, bool]:

@@ -9,7 +9,7 @@ from typing import Any
 import yaml
 
 from rlhpc.embodied.curves import evaluation_curve, learning_curves, read_evaluations, success_curve, time_curves
-from rlhpc.jobs.paths import RunPaths
+from rlhpc.jobs.paths import RunPaths, step_name
 from rlhpc.metrics.logger import series
 from rlhpc.metrics.page import Cell, card, duration, figures, missing, table
 from rlhpc.metrics.svg import number
@@ -133,7 +133,7 @@ def _videos(evaluations: Sequence[Mapping[str, Any]]) -> str:
     newest = {str(result["suite"]): result for result in evaluations if result.get("video")}
     films = [
         f'<figure><video controls muted loop preload="metadata" width="100%" '
-        f'src="../eval/global_step_{result["global_step"]}/{escape(str(result["video"]), quote=True)}"></video>'
+        f'src="../eval/{step_name(result["global_step"])}/{escape(str(result["video"]), quote=True)}"></video>'
         f"<figcaption>{escape(suite)}, step {result['global_step']}: first episodes; a green frame means success"
         "</figcaption></figure>"
         for suite, result in list(newest.items())[:_MAX_VIDEOS]

@@ -10,7 +10,7 @@ import time
 
 from rlhpc.jobs.claim import Claim, SegmentFiles, read_json
 from rlhpc.jobs.lock import SubmitLock
-from rlhpc.jobs.paths import RunPaths
+from rlhpc.jobs.paths import RunPaths, segment_name
 from rlhpc.jobs.probes import JobState
 from rlhpc.jobs.record import JobRecord, find_job, job_words, probe_for
 from rlhpc.jobs.slurm import scancel
@@ -83,8 +83,8 @@ def _ends_by_itself(files: SegmentFiles) -> bool:
 
 
 def _segments_of(paths: RunPaths) -> list[SegmentFiles]:
-    names = sorted(paths.submit.glob("segment_*.json")) if paths.submit.is_dir() else []
-    numbers = sorted({int(p.name.split("_")[1].split(".")[0]) for p in names if p.name.split("_")[1][0].isdigit()})
+    names = [p.name.removeprefix(segment_name("")) for p in paths.submit.glob(f"{segment_name('*')}.json")]
+    numbers = sorted({int(number) for name in names if (number := name.partition(".")[0]).isdigit()})
     return [SegmentFiles(paths, number) for number in numbers]
 
 

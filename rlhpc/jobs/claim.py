@@ -19,7 +19,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from rlhpc.jobs.paths import RunPaths
+from rlhpc.jobs.paths import RunPaths, segment_name
 from rlhpc.jobs.probes import JobProbe, ProcessId
 from rlhpc.runtime.durable import replace_durably
 
@@ -67,29 +67,33 @@ class SegmentFiles:
     segment: int
 
     @property
+    def _name(self) -> str:
+        return segment_name(self.segment)
+
+    @property
     def record(self) -> Path:
         """The submitted job: id, process, command, log paths."""
-        return self.paths.submit / f"segment_{self.segment}.json"
+        return self.paths.submit / f"{self._name}.json"
 
     @property
     def config(self) -> Path:
         """The configuration that the job reads."""
-        return self.paths.submit / f"segment_{self.segment}.yaml"
+        return self.paths.submit / f"{self._name}.yaml"
 
     @property
     def exit(self) -> Path:
         """How the driver ended, when it ended without finishing the segment."""
-        return self.paths.submit / f"segment_{self.segment}.exit.json"
+        return self.paths.submit / f"{self._name}.exit.json"
 
     @property
     def attempts(self) -> Path:
         """The starts of the job's driver."""
-        return self.paths.submit / f"segment_{self.segment}.attempts.json"
+        return self.paths.submit / f"{self._name}.attempts.json"
 
     @property
     def cancel(self) -> Path:
         """Marker that somebody ended the job for good; without it, the end would look like a preemption."""
-        return self.paths.submit / f"segment_{self.segment}.cancel.json"
+        return self.paths.submit / f"{self._name}.cancel.json"
 
     def cancelled(self, token: str) -> bool:
         """Whether somebody has cancelled that submission."""
@@ -101,19 +105,19 @@ class SegmentFiles:
 
     @property
     def lock(self) -> Path:
-        return self.paths.submit / f"segment_{self.segment}.lock"
+        return self.paths.submit / f"{self._name}.lock"
 
     @property
     def lease(self) -> Path:
         """Takes the lock's place on filesystems without locks."""
-        return self.paths.submit / f"segment_{self.segment}.lease"
+        return self.paths.submit / f"{self._name}.lease"
 
     def claim(self, number: int) -> Path:
-        return self.paths.submit / f"segment_{self.segment}.claim.{number}.json"
+        return self.paths.submit / f"{self._name}.claim.{number}.json"
 
     def claim_numbers(self) -> list[int]:
         """Numbers of all existing claims, ascending."""
-        pattern = re.compile(rf"^segment_{self.segment}\.claim\.(\d+)\.json$")
+        pattern = re.compile(rf"^{self._name}\.claim\.(\d+)\.json$")
         try:
             names = [path.name for path in self.paths.submit.iterdir()]
         except FileNotFoundError:

@@ -15,7 +15,7 @@ from typing import Any
 
 from rlhpc.jobs.attempts import Attempts
 from rlhpc.jobs.claim import RENEW_S, Claim, SegmentFiles, read_json, write_json
-from rlhpc.jobs.paths import RunPaths
+from rlhpc.jobs.paths import RunPaths, step_name
 from rlhpc.jobs.probes import ProcessId, SlurmProbe
 from rlhpc.jobs.signals import EXIT_REQUEUE, MAX_RESTARTS
 from rlhpc.jobs.slurm import end_steps, requeue_without
@@ -143,14 +143,14 @@ class DriverJob:
 
     def _newest(self) -> int:
         """Step of the newest complete checkpoint; -1 while there is none."""
-        steps = [step for step, path in self.files.paths.checkpoint_steps() if (path / "COMPLETE").exists()]
+        steps = [step for step, _ in self.files.paths.complete_steps()]
         return max(steps, default=-1)
 
     def _stuck(self, attempts: int) -> str:
         newest = self._newest()
         return (
             f"segment {self.segment} made no progress in {attempts} attempts (newest checkpoint: "
-            f"{'none' if newest < 0 else f'global_step_{newest}'}), so it is not requeued again; "
+            f"{'none' if newest < 0 else step_name(newest)}), so it is not requeued again; "
             "give the job more time, or save more often (runner.save_interval)"
         )
 

@@ -6,7 +6,28 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-_STEP = re.compile(r"^global_step_(\d+)$")
+#: Names inside a checkpoint, and of what is copied into it from the run.
+CONFIG, COMPLETE, MANIFEST, MODEL = "config.yaml", "COMPLETE", "manifest.json", "model.safetensors"
+REGISTRY, LOGS = "registry", "logs"
+_CHECKPOINTS, PAGE = "checkpoints", "index.html"
+_STEP = re.compile(r"global_step_(\d+)")
+_RECORD = re.compile(r"segment_(\d+)\.json")
+
+
+def step_name(step: int | str) -> str:
+    """Name of the folder that belongs to a step; also of a pattern in its place, such as `*`."""
+    return f"global_step_{step}"
+
+
+def step_of(name: str) -> int | None:
+    """The step whose folder has that name; None if it is no such name."""
+    found = _STEP.fullmatch(name)
+    return int(found.group(1)) if found else None
+
+
+def segment_name(segment: int | str) -> str:
+    """What the names of all that belongs to a segment begin with."""
+    return f"segment_{segment}"
 
 
 @dataclass(frozen=True)
@@ -20,9 +41,14 @@ class RunPaths:
         """Paths of run `name` below `run_dir`, absolute."""
         return cls(Path(run_dir).expanduser().absolute() / name)
 
+    @classmethod
+    def around(cls, checkpoint: Path) -> RunPaths | None:
+        """The run folder that a checkpoint lies in, if it lies in one."""
+        return cls(checkpoint.parent.parent) if checkpoint.parent.name == _CHECKPOINTS else None
+
     @property
     def config(self) -> Path:
-        return self.root / "config.yaml"
+        return self.root / CONFIG
 
     @property
     def provenance(self) -> Path:
@@ -43,7 +69,7 @@ class RunPaths:
 
     @property
     def registry(self) -> Path:
-        return self.root / "registry"
+        return self.root / REGISTRY
 
     def generation(self, job: str, restart: int) -> Path:
         """Registry folder of one generation."""
@@ -51,11 +77,11 @@ class RunPaths:
 
     @property
     def logs(self) -> Path:
-        return self.root / "logs"
+        return self.root / LOGS
 
     def segment_logs(self, segment: int) -> Path:
         """Worker logs of one segment: `<group>-<rank>.{out,err}` and `driver.{out,err}`."""
-        return self.logs / f"segment_{segment}"
+        return self.logs / segment_name(segment)
 
     @property
     def segments(self) -> Path:
@@ -70,33 +96,53 @@ class RunPaths:
         """submitit's folder: job pickles and the record that lets a later process re-attach."""
         return self.root / "submit"
 
+    def submitted(self) -> list[int]:
+        """Segments that have been submitted, ascending.
+
+        Raises:
+            OSError: The folder is another user's.
+        """
+        found = (_RECORD.fullmatch(path.name) for path in self.submit.glob(f"{segment_name('*')}.json"))
+        return sorted(int(match.group(1)) for match in found if match)
+
     @property
     def checkpoints(self) -> Path:
-        return self.root / "checkpoints"
+        return self.root / _CHECKPOINTS
 
     def checkpoint(self, step: int) -> Path:
-        return self.checkpoints / f"global_step_{step}"
+        return self.checkpoints / step_name(step)
 
     def checkpoint_steps(self) -> list[tuple[int, Path]]:
         """All `global_step_<N>` folders, oldest first, complete or not."""
         if not self.checkpoints.is_dir():
             return []
-        found = [(int(m.group(1)), p) for p in self.checkpoints.iterdir() if (m := _STEP.match(p.name))]
-        return sorted(found)
+        return sorted((step, p) for p in self.checkpoints.iterdir() if (step := step_of(p.name)) is not None)
+
+    def complete_steps(self) -> list[tuple[int, Path]]:
+        """Those of them that are complete."""
+        return [(step, path) for step, path in self.checkpoint_steps() if (path / COMPLETE).is_file()]
 
     @property
     def eval(self) -> Path:
         return self.root / "eval"
 
-    def eval_result(self, step: int, suite: str) -> Path:
-        return self.eval / f"global_step_{step}" / f"{suite}.json"
+    def eval_result(self, step: int | str, suite: str) -> Path:
+        return self.eval / step_name(step) / f"{suite}.json"
 
-    def export(self, step: int) -> Path:
-        return self.root / "export" / f"global_step_{step}"
+    def eval_results(self, suite: str = "*") -> list[Path]:
+        """The results that there are of a suite, or of all."""
+        return sorted(self.eval.glob(f"{step_name('*')}/{suite}.json"))
+
+    def export(self, step: int | str) -> Path:
+        return self.root / "export" / step_name(step)
+
+    def recording(self, step: int | str) -> Path:
+        """Recorded episodes of a step's policy."""
+        return self.root / "demos" / f"{step_name(step)}.h5"
 
     @property
     def report(self) -> Path:
-        return self.root / "report" / "index.html"
+        return self.root / "report" / PAGE
 
     @property
     def accounting(self) -> Path:

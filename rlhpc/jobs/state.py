@@ -227,11 +227,10 @@ def run_state(paths: RunPaths) -> tuple[str, str]:
 def newest_segment(paths: RunPaths) -> SegmentFiles | None:
     """The segment that was submitted last; None where there is none, or where it is another user's."""
     try:
-        names = [p.name.removeprefix("segment_").removesuffix(".json") for p in paths.submit.glob("segment_*.json")]
+        numbers = paths.submitted()
     except OSError:
         return None
-    numbers = [int(name) for name in names if name.isdigit()]
-    return SegmentFiles(paths, max(numbers)) if numbers else None
+    return SegmentFiles(paths, numbers[-1]) if numbers else None
 
 
 def owner(paths: RunPaths) -> str:

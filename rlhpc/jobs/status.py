@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from rlhpc.jobs.claim import read_json
-from rlhpc.jobs.paths import RunPaths
+from rlhpc.jobs.paths import RunPaths, segment_name, step_name
 from rlhpc.jobs.state import FINAL, OVER, Facts, RunState, duration, find_runs, number_of, run_state, states
 from rlhpc.runtime.errors import RlhpcError, UserError
 from rlhpc.runtime.host import host_id
-from rlhpc.runtime.registry import CURRENT
+from rlhpc.runtime.registry import CURRENT, MEMBERS
 from rlhpc.runtime.scratch import Scratch
 
 
@@ -65,7 +65,7 @@ def members(paths: RunPaths) -> list[dict[str, Any]]:
     generation = newest_generation(paths)
     if generation is None:
         return []
-    found = [read_json(path) for path in sorted((generation / "members").glob("*.json"))]
+    found = [read_json(path) for path in sorted((generation / MEMBERS).glob("*.json"))]
     rows = [row for row in found if row is not None and "group" in row]
     return sorted(rows, key=lambda row: (str(row["group"]), int(row.get("rank") or 0)))
 
@@ -98,8 +98,8 @@ def render_status(paths: RunPaths) -> str:
     lines += _time_lines(status, found)
     done = sorted(int(p.stem) for p in paths.segments.glob("*.json") if p.stem.isdigit())
     lines.append(f"segments     {', '.join(map(str, done)) + ' done' if done else 'none done'}")
-    steps = [step for step, path in paths.checkpoint_steps() if (path / "COMPLETE").exists()]
-    lines.append("checkpoints  " + (", ".join(f"global_step_{step}" for step in steps) if steps else "none"))
+    steps = [step for step, _ in paths.complete_steps()]
+    lines.append("checkpoints  " + (", ".join(step_name(step) for step in steps) if steps else "none"))
     rows = members(paths) if found.state in OVER or _generation_is_new(facts, found) else []
     shm = _shared_memory(rows)
     if shm is not None:
@@ -180,7 +180,7 @@ def _log_files(paths: RunPaths, group: str | None, rank: int | None) -> dict[Pat
         for key in ("log_out", "log_err"):
             if row.get(key):
                 labels[Path(str(row[key]))] = f"{row['group']}-{row.get('rank', 0)}"
-    folders = sorted(paths.logs.glob("segment_*"), key=lambda p: p.stat().st_mtime) if paths.logs.is_dir() else []
+    folders = sorted(paths.logs.glob(segment_name("*")), key=lambda p: p.stat().st_mtime) if paths.logs.is_dir() else []
     for path in sorted([*folders[-1].glob("*.out"), *folders[-1].glob("*.err")]) if folders else []:
         labels.setdefault(path, path.stem)
     wanted = {}

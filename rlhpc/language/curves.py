@@ -97,7 +97,7 @@ def read_evaluations(paths: RunPaths) -> list[dict[str, Any]]:
     Each has `suite`, `global_step`, `n`, `accuracy`, `low` and `high` (95 %).
     """
     found = []
-    for path in sorted(paths.eval.glob("global_step_*/*.json")):
+    for path in paths.eval_results():
         try:
             result = read_json(path.read_bytes())
             result = {**result, "suite": str(result.get("suite", path.stem)), "global_step": int(result["global_step"])}

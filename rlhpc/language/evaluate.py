@@ -11,7 +11,6 @@ from __future__ import annotations
 import difflib
 import json
 import math
-import re
 import tempfile
 import time
 import zlib
@@ -24,6 +23,7 @@ from rlhpc.checkpoint import require_valid
 from rlhpc.checkpoint.folders import default_output
 from rlhpc.checkpoint.manifest import MANIFEST, digest, read_manifest
 from rlhpc.config.typed import changed
+from rlhpc.jobs.paths import step_of
 from rlhpc.language.agents.registry import Episodes, make_generation
 from rlhpc.language.config import EvalDataConfig, LanguageConfig, RewardConfig, RewardTermConfig
 from rlhpc.language.data import PromptTokenizer, load_tokenizer, make_dataset
@@ -44,7 +44,6 @@ from rlhpc.runtime.plain import read_json
 
 #: Pause where neither engine nor judges had anything.
 _IDLE_S = 0.002
-_STEP = re.compile(r"global_step_(\d+)")
 #: Rewards whose right answers all equal the reference, and so one another, however they are written.
 _ONE_ANSWER = ("math", "exact")
 #: Problems of a suite, with the token ids of their prompts.
@@ -91,7 +90,8 @@ def evaluate_language_model(
         cfg = changed(cfg, "rollout.rollout_backend", backend)
     with _folder(model, cfg.actor.model.trust_remote_code) as (folder, step):
         rows, dropped = _answers(cfg, section, suite, folder, progress)
-    steps = (global_step, step, _step_of(Path(output).parent if output else None), _step_of(model), 0)
+    beside = step_of(Path(output).absolute().parent.name) if output else None
+    steps = (global_step, step, beside, step_of(Path(model).absolute().name), 0)
     result = {
         **summarize(rows),
         "dropped": dropped,
@@ -159,12 +159,6 @@ def describe(result: dict[str, Any]) -> str:
     if result["failed"]:
         line += f"; {result['failed']} answers could not be judged"
     return f"{line}; suite {result['suite']}, step {result['global_step']}, {result['backend']}"
-
-
-def _step_of(folder: str | Path | None) -> int | None:
-    """N of a folder called `global_step_<N>`."""
-    found = _STEP.fullmatch(Path(folder).absolute().name) if folder else None
-    return int(found.group(1)) if found else None
 
 
 @contextmanager

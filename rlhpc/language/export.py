@@ -24,6 +24,7 @@ from rlhpc.checkpoint.manifest import MANIFEST, digest, read_manifest
 from rlhpc.checkpoint.state import load_tensors
 from rlhpc.checkpoint.store import require_valid
 from rlhpc.config.sections import LoraConfig
+from rlhpc.jobs.paths import MODEL
 from rlhpc.language.config import LanguageModelConfig
 from rlhpc.runtime.durable import write_durably
 from rlhpc.runtime.errors import CheckpointError, ConfigError
@@ -120,7 +121,7 @@ def trained_weights(checkpoint: Path, backend: str) -> Iterable[tuple[str, torch
         CheckpointError: Files are missing or damaged, or the backend is not one of rlhpc's.
     """
     if backend == "local":
-        return load_tensors(checkpoint / "model.safetensors").items()
+        return load_tensors(checkpoint / MODEL).items()
     if backend == "fsdp":
         return _sharded(checkpoint / "shards")
     if backend == "deepspeed":

@@ -12,7 +12,7 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from rlhpc.jobs.paths import RunPaths
+from rlhpc.jobs.paths import PAGE, RunPaths
 from rlhpc.language.pass_at_k import level_order
 from rlhpc.metrics.page import Cell, missing, page, section, table
 from rlhpc.runtime.durable import replace_durably
@@ -115,7 +115,7 @@ def write_samples_page(paths: RunPaths) -> Path | None:
 
 
 def _ways(suites: Sequence[str]) -> str:
-    links = ['<a href="index.html">The run</a>']
+    links = [f'<a href="{PAGE}">The run</a>']
     if len(suites) > 1:
         links += [f'<a href="#suite-{i}">{escape(suite)}</a>' for i, suite in enumerate(suites)]
     return f"<nav>{' · '.join(links)}</nav>"
@@ -124,7 +124,7 @@ def _ways(suites: Sequence[str]) -> str:
 def _results(paths: RunPaths) -> dict[str, list[tuple[int, Path, Mapping[str, Any]]]]:
     """(step, JSON file, content) by suite, steps ascending, of evaluations that have samples beside them."""
     found: dict[str, list[tuple[int, Path, Mapping[str, Any]]]] = {}
-    for path in paths.eval.glob("global_step_*/*.json"):
+    for path in paths.eval_results():
         try:
             result = read_json(path.read_bytes())
             step, suite = int(result["global_step"]), str(result["suite"])

@@ -16,7 +16,7 @@ from datetime import datetime
 from typing import Any
 
 from rlhpc.jobs.claim import read_json
-from rlhpc.jobs.paths import RunPaths
+from rlhpc.jobs.paths import RunPaths, segment_name
 from rlhpc.metrics.provenance import read_provenance
 from rlhpc.runtime.allocation import expand_hostlist
 from rlhpc.runtime.durable import replace_durably
@@ -102,7 +102,7 @@ def job_ids(paths: RunPaths, provenance: Mapping[str, Any] | None = None) -> Job
     own: dict[str, None] = {}
     times: list[float] = []
     drivers = 0
-    files = sorted(paths.submit.glob("segment_*.json")) if paths.submit.is_dir() else []
+    files = sorted(paths.submit.glob(f"{segment_name('*')}.json")) if paths.submit.is_dir() else []
     records = {path.name: value for path in files if (value := read_json(path)) is not None}
     for name, value in records.items():
         if value.get("executor") != "slurm" or not str(value.get("job_id", "")).isdigit():

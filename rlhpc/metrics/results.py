@@ -19,7 +19,7 @@ def last_result(paths: RunPaths, suite: str = "default") -> tuple[int, dict[str,
 def read_results(paths: RunPaths, suite: str) -> list[dict[str, Any]]:
     """The readable results of a suite, by step: the content of `eval/global_step_<N>/<suite>.json`."""
     found = []
-    for path in paths.eval.glob("global_step_*/*.json"):
+    for path in paths.eval_results():
         result = read_json(path)
         if result and str(result.get("suite", path.stem)) == suite and str(result.get("global_step", "")).isdigit():
             found.append({**result, "global_step": int(result["global_step"])})

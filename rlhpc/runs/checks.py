@@ -12,6 +12,7 @@ from typing import Any, Protocol
 
 from omegaconf import DictConfig
 
+from rlhpc.jobs.paths import RunPaths
 from rlhpc.algorithms.registry import ADVANTAGES, POLICY_LOSSES
 from rlhpc.config.ranges import LARGEST, RANGES, check_ranges
 from rlhpc.config.rules import Fail, check_choice
@@ -116,7 +117,7 @@ def _runner(cfg: RunConfig, fail: Fail) -> None:
         raise fail("runner.segments", f"there cannot be more segments than training steps ({steps})")
     resume = cfg.runner.resume_dir
     if resume not in (None, "auto") and not Path(resume).expanduser().exists():
-        own = Path(cfg.runner.run_dir) / name / "checkpoints" / resume
+        own = RunPaths(Path(cfg.runner.run_dir) / name).checkpoints / resume
         if not own.exists():
             raise fail(
                 "runner.resume_dir", "there is no such checkpoint; allowed: null, auto, or a global_step_<N> folder"

@@ -83,7 +83,7 @@ class RunFolder:
         if segment is not None and not 0 <= segment < segments:
             raise ConfigError(f"segment {segment} does not exist: runner.segments is {segments} (0 to {segments - 1})")
         asked = cfg.runner.resume_dir
-        have = [path for _, path in paths.checkpoint_steps() if (path / "COMPLETE").is_file()]
+        have = [path for _, path in paths.complete_steps()]
         if segment is not None and (asked is None or have):
             asked = "auto"  # a restarted segment continues from where it was
         if asked is None and have:

@@ -20,7 +20,7 @@ from rlhpc.config.ranges import Range
 from rlhpc.config.rules import Fail
 from rlhpc.config.sections import RunConfig
 from rlhpc.config.typed import plain, select
-from rlhpc.jobs.paths import RunPaths
+from rlhpc.jobs.paths import CONFIG, RunPaths
 from rlhpc.runtime.errors import ConfigError
 from rlhpc.runtime.lookup import Registry, import_attribute, nearest, offered
 from rlhpc.runtime.plain import read_json, read_yaml
@@ -330,7 +330,7 @@ def kind_of_run(paths: RunPaths) -> Kind[Any]:
 
 def kind_of_checkpoint(checkpoint: Path) -> Kind[Any]:
     """The kind of the run that made a checkpoint, from its config.yaml; the default kind if that cannot be read."""
-    return _kind_of_file(checkpoint / "config.yaml") or find_kind()
+    return _kind_of_file(checkpoint / CONFIG) or find_kind()
 
 
 def _kind_of_file(config: Path) -> Kind[Any] | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from rlhpc.jobs.paths import CONFIG
 from rlhpc.runs.kinds import Cfg, Kind, differing, saved_values
 from rlhpc.runtime.errors import CheckpointError
 
@@ -16,7 +17,7 @@ def check_resume(kind: Kind[Cfg], cfg: Cfg, checkpoint: Path) -> None:
         CheckpointError: Names the keys, what the checkpoint has and what the configuration has.
     """
     # A checkpoint without config.yaml is refused, or taken, by the ranks that read it.
-    differ = differing(cfg, saved_values(checkpoint / "config.yaml", _KIND), _KIND)
+    differ = differing(cfg, saved_values(checkpoint / CONFIG, _KIND), _KIND)
     differ = differ or kind.differences(cfg, checkpoint)
     if differ:
         raise CheckpointError(

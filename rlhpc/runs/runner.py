@@ -13,6 +13,7 @@ from typing import Any, Generic
 
 import numpy as np
 
+from rlhpc.jobs.paths import CONFIG
 from rlhpc.checkpoint import CheckpointWriter, newest_valid, prune
 from rlhpc.config.typed import plain
 from rlhpc.jobs.signals import StopRequest, end_of_job
@@ -305,7 +306,7 @@ class Runner(Generic[Cfg]):
                 "seed": self.cfg.runner.seed,
             }
             writer.add_bytes("runner.json", json.dumps(state, indent=1).encode() + b"\n")
-            writer.add_file("config.yaml", self.folder.paths.config)
+            writer.add_file(CONFIG, self.folder.paths.config)
             logger.commit()
             writer.commit(self.result())
         self._saved_step = self.step

@@ -26,8 +26,7 @@ _WAY_OUT = (
 
 def has_begun(paths: RunPaths) -> bool:
     """Whether there is something of a run that another configuration would continue."""
-    complete = any((path / "COMPLETE").is_file() for _, path in paths.checkpoint_steps())
-    return complete or any(paths.segments.glob("*.json"))
+    return bool(paths.complete_steps()) or any(paths.segments.glob("*.json"))
 
 
 def check_same_run(paths: RunPaths, cfg: RunConfig, *, resume_with: bool = False) -> None:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from rlhpc.runtime.errors import RendezvousTimeout, RlhpcError, StaleGeneration
 from rlhpc.runtime.host import host_id
-from rlhpc.runtime.registry import Registry
+from rlhpc.runtime.registry import MEMBERS, Registry
 
 if TYPE_CHECKING:
     from rlhpc.runtime.comm.service import Service
@@ -55,14 +55,14 @@ class Context:
         deadline = time.monotonic() + (300.0 if timeout is None else timeout)
         pause = 0.002
         while True:
-            version = self.registry.version("members", name)
+            version = self.registry.version(MEMBERS, name)
             known = self._members.get((group, rank))
             if known and known[0] == version and version:
                 return known[1]
-            if version and (record := self.registry.get("members", name)):
+            if version and (record := self.registry.get(MEMBERS, name)):
                 self._members[group, rank] = (version, record)
                 return record
-            if not version and not (self.registry.root / "members").is_dir():
+            if not version and not (self.registry.root / MEMBERS).is_dir():
                 self.registry.check_current()  # if all of it is gone, nobody will ever arrive
                 if known:
                     return known[1]  # old generations' folders were removed, and this one's with them

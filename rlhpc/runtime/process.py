@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 from rlhpc.runtime.errors import RlhpcError
+from rlhpc.runtime.registry import MEMBERS
 from rlhpc.runtime.spec import EXIT, IDLE, RESUME, WorkerSpec
 from rlhpc.runtime.storage import explained, log_stream
 
@@ -171,7 +172,7 @@ def run_worker(spec: WorkerSpec, on_sigterm: Callable[[], None] | None = None) -
     }  # fmt: skip
     ctx = context.Context(spec.name, registry, service, check=check, wait_deadline=spec.wait_deadline)
     context.install(ctx)
-    registry.put("members", spec.name, record)
+    registry.put(MEMBERS, spec.name, record)
     try:
         from rlhpc.runtime.worker import bind_spec
 

@@ -23,6 +23,9 @@ from rlhpc.runtime.storage import advice, is_full, storage_error
 
 CURRENT = "current"
 
+#: Folder of the ranks' records.
+MEMBERS = "members"
+
 
 def write_atomic(path: Path, data: bytes, mode: int = 0o600, durable: bool = True) -> None:
     """Writes `data` so that a reader, or a crash, sees the old file or the new one and nothing between.
@@ -61,7 +64,7 @@ class Registry:
         try:
             require_own_run_folder(parent.parent)
             make_private(parent, parents=True)
-            for folder in (root, root / "members", root / "channels", root / "groups"):
+            for folder in (root, *(root / kind for kind in (MEMBERS, "channels", "groups"))):
                 make_private(folder)
         except OSError as error:
             if is_full(error):

@@ -25,7 +25,7 @@ from rlhpc.runtime.leases import TICK_S, Leases
 from rlhpc.runtime.members import all_in, class_body, death, said_before_its_log
 from rlhpc.runtime.network import own_address
 from rlhpc.runtime.ranks import Ranks
-from rlhpc.runtime.registry import Keys, Registry
+from rlhpc.runtime.registry import MEMBERS, Keys, Registry
 from rlhpc.runtime.rpc import RpcClient, worker_failed
 from rlhpc.runtime.spec import EXIT, IDLE, RESUME, spec_of
 from rlhpc.runtime.starters import Member, Starter
@@ -108,7 +108,7 @@ class Session:
         self._stepped = SteppedStarter(self.log_dir, self.scratch, self) if steps else None
         self._registry_watch = RegistryWatch(self.registry, keys, self.fail)
         self.registry.put(
-            "members", "driver", {"group": "driver", "rank": 0, "pid": self._pid, "node": node_name(),
+            MEMBERS, "driver", {"group": "driver", "rank": 0, "pid": self._pid, "node": node_name(),
                                   "host": host_id(), "data": self.service.endpoint, "state": "running",
                                   "started": time.time(), "token": self.scratch.token}
         )  # fmt: skip
@@ -225,7 +225,7 @@ class Session:
         for name in {m.spec.group for m in self.ranks.all()}:
             self.rpc.forget(name)
         for member in gone:
-            self.registry.remove("members", member.spec.name)
+            self.registry.remove(MEMBERS, member.spec.name)
         try:
             for member in survivors:
                 self.service.peers.post(choose(member.record["data"]), b"ABORT", [])
@@ -350,7 +350,7 @@ class Session:
         if self._registry_watch.mine():
             self.registry.remove("groups", name)
             for member in members:
-                self.registry.remove("members", member.spec.name)
+                self.registry.remove(MEMBERS, member.spec.name)
 
     def stop(self) -> None:
         """Ends all groups and the session; nothing of it is left running, in shared memory or in the socket folder."""

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from rlhpc.checkpoint.state import load_state, load_tensors, save_state, save_tensors
+from rlhpc.jobs.paths import MODEL
 from rlhpc.runtime.errors import CheckpointError
 from rlhpc.training.contract import Blueprint, Named, Ranks, TrainingBackend
 from rlhpc.training.flat import FlatModule
@@ -16,7 +17,7 @@ from rlhpc.training.flat import FlatModule
 if TYPE_CHECKING:
     from rlhpc.training.contract import ActorSection
 
-MODEL, OPTIMIZER = "model.safetensors", "optimizer.pt"
+OPTIMIZER = "optimizer.pt"
 
 
 class ReplicatedBackend(TrainingBackend):

@@ -6,7 +6,7 @@ from rlhpc.metrics.results import last_result
 from rlhpc.runs.kinds import kind_of
 from rlhpc.runtime.errors import RlhpcError
 from rlhpc.jobs.plan import job_options, minutes_of
-from rlhpc.jobs.paths import RunPaths
+from rlhpc.jobs.paths import COMPLETE, MODEL, RunPaths, segment_name
 
 
 wildcard_constraints:
@@ -132,7 +132,7 @@ def suite_overrides(wildcards):
 
 
 def segment_file(segment):
-    return f"{WORK}/segment_{segment}.json"
+    return f"{WORK}/{segment_name(segment)}.json"
 
 
 def step_before(wildcards):

@@ -33,7 +33,7 @@ if BEFORE.evaluates_start:
         input:
             before=step_before_training,
         output:
-            result=f"{ROOT}/eval/global_step_0/{{suite}}.json",
+            result=near(RUN.eval_result(0, "{suite}")),
         log:
             f"{LOGS}/eval_0_{{suite}}.log",
         benchmark:

@@ -1,19 +1,19 @@
 # Evaluation and conversion of one checkpoint, of any run, anywhere: `--config checkpoint=…/global_step_3 [suite=…] [output=…]`.
 CHECKPOINT = Path(config["checkpoint"]).expanduser().absolute()
 # by default into the run that the checkpoint belongs to
-AT_HOME = CHECKPOINT.parent.parent if CHECKPOINT.parent.name == "checkpoints" else Path("offline")
+AT_HOME = (RunPaths.around(CHECKPOINT) or RunPaths(Path("offline"))).root
 HOME = near(config["output"] or AT_HOME)
 NAME = CHECKPOINT.name
 LOGS = f"{HOME}/logs/workflow"
 TARGETS = [
     f"{HOME}/eval/{NAME}/{config['suite']}.json",
-    f"{HOME}/export/{NAME}/model.safetensors",
+    f"{HOME}/export/{NAME}/{MODEL}",
 ]
 
 
 rule eval_checkpoint:
     input:
-        complete=ancient(str(CHECKPOINT / "COMPLETE")),
+        complete=ancient(str(CHECKPOINT / COMPLETE)),
     output:
         result=TARGETS[0],
     log:
@@ -36,7 +36,7 @@ rule eval_checkpoint:
 
 rule convert_checkpoint:
     input:
-        complete=ancient(str(CHECKPOINT / "COMPLETE")),
+        complete=ancient(str(CHECKPOINT / COMPLETE)),
     output:
         model=TARGETS[1],
     log:

@@ -14,14 +14,15 @@ SUITES = list(config["suites"] or CFG.workflow.eval_suites)
 
 ROOT = near(RUN.root)
 WORK = f"{ROOT}/workflow"  # Snakemake's own: what is below may be deleted at any time
-LOGS = f"{ROOT}/logs/workflow"
-EVALUATION = f"{ROOT}/eval/global_step_{{step}}/{{suite}}.json"
-EXPORT = f"{ROOT}/export/global_step_{{step}}/model.safetensors"
+LOGS = f"{near(RUN.logs)}/workflow"
+SEGMENT = segment_name("{segment}")
+EVALUATION = near(RUN.eval_result("{step}", "{suite}"))
+EXPORT = near(RUN.export("{step}") / MODEL)
 SFT = load_sft()
 DEMOS = demonstrations()
-RECORDING = f"{ROOT}/demos/global_step_{{step}}.h5"
+RECORDING = near(RUN.recording("{step}"))
 ONLY_SUCCESS = ["--only-success"] if ONLY_SUCCEEDED else []
-TARGETS = [f"{ROOT}/report/index.html"]
+TARGETS = [near(RUN.report)]
 config["described"] = described()  # for report/workflow.rst, which sees nothing else
 
 

@@ -8,7 +8,7 @@ rule report:
         export=final_export,
         recording=final_recording,
     output:
-        page=f"{ROOT}/report/index.html",
+        page=near(RUN.report),
         alone=report(
             f"{ROOT}/report/curves/page.html",
             caption="../report/page.rst",

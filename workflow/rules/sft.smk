@@ -3,7 +3,7 @@ SFT_CONFIG, SFT_CFG = SFT
 SFT_RUN = RunPaths.of(SFT_CFG.runner.run_dir, SFT_CFG.runner.name)
 SFT_ROOT = near(SFT_RUN.root)
 SFT_STEP = segment_ends(SFT_CFG)[-1]
-SFT_EXPORT = f"{SFT_ROOT}/export/global_step_{SFT_STEP}/model.safetensors"
+SFT_EXPORT = near(SFT_RUN.export(SFT_STEP) / MODEL)
 SFT_OVERRIDES = BEFORE.sft[1]
 if len(segment_ends(SFT_CFG)) > 1:
     raise WorkflowError(f"rlhpc: error: {SFT_CONFIG}: runner.segments must be 1 for a run that another one starts from")
@@ -14,7 +14,7 @@ rule sft:
         config=ancient(SFT_CONFIG),
         plan=f"{WORK}/plan.txt",
     output:
-        done=f"{SFT_ROOT}/workflow/segment_0.json",
+        done=f"{SFT_ROOT}/workflow/{segment_name(0)}.json",
     log:
         f"{LOGS}/sft.log",
     benchmark:

@@ -26,11 +26,11 @@ if KIND.goal(CFG) is None:
             config=ancient(RUN_CONFIG),
             before=ancient(step_before),
         output:
-            done=f"{WORK}/segment_{{segment}}.json",
+            done=f"{WORK}/{SEGMENT}.json",
         log:
-            f"{LOGS}/train_segment_{{segment}}.log",
+            f"{LOGS}/train_{SEGMENT}.log",
         benchmark:
-            f"{LOGS}/train_segment_{{segment}}.tsv"
+            f"{LOGS}/train_{SEGMENT}.tsv"
         retries: config["retries"]
         localrule: True
         resources:
@@ -48,11 +48,11 @@ else:
             config=ancient(RUN_CONFIG),
             before=ancient(step_before),
         output:
-            done=f"{WORK}/segment_{{segment}}.json",
+            done=f"{WORK}/{SEGMENT}.json",
         log:
-            f"{LOGS}/train_segment_{{segment}}.log",
+            f"{LOGS}/train_{SEGMENT}.log",
         benchmark:
-            f"{LOGS}/train_segment_{{segment}}.tsv"
+            f"{LOGS}/train_{SEGMENT}.tsv"
         retries: config["retries"]
         localrule: True
         resources:

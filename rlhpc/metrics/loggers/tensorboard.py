@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import IO, Any
 
+from rlhpc.jobs.paths import RunPaths
 from rlhpc.metrics.loggers.base import RunFacts
 from rlhpc.runtime.host import node_name
 
@@ -26,7 +27,7 @@ class TensorBoardLogger:
         self._records: Any = None
 
     def open(self, run: RunFacts, resume_step: int | None) -> int | None:
-        self._folder = run.folder / "tensorboard"
+        self._folder = RunPaths(run.folder).tensorboard
         if resume_step is None or not any(self._folder.glob("events.out.tfevents.*")):
             return None
         self._purge_step = resume_step + 1
