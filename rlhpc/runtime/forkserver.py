@@ -40,10 +40,17 @@ def _kill_group(pid: int, number: int) -> None:
 
 
 class ForkServer:
-    """Serves one driver's `start` and `kill` requests over `control`."""
+    """Serves one driver's `start` and `kill` requests over `control`.
 
-    def __init__(self, control: socket.socket, token: str) -> None:
-        self.control, self.scratch = control, Scratch(token)
+    Args:
+        control: The driver's socket.
+        token: Of the session's scratch folders.
+        entry: What a forked rank runs, as `module:function` of a spec that returns an exit status. A rank with an interpreter
+            of its own runs the module, as a program.
+    """
+
+    def __init__(self, control: socket.socket, token: str, entry: str) -> None:
+        self.control, self.scratch, self.entry = control, Scratch(token), entry
         self.children: dict[int, str] = {}
 
     def serve(self) -> None:
@@ -97,9 +104,8 @@ class ForkServer:
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
             for inherited in (self.control, *self._inherited):
                 inherited.close()
-            from rlhpc.runtime.process import live
-
-            status = live(spec)
+            module, _, name = self.entry.partition(":")
+            status = getattr(importlib.import_module(module), name)(spec)
         finally:
             # Skip the interpreter's teardown: the fork server's atexit handlers are not this process's.
             with contextlib.suppress(OSError, ValueError):
@@ -111,7 +117,7 @@ class ForkServer:
         """A fresh interpreter, for groups with a Python of their own or engines that cannot be forked."""
         with open(spec.log_err, "ab", buffering=0) as err, open(spec.log_out, "ab", buffering=0) as out:
             child = subprocess.Popen(
-                run_module("rlhpc.runtime.process", str(os.getpid()), python=spec.interpreter),
+                run_module(self.entry.partition(":")[0], str(os.getpid()), python=spec.interpreter),
                 stdin=subprocess.PIPE,
                 stdout=out,
                 stderr=err,
@@ -175,14 +181,14 @@ def _imported(control: socket.socket) -> None:
 
 
 def main() -> None:
-    """`python -m rlhpc.runtime.forkserver FD TOKEN DRIVER_PID MODULE…`."""
-    fd, token, driver, *modules = sys.argv[1:]
+    """`python -m rlhpc.runtime.forkserver FD TOKEN DRIVER_PID ENTRY MODULE…`."""
+    fd, token, driver, entry, *modules = sys.argv[1:]
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)  # a signal to the job's process group must not end the ranks
     adopt_orphans()
     Scratch(token).hold()
     control = socket.socket(fileno=int(fd))
-    server = ForkServer(control, token)
+    server = ForkServer(control, token, entry)
     _end_while_importing(control, token)
     if os.getppid() != int(driver):
         server.end(remove=True)

@@ -7,17 +7,34 @@ import itertools
 import os
 import pickle
 import signal
+import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import cloudpickle
 
 from rlhpc.runtime.errors import UserError, WorkerFailed
 from rlhpc.runtime.spec import WorkerSpec
-from rlhpc.runtime.starters import Member
+
+if TYPE_CHECKING:
+    from rlhpc.runtime.starters import Starter
 
 _TAIL_BYTES = 16384
+
+
+@dataclass(eq=False)
+class Member:
+    """One rank as the driver sees it. `state`: starting, ready, stopping, ended."""
+
+    spec: WorkerSpec
+    starter: Starter
+    pid: int = 0
+    state: str = "starting"
+    record: dict[str, Any] = field(default_factory=dict)
+    alive: float = field(default_factory=time.monotonic)
+    suspect: bool = False
 
 
 def all_in(state: str, members: Sequence[Member]) -> Callable[[], bool]:

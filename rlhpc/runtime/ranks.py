@@ -6,8 +6,7 @@ import threading
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
-from rlhpc.runtime.members import all_in
-from rlhpc.runtime.starters import Member
+from rlhpc.runtime.members import Member, all_in
 
 _ALIVE = ("starting", "ready")
 

@@ -19,14 +19,16 @@ from rlhpc.runtime import wire
 from rlhpc.runtime.descriptors import raise_limit
 from rlhpc.runtime.errors import SubmitError, WorkerFailed
 from rlhpc.runtime.import_paths import python_path, run_module
-from rlhpc.runtime.members import tail
+from rlhpc.runtime.members import Member, tail
 from rlhpc.runtime.scratch import Scratch
-from rlhpc.runtime.starters import Member, Reports
+from rlhpc.runtime.starters import Reports
 
 if TYPE_CHECKING:
     from rlhpc.runtime.cluster import Cluster, Node
     from rlhpc.runtime.spec import WorkerSpec
 
+#: What a forked rank runs.
+ENTRY = "rlhpc.runtime.process:live"
 #: What every fork server imports.
 PRELOAD = ("torch", "numpy", "zmq", "cloudpickle", "rlhpc.runtime.process", "rlhpc.runtime.worker")
 
@@ -78,7 +80,7 @@ class ForkServerProcess:
         with self.words_file.open("ab") as err:
             self.process = subprocess.Popen(
                 run_module("rlhpc.runtime.forkserver", str(theirs.fileno()), self.scratch.token,
-                           str(os.getpid()), *(() if preload is None else (*PRELOAD, *preload))),
+                           str(os.getpid()), ENTRY, *(() if preload is None else (*PRELOAD, *preload))),
                 pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, stdout=err, stderr=err, env=environment,
                 start_new_session=True,
             )  # fmt: skip
