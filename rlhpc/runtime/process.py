@@ -132,6 +132,7 @@ def run_worker(spec: WorkerSpec, on_sigterm: Callable[[], None] | None = None) -
     logging.basicConfig(level=logging.INFO, stream=sys.stderr, format=_LOG_FORMAT.format(name=spec.name), force=True)
     # Imported here: imported before the fork, they would start ZeroMQ's threads in the fork server.
     from rlhpc.runtime import context
+    from rlhpc.runtime.comm import p2p
     from rlhpc.runtime.comm.calls import CallDoor
     from rlhpc.runtime.comm.meshes import guard
     from rlhpc.runtime.comm.segments import remove_idle_of_the_dead
@@ -199,7 +200,7 @@ def run_worker(spec: WorkerSpec, on_sigterm: Callable[[], None] | None = None) -
             return 0
         if name in (IDLE, RESUME):
             if name == RESUME:
-                service.clear_inbox()
+                p2p.clear_inbox(service)
                 service.aborted = False
             door.answer(caller, [number, b"ok", b"0", *service.pack(None).frames()])
             continue

@@ -21,7 +21,8 @@ from typing import Any
 
 import torch
 
-from rlhpc.runtime.comm.segments import HEADER, SegmentPool
+from rlhpc.runtime.comm.pool import SegmentPool
+from rlhpc.runtime.comm.segments import HEADER
 from rlhpc.weights.elements import Elements, Shadow
 from rlhpc.weights.strategy import DELTAS, NamedTensors
 

@@ -16,7 +16,8 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from rlhpc.runtime.comm.segments import SegmentPool, layout
+from rlhpc.runtime.comm.pool import SegmentPool
+from rlhpc.runtime.comm.segments import layout
 
 PREFIX = "loan:"
 #: Below this size, copying costs less than waiting.

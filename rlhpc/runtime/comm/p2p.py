@@ -10,9 +10,9 @@ from typing import Any
 
 from rlhpc.runtime.comm.background import AsyncWork, in_background
 from rlhpc.runtime.comm.payload import Packed
-from rlhpc.runtime.comm.queues import Outlook
-from rlhpc.runtime.comm.segments import discard
-from rlhpc.runtime.comm.service import INBOX
+from rlhpc.runtime.comm.queues import ChannelState, Outlook
+from rlhpc.runtime.comm.segments import SegmentGone, discard
+from rlhpc.runtime.comm.service import DEFAULT_MAX_BYTES, INBOX, Service
 from rlhpc.runtime.comm.share import Share
 from rlhpc.runtime.comm.sockets import choose
 from rlhpc.runtime.context import Context, current
@@ -199,3 +199,14 @@ def readers_of(context: Context, targets: list[tuple[str, int]]) -> list[list[tu
         else:
             together.setdefault(host, []).append(target)
     return [*together.values(), *alone]
+
+
+def clear_inbox(service: Service) -> None:
+    """Drops the messages that were sent to this process and that it has not taken."""
+    with service.lock:
+        state = service.channels[INBOX]
+        service.channels[INBOX] = ChannelState(0, DEFAULT_MAX_BYTES)
+    for item in [item for queued in state.queues.values() for item in queued.items]:
+        # Unpacking frees this reader's claim on the payload, in case its sender and the other readers are still there.
+        with contextlib.suppress(RlhpcError, SegmentGone, OSError):
+            service.unpack(item.frames, borrow=True)

@@ -7,7 +7,9 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from rlhpc.runtime.comm.loans import LEND_LIMIT, PREFIX, Loan, Loans
-from rlhpc.runtime.comm.segments import HEADER, Mappings, SegmentPool, discard
+from rlhpc.runtime.comm.mappings import Mappings
+from rlhpc.runtime.comm.pool import SegmentPool
+from rlhpc.runtime.comm.segments import HEADER, discard
 from rlhpc.runtime.comm.serialization import Buffer, dumps, loads
 from rlhpc.runtime.comm.share import Share
 

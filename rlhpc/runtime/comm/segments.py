@@ -1,4 +1,4 @@
-"""Shared-memory segments that are reused: the writer's pool, and the reader's mappings.
+"""Shared-memory segments that are reused: what is in their files. `pool` is the writer's side, `mappings` the reader's.
 
 A fresh page costs more than the bytes that go into it, so a segment is kept mapped at both ends and goes from item to item.
 Its first page has one byte per reader that says who still needs it: the writer sets them when it has written, each reader sets
@@ -14,40 +14,21 @@ What a reader has mapped stays its own: once all readers have come, the writer m
 
 from __future__ import annotations
 
-import collections
 import contextlib
 import errno
-import itertools
-import logging
 import mmap
 import os
 import re
-import threading
-import time
-import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
-from rlhpc.runtime.comm.copying import copy_into
-from rlhpc.runtime.scratch import Scratch
-
-log = logging.getLogger(__name__)
-
 #: The first page: one byte per reader.
 HEADER = mmap.PAGESIZE
 FREE, WRITTEN, USED, KEPT = b"\0", b"\1", b"\2", b"\3"
-_ALIGN = 64
-_IOV_MAX = 512
-#: Segments checked before a new one is made: the oldest in use are the likeliest to be free.
-_LOOKS = 16
-#: Segments in use that a pool keeps track of; what is written beyond them is forgotten as soon as its reader has come.
-_MOST = 4096
-_POPULATE = getattr(mmap, "MAP_POPULATE", 0)
+ALIGN = 64
+POPULATE = getattr(mmap, "MAPPOPULATE", 0)
 _NAME = re.compile(r"(\d+)-\d+")
-_counter = itertools.count()
 
 
 class SegmentGone(Exception):
@@ -71,14 +52,14 @@ def spans_of(sizes: Iterable[int]) -> list[tuple[int, int]]:
     spans, offset = [], HEADER
     for size in sizes:
         spans.append((offset, size))
-        offset += size + -size % _ALIGN
+        offset += size + -size % ALIGN
     return spans
 
 
 def layout(buffers: Sequence[Any]) -> tuple[list[tuple[int, int]], int]:
     """(offset, length) of each buffer in a segment, and the size of them all."""
     spans = spans_of(len(buffer) for buffer in buffers)
-    return spans, sum(length + -length % _ALIGN for _, length in spans)
+    return spans, sum(length + -length % ALIGN for _, length in spans)
 
 
 class Segment:
@@ -107,267 +88,12 @@ class Segment:
         return WRITTEN in self.memory[: self.readers]
 
 
-class SegmentPool:
-    """The segments that this process writes. Any thread may call any method.
+def map_segment(path: str, flags: int) -> mmap.mmap:
+    """Maps a segment, for reading and writing.
 
-    Args:
-        scratch: The session's folders on this host.
-        max_idle: Bytes of free segments that are kept; by default a sixteenth of the shared memory, at most 2 GiB.
-        patience: Seconds after which data for several readers is given up although one of them has not come.
+    Raises:
+        SegmentGone: It is not there any more.
     """
-
-    def __init__(self, scratch: Scratch, max_idle: int | None = None, patience: float = 7200.0) -> None:
-        self._scratch, self._patience = scratch, patience
-        self._max_idle = default_idle(scratch) if max_idle is None else max_idle
-        self._lock = threading.Lock()
-        self._idle: dict[int, list[Segment]] = {}
-        self._idle_bytes = 0
-        self._busy: collections.deque[Segment] = collections.deque()
-        self._by_path: dict[str, Segment] = {}
-        self._warned = False
-
-    def write(
-        self, buffers: Sequence[Any], readers: int = 1, *, keep: bool = False
-    ) -> tuple[str, list[tuple[int, int]]]:
-        """Copies the buffers into a segment, as `spans_of` lays them out.
-
-        Args:
-            buffers: Flat, contiguous.
-            readers: How many will read it; they are numbered from 0.
-            keep: Keep it until `drop`, for readers that come later.
-
-        Returns:
-            Path, and (offset, length) of each buffer.
-
-        Raises:
-            OSError: Neither the shared memory nor the spill folder has room.
-        """
-        if readers >= HEADER:
-            raise ValueError(f"a segment has at most {HEADER - 1} readers, not {readers}")
-        spans, size = layout(buffers)
-        capacity = capacity_of(size)
-        segment = self._take(capacity)
-        if segment is None:
-            segment = self._make(capacity, size, buffers)
-        else:
-            starts = (start for start, _ in spans)
-            copy_into(np.frombuffer(segment.memory, np.uint8), zip(starts, buffers, strict=True))
-        self._hold(segment, readers, keep)
-        return segment.path, spans
-
-    def reserve(self, size: int, readers: int = 1) -> Segment:
-        """A segment for `size` bytes that somebody else writes, into its `memory` from `HEADER` on.
-
-        Raises:
-            OSError: Neither the shared memory nor the spill folder has room.
-        """
-        capacity = capacity_of(size)
-        segment = self._take(capacity) or self._make(capacity, size, None)
-        self._hold(segment, readers)
-        return segment
-
-    def _hold(self, segment: Segment, readers: int, keep: bool = False) -> None:
-        segment.readers, segment.written = readers, time.monotonic()
-        segment.memory[:readers] = WRITTEN * readers
-        if keep:
-            segment.memory[HEADER - 1 : HEADER] = KEPT
-        with self._lock:
-            if not keep:
-                self._busy.append(segment)
-            self._by_path[segment.path] = segment
-
-    def memory(self, path: str) -> mmap.mmap | None:
-        """The memory that a segment of this process is mapped to, while the pool keeps track of it."""
-        with self._lock:
-            segment = self._by_path.get(path)
-        return None if segment is None else segment.memory
-
-    def awaited(self, path: str) -> list[bool]:
-        """Which readers of a kept segment have not come yet."""
-        with self._lock:
-            segment = self._by_path[path]
-        return [state == WRITTEN[0] for state in segment.memory[: segment.readers]]
-
-    def drop(self, path: str) -> None:
-        """Ends a kept segment. It is not written again, because readers that have mapped it still use it."""
-        with self._lock:
-            del self._by_path[path]
-        unlink(path)
-
-    def release(self, path: str, reader: int) -> None:
-        """Marks the segment as read by a reader that cannot map it."""
-        with self._lock:
-            segment = self._by_path.get(path)
-        if segment is not None:
-            segment.memory[reader : reader + 1] = FREE
-
-    def close(self) -> None:
-        """Removes the segments that nobody needs; the rest goes with the session's folder."""
-        with self._lock:
-            for segment in [*self._by_path.values(), *(one for idle in self._idle.values() for one in idle)]:
-                if segment.free():
-                    unlink(segment.path)
-            self._busy.clear()
-            self._by_path.clear()
-            self._idle.clear()
-
-    # -- finding one ----------------------------------------------------------------------------------------------
-
-    def _take(self, capacity: int) -> Segment | None:
-        """A free segment of this size."""
-        with self._lock:
-            for _ in range(len(self._busy) if len(self._busy) > _MOST else min(_LOOKS, len(self._busy))):
-                if self._idle.get(capacity):
-                    break
-                self._look()
-            if self._idle.get(capacity):
-                self._idle_bytes -= capacity
-                return self._idle[capacity].pop()
-        return None
-
-    def _look(self) -> None:
-        """Checks the segment that has been in use longest."""
-        segment = self._busy.popleft()
-        if segment.free():
-            self._retire(segment)
-            return
-        awaited = segment.awaited()
-        late = segment.readers > 1 and time.monotonic() - segment.written > self._patience
-        if (len(self._busy) >= _MOST and not awaited) or (not segment.pooled and not awaited) or (awaited and late):
-            self._forget(segment)
-        else:
-            self._busy.append(segment)
-
-    def _retire(self, segment: Segment) -> None:
-        """Keeps a free segment, and removes those that have been idle longest if there are too many."""
-        del self._by_path[segment.path]
-        if not segment.pooled:
-            unlink(segment.path)
-            return
-        self._idle.setdefault(segment.capacity, []).append(segment)
-        self._idle_bytes += segment.capacity
-        while self._idle_bytes > self._max_idle:
-            largest = max(capacity for capacity, segments in self._idle.items() if segments)
-            unlink(self._idle[largest].pop(0).path)
-            self._idle_bytes -= largest
-
-    def _forget(self, segment: Segment) -> None:
-        del self._by_path[segment.path]
-        unlink(segment.path)
-
-    # -- making one -----------------------------------------------------------------------------------------------
-
-    def _make(self, capacity: int, size: int, buffers: Sequence[Any] | None) -> Segment:
-        """A new segment with the data. It is written rather than mapped and copied into: no page is zeroed first, and a
-        full /dev/shm is an error instead of a SIGBUS. Without `buffers` its pages are there, and mapped."""
-        chunks: list[Any] = [b"\0" * HEADER]
-        for buffer in buffers or ():
-            chunks += [buffer, b"\0" * (-len(buffer) % _ALIGN)]
-        name = f"{os.getpid()}-{next(_counter)}"
-        for folder in (self._scratch.shm, self._scratch.spill):
-            path, spilled = str(folder / name), folder == self._scratch.spill
-            fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-            try:
-                _write_all(fd, chunks)
-                written = HEADER + (0 if buffers is None else size)
-                length = HEADER + (size if spilled else capacity)
-                if length > written:
-                    os.posix_fallocate(fd, written, length - written)
-                flags = mmap.MAP_SHARED | (_POPULATE if buffers is None else 0)
-                return Segment(path, capacity, mmap.mmap(fd, length, flags=flags), pooled=not spilled)
-            except OSError as error:
-                os.unlink(path)
-                if error.errno not in (errno.ENOSPC, errno.EDQUOT) or spilled:
-                    raise
-                self._make_room()
-                if not self._warned:
-                    log.warning(
-                        "%s is full: payloads go through files in %s (slower)", self._scratch.shm, self._scratch.spill
-                    )
-                    self._warned = True
-            finally:
-                os.close(fd)
-        raise AssertionError("unreachable")
-
-    def _make_room(self) -> None:
-        """Frees all idle segments, because others need the room more."""
-        with self._lock:
-            for segments in self._idle.values():
-                for segment in segments:
-                    unlink(segment.path)
-                segments.clear()
-            self._idle_bytes = 0
-
-
-def default_idle(scratch: Scratch) -> int:
-    try:
-        about = os.statvfs(scratch.shm)
-    except OSError:
-        return 256 << 20
-    return min(2 << 30, about.f_blocks * about.f_frsize // 16)
-
-
-def _write_all(fd: int, chunks: list[Any]) -> None:
-    views = [memoryview(c).cast("B") for c in chunks if len(c)]
-    while views:
-        written = os.writev(fd, views[:_IOV_MAX])
-        while views and written >= len(views[0]):
-            written -= len(views.pop(0))
-        if written:
-            views[0] = views[0][written:]
-
-
-# -- the reader's side ------------------------------------------------------------------------------------------------
-
-
-class Mappings:
-    """The segments of other processes that this one has mapped. Any thread may call any method."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._mapped: dict[str, mmap.mmap] = {}
-        self._sweep_at = 16
-
-    def lease(self, path: str, reader: int, *, own: bool = True) -> memoryview:
-        """The data of a segment; it is the reader's until the last view of it is gone.
-
-        Args:
-            path: The segment.
-            reader: Number of this reader.
-            own: Nobody else reads it, or nobody writes to it: the view is of the segment itself. Otherwise it is a
-                private one, where what is written stays here.
-
-        Raises:
-            SegmentGone: It is not there any more.
-        """
-        shared = self._map(path)
-        shared[reader : reader + 1] = USED
-        memory = shared if own else map_private(path)
-        # A weak reference tells when the last tensor, array or slice that looks into this view is gone.
-        view = np.frombuffer(memory, np.uint8)
-        weakref.finalize(view, _clear, shared, reader).atexit = False
-        return view.data
-
-    def _map(self, path: str) -> mmap.mmap:
-        with self._lock:
-            found = self._mapped.get(path)
-            if found is None:
-                if len(self._mapped) >= self._sweep_at:
-                    self._sweep()
-                found = self._mapped[path] = _map(path, mmap.MAP_SHARED | _POPULATE)
-            return found
-
-    def _sweep(self) -> None:
-        """Unmaps segments that their writers have given up, so that their memory is freed once nobody uses it."""
-        self._mapped = {path: memory for path, memory in self._mapped.items() if os.path.exists(path)}
-        self._sweep_at = max(16, 2 * len(self._mapped))
-
-
-def _clear(memory: mmap.mmap, reader: int) -> None:
-    memory[reader : reader + 1] = FREE
-
-
-def _map(path: str, flags: int) -> mmap.mmap:
     try:
         fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
     except FileNotFoundError:
@@ -387,7 +113,7 @@ def map_private(path: str) -> mmap.mmap:
         SegmentGone: It is not there any more.
     """
     # Not populated: that would copy every page at once.
-    return _map(path, mmap.MAP_PRIVATE)
+    return map_segment(path, mmap.MAP_PRIVATE)
 
 
 def discard(path: str, reader: int = 0) -> None:

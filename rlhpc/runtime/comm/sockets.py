@@ -8,7 +8,7 @@ import os
 import struct
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from socket import SOL_SOCKET, create_server
 from typing import Any, NamedTuple
 
@@ -17,6 +17,7 @@ from zmq.utils import z85
 
 from rlhpc.runtime.comm import unix
 from rlhpc.runtime.comm.bulk import BulkClient
+from rlhpc.runtime.descriptors import crowded
 from rlhpc.runtime.errors import ChannelError, DeadlineExceeded
 from rlhpc.runtime.host import host_id
 from rlhpc.runtime.registry import Keys
@@ -101,6 +102,18 @@ class Door:
         elif self.is_shut and not wanted:
             self.listener.setsockopt(SOL_SOCKET, _SO_DETACH_FILTER, 0)
         self.is_shut = wanted
+
+
+def shut_where_crowded(doors: Collection[Door]) -> None:
+    """Keeps ports shut while the process has too few descriptors left for its own files, and opens them again."""
+    full = bool(doors) and crowded()
+    for door in list(doors):
+        door.shut(full)
+
+
+def readable(socket: zmq.Socket[Any]) -> bool:
+    """Whether a message has come; ZeroMQ's descriptor only says that something has changed."""
+    return bool(int(socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN)
 
 
 def choose(record: dict[str, str]) -> str:

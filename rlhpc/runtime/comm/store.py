@@ -41,7 +41,7 @@ class ServiceStore(dist.Store):
     def _ask(self, op: bytes, key: str, *frames: bytes, timeout: float | None = None) -> list[bytes]:
         service, endpoint = self._context.service, self._holder()
         if endpoint is None:
-            return service.store(op, self._full(key), *frames)
+            return service.held.act(op, self._full(key), *frames)
         whom = f"{self._group}-0 to answer for the process group"
         limit = self._timeout_s if timeout is None else timeout
         return service.peers.request(endpoint, b"STORE", [op, self._full(key), *frames], limit, whom)
@@ -68,7 +68,7 @@ class ServiceStore(dist.Store):
             while True:
                 self._context.check()
                 left = deadline - time.monotonic()
-                value = self._context.service.store_value(self._full(key), max(0.0, min(left, _LOOK_S)))
+                value = self._context.service.held.wait(self._full(key), max(0.0, min(left, _LOOK_S)))
                 if value is not None:
                     return value
                 if left <= 0:

@@ -20,8 +20,10 @@ from rlhpc.runtime.comm import bulk
 from rlhpc.runtime.comm.bulk import MAGIC, MOST_TRANSFERS, BulkClient, BulkServer
 from rlhpc.runtime.comm.landing import Landing
 from rlhpc.runtime.comm.loans import LEND_LIMIT, Loans
+from rlhpc.runtime.comm.mappings import Mappings
 from rlhpc.runtime.comm.payload import Origin, Packed, unpack
-from rlhpc.runtime.comm.segments import HEADER, Mappings, SegmentPool, bytes_in_use
+from rlhpc.runtime.comm.pool import SegmentPool
+from rlhpc.runtime.comm.segments import HEADER, bytes_in_use
 from rlhpc.runtime.comm.share import Share, once_for_all
 from rlhpc.runtime.comm.sockets import Peers
 from rlhpc.runtime.errors import ChannelError, RlhpcError

@@ -1,0 +1,65 @@
+"""What a request to a channel's home is answered with: over a socket, or by waking a thread of the same process."""
+
+from __future__ import annotations
+
+import pickle
+import queue
+from typing import TYPE_CHECKING, Any
+
+from rlhpc.runtime.comm.queues import Item, Outlook
+from rlhpc.runtime.comm.unix import Connection
+
+if TYPE_CHECKING:
+    from rlhpc.runtime.comm.service import Service
+
+
+class RemoteAnswer:
+    """Answers a request that came over a socket."""
+
+    __slots__ = ("number", "outlook", "peer", "service")
+
+    def __init__(self, service: Service, peer: Connection | bytes, number: bytes) -> None:
+        self.service, self.peer, self.number = service, peer, number
+        self.outlook: Outlook | None = None
+
+    @property
+    def who(self) -> str:
+        """The connection's name: when it closes, what was not acknowledged over it goes back to the queue."""
+        return self.peer.name if isinstance(self.peer, Connection) else self.peer.hex()
+
+    def frames(self, *frames: Any) -> None:
+        self.service.reply(self.peer, [self.number, b"ok", *frames])
+
+    def __call__(self, items: list[Item] | str) -> bool:
+        if isinstance(self.peer, Connection) and self.peer.closed:
+            return False
+        if not self.number:
+            return True  # posted: nobody is waiting for an answer
+        if isinstance(items, str):
+            self.service.reply(self.peer, [self.number, b"error", items.encode()])
+            return True
+        if self.outlook is not None:
+            self.frames(pickle.dumps(tuple(self.outlook)))
+            return True
+        head = pickle.dumps([(item.number, len(item.frames)) for item in items])
+        self.frames(head, *(frame for item in items for frame in item.frames))
+        return True
+
+
+class LocalAnswer:
+    """Answers a thread of this process."""
+
+    __slots__ = ("abandoned", "items", "wakes")
+
+    def __init__(self) -> None:
+        self.items: list[Item] | str | None = None
+        self.abandoned = False
+        #: An item here tells the thread to check again.
+        self.wakes: queue.SimpleQueue[None] = queue.SimpleQueue()
+
+    def __call__(self, items: list[Item] | str) -> bool:
+        if self.abandoned:
+            return False
+        self.items = items
+        self.wakes.put(None)
+        return True

@@ -1,0 +1,59 @@
+"""The reader's side of shared memory: segments of other processes, kept mapped."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import threading
+import weakref
+
+import numpy as np
+
+from rlhpc.runtime.comm.segments import FREE, POPULATE, USED, map_private, map_segment
+
+
+class Mappings:
+    """The segments of other processes that this one has mapped. Any thread may call any method."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._mapped: dict[str, mmap.mmap] = {}
+        self._sweep_at = 16
+
+    def lease(self, path: str, reader: int, *, own: bool = True) -> memoryview:
+        """The data of a segment; it is the reader's until the last view of it is gone.
+
+        Args:
+            path: The segment.
+            reader: Number of this reader.
+            own: Nobody else reads it, or nobody writes to it: the view is of the segment itself. Otherwise it is a
+                private one, where what is written stays here.
+
+        Raises:
+            SegmentGone: It is not there any more.
+        """
+        shared = self._map(path)
+        shared[reader : reader + 1] = USED
+        memory = shared if own else map_private(path)
+        # A weak reference tells when the last tensor, array or slice that looks into this view is gone.
+        view = np.frombuffer(memory, np.uint8)
+        weakref.finalize(view, _clear, shared, reader).atexit = False
+        return view.data
+
+    def _map(self, path: str) -> mmap.mmap:
+        with self._lock:
+            found = self._mapped.get(path)
+            if found is None:
+                if len(self._mapped) >= self._sweep_at:
+                    self._sweep()
+                found = self._mapped[path] = map_segment(path, mmap.MAP_SHARED | POPULATE)
+            return found
+
+    def _sweep(self) -> None:
+        """Unmaps segments that their writers have given up, so that their memory is freed once nobody uses it."""
+        self._mapped = {path: memory for path, memory in self._mapped.items() if os.path.exists(path)}
+        self._sweep_at = max(16, 2 * len(self._mapped))
+
+
+def _clear(memory: mmap.mmap, reader: int) -> None:
+    memory[reader : reader + 1] = FREE
