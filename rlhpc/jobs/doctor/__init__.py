@@ -9,7 +9,7 @@ import shutil
 from importlib import metadata
 from pathlib import Path
 
-from rlhpc.jobs.doctor import checks, nodes
+from rlhpc.jobs.doctor import checks, here, nodes
 from rlhpc.jobs.doctor.jobs import Probed, plan_jobs, run_probes
 from rlhpc.jobs.doctor.probe import space
 from rlhpc.jobs.doctor.report import Line, render, to_json, worst
@@ -33,7 +33,7 @@ def examine(section: Given, folder: Path, *, start_s: float = 60.0, most_nodes: 
         most_nodes: Most nodes to examine in each partition; 0 submits nothing.
     """
     site = Site.of(section)
-    folder = checks.nearest_folder(folder.expanduser().absolute())
+    folder = here.nearest_folder(folder.expanduser().absolute())
     lines = [checks.commands(shutil.which), *_here(folder)]
     if lines[0].level != "pass":
         return lines
@@ -62,11 +62,11 @@ def _here(folder: Path) -> list[Line]:
         with contextlib.suppress(metadata.PackageNotFoundError):
             versions[name] = metadata.version(name)
     conf = os.environ.get("SLURM_CONF")
-    lines = checks.packages(versions, conf if conf and not _same(conf, _USUAL_CONF) else None)
-    lines += checks.environment(os.environ)
-    lines.append(checks.disk("folder of runs", str(folder), space(str(folder))))
-    lines.append(checks.disk("home", str(Path.home()), space(str(Path.home()))))
-    return lines + checks.quotas(ask("quota", "-wp").text)
+    lines = here.packages(versions, conf if conf and not _same(conf, _USUAL_CONF) else None)
+    lines += here.environment(os.environ)
+    lines.append(here.disk("folder of runs", str(folder), space(str(folder))))
+    lines.append(here.disk("home", str(Path.home()), space(str(Path.home()))))
+    return lines + here.quotas(ask("quota", "-wp").text)
 
 
 def _same(one: str, other: Path) -> bool:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from rlhpc.language.engines.base import Completion, Request
 from rlhpc.language.engines.ends import (
@@ -25,6 +25,8 @@ from rlhpc.language.engines.ends import (
 )
 from rlhpc.language.engines.engine import Engine, EngineOptions, UpdateFailed, fitting_update
 from rlhpc.language.engines.vllm_experts import FileNames, is_mixture, packing_kernels, reload_packed
+from rlhpc.language.engines.vllm_logprobs import log_before_filters
+from rlhpc.language.engines.vllm_names import tensors_of, under_all_names
 from rlhpc.runtime.errors import ConfigError, RlhpcError
 
 if TYPE_CHECKING:
@@ -94,7 +96,7 @@ class VLLMRollout(Engine):
         self._own_ends = end_tokens(options.model_path, config, self._tokenizer)
         self.vocabulary = int(config.get_text_config().vocab_size)
         model = _on_meta(config, options)
-        self._needed, self._optional, self._aliases = _tensors_of(model)
+        self._needed, self._optional, self._aliases = tensors_of(model)
         self._experts = FileNames(model) if is_mixture(config) else None
         self._sleeps = options.sleeps
         self._running: dict[str, _Running] = {}
@@ -135,7 +137,7 @@ class VLLMRollout(Engine):
             "max_num_seqs": options.max_batch_size,
             "gpu_memory_utilization": options.gpu_memory_utilization,
             "seed": seed % 2**31,
-            # After temperature, which is right but for rows with top-p or top-k: see `_log_before_filters`.
+            # After temperature, which is right but for rows with top-p or top-k: see `log_before_filters`.
             "logprobs_mode": "processed_logprobs",
             "skip_tokenizer_init": True,
             "disable_log_stats": True,
@@ -161,7 +163,7 @@ class VLLMRollout(Engine):
             except TypeError as error:
                 raise ConfigError(f"rollout.engine_kwargs: {error}") from None
             engine = LLMEngine.from_engine_args(engine_args, usage_context=UsageContext.LLM_CLASS)
-        self._filters_logged = all(engine.collective_rpc(_log_before_filters))
+        self._filters_logged = all(engine.collective_rpc(log_before_filters))
         if self._experts and not self._on_cpu and (kernels := engine.collective_rpc(packing_kernels)[0]):
             raise ConfigError(
                 f"rollout.engine_kwargs: vLLM's {', '.join(kernels)} keep experts in a form that weight updates do not reach; "
@@ -283,7 +285,7 @@ class VLLMRollout(Engine):
         # Whatever breaks off leaves vLLM with layers half taken apart, which a second update does not mend.
         self._torn = f"the update to version {version} of vLLM's weights broke off; restart the rollout group"
         weights = fitting_update(named_tensors, self._needed, self._optional)
-        tied = _under_all_names(weights, self._aliases)
+        tied = under_all_names(weights, self._aliases)
         if self._experts and self._on_cpu:
             self._engine.collective_rpc(reload_packed, args=(self._experts(tied),))
         else:
@@ -328,89 +330,11 @@ class VLLMRollout(Engine):
         gc.collect()
 
 
-class _BeforeFilters(nn.Module):
-    """vLLM's last sampling stage, with log-probs of the distribution before top-p and top-k."""
-
-    def __init__(self, inner: Any) -> None:
-        super().__init__()
-        inner.logprobs_mode = "raw_logprobs"  # it shall compute none itself
-        self.inner = inner
-
-    def forward(self, logits: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        logprobs = logits.log_softmax(dim=-1, dtype=torch.float32)
-        tokens, _ = self.inner(logits, *args, **kwargs)
-        return tokens, logprobs
-
-
-def _own_logprobs(logprobs: Tensor, num_logprobs: int, token_ids: Tensor) -> Any:
-    """What vLLM takes from a step's log-probs: those of the tokens drawn.
-
-    Its own function also ranks them, which nobody asks for here, and compiles itself for that: on a CPU many seconds at the
-    first step of every process.
-    """
-    from vllm.v1.outputs import LogprobsTensors
-
-    tokens = token_ids.unsqueeze(-1)
-    ranks = torch.zeros_like(token_ids)
-    return LogprobsTensors(tokens.to(torch.int32), logprobs.gather(-1, tokens), ranks)
-
-
-def _log_before_filters(worker: Any) -> bool:
-    """Makes vLLM's log-probs those after temperature and before top-p and top-k; whether that could be done.
-
-    None of its modes does: `raw_logprobs` are before temperature, `processed_logprobs` after the filters.
-    """
-    sampler = worker.model_runner.sampler
-    stage = getattr(sampler, "topk_topp_sampler", None)
-    if isinstance(stage, nn.Module):
-        sampler.topk_topp_sampler = _BeforeFilters(stage)
-        sampler.gather_logprobs = _own_logprobs
-        return True
-    inner = getattr(sampler, "_sample_random", None)  # the second model runner
-    if inner is None:
-        return False
-
-    def sample(logits: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        tokens, _ = inner(logits.clone(), *args, **kwargs)
-        return tokens, logits
-
-    sampler._sample_random = sample
-    return True
-
-
 def _on_meta(config: Any, options: EngineOptions) -> Any:
     with torch.device("meta"):
         return transformers_module().AutoModelForCausalLM.from_config(
             config, trust_remote_code=options.trust_remote_code
         )
-
-
-def _tensors_of(
-    model: nn.Module,
-) -> tuple[dict[str, tuple[int, ...]], dict[str, tuple[int, ...]], dict[str, list[str]]]:
-    """Names and shapes of an update that is whole, those of what else it may bring, and the other names of tied weights."""
-    names = {id(tensor): name for name, tensor in model.named_parameters()}
-    needed: dict[str, tuple[int, ...]] = {}
-    optional: dict[str, tuple[int, ...]] = {}
-    aliases: dict[str, list[str]] = {}
-    for name, tensor in model.state_dict(keep_vars=True).items():
-        first = names.get(id(tensor))
-        (needed if first == name else optional)[name] = tuple(tensor.shape)
-        if first is not None and first != name:
-            aliases.setdefault(first, []).append(name)
-    return needed, optional, aliases
-
-
-def _under_all_names(
-    weights: Iterable[tuple[str, Tensor]], aliases: dict[str, list[str]]
-) -> Iterator[tuple[str, Tensor]]:
-    """Tied weights by each of their names: where vLLM's kernels repack them it keeps a copy for each."""
-    others = {alias for names in aliases.values() for alias in names}
-    for name, tensor in weights:
-        if name not in others:
-            yield name, tensor
-            for alias in aliases.get(name, ()):
-                yield alias, tensor
 
 
 def _cpu_cache_bytes(config: Any, options: EngineOptions) -> int:

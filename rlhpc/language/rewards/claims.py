@@ -14,17 +14,12 @@ from typing import Any
 
 from rlhpc.language.rewards import outside
 from rlhpc.language.rewards.outside import Answer, Term
+from rlhpc.language.rewards.syntax import MOST_ROUNDS, Renamed, Unclear, assigned, expression, items, literal, returns
 
-_MOST_ROUNDS = 1000
-"""Rounds of a loop that is written out; longer ones are judged inside."""
 _PLAIN_STATEMENTS = (ast.Assign, ast.AnnAssign, ast.AugAssign, ast.Expr, ast.Import, ast.ImportFrom, ast.FunctionDef,
                      ast.ClassDef, ast.For, ast.While, ast.If, ast.With, ast.Try, ast.Delete, ast.Pass)  # fmt: skip
 _BINDING = (ast.FunctionDef, ast.ClassDef, ast.Import, ast.ImportFrom, ast.Lambda, ast.Global, ast.Nonlocal,
             ast.NamedExpr)  # fmt: skip
-
-
-class Unclear(Exception):
-    """A test, or a part of one, that cannot be decided outside."""
 
 
 @dataclass
@@ -107,21 +102,6 @@ def _told(plan: Plan, kind: str, source: str) -> int:
     return len(plan.steps) - 1
 
 
-class _Renamed(ast.NodeTransformer):
-    """Puts expressions in the place of names."""
-
-    def __init__(self, names: Mapping[str, ast.expr]) -> None:
-        self._names = names
-
-    def visit_Name(self, node: ast.Name) -> ast.expr:
-        found = self._names.get(node.id)
-        if found is None:
-            return node
-        if not isinstance(node.ctx, ast.Load) and not isinstance(found, ast.Name):
-            raise Unclear  # a loop's own variable is assigned to
-        return ast.Name(found.id, node.ctx) if isinstance(found, ast.Name) else found
-
-
 class _Reader:
     """Reads one test into `plan`."""
 
@@ -157,7 +137,7 @@ class _Reader:
         names: dict[str, ast.expr] = {n.id: ast.Name(f"_check_{n.id}", ast.Load()) for n in stored}
         names[check.args.args[0].arg] = ast.Name(self.entry, ast.Load())
         for statement in check.body:
-            self._statement(_Renamed(names).visit(statement))
+            self._statement(Renamed(names).visit(statement))
 
     def _statement(self, statement: ast.stmt) -> None:
         inner = list(ast.walk(statement))
@@ -166,7 +146,7 @@ class _Reader:
         if isinstance(statement, ast.Assert):
             self.plan.claims.append(self._claim(statement.test))
         elif not any(isinstance(node, ast.Assert) for node in inner):
-            if not isinstance(statement, _PLAIN_STATEMENTS) or _returns(statement):
+            if not isinstance(statement, _PLAIN_STATEMENTS) or returns(statement):
                 raise Unclear
             self.names.update(_names([statement]))
             _told(self.plan, "do", ast.unparse(statement))
@@ -179,13 +159,13 @@ class _Reader:
         """A loop over what is known here is written out."""
         if loop.orelse or any(isinstance(node, (ast.Break, ast.Continue, *_BINDING)) for node in inner):
             raise Unclear
-        for value in _items(loop.iter, self._known):
+        for value in items(loop.iter, self._known):
             self._rounds += 1
-            if self._rounds > _MOST_ROUNDS:
+            if self._rounds > MOST_ROUNDS:
                 raise Unclear
-            names = _assigned(loop.target, value)
+            names = assigned(loop.target, value)
             for statement in loop.body:
-                self._statement(_Renamed(names).visit(ast.parse(ast.unparse(statement)).body[0]))
+                self._statement(Renamed(names).visit(ast.parse(ast.unparse(statement)).body[0]))
 
     def _known(self, node: ast.expr) -> Any:
         """The value of an expression in which nothing of the program stands."""
@@ -211,7 +191,7 @@ class _Reader:
 
     def _term(self, node: ast.expr) -> Term:
         """How a value is made, outside as far as that is known here."""
-        known, value = _literal(node)
+        known, value = literal(node)
         if known:
             return lambda answers: value
         if self._is_leaf(node):
@@ -260,7 +240,7 @@ class _Reader:
 
     def _is_leaf(self, node: ast.expr) -> bool:
         """Whether an expression is computed as a whole beside the program."""
-        if _literal(node)[0]:
+        if literal(node)[0]:
             return False
         match node:
             case ast.BoolOp() | ast.Compare() | ast.GeneratorExp() | ast.ListComp() | ast.SetComp():
@@ -305,20 +285,20 @@ class _Reader:
             return lambda answers: [term(answers)]
         first, rest = generators[0], generators[1:]
         try:  # each round is written out, so that it may call the program
-            values = _items(first.iter, self._known)
+            values = items(first.iter, self._known)
         except Unclear:
             values = None
         if values is not None and not self._bound:
             parts = []
             for value in values:
                 self._rounds += 1
-                if self._rounds > _MOST_ROUNDS:
+                if self._rounds > MOST_ROUNDS:
                     raise Unclear
-                put = _Renamed(_assigned(first.target, value))
-                conditions = [self._term(put.visit(_expression(test))) for test in first.ifs]
-                inner = [ast.comprehension(g.target, put.visit(_expression(g.iter)),
-                         [put.visit(_expression(test)) for test in g.ifs], 0) for g in rest]  # fmt: skip
-                parts.append((conditions, self._rounds_of(inner, put.visit(_expression(element)))))
+                put = Renamed(assigned(first.target, value))
+                conditions = [self._term(put.visit(expression(test))) for test in first.ifs]
+                inner = [ast.comprehension(g.target, put.visit(expression(g.iter)),
+                         [put.visit(expression(test)) for test in g.ifs], 0) for g in rest]  # fmt: skip
+                parts.append((conditions, self._rounds_of(inner, put.visit(expression(element)))))
             return lambda answers: [
                 found
                 for conditions, part in parts
@@ -326,7 +306,7 @@ class _Reader:
                 for found in part(answers)
             ]
         iterated = self._term(first.iter)
-        cells: dict[str, list[Any]] = {name: [None] for name in _assigned(first.target, None)}
+        cells: dict[str, list[Any]] = {name: [None] for name in assigned(first.target, None)}
         self._bound |= cells
         conditions = [self._term(test) for test in first.ifs]
         body = self._rounds_of(rest, element)
@@ -363,54 +343,3 @@ class _Reader:
         if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
             return f"{self.names.get(node.value.id, node.value.id)}.{node.attr}"
         return ""
-
-
-def _literal(node: ast.expr) -> tuple[bool, Any]:
-    try:
-        return True, ast.literal_eval(node)
-    except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
-        return False, None
-
-
-def _returns(statement: ast.stmt) -> bool:
-    """Whether it has a `return` or the like that belongs to the function around it."""
-    inside = {id(n) for f in ast.walk(statement) if isinstance(f, (ast.FunctionDef, ast.Lambda)) for n in ast.walk(f)}
-    kinds = (ast.Return, ast.Yield, ast.YieldFrom, ast.Await, ast.AsyncFor, ast.AsyncWith, ast.Global, ast.Nonlocal)
-    return any(isinstance(node, kinds) and id(node) not in inside for node in ast.walk(statement))
-
-
-def _items(node: ast.expr, known: Callable[[ast.expr], Any]) -> list[Any]:
-    value = known(node)
-    if not isinstance(value, (list, tuple, str, range, enumerate, zip)) or (
-        isinstance(value, range) and len(value) > _MOST_ROUNDS
-    ):
-        raise Unclear
-    return list(value)
-
-
-def _assigned(target: ast.expr, value: Any) -> dict[str, ast.expr]:
-    """Of each name of a loop's target, its value as an expression."""
-    names = target.elts if isinstance(target, (ast.Tuple, ast.List)) else [target]
-    if not all(isinstance(name, ast.Name) for name in names):
-        raise Unclear
-    try:
-        parts = [value] if isinstance(target, ast.Name) else [None] * len(names) if value is None else list(value)
-    except TypeError:
-        raise Unclear from None
-    if len(parts) != len(names):
-        raise Unclear
-    return {name.id: _written(part) for name, part in zip(names, parts, strict=True) if isinstance(name, ast.Name)}
-
-
-def _expression(node: ast.expr) -> ast.expr:
-    return ast.parse(ast.unparse(node), mode="eval").body
-
-
-def _written(value: Any) -> ast.expr:
-    try:
-        written = ast.parse(repr(value), mode="eval").body
-    except (SyntaxError, ValueError, RecursionError, MemoryError):
-        raise Unclear from None
-    if not _literal(written)[0]:
-        raise Unclear  # inf, or a value without a notation
-    return written

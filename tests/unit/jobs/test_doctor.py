@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from rlhpc.jobs.doctor import Line, checks, nodes, probe, render, to_json, torch_probe, worst
+from rlhpc.jobs.doctor import Line, checks, here, nodes, probe, render, to_json, torch_probe, worst
 from rlhpc.jobs.doctor.jobs import Probed, ProbeJob, plan_jobs, script_of, source_of
 from rlhpc.jobs.doctor.slurm import (
     Answer,
@@ -197,24 +197,24 @@ def test_walltime() -> None:
 
 
 def test_this_shell() -> None:
-    lines = checks.environment({"CUDA_VISIBLE_DEVICES": "7", "SBATCH_PARTITION": "gpu"})
+    lines = here.environment({"CUDA_VISIBLE_DEVICES": "7", "SBATCH_PARTITION": "gpu"})
     assert levels(lines) == ["warn", "warn"] and "'7'" in lines[0].found and "SBATCH_PARTITION" in lines[1].found
-    assert checks.environment({"PATH": "/bin"}) == []
+    assert here.environment({"PATH": "/bin"}) == []
 
 
 def test_versions() -> None:
     plugin = "snakemake-executor-plugin-slurm"
     versions = {"snakemake": "9.27.1", plugin: None, f"{plugin}-jobstep": "0.6.1", "submitit": "1.4.9"}
-    assert levels(checks.packages(versions, "/other/slurm.conf")) == ["pass", "warn", "warn", "fail"]
-    assert levels(checks.packages(versions, None)) == ["pass", "warn", "pass", "fail"]
+    assert levels(here.packages(versions, "/other/slurm.conf")) == ["pass", "warn", "warn", "fail"]
+    assert levels(here.packages(versions, None)) == ["pass", "warn", "pass", "fail"]
 
 
 def test_disk_and_quota() -> None:
-    assert checks.disk("d", "/d", SPACE).level == "pass"
-    assert checks.disk("d", "/d", {**SPACE, "inodes_free": 5}).level == "warn"
-    assert checks.disk("d", "/d", {**SPACE, "writable": False}).level == "fail"
-    assert checks.disk("d", "/d", {"error": "No such file or directory"}).level == "fail"
-    lines = checks.quotas(
+    assert here.disk("d", "/d", SPACE).level == "pass"
+    assert here.disk("d", "/d", {**SPACE, "inodes_free": 5}).level == "warn"
+    assert here.disk("d", "/d", {**SPACE, "writable": False}).level == "fail"
+    assert here.disk("d", "/d", {"error": "No such file or directory"}).level == "fail"
+    lines = here.quotas(
         "Disk quotas for user me (uid 1000): \n"
         "     Filesystem   space   quota   limit   grace   files   quota   limit   grace\n"
         " server:/home 20400000*  20480000  20971520     0   12000  100000  110000       0\n"

@@ -15,7 +15,7 @@ from transformers import AutoConfig
 
 pytest.importorskip("vllm", reason="needs the extra vllm")
 
-from rlhpc.language.engines.vllm import _log_before_filters
+from rlhpc.language.engines.vllm_logprobs import log_before_filters
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
@@ -75,7 +75,7 @@ def test_the_second_runners_log_probs_are_before_the_filters(monkeypatch: pytest
     )  # fmt: skip
     before = sampler(logits.clone(), batch).sampled_token_ids
     assert torch.isinf(scored[0]).any()  # as vLLM has it: filtered
-    assert _log_before_filters(worker)
+    assert log_before_filters(worker)
     tokens = sampler(logits.clone(), batch).sampled_token_ids
     assert tokens.tolist() == before.tolist() == [[1], [0]]
     assert torch.equal(scored[1], logits)
