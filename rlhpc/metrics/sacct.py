@@ -26,12 +26,11 @@ _NO_ACCOUNTING = re.compile(r"accounting storage is disabled|Slurm accounting.*(
 _LIVE = ("RUNNING", "SUSPENDED", "COMPLETING", "RESIZING", "STOPPED", "SIGNALING", "STAGE_OUT")
 
 
-@dataclass(frozen=True)
-@dataclass
 class NoAccounting(RlhpcError):
     """sacct cannot say anything; the message says why."""
 
 
+@dataclass(frozen=True)
 class JobIds:
     """Slurm jobs of a run.
 
@@ -48,6 +47,7 @@ class JobIds:
     drivers: int = 0
 
 
+@dataclass
 class Row:
     """A step, or a component of one start of a job with its `steps`."""
 

@@ -10,9 +10,8 @@ from typing import Any
 import pytest
 
 from rlhpc.jobs.paths import RunPaths
-from rlhpc.metrics import sacct
 from rlhpc.metrics.accounting import account, job_ids, write_accounting
-from rlhpc.metrics.sacct import FIELDS, JobIds, NoAccounting, Row, parse, query
+from rlhpc.metrics.sacct import FIELDS, JobIds, NoAccounting, Row, _bytes, _seconds, parse, query
 from rlhpc.runs.report import write_report
 
 RECORDED = Path(__file__).parent / "sacct"
@@ -135,11 +134,11 @@ def test_a_site_that_measures_nothing() -> None:
     [("00:13.718", 13.718), ("02:00:01", 7201), ("1-00:00:00", 86400), ("3-01:00:00.500", 262800.5), ("", 0), ("?", 0)],
 )
 def test_times(text: str, seconds: float) -> None:
-    assert sacct._seconds(text) == pytest.approx(seconds)
+    assert _seconds(text) == pytest.approx(seconds)
 
 
 def test_sizes_and_odd_lines() -> None:
-    assert [sacct._bytes(t) for t in ("225008K", "2.5G", "166006784", "4000Mn", "0", "", "?")] == [
+    assert [_bytes(t) for t in ("225008K", "2.5G", "166006784", "4000Mn", "0", "", "?")] == [
         225008 << 10, 5 << 29, 166006784, 4000 << 20, 0, None, None,
     ]  # fmt: skip
     assert parse(["", "sacct: warning", "12|RUNNING", row("5_[0-3]"), row("9.0", JobName="of no job")]) == []
