@@ -20,6 +20,7 @@ from rlhpc.config.sections import RunConfig
 from rlhpc.config.typed import mapping, plain, select
 from rlhpc.runs.kinds import Cfg, Kind, kind_of
 from rlhpc.runtime.errors import ConfigError, PlacementError
+from rlhpc.runtime.lookup import Registry
 from rlhpc.runtime.shown import shown
 from rlhpc.runtime.writable import unwritable
 from rlhpc.weights.strategy import DELTAS, STRATEGIES
@@ -63,7 +64,7 @@ def validate(
         if key in kind.schema:
             check_choice(key, str(select(cfg, key)), allowed, fail)
     if STRATEGIES.key in kind.schema:
-        STRATEGIES.find(str(select(cfg, STRATEGIES.key)))
+        _find(STRATEGIES, str(select(cfg, STRATEGIES.key)))
     if training:
         _loggers(cfg)
     for suite in cfg.workflow.eval_suites:
@@ -195,5 +196,10 @@ def check_estimators(cfg: EstimatingRun) -> None:
         ConfigError: There is none of that name.
     """
     for registry, name in ((ADVANTAGES, cfg.algorithm.adv_type), (POLICY_LOSSES, cfg.algorithm.loss_type)):
-        if name.lower() not in registry.built_in:
-            registry.find(name)
+        _find(registry, name)
+
+
+def _find(registry: Registry[Any], name: str) -> None:
+    """Refuses an unknown name. What is built in is not imported: it would bring torch."""
+    if name.lower() not in registry.built_in:
+        registry.find(name)
