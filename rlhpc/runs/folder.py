@@ -137,10 +137,6 @@ class RunFolder:
         """Adds the placement of all ranks to provenance.json."""
         update_provenance(self.paths, placement=placements)
 
-    def state_file(self) -> Path | None:
-        """`runner.json` of the checkpoint that this start continues from."""
-        return None if self.resume.path is None else self.resume.path / "runner.json"
-
     def write_status(self, state: str, step: int, *, force: bool = False, **facts: Any) -> None:
         """Replaces status.json, at most every two seconds unless `force`."""
         now = time.time()

@@ -14,7 +14,7 @@ from rlhpc.runtime.session import Session
 
 if TYPE_CHECKING:
     from rlhpc.runtime.cluster import Cluster
-    from rlhpc.runtime.members import Member
+    from rlhpc.runtime.starters import Member
 
 _clients: dict[int, RpcClient] = {}
 

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterable
 
 from rlhpc.runtime.errors import RlhpcError, WorkerFailed
-from rlhpc.runtime.members import Member
+from rlhpc.runtime.starters import Member
 
 log = logging.getLogger(__name__)
 

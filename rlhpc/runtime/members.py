@@ -3,38 +3,19 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 import os
 import pickle
 import signal
-import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import cloudpickle
 
 from rlhpc.runtime.errors import UserError, WorkerFailed
+from rlhpc.runtime.log_tails import last_lines, tail
 from rlhpc.runtime.spec import WorkerSpec
-
-if TYPE_CHECKING:
-    from rlhpc.runtime.starters import Starter
-
-_TAIL_BYTES = 16384
-
-
-@dataclass(eq=False)
-class Member:
-    """One rank as the driver sees it. `state`: starting, ready, stopping, ended."""
-
-    spec: WorkerSpec
-    starter: Starter
-    pid: int = 0
-    state: str = "starting"
-    record: dict[str, Any] = field(default_factory=dict)
-    alive: float = field(default_factory=time.monotonic)
-    suspect: bool = False
+from rlhpc.runtime.starters import Member
 
 
 def all_in(state: str, members: Sequence[Member]) -> Callable[[], bool]:
@@ -60,28 +41,6 @@ def class_body(payload: tuple[type, tuple[Any, ...], dict[str, Any]]) -> bytes:
     return cloudpickle.dumps(payload)
 
 
-def tail(path: str) -> str:
-    """The last lines of a log, as the end of a message; "" if there are none."""
-    with contextlib.suppress(OSError):
-        return _last_lines(Path(path).read_bytes()[-_TAIL_BYTES:].decode(errors="replace"))
-    return ""
-
-
-def _last_lines(text: str) -> str:
-    lines = text.strip().splitlines()
-    return "\n  last lines of its log:\n" + "\n".join("    " + line for line in _telling(lines)) if lines else ""
-
-
-def _telling(lines: list[str]) -> list[str]:
-    """The last lines; of `faulthandler`'s output only the thread at fault, without the list of all modules."""
-    fatal = [at for at, line in enumerate(lines) if line.startswith("Fatal Python error")]
-    if not fatal or not lines[-1].startswith(("  File ", "Extension modules: ")):  # or it was an earlier process's
-        return lines[-12:]
-    at = next((at for at in range(fatal[-1], len(lines)) if lines[at].startswith("Current thread")), fatal[-1] + 1)
-    frames = itertools.takewhile(str.strip, lines[at : at + 8])
-    return [*lines[: fatal[-1]][-3:], lines[fatal[-1]], *frames]
-
-
 def said_before_its_log(member: Member) -> str:
     """What a rank printed that died before it opened its log, as the end of a message; saved in that log if possible."""
     said, log_err = "", Path(member.spec.log_err)
@@ -89,7 +48,7 @@ def said_before_its_log(member: Member) -> str:
         if not log_err.exists():
             said = member.starter.said(member)
             log_err.write_text(said + "\n")
-    return _last_lines(said)
+    return last_lines(said)
 
 
 def death(spec: WorkerSpec, status: int, said: str = "") -> WorkerFailed:

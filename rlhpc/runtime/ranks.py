@@ -6,7 +6,8 @@ import threading
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
-from rlhpc.runtime.members import Member, all_in
+from rlhpc.runtime.members import all_in
+from rlhpc.runtime.starters import Member
 
 _ALIVE = ("starting", "ready")
 

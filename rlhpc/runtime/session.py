@@ -22,13 +22,13 @@ from rlhpc.runtime.errors import PlacementError, RendezvousTimeout, RlhpcError
 from rlhpc.runtime.failures import FailurePolicy, by_group
 from rlhpc.runtime.host import host_id, node_name
 from rlhpc.runtime.leases import TICK_S, Leases
-from rlhpc.runtime.members import Member, all_in, class_body, death, said_before_its_log
+from rlhpc.runtime.members import all_in, class_body, death, said_before_its_log
 from rlhpc.runtime.network import own_address
 from rlhpc.runtime.ranks import Ranks
 from rlhpc.runtime.registry import MEMBERS, Keys, Registry
 from rlhpc.runtime.rpc import RpcClient, worker_failed
 from rlhpc.runtime.spec import EXIT, IDLE, RESUME, spec_of
-from rlhpc.runtime.starters import Starter
+from rlhpc.runtime.starters import Member, Starter
 from rlhpc.runtime.starters.forked import ForkedStarter, ForkServerProcess
 from rlhpc.runtime.starters.stepped import SteppedStarter
 from rlhpc.runtime.watch import RegistryWatch

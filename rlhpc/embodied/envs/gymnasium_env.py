@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     from rlhpc.embodied.config import EnvSideConfig
 
 _STRIPPED = (TimeLimit, OrderEnforcing, PassiveEnvChecker)
-_EXTRAS = {"box2d": "embodied", "mujoco": "embodied", "ale_py": "atari", "mani_skill": "embodied"}
 _MUJOCO = ("model", "data", "mujoco_renderer")
 #: Simulators without a state to be had whose resets leave nothing behind. (BipedalWalker keeps its Box2D world.)
 _REPLAYED = ("LunarLander", "LunarLanderContinuous")

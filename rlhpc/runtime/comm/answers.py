@@ -4,22 +4,23 @@ from __future__ import annotations
 
 import pickle
 import queue
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any
 
 from rlhpc.runtime.comm.queues import Item, Outlook
 from rlhpc.runtime.comm.unix import Connection
 
-if TYPE_CHECKING:
-    from rlhpc.runtime.comm.service import Service
+#: Sends frames to a peer: over its connection, or by its ZeroMQ identity.
+Reply = Callable[[Connection | bytes, list[Any]], None]
 
 
 class RemoteAnswer:
     """Answers a request that came over a socket."""
 
-    __slots__ = ("number", "outlook", "peer", "service")
+    __slots__ = ("number", "outlook", "peer", "reply")
 
-    def __init__(self, service: Service, peer: Connection | bytes, number: bytes) -> None:
-        self.service, self.peer, self.number = service, peer, number
+    def __init__(self, reply: Reply, peer: Connection | bytes, number: bytes) -> None:
+        self.reply, self.peer, self.number = reply, peer, number
         self.outlook: Outlook | None = None
 
     @property
@@ -28,7 +29,7 @@ class RemoteAnswer:
         return self.peer.name if isinstance(self.peer, Connection) else self.peer.hex()
 
     def frames(self, *frames: Any) -> None:
-        self.service.reply(self.peer, [self.number, b"ok", *frames])
+        self.reply(self.peer, [self.number, b"ok", *frames])
 
     def __call__(self, items: list[Item] | str) -> bool:
         if isinstance(self.peer, Connection) and self.peer.closed:
@@ -36,7 +37,7 @@ class RemoteAnswer:
         if not self.number:
             return True  # posted: nobody is waiting for an answer
         if isinstance(items, str):
-            self.service.reply(self.peer, [self.number, b"error", items.encode()])
+            self.reply(self.peer, [self.number, b"error", items.encode()])
             return True
         if self.outlook is not None:
             self.frames(pickle.dumps(tuple(self.outlook)))

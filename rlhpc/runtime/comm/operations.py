@@ -3,17 +3,33 @@
 from __future__ import annotations
 
 import pickle
+import threading
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from rlhpc.runtime.comm.answers import RemoteAnswer
+from rlhpc.runtime.comm.held import HeldValues
+from rlhpc.runtime.comm.queues import ChannelState
 from rlhpc.runtime.comm.segments import discard
 
-if TYPE_CHECKING:
-    from rlhpc.runtime.comm.service import Service
+
+class Home(Protocol):
+    """What the operations need of a service; its attributes say more (`service.Service`)."""
+
+    lock: threading.Lock
+    channels: dict[str, ChannelState]
+    held: HeldValues
+    aborted: bool
+
+    @property
+    def doing(self) -> Callable[[], Any]: ...
+    @property
+    def on_note(self) -> Callable[[dict[str, Any]], None] | None: ...
+    def channel(self, name: str) -> ChannelState: ...
+    def open_channel(self, name: str, maxsize: int, max_bytes: int) -> None: ...
 
 
-def _put(service: Service, answer: RemoteAnswer, frames: list[bytes]) -> None:
+def _put(service: Home, answer: RemoteAnswer, frames: list[bytes]) -> None:
     name, key, nbytes, weight, segment, wait = pickle.loads(frames[0])
     with service.lock:
         answer.outlook = service.channel(name).outlook(key)
@@ -24,7 +40,7 @@ def _put(service: Service, answer: RemoteAnswer, frames: list[bytes]) -> None:
                 answer("full")
 
 
-def _get(service: Service, answer: RemoteAnswer, frames: list[bytes]) -> None:
+def _get(service: Home, answer: RemoteAnswer, frames: list[bytes]) -> None:
     name, key, target, wait, host = pickle.loads(frames[0])
     with service.lock:
         state = service.channel(name)
@@ -35,13 +51,13 @@ def _get(service: Service, answer: RemoteAnswer, frames: list[bytes]) -> None:
             state.get(key, answer.who, target, answer)
 
 
-def _ack(service: Service, answer: RemoteAnswer, frames: list[bytes]) -> None:
+def _ack(service: Home, answer: RemoteAnswer, frames: list[bytes]) -> None:
     name, numbers = pickle.loads(frames[0])
     with service.lock:
         service.channel(name).acknowledge(numbers)
 
 
-def _stat(service: Service, answer: RemoteAnswer, frames: list[bytes]) -> None:
+def _stat(service: Home, answer: RemoteAnswer, frames: list[bytes]) -> None:
     name, key = pickle.loads(frames[0])
     with service.lock:
         state = service.channel(name)
@@ -49,12 +65,12 @@ def _stat(service: Service, answer: RemoteAnswer, frames: list[bytes]) -> None:
     answer.frames(pickle.dumps(result))
 
 
-def _open(service: Service, answer: RemoteAnswer, frames: list[bytes]) -> None:
+def _open(service: Home, answer: RemoteAnswer, frames: list[bytes]) -> None:
     service.open_channel(*pickle.loads(frames[0]))
     answer([])
 
 
-def _cancel(service: Service, answer: RemoteAnswer, frames: list[bytes]) -> None:
+def _cancel(service: Home, answer: RemoteAnswer, frames: list[bytes]) -> None:
     def matches(other: Any) -> bool:
         return isinstance(other, RemoteAnswer) and (other.peer, other.number) == (answer.peer, frames[0])
 
@@ -65,7 +81,7 @@ def _cancel(service: Service, answer: RemoteAnswer, frames: list[bytes]) -> None
             state.consumer_died(answer.who)  # an answer that crossed this: its items go back to the front
 
 
-def _store(service: Service, answer: RemoteAnswer, frames: list[bytes]) -> None:
+def _store(service: Home, answer: RemoteAnswer, frames: list[bytes]) -> None:
     op, key, *values = (bytes(frame) for frame in frames)
     if op == b"wait":  # answered once somebody has set it
         service.held.when_set(key, answer.frames)
@@ -73,20 +89,20 @@ def _store(service: Service, answer: RemoteAnswer, frames: list[bytes]) -> None:
         answer.frames(*service.held.act(op, key, *values))
 
 
-def _doing(service: Service, answer: RemoteAnswer, frames: list[bytes]) -> None:
+def _doing(service: Home, answer: RemoteAnswer, frames: list[bytes]) -> None:
     answer.frames(pickle.dumps(service.doing()))
 
 
-def _abort(service: Service, answer: RemoteAnswer, frames: list[bytes]) -> None:
+def _abort(service: Home, answer: RemoteAnswer, frames: list[bytes]) -> None:
     service.aborted = True
 
 
-def _note(service: Service, answer: RemoteAnswer, frames: list[bytes]) -> None:
+def _note(service: Home, answer: RemoteAnswer, frames: list[bytes]) -> None:
     if service.on_note:
         service.on_note(pickle.loads(frames[0]))
 
 
-OPERATIONS: dict[bytes, Callable[[Service, RemoteAnswer, list[bytes]], None]] = {
+OPERATIONS: dict[bytes, Callable[[Home, RemoteAnswer, list[bytes]], None]] = {
     b"PUT": _put,
     b"GET": _get,
     b"ACK": _ack,

@@ -390,7 +390,7 @@ class Service:
 
     def _handle(self, peer: Connection | bytes, message: list[bytes]) -> None:
         number, op, *frames = message
-        answer = RemoteAnswer(self, peer, number)
+        answer = RemoteAnswer(self.reply, peer, number)
         try:
             OPERATIONS[op](self, answer, frames)
         except (ChannelError, KeyError, ValueError) as error:

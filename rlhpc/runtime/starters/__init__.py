@@ -2,14 +2,28 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Protocol
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
     from rlhpc.runtime.cluster import Cluster, Node
     from rlhpc.runtime.errors import RlhpcError
-    from rlhpc.runtime.members import Member
     from rlhpc.runtime.spec import WorkerSpec
+
+
+@dataclass(eq=False)
+class Member:
+    """One rank as the driver sees it. `state`: starting, ready, stopping, ended."""
+
+    spec: WorkerSpec
+    starter: Starter
+    pid: int = 0
+    state: str = "starting"
+    record: dict[str, Any] = field(default_factory=dict)
+    alive: float = field(default_factory=time.monotonic)
+    suspect: bool = False
 
 
 class Starter(Protocol):

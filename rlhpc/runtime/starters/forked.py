@@ -19,9 +19,9 @@ from rlhpc.runtime import wire
 from rlhpc.runtime.descriptors import raise_limit
 from rlhpc.runtime.errors import SubmitError, WorkerFailed
 from rlhpc.runtime.import_paths import python_path, run_module
-from rlhpc.runtime.members import Member, tail
+from rlhpc.runtime.log_tails import tail
 from rlhpc.runtime.scratch import Scratch
-from rlhpc.runtime.starters import Reports
+from rlhpc.runtime.starters import Member, Reports
 
 if TYPE_CHECKING:
     from rlhpc.runtime.cluster import Cluster, Node

@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING
 from rlhpc.runtime.allocation import expand_range
 from rlhpc.runtime.errors import ConfigError, StepFailed, WorkerFailed
 from rlhpc.runtime.import_paths import python_path
-from rlhpc.runtime.members import Member, tail
+from rlhpc.runtime.log_tails import tail
 from rlhpc.runtime.parents import die_with_parent
 from rlhpc.runtime.slurm import ask
-from rlhpc.runtime.starters import Reports
+from rlhpc.runtime.starters import Member, Reports
 from rlhpc.runtime.starters.commands import Step, clearing_step, job_steps, step_environment
 from rlhpc.runtime.task import for_input
 

@@ -18,7 +18,6 @@ from rlhpc.algorithms import (
     value_loss,
     varied_groups,
 )
-from rlhpc.algorithms.sac import q_target, squashed_gaussian, target_entropy
 
 torch.set_default_dtype(torch.float32)
 
@@ -220,17 +219,6 @@ def test_rewards_that_shape():
         [0, -0.5, -1, -1],
     )
     assert varied_groups(t(1, 1, 0, 1), torch.tensor([0, 0, 1, 1])).tolist() == [False, False, True, True]
-
-
-def test_sac_pieces():
-    action, logp = squashed_gaussian(t([0.3]), t([-0.5]), t([1.2]))
-    u = 0.3 + math.exp(-0.5) * 1.2
-    expected = torch.distributions.Normal(0.3, math.exp(-0.5)).log_prob(torch.tensor(u)).item()
-    assert logp.item() == pytest.approx(expected - math.log(1 - math.tanh(u) ** 2), abs=1e-6)
-    assert action.item() == pytest.approx(math.tanh(u)) and target_entropy(3) == -3
-    assert math.isfinite(squashed_gaussian(t([50.0]), t([0.0]), t([0.0]))[1].item())
-    target = q_target(t(1, 1), bools(0, 1), t(2, 2), t(3, 3), t(-1, -1), 0.9, 0.5)
-    close(target, [1 + 0.9 * 2.5, 1.0])
 
 
 def test_names_are_case_insensitive_unique_and_helped_with():

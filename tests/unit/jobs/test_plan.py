@@ -15,8 +15,8 @@ from rlhpc.jobs.plan import Plan, build_plan, job_options, minutes_of, render_pl
 from rlhpc.runs.configuration import load_config
 from rlhpc.runtime.cluster import Cluster
 from rlhpc.runtime.errors import ConfigError, PlacementError
-from rlhpc.runtime.members import Member
 from rlhpc.runtime.spec import spec_of
+from rlhpc.runtime.starters import Member
 from rlhpc.runtime.starters.commands import Step
 from rlhpc.runtime.starters.stepped import SteppedStarter
 
