@@ -25,7 +25,7 @@ from bench.machine import spread, write
 from rlhpc import Worker
 from rlhpc.config.typed import typed
 from rlhpc.language.config import GrpoConfig
-from rlhpc.language.tokens.batches import TokenBatch, pack, padding_waste
+from rlhpc.language.tokens.batches import TokenBatch, micro_batches
 from rlhpc.language.tokens.scores import TokenScores
 from rlhpc.language.tokens.trainer import TokenTrainer
 
@@ -53,8 +53,9 @@ def make_batches(vocabulary: int, count: int, longest: int, max_tokens: int) -> 
     """Sequences of a quarter to the whole of `longest`, with a weight a token."""
     torch.manual_seed(0)
     lengths = torch.randint(longest // 4, longest + 1, (count,)).tolist()
-    sequences = [{"ids": torch.randint(0, vocabulary, (n,)), "weights": torch.randn(n)} for n in lengths]
-    return pack(sequences, max_tokens, pad_id=0)
+    ids, weights = zip(*((torch.randint(0, vocabulary, (n,)), torch.randn(n)) for n in lengths), strict=True)
+    every = TokenBatch.of(ids, [torch.ones(n, dtype=torch.bool) for n in lengths], {"weights": weights})
+    return [every.select(samples) for samples in micro_batches(every.lengths, max_tokens)]
 
 
 def plain(folder: Path, batches: list[TokenBatch]) -> Callable[[], None]:
@@ -63,14 +64,15 @@ def plain(folder: Path, batches: list[TokenBatch]) -> Callable[[], None]:
 
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=LR, eps=1e-5, fused=True)
-    total = sum(int(batch.attention_mask.sum()) for batch in batches)
+    total = sum(batch.tokens for batch in batches)
+    padded = [(batch.padded(batch.ids), batch.attended(), batch.padded(batch.columns["weights"])) for batch in batches]
 
     def step() -> None:
-        for batch in batches:
-            logits = model(input_ids=batch.input_ids, attention_mask=batch.attention_mask, use_cache=False).logits
+        for ids, mask, weights in padded:
+            logits = model(input_ids=ids, attention_mask=mask, use_cache=False).logits
             every = torch.log_softmax(logits[:, :-1], dim=-1)
-            logprobs = every.gather(2, batch.input_ids[:, 1:, None]).squeeze(2)
-            loss = -(batch.fields["weights"][:, 1:] * logprobs * batch.attention_mask[:, 1:]).sum() / total
+            logprobs = every.gather(2, ids[:, 1:, None]).squeeze(2)
+            loss = -(weights[:, 1:] * logprobs * mask[:, 1:]).sum() / total
             loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
@@ -85,10 +87,10 @@ def ours(folder: Path, batches: list[TokenBatch], backend: str) -> Callable[[], 
     cfg.actor.training_backend, cfg.actor.model.model_path = backend, str(folder)
     cfg.actor.optim.name, cfg.actor.optim.clip_grad = "adamw", 1.0
     trainer = TokenTrainer(cfg, Worker())
-    total = sum(int(batch.attention_mask.sum()) for batch in batches)
+    total = sum(batch.tokens for batch in batches)
 
     def loss(scores: TokenScores, batch: TokenBatch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        value = -(batch.fields["weights"] * scores.logprobs).sum() / total
+        value = -(batch.columns["weights"] * scores.logprobs).sum() / total
         return value, {"loss": value}
 
     def step() -> None:
@@ -100,7 +102,7 @@ def ours(folder: Path, batches: list[TokenBatch], backend: str) -> Callable[[], 
 
 def measure(folder: Path, batches: list[TokenBatch], repeat: int, backends: list[str]) -> dict[str, Any]:
     """Tokens a second of each, and the ratio to the plain loop (median over rounds of the ratio within a round)."""
-    tokens = sum(int(batch.attention_mask.sum()) for batch in batches)
+    tokens = sum(batch.tokens for batch in batches)
     steps = {"plain loop": plain(folder, batches), **{name: ours(folder, batches, name) for name in backends}}
     rates: dict[str, list[float]] = {name: [] for name in steps}
     for turn in range(repeat + 1):
@@ -116,7 +118,12 @@ def measure(folder: Path, batches: list[TokenBatch], repeat: int, backends: list
         f"{name} / plain loop": statistics.median(a / b for a, b in zip(rates[name], base, strict=True))
         for name in backends
     }
-    return {"tokens a step": tokens, "padding": padding_waste(batches), **figures, **ratios}
+    return {
+        "tokens a step": tokens,
+        "padding": 1 - tokens / sum(len(batch) * batch.width for batch in batches),
+        **figures,
+        **ratios,
+    }
 
 
 def main(arguments: list[str] | None = None) -> None:

@@ -235,9 +235,9 @@ def reinforce_plus_plus(
     return (returns - mean) * variance.clamp(min=1e-8).rsqrt(), returns
 
 
-def reinforce_plus_plus_baseline(**kw: Any) -> tuple[Tensor, Tensor]:
+def reinforce_plus_plus_baseline(*, kl: Tensor | None = None, **kw: Any) -> tuple[Tensor, Tensor]:
     """REINFORCE++ after the group mean has been subtracted from the outcomes."""
-    return reinforce_plus_plus(**{**kw, "baseline": True})
+    return reinforce_plus_plus(**{**kw, "kl": kl, "baseline": True})
 
 
 def raw(*, rewards: Tensor, mask: Tensor, gamma: float, **_: Any) -> tuple[Tensor, Tensor]:

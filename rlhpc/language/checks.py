@@ -6,6 +6,7 @@ import difflib
 from collections.abc import Mapping
 
 from rlhpc.config.rules import Fail, check_choice
+from rlhpc.language.algorithm.registry import ALGORITHMS, make_algorithm
 from rlhpc.language.config import GrpoConfig, LanguageConfig
 from rlhpc.runtime.errors import ConfigError, PlacementError
 from rlhpc.runtime.lookup import offered
@@ -89,6 +90,8 @@ def check_reasoning(cfg: GrpoConfig, fail: Fail) -> None:
         raise fail(
             "algorithm.adv_type", "language models have no value head; allowed: grpo, dr_grpo, rloo, reinforce++, …"
         )
+    if algorithm.name.lower() not in ALGORITHMS.built_in or algorithm.kwargs:
+        make_algorithm(cfg)
     if not cfg.reward.terms:
         raise fail("reward.terms", "say how responses are judged, such as [{name: math}]")
     if cfg.runner.val_check_interval > 0 and not cfg.data.eval:

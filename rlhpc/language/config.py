@@ -224,6 +224,10 @@ class LanguageAlgorithmConfig:
 class GrpoAlgorithmConfig(LanguageAlgorithmConfig):
     """Advantages, losses and the shape of a rollout."""
 
+    name: str = "policy_gradient"
+    """What is optimized: `policy_gradient` (of which the keys below are), a registered name, or `module:Class`."""
+    kwargs: dict[str, Any] = field(default_factory=dict)
+    """Arguments of an algorithm of one's own."""
     adv_type: str = "grpo"
     """Advantage estimator: grpo, dr_grpo, rloo, reinforce++, reinforce++_baseline, raw, a registered name, or
     `module:function`."""

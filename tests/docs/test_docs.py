@@ -37,6 +37,8 @@ SMALL = (
     "runner.max_steps=2", "runner.segments=1", "runner.save_interval=1", "algorithm.rollout_steps=32",
     "algorithm.update_epochs=1", "env.eval.num_episodes=2",
 )  # fmt: skip
+#: The same of a language model; a kind of run of one's own has only the first three.
+SMALL_LANGUAGE = (*SMALL[:3], "data.prompts_per_step=4", "algorithm.group_size=2", "actor.global_batch_size=8")
 SHELL = 'rlhpc() { case "$1" in train|plan|run) command rlhpc "$@" $SMALL;; *) command rlhpc "$@";; esac; }\nset -e\n'
 
 
@@ -287,7 +289,7 @@ def install(project: str, folder: Path) -> None:
 def test_the_pages_commands_and_code_run(page, tmp_path):
     """Blocks that begin with `# name.py` are files; the others run, in order. Training takes few and small steps."""
     (tmp_path / "configs").symlink_to(ROOT / "configs")
-    small = SMALL[:3] if page.name == "add-kind.md" else SMALL  # a kind of its own has no algorithm
+    small = {"add-kind.md": SMALL[:3], "add-algorithm.md": SMALL_LANGUAGE}.get(page.name, SMALL)
     environment = {"SMALL": " ".join(small), "PYTHONPATH": str(tmp_path)}
     for language, content in all_blocks(page):
         named = re.match(r"# ([\w.]+)\n", content)

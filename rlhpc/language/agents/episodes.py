@@ -37,6 +37,7 @@ class Episode:
         logprobs: Of the model's tokens, as drawn; 0 for the agent's.
         versions: Of the weights; for the agent's tokens, that of the token before.
         loss_mask: True for the model's tokens.
+        turn_ids: Which turn wrote a token or, of the agent's, which is the first to read it; from 0.
         turns: Times the model wrote.
         finish_reason: `stop` (the model, or the agent, ended it), `length`, `turns` (no turn was left for the agent's
             answer), `error` (the agent raised, or took too long), or `abort`.
@@ -50,6 +51,7 @@ class Episode:
     logprobs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
     loss_mask: list[bool] = field(default_factory=list)
+    turn_ids: list[int] = field(default_factory=list)
     turns: int = 0
     finish_reason: str = ""
     state: dict[str, Any] = field(default_factory=dict)
@@ -260,6 +262,7 @@ class Episodes:
         episode.logprobs += [0.0] * len(ids)
         episode.versions += [episode.versions[-1]] * len(ids)
         episode.loss_mask += [False] * len(ids)
+        episode.turn_ids += [episode.turns] * len(ids)
         if len(ids) >= left:
             self._end(episode, "length")
             return
@@ -284,6 +287,7 @@ def _append(episode: Episode, completion: Completion) -> None:
     episode.logprobs += completion.logprobs
     episode.versions += completion.versions
     episode.loss_mask += [True] * len(completion.token_ids)
+    episode.turn_ids += [episode.turns] * len(completion.token_ids)
 
 
 def _seed(seed: int, turn: int) -> int:

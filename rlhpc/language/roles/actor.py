@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
@@ -13,31 +12,30 @@ from rlhpc.algorithms.finite import Skips, listed, require_finite, skips
 from rlhpc.checkpoint.state import load_state, rng_state, save_state, set_rng_state
 from rlhpc.language.config import LanguageConfig
 from rlhpc.language.data import load_tokenizer
-from rlhpc.language.tokens.batches import TokenBatch, fill_up, pack
+from rlhpc.language.tokens.batches import TokenBatch, micro_batches
 from rlhpc.language.tokens.trainer import TokenTrainer
 from rlhpc.runs.device import seed_process
 from rlhpc.runtime.worker import Worker
 
 STATE = "actor-{rank}.pt"
 
-#: One sequence: `ids`, and columns aligned with them.
-Row = dict[str, Any]
 #: The configuration of a run that trains a language model.
 Cfg = TypeVar("Cfg", bound=LanguageConfig)
 
 
 class LanguageActor(Worker, Generic[Cfg]):
-    """Owns a training backend, and trains it on rows of tokens."""
+    """Owns a training backend, and trains it on samples of tokens."""
 
     def __init__(self, cfg: Cfg) -> None:
         super().__init__()
         self.cfg: Cfg = cfg
 
-    def _load_model(self, total_steps: int) -> dict[str, Any]:
+    def _load_model(self, total_steps: int, *, reference: bool = False) -> dict[str, Any]:
         """Loads tokenizer, model and optimizer.
 
         Args:
             total_steps: Steps of the whole run, for the learning rate.
+            reference: Whether the model of before training is wanted beside it.
 
         Returns:
             Facts: trainable parameters.
@@ -48,7 +46,7 @@ class LanguageActor(Worker, Generic[Cfg]):
         self.tokenizer = load_tokenizer(cfg.actor.model.model_path, cfg.actor.model.trust_remote_code)
         pad = self.tokenizer.pad_token_id
         self.pad = int(pad if pad is not None else self.tokenizer.eos_token_id or 0)
-        self.backend = TokenTrainer(cfg, self)
+        self.backend = TokenTrainer(cfg, self, reference=reference)
         self.skips = Skips(skips(cfg))
         self.max_tokens = cfg.actor.max_tokens_per_micro_batch
         self.log.info("trains %s parameters of %s by %s", self.backend.parameters_trained, cfg.actor.model.model_path,
@@ -57,25 +55,18 @@ class LanguageActor(Worker, Generic[Cfg]):
 
     # -- training -------------------------------------------------------------------------------------------------
 
-    def _micro_batches(self, rows: list[Row], columns: tuple[str, ...]) -> list[TokenBatch]:
-        """Micro-batches, as many on each rank; field `line` is the row's position."""
-        fields = [
-            {"ids": row["ids"], "line": line, **{name: row[name] for name in columns}} for line, row in enumerate(rows)
-        ]
-        batches = pack(fields, self.max_tokens, self.pad)
+    def _micro_batches(self, batch: TokenBatch) -> list[tuple[torch.Tensor, TokenBatch]]:
+        """Which samples each micro-batch has, and the micro-batches, as many on each rank: some train nothing."""
+        cuts = micro_batches(batch.lengths, self.max_tokens)
+        batches = [(samples, batch.select(samples)) for samples in cuts]
         if self.world_size > 1:
             most = int(self.all_reduce(torch.tensor(float(len(batches))), "max").item())
-            batches = fill_up(batches, most, self.pad, None if batches else self._filler(columns))
+            none = torch.zeros(0, dtype=torch.long)
+            batches += [(none, batch.nothing()) for _ in range(most - len(batches))]
         return batches
 
-    def _filler(self, columns: tuple[str, ...]) -> TokenBatch:
-        """What an empty batch looks like on a rank that has no rows."""
-        ids = torch.full((1, 2), self.pad)
-        fields = {name: torch.zeros(1, 2) for name in columns} | {"line": torch.zeros(1, dtype=torch.long)}
-        return TokenBatch(ids, torch.zeros(1, 2, dtype=torch.bool), fields)
-
     def _step(
-        self, rate: float, metrics: dict[str, float], tokens: float, where: str, rows: list[Row]
+        self, rate: float, metrics: dict[str, float], tokens: float, where: str, batch: TokenBatch
     ) -> dict[str, float]:
         """The optimizer's step and its metrics.
 
@@ -88,7 +79,7 @@ class LanguageActor(Worker, Generic[Cfg]):
         else:
             bad = [name for name, value in metrics.items() if not math.isfinite(value)]
             told = f"the gradient's norm is {norm}" + (f", and so are {listed(bad)}" if bad else "")
-            self.skips.left_out(lambda: f"{where}: {told}{_prompts(rows)} (actor-{self.rank})")
+            self.skips.left_out(lambda: f"{where}: {told}{_prompts(batch)} (actor-{self.rank})")
         return {**metrics, "grad_norm": norm, "tokens": tokens}
 
     def _reduced(self, parts: list[dict[str, torch.Tensor]]) -> dict[str, float]:
@@ -141,13 +132,11 @@ class LanguageActor(Worker, Generic[Cfg]):
         self.backend.reload()
 
 
-def _prompts(rows: Sequence[Row]) -> str:
+def _prompts(batch: TokenBatch) -> str:
     """Which of a rank's prompts brought something that is not finite, for a message."""
-    columns = ("rollout_logprobs", "old_logprobs", "ref_logprobs", "advantages")
-    found = {
-        f"{name} of prompt {row['group']}"
-        for row in rows
-        for name in columns
-        if name in row and not row[name][row["mask"]].isfinite().all()
-    }
+    found = set()
+    for name, values in batch.columns.items():
+        bad = batch.mask & ~values.isfinite() if values.dim() == 1 else batch.mask & ~values.isfinite().all(1)
+        lines = torch.repeat_interleave(batch.group, batch.lengths)[bad]
+        found |= {f"{name} of prompt {group}" for group in lines.unique().tolist()}
     return f"; not finite: {listed(sorted(found))}" if found else ""

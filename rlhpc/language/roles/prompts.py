@@ -1,10 +1,10 @@
-"""Who has which prompt of a step, and what travels between rollout ranks and actors."""
+"""Who has which prompt of a step."""
 
 from __future__ import annotations
 
 import hashlib
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -67,47 +67,3 @@ def seed_of(*parts: int) -> int:
     """A seed of 63 bits that depends on all parts."""
     digest = hashlib.blake2b(np.asarray(parts, np.int64).tobytes(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
-
-
-@dataclass
-class Group:
-    """All responses to one prompt.
-
-    Attributes:
-        step, position: Of the prompt.
-        prompt_ids: `[P]` int32.
-        responses: Token ids of each, int32.
-        logprobs: One a token, float32: of the policy that drew it; anything where the mask is False.
-        versions: One a token, int32; -1 where the mask is False.
-        masks: One a token, bool: written by the model, rather than by a tool.
-        rewards: `[G]` float32.
-        finished: `[G]` bool: ended by itself, not at the length limit.
-    """
-
-    step: int
-    position: int
-    prompt_ids: np.ndarray
-    responses: list[np.ndarray]
-    logprobs: list[np.ndarray]
-    versions: list[np.ndarray]
-    masks: list[np.ndarray]
-    rewards: np.ndarray
-    finished: np.ndarray
-
-    def pack(self) -> dict[str, Any]:
-        """Few arrays, whatever G is: what goes through the channel."""
-        joined = {name: np.concatenate(getattr(self, name)) for name in ("responses", "logprobs", "versions", "masks")}
-        lengths = np.asarray([len(response) for response in self.responses], np.int32)
-        head = {"step": self.step, "position": self.position, "lengths": lengths}
-        return {**head, **joined, "prompt_ids": self.prompt_ids, "rewards": self.rewards, "finished": self.finished}
-
-    @classmethod
-    def unpack(cls, message: dict[str, Any]) -> Group:
-        """The group in a message that `pack` made."""
-        cuts = np.cumsum(message["lengths"])[:-1]
-        fields: dict[str, Any] = {
-            name: message[name] for name in ("step", "position", "prompt_ids", "rewards", "finished")
-        }
-        for name in ("responses", "logprobs", "versions", "masks"):
-            fields[name] = np.split(message[name], cuts)
-        return cls(**fields)

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -24,6 +24,7 @@ from rlhpc.algorithms.rewards import overlong_penalty
 from rlhpc.config.typed import select
 from rlhpc.language.agents.episodes import Episode
 from rlhpc.language.agents.registry import configured_agent, make_generation
+from rlhpc.language.algorithm.registry import make_algorithm
 from rlhpc.language.config import GrpoConfig, LanguageConfig
 from rlhpc.language.data import PromptDataset, PromptSampler, PromptTokenizer, load_tokenizer, make_dataset
 from rlhpc.language.data.prompts import Prompt
@@ -35,12 +36,13 @@ from rlhpc.language.engines.vllm_experts import require_proven
 from rlhpc.language.evaluate import problems_of, suites_of
 from rlhpc.language.rewards import Sample, make_reward
 from rlhpc.language.rewards.pool import Scored
-from rlhpc.language.roles.prompts import GROUPS, VERSIONS, Group, PromptMap, seed_of
+from rlhpc.language.roles.groups import FINISHED, group_of
+from rlhpc.language.roles.prompts import GROUPS, VERSIONS, PromptMap, seed_of
 from rlhpc.language.roles.validation import Row, Validation
 from rlhpc.language.tokens.model import compute_dtype
 from rlhpc.runs.device import own_device, seed_process
 from rlhpc.runtime.channel import QueueEmpty
-from rlhpc.runtime.errors import DeadlineExceeded
+from rlhpc.runtime.errors import DeadlineExceeded, RlhpcError
 from rlhpc.runtime.worker import Worker
 from rlhpc.training.zero_config import deepspeed_config
 from rlhpc.weights import make_sync
@@ -49,8 +51,6 @@ from rlhpc.weights.strategy import NamedUpdates
 
 #: Pause where neither engine nor judges had anything.
 _IDLE_S = 0.002
-#: Ends of an episode that no limit of length brought about.
-_FINISHED = ("stop", "turns")
 
 
 @dataclass
@@ -106,6 +106,7 @@ class LanguageRolloutWorker(Worker):
         path = str(cfg.actor.model.model_path)
         self.tokenizer, self.encoder, self.dataset = open_prompts(cfg)
         self.sampler = PromptSampler(len(self.dataset), prompts.prompts, self.seed)
+        self.algorithm = make_algorithm(cfg)
         self.sampling = SamplingParams(
             max_new_tokens=cfg.rollout.max_new_tokens, temperature=cfg.rollout.temperature,
             top_p=cfg.rollout.top_p, top_k=cfg.rollout.top_k,
@@ -254,7 +255,7 @@ class LanguageRolloutWorker(Worker):
         text = self.tokenizer.decode(episode.token_ids, skip_special_tokens=True)
         sample = Sample(
             slot.prompt.question, text, slot.prompt.answer, slot.prompt.meta, int(np.count_nonzero(episode.loss_mask)),
-            episode.finish_reason in _FINISHED,
+            episode.finish_reason in FINISHED,
         )  # fmt: skip
         self.judges.submit(episode.id, sample)
 
@@ -281,18 +282,12 @@ class LanguageRolloutWorker(Worker):
             self._start(slot.step, slot.position, attempt, int(draw.integers(len(self.dataset))))
             return
         del self._slots[slot.step, slot.position]
-        group = Group(
-            slot.step, slot.position, np.asarray(slot.prompt_ids, np.int32),
-            [np.asarray(e.token_ids, np.int32) for e in episodes],
-            [np.asarray(e.logprobs, np.float32) for e in episodes],
-            [np.asarray(e.versions, np.int32) for e in episodes],
-            [np.asarray(e.loss_mask, bool) & (not fault) for e in episodes],
-            rewards, np.asarray([e.finish_reason in _FINISHED for e in episodes]),
-        )  # fmt: skip
+        columns = [self._columns(episode, score) for episode, score in zip(episodes, scores, strict=True)]
+        group = group_of(slot.step, slot.position, episodes, rewards, columns, trains=not fault)
         self._groups.put(group.pack(), key=str(self.prompts.actor_of(slot.position)))
         self._open[slot.step] -= 1
         left_out = {"nonfinite": float(self.group_size), "refills": float(slot.attempt)}
-        facts = left_out if fault else self._facts(slot, group, scores)
+        facts = left_out if fault else self._facts(slot, episodes, scores, rewards)
         self._stats.setdefault(slot.step, {})[slot.position] = facts
 
     def _overlong(self, episodes: list[Episode]) -> np.ndarray:
@@ -304,20 +299,42 @@ class LanguageRolloutWorker(Worker):
         punishment: np.ndarray = overlong_penalty(lengths=lengths, max_length=limit, buffer=buffer).numpy()
         return punishment
 
-    def _facts(self, slot: _Slot, group: Group, scores: list[Scored]) -> dict[str, float]:
-        lengths = [int(mask.sum()) for mask in group.masks]
-        oldest = [int(v[mask].min()) for v, mask in zip(group.versions, group.masks, strict=True) if mask.any()]
+    def _columns(self, episode: Episode, score: Scored) -> dict[str, Sequence[float]]:
+        """What the algorithm wants of this rank.
+
+        Raises:
+            RlhpcError: It gives other columns than it asks for, or some of another length.
+        """
+        made = dict(self.algorithm.rollout_columns(episode, score))
+        wanted = [column.name for column in self.algorithm.columns if column.by == "rollout"]
+        lengths = {len(values) for values in made.values()} - {len(episode.token_ids)}
+        if sorted(made) != sorted(wanted) or lengths:
+            raise RlhpcError(
+                f"algorithm.name={self.cfg.algorithm.name}: rollout_columns gave {sorted(made) or 'nothing'}"
+                f"{f' of {lengths} values' if lengths else ''}; wanted: {sorted(wanted) or 'nothing'}, one value for each of "
+                f"the episode's {len(episode.token_ids)} tokens"
+            )
+        return made
+
+    def _facts(
+        self, slot: _Slot, episodes: list[Episode], scores: list[Scored], rewards: np.ndarray
+    ) -> dict[str, float]:
+        masks = [np.asarray(episode.loss_mask, bool) for episode in episodes]
+        lengths = [int(mask.sum()) for mask in masks]
+        versions = [np.asarray(e.versions)[mask] for e, mask in zip(episodes, masks, strict=True)]
+        oldest = [int(drawn.min()) for drawn in versions if len(drawn)]
+        finished = sum(episode.finish_reason in FINISHED for episode in episodes)
         behind = [slot.step - 1 - version for version in oldest]
         first = next(iter(scores[0].terms), "")
         facts = {
             "samples": float(self.group_size),
             "groups": 1.0,
-            "reward": float(group.rewards.sum()),
-            "reward_squared": float((group.rewards**2).sum()),
+            "reward": float(rewards.sum()),
+            "reward_squared": float((rewards**2).sum()),
             "accuracy": float(sum(score.terms.get(first, 0.0) >= 1.0 for score in scores)),
             "length": float(sum(lengths)),
-            "truncated": float((~group.finished).sum()),
-            "varied": float(varied(group.rewards)),
+            "truncated": float(len(episodes) - finished),
+            "varied": float(varied(rewards)),
             "failed": float(sum(score.failed for score in scores)),
             "stale": float(sum(behind)),
             "refills": float(slot.attempt),

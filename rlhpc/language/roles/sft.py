@@ -43,24 +43,27 @@ class SftActor(LanguageActor[SftConfig]):
         Returns:
             Metrics, the same on all ranks.
         """
-        rows, count = [], self.cfg.data.prompts_per_step
+        samples, masks, count = [], [], self.cfg.data.prompts_per_step
         for draw in range(self.rank, count, self.world_size):
             index = self.sampler.at((step - 1) * count + draw)
             encoded = self.encoder.encode_demonstration(self.dataset[index], self.max_tokens)
             assert encoded is not None, "those that do not fit are dropped at the start"
             ids, mask = encoded
-            rows.append({"ids": torch.tensor(ids), "mask": torch.tensor(mask, dtype=torch.bool)})
-        held = torch.tensor(float(sum(int(row["mask"].sum()) for row in rows)))
+            samples.append(ids)
+            masks.append(mask)
+        whole = TokenBatch.of(samples, masks, pad_id=self.pad)
+        held = whole.mask.sum().float()
         tokens = float((self.all_reduce(held) if self.world_size > 1 else held).item())
 
         def loss(scores: TokenScores, batch: TokenBatch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-            mask = batch.fields["mask"].bool()
-            value = aggregate(-scores.logprobs, mask, "token-mean", global_tokens=tokens)
+            value = aggregate(
+                -batch.padded(scores.logprobs), batch.padded(batch.mask), "token-mean", global_tokens=tokens
+            )
             return value, {"loss": value.detach()}
 
-        batches = self._micro_batches(rows, ("mask",))
+        batches = [batch for _, batch in self._micro_batches(whole)]
         rate = self._learning_rate(step)
         parts = self.backend.forward_backward(batches, loss)
-        found = self._step(rate, self._reduced(parts), tokens, f"step {step}", rows)
+        found = self._step(rate, self._reduced(parts), tokens, f"step {step}", whole)
         self.version = step
         return {**found, "lr": rate, **self.skips.counted()}

@@ -1,14 +1,16 @@
-"""Sequences of different lengths to micro-batches of at most so many tokens, and to ranks of equal work."""
+"""The one form that samples have from the rollout ranks to the backward pass, and how it is cut into micro-batches."""
 
 from __future__ import annotations
 
-import heapq
+import dataclasses
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from rlhpc.runtime.errors import ConfigError
 
@@ -19,56 +21,226 @@ _OVERHEAD = 16
 
 @dataclass
 class TokenBatch:
-    """Sequences, padded on the right. B sequences, T tokens of the longest.
+    """N samples of T tokens in all, one after the other, without padding.
+
+    A sample is what the model reads in one pass. Most episodes have one; an episode whose context was rewritten on the way, or
+    in which several roles speak, has several, and each drawn token is trained in one of them. Samples of the same episode
+    and role stand next to each other.
 
     Attributes:
-        input_ids: `[B, T]` int64: prompt and response.
-        attention_mask: `[B, T]` bool.
-        fields: Tensors `[B, T]` or `[B]` that the loss wants beside it. Those of `[B, T]` are aligned with `input_ids`:
-            column t is about token t, and column 0, which nothing predicts, is masked out.
+        cu_seqlens: `[N + 1]` int64, on the host: sample n has the tokens `cu_seqlens[n]` to `cu_seqlens[n + 1] - 1`.
+        ids: `[T]` int64: prompts and what came after them.
+        mask: `[T]` bool: tokens that are trained on.
+        turn: `[T]` int64: which turn of the model wrote a token, or was the first to read it; 0 in a single turn.
+        columns: Further values of the tokens by name, `[T]` or `[T, k]`. What is about the first token of a sample, which
+            nothing predicts, is masked out.
+        episode: `[N]` int64: which episode a sample is of; unique in a step.
+        role: `[N]` int64: who speaks in it, where several do.
+        group: `[N]` int64: which prompt its episode answers.
+        reward: `[N]` float32: what its episode was worth.
+        pad_id: Token on padding, where the model wants a rectangle.
     """
 
-    input_ids: torch.Tensor
-    attention_mask: torch.Tensor
-    fields: dict[str, torch.Tensor]
+    cu_seqlens: Tensor
+    ids: Tensor
+    mask: Tensor
+    turn: Tensor
+    episode: Tensor
+    role: Tensor
+    group: Tensor
+    reward: Tensor
+    columns: dict[str, Tensor] = field(default_factory=dict)
+    pad_id: int = 0
+
+    @classmethod
+    def of(
+        cls,
+        ids: Sequence[Sequence[int] | Tensor],
+        mask: Sequence[Sequence[bool] | Tensor],
+        columns: Mapping[str, Sequence[Sequence[float] | Tensor]] | None = None,
+        *,
+        pad_id: int = 0,
+    ) -> TokenBatch:
+        """Samples that are each an episode, a single turn, and a prompt of their own.
+
+        Raises:
+            ValueError: A value for each token is wanted, and there are more or fewer.
+        """
+        lengths = [len(sample) for sample in ids]
+
+        def joined(name: str, values: Sequence[Any], dtype: torch.dtype | None = None) -> Tensor:
+            tensors = [torch.as_tensor(value, dtype=dtype) for value in values]
+            for value, length in zip(tensors, lengths, strict=True):
+                if value.shape[:1] != (length,):
+                    raise ValueError(f"{name} has shape {tuple(value.shape)}; its sample has {length} tokens")
+            return torch.cat(tensors) if tensors else torch.zeros(0, dtype=dtype or torch.float32)
+
+        number = torch.arange(len(lengths))
+        tokens = joined("ids", ids, torch.int64)
+        return cls(
+            cumulated(lengths), tokens, joined("mask", mask, torch.bool), torch.zeros_like(tokens), number,
+            torch.zeros_like(number), number, torch.zeros(len(lengths)),
+            {name: joined(f"column {name}", values) for name, values in (columns or {}).items()}, pad_id,
+        )  # fmt: skip
+
+    @classmethod
+    def joined(cls, batches: Sequence[TokenBatch]) -> TokenBatch:
+        """The samples of several batches with the same columns, one batch after the other.
+
+        Raises:
+            ValueError: There is none.
+        """
+        if not batches:
+            raise ValueError("there is no batch to join")
+        first = batches[0]
+        lengths = torch.cat([batch.lengths for batch in batches])
+        columns = {name: torch.cat([batch.columns[name] for batch in batches]) for name in first.columns}
+        rest = {name: torch.cat([getattr(batch, name) for batch in batches]) for name in (*_OF_TOKENS, *_OF_SAMPLES)}
+        return cls(cu_seqlens=cumulated(lengths), columns=columns, pad_id=first.pad_id, **rest)
+
+    # -- shapes ---------------------------------------------------------------------------------------------------
+
+    def __len__(self) -> int:
+        """Samples."""
+        return len(self.cu_seqlens) - 1
+
+    @property
+    def tokens(self) -> int:
+        """T."""
+        return len(self.ids)
+
+    @property
+    def lengths(self) -> Tensor:
+        """`[N]` int64, on the host."""
+        return self.cu_seqlens.diff()
+
+    @cached_property
+    def width(self) -> int:
+        """W: tokens of the longest sample; at least 2, since one alone predicts nothing and a model may refuse it."""
+        return max(2, int(self.lengths.max())) if len(self) else 2
+
+    @cached_property
+    def _places(self) -> Tensor:
+        """`[T]`: where in the rectangle, read line by line, each token stands."""
+        shift = torch.arange(len(self)) * self.width - self.cu_seqlens[:-1]
+        places = torch.arange(self.tokens) + torch.repeat_interleave(shift, self.lengths)
+        return places.to(self.ids.device)
+
+    def padded(self, values: Tensor, fill: float = 0) -> Tensor:
+        """`[T]` values of the tokens as `[N, W]`, padded on the right: what models, estimators and losses take."""
+        full = values.new_full((len(self) * self.width, *values.shape[1:]), fill)
+        return full.index_copy(0, self._places, values).view(len(self), self.width, *values.shape[1:])
+
+    def flat(self, rectangle: Tensor) -> Tensor:
+        """`[N, W]` back to `[T]`."""
+        return rectangle.flatten(0, 1).index_select(0, self._places)
+
+    def attended(self) -> Tensor:
+        """`[N, W]` bool: where there is a token rather than padding."""
+        return torch.arange(self.width, device=self.ids.device) < self.lengths.to(self.ids.device)[:, None]
+
+    # -- parts ----------------------------------------------------------------------------------------------------
+
+    def tokens_of(self, samples: Tensor) -> Tensor:
+        """Where in `[T]` the tokens of some samples stand, one sample after the other."""
+        lengths = self.lengths[samples]
+        shift = self.cu_seqlens[samples] - cumulated(lengths)[:-1]
+        return torch.arange(int(lengths.sum())) + torch.repeat_interleave(shift, lengths)
+
+    def select(self, samples: Tensor) -> TokenBatch:
+        """Some of the samples, in this order."""
+        where = self.tokens_of(samples)
+        parts = {name: getattr(self, name)[where] for name in _OF_TOKENS}
+        parts |= {name: getattr(self, name)[samples] for name in _OF_SAMPLES}
+        columns = {name: values[where] for name, values in self.columns.items()}
+        cuts = cumulated(self.lengths[samples])
+        return TokenBatch(cu_seqlens=cuts, columns=columns, pad_id=self.pad_id, **parts)
+
+    def nothing(self) -> TokenBatch:
+        """One sample of no tokens, with the same columns: a batch that trains nothing."""
+        none = self.tokens_of(torch.zeros(0, dtype=torch.long))
+        parts = {name: getattr(self, name)[none] for name in _OF_TOKENS}
+        parts |= {name: getattr(self, name).new_zeros(1) for name in _OF_SAMPLES}
+        columns = {name: values[none] for name, values in self.columns.items()}
+        return TokenBatch(cu_seqlens=cumulated([0]), columns=columns, pad_id=self.pad_id, **parts)
+
+    def by_episode(self) -> TokenBatch:
+        """The same tokens, with all that one role says in an episode as one sample: what gets an advantage. It is no input of
+        a model where an episode has several samples."""
+        if not len(self):
+            return self
+        same = (self.episode[1:] == self.episode[:-1]) & (self.role[1:] == self.role[:-1])
+        first = torch.cat([torch.tensor([True]), ~same.cpu()])
+        cuts = torch.cat([self.cu_seqlens[:-1][first], self.cu_seqlens[-1:]])
+        parts = {name: getattr(self, name)[first] for name in _OF_SAMPLES}
+        return dataclasses.replace(self, cu_seqlens=cuts, **parts)
 
     def to(self, device: torch.device) -> TokenBatch:
-        """On a device."""
+        """On a device, but for `cu_seqlens`."""
         if device.type == "cpu":
             return self
+        parts = {name: getattr(self, name).to(device, non_blocking=True) for name in (*_OF_TOKENS, *_OF_SAMPLES)}
+        columns = {name: values.to(device, non_blocking=True) for name, values in self.columns.items()}
+        return dataclasses.replace(self, columns=columns, **parts)
 
-        def move(tensor: torch.Tensor) -> torch.Tensor:
-            return tensor.to(device, non_blocking=True)
+    # -- on the way -----------------------------------------------------------------------------------------------
 
-        fields = {name: move(tensor) for name, tensor in self.fields.items()}
-        return TokenBatch(move(self.input_ids), move(self.attention_mask), fields)
+    def pack(self) -> dict[str, Any]:
+        """Few arrays, whatever N is: what goes through a channel."""
+        arrays = {name: getattr(self, name).numpy() for name in _OF_SAMPLES}
+        small = {"ids": np.int32, "turn": np.int16}
+        arrays |= {name: getattr(self, name).numpy().astype(small.get(name, bool)) for name in _OF_TOKENS}
+        columns = {name: values.numpy() for name, values in self.columns.items()}
+        return {**arrays, "lengths": self.lengths.numpy().astype(np.int32), "columns": columns, "pad_id": self.pad_id}
+
+    @classmethod
+    def unpack(cls, message: Mapping[str, Any]) -> TokenBatch:
+        """The batch in a message that `pack` made; a copy, since what came in may be memory of the sender's."""
+        parts: dict[str, Any] = {name: torch.from_numpy(np.array(message[name])) for name in _OF_SAMPLES}
+        wide = {"ids": np.int64, "turn": np.int64}
+        for name in _OF_TOKENS:
+            parts[name] = torch.from_numpy(np.array(message[name], dtype=wide.get(name, bool)))
+        columns = {name: torch.from_numpy(np.array(values)) for name, values in message["columns"].items()}
+        cuts = cumulated(np.asarray(message["lengths"], np.int64))
+        return cls(cu_seqlens=cuts, columns=columns, pad_id=int(message["pad_id"]), **parts)
 
 
-def pack(sequences: Sequence[Mapping[str, Any]], max_tokens: int, pad_id: int) -> list[TokenBatch]:
-    """Micro-batches, each a rectangle of at most `max_tokens` cells, padded on the right; the longest come first.
+_OF_TOKENS = ("ids", "mask", "turn")
+_OF_SAMPLES = ("episode", "role", "group", "reward")
 
-    Sequences of similar length share a micro-batch; among the ways to cut the sorted lengths, the one with the least
+
+def cumulated(lengths: Sequence[int] | np.ndarray | Tensor) -> Tensor:
+    """`[N]` lengths to `[N + 1]` ends, from 0."""
+    ends = torch.as_tensor(lengths, dtype=torch.int64).cumsum(0)
+    return torch.cat([torch.zeros(1, dtype=torch.int64), ends])
+
+
+def micro_batches(lengths: Sequence[int] | Tensor, max_tokens: int) -> list[Tensor]:
+    """Cuts samples into micro-batches, each of which is, padded, a rectangle of at most `max_tokens` cells; the longest come
+    first.
+
+    Samples of similar length share a micro-batch; among the ways to cut the sorted lengths, the one with the least
     padding (and not many more batches for it) is taken. The result depends on the arguments alone.
 
     Args:
-        sequences: Each has `ids` (token ids) and the same further fields: one value a token (a list or tensor as long
-            as `ids`, which becomes `[B, T]`, 0 on padding), or a number (which becomes `[B]`). A field with the
-            sequence's position tells afterwards which row is whose.
+        lengths: Tokens of each sample.
         max_tokens: `actor.max_tokens_per_micro_batch`.
-        pad_id: Token on padding.
+
+    Returns:
+        Which samples each micro-batch has.
 
     Raises:
-        ConfigError: A sequence is longer than `max_tokens`.
+        ConfigError: A sample is longer than `max_tokens`.
     """
-    lengths = [len(sequence["ids"]) for sequence in sequences]
-    if lengths and max(lengths) > max_tokens:
+    tokens = [int(length) for length in lengths]
+    if tokens and max(tokens) > max_tokens:
         raise ConfigError(
-            f"a sequence has {max(lengths)} tokens, more than actor.max_tokens_per_micro_batch({max_tokens}): raise it, "
+            f"a sequence has {max(tokens)} tokens, more than actor.max_tokens_per_micro_batch({max_tokens}): raise it, "
             "or lower data.max_prompt_tokens or rollout.max_new_tokens"
         )
-    order = sorted(range(len(sequences)), key=lambda i: (-lengths[i], i))
-    cuts = _cut([lengths[i] for i in order], max_tokens)
-    return [_batch([sequences[i] for i in order[start:end]], pad_id) for start, end in cuts]
+    order = sorted(range(len(tokens)), key=lambda i: (-tokens[i], i))
+    cuts = _cut([tokens[i] for i in order], max_tokens)
+    return [torch.tensor(order[start:end]) for start, end in cuts]
 
 
 def _cut(lengths: Sequence[int], max_tokens: int) -> list[tuple[int, int]]:
@@ -88,79 +260,3 @@ def _cut(lengths: Sequence[int], max_tokens: int) -> list[tuple[int, int]]:
         cuts.append((start, int(end[start])))
         start = int(end[start])
     return cuts
-
-
-def _batch(rows: Sequence[Mapping[str, Any]], pad_id: int) -> TokenBatch:
-    lengths = [len(row["ids"]) for row in rows]
-    width = max(2, *lengths)  # one column predicts nothing, and a model may refuse it
-    mask = torch.arange(width) < torch.tensor(lengths)[:, None]
-
-    def column(name: str, fill: int = 0) -> torch.Tensor:
-        values = [torch.as_tensor(row[name]) for row in rows]
-        if values[0].dim() == 0:
-            return torch.stack(values)
-        for value, length in zip(values, lengths, strict=True):
-            if value.shape != (length,):
-                raise ValueError(f"field {name} has shape {tuple(value.shape)}; its sequence has {length} tokens")
-        full = values[0].new_full((len(rows), width), fill)
-        full[mask] = torch.cat(values)
-        return full
-
-    fields = {name: column(name) for name in rows[0] if name != "ids"}
-    return TokenBatch(column("ids", pad_id).long(), mask, fields)
-
-
-def empty_batch(like: TokenBatch, pad_id: int) -> TokenBatch:
-    """A batch that trains nothing: its mask is empty, its fields are those of `like`, and 0."""
-    fields = {name: tensor.new_zeros((1, 2) if tensor.dim() > 1 else (1,)) for name, tensor in like.fields.items()}
-    return TokenBatch(torch.full((1, 2), pad_id), torch.zeros(1, 2, dtype=torch.bool), fields)
-
-
-def fill_up(batches: list[TokenBatch], count: int, pad_id: int, like: TokenBatch | None = None) -> list[TokenBatch]:
-    """Adds empty batches until there are `count`, as the ranks must give equally many.
-
-    Args:
-        batches: The rank's own.
-        count: The most that a rank has: `worker.all_reduce(torch.tensor(len(batches)), "max")`.
-        pad_id: Token on padding.
-        like: Which fields they have; needed where `batches` is empty.
-    """
-    if len(batches) >= count:
-        return batches
-    example = batches[0] if batches else like
-    if example is None:
-        raise ValueError("a rank without batches needs `like`, to know the fields of an empty one")
-    return batches + [empty_batch(example, pad_id) for _ in range(count - len(batches))]
-
-
-def balance(lengths: Sequence[int], ranks: int) -> list[list[int]]:
-    """Positions for each rank, such that the ranks' sums of lengths are nearly equal (Karmarkar & Karp's differencing).
-
-    Each rank's positions are ascending; the result depends on the arguments alone.
-    """
-    if ranks < 1:
-        raise ValueError(f"ranks is {ranks}")
-    # An entry is a set of `ranks` parts, by descending sum; the two whose parts differ most are put together, large on
-    # small, until one is left.
-    heap: list[tuple[int, int, list[tuple[int, list[int]]]]] = []
-    for position, length in enumerate(lengths):
-        parts = [(int(length), [position])] + [(0, []) for _ in range(ranks - 1)]
-        heap.append((-int(length), position, parts))
-    heapq.heapify(heap)
-    ticket = len(heap)
-    while len(heap) > 1:
-        _, _, first = heapq.heappop(heap)
-        _, _, second = heapq.heappop(heap)
-        joined = [(a + b, left + right) for (a, left), (b, right) in zip(first, reversed(second), strict=True)]
-        joined.sort(key=lambda part: (-part[0], part[1]))
-        heapq.heappush(heap, (joined[-1][0] - joined[0][0], ticket, joined))
-        ticket += 1
-    if not heap:
-        return [[] for _ in range(ranks)]
-    return [sorted(positions) for _, positions in heap[0][2]]
-
-
-def padding_waste(batches: Sequence[TokenBatch]) -> float:
-    """Part of the cells that is padding, 0 to 1."""
-    cells = sum(batch.attention_mask.numel() for batch in batches)
-    return 1.0 - sum(int(batch.attention_mask.sum()) for batch in batches) / cells if cells else 0.0

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from rlhpc.config.typed import plain, select
+from rlhpc.config.typed import plain
 from rlhpc.language.tokens.files import FOLDER, model_files
 from rlhpc.language.tokens.model import compute_dtype, load_causal_lm
 from rlhpc.runtime.durable import fsync_folder, write_durably
@@ -21,17 +21,21 @@ if TYPE_CHECKING:
 
 
 class LanguageBlueprint(Blueprint):
-    """The causal model of `actor.model`, with adapters where `actor.lora` asks for them, and the reference policy where
-    `algorithm.kl_coef` does."""
+    """The causal model of `actor.model`, with adapters where `actor.lora` asks for them.
+
+    Args:
+        cfg: The configuration.
+        reference: Whether the model of before training is wanted beside it.
+    """
 
     identity_file = "backend.json"
     knobs = "lower actor.max_tokens_per_micro_batch"
 
-    def __init__(self, cfg: LanguageConfig) -> None:
+    def __init__(self, cfg: LanguageConfig, *, reference: bool = False) -> None:
         self.actor, self.seed = cfg.actor, cfg.runner.seed
         self.dtype = compute_dtype(cfg.actor.model)
         self.lora_rank = cfg.actor.lora.rank
-        self._kl = bool(select(cfg, "algorithm.kl_coef"))  # SFT has none
+        self._reference = reference
         self._files: dict[str, bytes] | None = None
 
     def build(self, *, empty: bool = False) -> nn.Module:
@@ -48,7 +52,7 @@ class LanguageBlueprint(Blueprint):
     @property
     def has_reference(self) -> bool:
         """Whether there is a reference (`Blueprint.has_reference`); with adapters it is the model without them."""
-        return self._kl and not self.lora_rank
+        return self._reference and not self.lora_rank
 
     def build_reference(self, *, empty: bool = False) -> nn.Module:
         """Builds the frozen reference (`Blueprint.build_reference`)."""

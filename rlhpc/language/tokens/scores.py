@@ -21,10 +21,10 @@ _CHUNK = 1 << 24
 
 @dataclass
 class TokenScores:
-    """What one forward pass says of the tokens, `[B, T]`, aligned with `input_ids`; column 0 is 0.
+    """What one forward pass says of a batch's tokens, `[T]`, one after the other as in the batch; 0 for a sample's first.
 
     Attributes:
-        logprobs: log p(token t | tokens before t) at the temperature asked for.
+        logprobs: log p(token t | tokens before it in its sample) at the temperature asked for.
         entropy: Of that distribution, where asked for.
     """
 
@@ -35,18 +35,19 @@ class TokenScores:
 def token_scores(model: nn.Module, batch: TokenBatch, temperature: float = 1.0, entropy: bool = False) -> TokenScores:
     """One forward pass of a Hugging Face causal language model.
 
-    The model gets neither mask nor positions: padding is on the right, so a token never attends to it, and the model's
-    own positions 0, 1, 2, … are right. That keeps the fast causal attention kernels. What stands on padding, and column
-    0, comes back as 0.
+    The model gets a rectangle, and neither mask nor positions: padding is on the right, so a token never attends to it, and
+    the model's own positions 0, 1, 2, … are right. That keeps the fast causal attention kernels.
 
     Args:
-        model: Takes `input_ids` and gives `logits` `[B, T, V]`.
-        batch: Padded on the right.
+        model: Takes `input_ids` `[N, W]` and gives `logits` `[N, W, V]`.
+        batch: What is scored.
         temperature: Divides the logits.
         entropy: Whether entropies are wanted.
     """
-    logits = model(input_ids=batch.input_ids, use_cache=False).logits
-    return scores_of_logits(logits, batch.input_ids, batch.attention_mask, temperature, entropy)
+    ids = batch.padded(batch.ids, batch.pad_id)
+    logits = model(input_ids=ids, use_cache=False).logits
+    scores = scores_of_logits(logits, ids, batch.attended(), temperature, entropy)
+    return TokenScores(batch.flat(scores.logprobs), None if scores.entropy is None else batch.flat(scores.entropy))
 
 
 def scores_of_logits(
@@ -56,7 +57,8 @@ def scores_of_logits(
     temperature: float = 1.0,
     entropy: bool = False,
 ) -> TokenScores:
-    """`logits[:, t]` says what token t + 1 is; the result is shifted so that column t is about token t."""
+    """Scores as rectangles `[B, T]`, padded on the right. `logits[:, t]` says what token t + 1 is; the result is shifted, so
+    that column t is about token t. Column 0, and what stands on padding, is 0."""
     B, T, V = logits.shape
     targets = torch.roll(input_ids, -1, dims=1)  # the last column's target is the first token: dropped below
     logprobs, entropies = _Scores.apply(logits.reshape(B * T, V), targets.reshape(-1), 1.0 / temperature, entropy)

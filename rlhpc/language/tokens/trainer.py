@@ -32,15 +32,21 @@ class TokenTrainer:
     Args:
         cfg: The configuration.
         worker: The rank.
+        reference: Whether `reference` will be asked.
 
     Attributes:
         backend: Holds the model.
     """
 
-    def __init__(self, cfg: LanguageConfig, worker: Ranks) -> None:
-        self.blueprint = LanguageBlueprint(cfg)
+    def __init__(self, cfg: LanguageConfig, worker: Ranks, *, reference: bool = False) -> None:
+        self.blueprint = LanguageBlueprint(cfg, reference=reference)
         self.backend = make_backend(self.blueprint, cfg.actor, worker)
         self.actor, self.worker = cfg.actor, worker
+
+    @property
+    def device(self) -> torch.device:
+        """Where it computes."""
+        return self.backend.device
 
     @property
     def parameters_trained(self) -> int:

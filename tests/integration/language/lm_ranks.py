@@ -11,7 +11,7 @@ from omegaconf import OmegaConf
 
 from rlhpc import Cluster, NodePlacementStrategy, Session, Worker
 from rlhpc.language.config import GrpoConfig as Config
-from rlhpc.language.tokens.batches import TokenBatch, balance, empty_batch, fill_up, pack
+from rlhpc.language.tokens.batches import TokenBatch, micro_batches
 from rlhpc.language.tokens.scores import TokenScores
 from rlhpc.language.tokens.trainer import TokenTrainer
 
@@ -65,7 +65,7 @@ def count(step: int) -> int:
 def loss_of(step: int):
     def loss(scores: TokenScores, batch: TokenBatch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         assert scores.entropy is not None
-        value = -(batch.fields["weights"] * scores.logprobs + ENTROPY_COEF * scores.entropy).sum() / count(step)
+        value = -(batch.columns["weights"] * scores.logprobs + ENTROPY_COEF * scores.entropy).sum() / count(step)
         return value, {"loss": value}
 
     return loss
@@ -73,15 +73,20 @@ def loss_of(step: int):
 
 def share(worker: Worker, step: int, max_tokens: int = 32) -> list[TokenBatch]:
     """This rank's micro-batches."""
-    every = sequences(step)
-    mine = [every[i] for i in balance([len(s["ids"]) for s in every], worker.world_size)[worker.rank]]
-    batches = pack(mine, max_tokens, pad_id=0)
+    mine = batch_of(sequences(step)[worker.rank :: worker.world_size])
+    batches = [mine.select(samples) for samples in micro_batches(mine.lengths, max_tokens)]
     most = int(worker.all_reduce(torch.tensor(len(batches)), "max")) + 1  # one is empty, on every rank
-    return fill_up(batches, most, 0, like=empty_batch(pack(every[:1], 99, 0)[0], 0))
+    return batches + [mine.nothing()] * (most - len(batches))
+
+
+def batch_of(sequences: list[dict[str, Any]]) -> TokenBatch:
+    ids, weights = ([sequence[name] for sequence in sequences] for name in ("ids", "weights"))
+    return TokenBatch.of(ids, [torch.ones(len(sample), dtype=torch.bool) for sample in ids], {"weights": weights})
 
 
 def probe_batch() -> TokenBatch:
-    return pack(sequences(99), 1000, 0)[0]
+    every = batch_of(sequences(99))
+    return every.select(micro_batches(every.lengths, 1000)[0])
 
 
 def train(worker: Worker, cfg: Any, steps: range = range(5), load: Path | None = None, **then: Any) -> dict[str, Any]:

@@ -359,7 +359,7 @@ def test_bad_input_is_one_message(models, changes: dict[str, Any], text: str) ->
 def test_out_of_memory_names_the_knobs(models) -> None:
     backend = TokenTrainer(make_config(models["untied"]), Worker())
     ids = torch.zeros(8192, 60, dtype=torch.int64)  # half a million tokens: 60 MB a layer's tensor
-    batch = TokenBatch(ids, torch.ones_like(ids, dtype=torch.bool), {})
+    batch = TokenBatch.of(list(ids), list(torch.ones_like(ids, dtype=torch.bool)))
 
     def loss(scores: Any, batch: Any) -> Any:
         return scores.logprobs.sum(), {}
@@ -379,10 +379,9 @@ def test_out_of_memory_names_the_knobs(models) -> None:
 def test_the_reference_is_loaded_only_where_it_is_wanted(models) -> None:
     cfg = make_config(models["untied"])
     assert TokenTrainer(cfg, Worker()).backend._reference is None
-    cfg.algorithm.kl_coef = 0.1
-    assert TokenTrainer(cfg, Worker()).backend._reference is not None
+    assert TokenTrainer(cfg, Worker(), reference=True).backend._reference is not None
     cfg.actor.lora.rank = 2
-    assert TokenTrainer(cfg, Worker()).backend._reference is None
+    assert TokenTrainer(cfg, Worker(), reference=True).backend._reference is None
 
 
 def test_a_backend_of_ones_own_is_named_by_module_and_class(models) -> None:

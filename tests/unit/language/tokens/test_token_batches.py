@@ -1,48 +1,89 @@
-"""Packing by token count, balancing over ranks."""
+"""The form of a batch, its ways there and back, and micro-batches by token count."""
 
 from __future__ import annotations
 
 import itertools
 import random
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlhpc.language.tokens.batches import balance, empty_batch, fill_up, pack, padding_waste
+from rlhpc.language.tokens.batches import TokenBatch, cumulated, micro_batches
 from rlhpc.runtime.errors import ConfigError
 
-lengths_of_sequences = st.lists(st.integers(1, 40), min_size=1, max_size=30)
+lengths_of_samples = st.lists(st.integers(1, 40), min_size=1, max_size=30)
 
 
-def sequences_of(lengths: list[int]) -> list[dict]:
-    return [
-        {"ids": [100 * i + t for t in range(n)], "advantage": [float(t) for t in range(n)], "index": i, "flag": n > 3}
-        for i, n in enumerate(lengths)
-    ]
+def batch_of(lengths: list[int]) -> TokenBatch:
+    return TokenBatch.of(
+        [[100 * i + t for t in range(n)] for i, n in enumerate(lengths)],
+        [[t > 0 for t in range(n)] for n in lengths],
+        {"advantage": [[float(t) for t in range(n)] for n in lengths]},
+        pad_id=-1,
+    )
+
+
+def same(one: TokenBatch, other: TokenBatch) -> bool:
+    names = ("cu_seqlens", "ids", "mask", "turn", "episode", "role", "group", "reward")
+    fields = [(getattr(one, name), getattr(other, name)) for name in names]
+    columns = [(values, other.columns[name]) for name, values in one.columns.items()]
+    return one.columns.keys() == other.columns.keys() and all(
+        a.dtype == b.dtype and torch.equal(a, b) for a, b in fields + columns
+    )
 
 
 @settings(max_examples=200, deadline=None)
-@given(lengths_of_sequences, st.integers(40, 200))
+@given(lengths_of_samples, st.integers(40, 200))
 def test_every_token_is_in_exactly_one_micro_batch_and_none_is_too_large(lengths, max_tokens):
-    sequences = sequences_of(lengths)
-    batches = pack(sequences, max_tokens, pad_id=-1)
-    seen = []
-    for batch in batches:
-        assert batch.input_ids.numel() <= max_tokens
-        assert batch.input_ids.dtype == torch.int64 and batch.attention_mask.dtype == torch.bool
-        for row, index in enumerate(batch.fields["index"].tolist()):
-            mask, n = batch.attention_mask[row], lengths[index]
-            assert mask.tolist() == [True] * n + [False] * (len(mask) - n)  # right padding
-            assert batch.input_ids[row, :n].tolist() == sequences[index]["ids"]
-            assert (batch.input_ids[row, n:] == -1).all() and (batch.fields["advantage"][row, n:] == 0).all()
-            assert batch.fields["advantage"][row, :n].tolist() == sequences[index]["advantage"]
-            assert batch.fields["flag"][row].item() is (n > 3)
+    whole, seen, widths = batch_of(lengths), [], []
+    for samples in micro_batches(whole.lengths, max_tokens):
+        batch = whole.select(samples)
+        ids, advantage = batch.padded(batch.ids, batch.pad_id), batch.padded(batch.columns["advantage"])
+        assert ids.numel() <= max_tokens and ids.dtype == torch.int64
+        widths.append(ids.shape[1])
+        for row, index in enumerate(samples.tolist()):
+            n = lengths[index]
+            assert batch.attended()[row].tolist() == [True] * n + [False] * (ids.shape[1] - n)  # right padding
+            assert ids[row, :n].tolist() == [100 * index + t for t in range(n)]
+            assert (ids[row, n:] == -1).all() and (advantage[row, n:] == 0).all()
+            assert advantage[row, :n].tolist() == [float(t) for t in range(n)]
+            assert int(batch.episode[row]) == index
             seen.append(index)
     assert sorted(seen) == list(range(len(lengths)))
-    widths = [batch.input_ids.shape[1] for batch in batches]
     assert widths == sorted(widths, reverse=True)
+
+
+@settings(max_examples=100, deadline=None)
+@given(lengths_of_samples, st.randoms(use_true_random=False))
+def test_there_and_back(lengths, rng):
+    whole = batch_of(lengths)
+    for values in (whole.ids, whole.mask, whole.columns["advantage"], torch.randn(whole.tokens, 3)):
+        assert torch.equal(whole.flat(whole.padded(values)), values)
+    order = list(range(len(lengths)))
+    rng.shuffle(order)
+    shuffled = whole.select(torch.tensor(order))
+    back = shuffled.select(torch.tensor(np.argsort(order)))
+    assert same(back, whole)
+    assert same(TokenBatch.joined([whole.select(torch.tensor([i])) for i in range(len(lengths))]), whole)
+    # A column that is made by micro-batch stands where its tokens are.
+    made = torch.zeros(whole.tokens)
+    for samples in micro_batches(whole.lengths, 50):
+        made[whole.tokens_of(samples)] = whole.select(samples).columns["advantage"]
+    assert torch.equal(made, whole.columns["advantage"])
+    assert same(TokenBatch.unpack(whole.pack()), whole)
+
+
+def test_gradients_go_through_rectangles():
+    batch = batch_of([3, 1, 2])
+    values = torch.randn(6, requires_grad=True)
+    (batch.padded(values) * torch.arange(9.0).view(3, 3)).sum().backward()
+    assert values.grad is not None and values.grad.tolist() == [0, 1, 2, 3, 6, 7]
+    rectangle = torch.randn(3, 3, requires_grad=True)
+    batch.flat(rectangle).sum().backward()
+    assert rectangle.grad is not None and torch.equal(rectangle.grad, batch.attended().float())
 
 
 @settings(max_examples=100, deadline=None)
@@ -58,67 +99,53 @@ def test_no_cut_of_the_sorted_lengths_costs_less(lengths, max_tokens):
         shapes = [(b - a, ordered[a]) for a, b in itertools.pairwise(edges)]
         if all(rows * width <= max_tokens for rows, width in shapes):
             every.append(cost(shapes))
-    assert cost(batch.input_ids.shape for batch in pack(sequences_of(lengths), max_tokens, 0)) == min(every)
+    found = [(len(part), max(lengths[i] for i in part)) for part in micro_batches(lengths, max_tokens)]
+    assert cost(found) == min(every)
 
 
-def test_packing_is_deterministic_and_wastes_little():
+def test_cutting_is_deterministic_and_wastes_little():
     rng = random.Random(0)
     lengths = [int(min(4096, 64 + rng.expovariate(1 / 600))) for _ in range(512)]
-    first, again = (pack(sequences_of(lengths), 16384, 0) for _ in range(2))
-    assert all(torch.equal(a.input_ids, b.input_ids) for a, b in zip(first, again, strict=True))
-    assert padding_waste(first) < 0.05
+    first, again = (micro_batches(lengths, 16384) for _ in range(2))
+    assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
+    assert 1 - sum(lengths) / sum(len(part) * max(lengths[i] for i in part) for part in first) < 0.05
     in_order = 1 - sum(lengths) / sum(
         len(lengths[i : i + 4]) * max(lengths[i : i + 4]) for i in range(0, len(lengths), 4)
     )
-    assert in_order > 0.4  # what padding rows as they come would waste
+    assert in_order > 0.4  # what padding samples as they come would waste
     assert len(first) <= sum(lengths) / 16384 * 1.5 + 1
 
 
-def test_a_sequence_that_does_not_fit_names_the_key():
+def test_a_sample_that_does_not_fit_names_the_key():
     with pytest.raises(ConfigError, match=r"41 tokens.*actor\.max_tokens_per_micro_batch\(40\)"):
-        pack(sequences_of([3, 41]), 40, 0)
-    assert [b.input_ids.shape for b in pack(sequences_of([3, 40]), 40, 0)] == [(1, 40), (1, 3)]
+        micro_batches([3, 41], 40)
+    assert [part.tolist() for part in micro_batches([3, 40], 40)] == [[1], [0]]
 
 
-def test_a_field_of_another_length_is_refused():
-    with pytest.raises(ValueError, match=r"field rewards has shape \(2,\)"):
-        pack([{"ids": [1, 2, 3], "rewards": [0.0, 1.0]}], 10, 0)
+def test_a_column_of_another_length_is_refused():
+    with pytest.raises(ValueError, match=r"column rewards has shape \(2,\); its sample has 3 tokens"):
+        TokenBatch.of([[1, 2, 3]], [[False, True, True]], {"rewards": [[0.0, 1.0]]})
 
 
-def test_nothing_gives_nothing():
-    assert pack([], 10, 0) == [] and padding_waste([]) == 0.0
-    assert balance([], 3) == [[], [], []]
+def test_nothing_trains_nothing():
+    assert micro_batches([], 10) == []
+    whole = batch_of([5, 3])
+    none = whole.nothing()
+    assert (len(none), none.tokens, none.width) == (1, 0, 2)
+    assert none.padded(none.ids, 7).tolist() == [[7, 7]] and not none.attended().any()
+    assert {name: values.dtype for name, values in none.columns.items()} == {"advantage": torch.float32}
+    assert len(TokenBatch.of([], [])) == 0
 
 
-def test_fill_up_with_batches_that_train_nothing():
-    batches = pack(sequences_of([5, 3]), 10, 7)
-    filled = fill_up(batches, len(batches) + 2, 7)
-    assert filled[: len(batches)] == batches and len(filled) == len(batches) + 2
-    last = filled[-1]
-    assert last.input_ids.tolist() == [[7, 7]] and not last.attention_mask.any()
-    assert {name: (t.dtype, t.dim()) for name, t in last.fields.items()} == {
-        name: (t.dtype, t.dim()) for name, t in batches[0].fields.items()
-    }
-    assert not any(t.any() for t in last.fields.values())
-    assert fill_up(batches, 1, 7) is batches
-    with pytest.raises(ValueError, match="like"):
-        fill_up([], 1, 7)
-    assert len(fill_up([], 2, 7, like=empty_batch(batches[0], 7))) == 2
-
-
-def test_karmarkar_karp_on_its_textbook_examples():
-    # {8,7,6,5,4}: differencing ends with a difference of 2 (the best split has 0; greedy gives 4).
-    sums = sorted(sum([8, 7, 6, 5, 4][i] for i in part) for part in balance([8, 7, 6, 5, 4], 2))
-    assert sums == [14, 16]
-    sums = [sum([5, 5, 5, 5, 5, 5][i] for i in part) for part in balance([5] * 6, 3)]
-    assert sums == [10, 10, 10]
-
-
-@settings(max_examples=100, deadline=None)
-@given(st.lists(st.integers(1, 4000), min_size=0, max_size=60), st.integers(1, 9))
-def test_balance_is_a_partition_with_sums_within_the_longest(lengths, ranks):
-    parts = balance(lengths, ranks)
-    assert len(parts) == ranks and sorted(itertools.chain(*parts)) == list(range(len(lengths)))
-    sums = [sum(lengths[i] for i in part) for part in parts]
-    assert max(sums) - min(sums) <= max(lengths, default=0)
-    assert parts == balance(lengths, ranks)
+def test_what_a_role_says_in_an_episode_is_one():
+    """Two episodes: the first in three samples of two roles, the second in one."""
+    batch = batch_of([2, 3, 1, 4])
+    batch.episode, batch.role = torch.tensor([7, 7, 7, 8]), torch.tensor([0, 0, 1, 0])
+    batch.reward = torch.tensor([0.5, 0.5, 0.5, 1.0])
+    units = batch.by_episode()
+    assert units.lengths.tolist() == [5, 1, 4] and units.tokens == batch.tokens
+    assert (units.episode.tolist(), units.role.tolist()) == ([7, 7, 8], [0, 1, 0])
+    assert units.reward.tolist() == [0.5, 0.5, 1.0]
+    assert torch.equal(units.flat(units.padded(batch.ids)), batch.ids)
+    assert same(batch_of([2, 3]).by_episode(), batch_of([2, 3])), "one sample an episode is the case of one"
+    assert cumulated([2, 3]).tolist() == [0, 2, 5]

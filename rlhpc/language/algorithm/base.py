@@ -1,0 +1,148 @@
+"""What an algorithm for language models is, to the trainer and to the rollout ranks.
+
+The rollout ranks hand over samples with what they know of each token. The trainer has the columns made that the algorithm asks
+for, then asks it for advantages, and for the loss of each micro-batch. So an algorithm that wants something new of each
+token (a teacher's log-probs, the reward of a step, a critic's value) brings it along: it is one file.
+"""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from rlhpc.language.agents.episodes import Episode
+from rlhpc.language.config import GrpoConfig
+from rlhpc.language.rewards.pool import Scored
+from rlhpc.language.tokens.batches import TokenBatch
+from rlhpc.language.tokens.scores import TokenScores
+
+#: Sums a tensor over the actor ranks.
+Reduce = Callable[[Tensor], Tensor]
+
+
+class Scorer(abc.ABC):
+    """Makes a column on the actor ranks; one object a rank.
+
+    Args:
+        cfg: The configuration.
+        device: Where the rank computes.
+    """
+
+    def __init__(self, cfg: GrpoConfig, device: torch.device) -> None:
+        self.cfg, self.device = cfg, device
+
+    @abc.abstractmethod
+    def score(self, batch: TokenBatch) -> Tensor:
+        """One value a token, `[T]` or `[T, k]`, float32; called without gradients, on micro-batches. All ranks call it equally
+        often; some with a batch of no tokens."""
+
+    def offload(self) -> None:  # noqa: B027 (most hold little)
+        """Gives the accelerator's memory to another role (`actor.offload_in_rollout`)."""
+
+    def reload(self) -> None:  # noqa: B027 (as above)
+        """Takes back what `offload` moved away."""
+
+
+@dataclass(frozen=True)
+class Column:
+    """Something that an algorithm wants to know of each token.
+
+    Attributes:
+        name: In `TokenBatch.columns`.
+        by: Who makes it: `rollout` (it comes with the samples: `LanguageAlgorithm.rollout_columns`), `actor` (log-probs by the
+            weights as they are when the step's training begins), `reference` (log-probs by those of before training), or a
+            `Scorer` of one's own.
+    """
+
+    name: str
+    by: Literal["rollout", "actor", "reference"] | type[Scorer]
+
+
+#: What the rollout ranks always hand over: the log-probs with which tokens were drawn, and the version of the weights that
+#: drew them (-1 for tokens that no model drew).
+ROLLOUT_LOGPROBS, VERSIONS = "rollout_logprobs", "versions"
+#: What `advantages` gives.
+ADVANTAGES = "advantages"
+
+
+@dataclass(frozen=True)
+class Whole:
+    """The minibatch over all ranks, of which a micro-batch is a part.
+
+    Attributes:
+        tokens: Tokens that are trained on.
+        sequences: Samples with such a token.
+        width: Tokens of its longest sample.
+    """
+
+    tokens: float
+    sequences: float
+    width: int
+
+    def counts(self) -> dict[str, float]:
+        """For `rlhpc.algorithms`: the arguments by which a part's loss becomes its share of the whole's."""
+        return {"global_tokens": self.tokens, "global_seqs": self.sequences}
+
+
+class LanguageAlgorithm(abc.ABC):
+    """What a run by RL optimizes. `algorithm.name` chooses it; `algorithm.kwargs` are further arguments of its constructor.
+
+    Args:
+        cfg: The configuration.
+
+    Attributes:
+        columns: What is needed of each token beside `rollout_logprobs` and `versions`.
+        entropy: Whether the loss wants the entropy of each token's distribution.
+        at_first: Metrics of the loss that tell something of the samples, not of the training: those of a step's first
+            minibatch count.
+    """
+
+    columns: Sequence[Column] = ()
+    entropy: bool = False
+    at_first: frozenset[str] = frozenset()
+
+    def __init__(self, cfg: GrpoConfig) -> None:
+        self.cfg = cfg
+
+    def rollout_columns(self, episode: Episode, scored: Scored) -> Mapping[str, Sequence[float]]:
+        """On a rollout rank: the columns that are made `by="rollout"`, for one episode.
+
+        Args:
+            episode: What was written.
+            scored: What the judges said of it.
+
+        Returns:
+            One value for each of `episode.token_ids`, by name. The prompt's tokens get 0.
+        """
+        return {}
+
+    @abc.abstractmethod
+    def advantages(self, batch: TokenBatch, all_reduce: Reduce | None) -> Tensor:
+        """The advantage of each token.
+
+        Args:
+            batch: All samples of this rank in the step, each group whole, with all columns.
+            all_reduce: Sums over the ranks; None where there is one.
+
+        Returns:
+            `[T]`, float32, finite where `batch.mask` is True.
+        """
+
+    @abc.abstractmethod
+    def loss(self, scores: TokenScores, batch: TokenBatch, whole: Whole) -> tuple[Tensor, dict[str, Tensor]]:
+        """The loss of a micro-batch, as its share of the whole's: sums, divided by the counts of the whole minibatch. So any
+        split into micro-batches and ranks has the gradient of the whole.
+
+        Args:
+            scores: By the weights that are trained, with gradients.
+            batch: The micro-batch, with all columns, and `advantages`. It may have no tokens.
+            whole: What it is a part of.
+
+        Returns:
+            A scalar; metrics, as shares too: their sums over micro-batches and ranks are logged as `train/NAME`.
+        """

@@ -1,0 +1,123 @@
+"""Policy gradients: an estimator of advantages, a policy loss, and a penalty for leaving the reference policy."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rlhpc.algorithms import calculate_adv_and_returns, kl_penalty, policy_loss
+from rlhpc.algorithms.losses import aggregate, entropy_loss
+from rlhpc.algorithms.registry import ADVANTAGES as ESTIMATORS
+from rlhpc.algorithms.registry import POLICY_LOSSES
+from rlhpc.language.algorithm.base import ADVANTAGES, ROLLOUT_LOGPROBS, Column, LanguageAlgorithm, Reduce, Whole
+from rlhpc.language.config import GrpoConfig
+from rlhpc.language.tokens.batches import TokenBatch
+from rlhpc.language.tokens.scores import TokenScores
+
+OLD, REFERENCE = "old_logprobs", "ref_logprobs"
+
+
+class PolicyGradient(LanguageAlgorithm):
+    """GRPO and its relatives: `algorithm.adv_type`, `algorithm.loss_type`, `algorithm.kl_coef` and what belongs to them."""
+
+    at_first = frozenset({"mismatch_kl", "mismatch_abs"})
+
+    def __init__(self, cfg: GrpoConfig) -> None:
+        super().__init__(cfg)
+        options = cfg.algorithm
+        self.entropy = options.entropy_coef != 0.0
+        self.kl_coef = options.kl_coef
+        old = [Column(OLD, "actor")] if options.recompute_logprobs else []
+        self.columns = old + ([Column(REFERENCE, "reference")] if self.kl_coef else [])
+        # An estimator that has a parameter `kl` gets the penalties apart from the rewards, others get the difference; a loss
+        # that has `proximal_logprobs` tells the policy that drew the tokens from the one before the update.
+        self._kl_apart = "kl" in inspect.signature(ESTIMATORS.find(options.adv_type)).parameters
+        self._proximal = "proximal_logprobs" in inspect.signature(POLICY_LOSSES.find(options.loss_type)).parameters
+
+    # -- advantages -----------------------------------------------------------------------------------------------
+
+    def rewards(self, batch: TokenBatch) -> Tensor:
+        """The reward of each token, `[E, W]`: that of its episode, at the last token the model wrote.
+
+        Args:
+            batch: By episodes.
+        """
+        mask = batch.padded(batch.mask)
+        rewards = torch.zeros(mask.shape)
+        last = torch.where(mask, torch.arange(mask.shape[1]), -1).amax(1)
+        lines = torch.nonzero(last >= 0).flatten()
+        rewards[lines, last[lines]] = batch.reward[lines]
+        return rewards
+
+    def advantages(self, batch: TokenBatch, all_reduce: Reduce | None) -> Tensor:
+        """See `LanguageAlgorithm.advantages`: by the estimator, over what each role wrote in each episode."""
+        cfg, whole = self.cfg.algorithm, batch.by_episode()
+        mask, rewards = whole.padded(whole.mask), self.rewards(whole)
+        extra: dict[str, Any] = {}
+        if self.kl_coef and cfg.kl_in == "reward":
+            old = batch.columns[OLD if cfg.recompute_logprobs else ROLLOUT_LOGPROBS]
+            kl = whole.padded(kl_penalty(old, batch.columns[REFERENCE], cfg.kl_type))
+            if self._kl_apart:
+                extra = {"kl": kl, "kl_coef": self.kl_coef}
+            else:
+                rewards = rewards - self.kl_coef * kl * mask
+        roles = int(whole.role.max()) + 1 if len(whole) else 1
+        advantages, _ = calculate_adv_and_returns(
+            cfg.adv_type, rewards=rewards, loss_mask=mask, group_ids=whole.group * roles + whole.role, gamma=cfg.gamma,
+            normalize=cfg.normalize_advantages == "batch", all_reduce=all_reduce, **extra,
+        )  # fmt: skip
+        return whole.flat(advantages)
+
+    # -- loss -----------------------------------------------------------------------------------------------------
+
+    def loss(self, scores: TokenScores, batch: TokenBatch, whole: Whole) -> tuple[Tensor, dict[str, Tensor]]:
+        """See `LanguageAlgorithm.loss`."""
+        cfg, counts = self.cfg.algorithm, whole.counts()
+        columns = {name: batch.padded(values) for name, values in batch.columns.items() if values.dim() == 1}
+        mask, logprobs = batch.padded(batch.mask), batch.padded(scores.logprobs)
+        behaviour = columns[ROLLOUT_LOGPROBS]
+        loss, found = self._policy_loss(logprobs, mask, columns, counts)
+        if cfg.loss_agg == "seq-mean-token-sum-norm":
+            loss = loss * (mask.shape[1] / whole.width)  # the width of the whole minibatch, not of this micro-batch
+        parts: dict[str, Tensor] = {"policy_loss": loss.detach()}
+        if self.kl_coef:
+            kl = kl_penalty(logprobs, columns[REFERENCE], cfg.kl_type)
+            parts["ref_kl"] = aggregate(kl.detach(), mask, "token-mean", **counts)
+            if cfg.kl_in == "loss":
+                loss = loss + self.kl_coef * aggregate(kl, mask, cfg.loss_agg, **counts)
+        if scores.entropy is not None:
+            entropy = batch.padded(scores.entropy)
+            loss = loss - cfg.entropy_coef * entropy_loss(entropy, mask, cfg.loss_agg, **counts)
+            parts["entropy"] = aggregate(entropy.detach(), mask, "token-mean", **counts)
+        else:  # a sample estimate costs nothing
+            parts["entropy"] = aggregate(-logprobs.detach(), mask, "token-mean", **counts)
+        share = mask.sum() / max(whole.tokens, 1.0)
+        parts |= {name: torch.as_tensor(value) * share for name, value in found.items()}
+        gap = torch.where(mask, logprobs.detach() - behaviour, 0.0)
+        parts["mismatch_kl"] = aggregate(kl_penalty(-gap, torch.zeros_like(gap), "k3"), mask, "token-mean", **counts)
+        parts["mismatch_abs"] = aggregate(gap.abs(), mask, "token-mean", **counts)
+        parts["loss"] = loss.detach()
+        return loss, parts
+
+    def _policy_loss(
+        self, logprobs: Tensor, mask: Tensor, columns: dict[str, Tensor], counts: dict[str, float]
+    ) -> tuple[Tensor, dict[str, Any]]:
+        cfg, behaviour = self.cfg.algorithm, columns[ROLLOUT_LOGPROBS]
+        recomputed = columns[OLD] if cfg.recompute_logprobs else None
+        extra: dict[str, Any] = dict(counts)
+        if self._proximal:
+            old, extra["proximal_logprobs"] = behaviour, recomputed
+            extra["behave_weight_cap"] = cfg.tis_cap
+        elif recomputed is not None:
+            old = recomputed
+            extra |= {"rollout_logprobs": behaviour, "tis_cap": cfg.tis_cap}
+        else:
+            old = behaviour
+        return policy_loss(
+            cfg.loss_type, logprobs=logprobs, old_logprobs=old, advantages=columns[ADVANTAGES], loss_mask=mask,
+            clip_ratio_low=cfg.clip_ratio_low, clip_ratio_high=cfg.clip_ratio_high, clip_ratio_c=cfg.clip_ratio_c,
+            loss_agg=cfg.loss_agg, **extra,
+        )  # fmt: skip

@@ -1,0 +1,90 @@
+"""What travels from rollout ranks to actors: all samples that answer one prompt."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from rlhpc.language.agents.episodes import Episode
+from rlhpc.language.algorithm.base import ROLLOUT_LOGPROBS, VERSIONS
+from rlhpc.language.tokens.batches import TokenBatch, cumulated
+
+#: Ends of an episode that no limit of length brought about.
+FINISHED = ("stop", "turns")
+
+
+@dataclass
+class Group:
+    """All episodes that answer one prompt.
+
+    Attributes:
+        step, position: Of the prompt.
+        batch: Their samples, with the columns `rollout_logprobs`, `versions` and what the algorithm wants of rollout ranks.
+        finished: `[N]` bool: a sample's episode ended by itself, not at the length limit.
+    """
+
+    step: int
+    position: int
+    batch: TokenBatch
+    finished: Tensor
+
+    def pack(self) -> dict[str, Any]:
+        """What goes through the channel."""
+        return {"step": self.step, "position": self.position, "finished": self.finished.numpy(), **self.batch.pack()}
+
+    @classmethod
+    def unpack(cls, message: dict[str, Any]) -> Group:
+        """The group in a message that `pack` made."""
+        finished = torch.from_numpy(np.array(message["finished"]))
+        return cls(message["step"], message["position"], TokenBatch.unpack(message), finished)
+
+
+def group_of(
+    step: int, position: int, episodes: Sequence[Episode], rewards: np.ndarray,
+    columns: Sequence[Mapping[str, Sequence[float]]], trains: bool,
+) -> Group:  # fmt: skip
+    """The group of some episodes, each of which is one sample.
+
+    Args:
+        step, position: Of the prompt.
+        episodes: All that answer it.
+        rewards: `[G]` float32.
+        columns: What the algorithm wants of rollout ranks, of each episode: one value for each of its `token_ids`.
+        trains: Whether their tokens are trained on.
+
+    Raises:
+        ValueError: A column has more or fewer values than the episode has tokens.
+    """
+    ids, masks, turns = list[np.ndarray](), list[np.ndarray](), list[np.ndarray]()
+    named: dict[str, list[np.ndarray]] = {ROLLOUT_LOGPROBS: [], VERSIONS: [], **{name: [] for name in columns[0]}}
+    for episode, extra in zip(episodes, columns, strict=True):
+        prompt, written = len(episode.prompt_ids), len(episode.token_ids)
+        ids.append(np.asarray((*episode.prompt_ids, *episode.token_ids), np.int64))
+        masks.append(_after(prompt, np.asarray(episode.loss_mask, bool) & trains, False))
+        turns.append(_after(prompt, np.asarray(episode.turn_ids, np.int64), 0))
+        named[ROLLOUT_LOGPROBS].append(_after(prompt, np.asarray(episode.logprobs, np.float32), 0.0))
+        named[VERSIONS].append(_after(prompt, np.asarray(episode.versions, np.int32), -1))
+        for name, values in extra.items():
+            if len(values) != written:
+                raise ValueError(f"column {name} has {len(values)} values; the episode has {written} tokens")
+            named[name].append(_after(prompt, np.asarray(values, np.float32), 0.0))
+    number = torch.arange(len(episodes))
+    batch = TokenBatch(
+        cumulated([len(sample) for sample in ids]), _joined(ids), _joined(masks), _joined(turns),
+        position * len(episodes) + number, torch.zeros_like(number), torch.full_like(number, position),
+        torch.from_numpy(np.asarray(rewards, np.float32)), {name: _joined(values) for name, values in named.items()},
+    )  # fmt: skip
+    return Group(step, position, batch, torch.tensor([episode.finish_reason in FINISHED for episode in episodes]))
+
+
+def _after(prompt: int, values: np.ndarray, before: float) -> np.ndarray:
+    return np.concatenate([np.full(prompt, before, values.dtype), values])
+
+
+def _joined(arrays: list[np.ndarray]) -> Tensor:
+    return torch.from_numpy(np.concatenate(arrays))
