@@ -74,9 +74,11 @@ _PARTS = {
     "Channels": ("Channel…", "QueueFull", "QueueEmpty"),
     "Session": ("Session",),
     "Configuration": ("load_config",),
-    "Policies": ("load_exported",),
     "Roles and runner": ("EmbodiedActor", "MultiStepRolloutWorker", "EnvWorker", "EmbodiedRunner…"),
     "A trained policy": ("load_exported",),
+    "Algorithms of language models": (
+        "LanguageAlgorithm…", "Column", "Scorer…", "TokenBatch…", "register_algorithm",
+    ),
 }  # fmt: skip
 _INTRODUCTIONS = {
     "Placement": """`cluster.component_placement` maps components to `resource ranks[:process ranks]`:
