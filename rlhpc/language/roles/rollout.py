@@ -10,7 +10,6 @@ newer, and weights never get older. With 0 that is the synchronous loop.
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -36,6 +35,7 @@ from rlhpc.language.engines.vllm_experts import require_proven
 from rlhpc.language.evaluate import problems_of, suites_of
 from rlhpc.language.rewards import Sample, make_reward
 from rlhpc.language.rewards.pool import Scored
+from rlhpc.language.roles.facts import facts_of, not_finite, summed, varied
 from rlhpc.language.roles.groups import FINISHED, group_of
 from rlhpc.language.roles.prompts import GROUPS, VERSIONS, PromptMap, seed_of
 from rlhpc.language.roles.validation import Row, Validation
@@ -192,7 +192,7 @@ class LanguageRolloutWorker(Worker):
                 worked = True
             if not worked:
                 time.sleep(_IDLE_S)
-        stats = _summed(self._stats.pop(step))
+        stats = summed(self._stats.pop(step))
         stats |= {"seconds": time.perf_counter() - begun, "busy_s": busy, "sync_s": synced, "tokens": tokens}
         return stats
 
@@ -271,7 +271,7 @@ class LanguageRolloutWorker(Worker):
         episodes = [slot.episodes[member] for member in range(self.group_size)]
         scores = [slot.scores[member] for member in range(self.group_size)]
         rewards = np.asarray([score.total for score in scores], np.float32) + self._overlong(episodes)
-        if fault := _not_finite(rewards, episodes, scores):
+        if fault := not_finite(rewards, episodes, scores):
             if not skips(self.cfg):
                 asked = f"prompt {slot.position} ({slot.prompt.question!r:.80})"
                 raise nonfinite(f"step {slot.step}, {asked}, {self.group_name}-{self.rank}: {fault}")
@@ -287,7 +287,7 @@ class LanguageRolloutWorker(Worker):
         self._groups.put(group.pack(), key=str(self.prompts.actor_of(slot.position)))
         self._open[slot.step] -= 1
         left_out = {"nonfinite": float(self.group_size), "refills": float(slot.attempt)}
-        facts = left_out if fault else self._facts(slot, episodes, scores, rewards)
+        facts = left_out if fault else facts_of(slot.step, episodes, scores, rewards, slot.attempt)
         self._stats.setdefault(slot.step, {})[slot.position] = facts
 
     def _overlong(self, episodes: list[Episode]) -> np.ndarray:
@@ -316,67 +316,12 @@ class LanguageRolloutWorker(Worker):
             )
         return made
 
-    def _facts(
-        self, slot: _Slot, episodes: list[Episode], scores: list[Scored], rewards: np.ndarray
-    ) -> dict[str, float]:
-        masks = [np.asarray(episode.loss_mask, bool) for episode in episodes]
-        lengths = [int(mask.sum()) for mask in masks]
-        versions = [np.asarray(e.versions)[mask] for e, mask in zip(episodes, masks, strict=True)]
-        oldest = [int(drawn.min()) for drawn in versions if len(drawn)]
-        finished = sum(episode.finish_reason in FINISHED for episode in episodes)
-        behind = [slot.step - 1 - version for version in oldest]
-        first = next(iter(scores[0].terms), "")
-        facts = {
-            "samples": float(self.group_size),
-            "groups": 1.0,
-            "reward": float(rewards.sum()),
-            "reward_squared": float((rewards**2).sum()),
-            "accuracy": float(sum(score.terms.get(first, 0.0) >= 1.0 for score in scores)),
-            "length": float(sum(lengths)),
-            "truncated": float(len(episodes) - finished),
-            "varied": float(varied(rewards)),
-            "failed": float(sum(score.failed for score in scores)),
-            "stale": float(sum(behind)),
-            "refills": float(slot.attempt),
-            "max_length": float(max(lengths)),
-            "max_stale": float(max(behind, default=0)),
-        }
-        for name in scores[0].terms:
-            facts[f"term/{name}"] = float(sum(score.terms.get(name, 0.0) for score in scores))
-        return facts
-
-
-def _not_finite(rewards: np.ndarray, episodes: list[Episode], scores: list[Scored]) -> str:
-    """What of a group is not finite; empty where all is. Log-probabilities count where the model wrote the token."""
-    for member, (reward, episode, score) in enumerate(zip(rewards.tolist(), episodes, scores, strict=True)):
-        if not math.isfinite(reward):
-            terms = ", ".join(f"{name} {value}" for name, value in score.terms.items())
-            return f"the reward of response {member} is {reward} ({terms})"
-        if not np.isfinite(np.asarray(episode.logprobs, np.float32)[np.asarray(episode.loss_mask, bool)]).all():
-            return f"a log-probability of response {member} is not finite"
-    return ""
-
 
 def _whole(tensors: NamedUpdates) -> Iterator[tuple[str, torch.Tensor]]:
     """What a receiver of whole updates is given: tensors only."""
     for name, tensor in tensors:
         assert not isinstance(tensor, Elements)
         yield name, tensor
-
-
-def varied(rewards: np.ndarray) -> bool:
-    """Whether a group's rewards differ: only then do they say anything about its responses."""
-    return bool(rewards.max() > rewards.min())
-
-
-def _summed(facts: dict[int, dict[str, float]]) -> dict[str, float]:
-    """Sums and maxima over positions, in their order: the order of arrival must not show in the last digit."""
-    sums: dict[str, float] = {}
-    for _, found in sorted(facts.items()):
-        for name, value in found.items():
-            known = sums.get(name, 0.0)
-            sums[name] = max(known, value) if name.startswith("max_") else known + value
-    return sums
 
 
 def open_prompts(cfg: LanguageConfig) -> tuple[Any, PromptTokenizer, PromptDataset]:

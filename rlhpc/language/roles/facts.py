@@ -1,0 +1,77 @@
+"""What a group of answers says of itself: whether it can be trained on, and what the step's metrics are made of."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+
+from rlhpc.language.agents.episodes import Episode
+from rlhpc.language.rewards.pool import Scored
+from rlhpc.language.roles.groups import FINISHED
+
+
+def facts_of(
+    step: int, episodes: Sequence[Episode], scores: Sequence[Scored], rewards: np.ndarray, refills: int
+) -> dict[str, float]:
+    """What a step's metrics are made of: sums over a group's episodes; what begins with `max_` is the largest.
+
+    Args:
+        step: Of the prompt.
+        episodes: All that answer it.
+        scores: What the judges said of each.
+        rewards: `[G]` float32.
+        refills: Prompts that were tried in its place before.
+    """
+    masks = [np.asarray(episode.loss_mask, bool) for episode in episodes]
+    lengths = [int(mask.sum()) for mask in masks]
+    versions = [np.asarray(e.versions)[mask] for e, mask in zip(episodes, masks, strict=True)]
+    oldest = [int(drawn.min()) for drawn in versions if len(drawn)]
+    finished = sum(episode.finish_reason in FINISHED for episode in episodes)
+    behind = [step - 1 - version for version in oldest]
+    first = next(iter(scores[0].terms), "")
+    facts = {
+        "samples": float(len(episodes)),
+        "groups": 1.0,
+        "reward": float(rewards.sum()),
+        "reward_squared": float((rewards**2).sum()),
+        "accuracy": float(sum(score.terms.get(first, 0.0) >= 1.0 for score in scores)),
+        "length": float(sum(lengths)),
+        "truncated": float(len(episodes) - finished),
+        "varied": float(varied(rewards)),
+        "failed": float(sum(score.failed for score in scores)),
+        "stale": float(sum(behind)),
+        "refills": float(refills),
+        "max_length": float(max(lengths)),
+        "max_stale": float(max(behind, default=0)),
+    }
+    for name in scores[0].terms:
+        facts[f"term/{name}"] = float(sum(score.terms.get(name, 0.0) for score in scores))
+    return facts
+
+
+def not_finite(rewards: np.ndarray, episodes: Sequence[Episode], scores: Sequence[Scored]) -> str:
+    """What of a group is not finite; empty where all is. Log-probabilities count where the model wrote the token."""
+    for member, (reward, episode, score) in enumerate(zip(rewards.tolist(), episodes, scores, strict=True)):
+        if not math.isfinite(reward):
+            terms = ", ".join(f"{name} {value}" for name, value in score.terms.items())
+            return f"the reward of response {member} is {reward} ({terms})"
+        if not np.isfinite(np.asarray(episode.logprobs, np.float32)[np.asarray(episode.loss_mask, bool)]).all():
+            return f"a log-probability of response {member} is not finite"
+    return ""
+
+
+def varied(rewards: np.ndarray) -> bool:
+    """Whether a group's rewards differ: only then do they say anything about its responses."""
+    return bool(rewards.max() > rewards.min())
+
+
+def summed(facts: dict[int, dict[str, float]]) -> dict[str, float]:
+    """Sums and maxima over positions, in their order: the order of arrival must not show in the last digit."""
+    sums: dict[str, float] = {}
+    for _, found in sorted(facts.items()):
+        for name, value in found.items():
+            known = sums.get(name, 0.0)
+            sums[name] = max(known, value) if name.startswith("max_") else known + value
+    return sums
