@@ -1,0 +1,88 @@
+"""The configurations of runs with simulators: what they share, and one module a kind of run."""
+
+from __future__ import annotations
+
+from typing import TypeGuard
+
+from rlhpc.config.sections import RunConfig
+from rlhpc.config.typed import mapping
+from rlhpc.embodied.config.bc import BcActorConfig, BcAlgorithmConfig, BcConfig, BcModelConfig, DemosConfig
+from rlhpc.embodied.config.off_policy import (
+    DemoBufferConfig,
+    ReplayBufferConfig,
+    SacActorConfig,
+    SacAlgorithmConfig,
+    SacConfig,
+    SacModelConfig,
+    SacOptimConfig,
+)
+from rlhpc.embodied.config.policy import EmbodiedActorConfig, ModelConfig, NetworkConfig
+from rlhpc.embodied.config.ppo import PpoActorConfig, PpoAlgorithmConfig, PpoConfig, PpoRolloutConfig
+from rlhpc.embodied.config.ranges import RANGES
+from rlhpc.embodied.config.sections import (
+    ClonedEnvConfig,
+    ClonedEnvsConfig,
+    DemonstratedWorkflowConfig,
+    EmbodiedRunnerConfig,
+    EmbodiedWorkflowConfig,
+    EnvConfig,
+    EnvSideConfig,
+    EvalEnvConfig,
+    PlayingRunnerConfig,
+    RolloutConfig,
+    RolloutEnvConfig,
+    RolloutEnvsConfig,
+    TaskConfig,
+)
+
+__all__ = [
+    "RANGES",
+    "BcActorConfig",
+    "BcAlgorithmConfig",
+    "BcConfig",
+    "BcModelConfig",
+    "ClonedEnvConfig",
+    "ClonedEnvsConfig",
+    "DemoBufferConfig",
+    "DemonstratedWorkflowConfig",
+    "DemosConfig",
+    "EmbodiedActorConfig",
+    "EmbodiedConfig",
+    "EmbodiedRunnerConfig",
+    "EmbodiedWorkflowConfig",
+    "EnvConfig",
+    "EnvSideConfig",
+    "EvalEnvConfig",
+    "ModelConfig",
+    "NetworkConfig",
+    "PlayingConfig",
+    "PlayingRunnerConfig",
+    "PolicyConfig",
+    "PpoActorConfig",
+    "PpoAlgorithmConfig",
+    "PpoConfig",
+    "PpoRolloutConfig",
+    "ReplayBufferConfig",
+    "RolloutConfig",
+    "RolloutEnvConfig",
+    "RolloutEnvsConfig",
+    "SacActorConfig",
+    "SacAlgorithmConfig",
+    "SacConfig",
+    "SacModelConfig",
+    "SacOptimConfig",
+    "TaskConfig",
+    "plays",
+]  # fmt: skip
+
+#: The configuration of a run in which a policy plays while it learns.
+PlayingConfig = PpoConfig | SacConfig
+#: That of any run with simulators.
+EmbodiedConfig = PpoConfig | SacConfig | BcConfig
+#: The network of any policy.
+PolicyConfig = ModelConfig | SacModelConfig
+
+
+def plays(cfg: RunConfig) -> TypeGuard[EmbodiedConfig]:
+    """Whether a run is one with simulators."""
+    return "env" in mapping(cfg)

@@ -1,0 +1,115 @@
+"""The configuration of off-policy runs. The docstring under a field is its entry in the reference."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from rlhpc.config.sections import OptimConfig, RunConfig
+from rlhpc.embodied.config.policy import NetworkConfig
+from rlhpc.embodied.config.sections import DemonstratedWorkflowConfig, EnvConfig, PlayingRunnerConfig, RolloutConfig
+
+
+@dataclass
+class ReplayBufferConfig:
+    """Off-policy learning: the transitions of the environments that batches are drawn from."""
+
+    size: int = 1_000_000
+    """Transitions kept, over all actor ranks; the oldest go first."""
+    min_buffer_size: int = 5000
+    """Transitions before the first update."""
+
+
+@dataclass
+class DemoBufferConfig:
+    """Off-policy learning: a fixed second buffer (RLPD)."""
+
+    load_path: str | None = None
+    """HDF5 trajectories in ManiSkill's format (file, folder or pattern), or a replay buffer (a checkpoint of an off-policy
+    run, or what `rlhpc replay` wrote); null is none."""
+    ratio: float = 0.5
+    """Part of each batch that comes from there."""
+
+
+@dataclass
+class SacAlgorithmConfig:
+    """The targets, the buffers and the shape of a rollout."""
+
+    gamma: float = 0.99
+    """Discount."""
+    rollout_steps: int = 128
+    """T: decisions per slot and step; each is a chunk of `actor.model.num_action_chunks` actions."""
+    anneal_lr: bool = False
+    """Lowers the learning rate linearly to 0 over the run."""
+    max_staleness: int = 0
+    """Most versions by which the policy that acted may lag behind the one that
+    is trained; 0 is sync."""
+    tau: float = 0.005
+    """Part of the critics' weights that goes into the target networks at each of their updates."""
+    auto_entropy_tuning: bool = True
+    """The temperature is learned, so that the policy's entropy becomes `target_entropy`."""
+    initial_alpha: float = 1.0
+    """Temperature at the start, or throughout."""
+    target_entropy: float | None = None
+    """Null takes minus the number of action components."""
+    alpha_lr: float | None = None
+    """Learning rate of the temperature; null takes that of the critics (`actor.optim.value_lr`)."""
+    backup_entropy: bool = True
+    """The critics' targets contain the next action's entropy (RLPD goes without)."""
+    update_to_data: float = 1.0
+    """Updates for each transition that the environments bring."""
+    critic_actor_ratio: int = 1
+    """Updates of the critics for each of the actor."""
+    target_update_freq: int = 1
+    """Updates of the critics for each of the target networks."""
+    random_steps: int | None = None
+    """Transitions at the start whose actions are drawn evenly from the whole space; null takes
+    `replay_buffer.min_buffer_size`, and 0 where the run starts from `runner.init_from`."""
+    replay_buffer: ReplayBufferConfig = field(default_factory=ReplayBufferConfig)
+    """What the environments brought."""
+    demo_buffer: DemoBufferConfig = field(default_factory=DemoBufferConfig)
+    """Demonstrations, or other data from before the run."""
+
+
+@dataclass
+class SacModelConfig(NetworkConfig):
+    """The policy network and its critics."""
+
+    model_type: str = "sac"
+    """`sac` (numbers; actor and twin critics), a registered name, or `module:Class`."""
+    critic_layer_norm: bool = False
+    """`sac`: normalises the critics' hidden layers, which keeps many updates per transition stable (RLPD)."""
+
+
+@dataclass
+class SacOptimConfig(OptimConfig):
+    """The optimizer."""
+
+    value_lr: float | None = None
+    """Learning rate of the critics; null takes `lr`."""
+
+
+@dataclass
+class SacActorConfig:
+    """The actor group: training."""
+
+    global_batch_size: int = 256
+    """Transitions of one update, over all ranks."""
+    model: SacModelConfig = field(default_factory=SacModelConfig)
+    """The policy and its critics."""
+    optim: SacOptimConfig = field(default_factory=SacOptimConfig)
+    """The optimizer."""
+
+
+@dataclass
+class SacConfig(RunConfig):
+    """An off-policy run in simulators."""
+
+    runner: PlayingRunnerConfig = field(default_factory=PlayingRunnerConfig)
+    algorithm: SacAlgorithmConfig = field(default_factory=SacAlgorithmConfig)
+    env: EnvConfig = field(default_factory=EnvConfig)
+    rollout: RolloutConfig = field(default_factory=RolloutConfig)
+    actor: SacActorConfig = field(default_factory=SacActorConfig)
+    workflow: DemonstratedWorkflowConfig = field(default_factory=DemonstratedWorkflowConfig)
+
+
+# -- behaviour cloning ------------------------------------------------------------------------------------------------

@@ -1,0 +1,77 @@
+"""The networks of policies, and the actors that train them. The docstring under a field is its entry in the reference."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from rlhpc.config.sections import AdapterConfig, DeepspeedConfig, FsdpConfig, OptimConfig
+
+
+@dataclass
+class NetworkConfig:
+    """A network that acts, and what all of them have."""
+
+    model_type: str = "mlp"
+    """`mlp` (numbers), `cnn` and `resnet` (images, and numbers beside them), `flow` (chunks of continuous actions by flow
+    matching, from either), `vla` (Llava with action tokens),
+    `pi0`, a registered name, or `module:Class`."""
+    hidden_sizes: list[int] = field(default_factory=lambda: [64, 64])
+    """Widths of the hidden layers; cnn and resnet take the last for what comes after the convolutions."""
+    activation: str = "tanh"
+    """tanh, relu, elu, silu or gelu."""
+    ortho_init: bool = True
+    """Orthogonal initial weights."""
+    log_std_init: float = 0.0
+    """Initial log standard deviation of continuous actions."""
+    num_action_chunks: int = 1
+    """Actions that are chosen at once and executed one after the other (embodied)."""
+    kwargs: dict[str, Any] = field(default_factory=dict)
+    """Options of the model: `mlp` has `actor_gain` (0.01) and `critic_gain` (1), of the last layers' orthogonal weights;
+    `resnet` has `channels` (default `[16, 32, 32]`), `flow` has `num_steps` (4), `noise_level` (0.5) and `encoder` (of images:
+    cnn or resnet); `pi0` has these two; `vla` and `pi0` have `prompt`, with `{instruction}`; a model of your own has what it
+    wants."""
+
+
+@dataclass
+class ModelConfig(NetworkConfig):
+    """The policy network."""
+
+    value_per_action: bool = False
+    """A value for each action of a chunk, for `algorithm.reward_type: action_level`."""
+    add_value_head: bool = True
+    """`vla` and `pi0`: values, which GRPO does without."""
+    model_path: str | None = None
+    """Language models, `vla` and `pi0`: a Hugging Face folder or hub name, with its tokenizer, or `builtin:tiny`."""
+    dtype: str = "float32"
+    """`vla` and `pi0`: of the weights; with `fsdp` and `deepspeed` of the computation (mixed precision: fp32 master
+    weights)."""
+    gradient_checkpointing: bool = False
+    """`vla`: recomputes activations in the backward pass, which saves memory."""
+    attn_implementation: str = "sdpa"
+    """Of transformers: sdpa, eager or flash_attention_2."""
+    trust_remote_code: bool = False
+    """Runs code that comes with the model."""
+
+
+@dataclass
+class EmbodiedActorConfig:
+    """The actor group: training."""
+
+    training_backend: str = "local"
+    """`local`: all weights on each rank, gradients summed over the ranks. `fsdp`, `deepspeed`: weights and optimizer spread
+    over the ranks. Or `module:Class`."""
+    global_batch_size: int = 256
+    """Transitions of one optimizer step, over all ranks."""
+    micro_batch_size: int | None = None
+    """Transitions of one forward and backward pass on a rank; null takes a rank's whole share."""
+    model: ModelConfig = field(default_factory=ModelConfig)
+    """The policy."""
+    optim: OptimConfig = field(default_factory=OptimConfig)
+    """The optimizer."""
+    lora: AdapterConfig = field(default_factory=AdapterConfig)
+    """Adapters."""
+    fsdp: FsdpConfig = field(default_factory=FsdpConfig)
+    """Options of FSDP2."""
+    deepspeed: DeepspeedConfig = field(default_factory=DeepspeedConfig)
+    """Options of DeepSpeed."""

@@ -1,0 +1,173 @@
+"""The sections that runs with simulators share. The docstring under a field is its entry in the reference."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from omegaconf import II
+
+from rlhpc.config.sections import RunnerConfig, WeightSyncConfig, WorkflowConfig
+
+
+@dataclass
+class EmbodiedRunnerConfig(RunnerConfig):
+    """The loop: how long, what is kept, when it is evaluated."""
+
+    val_check_interval: int = -1
+    """Steps between evaluations during training; -1 for none (the workflow evaluates checkpoints anyway)."""
+    init_from: str | None = None
+    """Weights that a fresh run starts from, without optimizer and counters: a checkpoint, an export folder, or a run
+    folder (its newest checkpoint)."""
+
+
+@dataclass
+class PlayingRunnerConfig(EmbodiedRunnerConfig):
+    """The loop: how long, what is kept, when it is evaluated."""
+
+    stop_return: float | None = None
+    """Stop when the mean return of the last 100 training episodes reaches this."""
+
+
+@dataclass
+class EmbodiedWorkflowConfig(WorkflowConfig):
+    """What the Snakemake rules do with a run."""
+
+    record_episodes: int = 0
+    """Records so many episodes of the last policy, to `demos/global_step_<N>.h5` in the run's folder."""
+    record_only_success: bool = True
+    """Demonstrations and recordings have only episodes that succeeded; needs an environment that says so."""
+
+
+@dataclass
+class DemonstratedWorkflowConfig(EmbodiedWorkflowConfig):
+    """What the Snakemake rules do with a run that learns from demonstrations."""
+
+    demos_expert: str | None = None
+    """Records demonstrations before training: the expert, as `module:function` or a checkpoint. They go where this run reads
+    them (`demos.path`; off-policy: `algorithm.demo_buffer.load_path`), which then is one `.h5` file."""
+    demos_episodes: int = 100
+    """Number of episodes that the expert records."""
+
+
+@dataclass
+class TaskConfig:
+    """What is played, or was."""
+
+    env_type: str = "gymnasium"
+    """`gymnasium`, `maniskill`, `metaworld`, `libero`, a registered name, or `module:Class`."""
+    env_id: str = ""
+    """Id of the environment, such as `CartPole-v1`; embodied runs must name one."""
+    max_episode_steps: int | None = None
+    """Steps after which an episode is truncated; null takes the environment's own limit."""
+    kwargs: dict[str, Any] = field(default_factory=dict)
+    """Arguments of the environment's constructor."""
+    wrappers: list[str] = field(default_factory=list)
+    """Wrappers to apply in order, as `module:Class`. Where they change rewards, put
+    `gymnasium.wrappers:RecordEpisodeStatistics` first: returns are then reported as it counts them."""
+    ignore_terminations: bool = False
+    """Episodes end at the step limit only."""
+    simulator_python: str | None = None
+    """Python that simulator processes are started with, where the simulator needs an environment of its own."""
+
+
+@dataclass
+class EnvSideConfig(TaskConfig):
+    """Environments of training or of evaluation."""
+
+    num_envs: int = 8
+    """Slots that are stepped together, over all ranks."""
+    seed: int | None = None
+    """Seed of the environments; null takes `runner.seed` (evaluation: one derived from it)."""
+    group_size: int = 1
+    """Neighbouring slots that share their reset seeds."""
+    use_fixed_reset_state_ids: bool = False
+    """Every episode of a slot (or of a group of slots) starts from the same state."""
+    reward_scale: float = 1.0
+    """Factor on the rewards that the learner sees; returns are reported unscaled."""
+    use_rel_reward: bool = False
+    """The learner sees by how much the reward changed since the step before; returns are reported as the simulator has it."""
+    simulators: int | None = None
+    """Processes that a rank keeps its slots in, each with a share; 0 keeps them in the rank's own. null is one for each of
+    the rank's cores where the simulator gains by it (maniskill, metaworld, libero; none with one core), else 0."""
+    simulator_timeout_s: float = 120.0
+    """Seconds after which a simulator process that does not answer is taken for hung and started again."""
+
+
+@dataclass
+class RolloutEnvConfig(EnvSideConfig):
+    """Environments of training, where each rollout is learned from as a whole."""
+
+    auto_reset: bool = True
+    """Episodes follow one another, over the bounds of rollouts. Without, each rollout plays one episode in every slot, from
+    its start, and what comes after its end does not train; grpo, rloo and their like compare such episodes (training)."""
+
+
+@dataclass
+class ClonedEnvConfig(TaskConfig):
+    """The environment that demonstrations are of. Nobody plays in it: evaluation has its own."""
+
+    reward_scale: float = 1.0
+    """Factor on the demonstrations' rewards, for `algorithm.bc_value_coef`: that of the run which goes on from this policy."""
+
+
+@dataclass
+class EvalEnvConfig(EnvSideConfig):
+    """Environments of evaluation: the training ones, unless said otherwise."""
+
+    env_type: str = II("env.train.env_type")
+    """As `env.train.env_type`."""
+    env_id: str = II("env.train.env_id")
+    """As `env.train.env_id`."""
+    max_episode_steps: int | None = II("env.train.max_episode_steps")
+    """As `env.train.max_episode_steps`."""
+    kwargs: dict[str, Any] = field(default=II("env.train.kwargs"))
+    """As `env.train.kwargs`."""
+    simulator_python: str | None = II("env.train.simulator_python")
+    """As `env.train.simulator_python`."""
+    wrappers: list[str] = field(default=II("env.train.wrappers"))
+    """As `env.train.wrappers`: the policy is to see what it was trained on."""
+    ignore_terminations: bool = II("env.train.ignore_terminations")
+    """As `env.train.ignore_terminations`."""
+    num_episodes: int = 100
+    """Episodes of an evaluation; each slot contributes a fixed share."""
+    video_episodes: int = 0
+    """Episodes shown side by side in an mp4 file beside the result of `rlhpc eval`; 0 makes none."""
+    video_fps: int = 20
+    """Pictures a second of that file; one is taken before each decision."""
+
+
+@dataclass
+class EnvConfig:
+    """The env group."""
+
+    train: EnvSideConfig = field(default_factory=EnvSideConfig)
+    """Training environments."""
+    eval: EvalEnvConfig = field(default_factory=EvalEnvConfig)
+    """Evaluation environments."""
+
+
+@dataclass
+class RolloutEnvsConfig(EnvConfig):
+    """The env group."""
+
+    train: RolloutEnvConfig = field(default_factory=RolloutEnvConfig)
+    """Training environments."""
+
+
+@dataclass
+class ClonedEnvsConfig:
+    """Environments."""
+
+    train: ClonedEnvConfig = field(default_factory=ClonedEnvConfig)
+    """What the demonstrations are of."""
+    eval: EvalEnvConfig = field(default_factory=EvalEnvConfig)
+    """Evaluation environments."""
+
+
+@dataclass
+class RolloutConfig(WeightSyncConfig):
+    """The rollout group."""
+
+    pipeline_stage_num: int = 1
+    """Stages the slots are cut into: while one is simulated, the policy acts on the others."""
