@@ -14,7 +14,7 @@ from typing import Any
 
 from rlhpc.runtime.comm.background import AsyncWork, in_background
 from rlhpc.runtime.comm.payload import Packed
-from rlhpc.runtime.comm.queues import Item, Outlook
+from rlhpc.runtime.comm.queues import Item, Outlook, Refused
 from rlhpc.runtime.comm.service import DEFAULT_MAX_BYTES
 from rlhpc.runtime.comm.sockets import choose
 from rlhpc.runtime.context import Context, current
@@ -171,7 +171,7 @@ class Channel:
             self._sent(context, packed, key, Outlook(*pickle.loads(reply[0])))
         except BaseException as error:
             packed.discard()
-            if isinstance(error, ChannelError) and str(error) == "full":
+            if isinstance(error, Refused):
                 raise QueueFull(whom) from None
             raise
 
@@ -224,10 +224,8 @@ class Channel:
         head = pickle.dumps((self.name, key, target, wait, context.host))
         try:
             reply = service.peers.request(choose(home), b"GET", [head], timeout, whom)
-        except ChannelError as error:
-            if str(error) == "empty":
-                raise QueueEmpty(whom) from None
-            raise
+        except Refused:
+            raise QueueEmpty(whom) from None
         numbers, results, at = [], [], 1
         fetched: list[Callable[[], None]] = []
         for number, count in pickle.loads(reply[0]):

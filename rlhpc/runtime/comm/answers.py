@@ -7,7 +7,7 @@ import queue
 from collections.abc import Callable
 from typing import Any
 
-from rlhpc.runtime.comm.queues import Item, Outlook
+from rlhpc.runtime.comm.queues import Item, Outlook, Refusal
 from rlhpc.runtime.comm.unix import Connection
 
 #: Sends frames to a peer: over its connection, or by its ZeroMQ identity.
@@ -37,7 +37,8 @@ class RemoteAnswer:
         if not self.number:
             return True  # posted: nobody is waiting for an answer
         if isinstance(items, str):
-            self.reply(self.peer, [self.number, b"error", items.encode()])
+            kind = b"refused" if isinstance(items, Refusal) else b"error"
+            self.reply(self.peer, [self.number, kind, items.encode()])
             return True
         if self.outlook is not None:
             self.frames(pickle.dumps(tuple(self.outlook)))

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 from rlhpc.runtime.comm.answers import RemoteAnswer
 from rlhpc.runtime.comm.held import HeldValues
-from rlhpc.runtime.comm.queues import ChannelState
+from rlhpc.runtime.comm.queues import ChannelState, Refusal
 from rlhpc.runtime.comm.segments import discard
 
 
@@ -37,7 +37,7 @@ def _put(service: Home, answer: RemoteAnswer, frames: list[bytes]) -> None:
         if not wait and admitted:
             refused = service.channel(name).cancel(lambda a: a is answer)
             if refused:
-                answer("full")
+                answer(Refusal("full"))
 
 
 def _get(service: Home, answer: RemoteAnswer, frames: list[bytes]) -> None:
@@ -46,7 +46,7 @@ def _get(service: Home, answer: RemoteAnswer, frames: list[bytes]) -> None:
         state = service.channel(name)
         state.queue(key).taker = host
         if not wait and not state.queue(key).items:
-            answer("empty")
+            answer(Refusal("empty"))
         else:
             state.get(key, answer.who, target, answer)
 

@@ -11,6 +11,8 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
+from rlhpc.runtime.errors import ChannelError
+
 _ids = itertools.count(1)
 
 
@@ -34,6 +36,16 @@ class Outlook(NamedTuple):
 
     host: str
     waiting: bool
+
+
+class Refusal(str):
+    """Why a call that does not wait got nothing: the queue was full, or empty."""
+
+    __slots__ = ()
+
+
+class Refused(ChannelError):
+    """The home of a channel answered with a `Refusal`."""
 
 
 Answer = Callable[[list[Item] | str], bool]

