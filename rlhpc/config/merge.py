@@ -63,6 +63,8 @@ class Layers:
             name = self.schema.type_name(path)
             if isinstance(value, bool) and name in ("int", "float"):
                 raise ConfigError(f"{source}: {path} is {shown(value)}; it must be {name}")
+            if isinstance(value, bool) and name.startswith("str"):
+                value = "on" if value else "off"  # words that YAML takes for booleans where they are not in quotes
             try:
                 if (cls := element_of(self.schema.kind(path))) is not None:
                     value = [_structured(item, cls, f"{path}[{index}]", source) for index, item in enumerate(value)]

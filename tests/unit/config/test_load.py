@@ -69,6 +69,13 @@ def test_later_wins(write: typing.Callable[..., Path]) -> None:
     assert (cfg.algorithm.gamma, cfg.algorithm.gae_lambda, cfg.algorithm.update_epochs) == (0.2, 0.6, 7)
 
 
+def test_a_word_that_yaml_takes_for_a_boolean_needs_no_quotes(write: typing.Callable[..., Path]) -> None:
+    path = write("c.yaml", MINIMAL + "rollout: {weight_delta: off}\n")
+    assert load_config(path).rollout.weight_delta == "off"
+    assert load_config(write("d.yaml", MINIMAL), ["rollout.weight_delta=off"]).rollout.weight_delta == "off"
+    assert load_config(write("d.yaml", MINIMAL), ["algorithm.anneal_lr=on"]).algorithm.anneal_lr is True
+
+
 def test_a_resolved_configuration_reads_back_the_same(write: typing.Callable[..., Path]) -> None:
     overrides = [
         "cluster.node_groups=[{label: a, time: 02:00:00, node_ranks: '0'}]",
