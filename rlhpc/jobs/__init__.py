@@ -1,1 +1,1 @@
-"""What is outside a job: its plan, submission through submitit, attaching again, states, waiting, and the doctor."""
+"""Everything around a job: planning, submitting through submitit, re-attaching, states, waiting, and the doctor."""

@@ -1,7 +1,7 @@
-"""The attempts of a segment's job: every start of its driver, so that one that makes no progress is not restarted for ever.
+"""Counts every start of a segment's driver, so that a job that makes no progress is not restarted for ever.
 
-The file outlives the job's processes: it also counts attempts whose end no process recorded (a node that failed, a requeue
-by the scheduler).
+The file outlives the job's processes, so it also counts attempts whose end no process recorded (a failed node, a
+requeue by the scheduler).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _KEPT = 100
 
 
 class Attempts:
-    """The attempts of one submission; a new submission begins a new count.
+    """The attempts of one submission; a new submission starts counting afresh.
 
     Args:
         files: The segment's files.
@@ -35,7 +35,7 @@ class Attempts:
 
     @property
     def last_end(self) -> str:
-        """How the last attempt ended; "" while it runs, or if there was none."""
+        """How the last attempt ended; "" while it is running, or if there was none."""
         return str(self._rows[-1].get("how") or "") if self._rows and "ended" in self._rows[-1] else ""
 
     def begin(self, step: int, job_id: str) -> None:
@@ -58,7 +58,7 @@ class Attempts:
             self._write()
 
     def idle(self, newest: int) -> int:
-        """How many attempts in a row began at checkpoint `newest`, and so have added none."""
+        """How many attempts in a row began at checkpoint `newest` and so have added no checkpoint."""
         count = 0
         for row in reversed(self._rows):
             if row.get("step") != newest:
@@ -67,7 +67,7 @@ class Attempts:
         return count
 
     def blames(self, node: str) -> bool:
-        """Whether the attempt before the last one failed on this node, too."""
+        """Whether the attempt before the last one also failed on this node."""
         return len(self._rows) > 1 and self._rows[-2].get("node") == node
 
     def _write(self) -> None:

@@ -18,7 +18,7 @@ from rlhpc.runtime.errors import RlhpcError, UserError
 
 
 def require_own(paths: RunPaths) -> None:
-    """Refuses if another user submitted the run: its jobs are not this user's to end.
+    """Refuses to go on if another user submitted the run, whose jobs are not this user's to end.
 
     Raises:
         UserError: Names the owner.
@@ -32,7 +32,7 @@ def require_own(paths: RunPaths) -> None:
 
 
 def user_name(uid: int) -> str:
-    """A user's name, or the number if it has no name on this host."""
+    """A user's name, or the uid as text if it has no name on this host."""
     try:
         return pwd.getpwuid(uid).pw_name
     except KeyError:
@@ -40,11 +40,11 @@ def user_name(uid: int) -> str:
 
 
 def cancel(paths: RunPaths, segment: int | None = None, *, grace_s: float = 60.0) -> list[str]:
-    """End the jobs of a run: they save and stop; what is left after the grace is killed.
+    """Ends the jobs of a run: they save and stop; whatever is left after the grace period is killed.
 
     Args:
         paths: The run.
-        segment: Only this one; all by default.
+        segment: End only this segment's job; by default those of all segments.
         grace_s: How long the driver may take to save.
 
     Returns:
@@ -73,7 +73,7 @@ def cancel(paths: RunPaths, segment: int | None = None, *, grace_s: float = 60.0
 
 
 def _ends_by_itself(files: SegmentFiles) -> bool:
-    """Waits for the job of a finished segment, which ends shortly after the marker; returns whether it has ended."""
+    """Waits for a finished segment's job, which ends shortly after writing its marker; returns whether it has ended."""
     end = time.monotonic() + 3.0
     while (claim := Claim.newest(files)) is not None and claim.alive():
         if time.monotonic() > end:
@@ -89,7 +89,7 @@ def _segments_of(paths: RunPaths) -> list[SegmentFiles]:
 
 
 def _end_waiting(files: SegmentFiles) -> bool:
-    """Marks a segment that waits for room in the queue, so that the process trying to submit it gives up."""
+    """Marks a segment that is waiting for room in the queue, so that the process trying to submit it gives up."""
     with SubmitLock(files):
         record = JobRecord.read(files)
         if record is None or record.phase != "waiting" or files.cancelled(record.token):
@@ -99,8 +99,8 @@ def _end_waiting(files: SegmentFiles) -> bool:
 
 
 def _end_slurm(files: SegmentFiles, record: JobRecord, grace_s: float) -> None:
-    """Asks only the driver to save and end, because plain scancel would kill the ranks at once; then ends the job."""
-    files.mark_cancelled(record.token)  # pending or running: the job's end is no reason for another one
+    """Asks only the driver to save and stop, as a plain scancel would kill the ranks at once; then ends the job."""
+    files.mark_cancelled(record.token)  # pending or running: no other job may follow when this one ends
     probe = probe_for(record, files)
     if probe.query_one(record.job_id).state is JobState.RUNNING:
         scancel(record.job_id, "--batch", "--signal=TERM")
@@ -114,7 +114,7 @@ def _end_slurm(files: SegmentFiles, record: JobRecord, grace_s: float) -> None:
 
 
 def _end_local(files: SegmentFiles, record: JobRecord, grace_s: float) -> None:
-    """Sends SIGTERM to the job, which passes it to the driver, which saves; then SIGKILL to whatever is left."""
+    """Sends SIGTERM to the job, which passes it on to the driver to make it save; then SIGKILL to whatever is left."""
     end = time.monotonic() + grace_s
     asked: set[int] = set()
     while time.monotonic() < end + 10.0:
@@ -128,7 +128,7 @@ def _end_local(files: SegmentFiles, record: JobRecord, grace_s: float) -> None:
         if not living:
             return
         over = time.monotonic() > end
-        # the job before its controller: a controller told to end kills its task after a second
+        # the job before its controller: a controller that is told to end kills its task after a second
         for process in living if over else living[:1]:
             if over or process.pid not in asked:
                 asked.add(process.pid)

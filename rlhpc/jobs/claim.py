@@ -1,9 +1,9 @@
 """Which job owns a segment.
 
 Two guards against two races. `SubmitLock` lets one process at a time check and submit. `Claim` is taken by the job itself
-when it starts: claims are numbered files made with O_EXCL semantics, the next number may be taken only when the holder
-of the last one is dead, and the highest number owns the segment. So even two jobs that were submitted behind each
-other's back (a submitter killed between two system calls, a job both requeued and resubmitted) never train at once.
+when it starts: claims are numbered files created with O_EXCL semantics, the next number may only be taken once the
+holder of the last one is dead, and the highest number owns the segment. So even two jobs submitted without knowledge of
+each other (a submitter killed between two system calls, a job both requeued and resubmitted) never train at once.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from rlhpc.jobs.paths import RunPaths, segment_name
 from rlhpc.jobs.probes import JobProbe, ProcessId
 from rlhpc.runtime.durable import replace_durably
 
-#: A holder on another host that does not renew its file for this long is taken for dead.
+#: A holder on another host that has not renewed its file for this long is considered dead.
 LEASE_S = 30.0
-#: How often a live holder renews it.
+#: How often a live holder renews its file.
 RENEW_S = 5.0
 
 
 def look_again(folder: Path) -> int:
-    """When a name in the folder last changed, in ns; -1 if there is no folder.
+    """When an entry of the folder was last added, removed or renamed, in ns; -1 if there is no folder.
 
     Opening it makes NFS ask the server (close-to-open consistency) instead of answering from its cache of names.
     """
@@ -45,7 +45,7 @@ def look_again(folder: Path) -> int:
 
 
 def read_json(path: Path) -> dict[str, Any] | None:
-    """The object in a file that others replace atomically; None when it is missing or not (yet) readable."""
+    """The JSON object in a file that others replace atomically; None if it is missing or not (yet) readable."""
     look_again(path.parent)
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
@@ -55,13 +55,13 @@ def read_json(path: Path) -> dict[str, Any] | None:
 
 
 def write_json(path: Path, value: dict[str, Any]) -> None:
-    """Replace a file atomically; it is on disk when this returns."""
+    """Replaces a file atomically with a JSON object, which is on disk when this returns."""
     replace_durably(path, json.dumps(value, indent=1).encode() + b"\n", mode=0o600, parents=False)
 
 
 @dataclass(frozen=True)
 class SegmentFiles:
-    """What a segment keeps under `submit/` and where it logs."""
+    """Paths of the files that a segment keeps under `submit/`, and of its logs."""
 
     paths: RunPaths
     segment: int
@@ -82,25 +82,25 @@ class SegmentFiles:
 
     @property
     def exit(self) -> Path:
-        """How the driver ended, when it ended without finishing the segment."""
+        """Says how the driver ended, if it did so without finishing the segment."""
         return self.paths.submit / f"{self._name}.exit.json"
 
     @property
     def attempts(self) -> Path:
-        """The starts of the job's driver."""
+        """Record of every start of the job's driver (`Attempts`)."""
         return self.paths.submit / f"{self._name}.attempts.json"
 
     @property
     def cancel(self) -> Path:
-        """Marker that somebody ended the job for good; without it, the end would look like a preemption."""
+        """Marks a job that somebody ended for good; without it, the end would look like a preemption."""
         return self.paths.submit / f"{self._name}.cancel.json"
 
     def cancelled(self, token: str) -> bool:
-        """Whether somebody has cancelled that submission."""
+        """Whether somebody has cancelled the submission with this token."""
         return (read_json(self.cancel) or {}).get("token") == token
 
     def mark_cancelled(self, token: str) -> None:
-        """Records that somebody has cancelled that submission."""
+        """Records that somebody has cancelled the submission with this token."""
         write_json(self.cancel, {"token": token, "time": time.time()})
 
     @property
@@ -109,7 +109,7 @@ class SegmentFiles:
 
     @property
     def lease(self) -> Path:
-        """Takes the lock's place on filesystems without locks."""
+        """Stands in for the lock on filesystems without locks."""
         return self.paths.submit / f"{self._name}.lease"
 
     def claim(self, number: int) -> Path:
@@ -138,7 +138,7 @@ class SegmentFiles:
 
 
 def renewed_within(path: Path, seconds: float, alive_again: Callable[[], bool] = lambda: False) -> bool:
-    """Watch a file for up to `seconds`: True as soon as its owner renews it, False if nobody does or it is gone.
+    """Watches a file for up to `seconds`: True as soon as its owner renews it, False if nobody does or it is gone.
 
     Only changes count, never the file's age: the clocks of two hosts need not agree.
     """
@@ -159,14 +159,14 @@ class Claim:
     """A job's ownership of a segment, kept in a file that only this job writes.
 
     Attributes:
-        number: The highest number owns the segment.
+        number: Number of the claim; the highest one owns the segment.
         token: Token of the submission that started the job.
         job_id: submitit's job id (Slurm's, or the pid of the local controller).
         executor: "local" or "slurm".
-        job: Process that runs the driver and renews this claim.
+        job: The process that runs the driver and renews this claim.
         driver: The driver, once started.
         started: Unix time, for display.
-        err_offset: Size of driver.err when this attempt started: what is before that belongs to earlier attempts.
+        err_offset: Size of driver.err when this attempt started; everything before it belongs to earlier attempts.
         released: Whether the job ended in an orderly way.
     """
 
@@ -189,7 +189,7 @@ class Claim:
     def newest(cls, files: SegmentFiles) -> Claim | None:
         """The claim with the highest number; None if no job has ever started."""
         for number in reversed(files.claim_numbers()):
-            for _ in range(3):  # without hard links, a claim can be seen half written
+            for _ in range(3):  # without hard links, a half-written claim may be seen
                 value = read_json(files.claim(number))
                 job = ProcessId.from_json((value or {}).get("job"))
                 if value is not None and job is not None:
@@ -212,9 +212,9 @@ class Claim:
     def take(
         cls, files: SegmentFiles, *, token: str, job_id: str, executor: str, probe: JobProbe | None = None
     ) -> Claim | None:
-        """Claim the segment for this process; None when another live job has it."""
+        """Claims the segment for this process; None if another live job has it."""
         before = cls.newest(files)
-        # a Slurm job that was requeued finds its own earlier attempt, which is over
+        # a requeued Slurm job finds the claim of its own earlier attempt, which is over
         own_earlier = before is not None and executor == "slurm" and before.job_id == job_id
         if before is not None and not own_earlier and before.alive(probe):
             return None
@@ -230,10 +230,10 @@ class Claim:
             err_offset=files.driver_err.stat().st_size if files.driver_err.exists() else 0,
         )
         if before is not None and mine.number != before.number + 1:
-            return None  # somebody came in between
+            return None  # somebody else got in first
         if not mine._create():
             return None
-        if files.claim_numbers()[-1] != mine.number:  # a slow racer took a number that was already history
+        if files.claim_numbers()[-1] != mine.number:  # this process was slow, and its number is already outdated
             mine.path.unlink(missing_ok=True)
             return None
         for number in files.claim_numbers():
@@ -242,7 +242,7 @@ class Claim:
         return mine
 
     def alive(self, probe: JobProbe | None = None) -> bool:
-        """Whether the job or its driver is alive: judged by pid on this host, by the scheduler or by renewals on others."""
+        """Whether the job or its driver is alive: judged by pid on this host, by scheduler or renewals elsewhere."""
         here = self.alive_here()
         if here is not None:
             return here
@@ -253,7 +253,7 @@ class Claim:
         return renewed_within(self.path, LEASE_S)
 
     def alive_here(self) -> bool | None:
-        """The same, judged by the pids alone; None if they belong to another host."""
+        """Like `alive`, judged by the pids alone; None if they belong to another host."""
         if self.released:
             return False
         seen = [p.alive() for p in (self.job, self.driver) if p is not None]
@@ -265,12 +265,12 @@ class Claim:
         return bool(numbers) and numbers[-1] == self.number
 
     def renew(self) -> None:
-        """Shows other hosts that the job is alive; a full or stalled disk is no reason to end it."""
+        """Shows other hosts that the job is alive; a full or stalled disk is no reason to end the job."""
         with contextlib.suppress(OSError):
             os.utime(self.path)
 
     def update(self, **changes: Any) -> Claim:
-        """Changes values of the claim and writes it down."""
+        """Changes fields of the claim and writes it to its file."""
         changed = replace(self, **changes)
         if changed.owns():
             write_json(changed.path, changed._to_json())

@@ -1,4 +1,4 @@
-"""The job that submitit runs: it starts the driver, passes signals on, has it save, and asks for a requeue."""
+"""The job that submitit runs: it starts the driver, passes signals on to it, has it save, and asks for a requeue."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from rlhpc.jobs.slurm import end_steps, requeue_without
 from rlhpc.runtime.parents import die_with_parent
 
 _POLL_S = 0.1
-#: What the command line puts before every error message.
+#: Prefix that the command line puts before every error message.
 ERROR_PREFIX = "rlhpc: error:"
 
 
 def first_failure(err_file: Path, offset: int = 0, *, lines: int = 40) -> str:
-    """What the driver printed before it ended: from its first error message on or, without one, its last lines."""
+    """The driver's last words: everything from its first error message on or, without one, its last lines."""
     try:
         with err_file.open("rb") as file:
             file.seek(offset)
@@ -41,7 +41,7 @@ def first_failure(err_file: Path, offset: int = 0, *, lines: int = 40) -> str:
 
 
 def _driver_environment(extra: dict[str, str]) -> dict[str, str]:
-    """Our environment without what submitit added for its own use."""
+    """This process's environment without the variables that submitit added for its own use."""
     kept = {k: v for k, v in os.environ.items() if not k.startswith("SUBMITIT_")}
     return {**kept, **extra, "PYTHONUNBUFFERED": "1"}
 
@@ -53,15 +53,15 @@ class DriverJob:
     Args:
         run_root: The run folder.
         segment: Which segment the driver trains.
-        command: argv of the driver, which writes `segments/<k>.json` last, and exits with `EXIT_REQUEUE` when it saved and
-            stopped for a signal.
-        token: Of the submission, so that a waiter recognises its own job.
+        command: argv of the driver, which writes `segments/<k>.json` last, and exits with `EXIT_REQUEUE` if a signal
+            made it save and stop.
+        token: The submission's token, by which a waiter recognises its own job.
         executor: "local" or "slurm".
         environment: Variables to set for the driver.
         save_grace_s: How long the driver may take to save and stop before it is killed.
-        max_restarts: How often in a row a driver that failed through no fault of its own (a rank, a step, a node or the
-            driver itself was killed) is started again without a new checkpoint in between.
-        max_stalled: So many attempts in a row without a new checkpoint end the job instead of a requeue.
+        max_restarts: How many times in a row, without a new checkpoint in between, to restart a driver that failed
+            through no fault of its own (a rank, a step, a node or the driver itself was killed).
+        max_stalled: After this many attempts in a row without a new checkpoint, the job ends instead of being requeued.
     """
 
     run_root: str
@@ -83,7 +83,7 @@ class DriverJob:
         return SegmentFiles(RunPaths(Path(self.run_root)), self.segment)
 
     def __call__(self) -> dict[str, Any]:
-        """Runs the driver to its end. The result is only for submitit's log; the marker file is what counts."""
+        """Runs the driver until it ends. The result is only for submitit's log; what counts is the marker file."""
         from submitit import JobEnvironment
 
         files = self.files
@@ -104,11 +104,11 @@ class DriverJob:
             self._release()
 
     def _attempts(self, files: SegmentFiles) -> dict[str, Any]:
-        """Runs the driver, and again after failures that were not its own."""
+        """Runs the driver, and runs it again after failures that were not its own fault."""
         attempts = Attempts(files, self.token)
         while True:
             assert self._claim is not None
-            # counts earlier attempts without progress, whose ends this process did not see
+            # includes earlier attempts without progress whose ends this process did not see
             idle = attempts.idle(self._newest())
             if idle > max(self.max_restarts, self.max_stalled):
                 return self._record_exit(1, self._stuck(idle))
@@ -118,7 +118,7 @@ class DriverJob:
                 attempts.end("finished")
                 return {"exit_code": 0}
             if code == EXIT_REQUEUE and not self._terminated:
-                # the driver stopped on its own because the job's end is near: go on as after the signal
+                # the driver stopped by itself because the job's end is near: proceed as after the signal
                 os.kill(os.getpid(), signal.SIGUSR2)
                 time.sleep(1.0)
             message = first_failure(files.driver_err, self._claim.err_offset)
@@ -142,7 +142,7 @@ class DriverJob:
             self._claim = self._claim.update(err_offset=_size(files.driver_err))
 
     def _newest(self) -> int:
-        """Step of the newest complete checkpoint; -1 while there is none."""
+        """Step of the newest complete checkpoint; -1 if there is none."""
         steps = [step for step, _ in self.files.paths.complete_steps()]
         return max(steps, default=-1)
 
@@ -155,7 +155,7 @@ class DriverJob:
         )
 
     def _failure(self, code: int) -> dict[str, Any] | None:
-        """What is known about a failure after which a restart may succeed; None for one that would recur."""
+        """What is known about a failure if a restart may succeed; None if the failure would recur."""
         if self._terminated or code == EXIT_REQUEUE:
             return None
         if code == 128 + signal.SIGKILL or code in (128 + signal.SIGBUS, 128 + signal.SIGSEGV):
@@ -165,13 +165,13 @@ class DriverJob:
         return status if mine and status.get("restartable") else None
 
     def checkpoint(self) -> Any:
-        """Called by submitit at the job's end signal: has the driver save, waits for it, and returns what to run next."""
+        """Called by submitit on the job's end signal: has the driver save, waits for it, and returns what to run next."""
         from submitit.helpers import DelayedSubmission
 
         self._signal_driver(signal.SIGUSR2)
         self._kill_driver(self.save_grace_s)
         if read_json(self.files.marker) is not None:
-            raise SystemExit(0)  # the step that it was in finished the segment
+            raise SystemExit(0)  # the step in progress finished the segment
         if self._terminated:
             self._record_exit(128 + signal.SIGTERM, "")
             raise SystemExit(128 + signal.SIGTERM)
@@ -187,7 +187,7 @@ class DriverJob:
         """Runs the driver; returns its exit code, or 128 + n if signal n ended it."""
         assert self._claim is not None
         parent = os.getpid()
-        # the checkpoint signal must not arrive between fork and the moment we know whom to ask
+        # the checkpoint signal must not arrive between the fork and the moment the driver's pid is known
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR2, signal.SIGTERM})
         try:
             with files.driver_out.open("ab") as out, files.driver_err.open("ab") as err:
@@ -214,7 +214,7 @@ class DriverJob:
         return 128 - code if code < 0 else code
 
     def _driver_gone(self) -> bool:
-        """Whether the driver has ended. Does not reap it: the signal handler asks, too, and Popen's lock is not reentrant."""
+        """Whether the driver has ended. Does not reap it: the signal handler asks too, and Popen's lock is not reentrant."""
         if self._pid is None:
             return True
         try:
@@ -228,7 +228,7 @@ class DriverJob:
                 os.kill(self._pid, signum)
 
     def _kill_driver(self, grace_s: float) -> None:
-        """Waits until the driver is gone, and kills it when the grace period is over."""
+        """Waits for the driver to end, and kills it when the grace period is over."""
         end = time.monotonic() + grace_s
         while not self._driver_gone() and time.monotonic() < end:
             self._renew()
@@ -236,7 +236,7 @@ class DriverJob:
         self._signal_driver(signal.SIGKILL)
 
     def _terminate(self, signum: int, frame: FrameType | None) -> None:
-        """On SIGTERM from scancel, `rlhpc cancel` or the local controller: the driver saves and ends, without a requeue."""
+        """Handles SIGTERM from scancel, `rlhpc cancel` or the local controller: the driver saves and ends, no requeue."""
         self._terminated = True
         self._signal_driver(signal.SIGTERM)
 
@@ -256,14 +256,14 @@ class DriverJob:
                 self._claim = self._claim.update(released=True)
 
     def _record_exit(self, code: int, message: str = "") -> dict[str, Any]:
-        """Writes down how the driver ended, for processes that wait now or ask later."""
+        """Records how the driver ended, for processes that are waiting now or ask later."""
         assert self._claim is not None
         if not self._claim.owns():
             return {"superseded": True}
         if self._terminated and self.executor == "slurm" and not self.files.cancelled(self.token):
-            return {"terminated": True}  # by Slurm, which knows whether it will start this job again
+            return {"terminated": True}  # by Slurm, which alone knows whether it will start this job again
         signame = signal.Signals(code - 128).name if 128 < code < 128 + 64 and code - 128 in set(signal.Signals) else ""
-        if not message and not self._terminated:  # one that was told to end has no last words worth repeating
+        if not message and not self._terminated:  # a driver that was told to end has no error worth repeating
             message = first_failure(self.files.driver_err, self._claim.err_offset)
         if code == 0:
             code = 1
@@ -293,6 +293,6 @@ def _size(path: Path) -> int:
 
 
 def _in_driver(parent: int) -> None:
-    """In the child, before exec: the driver saves and ends when its job is killed, and hears the signals again."""
+    """Runs in the child before exec: the driver saves and ends if its job is killed, and receives the signals again."""
     die_with_parent(parent, signal.SIGTERM)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGUSR2, signal.SIGTERM})

@@ -1,4 +1,4 @@
-"""Whether the allocation that the environment describes can be used: in a shell, a job's variables outlive the job."""
+"""Checks that the allocation in the environment can still be used: in a shell, a job's variables outlive the job."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from rlhpc.runtime.network import own_address
 
 
 def require_live_allocation(environ: Mapping[str, str] = os.environ) -> None:
-    """Asks Slurm once for the job of the environment; if it does not answer, `srun` will say what is wrong.
+    """Asks Slurm once about the job named in the environment; if Slurm does not answer, `srun` will say what is wrong.
 
     Raises:
         ConfigError: The job is over.
@@ -33,10 +33,10 @@ def require_live_allocation(environ: Mapping[str, str] = os.environ) -> None:
 
 
 def require_hosts(cluster: Cluster) -> None:
-    """Requires that ranks on other hosts can be started by `srun`, and can connect to this host.
+    """Requires that `srun` can start ranks on other hosts, and that they can connect to this one.
 
     Raises:
-        ConfigError: A node is another host, and there is no `srun` here, or no route to it.
+        ConfigError: A node is on another host, and there is no `srun` here or no route to that host.
     """
     away = [node.name for node in cluster.nodes if not node.is_local]
     if cluster.source == "slurm" and away and not steps_possible():

@@ -1,9 +1,10 @@
-"""Waiting is done by a shell of a megabyte; one watcher per user and host follows all runs and tells each shell what to say.
+"""Hands waiting over to a small shell; one watcher per user and host follows all runs and tells each what to print.
 
-The command that submitted connects to the watcher, starting it if there is none, and becomes a shell that reads
-from the connection: lines for stderr (E) and stdout (O), and finally the exit code (X). The connection tells each of the two
-that the other is gone. A shell whose watcher is gone becomes Python again (`rlhpc.cli.waiting`), which hands over again; it
-was told how many seconds to wait first (D), so that a hundred of them do not do so at once.
+The command that submitted connects to the watcher, starting one if there is none, and becomes a shell, which takes
+about a megabyte. The shell reads lines for stderr (E) and stdout (O) from the connection, and finally the exit code (X).
+If either side ends, the connection tells the other. A shell whose watcher is gone becomes Python again
+(`rlhpc.cli.waiting`), which hands over again; the watcher has told it how many seconds to wait first (D), so that a
+hundred shells do not do so at once.
 """
 
 from __future__ import annotations
@@ -32,15 +33,15 @@ from rlhpc.jobs.waiter import Waiter, goes_on
 from rlhpc.runtime.environment_values import values_read
 from rlhpc.runtime.import_paths import python_path, run_module
 
-#: Files in the place where they meet; the lock is the watcher's for as long as it lives.
+#: Files in the meeting place; the watcher holds the lock for as long as it lives.
 SOCKET, LOCK = "watcher", "watcher.lock"
-#: First word that the watcher sends, before the lines for the shell.
+#: What the watcher sends first, before the lines for the shell.
 WELCOME = b"ok\n"
-#: Variables of the shell: what it runs, what it says on Ctrl-C, and what the Python that it may become waits for.
+#: The shell's variables: the program it runs, what it prints on Ctrl-C, and the wait for the Python it may become.
 _PROGRAM, _STOPPED, _WAIT = "RLHPC_SHELL", "RLHPC_STOPPED", "RLHPC_WAIT"
-#: How long to try to reach a watcher. After that this process waits by itself.
+#: How long to try to reach a watcher before this process does the waiting itself.
 _REACH_S = 20.0
-#: After this many watchers in a row that were started and took no request, give up: the next would not, either.
+#: Give up after starting this many watchers in a row that took no request: the next one would not either.
 _STARTS = 4
 _SHELL = "/bin/sh"
 _FD = 3
@@ -65,14 +66,14 @@ exec "$@" $alone
 
 @dataclass(frozen=True)
 class Wait:
-    """What is waited for, so that any process of the user on this host can do the waiting.
+    """Describes a wait, so that any process of the user on this host can do the waiting.
 
     Attributes:
         root: The run folder.
-        record: Of the job, as JSON.
-        began: When the waiting began, in monotonic seconds.
+        record: The job's record, as JSON.
+        began: When the wait began, in monotonic seconds.
         answers: Whether the result goes to stdout as JSON.
-        secrets: Names of variables whose values are not to be shown.
+        secrets: Names of variables whose values must not be shown.
     """
 
     root: str
@@ -96,7 +97,7 @@ class Wait:
 
     @classmethod
     def from_environment(cls) -> Wait:
-        """What the shell waited for that became this process."""
+        """The wait of the shell that became this process."""
         return cls(**json.loads(os.environ.pop(_WAIT)))
 
     def waiter(
@@ -112,14 +113,14 @@ class Wait:
 
 
 def hand_over(wait: Wait) -> None:
-    """Becomes a shell that prints what a watcher tells it; returns if there can be no watcher."""
+    """Becomes a shell that prints what a watcher tells it; returns only if no watcher can be had."""
     connection = _reach(wait) if os.access(_SHELL, os.X_OK) else None
     if connection is None:
         return
     files = SegmentFiles(RunPaths(Path(wait.root)), wait.segment)
     record = JobRecord.from_json(wait.record)
     assert record is not None
-    # the path: to start Python again; nothing is submitted from there
+    # PYTHONPATH is for starting Python again; nothing is submitted from there
     environment = {**os.environ, _WAIT: json.dumps(asdict(wait)), "PYTHONPATH": python_path()}
     environment |= {_PROGRAM: SHELL_PROGRAM, _STOPPED: f"rlhpc: error: {goes_on(files, record)}"}
     name = f"rlhpc submit: {files.paths.root.name}"
@@ -132,7 +133,7 @@ def hand_over(wait: Wait) -> None:
 
 
 def peer_is_own(connection: socket.socket) -> bool:
-    """Whether the process at the other end is this user's."""
+    """Whether the process at the other end belongs to this user."""
     _, uid, _ = struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i")))
     return bool(uid == os.geteuid())
 
@@ -143,7 +144,7 @@ def address(place: int, name: str = SOCKET) -> str:
 
 
 def _reach(wait: Wait) -> socket.socket | None:
-    """A connection over which a watcher reports; starts a watcher if there is none."""
+    """Connects to a watcher that will report on the wait; starts one if there is none."""
     end, started = time.monotonic() + _REACH_S, 0
     request = {**asdict(wait), "values": {n: os.environ[n] for n in wait.secrets if n in os.environ}}
     try:
@@ -163,7 +164,7 @@ def _reach(wait: Wait) -> socket.socket | None:
 
 @contextlib.contextmanager
 def _open_place() -> Any:
-    """The folder where a user's waiting commands meet.
+    """Opens the folder where a user's waiting commands meet.
 
     Raises:
         OSError: The folder cannot be made, or is not private to this user.
@@ -182,7 +183,7 @@ def _open_place() -> Any:
 
 
 def _connect(place: int, request: bytes) -> socket.socket | None:
-    """A connection to a watcher that took the request; None if there is none, or it is about to end."""
+    """A connection to a watcher that took the request; None if there is no watcher, or it is about to end."""
     connection = socket.socket(socket.AF_UNIX)
     try:
         connection.settimeout(_REACH_S)
@@ -203,7 +204,7 @@ def _connect(place: int, request: bytes) -> socket.socket | None:
 
 
 def _start(place: int) -> bool:
-    """Starts a watcher, unless another process has the lock. It inherits lock and socket, so nobody waits for its start."""
+    """Starts a watcher unless another process has the lock. It inherits lock and socket: nobody waits for its start."""
     try:
         lock = os.open(LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600, dir_fd=place)
     except FileNotFoundError:

@@ -1,4 +1,4 @@
-"""submitit's local executor, for jobs that outlive the terminal, the shell and the workflow that started them."""
+"""submitit's local executor for jobs that outlive the terminal, the shell and the workflow that started them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-#: A Popen that is garbage-collected while its process runs would warn.
+#: Keeps every Popen alive: one that is garbage-collected while its process is running warns.
 _started: list[subprocess.Popen[bytes]] = []
 _CONTROLLER = (
     "import sys; from pathlib import Path; from submitit.local.local import Controller; "
@@ -18,16 +18,16 @@ _CONTROLLER = (
 
 
 def make_local_executor(folder: str, *, timeout_min: float, max_num_timeout: int) -> Any:
-    """A `submitit.LocalExecutor` whose controller has a session of its own.
+    """Makes a `submitit.LocalExecutor` whose controller has a session of its own.
 
-    submitit's own starts the controller in the submitter's process group and on its terminal, where Ctrl-C, a hang-up
-    or a workflow engine that kills its group would end the job; it hides every GPU from a job that asks for none, and
-    it stops after six requeues.
+    submitit's own executor starts the controller in the submitter's process group and on its terminal, where Ctrl-C, a
+    hang-up or a workflow engine that kills its group would end the job. It also hides every GPU from a job that asks
+    for none, and stops after six requeues.
 
     Args:
-        folder: For pickles and logs of the jobs.
+        folder: Folder for the jobs' pickles and logs.
         timeout_min: Time limit of a job.
-        max_num_timeout: How often it may reach that limit.
+        max_num_timeout: How many times a job may reach that limit.
     """
     from submitit.local.local import LocalExecutor, LocalJob
 
@@ -66,7 +66,7 @@ def make_local_executor(folder: str, *, timeout_min: float, max_num_timeout: int
 
 
 def python_path() -> str:
-    """Ours, and where this package was imported from when that is not an installation."""
+    """PYTHONPATH of this process, plus the folder this package was imported from if it is not installed."""
     given = os.environ.get("PYTHONPATH", "")
     home = Path(__file__).resolve().parents[2]
     if home.name in ("site-packages", "dist-packages") or str(home) in given.split(os.pathsep):

@@ -1,4 +1,4 @@
-"""Who may submit a segment: one process at a time checks whether there is a job, and starts one."""
+"""Lock on submitting a segment: one process at a time checks whether there is a job, and starts one if not."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _NO_FLOCK = {errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.
 
 
 class SubmitLock:
-    """Only one process at a time decides about a segment: flock, or a lease file where the file system has no locks.
+    """Lets one process at a time decide about a segment: flock, or a lease file if the filesystem has no locks.
 
     Args:
         files: The segment's files; their folder must exist.

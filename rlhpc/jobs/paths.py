@@ -1,4 +1,4 @@
-"""Every file name of a run folder, in one place (the layout is a public format)."""
+"""All file names of a run folder in one place (the layout is a public format)."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-#: Names inside a checkpoint, and of what is copied into it from the run.
+#: Names of files inside a checkpoint, including those copied into it from the run.
 CONFIG, COMPLETE, MANIFEST, MODEL = "config.yaml", "COMPLETE", "manifest.json", "model.safetensors"
 REGISTRY, LOGS = "registry", "logs"
 _CHECKPOINTS, PAGE = "checkpoints", "index.html"
@@ -15,24 +15,24 @@ _RECORD = re.compile(r"segment_(\d+)\.json")
 
 
 def step_name(step: int | str) -> str:
-    """Name of the folder that belongs to a step; also of a pattern in its place, such as `*`."""
+    """Name of the folder that belongs to a step; a pattern such as `*` may take the step's place."""
     return f"global_step_{step}"
 
 
 def step_of(name: str) -> int | None:
-    """The step whose folder has that name; None if it is no such name."""
+    """The step whose folder has this name; None if it is not the name of a step's folder."""
     found = _STEP.fullmatch(name)
     return int(found.group(1)) if found else None
 
 
 def segment_name(segment: int | str) -> str:
-    """What the names of all that belongs to a segment begin with."""
+    """Prefix of the names of all files and folders that belong to a segment."""
     return f"segment_{segment}"
 
 
 @dataclass(frozen=True)
 class RunPaths:
-    """Paths below one run folder; creates nothing itself."""
+    """Paths below one run folder; creates nothing."""
 
     root: Path
 
@@ -43,7 +43,7 @@ class RunPaths:
 
     @classmethod
     def around(cls, checkpoint: Path) -> RunPaths | None:
-        """The run folder that a checkpoint lies in, if it lies in one."""
+        """The run folder that contains a checkpoint; None if it is not in one."""
         return cls(checkpoint.parent.parent) if checkpoint.parent.name == _CHECKPOINTS else None
 
     @property
@@ -64,7 +64,7 @@ class RunPaths:
 
     @property
     def loggers(self) -> Path:
-        """What loggers must know when the run is resumed, such as the service's id of the run."""
+        """What loggers must know when the run is resumed, such as the run's id at the logging service."""
         return self.root / "loggers.json"
 
     @property
@@ -119,7 +119,7 @@ class RunPaths:
         return sorted((step, p) for p in self.checkpoints.iterdir() if (step := step_of(p.name)) is not None)
 
     def complete_steps(self) -> list[tuple[int, Path]]:
-        """Those of them that are complete."""
+        """The complete checkpoints, oldest first."""
         return [(step, path) for step, path in self.checkpoint_steps() if (path / COMPLETE).is_file()]
 
     @property
@@ -130,7 +130,7 @@ class RunPaths:
         return self.eval / step_name(step) / f"{suite}.json"
 
     def eval_results(self, suite: str = "*") -> list[Path]:
-        """The results that there are of a suite, or of all."""
+        """The existing results of one suite, or of all."""
         return sorted(self.eval.glob(f"{step_name('*')}/{suite}.json"))
 
     def export(self, step: int | str) -> Path:
@@ -146,12 +146,12 @@ class RunPaths:
 
     @property
     def accounting(self) -> Path:
-        """What the run's Slurm jobs cost, by role and job component."""
+        """Says what the run's Slurm jobs cost, by role and job component."""
         return self.root / "report" / "accounting.json"
 
     @property
     def driver_lock(self) -> Path:
-        """Locked while a process drives the run. Outside the registry, whose removal must not let a second driver in."""
+        """Locked while a process drives the run. Not in the registry, whose removal must not let a second driver in."""
         return self.root / ".driver.lock"
 
     @property

@@ -1,6 +1,6 @@
-"""What a run would start: job components with their sbatch directives, one step per worker group, the placement grid.
+"""What a run would start: job components with sbatch directives, one step per worker group, and the placement grid.
 
-Pure functions: a configuration (and the cluster it is meant for) in, data and text out. Nothing is submitted.
+Pure functions: they take a configuration (and the cluster it is meant for), return data and text, and submit nothing.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from rlhpc.runtime.placement import HybridComponentPlacement, Placement
 from rlhpc.runtime.starters.commands import Step, job_steps
 
 LAUNCHERS = ("auto", "slurm", "local")
-#: Keys of a node group that become sbatch options of the same name, in the order they are written.
+#: Keys of a node group that become sbatch options of the same name, in the order in which these are written.
 _DIRECTIVES: tuple[Key, ...] = ("partition", "account", "qos", "constraint", "mem", "gres", "time")
-#: Keys that make a node group a component of the job.
+#: Keys that make a node group a job component of its own.
 _RESOURCES: tuple[Key, ...] = ("het_component", "cpus_per_node", *_DIRECTIVES)
 
 #: Sections of the workflow that describe jobs other than training.
@@ -32,13 +32,13 @@ _BESIDE: tuple[Key, ...] = ("eval_job", "convert_job")
 
 @dataclass(frozen=True)
 class JobComponent:
-    """One component of the (heterogeneous) job.
+    """One component of a (possibly heterogeneous) job.
 
     Attributes:
-        index: What `--het-group` calls it.
-        label: Node groups that it consists of; `cluster` for nodes without one.
-        nodes: Node ranks.
-        options: sbatch options and values, in order.
+        index: Its number for `--het-group`.
+        label: The node groups it consists of; `cluster` for nodes without one.
+        nodes: Ranks of its nodes.
+        options: sbatch options and their values, in order.
     """
 
     index: int
@@ -82,7 +82,7 @@ class Plan:
     def submitit_parameters(self) -> dict[str, Any]:
         """The job's resources as parameters of `submitit.SlurmExecutor`.
 
-        submitit writes one component; the others go first into its `setup`, whose `#SBATCH` lines sbatch still reads.
+        submitit writes one component only; the others go first into its `setup`, whose `#SBATCH` lines sbatch reads.
         """
         parameters: dict[str, Any] = {name.replace("-", "_"): value for name, value in self.components[0].options}
         if "time" in parameters:
@@ -97,7 +97,7 @@ class Plan:
 
 
 def minutes_of(time: str) -> int:
-    """Minutes of a walltime in Slurm's words, rounded up as Slurm does: `90`, `30:00`, `02:00:00`, `1-12`, `1-12:00:00`."""
+    """Minutes of a walltime in Slurm's notation, rounded up like there: `90`, `30:00`, `02:00:00`, `1-12`, `1-12:00:00`."""
     days, dash, rest = time.rpartition("-")
     parts = [int(part) for part in rest.split(":")]
     if dash:  # days-hours[:minutes[:seconds]]
@@ -113,10 +113,10 @@ def build_plan(cfg: RunConfig | Mapping[str, Any], cluster: Cluster | None = Non
     """Plans a run.
 
     Args:
-        cfg: Configuration, as `load_config` gives it.
-        cluster: The allocation; by default the nodes that the configuration asks for, as virtual ones.
-        launcher: `slurm`, `local`, or `auto`: Slurm where `sbatch` is, or the configuration asks for what only Slurm can
-            give.
+        cfg: Configuration, as `load_config` returns it.
+        cluster: The allocation; by default virtual nodes, as the configuration asks for them.
+        launcher: `slurm`, `local`, or `auto`: Slurm if there is an `sbatch`, or if the configuration asks for something
+            that only Slurm can give.
 
     Raises:
         ConfigError: The node groups do not form components.
@@ -157,10 +157,10 @@ def build_plan(cfg: RunConfig | Mapping[str, Any], cluster: Cluster | None = Non
 
 
 def job_options(section: Given, job: JobConfig | Mapping[str, Any]) -> dict[str, str]:
-    """Where Slurm should put a job other than training: partition, account, qos and constraint, as far as they are given.
+    """Where Slurm should put a job other than training: partition, account, qos and constraint, as far as given.
 
-    What the job's own section omits is the whole cluster's or, if that omits it, a node group's of the run: one with
-    accelerators if the job asks for some, otherwise one without, otherwise the first.
+    What the job's own section omits is taken from the whole cluster or, if that omits it too, from one of the run's
+    node groups: one with accelerators if the job asks for some, otherwise one without, otherwise the first.
 
     Args:
         section: Section `cluster` of the configuration.
@@ -193,7 +193,7 @@ def _needs_slurm(section: Given, groups: Sequence[Given], cluster: Cluster | Non
 
 
 def _components(groups: Sequence[Given], section: Given, cluster: Cluster) -> tuple[JobComponent, ...]:
-    """Divides the nodes into components: as the allocation does, or one for each node group with resources of its own."""
+    """Divides the nodes into components: like the allocation, or one for each node group with resources of its own."""
     by_rank = {r: raw for raw in groups for r in cluster.node_group(str(read_key(raw, "label"))).node_ranks}
     allocated = cluster.source == "slurm" or any(n.het_group is not None for n in cluster.nodes)
     parts: list[tuple[Any, list[int]]] = []
@@ -224,7 +224,7 @@ def _components(groups: Sequence[Given], section: Given, cluster: Cluster) -> tu
 def _options(
     members: Sequence[Given], section: Given, labels: str, accelerators: int, nodes: int
 ) -> tuple[tuple[str, str], ...]:
-    """sbatch options of a component: those of its groups or, where they have none, those of the whole cluster."""
+    """sbatch options of a component: those of its groups or, if they have none, those of the whole cluster."""
 
     def one(key: Key) -> str | None:
         values = {str(v) for raw in members if (v := read_key(raw, key)) is not None}
@@ -237,7 +237,7 @@ def _options(
         return next(iter(values), None if common is None else str(common))
 
     options: list[tuple[str, str]] = [(k, v) for k in _DIRECTIVES[:4] if (v := one(k)) is not None]
-    options += [("nodes", str(nodes)), ("ntasks-per-node", "1")]  # the one task is the driver; ranks are steps
+    options += [("nodes", str(nodes)), ("ntasks-per-node", "1")]  # the one task is the driver; ranks run in steps
     if (cpus := one("cpus_per_node")) is not None:
         options.append(("cpus-per-task", cpus))
     gres = one("gres")
@@ -248,7 +248,7 @@ def _options(
 
 
 def _local(group: str, ranks: Sequence[Placement], names: Sequence[str], interpreter: str | None) -> Step:
-    """Ranks on this machine: forked from the driver's fork server, or started with an interpreter of their own."""
+    """A step on this machine: ranks are forked from the driver's fork server, or run an interpreter of their own."""
     module = "rlhpc.runtime.process" if interpreter else "rlhpc.runtime.forkserver"
     hosts = tuple(names[p.node_rank] for p in ranks)
     return Step(group, 0, tuple(p.rank for p in ranks), hosts, tuple(run_module(module, python=interpreter)))
@@ -277,7 +277,7 @@ def _oversubscribed(nodes: Sequence[PlannedNode], placements: Mapping[str, Seque
 
 
 def _who(placements: Mapping[str, Sequence[Placement]], node: int, index: int | None) -> list[str]:
-    """Ranks on an accelerator of a node; if `index` is None, the ranks without one."""
+    """Ranks on one accelerator of a node or, if `index` is None, those without an accelerator."""
     return [
         f"{group}-{p.rank}"
         for group, ranks in placements.items()

@@ -1,4 +1,4 @@
-"""Job states, and the one place that asks whether a job lives.
+"""Job states, and the one place that finds out whether a job is alive.
 
 `JobState` has every state that Slurm can report. `JobProbe` answers for a batch of jobs: `LocalProbe` from /proc,
 `SlurmProbe` from squeue, then sacct, then scontrol, then a marker file of our own.
@@ -21,7 +21,7 @@ from rlhpc.runtime.slurm import TIMEOUT_S, Answer, ask
 
 
 class JobState(Enum):
-    """State of a batch job, in Slurm's words; `meaning` says what it is and what follows from it."""
+    """State of a batch job, by Slurm's name; `meaning` says what it is and what follows from it."""
 
     meaning: str
     code: str
@@ -69,12 +69,12 @@ class JobState(Enum):
 
     @property
     def is_success(self) -> bool:
-        """Whether the job ended well; what is not known is not a success."""
+        """Whether the job ended well; an unknown state is not a success."""
         return self is JobState.COMPLETED
 
     @classmethod
     def parse(cls, text: str) -> JobState:
-        """State from what squeue, sacct or scontrol prints: `CANCELLED by 123`, `OUT_OF_ME+`, `PD`, `running`."""
+        """Parses a state as squeue, sacct or scontrol prints it: `CANCELLED by 123`, `OUT_OF_ME+`, `PD`, `running`."""
         words = text.strip().upper().split()
         if not words:
             return cls.UNKNOWN
@@ -106,18 +106,18 @@ _TERMINAL = frozenset(
 
 
 def _stat_of(pid: int) -> tuple[str, int] | None:
-    """(state letter, start time in clock ticks since boot) of a process, or None when there is none."""
+    """(state letter, start time in clock ticks since boot) of a process, or None if there is no such process."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text()
     except OSError:
         return None
-    fields = text.rpartition(")")[2].split()  # the name before may hold spaces and parentheses
+    fields = text.rpartition(")")[2].split()  # the name before it may contain spaces and parentheses
     return fields[0], int(fields[19])
 
 
 @dataclass(frozen=True)
 class ProcessId:
-    """A process that cannot be mistaken for a later one with the same pid."""
+    """Identity of a process, which cannot be mistaken for a later one with the same pid."""
 
     pid: int
     start: int
@@ -125,13 +125,13 @@ class ProcessId:
 
     @classmethod
     def of(cls, pid: int) -> ProcessId:
-        """Identity of a running process of this host (start 0 if it is gone already)."""
+        """Identity of a running process on this host (start 0 if it is already gone)."""
         stat = _stat_of(pid)
         return cls(pid=pid, start=stat[1] if stat else 0, host=process_space())
 
     @classmethod
     def from_json(cls, value: Any) -> ProcessId | None:
-        """Identity from `to_json`, None for anything else."""
+        """Inverse of `to_json`; None for anything else."""
         try:
             return cls(pid=int(value["pid"]), start=int(value["start"]), host=str(value["host"]))
         except (TypeError, KeyError, ValueError):
@@ -141,7 +141,7 @@ class ProcessId:
         return {"pid": self.pid, "start": self.start, "host": self.host}
 
     def alive(self) -> bool | None:
-        """True or False on the process's own host, False after a reboot, None when this is another host."""
+        """True or False on the process's own host, False after a reboot, None on another host."""
         if self.host != process_space():
             name, boot, _ = (*self.host.split("/"), "", "")[:3]
             here, boot_here, _ = (*process_space().split("/"), "", "")[:3]
@@ -156,9 +156,9 @@ class JobReport:
 
     Attributes:
         state: The job's state.
-        reason: Why it waits, or how it ended, in the scheduler's words.
-        source: Who said so: proc, squeue, sacct, scontrol, marker or none.
-        conclusive: False when nobody answered, so that UNKNOWN says nothing about the job.
+        reason: Why the job is waiting, or how it ended, in the scheduler's words.
+        source: Where the answer came from: proc, squeue, sacct, scontrol, marker or none.
+        conclusive: False if nobody answered, so that UNKNOWN says nothing about the job.
     """
 
     state: JobState
@@ -168,25 +168,25 @@ class JobReport:
 
 
 class JobProbe(ABC):
-    """Asks for the states of jobs, all in one go."""
+    """Finds out the states of jobs, of all of them at once."""
 
     @abstractmethod
     def query(self, job_ids: Iterable[str]) -> dict[str, JobReport]:
-        """A report for each job id; never raises for a scheduler that fails."""
+        """A report for each job id; never raises because the scheduler failed."""
 
     def query_one(self, job_id: str) -> JobReport:
         return self.query([job_id])[job_id]
 
     def leave(self, job_ids: Iterable[str]) -> None:
-        """These will not be asked about again."""
+        """Tells the probe that it will not be asked about these jobs again."""
         return
 
 
 class LocalProbe(JobProbe):
-    """Jobs that are processes of this host.
+    """Probes jobs that are processes of this host.
 
     Args:
-        processes: Process of each job id.
+        processes: The process of each job id.
     """
 
     def __init__(self, processes: Mapping[str, ProcessId]) -> None:
@@ -203,29 +203,29 @@ class LocalProbe(JobProbe):
             return JobReport(JobState.UNKNOWN, where, conclusive=False)
         if alive:
             return JobReport(JobState.RUNNING, source="proc")
-        # how it ended is not in /proc: whoever waits looks for the marker or the exit record
+        # /proc does not say how it ended: a waiter looks for the marker or the exit record
         return JobReport(JobState.UNKNOWN, f"process {process.pid} is gone", source="proc")
 
 
 def _leader(job_id: str) -> str:
-    """`12+1` (a het component) and `12_3` stay recognisable by their leader: `12`, `12_3`."""
+    """The leader of a job id: `12` for `12+1` (a het component); `12_3` is its own leader."""
     return job_id.strip().partition("+")[0]
 
 
 def _answered(answer: Answer) -> bool:
-    """Whether Slurm did: "Invalid job id", when it has forgotten all of the jobs, is an answer, too."""
+    """Whether Slurm answered: "Invalid job id", if it has forgotten all of the jobs, is an answer too."""
     return answer.ok or any("nvalid job id" in line for line in answer.lines)
 
 
 class SlurmProbe(JobProbe):
-    """Jobs of Slurm: squeue, then sacct, then scontrol, then a marker file; one query for all jobs.
+    """Probes Slurm jobs: squeue, then sacct, then scontrol, then a marker file; one query for all jobs.
 
     Args:
-        finished: Tells by a job id whether the job left its marker file; the last resort.
-        interval_s: Least time between two queries; in between, the last answer is given.
-        max_interval_s: The interval doubles up to this while Slurm does not answer.
-        command_timeout_s: After this long a command counts as failed.
-        clock: Monotonic seconds.
+        finished: Tells whether the job with this id left its marker file; the last resort.
+        interval_s: Least time between two queries; in between, the last answer is returned.
+        max_interval_s: While Slurm does not answer, the interval doubles up to this.
+        command_timeout_s: A command that takes longer than this counts as failed.
+        clock: Returns monotonic seconds.
     """
 
     def __init__(
@@ -256,7 +256,7 @@ class SlurmProbe(JobProbe):
         return {i: self._last[i] for i in ids}
 
     def find(self, job_name: str) -> str | None:
-        """Id of this user's waiting or running job of that name, if there is one.
+        """Id of this user's waiting or running job with this name; None if there is none.
 
         Raises:
             NotNow: Slurm does not answer, so there may be one.
@@ -282,13 +282,13 @@ class SlurmProbe(JobProbe):
                 self._last[job_id] = found[job_id]
             elif self._finished is not None and self._finished(job_id):
                 self._last[job_id] = JobReport(JobState.COMPLETED, source="marker")
-            elif answered:  # the controller does not know the job any more
+            elif answered:  # the controller no longer knows the job
                 why = "Slurm does not know the job" + ("" if sacct_answered else " and has no accounting")
                 self._last[job_id] = JobReport(JobState.UNKNOWN, why, source="squeue")
             else:
                 before = self._last.get(job_id, JobReport(JobState.UNKNOWN))
                 self._last[job_id] = replace(before, reason="Slurm does not answer", conclusive=False)
-        # sites see one query per interval, and fewer while their scheduler is in trouble
+        # a site sees one query per interval, and fewer while its scheduler is in trouble
         silent = not answered and not found
         self._wait_s = min(self._wait_s * 2, self._max_interval_s) if silent else self._interval_s
 
@@ -318,9 +318,9 @@ class SlurmProbe(JobProbe):
 
     @staticmethod
     def _collect(rows: Iterable[list[str]], ids: list[str], found: dict[str, JobReport], source: str) -> None:
-        """Reports by leader; of a het job's components, the one that still lives or ended worst counts.
+        """Collects reports by leader; of a het job's components, the one that is still alive or ended worst counts.
 
-        Slurm cancels the other components of one that failed: only where nothing else happened was the job cancelled.
+        When one component fails, Slurm cancels the others: a job was cancelled only if nothing else happened to it.
         """
         reports: dict[str, list[JobReport]] = {}
         for row in rows:

@@ -14,10 +14,10 @@ class JobRecord:
     """What `submit/segment_<k>.json` holds.
 
     Attributes:
-        phase: "submitting" until the job id is known, then "submitted"; "waiting" while the site takes no more jobs, "refused"
-            where it will never take this one.
-        reason: Why it is waiting, or was refused.
-        process: Of the local controller; None for Slurm.
+        phase: "submitting" until the job id is known, then "submitted"; "waiting" while the site takes no more jobs,
+            "refused" if it will never take this one.
+        reason: Why the job is waiting or was refused.
+        process: The local controller; None for Slurm.
         attempt: Number of this submission, from 1.
         job_log: Files with the job's own output; the driver's are in `logs/segment_<k>/`.
     """
@@ -44,7 +44,7 @@ class JobRecord:
 
     @classmethod
     def from_json(cls, value: dict[str, Any]) -> JobRecord | None:
-        """A record from what `to_json` made; None if it is not one."""
+        """Inverse of `to_json`; None if the value is not a record."""
         known = {name: value[name] for name in cls.__dataclass_fields__ if name in value}
         known["process"] = ProcessId.from_json(known.get("process"))
         try:
@@ -71,9 +71,9 @@ def probe_for(record: JobRecord, files: SegmentFiles) -> JobProbe:
 
 
 def owner_of(files: SegmentFiles, record: JobRecord, *, alive: bool = False) -> JobRecord:
-    """The record, or the job that holds the claim when two were submitted or the id was never written down.
+    """The record, or the job that holds the claim if two were submitted or the id was never written down.
 
-    `alive`: the holder of the claim is known to live.
+    `alive`: the holder of the claim is known to be alive.
     """
     claim = Claim.newest(files)
     if claim is None or (claim.token == record.token and record.job_id) or not (alive or claim.alive()):
@@ -96,7 +96,7 @@ def owner_of(files: SegmentFiles, record: JobRecord, *, alive: bool = False) -> 
 
 
 def find_job(files: SegmentFiles) -> JobRecord | None:
-    """The live job of a segment: the recorded one, the one that holds the claim, or one found by name."""
+    """The live job of a segment: the recorded job, the one that holds the claim, or one found by name."""
     record = JobRecord.read(files)
     if record is None:
         return None
@@ -124,12 +124,12 @@ def find_job(files: SegmentFiles) -> JobRecord | None:
     else:
         gone = report.state is not JobState.RUNNING and report.conclusive
         if not report.conclusive and claim is not None:
-            gone = True  # of another host, and it stopped renewing its claim
+            gone = True  # on another host, and it has stopped renewing its claim
     return None if gone else record
 
 
 def was_cancelled(files: SegmentFiles) -> JobRecord | None:
-    """The segment's last submission, if somebody ended it on purpose: `rlhpc cancel`, or scancel."""
+    """The segment's last submission if somebody ended it on purpose, by `rlhpc cancel` or scancel."""
     record = JobRecord.read(files)
     if record is None:
         return None

@@ -1,4 +1,4 @@
-"""A finished run that is made longer: its last segment is open again, up to the new end."""
+"""Makes a finished run longer: its last segment is opened again, up to the new end."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ from rlhpc.jobs.claim import read_json
 from rlhpc.jobs.paths import RunPaths
 from rlhpc.runtime.errors import ConfigError
 
-#: Why a segment ended where it was planned to.
+#: Stop reasons of a segment that ended where it was planned to.
 _AS_PLANNED = ("max_steps", "segment_end")
 
 
 def segment_to_reopen(paths: RunPaths, ends: Sequence[int], *, goal_moved: bool = False) -> int | None:
-    """The finished segment that the run's new length opens again; None where all finished ones end as planned.
+    """The finished segment that the run's new length opens again; None if all finished segments end as planned.
 
     Args:
         paths: The run.
-        ends: The step at which each segment ends now.
-        goal_moved: A segment that ended because the run's goal was reached (`runner.stop_return`) has another goal now.
+        ends: The step at which each segment is to end now.
+        goal_moved: The goal of a segment that ended by reaching it (`runner.stop_return`) is a different one now.
 
     Raises:
-        ConfigError: A finished segment ends at another step now, and it is not just the last one that grows.
+        ConfigError: A finished segment is to end at another step now, and not just because the last one grows.
     """
     done = {k: found for k in range(len(ends)) if (found := read_json(paths.segment_done(k))) is not None}
     later = [k for k in _finished(paths) if k >= len(ends)]
@@ -46,9 +46,9 @@ def segment_to_reopen(paths: RunPaths, ends: Sequence[int], *, goal_moved: bool 
 
 
 def reopen(paths: RunPaths, segment: int) -> Path:
-    """Puts the marker of a finished segment aside, so that training goes on; returns its new name.
+    """Moves the marker of a finished segment aside, so that training goes on; returns its new name.
 
-    The name still ends in .json: the step at which the segment ended before keeps its checkpoint.
+    The new name still ends in .json, so that the step at which the segment ended before keeps its checkpoint.
     """
     marker = paths.segment_done(segment)
     record = read_json(marker) or {}

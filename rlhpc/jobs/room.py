@@ -1,4 +1,4 @@
-"""When a job cannot be submitted now but may be later: the site's limit on jobs, or a Slurm that does not answer."""
+"""Jobs that cannot be submitted now but may be later: the site limits their number, or Slurm does not answer."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from collections.abc import Callable
 
 from rlhpc.runtime.errors import DeadlineExceeded, SubmitError
 
-#: Limits on how many jobs may be in the queue: QOSMaxSubmitJobPerUserLimit, AssocMaxSubmitJobLimit, …; a limit on a job's
-#: size refuses it for good.
+#: Limits on the number of jobs in the queue: QOSMaxSubmitJobPerUserLimit, AssocMaxSubmitJobLimit, …; a limit on a job's
+#: size, in contrast, refuses the job for good.
 _LIMIT = re.compile(r"\b(?:QOS|Assoc)\w*Submit\w*\b")
-#: MaxJobCount is reached; sbatch has tried for some minutes by itself.
+#: MaxJobCount is reached; sbatch itself has already tried for some minutes.
 _FULL = re.compile(r"Resource temporarily unavailable|temporarily unable to accept job")
 _SILENT = re.compile(
     r"Unable to contact slurm controller|Socket timed out|Zero Bytes were transmitted|standby mode|Connection refused|"
     r"[Cc]ommunication connection failure|Transport endpoint",
 )
-#: Seconds between two tries, growing from the first to the second.
+#: Seconds between two tries, growing from the first number to the second.
 FIRST_S, MOST_S = 10.0, 120.0
-#: How long a Slurm that does not answer is waited for.
+#: How long to wait for a Slurm that does not answer.
 SILENT_S = 900.0
 
 
@@ -27,8 +27,8 @@ class NotNow(SubmitError):
     """The job was not submitted, and may be later.
 
     Attributes:
-        reason: In Slurm's words.
-        silent: Slurm did not answer.
+        reason: The reason, in Slurm's words.
+        silent: Whether Slurm did not answer at all.
     """
 
     def __init__(self, message: str, *, reason: str, silent: bool = False) -> None:
@@ -38,7 +38,7 @@ class NotNow(SubmitError):
 
 
 def not_now(segment: int, said: str) -> NotNow | None:
-    """sbatch's message as a reason to wait; None if waiting would not change the answer."""
+    """Turns sbatch's message into a reason to wait; None if waiting would not change the answer."""
     message = f"segment {segment} could not be submitted (slurm): {said}"
     if found := _LIMIT.search(said):
         return NotNow(message, reason=found.group())
@@ -58,7 +58,7 @@ class Patience:
     """Pauses between tries to submit.
 
     Args:
-        deadline_s: Waiting longer than this altogether is an error.
+        deadline_s: Waiting longer than this in total is an error.
     """
 
     def __init__(self, deadline_s: float | None) -> None:
@@ -72,7 +72,7 @@ class Patience:
 
         Raises:
             DeadlineExceeded: It took longer than `deadline_s`.
-                SubmitError: Slurm has been silent for too long.
+                SubmitError: Slurm has not answered for too long.
         """
         now = time.monotonic()
         self._silent_since = (self._silent_since or now) if refusal.silent else None

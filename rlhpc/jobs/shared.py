@@ -1,8 +1,8 @@
-"""One query of Slurm for all commands of a user that wait on a host, whoever of them asks.
+"""One Slurm query for all of a user's commands that wait on this host, whichever of them makes it.
 
-They meet in a small folder below the temporary one: a file says which jobs somebody waits for and what Slurm said last.
-There is no leader: the first that finds the answers too old asks for everybody, and the others read. One that is killed
-leaves nothing that others wait for.
+The commands meet in a small folder below the temporary folder: a file says which jobs are waited for and what Slurm
+said last. There is no leader: the first command to find the answers too old asks on behalf of all, and the others read.
+A command that is killed leaves nothing behind that others would wait for.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from typing import Any
 from rlhpc.jobs.probes import JobProbe, JobReport, JobState, SlurmProbe
 from rlhpc.runtime.host import process_space
 
-#: Least time between two queries, and the most while Slurm does not answer.
+#: Least time between two queries, and the longest while Slurm does not answer.
 INTERVAL_S, MOST_S = 10.0, 120.0
-#: A job that nobody has asked about for this long is left out.
+#: A job that nobody has asked about for this long is dropped from the query.
 _KEPT_S = 60.0
 _RENEWED_S = 15.0
 
 
 def meeting_place() -> Path:
-    """The folder of this user's waiting commands: one for each host, installation and cluster."""
+    """The folder where this user's waiting commands meet: one for each host, installation and cluster."""
     parts = (process_space(), str(Path(__file__).resolve()), os.environ.get("SLURM_CONF", ""),
              os.environ.get("SLURM_CLUSTERS", ""), shutil.which("squeue") or "")  # fmt: skip
     key = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:12]
@@ -39,11 +39,11 @@ def meeting_place() -> Path:
 
 
 class SharedProbe(JobProbe):
-    """Answers from the last query that any waiting command made, and makes the next one when it is time.
+    """Answers from the last query that any waiting command made, and makes the next query when it is due.
 
     Args:
-        probe: Asks Slurm; where the folder cannot be used, it answers by itself.
-        place: The folder where they meet.
+        probe: Asks Slurm; if the folder cannot be used, it answers on its own.
+        place: The folder where the commands meet.
         interval_s: Least time between two queries.
     """
 
@@ -56,7 +56,7 @@ class SharedProbe(JobProbe):
     def query(self, job_ids: Iterable[str]) -> dict[str, JobReport]:
         ids = list(job_ids)
         if self._usable():
-            with contextlib.suppress(OSError):  # a full disk, or somebody cleans up
+            with contextlib.suppress(OSError):  # a full disk, or somebody is cleaning up
                 return self._query(ids)
         return self._probe.query(ids)
 
@@ -66,12 +66,12 @@ class SharedProbe(JobProbe):
         renew = [job for job in ids if now - self._renewed.get(job, -_KEPT_S) > _RENEWED_S]
         if renew or self._due(known, now):
             with self._lock() as mine:
-                if mine:  # else somebody asks right now, and the next look will see what Slurm said
+                if mine:  # else another command is asking right now, and the next look will see the answer
                     known = self._meet(self._read(), ids, now)
         return {job: _report(known["reports"].get(job)) for job in ids}
 
     def leave(self, job_ids: Iterable[str]) -> None:
-        """Nobody here waits for these any more; the last one clears up."""
+        """Tells that nobody here waits for these jobs any more; the last command to leave cleans up."""
         with contextlib.suppress(OSError), self._lock() as mine:
             known = self._read()
             for job in job_ids:
@@ -86,13 +86,13 @@ class SharedProbe(JobProbe):
                 self._place.rmdir()
 
     def _meet(self, known: dict[str, Any], ids: list[str], now: float) -> dict[str, Any]:
-        """With the lock: says which jobs are waited for here, and asks where it is time."""
+        """Adds the jobs waited for here, and asks Slurm if a query is due; the caller holds the lock."""
         wanted = {job: seen for job, seen in known["wanted"].items() if now - seen < _KEPT_S}
         for job in ids:
             wanted[job] = self._renewed[job] = now
         reports = {job: row for job, row in known["reports"].items() if job in wanted}
         known = {**known, "wanted": wanted, "reports": reports}
-        # those whose end is known are not asked about again
+        # jobs known to have ended are not asked about again
         left = [job for job in sorted(wanted) if not _report(reports.get(job)).state.is_terminal]
         if left and self._due(known, now):
             found = self._probe.query(left)
@@ -104,11 +104,11 @@ class SharedProbe(JobProbe):
         return known
 
     def _due(self, known: dict[str, Any], now: float) -> bool:
-        # a time from before the last boot lies ahead
+        # a time from before the last boot lies in the future
         return not 0 <= now - float(known["asked"]) < float(known["pause"])
 
     def _usable(self) -> bool:
-        """The folder is there, and this user's alone."""
+        """Whether the folder exists and belongs to this user alone."""
         try:
             with contextlib.suppress(FileExistsError):
                 self._place.mkdir(mode=0o700)
@@ -119,7 +119,7 @@ class SharedProbe(JobProbe):
 
     @contextlib.contextmanager
     def _lock(self) -> Iterator[bool]:
-        """True where this process has it."""
+        """Yields whether this process has the lock."""
         fd = os.open(self._place / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -145,7 +145,7 @@ class SharedProbe(JobProbe):
 
 
 def _report(row: list[Any] | None) -> JobReport:
-    """What the file holds of a job; of one that Slurm was not asked about yet nothing is known."""
+    """The report in the file on a job; unknown if Slurm has not been asked about it yet."""
     if row is None:
         return JobReport(JobState.UNKNOWN, conclusive=False)
     return JobReport(JobState.parse(row[0]), str(row[1]), str(row[2]), bool(row[3]))

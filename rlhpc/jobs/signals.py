@@ -1,4 +1,4 @@
-"""Signals of a job: the driver notes them and stops between two steps, the workers ignore them."""
+"""A job's signals: the driver notes them and stops between two steps; the workers ignore them."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from rlhpc.jobs.slurm import end_of
 from rlhpc.runtime.errors import Stopped
 
 #: The driver saved everything and stopped before its segment was finished, because the job had to end
-#: (walltime, preemption): starting it again goes on. sysexits.h calls this EX_TEMPFAIL.
+#: (walltime, preemption): started again, it continues. sysexits.h calls this code EX_TEMPFAIL.
 EXIT_REQUEUE = 75
-#: Environment variable by which a job tells its driver how many failures in a row it may recover from by itself.
+#: Environment variable in which a job tells its driver how many failures in a row it may recover from by itself.
 MAX_RESTARTS = "RLHPC_MAX_RESTARTS"
 
 _REASONS = {
@@ -28,7 +28,7 @@ _REASONS = {
 class StopRequest:
     """Turns SIGUSR2, SIGTERM and SIGINT into a flag that the runner polls between steps.
 
-    The second SIGINT raises KeyboardInterrupt, so that an impatient user gets out. Use as a context manager, or call
+    A second SIGINT raises KeyboardInterrupt, so that an impatient user gets out. Use as a context manager, or call
     `install()` and `restore()`; only the main thread can install.
     """
 
@@ -45,7 +45,7 @@ class StopRequest:
 
     @property
     def reason(self) -> str:
-        """Why, for `status.json`; "" while nobody asked."""
+        """Why to stop, for `status.json`; "" while nobody has asked."""
         return self._reason
 
     @property
@@ -56,20 +56,20 @@ class StopRequest:
         return EXIT_REQUEUE if self._signal is signal.SIGUSR2 else 128 + self._signal
 
     def request(self, reason: str) -> None:
-        """Ask from inside, for example because the walltime leaves no room for another step; the first reason stays."""
+        """Requests a stop from inside, e.g. when the walltime leaves no room for another step; the first reason stays."""
         self._reason = self._reason or reason
 
     def check(self) -> None:
-        """For waits in which there is nothing to save.
+        """Raises if a stop was requested; for waits during which there is nothing to save.
 
         Raises:
-            Stopped: Somebody has asked.
+            Stopped: Somebody has asked to stop.
         """
         if self.requested:
             raise Stopped(self.reason, self.exit_code)
 
     def install(self) -> StopRequest:
-        """Take over the three signals.
+        """Takes over the three signals.
 
         Raises:
             ValueError: Called outside the main thread.
@@ -79,7 +79,7 @@ class StopRequest:
         return self
 
     def restore(self) -> None:
-        """Give the signals back to whoever had them."""
+        """Restores the previous handlers."""
         if threading.current_thread() is threading.main_thread():
             for signum, handler in self._previous.items():
                 # None: installed by C code, which Python cannot put back
@@ -100,7 +100,7 @@ class StopRequest:
             self._interrupts += 1
             if self._interrupts > 1:
                 raise KeyboardInterrupt
-        # a wish to end the run outweighs one to go on later: scancel may follow a walltime signal
+        # a request to end the run outweighs one to continue it later: scancel may follow a walltime signal
         if self._signal is None or (self._signal is signal.SIGUSR2 and which is not signal.SIGUSR2):
             self._signal = which
             self._reason = _REASONS[which]
@@ -111,9 +111,9 @@ _known: tuple[float, float | None] | None = None
 
 
 def end_of_job() -> float | None:
-    """Unix time at which Slurm ends this job, or None where there is no such limit.
+    """Unix time at which Slurm ends this job, or None if there is no such limit.
 
-    From `SLURM_JOB_END_TIME`, which Slurm sets from 23.02 on; before that squeue is asked, at most every ten minutes.
+    Read from `SLURM_JOB_END_TIME`, which Slurm sets since 23.02; otherwise squeue is asked, at most every ten minutes.
     """
     global _known
     text = os.environ.get("SLURM_JOB_END_TIME")

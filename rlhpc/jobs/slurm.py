@@ -1,4 +1,4 @@
-"""What is asked of Slurm about jobs, and told it: their steps, their ends, their next start."""
+"""Queries and commands to Slurm about jobs: their steps, their ends, their next start."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from rlhpc.runtime.slurm import ask
 
 
 def component_ids(environ: Mapping[str, str] = os.environ) -> list[str]:
-    """Job ids of this job's components; of a job without components its own."""
+    """Job ids of this job's components; the job's own id if it has none."""
     size = environ.get("SLURM_HET_SIZE") or "0"
     ids = [environ.get(f"SLURM_JOB_ID_HET_GROUP_{k}", "") for k in range(int(size) if size.isdigit() else 0)]
     return [job for job in ids if job] or [job for job in [environ.get("SLURM_JOB_ID", "")] if job]
 
 
 def end_steps(patience_s: float = 20.0) -> bool:
-    """Kills the steps that a driver which died left behind, and waits; True when none is left."""
+    """Kills the steps that a dead driver left behind, and waits for their end; True if none is left."""
     end, pause = time.monotonic() + patience_s, 0.5
     jobs = component_ids()
     while True:
@@ -34,15 +34,15 @@ def end_steps(patience_s: float = 20.0) -> bool:
         pause = min(2 * pause, 4.0)
 
 
-#: A node refuses a job's second start with a credential from before the first one's end, by its own clock, and the job
-#: would be lost. Slurm is on the safe side with two minutes; this leaves room for clocks that disagree.
+#: A node refuses to start a job again with a credential that is older, by the node's clock, than the end of the job's
+#: previous start; the job would be lost. Slurm waits two minutes to be safe; this leaves room for clocks that disagree.
 _HASTE_S = 15
 
 
 def hasten(job_id: str) -> None:
-    """Lets a requeued job start soon, instead of after the two minutes that Slurm holds it back by default.
+    """Lets a requeued job start soon instead of after the two minutes for which Slurm holds it back by default.
 
-    Only for a job whose processes have all ended (state PENDING, no longer COMPLETING).
+    Use only for a job whose processes have all ended (state PENDING, no longer COMPLETING).
     """
     found = ask("squeue", "--noheader", f"--jobs={job_id}", "--format=%A|%T|%r|%S")
     rows = [line.split("|") for line in found.lines if line.count("|") == 3]
@@ -55,9 +55,9 @@ def hasten(job_id: str) -> None:
 
 
 def requeue_without(job_id: str, node: str) -> bool:
-    """Puts this job back into the queue with a node excluded; True when Slurm agreed, and will soon end this process.
+    """Requeues this job with a node excluded; True if Slurm agreed, in which case it will soon end this process.
 
-    The requeue ends every process of the job, so the update that follows it is made by one that ignores the first signal.
+    The requeue ends every process of the job, so a process that ignores the first signal makes the update that follows.
     """
     if "Requeue=1" not in ask("scontrol", "show", "job", job_id).text:
         return False
@@ -70,22 +70,22 @@ def requeue_without(job_id: str, node: str) -> bool:
 
 
 def end_of(job_id: str) -> float | None:
-    """Unix time at which Slurm ends a job; None where it does not say."""
+    """Unix time at which Slurm ends a job; None if it does not say."""
     try:
         words = ask("squeue", "--noheader", f"--jobs={job_id}", "--format=%e").text.split()
         return min(time.mktime(time.strptime(word, "%Y-%m-%dT%H:%M:%S")) for word in words)
     except ValueError:
-        return None  # no answer, or N/A: no limit that we know of; the signal before the end still comes
+        return None  # no answer, or N/A: no known limit; the signal before the end still comes
 
 
 def nothing_queued() -> bool:
-    """Whether this user has no job at all, so that a limit on their number leaves no room ever."""
+    """Whether this user has no job at all, so that a limit on their number will never leave room for one."""
     found = ask("squeue", "--noheader", "--me", "--format=%i")
     return found.ok and not found.text.strip()
 
 
 def scancel(job_id: str, *options: str) -> None:
-    """Ends a job, or signals it; one that has ended is no error.
+    """Ends a job, or signals it; it is no error if the job has already ended.
 
     Raises:
         RlhpcError: Slurm refused, or did not answer.

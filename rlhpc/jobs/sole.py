@@ -1,4 +1,4 @@
-"""One driver per run: a second one started beside it is refused with the name of the first, and does no harm."""
+"""One driver per run: a second one is refused before it can do harm, with a message that names the first."""
 
 from __future__ import annotations
 
@@ -16,10 +16,11 @@ from rlhpc.runtime.errors import UserError
 
 @contextlib.contextmanager
 def sole_driver(paths: RunPaths) -> Iterator[None]:
-    """Holds the run for this process, until the end of the block or of the process.
+    """Holds the run for this process until the block or the process ends.
 
-    A lock says that somebody trains; a file beside it says who. Where locks outlive their holder (a node that failed, on
-    NFS) or do not exist, who it was decides: an earlier start of this very job, or a process or job that has ended, gives way.
+    A lock says that somebody is training the run; a file beside it says who. If locks outlive their holder (a failed
+    node, on NFS) or do not exist, the file decides: an earlier start of this very job, or a process or job that has
+    ended, gives way.
 
     Raises:
         UserError: Another driver trains this run.
@@ -28,14 +29,14 @@ def sole_driver(paths: RunPaths) -> Iterator[None]:
     try:
         paths.root.mkdir(parents=True, exist_ok=True)
         fd = os.open(paths.driver_lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-    except OSError:  # whoever opens the run's folder says what is wrong with it
+    except OSError:  # the code that opens the run's folder reports what is wrong with it
         yield
         return
     try:
         locked, found = _locked(fd), read_json(holder)
         _require_dead(paths, found, locked)
         mine = {"job": os.environ.get("SLURM_JOB_ID", ""), "process": ProcessId.of(os.getpid()).to_json()}
-        with contextlib.suppress(OSError):  # a full disk will be reported by whoever has something to lose
+        with contextlib.suppress(OSError):  # a full disk is reported by the code that has something to lose
             write_json(holder, mine)
         try:
             yield
@@ -47,8 +48,9 @@ def sole_driver(paths: RunPaths) -> Iterator[None]:
 
 
 def require_no_driver(paths: RunPaths) -> None:
-    """Refuses a second driver before it looks at anything: looking for a checkpoint clears up behind saves that were killed,
-    and the live driver's is not. Writes nothing.
+    """Refuses a second driver before it looks at anything, and writes nothing.
+
+    Looking for a checkpoint removes what killed saves left behind, and would take the live driver's save for one.
 
     Raises:
         UserError: Another driver trains this run.
@@ -56,7 +58,7 @@ def require_no_driver(paths: RunPaths) -> None:
     try:
         fd = os.open(paths.driver_lock, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
     except OSError:
-        return  # nobody has ever trained it, or whoever opens the run's folder says what is wrong with it
+        return  # it was never trained, or the code that opens the run's folder reports what is wrong with it
     try:
         _require_dead(paths, read_json(paths.driver_record), _locked(fd))
     finally:
@@ -74,20 +76,20 @@ def _require_dead(paths: RunPaths, found: dict[str, Any] | None, locked: bool) -
 def _locked(fd: int) -> bool:
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:  # somebody has it, or there are no locks here
+    except OSError:  # somebody else has it, or there are no locks here
         return False
     return True
 
 
 def _living(found: dict[str, Any], locked: bool) -> str:
-    """Who holds the run; "" if they are gone, or were an earlier start of this very job."""
+    """Who holds the run; "" if the holder is gone, or was an earlier start of this very job."""
     job, process = str(found.get("job") or ""), ProcessId.from_json(found.get("process"))
     alive = None if process is None else process.alive()
     if process is None or alive is False:
         return ""
     where = f"process {process.pid} on {process.host.split('/')[0]}"
     if alive is None and not job:
-        return "" if locked else where  # of another host, and only its lock tells
+        return "" if locked else where  # on another host, where only its lock tells
     if alive is None:
         if job == os.environ.get("SLURM_JOB_ID"):
             return ""

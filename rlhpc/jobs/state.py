@@ -1,4 +1,4 @@
-"""What a run is doing: the truth of its newest attempt, from the run's files and, for a job of Slurm, one query."""
+"""What a run is doing: the state of its newest attempt, from the run's files and, for Slurm jobs, a single query."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ OVER = (*FINAL, "cancelled", "dead")
 _SILENT_S = 300.0
 _QUEUED = (JobState.PENDING, JobState.CONFIGURING, JobState.REQUEUED, JobState.REQUEUE_HOLD, JobState.SPECIAL_EXIT,
            JobState.REQUEUE_FED, JobState.RESV_DEL_HOLD)  # fmt: skip
-#: How the driver's own words for the end of a segment read.
+#: The driver's own word for the end of a segment.
 _SEGMENT_END = "segment_end"
 
 
@@ -36,9 +36,9 @@ class RunState:
     Attributes:
         state: waiting (for the queue's limit), pending, starting, running, ending, stopped, finished, failed, cancelled,
             dead (its processes are gone) or unknown.
-        why: What follows from it, or how it came to it.
-        job: `Slurm job 27`; "" for a run that nobody submitted.
-        own: `status.json` is of the newest attempt.
+        why: What follows from the state, or how it came about.
+        job: `Slurm job 27`, for example; "" for a run that nobody submitted.
+        own: Whether `status.json` is from the newest attempt.
     """
 
     state: str
@@ -49,7 +49,7 @@ class RunState:
 
 @dataclass(frozen=True)
 class Facts:
-    """What the files say of a run's newest segment."""
+    """What the files say about a run's newest segment."""
 
     paths: RunPaths
     status: dict[str, Any]
@@ -75,14 +75,14 @@ class Facts:
 
     @property
     def slurm_job(self) -> str | None:
-        """The job that Slurm must be asked about; None where the files say it all."""
+        """The job that Slurm must be asked about; None if the files say it all."""
         record = self.record
         if record is None or record.executor != "slurm" or not record.job_id or self.ended or self._done():
             return None
         return None if self.claim is not None and self.claim.alive_here() else record.job_id
 
     def state(self, report: JobReport | None = None) -> RunState:
-        """The run's state, with Slurm's report on `slurm_job` where it gave one."""
+        """The run's state, given Slurm's report on `slurm_job` if there is one."""
         record, files = self.record, self.files
         if record is None or files is None or self._by_hand():
             return RunState(*self._of_status())
@@ -122,14 +122,14 @@ class Facts:
         return bool(self.ended or self._done()) and started > over and self.status.get("segment") is None
 
     def _is_own(self, claim: Claim) -> bool:
-        """Whether `status.json` is of the claim's driver."""
+        """Whether `status.json` was written by the claim's driver."""
         driver = claim.driver
         if driver is None or self.status.get("pid") != driver.pid:
             return False
         return str(self.status.get("host") or "").partition(":")[0] == driver.host.split("/")[0]
 
     def _running(self, job: str) -> RunState:
-        """The job runs; does its driver train?"""
+        """State of a run whose job is running: is its driver training?"""
         claim, files, record = self.claim, self.files, self.record
         if claim is None or files is None or record is None:
             return RunState("starting", job, job, own=False)
@@ -163,7 +163,7 @@ class Facts:
         return self._running(job)
 
     def _by_processes(self, report: JobReport | None, job: str) -> RunState:
-        """Neither the files nor Slurm say: the processes, where they are this host's."""
+        """State judged by the processes, if they are on this host, when neither the files nor Slurm tell."""
         claim, record = self.claim, self.record
         assert record is not None
         if report is not None and report.conclusive:
@@ -190,7 +190,7 @@ class Facts:
         return (state, reason) if state in FINAL else ("finished", "")
 
     def _of_status(self) -> tuple[str, str]:
-        """From `status.json` alone."""
+        """State and explanation from `status.json` alone."""
         status, paths = self.status, self.paths
         state, reason = str(status.get("state") or ""), str(status.get("stop_reason") or "")
         if state in FINAL:
@@ -225,7 +225,7 @@ def run_state(paths: RunPaths) -> tuple[str, str]:
 
 
 def newest_segment(paths: RunPaths) -> SegmentFiles | None:
-    """The segment that was submitted last; None where there is none, or where it is another user's."""
+    """The segment that was submitted last; None if there is none, or if it is another user's."""
     try:
         numbers = paths.submitted()
     except OSError:
@@ -234,12 +234,12 @@ def newest_segment(paths: RunPaths) -> SegmentFiles | None:
 
 
 def owner(paths: RunPaths) -> str:
-    """Who made the run's folder."""
+    """Name of the user who owns the run's folder."""
     return user_name(paths.root.stat().st_uid)
 
 
 def find_runs(folder: Path, depth: int = 3) -> Iterable[RunPaths]:
-    """The runs below a folder, by name; folders of runs are not searched for more."""
+    """The runs below a folder, by name; run folders themselves are not searched for more."""
     try:
         entries = [entry for entry in os.scandir(folder) if entry.is_dir() and not entry.name.startswith(".")]
     except OSError:
@@ -253,7 +253,7 @@ def find_runs(folder: Path, depth: int = 3) -> Iterable[RunPaths]:
 
 
 def duration(seconds: float | None) -> str:
-    """`1h02m`, `3m20s`, `12s`; `?` for what is not known."""
+    """`1h02m`, `3m20s`, `12s`; `?` if it is not known."""
     if seconds is None or seconds != seconds or seconds < 0 or seconds == float("inf"):
         return "?"
     minutes, rest = divmod(int(seconds), 60)
@@ -268,6 +268,6 @@ def _readable(folder: Path) -> bool:
 
 
 def number_of(values: dict[str, Any], key: str) -> float | None:
-    """A number of a JSON object; None where there is none."""
+    """The number under a key of a JSON object; None if there is none."""
     value = values.get(key)
     return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None

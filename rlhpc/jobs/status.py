@@ -18,7 +18,7 @@ from rlhpc.runtime.scratch import Scratch
 
 
 def progress_line(paths: RunPaths, since: float = 0.0) -> str:
-    """`step 12/100, return 34.5, 1234 env steps/s, ETA 1m20s`, or "" when the driver wrote nothing after `since`."""
+    """`step 12/100, return 34.5, 1234 env steps/s, ETA 1m20s`, or "" if the driver wrote nothing after `since`."""
     status = read_json(paths.driver_state)
     if status is None or (number_of(status, "updated") or 0.0) < since:
         return ""
@@ -46,7 +46,7 @@ def _progress(status: dict[str, Any]) -> list[str]:
 
 
 def newest_generation(paths: RunPaths) -> Path | None:
-    """The registry folder of the current generation, or the one made last where none is declared."""
+    """The registry folder of the current generation; the one made last if none is declared current."""
     try:
         current = paths.registry / (paths.registry / CURRENT).read_text().strip()
         if current.is_dir():
@@ -61,7 +61,7 @@ def newest_generation(paths: RunPaths) -> Path | None:
 
 
 def members(paths: RunPaths) -> list[dict[str, Any]]:
-    """Member files of the newest generation, by group and rank."""
+    """Contents of the newest generation's member files, by group and rank."""
     generation = newest_generation(paths)
     if generation is None:
         return []
@@ -71,8 +71,8 @@ def members(paths: RunPaths) -> list[dict[str, Any]]:
 
 
 def _shared_memory(rows: list[dict[str, Any]]) -> tuple[int, int] | None:
-    """Bytes of shared memory that the session holds, and those in use; None when it is over or on another host."""
-    from rlhpc.runtime.comm.segments import bytes_in_use  # with numpy, which the rest of a status does without
+    """Bytes of shared memory that the session holds, and those in use; None if it is over or on another host."""
+    from rlhpc.runtime.comm.segments import bytes_in_use  # imports numpy, which the rest of a status does without
 
     tokens = {str(row["token"]) for row in rows if row.get("token") and row.get("host") == host_id()}
     sessions = [Scratch(token) for token in tokens]
@@ -81,7 +81,7 @@ def _shared_memory(rows: list[dict[str, Any]]) -> tuple[int, int] | None:
 
 
 def render_status(paths: RunPaths) -> str:
-    """The run at a glance, several lines.
+    """Renders the run at a glance, in several lines.
 
     Raises:
         RlhpcError: There is no such run.
@@ -111,7 +111,7 @@ def render_status(paths: RunPaths) -> str:
 
 
 def _time_lines(status: dict[str, Any], found: RunState) -> list[str]:
-    """How long the run has trained in all, and this start of it."""
+    """How long the run has trained in total, and since its latest start."""
     started, updated, elapsed = (number_of(status, key) for key in ("started", "updated", "elapsed_s"))
     if started is None or updated is None:
         return []
@@ -125,7 +125,7 @@ def _time_lines(status: dict[str, Any], found: RunState) -> list[str]:
 
 
 def _generation_is_new(facts: Facts, found: RunState) -> bool:
-    """Whether the ranks in the registry are of the newest attempt: both files have the file server's time."""
+    """Whether the ranks in the registry belong to the newest attempt; both files are dated by the file server."""
     if facts.files is None:
         return True
     try:
@@ -138,10 +138,10 @@ _COLUMNS = ("run", "state", "job", "step", "return", "left", "")
 
 
 def render_runs(folder: Path) -> str:
-    """A line for each run below a folder; Slurm is asked once for all.
+    """Renders a line for each run below a folder; Slurm is asked once for all of them.
 
     Raises:
-        UserError: There is none.
+        UserError: There is no run.
     """
     found = list(find_runs(folder))
     if not found:
@@ -174,7 +174,7 @@ def _member_line(row: dict[str, Any], *, over: bool) -> str:
 
 
 def _log_files(paths: RunPaths, group: str | None, rank: int | None) -> dict[Path, str]:
-    """Log files with the label for their lines: of the newest segment's folder, and where the members say."""
+    """Log files with the label for their lines: those in the newest segment's folder, and those that members name."""
     labels: dict[Path, str] = {}
     for row in members(paths):
         for key in ("log_out", "log_err"):
@@ -194,7 +194,7 @@ def _log_files(paths: RunPaths, group: str | None, rank: int | None) -> dict[Pat
 
 
 def _tail(path: Path, lines: int) -> tuple[list[str], int]:
-    """(last lines, position after them)."""
+    """(last lines, file position after them)."""
     try:
         with path.open("rb") as file:
             size = file.seek(0, 2)
@@ -216,16 +216,16 @@ def print_logs(
     out: TextIO | None = None,
     poll_s: float = 0.5,
 ) -> None:
-    """Print the last lines of the logs, each behind `[group-rank]`; the driver's behind `[driver]`.
+    """Prints the last lines of the logs, each prefixed with `[group-rank]`, the driver's with `[driver]`.
 
     Args:
         paths: The run.
-        group: Only this group (`driver` is one, too).
-        rank: Only this rank.
-        follow: Go on printing what is added, until the run is over or Ctrl-C.
-        lines: How many lines of each file.
-        out: stdout by default.
-        poll_s: How often to look for more.
+        group: Print only this group's logs (`driver` is a group too).
+        rank: Print only this rank's logs.
+        follow: Keep printing what is added, until the run is over or Ctrl-C.
+        lines: How many lines of each file to print.
+        out: Where to print; stdout by default.
+        poll_s: Seconds between two looks for new lines.
 
     Raises:
         UserError: There are no such logs; names what there is.
@@ -252,7 +252,7 @@ def print_logs(
 
 
 def _added(path: Path, at: dict[Path, int]) -> Iterator[str]:
-    """Whole lines that were appended since the position in `at`, which moves on."""
+    """Whole lines appended since the position in `at`, which is moved past them."""
     try:
         with path.open("rb") as file:
             start = at.get(path, 0)

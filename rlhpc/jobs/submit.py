@@ -1,8 +1,8 @@
-"""Submit a segment's driver through submitit, wait for it, find it again after being killed, cancel it.
+"""Submits a segment's driver through submitit, waits for it, and finds it again after being killed.
 
 The job and the waiter share nothing but the run folder: `submit/segment_<k>.json` says which job was started,
-`submit/segment_<k>.claim.<n>.json` which job owns the segment, `submit/segment_<k>.exit.json` how a driver failed and
-`segments/<k>.json`, written last by the driver, that the segment is finished. A waiter can be killed at any moment.
+`submit/segment_<k>.claim.<n>.json` which job owns the segment, `submit/segment_<k>.exit.json` how a driver failed, and
+`segments/<k>.json`, which the driver writes last, that the segment is finished. A waiter can be killed at any moment.
 """
 
 from __future__ import annotations
@@ -62,16 +62,16 @@ __all__ = [
 ]
 
 EXECUTORS = ("auto", "local", "slurm")
-#: Minutes; submitit's local controller wants a limit, and a local run has none.
+#: In minutes; submitit's local controller requires a limit, but a local run has none.
 _NO_LIMIT_MIN = 10 * 365 * 24 * 60
-#: submitit counts timeouts and gives up; here the progress between attempts decides (`DriverJob.max_stalled`).
+#: submitit counts timeouts and gives up; here, progress between attempts decides instead (`DriverJob.max_stalled`).
 _NO_COUNT = 10**6
-#: A job that is lost this soon after it was found was on its way out already.
+#: A job that is lost this soon after it was found was already ending when it was found.
 DYING_S = 10.0
 
 
 def driver_command(config_path: str | Path, overrides: Sequence[str] = (), *, segment: int = 0) -> list[str]:
-    """argv of the driver: the same as a user would type without submission."""
+    """argv of the driver: what a user would type to train without submitting."""
     config = str(Path(config_path).expanduser().absolute())
     return run_module("rlhpc.cli", "train", config, "--segment", str(segment), *overrides)
 
@@ -99,33 +99,34 @@ def submit_segment(
     hand_over: Callable[[Waiter], None] = lambda waiter: None,
     stream: TextIO | None = None,
 ) -> dict[str, Any]:
-    """Start the driver of a segment as a job, or find the one that runs, and wait for it.
+    """Starts the driver of a segment as a job, or finds the one that is running, and waits for it.
 
-    Calling this again is always right: a finished segment returns at once, a live job is waited for, a dead one is
-    followed by a new one, which resumes. Two callers at once start one job.
+    It is always safe to call this again: a finished segment returns at once, a live job is waited for, and a dead one
+    is followed by a new job, which resumes. Two concurrent callers start only one job.
 
     Args:
         config_path: The run's configuration.
-        overrides: `key=value`, handed to the driver.
+        overrides: `key=value` arguments, passed on to the driver.
         run_root: The run folder.
         segment: Number of the segment, from 0.
-        executor: "local", "slurm", or "auto": Slurm where sbatch is and this is not inside a job already.
+        executor: "local", "slurm", or "auto": Slurm if there is an sbatch and this is not inside a job already.
         wait: False returns as soon as the job is submitted.
-        command: argv of another driver.
+        command: argv of a driver to run instead.
         environment: Variables to set for the driver.
         slurm: submitit's Slurm parameters (`partition`, `time`, `setup`, `additional_parameters`, …) from the plan.
-        poll_s: How often the marker file is looked for.
-        progress_s: How often a line of progress is written.
+        poll_s: Seconds between two looks for the marker file.
+        progress_s: Seconds between two lines of progress.
         deadline_s: Waiting longer than this is an error; the job goes on.
         save_grace_s: How long the driver may take to save when its job must end.
-        max_restarts: How often in a row a driver that was killed is started again without a new checkpoint in between.
-        on_found: Called under the submission's lock, with whether there is a live job, before one is submitted or attached
-            to; what it raises ends the submission.
-        attempt: Number of this try by a workflow engine. From 2 on it is a retry, which does not start again what somebody
-            cancelled.
-        patient: Wait where the site takes no more jobs now, or Slurm does not answer; False raises `NotNow` instead.
-        asked_by: Waiting ends when this process is gone, and the job goes on.
-        hand_over: Called once, when nothing is left but to wait for this job; may have another process wait, and not return.
+        max_restarts: How many times in a row, without a new checkpoint in between, to restart a driver that was killed.
+        on_found: Called under the submission's lock, with whether there is a live job, before a job is submitted or
+            attached to; an exception from it ends the submission.
+        attempt: Number of this try by a workflow engine. From 2 on it is a retry, which does not restart a job that
+            somebody cancelled.
+        patient: Wait while the site takes no more jobs or Slurm does not answer; False raises `NotNow` instead.
+        asked_by: Waiting ends when this process is gone; the job goes on.
+        hand_over: Called once, when all that is left is to wait for this job; may have another process do the waiting,
+            and then does not return.
         stream: Where progress goes; stderr by default.
 
     Returns:
@@ -199,7 +200,7 @@ def submit_segment(
         )  # fmt: skip
 
         def settled(waiter: Waiter = waiter, attached: float | None = attached) -> None:
-            # until then, the end of a job that was found would be a reason to submit another one
+            # until then, another job would be submitted if the job that was found ended
             dying = cancel_mark is not None and cancel_mark.get("token") == waiter.record.token
             nonlocal tried
             if not tried and (attached is None or (time.monotonic() - attached > DYING_S and not dying)):
@@ -209,12 +210,12 @@ def submit_segment(
         try:
             done = waiter.wait(settled)
         except JobLost:
-            # it was dying when we found it, as when somebody kills a run and starts it again
+            # it was already ending when found, as when somebody kills a run and starts it again
             if attached is None or time.monotonic() - attached > DYING_S:
                 raise
             continue
         except JobCancelled:
-            # so was one that had been cancelled before this command was given
+            # so was a job that had been cancelled before this command was given
             if attempt > 1 or cancel_mark is None or read_json(files.cancel) != cancel_mark:
                 raise
             continue
@@ -224,13 +225,13 @@ def submit_segment(
 
 
 def started_line(files: SegmentFiles, record: JobRecord, state: str) -> str:
-    """What is said when a job was submitted or found."""
+    """The line printed when a job was submitted or found."""
     verb = "waiting for" if state == "attached" else "submitted"
     return f"{files.paths.root.name} segment {files.segment}: {verb} {job_words(record)}; logs in {files.driver_err.parent}"
 
 
 def choose_executor(name: str) -> str:
-    """`local` or `slurm`; `auto` is Slurm where sbatch is and this is not inside a job already."""
+    """`local` or `slurm`; `auto` is Slurm if there is an sbatch and this is not inside a job already."""
     if name not in EXECUTORS:
         raise SubmitError(f"executor: found {name!r}, allowed are {', '.join(EXECUTORS)}")
     if name != "auto":
@@ -241,7 +242,7 @@ def choose_executor(name: str) -> str:
 def _make_folders(files: SegmentFiles) -> None:
     try:
         require_own_run_folder(files.paths.root)
-        make_private(files.paths.submit, parents=True)  # job pickles: nobody else reads or replaces them
+        make_private(files.paths.submit, parents=True)  # job pickles: nobody else may read or replace them
         files.driver_err.parent.mkdir(parents=True, exist_ok=True)
         files.paths.segments.mkdir(exist_ok=True)
     except OSError as error:
@@ -252,13 +253,13 @@ def _make_folders(files: SegmentFiles) -> None:
 
 
 def _job_name(files: SegmentFiles) -> str:
-    """Unique to the run folder and segment, so that a job whose id was never written down can be found by name."""
+    """A name unique to run folder and segment, by which a job whose id was never written down can be found."""
     digest = hashlib.sha256(str(files.paths.root.resolve()).encode()).hexdigest()[:8]
     return f"rlhpc-{files.paths.root.name}-{files.segment}-{digest}"
 
 
 def _await_orphan(files: SegmentFiles, grace_s: float, out: TextIO) -> None:
-    """A driver whose job was killed saves and ends by itself; the next one must not start beside it."""
+    """Waits for a driver whose job was killed: it saves and ends by itself, and the next must not start beside it."""
     end = time.monotonic() + grace_s
     said = False
     while (claim := Claim.newest(files)) is not None and claim.driver is not None:
@@ -283,7 +284,7 @@ def _submit(
     save_grace_s: float,
     max_restarts: int = 0,
 ) -> JobRecord:
-    """Hand a `DriverJob` to submitit; the caller holds the lock."""
+    """Submits a `DriverJob` through submitit; the caller holds the lock."""
     before = JobRecord.read(files)
     record = JobRecord(
         segment=files.segment,
@@ -322,7 +323,7 @@ def _submit(
                 f"{refusal}\n  no job of yours is in the queue, so this one will never be let in: it has as many components "
                 "as the run has node groups; ask for another QOS (cluster.qos), or for fewer node groups"
             ) from error
-        if not refusal.silent:  # after a silence it may be in the queue all the same
+        if not refusal.silent:  # if Slurm did not answer, the job may be in the queue all the same
             replace(record, phase="waiting", reason=refusal.reason).write(files)
         raise refusal from error
     job_id = str(submitted.job_id)
@@ -344,7 +345,7 @@ def _executor(kind: str, files: SegmentFiles, job_name: str, slurm: Mapping[str,
     import submitit
 
     class SlurmExecutor(submitit.SlurmExecutor):
-        """submitit asks for five minutes where nobody gave a walltime; here the partition's own limit holds then."""
+        """Without a walltime, submitit asks for five minutes; this one leaves it to the partition's own limit."""
 
         def _make_submission_file_text(self, command: str, uid: str) -> str:
             text = str(super()._make_submission_file_text(command, uid))
@@ -355,7 +356,7 @@ def _executor(kind: str, files: SegmentFiles, job_name: str, slurm: Mapping[str,
                 )
             return text.replace(given, "")
 
-    # "exec": the batch shell becomes our process, so that a signal for the batch shell (B:) reaches it
+    # "exec": the batch shell becomes this process, so that a signal for the batch shell (B:) reaches it
     python = f"exec {shlex.quote(sys.executable)} -P"
     executor = SlurmExecutor(folder=folder, max_num_timeout=_NO_COUNT, python=python)
     given = dict(slurm)

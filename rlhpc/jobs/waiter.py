@@ -1,7 +1,7 @@
-"""Waiting for a segment: names in the run's folder, seldom read; the job, more seldom asked about.
+"""Waits for a segment: seldom reads the run's folder, and asks about the job more seldom still.
 
-The shared folder is not for polling: a look at the two folders' times (one open each) says whether anything was written
-since, and only then files are read. How often that look is taken grows with the time that was waited.
+The shared filesystem must not be polled hard: a look at the times of the two folders (one open each) tells whether
+anything was written since, and only then are files read. The longer the wait has lasted, the rarer these looks are.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ from rlhpc.jobs.slurm import hasten
 from rlhpc.jobs.status import progress_line
 from rlhpc.runtime.errors import DeadlineExceeded, RlhpcError, SubmitError
 
-#: Between the end of a job's processes and its last files being visible on a shared file system.
+#: Time from the end of a job's processes until its last files are visible on a shared filesystem.
 _SETTLE_S = 2.0
-#: How long a job may be unheard of, or Slurm be silent, before waiting is pointless.
+#: How long a job may not be heard of, or Slurm not answer, before waiting becomes pointless.
 _UNKNOWN_S = 900.0
 _FORGOTTEN_S = 90.0
-#: How often a job that is held after a requeue is let go.
+#: Seconds between two attempts to release a job that is held after a requeue.
 _HASTEN_S = 60.0
-#: The run's folders are looked at after a tenth of the time that was waited so far, and at least so often.
+#: The next look at the run's folders comes after a tenth of the time waited so far, and after this at the latest.
 _LOOK_S = 5.0
-#: Files are read this often even where nothing seems to have changed: two changes may share one tick of a clock.
+#: Files are read this often even if nothing seems to have changed: two changes may fall into one clock tick.
 _READ_S = 30.0
-#: Lines of progress come this seldom in the end.
+#: The interval between lines of progress grows to this.
 _SELDOM_S = 60.0
 
 
@@ -51,23 +51,23 @@ class DriverFailed(RlhpcError):
 
 
 class DriverRejected(SubmitError):
-    """The driver refused what it was given (its exit code was 2): an error of the user, as if it had run here."""
+    """The driver refused its input (exit code 2): a user error, as if the driver had run here."""
 
 
 class JobLost(DriverFailed):
-    """The job is gone and left neither a finished segment nor an error: killed, or its node died."""
+    """The job is gone without a finished segment or an error: it was killed, or its node died."""
 
 
 class FolderRemoved(DriverFailed):
-    """The job is over, and somebody removed the run's folder: there is nothing to go on from."""
+    """The job is over, and somebody removed the run's folder: there is nothing to continue from."""
 
 
 class JobCancelled(DriverFailed):
-    """Somebody ended the job on purpose: only a person starts it again, no retry."""
+    """Somebody ended the job on purpose: only a person starts it again, not a retry."""
 
 
 class WaitInterrupted(RlhpcError):
-    """Ctrl-C, or the end of the workflow that asked, ended the waiting; the job goes on."""
+    """Waiting was ended by Ctrl-C or by the end of the workflow that asked for it; the job goes on."""
 
     exit_code = 130
 
@@ -89,13 +89,13 @@ def answer(state: str, record: JobRecord | None, segment: int, result: dict[str,
 
 
 def answer_line(answer: dict[str, Any]) -> str:
-    """The last line that a person is told."""
+    """The last line shown to the user."""
     ended = f" at step {answer['result']['global_step']}" if answer["result"] else f", job {answer['job_id']}"
     return f"segment {answer['segment']}: {answer['state']}{ended}"
 
 
 def goes_on(files: SegmentFiles, record: JobRecord) -> str:
-    """The message for somebody who stops waiting."""
+    """The message for a user who stops waiting."""
     return (
         f"stopped waiting; {job_words(record)} goes on with segment {files.segment} of {files.paths.root}\n"
         "  wait for it again: run the same command\n"
@@ -104,7 +104,7 @@ def goes_on(files: SegmentFiles, record: JobRecord) -> str:
 
 
 def cancelled_error(files: SegmentFiles, record: JobRecord, words: str = "") -> JobCancelled:
-    """The error of a job that somebody ended on purpose."""
+    """The error for a job that somebody ended on purpose."""
     return JobCancelled(
         f"segment {files.segment} of {files.paths.root.name}: {job_words(record)} was cancelled"
         + (f"\n{words}" if words else "")
@@ -116,7 +116,7 @@ def cancelled_error(files: SegmentFiles, record: JobRecord, words: str = "") -> 
 
 
 def _probe_for(record: JobRecord, files: SegmentFiles) -> JobProbe:
-    """Makes the probe for a job; all waits on this host share one query of Slurm."""
+    """Makes the probe for a job; all waits on this host share one Slurm query."""
     probe = probe_for(record, files)
     return SharedProbe(probe) if isinstance(probe, SlurmProbe) else probe
 
@@ -127,13 +127,13 @@ class Waiter:
     Args:
         files: The segment.
         record: Its job.
-        out: Takes a line of progress.
-        find_probe: Makes who asks about a job; by default one of this waiter's own.
+        out: Called with each line of progress.
+        find_probe: Makes the probe that asks about a job; by default one of this waiter's own.
         poll_s: Least time between two looks.
-        progress_s: Least time between two lines of progress; it grows to a minute.
+        progress_s: Least time between two lines of progress; grows to a minute.
         deadline_s: Waiting longer than this is an error; the job goes on.
         asked_by: Waiting ends when this process is gone.
-        began: When it began, in monotonic seconds, where another process waited before; now by default.
+        began: When the wait began, in monotonic seconds, if another process waited before; now by default.
     """
 
     def __init__(
@@ -170,7 +170,7 @@ class Waiter:
         self._renewed: tuple[int, int, float | None] = (0, 0, None)
 
     def wait(self, between: Callable[[], None] = lambda: None) -> dict[str, Any]:
-        """What the driver wrote when it finished; `between` is called after every look that found it unfinished."""
+        """Waits, and returns what the driver wrote when it finished; calls `between` after every look until then."""
         try:
             while (done := self.poll()) is None:
                 between()
@@ -180,11 +180,11 @@ class Waiter:
             self.leave()
 
     def leave(self) -> None:
-        """Ends the wait: the job's state is no longer asked for."""
+        """Ends the wait: nobody asks for the job's state any more."""
         self._probe.leave([self.record.job_id])
 
     def answer(self, done: dict[str, Any]) -> dict[str, Any]:
-        """What a submission returns of a segment that is finished."""
+        """What a submission returns for a finished segment."""
         return answer("finished", owner_of(self.files, self.record), self.files.segment, done)
 
     def poll(self) -> dict[str, Any] | None:
@@ -193,10 +193,10 @@ class Waiter:
         Raises:
             DriverFailed, DriverRejected, JobLost, JobCancelled: It will not finish.
             DeadlineExceeded: `deadline_s` is over.
-            WaitInterrupted: Who asked is gone.
+            WaitInterrupted: The process that asked is gone.
         """
         now = time.monotonic()
-        # a job of this host tells by its processes, which costs the shared folder nothing
+        # a job on this host is judged by its processes, which costs the shared filesystem nothing
         claim = self._claim
         gone = claim is not None and claim.number != self._gone and claim.alive_here() is False
         if gone and claim is not None:
@@ -229,7 +229,7 @@ class Waiter:
         return None
 
     def _read(self, now: float, *, always: bool) -> dict[str, Any] | None:
-        """Reads marker, exit record and claim if something was written since; what the driver wrote when it finished."""
+        """Reads marker, exit record and claim if anything was written since; returns what a finished driver wrote."""
         paths = self.files.paths
         seen = (look_again(paths.submit), look_again(paths.segments))
         if seen == self._seen and now < self._next_read and not always:
@@ -239,7 +239,7 @@ class Waiter:
         if done is None:
             self._claim = Claim.newest(self.files)
             if self._claim is not None and self._claim.token != self.record.token and self._heard(self._claim):
-                self._follow(owner_of(self.files, self.record, alive=True))  # another submitter's job was first
+                self._follow(owner_of(self.files, self.record, alive=True))  # another submitter's job came first
             self._raise_if_failed()
         return done
 
@@ -289,11 +289,11 @@ class Waiter:
         return report if time.monotonic() - self._silent_since < patience else None
 
     def _lost(self) -> DriverFailed:
-        """The job is over and left nothing: how it ended."""
+        """The error for a job that is over and left nothing behind; says how it ended."""
         claim, report = Claim.newest(self.files), self._report
         if report.state is JobState.CANCELLED or self.files.cancelled(self.record.token):
             if not self.files.cancelled(self.record.token):
-                with contextlib.suppress(OSError):  # Slurm forgets it; a retry must not
+                with contextlib.suppress(OSError):  # Slurm forgets the cancellation; a retry must not
                     self.files.mark_cancelled(self.record.token)
             return cancelled_error(self.files, self.record)
         offset = claim.err_offset if claim is not None and claim.token == self.record.token else 0
@@ -337,10 +337,10 @@ class Waiter:
 
     def _show(self, report: JobReport) -> None:
         if report.state is JobState.UNKNOWN and not report.reason:
-            return  # Slurm was not asked about it yet
+            return  # Slurm has not been asked about it yet
         state = report.state.value.lower() + (f": {report.reason}" if report.reason else "")
         line = f"{self.files.paths.root.name} segment {self.files.segment}: {job_words(self.record)} {state}"
-        # an earlier segment's numbers, or an earlier attempt's, are of no interest
+        # the numbers of an earlier segment or attempt are of no interest
         own = self._claim is not None and self._claim.token == self.record.token
         since = self._claim.started if own and self._claim is not None else self.record.submitted
         progress = progress_line(self.files.paths, since=since) if report.state is not JobState.PENDING else ""

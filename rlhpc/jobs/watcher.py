@@ -1,7 +1,7 @@
-"""The one process per user and host that follows all runs that somebody waits for: `python -m rlhpc.jobs.watcher`.
+"""The one process per user and host that follows all runs being waited for: `python -m rlhpc.jobs.watcher`.
 
-The first command that waits starts it (`handover`), and it ends when none does. It has one thread per run: a filesystem that
-hangs holds up only the runs on it.
+The first command that waits starts it (`handover`), and it ends when nobody waits any more. It has one thread per run,
+so a filesystem that hangs holds up only the runs on it.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ from rlhpc.jobs.waiter import answer_line
 from rlhpc.runtime.environment_values import masked
 from rlhpc.runtime.errors import RlhpcError
 
-#: It ends when nobody has waited for this long.
+#: The watcher ends after nobody has waited for this long.
 _LINGER_S = 2.0
-#: Seconds within which a process that has connected must send its request.
+#: Seconds that a process has to send its request after connecting.
 _REQUEST_S = 10.0
-#: How many shells per second become Python when it is killed: all at once might be too much for the machine.
+#: How many shells per second become Python if the watcher is killed: all at once might be too much for the machine.
 _AT_ONCE = 8
 _STACK_BYTES = 1 << 20
 
 
 class Answers(JobProbe):
-    """What Slurm said last of all jobs that this process follows; one of its threads at a time asks, for all of them."""
+    """Slurm's last answers on all jobs that this process follows; one thread at a time asks on behalf of all."""
 
     def __init__(self, probe: JobProbe, every_s: float = 1.0) -> None:
         self._probe, self._every_s = probe, every_s
@@ -65,7 +65,7 @@ class Answers(JobProbe):
 
     def leave(self, job_ids: Iterable[str]) -> None:
         for job in job_ids:
-            with self._asking, self._guard:  # otherwise a query in progress would enter the job again
+            with self._asking, self._guard:  # otherwise a query in progress would add the job again
                 self._wanted[job] = self._wanted.get(job, 1) - 1
                 if self._wanted[job] > 0:
                     continue
@@ -75,10 +75,10 @@ class Answers(JobProbe):
 
 
 class Watcher:
-    """Serves connections, each of a shell that waits.
+    """Serves connections, each from a shell that waits.
 
     Args:
-        listener: Where they come in.
+        listener: The socket that accepts them.
     """
 
     def __init__(self, listener: socket.socket) -> None:
@@ -97,7 +97,7 @@ class Watcher:
                 self._threads = [thread for thread in self._threads if thread.is_alive()]
                 served = time.monotonic() if self._threads else served
                 continue
-            except OSError:  # too many open files: whoever knocks waits by itself in the end
+            except OSError:  # too many open files: the process that connects will do its own waiting in the end
                 time.sleep(_LINGER_S / 4)
                 continue
             served = time.monotonic()
@@ -105,7 +105,7 @@ class Watcher:
             thread = threading.Thread(target=self._follow, args=(connection, pause), daemon=True)
             try:
                 thread.start()
-            except RuntimeError:  # the user may have no more threads: this one waits by itself
+            except RuntimeError:  # the user may have no more threads: this process does its own waiting
                 connection.close()
                 continue
             self._threads.append(thread)
@@ -126,7 +126,7 @@ class Watcher:
     def _wait(self, wait: Wait, connection: socket.socket, values: dict[str, str]) -> None:
         waiter = wait.waiter(lambda line: _tell(connection, "E", f"rlhpc: {line}"), self._find_probe)
         gone = select.poll()
-        gone.register(connection, select.POLLIN)  # it says nothing more but by ending
+        gone.register(connection, select.POLLIN)  # the only thing left to hear from it is its end
         try:
             while (done := waiter.poll()) is None:
                 if gone.poll(1000 * waiter.poll_s):
@@ -139,7 +139,7 @@ class Watcher:
         except RlhpcError as error:
             _tell(connection, "E", f"rlhpc: error: {masked(str(error), values)}")
             _tell(connection, "X", str(error.exit_code))
-        except Exception:  # it waits by itself, and says what is wrong as any command does
+        except Exception:  # the shell does its own waiting, and reports what is wrong as any command would
             _tell(connection, "A", "")
         finally:
             waiter.leave()
@@ -152,23 +152,23 @@ class Watcher:
 
 
 def _tell(connection: socket.socket, kind: str, text: str) -> None:
-    """Lines for the shell, whose `read` knows no zero bytes."""
+    """Sends lines to the shell, whose `read` cannot handle zero bytes."""
     lines = text.replace("\0", "").split("\n")
-    with contextlib.suppress(OSError):  # that it is gone shows elsewhere
+    with contextlib.suppress(OSError):  # a shell that is gone is noticed elsewhere
         connection.sendall("".join(f"{kind}{line}\n" for line in lines).encode("utf-8", "replace"))
 
 
 def main(arguments: list[str]) -> None:
-    """Entry point; `arguments` are the inherited descriptors of the lock, of the socket, and of the folder of both."""
+    """Entry point; `arguments` are the inherited descriptors of the lock, the socket and the folder that holds both."""
     lock, socket_fd, place = map(int, arguments)
     for fd in map(int, arguments):
         os.set_inheritable(fd, False)  # squeue must not inherit it
     threading.stack_size(_STACK_BYTES)
     watcher = Watcher(socket.socket(fileno=socket_fd))
     watcher.serve()
-    # a process that connects from here on starts another watcher, as soon as this one's lock is gone
+    # a process that connects from here on starts another watcher as soon as this one's lock is gone
     with contextlib.suppress(OSError):
-        if os.stat(LOCK, dir_fd=place).st_ino == os.fstat(lock).st_ino:  # otherwise somebody has removed it
+        if os.stat(LOCK, dir_fd=place).st_ino == os.fstat(lock).st_ino:  # otherwise this watcher's lock was removed
             for name in (SOCKET, LOCK):
                 os.unlink(name, dir_fd=place)
         os.rmdir(os.readlink(address(place, "").rstrip("/")))
