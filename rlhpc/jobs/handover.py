@@ -1,8 +1,8 @@
 """Hands waiting over to a small shell; one watcher per user and host follows all runs and tells each what to print.
 
 The command that submitted connects to the watcher, starting one if there is none, and becomes a shell, which takes
-about a megabyte. The shell reads lines for stderr (E) and stdout (O) from the connection, and finally the exit code (X).
-If either side ends, the connection tells the other. A shell whose watcher is gone becomes Python again
+about a megabyte. The shell reads lines for stderr (E) and stdout (O) from the connection, and at the end the exit code
+(X). If either side ends, the connection tells the other. A shell whose watcher is gone becomes Python again
 (`rlhpc.cli.waiting`), which hands over again; the watcher has told it how many seconds to wait first (D), so that a
 hundred shells do not do so at once.
 """

@@ -56,7 +56,7 @@ class StopRequest:
         return EXIT_REQUEUE if self._signal is signal.SIGUSR2 else 128 + self._signal
 
     def request(self, reason: str) -> None:
-        """Requests a stop from inside, e.g. when the walltime leaves no room for another step; the first reason stays."""
+        """Asks to stop from inside, e.g. if the walltime leaves no room for one more step; the first reason stays."""
         self._reason = self._reason or reason
 
     def check(self) -> None:

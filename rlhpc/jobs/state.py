@@ -34,8 +34,8 @@ class RunState:
     """One run at one moment.
 
     Attributes:
-        state: waiting (for the queue's limit), pending, starting, running, ending, stopped, finished, failed, cancelled,
-            dead (its processes are gone) or unknown.
+        state: waiting (for the queue's limit), pending, starting, running, ending, stopped, finished, failed,
+            cancelled, dead (its processes are gone) or unknown.
         why: What follows from the state, or how it came about.
         job: `Slurm job 27`, for example; "" for a run that nobody submitted.
         own: Whether `status.json` is from the newest attempt.
