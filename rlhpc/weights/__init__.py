@@ -1,4 +1,4 @@
-"""Weight synchronisation: how new weights get from the actor to whoever acts with them. Nothing here imports torch."""
+"""Weight synchronisation: gets new weights from the actor to the workers that act. Nothing here imports torch."""
 
 from rlhpc.weights.strategy import Update, WeightSync, frozen_names, make_sync, register_sync
 

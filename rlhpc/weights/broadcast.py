@@ -1,4 +1,4 @@
-"""Weights by shared memory: written once a host, straight from the sender's tensors, and mapped by every receiver."""
+"""Weights through shared memory: written once per host, straight from the sender's tensors; all receivers map them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class BroadcastSync:
         src: Group and rank of the sender.
         receivers: Groups and ranks that receive.
         delta: `rollout.weight_delta`.
-        whole: Every update complete, with tensors only.
+        whole: Make every update complete, with tensors only.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Which elements of a tensor changed, exactly, and how they are put into another one."""
+"""Finds exactly which elements of a tensor changed, and writes them into another tensor."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-#: Elements compared at a time: what is compared stays in the processor's cache until the changed ones are taken out.
+#: Elements compared at a time: few enough to stay in the processor's cache until the changed ones are taken out.
 _CHUNK = 1 << 17
-#: Where more than this part of a tensor changed, the whole of it is the quicker thing to send.
+#: If more than this fraction of a tensor changed, sending all of it is quicker.
 _MOST = 1 / 8
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -20,8 +20,8 @@ class Elements:
     """New values of some elements of a tensor.
 
     Attributes:
-        shape: Of the tensor.
-        index: `[n]` int32 or int64, ascending: where they are in the flat tensor.
+        shape: Shape of the tensor.
+        index: `[n]` int32 or int64, ascending: positions of the elements in the flat tensor.
         values: `[n]`, in the tensor's dtype.
     """
 
@@ -36,7 +36,7 @@ class Elements:
 
 
 def put(target: torch.Tensor, update: torch.Tensor | Elements) -> None:
-    """Copies a tensor, or some elements, into another one, in place."""
+    """Copies a tensor, or some of its elements, into another tensor in place."""
     target = target.detach()
     if not isinstance(update, Elements):
         target.copy_(update)
@@ -48,23 +48,23 @@ def put(target: torch.Tensor, update: torch.Tensor | Elements) -> None:
 
 
 class Shadow:
-    """What was last sent, to find out what has changed since. It costs the bytes of the tensors."""
+    """Keeps what was last sent, to find out what has changed since. It takes as much memory as the tensors."""
 
     def __init__(self) -> None:
         self._held: dict[str, torch.Tensor] = {}
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Names and tensors as they were sent last."""
+        """Names and tensors as they were last sent."""
         yield from self._held.items()
 
     def changes(self, name: str, tensor: torch.Tensor) -> torch.Tensor | Elements | None:
-        """What to send so that a holder of the last values has these: the whole tensor, some elements, or nothing.
+        """What to send to a holder of the last values: the whole tensor, some elements, or nothing.
 
-        Bits are compared, so that −0 differs from 0 and a NaN equals itself.
+        Bits are compared, so −0 differs from 0 and a NaN equals itself.
 
         Args:
-            name: Its name.
-            tensor: `[...]`, contiguous, on the CPU. Afterwards it counts as sent.
+            name: The tensor's name.
+            tensor: `[...]`, contiguous, on the CPU. It counts as sent from then on.
         """
         held = self._held.get(name)
         if held is None or tensor.element_size() not in _BITS:

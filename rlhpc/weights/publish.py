@@ -1,13 +1,13 @@
-"""The sender's side of an update: what changed is written once a host, in parts, and each part is announced.
+"""The sender's side of an update: what changed is written once per host, in parts, and each part is announced.
 
-A part is a shared-memory segment with a table of what is in it. Parts that later versions build upon are kept: together
-they are a log, from which a receiver that has nothing yet, or nothing that fits, takes all weights, without asking anybody.
+A part is a shared-memory segment with a table of its contents. Parts that later versions build upon are kept. Together
+they form a log, from which a receiver with no weights yet, or none that fit, takes all weights without asking anybody.
 
-    off         every version is all tensors; nothing is kept
-    frozen      tensors that are not trained are written once, and kept; every version is all others
-    elements    the first version is all tensors, kept; a later one is what changed: tensors, or elements of them
+    off         every version holds all tensors; nothing is kept
+    frozen      tensors that are not trained are written once and kept; every version holds all others
+    elements    the first version holds all tensors, kept; later ones hold what changed: tensors, or elements of them
 
-When the changes in the log have grown to the size of the weights, a new copy of these takes their place.
+When the changes in the log have grown larger than the weights, a new copy of the weights takes the place of both.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from rlhpc.runtime.comm.segments import HEADER
 from rlhpc.weights.elements import Elements, Shadow
 from rlhpc.weights.strategy import DELTAS, NamedTensors
 
-#: Bytes of a part: large enough that its fixed costs vanish, small enough that two of them are no burden.
+#: Bytes of a part: large enough to make its fixed costs negligible, small enough for two of them to be no burden.
 PART_BYTES = 256 << 20
 
 
@@ -35,12 +35,12 @@ class Part:
     """One segment of weights.
 
     Attributes:
-        stream: It belongs to.
-        serial: Number in the stream; who has taken in all parts up to a number needs those beyond it.
-        path: Of the segment.
+        stream: The stream it belongs to.
+        serial: Number in the stream; a receiver that has taken in all parts up to a number needs those beyond it.
+        path: Path of the segment.
         table: (offset, size) of the pickled table of `Entry`.
-        kept: Others may want it later. Whoever reads it maps it privately.
-        nbytes: Of the tensors.
+        kept: Others may want the part later, so every reader maps it privately.
+        nbytes: Bytes of the tensors.
     """
 
     stream: str
@@ -52,32 +52,32 @@ class Part:
 
     @property
     def name(self) -> str:
-        """A name that no other part has."""
+        """A unique name."""
         return f"{self.stream}-{self.serial}"
 
     @property
     def size(self) -> int:
-        """Bytes of the segment's data; the table is the last of it."""
+        """Bytes of the segment's data, which ends with the table."""
         return sum(self.table) - HEADER
 
 
-#: Name, shape, dtype without "torch.", and the sizes in bytes of its buffers: the tensor, or index and values of elements
-#: with the index's dtype.
+#: Name, shape, dtype without "torch.", sizes in bytes of the buffers (the tensor, or index and values of its elements),
+#: and the index's dtype ("" for a whole tensor).
 Entry = tuple[str, tuple[int, ...], str, tuple[int, ...], str]
 
 
 @dataclass(frozen=True)
 class Announcement:
-    """A piece of one version, in order.
+    """Announces a piece of one version; pieces come in order.
 
     Attributes:
-        stream: Whose; serials of two streams have nothing in common.
-        version: Of the weights.
-        number: Within the version, from 0.
-        serial: Of the newest part of the stream.
-        part: What is new; None where nothing is.
-        last: Whether the version ends with it.
-        log: The kept parts from before this version, in order; with the first announcement only.
+        stream: The stream it belongs to; serials of two streams have nothing in common.
+        version: Version of the weights.
+        number: Number of the piece within the version, from 0.
+        serial: Serial of the stream's newest part.
+        part: The new part; None if there is nothing new.
+        last: Whether this is the version's last piece.
+        log: The kept parts from before this version, in order; in the first announcement only.
     """
 
     stream: str
@@ -104,12 +104,12 @@ class _Bucket:
         index = _name(what.index.dtype) if isinstance(what, Elements) else ""
         self.entries.append((name, tuple(what.shape), _name(what.dtype), sizes, index))
         self.buffers += map(_memory, tensors)
-        self._tensors += tensors  # whose memory the buffers are
+        self._tensors += tensors  # keeps the memory behind the buffers alive
         self.nbytes += sum(sizes)
 
 
 def _memory(tensor: torch.Tensor) -> Any:
-    """A contiguous tensor's memory: ten times as fast as by views and numpy, of which there would be hundreds."""
+    """A contiguous tensor's memory; ten times as fast as through views and numpy, and there are hundreds of tensors."""
     return (ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr()) if tensor.nbytes else b""
 
 
@@ -121,8 +121,8 @@ class Publisher:
     """Writes versions for a fixed set of receivers.
 
     Args:
-        pool: Of this process.
-        readers: How many receivers there are.
+        pool: This process's pool.
+        readers: Number of receivers.
         delta: One of `DELTAS`.
         part_bytes: Size of a part.
     """
@@ -138,24 +138,24 @@ class Publisher:
         self.forget()
 
     def forget(self) -> None:
-        """Begins a new stream: whatever the receivers hold, the next version is all tensors."""
+        """Begins a new stream: whatever the receivers hold, the next version contains all tensors."""
         for part in [*self._frozen, *self._base, *self._changes, *self._dropping]:
             self._pool.drop(part.path)
         self._stream, self._serial = uuid.uuid4().hex, -1
         self._frozen, self._base, self._changes, self._dropping = [], [], [], []
-        #: Frozen tensors that were sent, with torch's count of their changes in place; and those that did change after all.
+        #: Frozen tensors that were sent, with torch's count of in-place changes; and those that did change after all.
         self._known: dict[str, int] = {}
         self._moved: set[str] = set()
         self._shadow = Shadow()
 
     def publish(self, version: int, tensors: NamedTensors, frozen: Container[str] = ()) -> Iterator[Announcement]:
-        """Writes one version; each announcement has to reach all receivers before the next but one is asked for.
+        """Writes one version; each announcement must have reached all receivers before the next but one is requested.
 
         Args:
-            version: Of the weights.
-            tensors: Names and tensors; each is dropped before the next part begins. Those in `frozen` that were in the
-                stream once may be left out.
-            frozen: Names of those that are not trained. One that is changed in place all the same is noticed.
+            version: Version of the weights.
+            tensors: Names and tensors; each is dropped before the next part begins. Tensors in `frozen` that have been
+                in the stream before may be left out.
+            frozen: Names of tensors that are not trained. If one is changed in place all the same, this is noticed.
         """
         self._settle()
         log, sent = (*self._frozen, *self._base, *self._changes), set(self._known)
@@ -178,7 +178,7 @@ class Publisher:
         for name, tensor in tensors:
             still = self._delta != "off" and name in frozen and name not in self._moved
             if still and (count := _changes_in_place(tensor)) != self._known.setdefault(name, count):
-                self._moved.add(name)  # such as a moving average
+                self._moved.add(name)  # a moving average, for example
                 still = False
             elif still and name in sent:
                 continue
@@ -211,8 +211,8 @@ class Publisher:
     # -- the log ----------------------------------------------------------------------------------------------------
 
     def _compact(self) -> None:
-        """Puts a new copy of the weights in the place of the old one and its changes. Only receivers that come later read
-        it: the present ones have, or are about to have, all that it holds."""
+        """Replaces the old copy of the weights and its changes by a new copy. Only receivers that come later read it:
+        the present ones have, or are about to have, everything in it."""
         base: list[Part] = []
         bucket = _Bucket()
         for name, tensor in self._shadow.tensors():
@@ -225,8 +225,8 @@ class Publisher:
         self._base, self._changes = base, []
 
     def _settle(self) -> None:
-        """Drops what compaction has replaced once no announcement that names it is under way: every receiver has come
-        to the last of it, or, where it was started anew, to something newer."""
+        """Drops what compaction has replaced, once no announcement that names it is under way: every receiver has taken
+        the last part of it or, if it was restarted, something newer."""
         if not self._dropping:
             return
         newer = [self._dropping[-1], *self._changes]

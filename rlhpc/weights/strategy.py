@@ -1,4 +1,4 @@
-"""What carries weights from a trainer to those who act with them: the contract, and the strategies by name."""
+"""How weights get from a trainer to the workers that act with them: the contract, and the strategies by name."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ if TYPE_CHECKING:
 
 NamedTensors = Iterable[tuple[str, "torch.Tensor"]]
 NamedUpdates = Iterator[tuple[str, "torch.Tensor | Elements"]]
-#: What `rollout.weight_delta` may be.
+#: Allowed values of `rollout.weight_delta`.
 DELTAS = ("off", "frozen", "elements")
 
 
 @dataclass(frozen=True)
 class Update:
-    """One version as it comes.
+    """One version, as a receiver gets it.
 
     Attributes:
-        version: Of the weights.
-        complete: Whether all tensors are in it; otherwise those that changed, and what is not in it stays as it is.
-        tensors: To iterate once, to the end. Tensors may be views of shared memory: whoever keeps one keeps that. Nobody may
-            write into them, except where Elements of them come with a later version.
+        version: Version of the weights.
+        complete: Whether it contains all tensors; otherwise it contains those that changed, and the rest stay as they are.
+        tensors: To be iterated once, to the end. Tensors may be views of shared memory, which stays mapped while one is
+            kept. Nobody may write into them, except the Elements of a later version.
     """
 
     version: int
@@ -37,37 +37,37 @@ class Update:
 
 
 class WeightSync(Protocol):
-    """One end of a road for weights. The sender calls `send`, each receiver `receive`, once a version and in the same order.
+    """One end of a channel for weights: the sender calls `send`, each receiver `receive`, once per version, in one order.
 
-    A strategy is a class, or a function, that is called by each end with `(worker, src, receivers, delta, whole)`, the
-    arguments of `make_sync`, and returns that end.
+    A strategy is a class or function that each end calls with `(worker, src, receivers, delta, whole)`, the arguments
+    of `make_sync`; it returns that end.
     """
 
     def send(self, version: int, tensors: NamedTensors, *, frozen: Container[str] = ()) -> None:
         """Sends one version to all receivers.
 
         Args:
-            version: Of the weights.
-            tensors: Names and tensors, to iterate once and to the end: a sharded model gathers each with all its ranks.
-            frozen: Names of those that never change, so that once is enough. The caller may leave out such a tensor after the
-                first version, unless `delta` is `off`, until it calls `forget`.
+            version: Version of the weights.
+            tensors: Names and tensors, to be iterated once and to the end: in a sharded model, all ranks gather each one.
+            frozen: Names of tensors that never change, so that sending them once is enough. Unless `delta` is `off`,
+                the caller may leave them out after the first version, until it calls `forget`.
         """
 
     def receive(self) -> Update:
-        """Waits for the next version. It is taken in while its tensors are iterated, between two forward passes: nobody acts
-        with half of one."""
+        """Waits for the next version. It is taken in while its tensors are iterated, between two forward passes: nobody
+        acts with half of one."""
 
     def forget(self) -> None:
-        """What was sent or received so far is no base to build upon: the next version is complete."""
+        """Forgets what was sent or received so far, so that nothing builds upon it: the next version is complete."""
 
 
 def frozen_names(module: torch.nn.Module) -> frozenset[str]:
-    """Names of a module's parameters that are not trained. Buffers change in training, too."""
+    """Names of a module's parameters that are not trained. Buffers are not among them: they change in training too."""
     return frozenset(name for name, p in module.named_parameters(remove_duplicate=False) if not p.requires_grad)
 
 
 _BROADCAST = "rlhpc.weights.broadcast:BroadcastSync"
-#: `auto` is the fastest that the topology allows: broadcast is, on one host and between hosts.
+#: `auto` is the fastest strategy for the topology: broadcast, both on one host and between hosts.
 STRATEGIES: Registry[Callable[..., WeightSync]] = Registry(
     "weight sync", "rollout.weight_sync", "rlhpc.weight_syncs", {"auto": _BROADCAST, "broadcast": _BROADCAST}
 )
@@ -83,7 +83,7 @@ def make_sync(
     *,
     whole: bool = False,
 ) -> WeightSync:
-    """This worker's end of the strategy `name`.
+    """Makes this worker's end of the strategy `name`.
 
     Args:
         name: `rollout.weight_sync`.
@@ -91,7 +91,7 @@ def make_sync(
         src: Group and rank of the sender.
         receivers: Groups and ranks that receive.
         delta: `rollout.weight_delta`, in lower case for the strategy.
-        whole: A receiver's wish: every update complete, with tensors only.
+        whole: Set by a receiver that wants every update complete, with tensors only.
 
     Raises:
         ConfigError: There is no such strategy.

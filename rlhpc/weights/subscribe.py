@@ -1,4 +1,4 @@
-"""The receiver's side of an update: takes in the parts that it does not have yet."""
+"""The receiver's side of an update: takes in the parts it does not have yet."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from rlhpc.weights.elements import Elements, put
 from rlhpc.weights.publish import Announcement, Entry, Part
 from rlhpc.weights.strategy import NamedUpdates, Update
 
-#: `(part, late) -> its segment's memory`, which lives as long as something looks into it. That of a kept part may be
-#: written into. `late`: it was announced to others with an earlier version.
+#: `(part, late) -> memory of its segment`, which lives as long as a view of it. The memory of a kept part may be
+#: written to. `late`: the part was announced to others with an earlier version.
 Open = Callable[[Part, bool], Any]
 
 
 class Subscriber:
-    """What one receiver holds of a stream.
+    """Tracks what one receiver holds of a stream.
 
     Args:
-        whole: Every update is to be complete, with tensors only: for those who take weights in all at once. What did not
-            change is then kept mapped, and what changed is changed there.
+        whole: Make every update complete, with tensors only, for receivers that take in all weights at once. Tensors
+            that did not change then stay mapped, and changes are made in the mapped memory.
     """
 
     def __init__(self, whole: bool = False) -> None:
@@ -33,7 +33,7 @@ class Subscriber:
         self.forget()
 
     def forget(self) -> None:
-        """The receiver's tensors are no version's: the next update is complete."""
+        """Declares that the receiver's tensors belong to no version: the next update is complete."""
         self._stream, self._serial = "", -1
         self._held.clear()
 
@@ -41,11 +41,11 @@ class Subscriber:
         """Waits for the next version.
 
         Args:
-            following: The next announcement.
+            following: Waits for the next announcement and returns it.
             read: Opens a part.
         """
         first = following()
-        while first.number:  # the rest of a version that broke off here
+        while first.number:  # the rest of a version that this receiver did not take in to the end
             if first.part is not None:
                 read(first.part, False)
             first = following()
@@ -60,7 +60,7 @@ class Subscriber:
     ) -> NamedUpdates:
         assembles = self._whole or known < 0
         held, self._held = self._held, {}
-        self.forget()  # until all of it was taken in
+        self.forget()  # until all of the version has been taken in
         for part in first.log:
             if part.serial > known:
                 yield from _taken(part, read(part, True), held if assembles else None)
@@ -80,7 +80,7 @@ class Subscriber:
 
 
 def _taken(part: Part, memory: Any, held: dict[str, torch.Tensor] | None) -> NamedUpdates:
-    """What is in a part: put into `held` where it is kept, and yielded where it is not."""
+    """Yields the contents of a part or, given `held`, puts those of a kept part there instead."""
     for name, what in _entries(memoryview(memory), part.table):
         if held is None:
             yield name, what
@@ -98,7 +98,7 @@ def _entries(memory: Any, table: tuple[int, int]) -> NamedUpdates:
     entries: list[Entry] = pickle.loads(memory[offset : offset + size])
     spans = iter(spans_of(size for entry in entries for size in entry[3]))
 
-    flat = torch.frombuffer(memory, dtype=torch.uint8, count=offset)  # the table comes last, and is aligned
+    flat = torch.frombuffer(memory, dtype=torch.uint8, count=offset)  # the table comes last and is aligned
     kinds: dict[str, torch.Tensor] = {}
 
     def tensor(dtype: str, shape: tuple[int, ...] | None = None) -> torch.Tensor:
@@ -107,7 +107,7 @@ def _entries(memory: Any, table: tuple[int, int]) -> NamedUpdates:
             found = kinds[dtype] = flat.view(getattr(torch, dtype))
         start, count = next(spans)
         shape = (count // found.itemsize,) if shape is None else shape
-        # One call for what would be three: there are hundreds of tensors, and whoever acts waits for them.
+        # One call instead of three: there are hundreds of tensors, and acting waits for them.
         strides = [1] * len(shape)
         for axis in range(len(shape) - 1, 0, -1):
             strides[axis - 1] = strides[axis] * shape[axis]

@@ -1,4 +1,4 @@
-"""A module's tensors that follow the versions of a trainer."""
+"""Keeps a module's tensors up to date with a trainer's versions."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ def apply(sync: WeightSync, named_tensors: NamedTensors, *, adopt: torch.nn.Modu
     """Receives the next version into these tensors, in place.
 
     Args:
-        sync: Where it comes from.
-        named_tensors: What to fill.
+        sync: The receiving end.
+        named_tensors: The tensors to fill.
         adopt: See `Target`.
 
     Returns:
         The version.
 
     Raises:
-        RlhpcError: The receiver's model is another one; nothing was changed.
+        RlhpcError: The receiver's model is a different one; nothing was changed.
     """
-    target = Target(named_tensors, adopt)  # while the sender still writes
+    target = Target(named_tensors, adopt)  # while the sender is still writing
     update = sync.receive()
     try:
         target.take(update)
@@ -34,13 +34,12 @@ def apply(sync: WeightSync, named_tensors: NamedTensors, *, adopt: torch.nn.Modu
 
 
 class Target:
-    """What an update goes into.
+    """The tensors that an update goes into.
 
     Args:
-        named_tensors: To fill.
-        adopt: A module that is only ever read. Its parameters and buffers of these names, where they are on the CPU, look
-            at what was received from now on, instead of having it copied: no byte is moved, and all receivers of a host
-            share the memory.
+        named_tensors: The tensors to fill.
+        adopt: A module that is only ever read. Its parameters and buffers of these names, if they are on the CPU, become
+            views of what was received instead of copies: no byte is moved, and all receivers on a host share the memory.
     """
 
     def __init__(self, named_tensors: NamedTensors, adopt: torch.nn.Module | None = None) -> None:
@@ -49,14 +48,14 @@ class Target:
 
     @torch.no_grad()
     def take(self, update: Update) -> None:
-        """Takes an update over; nothing is changed unless all names, shapes and dtypes agree.
+        """Applies an update; nothing is changed unless all names, shapes and dtypes agree.
 
         Raises:
-            RlhpcError: The receiver's model is another one.
+            RlhpcError: The receiver's model is a different one.
         """
         changes: list[tuple[str, torch.Tensor | Elements]] = []
         bad = None
-        for name, change in update.tensors:  # as they come: the sender still writes what follows
+        for name, change in update.tensors:  # as they arrive: the sender is still writing the rest
             theirs = self._tensors.get(name)
             if theirs is None or theirs.shape != change.shape or theirs.dtype != change.dtype:
                 bad = bad or name

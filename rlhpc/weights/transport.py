@@ -1,4 +1,4 @@
-"""Updates between worker groups: announcements go to every receiver's inbox, parts are mapped or fetched from another host."""
+"""Updates between worker groups: announcements go to every receiver's inbox; parts are mapped, or fetched remotely."""
 
 from __future__ import annotations
 
@@ -24,8 +24,9 @@ class Place(NamedTuple):
     """A receiver's place among the readers of a part.
 
     Attributes:
-        reader: Its number.
-        number, of: Which of those that share its host, where that is another one: the first of them fetches for all.
+        reader: Number of the receiver among all readers.
+        number, of: On a host other than the sender's, its number among the receivers there, and how many there are: the
+            first of them fetches for all.
     """
 
     reader: int
@@ -34,11 +35,11 @@ class Place(NamedTuple):
 
 
 class WeightSender:
-    """Sends versions; every receiver takes each of them with a `WeightReceiver`.
+    """Sends versions; every receiver takes each version with a `WeightReceiver`.
 
     Args:
         worker: The sending worker.
-        receivers: Groups and their ranks.
+        receivers: Groups and ranks that receive.
         delta: `rollout.weight_delta`.
     """
 
@@ -47,7 +48,7 @@ class WeightSender:
         self._publisher: Publisher | None = None
 
     def forget(self) -> None:
-        """The next version is complete; for where weights were replaced that are not trained."""
+        """Makes the next version a complete one, for when weights that are not trained have been replaced."""
         if self._publisher is not None:
             self._publisher.forget()
 
@@ -55,9 +56,9 @@ class WeightSender:
         """Sends one version.
 
         Args:
-            version: Of the weights.
+            version: Version of the weights.
             tensors: Names and tensors; each is dropped before the next part begins.
-            frozen: Names of those that are not trained.
+            frozen: Names of tensors that are not trained.
         """
         context = current()
         names = [(group, rank) for group, ranks in self._receivers for rank in ranks if (group, rank) != self._src]
@@ -67,13 +68,13 @@ class WeightSender:
         for together in p2p.readers_of(context, names):
             for number, who in enumerate(together):
                 places[who] = Place(len(places), number, len(together))
-        reach_all: Callable[[], None] | None = None  # waits until everybody has the last announcement
-        loose: str | None = None  # a part that is written and not announced yet
+        reach_all: Callable[[], None] | None = None  # waits until every receiver has the last announcement
+        loose: str | None = None  # a part that is written but not announced yet
         try:
             for announcement in self._publisher.publish(version, tensors, frozen):
                 part = announcement.part
                 loose = part.path if part is not None and not part.kept else None
-                if reach_all is not None:  # only now: it was on its way while the next part was written
+                if reach_all is not None:  # only now: it was in transit while the next part was written
                     waited, reach_all = reach_all, None
                     waited()
                 message = (announcement, tuple(context.service.origin), places if announcement.number == 0 else None)
@@ -84,11 +85,11 @@ class WeightSender:
                 waited()
         except BaseException:
             if reach_all is not None:
-                with contextlib.suppress(RlhpcError):  # the first failure is the one to be seen
+                with contextlib.suppress(RlhpcError):  # the first failure is the one to report
                     reach_all()
             for number in range(len(names) if loose else 0):
                 discard(str(loose), number)
-            self.forget()  # what was found to have changed did not reach everybody
+            self.forget()  # the changes that were found did not reach every receiver
             raise
 
 
@@ -123,12 +124,12 @@ class WeightReceiver:
         return announcement
 
     def _read(self, part: Part, late: bool) -> Any:
-        """The memory of a part; `late` where the others of this host have it already."""
+        """The memory of a part; `late` if the other receivers on this host have it already."""
         service, place = current().service, self._place
         if self._origin.host != service.endpoint["host"]:
             together = place.of > 1 and not late
             share = Share(f"{part.name}-{place.reader - place.number}", place.number, place.of) if together else None
-            # Each of them says itself that it has come, so that of the log nothing goes that one of them still needs.
+            # Each receiver reports its own arrival, so that nothing is dropped from the log that one of them still needs.
             memory = service.fetch(self._origin, part.path, part.size, place.reader, share, own=not part.kept, later=[])
             service.peers.release(self._origin.bulk, part.path, place.reader)
             return memory
