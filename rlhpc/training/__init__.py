@@ -1,4 +1,4 @@
-"""Training backends: gradients, data parallelism, sharding and optimizer, behind one contract."""
+"""Training backends: gradients, data parallelism, sharding and the optimizer, behind one contract."""
 
 from rlhpc.training.contract import Blueprint, TrainingBackend
 from rlhpc.training.registry import make_backend

@@ -1,7 +1,7 @@
 """Adam and AdamW on one flat parameter.
 
-Five kernels a step whatever the number of tensors, and no torch.optim: creating its first optimizer imports torch's
-compiler, which takes seconds of every start.
+It takes five kernels per step, whatever the number of tensors, and avoids torch.optim: creating its first optimizer
+imports torch's compiler, which costs seconds at every start.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ NAMES = ("adam", "adamw")
 
 @dataclass(frozen=True)
 class AdamOptions:
-    """Section `actor.optim`, as the optimizers want it.
+    """Section `actor.optim`, in the form the optimizers need.
 
     Attributes:
-        name: One of `NAMES`; weight decay is coupled in adam, and not in adamw.
-        clip_grad: Largest gradient norm; 0 does not clip.
+        name: One of `NAMES`; weight decay is coupled in adam and decoupled in adamw.
+        clip_grad: Largest gradient norm; 0 turns clipping off.
     """
 
     name: str
@@ -38,10 +38,10 @@ class AdamOptions:
 
     @classmethod
     def of(cls, optim: OptimConfig) -> AdamOptions:
-        """Of the section.
+        """Options from the section.
 
         Raises:
-            ConfigError: Unknown name.
+            ConfigError: The optimizer's name is unknown.
         """
         name = optim.name.lower()
         if name not in NAMES:
@@ -57,7 +57,7 @@ class AdamOptions:
         )
 
     def torch_optimizer(self, parameters: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
-        """torch's own, fused: the others make temporary tensors as large as what is trained."""
+        """torch's own optimizer, fused: the other variants make temporary tensors as large as what is trained."""
         kind = torch.optim.AdamW if self.name == "adamw" else torch.optim.Adam
         return kind(
             parameters,
@@ -70,11 +70,11 @@ class AdamOptions:
 
 
 class FlatAdam:
-    """Adam (Kingma & Ba 2015) with torch's conventions: eps outside the root, weight decay coupled, or not (AdamW).
+    """Adam (Kingma & Ba 2015) with torch's conventions: eps outside the root, weight decay coupled or decoupled (AdamW).
 
     Args:
-        parameter, gradient: Flat, of one size; the parameter is updated in place.
-        options: Of the section.
+        parameter, gradient: Flat tensors of the same size; the parameter is updated in place.
+        options: The optimizer's options.
     """
 
     def __init__(self, parameter: torch.Tensor, gradient: torch.Tensor, options: AdamOptions) -> None:
@@ -86,7 +86,7 @@ class FlatAdam:
 
     @torch.no_grad()
     def step(self) -> None:
-        """One update from the gradient."""
+        """Updates the parameter from the gradient."""
         self.steps += 1
         gradient = self.gradient
         if self.weight_decay and self.name == "adamw":
@@ -100,6 +100,6 @@ class FlatAdam:
         self.parameter.addcdiv_(self.exp_avg, denominator, value=-self.lr / first)
 
     def to(self, parameter: torch.Tensor, gradient: torch.Tensor) -> None:
-        """Goes on with the same values on another device."""
+        """Continues with these tensors, the same values on another device."""
         self.parameter, self.gradient = parameter, gradient
         self.exp_avg, self.exp_avg_sq = self.exp_avg.to(parameter.device), self.exp_avg_sq.to(parameter.device)

@@ -1,7 +1,7 @@
-"""One contract of training, for whatever is trained: what a wing hands over, and what a backend does with it.
+"""The contract of training, whatever is trained: what a wing hands over, and what a backend does with it.
 
-A backend knows neither tokens nor observations. It is handed a `Blueprint` of the module, holds weights, gradients and
-optimizer in its own way, and runs the functions that it is given on the module. The functions belong to the wing.
+A backend knows neither tokens nor observations. It is given a `Blueprint` of the module, keeps weights, gradients and
+optimizer in its own way, and runs the wing's functions on the module.
 """
 
 from __future__ import annotations
@@ -30,21 +30,21 @@ if TYPE_CHECKING:
 Batch = TypeVar("Batch")
 Found = TypeVar("Found")
 Metrics = dict[str, torch.Tensor]
-#: The whole of a tensor of which a rank may hold a part; all ranks call it for the same ones, in the same order.
+#: Returns the whole of a tensor of which a rank may hold a part; all ranks call it for the same tensors, in one order.
 Full = Callable[[torch.Tensor], torch.Tensor]
 Named = Iterator[tuple[str, torch.Tensor]]
 
 
 class ActorSection(Protocol):
-    """What section `actor` of any kind of run has for its backend."""
+    """What a backend needs of section `actor`, in any kind of run."""
 
     @property
     def training_backend(self) -> str:
-        """Its name."""
+        """Name of the backend."""
 
     @property
     def optim(self) -> OptimConfig:
-        """The optimizer."""
+        """Options of the optimizer."""
 
     @property
     def fsdp(self) -> FsdpConfig:
@@ -56,44 +56,44 @@ class ActorSection(Protocol):
 
 
 class Ranks(Protocol):
-    """What a backend wants of the worker that it belongs to."""
+    """What a backend needs of its worker."""
 
     @property
     def rank(self) -> int:
-        """Of this process."""
+        """Rank of this process."""
 
     @property
     def world_size(self) -> int:
-        """Ranks that train together."""
+        """Number of ranks that train together."""
 
     @property
     def accelerators(self) -> tuple[int, ...]:
-        """Those that were granted."""
+        """Accelerators granted to this rank."""
 
     def all_reduce(self, tensor: torch.Tensor, op: str = "sum") -> torch.Tensor:
-        """Reduces over the ranks, in place."""
+        """Reduces a tensor over the ranks, in place."""
 
     def all_gather_object(self, obj: Any) -> list[Any]:
-        """The ranks' objects, in rank order."""
+        """Returns all ranks' objects, in rank order."""
 
     def barrier(self) -> None:
         """Waits for all ranks."""
 
     def init_process_group(self) -> Any:
-        """Forms torch's default process group; None where there is one rank."""
+        """Forms torch's default process group; None if there is only one rank."""
 
 
 class Blueprint(abc.ABC):
-    """What a wing hands over: how its module is made, and what is to be known of it.
+    """What a wing hands over: how its module is built, and what a backend must know about it.
 
     Attributes:
-        dtype: Of the computation. Weights that are trained are kept in float32 (or in what `build` gives them).
-        identity_file: Where a checkpoint notes which backend made it.
+        dtype: Dtype of the computation. Trained weights are kept in float32 (or in the dtype that `build` gives them).
+        identity_file: File in which a checkpoint records which backend made it.
         keeps_weights: The wing writes and reads the weights itself, in full (`named_weights`, `replace_weights`), so a
             backend that holds all of them need not.
-        look: Each gradient norm is read before its update, also where that waits for the device.
-        unmarked: Name of the backend whose checkpoints may have no such file, as they are from before it was written.
-        knobs: What a user may lower or set where memory is exhausted.
+        look: Each gradient norm is read before its update, even if that means waiting for the device.
+        unmarked: Name of the backend whose checkpoints may lack that file, because they predate it.
+        knobs: What a user may lower or set if memory is exhausted.
     """
 
     dtype: torch.dtype = torch.float32
@@ -105,49 +105,49 @@ class Blueprint(abc.ABC):
 
     @abc.abstractmethod
     def build(self, *, empty: bool = False) -> nn.Module:
-        """The module, on the host, with the same weights on every rank.
+        """Builds the module, on the host, with the same weights on every rank.
 
         Args:
-            empty: Large weights may be on the meta device: another rank's take their place.
+            empty: Large weights may be on the meta device: those of another rank will replace them.
         """
 
     @property
     def has_reference(self) -> bool:
-        """Whether a second, frozen model is wanted."""
+        """Whether a second, frozen model is needed."""
         return False
 
     def build_reference(self, *, empty: bool = False) -> nn.Module:
-        """The frozen model of before training, in `dtype`, as `build` does it."""
+        """Builds the frozen model as it was before training, in `dtype`; otherwise like `build`."""
         raise NotImplementedError("this wing has no reference")
 
     def layers(self, module: nn.Module) -> list[nn.Module]:
-        """The parts that are gathered one at a time where the weights are sharded; what is in none of them is together."""
+        """The parts to gather one at a time if the weights are sharded; everything outside them is gathered together."""
         return transformer_layers(module)
 
     def identity(self) -> dict[str, Any]:
-        """What has to be the same for a checkpoint to be taken."""
+        """What must be the same for a checkpoint to be accepted."""
         return {}
 
     def about(self) -> dict[str, Any]:
-        """What else a checkpoint says of itself, for whoever reads it without the run."""
+        """What else a checkpoint says about itself, for readers that do not have the run."""
         return {}
 
     def write_beside(self, folder: Path, module: nn.Module) -> None:  # noqa: B027 (most have nothing there)
-        """Writes what belongs beside a checkpoint's weights; rank 0 calls."""
+        """Writes what belongs beside a checkpoint's weights; only rank 0 calls it."""
 
     @abc.abstractmethod
     def named_weights(self, module: nn.Module, full: Full, without: Container[str] = ()) -> Named:
-        """All weights in full, by the names, and in the dtype, that those who act with them and exports want."""
+        """All weights in full, under the names and in the dtype that acting workers and exports expect."""
 
     @abc.abstractmethod
     def frozen_names(self, module: nn.Module) -> frozenset[str]:
-        """Which of these never change."""
+        """Names of the weights that never change, as `named_weights` has them."""
 
 
 def transformer_layers(module: nn.Module) -> list[nn.Module]:
-    """The layers of the transformers models in a module, as those models name their classes."""
+    """The layers of the transformers models in a module, by the class names that those models declare."""
     package = sys.modules.get("transformers")
-    if package is None:  # then there is none
+    if package is None:  # then there is no such model
         return []
     models = [part for part in module.modules() if isinstance(part, package.PreTrainedModel)]
     kinds = {str(name) for model in models for name in model._no_split_modules or ()}
@@ -155,32 +155,32 @@ def transformer_layers(module: nn.Module) -> list[nn.Module]:
 
 
 class TrainingBackend(abc.ABC):
-    """Owns module and optimizer of one rank. All ranks call the same methods in the same order.
+    """Owns one rank's module and optimizer. All ranks call the same methods in the same order.
 
-    Loss functions return the rank's *part* of the global loss: a sum divided by the global count. So gradients are
-    summed over ranks and micro-batches, never averaged, and any split gives the gradient of the whole batch.
+    Loss functions return the rank's *part* of the global loss: a sum divided by the global count. Gradients are
+    therefore summed over ranks and micro-batches, never averaged, and any split yields the gradient of the whole batch.
 
-    A subclass builds `self.module` (and its optimizer) in its constructor, which ends with `prepare_reference`, and defines
-    `_backward`, `optimizer_step`, `replace_weights`, `save`, `load`, `offload` and `reload`. One whose weights cannot be
-    read where `offload` leaves them says so in `away`, and does what reads or writes them inside `awake`.
+    A subclass builds `self.module` (and its optimizer) in its constructor, which ends with `prepare_reference`, and
+    defines `_backward`, `optimizer_step`, `replace_weights`, `save`, `load`, `offload` and `reload`. If its weights
+    cannot be read where `offload` leaves them, it says so in `away`, and reads or writes them only inside `awake`.
 
     Args:
         blueprint: What is trained.
         actor: Section `actor` of the configuration.
-        worker: The rank.
+        worker: The worker of this rank.
 
     Attributes:
-        module: What was built.
-        device: Where it computes.
+        module: The module that was built.
+        device: The device it computes on.
         base_lr: `actor.optim.lr`.
     """
 
     name = ""
-    """As `actor.training_backend` has it; checkpoints carry it."""
+    """The backend's name in `actor.training_backend`; checkpoints record it."""
 
     lockstep = True
-    """Whether the ranks must give `forward_backward` equally many micro-batches (pad with ones that train nothing), and
-    evaluate together."""
+    """Whether all ranks must pass `forward_backward` the same number of micro-batches (padded with ones that train
+    nothing), and evaluate together."""
 
     module: nn.Module
 
@@ -197,23 +197,23 @@ class TrainingBackend(abc.ABC):
 
     @property
     def called(self) -> nn.Module:
-        """What a batch is given to: the module, or what a subclass puts in front of it."""
+        """What is called with a batch: the module, or what a subclass puts in front of it."""
         return self.module
 
     @property
     def parameters_trained(self) -> int:
-        """Trainable parameters, over all ranks."""
+        """Number of trainable parameters, over all ranks."""
         return sum(p.numel() for p in self.module.parameters() if p.requires_grad)
 
     def evaluate(self, forward: Callable[[nn.Module, Batch], Found], batch: Batch) -> Found:
-        """Runs `forward(what is called, batch)` without gradients, in evaluation mode. What it returns is tensors, or lists,
-        tuples or dicts of them."""
+        """Runs `forward(called, batch)` without gradients, in evaluation mode. It returns tensors, or lists, tuples or
+        dicts of them."""
         self.module.eval()
         with torch.no_grad(), explained_out_of_memory(self.blueprint.knobs):
             return forward(self.called, batch)
 
     def evaluate_reference(self, forward: Callable[[nn.Module, Batch], Found], batch: Batch) -> Found:
-        """As `evaluate`, by the weights of before training."""
+        """Like `evaluate`, with the weights from before training."""
         if self._reference is None:
             self._reference = self._make_reference()
         with torch.no_grad(), explained_out_of_memory(self.blueprint.knobs):
@@ -222,15 +222,15 @@ class TrainingBackend(abc.ABC):
     def forward_backward(
         self, micro_batches: Sequence[Batch], loss: Callable[[nn.Module, Batch], tuple[torch.Tensor, Metrics]]
     ) -> list[Metrics]:
-        """Accumulates the gradients of the rank's micro-batches, in place of what was accumulated before; once before each
-        step, for the ranks' sums may be made in it.
+        """Accumulates the gradients of the rank's micro-batches, replacing what was accumulated before. Call it once
+        before each step, because it may already sum over the ranks.
 
         Args:
             micro_batches: See `lockstep`.
-            loss: `(what is called, micro-batch)` → the rank's part of the loss, and metrics.
+            loss: `(called, micro-batch)` → the rank's part of the loss, and metrics.
 
         Returns:
-            Each one's metrics, detached.
+            The metrics of each micro-batch, detached.
         """
         self._clear()
         self.module.train()
@@ -244,49 +244,49 @@ class TrainingBackend(abc.ABC):
 
     @abc.abstractmethod
     def optimizer_step(self, lr: float) -> torch.Tensor:
-        """Sums the gradients over the ranks, clips them to `actor.optim.clip_grad`, updates. Where `refuses` says so of their
-        norm, nothing is updated on any rank.
+        """Sums the gradients over the ranks, clips them to `actor.optim.clip_grad`, and updates. If their norm is one
+        that `refuses`, nothing is updated on any rank.
 
         Returns:
-            The global norm before clipping, a tensor: reading it may wait for the device.
+            The global norm before clipping, as a tensor: reading it may wait for the device.
         """
 
     def refuses(self, norm: torch.Tensor) -> bool:
-        """Whether a step with this gradient norm was not taken, as it is not finite. A backend that reads norms late, because
-        the wing does not ask it to `look`, does not know; the wing then reads them at the end of its update, before any
-        weight leaves the rank."""
+        """Whether a step with this gradient norm was not taken because the norm is not finite. A backend that reads
+        norms late, because the wing does not ask it to `look`, does not know; the wing then reads them at the end of
+        its update, before any weight leaves the rank."""
         return not math.isfinite(norm)
 
     def bad_gradients(self) -> list[str]:
-        """Parameters whose gradient, summed over the ranks, was not finite in the step that was just refused; all ranks ask.
-        Empty where the backend cannot say."""
+        """Parameters whose gradient, summed over the ranks, was not finite in the step just refused; all ranks call it.
+        Empty if the backend cannot say."""
         return []
 
     def _clear(self) -> None:  # noqa: B027 (or there are none)
-        """Forgets gradients that no step took."""
+        """Forgets gradients that no step has used."""
 
     def _backward(self, loss: torch.Tensor, last: bool) -> None:
-        """Accumulates the gradient of one micro-batch; `last` of this call's."""
+        """Accumulates the gradient of one micro-batch; `last` marks the last one of a `forward_backward`."""
         loss.backward()
 
     def prepare_reference(self) -> None:
-        """Builds the reference now if the run will want it."""
+        """Builds the reference now if the run will need it."""
         if self.blueprint.has_reference and self._reference is None:
             self._reference = self._make_reference()
 
     @abc.abstractmethod
     def _make_reference(self) -> nn.Module:
-        """The frozen second model, ready to be called."""
+        """Builds the frozen second model, ready to be called."""
 
     # -- weights --------------------------------------------------------------------------------------------------
 
     def full(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The whole of a weight of which this rank may hold a part; all ranks call it for the same ones."""
+        """The whole of a weight of which this rank may hold only a part; all ranks call it for the same weights."""
         return tensor
 
     def named_weights(self, without: Container[str] = ()) -> Named:
-        """All weights in full, as `Blueprint.named_weights` has them. All ranks iterate; each tensor may be dropped before
-        the next is asked for. Those in `without` are left out."""
+        """All weights in full, as in `Blueprint.named_weights`, except those in `without`. All ranks iterate; each
+        tensor may be dropped before the next is requested."""
         with self.awake():
             yield from self.blueprint.named_weights(self.module, self.full, without)
 
@@ -296,28 +296,28 @@ class TrainingBackend(abc.ABC):
 
     @abc.abstractmethod
     def replace_weights(self, tensors: dict[str, torch.Tensor]) -> None:
-        """Takes over the module's whole state, in full; the optimizer stays as it is. All ranks give the same."""
+        """Replaces the module's whole state; the optimizer stays as it is. All ranks pass the same tensors, in full."""
 
     def held_tensors(self) -> Named:
-        """What this rank holds of the weights, in whatever dtype: its shards, where they are sharded."""
+        """What this rank holds of the weights, in whatever dtype: its shards if they are sharded."""
         yield from ((name, parameter.detach()) for name, parameter in self.module.named_parameters())
 
     # -- checkpoints ----------------------------------------------------------------------------------------------
 
     @abc.abstractmethod
     def save(self, folder: Path) -> None:
-        """Writes model and optimizer below `folder`, each rank its part, durably."""
+        """Writes model and optimizer durably below `folder`; each rank writes its part."""
 
     @abc.abstractmethod
     def load(self, folder: Path) -> None:
-        """Restores, on this or another world size; options such as eps stay those of the configuration.
+        """Restores what `save` wrote, at this or another world size; options such as eps stay those of the configuration.
 
         Raises:
-            CheckpointError: The checkpoint is of another model or backend, or cannot be read.
+            CheckpointError: The checkpoint is from another model or backend, or cannot be read.
         """
 
     def write_identity(self, folder: Path) -> None:
-        """Notes, on rank 0, what made the checkpoint, and what is needed beside its weights."""
+        """On rank 0, records what made the checkpoint, and writes what is needed beside its weights."""
         if self.rank != 0:
             return
         text = json.dumps({**self._identity(), "about": self.blueprint.about()}, indent=2, sort_keys=True)
@@ -325,10 +325,10 @@ class TrainingBackend(abc.ABC):
         self.blueprint.write_beside(folder, self.module)
 
     def check_identity(self, folder: Path) -> None:
-        """Refuses a checkpoint of another backend or model.
+        """Refuses a checkpoint from another backend or model.
 
         Raises:
-            CheckpointError: Names what differs.
+            CheckpointError: The checkpoint is from another one; the message names what differs.
         """
         path = Path(folder) / self.blueprint.identity_file
         if self.name == self.blueprint.unmarked and not path.exists():
@@ -354,21 +354,21 @@ class TrainingBackend(abc.ABC):
 
     @abc.abstractmethod
     def offload(self) -> None:
-        """Moves everything to the host, to give the accelerator to another role."""
+        """Moves everything to the host, so that another role can have the accelerator."""
 
     @abc.abstractmethod
     def reload(self) -> None:
-        """Takes back what `offload` moved away."""
+        """Moves back what `offload` moved away."""
 
     @property
     def away(self) -> bool:
-        """Whether the weights are where nothing can be done with them but `reload`."""
+        """Whether the weights are somewhere they cannot be used before a `reload`."""
         return False
 
     @contextlib.contextmanager
     def awake(self) -> Iterator[None]:
-        """Takes back what `offload` gave away, and gives it away again at the end. Checkpoints and weights are asked for
-        while another role is about to take the accelerator."""
+        """Undoes `offload` while the block runs, and offloads again at its end. Checkpoints and weights may be
+        requested while another role is about to take the accelerator."""
         if not self.away:
             yield
             return
@@ -381,7 +381,7 @@ class TrainingBackend(abc.ABC):
 
 @contextlib.contextmanager
 def explained_out_of_memory(knobs: str) -> Iterator[None]:
-    """Turns an allocation that failed into a message that names what can be done.
+    """Turns a failed allocation into a message that says what can be done.
 
     Raises:
         ConfigError: Memory was exhausted.

@@ -1,8 +1,9 @@
 """Sharded checkpoints in PyTorch's distributed format (DCP), stored as safetensors.
 
-PyTorch's own `dcp.save` lets the ranks agree by pickles through the process group's sockets, which anyone on the network
-could feed, and its default storage is read by unpickling. Here the plans travel through the worker group's authenticated
-channel, and the files hold tensors alone. `torch.distributed.checkpoint.HuggingFaceStorageReader` reads them.
+With PyTorch's own `dcp.save`, the ranks agree by sending pickles through the process group's sockets, to which anyone
+on the network could send, and its default storage is read by unpickling. Here the plans travel through the worker
+group's authenticated channel, and the files hold only tensors. `torch.distributed.checkpoint.HuggingFaceStorageReader`
+reads them.
 """
 
 from __future__ import annotations
@@ -24,14 +25,14 @@ if TYPE_CHECKING:
 
 
 def save_sharded(folder: Path, state: dict[str, torch.Tensor], worker: Ranks) -> None:
-    """Writes each rank's part of `state` as one file; all ranks call."""
+    """Writes each rank's part of `state` as one file; all ranks call it."""
     folder.mkdir(parents=True, exist_ok=True)
     writer = HuggingFaceStorageWriter(str(folder), save_distributed=True)
     planner = DefaultSavePlanner()
     planner.set_up_planner(state, storage_meta=writer.storage_meta(), is_coordinator=worker.rank == 0)
     writer.set_up_storage_writer(worker.rank == 0)
     plans = worker.all_gather_object(writer.prepare_local_plan(planner.create_local_plan()))
-    # Every rank makes the plan of all; it depends on `plans` alone.
+    # Every rank computes the plan for all ranks; it depends only on `plans`.
     plans = writer.prepare_global_plan(planner.create_global_plan(plans)[0])
     try:
         writer.write_data(planner.finish_plan(plans[worker.rank]), planner).wait()
@@ -41,7 +42,7 @@ def save_sharded(folder: Path, state: dict[str, torch.Tensor], worker: Ranks) ->
 
 
 def load_sharded(folder: Path, state: dict[str, torch.Tensor]) -> None:
-    """Reads this rank's part into the tensors of `state`, whatever number of ranks wrote it.
+    """Reads this rank's part into the tensors of `state`, however many ranks wrote it.
 
     Raises:
         CheckpointError: A tensor is missing or of another shape, or a file is damaged.
@@ -49,10 +50,10 @@ def load_sharded(folder: Path, state: dict[str, torch.Tensor]) -> None:
     if not any(folder.glob("*.safetensors")):
         raise CheckpointError(f"{folder}: no shards of a checkpoint are there")
     try:
-        with warnings.catch_warnings():  # that it reads without talking to the other ranks is what we want
+        with warnings.catch_warnings():  # it warns that it reads without talking to the other ranks, which is intended
             warnings.filterwarnings("ignore", message="torch.distributed is disabled", category=UserWarning)
             dcp.load(state, storage_reader=HuggingFaceStorageReader(str(folder)), no_dist=True)
-    # CheckpointException is no Exception, and safetensors has errors of its own.
+    # CheckpointException is not an Exception, and safetensors has errors of its own.
     except (CheckpointException, Exception) as error:
         failures = error.failures if isinstance(error, CheckpointException) else None
         reason = next(iter(failures.values()))[0] if failures else error

@@ -1,4 +1,4 @@
-"""A module whose trainable weights and gradients are views of two flat buffers: one all-reduce and five kernels a step."""
+"""A module with trainable weights and gradients as views of two flat buffers: one all-reduce, five kernels per step."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ class FlatModule:
     """A module and its optimizer, the same on every rank.
 
     Losses are sums over a rank's part divided by the *global* count, so the ranks' gradients add up to the gradient of
-    the whole minibatch, whatever the split. Moving the module afterwards is this class's business.
+    the whole minibatch, whatever the split. Once wrapped, the module must be moved only by this class (`to`).
 
     Args:
-        module: Already on its device.
-        options: Of the optimizer.
+        module: The module, already on its device.
+        options: Options of the optimizer.
         reduce: Sums a tensor over the group, in place.
         ranks: World size of the group.
-        look: Reads each gradient norm before the update also where that waits for the device.
-        dtype: Of the computation: with another one than that of the weights (float32), the module gets copies of them, and
-            each micro-batch's gradient is added to the buffer of theirs as soon as it is known. None: that of the weights.
+        look: Read each gradient norm before the update, even if that means waiting for the device.
+        dtype: Dtype of the computation; None for that of the weights (float32). With a different one, the module gets
+            copies of the weights, and each micro-batch's gradient is added to the flat buffer as soon as it is known.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class FlatModule:
 
     @property
     def mixed(self) -> bool:
-        """Whether the module computes with copies."""
+        """Whether the module computes with copies of the weights."""
         return self._compute is not self._weights
 
     def _attach(self) -> None:
@@ -70,7 +70,7 @@ class FlatModule:
         self._grad_views = self.split(self._gradients)
         parts = zip(self._parameters, self.split(self._compute), self._grad_views, strict=True)
         for parameter, weight, gradient in parts:
-            parameter.grad = None  # a gradient of the old data would refuse the new
+            parameter.grad = None  # torch would refuse new data while a gradient of the old data is attached
             parameter.data = weight
             if not self.mixed:
                 parameter.grad = gradient
@@ -89,11 +89,11 @@ class FlatModule:
 
     @property
     def weights(self) -> torch.Tensor:
-        """All trainable parameters, flat; a view."""
+        """All trainable parameters as one flat view."""
         return self._weights
 
     def named(self) -> dict[str, torch.Tensor]:
-        """The weights that are trained, by name, as the optimizer has them; views."""
+        """Views of the trained weights by name, as the optimizer has them."""
         return dict(zip(self.names, self.split(self._weights), strict=True))
 
     def zero_grad(self) -> None:
@@ -102,10 +102,10 @@ class FlatModule:
 
     @torch.no_grad()
     def optimizer_step(self, lr: float) -> torch.Tensor:
-        """Sums the gradients over the ranks, clips, updates; nothing is updated where `refuses` says so of the norm.
+        """Sums the gradients over the ranks, clips, and updates; nothing is updated if the norm is one that `refuses`.
 
         Returns:
-            The global gradient norm before clipping, a tensor (reading it would wait for the device).
+            The global gradient norm before clipping, as a tensor (reading it would wait for the device).
         """
         if self._ranks > 1:
             self._reduce(self._gradients)
@@ -125,8 +125,8 @@ class FlatModule:
             self._compute.copy_(self._weights)
 
     def refuses(self, norm: torch.Tensor) -> bool:
-        """Whether a step with this gradient norm is not taken, as it is not finite. On an accelerator that is only known where
-        it was told to look: else the caller reads the norms at the end of its update, before any weight leaves."""
+        """Whether a step with this gradient norm is not taken because the norm is not finite. On an accelerator, this
+        is known only with `look`: otherwise the caller reads the norms at the end of its update, before any weight leaves."""
         return (self._look or norm.device.type == "cpu") and not math.isfinite(norm)
 
     def bad_gradients(self) -> list[str]:
@@ -137,7 +137,7 @@ class FlatModule:
 
     @torch.no_grad()
     def replace(self, tensors: dict[str, torch.Tensor]) -> None:
-        """Takes over the values of all that is trained; the optimizer stays as it is."""
+        """Replaces the values of all trained weights; the optimizer stays as it is."""
         for name, view in self.named().items():
             view.copy_(tensors[name])
         self._copied()
@@ -152,11 +152,11 @@ class FlatModule:
 
     @torch.no_grad()
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Inverse of `state_dict`; takes the flat state, too, that language models' checkpoints had at first. Options such as
-        the learning rate stay those of the configuration.
+        """Inverse of `state_dict`; also accepts the flat state that language models' checkpoints had at first. Options
+        such as the learning rate stay those of the configuration.
 
         Raises:
-            CheckpointError: The state is of a model with other parameters.
+            CheckpointError: The state is from a model with other parameters.
         """
         own = (("exp_avg", self.optimizer.exp_avg), ("exp_avg_sq", self.optimizer.exp_avg_sq))
         foreign = CheckpointError("actor.model: the checkpoint's optimizer belongs to a model with other parameters")
@@ -175,7 +175,7 @@ class FlatModule:
 
     @torch.no_grad()
     def to(self, device: torch.device) -> None:
-        """Moves weights, gradients, optimizer, and whatever else the module has."""
+        """Moves weights, gradients, optimizer and everything else in the module."""
         if self._weights.device.type == device.type:
             return
         mixed = self.mixed

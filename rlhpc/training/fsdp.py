@@ -1,7 +1,7 @@
-"""`actor.training_backend: fsdp`: parameters, gradients and optimizer spread over the ranks by PyTorch's FSDP2.
+"""`actor.training_backend: fsdp`: PyTorch's FSDP2 spreads parameters, gradients and optimizer over the ranks.
 
-Each transformer layer is gathered for its own forward and backward pass and freed after it; embeddings and head form the
-root. The optimizer works on the local shards, which are plain tensors.
+Each transformer layer is gathered for its own forward and backward pass and freed afterwards; embeddings and head form
+the root. The optimizer works on the local shards, which are plain tensors.
 """
 
 from __future__ import annotations
@@ -36,17 +36,17 @@ _MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 class FsdpBackend(TrainingBackend):
-    """FSDP averages gradients by default; here it sums them, as the losses are parts of a global one."""
+    """Trains with FSDP2. It averages gradients by default; here it sums them, as the losses are parts of a global one."""
 
     name = "fsdp"
 
     def __init__(self, blueprint: Blueprint, actor: ActorSection, worker: Ranks) -> None:
         super().__init__(blueprint, actor, worker)
-        # What a forward pass returns goes into losses, which change nothing in place.
+        # The results of a forward pass go into losses, which change nothing in place.
         warnings.filterwarnings("ignore", r"FSDP2-wrapped module .* returned a view tensor", UserWarning)
         self.options = actor.fsdp
         self.mesh = self._mesh()
-        #: Where a rank's shards lie between uses.
+        #: Where a rank's shards are kept between uses.
         self.home = torch.device("cpu") if self.options.cpu_offload else self.device
         mixed = self.dtype != torch.float32
         precision = MixedPrecisionPolicy(self.dtype, torch.float32) if mixed else MixedPrecisionPolicy()
@@ -64,7 +64,7 @@ class FsdpBackend(TrainingBackend):
 
     def _mesh(self) -> DeviceMesh:
         self.worker.init_process_group()
-        if not dist.is_initialized():  # a single rank has no group, and FSDP wants one all the same
+        if not dist.is_initialized():  # a single rank has no group, but FSDP wants one all the same
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
             backends = "cpu:gloo,cuda:nccl" if self.device.type == "cuda" else "gloo"
             dist.init_process_group(backends, store=dist.HashStore(), rank=0, world_size=1)
@@ -73,13 +73,13 @@ class FsdpBackend(TrainingBackend):
     def _sharded(
         self, build: Callable[..., nn.Module], precision: MixedPrecisionPolicy, reshard: bool, *, root: bool = False
     ) -> nn.Module:
-        """Rank 0 reads the weights; the others make an empty model and get their parts, tensor by tensor.
+        """Builds a sharded module: rank 0 reads the weights; the others build an empty one and get their parts by tensor.
 
         Args:
             build: `Blueprint.build` or `build_reference`.
             precision: Dtypes of computation and reduction.
-            reshard: Frees a layer's gathered weights after its forward pass.
-            root: Frees those of embeddings and head, too; a backward pass would want them at once.
+            reshard: Free a layer's gathered weights after its forward pass.
+            root: Free those of embeddings and head too, which a backward pass would need right away.
         """
         module = build(empty=self.rank != 0)
         source = {name: p.detach() for name, p in module.named_parameters()} if self.rank == 0 else {}
@@ -105,8 +105,8 @@ class FsdpBackend(TrainingBackend):
 
     @torch.no_grad()
     def _distribute(self, module: nn.Module, source: dict[str, torch.Tensor], buffers: dict[str, torch.Tensor]) -> None:
-        """Gives every rank its rows of rank 0's parameters, and all of its buffers (a position table is computed when a
-        model is built, and an empty model's is not)."""
+        """Gives every rank its rows of rank 0's parameters, and all of rank 0's buffers (a position table, for example,
+        is computed when a model is built, but not for an empty one)."""
         if self.ranks > 1:
             for name, parameter in module.named_parameters():
                 assert isinstance(parameter, DTensor)
@@ -130,17 +130,17 @@ class FsdpBackend(TrainingBackend):
         return self._sharded(self.blueprint.build_reference, MixedPrecisionPolicy(), True, root=True)
 
     def _parameters(self) -> Iterator[tuple[str, DTensor]]:
-        """Trainable parameters, in the order of the model."""
+        """Trainable parameters, in the model's order."""
         for name, parameter in self.module.named_parameters():
             if parameter.requires_grad:
                 assert isinstance(parameter, DTensor)
                 yield name, parameter
 
     def _bind(self) -> None:
-        """Builds the optimizer over the local shards where they lie now. A rank may hold no row of a small tensor."""
+        """Builds the optimizer over the local shards where they are now. A rank may hold no row of a small tensor."""
         held = {name: p for name, p in self._parameters() if p.to_local().numel()}
         self._local = {name: nn.Parameter(p.to_local().detach()) for name, p in held.items()}
-        # A rank without a single row still steps: over a tensor of its own.
+        # A rank without a single row still steps, over a tensor of its own.
         parameters = list(self._local.values()) or [nn.Parameter(torch.zeros(1, device=self.home))]
         self.optimizer = self.optim.torch_optimizer(parameters)
         for name, local in self._local.items():
@@ -151,13 +151,13 @@ class FsdpBackend(TrainingBackend):
 
     @property
     def parameters_trained(self) -> int:
-        """Trainable parameters, over all ranks."""
+        """Number of trainable parameters, over all ranks."""
         return self._trained
 
     def evaluate(self, forward: Callable[[nn.Module, Given], Found], batch: Given) -> Found:
         """Runs the module without gradients (`TrainingBackend.evaluate`)."""
         found = super().evaluate(forward, batch)
-        self._reshard()  # what stays gathered would be stale after the next update
+        self._reshard()  # weights that stay gathered would be stale after the next update
         return found
 
     def _reshard(self) -> None:
@@ -207,7 +207,7 @@ class FsdpBackend(TrainingBackend):
         """Gathers the whole of a weight (`TrainingBackend.full`)."""
         if not isinstance(tensor, DTensor):
             return tensor
-        # Gathering is the accelerator's work also where the shards lie on the host.
+        # The accelerator does the gathering even if the shards are on the host.
         moved: Any = tensor.to(self.device) if tensor.device.type != self.device.type else tensor
         whole: torch.Tensor = moved.full_tensor()
         return whole
@@ -233,13 +233,13 @@ class FsdpBackend(TrainingBackend):
             yield name, parameter.to_local().detach() if isinstance(parameter, DTensor) else parameter.detach()
 
     def _state(self) -> dict[str, torch.Tensor]:
-        """All that a checkpoint holds, as sharded tensors that share the memory of the live ones."""
+        """Everything a checkpoint holds, as sharded tensors that share the memory of the live ones."""
         self._reshard()
         state: dict[str, torch.Tensor] = {}
         for name, parameter in self._parameters():
             state[f"model.{name}"] = parameter.detach()
             for kind, local in self._moments[name].items():
-                # `from_local` would copy a shard on the host to the mesh's device: what is loaded into it is then lost.
+                # `from_local` would copy a shard on the host to the mesh's device, and what is loaded into it would be lost.
                 spec = parameter._spec
                 state[f"{kind}.{name}"] = DTensor(local, spec, requires_grad=False)
         return state
@@ -252,7 +252,7 @@ class FsdpBackend(TrainingBackend):
             state = {"name": self.optim.name, "steps": self._steps}
             write_durably(folder / OPTIMIZER, json.dumps(state).encode() + b"\n")
             self.write_identity(folder)
-        self._empty_cache()  # an engine may be about to take all that is free
+        self._empty_cache()  # an engine may be about to take all free memory
         self.worker.barrier()
 
     def load(self, folder: Path) -> None:
@@ -270,7 +270,7 @@ class FsdpBackend(TrainingBackend):
                 self.optimizer.state[self._local[name]]["step"].fill_(self._steps)
 
     def offload(self) -> None:
-        """Moves shards and optimizer to the host; with `actor.fsdp.cpu_offload` they are there."""
+        """Moves shards and optimizer to the host; with `actor.fsdp.cpu_offload` they are already there."""
         self._move(torch.device("cpu"))
         self._empty_cache()
 
@@ -279,7 +279,7 @@ class FsdpBackend(TrainingBackend):
             torch.cuda.empty_cache()
 
     def reload(self) -> None:
-        """Takes back what `offload` moved away."""
+        """Moves back what `offload` moved away."""
         self._move(self.home)
 
     def _move(self, device: torch.device) -> None:

@@ -1,4 +1,4 @@
-"""Low-rank adapters of peft on any module: attach, switch off, merge on the fly."""
+"""peft's low-rank adapters on any module: attach, switch off, merge on the fly."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from rlhpc.training.contract import Full
 
 ADAPTER = "default"
 _PREFIX = "base_model.model."
-#: How peft names an adapter's tensors in its files: without the adapter's name.
+#: The adapter's name within peft's tensor names; peft's files leave it out.
 _INFIX = f".{ADAPTER}."
 
 
@@ -37,9 +37,9 @@ def attach_lora(model: nn.Module, lora: LoraConfig, *, seed: int) -> nn.Module:
     """Freezes the model and gives it adapters in float32, whose initial values depend on the seed alone.
 
     Args:
-        model: From `load_causal_lm`; one on the meta device gets adapters there.
+        model: From `load_causal_lm`; if it is on the meta device, the adapters are too.
         lora: `actor.lora`: rank, alpha, dropout, target_modules.
-        seed: Of the adapters.
+        seed: Seed of the adapters' initial values.
 
     Raises:
         ConfigError: `target_modules` names nothing in this model, or layers that are not linear.
@@ -52,7 +52,7 @@ def attach_lora(model: nn.Module, lora: LoraConfig, *, seed: int) -> nn.Module:
             torch.device("meta") if on_meta else contextlib.nullcontext(),
             warnings.catch_warnings(),
         ):
-            # peft sees by itself that GPT-2's weights are transposed, and warns that it did.
+            # peft detects by itself that GPT-2's weights are transposed, and warns that it did.
             warnings.filterwarnings("ignore", message="fan_in_fan_out")
             torch.manual_seed(seed)
             adapted: nn.Module = peft().get_peft_model(model, config, adapter_name=ADAPTER)
@@ -63,12 +63,12 @@ def attach_lora(model: nn.Module, lora: LoraConfig, *, seed: int) -> nn.Module:
 
 
 def inject_lora(model: nn.Module, lora: AdapterConfig) -> None:
-    """Freezes a part of a policy and gives it adapters in float32, in place: its weights keep their names.
+    """Freezes a part of a policy and gives it adapters in float32, in place, so that its weights keep their names.
 
-    They have no dropout: the log-probs of what was acted by would be others than those of the update.
+    The adapters have no dropout, with which the log-probs at acting time would differ from those of the update.
 
     Args:
-        model: Of any kind.
+        model: Any module.
         lora: rank, alpha, target_modules.
 
     Raises:
@@ -108,13 +108,13 @@ def _finish(adapted: nn.Module, lora: AdapterConfig) -> None:
 
 
 def is_lora(module: nn.Module) -> bool:
-    """Whether `attach_lora` made it."""
+    """Whether `attach_lora` made the module."""
     return hasattr(module, "peft_config")
 
 
 @contextlib.contextmanager
 def adapters_off(module: nn.Module) -> Iterator[None]:
-    """The base model, for the reference policy.
+    """Switches the adapters off while the block runs: what is left is the base model, for the reference policy.
 
     peft's own context manager also flips `requires_grad`, which FSDP and ZeRO read once when they first gather.
     """
@@ -130,13 +130,13 @@ def adapters_off(module: nn.Module) -> Iterator[None]:
 
 @torch.no_grad()
 def full_weights(module: nn.Module, full: Full, without: Container[str] = ()) -> Iterator[tuple[str, torch.Tensor]]:
-    """All weights and persistent buffers under their Hugging Face names, adapters merged into what is yielded; tied
-    ones once. The module stays as it is.
+    """All weights and persistent buffers under their Hugging Face names, with adapters merged into what is yielded;
+    tied weights come once. The module stays as it is.
 
     Args:
         module: A Hugging Face model, or what `attach_lora` made of one.
-        full: The whole value of a tensor of which this rank may hold a part; all ranks call it in the same order.
-        without: Names that are left out.
+        full: Returns the whole of a tensor of which this rank may hold a part; all ranks call it in the same order.
+        without: Names to leave out.
     """
     adapted = {id(layer.base_layer.weight): layer for _, layer in _layers(module)}
     seen: set[int] = set()
@@ -150,13 +150,13 @@ def full_weights(module: nn.Module, full: Full, without: Container[str] = ()) ->
         if layer is not None:
             a, b = full(layer.lora_A[ADAPTER].weight), full(layer.lora_B[ADAPTER].weight)
             delta = (b.float() @ a.float()).mul_(layer.scaling[ADAPTER])
-            # Conv1D (GPT-2) keeps its weight transposed.
+            # Conv1D (GPT-2) stores its weight transposed.
             value = (value.float() + (delta.T if layer.fan_in_fan_out else delta)).to(value.dtype)
         yield name, value
 
 
 def frozen_names(module: nn.Module) -> frozenset[str]:
-    """Names, as `full_weights` has them, of the parameters that are not trained and that nothing is merged into."""
+    """Names, as in `full_weights`, of the parameters that are not trained and have nothing merged into them."""
     adapted = {id(layer.base_layer.weight) for _, layer in _layers(module)}
     return frozenset(
         _plain(name)
@@ -172,7 +172,7 @@ def _plain(name: str) -> str:
 
 @torch.no_grad()
 def adapter_weights(module: nn.Module, full: Full) -> dict[str, torch.Tensor]:
-    """The adapters' weights, as peft names them in its files."""
+    """The adapters' weights, under the names they have in peft's files."""
     named = module.state_dict(keep_vars=True).items()
     return {name.replace(_INFIX, "."): full(tensor).detach().cpu() for name, tensor in named if ".lora_" in name}
 

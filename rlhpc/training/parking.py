@@ -1,7 +1,7 @@
-"""Accelerator memory given away and taken back, with every view of it intact.
+"""Gives accelerator memory away and takes it back, with every view of it intact.
 
-Frameworks keep many views of a few flat buffers, and references to them in places of their own. Moving tensors would
-break those; here the storage under them is copied to the host and emptied, and later filled again.
+Frameworks keep many views of a few flat buffers, and references to them in places of their own. Moving the tensors
+would break those, so the storage under them is copied to the host and emptied, and filled again later.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ import torch
 
 
 class Parked:
-    """The contents of some tensors' storages, on the host. The tensors cannot be used until `restore`.
+    """Holds the contents of some tensors' storages on the host. The tensors cannot be used until `restore`.
 
     Args:
-        tensors: Any; those that share memory, in any way, are stored once. Others of the same memory, which are not
-            among them, are emptied with it.
-        scratch: More tensors to empty, whose contents nobody will miss.
+        tensors: Any tensors; memory that they share is stored once. Tensors not among them that share the same memory
+            are emptied with it.
+        scratch: More tensors to empty, whose contents need not be kept.
     """
 
     def __init__(self, tensors: Iterable[torch.Tensor], scratch: Iterable[torch.Tensor] = ()) -> None:
@@ -44,11 +44,11 @@ class Parked:
 
     @property
     def nbytes(self) -> int:
-        """Bytes that were given away."""
+        """Number of bytes that were given away."""
         return sum(size for _, size, _ in self._held)
 
     def restore(self) -> None:
-        """Takes the memory again and puts the contents back."""
+        """Allocates the memory again and puts the contents back."""
         for storage, size, host in self._held:
             storage.resize_(size)
             if host is not None:

@@ -1,4 +1,4 @@
-"""The choice of a training backend."""
+"""Chooses a training backend by name."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from rlhpc.training.contract import Blueprint, Ranks, TrainingBackend
 if TYPE_CHECKING:
     from rlhpc.training.contract import ActorSection
 
-#: Of classes `(blueprint, actor, worker) -> TrainingBackend`.
+#: Registry of classes `(blueprint, actor, worker) -> TrainingBackend`.
 BACKENDS: Registry[Any] = Registry(
     "training backend", "actor.training_backend", "rlhpc.training_backends",
     {
@@ -22,13 +22,13 @@ BACKENDS: Registry[Any] = Registry(
 
 
 def make_backend(blueprint: Blueprint, actor: ActorSection, worker: Ranks) -> TrainingBackend:
-    """Builds what `actor.training_backend` names: `local`, `fsdp`, `deepspeed`, or `module:Class`, a `TrainingBackend`. All
-    ranks of the worker's group call it.
+    """Builds the backend that `actor.training_backend` names: `local`, `fsdp`, `deepspeed`, or `module:Class`, a
+    `TrainingBackend`. All ranks of the worker's group call it.
 
     Args:
         blueprint: What is trained.
         actor: Section `actor` of the configuration.
-        worker: The rank.
+        worker: The worker of this rank.
 
     Raises:
         ConfigError: There is no such backend, or its package is not installed.

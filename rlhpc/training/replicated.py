@@ -1,4 +1,4 @@
-"""`actor.training_backend: local`: replicated weights, gradients in one flat buffer, one all-reduce a step."""
+"""`actor.training_backend: local`: replicated weights, gradients in one flat buffer, one all-reduce per step."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ OPTIMIZER = "optimizer.pt"
 
 
 class ReplicatedBackend(TrainingBackend):
-    """Every rank holds all weights. In mixed precision it computes with a copy in the blueprint's dtype of the float32
-    weights."""
+    """Every rank holds all weights. In mixed precision, it computes with a copy of the float32 weights in the
+    blueprint's dtype."""
 
     name = "local"
     lockstep = False
@@ -30,7 +30,7 @@ class ReplicatedBackend(TrainingBackend):
     def __init__(self, blueprint: Blueprint, actor: ActorSection, worker: Ranks) -> None:
         super().__init__(blueprint, actor, worker)
         self.module = blueprint.build().to(self.device)
-        # A wing that keeps the weights has them as they compute.
+        # A wing that keeps the weights itself has them in the dtype of the computation.
         dtype = None if blueprint.keeps_weights else self.dtype
         self.flat = FlatModule(self.module, self.optim, worker.all_reduce, self.ranks, look=blueprint.look, dtype=dtype)
         self.prepare_reference()
@@ -42,7 +42,7 @@ class ReplicatedBackend(TrainingBackend):
         self.flat.zero_grad()
 
     def optimizer_step(self, lr: float) -> torch.Tensor:
-        """Makes an optimizer step (`TrainingBackend.optimizer_step`). The gradients stay until the next `forward_backward`."""
+        """Takes an optimizer step (`TrainingBackend.optimizer_step`). Gradients stay until the next `forward_backward`."""
         return self.flat.optimizer_step(lr)
 
     def refuses(self, norm: torch.Tensor) -> bool:
@@ -60,13 +60,13 @@ class ReplicatedBackend(TrainingBackend):
             self.flat.replace(tensors)
 
     def held_tensors(self) -> Named:
-        """The weights as they are trained, and the optimizer's averages."""
+        """The weights in the form they are trained in, and the optimizer's averages."""
         yield from self.flat.named().items()
         optimizer = self.flat.optimizer
         yield from (("optimizer.exp_avg", optimizer.exp_avg), ("optimizer.exp_avg_sq", optimizer.exp_avg_sq))
 
     def save(self, folder: Path) -> None:
-        """Rank 0 writes the optimizer, and the trained weights, in float32, where the wing does not."""
+        """Rank 0 writes the optimizer and, if the wing does not write them, the trained weights in float32."""
         folder = Path(folder)
         if self.rank == 0:
             folder.mkdir(parents=True, exist_ok=True)
@@ -98,7 +98,7 @@ class ReplicatedBackend(TrainingBackend):
             torch.cuda.empty_cache()
 
     def reload(self) -> None:
-        """Takes back what `offload` moved away."""
+        """Moves back what `offload` moved away."""
         self._move(self.device)
 
     def _move(self, device: torch.device) -> None:

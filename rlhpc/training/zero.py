@@ -1,4 +1,4 @@
-"""`actor.training_backend: deepspeed`: ZeRO 1, 2 and 3, in the processes and the process group that rlhpc formed."""
+"""`actor.training_backend: deepspeed`: ZeRO 1, 2 and 3, in the processes and the process group formed by rlhpc."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ from rlhpc.training.zero_universal import as_universal
 if TYPE_CHECKING:
     from rlhpc.training.contract import ActorSection
 
-#: Below a checkpoint's folder: DeepSpeed's own files, under this tag; and what rlhpc has to know of them.
+#: Below a checkpoint's folder: the folder and tag of DeepSpeed's own files, and the file in which rlhpc describes them.
 FOLDER, TAG, LAYOUT = "deepspeed", "state", "deepspeed.json"
 
 
 def _pickle_stage_by_value() -> None:
-    """Makes checkpoints name the stage's class and number alone. Early versions of Python 3.11 pickle an enum's member as
-    a call of `getattr`, which no reader that is careful about pickles can allow."""
+    """Makes checkpoints name only the stage's class and number. Early versions of Python 3.11 pickle an enum member as
+    a call to `getattr`, which no reader that is careful about pickles can allow."""
 
     def reduced(stage: Any, protocol: int) -> tuple[Any, tuple[int]]:
         return type(stage), (int(stage.value),)
@@ -43,10 +43,10 @@ def _pickle_stage_by_value() -> None:
 
 
 class DeepSpeedBackend(TrainingBackend):
-    """Optimizer state (stage 1), gradients (2) and parameters (3) are spread over the ranks.
+    """Spreads optimizer state (stage 1), gradients (2) and parameters (3) over the ranks.
 
-    DeepSpeed averages gradients over ranks; ours are sums, so each loss is multiplied by the number of ranks. With
-    bfloat16 the module's weights are in bfloat16 and the optimizer keeps float32 copies.
+    DeepSpeed averages gradients over ranks; rlhpc sums them, so each loss is multiplied by the number of ranks. With
+    bfloat16, the module's weights are in bfloat16 and the optimizer keeps float32 copies.
     """
 
     name = "deepspeed"
@@ -68,11 +68,11 @@ class DeepSpeedBackend(TrainingBackend):
     # -- setting up -----------------------------------------------------------------------------------------------
 
     def _started(self) -> Any:
-        """DeepSpeed, on the worker group's process group."""
+        """Imports DeepSpeed, and initializes it on the worker group's process group."""
         on_gpu = self.device.type == "cuda"
         if not on_gpu:
             os.environ["DS_ACCELERATOR"] = "cpu"
-        # A rank sees its own accelerator alone, as device 0.
+        # A rank sees only its own accelerator, as device 0.
         os.environ.update(RANK=str(self.rank), WORLD_SIZE=str(self.ranks), LOCAL_RANK="0")
         try:
             deepspeed = importlib.import_module("deepspeed")
@@ -82,15 +82,15 @@ class DeepSpeedBackend(TrainingBackend):
                 "pip install 'rlhpc[deepspeed]'"
             ) from error
         if not on_gpu:
-            # Its first use would compile for minutes, on every node.
+            # Its first use would compile it for minutes, on every node.
             deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
         self.worker.init_process_group()
-        if not torch.distributed.is_initialized():  # a single rank has no group, which DeepSpeed wants all the same
+        if not torch.distributed.is_initialized():  # a single rank has no group, but DeepSpeed wants one all the same
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
             torch.distributed.init_process_group(
                 "cpu:gloo,cuda:nccl" if on_gpu else "gloo", store=torch.distributed.HashStore(), rank=0, world_size=1
             )
-        # Collectives that DeepSpeed calls by their old names.
+        # DeepSpeed calls some collectives by their old names.
         warnings.filterwarnings("ignore", r"`torch\.distributed\.\w+` is deprecated", FutureWarning)
         with _quiet():
             deepspeed.init_distributed(auto_mpi_discovery=False, verbose=False)
@@ -98,12 +98,12 @@ class DeepSpeedBackend(TrainingBackend):
         return deepspeed
 
     def _built(self, build: Callable[..., nn.Module]) -> nn.Module:
-        """The module in the dtype of the computation, on the device; with stage 3 this rank's part of it."""
+        """Builds the module in the dtype of the computation, on the device; with stage 3, this rank's part of it."""
         if self.stage == 3:
             with _quiet():
                 return partitioned(build, self.deepspeed, self.config, self.dtype, self.device)
         module = build()
-        for parameter in module.parameters():  # buffers, such as frequencies of positions, keep their precision
+        for parameter in module.parameters():  # buffers, such as position frequencies, keep their precision
             parameter.data = parameter.data.to(self.dtype)
         return module.to(self.device)
 
@@ -129,19 +129,19 @@ class DeepSpeedBackend(TrainingBackend):
 
     @property
     def called(self) -> nn.Module:
-        """The engine, which has to see each forward pass that is followed by a backward pass."""
+        """The engine, which must see every forward pass that a backward pass follows."""
         engine: nn.Module = self.engine
         return engine
 
     @property
     def parameters_trained(self) -> int:
-        """Trainable parameters, over all ranks."""
+        """Number of trainable parameters, over all ranks."""
         return sum(torch.Size(shape).numel() for shape in self._shapes.values())
 
     def forward_backward(
         self, micro_batches: Sequence[Batch], loss: Callable[[nn.Module, Batch], tuple[torch.Tensor, Metrics]]
     ) -> list[Metrics]:
-        """See `TrainingBackend.forward_backward`. What was accumulated cannot be forgotten."""
+        """See `TrainingBackend.forward_backward`. Accumulated gradients cannot be discarded here."""
         if self._accumulated:
             raise RuntimeError("forward_backward was called twice before optimizer_step")
         self._accumulated = True
@@ -152,8 +152,8 @@ class DeepSpeedBackend(TrainingBackend):
         self.engine.backward(loss * self.ranks, scale_wrt_gas=False)
 
     def optimizer_step(self, lr: float) -> torch.Tensor:
-        """See `TrainingBackend.optimizer_step`. A step whose norm is not finite DeepSpeed leaves out on all ranks, and says
-        infinity of it."""
+        """See `TrainingBackend.optimizer_step`. DeepSpeed skips a step whose norm is not finite on all ranks, and
+        reports the norm as infinity."""
         for group in self.engine.optimizer.param_groups:
             group["lr"] = lr
         self.engine.step()
@@ -188,18 +188,18 @@ class DeepSpeedBackend(TrainingBackend):
                     self._set_master(tensor, value.float())
 
     def _set_master(self, parameter: torch.Tensor, value: torch.Tensor) -> None:
-        """Sets what the optimizer updates of a parameter; all ranks call."""
+        """Sets the copy of a parameter that the optimizer updates; all ranks call it."""
         if not hasattr(parameter, "ds_tensor"):
             self.deepspeed.utils.safe_set_full_fp32_param(parameter, value)
             return
-        # DeepSpeed's own setter of the whole forgets that the last rank's part is padded.
+        # DeepSpeed's own setter of a whole parameter forgets that the last rank's part is padded.
         share = parameter.ds_tensor.numel()
         flat = value.new_zeros(share * self.ranks)
         flat[: value.numel()] = value.reshape(-1)
         self.deepspeed.utils.safe_set_local_fp32_param(parameter, flat[share * self.rank : share * (self.rank + 1)])
 
     def held_tensors(self) -> Named:
-        """This rank's parts, where the parameters are cut up."""
+        """This rank's parts, if the parameters are partitioned."""
         with self.awake():
             for name, parameter in self.module.named_parameters():
                 yield name, parameter.ds_tensor if hasattr(parameter, "ds_tensor") else parameter.detach()
@@ -207,7 +207,7 @@ class DeepSpeedBackend(TrainingBackend):
     # -- checkpoints ----------------------------------------------------------------------------------------------
 
     def save(self, folder: Path) -> None:
-        """DeepSpeed's own files, each rank its part, below `deepspeed/`, without weights that are frozen."""
+        """Has DeepSpeed write its own files below `deepspeed/`, each rank its part, without frozen weights."""
         folder = Path(folder)
         target = folder / FOLDER
         with self.awake(), _quiet():
@@ -225,11 +225,11 @@ class DeepSpeedBackend(TrainingBackend):
 
     @property
     def _frozen(self) -> bool:
-        """Whether some weights are; they come from where the module comes from."""
+        """Whether some weights are frozen; those are restored from the module's own source."""
         return not all(p.requires_grad for p in self.module.parameters())
 
     def _layout(self) -> dict[str, Any]:
-        """What has to be the same for DeepSpeed to take its files as they are."""
+        """What must be the same for DeepSpeed to load its files as they are."""
         return {
             "world_size": self.ranks,
             "zero_stage": self.stage,
@@ -238,8 +238,8 @@ class DeepSpeedBackend(TrainingBackend):
         }
 
     def load(self, folder: Path) -> None:
-        """See `TrainingBackend.load`. Of another world size it goes through DeepSpeed's universal format, in a folder beside
-        that is removed afterwards."""
+        """See `TrainingBackend.load`. From another world size, it goes through DeepSpeed's universal format, in a
+        neighbouring folder that is removed afterwards."""
         folder = Path(folder)
         self.check_identity(folder)
         try:
@@ -263,7 +263,7 @@ class DeepSpeedBackend(TrainingBackend):
             self._impose_options()
 
     def _read(self, source: Path, *, universal: bool) -> None:
-        # The engine reads this from its configuration, but which kind is to be loaded is known only now.
+        # The engine reads this from its configuration, but only now is it known which kind to load.
         self.engine._config.load_universal_checkpoint = universal
         try:
             with _quiet():
@@ -285,14 +285,14 @@ class DeepSpeedBackend(TrainingBackend):
             )
         optimizer.clip_grad = self.optim.clip_grad
         for state in optimizer.optimizer.state.values():
-            if torch.is_tensor(state.get("step")):  # the universal format's parts would share one counter
+            if torch.is_tensor(state.get("step")):  # the parts from the universal format would share one counter
                 state["step"] = state["step"].clone()
 
     # -- giving the accelerator away ------------------------------------------------------------------------------
 
     @property
     def away(self) -> bool:
-        """Whether it is parked: views of empty memory are all that is left."""
+        """Whether the backend is parked: all that is left are views of empty memory."""
         return self._parked is not None
 
     def offload(self) -> None:
@@ -303,7 +303,7 @@ class DeepSpeedBackend(TrainingBackend):
             torch.cuda.empty_cache()
 
     def park(self) -> int:
-        """Empties what this rank holds on its device; the bytes given away."""
+        """Empties what this rank holds on its device; returns the number of bytes given away."""
         if self.stage == 3:
             self.engine.empty_partition_cache()
         here = self.device.type
@@ -316,13 +316,13 @@ class DeepSpeedBackend(TrainingBackend):
         return self._parked.nbytes
 
     def reload(self) -> None:
-        """Takes back what `offload` moved away."""
+        """Moves back what `offload` moved away."""
         if self._parked is not None:
             self._parked.restore()
             self._parked = None
 
     def _tensors(self) -> Iterator[torch.Tensor]:
-        """All that model, optimizer and reference hold, in whatever order."""
+        """All tensors of model, optimizer and reference, in any order."""
         modules = [self.module] if self._reference is None else [self.module, self._reference]
         for module in modules:
             for tensor in (*module.parameters(), *module.buffers()):
@@ -333,13 +333,13 @@ class DeepSpeedBackend(TrainingBackend):
 
 
 def _shape(parameter: torch.Tensor) -> list[int]:
-    """Shape of the whole parameter, of which a rank may hold a part."""
+    """Shape of the whole parameter, of which a rank may hold only a part."""
     return list(parameter.ds_shape if hasattr(parameter, "ds_shape") else parameter.shape)
 
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Without what DeepSpeed prints of its memory and progress; its errors are exceptions."""
+    """Suppresses what DeepSpeed prints about memory and progress; its errors are exceptions."""
     logger = logging.getLogger("DeepSpeed")
     level = logger.level
     logger.setLevel(logging.ERROR)

@@ -1,4 +1,4 @@
-"""DeepSpeed's configuration, from rlhpc's: what rlhpc decides, what it only proposes, and what the user adds."""
+"""DeepSpeed's configuration from rlhpc's: what rlhpc decides, what it only proposes, and what the user adds."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 KEY = "actor.deepspeed.config"
 
-#: Keys of DeepSpeed's that rlhpc decides, and the keys of rlhpc that say them.
+#: DeepSpeed's keys that rlhpc decides, and the keys of rlhpc that set them.
 DECIDED = {
     "train_batch_size": "actor.global_batch_size",
     "train_micro_batch_size_per_gpu": "actor.max_tokens_per_micro_batch",
@@ -41,10 +41,10 @@ DECIDED = {
     "zero_optimization.compute_grad_norm": "",
 }
 
-#: Elements of DeepSpeed's gradient buffer where nothing is said; it is allocated in full, however small the model.
+#: Default size of DeepSpeed's gradient buffer in elements; it is allocated in full, however small the model.
 _BUCKET = 500_000_000
 
-#: Sections that the user may give. DeepSpeed itself would pass over a misspelt one in silence.
+#: Sections that the user may give. DeepSpeed itself would silently ignore a misspelt one.
 ALLOWED = (
     "aio", "checkpoint", "comet", "comms_logger", "communication_data_type", "compile", "csv_monitor", "data_types",
     "disable_allgather", "disable_python_gc", "dump_state", "flops_profiler", "gradient_predivide_factor",
@@ -54,16 +54,15 @@ ALLOWED = (
 
 
 def deepspeed_config(actor: ActorSection, dtype: torch.dtype, parameters: int | None = None) -> dict[str, Any]:
-    """What `deepspeed.initialize` is given. Needs neither DeepSpeed nor the model, so a run can be checked beforehand.
+    """Configuration for `deepspeed.initialize`. Needs neither DeepSpeed nor the model, so it can be checked beforehand.
 
     Args:
         actor: Section `actor` of the configuration.
-        dtype: Of the computation.
-        parameters: Trainable ones; buffers need not be larger.
+        dtype: Dtype of the computation.
+        parameters: Number of trainable parameters; buffers need not be larger.
 
     Raises:
-        ConfigError: A stage that does not exist, or a key of `actor.deepspeed.config` that rlhpc sets or that nobody
-            knows.
+        ConfigError: The stage does not exist, or `actor.deepspeed.config` has a key that rlhpc sets or that is unknown.
     """
     stage, clip = actor.deepspeed.zero_stage, actor.optim.clip_grad
     if isinstance(stage, bool) or stage not in (1, 2, 3):
@@ -75,7 +74,7 @@ def deepspeed_config(actor: ActorSection, dtype: torch.dtype, parameters: int | 
     if parameters is not None:
         proposed["zero_optimization"] = {"reduce_bucket_size": max(1, min(parameters, _BUCKET))}
     if bfloat16:
-        # Sums over ranks and micro-batches in bfloat16 would lose what small gradients add.
+        # Sums over ranks and micro-batches in bfloat16 would lose the contribution of small gradients.
         proposed |= {"communication_data_type": "fp32", "data_types": {"grad_accum_dtype": "fp32"}}
     zero: dict[str, Any] = {"stage": int(stage)}
     if actor.deepspeed.cpu_offload:
@@ -83,7 +82,7 @@ def deepspeed_config(actor: ActorSection, dtype: torch.dtype, parameters: int | 
         if stage == 3:
             zero["offload_param"] = {"device": "cpu"}
     decided = {
-        # DeepSpeed only multiplies these; how many micro-batches a step has is said before each backward pass.
+        # DeepSpeed only multiplies these; the number of micro-batches in a step is set before each backward pass.
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": 1,
         "gradient_clipping": float(clip) if clip is not None else 0.0,
@@ -96,7 +95,7 @@ def deepspeed_config(actor: ActorSection, dtype: torch.dtype, parameters: int | 
 
 
 def _check(given: dict[str, Any]) -> None:
-    """Refuses what rlhpc decides, and sections that DeepSpeed would pass over."""
+    """Refuses keys that rlhpc decides, and sections that DeepSpeed would ignore."""
     for path, ours in DECIDED.items():
         section, _, key = path.partition(".")
         inner = given.get(section)

@@ -1,4 +1,4 @@
-"""DeepSpeed's checkpoint files, read without DeepSpeed, in one process, and without running what is pickled in them."""
+"""Reads DeepSpeed's checkpoint files without DeepSpeed, in one process, and without running what is pickled in them."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ _WHOLE = "mp_rank_00_model_states.pt"
 
 @dataclass
 class _Fragment:
-    """Where a rank's part of a parameter lies in its flat tensor."""
+    """Position of a rank's part of a parameter in the rank's flat tensor."""
 
     numel: int = 0
     start: int = 0
 
 
 class _Stage(int):
-    """ZeRO's stage."""
+    """Stands in for the enum of ZeRO's stages."""
 
 
 class _Scaler:
-    """The loss scale's state, of no interest here."""
+    """Stands in for the state of the loss scale, of no interest here."""
 
 
-#: The classes that DeepSpeed pickles, with what stands in for them.
+#: The classes that DeepSpeed pickles, and what stands in for them.
 _STANDINS: dict[str, Any] = {
     "deepspeed.utils.tensor_fragment.fragment_address": _Fragment,
     "deepspeed.runtime.zero.config.ZeroStageEnum": _Stage,
@@ -49,7 +49,7 @@ def require_harmless(paths: Iterable[Path]) -> None:
     for path in paths:
         try:
             named = torch.serialization.get_unsafe_globals_in_checkpoint(str(path))
-        except Exception as error:  # whatever a damaged file leads to
+        except Exception as error:  # a damaged file may raise anything
             raise CheckpointError(f"{path}: cannot be read ({type(error).__name__}: {error})") from error
         foreign = sorted(set(named) - set(_STANDINS))
         if foreign:
@@ -59,7 +59,7 @@ def require_harmless(paths: Iterable[Path]) -> None:
 
 
 def files_of(folder: Path, rank: int) -> list[Path]:
-    """What a rank of the same world size reads of one tag's folder."""
+    """The files of one tag's folder that a rank reads at the same world size."""
     return [
         path
         for path in sorted(folder.glob("*_states.pt"))
@@ -68,10 +68,10 @@ def files_of(folder: Path, rank: int) -> list[Path]:
 
 
 def full_parameters(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
-    """The trained parameters in full, in float32, from all ranks' files.
+    """Yields the trained parameters in full, in float32, from all ranks' files.
 
     Args:
-        folder: Of one tag.
+        folder: The folder of one tag.
 
     Raises:
         CheckpointError: Files are missing or damaged.
@@ -91,7 +91,7 @@ def full_parameters(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def _count(state: dict[str, Any], found: int) -> Any:
-    """World size that saved it."""
+    """World size at which the state was saved."""
     count = state.get("partition_count", found)
     return max(count) if isinstance(count, (list, tuple)) else count
 
@@ -112,7 +112,7 @@ def _stage_3(states: list[dict[str, Any]], shapes: list[dict[str, Any]]) -> Iter
     for group, members in enumerate(shapes):
         start = 0
         for name, shape in members.items():
-            share = -(-torch.Size(shape).numel() // len(states))  # each rank's, the last one's padded
+            share = -(-torch.Size(shape).numel() // len(states))  # elements per rank; the last one's part is padded
             pieces = [state["fp32_flat_groups"][group].narrow(0, start, share) for state in states]
             start += share
             yield name, _assembled(name, pieces, shape)
@@ -127,7 +127,7 @@ def _assembled(name: str, pieces: list[torch.Tensor], shape: Any) -> torch.Tenso
 
 
 def _parts(folder: Path, kind: str) -> list[Path]:
-    """The ranks' files, in the order of the ranks."""
+    """The ranks' files, in rank order."""
     found = {int(m[1]): path for path in folder.glob("*.pt") if (m := _PART.search(path.name)) and m[2] == kind}
     return [found[rank] for rank in sorted(found)]
 

@@ -1,4 +1,4 @@
-"""A model spread over the ranks as ZeRO-3 has it, without any rank but the first having held it whole."""
+"""Spreads a model over the ranks as in ZeRO-3, without any rank but the first ever holding all of it."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from torch import nn
 def partitioned(
     build: Callable[..., nn.Module], deepspeed: Any, config: dict[str, Any], dtype: torch.dtype, device: torch.device
 ) -> nn.Module:
-    """Rank 0 reads the weights; parameter by parameter they are broadcast and cut up. All ranks call.
+    """Rank 0 reads the weights, which are broadcast and partitioned one parameter at a time. All ranks call it.
 
     Args:
-        build: Makes the model, on the host; with `empty=True` on the meta device.
+        build: Builds the model on the host or, with `empty=True`, on the meta device.
         deepspeed: The package, initialized.
-        config: DeepSpeed's.
-        dtype: Of the parameters.
-        device: Of this rank.
+        config: DeepSpeed's configuration.
+        dtype: Dtype of the parameters.
+        device: Device of this rank.
     """
     rank, ranks = dist.get_rank(), dist.get_world_size()
     module = build(empty=rank != 0)
@@ -52,7 +52,7 @@ def partitioned(
 
 
 def _converter(deepspeed: Any, config: dict[str, Any]) -> Callable[[list[nn.Parameter]], None]:
-    """What makes ZeRO-3 parameters of plain ones. DeepSpeed hands it out with a parameter that it has converted."""
+    """The function that turns plain parameters into ZeRO-3's; DeepSpeed offers it only on a parameter it has converted."""
     first = nn.Linear(1, 1, bias=False)
     deepspeed.zero.Init(module=first, config_dict_or_path=config)
     converted: Any = first.weight

@@ -1,4 +1,4 @@
-"""DeepSpeed checkpoints for another world size or stage, through its universal format: one file a parameter."""
+"""DeepSpeed checkpoints for another world size or stage, through its universal format: one file per parameter."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ if TYPE_CHECKING:
 
 @contextlib.contextmanager
 def as_universal(source: Path, *, beside: Path, worker: Ranks) -> Iterator[Path]:
-    """A checkpoint in the universal format, for as long as the block lasts. All ranks call; rank 0 converts.
+    """Provides a checkpoint in the universal format while the block runs. All ranks call it; rank 0 converts.
 
     Args:
         source: DeepSpeed's folder of one tag.
-        beside: A folder whose neighbour the converted one becomes: every node has to see it, so it is no temporary
-            folder of one machine. Its name is that of an unfinished save, so what a killed run leaves goes with those.
-        worker: Of this rank.
+        beside: The folder beside which the converted one is put: every node must see it, so it cannot be a temporary
+            folder of one machine. Its name is that of an unfinished save, so it is cleaned up like one after a kill.
+        worker: The worker of this rank.
 
     Returns:
-        The folder that has the tag's folder in it.
+        The folder that contains the tag's folder.
 
     Raises:
-        CheckpointError: It could not be converted; on all ranks.
+        CheckpointError: The checkpoint could not be converted; raised on all ranks.
     """
     scratch: str | None = None
     failure = ""
@@ -42,7 +42,7 @@ def as_universal(source: Path, *, beside: Path, worker: Ranks) -> Iterator[Path]
         try:
             require_harmless(sorted(source.glob("*.pt")))
             convert(source, Path(scratch) / source.name)
-        except Exception as error:  # the other ranks wait: whatever it is, they have to know
+        except Exception as error:  # the other ranks are waiting: whatever it is, they must know
             failure = f"{source} could not be converted for another number of ranks: {type(error).__name__}: {error}"
     told = worker.all_gather_object((scratch, failure))
     folder = Path(told[0][0])
@@ -50,14 +50,14 @@ def as_universal(source: Path, *, beside: Path, worker: Ranks) -> Iterator[Path]
         if told[0][1]:
             raise CheckpointError(told[0][1])
         yield folder
-        worker.barrier()  # nobody reads there any more
+        worker.barrier()  # nobody is reading there any more
     finally:
         if worker.rank == 0:
             shutil.rmtree(folder, ignore_errors=True)
 
 
 def convert(source: Path, target: Path) -> None:
-    """Writes `target` in the universal format; DeepSpeed's converter, in this process."""
+    """Writes `target` in the universal format, with DeepSpeed's converter in this process."""
     converter = importlib.import_module("deepspeed.checkpoint.ds_to_universal")
     target.mkdir(parents=True)
     options = argparse.Namespace(
