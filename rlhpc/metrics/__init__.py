@@ -1,4 +1,4 @@
-"""Metric rows, progress, timers, provenance, report."""
+"""Metric rows, progress, timers, provenance, and the report."""
 
 from rlhpc.metrics.logger import MetricLogger, read_metrics
 from rlhpc.metrics.progress import ProgressBar

@@ -1,7 +1,7 @@
-"""What a run cost: hours, idle share, memory and restarts of each role, from one `sacct` query about all of its jobs.
+"""What a run cost: hours, idle share, memory and restarts of each role, from one `sacct` query on all of its jobs.
 
-A worker group is a job step of its own name, and the driver is the batch step. Steps overlap, so the cores that two groups
-may use can be the same ones: the shares of the roles do not add up to the job, those of the components do.
+A worker group is a job step of the same name, and the driver is the batch step. Steps overlap, so two groups may use the
+same cores: the shares of the roles do not add up to the job, but those of the components do.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _EARLIER_S = 3600.0
 
 
 def job_ids(paths: RunPaths, provenance: Mapping[str, Any] | None = None) -> JobIds:
-    """The Slurm jobs that a run had: those submitted, requeued or resubmitted, and allocations that it was started in."""
+    """The Slurm jobs of a run: those submitted, requeued or resubmitted, and allocations that it was started in."""
     own: dict[str, None] = {}
     times: list[float] = []
     drivers = 0
@@ -58,11 +58,11 @@ def job_ids(paths: RunPaths, provenance: Mapping[str, Any] | None = None) -> Job
 def account(
     starts: Sequence[Row], placement: Mapping[str, Sequence[Mapping[str, Any]]], jobs: JobIds
 ) -> dict[str, Any]:
-    """The content of accounting.json.
+    """Computes the content of accounting.json.
 
     Args:
-        starts: What `query` gave.
-        placement: provenance.json's, which says what accelerators each group has: its step is given all of a node.
+        starts: The result of `query`.
+        placement: From provenance.json; says which accelerators each group has, as its step is given all of a node's.
         jobs: The run's jobs.
     """
     started = [start for start in starts if start.elapsed > 0]
@@ -92,7 +92,7 @@ def account(
 
 
 def _role(step: Row, placement: Mapping[str, Any]) -> str | None:
-    """The group that a step is, or the driver; None for what is none of ours."""
+    """The group that a step runs, or the driver; None for steps that are not rlhpc's."""
     if step.step == "batch":
         return DRIVER
     if not step.step.isdigit() or (placement and step.name not in placement):
@@ -101,7 +101,7 @@ def _role(step: Row, placement: Mapping[str, Any]) -> str | None:
 
 
 def _node_ranks(start: Row, starts: Sequence[Row]) -> list[int]:
-    """Ranks of a component's nodes in the run's cluster: components follow one another."""
+    """Ranks of a component's nodes in the run's cluster, where components follow one another."""
     sizes = {s.component: len(s.nodes) for s in starts if s.job_id == start.job_id}
     first = sum(size for component, size in sizes.items() if component < start.component)
     return list(range(first, first + len(start.nodes)))
@@ -110,7 +110,7 @@ def _node_ranks(start: Row, starts: Sequence[Row]) -> list[int]:
 def _accelerators(
     step: Row, role: str, placement: Mapping[str, Sequence[Mapping[str, Any]]], ranks: Sequence[int]
 ) -> set[Any]:
-    """What the step held, under names that are the same for groups that share; a driver holds none."""
+    """The accelerators that the step held, under names that groups sharing them have in common; a driver holds none."""
     if role == DRIVER:
         return set()
     if role not in placement:
@@ -150,7 +150,7 @@ def _of_role(found: Sequence[tuple[Row, set[Any]]]) -> dict[str, Any]:
         "cpu_hours_used": _hours(sum(row.cpu_time for row in rows if row.measured)),
         "idle_share": _idle(rows),
         "max_rss_bytes": max((row.max_rss for row in rows if row.max_rss is not None), default=None),
-        # A further job is the next segment, or was submitted anew: no restart.
+        # Another job is the next segment or a new submission, not a restart.
         "restarts": max(len(mine) - len({row.job_id for row in mine}) for mine in by_part),
     }
 
@@ -190,11 +190,11 @@ def _of_component(
 
 
 def write_accounting(paths: RunPaths) -> dict[str, Any] | None:
-    """Ask sacct about the run's jobs and write report/accounting.json; never fails for a scheduler that does.
+    """Asks sacct about the run's jobs and writes report/accounting.json; never fails because the scheduler does.
 
     Returns:
-        What was written; None where the run had no Slurm jobs. Where sacct has no answer, `available` is False and
-        `reason` says why; numbers of an earlier report are kept, and `reason` is added to them.
+        What was written; None if the run had no Slurm jobs. If sacct has no answer, `available` is False and `reason`
+        says why; numbers of an earlier report are kept, with `reason` added to them.
     """
     provenance = read_provenance(paths)
     jobs = job_ids(paths, provenance)

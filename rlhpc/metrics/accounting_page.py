@@ -1,4 +1,4 @@
-"""The report's part about what a run cost."""
+"""The part of the report that says what a run cost."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from rlhpc.metrics.page import Cell, duration, missing, size, table
 
 
 def accounting_tables(record: Mapping[str, Any]) -> str:
-    """Two tables, of the roles and of the job's components, from accounting.json."""
+    """Two tables from accounting.json: one of the roles, one of the job's components."""
     jobs = "job" + ("s " if len(record["jobs"]) > 1 else " ") + ", ".join(str(job) for job in record["jobs"])
     if not record.get("available"):
         return missing(f"Accounting is not available for {escape(jobs)}: {escape(str(record.get('reason', '')))}.")

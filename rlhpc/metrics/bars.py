@@ -1,4 +1,4 @@
-"""Bars as SVG text: stacked over an axis of steps, and lying beside each other on a logarithmic axis."""
+"""Bar charts as SVG text: stacked bars over steps, and horizontal bars on a logarithmic axis."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def stacked_bars(
     bins: Sequence[tuple[float, float]],
     stacks: Sequence[tuple[str, Sequence[float]]],
 ) -> str:
-    """Bars over x intervals, one colour per named layer from the bottom up."""
+    """Draws stacked bars over x intervals; each named layer has its colour, from the bottom up."""
     if not bins or not stacks:
         return empty_chart(title, "nothing logged yet", LARGE)
     heights = [sum(values[i] for _, values in stacks) for i in range(len(bins))]
@@ -43,13 +43,13 @@ def stacked_bars(
 
 
 def log_bars(title: str, unit: str, rows: Mapping[str, Mapping[str, Spread]], colors: Mapping[str, int]) -> str:
-    """Lying bars on a logarithmic axis, each with its value and spread; the bars of a row belong together.
+    """Draws horizontal bars on a logarithmic axis, each with its value and spread; the bars of a row belong together.
 
     Args:
-        title: Of the chart.
-        unit: Of the values, under the title.
-        rows: What was measured → who → (lowest, median, highest), all above 0.
-        colors: Who → index into the palette; the key is in this order.
+        title: Title of the chart.
+        unit: Unit of the values, shown under the title.
+        rows: Measurement → subject → (lowest, median, highest), all above 0.
+        colors: Subject → index into the palette; the key is in this order.
     """
     values = [value for found in rows.values() for spread in found.values() for value in spread]
     low, high = math.floor(math.log10(min(values))), math.ceil(math.log10(max(values)))
@@ -57,7 +57,7 @@ def log_bars(title: str, unit: str, rows: Mapping[str, Mapping[str, Spread]], co
     frame = Frame(low, max(high, low + 1), 0, 1, (width, 0))
     heading(frame, title, unit, [(who, color) for who, color in colors.items() if any(who in f for f in rows.values())])
     frame.left, y = 8.0, frame.top + 4
-    end = width - 8 - max(text_width(number(value)) for value in values)  # room for the values behind the bars
+    end = width - 8 - max(text_width(number(value)) for value in values)  # room for the values after the bars
 
     def at(value: float) -> float:
         return 8 + (math.log10(value) - low) / (frame.x1 - low) * (end - 8)
@@ -79,7 +79,7 @@ def log_bars(title: str, unit: str, rows: Mapping[str, Mapping[str, Spread]], co
     for power in range(low, int(frame.x1) + 1):
         x = at(10.0**power)
         frame.parts.append(f'<path class="grid" d="M{x:.1f} {frame.top:.0f}V{y:.0f}"/>')
-        anchor = "start" if power == low else "middle"  # the first stands at the drawing's edge
+        anchor = "start" if power == low else "middle"  # the first label is at the drawing's edge
         frame.parts.append(
             f'<text class="num" x="{x:.1f}" y="{y + 14:.0f}" text-anchor="{anchor}">{number(10.0**power)}</text>'
         )

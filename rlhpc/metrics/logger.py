@@ -1,7 +1,7 @@
-"""Metric rows: metrics.jsonl (one row a step, the public format), and the loggers that get the same rows.
+"""Metric rows: metrics.jsonl (one row per step, the public format), and the loggers that get the same rows.
 
-Everything a row holds is a function of seeds and configuration, except the namespace `time/`: a killed and resumed
-run writes the same rows as one that was never killed, apart from `time/`.
+Everything in a row is a function of seeds and configuration, except the namespace `time/`: apart from that, a run that
+was killed and resumed writes the same rows as one that was never killed.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from rlhpc.runtime.errors import StorageError
 from rlhpc.runtime.plain import read_json
 from rlhpc.runtime.storage import storage_error
 
-#: What a run writes by default.
+#: The loggers of a run by default.
 BACKENDS = ("jsonl", "tensorboard")
 
 
 class MetricLogger:
-    """Appends metric rows; `log` twice with one step merges into one row.
+    """Appends metric rows; logging the same step twice merges both into one row.
 
-    metrics.jsonl is written whatever the backends are: resuming and the report depend on it. A backend that fails is given
-    up with a warning; a metrics.jsonl that cannot be written is an error.
+    metrics.jsonl is written whatever the backends are, because resuming and the report depend on it. A backend that
+    fails is dropped with a warning; failing to write metrics.jsonl is an error.
     """
 
     def __init__(
@@ -41,14 +41,14 @@ class MetricLogger:
         kwargs: Mapping[str, Any] | None = None,
         config: Mapping[str, Any] | None = None,
     ) -> None:
-        """Open the run's metric files.
+        """Opens the run's metric files.
 
         Args:
             paths: The run.
             backends: Names of loggers, see `rlhpc.metrics.loggers`.
-            resume_step: Step the run continues from: rows of later steps are dropped. None: a fresh run; rows that
-                are there are kept in `metrics.<n>.jsonl`.
-            kwargs: Name of a logger → what it is built with.
+            resume_step: Step the run continues from: rows of later steps are dropped. None: a fresh run; existing rows
+                are kept in `metrics.<n>.jsonl`.
+            kwargs: Name of a logger → its keyword arguments.
             config: The run's configuration without secrets, for the loggers.
 
         Raises:
@@ -77,7 +77,7 @@ class MetricLogger:
             self._feeds.append(Feed(name, logger, run, memory, resume_step, backlog))
 
     def log(self, step: int, metrics: Mapping[str, SupportsFloat]) -> None:
-        """Add metrics to the row of `step`; visible to readers at the return, durable after `commit`.
+        """Adds metrics to the row of `step`; readers see them when this returns, and they are durable after `commit`.
 
         Args:
             step: Global step, never smaller than the last one.
@@ -101,7 +101,7 @@ class MetricLogger:
                 feed.log(step, numbers)
 
     def commit(self) -> None:
-        """Make all rows durable. Call before a checkpoint is committed: its step's row must not be lost."""
+        """Makes all rows durable. Call this before committing a checkpoint: its step's row must not be lost."""
         try:
             self._file.flush()
             os.fsync(self._file.fileno())
@@ -112,7 +112,7 @@ class MetricLogger:
             feed.commit()
 
     def close(self) -> None:
-        """Commit and close; the loggers have a minute to finish."""
+        """Commits and closes; the loggers have a minute to finish."""
         try:
             if not self._file.closed:
                 self.commit()
@@ -133,7 +133,7 @@ class MetricLogger:
         self._last_row = {**self._last_row, **values}
         line = _line(step, self._last_row)
         if self._last_offset < self._committed:
-            # The row was promised to be on disk, so it must not be missing for a moment either.
+            # The row is promised to be on disk already, so it must not be missing even for a moment.
             head = self._path.read_bytes()[: self._last_offset]
             self._file.close()
             replace_durably(self._path, head + line)
@@ -145,7 +145,7 @@ class MetricLogger:
         self._file.flush()
 
     def _truncate(self, resume_step: int) -> list[tuple[int, dict[str, Any]]]:
-        """Keep whole rows up to `resume_step`, and return them; the last one wins where a step occurs twice."""
+        """Keeps whole rows up to `resume_step`, and returns them; if a step occurs twice, the last row wins."""
         raw = self._path.read_bytes() if self._path.exists() else b""
         rows = {step: row for step, row in _parse(raw) if step <= resume_step}
         kept = b"".join(_line(step, rows[step]) for step in sorted(rows))
@@ -163,7 +163,7 @@ class MetricLogger:
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """Rows of a metrics.jsonl, by step; a torn or foreign line is left out. Not-a-number and infinite values are None.
+    """Rows of a metrics.jsonl, by step; torn or foreign lines are left out. NaN and infinite values are None.
 
     A file that does not exist has no rows.
     """
@@ -176,7 +176,7 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 
 
 def series(rows: Sequence[Mapping[str, Any]], name: str, against: str = "step") -> tuple[list[float], list[float]]:
-    """Two columns of the rows that have both, as x and y."""
+    """Columns `against` and `name` as x and y, from the rows that have both."""
     pairs = [(float(row[against]), float(row[name])) for row in rows if _has(row, name) and _has(row, against)]
     return [x for x, _ in pairs], [y for _, y in pairs]
 
@@ -194,7 +194,7 @@ def _plain(value: SupportsFloat) -> int | float | None:
 
 
 def _numbers(values: Mapping[str, Any]) -> dict[str, float]:
-    """A row for loggers: what is no finite number is NaN; what a foreign row has besides numbers is left out."""
+    """A row for loggers: values that are not finite are NaN; anything but numbers in a foreign row is left out."""
     numbers = {name: math.nan if value is None else value for name, value in values.items()}
     return {name: value for name, value in numbers.items() if isinstance(value, (int, float))}
 

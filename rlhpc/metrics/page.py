@@ -1,4 +1,4 @@
-"""The frame of the report: style, cards, tables. Knows HTML, nothing of runs."""
+"""The frame of the report: style, cards, tables. It knows HTML, but nothing about runs."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ th,td{padding:6px 8px}}
 
 
 def page(title: str, subtitle: str, body: Sequence[str], css: str = "") -> str:
-    """The whole document; `css` is added to the style."""
+    """Returns the whole document; `css` is added to the style."""
     html = (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width,initial-scale=1">'
@@ -71,8 +71,8 @@ def page(title: str, subtitle: str, body: Sequence[str], css: str = "") -> str:
         + "\n".join(body)
         + "\n</main></body></html>\n"
     )
-    # What comes from logs and models may hold what a page may not: control characters become their pictures, and lone
-    # surrogates question marks.
+    # Text from logs and models may contain what a page must not: control characters become their pictures, and lone
+    # surrogates become question marks.
     return re.sub(r"\r\n?", "\n", html).translate(_CONTROL).encode("utf-8", "replace").decode()
 
 
@@ -93,12 +93,12 @@ def figures(charts: Sequence[str], kind: str = "") -> str:
 
 
 def missing(html: str) -> str:
-    """What is shown in place of a piece that is not there yet."""
+    """A placeholder for a part that does not exist yet."""
     return f'<p class="missing">{html}</p>'
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[Cell]], text_columns: Collection[int] = ()) -> str:
-    """A table; numbers stand right-aligned, the `text_columns` left."""
+    """A table; numbers are right-aligned, the `text_columns` left-aligned."""
 
     def cells(tag: str, row: Sequence[Cell]) -> str:
         return "".join(
@@ -116,7 +116,7 @@ def table(head: Sequence[str], rows: Sequence[Sequence[Cell]], text_columns: Col
 
 
 def facts(pairs: Mapping[str, Any]) -> str:
-    """Names and values, one a line; values that are None or empty are left out."""
+    """Names and values, one per line; values that are None or empty are left out."""
     rows = "".join(
         f'<tr><td class="t">{escape(name)}</td><td class="t mono">{escape(str(value))}</td></tr>'
         for name, value in pairs.items()
@@ -137,7 +137,7 @@ def duration(seconds: float) -> str:
 
 
 def size(count: float) -> str:
-    """Bytes with a binary unit."""
+    """A number of bytes with a binary unit."""
     for unit in ("B", "KiB", "MiB", "GiB"):
         if count < 1024:
             return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
@@ -146,7 +146,7 @@ def size(count: float) -> str:
 
 
 def time_unit(seconds: float) -> tuple[str, float]:
-    """A unit that fits, and its length in seconds."""
+    """A unit suited to a duration, and its length in seconds."""
     if seconds >= 3 * 3600:
         return "h", 3600.0
     return ("min", 60.0) if seconds >= 300 else ("s", 1.0)

@@ -1,4 +1,4 @@
-"""Where the time of a run's steps went, from its rows."""
+"""Where the time of a run's steps went, according to its metric rows."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 Rows = Sequence[Mapping[str, Any]]
 
-# Not phases of a step: totals, and the work of stages, which overlaps; nor are rates, `…_per_s`.
+# Not phases of a step: totals, the work of stages, which overlap, and rates, `…_per_s`.
 STAGES = ("generate", "rollout_sync", "score", "train")
 _NOT_PHASES = {"time/step_s", "time/wall_s", *(f"time/{stage}_s" for stage in STAGES)}
 _PHASE_ORDER = ["rollout", "receive", "update", "sync", "save", "eval"]
@@ -16,7 +16,7 @@ _MAX_BARS = 48
 
 
 def phase_columns(rows: Rows) -> dict[str, list[float]]:
-    """Seconds of each phase by row; `other` is what `time/step_s` has beyond them."""
+    """Seconds of each phase by row; `other` is what remains of `time/step_s`."""
     names = {key for row in rows for key in row if key.startswith("time/") and key.endswith("_s")} - _NOT_PHASES
     short = sorted(name.removeprefix("time/").removesuffix("_s") for name in names if not name.endswith("_per_s"))
     short.sort(key=lambda name: _PHASE_ORDER.index(name) if name in _PHASE_ORDER else len(_PHASE_ORDER))
@@ -31,7 +31,7 @@ def phase_columns(rows: Rows) -> dict[str, list[float]]:
 def binned(
     rows: Rows, columns: Mapping[str, Sequence[float]]
 ) -> tuple[list[tuple[float, float]], list[tuple[str, list[float]]]]:
-    """Mean per bar, with at most `_MAX_BARS` bars."""
+    """Bins the rows into at most `_MAX_BARS` bars, with the mean per bar."""
     if not rows or not columns:
         return [], []
     width = math.ceil(len(rows) / _MAX_BARS)

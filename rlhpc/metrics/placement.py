@@ -1,4 +1,4 @@
-"""The placement picture: nodes × slots × ranks, from provenance.json's `placement`."""
+"""A picture of the placement: nodes × slots × ranks, from `placement` in provenance.json."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ _CPU = -1
 
 
 def placement_grid(placement: Mapping[str, Sequence[Mapping[str, Any]]] | None) -> str:
-    """A table with one row a node and one column an accelerator; processes without one stand under `CPU`.
+    """A table with one row per node and one column per accelerator; processes without one are listed under `CPU`.
 
     Args:
-        placement: `{component: [{"rank": 0, "node": "n1", "accelerators": [0, 1]}, ...]}`; `node_rank` is used where
+        placement: `{component: [{"rank": 0, "node": "n1", "accelerators": [0, 1]}, ...]}`; `node_rank` is used if
             `node` is missing.
     """
     if not placement or not any(placement.values()):
@@ -27,7 +27,7 @@ def placement_grid(placement: Mapping[str, Sequence[Mapping[str, Any]]] | None) 
 
 
 def _grid(placement: Mapping[str, Sequence[Mapping[str, Any]]]) -> str:
-    # A node is its rank and name: virtual nodes of one machine may share the name.
+    # A node is identified by rank and name: virtual nodes on one machine may share the name.
     cells: dict[tuple[int, str], dict[int, dict[str, list[int]]]] = {}
     for component, ranks in placement.items():
         for entry in ranks:
@@ -60,7 +60,7 @@ def _grid(placement: Mapping[str, Sequence[Mapping[str, Any]]]) -> str:
 
 
 def _chips(component: str, ranks: Sequence[int], color: int) -> str:
-    """One chip a rank, or one for a stretch where there are many."""
+    """One chip per rank or, if there are many, per stretch of ranks."""
     ordered = sorted(ranks)
     if len(ordered) <= 6:
         return "".join(_chip(f"{component} {rank}", color) for rank in ordered)

@@ -1,4 +1,4 @@
-"""What the person at the terminal sees: a bar on a terminal, a line now and then in a log file."""
+"""Progress for the user: a bar on a terminal, a line now and then in a log file."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _BAR = "{desc} {percentage:3.0f}%|{bar}| {unit} {n_fmt}/{total_fmt} [{elapsed}, 
 
 @contextlib.contextmanager
 def quiet_terminal() -> Iterator[None]:
-    """While it is open the terminal does not print `^C` into what is shown there; nothing where there is no terminal."""
+    """Keeps the terminal from printing `^C` into its output while the block runs; does nothing without a terminal."""
     import termios
 
     try:
@@ -26,7 +26,7 @@ def quiet_terminal() -> Iterator[None]:
         foreground = os.tcgetpgrp(fd) == os.getpgrp()
     except (OSError, ValueError, AttributeError, termios.error):
         foreground = False
-    if not foreground:  # from the background, setting it would stop the process
+    if not foreground:  # setting it from the background would stop the process
         yield
         return
     quiet = list(before)
@@ -40,14 +40,14 @@ def quiet_terminal() -> Iterator[None]:
                 termios.tcsetattr(fd, termios.TCSADRAIN, before)
 
 
-#: What is shown of a step, in this order.
+#: What to show of a step, in this order.
 _ORDER = ("return", "eval", "reward", "accuracy", "loss", "tokens", "rate")
 
 
 class ProgressBar:
-    """Progress of a training run: step, return, env steps per second, time left.
+    """Shows a training run's progress: step, return, env steps per second, time left.
 
-    On a terminal a bar; otherwise one line about every `interval_s` seconds and one at the end.
+    On a terminal it is a bar; elsewhere, one line about every `interval_s` seconds and one at the end.
     """
 
     def __init__(
@@ -61,16 +61,16 @@ class ProgressBar:
         interval_s: float = 10.0,
         clock: Clock = time.monotonic,
     ) -> None:
-        """Start.
+        """Starts the bar.
 
         Args:
             total: Steps of the run.
-            initial: Steps already done (resume).
-            name: What is shown in front.
+            initial: Steps already done before a resume.
+            name: The label in front.
             unit: What is counted.
-            stream: Where to; stderr by default.
-            interval_s: Seconds between lines when the stream is no terminal.
-            clock: For tests.
+            stream: Where to print; stderr by default.
+            interval_s: Seconds between lines if the stream is not a terminal.
+            clock: Returns monotonic seconds; tests pass their own.
         """
         self._stream = stream or sys.stderr
         self._total, self._initial, self._step = total, initial, initial
@@ -93,7 +93,7 @@ class ProgressBar:
             )
 
     def update(self, step: int, metrics: Mapping[str, float] | None = None) -> None:
-        """Show that `step` is done.
+        """Shows that `step` is done.
 
         Args:
             step: Global step.
@@ -110,14 +110,14 @@ class ProgressBar:
             self._print()
 
     def message(self, text: str) -> None:
-        """Print a line without tearing the bar."""
+        """Prints a line without breaking the bar."""
         if self._bar is not None:
             self._bar.write(text, file=self._stream)
         else:
             print(text, file=self._stream, flush=True)
 
     def close(self) -> None:
-        """End the bar, or print the last line."""
+        """Ends the bar, or prints the last line."""
         if self._bar is not None:
             self._bar.close()
             self._bar = None
@@ -126,7 +126,7 @@ class ProgressBar:
             self._print()
 
     def eta_s(self) -> float | None:
-        """Seconds left at the pace so far; None before the first step."""
+        """Seconds left at the average pace so far; None before the first step."""
         done = self._step - self._initial
         return (self._clock() - self._start) / done * max(self._total - self._step, 0) if done > 0 else None
 
@@ -152,7 +152,7 @@ def _facts(metrics: Mapping[str, float]) -> dict[str, str]:
     if (value := metrics.get("eval/return_mean")) is not None and value == value:
         shown["eval"] = f"eval {value:.1f}"
     for name in ("reward", "accuracy", "loss"):
-        # both reward and loss belong to a language model's row: the reward says more
+        # a language model's row has both reward and loss: the reward says more
         if (value := metrics.get(f"train/{name}")) is not None and not (name == "loss" and "reward" in shown):
             shown[name] = f"{name} {value:.3f}"
     tokens = metrics.get("time/tokens_per_s", metrics.get("time/train_tokens_per_s"))

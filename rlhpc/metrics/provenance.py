@@ -1,7 +1,7 @@
 """Where a run's numbers come from: provenance.json.
 
-Facts of the first start at the top; one entry in `segments` per start, so a resume on another node or another commit
-can be seen.
+Facts about the first start are at the top; `segments` has one entry per start, so a resume on another node or from
+another commit is visible.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ _SLURM = (
 
 
 def write_provenance(paths: RunPaths, cfg: object, command: Sequence[str] | str) -> dict[str, Any]:
-    """Record this start of the run; a later start appends to `segments` and leaves the rest.
+    """Records this start of the run; a later start appends to `segments` and leaves the rest as it is.
 
     Args:
         paths: The run.
@@ -71,12 +71,12 @@ def write_provenance(paths: RunPaths, cfg: object, command: Sequence[str] | str)
 
 
 def update_provenance(paths: RunPaths, **facts: Any) -> None:
-    """Add or replace keys of the record, e.g. `placement={"actor": [{"rank", "node", "accelerators"}]}`."""
+    """Adds or replaces keys of the record, e.g. `placement={"actor": [{"rank", "node", "accelerators"}]}`."""
     _write(paths, {**read_provenance(paths), **facts})
 
 
 def read_provenance(paths: RunPaths) -> dict[str, Any]:
-    """The record; empty where there is none or it cannot be read."""
+    """The record; empty if there is none or it cannot be read."""
     try:
         record = read_json(paths.provenance.read_bytes())
     except (OSError, ValueError):
@@ -110,7 +110,7 @@ def _segment(cfg: object, command: Sequence[str] | str) -> dict[str, Any]:
 
 
 def versions() -> dict[str, str]:
-    """Installed versions of what the numbers depend on; does not import the packages."""
+    """Installed versions of the packages that the numbers depend on; does not import them."""
     from rlhpc import __version__
 
     found = {"rlhpc": __version__, "python": platform.python_version()}
@@ -123,7 +123,7 @@ def versions() -> dict[str, str]:
 
 
 def git_state(folder: Path) -> dict[str, Any]:
-    """Commit, branch and whether the tree is dirty; empty outside a repository or without git."""
+    """The commit, the branch and whether the tree is dirty; empty outside a repository or without git."""
 
     def git(*arguments: str) -> str:
         return subprocess.run(
@@ -147,5 +147,5 @@ def _config_checksum(cfg: object) -> str | None:
         from omegaconf import OmegaConf
 
         if OmegaConf.is_config(cfg):
-            cfg = to_plain(cfg)  # a checksum of a secret could be searched for
+            cfg = to_plain(cfg)  # without secrets: whoever has the checksum could find them by trying
     return hashlib.sha256(json.dumps(cfg, sort_keys=True, default=str).encode()).hexdigest()

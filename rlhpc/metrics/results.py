@@ -1,4 +1,4 @@
-"""How a run ended, in a few words."""
+"""Describes in a few words how a run ended."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from rlhpc.jobs.paths import RunPaths
 
 
 def last_result(paths: RunPaths, suite: str = "default") -> tuple[int, dict[str, Any], str]:
-    """The step that the run's last finished segment ended at, its evaluation, and that in words ("" without one)."""
+    """The step at which the last finished segment ended, its evaluation, and that evaluation in words ("" without one)."""
     done = [record for path in paths.segments.glob("*.json") if (record := read_json(path))]
     step = max((int(record["global_step"]) for record in done if "global_step" in record), default=0)
     result = read_json(paths.eval_result(step, suite)) or {}
@@ -17,7 +17,7 @@ def last_result(paths: RunPaths, suite: str = "default") -> tuple[int, dict[str,
 
 
 def read_results(paths: RunPaths, suite: str) -> list[dict[str, Any]]:
-    """The readable results of a suite, by step: the content of `eval/global_step_<N>/<suite>.json`."""
+    """The readable results of a suite, by step: the contents of `eval/global_step_<N>/<suite>.json`."""
     found = []
     for path in paths.eval_results():
         result = read_json(path)

@@ -1,4 +1,4 @@
-"""What Slurm's accounting says of jobs and their steps: one `sacct` query, and its rows."""
+"""What Slurm's accounting says about jobs and their steps: one `sacct` query, and its rows."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from rlhpc.runtime.allocation import expand_hostlist
 from rlhpc.runtime.errors import ConfigError, RlhpcError
 from rlhpc.runtime.slurm import TIMEOUT_S, ask
 
-#: JobName comes last: it may contain the separator.
+#: JobName comes last because it may contain the separator.
 FIELDS = (
     "JobID", "State", "ElapsedRaw", "Start", "End", "AllocCPUS", "AllocTRES", "TotalCPU", "MaxRSS", "NodeList",
     "Partition", "JobName",
@@ -21,13 +21,13 @@ _TOTAL_S = 45.0
 _PAUSES_S = (0.5, 1.0, 2.0)
 _JOB = re.compile(r"^(\d+(?:_\d+)?)(?:\+(\d+))?(?:\.(\w+))?$")
 _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
-#: What sacct says when trying again is of no use.
+#: What sacct says if trying again is pointless.
 _NO_ACCOUNTING = re.compile(r"accounting storage is disabled|Slurm accounting.*(?:disabled|not running)", re.IGNORECASE)
 _LIVE = ("RUNNING", "SUSPENDED", "COMPLETING", "RESIZING", "STOPPED", "SIGNALING", "STAGE_OUT")
 
 
 class NoAccounting(RlhpcError):
-    """sacct cannot say anything; the message says why."""
+    """sacct has no data; the message says why."""
 
 
 @dataclass(frozen=True)
@@ -35,10 +35,10 @@ class JobIds:
     """Slurm jobs of a run.
 
     Attributes:
-        ids: In the order they were found.
-        since: Unix time before which none of them was submitted; job ids may have been used before.
-        own: Those that rlhpc submitted, in contrast to allocations that it was started in.
-        drivers: How often a driver was started, as far as it is known.
+        ids: Job ids, in the order in which they were found.
+        since: Unix time before which none of them was submitted; the ids may have been used for earlier jobs.
+        own: The jobs that rlhpc submitted, as opposed to allocations that it was started in.
+        drivers: How many times a driver was started, as far as is known.
     """
 
     ids: tuple[str, ...]
@@ -49,7 +49,7 @@ class JobIds:
 
 @dataclass
 class Row:
-    """A step, or a component of one start of a job with its `steps`."""
+    """A step, or one start of a job's component with its `steps`."""
 
     job_id: str
     component: int
@@ -74,7 +74,7 @@ class Row:
 
     @property
     def measured(self) -> bool:
-        """Slurm knows a step's processor time only once it is over, and at some sites never."""
+        """Whether the processor time is known: Slurm knows a step's only once it is over, and at some sites never."""
         return not self.live and (self.cpu_time > 0 or self.max_rss is not None)
 
     @property
@@ -84,7 +84,7 @@ class Row:
 
 
 def query(jobs: JobIds, *, timeout_s: float = TIMEOUT_S, sleep: Callable[[float], None] = time.sleep) -> list[Row]:
-    """Everything that sacct knows about the jobs: one command, tried again a few times where it fails.
+    """Everything that sacct knows about the jobs: one command, retried a few times if it fails.
 
     Raises:
         NoAccounting: There is no sacct, no accounting, or no answer in time.
@@ -116,7 +116,7 @@ def query(jobs: JobIds, *, timeout_s: float = TIMEOUT_S, sleep: Callable[[float]
 
 
 def parse(lines: Iterable[str]) -> list[Row]:
-    """The starts of the jobs' components with their steps, in sacct's order: a step follows the start it belongs to."""
+    """The starts of the jobs' components with their steps, in sacct's order: steps follow the start they belong to."""
     starts: list[Row] = []
     for line in lines:
         row = _row(line)
@@ -134,7 +134,7 @@ def parse(lines: Iterable[str]) -> list[Row]:
 
 
 def _mend(start: Row) -> None:
-    """A job that was updated while it was being requeued has lost the time it began; its steps know it."""
+    """Restores a start time from the steps: a job that was updated while being requeued has lost its own."""
     begun = [step.start for step in start.steps if step.start is not None]
     if start.elapsed == 0 and start.start is None and begun:
         ends = [step.span[1] for step in start.steps]
@@ -197,7 +197,7 @@ def _bytes(text: str) -> int | None:
 
 
 def _gpus(tres: Mapping[str, str]) -> int | None:
-    """None where the site does not count GPUs, or there is none."""
+    """Number of GPUs; None if the site does not count them, or there are none."""
     if "gres/gpu" in tres:
         return int(tres["gres/gpu"])
     typed = [int(count) for name, count in tres.items() if name.startswith("gres/gpu:")]

@@ -1,4 +1,4 @@
-"""Intervals of what was measured."""
+"""Confidence intervals of measured values."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import numpy as np
 Interval = tuple[float, float]
 RESAMPLES = 2000
 _Z = NormalDist().inv_cdf(0.975)
-#: Indices drawn at a time by the bootstrap; bounds its memory, whatever the suite's size.
+#: Indices that the bootstrap draws at a time; bounds its memory, whatever the size of the suite.
 _CHUNK = 2_000_000
 
 
@@ -20,12 +20,12 @@ def wilson(successes: float, n: int) -> Interval:
     share, z2 = successes / n, _Z * _Z
     middle = (share + z2 / (2 * n)) / (1 + z2 / n)
     half = _Z * math.sqrt(share * (1 - share) / n + z2 / (4 * n * n)) / (1 + z2 / n)
-    # At the ends of the range rounding would leave 1e-17 where the formula says 0.
+    # At the ends of the range, rounding would give 1e-17 where the formula gives 0.
     return (0.0 if successes == 0 else middle - half, 1.0 if successes == n else middle + half)
 
 
 def bootstrap(values: Sequence[float], seed: int = 0) -> Interval:
-    """Percentile bootstrap of the mean, 95 %, over problems (`values` holds one number each). The same for a seed."""
+    """95 % percentile bootstrap of the mean over problems (`values`: one number each). Deterministic for a given seed."""
     array, rng = np.asarray(values, np.float64), np.random.default_rng(seed)
     at_a_time = max(1, _CHUNK // len(array))
     means = [
@@ -37,7 +37,7 @@ def bootstrap(values: Sequence[float], seed: int = 0) -> Interval:
 
 
 def interval(values: Sequence[float]) -> Interval:
-    """95 % interval of the mean of one number a problem: Wilson's where all are 0 or 1, else the bootstrap's."""
+    """95 % interval of the mean of one number per problem: Wilson's if all are 0 or 1, otherwise the bootstrap's."""
     if all(value in (0.0, 1.0) for value in values):
         return wilson(sum(values), len(values))
     return bootstrap(values)

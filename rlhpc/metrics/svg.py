@@ -1,7 +1,7 @@
-"""Small charts as SVG text: lines with bands and error bars. No dependency, no script.
+"""Small charts as SVG text: lines with bands and error bars, without dependencies or scripts.
 
-Colours are CSS variables (`STYLE`), so one drawing serves a light and a dark page; `standalone` puts the variables
-into the drawing for use as a file of its own. What lies under the pointer is told by the browser's own tooltips.
+Colours are CSS variables (`STYLE`), so one drawing works on a light and a dark page; `standalone` puts the variables
+into the drawing for use as a separate file. The browser's own tooltips show the values under the pointer.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ from dataclasses import dataclass, field
 from html import escape
 
 Size = tuple[int, int]
-#: Widths that stay legible where a page is as narrow as a telephone.
+#: Sizes that stay legible on a page as narrow as a phone.
 LARGE: Size = (470, 290)
 SMALL: Size = (400, 250)
 _LEFT, _RIGHT, _BOTTOM = 54, 18, 42
 _MAX_POINTS = 500
-#: Widest letters that a page may choose (`STYLE`); the layout leaves room for them.
+#: Size of the widest letters that a page may use (`STYLE`); the layout leaves room for them.
 _LETTERS = 13.0
 _BOLD = 1.35 * _LETTERS
 _LINE = 17
-#: Stretches of the x axis that have a tooltip of their own.
+#: Number of stretches of the x axis with a tooltip of their own.
 _STRIPS = 32
 
 STYLE = """
@@ -46,11 +46,11 @@ class Line:
     """One line of a chart.
 
     Attributes:
-        name: In the key; "" for none.
-        x, y: Points, x ascending.
-        low, high: Ends of error bars, as y values.
+        name: Name in the key; "" for none.
+        x, y: The points, x ascending.
+        low, high: Ends of the error bars, as y values.
         color: Index into the palette.
-        smooth: Draw the points faintly and their running mean over them.
+        smooth: Draw the points faintly, with their running mean on top.
         markers: Draw a dot at each point.
         band: Fill between `low` and `high` instead of drawing error bars.
     """
@@ -68,14 +68,14 @@ class Line:
 
 @dataclass
 class Frame:
-    """The plane of a chart: what its axes span, and where that is in the drawing.
+    """The plot area of a chart: the ranges of its axes, and their place in the drawing.
 
     Attributes:
-        x0, x1, y0, y1: What the axes span.
-        size: Of the drawing.
+        x0, x1, y0, y1: Ends of the axes.
+        size: Size of the drawing.
         top: Where the plot begins, below title and key.
-        left: Where it begins, right of the labels.
-        parts: What is drawn so far.
+        left: Where the plot begins, to the right of the labels.
+        parts: The elements drawn so far.
     """
 
     x0: float
@@ -115,7 +115,7 @@ def ticks(low: float, high: float, about: int = 5) -> list[float]:
 
 
 def number(value: float) -> str:
-    """Short: 1200000 → 1.2M, 0.00025 → 2.5e-4."""
+    """A number in short form: 1200000 → 1.2M, 0.00025 → 2.5e-4."""
     size = abs(value)
     for limit, unit in ((1e9, "G"), (1e6, "M"), (1e4, "k")):
         if size >= limit:
@@ -128,14 +128,14 @@ def number(value: float) -> str:
 
 
 def tick_labels(values: Sequence[float]) -> list[str]:
-    """Numbers of one axis, written alike: the same unit, the same decimals, the same exponent."""
+    """Labels of one axis in a uniform format: the same unit, decimals and exponent."""
     most = max((abs(value) for value in values), default=0.0)
     step = min((b - a for a, b in itertools.pairwise(values)), default=most) or 1.0
     scale, unit = next(
         ((s, u) for s, u in ((1e9, "G"), (1e6, "M"), (1e3, "k")) if most >= s * (10 if u == "k" else 1)), (1.0, "")
     )
     decimals = _decimals(step / scale)
-    if decimals > 4:  # too small to be written out
+    if decimals > 4:  # too small to write out
         power = math.floor(math.log10(most))
         scale, unit = 10.0**power, f"e{power}"
         decimals = _decimals(step / scale)
@@ -143,12 +143,12 @@ def tick_labels(values: Sequence[float]) -> list[str]:
 
 
 def _decimals(step: float) -> int:
-    """Decimals that tell multiples of `step` apart."""
+    """Number of decimals that tell multiples of `step` apart."""
     return next((n for n in range(12) if abs(round(step, n) - step) < 1e-6 * step), 12)
 
 
 def text_width(text: str, letters: float = _LETTERS) -> float:
-    """About how wide a text is drawn, rather too much than too little; the font is the reader's own."""
+    """Estimates the width of a text, rather too large than too small, as the font is the reader's own."""
     narrow, wide = sum(map(text.count, "fijlrtI.,:;|!'() ")), sum(map(text.count, "mwMW%@"))
     capitals = len(re.findall("[A-LN-VX-Z]", text.replace("I", "")))
     return letters * (0.37 * narrow + 0.92 * wide + 0.72 * capitals + 0.65 * (len(text) - narrow - wide - capitals))
@@ -157,7 +157,7 @@ def text_width(text: str, letters: float = _LETTERS) -> float:
 def line_chart(
     title: str, x_label: str, y_label: str, lines: Sequence[Line], size: Size = LARGE, *, key: bool = False
 ) -> str:
-    """A chart of lines; says so when there is nothing to draw. With `key` a single line has one, too."""
+    """Draws lines, or says that there is nothing to draw. With `key`, even a single line has a key."""
     lines = [line for line in lines if len(line.x)]
     if not lines:
         return empty_chart(title, "nothing logged yet", size)
@@ -174,7 +174,7 @@ def line_chart(
 
 
 def standalone(svg: str) -> str:
-    """The same drawing as a file of its own."""
+    """Makes a drawing usable as a separate file."""
     start = svg.index(">") + 1
     width, height = svg[:start].split('viewBox="0 0 ')[1].split('"')[0].split()
     return (
@@ -185,7 +185,7 @@ def standalone(svg: str) -> str:
 
 
 def beside(charts: Sequence[str], size: Size, columns: int) -> str:
-    """One drawing of several, in rows."""
+    """Combines several drawings into one, in rows."""
     columns = min(columns, len(charts))
     parts = []
     for i, chart in enumerate(charts):
@@ -223,7 +223,7 @@ def _draw(frame: Frame, line: Line) -> None:
 
 
 def _strips(frame: Frame, x_label: str, lines: Sequence[Line]) -> Iterator[str]:
-    """What the lines are at the x under the pointer, as tooltips: a strip of the plot for each of the places that have one."""
+    """Tooltips with the lines' values at the x under the pointer: one strip of the plot for each."""
     xs = sorted({x for line in lines for x in line.x})
     places = xs[:: math.ceil(len(xs) / _STRIPS)]
     if places[-1] != xs[-1]:
@@ -253,7 +253,7 @@ def _path(frame: Frame, x: Sequence[float], y: Sequence[float], color: str, widt
 
 
 def thin(x: Sequence[float], y: Sequence[float]) -> tuple[list[float], list[float]]:
-    """At most about `_MAX_POINTS` points; of each stretch the lowest and the highest stay, so spikes do not vanish."""
+    """Thins to about `_MAX_POINTS` points at most; each stretch keeps its lowest and highest, so spikes do not vanish."""
     if len(x) <= _MAX_POINTS:
         return list(x), list(y)
     stretch = math.ceil(len(x) / (_MAX_POINTS // 2))
@@ -275,7 +275,7 @@ def running_mean(y: Sequence[float]) -> list[float]:
 
 
 def span(values: Sequence[float], pad: float, both: bool = False) -> tuple[float, float]:
-    """Ends of an axis: the data and a margin; zero where the data start near it, unless `both` ends need the margin."""
+    """Ends of an axis: the data plus a margin; zero if the data start near it, unless `both` ends need the margin."""
     low, high = min(values), max(values)
     if low == high:
         low, high = low - (abs(low) * 0.1 or 1.0), high + (abs(high) * 0.1 or 1.0)
@@ -285,9 +285,9 @@ def span(values: Sequence[float], pad: float, both: bool = False) -> tuple[float
 
 
 def heading(frame: Frame, title: str, y_label: str, names: Sequence[tuple[str, int]] = (), *, least: int = 2) -> None:
-    """Title, what the y axis shows below it, and the key: beside these where there is room, else in rows of its own.
+    """Draws the title, the y axis's label below it, and the key: beside them if there is room, else in rows of its own.
 
-    Sets `frame.top`; a key of many rows makes the drawing higher, and one of fewer than `least` names is left out.
+    Sets `frame.top`; a key of many rows makes the drawing taller, and a key of fewer than `least` names is left out.
     """
     width, parts = frame.size[0], frame.parts
     parts.append(f'<text class="title" x="8" y="18">{escape(title)}</text>')
@@ -318,7 +318,7 @@ def heading(frame: Frame, title: str, y_label: str, names: Sequence[tuple[str, i
 
 
 def _rows(names: Sequence[tuple[str, int, float]], width: float) -> list[list[tuple[str, int, float]]]:
-    """Entries of a key in rows no wider than `width`."""
+    """Divides the entries of a key into rows no wider than `width`."""
     rows: list[list[tuple[str, int, float]]] = [[]]
     for entry in names:
         if rows[-1] and sum(wide for _, _, wide in rows[-1]) + entry[2] > width:
@@ -328,7 +328,7 @@ def _rows(names: Sequence[tuple[str, int, float]], width: float) -> list[list[tu
 
 
 def axes(frame: Frame, x_label: str) -> None:
-    """Grid, ticks and their numbers; sets `frame.left` by the widest of these."""
+    """Draws grid, ticks and their numbers; sets `frame.left` by the widest number."""
     y_ticks = [y for y in ticks(frame.y0, frame.y1, 6) if frame.y0 <= y <= frame.y1]
     y_labels = tick_labels(y_ticks)
     frame.left = max(34.0, 12 + max(map(text_width, y_labels)))
@@ -359,7 +359,7 @@ def empty_chart(title: str, text: str, size: Size) -> str:
 
 
 def drawing(title: str, frame: Frame) -> str:
-    """The whole drawing."""
+    """Returns the frame's complete drawing."""
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" class="chart" viewBox="0 0 {frame.size[0]} {frame.size[1]}" role="img" '
         f'aria-label="{escape(title, quote=True)}">' + "".join(frame.parts) + "</svg>"

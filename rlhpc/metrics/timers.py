@@ -1,4 +1,4 @@
-"""Named phase timers of one step."""
+"""Timers for the named phases of a step."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 
 class PhaseTimers:
-    """Seconds per named phase; phases may repeat (they add up) and nest (each counts its own span).
+    """Seconds per named phase; phases may repeat (they add up) and nest (each counts its whole span).
 
     timers = PhaseTimers()
     with timers("rollout"):
@@ -21,7 +21,7 @@ class PhaseTimers:
 
     @contextmanager
     def __call__(self, name: str) -> Iterator[None]:
-        """Time a block; counted also when it raises."""
+        """Times a block, even if it raises."""
         start = time.perf_counter()
         try:
             yield
@@ -29,7 +29,7 @@ class PhaseTimers:
             self.add(name, time.perf_counter() - start)
 
     def add(self, name: str, seconds: float) -> None:
-        """Count time measured elsewhere, in a worker for example."""
+        """Adds time measured elsewhere, for example in a worker."""
         self._spent[name] = self._spent.get(name, 0.0) + seconds
 
     def get(self, name: str) -> float:
@@ -37,6 +37,6 @@ class PhaseTimers:
         return self._spent.get(name, 0.0)
 
     def pop(self) -> dict[str, float]:
-        """Metric names and seconds since the last call, then start over."""
+        """Returns metric names and seconds since the last call, then starts over."""
         spent, self._spent = self._spent, {}
         return {f"time/{name}_s": seconds for name, seconds in spent.items()}
