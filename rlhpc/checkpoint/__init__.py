@@ -1,4 +1,4 @@
-"""Save, verify, resume, convert. `state` and `convert` need torch and are imported where they are used."""
+"""Saving, verifying, resuming, converting. `state` and `convert` need torch and are imported where they are used."""
 
 from rlhpc.checkpoint.manifest import is_complete, read_manifest, verify
 from rlhpc.checkpoint.store import (

@@ -1,4 +1,4 @@
-"""README.md of an export: a model card in Hugging Face's form, with results and the forward pass."""
+"""An export's README.md: a model card in Hugging Face's format, with results and the forward pass."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ import yaml
 
 from rlhpc.jobs.paths import RunPaths
 
-#: Hugging Face's word for a licence that the card does not name.
+#: Hugging Face's identifier for a licence that the card does not name.
 UNKNOWN_LICENCE = "other"
 
 
 def results_beside(checkpoint: Path, step: int) -> list[dict[str, Any]]:
-    """The evaluations of a checkpoint, where it lies in its run: the content of `eval/global_step_<N>/*.json`."""
+    """Evaluations of a checkpoint that lies in its run: the contents of `eval/global_step_<N>/*.json`."""
     run = RunPaths.around(checkpoint)
     if run is None:
         return []
@@ -40,7 +40,7 @@ def head(
     tags: Sequence[str],
     results: Sequence[Mapping[str, Any]] = (),
 ) -> str:
-    """The card's metadata: YAML between two lines of dashes."""
+    """The card's metadata, as YAML between two lines of dashes."""
     facts: dict[str, Any] = {
         "library_name": library,
         "pipeline_tag": task,

@@ -1,4 +1,4 @@
-"""Folders that exports are written into: made beside, and renamed when they are whole."""
+"""Folders that exports are written into: created beside the target, and renamed when they are complete."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from rlhpc.runtime.errors import CheckpointError
 
 
 def default_output(checkpoint: Path, step: int) -> Path:
-    """`export/global_step_<N>` of the run that the checkpoint lies in."""
+    """`export/global_step_<N>` of the run that contains the checkpoint."""
     return (RunPaths.around(checkpoint) or RunPaths(checkpoint.parent)).export(step)
 
 
 @contextlib.contextmanager
 def filled_folder(target: Path) -> Iterator[Path]:
-    """A folder beside `target` to write into, which takes its name and place when the block ends well.
+    """A folder beside `target` to write into, which takes the target's name and place if the block succeeds.
 
-    What was written and not yet on disk is, before it gets the name; an exception leaves `target` as it was.
+    Everything written is on disk before the folder gets the name; an exception leaves `target` as it was.
     """
     target.parent.mkdir(parents=True, exist_ok=True)
     token = secrets.token_hex(4)
@@ -48,10 +48,10 @@ def filled_folder(target: Path) -> Iterator[Path]:
 
 
 def require_free(target: Path) -> None:
-    """Refuses to replace what is not an export.
+    """Refuses to replace anything that is not an export.
 
     Raises:
-        CheckpointError: Something else is there.
+        CheckpointError: `target` is something else.
     """
     exported = any((target / name).is_file() for name in ("config.json", "adapter_config.json"))
     if target.exists() and not exported and (not target.is_dir() or any(target.iterdir())):

@@ -1,7 +1,7 @@
-"""HDF5 files that anybody may have made: everything that is read lies in the file itself.
+"""Reads HDF5 files from untrusted sources: everything that is read lies in the file itself.
 
-The format lets a data set's bytes lie in any other file (external storage, virtual data sets), and a name lead into one
-(external links). A file from elsewhere could so bring this user's own files into the training data.
+The format lets a data set's bytes lie in any other file (external storage, virtual data sets), and lets a name point
+into one (external links). A file from elsewhere could thus pull this user's own files into the training data.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ _LARGE, _MOST_PACKED = 1 << 30, 2000
 
 @contextlib.contextmanager
 def open_hdf5(path: Path) -> Iterator[Any]:
-    """The file, to be read with `member` and `read`.
+    """Opens the file, to be read with `member` and `read`.
 
     Raises:
-        ConfigError: It cannot be read, or damage shows while the block reads it.
+        ConfigError: The file cannot be read, or turns out to be damaged while the block reads it.
     """
     try:
         file = h5py.File(path, "r")
@@ -36,11 +36,11 @@ def open_hdf5(path: Path) -> Iterator[Any]:
 
 
 def member(group: Any, name: str, links: int = 0) -> Any:
-    """What a group has under a name, or a path of names.
+    """The member of a group under a name, or a path of names.
 
     Raises:
-        ConfigError: The name leads into another file.
-        KeyError: There is nothing.
+        ConfigError: The name points into another file.
+        KeyError: There is no such member.
     """
     node = group.file if name.startswith("/") else group
     for part in name.split("/"):
@@ -51,7 +51,7 @@ def member(group: Any, name: str, links: int = 0) -> Any:
             raise KeyError(where)
         try:
             link = node.get(part, getlink=True)
-        except TypeError:  # a link of a program's own kind
+        except TypeError:  # a user-defined kind of link
             link = h5py.ExternalLink
         if link is None:
             raise KeyError(where)
@@ -68,7 +68,7 @@ def member(group: Any, name: str, links: int = 0) -> Any:
 
 
 def has(group: Any, name: str) -> bool:
-    """Whether a group has something under a name; what leads into another file raises `ConfigError`."""
+    """Whether a group has a member of that name; raises `ConfigError` if the name points into another file."""
     try:
         member(group, name)
     except KeyError:
@@ -77,16 +77,16 @@ def has(group: Any, name: str) -> bool:
 
 
 def members(group: Any) -> Iterator[tuple[str, Any]]:
-    """Names of a group and what they stand for; see `member`."""
+    """Names and members of a group; see `member`."""
     for name in group:
         yield name, member(group, name)
 
 
 def checked(dataset: Any) -> Any:
-    """A data set whose bytes lie in its own file.
+    """Returns the data set, checked that its bytes lie in its own file.
 
     Raises:
-        ConfigError: It is none, they do not, or it would take much more memory than it has bytes.
+        ConfigError: It is not a data set, its bytes lie elsewhere, or it would take much more memory than it has bytes.
     """
     where = f"{dataset.file.filename}: {dataset.name}"
     if not isinstance(dataset, h5py.Dataset):

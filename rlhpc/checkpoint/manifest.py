@@ -3,7 +3,7 @@
     global_step_<N>/manifest.json   {"format": 1, "global_step": N, "files": {name: {"size", "sha256"}}, "meta": {...}}
     global_step_<N>/COMPLETE        {"manifest_sha256": "..."}, written last
 
-COMPLETE carries the manifest's own checksum, so an altered manifest is found as surely as an altered tensor.
+COMPLETE holds the manifest's own checksum, so an altered manifest is detected as reliably as an altered tensor.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ T = TypeVar("T")
 
 FORMAT = 1
 
-#: Threads that hash, and from how many bytes on they are worth starting.
+#: Most threads that hash, and the number of bytes from which they are worth starting.
 _MOST_THREADS = 16
 _WORTH_THREADS = 8 << 20
 
@@ -37,12 +37,12 @@ def digest(path: Path) -> tuple[int, str]:
 
 
 def of_each(work: Callable[[Path], T], paths: Sequence[Path], nbytes: int) -> list[T]:
-    """`work(path)` of each file, in order; on several cores where there is much to hash: that leaves Python's lock.
+    """`work(path)` of each file, in order; on several cores if there is much to hash, which releases Python's lock.
 
     Args:
         work: Reads one file.
         paths: The files.
-        nbytes: Of all of them together.
+        nbytes: Size of all files together.
     """
     workers = min(len(paths), len(os.sched_getaffinity(0)), _MOST_THREADS)
     if workers < 2 or nbytes < _WORTH_THREADS:
@@ -52,7 +52,7 @@ def of_each(work: Callable[[Path], T], paths: Sequence[Path], nbytes: int) -> li
 
 
 def seal(manifest: bytes) -> bytes:
-    """Content of COMPLETE for this manifest."""
+    """The content of COMPLETE for this manifest."""
     return json.dumps({"manifest_sha256": hashlib.sha256(manifest).hexdigest()}).encode() + b"\n"
 
 
@@ -65,18 +65,18 @@ def is_plain_name(name: object) -> bool:
 
 
 def is_complete(checkpoint: Path) -> bool:
-    """Whether the save ended. Says nothing about later damage: `verify` does."""
+    """Whether the save was completed. Says nothing about later damage, which `verify` finds."""
     return (checkpoint / COMPLETE).is_file()
 
 
 def verify(checkpoint: Path, *, checksums: bool = True) -> list[str]:
-    """All faults of a checkpoint folder, each naming the file; empty when it can be resumed from.
+    """All faults of a checkpoint folder, each naming the file; empty if it can be resumed from.
 
-    Files that the manifest does not list are no fault: nothing reads them.
+    Files that the manifest does not list are not a fault: nothing reads them.
 
     Args:
         checkpoint: A `global_step_<N>` folder.
-        checksums: False compares sizes only (does not read the data).
+        checksums: False only compares sizes, without reading the data.
     """
     try:
         return _verify(Path(checkpoint), checksums)
@@ -128,7 +128,7 @@ def _read(path: Path) -> bytes | None:
 
 
 def _parse(raw: bytes) -> tuple[dict[str, Any], str]:
-    """The manifest, or what is wrong with it."""
+    """The manifest, and what is wrong with it ("" if nothing)."""
     try:
         manifest = read_json(raw)
     except ValueError as error:
@@ -155,7 +155,7 @@ def read_manifest(checkpoint: Path) -> dict[str, Any]:
     """The manifest of a checkpoint.
 
     Raises:
-        CheckpointError: It is missing or not a manifest.
+        CheckpointError: The file is missing or not a manifest.
     """
     try:
         raw = _read(Path(checkpoint) / MANIFEST)

@@ -1,4 +1,4 @@
-"""Weights that a run, an evaluation or a recording starts from: checkpoints, export folders, run folders, experts."""
+"""Weights that a run, evaluation or recording starts from: checkpoints, export folders, run folders, experts."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def find_weights(path: str, key: str = "runner.init_from") -> Path:
     """The folder with `model.safetensors` that a path names: a checkpoint, an export, or a run's newest checkpoint.
 
     Raises:
-        ConfigError: There is none.
+        ConfigError: There is no such folder.
         CheckpointError: The checkpoint has faults.
     """
     folder = Path(path).expanduser().absolute()
@@ -43,7 +43,7 @@ def find_weights(path: str, key: str = "runner.init_from") -> Path:
 def weights_that_fit(
     own: Mapping[str, Sequence[int]], folder: Path, key: str = "runner.init_from"
 ) -> dict[str, Tensor]:
-    """The weights of a folder that `find_weights` found, for a module whose weights have these shapes.
+    """Loads the weights from a folder that `find_weights` found, for a module whose weights have these shapes.
 
     Raises:
         ConfigError: Names or shapes differ; says which.
@@ -65,7 +65,7 @@ def weights_that_fit(
 
 
 def load_weights(module: nn.Module, folder: Path, key: str = "runner.init_from") -> None:
-    """Gives a module the weights of a folder that `find_weights` found.
+    """Loads the weights from a folder that `find_weights` found into a module.
 
     Raises:
         ConfigError: Names or shapes differ; says which.
@@ -75,28 +75,28 @@ def load_weights(module: nn.Module, folder: Path, key: str = "runner.init_from")
 
 
 class Starting(Protocol):
-    """Section `runner` of a kind of run that may start from weights."""
+    """Section `runner` of any kind of run that can start from weights."""
 
     init_from: str | None
 
 
 class StartingRun(Protocol):
-    """Its configuration."""
+    """Configuration of such a run."""
 
     @property
     def runner(self) -> Starting:
-        """What it starts from."""
+        """The section that names the weights."""
 
 
 def check_start(cfg: StartingRun, module: nn.Module) -> None:
     """Refuses a `runner.init_from` that would fail after the start.
 
     Args:
-        cfg: Configuration.
+        cfg: The configuration.
         module: A policy built from it.
 
     Raises:
-        ConfigError, CheckpointError: It is not there, or does not fit.
+        ConfigError, CheckpointError: The weights do not exist or do not fit.
     """
     if cfg.runner.init_from is not None:
         load_weights(module, find_weights(cfg.runner.init_from))

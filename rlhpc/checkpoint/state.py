@@ -1,4 +1,4 @@
-"""State to bytes and back without pickled code: only tensors, arrays and plain containers are stored.
+"""Converts state to bytes and back without pickled code: only tensors, arrays and plain containers are stored.
 
 Loading uses `torch.load(weights_only=True)`, so a checkpoint from elsewhere cannot run code.
 """
@@ -28,10 +28,10 @@ _ARRAY = "__ndarray__"
 
 
 def dump_state(state: Any) -> bytes:
-    """Serialize nested dicts, lists and tuples of numbers, strings, bytes, tensors and NumPy arrays.
+    """Serializes nested dicts, lists and tuples of numbers, strings, bytes, tensors and NumPy arrays.
 
     Raises:
-        CheckpointError: Something else is in it; names where.
+        CheckpointError: It contains something else; the message says where.
     """
     buffer = io.BytesIO()
     torch.save(_encode(state, "state"), buffer)
@@ -47,12 +47,12 @@ def parse_state(data: bytes, *, map_location: str = "cpu", name: str = "state") 
 
 
 def save_state(path: Path, state: Any) -> None:
-    """Write a state file, durably. Workers call this with `CheckpointWriter.path(name)`."""
+    """Writes a state file durably. Workers call this with `CheckpointWriter.path(name)`."""
     _write(path, dump_state(state))
 
 
 def load_state(path: Path, *, map_location: str = "cpu") -> Any:
-    """Read a state file.
+    """Reads a state file.
 
     Raises:
         CheckpointError: Missing or unreadable; names the file.
@@ -61,12 +61,12 @@ def load_state(path: Path, *, map_location: str = "cpu") -> Any:
 
 
 def dump_tensors(tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str] | None = None) -> bytes:
-    """Serialize named tensors as safetensors. Tied tensors are stored once per name."""
+    """Serializes named tensors as safetensors. Tied tensors are stored once per name."""
     return _safetensors_save(_apart(tensors), metadata={"format": "pt", **(metadata or {})})
 
 
 def save_tensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
-    """Write a `.safetensors` file, durably, without another copy of the data in memory."""
+    """Writes a `.safetensors` file durably, without another copy of the data in memory."""
     try:
         try:
             _safetensors_save_file(_apart(tensors), path, metadata={"format": "pt"})
@@ -81,7 +81,7 @@ def save_tensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
 
 
 def load_tensors(path: Path) -> dict[str, torch.Tensor]:
-    """Read a `.safetensors` file. The tensors lie in the mapped file until somebody writes to them.
+    """Reads a `.safetensors` file. The tensors lie in the mapped file until somebody writes to them.
 
     Raises:
         CheckpointError: Missing or unreadable; names the file.
@@ -95,7 +95,7 @@ def load_tensors(path: Path) -> dict[str, torch.Tensor]:
 
 
 def _apart(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The tensors on the CPU, each with memory of its own: those that are tied, or parts of others, are copied."""
+    """The tensors on the CPU, each with memory of its own: tied tensors and parts of others are copied."""
     found: dict[str, torch.Tensor] = {}
     taken: set[int] = set()
     for name, tensor in sorted(tensors.items()):
@@ -116,14 +116,14 @@ def rng_state() -> dict[str, Any]:
         "torch": torch.get_rng_state(),
         "cuda": [],
     }
-    # Asking an uninitialized CUDA for its state would create a context.
+    # Asking CUDA for its state before it is initialized would create a context.
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         state["cuda"] = list(torch.cuda.get_rng_state_all())
     return state
 
 
 def set_rng_state(state: Mapping[str, Any]) -> None:
-    """Restores what `rng_state` returned. CUDA states beyond the devices that are visible now are left out."""
+    """Restores what `rng_state` returned. CUDA states of devices beyond those visible now are ignored."""
     version, internal, gauss = state["python"]
     random.setstate((version, tuple(internal), gauss))
     np.random.set_state(state["numpy"])
@@ -159,7 +159,7 @@ def _encode(value: Any, where: str) -> Any:
         return value
     if isinstance(value, torch.Tensor):
         tensor = value.detach()
-        # A view would take its whole storage into the file.
+        # A view would bring its whole storage into the file.
         return tensor if tensor.untyped_storage().nbytes() == tensor.nbytes else tensor.clone()
     if isinstance(value, (np.ndarray, np.generic)):
         array = np.asarray(value)

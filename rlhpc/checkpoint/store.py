@@ -1,12 +1,12 @@
-"""Checkpoints of a run: atomic save, finding the one to resume from, keep-last-N.
+"""A run's checkpoints: saving atomically, finding the one to resume from, keeping the last N.
 
     with CheckpointWriter(paths, step) as writer:
         writer.add_bytes("runner.json", data)       # or let workers write to writer.path("actor-0.pt") themselves
         writer.commit({"env_steps": 2048})
     prune(paths, keep=3)
 
-A save happens in `checkpoints/.tmp_global_step_<N>-<token>` and gets its name by one rename, so a folder called
-`global_step_<N>` was whole when it appeared. One process saves at a time: the driver of the run.
+A save is written to `checkpoints/.tmp_global_step_<N>-<token>` and gets its name by one rename, so a folder called
+`global_step_<N>` was complete when it appeared. Only one process saves at a time: the run's driver.
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ from rlhpc.runtime.durable import follow_umask, fsync_file, fsync_folder, write_
 from rlhpc.runtime.errors import CheckpointError
 from rlhpc.runtime.storage import GO_ON, advice, is_full
 
-# .tmp_: a save under way or killed. .old_: what a save of the same step replaces. .trash_: being deleted.
+# .tmp_: a save in progress or killed. .old_: what a save of the same step replaces. .trash_: being deleted.
 _LEFTOVER = re.compile(r"^\.(tmp|old|trash)_global_step_(\d+)-[0-9a-f]+$")
 
 
 def final_folder(staging: Path) -> Path:
-    """Where a checkpoint that is being written to `staging` will appear."""
+    """The folder in which a checkpoint being written to `staging` will appear."""
     match = _LEFTOVER.match(staging.name)
     return staging.with_name(step_name(match.group(2))) if match else staging
 
@@ -56,10 +56,10 @@ def _durable_digest(path: Path) -> tuple[int, str]:
 
 
 class CheckpointWriter:
-    """One save. Leaving the block without `commit` (or with an exception) removes what was written.
+    """One save. Leaving the block without `commit`, or with an exception, removes what was written.
 
     Attributes:
-        staging: Folder to write into; workers on a shared filesystem may do so directly.
+        staging: Folder to write to; workers on a shared filesystem may do so directly.
         final: Where the checkpoint appears at `commit`.
     """
 
@@ -87,18 +87,18 @@ class CheckpointWriter:
     ) -> None:
         if not self._committed:
             shutil.rmtree(self.staging, ignore_errors=True)
-        # A wait that timed out or a lost connection is an OSError too, but not the filesystem's.
+        # A wait that timed out or a lost connection is an OSError too, but not one of the filesystem.
         if isinstance(error, OSError) and not isinstance(error, (ConnectionError, TimeoutError, ChildProcessError)):
             raise self._failed(error) from error
 
     def path(self, name: str) -> Path:
-        """Where the file `name` of this checkpoint is to be written."""
+        """Path to write the file `name` of this checkpoint to."""
         if not is_plain_name(name) or name in (MANIFEST, COMPLETE):
             raise ValueError(f"{name!r} cannot be a file name in a checkpoint")
         return self.staging / name
 
     def add_bytes(self, name: str, data: bytes) -> None:
-        """Write one file."""
+        """Writes `data` as one file of the checkpoint."""
         path = self.path(name)
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -107,7 +107,7 @@ class CheckpointWriter:
             raise self._failed(error) from error
 
     def add_file(self, name: str, source: Path) -> None:
-        """Copy one file in."""
+        """Copies one file into the checkpoint."""
         path = self.path(name)
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -116,7 +116,7 @@ class CheckpointWriter:
             raise self._failed(error) from error
 
     def commit(self, meta: dict[str, Any] | None = None) -> Path:
-        """Seal the checkpoint and give it its name. After the return it survives a power cut.
+        """Seals the checkpoint and gives it its name. Once this returns, the checkpoint survives a power cut.
 
         Args:
             meta: JSON-serializable facts kept in the manifest.
@@ -161,9 +161,9 @@ class CheckpointWriter:
         fsync_folder(self.staging)
 
     def _known(self, name: str, path: Path) -> dict[str, Any] | None:
-        """The entry of a file that is a hard link to another checkpoint's: what that one says of it.
+        """The manifest entry of a file that is a hard link to another checkpoint's, taken from that checkpoint.
 
-        Besides the reading it spares, damage to the shared bytes is found in both checkpoints.
+        This saves reading the file, and makes damage to the shared bytes show in both checkpoints.
         """
         if path.stat().st_nlink < 2:
             return None
@@ -175,8 +175,8 @@ class CheckpointWriter:
         return None
 
     def _rename(self) -> None:
-        # A folder cannot be renamed onto a filled one. The replaced checkpoint keeps a name until the new one has
-        # its own; `clean_leftovers` puts it back if this process dies between the two renames.
+        # A folder cannot be renamed onto one that is not empty. The replaced checkpoint keeps a name until the new one
+        # has its own; `clean_leftovers` puts it back if this process dies between the two renames.
         old = self.paths.checkpoints / f".old_{self.final.name}-{self._token}"
         replaced = self.final.exists()
         if replaced:
@@ -206,9 +206,9 @@ class CheckpointWriter:
 
 
 def clean_leftovers(paths: RunPaths) -> list[Path]:
-    """Remove what a killed save left. Only the process that saves may call this.
+    """Removes what a killed save left behind. Only the process that saves may call this.
 
-    A checkpoint that was being replaced when its save was killed gets its name back.
+    A checkpoint that was being replaced when the save was killed gets its name back.
 
     Returns:
         The folders that were removed or restored.
@@ -231,14 +231,14 @@ def clean_leftovers(paths: RunPaths) -> list[Path]:
 
 
 def _remove_unsealed(folder: Path) -> None:
-    """Delete a folder that is no checkpoint any more; a half-deleted one must not look whole."""
+    """Deletes a folder that is no longer a checkpoint; a half-deleted one must not look complete."""
     (folder / COMPLETE).unlink(missing_ok=True)
     shutil.rmtree(folder, ignore_errors=True)
 
 
 @dataclass(frozen=True)
 class Resumable:
-    """Where to continue.
+    """The place to continue from.
 
     Attributes:
         path: Checkpoint folder; None for a fresh start.
@@ -252,12 +252,12 @@ class Resumable:
 
 
 def find_resumable(paths: RunPaths, resume_dir: str | Path | None) -> Resumable:
-    """The checkpoint that `runner.resume_dir` means.
+    """Finds the checkpoint that `runner.resume_dir` refers to.
 
     Args:
         paths: The run.
         resume_dir: None (fresh start), "auto" (the newest one without faults), a `global_step_<N>` folder anywhere,
-            or the bare name of one of this run.
+            or the bare name of such a folder in this run.
 
     Raises:
         CheckpointError: A checkpoint asked for by name does not exist or has faults.
@@ -265,7 +265,7 @@ def find_resumable(paths: RunPaths, resume_dir: str | Path | None) -> Resumable:
     if resume_dir is None or str(resume_dir).strip().lower() in ("", "null", "none"):
         return Resumable()
     if str(resume_dir).strip().lower() == "auto":
-        with contextlib.suppress(OSError):  # a run folder that can only be read can still be resumed from
+        with contextlib.suppress(OSError):  # a read-only run folder can still be resumed from
             clean_leftovers(paths)
         return newest_valid(paths)
     path = _named(paths, Path(resume_dir).expanduser())
@@ -274,7 +274,7 @@ def find_resumable(paths: RunPaths, resume_dir: str | Path | None) -> Resumable:
 
 
 def newest_valid(paths: RunPaths, *, checksums: bool = True) -> Resumable:
-    """The newest checkpoint without faults, and the newer ones that have some. Changes nothing on disk."""
+    """The newest checkpoint without faults, and the newer ones that have faults. Changes nothing on disk."""
     skipped: list[tuple[Path, str]] = []
     for step, path in reversed(paths.checkpoint_steps()):
         faults = verify(path, checksums=checksums)
@@ -285,10 +285,10 @@ def newest_valid(paths: RunPaths, *, checksums: bool = True) -> Resumable:
 
 
 def require_valid(checkpoint: Path, *, hint: str = "", checksums: bool = True) -> None:
-    """Refuse a checkpoint with faults; without `checksums` by what is told without reading its data.
+    """Refuses a checkpoint with faults; without `checksums`, only those visible without reading its data count.
 
     Raises:
-        CheckpointError: Names folder, files and reasons, then `hint`.
+        CheckpointError: It has faults; the message names folder, files and reasons, then `hint`.
     """
     faults = verify(checkpoint, checksums=checksums)
     if faults:
@@ -313,7 +313,7 @@ def _named(paths: RunPaths, asked: Path) -> Path:
 
 
 def prune(paths: RunPaths, keep: int, protect: Iterable[int] = (), *, checksums: bool = True) -> list[Path]:
-    """Delete all but the `keep` newest complete checkpoints.
+    """Deletes all but the `keep` newest complete checkpoints.
 
     The newest one without faults always stays, whatever `keep` says. Folders that were never completed are deleted
     once a newer checkpoint is complete.
@@ -321,8 +321,8 @@ def prune(paths: RunPaths, keep: int, protect: Iterable[int] = (), *, checksums:
     Args:
         paths: The run.
         keep: How many to keep; 0 or less keeps all.
-        protect: Steps that stay in any case (being evaluated, end of a segment).
-        checksums: False trusts sizes when looking for the newest sound one; saves reading it back.
+        protect: Steps to keep in any case (being evaluated, end of a segment).
+        checksums: False trusts sizes when looking for the newest one without faults, which saves reading it back.
 
     Returns:
         The deleted folders.
@@ -343,7 +343,7 @@ def prune(paths: RunPaths, keep: int, protect: Iterable[int] = (), *, checksums:
             continue
         trash = paths.checkpoints / f".trash_{path.name}-{secrets.token_hex(4)}"
         try:
-            path.rename(trash)  # the name goes at once: no reader meets a half-deleted checkpoint
+            path.rename(trash)  # the name is gone at once: no reader finds a half-deleted checkpoint
         except OSError as error:
             raise CheckpointError(f"old checkpoint {path} could not be deleted: {error.strerror}") from error
         _remove_unsealed(trash)
@@ -352,7 +352,7 @@ def prune(paths: RunPaths, keep: int, protect: Iterable[int] = (), *, checksums:
 
 
 def move_newer_aside(paths: RunPaths, step: int) -> list[Path]:
-    """Rename checkpoints newer than `step`, so that a run resumed from an older one is not mixed with its old future.
+    """Renames checkpoints newer than `step`, so that a run resumed from an older one is not mixed with its old future.
 
     Returns:
         The new names, `superseded-<time>-global_step_<N>`.
