@@ -97,7 +97,7 @@ class Plan:
 
 
 def minutes_of(time: str) -> int:
-    """Minutes of a walltime as Slurm writes it, rounded up like there: `90`, `30:00`, `02:00:00`, `1-12`, `1-12:00:00`."""
+    """Minutes of a walltime in Slurm's syntax, rounded up as Slurm does: `90`, `30:00`, `02:00:00`, `1-12`, `1-12:00:00`."""
     days, dash, rest = time.rpartition("-")
     parts = [int(part) for part in rest.split(":")]
     if dash:  # days-hours[:minutes[:seconds]]

@@ -162,7 +162,7 @@ class TrainingBackend(abc.ABC):
 
     A subclass builds `self.module` (and its optimizer) in its constructor, which ends with `prepare_reference`, and
     defines `_backward`, `optimizer_step`, `replace_weights`, `save`, `load`, `offload` and `reload`. If its weights
-    cannot be read where `offload` leaves them, it says so in `away`, and reads or writes them only inside `awake`.
+    cannot be read where `offload` leaves them, it says so in `away`, and does what reads or writes them inside `awake`.
 
     Args:
         blueprint: What is trained.

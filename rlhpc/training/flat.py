@@ -126,7 +126,7 @@ class FlatModule:
 
     def refuses(self, norm: torch.Tensor) -> bool:
         """Whether a step with this gradient norm is not taken because the norm is not finite. On an accelerator, this
-        is known only with `look`: otherwise the caller reads the norms at the end of its update, before any weight leaves."""
+        is known only with `look`: otherwise the caller reads the norms at the end of its update, before weights leave."""
         return (self._look or norm.device.type == "cpu") and not math.isfinite(norm)
 
     def bad_gradients(self) -> list[str]:

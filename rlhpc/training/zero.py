@@ -152,7 +152,7 @@ class DeepSpeedBackend(TrainingBackend):
         self.engine.backward(loss * self.ranks, scale_wrt_gas=False)
 
     def optimizer_step(self, lr: float) -> torch.Tensor:
-        """See `TrainingBackend.optimizer_step`. DeepSpeed skips a step whose norm is not finite on all ranks, and
+        """See `TrainingBackend.optimizer_step`. If the norm is not finite, DeepSpeed skips the step on all ranks, and
         reports the norm as infinity."""
         for group in self.engine.optimizer.param_groups:
             group["lr"] = lr

@@ -26,7 +26,7 @@ def as_universal(source: Path, *, beside: Path, worker: Ranks) -> Iterator[Path]
     Args:
         source: DeepSpeed's folder of one tag.
         beside: The folder beside which the converted one is put: every node must see it, so it cannot be a temporary
-            folder of one machine. Its name is that of an unfinished save, so it is cleaned up like one after a kill.
+            folder of one machine. The new folder is named like an unfinished save: what a killed run leaves goes with those.
         worker: The worker of this rank.
 
     Returns:
