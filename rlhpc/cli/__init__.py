@@ -82,11 +82,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def reported(command: Callable[[], int]) -> int:
-    """Exit code of a command; what it raises is told as a message."""
+    """Runs a command and returns its exit code; what it raises is printed as a message."""
     try:
         try:
             code = command()
-            sys.stdout.flush()  # not at the interpreter's end, which would only mutter
+            sys.stdout.flush()  # here, because an error at the interpreter's end is only printed
             return code
         except Exception as error:
             failure = explained(error, "this command", anyway=False)
@@ -108,7 +108,7 @@ def reported(command: Callable[[], int]) -> int:
             where = error.filename or "standard output, or a file of the run (metrics, logs, checkpoints)"
             tell(f"rlhpc: error: cannot write {where}: {error.strerror}")
             return 1
-        if error.errno == errno.ENAMETOOLONG:  # whoever asked whether it is there: no file that rlhpc names is so long
+        if error.errno == errno.ENAMETOOLONG:  # the user named it: rlhpc's own names are shorter
             tell(f"rlhpc: error: {readable(f'{error.filename}: {error.strerror}')}")
             return 2
         return _fault(error)
@@ -117,7 +117,7 @@ def reported(command: Callable[[], int]) -> int:
 
 
 def _fault(error: Exception) -> int:
-    """What nobody has foreseen: one line, and where the rest is."""
+    """Reports an error that nobody has foreseen: one line, and where to find the traceback."""
     if os.environ.get("RLHPC_DEBUG"):
         traceback.print_exception(error)
     where = "; ".join(getattr(error, "__notes__", ())) or "set RLHPC_DEBUG=1 for the traceback"

@@ -12,6 +12,6 @@ from rlhpc.runtime.import_paths import leave_working_directory
 if __name__ == "__main__":
     leave_working_directory()
     if getattr(rlhpc, "__file__", None) is None:
-        # The working directory has a folder of that name, a clone perhaps, and comes before an editable install's finder.
+        # A folder `rlhpc` in the working directory, perhaps a clone, was found before the editable install.
         importlib.reload(rlhpc)
     sys.exit(main())

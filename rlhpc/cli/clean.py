@@ -42,7 +42,7 @@ def _clean(args: argparse.Namespace) -> int:
 
 
 def add_commands(commands: Any) -> None:
-    """Declares them."""
+    """Adds the commands of this module to the command line."""
     clean = add_command(
         commands, "clean", _clean, "remove what your ended runs have left in this node's /tmp and /dev/shm",
         _EXAMPLES["clean"],

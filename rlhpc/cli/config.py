@@ -60,7 +60,7 @@ def _verdict(text: str, name: str) -> str:
 
 
 def add_commands(commands: Any) -> None:
-    """Declares them."""
+    """Adds the commands of this module to the command line."""
     config = add_command(
         commands, "config", _import, "translate a configuration of RLinf, and say key by key what is left out",
         _EXAMPLES["config"],

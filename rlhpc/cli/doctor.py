@@ -26,7 +26,7 @@ def _doctor(args: argparse.Namespace) -> int:
 
     if args.overrides:
         raise ConfigError(f"doctor takes no key=value words: {' '.join(args.overrides)}")
-    if args.nodes < 0 or not args.start > 0:  # not a number, either
+    if args.nodes < 0 or not args.start > 0:  # also refuses nan
         raise ConfigError("--nodes must be at least 0, and --start more than 0")
     if args.json:
         check_file("--json", Path(args.json))
@@ -40,7 +40,7 @@ def _doctor(args: argparse.Namespace) -> int:
 
 
 def add_commands(commands: Any) -> None:
-    """Declares them."""
+    """Adds the commands of this module to the command line."""
     doctor = add_command(
         commands,
         "doctor",

@@ -1,6 +1,6 @@
 """What `rlhpc run` shows of a workflow: one bar for all of a run's training, and what happens before and after it by name.
 
-Snakemake's words go to a file. Its lines say which rule runs; how far training is, the run's own metrics say.
+Snakemake's words go to a file. Its lines say which rule runs; the run's own metrics say how far training is.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _FINISHED = re.compile(r"^Finished jobid: \d+ \(Rule: (\w+)\)")
 _FAILED = re.compile(r"^Error in (?:rule|checkpoint) (\w+)")
 _LOG = re.compile(r"^ +log: (\S+)")
 _WAITS = re.compile(r"^rlhpc: (\S+ segment \d+: Slurm job .*)$")
-#: Seconds between lines where the output is no terminal.
+#: Seconds between lines if the output is not a terminal.
 _SELDOM_S = 30.0
 
 
@@ -297,7 +297,7 @@ def real_error(log: WorkflowLog, path: Path, lines: int = 15) -> tuple[str, Path
 
 
 def _essence(text: str, lines: int) -> str:
-    """From the last error of rlhpc or Snakemake on, or the last lines where nobody said which the error is."""
+    """What follows the last error of rlhpc or Snakemake; the last lines if there is none to be recognised."""
     found = text.splitlines()
     starts = [n for n, line in enumerate(found) if re.search(r"rlhpc: error: |^\w*(Error|Exception)\b.*:", line)]
     begin = starts[-1] if starts else max(0, len(found) - lines)

@@ -134,7 +134,7 @@ def _completion(args: argparse.Namespace) -> int:
 
 
 def add_commands(commands: Any) -> None:
-    """Declares them."""
+    """Adds the commands of this module to the command line."""
     init = add_command(
         commands, "init", _init, "write a new project: configuration, site file, profiles, Snakefile", _EXAMPLES["init"]
     )

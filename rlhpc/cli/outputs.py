@@ -1,4 +1,4 @@
-"""Where a command is told to write: looked at before it works for what would be lost."""
+"""Paths that a command is told to write to: checked before it does work that would otherwise be lost."""
 
 from __future__ import annotations
 

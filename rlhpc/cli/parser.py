@@ -34,7 +34,7 @@ class TopParser(Parser):
 
     Attributes:
         commands: The parser of each command, by name.
-        groups: Title → commands, in the order of the help.
+        groups: Title → commands, in the order in which the help shows them.
     """
 
     def __init__(self, groups: Mapping[str, Sequence[str]]) -> None:
@@ -66,12 +66,13 @@ class TopParser(Parser):
         return "\n".join(lines) + "\n"
 
     def near(self, word: str) -> str:
-        """What the user may have meant by a command that there is not."""
+        """What the user may have meant by a command that does not exist."""
         found = difflib.get_close_matches(word, self.commands, 1, 0.5)
         return f"; did you mean rlhpc {found[0]}?" if found else ""
 
     def check_command(self, words: Sequence[str]) -> None:
-        """Refuses a command that there is not, with the nearest one (argparse lists all of them in one long line)."""
+        """Refuses a command that does not exist, and names the nearest one (argparse lists all of them in one long
+        line)."""
         if words and not words[0].startswith("-") and words[0] not in self.commands:
             self.error(f"there is no command {words[0]!r}{self.near(words[0])}")
 
@@ -93,7 +94,7 @@ def documentation() -> str:
 def add_command(
     commands: Any, name: str, function: Command, summary: str, examples: Sequence[str]
 ) -> argparse.ArgumentParser:
-    """Declares a command."""
+    """Adds a command to the command line."""
     parser: argparse.ArgumentParser = commands.add_parser(
         name,
         help=summary,
@@ -121,7 +122,7 @@ def add_checkpoint(parser: argparse.ArgumentParser) -> None:
 
 
 def add_trust(parser: argparse.ArgumentParser) -> None:
-    """The argument that allows what a checkpoint names of code."""
+    """The argument that allows code that a checkpoint names."""
     parser.add_argument(
         FLAG,
         action="store_true",

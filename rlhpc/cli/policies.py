@@ -39,11 +39,11 @@ _EXAMPLES = {
 
 
 def _source(args: argparse.Namespace, instead: str, what_for: str) -> tuple[Path | None, Path, Trust | None]:
-    """The checkpoint, the configuration, and what the latter may name of code where it is the checkpoint's own.
+    """The checkpoint, the configuration and, if that is the checkpoint's own, which code it may name.
 
     Args:
-        instead: The option that names something in the place of a checkpoint, which is then None.
-        what_for: What it needs a configuration for, in the message.
+        instead: The option that names something to use instead of a checkpoint, which is then None.
+        what_for: What the configuration is needed for, as the message says it.
     """
     if getattr(args, instead) is not None:
         if args.config is None or args.checkpoint or args.run:
@@ -74,7 +74,7 @@ def _eval(args: argparse.Namespace) -> int:
         if theirs is not None and not theirs.everything:
             without_variables(
                 {"suites": changes}, theirs, str(config)
-            )  # they are the checkpoint's words, not the user's
+            )  # they come from the checkpoint, not from the user
         cfg = load_config(config, [*changes, *args.overrides], training=False, theirs=theirs)
     run = RunPaths.around(checkpoint)
     output = check_file("--output", Path(args.output)) if args.output else None
@@ -166,7 +166,7 @@ def _dagger(args: argparse.Namespace) -> int:
 
 
 def add_commands(commands: Any) -> None:
-    """Declares them."""
+    """Adds the commands of this module to the command line."""
     evaluate = add_command(
         commands, "eval", _eval, "evaluate a checkpoint with deterministic actions", _EXAMPLES["eval"]
     )

@@ -44,7 +44,7 @@ def _replay(args: argparse.Namespace) -> int:
 
 
 def add_commands(commands: Any) -> None:
-    """Declares them."""
+    """Adds the commands of this module to the command line."""
     replay = add_command(commands, "replay", _replay, "inspect, merge and split replay buffers", _EXAMPLES["replay"])
     replay.add_argument("action", choices=("inspect", "merge", "split"), help="what to do")
     replay.add_argument(

@@ -87,7 +87,7 @@ def command_of(args: argparse.Namespace) -> list[str]:
     if args.resume_with:
         config.append("resume_with=true")
     further = [*args.further]
-    at = further.index("--config") + 1 if "--config" in further else 0  # of several, Snakemake reads the last only
+    at = further.index("--config") + 1 if "--config" in further else 0  # of several, Snakemake reads only the last
     further[at:at] = config if at else ["--config", *config, *(["--"] if further[:1] and further[0][0] != "-" else [])]
     return [
         sys.executable, "-P", "-m", "snakemake", "--snakefile", share.snakefile(),
@@ -170,7 +170,7 @@ def near(path: Path) -> str:
 
 
 def ending(cfg: RunConfig, paths: RunPaths, args: argparse.Namespace, seconds: float) -> list[str]:
-    """What is told of a finished run: its result, its files, what to type next."""
+    """What to print about a finished run: its result, its files, and what to type next."""
     from rlhpc.jobs.status import duration
     from rlhpc.metrics.results import last_result
 
@@ -278,7 +278,7 @@ def _end_local(paths: RunPaths, grace_s: float = _SAVE_S) -> list[str]:
 
 
 def add_commands(commands: Any) -> None:
-    """Declares it."""
+    """Adds the command to the command line."""
     run = add_command(
         commands, "run", _run, "train, evaluate, export and report, by Snakemake; shows what happens", _EXAMPLES
     )  # fmt: skip

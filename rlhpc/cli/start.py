@@ -68,7 +68,7 @@ def _train(args: argparse.Namespace) -> int:
 
 
 def _stopped(args: argparse.Namespace, cfg: RunConfig) -> str:
-    """What is told of a run that was asked to end: what is saved, and how to go on."""
+    """What to print about a run that was asked to end: what is saved, and how to continue."""
     from rlhpc.config import total_steps
     from rlhpc.jobs.signals import MAX_RESTARTS
 
@@ -77,7 +77,7 @@ def _stopped(args: argparse.Namespace, cfg: RunConfig) -> str:
     saved = f"saved up to step {steps[-1]} of {total_steps(cfg)} in {paths.root}" if steps else "nothing is saved yet"
     told = f"rlhpc: interrupted; {saved}"
     if MAX_RESTARTS in os.environ:
-        return told  # a job: who submitted it says how to go on
+        return told  # in a job, whoever submitted it says how to go on
     words = ["rlhpc", "train", args.config, *(w for w in args.overrides if not w.startswith("runner.resume_dir="))]
     words += (
         ["--segment", str(args.segment)] if args.segment is not None else ["runner.resume_dir=auto"] if steps else []
@@ -108,7 +108,7 @@ def _submit(args: argparse.Namespace) -> int:
     cfg = load_config(args.config, args.overrides, site=args.site)
     if not 0 <= args.segment < cfg.runner.segments:
         raise ConfigError(f"--segment is {args.segment}; the run has segments 0 to {cfg.runner.segments - 1}")
-    if args.deadline is not None and not args.deadline > 0:  # not a number, either
+    if args.deadline is not None and not args.deadline > 0:  # also refuses nan
         raise ConfigError(f"--deadline is {args.deadline:g}; it must be more than 0 seconds")
     if args.attempt < 1:
         raise ConfigError(f"--attempt is {args.attempt}; the first one is 1")
@@ -152,7 +152,7 @@ def _cancel(args: argparse.Namespace) -> int:
 
 
 def add_commands(commands: Any) -> None:
-    """Declares them."""
+    """Adds the commands of this module to the command line."""
     plan = add_command(
         commands, "plan", _plan, "print what a run would start where, without starting anything", _EXAMPLES["plan"]
     )

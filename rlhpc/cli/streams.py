@@ -28,7 +28,7 @@ def standard_streams() -> None:
 
 
 def tell(text: str) -> None:
-    """Prints a message to standard error. Where that takes nothing more, the exit code still is what it was to be."""
+    """Prints a message to standard error. If that cannot be written to, the exit code is still the intended one."""
     try:
         print(text, file=sys.stderr, flush=True)
     except OSError:
@@ -36,7 +36,7 @@ def tell(text: str) -> None:
 
 
 def silence_output() -> None:
-    """Nobody reads it any more: the interpreter's last flush must not fail, too."""
+    """Discards further output, which nobody reads any more, so that the interpreter's last flush does not fail, too."""
     _silence(sys.stdout, sys.__stdout__)
 
 

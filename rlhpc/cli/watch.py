@@ -94,7 +94,7 @@ def _compare(args: argparse.Namespace) -> int:
 
 
 def add_commands(commands: Any) -> None:
-    """Declares them."""
+    """Adds the commands of this module to the command line."""
     status = add_command(
         commands, "status", _status, "show where a run is, or all runs below a folder", _EXAMPLES["status"]
     )

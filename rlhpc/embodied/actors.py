@@ -17,7 +17,7 @@ from rlhpc.runtime.trust import Trust
 
 
 class ExpertPolicy:
-    """A function `obs [N, ...] -> actions [N, A]` in the place of a policy; it has no noise and no values."""
+    """A function `obs [N, ...] -> actions [N, A]` instead of a policy; it has no noise and no values."""
 
     def __init__(self, function: Callable[[Any], Any]) -> None:
         self._function = function

@@ -56,7 +56,7 @@ def policy_card(
 
 
 def _forward(spec: Mapping[str, Any]) -> str:
-    """What the network computes, in words that one can rebuild it from."""
+    """What the network computes, in enough detail to rebuild it."""
     model, action = spec.get("model") or {}, spec.get("action_space") or {}
     kind = model.get("model_type", spec.get("model_type", "a model of its own"))
     if kind != "mlp":

@@ -30,7 +30,7 @@ _DIAGNOSTICS = [
     ("q_value", "train/q_value", "Critics' values", "value"),
     ("episode_length", "train/episode_length", "Episode length", "environment steps"),
 ]
-#: What training logs about success, the first that there is.
+#: What training may log about success; the first that exists is drawn.
 _SUCCESS = ("train/success_once", "train/success_rate")
 
 
@@ -164,7 +164,7 @@ def evaluation_curve(evaluations: Sequence[Mapping[str, Any]]) -> str:
 
 
 def success_curve(evaluations: Sequence[Mapping[str, Any]], name: str) -> str:
-    """A success rate by checkpoint with Wilson's 95 % intervals, one line per suite; "" where no evaluation knows it."""
+    """A success rate by checkpoint with Wilson's 95 % intervals, one line per suite; "" if no evaluation has one."""
     known = [result for result in evaluations if isinstance(result.get(name), (int, float))]
     lines = []
     for color, suite in enumerate(dict.fromkeys(str(result["suite"]) for result in known)):

@@ -113,8 +113,8 @@ def record_episodes(
         source: A checkpoint, an export folder, a run folder, or an expert as `module:function`.
         cfg: Configuration.
         output, episodes, only_success, mode: See `record`.
-        seed: In the place of `runner.seed`.
-        teacher: Whose actions are written in the place of those played, as `source`.
+        seed: Used instead of `runner.seed`.
+        teacher: Its actions are written instead of those played; given as `source` is.
         trust_code: Import what a checkpoint or export names as `module:Class`, also where `cfg` does not name it.
 
     Returns:
@@ -151,7 +151,7 @@ def _config(folder: Path, trust: Trust) -> EmbodiedConfig:
     trust.check(plain(cfg), str(path))
     if lacks := [key for key in ("env.eval", "runner.seed") if select(cfg, key) is None]:
         raise CheckpointError(f"{path}: no {lacks[0]}; pass a configuration")
-    return typed(PpoConfig, cfg)  # of these sections every kind has the same
+    return typed(PpoConfig, cfg)  # every kind of run has these same sections
 
 
 def _policy(folder: Path, trust: Trust) -> Any:

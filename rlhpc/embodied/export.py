@@ -129,7 +129,7 @@ def _config(checkpoint: Path, step: int) -> dict[str, Any]:
 
 
 def _finite(value: Any) -> Any:
-    """With words in the place of infinities, which JSON has not; checkpoints of earlier versions have such."""
+    """The value with words in place of infinities, which JSON lacks and checkpoints of earlier versions contain."""
     if isinstance(value, dict):
         return {key: _finite(part) for key, part in value.items()}
     if isinstance(value, list):
@@ -172,6 +172,6 @@ def _acting(checkpoint: Path) -> dict[str, bytes]:
         RlhpcError,
         KeyError,
         TypeError,
-    ):  # code that is not trusted, or a description of something else than a policy
+    ):  # code that is not trusted, or a description of something other than a policy
         return {}
     return {} if program is None else {"policy.pt2": program, "policy.py": SCRIPT.encode()}

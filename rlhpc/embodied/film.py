@@ -17,7 +17,7 @@ MAX_FRAMES = 1500
 
 
 class Film(Watch):
-    """Takes a picture of each slot before each of its steps; what has ended keeps its last one, framed.
+    """Takes a picture of each slot before each of its steps; a slot that has ended keeps its last one, framed.
 
     Args:
         env: A vector environment.
@@ -55,7 +55,7 @@ class Film(Watch):
                 self._ended[slot] = framed(self._now[i], success is not None and bool(success[slot]))
 
     def write(self, path: Path, fps: int) -> None:
-        """The film as an mp4 file, with half a second of its end."""
+        """Writes the film as an mp4 file; its last picture stays for half a second."""
         if self._now is None:
             return
         last = tile(np.stack([self._ended.get(slot, self._now[i]) for i, slot in enumerate(self._slots)]))

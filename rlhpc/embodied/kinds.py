@@ -71,17 +71,17 @@ class EmbodiedKind(Kind[Cfg]):
     other_start = " To start a new run from its weights: runner.init_from=… and another runner.name."
 
     def missing(self, cfg: Cfg) -> list[str]:
-        """The environment's id."""
+        """The id of the environment, if it is missing."""
         return [] if cfg.env.train.env_id else ["env.train.env_id"]
 
     def prepare(self, cfg: Cfg, *, resumes: bool) -> Cfg:
-        """Without `runner.init_from` where the run goes on: what it started from may be gone by now."""
+        """The configuration, without `runner.init_from` if the run resumes: what it started from may be gone by now."""
         if not resumes or cfg.runner.init_from is None:
             return cfg
         return changed(cfg, "runner.init_from", None)
 
     def differences(self, cfg: Cfg, checkpoint: Path) -> list[str]:
-        """Another environment, or a network of other shapes."""
+        """Where the checkpoint differs: another environment, or a network of other shapes."""
         model = saved_values(checkpoint / "model.json").get("model") or {}
         mine = {f"actor.model.{name}": model[name] for name in _SHAPES if name in model}
         there = {**saved_values(checkpoint / CONFIG, _ENVIRONMENT), **mine}
@@ -132,7 +132,7 @@ class EmbodiedKind(Kind[Cfg]):
 
 
 def _env_python(cfg: RunConfig) -> str | None:
-    """The Python of the env group's nodes, where they have one of their own."""
+    """The Python of the env group's nodes, if they have one of their own."""
     placed = cfg.cluster.component_placement.get("env")
     label = placed.get("node_group") if isinstance(placed, Mapping) else None
     return next((group.python_interpreter for group in cfg.cluster.node_groups if group.label == label), None)
@@ -143,7 +143,7 @@ class PpoKind(EmbodiedKind[PpoConfig]):
     """Policy and simulators play, and the policy learns from what they played."""
 
     def check(self, cfg: PpoConfig, fail: Fail, *, training: bool) -> None:
-        """Names, levels, batches."""
+        """Refuses wrong names, levels and batches."""
         check_estimators(cfg)
         checks.check_common(cfg, fail)
         checks.check_ppo(cfg, fail)
@@ -151,11 +151,11 @@ class PpoKind(EmbodiedKind[PpoConfig]):
             checks.check_divisibility(cfg, fail)
 
     def check_placement(self, cfg: PpoConfig, processes: Mapping[str, int], accelerators: Mapping[str, int]) -> None:
-        """Each process has whole slots."""
+        """Refuses processes without a whole number of slots."""
         checks.check_processes(cfg, processes)
 
     def check_start(self, cfg: PpoConfig, ranks: Mapping[str, int]) -> None:
-        """Counts that do not divide, environments and models that cannot be built."""
+        """Refuses counts that do not divide, and environments and models that cannot be built."""
         from rlhpc.checkpoint.start import check_start
         from rlhpc.embodied.models import build_model, policy_section
         from rlhpc.embodied.roles.env import check_env
@@ -170,7 +170,7 @@ class PpoKind(EmbodiedKind[PpoConfig]):
         check_start(cfg, build_model(policy_section(cfg.actor), *spaces))
 
     def goal(self, cfg: PpoConfig) -> float | None:
-        """A return that is good enough."""
+        """The return at which the run stops, if there is one."""
         return cfg.runner.stop_return
 
 
@@ -179,31 +179,31 @@ class SacKind(EmbodiedKind[SacConfig]):
     """Policy and simulators fill a buffer, and the policy learns from draws of it."""
 
     def check(self, cfg: SacConfig, fail: Fail, *, training: bool) -> None:
-        """Names and buffers."""
+        """Refuses wrong names and buffers."""
         checks.check_common(cfg, fail)
         checks.check_off_policy(cfg, fail)
         if training:
             checks.check_slots(cfg, fail)
 
     def check_placement(self, cfg: SacConfig, processes: Mapping[str, int], accelerators: Mapping[str, int]) -> None:
-        """Each process has whole slots."""
+        """Refuses processes without a whole number of slots."""
         checks.check_processes(cfg, processes)
 
     def check_start(self, cfg: SacConfig, ranks: Mapping[str, int]) -> None:
-        """Environments, models and demonstrations that cannot be had."""
+        """Refuses environments, models and demonstrations that cannot be loaded."""
         from rlhpc.embodied.roles.sac import check_off_policy
 
         check_off_policy(cfg, dict(ranks), _env_python(cfg))
 
     def preparation(self, cfg: SacConfig) -> Preparation:
-        """An expert's episodes, for the second buffer."""
+        """The expert's episodes to record first for the second buffer, if any."""
         workflow, path = cfg.workflow, cfg.algorithm.demo_buffer.load_path
         if workflow.demos_expert is None:
             return Preparation()
         return Preparation(demos=(str(path), workflow.demos_expert, workflow.demos_episodes))
 
     def goal(self, cfg: SacConfig) -> float | None:
-        """A return that is good enough."""
+        """The return at which the run stops, if there is one."""
         return cfg.runner.stop_return
 
 
@@ -212,18 +212,18 @@ class BcKind(EmbodiedKind[BcConfig]):
     """The policy learns from demonstrations."""
 
     def check(self, cfg: BcConfig, fail: Fail, *, training: bool) -> None:
-        """Names and demonstrations."""
+        """Refuses wrong names, and demonstrations that are not named."""
         checks.check_common(cfg, fail)
         checks.check_bc(cfg, fail)
 
     def check_start(self, cfg: BcConfig, ranks: Mapping[str, int]) -> None:
-        """Demonstrations that are not there, or of another task."""
+        """Refuses demonstrations that are not there, or of another task."""
         from rlhpc.embodied.roles.bc import check_bc
 
         check_bc(cfg, dict(ranks))
 
     def preparation(self, cfg: BcConfig) -> Preparation:
-        """An expert's episodes."""
+        """The expert's episodes to record first, if any."""
         workflow = cfg.workflow
         if workflow.demos_expert is None:
             return Preparation()

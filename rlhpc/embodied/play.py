@@ -20,7 +20,7 @@ from rlhpc.runtime.errors import ConfigError, NonFinite, RlhpcError
 
 log = logging.getLogger(__name__)
 
-#: Decisions of one episode after which it is an error that it does not end: nothing waits for ever.
+#: Decisions after which an episode that has not ended is an error: nothing waits for ever.
 MAX_DECISIONS = 1_000_000
 #: The same where the environment has no time limit.
 MAX_WITHOUT_LIMIT = 20_000
@@ -33,13 +33,13 @@ class Watch:
     """Looks on while `play` plays."""
 
     def before(self, obs: Any, actions: np.ndarray) -> None:
-        """Before a step of all slots. A simulator may use the memory of the observation again."""
+        """Called before a step of all slots. A simulator may reuse the memory of the observation."""
 
     def after(
         self, slots: np.ndarray, rewards: np.ndarray, terminations: np.ndarray, truncations: np.ndarray,
         infos: Mapping[str, Any],
     ) -> None:  # fmt: skip
-        """After it; `slots` (bool `[N]`) are those whose episodes count."""
+        """Called after the step; `slots` (bool `[N]`) are those whose episodes count."""
 
 
 def quotas(episodes: int, slots: int) -> np.ndarray:
@@ -73,7 +73,7 @@ def evaluate_policy(
         seed: Of the run, see `eval_seed`.
         episodes: Number of episodes; default `env.eval.num_episodes`.
         device: Where the policy is.
-        watch: Makes what looks on, out of the environment.
+        watch: Makes what looks on, given the environment.
         told: Hears how far it is.
 
     Raises:
@@ -145,7 +145,7 @@ def play(
     Raises:
         RlhpcError: An episode does not end.
     """
-    found: list[tuple[int, int, dict[str, float]]] = []  # slot, its how-manieth, row
+    found: list[tuple[int, int, dict[str, float]]] = []  # slot, number of its episode, row
     seen, since = np.zeros_like(left), np.zeros_like(left)
     most = MAX_DECISIONS if env.max_episode_steps != 0 else MAX_WITHOUT_LIMIT
     steps = 0

@@ -30,8 +30,9 @@ class EpisodeRecorder(Watch):
         writer: Takes the episodes.
         env: The environment.
         only_success: Leave out episodes that never succeeded.
-        wanted: Stop writing after so many.
-        teacher: Its actions are written in the place of those played (DAgger), without rewards: they belong to others.
+        wanted: How many to write.
+        teacher: Its actions are written instead of those played (DAgger), without rewards, which belong to the actions
+            played.
     """
 
     def __init__(
@@ -45,7 +46,7 @@ class EpisodeRecorder(Watch):
         self.success_known = False
 
     def forget(self) -> None:
-        """Episodes under way will not be finished."""
+        """Drops the episodes under way, which will not be finished."""
         self._open = [[] for _ in self._open]
 
     def before(self, obs: Any, actions: np.ndarray) -> None:

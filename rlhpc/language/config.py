@@ -40,15 +40,15 @@ class DataSourceConfig:
     level_key: str | None = None
     """Column of the difficulty, for evaluation tables."""
     system_prompt: str | None = None
-    """Goes before every conversation."""
+    """System prompt, put before every conversation."""
     prompt_template: str = "{prompt}"
-    """The question as the user says it."""
+    """How the question is put to the model; `{prompt}` stands for it."""
     chat_template: bool = True
     """Formats the conversation with the tokenizer's template; false gives the model the bare text."""
     size: int | None = None
-    """Problems taken (procedural sources: made)."""
+    """Number of problems taken (procedural sources: made)."""
     seed: int = 0
-    """Of procedural sources, and of what `size` takes."""
+    """Seed of procedural sources, and of the choice of `size` problems."""
     eval_fraction: float = 0.0
     """Part that belongs to evaluation: training leaves it out, and evaluation takes it alone."""
     kwargs: dict[str, Any] = field(default_factory=dict)
@@ -64,7 +64,7 @@ class EvalDataConfig(DataSourceConfig):
     samples: int = 1
     """Responses to each problem: pass@k for k up to this, and majority."""
     temperature: float = 0.0
-    """Of sampling; 0 is greedy."""
+    """Temperature of sampling; 0 is greedy."""
 
 
 @dataclass
@@ -76,7 +76,7 @@ class DataConfig:
     eval: list[EvalDataConfig] = field(default_factory=list)
     """Suites; `workflow.eval_suites` names those that the workflow and `runner.val_check_interval` evaluate on."""
     max_prompt_tokens: int = 1024
-    """Longest prompt."""
+    """Longest prompt, in tokens."""
     overlong_prompts: str = "error"
     """What happens to longer ones: `error`, or `drop`."""
     prompts_per_step: int = 32
@@ -90,7 +90,7 @@ class RewardTermConfig:
     name: str = MISSING
     """`math`, `exact`, `code`, `format`, `length`, `reasoning_gym`, `http`, a registered name, or `module:function`."""
     weight: float = 1.0
-    """Factor."""
+    """Weight of the term in the sum."""
     kwargs: dict[str, Any] = field(default_factory=dict)
     """Arguments of the reward."""
 
@@ -102,7 +102,7 @@ class RewardConfig:
     terms: list[RewardTermConfig] = field(default_factory=list)
     """Terms; the first one's value also says whether an answer is right in evaluation (1 is right)."""
     timeout_s: float = 10.0
-    """Of one sample; a reward that takes longer is ended, and the sample gets `failed`."""
+    """Longest time for one sample; a reward that takes longer is ended, and the sample gets `failed`."""
     failed: float = 0.0
     """Reward of a sample whose judge hung, raised or died."""
     processes: int = 1
@@ -118,11 +118,11 @@ class LanguageModelConfig:
     kwargs: dict[str, Any] = field(default_factory=dict)
     """Options of `builtin:tiny`, such as `{hidden: 64}`; other models take none."""
     dtype: str = "float32"
-    """Of weights and computation: float32 or bfloat16 (mixed precision: fp32 master weights)."""
+    """Precision of weights and computation: float32 or bfloat16 (mixed precision: fp32 master weights)."""
     gradient_checkpointing: bool = False
     """Recomputes activations in the backward pass, which saves memory."""
     attn_implementation: str = "sdpa"
-    """Of transformers: sdpa, eager or flash_attention_2."""
+    """Attention of transformers: sdpa, eager or flash_attention_2."""
     trust_remote_code: bool = False
     """Runs code that comes with the model."""
 
@@ -134,7 +134,7 @@ class LanguageOptimConfig(OptimConfig):
     lr_warmup_steps: int = 0
     """Steps over which the learning rate rises from 0."""
     lr_scheduler: str = "constant"
-    """What it does after that, until the end of the run: constant, linear (to 0) or cosine (to 0)."""
+    """Course of the learning rate after that, until the end of the run: constant, linear (to 0) or cosine (to 0)."""
 
 
 @dataclass
@@ -148,7 +148,7 @@ class LanguageActorConfig:
     optim: LanguageOptimConfig = field(default_factory=LanguageOptimConfig)
     """The optimizer."""
     max_tokens_per_micro_batch: int = 16384
-    """Most tokens, padding included, of one forward and backward pass on a rank."""
+    """Most tokens, including padding, in one forward and backward pass on a rank."""
     lora: LoraConfig = field(default_factory=LoraConfig)
     """Adapters."""
     fsdp: FsdpConfig = field(default_factory=FsdpConfig)
@@ -185,21 +185,21 @@ class EngineConfig:
     max_new_tokens: int = 256
     """Most tokens of a response."""
     top_p: float = 1.0
-    """Nucleus of sampling; 1 is off."""
+    """Nucleus sampling (top-p); 1 is off."""
     top_k: int = -1
-    """Most likely tokens kept; -1 is off."""
+    """Number of most likely tokens kept in sampling; -1 is off."""
     max_batch_size: int = 64
     """Sequences that a rollout rank makes at a time."""
     max_model_len: int | None = None
     """Longest prompt and response together; null takes the model's context."""
     dtype: str = "auto"
-    """Of the engine's weights: auto (the actor's), float32, bfloat16 or float16."""
+    """Precision of the engine's weights: auto (the actor's), float32, bfloat16 or float16."""
     gpu_memory_utilization: float = 0.6
-    """Part of the accelerator's memory that vLLM takes."""
+    """Fraction of the accelerator's memory that vLLM takes."""
     engine_kwargs: dict[str, Any] = field(default_factory=dict)
     """Further arguments of the engine's constructor."""
     max_turns: int = 1
-    """Turns of a multi-turn episode (`rollout.agent`)."""
+    """Most turns of a multi-turn episode (`rollout.agent`)."""
     agent: str | None = None
     """Multi-turn episodes with tools: a registered name, or `module:Class`; null is one response a prompt."""
 
@@ -209,7 +209,7 @@ class GrpoRolloutConfig(WeightSyncConfig, EngineConfig):
     """The rollout group."""
 
     temperature: float = 1.0
-    """Of sampling in training; the losses use the same."""
+    """Temperature of sampling in training; the losses use the same."""
 
 
 @dataclass
@@ -225,9 +225,9 @@ class GrpoAlgorithmConfig(LanguageAlgorithmConfig):
     """Advantages, losses and the shape of a rollout."""
 
     name: str = "policy_gradient"
-    """What is optimized: `policy_gradient` (of which the keys below are), a registered name, or `module:Class`."""
+    """The algorithm: `policy_gradient` (to which the keys below belong), a registered name, or `module:Class`."""
     kwargs: dict[str, Any] = field(default_factory=dict)
-    """Arguments of an algorithm of one's own."""
+    """Further arguments of the algorithm's constructor."""
     adv_type: str = "grpo"
     """Advantage estimator: grpo, dr_grpo, rloo, reinforce++, reinforce++_baseline, raw, a registered name, or
     `module:function`."""
@@ -261,16 +261,16 @@ class GrpoAlgorithmConfig(LanguageAlgorithmConfig):
     recompute_logprobs: bool = False
     """Old log-probs come from the trainer rather than from the rollout engine."""
     tis_cap: float | None = None
-    """Cap of the truncated importance weight between trainer and rollout engine (with `decoupled_ppo` between the policy of
-    before the update and the one that wrote); null is off."""
+    """Cap of the truncated importance weight between trainer and rollout engine (with `decoupled_ppo` between the
+    policy from before the update and the one that wrote); null is off."""
     filter_groups: bool = False
     """DAPO's dynamic sampling: groups whose rewards are all equal are dropped and refilled."""
     max_refills: int = 4
     """Rounds of refilling in a step before it goes on with what it has."""
     overlong_buffer: int = 0
-    """DAPO's soft punishment over the last so many tokens before `rollout.max_new_tokens`; 0 is off."""
+    """DAPO's soft length penalty: how many tokens before `rollout.max_new_tokens` it begins; 0 is off."""
     overlong_filter: bool = False
-    """Responses cut off at the length limit do not train."""
+    """Responses cut off at the length limit are not trained on."""
     max_staleness: int = 0
     """Most versions by which the policy that wrote a token may lag behind the one that
     is trained; 0 is sync."""
@@ -284,7 +284,7 @@ class LanguageWorkflowConfig(WorkflowConfig):
     """Configuration of an SFT run that comes first, relative to this file; this run's `actor.model.model_path` then names
     the folder it exports."""
     sft_overrides: list[str] = field(default_factory=list)
-    """What is changed in that configuration, as `key=value`."""
+    """Changes to that configuration, as `key=value`."""
     eval_start: bool = False
     """Evaluates the model before training, too, as step 0."""
 

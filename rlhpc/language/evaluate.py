@@ -41,7 +41,7 @@ from rlhpc.runtime.durable import replace_durably
 from rlhpc.runtime.errors import ConfigError, DeadlineExceeded, NonFinite
 from rlhpc.runtime.plain import read_json
 
-#: Pause where neither engine nor judges had anything.
+#: Pause in seconds when neither engine nor judges had anything.
 _IDLE_S = 0.002
 #: Rewards whose right answers all equal the reference, and so one another, however they are written.
 _ONE_ANSWER = ("math", "exact")
@@ -68,7 +68,7 @@ def evaluate_language_model(
         model: A checkpoint `global_step_<N>` of a language model's run, or a Hugging Face folder or name.
         suite: Name of a suite; `default` is the first where none has that name.
         output: JSON file to write, atomically; the samples go to `<stem>.samples.jsonl` beside it.
-        backend: Takes the place of `rollout.rollout_backend`.
+        backend: Used instead of `rollout.rollout_backend`.
         global_step: By default that of the checkpoint. Of any other model what the folder of `output`, or else its own,
             is called: `global_step_<N>`; or 0.
         progress: Shows on stderr how many answers have been judged.
@@ -148,7 +148,7 @@ def _check_samples(section: EvalDataConfig, suite: str) -> None:
 
 
 def describe(result: dict[str, Any]) -> str:
-    """An evaluation in a line."""
+    """An evaluation in one line."""
     low, high = result["accuracy_ci95"]
     line = f"accuracy {result['accuracy']:.1%} (95 % CI {low:.1%} to {high:.1%}) on {result['n']} problems"
     if result["samples"] > 1:
@@ -354,7 +354,7 @@ def identify(rows: Sequence[dict[str, Any]], count: int) -> None:
 
 
 def _write(path: Path, result: dict[str, Any], rows: Sequence[dict[str, Any]]) -> None:
-    """The samples first: who sees the JSON may count on them."""
+    """Writes the samples first: whoever sees the JSON may count on them."""
     lines = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
     try:
         # A lone surrogate, which UTF-8 cannot hold, becomes JSON's own escape of it.

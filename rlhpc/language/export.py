@@ -52,7 +52,7 @@ def export_language_model(
         checkpoint: A `global_step_<N>` folder of any run, on any machine.
         output: Target folder; by default `export/global_step_<N>` of the run the checkpoint lies in.
         adapter_only: With LoRA, writes the adapter for peft, rather than the model with the adapter merged.
-        base: With LoRA, where the model is that was adapted; by default where it was in training.
+        base: With LoRA, where the adapted model is; by default where it was in training.
         dtype: `float32` or `bfloat16`; by default that of the training's computation.
         licence: SPDX identifier for the model card.
         trust_code: Run code that comes with the model, where the training did (`actor.model.trust_remote_code`).
@@ -62,7 +62,7 @@ def export_language_model(
 
     Raises:
         CheckpointError: The checkpoint has faults, or the target cannot be written.
-        ConfigError: The model that was adapted is not there, or there is no adapter.
+        ConfigError: The adapted model is not there, or there is no adapter.
     """
     from rlhpc.language.tokens.files import FOLDER
     from rlhpc.language.tokens.model import DTYPES, export_model

@@ -52,7 +52,7 @@ _PRELOAD = (
     "transformers.models.auto.modeling_auto",
 )
 _COMPARED = (("eval/accuracy", "Accuracy in evaluation", "share of right answers"),)
-#: Of a Hugging Face config: what its weights' shapes follow from.
+#: Keys of a Hugging Face config that determine the shapes of the weights.
 _SIZES = ("model_type", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
 
 
@@ -62,29 +62,29 @@ class LanguageKind(Kind[Cfg]):
 
     Attributes:
         trained: Metric that says how training goes, and its title.
-        rate: Metric of the tokens a second.
+        rate: Metric of the tokens per second.
     """
 
     trained: tuple[str, str] = ("train/reward", "training reward")
     rate: str = "time/tokens_per_s"
 
     def check(self, cfg: Cfg, fail: Fail, *, training: bool) -> None:
-        """Names, and what does not fit together."""
+        """Refuses wrong names, and what does not fit together."""
         checks.check_common(cfg, fail, training=training)
 
     def check_placement(self, cfg: Cfg, processes: Mapping[str, int], accelerators: Mapping[str, int]) -> None:
-        """Prompts are shared out evenly, and a process computes on one accelerator."""
+        """Refuses prompts that cannot be shared out evenly, and processes with several accelerators."""
         checks.check_sizes(cfg, processes)
         checks.check_accelerators(cfg, accelerators)
 
     def check_start(self, cfg: Cfg, ranks: Mapping[str, int]) -> None:
-        """Models, data, agents and judges that cannot be had."""
+        """Refuses models, data, agents and judges that cannot be loaded."""
         from rlhpc.language.roles.rollout import check_language
 
         check_language(cfg, dict(ranks))
 
     def prepare(self, cfg: Cfg, *, resumes: bool) -> Cfg:
-        """With a built-in model's folder in the place of its name.
+        """The configuration, with a built-in model's folder in place of its name.
 
         Raises:
             ConfigError: There is no such built-in model; or its training data cannot be read, which is looked at before a
@@ -98,7 +98,7 @@ class LanguageKind(Kind[Cfg]):
         return changed(cfg, "actor.model.model_path", resolve_model(cfg.actor.model))
 
     def differences(self, cfg: Cfg, checkpoint: Path) -> list[str]:
-        """Another backend, other adapters, or a model of other sizes."""
+        """Where the checkpoint differs: another backend, other adapters, or a model of other sizes."""
         differ = differing(
             cfg, saved_values(checkpoint / "backend.json"), ("actor.training_backend", "actor.lora.rank")
         )
@@ -167,7 +167,7 @@ class GrpoKind(LanguageKind[GrpoConfig]):
     """The model answers prompts, and learns from what its answers were worth."""
 
     def check(self, cfg: GrpoConfig, fail: Fail, *, training: bool) -> None:
-        """Besides: estimators, rewards, batches."""
+        """Also refuses wrong estimators, rewards and batches."""
         check_estimators(cfg)
         super().check(cfg, fail, training=training)
         if training:

@@ -54,7 +54,8 @@ def normalize_answer(text: str) -> str:
 
 
 def majority(votes: Sequence[str], right: Sequence[bool]) -> float:
-    """Share of right answers among those most samples of a problem agree on; between tied answers, the mean.
+    """Share of right samples among those of the answer that most samples of a problem agree on; the mean over tied
+    answers.
 
     Args:
         votes: Normalized answers; "" did not answer and does not vote.

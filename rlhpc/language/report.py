@@ -39,7 +39,7 @@ def parts(
         rows: Its metrics.
         always: Curves that are drawn whether something was logged or not.
         trained: Metric that says how training goes, and its title.
-        rate: Metric of the tokens a second.
+        rate: Metric of the tokens per second.
         linked: The page may refer to other files of the run.
     """
     evaluations = read_evaluations(paths)

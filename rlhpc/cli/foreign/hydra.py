@@ -193,7 +193,7 @@ def _paths(tree: Mapping[Any, Any], parents: tuple[Any, ...] = ()) -> Iterator[t
 
 
 def _hidden(value: Any, texts: list[str]) -> Any:
-    """With a mark in place of each text that names an environment variable."""
+    """The content, with a mark in place of each text that names an environment variable."""
     if isinstance(value, dict):
         return {key: _hidden(below, texts) for key, below in value.items()}
     if isinstance(value, list):

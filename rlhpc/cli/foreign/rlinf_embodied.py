@@ -10,7 +10,7 @@ from rlhpc.cli.foreign.rules import NOTHING, Reading, Rows, Rule
 #: Policies that start from random weights.
 _FROM_NOTHING = ("mlp_policy", "cnn_policy", "flow_policy")
 _MODELS = {"mlp_policy": "mlp", "cnn_policy": "resnet"}
-#: What RLinf commands a ManiSkill robot with, by its `policy_setup`.
+#: The control mode of RLinf's ManiSkill robots, by `policy_setup`.
 _CONTROL_MODES = {
     "panda-qpos": "pd_joint_delta_pos",
     "panda-ee-dpos": "pd_ee_delta_pos",
@@ -27,7 +27,7 @@ def _is_grpo(read: Reading) -> bool:
 
 
 def _decisions(read: Reading) -> int:
-    """Decisions of a slot in one rollout of RLinf's."""
+    """Decisions that a slot makes in one of RLinf's rollouts."""
     chunk = int(read("actor.model.num_action_chunks", 1))
     longest = int(read("env.train.max_steps_per_rollout_epoch", 0) or read("env.train.max_episode_steps", 1))
     return max(1, longest // chunk)
@@ -38,7 +38,7 @@ def _rounds(read: Reading) -> int:
 
 
 def _slots(read: Reading) -> int:
-    """Slots: where each rollout plays one episode in every slot, further rounds are further slots."""
+    """Number of slots. If each rollout plays one episode in every slot, further rounds become further slots."""
     slots, rounds = int(read("env.train.total_num_envs", 8)), 1
     if not read("env.train.auto_reset", False) and (rounds := _rounds(read)) > 1:
         read.leave(
@@ -201,7 +201,7 @@ def _value_clip(read: Reading) -> Any:
 
 
 def _without_use(read: Reading) -> Any:
-    """What says nothing in this configuration, though it would in another one."""
+    """Leaves out keys that have no effect in this configuration, though they would in another."""
     if read.leaves.get("actor.optim.value_lr") == read.leaves.get("actor.optim.lr"):
         read.leave("actor.optim.value_lr", "policy and critic share one learning rate", False)
     if _is_grpo(read):
@@ -248,7 +248,7 @@ PPO: Rows = [
 
 
 def _ratio(read: Reading) -> float:
-    """Updates for each transition: RLinf counts them for each step of the runner."""
+    """Updates per transition; RLinf counts them per step of the runner."""
     transitions = int(read("env.train.total_num_envs", 8)) * _decisions(read) * _rounds(read)
     return round(int(read("algorithm.update_epoch", 1)) / transitions, 6)
 
@@ -296,7 +296,7 @@ def _is_mlp(read: Reading) -> bool:
 
 
 def _seeing(rule: str | Rule) -> Rule:
-    """Only of vision-language-action models."""
+    """The rule, applied to vision-language-action models only."""
 
     def seeing(read: Reading) -> Any:
         if read.leaves.get("actor.model.model_type", "mlp_policy") in _FROM_NOTHING:
@@ -334,7 +334,7 @@ POLICY: Rows = [
     ("actor.model.num_action_chunks", "actor.model.num_action_chunks"),
     ("actor.model.kwargs", _policy_options),
 ]
-#: Of PPO and GRPO besides: SAC goes on from episode to episode, and has policies that see no words.
+#: Further keys of PPO and GRPO: in SAC, episodes always follow one another, and policies take no text.
 SEEING: Rows = [
     ("env.train.auto_reset", lambda read: bool(read("env.train.auto_reset", False))),
     ("actor.training_backend", lambda read: "local" if read("actor.training_backend") else NOTHING),

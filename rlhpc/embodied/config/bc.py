@@ -20,9 +20,9 @@ class DemosConfig:
     only_success: bool = False
     """Leaves out episodes that never succeeded."""
     limit: int | None = None
-    """At most so many episodes; null takes all."""
+    """At most this many episodes; null takes all."""
     holdout: float = 0.0
-    """Part of the episodes that is not trained on; `train/holdout_loss` is their loss."""
+    """Fraction of the episodes that is not trained on; `train/holdout_loss` is their loss."""
 
 
 @dataclass
@@ -32,9 +32,9 @@ class BcAlgorithmConfig:
     gamma: float = 0.99
     """Discount of the returns that `bc_value_coef` is for."""
     update_epochs: int = 4
-    """Passes over the demonstrations, in a step."""
+    """Passes over the demonstrations in a step."""
     bc_loss: str = "nll"
-    """bc: `nll` (negative log-likelihood of the demonstrated actions, or what the policy's `bc_loss` has in its place: flow
+    """`nll` (negative log-likelihood of the demonstrated actions, or what the policy's `bc_loss` has in its place: flow
     matching) or `mse` (squared error of the mean action)."""
     bc_value_coef: float = 0.0
     """Weight of a value loss on the demonstrations' discounted returns, so that PPO starts with a critic; 0 is off."""

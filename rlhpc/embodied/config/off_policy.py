@@ -27,7 +27,7 @@ class DemoBufferConfig:
     """HDF5 trajectories in ManiSkill's format (file, folder or pattern), or a replay buffer (a checkpoint of an off-policy
     run, or what `rlhpc replay` wrote); null is none."""
     ratio: float = 0.5
-    """Part of each batch that comes from there."""
+    """Fraction of each batch that comes from there."""
 
 
 @dataclass
@@ -44,7 +44,7 @@ class SacAlgorithmConfig:
     """Most versions by which the policy that acted may lag behind the one that
     is trained; 0 is sync."""
     tau: float = 0.005
-    """Part of the critics' weights that goes into the target networks at each of their updates."""
+    """Fraction of the critics' weights that goes into the target networks at each of their updates."""
     auto_entropy_tuning: bool = True
     """The temperature is learned, so that the policy's entropy becomes `target_entropy`."""
     initial_alpha: float = 1.0
@@ -110,6 +110,3 @@ class SacConfig(RunConfig):
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     actor: SacActorConfig = field(default_factory=SacActorConfig)
     workflow: DemonstratedWorkflowConfig = field(default_factory=DemonstratedWorkflowConfig)
-
-
-# -- behaviour cloning ------------------------------------------------------------------------------------------------

@@ -40,16 +40,16 @@ class ModelConfig(NetworkConfig):
     value_per_action: bool = False
     """A value for each action of a chunk, for `algorithm.reward_type: action_level`."""
     add_value_head: bool = True
-    """`vla` and `pi0`: values, which GRPO does without."""
+    """`vla` and `pi0`: adds a value head, which GRPO does without."""
     model_path: str | None = None
     """Language models, `vla` and `pi0`: a Hugging Face folder or hub name, with its tokenizer, or `builtin:tiny`."""
     dtype: str = "float32"
-    """`vla` and `pi0`: of the weights; with `fsdp` and `deepspeed` of the computation (mixed precision: fp32 master
-    weights)."""
+    """`vla` and `pi0`: precision of the weights; with `fsdp` and `deepspeed`, of the computation (mixed precision: fp32
+    master weights)."""
     gradient_checkpointing: bool = False
     """`vla`: recomputes activations in the backward pass, which saves memory."""
     attn_implementation: str = "sdpa"
-    """Of transformers: sdpa, eager or flash_attention_2."""
+    """Attention of transformers: sdpa, eager or flash_attention_2."""
     trust_remote_code: bool = False
     """Runs code that comes with the model."""
 

@@ -53,16 +53,16 @@ class PpoAlgorithmConfig:
     entropy_coef: float = 0.0
     """Weight of the entropy bonus."""
     target_kl: float | None = None
-    """Ends a step's updates before that of the first minibatch whose KL estimate passes this; null is off."""
+    """Ends a step's updates before the first minibatch whose KL estimate exceeds this; null is off."""
     tis_cap: float | None = None
-    """`decoupled_ppo`: cap of the importance weight between the policy of before the update and the one that acted; null is
-    off."""
+    """`decoupled_ppo`: cap of the importance weight between the policy from before the update and the one that acted;
+    null is off."""
     update_epochs: int = 4
     """Passes over each rollout."""
     rollout_steps: int = 128
     """T: decisions per slot and step; each is a chunk of `actor.model.num_action_chunks` actions."""
     logprob_type: str = "chunk_level"
-    """What the policy loss takes for a token: `chunk_level` (all that is decided at once), `action_level` (each
+    """What the policy loss treats as a token: `chunk_level` (all that is decided at once), `action_level` (each
     action of a chunk) or `token_level` (each component of an action)."""
     reward_type: str = "chunk_level"
     """Embodied: `chunk_level` sums the rewards of a chunk; with `action_level` advantages and returns are those of single
@@ -84,6 +84,3 @@ class PpoConfig(RunConfig):
     rollout: PpoRolloutConfig = field(default_factory=PpoRolloutConfig)
     actor: PpoActorConfig = field(default_factory=PpoActorConfig)
     workflow: EmbodiedWorkflowConfig = field(default_factory=EmbodiedWorkflowConfig)
-
-
-# -- off-policy -------------------------------------------------------------------------------------------------------

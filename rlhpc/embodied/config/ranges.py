@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from rlhpc.config.ranges import ANY, COUNT, FRACTION, INTERVAL, NOT_NEGATIVE, PART, POSITIVE, RATE, SEED, Range
 
-#: What each number may be, of all these kinds of run.
+#: What each number may be, in all these kinds of run.
 RANGES: dict[str, Range] = {
     "runner.val_check_interval": INTERVAL,
     "runner.stop_return": ANY,

@@ -34,9 +34,9 @@ class EmbodiedWorkflowConfig(WorkflowConfig):
     """What the Snakemake rules do with a run."""
 
     record_episodes: int = 0
-    """Records so many episodes of the last policy, to `demos/global_step_<N>.h5` in the run's folder."""
+    """Records this many episodes of the last policy, to `demos/global_step_<N>.h5` in the run's folder."""
     record_only_success: bool = True
-    """Demonstrations and recordings have only episodes that succeeded; needs an environment that says so."""
+    """Demonstrations and recordings contain only episodes that succeeded; needs an environment that reports success."""
 
 
 @dataclass
@@ -44,8 +44,9 @@ class DemonstratedWorkflowConfig(EmbodiedWorkflowConfig):
     """What the Snakemake rules do with a run that learns from demonstrations."""
 
     demos_expert: str | None = None
-    """Records demonstrations before training: the expert, as `module:function` or a checkpoint. They go where this run reads
-    them (`demos.path`; off-policy: `algorithm.demo_buffer.load_path`), which then is one `.h5` file."""
+    """Records demonstrations before training: the expert, as `module:function` or a checkpoint. They are written to
+    where this run reads them (`demos.path`; off-policy: `algorithm.demo_buffer.load_path`), which must then be one
+    `.h5` file."""
     demos_episodes: int = 100
     """Number of episodes that the expert records."""
 
@@ -68,7 +69,7 @@ class TaskConfig:
     ignore_terminations: bool = False
     """Episodes end at the step limit only."""
     simulator_python: str | None = None
-    """Python that simulator processes are started with, where the simulator needs an environment of its own."""
+    """Python with which simulator processes are started, for simulators that need an environment of their own."""
 
 
 @dataclass
@@ -86,10 +87,12 @@ class EnvSideConfig(TaskConfig):
     reward_scale: float = 1.0
     """Factor on the rewards that the learner sees; returns are reported unscaled."""
     use_rel_reward: bool = False
-    """The learner sees by how much the reward changed since the step before; returns are reported as the simulator has it."""
+    """The learner sees how much the reward changed since the step before; returns are reported from the simulator's own
+    rewards."""
     simulators: int | None = None
-    """Processes that a rank keeps its slots in, each with a share; 0 keeps them in the rank's own. null is one for each of
-    the rank's cores where the simulator gains by it (maniskill, metaworld, libero; none with one core), else 0."""
+    """Processes in which a rank keeps its slots, each with a share; 0 keeps them in the rank's own process. null is one
+    for each of the rank's cores if the simulator gains by it (maniskill, metaworld, libero; none with one core), else
+    0."""
     simulator_timeout_s: float = 120.0
     """Seconds after which a simulator process that does not answer is taken for hung and started again."""
 
@@ -99,8 +102,8 @@ class RolloutEnvConfig(EnvSideConfig):
     """Environments of training, where each rollout is learned from as a whole."""
 
     auto_reset: bool = True
-    """Episodes follow one another, over the bounds of rollouts. Without, each rollout plays one episode in every slot, from
-    its start, and what comes after its end does not train; grpo, rloo and their like compare such episodes (training)."""
+    """Episodes follow one another, across rollouts. If off, each rollout plays one episode in every slot, from its
+    start, and what comes after its end is not trained on; grpo, rloo and their like compare such episodes."""
 
 
 @dataclass
@@ -108,12 +111,13 @@ class ClonedEnvConfig(TaskConfig):
     """The environment that demonstrations are of. Nobody plays in it: evaluation has its own."""
 
     reward_scale: float = 1.0
-    """Factor on the demonstrations' rewards, for `algorithm.bc_value_coef`: that of the run which goes on from this policy."""
+    """Factor on the demonstrations' rewards, for `algorithm.bc_value_coef`: that of the run that continues from this
+    policy."""
 
 
 @dataclass
 class EvalEnvConfig(EnvSideConfig):
-    """Environments of evaluation: the training ones, unless said otherwise."""
+    """Environments of evaluation: those of training, unless stated otherwise."""
 
     env_type: str = II("env.train.env_type")
     """As `env.train.env_type`."""
@@ -126,7 +130,7 @@ class EvalEnvConfig(EnvSideConfig):
     simulator_python: str | None = II("env.train.simulator_python")
     """As `env.train.simulator_python`."""
     wrappers: list[str] = field(default=II("env.train.wrappers"))
-    """As `env.train.wrappers`: the policy is to see what it was trained on."""
+    """As `env.train.wrappers`: the policy should see what it was trained on."""
     ignore_terminations: bool = II("env.train.ignore_terminations")
     """As `env.train.ignore_terminations`."""
     num_episodes: int = 100
@@ -134,7 +138,7 @@ class EvalEnvConfig(EnvSideConfig):
     video_episodes: int = 0
     """Episodes shown side by side in an mp4 file beside the result of `rlhpc eval`; 0 makes none."""
     video_fps: int = 20
-    """Pictures a second of that file; one is taken before each decision."""
+    """Pictures per second in that file; one is taken before each decision."""
 
 
 @dataclass
@@ -170,4 +174,4 @@ class RolloutConfig(WeightSyncConfig):
     """The rollout group."""
 
     pipeline_stage_num: int = 1
-    """Stages the slots are cut into: while one is simulated, the policy acts on the others."""
+    """Stages into which the slots are divided: while one is simulated, the policy acts on the others."""

@@ -37,7 +37,7 @@ class Mixture:
         replay: The rank's buffer.
         demos: Transitions `[n]` of the buffer's dtype, the same on all ranks; None for none.
         batch_size: Rows over all ranks.
-        demo_ratio: Part of them that comes from the demonstrations.
+        demo_ratio: Fraction of them that comes from the demonstrations.
         action_dim: d.
         seed: Of the run.
         rank, ranks: Of the actor group.

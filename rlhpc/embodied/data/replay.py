@@ -57,7 +57,7 @@ class ReplayBuffer:
         self.capacity = max(1, capacity // num_envs)
         self.share, self.num_envs, self.rank, self._folder = share, num_envs, rank, folder
         self.decisions = 0
-        self._first = 0  # decisions before this were never here
+        self._first = 0  # earlier decisions were never in this buffer
         self.dtype: np.dtype[Any] | None = None
         self._bytes = np.empty((0, 0), np.uint8)
         self._ring: Any = np.empty((0, len(share)))
@@ -94,7 +94,7 @@ class ReplayBuffer:
         self.dtype = dtype
 
     def add(self, columns: dict[str, np.ndarray]) -> None:
-        """Takes in decisions of all the rank's slots, each column `[slots, T, ...]`.
+        """Takes in decisions of all of the rank's slots, each column `[slots, T, ...]`.
 
         Raises:
             ConfigError: The columns are other than those already here.
@@ -166,7 +166,8 @@ class ReplayBuffer:
         self._segments, self._saved = kept, final_folder(checkpoint) / FOLDER
 
     def _link(self, segments: list[Segment], folder: Path) -> bool:
-        """Whether all files of the last checkpoint could be linked; where not (it is gone, no links there), none is."""
+        """Whether all files of the last checkpoint could be linked; if not (it is gone, or links are not supported),
+        none is."""
         done: list[Path] = []
         try:
             for segment in segments:

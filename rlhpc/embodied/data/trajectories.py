@@ -44,7 +44,7 @@ def read_trajectories(
         path: A `.h5` file, a pattern, a folder of such files, a LeRobot dataset's folder (it has `meta/info.json`), or a
             list of those.
         only_success: Leave out episodes that never succeeded.
-        limit: At most so many.
+        limit: At most this many episodes.
         require: Fields that may not be None.
         key: What messages call the path.
         left_out: Takes what is wrong with an episode whose numbers are not finite; that one is then left out.

@@ -53,7 +53,7 @@ def shapes(trajectory: Trajectory) -> str:
 
 
 def not_finite(trajectory: Trajectory, fields: Sequence[str]) -> str:
-    """Which of the fields hold a number that is not finite, and where first; empty where none does."""
+    """Which of the fields hold a number that is not finite, and where the first one is; empty if none does."""
     for field in fields:
         for name, part in _arrays(field, trajectory[field]):
             if (rows := bad_rows(part)).any():

@@ -31,8 +31,8 @@ class VectorEnv(ABC):
         supports_state: Whether `state_dict` captures the simulators, so that a resumed run goes on mid-episode.
         gains_by_processes: Whether its slots go into processes of their own where a rank has cores for them.
         restarts: Simulator processes that died or hung and were started again.
-        keep_states: Set by a recording: `infos["final_env_states"]` then has the simulators' states of before the resets,
-            where the environment has any (`env_states`).
+        keep_states: Set by a recording: `infos["final_env_states"]` then has the simulators' states from before the
+            resets, where the environment has any (`env_states`).
         max_episode_steps: The limit in force, 0 for none; None where the environment does not say.
         record_kwargs: What a recording notes as the environment's arguments, in the place of `kwargs`.
     """
@@ -112,7 +112,7 @@ class VectorEnv(ABC):
         return {"slots": slots}
 
     def env_states(self) -> dict[str, Any] | None:
-        """The simulators' states, a nested dict of arrays `[N, ...]`; None where they are not to be had."""
+        """The simulators' states, a nested dict of arrays `[N, ...]`; None if they are not available."""
         return None
 
     def render(self, slots: Sequence[int] | None = None) -> np.ndarray | None:

@@ -23,7 +23,7 @@ class Episodes:
 
     def __init__(self, cfg: EnvSideConfig, num_envs: int, slot_offset: int, seed: int, limit: int) -> None:
         self.num_envs, self.limit = num_envs, limit
-        #: Of each slot's series of episodes: a simulator that was started again has one of its own.
+        #: Seed of each slot's series of episodes: a restarted simulator begins a series of its own.
         self.seeds = np.full(num_envs, seed, np.int64)
         self._groups = (slot_offset + np.arange(num_envs)) // max(1, cfg.group_size)
         self._fixed = cfg.use_fixed_reset_state_ids
@@ -40,7 +40,7 @@ class Episodes:
         self._knows_success = False
 
     def reseed(self, seed: int) -> None:
-        """The slots' series of episodes starts anew."""
+        """Starts the slots' series of episodes anew."""
         self.seeds[:] = seed
         self.begun[:] = 0
 
@@ -49,14 +49,15 @@ class Episodes:
         return {"seed": int(self.seeds[slot]), "begun": int(self.begun[slot])}
 
     def replay(self, slot: int, place: dict[str, Any]) -> None:
-        """The next episode of a slot is the one that had begun at `place`."""
+        """Makes the next episode of a slot the one that began at `place`."""
         self.seeds[slot], self.begun[slot] = int(place["seed"]), int(place["begun"]) - 1
 
     def begin(self, slots: np.ndarray) -> list[int]:
         """Starts the next episode of `slots`.
 
         Returns:
-            Seeds of their first states, from (seed, group of slots, how-manieth episode): slots of a group get the same.
+            Seeds of their first states, from (seed, group of slots, number of the episode): slots of a group get the
+            same.
         """
         for kept in (self.elapsed, self.returns, self._once, self._now, self._before):
             kept[slots] = 0

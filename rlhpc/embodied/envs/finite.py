@@ -9,11 +9,11 @@ import numpy as np
 
 
 def is_finite(array: np.ndarray) -> bool:
-    """Whether all numbers of an array are finite, in one pass without a temporary; integers are, without a look."""
+    """Whether all numbers of an array are finite, in one pass without a temporary; integers always are."""
     if array.dtype.kind != "f":
         return True
     flat = array.reshape(-1)
-    # A square may overflow where the number itself does not: only then is each one looked at.
+    # A square may overflow although the number itself does not: only then is each number checked.
     return math.isfinite(np.vdot(flat, flat)) or bool(np.isfinite(array).all())
 
 

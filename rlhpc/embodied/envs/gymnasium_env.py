@@ -26,9 +26,9 @@ if TYPE_CHECKING:
 
 _STRIPPED = (TimeLimit, OrderEnforcing, PassiveEnvChecker)
 _MUJOCO = ("model", "data", "mujoco_renderer")
-#: Simulators without a state to be had whose resets leave nothing behind. (BipedalWalker keeps its Box2D world.)
+#: Simulators whose state cannot be read, but whose resets leave nothing behind. (BipedalWalker keeps its Box2D world.)
 _REPLAYED = ("LunarLander", "LunarLanderContinuous")
-#: What numpy and a dict say of an observation that does not fit its room.
+#: What numpy and dicts raise for an observation that does not fit its buffer.
 _MISFITS = (ValueError, TypeError, KeyError)
 _NOT_STATE = ("screen", "surf", "clock", "viewer", "window", "spec", "observation_space", "action_space")
 
@@ -144,7 +144,8 @@ class GymnasiumVectorEnv(VectorEnv):
         self._episodes = [0] * num_envs
         self._seed = seed
         self._fresh = True
-        #: Where a simulator cannot be pickled but played again: per slot how its episode began, and its actions since.
+        #: For simulators that cannot be pickled but can be replayed: how the episode of each slot began, and its
+        #: actions since.
         self._played: list[tuple[Any, list[Any]]] | None = None
         self.supports_state = self._pickles()
         if not self.supports_state and type(self.envs[0].unwrapped).__name__ in _REPLAYED:
@@ -164,7 +165,7 @@ class GymnasiumVectorEnv(VectorEnv):
         return spaces.Dict(boxes)
 
     def _rows(self) -> Any:
-        """Room for the observation of all slots."""
+        """A buffer for the observations of all slots."""
         if self._several:
             return {key: np.zeros(*form) for key, form in self._forms.items()}
         return np.zeros(*self._forms[""])
@@ -303,7 +304,7 @@ class GymnasiumVectorEnv(VectorEnv):
     # -- state ----------------------------------------------------------------------------------------------------
 
     def _simulator(self, env: gymnasium.Env[Any, Any]) -> bytes:
-        """The pickled attributes of an environment and its wrappers, without what draws and without spaces."""
+        """The pickled attributes of an environment and its wrappers, without what renders and without spaces."""
         layers = []
         layer: Any = env
         while True:
@@ -369,7 +370,7 @@ class GymnasiumVectorEnv(VectorEnv):
         for i in range(self.num_envs) if slots is None else slots:
             env: Any = self.envs[i].unwrapped
             if env.render_mode is None and "rgb_array" in env.metadata.get("render_modes", ()):
-                env.render_mode = "rgb_array"  # it is looked at when a picture is drawn, not before
+                env.render_mode = "rgb_array"  # it is read when a picture is drawn, not before
             frames.append(self.envs[i].render())
         return np.stack(frames).astype(np.uint8) if all(isinstance(f, np.ndarray) for f in frames) else None
 

@@ -77,7 +77,7 @@ class LiberoVectorEnv(SlotwiseVectorEnv):
             camera_widths=width,
             hard_reset=False,
         )
-        env.seed(0)  # it moves what the recorded states say nothing about; the same in every slot
+        env.seed(0)  # it moves things that the recorded states do not contain; the same in every slot
         return env
 
     def begin_slot(self, slot: int, seed: int) -> dict[str, np.ndarray]:

@@ -102,8 +102,8 @@ class ManiSkillVectorEnv(VectorEnv):
     obs_mode `state` (default) gives `[N, D]`; modes with textures (`rgb`, `rgbd`, `rgb+state`, …) give a dict of
     `state` (what the task lets the policy know), `rgb` uint8 `[N, H, W, 3 x cameras]` and `depth` float32 in metres.
     sim_backend and render_backend `auto` (default) take a GPU where torch sees one. An episode of a slot follows from
-    (seed, slot, how-manieth); on a GPU, where ManiSkill draws for all slots that reset together, only with `group_size`
-    over 1 or fixed reset states.
+    (seed, slot, number of the episode); on a GPU, where ManiSkill draws for all slots that reset together, only with
+    `group_size` over 1 or fixed reset states.
 
     What a task draws when it is built (the size of a peg) a slot keeps, unless `reconfiguration_freq` says otherwise.
 
@@ -335,12 +335,12 @@ class ManiSkillVectorEnv(VectorEnv):
 
 
 def build_seed(seed: int, group: int) -> int:
-    """Seed of what a slot's task draws when it is built; apart from those of its episodes."""
+    """Seed of what a slot's task draws when it is built; separate from the seeds of its episodes."""
     return int(np.random.SeedSequence([seed, group, 0, 1]).generate_state(1)[0]) & 0x7FFFFFFF
 
 
 def _arguments(cfg: EnvSideConfig, spec: Any) -> dict[str, Any]:
-    """`kwargs` with this adapter's defaults, checked as far as that goes without building anything."""
+    """`kwargs` with this adapter's defaults, checked as far as possible without building anything."""
     # ManiSkill changes what is nested in them.
     given: Any = OmegaConf.to_container(cfg.kwargs) if OmegaConf.is_config(cfg.kwargs) else cfg.kwargs
     kwargs: dict[str, Any] = dict(given or {})

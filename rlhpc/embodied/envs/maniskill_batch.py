@@ -101,7 +101,7 @@ class BatchedPhysx:
                     self._numbers[link.articulation.links[0]._physx_pointer] = len(self._articulations)
                     self._roots.append((row, link.articulation))
                     self._articulations.append(link.articulation)
-        self._free = np.ones(len(self._bodies), bool)  # bodies that are no links
+        self._free = np.ones(len(self._bodies), bool)  # bodies that are not links
         self._free[[row for row, _ in self._links]] = False
         self._joints = [art.active_joints for art in self._articulations]
         self._dofs = [art.dof for art in self._articulations]
@@ -157,7 +157,7 @@ class BatchedPhysx:
         self._fetch_bodies(self._links)
 
     def gpu_fetch_articulation_link_velocity(self) -> None:
-        """Done with the poses."""
+        """Nothing to do: velocities are fetched together with the poses."""
 
     def _fetch(self, name: str) -> None:
         buffer = self._q[name]
@@ -181,10 +181,10 @@ class BatchedPhysx:
         """The simulators do not change targets."""
 
     def gpu_update_articulation_kinematics(self) -> None:
-        """A CPU scene does so by itself."""
+        """Nothing to do: a CPU scene does this by itself."""
 
     def sync_poses_gpu_to_cpu(self) -> None:
-        """They are on the CPU."""
+        """Nothing to do: the poses are on the CPU already."""
 
     # -- to the simulators ------------------------------------------------------------------------------------------
 

@@ -71,7 +71,7 @@ class _Simulator:
         self._exchange(send, self._sock, (name, args), self._deadline)
 
     def answer(self) -> Any:
-        """What the last call gives.
+        """Returns the result of the last call.
 
         Raises:
             SimulatorFailed: It died, hung or raised.

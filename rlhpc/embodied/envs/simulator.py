@@ -75,7 +75,7 @@ class _Slots:
         self.env = env
 
     def save(self) -> list[Any]:
-        """One state a slot."""
+        """The state of each slot."""
         state = self.env.state_dict()
         return [self.env.slot_state(state, i) for i in range(self.env.num_envs)]
 
@@ -114,7 +114,7 @@ def serve(sock: socket.socket) -> None:
 
 
 def main() -> None:
-    """Entry point."""
+    """Entry point of the process."""
     sock, lifeline = (int(arg) for arg in sys.argv[1:3])
     die_with(lifeline)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides what an interrupt means

@@ -11,7 +11,8 @@ from rlhpc.runtime.errors import ConfigError
 
 
 def _numbers(array: np.ndarray) -> Any:
-    """One number where all are the same. JSON has no infinity: it is the word `inf` or `-inf`, which numpy reads."""
+    """A list of the numbers, or one number if all are equal. JSON has no infinity: it becomes the word `inf` or `-inf`,
+    which numpy reads."""
     flat = [float(x) if np.isfinite(x) else str(float(x)) for x in array.reshape(-1)]
     return flat[0] if flat and all(x == flat[0] for x in flat) else flat
 

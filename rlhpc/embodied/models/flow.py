@@ -87,7 +87,7 @@ class Flow:
         return total
 
     def entropy(self) -> float:
-        """Of one component over all steps; it depends on `noise_level` alone."""
+        """Entropy of one component over all steps; it depends on `noise_level` alone."""
         still = torch.zeros(1, 1, 1)
         stds = [self.moments(still, still, t)[1] for t in self.times]
         return sum(math.log(std) + 0.5 + 0.5 * _LOG_2PI for std in stds)
@@ -96,7 +96,7 @@ class Flow:
 class FlowActing(Policy):
     """A policy that acts by a flow. A subclass gives `prepare`, which does once for an observation what all steps need.
 
-    Its networks live in actions scaled to −1 … 1 by the bounds of the action space, where it has some.
+    Its networks work with actions scaled to −1 … 1 by the bounds of the action space, if it has bounds.
     """
 
     has_head = False
@@ -171,7 +171,7 @@ class FlowActing(Policy):
         """Squared error of the velocity at a random time, `[B]`: conditional flow matching. Draws from torch's generator."""
         actions = self.scaled(inputs["actions"].reshape(-1, self.chunk, self.dim))
         velocity, _ = self.prepare(inputs["obs"], True, False)
-        assert velocity is not None  # it was asked for
+        assert velocity is not None  # the velocity was asked for
         rows, device = len(actions), actions.device
         noise, target = (
             torch.randn(rows, *self.state_shape).to(device),
@@ -185,7 +185,7 @@ class FlowActing(Policy):
         return error.square().mean((1, 2))
 
     def scaled(self, actions: Tensor) -> Tensor:
-        """Actions as the flow has them."""
+        """Actions as the flow uses them: scaled."""
         return 2 * (actions - self.low) / (self.high - self.low) - 1
 
     def unscaled(self, actions: Tensor) -> Tensor:

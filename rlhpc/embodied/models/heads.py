@@ -187,7 +187,7 @@ class SquashedGaussianHead(nn.Module):
 
 
 def make_head(space: Any, log_std_init: float, chunk: int = 1) -> CategoricalHead | GaussianHead:
-    """The head for an action space, for chunks of so many actions.
+    """The head for an action space and chunks of `chunk` actions.
 
     Raises:
         ConfigError: The space is not supported.

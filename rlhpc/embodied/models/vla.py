@@ -1,8 +1,9 @@
-"""A vision-language-action policy that says its actions in tokens, as RT-2 (Brohan et al. 2023) and OpenVLA (Kim et al. 2024).
+"""A vision-language-action policy that expresses its actions in tokens, as RT-2 (Brohan et al. 2023) and OpenVLA (Kim
+et al. 2024).
 
 Each component of an action falls into one of 256 bins between −1 and 1, which are the last tokens of the vocabulary, the
-first bin the very last one. A chunk is said action by action; probabilities are those among the bins. Values come from the
-hidden state that the first of them is said from.
+first bin the very last one. A chunk is written action by action; probabilities are those among the bins. Values come
+from the hidden state from which the first of them is predicted.
 """
 
 from __future__ import annotations

@@ -129,7 +129,7 @@ class BcActor(Trainer[BcConfig]):
         """Builds policy and optimizer, and reads the demonstrations.
 
         Returns:
-            parameters, episodes and transitions that are trained on, and episodes left out as they are not finite.
+            parameters, episodes and transitions that are trained on, and episodes left out because they are not finite.
         """
         cfg = self.cfg
         self.settle_in()
@@ -243,7 +243,8 @@ class BcActor(Trainer[BcConfig]):
         return found
 
     def _loss(self, called: nn.Module, given: tuple[torch.Tensor, int]) -> tuple[torch.Tensor, Metrics]:
-        """The loss of the demonstrations of these numbers, of a minibatch of so many; without numbers it trains nothing."""
+        """The loss of the demonstrations at these indices, as part of a minibatch of `count`; without indices it is
+        0."""
         indices, count = given
         chosen = indices.to(self.device) if indices.numel() else torch.zeros(1, dtype=torch.int64, device=self.device)
         losses = self._losses(called, (self.demos, chosen, count))
@@ -253,7 +254,7 @@ class BcActor(Trainer[BcConfig]):
         return loss, {"losses": torch.stack(losses)}
 
     def _losses(self, called: nn.Module, given: tuple[Batch, torch.Tensor, int]) -> list[torch.Tensor]:
-        """The share of some rows of a batch in the policy's and in the value's loss over a minibatch of so many."""
+        """The share of some rows of a batch in the policy's and the value's loss over a minibatch of `count` rows."""
         batch, indices, count = given
         obs, actions, values = take(batch["obs"], indices), batch["actions"][indices], "returns" in batch
         inputs = {"obs": obs, "actions": actions}

@@ -45,7 +45,7 @@ class SimulatingWorker(Worker, Generic[Cfg]):
         cfg = self.cfg.env.train
         self.slots, self.steps = slots, self.cfg.algorithm.rollout_steps
         self.seed = cfg.seed if cfg.seed is not None else self.cfg.runner.seed
-        own_device(self)  # simulators ask torch whether there is one, and take the CPU in its place without a word
+        own_device(self)  # simulators ask torch for an accelerator, and silently take the CPU if there is none
         seed_process(self.seed, "env", self.rank)
         self.shares = [slots.env_share(stage, self.rank) for stage in range(slots.stages)]
         self.envs = [
@@ -77,7 +77,8 @@ class SimulatingWorker(Worker, Generic[Cfg]):
 
         Returns:
             Episodes that ended, see `EpisodeLog.arrays`; `restarts` `[1]`: simulator processes that died or hung and were
-            started again, since this rank started; and `spoiled` `[1]`: episodes left out, as their return is not finite.
+            started again, since this rank started; and `spoiled` `[1]`: episodes left out because their return is not
+            finite.
 
         Raises:
             NonFinite: A simulator gave a number that is not finite, and `runner.on_nonfinite` is stop.

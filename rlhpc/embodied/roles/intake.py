@@ -19,16 +19,16 @@ class Intake:
     """The receiving end of the trajectories.
 
     Args:
-        cfg: PpoConfig | SacConfiguration.
-        slots: Who has which slots.
-        rank: Of the trainer.
+        cfg: Configuration.
+        slots: Which rank has which slots.
+        rank: Rank of the trainer.
     """
 
     def __init__(self, cfg: PpoConfig | SacConfig, slots: SlotMap, rank: int) -> None:
         self.slots, self.share, self._rank, self._skip = slots, slots.actor_share(rank), rank, skips(cfg)
 
     def connect(self, trajectories: Channel) -> None:
-        """Takes from this channel."""
+        """Connects to the channel that it takes from."""
         self._trajectories = trajectories
 
     def columns(self) -> tuple[dict[str, np.ndarray], int]:

@@ -64,7 +64,8 @@ class Learner(Protocol):
 
 
 class Trainer(Worker, Generic[Cfg]):
-    """One data-parallel rank. A sibling builds `policy` and `learner` in its `init_worker`, which begins with `settle_in`.
+    """One data-parallel rank. A subclass builds `policy` and `learner` in its `init_worker`, which begins with
+    `settle_in`.
 
     Attributes:
         policy: What is trained; a rank may hold a part of its weights.
@@ -86,7 +87,7 @@ class Trainer(Worker, Generic[Cfg]):
         self._gathers_once = False
 
     def settle_in(self) -> None:
-        """Takes device and seed."""
+        """Sets up device and seed."""
         self.seed = self.cfg.runner.seed
         self.device = own_device(self)
         seed_process(self.seed, "actor", self.rank)
@@ -149,7 +150,7 @@ class Trainer(Worker, Generic[Cfg]):
         return found
 
     def _replaced(self) -> None:
-        """What was sent of the weights so far is not what later versions build upon."""
+        """Marks the weights sent so far as nothing that later versions can build upon."""
         self._sent = frozenset()
         if self.sync is not None:
             self.sync.forget()

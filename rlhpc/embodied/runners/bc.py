@@ -29,7 +29,7 @@ class BcRunner(Runner[BcConfig]):
         self.samples, self.evaluated = 0, None
 
     def start_weights(self) -> str | None:
-        """Of `runner.init_from`."""
+        """The weights to start from: `runner.init_from`."""
         return self.cfg.runner.init_from
 
     def build(self) -> None:

@@ -78,20 +78,20 @@ class PlayingRunner(Runner[Cfg]):
         self.begin()
 
     def start_weights(self) -> str | None:
-        """Of `runner.init_from`."""
+        """The weights to start from: `runner.init_from`."""
         return self.cfg.runner.init_from
 
     def check(self) -> None:
         """Refuses what does not fit together."""
 
-    #: Whether who trains and who plays have the accelerators in turn.
+    #: Whether those who train and those who play take turns on the accelerators.
     turns = False
 
     def rest(self) -> None:
-        """Those who play leave the accelerators, where they have them in turn."""
+        """Makes those who play leave the accelerators, if they take turns."""
 
     def change_over(self, *, playing: bool) -> None:
-        """Gives the accelerators to those who play, or to those who train, where they have them in turn."""
+        """Gives the accelerators to those who play, or to those who train, if they take turns."""
 
     # -- start ----------------------------------------------------------------------------------------------------
 
@@ -138,11 +138,11 @@ class PlayingRunner(Runner[Cfg]):
         self._connect()
 
     def forget(self) -> None:
-        """The window is the checkpoint's."""
+        """Empties the window of episodes: the checkpoint has its own."""
         self.window.clear()
 
     def count_lost(self, ranks: int, before: dict[str, Any]) -> None:
-        """Ranks, transitions (those of the step that was under way, too) and episodes."""
+        """Counts the ranks, transitions (including those of the step under way) and episodes that were lost."""
         self.lost["ranks"] += ranks
         self.lost["steps"] += before["env_steps"] - self.env_steps + self._transitions()
         self.lost["episodes"] += before["episodes"] - self.episodes
@@ -190,10 +190,10 @@ class PlayingRunner(Runner[Cfg]):
         return row
 
     def _count_left_out(self, step: int, row: dict[str, float], count: int) -> None:
-        """Transitions that did not train, as something in them was not finite.
+        """Counts transitions that were not trained on because something in them was not finite.
 
         Raises:
-            NonFinite: In too many steps in a row there was no other.
+            NonFinite: In too many steps in a row there were no others.
         """
         if count:
             row["env/nonfinite"] = count
@@ -280,7 +280,7 @@ class PlayingRunner(Runner[Cfg]):
         if every <= 0 or step % every:
             return
         with timers("eval"):
-            # The rollout ranks still act with the weights of before the update.
+            # The rollout ranks still act with the weights from before the update.
             handles = [self.actor.sync_weights(step), self.rollout.sync_weights()]
             if self.turns:
                 while handles:

@@ -13,7 +13,8 @@ from rlhpc.embodied.runners.ppo import PlayingRunner
 
 
 class OffPolicyRunner(PlayingRunner[SacConfig]):
-    """Trains a policy by SAC, whose batches are drawn, so that they divide nothing. Arguments as `EmbodiedRunner`'s."""
+    """Trains a policy by SAC. Batches are drawn from a buffer, so their size need not divide a rollout. Arguments as
+    `EmbodiedRunner`'s."""
 
     receiving = "receive"
 
@@ -24,7 +25,7 @@ class OffPolicyRunner(PlayingRunner[SacConfig]):
         if algorithm.random_steps is not None:
             self.random_steps = algorithm.random_steps
         elif self.cfg.runner.init_from is not None:
-            self.random_steps = 0  # it can act already
+            self.random_steps = 0  # the policy can act already
         super().init_workers()
 
     def state(self) -> dict[str, Any]:

@@ -161,7 +161,8 @@ class PolicyUpdate:
 
     @torch.no_grad()
     def _proximal(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
-        """Log-probs of the rollout's actions by the weights of before the update: those that acted may be older."""
+        """Log-probs of the rollout's actions under the weights from before the update; those that acted may be
+        older."""
         found = []
         for part in torch.arange(len(batch["mask"]), device=batch["mask"].device).split(
             self.micro_batch or len(batch["mask"])

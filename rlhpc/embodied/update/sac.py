@@ -141,7 +141,7 @@ class SacUpdate:
             self._sums += torch.stack((critic[0], critic[1], loss, entropy, critic[2], norm))
 
     def _refused(self, who: str, backend: FlatModule, norm: Tensor) -> bool:
-        """Whether their step was not taken."""
+        """Whether the step of an optimizer was left out because its gradient is not finite."""
         if not backend.refuses(norm):
             return False
 

@@ -38,7 +38,7 @@ class Episode:
         versions: Of the weights; for the agent's tokens, that of the token before.
         loss_mask: True for the model's tokens.
         turn_ids: Which turn wrote a token or, of the agent's, which is the first to read it; from 0.
-        turns: Times the model wrote.
+        turns: How often the model wrote.
         finish_reason: `stop` (the model, or the agent, ended it), `length`, `turns` (no turn was left for the agent's
             answer), `error` (the agent raised, or took too long), or `abort`.
         state: What an agent wants to remember of this episode.
@@ -62,7 +62,7 @@ class Agent:
 
     Attributes:
         stop: Texts that end a turn, such as `</tool>`.
-        timeout_s: Most time of one answer; an episode that waits longer ends with `error`.
+        timeout_s: Longest time for one answer; an episode that waits longer ends with `error`.
     """
 
     stop: tuple[str, ...] = ()
@@ -143,8 +143,8 @@ class Episodes:
         backend: The engine. Nobody else adds requests to it meanwhile.
         tokenizer: Encodes what the agent answers.
         agent: None makes episodes of one turn.
-        max_turns: Most times the model writes.
-        threads: Calls of the agent at a time.
+        max_turns: How often the model may write.
+        threads: How many calls of the agent may run at a time.
     """
 
     def __init__(
@@ -178,7 +178,7 @@ class Episodes:
         return ended
 
     def unfinished(self) -> int:
-        """Episodes added and not given back."""
+        """Number of episodes that were added and have not been given back."""
         return len(self._writing) + len(self._waiting) + len(self._ended)
 
     def abort(self) -> list[Episode]:
@@ -219,7 +219,7 @@ class Episodes:
         self._helpers.ask(self._ticket, episode, self._text(completion.token_ids))
 
     def _text(self, ids: list[int]) -> str:
-        # Tags may be special tokens, so these stay; but the end of the response is none of its text.
+        # Tags may be special tokens, so these stay; but the end token is not part of the text.
         if ids and ids[-1] == self._tokenizer.eos_token_id:
             ids = ids[:-1]
         text: str = self._tokenizer.decode(ids, skip_special_tokens=False)
@@ -291,7 +291,7 @@ def _append(episode: Episode, completion: Completion) -> None:
 
 
 def _seed(seed: int, turn: int) -> int:
-    """Of a later turn: with the first one's it would draw the same random numbers again."""
+    """The seed of a later turn: with that of the first it would draw the same random numbers again."""
     return (seed * 0x9E3779B1 + turn * 0x85EBCA6B) % (1 << 31)
 
 

@@ -14,7 +14,8 @@ from rlhpc.language.agents.episodes import Agent, Episode
 from rlhpc.language.rewards.sandbox import Sandbox
 
 Tool = Callable[[str], str]
-"""From the text of a call to the text of its result. What it raises becomes an error message to the model."""
+"""A tool: takes the text of a call and returns the text of its result. What it raises becomes an error message to the
+model."""
 
 _LONGEST = 500
 _MOST_BITS = 4096

@@ -55,8 +55,8 @@ class Column:
     Attributes:
         name: In `TokenBatch.columns`.
         by: Who makes it: `rollout` (it comes with the samples: `LanguageAlgorithm.rollout_columns`), `actor` (log-probs by the
-            weights as they are when the step's training begins), `reference` (log-probs by those of before training), or a
-            `Scorer` of one's own.
+            weights as they are when the step's training begins), `reference` (log-probs by those from before training),
+            or a `Scorer` of your own.
     """
 
     name: str

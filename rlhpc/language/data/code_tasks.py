@@ -28,7 +28,7 @@ _STEPS: list[tuple[str, str]] = [
     ("drop the first number", "numbers[1:]"),
     ("drop repeated numbers, keeping the first of each", "list(dict.fromkeys(numbers))"),
 ]
-"""Words, and the new list."""
+"""Each step in words, and the expression of the new list."""
 _RESULTS: list[tuple[str, str]] = [
     ("the list", "numbers"),
     ("the sum", "sum(numbers)"),
@@ -38,7 +38,7 @@ _RESULTS: list[tuple[str, str]] = [
 ]
 _rng = random.Random("code")
 _LISTS = [[], *([_rng.randint(-12, 12) for _ in range(length)] for length in (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14))]
-"""What the functions are tried with."""
+"""The lists that the functions are tested with."""
 
 
 class CodeProblems:
@@ -113,7 +113,7 @@ def _results(steps: list[int], result: int) -> list[Any]:
 
 @functools.cache
 def _function(expression: str) -> Callable[[Any], Any]:
-    function: Callable[[Any], Any] = eval(f"lambda numbers: {expression}")  # text of this file's making
+    function: Callable[[Any], Any] = eval(f"lambda numbers: {expression}")  # the text comes from this file
     return function
 
 

@@ -23,8 +23,8 @@ class ColumnProblems:
 
     A prompt column holds a text or a list of chat messages; a conversation that ends with the assistant's turn has its
     demonstration there. Columns that the configuration does not name go to `meta`, as far as JSON can hold them, so
-    that templates and rewards find them. All prompts are looked at once, here, so that a bad row does not end a run in
-    its middle.
+    that templates and rewards find them. All prompts are looked at once, here, so that a bad row does not end a run
+    halfway through.
 
     Args:
         cfg: A section `data.train` or `data.eval[i]`.

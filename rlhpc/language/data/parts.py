@@ -13,10 +13,10 @@ if TYPE_CHECKING:
     from rlhpc.language.config import DataSourceConfig
 
 DEFAULT_SIZE = {"train": 10_000, "eval": 500}
-"""Procedural problems where `size` is null; fewer where there are not so many."""
+"""Procedural problems that are made if `size` is null, or all if there are fewer."""
 _HELD_OUT = 0.2
 _LISTED = 200_000
-"""Up to so many possible problems are listed and shuffled; of more, some are drawn."""
+"""Up to this many possible problems are listed and shuffled; if there are more, some are drawn."""
 
 
 def is_held_out(text: str, fraction: float) -> bool:
@@ -60,7 +60,7 @@ def choose(
         key: What messages call the section.
 
     Raises:
-        ConfigError: There are not so many.
+        ConfigError: There are not that many.
     """
     rng = random.Random(f"{cfg.source} {cfg.seed}")
     total = sum(sizes)

@@ -43,7 +43,7 @@ class PromptDataset(Protocol):
 
 @runtime_checkable
 class Demonstrating(Protocol):
-    """A dataset that can say itself where a demonstration is missing."""
+    """A dataset that can itself say where a demonstration is missing."""
 
     def require_responses(self) -> None:
         """Sees to it that each problem has a demonstration.

@@ -136,7 +136,7 @@ class _Stream:
                 self._chunks[chunk] = _create(self.task, self.kwargs, self._seed + chunk, _CHUNK)
             return _entry(self._chunks[chunk], inside)
         if position >= self._planned:
-            # Some tasks plan so many problems when they are made; a longer plan begins with the shorter one.
+            # Some tasks plan this many problems when they are built; a longer plan begins with the shorter one.
             self._planned = 2 * position
             self._dataset = _create(self.task, self.kwargs, self._seed, self._planned)
         return _entry(self._dataset, position)

@@ -1,4 +1,4 @@
-"""In which order problems are drawn."""
+"""The order in which problems are drawn."""
 
 from __future__ import annotations
 

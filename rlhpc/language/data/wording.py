@@ -1,4 +1,4 @@
-"""How a problem is said: the template around the question, and the system prompt before the conversation."""
+"""How a problem is worded: the template around the question, and the system prompt before the conversation."""
 
 from __future__ import annotations
 

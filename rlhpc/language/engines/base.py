@@ -71,7 +71,7 @@ class RolloutBackend(Protocol):
     """
 
     version: int
-    """Of the weights that the next step uses."""
+    """Version of the weights that the next step uses."""
 
     def add(self, requests: Iterable[Request]) -> None:
         """Queues requests.
@@ -81,10 +81,10 @@ class RolloutBackend(Protocol):
         """
 
     def step(self) -> list[Completion]:
-        """Advances by a token or more; what ended. Empty lists are normal."""
+        """Advances by a token or more; returns what ended. Empty lists are normal."""
 
     def unfinished(self) -> int:
-        """Requests added and not given back."""
+        """Number of requests that were added and have not been given back."""
 
     def abort(self) -> list[Completion]:
         """Ends all that is under way; gives back what each has so far, `finish_reason` "abort"."""
@@ -123,7 +123,7 @@ class TakesParts(Protocol):
     """An engine that may take in what has changed alone."""
 
     updates_in_part: bool
-    """Whether it does."""
+    """Whether it takes parts."""
 
     def update_weights(
         self, version: int, named_tensors: Iterable[tuple[str, torch.Tensor | Elements]], *, complete: bool

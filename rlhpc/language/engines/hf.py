@@ -39,9 +39,9 @@ _ADMIT = 8
 class HFRollout(Engine):
     """Continuous batching over a transformers model's `forward`.
 
-    Not over `generate`: that one takes a batch as it is and ends with its slowest sequence, lets no request in, no
-    weights change and no row have a random number generator of its own. Here a row that ends makes room for the next
-    request, and each step is one `forward` of all rows with a cache that is never copied (`KeyValues`).
+    It does not use `generate`, which takes a batch as it is and ends with its slowest sequence, and in which no request
+    can join, no weights can change and no row has random numbers of its own. Here a row that ends makes room for the
+    next request, and each step is one `forward` of all rows with a cache that is never copied (`KeyValues`).
 
     Args:
         cfg: The run's configuration.
@@ -95,7 +95,7 @@ class HFRollout(Engine):
 
     @contextmanager
     def _memory(self) -> Iterator[None]:
-        """Names the knobs where memory runs out."""
+        """Names the settings to change when memory runs out."""
         try:
             yield
         except (torch.OutOfMemoryError, MemoryError, RuntimeError) as error:

@@ -56,9 +56,10 @@ class _Running:
     """A request under way.
 
     Attributes:
-        request: It.
+        request: The request itself.
         token_ids, logprobs: What vLLM has handed out of the response.
-        marks: (tokens, version) at each update that met it: up to there they are of that version.
+        marks: (number of tokens, version) at each update during the request: the tokens up to there are of that
+            version.
     """
 
     request: Request
@@ -173,7 +174,7 @@ class VLLMRollout(Engine):
 
     @contextmanager
     def _explained(self) -> Iterator[None]:
-        """Names the knobs where memory runs out, and the configuration where vLLM refuses it."""
+        """Names the settings to change when memory runs out, and the configuration if vLLM refuses it."""
         try:
             yield
         except (torch.OutOfMemoryError, MemoryError, ValueError, RuntimeError) as error:
@@ -338,7 +339,8 @@ def _on_meta(config: Any, options: EngineOptions) -> Any:
 
 
 def _cpu_cache_bytes(config: Any, options: EngineOptions) -> int:
-    """What as many sequences as there may be need at full length, within reason; vLLM would take most of the memory."""
+    """Bytes for the largest number of sequences at full length, up to a limit; by itself vLLM would take most of the
+    memory."""
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     token = 2 * config.num_hidden_layers * heads * width * getattr(torch, options.dtype).itemsize
@@ -350,7 +352,7 @@ def _cpu_cache_bytes(config: Any, options: EngineOptions) -> int:
 
 @contextmanager
 def _leaving_no_trace() -> Iterator[None]:
-    """Undoes what building an engine does to the process beside it."""
+    """Undoes the side effects on the process of building an engine."""
     before = {name: os.environ.get(name) for name in _LEAKED}
     set_num_threads = torch.set_num_threads
     try:
@@ -366,7 +368,7 @@ def _leaving_no_trace() -> Iterator[None]:
 
 @contextmanager
 def _unseen_modules() -> Iterator[None]:
-    """Takes `_UNSEEN` out of the process's modules for a while."""
+    """Hides `_UNSEEN` from the process's modules for the duration of the block."""
     hidden = {name: sys.modules.pop(name) for name in list(sys.modules) if name.partition(".")[0] in _UNSEEN}
     try:
         yield

@@ -16,7 +16,7 @@ from rlhpc.runtime.errors import ConfigError
 #: Mixtures whose log-probs after updates were compared with those of transformers (vLLM 0.32, transformers 5.19). Of the
 #: others some break off, and some go on with wrong weights (Ernie 4.5).
 PROVEN = ("MixtralForCausalLM", "OlmoeForCausalLM", "Qwen2MoeForCausalLM", "Qwen3MoeForCausalLM")
-#: As configurations call the number of experts.
+#: What configurations call the number of experts.
 _COUNTS = ("num_experts", "moe_num_experts", "n_routed_experts", "num_local_experts")
 
 
@@ -76,7 +76,7 @@ class FileNames:
 
 
 def _packing(worker: Any) -> Iterator[tuple[Any, str]]:
-    """Layers of experts whose kernel has work of its own to do after loading; the kernel's name."""
+    """Layers of experts whose kernel has work to do after loading, with the kernel's name."""
     from vllm.model_executor.layers.fused_moe.modular_kernel import FusedMoEExperts
 
     for layer in worker.model_runner.get_model().modules():
@@ -89,7 +89,7 @@ def _packing(worker: Any) -> Iterator[tuple[Any, str]]:
 
 
 def packing_kernels(worker: Any) -> list[str]:
-    """Names of the kernels that keep a form of the experts of their own."""
+    """Names of the kernels that keep their own packed form of the experts."""
     return sorted({name for _, name in _packing(worker)})
 
 

@@ -13,7 +13,7 @@ class _BeforeFilters(nn.Module):
 
     def __init__(self, inner: Any) -> None:
         super().__init__()
-        inner.logprobs_mode = "raw_logprobs"  # it shall compute none itself
+        inner.logprobs_mode = "raw_logprobs"  # so that it computes none itself
         self.inner = inner
 
     def forward(self, logits: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:

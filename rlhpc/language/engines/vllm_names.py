@@ -10,7 +10,7 @@ from torch import Tensor, nn
 def tensors_of(
     model: nn.Module,
 ) -> tuple[dict[str, tuple[int, ...]], dict[str, tuple[int, ...]], dict[str, list[str]]]:
-    """Names and shapes of an update that is whole, those of what else it may bring, and the other names of tied weights."""
+    """Names and shapes of a complete update, those of what else it may contain, and the other names of tied weights."""
     names = {id(tensor): name for name, tensor in model.named_parameters()}
     needed: dict[str, tuple[int, ...]] = {}
     optional: dict[str, tuple[int, ...]] = {}
@@ -26,7 +26,7 @@ def tensors_of(
 def under_all_names(
     weights: Iterable[tuple[str, Tensor]], aliases: dict[str, list[str]]
 ) -> Iterator[tuple[str, Tensor]]:
-    """Tied weights by each of their names: where vLLM's kernels repack them it keeps a copy for each."""
+    """Tied weights under each of their names: if vLLM's kernels repack them, it keeps a copy for each."""
     others = {alias for names in aliases.values() for alias in names}
     for name, tensor in weights:
         if name not in others:

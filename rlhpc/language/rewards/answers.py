@@ -11,7 +11,7 @@ _NUMBER = re.compile(r"(?<![\w.])-?\$?\d[\d,]*(?:\.\d+)?(?:/\d+)?%?")
 
 
 def squeeze(text: str) -> str:
-    """Without white space at the ends, and with one space for each stretch of it inside."""
+    """The text without white space at its ends, and with one space for each stretch of it inside."""
     return " ".join(text.split())
 
 

@@ -48,7 +48,7 @@ def read_tests(tests: Sequence[str | Mapping[str, Any]], meta: Mapping[str, Any]
         meta: `entry_point` and `setup` are looked at.
 
     Raises:
-        ValueError: A test is no Python.
+        ValueError: A test is not valid Python.
     """
     plan, entry = Plan(), str(meta.get("entry_point", ""))
     names = _names(_parsed(str(meta.get("setup", ""))))
@@ -156,7 +156,7 @@ class _Reader:
             raise Unclear
 
     def _loop(self, loop: ast.For, inner: list[ast.AST]) -> None:
-        """A loop over what is known here is written out."""
+        """Writes out a loop over what is known here."""
         if loop.orelse or any(isinstance(node, (ast.Break, ast.Continue, *_BINDING)) for node in inner):
             raise Unclear
         for value in items(loop.iter, self._known):

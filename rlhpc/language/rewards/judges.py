@@ -32,7 +32,7 @@ from rlhpc.runtime.errors import ConfigError
 from rlhpc.runtime.parents import adopt_orphans, die_with_parent, outlive_parent
 
 Spec = list[tuple[str, Any, dict[str, Any]]]
-"""Of each reward: name, class or function, arguments."""
+"""The name of each reward, its class or function, and its arguments."""
 
 
 def judge(rewards: dict[str, Reward], sample: Sample) -> tuple[dict[str, float], str]:
@@ -141,7 +141,7 @@ class JudgeServer:
                 shutil.rmtree(self.folder / str(number), ignore_errors=True)
         for pid in _children(os.getpid()):
             if pid not in self.judges:
-                _kill_tree(pid)  # what a judge that died left behind
+                _kill_tree(pid)  # what a dead judge has left behind
 
 
 def _children(pid: int) -> list[int]:

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 _START_S = 120.0
-"""Most time in which a judge builds its rewards."""
+"""Longest time that a judge may take to build its rewards."""
 _MOST_FAILED_STARTS = 3
 _SERVER = "from rlhpc.language.rewards.judges import main; main()"
 
@@ -135,7 +135,7 @@ class RewardPool:
         """Verdicts since the last call, in any order; ends judges that are over their time.
 
         Args:
-            timeout_s: Waits so long for the first one. 0 does not wait.
+            timeout_s: How long to wait for the first one; 0 does not wait.
         """
         until = time.monotonic() + timeout_s
         while True:

@@ -53,7 +53,7 @@ def items(node: ast.expr, known: Callable[[ast.expr], Any]) -> list[Any]:
 
 
 def assigned(target: ast.expr, value: Any) -> dict[str, ast.expr]:
-    """Of each name of a loop's target, its value as an expression."""
+    """The value, as an expression, of each name in a loop's target."""
     names = target.elts if isinstance(target, (ast.Tuple, ast.List)) else [target]
     if not all(isinstance(name, ast.Name) for name in names):
         raise Unclear

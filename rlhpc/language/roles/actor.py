@@ -35,7 +35,7 @@ class LanguageActor(Worker, Generic[Cfg]):
 
         Args:
             total_steps: Steps of the whole run, for the learning rate.
-            reference: Whether the model of before training is wanted beside it.
+            reference: Whether the model from before training is wanted, too.
 
         Returns:
             Facts: trainable parameters.

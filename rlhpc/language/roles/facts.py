@@ -1,4 +1,4 @@
-"""What a group of answers says of itself: whether it can be trained on, and what the step's metrics are made of."""
+"""What is known about a group of answers: whether it can be trained on, and what the step's metrics are made of."""
 
 from __future__ import annotations
 
@@ -52,7 +52,8 @@ def facts_of(
 
 
 def not_finite(rewards: np.ndarray, episodes: Sequence[Episode], scores: Sequence[Scored]) -> str:
-    """What of a group is not finite; empty where all is. Log-probabilities count where the model wrote the token."""
+    """What in a group is not finite; empty if everything is. Log-probabilities count where the model wrote the
+    token."""
     for member, (reward, episode, score) in enumerate(zip(rewards.tolist(), episodes, scores, strict=True)):
         if not math.isfinite(reward):
             terms = ", ".join(f"{name} {value}" for name, value in score.terms.items())

@@ -14,7 +14,7 @@ from rlhpc.language.agents.episodes import Episode
 from rlhpc.language.algorithm.base import ROLLOUT_LOGPROBS, VERSIONS
 from rlhpc.language.tokens.batches import TokenBatch, cumulated
 
-#: Ends of an episode that no limit of length brought about.
+#: Reasons for the end of an episode other than the length limit.
 FINISHED = ("stop", "turns")
 
 

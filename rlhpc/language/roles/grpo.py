@@ -41,7 +41,7 @@ class GrpoActor(LanguageActor[GrpoConfig]):
 
         Args:
             total_steps: Steps of the whole run, for the learning rate.
-            prompts: Who has which prompt.
+            prompts: Which rank has which prompt.
 
         Returns:
             Facts: trainable parameters.
@@ -82,7 +82,7 @@ class GrpoActor(LanguageActor[GrpoConfig]):
 
     def sync_weights(self, version: int) -> None:
         """Sends the weights, as `version`, to all rollout ranks; those that are not trained only once."""
-        if version != self.version:  # the update before it failed
+        if version != self.version:  # the previous update failed
             raise RlhpcError(f"weights of version {version} are not there: the actor has {self.version}")
         frozen = self._frozen_names()
         weights = self.backend.named_weights(self._sent)
@@ -116,7 +116,7 @@ class GrpoActor(LanguageActor[GrpoConfig]):
         """Takes in its groups of a step, and scores them as they come where scores are wanted.
 
         Returns:
-            Seconds that scoring took, and those that were waited.
+            Seconds spent scoring, and seconds spent waiting.
         """
         mine = self.prompts.of_actor(self.rank)
         have: dict[int, Group] = {group.position: group for group in self._early.pop(step, [])}
@@ -254,7 +254,8 @@ class GrpoActor(LanguageActor[GrpoConfig]):
         return {**metrics, **first, "lr": rate, "updates": float(updates), **seconds}
 
     def _minibatch(self, batch: TokenBatch, rate: float, where: str) -> dict[str, float]:
-        """One optimizer step over all ranks' samples; `grad_norm` that is not finite: it was left out."""
+        """One optimizer step over all ranks' samples; if the returned `grad_norm` is not finite, the step was left
+        out."""
         trained = torch.repeat_interleave(torch.arange(len(batch)), batch.lengths)[batch.mask]
         counts = torch.tensor([float(len(trained)), float(len(trained.unique()))])
         width = torch.tensor(float(batch.width))

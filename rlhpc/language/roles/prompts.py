@@ -1,4 +1,4 @@
-"""Who has which prompt of a step."""
+"""Which rank has which prompt of a step."""
 
 from __future__ import annotations
 

@@ -49,13 +49,13 @@ from rlhpc.weights import make_sync
 from rlhpc.weights.elements import Elements
 from rlhpc.weights.strategy import NamedUpdates
 
-#: Pause where neither engine nor judges had anything.
+#: Pause in seconds when neither engine nor judges had anything.
 _IDLE_S = 0.002
 
 
 @dataclass
 class _Slot:
-    """One prompt on its way: which one, what came of its responses so far."""
+    """A prompt under way: which one it is, and what has become of its responses so far."""
 
     step: int
     position: int
@@ -80,7 +80,7 @@ class LanguageRolloutWorker(Worker):
 
     @classmethod
     def forks(cls, cfg: GrpoConfig) -> bool:
-        """Whether the engine lets itself be forked."""
+        """Whether ranks of the engine may be forked."""
         return forkable(cfg.rollout.rollout_backend)
 
     def close(self) -> None:
@@ -92,7 +92,7 @@ class LanguageRolloutWorker(Worker):
         """Loads engine, tokenizer, dataset and judges.
 
         Args:
-            prompts: Who makes what.
+            prompts: Which rank answers which prompt.
             last_step: Step after which no prompt is admitted.
 
         Returns:
@@ -163,7 +163,7 @@ class LanguageRolloutWorker(Worker):
         """Works until this rank's groups of `step` are handed over; with `max_staleness`, on later steps too meanwhile.
 
         Returns:
-            Sums over the step's samples; seconds of the call, and those the engine worked.
+            Sums over the step's samples; the seconds that the call took, and those that the engine worked.
         """
         begun, busy, tokens, synced = time.perf_counter(), 0.0, 0, 0.0
         deadline = begun + self.cfg.runner.step_timeout_s
@@ -291,7 +291,7 @@ class LanguageRolloutWorker(Worker):
         self._stats.setdefault(slot.step, {})[slot.position] = facts
 
     def _overlong(self, episodes: list[Episode]) -> np.ndarray:
-        """What `algorithm.overlong_buffer` takes off."""
+        """What `algorithm.overlong_buffer` subtracts from a reward."""
         buffer, limit = self.cfg.algorithm.overlong_buffer, self.sampling.max_new_tokens
         if not buffer:
             return np.zeros(len(episodes), np.float32)
@@ -303,7 +303,7 @@ class LanguageRolloutWorker(Worker):
         """What the algorithm wants of this rank.
 
         Raises:
-            RlhpcError: It gives other columns than it asks for, or some of another length.
+            RlhpcError: The algorithm returned other columns than it asks for, or some of another length.
         """
         made = dict(self.algorithm.rollout_columns(episode, score))
         wanted = [column.name for column in self.algorithm.columns if column.by == "rollout"]

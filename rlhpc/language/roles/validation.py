@@ -16,7 +16,7 @@ from rlhpc.language.pass_at_k import summarize
 from rlhpc.language.rewards.pool import RewardPool
 
 Row = dict[str, Any]
-#: What the driver has no use for: texts.
+#: Texts, for which the driver has no use.
 _TEXTS = ("prompt", "response", "answer")
 
 
@@ -44,7 +44,7 @@ class Validation:
             deadline: On the clock of `time.monotonic`.
 
         Returns:
-            Suite → its rows, each with its `place` among all of the suite.
+            Suite → its rows, each with its `place` among all rows of the suite.
         """
         found = {}
         for name, section in self.suites.items():

@@ -22,7 +22,7 @@ from rlhpc.runtime.channel import Channel
 from rlhpc.runtime.group import WorkerGroup
 from rlhpc.runtime.rpc import Handle
 
-#: What the rollout ranks sum up of their samples, and a step of which all were left out lacks.
+#: What the rollout ranks sum up over their samples; missing from a step whose samples were all left out.
 _SUMS = (
     "samples", "groups", "reward", "reward_squared", "accuracy", "length", "truncated", "varied", "failed", "stale",
     "max_length", "max_stale",
@@ -100,7 +100,8 @@ class ReasoningRunner(Runner[GrpoConfig]):
         self._connect()
 
     def begin(self) -> None:
-        """Rollout ranks forget what was under way and get the present weights. In turns the engines sleep meanwhile."""
+        """Rollout ranks forget what was under way and get the present weights. If the roles take turns, the engines
+        sleep meanwhile."""
         if self.ahead and self.step:
             note(
                 "async generation: what was under way is made anew, so this resume loses nothing but is not bit for bit"

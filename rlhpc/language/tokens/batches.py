@@ -14,8 +14,8 @@ from torch import Tensor
 
 from rlhpc.runtime.errors import ConfigError
 
-#: A micro-batch more is worth it when it saves this part of a full one in padding: it costs kernel launches and, with
-#: sharded weights, another gathering of them.
+#: One more micro-batch is worth it if it saves this fraction of a full one in padding: it costs kernel launches and,
+#: with sharded weights, another gathering of them.
 _OVERHEAD = 16
 
 
@@ -64,7 +64,7 @@ class TokenBatch:
         """Samples that are each an episode, a single turn, and a prompt of their own.
 
         Raises:
-            ValueError: A value for each token is wanted, and there are more or fewer.
+            ValueError: Something does not have exactly one value for each token.
         """
         lengths = [len(sample) for sample in ids]
 
@@ -101,12 +101,12 @@ class TokenBatch:
     # -- shapes ---------------------------------------------------------------------------------------------------
 
     def __len__(self) -> int:
-        """Samples."""
+        """Number of samples."""
         return len(self.cu_seqlens) - 1
 
     @property
     def tokens(self) -> int:
-        """T."""
+        """T: number of tokens."""
         return len(self.ids)
 
     @property
@@ -186,7 +186,7 @@ class TokenBatch:
     # -- on the way -----------------------------------------------------------------------------------------------
 
     def pack(self) -> dict[str, Any]:
-        """Few arrays, whatever N is: what goes through a channel."""
+        """The batch as a few arrays, whatever N is, to go through a channel."""
         arrays = {name: getattr(self, name).numpy() for name in _OF_SAMPLES}
         small = {"ids": np.int32, "turn": np.int16}
         arrays |= {name: getattr(self, name).numpy().astype(small.get(name, bool)) for name in _OF_TOKENS}

@@ -25,7 +25,7 @@ class LanguageBlueprint(Blueprint):
 
     Args:
         cfg: The configuration.
-        reference: Whether the model of before training is wanted beside it.
+        reference: Whether the model from before training is wanted, too.
     """
 
     identity_file = "backend.json"

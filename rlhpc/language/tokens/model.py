@@ -135,7 +135,7 @@ def _generation_config(package: Any, path: str, config: Any) -> Any:
 
 @contextlib.contextmanager
 def _quiet(package: Any) -> Iterator[None]:
-    """Without progress bars: every rank would draw its own into its log."""
+    """Turns progress bars off: every rank would draw its own into its log."""
     logging = package.utils.logging
     enabled = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()

@@ -58,7 +58,8 @@ class TokenTrainer:
         return self.backend.evaluate(self._scores(temperature, entropy), batch.to(self.backend.device))
 
     def reference(self, batch: TokenBatch, *, temperature: float = 1.0) -> TokenScores:
-        """Scores of the reference policy: the weights of before training; with LoRA the model without its adapters."""
+        """Scores of the reference policy: the weights from before training; with LoRA the model without its
+        adapters."""
         if self.blueprint.lora_rank:
             with lora.adapters_off(self.backend.module):
                 return self.forward(batch, temperature=temperature)

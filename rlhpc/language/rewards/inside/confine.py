@@ -56,7 +56,8 @@ def _write(path: str, text: str) -> None:
 
 
 def _map_from_outside(keeper: int) -> bytes:
-    """Root's map: itself, who makes the mounts, and nobody, who runs the program; else, itself under another number."""
+    """Maps two users, if root may: itself, which makes the mounts, and nobody, which runs the program. Otherwise maps
+    the own user to another number."""
     for rows in (f"0 0 1\n{_NOBODY} {_NOBODY} 1\n", f"{_INSIDE} 0 1\n"):
         try:
             _write(f"/proc/{keeper}/gid_map", rows)
@@ -68,7 +69,7 @@ def _map_from_outside(keeper: int) -> bytes:
 
 
 def _new_user() -> int:
-    """Enters a user namespace; the user inside that the program becomes, 0 where there is none to be had."""
+    """Enters a user namespace; returns the user that the program becomes inside, 0 if no namespace can be had."""
     keeper, uid, gid = os.getpid(), os.geteuid(), os.getegid()
     if uid:
         if _libc.unshare(_NEW_USER):
@@ -169,7 +170,7 @@ _MAKE_DEVICES = (1 << 6) | (1 << 11)  # character and block
 
 
 def landlock_version() -> int:
-    """Of this kernel's Landlock; 0 where it has none."""
+    """Version of this kernel's Landlock; 0 if it has none."""
     return max(0, int(_libc.syscall(444, None, ctypes.c_size_t(0), ctypes.c_uint32(1))))
 
 
@@ -284,7 +285,7 @@ def _program(
     box = _BOX if "mount" in have else job["folder"]
     read = [*job["read"], *(["/proc"] if "mount" in have else [])]
     _limit(job, threads)
-    if user == _NOBODY and "mount" in have:  # who may read the interpreter only where it is mounted for him
+    if user == _NOBODY and "mount" in have:  # without the mount, user nobody may not be able to read the interpreter
         os.setgroups([])
         os.setresgid(user, user, user)
         os.setresuid(user, user, user)
