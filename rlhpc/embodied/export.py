@@ -80,7 +80,7 @@ def load_exported(folder: str | Path, *, trust_code: bool = False, trust: Trust 
         folder: The folder.
         trust_code: Import what the folder names as `module:Class`. Without it only models are built that are built in,
             registered or an installed package's: a folder from elsewhere cannot run code.
-        trust: The same in detail, in the place of `trust_code`.
+        trust: The same in detail, instead of `trust_code`.
 
     Raises:
         CheckpointError: Files are missing, or the weights do not fit the policy that config.json describes.

@@ -140,7 +140,8 @@ def play(
         told: Hears how far it is.
 
     Returns:
-        One row an episode, by slot and order: return, length, and success_once and success_at_end where they are known.
+        One row per episode, by slot and order: return, length, and success_once and success_at_end where they are
+        known.
 
     Raises:
         RlhpcError: An episode does not end.
@@ -182,7 +183,7 @@ def play(
 def _episode_row(episode: dict[str, Any], slot: int) -> dict[str, float]:
     row = {"return": float(episode["return"][slot]), "length": float(episode["length"][slot])}
     for name in ("success_once", "success_at_end"):
-        # Environments that say `success` know it at the end only.
+        # Environments that report `success` know it only at the end.
         column = episode.get(name, episode.get("success"))
         if column is not None:
             row[name] = float(column[slot])

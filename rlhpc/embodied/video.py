@@ -30,7 +30,8 @@ def tile(frames: np.ndarray) -> np.ndarray:
 
 
 def shrink(frames: np.ndarray) -> np.ndarray:
-    """Pictures `[n, H, W, 3]` by a whole factor so that they fit a tile; each pixel is the mean of those it replaces."""
+    """Shrinks pictures `[n, H, W, 3]` by a whole factor so that they fit a tile; each pixel is the mean of those it
+    replaces."""
     n, height, width, _ = frames.shape
     factor = math.ceil(max(height, width) / TILE)
     if factor == 1:
@@ -41,7 +42,7 @@ def shrink(frames: np.ndarray) -> np.ndarray:
 
 
 def framed(frame: np.ndarray, success: bool) -> np.ndarray:
-    """The picture of an episode that has ended: green where it succeeded, grey where not."""
+    """The picture of an episode that has ended: framed in green if it succeeded, otherwise in grey."""
     marked = frame.copy()
     color = _GREEN if success else _GREY
     for edge in (np.s_[:_BORDER], np.s_[-_BORDER:], np.s_[:, :_BORDER], np.s_[:, -_BORDER:]):

@@ -1,6 +1,6 @@
 """What an evaluation of a language model says: accuracy, pass@k, majority vote, each with a 95 % interval.
 
-Everything is computed from rows, one a sample, as `<suite>.samples.jsonl` holds them:
+Everything is computed from rows, one per sample, as `<suite>.samples.jsonl` holds them:
 
     {"id", "sample", "level", "right", "vote", "reward", "terms", "tokens", "finished", "failed", …}
 

@@ -142,7 +142,7 @@ def _table(evaluations: Sequence[Evaluation]) -> str:
 
 
 def _levels(own: Sequence[Evaluation]) -> str:
-    """A row a level, a column a checkpoint."""
+    """One row per level, one column per checkpoint."""
     levels = sorted({level for result in own for level in result.get("levels") or {}}, key=level_order)
     sizes = own[-1].get("levels") or {}
     body: list[list[Cell]] = []

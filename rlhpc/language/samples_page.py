@@ -175,7 +175,7 @@ def _rows(path: Path) -> Iterator[Row]:
 
 
 def _ordered(columns: Sequence[_Column]) -> list[Any]:
-    """Problems of the last checkpoint, by level, then in their order: so evenly spaced ones are of all levels."""
+    """Problems of the last checkpoint, by level, then in their order, so that evenly spaced ones cover all levels."""
     last = columns[-1]
     return sorted(last.share, key=lambda key: (level_order(last.level[key]), isinstance(key, str), key))
 
@@ -213,7 +213,7 @@ def _changes(columns: Sequence[_Column]) -> str:
 
 
 def _map(columns: Sequence[_Column], ids: Sequence[Any]) -> str:
-    """A row a checkpoint, a column a problem; the fuller the colour, the more of its samples are right."""
+    """One row per checkpoint, one column per problem; the fuller the colour, the more of its samples are right."""
     picked = [ids[i] for i in spread(len(ids), _MAP_COLUMNS)]
     left, height = 78, 17
     width = max(4, min(22, 1080 // len(picked)))

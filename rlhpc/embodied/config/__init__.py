@@ -1,4 +1,4 @@
-"""The configurations of runs with simulators: what they share, and one module a kind of run."""
+"""The configurations of runs with simulators: what they share, and one module for each kind of run."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """LeRobot datasets, versions 2 and 3: Parquet tables of frames, and `meta/info.json` that describes their columns.
 
-Version 2 has a file an episode, version 3 files of many. Pictures lie in the table (`dtype: image`) or in mp4 files
-(`dtype: video`). https://huggingface.co/docs/lerobot/lerobot-dataset-v3
+Version 2 has one file per episode, version 3 files with many episodes. Pictures lie in the table (`dtype: image`) or in
+mp4 files (`dtype: video`). https://huggingface.co/docs/lerobot/lerobot-dataset-v3
 
 A LeRobot episode has as many observations as actions. So that none of its actions is lost, the last observation is
 repeated as the final one; the last step is a truncation unless `next.done` and `next.success` say that it was the task's end.
@@ -63,7 +63,7 @@ def _info(folder: Path) -> dict[str, Any]:
 
 
 class _Frames:
-    """The rows of a dataset, an episode at a time, and the places of its pictures."""
+    """The rows of a dataset, one episode at a time, and where its pictures are."""
 
     def __init__(self, folder: Path, info: dict[str, Any]) -> None:
         try:
@@ -176,7 +176,7 @@ def _trajectory(columns: dict[str, Any], source: str, features: dict[str, Any]) 
     terminations, truncations = np.zeros(T, bool), np.zeros(T, bool)
     ended = np.asarray(done, bool).reshape(T) if done is not None else terminations
     reached = np.asarray(success, bool).reshape(T) if success is not None else None
-    # `next.done` marks any end; without a word about success it is taken for the task's.
+    # `next.done` marks any end; if nothing is said about success, it is taken for the task's.
     terminations |= ended if reached is None else ended & reached
     truncations[-1] = not terminations[-1]
     actions = _array(columns["action"], None)

@@ -19,7 +19,7 @@ from rlhpc.checkpoint.store import final_folder
 from rlhpc.embodied.data.replay_files import FOLDER, Index, Segment, StoredReplay, describe, write_segment
 from rlhpc.runtime.errors import CheckpointError, ConfigError
 
-#: Files of a rank in a checkpoint. When there are more, the next save writes one that holds all.
+#: Files of a rank in a checkpoint. If there are more, the next save writes a single one that holds all.
 MAX_SEGMENTS = 32
 
 

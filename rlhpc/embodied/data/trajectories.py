@@ -1,4 +1,4 @@
-"""Trajectories in ManiSkill's format: an HDF5 file with a group `traj_<i>` an episode, and a JSON file beside it.
+"""Trajectories in ManiSkill's format: an HDF5 file with a group `traj_<i>` per episode, and a JSON file beside it.
 
 https://maniskill.readthedocs.io/en/latest/user_guide/datasets/demos.html
 """

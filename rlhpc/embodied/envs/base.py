@@ -29,12 +29,12 @@ class VectorEnv(ABC):
         num_envs: N.
         observation_space, action_space: Of one slot.
         supports_state: Whether `state_dict` captures the simulators, so that a resumed run goes on mid-episode.
-        gains_by_processes: Whether its slots go into processes of their own where a rank has cores for them.
+        gains_by_processes: Whether its slots go into processes of their own if a rank has cores for them.
         restarts: Simulator processes that died or hung and were started again.
         keep_states: Set by a recording: `infos["final_env_states"]` then has the simulators' states from before the
             resets, where the environment has any (`env_states`).
         max_episode_steps: The limit in force, 0 for none; None where the environment does not say.
-        record_kwargs: What a recording notes as the environment's arguments, in the place of `kwargs`.
+        record_kwargs: What a recording notes as the environment's arguments, instead of `kwargs`.
     """
 
     num_envs: int

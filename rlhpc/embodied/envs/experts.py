@@ -17,7 +17,7 @@ _OPEN, _CLOSED = 1.0, -1.0
 
 
 def _state(obs: Any) -> np.ndarray:
-    """The state, of observations that show it beside pictures."""
+    """The state, from observations that have it beside pictures."""
     state: np.ndarray = obs["state"] if isinstance(obs, dict) else obs
     return state
 
@@ -42,7 +42,7 @@ def push_cube(obs: Any) -> np.ndarray:
     low = tcp[:, 2] < 0.04
     pushing = low & (gap > 0.01) & (aside < 0.02)
     behind = ~pushing & (gap > 0.045) & (aside < 0.015)
-    # On the way behind the cube the hand stays above it.
+    # On its way to behind the cube, the hand stays above it.
     target = np.stack([cube[:, 0] - 0.07, cube[:, 1], np.full(len(obs), 0.08)], 1)
     target[behind, 2] = 0.015
     push = np.stack([goal[:, 0] - 0.02, cube[:, 1], np.full(len(obs), 0.015)], 1)
@@ -93,7 +93,7 @@ def stack_cube(obs: Any) -> np.ndarray:
     actions = _grasp_and_carry(tcp, cube, grasped, carry)
     placed = (aside < 0.01) & (np.abs(offset[:, 2] + 0.04) < 0.005)
     actions[placed, 3] = _OPEN
-    # Lets go and leaves upwards.
+    # Lets go and moves away upwards.
     actions[placed & (fingers > 0.03), :3] = (0, 0, 0.5)
     actions[placed & (fingers <= 0.03), :3] = 0
     return actions

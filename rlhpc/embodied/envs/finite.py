@@ -27,7 +27,7 @@ def bad_rows(array: np.ndarray, lead: int = 1) -> np.ndarray:
 
 
 def cleaned(obs: Any) -> Any:
-    """An observation (or another array) with 0 in the place of what is not finite."""
+    """An observation (or another array) with 0 in place of what is not finite."""
     if isinstance(obs, dict):
         return {key: cleaned(part) for key, part in obs.items()}
     return obs if is_finite(obs) else np.where(np.isfinite(obs), obs, obs.dtype.type(0))

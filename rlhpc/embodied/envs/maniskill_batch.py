@@ -3,7 +3,7 @@
 ManiSkill batches on a GPU only: on a CPU each environment evaluates its observations, rewards and controllers alone, and
 four fifths of a step are small tensor operations. Here every slot has a CPU scene of its own, but ManiSkill sees them
 through the interface of PhysX's GPU system (buffers `[bodies, 13]` and `[articulations, dof]` that are applied and
-fetched), so that its Python code runs once a step for all slots. The physics of a slot are those of a single CPU
+fetched), so that its Python code runs once per step for all slots. The physics of a slot are those of a single CPU
 environment, step for step.
 """
 

@@ -73,7 +73,7 @@ def row_of(state: Any, slot: int) -> Any:
 
 
 def flat(values: Any, n: int) -> np.ndarray:
-    """One number a slot, `[n]`."""
+    """One number per slot, `[n]`."""
     array = values.cpu().numpy() if isinstance(values, torch.Tensor) else np.asarray(values)
     return np.broadcast_to(array.reshape(-1), (n,))
 

@@ -12,13 +12,13 @@ from rlhpc.embodied.envs.maniskill_batch import BatchedScene, clear_contacts
 
 
 def seeded_task(task: type, batched: bool, seeded: bool, build_seeds: list[int]) -> Any:
-    """A subclass of a ManiSkill task whose slots are reset with a seed each.
+    """A subclass of a ManiSkill task whose slots are each reset with a seed of their own.
 
     Args:
         task: Subclass of `BaseEnv`.
         batched: It takes `num_envs > 1` with `sim_backend="physx_cpu"`, without rendering.
         seeded: Slots draw their first states one by one, each from its seed; otherwise all that reset together at once.
-        build_seeds: What tasks draw when they are built (the size of a peg) follows from these, one a slot.
+        build_seeds: What tasks draw when they are built (the size of a peg) follows from these, one per slot.
     """
 
     base: Any = task

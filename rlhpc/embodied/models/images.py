@@ -16,7 +16,7 @@ from rlhpc.embodied.envs.observations import boxes_of
 from rlhpc.embodied.models.base import Policy, layer
 from rlhpc.runtime.errors import ConfigError
 
-#: Below this, nothing is left after the convolutions.
+#: Smallest image, in pixels: below this, nothing is left after the convolutions.
 _SMALLEST = 5
 
 

@@ -73,8 +73,8 @@ class TwinCritic(nn.Module):
 
 
 class SACPolicy(Policy):
-    """Actor and critics of SAC (as CleanRL's sac_continuous_action.py). Its value of an observation is the lesser of
-    the critics' values of the actor's deterministic action."""
+    """Actor and critics of SAC (as CleanRL's sac_continuous_action.py). The value that it gives an observation is the
+    smaller of the critics' values of the actor's deterministic action."""
 
     head: SquashedGaussianHead  # type: ignore[assignment]
 

@@ -74,7 +74,7 @@ def tiny_config(kind: str, chunk: int, dim: int, state: int) -> Any:
 
 
 class Bytes:
-    """The tokenizer of the tiny models: a token a byte."""
+    """The tokenizer of the tiny models: one token per byte."""
 
     bos_token_id, pad_token_id = _TINY_BOS, 0
     vocab_size = _TINY_WORDS

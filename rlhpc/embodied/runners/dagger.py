@@ -1,7 +1,8 @@
 """DAgger (Ross et al. 2011): the clone plays, the expert says what it would have done there, and all of it is cloned again.
 
 Every round is an ordinary run of behaviour cloning, `<name>-round<k>`, that starts from the weights of the one before and
-trains on all data so far; the data of a round are a file of trajectories. What is there already is not made again.
+trains on all data so far; the data of a round are a file of trajectories. Data and runs that exist already are not made
+again.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ def dagger(
         trust_code: Import what a checkpoint that is the expert names as `module:Class`, also where the configuration does not.
 
     Returns:
-        One entry a run: name, checkpoint, data.
+        One entry per run: name, checkpoint, data.
 
     Raises:
         ConfigError: The configuration is not one of behaviour cloning.
@@ -88,7 +89,7 @@ def _quoted(path: str) -> str:
 def _labelled(output: Path, expert: str, cfg: BcConfig, episodes: int, student: str | None, trust_code: bool) -> str:
     """The file of a round: episodes of the student (of the expert itself, without one) with the expert's actions."""
     if not output.is_file():
-        # Other episodes than those of evaluations, and in every round others.
+        # Not the episodes of evaluations, and different ones in every round.
         number = int(output.stem.rpartition("_")[2])
         seed = cfg.runner.seed + 7919 * (number + 1)
         found = record_episodes(

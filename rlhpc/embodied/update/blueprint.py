@@ -1,4 +1,4 @@
-"""An embodied policy as what training backends are handed."""
+"""An embodied policy in the form that training backends are given."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ from rlhpc.training.flat import Reduce
 if TYPE_CHECKING:
     from rlhpc.embodied.config import PpoAlgorithmConfig
 
-#: What the losses that come with the package measure besides; of others all that they measure becomes a metric.
+#: What else the losses of the package measure; of other losses, everything that they measure becomes a metric.
 _KNOWN = ("approx_kl", "clip_fraction", "ratio")
 _BUILT_IN = (losses.ppo, losses.gspo, losses.cispo)
 METRICS = ("policy_loss", "value_loss", "entropy", "approx_kl", "clip_fraction")

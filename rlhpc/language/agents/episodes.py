@@ -27,7 +27,7 @@ _MARK = "REPLYHERE"
 
 @dataclass
 class Episode:
-    """A prompt and all that came after it. Lists are aligned: one entry a token after the prompt.
+    """A prompt and all that came after it. Lists are aligned: one entry per token after the prompt.
 
     Attributes:
         id: Of its request.

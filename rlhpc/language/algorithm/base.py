@@ -1,8 +1,9 @@
 """What an algorithm for language models is, to the trainer and to the rollout ranks.
 
-The rollout ranks hand over samples with what they know of each token. The trainer has the columns made that the algorithm asks
-for, then asks it for advantages, and for the loss of each micro-batch. So an algorithm that wants something new of each
-token (a teacher's log-probs, the reward of a step, a critic's value) brings it along: it is one file.
+The rollout ranks hand over samples with what they know about each token. The trainer has the columns made that the
+algorithm asks for, then asks it for advantages, and for the loss of each micro-batch. So an algorithm that needs
+something new for each token (a teacher's log-probs, the reward of a step, a critic's value) brings it along: it is one
+file.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ Reduce = Callable[[Tensor], Tensor]
 
 
 class Scorer(abc.ABC):
-    """Makes a column on the actor ranks; one object a rank.
+    """Makes a column on the actor ranks; one object per rank.
 
     Args:
         cfg: The configuration.
@@ -38,8 +39,8 @@ class Scorer(abc.ABC):
 
     @abc.abstractmethod
     def score(self, batch: TokenBatch) -> Tensor:
-        """One value a token, `[T]` or `[T, k]`, float32; called without gradients, on micro-batches. All ranks call it equally
-        often; some with a batch of no tokens."""
+        """One value per token, `[T]` or `[T, k]`, float32; called without gradients, on micro-batches. All ranks call
+        it equally often; some with a batch without tokens."""
 
     def offload(self) -> None:  # noqa: B027 (most hold little)
         """Gives the accelerator's memory to another role (`actor.offload_in_rollout`)."""
@@ -50,7 +51,7 @@ class Scorer(abc.ABC):
 
 @dataclass(frozen=True)
 class Column:
-    """Something that an algorithm wants to know of each token.
+    """Something that an algorithm wants to know about each token.
 
     Attributes:
         name: In `TokenBatch.columns`.
@@ -96,9 +97,9 @@ class LanguageAlgorithm(abc.ABC):
         cfg: The configuration.
 
     Attributes:
-        columns: What is needed of each token beside `rollout_logprobs` and `versions`.
+        columns: What is needed for each token besides `rollout_logprobs` and `versions`.
         entropy: Whether the loss wants the entropy of each token's distribution.
-        at_first: Metrics of the loss that tell something of the samples, not of the training: those of a step's first
+        at_first: Metrics of the loss that describe the samples, not the training: only those of a step's first
             minibatch count.
     """
 

@@ -81,7 +81,7 @@ def choose(
     # A dict keeps the order of drawing.
     drawn: dict[int, None] = {}
     while len(drawn) < wanted:
-        # Levels are equally frequent: drawn over all, nearly every problem would be of the hardest.
+        # Levels are equally frequent: drawn from all problems, nearly every one would be of the hardest level.
         level = rng.randrange(len(sizes))
         number = sum(sizes[:level]) + rng.randrange(sizes[level])
         if number not in drawn and keep(number):

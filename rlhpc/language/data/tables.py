@@ -36,7 +36,7 @@ class Table(Protocol):
 
 
 class JsonLines:
-    """One JSON object a line; `.gz` is unpacked. Empty lines do not count."""
+    """One JSON object per line; `.gz` is unpacked. Empty lines do not count."""
 
     def __init__(self, path: Path) -> None:
         self.path = path

@@ -86,7 +86,8 @@ def make_tiny_model(
 
 
 def character_tokenizer(vocabulary: str = VOCABULARY, context: int = 64) -> Any:
-    """A tokenizer with one token a character, `<bos>` before every text, and a chat template that only joins turns."""
+    """A tokenizer with one token per character, `<bos>` before every text, and a chat template that only joins
+    turns."""
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors
     from transformers import PreTrainedTokenizerFast
 

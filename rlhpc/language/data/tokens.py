@@ -56,7 +56,7 @@ class PromptTokenizer:
         tokenizer: Of transformers.
         max_prompt_tokens: `data.max_prompt_tokens`.
         overlong: `data.overlong_prompts`: "error" or "drop".
-        chat_template: `data.….chat_template`; false gives the model the bare text of the messages, one a line.
+        chat_template: `data.….chat_template`; false gives the model the bare text of the messages, one per line.
         key: What messages call the section.
 
     Raises:
@@ -126,7 +126,7 @@ class PromptTokenizer:
 
         Args:
             prompt: Has a response.
-            max_tokens: Most of all together, such as the model's context.
+            max_tokens: Most tokens in all, such as the model's context.
 
         Returns:
             ids and loss mask, equally long; None for a problem that is to be dropped.

@@ -47,8 +47,8 @@ class Completion:
     Attributes:
         id: Of its request.
         token_ids: The response, its stop token included.
-        logprobs: One a token: of the distribution it was drawn from (after temperature; before top-p and top-k).
-        versions: One a token: the version of the weights that drew it.
+        logprobs: One per token: of the distribution it was drawn from (after temperature; before top-p and top-k).
+        versions: One per token: the version of the weights that drew it.
         finish_reason: `stop`, `length`, or `abort`.
     """
 

@@ -62,7 +62,7 @@ class HFRollout(Engine):
         self._device, self._max_rows = torch.device(options.device), options.max_batch_size
         self._model = self._load(options)
         self._tokenizer = load_tokenizer(options.model_path, options.trust_remote_code)
-        # Then the mask is made here, once a step; else the model makes its own from where the padding is.
+        # If all layers mask alike, the mask is made here, once per step; otherwise the model makes its own.
         self._one_mask = _masks_alike(text_config, self._model)
         self._stop_texts = StopTexts(self._tokenizer, options.model_path)
         self._own_ends = end_tokens(options.model_path, config, self._tokenizer)

@@ -16,7 +16,7 @@ class KeyValues:
     Every row ends at the same column `end`, where the next token goes; row i begins at `start[i]`. So a decoding step
     writes one column of all rows at once, a row that joins or leaves copies no other row, and the models' own masks for
     padding on the left hold as they are. When `end` reaches the last column, what is in use moves back to the front, or
-    into a larger buffer; that is one copy in as many steps as there is room behind it.
+    into a larger buffer; one copy lasts for as many steps as there is room for behind it.
 
     Attributes:
         rows: Rows in use.
@@ -118,7 +118,7 @@ def _tensors(layers: Any) -> list[Tensor]:
 
 
 def decoding_cache(store: KeyValues) -> Any:
-    """`store` as transformers' models take a cache, for one token a row at a time."""
+    """`store` in the form in which transformers' models take a cache, for one token per row at a time."""
     from transformers.cache_utils import Cache, DynamicLayer
 
     class Layer(DynamicLayer):

@@ -89,7 +89,7 @@ class Ledger:
         )
 
     def move(self, moves: Iterable[tuple[int, int]], left: int) -> None:
-        """Puts rows in the place of others, (from, to), and keeps the first `left`."""
+        """Moves rows into the places of others, (from, to), and keeps the first `left`."""
         for come, to in moves:
             self.requests[to] = self.requests[come]
             for record in self._records():

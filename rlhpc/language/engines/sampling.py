@@ -12,7 +12,7 @@ from rlhpc.language.engines.base import Request
 
 
 def uniforms(request: Request, count: int) -> np.ndarray:
-    """The request's random numbers in [0, 1), one a token. They depend on its seed alone."""
+    """The request's random numbers in [0, 1), one per token. They depend on its seed alone."""
     generator = np.random.Generator(np.random.Philox(key=request.seed % 2**128))
     return generator.random(count)
 
@@ -35,10 +35,10 @@ class Rows:
 
 
 def draw(logits: Tensor, rows: Rows, noise: Tensor) -> tuple[Tensor, Tensor]:
-    """Draws a token a row.
+    """Draws one token for each row.
 
-    A token is where the cumulative probability passes the row's random number, so a row needs one number a token and
-    not one an entry of the vocabulary. The sum is taken in float64: in float32 it loses the tail of a large vocabulary.
+    A token is where the cumulative probability passes the row's random number, so a row needs one number per token, not
+    one per entry of the vocabulary. The sum is taken in float64: in float32 it loses the tail of a large vocabulary.
 
     Args:
         logits: `[N, V]`.

@@ -283,7 +283,7 @@ class VLLMRollout(Engine):
         if self._torn:
             raise UpdateFailed(self._torn)
         self._begin_update(version)
-        # Whatever breaks off leaves vLLM with layers half taken apart, which a second update does not mend.
+        # An update that breaks off leaves vLLM with layers half taken apart, which a second update does not mend.
         self._torn = f"the update to version {version} of vLLM's weights broke off; restart the rollout group"
         weights = fitting_update(named_tensors, self._needed, self._optional)
         tied = under_all_names(weights, self._aliases)

@@ -70,7 +70,7 @@ class FileNames:
             )
 
     def __call__(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        """The same weights; each tensor of experts becomes two or three an expert."""
+        """The same weights; each tensor of experts becomes two or three per expert."""
         for name, tensor in weights:
             yield from self._revert(self._model, {name: tensor}).items()
 

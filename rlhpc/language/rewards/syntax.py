@@ -15,7 +15,7 @@ class Unclear(Exception):
 
 
 class Renamed(ast.NodeTransformer):
-    """Puts expressions in the place of names."""
+    """Puts expressions in place of names."""
 
     def __init__(self, names: Mapping[str, ast.expr]) -> None:
         self._names = names

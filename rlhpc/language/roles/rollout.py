@@ -267,7 +267,7 @@ class LanguageRolloutWorker(Worker):
             self._whole(slot)
 
     def _whole(self, slot: _Slot) -> None:
-        """A group is whole: hand it over, or ask another prompt in its place."""
+        """Handles a group that is whole: hands it over, or asks another prompt in its place."""
         episodes = [slot.episodes[member] for member in range(self.group_size)]
         scores = [slot.scores[member] for member in range(self.group_size)]
         rewards = np.asarray([score.total for score in scores], np.float32) + self._overlong(episodes)

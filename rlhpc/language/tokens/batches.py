@@ -32,8 +32,8 @@ class TokenBatch:
         ids: `[T]` int64: prompts and what came after them.
         mask: `[T]` bool: tokens that are trained on.
         turn: `[T]` int64: which turn of the model wrote a token, or was the first to read it; 0 in a single turn.
-        columns: Further values of the tokens by name, `[T]` or `[T, k]`. What is about the first token of a sample, which
-            nothing predicts, is masked out.
+        columns: Further values of the tokens by name, `[T]` or `[T, k]`. Values of the first token of a sample, which
+            nothing predicts, are masked out.
         episode: `[N]` int64: which episode a sample is of; unique in a step.
         role: `[N]` int64: who speaks in it, where several do.
         group: `[N]` int64: which prompt its episode answers.
@@ -165,8 +165,8 @@ class TokenBatch:
         return TokenBatch(cu_seqlens=cumulated([0]), columns=columns, pad_id=self.pad_id, **parts)
 
     def by_episode(self) -> TokenBatch:
-        """The same tokens, with all that one role says in an episode as one sample: what gets an advantage. It is no input of
-        a model where an episode has several samples."""
+        """The same tokens, with all that one role says in an episode as one sample: what gets an advantage. If an
+        episode has several samples, the result is no input for a model."""
         if not len(self):
             return self
         same = (self.episode[1:] == self.episode[:-1]) & (self.role[1:] == self.role[:-1])

@@ -1,4 +1,4 @@
-"""A language model as what training backends are handed."""
+"""A language model in the form that training backends are given."""
 
 from __future__ import annotations
 
