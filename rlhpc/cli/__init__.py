@@ -31,7 +31,7 @@ GROUPS = {
 
 
 def build_parser() -> TopParser:
-    """The command line."""
+    """Builds the parser of the command line."""
     parser = TopParser(GROUPS)
     for part in (init, config, run, start, watch, policies, replay, doctor, clean):
         part.add_commands(parser.subparsers)

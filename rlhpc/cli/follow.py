@@ -228,12 +228,12 @@ class Follower:
         return any(self._log.running.get(rule) for rule, track in _TRAINING.items() if track == self._track)
 
     def _more(self) -> bool:
-        """Whether another segment is to come; between two of them no rule trains."""
+        """Whether another segment follows; between two of them no rule trains."""
         track = self._tracks[self._track]
         return int(last_row(track.paths.metrics).get("step", 0)) < track.total and not self._log.failed
 
     def _phase(self, job: Job) -> None:
-        """Names what happens now."""
+        """Names what is happening now."""
         self._job = job
         text = job.words()
         if text not in self._said:
@@ -283,7 +283,7 @@ class Follower:
 
 
 def real_error(log: WorkflowLog, path: Path, lines: int = 15) -> tuple[str, Path]:
-    """What went wrong first, and the file that says it: a failed rule's own log, else Snakemake's."""
+    """What went wrong first, and the file that says so: a failed rule's own log, otherwise Snakemake's."""
     for job in log.failed:
         if job.log is not None and job.log.is_file():
             text = job.log.read_text(errors="replace").strip()

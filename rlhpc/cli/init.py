@@ -1,4 +1,4 @@
-"""Beginning: `init` writes a project, `completion` what a shell needs to complete commands."""
+"""Getting started: `init` writes a project, `completion` what a shell needs to complete commands."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def _configs() -> dict[str, Path]:
 
 
 def _chain(path: Path) -> list[Path]:
-    """The configuration and the files under `defaults:`, which it is read with."""
+    """The configuration, and the files that its `defaults:` name."""
     import yaml
 
     content = yaml.safe_load(path.read_text())

@@ -30,7 +30,7 @@ class Parser(argparse.ArgumentParser):
 
 
 class TopParser(Parser):
-    """The parser of `rlhpc` itself: its help shows the commands by what one wants to do.
+    """The parser of `rlhpc` itself: its help groups the commands by purpose.
 
     Attributes:
         commands: The parser of each command, by name.

@@ -49,7 +49,8 @@ class Interrupted(KeyboardInterrupt):
 
 
 def find_profile(name: str) -> str:
-    """The folder of a profile: by path, as one of the working directory's, of rlhpc's own, or of the user's and the site's.
+    """The folder of a profile: named by path, or found in the working directory, in rlhpc, or among the user's and the
+    site's.
 
     Raises:
         ConfigError: There is none.
@@ -80,7 +81,7 @@ def find_profile(name: str) -> str:
 
 
 def command_of(args: argparse.Namespace) -> list[str]:
-    """argv of Snakemake."""
+    """The command line of Snakemake."""
     config = [f"run={args.config}", f"overrides={json.dumps(args.overrides)}"]
     if args.site:
         config.append(f"site={args.site}")
@@ -96,7 +97,7 @@ def command_of(args: argparse.Namespace) -> list[str]:
 
 
 def same_command(args: argparse.Namespace) -> str:
-    """What to type for the same again. Under make, the user's own PATH may not have rlhpc."""
+    """What to type to run the same command again. Under make, the user's own PATH may not have rlhpc."""
     program = "rlhpc"
     script = Path(sys.argv[0])
     if os.environ.get("MAKELEVEL") and script.name == program and script.is_file():
@@ -165,7 +166,7 @@ def say(text: str) -> None:
 
 
 def near(path: Path) -> str:
-    """The path as seen from the working directory, where it lies below it."""
+    """The path relative to the working directory, if it lies below it."""
     return str(path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path)
 
 

@@ -86,7 +86,7 @@ def _stopped(args: argparse.Namespace, cfg: RunConfig) -> str:
 
 
 def tell(answer: dict[str, object], *, answers: bool) -> None:
-    """What a submission ends with: a line for a person, and JSON for scripts."""
+    """Prints the outcome of a submission: a line for a person, and JSON for scripts."""
     from rlhpc.jobs.waiter import answer_line
 
     print(f"rlhpc: {answer_line(answer)}", file=sys.stderr)

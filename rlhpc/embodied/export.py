@@ -162,8 +162,8 @@ def _write_folder(target: Path, files: dict[str, bytes]) -> None:
 
 
 def _acting(checkpoint: Path) -> dict[str, bytes]:
-    """The files by which the policy acts without rlhpc; none where torch.export cannot follow it, or it is code of one's own
-    that is not trusted."""
+    """The files by which the policy acts without rlhpc; none if torch.export cannot follow it, or if it is code that is
+    not trusted."""
     from rlhpc.embodied.standalone import SCRIPT, program_of
 
     try:

@@ -93,7 +93,7 @@ def program_of(policy: Policy) -> bytes | None:
 
 
 def _rows(space: Any, count: int) -> Any:
-    """So many zero observations of a space, as tensors."""
+    """`count` zero observations of a space, as tensors."""
     if hasattr(space, "spaces"):
         return {key: _rows(part, count) for key, part in space.spaces.items()}
     return torch.from_numpy(np.zeros((count, *space.shape), space.dtype))

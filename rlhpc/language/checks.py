@@ -141,7 +141,7 @@ def check_accelerators(cfg: LanguageConfig, per_process: Mapping[str, int]) -> N
 
 
 def check_sizes(cfg: LanguageConfig, sizes: Mapping[str, int]) -> None:
-    """The placement's process counts against the prompts of a step.
+    """Checks the placement's process counts against the prompts of a step.
 
     Raises:
         ConfigError: Prompts cannot be shared out evenly.

@@ -42,7 +42,7 @@ class DataSourceConfig:
     system_prompt: str | None = None
     """System prompt, put before every conversation."""
     prompt_template: str = "{prompt}"
-    """How the question is put to the model; `{prompt}` stands for it."""
+    """How the question is put to the model; `{prompt}` is the question."""
     chat_template: bool = True
     """Formats the conversation with the tokenizer's template; false gives the model the bare text."""
     size: int | None = None
@@ -134,7 +134,8 @@ class LanguageOptimConfig(OptimConfig):
     lr_warmup_steps: int = 0
     """Steps over which the learning rate rises from 0."""
     lr_scheduler: str = "constant"
-    """Course of the learning rate after that, until the end of the run: constant, linear (to 0) or cosine (to 0)."""
+    """Course of the learning rate after the warm-up, until the end of the run: constant, linear (to 0) or cosine (to
+    0)."""
 
 
 @dataclass
@@ -284,7 +285,7 @@ class LanguageWorkflowConfig(WorkflowConfig):
     """Configuration of an SFT run that comes first, relative to this file; this run's `actor.model.model_path` then names
     the folder it exports."""
     sft_overrides: list[str] = field(default_factory=list)
-    """Changes to that configuration, as `key=value`."""
+    """Changes to the configuration of that SFT run, as `key=value`."""
     eval_start: bool = False
     """Evaluates the model before training, too, as step 0."""
 

@@ -110,7 +110,7 @@ def evaluate_language_model(
 
 
 def find_suite(cfg: LanguageConfig, name: str) -> EvalDataConfig:
-    """The section of `data.eval` that a suite's name means; `default` is the first where none has that name.
+    """The section of `data.eval` with a suite's name; `default` is the first if none has that name.
 
     Raises:
         ConfigError: There is none; names those that there are.
@@ -180,7 +180,7 @@ def _folder(model: str | Path, trust_code: bool) -> Iterator[tuple[str, int | No
 
 
 def _exported(checkpoint: Path, step: int) -> Path | None:
-    """The run's export of this very checkpoint, where there is one, as evaluation would make it itself."""
+    """The run's export of this very checkpoint, if there is one and it is what evaluation would make itself."""
     from rlhpc.language.export import CONVERSION
 
     folder = default_output(checkpoint, step)

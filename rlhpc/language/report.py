@@ -70,7 +70,7 @@ def data_name(paths: RunPaths) -> str:
 
 
 def key_figures(rows: Rows, evaluations: Sequence[Evaluation], trained: tuple[str, str], rate: str) -> str:
-    """The cards on top of the page: of the first suite, where there are several."""
+    """The cards at the top of the page; of the first suite, if there are several."""
     own = next(iter(by_suite(evaluations).values()), [])
     best, last = max(own, key=lambda result: result["accuracy"], default=None), own[-1] if own else None
 

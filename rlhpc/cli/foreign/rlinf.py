@@ -110,7 +110,7 @@ _ELSEWHERE = {
 
 
 def _accelerators(read: Reading) -> Any:
-    """How many a node has, where the placement counts them."""
+    """How many accelerators a node has, if the placement counts them."""
     ranks: list[int] = []
     for place in read.below("cluster.component_placement").values():
         for part in str(place).split(","):

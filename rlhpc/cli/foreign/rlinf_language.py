@@ -48,7 +48,7 @@ def _dtype(key: str, fallback: str) -> Rule:
 
 
 def _engine_dtype(read: Reading) -> Any:
-    """The engine's precision, where it is not the actor's."""
+    """The engine's precision, if it is not the actor's."""
     same = read("rollout.model.precision") in (None, read.leaves.get("actor.model.precision"))
     return NOTHING if same else _dtype("rollout.model.precision", "float16")(read)
 

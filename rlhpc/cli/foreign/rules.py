@@ -68,7 +68,7 @@ class Left:
 
 @dataclass
 class Translation:
-    """What came of a configuration.
+    """What a configuration was translated to.
 
     Attributes:
         kind: What kind of run it is, in words.

@@ -1,4 +1,4 @@
-"""What came of a foreign configuration, as a YAML file with comments and as a report."""
+"""What a foreign configuration was translated to, as a YAML file with comments and as a report."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ _WIDTH = 110
 
 
 def written(made: Translation, source: str, project: str) -> str:
-    """The configuration file; a comment at each key says which of theirs it was made of, unless it has the same name.
+    """The configuration file; a comment at each key says which foreign key it was made from, unless that has the same
+    name.
 
     Args:
         made: What was translated.

@@ -27,7 +27,7 @@ class DemoBufferConfig:
     """HDF5 trajectories in ManiSkill's format (file, folder or pattern), or a replay buffer (a checkpoint of an off-policy
     run, or what `rlhpc replay` wrote); null is none."""
     ratio: float = 0.5
-    """Fraction of each batch that comes from there."""
+    """Fraction of each batch that comes from this buffer."""
 
 
 @dataclass

@@ -66,7 +66,7 @@ class ReplayBuffer:
 
     @property
     def held(self) -> int:
-        """Decisions in the buffer."""
+        """Number of decisions in the buffer."""
         return min(self.decisions - self._first, self.capacity)
 
     def __len__(self) -> int:

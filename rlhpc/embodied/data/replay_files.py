@@ -1,4 +1,4 @@
-"""Replay buffers on disk: inside a checkpoint, or as a folder of its own. See, join and cut them with `rlhpc replay`.
+"""Replay buffers on disk: inside a checkpoint, or as a folder of its own. `rlhpc replay` shows, joins and splits them.
 
     replay/index-<rank>.json             slots of the rank, how many decisions were made, which files hold the newest
     replay/<rank>-<first>-<stop>.npy     decisions first … stop-1 of its slots: a structured array [stop-first, slots]
@@ -60,7 +60,7 @@ class Index:
     segments: list[Segment] = field(default_factory=list)
 
     def dump(self) -> bytes:
-        """As JSON."""
+        """The index as JSON."""
         return json.dumps({"format": FORMAT, **asdict(self)}, indent=1).encode() + b"\n"
 
     @classmethod
@@ -68,7 +68,7 @@ class Index:
         """Reads what `dump` wrote.
 
         Raises:
-            CheckpointError: It is none; names the file.
+            CheckpointError: It is not an index; names the file.
         """
         try:
             data = read_json(path.read_bytes())

@@ -312,7 +312,7 @@ class TrajectoryWriter:
         fsync_folder(self.path.parent)
 
     def discard(self) -> None:
-        """Leaves nothing behind."""
+        """Removes the unfinished file."""
         self._file.close()
         self._partial.unlink(missing_ok=True)
 

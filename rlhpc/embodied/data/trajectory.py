@@ -24,7 +24,7 @@ Trajectory = dict[str, Any]
 
 
 def check(trajectory: Trajectory) -> Trajectory:
-    """The trajectory, once its lengths agree.
+    """Returns the trajectory, if its lengths agree.
 
     Raises:
         ConfigError: Names the fields and the two lengths.

@@ -39,7 +39,8 @@ def nearest_ids(env_id: str) -> list[str]:
 
 
 def _mujoco_arrays(data: Any) -> dict[str, Any]:
-    """All that an `MjData` holds, derived quantities too: after a step they are those of the substep before."""
+    """Everything that an `MjData` holds, including derived quantities, which after a step are those of the previous
+    substep."""
     names = (name for name in dir(data) if not name.startswith("_"))
     values = ((name, getattr(data, name)) for name in names if name not in ("contact", "model"))
     return {n: v.copy() if isinstance(v, np.ndarray) else v for n, v in values if isinstance(v, (np.ndarray, float))}

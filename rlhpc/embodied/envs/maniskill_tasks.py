@@ -38,7 +38,7 @@ def seeded_task(task: type, batched: bool, seeded: bool, build_seeds: list[int])
             return self.reset(seed=self._slot_seeds, options={"env_idx": chosen} if self.num_envs > 1 else None)[0]
 
         def reset(self, seed: Any = None, options: dict[str, Any] | None = None) -> Any:
-            """As ManiSkill's; the constructor's own call takes `build_seeds`."""
+            """Resets as ManiSkill does; the constructor's own call uses `build_seeds`."""
             built = self._slot_seeds is not None
             return super().reset(seed=seed if built else build_seeds, options=options)
 

@@ -25,7 +25,7 @@ def columns_of(name: str, obs: Any) -> dict[str, Any]:
 
 
 def rows_of(columns: Mapping[str, Any], name: str) -> Any:
-    """The observation that `columns_of` made columns of: arrays or tensors."""
+    """The observation that `columns_of` turned into columns, of arrays or tensors."""
     if name in columns:
         return columns[name]
     return {key[len(name) + 1 :]: part for key, part in columns.items() if key.startswith(f"{name}.")}
@@ -61,7 +61,7 @@ def count_rows(obs: Any) -> int:
 
 
 def boxes_of(space: Any) -> dict[str, Any]:
-    """The spaces of an observation by key; the key of an array's is the empty word."""
+    """The spaces of an observation by key; the key of an array's space is the empty string."""
     return dict(space.spaces) if isinstance(space, spaces.Dict) else {"": space}
 
 
@@ -84,7 +84,7 @@ def decode_text(row: Any) -> str:
 
 
 def is_text(space: Any) -> bool:
-    """Whether a space's elements are texts: `Text`, and the likes of minigrid's missions."""
+    """Whether a space's elements are texts: `Text`, and spaces such as minigrid's missions."""
     return space.dtype is not None and np.dtype(space.dtype).kind == "U"
 
 

@@ -69,7 +69,7 @@ def die_with(lifeline: int) -> None:
 
 
 class _Slots:
-    """The calls a parent makes."""
+    """The slots, with the calls that a parent makes."""
 
     def __init__(self, env: Any) -> None:
         self.env = env

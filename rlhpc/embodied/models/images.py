@@ -127,7 +127,7 @@ class Residual(nn.Module):
         self.first, self.second = (nn.Conv2d(channels, channels, 3, padding=1) for _ in range(2))
 
     def forward(self, x: Tensor) -> Tensor:
-        """`[B, channels, H, W]`."""
+        """Takes and returns features `[B, channels, H, W]`."""
         y: Tensor = x + self.second(F.relu(self.first(F.relu(x))))
         return y
 

@@ -50,11 +50,11 @@ class ActionTokens:
         self.middles = (self.edges[:-1] + self.edges[1:]) / 2
 
     def ids(self, actions: Tensor) -> Tensor:
-        """Token ids of actions."""
+        """The token ids of actions."""
         return self.end - torch.bucketize(actions.clamp(-1, 1), self.edges.to(actions.device), right=True)
 
     def actions(self, ids: Tensor) -> Tensor:
-        """Actions of token ids."""
+        """The actions of token ids."""
         return self.middles.to(ids.device)[(self.end - ids - 1).clamp(0, BINS - 2)]
 
 
@@ -108,7 +108,7 @@ class VLAPolicy(Policy):
     # -- the passes -----------------------------------------------------------------------------------------------
 
     def _read(self, obs: Obs, said: Tensor | None = None, cache: bool = False) -> Any:
-        """The model's body over pictures, prompt, and what has been said `[B, n]`."""
+        """The model's body over pictures, prompt, and the tokens written so far `[B, n]`."""
         ids, mask, pixels = self.inputs(obs)
         if said is not None:
             ids, mask = torch.cat([ids, said], 1), torch.cat([mask, torch.ones_like(said)], 1)

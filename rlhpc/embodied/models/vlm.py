@@ -80,7 +80,7 @@ class Bytes:
     vocab_size = _TINY_WORDS
 
     def encode(self, text: str, add_special_tokens: bool = False) -> list[int]:
-        """Token ids."""
+        """The token ids of a text."""
         del add_special_tokens
         return list(text.encode())
 

@@ -167,7 +167,7 @@ class BcActor(Trainer[BcConfig]):
 
     @property
     def _looks_at_holdout(self) -> bool:
-        """Whether this rank takes part in computing its loss; rank 0 alone, where it can."""
+        """Whether this rank takes part in computing the held-out loss: rank 0 alone, if it can."""
         return self.rank == 0 or self.backend.lockstep
 
     def _batch(self, trajectories: Sequence[Trajectory], part: range | None) -> Batch:

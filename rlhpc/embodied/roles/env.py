@@ -115,7 +115,8 @@ class SimulatingWorker(Worker, Generic[Cfg]):
 
     @property
     def whole(self) -> bool:
-        """Whether each rollout plays one episode in every slot, from its start; otherwise episodes go on over its bounds."""
+        """Whether each rollout plays one episode in every slot, from its start; otherwise episodes continue across
+        rollouts."""
         return False
 
     @abstractmethod

@@ -104,7 +104,7 @@ class Outcomes:
                 self._optional["nonfinite"][rows, step] = True
 
     def shown(self, t: int, obs: Any) -> Any:
-        """What the policy gets to see before step `t` of the observations `obs`: 0 where they are not finite."""
+        """The observations `obs` as shown to the policy before step `t`: 0 where they are not finite."""
         if all_finite(obs):
             return obs
         rows = bad_slots(obs)

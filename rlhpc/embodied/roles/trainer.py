@@ -32,7 +32,7 @@ FILE, SPEC = "actor-{rank}.pt", "model.json"
 
 
 class Learner(Protocol):
-    """Who holds weights and optimizers: a `TrainingBackend`, or an update with several optimizers of its own."""
+    """What holds weights and optimizers: a `TrainingBackend`, or an update with several optimizers of its own."""
 
     @property
     def lockstep(self) -> bool:
@@ -95,7 +95,7 @@ class Trainer(Worker, Generic[Cfg]):
     def build_backend(
         self, actor: EmbodiedActorConfig, spaces: tuple[Any, Any], *, look: bool, levels: str = "chunk_level"
     ) -> TrainingBackend:
-        """The policy for an environment, in the hands of what `actor.training_backend` names.
+        """The policy for an environment, held by the backend that `actor.training_backend` names.
 
         Args:
             actor: Section `actor`.
@@ -142,7 +142,7 @@ class Trainer(Worker, Generic[Cfg]):
         self._replaced()
 
     def _weights(self) -> dict[str, torch.Tensor]:
-        """All of them, on the host of rank 0; the others take part."""
+        """All weights, on the host of rank 0; the other ranks take part."""
         found = {}
         for name, tensor in self.learner.named_weights():
             if self.rank == 0:

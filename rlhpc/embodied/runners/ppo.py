@@ -38,7 +38,7 @@ Cfg = TypeVar("Cfg", bound=PlayingConfig)
 
 
 class PlayingRunner(Runner[Cfg]):
-    """What the runners have in common whose policies play while they learn.
+    """What runners whose policies play while they learn have in common.
 
     Args:
         cfg: Configuration.

@@ -46,7 +46,7 @@ class Part:
 
 
 class Micro(NamedTuple):
-    """What one forward and backward pass is about."""
+    """What one forward and backward pass works on."""
 
     columns: dict[str, torch.Tensor]
     part: Part
@@ -175,7 +175,7 @@ class PolicyUpdate:
         return torch.cat(found)
 
     def _own_metrics(self, sums: dict[str, torch.Tensor], updates: int) -> dict[str, float]:
-        """What the loss measures besides. A rank that had no row of any minibatch does not know the names."""
+        """What else the loss measures. A rank without a row of any minibatch does not know the names."""
         if POLICY_LOSSES.find(self.loss_type) in _BUILT_IN:
             return {}
         names = sorted(set().union(*self._gather(sorted(sums)))) if self._ranks > 1 else sorted(sums)
@@ -186,7 +186,7 @@ class PolicyUpdate:
         return dict(zip(names, (total / updates).tolist(), strict=True))
 
     def _not_finite(self, stats: torch.Tensor) -> str:
-        """What was not finite, and on which ranks; all of them ask, and say the same."""
+        """What was not finite, and on which ranks; all ranks call it and get the same answer."""
         flags = torch.zeros((self._ranks, len(METRICS)), dtype=torch.float64, device=stats.device)
         flags[self._rank] = (~stats.isfinite()).double()
         losses = [

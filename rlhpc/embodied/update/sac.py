@@ -110,7 +110,7 @@ class SacUpdate:
         self._counts = [0, 0]
 
     def reset_targets(self) -> None:
-        """The target networks become the critics."""
+        """Makes the target networks equal to the critics."""
         self._target_weights.copy_(self.critic.weights)
 
     # -- one update -----------------------------------------------------------------------------------------------
@@ -269,7 +269,7 @@ class SacUpdate:
         self.policy.load_state_dict(tensors)
 
     def held_tensors(self) -> Named:
-        """What the optimizers hold."""
+        """The tensors that the optimizers hold."""
         yield from tensors_of(self.state_dict(), "optimizer")
 
     def save(self, folder: Path) -> None:

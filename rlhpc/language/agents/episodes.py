@@ -82,7 +82,7 @@ class Agent:
         raise NotImplementedError
 
     def close(self) -> None:
-        """Ends what it holds."""
+        """Releases what the agent holds."""
 
 
 class _Helpers:

@@ -1,4 +1,4 @@
-"""Problems out of the columns of files."""
+"""Problems from the columns of files."""
 
 from __future__ import annotations
 
@@ -172,7 +172,7 @@ def hf(cfg: DataSourceConfig, *, part: str, key: str) -> ColumnProblems:
 
 
 def plain(value: Any) -> Any:
-    """The value as JSON gives it back: tuples are lists, numpy's numbers are Python's."""
+    """The value as JSON would return it: tuples become lists, numpy's numbers Python's."""
     return json.loads(json.dumps(value, default=_python))
 
 

@@ -232,7 +232,7 @@ class _Maker:
 
     @classmethod
     def of_this_process(cls) -> _Maker:
-        """The one there is, or a new one: a fork must not use its parent's."""
+        """The maker of this process, made if there is none: a fork must not use its parent's."""
         if cls._current is None or cls._current._owner != os.getpid():
             cls._current = cls()
         return cls._current
@@ -288,7 +288,7 @@ def _serve() -> None:
 
 
 def _jsonable(value: Any) -> Any:
-    """The same, with texts in place of what JSON does not know (fractions)."""
+    """The same value, with texts in place of what JSON does not know (fractions)."""
     if isinstance(value, dict):
         return {name: _jsonable(inner) for name, inner in value.items()}
     if isinstance(value, (list, tuple)):

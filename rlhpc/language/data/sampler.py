@@ -32,7 +32,7 @@ class PromptSampler:
 
     @property
     def epoch(self) -> int:
-        """Whole passes that are done."""
+        """Number of complete passes so far."""
         return self.drawn // self.n
 
     def next(self) -> list[int]:
@@ -54,7 +54,7 @@ class PromptSampler:
         return self._order[1][place]
 
     def state_dict(self) -> dict[str, Any]:
-        """All that the next draw depends on."""
+        """Everything that the next draw depends on."""
         return {"drawn": self.drawn, "n": self.n, "seed": self.seed, "shuffle": self.shuffle}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

@@ -120,7 +120,7 @@ class SaysForkable(Protocol):
 
 @runtime_checkable
 class TakesParts(Protocol):
-    """An engine that may take in what has changed alone."""
+    """An engine that may take in only what has changed."""
 
     updates_in_part: bool
     """Whether it takes parts."""
@@ -133,7 +133,7 @@ class TakesParts(Protocol):
 
 
 def taking_parts(engine: RolloutBackend) -> TakesParts | None:
-    """The engine, if it takes in what has changed alone."""
+    """The engine, if it can take in only what has changed; otherwise None."""
     return engine if isinstance(engine, TakesParts) and engine.updates_in_part else None
 
 

@@ -11,7 +11,7 @@ from rlhpc.runtime.errors import ConfigError
 
 
 def transformers_module() -> Any:
-    """The library.
+    """The transformers library.
 
     Raises:
         ConfigError: It is not installed; names the extra.
@@ -50,7 +50,7 @@ _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model"
 
 
 def load_tokenizer(model_path: str, trust_remote_code: bool) -> Any | None:
-    """The tokenizer that lies beside a model; None where none does."""
+    """The tokenizer beside a model; None if there is none."""
     folder = Path(model_path)
     if folder.is_dir() and not any((folder / name).is_file() for name in _TOKENIZER_FILES):
         return None

@@ -78,7 +78,7 @@ class Ledger:
         return tokens
 
     def completion(self, row: int, reason: str) -> Completion:
-        """The response so far, to be given back."""
+        """The response so far, as it is given back."""
         count = self._count[row]
         return Completion(
             id=self.requests[row].id,

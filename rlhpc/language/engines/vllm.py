@@ -68,7 +68,7 @@ class _Running:
     marks: list[tuple[int, int]] = field(default_factory=list)
 
     def completion(self, version: int, reason: str) -> Completion:
-        """What is given back; tokens after the last update are of `version`."""
+        """The result to give back; tokens after the last update are of `version`."""
         versions: list[int] = []
         for tokens, older in (*self.marks, (len(self.token_ids), version)):
             versions += [older] * (tokens - len(versions))

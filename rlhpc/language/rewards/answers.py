@@ -34,7 +34,7 @@ def boxed(text: str) -> str | None:
 
 
 def hashed(text: str) -> str | None:
-    """What stands behind the last `####`, to the end of its line."""
+    """What follows the last `####` on its line."""
     _, found, rest = text.rpartition("####")
     answer = rest.split("\n", 1)[0].strip() if found else ""
     return answer or None
@@ -54,7 +54,7 @@ def last_number(text: str) -> str | None:
 
 
 def whole(text: str) -> str | None:
-    """All of it."""
+    """The whole response."""
     return text.strip() or None
 
 
@@ -64,7 +64,7 @@ WAYS: dict[str, Callable[[str], str | None]] = {
 
 
 def check_ways(ways: Sequence[str], what: str) -> tuple[str, ...]:
-    """The names of ways.
+    """Checks the names of ways.
 
     Raises:
         ConfigError: One is unknown.
@@ -77,5 +77,5 @@ def check_ways(ways: Sequence[str], what: str) -> tuple[str, ...]:
 
 
 def extract(text: str, ways: Sequence[str]) -> str | None:
-    """What the first of the ways that finds something finds."""
+    """What is found by the first of the ways that finds anything."""
     return next((found for way in ways if (found := WAYS[way](text)) is not None), None)

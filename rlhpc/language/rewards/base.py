@@ -39,7 +39,8 @@ class Reward(Protocol):
 
 @runtime_checkable
 class SaysInline(Protocol):
-    """Whether a reward is so cheap and harmless that no process is needed: yes or no, or what tells from its arguments."""
+    """Whether a reward is so cheap and harmless that no process is needed: yes or no, or a function of its arguments
+    that says so."""
 
     inline: bool | Callable[..., bool]
 

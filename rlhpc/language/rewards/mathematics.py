@@ -41,7 +41,7 @@ class MathReward:
             importlib.import_module("math_verify")
         except ImportError:
             raise ConfigError("reward 'math' needs math-verify: pip install 'rlhpc[llm]'") from None
-        logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns of the deadlines that are ours to keep
+        logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns about deadlines, which are kept here
         self._ways = check_ways(extract, "extract of 'math'") + (("last_number",) if last_number else ())
 
     def __call__(self, sample: Sample) -> float:

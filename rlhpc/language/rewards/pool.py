@@ -61,7 +61,7 @@ class Term:
 
     @property
     def inline(self) -> bool:
-        """Whether it is so cheap and harmless that no process is needed."""
+        """Whether the term is so cheap and harmless that no process is needed."""
         inline = self.factory.inline if isinstance(self.factory, SaysInline) else False
         return bool(inline(**self.kwargs) if callable(inline) else inline)
 
@@ -241,7 +241,7 @@ class RewardPool:
         self._selector.register(ours, selectors.EVENT_READ, one)
 
     def _restart(self) -> None:
-        """The server itself was killed: its judges are gone with it."""
+        """Starts the server again after it was killed; its judges are gone with it."""
         self._failed_starts += 1
         if self._failed_starts > _MOST_FAILED_STARTS:
             raise RlhpcError(f"the judges' server ended {self._failed_starts} times in a row; see its output above")

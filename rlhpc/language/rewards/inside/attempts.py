@@ -107,7 +107,7 @@ ATTEMPTS = {
 
 
 def attempts(known: dict[str, Any]) -> dict[str, bool]:
-    """By name of the limit, whether the attempt got through."""
+    """Whether each attempt got through, by the name of the limit."""
     through = {}
     for name, attempt in ATTEMPTS.items():
         try:

@@ -253,7 +253,7 @@ def _limit(job: Job, threads: int) -> None:
 
 
 def _die_with(parent: int, lifeline: int) -> None:
-    """The kernel kills this process with its parent; it ends at once if that has gone already."""
+    """Has the kernel kill this process with its parent; ends it at once if the parent has gone already."""
     _prctl(_PDEATHSIG, signal.SIGKILL)
     watch = select.poll()
     watch.register(lifeline, select.POLLIN)
