@@ -270,7 +270,7 @@ class Claim:
             os.utime(self.path)
 
     def update(self, **changes: Any) -> Claim:
-        """Changes fields of the claim and writes it to its file."""
+        """Changes fields of the claim, and writes it to its file."""
         changed = replace(self, **changes)
         if changed.owns():
             write_json(changed.path, changed._to_json())

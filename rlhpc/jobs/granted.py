@@ -36,7 +36,7 @@ def require_hosts(cluster: Cluster) -> None:
     """Requires that `srun` can start ranks on other hosts, and that they can connect to this one.
 
     Raises:
-        ConfigError: A node is on another host, and there is no `srun` here or no route to that host.
+        ConfigError: A node is another host, and there is no `srun` here or no route between the hosts.
     """
     away = [node.name for node in cluster.nodes if not node.is_local]
     if cluster.source == "slurm" and away and not steps_possible():

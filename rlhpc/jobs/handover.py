@@ -113,7 +113,7 @@ class Wait:
 
 
 def hand_over(wait: Wait) -> None:
-    """Becomes a shell that prints what a watcher tells it; returns only if no watcher can be had."""
+    """Becomes a shell that prints what a watcher tells it; returns only if no watcher is available."""
     connection = _reach(wait) if os.access(_SHELL, os.X_OK) else None
     if connection is None:
         return

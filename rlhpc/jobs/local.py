@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-#: Keeps every Popen alive: one that is garbage-collected while its process is running warns.
+#: Keeps every Popen alive: one that is garbage-collected while its process is running emits a warning.
 _started: list[subprocess.Popen[bytes]] = []
 _CONTROLLER = (
     "import sys; from pathlib import Path; from submitit.local.local import Controller; "

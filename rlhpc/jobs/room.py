@@ -9,7 +9,7 @@ from collections.abc import Callable
 from rlhpc.runtime.errors import DeadlineExceeded, SubmitError
 
 #: Limits on the number of jobs in the queue: QOSMaxSubmitJobPerUserLimit, AssocMaxSubmitJobLimit, …; a limit on a job's
-#: size, in contrast, refuses the job for good.
+#: size, by contrast, refuses the job for good.
 _LIMIT = re.compile(r"\b(?:QOS|Assoc)\w*Submit\w*\b")
 #: MaxJobCount is reached; sbatch itself has already tried for some minutes.
 _FULL = re.compile(r"Resource temporarily unavailable|temporarily unable to accept job")
@@ -72,7 +72,7 @@ class Patience:
 
         Raises:
             DeadlineExceeded: It took longer than `deadline_s`.
-                SubmitError: Slurm has not answered for too long.
+            SubmitError: Slurm has not answered for too long.
         """
         now = time.monotonic()
         self._silent_since = (self._silent_since or now) if refusal.silent else None

@@ -71,7 +71,7 @@ class SharedProbe(JobProbe):
         return {job: _report(known["reports"].get(job)) for job in ids}
 
     def leave(self, job_ids: Iterable[str]) -> None:
-        """Tells that nobody here waits for these jobs any more; the last command to leave cleans up."""
+        """Records that nobody here waits for these jobs any more; the last command to leave cleans up."""
         with contextlib.suppress(OSError), self._lock() as mine:
             known = self._read()
             for job in job_ids:

@@ -21,7 +21,7 @@ from rlhpc.runtime.host import node_name
 FINAL = ("finished", "failed", "stopped")
 #: States in which no process of the run is left.
 OVER = (*FINAL, "cancelled", "dead")
-#: A driver on another host that has not written its status for this long is not called running.
+#: A driver on another host that has not written its status for this long no longer counts as running.
 _SILENT_S = 300.0
 _QUEUED = (JobState.PENDING, JobState.CONFIGURING, JobState.REQUEUED, JobState.REQUEUE_HOLD, JobState.SPECIAL_EXIT,
            JobState.REQUEUE_FED, JobState.RESV_DEL_HOLD)  # fmt: skip

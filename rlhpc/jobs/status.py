@@ -228,7 +228,7 @@ def print_logs(
         poll_s: Seconds between two looks for new lines.
 
     Raises:
-        UserError: There are no such logs; names what there is.
+        UserError: There are no such logs; the message names those that exist.
     """
     target = out or sys.stdout
     files = _log_files(paths, group, rank)

@@ -136,7 +136,7 @@ def submit_segment(
     Raises:
         SubmitError: The job could not be submitted.
         DriverRejected: The driver found the configuration wrong.
-        DriverFailed: The driver failed, with its first error; JobLost when it was killed, JobCancelled when somebody ended it.
+        DriverFailed: The driver failed, with its first error; JobLost if it was killed, JobCancelled if somebody ended it.
         WaitInterrupted: Ctrl-C, or `asked_by` is gone.
         DeadlineExceeded: `deadline_s` is over.
     """
@@ -350,7 +350,7 @@ def _executor(kind: str, files: SegmentFiles, job_name: str, slurm: Mapping[str,
         def _make_submission_file_text(self, command: str, uid: str) -> str:
             text = str(super()._make_submission_file_text(command, uid))
             given, none = f"#SBATCH --time={_NO_LIMIT_MIN}\n", self.parameters.get("time") == _NO_LIMIT_MIN
-            if none and given not in text:  # it would ask for years
+            if none and given not in text:  # otherwise submitit would ask for years
                 raise SubmitError(
                     f"this submitit writes its batch script otherwise than rlhpc knows: no {given.strip()!r}"
                 )

@@ -1,4 +1,4 @@
-"""Waits for a segment: seldom reads the run's folder, and asks about the job more seldom still.
+"""Waits for a segment, reading the run's folder rarely and asking about the job even more rarely.
 
 The shared filesystem must not be polled hard: a look at the times of the two folders (one open each) tells whether
 anything was written since, and only then are files read. The longer the wait has lasted, the rarer these looks are.
