@@ -83,7 +83,7 @@ def members(group: Any) -> Iterator[tuple[str, Any]]:
 
 
 def checked(dataset: Any) -> Any:
-    """Returns the data set, checked that its bytes lie in its own file.
+    """Returns the data set after checking that its bytes lie in its own file.
 
     Raises:
         ConfigError: It is not a data set, its bytes lie elsewhere, or it would take much more memory than it has bytes.

@@ -46,7 +46,7 @@ def weights_that_fit(
     """Loads the weights from a folder that `find_weights` found, for a module whose weights have these shapes.
 
     Raises:
-        ConfigError: Names or shapes differ; says which.
+        ConfigError: Names or shapes differ; the message says which.
     """
     saved = load_tensors(folder / WEIGHTS)
     wrong = [
@@ -68,7 +68,7 @@ def load_weights(module: nn.Module, folder: Path, key: str = "runner.init_from")
     """Loads the weights from a folder that `find_weights` found into a module.
 
     Raises:
-        ConfigError: Names or shapes differ; says which.
+        ConfigError: Names or shapes differ; the message says which.
     """
     shapes = {name: tensor.shape for name, tensor in module.state_dict().items()}
     module.load_state_dict(weights_that_fit(shapes, folder, key))

@@ -55,7 +55,7 @@ def load_state(path: Path, *, map_location: str = "cpu") -> Any:
     """Reads a state file.
 
     Raises:
-        CheckpointError: Missing or unreadable; names the file.
+        CheckpointError: The file is missing or unreadable; the message names it.
     """
     return parse_state(_read(path), map_location=map_location, name=str(path))
 
@@ -84,7 +84,7 @@ def load_tensors(path: Path) -> dict[str, torch.Tensor]:
     """Reads a `.safetensors` file. The tensors lie in the mapped file until somebody writes to them.
 
     Raises:
-        CheckpointError: Missing or unreadable; names the file.
+        CheckpointError: The file is missing or unreadable; the message names it.
     """
     try:
         return _safetensors_load(path)

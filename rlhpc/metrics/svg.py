@@ -223,7 +223,7 @@ def _draw(frame: Frame, line: Line) -> None:
 
 
 def _strips(frame: Frame, x_label: str, lines: Sequence[Line]) -> Iterator[str]:
-    """Tooltips with the lines' values at the x under the pointer: one strip of the plot for each."""
+    """Tooltips with the lines' values at the x under the pointer: one strip of the plot per tooltip."""
     xs = sorted({x for line in lines for x in line.x})
     places = xs[:: math.ceil(len(xs) / _STRIPS)]
     if places[-1] != xs[-1]:

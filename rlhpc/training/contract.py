@@ -328,7 +328,7 @@ class TrainingBackend(abc.ABC):
         """Refuses a checkpoint from another backend or model.
 
         Raises:
-            CheckpointError: The checkpoint is from another one; the message names what differs.
+            CheckpointError: The checkpoint does not match; the message names what differs.
         """
         path = Path(folder) / self.blueprint.identity_file
         if self.name == self.blueprint.unmarked and not path.exists():

@@ -73,7 +73,7 @@ class FsdpBackend(TrainingBackend):
     def _sharded(
         self, build: Callable[..., nn.Module], precision: MixedPrecisionPolicy, reshard: bool, *, root: bool = False
     ) -> nn.Module:
-        """Builds a sharded module: rank 0 reads the weights; the others build an empty one and get their parts by tensor.
+        """Rank 0 reads the weights; the others build an empty model and get their parts tensor by tensor.
 
         Args:
             build: `Blueprint.build` or `build_reference`.
