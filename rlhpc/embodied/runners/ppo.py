@@ -84,8 +84,10 @@ class PlayingRunner(Runner[Cfg]):
     def check(self) -> None:
         """Refuses what does not fit together."""
 
-    #: Whether those who train and those who play take turns on the accelerators.
-    turns = False
+    @property
+    def turns(self) -> bool:
+        """Whether those who train and those who play take turns on the accelerators."""
+        return False
 
     def rest(self) -> None:
         """Makes those who play leave the accelerators, if they take turns."""
@@ -342,7 +344,7 @@ class EmbodiedRunner(PlayingRunner[PpoConfig]):
         check_batches(self.cfg)
 
     @property
-    def turns(self) -> bool:  # type: ignore[override]
+    def turns(self) -> bool:
         """See `PlayingRunner.turns`: with `actor.enable_offload` or `rollout.enable_offload`."""
         return self.cfg.actor.enable_offload or self.cfg.rollout.enable_offload
 
