@@ -141,12 +141,12 @@ def test_strangers_leave_a_rank_the_descriptors_for_its_files(meet):
     before = listening(os.getuid())
     session = Session.start(tcp_address="127.0.0.1")
     group = meet(1, "besieged")
-    group.may_open(512).wait()
+    group.may_open(1024).wait()
     mine = session.service.endpoint["tcp"], session.service.origin.bulk
     leave = [*before, *(f"0100007F:{int(where.rpartition(':')[2]):04X}" for where in mine)]
     with Stranger(4.0, 1500, b"") as stranger:
         stranger.look(leave)
-        assert stranger.count() > 256, "as many as the rank takes"
-        assert group.open_files(20).wait()[0] > 256
+        assert stranger.count() > 512, "as many as the rank takes"
+        assert group.open_files(20).wait()[0] > 512
         assert group.same("it", "answers").wait() == [("it", "answers")]
     session.stop()

@@ -176,7 +176,7 @@ def test_split_names_a_part_of_a_dataset_folder(tmp_path: Path) -> None:
     cfg = config(source="hf", path=str(tmp_path / "d"), prompt_key="question", split="test")
     assert [p.answer for p in make_dataset(cfg, "eval")] == ["10", "12", "14"]
     for split in (None, "dev"):
-        with pytest.raises(ConfigError, match=r"data\.eval\[default\]\.split is .*has the parts train, test"):
+        with pytest.raises(ConfigError, match=r"data\.eval\.split is .*has the parts train, test"):
             make_dataset(config(source="hf", path=str(tmp_path / "d"), prompt_key="question", split=split), "eval")
     (tmp_path / "empty").mkdir()
     with pytest.raises(ConfigError, match="no folder written by save_to_disk"):
