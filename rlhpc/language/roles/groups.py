@@ -54,24 +54,20 @@ def group_of(
         step, position: Of the prompt.
         episodes: All that answer it.
         rewards: `[G]` float32.
-        columns: What the algorithm wants of rollout ranks, of each episode: one value for each of its `token_ids`.
+        columns: What the algorithm wants of rollout ranks, of each episode: one value for each of its `token_ids`, as the
+            caller has checked.
         trains: Whether their tokens are trained on.
-
-    Raises:
-        ValueError: A column has more or fewer values than the episode has tokens.
     """
     ids, masks, turns = list[np.ndarray](), list[np.ndarray](), list[np.ndarray]()
     named: dict[str, list[np.ndarray]] = {ROLLOUT_LOGPROBS: [], VERSIONS: [], **{name: [] for name in columns[0]}}
     for episode, extra in zip(episodes, columns, strict=True):
-        prompt, written = len(episode.prompt_ids), len(episode.token_ids)
+        prompt = len(episode.prompt_ids)
         ids.append(np.asarray((*episode.prompt_ids, *episode.token_ids), np.int64))
         masks.append(_after(prompt, np.asarray(episode.loss_mask, bool) & trains, False))
         turns.append(_after(prompt, np.asarray(episode.turn_ids, np.int64), 0))
         named[ROLLOUT_LOGPROBS].append(_after(prompt, np.asarray(episode.logprobs, np.float32), 0.0))
         named[VERSIONS].append(_after(prompt, np.asarray(episode.versions, np.int32), -1))
         for name, values in extra.items():
-            if len(values) != written:
-                raise ValueError(f"column {name} has {len(values)} values; the episode has {written} tokens")
             named[name].append(_after(prompt, np.asarray(values, np.float32), 0.0))
     number = torch.arange(len(episodes))
     batch = TokenBatch(
