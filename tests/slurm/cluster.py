@@ -319,6 +319,20 @@ class SlurmCluster:
             poll_s=0.1,
         )
 
+    def repair_nodes(self) -> list[str]:
+        """Takes nodes back that are down or drained although they answer; each with what Slurm has against it."""
+        rows = self.run("sinfo", "--noheader", "--Node", "--partition", "all", "--format", "%N %T %E").splitlines()
+        bad = [row for row in rows if row.split()[1].startswith(("down", "drain"))]
+        for row in bad:
+            # "down" first: a node that is draining cannot be resumed while Slurm waits for a step on it
+            name = row.split()[0]
+            if "down" not in row.split()[1]:
+                self.run("scontrol", "update", f"nodename={name}", "state=down", "reason=repair")
+            self.run("scontrol", "update", f"nodename={name}", "state=resume")
+        if bad:
+            self.wait_for_nodes()
+        return bad
+
     def logs(self, lines: int = 15) -> str:
         return processes.tail(self._logs(), lines)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import sys
 import tempfile
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -44,6 +45,16 @@ def no_command_waits() -> Iterator[None]:
         process = SlurmRun.submitted.pop()
         process.kill()
         process.wait()
+
+
+@pytest.fixture(autouse=True)
+def nodes_are_well(request: pytest.FixtureRequest) -> Iterator[None]:
+    """A node that a test (or a starved machine) left unusable fails no test after it; what was wrong is in the log."""
+    yield
+    if "slurm" in request.fixturenames:
+        cluster: SlurmCluster = request.getfixturevalue("slurm")
+        for found in cluster.repair_nodes():
+            warnings.warn(f"{request.node.name} left a node that Slurm does not use: {found}", stacklevel=1)
 
 
 @contextmanager

@@ -89,6 +89,8 @@ def slurm_conf(layout: Layout) -> str:
         "MinJobAge=300",
         "InactiveLimit=0",
         "SlurmdTimeout=20",
+        # A node whose step does not end within this is drained, for every job after it. On a starved machine 60 s pass.
+        "UnkillableStepTimeout=900",
         "ReturnToService=2",
         # A step over its memory is killed, seen by sampling. Only cgroups would make its state OUT_OF_MEMORY.
         "JobAcctGatherType=jobacct_gather/linux",

@@ -58,6 +58,15 @@ def test_slurm_conf_alone_is_enough_to_use_it(slurm: SlurmCluster, tmp_path: Pat
         assert done.returncode == 0, done.stderr
 
 
+def test_a_node_that_slurm_gave_up_is_taken_back(slurm: SlurmCluster) -> None:
+    slurm.run("scontrol", "update", "nodename=gpu1", "state=drain", "reason=Kill task failed")
+    slurm.run("scontrol", "update", "nodename=cpu2", "state=down", "reason=Not responding")
+    found = sorted(slurm.repair_nodes())
+    assert [row.split()[0] for row in found] == ["cpu2", "gpu1"] and "Kill task failed" in found[1]
+    assert slurm.repair_nodes() == []
+    slurm.run("srun", "-wgpu1,cpu2", "-N2", "/bin/true")
+
+
 def test_nodes_are_hosts_of_their_own(slurm_hosts: SlurmCluster) -> None:
     cluster = slurm_hosts
     program = "echo $(hostname) $(readlink /proc/self/ns/net /proc/self/ns/uts) $(ip -4 -br addr show eth0)"
