@@ -291,15 +291,21 @@ class LanguageWorkflowConfig(WorkflowConfig):
 
 
 @dataclass
-class LanguageConfig(RunConfig):
+class TrainedLanguageConfig(RunConfig):
     """What every run that trains a language model has."""
 
     algorithm: LanguageAlgorithmConfig = field(default_factory=LanguageAlgorithmConfig)
-    rollout: EngineConfig = field(default_factory=EngineConfig)
     actor: LanguageActorConfig = field(default_factory=LanguageActorConfig)
+    workflow: LanguageWorkflowConfig = field(default_factory=LanguageWorkflowConfig)
+
+
+@dataclass
+class LanguageConfig(TrainedLanguageConfig):
+    """A run whose model answers: in evaluation, and maybe where it is trained."""
+
+    rollout: EngineConfig = field(default_factory=EngineConfig)
     data: DataConfig = field(default_factory=DataConfig)
     reward: RewardConfig = field(default_factory=RewardConfig)
-    workflow: LanguageWorkflowConfig = field(default_factory=LanguageWorkflowConfig)
 
 
 @dataclass

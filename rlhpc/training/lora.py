@@ -33,18 +33,20 @@ def peft() -> Any:
     return package
 
 
-def attach_lora(model: nn.Module, lora: LoraConfig, *, seed: int) -> nn.Module:
+def attach_lora(model: nn.Module, lora: LoraConfig, *, seed: int, head: str | None = None) -> nn.Module:
     """Freezes the model and gives it adapters in float32, whose initial values depend on the seed alone.
 
     Args:
         model: From `load_causal_lm`; if it is on the meta device, the adapters are too.
         lora: `actor.lora`: rank, alpha, dropout, target_modules.
         seed: Seed of the adapters' initial values.
+        head: Name of a layer that is trained as it is, beside the adapters, and gets none: a classifier's.
 
     Raises:
         ConfigError: `target_modules` names nothing in this model, or layers that are not linear.
     """
-    config = _config(lora, lora.dropout, task_type="CAUSAL_LM")
+    # Without a task peft passes on what it is called with, and gives back what the model does.
+    config = _config(lora, lora.dropout, **({"exclude_modules": [head]} if head else {"task_type": "CAUSAL_LM"}))
     on_meta = next(model.parameters()).is_meta
     try:
         with (
@@ -58,6 +60,11 @@ def attach_lora(model: nn.Module, lora: LoraConfig, *, seed: int) -> nn.Module:
             adapted: nn.Module = peft().get_peft_model(model, config, adapter_name=ADAPTER)
     except ValueError as error:
         raise _no_targets(lora, error) from error
+    if head:
+        for parameter in model.get_submodule(head).parameters():
+            parameter.requires_grad = True
+        # What peft's files say, so that it finds the head in them.
+        config.task_type, config.modules_to_save, config.exclude_modules = "SEQ_CLS", [head], None
     _finish(adapted, lora)
     return adapted
 
@@ -172,9 +179,10 @@ def _plain(name: str) -> str:
 
 @torch.no_grad()
 def adapter_weights(module: nn.Module, full: Full) -> dict[str, torch.Tensor]:
-    """The adapters' weights, under the names they have in peft's files."""
+    """The adapters' weights, and those of a head trained beside them, under the names they have in peft's files."""
     named = module.state_dict(keep_vars=True).items()
-    return {name.replace(_INFIX, "."): full(tensor).detach().cpu() for name, tensor in named if ".lora_" in name}
+    own = [(name, tensor) for name, tensor in named if ".lora_" in name or tensor.requires_grad]
+    return {name.replace(_INFIX, "."): full(tensor).detach().cpu() for name, tensor in own}
 
 
 def _layers(module: nn.Module) -> list[tuple[str, Any]]:

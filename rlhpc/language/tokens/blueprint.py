@@ -12,12 +12,13 @@ from torch import nn
 from rlhpc.config.typed import plain
 from rlhpc.language.tokens.files import FOLDER, model_files
 from rlhpc.language.tokens.model import compute_dtype, load_causal_lm
+from rlhpc.language.tokens.scalar import HEAD, load_scalar_model
 from rlhpc.runtime.durable import fsync_folder, write_durably
 from rlhpc.training import lora
 from rlhpc.training.contract import Blueprint, Full, Named
 
 if TYPE_CHECKING:
-    from rlhpc.language.config import LanguageConfig
+    from rlhpc.language.config import LanguageActorConfig, TrainedLanguageConfig
 
 
 class LanguageBlueprint(Blueprint):
@@ -26,28 +27,41 @@ class LanguageBlueprint(Blueprint):
     Args:
         cfg: The configuration.
         reference: Whether the model from before training is wanted, too.
+
+    Attributes:
+        head: A layer that is trained beside adapters, if the model has one.
     """
+
+    head: str | None = None
 
     identity_file = "backend.json"
     knobs = "lower actor.max_tokens_per_micro_batch"
 
-    def __init__(self, cfg: LanguageConfig, *, reference: bool = False) -> None:
-        self.actor, self.seed = cfg.actor, cfg.runner.seed
-        self.dtype = compute_dtype(cfg.actor.model)
-        self.lora_rank = cfg.actor.lora.rank
+    def __init__(self, cfg: TrainedLanguageConfig, *, reference: bool = False) -> None:
+        self._describe(cfg.actor, cfg.runner.seed)
         self._reference = reference
+
+    def _describe(self, section: LanguageActorConfig, seed: int) -> None:
+        self.actor, self.seed = section, seed
+        self.dtype = compute_dtype(section.model)
+        self.lora_rank = section.lora.rank
+        self._reference = False
         self._files: dict[str, bytes] | None = None
+
+    def load(self, model: Any, **options: Any) -> Any:
+        """A model of this kind: `load_causal_lm`."""
+        return load_causal_lm(model, **options)
 
     def build(self, *, empty: bool = False) -> nn.Module:
         """See `Blueprint.build`. Trainable weights are in float32; frozen ones in the dtype of the computation."""
         actor = self.actor
-        model: nn.Module = load_causal_lm(
+        model: nn.Module = self.load(
             actor.model,
             dtype=self.dtype if self.lora_rank else torch.float32,
             checkpointing=actor.model.gradient_checkpointing,
             empty=empty,
         )
-        return lora.attach_lora(model, actor.lora, seed=self.seed) if self.lora_rank else model
+        return lora.attach_lora(model, actor.lora, seed=self.seed, head=self.head) if self.lora_rank else model
 
     @property
     def has_reference(self) -> bool:
@@ -56,7 +70,7 @@ class LanguageBlueprint(Blueprint):
 
     def build_reference(self, *, empty: bool = False) -> nn.Module:
         """Builds the frozen reference (`Blueprint.build_reference`)."""
-        module: nn.Module = load_causal_lm(self.actor.model, dtype=self.dtype, empty=empty)
+        module: nn.Module = self.load(self.actor.model, dtype=self.dtype, empty=empty)
         return module.eval().requires_grad_(False)
 
     def identity(self) -> dict[str, Any]:
@@ -91,3 +105,27 @@ class LanguageBlueprint(Blueprint):
     def frozen_names(self, module: nn.Module) -> frozenset[str]:
         """Names of the weights that never change (`Blueprint.frozen_names`): not trained, and nothing merged into them."""
         return lora.frozen_names(module)
+
+
+class ScalarBlueprint(LanguageBlueprint):
+    """A model that says one number about each token (`load_scalar_model`): a reward model, or a critic.
+
+    Args:
+        section: Section `actor` of the configuration, or another of its form.
+        seed: Of a new head, and of adapters.
+        key: What messages call the section.
+    """
+
+    head = HEAD
+
+    def __init__(self, section: LanguageActorConfig, seed: int, *, key: str = "actor") -> None:
+        self._describe(section, seed)
+        self.key = key
+
+    def load(self, model: Any, **options: Any) -> Any:
+        """A model of this kind: `load_scalar_model`."""
+        return load_scalar_model(model, seed=self.seed, key=f"{self.key}.model.model_path", **options)
+
+    def identity(self) -> dict[str, Any]:
+        """See `Blueprint.identity`: also that the model has a head for values."""
+        return {**super().identity(), "head": self.head}

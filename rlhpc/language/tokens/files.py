@@ -38,7 +38,7 @@ def model_files(module: nn.Module, model: LanguageModelConfig) -> dict[str, byte
         config.save_pretrained(folder)
         if getattr(inner, "generation_config", None) is not None:
             inner.generation_config.save_pretrained(folder)
-        export_tokenizer(folder, model)
+        export_tokenizer(folder, model, pads=not inner.can_generate())
         source = Path(str(model.model_path))
         code = sorted(source.glob("*.py")) if model.trust_remote_code and source.is_dir() else []
         return {path.name: path.read_bytes() for path in [*folder.iterdir(), *code] if path.is_file()}

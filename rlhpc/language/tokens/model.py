@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -57,29 +57,65 @@ def load_causal_lm(
     Raises:
         ConfigError: There is no such model, or this transformers cannot build it.
     """
+    module = load_by("AutoModelForCausalLM", model, dtype=dtype, empty=empty)
+    if empty:
+        module.generation_config = _generation_config(transformers(), str(model.model_path), module.config)
+    return prepared(module, checkpointing)
+
+
+def load_by(
+    auto: str,
+    model: LanguageModelConfig,
+    *,
+    dtype: torch.dtype,
+    empty: bool,
+    key: str = "actor.model.model_path",
+    options: Mapping[str, Any] | None = None,
+    **config_changes: Any,
+) -> Any:
+    """A model by one of transformers' auto classes.
+
+    Args:
+        auto: The class's name.
+        model: Where it is.
+        dtype, empty: See `load_causal_lm`.
+        key: What messages call `model_path`.
+        options: Further arguments of the class's `from_pretrained`, which then may return more than the model.
+        config_changes: Of the model's own configuration.
+
+    Raises:
+        ConfigError: There is no such model, or this transformers cannot build it.
+    """
     package = transformers()
     if not model.model_path:
-        raise ConfigError("actor.model.model_path is not set; give a Hugging Face folder or hub name")
+        raise ConfigError(f"{key} is not set; give a Hugging Face folder or hub name")
     path = model.model_path
     if Path(path).is_dir() and not (Path(path) / "config.json").is_file():
-        raise ConfigError(f"actor.model.model_path={path}: the folder has no config.json, so it is no model's folder")
-    options = {
+        raise ConfigError(f"{key}={path}: the folder has no config.json, so it is no model's folder")
+    common = {
         "dtype": dtype,
         "attn_implementation": model.attn_implementation,
         "trust_remote_code": model.trust_remote_code,
     }
+    maker = getattr(package, auto)
     try:
         with _quiet(package):
             if empty:
-                config = package.AutoConfig.from_pretrained(path, trust_remote_code=options["trust_remote_code"])
+                config = package.AutoConfig.from_pretrained(
+                    path, trust_remote_code=model.trust_remote_code, **config_changes
+                )
                 with torch.device("meta"):
-                    module = package.AutoModelForCausalLM.from_config(config, **options)
-                module.generation_config = _generation_config(package, path, config)
+                    module = maker.from_config(config, **common)
             else:
-                module = package.AutoModelForCausalLM.from_pretrained(path, **options)
+                module = maker.from_pretrained(path, **common, **(options or {}), **config_changes)
     except (OSError, ValueError, ImportError) as error:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise ConfigError(f"actor.model.model_path={path}: the model cannot be loaded: {reason}") from error
+        raise ConfigError(f"{key}={path}: the model cannot be loaded: {reason}") from error
+    return module
+
+
+def prepared(module: Any, checkpointing: bool) -> Any:
+    """The model without a cache of keys and values and, if asked for, with checkpointing of activations."""
     module.config.use_cache = False
     if checkpointing:
         # The reentrant kind would need inputs that require gradients, which frozen embeddings (LoRA) do not give.
@@ -92,6 +128,7 @@ def export_model(
     tensors: Iterable[tuple[str, torch.Tensor]],
     model: LanguageModelConfig,
     dtype: torch.dtype = torch.float32,
+    load: Callable[..., Any] = load_causal_lm,
 ) -> None:
     """Writes a Hugging Face folder: safetensors (sharded where large), config, generation config, tokenizer.
 
@@ -100,9 +137,10 @@ def export_model(
         tensors: All weights, by their names in the model; tied ones once.
         model: `actor.model`, for config and tokenizer.
         dtype: Of the weights written.
+        load: How a model like that is built: `load_causal_lm`, or `load_scalar_model`.
     """
     package = transformers()
-    skeleton = load_causal_lm(model, dtype=dtype, empty=True)
+    skeleton = load(model, dtype=dtype, empty=True)
     state = {name: tensor.to("cpu", dtype) if tensor.is_floating_point() else tensor for name, tensor in tensors}
     for name, tensor in skeleton.state_dict().items():
         if name not in state and name in getattr(skeleton, "all_tied_weights_keys", {}):
@@ -113,16 +151,24 @@ def export_model(
     folder.mkdir(parents=True, exist_ok=True)
     with _quiet(package):
         skeleton.save_pretrained(folder, state_dict=state)
-    export_tokenizer(folder, model)
+    export_tokenizer(folder, model, pads=not skeleton.can_generate())
 
 
-def export_tokenizer(folder: Path, model: LanguageModelConfig) -> None:
-    """Writes the tokenizer of `actor.model`; a model without one (token ids come from elsewhere) is left without."""
+def export_tokenizer(folder: Path, model: LanguageModelConfig, *, pads: bool = False) -> None:
+    """Writes the tokenizer of `actor.model`; a model without one (token ids come from elsewhere) is left without.
+
+    Args:
+        folder: The target.
+        model: `actor.model`.
+        pads: It is used to make batches: one without a padding token gets its end token for that.
+    """
     package = transformers()
     with contextlib.suppress(OSError, ValueError):
         tokenizer = package.AutoTokenizer.from_pretrained(
             str(model.model_path), trust_remote_code=model.trust_remote_code
         )
+        if pads and tokenizer.pad_token_id is None:
+            tokenizer.pad_token = tokenizer.eos_token
         tokenizer.save_pretrained(folder)
 
 

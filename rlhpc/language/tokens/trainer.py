@@ -11,9 +11,10 @@ import torch
 from torch import nn
 
 from rlhpc.language.tokens.batches import TokenBatch
-from rlhpc.language.tokens.blueprint import LanguageBlueprint
+from rlhpc.language.tokens.blueprint import LanguageBlueprint, ScalarBlueprint
 from rlhpc.language.tokens.files import export_adapter
 from rlhpc.language.tokens.model import export_model
+from rlhpc.language.tokens.scalar import token_values
 from rlhpc.language.tokens.scores import TokenScores, token_scores
 from rlhpc.runtime.errors import ConfigError
 from rlhpc.training import lora
@@ -21,27 +22,28 @@ from rlhpc.training.contract import Metrics, Named, Ranks
 from rlhpc.training.registry import make_backend
 
 if TYPE_CHECKING:
-    from rlhpc.language.config import LanguageConfig
+    from rlhpc.language.config import LanguageActorConfig, TrainedLanguageConfig
 
 LossFunction = Callable[[TokenScores, TokenBatch], tuple[torch.Tensor, Metrics]]
+ValueLoss = Callable[[torch.Tensor, TokenBatch], tuple[torch.Tensor, Metrics]]
 
 
-class TokenTrainer:
-    """A backend of `rlhpc.training` that is asked about tokens. All ranks call the same methods in the same order.
+class ModelTrainer:
+    """A backend of `rlhpc.training` that holds a language model. All ranks call the same methods in the same order.
 
     Args:
-        cfg: The configuration.
+        blueprint: What is trained.
+        section: Section `actor` of the configuration, or another of its form.
         worker: The rank.
-        reference: Whether `reference` will be asked.
 
     Attributes:
         backend: Holds the model.
     """
 
-    def __init__(self, cfg: LanguageConfig, worker: Ranks, *, reference: bool = False) -> None:
-        self.blueprint = LanguageBlueprint(cfg, reference=reference)
-        self.backend = make_backend(self.blueprint, cfg.actor, worker)
-        self.actor, self.worker = cfg.actor, worker
+    def __init__(self, blueprint: LanguageBlueprint, section: LanguageActorConfig, worker: Ranks) -> None:
+        self.blueprint = blueprint
+        self.backend = make_backend(blueprint, section, worker)
+        self.actor, self.worker = section, worker
 
     @property
     def device(self) -> torch.device:
@@ -52,46 +54,6 @@ class TokenTrainer:
     def parameters_trained(self) -> int:
         """Trainable parameters, over all ranks."""
         return self.backend.parameters_trained
-
-    def forward(self, batch: TokenBatch, *, temperature: float = 1.0, entropy: bool = False) -> TokenScores:
-        """Scores without gradients, in evaluation mode."""
-        return self.backend.evaluate(self._scores(temperature, entropy), batch.to(self.backend.device))
-
-    def reference(self, batch: TokenBatch, *, temperature: float = 1.0) -> TokenScores:
-        """Scores of the reference policy: the weights from before training; with LoRA the model without its
-        adapters."""
-        if self.blueprint.lora_rank:
-            with lora.adapters_off(self.backend.module):
-                return self.forward(batch, temperature=temperature)
-        return self.backend.evaluate_reference(self._scores(temperature), batch.to(self.backend.device))
-
-    def forward_backward(
-        self,
-        micro_batches: Sequence[TokenBatch],
-        loss: LossFunction,
-        *,
-        temperature: float = 1.0,
-        entropy: bool = False,
-    ) -> list[Metrics]:
-        """Accumulates gradients over the rank's micro-batches; their metrics, detached. The ranks give equally many (pad with
-        batches whose mask is empty). See `TrainingBackend.forward_backward`."""
-        scores_of = self._scores(temperature, entropy)
-
-        def run(called: nn.Module, given: TokenBatch) -> tuple[torch.Tensor, Metrics]:
-            batch = given.to(self.backend.device)
-            scores = scores_of(called, batch)
-            value, measured = loss(scores, batch)
-            if not value.requires_grad:  # an empty batch: its backward pass still has to meet the other ranks'
-                value = value + 0.0 * scores.logprobs.sum()
-            return value, measured
-
-        return self.backend.forward_backward(micro_batches, run)
-
-    def _scores(self, temperature: float, entropy: bool = False) -> Callable[[nn.Module, TokenBatch], TokenScores]:
-        def scores(called: nn.Module, batch: TokenBatch) -> TokenScores:
-            return token_scores(called, batch, temperature, entropy)
-
-        return scores
 
     def optimizer_step(self, lr: float) -> float:
         """Clips to `actor.optim.clip_grad`, updates; the global norm before clipping. Where that is not finite, nothing is
@@ -146,7 +108,7 @@ class TokenTrainer:
                     export_adapter(folder, weights, backend.module, model)
             elif self.worker.rank == 0:
                 named = ((name, tensor.cpu()) for name, tensor in self.named_weights())
-                export_model(folder, named, model, backend.dtype)
+                export_model(folder, named, model, backend.dtype, self.blueprint.load)
             else:
                 for _ in self.named_weights():  # takes part in the gathering
                     pass
@@ -159,3 +121,98 @@ class TokenTrainer:
     def reload(self) -> None:
         """Takes back what `offload` moved away."""
         self.backend.reload()
+
+
+class TokenTrainer(ModelTrainer):
+    """Trains the causal model of section `actor`, and is asked what it says of tokens.
+
+    Args:
+        cfg: The configuration.
+        worker: The rank.
+        reference: Whether `reference` will be asked.
+    """
+
+    def __init__(self, cfg: TrainedLanguageConfig, worker: Ranks, *, reference: bool = False) -> None:
+        super().__init__(LanguageBlueprint(cfg, reference=reference), cfg.actor, worker)
+
+    def forward(self, batch: TokenBatch, *, temperature: float = 1.0, entropy: bool = False) -> TokenScores:
+        """Scores without gradients, in evaluation mode."""
+        return self.backend.evaluate(self._scores(temperature, entropy), batch.to(self.backend.device))
+
+    def reference(self, batch: TokenBatch, *, temperature: float = 1.0) -> TokenScores:
+        """Scores of the reference policy: the weights from before training; with LoRA the model without its
+        adapters."""
+        if self.blueprint.lora_rank:
+            with lora.adapters_off(self.backend.module):
+                return self.forward(batch, temperature=temperature)
+        return self.backend.evaluate_reference(self._scores(temperature), batch.to(self.backend.device))
+
+    def forward_backward(
+        self,
+        micro_batches: Sequence[TokenBatch],
+        loss: LossFunction,
+        *,
+        temperature: float = 1.0,
+        entropy: bool = False,
+    ) -> list[Metrics]:
+        """Accumulates gradients over the rank's micro-batches; their metrics, detached. The ranks give equally many (pad with
+        batches whose mask is empty). See `TrainingBackend.forward_backward`."""
+        scores_of = self._scores(temperature, entropy)
+
+        def run(called: nn.Module, given: TokenBatch) -> tuple[torch.Tensor, Metrics]:
+            batch = given.to(self.backend.device)
+            scores = scores_of(called, batch)
+            value, measured = loss(scores, batch)
+            if not value.requires_grad:  # an empty batch: its backward pass still has to meet the other ranks'
+                value = value + 0.0 * scores.logprobs.sum()
+            return value, measured
+
+        return self.backend.forward_backward(micro_batches, run)
+
+    def _scores(self, temperature: float, entropy: bool = False) -> Callable[[nn.Module, TokenBatch], TokenScores]:
+        def scores(called: nn.Module, batch: TokenBatch) -> TokenScores:
+            return token_scores(called, batch, temperature, entropy)
+
+        return scores
+
+
+class ScalarTrainer(ModelTrainer):
+    """Trains a model that says one number about each token: a reward model, or a critic.
+
+    Args:
+        section: Section `actor` of the configuration, or another of its form.
+        worker: The rank.
+        seed: Of a new head, and of adapters.
+        key: What messages call the section.
+        before: Each token's value is the one before it was read (`token_values`), as a critic wants it.
+    """
+
+    def __init__(
+        self, section: LanguageActorConfig, worker: Ranks, *, seed: int, key: str = "actor", before: bool = False
+    ) -> None:
+        super().__init__(ScalarBlueprint(section, seed, key=key), section, worker)
+        self.before = before
+
+    def _values(self, called: nn.Module, batch: TokenBatch) -> torch.Tensor:
+        return token_values(called, batch, before=self.before)
+
+    def forward(self, batch: TokenBatch) -> torch.Tensor:
+        """`[T]` values without gradients, in evaluation mode."""
+        return self.backend.evaluate(self._values, batch.to(self.backend.device))
+
+    def forward_backward(self, micro_batches: Sequence[TokenBatch], loss: ValueLoss) -> list[Metrics]:
+        """Accumulates gradients over the rank's micro-batches; their metrics, detached.
+
+        Args:
+            micro_batches: Equally many on all ranks; pad with `TokenBatch.nothing`.
+            loss: `[T]` values and the micro-batch → the rank's part of the loss, and metrics.
+        """
+
+        def run(called: nn.Module, given: TokenBatch) -> tuple[torch.Tensor, Metrics]:
+            batch = given.to(self.backend.device)
+            values = self._values(called, batch)
+            value, measured = loss(values, batch)
+            # An empty batch's backward pass still has to meet the other ranks'.
+            return value if value.requires_grad else value + 0.0 * values.sum(), measured
+
+        return self.backend.forward_backward(micro_batches, run)
