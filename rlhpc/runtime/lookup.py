@@ -9,7 +9,7 @@ import operator
 import os
 import sys
 from collections.abc import Callable, Iterable, Mapping
-from importlib.metadata import EntryPoint, EntryPoints, entry_points
+from importlib.metadata import Distribution, EntryPoint, distributions
 from typing import Any, Generic, TypeVar
 
 from rlhpc.runtime.errors import ConfigError
@@ -46,7 +46,14 @@ def load_attribute(path: str, key: str) -> Any:
 
 def offered(group: str) -> dict[str, EntryPoint]:
     """Entry points of a group in the installed packages, by name in lower case."""
-    return {entry.name.lower(): entry for entry in _installed(group, tuple(map(_as_it_is, sys.path)))}
+    found: dict[str, EntryPoint] = {}
+    seen: set[str] = set()
+    for folder in dict.fromkeys(sys.path):  # what comes first hides another of the same name, as it does for an import
+        for package, entries in _installed(*_as_it_is(folder)):
+            if package not in seen:
+                seen.add(package)
+                found |= {entry.name.lower(): entry for entry in entries if entry.group == group}
+    return found
 
 
 def _as_it_is(folder: str) -> tuple[str, int]:
@@ -57,10 +64,15 @@ def _as_it_is(folder: str) -> tuple[str, int]:
         return folder, 0
 
 
-@functools.lru_cache(maxsize=64)
-def _installed(group: str, folders: tuple[tuple[str, int], ...]) -> EntryPoints:
-    """Those of a group in all packages of these folders. Reading those of a few hundred packages takes a while."""
-    return entry_points(group=group)
+@functools.lru_cache(maxsize=256)
+def _installed(folder: str, changed: int) -> list[tuple[str, list[EntryPoint]]]:
+    """Name and entry points of each package of a folder. Reading those of a few hundred packages takes a while."""
+    return [(_name_of(package), list(package.entry_points)) for package in distributions(path=[folder])]
+
+
+def _name_of(package: Distribution) -> str:
+    """From the name of its folder where it can be, as importlib does it: the file with its metadata is long."""
+    return str(getattr(package, "_normalized_name", None) or package.metadata["Name"])
 
 
 def nearest(name: str, names: Iterable[str]) -> str:

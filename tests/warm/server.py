@@ -25,6 +25,7 @@ import struct
 import sys
 import threading
 import types
+import weakref
 from typing import Any, NoReturn
 
 from tests.warm import starting
@@ -57,6 +58,8 @@ def main() -> None:
     for module in sys.argv[2:]:
         with contextlib.suppress(ImportError):
             importlib.import_module(module)
+    _look_around()
+    _leave_exits_alone()
     threads = len(os.listdir("/proc/self/task"))
     if threads > 1:
         sys.exit(
@@ -65,6 +68,37 @@ def main() -> None:
     gc.collect()
     gc.freeze()  # what is shared stays so
     _serve(control)
+
+
+def _look_around() -> None:
+    """Reads a configuration, so that what does so later finds the parsers' tables and the packages' entry points known."""
+    with contextlib.suppress(Exception):  # it is an acceleration only
+        from rlhpc.config.load import config_to_yaml
+        from rlhpc.runs.configuration import load_config
+
+        config_to_yaml(load_config(starting.ROOT / "configs" / "quickstart.yaml", check=False))
+
+
+def _leave_exits_alone() -> None:
+    """What the imported packages do at an interpreter's end is of no use in a process that ends without taking itself apart.
+
+    PyTorch's compiler writes a table of its times, and its libraries take each of their operators back.
+    """
+    if "torch._dynamo.utils" in sys.modules:
+        atexit.unregister(sys.modules["torch._dynamo.utils"].dump_compile_times)
+    for finalizer in weakref.finalize._registry:  # type: ignore[attr-defined]
+        finalizer.atexit = False
+
+
+def _read_again() -> None:
+    """What the imported packages took from the server's environment, from that of this process."""
+    if hub := sys.modules.get("huggingface_hub.constants"):
+        said = (os.environ.get(name) for name in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"))
+        hub.HF_HUB_OFFLINE = hub._is_true(next(filter(None, said), None))
+        if datasets := sys.modules.get("datasets.config"):
+            datasets.HF_HUB_OFFLINE = hub.HF_HUB_OFFLINE
+    if "DS_ACCELERATOR" in os.environ and (accelerator := sys.modules.get("deepspeed.accelerator.real_accelerator")):
+        accelerator.ds_accelerator = None
 
 
 def _serve(control: socket.socket) -> NoReturn:
@@ -138,6 +172,7 @@ def _become(request: dict[str, Any], answer: int, *given: int) -> NoReturn:
     os.chdir(request["folder"])
     os.environ.clear()
     os.environ.update(request["environment"])
+    _read_again()
     _name(request["name"], words, request["environment"])
     _streams(unbuffered="-u" in words[1 : 1 + starting.options_of(words)])
     if "numpy" in sys.modules:

@@ -30,9 +30,8 @@ READ_EARLY = (
 #: Of those, what each process is given anew, or says what is true of a server anyway.
 SET_ANEW = (
     "PYTHONPATH", "PYTHONUNBUFFERED", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "GOMP_SPINCOUNT", "VLLM_CPU_KVCACHE_SPACE",
+    "HF_HUB_OFFLINE", "DS_ACCELERATOR",
 )  # fmt: skip
-#: What language models' processes are started with; any other difference from this process's environment starts cold.
-OFFLINE = ("HF_HUB_OFFLINE", "1")
 #: What a run's processes import, which takes them 3 s each.
 PRELOAD = (
     "numpy", "yaml", "omegaconf", "zmq", "cloudpickle", "psutil", "tqdm", "fsspec", "torch", "torch.distributed",
@@ -40,14 +39,24 @@ PRELOAD = (
     "safetensors.torch", "gymnasium", "PIL.Image", "submitit", "tensorboard.summary.writer.record_writer", "rlhpc.cli",
     "rlhpc.runs.train", "rlhpc.embodied.roles", "rlhpc.embodied.runners", "rlhpc.embodied.envs.gymnasium_env",
     "rlhpc.embodied.models.mlp", "rlhpc.runtime.process", "rlhpc.runtime.worker", "rlhpc.metrics.loggers",
+    "rlhpc.embodied.roles.ppo", "rlhpc.embodied.roles.rollout", "rlhpc.embodied.roles.env", "rlhpc.embodied.runners.ppo",
+    "rlhpc.metrics.provenance", "rlhpc.runs.report", "rlhpc.embodied.evaluate", "rlhpc.embodied.export",
 )  # fmt: skip
-#: Others' besides: a language model's takes 8 s, 20 with vLLM. Where this process has imported the first itself.
+#: Others' besides: a language model's takes 8 s, 20 with vLLM. Where this process has imported the first itself, and for the
+#: whole of the tests.
 PRELOAD_WITH = {
-    "transformers": ("transformers", "transformers.models.llama.modeling_llama", "peft"),
-    "deepspeed": ("deepspeed", "deepspeed.checkpoint.ds_to_universal"),
+    "mani_skill": ("mani_skill.envs", "mani_skill.vector.wrappers.gymnasium"),
+    "transformers": ("transformers", "transformers.models.llama.modeling_llama", "peft", "datasets", "pyarrow.parquet"),
+    "deepspeed": (
+        "deepspeed",
+        "deepspeed.checkpoint.ds_to_universal",
+        "deepspeed.runtime.zero.muon.muon_optimizer",  # and with it the compiler, when an optimizer is chosen
+    ),
     "vllm": ("vllm.entrypoints.llm",),
     "tests.warm.commands": ("snakemake.cli",),
 }
+#: What only the tests' own process imports.
+OF_TESTS = ("hypothesis", "hypothesis.strategies", "reasoning_gym", "math_verify", "av", "cv2", "Box2D", "mujoco")
 #: Python ignores these itself, and restores them (`restore_signals`) for what it starts.
 PYTHONS_OWN = (signal.SIGPIPE, signal.SIGXFSZ)
 LIMITS = tuple(value for name, value in vars(resource).items() if name.startswith("RLIMIT_"))
@@ -130,8 +139,10 @@ def _read_early(environment: Mapping[str, str]) -> frozenset[tuple[str, str]]:
     )
 
 
-def _preload() -> tuple[str, ...]:
-    return PRELOAD + tuple(name for main, names in PRELOAD_WITH.items() if main in sys.modules for name in names)
+def _preload(everything: bool = False) -> tuple[str, ...]:
+    """What a server imports: with `everything`, what any test may need."""
+    chosen = [names for main, names in PRELOAD_WITH.items() if everything or main in sys.modules]
+    return PRELOAD + tuple(name for names in chosen for name in names) + (OF_TESTS if everything else ())
 
 
 def _server_for(environment: dict[str, str]) -> Server | None:
@@ -141,9 +152,15 @@ def _server_for(environment: dict[str, str]) -> Server | None:
         for known, server in [*_servers.items()]:
             if server.owner != os.getpid():  # this process was forked from the owner
                 del _servers[known]
-        if key not in _servers and _may_start and key in (own, own | {OFFLINE}):
+        if key not in _servers and _may_start and key == own:
             _servers[key] = Server.start(environment, _preload())
         return _servers.get(key)
+
+
+def start_for_all_tests() -> None:
+    """Starts this process's server with what any test may need: before the processes of pytest-xdist, which come from it."""
+    if CAN:
+        _servers[_read_early(os.environ)] = Server.start(dict(os.environ), _preload(everything=True))
 
 
 def _words_of(command: Any) -> list[str] | None:

@@ -35,7 +35,10 @@ STAGES = (1, 2, 3)
 #: DeepSpeed keeps small parameters whole, which all of a tiny model's are; this makes stage 3 cut them up.
 PARTITION = {"zero_optimization": {"stage3_param_persistence_threshold": 0}}
 #: What the fork server imports, so that not each rank has to.
-PRELOAD = ("deepspeed", "deepspeed.checkpoint.ds_to_universal", "peft", "transformers.models.llama.modeling_llama")
+PRELOAD = (
+    "deepspeed", "deepspeed.checkpoint.ds_to_universal", "deepspeed.runtime.zero.muon.muon_optimizer", "peft",
+    "transformers.models.llama.modeling_llama",
+)  # fmt: skip
 
 
 @pytest.fixture(scope="module")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from importlib import metadata
 from pathlib import Path
 
@@ -48,16 +49,30 @@ def test_another_packages_entry_point(tmp_path: Path, monkeypatch: pytest.Monkey
 def test_installed_packages_are_read_once_until_there_is_another(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    read = []
-    monkeypatch.setattr(lookup, "entry_points", lambda **of: read.append(1) or metadata.entry_points(**of))
+    read: list[str] = []
+    known = metadata.distributions
+    monkeypatch.setattr(lookup, "distributions", lambda path: read.extend(path) or known(path=path))
+    lookup._installed.cache_clear()
     monkeypatch.syspath_prepend(str(tmp_path))
-    assert [registry().names() for _ in range(3)] == [["path"]] * 3 and len(read) == 1
+    assert [registry().names() for _ in range(3)] == [["path"]] * 3
+    assert sorted(read) == sorted({*sys.path}) and str(tmp_path) in read
+    read.clear()
     info = tmp_path / "another-1.0.dist-info"
     info.mkdir()
     os.utime(tmp_path, ns=(1, 1))  # a clock that ticks slowly
     (info / "METADATA").write_text("Name: another\nVersion: 1.0\n")
     (info / "entry_points.txt").write_text("[rlhpc.test_tools]\nplane = os:sep\n")
-    assert [registry().names() for _ in range(3)] == [["path", "plane"]] * 3 and len(read) == 2
+    assert [registry().names() for _ in range(3)] == [["path", "plane"]] * 3 and read == [str(tmp_path)]
+
+
+def test_the_first_package_of_a_name_hides_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for folder, tool in (("second", "saw = os:sep"), ("first", "plane = os:sep")):
+        info = tmp_path / folder / "one_package-1.0.dist-info"
+        info.mkdir(parents=True)
+        (info / "METADATA").write_text("Name: one-package\nVersion: 1.0\n")
+        (info / "entry_points.txt").write_text(f"[rlhpc.test_tools]\n{tool}\n")
+        monkeypatch.syspath_prepend(str(tmp_path / folder))
+    assert registry().names() == ["path", "plane"]
 
 
 @pytest.mark.parametrize(
