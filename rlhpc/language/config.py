@@ -8,16 +8,17 @@ from typing import Any
 from omegaconf import MISSING
 
 from rlhpc.config.ranges import ANY, COUNT, FRACTION, INTERVAL, NOT_NEGATIVE, PART, POSITIVE, Range
-from rlhpc.config.sections import (
-    DeepspeedConfig,
-    FsdpConfig,
-    LoraConfig,
-    OptimConfig,
-    RunConfig,
-    RunnerConfig,
-    WeightSyncConfig,
-    WorkflowConfig,
+from rlhpc.config.ranges import RANGES as COMMON_RANGES
+from rlhpc.config.sections import RunConfig, RunnerConfig, WeightSyncConfig, WorkflowConfig
+from rlhpc.language.group_config import (
+    GROUP_RANGES,
+    CriticConfig,
+    ReferenceConfig,
+    RewardModelConfig,
+    ScoringGroupConfig,
+    TeacherConfig,
 )
+from rlhpc.language.model_config import LanguageActorConfig
 
 
 @dataclass
@@ -88,7 +89,8 @@ class RewardTermConfig:
     """One term of the reward."""
 
     name: str = MISSING
-    """`math`, `exact`, `code`, `format`, `length`, `reasoning_gym`, `http`, a registered name, or `module:function`."""
+    """`math`, `exact`, `code`, `format`, `length`, `reasoning_gym`, `http`, a registered name, `module:function`, or the name
+    of a group that rates answers, such as `reward`."""
     weight: float = 1.0
     """Weight of the term in the sum."""
     kwargs: dict[str, Any] = field(default_factory=dict)
@@ -107,55 +109,6 @@ class RewardConfig:
     """Reward of a sample whose judge hung, raised or died."""
     processes: int = 1
     """Judges working side by side on each reward rank."""
-
-
-@dataclass
-class LanguageModelConfig:
-    """The language model."""
-
-    model_path: str | None = None
-    """A Hugging Face folder or hub name, with its tokenizer, or `builtin:tiny` or `builtin:smollm2`."""
-    kwargs: dict[str, Any] = field(default_factory=dict)
-    """Options of `builtin:tiny`, such as `{hidden: 64}`; other models take none."""
-    dtype: str = "float32"
-    """Precision of weights and computation: float32 or bfloat16 (mixed precision: fp32 master weights)."""
-    gradient_checkpointing: bool = False
-    """Recomputes activations in the backward pass, which saves memory."""
-    attn_implementation: str = "sdpa"
-    """Attention of transformers: sdpa, eager or flash_attention_2."""
-    trust_remote_code: bool = False
-    """Runs code that comes with the model."""
-
-
-@dataclass
-class LanguageOptimConfig(OptimConfig):
-    """The optimizer."""
-
-    lr_warmup_steps: int = 0
-    """Steps over which the learning rate rises from 0."""
-    lr_scheduler: str = "constant"
-    """Course of the learning rate after the warm-up, until the end of the run: constant, linear (to 0) or cosine (to
-    0)."""
-
-
-@dataclass
-class LanguageActorConfig:
-    """The actor group: training."""
-
-    training_backend: str = "local"
-    """`local` (all weights on each rank, gradients summed over the ranks), `fsdp`, `deepspeed`, or `module:Class`."""
-    model: LanguageModelConfig = field(default_factory=LanguageModelConfig)
-    """The model."""
-    optim: LanguageOptimConfig = field(default_factory=LanguageOptimConfig)
-    """The optimizer."""
-    max_tokens_per_micro_batch: int = 16384
-    """Most tokens, including padding, in one forward and backward pass on a rank."""
-    lora: LoraConfig = field(default_factory=LoraConfig)
-    """Adapters."""
-    fsdp: FsdpConfig = field(default_factory=FsdpConfig)
-    """Options of FSDP2."""
-    deepspeed: DeepspeedConfig = field(default_factory=DeepspeedConfig)
-    """Options of DeepSpeed."""
 
 
 @dataclass
@@ -230,8 +183,8 @@ class GrpoAlgorithmConfig(LanguageAlgorithmConfig):
     kwargs: dict[str, Any] = field(default_factory=dict)
     """Further arguments of the algorithm's constructor."""
     adv_type: str = "grpo"
-    """Advantage estimator: grpo, dr_grpo, rloo, reinforce++, reinforce++_baseline, raw, a registered name, or
-    `module:function`."""
+    """Advantage estimator: grpo, dr_grpo, rloo, reinforce++, reinforce++_baseline, raw, gae (with a group `critic`), a
+    registered name, or `module:function`."""
     loss_type: str = "ppo"
     """Policy loss: ppo (alias actor, actor_critic), gspo, cispo, decoupled_ppo, a registered name, or `module:function`."""
     loss_agg: str = "token-mean"
@@ -239,8 +192,13 @@ class GrpoAlgorithmConfig(LanguageAlgorithmConfig):
     seq-mean-token-sum-norm."""
     gamma: float = 0.99
     """Discount."""
+    gae_lambda: float = 0.95
+    """Trace decay of GAE."""
+    value_clip: float | None = None
+    """Clip range of the critic's loss; null is off."""
     normalize_advantages: str = "auto"
-    """`batch` (over all ranks) or `none`; `auto` is none, as the estimators compare within groups."""
+    """`batch` (over all ranks) or `none`; `auto` is none, as the estimators compare within groups, but for gae, where it is
+    batch."""
     clip_ratio_low: float = 0.2
     """PPO's ε below 1."""
     clip_ratio_high: float = 0.2
@@ -309,6 +267,14 @@ class LanguageConfig(TrainedLanguageConfig):
 
 
 @dataclass
+class GrpoRewardConfig(RewardConfig):
+    """How responses are judged: the weighted sum of the terms."""
+
+    model: RewardModelConfig = field(default_factory=RewardModelConfig)
+    """The reward model of the group `reward`, which the term of that name asks."""
+
+
+@dataclass
 class GrpoConfig(LanguageConfig):
     """A language model on verifiable tasks."""
 
@@ -316,6 +282,12 @@ class GrpoConfig(LanguageConfig):
     algorithm: GrpoAlgorithmConfig = field(default_factory=GrpoAlgorithmConfig)
     rollout: GrpoRolloutConfig = field(default_factory=GrpoRolloutConfig)
     actor: GrpoActorConfig = field(default_factory=GrpoActorConfig)
+    reward: GrpoRewardConfig = field(default_factory=GrpoRewardConfig)
+    critic: CriticConfig = field(default_factory=CriticConfig)
+    reference: ReferenceConfig = field(default_factory=ReferenceConfig)
+    teacher: TeacherConfig = field(default_factory=TeacherConfig)
+    groups: list[ScoringGroupConfig] = field(default_factory=list)
+    """Further groups that score what the model writes; `cluster.component_placement` says where."""
 
 
 @dataclass
@@ -327,6 +299,8 @@ class SftConfig(LanguageConfig):
 RANGES: dict[str, Range] = {
     "runner.val_check_interval": INTERVAL,
     "algorithm.gamma": FRACTION,
+    "algorithm.gae_lambda": FRACTION,
+    "algorithm.value_clip": POSITIVE,
     "algorithm.clip_ratio_low": PART,
     "algorithm.clip_ratio_high": NOT_NEGATIVE,
     "algorithm.clip_ratio_c": Range(1, above=True),
@@ -362,4 +336,6 @@ RANGES: dict[str, Range] = {
     "reward.timeout_s": POSITIVE,
     "reward.failed": ANY,
     "reward.processes": COUNT,
+    **GROUP_RANGES,
+    **{f"critic.{key[6:]}": allowed for key, allowed in COMMON_RANGES.items() if key.startswith("actor.")},
 }

@@ -30,6 +30,12 @@ _CHOICES = {
     "actor.model.dtype": ("float32", "bfloat16"),
     "actor.model.attn_implementation": ("sdpa", "eager", "flash_attention_2"),
     "actor.optim.lr_scheduler": ("constant", "linear", "cosine"),
+    "critic.model.dtype": ("float32", "bfloat16"),
+    "critic.model.attn_implementation": ("sdpa", "eager", "flash_attention_2"),
+    "critic.optim.name": ("adam", "adamw"),
+    "critic.optim.lr_scheduler": ("constant", "linear", "cosine"),
+    **{f"{section}.model.{key}": allowed for section in ("teacher", "reward") for key, allowed in {
+        "dtype": ("float32", "bfloat16"), "attn_implementation": ("sdpa", "eager", "flash_attention_2")}.items()},
     "rollout.dtype": ("auto", "float32", "bfloat16", "float16"),
     "data.overlong_prompts": ("error", "drop"),
 }

@@ -11,7 +11,7 @@ from __future__ import annotations
 import abc
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -22,25 +22,30 @@ from rlhpc.language.rewards.pool import Scored
 from rlhpc.language.tokens.batches import TokenBatch
 from rlhpc.language.tokens.scores import TokenScores
 
+if TYPE_CHECKING:
+    from rlhpc.language.scoring.groups import ScoringGroup
+
 #: Sums a tensor over the actor ranks.
 Reduce = Callable[[Tensor], Tensor]
 
 
 class Scorer(abc.ABC):
-    """Makes a column on the actor ranks; one object per rank.
+    """Makes a column; one object per rank, of the actor or of a group of its own.
 
     Args:
         cfg: The configuration.
         device: Where the rank computes.
+        group: The part of the configuration about the group of its own; None on actor ranks.
     """
 
-    def __init__(self, cfg: GrpoConfig, device: torch.device) -> None:
-        self.cfg, self.device = cfg, device
+    def __init__(self, cfg: GrpoConfig, device: torch.device, group: ScoringGroup | None = None) -> None:
+        self.cfg, self.device, self.group = cfg, device, group
 
     @abc.abstractmethod
     def score(self, batch: TokenBatch) -> Tensor:
-        """One value per token, `[T]` or `[T, k]`, float32; called without gradients, on micro-batches. All ranks call
-        it equally often; some with a batch without tokens."""
+        """One value per token, `[T]` or `[T, k]`, float32; called without gradients, on micro-batches. All actor ranks
+        call it equally often, some with a batch without tokens; ranks of a group of its own have nothing to do with one
+        another."""
 
     def offload(self) -> None:  # noqa: B027 (most hold little)
         """Gives the accelerator's memory to another role (`actor.offload_in_rollout`)."""
@@ -56,19 +61,22 @@ class Column:
     Attributes:
         name: In `TokenBatch.columns`.
         by: Who makes it: `rollout` (it comes with the samples: `LanguageAlgorithm.rollout_columns`), `actor` (log-probs by the
-            weights as they are when the step's training begins), `reference` (log-probs by those from before training),
-            or a `Scorer` of your own.
+            weights as they are when the step's training begins), `reference` (log-probs by those from before training: by
+            the group of that name if it has a place, or else by the actor), `critic` (values: that group), the name of
+            another group that scores, or a `Scorer` of your own, which then runs on the actor ranks.
     """
 
     name: str
-    by: Literal["rollout", "actor", "reference"] | type[Scorer]
+    by: str | type[Scorer]
 
 
 #: What the rollout ranks always hand over: the log-probs with which tokens were drawn, and the version of the weights that
 #: drew them (-1 for tokens that no model drew).
 ROLLOUT_LOGPROBS, VERSIONS = "rollout_logprobs", "versions"
-#: What `advantages` gives.
-ADVANTAGES = "advantages"
+#: What `advantages` gives; and what it adds to the batch where there is a critic: what its values are to become.
+ADVANTAGES, RETURNS = "advantages", "returns"
+#: Makers of columns that are no groups of their own.
+ROLLOUT, ACTOR, REFERENCE = "rollout", "actor", "reference"
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ from rlhpc.runtime.errors import ConfigError, RlhpcError
 from rlhpc.runtime.import_paths import python_path
 
 if TYPE_CHECKING:
-    from rlhpc.language.config import RewardConfig
+    from rlhpc.language.config import RewardConfig, RewardTermConfig
 
 log = logging.getLogger(__name__)
 _START_S = 120.0
@@ -366,26 +366,31 @@ class RewardPool:
             log.warning("a sample could not be judged (number %d of these): %s", self._told, reason)
 
 
-def make_reward(cfg: RewardConfig) -> RewardPool:
+def make_reward(cfg: RewardConfig, terms: Sequence[RewardTermConfig] | None = None) -> RewardPool:
     """Builds what section `reward` describes.
+
+    Args:
+        cfg: The section.
+        terms: Only these of its terms.
 
     Raises:
         ConfigError: There are no terms, or one is unknown or cannot be built.
     """
-    if not cfg.terms:
+    given_terms = cfg.terms if terms is None else terms
+    if not given_terms:
         raise ConfigError("reward.terms is empty; it needs at least one term, such as [{name: math}]")
     for key, value, most in (("timeout_s", cfg.timeout_s, 0), ("processes", cfg.processes, 0)):
         if value <= most:
             raise ConfigError(f"reward.{key} is {value}; it must be above {most}")
-    terms: list[Term] = []
-    for given in cfg.terms:
+    made: list[Term] = []
+    for given in given_terms:
         name, kwargs = given.name, _plain(given.kwargs)
         factory = REWARDS.find(name)
         check_arguments(name, factory, kwargs)
-        taken = [term.name for term in terms]
+        taken = [term.name for term in made]
         unique = next(n for i in range(1, len(taken) + 2) if (n := name if i == 1 else f"{name}#{i}") not in taken)
-        terms.append(Term(unique, factory, given.weight, kwargs))
-    return RewardPool(terms, timeout_s=cfg.timeout_s, failed=cfg.failed, processes=cfg.processes)
+        made.append(Term(unique, factory, given.weight, kwargs))
+    return RewardPool(made, timeout_s=cfg.timeout_s, failed=cfg.failed, processes=cfg.processes)
 
 
 def _plain(kwargs: Mapping[str, Any]) -> dict[str, Any]:

@@ -11,6 +11,7 @@ import torch
 from rlhpc.algorithms.finite import Skips, listed, require_finite, skips
 from rlhpc.checkpoint.state import load_state, rng_state, save_state, set_rng_state
 from rlhpc.language.config import LanguageConfig
+from rlhpc.language.model_config import LanguageActorConfig
 from rlhpc.language.data import load_tokenizer
 from rlhpc.language.tokens.batches import TokenBatch, micro_batches
 from rlhpc.language.tokens.trainer import TokenTrainer

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -37,11 +37,27 @@ class Group:
         """What goes through the channel."""
         return {"step": self.step, "position": self.position, "finished": self.finished.numpy(), **self.batch.pack()}
 
+    def bare(self) -> dict[str, Any]:
+        """What goes to a group that scores tokens: the tokens."""
+        batch = replace(self.batch, columns={})
+        return {"step": self.step, "position": self.position, "finished": self.finished.numpy(), **batch.pack()}
+
     @classmethod
     def unpack(cls, message: dict[str, Any]) -> Group:
         """The group in a message that `pack` made."""
         finished = torch.from_numpy(np.array(message["finished"]))
         return cls(message["step"], message["position"], TokenBatch.unpack(message), finished)
+
+
+def column_message(step: int, position: int, maker: str, values: Tensor) -> dict[str, Any]:
+    """What goes to an actor from a group that scores: a column of one prompt's group.
+
+    Args:
+        step, position: Of the prompt.
+        maker: The group that scored.
+        values: `[T]` or `[T, k]` float32.
+    """
+    return {"step": step, "position": position, "maker": maker, "values": values.numpy()}
 
 
 def group_of(

@@ -3,18 +3,31 @@
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from rlhpc.language.scoring.groups import CRITIC
 from rlhpc.runtime.errors import ConfigError
 
 if TYPE_CHECKING:
     from rlhpc.language.config import GrpoConfig
 
-#: Channels: finished groups, kept by the actors; notices of new weights, kept by the rollout ranks.
-GROUPS, VERSIONS = "groups", "versions"
+#: Channels: finished groups, and what others say of them, kept by the actors; notices of new weights, kept
+#: by the rollout ranks; returns, kept by the critics.
+GROUPS, VERSIONS, RETURNS = "groups", "versions", "returns"
+
+
+def channel_to(group: str) -> str:
+    """The channel for what a group is to score."""
+    return f"to-{group}"
+
+
+def channel_from(group: str) -> str:
+    """The channel for the numbers that a group gives to answers, kept by the rollout ranks."""
+    return f"from-{group}"
 
 
 @dataclass(frozen=True)
@@ -23,6 +36,12 @@ class PromptMap:
 
     Prompts of a step have positions 0 to P − 1. Rollout ranks take them in turn, so that neighbours in the dataset spread;
     an actor takes a run of neighbours.
+
+    Attributes:
+        prompts, group_size: P and G.
+        rollout_ranks, actor_ranks, rollout_name, actor_name: The two groups that every run has.
+        scoring: Ranks of each group that scores tokens, the critic included.
+        rating: Ranks of each group that rates answers.
     """
 
     prompts: int
@@ -31,9 +50,11 @@ class PromptMap:
     actor_ranks: int
     rollout_name: str = "rollout"
     actor_name: str = "actor"
+    scoring: Mapping[str, int] = field(default_factory=dict)
+    rating: Mapping[str, int] = field(default_factory=dict)
 
     @classmethod
-    def from_config(cls, cfg: GrpoConfig, *, rollout: int, actor: int, **names: str) -> PromptMap:
+    def from_config(cls, cfg: GrpoConfig, *, rollout: int, actor: int, **more: Any) -> PromptMap:
         """The map of a configuration.
 
         Raises:
@@ -43,7 +64,7 @@ class PromptMap:
         for name, ranks in (("rollout", rollout), ("actor", actor)):
             if prompts % ranks:
                 raise ConfigError(f"data.prompts_per_step({prompts}) % {name} ranks({ranks}) != 0")
-        return cls(prompts, size, rollout, actor, **names)
+        return cls(prompts, size, rollout, actor, **more)
 
     def of_rollout(self, rank: int) -> range:
         """Positions that a rollout rank makes."""
@@ -58,9 +79,22 @@ class PromptMap:
         """The actor that trains on a position."""
         return position * self.actor_ranks // self.prompts
 
+    def share_of(self, group: str, rank: int) -> range:
+        """Positions that a rank of a group scores, of those in `scoring`."""
+        return range(rank, self.prompts, self.scoring[group])
+
+    def scorer_of(self, group: str, position: int) -> int:
+        """The rank of such a group that scores a position."""
+        return position % self.scoring[group]
+
     def channels(self) -> dict[str, str]:
         """Channels and the group that keeps them."""
-        return {GROUPS: self.actor_name, VERSIONS: self.rollout_name}
+        found = {GROUPS: self.actor_name, VERSIONS: self.rollout_name}
+        found |= {channel_to(group): group for group in (*self.scoring, *self.rating)}
+        found |= {channel_from(group): self.rollout_name for group in self.rating}
+        if CRITIC in self.scoring:
+            found[RETURNS] = CRITIC
+        return found
 
 
 def seed_of(*parts: int) -> int:

@@ -1,0 +1,57 @@
+"""Sections of the configuration about a language model: which one, and how it is trained."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from rlhpc.config.sections import DeepspeedConfig, FsdpConfig, LoraConfig, OptimConfig
+
+
+@dataclass
+class LanguageModelConfig:
+    """The language model."""
+
+    model_path: str | None = None
+    """A Hugging Face folder or hub name, with its tokenizer, or `builtin:tiny` or `builtin:smollm2`."""
+    kwargs: dict[str, Any] = field(default_factory=dict)
+    """Options of `builtin:tiny`, such as `{hidden: 64}`; other models take none."""
+    dtype: str = "float32"
+    """Precision of weights and computation: float32 or bfloat16 (mixed precision: fp32 master weights)."""
+    gradient_checkpointing: bool = False
+    """Recomputes activations in the backward pass, which saves memory."""
+    attn_implementation: str = "sdpa"
+    """Attention of transformers: sdpa, eager or flash_attention_2."""
+    trust_remote_code: bool = False
+    """Runs code that comes with the model."""
+
+
+@dataclass
+class LanguageOptimConfig(OptimConfig):
+    """The optimizer."""
+
+    lr_warmup_steps: int = 0
+    """Steps over which the learning rate rises from 0."""
+    lr_scheduler: str = "constant"
+    """Course of the learning rate after the warm-up, until the end of the run: constant, linear (to 0) or cosine (to
+    0)."""
+
+
+@dataclass
+class LanguageActorConfig:
+    """The actor group: training."""
+
+    training_backend: str = "local"
+    """`local` (all weights on each rank, gradients summed over the ranks), `fsdp`, `deepspeed`, or `module:Class`."""
+    model: LanguageModelConfig = field(default_factory=LanguageModelConfig)
+    """The model."""
+    optim: LanguageOptimConfig = field(default_factory=LanguageOptimConfig)
+    """The optimizer."""
+    max_tokens_per_micro_batch: int = 16384
+    """Most tokens, including padding, in one forward and backward pass on a rank."""
+    lora: LoraConfig = field(default_factory=LoraConfig)
+    """Adapters."""
+    fsdp: FsdpConfig = field(default_factory=FsdpConfig)
+    """Options of FSDP2."""
+    deepspeed: DeepspeedConfig = field(default_factory=DeepspeedConfig)
+    """Options of DeepSpeed."""

@@ -1,0 +1,220 @@
+"""Ranks of the groups that score: some make a column of values for the actor's tokens, some rate answers for the reward.
+
+They work on groups and answers as these come, and keep nothing: one that is lost is started again alone.
+"""
+
+from __future__ import annotations
+
+import collections
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from rlhpc.language.config import GrpoConfig
+from rlhpc.language.roles.groups import Group, column_message
+from rlhpc.language.roles.prompts import GROUPS, PromptMap, channel_from, channel_to
+from rlhpc.language.scoring.groups import scoring_groups
+from rlhpc.language.scoring.registry import make_scorer
+from rlhpc.language.tokens.batches import TokenBatch, micro_batches
+from rlhpc.runs.device import own_device, seed_process
+from rlhpc.runtime.channel import Channel, QueueEmpty
+from rlhpc.runtime.errors import DeadlineExceeded, RlhpcError
+from rlhpc.runtime.worker import Worker
+
+
+class GroupInbox:
+    """The groups of answers that a rank is sent, those of a step at a time.
+
+    Args:
+        channel: Where they come in.
+        key: The rank's key of it.
+        who: The rank's name, for messages.
+        makers: The group that sends them.
+    """
+
+    def __init__(self, channel: Channel, key: str, who: str, makers: str) -> None:
+        self._channel, self._key, self._who, self._makers = channel, key, who, makers
+        self._later: list[Group] = []
+
+    def some(self, step: int, deadline: float) -> list[Group]:
+        """At least one group of a step: all that are there.
+
+        Raises:
+            DeadlineExceeded: None came until the deadline, on the clock of `time.monotonic`.
+        """
+        found = [group for group in self._later if group.step == step]
+        self._later = [group for group in self._later if group.step != step]
+        while True:
+            try:
+                message = self._channel.get_nowait(key=self._key)
+            except QueueEmpty:
+                if found:
+                    return found
+                message = self._wait(step, deadline)
+            group = Group.unpack(message)
+            (found if group.step == step else self._later).append(group)
+
+    def _wait(self, step: int, deadline: float) -> Any:
+        try:
+            return self._channel.get(key=self._key, timeout=max(0.0, deadline - time.monotonic()))
+        except DeadlineExceeded:
+            raise DeadlineExceeded(
+                f"step {step}: no groups came from {self._makers} to {self._who} within runner.step_timeout_s"
+            ) from None
+
+
+def score_in_parts(
+    score: Callable[[TokenBatch], torch.Tensor], batch: TokenBatch, max_tokens: int, device: torch.device
+) -> torch.Tensor:
+    """What a scorer says of all tokens of a batch, `[T]` or `[T, k]` float32 on the host, one micro-batch after the other."""
+    found: torch.Tensor | None = None
+    for samples in micro_batches(batch.lengths, max_tokens):
+        part = batch.select(samples)
+        with torch.no_grad():
+            values = score(part.to(device)).float().cpu()
+        if values.shape[:1] != (part.tokens,):
+            raise RlhpcError(f"the scorer gave {len(values)} values for {part.tokens} tokens")
+        if found is None:
+            found = values.new_zeros(batch.tokens, *values.shape[1:])
+        found[batch.tokens_of(samples)] = values
+    return torch.zeros(0) if found is None else found
+
+
+class _Scoring(Worker):
+    """What both kinds have in common."""
+
+    def __init__(self, cfg: GrpoConfig) -> None:
+        super().__init__()
+        self.cfg = cfg
+
+    def init_worker(self, prompts: PromptMap) -> None:
+        """Loads what it scores with."""
+        self.prompts = prompts
+        seed_process(self.cfg.runner.seed, self.group_name, self.rank)
+        self.group = scoring_groups(self.cfg)[self.group_name]
+        self.device = own_device(self)
+        self.scorer = make_scorer(self.cfg, self.device, self.group)
+        self.log.info("scores with %s on %s", self.group.model.model_path or self.group.scorer, self.device)
+
+    def _deadline(self) -> float:
+        return time.monotonic() + self.cfg.runner.step_timeout_s
+
+
+class ScoringWorker(_Scoring):
+    """One rank of a group with a `Scorer`: its column goes to the actors."""
+
+    def connect(self) -> None:
+        """Connects to the channels, once the driver has created them."""
+        own = self.connect_channel(channel_to(self.group_name))
+        self._inbox = GroupInbox(own, str(self.rank), f"{self.group_name}-{self.rank}", self.prompts.rollout_name)
+        self._actors = self.connect_channel(GROUPS)
+
+    def serve(self, step: int) -> dict[str, float]:
+        """Scores its share of a step's groups, as they come.
+
+        Returns:
+            Seconds spent scoring, and tokens.
+        """
+        missing, busy, tokens = len(self.prompts.share_of(self.group_name, self.rank)), 0.0, 0
+        deadline = self._deadline()
+        while missing:
+            groups = self._inbox.some(step, deadline)
+            missing -= len(groups)
+            start = time.perf_counter()
+            batch = TokenBatch.joined([group.batch for group in groups])
+            values = score_in_parts(self.scorer.score, batch, self.group.max_tokens, self.device)
+            send_column(self._actors, self.prompts, groups, self.group_name, values)
+            busy, tokens = busy + time.perf_counter() - start, tokens + batch.tokens
+        return {"busy_s": busy, "tokens": float(tokens)}
+
+    def offload(self) -> None:
+        """Gives the accelerator to another role."""
+        self.scorer.offload()
+
+    def reload(self) -> None:
+        """Takes back what `offload` moved away."""
+        self.scorer.reload()
+
+
+def send_column(
+    actors: Channel, prompts: PromptMap, groups: Sequence[Group], maker: str, values: torch.Tensor
+) -> None:
+    """Sends the actors a column of some groups' tokens.
+
+    Args:
+        actors: Their channel.
+        prompts: Which actor has which group.
+        groups: The groups, in the order of `values`.
+        maker: The group that made it.
+        values: `[T]` or `[T, k]`.
+    """
+    for group, part in zip(groups, values.split([group.batch.tokens for group in groups]), strict=True):
+        message = column_message(group.step, group.position, maker, part)
+        actors.put(message, key=str(prompts.actor_of(group.position)))
+
+
+class RatingWorker(_Scoring):
+    """One rank of a group with a `Rater`: a term of the reward."""
+
+    def connect(self) -> None:
+        """Connects to the channels, once the driver has created them."""
+        self._asked = self.connect_channel(channel_to(self.group_name))
+        self._answers = self.connect_channel(channel_from(self.group_name))
+        self._ends = collections.Counter[str]()
+
+    def close(self) -> None:
+        """Ends what the rater has started."""
+        self.scorer.close()
+
+    def serve(self, phase: str) -> dict[str, float]:
+        """Rates answers as they come, until every rollout rank has said that it asks no more in this phase.
+
+        Args:
+            phase: Of the run, as the rollout ranks name it.
+
+        Returns:
+            Seconds spent rating, and answers.
+        """
+        busy, count, deadline = 0.0, 0, self._deadline()
+        while self._ends[phase] < self.prompts.rollout_ranks:
+            asked = self._some(phase, deadline)
+            if not asked:
+                continue
+            start = time.perf_counter()
+            values = list(self.scorer.rate([one["sample"] for one in asked]))
+            if len(values) != len(asked):
+                raise RlhpcError(f"{self.group.scorer}: rate gave {len(values)} numbers for {len(asked)} answers")
+            self._answer(asked, values)
+            busy, count = busy + time.perf_counter() - start, count + len(asked)
+        del self._ends[phase]
+        return {"busy_s": busy, "answers": float(count)}
+
+    def _some(self, phase: str, deadline: float) -> list[dict[str, Any]]:
+        """All that has been asked; waits for the first."""
+        key, found = str(self.rank), list[dict[str, Any]]()
+        try:
+            message = self._asked.get(key=key, timeout=max(0.0, deadline - time.monotonic()))
+            while True:
+                if "end" in message:
+                    self._ends[message["end"]] += 1
+                else:
+                    found.append(message)
+                message = self._asked.get_nowait(key=key)
+        except QueueEmpty:
+            return found
+        except DeadlineExceeded:
+            raise DeadlineExceeded(
+                f"{phase}: {self.prompts.rollout_name} asked {self.group_name}-{self.rank} nothing, and did not say that it "
+                "was done, within runner.step_timeout_s"
+            ) from None
+
+    def _answer(self, asked: Sequence[dict[str, Any]], values: Sequence[float | None]) -> None:
+        answers: dict[tuple[int, int], tuple[list[Any], list[float | None]]] = {}
+        for one, value in zip(asked, values, strict=True):
+            ids, found = answers.setdefault((one["rollout"], one["round"]), ([], []))
+            ids.append(one["id"])
+            found.append(None if value is None else float(value))
+        for (rollout, number), (ids, found) in answers.items():
+            self._answers.put({"round": number, "ids": ids, "values": found}, key=str(rollout))

@@ -1,0 +1,41 @@
+"""What a group is that rates answers: a term of the reward for which a process of one's own, or an accelerator, is needed.
+
+(One that says something of tokens is a `rlhpc.Scorer`; see `rlhpc.language.algorithm.base`.)
+"""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from rlhpc.language.rewards.base import Sample
+
+if TYPE_CHECKING:
+    import torch
+
+    from rlhpc.language.config import GrpoConfig
+    from rlhpc.language.scoring.groups import ScoringGroup
+
+
+class Rater(abc.ABC):
+    """Rates answers; one object per rank of a group, which keeps nothing of what it has rated.
+
+    Args:
+        cfg: The configuration.
+        device: Where the rank computes.
+        group: The group's part of it: its model and so on.
+    """
+
+    def __init__(self, cfg: GrpoConfig, device: torch.device, group: ScoringGroup) -> None:
+        self.cfg, self.device, self.group = cfg, device, group
+
+    @abc.abstractmethod
+    def rate(self, samples: Sequence[Sample]) -> Sequence[float | None]:
+        """One number for each answer, in their order; None where it could not be rated: that one gets `reward.failed`.
+
+        What an answer gets may depend on that answer alone, not on those that are rated with it.
+        """
+
+    def close(self) -> None:  # noqa: B027 (most start nothing)
+        """Ends what it started."""

@@ -1,0 +1,69 @@
+"""Which groups a configuration has beside actor and rollout, and what each computes. Nothing here imports torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from rlhpc.config.typed import plain
+from rlhpc.language.model_config import LanguageModelConfig
+
+if TYPE_CHECKING:
+    from rlhpc.language.config import GrpoConfig
+
+#: Groups with a section of their own, and the scorer that runs on their ranks.
+BUILT_IN: Mapping[str, str] = {"reference": "logprobs", "teacher": "logprobs", "reward": "classifier"}
+CRITIC = "critic"
+#: Names that no group of one's own may have.
+TAKEN = ("actor", "rollout", CRITIC, *BUILT_IN)
+
+
+@dataclass(frozen=True)
+class ScoringGroup:
+    """A group that scores.
+
+    Attributes:
+        name: In `cluster.component_placement`.
+        scorer: What runs on its ranks: a name of `rlhpc.language.scoring.registry.SCORERS`.
+        model: Its model, if it has one.
+        max_tokens: Most tokens in one forward pass on a rank, padding included.
+        kwargs: Options of the scorer.
+    """
+
+    name: str
+    scorer: str
+    model: LanguageModelConfig
+    max_tokens: int
+    kwargs: Mapping[str, Any] = field(default_factory=dict)
+
+
+def placed(cfg: GrpoConfig) -> list[str]:
+    """The components of `cluster.component_placement`."""
+    return [name.strip() for names in cfg.cluster.component_placement for name in str(names).split(",")]
+
+
+def scoring_groups(cfg: GrpoConfig) -> dict[str, ScoringGroup]:
+    """All scoring groups that the configuration could have, by name: those with a section of their own, then `groups`."""
+    found = {
+        "reference": ScoringGroup(
+            "reference", BUILT_IN["reference"], cfg.actor.model, cfg.reference.max_tokens_per_micro_batch
+        ),
+        "teacher": ScoringGroup(
+            "teacher", BUILT_IN["teacher"], cfg.teacher.model, cfg.teacher.max_tokens_per_micro_batch
+        ),
+        "reward": ScoringGroup(
+            "reward", BUILT_IN["reward"], cfg.reward.model, cfg.reward.model.max_tokens_per_micro_batch
+        ),
+    }
+    for own in cfg.groups:
+        found[own.name] = ScoringGroup(
+            own.name, own.scorer, own.model, own.max_tokens_per_micro_batch, plain(own.kwargs)
+        )
+    return found
+
+
+def raters(cfg: GrpoConfig) -> list[str]:
+    """The terms of the reward that groups give, in their order."""
+    names = scoring_groups(cfg)
+    return [term.name for term in cfg.reward.terms if term.name in names]
