@@ -6,16 +6,25 @@ import difflib
 from collections.abc import Mapping
 
 from rlhpc.config.rules import Fail, check_choice
+from rlhpc.config.typed import select
 from rlhpc.language.algorithm.registry import ALGORITHMS, make_algorithm
 from rlhpc.language.config import GrpoConfig, LanguageConfig
+from rlhpc.language.scoring.checks import check_group_sections
+from rlhpc.language.scoring.groups import CRITIC, placed, rating_names
 from rlhpc.runtime.errors import ConfigError, PlacementError
 from rlhpc.runtime.lookup import offered
 
 #: What each component computes with.
-_COMPUTES = {"actor": "actor.training_backend", "rollout": "rollout.rollout_backend"}
+_COMPUTES = {
+    "actor": "actor.training_backend",
+    "rollout": "rollout.rollout_backend",
+    CRITIC: "critic.training_backend",
+}
 #: Names that come with the package, and the entry point group of others; or they are `module:Class`.
+_TRAINING = (("local", "fsdp", "deepspeed"), "rlhpc.training_backends")
 _BACKENDS = {
-    "actor.training_backend": (("local", "fsdp", "deepspeed"), "rlhpc.training_backends"),
+    "actor.training_backend": _TRAINING,
+    "critic.training_backend": _TRAINING,
     "rollout.rollout_backend": (("hf", "vllm"), "rlhpc.engines"),
 }
 
@@ -31,9 +40,7 @@ def check_common(cfg: LanguageConfig, fail: Fail, *, training: bool) -> None:
         "rollout.rollout_backend": cfg.rollout.rollout_backend,
     }
     for key, backend in named.items():
-        allowed, group = _BACKENDS[key]
-        if ":" not in backend:
-            check_choice(key, backend, (*allowed, *offered(group), "module:Class"), fail)
+        _check_backend(key, backend, fail)
     if not cfg.actor.model.model_path:
         raise fail("actor.model.model_path", "name a Hugging Face folder, or builtin:tiny or builtin:smollm2")
     if cfg.actor.model.kwargs and not str(cfg.actor.model.model_path).startswith("builtin:"):
@@ -71,8 +78,9 @@ def _judges(cfg: LanguageConfig) -> None:
     from rlhpc.language.rewards.registry import REWARDS
 
     known = REWARDS.names()
+    rating = rating_names(cfg)
     for term in cfg.reward.terms:
-        if term.name.lower() not in known:
+        if term.name.lower() not in known and term.name not in rating:
             REWARDS.find(term.name)
     agent = cfg.rollout.agent
     if agent is not None and agent.lower() not in AGENTS.names():
@@ -86,10 +94,9 @@ def check_reasoning(cfg: GrpoConfig, fail: Fail) -> None:
         ConfigError: The first rule that is broken.
     """
     algorithm = cfg.algorithm
-    if algorithm.adv_type.lower() == "gae":
-        raise fail(
-            "algorithm.adv_type", "language models have no value head; allowed: grpo, dr_grpo, rloo, reinforce++, …"
-        )
+    check_group_sections(cfg, fail)
+    if CRITIC in placed(cfg):
+        _critic(cfg, fail)
     if algorithm.name.lower() not in ALGORITHMS.built_in or algorithm.kwargs:
         make_algorithm(cfg)
     if not cfg.reward.terms:
@@ -123,6 +130,23 @@ def check_reasoning(cfg: GrpoConfig, fail: Fail) -> None:
         raise fail("actor.offload_in_rollout", "async generation goes on while the actor trains: set it false")
 
 
+def _critic(cfg: GrpoConfig, fail: Fail) -> None:
+    """How the critic is trained."""
+    critic, responses = cfg.critic, cfg.data.prompts_per_step * cfg.algorithm.group_size
+    _check_backend("critic.training_backend", critic.training_backend, fail)
+    if responses % critic.global_batch_size:
+        raise fail("critic.global_batch_size", f"a step has {responses} responses, which must divide by it")
+    path = str(critic.model.model_path)
+    if critic.model.kwargs and not path.startswith("builtin:"):
+        raise fail("critic.model.kwargs", "they are for builtin:tiny")
+
+
+def _check_backend(key: str, backend: str, fail: Fail) -> None:
+    allowed, group = _BACKENDS[key]
+    if ":" not in backend:
+        check_choice(key, backend, (*allowed, *offered(group), "module:Class"), fail)
+
+
 def check_accelerators(cfg: LanguageConfig, per_process: Mapping[str, int]) -> None:
     """Trainers and engines compute on one accelerator a process: more would stand idle.
 
@@ -130,8 +154,8 @@ def check_accelerators(cfg: LanguageConfig, per_process: Mapping[str, int]) -> N
         PlacementError: A component's processes have several.
     """
     for name, count in per_process.items():
-        key = _COMPUTES[name]
-        backend = cfg.actor.training_backend if name == "actor" else cfg.rollout.rollout_backend
+        key = _COMPUTES.get(name, f"the scorer of {name}")
+        backend = str(select(cfg, key) or "") if name in _COMPUTES else name
         if count > 1 and ":" not in backend:  # one from outside may know what to do with them
             raise PlacementError(
                 f"cluster.component_placement.{name} ({cfg.cluster.component_placement}) gives each process {count} "
@@ -148,7 +172,7 @@ def check_sizes(cfg: LanguageConfig, sizes: Mapping[str, int]) -> None:
     """
     prompts = cfg.data.prompts_per_step
     for name, size in sizes.items():
-        if prompts % size:
+        if name in _COMPUTES and prompts % size:
             raise ConfigError(
                 f"cluster.component_placement.{name} gives {size} processes; they must divide "
                 f"data.prompts_per_step({prompts})"

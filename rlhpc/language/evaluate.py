@@ -31,11 +31,12 @@ from rlhpc.language.data.builtin import resolve_model
 from rlhpc.language.data.prompts import Prompt
 from rlhpc.language.engines import Request, SamplingParams, make_rollout
 from rlhpc.language.pass_at_k import normalize_answer, summarize
-from rlhpc.language.rewards import Sample, make_reward
+from rlhpc.language.rewards import Sample
 from rlhpc.language.rewards.answers import extract
-from rlhpc.language.rewards.pool import RewardPool, Scored
+from rlhpc.language.rewards.pool import Scored
 from rlhpc.language.roles.prompts import seed_of
 from rlhpc.language.samples_page import samples_path
+from rlhpc.language.scoring.asking import Judges, judging_here
 from rlhpc.metrics.progress import ProgressBar
 from rlhpc.runtime.durable import replace_durably
 from rlhpc.runtime.errors import ConfigError, DeadlineExceeded, NonFinite
@@ -207,9 +208,10 @@ def _answers(
 
     tokenizer = load_tokenizer(folder, cfg.actor.model.trust_remote_code)
     problems, dropped = problems_of(cfg, section, tokenizer)
-    judges = make_reward(cfg.reward)  # first: its processes start before the engine fills this one's memory
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    # First: its processes start before the engine fills this one's memory.
+    judges = judging_here(cfg, torch.device(device))
     try:
-        device = "cuda" if torch.cuda.is_available() else "cpu"
         engine = make_rollout(cfg, model_path=folder, device=device, seed=cfg.runner.seed)
         try:
             generation = make_generation(cfg, engine, tokenizer)
@@ -237,7 +239,7 @@ def problems_of(cfg: LanguageConfig, section: EvalDataConfig, tokenizer: Any) ->
 
 
 def answers_to(
-    problems: Problems, cfg: LanguageConfig, section: EvalDataConfig, suite: str, generation: Episodes, judges: RewardPool,
+    problems: Problems, cfg: LanguageConfig, section: EvalDataConfig, suite: str, generation: Episodes, judges: Judges,
     tokenizer: Any, *, bar: ProgressBar | None = None, deadline: float = math.inf,
 ) -> list[dict[str, Any]]:  # fmt: skip
     """Every sample of some problems of a suite. While the engine works on the next ones, the judges work on those that ended.
@@ -275,7 +277,7 @@ def answers_to(
             prompt = problems[episode.id // count][0]
             text = tokenizer.decode(episode.token_ids, skip_special_tokens=True)
             tokens, finished = sum(map(bool, episode.loss_mask)), episode.finish_reason == "stop"
-            said = Sample(prompt.question, text, prompt.answer, prompt.meta, tokens, finished)
+            said = Sample(prompt.question, text, prompt.answer, prompt.meta, tokens, finished, prompt.messages)
             rows[episode.id] = _row(prompt, episode.id % count, said)
             judges.submit(episode.id, said)
         judged = judges.poll()

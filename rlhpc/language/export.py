@@ -25,7 +25,7 @@ from rlhpc.checkpoint.state import load_tensors
 from rlhpc.checkpoint.store import require_valid
 from rlhpc.config.sections import LoraConfig
 from rlhpc.jobs.paths import MODEL
-from rlhpc.language.config import LanguageModelConfig
+from rlhpc.language.model_config import LanguageModelConfig
 from rlhpc.runtime.durable import write_durably
 from rlhpc.runtime.errors import CheckpointError, ConfigError
 from rlhpc.runtime.plain import read_json

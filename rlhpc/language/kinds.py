@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
@@ -12,6 +12,7 @@ from rlhpc.config.typed import changed
 from rlhpc.jobs.paths import RunPaths
 from rlhpc.language import checks
 from rlhpc.language.config import RANGES, GrpoConfig, LanguageConfig, SftConfig
+from rlhpc.language.scoring.groups import CRITIC, group_roles, scoring_groups
 from rlhpc.runs.checks import check_estimators
 from rlhpc.runs.kinds import Exporting, Kind, Parts, Preparation, Rows, differing, saved_values
 from rlhpc.runtime.errors import ConfigError
@@ -34,8 +35,14 @@ _CHOICES = {
     "critic.model.attn_implementation": ("sdpa", "eager", "flash_attention_2"),
     "critic.optim.name": ("adam", "adamw"),
     "critic.optim.lr_scheduler": ("constant", "linear", "cosine"),
-    **{f"{section}.model.{key}": allowed for section in ("teacher", "reward") for key, allowed in {
-        "dtype": ("float32", "bfloat16"), "attn_implementation": ("sdpa", "eager", "flash_attention_2")}.items()},
+    **{
+        f"{section}.model.{key}": allowed
+        for section in ("teacher", "reward")
+        for key, allowed in {
+            "dtype": ("float32", "bfloat16"),
+            "attn_implementation": ("sdpa", "eager", "flash_attention_2"),
+        }.items()
+    },
     "rollout.dtype": ("auto", "float32", "bfloat16", "float16"),
     "data.overlong_prompts": ("error", "drop"),
 }
@@ -45,6 +52,9 @@ _EVALUATION = ("data.eval",)
 _FREE = (
     "runner.val_check_interval", "rollout.weight_sync", "rollout.weight_delta",
     "rollout.gpu_memory_utilization", "rollout.max_batch_size",
+    "critic.max_tokens_per_micro_batch", "reference.", "teacher.max_tokens_per_micro_batch",
+    "reward.model.max_tokens_per_micro_batch", "critic.training_backend", "critic.fsdp.", "critic.deepspeed.",
+    "critic.model.gradient_checkpointing", "critic.model.attn_implementation",
     "actor.max_tokens_per_micro_batch", "actor.training_backend", "actor.fsdp.", "actor.deepspeed.",
     "actor.offload_in_rollout", "actor.model.gradient_checkpointing", "actor.model.attn_implementation",
     "reward.timeout_s", "reward.processes",
@@ -53,6 +63,7 @@ _PRELOAD = (
     "rlhpc.language.roles.grpo",
     "rlhpc.language.roles.rollout",
     "rlhpc.language.roles.sft",
+    "rlhpc.language.roles.critic",
     "rlhpc.weights.broadcast",
     "transformers",
     "transformers.models.auto.modeling_auto",
@@ -171,6 +182,49 @@ class LanguageKind(Kind[Cfg]):
 @dataclass(frozen=True)
 class GrpoKind(LanguageKind[GrpoConfig]):
     """The model answers prompts, and learns from what its answers were worth."""
+
+    def roles_of(self, cfg: GrpoConfig) -> Mapping[str, str]:
+        """Actor and rollout, and those groups of a configuration that have a place, or need one."""
+        return {**self.roles, **group_roles(cfg)}
+
+    def components(self, cfg: GrpoConfig) -> Sequence[str]:
+        """All names that a component may have."""
+        return [*self.roles, CRITIC, *scoring_groups(cfg)]
+
+    def expendable_of(self, cfg: GrpoConfig) -> frozenset[str]:
+        """The engines, and what scores."""
+        return self.expendable | self.independent_of(cfg)
+
+    def independent_of(self, cfg: GrpoConfig) -> frozenset[str]:
+        """What scores: its ranks keep nothing, and have nothing to do with one another."""
+        return frozenset(group_roles(cfg)) - {CRITIC}
+
+    def prepare(self, cfg: GrpoConfig, *, resumes: bool) -> GrpoConfig:
+        """Also with the folders of the groups' built-in models."""
+        from rlhpc.language.data.builtin import PREFIX, resolve_model
+
+        models = {
+            "critic.model": cfg.critic.model,
+            "teacher.model": cfg.teacher.model,
+            "reward.model": cfg.reward.model,
+        }
+        models |= {f"groups[{index}].model": group.model for index, group in enumerate(cfg.groups)}
+        own = {key: model for key, model in models.items() if str(model.model_path).startswith(PREFIX)}
+        same = [
+            key for key, model in own.items() if model.model_path == cfg.actor.model.model_path and not model.kwargs
+        ]
+        prepared = super().prepare(cfg, resumes=resumes)
+        for key, model in own.items():
+            path = prepared.actor.model.model_path if key in same else resolve_model(model)
+            prepared = changed(prepared, f"{key}.model_path", path)
+        return prepared
+
+    def check_start(self, cfg: GrpoConfig, ranks: Mapping[str, int]) -> None:
+        """Also refuses groups whose models cannot be used."""
+        from rlhpc.language.scoring.checks import check_groups
+
+        super().check_start(cfg, ranks)
+        check_groups(cfg, ranks)
 
     def check(self, cfg: GrpoConfig, fail: Fail, *, training: bool) -> None:
         """Also refuses wrong estimators, rewards and batches."""

@@ -161,13 +161,13 @@ def _placement(cfg: Cfg, kind: Kind[Cfg]) -> None:
             placement = HybridComponentPlacement(cfg, cluster)
         except (ConfigError, PlacementError):
             raise error from None
-    wanted = list(kind.roles)
+    wanted, known = list(kind.roles_of(cfg)), kind.components(cfg)
     for component in placement.components:
         if component not in wanted:
-            near = difflib.get_close_matches(component, wanted, 1)
+            near = difflib.get_close_matches(component, known, 1)
             hint = f"did you mean {near[0]!r}? " if near else ""
             raise ConfigError(
-                f"cluster.component_placement.{component}: no such component; {hint}components: {', '.join(wanted)}"
+                f"cluster.component_placement.{component}: no such component; {hint}components: {', '.join(known)}"
             )
     sizes = {name: placement.get_world_size(name) for name in wanted}
     placed = {name: placement.get_strategy(name).place(cluster) for name in wanted}

@@ -150,6 +150,27 @@ class Kind(Generic[Cfg]):
         noun = "a kind of run" if len(owners) == 1 else "kinds of run"
         return f"is for {noun} that this one ({self.name}) is not: {', '.join(owners)}; leave it out"
 
+    # -- groups ---------------------------------------------------------------------------------------------------
+
+    def roles_of(self, cfg: Cfg) -> Mapping[str, str]:
+        """The groups of a run with this configuration, and their worker classes: `roles`, and whatever it asks for besides."""
+        del cfg
+        return self.roles
+
+    def components(self, cfg: Cfg) -> Sequence[str]:
+        """The names that `cluster.component_placement` may have, for messages."""
+        return list(self.roles_of(cfg))
+
+    def expendable_of(self, cfg: Cfg) -> frozenset[str]:
+        """`expendable`, of those groups."""
+        del cfg
+        return self.expendable
+
+    def independent_of(self, cfg: Cfg) -> frozenset[str]:
+        """`independent`, of those groups."""
+        del cfg
+        return self.independent
+
     # -- configuration --------------------------------------------------------------------------------------------
 
     def missing(self, cfg: Cfg) -> list[str]:

@@ -108,6 +108,12 @@ class Runner(Generic[Cfg]):
         """After a failure: restarts the ranks that are gone, given by role, and connects them."""
         raise NotImplementedError
 
+    def unharmed(self, gone: dict[str, list[int]]) -> bool:
+        """After `rebuild`: whether what was lost kept nothing, and the other ranks are as they were after `step`. Then the
+        run goes on from there, rather than from its newest checkpoint."""
+        del gone
+        return False
+
     def forget(self) -> None:
         """Drops what is newer than the checkpoint that is about to be restored."""
 
@@ -260,15 +266,19 @@ class Runner(Generic[Cfg]):
             raise error
         gone = session.recover()
         ranks = ", ".join(f"{role}[{rank}]" for role, lost in gone.items() for rank in lost)
-        note(f"{str(error).splitlines()[0]}; {ranks} start again from {newest.name}, all other ranks stay")
+        reason = str(error).splitlines()[0]
         session.interrupted = (
             self.stop.check
         )  # whoever is asked to end here loses nothing that is not in the checkpoint
         try:
             self.rebuild(gone)
             before = self.state()
-            self.forget()
-            self._restore(newest)
+            if self.unharmed(gone):
+                note(f"{reason}; {ranks} start again, and step {self.step + 1} with them; nothing else is lost")
+            else:
+                note(f"{reason}; {ranks} start again from {newest.name}, all other ranks stay")
+                self.forget()
+                self._restore(newest)
         finally:
             session.interrupted = lambda: None
         self.count_lost(sum(map(len, gone.values())), before)

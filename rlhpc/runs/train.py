@@ -54,7 +54,7 @@ def train(cfg: Cfg, *, segment: int | None = None, resume_with: bool = False) ->
     cluster = Cluster(cfg.cluster)
     require_hosts(cluster)
     placement = HybridComponentPlacement(cfg, cluster)
-    strategies = {role: placement.get_strategy(role) for role in kind.roles}
+    strategies = {role: placement.get_strategy(role) for role in kind.roles_of(cfg)}
     placements = {role: strategy.place(cluster) for role, strategy in strategies.items()}
     if cluster.source == "machine":  # job steps say so themselves: this may be a login node
         torch_device(sorted({i for ranks in placements.values() for rank in ranks for i in rank.accelerators}))
@@ -75,7 +75,8 @@ def _train(
     strategies: dict[str, Any],
     placements: dict[str, Any],
 ) -> dict[str, Any]:
-    classes = {role: load_attribute(name, f"role {role} of the kind {kind.name}") for role, name in kind.roles.items()}
+    roles = kind.roles_of(cfg)
+    classes = {role: load_attribute(name, f"role {role} of the kind {kind.name}") for role, name in roles.items()}
     make_runner = load_attribute(kind.runner, f"the runner of the kind {kind.name}")
     run.open(given)
     run.record_placement({role: [asdict(rank) for rank in ranks] for role, ranks in placements.items()})
@@ -105,8 +106,8 @@ def _train(
             made.init_workers()
             # A submitted run goes on by itself after a failure; one at a terminal says so and ends.
             made.max_recoveries = int(os.environ.get(MAX_RESTARTS, "0"))
-            session.failures.expendable = kind.expendable if made.max_recoveries else frozenset()
-            session.failures.independent = kind.independent
+            session.failures.expendable = kind.expendable_of(cfg) if made.max_recoveries else frozenset()
+            session.failures.independent = kind.independent_of(cfg)
             session.interrupted = lambda: None
             result = made.run()
             session.failures.expendable = frozenset()

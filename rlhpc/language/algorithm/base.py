@@ -75,6 +75,8 @@ class Column:
 ROLLOUT_LOGPROBS, VERSIONS = "rollout_logprobs", "versions"
 #: What `advantages` gives; and what it adds to the batch where there is a critic: what its values are to become.
 ADVANTAGES, RETURNS = "advantages", "returns"
+#: What a critic says of each token's state.
+VALUES = "values"
 #: Makers of columns that are no groups of their own.
 ROLLOUT, ACTOR, REFERENCE = "rollout", "actor", "reference"
 

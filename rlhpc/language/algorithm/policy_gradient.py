@@ -12,12 +12,23 @@ from rlhpc.algorithms import calculate_adv_and_returns, kl_penalty, policy_loss
 from rlhpc.algorithms.losses import aggregate, entropy_loss
 from rlhpc.algorithms.registry import ADVANTAGES as ESTIMATORS
 from rlhpc.algorithms.registry import POLICY_LOSSES
-from rlhpc.language.algorithm.base import ADVANTAGES, ROLLOUT_LOGPROBS, Column, LanguageAlgorithm, Reduce, Whole
+from rlhpc.language.algorithm.base import (
+    ADVANTAGES,
+    RETURNS,
+    ROLLOUT_LOGPROBS,
+    VALUES,
+    Column,
+    LanguageAlgorithm,
+    Reduce,
+    Whole,
+)
 from rlhpc.language.config import GrpoConfig
 from rlhpc.language.tokens.batches import TokenBatch
 from rlhpc.language.tokens.scores import TokenScores
 
 OLD, REFERENCE = "old_logprobs", "ref_logprobs"
+#: The estimator that asks a critic.
+GAE = "gae"
 
 
 class PolicyGradient(LanguageAlgorithm):
@@ -31,7 +42,12 @@ class PolicyGradient(LanguageAlgorithm):
         self.entropy = options.entropy_coef != 0.0
         self.kl_coef = options.kl_coef
         old = [Column(OLD, "actor")] if options.recompute_logprobs else []
-        self.columns = old + ([Column(REFERENCE, "reference")] if self.kl_coef else [])
+        self.critic = options.adv_type.lower() == GAE
+        self.columns = [
+            *old,
+            *([Column(REFERENCE, "reference")] if self.kl_coef else []),
+            *([Column(VALUES, "critic")] if self.critic else []),
+        ]
         # An estimator that has a parameter `kl` gets the penalties apart from the rewards, others get the difference; a loss
         # that has `proximal_logprobs` tells the policy that drew the tokens from the one before the update.
         self._kl_apart = "kl" in inspect.signature(ESTIMATORS.find(options.adv_type)).parameters
@@ -65,10 +81,15 @@ class PolicyGradient(LanguageAlgorithm):
             else:
                 rewards = rewards - self.kl_coef * kl * mask
         roles = int(whole.role.max()) + 1 if len(whole) else 1
-        advantages, _ = calculate_adv_and_returns(
+        if self.critic:
+            extra |= {"values": whole.padded(batch.columns[VALUES]), "gae_lambda": cfg.gae_lambda}
+        normalize = cfg.normalize_advantages == "batch" or (self.critic and cfg.normalize_advantages == "auto")
+        advantages, returns = calculate_adv_and_returns(
             cfg.adv_type, rewards=rewards, loss_mask=mask, group_ids=whole.group * roles + whole.role, gamma=cfg.gamma,
-            normalize=cfg.normalize_advantages == "batch", all_reduce=all_reduce, **extra,
+            normalize=normalize, all_reduce=all_reduce, **extra,
         )  # fmt: skip
+        if self.critic:
+            batch.columns[RETURNS] = whole.flat(returns)
         return whole.flat(advantages)
 
     # -- loss -----------------------------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from rlhpc.runtime.errors import ConfigError
 
 if TYPE_CHECKING:
-    from rlhpc.language.config import LanguageModelConfig
+    from rlhpc.language.model_config import LanguageModelConfig
 
 PREFIX = "builtin:"
 MODELS = ("tiny", "smollm2")

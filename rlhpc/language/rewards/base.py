@@ -18,6 +18,7 @@ class Sample:
         meta: What the dataset knows of the problem.
         tokens: Length of the response.
         finished: Whether it ended by itself, rather than at the length limit.
+        messages: The whole conversation before it, as chat templates take it.
     """
 
     prompt: str
@@ -26,6 +27,7 @@ class Sample:
     meta: dict[str, Any] = field(default_factory=dict)
     tokens: int = 0
     finished: bool = True
+    messages: tuple[dict[str, str], ...] = ()
 
 
 class Reward(Protocol):

@@ -3,56 +3,75 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Generic, TypeVar
 
 import torch
 
 from rlhpc.algorithms.finite import Skips, listed, require_finite, skips
 from rlhpc.checkpoint.state import load_state, rng_state, save_state, set_rng_state
 from rlhpc.language.config import LanguageConfig
-from rlhpc.language.model_config import LanguageActorConfig
 from rlhpc.language.data import load_tokenizer
+from rlhpc.language.model_config import LanguageActorConfig
 from rlhpc.language.tokens.batches import TokenBatch, micro_batches
-from rlhpc.language.tokens.trainer import TokenTrainer
+from rlhpc.language.tokens.trainer import ModelTrainer
 from rlhpc.runs.device import seed_process
 from rlhpc.runtime.worker import Worker
 
-STATE = "actor-{rank}.pt"
+STATE = "{part}-{rank}.pt"
 
 #: The configuration of a run that trains a language model.
 Cfg = TypeVar("Cfg", bound=LanguageConfig)
+Trainer = TypeVar("Trainer", bound=ModelTrainer)
 
 
 class LanguageActor(Worker, Generic[Cfg]):
-    """Owns a training backend, and trains it on samples of tokens."""
+    """Owns a training backend, and trains it on samples of tokens.
+
+    Attributes:
+        part: The section of the configuration that it trains by, and the name of its files.
+    """
+
+    part: str = "actor"
+    backend: ModelTrainer
 
     def __init__(self, cfg: Cfg) -> None:
         super().__init__()
         self.cfg: Cfg = cfg
 
-    def _load_model(self, total_steps: int, *, reference: bool = False) -> dict[str, Any]:
+    @property
+    def section(self) -> LanguageActorConfig:
+        """How it trains."""
+        return self.cfg.actor
+
+    def _load_model(self, total_steps: int, make: Callable[[], Trainer]) -> Trainer:
         """Loads tokenizer, model and optimizer.
 
         Args:
             total_steps: Steps of the whole run, for the learning rate.
-            reference: Whether the model from before training is wanted, too.
+            make: Makes what holds the model.
 
         Returns:
-            Facts: trainable parameters.
+            What `make` made.
         """
-        cfg = self.cfg
+        cfg, section = self.cfg, self.section
         self.total, self.seed, self.version = total_steps, cfg.runner.seed, 0
-        seed_process(self.seed, "actor", self.rank)
-        self.tokenizer = load_tokenizer(cfg.actor.model.model_path, cfg.actor.model.trust_remote_code)
+        seed_process(self.seed, self.part, self.rank)
+        self.tokenizer = load_tokenizer(section.model.model_path, section.model.trust_remote_code)
         pad = self.tokenizer.pad_token_id
         self.pad = int(pad if pad is not None else self.tokenizer.eos_token_id or 0)
-        self.backend = TokenTrainer(cfg, self, reference=reference)
+        trainer = make()
+        self.backend = trainer
         self.skips = Skips(skips(cfg))
-        self.max_tokens = cfg.actor.max_tokens_per_micro_batch
-        self.log.info("trains %s parameters of %s by %s", self.backend.parameters_trained, cfg.actor.model.model_path,
-                      cfg.actor.training_backend)  # fmt: skip
-        return {"parameters": self.backend.parameters_trained}
+        self.max_tokens = section.max_tokens_per_micro_batch
+        self.log.info("trains %s parameters of %s by %s", trainer.parameters_trained, section.model.model_path,
+                      section.training_backend)  # fmt: skip
+        return trainer
+
+    def trained_version(self) -> int:
+        """The step whose update its weights are of."""
+        return self.version
 
     # -- training -------------------------------------------------------------------------------------------------
 
@@ -80,7 +99,7 @@ class LanguageActor(Worker, Generic[Cfg]):
         else:
             bad = [name for name, value in metrics.items() if not math.isfinite(value)]
             told = f"the gradient's norm is {norm}" + (f", and so are {listed(bad)}" if bad else "")
-            self.skips.left_out(lambda: f"{where}: {told}{_prompts(batch)} (actor-{self.rank})")
+            self.skips.left_out(lambda: f"{where}: {told}{_prompts(batch)} ({self.part}-{self.rank})")
         return {**metrics, "grad_norm": norm, "tokens": tokens}
 
     def _reduced(self, parts: list[dict[str, torch.Tensor]]) -> dict[str, float]:
@@ -92,7 +111,7 @@ class LanguageActor(Worker, Generic[Cfg]):
         return dict(zip(names, sums.tolist(), strict=True))
 
     def _learning_rate(self, step: int) -> float:
-        optim = self.cfg.actor.optim
+        optim = self.section.optim
         base, warmup = optim.lr, optim.lr_warmup_steps
         if step <= warmup:
             return base * step / (warmup + 1)
@@ -111,16 +130,16 @@ class LanguageActor(Worker, Generic[Cfg]):
         """
         path = Path(folder)
         with self.backend.awake():
-            require_finite(self.backend.held_tensors(), f"step {self.version} (actor-{self.rank})")
+            require_finite(self.backend.held_tensors(), f"step {self.version} ({self.part}-{self.rank})")
             self.backend.save(path)
-        save_state(path / STATE.format(rank=self.rank), {"rng": rng_state(), "version": self.version})
+        save_state(path / STATE.format(part=self.part, rank=self.rank), {"rng": rng_state(), "version": self.version})
 
     def load(self, folder: str) -> None:
         """Restores a checkpoint, of this or another world size."""
         path = Path(folder)
         self.backend.load(path)
-        own = path / STATE.format(rank=self.rank)
-        state = load_state(own if own.is_file() else path / STATE.format(rank=0))
+        own = path / STATE.format(part=self.part, rank=self.rank)
+        state = load_state(own if own.is_file() else path / STATE.format(part=self.part, rank=0))
         set_rng_state(state["rng"])
         self.version = int(state["version"])
 
@@ -137,7 +156,9 @@ def _prompts(batch: TokenBatch) -> str:
     """Which of a rank's prompts brought something that is not finite, for a message."""
     found = set()
     for name, values in batch.columns.items():
-        bad = batch.mask & ~values.isfinite() if values.dim() == 1 else batch.mask & ~values.isfinite().all(1)
+        bad = (
+            batch.mask & ~values.isfinite() if values.dim() == 1 else batch.mask & ~values.flatten(1).isfinite().all(1)
+        )
         lines = torch.repeat_interleave(batch.group, batch.lengths)[bad]
         found |= {f"{name} of prompt {group}" for group in lines.unique().tolist()}
     return f"; not finite: {listed(sorted(found))}" if found else ""

@@ -4,21 +4,27 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Generator
+from collections.abc import Generator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 
-from rlhpc.language.algorithm.base import ADVANTAGES, Column, Whole
+from rlhpc.language.algorithm.base import ACTOR, ADVANTAGES, REFERENCE, ROLLOUT, VALUES, Column, Whole
+from rlhpc.language.algorithm.base import RETURNS as RETURNS_OF
 from rlhpc.language.algorithm.base import VERSIONS as VERSION_OF
 from rlhpc.language.algorithm.registry import make_algorithm
 from rlhpc.language.config import GrpoConfig
 from rlhpc.language.roles.actor import LanguageActor
+from rlhpc.language.roles.arrivals import Arrivals
 from rlhpc.language.roles.groups import Group
-from rlhpc.language.roles.prompts import GROUPS, VERSIONS, PromptMap
+from rlhpc.language.roles.minibatches import minibatches
+from rlhpc.language.roles.prompts import GROUPS, RETURNS, VERSIONS, PromptMap
+from rlhpc.language.scoring.groups import CRITIC
 from rlhpc.language.tokens.batches import TokenBatch
 from rlhpc.language.tokens.scores import TokenScores
+from rlhpc.language.tokens.trainer import TokenTrainer
+from rlhpc.runtime.channel import Channel
 from rlhpc.runtime.errors import DeadlineExceeded, RlhpcError
 from rlhpc.training.contract import Named
 from rlhpc.weights import WeightSync, make_sync
@@ -30,6 +36,8 @@ _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torc
 
 class GrpoActor(LanguageActor[GrpoConfig]):
     """Scores and trains on what the rollout ranks hand over, and sends them the weights."""
+
+    backend: TokenTrainer
 
     def __init__(self, cfg: GrpoConfig) -> None:
         super().__init__(cfg)
@@ -49,14 +57,18 @@ class GrpoActor(LanguageActor[GrpoConfig]):
         cfg, self.prompts = self.cfg, prompts
         self.algorithm = make_algorithm(cfg)
         makers = [column.by for column in self.algorithm.columns]
-        facts = self._load_model(total_steps, reference="reference" in makers)
+        reference = REFERENCE in makers and REFERENCE not in prompts.scoring
+        trainer = self._load_model(total_steps, lambda: TokenTrainer(cfg, self, reference=reference))
         self._scorers = {
             column.name: column.by(cfg, self.backend.device)
             for column in self.algorithm.columns
             if not isinstance(column.by, str)
         }
-        self._made_here = [column for column in self.algorithm.columns if column.by != "rollout"]
-        self._early: dict[int, list[Group]] = {}
+        self._sent_here = {
+            c.by: c.name for c in self.algorithm.columns if isinstance(c.by, str) and c.by in prompts.scoring
+        }
+        self._made_here = [c for c in self.algorithm.columns if c.by != ROLLOUT and c.by not in self._sent_here]
+        self._arrivals = Arrivals(frozenset(self._sent_here))
         self._parts: list[TokenBatch] = []
         self._received = -1
         self._sync = None
@@ -66,12 +78,13 @@ class GrpoActor(LanguageActor[GrpoConfig]):
             self._sync = make_sync(rollout.weight_sync, self, (prompts.actor_name, 0), to, rollout.weight_delta)
         self._forget_sent()
         self.temperature = cfg.rollout.temperature
-        return facts
+        return {"parameters": trainer.parameters_trained}
 
     def connect(self) -> None:
         """Connects to the channels, once the driver has created them."""
         self._groups, self._versions = self.connect_channel(GROUPS), self.connect_channel(VERSIONS)
-        self._early.clear()
+        self._returns = self.connect_channel(RETURNS) if CRITIC in self._sent_here else None
+        self._arrivals.clear()
 
     def load(self, folder: str) -> None:
         """Restores a checkpoint, of this or another world size; frozen weights are sent anew."""
@@ -119,39 +132,44 @@ class GrpoActor(LanguageActor[GrpoConfig]):
             Seconds spent scoring, and seconds spent waiting.
         """
         mine = self.prompts.of_actor(self.rank)
-        have: dict[int, Group] = {group.position: group for group in self._early.pop(step, [])}
         self._parts, self._received, scored, waited = [], -1, 0.0, 0.0
         deadline = time.monotonic() + self.cfg.runner.step_timeout_s
         parts = np.array_split(np.asarray(mine), min(_CHUNKS, len(mine)))
         for part in parts:
-            while missing := [int(p) for p in part if int(p) not in have]:
+            while missing := self._arrivals.missing(step, part.tolist()):
                 start = time.perf_counter()
                 try:
-                    group = Group.unpack(
-                        self._groups.get(key=str(self.rank), timeout=max(0.0, deadline - time.monotonic()))
+                    self._arrivals.take(
+                        self._groups.get(key=str(self.rank), timeout=max(0.0, deadline - time.monotonic())), step
                     )
                 except DeadlineExceeded:
-                    makers = sorted({position % self.prompts.rollout_ranks for position in missing})
-                    who = ", ".join(f"{self.prompts.rollout_name}-{rank}" for rank in makers)
                     raise DeadlineExceeded(
-                        f"step {step}: prompts {missing[:8]} did not come from {who} within runner.step_timeout_s "
+                        f"step {step}: {self._names(missing)} within runner.step_timeout_s "
                         f"({self.cfg.runner.step_timeout_s:g} s)"
                     ) from None
                 waited += time.perf_counter() - start
-                if group.step == step:
-                    have[group.position] = group
-                elif group.step > step:
-                    self._early.setdefault(group.step, []).append(group)
-            batch = TokenBatch.joined([self._taken(have[int(position)]) for position in part])
+            batch = TokenBatch.joined([self._taken(*self._arrivals.whole(step, p)) for p in part.tolist()])
             if not self.cfg.actor.offload_in_rollout:
                 scored += self._score(batch)
             self._parts.append(batch)
         self._received = step
         return {"score_s": scored, "wait_s": waited}
 
-    def _taken(self, group: Group) -> TokenBatch:
-        """Its samples, without what is not to be trained on."""
+    def _names(self, missing: Mapping[str, Sequence[int]]) -> str:
+        """What did not come, and from whom."""
+        told = []
+        for maker, positions in missing.items():
+            name = maker or self.prompts.rollout_name
+            ranks = {self.prompts.scorer_of(maker, p) if maker else p % self.prompts.rollout_ranks for p in positions}
+            who = ", ".join(f"{name}-{rank}" for rank in sorted(ranks))
+            what = "the column of prompts" if maker else "prompts"
+            told.append(f"{what} {positions[:8]} did not come from {who}")
+        return ", and ".join(told)
+
+    def _taken(self, group: Group, columns: Mapping[str, torch.Tensor]) -> TokenBatch:
+        """Its samples with their columns, without what is not to be trained on."""
         batch, cfg = group.batch, self.cfg.algorithm
+        batch.columns |= {self._sent_here[maker]: values for maker, values in columns.items()}
         batch.pad_id = self.pad
         drawn = batch.columns[VERSION_OF][batch.mask]
         if len(drawn) and group.step - 1 - int(drawn.min()) > cfg.max_staleness:
@@ -189,9 +207,9 @@ class GrpoActor(LanguageActor[GrpoConfig]):
         return time.perf_counter() - start
 
     def _column(self, column: Column, batch: TokenBatch) -> torch.Tensor:
-        if column.by == "actor":
+        if column.by == ACTOR:
             return self.backend.forward(batch, temperature=self.temperature).logprobs
-        if column.by == "reference":
+        if column.by == REFERENCE:
             return self.backend.reference(batch, temperature=self.temperature).logprobs
         with torch.no_grad():
             return self._scorers[column.name].score(batch.to(self.backend.device))
@@ -227,31 +245,51 @@ class GrpoActor(LanguageActor[GrpoConfig]):
         scored = self._score(batch) if self.cfg.actor.offload_in_rollout else 0.0
         reduce = self.all_reduce if self.world_size > 1 else None
         batch.columns[ADVANTAGES] = self.algorithm.advantages(batch, reduce)
+        if self._returns is not None:
+            self._send_returns(step, batch, self._returns)
         total = self.cfg.data.prompts_per_step * cfg.group_size
         size = self.cfg.actor.global_batch_size
         rate, sums, updates = self._learning_rate(step), dict[str, float](), 0
         first, tokens = dict[str, float](), 0.0
-        for epoch in range(cfg.update_epochs):
-            order = np.arange(total)
-            if size < total:
-                np.random.default_rng((self.seed, step, epoch)).shuffle(order)
-            place = torch.from_numpy(np.argsort(order))[batch.episode]
-            for number in range(total // size):
-                chosen = torch.nonzero((number * size <= place) & (place < (number + 1) * size)).flatten()
-                found = self._minibatch(batch.select(chosen), rate, f"step {step}, epoch {epoch}, minibatch {number}")
-                tokens += found["tokens"]
-                if not math.isfinite(found["grad_norm"]):
-                    continue
-                if not updates:
-                    first = {name: found[name] for name in self.algorithm.at_first}
-                for name, value in found.items():
-                    sums[name] = sums.get(name, 0.0) + value
-                updates += 1
+        for where, part in minibatches(batch, total, size, self._epochs(step), (self.seed, step)):
+            found = self._minibatch(part, rate, f"step {step}, {where}")
+            tokens += found["tokens"]
+            if not math.isfinite(found["grad_norm"]):
+                continue
+            if not updates:
+                first = {name: found[name] for name in self.algorithm.at_first}
+            for name, value in found.items():
+                sums[name] = sums.get(name, 0.0) + value
+            updates += 1
         self.version = step
         metrics = {name: value / updates for name, value in sums.items()} if updates else {"tokens": tokens}
         metrics |= self.skips.counted()
         seconds = {"update_s": time.perf_counter() - start - scored, "late_score_s": scored}
         return {**metrics, **first, "lr": rate, "updates": float(updates), **seconds}
+
+    def _epochs(self, step: int) -> int:
+        """Passes over a step's samples: none while the critic alone is trained."""
+        if self._returns is not None and step <= self.cfg.critic.warmup_steps:
+            return 0
+        return self.cfg.algorithm.update_epochs
+
+    def _send_returns(self, step: int, batch: TokenBatch, channel: Channel) -> None:
+        """Tells the critics what their values should have been, and of which tokens."""
+        if RETURNS_OF not in batch.columns:
+            raise RlhpcError(
+                f"algorithm.name={self.cfg.algorithm.name} asks the critic for {VALUES}, but its advantages left no "
+                f"batch.columns[{RETURNS_OF!r}] for it to learn from"
+            )
+        returns = batch.columns.pop(RETURNS_OF)
+        for position in batch.group.unique().tolist():
+            where = batch.tokens_of(torch.nonzero(batch.group == position).flatten())
+            message = {
+                "step": step,
+                "position": position,
+                "values": returns[where].numpy(),
+                "mask": batch.mask[where].numpy(),
+            }
+            channel.put(message, key=str(self.prompts.scorer_of(CRITIC, position)))
 
     def _minibatch(self, batch: TokenBatch, rate: float, where: str) -> dict[str, float]:
         """One optimizer step over all ranks' samples; if the returned `grad_norm` is not finite, the step was left

@@ -30,6 +30,16 @@ def channel_from(group: str) -> str:
     return f"from-{group}"
 
 
+def training_phase(step: int) -> str:
+    """What rollout ranks and raters call the answers of a step."""
+    return f"step {step}"
+
+
+def evaluation_phase(step: int) -> str:
+    """What they call those of an evaluation."""
+    return f"evaluation at step {step}"
+
+
 @dataclass(frozen=True)
 class PromptMap:
     """P prompts a step, G responses each, over rollout ranks and actors. Pure: the same on every rank.

@@ -33,12 +33,22 @@ from rlhpc.language.engines.ends import load_model_config
 from rlhpc.language.engines.registry import forkable
 from rlhpc.language.engines.vllm_experts import require_proven
 from rlhpc.language.evaluate import problems_of, suites_of
-from rlhpc.language.rewards import Sample, make_reward
+from rlhpc.language.rewards import Sample
 from rlhpc.language.rewards.pool import Scored
 from rlhpc.language.roles.facts import facts_of, not_finite, summed, varied
 from rlhpc.language.roles.groups import FINISHED, group_of
-from rlhpc.language.roles.prompts import GROUPS, VERSIONS, PromptMap, seed_of
+from rlhpc.language.roles.prompts import (
+    GROUPS,
+    VERSIONS,
+    PromptMap,
+    channel_from,
+    channel_to,
+    evaluation_phase,
+    seed_of,
+    training_phase,
+)
 from rlhpc.language.roles.validation import Row, Validation
+from rlhpc.language.scoring.asking import AskingGroup, Judging
 from rlhpc.language.tokens.model import compute_dtype
 from rlhpc.runs.device import own_device, seed_process
 from rlhpc.runtime.channel import QueueEmpty
@@ -121,7 +131,7 @@ class LanguageRolloutWorker(Worker):
         )  # fmt: skip
         self.generation = make_generation(cfg, self.backend, self.tokenizer)
         self._ended_with_it.insert(0, self.generation)
-        self.judges = make_reward(cfg.reward)
+        self.judges = Judging(cfg)
         self._ended_with_it.append(self.judges)
         self.every = cfg.runner.val_check_interval
         if self.every > 0:
@@ -134,6 +144,14 @@ class LanguageRolloutWorker(Worker):
     def connect(self) -> None:
         """Connects to the channels, once the driver has created them."""
         self._groups, self._versions = self.connect_channel(GROUPS), self.connect_channel(VERSIONS)
+        self._scoring = {name: self.connect_channel(channel_to(name)) for name in self.prompts.scoring}
+        self._raters = {
+            name: AskingGroup(
+                self.connect_channel(channel_to(name)), self.connect_channel(channel_from(name)), self.rank, ranks
+            )
+            for name, ranks in self.prompts.rating.items()
+        }
+        self.judges.connect(self._raters)
 
     def begin(self, step: int) -> None:
         """Starts after `step`; whatever is under way is dropped, weights come before anything else."""
@@ -174,7 +192,7 @@ class LanguageRolloutWorker(Worker):
             if time.perf_counter() > deadline:
                 raise DeadlineExceeded(
                     f"step {step}: {self._open.get(step, 0)} groups of {self.group_name}-{self.rank} were not whole "
-                    f"after runner.step_timeout_s ({self.cfg.runner.step_timeout_s:g} s)"
+                    f"after runner.step_timeout_s ({self.cfg.runner.step_timeout_s:g} s){self._waits_for()}"
                 )
             synced += self._take_weights()
             self._admit()
@@ -192,6 +210,7 @@ class LanguageRolloutWorker(Worker):
                 worked = True
             if not worked:
                 time.sleep(_IDLE_S)
+        self._ask_no_more(training_phase(step))
         stats = summed(self._stats.pop(step))
         stats |= {"seconds": time.perf_counter() - begun, "busy_s": busy, "sync_s": synced, "tokens": tokens}
         return stats
@@ -210,7 +229,17 @@ class LanguageRolloutWorker(Worker):
                 )
             if not self._take_weights():
                 time.sleep(_IDLE_S)
-        return self.validation.rows(self.generation, self.judges, deadline)
+        rows = self.validation.rows(self.generation, self.judges, deadline)
+        self._ask_no_more(evaluation_phase(step))
+        return rows
+
+    def _ask_no_more(self, phase: str) -> None:
+        for rater in self._raters.values():
+            rater.end(phase)
+
+    def _waits_for(self) -> str:
+        waits = self.judges.waits_for()
+        return "; it waits for " + ", ".join(f"{n} ratings of {name}" for name, n in waits.items()) if waits else ""
 
     def _take_weights(self) -> float:
         """Takes in a version that has been announced."""
@@ -255,7 +284,7 @@ class LanguageRolloutWorker(Worker):
         text = self.tokenizer.decode(episode.token_ids, skip_special_tokens=True)
         sample = Sample(
             slot.prompt.question, text, slot.prompt.answer, slot.prompt.meta, int(np.count_nonzero(episode.loss_mask)),
-            episode.finish_reason in FINISHED,
+            episode.finish_reason in FINISHED, slot.prompt.messages,
         )  # fmt: skip
         self.judges.submit(episode.id, sample)
 
@@ -285,6 +314,8 @@ class LanguageRolloutWorker(Worker):
         columns = [self._columns(episode, score) for episode, score in zip(episodes, scores, strict=True)]
         group = group_of(slot.step, slot.position, episodes, rewards, columns, trains=not fault)
         self._groups.put(group.pack(), key=str(self.prompts.actor_of(slot.position)))
+        for name, channel in self._scoring.items():
+            channel.put(group.bare(), key=str(self.prompts.scorer_of(name, slot.position)))
         self._open[slot.step] -= 1
         left_out = {"nonfinite": float(self.group_size), "refills": float(slot.attempt)}
         facts = left_out if fault else facts_of(slot.step, episodes, scores, rewards, slot.attempt)
@@ -352,7 +383,7 @@ def check_language(cfg: LanguageConfig, ranks: dict[str, int]) -> None:
         deepspeed_config(cfg.actor, compute_dtype(cfg.actor.model))
     if "rollout" in ranks:
         configured_agent(cfg)
-        make_reward(cfg.reward).close()
+        Judging(cfg).close()
         if select(cfg, "runner.val_check_interval") > 0:
             for section in suites_of(cfg).values():
                 problems_of(cfg, section, tokenizer)

@@ -138,9 +138,7 @@ class ScoringWorker(_Scoring):
         self.scorer.reload()
 
 
-def send_column(
-    actors: Channel, prompts: PromptMap, groups: Sequence[Group], maker: str, values: torch.Tensor
-) -> None:
+def send_column(actors: Channel, prompts: PromptMap, groups: Sequence[Group], maker: str, values: torch.Tensor) -> None:
     """Sends the actors a column of some groups' tokens.
 
     Args:

@@ -12,10 +12,13 @@ from rlhpc.language.data import PromptSampler, PromptTokenizer, make_dataset
 from rlhpc.language.roles.actor import LanguageActor
 from rlhpc.language.tokens.batches import TokenBatch
 from rlhpc.language.tokens.scores import TokenScores
+from rlhpc.language.tokens.trainer import TokenTrainer
 
 
 class SftActor(LanguageActor[SftConfig]):
     """Trains on the demonstrations of a dataset."""
+
+    backend: TokenTrainer
 
     def init_worker(self, total_steps: int) -> dict[str, Any]:
         """Loads model, optimizer and dataset.
@@ -26,7 +29,7 @@ class SftActor(LanguageActor[SftConfig]):
         Returns:
             Facts: trainable parameters.
         """
-        facts = self._load_model(total_steps)
+        self.backend = self._load_model(total_steps, lambda: TokenTrainer(self.cfg, self))
         data = self.cfg.data
         self.encoder = PromptTokenizer(
             self.tokenizer, data.max_prompt_tokens, data.overlong_prompts, data.train.chat_template
@@ -35,7 +38,7 @@ class SftActor(LanguageActor[SftConfig]):
         if self.encoder.overlong == "drop":
             self.dataset = self.encoder.fitting(self.dataset, demonstrations=True, max_tokens=self.max_tokens)
         self.sampler = PromptSampler(len(self.dataset), data.prompts_per_step, self.seed)
-        return facts
+        return {"parameters": self.backend.parameters_trained}
 
     def imitate(self, step: int) -> dict[str, float]:
         """One optimizer step of SFT on this step's demonstrations: the mean of −log p over their tokens.

@@ -13,7 +13,7 @@ from rlhpc.language.agents.registry import Episodes
 from rlhpc.language.config import GrpoConfig
 from rlhpc.language.evaluate import answers_to, identify, problems_of, suites_of
 from rlhpc.language.pass_at_k import summarize
-from rlhpc.language.rewards.pool import RewardPool
+from rlhpc.language.scoring.asking import Judges
 
 Row = dict[str, Any]
 #: Texts, for which the driver has no use.
@@ -36,7 +36,7 @@ class Validation:
             name: problems_of(cfg, section, tokenizer)[0][rank::ranks] for name, section in self.suites.items()
         }
 
-    def rows(self, generation: Episodes, judges: RewardPool, deadline: float) -> dict[str, list[Row]]:
+    def rows(self, generation: Episodes, judges: Judges, deadline: float) -> dict[str, list[Row]]:
         """Answers the problems.
 
         Args:

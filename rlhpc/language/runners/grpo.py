@@ -13,8 +13,10 @@ from typing import Any
 from rlhpc.algorithms.finite import MOST_IN_A_ROW, nonfinite
 from rlhpc.jobs.signals import StopRequest
 from rlhpc.language.config import GrpoConfig
-from rlhpc.language.roles.prompts import PromptMap
+from rlhpc.language.roles.prompts import PromptMap, evaluation_phase, training_phase
 from rlhpc.language.roles.validation import validation_metrics
+from rlhpc.language.runners.others import Made, Others
+from rlhpc.language.scoring.groups import CRITIC
 from rlhpc.metrics import PhaseTimers
 from rlhpc.runs.folder import RunFolder, note
 from rlhpc.runs.runner import Runner
@@ -35,6 +37,7 @@ class ReasoningRunner(Runner[GrpoConfig]):
     Args:
         cfg: Configuration.
         actor, rollout: Launched groups of `GrpoActor` and `LanguageRolloutWorker`.
+        others: Launched groups that score, and the critic.
         run: The run's folder; by default what `runner.run_dir` and `runner.name` say.
         stop: Asked between steps whether to end early.
 
@@ -50,15 +53,22 @@ class ReasoningRunner(Runner[GrpoConfig]):
         *,
         run: RunFolder | None = None,
         stop: StopRequest | None = None,
+        **others: WorkerGroup,
     ) -> None:
-        super().__init__(cfg, {"actor": actor}, run=run, stop=stop)
+        self.critic = others.get(CRITIC)
+        super().__init__(cfg, {"actor": actor, **({CRITIC: self.critic} if self.critic else {})}, run=run, stop=stop)
         self.actor, self.rollout = actor, rollout
+        self.others = Others(cfg, {name: group for name, group in others.items() if name != CRITIC})
         names = {"actor_name": actor.name, "rollout_name": rollout.name}
-        self.prompts = PromptMap.from_config(cfg, rollout=rollout.world_size, actor=actor.world_size, **names)
+        scoring = {name: group.world_size for name, group in {**others}.items() if name not in self.others.rating}
+        self.prompts = PromptMap.from_config(
+            cfg, rollout=rollout.world_size, actor=actor.world_size, scoring=scoring,
+            rating={name: group.world_size for name, group in self.others.rating.items()}, **names,
+        )  # fmt: skip
         self.turns = cfg.actor.offload_in_rollout
         self.ahead = cfg.algorithm.max_staleness > 0
         self.samples = self._in_vain = 0
-        self._made: dict[int, Handle] = {}
+        self._made: dict[int, Made] = {}
         self._reward = math.nan
 
     # -- start ----------------------------------------------------------------------------------------------------
@@ -74,8 +84,13 @@ class ReasoningRunner(Runner[GrpoConfig]):
             loading.pop().wait(self.timeout)
             self.rollout.offload().wait(self.timeout)
         loading.append(self.actor.init_worker(self.folder.total, self.prompts))
+        if self.critic:
+            loading.append(self.critic.init_worker(self.folder.total, self.prompts))
+        loading += self.others.open(self.prompts)
         for handle in loading:
             handle.wait(self.timeout)
+        if self.turns:
+            self.others.rest(self.timeout)
         self._connect()
 
     def _open_rollout(self) -> Handle:
@@ -84,20 +99,39 @@ class ReasoningRunner(Runner[GrpoConfig]):
     def _connect(self) -> None:
         for name, home in self.prompts.channels().items():
             Channel.create(name, home=home)
-        for handle in [group.connect() for group in (self.actor, self.rollout)]:
+        groups = [self.actor, self.rollout, *([self.critic] if self.critic else []), *self.others.groups.values()]
+        for handle in [group.connect() for group in groups]:
             handle.wait(self.timeout)
 
     def rebuild(self, gone: dict[str, list[int]]) -> None:
-        """Starts the rollout ranks again: all of them have ended."""
+        """Starts again what has ended: all engines, or ranks of groups that score."""
         self._made.clear()
         if self.turns:  # it may have been at work when they ended
             self.actor.offload().wait(self.timeout)
-        self.rollout.relaunch()
-        self.rollout.wait_ready()
-        self._open_rollout().wait(self.timeout)
-        if self.turns:
-            self.rollout.offload().wait(self.timeout)
+        lost = {name: group for name, group in self.others.groups.items() if name in gone}
+        if self.rollout.name in gone:
+            lost[self.rollout.name] = self.rollout
+        for group in lost.values():
+            group.relaunch()
+        for group in lost.values():
+            group.wait_ready()
+        for name, group in lost.items():
+            if group is self.rollout:
+                self._open_rollout().wait(self.timeout)
+                if self.turns:
+                    self.rollout.offload().wait(self.timeout)
+            else:
+                group.execute_on(*gone[name]).init_worker(self.prompts).wait(self.timeout)
         self._connect()
+
+    def unharmed(self, gone: dict[str, list[int]]) -> bool:
+        """Whether only ranks that score were lost, and everyone who learns is where the last step left it: then that step's
+        successor is made anew, from the same weights and seeds."""
+        learning = [self.actor, *([self.critic] if self.critic else [])]
+        if self.rollout.name in gone or self.turns:
+            return False
+        versions = [version for group in learning for version in group.trained_version().wait(self.timeout)]
+        return set(versions) == {self.step}
 
     def begin(self) -> None:
         """Rollout ranks forget what was under way and get the present weights. If the roles take turns, the engines
@@ -124,23 +158,27 @@ class ReasoningRunner(Runner[GrpoConfig]):
         due = every > 0 and step % every == 0
         if self.turns:
             self.rollout.reload()
-        made = self._made.pop(step, None) or self.rollout.generate(step)
+        made = self._made.pop(step, None) or self._start(step)
         if self.ahead and not last and not due:
-            self._made[step + 1] = self.rollout.generate(step + 1)
+            self._made[step + 1] = self._start(step + 1)
         received = self.actor.receive(step)
         if self.turns:
             with timers("rollout"):
                 made.wait(self.timeout)
             self.rollout.offload().wait(self.timeout)
+            made.score(self.timeout)
             self.actor.reload()
         update = self.actor.update(step)
+        learnt = self.critic.update(step) if self.critic else None
         sync = None if last and not due else self.actor.sync_weights(step)
         with timers("rollout"):
             generated = made.wait(self.timeout)
+            served = made.served(self.timeout)
         with timers("receive"):
             receipts = received.wait(self.timeout)
         with timers("update"):
             trained = update.wait(self.timeout)[0]
+            valued = learnt.wait(self.timeout)[0] if learnt else {}
         with timers("sync"):
             if sync is not None:
                 sync.wait(self.timeout)
@@ -153,6 +191,8 @@ class ReasoningRunner(Runner[GrpoConfig]):
                 row |= self._evaluate(step)
         times = ("update_s", "late_score_s")
         row |= {f"train/{name}": value for name, value in trained.items() if name not in times}
+        row |= {f"critic/{name}": value for name, value in valued.items() if name not in times}
+        row |= served
         row |= timers.pop()
         score = max(receipt["score_s"] for receipt in receipts) + trained["late_score_s"]
         row |= {"time/score_s": score, "time/train_s": trained["update_s"]}
@@ -160,11 +200,19 @@ class ReasoningRunner(Runner[GrpoConfig]):
         self._reward = row["train/reward"]
         return row
 
+    def _start(self, step: int) -> Made:
+        """Has a step's answers written, rated and, unless the roles take turns, scored."""
+        scoring = {**({CRITIC: self.critic} if self.critic else {}), **self.others.scoring}
+        return Made(step, self.rollout.generate(step), self.others.rate(training_phase(step)), scoring, wait=self.turns)
+
     def _evaluate(self, step: int) -> dict[str, float]:
         """The suites' metrics with the weights of a step, which have been sent."""
         if self.turns:
             self.rollout.reload()
-        metrics = validation_metrics(self.rollout.evaluate(step).wait(self.timeout))
+        evaluated, rated = self.rollout.evaluate(step), self.others.rate(evaluation_phase(step))
+        metrics = validation_metrics(evaluated.wait(self.timeout))
+        for handle in rated.values():
+            handle.wait(self.timeout)
         if self.turns:
             self.rollout.offload().wait(self.timeout)
         return metrics

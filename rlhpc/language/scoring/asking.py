@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import collections
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, Protocol
 
-from rlhpc.config.typed import select
-from rlhpc.language.config import GrpoConfig, LanguageConfig
+from rlhpc.language.config import LanguageConfig
 from rlhpc.language.rewards import RewardPool, Sample, make_reward
 from rlhpc.language.rewards.pool import Scored
-from rlhpc.language.scoring.groups import raters, scoring_groups
+from rlhpc.language.scoring.groups import rating_names, scoring_groups, with_groups
 from rlhpc.language.scoring.registry import make_scorer
 from rlhpc.runtime.channel import Channel, QueueEmpty
 
@@ -136,7 +135,7 @@ class Judging:
     def __init__(self, cfg: LanguageConfig, askers: Mapping[str, Asker] | None = None) -> None:
         self.failed = cfg.reward.failed
         self._askers: Mapping[str, Asker] = askers or {}
-        self._asked = frozenset(raters_of(cfg))
+        self._asked = frozenset(rating_names(cfg))
         self._terms = [(term.name, term.weight) for term in cfg.reward.terms]
         own = [term for term in cfg.reward.terms if term.name not in self._asked]
         self._pool: RewardPool | None = make_reward(cfg.reward, own) if own or not self._asked else None
@@ -171,9 +170,7 @@ class Judging:
         return [(sample_id, self._sum(sample_id)) for sample_id in self._whole(touched)]
 
     def _whole(self, touched: Iterable[Any]) -> list[Any]:
-        return [
-            one for one in dict.fromkeys(touched) if one in self._own and len(self._given[one]) == len(self._asked)
-        ]
+        return [one for one in dict.fromkeys(touched) if one in self._own and len(self._given[one]) == len(self._asked)]
 
     def _sum(self, sample_id: Any) -> Scored:
         own, given = self._own.pop(sample_id), self._given.pop(sample_id)
@@ -182,7 +179,9 @@ class Judging:
         # By the order of the configuration: the first term says whether an answer is right.
         terms = {name: values[name] for name in [*dict.fromkeys(n for n, _ in self._terms)] if name in values} | values
         if own.failed or missing:
-            reason = "; ".join([*([own.reason] if own.reason else []), *(f"{name} did not rate it" for name in missing)])
+            reason = "; ".join(
+                [*([own.reason] if own.reason else []), *(f"{name} did not rate it" for name in missing)]
+            )
             return Scored(self.failed, terms, True, reason)
         return Scored(own.total + sum(w * values[name] for name, w in self._terms if name in self._asked), terms)
 
@@ -210,23 +209,15 @@ class Judging:
             self._pool.close()
 
 
-def raters_of(cfg: LanguageConfig) -> Sequence[str]:
-    """The terms of the reward that groups give; none in a kind of run without such groups."""
-    return [] if select(cfg, "groups") is None else raters(_with_groups(cfg))
-
-
 def judging_here(cfg: LanguageConfig, device: torch.device) -> Judging:
     """All terms in this process, for evaluations: what groups rate in training is rated here, one model after the other.
 
     Raises:
         ConfigError: A reward or a model cannot be had.
     """
-    names = raters_of(cfg)
+    names = rating_names(cfg)
     if not names:
         return Judging(cfg)
-    groups = scoring_groups(_with_groups(cfg))
-    return Judging(cfg, {name: AskingHere(make_scorer(_with_groups(cfg), device, groups[name])) for name in names})
-
-
-def _with_groups(cfg: LanguageConfig) -> GrpoConfig:
-    return cfg  # type: ignore[return-value]  # it has `groups`, as was looked at
+    given = with_groups(cfg)
+    groups = scoring_groups(given)
+    return Judging(cfg, {name: AskingHere(make_scorer(given, device, groups[name])) for name in names})

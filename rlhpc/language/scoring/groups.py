@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
-from rlhpc.config.typed import plain
+from rlhpc.config.typed import plain, select
 from rlhpc.language.model_config import LanguageModelConfig
 
 if TYPE_CHECKING:
-    from rlhpc.language.config import GrpoConfig
+    from rlhpc.language.config import GrpoConfig, LanguageConfig
 
 #: Groups with a section of their own, and the scorer that runs on their ranks.
 BUILT_IN: Mapping[str, str] = {"reference": "logprobs", "teacher": "logprobs", "reward": "classifier"}
@@ -63,7 +63,39 @@ def scoring_groups(cfg: GrpoConfig) -> dict[str, ScoringGroup]:
     return found
 
 
+def group_roles(cfg: GrpoConfig) -> dict[str, str]:
+    """Worker classes, as `module:Class`, of the groups beside actor and rollout that a run has: those that are placed, and
+    those that it cannot do without."""
+    from rlhpc.language.scoring.registry import rates
+
+    known, here = scoring_groups(cfg), placed(cfg)
+    found: dict[str, str] = {}
+    if CRITIC in here or needs_critic(cfg):
+        found[CRITIC] = "rlhpc.language.roles.critic:CriticWorker"
+    needed = raters(cfg)
+    for name, group in known.items():
+        if name in here or name in needed:
+            worker = "RatingWorker" if rates(group.scorer) else "ScoringWorker"
+            found[name] = f"rlhpc.language.roles.scoring:{worker}"
+    return found
+
+
+def needs_critic(cfg: GrpoConfig) -> bool:
+    """Whether the default algorithm is told to ask one."""
+    return cfg.algorithm.name.lower() == "policy_gradient" and cfg.algorithm.adv_type.lower() == "gae"
+
+
+def rating_names(cfg: LanguageConfig) -> list[str]:
+    """The terms of the reward that groups give, in their order; none in a kind of run that has no such groups."""
+    return [] if select(cfg, "groups") is None else raters(with_groups(cfg))
+
+
 def raters(cfg: GrpoConfig) -> list[str]:
     """The terms of the reward that groups give, in their order."""
     names = scoring_groups(cfg)
     return [term.name for term in cfg.reward.terms if term.name in names]
+
+
+def with_groups(cfg: LanguageConfig) -> GrpoConfig:
+    """The configuration, of which is known that it has groups, as what it is."""
+    return cast("GrpoConfig", cfg)

@@ -156,6 +156,10 @@ class TokenBatch:
         cuts = cumulated(self.lengths[samples])
         return TokenBatch(cu_seqlens=cuts, columns=columns, pad_id=self.pad_id, **parts)
 
+    def split(self, counts: Sequence[int]) -> list[TokenBatch]:
+        """Its samples as several batches, so many in each."""
+        return [self.select(samples) for samples in torch.arange(len(self)).split(list(counts))]
+
     def nothing(self) -> TokenBatch:
         """One sample of no tokens, with the same columns: a batch that trains nothing."""
         none = self.tokens_of(torch.zeros(0, dtype=torch.long))

@@ -15,7 +15,7 @@ from rlhpc.language.tokens.model import export_tokenizer
 from rlhpc.training.lora import ADAPTER
 
 if TYPE_CHECKING:
-    from rlhpc.language.config import LanguageModelConfig
+    from rlhpc.language.model_config import LanguageModelConfig
 
 #: Below a checkpoint's folder.
 FOLDER = "model"

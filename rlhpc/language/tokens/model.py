@@ -12,7 +12,7 @@ import torch
 from rlhpc.runtime.errors import ConfigError
 
 if TYPE_CHECKING:
-    from rlhpc.language.config import LanguageModelConfig
+    from rlhpc.language.model_config import LanguageModelConfig
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 

@@ -20,7 +20,7 @@ from rlhpc.language.tokens.model import load_by, prepared, transformers
 from rlhpc.runtime.errors import ConfigError
 
 if TYPE_CHECKING:
-    from rlhpc.language.config import LanguageModelConfig
+    from rlhpc.language.model_config import LanguageModelConfig
 
 #: Name of the head, as transformers and vLLM have it for decoders.
 HEAD = "score"

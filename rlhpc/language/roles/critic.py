@@ -1,0 +1,216 @@
+"""CriticWorker: one data-parallel rank of the critic, which says what each token's state is worth, and learns it."""
+
+from __future__ import annotations
+
+import math
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from rlhpc.algorithms.losses import aggregate, value_loss
+from rlhpc.language.algorithm.base import RETURNS as RETURN_OF
+from rlhpc.language.algorithm.base import VALUES
+from rlhpc.language.config import GrpoConfig
+from rlhpc.language.model_config import LanguageActorConfig
+from rlhpc.language.roles.actor import LanguageActor
+from rlhpc.language.roles.groups import Group
+from rlhpc.language.roles.minibatches import minibatches
+from rlhpc.language.roles.prompts import GROUPS, RETURNS, PromptMap, channel_to
+from rlhpc.language.roles.scoring import GroupInbox, send_column
+from rlhpc.language.scoring.groups import CRITIC
+from rlhpc.language.tokens.batches import TokenBatch
+from rlhpc.language.tokens.trainer import ScalarTrainer
+from rlhpc.runtime.errors import DeadlineExceeded, RlhpcError
+
+
+class CriticWorker(LanguageActor[GrpoConfig]):
+    """Values the groups of a step as they come; then the actors say what the values should have been."""
+
+    part = CRITIC
+    backend: ScalarTrainer
+
+    @property
+    def section(self) -> LanguageActorConfig:
+        """How it trains."""
+        return self.cfg.critic
+
+    def init_worker(self, total_steps: int, prompts: PromptMap) -> dict[str, Any]:
+        """Loads model and optimizer.
+
+        Args:
+            total_steps: Steps of the whole run, for the learning rate.
+            prompts: Which rank has which prompt.
+
+        Returns:
+            Facts: trainable parameters.
+        """
+        self.prompts = prompts
+        self._batch: dict[int, TokenBatch] = {}
+        seed = self.cfg.runner.seed
+        trainer = self._load_model(
+            total_steps, lambda: ScalarTrainer(self.section, self, seed=seed, key=CRITIC, before=True)
+        )
+        return {"critic_parameters": trainer.parameters_trained}
+
+    def connect(self) -> None:
+        """Connects to the channels, once the driver has created them."""
+        own = self.connect_channel(channel_to(CRITIC))
+        self._inbox = GroupInbox(own, str(self.rank), f"{CRITIC}-{self.rank}", self.prompts.rollout_name)
+        self._actors, self._returns = self.connect_channel(GROUPS), self.connect_channel(RETURNS)
+        self._batch.clear()
+
+    # -- values ---------------------------------------------------------------------------------------------------
+
+    def serve(self, step: int) -> dict[str, float]:
+        """Values its share of a step's groups, as they come, and keeps them for `update`.
+
+        Returns:
+            Seconds spent on it, and tokens.
+        """
+        missing, busy, tokens = len(self.prompts.share_of(CRITIC, self.rank)), 0.0, 0
+        deadline = time.monotonic() + self.cfg.runner.step_timeout_s
+        kept = dict[int, TokenBatch]()
+        while missing:
+            # Ranks of a sharded model compute together: each takes as many groups at a time.
+            groups = self._together(step, deadline, missing)
+            missing -= len(groups)
+            start = time.perf_counter()
+            batch = TokenBatch.joined([self._padded(group) for group in groups])
+            values = torch.zeros(batch.tokens)
+            for samples, part in self._micro_batches(batch):
+                found = self.backend.forward(part).float().cpu()
+                values[batch.tokens_of(samples)] = found
+            batch.columns[VALUES] = values
+            for group, part in zip(groups, batch.split([len(group.batch) for group in groups]), strict=True):
+                kept[group.position] = part
+            send_column(self._actors, self.prompts, groups, CRITIC, values)
+            busy, tokens = busy + time.perf_counter() - start, tokens + batch.tokens
+        self._batch = dict(sorted(kept.items()))
+        return {"busy_s": busy, "tokens": float(tokens)}
+
+    def _padded(self, group: Group) -> TokenBatch:
+        group.batch.pad_id = self.pad
+        return group.batch
+
+    def _together(self, step: int, deadline: float, missing: int) -> list[Group]:
+        groups = self._inbox.some(step, deadline)
+        if self.world_size > 1:
+            while len(groups) < missing:
+                groups += self._inbox.some(step, deadline)
+        return groups
+
+    # -- training -------------------------------------------------------------------------------------------------
+
+    def update(self, step: int) -> dict[str, float]:
+        """Trains on the groups that `serve` valued, once the actors have sent the returns.
+
+        Returns:
+            Metrics, the same on all ranks.
+
+        Raises:
+            NonFinite: A gradient is not finite.
+        """
+        self._take_returns(step)
+        cfg, start = self.cfg, time.perf_counter()
+        whole = TokenBatch.joined(list(self._batch.values()))
+        self._batch = {}
+        total = cfg.data.prompts_per_step * cfg.algorithm.group_size
+        rate, sums, updates = self._learning_rate(step), dict[str, float](), 0
+        section = cfg.critic
+        parts = minibatches(whole, total, section.global_batch_size, section.update_epochs, (self.seed, step))
+        for where, part in parts:
+            found = self._minibatch(part, rate, f"step {step}, {where}")
+            if not math.isfinite(found["grad_norm"]):
+                continue
+            for name, value in found.items():
+                sums[name] = sums.get(name, 0.0) + value
+            updates += 1
+        self.version = step
+        metrics = {name: value / updates for name, value in sums.items()} if updates else {}
+        return {
+            **metrics,
+            **self._fit(whole),
+            **self.skips.counted(),
+            "lr": rate,
+            "update_s": time.perf_counter() - start,
+        }
+
+    def _take_returns(self, step: int) -> None:
+        deadline, missing = time.monotonic() + self.cfg.runner.step_timeout_s, set(self._batch)
+        if not missing:
+            raise RlhpcError(f"step {step}: the critic has valued no groups that it could be trained on")
+        while missing:
+            try:
+                found = self._returns.get(key=str(self.rank), timeout=max(0.0, deadline - time.monotonic()))
+            except DeadlineExceeded:
+                raise DeadlineExceeded(
+                    f"step {step}: no returns came from {self.prompts.actor_name} for prompts {sorted(missing)[:8]} within "
+                    "runner.step_timeout_s"
+                ) from None
+            if found["step"] != step:
+                continue
+            batch = self._batch[found["position"]]
+            batch.columns[RETURN_OF] = torch.from_numpy(found["values"].copy())
+            batch.mask = torch.from_numpy(found["mask"].copy())
+            missing.discard(found["position"])
+
+    def _minibatch(self, batch: TokenBatch, rate: float, where: str) -> dict[str, float]:
+        """One optimizer step over all ranks' samples."""
+        mask = batch.mask
+        lines = torch.repeat_interleave(torch.arange(len(batch)), batch.lengths)[mask]
+        counts = torch.tensor([float(mask.sum()), float(len(lines.unique()))])
+        if self.world_size > 1:
+            counts = self.all_reduce(counts)
+        tokens, sequences = counts.tolist()
+        if self.skips.skip and not tokens:
+            return {"grad_norm": math.nan, "tokens": 0.0}
+        share = {"global_tokens": max(tokens, 1.0), "global_seqs": max(sequences, 1.0)}
+        clip, agg = self.cfg.algorithm.value_clip, self.cfg.algorithm.loss_agg
+
+        def loss(values: torch.Tensor, part: TokenBatch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+            columns = part.columns
+            known = part.padded(part.mask)
+            value, found = value_loss(
+                values=part.padded(values), returns=part.padded(columns[RETURN_OF]), loss_mask=known,
+                old_values=part.padded(columns[VALUES]), value_clip=clip, loss_agg=agg, **share,
+            )  # fmt: skip
+            portion = known.sum() / share["global_tokens"]
+            measured = {name: torch.as_tensor(each) * portion for name, each in found.items()}
+            mean = aggregate(part.padded(values.detach()), known, "token-mean", **share)
+            return value, {"loss": value.detach(), "value": mean, **measured}
+
+        parts = self.backend.forward_backward([part for _, part in self._micro_batches(batch)], loss)
+        return self._step(rate, self._reduced(parts), tokens, where, batch)
+
+    def _fit(self, batch: TokenBatch) -> dict[str, float]:
+        """How much of the returns' variance the values explained, before this step's training."""
+        returns, values = batch.columns[RETURN_OF][batch.mask].double(), batch.columns[VALUES][batch.mask].double()
+        rest = returns - values
+        sums = torch.stack(
+            [torch.tensor(float(len(rest))).double(), returns.sum(), (returns**2).sum(), rest.sum(), (rest**2).sum()]
+        )
+        if self.world_size > 1:
+            sums = self.all_reduce(sums)
+        n, total, squares, rests, rest_squares = sums.tolist()
+        if not n:
+            return {}
+        variance = squares / n - (total / n) ** 2
+        left = rest_squares / n - (rests / n) ** 2
+        found = {"return": total / n}
+        if variance > 1e-12:
+            found["explained_variance"] = 1.0 - left / variance
+        return found
+
+    # -- checkpoint -----------------------------------------------------------------------------------------------
+
+    def save(self, folder: str) -> None:
+        """Writes model and optimizer below `critic`."""
+        path = Path(folder) / CRITIC
+        path.mkdir(exist_ok=True)
+        super().save(str(path))
+
+    def load(self, folder: str) -> None:
+        """Restores a checkpoint, of this or another world size."""
+        super().load(str(Path(folder) / CRITIC))

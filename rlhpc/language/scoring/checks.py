@@ -1,0 +1,128 @@
+"""What must hold of the groups beside actor and rollout."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from rlhpc.config.rules import Fail
+from rlhpc.language.scoring.groups import (
+    BUILT_IN,
+    CRITIC,
+    TAKEN,
+    group_roles,
+    needs_critic,
+    placed,
+    raters,
+    scoring_groups,
+)
+from rlhpc.language.scoring.registry import check_scorer, rates
+from rlhpc.runtime.errors import ConfigError
+
+if TYPE_CHECKING:
+    from rlhpc.language.config import GrpoConfig
+
+
+def check_group_sections(cfg: GrpoConfig, fail: Fail) -> None:
+    """Names, terms and places. Imports nothing but what the configuration names.
+
+    Raises:
+        ConfigError: The first rule that is broken.
+    """
+    names = [group.name for group in cfg.groups]
+    for index, name in enumerate(names):
+        if name in TAKEN or names.index(name) < index:
+            raise ConfigError(f"groups[{index}].name is {name!r}, which is taken: give the group another name")
+    known = scoring_groups(cfg)
+    for name in names:
+        rates(known[name].scorer)
+        check_scorer(known[name])
+    terms = [term.name for term in cfg.reward.terms]
+    for name in raters(cfg):
+        if not rates(known[name].scorer):
+            raise fail("reward.terms", f"the group {name!r} says something of tokens, and does not rate answers")
+        if terms.count(name) > 1:
+            raise fail("reward.terms", f"the group {name!r} is named twice")
+    _placed(cfg, fail)
+
+
+def _placed(cfg: GrpoConfig, fail: Fail) -> None:
+    """Every group that is needed has a place, and every one with a place is needed."""
+    here, known, rating = placed(cfg), scoring_groups(cfg), raters(cfg)
+    for name in rating:
+        if name not in here:
+            raise fail("reward.terms", f"the group {name!r} has no place: set cluster.component_placement.{name}")
+    if needs_critic(cfg) and CRITIC not in here:
+        raise fail(
+            "algorithm.adv_type",
+            "gae needs a critic: give it a place with cluster.component_placement.critic, or choose grpo, rloo, …",
+        )
+    asked = asked_for(cfg)
+    for name in here:
+        rater = name in known and rates(known[name].scorer)
+        if rater and name not in rating:
+            raise fail("cluster.component_placement", f"no term of reward.terms is {name!r}: add one, or leave it out")
+        if not rater and (name in known or name == CRITIC) and name not in asked:
+            need = {"reference": "set algorithm.kl_coef", CRITIC: "set algorithm.adv_type=gae"}
+            hint = need.get(name, "choose an algorithm.name with such a column")
+            raise fail("cluster.component_placement", f"nothing asks the group {name!r}: {hint}, or leave it out")
+    for name in asked - {"reference"}:
+        if name not in here:
+            raise fail(
+                "cluster.component_placement",
+                f"algorithm.name={cfg.algorithm.name} asks a group {name!r}: give it a place",
+            )
+    for name in {*here} & {*BUILT_IN} - {"reference"}:
+        if not known[name].model.model_path:
+            key = "reward.model" if name == "reward" else f"{name}.model"
+            raise ConfigError(f"{key}.model_path is not set, but the group {name!r} has a place: name its model")
+
+
+def asked_for(cfg: GrpoConfig) -> frozenset[str]:
+    """The groups that the algorithm wants columns of."""
+    from rlhpc.language.algorithm.registry import make_algorithm
+
+    if cfg.algorithm.name.lower() == "policy_gradient" and not cfg.algorithm.kwargs:
+        found = {CRITIC} if needs_critic(cfg) else set()
+        return frozenset(found | ({"reference"} if cfg.algorithm.kl_coef else set()))
+    makers = {column.by for column in make_algorithm(cfg).columns}
+    return frozenset(by for by in makers if isinstance(by, str) and by not in ("rollout", "actor"))
+
+
+def check_groups(cfg: GrpoConfig, ranks: Mapping[str, int]) -> None:
+    """Refuses models of groups that cannot be used; loads no weights.
+
+    Raises:
+        ConfigError: Names the key.
+    """
+    from rlhpc.language.data import load_tokenizer
+
+    roles, known = group_roles(cfg), scoring_groups(cfg)
+    for name in (n for n in roles if n in ranks):
+        model = cfg.critic.model if name == CRITIC else known[name].model
+        if model.model_path:
+            load_tokenizer(model.model_path, model.trust_remote_code)
+    if "teacher" in ranks:
+        same_vocabulary(cfg)
+
+
+def same_vocabulary(cfg: GrpoConfig) -> None:
+    """Refuses a teacher that reads other tokens than the student.
+
+    Raises:
+        ConfigError: The vocabularies differ; says where.
+    """
+    from rlhpc.language.data import load_tokenizer
+
+    one, other = (load_tokenizer(m.model_path, m.trust_remote_code) for m in (cfg.actor.model, cfg.teacher.model))
+    mine, theirs = one.get_vocab(), other.get_vocab()
+    if mine == theirs and one.eos_token_id == other.eos_token_id:
+        return
+    odd = next((t for t in {**mine, **theirs} if mine.get(t) != theirs.get(t)), None)
+    why = (
+        f"{odd!r} is {mine.get(odd)} there and {theirs.get(odd)} here" if odd is not None else "their end tokens differ"
+    )
+    raise ConfigError(
+        f"teacher.model.model_path={cfg.teacher.model.model_path}: its vocabulary ({len(theirs)} tokens) is not that of "
+        f"actor.model ({len(mine)}): token {why}; a teacher scores the student's tokens, so it must have the same"
+    )
