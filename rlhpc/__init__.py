@@ -27,6 +27,8 @@ _HOMES = {
     "rlhpc.runs.configuration": ["load_config"],
     "rlhpc.language.algorithm.base": ["LanguageAlgorithm", "Column", "Scorer"],
     "rlhpc.language.algorithm.registry": ["register_algorithm"],
+    "rlhpc.language.scoring.base": ["Rater"],
+    "rlhpc.language.scoring.registry": ["register_scorer"],
     "rlhpc.language.tokens.batches": ["TokenBatch"],
     "rlhpc.embodied.export": ["load_exported"],
     "rlhpc.embodied.roles": ["EmbodiedActor", "MultiStepRolloutWorker", "EnvWorker"],

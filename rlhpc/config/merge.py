@@ -192,11 +192,12 @@ def _untouched(cls: type) -> DictConfig:
 def _structured(item: dict[str, Any], cls: type, where: str, source: str) -> DictConfig:
     """One element of a list of sections, typed."""
     section = _untouched(cls).copy()
+    fields = fields_of(cls)
     for key, value in item.items():
         try:
-            OmegaConf.update(section, key, value, merge=False)
+            OmegaConf.update(section, key, value, merge=dataclasses.is_dataclass(fields[key]))
         except OmegaConfBaseException as error:
-            rule = words_of(fields_of(cls)[key])
+            rule = words_of(fields[key])
             raise ConfigError(
                 f"{source}: {where}.{key} is {shown(value)}; it must be {rule} ({reason(error)})"
             ) from None

@@ -133,5 +133,5 @@ def _found(cfg: object, key: str) -> Iterator[tuple[str, Any]]:
     if not each:
         yield key, select(cfg, key)
         return
-    for index, element in enumerate(select(cfg, section)):
+    for index, element in enumerate(select(cfg, section) or ()):
         yield f"{section}[{index}].{name}", select(element, name)

@@ -73,8 +73,17 @@ def _sections(cls: type, prefix: str, ranges: Mapping[str, Range]) -> dict[str, 
         else:
             name = words_of(kind).replace("|", "or")
         allowed = ranges.get(key, ANY).short()
-        own.append(_Row(key, f"{name}, {allowed}" if allowed else name, _default(field), docs.get(field.name, "")))
+        row = _Row(key, f"{name}, {allowed}" if allowed else name, _default(field), docs.get(field.name, ""))
+        if prefix or element is None:
+            own.append(row)
+        else:  # a list of sections that is in none
+            found[f"{key}[]"][1].insert(0, row)
     return found
+
+
+def _head(section: str) -> str:
+    """The part of the file that a section belongs to: `data` for `data.eval[]`."""
+    return section.split(".")[0].split("[")[0]
 
 
 def render(kinds: Mapping[str, tuple[type, Mapping[str, Range]]]) -> str:
@@ -86,7 +95,8 @@ def render(kinds: Mapping[str, tuple[type, Mapping[str, Range]]]) -> str:
     pages = {name: _sections(cls, "", {**RANGES, **ranges}) for name, (cls, ranges) in kinds.items()}
     order = {section: None for page in pages.values() for section in page}
     lines = [_HEAD.rstrip()]
-    for section in sorted(order, key=lambda name: list(order).index(name.split(".")[0].split("[")[0])):
+    heads = [_head(section) for section in order]
+    for section in sorted(order, key=lambda name: heads.index(_head(name))):
         having = [name for name, page in pages.items() if section in page]
         descriptions = list(dict.fromkeys(pages[name][section][0] for name in having))
         runs = "" if len(having) == len(pages) else f" Runs: {', '.join(having)}."

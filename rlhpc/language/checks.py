@@ -95,6 +95,7 @@ def check_reasoning(cfg: GrpoConfig, fail: Fail) -> None:
     """
     algorithm = cfg.algorithm
     check_group_sections(cfg, fail)
+    _check_backend("critic.training_backend", cfg.critic.training_backend, fail)
     if CRITIC in placed(cfg):
         _critic(cfg, fail)
     if algorithm.name.lower() not in ALGORITHMS.built_in or algorithm.kwargs:
@@ -133,7 +134,6 @@ def check_reasoning(cfg: GrpoConfig, fail: Fail) -> None:
 def _critic(cfg: GrpoConfig, fail: Fail) -> None:
     """How the critic is trained."""
     critic, responses = cfg.critic, cfg.data.prompts_per_step * cfg.algorithm.group_size
-    _check_backend("critic.training_backend", critic.training_backend, fail)
     if responses % critic.global_batch_size:
         raise fail("critic.global_batch_size", f"a step has {responses} responses, which must divide by it")
     path = str(critic.model.model_path)

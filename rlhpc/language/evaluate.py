@@ -279,7 +279,7 @@ def answers_to(
             tokens, finished = sum(map(bool, episode.loss_mask)), episode.finish_reason == "stop"
             said = Sample(prompt.question, text, prompt.answer, prompt.meta, tokens, finished, prompt.messages)
             rows[episode.id] = _row(prompt, episode.id % count, said)
-            judges.submit(episode.id, said)
+            judges.submit(episode.id, said, episode.id // count, count)
         judged = judges.poll()
         for number, scored in judged:
             _judge(rows[number], scored, cfg.reward)

@@ -73,33 +73,36 @@ class CriticWorker(LanguageActor[GrpoConfig]):
         deadline = time.monotonic() + self.cfg.runner.step_timeout_s
         kept = dict[int, TokenBatch]()
         while missing:
-            # Ranks of a sharded model compute together: each takes as many groups at a time.
-            groups = self._together(step, deadline, missing)
+            groups = self._inbox.some(step, deadline)
+            if self.world_size > 1:  # ranks of a sharded model compute together
+                while len(groups) < missing:
+                    groups += self._inbox.some(step, deadline)
             missing -= len(groups)
             start = time.perf_counter()
-            batch = TokenBatch.joined([self._padded(group) for group in groups])
-            values = torch.zeros(batch.tokens)
-            for samples, part in self._micro_batches(batch):
-                found = self.backend.forward(part).float().cpu()
-                values[batch.tokens_of(samples)] = found
-            batch.columns[VALUES] = values
-            for group, part in zip(groups, batch.split([len(group.batch) for group in groups]), strict=True):
-                kept[group.position] = part
-            send_column(self._actors, self.prompts, groups, CRITIC, values)
-            busy, tokens = busy + time.perf_counter() - start, tokens + batch.tokens
+            # Otherwise each by itself: which came together must not show in the last digit.
+            for part in [sorted(groups, key=_position)] if self.world_size > 1 else [[group] for group in groups]:
+                tokens += self._value(part, kept)
+            busy += time.perf_counter() - start
         self._batch = dict(sorted(kept.items()))
         return {"busy_s": busy, "tokens": float(tokens)}
 
-    def _padded(self, group: Group) -> TokenBatch:
-        group.batch.pad_id = self.pad
-        return group.batch
+    def _value(self, groups: list[Group], kept: dict[int, TokenBatch]) -> int:
+        """Sends the actors the values of some groups, and keeps these.
 
-    def _together(self, step: int, deadline: float, missing: int) -> list[Group]:
-        groups = self._inbox.some(step, deadline)
-        if self.world_size > 1:
-            while len(groups) < missing:
-                groups += self._inbox.some(step, deadline)
-        return groups
+        Returns:
+            Their tokens.
+        """
+        for group in groups:
+            group.batch.pad_id = self.pad
+        batch = TokenBatch.joined([group.batch for group in groups])
+        values = torch.zeros(batch.tokens)
+        for samples, part in self._micro_batches(batch):
+            values[batch.tokens_of(samples)] = self.backend.forward(part).float().cpu()
+        batch.columns[VALUES] = values
+        for group, part in zip(groups, batch.split([len(group.batch) for group in groups]), strict=True):
+            kept[group.position] = part
+        send_column(self._actors, self.prompts, groups, CRITIC, values)
+        return batch.tokens
 
     # -- training -------------------------------------------------------------------------------------------------
 
@@ -214,3 +217,7 @@ class CriticWorker(LanguageActor[GrpoConfig]):
     def load(self, folder: str) -> None:
         """Restores a checkpoint, of this or another world size."""
         super().load(str(Path(folder) / CRITIC))
+
+
+def _position(group: Group) -> int:
+    return group.position

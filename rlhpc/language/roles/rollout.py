@@ -286,7 +286,7 @@ class LanguageRolloutWorker(Worker):
             slot.prompt.question, text, slot.prompt.answer, slot.prompt.meta, int(np.count_nonzero(episode.loss_mask)),
             episode.finish_reason in FINISHED, slot.prompt.messages,
         )  # fmt: skip
-        self.judges.submit(episode.id, sample)
+        self.judges.submit(episode.id, sample, (*place, slot.attempt), self.group_size)
 
     def _scored(self, request: int, scored: Scored) -> None:
         place, member = self._of_request.pop(request)

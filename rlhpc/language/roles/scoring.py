@@ -123,10 +123,11 @@ class ScoringWorker(_Scoring):
             groups = self._inbox.some(step, deadline)
             missing -= len(groups)
             start = time.perf_counter()
-            batch = TokenBatch.joined([group.batch for group in groups])
-            values = score_in_parts(self.scorer.score, batch, self.group.max_tokens, self.device)
-            send_column(self._actors, self.prompts, groups, self.group_name, values)
-            busy, tokens = busy + time.perf_counter() - start, tokens + batch.tokens
+            for group in groups:  # each by itself: which came together must not show in the last digit
+                values = score_in_parts(self.scorer.score, group.batch, self.group.max_tokens, self.device)
+                send_column(self._actors, self.prompts, [group], self.group_name, values)
+                tokens += group.batch.tokens
+            busy += time.perf_counter() - start
         return {"busy_s": busy, "tokens": float(tokens)}
 
     def offload(self) -> None:
@@ -181,11 +182,10 @@ class RatingWorker(_Scoring):
             if not asked:
                 continue
             start = time.perf_counter()
-            values = list(self.scorer.rate([one["sample"] for one in asked]))
-            if len(values) != len(asked):
-                raise RlhpcError(f"{self.group.scorer}: rate gave {len(values)} numbers for {len(asked)} answers")
-            self._answer(asked, values)
-            busy, count = busy + time.perf_counter() - start, count + len(asked)
+            for one in asked:
+                self._answer(one)
+                count += len(one["ids"])
+            busy += time.perf_counter() - start
         del self._ends[phase]
         return {"busy_s": busy, "answers": float(count)}
 
@@ -208,11 +208,10 @@ class RatingWorker(_Scoring):
                 "was done, within runner.step_timeout_s"
             ) from None
 
-    def _answer(self, asked: Sequence[dict[str, Any]], values: Sequence[float | None]) -> None:
-        answers: dict[tuple[int, int], tuple[list[Any], list[float | None]]] = {}
-        for one, value in zip(asked, values, strict=True):
-            ids, found = answers.setdefault((one["rollout"], one["round"]), ([], []))
-            ids.append(one["id"])
-            found.append(None if value is None else float(value))
-        for (rollout, number), (ids, found) in answers.items():
-            self._answers.put({"round": number, "ids": ids, "values": found}, key=str(rollout))
+    def _answer(self, asked: dict[str, Any]) -> None:
+        found = list(self.scorer.rate(asked["samples"]))
+        if len(found) != len(asked["ids"]):
+            raise RlhpcError(f"{self.group.scorer}: rate gave {len(found)} numbers for {len(asked['ids'])} answers")
+        values = [None if value is None else float(value) for value in found]
+        message = {"round": asked["round"], "ids": asked["ids"], "values": values}
+        self._answers.put(message, key=str(asked["rollout"]))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import abc
 import collections
 from collections.abc import Hashable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, Protocol
@@ -24,8 +25,8 @@ Ratings = list[tuple[Any, float | None]]
 class Judges(Protocol):
     """Says of answers what they are worth."""
 
-    def submit(self, sample_id: Hashable, sample: Sample) -> None:
-        """Queues an answer; `poll` gives its verdict back under `sample_id`."""
+    def submit(self, sample_id: Hashable, sample: Sample, problem: Hashable, size: int) -> None:
+        """Queues an answer, one of `size` to a problem; `poll` gives its verdict back under `sample_id`."""
 
     def poll(self) -> list[tuple[Any, Scored]]:
         """Verdicts since the last call, in any order."""
@@ -37,50 +38,64 @@ class Judges(Protocol):
         """Ends what it started."""
 
 
-class Asker(Protocol):
-    """Asks for one term of the reward."""
+class Asker(abc.ABC):
+    """Asks for one term of the reward. Answers to one problem are rated together, once all are there, in the order of their
+    ids: so what they get does not depend on which came when, not in the last digit either."""
 
-    def submit(self, sample_id: Any, sample: Sample) -> None:
-        """Asks."""
+    def __init__(self) -> None:
+        self._open: dict[Hashable, dict[Any, Sample]] = collections.defaultdict(dict)
 
+    def submit(self, sample_id: Any, sample: Sample, problem: Hashable, size: int) -> None:
+        """Asks for the rating of an answer, once all `size` answers to its problem are there."""
+        found = self._open[problem]
+        found[sample_id] = sample
+        if len(found) == size:
+            del self._open[problem]
+            self._ask(dict(sorted(found.items())))
+
+    @abc.abstractmethod
+    def _ask(self, samples: dict[Any, Sample]) -> None:
+        """Asks for the ratings of all answers to a problem."""
+
+    @abc.abstractmethod
     def poll(self) -> Ratings:
-        """What has been answered; None for an answer that could not be rated."""
+        """What has been rated; None for an answer that could not be."""
 
     def drain(self) -> None:
         """Forgets what was asked."""
+        self._open.clear()
 
-    def close(self) -> None:
+    def close(self) -> None:  # noqa: B027 (most start nothing)
         """Ends what it started."""
 
 
-class AskingHere:
+class AskingHere(Asker):
     """A rater in this process."""
 
     def __init__(self, rater: Rater) -> None:
+        super().__init__()
         self.rater = rater
-        self._waiting: dict[Any, Sample] = {}
+        self._rated: Ratings = []
 
-    def submit(self, sample_id: Any, sample: Sample) -> None:
-        """See `Asker.submit`."""
-        self._waiting[sample_id] = sample
+    def _ask(self, samples: dict[Any, Sample]) -> None:
+        self._rated += zip(samples, self.rater.rate(list(samples.values())), strict=True)
 
     def poll(self) -> Ratings:
-        """See `Asker.poll`: rates all that wait."""
-        if not self._waiting:
-            return []
-        waiting, self._waiting = self._waiting, {}
-        return list(zip(waiting, self.rater.rate(list(waiting.values())), strict=True))
+        """See `Asker.poll`."""
+        rated, self._rated = self._rated, []
+        return rated
 
     def drain(self) -> None:
         """See `Asker.drain`."""
-        self._waiting.clear()
+        super().drain()
+        self._rated.clear()
 
     def close(self) -> None:
         """See `Asker.close`."""
         self.rater.close()
 
 
-class AskingGroup:
+class AskingGroup(Asker):
     """A group of raters, whose ranks are asked in turn.
 
     Args:
@@ -91,12 +106,14 @@ class AskingGroup:
     """
 
     def __init__(self, asked: Channel, answers: Channel, rank: int, ranks: int) -> None:
+        super().__init__()
         self._asked, self._answers, self._rank, self._ranks = asked, answers, rank, ranks
         self._count = self._round = 0
 
-    def submit(self, sample_id: Any, sample: Sample) -> None:
-        """See `Asker.submit`."""
-        message = {"rollout": self._rank, "round": self._round, "id": sample_id, "sample": sample}
+    def _ask(self, samples: dict[Any, Sample]) -> None:
+        message = {
+            "rollout": self._rank, "round": self._round, "ids": list(samples), "samples": list(samples.values()),
+        }  # fmt: skip
         self._asked.put(message, key=str(self._count % self._ranks))
         self._count += 1
 
@@ -113,15 +130,13 @@ class AskingGroup:
 
     def drain(self) -> None:
         """See `Asker.drain`: answers to what was asked before are dropped when they come."""
+        super().drain()
         self._round += 1
 
     def end(self, phase: str) -> None:
         """Tells all ranks that this process asks nothing more in a phase of the run."""
         for rank in range(self._ranks):
             self._asked.put({"rollout": self._rank, "end": phase}, key=str(rank))
-
-    def close(self) -> None:
-        """See `Asker.close`: groups end by themselves."""
 
 
 class Judging:
@@ -147,14 +162,14 @@ class Judging:
         self.drain()
         self._askers = askers
 
-    def submit(self, sample_id: Hashable, sample: Sample) -> None:
+    def submit(self, sample_id: Hashable, sample: Sample, problem: Hashable, size: int) -> None:
         """See `Judges.submit`."""
         if self._pool is None:
             self._own[sample_id] = Scored(0.0)
         else:
             self._pool.submit(sample_id, sample)
         for asker in self._askers.values():
-            asker.submit(sample_id, sample)
+            asker.submit(sample_id, sample, problem, size)
 
     def poll(self) -> list[tuple[Any, Scored]]:
         """See `Judges.poll`."""

@@ -32,9 +32,13 @@ class Rater(abc.ABC):
 
     @abc.abstractmethod
     def rate(self, samples: Sequence[Sample]) -> Sequence[float | None]:
-        """One number for each answer, in their order; None where it could not be rated: that one gets `reward.failed`.
+        """Rates the answers to one problem.
 
-        What an answer gets may depend on that answer alone, not on those that are rated with it.
+        Args:
+            samples: All of them, always in the same order.
+
+        Returns:
+            One number for each, in that order; None where it could not be rated: that one gets `reward.failed`.
         """
 
     def close(self) -> None:  # noqa: B027 (most start nothing)

@@ -102,6 +102,10 @@ def check_groups(cfg: GrpoConfig, ranks: Mapping[str, int]) -> None:
         model = cfg.critic.model if name == CRITIC else known[name].model
         if model.model_path:
             load_tokenizer(model.model_path, model.trust_remote_code)
+        if name != CRITIC and known[name].scorer.lower() == "classifier":
+            from rlhpc.language.scoring.classifier import require_classifier
+
+            require_classifier(known[name])
     if "teacher" in ranks:
         same_vocabulary(cfg)
 

@@ -23,12 +23,7 @@ class Classifier(Rater):
 
     def __init__(self, cfg: GrpoConfig, device: torch.device, group: ScoringGroup) -> None:
         super().__init__(cfg, device, group)
-        key = "reward.model.model_path" if group.name == "reward" else f"groups[{group.name}].model.model_path"
-        if not is_classifier(group.model, key):
-            raise ConfigError(
-                f"{key}={group.model.model_path}: it is no sequence classifier, so its values would be those of a new head; "
-                "train one with runner.task_type=reward_model, and name what that run exports"
-            )
+        key = require_classifier(group)
         model = load_scalar_model(group.model, dtype=compute_dtype(group.model), key=key)
         self.model = model.eval().requires_grad_(False).to(device)
         self.tokenizer = load_tokenizer(str(group.model.model_path), group.model.trust_remote_code)
@@ -67,3 +62,18 @@ class Classifier(Rater):
             together = [*prompt, *self.tokenizer(sample.response, add_special_tokens=False)["input_ids"]]
         ends = sample.finished and self.end is not None and together[-1:] != [self.end]
         return [*together, *([int(self.end)] if ends else [])]
+
+
+def require_classifier(group: ScoringGroup) -> str:
+    """The key of the group's model.
+
+    Raises:
+        ConfigError: That model has no head of its own.
+    """
+    key = "reward.model.model_path" if group.name == "reward" else f"groups[{group.name}].model.model_path"
+    if not is_classifier(group.model, key):
+        raise ConfigError(
+            f"{key}={group.model.model_path}: it is no sequence classifier, so its values would be those of a new head; "
+            "train one with runner.task_type=reward_model, and name what that run exports"
+        )
+    return key

@@ -14,11 +14,15 @@ ROOT = Path(__file__).resolve().parents[3]
 #: Text that may be anything: names that the user gives, files and folders, words for others (Slurm, transformers, columns).
 FREE = (
     "runner.name", "runner.run_dir", "runner.resume_dir", "runner.init_from", "cluster.", "workflow.", "env.train.simulator_python",
-    "env.eval.simulator_python", "actor.model.model_path", "algorithm.demo_buffer.load_path", "data.train.",
+    "env.eval.simulator_python", "actor.model.model_path", "critic.model.model_path", "teacher.model.model_path",
+    "reward.model.model_path", "algorithm.demo_buffer.load_path", "data.train.",
 )  # fmt: skip
 #: Keys of those sections that do name something, and which lists have words that do.
 NAMED = {
-    "reasoning": ("data.train.source=nonsense", "data.eval=[{source: nonsense}]", "reward.terms=[{name: nonsense}]"),
+    "reasoning": (
+        "data.train.source=nonsense", "data.eval=[{source: nonsense}]", "reward.terms=[{name: nonsense}]",
+        "groups=[{name: own, scorer: nonsense}]",
+    ),
     "sft": ("data.train.source=nonsense", "data.eval=[{source: nonsense}]", "reward.terms=[{name: nonsense}]"),
 }
 CONFIGS = {

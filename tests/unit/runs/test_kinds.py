@@ -24,7 +24,7 @@ FOREIGN = {
     ],
     LANGUAGE: [
         "runner.stop_return=1", "runner.init_from=x", "algorithm.value_coef=0.1", "algorithm.target_kl=0.1",
-        "algorithm.gae_lambda=0.9", "algorithm.logprob_type=nonsense", "algorithm.reward_type=chunk_level",
+        "algorithm.logprob_type=nonsense", "algorithm.reward_type=chunk_level",
         "algorithm.rollout_steps=5", "actor.micro_batch_size=3",
         "rollout.pipeline_stage_num=2", "actor.model.model_type=nonsense", "actor.model.hidden_sizes=[3]",
         "env.train.num_envs=3", "demos.limit=1", "workflow.record_episodes=3",

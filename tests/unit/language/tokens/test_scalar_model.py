@@ -15,8 +15,8 @@ pytest.importorskip("peft")
 
 from rlhpc import Worker
 from rlhpc.config.sections import LoraConfig
-from rlhpc.language.config import LanguageActorConfig, LanguageModelConfig
 from rlhpc.language.data.tiny import make_tiny_model
+from rlhpc.language.model_config import LanguageActorConfig, LanguageModelConfig
 from rlhpc.language.tokens.batches import TokenBatch
 from rlhpc.language.tokens.model import export_model
 from rlhpc.language.tokens.scalar import last_values, load_scalar_model, token_values

@@ -1,0 +1,230 @@
+"""Groups beside actor and rollout: a critic, a reference, a reward model, and groups from outside the package."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("transformers", reason="needs the extra llm")
+
+from test_reasoning import LanguageRun
+
+from rlhpc.language.model_config import LanguageModelConfig
+from rlhpc.language.tokens.model import export_model
+from rlhpc.language.tokens.scalar import load_scalar_model
+
+
+def places(**groups: str | int) -> str:
+    placed = {"actor": 0, "rollout": 0, **groups}
+    return "cluster.component_placement={" + ", ".join(f"{k}: '{v}'" for k, v in placed.items()) + "}"
+
+
+PPO = (
+    "algorithm.adv_type=gae",
+    "algorithm.gae_lambda=0.9",
+    "algorithm.value_clip=0.5",
+    "critic.optim.lr=1e-3",
+    "runner.max_steps=4",
+)
+
+
+@pytest.fixture(scope="module")
+def critic(tmp_path_factory: pytest.TempPathFactory) -> LanguageRun:
+    run = LanguageRun(tmp_path_factory.mktemp("critic") / "plain", *PPO, places(critic=0))
+    run.train()
+    return run
+
+
+def test_ppo_with_a_critic_learns_and_its_critic_does(critic: LanguageRun) -> None:
+    rows = critic.rows()
+    assert [row["step"] for row in rows] == [1, 2, 3, 4]
+    assert rows[-1]["critic/explained_variance"] > rows[0]["critic/explained_variance"]
+    assert rows[-1]["critic/loss"] < rows[0]["critic/loss"]
+    page = (Path(__file__).parents[3] / "docs" / "reference" / "metrics.md").read_text()
+    lines = (critic.root / "metrics.jsonl").read_text().splitlines()
+    names = {name for line in lines for name in json.loads(line) if name.startswith(("critic/", "time/critic"))}
+    assert {name for name in names if f"| `{name}` |" not in page} == set()
+
+
+def test_a_critic_is_resumed_bit_for_bit(critic: LanguageRun, tmp_path: Path) -> None:
+    run = LanguageRun(tmp_path / "resumed", *PPO, places(critic=0))
+    run.train("runner.max_steps=2")
+    run.train("runner.resume_dir=auto")
+    assert run.rows() == critic.rows()
+    for part in ("model.safetensors", "critic/model.safetensors"):
+        mine, theirs = (one.root / "checkpoints" / "global_step_4" / part for one in (run, critic))
+        assert mine.read_bytes() == theirs.read_bytes(), part
+
+
+def test_its_ranks_and_micro_batches_do_not_show(critic: LanguageRun, tmp_path: Path) -> None:
+    """Two ranks of each group, with minibatches and micro-batches: the same to rounding."""
+    ranks = "cluster.component_placement={actor: '0:0-1', rollout: '0', critic: '0:0-1'}"
+    run = LanguageRun(
+        tmp_path / "ranks", *PPO, ranks, "critic.max_tokens_per_micro_batch=64", "critic.training_backend=fsdp"
+    )
+    run.train("runner.max_steps=2")
+    for mine, theirs in zip(run.rows(), critic.rows()[:2], strict=True):
+        for name in (
+            "critic/loss",
+            "critic/grad_norm",
+            "critic/value",
+            "critic/explained_variance",
+            "train/loss",
+            "train/grad_norm",
+        ):
+            assert mine[name] == pytest.approx(theirs[name], abs=2e-4), name
+
+
+def test_a_critic_may_learn_alone_at_first(tmp_path: Path) -> None:
+    run = LanguageRun(tmp_path / "warm", *PPO, places(critic=0), "critic.warmup_steps=1", "runner.save_interval=1")
+    run.train("runner.max_steps=2")
+    first, second = run.weights(1), run.weights(2)
+    assert any(not torch.equal(first[name], second[name]) for name in second)
+    rows = run.rows()
+    assert "train/loss" not in rows[0] and "train/loss" in rows[1] and rows[0]["critic/loss"] > 0
+
+
+@pytest.fixture(scope="module")
+def reward_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A sequence classifier with a head that somebody trained (here: drew)."""
+    from rlhpc.language.data.builtin import resolve_model
+
+    tiny = LanguageModelConfig(model_path="builtin:tiny", kwargs={"hidden": 64, "layers": 2, "heads": 2})
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("RLHPC_MODELS", str(tmp_path_factory.mktemp("models")))
+        source = LanguageModelConfig(model_path=resolve_model(tiny))
+    model = load_scalar_model(source, seed=3)
+    folder = tmp_path_factory.mktemp("reward")
+    export_model(folder, ((name, one * 20 if name.startswith("score") else one) for name, one in model.state_dict().items()),
+                 source, load=load_scalar_model)  # fmt: skip
+    return folder
+
+
+OWN = (
+    "groups=[{name: ones, scorer: 'own_groups:Ones'}, {name: evenness, scorer: 'own_groups:Evenness'}]",
+    "algorithm.name=own_groups:Even", "algorithm.kl_coef=0.1", "runner.max_steps=3", "runner.save_interval=1",
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def groups(tmp_path_factory: pytest.TempPathFactory, reward_model: Path) -> LanguageRun:
+    """A reference, a reward model, and two groups from outside, all in one run; two ranks rate."""
+    run = LanguageRun(
+        tmp_path_factory.mktemp("groups") / "plain", *OWN, f"reward.model.model_path={reward_model}",
+        "reward.terms=[{name: ones}, {name: reward, weight: 0.01}]",
+        places(reference=0, reward="0:0-1", ones=0, evenness=0),
+    )  # fmt: skip
+    run.train()
+    return run
+
+
+def test_groups_say_what_the_actor_and_the_judges_would(
+    groups: LanguageRun, tmp_path: Path, reward_model: Path
+) -> None:
+    """The reference by the actor, and the same rating by a judge of the rollout rank: the same numbers."""
+    alone = LanguageRun(
+        tmp_path / "alone", *OWN, f"reward.model.model_path={reward_model}",
+        "reward.terms=[{name: 'lm_rewards:ones'}, {name: reward, weight: 0.01}]", places(reward=0, evenness=0),
+        "groups=[{name: evenness, scorer: 'own_groups:Evenness'}]",
+    )  # fmt: skip
+    alone.train("runner.max_steps=2")
+    for mine, theirs in zip(alone.rows(), groups.rows()[:2], strict=True):
+        for name in ("train/reward", "train/ref_kl", "train/loss", "reward/reward", "train/even", "train/accuracy"):
+            assert mine[name] == pytest.approx(theirs[name], abs=1e-6), name
+        assert mine["reward/lm_rewards:ones"] == pytest.approx(theirs["reward/ones"], abs=1e-9)
+    assert groups.rows()[-1]["train/ref_kl"] > 0
+
+
+def test_an_evaluation_asks_the_groups_models_itself(groups: LanguageRun) -> None:
+    groups.rlhpc("eval", "--run", str(groups.root), "--step", "3", "--suite", "held_out", "--trust-checkpoint-code")
+    found = json.loads((groups.root / "eval" / "global_step_3" / "held_out.json").read_text())
+    (line, *_) = (groups.root / "eval" / "global_step_3" / "held_out.samples.jsonl").read_text().splitlines()
+    assert set(json.loads(line)["terms"]) == {"ones", "reward"} and found["failed"] == 0
+
+
+def test_a_group_that_is_killed_starts_again_alone(groups: LanguageRun, tmp_path: Path, reward_model: Path) -> None:
+    """Nothing else is lost: no step, no other process; the numbers are those of the run that nobody disturbed."""
+    run = LanguageRun(
+        tmp_path / "killed", *OWN, f"reward.model.model_path={reward_model}",
+        "reward.terms=[{name: ones}, {name: reward, weight: 0.01}]", "runner.save_interval=2",
+        places(reference=0, reward="0:0-1", ones=0, evenness=0),
+        "groups=[{name: ones, scorer: 'own_groups:Ones', kwargs: {pause_s: 0.05}}, "
+        "{name: evenness, scorer: 'own_groups:Evenness'}]",
+    )  # fmt: skip
+    run.environment["RLHPC_MAX_RESTARTS"] = "2"
+    process = run.start()
+
+    def members() -> dict[str, int]:
+        registry = run.root / "registry"
+        try:
+            now = registry / (registry / "current").read_text() / "members"
+            return {path.stem: json.loads(path.read_text())["pid"] for path in now.glob("*.json")}
+        except (OSError, ValueError):
+            return {}
+
+    def wait_for(what: str, deadline_s: float = 150.0) -> None:
+        end = time.monotonic() + deadline_s
+        while not (run.root / "checkpoints" / what / "COMPLETE").is_file():
+            assert time.monotonic() < end and process.poll() is None, f"no {what}: {process.communicate()}"
+            time.sleep(0.02)
+
+    wait_for("global_step_2")
+    before = members()
+    os.kill(before["reward-1"], signal.SIGKILL)
+    time.sleep(0.3)
+    out, err = process.communicate(timeout=200)
+    assert process.returncode == 0, out + err
+    assert "reward[1] start again, and step" in err and "nothing else is lost" in err, err
+    assert run.rows() == groups.rows()
+    for name, mine in run.weights(3).items():
+        assert torch.equal(mine, groups.weights(3)[name])
+
+
+RATED = ("reward.terms=[{name: reward}]", places(reward=0))
+BAD = (
+    (("algorithm.adv_type=gae",), "gae needs a critic: give it a place with cluster.component_placement.critic"),
+    ((places(critic=0),), "nothing asks the group 'critic': set algorithm.adv_type=gae, or leave it out"),
+    ((places(reference=0),), "nothing asks the group 'reference': set algorithm.kl_coef, or leave it out"),
+    ((places(reward=0),), "no term of reward.terms is 'reward': add one, or leave it out"),
+    ((places(critc=0),), "component_placement.critc: no such component; did you mean 'critic'?"),
+    (RATED[:1], "the group 'reward' has no place: set cluster.component_placement.reward"),
+    (RATED, "reward.model.model_path is not set, but the group 'reward' has a place"),
+    ((*RATED, "reward.model.model_path=builtin:tiny"), "it is no sequence classifier"),
+    (("groups=[{name: actor, scorer: logprobs}]",), "groups[0].name is 'actor', which is taken"),
+    (
+        ("groups=[{name: a, scorer: logprops}]",),
+        "groups[].scorer is 'logprops', which is unknown; did you mean 'logprobs'?",
+    ),
+    (
+        ("groups=[{name: a, scorer: 'own_groups:Even'}]",),
+        "is no subclass of rlhpc.Scorer (values of tokens) or of rlhpc",
+    ),
+    (("groups=[{name: a, scorer: 'own_groups:Ones', kwargs: {b: 1}}]",), "groups[a].kwargs: got an unexpected keyword"),
+    (("algorithm.name=own_groups:Even",), "algorithm.name=own_groups:Even asks a group 'evenness': give it a place"),
+    ((*PPO, places(critic=0), "critic.global_batch_size=7"), "critic.global_batch_size is 7; a step has 64 responses"),
+    ((*PPO, places(critic=0), "critic.model.model_path=builtin:tinny"), "builtin:tinny"),
+)
+
+
+@pytest.mark.parametrize(("overrides", "said"), BAD, ids=[said[:40] for _, said in BAD])
+def test_what_does_not_fit_is_one_message(overrides: tuple[str, ...], said: str, tmp_path: Path) -> None:
+    run = LanguageRun(tmp_path / "bad", *overrides)
+    answer = run.train(code=2)
+    assert said in answer and "Traceback" not in answer, answer
+    assert not run.root.exists()
+
+
+def test_a_rating_that_fails_counts_as_failed(tmp_path: Path) -> None:
+    run = LanguageRun(
+        tmp_path / "failed", "groups=[{name: ones, scorer: 'own_groups:Ones', kwargs: {refuses: '2'}}]", places(ones=0),
+        "reward.terms=[{name: ones}]", "reward.failed=-1.0", "runner.max_steps=1",
+    )  # fmt: skip
+    run.train()
+    (row,) = run.rows()
+    assert row["rollout/failed_rewards"] > 0 and row["reward/ones"] < 0
