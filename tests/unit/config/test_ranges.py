@@ -30,8 +30,6 @@ SOUND = {
     "reasoning": "reasoning/gsm8k.yaml",
     "sft": "reasoning/demo_sft.yaml",
 }
-#: What they lack to have every number.
-MORE = {"reasoning": ["groups=[{name: own, scorer: logprobs}]"]}
 
 
 def numbers(cls: type, prefix: str = "") -> Iterator[tuple[str, bool]]:
@@ -82,7 +80,12 @@ CASES = [
     for number in outside(allowed, NUMBERS[name][key])
 ]
 #: What an element of a list needs besides.
-ELEMENTS = {"cluster.node_groups": {"label": "a"}, "data.eval": {"name": "a"}, "reward.terms": {"name": "math"}}
+ELEMENTS = {
+    "cluster.node_groups": {"label": "a"},
+    "data.eval": {"name": "a"},
+    "reward.terms": {"name": "math"},
+    "groups": {"name": "a", "scorer": "logprobs"},
+}
 
 
 def document(key: str, value: float) -> dict[str, Any]:
@@ -98,7 +101,7 @@ def document(key: str, value: float) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def sound() -> dict[str, Any]:
-    return {name: load_config(CONFIGS / path, MORE.get(name, ()), training=False) for name, path in SOUND.items()}
+    return {name: load_config(CONFIGS / path, training=False) for name, path in SOUND.items()}
 
 
 @pytest.mark.parametrize(("key", "number", "kind"), CASES, ids=[f"{key}={number:g}" for key, number, _ in CASES])
