@@ -77,7 +77,7 @@ _PARTS = {
     "Roles and runner": ("EmbodiedActor", "MultiStepRolloutWorker", "EnvWorker", "EmbodiedRunner…"),
     "A trained policy": ("load_exported",),
     "Algorithms of language models": (
-        "LanguageAlgorithm…", "Column", "Scorer…", "TokenBatch…", "register_algorithm",
+        "LanguageAlgorithm…", "Column", "Scorer…", "Rater…", "TokenBatch…", "register_algorithm", "register_scorer",
     ),
 }  # fmt: skip
 _INTRODUCTIONS = {
