@@ -12,7 +12,15 @@ _HOMES = {
     "advantages": ["calculate_adv_and_returns", "masked_whiten"],
     "kl": ["kl_penalty"],
     "losses": ["aggregate", "entropy_loss", "policy_loss", "value_loss"],
-    "registry": ["ADVANTAGES", "POLICY_LOSSES", "register_advantage", "register_policy_loss"],
+    "registry": [
+        "ADVANTAGES",
+        "POLICY_LOSSES",
+        "REWARD_LOSSES",
+        "register_advantage",
+        "register_policy_loss",
+        "register_reward_loss",
+    ],
+    "reward_losses": ["bradley_terry", "find_reward_loss", "regression"],
     "rewards": ["overlong_penalty", "varied_groups"],
 }
 _HOME_OF = {name: module for module, names in _HOMES.items() for name in names}
@@ -28,8 +36,13 @@ if TYPE_CHECKING:
     from rlhpc.algorithms.losses import value_loss as value_loss
     from rlhpc.algorithms.registry import ADVANTAGES as ADVANTAGES
     from rlhpc.algorithms.registry import POLICY_LOSSES as POLICY_LOSSES
+    from rlhpc.algorithms.registry import REWARD_LOSSES as REWARD_LOSSES
     from rlhpc.algorithms.registry import register_advantage as register_advantage
     from rlhpc.algorithms.registry import register_policy_loss as register_policy_loss
+    from rlhpc.algorithms.registry import register_reward_loss as register_reward_loss
+    from rlhpc.algorithms.reward_losses import bradley_terry as bradley_terry
+    from rlhpc.algorithms.reward_losses import find_reward_loss as find_reward_loss
+    from rlhpc.algorithms.reward_losses import regression as regression
     from rlhpc.algorithms.rewards import overlong_penalty as overlong_penalty
     from rlhpc.algorithms.rewards import varied_groups as varied_groups
 

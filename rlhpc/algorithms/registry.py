@@ -1,4 +1,4 @@
-"""Advantage estimators and policy losses by name; others are entry points or `module:function`."""
+"""Advantage estimators, policy losses and losses of reward models by name; others are entry points or `module:function`."""
 
 from __future__ import annotations
 
@@ -36,6 +36,17 @@ POLICY_LOSSES: Registry[Callable[..., Any]] = Registry(
     },
     form="module:function",
 )
+REWARD_LOSSES: Registry[Callable[..., Any]] = Registry(
+    "loss of a reward model",
+    "algorithm.loss_type",
+    "rlhpc.reward_losses",
+    {
+        "bradley_terry": "rlhpc.algorithms.reward_losses:bradley_terry",
+        "regression": "rlhpc.algorithms.reward_losses:regression",
+    },
+    form="module:function",
+)
 
 register_advantage = ADVANTAGES.register
 register_policy_loss = POLICY_LOSSES.register
+register_reward_loss = REWARD_LOSSES.register

@@ -24,7 +24,7 @@ __all__ = ["build_parser", "main", "parse", "reported"]
 GROUPS = {
     "Train": ("init", "config", "run", "plan", "train", "submit", "cancel"),
     "Look at a run": ("status", "logs", "report", "compare"),
-    "Use a policy": ("eval", "record", "convert"),
+    "Use a policy": ("eval", "record", "pairs", "convert"),
     "Data": ("replay", "dagger"),
     "This machine, this cluster": ("doctor", "clean", "completion", "help"),
 }

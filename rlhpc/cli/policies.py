@@ -1,4 +1,4 @@
-"""What is done with checkpoints: `eval`, `record`, `convert`; and `dagger`, which makes them from an expert."""
+"""What is done with checkpoints: `eval`, `record`, `pairs`, `convert`; and `dagger`, which makes them from an expert."""
 
 from __future__ import annotations
 
@@ -26,6 +26,11 @@ _EXAMPLES = {
         "rlhpc record --checkpoint runs/push/checkpoints/global_step_60 --episodes 200 --only-success --output demos.h5",
         "rlhpc record --expert rlhpc.embodied.envs.experts:push_cube --config configs/embodied/push_cube_bc.yaml "
         "--only-success --output demos/push_cube.h5",
+    ),
+    "pairs": (
+        "rlhpc pairs --run runs/demo_sft --output train.jsonl",
+        "rlhpc pairs --run runs/demo_sft --suite held_out --output held_out.jsonl",
+        "rlhpc pairs --model Qwen/Qwen2.5-0.5B-Instruct --config configs/reasoning/gsm8k.yaml --output train.jsonl",
     ),
     "convert": (
         "rlhpc convert --run runs/quickstart",
@@ -135,6 +140,36 @@ def _record(args: argparse.Namespace) -> int:
     return 0
 
 
+def _pairs(args: argparse.Namespace) -> int:
+    """Answers of a language model, judged, as data for a reward model."""
+    from rlhpc.runs.configuration import load_config
+    from rlhpc.runs.kinds import kind_of
+
+    if args.samples < 2:
+        raise ConfigError(f"--samples is {args.samples}; it must be at least 2: a pair needs two responses")
+    if not 0 < args.temperature < float("inf"):
+        raise ConfigError(f"--temperature is {args.temperature}; it must be above 0: a pair needs different responses")
+    checkpoint, config, theirs = _source(args, "model", "says how it is asked and judged")
+    words = [*args.overrides, *([f"actor.model.model_path={args.model}"] if args.model else [])]
+    cfg = load_config(config, words, training=False, theirs=theirs)
+    output = check_file("--output", Path(args.output))
+    from rlhpc.language.config import answers
+
+    if not answers(cfg):
+        kind = kind_of(cfg).name
+        raise ConfigError(
+            f"{config}: runs of kind {kind} do not answer problems; pairs come from reasoning or sft runs"
+        )
+    from rlhpc.language.make_pairs import describe, make_pairs
+
+    result = make_pairs(
+        cfg, checkpoint, output, suite=args.suite, samples=args.samples, temperature=args.temperature,
+        form="labels" if args.labels else "pairs", shuffled=args.shuffle,
+    )  # fmt: skip
+    print(f"{describe(result)} → {args.output}")
+    return 0
+
+
 def _convert(args: argparse.Namespace) -> int:
     from rlhpc.runs.kinds import Exporting, kind_of_checkpoint
 
@@ -197,6 +232,23 @@ def add_commands(commands: Any) -> None:
     )
     record.add_argument("--output", required=True, help="the .h5 file; a .json of the same name goes beside it")
     add_words(record)
+    pairs = add_command(
+        commands,
+        "pairs",
+        _pairs,
+        "let a language model answer, and write a right answer beside each wrong one: data for a reward model",
+        _EXAMPLES["pairs"],
+    )
+    add_checkpoint(pairs)
+    pairs.add_argument("--config", help="configuration to use instead of the checkpoint's own")
+    pairs.add_argument("--model", help="language model as it is, instead of a checkpoint ('' takes that of --config)")
+    pairs.add_argument("--suite", help="of this suite's problems (default: of those of training)")
+    pairs.add_argument("--samples", type=int, default=8, help="answers to each problem (default 8)")
+    pairs.add_argument("--temperature", type=float, default=1.0, help="of sampling (default 1)")
+    pairs.add_argument("--labels", action="store_true", help="each answer with its reward as label, rather than pairs")
+    pairs.add_argument("--shuffle", action="store_true", help="a control: which of a pair is preferred is drawn by lot")
+    pairs.add_argument("--output", required=True, help="the .jsonl file")
+    add_words(pairs)
     convert = add_command(
         commands, "convert", _convert, "export a checkpoint's policy: safetensors and a config", _EXAMPLES["convert"]
     )

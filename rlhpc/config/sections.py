@@ -27,7 +27,7 @@ class RunnerConfig:
 
     task_type: str = "embodied"
     """Which runner: `embodied`, `off_policy` (SAC), `bc` (an embodied policy from demonstrations), `reasoning` (language
-    models on verifiable tasks) or `sft`."""
+    models on verifiable tasks), `sft` or `reward_model`."""
     name: str = MISSING
     """Name of the run, whose folder is `run_dir/name`."""
     run_dir: str = "runs"

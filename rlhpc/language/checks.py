@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from typing import Any
 
+from rlhpc.algorithms.registry import REWARD_LOSSES
 from rlhpc.config.rules import Fail, check_choice
-from rlhpc.config.typed import select
+from rlhpc.config.typed import plain, select
 from rlhpc.language.algorithm.registry import ALGORITHMS, make_algorithm
-from rlhpc.language.config import GrpoConfig, LanguageConfig
+from rlhpc.language.config import GrpoConfig, LanguageConfig, SourceConfig, TrainedLanguageConfig
+from rlhpc.language.reward_config import RewardRunConfig
 from rlhpc.language.scoring.checks import check_group_sections
 from rlhpc.language.scoring.groups import CRITIC, placed, rating_names
 from rlhpc.runtime.errors import ConfigError, PlacementError
@@ -35,12 +38,46 @@ def check_common(cfg: LanguageConfig, fail: Fail, *, training: bool) -> None:
     Raises:
         ConfigError: The first rule that is broken.
     """
-    named = {
-        "actor.training_backend": cfg.actor.training_backend,
-        "rollout.rollout_backend": cfg.rollout.rollout_backend,
-    }
-    for key, backend in named.items():
-        _check_backend(key, backend, fail)
+    _backend("rollout.rollout_backend", cfg.rollout.rollout_backend, fail)
+    _check_trained(cfg, cfg.data.eval, fail)
+    if training:
+        _sources(cfg.data.train, cfg.data.eval)
+        _judges(cfg)
+
+
+def check_reward_model(cfg: RewardRunConfig, fail: Fail, *, training: bool) -> None:
+    """Checks the names of a reward model's run, and what does not fit together.
+
+    Raises:
+        ConfigError: The first rule that is broken.
+    """
+    _check_trained(cfg, cfg.data.eval, fail)
+    algorithm = cfg.algorithm
+    if algorithm.loss_type.lower() not in REWARD_LOSSES.built_in or algorithm.loss_kwargs:
+        from rlhpc.algorithms.reward_losses import find_reward_loss
+
+        find_reward_loss(algorithm.loss_type, plain(algorithm.loss_kwargs))
+    if training:
+        _sources(cfg.data.train, cfg.data.eval)
+        _check_suites(cfg.runner.val_check_interval, cfg.data.eval, fail)
+
+
+def _check_suites(interval: int, suites: Sequence[Any], fail: Fail) -> None:
+    if interval > 0 and not suites:
+        raise fail(
+            "runner.val_check_interval", "data.eval is empty; it needs a suite, such as [{name: default, source: …}]"
+        )
+
+
+def _backend(key: str, backend: str, fail: Fail) -> None:
+    allowed, group = _BACKENDS[key]
+    if ":" not in backend:
+        check_choice(key, backend, (*allowed, *offered(group), "module:Class"), fail)
+
+
+def _check_trained(cfg: TrainedLanguageConfig, suites: Sequence[Any], fail: Fail) -> None:
+    """What all runs that train a language model have: backend, model, suites."""
+    _backend("actor.training_backend", cfg.actor.training_backend, fail)
     if not cfg.actor.model.model_path:
         raise fail("actor.model.model_path", "name a Hugging Face folder, or builtin:tiny or builtin:smollm2")
     if cfg.actor.model.kwargs and not str(cfg.actor.model.model_path).startswith("builtin:"):
@@ -49,7 +86,7 @@ def check_common(cfg: LanguageConfig, fail: Fail, *, training: bool) -> None:
             "actor.model.kwargs",
             f"they are for builtin:tiny; what actor.model.model_path={path} is, its config.json says",
         )
-    names = [suite.name for suite in cfg.data.eval]
+    names = [suite.name for suite in suites]
     if len(set(names)) != len(names):
         raise fail("data.eval", f"two suites have one name: {', '.join(names)}")
     for suite in cfg.workflow.eval_suites:
@@ -57,17 +94,14 @@ def check_common(cfg: LanguageConfig, fail: Fail, *, training: bool) -> None:
             near = difflib.get_close_matches(suite, names, 1)
             hint = f"did you mean {near[0]!r}? " if near else ""
             raise fail("workflow.eval_suites", f"{hint}data.eval has: {', '.join(names) or 'none'}")
-    if training:
-        _sources(cfg)
-        _judges(cfg)
 
 
-def _sources(cfg: LanguageConfig) -> None:
+def _sources(train: SourceConfig, suites: Sequence[Any]) -> None:
     """Problems of training and of evaluation. What comes with the package is known without an import."""
     from rlhpc.language.data.registry import SOURCES
 
     known = SOURCES.names()
-    for key, section in (("data.train", cfg.data.train), *((f"data.eval[{s.name}]", s) for s in cfg.data.eval)):
+    for key, section in (("data.train", train), *((f"data.eval[{s.name}]", s) for s in suites)):
         if section.source.lower() not in known:
             SOURCES.find(section.source, f"{key}.source")
 
@@ -95,17 +129,14 @@ def check_reasoning(cfg: GrpoConfig, fail: Fail) -> None:
     """
     algorithm = cfg.algorithm
     check_group_sections(cfg, fail)
-    _check_backend("critic.training_backend", cfg.critic.training_backend, fail)
+    _backend("critic.training_backend", cfg.critic.training_backend, fail)
     if CRITIC in placed(cfg):
         _critic(cfg, fail)
     if algorithm.name.lower() not in ALGORITHMS.built_in or algorithm.kwargs:
         make_algorithm(cfg)
     if not cfg.reward.terms:
         raise fail("reward.terms", "say how responses are judged, such as [{name: math}]")
-    if cfg.runner.val_check_interval > 0 and not cfg.data.eval:
-        raise fail(
-            "runner.val_check_interval", "data.eval is empty; it needs a suite, such as [{name: default, source: …}]"
-        )
+    _check_suites(cfg.runner.val_check_interval, cfg.data.eval, fail)
     responses = cfg.data.prompts_per_step * algorithm.group_size
     if responses % cfg.actor.global_batch_size:
         raise fail(
@@ -141,13 +172,7 @@ def _critic(cfg: GrpoConfig, fail: Fail) -> None:
         raise fail("critic.model.kwargs", "they are for builtin:tiny")
 
 
-def _check_backend(key: str, backend: str, fail: Fail) -> None:
-    allowed, group = _BACKENDS[key]
-    if ":" not in backend:
-        check_choice(key, backend, (*allowed, *offered(group), "module:Class"), fail)
-
-
-def check_accelerators(cfg: LanguageConfig, per_process: Mapping[str, int]) -> None:
+def check_accelerators(cfg: TrainedLanguageConfig, per_process: Mapping[str, int]) -> None:
     """Trainers and engines compute on one accelerator a process: more would stand idle.
 
     Raises:
@@ -164,13 +189,12 @@ def check_accelerators(cfg: LanguageConfig, per_process: Mapping[str, int]) -> N
             )
 
 
-def check_sizes(cfg: LanguageConfig, sizes: Mapping[str, int]) -> None:
-    """Checks the placement's process counts against the prompts of a step.
+def check_sizes(prompts: int, sizes: Mapping[str, int]) -> None:
+    """Checks the placement's process counts against the prompts of a step, `data.prompts_per_step`.
 
     Raises:
         ConfigError: Prompts cannot be shared out evenly.
     """
-    prompts = cfg.data.prompts_per_step
     for name, size in sizes.items():
         if name in _COMPUTES and prompts % size:
             raise ConfigError(

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeGuard
 
 from omegaconf import MISSING
 
 from rlhpc.config.ranges import ANY, COUNT, FRACTION, INTERVAL, NOT_NEGATIVE, PART, POSITIVE, Range
 from rlhpc.config.ranges import RANGES as COMMON_RANGES
 from rlhpc.config.sections import RunConfig, RunnerConfig, WeightSyncConfig, WorkflowConfig
+from rlhpc.config.typed import mapping
 from rlhpc.language.group_config import (
     GROUP_RANGES,
     CriticConfig,
@@ -22,8 +23,8 @@ from rlhpc.language.model_config import LanguageActorConfig
 
 
 @dataclass
-class DataSourceConfig:
-    """Problems of training, of one evaluation suite, or demonstrations."""
+class SourceConfig:
+    """Where conversations come from, and how they are put to the model."""
 
     source: str = "jsonl"
     """`jsonl`, `parquet`, `hdf5`, `hf` (a `datasets` folder on disk), `reasoning_gym`, `arithmetic`, `code`, a registered
@@ -34,10 +35,6 @@ class DataSourceConfig:
     """Part of an `hf` dataset, or a filter `column=value`."""
     prompt_key: str = "prompt"
     """Column of the question (a text, or a list of chat messages)."""
-    answer_key: str | None = "answer"
-    """Column of the reference answer; null where there is none."""
-    response_key: str = "response"
-    """Column of the demonstration (sft)."""
     level_key: str | None = None
     """Column of the difficulty, for evaluation tables."""
     system_prompt: str | None = None
@@ -54,6 +51,16 @@ class DataSourceConfig:
     """Part that belongs to evaluation: training leaves it out, and evaluation takes it alone."""
     kwargs: dict[str, Any] = field(default_factory=dict)
     """Arguments of the source: `reasoning_gym`: {task: …, …}; `arithmetic`: {digits: 2, operators: "+"}."""
+
+
+@dataclass
+class DataSourceConfig(SourceConfig):
+    """Problems of training, of one evaluation suite, or demonstrations."""
+
+    answer_key: str | None = "answer"
+    """Column of the reference answer; null where there is none."""
+    response_key: str = "response"
+    """Column of the demonstration (sft)."""
 
 
 @dataclass
@@ -264,6 +271,11 @@ class LanguageConfig(TrainedLanguageConfig):
     rollout: EngineConfig = field(default_factory=EngineConfig)
     data: DataConfig = field(default_factory=DataConfig)
     reward: RewardConfig = field(default_factory=RewardConfig)
+
+
+def answers(cfg: RunConfig) -> TypeGuard[LanguageConfig]:
+    """Whether the model of a run answers problems, so that it has the sections `rollout` and `reward`."""
+    return {"rollout", "reward"} <= set(mapping(cfg))
 
 
 @dataclass

@@ -19,6 +19,7 @@ _LARGE = {
     "reward": ("train/reward", "Reward", "mean reward"),
     "accuracy": ("train/accuracy", "Accuracy on training prompts", "share of right samples"),
     "loss": ("train/loss", "Loss", "cross entropy (nats per token)"),
+    "preference_loss": ("train/loss", "Loss", "mean over pairs or responses"),
 }
 _SMALL = {
     "response_length": ("train/response_tokens", "Response length", "tokens, mean"),

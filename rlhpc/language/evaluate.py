@@ -8,7 +8,6 @@ Both are the same for the same model, configuration, seed and engine.
 
 from __future__ import annotations
 
-import difflib
 import json
 import math
 import tempfile
@@ -37,6 +36,7 @@ from rlhpc.language.rewards.pool import Scored
 from rlhpc.language.roles.prompts import seed_of
 from rlhpc.language.samples_page import samples_path
 from rlhpc.language.scoring.asking import Judges, judging_here
+from rlhpc.language.suites import suite_named
 from rlhpc.metrics.progress import ProgressBar
 from rlhpc.runtime.durable import replace_durably
 from rlhpc.runtime.errors import ConfigError, DeadlineExceeded, NonFinite
@@ -88,15 +88,15 @@ def evaluate_language_model(
     _check_samples(section, suite)
     if backend is not None:
         cfg = changed(cfg, "rollout.rollout_backend", backend)
-    with _folder(model, cfg.actor.model.trust_remote_code) as (folder, step):
-        rows, dropped = _answers(cfg, section, suite, folder, progress)
-    beside = step_of(Path(output).absolute().parent.name) if output else None
-    steps = (global_step, step, beside, step_of(Path(model).absolute().name), 0)
+    with model_folder(model, cfg.actor.model.trust_remote_code) as (folder, step):
+        tokenizer = load_tokenizer(folder, cfg.actor.model.trust_remote_code)
+        problems, dropped = problems_of(cfg, section, tokenizer)
+        rows = answered(problems, cfg, section, suite, folder, tokenizer, progress)
     result = {
         **summarize(rows),
         "dropped": dropped,
         "suite": suite,
-        "global_step": next(n for n in steps if n is not None),
+        "global_step": step_evaluated(model, step, output) if global_step is None else global_step,
         "model": str(model),
         "backend": cfg.rollout.rollout_backend,
         "seed": cfg.runner.seed,
@@ -106,8 +106,17 @@ def evaluate_language_model(
         "max_new_tokens": cfg.rollout.max_new_tokens,
     }
     if output is not None:
-        _write(Path(output), result, rows)
+        write_result(Path(output), result, rows, samples_path(Path(output)))
     return result
+
+
+def step_evaluated(model: str | Path, step: int | None, output: str | Path | None) -> int:
+    """The step that a result is of: the checkpoint's.
+
+    Of any other model it is what the folder of `output` is called, or else the model's own: `global_step_<N>`; or 0.
+    """
+    beside = step_of(Path(output).absolute().parent.name) if output else None
+    return next(n for n in (step, beside, step_of(Path(model).absolute().name), 0) if n is not None)
 
 
 def find_suite(cfg: LanguageConfig, name: str) -> EvalDataConfig:
@@ -116,16 +125,7 @@ def find_suite(cfg: LanguageConfig, name: str) -> EvalDataConfig:
     Raises:
         ConfigError: There is none; names those that there are.
     """
-    suites = {section.name: section for section in cfg.data.eval}
-    if not suites:
-        raise ConfigError("data.eval is empty; an evaluation needs a suite, such as [{name: default, source: …}]")
-    if name in suites:
-        return suites[name]
-    if name == "default":
-        return next(iter(suites.values()))
-    near = difflib.get_close_matches(name, suites, 1)
-    hint = f"; did you mean {near[0]!r}?" if near else ""
-    raise ConfigError(f"--suite is {name!r}; data.eval has: {', '.join(suites)}{hint}")
+    return suite_named(cfg.data.eval, name)
 
 
 def suites_of(cfg: LanguageConfig) -> dict[str, EvalDataConfig]:
@@ -162,7 +162,7 @@ def describe(result: dict[str, Any]) -> str:
 
 
 @contextmanager
-def _folder(model: str | Path, trust_code: bool) -> Iterator[tuple[str, int | None]]:
+def model_folder(model: str | Path, trust_code: bool) -> Iterator[tuple[str, int | None]]:
     """A Hugging Face folder of the model, and the checkpoint's step where it is one."""
     path = Path(model).expanduser().absolute()
     if not (path / MANIFEST).is_file():
@@ -196,18 +196,24 @@ def _exported(checkpoint: Path, step: int) -> Path | None:
     return folder if same and own and whole and merged else None
 
 
-def _answers(
-    cfg: LanguageConfig, section: EvalDataConfig, suite: str, folder: str, progress: bool
-) -> tuple[list[dict[str, Any]], int]:
-    """Every sample made and judged.
+def answered(
+    problems: Problems, cfg: LanguageConfig, section: EvalDataConfig, suite: str, folder: str, tokenizer: Any,
+    progress: bool,
+) -> list[dict[str, Any]]:  # fmt: skip
+    """Every sample of some problems, made and judged by an engine and judges of this process.
+
+    Args:
+        problems: What is asked.
+        cfg, section, suite: See `answers_to`.
+        folder: The model's.
+        tokenizer: Of the model.
+        progress: Shows on stderr how many answers have been judged.
 
     Returns:
-        Rows by problem and sample, and the number of problems that were dropped.
+        Rows by problem and sample.
     """
     import torch
 
-    tokenizer = load_tokenizer(folder, cfg.actor.model.trust_remote_code)
-    problems, dropped = problems_of(cfg, section, tokenizer)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     # First: its processes start before the engine fills this one's memory.
     judges = judging_here(cfg, torch.device(device))
@@ -219,17 +225,19 @@ def _answers(
             with ProgressBar(count, name=f"eval {suite}", unit="answer") if progress else nullcontext() as bar:
                 rows = answers_to(problems, cfg, section, suite, generation, judges, tokenizer, bar=bar)
             identify(rows, section.samples)
-            return rows, dropped
+            return rows
         finally:
             engine.close()
     finally:
         judges.close()
 
 
-def problems_of(cfg: LanguageConfig, section: EvalDataConfig, tokenizer: Any) -> tuple[Problems, int]:
-    """A suite's problems with their token ids, and how many are too long."""
-    key, most = f"data.eval[{section.name}]", cfg.data.max_prompt_tokens
-    dataset = make_dataset(section, "eval", key=key)
+def problems_of(
+    cfg: LanguageConfig, section: EvalDataConfig, tokenizer: Any, part: str = "eval"
+) -> tuple[Problems, int]:
+    """The problems of a suite, or of training, with their token ids, and how many are too long."""
+    key, most = f"data.eval[{section.name}]" if part == "eval" else "data.train", cfg.data.max_prompt_tokens
+    dataset = make_dataset(section, part, key=key)
     encoder = PromptTokenizer(tokenizer, most, cfg.data.overlong_prompts, section.chat_template, key=key)
     prompts = [dataset[index] for index in range(len(dataset))]
     kept = [(prompt, tuple(ids)) for prompt in prompts if (ids := encoder.encode(prompt)) is not None]
@@ -355,12 +363,22 @@ def identify(rows: Sequence[dict[str, Any]], count: int) -> None:
             row["id"] = place // count
 
 
-def _write(path: Path, result: dict[str, Any], rows: Sequence[dict[str, Any]]) -> None:
-    """Writes the samples first: whoever sees the JSON may count on them."""
+def write_result(path: Path, result: dict[str, Any], rows: Sequence[dict[str, Any]], beside: Path) -> None:
+    """Writes an evaluation's JSON, and before it the rows: whoever sees the JSON may count on them.
+
+    Args:
+        path: The JSON.
+        result: What is in it.
+        rows: What it follows from.
+        beside: Where these go.
+
+    Raises:
+        ConfigError: A file cannot be written.
+    """
     lines = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
     try:
         # A lone surrogate, which UTF-8 cannot hold, becomes JSON's own escape of it.
-        replace_durably(samples_path(path), lines.encode("utf-8", "backslashreplace"))
+        replace_durably(beside, lines.encode("utf-8", "backslashreplace"))
         replace_durably(path, json.dumps(result, indent=2, sort_keys=True).encode() + b"\n")
     except OSError as error:
         raise ConfigError(f"{path}: cannot be written: {error.strerror}") from error

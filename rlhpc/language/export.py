@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -65,7 +65,8 @@ def export_language_model(
         ConfigError: The adapted model is not there, or there is no adapter.
     """
     from rlhpc.language.tokens.files import FOLDER
-    from rlhpc.language.tokens.model import DTYPES, export_model
+    from rlhpc.language.tokens.model import DTYPES, export_model, load_causal_lm
+    from rlhpc.language.tokens.scalar import load_scalar_model
 
     checkpoint = Path(checkpoint).expanduser().absolute()
     require_valid(checkpoint, hint="or convert another checkpoint with: rlhpc convert --checkpoint <folder>")
@@ -80,6 +81,8 @@ def export_language_model(
         raise ConfigError(f"dtype is {dtype!r}; choose from {', '.join(DTYPES)}")
     kind = DTYPES[dtype or about["dtype"]]
     lora_rank = int(about["lora"]["rank"])
+    head = identity.get("head")
+    load: Callable[..., Any] = load_scalar_model if head else load_causal_lm
     if adapter_only and not lora_rank:
         raise ConfigError(f"{checkpoint}: only an adapter was asked for, but actor.lora.rank was 0: there is none")
     weights = {name: tensor.to(kind) for name, tensor in trained_weights(checkpoint, backend)}
@@ -91,9 +94,9 @@ def export_language_model(
     try:
         with filled_folder(target) as staging:
             if lora_rank:
-                _export_adapted(staging, weights, about, model, base, kind, adapter_only)
+                _export_adapted(staging, weights, about, model, base, kind, adapter_only, load, head)
             else:
-                export_model(staging, weights.items(), model, kind)
+                export_model(staging, weights.items(), model, kind, load)
             _describe(staging, {
                 "from": str(checkpoint),
                 "global_step": step,
@@ -103,7 +106,7 @@ def export_language_model(
                 "base": str(base or about["model_path"]),
                 "manifest_sha256": digest(checkpoint / MANIFEST)[1],
                 "parameters": sum(tensor.numel() for tensor in weights.values()),
-            }, licence)  # fmt: skip
+            }, licence, classifies=head is not None)  # fmt: skip
     except OSError as error:
         raise CheckpointError(
             f"{checkpoint} could not be exported: {error.filename or target}: {error.strerror or error}. "
@@ -138,7 +141,8 @@ def import_model(source: str | Path, output: Path, *, base: str | Path | None = 
     """Write a Hugging Face folder that a run starts from (`actor.model.model_path`).
 
     Args:
-        source: A Hugging Face folder or name; or a folder with a peft adapter, which is merged.
+        source: A Hugging Face folder or name of a causal language model, or of a sequence classifier with one label (a reward
+            model); or a folder with a peft adapter, which is merged.
         output: Target folder.
         base: The model that the adapter belongs to; by default what the adapter's config names.
         dtype: Of the weights written: `float32` or `bfloat16`.
@@ -148,26 +152,30 @@ def import_model(source: str | Path, output: Path, *, base: str | Path | None = 
         CheckpointError: The target cannot be written.
     """
     from rlhpc.language.tokens.model import DTYPES, export_model, load_causal_lm
+    from rlhpc.language.tokens.scalar import is_classifier, load_scalar_model
     from rlhpc.training.lora import peft
 
     if dtype not in DTYPES:
         raise ConfigError(f"dtype is {dtype!r}; choose from {', '.join(DTYPES)}")
     target, adapter = Path(output).expanduser().absolute(), Path(source) / "adapter_config.json"
     require_free(target)
-    path = str(source)
+    path, classifies = str(source), False
     if adapter.is_file():
-        path = str(base or json.loads(adapter.read_text()).get("base_model_name_or_path"))
+        said = json.loads(adapter.read_text())
+        path, classifies = str(base or said.get("base_model_name_or_path")), said.get("task_type") == "SEQ_CLS"
     model = LanguageModelConfig(model_path=path, attn_implementation="eager")
-    module = load_causal_lm(model, dtype=DTYPES[dtype])
+    classifies = classifies or is_classifier(model)
+    load: Callable[..., Any] = load_scalar_model if classifies else load_causal_lm
+    module = load(model, dtype=DTYPES[dtype])
     if adapter.is_file():
         try:
             module = peft().PeftModel.from_pretrained(module, str(source)).merge_and_unload()
         except (RuntimeError, ValueError, OSError) as error:
             raise ConfigError(f"{source}: the adapter does not fit {path}: {str(error).splitlines()[0]}") from error
     with filled_folder(target) as staging:
-        export_model(staging, module.state_dict().items(), model, DTYPES[dtype])
+        export_model(staging, module.state_dict().items(), model, DTYPES[dtype], load)
         facts = {"from": str(source), "base": path, "dtype": dtype, "backend": "peft" if adapter.is_file() else None}
-        _describe(staging, facts)
+        _describe(staging, facts, classifies=classifies)
     return target
 
 
@@ -179,17 +187,19 @@ def _export_adapted(
     base: str | Path | None,
     dtype: torch.dtype,
     adapter_only: bool,
+    load: Callable[..., Any],
+    head: str | None,
 ) -> None:
     """Writes the adapter, or the model with it merged, by the same functions as the backends use."""
     from rlhpc.language.tokens.files import export_adapter
-    from rlhpc.language.tokens.model import export_model, load_causal_lm
+    from rlhpc.language.tokens.model import export_model
     from rlhpc.training import lora
 
     source = dataclasses.replace(model, model_path=str(base or about["model_path"]))
     options = LoraConfig(**about["lora"])
     # The adapter alone needs the model's shape, which the checkpoint has itself.
-    module = load_causal_lm(model if adapter_only else source, dtype=dtype, empty=adapter_only)
-    adapted = lora.attach_lora(module, options, seed=0)
+    module = load(model if adapter_only else source, dtype=dtype, empty=adapter_only)
+    adapted = lora.attach_lora(module, options, seed=0, head=head)
     own = {name for name, parameter in adapted.named_parameters() if parameter.requires_grad}
     if own != set(weights):
         raise ValueError(f"the adapter's weights are others, such as {sorted(own ^ set(weights))[0]}")
@@ -204,7 +214,7 @@ def _export_adapted(
     for name, parameter in adapted.named_parameters():
         if name in own:
             parameter.data = parameter.data.to(dtype)
-    export_model(folder, lora.full_weights(adapted, lambda tensor: tensor), model, dtype)
+    export_model(folder, lora.full_weights(adapted, lambda tensor: tensor), model, dtype, load)
 
 
 def _sharded(folder: Path) -> Iterable[tuple[str, torch.Tensor]]:
@@ -236,7 +246,7 @@ def _identity(checkpoint: Path) -> dict[str, Any]:
     return found
 
 
-def _describe(folder: Path, facts: dict[str, Any], licence: str | None = None) -> None:
+def _describe(folder: Path, facts: dict[str, Any], licence: str | None = None, *, classifies: bool = False) -> None:
     """Writes README.md, and what was converted from what."""
     from rlhpc import __version__
 
@@ -244,16 +254,23 @@ def _describe(folder: Path, facts: dict[str, Any], licence: str | None = None) -
     name = Path(facts["from"]).name
     card = head(
         library="transformers",
-        task="text-generation",
+        task="text-classification" if classifies else "text-generation",
         licence=licence,
         name=name,
-        tags=["reinforcement-learning", "rlhpc"],
+        tags=["reinforcement-learning", "rlhpc", *(["reward-model"] if classifies else [])],
+    )
+    auto = "AutoModelForSequenceClassification" if classifies else "AutoModelForCausalLM"
+    use = (
+        "Its logit is the reward of a response: of the prompt as the chat template puts it, with the generation prompt; the\n"
+        "response; and the end token.\n\n"
+        if classifies
+        else ""
     )
     card += (
         f"# {name}\n\nWritten by rlhpc {__version__}{step}; starting point `{facts['base']}`. "
         f"`{CONVERSION}` tells what was converted, with checksums.\n\n"
-        "```python\nfrom transformers import AutoModelForCausalLM, AutoTokenizer\n\n"
-        'model, tokenizer = AutoModelForCausalLM.from_pretrained("."), AutoTokenizer.from_pretrained(".")\n```\n'
+        f"{use}```python\nfrom transformers import {auto}, AutoTokenizer\n\n"
+        f'model, tokenizer = {auto}.from_pretrained("."), AutoTokenizer.from_pretrained(".")\n```\n'
     )
     write_durably(folder / "README.md", card.encode())
     mode = (folder / "README.md").stat().st_mode

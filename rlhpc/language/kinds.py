@@ -1,17 +1,19 @@
-"""The kinds of run with language models: on verifiable tasks, and on demonstrations."""
+"""The kinds of run with language models: on verifiable tasks, on demonstrations, and reward models on preferences."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from rlhpc.config.rules import Fail
 from rlhpc.config.typed import changed
 from rlhpc.jobs.paths import RunPaths
 from rlhpc.language import checks
-from rlhpc.language.config import RANGES, GrpoConfig, LanguageConfig, SftConfig
+from rlhpc.language.config import RANGES, GrpoConfig, LanguageConfig, SftConfig, TrainedLanguageConfig
+from rlhpc.language.reward_config import RANGES as REWARD_RANGES
+from rlhpc.language.reward_config import RewardRunConfig
 from rlhpc.language.scoring.groups import CRITIC, group_roles, scoring_groups
 from rlhpc.runs.checks import check_estimators
 from rlhpc.runs.kinds import Exporting, Kind, Parts, Preparation, Rows, differing, saved_values
@@ -46,7 +48,8 @@ _CHOICES = {
     "rollout.dtype": ("auto", "float32", "bfloat16", "float16"),
     "data.overlong_prompts": ("error", "drop"),
 }
-#: The configuration of a run that trains a language model.
+#: The configuration of a run that trains a language model; and of one whose model answers.
+Trained = TypeVar("Trained", bound=TrainedLanguageConfig)
 Cfg = TypeVar("Cfg", bound=LanguageConfig)
 _EVALUATION = ("data.eval",)
 _FREE = (
@@ -61,6 +64,7 @@ _FREE = (
 )  # fmt: skip
 _PRELOAD = (
     "rlhpc.language.roles.grpo",
+    "rlhpc.language.roles.reward_model",
     "rlhpc.language.roles.rollout",
     "rlhpc.language.roles.sft",
     "rlhpc.language.roles.critic",
@@ -74,8 +78,8 @@ _SIZES = ("model_type", "vocab_size", "hidden_size", "intermediate_size", "num_h
 
 
 @dataclass(frozen=True)
-class LanguageKind(Kind[Cfg]):
-    """A kind of run that trains a language model.
+class TrainedKind(Kind[Trained]):
+    """A kind of run that trains a language model, whatever for.
 
     Attributes:
         trained: Metric that says how training goes, and its title.
@@ -85,22 +89,19 @@ class LanguageKind(Kind[Cfg]):
     trained: tuple[str, str] = ("train/reward", "training reward")
     rate: str = "time/tokens_per_s"
 
-    def check(self, cfg: Cfg, fail: Fail, *, training: bool) -> None:
-        """Refuses wrong names, and what does not fit together."""
-        checks.check_common(cfg, fail, training=training)
+    def read_data(self, cfg: Trained) -> None:
+        """Reads the training data, before a model is made for it.
 
-    def check_placement(self, cfg: Cfg, processes: Mapping[str, int], accelerators: Mapping[str, int]) -> None:
-        """Refuses prompts that cannot be shared out evenly, and processes with several accelerators."""
-        checks.check_sizes(cfg, processes)
-        checks.check_accelerators(cfg, accelerators)
+        Raises:
+            ConfigError: It cannot be read.
+        """
+        raise NotImplementedError
 
-    def check_start(self, cfg: Cfg, ranks: Mapping[str, int]) -> None:
-        """Refuses models, data, agents and judges that cannot be loaded."""
-        from rlhpc.language.roles.rollout import check_language
+    def suites(self, cfg: Trained) -> Sequence[Any]:
+        """Section `data.eval`."""
+        raise NotImplementedError
 
-        check_language(cfg, dict(ranks))
-
-    def prepare(self, cfg: Cfg, *, resumes: bool) -> Cfg:
+    def prepare(self, cfg: Trained, *, resumes: bool) -> Trained:
         """The configuration, with a built-in model's folder in place of its name.
 
         Raises:
@@ -108,13 +109,12 @@ class LanguageKind(Kind[Cfg]):
                 model is made for it.
         """
         from rlhpc.language.data.builtin import PREFIX, resolve_model
-        from rlhpc.language.data.registry import make_dataset
 
         if str(cfg.actor.model.model_path).startswith(PREFIX):
-            make_dataset(cfg.data.train)
+            self.read_data(cfg)
         return changed(cfg, "actor.model.model_path", resolve_model(cfg.actor.model))
 
-    def differences(self, cfg: Cfg, checkpoint: Path) -> list[str]:
+    def differences(self, cfg: Trained, checkpoint: Path) -> list[str]:
         """Where the checkpoint differs: another backend, other adapters, or a model of other sizes."""
         differ = differing(
             cfg, saved_values(checkpoint / "backend.json"), ("actor.training_backend", "actor.lora.rank")
@@ -128,34 +128,31 @@ class LanguageKind(Kind[Cfg]):
         ]
         return [*differ, *([f"actor.model.model_path names another model ({', '.join(sizes)})"] if sizes else [])]
 
-    def preparation(self, cfg: Cfg) -> Preparation:
+    def preparation(self, cfg: Trained) -> Preparation:
         """A run on demonstrations, and the evaluation of the model as it is."""
         workflow = cfg.workflow
         sft = (workflow.sft, list(workflow.sft_overrides)) if workflow.sft else None
         return Preparation(sft=sft, evaluates_start=workflow.eval_start)
 
     def evaluate(
-        self, cfg: Cfg, checkpoint: Path, *, suite: str, episodes: int | None, output: Path | None, trust_code: bool
+        self, cfg: Trained, checkpoint: Path, *, suite: str, episodes: int | None, output: Path | None, trust_code: bool
     ) -> str:
-        """Answers the problems of a suite."""
+        """Evaluates a checkpoint on a suite (`Kind.evaluate`)."""
         if episodes is not None:
-            raise ConfigError(
-                "--episodes is for runs with simulators; data.eval says how many problems a suite has (size)"
-            )
+            raise ConfigError("--episodes is for runs with simulators; data.eval says how many rows a suite has (size)")
         return self._evaluated(cfg, checkpoint, suite, output)
 
-    def evaluate_model(self, cfg: Cfg, *, suite: str, output: Path | None) -> str:
-        """Answers them with the model as it is: a Hugging Face folder or name, or a built-in one."""
+    def evaluate_model(self, cfg: Trained, *, suite: str, output: Path | None) -> str:
+        """Evaluates the model as it is: a Hugging Face folder or name, or a built-in one."""
         from rlhpc.language.data.builtin import resolve_model
-        from rlhpc.language.evaluate import find_suite
+        from rlhpc.language.suites import suite_named
 
-        find_suite(cfg, suite)  # before a built-in model is made
+        suite_named(self.suites(cfg), suite)  # before a built-in model is made
         return self._evaluated(cfg, resolve_model(cfg.actor.model), suite, output)
 
-    def _evaluated(self, cfg: Cfg, model: str | Path, suite: str, output: Path | None) -> str:
-        from rlhpc.language.evaluate import describe, evaluate_language_model
-
-        return describe(evaluate_language_model(cfg, model, suite, output))
+    def _evaluated(self, cfg: Trained, model: str | Path, suite: str, output: Path | None) -> str:
+        """The result of a suite, in a line."""
+        raise NotImplementedError
 
     def charts(self, paths: RunPaths, rows: Rows) -> dict[str, str]:
         """Every chart of a run as SVG, by file name."""
@@ -177,6 +174,79 @@ class LanguageKind(Kind[Cfg]):
             checkpoint, output, adapter_only=wanted.adapter_only, base=wanted.base, dtype=wanted.dtype,
             licence=wanted.licence, trust_code=wanted.trust_code,
         )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class LanguageKind(TrainedKind[Cfg]):
+    """A kind of run whose model answers, at least in evaluation."""
+
+    def check(self, cfg: Cfg, fail: Fail, *, training: bool) -> None:
+        """Refuses wrong names, and what does not fit together."""
+        checks.check_common(cfg, fail, training=training)
+
+    def check_placement(self, cfg: Cfg, processes: Mapping[str, int], accelerators: Mapping[str, int]) -> None:
+        """Refuses prompts that cannot be shared out evenly, and processes with several accelerators."""
+        checks.check_sizes(cfg.data.prompts_per_step, processes)
+        checks.check_accelerators(cfg, accelerators)
+
+    def check_start(self, cfg: Cfg, ranks: Mapping[str, int]) -> None:
+        """Refuses models, data, agents and judges that cannot be loaded."""
+        from rlhpc.language.roles.rollout import check_language
+
+        check_language(cfg, dict(ranks))
+
+    def suites(self, cfg: Cfg) -> Sequence[Any]:
+        """Section `data.eval`."""
+        return cfg.data.eval
+
+    def read_data(self, cfg: Cfg) -> None:
+        """Reads the problems (`TrainedKind.read_data`)."""
+        from rlhpc.language.data.registry import make_dataset
+
+        make_dataset(cfg.data.train)
+
+    def _evaluated(self, cfg: Cfg, model: str | Path, suite: str, output: Path | None) -> str:
+        from rlhpc.language.evaluate import describe, evaluate_language_model
+
+        return describe(evaluate_language_model(cfg, model, suite, output))
+
+
+@dataclass(frozen=True)
+class RewardModelKind(TrainedKind[RewardRunConfig]):
+    """The model learns to tell which of two responses is preferred, or what a response is worth."""
+
+    def check(self, cfg: RewardRunConfig, fail: Fail, *, training: bool) -> None:
+        """Refuses wrong names, and what does not fit together."""
+        checks.check_reward_model(cfg, fail, training=training)
+
+    def check_placement(
+        self, cfg: RewardRunConfig, processes: Mapping[str, int], accelerators: Mapping[str, int]
+    ) -> None:
+        """Refuses rows that cannot be shared out evenly, and processes with several accelerators."""
+        checks.check_sizes(cfg.data.prompts_per_step, processes)
+        checks.check_accelerators(cfg, accelerators)
+
+    def check_start(self, cfg: RewardRunConfig, ranks: Mapping[str, int]) -> None:
+        """Refuses models and data that cannot be loaded."""
+        from rlhpc.language.preference_scores import check_reward_model
+
+        check_reward_model(cfg)
+
+    def suites(self, cfg: RewardRunConfig) -> Sequence[Any]:
+        """Section `data.eval`."""
+        return cfg.data.eval
+
+    def read_data(self, cfg: RewardRunConfig) -> None:
+        """Reads the preferences (`TrainedKind.read_data`)."""
+        from rlhpc.language.preference_scores import training_rows
+
+        training_rows(cfg)
+
+    def _evaluated(self, cfg: RewardRunConfig, model: str | Path, suite: str, output: Path | None) -> str:
+        from rlhpc.language.preference_scores import evaluate_reward_model
+        from rlhpc.language.preferences import describe
+
+        return describe(evaluate_reward_model(cfg, model, suite, output))
 
 
 @dataclass(frozen=True)
@@ -275,6 +345,26 @@ SFT = LanguageKind(
     },
     compared=(("train/loss", "Loss", "cross entropy (nats per token)"), *_COMPARED),
     ranges=RANGES,
+    choices=_CHOICES,
+    evaluation=_EVALUATION,
+    free=_FREE,
+    trained=("train/loss", "training loss"),
+    rate="time/train_tokens_per_s",
+)
+REWARD_MODEL = RewardModelKind(
+    "reward_model",
+    RewardRunConfig,
+    {"actor": "rlhpc.language.roles.reward_model:RewardModelActor"},
+    "rlhpc.language.runners.reward_model:RewardModelRunner",
+    preload=_PRELOAD,
+    curves={
+        "preference_loss": "Loss",
+        "evaluation": "Evaluation per checkpoint",
+        "throughput": "Tokens per second",
+        "time_per_phase": "Time per phase",
+    },
+    compared=(("train/loss", "Loss", "mean loss"), *_COMPARED),
+    ranges=REWARD_RANGES,
     choices=_CHOICES,
     evaluation=_EVALUATION,
     free=_FREE,

@@ -37,5 +37,6 @@ def describe_result(result: dict[str, Any]) -> str:
         return f"{text} over {result['episodes']} episodes of {result['env_id']}"
     if "accuracy" in result:
         low, high = result["accuracy_ci95"]
-        return f"accuracy {result['accuracy']:.1%} (95 % interval {low:.1%} to {high:.1%}) on {result['n']} problems"
+        of = f"{result['n']} {result.get('unit', 'problems')}"
+        return f"accuracy {result['accuracy']:.1%} (95 % interval {low:.1%} to {high:.1%}) on {of}"
     return ""

@@ -37,6 +37,7 @@ KINDS: Registry[Any] = Registry(
         "bc": "rlhpc.embodied.kinds:BC",
         "reasoning": "rlhpc.language.kinds:GRPO",
         "sft": "rlhpc.language.kinds:SFT",
+        "reward_model": "rlhpc.language.kinds:REWARD_MODEL",
     },
     form="module:NAME",
 )

@@ -43,6 +43,7 @@ _OF = {
     "bc": str(ROOT / "configs" / "embodied" / "push_cube_bc.yaml"),
     "reasoning": str(ROOT / "configs" / "reasoning" / "gsm8k.yaml"),
     "sft": str(ROOT / "configs" / "reasoning" / "demo_sft.yaml"),
+    "reward_model": str(ROOT / "configs" / "reasoning" / "reward_model.yaml"),
 }
 
 

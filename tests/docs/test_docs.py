@@ -31,7 +31,10 @@ DOCS = ROOT / "docs"
 PAGES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "config" / "README.md", *DOCS.rglob("*.md")])
 #: Pages whose commands and code run here, from top to bottom.
 RUNNABLE = sorted(
-    [*DOCS.glob("how-to/add-*.md"), DOCS / "how-to/extend.md", DOCS / "how-to/loggers.md", DOCS / "how-to/resume.md"]
+    [
+        *DOCS.glob("how-to/add-*.md"),
+        *(DOCS / f"how-to/{name}.md" for name in ("extend", "loggers", "resume", "train-reward-model")),
+    ]
 )
 SMALL = (
     "runner.max_steps=2", "runner.segments=1", "runner.save_interval=1", "algorithm.rollout_steps=32",
@@ -39,6 +42,17 @@ SMALL = (
 )  # fmt: skip
 #: The same of a language model; a kind of run of one's own has only the first three.
 SMALL_LANGUAGE = (*SMALL[:3], "data.prompts_per_step=4", "algorithm.group_size=2", "actor.global_batch_size=8")
+#: The same of a reward model's page, which first makes its data: sums of one digit, which a few steps teach.
+EASY = (
+    "'data.train.kwargs={digits: 1}' data.train.size=null "
+    "'data.eval=[{name: held_out, source: arithmetic, kwargs: {digits: 1}}]'"
+)
+SMALL_REWARD = (
+    'rlhpc() { case "$1 $2" in *demo_sft.yaml) command rlhpc "$@" runner.max_steps=30 runner.save_interval=30 '
+    f'data.prompts_per_step=64 {EASY};; pairs*) command rlhpc "$@" {EASY};; *reward_model.yaml) command rlhpc "$@" $SMALL '
+    'actor.model.model_path=runs/demo_sft/export/global_step_30 data.prompts_per_step=8;; *) command rlhpc "$@";; esac; }\n'
+    "set -e\n"
+)
 SHELL = 'rlhpc() { case "$1" in train|plan|run) command rlhpc "$@" $SMALL;; *) command rlhpc "$@";; esac; }\nset -e\n'
 
 
@@ -133,6 +147,7 @@ def test_yaml_is_part_of_a_configuration(page, tmp_path):
             "embodied/push_cube_bc",
             "reasoning/demo",
             "reasoning/demo_sft",
+            "reasoning/reward_model",
         ):
             own = "" if content.startswith("defaults:") else f"defaults: [{ROOT}/configs/{base}.yaml]\n"
             (tmp_path / "mine/page.yaml").write_text(own + content)
@@ -289,7 +304,10 @@ def install(project: str, folder: Path) -> None:
 def test_the_pages_commands_and_code_run(page, tmp_path):
     """Blocks that begin with `# name.py` are files; the others run, in order. Training takes few and small steps."""
     (tmp_path / "configs").symlink_to(ROOT / "configs")
-    small = {"add-kind.md": SMALL[:3], "add-algorithm.md": SMALL_LANGUAGE}.get(page.name, SMALL)
+    small = {"add-kind.md": SMALL[:3], "add-algorithm.md": SMALL_LANGUAGE, "train-reward-model.md": SMALL[:3]}.get(
+        page.name, SMALL
+    )
+    shell = SMALL_REWARD if page.name == "train-reward-model.md" else SHELL
     environment = {"SMALL": " ".join(small), "PYTHONPATH": str(tmp_path)}
     for language, content in all_blocks(page):
         named = re.match(r"# ([\w.]+)\n", content)
@@ -299,9 +317,9 @@ def test_the_pages_commands_and_code_run(page, tmp_path):
                 install(content, tmp_path)
         elif language == "bash":
             if "export PYTHONPATH=" in content or page.name == "resume.md":
-                run(["bash", "-c", SHELL + content], tmp_path, **{**environment, "PYTHONPATH": ""})
+                run(["bash", "-c", shell + content], tmp_path, **{**environment, "PYTHONPATH": ""})
             else:
-                run(["bash", "-c", SHELL + content], tmp_path, **environment)
+                run(["bash", "-c", shell + content], tmp_path, **environment)
         elif language == "python":
             run([sys.executable, "-c", content], tmp_path, **environment)
         elif language != "yaml":  # test_yaml_is_part_of_a_configuration

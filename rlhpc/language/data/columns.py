@@ -63,6 +63,14 @@ class ColumnProblems:
             level=_text(row[self._level]) if self._level else "",
         )
 
+    def place(self, index: int) -> str:
+        """File and row of a problem, for messages."""
+        return self._table.place(self._rows[index])
+
+    def columns(self, index: int) -> list[str]:
+        """The columns of a problem's row."""
+        return self._table.columns(self._rows[index])
+
     def require_responses(self) -> None:
         """Sees to it that each problem has a demonstration.
 

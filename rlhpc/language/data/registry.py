@@ -32,7 +32,7 @@ PARTS = ("train", "eval")
 
 def make_dataset(
     cfg: DataSourceConfig, part: str = "train", *, demonstrations: bool = False, key: str | None = None
-) -> PromptDataset:
+) -> WordedDataset:
     """Builds the problems of a section `data.train` or `data.eval[i]`.
 
     Args:

@@ -1,4 +1,4 @@
-"""LanguageActor: one data-parallel rank of a language model's trainer; what RL and SFT have in common."""
+"""LanguageActor: one data-parallel rank of a language model's trainer; what all kinds of run have in common."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 
 from rlhpc.algorithms.finite import Skips, listed, require_finite, skips
 from rlhpc.checkpoint.state import load_state, rng_state, save_state, set_rng_state
-from rlhpc.language.config import LanguageConfig
+from rlhpc.language.config import TrainedLanguageConfig
 from rlhpc.language.data import load_tokenizer
 from rlhpc.language.model_config import LanguageActorConfig
 from rlhpc.language.tokens.batches import TokenBatch, micro_batches
@@ -22,7 +22,7 @@ from rlhpc.runtime.worker import Worker
 STATE = "{part}-{rank}.pt"
 
 #: The configuration of a run that trains a language model.
-Cfg = TypeVar("Cfg", bound=LanguageConfig)
+Cfg = TypeVar("Cfg", bound=TrainedLanguageConfig)
 Trainer = TypeVar("Trainer", bound=ModelTrainer)
 
 
@@ -78,11 +78,16 @@ class LanguageActor(Worker, Generic[Cfg]):
     def _micro_batches(self, batch: TokenBatch) -> list[tuple[torch.Tensor, TokenBatch]]:
         """Which samples each micro-batch has, and the micro-batches, as many on each rank: some train nothing."""
         cuts = micro_batches(batch.lengths, self.max_tokens)
-        batches = [(samples, batch.select(samples)) for samples in cuts]
+        return self._evenly([(samples, batch.select(samples)) for samples in cuts], batch)
+
+    def _evenly(
+        self, batches: list[tuple[torch.Tensor, TokenBatch]], batch: TokenBatch
+    ) -> list[tuple[torch.Tensor, TokenBatch]]:
+        """Micro-batches of a batch, with as many more on each rank that train nothing as the rank with the most has."""
         if self.world_size > 1:
             most = int(self.all_reduce(torch.tensor(float(len(batches))), "max").item())
             none = torch.zeros(0, dtype=torch.long)
-            batches += [(none, batch.nothing()) for _ in range(most - len(batches))]
+            batches = batches + [(none, batch.nothing()) for _ in range(most - len(batches))]
         return batches
 
     def _step(

@@ -8,7 +8,7 @@ import torch
 
 from rlhpc.algorithms.losses import aggregate
 from rlhpc.language.config import SftConfig
-from rlhpc.language.data import PromptSampler, PromptTokenizer, make_dataset
+from rlhpc.language.data import PromptDataset, PromptSampler, PromptTokenizer, make_dataset
 from rlhpc.language.roles.actor import LanguageActor
 from rlhpc.language.tokens.batches import TokenBatch
 from rlhpc.language.tokens.scores import TokenScores
@@ -34,7 +34,7 @@ class SftActor(LanguageActor[SftConfig]):
         self.encoder = PromptTokenizer(
             self.tokenizer, data.max_prompt_tokens, data.overlong_prompts, data.train.chat_template
         )
-        self.dataset = make_dataset(data.train, "train", demonstrations=True)
+        self.dataset: PromptDataset = make_dataset(data.train, "train", demonstrations=True)
         if self.encoder.overlong == "drop":
             self.dataset = self.encoder.fitting(self.dataset, demonstrations=True, max_tokens=self.max_tokens)
         self.sampler = PromptSampler(len(self.dataset), data.prompts_per_step, self.seed)

@@ -112,7 +112,9 @@ def install() -> None:
 install()
 ME = (Path(__file__).stem,)
 PPO, SAC, BC = (replace(kind, preload=kind.preload + ME) for kind in (embodied.PPO, embodied.SAC, embodied.BC))
-GRPO, SFT = (replace(kind, preload=kind.preload + ME) for kind in (language.GRPO, language.SFT))
+GRPO, SFT, REWARD_MODEL = (
+    replace(kind, preload=kind.preload + ME) for kind in (language.GRPO, language.SFT, language.REWARD_MODEL)
+)
 
 
 def expert(obs: Any) -> Any:
@@ -133,6 +135,12 @@ def beside_runs(config: str, overrides: list[str]) -> None:
         from rlhpc.training.zero_config import deepspeed_config
 
         deepspeed_config(cfg.actor, torch.float32)
+    if "data" in cfg and "chosen_key" in cfg.data.train:
+        from rlhpc.language.data.preferences import Preferences
+
+        for form in ("pairs", "labels"):  # a run reads one of them
+            Preferences(cfg.data.train, form)
+            Preferences(cfg.data.eval[0], form, "eval")
     if "env" not in cfg:
         return
     from gymnasium.spaces import Box

@@ -26,7 +26,8 @@ pytest.importorskip("transformers", reason="needs the extra llm")
 
 ROOT = Path(__file__).resolve().parents[3]
 HERE = Path(__file__).parent
-NAMES = {"embodied": "PPO", "off_policy": "SAC", "bc": "BC", "reasoning": "GRPO", "sft": "SFT"}
+NAMES = {"embodied": "PPO", "off_policy": "SAC", "bc": "BC", "reasoning": "GRPO", "sft": "SFT",
+         "reward_model": "REWARD_MODEL"}  # fmt: skip
 RUNNER = {"max_steps": -1, "max_epochs": 1, "val_check_interval": 1, "logger": {"logger_backends": ["tensorboard"]}}
 PENDULUM = {
     "train": {"env_id": "Pendulum-v1", "max_episode_steps": 8},
@@ -37,6 +38,7 @@ SHARDED = {"training_backend": "fsdp", "lora": {"rank": 2}}
 POLICY = {"training_backend": "fsdp", "global_batch_size": 8}
 TINY = {"model_path": "builtin:tiny", "kwargs": {"hidden": 32, "layers": 1, "heads": 2}}
 SUMS = {"source": "jsonl", "path": "sums.jsonl", "split": "part=sum", "size": 3}
+JUDGED = {"source": "jsonl", "path": "sums.jsonl", "split": "part=sum", "size": 3, "margin_key": "margin"}
 LANGUAGE: dict[str, Any] = {
     "data": {"train": SUMS, "eval": [{**SUMS, "name": "default"}], "max_prompt_tokens": 16, "prompts_per_step": 2},
     "reward": {"terms": [{"name": "math"}]},
@@ -83,6 +85,15 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "cluster": {"component_placement": {"actor": 0}},
         "actor": {**SHARDED, "model": TINY},
     },
+    "reward_model": {
+        "cluster": {"component_placement": {"actor": 0}, "accelerators_per_node": 0},
+        "data": {
+            "train": JUDGED, "eval": [{**JUDGED, "name": "default"}],
+            "max_prompt_tokens": 16, "prompts_per_step": 2,
+        },
+        "actor": {**SHARDED, "model": TINY},
+        "workflow": {"sft": "first.yaml"},
+    },
 }  # fmt: skip
 #: So that the plan has components of their own options, and accelerators.
 SLURM = [
@@ -122,7 +133,13 @@ class Reads:
             (folder / f"{kind}.yaml").write_text(yaml.safe_dump({**content, "runner": runner}))
         first = {**CONFIGS["sft"], "workflow": {}, "runner": {"name": "first", "task_type": "sft"}}
         (folder / "first.yaml").write_text(yaml.safe_dump(first))
-        rows = [{"prompt": f"{n}+1=", "answer": str(n + 1), "response": str(n + 1), "part": "sum"} for n in range(4)]
+        rows = [
+            {
+                "prompt": f"{n}+1=", "answer": str(n + 1), "response": str(n + 1), "part": "sum", "chosen": str(n + 1),
+                "rejected": str(n), "margin": 0.5, "label": n,
+            }
+            for n in range(4)
+        ]  # fmt: skip
         (folder / "sums.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
         beside = [HERE, HERE.parent / "embodied", HERE.parent / "language", HERE.parent, ROOT]
         self.environment = {

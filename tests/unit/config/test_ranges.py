@@ -29,6 +29,7 @@ SOUND = {
     "bc": "embodied/push_cube_bc.yaml",
     "reasoning": "reasoning/gsm8k.yaml",
     "sft": "reasoning/demo_sft.yaml",
+    "reward_model": "reasoning/reward_model.yaml",
 }
 
 

@@ -24,6 +24,7 @@ NAMED = {
         "groups=[{name: own, scorer: nonsense}]",
     ),
     "sft": ("data.train.source=nonsense", "data.eval=[{source: nonsense}]", "reward.terms=[{name: nonsense}]"),
+    "reward_model": ("data.train.source=nonsense", "data.eval=[{source: nonsense}]"),
 }
 CONFIGS = {
     "embodied": {"defaults": [f"{ROOT}/configs/base/ppo.yaml"], "env": {"train": {"env_id": "CartPole-v1"}}},
@@ -40,6 +41,10 @@ CONFIGS = {
         "defaults": [f"{ROOT}/configs/base/language.yaml"], "cluster": {"component_placement": {"actor": 0}},
         "runner": {"task_type": "sft"}, "actor": {"model": {"model_path": "builtin:tiny"}},
         "data": {"train": {"source": "arithmetic"}}, "reward": {"terms": [{"name": "math"}]},
+    },
+    "reward_model": {
+        "cluster": {"component_placement": {"actor": 0}}, "runner": {"task_type": "reward_model"},
+        "actor": {"model": {"model_path": "builtin:tiny"}}, "data": {"train": {"path": "pairs.jsonl"}},
     },
 }  # fmt: skip
 

@@ -1,0 +1,77 @@
+"""Losses of reward models. They give one loss a pair or a response, so that any split into micro-batches and ranks adds up."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import logsigmoid
+
+from rlhpc.algorithms.registry import REWARD_LOSSES
+from rlhpc.runtime.errors import ConfigError
+
+#: What a loss compares, by the names of its first arguments.
+FORMS = {"pairs": ("chosen", "rejected", "margins"), "labels": ("scores", "labels")}
+
+
+def bradley_terry(chosen: Tensor, rejected: Tensor, margins: Tensor, *, centering: float = 0.0) -> Tensor:
+    """How surprising the preferences are under Bradley and Terry's model (1952): −log σ(r_c − r_r − margin).
+
+    Only differences count, so the rewards' zero is free. `centering` puts it between the two (Eisenstein et al. 2023):
+    + centering · (r_c + r_r)².
+
+    Args:
+        chosen, rejected: `[P]` rewards of each pair's two responses.
+        margins: `[P]`: by how much the chosen one should be ahead; 0 where nothing is known.
+        centering: Weight of that term.
+
+    Returns:
+        `[P]`.
+    """
+    losses = -logsigmoid(chosen - rejected - margins)
+    return losses + centering * (chosen + rejected).square() if centering else losses
+
+
+def regression(scores: Tensor, labels: Tensor) -> Tensor:
+    """Squared error of the rewards `[N]` against labels `[N]`."""
+    return torch.square(scores - labels)
+
+
+def find_reward_loss(name: str, kwargs: Mapping[str, Any] | None = None) -> tuple[Callable[..., Tensor], str]:
+    """The loss that `algorithm.loss_type` names, with `algorithm.loss_kwargs`.
+
+    Returns:
+        The function, and what it compares: "pairs" (called with chosen, rejected, margins) or "labels" (scores, labels).
+
+    Raises:
+        ConfigError: There is none of that name, it compares neither, or it does not take these arguments.
+    """
+    function = REWARD_LOSSES.find(name)
+    try:
+        parameters = list(inspect.signature(function).parameters)
+    except ValueError:  # some of C's do not say
+        parameters = ["…"]
+    forms = [form for form, needed in FORMS.items() if parameters[: len(needed)] == list(needed)]
+    if not forms:
+        wanted = " or ".join(f"({', '.join(names)})" for names in FORMS.values())
+        raise ConfigError(
+            f"{REWARD_LOSSES.key} is {name!r}, a function of ({', '.join(parameters)}); a reward model's loss is one of "
+            f"{wanted}, and options after them"
+        )
+    given = dict(kwargs or {})
+    try:
+        inspect.signature(function).bind(*FORMS[forms[0]], **given)
+    except TypeError as error:
+        takes = ", ".join(parameters[len(FORMS[forms[0]]) :]) or "none"
+        raise ConfigError(f"algorithm.loss_kwargs: {name!r}: {error}; it takes: {takes}") from None
+    if wrong := [key for key, value in given.items() if function is bradley_terry and not _weight(value)]:
+        raise ConfigError(f"algorithm.loss_kwargs.{wrong[0]} is {given[wrong[0]]!r}; allowed: a number from 0")
+    return partial(function, **given), forms[0]
+
+
+def _weight(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 <= value < float("inf")

@@ -1,0 +1,36 @@
+"""The evaluation suites of a configuration, by name."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Sequence
+from typing import Protocol, TypeVar
+
+from rlhpc.runtime.errors import ConfigError
+
+
+class Named(Protocol):
+    """A section of `data.eval`."""
+
+    name: str
+
+
+Section = TypeVar("Section", bound=Named)
+
+
+def suite_named(sections: Sequence[Section], name: str) -> Section:
+    """The section of `data.eval` with a suite's name; `default` is the first if none has that name.
+
+    Raises:
+        ConfigError: There is none; names those that there are.
+    """
+    suites = {section.name: section for section in sections}
+    if not suites:
+        raise ConfigError("data.eval is empty; an evaluation needs a suite, such as [{name: default, source: …}]")
+    if name in suites:
+        return suites[name]
+    if name == "default":
+        return next(iter(suites.values()))
+    near = difflib.get_close_matches(name, suites, 1)
+    hint = f"; did you mean {near[0]!r}?" if near else ""
+    raise ConfigError(f"--suite is {name!r}; data.eval has: {', '.join(suites)}{hint}")
