@@ -1,0 +1,124 @@
+"""How well a reward model tells right sums from wrong ones, of the tiny model's own answers to held-out problems.
+
+    python -m bench.reward_model --seeds 3 --work /tmp/reward_model
+
+SFT (configs/reasoning/demo_sft.yaml) and eight answers to each problem at temperature 1 make the pairs, once. A seed decides
+the order of the pairs and the head that it starts from. The control learns from the same pairs with the chosen one drawn by
+lot. What is already in the folder is used again.
+
+Prints a line a seed, writes bench/results/reward_model.json, and fails where the mean is below 80 %, or the control learned
+anything.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from bench.machine import write
+
+ROOT = Path(__file__).resolve().parents[1]
+CONFIGS = ROOT / "configs" / "reasoning"
+SUITE = 'data.eval=[{name: held_out, source: arithmetic, size: 500, eval_fraction: 0.2, kwargs: {digits: 2, operators: "+"}}]'
+
+
+def rlhpc(work: Path, *words: str) -> None:
+    """Runs a command in the folder; it must succeed."""
+    subprocess.run([sys.executable, "-m", "rlhpc.cli", *words], cwd=work, check=True)
+
+
+def make_data(work: Path) -> dict[str, int]:
+    """The model that answers, and its answers; the number of pairs of each file."""
+    work.mkdir(parents=True, exist_ok=True)
+    if not (work / "runs/demo_sft/export/global_step_180/config.json").exists():
+        rlhpc(work, "train", str(CONFIGS / "demo_sft.yaml"))
+        rlhpc(work, "convert", "--run", "runs/demo_sft")
+    ask = ["pairs", "--run", "runs/demo_sft"]
+    for name, more in {
+        "train": [], "held_out": ["--suite", "held_out", SUITE], "by_lot": ["--shuffle"],
+    }.items():  # fmt: skip
+        if not (work / f"{name}.jsonl").exists():
+            rlhpc(work, *ask, "--output", f"{name}.jsonl", *more)
+    return {name: len((work / f"{name}.jsonl").read_text().splitlines()) for name in ("train", "held_out")}
+
+
+def train(work: Path, name: str, data: str, steps: int, seed: int) -> dict[str, Any]:
+    """A run; its evaluations during training, the last one in full, and accuracy by what is wrong with the rejected answer."""
+    begun = time.perf_counter()
+    words = [
+        f"runner.name={name}", f"runner.seed={seed}", f"runner.max_steps={steps}", "runner.val_check_interval=50",
+        f"data.train.path={data}.jsonl", "data.eval=[{name: held_out, source: jsonl, path: held_out.jsonl}]",
+    ]  # fmt: skip
+    rlhpc(work, "train", str(CONFIGS / "reward_model.yaml"), *words)
+    rlhpc(work, "eval", "--run", f"runs/{name}", "--suite", "held_out")
+    run = work / "runs" / name
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    result = json.loads((run / f"eval/global_step_{steps}/held_out.json").read_text())
+    told = [
+        json.loads(line) for line in (run / f"eval/global_step_{steps}/held_out.rewards.jsonl").read_text().splitlines()
+    ]
+    kinds: dict[str, list[bool]] = {}
+    for row in told:
+        right, wrong = row["responses"]
+        kind = "no number of as many digits"
+        if len(right) == len(wrong) and wrong.isdigit():
+            kind = "last digit right" if right[-1] == wrong[-1] else "last digit wrong"
+        kinds.setdefault(kind, []).append(row["rewards"][0] > row["rewards"][1])
+    return {
+        "name": name, "seed": seed, "steps": steps, "seconds": time.perf_counter() - begun,
+        **{key: result[key] for key in ("n", "accuracy", "accuracy_ci95", "margin", "calibration_error")},
+        "curve": {row["step"]: row["eval/accuracy"] for row in rows if "eval/accuracy" in row},
+        "train_accuracy": statistics.fmean(row["train/accuracy"] for row in rows[-50:]),
+        "kinds": {kind: {"n": len(hits), "accuracy": statistics.fmean(hits)} for kind, hits in sorted(kinds.items())},
+    }  # fmt: skip
+
+
+def told(row: dict[str, Any]) -> str:
+    """A run in a line."""
+    low, high = row["accuracy_ci95"]
+    curve = ", ".join(f"{step}: {value:.1%}" for step, value in row["curve"].items() if step % 100 == 0)
+    kinds = "; ".join(f"{kind} {found['accuracy']:.1%} of {found['n']}" for kind, found in row["kinds"].items())
+    return (
+        f"{row['name']}: {row['accuracy']:.1%} ({low:.1%} to {high:.1%}) of {row['n']} held-out pairs, "
+        f"{row['train_accuracy']:.1%} of those of the last 50 steps; margin {row['margin']:.2f}, "
+        f"calibration error {row['calibration_error']:.1%}; "
+        f"{row['seconds']:.0f} s\n  by step: {curve}\n  {kinds}"
+    )
+
+
+def main() -> int:
+    """Runs all seeds and the control; 1 where the figures fall short."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=600)
+    parser.add_argument("--work", type=Path, default=ROOT / "runs" / "bench_reward_model")
+    args = parser.parse_args()
+    work = args.work.absolute()
+    pairs = make_data(work)
+    print(f"{pairs['train']} pairs of training, {pairs['held_out']} held out", flush=True)
+    rows = []
+    for seed in range(1, args.seeds + 1):
+        rows.append(train(work, f"rm{seed}", "train", args.steps, seed))
+        print(told(rows[-1]), flush=True)
+    values = [row["accuracy"] for row in rows]
+    print(
+        f"mean {statistics.fmean(values):.1%}, {min(values):.1%} to {max(values):.1%} over {len(values)} seeds",
+        flush=True,
+    )
+    control = train(work, "by_lot", "by_lot", max(args.steps // 6, 50), 1)
+    print(told(control), flush=True)
+    command = f"python -m bench.reward_model --seeds {args.seeds} --steps {args.steps}"
+    path = write("reward_model", command, {"pairs": pairs, "rows": rows, "control": control})
+    print(f"{command} → {path.name}: {json.loads(path.read_text())['machine']}")
+    low, high = control["accuracy_ci95"]
+    return int(statistics.fmean(values) < 0.8 or not (low < 0.55 and high > 0.45))
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
