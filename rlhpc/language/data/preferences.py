@@ -84,6 +84,11 @@ class Preferences:
                 raise self._fault(index, prompt, "response_key", cfg.response_key, "a text that is not empty")
             label = self._number(index, prompt, "label_key", cfg.label_key)
             return Judged(_bare(prompt), (prompt.response,), label)
+        if prompt.response and cfg.response_key not in self._columns(index, prompt):
+            raise ConfigError(
+                f"{self._place(index, prompt)}: column {cfg.prompt_key!r} ends with the assistant's turn; it must end where "
+                f"the responses of {cfg.chosen_key!r} and {cfg.rejected_key!r} begin"
+            )
         texts = tuple(self._response(index, prompt, name) for name in ("chosen_key", "rejected_key"))
         margin = self._number(index, prompt, "margin_key", cfg.margin_key) if cfg.margin_key else 0.0
         return Judged(_bare(prompt), texts, margin)

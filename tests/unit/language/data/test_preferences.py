@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 pytest.importorskip("transformers")
 
@@ -14,10 +15,11 @@ from rlhpc.language.data.preferences import Judged, Preferences, encode
 from rlhpc.language.data.prompts import Prompt
 from rlhpc.language.data.tiny import character_tokenizer
 from rlhpc.language.data.tokens import PromptTokenizer
-from rlhpc.language.preference_scores import batch_of, cut
+from rlhpc.language.preference_scores import batch_of, cut, rewards_of
 from rlhpc.language.reward_config import PreferenceSourceConfig
 from rlhpc.runtime.errors import ConfigError
 
+NONE = torch.zeros(0, dtype=torch.long)
 GOOD = {"prompt": "1+1=", "chosen": "2", "rejected": "3"}
 
 
@@ -107,6 +109,10 @@ BAD = [
     ("labels", {}, {"prompt": "1+1=", "response": "2", "label": True}, r"rows\.jsonl:2: column 'label' is true; allowed"),
     ("labels", {}, {"prompt": "1+1=", "response": "", "label": 1}, r"jsonl:2: column 'response' is \"\"; allowed"),
     ("labels", {}, {"prompt": "1+1=", "label": 1}, r"response_key is 'response', but .*rows\.jsonl:2 has no such column"),
+    (
+        "pairs", {}, {**GOOD, "prompt": [{"role": "user", "content": "1+1="}, {"role": "assistant", "content": "2"}]},
+        r"rows\.jsonl:2: column 'prompt' ends with the assistant's turn",
+    ),
     ("pairs", {}, "{", r"rows\.jsonl:2 is not JSON"),
     ("labels", {}, '{"prompt": "1+1=", "response": "2", "label": NaN}', r"rows\.jsonl:2"),
 ]  # fmt: skip
@@ -144,6 +150,18 @@ def test_rows_that_are_too_long(tmp_path: Path) -> None:
     assert rows.drop_overlong(encoder(overlong="drop"), 12) == 2 and len(rows) == 1
     with pytest.raises(ConfigError, match=r"data\.train: all 1 rows are too long"):
         rows.drop_overlong(encoder(overlong="drop"), 2)
+
+
+def test_a_rank_without_rows_takes_part() -> None:
+    """In an evaluation of fewer rows than ranks."""
+    asked = []
+
+    def forward(batch: Any) -> torch.Tensor:
+        asked.append(len(batch))
+        return torch.zeros(batch.tokens)
+
+    found = rewards_of([], encoder(), 32, 0, 60, forward, lambda parts, whole: [*parts, (NONE, whole.nothing())])
+    assert found == [] and asked == [1]
 
 
 def test_the_responses_of_a_pair_share_a_micro_batch() -> None:
