@@ -167,9 +167,6 @@ def _critic(cfg: GrpoConfig, fail: Fail) -> None:
     critic, responses = cfg.critic, cfg.data.prompts_per_step * cfg.algorithm.group_size
     if responses % critic.global_batch_size:
         raise fail("critic.global_batch_size", f"a step has {responses} responses, which must divide by it")
-    path = str(critic.model.model_path)
-    if critic.model.kwargs and not path.startswith("builtin:"):
-        raise fail("critic.model.kwargs", "they are for builtin:tiny")
 
 
 def check_accelerators(cfg: TrainedLanguageConfig, per_process: Mapping[str, int]) -> None:

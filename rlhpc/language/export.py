@@ -25,7 +25,7 @@ from rlhpc.checkpoint.state import load_tensors
 from rlhpc.checkpoint.store import require_valid
 from rlhpc.config.sections import LoraConfig
 from rlhpc.jobs.paths import MODEL
-from rlhpc.language.model_config import LanguageModelConfig
+from rlhpc.language.model_config import PretrainedConfig
 from rlhpc.runtime.durable import write_durably
 from rlhpc.runtime.errors import CheckpointError, ConfigError
 from rlhpc.runtime.plain import read_json
@@ -86,7 +86,7 @@ def export_language_model(
     if adapter_only and not lora_rank:
         raise ConfigError(f"{checkpoint}: only an adapter was asked for, but actor.lora.rank was 0: there is none")
     weights = {name: tensor.to(kind) for name, tensor in trained_weights(checkpoint, backend)}
-    model = LanguageModelConfig(
+    model = PretrainedConfig(
         model_path=str(checkpoint / FOLDER),
         attn_implementation="eager",
         trust_remote_code=about.get("trust_remote_code", False),
@@ -163,7 +163,7 @@ def import_model(source: str | Path, output: Path, *, base: str | Path | None = 
     if adapter.is_file():
         said = json.loads(adapter.read_text())
         path, classifies = str(base or said.get("base_model_name_or_path")), said.get("task_type") == "SEQ_CLS"
-    model = LanguageModelConfig(model_path=path, attn_implementation="eager")
+    model = PretrainedConfig(model_path=path, attn_implementation="eager")
     classifies = classifies or is_classifier(model)
     load: Callable[..., Any] = load_scalar_model if classifies else load_causal_lm
     module = load(model, dtype=DTYPES[dtype])
@@ -183,7 +183,7 @@ def _export_adapted(
     folder: Path,
     weights: dict[str, torch.Tensor],
     about: dict[str, Any],
-    model: LanguageModelConfig,
+    model: PretrainedConfig,
     base: str | Path | None,
     dtype: torch.dtype,
     adapter_only: bool,

@@ -9,7 +9,7 @@ from typing import Any
 from omegaconf import II, MISSING
 
 from rlhpc.config.ranges import COUNT, NOT_NEGATIVE, Range
-from rlhpc.language.model_config import LanguageActorConfig, LanguageModelConfig
+from rlhpc.language.model_config import FrozenModelConfig, LanguageActorConfig, LanguageModelConfig, PretrainedConfig
 
 
 @dataclass
@@ -53,16 +53,13 @@ class ReferenceConfig(ScoringConfig):
 class TeacherConfig(ScoringConfig):
     """The teacher group: the model that a distillation learns from."""
 
-    model: LanguageModelConfig = field(default_factory=LanguageModelConfig)
+    model: FrozenModelConfig = field(default_factory=FrozenModelConfig)
     """The model; it must have the actor's vocabulary."""
 
 
 @dataclass
-class RewardModelConfig(LanguageModelConfig, ScoringConfig):
-    """The reward model of the group `reward`: a Hugging Face sequence classifier of one label."""
-
-    model_path: str | None = None
-    """A Hugging Face folder or hub name, with its tokenizer."""
+class RewardModelConfig(PretrainedConfig, ScoringConfig):
+    """The reward model of the group `reward`: a Hugging Face sequence classifier of one label, with its tokenizer."""
 
 
 @dataclass
@@ -74,7 +71,7 @@ class ScoringGroupConfig(ScoringConfig):
     scorer: str = MISSING
     """`logprobs`, `classifier`, a registered name, or `module:Class`: a subclass of `rlhpc.Scorer` (values of tokens, which
     an algorithm asks for) or of `rlhpc.Rater` (a term of the reward)."""
-    model: LanguageModelConfig = field(default_factory=LanguageModelConfig)
+    model: FrozenModelConfig = field(default_factory=FrozenModelConfig)
     """The model, if it has one."""
     kwargs: dict[str, Any] = field(default_factory=dict)
     """Options of the scorer."""

@@ -14,7 +14,7 @@ from rlhpc.language import checks
 from rlhpc.language.config import RANGES, GrpoConfig, LanguageConfig, SftConfig, TrainedLanguageConfig
 from rlhpc.language.reward_config import RANGES as REWARD_RANGES
 from rlhpc.language.reward_config import RewardRunConfig
-from rlhpc.language.scoring.groups import CRITIC, group_roles, scoring_groups
+from rlhpc.language.scoring.groups import CRITIC, group_models, group_roles, scoring_groups
 from rlhpc.runs.checks import check_estimators
 from rlhpc.runs.kinds import Exporting, Kind, Parts, Preparation, Rows, differing, saved_values
 from rlhpc.runtime.errors import ConfigError
@@ -273,13 +273,7 @@ class GrpoKind(LanguageKind[GrpoConfig]):
         """Also with the folders of the groups' built-in models."""
         from rlhpc.language.data.builtin import PREFIX, resolve_model
 
-        models = {
-            "critic.model": cfg.critic.model,
-            "teacher.model": cfg.teacher.model,
-            "reward.model": cfg.reward.model,
-        }
-        models |= {f"groups[{index}].model": group.model for index, group in enumerate(cfg.groups)}
-        own = {key: model for key, model in models.items() if str(model.model_path).startswith(PREFIX)}
+        own = {key: model for key, model in group_models(cfg).items() if str(model.model_path).startswith(PREFIX)}
         same = [
             key for key, model in own.items() if model.model_path == cfg.actor.model.model_path and not model.kwargs
         ]

@@ -9,21 +9,37 @@ from rlhpc.config.sections import DeepspeedConfig, FsdpConfig, LoraConfig, Optim
 
 
 @dataclass
-class LanguageModelConfig:
-    """The language model."""
+class PretrainedConfig:
+    """A language model that is there."""
+
+    model_path: str | None = None
+    """A Hugging Face folder or hub name, with its tokenizer."""
+    dtype: str = "float32"
+    """Precision of weights and computation: float32 or bfloat16."""
+    attn_implementation: str = "sdpa"
+    """Attention of transformers: sdpa, eager or flash_attention_2."""
+    trust_remote_code: bool = False
+    """Runs code that comes with the model."""
+
+
+@dataclass
+class FrozenModelConfig(PretrainedConfig):
+    """A language model that is not trained."""
 
     model_path: str | None = None
     """A Hugging Face folder or hub name, with its tokenizer, or `builtin:tiny` or `builtin:smollm2`."""
     kwargs: dict[str, Any] = field(default_factory=dict)
     """Options of `builtin:tiny`, such as `{hidden: 64}`; other models take none."""
+
+
+@dataclass
+class LanguageModelConfig(FrozenModelConfig):
+    """The language model."""
+
     dtype: str = "float32"
     """Precision of weights and computation: float32 or bfloat16 (mixed precision: fp32 master weights)."""
     gradient_checkpointing: bool = False
     """Recomputes activations in the backward pass, which saves memory."""
-    attn_implementation: str = "sdpa"
-    """Attention of transformers: sdpa, eager or flash_attention_2."""
-    trust_remote_code: bool = False
-    """Runs code that comes with the model."""
 
 
 @dataclass

@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING, Any
 from rlhpc.runtime.errors import ConfigError
 
 if TYPE_CHECKING:
-    from rlhpc.language.model_config import LanguageModelConfig
+    from rlhpc.language.model_config import FrozenModelConfig
 
 PREFIX = "builtin:"
 MODELS = ("tiny", "smollm2")
 
 
-def resolve_model(model: LanguageModelConfig | str, folder: Path | None = None) -> str:
+def resolve_model(model: FrozenModelConfig | str, folder: Path | None = None) -> str:
     """What transformers is to load for `actor.model`: the path as it stands, or the folder of a built-in model.
 
     Args:

@@ -10,6 +10,7 @@ from rlhpc.language.scoring.groups import (
     BUILT_IN,
     CRITIC,
     TAKEN,
+    group_models,
     group_roles,
     needs_critic,
     placed,
@@ -37,6 +38,11 @@ def check_group_sections(cfg: GrpoConfig, fail: Fail) -> None:
     for name in names:
         rates(known[name].scorer)
         check_scorer(known[name])
+    for key, model in group_models(cfg).items():
+        if model.kwargs and not str(model.model_path).startswith("builtin:"):
+            raise ConfigError(
+                f"{key}.kwargs: they are for builtin:tiny; what {key}.model_path={model.model_path} is, its config.json says"
+            )
     terms = [term.name for term in cfg.reward.terms]
     for name in raters(cfg):
         if not rates(known[name].scorer):
@@ -106,6 +112,11 @@ def check_groups(cfg: GrpoConfig, ranks: Mapping[str, int]) -> None:
             from rlhpc.language.scoring.classifier import require_classifier
 
             require_classifier(known[name])
+    if CRITIC in ranks and cfg.critic.training_backend.lower() == "deepspeed":
+        from rlhpc.language.tokens.model import compute_dtype
+        from rlhpc.training.zero_config import deepspeed_config
+
+        deepspeed_config(cfg.critic, compute_dtype(cfg.critic.model))
     if "teacher" in ranks:
         same_vocabulary(cfg)
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, cast
 
 from rlhpc.config.typed import plain, select
-from rlhpc.language.model_config import LanguageModelConfig
+from rlhpc.language.model_config import FrozenModelConfig, PretrainedConfig
 
 if TYPE_CHECKING:
     from rlhpc.language.config import GrpoConfig, LanguageConfig
@@ -33,7 +33,7 @@ class ScoringGroup:
 
     name: str
     scorer: str
-    model: LanguageModelConfig
+    model: PretrainedConfig
     max_tokens: int
     kwargs: Mapping[str, Any] = field(default_factory=dict)
 
@@ -61,6 +61,12 @@ def scoring_groups(cfg: GrpoConfig) -> dict[str, ScoringGroup]:
             own.name, own.scorer, own.model, own.max_tokens_per_micro_batch, plain(own.kwargs)
         )
     return found
+
+
+def group_models(cfg: GrpoConfig) -> dict[str, FrozenModelConfig]:
+    """The groups' models that may be built in, by their sections."""
+    found: dict[str, FrozenModelConfig] = {"critic.model": cfg.critic.model, "teacher.model": cfg.teacher.model}
+    return {**found, **{f"groups[{index}].model": group.model for index, group in enumerate(cfg.groups)}}
 
 
 def group_roles(cfg: GrpoConfig) -> dict[str, str]:

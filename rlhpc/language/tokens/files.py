@@ -15,13 +15,13 @@ from rlhpc.language.tokens.model import export_tokenizer
 from rlhpc.training.lora import ADAPTER
 
 if TYPE_CHECKING:
-    from rlhpc.language.model_config import LanguageModelConfig
+    from rlhpc.language.model_config import PretrainedConfig
 
 #: Below a checkpoint's folder.
 FOLDER = "model"
 
 
-def model_files(module: nn.Module, model: LanguageModelConfig) -> dict[str, bytes]:
+def model_files(module: nn.Module, model: PretrainedConfig) -> dict[str, bytes]:
     """Config, generation config, tokenizer, and the code that came with the model, by file name.
 
     Args:
@@ -44,9 +44,7 @@ def model_files(module: nn.Module, model: LanguageModelConfig) -> dict[str, byte
         return {path.name: path.read_bytes() for path in [*folder.iterdir(), *code] if path.is_file()}
 
 
-def export_adapter(
-    folder: Path, weights: dict[str, torch.Tensor], module: nn.Module, model: LanguageModelConfig
-) -> None:
+def export_adapter(folder: Path, weights: dict[str, torch.Tensor], module: nn.Module, model: PretrainedConfig) -> None:
     """Writes a folder that `peft.PeftModel.from_pretrained` loads, with the tokenizer."""
     folder.mkdir(parents=True, exist_ok=True)
     config: Any = module.peft_config[ADAPTER]  # type: ignore[index]

@@ -12,7 +12,7 @@ import torch
 from rlhpc.runtime.errors import ConfigError
 
 if TYPE_CHECKING:
-    from rlhpc.language.model_config import LanguageModelConfig
+    from rlhpc.language.model_config import PretrainedConfig
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -32,7 +32,7 @@ def transformers() -> Any:
     return package
 
 
-def compute_dtype(model: LanguageModelConfig) -> torch.dtype:
+def compute_dtype(model: PretrainedConfig) -> torch.dtype:
     """What `actor.model.dtype` names.
 
     Raises:
@@ -44,7 +44,7 @@ def compute_dtype(model: LanguageModelConfig) -> torch.dtype:
 
 
 def load_causal_lm(
-    model: LanguageModelConfig, *, dtype: torch.dtype = torch.float32, checkpointing: bool = False, empty: bool = False
+    model: PretrainedConfig, *, dtype: torch.dtype = torch.float32, checkpointing: bool = False, empty: bool = False
 ) -> Any:
     """The causal language model of `actor.model`, on the host.
 
@@ -65,7 +65,7 @@ def load_causal_lm(
 
 def load_by(
     auto: str,
-    model: LanguageModelConfig,
+    model: PretrainedConfig,
     *,
     dtype: torch.dtype,
     empty: bool,
@@ -126,7 +126,7 @@ def prepared(module: Any, checkpointing: bool) -> Any:
 def export_model(
     folder: Path,
     tensors: Iterable[tuple[str, torch.Tensor]],
-    model: LanguageModelConfig,
+    model: PretrainedConfig,
     dtype: torch.dtype = torch.float32,
     load: Callable[..., Any] = load_causal_lm,
 ) -> None:
@@ -154,7 +154,7 @@ def export_model(
     export_tokenizer(folder, model, pads=not skeleton.can_generate())
 
 
-def export_tokenizer(folder: Path, model: LanguageModelConfig, *, pads: bool = False) -> None:
+def export_tokenizer(folder: Path, model: PretrainedConfig, *, pads: bool = False) -> None:
     """Writes the tokenizer of `actor.model`; a model without one (token ids come from elsewhere) is left without.
 
     Args:

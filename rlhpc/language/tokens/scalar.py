@@ -20,7 +20,7 @@ from rlhpc.language.tokens.model import load_by, prepared, transformers
 from rlhpc.runtime.errors import ConfigError
 
 if TYPE_CHECKING:
-    from rlhpc.language.model_config import LanguageModelConfig
+    from rlhpc.language.model_config import PretrainedConfig
 
 #: Name of the head, as transformers and vLLM have it for decoders.
 HEAD = "score"
@@ -37,7 +37,7 @@ class Head(nn.Linear):
 
 
 def load_scalar_model(
-    model: LanguageModelConfig,
+    model: PretrainedConfig,
     *,
     dtype: torch.dtype = torch.float32,
     checkpointing: bool = False,
@@ -92,7 +92,7 @@ def load_scalar_model(
     return prepared(module, checkpointing)
 
 
-def is_classifier(model: LanguageModelConfig, key: str = "actor.model.model_path") -> bool:
+def is_classifier(model: PretrainedConfig, key: str = "actor.model.model_path") -> bool:
     """Whether `model_path` has a sequence classifier's head of its own.
 
     Raises:
@@ -124,7 +124,7 @@ def _initialize(head: nn.Linear, spread: float, seed: int) -> None:
             head.bias.zero_()
 
 
-def _pad(model: LanguageModelConfig, config: Any) -> int | None:
+def _pad(model: PretrainedConfig, config: Any) -> int | None:
     """The token that padding is made of: the tokenizer's, as whoever loads the folder will use both together."""
     from rlhpc.language.data.tokens import load_tokenizer
 

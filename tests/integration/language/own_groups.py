@@ -46,3 +46,11 @@ class Even(PolicyGradient):
         assert bool((batch.columns["even"] == (batch.ids % 2 == 0)).all())
         loss, metrics = super().loss(scores, batch, whole)
         return loss, {**metrics, "even": (batch.columns["even"] * batch.mask).sum() / max(whole.tokens, 1.0)}
+
+
+class Taught(PolicyGradient):
+    """Policy gradient that measures how probable a teacher finds the tokens."""
+
+    def __init__(self, cfg) -> None:
+        super().__init__(cfg)
+        self.columns = [*self.columns, Column("teacher_logprobs", by="teacher")]

@@ -134,7 +134,9 @@ def beside_runs(config: str, overrides: list[str]) -> None:
 
         from rlhpc.training.zero_config import deepspeed_config
 
-        deepspeed_config(cfg.actor, torch.float32)
+        for section in ("actor", "critic"):
+            if section in cfg:
+                deepspeed_config(cfg[section], torch.float32)
     if "data" in cfg and "chosen_key" in cfg.data.train:
         from rlhpc.language.data.preferences import Preferences
 

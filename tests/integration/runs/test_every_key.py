@@ -102,6 +102,19 @@ SLURM = [
 ]  # fmt: skip
 
 
+#: A second run with language models, with every group that one can have.
+GROUPS = [
+    "runner.name=groups", "runner.val_check_interval=-1", "algorithm.adv_type=gae", "algorithm.name=own_groups:Taught",
+    "cluster.component_placement={actor: 0, rollout: 0, critic: 0, reference: 0, teacher: 0, reward: 0, mine: 0}",
+    "teacher.model.model_path=builtin:tiny", "teacher.model.kwargs={hidden: 32, layers: 1, heads: 2}",
+    "reward.model.model_path=classifier", "reward.terms=[{name: math}, {name: reward}, {name: mine}]",
+    "groups=[{name: mine, scorer: classifier, model: {model_path: classifier}}, {name: idle, scorer: logprobs, model: "
+    "{model_path: 'builtin:tiny', kwargs: {hidden: 32, layers: 1, heads: 2}}}]",
+    "critic.training_backend=fsdp",
+    "critic.lora.rank=2",
+]  # fmt: skip
+
+
 #: Kind → keys that only code from elsewhere reads.
 OF_OTHERS = {
     "off_policy": {
@@ -119,6 +132,17 @@ def keys_of(cls: type, prefix: str = "") -> Iterator[str]:
         else:
             yield f"{prefix}{name}"
             yield from keys_of(below, f"{prefix}{name}[].") if below else ()
+
+
+def save_classifier(folder: Path, kwargs: dict[str, Any]) -> None:
+    """A sequence classifier with a head that somebody trained (here: drew)."""
+    from rlhpc.language.data.builtin import resolve_model
+    from rlhpc.language.model_config import LanguageModelConfig
+    from rlhpc.language.tokens.model import export_model
+    from rlhpc.language.tokens.scalar import load_scalar_model
+
+    source = LanguageModelConfig(model_path=resolve_model(LanguageModelConfig("builtin:tiny", kwargs)))
+    export_model(folder, load_scalar_model(source).state_dict().items(), source, load=load_scalar_model)
 
 
 class Reads:
@@ -180,7 +204,11 @@ def reads(tmp_path_factory: pytest.TempPathFactory) -> Reads:
 
 
 @pytest.mark.parametrize("kind", NAMES)
-def test_every_key_is_read(kind: str, reads: Reads) -> None:
+def test_every_key_is_read(kind: str, reads: Reads, monkeypatch: pytest.MonkeyPatch) -> None:
+    if kind == "reasoning":
+        monkeypatch.setenv("RLHPC_MODELS", reads.environment["RLHPC_MODELS"])
+        save_classifier(reads.folder / "classifier", TINY["kwargs"])
+        reads.rlhpc(kind, "train", *GROUPS)
     reads.start(kind, "-m", "read_keys", f"{kind}.yaml", *SLURM)
     reads.rlhpc(kind, "submit", "--executor", "local")
     reads.start(kind, "-m", "rlhpc.cli", "eval", "--run", f"runs/{kind}", "--step", "latest", "--trust-checkpoint-code")
