@@ -49,7 +49,10 @@ class Runner(Generic[Cfg]):
         elapsed: Seconds of training so far, over all starts.
         max_recoveries: How often expendable groups are restarted without a new checkpoint in between.
         recoveries: How often they have been restarted.
+        stateless: Groups that keep nothing from one step to the next (see `unharmed`).
     """
+
+    stateless: frozenset[str] = frozenset()
 
     def __init__(
         self, cfg: Cfg, groups: dict[str, Any], *, run: RunFolder | None = None, stop: StopRequest | None = None
@@ -257,9 +260,12 @@ class Runner(Generic[Cfg]):
         """
         session = Session.running()
         newest = newest_valid(self.folder.paths, checksums=False).path
-        if session is None or not session.failures.expendable or newest is None or self.stop.requested:
+        stateless = error.group in self.stateless
+        if session is None or not session.failures.expendable or self.stop.requested:
             raise error
-        step = int(newest.name.rpartition("_")[2])
+        if newest is None and not stateless:
+            raise error
+        step = self.step if newest is None or stateless else int(newest.name.rpartition("_")[2])
         self._vain = self._vain + 1 if step <= self._recovered_from else 1
         self._recovered_from = step
         if self._vain > self.max_recoveries:
@@ -275,6 +281,8 @@ class Runner(Generic[Cfg]):
             before = self.state()
             if self.unharmed(gone):
                 note(f"{reason}; {ranks} start again, and step {self.step + 1} with them; nothing else is lost")
+            elif newest is None:
+                raise error
             else:
                 note(f"{reason}; {ranks} start again from {newest.name}, all other ranks stay")
                 self.forget()

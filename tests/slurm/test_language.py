@@ -9,8 +9,10 @@ import pytest
 
 pytest.importorskip("vllm", reason="needs the extra vllm")
 
+from tests.classifiers import save_classifier
+
 from .cluster import SlurmCluster
-from .runs import ROOT, SlurmRun, until
+from .runs import ROOT, SlurmRun, kill, until
 
 pytestmark = [pytest.mark.slurm, pytest.mark.timeout(900)]
 
@@ -68,3 +70,41 @@ def test_the_rollout_group_is_killed_and_starts_again(slurm: SlurmCluster, tmp_p
     assert len(run.attempts) == 1
     assert [row["step"] for row in run.rows()] == list(range(1, 41))
     assert max(row["train/mismatch_abs"] for row in run.rows()) < 1e-4
+
+
+GROUPS = (
+    "runner.save_interval=100", "cluster.num_nodes=3", "rollout.rollout_backend=hf", "algorithm.adv_type=gae",
+    "cluster.node_groups=["
+    "{label: gpu, het_component: 0, num_nodes: 2, accelerators_per_node: 1, cpus_per_node: 4, mem: 8G}, "
+    "{label: cpu, het_component: 1, num_nodes: 1, accelerators_per_node: 0, cpus_per_node: 4, mem: 8G}]",
+    "cluster.component_placement={actor: {node_group: gpu, placement: 0}, rollout: {node_group: gpu, placement: 0}, "
+    "critic: {node_group: gpu, placement: 1}, reward: {node_group: cpu, placement: '0:0-1'}}",
+    "reward.terms=[{name: length, kwargs: {limit: 8}}, {name: reward, weight: 0.1}]",
+)  # fmt: skip
+
+
+def test_critic_and_reward_model_have_nodes_of_their_own(
+    slurm: SlurmCluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A rank of the reward model is killed: it alone starts again, and not a step is lost, though none was saved since."""
+    monkeypatch.setenv("RLHPC_MODELS", str(tmp_path / "models"))
+    config = tmp_path / "language.yaml"
+    config.write_text(CONFIG.format(root=ROOT))
+    model = save_classifier(tmp_path / "classifier")
+    run = SlurmRun(slurm, tmp_path, *GROUPS, f"reward.model.model_path={model}", config=config)
+    run.environment |= {"RLHPC_MODELS": str(tmp_path / "models"), "HF_HUB_OFFLINE": "1"}
+    process = run.submit()
+    until(lambda: run.step() >= 5, f"it trains\n{run.account()}", 300)
+    ranks = run.members()
+    assert len({ranks[name]["node"] for name in ("actor-0", "critic-0", "reward-0")}) == 3
+    assert ranks["critic-0"]["accelerators"] and not ranks["reward-1"]["accelerators"]
+    kill(ranks["reward-1"]["pid"])
+    driver = run.root / "logs" / "segment_0" / "driver.err"
+    until(lambda: "nothing else is lost" in driver.read_text(), f"it starts again\n{run.account()}", 120)
+    until(lambda: run.members()["reward-1"]["pid"] != ranks["reward-1"]["pid"], "it is there again")
+    alive = run.members()
+    for name in ("actor-0", "rollout-0", "critic-0", "reward-0"):
+        assert alive[name]["pid"] == ranks[name]["pid"], name
+    run.finish(process, 400)
+    assert len(run.attempts) == 1 and not run.recoveries
+    assert [row["step"] for row in run.rows()] == list(range(1, 41))

@@ -59,6 +59,7 @@ class ReasoningRunner(Runner[GrpoConfig]):
         super().__init__(cfg, {"actor": actor, **({CRITIC: self.critic} if self.critic else {})}, run=run, stop=stop)
         self.actor, self.rollout = actor, rollout
         self.others = Others(cfg, {name: group for name, group in others.items() if name != CRITIC})
+        self.stateless = frozenset(self.others.groups)
         names = {"actor_name": actor.name, "rollout_name": rollout.name}
         scoring = {name: group.world_size for name, group in {**others}.items() if name not in self.others.rating}
         self.prompts = PromptMap.from_config(

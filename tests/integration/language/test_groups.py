@@ -7,6 +7,7 @@ import os
 import signal
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,9 +16,7 @@ pytest.importorskip("transformers", reason="needs the extra llm")
 
 from test_reasoning import LanguageRun
 
-from rlhpc.language.model_config import LanguageModelConfig
-from rlhpc.language.tokens.model import export_model
-from rlhpc.language.tokens.scalar import load_scalar_model
+from tests.classifiers import save_classifier
 
 
 def places(**groups: str | int) -> str:
@@ -93,17 +92,9 @@ def test_a_critic_may_learn_alone_at_first(tmp_path: Path) -> None:
 @pytest.fixture(scope="module")
 def reward_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A sequence classifier with a head that somebody trained (here: drew)."""
-    from rlhpc.language.data.builtin import resolve_model
-
-    tiny = LanguageModelConfig(model_path="builtin:tiny", kwargs={"hidden": 64, "layers": 2, "heads": 2})
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("RLHPC_MODELS", str(tmp_path_factory.mktemp("models")))
-        source = LanguageModelConfig(model_path=resolve_model(tiny))
-    model = load_scalar_model(source, seed=3)
-    folder = tmp_path_factory.mktemp("reward")
-    export_model(folder, ((name, one * 20 if name.startswith("score") else one) for name, one in model.state_dict().items()),
-                 source, load=load_scalar_model)  # fmt: skip
-    return folder
+        return save_classifier(tmp_path_factory.mktemp("reward"))
 
 
 OWN = (
@@ -148,11 +139,20 @@ def test_an_evaluation_asks_the_groups_models_itself(groups: LanguageRun) -> Non
     assert set(json.loads(line)["terms"]) == {"ones", "reward"} and found["failed"] == 0
 
 
+def json_of(path: Path) -> dict[str, Any]:
+    try:
+        found: dict[str, Any] = json.loads(path.read_text())
+        return found
+    except (OSError, ValueError):
+        return {}
+
+
 def test_a_group_that_is_killed_starts_again_alone(groups: LanguageRun, tmp_path: Path, reward_model: Path) -> None:
-    """Nothing else is lost: no step, no other process; the numbers are those of the run that nobody disturbed."""
+    """Nothing else is lost: no step, though none is saved, and no other process; the numbers are those of the run that
+    nobody disturbed."""
     run = LanguageRun(
         tmp_path / "killed", *OWN, f"reward.model.model_path={reward_model}",
-        "reward.terms=[{name: ones}, {name: reward, weight: 0.01}]", "runner.save_interval=2",
+        "reward.terms=[{name: ones}, {name: reward, weight: 0.01}]", "runner.save_interval=3",
         places(reference=0, reward="0:0-1", ones=0, evenness=0),
         "groups=[{name: ones, scorer: 'own_groups:Ones', kwargs: {pause_s: 0.05}}, "
         "{name: evenness, scorer: 'own_groups:Evenness'}]",
@@ -162,19 +162,13 @@ def test_a_group_that_is_killed_starts_again_alone(groups: LanguageRun, tmp_path
 
     def members() -> dict[str, int]:
         registry = run.root / "registry"
-        try:
-            now = registry / (registry / "current").read_text() / "members"
-            return {path.stem: json.loads(path.read_text())["pid"] for path in now.glob("*.json")}
-        except (OSError, ValueError):
-            return {}
+        now = registry / (registry / "current").read_text() / "members"
+        return {path.stem: json_of(path)["pid"] for path in now.glob("*.json")}
 
-    def wait_for(what: str, deadline_s: float = 150.0) -> None:
-        end = time.monotonic() + deadline_s
-        while not (run.root / "checkpoints" / what / "COMPLETE").is_file():
-            assert time.monotonic() < end and process.poll() is None, f"no {what}: {process.communicate()}"
-            time.sleep(0.02)
-
-    wait_for("global_step_2")
+    end = time.monotonic() + 150
+    while json_of(run.root / "status.json").get("step", 0) < 1:
+        assert time.monotonic() < end and process.poll() is None, process.communicate()
+        time.sleep(0.02)
     before = members()
     os.kill(before["reward-1"], signal.SIGKILL)
     time.sleep(0.3)

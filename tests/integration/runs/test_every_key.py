@@ -21,6 +21,7 @@ import yaml
 from rlhpc.config.keys import element_of, fields_of
 from rlhpc.runs.kinds import find_kind
 from tests import warm
+from tests.classifiers import save_classifier
 
 pytest.importorskip("transformers", reason="needs the extra llm")
 
@@ -132,17 +133,6 @@ def keys_of(cls: type, prefix: str = "") -> Iterator[str]:
         else:
             yield f"{prefix}{name}"
             yield from keys_of(below, f"{prefix}{name}[].") if below else ()
-
-
-def save_classifier(folder: Path, kwargs: dict[str, Any]) -> None:
-    """A sequence classifier with a head that somebody trained (here: drew)."""
-    from rlhpc.language.data.builtin import resolve_model
-    from rlhpc.language.model_config import LanguageModelConfig
-    from rlhpc.language.tokens.model import export_model
-    from rlhpc.language.tokens.scalar import load_scalar_model
-
-    source = LanguageModelConfig(model_path=resolve_model(LanguageModelConfig("builtin:tiny", kwargs)))
-    export_model(folder, load_scalar_model(source).state_dict().items(), source, load=load_scalar_model)
 
 
 class Reads:
