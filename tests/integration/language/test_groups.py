@@ -99,7 +99,7 @@ def reward_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 OWN = (
     "groups=[{name: ones, scorer: 'own_groups:Ones'}, {name: evenness, scorer: 'own_groups:Evenness'}]",
-    "algorithm.name=own_groups:Even", "algorithm.kl_coef=0.1", "runner.max_steps=3", "runner.save_interval=1",
+    "algorithm.name=own_groups:Even", "algorithm.kl_coef=0.1", "runner.max_steps=5", "runner.save_interval=1",
 )  # fmt: skip
 
 
@@ -133,9 +133,9 @@ def test_groups_say_what_the_actor_and_the_judges_would(
 
 
 def test_an_evaluation_asks_the_groups_models_itself(groups: LanguageRun) -> None:
-    groups.rlhpc("eval", "--run", str(groups.root), "--step", "3", "--suite", "held_out", "--trust-checkpoint-code")
-    found = json.loads((groups.root / "eval" / "global_step_3" / "held_out.json").read_text())
-    (line, *_) = (groups.root / "eval" / "global_step_3" / "held_out.samples.jsonl").read_text().splitlines()
+    groups.rlhpc("eval", "--run", str(groups.root), "--step", "5", "--suite", "held_out", "--trust-checkpoint-code")
+    found = json.loads((groups.root / "eval" / "global_step_5" / "held_out.json").read_text())
+    (line, *_) = (groups.root / "eval" / "global_step_5" / "held_out.samples.jsonl").read_text().splitlines()
     assert set(json.loads(line)["terms"]) == {"ones", "reward"} and found["failed"] == 0
 
 
@@ -152,7 +152,7 @@ def test_a_group_that_is_killed_starts_again_alone(groups: LanguageRun, tmp_path
     nobody disturbed."""
     run = LanguageRun(
         tmp_path / "killed", *OWN, f"reward.model.model_path={reward_model}",
-        "reward.terms=[{name: ones}, {name: reward, weight: 0.01}]", "runner.save_interval=3",
+        "reward.terms=[{name: ones}, {name: reward, weight: 0.01}]", "runner.save_interval=5",
         places(reference=0, reward="0:0-1", ones=0, evenness=0),
         "groups=[{name: ones, scorer: 'own_groups:Ones', kwargs: {pause_s: 0.05}}, "
         "{name: evenness, scorer: 'own_groups:Evenness'}]",
@@ -176,8 +176,8 @@ def test_a_group_that_is_killed_starts_again_alone(groups: LanguageRun, tmp_path
     assert process.returncode == 0, out + err
     assert "reward[1] start again, and step" in err and "nothing else is lost" in err, err
     assert run.rows() == groups.rows()
-    for name, mine in run.weights(3).items():
-        assert torch.equal(mine, groups.weights(3)[name])
+    for name, mine in run.weights(5).items():
+        assert torch.equal(mine, groups.weights(5)[name])
 
 
 RATED = ("reward.terms=[{name: reward}]", places(reward=0))
