@@ -45,9 +45,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def warm_fork_servers() -> Iterator[None]:
-    """The fork servers of sessions in this process are started warm: importing torch is not what their tests are about."""
+    """The fork servers and simulators that this process starts are started warm: no test of theirs is about imports."""
+    from rlhpc.embodied.envs import processes
     from rlhpc.runtime.starters import forked
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(forked, "subprocess", warm)
+        patch.setattr(processes, "subprocess", warm)
         yield

@@ -19,8 +19,8 @@ from tests import warm
 ROOT = Path(__file__).resolve().parents[2]
 CONFIG = ROOT / "configs" / "quickstart.yaml"
 TINY = (
-    "runner.segments=1", "runner.max_steps=20", "runner.save_interval=3", "algorithm.rollout_steps=128",
-    "algorithm.update_epochs=4",
+    "runner.segments=1", "runner.max_steps=20", "runner.save_interval=3", "algorithm.rollout_steps=32",
+    "algorithm.update_epochs=2", "actor.global_batch_size=64",
     "env.eval.num_episodes=4", "runner.logger.logger_backends=[jsonl]",
 )  # fmt: skip
 

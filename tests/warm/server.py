@@ -60,6 +60,7 @@ def main() -> None:
             importlib.import_module(module)
     _look_around()
     _leave_exits_alone()
+    _stand_being_looked_at()
     threads = len(os.listdir("/proc/self/task"))
     if threads > 1:
         sys.exit(
@@ -88,6 +89,20 @@ def _leave_exits_alone() -> None:
         atexit.unregister(sys.modules["torch._dynamo.utils"].dump_compile_times)
     for finalizer in weakref.finalize._registry:  # type: ignore[attr-defined]
         finalizer.atexit = False
+
+
+def _stand_being_looked_at() -> None:
+    """trimesh's stands for packages that are not there raise ImportError whatever one asks them, and vLLM asks all there is
+    in any module for its `__dict__`. That both are imported is only so here."""
+    if module := sys.modules.get("trimesh.exceptions"):
+        raises = module.ExceptionWrapper.__getattribute__
+
+        def look(self: Any, name: str) -> Any:
+            if name == "__dict__":
+                raise AttributeError(name)
+            return raises(self, name)
+
+        module.ExceptionWrapper.__getattribute__ = look
 
 
 def _read_again() -> None:

@@ -19,6 +19,7 @@ import pytest
 
 from rlhpc.jobs.paths import RunPaths
 from rlhpc.jobs.status import run_state
+from tests import warm
 
 ROOT = Path(__file__).resolve().parents[3]
 QUICKSTART = str(ROOT / "configs" / "quickstart.yaml")
@@ -74,7 +75,7 @@ def test_ctrl_c_says_what_is_saved_and_how_to_go_on(name: str, tmp_path: Path) -
     assert "Traceback" not in shown and run_state(paths)[0] != "running"
     if name == "train":  # what it says to type does go on
         go_on = [*shlex.split(again[0]), f"runner.max_steps={step + 2}"]
-        subprocess.run([*RLHPC, *go_on], cwd=tmp_path, check=True, timeout=240, capture_output=True)
+        warm.run([*RLHPC, *go_on], cwd=tmp_path, check=True, timeout=240, capture_output=True)
         assert paths.checkpoint_steps()[-1][0] == step + 2
 
 
@@ -111,16 +112,12 @@ def test_a_failure_is_shown_with_its_logs(tmp_path: Path) -> None:
 
 def test_a_mistake_is_refused_before_anything_is_started(tmp_path: Path) -> None:
     for words in (["runner.max_step=2"], ["--profile", "no/such"]):
-        done = subprocess.run(
-            [*RLHPC, "run", QUICKSTART, *words], cwd=tmp_path, capture_output=True, text=True, timeout=60
-        )
+        done = warm.run([*RLHPC, "run", QUICKSTART, *words], cwd=tmp_path, capture_output=True, text=True, timeout=60)
         assert done.returncode == 2 and done.stderr.count("\n") == 1, done.stderr
     assert not list(tmp_path.iterdir())
 
 
 def test_a_dry_run_shows_the_jobs_and_writes_nothing(tmp_path: Path) -> None:
-    done = subprocess.run(
-        [*RLHPC, "run", QUICKSTART, *TINY, "-n"], cwd=tmp_path, capture_output=True, text=True, timeout=100
-    )
+    done = warm.run([*RLHPC, "run", QUICKSTART, *TINY, "-n"], cwd=tmp_path, capture_output=True, text=True, timeout=100)
     assert done.returncode == 0 and "train_segment" in done.stdout + done.stderr
     assert not (tmp_path / "runs").exists()

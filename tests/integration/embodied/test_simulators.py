@@ -18,8 +18,9 @@ import pytest
 from omegaconf import OmegaConf
 
 from rlhpc.embodied.config import EnvSideConfig
-from rlhpc.embodied.envs import make_env
+from rlhpc.embodied.envs import make_env, processes
 from rlhpc.runtime.errors import ConfigError, RlhpcError
+from tests import warm
 
 MODULE = """
 import os, time
@@ -65,7 +66,11 @@ def section(**changes: Any) -> Any:
 
 @pytest.fixture
 def walk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """Five slots in two processes, of somebody else's class, that are given 2 s to answer."""
+    """Five slots in two processes, of somebody else's class, that are given 2 s to answer.
+
+    They are not started warm: the kernel takes longer than that to end a process with so much in memory by signal 11.
+    """
+    monkeypatch.setattr(processes, "subprocess", subprocess)
     (tmp_path / "walk_env.py").write_text(MODULE)
     monkeypatch.syspath_prepend(tmp_path)
     env = make_env(section(env_type="walk_env:Walk", env_id="walk", simulator_timeout_s=2.0), 5)
@@ -145,7 +150,7 @@ def test_no_simulator_outlives_its_parent_even_a_stopped_one() -> None:
         "pids = [simulator.process.pid for simulator in env._simulators]\n"
         "os.kill(pids[0], signal.SIGSTOP); print(*pids, flush=True); signal.pause()\n"
     )
-    parent = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
+    parent = warm.Popen([sys.executable, "-c", program], stdout=warm.PIPE, text=True)
     assert parent.stdout is not None
     pids = [int(word) for word in parent.stdout.readline().split()]
     assert len(pids) == 2 and all(psutil.pid_exists(pid) for pid in pids)
@@ -175,7 +180,7 @@ def test_a_run_goes_on_and_counts(tmp_path: Path) -> None:
         "runner.segments=1", "runner.max_steps=60", "runner.save_interval=-1", "env.train.simulators=2",
         "runner.logger.logger_backends=[jsonl]",
     ]  # fmt: skip
-    run = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, cwd=root)
+    run = warm.Popen(command, stdout=warm.DEVNULL, stderr=warm.PIPE, text=True, cwd=root)
     metrics = tmp_path / "quickstart" / "metrics.jsonl"
     deadline = time.monotonic() + 120
     try:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
@@ -15,6 +14,7 @@ import yaml
 from rlhpc import load_config
 from rlhpc.config.load import config_to_yaml
 from rlhpc.runtime.errors import ConfigError
+from tests import warm
 
 FLAT = Path(__file__).resolve().parents[2] / "data" / "flat_runs"
 SUITES = {"embodied": "default", "language": "held_out"}
@@ -29,7 +29,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def rlhpc(folder: Path, *words: str) -> str:
-    done = subprocess.run(
+    done = warm.run(
         [sys.executable, "-P", "-m", "rlhpc.cli", *words], cwd=folder.parent, text=True, capture_output=True, timeout=200,
         env={**os.environ, "RLHPC_MODELS": str(folder.parent / "models")}, check=False,
     )  # fmt: skip

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from tests import warm
+
 BANDIT = '''
 import json
 from dataclasses import dataclass, field
@@ -113,7 +115,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def rlhpc(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
     path = os.pathsep.join(part for part in (str(folder / "site"), os.environ.get("PYTHONPATH", "")) if part)
-    return subprocess.run(
+    return warm.run(
         [sys.executable, "-P", "-m", "rlhpc.cli", *words], cwd=folder, text=True, capture_output=True, timeout=200,
         env={**os.environ, "PYTHONPATH": path}, check=False,
     )  # fmt: skip

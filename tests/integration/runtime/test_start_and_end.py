@@ -20,6 +20,7 @@ from rlhpc import Channel, Cluster, DeadlineExceeded, Session, WorkerFailed
 from rlhpc.runtime.comm import background
 from rlhpc.runtime.descriptors import LEAST
 from rlhpc.runtime.errors import ConfigError
+from tests import warm
 
 ROOT = Path(__file__).resolve().parents[3]
 QUICKSTART = str(ROOT / "configs" / "quickstart.yaml")
@@ -122,10 +123,10 @@ gymnasium.register("Slow-v0", entry_point=Slow, max_episode_steps=50)
 def test_a_signal_ends_the_wait_for_ranks(tmp_path: Path, number: int, code: int) -> None:
     (tmp_path / "slow_env.py").write_text(SLOW)
     mark = tmp_path / "mark"
-    driver = subprocess.Popen(
+    driver = warm.Popen(
         [*RLHPC, "train", QUICKSTART, f"runner.run_dir={tmp_path / 'runs'}", "env.train.env_id=slow_env:Slow-v0",
          "runner.segments=1", "env.train.simulators=0"],
-        env={**os.environ, "PYTHONPATH": str(tmp_path), "MARK": str(mark)}, stderr=subprocess.PIPE, text=True,
+        env={**os.environ, "PYTHONPATH": str(tmp_path), "MARK": str(mark)}, stderr=warm.PIPE, text=True,
     )  # fmt: skip
     deadline = time.monotonic() + 60
     while not mark.exists() and time.monotonic() < deadline and driver.poll() is None:
@@ -195,7 +196,7 @@ sys.exit(cli.main(sys.argv[1:]))
 
 def test_an_error_that_nobody_has_foreseen_leaves_its_traceback(tmp_path: Path) -> None:
     words = ["train", QUICKSTART, f"runner.run_dir={tmp_path}", "runner.segments=1"]
-    done = subprocess.run([sys.executable, "-c", FAULT, *words], capture_output=True, text=True, timeout=100)
+    done = warm.run([sys.executable, "-c", FAULT, *words], capture_output=True, text=True, timeout=100)
     log = tmp_path / "quickstart/logs/segment_0/driver.err"
     assert done.returncode == 1 and "Traceback" not in done.stderr and f"traceback in {log}" in done.stderr, done.stderr
     assert "in one_step" in log.read_text() and "KeyError: 'reward'" in log.read_text()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pickle
 import random
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -25,6 +24,7 @@ from rlhpc.checkpoint.state import (
     set_rng_state,
 )
 from rlhpc.runtime.errors import CheckpointError
+from tests import warm
 
 
 def test_round_trip() -> None:
@@ -126,9 +126,7 @@ def test_a_file_of_tensors_that_cannot_be_written_or_read_says_why(tmp_path: Pat
         "resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, 10_000))\n"
         "save_tensors(Path(sys.argv[1]), {'x': torch.ones(100_000)})\n"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code, str(tmp_path / "full.safetensors")], capture_output=True, text=True
-    )
+    done = warm.run([sys.executable, "-c", code, str(tmp_path / "full.safetensors")], capture_output=True, text=True)
     assert "CheckpointError" in done.stderr and "full.safetensors: could not be written: File too large" in done.stderr
 
 

@@ -8,7 +8,6 @@ import os
 import resource
 import shutil
 import signal
-import subprocess
 import sys
 import threading
 import time
@@ -30,6 +29,7 @@ from rlhpc.checkpoint import (
 )
 from rlhpc.jobs.paths import RunPaths
 from rlhpc.runtime.errors import CheckpointError
+from tests import warm
 
 
 @pytest.fixture
@@ -353,8 +353,8 @@ def test_kill_during_save_loses_no_reported_step(paths: RunPaths, delay: float) 
     """SIGKILL at some moment of a real save: what was reported is there and whole; the next save cleans up."""
     reported = -1
     for _ in range(2):
-        process = subprocess.Popen(
-            [sys.executable, "-c", SAVER, str(paths.root), str(2 * (reported + 1))], stdout=subprocess.PIPE, text=True
+        process = warm.Popen(
+            [sys.executable, "-c", SAVER, str(paths.root), str(2 * (reported + 1))], stdout=warm.PIPE, text=True
         )
         assert process.stdout is not None
         for _ in range(5):
@@ -412,7 +412,7 @@ def test_death_at_every_call_that_changes_the_disk(paths: RunPaths, when: str, s
     for count in range(1, 100):
         save(paths, 1)
         save(paths, 2)
-        process = subprocess.run(
+        process = warm.run(
             [sys.executable, "-c", DIES, str(paths.root), str(count), when, str(step)], capture_output=True, text=True
         )
         found = find_resumable(paths, "auto")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -16,11 +17,15 @@ pytest.importorskip("mani_skill")
 
 
 @pytest.fixture(autouse=True, scope="module")
-def renderer() -> None:
+def renderer() -> Iterator[None]:
+    """One environment with cameras that stays: with the last one SAPIEN drops its tables of light, which take a CPU 20 s."""
     from rlhpc.embodied.envs.maniskill import load_maniskill
 
     if not load_maniskill():
         pytest.skip("SAPIEN cannot render here; sudo tests/embodied/install.sh")
+    stays = build(obs_mode="rgb", sensor_configs={"width": 32, "height": 32})
+    yield
+    stays.close()
 
 
 def build(**kwargs: Any) -> Any:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ import torch
 from rlhpc.language.data import Prompt, PromptTokenizer, load_tokenizer
 from rlhpc.language.data.tiny import main, make_tiny_model
 from rlhpc.runtime.errors import ConfigError
+from tests import warm
 
 transformers = pytest.importorskip("transformers")
 
@@ -63,7 +63,9 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
 
 
 VLLM = """
-import json, sys
+import json, os, sys, warnings
+warnings.simplefilter("ignore")
+os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
 from vllm import LLM, SamplingParams
 model = LLM(sys.argv[1], dtype="float32", enforce_eager=True, logprobs_mode="processed_logprobs", max_model_len=64)
 params = SamplingParams(temperature=0, max_tokens=8, logprobs=0, ignore_eos=True)
@@ -76,10 +78,10 @@ print(json.dumps([[list(a.token_ids), [p[t].logprob for t, p in zip(a.token_ids,
 def vllm_answers(folder: Path, prompts: list[list[int]]) -> Any:
     import json
 
-    env = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1"}
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", VLLM, str(folder), json.dumps(prompts)],
-        env={**os.environ, **env, "OMP_NUM_THREADS": "1"},
+    env = {"VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1"}
+    done = warm.run(
+        [sys.executable, "-c", VLLM, str(folder), json.dumps(prompts)],
+        env={**os.environ, **env},
         capture_output=True,
         text=True,
         check=False,
