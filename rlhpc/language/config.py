@@ -14,12 +14,13 @@ from rlhpc.config.typed import mapping
 from rlhpc.language.group_config import (
     GROUP_RANGES,
     CriticConfig,
+    JudgeConfig,
     ReferenceConfig,
     RewardModelConfig,
     ScoringGroupConfig,
     TeacherConfig,
 )
-from rlhpc.language.model_config import LanguageActorConfig
+from rlhpc.language.model_config import GenerationConfig, LanguageActorConfig
 
 
 @dataclass
@@ -97,7 +98,7 @@ class RewardTermConfig:
 
     name: str = MISSING
     """`math`, `exact`, `code`, `format`, `length`, `reasoning_gym`, `http`, a registered name, `module:function`, or the name
-    of a group that rates answers, such as `reward`."""
+    of a group that rates answers, such as `reward` or `judge`."""
     weight: float = 1.0
     """Weight of the term in the sum."""
     kwargs: dict[str, Any] = field(default_factory=dict)
@@ -138,27 +139,13 @@ class GrpoActorConfig(LanguageActorConfig):
 
 
 @dataclass
-class EngineConfig:
+class EngineConfig(GenerationConfig):
     """How the model answers: in evaluation, and where it is trained on its answers."""
 
-    rollout_backend: str = "hf"
-    """Generation engine of language models: `hf`, `vllm`, or `module:Class`."""
-    max_new_tokens: int = 256
-    """Most tokens of a response."""
     top_p: float = 1.0
     """Nucleus sampling (top-p); 1 is off."""
     top_k: int = -1
     """Number of most likely tokens kept in sampling; -1 is off."""
-    max_batch_size: int = 64
-    """Sequences that a rollout rank makes at a time."""
-    max_model_len: int | None = None
-    """Longest prompt and response together; null takes the model's context."""
-    dtype: str = "auto"
-    """Precision of the engine's weights: auto (the actor's), float32, bfloat16 or float16."""
-    gpu_memory_utilization: float = 0.6
-    """Fraction of the accelerator's memory that vLLM takes."""
-    engine_kwargs: dict[str, Any] = field(default_factory=dict)
-    """Further arguments of the engine's constructor."""
     max_turns: int = 1
     """Most turns of a multi-turn episode (`rollout.agent`)."""
     agent: str | None = None
@@ -298,6 +285,7 @@ class GrpoConfig(LanguageConfig):
     critic: CriticConfig = field(default_factory=CriticConfig)
     reference: ReferenceConfig = field(default_factory=ReferenceConfig)
     teacher: TeacherConfig = field(default_factory=TeacherConfig)
+    judge: JudgeConfig = field(default_factory=JudgeConfig)
     groups: list[ScoringGroupConfig] = field(default_factory=list)
     """Further groups that score what the model writes; `cluster.component_placement` says where."""
 

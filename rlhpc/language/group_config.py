@@ -1,5 +1,5 @@
-"""Sections of the configuration about the groups beside actor and rollout: critic, reference, teacher, reward model, and
-groups of one's own. The docstring under a field is its entry in the reference."""
+"""Sections of the configuration about the groups beside actor and rollout: critic, reference, teacher, reward model,
+judge, and groups of one's own. The docstring under a field is its entry in the reference."""
 
 from __future__ import annotations
 
@@ -8,8 +8,14 @@ from typing import Any
 
 from omegaconf import II, MISSING
 
-from rlhpc.config.ranges import COUNT, NOT_NEGATIVE, Range
-from rlhpc.language.model_config import FrozenModelConfig, LanguageActorConfig, LanguageModelConfig, PretrainedConfig
+from rlhpc.config.ranges import ANY, COUNT, NOT_NEGATIVE, Range
+from rlhpc.language.model_config import (
+    FrozenModelConfig,
+    GenerationConfig,
+    LanguageActorConfig,
+    LanguageModelConfig,
+    PretrainedConfig,
+)
 
 
 @dataclass
@@ -63,21 +69,60 @@ class RewardModelConfig(PretrainedConfig, ScoringConfig):
 
 
 @dataclass
+class JudgeConfig(GenerationConfig):
+    """The judge group: a language model that is asked what an answer is worth. An answer without a readable verdict gets
+    `reward.failed`."""
+
+    model: FrozenModelConfig = field(default_factory=FrozenModelConfig)
+    """The model; if it has a chat template, it is asked in its form."""
+    max_new_tokens: int = 128
+    """Most tokens of a reply; one that is cut off has no verdict."""
+    mode: str = "grade"
+    """`grade`: a number for each answer. `compare`: which of two answers to a problem is better, asked in both orders; an
+    answer's value is its share of wins, a tie counting half."""
+    rubric: str | None = None
+    """The question: a text with `{response}`, and `{prompt}` and `{answer}` (the reference) where they are wanted; the form of
+    the verdict is added at its end. Null is a question about correctness."""
+    scale: list[float] = field(default_factory=lambda: [1.0, 10.0])
+    """`grade`: lowest and highest grade; the value of an answer is 0 at the lowest and 1 at the highest."""
+    temperature: float = 0.0
+    """Temperature of the replies; 0 is greedy."""
+    max_prompt_tokens: int = 2048
+    """Most tokens of a question. What does not fit is not asked: an answer that is too long is not rated."""
+    max_requests: int = 64
+    """Most questions about the answers to one problem; a comparison is two. What goes beyond is not asked."""
+    cache_size: int = 10000
+    """Replies that a rank keeps, for a question that it has been asked before; 0 for none."""
+
+
+@dataclass
 class ScoringGroupConfig(ScoringConfig):
     """A further group that scores what the model writes."""
 
     name: str = MISSING
     """Its name in `cluster.component_placement`, and as a term of the reward."""
     scorer: str = MISSING
-    """`logprobs`, `classifier`, a registered name, or `module:Class`: a subclass of `rlhpc.Scorer` (values of tokens, which
-    an algorithm asks for) or of `rlhpc.Rater` (a term of the reward)."""
+    """`logprobs`, `classifier`, `judge`, a registered name, or `module:Class`: a subclass of `rlhpc.Scorer` (values of tokens,
+    which an algorithm asks for) or of `rlhpc.Rater` (a term of the reward)."""
     model: FrozenModelConfig = field(default_factory=FrozenModelConfig)
     """The model, if it has one."""
     kwargs: dict[str, Any] = field(default_factory=dict)
-    """Options of the scorer."""
+    """Options of the scorer. A `judge` takes the keys of section `judge`, but for the model."""
 
 
 _SCORING: dict[str, Range] = {"max_tokens_per_micro_batch": COUNT}
+#: What each number of a judge may be.
+JUDGE_RANGES: dict[str, Range] = {
+    "max_new_tokens": COUNT,
+    "max_batch_size": COUNT,
+    "max_model_len": COUNT,
+    "gpu_memory_utilization": Range(0, 1, above=True),
+    "scale": ANY,
+    "temperature": NOT_NEGATIVE,
+    "max_prompt_tokens": COUNT,
+    "max_requests": COUNT,
+    "cache_size": NOT_NEGATIVE,
+}
 #: What each number of these sections may be.
 GROUP_RANGES: dict[str, Range] = {
     "critic.global_batch_size": COUNT,
@@ -90,4 +135,5 @@ GROUP_RANGES: dict[str, Range] = {
         for section in ("reference", "teacher", "reward.model", "groups[]")
         for name, allowed in _SCORING.items()
     },
+    **{f"judge.{name}": allowed for name, allowed in JUDGE_RANGES.items()},
 }

@@ -39,13 +39,15 @@ _CHOICES = {
     "critic.optim.lr_scheduler": ("constant", "linear", "cosine"),
     **{
         f"{section}.model.{key}": allowed
-        for section in ("teacher", "reward")
+        for section in ("teacher", "reward", "judge")
         for key, allowed in {
             "dtype": ("float32", "bfloat16"),
             "attn_implementation": ("sdpa", "eager", "flash_attention_2"),
         }.items()
     },
     "rollout.dtype": ("auto", "float32", "bfloat16", "float16"),
+    "judge.dtype": ("auto", "float32", "bfloat16", "float16"),
+    "judge.mode": ("grade", "compare"),
     "data.overlong_prompts": ("error", "drop"),
 }
 #: The configuration of a run that trains a language model; and of one whose model answers.
@@ -56,7 +58,8 @@ _FREE = (
     "runner.val_check_interval", "rollout.weight_sync", "rollout.weight_delta",
     "rollout.gpu_memory_utilization", "rollout.max_batch_size",
     "critic.max_tokens_per_micro_batch", "reference.", "teacher.max_tokens_per_micro_batch",
-    "reward.model.max_tokens_per_micro_batch", "critic.training_backend", "critic.fsdp.", "critic.deepspeed.",
+    "reward.model.max_tokens_per_micro_batch", "judge.gpu_memory_utilization", "judge.max_batch_size", "judge.cache_size",
+    "critic.training_backend", "critic.fsdp.", "critic.deepspeed.",
     "critic.model.gradient_checkpointing", "critic.model.attn_implementation",
     "actor.max_tokens_per_micro_batch", "actor.training_backend", "actor.fsdp.", "actor.deepspeed.",
     "actor.offload_in_rollout", "actor.model.gradient_checkpointing", "actor.model.attn_implementation",

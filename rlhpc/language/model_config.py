@@ -43,6 +43,26 @@ class LanguageModelConfig(FrozenModelConfig):
 
 
 @dataclass
+class GenerationConfig:
+    """What a language model writes with."""
+
+    rollout_backend: str = "hf"
+    """Generation engine of language models: `hf`, `vllm`, or `module:Class`."""
+    max_new_tokens: int = 256
+    """Most tokens of a response."""
+    max_batch_size: int = 64
+    """Sequences that a rank makes at a time."""
+    max_model_len: int | None = None
+    """Longest prompt and response together; null takes the model's context."""
+    dtype: str = "auto"
+    """Precision of the engine's weights: auto (the model's), float32, bfloat16 or float16."""
+    gpu_memory_utilization: float = 0.6
+    """Fraction of the accelerator's memory that vLLM takes."""
+    engine_kwargs: dict[str, Any] = field(default_factory=dict)
+    """Further arguments of the engine's constructor."""
+
+
+@dataclass
 class LanguageOptimConfig(OptimConfig):
     """The optimizer."""
 

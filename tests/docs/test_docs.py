@@ -113,7 +113,7 @@ def test_keys_and_commands_exist(page):
     sections = {key.rsplit(".", i)[0] for key in keys for i in (1, 2, 3)}
     commands = set(build_parser()._subparsers._group_actions[0].choices)
     text = page.read_text()
-    names = "data|reward|runner|algorithm|env|rollout|actor|cluster|workflow"
+    names = "data|reward|runner|algorithm|env|rollout|actor|cluster|workflow|judge"
     pattern = rf"(?<![\w.])((?:{names})\.[a-z_]+(?:\.[a-z_]+)*)(?==|`)"
     for key in re.findall(pattern, text):
         known = key in keys | sections or any(key.startswith(k + ".") for k in keys)

@@ -13,9 +13,11 @@ from typing import Any
 import torch
 
 from rlhpc.language.config import GrpoConfig
+from rlhpc.language.engines.registry import forkable
 from rlhpc.language.roles.groups import Group, column_message
 from rlhpc.language.roles.prompts import GROUPS, PromptMap, channel_from, channel_to
 from rlhpc.language.scoring.groups import scoring_groups
+from rlhpc.language.scoring.judge_section import judges, section_of
 from rlhpc.language.scoring.registry import make_scorer
 from rlhpc.language.tokens.batches import TokenBatch, micro_batches
 from rlhpc.runs.device import own_device, seed_process
@@ -174,9 +176,10 @@ class RatingWorker(_Scoring):
             phase: Of the run, as the rollout ranks name it.
 
         Returns:
-            Seconds spent rating, and answers.
+            Seconds spent rating, answers, and the rater's counts as `count/<name>`.
         """
         busy, count, deadline = 0.0, 0, self._deadline()
+        self.scorer.counts()  # of a phase that broke off
         while self._ends[phase] < self.prompts.rollout_ranks:
             asked = self._some(phase, deadline)
             if not asked:
@@ -187,7 +190,8 @@ class RatingWorker(_Scoring):
                 count += len(one["ids"])
             busy += time.perf_counter() - start
         del self._ends[phase]
-        return {"busy_s": busy, "answers": float(count)}
+        counted = {f"count/{name}": value for name, value in self.scorer.counts().items()}
+        return {"busy_s": busy, "answers": float(count), **counted}
 
     def _some(self, phase: str, deadline: float) -> list[dict[str, Any]]:
         """All that has been asked; waits for the first."""
@@ -215,3 +219,12 @@ class RatingWorker(_Scoring):
         values = [None if value is None else float(value) for value in found]
         message = {"round": asked["round"], "ids": asked["ids"], "values": values}
         self._answers.put(message, key=str(asked["rollout"]))
+
+
+class JudgeWorker(RatingWorker):
+    """A rank of a group with a language model as judge."""
+
+    @classmethod
+    def forks(cls, cfg: GrpoConfig) -> bool:
+        """Whether the ranks of all judges may be forked: where one's engine does not allow it, none is."""
+        return all(forkable(section_of(cfg, group).rollout_backend) for group in judges(cfg).values())

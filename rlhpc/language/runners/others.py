@@ -89,4 +89,8 @@ class Made:
             row[f"time/{name}_s"] = busy
             unit = "answers" if "answers" in found[0] else "tokens"
             row[f"time/{name}_{unit}_per_s"] = sum(rank[unit] for rank in found) / max(busy, 1e-9)
+            for counted in (key for key in found[0] if key.startswith("count/")):
+                of = counted.removeprefix("count/")
+                metric = f"time/{name}_{of[5:]}" if of.startswith("time/") else f"{name}/{of}"
+                row[metric] = sum(rank[counted] for rank in found)
         return row

@@ -41,5 +41,10 @@ class Rater(abc.ABC):
             One number for each, in that order; None where it could not be rated: that one gets `reward.failed`.
         """
 
+    def counts(self) -> dict[str, float]:
+        """What is worth counting since the last call. The sum over the ranks becomes the metric `<group>/<name>`, or
+        `time/<group>_<name>` for a name that begins with `time/`: those need not be the same in a run that was interrupted."""
+        return {}
+
     def close(self) -> None:  # noqa: B027 (most start nothing)
         """Ends what it started."""

@@ -17,6 +17,7 @@ from rlhpc.language.scoring.groups import (
     raters,
     scoring_groups,
 )
+from rlhpc.language.scoring.judge_section import check_judges, explained, judges, section_of
 from rlhpc.language.scoring.registry import check_scorer, rates
 from rlhpc.runtime.errors import ConfigError
 
@@ -43,7 +44,13 @@ def check_group_sections(cfg: GrpoConfig, fail: Fail) -> None:
             raise ConfigError(
                 f"{key}.kwargs: they are for builtin:tiny; what {key}.model_path={model.model_path} is, its config.json says"
             )
+    check_judges(cfg, fail)
     terms = [term.name for term in cfg.reward.terms]
+    for index, term in enumerate(cfg.reward.terms):
+        if term.name in known and term.kwargs:
+            raise ConfigError(
+                f"reward.terms[{index}].kwargs: {term.name!r} is a group, whose options do not stand here, but in its section"
+            )
     for name in raters(cfg):
         if not rates(known[name].scorer):
             raise fail("reward.terms", f"the group {name!r} says something of tokens, and does not rate answers")
@@ -102,6 +109,7 @@ def check_groups(cfg: GrpoConfig, ranks: Mapping[str, int]) -> None:
         ConfigError: Names the key.
     """
     from rlhpc.language.data import load_tokenizer
+    from rlhpc.language.engines.registry import ENGINES
 
     roles, known = group_roles(cfg), scoring_groups(cfg)
     for name in (n for n in roles if n in ranks):
@@ -119,6 +127,9 @@ def check_groups(cfg: GrpoConfig, ranks: Mapping[str, int]) -> None:
         deepspeed_config(cfg.critic, compute_dtype(cfg.critic.model))
     if "teacher" in ranks:
         same_vocabulary(cfg)
+    for group in judges(cfg).values():
+        with explained(group):
+            ENGINES.find(section_of(cfg, group).rollout_backend)
 
 
 def same_vocabulary(cfg: GrpoConfig) -> None:

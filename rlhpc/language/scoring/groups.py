@@ -13,8 +13,8 @@ if TYPE_CHECKING:
     from rlhpc.language.config import GrpoConfig, LanguageConfig
 
 #: Groups with a section of their own, and the scorer that runs on their ranks.
-BUILT_IN: Mapping[str, str] = {"reference": "logprobs", "teacher": "logprobs", "reward": "classifier"}
-CRITIC = "critic"
+BUILT_IN: Mapping[str, str] = {"reference": "logprobs", "teacher": "logprobs", "reward": "classifier", "judge": "judge"}
+CRITIC, JUDGE = "critic", "judge"
 #: Names that no group of one's own may have.
 TAKEN = ("actor", "rollout", CRITIC, *BUILT_IN)
 
@@ -55,6 +55,7 @@ def scoring_groups(cfg: GrpoConfig) -> dict[str, ScoringGroup]:
         "reward": ScoringGroup(
             "reward", BUILT_IN["reward"], cfg.reward.model, cfg.reward.model.max_tokens_per_micro_batch
         ),
+        JUDGE: ScoringGroup(JUDGE, BUILT_IN[JUDGE], cfg.judge.model, cfg.judge.max_prompt_tokens),
     }
     for own in cfg.groups:
         found[own.name] = ScoringGroup(
@@ -65,7 +66,9 @@ def scoring_groups(cfg: GrpoConfig) -> dict[str, ScoringGroup]:
 
 def group_models(cfg: GrpoConfig) -> dict[str, FrozenModelConfig]:
     """The groups' models that may be built in, by their sections."""
-    found: dict[str, FrozenModelConfig] = {"critic.model": cfg.critic.model, "teacher.model": cfg.teacher.model}
+    found: dict[str, FrozenModelConfig] = {
+        "critic.model": cfg.critic.model, "teacher.model": cfg.teacher.model, "judge.model": cfg.judge.model,
+    }  # fmt: skip
     return {**found, **{f"groups[{index}].model": group.model for index, group in enumerate(cfg.groups)}}
 
 
@@ -82,6 +85,7 @@ def group_roles(cfg: GrpoConfig) -> dict[str, str]:
     for name, group in known.items():
         if name in here or name in needed:
             worker = "RatingWorker" if rates(group.scorer) else "ScoringWorker"
+            worker = "JudgeWorker" if group.scorer.lower() == "judge" else worker
             found[name] = f"rlhpc.language.roles.scoring:{worker}"
     return found
 

@@ -20,11 +20,12 @@ SCORERS: Registry[Callable[..., Any]] = Registry(
     {
         "logprobs": "rlhpc.language.scoring.logprobs:LogProbs",
         "classifier": "rlhpc.language.scoring.classifier:Classifier",
+        "judge": "rlhpc.language.scoring.judge:Judge",
     },
 )  # fmt: skip
 register_scorer = SCORERS.register
 #: Those built in that rate answers; the others say something of tokens.
-_RATERS = ("classifier",)
+_RATERS = ("classifier", "judge")
 
 
 def rates(scorer: str) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import time
 from pathlib import Path
@@ -181,6 +182,7 @@ def test_a_group_that_is_killed_starts_again_alone(groups: LanguageRun, tmp_path
 
 
 RATED = ("reward.terms=[{name: reward}]", places(reward=0))
+JUDGE = ("reward.terms=[{name: judge}]", places(judge=0))
 BAD = (
     (("algorithm.adv_type=gae",), "gae needs a critic: give it a place with cluster.component_placement.critic"),
     ((places(critic=0),), "nothing asks the group 'critic': set algorithm.adv_type=gae, or leave it out"),
@@ -203,6 +205,29 @@ BAD = (
     (("algorithm.name=own_groups:Even",), "algorithm.name=own_groups:Even asks a group 'evenness': give it a place"),
     ((*PPO, places(critic=0), "critic.global_batch_size=7"), "critic.global_batch_size is 7; a step has 64 responses"),
     ((*PPO, places(critic=0), "critic.model.model_path=builtin:tinny"), "builtin:tinny"),
+    (("judge.mode=graed",), "judge.mode is 'graed'; did you mean 'grade'? allowed: grade, compare"),
+    (("judge.rubric=Is it right?",), "judge.rubric is 'Is it right?'; it needs {response}"),
+    (("judge.scale=[5]",), "judge.scale is [5.0]; two numbers are needed, the lowest and the highest grade"),
+    (("judge.scale=[5, 1]",), "judge.scale is [5.0, 1.0]; two numbers are needed"),
+    (("judge.rollout_backend=vlm",), "judge.rollout_backend is 'vlm'; did you mean 'vllm'?"),
+    ((places(judge=0),), "no term of reward.terms is 'judge': add one, or leave it out"),
+    (JUDGE[:1], "the group 'judge' has no place: set cluster.component_placement.judge"),
+    (JUDGE, "judge.model.model_path is not set, but the group 'judge' has a place: name its model"),
+    ((*JUDGE, "judge.model.model_path=builtin:tinny"), "builtin:tinny"),
+    (("reward.terms=[{name: judge, kwargs: {mode: compare}}]", JUDGE[1]), "reward.terms[0].kwargs: 'judge' is a group"),
+    (
+        (*JUDGE, "judge.mode=compare", "algorithm.group_size=1"),
+        "algorithm.group_size is 1: there is nothing to compare",
+    ),
+    ((*JUDGE, "judge.mode=compare"), "suite 'held_out' of data.eval has samples 1: there is nothing to compare"),
+    (
+        (*JUDGE, "judge.model.model_path=builtin:tiny", "judge.rollout_backend=own_groups:Engine"),
+        "judge.rollout_backend is 'own_groups:Engine', which cannot be imported",
+    ),
+    (
+        ("groups=[{name: b, scorer: judge, kwargs: {scale: [1]}}]",),
+        "groups[b].kwargs.scale is [1.0]; two numbers are needed",
+    ),
 )
 
 
@@ -222,3 +247,30 @@ def test_a_rating_that_fails_counts_as_failed(tmp_path: Path) -> None:
     run.train()
     (row,) = run.rows()
     assert row["rollout/failed_rewards"] > 0 and row["reward/ones"] < 0
+
+
+JUDGED = (
+    "judge.model={model_path: 'builtin:tiny', kwargs: {hidden: 64, layers: 2, heads: 2, context: 1024}}",
+    "judge.max_new_tokens=8", "judge.max_prompt_tokens=1000",
+)  # fmt: skip
+
+
+def test_a_judge_without_a_verdict_fails_closed(tmp_path: Path) -> None:
+    """Random weights write no verdict: no answer is rated, in training and in evaluation, and each is counted."""
+    run = LanguageRun(
+        tmp_path / "judged", *JUDGED, "reward.terms=[{name: 'lm_rewards:ones'}, {name: judge}]", "reward.failed=-1.0",
+        places(judge="0:0-1"), "runner.max_steps=1", "data.prompts_per_step=4", "algorithm.group_size=2",
+        "actor.global_batch_size=8",
+    )  # fmt: skip
+    run.train()
+    (row,) = run.rows()
+    assert row["rollout/failed_rewards"] == 8 and row["train/reward"] == -1.0 == row["reward/judge"]
+    assert 0 < row["judge/no_verdict"] <= 8 and row["judge/too_long"] == row["judge/over_budget"] == 0
+    timed = json.loads((run.root / "metrics.jsonl").read_text().splitlines()[0])
+    assert timed["time/judge_requests"] == row["judge/no_verdict"]  # equal answers to a problem are asked about once
+    page = (Path(__file__).parents[3] / "docs" / "reference" / "metrics.md").read_text()
+    names = {re.sub("judge[/_]", lambda found: f"<group>{found[0][-1]}", name) for name in timed if "judge" in name}
+    assert {name for name in names if f"`{name}`" not in page} == {"reward/judge"}
+    run.rlhpc("eval", "--run", str(run.root), "--step", "latest", "--suite", "held_out", "--trust-checkpoint-code")
+    found = json.loads((run.root / "eval" / "global_step_1" / "held_out.json").read_text())
+    assert found["failed"] == found["n"] == 10

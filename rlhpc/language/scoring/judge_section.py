@@ -1,0 +1,148 @@
+"""What a judge's keys say: those of section `judge`, or of `groups[].kwargs`. Nothing here imports torch."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from rlhpc.config.rules import Fail, check_choice, check_name
+from rlhpc.config.typed import mapping, plain, typed
+from rlhpc.language.config import LanguageConfig
+from rlhpc.language.group_config import JUDGE_RANGES, JudgeConfig
+from rlhpc.language.scoring.groups import JUDGE, ScoringGroup, raters, scoring_groups
+from rlhpc.runtime.errors import ConfigError
+from rlhpc.runtime.lookup import offered
+
+if TYPE_CHECKING:
+    from rlhpc.language.config import GrpoConfig
+
+MODES = ("grade", "compare")
+_DTYPES = ("auto", "float32", "bfloat16", "float16")
+
+
+def is_judge(group: ScoringGroup) -> bool:
+    """Whether a language model judges there."""
+    return group.scorer.lower() == "judge"
+
+
+def key_of(group: ScoringGroup, name: str) -> str:
+    """What a message calls a key of a judge."""
+    if group.name == JUDGE:
+        return f"judge.{name}"
+    return f"groups[{group.name}].{name}" if name.startswith("model") else f"groups[{group.name}].kwargs.{name}"
+
+
+def section_of(cfg: GrpoConfig, group: ScoringGroup) -> JudgeConfig:
+    """A judge's section; of a group of one's own, what stands in its `kwargs`, and its model.
+
+    Raises:
+        ConfigError: There is no such key, or its value is of another kind or out of range.
+    """
+    if group.name == JUDGE:
+        return cfg.judge
+    where, given = f"groups[{group.name}].kwargs", dict(group.kwargs)
+    if "model" in given:
+        raise ConfigError(f"{where}: a judge's model stands in groups[{group.name}].model")
+    names = sorted(set(JudgeConfig.__dataclass_fields__) - {"model"})
+    for name in given:
+        check_name(name, name, names, lambda key, rule: ConfigError(f"{where}: a judge has no key {key!r}; {rule}"))
+    try:
+        merged = mapping(OmegaConf.merge(OmegaConf.structured(JudgeConfig), given, {"model": plain(group.model)}))
+    except OmegaConfBaseException as error:
+        raise ConfigError(f"{where}: {str(error).strip().splitlines()[0]}") from None
+    section = typed(JudgeConfig, merged)
+    for name, allowed in JUDGE_RANGES.items():
+        value = merged[name]
+        if isinstance(value, (int, float)) and (not math.isfinite(value) or value not in allowed):
+            raise ConfigError(f"{where}.{name} is {value!r}; {allowed.rule()}")
+    for name, words in (("mode", MODES), ("dtype", _DTYPES)):
+        check_choice(f"{where}.{name}", str(merged[name]), words, lambda key, rule: ConfigError(f"{key}: {rule}"))
+    return section
+
+
+def judges(cfg: GrpoConfig) -> dict[str, ScoringGroup]:
+    """The judges that the reward asks, by name."""
+    known = scoring_groups(cfg)
+    return {name: known[name] for name in raters(cfg) if is_judge(known[name])}
+
+
+def check_judges(cfg: GrpoConfig, fail: Fail) -> None:
+    """Refuses questions, scales and engines that cannot be; and comparisons where there is nothing to compare.
+
+    Raises:
+        ConfigError: The first rule that is broken.
+    """
+    asked = judges(cfg)
+    for group in (group for group in scoring_groups(cfg).values() if is_judge(group)):
+        section = section_of(cfg, group)
+
+        def refuse(name: str, rule: str, *, group: ScoringGroup = group, section: JudgeConfig = section) -> ConfigError:
+            if group.name == JUDGE:
+                return fail(f"judge.{name}", rule)
+            return ConfigError(f"{key_of(group, name)} is {plain(getattr(section, name))!r}; {rule}")
+
+        backend = section.rollout_backend
+        if ":" not in backend:
+            engines = ("hf", "vllm", *offered("rlhpc.engines"), "module:Class")
+            check_choice("rollout_backend", backend, engines, refuse)
+        if section.rubric is not None and "{response}" not in section.rubric:
+            raise refuse("rubric", "it needs {response}, where the answer to be judged is put")
+        scale = list(section.scale)
+        if len(scale) != 2 or not all(map(math.isfinite, scale)) or scale[0] >= scale[1]:
+            raise refuse("scale", "two numbers are needed, the lowest and the highest grade, such as [1, 10]")
+        if group.name in asked and section.mode.lower() == "compare":
+            _check_comparisons(cfg, section, refuse)
+
+
+def _check_comparisons(cfg: GrpoConfig, section: JudgeConfig, refuse: Any) -> None:
+    if cfg.algorithm.group_size < 2:
+        raise refuse("mode", "algorithm.group_size is 1: there is nothing to compare; take grade")
+    for suite in cfg.data.eval:
+        if suite.samples < 2:
+            raise refuse(
+                "mode",
+                f"suite {suite.name!r} of data.eval has samples {suite.samples}: there is nothing to compare; "
+                "set its samples to 2 or more (and its temperature above 0), or take grade",
+            )
+    if section.max_requests < 2:
+        raise refuse("max_requests", "a comparison takes two")
+
+
+def engine_config(section: JudgeConfig) -> LanguageConfig:
+    """What a judge's engine is built from. Engines read `rollout` and `actor.model`; these are the judge's here, which keeps
+    its accelerator and gets no new weights."""
+    model = section.model
+    rollout = {
+        "rollout_backend": section.rollout_backend, "max_new_tokens": section.max_new_tokens,
+        "max_batch_size": section.max_batch_size, "max_model_len": section.max_model_len, "dtype": section.dtype,
+        "gpu_memory_utilization": section.gpu_memory_utilization, "engine_kwargs": plain(section.engine_kwargs),
+        "temperature": section.temperature, "top_p": 1.0, "top_k": -1, "max_turns": 1, "agent": None,
+    }  # fmt: skip
+    actor = {
+        "model": {
+            "model_path": model.model_path, "kwargs": {}, "dtype": model.dtype,
+            "attn_implementation": model.attn_implementation, "trust_remote_code": model.trust_remote_code,
+        },
+        "offload_in_rollout": False,
+    }  # fmt: skip
+    return typed(LanguageConfig, OmegaConf.create({"rollout": rollout, "actor": actor}))
+
+
+@contextmanager
+def explained(group: ScoringGroup) -> Iterator[None]:
+    """Has messages of an engine name the judge's keys.
+
+    Raises:
+        ConfigError: That of the engine, in these words.
+    """
+    try:
+        yield
+    except ConfigError as error:
+        own = re.sub(r"\bactor\.model\.(\w+)", lambda found: key_of(group, f"model.{found[1]}"), str(error))
+        raise ConfigError(re.sub(r"\brollout\.(\w+)", lambda found: key_of(group, found[1]), own)) from error
