@@ -51,6 +51,7 @@ def train(work: Path, name: str, data: str, steps: int, seed: int) -> dict[str, 
     """A run; its evaluations during training, the last one in full, and accuracy by what is wrong with the rejected answer."""
     words = [
         f"runner.name={name}", f"runner.seed={seed}", f"runner.max_steps={steps}", "runner.val_check_interval=50",
+        "runner.resume_dir=auto",
         f"data.train.path={data}.jsonl", "data.eval=[{name: held_out, source: jsonl, path: held_out.jsonl}]",
     ]  # fmt: skip
     rlhpc(work, "train", str(CONFIGS / "reward_model.yaml"), *words)
