@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ from rlhpc.embodied.config import EnvSideConfig
 from rlhpc.embodied.envs import make_env
 from rlhpc.embodied.envs.observations import decode_text
 from rlhpc.runtime.errors import ConfigError
+from tests import warm
 
 METAWORLD = os.environ.get("RLHPC_METAWORLD_PYTHON")
 LIBERO = os.environ.get("RLHPC_LIBERO_PYTHON")
@@ -88,17 +88,17 @@ def test_a_run_and_its_evaluation(tmp_path: Path, way: str) -> None:
         }
     (tmp_path / "reach.yaml").write_text(json.dumps(config))
     rlhpc = [sys.executable, "-m", "rlhpc.cli"]
-    subprocess.run([*rlhpc, "train", str(tmp_path / "reach.yaml")], check=True, cwd=root, timeout=240)
+    warm.run([*rlhpc, "train", str(tmp_path / "reach.yaml")], check=True, cwd=root, timeout=240)
     if way == "simulator_python":
         done = [*rlhpc, "eval", "--run", str(tmp_path / "reach"), "--step", "latest"]
-        refused = subprocess.run(done, cwd=root, timeout=240, capture_output=True, text=True)
+        refused = warm.run(done, cwd=root, timeout=240, capture_output=True, text=True)
         assert (
             refused.returncode == 2
             and "simulator_python" in refused.stderr
             and "--trust-checkpoint-code" in refused.stderr
         )
         done += ["--trust-checkpoint-code"]  # it starts a program that the checkpoint names
-        subprocess.run(done, check=True, cwd=root, timeout=240)
+        warm.run(done, check=True, cwd=root, timeout=240)
         found = json.loads(next((tmp_path / "reach/eval").rglob("*.json")).read_text())
         assert found["episodes"] == 2 and "success_once" in found
 
