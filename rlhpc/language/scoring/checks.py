@@ -113,13 +113,13 @@ def check_groups(cfg: GrpoConfig, ranks: Mapping[str, int]) -> None:
 
     roles, known = group_roles(cfg), scoring_groups(cfg)
     for name in (n for n in roles if n in ranks):
-        model = cfg.critic.model if name == CRITIC else known[name].model
-        if model.model_path:
-            load_tokenizer(model.model_path, model.trust_remote_code)
         if name != CRITIC and known[name].scorer.lower() == "classifier":
             from rlhpc.language.scoring.classifier import require_classifier
 
             require_classifier(known[name])
+        model = cfg.critic.model if name == CRITIC else known[name].model
+        if model.model_path:
+            load_tokenizer(model.model_path, model.trust_remote_code)
     if CRITIC in ranks and cfg.critic.training_backend.lower() == "deepspeed":
         from rlhpc.language.tokens.model import compute_dtype
         from rlhpc.training.zero_config import deepspeed_config

@@ -71,7 +71,7 @@ def require_classifier(group: ScoringGroup) -> str:
         ConfigError: That model has no head of its own.
     """
     key = "reward.model.model_path" if group.name == "reward" else f"groups[{group.name}].model.model_path"
-    if not is_classifier(group.model, key):
+    if str(group.model.model_path).startswith("builtin:") or not is_classifier(group.model, key):
         raise ConfigError(
             f"{key}={group.model.model_path}: it is no sequence classifier, so its values would be those of a new head; "
             "train one with runner.task_type=reward_model, and name what that run exports"

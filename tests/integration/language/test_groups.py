@@ -15,9 +15,24 @@ import torch
 
 pytest.importorskip("transformers", reason="needs the extra llm")
 
+from lm_rewards import ones
+from safetensors.torch import load_file
 from test_reasoning import LanguageRun
 
+from rlhpc.config.typed import changed
+from rlhpc.language.data import PromptSampler, load_tokenizer
+from rlhpc.language.data.builtin import resolve_model
+from rlhpc.language.engines import Request, SamplingParams, make_rollout
+from rlhpc.language.model_config import FrozenModelConfig
+from rlhpc.language.rewards import Sample
+from rlhpc.language.roles.prompts import seed_of
+from rlhpc.language.roles.rollout import open_prompts
+from rlhpc.language.tokens.model import load_causal_lm
+from rlhpc.language.tokens.scalar import load_scalar_model
+from rlhpc.runs.configuration import load_config
 from tests.classifiers import save_classifier
+
+HERE = Path(__file__).parent
 
 
 def places(**groups: str | int) -> str:
@@ -50,6 +65,112 @@ def test_ppo_with_a_critic_learns_and_its_critic_does(critic: LanguageRun) -> No
     lines = (critic.root / "metrics.jsonl").read_text().splitlines()
     names = {name for line in lines for name in json.loads(line) if name.startswith(("critic/", "time/critic"))}
     assert {name for name in names if f"| `{name}` |" not in page} == set()
+
+
+def test_a_step_is_that_of_a_plain_loop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One process, plain torch: sample, value, advantages by the recursion, both losses, both optimizers."""
+    run = LanguageRun(tmp_path / "plain", *PPO, places(critic=0), "actor.optim.lr=1e-3")
+    run.train("runner.max_steps=1", "runner.save_interval=1")
+    monkeypatch.setenv("RLHPC_MODELS", run.environment["RLHPC_MODELS"])
+    monkeypatch.syspath_prepend(HERE)
+    loop = PlainLoop(run)
+    (row,) = run.rows()
+    for name, value in loop.step().items():
+        assert row[name] == pytest.approx(value, rel=1e-4, abs=1e-6), name
+    for part, model in (("", loop.actor), ("critic", loop.critic)):
+        saved = load_file(run.root / "checkpoints" / "global_step_1" / part / "model.safetensors")
+        weights = dict(model.named_parameters())
+        for name, there in saved.items():
+            torch.testing.assert_close(weights[name].detach(), there, atol=3e-5, rtol=0)
+
+
+class PlainLoop:
+    """PPO with a critic as one would write it in an afternoon, with the run's model, prompts and draws."""
+
+    def __init__(self, run: LanguageRun) -> None:
+        cfg: Any = load_config(run.root / "config.yaml", [], training=False)
+        folder = resolve_model(cfg.actor.model)
+        self.cfg: Any = changed(cfg, "actor.model.model_path", folder)
+        given = FrozenModelConfig(model_path=folder)
+        self.folder, self.actor = folder, load_causal_lm(given)
+        self.critic = load_scalar_model(given, seed=self.cfg.runner.seed)
+
+    def samples(self) -> list[tuple[list[int], int, float]]:
+        """Of step 1: token ids, length of the prompt, reward; of all prompts and responses."""
+        cfg = self.cfg
+        _, encoder, dataset = open_prompts(cfg)
+        tokenizer = load_tokenizer(self.folder, False)
+        prompts, size = cfg.data.prompts_per_step, cfg.algorithm.group_size
+        order = PromptSampler(len(dataset), prompts, cfg.runner.seed)
+        engine = make_rollout(cfg, model_path=self.folder, device="cpu", seed=0)
+        drawn = SamplingParams(cfg.rollout.max_new_tokens, 1.0, 1.0, -1)
+        ids = [tuple(encoder.encode(dataset[order.at(p)]) or ()) for p in range(prompts)]
+        engine.add([
+            Request(p * size + g, ids[p], drawn, seed_of(cfg.runner.seed, 1, p, 0, g))
+            for p in range(prompts) for g in range(size)
+        ])  # fmt: skip
+        found: dict[int, tuple[list[int], int, float]] = {}
+        while engine.unfinished():
+            for done in engine.step():
+                prompt = ids[done.id // size]
+                text = tokenizer.decode(done.token_ids, skip_special_tokens=True)
+                found[done.id] = ([*prompt, *done.token_ids], len(prompt), ones(Sample("", text)))
+        engine.close()
+        return [found[number] for number in range(prompts * size)]
+
+    def step(self) -> dict[str, float]:
+        """Trains both once; metrics by their names in the run's rows."""
+        algorithm, samples = self.cfg.algorithm, self.samples()
+        advantages, returns, olds = [], [], []
+        for ids, start, reward in samples:
+            with torch.no_grad():
+                values = self.critic(input_ids=torch.tensor([ids]))[0, start - 1 : -1]
+            following, carried = 0.0, 0.0
+            rows = []
+            for t in range(len(values) - 1, -1, -1):
+                paid = reward if t == len(values) - 1 else 0.0
+                carried = (
+                    paid
+                    + algorithm.gamma * following
+                    - values[t].item()
+                    + algorithm.gamma * algorithm.gae_lambda * carried
+                )
+                following = values[t].item()
+                rows.append(carried)
+            advantages.append(torch.tensor(rows[::-1]))
+            returns.append(advantages[-1] + values)
+            olds.append(values)
+        everything = torch.cat(advantages)
+        count = len(everything)
+        loss, value_loss = torch.zeros(()), torch.zeros(())
+        for (ids, start, _), advantage, target, old in zip(samples, advantages, returns, olds, strict=True):
+            tokens = torch.tensor([ids])
+            logprobs = self.actor(input_ids=tokens).logits[0, start - 1 : -1].log_softmax(-1)
+            chosen = logprobs.gather(1, tokens[0, start:, None]).squeeze(1)
+            ratio = (chosen - chosen.detach()).exp()  # the first update: the policy is the one that drew
+            white = (advantage - everything.mean()) / (everything.std() + 1e-8)
+            loss = loss - (ratio * white).sum() / count
+            values = self.critic(input_ids=tokens)[0, start - 1 : -1]
+            bounded = old + (values - old).clamp(-algorithm.value_clip, algorithm.value_clip)
+            value_loss = value_loss + 0.5 * torch.max((values - target) ** 2, (bounded - target) ** 2).sum() / count
+        norms = []
+        for model, value, optim in (
+            (self.actor, loss, self.cfg.actor.optim), (self.critic, value_loss, self.cfg.critic.optim),
+        ):  # fmt: skip
+            adam = torch.optim.AdamW(
+                model.parameters(), lr=optim.lr, betas=(optim.adam_beta1, optim.adam_beta2), eps=optim.adam_eps,
+                weight_decay=optim.weight_decay,
+            )  # fmt: skip
+            value.backward()
+            norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), optim.clip_grad).item())
+            adam.step()
+        target = torch.cat(returns)
+        return {
+            "train/reward": sum(reward for _, _, reward in samples) / len(samples), "train/loss": loss.item(),
+            "train/grad_norm": norms[0], "critic/loss": value_loss.item(), "critic/grad_norm": norms[1],
+            "critic/return": target.mean().item(), "critic/value": torch.cat(olds).mean().item(),
+            "critic/explained_variance": 1 - (everything.var(correction=0) / target.var(correction=0)).item(),
+        }  # fmt: skip
 
 
 def test_a_critic_is_resumed_bit_for_bit(critic: LanguageRun, tmp_path: Path) -> None:
