@@ -169,11 +169,30 @@ class LanguageAlgorithmConfig:
 
 
 @dataclass
+class DistillationConfig:
+    """On-policy distillation (`algorithm.name: distillation`): the model learns what section `teacher` says of its answers."""
+
+    mode: str = "sampled"
+    """What the teacher says of each token: `sampled`, its log-prob alone, for a policy gradient; `topk`, those of its most
+    likely tokens, and of all others together; `full`, its whole distribution, for which it must be on the actor's ranks."""
+    topk: int = 64
+    """Tokens in mode topk."""
+    beta: float = 1.0
+    """Divergence, in the modes topk and full: 1 is the reverse KL(model ‖ teacher), 0 the forward KL(teacher ‖ model), between
+    them generalized Jensen-Shannon."""
+    coef: float = 1.0
+    """Weight of the distillation."""
+    task_reward_coef: float = 0.0
+    """Weight of the advantages that the reward gives by `algorithm.adv_type`; 0 distils alone, and the reward is logged."""
+
+
+@dataclass
 class GrpoAlgorithmConfig(LanguageAlgorithmConfig):
     """Advantages, losses and the shape of a rollout."""
 
     name: str = "policy_gradient"
-    """The algorithm: `policy_gradient` (to which the keys below belong), a registered name, or `module:Class`."""
+    """The algorithm: `policy_gradient` (to which the keys below belong), `distillation` (which also has
+    `algorithm.distillation`), a registered name, or `module:Class`."""
     kwargs: dict[str, Any] = field(default_factory=dict)
     """Further arguments of the algorithm's constructor."""
     adv_type: str = "grpo"
@@ -227,6 +246,7 @@ class GrpoAlgorithmConfig(LanguageAlgorithmConfig):
     max_staleness: int = 0
     """Most versions by which the policy that wrote a token may lag behind the one that
     is trained; 0 is sync."""
+    distillation: DistillationConfig = field(default_factory=DistillationConfig)
 
 
 @dataclass
@@ -312,6 +332,10 @@ RANGES: dict[str, Range] = {
     "algorithm.max_refills": NOT_NEGATIVE,
     "algorithm.overlong_buffer": NOT_NEGATIVE,
     "algorithm.max_staleness": NOT_NEGATIVE,
+    "algorithm.distillation.topk": COUNT,
+    "algorithm.distillation.beta": FRACTION,
+    "algorithm.distillation.coef": POSITIVE,
+    "algorithm.distillation.task_reward_coef": NOT_NEGATIVE,
     "rollout.max_new_tokens": COUNT,
     "rollout.temperature": NOT_NEGATIVE,
     "rollout.top_p": Range(0, 1, above=True),

@@ -57,7 +57,8 @@ class ReferenceConfig(ScoringConfig):
 
 @dataclass
 class TeacherConfig(ScoringConfig):
-    """The teacher group: the model that a distillation learns from."""
+    """The teacher: the model that `algorithm.name: distillation` learns from. Without a place of its own, it is on each actor
+    rank, beside the model there, and takes `actor.max_tokens_per_micro_batch`."""
 
     model: FrozenModelConfig = field(default_factory=FrozenModelConfig)
     """The model; it must have the actor's vocabulary."""

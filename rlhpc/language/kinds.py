@@ -22,6 +22,7 @@ from rlhpc.runtime.errors import ConfigError
 _CHOICES = {
     "algorithm.kl_type": ("k1", "k2", "k3", "abs", "kl", "mse", "low_var_kl"),
     "algorithm.kl_in": ("loss", "reward"),
+    "algorithm.distillation.mode": ("sampled", "topk", "full"),
     "algorithm.normalize_advantages": ("auto", "batch", "none"),
     "algorithm.loss_agg": (
         "token-mean",

@@ -54,6 +54,34 @@ class Scorer(abc.ABC):
         """Takes back what `offload` moved away."""
 
 
+class LogitReader(abc.ABC):
+    """Makes of the trained model's own logits what a loss wants beside log-probs and entropies: `TokenScores.read`. One object
+    per actor rank.
+
+    Args:
+        cfg: The configuration.
+        device: Where the rank computes.
+    """
+
+    def __init__(self, cfg: GrpoConfig, device: torch.device) -> None:
+        self.cfg, self.device = cfg, device
+
+    @abc.abstractmethod
+    def read(self, logits: Tensor, batch: TokenBatch) -> Tensor:
+        """One value per token, `[T]` float32, with gradients.
+
+        Args:
+            logits: `[N, W, V]`, in the model's precision: those at `[n, t]` say what token t + 1 of sample n is.
+            batch: The micro-batch, with all columns; maybe without tokens. `batch.predictors()` says where the logits are.
+        """
+
+    def offload(self) -> None:  # noqa: B027 (most hold little)
+        """Gives the accelerator's memory to another role (`actor.offload_in_rollout`)."""
+
+    def reload(self) -> None:  # noqa: B027 (as above)
+        """Takes back what `offload` moved away."""
+
+
 @dataclass(frozen=True)
 class Column:
     """Something that an algorithm wants to know about each token.
@@ -109,12 +137,14 @@ class LanguageAlgorithm(abc.ABC):
     Attributes:
         columns: What is needed for each token besides `rollout_logprobs` and `versions`.
         entropy: Whether the loss wants the entropy of each token's distribution.
+        reader: What else the loss wants of the logits, if anything.
         at_first: Metrics of the loss that describe the samples, not the training: only those of a step's first
             minibatch count.
     """
 
     columns: Sequence[Column] = ()
     entropy: bool = False
+    reader: type[LogitReader] | None = None
     at_first: frozenset[str] = frozenset()
 
     def __init__(self, cfg: GrpoConfig) -> None:

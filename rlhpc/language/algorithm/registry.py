@@ -15,7 +15,10 @@ if TYPE_CHECKING:
 
 ALGORITHMS: Registry[Callable[..., LanguageAlgorithm]] = Registry(
     "algorithm", "algorithm.name", "rlhpc.language_algorithms",
-    {"policy_gradient": "rlhpc.language.algorithm.policy_gradient:PolicyGradient"},
+    {
+        "policy_gradient": "rlhpc.language.algorithm.policy_gradient:PolicyGradient",
+        "distillation": "rlhpc.language.algorithm.distillation:Distillation",
+    },
 )  # fmt: skip
 register_algorithm = ALGORITHMS.register
 

@@ -10,7 +10,17 @@ from typing import Any
 import numpy as np
 import torch
 
-from rlhpc.language.algorithm.base import ACTOR, ADVANTAGES, REFERENCE, ROLLOUT, VALUES, Column, Whole
+from rlhpc.language.algorithm.base import (
+    ACTOR,
+    ADVANTAGES,
+    REFERENCE,
+    ROLLOUT,
+    VALUES,
+    Column,
+    LogitReader,
+    Scorer,
+    Whole,
+)
 from rlhpc.language.algorithm.base import RETURNS as RETURNS_OF
 from rlhpc.language.algorithm.base import VERSIONS as VERSION_OF
 from rlhpc.language.algorithm.registry import make_algorithm
@@ -64,6 +74,8 @@ class GrpoActor(LanguageActor[GrpoConfig]):
             for column in self.algorithm.columns
             if not isinstance(column.by, str)
         }
+        reader = self.algorithm.reader
+        self._reader = None if reader is None else reader(cfg, self.backend.device)
         self._sent_here = {
             c.by: c.name for c in self.algorithm.columns if isinstance(c.by, str) and c.by in prompts.scoring
         }
@@ -217,14 +229,18 @@ class GrpoActor(LanguageActor[GrpoConfig]):
     def offload(self) -> None:
         """Moves everything to the host."""
         super().offload()
-        for scorer in self._scorers.values():
+        for scorer in self._beside():
             scorer.offload()
 
     def reload(self) -> None:
         """Takes back what `offload` moved away."""
         super().reload()
-        for scorer in self._scorers.values():
+        for scorer in self._beside():
             scorer.reload()
+
+    def _beside(self) -> list[Scorer | LogitReader]:
+        """What of the algorithm is on this rank, and may hold models."""
+        return [*self._scorers.values(), *([self._reader] if self._reader else [])]
 
     # -- training -------------------------------------------------------------------------------------------------
 
@@ -309,7 +325,10 @@ class GrpoActor(LanguageActor[GrpoConfig]):
 
         batches = [part for _, part in self._micro_batches(batch)]
         entropy = self.algorithm.entropy
-        parts = self.backend.forward_backward(batches, loss, temperature=self.temperature, entropy=entropy)
+        reading = None if self._reader is None else self._reader.read
+        parts = self.backend.forward_backward(
+            batches, loss, temperature=self.temperature, entropy=entropy, reading=reading
+        )
         return self._step(rate, self._reduced(parts), tokens, where, batch)
 
 

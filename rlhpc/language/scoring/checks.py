@@ -10,6 +10,7 @@ from rlhpc.language.scoring.groups import (
     BUILT_IN,
     CRITIC,
     TAKEN,
+    distils,
     group_models,
     group_roles,
     needs_critic,
@@ -70,13 +71,19 @@ def _placed(cfg: GrpoConfig, fail: Fail) -> None:
             "algorithm.adv_type",
             "gae needs a critic: give it a place with cluster.component_placement.critic, or choose grpo, rloo, …",
         )
+    if distils(cfg):
+        _distillation(cfg, fail)
     asked = asked_for(cfg)
     for name in here:
         rater = name in known and rates(known[name].scorer)
         if rater and name not in rating:
             raise fail("cluster.component_placement", f"no term of reward.terms is {name!r}: add one, or leave it out")
         if not rater and (name in known or name == CRITIC) and name not in asked:
-            need = {"reference": "set algorithm.kl_coef", CRITIC: "set algorithm.adv_type=gae"}
+            need = {
+                "reference": "set algorithm.kl_coef",
+                CRITIC: "set algorithm.adv_type=gae",
+                "teacher": "set algorithm.name=distillation",
+            }
             hint = need.get(name, "choose an algorithm.name with such a column")
             raise fail("cluster.component_placement", f"nothing asks the group {name!r}: {hint}, or leave it out")
     for name in asked - {"reference"}:
@@ -91,13 +98,41 @@ def _placed(cfg: GrpoConfig, fail: Fail) -> None:
             raise ConfigError(f"{key}.model_path is not set, but the group {name!r} has a place: name its model")
 
 
+def _distillation(cfg: GrpoConfig, fail: Fail) -> None:
+    """Whom the model learns from, and how."""
+    options = cfg.algorithm.distillation
+    if not cfg.teacher.model.model_path:
+        raise ConfigError(
+            "teacher.model.model_path is not set, but algorithm.name=distillation learns from it: name a model with the "
+            "vocabulary of actor.model"
+        )
+    path = str(cfg.teacher.model.model_path)
+    if cfg.teacher.model.kwargs and not path.startswith("builtin:"):
+        raise fail("teacher.model.kwargs", "they are for builtin:tiny")
+    if options.mode == "full" and "teacher" in placed(cfg):
+        raise fail(
+            "algorithm.distillation.mode",
+            "whole distributions are too much to send: leave the teacher out of cluster.component_placement, which puts it on "
+            "the actor's ranks, or choose topk",
+        )
+    if options.mode == "sampled" and options.beta != 1:
+        raise fail(
+            "algorithm.distillation.beta",
+            "mode sampled follows the gradient of the reverse KL: set it to 1, or choose mode topk or full",
+        )
+
+
 def asked_for(cfg: GrpoConfig) -> frozenset[str]:
     """The groups that the algorithm wants columns of."""
     from rlhpc.language.algorithm.registry import make_algorithm
 
-    if cfg.algorithm.name.lower() == "policy_gradient" and not cfg.algorithm.kwargs:
-        found = {CRITIC} if needs_critic(cfg) else set()
-        return frozenset(found | ({"reference"} if cfg.algorithm.kl_coef else set()))
+    if (distils(cfg) or cfg.algorithm.name.lower() == "policy_gradient") and not cfg.algorithm.kwargs:
+        wanted = {
+            CRITIC: needs_critic(cfg),
+            "reference": cfg.algorithm.kl_coef,
+            "teacher": distils(cfg) and "teacher" in placed(cfg),
+        }
+        return frozenset(name for name, is_wanted in wanted.items() if is_wanted)
     makers = {column.by for column in make_algorithm(cfg).columns}
     return frozenset(by for by in makers if isinstance(by, str) and by not in ("rollout", "actor"))
 
@@ -125,7 +160,7 @@ def check_groups(cfg: GrpoConfig, ranks: Mapping[str, int]) -> None:
         from rlhpc.training.zero_config import deepspeed_config
 
         deepspeed_config(cfg.critic, compute_dtype(cfg.critic.model))
-    if "teacher" in ranks:
+    if "teacher" in ranks or distils(cfg):
         same_vocabulary(cfg)
     for group in judges(cfg).values():
         with explained(group):

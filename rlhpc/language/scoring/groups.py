@@ -49,9 +49,7 @@ def scoring_groups(cfg: GrpoConfig) -> dict[str, ScoringGroup]:
         "reference": ScoringGroup(
             "reference", BUILT_IN["reference"], cfg.actor.model, cfg.reference.max_tokens_per_micro_batch
         ),
-        "teacher": ScoringGroup(
-            "teacher", BUILT_IN["teacher"], cfg.teacher.model, cfg.teacher.max_tokens_per_micro_batch
-        ),
+        "teacher": _teacher(cfg),
         "reward": ScoringGroup(
             "reward", BUILT_IN["reward"], cfg.reward.model, cfg.reward.model.max_tokens_per_micro_batch
         ),
@@ -70,6 +68,13 @@ def group_models(cfg: GrpoConfig) -> dict[str, FrozenModelConfig]:
         "critic.model": cfg.critic.model, "teacher.model": cfg.teacher.model, "judge.model": cfg.judge.model,
     }  # fmt: skip
     return {**found, **{f"groups[{index}].model": group.model for index, group in enumerate(cfg.groups)}}
+
+
+def _teacher(cfg: GrpoConfig) -> ScoringGroup:
+    model, tokens, options = cfg.teacher.model, cfg.teacher.max_tokens_per_micro_batch, cfg.algorithm.distillation
+    if options.mode == "topk":
+        return ScoringGroup("teacher", "top_logprobs", model, tokens, {"k": options.topk})
+    return ScoringGroup("teacher", BUILT_IN["teacher"], model, tokens)
 
 
 def group_roles(cfg: GrpoConfig) -> dict[str, str]:
@@ -91,8 +96,14 @@ def group_roles(cfg: GrpoConfig) -> dict[str, str]:
 
 
 def needs_critic(cfg: GrpoConfig) -> bool:
-    """Whether the default algorithm is told to ask one."""
-    return cfg.algorithm.name.lower() == "policy_gradient" and cfg.algorithm.adv_type.lower() == "gae"
+    """Whether a built-in algorithm is told to ask one."""
+    rewarded = distils(cfg) and cfg.algorithm.distillation.task_reward_coef > 0
+    return (rewarded or cfg.algorithm.name.lower() == "policy_gradient") and cfg.algorithm.adv_type.lower() == "gae"
+
+
+def distils(cfg: GrpoConfig) -> bool:
+    """Whether the model learns from a teacher by the built-in algorithm."""
+    return cfg.algorithm.name.lower() == "distillation"
 
 
 def rating_names(cfg: LanguageConfig) -> list[str]:

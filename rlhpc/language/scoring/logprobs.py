@@ -1,4 +1,4 @@
-"""The log-probs that a frozen model gives to tokens: what a reference or a teacher says of them."""
+"""The log-probs that a frozen model gives to tokens, and to others in their place: what a reference or a teacher says."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from rlhpc.language.algorithm.base import Scorer
 from rlhpc.language.config import GrpoConfig
 from rlhpc.language.scoring.groups import ScoringGroup
 from rlhpc.language.tokens.batches import TokenBatch
-from rlhpc.language.tokens.model import compute_dtype, load_causal_lm
+from rlhpc.language.tokens.divergence import top_logprobs
+from rlhpc.language.tokens.model import compute_dtype, load_causal_lm, transformers
 from rlhpc.language.tokens.scores import token_scores
 
 
@@ -32,3 +33,29 @@ class LogProbs(Scorer):
     def reload(self) -> None:
         """See `Scorer.reload`."""
         self.model.to(self.device)
+
+
+class TopLogProbs(LogProbs):
+    """For each token that is trained on, the log-probs of the `k` most likely ones in its place, and of all others together,
+    at `rollout.temperature`: see `top_logprobs`.
+
+    Args:
+        k: How many tokens.
+    """
+
+    def __init__(self, cfg: GrpoConfig, device: torch.device, group: ScoringGroup, k: int = 64) -> None:
+        super().__init__(cfg, device, group)
+        self.k, self.vocabulary = k, vocabulary_of(cfg)
+
+    def score(self, batch: TokenBatch) -> torch.Tensor:
+        """`[T, k + 1, 2]`."""
+        logits = self.model(input_ids=batch.padded(batch.ids, batch.pad_id), use_cache=False).logits
+        return top_logprobs(logits, batch, self.k, self.temperature, self.vocabulary)
+
+
+def vocabulary_of(cfg: GrpoConfig) -> int | None:
+    """How many logits the model that is trained has; another one with the same tokenizer may be filled up to more."""
+    model = cfg.actor.model
+    found = transformers().AutoConfig.from_pretrained(str(model.model_path), trust_remote_code=model.trust_remote_code)
+    size = getattr(found.get_text_config(), "vocab_size", None)
+    return None if size is None else int(size)

@@ -19,6 +19,7 @@ SCORERS: Registry[Callable[..., Any]] = Registry(
     "scorer", "groups[].scorer", "rlhpc.scorers",
     {
         "logprobs": "rlhpc.language.scoring.logprobs:LogProbs",
+        "top_logprobs": "rlhpc.language.scoring.logprobs:TopLogProbs",
         "classifier": "rlhpc.language.scoring.classifier:Classifier",
         "judge": "rlhpc.language.scoring.judge:Judge",
     },

@@ -139,6 +139,14 @@ class TokenBatch:
         """`[N, W]` bool: where there is a token rather than padding."""
         return torch.arange(self.width, device=self.ids.device) < self.lengths.to(self.ids.device)[:, None]
 
+    def predictors(self) -> tuple[Tensor, Tensor]:
+        """Where in `[T]` the tokens stand that are trained on; and where in the rectangle, read line by line, the model says
+        what each of them is: one before. A sample's first, which nothing predicts, is not among them."""
+        trained = self.mask.clone()
+        trained[self.cu_seqlens[:-1][self.lengths > 0].to(trained.device)] = False
+        where = torch.nonzero(trained).flatten()
+        return where, self._places[where] - 1
+
     # -- parts ----------------------------------------------------------------------------------------------------
 
     def tokens_of(self, samples: Tensor) -> Tensor:

@@ -7,6 +7,7 @@ size that is added is their gradient.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +18,8 @@ from rlhpc.language.tokens.batches import TokenBatch
 
 #: Elements of a chunk in float32 (64 MiB).
 _CHUNK = 1 << 24
+#: Makes of logits `[N, W, V]`, with gradients, and the batch that they are of, one value per token: `[T]` float32.
+Reading = Callable[[torch.Tensor, TokenBatch], torch.Tensor]
 
 
 @dataclass
@@ -26,13 +29,21 @@ class TokenScores:
     Attributes:
         logprobs: log p(token t | tokens before it in its sample) at the temperature asked for.
         entropy: Of that distribution, where asked for.
+        read: What else was made of the logits, where asked for.
     """
 
     logprobs: torch.Tensor
     entropy: torch.Tensor | None = None
+    read: torch.Tensor | None = None
 
 
-def token_scores(model: nn.Module, batch: TokenBatch, temperature: float = 1.0, entropy: bool = False) -> TokenScores:
+def token_scores(
+    model: nn.Module,
+    batch: TokenBatch,
+    temperature: float = 1.0,
+    entropy: bool = False,
+    reading: Reading | None = None,
+) -> TokenScores:
     """One forward pass of a Hugging Face causal language model.
 
     The model gets a rectangle, and neither mask nor positions: padding is on the right, so a token never attends to it, and
@@ -43,11 +54,13 @@ def token_scores(model: nn.Module, batch: TokenBatch, temperature: float = 1.0, 
         batch: What is scored.
         temperature: Divides the logits.
         entropy: Whether entropies are wanted.
+        reading: Makes something else of the logits, as they are before the temperature divides them.
     """
     ids = batch.padded(batch.ids, batch.pad_id)
     logits = model(input_ids=ids, use_cache=False).logits
     scores = scores_of_logits(logits, ids, batch.attended(), temperature, entropy)
-    return TokenScores(batch.flat(scores.logprobs), None if scores.entropy is None else batch.flat(scores.entropy))
+    entropies = None if scores.entropy is None else batch.flat(scores.entropy)
+    return TokenScores(batch.flat(scores.logprobs), entropies, None if reading is None else reading(logits, batch))
 
 
 def scores_of_logits(
@@ -82,8 +95,8 @@ class _Scores(torch.autograd.Function):
         logprobs = logits.new_empty(N, dtype=torch.float32)
         log_sum = torch.empty_like(logprobs)
         entropies = torch.empty_like(logprobs) if entropy else logprobs.new_empty(0)
-        for rows in _chunks(N, V):
-            z = _scaled(logits[rows], scale)
+        for rows in chunks(N, V):
+            z = scaled(logits[rows], scale)
             log_sum[rows] = torch.logsumexp(z, dim=-1)
             logprobs[rows] = z.gather(1, targets[rows, None]).squeeze(1) - log_sum[rows]
             if entropy:  # −Σ p log p; log Σ e^z − Σ p z would cancel where logits are large
@@ -100,9 +113,9 @@ class _Scores(torch.autograd.Function):
     ) -> tuple[torch.Tensor, None, None, None]:
         logits, targets, log_sum, entropies = ctx.saved_tensors
         grad = torch.empty_like(logits)
-        for rows in _chunks(*logits.shape):
+        for rows in chunks(*logits.shape):
             # d log p(y) / dz = onehot(y) − p; dH / dz = −p (log p + H)
-            log_p = _scaled(logits[rows], ctx.scale) - log_sum[rows, None]
+            log_p = scaled(logits[rows], ctx.scale) - log_sum[rows, None]
             p = log_p.exp()
             weight = -grad_logprobs[rows, None]
             if ctx.entropy:
@@ -112,11 +125,13 @@ class _Scores(torch.autograd.Function):
         return grad, None, None, None
 
 
-def _scaled(logits: torch.Tensor, scale: float) -> torch.Tensor:
+def scaled(logits: torch.Tensor, scale: float) -> torch.Tensor:
+    """In float32."""
     z = logits.float()
     return z * scale if scale != 1.0 else z
 
 
-def _chunks(rows: int, width: int) -> list[slice]:
+def chunks(rows: int, width: int) -> list[slice]:
+    """Cuts rows so that a part is small enough to be computed in float32."""
     size = max(1, _CHUNK // width)
     return [slice(start, min(start + size, rows)) for start in range(0, rows, size)]

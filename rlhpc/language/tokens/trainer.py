@@ -15,7 +15,7 @@ from rlhpc.language.tokens.blueprint import LanguageBlueprint, ScalarBlueprint
 from rlhpc.language.tokens.files import export_adapter
 from rlhpc.language.tokens.model import export_model
 from rlhpc.language.tokens.scalar import token_values
-from rlhpc.language.tokens.scores import TokenScores, token_scores
+from rlhpc.language.tokens.scores import Reading, TokenScores, token_scores
 from rlhpc.runtime.errors import ConfigError
 from rlhpc.training import lora
 from rlhpc.training.contract import Metrics, Named, Ranks
@@ -154,10 +154,11 @@ class TokenTrainer(ModelTrainer):
         *,
         temperature: float = 1.0,
         entropy: bool = False,
+        reading: Reading | None = None,
     ) -> list[Metrics]:
         """Accumulates gradients over the rank's micro-batches; their metrics, detached. The ranks give equally many (pad with
         batches whose mask is empty). See `TrainingBackend.forward_backward`."""
-        scores_of = self._scores(temperature, entropy)
+        scores_of = self._scores(temperature, entropy, reading)
 
         def run(called: nn.Module, given: TokenBatch) -> tuple[torch.Tensor, Metrics]:
             batch = given.to(self.backend.device)
@@ -169,9 +170,11 @@ class TokenTrainer(ModelTrainer):
 
         return self.backend.forward_backward(micro_batches, run)
 
-    def _scores(self, temperature: float, entropy: bool = False) -> Callable[[nn.Module, TokenBatch], TokenScores]:
+    def _scores(
+        self, temperature: float, entropy: bool = False, reading: Reading | None = None
+    ) -> Callable[[nn.Module, TokenBatch], TokenScores]:
         def scores(called: nn.Module, batch: TokenBatch) -> TokenScores:
-            return token_scores(called, batch, temperature, entropy)
+            return token_scores(called, batch, temperature, entropy, reading)
 
         return scores
 

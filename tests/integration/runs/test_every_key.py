@@ -77,9 +77,10 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "defaults": [f"{ROOT}/configs/base/grpo.yaml"], **LANGUAGE,
         "algorithm": {
             "group_size": 2, "kl_coef": 0.1, "recompute_logprobs": True, "tis_cap": 2.0, "filter_groups": True,
-            "max_refills": 1,
+            "max_refills": 1, "name": "distillation", "distillation": {"mode": "topk", "task_reward_coef": 1.0},
         },
         "actor": {**SHARDED, "model": TINY, "global_batch_size": 4},
+        "teacher": {"model": TINY},
     },
     "sft": {
         "defaults": [f"{ROOT}/configs/base/language.yaml"], **LANGUAGE,

@@ -1,0 +1,149 @@
+"""On-policy distillation: the model writes, and a teacher says of each token what it would have written in its place.
+
+Everywhere the states are those that the model itself reaches, so what it learns is what to do where it really gets to
+(Agarwal et al., "On-Policy Distillation of Language Models", 2023). What counts at a token is the divergence there; what it
+does to later tokens does not, as with a discount of 0.
+
+Mode `sampled` knows one number of the teacher's for each token: the log-prob q that it gives to what the model drew with
+log-prob p. It takes q − p, as a constant, for that token's advantage: E[(q − p) ∇p] = −∇KL(model ‖ teacher). To minimize an
+estimate of that KL would be wrong: its gradient leaves out that what is drawn depends on the weights. The gradient of
+k1 = p − q is ∇p alone, whose expectation is 0, whatever the teacher says. That of k3 = exp(q − p) − 1 − (q − p) is
+(1 − exp(q − p)) ∇p, whose expectation is the gradient of the other KL(teacher ‖ model), by ratios that have no bound.
+
+The modes `topk` and `full` know a distribution, and their gradient is exact at each state: no sampling of the token, so less
+noise, for more to compute and, in mode topk, to send.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from rlhpc.algorithms.losses import aggregate
+from rlhpc.language.algorithm.base import ROLLOUT_LOGPROBS, VALUES, Column, LogitReader, Reduce, Scorer, Whole
+from rlhpc.language.algorithm.policy_gradient import OLD, PolicyGradient
+from rlhpc.language.config import GrpoConfig
+from rlhpc.language.scoring.groups import ScoringGroup, placed, scoring_groups
+from rlhpc.language.tokens.batches import TokenBatch
+from rlhpc.language.tokens.divergence import FLOOR, full_divergence, top_divergence
+from rlhpc.language.tokens.scores import TokenScores
+
+TEACHER = "teacher"
+#: The teacher's log-probs of the drawn tokens; or of its most likely ones, as `top_logprobs` gives them.
+TEACHER_LOGPROBS, TEACHER_TOP = "teacher_logprobs", "teacher_top_logprobs"
+DIVERGENCE = "teacher_divergence"
+
+
+class BesideActor(Scorer):
+    """The teacher of the section of that name, on an actor rank."""
+
+    def __init__(self, cfg: GrpoConfig, device: torch.device, group: ScoringGroup | None = None) -> None:
+        from rlhpc.language.scoring.registry import make_scorer
+
+        group = scoring_groups(cfg)[TEACHER]
+        super().__init__(cfg, device, group)
+        self.scorer = make_scorer(cfg, device, group)
+
+    def score(self, batch: TokenBatch) -> Tensor:
+        """See `Scorer.score`."""
+        found: Tensor = self.scorer.score(batch)
+        return found
+
+    def offload(self) -> None:
+        """See `Scorer.offload`."""
+        self.scorer.offload()
+
+    def reload(self) -> None:
+        """See `Scorer.reload`."""
+        self.scorer.reload()
+
+
+class FromTop(LogitReader):
+    """The divergence from what the teacher said of its most likely tokens."""
+
+    def read(self, logits: Tensor, batch: TokenBatch) -> Tensor:
+        """See `LogitReader.read`."""
+        temperature, beta = self.cfg.rollout.temperature, self.cfg.algorithm.distillation.beta
+        return top_divergence(logits, batch, batch.columns[TEACHER_TOP], temperature, beta)
+
+
+class FromAll(LogitReader):
+    """The divergence from the teacher's whole distribution. The teacher, beside the model, reads each micro-batch as it is
+    trained; its logits are kept, in its own precision, until the backward pass."""
+
+    def __init__(self, cfg: GrpoConfig, device: torch.device) -> None:
+        super().__init__(cfg, device)
+        self.teacher = BesideActor(cfg, device)
+
+    def read(self, logits: Tensor, batch: TokenBatch) -> Tensor:
+        """See `LogitReader.read`."""
+        temperature, beta = self.cfg.rollout.temperature, self.cfg.algorithm.distillation.beta
+        with torch.no_grad():
+            ids = batch.padded(batch.ids, batch.pad_id)
+            theirs = self.teacher.scorer.model(input_ids=ids, use_cache=False).logits
+        return full_divergence(logits, batch, theirs, temperature, beta)
+
+    def offload(self) -> None:
+        """See `LogitReader.offload`."""
+        self.teacher.offload()
+
+    def reload(self) -> None:
+        """See `LogitReader.reload`."""
+        self.teacher.reload()
+
+
+class Distillation(PolicyGradient):
+    """Distillation alone or, with `task_reward_coef`, beside what the reward asks for: see `algorithm.distillation`.
+
+    In mode sampled the teacher's part is added to the advantages, so the policy loss clips it and corrects for the age of the
+    policy that drew a token; in the others it is added to the loss. KL to a reference and entropy bonus are as ever.
+    """
+
+    def __init__(self, cfg: GrpoConfig) -> None:
+        super().__init__(cfg)
+        options = cfg.algorithm.distillation
+        self.sampled = options.mode == "sampled"
+        self.coef, self.reward_coef = options.coef, options.task_reward_coef
+        if not self.reward_coef and self.critic:
+            self.critic, self.columns = False, [column for column in self.columns if column.name != VALUES]
+        by = TEACHER if TEACHER in placed(cfg) else BesideActor
+        if options.mode == "full":
+            self.reader = FromAll
+        else:
+            self.columns = [*self.columns, Column(TEACHER_LOGPROBS if self.sampled else TEACHER_TOP, by)]
+            self.reader = None if self.sampled else FromTop
+        if self.sampled:  # an estimate from tokens holds for the weights that drew them
+            self.at_first = self.at_first | {DIVERGENCE}
+        in_loss = self.kl_coef and cfg.algorithm.kl_in == "loss"
+        self._more = bool(self.sampled or self.reward_coef or in_loss or cfg.algorithm.entropy_coef)
+
+    def advantages(self, batch: TokenBatch, all_reduce: Reduce | None) -> Tensor:
+        """See `LanguageAlgorithm.advantages`."""
+        found = torch.zeros(batch.tokens)
+        if self.reward_coef:
+            found = self.reward_coef * super().advantages(batch, all_reduce)
+        if self.sampled:
+            old = batch.columns[OLD if self.cfg.algorithm.recompute_logprobs else ROLLOUT_LOGPROBS]
+            gap = batch.columns[TEACHER_LOGPROBS].clamp_min(FLOOR) - old
+            found = found + self.coef * torch.where(batch.mask, gap, 0.0)
+        return found
+
+    def loss(self, scores: TokenScores, batch: TokenBatch, whole: Whole) -> tuple[Tensor, dict[str, Tensor]]:
+        """See `LanguageAlgorithm.loss`."""
+        agg, counts, mask = self.cfg.algorithm.loss_agg, whole.counts(), batch.padded(batch.mask)
+        # Where the distillation is alone, the log-probs are for metrics, and need no gradient of the size of the logits.
+        with torch.set_grad_enabled(self._more and torch.is_grad_enabled()):
+            loss, parts = super().loss(scores, batch, whole)
+        if self.sampled:
+            gap = scores.logprobs.detach() - batch.columns[TEACHER_LOGPROBS].clamp_min(FLOOR)
+            parts[DIVERGENCE] = aggregate(batch.padded(gap), mask, "token-mean", **counts)
+            return loss, parts
+        assert scores.read is not None
+        far = batch.padded(scores.read)
+        distilled = aggregate(far, mask, agg, **counts)
+        if agg == "seq-mean-token-sum-norm":
+            distilled = distilled * (mask.shape[1] / whole.width)
+        loss = loss + self.coef * distilled
+        parts[DIVERGENCE] = aggregate(far.detach(), mask, "token-mean", **counts)
+        parts["loss"] = loss.detach()
+        return loss, parts

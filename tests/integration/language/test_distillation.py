@@ -1,0 +1,154 @@
+"""Runs that learn from a teacher: on the actor's ranks and on its own, alone and beside a reward."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("transformers", reason="needs the extra llm")
+
+from test_groups import places
+from test_reasoning import TWO_ACTORS, LanguageRun
+
+from rlhpc.language.data.builtin import resolve_model
+from rlhpc.language.model_config import LanguageModelConfig
+
+TEACHER = "teacher.model={model_path: 'builtin:tiny', kwargs: {hidden: 64, layers: 2, heads: 2, seed: 7}}"
+DISTIL = (
+    "algorithm.name=distillation", TEACHER, "rollout.temperature=0.9", "runner.max_steps=4", "algorithm.group_size=4",
+    "actor.global_batch_size=32", "algorithm.distillation.topk=16",
+)  # fmt: skip
+SAME = ("train/teacher_divergence", "train/loss", "train/grad_norm", "train/tokens")
+
+
+def mode(name: str) -> str:
+    return f"algorithm.distillation.mode={name}"
+
+
+def distilled(folder: Path, *overrides: str, train: tuple[str, ...] = ()) -> LanguageRun:
+    run = LanguageRun(folder, *DISTIL, *overrides)
+    run.train(*train)
+    return run
+
+
+def same(run: LanguageRun, other: LanguageRun, steps: int, tolerance: float = 2e-4) -> None:
+    for mine, theirs in zip(run.rows()[:steps], other.rows()[:steps], strict=True):
+        for name in SAME:
+            assert mine[name] == pytest.approx(theirs[name], rel=tolerance, abs=tolerance), name
+
+
+@pytest.fixture(scope="module")
+def top(tmp_path_factory: pytest.TempPathFactory) -> LanguageRun:
+    return distilled(tmp_path_factory.mktemp("distil") / "top", mode("topk"))
+
+
+@pytest.fixture(scope="module")
+def sampled(tmp_path_factory: pytest.TempPathFactory) -> LanguageRun:
+    return distilled(tmp_path_factory.mktemp("distil") / "sampled", mode("sampled"), "algorithm.loss_agg=token-sum")
+
+
+def test_the_model_comes_closer_to_its_teacher(top: LanguageRun, sampled: LanguageRun, tmp_path: Path) -> None:
+    full = distilled(tmp_path / "full", mode("full"))
+    for run in (top, full):
+        far = [row["train/teacher_divergence"] for row in run.rows()]
+        assert far[-1] < 0.8 * far[0], far
+    # Fewer outcomes tell less apart, and an estimate from few tokens is about the whole.
+    first = [run.rows()[0]["train/teacher_divergence"] for run in (top, full, sampled)]
+    assert 0 < first[0] < first[1] and first[2] == pytest.approx(first[1], rel=0.25)
+    page = (Path(__file__).parents[3] / "docs" / "reference" / "metrics.md").read_text()
+    assert "| `train/teacher_divergence` |" in page
+
+
+def test_a_teacher_of_its_own_says_the_same(top: LanguageRun, sampled: LanguageRun, tmp_path: Path) -> None:
+    """On two ranks of its own, with small micro-batches; and two actors, sharded, with their teachers beside them."""
+    own = (places(teacher="0:0-1"), "teacher.max_tokens_per_micro_batch=64")
+    same(distilled(tmp_path / "own", mode("topk"), *own, train=("runner.max_steps=2",)), top, 2)
+    same(
+        distilled(
+            tmp_path / "sampled",
+            mode("sampled"),
+            "algorithm.loss_agg=token-sum",
+            *own,
+            train=("runner.max_steps=2",),
+        ),
+        sampled,
+        2,
+    )
+
+
+def test_two_actors_are_one(top: LanguageRun, tmp_path: Path) -> None:
+    """In two shards, and taking turns with the engine; small micro-batches."""
+    two = (mode("topk"), TWO_ACTORS, "actor.max_tokens_per_micro_batch=64")
+    same(distilled(tmp_path / "two", *two, "actor.training_backend=fsdp", train=("runner.max_steps=2",)), top, 2)
+    full, other = (
+        distilled(tmp_path / name, mode("full"), *layout, train=("runner.max_steps=1",))
+        for name, layout in (("one", ()), ("turns", (*two[1:], "actor.offload_in_rollout=true")))
+    )
+    same(other, full, 1)
+
+
+def test_a_resumed_run_is_the_same_run(top: LanguageRun, tmp_path: Path) -> None:
+    run = distilled(tmp_path / "resumed", mode("topk"), train=("runner.max_steps=2",))
+    run.train("runner.resume_dir=auto")
+    assert run.rows() == top.rows()
+    mine, theirs = run.weights(4), top.weights(4)
+    assert all(torch.equal(mine[name], theirs[name]) for name in theirs)
+
+
+def test_beside_a_reward_and_a_reference(tmp_path: Path) -> None:
+    """A step of all at once, where groups without variance are left out: nothing is trained on, or what is left."""
+    run = distilled(
+        tmp_path / "both", mode("topk"), "algorithm.distillation.task_reward_coef=1.0", "algorithm.distillation.beta=0.5",
+        "algorithm.kl_coef=0.1", "algorithm.recompute_logprobs=true", "algorithm.filter_groups=true",
+        "algorithm.max_refills=0", places(teacher=0), train=("runner.max_steps=2",),
+    )  # fmt: skip
+    rows = run.rows()
+    assert rows[1]["train/ref_kl"] > 0 and rows[1]["train/teacher_divergence"] > 0
+    assert abs(rows[0]["train/policy_loss"]) > 0 or rows[0]["train/varied_groups"] < 1
+
+
+BAD = (
+    (("teacher.model.model_path=null",), "teacher.model.model_path is not set, but algorithm.name=distillation learns"),
+    ((mode("full"), places(teacher=0)), "whole distributions are too much to send: leave the teacher out of"),
+    (("algorithm.distillation.beta=0.5",), "mode sampled follows the gradient of the reverse KL: set it to 1"),
+    ((mode("topp"),), "algorithm.distillation.mode is 'topp'"),
+    (
+        ("algorithm.name=policy_gradient", places(teacher=0)),
+        "nothing asks the group 'teacher': set algorithm.name=dist",
+    ),
+    (
+        ("algorithm.adv_type=gae", "algorithm.distillation.task_reward_coef=1.0"),
+        "gae needs a critic: give it a place with cluster.component_placement.critic",
+    ),
+)
+
+
+@pytest.mark.parametrize(("overrides", "said"), BAD, ids=[said[:40] for _, said in BAD])
+def test_what_does_not_fit_is_one_message(overrides: tuple[str, ...], said: str, tmp_path: Path) -> None:
+    run = LanguageRun(tmp_path / "bad", *DISTIL, *overrides)
+    answer = run.train(code=2)
+    assert said in answer and "Traceback" not in answer, answer
+    assert not run.root.exists()
+
+
+@pytest.mark.parametrize("placement", [(), (places(teacher=0),)], ids=["beside the actor", "of its own"])
+def test_another_vocabulary_is_refused(
+    placement: tuple[str, ...], top: LanguageRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The built-in model with one more token."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    monkeypatch.setenv("RLHPC_MODELS", str(top.folder.parent / "models"))
+    source = resolve_model(
+        LanguageModelConfig(model_path="builtin:tiny", kwargs={"hidden": 64, "layers": 2, "heads": 2})
+    )
+    tokenizer, model = AutoTokenizer.from_pretrained(source), AutoModelForCausalLM.from_pretrained(source)
+    tokenizer.add_tokens(["¤"])
+    tokenizer.save_pretrained(tmp_path / "teacher")
+    model.save_pretrained(tmp_path / "teacher")
+    run = LanguageRun(tmp_path / "bad", *DISTIL, *placement)
+    answer = run.train(f"teacher.model={{model_path: '{tmp_path / 'teacher'}', kwargs: {{}}}}", code=2)
+    assert "its vocabulary" in answer and "'¤' is None there and" in answer and "Traceback" not in answer, answer
+    assert not run.root.exists()
