@@ -106,9 +106,6 @@ def _distillation(cfg: GrpoConfig, fail: Fail) -> None:
             "teacher.model.model_path is not set, but algorithm.name=distillation learns from it: name a model with the "
             "vocabulary of actor.model"
         )
-    path = str(cfg.teacher.model.model_path)
-    if cfg.teacher.model.kwargs and not path.startswith("builtin:"):
-        raise fail("teacher.model.kwargs", "they are for builtin:tiny")
     if options.mode == "full" and "teacher" in placed(cfg):
         raise fail(
             "algorithm.distillation.mode",

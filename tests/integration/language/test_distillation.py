@@ -110,7 +110,7 @@ def test_beside_a_reward_and_a_reference(tmp_path: Path) -> None:
 
 
 BAD = (
-    (("teacher.model.model_path=null",), "teacher.model.model_path is not set, but algorithm.name=distillation learns"),
+    (("teacher.model={model_path: null, kwargs: {}}",), "teacher.model.model_path is not set, but algorithm.name=dist"),
     ((mode("full"), places(teacher=0)), "whole distributions are too much to send: leave the teacher out of"),
     (("algorithm.distillation.beta=0.5",), "mode sampled follows the gradient of the reverse KL: set it to 1"),
     ((mode("topp"),), "algorithm.distillation.mode is 'topp'"),

@@ -115,6 +115,7 @@ GROUPS = [
     "{model_path: 'builtin:tiny', kwargs: {hidden: 32, layers: 1, heads: 2}}}]",
     "critic.training_backend=fsdp",
     "critic.lora.rank=2",
+    "algorithm.distillation.mode=sampled",
 ]  # fmt: skip
 
 
