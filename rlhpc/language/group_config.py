@@ -84,6 +84,9 @@ class JudgeConfig(GenerationConfig):
     rubric: str | None = None
     """The question: a text with `{response}`, and `{prompt}` and `{answer}` (the reference) where they are wanted; the form of
     the verdict is added at its end. Null is a question about correctness."""
+    reply_start: str = ""
+    """What each reply begins with, such as `Score:` or `Better:`: the model writes what follows. For small models, which miss
+    the form of a verdict otherwise."""
     scale: list[float] = field(default_factory=lambda: [1.0, 10.0])
     """`grade`: lowest and highest grade; the value of an answer is 0 at the lowest and 1 at the highest."""
     temperature: float = 0.0

@@ -54,7 +54,7 @@ class Judge(Rater):
         context = int(getattr(engine, "context", section.max_prompt_tokens + section.max_new_tokens))
         most = min(section.max_prompt_tokens, context - section.max_new_tokens)
         scale = None if self.compares else (float(section.scale[0]), float(section.scale[1]))
-        self.questions = Questions(section.rubric, scale, encoder, cfg.runner.seed, most)
+        self.questions = Questions(section.rubric, scale, encoder, cfg.runner.seed, most, section.reply_start)
         if self.questions.about(Sample("x", "x"), ["x"] * (1 + self.compares)) is None:
             engine.close()
             raise ConfigError(
@@ -125,8 +125,10 @@ class Judge(Rater):
         self._counts["time/requests"] += len(requests)
         for completion in self.engine.generate(requests) if requests else ():
             ended = completion.finish_reason == "stop"
-            text = self.tokenizer.decode(completion.token_ids, skip_special_tokens=True) if ended else ""
-            found[new[completion.id]] = self._said[new[completion.id]] = text
+            text = self.tokenizer.decode(completion.token_ids, skip_special_tokens=True)
+            found[new[completion.id]] = self._said[new[completion.id]] = (
+                self.section.reply_start + text if ended else ""
+            )
         while len(self._said) > self.section.cache_size:
             self._said.popitem(last=False)
         return found

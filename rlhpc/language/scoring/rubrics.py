@@ -58,17 +58,20 @@ class Questions:
         encoder: The judge's tokenizer and template.
         seed: Of the run; the marks around answers depend on it.
         most: Tokens of a question.
+        start: What the reply begins with.
     """
 
     def __init__(
-        self, rubric: str | None, scale: tuple[float, float] | None, encoder: PromptTokenizer, seed: int, most: int
-    ) -> None:
+        self, rubric: str | None, scale: tuple[float, float] | None, encoder: PromptTokenizer, seed: int, most: int,
+        start: str = "",
+    ) -> None:  # fmt: skip
         default, form = (COMPARE, _COMPARE_FORM) if scale is None else (GRADE, "")
         if scale is not None:
             form = _GRADE_FORM.format(low=scale[0], high=scale[1])
         self._rubric = f"{default if rubric is None else rubric}\n\n{form}"
         self._encoder, self._seed, self._most = encoder, str(seed).encode(), most
         tokenizer = encoder.tokenizer
+        self._start = tokenizer(start, add_special_tokens=False)["input_ids"] if start else []
         special = special_tokens(tokenizer)
         self._forbidden = sorted({*special, *_marks(encoder)}, key=len, reverse=True)
         unknown = getattr(tokenizer, "unk_token_id", None)  # any text may have that one
@@ -90,7 +93,8 @@ class Questions:
         return collections.Counter(number for number in ids if number in self._special)
 
     def _ids(self, sample: Sample, responses: Sequence[str]) -> tuple[int, ...]:
-        return tuple(self._encoder.encode_messages(({"role": "user", "content": self.text(sample, responses)},)))
+        asked = self._encoder.encode_messages(({"role": "user", "content": self.text(sample, responses)},))
+        return (*asked, *self._start)
 
     def text(self, sample: Sample, responses: Sequence[str]) -> str:
         """The question as text; see `about`."""

@@ -6,6 +6,8 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import re
+import shlex
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -41,9 +43,18 @@ def commands() -> Iterator[None]:
             yield
 
 
-def command(folder: Path, *words: str) -> str:
-    """Runs it in the project's root, with the model and the run in `folder`."""
-    environment = {**os.environ, "RLHPC_MODELS": str(folder / "models"), "VLLM_CPU_KVCACHE_SPACE": "1"}
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """Where the model is, converted once."""
+    folder = tmp_path_factory.mktemp("models")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("RLHPC_MODELS", str(folder))
+        yield folder
+
+
+def command(*words: str) -> str:
+    """Runs it in the project's root."""
+    environment = {**os.environ, "VLLM_CPU_KVCACHE_SPACE": "1"}
     done = warm.run(
         [sys.executable, "-m", *words], env=environment, cwd=ROOT, text=True, timeout=800, stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -56,7 +67,7 @@ def same_in_vllm(folder: Path, model: Path, hf: Path) -> None:
     """vLLM gives the greedy answers that transformers gave."""
     output = folder / f"vllm-{hf.parent.name}.json"
     words = ("--model", str(model), "--config", CONFIG, "--suite", "held_out", "--output", str(output))
-    command(folder, "rlhpc.cli", "eval", *words, "rollout.rollout_backend=vllm", f"runner.run_dir={folder}")
+    command("rlhpc.cli", "eval", *words, "rollout.rollout_backend=vllm", f"runner.run_dir={folder}")
     both = compare(hf, output)
     assert both["n"] == 8
     assert both["same_text"] == 1.0, both["examples"]
@@ -64,14 +75,14 @@ def same_in_vllm(folder: Path, model: Path, hf: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(1200)  # on a busy machine
-def test_smollm2_goes_through_every_rule(tmp_path: Path) -> None:
+def test_smollm2_goes_through_every_rule(models: Path, tmp_path: Path) -> None:
     run = tmp_path / "smollm2"
     command(
-        tmp_path, "snakemake", "--profile", "profiles/local", "--nolock", "--config", f"run={CONFIG}",
+        "snakemake", "--profile", "profiles/local", "--nolock", "--config", f"run={CONFIG}",
         f"overrides=runner.run_dir={tmp_path}",
     )  # fmt: skip
 
-    start, export = Path(resolve_model("builtin:smollm2", tmp_path / "models")), run / "export" / "global_step_2"
+    start, export = Path(resolve_model("builtin:smollm2", models)), run / "export" / "global_step_2"
     results = [json.loads((run / "eval" / f"global_step_{n}" / "held_out.json").read_text()) for n in (0, 2)]
     assert [(result["global_step"], result["n"], result["suite"]) for result in results] == [
         (0, 8, "held_out"),
@@ -91,3 +102,20 @@ def test_smollm2_goes_through_every_rule(tmp_path: Path) -> None:
 
     same_in_vllm(tmp_path, start, run / "eval" / "global_step_0" / "held_out.json")
     same_in_vllm(tmp_path, export, run / "eval" / "global_step_2" / "held_out.json")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_smollm2_judges_as_the_page_says(models: Path, tmp_path: Path) -> None:
+    """In a group of its own, by vLLM: the command of the page about rewards, with four answers."""
+    page = (ROOT / "docs" / "how-to" / "rewards.md").read_text()
+    (line,) = re.findall(r"```bash\n(rlhpc train configs/reasoning/smollm2.yaml .*?)```", page, re.S)
+    program, *words = shlex.split(line.replace("\\\n", " "))
+    assert program == "rlhpc"
+    small = ("data.prompts_per_step=2", "algorithm.group_size=2", "actor.global_batch_size=4", "runner.max_steps=1")
+    command("rlhpc.cli", *words, *small, f"runner.run_dir={tmp_path}", "reward.failed=-1.0")
+    (row,) = [json.loads(line) for line in (tmp_path / "judged" / "metrics.jsonl").read_text().splitlines()]
+    asked, failed = row["time/judge_requests"], row["rollout/failed_rewards"]
+    assert 2 <= asked <= 4 and row["judge/too_long"] == row["judge/over_budget"] == 0
+    assert failed < 4  # it does give grades
+    assert -1.0 < row["reward/judge"] <= 1.0

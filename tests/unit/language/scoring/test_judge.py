@@ -244,6 +244,12 @@ def test_a_rubric_of_ones_own(judge: Callable[..., Judge]) -> None:
     assert r"Is \boxed{4} in it? <answer " in Scripted.asked[0] and "What is 2+2?" not in Scripted.asked[0]
 
 
+def test_a_reply_may_have_its_beginning_given(judge: Callable[..., Judge]) -> None:
+    one = judge(lambda text: None if "\nlong\n" in text else " 7", reply_start="Score:")
+    assert one.rate(samples("4", "long")) == [pytest.approx(6 / 9), None]
+    assert Scripted.asked[0].endswith("<|im_start|>assistantScore:")
+
+
 def second(model: Path, /, **kwargs: Any) -> Any:
     own = {"name": "second", "scorer": "judge", "model": {"model_path": str(model)}, "kwargs": kwargs}
     terms = [{"name": "second"}]
