@@ -54,6 +54,10 @@ class ReferenceConfig(ScoringConfig):
     """The reference group: the policy that `algorithm.kl_coef` keeps the actor close to. Without a place of its own, the
     actor scores for it."""
 
+    update_interval: int = 0
+    """Steps after which the reference becomes the actor's present policy, again and again; 0 keeps the one from before
+    training. It needs a group `reference` with a place of its own."""
+
 
 @dataclass
 class TeacherConfig(ScoringConfig):
@@ -132,6 +136,7 @@ GROUP_RANGES: dict[str, Range] = {
     "critic.global_batch_size": COUNT,
     "critic.update_epochs": COUNT,
     "critic.warmup_steps": NOT_NEGATIVE,
+    "reference.update_interval": NOT_NEGATIVE,
     "critic.optim.lr_warmup_steps": NOT_NEGATIVE,
     "critic.max_tokens_per_micro_batch": COUNT,
     **{

@@ -14,7 +14,7 @@ from rlhpc.language import checks
 from rlhpc.language.config import RANGES, GrpoConfig, LanguageConfig, SftConfig, TrainedLanguageConfig
 from rlhpc.language.reward_config import RANGES as REWARD_RANGES
 from rlhpc.language.reward_config import RewardRunConfig
-from rlhpc.language.scoring.groups import CRITIC, group_models, group_roles, scoring_groups
+from rlhpc.language.scoring.groups import CRITIC, REFERENCE, group_models, group_roles, scoring_groups
 from rlhpc.runs.checks import check_estimators
 from rlhpc.runs.kinds import Exporting, Kind, Parts, Preparation, Rows, differing, saved_values
 from rlhpc.runtime.errors import ConfigError
@@ -267,11 +267,12 @@ class GrpoKind(LanguageKind[GrpoConfig]):
 
     def expendable_of(self, cfg: GrpoConfig) -> frozenset[str]:
         """The engines, and what scores."""
-        return self.expendable | self.independent_of(cfg)
+        return self.expendable | (frozenset(group_roles(cfg)) - {CRITIC})
 
     def independent_of(self, cfg: GrpoConfig) -> frozenset[str]:
         """What scores: its ranks keep nothing, and have nothing to do with one another."""
-        return frozenset(group_roles(cfg)) - {CRITIC}
+        learning = {CRITIC, REFERENCE} if cfg.reference.update_interval else {CRITIC}
+        return frozenset(group_roles(cfg)) - learning
 
     def prepare(self, cfg: GrpoConfig, *, resumes: bool) -> GrpoConfig:
         """Also with the folders of the groups' built-in models."""

@@ -52,6 +52,7 @@ class GrpoActor(LanguageActor[GrpoConfig]):
     def __init__(self, cfg: GrpoConfig) -> None:
         super().__init__(cfg)
         self._sync: WeightSync | None = None
+        self._reference: WeightSync | None = None
         self._sent: frozenset[str] = frozenset()
 
     def init_worker(self, total_steps: int, prompts: PromptMap) -> dict[str, Any]:
@@ -88,6 +89,9 @@ class GrpoActor(LanguageActor[GrpoConfig]):
             to = [(prompts.rollout_name, list(range(prompts.rollout_ranks)))]
             rollout = cfg.rollout
             self._sync = make_sync(rollout.weight_sync, self, (prompts.actor_name, 0), to, rollout.weight_delta)
+            if cfg.reference.update_interval and REFERENCE in prompts.scoring:
+                ranks = [(REFERENCE, list(range(prompts.scoring[REFERENCE])))]
+                self._reference = make_sync(rollout.weight_sync, self, (prompts.actor_name, 0), ranks, "off")
         self._forget_sent()
         self.temperature = cfg.rollout.temperature
         return {"parameters": trainer.parameters_trained}
@@ -125,6 +129,15 @@ class GrpoActor(LanguageActor[GrpoConfig]):
                 weights.close()
         self._sent = frozen
 
+    def refresh_reference(self, version: int) -> None:
+        """Sends all weights to the reference's ranks, which score with them from then on."""
+        weights = self.backend.named_weights()
+        if self._reference is None:
+            for _ in weights:
+                pass
+        else:
+            self._reference.send(version, weights)
+
     def _frozen_names(self) -> frozenset[str]:
         off = self.cfg.rollout.weight_delta.lower() == "off"
         return frozenset() if off else self.backend.frozen_names()
@@ -132,8 +145,9 @@ class GrpoActor(LanguageActor[GrpoConfig]):
     def _forget_sent(self) -> None:
         """Frozen weights go out again with the next version; all ranks call it."""
         self._sent = frozenset()
-        if self._sync is not None:
-            self._sync.forget()
+        for sync in (self._sync, self._reference):
+            if sync is not None:
+                sync.forget()
 
     # -- what comes in --------------------------------------------------------------------------------------------
 

@@ -16,7 +16,7 @@ from rlhpc.language.config import GrpoConfig
 from rlhpc.language.roles.prompts import PromptMap, evaluation_phase, training_phase
 from rlhpc.language.roles.validation import validation_metrics
 from rlhpc.language.runners.others import Made, Others
-from rlhpc.language.scoring.groups import CRITIC
+from rlhpc.language.scoring.groups import CRITIC, REFERENCE
 from rlhpc.metrics import PhaseTimers
 from rlhpc.runs.folder import RunFolder, note
 from rlhpc.runs.runner import Runner
@@ -59,7 +59,10 @@ class ReasoningRunner(Runner[GrpoConfig]):
         super().__init__(cfg, {"actor": actor, **({CRITIC: self.critic} if self.critic else {})}, run=run, stop=stop)
         self.actor, self.rollout = actor, rollout
         self.others = Others(cfg, {name: group for name, group in others.items() if name != CRITIC})
-        self.stateless = frozenset(self.others.groups)
+        self.every = cfg.reference.update_interval if REFERENCE in others else 0
+        self.stateless = frozenset(self.others.groups) - ({REFERENCE} if self.every else set())
+        if self.every:
+            self.groups[REFERENCE] = others[REFERENCE]
         names = {"actor_name": actor.name, "rollout_name": rollout.name}
         scoring = {name: group.world_size for name, group in {**others}.items() if name not in self.others.rating}
         self.prompts = PromptMap.from_config(
@@ -129,7 +132,7 @@ class ReasoningRunner(Runner[GrpoConfig]):
         """Whether only ranks that score were lost, and everyone who learns is where the last step left it: then that step's
         successor is made anew, from the same weights and seeds."""
         learning = [self.actor, *([self.critic] if self.critic else [])]
-        if self.rollout.name in gone or self.turns:
+        if self.rollout.name in gone or self.turns or not {*gone} <= self.stateless:
             return False
         versions = [version for group in learning for version in group.trained_version().wait(self.timeout)]
         return set(versions) == {self.step}
@@ -185,6 +188,10 @@ class ReasoningRunner(Runner[GrpoConfig]):
                 sync.wait(self.timeout)
             if self.turns and sync is not None:
                 self.actor.offload().wait(self.timeout)
+        if self.every and step % self.every == 0:
+            with timers("sync"):
+                for handle in (self.actor.refresh_reference(step), self.groups[REFERENCE].take_weights()):
+                    handle.wait(self.timeout)
         self.step = step
         row = self._rollout_metrics(generated)
         if due:

@@ -73,6 +73,12 @@ def _placed(cfg: GrpoConfig, fail: Fail) -> None:
         )
     if distils(cfg):
         _distillation(cfg, fail)
+    if cfg.reference.update_interval and "reference" not in here:
+        raise fail(
+            "reference.update_interval",
+            "the actor keeps the policy from before training: give the reference a place with "
+            "cluster.component_placement.reference, or set 0",
+        )
     asked = asked_for(cfg)
     for name in here:
         rater = name in known and rates(known[name].scorer)

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 #: Groups with a section of their own, and the scorer that runs on their ranks.
 BUILT_IN: Mapping[str, str] = {"reference": "logprobs", "teacher": "logprobs", "reward": "classifier", "judge": "judge"}
-CRITIC, JUDGE = "critic", "judge"
+CRITIC, JUDGE, REFERENCE = "critic", "judge", "reference"
 #: Names that no group of one's own may have.
 TAKEN = ("actor", "rollout", CRITIC, *BUILT_IN)
 
@@ -92,6 +92,8 @@ def group_roles(cfg: GrpoConfig) -> dict[str, str]:
             worker = "RatingWorker" if rates(group.scorer) else "ScoringWorker"
             worker = "JudgeWorker" if group.scorer.lower() == "judge" else worker
             found[name] = f"rlhpc.language.roles.scoring:{worker}"
+    if REFERENCE in found and cfg.reference.update_interval:
+        found[REFERENCE] = "rlhpc.language.roles.reference:ReferenceWorker"
     return found
 
 

@@ -219,6 +219,32 @@ def reward_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
         return save_classifier(tmp_path_factory.mktemp("reward"))
 
 
+FOLLOWS = (
+    "algorithm.kl_coef=0.1",
+    "reference.update_interval=2",
+    "runner.max_steps=5",
+    "runner.save_interval=1",
+    "runner.keep_checkpoints=0",
+)
+
+
+def test_a_reference_may_follow_the_actor(tmp_path: Path) -> None:
+    """Every second step it becomes the actor's policy: then the first update's distance from it is 0. Resumed, too."""
+    run = LanguageRun(tmp_path / "follows", *FOLLOWS, places(reference="0:0-1"))
+    run.train()
+    rows = run.rows()
+    apart = [row["train/ref_kl"] for row in rows]
+    assert [kl < 1e-9 for kl in apart] == [True, False, True, False, True], apart
+    at = run.root / "checkpoints"
+    kept = load_file(at / "global_step_3" / "reference" / "model.safetensors")
+    second = run.weights(2)
+    assert all(torch.equal(kept[name], second[name]) for name in second)
+    again = LanguageRun(tmp_path / "again", *FOLLOWS, places(reference="0:0-1"))
+    again.train("runner.max_steps=3")
+    again.train("runner.resume_dir=auto")
+    assert again.rows() == rows
+
+
 OWN = (
     "groups=[{name: ones, scorer: 'own_groups:Ones'}, {name: evenness, scorer: 'own_groups:Evenness'}]",
     "algorithm.name=own_groups:Even", "algorithm.kl_coef=0.1", "runner.max_steps=5", "runner.save_interval=1",
@@ -308,6 +334,7 @@ BAD = (
     (("algorithm.adv_type=gae",), "gae needs a critic: give it a place with cluster.component_placement.critic"),
     ((places(critic=0),), "nothing asks the group 'critic': set algorithm.adv_type=gae, or leave it out"),
     ((places(reference=0),), "nothing asks the group 'reference': set algorithm.kl_coef, or leave it out"),
+    (("reference.update_interval=2",), "give the reference a place with cluster.component_placement.reference"),
     ((places(reward=0),), "no term of reward.terms is 'reward': add one, or leave it out"),
     ((places(critc=0),), "component_placement.critc: no such component; did you mean 'critic'?"),
     (RATED[:1], "the group 'reward' has no place: set cluster.component_placement.reward"),
