@@ -33,7 +33,7 @@ PAGES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "config" / 
 RUNNABLE = sorted(
     [
         *DOCS.glob("how-to/add-*.md"),
-        *(DOCS / f"how-to/{name}.md" for name in ("extend", "loggers", "resume", "train-reward-model")),
+        *(DOCS / f"how-to/{name}.md" for name in ("distil", "extend", "loggers", "resume", "train-reward-model")),
     ]
 )
 SMALL = (
@@ -304,9 +304,10 @@ def install(project: str, folder: Path) -> None:
 def test_the_pages_commands_and_code_run(page, tmp_path):
     """Blocks that begin with `# name.py` are files; the others run, in order. Training takes few and small steps."""
     (tmp_path / "configs").symlink_to(ROOT / "configs")
-    small = {"add-kind.md": SMALL[:3], "add-algorithm.md": SMALL_LANGUAGE, "train-reward-model.md": SMALL[:3]}.get(
-        page.name, SMALL
-    )
+    small = {
+        "add-kind.md": SMALL[:3], "add-algorithm.md": SMALL_LANGUAGE, "distil.md": SMALL_LANGUAGE,
+        "train-reward-model.md": SMALL[:3],
+    }.get(page.name, SMALL)  # fmt: skip
     shell = SMALL_REWARD if page.name == "train-reward-model.md" else SHELL
     environment = {"SMALL": " ".join(small), "PYTHONPATH": str(tmp_path)}
     for language, content in all_blocks(page):
