@@ -30,6 +30,7 @@ TITLES = {
     "overlap": "How phases of a language model's step overlap",
     "trl_grpo": "GRPO beside TRL",
     "demo_llm": "The language model demonstration",
+    "distillation": "Distillation beside GRPO",
     "robot": "From demonstrations to RL",
 }
 _COLORS = {"limit": 7, "rlhpc": 0, "Ray": 1}  # of the palette

@@ -1,0 +1,117 @@
+"""On-policy distillation beside GRPO: the demonstration's model, taught by what GRPO made of it, from the same start.
+
+    python -m bench.distillation --seeds 3
+
+Each seed: SFT, GRPO from there (the teacher), then distillation from the same start as GRPO. The number of steps is fixed
+beforehand, the learning rate ends at 0, and the last checkpoint counts. Accuracy is greedy, on held-out problems. Tokens are
+those that were trained on.
+
+Prints a line a seed, writes bench/results/distillation.json, and fails where a student stays more than three standard errors
+below its teacher, or took more than half of its tokens.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from bench.machine import spread, write
+
+ROOT = Path(__file__).resolve().parents[1]
+SFT, GRPO = "configs/reasoning/demo_sft.yaml", "configs/reasoning/demo.yaml"
+#: One answer to each of many prompts: a teacher needs no comparison within a group.
+DISTIL = (
+    "algorithm.name=distillation", "algorithm.distillation.mode=full", "algorithm.group_size=1", "data.prompts_per_step=256",
+    "actor.optim.lr=5e-4", "actor.optim.lr_warmup_steps=10", "actor.optim.lr_scheduler=linear",
+)  # fmt: skip
+
+
+def rlhpc(*words: str) -> None:
+    """One command, quiet unless it fails."""
+    done = subprocess.run([sys.executable, "-m", "rlhpc.cli", *words], cwd=ROOT, capture_output=True, text=True)
+    if done.returncode:
+        raise SystemExit(f"rlhpc {' '.join(words)} failed:\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}")
+
+
+def train(config: str, folder: Path, name: str, steps: int, *overrides: str) -> Path:
+    """Trains to a step, and exports that."""
+    own = ("workflow.sft=null", "workflow.sft_overrides=[]", "runner.segments=1") if config == GRPO else ()
+    rlhpc(
+        "train", config, f"runner.run_dir={folder}", f"runner.name={name}", f"runner.max_steps={steps}",
+        f"runner.save_interval={steps}", *own, *overrides,
+    )  # fmt: skip
+    export = folder / f"{name}-export"
+    rlhpc(
+        "convert", "--checkpoint", str(folder / name / "checkpoints" / f"global_step_{steps}"), "--output", str(export)
+    )
+    return export
+
+
+def measured(folder: Path, name: str, export: Path) -> dict[str, float]:
+    """What a run reached, and what it took."""
+    output = folder / f"{name}-eval.json"
+    words = ["--config", GRPO, "--suite", "held_out", "--output", str(output), f"runner.run_dir={folder}"]
+    rlhpc("eval", "--model", str(export), *words)
+    found = json.loads(output.read_text())
+    rows = [json.loads(line) for line in (folder / name / "metrics.jsonl").read_text().splitlines()]
+    tokens = sum(row["train/tokens"] for row in rows if "train/tokens" in row)
+    return {"accuracy": found["accuracy"], "n": found["n"], "tokens": tokens, "steps": len(rows)}
+
+
+def run_seed(seed: int, folder: Path, steps: dict[str, int], overrides: list[str]) -> dict[str, Any]:
+    """SFT, its teacher, and its student."""
+    seeded = [f"runner.seed={seed}", *overrides]
+    row: dict[str, Any] = {"seed": seed}
+    start = train(SFT, folder, f"sft-{seed}", steps["sft"], f"runner.seed={seed}")
+    row["sft"] = measured(folder, f"sft-{seed}", start)
+    begun = time.perf_counter()
+    model = f"actor.model.model_path={start}"
+    teacher = train(GRPO, folder, f"grpo-{seed}", steps["grpo"], model, *seeded)
+    row["grpo"] = {**measured(folder, f"grpo-{seed}", teacher), "seconds": time.perf_counter() - begun}
+    begun = time.perf_counter()
+    taught = (model, f"teacher.model.model_path={teacher}", *DISTIL, *seeded)
+    student = train(GRPO, folder, f"distil-{seed}", steps["distil"], *taught)
+    row["distilled"] = {**measured(folder, f"distil-{seed}", student), "seconds": time.perf_counter() - begun}
+    return row
+
+
+def main() -> int:
+    """Runs all seeds; 1 where one of them fell short."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--steps", type=int, nargs=3, default=(180, 480, 100), metavar=("SFT", "GRPO", "DISTILLATION"))
+    parser.add_argument("overrides", nargs="*", help="key=value, of GRPO and of the distillation")
+    args = parser.parse_args()
+    steps = dict(zip(("sft", "grpo", "distil"), args.steps, strict=True))
+    rows = []
+    with tempfile.TemporaryDirectory() as folder:
+        for seed in range(1, args.seeds + 1):
+            row = run_seed(seed, Path(folder), steps, args.overrides)
+            rows.append(row)
+            told = [f"{name} {row[name]['accuracy']:.1%} ({row[name]['tokens']:.0f} tokens)" for name in list(row)[1:]]
+            print(f"seed {seed}: {', '.join(told)}", flush=True)
+    figures = {
+        name: {key: spread([row[name][key] for row in rows]) for key in ("accuracy", "tokens")}
+        for name in ("sft", "grpo", "distilled")
+    }
+    words = ["python -m bench.distillation", f"--seeds {args.seeds}", "--steps", *map(str, args.steps), *args.overrides]
+    print(write("distillation", " ".join(words), {"figures": figures, "rows": rows}))
+    short = 0
+    for row in rows:
+        theirs, mine = row["grpo"], row["distilled"]
+        error = math.sqrt(2 * theirs["accuracy"] * (1 - theirs["accuracy"]) / theirs["n"])
+        if mine["accuracy"] < theirs["accuracy"] - 3 * error or mine["tokens"] > theirs["tokens"] / 2:
+            print(f"seed {row['seed']} fell short", file=sys.stderr)
+            short = 1
+    return short
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
