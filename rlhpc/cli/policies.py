@@ -177,12 +177,13 @@ def _convert(args: argparse.Namespace) -> int:
     output = check_folder("--output", Path(args.output)) if args.output else None
     run = RunPaths.around(checkpoint)
     if output is None and run is not None and (step := step_of(checkpoint.name)) is not None:
-        output = run.export(step)
+        output = run.export(step) if not args.critic else run.export(step).with_name(f"{checkpoint.name}-critic")
     wanted = Exporting(
         licence=args.license,
         adapter_only=args.adapter_only,
         base=args.base,
         dtype=args.dtype,
+        critic=args.critic,
         trust_code=args.trust_checkpoint_code,
     )
     print(kind_of_checkpoint(checkpoint).export(checkpoint, output, wanted))
@@ -257,6 +258,9 @@ def add_commands(commands: Any) -> None:
     add_words(convert)
     convert.add_argument(
         "--adapter-only", action="store_true", help="with LoRA: the adapter in peft's format, not merged"
+    )
+    convert.add_argument(
+        "--critic", action="store_true", help="the critic of a language model's run, as a sequence classifier"
     )
     convert.add_argument("--base", help="with LoRA: where the adapted model is now (default: where it was in training)")
     convert.add_argument("--license", help="for the model card, such as apache-2.0 (default: it says other)")

@@ -124,8 +124,10 @@ class EmbodiedKind(Kind[Cfg]):
 
     def export(self, checkpoint: Path, output: Path | None, wanted: Exporting) -> Path:
         """Writes the policy's folder."""
-        if wanted.adapter_only or wanted.base or wanted.dtype:
-            raise ConfigError(f"--adapter-only, --base and --dtype are for language models; {checkpoint} is none")
+        if wanted.adapter_only or wanted.base or wanted.dtype or wanted.critic:
+            raise ConfigError(
+                f"--adapter-only, --base, --dtype and --critic are for language models; {checkpoint} is none"
+            )
         from rlhpc.embodied.export import export_checkpoint
 
         return export_checkpoint(checkpoint, output, licence=wanted.licence)

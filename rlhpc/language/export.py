@@ -26,6 +26,7 @@ from rlhpc.checkpoint.store import require_valid
 from rlhpc.config.sections import LoraConfig
 from rlhpc.jobs.paths import MODEL
 from rlhpc.language.model_config import PretrainedConfig
+from rlhpc.language.scoring.groups import CRITIC
 from rlhpc.runtime.durable import write_durably
 from rlhpc.runtime.errors import CheckpointError, ConfigError
 from rlhpc.runtime.plain import read_json
@@ -34,6 +35,19 @@ from rlhpc.runtime.trust import Trust
 
 FORMAT = 1
 CONVERSION = "conversion.json"
+#: What an exported model does.
+_WRITES, _REWARDS = "writes", "rewards"
+#: How to use it, for its card.
+_USES = {
+    _REWARDS: (
+        "Its logit is the reward of a response: of the prompt as the chat template puts it, with the generation prompt; the\n"
+        "response; and the end token.\n\n"
+    ),
+    CRITIC: (
+        "Its logit is the value of the state after the tokens that it has read: the reward to be expected of the policy that it\n"
+        "was trained with.\n\n"
+    ),
+}
 
 
 def export_language_model(
@@ -43,6 +57,7 @@ def export_language_model(
     adapter_only: bool = False,
     base: str | Path | None = None,
     dtype: str | None = None,
+    critic: bool = False,
     licence: str | None = None,
     trust_code: bool = False,
 ) -> Path:
@@ -54,6 +69,7 @@ def export_language_model(
         adapter_only: With LoRA, writes the adapter for peft, rather than the model with the adapter merged.
         base: With LoRA, where the adapted model is; by default where it was in training.
         dtype: `float32` or `bfloat16`; by default that of the training's computation.
+        critic: The critic, as a sequence classifier, rather than the policy; by default to `global_step_<N>-critic`.
         licence: SPDX identifier for the model card.
         trust_code: Run code that comes with the model, where the training did (`actor.model.trust_remote_code`).
 
@@ -71,11 +87,16 @@ def export_language_model(
     checkpoint = Path(checkpoint).expanduser().absolute()
     require_valid(checkpoint, hint="or convert another checkpoint with: rlhpc convert --checkpoint <folder>")
     step = int(read_manifest(checkpoint)["global_step"])
-    identity = _identity(checkpoint)
+    source = checkpoint / CRITIC if critic else checkpoint
+    if critic and not source.is_dir():
+        raise ConfigError(f"{checkpoint} has no critic: algorithm.adv_type was not gae")
+    identity = _identity(source)
     Trust(trust_code).check({"about": {"trust_remote_code": bool(identity["about"].get("trust_remote_code"))}},
-                            str(checkpoint / "backend.json"))  # fmt: skip
+                            str(source / "backend.json"))  # fmt: skip
     about, backend = identity["about"], str(identity["actor.training_backend"])
     target = default_output(checkpoint, step) if output is None else Path(output).expanduser().absolute()
+    if critic and output is None:
+        target = target.with_name(f"{target.name}-{CRITIC}")
     require_free(target)
     if (dtype or about["dtype"]) not in DTYPES:
         raise ConfigError(f"dtype is {dtype!r}; choose from {', '.join(DTYPES)}")
@@ -85,9 +106,9 @@ def export_language_model(
     load: Callable[..., Any] = load_scalar_model if head else load_causal_lm
     if adapter_only and not lora_rank:
         raise ConfigError(f"{checkpoint}: only an adapter was asked for, but actor.lora.rank was 0: there is none")
-    weights = {name: tensor.to(kind) for name, tensor in trained_weights(checkpoint, backend)}
+    weights = {name: tensor.to(kind) for name, tensor in trained_weights(source, backend)}
     model = PretrainedConfig(
-        model_path=str(checkpoint / FOLDER),
+        model_path=str(source / FOLDER),
         attn_implementation="eager",
         trust_remote_code=about.get("trust_remote_code", False),
     )
@@ -106,7 +127,7 @@ def export_language_model(
                 "base": str(base or about["model_path"]),
                 "manifest_sha256": digest(checkpoint / MANIFEST)[1],
                 "parameters": sum(tensor.numel() for tensor in weights.values()),
-            }, licence, classifies=head is not None)  # fmt: skip
+            }, licence, task=CRITIC if critic else _REWARDS if head else _WRITES)  # fmt: skip
     except OSError as error:
         raise CheckpointError(
             f"{checkpoint} could not be exported: {error.filename or target}: {error.strerror or error}. "
@@ -175,7 +196,7 @@ def import_model(source: str | Path, output: Path, *, base: str | Path | None = 
     with filled_folder(target) as staging:
         export_model(staging, module.state_dict().items(), model, DTYPES[dtype], load)
         facts = {"from": str(source), "base": path, "dtype": dtype, "backend": "peft" if adapter.is_file() else None}
-        _describe(staging, facts, classifies=classifies)
+        _describe(staging, facts, task=_REWARDS if classifies else _WRITES)
     return target
 
 
@@ -246,26 +267,22 @@ def _identity(checkpoint: Path) -> dict[str, Any]:
     return found
 
 
-def _describe(folder: Path, facts: dict[str, Any], licence: str | None = None, *, classifies: bool = False) -> None:
+def _describe(folder: Path, facts: dict[str, Any], licence: str | None = None, *, task: str = _WRITES) -> None:
     """Writes README.md, and what was converted from what."""
     from rlhpc import __version__
 
     step = f", global step {facts['global_step']}" if "global_step" in facts else ""
     name = Path(facts["from"]).name
+    tags = {_REWARDS: ["reward-model"], CRITIC: ["value-model"]}.get(task, [])
     card = head(
         library="transformers",
-        task="text-classification" if classifies else "text-generation",
+        task="text-generation" if task == _WRITES else "text-classification",
         licence=licence,
         name=name,
-        tags=["reinforcement-learning", "rlhpc", *(["reward-model"] if classifies else [])],
+        tags=["reinforcement-learning", "rlhpc", *tags],
     )
-    auto = "AutoModelForSequenceClassification" if classifies else "AutoModelForCausalLM"
-    use = (
-        "Its logit is the reward of a response: of the prompt as the chat template puts it, with the generation prompt; the\n"
-        "response; and the end token.\n\n"
-        if classifies
-        else ""
-    )
+    auto = "AutoModelForCausalLM" if task == _WRITES else "AutoModelForSequenceClassification"
+    use = _USES.get(task, "")
     card += (
         f"# {name}\n\nWritten by rlhpc {__version__}{step}; starting point `{facts['base']}`. "
         f"`{CONVERSION}` tells what was converted, with checksums.\n\n"

@@ -175,7 +175,7 @@ class TrainedKind(Kind[Trained]):
         from rlhpc.language.export import export_language_model
 
         return export_language_model(
-            checkpoint, output, adapter_only=wanted.adapter_only, base=wanted.base, dtype=wanted.dtype,
+            checkpoint, output, adapter_only=wanted.adapter_only, base=wanted.base, dtype=wanted.dtype, critic=wanted.critic,
             licence=wanted.licence, trust_code=wanted.trust_code,
         )  # fmt: skip
 

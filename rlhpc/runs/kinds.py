@@ -71,6 +71,7 @@ class Exporting:
         adapter_only: With LoRA: the adapter alone.
         base: With LoRA: where the adapted model is now, if it has moved.
         dtype: Of the written weights; None keeps that of training.
+        critic: The critic rather than the policy.
         trust_code: Import what the checkpoint names as `module:Class`.
     """
 
@@ -78,6 +79,7 @@ class Exporting:
     adapter_only: bool = False
     base: str | None = None
     dtype: str | None = None
+    critic: bool = False
     trust_code: bool = False
 
 

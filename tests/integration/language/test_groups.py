@@ -18,12 +18,13 @@ pytest.importorskip("transformers", reason="needs the extra llm")
 from lm_rewards import ones
 from safetensors.torch import load_file
 from test_reasoning import LanguageRun
+from transformers import AutoModelForSequenceClassification
 
 from rlhpc.config.typed import changed
 from rlhpc.language.data import PromptSampler, load_tokenizer
 from rlhpc.language.data.builtin import resolve_model
 from rlhpc.language.engines import Request, SamplingParams, make_rollout
-from rlhpc.language.model_config import FrozenModelConfig
+from rlhpc.language.model_config import FrozenModelConfig, PretrainedConfig
 from rlhpc.language.rewards import Sample
 from rlhpc.language.roles.prompts import seed_of
 from rlhpc.language.roles.rollout import open_prompts
@@ -181,6 +182,20 @@ def test_a_critic_is_resumed_bit_for_bit(critic: LanguageRun, tmp_path: Path) ->
     for part in ("model.safetensors", "critic/model.safetensors"):
         mine, theirs = (one.root / "checkpoints" / "global_step_4" / part for one in (run, critic))
         assert mine.read_bytes() == theirs.read_bytes(), part
+
+
+def test_a_critic_is_exported(critic: LanguageRun) -> None:
+    """A sequence classifier for transformers, with the values of the one that was trained; a run may start from it."""
+    said = critic.rlhpc("convert", "--run", str(critic.root), "--step", "latest", "--critic", "--trust-checkpoint-code")
+    folder = critic.root / "export" / "global_step_4-critic"
+    assert said.strip().splitlines()[-1] == str(folder) and "value-model" in (folder / "README.md").read_text()
+    theirs = AutoModelForSequenceClassification.from_pretrained(folder)
+    ids = torch.tensor([[5, 6, 7, 8]])
+    ours = load_scalar_model(PretrainedConfig(model_path=str(folder)))(input_ids=ids)
+    assert theirs(input_ids=ids).logits.item() == pytest.approx(ours[0, -1].item(), abs=1e-6)
+    trained = load_file(critic.root / "checkpoints" / "global_step_4" / "critic" / "model.safetensors")
+    torch.testing.assert_close(dict(theirs.named_parameters())["score.weight"].data, trained["score.weight"])
+    critic.train("runner.name=again", "runner.max_steps=1", f"critic.model.model_path={folder}")
 
 
 def test_its_ranks_and_micro_batches_do_not_show(critic: LanguageRun, tmp_path: Path) -> None:
