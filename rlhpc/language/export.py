@@ -44,8 +44,8 @@ _USES = {
         "response; and the end token.\n\n"
     ),
     CRITIC: (
-        "Its logit is the value of the state after the tokens that it has read: the reward to be expected of the policy that it\n"
-        "was trained with.\n\n"
+        "Its logit is the value of the state after the tokens that it has read: the reward to be expected of the\n"
+        "policy that it was trained with.\n\n"
     ),
 }
 
