@@ -33,6 +33,9 @@ _SMALL = {
     "varied_groups": ("train/varied_groups", "Groups that teach", "share with different rewards"),
     "reward_std": ("train/reward_std", "Spread of the reward", "standard deviation"),
     "policy_loss": ("train/policy_loss", "Policy loss", "loss"),
+    "explained_variance": ("critic/explained_variance", "What the critic explains", "share of the returns' variance"),
+    "critic_loss": ("critic/loss", "Critic's loss", "loss"),
+    "teacher": ("train/teacher_divergence", "Distance from the teacher", "divergence (nats per token)"),
     "grad_norm": ("train/grad_norm", "Gradient norm", "L2 norm before clipping"),
     "lr": ("train/lr", "Learning rate", "learning rate"),
 }

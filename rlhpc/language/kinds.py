@@ -274,6 +274,11 @@ class GrpoKind(LanguageKind[GrpoConfig]):
         learning = {CRITIC, REFERENCE} if cfg.reference.update_interval else {CRITIC}
         return frozenset(group_roles(cfg)) - learning
 
+    def differences(self, cfg: GrpoConfig, checkpoint: Path) -> list[str]:
+        """Also that the checkpoint has no critic, where this run wants one."""
+        wants = CRITIC in group_roles(cfg) and not (checkpoint / CRITIC).is_dir()
+        return [*super().differences(cfg, checkpoint), *(["it has no critic"] if wants else [])]
+
     def prepare(self, cfg: GrpoConfig, *, resumes: bool) -> GrpoConfig:
         """Also with the folders of the groups' built-in models."""
         from rlhpc.language.data.builtin import PREFIX, resolve_model

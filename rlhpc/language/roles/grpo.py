@@ -92,7 +92,7 @@ class GrpoActor(LanguageActor[GrpoConfig]):
             if cfg.reference.update_interval and REFERENCE in prompts.scoring:
                 ranks = [(REFERENCE, list(range(prompts.scoring[REFERENCE])))]
                 self._reference = make_sync(rollout.weight_sync, self, (prompts.actor_name, 0), ranks, "off")
-        self._forget_sent()
+        self.forget_sent()
         self.temperature = cfg.rollout.temperature
         return {"parameters": trainer.parameters_trained}
 
@@ -105,7 +105,7 @@ class GrpoActor(LanguageActor[GrpoConfig]):
     def load(self, folder: str) -> None:
         """Restores a checkpoint, of this or another world size; frozen weights are sent anew."""
         super().load(folder)
-        self._forget_sent()
+        self.forget_sent()
 
     # -- weights --------------------------------------------------------------------------------------------------
 
@@ -142,7 +142,7 @@ class GrpoActor(LanguageActor[GrpoConfig]):
         off = self.cfg.rollout.weight_delta.lower() == "off"
         return frozenset() if off else self.backend.frozen_names()
 
-    def _forget_sent(self) -> None:
+    def forget_sent(self) -> None:
         """Frozen weights go out again with the next version; all ranks call it."""
         self._sent = frozenset()
         for sync in (self._sync, self._reference):

@@ -159,6 +159,10 @@ class LanguageRolloutWorker(Worker):
         self.judges.drain()
         self._clear(step)
 
+    def forget_sent(self) -> None:
+        """The next weights are complete: the last ones may have been lost on their way."""
+        self.weights.forget()
+
     def offload(self) -> None:
         """Gives the accelerator to the actor."""
         self.backend.offload()

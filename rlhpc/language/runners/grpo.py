@@ -95,6 +95,8 @@ class ReasoningRunner(Runner[GrpoConfig]):
             handle.wait(self.timeout)
         if self.turns:
             self.others.rest(self.timeout)
+            if self.critic:
+                self.critic.offload().wait(self.timeout)
         self._connect()
 
     def _open_rollout(self) -> Handle:
@@ -126,7 +128,11 @@ class ReasoningRunner(Runner[GrpoConfig]):
                     self.rollout.offload().wait(self.timeout)
             else:
                 group.execute_on(*gone[name]).init_worker(self.prompts).wait(self.timeout)
+                if self.turns and name in self.others.scoring:
+                    group.execute_on(*gone[name]).offload().wait(self.timeout)
         self._connect()
+        for handle in (self.actor.forget_sent(), self.rollout.forget_sent()):  # one may have been on its way
+            handle.wait(self.timeout)
 
     def unharmed(self, gone: dict[str, list[int]]) -> bool:
         """Whether only ranks that score were lost, and everyone who learns is where the last step left it: then that step's
@@ -173,7 +179,7 @@ class ReasoningRunner(Runner[GrpoConfig]):
             made.score(self.timeout)
             self.actor.reload()
         update = self.actor.update(step)
-        learnt = self.critic.update(step) if self.critic else None
+        learnt = self.critic.update(step) if self.critic and not self.turns else None
         sync = None if last and not due else self.actor.sync_weights(step)
         with timers("rollout"):
             generated = made.wait(self.timeout)
@@ -186,8 +192,13 @@ class ReasoningRunner(Runner[GrpoConfig]):
         with timers("sync"):
             if sync is not None:
                 sync.wait(self.timeout)
-            if self.turns and sync is not None:
+            if self.turns and (sync is not None or self.critic):
                 self.actor.offload().wait(self.timeout)
+        if self.turns and self.critic:
+            with timers("update"):
+                self.critic.reload().wait(self.timeout)
+                valued = self.critic.update(step).wait(self.timeout)[0]
+                self.critic.offload().wait(self.timeout)
         if self.every and step % self.every == 0:
             with timers("sync"):
                 for handle in (self.actor.refresh_reference(step), self.groups[REFERENCE].take_weights()):

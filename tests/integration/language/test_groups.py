@@ -217,6 +217,26 @@ def test_its_ranks_and_micro_batches_do_not_show(critic: LanguageRun, tmp_path: 
             assert mine[name] == pytest.approx(theirs[name], abs=2e-4), name
 
 
+def test_roles_may_take_turns_at_the_accelerator(critic: LanguageRun, tmp_path: Path) -> None:
+    """Engine, reference, critic and actor, one after the other: the same to rounding."""
+    words = (*PPO, "algorithm.kl_coef=0.1", places(critic=0, reference=0))
+    beside, turns = LanguageRun(tmp_path / "beside", *words), LanguageRun(tmp_path / "turns", *words)
+    beside.train("runner.max_steps=2")
+    turns.train("runner.max_steps=2", "actor.offload_in_rollout=true")
+    for mine, theirs in zip(turns.rows(), beside.rows(), strict=True):
+        for name in ("critic/loss", "critic/grad_norm", "train/loss", "train/grad_norm", "train/ref_kl"):
+            assert mine[name] == pytest.approx(theirs[name], abs=1e-4), name
+
+
+def test_a_run_without_a_critic_cannot_go_on_with_one(tmp_path: Path) -> None:
+    run = LanguageRun(tmp_path / "later")
+    run.train("runner.max_steps=1")
+    said = run.rlhpc(
+        "train", str(run.config), *PPO, places(critic=0), "runner.resume_dir=auto", "--resume-with", code=2
+    )
+    assert "it has no critic" in said and "Traceback" not in said
+
+
 def test_a_critic_may_learn_alone_at_first(tmp_path: Path) -> None:
     run = LanguageRun(tmp_path / "warm", *PPO, places(critic=0), "critic.warmup_steps=1", "runner.save_interval=1")
     run.train("runner.max_steps=2")
