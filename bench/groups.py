@@ -1,0 +1,150 @@
+"""What a critic, and a reward model in a group of its own, are worth to the tiny model, on two-digit addition.
+
+    python -m bench.groups --seeds 3                # PPO with a critic beside REINFORCE without a baseline
+    python -m bench.groups --seeds 3 --part reward  # GRPO on a reward model's word, and on that of one trained on lots
+
+Both start from the demonstrations' model (configs/reasoning/demo_sft.yaml). Accuracy is greedy, on held-out problems, at a
+step that was fixed beforehand. The reward models are those of `bench.reward_model` (`--work` names its folder; what is there
+is used again): one of right and wrong answers, one of the same pairs with the chosen one drawn by lot.
+
+Prints a line a run, writes bench/results/groups_<part>.json, and fails where the critic does not help, where the reward model
+does not raise the true accuracy, or where the control does.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from bench.machine import spread, write
+
+ROOT = Path(__file__).resolve().parents[1]
+CONFIG = ROOT / "configs" / "reasoning" / "demo.yaml"
+SFT = "runs/demo_sft/export/global_step_180"
+#: One answer to each of many prompts: nothing to compare within a group. Right or wrong, and nothing in between.
+SPARSE = ("data.prompts_per_step=256", "algorithm.group_size=1", "algorithm.normalize_advantages=none")
+WAYS = {
+    "critic": (
+        "algorithm.adv_type=gae", "algorithm.gae_lambda=1.0", "algorithm.value_clip=0.5", "critic.optim.lr=1e-3",
+        "critic.update_epochs=4", "critic.warmup_steps=5",
+        "cluster.component_placement={actor: 0, rollout: 0, critic: 0}",
+    ),
+    "no baseline": ("algorithm.adv_type=raw",),
+}  # fmt: skip
+
+
+def rlhpc(work: Path, *words: str) -> None:
+    """Runs a command in the folder; it must succeed."""
+    done = subprocess.run([sys.executable, "-m", "rlhpc.cli", *words], cwd=work, capture_output=True, text=True)
+    if done.returncode:
+        raise SystemExit(f"rlhpc {' '.join(words)} failed:\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}")
+
+
+def accuracy(work: Path, model: str, name: str) -> dict[str, Any]:
+    """Of a model, on the held-out problems; by the task, whatever it was trained with."""
+    output = work / f"{name}.json"
+    rlhpc(work, "eval", "--config", str(CONFIG), "--model", model, "--suite", "held_out", "--output", str(output))
+    found = json.loads(output.read_text())
+    return {key: found[key] for key in ("accuracy", "accuracy_ci95", "n")}
+
+
+def train(work: Path, name: str, steps: int, seed: int, *overrides: str) -> dict[str, Any]:
+    """A run of so many steps from the demonstrations' model, and its accuracy."""
+    words = [
+        f"runner.name={name}", f"runner.seed={seed}", f"runner.max_steps={steps}", f"runner.save_interval={steps}",
+        "runner.segments=1", "workflow.sft=null", "workflow.sft_overrides=[]", f"actor.model.model_path={SFT}", *overrides,
+    ]  # fmt: skip
+    if not (work / "runs" / name / "checkpoints" / f"global_step_{steps}" / "COMPLETE").exists():
+        rlhpc(work, "train", str(CONFIG), *words)
+    rlhpc(work, "convert", "--run", f"runs/{name}", "--step", "latest")
+    rows = [json.loads(line) for line in (work / "runs" / name / "metrics.jsonl").read_text().splitlines()]
+    reached = accuracy(work, f"runs/{name}/export/global_step_{steps}", name)
+    last = rows[-1]
+    known = ("critic/explained_variance", "reward/reward", "train/accuracy")
+    return {
+        "name": name, "seed": seed, "steps": steps, **reached, "seconds": last["time/wall_s"],
+        **{key: last[key] for key in known if key in last},
+    }  # fmt: skip
+
+
+def told(row: dict[str, Any]) -> str:
+    """A run in a line."""
+    low, high = row["accuracy_ci95"]
+    more = ", ".join(f"{key} {row[key]:.2f}" for key in ("critic/explained_variance", "reward/reward") if key in row)
+    line = f"{row['name']}: {row['accuracy']:.1%} ({low:.1%} to {high:.1%}) after {row['steps']} steps"
+    return f"{line}, {more}" if more else line
+
+
+def with_critic(work: Path, seeds: int, steps: int) -> tuple[dict[str, Any], bool]:
+    """PPO with a critic, and REINFORCE without a baseline, on as many answers."""
+    rows: dict[str, list[dict[str, Any]]] = {way: [] for way in WAYS}
+    for seed in range(1, seeds + 1):
+        for way, words in WAYS.items():
+            rows[way].append(train(work, f"{way.replace(' ', '_')}-{steps}-{seed}", steps, seed, *SPARSE, *words))
+            print(told(rows[way][-1]), flush=True)
+    means = {way: statistics.fmean(row["accuracy"] for row in found) for way, found in rows.items()}
+    return {"rows": rows, "accuracy": {way: spread([r["accuracy"] for r in found]) for way, found in rows.items()}}, (
+        means["critic"] <= means["no baseline"]
+    )
+
+
+def with_reward(work: Path, seeds: int, steps: int, model_steps: int) -> tuple[dict[str, Any], bool]:
+    """GRPO that a reward model judges, and nothing else; and one that a model of drawn pairs does."""
+    from bench import reward_model
+
+    reward_model.make_data(work)
+    for name, data in (("rm1", "train"), ("by_lot", "by_lot")):
+        if not (work / "runs" / name / "checkpoints" / f"global_step_{model_steps}" / "COMPLETE").exists():
+            print(reward_model.told(reward_model.train(work, name, data, model_steps, 1)), flush=True)
+        rlhpc(work, "convert", "--run", f"runs/{name}", "--step", "latest")
+    rows: dict[str, list[dict[str, Any]]] = {"rm1": [], "by_lot": []}
+    for seed in range(1, seeds + 1):
+        for name, found in rows.items():
+            words = (
+                "reward.terms=[{name: reward}]", f"reward.model.model_path=runs/{name}/export/global_step_{model_steps}",
+                "cluster.component_placement={actor: 0, rollout: 0, reward: 0}",
+            )  # fmt: skip
+            found.append(train(work, f"grpo-{name}-{steps}-{seed}", steps, seed, *words))
+            print(told(found[-1]), flush=True)
+    means = {name: statistics.fmean(row["accuracy"] for row in found) for name, found in rows.items()}
+    start = accuracy(work, SFT, "start")
+    error = (start["accuracy"] * (1 - start["accuracy"]) / start["n"]) ** 0.5
+    short = means["rm1"] < start["accuracy"] + 3 * error or means["by_lot"] > start["accuracy"] + 3 * error
+    return {
+        "start": start,
+        "rows": rows,
+        "accuracy": {name: spread([r["accuracy"] for r in found]) for name, found in rows.items()},
+    }, short
+
+
+def main() -> int:
+    """Runs a part at all seeds; 1 where it falls short."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--part", choices=("critic", "reward"), default="critic")
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=160)
+    parser.add_argument("--model-steps", type=int, default=600, help="of the reward models")
+    parser.add_argument("--work", type=Path, default=ROOT / "runs" / "bench_reward_model")
+    args = parser.parse_args()
+    work = args.work.absolute()
+    work.mkdir(parents=True, exist_ok=True)
+    if not (work / SFT / "config.json").exists():
+        rlhpc(work, "train", str(CONFIG.with_name("demo_sft.yaml")))
+        rlhpc(work, "convert", "--run", "runs/demo_sft")
+    if args.part == "critic":
+        found, short = with_critic(work, args.seeds, args.steps)
+    else:
+        found, short = with_reward(work, args.seeds, args.steps, args.model_steps)
+    command = f"python -m bench.groups --part {args.part} --seeds {args.seeds} --steps {args.steps}"
+    path = write(f"groups_{args.part}", command, found)
+    print(f"{json.dumps(found['accuracy'])}\n{command} → {path.name}")
+    return int(short)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
