@@ -87,8 +87,9 @@ def misspelt_keys(draw: random.Random) -> Iterator[Case]:
         )
         if wrong in own:
             wrong = right + "q"
-        says = (f"unknown key {section}.{wrong}", "did you mean", "allowed here")
-        yield Case("misspelt key", f"{section}.{wrong}", asked(f"{section}.{right}", f"{section}.{wrong}=1"), says)
+        below = f"{section}." if section else ""
+        says = (f"unknown key {below}{wrong}", "did you mean", "allowed here")
+        yield Case("misspelt key", f"{below}{wrong}", asked(f"{below}{right}", f"{below}{wrong}=1"), says)
     for section in {key.partition(".")[0] for key in find_kind("embodied").schema.keys}:
         content = f"{INCLUDE}{section}s: {{a: 1}}\n"
         yield Case(
