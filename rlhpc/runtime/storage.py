@@ -91,7 +91,8 @@ def explained(error: BaseException, what: str, *, anyway: bool = True) -> BaseEx
             if known is None and not anyway:
                 return error
             if known is None:
-                return StorageError(f"{what}: {cause.strerror}. Make room, then continue with: {GO_ON}")
+                remedy = advice(cause, ".") if cause.errno == errno.EFBIG else "Make room"
+                return StorageError(f"{what}: {cause.strerror}. {remedy}, then continue with: {GO_ON}")
             return storage_error(cause, known, f"what {what} wrote")
         cause = cause.__cause__ or cause.__context__
     return error

@@ -104,6 +104,14 @@ def test_a_failed_write_that_does_not_say_where_is_traced_to_the_full_filesystem
     assert f"The filesystem at {full} is full" in str(explained(wrapped, "this rank"))
 
 
+def test_a_limit_on_files_is_named_where_the_file_is_not_known() -> None:
+    said = str(explained(OSError(errno.EFBIG, "File too large"), "this rank"))
+    assert (
+        "this rank: File too large. The limit on the size of a file is reached: raise it (ulimit -f), then continue"
+        in said
+    )
+
+
 def test_what_means_something_else_stays_what_it_is() -> None:
     for error in (ValueError("x"), OSError(errno.EACCES, "Permission denied", "/x"), WorkerFailed("lost")):
         assert explained(error, "it") is error
