@@ -247,6 +247,7 @@ class GrpoAlgorithmConfig(LanguageAlgorithmConfig):
     """Most versions by which the policy that wrote a token may lag behind the one that
     is trained; 0 is sync."""
     distillation: DistillationConfig = field(default_factory=DistillationConfig)
+    """On-policy distillation (`algorithm.name: distillation`)."""
 
 
 @dataclass

@@ -7,6 +7,7 @@ from pathlib import Path
 import torch
 
 from rlhpc.checkpoint.state import load_tensors, save_tensors
+from rlhpc.jobs.paths import MODEL
 from rlhpc.language.roles.prompts import PromptMap
 from rlhpc.language.roles.scoring import ScoringWorker
 from rlhpc.language.scoring.groups import REFERENCE
@@ -14,8 +15,6 @@ from rlhpc.language.scoring.logprobs import LogProbs
 from rlhpc.runtime.errors import RlhpcError
 from rlhpc.weights import make_sync
 from rlhpc.weights.elements import Elements
-
-FILE = "model.safetensors"
 
 
 class ReferenceWorker(ScoringWorker):
@@ -46,12 +45,12 @@ class ReferenceWorker(ScoringWorker):
             path = Path(folder) / REFERENCE
             path.mkdir(exist_ok=True)
             weights = {name: parameter.detach().cpu() for name, parameter in self.scorer.model.named_parameters()}
-            save_tensors(path / FILE, weights)
+            save_tensors(path / MODEL, weights)
 
     def load(self, folder: str) -> None:
         """Restores a checkpoint, of this or another world size."""
         self._sync.forget()
         there = dict(self.scorer.model.named_parameters())
         with torch.no_grad():
-            for name, tensor in load_tensors(Path(folder) / REFERENCE / FILE).items():
+            for name, tensor in load_tensors(Path(folder) / REFERENCE / MODEL).items():
                 there[name].copy_(tensor)
