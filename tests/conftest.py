@@ -26,18 +26,6 @@ LONG = (
 )  # fmt: skip
 
 
-def pytest_configure(config: pytest.Config) -> None:
-    """Where all tests run, pytest-xdist's processes are started warm: else each of them imports for half a minute."""
-    whole = config.args_source == pytest.Config.ArgsSource.TESTPATHS
-    if not whole or config.getoption("dist", "no") == "no" or hasattr(config, "workerinput"):
-        return
-    from execnet import gateway_base
-
-    warm.starting.start_for_all_tests()
-    for model in (gateway_base.ThreadExecModel, gateway_base.MainThreadOnlyExecModel):
-        model.subprocess = warm  # type: ignore[assignment,method-assign]
-
-
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     rank = {HERE / name: number for number, name in enumerate(LONG)}
     items.sort(key=lambda item: rank.get(item.path, len(rank)))
