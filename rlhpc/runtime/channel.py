@@ -157,6 +157,7 @@ class Channel:
                     with service.lock:
                         admitted = act(None)
                     if not admitted:
+                        context.check()
                         raise QueueFull(whom)
                 self._sent(context, packed, key, outlook)
                 return
@@ -172,6 +173,7 @@ class Channel:
         except BaseException as error:
             packed.discard()
             if isinstance(error, Refused):
+                context.check()
                 raise QueueFull(whom) from None
             raise
 
@@ -219,12 +221,14 @@ class Channel:
             try:
                 items = service.wait_local(act, timeout, whom)
             except queue.Empty:
+                context.check()  # a loop that asks again and again waits for somebody, too
                 raise QueueEmpty(whom) from None
             return [service.unpack(item.frames) for item in items]
         head = pickle.dumps((self.name, key, target, wait, context.host))
         try:
             reply = service.peers.request(choose(home), b"GET", [head], timeout, whom)
         except Refused:
+            context.check()
             raise QueueEmpty(whom) from None
         numbers, results, at = [], [], 1
         fetched: list[Callable[[], None]] = []
@@ -241,6 +245,7 @@ class Channel:
 
     def _stat(self, key: str) -> tuple[int, bool]:
         context, home = current(), self._home(key)
+        context.check()
         if home["ipc"] == context.service.endpoint["ipc"]:
             with context.service.lock:
                 state = context.service.channel(self.name)

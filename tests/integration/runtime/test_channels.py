@@ -111,6 +111,24 @@ def test_waits_have_deadlines_that_say_for_what(launch):
     assert channel.get() == "still here", "the waiter that gave up did not swallow it"
 
 
+@pytest.mark.parametrize("how", ["get_nowait", "empty"])
+@pytest.mark.parametrize("home", [None, "poller"])
+def test_who_asks_again_and_again_is_freed_as_well(launch, how, home):
+    """A rank that polls never blocks; it has to notice by what it asks that the others wait for it to give up."""
+    poller, fragile = launch(1, "poller"), launch(1, "fragile")
+    session = Session.running()
+    session.failures.expendable = frozenset({"fragile"})
+    channel = Channel.create(f"polled-{how}-{home}", home=home)
+    handle = poller.poll(channel, how)
+    fragile.leave(9)
+    with pytest.raises(WorkerFailed):
+        handle.wait(20)
+    assert session.recover(5.0) == {"fragile": [0]}
+    fragile.relaunch().wait_ready()
+    assert poller.add(1).wait() == [1] and fragile.add(2).wait() == [2]
+    session.failures.expendable = frozenset()
+
+
 def test_connect_waits_for_create_and_gives_up():
     with pytest.raises(ChannelError, match="never appeared"):
         Channel.connect("nobody", timeout=0.1)
