@@ -186,7 +186,8 @@ def test_a_killed_worker_ends_the_run_at_once_and_says_who(tiny, victim):
     assert process.returncode == 1
     assert f"{group}[{rank}]" in err and "signal 9" in err and f"{victim}.err" in err
     assert err.count("rlhpc: error:") == 1
-    assert not [p for p in tree if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
+    _, left = psutil.wait_procs(tree, timeout=10)
+    assert not [p for p in left if p.status() != psutil.STATUS_ZOMBIE]
     left = [p for root in ("/tmp", "/dev/shm") for p in Path(root).glob("rlhpc-*") if holds(p, process.pid)]
     assert left == []
 
