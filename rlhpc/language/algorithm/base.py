@@ -23,7 +23,7 @@ from rlhpc.language.tokens.batches import TokenBatch
 from rlhpc.language.tokens.scores import TokenScores
 
 if TYPE_CHECKING:
-    from rlhpc.language.scoring.groups import ScoringGroup
+    from rlhpc.language.scoring.group import ScoringGroup
 
 #: Sums a tensor over the actor ranks.
 Reduce = Callable[[Tensor], Tensor]

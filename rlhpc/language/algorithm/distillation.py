@@ -23,7 +23,8 @@ from rlhpc.algorithms.losses import aggregate
 from rlhpc.language.algorithm.base import ROLLOUT_LOGPROBS, VALUES, Column, LogitReader, Reduce, Scorer, Whole
 from rlhpc.language.algorithm.policy_gradient import OLD, PolicyGradient
 from rlhpc.language.config import GrpoConfig
-from rlhpc.language.scoring.groups import ScoringGroup, placed, scoring_groups
+from rlhpc.language.scoring.group import ScoringGroup
+from rlhpc.language.scoring.groups import placed, scoring_groups
 from rlhpc.language.tokens.batches import TokenBatch
 from rlhpc.language.tokens.divergence import FLOOR, full_divergence, top_divergence
 from rlhpc.language.tokens.scores import TokenScores

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     import torch
 
     from rlhpc.language.config import GrpoConfig
-    from rlhpc.language.scoring.groups import ScoringGroup
+    from rlhpc.language.scoring.group import ScoringGroup
 
 
 class Rater(abc.ABC):

@@ -10,7 +10,7 @@ from rlhpc.language.config import GrpoConfig
 from rlhpc.language.data import PromptTokenizer, load_tokenizer
 from rlhpc.language.rewards.base import Sample
 from rlhpc.language.scoring.base import Rater
-from rlhpc.language.scoring.groups import ScoringGroup
+from rlhpc.language.scoring.group import ScoringGroup
 from rlhpc.language.tokens.batches import TokenBatch, micro_batches
 from rlhpc.language.tokens.model import compute_dtype
 from rlhpc.language.tokens.scalar import is_classifier, last_values, load_scalar_model, token_values

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, cast
 
 from rlhpc.config.typed import plain, select
-from rlhpc.language.model_config import FrozenModelConfig, PretrainedConfig
+from rlhpc.language.model_config import FrozenModelConfig
+from rlhpc.language.scoring.group import ScoringGroup
 
 if TYPE_CHECKING:
     from rlhpc.language.config import GrpoConfig, LanguageConfig
@@ -17,25 +17,6 @@ BUILT_IN: Mapping[str, str] = {"reference": "logprobs", "teacher": "logprobs", "
 CRITIC, JUDGE, REFERENCE = "critic", "judge", "reference"
 #: Names that no group of one's own may have.
 TAKEN = ("actor", "rollout", CRITIC, *BUILT_IN)
-
-
-@dataclass(frozen=True)
-class ScoringGroup:
-    """A group that scores.
-
-    Attributes:
-        name: In `cluster.component_placement`.
-        scorer: What runs on its ranks: a name of `rlhpc.language.scoring.registry.SCORERS`.
-        model: Its model, if it has one.
-        max_tokens: Most tokens in one forward pass on a rank, padding included.
-        kwargs: Options of the scorer.
-    """
-
-    name: str
-    scorer: str
-    model: PretrainedConfig
-    max_tokens: int
-    kwargs: Mapping[str, Any] = field(default_factory=dict)
 
 
 def placed(cfg: GrpoConfig) -> list[str]:

@@ -16,7 +16,7 @@ from rlhpc.language.data.builtin import resolve_model
 from rlhpc.language.engines import Request, SamplingParams, make_rollout
 from rlhpc.language.rewards.base import Sample
 from rlhpc.language.scoring.base import Rater
-from rlhpc.language.scoring.groups import ScoringGroup
+from rlhpc.language.scoring.group import ScoringGroup
 from rlhpc.language.scoring.judge_section import engine_config, explained, key_of, section_of
 from rlhpc.language.scoring.rubrics import Questions
 from rlhpc.language.scoring.verdicts import better_in, both_say, pairs, score_in, shares

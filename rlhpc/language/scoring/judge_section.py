@@ -15,7 +15,8 @@ from rlhpc.config.rules import Fail, check_choice, check_name
 from rlhpc.config.typed import mapping, plain, typed
 from rlhpc.language.config import LanguageConfig
 from rlhpc.language.group_config import JUDGE_RANGES, JudgeConfig
-from rlhpc.language.scoring.groups import JUDGE, ScoringGroup, raters, scoring_groups
+from rlhpc.language.scoring.group import ScoringGroup
+from rlhpc.language.scoring.groups import JUDGE, raters, scoring_groups
 from rlhpc.runtime.errors import ConfigError
 from rlhpc.runtime.lookup import offered
 

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     import torch
 
     from rlhpc.language.config import GrpoConfig
-    from rlhpc.language.scoring.groups import ScoringGroup
+    from rlhpc.language.scoring.group import ScoringGroup
 
 SCORERS: Registry[Callable[..., Any]] = Registry(
     "scorer", "groups[].scorer", "rlhpc.scorers",
