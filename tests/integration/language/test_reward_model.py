@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import sys
 import zlib
@@ -18,8 +19,10 @@ pytest.importorskip("peft")
 
 from rlhpc.checkpoint.state import load_state, load_tensors
 from rlhpc.cli import main
+from rlhpc.language.data import PromptSampler
 from rlhpc.language.export import CONVERSION, import_model
 from tests import warm
+from tests.classifiers import save_classifier
 
 TWO_RANKS = 'cluster.component_placement={actor: "0:0-1"}'
 LORA = "actor.lora.rank=2"
@@ -99,6 +102,84 @@ def test_it_learns_and_says_how(one: Path) -> None:
     assert {f"train/{name}" for name in names} <= set(found[0])
     assert found[-1]["train/loss"] < found[0]["train/loss"]
     assert ["eval/accuracy" in row for row in found] == [False, True, False, True] and found[1]["eval/rows"] == 15
+
+
+@pytest.fixture(scope="module")
+def start(folder: Folder, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A sequence classifier from before training."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("RLHPC_MODELS", str(folder.path / "models"))
+        return save_classifier(tmp_path_factory.mktemp("start"), {"hidden": 32, "layers": 2, "heads": 1}, scale=1.0)
+
+
+PLAIN = {
+    "pairs": ["data.train.margin_key=label", "algorithm.loss_kwargs.centering=0.1"],
+    "labels": ["algorithm={loss_type: regression, loss_kwargs: {}}"],
+}
+
+
+@pytest.mark.parametrize("form", PLAIN)
+def test_its_steps_are_those_of_a_plain_loop(folder: Folder, start: Path, form: str) -> None:
+    """One process, torch and transformers alone: losses, metrics, gradients and weights of all steps, and the evaluation."""
+    steps, count, own = 5, 24, ["actor.optim.name=adamw", "actor.optim.weight_decay=0.05", "actor.optim.clip_grad=1.0"]
+    run = folder.train(f"plain-{form}", *PLAIN[form], *own, f"actor.model.model_path={start}", "actor.model.kwargs={}",
+                       f"data.prompts_per_step={count}", f"runner.max_steps={steps}", "runner.val_check_interval=5")  # fmt: skip
+    loop = PlainLoop(start, form)
+    data, order = rows(10, 24), PromptSampler(len(rows(10, 24)), count, 1)
+    optimizer = torch.optim.AdamW(loop.model.parameters(), eps=1e-5, weight_decay=0.05)
+    found = metrics(run)
+    for step, theirs in enumerate(found):
+        rate = 0.003 * 0.5 * (1 + math.cos(math.pi * step / steps))
+        for group in optimizer.param_groups:
+            group["lr"] = rate
+        loss, measured = loop.loss([data[place] for place in order.next()])
+        optimizer.zero_grad()
+        loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_(loop.model.parameters(), 1.0)
+        optimizer.step()
+        mine = {"loss": loss, "grad_norm": norm, "lr": torch.tensor(rate), **measured}
+        for name, value in mine.items():
+            assert theirs[f"train/{name}"] == pytest.approx(value.item(), rel=1e-5, abs=1e-6), (step, name)
+    norms = [row["train/grad_norm"] for row in found]
+    assert max(norms) > 1.0 > min(norms), "some steps are to be clipped, and some not"
+    saved = load_tensors(run / "checkpoints" / f"global_step_{steps}" / "model.safetensors")
+    weights = dict(loop.model.named_parameters())
+    assert saved.keys() == weights.keys()
+    for name, there in saved.items():
+        torch.testing.assert_close(weights[name].detach(), there, atol=1e-6, rtol=0)
+    with torch.no_grad():
+        for name, value in loop.loss(rows(30, 35))[1].items():
+            if f"eval/{name}" in found[-1]:
+                assert found[-1][f"eval/{name}"] == pytest.approx(value.item(), rel=1e-5, abs=1e-6), name
+
+
+class PlainLoop:
+    """A reward model's training as one would write it in an afternoon."""
+
+    def __init__(self, folder: Path, form: str) -> None:
+        from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+        self.model = AutoModelForSequenceClassification.from_pretrained(folder)
+        self.tokenizer, self.form = AutoTokenizer.from_pretrained(folder, padding_side="right"), form
+
+    def rewards(self, batch: list[dict[str, Any]], response: str) -> torch.Tensor:
+        texts = [row["prompt"] + row[response] + self.tokenizer.eos_token for row in batch]
+        inputs = self.tokenizer(texts, padding=True, return_tensors="pt")
+        return self.model(input_ids=inputs.input_ids, attention_mask=inputs.attention_mask).logits[:, 0]
+
+    def loss(self, batch: list[dict[str, Any]]) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        """The mean over the batch, and metrics."""
+        labels = torch.tensor([row["label"] for row in batch])
+        if self.form == "labels":
+            rewards = self.rewards(batch, "response")
+            loss = torch.nn.functional.mse_loss(rewards, labels)
+            return loss, {"mse": loss, "reward": rewards.mean()}
+        chosen, rejected = self.rewards(batch, "chosen"), self.rewards(batch, "rejected")
+        loss = -torch.nn.functional.logsigmoid(chosen - rejected - labels).mean() + 0.1 * ((chosen + rejected) ** 2).mean()
+        return loss, {
+            "accuracy": (chosen > rejected).float().mean(), "margin": (chosen - rejected).mean(),
+            "reward_chosen": chosen.mean(), "reward_rejected": rejected.mean(), "reward": (chosen + rejected).mean() / 2,
+        }  # fmt: skip
 
 
 @pytest.mark.parametrize(("backend", "lora"), [("local", []), ("fsdp", [LORA]), ("deepspeed", [])])
