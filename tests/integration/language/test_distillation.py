@@ -9,11 +9,11 @@ import torch
 
 pytest.importorskip("transformers", reason="needs the extra llm")
 
-from test_groups import places
+from test_groups import PlainLoop, places
 from test_reasoning import TWO_ACTORS, LanguageRun
 
 from rlhpc.language.data.builtin import resolve_model
-from rlhpc.language.model_config import LanguageModelConfig
+from rlhpc.language.model_config import FrozenModelConfig, LanguageModelConfig
 
 TEACHER = "teacher.model={model_path: 'builtin:tiny', kwargs: {hidden: 64, layers: 2, heads: 2, seed: 7}}"
 DISTIL = (
@@ -59,6 +59,85 @@ def test_the_model_comes_closer_to_its_teacher(top: LanguageRun, sampled: Langua
     assert 0 < first[0] < first[1] and first[2] == pytest.approx(first[1], rel=0.25)
     page = (Path(__file__).parents[3] / "docs" / "reference" / "metrics.md").read_text()
     assert "| `train/teacher_divergence` |" in page
+
+
+@pytest.mark.parametrize(("name", "beta"), [("sampled", 1.0), ("topk", 1.0), ("topk", 0.0), ("full", 0.3)])
+def test_a_step_is_that_of_a_plain_loop(
+    name: str, beta: float, top: LanguageRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One process, and the formulas in plain torch, from the same samples: loss, gradient and weights."""
+    run = distilled(
+        top.folder.parent / f"{name}-{beta}", mode(name), f"algorithm.distillation.beta={beta}",
+        "algorithm.distillation.coef=0.7",
+        "actor.optim.adam_eps=1e-3",  # with less, Adam makes large steps of the rounding of gradients that are nearly 0
+        train=("runner.max_steps=1",),
+    )  # fmt: skip
+    monkeypatch.setenv("RLHPC_MODELS", run.environment["RLHPC_MODELS"])
+    monkeypatch.syspath_prepend(Path(__file__).parent)
+    loop, (row,) = PlainDistillation(run), run.rows()
+    for metric, value in loop.step().items():
+        assert row[metric] == pytest.approx(value, rel=1e-5, abs=1e-6), metric
+    weights, saved = dict(loop.actor.named_parameters()), run.weights(1)
+    for parameter, there in saved.items():
+        torch.testing.assert_close(weights[parameter].detach(), there, atol=1e-6, rtol=0)
+
+
+class PlainDistillation(PlainLoop):
+    """A step of distillation as one would write it in an afternoon; divergences in float64, over whole distributions."""
+
+    def step(self) -> dict[str, float]:
+        """Trains once; metrics by their names in the run's row."""
+        cfg, options = self.cfg, self.cfg.algorithm.distillation
+        source = resolve_model(FrozenModelConfig(model_path="builtin:tiny", kwargs=dict(cfg.teacher.model.kwargs)))
+        teacher = type(self.actor).from_pretrained(source)
+        samples = self.samples()
+        count = sum(len(ids) - start for ids, start, _ in samples)
+        loss, far = torch.zeros((), dtype=torch.float64), 0.0
+        for ids, start, _ in samples:
+            tokens = torch.tensor([ids])
+            p, q = (
+                (model(input_ids=tokens).logits[0, start - 1 : -1].double() / cfg.rollout.temperature).log_softmax(-1)
+                for model in (self.actor, teacher)
+            )
+            q = q.detach()
+            if options.mode == "sampled":
+                drawn, told = (one.gather(1, tokens[0, start:, None]).squeeze(1) for one in (p, q))
+                apart = drawn.detach() - told
+                losses = apart * (drawn - drawn.detach()).exp()  # the policy is the one that drew: a ratio of 1
+            else:
+                if options.mode == "topk":
+                    most = q.topk(options.topk).indices
+                    p, q = (with_rest(one.gather(1, most).exp()).log() for one in (p, q))
+                apart = losses = jensen_shannon(p, q, options.beta)
+            loss, far = loss + options.coef * losses.sum() / count, far + apart.sum().item() / count
+        loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_(self.actor.parameters(), cfg.actor.optim.clip_grad).item()
+        optim = cfg.actor.optim
+        torch.optim.AdamW(
+            self.actor.parameters(), lr=optim.lr, betas=(optim.adam_beta1, optim.adam_beta2), eps=optim.adam_eps,
+            weight_decay=optim.weight_decay,
+        ).step()  # fmt: skip
+        return {
+            "train/loss": loss.item(), "train/grad_norm": norm, "train/teacher_divergence": far, "train/tokens": count,
+            "train/reward": sum(reward for _, _, reward in samples) / len(samples),
+        }  # fmt: skip
+
+
+def with_rest(outcomes: torch.Tensor) -> torch.Tensor:
+    """And the probability of all others together."""
+    return torch.cat([outcomes, 1.0 - outcomes.sum(-1, keepdim=True)], -1)
+
+
+def jensen_shannon(p: torch.Tensor, q: torch.Tensor, beta: float) -> torch.Tensor:
+    """Of log-probs: β KL(q ‖ m) + (1 − β) KL(p ‖ m), where m is their mixture; and what is meant at its two ends."""
+
+    def kl(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        return (a.exp() * (a - b)).sum(-1)
+
+    if beta in (0.0, 1.0):
+        return kl(p, q) if beta else kl(q, p)
+    m = ((1 - beta) * p.exp() + beta * q.exp()).log()
+    return beta * kl(q, m) + (1 - beta) * kl(p, m)
 
 
 def test_a_teacher_of_its_own_says_the_same(top: LanguageRun, sampled: LanguageRun, tmp_path: Path) -> None:

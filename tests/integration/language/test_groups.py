@@ -104,7 +104,7 @@ class PlainLoop:
         prompts, size = cfg.data.prompts_per_step, cfg.algorithm.group_size
         order = PromptSampler(len(dataset), prompts, cfg.runner.seed)
         engine = make_rollout(cfg, model_path=self.folder, device="cpu", seed=0)
-        drawn = SamplingParams(cfg.rollout.max_new_tokens, 1.0, 1.0, -1)
+        drawn = SamplingParams(cfg.rollout.max_new_tokens, cfg.rollout.temperature, 1.0, -1)
         ids = [tuple(encoder.encode(dataset[order.at(p)]) or ()) for p in range(prompts)]
         engine.add([
             Request(p * size + g, ids[p], drawn, seed_of(cfg.runner.seed, 1, p, 0, g))
