@@ -287,9 +287,22 @@ def answers(cfg: RunConfig) -> TypeGuard[LanguageConfig]:
 
 
 @dataclass
+class ProcessTermConfig:
+    """One term of the reward that is given on the way."""
+
+    name: str = MISSING
+    """The group that says what each token is worth, such as one with the scorer `process`."""
+    weight: float = 1.0
+    """Weight of the term in the sum."""
+
+
+@dataclass
 class GrpoRewardConfig(RewardConfig):
     """How responses are judged: the weighted sum of the terms."""
 
+    process_terms: list[ProcessTermConfig] = field(default_factory=list)
+    """Terms that are given on the way, at the end of each step of a response, by groups. The estimators `gae` and `raw` credit
+    each to the tokens before it; the others compare whole responses, and add them up."""
     model: RewardModelConfig = field(default_factory=RewardModelConfig)
     """The reward model of the group `reward`, which the term of that name asks."""
 
@@ -358,6 +371,7 @@ RANGES: dict[str, Range] = {
     "data.max_prompt_tokens": COUNT,
     "data.prompts_per_step": COUNT,
     "reward.terms[].weight": ANY,
+    "reward.process_terms[].weight": ANY,
     "reward.timeout_s": POSITIVE,
     "reward.failed": ANY,
     "reward.processes": COUNT,

@@ -110,8 +110,9 @@ class ScoringGroupConfig(ScoringConfig):
     name: str = MISSING
     """Its name in `cluster.component_placement`, and as a term of the reward."""
     scorer: str = MISSING
-    """`logprobs`, `classifier`, `judge`, a registered name, or `module:Class`: a subclass of `rlhpc.Scorer` (values of tokens,
-    which an algorithm asks for) or of `rlhpc.Rater` (a term of the reward)."""
+    """`logprobs`, `classifier`, `process`, `judge`, a registered name, or `module:Class`: a subclass of `rlhpc.Scorer`
+    (values of tokens, for `reward.process_terms` or an algorithm that asks for them) or of `rlhpc.Rater` (a term of the
+    reward)."""
     model: FrozenModelConfig = field(default_factory=FrozenModelConfig)
     """The model, if it has one."""
     kwargs: dict[str, Any] = field(default_factory=dict)

@@ -27,6 +27,8 @@ from rlhpc.language.tokens.batches import TokenBatch
 from rlhpc.language.tokens.scores import TokenScores
 
 OLD, REFERENCE = "old_logprobs", "ref_logprobs"
+#: What groups of `reward.process_terms` pay for each token; their names follow.
+PROCESS = "process/"
 #: The estimator that asks a critic.
 GAE = "gae"
 
@@ -43,11 +45,14 @@ class PolicyGradient(LanguageAlgorithm):
         self.kl_coef = options.kl_coef
         old = [Column(OLD, "actor")] if options.recompute_logprobs else []
         self.critic = options.adv_type.lower() == GAE
+        self.process = {term.name: term.weight for term in cfg.reward.process_terms}
         self.columns = [
             *old,
+            *[Column(PROCESS + name, name) for name in self.process],
             *([Column(REFERENCE, "reference")] if self.kl_coef else []),
             *([Column(VALUES, "critic")] if self.critic else []),
         ]
+        self.at_first = self.at_first | {PROCESS + name for name in self.process}
         # An estimator that has a parameter `kl` gets the penalties apart from the rewards, others get the difference; a loss
         # that has `proximal_logprobs` tells the policy that drew the tokens from the one before the update.
         self._kl_apart = "kl" in inspect.signature(ESTIMATORS.find(options.adv_type)).parameters
@@ -56,7 +61,8 @@ class PolicyGradient(LanguageAlgorithm):
     # -- advantages -----------------------------------------------------------------------------------------------
 
     def rewards(self, batch: TokenBatch) -> Tensor:
-        """The reward of each token, `[E, W]`: that of its episode, at the last token the model wrote.
+        """The reward of each token, `[E, W]`: that of its episode, at the last token the model wrote; and what was paid for it
+        on the way.
 
         Args:
             batch: By episodes.
@@ -66,6 +72,8 @@ class PolicyGradient(LanguageAlgorithm):
         last = torch.where(mask, torch.arange(mask.shape[1]), -1).amax(1)
         lines = torch.nonzero(last >= 0).flatten()
         rewards[lines, last[lines]] = batch.reward[lines]
+        for name, weight in self.process.items():
+            rewards += weight * mask * batch.padded(batch.columns[PROCESS + name])
         return rewards
 
     def advantages(self, batch: TokenBatch, all_reduce: Reduce | None) -> Tensor:
@@ -120,6 +128,9 @@ class PolicyGradient(LanguageAlgorithm):
         gap = torch.where(mask, logprobs.detach() - behaviour, 0.0)
         parts["mismatch_kl"] = aggregate(kl_penalty(-gap, torch.zeros_like(gap), "k3"), mask, "token-mean", **counts)
         parts["mismatch_abs"] = aggregate(gap.abs(), mask, "token-mean", **counts)
+        for name in self.process:
+            paid = batch.columns[PROCESS + name][batch.mask].sum()
+            parts[PROCESS + name] = paid / max(whole.sequences, 1.0)
         parts["loss"] = loss.detach()
         return loss, parts
 

@@ -15,7 +15,7 @@ from rlhpc.language.algorithm.base import VALUES
 from rlhpc.language.config import GrpoConfig
 from rlhpc.language.model_config import LanguageActorConfig
 from rlhpc.language.roles.actor import LanguageActor
-from rlhpc.language.roles.groups import Group
+from rlhpc.language.roles.groups import PARTS, Group
 from rlhpc.language.roles.minibatches import minibatches
 from rlhpc.language.roles.prompts import GROUPS, RETURNS, PromptMap, channel_to
 from rlhpc.language.roles.scoring import GroupInbox, send_column
@@ -69,19 +69,13 @@ class CriticWorker(LanguageActor[GrpoConfig]):
         Returns:
             Seconds spent on it, and tokens.
         """
-        missing, busy, tokens = len(self.prompts.share_of(CRITIC, self.rank)), 0.0, 0
+        kept, busy, tokens = dict[int, TokenBatch](), 0.0, 0
         deadline = time.monotonic() + self.cfg.runner.step_timeout_s
-        kept = dict[int, TokenBatch]()
-        while missing:
-            groups = self._inbox.some(step, deadline)
-            if self.world_size > 1:  # ranks of a sharded model compute together
-                while len(groups) < missing:
-                    groups += self._inbox.some(step, deadline)
-            missing -= len(groups)
+        share = self.prompts.share_of(CRITIC, self.rank)
+        # Ranks of a sharded model compute together: they wait for all.
+        for groups in self._inbox.parts(step, share, deadline, count=1 if self.world_size > 1 else PARTS):
             start = time.perf_counter()
-            # Otherwise each by itself: which came together must not show in the last digit.
-            for part in [sorted(groups, key=_position)] if self.world_size > 1 else [[group] for group in groups]:
-                tokens += self._value(part, kept)
+            tokens += self._value(groups, kept)
             busy += time.perf_counter() - start
         self._batch = dict(sorted(kept.items()))
         return {"busy_s": busy, "tokens": float(tokens)}
@@ -217,7 +211,3 @@ class CriticWorker(LanguageActor[GrpoConfig]):
     def load(self, folder: str) -> None:
         """Restores a checkpoint, of this or another world size."""
         super().load(str(Path(folder) / CRITIC))
-
-
-def _position(group: Group) -> int:
-    return group.position

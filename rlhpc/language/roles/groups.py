@@ -16,6 +16,8 @@ from rlhpc.language.tokens.batches import TokenBatch, cumulated
 
 #: Reasons for the end of an episode other than the length limit.
 FINISHED = ("stop", "turns")
+#: Parts in which a step's groups are scored as they come: while the last ones are made, the first are done.
+PARTS = 4
 
 
 @dataclass

@@ -27,7 +27,7 @@ from rlhpc.language.algorithm.registry import make_algorithm
 from rlhpc.language.config import GrpoConfig
 from rlhpc.language.roles.actor import LanguageActor
 from rlhpc.language.roles.arrivals import Arrivals
-from rlhpc.language.roles.groups import Group
+from rlhpc.language.roles.groups import PARTS, Group
 from rlhpc.language.roles.minibatches import minibatches
 from rlhpc.language.roles.prompts import GROUPS, RETURNS, VERSIONS, PromptMap
 from rlhpc.language.scoring.groups import CRITIC
@@ -39,8 +39,6 @@ from rlhpc.runtime.errors import DeadlineExceeded, RlhpcError
 from rlhpc.training.contract import Named
 from rlhpc.weights import WeightSync, make_sync
 
-#: Parts in which a step's groups are scored as they come: while the last ones are made, the first are done.
-_CHUNKS = 4
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -77,9 +75,10 @@ class GrpoActor(LanguageActor[GrpoConfig]):
         }
         reader = self.algorithm.reader
         self._reader = None if reader is None else reader(cfg, self.backend.device)
-        self._sent_here = {
-            c.by: c.name for c in self.algorithm.columns if isinstance(c.by, str) and c.by in prompts.scoring
-        }
+        self._sent_here: dict[str, list[str]] = {}
+        for column in self.algorithm.columns:
+            if isinstance(column.by, str) and column.by in prompts.scoring:
+                self._sent_here.setdefault(column.by, []).append(column.name)
         self._made_here = [c for c in self.algorithm.columns if c.by != ROLLOUT and c.by not in self._sent_here]
         self._arrivals = Arrivals(frozenset(self._sent_here))
         self._parts: list[TokenBatch] = []
@@ -160,7 +159,7 @@ class GrpoActor(LanguageActor[GrpoConfig]):
         mine = self.prompts.of_actor(self.rank)
         self._parts, self._received, scored, waited = [], -1, 0.0, 0.0
         deadline = time.monotonic() + self.cfg.runner.step_timeout_s
-        parts = np.array_split(np.asarray(mine), min(_CHUNKS, len(mine)))
+        parts = np.array_split(np.asarray(mine), min(PARTS, len(mine)))
         for part in parts:
             while missing := self._arrivals.missing(step, part.tolist()):
                 start = time.perf_counter()
@@ -195,7 +194,7 @@ class GrpoActor(LanguageActor[GrpoConfig]):
     def _taken(self, group: Group, columns: Mapping[str, torch.Tensor]) -> TokenBatch:
         """Its samples with their columns, without what is not to be trained on."""
         batch, cfg = group.batch, self.cfg.algorithm
-        batch.columns |= {self._sent_here[maker]: values for maker, values in columns.items()}
+        batch.columns |= {name: values for maker, values in columns.items() for name in self._sent_here[maker]}
         batch.pad_id = self.pad
         drawn = batch.columns[VERSION_OF][batch.mask]
         if len(drawn) and group.step - 1 - int(drawn.min()) > cfg.max_staleness:

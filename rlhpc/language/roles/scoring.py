@@ -7,14 +7,15 @@ from __future__ import annotations
 
 import collections
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 
 from rlhpc.language.config import GrpoConfig
 from rlhpc.language.engines.registry import forkable
-from rlhpc.language.roles.groups import Group, column_message
+from rlhpc.language.roles.groups import PARTS, Group, column_message
 from rlhpc.language.roles.prompts import GROUPS, PromptMap, channel_from, channel_to
 from rlhpc.language.scoring.groups import scoring_groups
 from rlhpc.language.scoring.judge_section import judges, section_of
@@ -39,6 +40,29 @@ class GroupInbox:
     def __init__(self, channel: Channel, key: str, who: str, makers: str) -> None:
         self._channel, self._key, self._who, self._makers = channel, key, who, makers
         self._later: list[Group] = []
+
+    def parts(self, step: int, share: Sequence[int], deadline: float, count: int = PARTS) -> Iterator[list[Group]]:
+        """A step's groups in a few parts, each as soon as it is whole. Which groups a part has depends on `share` alone: what
+        is computed together, and so its last digits, does not change with what came first.
+
+        Args:
+            step: Of the run.
+            share: The rank's groups, by position.
+            deadline: On the clock of `time.monotonic`.
+            count: How many parts.
+
+        Raises:
+            DeadlineExceeded: One did not come in time.
+        """
+        lacking = [
+            part.tolist() for part in np.array_split(np.asarray(share), min(count, len(share) or 1)) if len(part)
+        ]
+        found = dict[int, Group]()
+        while lacking:
+            found |= {group.position: group for group in self.some(step, deadline)}
+            for part in [part for part in lacking if found.keys() >= {*part}]:
+                lacking.remove(part)
+                yield [found.pop(position) for position in part]
 
     def some(self, step: int, deadline: float) -> list[Group]:
         """At least one group of a step: all that are there.
@@ -119,16 +143,14 @@ class ScoringWorker(_Scoring):
         Returns:
             Seconds spent scoring, and tokens.
         """
-        missing, busy, tokens = len(self.prompts.share_of(self.group_name, self.rank)), 0.0, 0
-        deadline = self._deadline()
-        while missing:
-            groups = self._inbox.some(step, deadline)
-            missing -= len(groups)
+        busy, tokens = 0.0, 0
+        share = self.prompts.share_of(self.group_name, self.rank)
+        for groups in self._inbox.parts(step, share, self._deadline()):
             start = time.perf_counter()
-            for group in groups:  # each by itself: which came together must not show in the last digit
-                values = score_in_parts(self.scorer.score, group.batch, self.group.max_tokens, self.device)
-                send_column(self._actors, self.prompts, [group], self.group_name, values)
-                tokens += group.batch.tokens
+            batch = TokenBatch.joined([group.batch for group in groups])
+            values = score_in_parts(self.scorer.score, batch, self.group.max_tokens, self.device)
+            send_column(self._actors, self.prompts, groups, self.group_name, values)
+            tokens += batch.tokens
             busy += time.perf_counter() - start
         return {"busy_s": busy, "tokens": float(tokens)}
 

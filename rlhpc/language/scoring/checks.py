@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from rlhpc.config.rules import Fail
+from rlhpc.config.rules import Fail, check_name
 from rlhpc.language.scoring.groups import (
     BUILT_IN,
     CRITIC,
@@ -15,6 +15,7 @@ from rlhpc.language.scoring.groups import (
     group_roles,
     needs_critic,
     placed,
+    process_groups,
     raters,
     scoring_groups,
 )
@@ -24,6 +25,7 @@ from rlhpc.runtime.errors import ConfigError
 
 if TYPE_CHECKING:
     from rlhpc.language.config import GrpoConfig
+    from rlhpc.language.model_config import PretrainedConfig
 
 
 def check_group_sections(cfg: GrpoConfig, fail: Fail) -> None:
@@ -54,10 +56,35 @@ def check_group_sections(cfg: GrpoConfig, fail: Fail) -> None:
             )
     for name in raters(cfg):
         if not rates(known[name].scorer):
-            raise fail("reward.terms", f"the group {name!r} says something of tokens, and does not rate answers")
+            raise fail(
+                "reward.terms",
+                f"the group {name!r} says something of tokens, and does not rate answers: it can be one of "
+                "reward.process_terms",
+            )
         if terms.count(name) > 1:
             raise fail("reward.terms", f"the group {name!r} is named twice")
+    _process_terms(cfg, fail)
     _placed(cfg, fail)
+
+
+def _process_terms(cfg: GrpoConfig, fail: Fail) -> None:
+    """Each is a group that says something of tokens, and somebody takes it into account."""
+    known, names = scoring_groups(cfg), process_groups(cfg)
+    for index, name in enumerate(names):
+        check_name("reward.process_terms", name, known, fail)
+        if rates(known[name].scorer):
+            raise fail(
+                "reward.process_terms",
+                f"the group {name!r} rates whole answers: name it in reward.terms, or give it the scorer process",
+            )
+        if name in names[:index]:
+            raise fail("reward.process_terms", f"the group {name!r} is named twice")
+        if name not in placed(cfg):
+            raise fail(
+                "reward.process_terms", f"the group {name!r} has no place: set cluster.component_placement.{name}"
+            )
+    if names and distils(cfg) and not cfg.algorithm.distillation.task_reward_coef:
+        raise fail("reward.process_terms", "the teacher alone is followed: set algorithm.distillation.task_reward_coef")
 
 
 def _placed(cfg: GrpoConfig, fail: Fail) -> None:
@@ -135,7 +162,7 @@ def asked_for(cfg: GrpoConfig) -> frozenset[str]:
             "reference": cfg.algorithm.kl_coef,
             "teacher": distils(cfg) and "teacher" in placed(cfg),
         }
-        return frozenset(name for name, is_wanted in wanted.items() if is_wanted)
+        return frozenset([*(name for name, is_wanted in wanted.items() if is_wanted), *process_groups(cfg)])
     makers = {column.by for column in make_algorithm(cfg).columns}
     return frozenset(by for by in makers if isinstance(by, str) and by not in ("rollout", "actor"))
 
@@ -151,34 +178,36 @@ def check_groups(cfg: GrpoConfig, ranks: Mapping[str, int]) -> None:
 
     roles, known = group_roles(cfg), scoring_groups(cfg)
     for name in (n for n in roles if n in ranks):
-        if name != CRITIC and known[name].scorer.lower() == "classifier":
+        if name != CRITIC and known[name].scorer.lower() in ("classifier", "process"):
             from rlhpc.language.scoring.classifier import require_classifier
 
             require_classifier(known[name])
         model = cfg.critic.model if name == CRITIC else known[name].model
         if model.model_path:
             load_tokenizer(model.model_path, model.trust_remote_code)
+        if name != CRITIC and known[name].scorer.lower() == "process":
+            same_vocabulary(cfg, known[name].model, f"groups[{name}].model")
     if CRITIC in ranks and cfg.critic.training_backend.lower() == "deepspeed":
         from rlhpc.language.tokens.model import compute_dtype
         from rlhpc.training.zero_config import deepspeed_config
 
         deepspeed_config(cfg.critic, compute_dtype(cfg.critic.model))
     if "teacher" in ranks or distils(cfg):
-        same_vocabulary(cfg)
+        same_vocabulary(cfg, cfg.teacher.model, "teacher.model")
     for group in judges(cfg).values():
         with explained(group):
             ENGINES.find(section_of(cfg, group).rollout_backend)
 
 
-def same_vocabulary(cfg: GrpoConfig) -> None:
-    """Refuses a teacher that reads other tokens than the student.
+def same_vocabulary(cfg: GrpoConfig, model: PretrainedConfig, section: str) -> None:
+    """Refuses a model that reads other tokens than the one that is trained, whose tokens it is to score.
 
     Raises:
         ConfigError: The vocabularies differ; says where.
     """
     from rlhpc.language.data import load_tokenizer
 
-    one, other = (load_tokenizer(m.model_path, m.trust_remote_code) for m in (cfg.actor.model, cfg.teacher.model))
+    one, other = (load_tokenizer(m.model_path, m.trust_remote_code) for m in (cfg.actor.model, model))
     mine, theirs = one.get_vocab(), other.get_vocab()
     if mine == theirs and one.eos_token_id == other.eos_token_id:
         return
@@ -187,6 +216,6 @@ def same_vocabulary(cfg: GrpoConfig) -> None:
         f"{odd!r} is {mine.get(odd)} there and {theirs.get(odd)} here" if odd is not None else "their end tokens differ"
     )
     raise ConfigError(
-        f"teacher.model.model_path={cfg.teacher.model.model_path}: its vocabulary ({len(theirs)} tokens) is not that of "
-        f"actor.model ({len(mine)}): token {why}; a teacher scores the student's tokens, so it must have the same"
+        f"{section}.model_path={model.model_path}: its vocabulary ({len(theirs)} tokens) is not that of actor.model "
+        f"({len(mine)}): token {why}; it scores tokens that the actor's model wrote, so it must have the same"
     )

@@ -100,6 +100,11 @@ def raters(cfg: GrpoConfig) -> list[str]:
     return [term.name for term in cfg.reward.terms if term.name in names]
 
 
+def process_groups(cfg: GrpoConfig) -> list[str]:
+    """The groups that reward tokens on the way, in the order of `reward.process_terms`."""
+    return [term.name for term in cfg.reward.process_terms]
+
+
 def with_groups(cfg: LanguageConfig) -> GrpoConfig:
     """The configuration, of which is known that it has groups, as what it is."""
     return cast("GrpoConfig", cfg)

@@ -21,6 +21,7 @@ SCORERS: Registry[Callable[..., Any]] = Registry(
         "logprobs": "rlhpc.language.scoring.logprobs:LogProbs",
         "top_logprobs": "rlhpc.language.scoring.logprobs:TopLogProbs",
         "classifier": "rlhpc.language.scoring.classifier:Classifier",
+        "process": "rlhpc.language.scoring.process:ProcessRewards",
         "judge": "rlhpc.language.scoring.judge:Judge",
     },
 )  # fmt: skip

@@ -68,13 +68,17 @@ def test_ppo_with_a_critic_learns_and_its_critic_does(critic: LanguageRun) -> No
     assert {name for name in names if f"| `{name}` |" not in page} == set()
 
 
-def test_a_step_is_that_of_a_plain_loop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One process, plain torch: sample, value, advantages by the recursion, both losses, both optimizers."""
-    run = LanguageRun(tmp_path / "plain", *PPO, places(critic=0), "actor.optim.lr=1e-3")
+def test_a_step_is_that_of_a_plain_loop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reward_model: Path) -> None:
+    """One process, plain torch: sample, value, rewards on the way, advantages by the recursion, losses, optimizers."""
+    run = LanguageRun(
+        tmp_path / "plain", *PPO, places(critic=0, steps=0), "actor.optim.lr=1e-3",
+        f"groups=[{{name: steps, scorer: process, model: {{model_path: {reward_model}}}, "
+        "kwargs: {separator: '1', change: true}}]", "reward.process_terms=[{name: steps, weight: 0.1}]",
+    )  # fmt: skip
     run.train("runner.max_steps=1", "runner.save_interval=1")
     monkeypatch.setenv("RLHPC_MODELS", run.environment["RLHPC_MODELS"])
     monkeypatch.syspath_prepend(HERE)
-    loop = PlainLoop(run)
+    loop = PlainLoop(run, reward_model)
     (row,) = run.rows()
     for name, value in loop.step().items():
         assert row[name] == pytest.approx(value, rel=1e-4, abs=1e-6), name
@@ -88,12 +92,13 @@ def test_a_step_is_that_of_a_plain_loop(tmp_path: Path, monkeypatch: pytest.Monk
 class PlainLoop:
     """PPO with a critic as one would write it in an afternoon, with the run's model, prompts and draws."""
 
-    def __init__(self, run: LanguageRun) -> None:
+    def __init__(self, run: LanguageRun, pays: Path) -> None:
         cfg: Any = load_config(run.root / "config.yaml", [], training=False)
         folder = resolve_model(cfg.actor.model)
         self.cfg: Any = changed(cfg, "actor.model.model_path", folder)
         given = FrozenModelConfig(model_path=folder)
         self.folder, self.actor = folder, load_causal_lm(given)
+        self.pays = AutoModelForSequenceClassification.from_pretrained(pays)
         self.critic = load_scalar_model(given, seed=self.cfg.runner.seed)
 
     def samples(self) -> list[tuple[list[int], int, float]]:
@@ -119,17 +124,37 @@ class PlainLoop:
         engine.close()
         return [found[number] for number in range(prompts * size)]
 
+    def on_the_way(self, ids: list[int], start: int) -> list[float]:
+        """What is paid for each token of a response: at a 1, and at its end, by how much the value changed since."""
+
+        def value(stop: int) -> float:
+            with torch.no_grad():
+                return float(self.pays(input_ids=torch.tensor([ids[:stop]])).logits)
+
+        characters = [load_tokenizer(self.folder, False).decode([one], skip_special_tokens=True) for one in ids[start:]]
+        paid, last, written = [0.0] * len(characters), value(start), 0
+        for place, character in enumerate(characters):
+            at_end = not any(ids[start + place + 1 :])  # but for padding
+            step = "".join(characters[written : place if character == "1" else place + 1])
+            if (character == "1" or at_end) and step.strip():
+                paid[place] = value(start + place + 1) - last
+                last += paid[place]
+            if character == "1":
+                written = place + 1
+        return paid
+
     def step(self) -> dict[str, float]:
         """Trains both once; metrics by their names in the run's rows."""
         algorithm, samples = self.cfg.algorithm, self.samples()
         advantages, returns, olds = [], [], []
-        for ids, start, reward in samples:
+        on_the_way = [self.on_the_way(ids, start) for ids, start, _ in samples]
+        for (ids, start, reward), extra in zip(samples, on_the_way, strict=True):
             with torch.no_grad():
                 values = self.critic(input_ids=torch.tensor([ids]))[0, start - 1 : -1]
             following, carried = 0.0, 0.0
             rows = []
             for t in range(len(values) - 1, -1, -1):
-                paid = reward if t == len(values) - 1 else 0.0
+                paid = 0.1 * extra[t] + (reward if t == len(values) - 1 else 0.0)
                 carried = (
                     paid
                     + algorithm.gamma * following
@@ -169,7 +194,8 @@ class PlainLoop:
         return {
             "train/reward": sum(reward for _, _, reward in samples) / len(samples), "train/loss": loss.item(),
             "train/grad_norm": norms[0], "critic/loss": value_loss.item(), "critic/grad_norm": norms[1],
-            "critic/return": target.mean().item(), "critic/value": torch.cat(olds).mean().item(),
+            "train/process/steps": sum(map(sum, on_the_way)) / len(samples), "critic/return": target.mean().item(),
+            "critic/value": torch.cat(olds).mean().item(),
             "critic/explained_variance": 1 - (everything.var(correction=0) / target.var(correction=0)).item(),
         }  # fmt: skip
 
@@ -365,12 +391,23 @@ def test_a_group_that_is_killed_starts_again_alone(groups: LanguageRun, tmp_path
 
 RATED = ("reward.terms=[{name: reward}]", places(reward=0))
 JUDGE = ("reward.terms=[{name: judge}]", places(judge=0))
+STEPS = ("groups=[{name: steps, scorer: process, model: {model_path: 'builtin:tiny'}}]", places(steps=0))
 BAD = (
     (("algorithm.adv_type=gae",), "gae needs a critic: give it a place with cluster.component_placement.critic"),
     ((places(critic=0),), "nothing asks the group 'critic': set algorithm.adv_type=gae, or leave it out"),
     ((places(reference=0),), "nothing asks the group 'reference': set algorithm.kl_coef, or leave it out"),
     (("reference.update_interval=2",), "give the reference a place with cluster.component_placement.reference"),
     ((places(reward=0),), "no term of reward.terms is 'reward': add one, or leave it out"),
+    (("reward.process_terms=[{name: setps}]", places()), "reward.process_terms is [{'name': 'setps', 'weight': 1.0}]"),
+    (("reward.process_terms=[{name: reward}]",), "the group 'reward' rates whole answers: name it in reward.terms"),
+    ((*STEPS[:1], "reward.process_terms=[{name: steps}]"), "the group 'steps' has no place: set"),
+    ((*STEPS, "reward.process_terms=[{name: steps}, {name: steps}]"), "the group 'steps' is named twice"),
+    (
+        (*STEPS, "reward.process_terms=[{name: steps}]", "algorithm.name=distillation", "teacher.model.model_path=x"),
+        "the teacher alone is followed: set algorithm.distillation.task_reward_coef",
+    ),
+    ((*STEPS, "reward.process_terms=[{name: steps}]"), "it is no sequence classifier"),
+    ((*STEPS, "reward.terms=[{name: steps}]"), "it can be one of reward.process_terms"),
     ((places(critc=0),), "component_placement.critc: no such component; did you mean 'critic'?"),
     (RATED[:1], "the group 'reward' has no place: set cluster.component_placement.reward"),
     (RATED, "reward.model.model_path is not set, but the group 'reward' has a place"),

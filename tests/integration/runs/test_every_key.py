@@ -107,12 +107,13 @@ SLURM = [
 #: A second run with language models, with every group that one can have.
 GROUPS = [
     "runner.name=groups", "runner.val_check_interval=-1", "algorithm.adv_type=gae", "algorithm.name=own_groups:Taught",
-    "cluster.component_placement={actor: 0, rollout: 0, critic: 0, reference: 0, teacher: 0, reward: 0, judge: 0, mine: 0}",
+    "cluster.component_placement={actor: 0, rollout: 0, critic: 0, reference: 0, teacher: 0, reward: 0, judge: 0, mine: 0, steps: 0}",
     "teacher.model.model_path=builtin:tiny", "teacher.model.kwargs={hidden: 32, layers: 1, heads: 2}",
     "judge.model.model_path=builtin:tiny", "judge.model.kwargs={hidden: 32, layers: 1, heads: 2, context: 1024}",
     "judge.max_new_tokens=4", "reward.model.model_path=classifier",
     "reward.terms=[{name: math}, {name: reward}, {name: judge}, {name: mine}]",
-    "groups=[{name: mine, scorer: classifier, model: {model_path: classifier}}, {name: idle, scorer: logprobs, model: "
+    "reward.process_terms=[{name: steps}]",
+    "groups=[{name: steps, scorer: process, model: {model_path: classifier}}, {name: mine, scorer: classifier, model: {model_path: classifier}}, {name: idle, scorer: logprobs, model: "
     "{model_path: 'builtin:tiny', kwargs: {hidden: 32, layers: 1, heads: 2}}}]",
     "critic.training_backend=fsdp",
     "critic.lora.rank=2",

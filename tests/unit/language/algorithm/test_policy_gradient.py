@@ -13,7 +13,7 @@ from rlhpc.config.typed import typed
 from rlhpc.language.algorithm.base import Whole
 from rlhpc.language.algorithm.policy_gradient import PolicyGradient
 from rlhpc.language.algorithm.registry import make_algorithm
-from rlhpc.language.config import GrpoConfig
+from rlhpc.language.config import GrpoConfig, ProcessTermConfig
 from rlhpc.language.tokens.batches import TokenBatch, cumulated, micro_batches
 from rlhpc.language.tokens.scores import TokenScores
 from rlhpc.runtime.errors import ConfigError
@@ -91,6 +91,33 @@ def test_a_penalty_in_the_reward_is_where_the_estimator_looks_for_it(batch: Toke
         options = {"adv_type": adv_type, "kl_coef": 0.2, "kl_in": "reward", "kl_type": "k1", "gamma": 1.0}
         found = PolicyGradient(config(**options)).advantages(batch, None)
         torch.testing.assert_close(batch.padded(found), expected, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("adv_type", ["raw", "grpo"])
+def test_what_is_paid_on_the_way_counts_where_the_estimator_looks(batch: TokenBatch, adv_type: str) -> None:
+    """By hand: `raw` credits it to the tokens up to it, `grpo` compares sums. A prompt's tokens are paid nothing."""
+    cfg = config(adv_type=adv_type, gamma=1.0)
+    cfg.reward.process_terms = [ProcessTermConfig("steps", 0.5), ProcessTermConfig("other", -1.0)]
+    algorithm = PolicyGradient(cfg)
+    assert [(c.name, c.by) for c in algorithm.columns] == [("process/steps", "steps"), ("process/other", "other")]
+    steps, other = torch.rand(batch.tokens), torch.rand(batch.tokens)
+    batch.columns |= {"process/steps": steps, "process/other": other}
+    found, pieces = (algorithm.advantages(given, None) for given in (batch, in_pieces(batch)))
+    assert torch.equal(found, pieces)
+    paid = batch.padded((0.5 * steps - other) * batch.mask)
+    totals = [(row.sum() + reward) if used else torch.zeros(()) for row, reward, used in zip(
+        paid, batch.reward, batch.padded(batch.mask).any(1), strict=True)]  # fmt: skip
+    for line, mask in enumerate(batch.padded(batch.mask)):
+        group = torch.stack(totals[line // SIZE * SIZE : (line // SIZE + 1) * SIZE])
+        if adv_type == "raw":
+            expected = (paid[line].flip(0).cumsum(0).flip(0) + batch.reward[line])[mask]
+        else:
+            expected = ((totals[line] - group.mean()) / (group.std() + 1e-6)).expand(int(mask.sum()))
+        torch.testing.assert_close(batch.padded(found)[line][mask], expected)
+    batch.columns["advantages"] = found
+    whole = Whole(float(batch.mask.sum()), float(len(batch) - 1), batch.width)
+    _, metrics = algorithm.loss(TokenScores(-torch.rand(batch.tokens), None), batch, whole)
+    assert metrics["process/steps"].item() == pytest.approx(steps[batch.mask].sum().item() / (len(batch) - 1), rel=1e-5)
 
 
 def test_roles_of_an_episode_are_compared_with_their_own_kind(batch: TokenBatch) -> None:
