@@ -1,0 +1,230 @@
+"""vLLM's own engine in the process of a rank: built, explained where it fails, put to sleep and ended."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from rlhpc.language.engines.ends import first_line
+from rlhpc.runtime.errors import ConfigError, RlhpcError
+
+if TYPE_CHECKING:
+    from rlhpc.language.engines.engine import EngineOptions
+
+log = logging.getLogger(__name__)
+
+#: What vLLM is told through its environment, unless the user did. Its engine runs in this process: weights are handed over
+#: as tensors, and nothing of it outlives the rank.
+_ENVIRONMENT = {
+    "VLLM_LOGGING_LEVEL": "ERROR",
+    "VLLM_LOGGING_STREAM": "ext://sys.stderr",
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_DO_NOT_TRACK": "1",
+}
+#: Variables that vLLM sets for processes of its own; programs that the rank starts later have no use for them.
+_LEAKED = ("LD_PRELOAD", "LOCAL_WORLD_SIZE")
+#: Packages that vLLM must not see while it builds an engine: it looks at every attribute of all modules of the process, and
+#: trimesh's stand-ins for packages that are missing raise at that. ManiSkill brings it.
+_UNSEEN = ("trimesh",)
+#: Most memory that the CPU build's cache takes unless told otherwise.
+_CPU_CACHE_BYTES = 4 << 30
+
+
+class VLLMProcess:
+    """vLLM's `LLMEngine`, whatever for. A subclass says in `_arguments` what it wants of it.
+
+    Args:
+        options: Of the engine.
+        config: The model's Hugging Face configuration.
+        seed: Of the engine.
+
+    Raises:
+        ConfigError: vLLM is not installed or of the wrong build, there is no such model, or memory does not suffice.
+    """
+
+    #: What to do where vLLM cannot be had.
+    instead = "take rollout_backend hf"
+
+    def __init__(self, options: EngineOptions, config: Any, seed: int) -> None:
+        self._options, self._sleeps = options, options.sleeps
+        self._build(config, seed)
+
+    def _arguments(self) -> dict[str, Any]:
+        """Arguments of the engine beside those of `_build`."""
+        return {}
+
+    def _build(self, config: Any, seed: int) -> None:
+        options = self._options
+        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+        for name, value in _ENVIRONMENT.items():
+            os.environ.setdefault(name, value)
+        try:
+            from vllm import EngineArgs, LLMEngine
+            from vllm.platforms import current_platform
+            from vllm.usage.usage_lib import UsageContext
+        except ImportError as error:
+            raise ConfigError(
+                f"rollout.rollout_backend is 'vllm', which cannot be imported ({first_line(error)}): pip install 'rlhpc[vllm]'"
+            ) from None
+        self._on_cpu = bool(current_platform.is_cpu())
+        if self._on_cpu != options.device.startswith("cpu") or not current_platform.device_type:
+            have = "the CPU" if self._on_cpu else current_platform.device_type or "an accelerator that it does not find"
+            raise ConfigError(
+                f"rollout.rollout_backend is 'vllm' on {options.device}, and the vLLM installed is built for {have}; install "
+                f"the other build, or {self.instead}"
+            )
+        self._owns_group = not torch.distributed.is_initialized()
+        if not self._owns_group and torch.distributed.get_world_size() > 1:
+            raise RlhpcError(
+                "vLLM needs a process whose torch process group is its own; build it before joining another"
+            )
+        arguments: dict[str, Any] = {
+            "model": options.model_path,
+            "dtype": options.dtype,
+            "trust_remote_code": options.trust_remote_code,
+            "max_model_len": options.max_model_len,
+            "max_num_seqs": options.max_batch_size,
+            "gpu_memory_utilization": options.gpu_memory_utilization,
+            "seed": seed % 2**31,
+            "skip_tokenizer_init": True,
+            "disable_log_stats": True,
+            "use_tqdm_on_load": False,
+            "enable_sleep_mode": self._sleeps and not self._on_cpu,
+            **self._arguments(),
+        }
+        if self._on_cpu:
+            arguments["enforce_eager"] = True
+            if not os.environ.get("VLLM_CPU_KVCACHE_SPACE"):
+                arguments["kv_cache_memory_bytes"] = _cpu_cache_bytes(config.get_text_config(), options)
+        arguments.update(options.engine_kwargs)
+        if max(int(arguments.get(f"{kind}_parallel_size", 1)) for kind in ("tensor", "pipeline", "data")) > 1:
+            raise ConfigError(
+                "rollout.engine_kwargs: vLLM runs in the rollout rank's process, on one accelerator; give the group more "
+                "ranks instead of a larger parallel size"
+            )
+        with _leaving_no_trace(), _unseen_modules(), self._explained():
+            try:
+                engine_args = EngineArgs(**arguments)
+            except TypeError as error:
+                raise ConfigError(f"rollout.engine_kwargs: {error}") from None
+            self._engine: Any = LLMEngine.from_engine_args(engine_args, usage_context=UsageContext.LLM_CLASS)
+
+    @contextmanager
+    def _explained(self) -> Iterator[None]:
+        """Names the settings to change when memory runs out, and the configuration if vLLM refuses it."""
+        try:
+            yield
+        except (torch.OutOfMemoryError, MemoryError, ValueError, RuntimeError) as error:
+            text = str(error).lower()
+            if isinstance(error, (torch.OutOfMemoryError, MemoryError)) or "memory" in text or "kv cache" in text:
+                share = (
+                    "VLLM_CPU_KVCACHE_SPACE (GiB of cache)"
+                    if self._on_cpu
+                    else f"rollout.gpu_memory_utilization ({self._options.gpu_memory_utilization})"
+                )
+                raise ConfigError(
+                    f"vLLM has not the memory it needs: {first_line(error)}; change {share}, or lower "
+                    f"rollout.max_batch_size ({self._options.max_batch_size}) or rollout.max_model_len "
+                    f"({self._options.max_model_len or 'null: the model’s context'})"
+                ) from error
+            if isinstance(error, ValueError) or "unsupported" in text:
+                raise ConfigError(f"vLLM refuses the model or the section rollout: {_reason(error)}") from error
+            raise
+
+    def _sleep(self, level: int) -> bool:
+        """Gives the accelerator to another role, where there is one and the run has its roles take turns.
+
+        Args:
+            level: 1 keeps the weights on the host, 2 drops them.
+
+        Returns:
+            Whether it sleeps.
+        """
+        if self._on_cpu:
+            _say_once("vLLM's CPU build has no sleep mode: offload frees nothing")
+        elif not self._sleeps:
+            _say_once("actor.offload_in_rollout is off, so vLLM has no sleep mode: offload frees nothing")
+        else:
+            self._engine.sleep(level=level, mode="keep")
+            return True
+        return False
+
+    def reload(self) -> None:
+        """Takes the accelerator back (`RolloutBackend.reload`)."""
+        if self._sleeps and not self._on_cpu:
+            with self._explained():
+                self._engine.wake_up()
+
+    def close(self) -> None:
+        """Ends the engine (`RolloutBackend.close`)."""
+        engine, self._engine = self._engine, None
+        if engine is None:
+            return
+        from vllm.distributed.parallel_state import destroy_distributed_environment, destroy_model_parallel
+
+        engine.engine_core.shutdown()
+        del engine
+        if self._owns_group:
+            destroy_model_parallel()
+            destroy_distributed_environment()
+        gc.collect()
+
+
+def _cpu_cache_bytes(config: Any, options: EngineOptions) -> int:
+    """Bytes for the largest number of sequences at full length, up to a limit; by itself vLLM would take most of the
+    memory."""
+    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    token = 2 * config.num_hidden_layers * heads * width * getattr(torch, options.dtype).itemsize
+    length = options.max_model_len or int(getattr(config, "max_position_embeddings", 4096))
+    # Its blocks are of up to 128 tokens; one sequence of full length must fit whatever the limit is.
+    blocks = -(-length // 128) + 1
+    return int(max(token * 128 * blocks * 2, min(_CPU_CACHE_BYTES, token * 128 * blocks * options.max_batch_size)))
+
+
+@contextmanager
+def _leaving_no_trace() -> Iterator[None]:
+    """Undoes the side effects on the process of building an engine."""
+    before = {name: os.environ.get(name) for name in _LEAKED}
+    set_num_threads = torch.set_num_threads
+    try:
+        yield
+    finally:
+        torch.set_num_threads = set_num_threads  # the CPU build replaces it by a warning
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+
+
+@contextmanager
+def _unseen_modules() -> Iterator[None]:
+    """Hides `_UNSEEN` from the process's modules for the duration of the block."""
+    hidden = {name: sys.modules.pop(name) for name in list(sys.modules) if name.partition(".")[0] in _UNSEEN}
+    try:
+        yield
+    finally:
+        sys.modules.update(hidden)
+
+
+def _reason(error: BaseException) -> str:
+    """vLLM checks its arguments with pydantic, whose second line is the reason."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return " ".join(lines[:3])
+
+
+_said: set[str] = set()
+
+
+def _say_once(text: str) -> None:
+    if text not in _said:
+        _said.add(text)
+        log.warning(text)
