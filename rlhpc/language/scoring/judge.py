@@ -17,7 +17,8 @@ from rlhpc.language.engines import Request, SamplingParams, make_rollout
 from rlhpc.language.rewards.base import Sample
 from rlhpc.language.scoring.base import Rater
 from rlhpc.language.scoring.group import ScoringGroup
-from rlhpc.language.scoring.judge_section import engine_config, explained, key_of, section_of
+from rlhpc.language.scoring.judge_section import section_of
+from rlhpc.language.scoring.own_engine import engine_config, explained, key_of
 from rlhpc.language.scoring.rubrics import Questions
 from rlhpc.language.scoring.verdicts import better_in, both_say, pairs, score_in, shares
 from rlhpc.runtime.errors import ConfigError
@@ -49,7 +50,8 @@ class Judge(Rater):
         templated = bool(getattr(self.tokenizer, "chat_template", None))
         encoder = PromptTokenizer(self.tokenizer, section.max_prompt_tokens, "drop", templated, key=key)
         with explained(group):
-            engine = make_rollout(engine_config(section), model_path=path, device=device, seed=cfg.runner.seed)
+            built = engine_config(section, max_new_tokens=section.max_new_tokens, temperature=section.temperature)
+            engine = make_rollout(built, model_path=path, device=device, seed=cfg.runner.seed)
         self.engine = engine
         context = int(getattr(engine, "context", section.max_prompt_tokens + section.max_new_tokens))
         most = min(section.max_prompt_tokens, context - section.max_new_tokens)

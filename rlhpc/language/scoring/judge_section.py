@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from omegaconf import OmegaConf
@@ -13,10 +10,10 @@ from omegaconf.errors import OmegaConfBaseException
 
 from rlhpc.config.rules import Fail, check_choice, check_name
 from rlhpc.config.typed import mapping, plain, typed
-from rlhpc.language.config import LanguageConfig
 from rlhpc.language.group_config import JUDGE_RANGES, JudgeConfig
 from rlhpc.language.scoring.group import ScoringGroup
 from rlhpc.language.scoring.groups import JUDGE, raters, scoring_groups
+from rlhpc.language.scoring.own_engine import key_of
 from rlhpc.runtime.errors import ConfigError
 from rlhpc.runtime.lookup import offered
 
@@ -30,13 +27,6 @@ _DTYPES = ("auto", "float32", "bfloat16", "float16")
 def is_judge(group: ScoringGroup) -> bool:
     """Whether a language model judges there."""
     return group.scorer.lower() == "judge"
-
-
-def key_of(group: ScoringGroup, name: str) -> str:
-    """What a message calls a key of a judge."""
-    if group.name == JUDGE:
-        return f"judge.{name}"
-    return f"groups[{group.name}].{name}" if name.startswith("model") else f"groups[{group.name}].kwargs.{name}"
 
 
 def section_of(cfg: GrpoConfig, group: ScoringGroup) -> JudgeConfig:
@@ -113,37 +103,3 @@ def _check_comparisons(cfg: GrpoConfig, section: JudgeConfig, refuse: Any) -> No
             )
     if section.max_requests < 2:
         raise refuse("max_requests", "a comparison takes two")
-
-
-def engine_config(section: JudgeConfig) -> LanguageConfig:
-    """What a judge's engine is built from. Engines read `rollout` and `actor.model`; these are the judge's here, which keeps
-    its accelerator and gets no new weights."""
-    model = section.model
-    rollout = {
-        "rollout_backend": section.rollout_backend, "max_new_tokens": section.max_new_tokens,
-        "max_batch_size": section.max_batch_size, "max_model_len": section.max_model_len, "dtype": section.dtype,
-        "gpu_memory_utilization": section.gpu_memory_utilization, "engine_kwargs": plain(section.engine_kwargs),
-        "temperature": section.temperature, "top_p": 1.0, "top_k": -1, "max_turns": 1, "agent": None,
-    }  # fmt: skip
-    actor = {
-        "model": {
-            "model_path": model.model_path, "kwargs": {}, "dtype": model.dtype,
-            "attn_implementation": model.attn_implementation, "trust_remote_code": model.trust_remote_code,
-        },
-        "offload_in_rollout": False,
-    }  # fmt: skip
-    return typed(LanguageConfig, OmegaConf.create({"rollout": rollout, "actor": actor}))
-
-
-@contextmanager
-def explained(group: ScoringGroup) -> Iterator[None]:
-    """Has messages of an engine name the judge's keys.
-
-    Raises:
-        ConfigError: That of the engine, in these words.
-    """
-    try:
-        yield
-    except ConfigError as error:
-        own = re.sub(r"\bactor\.model\.(\w+)", lambda found: key_of(group, f"model.{found[1]}"), str(error))
-        raise ConfigError(re.sub(r"\brollout\.(\w+)", lambda found: key_of(group, found[1]), own)) from error
