@@ -15,6 +15,7 @@ from rlhpc.language.model_config import (
     LanguageActorConfig,
     LanguageModelConfig,
     PretrainedConfig,
+    ServingConfig,
 )
 
 
@@ -60,12 +61,15 @@ class ReferenceConfig(ScoringConfig):
 
 
 @dataclass
-class TeacherConfig(ScoringConfig):
+class TeacherConfig(ServingConfig, ScoringConfig):
     """The teacher: the model that `algorithm.name: distillation` learns from. Without a place of its own, it is on each actor
     rank, beside the model there, and takes `actor.max_tokens_per_micro_batch`."""
 
     model: FrozenModelConfig = field(default_factory=FrozenModelConfig)
     """The model; it must have the actor's vocabulary."""
+    rollout_backend: str | None = None
+    """`vllm`: an engine computes, on ranks of the teacher's own, and the keys about engines hold. Null: the model as it is in
+    transformers."""
 
 
 @dataclass
@@ -120,12 +124,15 @@ class ScoringGroupConfig(ScoringConfig):
 
 
 _SCORING: dict[str, Range] = {"max_tokens_per_micro_batch": COUNT}
-#: What each number of a judge may be.
-JUDGE_RANGES: dict[str, Range] = {
-    "max_new_tokens": COUNT,
+_SERVING: dict[str, Range] = {
     "max_batch_size": COUNT,
     "max_model_len": COUNT,
     "gpu_memory_utilization": Range(0, 1, above=True),
+}
+#: What each number of a judge may be.
+JUDGE_RANGES: dict[str, Range] = {
+    **_SERVING,
+    "max_new_tokens": COUNT,
     "scale": ANY,
     "temperature": NOT_NEGATIVE,
     "max_prompt_tokens": COUNT,
@@ -145,5 +152,6 @@ GROUP_RANGES: dict[str, Range] = {
         for section in ("reference", "teacher", "reward.model", "groups[]")
         for name, allowed in _SCORING.items()
     },
+    **{f"teacher.{name}": allowed for name, allowed in _SERVING.items()},
     **{f"judge.{name}": allowed for name, allowed in JUDGE_RANGES.items()},
 }

@@ -47,6 +47,7 @@ _CHOICES = {
         }.items()
     },
     "rollout.dtype": ("auto", "float32", "bfloat16", "float16"),
+    "teacher.dtype": ("auto", "float32", "bfloat16", "float16"),
     "judge.dtype": ("auto", "float32", "bfloat16", "float16"),
     "judge.mode": ("grade", "compare"),
     "data.overlong_prompts": ("error", "drop"),
@@ -59,6 +60,7 @@ _FREE = (
     "runner.val_check_interval", "rollout.weight_sync", "rollout.weight_delta",
     "rollout.gpu_memory_utilization", "rollout.max_batch_size",
     "critic.max_tokens_per_micro_batch", "reference.", "teacher.max_tokens_per_micro_batch",
+    "teacher.rollout_backend", "teacher.gpu_memory_utilization", "teacher.max_batch_size",
     "reward.model.max_tokens_per_micro_batch", "judge.gpu_memory_utilization", "judge.max_batch_size", "judge.cache_size",
     "critic.training_backend", "critic.fsdp.", "critic.deepspeed.",
     "critic.model.gradient_checkpointing", "critic.model.attn_implementation",

@@ -43,13 +43,9 @@ class LanguageModelConfig(FrozenModelConfig):
 
 
 @dataclass
-class GenerationConfig:
-    """What a language model writes with."""
+class ServingConfig:
+    """How an engine holds a language model."""
 
-    rollout_backend: str = "hf"
-    """Generation engine of language models: `hf`, `vllm`, or `module:Class`."""
-    max_new_tokens: int = 256
-    """Most tokens of a response."""
     max_batch_size: int = 64
     """Sequences that a rank makes at a time."""
     max_model_len: int | None = None
@@ -60,6 +56,16 @@ class GenerationConfig:
     """Fraction of the accelerator's memory that vLLM takes."""
     engine_kwargs: dict[str, Any] = field(default_factory=dict)
     """Further arguments of the engine's constructor."""
+
+
+@dataclass
+class GenerationConfig(ServingConfig):
+    """What a language model writes with."""
+
+    rollout_backend: str = "hf"
+    """Generation engine of language models: `hf`, `vllm`, or `module:Class`."""
+    max_new_tokens: int = 256
+    """Most tokens of a response."""
 
 
 @dataclass

@@ -53,6 +53,9 @@ class Scorer(abc.ABC):
     def reload(self) -> None:  # noqa: B027 (as above)
         """Takes back what `offload` moved away."""
 
+    def close(self) -> None:  # noqa: B027 (as above)
+        """Ends what it started, on ranks of a group of its own."""
+
 
 class LogitReader(abc.ABC):
     """Makes of the trained model's own logits what a loss wants beside log-probs and entropies: `TokenScores.read`. One object

@@ -24,12 +24,11 @@ from rlhpc.language.algorithm.base import ROLLOUT_LOGPROBS, VALUES, Column, Logi
 from rlhpc.language.algorithm.policy_gradient import OLD, PolicyGradient
 from rlhpc.language.config import GrpoConfig
 from rlhpc.language.scoring.group import ScoringGroup
-from rlhpc.language.scoring.groups import placed, scoring_groups
+from rlhpc.language.scoring.groups import TEACHER, placed, scoring_groups
 from rlhpc.language.tokens.batches import TokenBatch
 from rlhpc.language.tokens.divergence import FLOOR, full_divergence, top_divergence
 from rlhpc.language.tokens.scores import TokenScores
 
-TEACHER = "teacher"
 #: The teacher's log-probs of the drawn tokens; or of its most likely ones, as `top_logprobs` gives them.
 TEACHER_LOGPROBS, TEACHER_TOP = "teacher_logprobs", "teacher_top_logprobs"
 DIVERGENCE = "teacher_divergence"

@@ -114,6 +114,12 @@ class _Scoring(Worker):
     def __init__(self, cfg: GrpoConfig) -> None:
         super().__init__()
         self.cfg = cfg
+        self.scorer: Any = None
+
+    def close(self) -> None:
+        """Ends what the scorer has started."""
+        if self.scorer is not None:
+            self.scorer.close()
 
     def init_worker(self, prompts: PromptMap) -> None:
         """Loads what it scores with."""
@@ -186,10 +192,6 @@ class RatingWorker(_Scoring):
         self._asked = self.connect_channel(channel_to(self.group_name))
         self._answers = self.connect_channel(channel_from(self.group_name))
         self._ends = collections.Counter[str]()
-
-    def close(self) -> None:
-        """Ends what the rater has started."""
-        self.scorer.close()
 
     def serve(self, phase: str) -> dict[str, float]:
         """Rates answers as they come, until every rollout rank has said that it asks no more in this phase.

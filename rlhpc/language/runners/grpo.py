@@ -87,6 +87,7 @@ class ReasoningRunner(Runner[GrpoConfig]):
         if self.turns:
             loading.pop().wait(self.timeout)
             self.rollout.offload().wait(self.timeout)
+            self.others.open_engines(self.prompts, self.timeout)
         loading.append(self.actor.init_worker(self.folder.total, self.prompts))
         if self.critic:
             loading.append(self.critic.init_worker(self.folder.total, self.prompts))

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from rlhpc.language.config import GrpoConfig
 from rlhpc.language.roles.prompts import PromptMap
-from rlhpc.language.scoring.groups import raters
+from rlhpc.language.scoring.groups import ENGINE, raters, scoring_groups
 from rlhpc.runtime.group import WorkerGroup
 from rlhpc.runtime.rpc import Handle
 
@@ -29,10 +29,21 @@ class Others:
         rating = raters(cfg)
         self.rating = {name: group for name, group in groups.items() if name in rating}
         self.scoring = {name: group for name, group in groups.items() if name not in rating}
+        known = scoring_groups(cfg)
+        self._engines = [name for name in self.scoring if known[name].scorer == ENGINE]
+        self._resting = set[str]()
+
+    def open_engines(self, prompts: PromptMap, timeout: float) -> None:
+        """Where roles take turns: has those that score tokens by an engine start it, one group after the other, and give their
+        accelerators away at once. An engine takes for its own what others allocate or free while it starts."""
+        for name in self._engines:
+            self.scoring[name].init_worker(prompts).wait(timeout)
+            self.scoring[name].offload().wait(timeout)
+            self._resting.add(name)
 
     def open(self, prompts: PromptMap) -> list[Handle]:
-        """Has them load what they score with."""
-        return [group.init_worker(prompts) for group in self.groups.values()]
+        """Has them, or the rest of them, load what they score with."""
+        return [group.init_worker(prompts) for name, group in self.groups.items() if name not in self._resting]
 
     def rate(self, phase: str) -> dict[str, Handle]:
         """Has answers rated until the rollout ranks say that they ask no more in a phase."""
@@ -40,7 +51,7 @@ class Others:
 
     def rest(self, timeout: float) -> None:
         """Those that score tokens give their accelerators to the other roles."""
-        for handle in [group.offload() for group in self.scoring.values()]:
+        for handle in [group.offload() for name, group in self.scoring.items() if name not in self._resting]:
             handle.wait(timeout)
 
 

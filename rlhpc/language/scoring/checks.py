@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from rlhpc.config.rules import Fail, check_name
+from rlhpc.config.rules import Fail, check_choice, check_name
 from rlhpc.language.scoring.groups import (
     BUILT_IN,
     CRITIC,
+    ENGINE,
     TAKEN,
+    TEACHER,
     distils,
     group_models,
     group_roles,
@@ -19,13 +21,15 @@ from rlhpc.language.scoring.groups import (
     raters,
     scoring_groups,
 )
-from rlhpc.language.scoring.judge_section import check_judges, explained, judges, section_of
+from rlhpc.language.scoring.judge_section import check_judges, judges, section_of
+from rlhpc.language.scoring.own_engine import explained
 from rlhpc.language.scoring.registry import check_scorer, rates
 from rlhpc.runtime.errors import ConfigError
 
 if TYPE_CHECKING:
     from rlhpc.language.config import GrpoConfig
     from rlhpc.language.model_config import PretrainedConfig
+    from rlhpc.language.scoring.group import ScoringGroup
 
 
 def check_group_sections(cfg: GrpoConfig, fail: Fail) -> None:
@@ -42,6 +46,11 @@ def check_group_sections(cfg: GrpoConfig, fail: Fail) -> None:
     for name in names:
         rates(known[name].scorer)
         check_scorer(known[name])
+        if known[name].scorer.lower() == ENGINE:
+            raise ConfigError(
+                f"groups[{name}].scorer is {ENGINE!r}, which is the teacher's: see teacher.rollout_backend"
+            )
+    _teacher_engine(cfg, fail)
     for key, model in group_models(cfg).items():
         if model.kwargs and not str(model.model_path).startswith("builtin:"):
             raise ConfigError(
@@ -152,6 +161,39 @@ def _distillation(cfg: GrpoConfig, fail: Fail) -> None:
         )
 
 
+def _teacher_engine(cfg: GrpoConfig, fail: Fail) -> None:
+    """What an engine can say as a teacher, and where."""
+    backend, length = cfg.teacher.rollout_backend, cfg.teacher.max_model_len
+    if backend is None:
+        return
+    check_choice("teacher.rollout_backend", backend, ("vllm",), fail)
+    if distils(cfg) and cfg.algorithm.distillation.mode == "full":
+        raise fail(
+            "algorithm.distillation.mode",
+            f"an engine (teacher.rollout_backend={backend}) does not tell whole distributions: choose topk or sampled, or set "
+            "teacher.rollout_backend=null and give the teacher no place of its own",
+        )
+    if TEACHER not in placed(cfg):
+        raise fail(
+            "teacher.rollout_backend",
+            "an engine needs ranks of its own: set cluster.component_placement.teacher, or null for one beside the model",
+        )
+    needed, why = _longest(cfg)
+    if length is not None and length < needed:
+        raise fail("teacher.max_model_len", f"a sequence may have {why} tokens: raise it, or set null")
+
+
+def _longest(cfg: GrpoConfig) -> tuple[int, str]:
+    """Most tokens of a sequence, and what they are made of."""
+    prompt, response, engine = cfg.data.max_prompt_tokens, cfg.rollout.max_new_tokens, cfg.rollout.max_model_len
+    if engine is not None and engine < prompt + response:
+        return engine, f"rollout.max_model_len({engine})"
+    return (
+        prompt + response,
+        f"data.max_prompt_tokens({prompt}) + rollout.max_new_tokens({response}) = {prompt + response}",
+    )
+
+
 def asked_for(cfg: GrpoConfig) -> frozenset[str]:
     """The groups that the algorithm wants columns of."""
     from rlhpc.language.algorithm.registry import make_algorithm
@@ -192,11 +234,30 @@ def check_groups(cfg: GrpoConfig, ranks: Mapping[str, int]) -> None:
         from rlhpc.training.zero_config import deepspeed_config
 
         deepspeed_config(cfg.critic, compute_dtype(cfg.critic.model))
-    if "teacher" in ranks or distils(cfg):
+    if TEACHER in ranks or distils(cfg):
         same_vocabulary(cfg, cfg.teacher.model, "teacher.model")
+    if TEACHER in ranks and cfg.teacher.rollout_backend:
+        _room(cfg, known[TEACHER])
     for group in judges(cfg).values():
         with explained(group):
             ENGINES.find(section_of(cfg, group).rollout_backend)
+
+
+def _room(cfg: GrpoConfig, teacher: ScoringGroup) -> None:
+    """Refuses a teacher whose context has no room for the longest sequence and the token that its engine draws after it."""
+    from rlhpc.language.engines.ends import load_model_config
+
+    model = cfg.teacher.model
+    with explained(teacher):
+        found = load_model_config(str(model.model_path), model.trust_remote_code)
+    context = getattr(found.get_text_config(), "max_position_embeddings", None)
+    needed, why = _longest(cfg)
+    if context is not None and needed + 1 > context:
+        raise ConfigError(
+            f"teacher.model.model_path={model.model_path} has a context of {context} tokens; a sequence may have {why}, and "
+            "teacher.rollout_backend=vllm needs room for one more: take a teacher with a longer context, lower "
+            "data.max_prompt_tokens or rollout.max_new_tokens, or set teacher.rollout_backend=null"
+        )
 
 
 def same_vocabulary(cfg: GrpoConfig, model: PretrainedConfig, section: str) -> None:

@@ -14,7 +14,9 @@ if TYPE_CHECKING:
 
 #: Groups with a section of their own, and the scorer that runs on their ranks.
 BUILT_IN: Mapping[str, str] = {"reference": "logprobs", "teacher": "logprobs", "reward": "classifier", "judge": "judge"}
-CRITIC, JUDGE, REFERENCE = "critic", "judge", "reference"
+CRITIC, JUDGE, REFERENCE, TEACHER = "critic", "judge", "reference", "teacher"
+#: The scorer of a teacher with an engine.
+ENGINE = "engine_logprobs"
 #: Names that no group of one's own may have.
 TAKEN = ("actor", "rollout", CRITIC, *BUILT_IN)
 
@@ -30,7 +32,7 @@ def scoring_groups(cfg: GrpoConfig) -> dict[str, ScoringGroup]:
         "reference": ScoringGroup(
             "reference", BUILT_IN["reference"], cfg.actor.model, cfg.reference.max_tokens_per_micro_batch
         ),
-        "teacher": _teacher(cfg),
+        TEACHER: _teacher(cfg),
         "reward": ScoringGroup(
             "reward", BUILT_IN["reward"], cfg.reward.model, cfg.reward.model.max_tokens_per_micro_batch
         ),
@@ -53,9 +55,9 @@ def group_models(cfg: GrpoConfig) -> dict[str, FrozenModelConfig]:
 
 def _teacher(cfg: GrpoConfig) -> ScoringGroup:
     model, tokens, options = cfg.teacher.model, cfg.teacher.max_tokens_per_micro_batch, cfg.algorithm.distillation
-    if options.mode == "topk":
-        return ScoringGroup("teacher", "top_logprobs", model, tokens, {"k": options.topk})
-    return ScoringGroup("teacher", BUILT_IN["teacher"], model, tokens)
+    kwargs = {"k": options.topk} if options.mode == "topk" else {}
+    scorer = "top_logprobs" if kwargs else BUILT_IN[TEACHER]
+    return ScoringGroup(TEACHER, ENGINE if cfg.teacher.rollout_backend else scorer, model, tokens, kwargs)
 
 
 def group_roles(cfg: GrpoConfig) -> dict[str, str]:

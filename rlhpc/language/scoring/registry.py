@@ -20,6 +20,7 @@ SCORERS: Registry[Callable[..., Any]] = Registry(
     {
         "logprobs": "rlhpc.language.scoring.logprobs:LogProbs",
         "top_logprobs": "rlhpc.language.scoring.logprobs:TopLogProbs",
+        "engine_logprobs": "rlhpc.language.scoring.engine_logprobs:EngineLogProbs",
         "classifier": "rlhpc.language.scoring.classifier:Classifier",
         "process": "rlhpc.language.scoring.process:ProcessRewards",
         "judge": "rlhpc.language.scoring.judge:Judge",
