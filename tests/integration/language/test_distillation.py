@@ -157,6 +157,16 @@ def test_a_teacher_of_its_own_says_the_same(top: LanguageRun, sampled: LanguageR
     )
 
 
+def test_a_teacher_in_an_engine_says_the_same(top: LanguageRun, tmp_path: Path) -> None:
+    """On a rank of its own, which takes turns with the others."""
+    pytest.importorskip("vllm", reason="needs the extra vllm")
+    engine = ("teacher.rollout_backend=vllm", places(teacher=0), "actor.offload_in_rollout=true", "runner.max_steps=2")
+    run = distilled(tmp_path / "engine", mode("topk"), train=engine)
+    same(run, top, 2)
+    log = "".join(path.read_text() for path in run.root.rglob("teacher*") if path.is_file())
+    assert "offload frees nothing" in log  # the CPU build was asked to sleep
+
+
 def test_two_actors_are_one(top: LanguageRun, tmp_path: Path) -> None:
     """In two shards, and taking turns with the engine; small micro-batches."""
     two = (mode("topk"), TWO_ACTORS, "actor.max_tokens_per_micro_batch=64")
@@ -188,9 +198,31 @@ def test_beside_a_reward_and_a_reference(tmp_path: Path) -> None:
     assert abs(rows[0]["train/policy_loss"]) > 0 or rows[0]["train/varied_groups"] < 1
 
 
+ENGINE = ("teacher.rollout_backend=vllm", places(teacher=0))
 BAD = (
     (("teacher.model={model_path: null, kwargs: {}}",), "teacher.model.model_path is not set, but algorithm.name=dist"),
     ((mode("full"), places(teacher=0)), "whole distributions are too much to send: leave the teacher out of"),
+    (
+        ENGINE[:1],
+        "teacher.rollout_backend is 'vllm'; an engine needs ranks of its own: set cluster.component_placement.te",
+    ),
+    (
+        (*ENGINE, mode("full")),
+        "does not tell whole distributions: choose topk or sampled, or set teacher.rollout_backend=null",
+    ),
+    (("teacher.rollout_backend=vlm",), "teacher.rollout_backend is 'vlm'; did you mean 'vllm'? allowed: vllm"),
+    (
+        (*ENGINE, "teacher.max_model_len=21"),
+        "teacher.max_model_len is 21; a sequence may have data.max_prompt_tokens(16) + rollout.max_new_tokens(6) = 22",
+    ),
+    (
+        (*ENGINE, TEACHER.replace("seed", "context: 22, seed")),
+        "has a context of 22 tokens; a sequence may have data.max_prompt_tokens(16) + rollout.max_new_tokens(6) = 22",
+    ),
+    (
+        ("groups=[{name: own, scorer: engine_logprobs}]",),
+        "groups[own].scorer is 'engine_logprobs', which is the teacher's: see teacher.rollout_backend",
+    ),
     (("algorithm.distillation.beta=0.5",), "mode sampled follows the gradient of the reverse KL: set it to 1"),
     ((mode("topp"),), "algorithm.distillation.mode is 'topp'"),
     (

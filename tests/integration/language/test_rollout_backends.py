@@ -18,6 +18,10 @@ from rlhpc.language.engines.engine import EngineOptions, UpdateFailed
 from rlhpc.language.engines.kv import KeyValues
 from rlhpc.language.engines.sampling import Rows, draw
 from rlhpc.language.roles.rollout import check_language
+from rlhpc.language.roles.scoring import score_in_parts
+from rlhpc.language.scoring.groups import scoring_groups
+from rlhpc.language.scoring.registry import make_scorer
+from rlhpc.language.tokens.batches import TokenBatch
 from rlhpc.runtime.errors import ConfigError
 
 transformers = pytest.importorskip("transformers")
@@ -505,3 +509,59 @@ def test_cache_rows_come_and_go() -> None:
             assert store.keys[0][row, 1, columns, 2].tolist() == held
             assert store.values[0][row, 0, columns, 0].tolist() == [-value for value in held]
             assert store.start[row] >= store.first
+
+
+# --- a teacher that an engine computes
+
+
+def answers(seed: int = 0) -> TokenBatch:
+    """Prompts of different lengths; turns of the model with what others wrote between them; one that is not trained on, one of
+    a single token, and one in which the model has the last word but one."""
+    rng = random.Random(seed)
+    turns = [[(3, False), (4, True)], [(20, False), (7, True), (5, False), (9, True)], [(12, False)], [(1, True)],
+             [(60, False), (8, True), (2, False), (30, True), (6, False)], [(1, False), (1, True)]]  # fmt: skip
+    masks = [[mine for length, mine in sample for _ in range(length)] for sample in turns]
+    return TokenBatch.of([[rng.randrange(3, VOCABULARY - 4) for _ in mask] for mask in masks], masks)
+
+
+def teacher_of(folder: Path, student: Path, mode: str, **teacher: Any) -> Any:
+    """A run's configuration, at a temperature of its own."""
+    cfg = OmegaConf.structured(GrpoConfig)
+    cfg.actor.model.model_path, cfg.teacher.model.model_path = str(student), str(folder)
+    cfg.algorithm.distillation.mode, cfg.algorithm.distillation.topk = mode, 8
+    cfg.rollout.temperature, cfg.teacher.max_tokens_per_micro_batch = 0.7, 240
+    return OmegaConf.merge(cfg, {"teacher": teacher})
+
+
+@pytest.mark.parametrize("mode", ["sampled", "topk"])
+def test_a_teacher_in_vllm_says_what_it_says_in_transformers(mode: str, folder: Path, tmp_path: Path) -> None:
+    """At a temperature, which vLLM gives to no prompt; of a vocabulary that is filled up to more than the student's; several
+    samples in a pass, and one in several."""
+    pytest.importorskip("vllm")
+    transformers.AutoConfig.from_pretrained(folder, vocab_size=VOCABULARY - 3).save_pretrained(tmp_path)
+    device, batch = torch.device("cpu"), answers()
+    engine = {
+        "rollout_backend": "vllm",
+        "engine_kwargs": {"max_num_batched_tokens": 64},
+        "max_batch_size": 4,
+        "max_model_len": 106,
+    }
+    said = []
+    for teacher in ({}, engine):
+        cfg = teacher_of(folder, tmp_path, mode, **teacher)
+        group = scoring_groups(cfg)["teacher"]
+        scorer = make_scorer(cfg, device, group)
+        scorer.offload()
+        scorer.reload()
+        said.append([score_in_parts(scorer.score, part, group.max_tokens, device) for part in (batch, answers(1))])
+    with pytest.raises(
+        ConfigError, match=r"a sequence has 107 tokens, and this engine reads at most 106 \(teacher.max_model_l"
+    ):
+        scorer.score(TokenBatch.of([[5] * 107], [[True] * 107]))
+    scorer.close()
+    for mine, theirs in zip(*said, strict=True):
+        assert mine.shape == ((batch.tokens, 9, 2) if mode == "topk" else (batch.tokens,))
+        torch.testing.assert_close(theirs[..., 0] if mode == "topk" else theirs, mine[..., 0] if mode == "topk" else mine,
+                                   rtol=0, atol=TOLERANCE)  # fmt: skip
+        if mode == "topk":
+            assert torch.equal(theirs[..., 1], mine[..., 1]) and mine[..., 1].max() < VOCABULARY - 3

@@ -108,7 +108,8 @@ SLURM = [
 GROUPS = [
     "runner.name=groups", "runner.val_check_interval=-1", "algorithm.adv_type=gae", "algorithm.name=own_groups:Taught",
     "cluster.component_placement={actor: 0, rollout: 0, critic: 0, reference: 0, teacher: 0, reward: 0, judge: 0, mine: 0, steps: 0}",
-    "teacher.model.model_path=builtin:tiny", "teacher.model.kwargs={hidden: 32, layers: 1, heads: 2}",
+    "teacher.model.model_path=builtin:tiny", "teacher.model.kwargs={hidden: 32, layers: 1, heads: 1}",
+    "teacher.rollout_backend=vllm",
     "judge.model.model_path=builtin:tiny", "judge.model.kwargs={hidden: 32, layers: 1, heads: 2, context: 1024}",
     "judge.max_new_tokens=4", "reward.model.model_path=classifier",
     "reward.terms=[{name: math}, {name: reward}, {name: judge}, {name: mine}]",
@@ -201,6 +202,7 @@ def reads(tmp_path_factory: pytest.TempPathFactory) -> Reads:
 @pytest.mark.parametrize("kind", NAMES)
 def test_every_key_is_read(kind: str, reads: Reads, monkeypatch: pytest.MonkeyPatch) -> None:
     if kind == "reasoning":
+        pytest.importorskip("vllm", reason="needs the extra vllm")
         monkeypatch.setenv("RLHPC_MODELS", reads.environment["RLHPC_MODELS"])
         save_classifier(reads.folder / "classifier", TINY["kwargs"])
         reads.rlhpc(kind, "train", *GROUPS)
