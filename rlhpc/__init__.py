@@ -25,7 +25,7 @@ _HOMES = {
     "rlhpc.runtime.channel": ["Channel", "QueueFull", "QueueEmpty"],
     "rlhpc.runtime.session": ["Session"],
     "rlhpc.runs.configuration": ["load_config"],
-    "rlhpc.language.algorithm.base": ["LanguageAlgorithm", "Column", "Scorer"],
+    "rlhpc.language.algorithm.base": ["LanguageAlgorithm", "Column", "Scorer", "LogitReader"],
     "rlhpc.language.algorithm.registry": ["register_algorithm"],
     "rlhpc.language.scoring.base": ["Rater"],
     "rlhpc.language.scoring.registry": ["register_scorer"],

@@ -77,7 +77,8 @@ _PARTS = {
     "Roles and runner": ("EmbodiedActor", "MultiStepRolloutWorker", "EnvWorker", "EmbodiedRunner…"),
     "A trained policy": ("load_exported",),
     "Algorithms of language models": (
-        "LanguageAlgorithm…", "Column", "Scorer…", "Rater…", "TokenBatch…", "register_algorithm", "register_scorer",
+        "LanguageAlgorithm…", "Column", "Scorer…", "LogitReader…", "Rater…", "TokenBatch…", "register_algorithm",
+        "register_scorer",
     ),
 }  # fmt: skip
 _INTRODUCTIONS = {

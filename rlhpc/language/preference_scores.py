@@ -23,15 +23,13 @@ from rlhpc.language.data.tokens import PromptTokenizer, load_tokenizer
 from rlhpc.language.model_config import LanguageModelConfig
 from rlhpc.language.preferences import summarize
 from rlhpc.language.suites import suite_named
-from rlhpc.language.tokens.batches import TokenBatch, micro_batches
+from rlhpc.language.tokens.batches import Parts, TokenBatch, micro_batches
 from rlhpc.language.tokens.scalar import last_values, load_scalar_model, token_values
 from rlhpc.runtime.errors import ConfigError, NonFinite
 
 if TYPE_CHECKING:
     from rlhpc.language.reward_config import PreferenceSourceConfig, PreferenceSuiteConfig, RewardRunConfig
 
-#: Which rows a micro-batch has, and their tokens.
-Cut = list[tuple[Tensor, TokenBatch]]
 #: Responses of a row.
 EACH = {"pairs": 2, "labels": 1}
 
@@ -118,7 +116,7 @@ def batch_of(rows: Sequence[Judged], encoder: PromptTokenizer, most: int, pad: i
     return dataclasses.replace(batch, reward=torch.tensor(targets, dtype=torch.float32))
 
 
-def cut(whole: TokenBatch, each: int, max_tokens: int) -> Cut:
+def cut(whole: TokenBatch, each: int, max_tokens: int) -> Parts:
     """Micro-batches of rows, whose responses stay together.
 
     Args:
@@ -135,7 +133,7 @@ def cut(whole: TokenBatch, each: int, max_tokens: int) -> Cut:
 
 def rewards_of(
     rows: Sequence[Judged], encoder: PromptTokenizer, most: int, pad: int, max_tokens: int,
-    forward: Callable[[TokenBatch], Tensor], evenly: Callable[[Cut, TokenBatch], Cut] = lambda parts, _: parts,
+    forward: Callable[[TokenBatch], Tensor], evenly: Callable[[Parts, TokenBatch], Parts] = lambda parts, _: parts,
 ) -> list[list[float]]:  # fmt: skip
     """The rewards of each row's responses.
 

@@ -14,7 +14,7 @@ from rlhpc.checkpoint.state import load_state, rng_state, save_state, set_rng_st
 from rlhpc.language.config import TrainedLanguageConfig
 from rlhpc.language.data import load_tokenizer
 from rlhpc.language.model_config import LanguageActorConfig
-from rlhpc.language.tokens.batches import TokenBatch, micro_batches
+from rlhpc.language.tokens.batches import Parts, TokenBatch, cut_up
 from rlhpc.language.tokens.trainer import ModelTrainer
 from rlhpc.runs.device import seed_process
 from rlhpc.runtime.worker import Worker
@@ -75,20 +75,24 @@ class LanguageActor(Worker, Generic[Cfg]):
 
     # -- training -------------------------------------------------------------------------------------------------
 
-    def _micro_batches(self, batch: TokenBatch) -> list[tuple[torch.Tensor, TokenBatch]]:
+    def _micro_batches(self, batch: TokenBatch) -> Parts:
         """Which samples each micro-batch has, and the micro-batches, as many on each rank: some train nothing."""
-        cuts = micro_batches(batch.lengths, self.max_tokens)
-        return self._evenly([(samples, batch.select(samples)) for samples in cuts], batch)
+        return self._evenly(cut_up(batch, self.max_tokens), batch)
 
-    def _evenly(
-        self, batches: list[tuple[torch.Tensor, TokenBatch]], batch: TokenBatch
-    ) -> list[tuple[torch.Tensor, TokenBatch]]:
+    def _evenly(self, batches: Parts, batch: TokenBatch) -> Parts:
         """Micro-batches of a batch, with as many more on each rank that train nothing as the rank with the most has."""
         if self.world_size > 1:
             most = int(self.all_reduce(torch.tensor(float(len(batches))), "max").item())
             none = torch.zeros(0, dtype=torch.long)
             batches = batches + [(none, batch.nothing()) for _ in range(most - len(batches))]
         return batches
+
+    def _counted(self, batch: TokenBatch) -> tuple[float, float]:
+        """Over all ranks: the tokens of an optimizer step that are trained on, and the samples with such a token."""
+        trained = torch.repeat_interleave(torch.arange(len(batch)), batch.lengths)[batch.mask]
+        counts = torch.tensor([float(len(trained)), float(len(trained.unique()))])
+        tokens, samples = (self.all_reduce(counts) if self.world_size > 1 else counts).tolist()
+        return tokens, samples
 
     def _step(
         self, rate: float, metrics: dict[str, float], tokens: float, where: str, batch: TokenBatch

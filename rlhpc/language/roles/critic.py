@@ -20,7 +20,7 @@ from rlhpc.language.roles.minibatches import minibatches
 from rlhpc.language.roles.prompts import GROUPS, RETURNS, PromptMap, channel_to
 from rlhpc.language.roles.scoring import GroupInbox, send_column
 from rlhpc.language.scoring.groups import CRITIC
-from rlhpc.language.tokens.batches import TokenBatch
+from rlhpc.language.tokens.batches import TokenBatch, values_of
 from rlhpc.language.tokens.trainer import ScalarTrainer
 from rlhpc.runtime.errors import DeadlineExceeded, RlhpcError
 
@@ -89,9 +89,7 @@ class CriticWorker(LanguageActor[GrpoConfig]):
         for group in groups:
             group.batch.pad_id = self.pad
         batch = TokenBatch.joined([group.batch for group in groups])
-        values = torch.zeros(batch.tokens)
-        for samples, part in self._micro_batches(batch):
-            values[batch.tokens_of(samples)] = self.backend.forward(part).float().cpu()
+        values = values_of(self.backend.forward, self._micro_batches(batch), batch, CRITIC)
         batch.columns[VALUES] = values
         for group, part in zip(groups, batch.split([len(group.batch) for group in groups]), strict=True):
             kept[group.position] = part
@@ -155,12 +153,7 @@ class CriticWorker(LanguageActor[GrpoConfig]):
 
     def _minibatch(self, batch: TokenBatch, rate: float, where: str) -> dict[str, float]:
         """One optimizer step over all ranks' samples."""
-        mask = batch.mask
-        lines = torch.repeat_interleave(torch.arange(len(batch)), batch.lengths)[mask]
-        counts = torch.tensor([float(mask.sum()), float(len(lines.unique()))])
-        if self.world_size > 1:
-            counts = self.all_reduce(counts)
-        tokens, sequences = counts.tolist()
+        tokens, sequences = self._counted(batch)
         if self.skips.skip and not tokens:
             return {"grad_norm": math.nan, "tokens": 0.0}
         share = {"global_tokens": max(tokens, 1.0), "global_seqs": max(sequences, 1.0)}

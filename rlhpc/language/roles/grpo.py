@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Generator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -31,7 +32,7 @@ from rlhpc.language.roles.groups import PARTS, Group
 from rlhpc.language.roles.minibatches import minibatches
 from rlhpc.language.roles.prompts import GROUPS, RETURNS, VERSIONS, PromptMap
 from rlhpc.language.scoring.groups import CRITIC
-from rlhpc.language.tokens.batches import TokenBatch
+from rlhpc.language.tokens.batches import TokenBatch, values_of
 from rlhpc.language.tokens.scores import TokenScores
 from rlhpc.language.tokens.trainer import TokenTrainer
 from rlhpc.runtime.channel import Channel
@@ -215,19 +216,10 @@ class GrpoActor(LanguageActor[GrpoConfig]):
         if not self._made_here:
             return 0.0
         start = time.perf_counter()
-        made: dict[str, torch.Tensor] = {}
-        for samples, part in self._micro_batches(batch):
-            where = batch.tokens_of(samples)
-            for column in self._made_here:
-                values = self._column(column, part).float().cpu()
-                if values.shape[:1] != (part.tokens,):
-                    raise RlhpcError(
-                        f"algorithm.name={self.cfg.algorithm.name}: the scorer of column {column.name} gave {len(values)} "
-                        f"values for {part.tokens} tokens"
-                    )
-                if column.name not in made:
-                    made[column.name] = values.new_zeros(batch.tokens, *values.shape[1:])
-                made[column.name][where] = values
+        parts, made = self._micro_batches(batch), dict[str, torch.Tensor]()
+        for column in self._made_here:
+            who = f"algorithm.name={self.cfg.algorithm.name}: the scorer of column {column.name}"
+            made[column.name] = values_of(partial(self._column, column), parts, batch, who)
         batch.columns |= made
         return time.perf_counter() - start
 
@@ -236,8 +228,7 @@ class GrpoActor(LanguageActor[GrpoConfig]):
             return self.backend.forward(batch, temperature=self.temperature).logprobs
         if column.by == REFERENCE:
             return self.backend.reference(batch, temperature=self.temperature).logprobs
-        with torch.no_grad():
-            return self._scorers[column.name].score(batch.to(self.backend.device))
+        return self._scorers[column.name].score(batch.to(self.backend.device))
 
     def offload(self) -> None:
         """Moves everything to the host."""
@@ -323,12 +314,9 @@ class GrpoActor(LanguageActor[GrpoConfig]):
     def _minibatch(self, batch: TokenBatch, rate: float, where: str) -> dict[str, float]:
         """One optimizer step over all ranks' samples; if the returned `grad_norm` is not finite, the step was left
         out."""
-        trained = torch.repeat_interleave(torch.arange(len(batch)), batch.lengths)[batch.mask]
-        counts = torch.tensor([float(len(trained)), float(len(trained.unique()))])
-        width = torch.tensor(float(batch.width))
+        (tokens, sequences), width = self._counted(batch), torch.tensor(float(batch.width))
         if self.world_size > 1:
-            counts, width = self.all_reduce(counts), self.all_reduce(width, "max")
-        tokens, sequences = counts.tolist()
+            width = self.all_reduce(width, "max")
         if self.skips.skip and not tokens:  # all was left out: Adam would move by its momentum alone
             return {"grad_norm": math.nan, "tokens": 0.0}
         whole = Whole(tokens, sequences, int(width.item()))

@@ -66,7 +66,7 @@ class RewardModelActor(LanguageActor[RewardRunConfig]):
         rows = [self.dataset[self.sampler.at((step - 1) * count + draw)] for draw in draws]
         whole = batch_of(rows, self.encoder, self.most, self.pad)
         each = EACH[self.form]
-        tokens = self._summed(float(whole.tokens))
+        tokens, _ = self._counted(whole)
 
         def loss(values: torch.Tensor, batch: TokenBatch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
             rewards, targets = last_values(values, batch), batch.reward
@@ -113,8 +113,3 @@ class RewardModelActor(LanguageActor[RewardRunConfig]):
                 for place, row, own in zip(places, rows, rewards, strict=True)
             ]
         return found
-
-    def _summed(self, value: float) -> float:
-        """The sum over the ranks."""
-        held = torch.tensor(value)
-        return float((self.all_reduce(held) if self.world_size > 1 else held).item())

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import collections
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -20,7 +20,7 @@ from rlhpc.language.roles.prompts import GROUPS, PromptMap, channel_from, channe
 from rlhpc.language.scoring.groups import scoring_groups
 from rlhpc.language.scoring.judge_section import judges, section_of
 from rlhpc.language.scoring.registry import make_scorer
-from rlhpc.language.tokens.batches import TokenBatch, micro_batches
+from rlhpc.language.tokens.batches import TokenBatch, cut_up, values_of
 from rlhpc.runs.device import own_device, seed_process
 from rlhpc.runtime.channel import Channel, QueueEmpty
 from rlhpc.runtime.errors import DeadlineExceeded, RlhpcError
@@ -91,23 +91,6 @@ class GroupInbox:
             ) from None
 
 
-def score_in_parts(
-    score: Callable[[TokenBatch], torch.Tensor], batch: TokenBatch, max_tokens: int, device: torch.device
-) -> torch.Tensor:
-    """What a scorer says of all tokens of a batch, `[T]` or `[T, k]` float32 on the host, one micro-batch after the other."""
-    found: torch.Tensor | None = None
-    for samples in micro_batches(batch.lengths, max_tokens):
-        part = batch.select(samples)
-        with torch.no_grad():
-            values = score(part.to(device)).float().cpu()
-        if values.shape[:1] != (part.tokens,):
-            raise RlhpcError(f"the scorer gave {len(values)} values for {part.tokens} tokens")
-        if found is None:
-            found = values.new_zeros(batch.tokens, *values.shape[1:])
-        found[batch.tokens_of(samples)] = values
-    return torch.zeros(0) if found is None else found
-
-
 class _Scoring(Worker):
     """What both kinds have in common."""
 
@@ -154,11 +137,15 @@ class ScoringWorker(_Scoring):
         for groups in self._inbox.parts(step, share, self._deadline()):
             start = time.perf_counter()
             batch = TokenBatch.joined([group.batch for group in groups])
-            values = score_in_parts(self.scorer.score, batch, self.group.max_tokens, self.device)
+            values = values_of(self._score, cut_up(batch, self.group.max_tokens), batch, "the scorer")
             send_column(self._actors, self.prompts, groups, self.group_name, values)
             tokens += batch.tokens
             busy += time.perf_counter() - start
         return {"busy_s": busy, "tokens": float(tokens)}
+
+    def _score(self, batch: TokenBatch) -> torch.Tensor:
+        values: torch.Tensor = self.scorer.score(batch.to(self.device))
+        return values
 
     def offload(self) -> None:
         """Gives the accelerator to another role."""

@@ -55,8 +55,7 @@ class SftActor(LanguageActor[SftConfig]):
             samples.append(ids)
             masks.append(mask)
         whole = TokenBatch.of(samples, masks, pad_id=self.pad)
-        held = whole.mask.sum().float()
-        tokens = float((self.all_reduce(held) if self.world_size > 1 else held).item())
+        tokens, _ = self._counted(whole)
 
         def loss(scores: TokenScores, batch: TokenBatch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
             value = aggregate(

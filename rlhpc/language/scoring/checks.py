@@ -136,8 +136,9 @@ def _placed(cfg: GrpoConfig, fail: Fail) -> None:
             )
     for name in {*here} & {*BUILT_IN} - {"reference"}:
         if not known[name].model.model_path:
-            key = "reward.model" if name == "reward" else f"{name}.model"
-            raise ConfigError(f"{key}.model_path is not set, but the group {name!r} has a place: name its model")
+            raise ConfigError(
+                f"{known[name].model_section}.model_path is not set, but the group {name!r} has a place: name its model"
+            )
 
 
 def _distillation(cfg: GrpoConfig, fail: Fail) -> None:
@@ -226,14 +227,15 @@ def check_groups(cfg: GrpoConfig, ranks: Mapping[str, int]) -> None:
             require_classifier(known[name])
         model = cfg.critic.model if name == CRITIC else known[name].model
         if model.model_path:
-            load_tokenizer(model.model_path, model.trust_remote_code)
+            section = "critic.model" if name == CRITIC else known[name].model_section
+            load_tokenizer(model.model_path, model.trust_remote_code, key=f"{section}.model_path")
         if name != CRITIC and known[name].scorer.lower() == "process":
-            same_vocabulary(cfg, known[name].model, f"groups[{name}].model")
+            same_vocabulary(cfg, known[name].model, known[name].model_section)
     if CRITIC in ranks and cfg.critic.training_backend.lower() == "deepspeed":
         from rlhpc.language.tokens.model import compute_dtype
         from rlhpc.training.zero_config import deepspeed_config
 
-        deepspeed_config(cfg.critic, compute_dtype(cfg.critic.model))
+        deepspeed_config(cfg.critic, compute_dtype(cfg.critic.model, "critic.model"))
     if TEACHER in ranks or distils(cfg):
         same_vocabulary(cfg, cfg.teacher.model, "teacher.model")
     if TEACHER in ranks and cfg.teacher.rollout_backend:
@@ -268,7 +270,8 @@ def same_vocabulary(cfg: GrpoConfig, model: PretrainedConfig, section: str) -> N
     """
     from rlhpc.language.data import load_tokenizer
 
-    one, other = (load_tokenizer(m.model_path, m.trust_remote_code) for m in (cfg.actor.model, model))
+    one = load_tokenizer(cfg.actor.model.model_path, cfg.actor.model.trust_remote_code)
+    other = load_tokenizer(model.model_path, model.trust_remote_code, key=f"{section}.model_path")
     mine, theirs = one.get_vocab(), other.get_vocab()
     if mine == theirs and one.eos_token_id == other.eos_token_id:
         return

@@ -24,7 +24,7 @@ class Classifier(Rater):
     def __init__(self, cfg: GrpoConfig, device: torch.device, group: ScoringGroup) -> None:
         super().__init__(cfg, device, group)
         key = require_classifier(group)
-        model = load_scalar_model(group.model, dtype=compute_dtype(group.model), key=key)
+        model = load_scalar_model(group.model, dtype=compute_dtype(group.model, group.model_section), key=key)
         self.model = model.eval().requires_grad_(False).to(device)
         self.tokenizer = load_tokenizer(str(group.model.model_path), group.model.trust_remote_code)
         pad, end = self.tokenizer.pad_token_id, self.tokenizer.eos_token_id
@@ -70,7 +70,7 @@ def require_classifier(group: ScoringGroup) -> str:
     Raises:
         ConfigError: That model has no head of its own.
     """
-    key = "reward.model.model_path" if group.name == "reward" else f"groups[{group.name}].model.model_path"
+    key = f"{group.model_section}.model_path"
     if str(group.model.model_path).startswith("builtin:") or not is_classifier(group.model, key):
         raise ConfigError(
             f"{key}={group.model.model_path}: it is no sequence classifier, so its values would be those of a new head; "

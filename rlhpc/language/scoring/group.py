@@ -8,6 +8,9 @@ from typing import Any
 
 from rlhpc.language.model_config import PretrainedConfig
 
+#: Of groups that have one, the section with the model; a reference's is the actor's.
+_SECTIONS = {"reference": "actor", "teacher": "teacher", "reward": "reward", "judge": "judge"}
+
 
 @dataclass(frozen=True)
 class ScoringGroup:
@@ -26,3 +29,8 @@ class ScoringGroup:
     model: PretrainedConfig
     max_tokens: int
     kwargs: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def model_section(self) -> str:
+        """What messages call the section of its model."""
+        return f"{_SECTIONS.get(self.name, f'groups[{self.name}]')}.model"

@@ -18,7 +18,9 @@ class LogProbs(Scorer):
 
     def __init__(self, cfg: GrpoConfig, device: torch.device, group: ScoringGroup) -> None:
         super().__init__(cfg, device, group)
-        model = load_causal_lm(group.model, dtype=compute_dtype(group.model))
+        section = group.model_section
+        dtype = compute_dtype(group.model, section)
+        model = load_causal_lm(group.model, dtype=dtype, key=f"{section}.model_path")
         self.model = model.eval().requires_grad_(False).to(device)
         self.temperature = cfg.rollout.temperature
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rlhpc.runtime.errors import ConfigError
+from rlhpc.runtime.errors import ConfigError, RlhpcError
 
 #: One more micro-batch is worth it if it saves this fraction of a full one in padding: it costs kernel launches and,
 #: with sharded weights, another gathering of them.
@@ -217,6 +217,8 @@ class TokenBatch:
         return cls(cu_seqlens=cuts, columns=columns, pad_id=int(message["pad_id"]), **parts)
 
 
+#: Which samples each micro-batch has, and the micro-batches.
+Parts = list[tuple[Tensor, TokenBatch]]
 _OF_TOKENS = ("ids", "mask", "turn")
 _OF_SAMPLES = ("episode", "role", "group", "reward")
 
@@ -253,6 +255,40 @@ def micro_batches(lengths: Sequence[int] | Tensor, max_tokens: int) -> list[Tens
     order = sorted(range(len(tokens)), key=lambda i: (-tokens[i], i))
     cuts = _cut([tokens[i] for i in order], max_tokens)
     return [torch.tensor(order[start:end]) for start, end in cuts]
+
+
+def cut_up(batch: TokenBatch, max_tokens: int) -> Parts:
+    """A batch's micro-batches; of one without samples, one that trains nothing. See `micro_batches`."""
+    parts = [(samples, batch.select(samples)) for samples in micro_batches(batch.lengths, max_tokens)]
+    return parts or [(torch.zeros(0, dtype=torch.long), batch.nothing())]
+
+
+def values_of(score: Callable[[TokenBatch], Tensor], parts: Parts, batch: TokenBatch, who: str) -> Tensor:
+    """What is said of all tokens of a batch, one micro-batch after the other.
+
+    Args:
+        score: `[t]` or `[t, k]` of a micro-batch's t tokens; called without gradients.
+        parts: The micro-batches; see `cut_up`.
+        batch: The batch.
+        who: What a message calls `score`.
+
+    Returns:
+        `[T]` or `[T, k]` float32, on the host.
+
+    Raises:
+        RlhpcError: It gives another number of values.
+    """
+    found: Tensor | None = None
+    for samples, part in parts:
+        with torch.no_grad():
+            values = score(part).float().cpu()
+        if values.shape[:1] != (part.tokens,):
+            raise RlhpcError(f"{who} gave {len(values)} values for {part.tokens} tokens")
+        if found is None:
+            found = values.new_zeros(batch.tokens, *values.shape[1:])
+        found[batch.tokens_of(samples)] = values
+    assert found is not None, "there is a micro-batch, if only one without tokens"
+    return found
 
 
 def _cut(lengths: Sequence[int], max_tokens: int) -> list[tuple[int, int]]:

@@ -41,9 +41,9 @@ class LanguageBlueprint(Blueprint):
         self._describe(cfg.actor, cfg.runner.seed)
         self._reference = reference
 
-    def _describe(self, section: LanguageActorConfig, seed: int) -> None:
-        self.actor, self.seed = section, seed
-        self.dtype = compute_dtype(section.model)
+    def _describe(self, section: LanguageActorConfig, seed: int, key: str = "actor") -> None:
+        self.actor, self.seed, self.key = section, seed, key
+        self.dtype = compute_dtype(section.model, f"{key}.model")
         self.lora_rank = section.lora.rank
         self._reference = False
         self._files: dict[str, bytes] | None = None
@@ -119,8 +119,7 @@ class ScalarBlueprint(LanguageBlueprint):
     head = HEAD
 
     def __init__(self, section: LanguageActorConfig, seed: int, *, key: str = "actor") -> None:
-        self._describe(section, seed)
-        self.key = key
+        self._describe(section, seed, key)
 
     def load(self, model: Any, **options: Any) -> Any:
         """A model of this kind: `load_scalar_model`."""

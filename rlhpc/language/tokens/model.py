@@ -32,32 +32,42 @@ def transformers() -> Any:
     return package
 
 
-def compute_dtype(model: PretrainedConfig) -> torch.dtype:
-    """What `actor.model.dtype` names.
+def compute_dtype(model: PretrainedConfig, section: str = "actor.model") -> torch.dtype:
+    """What `dtype` of a model names.
+
+    Args:
+        model: The section.
+        section: What messages call it.
 
     Raises:
         ConfigError: Another name.
     """
     if model.dtype not in DTYPES:
-        raise ConfigError(f"actor.model.dtype is {model.dtype!r}; choose from {', '.join(DTYPES)}")
+        raise ConfigError(f"{section}.dtype is {model.dtype!r}; choose from {', '.join(DTYPES)}")
     return DTYPES[model.dtype]
 
 
 def load_causal_lm(
-    model: PretrainedConfig, *, dtype: torch.dtype = torch.float32, checkpointing: bool = False, empty: bool = False
+    model: PretrainedConfig,
+    *,
+    dtype: torch.dtype = torch.float32,
+    checkpointing: bool = False,
+    empty: bool = False,
+    key: str = "actor.model.model_path",
 ) -> Any:
-    """The causal language model of `actor.model`, on the host.
+    """The causal language model of a section such as `actor.model`, on the host.
 
     Args:
-        model: `actor.model`: model_path, attn_implementation, trust_remote_code.
+        model: The section: model_path, attn_implementation, trust_remote_code.
         dtype: Of its weights.
         checkpointing: Recomputes activations in the backward pass.
         empty: Makes it on the meta device, without reading weights.
+        key: What messages call model_path.
 
     Raises:
         ConfigError: There is no such model, or this transformers cannot build it.
     """
-    module = load_by("AutoModelForCausalLM", model, dtype=dtype, empty=empty)
+    module = load_by("AutoModelForCausalLM", model, dtype=dtype, empty=empty, key=key)
     if empty:
         module.generation_config = _generation_config(transformers(), str(model.model_path), module.config)
     return prepared(module, checkpointing)

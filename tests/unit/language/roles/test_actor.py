@@ -1,0 +1,69 @@
+"""The trainer's rank with what rollout ranks may hand over, on one process."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from omegaconf import OmegaConf
+
+pytest.importorskip("transformers", reason="needs the extra llm")
+
+from rlhpc.config.typed import typed
+from rlhpc.language.config import GrpoConfig
+from rlhpc.language.data.builtin import resolve_model
+from rlhpc.language.model_config import FrozenModelConfig
+from rlhpc.language.roles.grpo import GrpoActor
+from rlhpc.language.roles.prompts import PromptMap
+from rlhpc.language.tokens.batches import TokenBatch
+
+TINY = {"hidden": 16, "layers": 1, "heads": 1}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("RLHPC_MODELS", str(tmp_path_factory.mktemp("models")))
+        return str(resolve_model(FrozenModelConfig(model_path="builtin:tiny", kwargs=TINY)))
+
+
+def actor(model: str, **algorithm: Any) -> GrpoActor:
+    """Of two prompts with two answers each; an optimizer step has two."""
+    given = {
+        "algorithm": {"group_size": 2, **algorithm}, "data": {"prompts_per_step": 2},
+        "actor": {"global_batch_size": 2, "model": {"model_path": model}}, "teacher": {"model": {"model_path": model}},
+    }  # fmt: skip
+    made = GrpoActor(typed(GrpoConfig, OmegaConf.merge(OmegaConf.structured(GrpoConfig), given)))
+    made.init_worker(1, PromptMap(2, 2, 1, 1))
+    return made
+
+
+def test_groups_without_samples_have_all_columns_and_train_nothing(model: str) -> None:
+    """A part of a step's groups has none at all, and so has an optimizer step: one of two, for one sample."""
+    trainer = actor(
+        model,
+        update_epochs=1,
+        name="distillation",
+        distillation={"mode": "topk", "topk": 3},
+        recompute_logprobs=True,
+        kl_coef=0.1,
+    )
+    known = {
+        "rollout_logprobs": [torch.tensor([0.0, 0.0, -1.0, -2.0])],
+        "versions": [torch.tensor([-1.0, -1.0, 0.0, 0.0])],
+    }
+    some = TokenBatch.of([[5, 6, 7, 8]], [[False, False, True, True]], known)
+    some.episode, some.group = torch.tensor([3]), torch.tensor([1])
+    none = some.select(torch.zeros(0, dtype=torch.long))
+    assert not len(none) and not none.tokens
+    for part in (none, some):
+        trainer._score(part)
+    shapes = {name: tuple(values.shape) for name, values in TokenBatch.joined([none, some]).columns.items()}
+    assert shapes == {
+        "rollout_logprobs": (4,), "versions": (4,), "old_logprobs": (4,), "ref_logprobs": (4,),
+        "teacher_top_logprobs": (4, 4, 2),
+    }  # fmt: skip
+    trainer._parts, trainer._received, trainer._returns = [none, some], 1, None
+    found = trainer.update(1)
+    assert found["updates"] == 2 and found["tokens"] == 1.0  # on average
