@@ -42,8 +42,7 @@ PRELOAD = (
     "rlhpc.embodied.roles.ppo", "rlhpc.embodied.roles.rollout", "rlhpc.embodied.roles.env", "rlhpc.embodied.runners.ppo",
     "rlhpc.metrics.provenance", "rlhpc.runs.report", "rlhpc.embodied.evaluate", "rlhpc.embodied.export",
 )  # fmt: skip
-#: Others' besides: a language model's takes 8 s, 20 with vLLM. Where this process has imported the first itself, and for the
-#: whole of the tests.
+#: Others' besides: a language model's takes 8 s, 20 with vLLM. Where this process has imported the first itself.
 PRELOAD_WITH = {
     "mani_skill": ("mani_skill.envs", "mani_skill.vector.wrappers.gymnasium"),
     "transformers": ("transformers", "transformers.models.llama.modeling_llama", "peft", "datasets", "pyarrow.parquet"),
@@ -55,8 +54,6 @@ PRELOAD_WITH = {
     "vllm": ("vllm.entrypoints.llm",),
     "tests.warm.commands": ("snakemake.cli",),
 }
-#: What only the tests' own process imports.
-OF_TESTS = ("hypothesis", "hypothesis.strategies", "reasoning_gym", "math_verify", "av", "cv2", "Box2D", "mujoco")
 #: Python ignores these itself, and restores them (`restore_signals`) for what it starts.
 PYTHONS_OWN = (signal.SIGPIPE, signal.SIGXFSZ)
 LIMITS = tuple(value for name, value in vars(resource).items() if name.startswith("RLIMIT_"))
@@ -139,10 +136,9 @@ def _read_early(environment: Mapping[str, str]) -> frozenset[tuple[str, str]]:
     )
 
 
-def _preload(everything: bool = False) -> tuple[str, ...]:
-    """What a server imports: with `everything`, what any test may need."""
-    chosen = [names for main, names in PRELOAD_WITH.items() if everything or main in sys.modules]
-    return PRELOAD + tuple(name for names in chosen for name in names) + (OF_TESTS if everything else ())
+def _preload() -> tuple[str, ...]:
+    """What a server imports."""
+    return PRELOAD + tuple(name for main, names in PRELOAD_WITH.items() if main in sys.modules for name in names)
 
 
 def _server_for(environment: dict[str, str]) -> Server | None:
@@ -155,12 +151,6 @@ def _server_for(environment: dict[str, str]) -> Server | None:
         if key not in _servers and _may_start and key == own:
             _servers[key] = Server.start(environment, _preload())
         return _servers.get(key)
-
-
-def start_for_all_tests() -> None:
-    """Starts this process's server with what any test may need: before the processes of pytest-xdist, which come from it."""
-    if CAN:
-        _servers[_read_early(os.environ)] = Server.start(dict(os.environ), _preload(everything=True))
 
 
 def _words_of(command: Any) -> list[str] | None:
