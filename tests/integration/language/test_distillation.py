@@ -9,7 +9,7 @@ import torch
 
 pytest.importorskip("transformers", reason="needs the extra llm")
 
-from test_groups import PlainLoop, places
+from test_groups import FirstStep, places
 from test_reasoning import TWO_ACTORS, LanguageRun
 
 from rlhpc.language.data.builtin import resolve_model
@@ -82,7 +82,7 @@ def test_a_step_is_that_of_a_plain_loop(
         torch.testing.assert_close(weights[parameter].detach(), there, atol=1e-6, rtol=0)
 
 
-class PlainDistillation(PlainLoop):
+class PlainDistillation(FirstStep):
     """A step of distillation as one would write it in an afternoon; divergences in float64, over whole distributions."""
 
     def step(self) -> dict[str, float]:

@@ -89,17 +89,14 @@ def test_a_step_is_that_of_a_plain_loop(tmp_path: Path, monkeypatch: pytest.Monk
             torch.testing.assert_close(weights[name].detach(), there, atol=3e-5, rtol=0)
 
 
-class PlainLoop:
-    """PPO with a critic as one would write it in an afternoon, with the run's model, prompts and draws."""
+class FirstStep:
+    """A run's model, prompts and draws, for a loop in plain torch."""
 
-    def __init__(self, run: LanguageRun, pays: Path) -> None:
+    def __init__(self, run: LanguageRun) -> None:
         cfg: Any = load_config(run.root / "config.yaml", [], training=False)
-        folder = resolve_model(cfg.actor.model)
-        self.cfg: Any = changed(cfg, "actor.model.model_path", folder)
-        given = FrozenModelConfig(model_path=folder)
-        self.folder, self.actor = folder, load_causal_lm(given)
-        self.pays = AutoModelForSequenceClassification.from_pretrained(pays)
-        self.critic = load_scalar_model(given, seed=self.cfg.runner.seed)
+        self.folder = resolve_model(cfg.actor.model)
+        self.cfg: Any = changed(cfg, "actor.model.model_path", self.folder)
+        self.actor = load_causal_lm(FrozenModelConfig(model_path=self.folder))
 
     def samples(self) -> list[tuple[list[int], int, float]]:
         """Of step 1: token ids, length of the prompt, reward; of all prompts and responses."""
@@ -123,6 +120,15 @@ class PlainLoop:
                 found[done.id] = ([*prompt, *done.token_ids], len(prompt), ones(Sample("", text)))
         engine.close()
         return [found[number] for number in range(prompts * size)]
+
+
+class PlainLoop(FirstStep):
+    """PPO with a critic as one would write it in an afternoon."""
+
+    def __init__(self, run: LanguageRun, pays: Path) -> None:
+        super().__init__(run)
+        self.pays = AutoModelForSequenceClassification.from_pretrained(pays)
+        self.critic = load_scalar_model(FrozenModelConfig(model_path=self.folder), seed=self.cfg.runner.seed)
 
     def on_the_way(self, ids: list[int], start: int) -> list[float]:
         """What is paid for each token of a response: at a 1, and at its end, by how much the value changed since."""
