@@ -20,7 +20,7 @@ from rlhpc.language.group_config import (
     ScoringGroupConfig,
     TeacherConfig,
 )
-from rlhpc.language.model_config import GenerationConfig, LanguageActorConfig
+from rlhpc.language.model_config import GenerationConfig, LanguageActorConfig, LanguageModelConfig
 
 
 @dataclass
@@ -129,9 +129,20 @@ class GrpoRunnerConfig(RunnerConfig):
 
 
 @dataclass
+class PolicyModelConfig(LanguageModelConfig):
+    """The language model."""
+
+    add_value_head: bool = False
+    """A head for values on the model's own layers, for `algorithm.adv_type: gae` without a group `critic`: both losses train
+    these layers. Rollout ranks and exports do without it."""
+
+
+@dataclass
 class GrpoActorConfig(LanguageActorConfig):
     """The actor group: training."""
 
+    model: PolicyModelConfig = field(default_factory=PolicyModelConfig)
+    """The model."""
     global_batch_size: int = 256
     """Responses of one optimizer step, over all ranks."""
     offload_in_rollout: bool = False
@@ -196,8 +207,8 @@ class GrpoAlgorithmConfig(LanguageAlgorithmConfig):
     kwargs: dict[str, Any] = field(default_factory=dict)
     """Further arguments of the algorithm's constructor."""
     adv_type: str = "grpo"
-    """Advantage estimator: grpo, dr_grpo, rloo, reinforce++, reinforce++_baseline, raw, gae (with a group `critic`), a
-    registered name, or `module:function`."""
+    """Advantage estimator: grpo, dr_grpo, rloo, reinforce++, reinforce++_baseline, raw, gae (with a group `critic`, or
+    `actor.model.add_value_head`), a registered name, or `module:function`."""
     loss_type: str = "ppo"
     """Policy loss: ppo (alias actor, actor_critic), gspo, cispo, decoupled_ppo, a registered name, or `module:function`."""
     loss_agg: str = "token-mean"
@@ -209,6 +220,8 @@ class GrpoAlgorithmConfig(LanguageAlgorithmConfig):
     """Trace decay of GAE."""
     value_clip: float | None = None
     """Clip range of the critic's loss; null is off."""
+    value_coef: float = 0.5
+    """Weight of the loss of values that come from the model's own head (`actor.model.add_value_head`)."""
     normalize_advantages: str = "auto"
     """`batch` (over all ranks) or `none`; `auto` is none, as the estimators compare within groups, but for gae, where it is
     batch."""
@@ -335,6 +348,7 @@ RANGES: dict[str, Range] = {
     "algorithm.gamma": FRACTION,
     "algorithm.gae_lambda": FRACTION,
     "algorithm.value_clip": POSITIVE,
+    "algorithm.value_coef": NOT_NEGATIVE,
     "algorithm.clip_ratio_low": PART,
     "algorithm.clip_ratio_high": NOT_NEGATIVE,
     "algorithm.clip_ratio_c": Range(1, above=True),

@@ -82,15 +82,17 @@ def export_language_model(
     """
     from rlhpc.language.tokens.files import FOLDER
     from rlhpc.language.tokens.model import DTYPES, export_model, load_causal_lm
-    from rlhpc.language.tokens.scalar import load_scalar_model
+    from rlhpc.language.tokens.scalar import HEAD, load_scalar_model
 
     checkpoint = Path(checkpoint).expanduser().absolute()
     require_valid(checkpoint, hint="or convert another checkpoint with: rlhpc convert --checkpoint <folder>")
     step = int(read_manifest(checkpoint)["global_step"])
-    source = checkpoint / CRITIC if critic else checkpoint
-    if critic and not source.is_dir():
-        raise ConfigError(f"{checkpoint} has no critic: algorithm.adv_type was not gae")
+    apart = critic and (checkpoint / CRITIC).is_dir()
+    source = checkpoint / CRITIC if apart else checkpoint
     identity = _identity(source)
+    values = bool(identity.get("actor.model.add_value_head"))  # a head beside that for tokens
+    if critic and not apart and not values:
+        raise ConfigError(f"{checkpoint} has no critic: algorithm.adv_type was not gae")
     Trust(trust_code).check({"about": {"trust_remote_code": bool(identity["about"].get("trust_remote_code"))}},
                             str(source / "backend.json"))  # fmt: skip
     about, backend = identity["about"], str(identity["actor.training_backend"])
@@ -102,7 +104,7 @@ def export_language_model(
         raise ConfigError(f"dtype is {dtype!r}; choose from {', '.join(DTYPES)}")
     kind = DTYPES[dtype or about["dtype"]]
     lora_rank = int(about["lora"]["rank"])
-    head = identity.get("head")
+    head = HEAD if values and critic else identity.get("head")
     load: Callable[..., Any] = load_scalar_model if head else load_causal_lm
     if adapter_only and not lora_rank:
         raise ConfigError(f"{checkpoint}: only an adapter was asked for, but actor.lora.rank was 0: there is none")
@@ -112,6 +114,8 @@ def export_language_model(
         attn_implementation="eager",
         trust_remote_code=about.get("trust_remote_code", False),
     )
+    if values:
+        weights = _one_head(weights, critic, set() if lora_rank else {*load(model, empty=True).state_dict()})
     try:
         with filled_folder(target) as staging:
             if lora_rank:
@@ -136,6 +140,23 @@ def export_language_model(
     except ValueError as error:
         raise CheckpointError(f"{checkpoint}: the weights do not fit the model that it describes: {error}") from error
     return target
+
+
+def _one_head(weights: dict[str, torch.Tensor], critic: bool, known: set[str]) -> dict[str, torch.Tensor]:
+    """The weights of a model with two heads, for tokens and for values, as those of a model with one of them.
+
+    Args:
+        weights: Of both.
+        critic: The one for values is wanted.
+        known: The weights that the model with one has; empty if these are an adapter's.
+    """
+    from rlhpc.language.tokens.scalar import HEAD, VALUE_HEAD
+
+    mine = f"{VALUE_HEAD}."
+    if not critic:
+        return {name: tensor for name, tensor in weights.items() if mine not in name}
+    renamed = {name.replace(mine, f"{HEAD}."): tensor for name, tensor in weights.items()}
+    return {name: tensor for name, tensor in renamed.items() if not known or name in known}
 
 
 def trained_weights(checkpoint: Path, backend: str) -> Iterable[tuple[str, torch.Tensor]]:

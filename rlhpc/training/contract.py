@@ -338,10 +338,9 @@ class TrainingBackend(abc.ABC):
         except (OSError, ValueError) as error:
             raise CheckpointError(f"{path}: not a checkpoint of this kind of model ({error})") from error
         for key, expected in self._identity().items():
-            if found.get(key) != expected:
-                raise CheckpointError(
-                    f"{folder}: the checkpoint has {key} {found.get(key)!r}, this configuration {expected!r}"
-                )
+            there = found.get(key, False if expected is False else None)  # older ones do not say what they lack
+            if there != expected:
+                raise CheckpointError(f"{folder}: the checkpoint has {key} {there!r}, this configuration {expected!r}")
 
     def _identity(self) -> dict[str, Any]:
         return {

@@ -33,7 +33,9 @@ def peft() -> Any:
     return package
 
 
-def attach_lora(model: nn.Module, lora: LoraConfig, *, seed: int, head: str | None = None) -> nn.Module:
+def attach_lora(
+    model: nn.Module, lora: LoraConfig, *, seed: int, head: str | None = None, beside: bool = False
+) -> nn.Module:
     """Freezes the model and gives it adapters in float32, whose initial values depend on the seed alone.
 
     Args:
@@ -41,12 +43,14 @@ def attach_lora(model: nn.Module, lora: LoraConfig, *, seed: int, head: str | No
         lora: `actor.lora`: rank, alpha, dropout, target_modules.
         seed: Seed of the adapters' initial values.
         head: Name of a layer that is trained as it is, beside the adapters, and gets none: a classifier's.
+        beside: That layer is beside a causal model's own head, and none that peft's files are to name.
 
     Raises:
         ConfigError: `target_modules` names nothing in this model, or layers that are not linear.
     """
     # Without a task peft passes on what it is called with, and gives back what the model does.
-    config = _config(lora, lora.dropout, **({"exclude_modules": [head]} if head else {"task_type": "CAUSAL_LM"}))
+    without = {"exclude_modules": [head]} if head else {}
+    config = _config(lora, lora.dropout, **without, **({} if head and not beside else {"task_type": "CAUSAL_LM"}))
     on_meta = next(model.parameters()).is_meta
     try:
         with (
@@ -63,8 +67,9 @@ def attach_lora(model: nn.Module, lora: LoraConfig, *, seed: int, head: str | No
     if head:
         for parameter in model.get_submodule(head).parameters():
             parameter.requires_grad = True
-        # What peft's files say, so that it finds the head in them.
-        config.task_type, config.modules_to_save, config.exclude_modules = "SEQ_CLS", [head], None
+        config.exclude_modules = None
+    if head and not beside:  # what peft's files say, so that it finds the head in them
+        config.task_type, config.modules_to_save = "SEQ_CLS", [head]
     _finish(adapted, lora)
     return adapted
 
@@ -179,9 +184,11 @@ def _plain(name: str) -> str:
 
 @torch.no_grad()
 def adapter_weights(module: nn.Module, full: Full) -> dict[str, torch.Tensor]:
-    """The adapters' weights, and those of a head trained beside them, under the names they have in peft's files."""
+    """The adapters' weights, and those of a head that peft's files name, under the names they have there."""
     named = module.state_dict(keep_vars=True).items()
-    own = [(name, tensor) for name, tensor in named if ".lora_" in name or tensor.requires_grad]
+    config: Any = module.peft_config[ADAPTER]  # type: ignore[index]
+    heads = tuple(f"{_PREFIX}{head}." for head in config.modules_to_save or ())
+    own = [(name, tensor) for name, tensor in named if ".lora_" in name or name.startswith(heads)]
     return {name.replace(_INFIX, "."): full(tensor).detach().cpu() for name, tensor in own}
 
 

@@ -92,9 +92,10 @@ class Column:
     Attributes:
         name: In `TokenBatch.columns`.
         by: Who makes it: `rollout` (it comes with the samples: `LanguageAlgorithm.rollout_columns`), `actor` (log-probs by the
-            weights as they are when the step's training begins), `reference` (log-probs by those from before training: by
-            the group of that name if it has a place, or else by the actor), `critic` (values: that group), the name of
-            another group that scores, or a `Scorer` of your own, which then runs on the actor ranks.
+            weights as they are when the step's training begins), `value_head` (values by these, with
+            `actor.model.add_value_head`), `reference` (log-probs by those from before training: by the group of that name if
+            it has a place, or else by the actor), `critic` (values: that group), the name of another group that scores, or
+            a `Scorer` of your own, which then runs on the actor ranks.
     """
 
     name: str
@@ -109,7 +110,7 @@ ADVANTAGES, RETURNS = "advantages", "returns"
 #: What a critic says of each token's state.
 VALUES = "values"
 #: Makers of columns that are no groups of their own.
-ROLLOUT, ACTOR, REFERENCE = "rollout", "actor", "reference"
+ROLLOUT, ACTOR, VALUE_HEAD, REFERENCE = "rollout", "actor", "value_head", "reference"
 
 
 @dataclass(frozen=True)

@@ -105,7 +105,8 @@ class Distillation(PolicyGradient):
         self.sampled = options.mode == "sampled"
         self.coef, self.reward_coef = options.coef, options.task_reward_coef
         if not self.reward_coef and self.critic:
-            self.critic, self.columns = False, [column for column in self.columns if column.name != VALUES]
+            self.critic = self.own_values = False
+            self.columns = [column for column in self.columns if column.name != VALUES]
         by = TEACHER if TEACHER in placed(cfg) else BesideActor
         if options.mode == "full":
             self.reader = FromAll

@@ -9,13 +9,14 @@ import torch
 from torch import Tensor
 
 from rlhpc.algorithms import calculate_adv_and_returns, kl_penalty, policy_loss
-from rlhpc.algorithms.losses import aggregate, entropy_loss
+from rlhpc.algorithms.losses import aggregate, entropy_loss, value_loss
 from rlhpc.algorithms.registry import ADVANTAGES as ESTIMATORS
 from rlhpc.algorithms.registry import POLICY_LOSSES
 from rlhpc.language.algorithm.base import (
     ADVANTAGES,
     RETURNS,
     ROLLOUT_LOGPROBS,
+    VALUE_HEAD,
     VALUES,
     Column,
     LanguageAlgorithm,
@@ -45,12 +46,13 @@ class PolicyGradient(LanguageAlgorithm):
         self.kl_coef = options.kl_coef
         old = [Column(OLD, "actor")] if options.recompute_logprobs else []
         self.critic = options.adv_type.lower() == GAE
+        self.own_values = self.critic and cfg.actor.model.add_value_head
         self.process = {term.name: term.weight for term in cfg.reward.process_terms}
         self.columns = [
             *old,
             *[Column(PROCESS + name, name) for name in self.process],
             *([Column(REFERENCE, "reference")] if self.kl_coef else []),
-            *([Column(VALUES, "critic")] if self.critic else []),
+            *([Column(VALUES, VALUE_HEAD if self.own_values else "critic")] if self.critic else []),
         ]
         self.at_first = self.at_first | {PROCESS + name for name in self.process}
         # An estimator that has a parameter `kl` gets the penalties apart from the rewards, others get the difference; a loss
@@ -128,11 +130,30 @@ class PolicyGradient(LanguageAlgorithm):
         gap = torch.where(mask, logprobs.detach() - behaviour, 0.0)
         parts["mismatch_kl"] = aggregate(kl_penalty(-gap, torch.zeros_like(gap), "k3"), mask, "token-mean", **counts)
         parts["mismatch_abs"] = aggregate(gap.abs(), mask, "token-mean", **counts)
+        if self.own_values:
+            loss = loss + self._value_loss(scores, batch, whole, parts)
         for name in self.process:
             paid = batch.columns[PROCESS + name][batch.mask].sum()
             parts[PROCESS + name] = paid / max(whole.sequences, 1.0)
         parts["loss"] = loss.detach()
         return loss, parts
+
+    def _value_loss(self, scores: TokenScores, batch: TokenBatch, whole: Whole, parts: dict[str, Tensor]) -> Tensor:
+        """Of the model's own head; adds its metrics."""
+        assert scores.values is not None
+        cfg, mask = self.cfg.algorithm, batch.padded(batch.mask)
+        loss, found = value_loss(
+            values=batch.padded(scores.values), returns=batch.padded(batch.columns[RETURNS]), loss_mask=mask,
+            old_values=batch.padded(batch.columns[VALUES]), value_clip=cfg.value_clip, loss_agg=cfg.loss_agg,
+            **whole.counts(),
+        )  # fmt: skip
+        if cfg.loss_agg == "seq-mean-token-sum-norm":
+            loss = loss * (mask.shape[1] / whole.width)
+        share = mask.sum() / max(whole.tokens, 1.0)
+        parts |= {name: torch.as_tensor(value) * share for name, value in found.items()}
+        mean = aggregate(batch.padded(scores.values.detach()), mask, "token-mean", **whole.counts())
+        parts |= {"value_loss": loss.detach(), "value": mean}
+        return cfg.value_coef * loss
 
     def _policy_loss(
         self, logprobs: Tensor, mask: Tensor, columns: dict[str, Tensor], counts: dict[str, float]

@@ -11,6 +11,7 @@ import torch
 
 from rlhpc.algorithms.finite import Skips, listed, require_finite, skips
 from rlhpc.checkpoint.state import load_state, rng_state, save_state, set_rng_state
+from rlhpc.language.algorithm.base import RETURNS, VALUES
 from rlhpc.language.config import TrainedLanguageConfig
 from rlhpc.language.data import load_tokenizer
 from rlhpc.language.model_config import LanguageActorConfig
@@ -118,6 +119,25 @@ class LanguageActor(Worker, Generic[Cfg]):
         if self.world_size > 1:
             sums = self.all_reduce(sums)
         return dict(zip(names, sums.tolist(), strict=True))
+
+    def _fit(self, batch: TokenBatch) -> dict[str, float]:
+        """How much of the returns' variance the values explained, before this step's training."""
+        returns, values = batch.columns[RETURNS][batch.mask].double(), batch.columns[VALUES][batch.mask].double()
+        rest = returns - values
+        sums = torch.stack(
+            [torch.tensor(float(len(rest))).double(), returns.sum(), (returns**2).sum(), rest.sum(), (rest**2).sum()]
+        )
+        if self.world_size > 1:
+            sums = self.all_reduce(sums)
+        n, total, squares, rests, rest_squares = sums.tolist()
+        if not n:
+            return {}
+        variance = squares / n - (total / n) ** 2
+        left = rest_squares / n - (rests / n) ** 2
+        found = {"return": total / n}
+        if variance > 1e-12:
+            found["explained_variance"] = 1.0 - left / variance
+        return found
 
     def _learning_rate(self, step: int) -> float:
         optim = self.section.optim

@@ -174,25 +174,6 @@ class CriticWorker(LanguageActor[GrpoConfig]):
         parts = self.backend.forward_backward([part for _, part in self._micro_batches(batch)], loss)
         return self._step(rate, self._reduced(parts), tokens, where, batch)
 
-    def _fit(self, batch: TokenBatch) -> dict[str, float]:
-        """How much of the returns' variance the values explained, before this step's training."""
-        returns, values = batch.columns[RETURN_OF][batch.mask].double(), batch.columns[VALUES][batch.mask].double()
-        rest = returns - values
-        sums = torch.stack(
-            [torch.tensor(float(len(rest))).double(), returns.sum(), (returns**2).sum(), rest.sum(), (rest**2).sum()]
-        )
-        if self.world_size > 1:
-            sums = self.all_reduce(sums)
-        n, total, squares, rests, rest_squares = sums.tolist()
-        if not n:
-            return {}
-        variance = squares / n - (total / n) ** 2
-        left = rest_squares / n - (rests / n) ** 2
-        found = {"return": total / n}
-        if variance > 1e-12:
-            found["explained_variance"] = 1.0 - left / variance
-        return found
-
     # -- checkpoint -----------------------------------------------------------------------------------------------
 
     def save(self, folder: str) -> None:

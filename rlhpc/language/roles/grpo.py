@@ -16,6 +16,7 @@ from rlhpc.language.algorithm.base import (
     ADVANTAGES,
     REFERENCE,
     ROLLOUT,
+    VALUE_HEAD,
     VALUES,
     Column,
     LogitReader,
@@ -68,7 +69,8 @@ class GrpoActor(LanguageActor[GrpoConfig]):
         self.algorithm = make_algorithm(cfg)
         makers = [column.by for column in self.algorithm.columns]
         reference = REFERENCE in makers and REFERENCE not in prompts.scoring
-        trainer = self._load_model(total_steps, lambda: TokenTrainer(cfg, self, reference=reference))
+        values = cfg.actor.model.add_value_head
+        trainer = self._load_model(total_steps, lambda: TokenTrainer(cfg, self, reference=reference, values=values))
         self._scorers = {
             column.name: column.by(cfg, self.backend.device)
             for column in self.algorithm.columns
@@ -217,15 +219,21 @@ class GrpoActor(LanguageActor[GrpoConfig]):
             return 0.0
         start = time.perf_counter()
         parts, made = self._micro_batches(batch), dict[str, torch.Tensor]()
+        own = dict[int, TokenScores]()
         for column in self._made_here:
             who = f"algorithm.name={self.cfg.algorithm.name}: the scorer of column {column.name}"
-            made[column.name] = values_of(partial(self._column, column), parts, batch, who)
+            made[column.name] = values_of(partial(self._column, column, own), parts, batch, who)
         batch.columns |= made
         return time.perf_counter() - start
 
-    def _column(self, column: Column, batch: TokenBatch) -> torch.Tensor:
-        if column.by == ACTOR:
-            return self.backend.forward(batch, temperature=self.temperature).logprobs
+    def _column(self, column: Column, own: dict[int, TokenScores], batch: TokenBatch) -> torch.Tensor:
+        """What a micro-batch's column says; `own` keeps what one pass of the model itself said of each."""
+        if column.by in (ACTOR, VALUE_HEAD):
+            if id(batch) not in own:
+                own[id(batch)] = self.backend.forward(batch, temperature=self.temperature)
+            found = own[id(batch)].logprobs if column.by == ACTOR else own[id(batch)].values
+            assert found is not None
+            return found
         if column.by == REFERENCE:
             return self.backend.reference(batch, temperature=self.temperature).logprobs
         return self._scorers[column.name].score(batch.to(self.backend.device))
@@ -284,6 +292,8 @@ class GrpoActor(LanguageActor[GrpoConfig]):
         self.version = step
         metrics = {name: value / updates for name, value in sums.items()} if updates else {"tokens": tokens}
         metrics |= self.skips.counted()
+        if RETURNS_OF in batch.columns:
+            metrics |= self._fit(batch)
         seconds = {"update_s": time.perf_counter() - start - scored, "late_score_s": scored}
         return {**metrics, **first, "lr": rate, "updates": float(updates), **seconds}
 

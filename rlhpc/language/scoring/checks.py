@@ -16,6 +16,7 @@ from rlhpc.language.scoring.groups import (
     group_models,
     group_roles,
     needs_critic,
+    needs_values,
     placed,
     process_groups,
     raters,
@@ -30,6 +31,9 @@ if TYPE_CHECKING:
     from rlhpc.language.config import GrpoConfig
     from rlhpc.language.model_config import PretrainedConfig
     from rlhpc.language.scoring.group import ScoringGroup
+
+#: The maker of values that is no group: `rlhpc.language.algorithm.base.VALUE_HEAD`.
+_OWN = "value_head"
 
 
 def check_group_sections(cfg: GrpoConfig, fail: Fail) -> None:
@@ -105,8 +109,16 @@ def _placed(cfg: GrpoConfig, fail: Fail) -> None:
     if needs_critic(cfg) and CRITIC not in here:
         raise fail(
             "algorithm.adv_type",
-            "gae needs a critic: give it a place with cluster.component_placement.critic, or choose grpo, rloo, …",
+            "gae needs a critic: give it a place with cluster.component_placement.critic, set actor.model.add_value_head, or "
+            "choose grpo, rloo, …",
         )
+    if cfg.actor.model.add_value_head:
+        if CRITIC in here:
+            raise fail(
+                "actor.model.add_value_head", "there is a group critic already: set it to false, or leave that out"
+            )
+        if _OWN not in makers(cfg):
+            raise fail("actor.model.add_value_head", "nothing asks for values: set algorithm.adv_type=gae, or false")
     if distils(cfg):
         _distillation(cfg, fail)
     if cfg.reference.update_interval and "reference" not in here:
@@ -115,7 +127,7 @@ def _placed(cfg: GrpoConfig, fail: Fail) -> None:
             "the actor keeps the policy from before training: give the reference a place with "
             "cluster.component_placement.reference, or set 0",
         )
-    asked = asked_for(cfg)
+    asked = makers(cfg) - {"rollout", "actor", _OWN}
     for name in here:
         rater = name in known and rates(known[name].scorer)
         if rater and name not in rating:
@@ -195,19 +207,19 @@ def _longest(cfg: GrpoConfig) -> tuple[int, str]:
     )
 
 
-def asked_for(cfg: GrpoConfig) -> frozenset[str]:
-    """The groups that the algorithm wants columns of."""
+def makers(cfg: GrpoConfig) -> frozenset[str]:
+    """Of whom the algorithm wants columns, but for scorers of its own: groups, and others whose names `Column.by` lists."""
     from rlhpc.language.algorithm.registry import make_algorithm
 
     if (distils(cfg) or cfg.algorithm.name.lower() == "policy_gradient") and not cfg.algorithm.kwargs:
         wanted = {
             CRITIC: needs_critic(cfg),
+            _OWN: needs_values(cfg) and cfg.actor.model.add_value_head,
             "reference": cfg.algorithm.kl_coef,
             "teacher": distils(cfg) and "teacher" in placed(cfg),
         }
         return frozenset([*(name for name, is_wanted in wanted.items() if is_wanted), *process_groups(cfg)])
-    makers = {column.by for column in make_algorithm(cfg).columns}
-    return frozenset(by for by in makers if isinstance(by, str) and by not in ("rollout", "actor"))
+    return frozenset(column.by for column in make_algorithm(cfg).columns if isinstance(column.by, str))
 
 
 def check_groups(cfg: GrpoConfig, ranks: Mapping[str, int]) -> None:

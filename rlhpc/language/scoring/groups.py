@@ -81,7 +81,12 @@ def group_roles(cfg: GrpoConfig) -> dict[str, str]:
 
 
 def needs_critic(cfg: GrpoConfig) -> bool:
-    """Whether a built-in algorithm is told to ask one."""
+    """Whether a built-in algorithm is told to ask a group of that name."""
+    return needs_values(cfg) and not cfg.actor.model.add_value_head
+
+
+def needs_values(cfg: GrpoConfig) -> bool:
+    """Whether a built-in algorithm is told to ask what states are worth."""
     rewarded = distils(cfg) and cfg.algorithm.distillation.task_reward_coef > 0
     return (rewarded or cfg.algorithm.name.lower() == "policy_gradient") and cfg.algorithm.adv_type.lower() == "gae"
 

@@ -12,7 +12,7 @@ from torch import nn
 from rlhpc.config.typed import plain
 from rlhpc.language.tokens.files import FOLDER, model_files
 from rlhpc.language.tokens.model import compute_dtype, load_causal_lm
-from rlhpc.language.tokens.scalar import HEAD, load_scalar_model
+from rlhpc.language.tokens.scalar import HEAD, VALUE_HEAD, add_value_head, load_scalar_model
 from rlhpc.runtime.durable import fsync_folder, write_durably
 from rlhpc.training import lora
 from rlhpc.training.contract import Blueprint, Full, Named
@@ -27,6 +27,7 @@ class LanguageBlueprint(Blueprint):
     Args:
         cfg: The configuration.
         reference: Whether the model from before training is wanted, too.
+        values: Whether the model gets a head for values, which only training knows: no engine and no export gets it.
 
     Attributes:
         head: A layer that is trained beside adapters, if the model has one.
@@ -37,15 +38,18 @@ class LanguageBlueprint(Blueprint):
     identity_file = "backend.json"
     knobs = "lower actor.max_tokens_per_micro_batch"
 
-    def __init__(self, cfg: TrainedLanguageConfig, *, reference: bool = False) -> None:
+    def __init__(self, cfg: TrainedLanguageConfig, *, reference: bool = False, values: bool = False) -> None:
         self._describe(cfg.actor, cfg.runner.seed)
         self._reference = reference
+        if values:
+            self.head, self._aside = VALUE_HEAD, f"{VALUE_HEAD}."
 
     def _describe(self, section: LanguageActorConfig, seed: int, key: str = "actor") -> None:
         self.actor, self.seed, self.key = section, seed, key
         self.dtype = compute_dtype(section.model, f"{key}.model")
         self.lora_rank = section.lora.rank
         self._reference = False
+        self._aside = ""
         self._files: dict[str, bytes] | None = None
 
     def load(self, model: Any, **options: Any) -> Any:
@@ -61,7 +65,11 @@ class LanguageBlueprint(Blueprint):
             checkpointing=actor.model.gradient_checkpointing,
             empty=empty,
         )
-        return lora.attach_lora(model, actor.lora, seed=self.seed, head=self.head) if self.lora_rank else model
+        if self._aside:
+            add_value_head(model, self.seed)
+        if not self.lora_rank:
+            return model
+        return lora.attach_lora(model, actor.lora, seed=self.seed, head=self.head, beside=bool(self._aside))
 
     @property
     def has_reference(self) -> bool:
@@ -75,7 +83,7 @@ class LanguageBlueprint(Blueprint):
 
     def identity(self) -> dict[str, Any]:
         """What must agree for a checkpoint to fit (`Blueprint.identity`)."""
-        return {"actor.lora.rank": self.lora_rank}
+        return {"actor.lora.rank": self.lora_rank, "actor.model.add_value_head": bool(self._aside)}
 
     def about(self) -> dict[str, Any]:
         """See `Blueprint.about`: what conversion needs."""
@@ -99,12 +107,22 @@ class LanguageBlueprint(Blueprint):
     def named_weights(self, module: nn.Module, full: Full, without: Container[str] = ()) -> Named:
         """See `Blueprint.named_weights`: by their Hugging Face names, in the dtype of the computation, LoRA merged; tied ones
         once, under the name that comes first."""
-        for name, tensor in lora.full_weights(module, full, without):
+        for name, tensor in lora.full_weights(module, full, _Without(without, self._aside)):
             yield name, tensor.to(self.dtype) if tensor.is_floating_point() else tensor
 
     def frozen_names(self, module: nn.Module) -> frozenset[str]:
         """Names of the weights that never change (`Blueprint.frozen_names`): not trained, and nothing merged into them."""
         return lora.frozen_names(module)
+
+
+class _Without(Container[str]):
+    """Names to leave out: some, and all that begin with a prefix, if there is one."""
+
+    def __init__(self, names: Container[str], prefix: str) -> None:
+        self._names, self._prefix = names, prefix
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._names or bool(self._prefix and str(name).startswith(self._prefix))
 
 
 class ScalarBlueprint(LanguageBlueprint):

@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 
 #: Name of the head, as transformers and vLLM have it for decoders.
 HEAD = "score"
+#: Name of the one beside a causal model's head for tokens.
+VALUE_HEAD = "value_head"
 _CLASSIFIER = "ForSequenceClassification"
 
 
@@ -90,6 +92,40 @@ def load_scalar_model(
     module.config.pad_token_id = _pad(model, module.config)
     module.config.problem_type = "regression"  # vLLM then gives the value itself, rather than its sigmoid
     return prepared(module, checkpointing)
+
+
+def add_value_head(module: Any, seed: int) -> Any:
+    """Gives a causal model a head for values beside the one for tokens. A call of it then returns `logits`, and `token_values`
+    `[N, W]` float32, whose column t is the value once token t is read.
+
+    Args:
+        module: From `load_causal_lm`; changed in place. On the meta device, the head is, too.
+        seed: Of the head's weights; the same seed gives the same ones.
+
+    Raises:
+        ConfigError: The model's head for tokens cannot be found.
+    """
+    tokens = module.get_output_embeddings()
+    if tokens is None:
+        raise ConfigError(
+            f"actor.model.add_value_head: {type(module).__name__} has no head for tokens to put it beside"
+        )
+    like = tokens.weight
+    head = Head(like.shape[1], 1, bias=False, device=like.device, dtype=like.dtype)
+    if not like.is_meta:
+        _initialize(head, float(getattr(module.config, "initializer_range", None) or 0.02), seed)
+    module.add_module(VALUE_HEAD, head)
+    read = list[torch.Tensor]()
+    # What the head for tokens reads: to ask for hidden states would keep those of all layers.
+    tokens.register_forward_pre_hook(lambda _, given: read.append(given[0]))
+
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        read.clear()
+        logits = type(self).forward(self, *args, **kwargs).logits
+        return {"logits": logits, "token_values": getattr(self, VALUE_HEAD)(read.pop()).squeeze(-1)}
+
+    module.forward = types.MethodType(forward, module)
+    return module
 
 
 def is_classifier(model: PretrainedConfig, key: str = "actor.model.model_path") -> bool:

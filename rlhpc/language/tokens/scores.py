@@ -30,11 +30,13 @@ class TokenScores:
         logprobs: log p(token t | tokens before it in its sample) at the temperature asked for.
         entropy: Of that distribution, where asked for.
         read: What else was made of the logits, where asked for.
+        values: Of the state before the token, in float32, where the model has a head for them.
     """
 
     logprobs: torch.Tensor
     entropy: torch.Tensor | None = None
     read: torch.Tensor | None = None
+    values: torch.Tensor | None = None
 
 
 def token_scores(
@@ -57,10 +59,14 @@ def token_scores(
         reading: Makes something else of the logits, as they are before the temperature divides them.
     """
     ids = batch.padded(batch.ids, batch.pad_id)
-    logits = model(input_ids=ids, use_cache=False).logits
+    found = model(input_ids=ids, use_cache=False)
+    logits, values = found["logits"], found.get("token_values")
     scores = scores_of_logits(logits, ids, batch.attended(), temperature, entropy)
     entropies = None if scores.entropy is None else batch.flat(scores.entropy)
-    return TokenScores(batch.flat(scores.logprobs), entropies, None if reading is None else reading(logits, batch))
+    if values is not None:
+        values = batch.flat(nn.functional.pad(values[:, :-1], (1, 0)))
+    read = None if reading is None else reading(logits, batch)
+    return TokenScores(batch.flat(scores.logprobs), entropies, read, values)
 
 
 def scores_of_logits(

@@ -130,10 +130,13 @@ class TokenTrainer(ModelTrainer):
         cfg: The configuration.
         worker: The rank.
         reference: Whether `reference` will be asked.
+        values: Whether the model has a head for values, too.
     """
 
-    def __init__(self, cfg: TrainedLanguageConfig, worker: Ranks, *, reference: bool = False) -> None:
-        super().__init__(LanguageBlueprint(cfg, reference=reference), cfg.actor, worker)
+    def __init__(
+        self, cfg: TrainedLanguageConfig, worker: Ranks, *, reference: bool = False, values: bool = False
+    ) -> None:
+        super().__init__(LanguageBlueprint(cfg, reference=reference, values=values), cfg.actor, worker)
 
     def forward(self, batch: TokenBatch, *, temperature: float = 1.0, entropy: bool = False) -> TokenScores:
         """Scores without gradients, in evaluation mode."""

@@ -66,6 +66,8 @@ def loss_of(step: int):
     def loss(scores: TokenScores, batch: TokenBatch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         assert scores.entropy is not None
         value = -(batch.columns["weights"] * scores.logprobs + ENTROPY_COEF * scores.entropy).sum() / count(step)
+        if scores.values is not None:
+            value = value + (scores.values - batch.columns["weights"]).square().sum() / count(step)
         return value, {"loss": value}
 
     return loss
@@ -92,7 +94,7 @@ def probe_batch() -> TokenBatch:
 def train(worker: Worker, cfg: Any, steps: range = range(5), load: Path | None = None, **then: Any) -> dict[str, Any]:
     """Trains and tells: losses and norms by step, full weights, scores before and after; `then` names what follows:
     save=folder, export=folder, adapter=folder."""
-    backend = TokenTrainer(cfg, worker)
+    backend = TokenTrainer(cfg, worker, values=cfg.actor.model.add_value_head)
     if load is not None:
         backend.load(load)
     before = backend.forward(probe_batch(), temperature=TEMPERATURE).logprobs
@@ -121,6 +123,7 @@ def train(worker: Worker, cfg: Any, steps: range = range(5), load: Path | None =
         "before": before,
         "after": scores.logprobs,
         "reference": reference.logprobs,
+        "values": scores.values,
         "trained": backend.parameters_trained,
     }
 

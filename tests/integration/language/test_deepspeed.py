@@ -22,9 +22,9 @@ pytest.importorskip("peft")
 sys.path.insert(0, str(Path(__file__).parent))
 
 from deepspeed_ranks import ZeroTrainer
-from lm_ranks import ENTROPY_COEF, LR, TEMPERATURE, count, groups_of, make_config, probe_batch, sequences
+from lm_ranks import ENTROPY_COEF, LR, TEMPERATURE, count, groups_of, make_config, probe_batch, sequences, train
 
-from rlhpc import Session
+from rlhpc import Session, Worker
 from rlhpc.language.data.tiny import make_tiny_model
 from rlhpc.language.tokens.model import compute_dtype
 from rlhpc.language.tokens.scores import token_scores
@@ -178,6 +178,14 @@ def test_adapters_train_as_in_a_plain_loop(run, model, stage: int) -> None:
     (found,) = run(2, [configured(model, stage, **changes)])
     assert_same(found, plain_loop(model, lora=2))
     torch.testing.assert_close(found["reference"], found["before"])
+
+
+def test_a_head_for_values_trains_as_on_one_rank(run, model) -> None:
+    changes = {"model.add_value_head": True}
+    expected = train(Worker(), make_config(model, **changes))
+    for found in run(2, [configured(model, stage, **changes) for stage in (2, 3)]):
+        assert_same(found, expected)
+        torch.testing.assert_close(found["values"], expected["values"], rtol=1e-4, atol=1e-4)
 
 
 def test_tied_weights_offload_and_checkpointing_change_nothing(run, model, tied) -> None:

@@ -18,7 +18,7 @@ pytest.importorskip("transformers", reason="needs the extra llm")
 from lm_rewards import ones
 from safetensors.torch import load_file
 from test_reasoning import LanguageRun
-from transformers import AutoModelForSequenceClassification
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from rlhpc.config.typed import changed
 from rlhpc.language.data import PromptSampler, load_tokenizer
@@ -29,7 +29,7 @@ from rlhpc.language.rewards import Sample
 from rlhpc.language.roles.prompts import seed_of
 from rlhpc.language.roles.rollout import open_prompts
 from rlhpc.language.tokens.model import load_causal_lm
-from rlhpc.language.tokens.scalar import load_scalar_model
+from rlhpc.language.tokens.scalar import add_value_head, load_scalar_model
 from rlhpc.runs.configuration import load_config
 from tests.classifiers import save_classifier
 
@@ -68,23 +68,33 @@ def test_ppo_with_a_critic_learns_and_its_critic_does(critic: LanguageRun) -> No
     assert {name for name in names if f"| `{name}` |" not in page} == set()
 
 
-def test_a_step_is_that_of_a_plain_loop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reward_model: Path) -> None:
-    """One process, plain torch: sample, value, rewards on the way, advantages by the recursion, losses, optimizers."""
+@pytest.mark.parametrize("own", [False, True], ids=["critic", "head"])
+def test_a_step_is_that_of_a_plain_loop(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reward_model: Path, own: bool
+) -> None:
+    """One process, plain torch: sample, value, rewards on the way, advantages by the recursion, losses, optimizers; with the
+    values of a critic, or of a head on the model's own layers."""
+    values = ("actor.model.add_value_head=true", places(steps=0)) if own else (places(critic=0, steps=0),)
     run = LanguageRun(
-        tmp_path / "plain", *PPO, places(critic=0, steps=0), "actor.optim.lr=1e-3",
+        tmp_path / "plain", *PPO, *values, "actor.optim.lr=1e-3",
         f"groups=[{{name: steps, scorer: process, model: {{model_path: {reward_model}}}, "
         "kwargs: {separator: '1', change: true}}]", "reward.process_terms=[{name: steps, weight: 0.1}]",
     )  # fmt: skip
     run.train("runner.max_steps=1", "runner.save_interval=1")
     monkeypatch.setenv("RLHPC_MODELS", run.environment["RLHPC_MODELS"])
     monkeypatch.syspath_prepend(HERE)
-    loop = PlainLoop(run, reward_model)
+    loop = PlainLoop(run, reward_model, own)
     (row,) = run.rows()
     for name, value in loop.step().items():
         assert row[name] == pytest.approx(value, rel=1e-4, abs=1e-6), name
-    for part, model in (("", loop.actor), ("critic", loop.critic)):
+    parts = {"": dict(loop.actor.named_parameters())}
+    if own:
+        parts[""]["value_head.weight"] = loop.head
+    else:
+        parts["critic"] = dict(loop.critic.named_parameters())
+    for part, weights in parts.items():
         saved = load_file(run.root / "checkpoints" / "global_step_1" / part / "model.safetensors")
-        weights = dict(model.named_parameters())
+        assert own == ("value_head.weight" in saved)
         for name, there in saved.items():
             torch.testing.assert_close(weights[name].detach(), there, atol=3e-5, rtol=0)
 
@@ -125,10 +135,14 @@ class FirstStep:
 class PlainLoop(FirstStep):
     """PPO with a critic as one would write it in an afternoon."""
 
-    def __init__(self, run: LanguageRun, pays: Path) -> None:
+    def __init__(self, run: LanguageRun, pays: Path, own: bool) -> None:
         super().__init__(run)
+        self.own, given = own, FrozenModelConfig(model_path=self.folder)
         self.pays = AutoModelForSequenceClassification.from_pretrained(pays)
-        self.critic = load_scalar_model(FrozenModelConfig(model_path=self.folder), seed=self.cfg.runner.seed)
+        self.critic = load_scalar_model(given, seed=self.cfg.runner.seed)
+        if own:
+            head = add_value_head(load_causal_lm(given), self.cfg.runner.seed).value_head.weight
+            self.head = torch.nn.Parameter(head.detach().clone())
 
     def on_the_way(self, ids: list[int], start: int) -> list[float]:
         """What is paid for each token of a response: at a 1, and at its end, by how much the value changed since."""
@@ -149,6 +163,15 @@ class PlainLoop(FirstStep):
                 written = place + 1
         return paid
 
+    def value(self, ids: list[int], start: int) -> torch.Tensor:
+        """Of the state before each token of a response."""
+        tokens = torch.tensor([ids])
+        if not self.own:
+            found: torch.Tensor = self.critic(input_ids=tokens)[0, start - 1 : -1]
+            return found
+        hidden = self.actor.model(input_ids=tokens, use_cache=False).last_hidden_state[0, start - 1 : -1]
+        return (hidden @ self.head.T).squeeze(-1)
+
     def step(self) -> dict[str, float]:
         """Trains both once; metrics by their names in the run's rows."""
         algorithm, samples = self.cfg.algorithm, self.samples()
@@ -156,7 +179,7 @@ class PlainLoop(FirstStep):
         on_the_way = [self.on_the_way(ids, start) for ids, start, _ in samples]
         for (ids, start, reward), extra in zip(samples, on_the_way, strict=True):
             with torch.no_grad():
-                values = self.critic(input_ids=torch.tensor([ids]))[0, start - 1 : -1]
+                values = self.value(ids, start)
             following, carried = 0.0, 0.0
             rows = []
             for t in range(len(values) - 1, -1, -1):
@@ -182,28 +205,35 @@ class PlainLoop(FirstStep):
             ratio = (chosen - chosen.detach()).exp()  # the first update: the policy is the one that drew
             white = (advantage - everything.mean()) / (everything.std() + 1e-8)
             loss = loss - (ratio * white).sum() / count
-            values = self.critic(input_ids=tokens)[0, start - 1 : -1]
+            values = self.value(ids, start)
             bounded = old + (values - old).clamp(-algorithm.value_clip, algorithm.value_clip)
             value_loss = value_loss + 0.5 * torch.max((values - target) ** 2, (bounded - target) ** 2).sum() / count
         norms = []
-        for model, value, optim in (
-            (self.actor, loss, self.cfg.actor.optim), (self.critic, value_loss, self.cfg.critic.optim),
-        ):  # fmt: skip
+        trained = [
+            ([*self.actor.parameters()], loss, self.cfg.actor.optim),
+            ([*self.critic.parameters()], value_loss, self.cfg.critic.optim),
+        ]
+        if self.own:
+            loss = loss + algorithm.value_coef * value_loss
+            trained = [([*self.actor.parameters(), self.head], loss, self.cfg.actor.optim)]
+        for parameters, value, optim in trained:
             adam = torch.optim.AdamW(
-                model.parameters(), lr=optim.lr, betas=(optim.adam_beta1, optim.adam_beta2), eps=optim.adam_eps,
+                parameters, lr=optim.lr, betas=(optim.adam_beta1, optim.adam_beta2), eps=optim.adam_eps,
                 weight_decay=optim.weight_decay,
             )  # fmt: skip
             value.backward()
-            norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), optim.clip_grad).item())
+            norms.append(torch.nn.utils.clip_grad_norm_(parameters, optim.clip_grad).item())
             adam.step()
         target = torch.cat(returns)
-        return {
+        mine = "train" if self.own else "critic"
+        found = {
             "train/reward": sum(reward for _, _, reward in samples) / len(samples), "train/loss": loss.item(),
-            "train/grad_norm": norms[0], "critic/loss": value_loss.item(), "critic/grad_norm": norms[1],
-            "train/process/steps": sum(map(sum, on_the_way)) / len(samples), "critic/return": target.mean().item(),
-            "critic/value": torch.cat(olds).mean().item(),
-            "critic/explained_variance": 1 - (everything.var(correction=0) / target.var(correction=0)).item(),
+            "train/grad_norm": norms[0], ("train/value_loss" if self.own else "critic/loss"): value_loss.item(),
+            "train/process/steps": sum(map(sum, on_the_way)) / len(samples), f"{mine}/return": target.mean().item(),
+            f"{mine}/value": torch.cat(olds).mean().item(),
+            f"{mine}/explained_variance": 1 - (everything.var(correction=0) / target.var(correction=0)).item(),
         }  # fmt: skip
+        return found if self.own else {**found, "critic/grad_norm": norms[1]}
 
 
 def test_a_critic_is_resumed_bit_for_bit(critic: LanguageRun, tmp_path: Path) -> None:
@@ -267,6 +297,33 @@ def test_a_run_without_a_critic_cannot_go_on_with_one(tmp_path: Path) -> None:
         "train", str(run.config), *PPO, places(critic=0), "runner.resume_dir=auto", "--resume-with", code=2
     )
     assert "it has no critic" in said and "Traceback" not in said
+
+
+HEAD = ("algorithm.adv_type=gae", "actor.model.add_value_head=true", "actor.lora.rank=2", "runner.save_interval=1")
+
+
+def test_a_head_on_the_models_layers_is_resumed_and_exported(tmp_path: Path) -> None:
+    """With adapters: what is sent to the engine and exported is a plain causal model; the values are a classifier's."""
+    run, again = (LanguageRun(tmp_path / name, *HEAD) for name in ("whole", "again"))
+    run.train("runner.max_steps=3")
+    again.train("runner.max_steps=1")
+    again.train("runner.max_steps=3", "runner.resume_dir=auto")
+    assert again.rows() == run.rows() and run.rows()[-1]["train/value_loss"] < run.rows()[0]["train/value_loss"]
+    saved = run.weights(3)
+    assert all(torch.equal(saved[name], one) for name, one in again.weights(3).items())
+    assert run.rows()[-1]["train/mismatch_abs"] < 1e-4
+    command = ("convert", "--run", str(run.root), "--step", "latest", "--trust-checkpoint-code")
+    folders = [Path(run.rlhpc(*command, *more).strip().splitlines()[-1]) for more in ((), ("--critic",))]
+    policy, values = (AutoModelForCausalLM, AutoModelForSequenceClassification)
+    ids = torch.tensor([[5, 6, 7, 8]])
+    read = policy.from_pretrained(folders[0]).model(input_ids=ids).last_hidden_state
+    trained = next(one for name, one in saved.items() if "value_head" in name)
+    found = values.from_pretrained(folders[1])(input_ids=ids).logits
+    torch.testing.assert_close(found[0], (read @ trained.T)[0, -1], atol=1e-5, rtol=0)
+    run.rlhpc("eval", "--run", str(run.root), "--step", "3", "--suite", "held_out", "--trust-checkpoint-code")
+    said = again.train("runner.max_steps=4", "runner.resume_dir=auto", "algorithm.adv_type=grpo",
+                       "actor.model.add_value_head=false", "--resume-with", code=2)  # fmt: skip
+    assert "has actor.model.add_value_head True, this configuration False" in said and "Traceback" not in said, said
 
 
 def test_a_critic_may_learn_alone_at_first(tmp_path: Path) -> None:
@@ -400,6 +457,8 @@ JUDGE = ("reward.terms=[{name: judge}]", places(judge=0))
 STEPS = ("groups=[{name: steps, scorer: process, model: {model_path: 'builtin:tiny'}}]", places(steps=0))
 BAD = (
     (("algorithm.adv_type=gae",), "gae needs a critic: give it a place with cluster.component_placement.critic"),
+    (("actor.model.add_value_head=true",), "nothing asks for values: set algorithm.adv_type=gae, or false"),
+    ((*PPO, places(critic=0), "actor.model.add_value_head=true"), "there is a group critic already"),
     ((places(critic=0),), "nothing asks the group 'critic': set algorithm.adv_type=gae, or leave it out"),
     ((places(reference=0),), "nothing asks the group 'reference': set algorithm.kl_coef, or leave it out"),
     (("reference.update_interval=2",), "give the reference a place with cluster.component_placement.reference"),

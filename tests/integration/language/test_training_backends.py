@@ -105,7 +105,7 @@ def scores_alone(model: Any, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Ten
     return torch.cat([zero, picked]), torch.cat([zero, -(every.exp() * every).sum(-1)])
 
 
-def plain_loop(folder: Path, *, lora: int = 0, bf16: bool = False) -> dict[str, Any]:
+def plain_loop(folder: Path, *, lora: int = 0, bf16: bool = False, head: bool = False) -> dict[str, Any]:
     """The same training with torch alone: one process, one sequence at a time, torch.optim.AdamW."""
     import peft
     from transformers import AutoModelForCausalLM
@@ -117,6 +117,8 @@ def plain_loop(folder: Path, *, lora: int = 0, bf16: bool = False) -> dict[str, 
         model = peft.get_peft_model(model, peft.LoraConfig(**options))
     model.train()
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    if head:
+        trained["head"] = torch.nn.Parameter(new_head(folder))
     optimizer = torch.optim.AdamW(trained.values(), lr=LR, eps=1e-5, weight_decay=0.1)
 
     def called(**inputs: Any) -> Any:
@@ -131,6 +133,9 @@ def plain_loop(folder: Path, *, lora: int = 0, bf16: bool = False) -> dict[str, 
         for sequence in sequences(step):
             logprobs, entropy = scores_alone(called, sequence["ids"])
             loss = -(sequence["weights"] * logprobs + ENTROPY_COEF * entropy).sum() / count(step)
+            if head:
+                values = values_alone(model, trained["head"], sequence["ids"])
+                loss = loss + (values - sequence["weights"]).square().sum() / count(step)
             loss.backward()
             total += float(loss.detach())
         losses.append(total)
@@ -139,7 +144,26 @@ def plain_loop(folder: Path, *, lora: int = 0, bf16: bool = False) -> dict[str, 
         optimizer.zero_grad()
     if lora:
         model = model.merge_and_unload()
-    return {"losses": losses, "norms": norms, "weights": {n: p.detach() for n, p in model.named_parameters()}}
+    found = {"losses": losses, "norms": norms, "weights": {n: p.detach() for n, p in model.named_parameters()}}
+    return {**found, "model": model.eval(), "head": trained["head"].detach()} if head else found
+
+
+def new_head(folder: Path) -> torch.Tensor:
+    """The one that a run begins with."""
+    from rlhpc.language.model_config import PretrainedConfig
+    from rlhpc.language.tokens.model import load_causal_lm
+    from rlhpc.language.tokens.scalar import add_value_head
+
+    model = add_value_head(load_causal_lm(PretrainedConfig(model_path=str(folder))), seed=1)
+    weight: torch.Tensor = model.value_head.weight.detach().clone()
+    return weight
+
+
+def values_alone(model: Any, head: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    """Of the state before each token of one sequence, column 0 being 0."""
+    inner = model.get_base_model() if hasattr(model, "get_base_model") else model
+    hidden = inner.model(input_ids=ids[None], use_cache=False).last_hidden_state[0, :-1]
+    return torch.cat([torch.zeros(1), (hidden @ head.T).squeeze(-1)])
 
 
 @pytest.fixture(scope="module")
@@ -171,13 +195,15 @@ CHANGES: dict[str, dict[str, Any]] = {
     "lora-checkpointing": {"lora.rank": 2, "model.gradient_checkpointing": True},
     "zero2": {"fsdp.reshard_after_forward": False},
     "host": {"fsdp.cpu_offload": True},
+    "head": {"model.add_value_head": True, "model.gradient_checkpointing": True},
+    "head-lora": {"model.add_value_head": True, "lora.rank": 2},
 }
 
 
 @pytest.mark.parametrize(
     ("backend", "n", "change"),
     [
-        *[("local", n, change) for n in (1, 2) for change in ("whole", "tied", "checkpointing", "lora")],
+        *[("local", n, change) for n in (1, 2) for change in ("whole", "tied", "checkpointing", "lora", "head")],
         *[("fsdp", 1, change) for change in ("whole", "tied", "lora-checkpointing")],
         *[("fsdp", 2, change) for change in CHANGES],
     ],
@@ -186,7 +212,13 @@ def test_losses_and_weights_are_those_of_a_plain_loop(run, models, plain, backen
     model, changes = "tied" if change == "tied" else "untied", CHANGES[change]
     cfg = make_config(models[model], training_backend=backend, **changes)
     found = run(n, cfg, offload=change == "whole")
-    assert_same(found, plain(model, lora=changes.get("lora.rank", 0)))
+    head = changes.get("model.add_value_head", False)
+    expected = plain(model, lora=changes.get("lora.rank", 0), head=head)
+    assert_same(found, expected)
+    if head:  # it is nowhere among the weights that are sent, and learned with them
+        probe = probe_batch()
+        alone = [values_alone(expected["model"], expected["head"], one.ids) for one in probe.split([1] * len(probe))]
+        torch.testing.assert_close(found["values"], torch.cat(alone), rtol=1e-4, atol=1e-4)
     # The reference is the model of before training, the trained one has left it.
     torch.testing.assert_close(found["reference"], found["before"])
     assert (found["after"] - found["before"]).abs().max() > 0.05
@@ -230,7 +262,7 @@ def test_the_same_seed_gives_the_same_bits(run, models) -> None:
         ("local", 2, 1, {"model.dtype": "bfloat16"}),
         ("fsdp", 1, 2, {}),
         ("fsdp", 2, 1, {"model.dtype": "bfloat16"}),
-        ("fsdp", 2, 1, {"lora.rank": 2}),
+        ("fsdp", 2, 1, {"lora.rank": 2, "model.add_value_head": True}),
         pytest.param("fsdp", 2, 4, {"lora.rank": 2}, marks=pytest.mark.slow),
         pytest.param("fsdp", 4, 2, {}, marks=pytest.mark.slow),
     ],
@@ -324,7 +356,8 @@ def test_an_exported_adapter_is_loaded_by_peft(run, models, tmp_path, backend: s
     import peft
     from transformers import AutoModelForCausalLM
 
-    cfg = make_config(models["untied"], training_backend=backend, **{"lora.rank": 2})
+    changes = {"lora.rank": 2, "model.add_value_head": n == 2}
+    cfg = make_config(models["untied"], training_backend=backend, **changes)
     report = run(n, cfg, steps=range(2), adapter=tmp_path)
     model = peft.PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(models["untied"]), tmp_path).eval()
     with torch.no_grad():
