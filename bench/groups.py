@@ -26,8 +26,12 @@ from bench.machine import spread, write
 ROOT = Path(__file__).resolve().parents[1]
 CONFIG = ROOT / "configs" / "reasoning" / "demo.yaml"
 SFT = "runs/demo_sft/export/global_step_180"
-#: One answer to each of many prompts: nothing to compare within a group. Right or wrong, and nothing in between.
-SPARSE = ("data.prompts_per_step=256", "algorithm.group_size=1", "algorithm.normalize_advantages=none")
+#: One answer to each of many prompts: nothing to compare within a group. Paid at its end: for being right, and for being a
+#: number, which nearly all are: without a baseline that praises them all.
+SPARSE = (
+    "data.prompts_per_step=256", "algorithm.group_size=1", "algorithm.normalize_advantages=none",
+    "reward.terms=[{name: exact}, {name: format, kwargs: {pattern: '[0-9]+'}}]",
+)  # fmt: skip
 WAYS = {
     "critic": (
         "algorithm.adv_type=gae", "algorithm.gae_lambda=1.0", "algorithm.value_clip=0.5", "critic.optim.lr=1e-3",
@@ -127,7 +131,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--part", choices=("critic", "reward"), default="critic")
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=160)
+    parser.add_argument("--steps", type=int, default=80)
     parser.add_argument("--model-steps", type=int, default=600, help="of the reward models")
     parser.add_argument("--work", type=Path, default=ROOT / "runs" / "bench_reward_model")
     args = parser.parse_args()
