@@ -18,10 +18,9 @@ from rlhpc.language.engines.engine import EngineOptions, UpdateFailed
 from rlhpc.language.engines.kv import KeyValues
 from rlhpc.language.engines.sampling import Rows, draw
 from rlhpc.language.roles.rollout import check_language
-from rlhpc.language.roles.scoring import score_in_parts
 from rlhpc.language.scoring.groups import scoring_groups
 from rlhpc.language.scoring.registry import make_scorer
-from rlhpc.language.tokens.batches import TokenBatch
+from rlhpc.language.tokens.batches import TokenBatch, cut_up, values_of
 from rlhpc.runtime.errors import ConfigError
 
 transformers = pytest.importorskip("transformers")
@@ -553,7 +552,9 @@ def test_a_teacher_in_vllm_says_what_it_says_in_transformers(mode: str, folder: 
         scorer = make_scorer(cfg, device, group)
         scorer.offload()
         scorer.reload()
-        said.append([score_in_parts(scorer.score, part, group.max_tokens, device) for part in (batch, answers(1))])
+        said.append([
+            values_of(scorer.score, cut_up(part, group.max_tokens), part, "the teacher") for part in (batch, answers(1))
+        ])  # fmt: skip
     with pytest.raises(
         ConfigError, match=r"a sequence has 107 tokens, and this engine reads at most 106 \(teacher.max_model_l"
     ):
