@@ -132,7 +132,7 @@ class GrpoRunnerConfig(RunnerConfig):
 class PolicyModelConfig(LanguageModelConfig):
     """The language model."""
 
-    add_value_head: bool = False
+    value_head: bool = False
     """A head for values on the model's own layers, for `algorithm.adv_type: gae` without a group `critic`: both losses train
     these layers. Rollout ranks and exports do without it."""
 
@@ -208,7 +208,7 @@ class GrpoAlgorithmConfig(LanguageAlgorithmConfig):
     """Further arguments of the algorithm's constructor."""
     adv_type: str = "grpo"
     """Advantage estimator: grpo, dr_grpo, rloo, reinforce++, reinforce++_baseline, raw, gae (with a group `critic`, or
-    `actor.model.add_value_head`), a registered name, or `module:function`."""
+    `actor.model.value_head`), a registered name, or `module:function`."""
     loss_type: str = "ppo"
     """Policy loss: ppo (alias actor, actor_critic), gspo, cispo, decoupled_ppo, a registered name, or `module:function`."""
     loss_agg: str = "token-mean"
@@ -221,7 +221,7 @@ class GrpoAlgorithmConfig(LanguageAlgorithmConfig):
     value_clip: float | None = None
     """Clip range of the critic's loss; null is off."""
     value_coef: float = 0.5
-    """Weight of the loss of values that come from the model's own head (`actor.model.add_value_head`)."""
+    """Weight of the loss of values that come from the model's own head (`actor.model.value_head`)."""
     normalize_advantages: str = "auto"
     """`batch` (over all ranks) or `none`; `auto` is none, as the estimators compare within groups, but for gae, where it is
     batch."""

@@ -90,7 +90,7 @@ def export_language_model(
     apart = critic and (checkpoint / CRITIC).is_dir()
     source = checkpoint / CRITIC if apart else checkpoint
     identity = _identity(source)
-    values = bool(identity.get("actor.model.add_value_head"))  # a head beside that for tokens
+    values = bool(identity.get("actor.model.value_head"))  # a head beside that for tokens
     if critic and not apart and not values:
         raise ConfigError(f"{checkpoint} has no critic: algorithm.adv_type was not gae")
     Trust(trust_code).check({"about": {"trust_remote_code": bool(identity["about"].get("trust_remote_code"))}},

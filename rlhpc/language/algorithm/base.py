@@ -93,7 +93,7 @@ class Column:
         name: In `TokenBatch.columns`.
         by: Who makes it: `rollout` (it comes with the samples: `LanguageAlgorithm.rollout_columns`), `actor` (log-probs by the
             weights as they are when the step's training begins), `value_head` (values by these, with
-            `actor.model.add_value_head`), `reference` (log-probs by those from before training: by the group of that name if
+            `actor.model.value_head`), `reference` (log-probs by those from before training: by the group of that name if
             it has a place, or else by the actor), `critic` (values: that group), the name of another group that scores, or
             a `Scorer` of your own, which then runs on the actor ranks.
     """

@@ -46,7 +46,7 @@ class PolicyGradient(LanguageAlgorithm):
         self.kl_coef = options.kl_coef
         old = [Column(OLD, "actor")] if options.recompute_logprobs else []
         self.critic = options.adv_type.lower() == GAE
-        self.own_values = self.critic and cfg.actor.model.add_value_head
+        self.own_values = self.critic and cfg.actor.model.value_head
         self.process = {term.name: term.weight for term in cfg.reward.process_terms}
         self.columns = [
             *old,

@@ -69,7 +69,7 @@ class GrpoActor(LanguageActor[GrpoConfig]):
         self.algorithm = make_algorithm(cfg)
         makers = [column.by for column in self.algorithm.columns]
         reference = REFERENCE in makers and REFERENCE not in prompts.scoring
-        values = cfg.actor.model.add_value_head
+        values = cfg.actor.model.value_head
         trainer = self._load_model(total_steps, lambda: TokenTrainer(cfg, self, reference=reference, values=values))
         self._scorers = {
             column.name: column.by(cfg, self.backend.device)

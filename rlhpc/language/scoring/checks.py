@@ -109,16 +109,14 @@ def _placed(cfg: GrpoConfig, fail: Fail) -> None:
     if needs_critic(cfg) and CRITIC not in here:
         raise fail(
             "algorithm.adv_type",
-            "gae needs a critic: give it a place with cluster.component_placement.critic, set actor.model.add_value_head, or "
+            "gae needs a critic: give it a place with cluster.component_placement.critic, set actor.model.value_head, or "
             "choose grpo, rloo, …",
         )
-    if cfg.actor.model.add_value_head:
+    if cfg.actor.model.value_head:
         if CRITIC in here:
-            raise fail(
-                "actor.model.add_value_head", "there is a group critic already: set it to false, or leave that out"
-            )
+            raise fail("actor.model.value_head", "there is a group critic already: set it to false, or leave that out")
         if _OWN not in makers(cfg):
-            raise fail("actor.model.add_value_head", "nothing asks for values: set algorithm.adv_type=gae, or false")
+            raise fail("actor.model.value_head", "nothing asks for values: set algorithm.adv_type=gae, or false")
     if distils(cfg):
         _distillation(cfg, fail)
     if cfg.reference.update_interval and "reference" not in here:
@@ -214,7 +212,7 @@ def makers(cfg: GrpoConfig) -> frozenset[str]:
     if (distils(cfg) or cfg.algorithm.name.lower() == "policy_gradient") and not cfg.algorithm.kwargs:
         wanted = {
             CRITIC: needs_critic(cfg),
-            _OWN: needs_values(cfg) and cfg.actor.model.add_value_head,
+            _OWN: needs_values(cfg) and cfg.actor.model.value_head,
             "reference": cfg.algorithm.kl_coef,
             "teacher": distils(cfg) and "teacher" in placed(cfg),
         }

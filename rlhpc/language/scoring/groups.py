@@ -82,7 +82,7 @@ def group_roles(cfg: GrpoConfig) -> dict[str, str]:
 
 def needs_critic(cfg: GrpoConfig) -> bool:
     """Whether a built-in algorithm is told to ask a group of that name."""
-    return needs_values(cfg) and not cfg.actor.model.add_value_head
+    return needs_values(cfg) and not cfg.actor.model.value_head
 
 
 def needs_values(cfg: GrpoConfig) -> bool:

@@ -83,7 +83,7 @@ class LanguageBlueprint(Blueprint):
 
     def identity(self) -> dict[str, Any]:
         """What must agree for a checkpoint to fit (`Blueprint.identity`)."""
-        return {"actor.lora.rank": self.lora_rank, "actor.model.add_value_head": bool(self._aside)}
+        return {"actor.lora.rank": self.lora_rank, "actor.model.value_head": bool(self._aside)}
 
     def about(self) -> dict[str, Any]:
         """See `Blueprint.about`: what conversion needs."""

@@ -107,9 +107,7 @@ def add_value_head(module: Any, seed: int) -> Any:
     """
     tokens = module.get_output_embeddings()
     if tokens is None:
-        raise ConfigError(
-            f"actor.model.add_value_head: {type(module).__name__} has no head for tokens to put it beside"
-        )
+        raise ConfigError(f"actor.model.value_head: {type(module).__name__} has no head for tokens to put it beside")
     like = tokens.weight
     head = Head(like.shape[1], 1, bias=False, device=like.device, dtype=like.dtype)
     if not like.is_meta:

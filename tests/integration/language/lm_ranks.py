@@ -94,7 +94,7 @@ def probe_batch() -> TokenBatch:
 def train(worker: Worker, cfg: Any, steps: range = range(5), load: Path | None = None, **then: Any) -> dict[str, Any]:
     """Trains and tells: losses and norms by step, full weights, scores before and after; `then` names what follows:
     save=folder, export=folder, adapter=folder."""
-    backend = TokenTrainer(cfg, worker, values=cfg.actor.model.add_value_head)
+    backend = TokenTrainer(cfg, worker, values=cfg.actor.model.value_head)
     if load is not None:
         backend.load(load)
     before = backend.forward(probe_batch(), temperature=TEMPERATURE).logprobs

@@ -181,7 +181,7 @@ def test_adapters_train_as_in_a_plain_loop(run, model, stage: int) -> None:
 
 
 def test_a_head_for_values_trains_as_on_one_rank(run, model) -> None:
-    changes = {"model.add_value_head": True}
+    changes = {"model.value_head": True}
     expected = train(Worker(), make_config(model, **changes))
     for found in run(2, [configured(model, stage, **changes) for stage in (2, 3)]):
         assert_same(found, expected)

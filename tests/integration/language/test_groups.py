@@ -74,7 +74,7 @@ def test_a_step_is_that_of_a_plain_loop(
 ) -> None:
     """One process, plain torch: sample, value, rewards on the way, advantages by the recursion, losses, optimizers; with the
     values of a critic, or of a head on the model's own layers."""
-    values = ("actor.model.add_value_head=true", places(steps=0)) if own else (places(critic=0, steps=0),)
+    values = ("actor.model.value_head=true", places(steps=0)) if own else (places(critic=0, steps=0),)
     run = LanguageRun(
         tmp_path / "plain", *PPO, *values, "actor.optim.lr=1e-3",
         f"groups=[{{name: steps, scorer: process, model: {{model_path: {reward_model}}}, "
@@ -299,7 +299,7 @@ def test_a_run_without_a_critic_cannot_go_on_with_one(tmp_path: Path) -> None:
     assert "it has no critic" in said and "Traceback" not in said
 
 
-HEAD = ("algorithm.adv_type=gae", "actor.model.add_value_head=true", "actor.lora.rank=2", "runner.save_interval=1")
+HEAD = ("algorithm.adv_type=gae", "actor.model.value_head=true", "actor.lora.rank=2", "runner.save_interval=1")
 
 
 def test_a_head_on_the_models_layers_is_resumed_and_exported(tmp_path: Path) -> None:
@@ -322,8 +322,8 @@ def test_a_head_on_the_models_layers_is_resumed_and_exported(tmp_path: Path) -> 
     torch.testing.assert_close(found[0], (read @ trained.T)[0, -1], atol=1e-5, rtol=0)
     run.rlhpc("eval", "--run", str(run.root), "--step", "3", "--suite", "held_out", "--trust-checkpoint-code")
     said = again.train("runner.max_steps=4", "runner.resume_dir=auto", "algorithm.adv_type=grpo",
-                       "actor.model.add_value_head=false", "--resume-with", code=2)  # fmt: skip
-    assert "has actor.model.add_value_head True, this configuration False" in said and "Traceback" not in said, said
+                       "actor.model.value_head=false", "--resume-with", code=2)  # fmt: skip
+    assert "has actor.model.value_head True, this configuration False" in said and "Traceback" not in said, said
 
 
 def test_a_critic_may_learn_alone_at_first(tmp_path: Path) -> None:
@@ -457,8 +457,8 @@ JUDGE = ("reward.terms=[{name: judge}]", places(judge=0))
 STEPS = ("groups=[{name: steps, scorer: process, model: {model_path: 'builtin:tiny'}}]", places(steps=0))
 BAD = (
     (("algorithm.adv_type=gae",), "gae needs a critic: give it a place with cluster.component_placement.critic"),
-    (("actor.model.add_value_head=true",), "nothing asks for values: set algorithm.adv_type=gae, or false"),
-    ((*PPO, places(critic=0), "actor.model.add_value_head=true"), "there is a group critic already"),
+    (("actor.model.value_head=true",), "nothing asks for values: set algorithm.adv_type=gae, or false"),
+    ((*PPO, places(critic=0), "actor.model.value_head=true"), "there is a group critic already"),
     ((places(critic=0),), "nothing asks the group 'critic': set algorithm.adv_type=gae, or leave it out"),
     ((places(reference=0),), "nothing asks the group 'reference': set algorithm.kl_coef, or leave it out"),
     (("reference.update_interval=2",), "give the reference a place with cluster.component_placement.reference"),

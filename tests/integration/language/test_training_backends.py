@@ -195,8 +195,8 @@ CHANGES: dict[str, dict[str, Any]] = {
     "lora-checkpointing": {"lora.rank": 2, "model.gradient_checkpointing": True},
     "zero2": {"fsdp.reshard_after_forward": False},
     "host": {"fsdp.cpu_offload": True},
-    "head": {"model.add_value_head": True, "model.gradient_checkpointing": True},
-    "head-lora": {"model.add_value_head": True, "lora.rank": 2},
+    "head": {"model.value_head": True, "model.gradient_checkpointing": True},
+    "head-lora": {"model.value_head": True, "lora.rank": 2},
 }
 
 
@@ -212,7 +212,7 @@ def test_losses_and_weights_are_those_of_a_plain_loop(run, models, plain, backen
     model, changes = "tied" if change == "tied" else "untied", CHANGES[change]
     cfg = make_config(models[model], training_backend=backend, **changes)
     found = run(n, cfg, offload=change == "whole")
-    head = changes.get("model.add_value_head", False)
+    head = changes.get("model.value_head", False)
     expected = plain(model, lora=changes.get("lora.rank", 0), head=head)
     assert_same(found, expected)
     if head:  # it is nowhere among the weights that are sent, and learned with them
@@ -262,7 +262,7 @@ def test_the_same_seed_gives_the_same_bits(run, models) -> None:
         ("local", 2, 1, {"model.dtype": "bfloat16"}),
         ("fsdp", 1, 2, {}),
         ("fsdp", 2, 1, {"model.dtype": "bfloat16"}),
-        ("fsdp", 2, 1, {"lora.rank": 2, "model.add_value_head": True}),
+        ("fsdp", 2, 1, {"lora.rank": 2, "model.value_head": True}),
         pytest.param("fsdp", 2, 4, {"lora.rank": 2}, marks=pytest.mark.slow),
         pytest.param("fsdp", 4, 2, {}, marks=pytest.mark.slow),
     ],
@@ -356,7 +356,7 @@ def test_an_exported_adapter_is_loaded_by_peft(run, models, tmp_path, backend: s
     import peft
     from transformers import AutoModelForCausalLM
 
-    changes = {"lora.rank": 2, "model.add_value_head": n == 2}
+    changes = {"lora.rank": 2, "model.value_head": n == 2}
     cfg = make_config(models["untied"], training_backend=backend, **changes)
     report = run(n, cfg, steps=range(2), adapter=tmp_path)
     model = peft.PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(models["untied"]), tmp_path).eval()

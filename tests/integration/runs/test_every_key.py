@@ -80,7 +80,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
             "max_refills": 1, "name": "distillation", "distillation": {"mode": "topk", "task_reward_coef": 1.0},
             "adv_type": "gae",
         },
-        "actor": {**SHARDED, "model": {**TINY, "add_value_head": True}, "global_batch_size": 4},
+        "actor": {**SHARDED, "model": {**TINY, "value_head": True}, "global_batch_size": 4},
         "teacher": {"model": TINY},
     },
     "sft": {
@@ -107,7 +107,7 @@ SLURM = [
 
 #: A second run with language models, with every group that one can have.
 GROUPS = [
-    "runner.name=groups", "actor.model.add_value_head=false", "runner.val_check_interval=-1", "algorithm.adv_type=gae", "algorithm.name=own_groups:Taught",
+    "runner.name=groups", "actor.model.value_head=false", "runner.val_check_interval=-1", "algorithm.adv_type=gae", "algorithm.name=own_groups:Taught",
     "cluster.component_placement={actor: 0, rollout: 0, critic: 0, reference: 0, teacher: 0, reward: 0, judge: 0, mine: 0, steps: 0}",
     "teacher.model.model_path=builtin:tiny", "teacher.model.kwargs={hidden: 32, layers: 1, heads: 1}",
     "teacher.rollout_backend=vllm",
