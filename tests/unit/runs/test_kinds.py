@@ -23,7 +23,7 @@ FOREIGN = {
         "data.prompts_per_step=3", "reward.timeout_s=1", "demos.path=x.h5", "workflow.sft=x.yaml",
     ],
     LANGUAGE: [
-        "runner.stop_return=1", "runner.init_from=x", "algorithm.value_coef=0.1", "algorithm.target_kl=0.1",
+        "runner.stop_return=1", "runner.init_from=x", "algorithm.target_kl=0.1",
         "algorithm.logprob_type=nonsense", "algorithm.reward_type=chunk_level",
         "algorithm.rollout_steps=5", "actor.micro_batch_size=3",
         "rollout.pipeline_stage_num=2", "actor.model.model_type=nonsense", "actor.model.hidden_sizes=[3]",
