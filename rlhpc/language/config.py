@@ -169,6 +169,11 @@ class GrpoRolloutConfig(WeightSyncConfig, EngineConfig):
 
     temperature: float = 1.0
     """Temperature of sampling in training; the losses use the same."""
+    probe_interval: int = 10
+    """Versions of the weights between two probes: engine and trainer score a fixed text, and a difference that rounding does
+    not explain ends the run. The first two versions are always looked at; 0 is off."""
+    probe_tolerance: float | None = None
+    """How far the text's log-probs may differ, a token on average; null is 0.001 for an engine in float32, and else 0.25."""
 
 
 @dataclass
@@ -366,6 +371,8 @@ RANGES: dict[str, Range] = {
     "algorithm.distillation.task_reward_coef": NOT_NEGATIVE,
     "rollout.max_new_tokens": COUNT,
     "rollout.temperature": NOT_NEGATIVE,
+    "rollout.probe_interval": NOT_NEGATIVE,
+    "rollout.probe_tolerance": POSITIVE,
     "rollout.top_p": Range(0, 1, above=True),
     "rollout.top_k": Range(1, also=(-1, "off")),
     "rollout.max_batch_size": COUNT,

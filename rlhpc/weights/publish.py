@@ -24,6 +24,7 @@ import torch
 from rlhpc.runtime.comm.pool import SegmentPool
 from rlhpc.runtime.comm.segments import HEADER
 from rlhpc.weights.elements import Elements, Shadow
+from rlhpc.weights.receipt import Receipt, digest
 from rlhpc.weights.strategy import DELTAS, NamedTensors
 
 #: Bytes of a part: large enough to make its fixed costs negligible, small enough for two of them to be no burden.
@@ -78,6 +79,7 @@ class Announcement:
         part: The new part; None if there is nothing new.
         last: Whether this is the version's last piece.
         log: The kept parts from before this version, in order; in the first announcement only.
+        receipt: What the version is; in the last announcement only.
     """
 
     stream: str
@@ -87,6 +89,7 @@ class Announcement:
     part: Part | None
     last: bool
     log: tuple[Part, ...] = ()
+    receipt: Receipt | None = None
 
 
 class _Bucket:
@@ -161,6 +164,7 @@ class Publisher:
         log, sent = (*self._frozen, *self._base, *self._changes), set(self._known)
         number = 0
         fixed, moving = _Bucket(), _Bucket()
+        digests: dict[str, int] = {}
 
         def announce(bucket: _Bucket | None, last: bool) -> Announcement:
             nonlocal number
@@ -171,7 +175,8 @@ class Publisher:
                     self._frozen.append(part)
                 elif self._delta == "elements":
                     (self._changes if log else self._base).append(part)
-            made = Announcement(self._stream, version, number, self._serial, part, last, () if number else log)
+            receipt = Receipt(version, digests) if last else None
+            made = Announcement(self._stream, version, number, self._serial, part, last, () if number else log, receipt)
             number += 1
             return made
 
@@ -183,8 +188,9 @@ class Publisher:
             elif still and name in sent:
                 continue
             what: torch.Tensor | Elements | None = tensor.detach().cpu().contiguous()
+            assert isinstance(what, torch.Tensor)
+            digests[name] = digest(what, version)
             if self._delta == "elements" and not still:
-                assert isinstance(what, torch.Tensor)
                 what = self._shadow.changes(name, what)
             if what is None:
                 continue

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
 
     from rlhpc.runtime.worker import Worker
     from rlhpc.weights.elements import Elements
+    from rlhpc.weights.receipt import Receipt
 
 NamedTensors = Iterable[tuple[str, "torch.Tensor"]]
 NamedUpdates = Iterator[tuple[str, "torch.Tensor | Elements"]]
@@ -29,11 +30,14 @@ class Update:
         complete: Whether it contains all tensors; otherwise it contains those that changed, and the rest stay as they are.
         tensors: To be iterated once, to the end. Tensors may be views of shared memory, which stays mapped while one is
             kept. Nobody may write into them, except the Elements of a later version.
+        receipt: What the version was to be, once the tensors have been iterated to the end; None where the strategy does not
+            know.
     """
 
     version: int
     complete: bool
     tensors: NamedUpdates
+    receipt: Callable[[], Receipt | None] = lambda: None
 
 
 class WeightSync(Protocol):

@@ -12,6 +12,7 @@ from rlhpc.runtime.comm.segments import spans_of
 from rlhpc.runtime.errors import RlhpcError
 from rlhpc.weights.elements import Elements, put
 from rlhpc.weights.publish import Announcement, Entry, Part
+from rlhpc.weights.receipt import Receipt
 from rlhpc.weights.strategy import NamedUpdates, Update
 
 #: `(part, late) -> memory of its segment`, which lives as long as a view of it. The memory of a kept part may be
@@ -30,6 +31,7 @@ class Subscriber:
     def __init__(self, whole: bool = False) -> None:
         self._whole = whole
         self._held: dict[str, torch.Tensor] = {}
+        self._receipt: Receipt | None = None
         self.forget()
 
     def forget(self) -> None:
@@ -53,7 +55,8 @@ class Subscriber:
         if known < 0:
             self.forget()
         complete = known < 0 or self._whole
-        return Update(first.version, complete, self._tensors(first, known, following, read))
+        self._receipt = None
+        return Update(first.version, complete, self._tensors(first, known, following, read), lambda: self._receipt)
 
     def _tensors(
         self, first: Announcement, known: int, following: Callable[[], Announcement], read: Open
@@ -69,6 +72,7 @@ class Subscriber:
             if now.part is not None:
                 yield from _taken(now.part, read(now.part, False), held if assembles else None)
             if now.last:
+                self._receipt = now.receipt
                 break
             before, now = now, following()
             if (now.stream, now.version, now.number) != (before.stream, before.version, before.number + 1):

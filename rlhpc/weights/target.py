@@ -6,6 +6,7 @@ import torch
 
 from rlhpc.runtime.errors import RlhpcError
 from rlhpc.weights.elements import Elements, put
+from rlhpc.weights.receipt import Proof
 from rlhpc.weights.strategy import NamedTensors, Update, WeightSync
 
 
@@ -54,8 +55,8 @@ class Target:
             RlhpcError: The receiver's model is a different one.
         """
         changes: list[tuple[str, torch.Tensor | Elements]] = []
-        bad = None
-        for name, change in update.tensors:  # as they arrive: the sender is still writing the rest
+        bad, proof = None, Proof(update, look=False)
+        for name, change in proof.tensors():  # as they arrive: the sender is still writing the rest
             theirs = self._tensors.get(name)
             if theirs is None or theirs.shape != change.shape or theirs.dtype != change.dtype:
                 bad = bad or name
@@ -75,6 +76,10 @@ class Target:
                 mine.data = change
             else:
                 put(mine, change)
+        proof.check(self._held)
+
+    def _held(self, name: str) -> torch.Tensor:
+        return self._own.get(name, self._tensors[name])
 
 
 def _described(name: str, tensor: torch.Tensor | Elements | None) -> str:

@@ -67,7 +67,7 @@ class RolloutBackend(Protocol):
     way goes on under the new ones (after a recomputation of its cache), and `Completion.versions` tells which token is
     whose.
 
-    What only some engines say or can do is in `SaysForkable` and `TakesParts`.
+    What only some engines say or can do is in `SaysForkable`, `TakesParts`, `TellsWeights` and `ScoresTexts`.
     """
 
     version: int
@@ -130,6 +130,23 @@ class TakesParts(Protocol):
     ) -> None:
         """See `RolloutBackend.update_weights`. Where `complete` is false, what does not come stays as it is; a tensor may come
         as its changed `Elements` (`rlhpc.weights.elements.put`)."""
+
+
+@runtime_checkable
+class TellsWeights(Protocol):
+    """An engine that shows what it works with."""
+
+    def held(self, name: str) -> torch.Tensor | None:
+        """The tensor of that name as it is after the last update; None if it is kept in another form or dtype than it
+        came in."""
+
+
+@runtime_checkable
+class ScoresTexts(Protocol):
+    """An engine that says how likely it finds a text."""
+
+    def score(self, token_ids: Sequence[int]) -> list[float]:
+        """Log-probs of a text's tokens but the first, at temperature 1, by the present weights. What is under way goes on."""
 
 
 def taking_parts(engine: RolloutBackend) -> TakesParts | None:

@@ -74,6 +74,7 @@ class HFRollout(Engine):
             self._kv = KeyValues(self._max_rows)
         self._cache: Any = None
         self._stale = False
+        self._as_sent: dict[str, Tensor] = {}
         self._rows: Rows | None = None
         self._last: Tensor = torch.empty(0, dtype=torch.int64, device=self._device)
 
@@ -266,8 +267,24 @@ class HFRollout(Engine):
         with torch.no_grad():
             for name, change in fitting_update(named_tensors, needed, optional=shapes, complete=complete):
                 put(mine[name], change)
+                if mine[name].dtype == change.dtype:
+                    self._as_sent[name] = mine[name]
+                else:
+                    self._as_sent.pop(name, None)
         self._stale = True
         self._end_update(version)
+
+    def score(self, token_ids: Sequence[int]) -> list[float]:
+        """See `ScoresTexts.score`."""
+        ids = torch.tensor([list(token_ids)], device=self._device)
+        with torch.inference_mode(), self._memory():
+            logprobs = self._model(input_ids=ids, use_cache=False).logits[0, :-1].float().log_softmax(-1)
+        found: list[float] = logprobs.gather(1, ids[0, 1:, None]).squeeze(1).tolist()
+        return found
+
+    def held(self, name: str) -> Tensor | None:
+        """See `TellsWeights.held`."""
+        return self._as_sent.get(name)
 
     def offload(self) -> None:
         """See `RolloutBackend.offload`. Weights go to the host; requests under way are recomputed afterwards."""
@@ -287,6 +304,7 @@ class HFRollout(Engine):
         self._abort()
         self._kv.free()
         self._cache = self._model = None
+        self._as_sent.clear()
 
 
 @contextmanager

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -18,14 +19,19 @@ from rlhpc.language.engines.ends import (
     transformers_module,
 )
 from rlhpc.language.engines.engine import Engine, EngineOptions, UpdateFailed, fitting_update
-from rlhpc.language.engines.vllm_experts import FileNames, is_mixture, packing_kernels, reload_packed
+from rlhpc.language.engines.vllm_experts import FileNames, is_mixture, packing_kernels
 from rlhpc.language.engines.vllm_logprobs import log_before_filters
 from rlhpc.language.engines.vllm_names import tensors_of, under_all_names
 from rlhpc.language.engines.vllm_process import VLLMProcess
+from rlhpc.language.engines.vllm_receipt import reload_counted, require_all_loaded
 from rlhpc.runtime.errors import ConfigError
 
 if TYPE_CHECKING:
     from rlhpc.language.config import LanguageConfig
+
+
+#: The request that asks for a text's log-probs.
+_PROBE = "probe"
 
 
 @dataclass
@@ -77,6 +83,7 @@ class VLLMRollout(VLLMProcess, Engine):
         self._needed, self._optional, self._aliases = tensors_of(model)
         self._experts = FileNames(model) if is_mixture(config) else None
         self._running: dict[str, _Running] = {}
+        self._expected = self._sizes()
         self._torn = ""
         VLLMProcess.__init__(self, options, config, seed)
         self.context = int(self._engine.model_config.max_model_len)
@@ -86,6 +93,12 @@ class VLLMRollout(VLLMProcess, Engine):
                 f"rollout.engine_kwargs: vLLM's {', '.join(kernels)} keep experts in a form that weight updates do not reach; "
                 "set moe_backend: triton"
             )
+
+    def _sizes(self) -> dict[str, int]:
+        """Elements of each tensor that the loader must put somewhere, by the names that it knows."""
+        shapes = {name: torch.empty(list(shape), device="meta") for name, shape in self._needed.items()}
+        files = self._experts(shapes.items()) if self._experts else shapes.items()
+        return {name: tensor.numel() for name, tensor in files}
 
     def _arguments(self) -> dict[str, Any]:
         # After temperature, which is right but for rows with top-p or top-k: see `log_before_filters`.
@@ -135,6 +148,9 @@ class VLLMRollout(VLLMProcess, Engine):
     def _advance(self) -> list[Completion]:
         with self._explained():
             outputs = self._engine.step()
+        return self._ended(outputs)
+
+    def _ended(self, outputs: Iterable[Any]) -> list[Completion]:
         done: list[Completion] = []
         for output in outputs:
             running = self._running.get(output.request_id)
@@ -188,16 +204,34 @@ class VLLMRollout(VLLMProcess, Engine):
         self._torn = f"the update to version {version} of vLLM's weights broke off; restart the rollout group"
         weights = fitting_update(named_tensors, self._needed, self._optional)
         tied = under_all_names(weights, self._aliases)
-        if self._experts and self._on_cpu:
-            self._engine.collective_rpc(reload_packed, args=(self._experts(tied),))
-        else:
-            named = self._experts(tied) if self._experts else tied
-            self._engine.collective_rpc("reload_weights", kwargs={"weights_iterator": named})
+        named = self._experts(tied) if self._experts else tied
+        (counted,) = self._engine.collective_rpc(reload_counted, args=(named, bool(self._experts and self._on_cpu)))
+        require_all_loaded(counted, self._expected, version)
         self._engine.reset_prefix_cache(reset_running_requests=True)
         for running, token_ids, _ in self._so_far():
             running.marks.append((len(token_ids), self.version))
         self._torn = ""
         self._end_update(version)
+
+    def score(self, token_ids: Sequence[int]) -> list[float]:
+        """See `ScoresTexts.score`."""
+        from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
+
+        parameters = SamplingParams(
+            temperature=0.0, max_tokens=1, ignore_eos=True, detokenize=False, flat_logprobs=True, prompt_logprobs=0,
+            output_kind=RequestOutputKind.FINAL_ONLY,
+        )  # fmt: skip
+        self._engine.add_request(_PROBE, {"prompt_token_ids": list(token_ids)}, parameters)
+        while True:
+            with self._explained():
+                outputs = self._engine.step()
+            self._kept += self._ended(output for output in outputs if output.request_id != _PROBE)
+            for output in outputs:
+                if output.request_id == _PROBE and output.finished:
+                    rows = len(token_ids) - 1
+                    said = np.asarray(output.prompt_logprobs.logprobs, np.float64).reshape(rows, -1)
+                    return [float(row[0]) for row in said]
 
     def offload(self) -> None:
         """See `RolloutBackend.offload`. On the CPU build there is no accelerator to give back."""

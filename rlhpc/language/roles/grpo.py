@@ -31,6 +31,7 @@ from rlhpc.language.roles.actor import LanguageActor
 from rlhpc.language.roles.arrivals import Arrivals
 from rlhpc.language.roles.groups import PARTS, Group
 from rlhpc.language.roles.minibatches import minibatches
+from rlhpc.language.roles.probe import Probe, due, probe_text
 from rlhpc.language.roles.prompts import GROUPS, RETURNS, VERSIONS, PromptMap
 from rlhpc.language.scoring.groups import CRITIC
 from rlhpc.language.tokens.batches import TokenBatch, values_of
@@ -115,6 +116,7 @@ class GrpoActor(LanguageActor[GrpoConfig]):
         """Sends the weights, as `version`, to all rollout ranks; those that are not trained only once."""
         if version != self.version:  # the previous update failed
             raise RlhpcError(f"weights of version {version} are not there: the actor has {self.version}")
+        probe = self._probe(version)
         frozen = self._frozen_names()
         weights = self.backend.named_weights(self._sent)
         try:
@@ -123,13 +125,24 @@ class GrpoActor(LanguageActor[GrpoConfig]):
                     pass
             else:
                 for rank in range(self.prompts.rollout_ranks):
-                    self._versions.put(version, key=str(rank))
+                    self._versions.put(probe, key=str(rank))
                 self._sync.send(version, _as(_DTYPES.get(self.cfg.rollout.dtype), weights), frozen=frozen)
         finally:
             # Now, not when the last reference to it is dropped: it may have taken memory that another role wants back.
             if isinstance(weights, Generator):
                 weights.close()
         self._sent = frozen
+
+    def _probe(self, version: int) -> Probe | None:
+        """What the weights say of a fixed text, where this version is looked at; all ranks call it."""
+        if not due(version, self.cfg.rollout.probe_interval):
+            return None
+        data, rollout = self.cfg.data, self.cfg.rollout
+        text = probe_text(len(self.tokenizer), data.max_prompt_tokens + rollout.max_new_tokens - 1)
+        batch = TokenBatch.of([text], [[True] * len(text)], pad_id=self.pad)
+        with self.backend.awake():
+            said = self.backend.forward(batch, temperature=1.0).logprobs[1:]
+        return Probe(tuple(text), tuple(said.double().cpu().tolist()))
 
     def refresh_reference(self, version: int) -> None:
         """Sends all weights to the reference's ranks, which score with them from then on."""

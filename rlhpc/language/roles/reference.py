@@ -15,6 +15,7 @@ from rlhpc.language.scoring.logprobs import LogProbs
 from rlhpc.runtime.errors import RlhpcError
 from rlhpc.weights import make_sync
 from rlhpc.weights.elements import Elements
+from rlhpc.weights.receipt import Proof
 
 
 class ReferenceWorker(ScoringWorker):
@@ -34,10 +35,12 @@ class ReferenceWorker(ScoringWorker):
         update = self._sync.receive()
         there = self.scorer.model.state_dict()
         with torch.no_grad():
-            for name, tensor in update.tensors:
+            proof = Proof(update, f"{self.prompts.actor_name}-0")
+            for name, tensor in proof.tensors():
                 if isinstance(tensor, Elements) or name not in there:
                     raise RlhpcError(f"the actor's weight {name} does not fit the reference's model")
                 there[name].copy_(tensor)
+            proof.check()
 
     def save(self, folder: str) -> None:
         """Rank 0 writes the weights: they are neither the actor's nor those from before training."""

@@ -11,7 +11,7 @@ newer, and weights never get older. With 0 that is the synchronous loop.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -28,7 +28,7 @@ from rlhpc.language.config import GrpoConfig, LanguageConfig
 from rlhpc.language.data import PromptDataset, PromptSampler, PromptTokenizer, load_tokenizer, make_dataset
 from rlhpc.language.data.prompts import Prompt
 from rlhpc.language.engines import Request, SamplingParams, make_rollout
-from rlhpc.language.engines.base import taking_parts
+from rlhpc.language.engines.base import ScoresTexts, TellsWeights, taking_parts
 from rlhpc.language.engines.ends import load_model_config
 from rlhpc.language.engines.registry import forkable
 from rlhpc.language.engines.vllm_experts import require_proven
@@ -37,6 +37,7 @@ from rlhpc.language.rewards import Sample
 from rlhpc.language.rewards.pool import Scored
 from rlhpc.language.roles.facts import facts_of, not_finite, summed, varied
 from rlhpc.language.roles.groups import FINISHED, group_of
+from rlhpc.language.roles.probe import Probe, check_probe
 from rlhpc.language.roles.prompts import (
     GROUPS,
     VERSIONS,
@@ -56,8 +57,7 @@ from rlhpc.runtime.errors import DeadlineExceeded, RlhpcError
 from rlhpc.runtime.worker import Worker
 from rlhpc.training.zero_config import deepspeed_config
 from rlhpc.weights import make_sync
-from rlhpc.weights.elements import Elements
-from rlhpc.weights.strategy import NamedUpdates
+from rlhpc.weights.receipt import Proof
 
 #: Pause in seconds when neither engine nor judges had anything.
 _IDLE_S = 0.002
@@ -248,15 +248,23 @@ class LanguageRolloutWorker(Worker):
     def _take_weights(self) -> float:
         """Takes in a version that has been announced."""
         try:
-            self._versions.get_nowait(key=str(self.rank))
+            probe: Probe | None = self._versions.get_nowait(key=str(self.rank))
         except QueueEmpty:
             return 0.0
         start = time.perf_counter()
         update = self.weights.receive()
+        held = self.backend.held if isinstance(self.backend, TellsWeights) else None
+        proof = Proof(update, f"{self.prompts.actor_name}-0")
         if self._in_parts is None:
-            self.backend.update_weights(update.version, _whole(update.tensors))
+            self.backend.update_weights(update.version, proof.whole())
         else:
-            self._in_parts.update_weights(update.version, update.tensors, complete=update.complete)
+            self._in_parts.update_weights(update.version, proof.tensors(), complete=update.complete)
+        proof.check(held)
+        if probe is not None and isinstance(self.backend, ScoresTexts):
+            rollout, trained = self.cfg.rollout, self.cfg.actor.model.dtype
+            dtypes = {trained, trained if rollout.dtype == "auto" else rollout.dtype}
+            sender = f"{self.prompts.actor_name}-0"
+            check_probe(self.backend, probe, update.version, rollout.probe_tolerance, dtypes, sender)
         self.version = update.version
         return time.perf_counter() - start
 
@@ -350,13 +358,6 @@ class LanguageRolloutWorker(Worker):
                 f"the episode's {len(episode.token_ids)} tokens"
             )
         return made
-
-
-def _whole(tensors: NamedUpdates) -> Iterator[tuple[str, torch.Tensor]]:
-    """What a receiver of whole updates is given: tensors only."""
-    for name, tensor in tensors:
-        assert not isinstance(tensor, Elements)
-        yield name, tensor
 
 
 def open_prompts(cfg: LanguageConfig) -> tuple[Any, PromptTokenizer, PromptDataset]:

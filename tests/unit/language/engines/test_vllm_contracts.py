@@ -37,6 +37,7 @@ if TYPE_CHECKING:
         ("vllm.v1.worker.gpu_model_runner:GPUModelRunner.get_model", ()),
         ("vllm.v1.worker.gpu.model_runner:GPUModelRunner.get_model", ()),
         ("vllm.v1.worker.gpu_model_runner:GPUModelRunner.reload_weights", ("weights_iterator",)),
+        ("vllm.model_executor.model_loader.reload.layerwise:get_numel_loaded", ("weight_loader", "args")),
         ("vllm.v1.worker.gpu.model_runner:GPUModelRunner.reload_weights", ("weights_iterator",)),
         ("vllm.v1.core.sched.scheduler:Scheduler._preempt_request", ("drop_stale_output",)),
     ],
