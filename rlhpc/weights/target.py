@@ -6,7 +6,7 @@ import torch
 
 from rlhpc.runtime.errors import RlhpcError
 from rlhpc.weights.elements import Elements, put
-from rlhpc.weights.receipt import Proof
+from rlhpc.weights.proof import Proof
 from rlhpc.weights.strategy import NamedTensors, Update, WeightSync
 
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from rlhpc.weights.receipt import WeightsDiffer
+from rlhpc.weights.proof import WeightsDiffer
 
 if TYPE_CHECKING:
     from rlhpc.language.engines.base import ScoresTexts

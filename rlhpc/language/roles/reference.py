@@ -15,7 +15,7 @@ from rlhpc.language.scoring.logprobs import LogProbs
 from rlhpc.runtime.errors import RlhpcError
 from rlhpc.weights import make_sync
 from rlhpc.weights.elements import Elements
-from rlhpc.weights.receipt import Proof
+from rlhpc.weights.proof import Proof
 
 
 class ReferenceWorker(ScoringWorker):

@@ -57,7 +57,7 @@ from rlhpc.runtime.errors import DeadlineExceeded, RlhpcError
 from rlhpc.runtime.worker import Worker
 from rlhpc.training.zero_config import deepspeed_config
 from rlhpc.weights import make_sync
-from rlhpc.weights.receipt import Proof
+from rlhpc.weights.proof import Proof
 
 #: Pause in seconds when neither engine nor judges had anything.
 _IDLE_S = 0.002

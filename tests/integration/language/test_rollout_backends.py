@@ -26,7 +26,7 @@ from rlhpc.language.scoring.groups import scoring_groups
 from rlhpc.language.scoring.registry import make_scorer
 from rlhpc.language.tokens.batches import TokenBatch, cut_up, values_of
 from rlhpc.runtime.errors import ConfigError
-from rlhpc.weights.receipt import WeightsDiffer
+from rlhpc.weights.proof import WeightsDiffer
 
 transformers = pytest.importorskip("transformers")
 

@@ -12,8 +12,9 @@ from rlhpc.runtime.comm.pool import SegmentPool
 from rlhpc.runtime.scratch import Scratch
 from rlhpc.weights import target
 from rlhpc.weights.elements import Elements, put
+from rlhpc.weights.proof import Proof, WeightsDiffer
 from rlhpc.weights.publish import Publisher
-from rlhpc.weights.receipt import Proof, WeightsDiffer, digest
+from rlhpc.weights.receipt import digest
 from rlhpc.weights.strategy import NamedUpdates, Update
 
 from .test_weights import Receiver, scratch  # noqa: F401 (a fixture)
