@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from rlhpc.algorithms import calculate_adv_and_returns, kl_penalty, policy_loss
-from rlhpc.algorithms.losses import aggregate, entropy_loss, value_loss
+from rlhpc.algorithms.losses import aggregate, entropy_loss
 from rlhpc.algorithms.registry import ADVANTAGES as ESTIMATORS
 from rlhpc.algorithms.registry import POLICY_LOSSES
 from rlhpc.language.algorithm.base import (
@@ -23,6 +23,7 @@ from rlhpc.language.algorithm.base import (
     Reduce,
     Whole,
 )
+from rlhpc.language.algorithm.values import value_part
 from rlhpc.language.config import GrpoConfig
 from rlhpc.language.tokens.batches import TokenBatch
 from rlhpc.language.tokens.scores import TokenScores
@@ -141,18 +142,11 @@ class PolicyGradient(LanguageAlgorithm):
     def _value_loss(self, scores: TokenScores, batch: TokenBatch, whole: Whole, parts: dict[str, Tensor]) -> Tensor:
         """Of the model's own head; adds its metrics."""
         assert scores.values is not None
-        cfg, mask = self.cfg.algorithm, batch.padded(batch.mask)
-        loss, found = value_loss(
-            values=batch.padded(scores.values), returns=batch.padded(batch.columns[RETURNS]), loss_mask=mask,
-            old_values=batch.padded(batch.columns[VALUES]), value_clip=cfg.value_clip, loss_agg=cfg.loss_agg,
-            **whole.counts(),
-        )  # fmt: skip
+        cfg = self.cfg.algorithm
+        loss, measured = value_part(scores.values, batch, cfg, whole.counts())
         if cfg.loss_agg == "seq-mean-token-sum-norm":
-            loss = loss * (mask.shape[1] / whole.width)
-        share = mask.sum() / max(whole.tokens, 1.0)
-        parts |= {name: torch.as_tensor(value) * share for name, value in found.items()}
-        mean = aggregate(batch.padded(scores.values.detach()), mask, "token-mean", **whole.counts())
-        parts |= {"value_loss": loss.detach(), "value": mean}
+            loss = loss * (batch.width / whole.width)
+        parts |= {"value_loss": loss.detach(), **measured}
         return cfg.value_coef * loss
 
     def _policy_loss(

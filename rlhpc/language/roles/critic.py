@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
-from rlhpc.algorithms.losses import aggregate, value_loss
 from rlhpc.language.algorithm.base import RETURNS as RETURN_OF
 from rlhpc.language.algorithm.base import VALUES
+from rlhpc.language.algorithm.values import value_part
 from rlhpc.language.config import GrpoConfig
 from rlhpc.language.model_config import LanguageActorConfig
 from rlhpc.language.roles.actor import LanguageActor
@@ -157,19 +157,10 @@ class CriticWorker(LanguageActor[GrpoConfig]):
         if self.skips.skip and not tokens:
             return {"grad_norm": math.nan, "tokens": 0.0}
         share = {"global_tokens": max(tokens, 1.0), "global_seqs": max(sequences, 1.0)}
-        clip, agg = self.cfg.algorithm.value_clip, self.cfg.algorithm.loss_agg
 
         def loss(values: torch.Tensor, part: TokenBatch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-            columns = part.columns
-            known = part.padded(part.mask)
-            value, found = value_loss(
-                values=part.padded(values), returns=part.padded(columns[RETURN_OF]), loss_mask=known,
-                old_values=part.padded(columns[VALUES]), value_clip=clip, loss_agg=agg, **share,
-            )  # fmt: skip
-            portion = known.sum() / share["global_tokens"]
-            measured = {name: torch.as_tensor(each) * portion for name, each in found.items()}
-            mean = aggregate(part.padded(values.detach()), known, "token-mean", **share)
-            return value, {"loss": value.detach(), "value": mean, **measured}
+            value, measured = value_part(values, part, self.cfg.algorithm, share)
+            return value, {"loss": value.detach(), **measured}
 
         parts = self.backend.forward_backward([part for _, part in self._micro_batches(batch)], loss)
         return self._step(rate, self._reduced(parts), tokens, where, batch)
