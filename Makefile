@@ -5,6 +5,7 @@ BIN   := $(VENV)/bin
 STAMP := $(VENV)/.setup-done
 RUN   ?= configs/quickstart.yaml
 PYTEST_ARGS ?=
+BENCH_ARGS ?=
 WORKERS ?= $(shell [ "$$(getconf _NPROCESSORS_ONLN)" -gt 1 ] && echo 2 || echo 0)
 KILLS ?= 30
 ENDS  ?= 20
@@ -16,7 +17,7 @@ PART  ?= 1/1
 export OMP_NUM_THREADS ?= 1
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 
-.PHONY: help setup setup-llm setup-robot quickstart demo-llm demo-robot test test-slurm test-all chaos leftovers attack bad-inputs lint bench docs docs-reference constraints resolve clean
+.PHONY: help setup setup-llm setup-robot quickstart demo-llm demo-robot test test-gpu test-slurm test-all chaos leftovers attack bad-inputs lint bench bench-gpu docs docs-reference constraints resolve clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -54,6 +55,9 @@ demo-robot: setup-robot  ## a robot arm pushes a cube: demonstrations, a policy 
 test-slurm: setup  ## the tests on a real Slurm each worker brings up (tests/slurm/install.sh installs it)
 	pytest -m slurm -n $(WORKERS) --dist worksteal tests/slurm $(PYTEST_ARGS)
 
+test-gpu: setup-llm  ## the tests on an accelerator (RLHPC_TEST_DEVICE=cpu shows without one that they run)
+	RLHPC_TEST_DEVICE=$${RLHPC_TEST_DEVICE:-accelerator} pytest -m gpu $(PYTEST_ARGS)
+
 test-all: setup  ## the long tests whole, of which each make test takes a part (SEED=…, PART=k/n)
 	RLHPC_TESTS_SEED=$(SEED) RLHPC_TESTS_PART=$(PART) pytest -m drawn -n $(WORKERS) --dist worksteal $(PYTEST_ARGS)
 	python -m tests.attack.bad_inputs --seed $(SEED) --part $(PART)
@@ -82,6 +86,9 @@ lint: setup  ## style, types, import floors, workflow
 
 bench: setup  ## the benchmarks; results go to bench/results
 	python -m bench
+
+bench-gpu: setup-llm  ## figures of this machine's accelerators, in ten minutes (BENCH_ARGS="--device cpu": that it runs)
+	python -m bench.gpu $(BENCH_ARGS)
 
 docs: docs-reference $(VENV)/.setup-docs  ## the documentation as a site, in site/
 	NO_MKDOCS_2_WARNING=1 mkdocs build --quiet --clean

@@ -11,7 +11,7 @@ os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # each process that a test star
 
 from tests import warm
 
-pytest_plugins = ["tests.took", "tests.drawn"]
+pytest_plugins = ["tests.took", "tests.drawn", "tests.accelerators"]
 
 HERE = Path(__file__).parent
 #: Files of few and long tests. They come first, lest one worker be left with them at the end.

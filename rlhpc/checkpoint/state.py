@@ -6,9 +6,9 @@ Loading uses `torch.load(weights_only=True)`, so a checkpoint from elsewhere can
 from __future__ import annotations
 
 import io
-import os
+import json
 import random
-import re
+import struct
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -18,13 +18,19 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file as _safetensors_load
 from safetensors.torch import save as _safetensors_save
-from safetensors.torch import save_file as _safetensors_save_file
 
-from rlhpc.runtime.durable import fsync_file, write_durably
+from rlhpc.checkpoint.beside import SummedFile, write_file
 from rlhpc.runtime.errors import CheckpointError
-from rlhpc.runtime.storage import GO_ON, advice
 
 _ARRAY = "__ndarray__"
+#: What safetensors calls a dtype, in the order that it gives them in a file: the last ones first.
+_DTYPES = {
+    torch.bool: "BOOL", torch.uint8: "U8", torch.int8: "I8", torch.float8_e5m2: "F8_E5M2", torch.float8_e4m3fn: "F8_E4M3",
+    torch.int16: "I16", torch.uint16: "U16", torch.float16: "F16", torch.bfloat16: "BF16", torch.int32: "I32",
+    torch.uint32: "U32", torch.float32: "F32", torch.complex64: "C64", torch.float64: "F64", torch.int64: "I64",
+    torch.uint64: "U64",
+}  # fmt: skip
+_ORDER = list(_DTYPES)
 
 
 def dump_state(state: Any) -> bytes:
@@ -47,8 +53,17 @@ def parse_state(data: bytes, *, map_location: str = "cpu", name: str = "state") 
 
 
 def save_state(path: Path, state: Any) -> None:
-    """Writes a state file durably. Workers call this with `CheckpointWriter.path(name)`."""
-    _write(path, dump_state(state))
+    """Writes a state file durably, or has it written (`beside.write_file`).
+
+    Raises:
+        CheckpointError: The state contains what `dump_state` refuses, or the filesystem refused.
+    """
+    write_file(path, _encode(state, "state"), stream_state)
+
+
+def stream_state(file: SummedFile, state: Any) -> None:
+    """Writes what `torch.save` writes."""
+    torch.save(state, file)  # type: ignore[arg-type]  # it only needs `write`
 
 
 def load_state(path: Path, *, map_location: str = "cpu") -> Any:
@@ -66,18 +81,43 @@ def dump_tensors(tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str
 
 
 def save_tensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
-    """Writes a `.safetensors` file durably, without another copy of the data in memory."""
-    try:
-        try:
-            _safetensors_save_file(_apart(tensors), path, metadata={"format": "pt"})
-        except SafetensorError as error:
-            number = re.search(r"os error (\d+)", str(error))
-            if number is None:
-                raise
-            raise OSError(int(number[1]), os.strerror(int(number[1])), str(path)) from error
-        fsync_file(path)
-    except OSError as error:
-        raise _unwritten(path, error) from error
+    """Writes a `.safetensors` file durably, or has it written (`beside.write_file`); tied tensors once per name.
+
+    Raises:
+        CheckpointError: The filesystem refused.
+    """
+    held = {name: tensor.detach() for name, tensor in tensors.items()}
+    write_file(path, held, lambda file, copies: stream_tensors(file, on_host(copies)))
+
+
+def on_host(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The tensors on the CPU, contiguous; they may share memory."""
+    return {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+
+
+def stream_tensors(
+    file: SummedFile, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str] | None = None
+) -> None:
+    """Writes what safetensors itself would, byte for byte, but piece by piece: without another copy of the data in memory, and
+    without keeping Python's lock.
+
+    Args:
+        file: Where to.
+        tensors: On the CPU, each contiguous.
+        metadata: Of the file, besides that it is torch's.
+    """
+    ordered = sorted(tensors.items(), key=lambda named: (-_ORDER.index(named[1].dtype), named[0]))
+    header: dict[str, Any] = {"__metadata__": {"format": "pt", **(metadata or {})}}
+    end = 0
+    for name, tensor in ordered:
+        begin, end = end, end + tensor.nbytes
+        header[name] = {"dtype": _DTYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [begin, end]}
+    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % 8)
+    file.write(struct.pack("<Q", len(text)) + text)
+    for _, tensor in ordered:
+        if tensor.numel():
+            file.write(tensor.reshape(-1).view(torch.uint8).numpy())
 
 
 def load_tensors(path: Path) -> dict[str, torch.Tensor]:
@@ -131,20 +171,6 @@ def set_rng_state(state: Mapping[str, Any]) -> None:
     if state["cuda"] and torch.cuda.is_available():
         for device, one in zip(range(torch.cuda.device_count()), state["cuda"], strict=False):
             torch.cuda.set_rng_state(one.cpu(), device)
-
-
-def _write(path: Path, data: bytes) -> None:
-    try:
-        write_durably(path, data)
-    except OSError as error:
-        raise _unwritten(path, error) from error
-
-
-def _unwritten(path: Path, error: OSError) -> CheckpointError:
-    return CheckpointError(
-        f"{path}: could not be written: {error.strerror or error}. {advice(error, path)}, then continue from the last "
-        f"checkpoint with: {GO_ON}"
-    )
 
 
 def _read(path: Path) -> bytes:

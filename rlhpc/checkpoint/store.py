@@ -17,7 +17,7 @@ import re
 import secrets
 import shutil
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -48,6 +48,11 @@ def final_folder(staging: Path) -> Path:
     """The folder in which a checkpoint being written to `staging` will appear."""
     match = _LEFTOVER.match(staging.name)
     return staging.with_name(step_name(match.group(2))) if match else staging
+
+
+def _entry(size: int, checksum: str) -> dict[str, Any]:
+    """A file's entry in the manifest."""
+    return {"size": size, "sha256": checksum}
 
 
 def _durable_digest(path: Path) -> tuple[int, str]:
@@ -115,17 +120,18 @@ class CheckpointWriter:
         except OSError as error:
             raise self._failed(error) from error
 
-    def commit(self, meta: dict[str, Any] | None = None) -> Path:
+    def commit(self, meta: dict[str, Any] | None = None, known: Mapping[str, tuple[int, str]] | None = None) -> Path:
         """Seals the checkpoint and gives it its name. Once this returns, the checkpoint survives a power cut.
 
         Args:
             meta: JSON-serializable facts kept in the manifest.
+            known: Size and SHA-256 of files, by name, that who wrote them made durable; the others are read.
 
         Raises:
             CheckpointError: Nothing was written, or the filesystem refused; the staging folder is removed.
         """
         try:
-            self._seal(meta or {})
+            self._seal(meta or {}, known or {})
             self._rename()
         except OSError as error:
             shutil.rmtree(self.staging, ignore_errors=True)
@@ -133,7 +139,7 @@ class CheckpointWriter:
         self._committed = True
         return self.final
 
-    def _seal(self, meta: dict[str, Any]) -> None:
+    def _seal(self, meta: dict[str, Any], written: Mapping[str, tuple[int, str]]) -> None:
         files: dict[str, dict[str, Any]] = {}
         new: dict[Path, str] = {}
         folders = {self.staging}
@@ -143,13 +149,19 @@ class CheckpointWriter:
                 folders.add(path)
                 continue
             name = path.relative_to(self.staging).as_posix()
-            if known := self._known(name, path):
+            if name in written:
+                files[name] = _entry(*written[name])
+            elif known := self._known(name, path):
                 files[name] = known
             else:
                 new[path] = name
         sizes = sum(path.stat().st_size for path in new)
-        for name, (size, checksum) in zip(new.values(), of_each(_durable_digest, list(new), sizes), strict=True):
-            files[name] = {"size": size, "sha256": checksum}
+        for name, found in zip(new.values(), of_each(_durable_digest, list(new), sizes), strict=True):
+            files[name] = _entry(*found)
+        if lost := [name for name, (size, _) in written.items() if not self._has(name, size)]:
+            raise CheckpointError(
+                f"checkpoint {self.final}: {', '.join(lost)} was written, and is gone or of another size"
+            )
         if not files:
             raise CheckpointError(f"checkpoint {self.final}: nothing was written to {self.staging}")
         manifest = {"format": FORMAT, "global_step": self.step, "files": files, "meta": meta}
@@ -159,6 +171,10 @@ class CheckpointWriter:
             fsync_folder(folder)
         write_durably(self.staging / COMPLETE, seal(raw))
         fsync_folder(self.staging)
+
+    def _has(self, name: str, size: int) -> bool:
+        path = self.staging / name
+        return path.is_file() and path.stat().st_size == size
 
     def _known(self, name: str, path: Path) -> dict[str, Any] | None:
         """The manifest entry of a file that is a hard link to another checkpoint's, taken from that checkpoint.

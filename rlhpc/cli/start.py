@@ -115,7 +115,7 @@ def _submit(args: argparse.Namespace) -> int:
     executor = choose_executor(args.executor)
     paths = RunPaths.of(cfg.runner.run_dir, cfg.runner.name)
     check_same_run(paths, cfg, resume_with=args.resume_with)
-    make_longer(paths, cfg, args.segment)
+    make_longer(paths, cfg, args.segment, wait=True)
     submitted = SubmittedConfig(SegmentFiles(paths, args.segment), cfg, args.config)
     flags = ["--resume-with"] if args.resume_with else []
     answers = not sys.stdout.isatty()  # for scripts

@@ -40,6 +40,9 @@ class RunnerConfig:
     """Training steps if `max_steps` is -1."""
     save_interval: int = -1
     """Steps between checkpoints; -1 saves only at the end of each segment."""
+    async_save: bool = True
+    """Train on while a checkpoint's large files are written, from copies in host memory; where there is no room for those, the
+    run stands still for it. false always stands still."""
     keep_checkpoints: int = 3
     """How many of the newest checkpoints are kept, besides those that end a segment; 0 keeps all."""
     resume_dir: str | None = None

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from rlhpc.jobs.claim import read_json
+from rlhpc.jobs.claim import SegmentFiles, read_json
 from rlhpc.jobs.paths import RunPaths
-from rlhpc.runtime.errors import ConfigError
+from rlhpc.jobs.record import find_job, job_words
+from rlhpc.runtime.errors import ConfigError, SubmitError
 
+#: Seconds between two looks for a job that is ending: of this host, and of Slurm.
+_LOOKS_S = (0.05, 2.0)
 #: Stop reasons of a segment that ended where it was planned to.
 _AS_PLANNED = ("max_steps", "segment_end")
 
@@ -43,6 +47,24 @@ def segment_to_reopen(paths: RunPaths, ends: Sequence[int], *, goal_moved: bool 
             f"runner.segments at {later[-1] + 1} or more, or choose another runner.name"
         )
     return None
+
+
+def wait_for_end(paths: RunPaths, segment: int, *, within_s: float = 60.0) -> None:
+    """Waits for the job that finished a segment, which ends a moment after that.
+
+    Opened again earlier, the segment would seem to have a live job, and that job to have left no marker.
+
+    Raises:
+        SubmitError: It has not ended `within_s` seconds later.
+    """
+    files, deadline = SegmentFiles(paths, segment), time.monotonic() + within_s
+    while (job := find_job(files)) is not None:
+        if time.monotonic() > deadline:
+            raise SubmitError(
+                f"segment {segment} of {paths.root} is finished, but {job_words(job)} has not ended {within_s:g} s later; "
+                f"end it first: rlhpc cancel {paths.root}"
+            )
+        time.sleep(_LOOKS_S[job.executor == "slurm"])
 
 
 def reopen(paths: RunPaths, segment: int) -> Path:

@@ -173,7 +173,11 @@ class GrpoRolloutConfig(WeightSyncConfig, EngineConfig):
     """Versions of the weights between two probes: engine and trainer score a fixed text, and a difference that rounding does
     not explain ends the run. The first two versions are always looked at; 0 is off."""
     probe_tolerance: float | None = None
-    """How far the text's log-probs may differ, a token on average; null is 0.001 for an engine in float32, and else 0.25."""
+    """How far the text's log-probs may differ, a token on average; null is 0.001 in float32 (on an accelerator 0.02), else
+    0.25."""
+    keep_cache_on_update: bool = False
+    """Sequences under way go on with the keys and values that older weights made, rather than have them recomputed (exact, and
+    slow for long ones): for `algorithm.max_staleness`. Log-probs are those that tokens were drawn with either way."""
 
 
 @dataclass

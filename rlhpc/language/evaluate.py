@@ -38,6 +38,7 @@ from rlhpc.language.samples_page import samples_path
 from rlhpc.language.scoring.asking import Judges, judging_here
 from rlhpc.language.suites import suite_named
 from rlhpc.metrics.progress import ProgressBar
+from rlhpc.runtime.device import accelerator
 from rlhpc.runtime.durable import replace_durably
 from rlhpc.runtime.errors import ConfigError, DeadlineExceeded, NonFinite
 from rlhpc.runtime.plain import read_json
@@ -214,7 +215,7 @@ def answered(
     """
     import torch
 
-    device = "cuda" if torch.cuda.is_available() else "cpu"
+    device = accelerator() or "cpu"
     # First: its processes start before the engine fills this one's memory.
     judges = judging_here(cfg, torch.device(device))
     try:

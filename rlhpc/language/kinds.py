@@ -31,10 +31,10 @@ _CHOICES = {
         "seq-mean-token-sum",
         "seq-mean-token-sum-norm",
     ),
-    "actor.model.dtype": ("float32", "bfloat16"),
+    "actor.model.dtype": ("auto", "float32", "bfloat16"),
     "actor.model.attn_implementation": ("sdpa", "eager", "flash_attention_2"),
     "actor.optim.lr_scheduler": ("constant", "linear", "cosine"),
-    "critic.model.dtype": ("float32", "bfloat16"),
+    "critic.model.dtype": ("auto", "float32", "bfloat16"),
     "critic.model.attn_implementation": ("sdpa", "eager", "flash_attention_2"),
     "critic.optim.name": ("adam", "adamw"),
     "critic.optim.lr_scheduler": ("constant", "linear", "cosine"),
@@ -42,7 +42,7 @@ _CHOICES = {
         f"{section}.model.{key}": allowed
         for section in ("teacher", "reward", "judge")
         for key, allowed in {
-            "dtype": ("float32", "bfloat16"),
+            "dtype": ("auto", "float32", "bfloat16"),
             "attn_implementation": ("sdpa", "eager", "flash_attention_2"),
         }.items()
     },
@@ -63,6 +63,8 @@ _FREE = (
     "teacher.rollout_backend", "teacher.gpu_memory_utilization", "teacher.max_batch_size",
     "reward.model.max_tokens_per_micro_batch", "judge.gpu_memory_utilization", "judge.max_batch_size", "judge.cache_size",
     "critic.training_backend", "critic.fsdp.", "critic.deepspeed.",
+    "critic.use_remove_padding", "critic.enable_dp_load_balance",
+    "actor.use_remove_padding", "actor.enable_dp_load_balance",
     "critic.model.gradient_checkpointing", "critic.model.attn_implementation",
     "actor.max_tokens_per_micro_batch", "actor.training_backend", "actor.fsdp.", "actor.deepspeed.",
     "actor.offload_in_rollout", "actor.model.gradient_checkpointing", "actor.model.attn_implementation",

@@ -14,8 +14,9 @@ class PretrainedConfig:
 
     model_path: str | None = None
     """A Hugging Face folder or hub name, with its tokenizer."""
-    dtype: str = "float32"
-    """Precision of weights and computation: float32 or bfloat16."""
+    dtype: str = "auto"
+    """Precision of weights and computation: float32, bfloat16, or auto: bfloat16 on an accelerator that computes in it, else
+    float32."""
     attn_implementation: str = "sdpa"
     """Attention of transformers: sdpa, eager or flash_attention_2."""
     trust_remote_code: bool = False
@@ -36,8 +37,9 @@ class FrozenModelConfig(PretrainedConfig):
 class LanguageModelConfig(FrozenModelConfig):
     """The language model."""
 
-    dtype: str = "float32"
-    """Precision of weights and computation: float32 or bfloat16 (mixed precision: fp32 master weights)."""
+    dtype: str = "auto"
+    """Precision of the computation: float32, bfloat16 (mixed precision: fp32 master weights), or auto: bfloat16 on an
+    accelerator that computes in it, else float32."""
     gradient_checkpointing: bool = False
     """Recomputes activations in the backward pass, which saves memory."""
 
@@ -46,12 +48,13 @@ class LanguageModelConfig(FrozenModelConfig):
 class ServingConfig:
     """How an engine holds a language model."""
 
-    max_batch_size: int = 64
-    """Sequences that a rank makes at a time."""
+    max_batch_size: int | None = None
+    """Sequences that a rank makes at a time; null takes vLLM's own number for an accelerator, and 64 otherwise."""
     max_model_len: int | None = None
     """Longest prompt and response together; null takes the model's context."""
     dtype: str = "auto"
-    """Precision of the engine's weights: auto (the model's), float32, bfloat16 or float16."""
+    """Precision of the engine's weights: float32, bfloat16, float16, or auto: the model's `dtype`, as it is on the engine's
+    device."""
     gpu_memory_utilization: float = 0.6
     """Fraction of the accelerator's memory that vLLM takes."""
     engine_kwargs: dict[str, Any] = field(default_factory=dict)
@@ -90,7 +93,12 @@ class LanguageActorConfig:
     optim: LanguageOptimConfig = field(default_factory=LanguageOptimConfig)
     """The optimizer."""
     max_tokens_per_micro_batch: int = 16384
-    """Most tokens, including padding, in one forward and backward pass on a rank."""
+    """Most tokens, padding included, in one forward and backward pass on a rank."""
+    use_remove_padding: bool = True
+    """Whether a model that can (with `sdpa`) reads samples as one row without padding, rather than those of similar length as
+    a rectangle."""
+    enable_dp_load_balance: bool = True
+    """Whether samples change ranks before each optimizer step, so that all ranks have about equally much to compute."""
     lora: LoraConfig = field(default_factory=LoraConfig)
     """Adapters."""
     fsdp: FsdpConfig = field(default_factory=FsdpConfig)

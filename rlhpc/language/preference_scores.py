@@ -23,8 +23,10 @@ from rlhpc.language.data.tokens import PromptTokenizer, load_tokenizer
 from rlhpc.language.model_config import LanguageModelConfig
 from rlhpc.language.preferences import summarize
 from rlhpc.language.suites import suite_named
-from rlhpc.language.tokens.batches import Parts, TokenBatch, micro_batches
+from rlhpc.language.tokens.batches import TokenBatch
+from rlhpc.language.tokens.cutting import Parts, micro_batches
 from rlhpc.language.tokens.scalar import last_values, load_scalar_model, token_values
+from rlhpc.runtime.device import accelerator
 from rlhpc.runtime.errors import ConfigError, NonFinite
 
 if TYPE_CHECKING:
@@ -195,12 +197,13 @@ def evaluate_reward_model(
 
     section = suite_named(cfg.data.eval, suite)
     form = _form(cfg)
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    device = torch.device(accelerator() or "cpu")
     with model_folder(model, cfg.actor.model.trust_remote_code) as (folder, step):
         tokenizer = load_tokenizer(folder, cfg.actor.model.trust_remote_code)
         asked = suite_of(cfg, section, tokenizer, form)
         own = _model_of(cfg, folder)
-        module = load_scalar_model(own, dtype=compute_dtype(own), seed=cfg.runner.seed).to(device).eval()
+        dtype = compute_dtype(own, device)
+        module = load_scalar_model(own, dtype=dtype, seed=cfg.runner.seed).to(device).eval()
         max_tokens = cfg.actor.max_tokens_per_micro_batch
         with torch.no_grad():
             rewards = rewards_of(
@@ -221,7 +224,7 @@ def evaluate_reward_model(
         "global_step": step_evaluated(model, step, output),
         "model": str(model),
         "loss_type": cfg.algorithm.loss_type,
-        "dtype": cfg.actor.model.dtype,
+        "dtype": str(dtype).removeprefix("torch."),
         "backend": "torch",
     }
     if output is not None:
@@ -259,6 +262,6 @@ def check_reward_model(cfg: RewardRunConfig) -> None:
         from rlhpc.language.tokens.model import compute_dtype
         from rlhpc.training.zero_config import deepspeed_config
 
-        deepspeed_config(cfg.actor, compute_dtype(model))
+        deepspeed_config(cfg.actor, compute_dtype(model, "cpu"))
     if cfg.runner.val_check_interval > 0:
         suites_of(cfg, tokenizer, form)

@@ -28,7 +28,7 @@ _EVALUATION = ("workflow.suites",)
 _FREE = (
     "cluster.", "workflow.",
     "runner.name", "runner.run_dir", "runner.max_steps", "runner.max_epochs", "runner.segments", "runner.save_interval",
-    "runner.keep_checkpoints", "runner.resume_dir", "runner.max_restarts", "runner.save_reserve_s",
+    "runner.async_save", "runner.keep_checkpoints", "runner.resume_dir", "runner.max_restarts", "runner.save_reserve_s",
     "runner.rendezvous_timeout_s", "runner.step_timeout_s", "runner.on_nonfinite", "runner.logger.",
 )  # fmt: skip
 #: Changes that a message spells out; the rest is a number.
@@ -81,11 +81,23 @@ def training_changes(before: RunConfig | Mapping[str, Any], after: RunConfig | M
         Change(key, old[key], new[key])
         for key in old
         if key in new
-        and old[key] != new[key]
+        and not _agree(key, old[key], new[key])
         and not (_is_free(key, kind) or _is_evaluations(key, kind))
         # A file keeps values from the environment as `${oc.env:…}`: what they were then is unknown.
         and "${" not in str(old[key])
     ]
+
+
+def _agree(key: str, before: Any, after: Any) -> bool:
+    """Whether values are the same. A precision that is what suits the machine, before or after, is: a run with `auto` may change
+    it with its nodes."""
+    if before == after or (key.rpartition(".")[2] == "dtype" and "auto" in (before, after)):
+        return True
+    if isinstance(before, list) and isinstance(after, list) and len(before) == len(after):
+        return all(_agree(key, *pair) for pair in zip(before, after, strict=True))
+    if isinstance(before, Mapping) and isinstance(after, Mapping) and before.keys() == after.keys():
+        return all(_agree(f"{key}.{name}", before[name], after[name]) for name in before)
+    return False
 
 
 def _is_free(key: str, kind: Kind) -> bool:

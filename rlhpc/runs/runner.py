@@ -7,7 +7,7 @@ import collections
 import hashlib
 import json
 import time
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any, Generic
 
@@ -22,6 +22,7 @@ from rlhpc.metrics.loggers.public import public_config
 from rlhpc.metrics.provenance import update_provenance
 from rlhpc.runs.folder import RunFolder, note, segment_end
 from rlhpc.runs.kinds import Cfg
+from rlhpc.runs.saving import Saves
 from rlhpc.runtime.context import current
 from rlhpc.runtime.errors import ChannelError, CheckpointError, RlhpcError, StepFailed, WorkerFailed
 from rlhpc.runtime.plain import read_json
@@ -65,7 +66,8 @@ class Runner(Generic[Cfg]):
         self.timeout = cfg.runner.step_timeout_s
         self._steps_s: collections.deque[float] = collections.deque(maxlen=_RECENT)
         self._saves_s: collections.deque[float] = collections.deque(maxlen=_RECENT)
-        self._saved_step = -1
+        self.saves = Saves(groups, cfg.runner.async_save, self.timeout)
+        self._saved_step, self._still_s = -1, 0.0
         self._ready = False
         self.max_recoveries = 0
         self.recoveries = 0
@@ -214,6 +216,7 @@ class Runner(Generic[Cfg]):
             folder.write_status("running", self.step, force=True, recoveries=self.recoveries)
             self.begin()
             while self.step < folder.end_step and not self.stop_reason:
+                self._saved(self.saves.advance)
                 self._check_walltime()
                 if self.stop.requested:
                     self.stop_reason = "signal"
@@ -232,6 +235,7 @@ class Runner(Generic[Cfg]):
             self._count_time()
             if self._saved_step != self.step:
                 self._save(logger)
+            self._saved(self.saves.finish)
 
     def _timed_step(self) -> dict[str, float]:
         begin = time.perf_counter()
@@ -240,6 +244,8 @@ class Runner(Generic[Cfg]):
         self._steps_s.append(seconds)
         self._count_time()
         row["time/wall_s"] = self.elapsed
+        if self._still_s:
+            row["time/save_s"], self._still_s = self._still_s, 0.0
         row.setdefault("time/step_s", seconds)
         return row
 
@@ -259,13 +265,14 @@ class Runner(Generic[Cfg]):
                 comes again and again.
         """
         session = Session.running()
-        newest = newest_valid(self.folder.paths, checksums=False).path
         stateless = error.group in self.stateless
         if session is None or not session.failures.expendable or self.stop.requested:
             raise error
-        if newest is None and not stateless:
+        found = newest_valid(self.folder.paths, checksums=False)
+        saving = self.saves.under_way
+        if found.path is None and not stateless and saving is None:
             raise error
-        step = self.step if newest is None or stateless else int(newest.name.rpartition("_")[2])
+        step = self.step if stateless else max(found.step, saving or 0)
         self._vain = self._vain + 1 if step <= self._recovered_from else 1
         self._recovered_from = step
         if self._vain > self.max_recoveries:
@@ -278,6 +285,10 @@ class Runner(Generic[Cfg]):
         )  # whoever is asked to end here loses nothing that is not in the checkpoint
         try:
             self.rebuild(gone)
+            self._saved(self.saves.settle)
+            newest = newest_valid(self.folder.paths, checksums=False).path
+            if saving is not None and newest != self.folder.paths.checkpoint(saving):
+                self._saved_step = -1
             before = self.state()
             if self.unharmed(gone):
                 note(f"{reason}; {ranks} start again, and step {self.step + 1} with them; nothing else is lost")
@@ -309,27 +320,33 @@ class Runner(Generic[Cfg]):
         return every > 0 and self.step % every == 0
 
     def _save(self, logger: MetricLogger) -> None:
-        """Commits the current step: first its rows, then its checkpoint."""
+        """Saves the current step: first its rows, then its checkpoint, which appears when the ranks have written it."""
+        self._saved(self.saves.finish)
         begin = time.perf_counter()
         current().registry.check_current()  # a driver that has been replaced by another commits nothing
-        with CheckpointWriter(self.folder.paths, self.step) as writer:
-            folder = str(writer.staging)
-            for handle in [group.save(folder) for group in self.groups.values()]:
-                handle.wait(self.timeout)
-            state = {
-                "step": self.step,
-                **self.state(),
-                "elapsed_s": self.elapsed,
-                "stop_reason": self.stop_reason,
-                "seed": self.cfg.runner.seed,
-            }
-            writer.add_bytes("runner.json", json.dumps(state, indent=1).encode() + b"\n")
-            writer.add_file(CONFIG, self.folder.paths.config)
-            logger.commit()
-            writer.commit(self.result())
+        state = {
+            "step": self.step,
+            **self.state(),
+            "elapsed_s": self.elapsed,
+            "stop_reason": self.stop_reason,
+            "seed": self.cfg.runner.seed,
+        }
+        logger.commit()
+        files: dict[str, bytes | Path] = {
+            "runner.json": json.dumps(state, indent=1).encode() + b"\n",
+            CONFIG: self.folder.paths.config,
+        }
+        self.saves.begin(CheckpointWriter(self.folder.paths, self.step), files, self.result())
         self._saved_step = self.step
-        self._saves_s.append(time.perf_counter() - begin)
-        prune(self.folder.paths, self.cfg.runner.keep_checkpoints, self._protected(), checksums=False)
+        self._still_s += time.perf_counter() - begin
+
+    def _saved(self, end: Callable[[], float | None]) -> None:
+        """Counts a save that `end` has made a checkpoint, and drops older ones."""
+        begin = time.perf_counter()
+        if (seconds := end()) is not None:
+            self._saves_s.append(seconds)
+            prune(self.folder.paths, self.cfg.runner.keep_checkpoints, self._protected(), checksums=False)
+            self._still_s += time.perf_counter() - begin
 
     def _protected(self) -> list[int]:
         """Steps at which segments ended: evaluation and conversion may still read them."""

@@ -11,7 +11,7 @@ from rlhpc.runs.configuration import load_config
 from rlhpc.runs.kinds import kind_of
 from rlhpc.jobs.claim import SegmentFiles
 from rlhpc.jobs.paths import RunPaths
-from rlhpc.jobs.reopen import reopen, segment_to_reopen
+from rlhpc.jobs.reopen import reopen, segment_to_reopen, wait_for_end
 from rlhpc.runtime.durable import replace_durably
 from rlhpc.runtime.errors import ConfigError
 
@@ -44,18 +44,27 @@ def check_same_run(paths: RunPaths, cfg: RunConfig, *, resume_with: bool = False
         require_same_run(paths.config, cfg, what=f"run {paths.root}", way_out=_WAY_OUT)
 
 
-def make_longer(paths: RunPaths, cfg: RunConfig, segment: int) -> None:
+def make_longer(paths: RunPaths, cfg: RunConfig, segment: int, *, wait: bool = False) -> None:
     """Opens a finished segment again where the run is longer now than when it finished.
+
+    Args:
+        paths: The run folder.
+        cfg: The configuration, perhaps with a later end.
+        segment: The segment that is to be trained.
+        wait: Let the job that finished the segment end first; not from within that job.
 
     Raises:
         ConfigError: The run would be shorter, or segments that others follow would end elsewhere.
+        SubmitError: The job that finished the segment does not end.
     """
     goal = None
-    if paths.config.is_file():
+    if paths.config.exists():
         saved = load_config(paths.config, check=False, site="")
         goal = kind_of(saved).goal(saved)
     moved = goal is not None and goal != kind_of(cfg).goal(cfg)
     if segment_to_reopen(paths, segment_ends(cfg), goal_moved=moved) == segment:
+        if wait:
+            wait_for_end(paths, segment)
         reopen(paths, segment)
 
 

@@ -74,6 +74,7 @@ class Cluster:
         source: `slurm` (an allocation), `machine` (this one) or `virtual`.
         interface: Network interface by which nodes reach one another; None is the one on the route between them.
         container: Words before every command of a job step.
+        bind_cores: Whether ranks stay on cores near their accelerators.
     """
 
     def __init__(
@@ -111,6 +112,7 @@ class Cluster:
                 "it where there are some (rlhpc submit)"
             )
         self.interface: str | None = read_key(config, "interface")
+        self.bind_cores = bool(read_key(config, "bind_cores", True))
         self.container: tuple[str, ...] = tuple(str(word) for word in read_key(config, "container", ()))
 
     @classmethod
@@ -161,7 +163,7 @@ class Cluster:
         """Virtual nodes with `per_node` accelerators; if that is None, `gres`; without it, `found` on nodes that could be
         this machine."""
         cluster = cls.__new__(cls)
-        cluster.source, cluster.interface, cluster.container = "virtual", None, ()
+        cluster.source, cluster.interface, cluster.container, cluster.bind_cores = "virtual", None, (), False
         num_nodes = _count(num_nodes, "cluster.num_nodes", 1)
         groups = list(node_groups)
         host, cores = node_name(), granted_cpus() if cpus is None else cpus

@@ -73,6 +73,9 @@ class ClusterConfig(SlurmOptions):
     """Network interface by which nodes reach one another, such as `ib0`; by default the one on the route between them."""
     scratch: str | None = None
     """Folder on each node's own disk for data that do not fit into its shared memory; by default below `/tmp`."""
+    bind_cores: bool = True
+    """Ranks with accelerators stay on the granted cores of these accelerators' NUMA nodes, where those are as many as a rank
+    has threads."""
     setup: list[str] = field(default_factory=list)
     """Lines of the job's script before the driver starts: `module load …`, `source …/activate`."""
     sbatch: list[str] = field(default_factory=list)
@@ -88,8 +91,8 @@ Key = Literal[
     "cluster", "runner", "workflow", "name", "eval_job", "convert_job",
     "partition", "account", "qos", "constraint", "gres", "gres_name", "mem", "cpus_per_node", "time",
     "label", "node_ranks", "het_component", "num_nodes", "accelerators_per_node", "accelerator_kind", "env_vars",
-    "python_interpreter", "component_placement", "node_groups", "interface", "scratch", "setup", "sbatch", "container",
-    "signal_lead_s",
+    "python_interpreter", "component_placement", "node_groups", "interface", "scratch", "bind_cores", "setup", "sbatch",
+    "container", "signal_lead_s",
 ]  # fmt: skip
 #: A section as such: of a configuration, a dataclass, or a mapping that has some of the keys.
 Given = SlurmOptions | Mapping[str, Any] | None

@@ -1,13 +1,28 @@
-"""Where a process computes: on the accelerators it was granted, or on the CPU if it was granted none."""
+"""Where a process computes: on the accelerators it was granted, or on the CPU if it was granted none.
+
+Which kind of accelerator that is, only torch knows: nothing else in rlhpc names one, but for a few libraries' own words.
+"""
 
 from __future__ import annotations
 
+import importlib.util
+import logging
+import mmap
 import os
-from collections.abc import Mapping, Sequence
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 from rlhpc.runtime.errors import ConfigError
 from rlhpc.runtime.host import node_name
 
+if TYPE_CHECKING:
+    import torch
+
+log = logging.getLogger(__name__)
+
+#: Locked pages count as such for all devices of the process.
+_PORTABLE = 1
 #: Set when accelerators are only a number: `Cluster.local` and the tests' Slurm have nodes with imaginary ones.
 VIRTUAL = "RLHPC_VIRTUAL_ACCELERATORS"
 
@@ -15,18 +30,158 @@ VIRTUAL = "RLHPC_VIRTUAL_ACCELERATORS"
 _BUILDS = (((13, 0), "cu130"), ((12, 8), "cu128"))
 
 
-def landing_device(sent: str) -> str:
-    """Where a tensor goes that was on the device `sent` of another process: this process's own accelerator, whatever its
-    number was over there; the CPU if this process has none."""
+def accelerator() -> str:
+    """The kind of accelerator that torch can use here, such as `cuda`; empty if there is none. Not for a process that is
+    forked afterwards: to see whether there is one, torch may have to wake the driver."""
     import torch
 
-    kind = sent.partition(":")[0]
-    backend = getattr(torch, kind, None)
-    return kind if backend is not None and backend.is_available() else "cpu"
+    found = torch.accelerator.current_accelerator(check_available=True)
+    return found.type if found else ""
+
+
+def pci_addresses() -> list[str]:
+    """Where the accelerators that this process sees are on the PCI bus, such as `0000:1b:00.0`; none where torch sees none, or
+    is not there. Wakes the driver, as `accelerator` may."""
+    if importlib.util.find_spec("torch") is None or accelerator() != "cuda":
+        return []
+    import torch
+
+    found: Iterable[Any] = map(torch.cuda.get_device_properties, range(torch.cuda.device_count()))
+    return [f"{one.pci_domain_id:04x}:{one.pci_bus_id:02x}:{one.pci_device_id:02x}.0" for one in found]
+
+
+def landing_device(sent: str) -> str:
+    """Where a tensor goes that was on the device `sent` of another process: to the CPU if it was there; otherwise to this
+    process's own accelerator, whatever its number was over there, or to the CPU if this process has none."""
+    return sent if sent == "cpu" else accelerator() or "cpu"
+
+
+def collective_backends(device: str) -> str:
+    """What torch.distributed calls the libraries that move the tensors of a device, and of the host: `gloo` on the CPU."""
+    import torch.distributed as dist
+
+    return "gloo" if device == "cpu" else f"cpu:gloo,{device}:{dist.get_default_backend_for_device(device)}"
+
+
+def computes_bfloat16(device: str) -> bool:
+    """Whether a device computes in bfloat16 by itself, rather than by emulation; of a CPU that is never said.
+
+    Args:
+        device: Its kind, such as `cuda` or `cpu`.
+    """
+    import torch
+
+    return device != "cpu" and bool(torch.get_device_module(device).is_bf16_supported(including_emulation=False))
+
+
+def attends_by_segments(query: torch.Tensor, value: torch.Tensor) -> bool:
+    """Whether torch has a kernel for attention within the samples of one row, for tensors `[1, heads, T, d]` such as these."""
+    import torch
+
+    half = query.dtype in (torch.float16, torch.bfloat16)
+    return query.is_cuda and half and query.shape[-1] == value.shape[-1] <= 256
+
+
+def empty_cache() -> None:
+    """Gives memory that torch keeps for later back to the accelerator, for another process; without one, does nothing."""
+    import torch
+
+    if torch.accelerator.is_available():
+        torch.accelerator.empty_cache()
+
+
+def synchronize(device: str) -> None:
+    """Waits until a kind of device has done what it was asked to; the CPU has."""
+    import torch
+
+    if device != "cpu":
+        torch.accelerator.synchronize()
+
+
+def host_memory(size: int, device: str) -> torch.Tensor:
+    """Memory of the host, uint8: if a device other than the CPU will copy, its pages are locked, and none is taken beyond what
+    is asked for. (Torch's own allocator rounds pinned memory up to powers of two.)"""
+    import torch
+
+    if device == "cpu" or not size:
+        return torch.empty(size, dtype=torch.uint8)
+    memory = mmap.mmap(-1, size)
+    tensor = torch.frombuffer(memory, dtype=torch.uint8)
+    lock_pages(tensor)
+    return tensor
+
+
+def lock_pages(memory: torch.Tensor) -> bool:
+    """Locks the pages of host memory and makes them known to the accelerator, which then copies without the CPU's help, until
+    the tensor is gone; without an accelerator, does nothing. A limit on locked memory makes copies slower, not wrong.
+
+    Args:
+        memory: From the start of a page on. Whatever it was made of must not be unmapped before it is gone.
+
+    Returns:
+        Whether they are locked.
+    """
+    import torch
+
+    if accelerator() != "cuda" or not memory.nbytes:
+        return False
+    runtime, address = torch.cuda.cudart(), memory.data_ptr()
+    if int(runtime.cudaHostRegister(address, memory.nbytes, _PORTABLE)):
+        log.warning(
+            "%d bytes of host memory cannot be locked: copies to and from the accelerator are slower", memory.nbytes
+        )
+        return False
+    weakref.finalize(memory, _unlock, runtime, address, memory.untyped_storage()).atexit = False
+    return True
+
+
+def _unlock(runtime: Any, address: int, kept: Any) -> None:
+    """`kept` is what the memory belongs to: it is still mapped now."""
+    runtime.cudaHostUnregister(address)
+
+
+class SideCopies:
+    """Copies from a device into memory of the host beside what the device computes; on the CPU at once.
+
+    Args:
+        device: Its kind.
+    """
+
+    def __init__(self, device: str) -> None:
+        import torch
+
+        self._stream = None if device == "cpu" else torch.Stream(device)
+
+    def begin(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> Callable[[], None]:
+        """Begins to copy, once the device has made what it was asked to make so far.
+
+        Args:
+            pairs: Where to, and where from.
+
+        Returns:
+            Waits until all has been copied, and holds the sources until then.
+        """
+        import torch
+
+        if self._stream is None:
+            for target, source in pairs:
+                target.copy_(source)
+            return lambda: None
+        self._stream.wait_stream(torch.accelerator.current_stream())
+        with self._stream:
+            for target, source in pairs:
+                target.copy_(source, non_blocking=True)
+        done, held = self._stream.record_event(), list(pairs)
+
+        def wait() -> None:
+            done.synchronize()
+            held.clear()
+
+        return wait
 
 
 def torch_device(granted: Sequence[int], environ: Mapping[str, str] = os.environ) -> str:
-    """`cuda` (the first visible one) for a process that was granted accelerators, `cpu` for one that was not.
+    """The kind of accelerator (the first visible one) for a process that was granted some, `cpu` for one that was not.
 
     Args:
         granted: Their indices on the node.
@@ -39,11 +194,12 @@ def torch_device(granted: Sequence[int], environ: Mapping[str, str] = os.environ
 
     if not granted:
         return "cpu"
-    seen = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    kind = accelerator()
+    seen = torch.accelerator.device_count() if kind else 0
     if seen >= len(granted):
-        return "cuda"
+        return kind
     if environ.get(VIRTUAL):
-        return "cuda" if seen else "cpu"
+        return kind or "cpu"
     why, do = why_unseen(seen, torch.version.cuda, torch.version.hip, environ.get("CUDA_VISIBLE_DEVICES"))
     raise ConfigError(
         f"accelerators {', '.join(map(str, granted))} of {node_name()} were granted, but cannot be used by torch "

@@ -145,6 +145,11 @@ class WorkerGroup:
         return group
 
     @property
+    def worker_class(self) -> type:
+        """Class of the ranks."""
+        return self._cls
+
+    @property
     def world_size(self) -> int:
         return self._size
 

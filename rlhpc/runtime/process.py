@@ -17,6 +17,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
+from rlhpc.runtime.cores import stay_near
+from rlhpc.runtime.device import pci_addresses
 from rlhpc.runtime.errors import RlhpcError
 from rlhpc.runtime.registry import MEMBERS
 from rlhpc.runtime.spec import EXIT, IDLE, RESUME, WorkerSpec
@@ -105,6 +107,12 @@ def _environment(spec: WorkerSpec) -> None:
         torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
 
 
+def _stay_near_devices(spec: WorkerSpec) -> None:
+    """Binds the rank to cores near its accelerators, before it starts threads; see `cluster.bind_cores`."""
+    if spec.accelerators and spec.bind_cores and (addresses := pci_addresses()):
+        logging.getLogger(__name__).info("cores: %s", stay_near(addresses, spec.threads))
+
+
 def describe(error: BaseException) -> dict[str, Any]:
     """What the driver is told about an exception: text, traceback, exit code, and the exception itself if it pickles."""
     error = explained(error, "this rank")
@@ -130,6 +138,7 @@ def run_worker(spec: WorkerSpec, on_sigterm: Callable[[], None] | None = None) -
         before_sigterm(on_sigterm)
     _environment(spec)
     logging.basicConfig(level=logging.INFO, stream=sys.stderr, format=_LOG_FORMAT.format(name=spec.name), force=True)
+    _stay_near_devices(spec)
     # Imported here: imported before the fork, they would start ZeroMQ's threads in the fork server.
     from rlhpc.runtime import context
     from rlhpc.runtime.comm import p2p

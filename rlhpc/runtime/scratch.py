@@ -47,6 +47,23 @@ def _scratch_root() -> Path | None:
     return Path(root) if root else None
 
 
+def cache_folder() -> Path | None:
+    """A folder of this user's own on this host, below `cluster.scratch`, for what can be made anew but is worth keeping for
+    the next run; None without `cluster.scratch`.
+
+    Raises:
+        OwnershipError: Somebody else has made it, so what is in it must not be used.
+        ConfigError: `cluster.scratch` cannot be used.
+    """
+    root = _scratch_root()
+    if root is None:
+        return None
+    _check_scratch_root()
+    folder = root / f"rlhpc-cache-{os.getuid()}"
+    make_private(folder)
+    return folder
+
+
 @dataclass(frozen=True)
 class Scratch:
     """The two folders of a session on this host."""

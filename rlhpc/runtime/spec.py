@@ -32,6 +32,7 @@ class WorkerSpec:
         env: Environment variables to set.
         sys_path, cwd: Those of the driver, so that the worker imports the same modules.
         threads: Cores granted to the rank, for OpenMP and torch.
+        bind_cores: Whether it stays on those near its accelerators.
         tcp_address: Address to listen on for other hosts; None where all processes share this host.
         interface: Network interface for that address; None takes the one on the route to the driver.
         driver: The driver's data endpoint, for HELLO and heartbeats.
@@ -56,6 +57,7 @@ class WorkerSpec:
     sys_path: list[str] = field(default_factory=list)
     cwd: str = "."
     threads: int = 1
+    bind_cores: bool = False
     tcp_address: str | None = None
     interface: str | None = None
     driver: dict[str, str] = field(default_factory=dict)
@@ -100,5 +102,6 @@ def spec_of(
         local_rank=placement.local_rank, local_world_size=placement.local_world_size,
         accelerators=tuple(placement.accelerators), log_out=f"{stem}.out", log_err=f"{stem}.err", env=env,
         sys_path=import_paths(foreign=bool(interpreter)), cwd=os.getcwd(), threads=max(1, node.cpus // sharing),
+        bind_cores=cluster.bind_cores,
         interpreter=interpreter or "", **common,
     )  # fmt: skip

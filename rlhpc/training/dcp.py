@@ -8,6 +8,7 @@ reads them.
 
 from __future__ import annotations
 
+import json
 import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -15,17 +16,27 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import DefaultSavePlanner, HuggingFaceStorageReader, HuggingFaceStorageWriter
+from torch.distributed.checkpoint._hf_utils import CUSTOM_METADATA_KEY, DCP_VERSION_KEY, HF_DCP_VERSION
 from torch.distributed.checkpoint.api import CheckpointException
 
+from rlhpc.checkpoint.beside import write_file
+from rlhpc.checkpoint.state import on_host, stream_tensors
 from rlhpc.runtime.durable import fsync_folder
 from rlhpc.runtime.errors import CheckpointError
 
 if TYPE_CHECKING:
     from rlhpc.training.contract import Ranks
 
+#: A rank's file, by its number from 1: PyTorch's own name.
+_SHARD = "shard-{number:05d}-model-00001-of-00001.safetensors"
+
 
 def save_sharded(folder: Path, state: dict[str, torch.Tensor], worker: Ranks) -> None:
-    """Writes each rank's part of `state` as one file; all ranks call it."""
+    """Writes each rank's part of `state` as one file, or has it written (`beside.write_file`); all ranks call it.
+
+    Raises:
+        CheckpointError: The filesystem refused.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     writer = HuggingFaceStorageWriter(str(folder), save_distributed=True)
     planner = DefaultSavePlanner()
@@ -34,11 +45,16 @@ def save_sharded(folder: Path, state: dict[str, torch.Tensor], worker: Ranks) ->
     plans = worker.all_gather_object(writer.prepare_local_plan(planner.create_local_plan()))
     # Every rank computes the plan for all ranks; it depends only on `plans`.
     plans = writer.prepare_global_plan(planner.create_global_plan(plans)[0])
-    try:
-        writer.write_data(planner.finish_plan(plans[worker.rank]), planner).wait()
-        fsync_folder(folder)
-    except OSError as error:
-        raise CheckpointError(f"{folder}: could not be written: {error.strerror}") from error
+    plan = planner.finish_plan(plans[worker.rank])
+    # PyTorch's writer would make another copy of it all, and keep Python's lock.
+    if plan.items:
+        tensors = {item.index.fqn: found for item in plan.items if torch.is_tensor(found := planner.resolve_data(item))}
+        boxes = [(item.index.fqn, item.tensor_data) for item in plan.items]
+        offsets = {name: {"saved_offsets": box.chunk.offsets} for name, box in boxes if box is not None}
+        about = {CUSTOM_METADATA_KEY: json.dumps(offsets), DCP_VERSION_KEY: str(HF_DCP_VERSION)}
+        path = folder / _SHARD.format(number=plan.storage_data["shard_index"])
+        write_file(path, tensors, lambda file, copies: stream_tensors(file, on_host(copies), about))
+    fsync_folder(folder)
 
 
 def load_sharded(folder: Path, state: dict[str, torch.Tensor]) -> None:

@@ -20,7 +20,7 @@ class FlatModule:
     """A module and its optimizer, the same on every rank.
 
     Losses are sums over a rank's part divided by the *global* count, so the ranks' gradients add up to the gradient of
-    the whole minibatch, whatever the split. Once wrapped, the module must be moved only by this class (`to`).
+    the whole minibatch, whatever the split. Once wrapped, the module must not be moved.
 
     Args:
         module: The module, already on its device.
@@ -173,17 +173,15 @@ class FlatModule:
                 flat.copy_(torch.cat([saved[name][kind].reshape(-1) for name in self.names]))
         self.optimizer.steps = int(state["steps"])
 
-    @torch.no_grad()
-    def to(self, device: torch.device) -> None:
-        """Moves weights, gradients, optimizer and everything else in the module."""
-        if self._weights.device.type == device.type:
-            return
-        mixed = self.mixed
-        self._weights, self._gradients = self._weights.to(device), self._gradients.to(device)
-        self._compute = self._compute.to(device) if mixed else self._weights
-        self._attach()
-        trained = set(map(id, self._parameters))
-        for tensor in (*self.module.parameters(), *self.module.buffers()):
-            if id(tensor) not in trained:
-                tensor.data = tensor.data.to(device)
-        self.optimizer.to(self._weights, self._gradients)
+    def state(self) -> tuple[torch.Tensor, ...]:
+        """What cannot be made again: weights and the optimizer's averages."""
+        return self._weights, self.optimizer.exp_avg, self.optimizer.exp_avg_sq
+
+    def scratch(self) -> tuple[torch.Tensor, ...]:
+        """What `renew` makes again: gradients, and the weights in the dtype of the computation if that is another."""
+        return (self._gradients, self._compute) if self.mixed else (self._gradients,)
+
+    def renew(self) -> None:
+        """Makes `scratch` from `state`; the gradients are zero."""
+        self.zero_grad()
+        self._copied()

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,11 +22,13 @@ from torch.distributed.tensor import DTensor
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from rlhpc.algorithms.finite import bad_tensors
+from rlhpc.runtime.device import collective_backends, empty_cache
 from rlhpc.runtime.durable import write_durably
 from rlhpc.runtime.errors import CheckpointError, ConfigError
 from rlhpc.training.contract import Batch as Given
-from rlhpc.training.contract import Blueprint, Found, Named, Ranks, TrainingBackend
+from rlhpc.training.contract import Blueprint, Found, Named, Ranks
 from rlhpc.training.dcp import load_sharded, save_sharded
+from rlhpc.training.parking import ParkingBackend, tensors_in, tensors_of
 
 if TYPE_CHECKING:
     from rlhpc.training.contract import ActorSection
@@ -35,7 +37,7 @@ SHARDS, OPTIMIZER = "shards", "optimizer.json"
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
-class FsdpBackend(TrainingBackend):
+class FsdpBackend(ParkingBackend):
     """Trains with FSDP2. It averages gradients by default; here it sums them, as the losses are parts of a global one."""
 
     name = "fsdp"
@@ -66,7 +68,7 @@ class FsdpBackend(TrainingBackend):
         self.worker.init_process_group()
         if not dist.is_initialized():  # a single rank has no group, but FSDP wants one all the same
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-            backends = "cpu:gloo,cuda:nccl" if self.device.type == "cuda" else "gloo"
+            backends = collective_backends(self.device.type)
             dist.init_process_group(backends, store=dist.HashStore(), rank=0, world_size=1)
         return init_device_mesh(self.device.type, (self.ranks,))
 
@@ -90,7 +92,7 @@ class FsdpBackend(TrainingBackend):
                 "dimension, or choose local or deepspeed"
             )
         offload = (
-            CPUOffloadPolicy(pin_memory=self.device.type == "cuda") if self.options.cpu_offload else OffloadPolicy()
+            CPUOffloadPolicy(pin_memory=self.device.type != "cpu") if self.options.cpu_offload else OffloadPolicy()
         )
         for part in [*self.blueprint.layers(module), module]:
             frees = reshard and (part is not module or root)
@@ -215,22 +217,24 @@ class FsdpBackend(TrainingBackend):
     @torch.no_grad()
     def replace_weights(self, tensors: dict[str, torch.Tensor]) -> None:
         """Replaces the module's weights (`TrainingBackend.replace_weights`); each rank takes its rows."""
-        self._reshard()
-        own = self.module.state_dict(keep_vars=True)
-        if own.keys() != tensors.keys():
-            raise RuntimeError(f"the names differ: {sorted(own.keys() ^ tensors.keys())[:3]}")
-        for name, tensor in own.items():
-            if tensor.shape != tensors[name].shape:
-                raise RuntimeError(f"{name} is {list(tensors[name].shape)} there and {list(tensor.shape)} here")
-            if not isinstance(tensor, DTensor):
-                tensor.copy_(tensors[name])
-            elif self.rank < len(rows := tensors[name].chunk(self.ranks)):
-                tensor.to_local().copy_(rows[self.rank])
+        with self.awake():
+            self._reshard()
+            own = self.module.state_dict(keep_vars=True)
+            if own.keys() != tensors.keys():
+                raise RuntimeError(f"the names differ: {sorted(own.keys() ^ tensors.keys())[:3]}")
+            for name, tensor in own.items():
+                if tensor.shape != tensors[name].shape:
+                    raise RuntimeError(f"{name} is {list(tensors[name].shape)} there and {list(tensor.shape)} here")
+                if not isinstance(tensor, DTensor):
+                    tensor.copy_(tensors[name])
+                elif self.rank < len(rows := tensors[name].chunk(self.ranks)):
+                    tensor.to_local().copy_(rows[self.rank])
 
     def held_tensors(self) -> Named:
         """This rank's shards."""
-        for name, parameter in self.module.named_parameters():
-            yield name, parameter.to_local().detach() if isinstance(parameter, DTensor) else parameter.detach()
+        with self.awake():
+            for name, parameter in self.module.named_parameters():
+                yield name, parameter.to_local().detach() if isinstance(parameter, DTensor) else parameter.detach()
 
     def _state(self) -> dict[str, torch.Tensor]:
         """Everything a checkpoint holds, as sharded tensors that share the memory of the live ones."""
@@ -247,19 +251,21 @@ class FsdpBackend(TrainingBackend):
     def save(self, folder: Path) -> None:
         """Each rank writes its shards as safetensors, in the layout of PyTorch's distributed checkpoints."""
         folder = Path(folder)
-        save_sharded(folder / SHARDS, self._state(), self.worker)
+        with self.awake():
+            save_sharded(folder / SHARDS, self._state(), self.worker)
         if self.rank == 0:
             state = {"name": self.optim.name, "steps": self._steps}
             write_durably(folder / OPTIMIZER, json.dumps(state).encode() + b"\n")
             self.write_identity(folder)
-        self._empty_cache()  # an engine may be about to take all free memory
+        empty_cache()  # an engine may be about to take all free memory
         self.worker.barrier()
 
     def load(self, folder: Path) -> None:
         """Restores what `save` wrote (`TrainingBackend.load`); any number of ranks may have written it."""
         folder = Path(folder)
         self.check_identity(folder)
-        load_sharded(folder / SHARDS, self._state())
+        with self.awake():
+            load_sharded(folder / SHARDS, self._state())
         try:
             self._steps = int(json.loads((folder / OPTIMIZER).read_text())["steps"])
         except (OSError, ValueError, KeyError) as error:
@@ -271,28 +277,20 @@ class FsdpBackend(TrainingBackend):
 
     def offload(self) -> None:
         """Moves shards and optimizer to the host; with `actor.fsdp.cpu_offload` they are already there."""
-        self._move(torch.device("cpu"))
-        self._empty_cache()
+        if not self.options.cpu_offload:
+            super().offload()
 
-    def _empty_cache(self) -> None:
-        if self.device.type == "cuda":
-            torch.cuda.empty_cache()
-
-    def reload(self) -> None:
-        """Moves back what `offload` moved away."""
-        self._move(self.home)
-
-    def _move(self, device: torch.device) -> None:
-        if self.home.type == "cpu":
-            return
+    def park(self) -> int:
+        """See `ParkingBackend.park`; weights that are gathered are freed."""
         for module in (self.module, self._reference):
-            if module is not None:
-                module.to(device)
-        self._moments = {
-            name: {kind: moment.to(device) for kind, moment in moments.items()}
-            for name, moments in self._moments.items()
-        }
-        self._bind()
+            for part in () if module is None else _parts(module):
+                part.reshard()
+        return super().park()
+
+    def belongings(self) -> tuple[Iterable[torch.Tensor], Iterable[torch.Tensor]]:
+        """See `ParkingBackend.belongings`. Gradients are there only between the two halves of a step."""
+        held = (t.to_local() if isinstance(t, DTensor) else t for t in tensors_of(self.module, self._reference))
+        return (*held, *tensors_in(self._moments)), ()
 
 
 def _parts(module: nn.Module) -> list[FSDPModule]:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 import warnings
+import weakref
 from collections.abc import Container, Iterator
 from typing import Any
 
@@ -11,13 +13,16 @@ import torch
 from torch import nn
 
 from rlhpc.config.sections import AdapterConfig, LoraConfig
-from rlhpc.runtime.errors import ConfigError
+from rlhpc.runtime.errors import ConfigError, RlhpcError
 from rlhpc.training.contract import Full
 
 ADAPTER = "default"
 _PREFIX = "base_model.model."
 #: The adapter's name within peft's tensor names; peft's files leave it out.
 _INFIX = f".{ADAPTER}."
+#: Of each layer with adapters, a sample of its own weights as they were when they were first read, and its elements.
+_BASES: weakref.WeakKeyDictionary[nn.Module, torch.Tensor] = weakref.WeakKeyDictionary()
+_SAMPLE = 4096
 
 
 def peft() -> Any:
@@ -140,6 +145,25 @@ def adapters_off(module: nn.Module) -> Iterator[None]:
             layer._disable_adapters = False
 
 
+def linear_base(layer: nn.Module) -> nn.Linear | None:
+    """A linear layer itself, or the one that an adapter is around; None of any other."""
+    base = layer.base_layer if _is_adapted(layer) else layer
+    return base if type(base) is nn.Linear else None
+
+
+def products(layer: nn.Module, x: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """What a layer with a `linear_base` multiplies: it gives the sum of y Wᵀ over these pairs (y, W), and its bias."""
+    base = linear_base(layer)
+    assert base is not None
+    found: list[tuple[torch.Tensor, torch.Tensor]] = [(x, base.weight)]
+    adapted: Any = layer
+    if _is_adapted(layer) and not adapted.disable_adapters:
+        a, b = adapted.lora_A[ADAPTER], adapted.lora_B[ADAPTER]
+        inner = a(adapted.lora_dropout[ADAPTER](x.to(a.weight.dtype)))
+        found.append((inner * adapted.scaling[ADAPTER], b.weight))
+    return found
+
+
 @torch.no_grad()
 def full_weights(module: nn.Module, full: Full, without: Container[str] = ()) -> Iterator[tuple[str, torch.Tensor]]:
     """All weights and persistent buffers under their Hugging Face names, with adapters merged into what is yielded;
@@ -149,6 +173,9 @@ def full_weights(module: nn.Module, full: Full, without: Container[str] = ()) ->
         module: A Hugging Face model, or what `attach_lora` made of one.
         full: Returns the whole of a tensor of which this rank may hold a part; all ranks call it in the same order.
         without: Names to leave out.
+
+    Raises:
+        RlhpcError: Adapters are merged into the module's own weights, too: they would be merged twice.
     """
     adapted = {id(layer.base_layer.weight): layer for _, layer in _layers(module)}
     seen: set[int] = set()
@@ -160,11 +187,23 @@ def full_weights(module: nn.Module, full: Full, without: Container[str] = ()) ->
         value = full(tensor).detach()
         layer = adapted.get(id(tensor))
         if layer is not None:
+            _require_base(layer, name, value)
             a, b = full(layer.lora_A[ADAPTER].weight), full(layer.lora_B[ADAPTER].weight)
             delta = (b.float() @ a.float()).mul_(layer.scaling[ADAPTER])
             # Conv1D (GPT-2) stores its weight transposed.
             value = (value.float() + (delta.T if layer.fan_in_fan_out else delta)).to(value.dtype)
         yield name, value
+
+
+def _require_base(layer: Any, name: str, value: torch.Tensor) -> None:
+    """Refuses a layer whose own weights are no longer those that its adapters belong to."""
+    # Merging changes elements everywhere, so a sample shows it; as bytes, for which NaN equals itself.
+    sample = value.flatten()[:: max(1, value.numel() // _SAMPLE)].cpu().clone().view(torch.uint8)
+    if layer.merged or not torch.equal(_BASES.setdefault(layer, sample), sample):
+        raise RlhpcError(
+            f"{name} has changed, though only its adapters are trained: they would be merged twice. If code of yours calls "
+            "merge_adapter(), or writes to the model's weights, let it do so to a copy"
+        )
 
 
 def frozen_names(module: nn.Module) -> frozenset[str]:
@@ -190,6 +229,11 @@ def adapter_weights(module: nn.Module, full: Full) -> dict[str, torch.Tensor]:
     heads = tuple(f"{_PREFIX}{head}." for head in config.modules_to_save or ())
     own = [(name, tensor) for name, tensor in named if ".lora_" in name or name.startswith(heads)]
     return {name.replace(_INFIX, "."): full(tensor).detach().cpu() for name, tensor in own}
+
+
+def _is_adapted(layer: nn.Module) -> bool:
+    package = sys.modules.get("peft")
+    return package is not None and isinstance(layer, package.tuners.lora.LoraLayer)
 
 
 def _layers(module: nn.Module) -> list[tuple[str, Any]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -11,8 +12,9 @@ from torch import nn
 from rlhpc.checkpoint.state import load_state, load_tensors, save_state, save_tensors
 from rlhpc.jobs.paths import MODEL
 from rlhpc.runtime.errors import CheckpointError
-from rlhpc.training.contract import Blueprint, Named, Ranks, TrainingBackend
+from rlhpc.training.contract import Blueprint, Named, Ranks
 from rlhpc.training.flat import FlatModule
+from rlhpc.training.parking import ParkingBackend, tensors_of
 
 if TYPE_CHECKING:
     from rlhpc.training.contract import ActorSection
@@ -20,7 +22,7 @@ if TYPE_CHECKING:
 OPTIMIZER = "optimizer.pt"
 
 
-class ReplicatedBackend(TrainingBackend):
+class ReplicatedBackend(ParkingBackend):
     """Every rank holds all weights. In mixed precision, it computes with a copy of the float32 weights in the
     blueprint's dtype."""
 
@@ -55,24 +57,27 @@ class ReplicatedBackend(TrainingBackend):
 
     def replace_weights(self, tensors: dict[str, torch.Tensor]) -> None:
         """Replaces the module's weights (`TrainingBackend.replace_weights`)."""
-        self.module.load_state_dict(tensors)
-        if self.flat.mixed:
-            self.flat.replace(tensors)
+        with self.awake():
+            self.module.load_state_dict(tensors)
+            if self.flat.mixed:
+                self.flat.replace(tensors)
 
     def held_tensors(self) -> Named:
         """The weights in the form they are trained in, and the optimizer's averages."""
-        yield from self.flat.named().items()
-        optimizer = self.flat.optimizer
-        yield from (("optimizer.exp_avg", optimizer.exp_avg), ("optimizer.exp_avg_sq", optimizer.exp_avg_sq))
+        with self.awake():
+            yield from self.flat.named().items()
+            optimizer = self.flat.optimizer
+            yield from (("optimizer.exp_avg", optimizer.exp_avg), ("optimizer.exp_avg_sq", optimizer.exp_avg_sq))
 
     def save(self, folder: Path) -> None:
         """Rank 0 writes the optimizer and, if the wing does not write them, the trained weights in float32."""
         folder = Path(folder)
         if self.rank == 0:
             folder.mkdir(parents=True, exist_ok=True)
-            if not self.blueprint.keeps_weights:
-                save_tensors(folder / MODEL, self.flat.named())
-            save_state(folder / OPTIMIZER, self.flat.state_dict())
+            with self.awake():
+                if not self.blueprint.keeps_weights:
+                    save_tensors(folder / MODEL, self.flat.named())
+                save_state(folder / OPTIMIZER, self.flat.state_dict())
             self.write_identity(folder)
         self.worker.barrier()
 
@@ -80,28 +85,22 @@ class ReplicatedBackend(TrainingBackend):
         """Restores what `save` wrote (`TrainingBackend.load`)."""
         folder = Path(folder)
         self.check_identity(folder)
-        if not self.blueprint.keeps_weights:
-            tensors = load_tensors(folder / MODEL)
-            shapes = {name: tensor.shape for name, tensor in self.flat.named().items()}
-            if {name: tensor.shape for name, tensor in tensors.items()} != shapes:
-                raise CheckpointError(
-                    f"{folder / MODEL} holds other parameters than actor.model.model_path and actor.lora"
-                )
-            self.flat.replace(tensors)
-        self.flat.load_state_dict(load_state(folder / OPTIMIZER, map_location=str(self.device)))
-        self.flat.zero_grad()
+        with self.awake():
+            if not self.blueprint.keeps_weights:
+                tensors = load_tensors(folder / MODEL)
+                shapes = {name: tensor.shape for name, tensor in self.flat.named().items()}
+                if {name: tensor.shape for name, tensor in tensors.items()} != shapes:
+                    raise CheckpointError(
+                        f"{folder / MODEL} holds other parameters than actor.model.model_path and actor.lora"
+                    )
+                self.flat.replace(tensors)
+            self.flat.load_state_dict(load_state(folder / OPTIMIZER))
+            self.flat.zero_grad()
 
-    def offload(self) -> None:
-        """Moves everything to the host."""
-        self._move(torch.device("cpu"))
-        if self.device.type == "cuda":
-            torch.cuda.empty_cache()
+    def belongings(self) -> tuple[Iterable[torch.Tensor], Iterable[torch.Tensor]]:
+        """See `ParkingBackend.belongings`: gradients are cleared before they are made, and copies can be made again."""
+        return (*self.flat.state(), *tensors_of(self.module, self._reference)), self.flat.scratch()
 
-    def reload(self) -> None:
-        """Moves back what `offload` moved away."""
-        self._move(self.device)
-
-    def _move(self, device: torch.device) -> None:
-        self.flat.to(device)
-        if self._reference is not None:
-            self._reference.to(device)
+    def returned(self) -> None:
+        """See `ParkingBackend.returned`."""
+        self.flat.renew()

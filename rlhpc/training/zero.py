@@ -9,17 +9,20 @@ import json
 import logging
 import os
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
-from rlhpc.runtime.durable import fsync_file, fsync_folder, write_durably
+from rlhpc.checkpoint.beside import write_file
+from rlhpc.checkpoint.state import stream_state
+from rlhpc.runtime.device import collective_backends
+from rlhpc.runtime.durable import fsync_folder, write_durably
 from rlhpc.runtime.errors import CheckpointError, ConfigError
-from rlhpc.training.contract import Batch, Blueprint, Metrics, Named, Ranks, TrainingBackend
-from rlhpc.training.parking import Parked, tensors_in
+from rlhpc.training.contract import Batch, Blueprint, Metrics, Named, Ranks
+from rlhpc.training.parking import ParkingBackend, tensors_in, tensors_of
 from rlhpc.training.zero_config import KEY, deepspeed_config
 from rlhpc.training.zero_files import files_of, require_harmless
 from rlhpc.training.zero_partition import partitioned
@@ -42,7 +45,7 @@ def _pickle_stage_by_value() -> None:
     importlib.import_module("deepspeed.runtime.zero.config").ZeroStageEnum.__reduce_ex__ = reduced
 
 
-class DeepSpeedBackend(TrainingBackend):
+class DeepSpeedBackend(ParkingBackend):
     """Spreads optimizer state (stage 1), gradients (2) and parameters (3) over the ranks.
 
     DeepSpeed averages gradients over ranks; rlhpc sums them, so each loss is multiplied by the number of ranks. With
@@ -62,14 +65,13 @@ class DeepSpeedBackend(TrainingBackend):
         self.config = deepspeed_config(actor, self.dtype, self.parameters_trained)
         self.engine = self._initialize(self.module, self.config, self.optim.torch_optimizer([p for _, p in named]))
         self._accumulated = False
-        self._parked: Parked | None = None
         self.prepare_reference()
 
     # -- setting up -----------------------------------------------------------------------------------------------
 
     def _started(self) -> Any:
         """Imports DeepSpeed, and initializes it on the worker group's process group."""
-        on_gpu = self.device.type == "cuda"
+        on_gpu = self.device.type != "cpu"
         if not on_gpu:
             os.environ["DS_ACCELERATOR"] = "cpu"
         # A rank sees only its own accelerator, as device 0.
@@ -88,7 +90,7 @@ class DeepSpeedBackend(TrainingBackend):
         if not torch.distributed.is_initialized():  # a single rank has no group, but DeepSpeed wants one all the same
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
             torch.distributed.init_process_group(
-                "cpu:gloo,cuda:nccl" if on_gpu else "gloo", store=torch.distributed.HashStore(), rank=0, world_size=1
+                collective_backends(self.device.type), store=torch.distributed.HashStore(), rank=0, world_size=1
             )
         # DeepSpeed calls some collectives by their old names.
         warnings.filterwarnings("ignore", r"`torch\.distributed\.\w+` is deprecated", FutureWarning)
@@ -210,11 +212,10 @@ class DeepSpeedBackend(TrainingBackend):
         """Has DeepSpeed write its own files below `deepspeed/`, each rank its part, without frozen weights."""
         folder = Path(folder)
         target = folder / FOLDER
+        if "checkpoint" not in self.config:  # a writer that the user has chosen writes itself
+            self.engine.checkpoint_engine.save = _write
         with self.awake(), _quiet():
             self.engine.save_checkpoint(str(target), tag=TAG, exclude_frozen_parameters=self._frozen)
-        for path in sorted((target / TAG).iterdir()):
-            if f"pp_rank_{self.rank}_" in path.name or (self.rank == 0 and "pp_rank_" not in path.name):
-                fsync_file(path)
         if self.rank == 0:
             layout = {**self._layout(), "parameters": self._shapes}
             write_durably(folder / LAYOUT, json.dumps(layout, indent=1).encode() + b"\n")
@@ -290,43 +291,21 @@ class DeepSpeedBackend(TrainingBackend):
 
     # -- giving the accelerator away ------------------------------------------------------------------------------
 
-    @property
-    def away(self) -> bool:
-        """Whether the backend is parked: all that is left are views of empty memory."""
-        return self._parked is not None
-
-    def offload(self) -> None:
-        """Moves everything to the host."""
-        if self.device.type == "cuda" and self._parked is None:
-            torch.cuda.synchronize()
-            self.park()
-            torch.cuda.empty_cache()
-
     def park(self) -> int:
-        """Empties what this rank holds on its device; returns the number of bytes given away."""
+        """See `ParkingBackend.park`; weights that are gathered are freed."""
         if self.stage == 3:
             self.engine.empty_partition_cache()
-        here = self.device.type
-        buckets = getattr(self.engine.optimizer, "ipg_buckets", {}).values()
-        scratch = tensors_in([getattr(bucket, "buffer", None) for bucket in buckets])
-        self._parked = Parked(
-            (tensor for tensor in self._tensors() if tensor.device.type == here),
-            (tensor for tensor in scratch if tensor.device.type == here),
-        )
-        return self._parked.nbytes
+        return super().park()
 
-    def reload(self) -> None:
-        """Moves back what `offload` moved away."""
-        if self._parked is not None:
-            self._parked.restore()
-            self._parked = None
+    def belongings(self) -> tuple[Iterable[torch.Tensor], Iterable[torch.Tensor]]:
+        """See `ParkingBackend.belongings`."""
+        buckets = getattr(self.engine.optimizer, "ipg_buckets", {}).values()
+        return self._tensors(), tensors_in([getattr(bucket, "buffer", None) for bucket in buckets])
 
     def _tensors(self) -> Iterator[torch.Tensor]:
         """All tensors of model, optimizer and reference, in any order."""
-        modules = [self.module] if self._reference is None else [self.module, self._reference]
-        for module in modules:
-            for tensor in (*module.parameters(), *module.buffers()):
-                yield from tensors_in([tensor, getattr(tensor, "ds_tensor", None)])
+        for tensor in tensors_of(self.module, self._reference):
+            yield from tensors_in([tensor, getattr(tensor, "ds_tensor", None)])
         optimizer = self.engine.optimizer
         yield from tensors_in(vars(optimizer))
         yield from tensors_in([optimizer.optimizer.param_groups, list(optimizer.optimizer.state.values())])
@@ -335,6 +314,11 @@ class DeepSpeedBackend(TrainingBackend):
 def _shape(parameter: torch.Tensor) -> list[int]:
     """Shape of the whole parameter, of which a rank may hold only a part."""
     return list(parameter.ds_shape if hasattr(parameter, "ds_shape") else parameter.shape)
+
+
+def _write(state_dict: Any, path: str) -> None:
+    """How DeepSpeed's engine writes a file."""
+    write_file(Path(path), state_dict, stream_state)
 
 
 @contextlib.contextmanager

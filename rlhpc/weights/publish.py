@@ -15,7 +15,7 @@ from __future__ import annotations
 import ctypes
 import pickle
 import uuid
-from collections.abc import Container, Iterator
+from collections.abc import Callable, Container, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,9 +23,11 @@ import torch
 
 from rlhpc.runtime.comm.pool import SegmentPool
 from rlhpc.runtime.comm.segments import HEADER
+from rlhpc.weights.carry import Carrier
 from rlhpc.weights.elements import Elements, Shadow
 from rlhpc.weights.receipt import Receipt, digest
 from rlhpc.weights.strategy import DELTAS, NamedTensors
+from rlhpc.weights.window import Window
 
 #: Bytes of a part: large enough to make its fixed costs negligible, small enough for two of them to be no burden.
 PART_BYTES = 256 << 20
@@ -97,17 +99,15 @@ class _Bucket:
 
     def __init__(self) -> None:
         self.entries: list[Entry] = []
-        self.buffers: list[Any] = []
         self.nbytes = 0
-        self._tensors: list[torch.Tensor] = []
+        self.tensors: list[torch.Tensor] = []
 
     def add(self, name: str, what: torch.Tensor | Elements) -> None:
         tensors = [what.index, what.values] if isinstance(what, Elements) else [what]
         sizes = tuple(tensor.nbytes for tensor in tensors)
         index = _name(what.index.dtype) if isinstance(what, Elements) else ""
         self.entries.append((name, tuple(what.shape), _name(what.dtype), sizes, index))
-        self.buffers += map(_memory, tensors)
-        self._tensors += tensors  # keeps the memory behind the buffers alive
+        self.tensors += tensors
         self.nbytes += sum(sizes)
 
 
@@ -128,12 +128,21 @@ class Publisher:
         readers: Number of receivers.
         delta: One of `DELTAS`.
         part_bytes: Size of a part.
+        carrier: Writes parts beside what is gathered next; by default where tensors are on an accelerator.
     """
 
-    def __init__(self, pool: SegmentPool, readers: int, delta: str = "frozen", part_bytes: int = PART_BYTES) -> None:
+    def __init__(
+        self,
+        pool: SegmentPool,
+        readers: int,
+        delta: str = "frozen",
+        part_bytes: int = PART_BYTES,
+        carrier: Carrier | None = None,
+    ) -> None:
         if delta not in DELTAS:
             raise ValueError(f"delta is {delta!r}; allowed: {', '.join(DELTAS)}")
         self._pool, self._readers, self._delta, self._part_bytes = pool, readers, delta, part_bytes
+        self._carrier = carrier
         self._frozen: list[Part] = []
         self._base: list[Part] = []
         self._changes: list[Part] = []
@@ -151,7 +160,9 @@ class Publisher:
         self._moved: set[str] = set()
         self._shadow = Shadow()
 
-    def publish(self, version: int, tensors: NamedTensors, frozen: Container[str] = ()) -> Iterator[Announcement]:
+    def publish(
+        self, version: int, tensors: NamedTensors, frozen: Container[str] = (), window: Window | None = None
+    ) -> Iterator[Announcement]:
         """Writes one version; each announcement must have reached all receivers before the next but one is requested.
 
         Args:
@@ -159,18 +170,50 @@ class Publisher:
             tensors: Names and tensors; each is dropped before the next part begins. Tensors in `frozen` that have been
                 in the stream before may be left out.
             frozen: Names of tensors that are not trained. If one is changed in place all the same, this is noticed.
+            window: Says when there is room for a part that is not kept; always, without one.
         """
+        late: tuple[Announcement, Callable[[], None]] | None = None  # written, but not all there
+        try:
+            for announcement, landed in self._announcements(version, tensors, frozen, window):
+                if late is not None:
+                    (due, wait), late = late, None
+                    wait()
+                    yield due
+                if landed is None:
+                    yield announcement
+                else:
+                    late = announcement, landed
+            if late is not None:
+                (due, wait), late = late, None
+                wait()
+                yield due
+        finally:
+            if late is not None:  # the version broke off: nobody is told of this part
+                late[1]()
+                if (part := late[0].part) is not None and not part.kept:
+                    for reader in range(self._readers):
+                        self._pool.release(part.path, reader)
+
+    def _announcements(
+        self, version: int, tensors: NamedTensors, frozen: Container[str], window: Window | None
+    ) -> Iterator[tuple[Announcement, Callable[[], None] | None]]:
+        """What to announce, and what to wait for before; None if nothing."""
         self._settle()
         log, sent = (*self._frozen, *self._base, *self._changes), set(self._known)
         number = 0
         fixed, moving = _Bucket(), _Bucket()
         digests: dict[str, int] = {}
 
-        def announce(bucket: _Bucket | None, last: bool) -> Announcement:
+        def announce(bucket: _Bucket | None, last: bool) -> tuple[Announcement, Callable[[], None] | None]:
             nonlocal number
-            part = None
+            part, landed = None, None
             if bucket is not None:
-                part = self._write(bucket, kept=bucket is fixed or self._delta == "elements", readers=self._readers)
+                kept = bucket is fixed or self._delta == "elements"
+                if window is not None and not kept:
+                    window.wait()
+                part, landed = self._write(bucket, kept=kept, readers=self._readers)
+                if window is not None and not kept:
+                    window.wrote(part.path)
                 if bucket is fixed:
                     self._frozen.append(part)
                 elif self._delta == "elements":
@@ -178,7 +221,7 @@ class Publisher:
             receipt = Receipt(version, digests) if last else None
             made = Announcement(self._stream, version, number, self._serial, part, last, () if number else log, receipt)
             number += 1
-            return made
+            return made, landed
 
         for name, tensor in tensors:
             still = self._delta != "off" and name in frozen and name not in self._moved
@@ -187,7 +230,7 @@ class Publisher:
                 still = False
             elif still and name in sent:
                 continue
-            what: torch.Tensor | Elements | None = tensor.detach().cpu().contiguous()
+            what: torch.Tensor | Elements | None = self._gathered(tensor)
             assert isinstance(what, torch.Tensor)
             digests[name] = digest(what, version)
             if self._delta == "elements" and not still:
@@ -207,12 +250,26 @@ class Publisher:
         if sum(part.nbytes for part in self._changes) > sum(part.nbytes for part in self._base):
             self._compact()
 
-    def _write(self, bucket: _Bucket, *, kept: bool, readers: int, serial: int | None = None) -> Part:
-        table = pickle.dumps(bucket.entries)
-        path, spans = self._pool.write([*bucket.buffers, table], readers, keep=kept)
+    def _gathered(self, tensor: torch.Tensor) -> torch.Tensor:
+        """As it is written: from where it is, unless it is looked at element by element."""
+        if tensor.device.type != "cpu" and self._delta != "elements":
+            self._carrier = self._carrier or Carrier.of(self._pool, tensor.device.type)
+            return tensor.detach().contiguous()
+        return tensor.detach().cpu().contiguous()
+
+    def _write(
+        self, bucket: _Bucket, *, kept: bool, readers: int, serial: int | None = None
+    ) -> tuple[Part, Callable[[], None] | None]:
+        """A part, and what waits until it is all there; None if it is."""
+        table, landed = pickle.dumps(bucket.entries), None
+        if self._carrier is not None:
+            path, span, landed = self._carrier.begin(bucket.tensors, table, readers, keep=kept)
+        else:
+            path, spans = self._pool.write([*map(_memory, bucket.tensors), table], readers, keep=kept)
+            span = spans[-1]
         if serial is None:
             self._serial += 1
-        return Part(self._stream, self._serial, path, spans[-1], kept, bucket.nbytes)
+        return Part(self._stream, self._serial, path, span, kept, bucket.nbytes), landed
 
     # -- the log ----------------------------------------------------------------------------------------------------
 
@@ -221,12 +278,19 @@ class Publisher:
         the present ones have, or are about to have, everything in it."""
         base: list[Part] = []
         bucket = _Bucket()
+
+        def write() -> None:
+            part, landed = self._write(bucket, kept=True, readers=0, serial=self._serial)
+            if landed is not None:
+                landed()
+            base.append(part)
+
         for name, tensor in self._shadow.tensors():
             if bucket.entries and bucket.nbytes + _size(tensor) > self._part_bytes:
-                base.append(self._write(bucket, kept=True, readers=0, serial=self._serial))
+                write()
                 bucket = _Bucket()
             bucket.add(name, tensor)
-        base.append(self._write(bucket, kept=True, readers=0, serial=self._serial))
+        write()
         self._dropping += [*self._base, *self._changes]
         self._base, self._changes = base, []
 

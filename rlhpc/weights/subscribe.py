@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -18,6 +18,8 @@ from rlhpc.weights.strategy import NamedUpdates, Update
 #: `(part, late) -> memory of its segment`, which lives as long as a view of it. The memory of a kept part may be
 #: written to. `late`: the part was announced to others with an earlier version.
 Open = Callable[[Part, bool], Any]
+#: An announcement, and the memory of its part.
+Piece = tuple[Announcement, Any]
 
 
 class Subscriber:
@@ -39,12 +41,18 @@ class Subscriber:
         self._stream, self._serial = "", -1
         self._held.clear()
 
-    def receive(self, following: Callable[[], Announcement], read: Open) -> Update:
+    def receive(
+        self,
+        following: Callable[[], Announcement],
+        read: Open,
+        ahead: Callable[[Iterator[Piece]], Iterator[Piece]] = lambda pieces: pieces,
+    ) -> Update:
         """Waits for the next version.
 
         Args:
             following: Waits for the next announcement and returns it.
             read: Opens a part.
+            ahead: Takes pieces while an earlier one is in use.
         """
         first = following()
         while first.number:  # the rest of a version that this receiver did not take in to the end
@@ -56,11 +64,10 @@ class Subscriber:
             self.forget()
         complete = known < 0 or self._whole
         self._receipt = None
-        return Update(first.version, complete, self._tensors(first, known, following, read), lambda: self._receipt)
+        pieces = ahead(_pieces(first, following, read))
+        return Update(first.version, complete, self._tensors(first, known, pieces, read), lambda: self._receipt)
 
-    def _tensors(
-        self, first: Announcement, known: int, following: Callable[[], Announcement], read: Open
-    ) -> NamedUpdates:
+    def _tensors(self, first: Announcement, known: int, pieces: Iterator[Piece], read: Open) -> NamedUpdates:
         assembles = self._whole or known < 0
         held, self._held = self._held, {}
         self.forget()  # until all of the version has been taken in
@@ -68,19 +75,27 @@ class Subscriber:
             if part.serial > known:
                 yield from _taken(part, read(part, True), held if assembles else None)
         now = first
-        while True:
+        for now, memory in pieces:
             if now.part is not None:
-                yield from _taken(now.part, read(now.part, False), held if assembles else None)
-            if now.last:
-                self._receipt = now.receipt
-                break
-            before, now = now, following()
-            if (now.stream, now.version, now.number) != (before.stream, before.version, before.number + 1):
-                raise RlhpcError(f"weights of version {before.version} were followed by a part of {now.version}")
+                yield from _taken(now.part, memory, held if assembles else None)
+            del memory  # before the next is waited for
+        self._receipt = now.receipt
         if assembles:
             yield from held.items()
         self._held = held if self._whole else {}
         self._stream, self._serial = first.stream, now.serial
+
+
+def _pieces(first: Announcement, following: Callable[[], Announcement], read: Open) -> Iterator[Piece]:
+    """The pieces of a version, each opened as it is announced."""
+    now = first
+    while True:
+        yield now, None if now.part is None else read(now.part, False)
+        if now.last:
+            return
+        before, now = now, following()
+        if (now.stream, now.version, now.number) != (before.stream, before.version, before.number + 1):
+            raise RlhpcError(f"weights of version {before.version} were followed by a part of {now.version}")
 
 
 def _taken(part: Part, memory: Any, held: dict[str, torch.Tensor] | None) -> NamedUpdates:

@@ -3,21 +3,29 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Container
+from collections.abc import Callable, Container, Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from rlhpc.runtime.comm import p2p
+from rlhpc.runtime.comm.fetching import Above
 from rlhpc.runtime.comm.payload import Origin
-from rlhpc.runtime.comm.segments import SegmentGone, discard, map_private
+from rlhpc.runtime.comm.segments import HEADER, SegmentGone, discard, map_private
 from rlhpc.runtime.comm.share import Share
-from rlhpc.runtime.context import current
+from rlhpc.runtime.context import Context, current
 from rlhpc.runtime.errors import RlhpcError
-from rlhpc.weights.publish import Announcement, Part, Publisher
+from rlhpc.runtime.registry import MEMBERS
+from rlhpc.weights.ahead import Ahead
+from rlhpc.weights.publish import PART_BYTES, Announcement, Part, Publisher
 from rlhpc.weights.strategy import NamedTensors, Update
-from rlhpc.weights.subscribe import Subscriber
+from rlhpc.weights.subscribe import Piece, Subscriber
+from rlhpc.weights.window import PARTS, Window
 
 if TYPE_CHECKING:
     from rlhpc.runtime.worker import Worker
+
+
+#: To how many hosts a host passes a part on.
+_BRANCHES = 2
 
 
 class Place(NamedTuple):
@@ -27,11 +35,15 @@ class Place(NamedTuple):
         reader: Number of the receiver among all readers.
         number, of: On a host other than the sender's, its number among the receivers there, and how many there are: the
             first of them fetches for all.
+        above: Where the first receiver of another host passes on what it has fetched; empty if the sender is asked.
+        below: To how many other hosts this one passes on what it has fetched.
     """
 
     reader: int
     number: int
     of: int
+    above: str = ""
+    below: int = 0
 
 
 class WeightSender:
@@ -41,10 +53,14 @@ class WeightSender:
         worker: The sending worker.
         receivers: Groups and ranks that receive.
         delta: `rollout.weight_delta`.
+        part_bytes: Size of a part.
     """
 
-    def __init__(self, worker: Worker, receivers: list[tuple[str, list[int]]], delta: str) -> None:
+    def __init__(
+        self, worker: Worker, receivers: list[tuple[str, list[int]]], delta: str, part_bytes: int = PART_BYTES
+    ) -> None:
         self._src, self._receivers, self._delta = (worker.group_name, worker.rank), receivers, delta
+        self._part_bytes = part_bytes
         self._publisher: Publisher | None = None
 
     def forget(self) -> None:
@@ -63,15 +79,13 @@ class WeightSender:
         context = current()
         names = [(group, rank) for group, ranks in self._receivers for rank in ranks if (group, rank) != self._src]
         if self._publisher is None:
-            self._publisher = Publisher(context.service.pool, len(names), self._delta)
-        places: dict[tuple[str, int], Place] = {}
-        for together in p2p.readers_of(context, names):
-            for number, who in enumerate(together):
-                places[who] = Place(len(places), number, len(together))
+            self._publisher = Publisher(context.service.pool, len(names), self._delta, self._part_bytes)
+        places, depth = _places(context, names)
+        window = _window(context, [*places], PARTS + depth)
         reach_all: Callable[[], None] | None = None  # waits until every receiver has the last announcement
         loose: str | None = None  # a part that is written but not announced yet
         try:
-            for announcement in self._publisher.publish(version, tensors, frozen):
+            for announcement in self._publisher.publish(version, tensors, frozen, window):
                 part = announcement.part
                 loose = part.path if part is not None and not part.kept else None
                 if reach_all is not None:  # only now: it was in transit while the next part was written
@@ -93,6 +107,42 @@ class WeightSender:
             raise
 
 
+def _places(context: Context, names: list[tuple[str, int]]) -> tuple[dict[tuple[str, int], Place], int]:
+    """The receivers' places, and how many hosts a part passes through at most before it reaches one.
+
+    The sender's data goes to two other hosts, and each passes it on to two: however many hosts there are, nobody sends more.
+    """
+    readers = p2p.readers_of(context, names)
+    hosts = [together for together in readers if context.member(*together[0])["host"] != context.host]
+    places: dict[tuple[str, int], Place] = {}
+    for index, together in enumerate(readers):
+        above, below = "", 0
+        if index < len(hosts):
+            above = context.member(*hosts[index // 2 - 1][0])["data"]["bulk"] if index >= _BRANCHES else ""
+            below = len(range(2 * index + 2, min(2 * index + 4, len(hosts))))
+        for number, who in enumerate(together):
+            places[who] = Place(len(places), number, len(together), above, below)
+    return places, max(len(hosts) + 1, 2).bit_length() - 2
+
+
+def _window(context: Context, names: list[tuple[str, int]], parts: int) -> Window:
+    """For receivers by their numbers. One that is started again is no longer waited for: it has nothing of the version."""
+    shown = [f"{group}-{rank}" for group, rank in names]
+    known = [context.registry.version(MEMBERS, name) for name in shown]
+    return Window(
+        context.service.pool,
+        shown,
+        check=context.check,
+        there=lambda reader: context.registry.version(MEMBERS, shown[reader]) == known[reader],
+        deadline=context.wait_deadline,
+        parts=parts,
+    )
+
+
+def _never() -> None:
+    """Gives nothing up."""
+
+
 class WeightReceiver:
     """Receives versions from a `WeightSender`.
 
@@ -106,6 +156,9 @@ class WeightReceiver:
         self._me, self._src = (worker.group_name, worker.rank), src
         self._subscriber = Subscriber(whole)
         self._place, self._origin = Place(0, 0, 1), Origin("", "")
+        self._above = Above("")
+        self._ahead = Ahead(after=lambda: current().service.peers.close())
+        self._giving_up: Callable[[], None] = _never
 
     def forget(self) -> None:
         """Makes the next update a complete one (`Subscriber.forget`)."""
@@ -113,14 +166,23 @@ class WeightReceiver:
 
     def receive(self) -> Update:
         """Waits for the next version, and takes it in while its tensors are iterated."""
-        return self._subscriber.receive(self._following, self._read)
+        self._giving_up = _never
+        return self._subscriber.receive(self._following, self._read, self._prefetched)
+
+    def _prefetched(self, pieces: Iterator[Piece]) -> Iterator[Piece]:
+        """Has the next part fetched while one is in use; where the sender is on this host, there is nothing to fetch."""
+        if self._origin.host == current().service.endpoint["host"]:
+            return pieces
+        self._giving_up = self._ahead.check
+        return self._ahead(pieces)
 
     def _following(self) -> Announcement:
         announcement: Announcement
-        announcement, origin, places = p2p.broadcast(None, *self._me, [], self._src)
+        announcement, origin, places = p2p.follow_broadcast(self._src, self._giving_up)
         self._origin = Origin(*origin)
         if places is not None:
             self._place = places[self._me]
+            self._above = Above(self._place.above)
         return announcement
 
     def _read(self, part: Part, late: bool) -> Any:
@@ -130,7 +192,14 @@ class WeightReceiver:
             together = place.of > 1 and not late
             share = Share(f"{part.name}-{place.reader - place.number}", place.number, place.of) if together else None
             # Each receiver reports its own arrival, so that nothing is dropped from the log that one of them still needs.
-            memory = service.fetch(self._origin, part.path, part.size, place.reader, share, own=not part.kept, later=[])
+            # What is kept may be changed where it has landed, and is asked for at any time: only the sender gives it.
+            passes = not part.kept
+            above = (self._above, part.name) if passes and place.above else None
+            memory = service.fetch(
+                self._origin, part.path, part.size, place.reader, share, own=not part.kept, later=[], above=above
+            )
+            if passes and place.below and not place.number:
+                service.offers.put(part.name, memory[HEADER : HEADER + part.size], place.below)
             service.peers.release(self._origin.bulk, part.path, place.reader)
             return memory
         try:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+import re
 import subprocess
 import sys
 from graphlib import TopologicalSorter
@@ -98,3 +100,30 @@ def test_setup_refuses_a_build_that_there_is_not(tmp_path: Path) -> None:
         "setup: RLHPC_TORCH is 'cuda12'; allowed: auto, cpu, or a CUDA version such as cu126, cu128, cu130"
     ]
     assert not (tmp_path / "venv").exists()
+
+
+#: Where a kind of accelerator has a name all the same, and why.
+NAMING_CUDA = {
+    "rlhpc/checkpoint/state.py": "checkpoints have its generators' states under this name",
+    "rlhpc/embodied/envs/maniskill.py": "PhysX simulates on these alone",
+    "rlhpc/embodied/envs/maniskill_tasks.py": "PhysX simulates on these alone",
+    "rlhpc/jobs/doctor/nodes.py": "a build of torch for none says so by the version of CUDA",
+    "rlhpc/jobs/doctor/torch_probe.py": "tries NCCL and each card by itself",
+    "rlhpc/runtime/device.py": "a build of torch for none says so by the version of CUDA",
+}
+
+
+def _names_cuda(node: ast.AST) -> bool:
+    if isinstance(node, ast.Constant):
+        return isinstance(node.value, str) and bool(re.search(r"(^|,)cuda(:|$)", node.value))
+    return isinstance(node, ast.Attribute) and node.attr in ("cuda", "is_cuda")
+
+
+def test_one_module_knows_the_kind_of_accelerator() -> None:
+    """Elsewhere it is what `rlhpc.runtime.device` says, so another kind needs no search."""
+    found = {
+        str(path.relative_to(ROOT))
+        for path in (ROOT / "rlhpc").rglob("*.py")
+        if any(map(_names_cuda, ast.walk(ast.parse(path.read_text()))))
+    }
+    assert found == set(NAMING_CUDA)

@@ -204,6 +204,7 @@ ROWS: Rows = [
     ("actor.training_backend", _trainer),
     ("actor.global_batch_size", _responses),
     ("actor.max_tokens_per_micro_batch", _pass_tokens),
+    ("actor.enable_dp_load_balance", "actor.enable_dp_load_balance"),
     ("actor.offload_in_rollout", _offloaded),
     (
         "actor.model.model_path",

@@ -256,7 +256,7 @@ LANGUAGE = [
     ),
     Left("actor.tokenizer.* reward.tokenizer.*", "the tokenizer comes with the model", True),
     Left("actor.fsdp_config.*", "FSDP2 has its own way: float32 master weights, bfloat16 computation", True),
-    Left("actor.enable_dp_load_balance actor.calculate_flops", "only speed and metrics", True),
+    Left("actor.calculate_flops", "only a metric", True),
     Left("rollout.tensor_parallel_size rollout.pipeline_parallel_size", "an engine runs on one accelerator", (1,)),
     Left(
         "rollout.sglang.* rollout.vllm.*", "left to the engine (rollout.engine_kwargs takes vLLM's own arguments)", True

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from rlhpc.embodied.envs.observations import Obs
+
+if TYPE_CHECKING:
+    from rlhpc.embodied.config import EnvSideConfig
 
 #: Class or function `(cfg, num_envs, slot_offset, seed) -> VectorEnv`; `cfg` is section `env.train` or `env.eval`.
 EnvFactory = Callable[..., "VectorEnv"]
@@ -29,7 +32,8 @@ class VectorEnv(ABC):
         num_envs: N.
         observation_space, action_space: Of one slot.
         supports_state: Whether `state_dict` captures the simulators, so that a resumed run goes on mid-episode.
-        gains_by_processes: Whether its slots go into processes of their own if a rank has cores for them.
+        gains_by_processes: Whether its slots go into processes of their own if a rank has cores for them, and the slots are
+            not on an accelerator.
         restarts: Simulator processes that died or hung and were started again.
         keep_states: Set by a recording: `infos["final_env_states"]` then has the simulators' states from before the
             resets, where the environment has any (`env_states`).
@@ -46,6 +50,12 @@ class VectorEnv(ABC):
     keep_states = False
     max_episode_steps: int | None = None
     record_kwargs: Mapping[str, Any] | None = None
+
+    @classmethod
+    def uses_accelerator(cls, cfg: EnvSideConfig) -> bool:
+        """Whether one for this section, built here, would simulate or render on an accelerator that this process sees."""
+        del cfg
+        return False
 
     @abstractmethod
     def reset(self, seed: int | None = None) -> tuple[Obs, dict[str, Any]]:

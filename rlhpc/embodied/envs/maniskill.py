@@ -24,6 +24,8 @@ from rlhpc.embodied.envs.maniskill_data import (
     space_of,
 )
 from rlhpc.embodied.envs.observations import join
+from rlhpc.embodied.envs.played import Played
+from rlhpc.runtime.device import accelerator
 from rlhpc.runtime.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -31,6 +33,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 _OURS = ("num_envs", "max_episode_steps", "render_mode")
+#: Names of what simulates and renders without a GPU.
+_ON_CPU = ("cpu", "physx_cpu", "sapien_cpu")
 
 
 class _NoMaterial:
@@ -118,7 +122,16 @@ class ManiSkillVectorEnv(VectorEnv):
     """
 
     supports_state = True
-    gains_by_processes = not torch.cuda.is_available()
+    gains_by_processes = True
+
+    @classmethod
+    def uses_accelerator(cls, cfg: EnvSideConfig) -> bool:
+        """See `VectorEnv.uses_accelerator`: by `sim_backend` and `render_backend`."""
+        given = cfg.kwargs or {}
+        sim, render = _backends(
+            given.get("sim_backend", "auto"), given.get("render_backend", "auto"), given.get("obs_mode", "state")
+        )
+        return sim not in _ON_CPU or render not in (*_ON_CPU, "none", None)
 
     def __init__(self, cfg: EnvSideConfig, num_envs: int, slot_offset: int, seed: int) -> None:
         self.num_envs, self._env_id = num_envs, cfg.env_id
@@ -126,8 +139,8 @@ class ManiSkillVectorEnv(VectorEnv):
             raise ConfigError(f"env.train.wrappers is {list(cfg.wrappers)}; ManiSkill tasks take none")
         spec = find_task(self._env_id)
         self._kwargs = {**spec.default_kwargs, **_arguments(cfg, spec)}
-        self._gpu = self._kwargs["sim_backend"] not in ("cpu", "physx_cpu")
-        visual = self._kwargs["obs_mode"] not in ("state", "state_dict", "none")
+        self._gpu = self._kwargs["sim_backend"] not in _ON_CPU
+        visual = _visual(self._kwargs["obs_mode"])
         limit = cfg.max_episode_steps if cfg.max_episode_steps is not None else spec.max_episode_steps
         self.episodes = Episodes(cfg, num_envs, slot_offset, seed, int(limit or 0))
         shared = self._gpu and cfg.group_size == 1 and not cfg.use_fixed_reset_state_ids
@@ -144,7 +157,7 @@ class ManiSkillVectorEnv(VectorEnv):
         self.action_space, self._split = joint_action_space(first.single_action_space)
         row = convert(first.get_obs())
         self.observation_space = space_of(row)
-        self._history: list[list[np.ndarray]] = [[] for _ in range(num_envs)]
+        self._played = Played(num_envs, int(np.prod(self.action_space.shape)))
 
     def _build(self, spec: Any, sizes: list[int], alone: bool, seeded: bool) -> list[Any]:
         from rlhpc.embodied.envs.maniskill_tasks import seeded_task
@@ -173,8 +186,7 @@ class ManiSkillVectorEnv(VectorEnv):
     def _begin(self, slots: np.ndarray) -> Any:
         """Resets slots; the observation of all."""
         seeds = dict(zip(slots.tolist(), self.episodes.begin(slots), strict=True))
-        for slot in slots.tolist():
-            self._history[slot] = []
+        self._played.begin(slots)
         return self._reset_parts(seeds)
 
     def _reset_parts(self, seeds: dict[int, int]) -> Any:
@@ -206,8 +218,7 @@ class ManiSkillVectorEnv(VectorEnv):
             if not active.any():
                 break
             obs, rewards, failed, success = self._simulate(actions[:, i])
-            for slot in np.flatnonzero(active).tolist():
-                self._history[slot].append(actions[slot, i].astype(np.float32))
+            self._played.add(actions[:, i])
             brought[:, i], ends, cut = self.episodes.add(rewards, failed, success, active)
             executed[:, i] = active
             terminations |= ends
@@ -254,13 +265,8 @@ class ManiSkillVectorEnv(VectorEnv):
 
     def state_dict(self) -> dict[str, Any]:
         """Per slot the number of its episode and the actions since its reset."""
-        empty = np.zeros((0, int(np.prod(self.action_space.shape))), np.float32)
-        return {
-            "slots": [
-                {**self.episodes.place(slot), "actions": np.stack(actions) if actions else empty}
-                for slot, actions in enumerate(self._history)
-            ]
-        }
+        slots = range(self.num_envs)
+        return {"slots": [{**self.episodes.place(slot), "actions": self._played.of(slot)} for slot in slots]}
 
     @torch.inference_mode()
     def load_state_dict(self, state: Any) -> None:
@@ -285,8 +291,8 @@ class ManiSkillVectorEnv(VectorEnv):
                 return
             active = left >= remaining
             for slot in np.flatnonzero(active).tolist():
-                actions[slot] = played[slot][len(self._history[slot])]
-                self._history[slot].append(actions[slot].copy())
+                actions[slot] = played[slot][left[slot] - remaining]
+            self._played.add(actions)
             _, rewards, failed, success = self._simulate(actions)
             self.episodes.add(rewards, failed, success, active)
 
@@ -316,7 +322,7 @@ class ManiSkillVectorEnv(VectorEnv):
     def _open_camera(self) -> bool:
         if self._camera is False or not load_maniskill():
             return False
-        backend = "gpu" if torch.cuda.is_available() else "cpu"
+        backend = "gpu" if accelerator() == "cuda" else "cpu"
         wanted = {**self._kwargs, "obs_mode": "none", "sim_backend": "physx_cpu", "render_backend": backend}
         try:
             with torch.inference_mode():
@@ -339,6 +345,20 @@ def build_seed(seed: int, group: int) -> int:
     return int(np.random.SeedSequence([seed, group, 0, 1]).generate_state(1)[0]) & 0x7FFFFFFF
 
 
+def _visual(obs_mode: str) -> bool:
+    return obs_mode not in ("state", "state_dict", "none")
+
+
+def _backends(sim: str | None, render: str | None, obs_mode: str) -> tuple[str | None, str | None]:
+    """What simulates and what renders, where `auto` was asked for by what this process has."""
+    gpu = "auto" in (sim, render) and accelerator() == "cuda"
+    if sim == "auto":
+        sim = "physx_cuda" if gpu else "physx_cpu"
+    if render == "auto":
+        render = ("gpu" if gpu else "cpu") if _visual(obs_mode) else "none"
+    return sim, render
+
+
 def _arguments(cfg: EnvSideConfig, spec: Any) -> dict[str, Any]:
     """`kwargs` with this adapter's defaults, checked as far as possible without building anything."""
     # ManiSkill changes what is nested in them.
@@ -359,13 +379,10 @@ def _arguments(cfg: EnvSideConfig, spec: Any) -> dict[str, Any]:
         raise ConfigError(
             f"env.train.kwargs.reward_mode is {kwargs['reward_mode']!r}; {cfg.env_id} has: {', '.join(modes)}"
         )
-    gpu = torch.cuda.is_available()
-    if kwargs.get("sim_backend", "auto") == "auto":
-        kwargs["sim_backend"] = "physx_cuda" if gpu else "physx_cpu"
-    visual = kwargs["obs_mode"] not in ("state", "state_dict", "none")
-    if kwargs.get("render_backend", "auto") == "auto":
-        kwargs["render_backend"] = ("gpu" if gpu else "cpu") if visual else "none"
-    if visual and (kwargs["render_backend"] in ("none", None) or not load_maniskill()):
+    kwargs["sim_backend"], kwargs["render_backend"] = _backends(
+        kwargs.get("sim_backend", "auto"), kwargs.get("render_backend", "auto"), kwargs["obs_mode"]
+    )
+    if _visual(kwargs["obs_mode"]) and (kwargs["render_backend"] in ("none", None) or not load_maniskill()):
         raise ConfigError(
             f"env.train.kwargs.obs_mode is {kwargs['obs_mode']!r}, which needs a renderer: a GPU's Vulkan driver, or "
             f"Mesa 23 or newer (mesa-vulkan-drivers, libvulkan1); obs_mode=state needs none"

@@ -2,13 +2,38 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from typing import Any
 
+import numpy as np
 import sapien
 import torch
+from mani_skill.envs.utils.randomization.batched_rng import BatchedRNG
 from sapien import physx
 
 from rlhpc.embodied.envs.maniskill_batch import BatchedScene, clear_contacts
+
+
+class Generators(Sequence[np.random.RandomState]):
+    """A generator for each of `seeds`, made when it is first drawn from: to make those of a thousand slots takes longer than
+    to simulate a step, and few tasks draw from them."""
+
+    def __init__(self, seeds: Sequence[int]) -> None:
+        self._seeds, self._made = list(seeds), dict[int, np.random.RandomState]()
+
+    def __getitem__(self, slot: Any) -> Any:
+        if slot not in self._made:
+            self._made[slot] = np.random.RandomState(self._seeds[slot])
+        return self._made[slot]
+
+    def __setitem__(self, slot: int, generator: np.random.RandomState) -> None:
+        self._made[slot] = generator
+
+    def __iter__(self) -> Iterator[np.random.RandomState]:
+        return (self[slot] for slot in range(len(self)))
+
+    def __len__(self) -> int:
+        return len(self._seeds)
 
 
 def seeded_task(task: type, batched: bool, seeded: bool, build_seeds: list[int]) -> Any:
@@ -17,7 +42,8 @@ def seeded_task(task: type, batched: bool, seeded: bool, build_seeds: list[int])
     Args:
         task: Subclass of `BaseEnv`.
         batched: It takes `num_envs > 1` with `sim_backend="physx_cpu"`, without rendering.
-        seeded: Slots draw their first states one by one, each from its seed; otherwise all that reset together at once.
+        seeded: Slots draw their first states one by one, each from its seed; otherwise all that reset together at once, from
+            the seed of the first of them.
         build_seeds: What tasks draw when they are built (the size of a peg) follows from these, one per slot.
     """
 
@@ -35,7 +61,10 @@ def seeded_task(task: type, batched: bool, seeded: bool, build_seeds: list[int])
             before = self._slot_seeds or [0] * self.num_envs
             self._slot_seeds = [seeds.get(slot, seed) for slot, seed in enumerate(before)]
             chosen = torch.tensor(sorted(seeds), device=self.device)
-            return self.reset(seed=self._slot_seeds, options={"env_idx": chosen} if self.num_envs > 1 else None)[0]
+            options = {"env_idx": chosen} if self.num_envs > 1 else None
+            # From seeds BaseEnv makes two generators for every slot, whichever are reset.
+            given = self._slot_seeds if seeded or self.reconfiguration_freq else None
+            return self.reset(seed=given, options=options)[0]
 
         def reset(self, seed: Any = None, options: dict[str, Any] | None = None) -> Any:
             """Resets as ManiSkill does; the constructor's own call uses `build_seeds`."""
@@ -49,11 +78,12 @@ def seeded_task(task: type, batched: bool, seeded: bool, build_seeds: list[int])
             # torch.manual_seed also queues seeds for a GPU that is not used yet, with a traceback each.
             seed_torch = torch.manual_seed if self.device.type == "cuda" else torch.default_generator.manual_seed
             if not seeded:
-                # BaseEnv has seeded with the first slot of all, whose seed stays while others are reset.
                 first = int(env_idx[0])
-                seed_torch(self._slot_seeds[first])
+                self._batched_episode_rng = BatchedRNG.from_rngs(Generators(self._slot_seeds))
                 self._episode_rng = self._batched_episode_rng[first]
-                super()._initialize_episode(env_idx, options)
+                with torch.random.fork_rng():
+                    seed_torch(self._slot_seeds[first])
+                    super()._initialize_episode(env_idx, options)
                 return
             mask = self.scene._reset_mask
             for slot in env_idx.tolist():

@@ -316,6 +316,8 @@ def process_count(cfg: EnvSideConfig, factory: Any, num_envs: int) -> int:
     if wanted is None:
         if not (isinstance(factory, type) and issubclass(factory, VectorEnv) and factory.gains_by_processes):
             return 0
+        if factory.uses_accelerator(cfg):
+            return 0
         # What the launcher granted this rank, which the affinity of a shared machine does not say.
         cores = min(int(os.environ.get("OMP_NUM_THREADS") or 1 << 16), len(os.sched_getaffinity(0)))
         wanted = cores if cores > 1 else 0

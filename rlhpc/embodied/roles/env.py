@@ -10,23 +10,24 @@ import numpy as np
 
 from rlhpc.algorithms.finite import nonfinite, skips
 from rlhpc.checkpoint.state import load_state, rng_state, save_state, set_rng_state
+from rlhpc.checkpoint.worker import SavingWorker
 from rlhpc.config.typed import changed
 from rlhpc.embodied.config import EnvSideConfig, PlayingConfig, PpoConfig
 from rlhpc.embodied.envs import make_env
 from rlhpc.embodied.envs.base import VectorEnv
 from rlhpc.embodied.envs.observations import Obs, as_arrays, join, take
+from rlhpc.embodied.envs.registry import ENVS
 from rlhpc.embodied.roles.lanes import open_lanes
 from rlhpc.embodied.roles.outcomes import EpisodeLog, Outcomes
 from rlhpc.embodied.roles.slots import OUTCOMES, SlotMap, within
 from rlhpc.runs.device import own_device, seed_process
 from rlhpc.runtime.errors import CheckpointError
-from rlhpc.runtime.worker import Worker
 
 FILE = "env-{rank}.pt"
 Cfg = TypeVar("Cfg", bound=PlayingConfig)
 
 
-class SimulatingWorker(Worker, Generic[Cfg]):
+class SimulatingWorker(SavingWorker, Generic[Cfg]):
     """What env ranks have in common; a kind of run says what rewards and log-probabilities belong to."""
 
     envs: list[VectorEnv]
@@ -232,6 +233,8 @@ def _slot_state(env: VectorEnv, unit: dict[str, Any], index: int) -> Any:
 def check_env(cfg: EnvSideConfig, python: str | None = None) -> tuple[Any, Any]:
     """Builds one environment and closes it again, so that an unknown id or bad arguments show before a run starts.
 
+    One on an accelerator is built by a process that ends: in this one, what it holds there would stay for the whole run.
+
     Args:
         cfg: Section `env.train` or `env.eval`.
         python: The env group's own Python, which can build what this one cannot.
@@ -244,6 +247,9 @@ def check_env(cfg: EnvSideConfig, python: str | None = None) -> tuple[Any, Any]:
     """
     if python is not None and cfg.simulator_python is None:
         cfg = changed(cfg, "simulator_python", python)
+    factory = ENVS.find(cfg.env_type)
+    if isinstance(factory, type) and issubclass(factory, VectorEnv) and factory.uses_accelerator(cfg):
+        cfg = changed(cfg, "simulators", 1)
     env = make_env(cfg, cfg.group_size, slot_offset=0, seed=0, stage="train")
     try:
         return env.observation_space, env.action_space

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from rlhpc.checkpoint.state import load_state, rng_state, save_state, set_rng_state
+from rlhpc.checkpoint.worker import SavingWorker
 from rlhpc.embodied.config import PlayingConfig, PpoConfig
 from rlhpc.embodied.envs.observations import columns_of, count_rows, join
 from rlhpc.embodied.models import Policy, build_model, policy_section
@@ -18,7 +19,7 @@ from rlhpc.embodied.roles.lanes import open_lanes
 from rlhpc.embodied.roles.outcomes import next_values
 from rlhpc.embodied.roles.slots import OUTCOMES, TRAJECTORIES, SlotMap, within
 from rlhpc.runs.device import own_device, seed_process, settle, to_tensors
-from rlhpc.runtime.worker import Worker
+from rlhpc.runtime.device import empty_cache
 from rlhpc.weights import make_sync
 from rlhpc.weights.target import apply
 
@@ -55,7 +56,7 @@ class StageBuffer:
         return np.ascontiguousarray(self._rows[name].swapaxes(0, 1))
 
 
-class ActingWorker(Worker, Generic[Cfg]):
+class ActingWorker(SavingWorker, Generic[Cfg]):
     """What rollout ranks have in common; a kind of run says what the policy is and what is handed over."""
 
     def __init__(self, cfg: Cfg) -> None:
@@ -202,8 +203,7 @@ class ActingWorker(Worker, Generic[Cfg]):
     def offload(self) -> None:
         """Moves the policy to the host."""
         self.policy.cpu()
-        if self.device.type == "cuda":
-            torch.cuda.empty_cache()
+        empty_cache()
 
     def reload(self) -> None:
         """Takes back what `offload` moved away."""

@@ -12,6 +12,7 @@ import torch
 from rlhpc.algorithms.finite import require_finite
 from rlhpc.checkpoint.start import WEIGHTS, weights_that_fit
 from rlhpc.checkpoint.state import load_state, load_tensors, rng_state, save_state, save_tensors, set_rng_state
+from rlhpc.checkpoint.worker import SavingWorker
 from rlhpc.embodied.config import BcConfig, PpoConfig, SacConfig
 from rlhpc.embodied.models.base import Policy
 from rlhpc.embodied.roles.slots import SlotMap
@@ -19,7 +20,6 @@ from rlhpc.embodied.update.blueprint import PolicyBlueprint
 from rlhpc.runs.device import own_device, seed_process
 from rlhpc.runtime.durable import write_durably
 from rlhpc.runtime.errors import CheckpointError
-from rlhpc.runtime.worker import Worker
 from rlhpc.training.contract import Named, TrainingBackend
 from rlhpc.training.registry import make_backend
 from rlhpc.weights import WeightSync, make_sync
@@ -63,7 +63,7 @@ class Learner(Protocol):
         """Takes back what `offload` moved away."""
 
 
-class Trainer(Worker, Generic[Cfg]):
+class Trainer(SavingWorker, Generic[Cfg]):
     """One data-parallel rank. A subclass builds `policy` and `learner` in its `init_worker`, which begins with
     `settle_in`.
 

@@ -74,8 +74,10 @@ class LogitReader(abc.ABC):
         """One value per token, `[T]` float32, with gradients.
 
         Args:
-            logits: `[N, W, V]`, in the model's precision: those at `[n, t]` say what token t + 1 of sample n is.
-            batch: The micro-batch, with all columns; maybe without tokens. `batch.predictors()` says where the logits are.
+            logits: `[N, W, V]`, in the model's precision: those at `[n, t]` say what token t + 1 of sample n is; or, where
+                `batch.packed`, `[1, T, V]`, of all samples in a row.
+            batch: The micro-batch, with all columns; maybe without tokens. `batch.predictors()` says where the logits are,
+                either way.
         """
 
     def offload(self) -> None:  # noqa: B027 (most hold little)

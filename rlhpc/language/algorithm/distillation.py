@@ -27,6 +27,7 @@ from rlhpc.language.scoring.group import ScoringGroup
 from rlhpc.language.scoring.groups import TEACHER, placed, scoring_groups
 from rlhpc.language.tokens.batches import TokenBatch
 from rlhpc.language.tokens.divergence import FLOOR, full_divergence, top_divergence
+from rlhpc.language.tokens.packing import packs
 from rlhpc.language.tokens.scores import TokenScores
 
 #: The teacher's log-probs of the drawn tokens; or of its most likely ones, as `top_logprobs` gives them.
@@ -78,10 +79,11 @@ class FromAll(LogitReader):
     def read(self, logits: Tensor, batch: TokenBatch) -> Tensor:
         """See `LogitReader.read`."""
         temperature, beta = self.cfg.rollout.temperature, self.cfg.algorithm.distillation.beta
+        model = self.teacher.scorer.model
+        read = batch.read_by(packs(model))
         with torch.no_grad():
-            ids = batch.padded(batch.ids, batch.pad_id)
-            theirs = self.teacher.scorer.model(input_ids=ids, use_cache=False).logits
-        return full_divergence(logits, batch, theirs, temperature, beta)
+            theirs = model(**read.inputs(), use_cache=False).logits
+        return full_divergence(logits, batch, theirs, temperature, beta, teacher_batch=read)
 
     def offload(self) -> None:
         """See `LogitReader.offload`."""

@@ -64,8 +64,8 @@ class RolloutBackend(Protocol):
 
     Requests are added at any time; each `step` advances those under way and gives back those that ended, in any order,
     so that whoever waits for one does not wait for the slowest. Between two steps the weights may change: what is under
-    way goes on under the new ones (after a recomputation of its cache), and `Completion.versions` tells which token is
-    whose.
+    way goes on under the new ones (after a recomputation of its cache, unless `rollout.keep_cache_on_update`), and
+    `Completion.versions` tells which token is whose.
 
     What only some engines say or can do is in `SaysForkable`, `TakesParts`, `TellsWeights` and `ScoresTexts`.
     """
@@ -93,7 +93,8 @@ class RolloutBackend(Protocol):
         """Adds, steps until all are done, and gives them back in the order of `requests`."""
 
     def update_weights(self, version: int, named_tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Takes in all of the model's tensors, by their Hugging Face names, in place; drops caches made with the old.
+        """Takes in all of the model's tensors, by their Hugging Face names, in place; drops caches made with the old,
+        or gives them to no new request.
 
         Either all of them are taken in, or the engine refuses to step on.
         """

@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 T = TypeVar("T", bound="torch.Tensor | Elements")
 
 _DTYPES = ("float32", "bfloat16", "float16")
+#: Sequences at a time where the configuration does not say and the engine has no number of its own.
+_BATCH = 64
 
 
 @dataclass(frozen=True)
@@ -29,7 +31,7 @@ class EngineOptions:
         model_path: Hugging Face folder or hub name.
         device: Where to compute, such as `cpu` or `cuda:0`.
         dtype: Of the weights: float32, bfloat16 or float16.
-        max_batch_size: Sequences made at a time.
+        max_batch_size: Sequences made at a time; None is for an engine's own number.
         max_model_len: Longest prompt and response together; None takes the model's context.
         gpu_memory_utilization: Part of the accelerator's memory for vLLM.
         attn_implementation: Of transformers.
@@ -37,18 +39,20 @@ class EngineOptions:
         engine_kwargs: Further arguments of the engine's constructor.
         sleeps: Whether it gives the accelerator away between rollouts; an evaluation of a model that was trained on
             demonstrations does not.
+        keeps_cache: `rollout.keep_cache_on_update`.
     """
 
     model_path: str
     device: str = "cpu"
     dtype: str = "float32"
-    max_batch_size: int = 64
+    max_batch_size: int | None = None
     max_model_len: int | None = None
     gpu_memory_utilization: float = 0.6
     attn_implementation: str = "sdpa"
     trust_remote_code: bool = False
     engine_kwargs: dict[str, Any] = field(default_factory=dict)
     sleeps: bool = False
+    keeps_cache: bool = False
 
     @classmethod
     def from_config(cls, cfg: LanguageConfig, model_path: str, device: str | torch.device) -> EngineOptions:
@@ -58,10 +62,6 @@ class EngineOptions:
             ConfigError: A value is out of range; names the key.
         """
         rollout, model = cfg.rollout, cfg.actor.model
-        dtype = model.dtype if rollout.dtype == "auto" else rollout.dtype
-        if dtype not in _DTYPES:
-            key = "actor.model.dtype" if rollout.dtype == "auto" else "rollout.dtype"
-            raise ConfigError(f"{key} is {dtype!r}; allowed: {', '.join(_DTYPES)}")
         for key, value in (("max_batch_size", rollout.max_batch_size), ("max_model_len", rollout.max_model_len)):
             if value is not None and value < 1:
                 raise ConfigError(f"rollout.{key} is {value}; at least 1 is needed")
@@ -70,7 +70,7 @@ class EngineOptions:
         return cls(
             model_path=str(model_path),
             device=str(device),
-            dtype=dtype,
+            dtype=engine_dtype(cfg, device),
             max_batch_size=rollout.max_batch_size,
             max_model_len=rollout.max_model_len,
             gpu_memory_utilization=rollout.gpu_memory_utilization,
@@ -78,7 +78,28 @@ class EngineOptions:
             trust_remote_code=model.trust_remote_code,
             engine_kwargs={str(k): v for k, v in rollout.engine_kwargs.items()},
             sleeps=bool(select(cfg, "actor.offload_in_rollout")),
+            keeps_cache=bool(select(cfg, "rollout.keep_cache_on_update")),
         )
+
+    @property
+    def batch(self) -> int:
+        """Sequences made at a time by an engine without a number of its own."""
+        return _BATCH if self.max_batch_size is None else self.max_batch_size
+
+
+def engine_dtype(cfg: LanguageConfig, device: str | torch.device) -> str:
+    """The dtype of an engine's weights on a device: `rollout.dtype`, or that of the model.
+
+    Raises:
+        ConfigError: There is no such dtype; names the key.
+    """
+    if cfg.rollout.dtype == "auto":
+        from rlhpc.language.tokens.model import compute_dtype
+
+        return str(compute_dtype(cfg.actor.model, device)).removeprefix("torch.")
+    if cfg.rollout.dtype not in _DTYPES:
+        raise ConfigError(f"rollout.dtype is {cfg.rollout.dtype!r}; allowed: {', '.join(_DTYPES)}")
+    return cfg.rollout.dtype
 
 
 class UpdateFailed(RlhpcError):

@@ -24,6 +24,7 @@ from rlhpc.language.engines.engine import Engine, EngineOptions, fitting_update
 from rlhpc.language.engines.kv import KeyValues, decoding_cache
 from rlhpc.language.engines.ledger import Ledger
 from rlhpc.language.engines.sampling import Rows, draw
+from rlhpc.runtime.device import empty_cache
 from rlhpc.runtime.errors import ConfigError
 from rlhpc.weights.elements import Elements, put
 
@@ -59,7 +60,7 @@ class HFRollout(Engine):
         config = load_model_config(options.model_path, options.trust_remote_code)
         text_config = config.get_text_config()
         _refuse_recurrent(text_config, options.model_path)
-        self._device, self._max_rows = torch.device(options.device), options.max_batch_size
+        self._device, self._max_rows = torch.device(options.device), options.batch
         self._model = self._load(options)
         self._tokenizer = load_tokenizer(options.model_path, options.trust_remote_code)
         # If all layers mask alike, the mask is made here, once per step; otherwise the model makes its own.
@@ -73,7 +74,7 @@ class HFRollout(Engine):
             self._ledger = Ledger(self._max_rows, self.vocabulary, self._own_ends, self._stop_texts)
             self._kv = KeyValues(self._max_rows)
         self._cache: Any = None
-        self._stale = False
+        self._stale, self._keeps = False, options.keeps_cache
         self._as_sent: dict[str, Tensor] = {}
         self._rows: Rows | None = None
         self._last: Tensor = torch.empty(0, dtype=torch.int64, device=self._device)
@@ -271,7 +272,7 @@ class HFRollout(Engine):
                     self._as_sent[name] = mine[name]
                 else:
                     self._as_sent.pop(name, None)
-        self._stale = True
+        self._stale = self._stale or not self._keeps
         self._end_update(version)
 
     def score(self, token_ids: Sequence[int]) -> list[float]:
@@ -292,7 +293,7 @@ class HFRollout(Engine):
         self._cache, self._stale = None, True
         if self._device.type != "cpu":
             self._model.to("cpu")
-            torch.cuda.empty_cache()
+            empty_cache()
 
     def reload(self) -> None:
         """Takes the accelerator back (`RolloutBackend.reload`)."""

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
+from rlhpc.config.typed import changed, plain
 from rlhpc.language.engines.base import EngineFactory, RolloutBackend, SaysForkable
 from rlhpc.runtime.lookup import Registry
 
@@ -12,6 +13,7 @@ if TYPE_CHECKING:
 
     from rlhpc.language.config import LanguageConfig
 
+Run = TypeVar("Run", bound="LanguageConfig")
 ENGINES: Registry[EngineFactory] = Registry(
     "generation engine", "rollout.rollout_backend", "rlhpc.engines",
     {"hf": "rlhpc.language.engines.hf:HFRollout", "vllm": "rlhpc.language.engines.vllm:VLLMRollout"},
@@ -32,6 +34,14 @@ def make_rollout(cfg: LanguageConfig, *, model_path: str, device: str | torch.de
             memory that does not suffice.
     """
     return ENGINES.find(cfg.rollout.rollout_backend)(cfg, model_path=model_path, device=device, seed=seed)
+
+
+def awaiting_weights(cfg: Run) -> Run:
+    """The configuration for an engine that writes nothing before an update has brought all weights: vLLM need not read them
+    from the model's files, unless `rollout.engine_kwargs` says how they are loaded."""
+    if cfg.rollout.rollout_backend.lower() != "vllm":
+        return cfg
+    return changed(cfg, "rollout.engine_kwargs", {"load_format": "dummy", **plain(cfg.rollout.engine_kwargs)})
 
 
 def forkable(name: str) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -81,10 +81,16 @@ class VLLMRollout(VLLMProcess, Engine):
         self.vocabulary = int(config.get_text_config().vocab_size)
         model = _on_meta(config, options)
         self._needed, self._optional, self._aliases = tensors_of(model)
+        if self._optional.keys() - {alias for names in self._aliases.values() for alias in names}:
+            # An update need not bring the model's buffers, so they are read, even where all weights are to come.
+            given = {**options.engine_kwargs}
+            if given.get("load_format") == "dummy":
+                del given["load_format"]
+            options = replace(options, engine_kwargs=given)
         self._experts = FileNames(model) if is_mixture(config) else None
         self._running: dict[str, _Running] = {}
         self._expected = self._sizes()
-        self._torn = ""
+        self._torn, self._slept = "", False
         VLLMProcess.__init__(self, options, config, seed)
         self.context = int(self._engine.model_config.max_model_len)
         self._filters_logged = all(self._engine.collective_rpc(log_before_filters))
@@ -102,7 +108,10 @@ class VLLMRollout(VLLMProcess, Engine):
 
     def _arguments(self) -> dict[str, Any]:
         # After temperature, which is right but for rows with top-p or top-k: see `log_before_filters`.
-        arguments = {"logprobs_mode": "processed_logprobs"}
+        arguments: dict[str, Any] = {"logprobs_mode": "processed_logprobs"}
+        if self._options.keeps_cache:
+            # A step that is under way at an update would draw by the old weights what counts as the new ones'.
+            arguments["async_scheduling"] = False
         if self._experts and not self._on_cpu:
             # The one kernel that uses experts as they are loaded; the others keep them shuffled.
             arguments["moe_backend"] = "triton"
@@ -142,7 +151,10 @@ class VLLMRollout(VLLMProcess, Engine):
                 # Handing out each token costs a tenth of a small model's step.
                 output_kind=RequestOutputKind.DELTA if sampling.stop else RequestOutputKind.FINAL_ONLY,
             )
-            self._engine.add_request(name, {"prompt_token_ids": list(request.prompt_ids)}, parameters)
+            prompt: dict[str, Any] = {"prompt_token_ids": list(request.prompt_ids)}
+            if self._options.keeps_cache:  # none of the keys and values of a request that came before an update
+                prompt["cache_salt"] = str(self.version)
+            self._engine.add_request(name, prompt, parameters)
             self._running[name] = _Running(request)
 
     def _advance(self) -> list[Completion]:
@@ -195,7 +207,8 @@ class VLLMRollout(VLLMProcess, Engine):
 
         vLLM loads them layer by layer into the tensors that its kernels use, and holds on to what it was given until a
         layer has all of it: a tensor may be dropped, but not written to, before the update is over. Requests under way
-        give their cache back, and prefill prompt and response so far when the next step schedules them.
+        give their cache back, and prefill prompt and response so far when the next step schedules them; or, with
+        `rollout.keep_cache_on_update`, keep it.
         """
         if self._torn:
             raise UpdateFailed(self._torn)
@@ -205,9 +218,11 @@ class VLLMRollout(VLLMProcess, Engine):
         weights = fitting_update(named_tensors, self._needed, self._optional)
         tied = under_all_names(weights, self._aliases)
         named = self._experts(tied) if self._experts else tied
-        (counted,) = self._engine.collective_rpc(reload_counted, args=(named, bool(self._experts and self._on_cpu)))
-        require_all_loaded(counted, self._expected, version)
-        self._engine.reset_prefix_cache(reset_running_requests=True)
+        (loaded,) = self._engine.collective_rpc(reload_counted, args=(named, bool(self._experts and self._on_cpu)))
+        require_all_loaded(loaded, self._expected, version)
+        if self._slept or not self._options.keeps_cache:
+            self._engine.reset_prefix_cache(reset_running_requests=True)
+            self._slept = False
         for running, token_ids, _ in self._so_far():
             running.marks.append((len(token_ids), self.version))
         self._torn = ""
@@ -236,6 +251,7 @@ class VLLMRollout(VLLMProcess, Engine):
     def offload(self) -> None:
         """See `RolloutBackend.offload`. On the CPU build there is no accelerator to give back."""
         if self._sleep(level=2):
+            self._slept = True  # the cache, too, is gone
             self._refuses = "the rollout engine gave its weights away (offload); reload it and send new ones"
 
     def close(self) -> None:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from rlhpc.language.tokens.divergence import FLOOR
-from rlhpc.language.tokens.scores import chunks, scaled
+from rlhpc.language.tokens.rows import chunks, scaled
 
 
 class _BeforeFilters(nn.Module):
@@ -82,7 +82,7 @@ def merged(logits: Tensor, top: int, width: int, temperature: float) -> Tensor:
         `[M, width + 1]` float32: finite for k tokens and in the last column, the others'; -inf for these themselves.
     """
     found = torch.full((len(logits), width + 1), -math.inf, device=logits.device)
-    for part in chunks(len(logits), width):
+    for part in chunks(len(logits), width, logits.device):
         logprobs = torch.log_softmax(scaled(logits[part, :width], 1.0 / temperature), dim=-1)
         most, ids = logprobs.topk(top, dim=-1)
         rest = logprobs.scatter(1, ids, -math.inf).logsumexp(-1)

@@ -14,6 +14,7 @@ import torch
 
 from rlhpc.language.engines.ends import first_line
 from rlhpc.runtime.errors import ConfigError, RlhpcError
+from rlhpc.runtime.scratch import cache_folder
 
 if TYPE_CHECKING:
     from rlhpc.language.engines.engine import EngineOptions
@@ -65,6 +66,8 @@ class VLLMProcess:
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
         for name, value in _ENVIRONMENT.items():
             os.environ.setdefault(name, value)
+        if cache := cache_folder():
+            os.environ.setdefault("VLLM_CACHE_ROOT", str(cache / "vllm"))
         try:
             from vllm import EngineArgs, LLMEngine
             from vllm.platforms import current_platform
@@ -80,6 +83,7 @@ class VLLMProcess:
                 f"rollout.rollout_backend is 'vllm' on {options.device}, and the vLLM installed is built for {have}; install "
                 f"the other build, or {self.instead}"
             )
+        self._batch = options.batch if self._on_cpu else options.max_batch_size
         self._owns_group = not torch.distributed.is_initialized()
         if not self._owns_group and torch.distributed.get_world_size() > 1:
             raise RlhpcError(
@@ -90,7 +94,7 @@ class VLLMProcess:
             "dtype": options.dtype,
             "trust_remote_code": options.trust_remote_code,
             "max_model_len": options.max_model_len,
-            "max_num_seqs": options.max_batch_size,
+            "max_num_seqs": self._batch,
             "gpu_memory_utilization": options.gpu_memory_utilization,
             "seed": seed % 2**31,
             "skip_tokenizer_init": True,
@@ -131,7 +135,7 @@ class VLLMProcess:
                 )
                 raise ConfigError(
                     f"vLLM has not the memory it needs: {first_line(error)}; change {share}, or lower "
-                    f"rollout.max_batch_size ({self._options.max_batch_size}) or rollout.max_model_len "
+                    f"rollout.max_batch_size ({self._batch or 'null: vLLM’s own number'}) or rollout.max_model_len "
                     f"({self._options.max_model_len or 'null: the model’s context'})"
                 ) from error
             if isinstance(error, ValueError) or "unsupported" in text:
@@ -186,7 +190,7 @@ def _cpu_cache_bytes(config: Any, options: EngineOptions) -> int:
     length = options.max_model_len or int(getattr(config, "max_position_embeddings", 4096))
     # Its blocks are of up to 128 tokens; one sequence of full length must fit whatever the limit is.
     blocks = -(-length // 128) + 1
-    return int(max(token * 128 * blocks * 2, min(_CPU_CACHE_BYTES, token * 128 * blocks * options.max_batch_size)))
+    return int(max(token * 128 * blocks * 2, min(_CPU_CACHE_BYTES, token * 128 * blocks * options.batch)))
 
 
 @contextmanager

@@ -81,7 +81,7 @@ class VLLMScores(VLLMProcess):
             "logprobs_mode": "raw_logprobs",
             "max_logprobs": self.top + 1,
             "max_num_batched_tokens": self._pass,
-            "max_num_seqs": min(self._options.max_batch_size, self._pass),
+            "max_num_seqs": None if self._batch is None else min(self._batch, self._pass),
             "enable_prefix_caching": False,  # a prompt's log-probs are never taken from there
         }
 

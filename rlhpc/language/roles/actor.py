@@ -11,14 +11,16 @@ import torch
 
 from rlhpc.algorithms.finite import Skips, listed, require_finite, skips
 from rlhpc.checkpoint.state import load_state, rng_state, save_state, set_rng_state
+from rlhpc.checkpoint.worker import SavingWorker
 from rlhpc.language.algorithm.base import RETURNS, VALUES
 from rlhpc.language.config import TrainedLanguageConfig
 from rlhpc.language.data import load_tokenizer
 from rlhpc.language.model_config import LanguageActorConfig
-from rlhpc.language.tokens.batches import Parts, TokenBatch, cut_up
+from rlhpc.language.roles.sharing import share_out
+from rlhpc.language.tokens.batches import TokenBatch
+from rlhpc.language.tokens.cutting import Parts, cut_up
 from rlhpc.language.tokens.trainer import ModelTrainer
 from rlhpc.runs.device import seed_process
-from rlhpc.runtime.worker import Worker
 
 STATE = "{part}-{rank}.pt"
 
@@ -27,7 +29,7 @@ Cfg = TypeVar("Cfg", bound=TrainedLanguageConfig)
 Trainer = TypeVar("Trainer", bound=ModelTrainer)
 
 
-class LanguageActor(Worker, Generic[Cfg]):
+class LanguageActor(SavingWorker, Generic[Cfg]):
     """Owns a training backend, and trains it on samples of tokens.
 
     Attributes:
@@ -76,17 +78,45 @@ class LanguageActor(Worker, Generic[Cfg]):
 
     # -- training -------------------------------------------------------------------------------------------------
 
-    def _micro_batches(self, batch: TokenBatch) -> Parts:
-        """Which samples each micro-batch has, and the micro-batches, as many on each rank: some train nothing."""
-        return self._evenly(cut_up(batch, self.max_tokens), batch)
+    def _micro_batches(self, batch: TokenBatch, *, packed: bool = True) -> Parts:
+        """Which samples each micro-batch has, and the micro-batches, as many on each rank: some train nothing.
+
+        Args:
+            batch: What is cut.
+            packed: Whether they may be rows of several samples, where the model reads such.
+        """
+        trainer = self.backend
+
+        def cut(at_least: int) -> Parts:
+            return cut_up(
+                batch, self.max_tokens, packed=packed and trainer.packed, hidden=trainer.hidden, at_least=at_least
+            )
+
+        parts = cut(1)
+        most = self._most(len(parts))
+        return cut(most) if most > len(parts) else parts
+
+    def _most(self, count: int) -> int:
+        """The largest of the ranks' counts."""
+        if self.world_size == 1:
+            return count
+        return int(self.all_reduce(torch.tensor(float(count)), "max").item())
 
     def _evenly(self, batches: Parts, batch: TokenBatch) -> Parts:
         """Micro-batches of a batch, with as many more on each rank that train nothing as the rank with the most has."""
-        if self.world_size > 1:
-            most = int(self.all_reduce(torch.tensor(float(len(batches))), "max").item())
-            none = torch.zeros(0, dtype=torch.long)
-            batches = batches + [(none, batch.nothing()) for _ in range(most - len(batches))]
-        return batches
+        none = torch.zeros(0, dtype=torch.long)
+        return batches + [(none, batch.nothing()) for _ in range(self._most(len(batches)) - len(batches))]
+
+    def _shared(self, batch: TokenBatch, each: int = 1) -> TokenBatch:
+        """This rank's part of all ranks' samples, so that each has about equally much to compute.
+
+        Args:
+            batch: What this rank has now.
+            each: So many neighbours stay together.
+        """
+        if not self.section.enable_dp_load_balance or self.world_size == 1:
+            return batch
+        return share_out(batch, self, each=each, hidden=self.backend.hidden)
 
     def _counted(self, batch: TokenBatch) -> tuple[float, float]:
         """Over all ranks: the tokens of an optimizer step that are trained on, and the samples with such a token."""

@@ -20,7 +20,8 @@ from rlhpc.language.roles.minibatches import minibatches
 from rlhpc.language.roles.prompts import GROUPS, RETURNS, PromptMap, channel_to
 from rlhpc.language.roles.scoring import GroupInbox, send_column
 from rlhpc.language.scoring.groups import CRITIC
-from rlhpc.language.tokens.batches import TokenBatch, values_of
+from rlhpc.language.tokens.batches import TokenBatch
+from rlhpc.language.tokens.cutting import values_of
 from rlhpc.language.tokens.trainer import ScalarTrainer
 from rlhpc.runtime.errors import DeadlineExceeded, RlhpcError
 
@@ -153,6 +154,7 @@ class CriticWorker(LanguageActor[GrpoConfig]):
 
     def _minibatch(self, batch: TokenBatch, rate: float, where: str) -> dict[str, float]:
         """One optimizer step over all ranks' samples."""
+        batch = self._shared(batch)
         tokens, sequences = self._counted(batch)
         if self.skips.skip and not tokens:
             return {"grad_norm": math.nan, "tokens": 0.0}

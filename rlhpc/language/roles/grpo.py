@@ -34,10 +34,12 @@ from rlhpc.language.roles.minibatches import minibatches
 from rlhpc.language.roles.probe import Probe, due, probe_text
 from rlhpc.language.roles.prompts import GROUPS, RETURNS, VERSIONS, PromptMap
 from rlhpc.language.scoring.groups import CRITIC
-from rlhpc.language.tokens.batches import TokenBatch, values_of
+from rlhpc.language.tokens.batches import TokenBatch
+from rlhpc.language.tokens.cutting import Parts, values_of
 from rlhpc.language.tokens.scores import TokenScores
 from rlhpc.language.tokens.trainer import TokenTrainer
 from rlhpc.runtime.channel import Channel
+from rlhpc.runtime.device import empty_cache
 from rlhpc.runtime.errors import DeadlineExceeded, RlhpcError
 from rlhpc.training.contract import Named
 from rlhpc.weights import WeightSync, make_sync
@@ -142,7 +144,8 @@ class GrpoActor(LanguageActor[GrpoConfig]):
         batch = TokenBatch.of([text], [[True] * len(text)], pad_id=self.pad)
         with self.backend.awake():
             said = self.backend.forward(batch, temperature=1.0).logprobs[1:]
-        return Probe(tuple(text), tuple(said.double().cpu().tolist()))
+        dtype = str(self.backend.backend.dtype).removeprefix("torch.")
+        return Probe(tuple(text), tuple(said.double().cpu().tolist()), dtype)
 
     def refresh_reference(self, version: int) -> None:
         """Sends all weights to the reference's ranks, which score with them from then on."""
@@ -231,11 +234,14 @@ class GrpoActor(LanguageActor[GrpoConfig]):
         if not self._made_here:
             return 0.0
         start = time.perf_counter()
-        parts, made = self._micro_batches(batch), dict[str, torch.Tensor]()
-        own = dict[int, TokenScores]()
+        # The trained model reads rows, if it can; a scorer, of which nothing is known, may want a rectangle.
+        cuts, made, own = dict[bool, Parts](), dict[str, torch.Tensor](), dict[int, TokenScores]()
         for column in self._made_here:
+            rows = isinstance(column.by, str)
+            if rows not in cuts:
+                cuts[rows] = self._micro_batches(batch, packed=rows)
             who = f"algorithm.name={self.cfg.algorithm.name}: the scorer of column {column.name}"
-            made[column.name] = values_of(partial(self._column, column, own), parts, batch, who)
+            made[column.name] = values_of(partial(self._column, column, own), cuts[rows], batch, who)
         batch.columns |= made
         return time.perf_counter() - start
 
@@ -256,6 +262,7 @@ class GrpoActor(LanguageActor[GrpoConfig]):
         super().offload()
         for scorer in self._beside():
             scorer.offload()
+        empty_cache()
 
     def reload(self) -> None:
         """Takes back what `offload` moved away."""
@@ -337,6 +344,7 @@ class GrpoActor(LanguageActor[GrpoConfig]):
     def _minibatch(self, batch: TokenBatch, rate: float, where: str) -> dict[str, float]:
         """One optimizer step over all ranks' samples; if the returned `grad_norm` is not finite, the step was left
         out."""
+        batch = self._shared(batch)
         (tokens, sequences), width = self._counted(batch), torch.tensor(float(batch.width))
         if self.world_size > 1:
             width = self.all_reduce(width, "max")
@@ -347,7 +355,8 @@ class GrpoActor(LanguageActor[GrpoConfig]):
         def loss(scores: TokenScores, part: TokenBatch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
             return self.algorithm.loss(scores, part, whole)
 
-        batches = [part for _, part in self._micro_batches(batch)]
+        # A reader makes of whole logits what it likes, maybe with padding.
+        batches = [part for _, part in self._micro_batches(batch, packed=self._reader is None)]
         entropy = self.algorithm.entropy
         reading = None if self._reader is None else self._reader.read
         parts = self.backend.forward_backward(

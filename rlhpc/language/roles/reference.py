@@ -7,6 +7,7 @@ from pathlib import Path
 import torch
 
 from rlhpc.checkpoint.state import load_tensors, save_tensors
+from rlhpc.checkpoint.worker import SavingWorker
 from rlhpc.jobs.paths import MODEL
 from rlhpc.language.roles.prompts import PromptMap
 from rlhpc.language.roles.scoring import ScoringWorker
@@ -18,7 +19,7 @@ from rlhpc.weights.elements import Elements
 from rlhpc.weights.proof import Proof
 
 
-class ReferenceWorker(ScoringWorker):
+class ReferenceWorker(ScoringWorker, SavingWorker):
     """Scores like any other rank; and takes in the actor's weights when it is told to, which it then keeps in checkpoints."""
 
     scorer: LogProbs

@@ -64,8 +64,8 @@ class RewardModelActor(LanguageActor[RewardRunConfig]):
         count = self.cfg.data.prompts_per_step
         draws = range(self.rank, count, self.world_size)
         rows = [self.dataset[self.sampler.at((step - 1) * count + draw)] for draw in draws]
-        whole = batch_of(rows, self.encoder, self.most, self.pad)
         each = EACH[self.form]
+        whole = self._shared(batch_of(rows, self.encoder, self.most, self.pad), each)
         tokens, _ = self._counted(whole)
 
         def loss(values: torch.Tensor, batch: TokenBatch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:

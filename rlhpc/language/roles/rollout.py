@@ -30,7 +30,8 @@ from rlhpc.language.data.prompts import Prompt
 from rlhpc.language.engines import Request, SamplingParams, make_rollout
 from rlhpc.language.engines.base import ScoresTexts, TellsWeights, taking_parts
 from rlhpc.language.engines.ends import load_model_config
-from rlhpc.language.engines.registry import forkable
+from rlhpc.language.engines.engine import engine_dtype
+from rlhpc.language.engines.registry import awaiting_weights, forkable
 from rlhpc.language.engines.vllm_experts import require_proven
 from rlhpc.language.evaluate import problems_of, suites_of
 from rlhpc.language.rewards import Sample
@@ -121,7 +122,7 @@ class LanguageRolloutWorker(Worker):
             max_new_tokens=cfg.rollout.max_new_tokens, temperature=cfg.rollout.temperature,
             top_p=cfg.rollout.top_p, top_k=cfg.rollout.top_k,
         )  # fmt: skip
-        self.backend = make_rollout(cfg, model_path=path, device=own_device(self), seed=self.seed)
+        self.backend = make_rollout(awaiting_weights(cfg), model_path=path, device=own_device(self), seed=self.seed)
         self._ended_with_it = [self.backend]
         self._in_parts = taking_parts(self.backend)
         self.weights = make_sync(
@@ -176,7 +177,7 @@ class LanguageRolloutWorker(Worker):
         self._slots: dict[tuple[int, int], _Slot] = {}
         self._open: dict[int, int] = {}  # groups that a step still lacks
         self._of_request: dict[int, tuple[tuple[int, int], int]] = {}
-        self._request = 0
+        self._request, self._synced = 0, 0.0
         self._stats: dict[int, dict[int, dict[str, float]]] = {}  # by step and position
 
     # -- the loop -------------------------------------------------------------------------------------------------
@@ -187,7 +188,7 @@ class LanguageRolloutWorker(Worker):
         Returns:
             Sums over the step's samples; the seconds that the call took, and those that the engine worked.
         """
-        begun, busy, tokens, synced = time.perf_counter(), 0.0, 0, 0.0
+        begun, busy, tokens = time.perf_counter(), 0.0, 0
         deadline = begun + self.cfg.runner.step_timeout_s
         self._until = self.last_step
         if self.every > 0:  # nothing is under way when the weights of a step are evaluated
@@ -198,7 +199,7 @@ class LanguageRolloutWorker(Worker):
                     f"step {step}: {self._open.get(step, 0)} groups of {self.group_name}-{self.rank} were not whole "
                     f"after runner.step_timeout_s ({self.cfg.runner.step_timeout_s:g} s){self._waits_for()}"
                 )
-            synced += self._take_weights()
+            self._take_weights()
             self._admit()
             worked = False
             if self.generation.unfinished():
@@ -216,7 +217,8 @@ class LanguageRolloutWorker(Worker):
                 time.sleep(_IDLE_S)
         self._ask_no_more(training_phase(step))
         stats = summed(self._stats.pop(step))
-        stats |= {"seconds": time.perf_counter() - begun, "busy_s": busy, "sync_s": synced, "tokens": tokens}
+        stats |= {"seconds": time.perf_counter() - begun, "busy_s": busy, "sync_s": self._synced, "tokens": tokens}
+        self._synced = 0.0
         return stats
 
     def evaluate(self, step: int) -> dict[str, list[Row]]:
@@ -225,17 +227,20 @@ class LanguageRolloutWorker(Worker):
         Returns:
             See `Validation.rows`.
         """
+        self.take_weights(step)
         deadline = time.monotonic() + self.cfg.runner.step_timeout_s
-        while self.version < step:
-            if time.monotonic() > deadline:
-                raise DeadlineExceeded(
-                    f"evaluation at step {step}: its weights did not reach {self.group_name}-{self.rank}"
-                )
-            if not self._take_weights():
-                time.sleep(_IDLE_S)
         rows = self.validation.rows(self.generation, self.judges, deadline)
         self._ask_no_more(evaluation_phase(step))
         return rows
+
+    def take_weights(self, version: int) -> None:
+        """Takes in the weights of a version, or newer ones, as the actor writes them."""
+        deadline = time.monotonic() + self.cfg.runner.step_timeout_s
+        while self.version < version:
+            if time.monotonic() > deadline:
+                raise DeadlineExceeded(f"the weights of step {version} did not reach {self.group_name}-{self.rank}")
+            if not self._take_weights():
+                time.sleep(_IDLE_S)
 
     def _ask_no_more(self, phase: str) -> None:
         for rater in self._raters.values():
@@ -245,28 +250,28 @@ class LanguageRolloutWorker(Worker):
         waits = self.judges.waits_for()
         return "; it waits for " + ", ".join(f"{n} ratings of {name}" for name, n in waits.items()) if waits else ""
 
-    def _take_weights(self) -> float:
-        """Takes in a version that has been announced."""
+    def _take_weights(self) -> bool:
+        """Takes in a version, if one has been announced."""
         try:
             probe: Probe | None = self._versions.get_nowait(key=str(self.rank))
         except QueueEmpty:
-            return 0.0
-        start = time.perf_counter()
+            return False
+        start, sender = time.perf_counter(), f"{self.prompts.actor_name}-0"
         update = self.weights.receive()
         held = self.backend.held if isinstance(self.backend, TellsWeights) else None
-        proof = Proof(update, f"{self.prompts.actor_name}-0")
+        proof = Proof(update, sender)
         if self._in_parts is None:
             self.backend.update_weights(update.version, proof.whole())
         else:
             self._in_parts.update_weights(update.version, proof.tensors(), complete=update.complete)
         proof.check(held)
         if probe is not None and isinstance(self.backend, ScoresTexts):
-            rollout, trained = self.cfg.rollout, self.cfg.actor.model.dtype
-            dtypes = {trained, trained if rollout.dtype == "auto" else rollout.dtype}
-            sender = f"{self.prompts.actor_name}-0"
-            check_probe(self.backend, probe, update.version, rollout.probe_tolerance, dtypes, sender)
+            device, tolerance = own_device(self), self.cfg.rollout.probe_tolerance
+            dtypes = {probe.dtype, engine_dtype(self.cfg, device)}
+            check_probe(self.backend, probe, update.version, tolerance, dtypes, sender, device.type)
         self.version = update.version
-        return time.perf_counter() - start
+        self._synced += time.perf_counter() - start
+        return True
 
     def _admit(self) -> None:
         while self.next_step <= min(self.version + 1 + self.staleness, self._until) and self.version >= 0:
@@ -385,7 +390,7 @@ def check_language(cfg: LanguageConfig, ranks: dict[str, int]) -> None:
     tokenizer, encoder, dataset = open_prompts(cfg)
     encoder.encode(dataset[0])
     if cfg.actor.training_backend.lower() == "deepspeed":
-        deepspeed_config(cfg.actor, compute_dtype(cfg.actor.model))
+        deepspeed_config(cfg.actor, compute_dtype(cfg.actor.model, "cpu"))
     if "rollout" in ranks:
         configured_agent(cfg)
         Judging(cfg).close()

@@ -20,9 +20,11 @@ from rlhpc.language.roles.prompts import GROUPS, PromptMap, channel_from, channe
 from rlhpc.language.scoring.groups import scoring_groups
 from rlhpc.language.scoring.judge_section import judges, section_of
 from rlhpc.language.scoring.registry import make_scorer
-from rlhpc.language.tokens.batches import TokenBatch, cut_up, values_of
+from rlhpc.language.tokens.batches import TokenBatch
+from rlhpc.language.tokens.cutting import cut_up, values_of
 from rlhpc.runs.device import own_device, seed_process
 from rlhpc.runtime.channel import Channel, QueueEmpty
+from rlhpc.runtime.device import empty_cache
 from rlhpc.runtime.errors import DeadlineExceeded, RlhpcError
 from rlhpc.runtime.worker import Worker
 
@@ -150,6 +152,7 @@ class ScoringWorker(_Scoring):
     def offload(self) -> None:
         """Gives the accelerator to another role."""
         self.scorer.offload()
+        empty_cache()
 
     def reload(self) -> None:
         """Takes back what `offload` moved away."""

@@ -54,7 +54,7 @@ class SftActor(LanguageActor[SftConfig]):
             ids, mask = encoded
             samples.append(ids)
             masks.append(mask)
-        whole = TokenBatch.of(samples, masks, pad_id=self.pad)
+        whole = self._shared(TokenBatch.of(samples, masks, pad_id=self.pad))
         tokens, _ = self._counted(whole)
 
         def loss(scores: TokenScores, batch: TokenBatch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:

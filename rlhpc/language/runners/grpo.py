@@ -155,7 +155,11 @@ class ReasoningRunner(Runner[GrpoConfig]):
         if self.step >= self.folder.end_step:
             return
         self.rollout.begin(self.step).wait(self.timeout)
-        self.actor.sync_weights(self.step).wait(self.timeout)
+        sync = [self.actor.sync_weights(self.step)]
+        if not self.turns:
+            sync.append(self.rollout.take_weights(self.step))
+        for handle in sync:
+            handle.wait(self.timeout)
         if self.turns:
             self.actor.offload().wait(self.timeout)
 
@@ -181,7 +185,7 @@ class ReasoningRunner(Runner[GrpoConfig]):
             self.actor.reload()
         update = self.actor.update(step)
         learnt = self.critic.update(step) if self.critic and not self.turns else None
-        sync = None if last and not due else self.actor.sync_weights(step)
+        sync = [] if last and not due else [self.actor.sync_weights(step)]
         with timers("rollout"):
             generated = made.wait(self.timeout)
             served = made.served(self.timeout)
@@ -191,9 +195,11 @@ class ReasoningRunner(Runner[GrpoConfig]):
             trained = update.wait(self.timeout)[0]
             valued = learnt.wait(self.timeout)[0] if learnt else {}
         with timers("sync"):
-            if sync is not None:
-                sync.wait(self.timeout)
-            if self.turns and (sync is not None or self.critic):
+            if sync and not self.turns and not self._made:
+                sync.append(self.rollout.take_weights(step))
+            for handle in sync:
+                handle.wait(self.timeout)
+            if self.turns and (sync or self.critic):
                 self.actor.offload().wait(self.timeout)
         if self.turns and self.critic:
             with timers("update"):

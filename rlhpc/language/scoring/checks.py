@@ -245,7 +245,7 @@ def check_groups(cfg: GrpoConfig, ranks: Mapping[str, int]) -> None:
         from rlhpc.language.tokens.model import compute_dtype
         from rlhpc.training.zero_config import deepspeed_config
 
-        deepspeed_config(cfg.critic, compute_dtype(cfg.critic.model, "critic.model"))
+        deepspeed_config(cfg.critic, compute_dtype(cfg.critic.model, "cpu", "critic.model"))
     if TEACHER in ranks or distils(cfg):
         same_vocabulary(cfg, cfg.teacher.model, "teacher.model")
     if TEACHER in ranks and cfg.teacher.rollout_backend:

@@ -11,7 +11,8 @@ from rlhpc.language.data import PromptTokenizer, load_tokenizer
 from rlhpc.language.rewards.base import Sample
 from rlhpc.language.scoring.base import Rater
 from rlhpc.language.scoring.group import ScoringGroup
-from rlhpc.language.tokens.batches import TokenBatch, micro_batches
+from rlhpc.language.tokens.batches import TokenBatch
+from rlhpc.language.tokens.cutting import micro_batches
 from rlhpc.language.tokens.model import compute_dtype
 from rlhpc.language.tokens.scalar import is_classifier, last_values, load_scalar_model, token_values
 from rlhpc.runtime.errors import ConfigError
@@ -24,7 +25,8 @@ class Classifier(Rater):
     def __init__(self, cfg: GrpoConfig, device: torch.device, group: ScoringGroup) -> None:
         super().__init__(cfg, device, group)
         key = require_classifier(group)
-        model = load_scalar_model(group.model, dtype=compute_dtype(group.model, group.model_section), key=key)
+        dtype = compute_dtype(group.model, device, group.model_section)
+        model = load_scalar_model(group.model, dtype=dtype, key=key)
         self.model = model.eval().requires_grad_(False).to(device)
         self.tokenizer = load_tokenizer(str(group.model.model_path), group.model.trust_remote_code)
         pad, end = self.tokenizer.pad_token_id, self.tokenizer.eos_token_id

@@ -10,6 +10,7 @@ from rlhpc.language.scoring.group import ScoringGroup
 from rlhpc.language.tokens.batches import TokenBatch
 from rlhpc.language.tokens.divergence import top_logprobs
 from rlhpc.language.tokens.model import compute_dtype, load_causal_lm, transformers
+from rlhpc.language.tokens.packing import pack, packs, reads_rows, unpack
 from rlhpc.language.tokens.scores import token_scores
 
 
@@ -19,9 +20,12 @@ class LogProbs(Scorer):
     def __init__(self, cfg: GrpoConfig, device: torch.device, group: ScoringGroup) -> None:
         super().__init__(cfg, device, group)
         section = group.model_section
-        dtype = compute_dtype(group.model, section)
+        dtype = compute_dtype(group.model, device, section)
         model = load_causal_lm(group.model, dtype=dtype, key=f"{section}.model_path")
+        packed = pack(model)
         self.model = model.eval().requires_grad_(False).to(device)
+        if packed and not reads_rows(self.model, device, dtype):
+            unpack(self.model)
         self.temperature = cfg.rollout.temperature
 
     def score(self, batch: TokenBatch) -> torch.Tensor:
@@ -51,7 +55,8 @@ class TopLogProbs(LogProbs):
 
     def score(self, batch: TokenBatch) -> torch.Tensor:
         """`[T, k + 1, 2]`."""
-        logits = self.model(input_ids=batch.padded(batch.ids, batch.pad_id), use_cache=False).logits
+        batch = batch.read_by(packs(self.model))
+        logits = self.model(**batch.inputs(), use_cache=False).logits
         return top_logprobs(logits, batch, self.k, self.temperature, self.vocabulary)
 
 

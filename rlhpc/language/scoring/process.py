@@ -41,7 +41,7 @@ class ProcessRewards(Scorer):
         if not separator:
             raise ConfigError(f"groups[{group.name}].kwargs.separator is empty; a step ends with it")
         self.separator, self.sigmoid, self.change = separator, sigmoid, change
-        key, dtype = require_classifier(group), compute_dtype(group.model, group.model_section)
+        key, dtype = require_classifier(group), compute_dtype(group.model, device, group.model_section)
         model = load_scalar_model(group.model, dtype=dtype, key=key)
         self.model = model.eval().requires_grad_(False).to(device)
         self._tokenizer = load_tokenizer(str(group.model.model_path), group.model.trust_remote_code)

@@ -1,22 +1,18 @@
-"""The one form that samples have from the rollout ranks to the backward pass, and how it is cut into micro-batches."""
+"""The one form that samples have from the rollout ranks to the backward pass."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from rlhpc.runtime.errors import ConfigError, RlhpcError
-
-#: One more micro-batch is worth it if it saves this fraction of a full one in padding: it costs kernel launches and,
-#: with sharded weights, another gathering of them.
-_OVERHEAD = 16
+from rlhpc.language.tokens.segments import Segments
 
 
 @dataclass
@@ -39,6 +35,7 @@ class TokenBatch:
         group: `[N]` int64: which prompt its episode answers.
         reward: `[N]` float32: what its episode was worth.
         pad_id: Token on padding, where the model wants a rectangle.
+        packed: Whether the model reads the samples as one row, one after the other, rather than as a rectangle.
     """
 
     cu_seqlens: Tensor
@@ -51,6 +48,7 @@ class TokenBatch:
     reward: Tensor
     columns: dict[str, Tensor] = field(default_factory=dict)
     pad_id: int = 0
+    packed: bool = False
 
     @classmethod
     def of(
@@ -96,7 +94,7 @@ class TokenBatch:
         lengths = torch.cat([batch.lengths for batch in batches])
         columns = {name: torch.cat([batch.columns[name] for batch in batches]) for name in first.columns}
         rest = {name: torch.cat([getattr(batch, name) for batch in batches]) for name in (*_OF_TOKENS, *_OF_SAMPLES)}
-        return cls(cu_seqlens=cumulated(lengths), columns=columns, pad_id=first.pad_id, **rest)
+        return cls(cu_seqlens=cumulated(lengths), columns=columns, pad_id=first.pad_id, packed=first.packed, **rest)
 
     # -- shapes ---------------------------------------------------------------------------------------------------
 
@@ -139,13 +137,48 @@ class TokenBatch:
         """`[N, W]` bool: where there is a token rather than padding."""
         return torch.arange(self.width, device=self.ids.device) < self.lengths.to(self.ids.device)[:, None]
 
+    # -- what a model reads ---------------------------------------------------------------------------------------
+
+    def read_by(self, packed: bool) -> TokenBatch:
+        """The same samples, read as one row or as a rectangle."""
+        return self if packed == self.packed else dataclasses.replace(self, packed=packed)
+
+    def inputs(self) -> dict[str, Any]:
+        """A model's arguments: `input_ids` `[N, W]`, or `[1, T]` with positions and, for its attention, `Segments`.
+
+        Neither has a mask. In a rectangle, padding is on the right, where no token attends to it, and the model's own
+        positions are right. A row of less than two tokens is filled up: one alone predicts nothing and a model may refuse it.
+        """
+        if not self.packed:
+            return {"input_ids": self.padded(self.ids, self.pad_id)}
+        lengths, device = self.lengths, self.ids.device
+        positions = torch.arange(self.tokens) - torch.repeat_interleave(self.cu_seqlens[:-1], lengths)
+        ids, positions, alone = self.ids, positions.to(device, non_blocking=True), max(0, 2 - self.tokens)
+        if alone:
+            ids, positions = (
+                nn.functional.pad(ids, (0, alone), value=self.pad_id),
+                nn.functional.pad(positions, (0, alone)),
+            )
+        segments = Segments.of([*lengths.tolist(), *[1] * alone], device)
+        return {"input_ids": ids[None], "position_ids": positions[None], "segments": segments}
+
+    def of_tokens(self, found: Tensor) -> Tensor:
+        """What a model gave for `inputs`, `[N, W, …]` or `[1, T, …]`, as `[T, …]`."""
+        return found[0, : self.tokens] if self.packed else self.flat(found)
+
+    def before(self, values: Tensor) -> Tensor:
+        """`[T]` values moved on by one token in each sample: each token gets that of the one before it, the first 0."""
+        moved = nn.functional.pad(values[:-1], (1, 0))
+        first = self.cu_seqlens[:-1][self.lengths > 0].to(values.device)
+        return moved.index_fill(0, first, 0.0)
+
     def predictors(self) -> tuple[Tensor, Tensor]:
-        """Where in `[T]` the tokens stand that are trained on; and where in the rectangle, read line by line, the model says
+        """Where in `[T]` the tokens stand that are trained on; and where in what the model gave, read line by line, it says
         what each of them is: one before. A sample's first, which nothing predicts, is not among them."""
         trained = self.mask.clone()
         trained[self.cu_seqlens[:-1][self.lengths > 0].to(trained.device)] = False
         where = torch.nonzero(trained).flatten()
-        return where, self._places[where] - 1
+        return where, (where if self.packed else self._places[where]) - 1
 
     # -- parts ----------------------------------------------------------------------------------------------------
 
@@ -162,7 +195,7 @@ class TokenBatch:
         parts |= {name: getattr(self, name)[samples] for name in _OF_SAMPLES}
         columns = {name: values[where] for name, values in self.columns.items()}
         cuts = cumulated(self.lengths[samples])
-        return TokenBatch(cu_seqlens=cuts, columns=columns, pad_id=self.pad_id, **parts)
+        return TokenBatch(cu_seqlens=cuts, columns=columns, pad_id=self.pad_id, packed=self.packed, **parts)
 
     def split(self, counts: Sequence[int]) -> list[TokenBatch]:
         """Its samples as several batches, so many in each."""
@@ -174,7 +207,8 @@ class TokenBatch:
         parts = {name: getattr(self, name)[none] for name in _OF_TOKENS}
         parts |= {name: getattr(self, name).new_zeros(1) for name in _OF_SAMPLES}
         columns = {name: values[none] for name, values in self.columns.items()}
-        return TokenBatch(cu_seqlens=cumulated([0]), columns=columns, pad_id=self.pad_id, **parts)
+        cuts = cumulated([0])
+        return TokenBatch(cu_seqlens=cuts, columns=columns, pad_id=self.pad_id, packed=self.packed, **parts)
 
     def by_episode(self) -> TokenBatch:
         """The same tokens, with all that one role says in an episode as one sample: what gets an advantage. If an
@@ -217,8 +251,6 @@ class TokenBatch:
         return cls(cu_seqlens=cuts, columns=columns, pad_id=int(message["pad_id"]), **parts)
 
 
-#: Which samples each micro-batch has, and the micro-batches.
-Parts = list[tuple[Tensor, TokenBatch]]
 _OF_TOKENS = ("ids", "mask", "turn")
 _OF_SAMPLES = ("episode", "role", "group", "reward")
 
@@ -227,84 +259,3 @@ def cumulated(lengths: Sequence[int] | np.ndarray | Tensor) -> Tensor:
     """`[N]` lengths to `[N + 1]` ends, from 0."""
     ends = torch.as_tensor(lengths, dtype=torch.int64).cumsum(0)
     return torch.cat([torch.zeros(1, dtype=torch.int64), ends])
-
-
-def micro_batches(lengths: Sequence[int] | Tensor, max_tokens: int) -> list[Tensor]:
-    """Cuts samples into micro-batches, each of which is, padded, a rectangle of at most `max_tokens` cells; the longest come
-    first.
-
-    Samples of similar length share a micro-batch; among the ways to cut the sorted lengths, the one with the least
-    padding (and not many more batches for it) is taken. The result depends on the arguments alone.
-
-    Args:
-        lengths: Tokens of each sample.
-        max_tokens: `actor.max_tokens_per_micro_batch`.
-
-    Returns:
-        Which samples each micro-batch has.
-
-    Raises:
-        ConfigError: A sample is longer than `max_tokens`.
-    """
-    tokens = [int(length) for length in lengths]
-    if tokens and max(tokens) > max_tokens:
-        raise ConfigError(
-            f"a sequence has {max(tokens)} tokens, more than actor.max_tokens_per_micro_batch({max_tokens}): raise it, "
-            "or lower data.max_prompt_tokens or rollout.max_new_tokens"
-        )
-    order = sorted(range(len(tokens)), key=lambda i: (-tokens[i], i))
-    cuts = _cut([tokens[i] for i in order], max_tokens)
-    return [torch.tensor(order[start:end]) for start, end in cuts]
-
-
-def cut_up(batch: TokenBatch, max_tokens: int) -> Parts:
-    """A batch's micro-batches; of one without samples, one that trains nothing. See `micro_batches`."""
-    parts = [(samples, batch.select(samples)) for samples in micro_batches(batch.lengths, max_tokens)]
-    return parts or [(torch.zeros(0, dtype=torch.long), batch.nothing())]
-
-
-def values_of(score: Callable[[TokenBatch], Tensor], parts: Parts, batch: TokenBatch, who: str) -> Tensor:
-    """What is said of all tokens of a batch, one micro-batch after the other.
-
-    Args:
-        score: `[t]` or `[t, k]` of a micro-batch's t tokens; called without gradients.
-        parts: The micro-batches; see `cut_up`.
-        batch: The batch.
-        who: What a message calls `score`.
-
-    Returns:
-        `[T]` or `[T, k]` float32, on the host.
-
-    Raises:
-        RlhpcError: It gives another number of values.
-    """
-    found: Tensor | None = None
-    for samples, part in parts:
-        with torch.no_grad():
-            values = score(part).float().cpu()
-        if values.shape[:1] != (part.tokens,):
-            raise RlhpcError(f"{who} gave {len(values)} values for {part.tokens} tokens")
-        if found is None:
-            found = values.new_zeros(batch.tokens, *values.shape[1:])
-        found[batch.tokens_of(samples)] = values
-    assert found is not None, "there is a micro-batch, if only one without tokens"
-    return found
-
-
-def _cut(lengths: Sequence[int], max_tokens: int) -> list[tuple[int, int]]:
-    """Cuts descending lengths into runs: the least sum of (rows × longest + overhead), exactly, by dynamic programming."""
-    count = len(lengths)
-    width = np.maximum(np.asarray(lengths, dtype=np.int64), 1)
-    # best[i]: cost of the runs that cover lengths[i:]; a run from i to j is (j − i) × lengths[i] cells.
-    best = np.zeros(count + 1, dtype=np.int64)
-    end = np.zeros(count, dtype=np.int64)
-    for i in range(count - 1, -1, -1):
-        rows = np.arange(1, min(count - i, max_tokens // int(width[i])) + 1)
-        cost = rows * width[i] + max_tokens // _OVERHEAD + best[i + rows]
-        choice = int(cost.argmin())
-        best[i], end[i] = cost[choice], i + choice + 1
-    cuts, start = [], 0
-    while start < count:
-        cuts.append((start, int(end[start])))
-        start = int(end[start])
-    return cuts

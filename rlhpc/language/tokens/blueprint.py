@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Container
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,6 +13,7 @@ from torch import nn
 from rlhpc.config.typed import plain
 from rlhpc.language.tokens.files import FOLDER, model_files
 from rlhpc.language.tokens.model import compute_dtype, load_causal_lm
+from rlhpc.language.tokens.packing import pack
 from rlhpc.language.tokens.scalar import HEAD, VALUE_HEAD, add_value_head, load_scalar_model
 from rlhpc.runtime.durable import fsync_folder, write_durably
 from rlhpc.training import lora
@@ -20,17 +22,21 @@ from rlhpc.training.contract import Blueprint, Full, Named
 if TYPE_CHECKING:
     from rlhpc.language.config import LanguageActorConfig, TrainedLanguageConfig
 
+log = logging.getLogger(__name__)
+
 
 class LanguageBlueprint(Blueprint):
     """The causal model of `actor.model`, with adapters where `actor.lora` asks for them.
 
     Args:
         cfg: The configuration.
+        device: Where it will compute.
         reference: Whether the model from before training is wanted, too.
         values: Whether the model gets a head for values, which only training knows: no engine and no export gets it.
 
     Attributes:
         head: A layer that is trained beside adapters, if the model has one.
+        packed: Whether its models read rows of several samples: those that are built are made to, if they can.
     """
 
     head: str | None = None
@@ -38,16 +44,18 @@ class LanguageBlueprint(Blueprint):
     identity_file = "backend.json"
     knobs = "lower actor.max_tokens_per_micro_batch"
 
-    def __init__(self, cfg: TrainedLanguageConfig, *, reference: bool = False, values: bool = False) -> None:
-        self._describe(cfg.actor, cfg.runner.seed)
+    def __init__(
+        self, cfg: TrainedLanguageConfig, device: str, *, reference: bool = False, values: bool = False
+    ) -> None:
+        self._describe(cfg.actor, cfg.runner.seed, device)
         self._reference = reference
         if values:
             self.head, self._aside = VALUE_HEAD, f"{VALUE_HEAD}."
 
-    def _describe(self, section: LanguageActorConfig, seed: int, key: str = "actor") -> None:
+    def _describe(self, section: LanguageActorConfig, seed: int, device: str, key: str = "actor") -> None:
         self.actor, self.seed, self.key = section, seed, key
-        self.dtype = compute_dtype(section.model, f"{key}.model")
-        self.lora_rank = section.lora.rank
+        self.dtype = compute_dtype(section.model, device, f"{key}.model")
+        self.lora_rank, self.packed = section.lora.rank, section.use_remove_padding
         self._reference = False
         self._aside = ""
         self._files: dict[str, bytes] | None = None
@@ -65,6 +73,9 @@ class LanguageBlueprint(Blueprint):
             checkpointing=actor.model.gradient_checkpointing,
             empty=empty,
         )
+        if self.packed and not pack(model):
+            log.info("%s reads rectangles, with padding", type(model).__name__)
+            self.packed = False
         if self._aside:
             add_value_head(model, self.seed)
         if not self.lora_rank:
@@ -79,6 +90,8 @@ class LanguageBlueprint(Blueprint):
     def build_reference(self, *, empty: bool = False) -> nn.Module:
         """Builds the frozen reference (`Blueprint.build_reference`)."""
         module: nn.Module = self.load(self.actor.model, dtype=self.dtype, empty=empty)
+        if self.packed:
+            pack(module)
         return module.eval().requires_grad_(False)
 
     def identity(self) -> dict[str, Any]:
@@ -91,7 +104,7 @@ class LanguageBlueprint(Blueprint):
         return {
             "model_path": str(model.model_path),
             "trust_remote_code": model.trust_remote_code,
-            "dtype": model.dtype,
+            "dtype": str(self.dtype).removeprefix("torch."),
             "lora": plain(self.actor.lora),
         }
 
@@ -131,13 +144,14 @@ class ScalarBlueprint(LanguageBlueprint):
     Args:
         section: Section `actor` of the configuration, or another of its form.
         seed: Of a new head, and of adapters.
+        device: Where it will compute.
         key: What messages call the section.
     """
 
     head = HEAD
 
-    def __init__(self, section: LanguageActorConfig, seed: int, *, key: str = "actor") -> None:
-        self._describe(section, seed, key)
+    def __init__(self, section: LanguageActorConfig, seed: int, device: str, *, key: str = "actor") -> None:
+        self._describe(section, seed, device, key)
 
     def load(self, model: Any, **options: Any) -> Any:
         """A model of this kind: `load_scalar_model`."""

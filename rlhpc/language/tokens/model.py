@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
 
+from rlhpc.runtime.device import computes_bfloat16
 from rlhpc.runtime.errors import ConfigError
 
 if TYPE_CHECKING:
     from rlhpc.language.model_config import PretrainedConfig
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+#: The one of them that suits the device.
+AUTO = "auto"
 
 
 def transformers() -> Any:
@@ -32,18 +37,29 @@ def transformers() -> Any:
     return package
 
 
-def compute_dtype(model: PretrainedConfig, section: str = "actor.model") -> torch.dtype:
+def pretrained_in(module: nn.Module) -> Any:
+    """The model of transformers in a module that may be wrapped around it; None if there is none."""
+    package = sys.modules.get("transformers")
+    if package is None:  # then there is no such model
+        return None
+    return next((part for part in module.modules() if isinstance(part, package.PreTrainedModel)), None)
+
+
+def compute_dtype(model: PretrainedConfig, device: str | torch.device, section: str = "actor.model") -> torch.dtype:
     """What `dtype` of a model names.
 
     Args:
         model: The section.
+        device: Where it will compute: `auto` is bfloat16 on an accelerator that computes in it, else float32.
         section: What messages call it.
 
     Raises:
         ConfigError: Another name.
     """
+    if model.dtype == AUTO:
+        return torch.bfloat16 if computes_bfloat16(torch.device(device).type) else torch.float32
     if model.dtype not in DTYPES:
-        raise ConfigError(f"{section}.dtype is {model.dtype!r}; choose from {', '.join(DTYPES)}")
+        raise ConfigError(f"{section}.dtype is {model.dtype!r}; choose from {', '.join((AUTO, *DTYPES))}")
     return DTYPES[model.dtype]
 
 

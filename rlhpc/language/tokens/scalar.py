@@ -17,6 +17,7 @@ from torch import nn
 
 from rlhpc.language.tokens.batches import TokenBatch
 from rlhpc.language.tokens.model import load_by, prepared, transformers
+from rlhpc.language.tokens.packing import packs
 from rlhpc.runtime.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -49,7 +50,8 @@ def load_scalar_model(
 ) -> Any:
     """The model of a section such as `actor.model`, on the host, that gives values.
 
-    `module(input_ids=[N, W])` gives `[N, W]` float32, whose column t is the value once token t is read.
+    `module(input_ids=[N, W])` gives `[N, W]` float32, whose column t is the value once token t is read; so does a call with
+    other `TokenBatch.inputs`.
 
     Args:
         model: model_path, a sequence classifier with one label, or a causal model, which gets a new head;
@@ -143,10 +145,11 @@ def is_classifier(model: PretrainedConfig, key: str = "actor.model.model_path") 
     return any(str(name).endswith(_CLASSIFIER) for name in config.architectures or ())
 
 
-def _values(module: Any, input_ids: torch.Tensor, **_: Any) -> torch.Tensor:
+def _values(module: Any, input_ids: torch.Tensor, **inputs: Any) -> torch.Tensor:
     """What a call of the model computes, in place of transformers' own `forward`, which gives the last token's value alone."""
     trunk = getattr(module, module.base_model_prefix)
-    values: torch.Tensor = getattr(module, HEAD)(trunk(input_ids=input_ids, use_cache=False).last_hidden_state)
+    read = trunk(input_ids=input_ids, **{**inputs, "use_cache": False})
+    values: torch.Tensor = getattr(module, HEAD)(read.last_hidden_state)
     return values.squeeze(-1)
 
 
@@ -184,10 +187,10 @@ def _unreported() -> Iterator[None]:
 def token_values(model: nn.Module, batch: TokenBatch, *, before: bool = False) -> torch.Tensor:
     """One forward pass of a model from `load_scalar_model`.
 
-    As in `token_scores` there is no mask: padding is on the right, where no token attends to it.
+    As in `token_scores` the model reads one row of all samples, if it can, or a rectangle.
 
     Args:
-        model: Gives `[N, W]` for `input_ids` `[N, W]`.
+        model: Takes `TokenBatch.inputs`, and gives `[1, T]` or `[N, W]`.
         batch: What is valued.
         before: Token t gets the value before it was read, which is what a critic says of the state in which it was drawn; a
             sample's first gets 0.
@@ -195,10 +198,9 @@ def token_values(model: nn.Module, batch: TokenBatch, *, before: bool = False) -
     Returns:
         `[T]` float32, one after the other as in the batch.
     """
-    values: torch.Tensor = model(input_ids=batch.padded(batch.ids, batch.pad_id))
-    if before:
-        values = nn.functional.pad(values[:, :-1], (1, 0))
-    return batch.flat(values)
+    batch = batch.read_by(packs(model))
+    values = batch.of_tokens(model(**batch.inputs()))
+    return batch.before(values) if before else values
 
 
 def last_values(values: torch.Tensor, batch: TokenBatch) -> torch.Tensor:

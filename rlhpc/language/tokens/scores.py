@@ -1,8 +1,10 @@
-"""Log-probs and entropies of tokens from a causal model's logits, without a second `[B, T, V]` tensor in float32.
+"""Log-probs and entropies of tokens, from a causal model's hidden states or from its logits.
 
 For a vocabulary of 150 000 and 16 000 tokens, logits in bfloat16 are 5 GB; log_softmax in float32 would add 10 GB forward
-and 10 GB backward. Here the logits are read in chunks of rows, forward and again backward; the one tensor of their
-size that is added is their gradient.
+and 10 GB backward. Where the head is a linear layer whose result the model gives as it is (`tokens.head`), logits are made of
+the hidden states of the tokens that are trained on, in chunks, forward and again backward: no tensor has their size. With
+other heads, and where a loss reads the logits itself, the model makes them whole; they are read in chunks of rows, and the one
+tensor of their size that is added is their gradient.
 """
 
 from __future__ import annotations
@@ -15,16 +17,18 @@ import torch
 from torch import nn
 
 from rlhpc.language.tokens.batches import TokenBatch
+from rlhpc.language.tokens.head import linear_head
+from rlhpc.language.tokens.packing import packs
+from rlhpc.language.tokens.rows import chunks, gradient, said_of, scaled
 
-#: Elements of a chunk in float32 (64 MiB).
-_CHUNK = 1 << 24
 #: Makes of logits `[N, W, V]`, with gradients, and the batch that they are of, one value per token: `[T]` float32.
 Reading = Callable[[torch.Tensor, TokenBatch], torch.Tensor]
 
 
 @dataclass
 class TokenScores:
-    """What one forward pass says of a batch's tokens, `[T]`, one after the other as in the batch; 0 for a sample's first.
+    """What one forward pass says of a batch's tokens, `[T]`, one after the other as in the batch; 0 for tokens that are not
+    trained on, and for a sample's first.
 
     Attributes:
         logprobs: log p(token t | tokens before it in its sample) at the temperature asked for.
@@ -48,46 +52,53 @@ def token_scores(
 ) -> TokenScores:
     """One forward pass of a Hugging Face causal language model.
 
-    The model gets a rectangle, and neither mask nor positions: padding is on the right, so a token never attends to it, and
-    the model's own positions 0, 1, 2, … are right. That keeps the fast causal attention kernels.
+    The model gets one row of all samples, if it can (`tokens.packing`), or a rectangle; never a mask, which keeps the fast
+    causal attention kernels.
 
     Args:
-        model: Takes `input_ids` `[N, W]` and gives `logits` `[N, W, V]`.
+        model: Takes `TokenBatch.inputs` and gives `logits` `[1, T, V]` or `[N, W, V]`.
         batch: What is scored.
         temperature: Divides the logits.
         entropy: Whether entropies are wanted.
         reading: Makes something else of the logits, as they are before the temperature divides them.
     """
-    ids = batch.padded(batch.ids, batch.pad_id)
-    found = model(input_ids=ids, use_cache=False)
-    logits, values = found["logits"], found.get("token_values")
-    scores = scores_of_logits(logits, ids, batch.attended(), temperature, entropy)
-    entropies = None if scores.entropy is None else batch.flat(scores.entropy)
+    batch = batch.read_by(packs(model))
+    where, places = batch.predictors()
+    head = linear_head(model) if reading is None else None
+    if head is None:
+        found = model(**batch.inputs(), use_cache=False)
+        said = scores_of_logits(found["logits"], places, batch.ids[where], temperature, entropy)
+    else:
+        with head.answering(places, batch.ids[where], temperature, entropy):
+            found = model(**batch.inputs(), use_cache=False)
+        said = found["logits"]
+    every = said.new_zeros(batch.tokens, said.shape[1]).index_copy(0, where, said)
+    values = found.get("token_values")
     if values is not None:
-        values = batch.flat(nn.functional.pad(values[:, :-1], (1, 0)))
-    read = None if reading is None else reading(logits, batch)
-    return TokenScores(batch.flat(scores.logprobs), entropies, read, values)
+        values = batch.before(batch.of_tokens(values))
+    read = None if reading is None else reading(found["logits"], batch)
+    return TokenScores(every[:, 0], every[:, 1] if entropy else None, read, values)
 
 
 def scores_of_logits(
-    logits: torch.Tensor,
-    input_ids: torch.Tensor,
-    attention_mask: torch.Tensor,
-    temperature: float = 1.0,
-    entropy: bool = False,
-) -> TokenScores:
-    """Scores as rectangles `[B, T]`, padded on the right. `logits[:, t]` says what token t + 1 is; the result is shifted, so
-    that column t is about token t. Column 0, and what stands on padding, is 0."""
-    B, T, V = logits.shape
-    targets = torch.roll(input_ids, -1, dims=1)  # the last column's target is the first token: dropped below
-    logprobs, entropies = _Scores.apply(logits.reshape(B * T, V), targets.reshape(-1), 1.0 / temperature, entropy)
-    predicted = attention_mask[:, 1:].bool()
+    logits: torch.Tensor, places: torch.Tensor, targets: torch.Tensor, temperature: float = 1.0, entropy: bool = False
+) -> torch.Tensor:
+    """What whole logits say of some tokens.
 
-    def align(values: torch.Tensor) -> torch.Tensor:
-        kept = torch.where(predicted, values.view(B, T)[:, :-1], 0.0)
-        return nn.functional.pad(kept, (1, 0))
+    Args:
+        logits: `[N, W, V]`.
+        places: `[M]`: the lines among N × W that say what the tokens are.
+        targets: `[M]`: these tokens.
+        temperature: Divides the logits.
+        entropy: Whether entropies are wanted.
 
-    return TokenScores(align(logprobs), align(entropies) if entropy else None)
+    Returns:
+        `[M, 1]` float32 log-probs, or `[M, 2]` with entropies.
+    """
+    flat = logits.flatten(0, -2)
+    every = targets.new_zeros(len(flat)).index_copy(0, places, targets)
+    found = _Scores.apply(flat, every, 1.0 / temperature, entropy)
+    return torch.stack([one[places] for one in found[: 1 + entropy]], -1)
 
 
 class _Scores(torch.autograd.Function):
@@ -101,13 +112,11 @@ class _Scores(torch.autograd.Function):
         logprobs = logits.new_empty(N, dtype=torch.float32)
         log_sum = torch.empty_like(logprobs)
         entropies = torch.empty_like(logprobs) if entropy else logprobs.new_empty(0)
-        for rows in chunks(N, V):
+        for rows in chunks(N, V, logits.device):
             z = scaled(logits[rows], scale)
-            log_sum[rows] = torch.logsumexp(z, dim=-1)
-            logprobs[rows] = z.gather(1, targets[rows, None]).squeeze(1) - log_sum[rows]
-            if entropy:  # −Σ p log p; log Σ e^z − Σ p z would cancel where logits are large
-                log_p = z - log_sum[rows, None]
-                entropies[rows] = -log_p.exp().mul_(log_p).sum(-1)
+            logprobs[rows], log_sum[rows], found = said_of(z, targets[rows], entropy)
+            if found is not None:
+                entropies[rows] = found
         ctx.save_for_backward(logits, targets, log_sum, entropies)
         ctx.scale, ctx.entropy = scale, entropy
         return logprobs, entropies
@@ -119,25 +128,9 @@ class _Scores(torch.autograd.Function):
     ) -> tuple[torch.Tensor, None, None, None]:
         logits, targets, log_sum, entropies = ctx.saved_tensors
         grad = torch.empty_like(logits)
-        for rows in chunks(*logits.shape):
-            # d log p(y) / dz = onehot(y) − p; dH / dz = −p (log p + H)
-            log_p = scaled(logits[rows], ctx.scale) - log_sum[rows, None]
-            p = log_p.exp()
-            weight = -grad_logprobs[rows, None]
-            if ctx.entropy:
-                weight = weight - grad_entropy[rows, None] * log_p.add_(entropies[rows, None])
-            p.mul_(weight).scatter_add_(1, targets[rows, None], grad_logprobs[rows, None])
+        for rows in chunks(len(logits), logits.shape[1], logits.device):
+            weights = grad_logprobs[rows], grad_entropy[rows] if ctx.entropy else None
+            z = scaled(logits[rows], ctx.scale)
+            p = gradient(z, log_sum[rows], entropies[rows], targets[rows], *weights)
             grad[rows] = p.mul_(ctx.scale) if ctx.scale != 1.0 else p
         return grad, None, None, None
-
-
-def scaled(logits: torch.Tensor, scale: float) -> torch.Tensor:
-    """In float32."""
-    z = logits.float()
-    return z * scale if scale != 1.0 else z
-
-
-def chunks(rows: int, width: int) -> list[slice]:
-    """Cuts rows so that a part is small enough to be computed in float32."""
-    size = max(1, _CHUNK // width)
-    return [slice(start, min(start + size, rows)) for start in range(0, rows, size)]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Container, Sequence
 from contextlib import AbstractContextManager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -14,8 +15,10 @@ from rlhpc.language.tokens.batches import TokenBatch
 from rlhpc.language.tokens.blueprint import LanguageBlueprint, ScalarBlueprint
 from rlhpc.language.tokens.files import export_adapter
 from rlhpc.language.tokens.model import export_model
+from rlhpc.language.tokens.packing import packs, reads_rows, unpack, width
 from rlhpc.language.tokens.scalar import token_values
 from rlhpc.language.tokens.scores import Reading, TokenScores, token_scores
+from rlhpc.runtime.device import torch_device
 from rlhpc.runtime.errors import ConfigError
 from rlhpc.training import lora
 from rlhpc.training.contract import Metrics, Named, Ranks
@@ -38,12 +41,20 @@ class ModelTrainer:
 
     Attributes:
         backend: Holds the model.
+        packed: Whether the model reads rows of several samples.
+        hidden: The model's width.
     """
 
     def __init__(self, blueprint: LanguageBlueprint, section: LanguageActorConfig, worker: Ranks) -> None:
         self.blueprint = blueprint
         self.backend = make_backend(blueprint, section, worker)
         self.actor, self.worker = section, worker
+        self.hidden = width(self.backend.module)
+        reads = partial(reads_rows, dtype=blueprint.dtype)
+        self.packed = packs(self.backend.module) and self.backend.evaluate(reads, self.device)
+        if blueprint.packed and not self.packed:
+            unpack(self.backend.module)
+            blueprint.packed = False
 
     @property
     def device(self) -> torch.device:
@@ -136,7 +147,8 @@ class TokenTrainer(ModelTrainer):
     def __init__(
         self, cfg: TrainedLanguageConfig, worker: Ranks, *, reference: bool = False, values: bool = False
     ) -> None:
-        super().__init__(LanguageBlueprint(cfg, reference=reference, values=values), cfg.actor, worker)
+        blueprint = LanguageBlueprint(cfg, torch_device(worker.accelerators), reference=reference, values=values)
+        super().__init__(blueprint, cfg.actor, worker)
 
     def forward(self, batch: TokenBatch, *, temperature: float = 1.0, entropy: bool = False) -> TokenScores:
         """Scores without gradients, in evaluation mode."""
@@ -196,7 +208,7 @@ class ScalarTrainer(ModelTrainer):
     def __init__(
         self, section: LanguageActorConfig, worker: Ranks, *, seed: int, key: str = "actor", before: bool = False
     ) -> None:
-        super().__init__(ScalarBlueprint(section, seed, key=key), section, worker)
+        super().__init__(ScalarBlueprint(section, seed, torch_device(worker.accelerators), key=key), section, worker)
         self.before = before
 
     def _values(self, called: nn.Module, batch: TokenBatch) -> torch.Tensor:

@@ -11,7 +11,8 @@ clear. They are buffers of arrays and tensors, never a pickle: those stay in the
     server: MAGIC, challenge            client: challenge, proof            server: proof, size of its name, name
     client: size, request, HMAC         server: size, reply, HMAC, the bytes that were asked for
 
-A request for bytes is b"F", their range and a path; one that has no reply is b"R", a reader's number and a path: done with it.
+A request for bytes is b"F", their range and a path, or b"O", their range and the name of what this process passes on; one that
+has no reply is b"R", a reader's number and a path: done with it.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from rlhpc.runtime.comm.loans import PREFIX, Loan, Loans
+from rlhpc.runtime.comm.offers import Offers, Withdrawn
 from rlhpc.runtime.comm.unix import send_all
 from rlhpc.runtime.errors import ChannelError
 from rlhpc.runtime.registry import Keys
@@ -40,8 +42,10 @@ MAGIC = b"rlhpc bulk 1\n"
 _NONCE, _PROOF = 32, 32
 _SIZE = struct.Struct("!H")
 _RANGE, _READER = struct.Struct("!QQ"), struct.Struct("!I")
-_FETCH, _RELEASE = b"F", b"R"
-_OK, _ERROR = b"+", b"-"
+_FETCH, _OFFERED, _RELEASE = b"F", b"O", b"R"
+_OK, _ERROR, _NOT_YET, _WITHDRAWN = b"+", b"-", b"~", b"x"
+#: How long a request waits for what is not offered yet, before it is told so.
+_OFFER_S = 0.5
 #: Most handshakes at a time: among peers that connect and say nothing, the oldest makes way for the next.
 _STRANGERS = 64
 _HANDSHAKE_S = 10.0
@@ -138,10 +142,24 @@ class BulkServer:
         address: Where to listen.
         folders: The folders of segments; nothing else is served.
         loans: The loans of this process.
+        offers: What this process passes on.
+
+    Attributes:
+        sent: Bytes of data that were sent, or are about to be: who has them finds them counted.
     """
 
-    def __init__(self, name: str, keys: Keys, address: str, folders: tuple[Path, ...], loans: Loans) -> None:
+    def __init__(
+        self,
+        name: str,
+        keys: Keys,
+        address: str,
+        folders: tuple[Path, ...],
+        loans: Loans,
+        offers: Offers | None = None,
+    ) -> None:
         self._name, self._keys, self._folders, self._loans = name, keys, folders, loans
+        self._offers = Offers() if offers is None else offers
+        self.sent = 0
         self.sock = socket.create_server((address, 0), backlog=256)
         self.sock.setblocking(False)
         #: What is published for others: `name@address:port`.
@@ -218,6 +236,9 @@ class BulkServer:
             self._loans.release(os.fsdecode(body[_READER.size :]), *_READER.unpack_from(body))
             return
         (start, count), path = _RANGE.unpack_from(body), os.fsdecode(body[_RANGE.size :])
+        if operation == _OFFERED:
+            self._send_offer(link, path, start, count)
+            return
         loan = self._loans.find(path)
         if loan is None:
             self._send_file(link, path, start, count)
@@ -228,8 +249,30 @@ class BulkServer:
         if views is None:
             self._send_file(link, str(loan.segment), start, count)
 
+    def _send_offer(self, link: _Link, name: str, start: int, count: int) -> None:
+        try:
+            memory = self._offers.find(name, _OFFER_S)
+        except Withdrawn:
+            link.say(_WITHDRAWN)
+            return
+        if memory is None:
+            link.say(_NOT_YET)
+        elif start + count > len(memory):
+            link.say(_ERROR + f"{name} has no {count} bytes from {start} on".encode())
+        else:
+            with self._turns:
+                self._count(count)
+                link.say(_OK)
+                link.sock.sendall(memory[start : start + count])
+            self._offers.taken(name)
+
+    def _count(self, count: int) -> None:
+        with self._lock:
+            self.sent += count
+
     def _send_loan(self, link: _Link, loan: Loan, views: list[memoryview], start: int, count: int) -> None:
         with self._turns:
+            self._count(count)
             link.say(_OK)
             send_all(link.sock, loan.pieces(views, start, count))
 
@@ -247,6 +290,7 @@ class BulkServer:
                 link.say(_ERROR + f"{path} has no {count} bytes from {start} on".encode())
                 return
             memory = self._loans.memory(path)
+            self._count(count)
             with self._turns:
                 link.say(_OK)
                 if memory is not None:
@@ -328,22 +372,37 @@ class BulkClient:
         link.agree(transcript)
         return link
 
-    def fetch(self, path: str, start: int, target: memoryview) -> None:
+    def fetch(self, path: str, start: int, target: memoryview, *, offered: bool = False) -> bool:
         """Fills `target` with the bytes of a segment from `start` on.
 
+        Args:
+            path: The segment, or the name of what is offered.
+            start: Offset.
+            target: Memory of this process.
+            offered: Ask for what is offered rather than for a segment.
+
+        Returns:
+            Whether it was there; what is to be offered may not be yet.
+
         Raises:
+            Withdrawn: It is not offered any more.
             ChannelError: The segment is gone, or what was asked for is not a segment.
             ConnectionError: The connection ended; the content of `target` is undefined.
         """
         self.in_step = False
-        self._link.say(_FETCH + _RANGE.pack(start, len(target)) + os.fsencode(path))
+        self._link.say((_OFFERED if offered else _FETCH) + _RANGE.pack(start, len(target)) + os.fsencode(path))
         reply = self._link.hear(self._check)
         if reply[:1] != _OK:
             self.in_step = True
+            if reply[:1] == _NOT_YET:
+                return False
+            if reply[:1] == _WITHDRAWN:
+                raise Withdrawn(path)
             raise ChannelError(f"{self.peer} at {self._where}: {reply[1:].decode()}")
         self.begun = True
         self._link.fill(target, self._check)
         self.in_step, self.begun = True, False
+        return True
 
     def release(self, path: str, reader: int) -> None:
         """Tells the owner that this reader is done."""

@@ -1,4 +1,4 @@
-"""Collectives inside one worker group, over torch.distributed: gloo on CPU, NCCL on GPU; formed when first used."""
+"""Collectives inside one worker group, over torch.distributed: gloo on CPU, NCCL on GPUs; formed when first used."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import os
 from typing import TYPE_CHECKING, Any
 
 from rlhpc.runtime.context import current
-from rlhpc.runtime.device import torch_device
+from rlhpc.runtime.device import collective_backends, torch_device
 from rlhpc.runtime.spec import WorkerSpec
 
 if TYPE_CHECKING:
@@ -31,13 +31,12 @@ class Collectives:
 
         if not self._ready:
             assert self._spec is not None
-            on_gpu = torch_device(self._spec.accelerators) == "cuda"
             if not self._spec.tcp_address:
                 os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
             context = current()
             limit = min(context.wait_deadline, 1800)
             dist.init_process_group(
-                "cpu:gloo,cuda:nccl" if on_gpu else "gloo",
+                collective_backends(torch_device(self._spec.accelerators)),
                 store=ServiceStore(context, self.group, self._spec.incarnation, limit),
                 rank=self.rank,
                 world_size=self.world_size,

@@ -2,16 +2,36 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 
 from rlhpc.runtime.comm.landing import Landing
 from rlhpc.runtime.comm.mappings import Mappings
+from rlhpc.runtime.comm.offers import Withdrawn
 from rlhpc.runtime.comm.payload import Origin
 from rlhpc.runtime.comm.pool import SegmentPool, default_idle
 from rlhpc.runtime.comm.segments import HEADER, discard
 from rlhpc.runtime.comm.share import Share, once_for_all
 from rlhpc.runtime.comm.sockets import Peers
+from rlhpc.runtime.errors import ChannelError
 from rlhpc.runtime.scratch import Scratch
+
+#: How long a host is given to have what it passes on, before it is asked for no more.
+_PATIENCE_S = 10.0
+
+
+class Above:
+    """A process on another host that has the same data to pass on, at some time.
+
+    Args:
+        bulk: Where it serves data.
+
+    Attributes:
+        lost: It is gone, or had not got the data for too long: the owner is asked instead.
+    """
+
+    def __init__(self, bulk: str) -> None:
+        self.bulk, self.lost = bulk, False
 
 
 class Fetching:
@@ -41,6 +61,7 @@ class Fetching:
         *,
         own: bool,
         later: list[Callable[[], None]] | None = None,
+        above: tuple[Above, str] | None = None,
     ) -> memoryview:
         """The data of a segment of another host; it is this process's until the last view of it is gone.
 
@@ -52,10 +73,13 @@ class Fetching:
             share: Its place among the processes of this host that together are this reader.
             own: As `Mappings.lease` has it, for what is shared.
             later: Gets what to call once the reader is done with the data; by default it is called now.
+            above: Who is asked first, and what it calls the data.
         """
 
         def receive(memory: memoryview) -> None:
-            self._peers.fetch(origin.bulk, path, HEADER, memory[HEADER : HEADER + size])
+            target = memory[HEADER : HEADER + size]
+            if above is None or not self._from_above(*above, target):
+                self._peers.fetch(origin.bulk, path, HEADER, target)
 
             def release() -> None:
                 self._peers.release(origin.bulk, path, reader)
@@ -79,3 +103,18 @@ class Fetching:
 
         found = once_for_all(self._scratch.shm, share, receive_for_all, self._check)
         return self._mappings.lease(found, share.number, own=own)
+
+    def _from_above(self, above: Above, name: str, target: memoryview) -> bool:
+        """Whether the data came from a process that passes it on."""
+        end = time.monotonic() + _PATIENCE_S
+        try:
+            while not above.lost:
+                if self._peers.fetch(above.bulk, name, 0, target, offered=True):
+                    return True
+                above.lost = time.monotonic() > end
+                self._check()
+        except Withdrawn:  # this process came late, and will catch up
+            return False
+        except ChannelError:
+            above.lost = True
+        return False

@@ -5,21 +5,24 @@ from __future__ import annotations
 import contextlib
 import pickle
 import secrets
+import time
 from collections.abc import Callable
 from typing import Any
 
 from rlhpc.runtime.comm.background import AsyncWork, in_background
 from rlhpc.runtime.comm.payload import Packed
-from rlhpc.runtime.comm.queues import ChannelState, Outlook
+from rlhpc.runtime.comm.queues import ChannelState, Item, Outlook
 from rlhpc.runtime.comm.segments import SegmentGone, discard
 from rlhpc.runtime.comm.service import DEFAULT_MAX_BYTES, INBOX, Service
 from rlhpc.runtime.comm.share import Share
 from rlhpc.runtime.comm.sockets import choose
 from rlhpc.runtime.context import Context, current
-from rlhpc.runtime.errors import RlhpcError
+from rlhpc.runtime.errors import DeadlineExceeded, RlhpcError
 
 #: Seconds that the other receivers get to confirm a message after it has failed to reach one of them.
 _LAST_CHANCE_S = 1.0
+#: How often a receiver looks whether it is to give up.
+_LOOK_S = 0.2
 
 
 def _key(tag: str, group: str, rank: int) -> str:
@@ -83,14 +86,18 @@ def send(
 
 
 def _receive(tag: str, src_group: str, src_rank: int, borrow: bool = False) -> Any:
-    context = current()
-    service, key = context.service, _key(tag, src_group, src_rank)
+    item = _next_item(tag, src_group, src_rank, current().wait_deadline)
+    return current().service.unpack(item.frames, borrow=borrow)
+
+
+def _next_item(tag: str, src_group: str, src_rank: int, timeout: float) -> Item:
+    service, key = current().service, _key(tag, src_group, src_rank)
     items = service.wait_local(
         lambda answer: service.channel(INBOX).get(key, "", None, answer),
-        context.wait_deadline,
+        timeout,
         f"a message from {src_group}-{src_rank}",
     )
-    return service.unpack(items[0].frames, borrow=borrow)
+    return items[0]
 
 
 def recv(src_group: str, src_rank: int, *, tag: str = "o") -> Any:
@@ -122,6 +129,28 @@ def broadcast(
         return _receive("b", src[0], src[1], borrow=read_only)
     begin_broadcast(obj, group, rank, groups)()
     return obj
+
+
+def follow_broadcast(src: tuple[str, int], check: Callable[[], None]) -> Any:
+    """Receives the next broadcast of a rank, which may be given up.
+
+    Args:
+        src: Group and rank of the sender.
+        check: Called every now and then; raises to give up, and then no message is lost.
+
+    Raises:
+        DeadlineExceeded: None came.
+    """
+    deadline = time.monotonic() + current().wait_deadline
+    while True:
+        check()
+        try:
+            item = _next_item("b", *src, min(_LOOK_S, max(0.0, deadline - time.monotonic())))
+        except DeadlineExceeded:
+            if time.monotonic() >= deadline:
+                raise
+        else:
+            return current().service.unpack(item.frames)
 
 
 def begin_broadcast(

@@ -88,15 +88,15 @@ class SegmentPool:
         self._hold(segment, readers, keep)
         return segment.path, spans
 
-    def reserve(self, size: int, readers: int = 1) -> Segment:
-        """A segment for `size` bytes that somebody else writes, into its `memory` from `HEADER` on.
+    def reserve(self, size: int, readers: int = 1, *, keep: bool = False) -> Segment:
+        """A segment for `size` bytes that somebody else writes, into its `memory` from `HEADER` on; the rest as in `write`.
 
         Raises:
             OSError: Neither the shared memory nor the spill folder has room.
         """
         capacity = capacity_of(size)
         segment = self._take(capacity) or self._make(capacity, size, None)
-        self._hold(segment, readers)
+        self._hold(segment, readers, keep)
         return segment
 
     def _hold(self, segment: Segment, readers: int, keep: bool = False) -> None:
@@ -116,10 +116,10 @@ class SegmentPool:
         return None if segment is None else segment.memory
 
     def awaited(self, path: str) -> list[bool]:
-        """Which readers of a kept segment have not come yet."""
+        """Which readers of a segment have not come yet; empty once the pool has it back."""
         with self._lock:
-            segment = self._by_path[path]
-        return [state == WRITTEN[0] for state in segment.memory[: segment.readers]]
+            segment = self._by_path.get(path)
+        return [] if segment is None else [state == WRITTEN[0] for state in segment.memory[: segment.readers]]
 
     def drop(self, path: str) -> None:
         """Ends a kept segment. It is not written again, because readers that have mapped it still use it."""

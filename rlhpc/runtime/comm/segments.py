@@ -71,13 +71,15 @@ class Segment:
         readers: How many readers the present data is for.
         pooled: Whether it may be written again; one on disk may not.
         written: When the present data was written, by `time.monotonic`.
+        locked: What its writer made of the memory, to be kept as long as the segment.
     """
 
-    __slots__ = ("capacity", "memory", "path", "pooled", "readers", "written")
+    __slots__ = ("capacity", "locked", "memory", "path", "pooled", "readers", "written")
 
     def __init__(self, path: str, capacity: int, memory: mmap.mmap, pooled: bool) -> None:
         self.path, self.capacity, self.memory, self.pooled = path, capacity, memory, pooled
         self.readers, self.written = 0, 0.0
+        self.locked: Any = None
 
     def free(self) -> bool:
         """Whether all readers are done."""

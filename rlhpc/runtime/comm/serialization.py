@@ -35,8 +35,7 @@ def rebuild_tensor(buffer: Buffer, dtype: str, shape: tuple[int, ...], device: s
         if memoryview(buffer).readonly:
             buffer = bytearray(buffer)
         tensor = torch.frombuffer(buffer, dtype=kind).reshape(shape)
-    if device != "cpu":
-        tensor = tensor.to(landing_device(device))
+    tensor = tensor.to(landing_device(device))
     if parameter:
         return torch.nn.Parameter(tensor, requires_grad=grad)
     return tensor.requires_grad_(grad) if grad else tensor
@@ -48,9 +47,9 @@ def _reduce_tensor(tensor: Any) -> Any:
     if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_meta:
         return tensor.__reduce_ex__(4)
     data = tensor.detach()
-    if data.is_cuda and not data.is_contiguous():
+    if data.device.type != "cpu" and not data.is_contiguous():
         raise ValueError(
-            f"a non-contiguous GPU tensor (shape {tuple(data.shape)}, strides {data.stride()}) cannot be sent: "
+            f"a non-contiguous tensor on {data.device} (shape {tuple(data.shape)}, strides {data.stride()}) cannot be sent: "
             f"call .contiguous() first"
         )
     flat = data.cpu().contiguous().reshape(-1)

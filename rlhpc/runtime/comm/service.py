@@ -29,6 +29,7 @@ from rlhpc.runtime.comm.fetching import Fetching
 from rlhpc.runtime.comm.held import HeldValues
 from rlhpc.runtime.comm.loans import Loans
 from rlhpc.runtime.comm.mappings import Mappings
+from rlhpc.runtime.comm.offers import Offers
 from rlhpc.runtime.comm.operations import OPERATIONS
 from rlhpc.runtime.comm.payload import Origin, Packed, unpack
 from rlhpc.runtime.comm.pool import SegmentPool
@@ -94,7 +95,7 @@ class Service:
         self._run_failed, self._stopping = check, False
         self.peers = Peers(self.context, keys, self.check)
         self.pool, self.mappings = SegmentPool(scratch), Mappings()
-        self.loans = Loans(self.pool)
+        self.loans, self.offers = Loans(self.pool), Offers()
         self.fetch = Fetching(scratch, self.pool, self.mappings, self.peers, self.check).fetch
         self.held = HeldValues()
         #: The driver wants the main thread's present call to be given up.
@@ -104,16 +105,15 @@ class Service:
         path = scratch.sockets / f"d-{os.getpid()}-{next(_numbers)}"
         self._listener = Listener(str(path))
         self._token = token_of(keys)
-        self.endpoint = {"host": host_id(), "ipc": f"ipc://{path}", "tcp": ""}
+        self.endpoint = {"host": host_id(), "ipc": f"ipc://{path}", "tcp": "", "bulk": ""}
         self._router = self._bulk = None
         if tcp_address:
             self._router = make_socket(self.context, zmq.ROUTER, keys, server=True)
             door = Door(self._router, tcp_address)
             self.endpoint["tcp"] = door.endpoint
-            self._bulk = BulkServer(name, keys, tcp_address, (scratch.shm, scratch.spill), self.loans)
-        self.origin = Origin(
-            host_id(), self.endpoint["tcp"] or self.endpoint["ipc"], self._bulk.endpoint if self._bulk else ""
-        )
+            self._bulk = BulkServer(name, keys, tcp_address, (scratch.shm, scratch.spill), self.loans, self.offers)
+            self.endpoint["bulk"] = self._bulk.endpoint
+        self.origin = Origin(host_id(), self.endpoint["tcp"] or self.endpoint["ipc"], self.endpoint["bulk"])
         self.doing = doing
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._on_tick, self._tick_s, self.on_note, self._on_broken = on_tick, tick_s, on_note, on_broken
@@ -286,6 +286,10 @@ class Service:
         """
         fetch = functools.partial(self.fetch, own=borrow, later=later)
         return unpack(frames, self.endpoint["host"], self.mappings, fetch, borrow=borrow)
+
+    def bytes_sent(self) -> int:
+        """Bytes of data that other hosts have got from this process."""
+        return self._bulk.sent if self._bulk else 0
 
     def stop(self) -> None:
         """Ends the thread and closes the sockets."""

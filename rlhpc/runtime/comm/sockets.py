@@ -245,16 +245,21 @@ class Peers:
             return reply[2:]
         raise (Refused if reply[1] == b"refused" else ChannelError)(reply[2].decode())
 
-    def fetch(self, endpoint: str, path: str, start: int, target: memoryview) -> None:
+    def fetch(self, endpoint: str, path: str, start: int, target: memoryview, *, offered: bool = False) -> bool:
         """Fills `target` with the bytes of a segment of another host from `start` on.
 
         Args:
             endpoint: Of the owner's `BulkServer`.
-            path: The segment.
+            path: The segment, or the name of what is offered.
             start: Offset in its file.
             target: Memory of this process.
+            offered: Ask for what is offered rather than for a segment.
+
+        Returns:
+            Whether it was there; what is to be offered may not be yet.
 
         Raises:
+            Withdrawn: It is not offered any more.
             ChannelError: The owner is gone, its host out of reach, or the segment freed; names the owner.
         """
         clients: dict[str, BulkClient] = self._local.__dict__.setdefault("bulk", {})
@@ -262,7 +267,7 @@ class Peers:
             fresh = endpoint not in clients
             client = clients[endpoint] = BulkClient(endpoint, self._keys, self._check) if fresh else clients[endpoint]
             try:
-                return client.fetch(path, start, target)
+                return client.fetch(path, start, target, offered=offered)
             except OSError as error:
                 if not fresh and not client.begun:
                     continue  # it was idle, and a firewall between the hosts may have forgotten it

@@ -76,6 +76,8 @@ class ForkServerProcess:
         # Threads that wait for one another go to sleep soon: on a busy node, spinning takes the core from the one awaited.
         environment = {"GOMP_SPINCOUNT": "1000", **os.environ}
         environment |= {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+        # A look for GPUs then leaves a process that can be forked.
+        environment.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
         environment["PYTHONPATH"] = python_path()
         with self.words_file.open("ab") as err:
             self.process = subprocess.Popen(

@@ -167,6 +167,7 @@ class JobStep:
         environment["PYTHONPATH"] = python_path(foreign=bool(members[0].spec.interpreter))
         environment["OMP_NUM_THREADS"] = str(members[0].spec.threads)
         environment.setdefault("GOMP_SPINCOUNT", "1000")  # as the fork server has it
+        environment.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
         # of its component: in a task SLURM_JOB_ID is the whole job's, which this step is not one of
         job = os.environ.get(f"SLURM_JOB_ID_HET_GROUP_{planned.component}") or os.environ.get("SLURM_JOB_ID", "")
         environment["RLHPC_STEP_JOB"] = job

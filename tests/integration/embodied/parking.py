@@ -10,7 +10,6 @@ from typing import Any
 import torch
 
 from rlhpc.embodied.models.mlp import MLPPolicy
-from rlhpc.training.parking import Parked
 from rlhpc.training.replicated import ReplicatedBackend
 
 
@@ -23,23 +22,19 @@ def note(role: str, resident: bool) -> None:
 class ParkingTrainer(ReplicatedBackend):
     """Replicated weights whose memory is empty while they are away."""
 
-    _parked: Parked | None = None
-
     def __init__(self, *given: Any) -> None:
         note("actor", True)
         super().__init__(*given)
 
     def offload(self) -> None:
-        if self._parked is None:
-            tensors = [tensor for _, tensor in self.held_tensors()]
-            self._parked = Parked([*tensors, *self.module.parameters()])
+        if not self.away:
+            self.park()
             note("actor", False)
 
     def reload(self) -> None:
-        if self._parked is not None:
+        if self.away:
             note("actor", True)
-            self._parked.restore()
-            self._parked = None
+        super().reload()
 
 
 class RestingPolicy(MLPPolicy):

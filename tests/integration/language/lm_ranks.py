@@ -5,15 +5,21 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from omegaconf import OmegaConf
+from safetensors.torch import load_file
 
-from rlhpc import Cluster, NodePlacementStrategy, Session, Worker
+from rlhpc import Session, Worker
+from rlhpc.checkpoint import beside
+from rlhpc.checkpoint.beside import Copies, Writes
 from rlhpc.language.config import GrpoConfig as Config
-from rlhpc.language.tokens.batches import TokenBatch, micro_batches
+from rlhpc.language.tokens.batches import TokenBatch
+from rlhpc.language.tokens.cutting import micro_batches
 from rlhpc.language.tokens.scores import TokenScores
 from rlhpc.language.tokens.trainer import TokenTrainer
+from tests.accelerators import OTHERS_ON_CARD, cards, cluster_of, need, placed, same
 
 TEMPERATURE, ENTROPY_COEF, LR = 0.8, 0.01, 3e-3
 
@@ -22,6 +28,8 @@ def make_config(model: str | Path, **changes: Any) -> Any:
     """A configuration; `changes` are dotted keys below `actor`, with `__` for dots."""
     cfg = OmegaConf.structured(Config)
     base = {"model.model_path": str(model), "optim.name": "adamw", "optim.weight_decay": 0.1, "optim.clip_grad": 1.0}
+    if OTHERS_ON_CARD:  # as on the CPU
+        base["model.dtype"] = "float32"
     for key, value in {**base, **changes}.items():
         OmegaConf.update(cfg.actor, key.replace("__", "."), value)
     return cfg
@@ -29,11 +37,12 @@ def make_config(model: str | Path, **changes: Any) -> Any:
 
 def groups_of(cls: type[Worker], name: str) -> Iterator[Callable[[int], Any]]:
     """Gives, once, what makes groups of real worker processes, one of each size; afterwards ends them."""
-    cluster, groups = Cluster.local(num_nodes=1, accelerators_per_node=0), dict[int, Any]()
+    cluster, groups = cluster_of(max(1, cards()), OTHERS_ON_CARD), dict[int, Any]()
 
     def of(n: int) -> Any:
+        need(n)
         if n not in groups:
-            strategy = NodePlacementStrategy([0] * n)
+            strategy = placed(n, OTHERS_ON_CARD)
             groups[n] = cls.create_group().launch(cluster, placement_strategy=strategy, name=f"{name}{n}")
         return groups[n]
 
@@ -43,6 +52,13 @@ def groups_of(cls: type[Worker], name: str) -> Iterator[Callable[[int], Any]]:
     session = Session.running()
     if session:
         session.stop()
+
+
+def alone() -> Worker:
+    """This process as the only rank."""
+    worker = Worker()
+    worker.accelerators = (0,) if OTHERS_ON_CARD else ()
+    return worker
 
 
 def sequences(step: int) -> list[dict[str, Any]]:
@@ -93,7 +109,7 @@ def probe_batch() -> TokenBatch:
 
 def train(worker: Worker, cfg: Any, steps: range = range(5), load: Path | None = None, **then: Any) -> dict[str, Any]:
     """Trains and tells: losses and norms by step, full weights, scores before and after; `then` names what follows:
-    save=folder, export=folder, adapter=folder."""
+    save=folder, export=folder, adapter=folder. All tensors are the host's."""
     backend = TokenTrainer(cfg, worker, values=cfg.actor.model.value_head)
     if load is not None:
         backend.load(load)
@@ -109,21 +125,28 @@ def train(worker: Worker, cfg: Any, steps: range = range(5), load: Path | None =
         norms.append(backend.optimizer_step(LR))
     scores = backend.forward(probe_batch(), temperature=TEMPERATURE)
     reference = backend.reference(probe_batch(), temperature=TEMPERATURE)
+    writes = Writes(Path(then.get("save", ".")), Copies())
     if "save" in then:
-        backend.save(Path(then["save"]))
+        with mock.patch.object(beside, "_SMALL", 0), writes.collecting():  # copies all
+            backend.save(Path(then["save"]))
     if "export" in then:
         backend.export(Path(then["export"]))
     if "adapter" in then:
         backend.export(Path(then["adapter"]), adapter_only=True)
-    weights = {name: tensor.clone() for name, tensor in backend.named_weights()}
+    weights = {name: tensor.clone().cpu() for name, tensor in backend.named_weights()}
+    if "save" in then:  # beside what follows, of which the files must not show anything
+        with torch.no_grad():
+            for _, tensor in backend.held_tensors():
+                tensor.zero_()
+        writes.write()
     return {
         "losses": losses,
         "norms": norms,
         "weights": weights,
-        "before": before,
-        "after": scores.logprobs,
-        "reference": reference.logprobs,
-        "values": scores.values,
+        "before": before.cpu(),
+        "after": scores.logprobs.cpu(),
+        "reference": reference.logprobs.cpu(),
+        "values": None if scores.values is None else scores.values.cpu(),
         "trained": backend.parameters_trained,
     }
 
@@ -139,7 +162,7 @@ def poisoned(worker: Worker, cfg: Any) -> dict[str, Any]:
     for step, loss in ((0, loss_of(0)), (0, broken), (1, loss_of(1))):
         backend.forward_backward(share(worker, step), loss, temperature=TEMPERATURE, entropy=True)
         norms.append(backend.optimizer_step(LR))
-    weights = {name: tensor.clone() for name, tensor in backend.named_weights()}
+    weights = {name: tensor.clone().cpu() for name, tensor in backend.named_weights()}
     return {"norms": norms, "weights": weights, "held": [name for name, _ in backend.held_tensors()]}
 
 
@@ -153,3 +176,65 @@ class Trainer(Worker):
     def train(self, cfg: Any, **options: Any) -> dict[str, Any]:
         torch.set_num_threads(1)
         return train(self, cfg, **options)
+
+    def train_parked(self, cfg: Any, steps: int = 3) -> tuple[list[float], int, int]:
+        """Gives its memory away before each step; losses, bytes given away, bytes then still held."""
+        torch.set_num_threads(1)
+        trainer = TokenTrainer(cfg, self)
+        backend: Any = trainer.backend
+        losses, given, held = [], 0, 0
+        for step in range(steps):
+            given = backend.park()
+            here = [t for part in backend.belongings() for t in part if t.device.type == backend.device.type]
+            storages = [tensor.untyped_storage() for tensor in here]
+            held = sum(storage.nbytes() for storage in storages if storage.resizable())
+            backend.reload()
+            metrics = trainer.forward_backward(share(self, step), loss_of(step), temperature=TEMPERATURE, entropy=True)
+            losses.append(float(self.all_reduce(torch.stack([m["loss"] for m in metrics]).double().sum())))
+            trainer.optimizer_step(LR)
+        return losses, given, held
+
+    def moved(self, cfg: Any) -> tuple[int, int]:
+        """Parameters, and the bytes of the host that they go to with what belongs to them."""
+        trainer = TokenTrainer(cfg, self)
+        backend: Any = trainer.backend
+        backend.park()
+        return trainer.parameters_trained, backend._host.nbytes
+
+    def save_and_load_parked(self, cfg: Any, folder: str) -> dict[str, bool]:
+        """Writes, reads, sends and exports while its memory is given away, as the runner asks it to; what is then right."""
+        torch.set_num_threads(1)
+        trainer = TokenTrainer(cfg, self)
+        backend: Any = trainer.backend
+        backend.offload = lambda: None if backend.away else backend.park()  # on a CPU it would give nothing away
+
+        def step(number: int) -> None:
+            micro = share(self, number)
+            trainer.forward_backward(micro, loss_of(number), temperature=TEMPERATURE, entropy=True)
+            trainer.optimizer_step(LR)
+
+        def weights() -> dict[str, torch.Tensor]:
+            return {name: tensor.clone().cpu() for name, tensor in backend.named_weights()}
+
+        step(0)
+        before = weights()
+        backend.offload()
+        backend.save(Path(folder) / "parked")
+        sent = weights()
+        trainer.export(Path(folder) / "exported")
+        exported = load_file(Path(folder) / "exported" / "model.safetensors")
+        found = {"away again": backend.away, "sent": all(torch.equal(sent[name], before[name]) for name in before)}
+        found["exported"] = all(torch.equal(exported[name], before[name]) for name in before)
+        backend.reload()
+        step(1)
+        expected = weights()
+        backend.offload()
+        backend.load(Path(folder) / "parked")
+        found |= {
+            "away after load": backend.away,
+            "loaded": all(torch.equal(t, before[n]) for n, t in weights().items()),
+        }
+        backend.reload()
+        step(1)
+        found["moments"] = all(same(tensor, expected[name]) for name, tensor in weights().items())
+        return found

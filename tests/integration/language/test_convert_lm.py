@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import string
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -24,19 +23,11 @@ from safetensors.torch import load_file
 from rlhpc import Cluster, NodePlacementStrategy, Session, Worker
 from rlhpc.checkpoint import CheckpointWriter
 from rlhpc.jobs.paths import RunPaths
-from rlhpc.language.data.tiny import make_tiny_model
 from rlhpc.language.export import CONVERSION, export_language_model, import_model
 from rlhpc.language.tokens.scores import token_scores
 from rlhpc.runtime.errors import CheckpointError, ConfigError
 
 Saved = Callable[..., tuple[Path, dict[str, Any]]]
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("models") / "tiny"
-    make_tiny_model(folder, vocabulary=string.printable[:60], hidden=32, layers=2)
-    return folder
 
 
 @pytest.fixture(scope="module")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import os
-import string
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -22,14 +21,14 @@ pytest.importorskip("peft")
 sys.path.insert(0, str(Path(__file__).parent))
 
 from deepspeed_ranks import ZeroTrainer
-from lm_ranks import ENTROPY_COEF, LR, TEMPERATURE, count, groups_of, make_config, probe_batch, sequences, train
+from lm_ranks import ENTROPY_COEF, LR, TEMPERATURE, alone, count, groups_of, make_config, probe_batch, sequences, train
 
-from rlhpc import Session, Worker
-from rlhpc.language.data.tiny import make_tiny_model
+from rlhpc import Session
 from rlhpc.language.tokens.model import compute_dtype
 from rlhpc.language.tokens.scores import token_scores
 from rlhpc.runtime.errors import ConfigError
 from rlhpc.training.zero_config import deepspeed_config
+from tests.accelerators import OTHERS_ON_CARD, loose, same
 
 STAGES = (1, 2, 3)
 #: DeepSpeed keeps small parameters whole, which all of a tiny model's are; this makes stage 3 cut them up.
@@ -39,14 +38,6 @@ PRELOAD = (
     "deepspeed", "deepspeed.checkpoint.ds_to_universal", "deepspeed.runtime.zero.muon.muon_optimizer", "peft",
     "transformers.models.llama.modeling_llama",
 )  # fmt: skip
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny Llama of 64 tokens."""
-    folder = tmp_path_factory.mktemp("models") / "tiny"
-    make_tiny_model(folder, vocabulary=string.printable[:60], hidden=32, layers=2)
-    return folder
 
 
 @pytest.fixture(scope="module")
@@ -64,7 +55,8 @@ def tied(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def ranks() -> Iterator[Callable[[int], Any]]:
     """Groups of real worker processes, one of each size."""
-    os.environ["DS_ACCELERATOR"] = "cpu"
+    if not OTHERS_ON_CARD:
+        os.environ["DS_ACCELERATOR"] = "cpu"
     Session.prewarm(PRELOAD)
     yield from groups_of(ZeroTrainer, "zero")
 
@@ -150,6 +142,7 @@ def plain_loop(folder: Path, lora: int = 0) -> dict[str, Any]:
 
 
 def assert_same(found: dict[str, Any], expected: dict[str, Any], tolerance: float = 2e-5) -> None:
+    tolerance = loose(tolerance)
     assert found["losses"] == pytest.approx(expected["losses"], rel=tolerance, abs=tolerance)
     assert found["norms"] == pytest.approx(expected["norms"], rel=10 * tolerance)
     assert list(found["weights"]) == list(expected["weights"])
@@ -168,7 +161,7 @@ def test_every_stage_and_world_size_trains_as_a_plain_loop(trained, model, n: in
         assert_same(found, expected)
         assert found["trained"] == sum(value.numel() for value in expected["weights"].values())
         # The reference is the model of before training, the trained one has left it.
-        torch.testing.assert_close(found["reference"], found["before"])
+        torch.testing.assert_close(found["reference"], found["before"], rtol=loose(1.3e-6), atol=loose(1e-5))
         assert (found["after"] - found["before"]).abs().max() > 0.05
 
 
@@ -177,15 +170,15 @@ def test_adapters_train_as_in_a_plain_loop(run, model, stage: int) -> None:
     changes: dict[str, Any] = {"lora.rank": 2, "model.gradient_checkpointing": stage == 3}
     (found,) = run(2, [configured(model, stage, **changes)])
     assert_same(found, plain_loop(model, lora=2))
-    torch.testing.assert_close(found["reference"], found["before"])
+    torch.testing.assert_close(found["reference"], found["before"], rtol=loose(1.3e-6), atol=loose(1e-5))
 
 
 def test_a_head_for_values_trains_as_on_one_rank(run, model) -> None:
     changes = {"model.value_head": True}
-    expected = train(Worker(), make_config(model, **changes))
+    expected = train(alone(), make_config(model, **changes))
     for found in run(2, [configured(model, stage, **changes) for stage in (2, 3)]):
         assert_same(found, expected)
-        torch.testing.assert_close(found["values"], expected["values"], rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(found["values"], expected["values"], rtol=loose(1e-4), atol=loose(1e-4))
 
 
 def test_tied_weights_offload_and_checkpointing_change_nothing(run, model, tied) -> None:
@@ -201,7 +194,7 @@ def test_the_stages_agree_in_mixed_precision(trained, model) -> None:
     found = [trained(2, configured(model, stage, **{"model.dtype": "bfloat16"})) for stage in STAGES]
     for report in found:
         assert {value.dtype for value in report["weights"].values()} == {torch.bfloat16}
-        assert report["losses"] == pytest.approx(found[0]["losses"], abs=1e-4)
+        assert report["losses"] == pytest.approx(found[0]["losses"], abs=loose(1e-4))
         assert report["losses"] == pytest.approx(single["losses"], abs=0.02)
         assert report["losses"] != pytest.approx(single["losses"], abs=1e-6)  # it did compute in bfloat16
 
@@ -221,10 +214,12 @@ def test_it_resumes_bit_for_bit_and_on_another_world_size(run, trained, saved, m
         cfg = configured(model, stage, **changes)
         whole, folder = trained(2, cfg), saved(2, cfg)
         (rest,) = run(2, [cfg], steps=range(2, 5), load=folder)
-        assert rest["losses"] == whole["losses"][2:] and rest["norms"] == whole["norms"][2:]
-        assert all(torch.equal(value, whole["weights"][name]) for name, value in rest["weights"].items())
+        exact = {"rel": loose(0), "abs": loose(0)}
+        assert rest["losses"] == pytest.approx(whole["losses"][2:], **exact)
+        assert rest["norms"] == pytest.approx(whole["norms"][2:], **exact)
+        assert all(same(value, whole["weights"][name]) for name, value in rest["weights"].items())
         (alone,) = run(1, [cfg], steps=range(2, 5), load=folder)
-        tolerance = 1e-2 if changes.get("model.dtype") else 2e-5
+        tolerance = 1e-2 if changes.get("model.dtype") else loose(2e-5)
         assert alone["losses"] == pytest.approx(whole["losses"][2:], abs=tolerance)
         assert alone["norms"] == pytest.approx(whole["norms"][2:], rel=max(1e-4, tolerance))
         for name, value in alone["weights"].items():
@@ -238,7 +233,16 @@ def test_it_resumes_on_more_ranks(run, trained, saved, model, before: int) -> No
     for stage in STAGES:
         cfg = configured(model, stage)
         (rest,) = run(4, [cfg], steps=range(2, 5), load=saved(before, cfg))
-        assert rest["losses"] == pytest.approx(trained(before, cfg)["losses"][2:], abs=2e-5)
+        assert rest["losses"] == pytest.approx(trained(before, cfg)["losses"][2:], abs=loose(2e-5))
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_a_checkpoint_of_an_accelerator_goes_on_where_there_is_none(run, saved, trained, model, stage: int) -> None:
+    """With `dtype: auto` it was bfloat16 there and is float32 here."""
+    there, here = configured(model, stage, **{"model.dtype": "bfloat16"}), configured(model, stage)
+    (rest,) = run(2, [here], steps=range(2, 5), load=saved(2, there))
+    assert rest["losses"] == pytest.approx(trained(2, there)["losses"][2:], abs=1e-2)
+    assert {value.dtype for value in rest["weights"].values()} == {torch.float32}
 
 
 @pytest.mark.slow
@@ -246,7 +250,7 @@ def test_stages_1_and_2_read_each_other(run, trained, saved, model) -> None:
     for stage in (1, 2):
         cfg = configured(model, stage)
         (rest,) = run(2, [configured(model, 3 - stage)], steps=range(2, 5), load=saved(2, cfg))
-        assert rest["losses"] == pytest.approx(trained(2, cfg)["losses"][2:], abs=2e-5)
+        assert rest["losses"] == pytest.approx(trained(2, cfg)["losses"][2:], abs=loose(2e-5))
 
 
 def test_options_are_those_of_the_configuration_after_a_resume(run, saved, model) -> None:
@@ -294,7 +298,7 @@ def test_what_is_exported_scores_the_same_in_transformers(run, model, tmp_path, 
     for module in loaded:
         with torch.no_grad():
             scores = token_scores(module.eval(), probe_batch(), TEMPERATURE).logprobs
-        torch.testing.assert_close(scores, report["after"], rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(scores, report["after"], rtol=loose(1e-5), atol=loose(1e-5))
     assert len(AutoTokenizer.from_pretrained(tmp_path / "whole")) == 64
 
 
@@ -307,7 +311,7 @@ def test_memory_can_be_given_away_between_steps(run, ranks, model, changes) -> N
         cfg = configured(model, stage, **changes)
         (whole,) = run(2, [cfg], steps=range(3))
         for losses, given, held in ranks(2).train_parked(cfg).wait():
-            assert losses == whole["losses"]
+            assert losses == pytest.approx(whole["losses"], rel=loose(0), abs=loose(0))
             assert given > 4 * whole["trained"] and held == 0
 
 
@@ -365,7 +369,7 @@ def test_there_are_three_stages(model, stage: int) -> None:
 def test_what_the_user_adds_reaches_deepspeed(model) -> None:
     cfg = configured(model, 3, **{"model.dtype": "bfloat16", "deepspeed.cpu_offload": True, "optim.clip_grad": None})
     cfg.actor.deepspeed.config = {"zero_optimization": {"overlap_comm": False}, "communication_data_type": "bf16"}
-    made = deepspeed_config(cfg.actor, compute_dtype(cfg.actor.model), parameters=1000)
+    made = deepspeed_config(cfg.actor, compute_dtype(cfg.actor.model, "cpu"), parameters=1000)
     zero = made["zero_optimization"]
     assert zero["overlap_comm"] is False and zero["stage"] == 3 and zero["reduce_bucket_size"] == 1000
     assert zero["offload_param"] == zero["offload_optimizer"] == {"device": "cpu"}

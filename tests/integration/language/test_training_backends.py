@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import resource
 import sys
@@ -22,6 +23,7 @@ from lm_ranks import (
     LR,
     TEMPERATURE,
     Trainer,
+    alone,
     count,
     groups_of,
     make_config,
@@ -35,6 +37,7 @@ from rlhpc.language.tokens.batches import TokenBatch
 from rlhpc.language.tokens.scores import token_scores
 from rlhpc.language.tokens.trainer import TokenTrainer
 from rlhpc.runtime.errors import CheckpointError, ConfigError
+from tests.accelerators import OTHERS_ON_CARD, loose, same
 
 STEPS = range(5)
 
@@ -85,7 +88,7 @@ def run(ranks: Callable[[int], Any]) -> Callable[..., dict[str, Any]]:
 
     def on(n: int, cfg: Any, **options: Any) -> dict[str, Any]:
         if n == 1:
-            return train(Worker(), cfg, **options)
+            return train(alone(), cfg, **options)
         first, *others = ranks(n).train(cfg, **options).wait()
         for other in others:
             assert other["losses"] == first["losses"] and other["norms"] == first["norms"]
@@ -180,6 +183,7 @@ def plain(models: dict[str, Path]) -> Callable[..., dict[str, Any]]:
 
 
 def assert_same(found: dict[str, Any], expected: dict[str, Any], tolerance: float = 2e-5) -> None:
+    tolerance = loose(tolerance)
     assert found["losses"] == pytest.approx(expected["losses"], rel=tolerance, abs=tolerance)
     assert found["norms"] == pytest.approx(expected["norms"], rel=10 * tolerance)
     assert list(found["weights"]) == list(expected["weights"])
@@ -217,10 +221,10 @@ def test_losses_and_weights_are_those_of_a_plain_loop(run, models, plain, backen
     assert_same(found, expected)
     if head:  # it is nowhere among the weights that are sent, and learned with them
         probe = probe_batch()
-        alone = [values_alone(expected["model"], expected["head"], one.ids) for one in probe.split([1] * len(probe))]
-        torch.testing.assert_close(found["values"], torch.cat(alone), rtol=1e-4, atol=1e-4)
+        apart = [values_alone(expected["model"], expected["head"], one.ids) for one in probe.split([1] * len(probe))]
+        torch.testing.assert_close(found["values"], torch.cat(apart), rtol=loose(1e-4), atol=loose(1e-4))
     # The reference is the model of before training, the trained one has left it.
-    torch.testing.assert_close(found["reference"], found["before"])
+    torch.testing.assert_close(found["reference"], found["before"], rtol=loose(1.3e-6), atol=loose(1e-5))
     assert (found["after"] - found["before"]).abs().max() > 0.05
 
 
@@ -232,8 +236,9 @@ def test_mixed_precision_follows_a_plain_loop_in_mixed_precision(run, models, pl
     expected, single = plain("untied", bf16=True, lora=lora), plain("untied", lora=lora)
     assert {value.dtype for value in found["weights"].values()} == {torch.bfloat16}
     # The first loss says that each product is rounded where the plain loop rounds; float32 is 1e-5 away.
-    assert found["losses"][0] == pytest.approx(expected["losses"][0], abs=1e-6)
-    assert single["losses"][0] != pytest.approx(expected["losses"][0], abs=1e-5)
+    assert found["losses"][0] == pytest.approx(expected["losses"][0], abs=loose(1e-6))
+    if not OTHERS_ON_CARD:
+        assert single["losses"][0] != pytest.approx(expected["losses"][0], abs=1e-5)
     assert found["losses"] == pytest.approx(expected["losses"], abs=0.02)
     assert found["norms"] == pytest.approx(expected["norms"], rel=0.02)
     # Adam's first steps are signs, which rounding flips where a gradient is near 0: what counts is the whole update.
@@ -248,8 +253,8 @@ def test_mixed_precision_follows_a_plain_loop_in_mixed_precision(run, models, pl
 def test_the_same_seed_gives_the_same_bits(run, models) -> None:
     cfg = make_config(models["untied"], training_backend="local")
     first, again = run(1, cfg), run(1, cfg)
-    assert first["losses"] == again["losses"]
-    assert all(torch.equal(value, again["weights"][name]) for name, value in first["weights"].items())
+    assert first["losses"] == pytest.approx(again["losses"], rel=loose(0), abs=loose(0))
+    assert all(same(value, again["weights"][name]) for name, value in first["weights"].items())
 
 
 # -- checkpoints ------------------------------------------------------------------------------------------------------
@@ -272,7 +277,7 @@ def test_a_checkpoint_resumes_on_another_world_size(run, models, tmp_path, backe
     whole = run(before, cfg)
     run(before, cfg, steps=range(2), save=tmp_path / "checkpoint")
     rest = run(after, cfg, steps=range(2, 5), load=tmp_path / "checkpoint")
-    tolerance = 2e-2 if changes.get("model.dtype") else 2e-5
+    tolerance = 2e-2 if changes.get("model.dtype") else loose(2e-5)
     assert rest["losses"] == pytest.approx(whole["losses"][2:], rel=tolerance, abs=tolerance)
     for name, value in rest["weights"].items():
         torch.testing.assert_close(value, whole["weights"][name], rtol=tolerance, atol=tolerance)
@@ -281,13 +286,28 @@ def test_a_checkpoint_resumes_on_another_world_size(run, models, tmp_path, backe
 
 
 @pytest.mark.parametrize("backend", ["local", "fsdp"])
+def test_a_checkpoint_of_an_accelerator_goes_on_where_there_is_none(run, models, tmp_path, backend: str) -> None:
+    """With `dtype: auto` it was bfloat16 there and is float32 here; weights and moments are float32 in both."""
+    there = make_config(models["untied"], training_backend=backend, **{"model.dtype": "bfloat16"})
+    here = make_config(models["untied"], training_backend=backend)
+    assert here.actor.model.dtype == "auto"
+    whole = run(2, there)
+    run(2, there, steps=range(2), save=tmp_path / "checkpoint")
+    rest = run(2, here, steps=range(2, 5), load=tmp_path / "checkpoint", save=tmp_path / "again")
+    assert rest["losses"] == pytest.approx(whole["losses"][2:], rel=2e-2, abs=2e-2)
+    assert {value.dtype for value in rest["weights"].values()} == {torch.float32}
+    written = [json.loads((tmp_path / name / "backend.json").read_text())["about"] for name in ("checkpoint", "again")]
+    assert [about["dtype"] for about in written] == ["bfloat16", "float32"]
+
+
+@pytest.mark.parametrize("backend", ["local", "fsdp"])
 def test_on_the_same_world_size_it_resumes_bit_for_bit(run, models, tmp_path, backend: str) -> None:
     cfg = make_config(models["untied"], training_backend=backend)
     whole = run(2, cfg)
     run(2, cfg, steps=range(2), save=tmp_path)
     rest = run(2, cfg, steps=range(2, 5), load=tmp_path)
-    assert rest["losses"] == whole["losses"][2:]
-    assert all(torch.equal(value, whole["weights"][name]) for name, value in rest["weights"].items())
+    assert rest["losses"] == pytest.approx(whole["losses"][2:], rel=loose(0), abs=loose(0))
+    assert all(same(value, whole["weights"][name]) for name, value in rest["weights"].items())
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -346,7 +366,10 @@ def test_what_is_exported_scores_the_same_in_transformers(run, models, tmp_path,
     assert dict(loaded.named_parameters()).keys() == report["weights"].keys()
     with torch.no_grad():
         torch.testing.assert_close(
-            token_scores(loaded, probe_batch(), TEMPERATURE).logprobs, report["after"], rtol=1e-5, atol=1e-5
+            token_scores(loaded, probe_batch(), TEMPERATURE).logprobs,
+            report["after"],
+            rtol=loose(1e-5),
+            atol=loose(1e-5),
         )
     assert AutoTokenizer.from_pretrained(tmp_path).convert_tokens_to_ids("t7") == 7
 
@@ -362,7 +385,10 @@ def test_an_exported_adapter_is_loaded_by_peft(run, models, tmp_path, backend: s
     model = peft.PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(models["untied"]), tmp_path).eval()
     with torch.no_grad():
         torch.testing.assert_close(
-            token_scores(model, probe_batch(), TEMPERATURE).logprobs, report["after"], rtol=1e-5, atol=1e-5
+            token_scores(model, probe_batch(), TEMPERATURE).logprobs,
+            report["after"],
+            rtol=loose(1e-5),
+            atol=loose(1e-5),
         )
     assert not (tmp_path / "model.safetensors").exists()
 
@@ -377,7 +403,7 @@ def test_an_exported_adapter_is_loaded_by_peft(run, models, tmp_path, backend: s
         ({"training_backend": "no.such.module:Backend"}, r"no\.such\.module:Backend"),
         ({"model.model_path": None}, r"model_path is not set"),
         ({"model.model_path": "/no/such/folder"}, r"model_path=/no/such/folder: the model cannot be loaded"),
-        ({"model.dtype": "float8"}, r"actor\.model\.dtype is 'float8'; choose from float32, bfloat16"),
+        ({"model.dtype": "float8"}, r"actor\.model\.dtype is 'float8'; choose from auto, float32, bfloat16"),
         ({"optim.name": "sgd"}, r"actor\.optim\.name is 'sgd'; choose from adam, adamw"),
         ({"optim.name": "sgd", "training_backend": "fsdp"}, r"actor\.optim\.name is 'sgd'; choose from adam, adamw"),
         ({"lora.rank": 2, "lora.target_modules": ["qqq"]}, r"target_modules is \['qqq'\]"),

@@ -17,8 +17,8 @@ from test_reasoning import LanguageRun
 SHORT = ("runner.max_steps=4", "runner.save_interval=1", "data.prompts_per_step=4", "actor.global_batch_size=32")
 STAGE_3 = "actor.deepspeed.zero_stage=3"
 TURNS = (
-    "actor.offload_in_rollout=true", "actor.training_backend=turns:ParkingZero",
-    "rollout.rollout_backend=turns:SleepingEngine",
+    "actor.offload_in_rollout=true", "rollout.rollout_backend=turns:SleepingEngine",
+    "rollout.probe_interval=1",  # each version: the trainer also computes while it is away
 )  # fmt: skip
 
 
@@ -40,10 +40,12 @@ class SharedRun(LanguageRun):
         return seen
 
 
-def test_trainer_and_engine_never_hold_the_accelerator_at_once(tmp_path: Path) -> None:
+@pytest.mark.parametrize("backend", ["ParkingZero", "ParkingReplicas", "ParkingShards"])
+def test_trainer_and_engine_never_hold_the_accelerator_at_once(backend: str, tmp_path: Path) -> None:
     """Checkpoints are written and read and weights sent while the trainer's memory is given away; and the engine's process
     dies while the trainer holds the accelerator."""
-    run = SharedRun(tmp_path / "turns", STAGE_3, RLHPC_TEST_KILL_AT="3", RLHPC_MAX_RESTARTS="1")
+    given = (f"actor.training_backend=turns:{backend}", *([STAGE_3] if backend == "ParkingZero" else []))
+    run = SharedRun(tmp_path / "turns", *given, RLHPC_TEST_KILL_AT="3", RLHPC_MAX_RESTARTS="1")
     assert "rollout[0] start again from global_step_2" in run.train()
     rows = run.rows()
     assert [row["step"] for row in rows] == [1, 2, 3, 4]
@@ -51,5 +53,5 @@ def test_trainer_and_engine_never_hold_the_accelerator_at_once(tmp_path: Path) -
     assert max(row["train/mismatch_abs"] for row in rows) < 1e-5
     turns = run.turns()
     assert "both" not in turns
-    # The start and five updates; the trainer is also woken to save, to load and to send.
+    # The start and five updates; one that parks is also woken to save, to load and to send.
     assert turns.count("rollout") >= 6 and turns.count("actor") >= 10

@@ -14,8 +14,9 @@ from test_reasoning import LanguageRun
 from tiny_run import wait_until
 from weight_ranks import Actor, Trainer
 
-from rlhpc import Cluster, NodePlacementStrategy, Session, WorkerGroup
+from rlhpc import FlexiblePlacementStrategy, Session, WorkerGroup
 from rlhpc.runtime.comm.segments import bytes_in_use
+from tests.accelerators import OTHERS_ON_CARD, cluster_of, placed
 
 Groups = dict[str, WorkerGroup]
 
@@ -23,11 +24,12 @@ Groups = dict[str, WorkerGroup]
 @pytest.fixture(scope="module")
 def groups() -> Iterator[Groups]:
     session = Session.start(tcp_address="127.0.0.1")
-    cluster = Cluster.local(1, 0)
-    made = {"trainer": Trainer.create_group().launch(cluster, NodePlacementStrategy([0]), "trainer")}
-    made["near"] = Actor.create_group().launch(cluster, NodePlacementStrategy([0, 0]), "near")
+    cluster = cluster_of(1, OTHERS_ON_CARD)
+    one, two = placed(1, OTHERS_ON_CARD), FlexiblePlacementStrategy([[0], [0]]) if OTHERS_ON_CARD else placed(2, False)
+    made = {"trainer": Trainer.create_group().launch(cluster, one, "trainer")}
+    made["near"] = Actor.create_group().launch(cluster, two, "near")
     elsewhere = {"RLHPC_HOST_ID": "elsewhere"}
-    made["far"] = Actor.create_group().launch(cluster, NodePlacementStrategy([0, 0]), "far", env_vars=elsewhere)
+    made["far"] = Actor.create_group().launch(cluster, two, "far", env_vars=elsewhere)
     yield made
     session.stop()
 

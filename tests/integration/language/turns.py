@@ -15,6 +15,10 @@ from typing import Any
 import torch
 
 from rlhpc.language.engines.hf import HFRollout
+from rlhpc.training.contract import TrainingBackend
+from rlhpc.training.fsdp import FsdpBackend
+from rlhpc.training.parking import ParkingBackend
+from rlhpc.training.replicated import ReplicatedBackend
 from rlhpc.training.zero import DeepSpeedBackend
 
 
@@ -25,23 +29,13 @@ def note(role: str, resident: bool, pid: bool = False) -> None:
         ledger.write(line)
 
 
-class ParkingZero(DeepSpeedBackend):
-    """DeepSpeed as it is on an accelerator."""
+class _InTurn(TrainingBackend):
+    """What all trainers here have in common."""
 
     def __init__(self, blueprint: Any, actor: Any, worker: Any) -> None:
         note("actor", True)
         super().__init__(blueprint, actor, worker)
         self.updates = 0
-
-    def offload(self) -> None:
-        if not self.away:
-            self.park()
-            note("actor", False)
-
-    def reload(self) -> None:
-        if self.away:
-            note("actor", True)
-        super().reload()
 
     def optimizer_step(self, lr: float) -> torch.Tensor:
         """Once, where the test asks for it, the engine's process dies while this one holds the accelerator."""
@@ -55,6 +49,40 @@ class ParkingZero(DeepSpeedBackend):
                 time.sleep(0.05)
             time.sleep(1.0)  # so that the driver most likely hears of it while this update is under way
         return super().optimizer_step(lr)
+
+
+class _Parking(_InTurn, ParkingBackend):
+    """Empties its memory, as it does on an accelerator."""
+
+    def offload(self) -> None:
+        if not self.away:
+            self.park()
+            note("actor", False)
+
+    def reload(self) -> None:
+        if self.away:
+            note("actor", True)
+        super().reload()
+
+    def evaluate(self, *given: Any) -> Any:
+        assert not self.away
+        return super().evaluate(*given)
+
+    def forward_backward(self, *given: Any) -> Any:
+        assert not self.away
+        return super().forward_backward(*given)
+
+
+class ParkingZero(_Parking, DeepSpeedBackend):
+    """DeepSpeed's ZeRO."""
+
+
+class ParkingReplicas(_Parking, ReplicatedBackend):
+    """Replicated weights."""
+
+
+class ParkingShards(_Parking, FsdpBackend):
+    """FSDP."""
 
 
 class SleepingEngine(HFRollout):

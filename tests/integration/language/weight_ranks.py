@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from rlhpc import Worker
+from rlhpc.runs.device import own_device
 from rlhpc.weights import frozen_names, make_sync
 from rlhpc.weights.target import apply
 
@@ -27,7 +28,7 @@ def digest(tensors: Any) -> str:
     """Of names and bits."""
     found = hashlib.sha256()
     for name, tensor in sorted(tensors):
-        found.update(name.encode() + tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+        found.update(name.encode() + tensor.contiguous().reshape(-1).view(torch.uint8).cpu().numpy().tobytes())
     return found.hexdigest()
 
 
@@ -35,7 +36,7 @@ class Trainer(Worker):
     """Has the weights, changes some of them, and sends them."""
 
     def open(self, delta: str) -> None:
-        self.module = network(0)
+        self.module = network(0).to(own_device(self))
         self.sync = make_sync("auto", self, (self.group_name, 0), RECEIVERS, delta)
 
     def send(self, version: int, part: float) -> str:
@@ -49,7 +50,7 @@ class Trainer(Worker):
             for parameter in self.module.parameters():
                 if parameter.requires_grad:
                     chosen = torch.rand(parameter.shape, generator=generator) < part
-                    parameter.add_(chosen, alpha=0.5)
+                    parameter.add_(chosen.to(parameter.device), alpha=0.5)
         self.sync.send(version, self.module.state_dict().items(), frozen=frozen_names(self.module))
         return digest(self.module.state_dict().items())
 
@@ -58,7 +59,7 @@ class Actor(Worker):
     """Follows a trainer; rank 1 as an engine does that takes in all weights at once."""
 
     def open(self, delta: str, adopt: bool) -> None:
-        self.module, self.adopt = network(1 + self.rank).requires_grad_(False), adopt
+        self.module, self.adopt = network(1 + self.rank).requires_grad_(False).to(own_device(self)), adopt
         self.whole = self.rank == 1
         self.sync = make_sync("auto", self, ("trainer", 0), RECEIVERS, delta, whole=self.whole)
 

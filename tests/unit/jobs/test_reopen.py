@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
+from rlhpc.jobs.claim import SegmentFiles
 from rlhpc.jobs.paths import RunPaths
-from rlhpc.jobs.reopen import reopen, segment_to_reopen
-from rlhpc.runtime.errors import ConfigError
+from rlhpc.jobs.probes import ProcessId
+from rlhpc.jobs.record import JobRecord
+from rlhpc.jobs.reopen import reopen, segment_to_reopen, wait_for_end
+from rlhpc.runtime.errors import ConfigError, SubmitError
 
 
 def finished(folder: Path, *ends: int, reason: str = "segment_end") -> RunPaths:
@@ -46,3 +51,19 @@ def test_a_goal_that_was_reached(tmp_path: Path) -> None:
     paths = finished(tmp_path, 7, reason="stop_return")
     assert segment_to_reopen(paths, [20]) is None
     assert segment_to_reopen(paths, [20], goal_moved=True) == 0
+
+
+def test_the_job_that_finished_it_ends_first(tmp_path: Path) -> None:
+    """Its claim is given back before its process ends."""
+    paths = finished(tmp_path, 10)
+    files = SegmentFiles(paths, 0)
+    paths.submit.mkdir()
+    job = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    JobRecord(
+        segment=0, attempt=1, token="t", executor="local", command=[], job_name="j", job_id="1", phase="submitted",
+        process=ProcessId.of(job.pid),
+    ).write(files)  # fmt: skip
+    with pytest.raises(SubmitError, match=r"has not ended 0\.1 s later.*rlhpc cancel"):
+        wait_for_end(paths, 0, within_s=0.1)
+    job.communicate(b"\n")
+    wait_for_end(paths, 0)

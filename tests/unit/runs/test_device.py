@@ -57,8 +57,8 @@ def test_a_tensor_of_an_accelerator_lands_on_the_receivers_own_or_on_the_cpu(mon
     if not torch.cuda.is_available():
         there = received("cuda:3")
         assert there.device.type == "cpu" and there.tolist() == [[0.0, 1.0, 2.0], [3.0, 4.0, 5.0]]
-    # A device that this process has: its own, whatever the number was over there.
-    monkeypatch.setattr(torch, "meta", SimpleNamespace(is_available=lambda: True), raising=False)
+    # Its own, whatever the number was over there.
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available: torch.device("meta"))
     assert received("meta:7").device == torch.device("meta")
 
 

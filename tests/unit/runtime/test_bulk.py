@@ -6,7 +6,6 @@ import contextlib
 import multiprocessing
 import os
 import secrets
-import select
 import socket
 import threading
 from collections.abc import Callable, Iterator
@@ -17,9 +16,9 @@ import pytest
 import zmq
 
 from rlhpc.runtime.comm import bulk
-from rlhpc.runtime.comm.bulk import MAGIC, MOST_TRANSFERS, BulkClient, BulkServer
+from rlhpc.runtime.comm.bulk import MAGIC, MOST_TRANSFERS, BulkClient
 from rlhpc.runtime.comm.landing import Landing
-from rlhpc.runtime.comm.loans import LEND_LIMIT, Loans
+from rlhpc.runtime.comm.loans import LEND_LIMIT
 from rlhpc.runtime.comm.mappings import Mappings
 from rlhpc.runtime.comm.payload import Origin, Packed, unpack
 from rlhpc.runtime.comm.pool import SegmentPool
@@ -29,33 +28,12 @@ from rlhpc.runtime.comm.sockets import Peers
 from rlhpc.runtime.errors import ChannelError, RlhpcError
 from rlhpc.runtime.registry import Keys
 from rlhpc.runtime.scratch import Scratch
+from tests.serving import Serving
 
 SIZE = 3_000_017
 
 
 def nothing() -> None: ...
-
-
-class Owner:
-    """A process that serves its segments, less its service."""
-
-    def __init__(self, scratch: Scratch, keys: Keys) -> None:
-        self.pool = SegmentPool(scratch)
-        self.loans = Loans(self.pool)
-        self.server = BulkServer("owner-3", keys, "127.0.0.1", (scratch.shm, scratch.spill), self.loans)
-        self._ending = threading.Event()
-        self._thread = threading.Thread(target=self._accept)
-        self._thread.start()
-
-    def _accept(self) -> None:
-        while not self._ending.is_set():
-            if select.select([self.server.sock], [], [], 0.05)[0]:
-                self.server.accept()
-
-    def close(self) -> None:
-        self._ending.set()
-        self._thread.join()
-        self.server.close()
 
 
 @pytest.fixture
@@ -71,8 +49,8 @@ def keys() -> Keys:
 
 
 @pytest.fixture
-def owner(scratch: Scratch, keys: Keys) -> Iterator[Owner]:
-    made = Owner(scratch, keys)
+def owner(scratch: Scratch, keys: Keys) -> Iterator[Serving]:
+    made = Serving(scratch, keys, "owner-3")
     yield made
     made.close()
 
@@ -89,7 +67,7 @@ def random_bytes(size: int, seed: int = 0) -> np.ndarray:
 
 
 @pytest.mark.parametrize("lend", [False, True])
-def test_what_arrives_is_what_was_packed(owner: Owner, scratch: Scratch, peers: Peers, lend: bool) -> None:
+def test_what_arrives_is_what_was_packed(owner: Serving, scratch: Scratch, peers: Peers, lend: bool) -> None:
     item = {
         "a": random_bytes(SIZE),
         "empty": np.empty(0),
@@ -127,7 +105,7 @@ def test_memory_is_used_again_when_nobody_looks_into_it() -> None:
 
 @pytest.mark.parametrize("start, count", [(HEADER, 100), (HEADER + 7, LEND_LIMIT + 64), (HEADER + LEND_LIMIT + 3, 60)])
 def test_any_part_of_a_loan_is_what_a_segment_would_hold(
-    owner: Owner, keys: Keys, scratch: Scratch, start: int, count: int
+    owner: Serving, keys: Keys, scratch: Scratch, start: int, count: int
 ) -> None:
     buffers = [random_bytes(LEND_LIMIT + 5).data, random_bytes(40, 1).data, random_bytes(3000, 2).data]
     path, spans = SegmentPool(scratch).write(buffers)
@@ -140,7 +118,7 @@ def test_any_part_of_a_loan_is_what_a_segment_would_hold(
     client.close()
 
 
-def test_a_loan_that_nobody_waits_for_becomes_a_segment(owner: Owner, keys: Keys, scratch: Scratch) -> None:
+def test_a_loan_that_nobody_waits_for_becomes_a_segment(owner: Serving, keys: Keys, scratch: Scratch) -> None:
     data = random_bytes(SIZE)
     loan = owner.loans.lend([data.data], 1)
     loan.settle(False, owner.pool, nothing)
@@ -156,7 +134,7 @@ def test_a_loan_that_nobody_waits_for_becomes_a_segment(owner: Owner, keys: Keys
     client.close()
 
 
-def test_a_loan_outlives_the_reader_that_dies(owner: Owner, keys: Keys, scratch: Scratch) -> None:
+def test_a_loan_outlives_the_reader_that_dies(owner: Serving, keys: Keys, scratch: Scratch) -> None:
     """A consumer that is killed while it reads: the item is there for the next one, although the sender has gone on."""
     data = random_bytes(64 << 20)
     loan, expected = owner.loans.lend([data.data], 1), data.copy()
@@ -176,7 +154,7 @@ def wait_for(condition: Callable[[], bool]) -> bool:
     return any(condition() or pause.wait(0.02) for _ in range(250))
 
 
-def test_more_transfers_than_are_served_at_a_time(owner: Owner, keys: Keys) -> None:
+def test_more_transfers_than_are_served_at_a_time(owner: Serving, keys: Keys) -> None:
     data = [random_bytes(4 << 20, seed) for seed in range(3)]
     paths = [owner.pool.write([each.data])[0] for each in data]
 
@@ -194,11 +172,11 @@ def test_more_transfers_than_are_served_at_a_time(owner: Owner, keys: Keys) -> N
 # -- who may ask, and for what ----------------------------------------------------------------------------------------
 
 
-def test_another_generations_key_is_refused_by_both_sides(owner: Owner, scratch: Scratch, keys: Keys) -> None:
+def test_another_generations_key_is_refused_by_both_sides(owner: Serving, scratch: Scratch, keys: Keys) -> None:
     with pytest.raises(ChannelError, match=r"owner-3 at 127.0.0.1:\d+ did not prove to be of this run"):
         BulkClient(owner.server.endpoint, Keys.fresh(), nothing)
     assert wait_for(lambda: owner.server.refused == 1)
-    stranger = Owner(scratch, Keys.fresh())
+    stranger = Serving(scratch, Keys.fresh(), "owner-3")
     try:
         with pytest.raises(ChannelError, match="did not prove"):
             BulkClient(stranger.server.endpoint, keys, nothing)
@@ -225,7 +203,7 @@ def test_a_server_that_only_repeats_what_it_hears_is_refused(keys: Keys) -> None
         thread.join()
 
 
-def test_a_forged_request_on_a_proven_connection_is_dropped(owner: Owner, keys: Keys) -> None:
+def test_a_forged_request_on_a_proven_connection_is_dropped(owner: Serving, keys: Keys) -> None:
     path, _ = owner.pool.write([random_bytes(SIZE).data])
     client = BulkClient(owner.server.endpoint, keys, nothing)
     body = b"F" + bulk._RANGE.pack(HEADER, 10) + path.encode()
@@ -236,7 +214,7 @@ def test_a_forged_request_on_a_proven_connection_is_dropped(owner: Owner, keys: 
 
 
 @pytest.mark.parametrize("path", ["/etc/passwd", "{shm}/../../etc/passwd", "{shm}/link", "{shm}/none", "loan:1-1", ""])
-def test_nothing_but_segments_is_served(owner: Owner, keys: Keys, scratch: Scratch, path: str) -> None:
+def test_nothing_but_segments_is_served(owner: Serving, keys: Keys, scratch: Scratch, path: str) -> None:
     (scratch.shm / "link").symlink_to("/etc/passwd")
     client, target = BulkClient(owner.server.endpoint, keys, nothing), bytearray(10)
     with pytest.raises(ChannelError, match=r"owner-3 at .*(is gone|not a segment)"):
@@ -249,7 +227,7 @@ def test_nothing_but_segments_is_served(owner: Owner, keys: Keys, scratch: Scrat
     client.close()
 
 
-def test_silent_strangers_keep_nobody_out(owner: Owner, keys: Keys) -> None:
+def test_silent_strangers_keep_nobody_out(owner: Serving, keys: Keys) -> None:
     with contextlib.ExitStack() as stack:
         address, _, port = owner.server.endpoint.rpartition("@")[2].rpartition(":")
         for _ in range(200):
@@ -268,7 +246,7 @@ def _dies_half_way(scratch: Scratch, keys: Keys, told: socket.socket) -> None:
         os.kill(os.getpid(), 9)
 
     bulk.send_all = send_half
-    owner = Owner(scratch, keys)
+    owner = Serving(scratch, keys, "owner-3")
     loan = owner.loans.lend([random_bytes(SIZE).data], 1)
     told.sendall(f"{owner.server.endpoint} {loan.name}".encode())
     owner._thread.join()
@@ -286,7 +264,7 @@ def test_the_death_of_an_owner_is_an_error_that_names_it(scratch: Scratch, keys:
         peers.fetch(endpoint, name, HEADER, memoryview(bytearray(SIZE)))
 
 
-def test_a_failed_run_ends_a_transfer(owner: Owner, keys: Keys) -> None:
+def test_a_failed_run_ends_a_transfer(owner: Serving, keys: Keys) -> None:
     """The owner hangs in the middle; what the driver says about the run is what the receiver raises."""
     hold = threading.Event()
 

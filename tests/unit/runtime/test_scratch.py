@@ -19,7 +19,7 @@ import pytest
 from rlhpc.cli import main
 from rlhpc.runtime import scratch as scratch_module
 from rlhpc.runtime.errors import ConfigError, OwnershipError, StorageError
-from rlhpc.runtime.scratch import Scratch, live, remove_stale
+from rlhpc.runtime.scratch import Scratch, cache_folder, live, remove_stale
 from tests.users import ALICE, BOB, needs_root, run_as
 
 OLD = 3600.0
@@ -295,6 +295,21 @@ def test_an_own_spill_that_others_may_write_to_is_refused(roots: tuple[Path, Pat
     scratch.spill.chmod(0o777)
     with pytest.raises(OwnershipError, match=r"spill can be written by others \(mode 0777\).*chmod 700"):
         scratch.ensure()
+
+
+def test_what_is_kept_for_the_next_run_is_private_and_no_sessions(
+    roots: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert cache_folder() is None
+    monkeypatch.setenv("RLHPC_SCRATCH", str(tmp_path))
+    cache = cache_folder()
+    assert cache is not None and cache == cache_folder()
+    assert cache.parent == tmp_path and cache.stat().st_mode & 0o777 == 0o700
+    os.utime(cache, (0, 0))
+    assert remove_stale() == [] and cache.is_dir()
+    cache.chmod(0o777)
+    with pytest.raises(OwnershipError, match="can be written by others"):
+        cache_folder()
 
 
 def test_cluster_scratch_has_to_keep_users_apart(roots: tuple[Path, Path], tmp_path: Path, monkeypatch) -> None:

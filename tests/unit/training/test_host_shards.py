@@ -1,4 +1,4 @@
-"""FSDP's shards on the host below a mesh of accelerators: `actor.fsdp.cpu_offload`, and what `offload` leaves.
+"""What trainers hold on the host while an accelerator is theirs: FSDP's shards with `actor.fsdp.cpu_offload`.
 
 No accelerator is there, so whatever moves a shard to one fails at once; on a machine that has one, what is loaded into the
 copy is missed.
@@ -20,7 +20,6 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
-from rlhpc.training.dcp import load_sharded, save_sharded
 from rlhpc.training.fsdp import FsdpBackend
 
 SHAPES = {"embedding": (6, 4), "norm": (4,)}
@@ -39,8 +38,11 @@ def mesh() -> Iterator[DeviceMesh]:
 
 
 def offloaded(mesh: DeviceMesh, fill: float) -> Any:
-    """A backend's tensors as `offload` or `cpu_offload` leave them."""
+    """A backend's tensors as `cpu_offload` leaves them."""
     backend: Any = FsdpBackend.__new__(FsdpBackend)
+    backend.rank, backend.optim, backend._steps = 0, SimpleNamespace(name="adam"), int(fill)
+    backend.write_identity = backend.check_identity = lambda folder: None
+    backend.worker = SimpleNamespace(rank=0, all_gather_object=lambda plan: [plan], barrier=lambda: None)
     backend.module = nn.Module()
     for name, shape in SHAPES.items():
         local = torch.full(shape, fill)
@@ -54,12 +56,13 @@ def offloaded(mesh: DeviceMesh, fill: float) -> Any:
 
 
 def test_a_checkpoint_reaches_moments_that_lie_on_the_host(mesh: DeviceMesh, tmp_path: Path) -> None:
-    rank: Any = SimpleNamespace(rank=0, all_gather_object=lambda plan: [plan])
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        save_sharded(tmp_path, offloaded(mesh, 5.0)._state(), rank)
+        offloaded(mesh, 5.0).save(tmp_path)
     resumed = offloaded(mesh, 0.0)
-    load_sharded(tmp_path, resumed._state())
+    resumed._local, resumed.optimizer = {}, None
+    resumed.load(tmp_path)
+    assert resumed._steps == 5
     for name, parameter in resumed._parameters():
         assert parameter.to_local().unique().tolist() == [5.0]
         held = resumed._moments[name]

@@ -14,11 +14,13 @@ from rlhpc.runtime.comm.pool import SegmentPool
 from rlhpc.runtime.comm.segments import bytes_in_use, discard, map_private
 from rlhpc.runtime.errors import RlhpcError
 from rlhpc.runtime.scratch import Scratch
+from rlhpc.weights.carry import Carrier
 from rlhpc.weights.elements import Elements
 from rlhpc.weights.publish import Announcement, Part, Publisher
 from rlhpc.weights.strategy import Update, frozen_names
 from rlhpc.weights.subscribe import Subscriber
 from rlhpc.weights.target import Target
+from tests.late_copies import LateCopies
 
 
 @pytest.fixture
@@ -157,15 +159,16 @@ def test_weights_of_another_model_change_nothing(scratch: Scratch, adopt: bool) 
 @pytest.mark.parametrize("whole", [False, True])
 @pytest.mark.parametrize("delta", DELTAS)
 @pytest.mark.parametrize("part_bytes", [200, 1 << 20])
+@pytest.mark.parametrize("carried", [False, True])
 def test_many_versions_equal_complete_ones_bit_for_bit(
-    scratch: Scratch, delta: str, whole: bool, part_bytes: int
+    scratch: Scratch, delta: str, whole: bool, part_bytes: int, carried: bool
 ) -> None:
-    """Small and large changes, none, NaN and −0; with a receiver that is started anew, one that comes late, and one that
-    lags behind."""
+    """Written at once, or beside what is gathered next. Small and large changes, none, NaN and −0; with a receiver that is
+    started anew, one that comes late, and one that lags behind."""
     sender = network(1, width=50)
     sender[0].requires_grad_(False)
     pool = SegmentPool(scratch)
-    publisher = Publisher(pool, 3, delta, part_bytes)
+    publisher = Publisher(pool, 3, delta, part_bytes, Carrier(pool, LateCopies()) if carried else None)
     receivers = [Receiver(i, network(2 + i, width=50), adopt=i == 1 and not whole, whole=whole) for i in range(2)]
     lagging = Receiver(2, network(9, width=50), whole=whole)
     for version in range(60):

@@ -15,9 +15,11 @@ from rlhpc.language.algorithm.base import Whole
 from rlhpc.language.algorithm.distillation import Distillation
 from rlhpc.language.algorithm.policy_gradient import PolicyGradient
 from rlhpc.language.config import GrpoConfig
-from rlhpc.language.tokens.batches import TokenBatch, micro_batches
+from rlhpc.language.tokens.batches import TokenBatch
+from rlhpc.language.tokens.cutting import micro_batches
 from rlhpc.language.tokens.divergence import top_divergence, top_logprobs
-from rlhpc.language.tokens.scores import TokenScores, scores_of_logits
+from rlhpc.language.tokens.scores import TokenScores
+from tests.rectangles import scores_of
 
 V = 5
 
@@ -115,7 +117,7 @@ def test_micro_batches_add_up_to_the_whole(batch: TokenBatch, name: str) -> None
         if algorithm.reader is not None:
             cfg = algorithm.cfg
             read = algorithm.reader(cfg, torch.device("cpu")).read(rectangle, part)
-        found = scores_of_logits(rectangle, part.padded(part.ids), part.attended())
+        found = scores_of(rectangle, part.padded(part.ids), part.attended())
         return TokenScores(part.flat(found.logprobs), None, read)
 
     whole = Whole(float(batch.mask.sum()), float(len(batch) - 1), batch.width)

@@ -14,7 +14,8 @@ from rlhpc.language.algorithm.base import Whole
 from rlhpc.language.algorithm.policy_gradient import PolicyGradient
 from rlhpc.language.algorithm.registry import make_algorithm
 from rlhpc.language.config import GrpoConfig, ProcessTermConfig
-from rlhpc.language.tokens.batches import TokenBatch, cumulated, micro_batches
+from rlhpc.language.tokens.batches import TokenBatch, cumulated
+from rlhpc.language.tokens.cutting import micro_batches
 from rlhpc.language.tokens.scores import TokenScores
 from rlhpc.runtime.errors import ConfigError
 

@@ -16,7 +16,7 @@ from transformers import AutoConfig
 pytest.importorskip("vllm", reason="needs the extra vllm")
 
 from rlhpc.language.engines.vllm_logprobs import log_before_filters, merged, say_outcomes
-from rlhpc.language.tokens import scores
+from rlhpc.language.tokens import rows
 from rlhpc.language.tokens.batches import TokenBatch
 from rlhpc.language.tokens.divergence import top_logprobs
 
@@ -183,7 +183,7 @@ def test_a_prompts_log_probs_are_of_the_models_logits(runner: Any, top: int) -> 
 @pytest.mark.parametrize(("top", "width"), [(3, 7), (1, 9), (9, 9), (6, 7)])
 def test_what_is_left_is_known_where_it_is_little(top: int, width: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """What vLLM's softmax makes of the outcomes is what a teacher in transformers says, of a padded vocabulary, in chunks."""
-    monkeypatch.setattr(scores, "_CHUNK", 20)
+    monkeypatch.setattr(rows, "_CHUNK", 20)
     logits = torch.randn(1, 12, 9, generator=torch.Generator().manual_seed(0)) * 15
     batch = TokenBatch.of([[0] * 12], [[False] + [True] * 11])
     told = top_logprobs(logits, batch, top, 0.8, width)[1:]

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from rlhpc.language.tokens import scores
+from rlhpc.language.tokens import rows
 from rlhpc.language.tokens.batches import TokenBatch
 from rlhpc.language.tokens.divergence import FLOOR, full_divergence, top_divergence, top_logprobs
 
@@ -70,7 +70,7 @@ def test_by_autograd_on_the_formula(
     beta: float, temperature: float, batch: TokenBatch, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Value and gradient in small chunks of rows, over the vocabulary, and over the top and the rest."""
-    monkeypatch.setattr(scores, "_CHUNK", 23)  # two rows of 11
+    monkeypatch.setattr(rows, "_CHUNK", 23)  # two rows of 11
     generator = torch.Generator().manual_seed(1)
     size = (len(batch), batch.width, 11)
     student = (3 * torch.randn(size, generator=generator)).requires_grad_()

@@ -1,0 +1,243 @@
+"""Files of a checkpoint, written durably and summed on the way; by a thread, from copies, where training goes on meanwhile.
+
+writes = Writes(folder, Copies())
+with writes.collecting():
+    save_tensors(folder / "model.safetensors", tensors)     # copies
+checksums = writes.write()                                  # in a thread
+"""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import copy
+import hashlib
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+
+from rlhpc.runtime.errors import CheckpointError
+from rlhpc.runtime.memory import free_memory
+from rlhpc.runtime.storage import GO_ON, advice
+
+#: Bytes that are written and summed at a time, while they are in the processor's cache.
+_PIECE = 1 << 20
+#: A file of fewer bytes is written at once: that takes no longer than to be asked later.
+_SMALL = 16 << 20
+#: Of what copies take, how much more must be free: training needs some, too.
+_SPARE = 1.25
+
+Value = TypeVar("Value")
+#: Size in bytes and SHA-256 of each file, by its name in the checkpoint.
+Checksums = dict[str, tuple[int, str]]
+
+
+class SummedFile:
+    """A new file that sums what is written to it. It has what `torch.save` needs of a file, and no descriptor, to which some
+    would write behind its back."""
+
+    def __init__(self, path: Path) -> None:
+        self._file = path.open("wb", buffering=0)
+        self._sum = hashlib.sha256()
+        self.size = 0
+        self.failure: OSError | None = None
+
+    def write(self, data: Any) -> int:
+        """Writes all of it.
+
+        Raises:
+            OSError: The filesystem refused; also kept in `failure`, as not all who write pass it on.
+        """
+        view = memoryview(data).cast("B")
+        try:
+            for start in range(0, len(view), _PIECE):
+                piece = view[start : start + _PIECE]
+                self._sum.update(piece)
+                while piece:
+                    piece = piece[self._file.write(piece) or 0 :]
+        except OSError as error:
+            self.failure = self.failure or error
+            raise
+        self.size += len(view)
+        return len(view)
+
+    def flush(self) -> None:
+        """Nothing is held back."""
+
+    def close(self) -> None:
+        """Closes the file."""
+        self._file.close()
+
+    def end(self) -> tuple[int, str]:
+        """Makes the content durable; its size and checksum."""
+        os.fsync(self._file.fileno())
+        self._file.close()
+        return self.size, self._sum.hexdigest()
+
+
+def write_summed(path: Path, how: Callable[[SummedFile], None]) -> tuple[int, str]:
+    """Writes a new file durably.
+
+    Args:
+        path: The file.
+        how: Writes all of it.
+
+    Returns:
+        Size and SHA-256.
+
+    Raises:
+        CheckpointError: The filesystem refused.
+    """
+    try:
+        file = SummedFile(path)
+        try:
+            how(file)
+            return file.end()
+        except BaseException:
+            if file.failure is not None:
+                raise file.failure from None
+            raise
+        finally:
+            file.close()
+    except OSError as error:
+        raise unwritten(path, error) from error
+
+
+def unwritten(path: Path, error: OSError) -> CheckpointError:
+    """What a user is told of a file that could not be written."""
+    return CheckpointError(
+        f"{path}: could not be written: {error.strerror or error}. {advice(error, path)}, then continue from the last "
+        f"checkpoint with: {GO_ON}"
+    )
+
+
+class Copies:
+    """Memory for copies of tensors on the host, kept from one save to the next."""
+
+    def __init__(self) -> None:
+        self._kept: dict[str, torch.Tensor] = {}
+
+    def of(self, name: str, value: Value) -> Value | None:
+        """A copy of a value, or None if there is no room for it, or it is too small to be worth it.
+
+        Args:
+            name: Of the file that it goes to; the copies for a name are valid until the next ones are made.
+            value: Tensors in dicts, lists and tuples. Whatever else is in there is not copied.
+        """
+        found = list(_tensors(value, name))
+        if sum(tensor.nbytes for _, tensor in found) < _SMALL:
+            return None
+        new = sum(tensor.nbytes for key, tensor in found if not self._fits(key, tensor))
+        if new and new * _SPARE > free_memory():
+            return None
+        for key, tensor in found:
+            if not self._fits(key, tensor):
+                pinned = tensor.device.type != "cpu"  # then the copy does not wait for what the accelerator still does
+                self._kept[key] = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=pinned)
+            self._kept[key].copy_(tensor, non_blocking=True)
+        return self._in_place(value, name)
+
+    def ready(self) -> None:
+        """Waits until the copies are made."""
+        if any(tensor.is_pinned() for tensor in self._kept.values()):
+            torch.accelerator.synchronize()
+
+    def _fits(self, key: str, tensor: torch.Tensor) -> bool:
+        kept = self._kept.get(key)
+        return kept is not None and kept.shape == tensor.shape and kept.dtype == tensor.dtype
+
+    def _in_place(self, value: Any, key: str) -> Any:
+        if isinstance(value, torch.Tensor):
+            return self._kept[key]
+        if isinstance(value, dict):
+            other = copy.copy(value)  # state dicts have attributes besides
+            other.update((name, self._in_place(one, f"{key}/{name}")) for name, one in value.items())
+            return other
+        if isinstance(value, (list, tuple)):
+            return type(value)(self._in_place(one, f"{key}/{i}") for i, one in enumerate(value))
+        return value
+
+
+def _tensors(value: Any, key: str) -> Iterator[tuple[str, torch.Tensor]]:
+    if isinstance(value, torch.Tensor):
+        yield key, value.detach()
+    elif isinstance(value, dict):
+        for name, one in value.items():
+            yield from _tensors(one, f"{key}/{name}")
+    elif isinstance(value, (list, tuple)):
+        for i, one in enumerate(value):
+            yield from _tensors(one, f"{key}/{i}")
+
+
+class Writes:
+    """A rank's files of one save.
+
+    Args:
+        folder: Of the checkpoint.
+        copies: Where to copy what is to be written; None writes all at once, as are small files, and those for whose copies
+            there is no room.
+    """
+
+    def __init__(self, folder: Path, copies: Copies | None = None) -> None:
+        self._folder, self._copies = folder, copies
+        self._later: list[tuple[str, Callable[[SummedFile], None]]] = []
+        self._sums: Checksums = {}
+
+    @contextlib.contextmanager
+    def collecting(self) -> Iterator[None]:
+        """Files that `write_file` is told to write while the block runs are this save's."""
+        token = _collecting.set(self)
+        try:
+            yield
+        finally:
+            _collecting.reset(token)
+        if self._copies is not None:
+            self._copies.ready()
+
+    def add(self, path: Path, value: Value, how: Callable[[SummedFile, Value], None]) -> None:
+        """Adds a file; see `write_file`."""
+        name = path.relative_to(self._folder).as_posix()
+        copies = self._copies.of(name, value) if self._copies is not None else None
+        if copies is None:
+            self._sums[name] = write_summed(path, lambda file: how(file, value))
+        else:
+            self._later.append((name, lambda file: how(file, copies)))
+
+    @property
+    def done(self) -> bool:
+        """Whether all is written."""
+        return not self._later
+
+    def write(self) -> Checksums:
+        """Writes what is not written yet.
+
+        Raises:
+            CheckpointError: The filesystem refused.
+        """
+        for name, how in self._later:
+            self._sums[name] = write_summed(self._folder / name, how)
+        self._later = []
+        return self._sums
+
+
+_collecting: contextvars.ContextVar[Writes | None] = contextvars.ContextVar("collecting", default=None)
+
+
+def write_file(path: Path, value: Value, how: Callable[[SummedFile, Value], None]) -> None:
+    """Writes a file durably, or has the save under way write it later.
+
+    Args:
+        path: The file.
+        value: What goes into it: tensors in dicts, lists and tuples.
+        how: Writes the value, or a copy of it.
+
+    Raises:
+        CheckpointError: The filesystem refused.
+    """
+    if (save := _collecting.get()) is not None:
+        save.add(path, value, how)
+    else:
+        write_summed(path, lambda file: how(file, value))

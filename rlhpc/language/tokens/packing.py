@@ -1,0 +1,190 @@
+"""Samples that a model reads as one row without padding: each token attends to its own sample, and no mask of T × T is made.
+
+Transformers' models hand what attention has to do to a function of a name. Ours gets, through the model's own arguments, where
+each sample begins and ends. On an accelerator in half precision that is one call of torch's kernel for rows of several
+samples; elsewhere one call of its causal attention for each run of samples of the same length. A batch that is a rectangle is
+attended to as ever.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from contextvars import ContextVar
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from rlhpc.language.tokens.batches import TokenBatch
+from rlhpc.language.tokens.model import pretrained_in
+from rlhpc.language.tokens.segments import Segments
+from rlhpc.runtime.device import attends_by_segments
+from rlhpc.runtime.errors import ConfigError
+
+#: What transformers calls the function here.
+NAME = "rlhpc_segments"
+#: Kinds of layers, as configurations name them, in which a token sees others through attention alone.
+_LAYERS = frozenset({"full_attention", "sliding_attention"})
+#: How far, of the largest number, what a row says may be from what its sample says alone: in float32, and in half precision.
+_FAR, _FAR_HALF = 1e-3, 0.1
+#: Where `reads_rows` notes of each call of attention whether it was given the row's samples.
+_asked: ContextVar[list[bool] | None] = ContextVar("asked", default=None)
+#: What some families ask of attention beside what is done here.
+_FURTHER = ("softcap", "s_aux", "position_bias")
+
+
+def pack(model: nn.Module) -> bool:
+    """Has a causal model, or one that was made of it, read rows of several samples, if it seems to be one that can; before the
+    first row, `reads_rows` makes sure.
+
+    Args:
+        model: From transformers, without adapters, maybe on the meta device; changed in place.
+
+    Returns:
+        Whether it does. A model does not that is to use another attention than `sdpa`, that mixes tokens in other ways than by
+        attention, or whose attention does more than weigh values (a bound on logits, sinks).
+    """
+    causal = pretrained_in(model)
+    if causal is None or not _can(causal):
+        return False
+    sys.modules["transformers"].AttentionInterface.register(NAME, attend)
+    causal.set_attn_implementation(NAME)
+    return packs(model)
+
+
+def unpack(model: nn.Module) -> None:
+    """Has a model that `pack` changed read rectangles again."""
+    pretrained_in(model).set_attn_implementation("sdpa")
+
+
+@torch.no_grad()
+def reads_rows(model: nn.Module, device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether a model that was packed says of a sample in a row what it says of it alone, by one pass each over a few tokens.
+
+    It may not: some families do not hand on to their attention what they are given, or do not heed positions.
+
+    Args:
+        model: Is called; all ranks of a sharded one call it.
+        device: Where it is.
+        dtype: What it computes in.
+    """
+    first, second = torch.arange(2, 7), torch.arange(3, 12) % 5 + 1
+    row, alone = (
+        TokenBatch.of(samples, [torch.ones(len(one)) for one in samples]).read_by(True).to(device)
+        for samples in ([first, second], [second])
+    )
+    given = list[bool]()
+    token = _asked.set(given)
+    try:
+        found, expected = (model(**each.inputs(), use_cache=False) for each in (row, alone))
+    finally:
+        _asked.reset(token)
+    a, b = ((said if isinstance(said, Tensor) else said["logits"])[0].float() for said in (found, expected))
+    far = float((a[len(first) :] - b).abs().max()) / max(float(b.abs().max()), 1e-6)
+    return bool(given) and all(given) and far < (_FAR if dtype == torch.float32 else _FAR_HALF)
+
+
+def packs(model: nn.Module) -> bool:
+    """Whether `pack` was called, and the model can."""
+    causal = pretrained_in(model)
+    return causal is not None and causal.config.get_text_config()._attn_implementation == NAME
+
+
+def width(model: nn.Module) -> int:
+    """How many numbers a causal model's hidden state of a token has; 0 if it does not say."""
+    causal = pretrained_in(model)
+    return 0 if causal is None else int(getattr(causal.config.get_text_config(), "hidden_size", 0))
+
+
+def _can(causal: Any) -> bool:
+    config = causal.config.get_text_config()
+    kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
+    trunk = getattr(causal, causal.base_model_prefix, causal)
+    return bool(
+        causal._supports_attention_backend
+        and causal.config._attn_implementation == "sdpa"
+        and not causal._is_stateful
+        and not getattr(config, "is_encoder_decoder", False)
+        and kinds <= _LAYERS
+        and getattr(config, "attn_logit_softcapping", None) is None
+        and not any(name.endswith("sinks") for name, _ in causal.named_parameters())
+        and "position_ids" in inspect.signature(type(trunk).forward).parameters
+    )
+
+
+def attend(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None = None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    segments: Segments | None = None,
+    **further: Any,
+) -> tuple[Tensor, None]:
+    """Causal attention in the form that transformers calls: `[B, heads, T, d]` each, to `[B, T, heads, d]`.
+
+    Args:
+        module: The layer's attention.
+        query, key, value: A row of several samples (B = 1), or a rectangle of one sample a row, padded on the right.
+        attention_mask: None: transformers makes none for a function that it does not know.
+        scaling: Of the logits.
+        dropout: Of the weights.
+        sliding_window: How many tokens, itself included, a token sees; None for all.
+        segments: The row's samples; None for a rectangle.
+        further: What a family adds.
+
+    Raises:
+        ConfigError: The family wants more of attention than this does.
+    """
+    if unknown := [name for name in _FURTHER if further.get(name) is not None]:
+        raise ConfigError(
+            f"{type(module).__name__} wants {unknown[0]} of its attention, which is not there for rows without padding; set "
+            "actor.use_remove_padding=false"
+        )
+    asked = _asked.get()
+    if asked is not None:
+        asked.append(segments is not None)
+    if segments is None:
+        return _causal(module, query, key, value, scaling=scaling, dropout=dropout, window=sliding_window), None
+    if not dropout and attends_by_segments(query, value):
+        from torch.nn.attention.varlen import varlen_attn
+
+        q, k, v = (each[0].transpose(0, 1) for each in (query, key, value))
+        found: Any = varlen_attn(
+            q, k, v, segments.ends, segments.ends, segments.longest, segments.longest, scale=scaling,
+            window_size=((sliding_window or 0) - 1, 0), enable_gqa=q.shape[1] != k.shape[1],
+        )  # fmt: skip
+        return found[None], None
+    # Split, and not cut out one by one: the gradient of a split is one tensor, put together once.
+    sizes = [count * length for count, length in segments.runs]
+    parts = [
+        _causal(
+            module, *(_as_rows(each, *run) for each in cut), scaling=scaling, dropout=dropout, window=sliding_window
+        )
+        for run, *cut in zip(segments.runs, *(each.split(sizes, 2) for each in (query, key, value)), strict=True)
+    ]
+    parts = [part.flatten(0, 1) for part in parts]
+    return torch.cat(parts)[None], None
+
+
+def _as_rows(row: Tensor, count: int, length: int) -> Tensor:
+    """`[1, heads, count × length, d]` as `[count, heads, length, d]`."""
+    return row[0].unflatten(1, (count, length)).transpose(0, 1)
+
+
+def _causal(module: nn.Module, *weighed: Tensor, scaling: float | None, dropout: float, window: int | None) -> Tensor:
+    """Of query, key and value `[B, heads, T, d]`."""
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+    query, key, value = weighed
+    mask, length = None, query.shape[2]
+    if window is not None and window < length:
+        behind = torch.arange(length, device=query.device)
+        behind = behind[:, None] - behind
+        mask = ((behind >= 0) & (behind < window))[None, None]
+    found: Tensor = sdpa_attention_forward(module, query, key, value, mask, dropout=dropout, scaling=scaling)[0]
+    return found

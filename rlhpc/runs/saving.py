@@ -1,0 +1,166 @@
+"""A run's saves: the ranks copy what is theirs, and write it while training goes on; a checkpoint appears once all have."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rlhpc.checkpoint import CheckpointWriter
+from rlhpc.checkpoint.beside import Checksums
+from rlhpc.checkpoint.worker import SavingWorker
+from rlhpc.runtime.context import current
+from rlhpc.runtime.errors import RlhpcError
+
+
+@dataclass
+class _Save:
+    """One that is under way.
+
+    Attributes:
+        writer: Its folder.
+        opened: Closes that, and removes the folder if it is no checkpoint by then.
+        meta: For the manifest.
+        began: When.
+        asked: By role, the question to its ranks whether they have written everything.
+        sums: By role, what they have written.
+    """
+
+    writer: CheckpointWriter
+    opened: contextlib.ExitStack
+    meta: dict[str, Any]
+    began: float
+    asked: dict[str, Any] = field(default_factory=dict)
+    sums: dict[str, Checksums] = field(default_factory=dict)
+
+    def take(self, role: str, answers: Sequence[Checksums | None]) -> None:
+        """Keeps the answers of a group, if none of its ranks is still writing."""
+        found = [answer for answer in answers if answer is not None]
+        if len(found) == len(answers):
+            self.sums[role] = {name: known for answer in found for name, known in answer.items()}
+
+
+class Saves:
+    """At most one save at a time.
+
+    Args:
+        groups: Launched groups by role.
+        beside: Whether training goes on while files are written.
+        timeout: Seconds that ranks may take.
+    """
+
+    def __init__(self, groups: Mapping[str, Any], beside: bool, timeout: float) -> None:
+        self._groups, self._beside, self._timeout = groups, beside, timeout
+        self._now: _Save | None = None
+
+    @property
+    def under_way(self) -> int | None:
+        """The step of a save that is not a checkpoint yet."""
+        return None if self._now is None else self._now.writer.step
+
+    def begin(self, writer: CheckpointWriter, files: Mapping[str, bytes | Path], meta: dict[str, Any]) -> None:
+        """Has the ranks save the present step; returns when training may go on.
+
+        Args:
+            writer: Of the checkpoint.
+            files: More files, by name: their content, or a file to copy.
+            meta: For the manifest.
+
+        Raises:
+            CheckpointError: The filesystem refused.
+            RlhpcError: A rank failed.
+        """
+        began = time.perf_counter()
+        with contextlib.ExitStack() as opened:
+            folder = str(opened.enter_context(writer).staging)
+            handles = {
+                role: group.begin_save(folder, self._beside) if _sums(group) else group.save(folder)
+                for role, group in self._groups.items()
+            }
+            answers = {role: handle.wait(self._timeout) for role, handle in handles.items()}
+            for name, content in files.items():
+                if isinstance(content, bytes):
+                    writer.add_bytes(name, content)
+                else:
+                    writer.add_file(name, content)
+            self._now = _Save(writer, opened.pop_all(), meta, began)
+        for role, group in self._groups.items():
+            if _sums(group):
+                self._now.take(role, answers[role])
+
+    def advance(self) -> float | None:
+        """Commits the save under way if all its files are written; waits for none of them.
+
+        Returns:
+            Seconds from its beginning to its commit, or None if nothing was committed.
+        """
+        return self._ended(wait=False)
+
+    def finish(self) -> float | None:
+        """Waits until the save under way is a checkpoint.
+
+        Returns:
+            As `advance`.
+
+        Raises:
+            CheckpointError: The filesystem refused.
+            RlhpcError: A rank failed.
+        """
+        return self._ended(wait=True)
+
+    def settle(self) -> float | None:
+        """After a failure, once all ranks listen again: finishes the save under way, or drops it if a rank that was lost had
+        not written its part.
+
+        Returns:
+            As `advance`.
+        """
+        try:
+            return self.finish()
+        except RlhpcError:
+            return None
+
+    def abandon(self) -> None:
+        """Drops the save under way: its folder goes."""
+        if (save := self._now) is not None:
+            self._now = None
+            save.opened.close()
+
+    def _ended(self, wait: bool) -> float | None:
+        save = self._now
+        if save is None:
+            return None
+        try:
+            if not self._written(save, wait):
+                return None
+            current().registry.check_current()  # a driver that has been replaced by another commits nothing
+        except BaseException:
+            self.abandon()
+            raise
+        self._now = None
+        with save.opened:
+            save.writer.commit(save.meta, {name: known for sums in save.sums.values() for name, known in sums.items()})
+        return time.perf_counter() - save.began
+
+    def _written(self, save: _Save, wait: bool) -> bool:
+        """Whether all ranks have written all."""
+        left = {role: group for role, group in self._groups.items() if role not in save.sums and _sums(group)}
+        for role, group in left.items():
+            if role not in save.asked:
+                save.asked[role] = group.saved(wait)
+        for role, group in left.items():
+            if not wait and not save.asked[role].done():  # its ranks are busy with something else
+                continue
+            answers = save.asked.pop(role).wait(self._timeout)
+            if None in answers and wait:  # it had been asked without
+                answers = group.saved(True).wait(self._timeout)
+            save.take(role, answers)
+        return all(role in save.sums for role in left)
+
+
+def _sums(group: Any) -> bool:
+    """Whether a group's ranks say what they have written, and may write it later."""
+    return issubclass(group.worker_class, SavingWorker)

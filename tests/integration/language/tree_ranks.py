@@ -1,0 +1,78 @@
+"""What the ranks of the tests with many hosts do; importable by the workers."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from weight_ranks import digest
+
+from rlhpc import Worker
+from rlhpc.runtime.context import current
+from rlhpc.weights import make_sync
+from rlhpc.weights.target import apply
+from rlhpc.weights.transport import WeightSender
+
+#: Tensors of 64 KiB, of which four make a part.
+TENSORS, ELEMENTS, PART = 40, 1 << 14, 1 << 18
+BYTES = TENSORS * ELEMENTS * 4
+
+Receivers = list[tuple[str, list[int]]]
+
+
+def tensors(version: int) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(version)
+    return {f"t{i}": torch.randn(ELEMENTS, generator=generator) for i in range(TENSORS)}
+
+
+class Source(Worker):
+    """Sends."""
+
+    def open(self, receivers: Receivers) -> None:
+        self.sender = WeightSender(self, receivers, "off", PART)
+
+    def send(self, version: int) -> str:
+        """Sends, and after two parts waits for all to begin: one that comes late would get the first from here. Returns the
+        digest of what was sent."""
+        named, pool = tensors(version), current().service.pool
+
+        def gathering() -> Iterator[tuple[str, torch.Tensor]]:
+            for number, item in enumerate(named.items()):
+                while number == 2 * PART // (4 * ELEMENTS) + 1 and any(any(pool.awaited(p)) for p in [*pool._by_path]):
+                    time.sleep(0.001)
+                yield item
+
+        self.sender.send(version, gathering())
+        return digest(named.items())
+
+    def passed_on(self) -> int:
+        """Bytes that this process has sent to other hosts."""
+        return current().service.bytes_sent()
+
+
+class Follower(Worker):
+    """Receives."""
+
+    def open(self, receivers: Receivers) -> None:
+        self.module = torch.nn.Module()
+        for name, tensor in tensors(-1).items():
+            self.module.register_buffer(name, tensor)
+        self.sync = make_sync("auto", self, ("source", 0), receivers, "off")
+
+    def take(self, pause: float = 0.0) -> str:
+        """Takes in a version, slowly; returns the digest of what it has then."""
+        if not pause:
+            apply(self.sync, self.module.state_dict().items())
+            return digest(self.module.state_dict().items())
+        found: dict[str, Any] = {}
+        for name, tensor in self.sync.receive().tensors:
+            assert isinstance(tensor, torch.Tensor)
+            found[name] = tensor.clone()
+            time.sleep(pause)
+        return digest(found.items())
+
+    def passed_on(self) -> int:
+        """Bytes that this process has sent to other hosts."""
+        return current().service.bytes_sent()

@@ -1,0 +1,36 @@
+"""A process that serves its segments to other hosts, less its service."""
+
+from __future__ import annotations
+
+import select
+import threading
+
+from rlhpc.runtime.comm.bulk import BulkServer
+from rlhpc.runtime.comm.loans import Loans
+from rlhpc.runtime.comm.offers import Offers
+from rlhpc.runtime.comm.pool import SegmentPool
+from rlhpc.runtime.registry import Keys
+from rlhpc.runtime.scratch import Scratch
+
+
+class Serving:
+    """Accepts in a thread, until it is closed."""
+
+    def __init__(self, scratch: Scratch, keys: Keys, name: str) -> None:
+        self.pool, self.offers = SegmentPool(scratch), Offers()
+        self.loans = Loans(self.pool)
+        folders = (scratch.shm, scratch.spill)
+        self.server = BulkServer(name, keys, "127.0.0.1", folders, self.loans, self.offers)
+        self._ending = threading.Event()
+        self._thread = threading.Thread(target=self._accept)
+        self._thread.start()
+
+    def _accept(self) -> None:
+        while not self._ending.is_set():
+            if select.select([self.server.sock], [], [], 0.05)[0]:
+                self.server.accept()
+
+    def close(self) -> None:
+        self._ending.set()
+        self._thread.join()
+        self.server.close()

@@ -1,0 +1,133 @@
+"""Ranks stay on cores near their accelerators: of those that were granted, and never on fewer than they have threads."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from rlhpc import Cluster
+from rlhpc.runtime import cores, device, process
+from rlhpc.runtime.placement import Placement
+from rlhpc.runtime.spec import spec_of
+from tests.accelerators import ON_CPU
+
+CARDS = ("0000:1b:00.0", "0001:e3:00.0")
+#: Binds itself as told, then says what it and a child of it may use.
+PROGRAM = """
+import json, os, subprocess, sys
+from pathlib import Path
+from rlhpc.runtime.cores import stay_near
+said = stay_near(sys.argv[2].split(","), int(sys.argv[3]), Path(sys.argv[1]))
+child = subprocess.check_output([sys.executable, "-c", "import os; print(sorted(os.sched_getaffinity(0)))"], text=True)
+print(json.dumps({"said": said, "mine": sorted(os.sched_getaffinity(0)), "childs": json.loads(child)}))
+"""
+
+
+@pytest.fixture
+def granted() -> list[int]:
+    """Two cores of this machine."""
+    found = sorted(os.sched_getaffinity(0))[:2]
+    assert len(found) == 2
+    return found
+
+
+def bound(pci: Path, cards: tuple[str, ...], threads: int, granted: list[int]) -> dict[str, Any]:
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM, str(pci), ",".join(cards), str(threads)], capture_output=True, text=True, check=True,
+        timeout=60, preexec_fn=lambda: os.sched_setaffinity(0, granted),
+    )  # fmt: skip
+    found: dict[str, Any] = json.loads(done.stdout)
+    assert found["mine"] == found["childs"], "what it starts is bound with it"
+    return found
+
+
+@pytest.fixture
+def bus(tmp_path: Path, granted: list[int]) -> Path:
+    """Two cards: one near the first core, and some that were not granted; one near the second."""
+    for card, text in zip(CARDS, (f"{granted[0]},4000-4003", f"{granted[1]}"), strict=True):
+        (tmp_path / card).mkdir()
+        (tmp_path / card / "local_cpulist").write_text(f"{text}\n")
+    return tmp_path
+
+
+def test_lists_of_cores() -> None:
+    assert cores.cores_in("0-3,8,10-11\n") == {0, 1, 2, 3, 8, 10, 11}
+    assert cores.cores_in("\n") == set()
+
+
+def test_a_rank_is_bound_to_granted_cores_near_its_card(bus: Path, granted: list[int]) -> None:
+    for card, core in zip(CARDS, granted, strict=True):
+        found = bound(bus, (card,), 1, granted)
+        assert found["mine"] == [core]
+        assert found["said"] == f"bound to 1 of its 2 cores, those near its accelerators ({card})"
+
+
+@pytest.mark.parametrize(
+    ("cards", "threads", "granted_of", "said"),
+    [
+        (CARDS, 1, slice(2), "not bound: all its 2 cores are near its accelerators"),
+        (CARDS[:1], 2, slice(2), "not bound: 1 of its 2 cores are near its accelerators, and it has 2 threads"),
+        (CARDS[:1], 1, slice(1, 2), "not bound: the kernel does not tell of a granted core that is near"),
+        (("0000:ff:00.0",), 1, slice(2), "not bound: the kernel does not tell of a granted core that is near"),
+    ],
+    ids=["all near", "too few", "not granted", "not there"],
+)
+def test_otherwise_it_keeps_what_it_was_granted(
+    bus: Path, granted: list[int], cards: tuple[str, ...], threads: int, granted_of: slice, said: str
+) -> None:
+    found = bound(bus, cards, threads, granted[granted_of])
+    assert found["mine"] == granted[granted_of] and found["said"].startswith(said)
+
+
+def test_addresses_are_those_of_the_devices_that_torch_sees(monkeypatch: pytest.MonkeyPatch) -> None:
+    cards = [SimpleNamespace(pci_domain_id=0, pci_bus_id=0x1B, pci_device_id=0),
+             SimpleNamespace(pci_domain_id=1, pci_bus_id=0xE3, pci_device_id=0)]  # fmt: skip
+    assert device.pci_addresses() == [] or not ON_CPU
+    monkeypatch.setattr(device, "accelerator", lambda: "cuda")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: len(cards))
+    monkeypatch.setattr(torch.cuda, "get_device_properties", cards.__getitem__)
+    assert device.pci_addresses() == list(CARDS)
+
+
+def test_ranks_with_accelerators_do_so_unless_told_not_to(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv(device.VIRTUAL, "1")
+    asked: list[Any] = []
+    monkeypatch.setattr(process, "pci_addresses", lambda: list(CARDS))
+    monkeypatch.setattr(process, "stay_near", lambda *given: asked.append(given) or "bound")
+
+    def start(*accelerators: int, **section: Any) -> list[Any]:
+        cluster = Cluster({"accelerators_per_node": 1, **section}, environ={device.VIRTUAL: "1"})
+        placement = Placement(
+            rank=0, node_rank=0, accelerators=accelerators, local_rank=0, local_world_size=1, node_group=None
+        )
+        spec = spec_of("group", placement, 1, cluster, {}, 1, tmp_path, registry="", token="", body=b"")
+        spec.threads = 3
+        asked.clear()
+        process._stay_near_devices(spec)
+        return list(asked)
+
+    with caplog.at_level(logging.INFO):
+        assert start(0) == [(list(CARDS), 3)]
+    assert "cores: bound" in caplog.text
+    assert start() == [], "a rank without an accelerator is not bound"
+    assert start(0, bind_cores=False) == []
+    assert not Cluster.local(1, 1).bind_cores, "imaginary accelerators are near nothing"
+
+
+@pytest.mark.gpu
+def test_the_kernel_knows_the_devices_of_this_machine() -> None:
+    found = device.pci_addresses()
+    assert len(found) == (0 if ON_CPU else torch.accelerator.device_count())
+    for address in found:
+        assert (cores.PCI / address / "local_cpulist").is_file()
