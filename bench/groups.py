@@ -110,7 +110,9 @@ def with_reward(work: Path, seeds: int, steps: int, model_steps: int) -> tuple[d
     for seed in range(1, seeds + 1):
         for name, found in rows.items():
             words = (
-                "reward.terms=[{name: reward}]", f"reward.model.model_path=runs/{name}/export/global_step_{model_steps}",
+                # What answers the model would never have given are worth, no reward model has learnt.
+                "reward.terms=[{name: reward}]", "algorithm.kl_coef=0.1",
+                f"reward.model.model_path=runs/{name}/export/global_step_{model_steps}",
                 "cluster.component_placement={actor: 0, rollout: 0, reward: 0}",
             )  # fmt: skip
             found.append(train(work, f"grpo-{name}-{steps}-{seed}", steps, seed, *words))
@@ -132,7 +134,7 @@ def main() -> int:
     parser.add_argument("--part", choices=("critic", "reward"), default="critic")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=80)
-    parser.add_argument("--model-steps", type=int, default=600, help="of the reward models")
+    parser.add_argument("--model-steps", type=int, default=1800, help="of the reward models")
     parser.add_argument("--work", type=Path, default=ROOT / "runs" / "bench_reward_model")
     args = parser.parse_args()
     work = args.work.absolute()

@@ -19,6 +19,7 @@ TITLES = {
     "runtime": "The runtime beside Ray and the machine's limits",
     "weights": "Weights to other processes of the host",
     "hosts": "Between hosts",
+    "tree": "Weights to many hosts",
     "scale": "Rendezvous and dispatch as workers grow, and on a slow filesystem",
     "embodied_loop": "The embodied loop, around an environment that costs nothing",
     "environments": "Environment steps a second",
@@ -27,11 +28,14 @@ TITLES = {
     "slurm": "A Slurm job",
     "rollout": "Generation",
     "training": "Training",
+    "rows": "Rows without padding",
+    "saves": "Training beside saves",
     "overlap": "How phases of a language model's step overlap",
     "trl_grpo": "GRPO beside TRL",
     "demo_llm": "The language model demonstration",
     "distillation": "Distillation beside GRPO",
     "robot": "From demonstrations to RL",
+    "gpu": "On an accelerator",
 }
 _COLORS = {"limit": 7, "rlhpc": 0, "Ray": 1}  # of the palette
 

@@ -50,7 +50,7 @@ def make_data(work: Path) -> dict[str, int]:
 def train(work: Path, name: str, data: str, steps: int, seed: int) -> dict[str, Any]:
     """A run; its evaluations during training, the last one in full, and accuracy by what is wrong with the rejected answer."""
     words = [
-        f"runner.name={name}", f"runner.seed={seed}", f"runner.max_steps={steps}", "runner.val_check_interval=50",
+        f"runner.name={name}", f"runner.seed={seed}", f"runner.max_steps={steps}", "runner.val_check_interval=100",
         "runner.resume_dir=auto",
         f"data.train.path={data}.jsonl", "data.eval=[{name: held_out, source: jsonl, path: held_out.jsonl}]",
     ]  # fmt: skip
@@ -95,7 +95,7 @@ def main() -> int:
     """Runs all seeds and the control; 1 where the figures fall short."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=600)
+    parser.add_argument("--steps", type=int, default=1800)
     parser.add_argument("--control", action="store_true", help="also learn from pairs whose chosen one is drawn by lot")
     parser.add_argument("--work", type=Path, default=ROOT / "runs" / "bench_reward_model")
     args = parser.parse_args()

@@ -25,7 +25,8 @@ from bench.machine import spread, write
 from rlhpc import Worker
 from rlhpc.config.typed import typed
 from rlhpc.language.config import GrpoConfig
-from rlhpc.language.tokens.batches import TokenBatch, micro_batches
+from rlhpc.language.tokens.batches import TokenBatch
+from rlhpc.language.tokens.cutting import micro_batches
 from rlhpc.language.tokens.scores import TokenScores
 from rlhpc.language.tokens.trainer import TokenTrainer
 

@@ -1,0 +1,1 @@
+"""Figures of an accelerator: `python -m bench.gpu`."""

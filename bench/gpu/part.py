@@ -1,0 +1,160 @@
+"""What the parts of `bench.gpu` share: how a figure is told, and what is measured on."""
+
+from __future__ import annotations
+
+import json
+import resource
+import time
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from bench.machine import spread
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@dataclass(frozen=True)
+class Report:
+    """Where a part puts its figures: a line on the screen and a line of a file each, so that none is lost if it is ended.
+
+    Attributes:
+        part: The part's name.
+        device: What it measures: `cpu`, or torch's word for the accelerator.
+        cards: How many accelerators it may use; 0 on the CPU.
+        file: Of JSON lines.
+    """
+
+    part: str
+    device: str
+    cards: int
+    file: Path
+
+    def figure(self, name: str, values: float | Sequence[float], unit: str) -> None:
+        """Tells a figure; of several values the median, and keeps their spread."""
+        found = spread([values] if isinstance(values, (int, float)) else values)
+        print(f"{self.part:11} {name:58} {found['median']:12.5g} {unit}", flush=True)
+        self._keep({"figure": f"{name} ({unit})" if unit else name, **found})
+
+    def skip(self, what: str, why: str) -> None:
+        """Tells what is not measured, and why."""
+        print(f"{self.part:11} {what}: skipped, {why}", flush=True)
+        self._keep({"skipped": what, "why": why})
+
+    def fail(self, what: str, why: str) -> None:
+        """Tells what failed."""
+        print(f"{self.part:11} {what}: FAILED, {why}", flush=True)
+        self._keep({"failed": what, "why": why})
+
+    @contextmanager
+    def piece(self, what: str) -> Iterator[None]:
+        """A block whose failure is told, and does not keep the rest of the part from being measured."""
+        try:
+            yield
+        except Exception as error:
+            traceback.print_exc()
+            lines = str(error).strip().splitlines()
+            self.fail(what, f"{type(error).__name__}: {lines[0] if lines else ''}"[:400])
+
+    def _keep(self, row: dict[str, Any]) -> None:
+        with self.file.open("a") as lines:
+            lines.write(json.dumps(row) + "\n")
+
+    @property
+    def small(self) -> bool:
+        """Whether it is only to be shown that it runs."""
+        return self.device == "cpu"
+
+
+def synchronize() -> None:
+    """Waits for the accelerator, if there is one."""
+    import torch
+
+    if torch.accelerator.is_available():
+        torch.accelerator.synchronize()
+
+
+def timed(run: Callable[[], Any]) -> float:
+    """Seconds, the accelerator's work included."""
+    synchronize()
+    began = time.perf_counter()
+    run()
+    synchronize()
+    return time.perf_counter() - began
+
+
+def free_bytes() -> int:
+    """What nobody has of the accelerator's memory."""
+    import torch
+
+    return torch.accelerator.get_memory_info()[0]
+
+
+def peak_bytes(device: str) -> int:
+    """Most memory this process had: of the accelerator, as torch's allocator counts it; of the host without one."""
+    import torch
+
+    if device == "cpu":
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    return torch.accelerator.max_memory_allocated()
+
+
+@dataclass(frozen=True)
+class Size:
+    """A Llama with random weights, and what it is trained on and asked for."""
+
+    layers: int
+    width: int
+    heads: int
+    vocabulary: int
+    sequences: int
+    longest: int
+    micro: int
+    requests: int
+    tokens: int
+
+
+#: 0.4 million parameters; 0.2 billion, for cards below 40 GB; 0.8 billion.
+TINY = Size(2, 128, 4, 512, 8, 64, 256, 8, 16)
+SMALL = Size(12, 1024, 16, 32000, 32, 1024, 8192, 256, 128)
+LARGE = Size(16, 2048, 16, 32000, 32, 1024, 8192, 256, 256)
+
+
+def size_for(device: str) -> Size:
+    """What fits."""
+    import torch
+
+    if device == "cpu":
+        return TINY
+    return LARGE if torch.accelerator.get_memory_info()[1] > 40e9 else SMALL
+
+
+def make_model(folder: Path, size: Size, device: str) -> int:
+    """Writes it in bfloat16 (float32 for the CPU); the number of its parameters. Drawn on the device, which is faster."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    from rlhpc.runtime.device import empty_cache
+
+    config = LlamaConfig(
+        vocab_size=size.vocabulary, hidden_size=size.width, intermediate_size=size.width * 11 // 4,
+        num_hidden_layers=size.layers, num_attention_heads=size.heads, num_key_value_heads=size.heads // 2,
+        max_position_embeddings=4096, tie_word_embeddings=True, bos_token_id=None, eos_token_id=None,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    with torch.device(device):
+        model = LlamaForCausalLM(config)
+    dtype = getattr(torch, dtype_for(device))
+    model.to(dtype).save_pretrained(folder)
+    count = sum(parameter.numel() for parameter in model.parameters())
+    del model
+    empty_cache()  # others want the card
+    return count
+
+
+def dtype_for(device: str) -> str:
+    """Of computations."""
+    return "float32" if device == "cpu" else "bfloat16"

@@ -1,0 +1,143 @@
+"""The ranks of the parts of `bench.gpu`, and how they come to their accelerators."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from bench.gpu.part import Size, peak_bytes, timed
+from bench.training import make_batches
+from rlhpc import Cluster, NodePlacementStrategy, PackedPlacementStrategy, Session, Worker, WorkerGroup
+from rlhpc.language.tokens.batches import TokenBatch
+from rlhpc.language.tokens.scores import TokenScores
+from rlhpc.language.tokens.trainer import TokenTrainer
+from rlhpc.runs.device import own_device
+from rlhpc.runtime.device import empty_cache
+from rlhpc.weights import make_sync
+from rlhpc.weights.target import apply
+
+#: Large enough that a backend which does not train is apart from one that does.
+LR = 1e-4
+
+
+@contextmanager
+def groups(device: str, *wanted: tuple[type[Worker], str, Sequence[int]]) -> Iterator[list[WorkerGroup]]:
+    """Groups by class, name and their ranks' accelerators (on the CPU only their number counts), until the block ends."""
+    cards = max(max(places) for _, _, places in wanted) + 1
+    cluster = Cluster.local(1, 0) if device == "cpu" else Cluster({"accelerators_per_node": cards})
+    made: list[WorkerGroup] = []
+    try:
+        for cls, name, places in wanted:
+            on_cards = PackedPlacementStrategy(places[0], places[-1])
+            strategy = NodePlacementStrategy([0] * len(places)) if device == "cpu" else on_cards
+            made.append(cls.create_group().launch(cluster, placement_strategy=strategy, name=name))
+        yield made
+    finally:
+        for group in made:
+            group.shutdown()
+        if session := Session.running():
+            session.stop()
+
+
+class Trains(Worker):
+    """A rank that trains."""
+
+    def measure(self, cfg: Any, size: Size, repeat: int) -> dict[str, Any]:
+        """Steps, then gives its accelerator away and takes it back.
+
+        Returns:
+            Seconds of each step, tokens of a step (of all ranks), peak bytes, log-probs of a probe before and after the
+            steps, and (bytes, seconds away, seconds back) of each time; none where nothing moves.
+        """
+        torch.manual_seed(0)
+        trainer = TokenTrainer(cfg, self)
+        device = trainer.device.type
+        every = make_batches(size.vocabulary, size.sequences, size.longest, size.micro)
+        count = sum(batch.tokens for batch in every)
+        mine = every[self.rank :: self.world_size]
+        mine += [every[0].nothing()] * (-(-len(every) // self.world_size) - len(mine))
+
+        def loss(scores: TokenScores, batch: TokenBatch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+            value = -(batch.columns["weights"] * scores.logprobs).sum() / count
+            return value, {"loss": value}
+
+        def step() -> None:
+            trainer.forward_backward(mine, loss)
+            trainer.optimizer_step(LR)
+
+        before = trainer.forward(every[0]).logprobs.float().cpu()
+        seconds = [timed(step) for _ in range(repeat + 1)][1:]  # the first warms up
+        peak = peak_bytes(device)
+        probe = trainer.forward(every[0]).logprobs.float().cpu()
+        moved = [] if device == "cpu" else [self._away(trainer) for _ in range(3)]
+        return {"seconds": seconds, "tokens": count, "peak": peak, "before": before, "probe": probe, "moved": moved}
+
+    def _away(self, trainer: TokenTrainer) -> tuple[int, float, float]:
+        empty_cache()
+        before = torch.accelerator.memory_allocated()
+        away = timed(trainer.offload)
+        given = before - torch.accelerator.memory_allocated()
+        return given, away, timed(trainer.reload)
+
+
+class Holds(Worker):
+    """A rank with weights on its device, which sends or follows them."""
+
+    def open(self, receivers: list[tuple[str, list[int]]], tensors: int, elements: int) -> None:
+        device = own_device(self)
+        self.held = [(f"t{i}", torch.zeros(elements, dtype=torch.bfloat16, device=device)) for i in range(tensors)]
+        self.sync = make_sync("auto", self, ("sender", 0), receivers, "off")
+
+    def give(self, version: int) -> float:
+        """Changes all and sends; seconds."""
+        for _, tensor in self.held:
+            tensor.fill_(version)
+        return timed(lambda: self.sync.send(version, self.held))
+
+    def take(self) -> bool:
+        """Takes a version in; whether all of it arrived."""
+        version = apply(self.sync, self.held)
+        return all(bool((tensor == version).all()) for _, tensor in self.held)
+
+
+class Linked(Worker):
+    """One of two ranks with a card each."""
+
+    def collectives(self, elements: int, repeat: int) -> dict[str, list[float]]:
+        """Seconds of an all-reduce, of one tensor from rank 0 to rank 1 by torch, and by rlhpc through the host."""
+        import torch.distributed as dist
+
+        self.init_process_group()
+        device, other = own_device(self), 1 - self.rank
+        tensor = torch.ones(elements, dtype=torch.float32, device=device)
+
+        def torchs() -> None:
+            dist.send(tensor, other) if self.rank == 0 else dist.recv(tensor, other)
+
+        def ours() -> None:
+            if self.rank == 0:
+                self.send_tensor(tensor, self.group_name, other)
+            else:
+                self.recv_tensor(tensor, self.group_name, other)
+
+        found: dict[str, list[float]] = {}
+        for name, run in (("all-reduce", lambda: self.all_reduce(tensor)), ("send", torchs), ("rlhpc's send", ours)):
+            found[name] = []
+            for turn in range(repeat + 1):
+                self.barrier()
+                seconds = timed(run)
+                if turn:
+                    found[name].append(seconds)
+                tensor.fill_(1.0)
+        return found
+
+    def seen(self) -> tuple[str, int, str]:
+        """The mask, how many cards torch sees through it, and which one that is."""
+        kind = own_device(self).type
+        module: Any = torch.get_device_module(kind)
+        which = str(module.get_device_properties(0).uuid)
+        return os.environ.get("CUDA_VISIBLE_DEVICES", ""), torch.accelerator.device_count(), which

@@ -1,0 +1,145 @@
+"""ManiSkill's simulation: alone, in rlhpc's environment, in a plain loop of PPO, and in a run of rlhpc.
+
+All of them simulate PickCube-v1 from states on the same device, with as many slots; both trainings have the networks, the
+rollouts of 50 steps and the 8 epochs of 32 minibatches of ManiSkill's own ppo.py. The plain loop is written here in its
+manner; it is not that file. On a CPU ManiSkill itself simulates one slot, so what stands beside it there has other slots
+and compares nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from bench.gpu.part import ROOT, Report, timed
+from bench.single_process_ppo import Agent, advantages_of, update
+
+TASK = "PickCube-v1"
+ROLLOUT = 50
+KWARGS: dict[str, Any] = {"control_mode": "pd_joint_delta_pos", "reward_mode": "normalized_dense", "obs_mode": "state"}
+
+
+def maniskill(device: str, slots: int) -> Any:
+    """ManiSkill's own environments, in its wrapper that resets those that end."""
+    from rlhpc.embodied.envs.maniskill import load_maniskill
+
+    load_maniskill()
+    import gymnasium
+    from mani_skill.vector.wrappers.gymnasium import ManiSkillVectorEnv
+
+    backend = "physx_cpu" if device == "cpu" else f"physx_{device}"
+    made = gymnasium.make(TASK, num_envs=slots, sim_backend=backend, render_backend="none", **KWARGS)
+    return ManiSkillVectorEnv(made, slots, ignore_terminations=True, record_metrics=False)
+
+
+def alone(env: Any, slots: int, steps: int) -> float:
+    """Env steps a second on random actions."""
+    shape = (slots, *env.single_action_space.shape)
+    env.reset(seed=0)
+    actions = [torch.rand(shape, device=env.unwrapped.device) * 2 - 1 for _ in range(steps)]
+    env.step(actions[0])
+    return slots * steps / timed(lambda: [env.step(action) for action in actions])
+
+
+def ours(slots: int, steps: int) -> float:
+    """The same of rlhpc's environment, as an env rank has it."""
+    import numpy as np
+
+    from rlhpc.embodied.config import EnvSideConfig
+    from rlhpc.embodied.envs import make_env
+
+    section = EnvSideConfig(
+        env_type="maniskill", env_id=TASK, simulators=0, ignore_terminations=True, kwargs=dict(KWARGS)
+    )
+    env = make_env(section, slots, seed=0)
+    env.reset()
+    shape = (slots, *(env.action_space.shape or ()))
+    actions = [np.random.default_rng(i).uniform(-1, 1, shape).astype(np.float32) for i in range(steps)]
+    env.step(actions[0])
+    rate = slots * steps / timed(lambda: [env.step(action) for action in actions])
+    env.close()
+    return rate
+
+
+class Sizes:
+    """What `Agent` asks of environments."""
+
+    def __init__(self, env: Any) -> None:
+        self.space, self.observation = env.single_action_space, env.single_observation_space.shape[-1]
+
+
+def plain_ppo(env: Any, slots: int, updates: int, parts: int) -> float:
+    """Env steps a second of a loop that trains, without its first update; nothing leaves the device."""
+    device, batch = env.unwrapped.device, slots * ROLLOUT
+    args = argparse.Namespace(
+        hidden="256,256,256", critic_gain=1.41421, actor_gain=0.01414, log_std=-0.5, gamma=0.8, gae_lambda=0.9, epochs=8,
+        minibatch=batch // parts, target_kl=0.1, clip=0.2, value_clip=None, entropy=0.0, value_coef=0.5,
+    )  # fmt: skip
+    sizes: Any = Sizes(env)
+    agent = Agent(sizes, args).to(device)
+    optimizer = torch.optim.Adam(agent.parameters(), lr=3e-4, eps=1e-5)
+    obs = env.reset(seed=0)[0]
+
+    def one() -> None:
+        nonlocal obs
+        columns: list[list[torch.Tensor]] = [[] for _ in range(6)]
+        for _ in range(ROLLOUT):
+            with torch.no_grad():
+                action, logprob, _, value = agent.act(obs)
+            after, reward, terminated, truncated, _ = env.step(action.clamp(-1, 1))
+            row = (obs, action, logprob, value, reward, (terminated | truncated).float())
+            for column, found in zip(columns, row, strict=True):
+                column.append(found)
+            obs = after
+        o, a, lp, v, r, ended = (torch.stack(column) for column in columns)
+        with torch.no_grad():
+            advantages = advantages_of(args, r, v, ended, agent.critic(obs).squeeze(-1))
+        flat = (o, a, lp, advantages, advantages + v, v)
+        update(args, agent, optimizer, [x.reshape(batch, *x.shape[2:]) for x in flat])
+
+    one()
+    return batch * updates / sum(timed(one) for _ in range(updates))
+
+
+def run(report: Report, slots: int, steps: int, parts: int) -> tuple[float, float]:
+    """Env steps a second of a run and of its rollouts alone, without the run's first step."""
+    with tempfile.TemporaryDirectory() as folder:
+        command = [
+            sys.executable, "-m", "rlhpc.cli", "train", "configs/embodied/pick_cube_ppo.yaml", f"runner.run_dir={folder}",
+            "runner.segments=1", f"runner.max_steps={steps}", "runner.save_interval=-1", "runner.val_check_interval=-1",
+            "runner.logger.logger_backends=[jsonl]", f"env.train.num_envs={slots}",
+            f"actor.global_batch_size={slots * ROLLOUT // parts}", f"cluster.accelerators_per_node={min(report.cards, 1)}",
+        ]  # fmt: skip
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+        if done.returncode:
+            print(" ".join(command), done.stdout[-2000:], done.stderr[-4000:], sep="\n", file=sys.stderr)
+            raise RuntimeError(f"rlhpc train ended with {done.returncode}")
+        rows = [
+            json.loads(line) for line in (Path(folder) / "pick_cube_ppo" / "metrics.jsonl").read_text().splitlines()
+        ][1:]
+    played = slots * ROLLOUT * len(rows)
+    return played / sum(row["time/step_s"] for row in rows), played / sum(row["time/rollout_s"] for row in rows)
+
+
+def measure(report: Report) -> None:
+    """One after the other; the runs last, whose ranks want the card for themselves."""
+    slots, steps, updates, parts = (8, 20, 1, 2) if report.small else (1024, 200, 4, 32)
+    theirs = 1 if report.small else slots
+    with report.piece("ManiSkill alone"):
+        env = maniskill(report.device, theirs)
+        report.figure(f"ManiSkill alone, {theirs} slots", alone(env, theirs, steps), "env steps/s")
+        report.figure(f"a plain loop of PPO, {theirs} slots", plain_ppo(env, theirs, updates, parts), "env steps/s")
+        env.close()
+    with report.piece("rlhpc's environment"):
+        report.figure(f"rlhpc's environment, {slots} slots", ours(slots, steps), "env steps/s")
+    with report.piece("a run"):
+        whole, rollouts = run(report, slots, updates + 1, parts)
+        report.figure(f"rlhpc's run of PPO, {slots} slots", whole, "env steps/s")
+        report.figure(f"rlhpc's run of PPO, {slots} slots, rollouts alone", rollouts, "env steps/s")

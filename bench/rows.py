@@ -1,0 +1,174 @@
+"""Training on samples of mixed lengths as rows without padding, beside rectangles of samples of similar length.
+
+    python -m bench.rows --repeat 7
+
+Both have the same samples, of 64 to 1024 tokens (uniform in the logarithm), the same model and the same most tokens in a
+micro-batch, and train a step each in turn; the time is that of the processor, which neighbours hardly change. Then, each in a
+process of its own: how much memory a row of so many tokens takes; and, with `--loss`, which takes minutes, the log-probs and
+entropies of a model with a vocabulary of 152 000.
+
+Prints a line a figure and writes bench/results/rows.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import random
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from omegaconf import OmegaConf
+
+from bench.machine import goal, spread, write
+from bench.training import LR, make_model
+from rlhpc import Worker
+from rlhpc.config.typed import typed
+from rlhpc.language.config import GrpoConfig
+from rlhpc.language.tokens.batches import TokenBatch
+from rlhpc.language.tokens.cutting import cut_up
+from rlhpc.language.tokens.scores import TokenScores
+from rlhpc.language.tokens.trainer import TokenTrainer
+
+LAYERS, WIDTH, VOCABULARY, SAMPLES, MAX_TOKENS = 4, 256, 8192, 32, 4096
+SHORTEST, LONGEST = 64, 1024
+#: Tokens of a row, for memory.
+SIZES = (2048, 4096, 8192, 16384)
+
+
+def samples(lengths: list[int], vocabulary: int) -> TokenBatch:
+    """Random tokens, with a weight each."""
+    torch.manual_seed(0)
+    ids = [torch.randint(0, vocabulary, (n,)) for n in lengths]
+    return TokenBatch.of(ids, [torch.ones(n) for n in lengths], {"weights": [torch.randn(n) for n in lengths]})
+
+
+def mixed() -> list[int]:
+    rng = random.Random(0)
+    return [round(math.exp(rng.uniform(math.log(SHORTEST), math.log(LONGEST)))) for _ in range(SAMPLES)]
+
+
+def trainer(folder: str, packed: bool) -> TokenTrainer:
+    cfg = typed(GrpoConfig, OmegaConf.structured(GrpoConfig))
+    cfg.actor.model.model_path, cfg.actor.use_remove_padding = folder, packed
+    cfg.actor.optim.name, cfg.actor.optim.clip_grad = "adamw", 1.0
+    found = TokenTrainer(cfg, Worker())
+    assert found.packed == packed
+    return found
+
+
+def step(own: TokenTrainer, parts: list[TokenBatch], total: int, entropy: bool = False) -> None:
+    """Forward and backward."""
+
+    def loss(scores: TokenScores, batch: TokenBatch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        value = -(batch.columns["weights"] * scores.logprobs).sum() / total
+        if scores.entropy is not None:
+            value = value - 0.01 * scores.entropy.sum() / total
+        return value, {"loss": value}
+
+    own.forward_backward(parts, loss, entropy=entropy)
+
+
+def throughput(folder: str, repeat: int) -> dict[str, Any]:
+    """Tokens per CPU second of both, and their ratio within a round."""
+    batch = samples(mixed(), VOCABULARY)
+    ways, rates, cells = {}, dict[str, list[float]](), dict[str, int]()
+    for name, packed in (("rows", True), ("rectangles", False)):
+        own = trainer(folder, packed)
+        parts = [part for _, part in cut_up(batch, MAX_TOKENS, packed=packed, hidden=own.hidden)]
+        cells[name] = sum(part.inputs()["input_ids"].numel() for part in parts)
+        ways[name], rates[name] = (own, parts), []
+    for turn in range(repeat + 1):
+        for name in sorted(ways, reverse=bool(turn % 2)):
+            own, parts = ways[name]
+            started = time.process_time()
+            step(own, parts, batch.tokens)
+            own.optimizer_step(LR)
+            if turn:  # the first round warms up
+                rates[name].append(batch.tokens / (time.process_time() - started))
+    ratio = statistics.median(a / b for a, b in zip(rates["rows"], rates["rectangles"], strict=True))
+    return {
+        "tokens a step": batch.tokens,
+        **{f"cells of padding, {name}": count - batch.tokens for name, count in cells.items()},
+        **{f"{name} (tokens per CPU second)": spread(values) for name, values in rates.items()},
+        "rows / rectangles": ratio,
+    }
+
+
+def resident(what: str) -> int:
+    """This process's resident memory (VmRSS) or its peak (VmHWM), in KiB."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return int(next(line.split()[1] for line in lines if line.startswith(f"{what}:")))
+
+
+def peak(folder: str, tokens: int, entropy: bool) -> None:
+    """In a process of its own: how much the peak of resident memory grows when a row of so many tokens is trained on."""
+    own = trainer(folder, True)
+    vocabulary = own.backend.module.config.vocab_size  # type: ignore[union-attr]
+    small = samples([8, 8], int(vocabulary))  # type: ignore[arg-type]
+    step(own, [small.read_by(True)], small.tokens, entropy)
+    Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+    before = resident("VmRSS")
+    batch, started = samples([512] * (tokens // 512), int(vocabulary)), time.perf_counter()  # type: ignore[arg-type]
+    step(own, [batch.read_by(True)], batch.tokens, entropy)
+    print(json.dumps({"MiB": (resident("VmHWM") - before) / 1024, "seconds": time.perf_counter() - started}))
+
+
+def in_process(folder: str, tokens: int, *words: str) -> dict[str, float]:
+    command = [sys.executable, "-m", "bench.rows", "--peak", str(tokens), "--model", folder, *words]
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        raise SystemExit(done.stderr[-2000:])
+    found: dict[str, float] = json.loads(done.stdout)
+    return found
+
+
+def main() -> None:
+    """Measures, prints and writes."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--repeat", type=int, default=7)
+    parser.add_argument("--loss", action="store_true", help="also the loss of 16 384 tokens over 152 000 words")
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--peak", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--model", help=argparse.SUPPRESS)
+    parser.add_argument("--entropy", action="store_true", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    torch.set_num_threads(args.threads)
+    if args.peak:
+        peak(args.model, args.peak, args.entropy)
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        make_model(Path(folder) / "mixed", LAYERS, WIDTH, VOCABULARY)
+        figures = throughput(str(Path(folder) / "mixed"), args.repeat)
+        for tokens in SIZES:
+            figures[f"a row of {tokens} tokens (MiB)"] = in_process(str(Path(folder) / "mixed"), tokens)["MiB"]
+        first, last = (figures[f"a row of {tokens} tokens (MiB)"] for tokens in (SIZES[-2], SIZES[-1]))
+        goals = [
+            goal("rows without padding as fast as rectangles, or faster", figures["rows / rectangles"], at_least=1.0),
+            goal("twice the tokens, at most twice the memory", last / first, at_most=2.1),
+        ]
+        if args.loss:
+            make_model(Path(folder) / "wide", 1, 64, 152_000)
+            found = in_process(str(Path(folder) / "wide"), 16384, "--entropy", "--threads", str(args.threads))
+            figures["the loss of 16384 tokens over 152000 words (MiB)"] = found["MiB"]
+            figures["the same (s)"] = found["seconds"]
+            goals.append(goal("16k tokens over 152k words in half a gigabyte", found["MiB"] / 953.7, at_most=0.5))
+    words = f"python -m bench.rows --repeat {args.repeat}{' --loss' if args.loss else ''}"
+    path = write("rows", words + (f" --threads {args.threads}" if args.threads > 1 else ""),
+                 {"figures": figures, "goals": goals})  # fmt: skip
+    for name, value in figures.items():
+        print(f"{name:50} {value['median'] if isinstance(value, dict) else value:12.3f}")
+    for one in goals:
+        print(f"{'met' if one['met'] else 'NOT MET':8} {one['goal']}: {one['measured']:.3f} ({one['wanted']})")
+    print(path)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,82 @@
+"""How long a run stands still for its checkpoints when it trains on while they are written, beside one that waits.
+
+    python -m bench.saves --repeat 2
+
+PPO with a policy and values of 128 million parameters: a checkpoint of 1.5 GB after each of ten steps. Both runs
+in turn, with one seed; `still` is the mean from the second save on, for the first one also takes the memory for copies.
+
+Prints a line a run and writes bench/results/saves.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from bench.machine import spread, write
+
+ROOT = Path(__file__).resolve().parents[1]
+STEPS = 10
+WORDS = (
+    "runner.segments=1", f"runner.max_steps={STEPS}", "runner.save_interval=1", "runner.keep_checkpoints=1",
+    "runner.logger.logger_backends=[jsonl]", "actor.model.hidden_sizes=[8000, 8000]",
+    "actor.model.ortho_init=false", "algorithm.rollout_steps=16",
+    "actor.global_batch_size=64", "env.eval.num_episodes=1",
+)  # fmt: skip
+
+
+def run(folder: Path, async_save: bool, epochs: int) -> dict[str, float]:
+    """A run: what it stood still for a save, a step without, and the whole from its first step on; in seconds."""
+    command = [
+        sys.executable, "-m", "rlhpc.cli", "train", str(ROOT / "configs" / "quickstart.yaml"), *WORDS,
+        f"runner.run_dir={folder}", f"runner.async_save={str(async_save).lower()}", f"algorithm.update_epochs={epochs}",
+    ]  # fmt: skip
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        raise SystemExit(f"{' '.join(command)} ended with {done.returncode}:\n{done.stderr[-2000:]}")
+    root = folder / "quickstart"
+    rows = [json.loads(line) for line in (root / "metrics.jsonl").read_text().splitlines()]
+    last = json.loads((root / "status.json").read_text())
+    saved = root / "checkpoints" / f"global_step_{STEPS}"
+    return {
+        "still": statistics.fmean(row["time/save_s"] for row in rows[2:]),
+        "step": statistics.fmean(row["time/step_s"] for row in rows[1:]),
+        "all": float(last["elapsed_s"]),
+        "gigabytes": sum(path.stat().st_size for path in saved.rglob("*")) / 1e9,
+    }
+
+
+def main() -> None:
+    """Measures both in turn."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--repeat", type=int, default=2)
+    parser.add_argument("--epochs", type=int, default=2, help="makes steps longer")
+    parser.add_argument("--folder", type=Path, default=ROOT, help="on the filesystem to measure")
+    args = parser.parse_args()
+    rows: dict[str, list[dict[str, float]]] = {"beside": [], "waiting": []}
+    for _ in range(args.repeat):
+        for name, found in rows.items():
+            with tempfile.TemporaryDirectory(dir=args.folder) as place:
+                found.append(run(Path(place), name == "beside", args.epochs))
+            print(name, json.dumps(found[-1]), flush=True)
+    figures = {name: {key: spread([row[key] for row in found]) for key in found[0]} for name, found in rows.items()}
+    ratios = {
+        key: figures["beside"][key]["median"] / figures["waiting"][key]["median"] for key in ("still", "step", "all")
+    }
+    print(", ".join(f"{key} {ratio:.2f}" for key, ratio in ratios.items()))
+    print(
+        write(
+            "saves",
+            f"python -m bench.saves --repeat {args.repeat} --folder {args.folder}",
+            {"figures": figures, "ratios": ratios},
+        )
+    )
+
+
+if __name__ == "__main__":
+    main()

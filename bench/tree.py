@@ -1,0 +1,102 @@
+"""How much of a version of the weights leaves the sender, by the number of other hosts that get it.
+
+    python -m bench.tree --repeat 5
+
+128 MB of float32 in parts of 8 MB, from one rank to one on each of 1, 2, 4 and 8 hosts. They are processes of this
+machine that take themselves for other hosts, so the seconds are those of one memory bus and these cores; what counts is
+how often the bytes of a version leave the sender, and the most that any other host sends.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import time
+from collections.abc import Sequence
+
+import torch
+
+from bench.machine import goal, spread, write
+from rlhpc import Cluster, NodePlacementStrategy, Session, Worker, WorkerGroup
+from rlhpc.runtime.context import current
+from rlhpc.weights import make_sync
+from rlhpc.weights.target import apply
+from rlhpc.weights.transport import WeightSender
+
+HOSTS = (1, 2, 4, 8)
+TENSORS, ELEMENTS, PART = 128, 1 << 18, 8 << 20
+BYTES = TENSORS * ELEMENTS * 4
+
+
+class Holder(Worker):
+    """A sender or a receiver of the weights."""
+
+    def open(self, receivers: list[tuple[str, list[int]]]) -> None:
+        self.held = [(f"t{i}", torch.zeros(ELEMENTS)) for i in range(TENSORS)]
+        self.sender = WeightSender(self, receivers, "off", PART)
+        self.sync = make_sync("auto", self, ("sender", 0), receivers, "off")
+
+    def give(self, version: int) -> None:
+        for _, tensor in self.held:
+            tensor.fill_(version)
+        self.sender.send(version, self.held)
+
+    def take(self) -> bool:
+        version = apply(self.sync, self.held)
+        return all(bool((tensor == version).all()) for _, tensor in self.held)
+
+    def sent(self) -> int:
+        return current().service.bytes_sent()
+
+
+def measure(sender: WorkerGroup, others: Sequence[WorkerGroup], versions: int = 4) -> tuple[float, float, float]:
+    """Seconds of a version, how often its bytes left the sender, and the most that another host sent of it."""
+    receivers = [(group.name, [0]) for group in others]
+    for handle in [group.open(receivers) for group in (sender, *others)]:
+        handle.wait()
+    before = [group.sent().wait()[0] for group in (sender, *others)]
+    started = time.perf_counter()
+    for version in range(versions):
+        handles = [sender.give(version), *(group.take() for group in others)]
+        assert all(found for handle in handles[1:] for found in handle.wait())
+        handles[0].wait()
+    seconds = (time.perf_counter() - started) / versions
+    after = [group.sent().wait()[0] for group in (sender, *others)]
+    times = [(now - then) / BYTES / versions for now, then in zip(after, before, strict=True)]
+    return seconds, times[0], max(times[1:])
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Measures and writes `results/tree.json`."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--repeat", type=int, default=5)
+    args = parser.parse_args(argv)
+    os.environ["OMP_NUM_THREADS"] = "1"
+    session, cluster = Session.start(tcp_address="127.0.0.1"), Cluster.local(1, 0)
+    sender = Holder.create_group().launch(cluster, NodePlacementStrategy([0]), "sender")
+    others = [
+        Holder.create_group().launch(
+            cluster, NodePlacementStrategy([0]), f"host{i}", env_vars={"RLHPC_HOST_ID": f"h{i}"}
+        )
+        for i in range(max(HOSTS))
+    ]
+    taken: list[dict[str, float]] = []
+    for repeat in range(args.repeat + 1):
+        row: dict[str, float] = {}
+        for count in HOSTS:
+            name = f"{count} hosts" if count > 1 else "1 host"
+            seconds, own, most = measure(sender, others[:count])
+            row |= {f"{name} (s)": seconds, f"{name}: times from the sender": own, f"{name}: from another": most}
+        print({name: round(value, 3) for name, value in row.items()}, flush=True)
+        if repeat:
+            taken.append(row)
+    figures = {name: spread([row[name] for row in taken]) for name in taken[0]}
+    goals = [
+        goal(name, figures[name]["median"], at_most=2.5) for name in figures if name.endswith("times from the sender")
+    ]
+    print(write("tree", f"python -m bench.tree --repeat {args.repeat}", {"figures": figures, "goals": goals}))
+    session.stop()
+
+
+if __name__ == "__main__":
+    main()

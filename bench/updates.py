@@ -1,0 +1,94 @@
+"""How long an update of a large model's weights takes on several nodes, on paper: what was measured, and what is assumed.
+
+    python -m bench.updates
+
+Stages run at the same time, a part of 256 MB behind each other, so the slowest sets the rate, and the others add a part each.
+From `bench/results`: one TCP stream (hosts), and writing into shared memory (weights), both of a small machine whose two cores
+were sender and receiver at once; a server's stream is faster. Assumed, since nothing here has an accelerator or a network:
+`ASSUMED`. In brackets: if a stream were as fast as the network, as several would be together. Prints the table that
+`docs/explanation/performance.md` shows.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from typing import NamedTuple
+
+from bench.machine import RESULTS
+from bench.weights import BYTES
+from rlhpc.weights.publish import PART_BYTES
+
+#: GB/s, and how many engines a node has.
+ASSUMED = {"device to host, pages locked": 25.0, "host to device, for each engine": 6.0, "engines on a node": 8}
+MODELS = {"7B": 15.2e9, "70B": 141e9}
+NODES, LINKS = (1, 4, 16), (25, 100, 400)
+
+
+class Update(NamedTuple):
+    """What an update takes, in seconds, and which stage is slowest."""
+
+    seconds: float
+    slowest: str
+
+
+def measured() -> dict[str, float]:
+    """GB/s of one TCP stream, and of writing tensors into shared memory."""
+    hosts = json.loads((RESULTS / "hosts.json").read_text())["figures"]
+    weights = json.loads((RESULTS / "weights.json").read_text())["figures"]
+    return {
+        "stream": (256 << 20) / hosts["TCP, 256 MiB dict (ms)"]["median"] / 1e6,
+        "write": BYTES / weights["1 to 1, adopted, all (s)"]["median"] / 1e9,
+    }
+
+
+def update(size: float, nodes: int, link: float, stream: float, write: float) -> Update:
+    """An update of `size` bytes, all of it trained.
+
+    Args:
+        size: Bytes.
+        nodes: Each has a share of the model, and engines that all take the whole.
+        link: Gb/s of a node's network, each way.
+        stream: GB/s of one TCP stream; infinite where streams are not what limits.
+        write: GB/s into shared memory.
+    """
+    wire, hosts = link / 8, nodes - 1
+    rates = {
+        "device to host": min(ASSUMED["device to host, pages locked"], write),
+        "host to device": ASSUMED["host to device, for each engine"],
+    }
+    levels = 0
+    if hosts:
+        copies = min(2, hosts)
+        rates["gathering"] = wire * nodes / hosts  # this node's own share need not come
+        rates["sending"] = wire / copies
+        rates["a TCP stream"] = stream
+        levels = (hosts + 1).bit_length() - 1
+    slowest = min(rates, key=lambda stage: rates[stage])
+    filling = PART_BYTES / 1e9 * sum(1 / rates[stage] for stage in ("device to host", "host to device"))
+    filling += levels * PART_BYTES / 1e9 / min(wire, stream)
+    return Update(size / 1e9 / rates[slowest] + filling, slowest)
+
+
+def table() -> str:
+    """All of it, in Markdown."""
+    parts = measured()
+    lines = [
+        "| model | nodes | " + " | ".join(f"{link} Gb/s" for link in LINKS) + " |",
+        "|---" * (2 + len(LINKS)) + "|",
+    ]
+    for model, size in MODELS.items():
+        for nodes in NODES:
+            cells = []
+            for link in LINKS:
+                found = update(size, nodes, link, **parts)
+                other = update(size, nodes, link, math.inf, parts["write"])
+                cells.append(f"{found.seconds:.0f} s, {found.slowest}")
+                if other.slowest != found.slowest:
+                    cells[-1] += f" ({other.seconds:.0f} s, {other.slowest})"
+            lines.append(f"| {model} | {nodes} | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    print(table())
