@@ -165,8 +165,11 @@ def run_worker(spec: WorkerSpec, on_sigterm: Callable[[], None] | None = None) -
     def heartbeat(service: Service) -> None:
         service.peers.post(driver, b"NOTE", [pickle.dumps({"note": "alive", **note})])
 
+    #: The last recovery that has ended. The request to give up comes by another way than calls: it may come behind this.
+    resumed = 0
+
     def check() -> None:
-        if service.aborted:
+        if service.aborted > resumed:
             raise CallAborted(f"{spec.name} gave up a call: another group failed")
 
     service = Service(
@@ -210,7 +213,7 @@ def run_worker(spec: WorkerSpec, on_sigterm: Callable[[], None] | None = None) -
         if name in (IDLE, RESUME):
             if name == RESUME:
                 p2p.clear_inbox(service)
-                service.aborted = False
+                ((resumed,), _), frames = service.unpack(frames), []
             door.answer(caller, [number, b"ok", b"0", *service.pack(None).frames()])
             continue
         started = time.perf_counter()

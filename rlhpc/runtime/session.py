@@ -91,7 +91,7 @@ class Session:
         self.log_dir = log_dir or self.scratch.sockets / "logs"
         self.log_dir.mkdir(parents=True, exist_ok=True)
         self.ranks = Ranks(on_end=lambda name: self.service.consumer_died(name))
-        self.failures = FailurePolicy()
+        self.failures, self._recovery = FailurePolicy(), 0
         self.leases = Leases(self.fail)
         self.service = Service(
             "driver", keys, self.scratch, tcp_address,
@@ -222,15 +222,16 @@ class Session:
                 raise failure
             gone, survivors = [m for m in self.ranks.all() if m.state == "ended"], self.ranks.alive()
             self.failures.first = None
+        self._recovery += 1
         for name in {m.spec.group for m in self.ranks.all()}:
             self.rpc.forget(name)
         for member in gone:
             self.registry.remove(MEMBERS, member.spec.name)
         try:
             for member in survivors:
-                self.service.peers.post(choose(member.record["data"]), b"ABORT", [])
+                self.service.peers.post(choose(member.record["data"]), b"ABORT", [b"%d" % self._recovery])
             for command in (IDLE, RESUME):  # nobody sends any more once all have answered the first
-                handles = [self.rpc.call(records, command, (), {}) for records in _records(survivors)]
+                handles = [self.rpc.call(records, command, (self._recovery,), {}) for records in _records(survivors)]
                 for handle in handles:
                     handle.wait(patience_s)
         except (RlhpcError, OSError) as error:

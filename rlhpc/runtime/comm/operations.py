@@ -19,7 +19,7 @@ class Home(Protocol):
     lock: threading.Lock
     channels: dict[str, ChannelState]
     held: HeldValues
-    aborted: bool
+    aborted: int
 
     @property
     def doing(self) -> Callable[[], Any]: ...
@@ -94,7 +94,7 @@ def _doing(service: Home, answer: RemoteAnswer, frames: list[bytes]) -> None:
 
 
 def _abort(service: Home, answer: RemoteAnswer, frames: list[bytes]) -> None:
-    service.aborted = True
+    service.aborted = int(frames[0])
 
 
 def _note(service: Home, answer: RemoteAnswer, frames: list[bytes]) -> None:

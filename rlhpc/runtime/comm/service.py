@@ -98,8 +98,8 @@ class Service:
         self.loans, self.offers = Loans(self.pool), Offers()
         self.fetch = Fetching(scratch, self.pool, self.mappings, self.peers, self.check).fetch
         self.held = HeldValues()
-        #: The driver wants the main thread's present call to be given up.
-        self.aborted = False
+        #: Number of the newest recovery for which the driver wants the main thread's present call to be given up.
+        self.aborted = 0
         self._outbox: collections.deque[tuple[Connection | bytes, list[Any]]] = collections.deque()
         self._zap = ZapDoor(self.context, keys)
         path = scratch.sockets / f"d-{os.getpid()}-{next(_numbers)}"

@@ -129,6 +129,28 @@ def test_who_asks_again_and_again_is_freed_as_well(launch, how, home):
     session.failures.expendable = frozenset()
 
 
+def test_the_request_to_give_up_may_come_late(launch, monkeypatch):
+    """It goes to another socket and thread of the rank than its calls: behind the end of the recovery it asks for nothing."""
+    steady, fragile = launch(1, "steady"), launch(1, "fragile")
+    session = Session.running()
+    session.failures.expendable = frozenset({"fragile"})
+    held = []
+    post = session.service.peers.post
+    monkeypatch.setattr(
+        session.service.peers, "post", lambda *what: held.append(what) if what[1] == b"ABORT" else post(*what)
+    )
+    with pytest.raises(WorkerFailed):
+        fragile.leave(9).wait(20)
+    session.recover(5.0)
+    assert steady.add(1).wait() == [1]
+    for what in held:
+        post(*what)
+    # By the same road: once it is answered, they have arrived.
+    told = session.service.peers.request(held[0][0], b"DOING", [], 5.0, "steady")
+    assert told and steady.add(2).wait() == [2]
+    session.failures.expendable = frozenset()
+
+
 def test_connect_waits_for_create_and_gives_up():
     with pytest.raises(ChannelError, match="never appeared"):
         Channel.connect("nobody", timeout=0.1)
