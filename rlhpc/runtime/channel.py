@@ -10,7 +10,7 @@ import pickle
 import queue
 import zlib
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 from rlhpc.runtime.comm.background import AsyncWork, in_background
 from rlhpc.runtime.comm.payload import Packed
@@ -31,6 +31,18 @@ class QueueFull(queue.Full):
 
 class QueueEmpty(queue.Empty):
     """`get_nowait` on an empty channel."""
+
+
+class Taken(NamedTuple):
+    """An item that somebody has taken, and may fail to be done with.
+
+    Attributes:
+        item: The item.
+        number: What the channel's home knows it by.
+    """
+
+    item: Any
+    number: int
 
 
 class Channel:
@@ -124,6 +136,14 @@ class Channel:
         self._put(context, packed, weight, key, True)
         return None
 
+    def entrust(self, item: Any, key: str = DEFAULT_KEY) -> None:
+        """Appends `item`, all of which the channel's home has when this returns: it needs nothing of this process any more.
+
+        Slower for large items than `put`, which leaves their data where it is until the consumer comes for it.
+        """
+        context = current()
+        self._put(context, context.service.pack(item, whole=True), 0, str(key), True, confirm=True)
+
     def put_nowait(self, item: Any, weight: float = 0, key: str = DEFAULT_KEY) -> None:
         """Appends `item`.
 
@@ -203,6 +223,22 @@ class Channel:
         """
         return self._get(current(), str(key), None, False, None)[0]
 
+    def take_nowait(self, key: str = DEFAULT_KEY) -> Taken:
+        """Removes the oldest item until this process says that it is `done` with it; if it ends before, the item goes back to
+        the front. Only from a channel that another process keeps; the driver's notices the end of ranks on any host.
+
+        Raises:
+            QueueEmpty: There is none.
+        """
+        context = current()
+        ((item, number),) = self._fetch(context, str(key), None, False, context.wait_deadline, owner=context.name)
+        return Taken(item, number)
+
+    def done(self, taken: Taken) -> None:
+        """What came of an item is safe: nobody else is to have it."""
+        home = self._homes[0]
+        current().service.peers.post(choose(home), b"ACK", [pickle.dumps((self.name, [taken.number]))])
+
     def get_batch(self, target_weight: float, key: str = DEFAULT_KEY) -> list[Any]:
         """Takes items in order until their weights reach `target_weight` or the next would exceed it; blocks until then."""
         return self._get(current(), str(key), float(target_weight), True, None)
@@ -224,19 +260,28 @@ class Channel:
                 context.check()  # a loop that asks again and again waits for somebody, too
                 raise QueueEmpty(whom) from None
             return [service.unpack(item.frames) for item in items]
-        head = pickle.dumps((self.name, key, target, wait, context.host))
+        return [item for item, _ in self._fetch(context, key, target, wait, timeout)]
+
+    def _fetch(
+        self, context: Context, key: str, target: float | None, wait: bool, timeout: float, owner: str = ""
+    ) -> list[tuple[Any, int]]:
+        """Items of a channel that another process keeps, with their numbers; those of an `owner` are not acknowledged."""
+        service, home = context.service, self._home(key)
+        whom = f"an item in channel {self.name!r}, key {key!r}"
+        head = pickle.dumps((self.name, key, target, wait, context.host, owner))
         try:
             reply = service.peers.request(choose(home), b"GET", [head], timeout, whom)
         except Refused:
             context.check()
             raise QueueEmpty(whom) from None
-        numbers, results, at = [], [], 1
+        results, at = list[tuple[Any, int]](), 1
         fetched: list[Callable[[], None]] = []
         for number, count in pickle.loads(reply[0]):
-            results.append(service.unpack(reply[at : at + count], later=fetched))
-            numbers.append(number)
+            results.append((service.unpack(reply[at : at + count], later=fetched), number))
             at += count
-        service.peers.post(choose(home), b"ACK", [pickle.dumps((self.name, numbers))])
+        if not owner:
+            numbers = [number for _, number in results]
+            service.peers.post(choose(home), b"ACK", [pickle.dumps((self.name, numbers))])
         for release in fetched:
             release()
         return results
@@ -269,4 +314,4 @@ class Channel:
         return f"Channel({self.name!r})"
 
 
-__all__ = ["AsyncWork", "Channel", "Item", "QueueEmpty", "QueueFull"]
+__all__ = ["AsyncWork", "Channel", "Item", "QueueEmpty", "QueueFull", "Taken"]

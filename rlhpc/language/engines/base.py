@@ -67,7 +67,7 @@ class RolloutBackend(Protocol):
     way goes on under the new ones (after a recomputation of its cache, unless `rollout.keep_cache_on_update`), and
     `Completion.versions` tells which token is whose.
 
-    What only some engines say or can do is in `SaysForkable`, `TakesParts`, `TellsWeights` and `ScoresTexts`.
+    What only some engines say or can do is in `SaysForkable`, `TakesParts`, `TellsWeights`, `ScoresTexts` and `Bounded`.
     """
 
     version: int
@@ -148,6 +148,13 @@ class ScoresTexts(Protocol):
 
     def score(self, token_ids: Sequence[int]) -> list[float]:
         """Log-probs of a text's tokens but the first, at temperature 1, by the present weights. What is under way goes on."""
+
+
+@runtime_checkable
+class Bounded(Protocol):
+    """An engine that says how many sequences it makes at a time; what is added beyond waits in it, and for it."""
+
+    capacity: int
 
 
 def taking_parts(engine: RolloutBackend) -> TakesParts | None:

@@ -61,6 +61,7 @@ class HFRollout(Engine):
         text_config = config.get_text_config()
         _refuse_recurrent(text_config, options.model_path)
         self._device, self._max_rows = torch.device(options.device), options.batch
+        self.capacity = options.batch
         self._model = self._load(options)
         self._tokenizer = load_tokenizer(options.model_path, options.trust_remote_code)
         # If all layers mask alike, the mask is made here, once per step; otherwise the model makes its own.

@@ -93,6 +93,7 @@ class VLLMRollout(VLLMProcess, Engine):
         self._torn, self._slept = "", False
         VLLMProcess.__init__(self, options, config, seed)
         self.context = int(self._engine.model_config.max_model_len)
+        self.capacity = int(self._engine.vllm_config.scheduler_config.max_num_seqs)
         self._filters_logged = all(self._engine.collective_rpc(log_before_filters))
         if self._experts and not self._on_cpu and (kernels := self._engine.collective_rpc(packing_kernels)[0]):
             raise ConfigError(

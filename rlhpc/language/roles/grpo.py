@@ -203,9 +203,8 @@ class GrpoActor(LanguageActor[GrpoConfig]):
         """What did not come, and from whom."""
         told = []
         for maker, positions in missing.items():
-            name = maker or self.prompts.rollout_name
-            ranks = {self.prompts.scorer_of(maker, p) if maker else p % self.prompts.rollout_ranks for p in positions}
-            who = ", ".join(f"{name}-{rank}" for rank in sorted(ranks))
+            ranks = {self.prompts.scorer_of(maker, p) for p in positions} if maker else set[int]()
+            who = ", ".join(f"{maker}-{rank}" for rank in sorted(ranks)) or self.prompts.rollout_name
             what = "the column of prompts" if maker else "prompts"
             told.append(f"{what} {positions[:8]} did not come from {who}")
         return ", and ".join(told)

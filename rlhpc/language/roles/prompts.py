@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 #: Channels: finished groups, and what others say of them, kept by the actors; notices of new weights, kept
 #: by the rollout ranks; returns, kept by the critics.
 GROUPS, VERSIONS, RETURNS = "groups", "versions", "returns"
+#: Kept by the driver: prompts to be taken, and what it is told of those whose answers an actor has (`work.py`).
+WORK, DELIVERED = "work", "delivered"
 
 
 def channel_to(group: str) -> str:
@@ -44,8 +46,8 @@ def evaluation_phase(step: int) -> str:
 class PromptMap:
     """P prompts a step, G responses each, over rollout ranks and actors. Pure: the same on every rank.
 
-    Prompts of a step have positions 0 to P − 1. Rollout ranks take them in turn, so that neighbours in the dataset spread;
-    an actor takes a run of neighbours.
+    Prompts of a step have positions 0 to P − 1. Rollout ranks take them as they have room (`work.py`); an actor trains on a
+    run of neighbours.
 
     Attributes:
         prompts, group_size: P and G.
@@ -71,14 +73,9 @@ class PromptMap:
             ConfigError: Prompts cannot be shared out evenly.
         """
         prompts, size = cfg.data.prompts_per_step, cfg.algorithm.group_size
-        for name, ranks in (("rollout", rollout), ("actor", actor)):
-            if prompts % ranks:
-                raise ConfigError(f"data.prompts_per_step({prompts}) % {name} ranks({ranks}) != 0")
+        if prompts % actor:
+            raise ConfigError(f"data.prompts_per_step({prompts}) % actor ranks({actor}) != 0")
         return cls(prompts, size, rollout, actor, **more)
-
-    def of_rollout(self, rank: int) -> range:
-        """Positions that a rollout rank makes."""
-        return range(rank, self.prompts, self.rollout_ranks)
 
     def of_actor(self, rank: int) -> range:
         """Positions that an actor trains on."""

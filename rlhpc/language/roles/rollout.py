@@ -10,6 +10,7 @@ newer, and weights never get older. With 0 that is the synchronous loop.
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -28,7 +29,7 @@ from rlhpc.language.config import GrpoConfig, LanguageConfig
 from rlhpc.language.data import PromptDataset, PromptSampler, PromptTokenizer, load_tokenizer, make_dataset
 from rlhpc.language.data.prompts import Prompt
 from rlhpc.language.engines import Request, SamplingParams, make_rollout
-from rlhpc.language.engines.base import ScoresTexts, TellsWeights, taking_parts
+from rlhpc.language.engines.base import Bounded, ScoresTexts, TellsWeights, taking_parts
 from rlhpc.language.engines.ends import load_model_config
 from rlhpc.language.engines.engine import engine_dtype
 from rlhpc.language.engines.registry import awaiting_weights, forkable
@@ -36,20 +37,21 @@ from rlhpc.language.engines.vllm_experts import require_proven
 from rlhpc.language.evaluate import problems_of, suites_of
 from rlhpc.language.rewards import Sample
 from rlhpc.language.rewards.pool import Scored
-from rlhpc.language.roles.facts import facts_of, not_finite, summed, varied
+from rlhpc.language.roles.facts import facts_of, not_finite, varied
 from rlhpc.language.roles.groups import FINISHED, group_of
 from rlhpc.language.roles.probe import Probe, check_probe
 from rlhpc.language.roles.prompts import (
+    DELIVERED,
     GROUPS,
     VERSIONS,
+    WORK,
     PromptMap,
     channel_from,
     channel_to,
-    evaluation_phase,
     seed_of,
-    training_phase,
 )
 from rlhpc.language.roles.validation import Row, Validation
+from rlhpc.language.roles.work import Takings
 from rlhpc.language.scoring.asking import AskingGroup, Judging
 from rlhpc.language.tokens.model import compute_dtype
 from rlhpc.runs.device import own_device, seed_process
@@ -125,6 +127,7 @@ class LanguageRolloutWorker(Worker):
         self.backend = make_rollout(awaiting_weights(cfg), model_path=path, device=own_device(self), seed=self.seed)
         self._ended_with_it = [self.backend]
         self._in_parts = taking_parts(self.backend)
+        self._capacity = self.backend.capacity if isinstance(self.backend, Bounded) else sys.maxsize
         self.weights = make_sync(
             cfg.rollout.weight_sync, self, (prompts.actor_name, 0),
             [(prompts.rollout_name, list(range(prompts.rollout_ranks)))], cfg.rollout.weight_delta,
@@ -137,7 +140,6 @@ class LanguageRolloutWorker(Worker):
         self.every = cfg.runner.val_check_interval
         if self.every > 0:
             self.validation = Validation(cfg, self.tokenizer, self.rank, prompts.rollout_ranks)
-        self._clear(0)
         self.log.info("answers with %s by %s on %s; %d problems", path, cfg.rollout.rollout_backend, own_device(self),
                       len(self.dataset))  # fmt: skip
         return {"problems": len(self.dataset)}
@@ -145,6 +147,7 @@ class LanguageRolloutWorker(Worker):
     def connect(self) -> None:
         """Connects to the channels, once the driver has created them."""
         self._groups, self._versions = self.connect_channel(GROUPS), self.connect_channel(VERSIONS)
+        self._work, self._delivered = self.connect_channel(WORK), self.connect_channel(DELIVERED)
         self._scoring = {name: self.connect_channel(channel_to(name)) for name in self.prompts.scoring}
         self._raters = {
             name: AskingGroup(
@@ -173,34 +176,38 @@ class LanguageRolloutWorker(Worker):
         self.backend.reload()
 
     def _clear(self, step: int) -> None:
-        self.version, self.next_step, self._until = -1, step + 1, step
+        self.version, self._until = -1, step
         self._slots: dict[tuple[int, int], _Slot] = {}
-        self._open: dict[int, int] = {}  # groups that a step still lacks
+        self.work = Takings(self.prompts.prompts, self.rank, self._work, self._delivered)
         self._of_request: dict[int, tuple[tuple[int, int], int]] = {}
         self._request, self._synced = 0, 0.0
-        self._stats: dict[int, dict[int, dict[str, float]]] = {}  # by step and position
 
     # -- the loop -------------------------------------------------------------------------------------------------
 
-    def generate(self, step: int) -> dict[str, float]:
-        """Works until this rank's groups of `step` are handed over; with `max_staleness`, on later steps too meanwhile.
+    def generate(self, step: int, ranks: int) -> dict[str, float]:
+        """Takes prompts of `step` and answers them until none is left; with `max_staleness`, of later steps too meanwhile.
+
+        Args:
+            step: Of the run.
+            ranks: How many ranks take part.
 
         Returns:
-            Sums over the step's samples; the seconds that the call took, and those that the engine worked.
+            The seconds that the call took, those that the engine worked and that weights were taken in, and tokens.
         """
         begun, busy, tokens = time.perf_counter(), 0.0, 0
         deadline = begun + self.cfg.runner.step_timeout_s
         self._until = self.last_step
         if self.every > 0:  # nothing is under way when the weights of a step are evaluated
             self._until = min(self.last_step, -(-step // self.every) * self.every)
-        while self.next_step <= step or self._open.get(step, 0):
+        self.work.begin(step, ranks)
+        while self.work.held(step) or not self.work.exhausted(step):
             if time.perf_counter() > deadline:
                 raise DeadlineExceeded(
-                    f"step {step}: {self._open.get(step, 0)} groups of {self.group_name}-{self.rank} were not whole "
+                    f"step {step}: {self.work.held(step)} groups of {self.group_name}-{self.rank} were not whole "
                     f"after runner.step_timeout_s ({self.cfg.runner.step_timeout_s:g} s){self._waits_for()}"
                 )
             self._take_weights()
-            self._admit()
+            self._admit(step)
             worked = False
             if self.generation.unfinished():
                 start = time.perf_counter()
@@ -215,9 +222,7 @@ class LanguageRolloutWorker(Worker):
                 worked = True
             if not worked:
                 time.sleep(_IDLE_S)
-        self._ask_no_more(training_phase(step))
-        stats = summed(self._stats.pop(step))
-        stats |= {"seconds": time.perf_counter() - begun, "busy_s": busy, "sync_s": self._synced, "tokens": tokens}
+        stats = {"seconds": time.perf_counter() - begun, "busy_s": busy, "sync_s": self._synced, "tokens": tokens}
         self._synced = 0.0
         return stats
 
@@ -229,9 +234,7 @@ class LanguageRolloutWorker(Worker):
         """
         self.take_weights(step)
         deadline = time.monotonic() + self.cfg.runner.step_timeout_s
-        rows = self.validation.rows(self.generation, self.judges, deadline)
-        self._ask_no_more(evaluation_phase(step))
-        return rows
+        return self.validation.rows(self.generation, self.judges, deadline)
 
     def take_weights(self, version: int) -> None:
         """Takes in the weights of a version, or newer ones, as the actor writes them."""
@@ -241,10 +244,6 @@ class LanguageRolloutWorker(Worker):
                 raise DeadlineExceeded(f"the weights of step {version} did not reach {self.group_name}-{self.rank}")
             if not self._take_weights():
                 time.sleep(_IDLE_S)
-
-    def _ask_no_more(self, phase: str) -> None:
-        for rater in self._raters.values():
-            rater.end(phase)
 
     def _waits_for(self) -> str:
         waits = self.judges.waits_for()
@@ -273,13 +272,14 @@ class LanguageRolloutWorker(Worker):
         self._synced += time.perf_counter() - start
         return True
 
-    def _admit(self) -> None:
-        while self.next_step <= min(self.version + 1 + self.staleness, self._until) and self.version >= 0:
-            step = self.next_step
-            self.next_step += 1
-            mine = self.prompts.of_rollout(self.rank)
-            self._open[step] = len(mine)
-            for position in mine:
+    def _admit(self, first: int) -> None:
+        if self.version < 0:
+            return
+        for step in range(first, min(self.version + 1 + self.staleness, self._until) + 1):
+            while self.backend.unfinished() < self._capacity:
+                position = self.work.take(step)
+                if position is None:
+                    break
                 self._start(step, position, 0, self.sampler.at((step - 1) * self.prompts.prompts + position))
 
     def _start(self, step: int, position: int, attempt: int, index: int) -> None:
@@ -330,13 +330,13 @@ class LanguageRolloutWorker(Worker):
         del self._slots[slot.step, slot.position]
         columns = [self._columns(episode, score) for episode, score in zip(episodes, scores, strict=True)]
         group = group_of(slot.step, slot.position, episodes, rewards, columns, trains=not fault)
-        self._groups.put(group.pack(), key=str(self.prompts.actor_of(slot.position)))
+        # What is safe there is not lost with this process.
+        self._groups.entrust(group.pack(), key=str(self.prompts.actor_of(slot.position)))
         for name, channel in self._scoring.items():
-            channel.put(group.bare(), key=str(self.prompts.scorer_of(name, slot.position)))
-        self._open[slot.step] -= 1
+            channel.entrust(group.bare(), key=str(self.prompts.scorer_of(name, slot.position)))
         left_out = {"nonfinite": float(self.group_size), "refills": float(slot.attempt)}
         facts = left_out if fault else facts_of(slot.step, episodes, scores, rewards, slot.attempt)
-        self._stats.setdefault(slot.step, {})[slot.position] = facts
+        self.work.deliver(slot.step, slot.position, facts)
 
     def _overlong(self, episodes: list[Episode]) -> np.ndarray:
         """What `algorithm.overlong_buffer` subtracts from a reward."""

@@ -5,7 +5,6 @@ They work on groups and answers as these come, and keep nothing: one that is los
 
 from __future__ import annotations
 
-import collections
 import time
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -181,10 +180,10 @@ class RatingWorker(_Scoring):
         """Connects to the channels, once the driver has created them."""
         self._asked = self.connect_channel(channel_to(self.group_name))
         self._answers = self.connect_channel(channel_from(self.group_name))
-        self._ends = collections.Counter[str]()
+        self._ends = set[str]()
 
     def serve(self, phase: str) -> dict[str, float]:
-        """Rates answers as they come, until every rollout rank has said that it asks no more in this phase.
+        """Rates answers as they come, until the driver says that nobody asks any more in this phase.
 
         Args:
             phase: Of the run, as the rollout ranks name it.
@@ -194,7 +193,7 @@ class RatingWorker(_Scoring):
         """
         busy, count, deadline = 0.0, 0, self._deadline()
         self.scorer.counts()  # of a phase that broke off
-        while self._ends[phase] < self.prompts.rollout_ranks:
+        while phase not in self._ends:
             asked = self._some(phase, deadline)
             if not asked:
                 continue
@@ -203,7 +202,7 @@ class RatingWorker(_Scoring):
                 self._answer(one)
                 count += len(one["ids"])
             busy += time.perf_counter() - start
-        del self._ends[phase]
+        self._ends.discard(phase)
         counted = {f"count/{name}": value for name, value in self.scorer.counts().items()}
         return {"busy_s": busy, "answers": float(count), **counted}
 
@@ -214,7 +213,7 @@ class RatingWorker(_Scoring):
             message = self._asked.get(key=key, timeout=max(0.0, deadline - time.monotonic()))
             while True:
                 if "end" in message:
-                    self._ends[message["end"]] += 1
+                    self._ends.add(message["end"])
                 else:
                     found.append(message)
                 message = self._asked.get_nowait(key=key)
@@ -222,8 +221,8 @@ class RatingWorker(_Scoring):
             return found
         except DeadlineExceeded:
             raise DeadlineExceeded(
-                f"{phase}: {self.prompts.rollout_name} asked {self.group_name}-{self.rank} nothing, and did not say that it "
-                "was done, within runner.step_timeout_s"
+                f"{phase}: {self.prompts.rollout_name} asked {self.group_name}-{self.rank} nothing, and was not done, within "
+                "runner.step_timeout_s"
             ) from None
 
     def _answer(self, asked: dict[str, Any]) -> None:

@@ -13,8 +13,9 @@ from typing import Any
 from rlhpc.algorithms.finite import MOST_IN_A_ROW, nonfinite
 from rlhpc.jobs.signals import StopRequest
 from rlhpc.language.config import GrpoConfig
-from rlhpc.language.roles.prompts import PromptMap, evaluation_phase, training_phase
+from rlhpc.language.roles.prompts import PromptMap, evaluation_phase
 from rlhpc.language.roles.validation import validation_metrics
+from rlhpc.language.roles.work import Ledger
 from rlhpc.language.runners.others import Made, Others
 from rlhpc.language.scoring.groups import CRITIC, REFERENCE
 from rlhpc.metrics import PhaseTimers
@@ -72,6 +73,7 @@ class ReasoningRunner(Runner[GrpoConfig]):
         self.turns = cfg.actor.offload_in_rollout
         self.ahead = cfg.algorithm.max_staleness > 0
         self.samples = self._in_vain = 0
+        self.ledger = Ledger(self.prompts.prompts)
         self._made: dict[int, Made] = {}
         self._reward = math.nan
 
@@ -106,6 +108,7 @@ class ReasoningRunner(Runner[GrpoConfig]):
     def _connect(self) -> None:
         for name, home in self.prompts.channels().items():
             Channel.create(name, home=home)
+        self.ledger.open(self.step)
         groups = [self.actor, self.rollout, *([self.critic] if self.critic else []), *self.others.groups.values()]
         for handle in [group.connect() for group in groups]:
             handle.wait(self.timeout)
@@ -155,6 +158,7 @@ class ReasoningRunner(Runner[GrpoConfig]):
         if self.step >= self.folder.end_step:
             return
         self.rollout.begin(self.step).wait(self.timeout)
+        self.ledger.open(self.step)
         sync = [self.actor.sync_weights(self.step)]
         if not self.turns:
             sync.append(self.rollout.take_weights(self.step))
@@ -228,8 +232,11 @@ class ReasoningRunner(Runner[GrpoConfig]):
 
     def _start(self, step: int) -> Made:
         """Has a step's answers written, rated and, unless the roles take turns, scored."""
-        scoring = {**({CRITIC: self.critic} if self.critic else {}), **self.others.scoring}
-        return Made(step, self.rollout.generate(step), self.others.rate(training_phase(step)), scoring, wait=self.turns)
+        self.ledger.give(min(step + self.cfg.algorithm.max_staleness, self.folder.end_step))
+        return Made(step, self.ledger, self._generate, self.others, self.critic, wait=self.turns)
+
+    def _generate(self, step: int) -> Handle:
+        return self.rollout.generate(step, self.rollout.world_size)
 
     def _evaluate(self, step: int) -> dict[str, float]:
         """The suites' metrics with the weights of a step, which have been sent."""
@@ -237,6 +244,7 @@ class ReasoningRunner(Runner[GrpoConfig]):
             self.rollout.reload()
         evaluated, rated = self.rollout.evaluate(step), self.others.rate(evaluation_phase(step))
         metrics = validation_metrics(evaluated.wait(self.timeout))
+        self.others.end(evaluation_phase(step))
         for handle in rated.values():
             handle.wait(self.timeout)
         if self.turns:

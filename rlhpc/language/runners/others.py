@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 
 from rlhpc.language.config import GrpoConfig
-from rlhpc.language.roles.prompts import PromptMap
-from rlhpc.language.scoring.groups import ENGINE, raters, scoring_groups
+from rlhpc.language.roles.prompts import PromptMap, channel_to, training_phase
+from rlhpc.language.roles.work import Ledger
+from rlhpc.language.scoring.groups import CRITIC, ENGINE, raters, scoring_groups
+from rlhpc.runtime.channel import Channel
+from rlhpc.runtime.errors import DeadlineExceeded
 from rlhpc.runtime.group import WorkerGroup
 from rlhpc.runtime.rpc import Handle
+
+#: How long deliveries may be on their way before the driver looks whether prompts have come back.
+_DELIVERY_S = 0.2
 
 
 class Others:
@@ -49,6 +56,13 @@ class Others:
         """Has answers rated until the rollout ranks say that they ask no more in a phase."""
         return {name: group.serve(phase) for name, group in self.rating.items()}
 
+    def end(self, phase: str) -> None:
+        """Tells those that rate answers that nobody asks any more in a phase."""
+        for name, group in self.rating.items():
+            asked = Channel.connect(channel_to(name))
+            for rank in range(group.world_size):
+                asked.put({"end": phase}, key=str(rank))
+
     def rest(self, timeout: float) -> None:
         """Those that score tokens give their accelerators to the other roles."""
         for handle in [group.offload() for name, group in self.scoring.items() if name not in self._resting]:
@@ -60,28 +74,53 @@ class Made:
 
     Args:
         step: Which.
-        generated: What the rollout ranks return.
-        rated: What the groups return that rate answers.
-        scoring: The groups that score tokens.
-        wait: They score once the engines have given the accelerators away (`score`), rather than as answers come.
+        ledger: Whose prompts these are.
+        generate: Has the rollout ranks take prompts of the step until none is left.
+        others: The groups that score.
+        critic: The critic, if there is one.
+        wait: Those that score tokens do so once the engines have given the accelerators away (`score`), rather than as answers
+            come.
     """
 
     def __init__(
         self,
         step: int,
-        generated: Handle,
-        rated: Mapping[str, Handle],
-        scoring: Mapping[str, WorkerGroup],
+        ledger: Ledger,
+        generate: Callable[[int], Handle],
+        others: Others,
+        critic: WorkerGroup | None,
         *,
         wait: bool,
     ) -> None:
-        self.step, self._generated, self._rated, self._scoring = step, generated, rated, scoring
-        self._scored = {} if wait else {name: group.serve(step) for name, group in scoring.items()}
+        self.step, self._ledger, self._generate, self._others = step, ledger, generate, others
+        self._generated = generate(step)
+        self._rated = others.rate(training_phase(step))
+        self._scoring = {**({CRITIC: critic} if critic else {}), **others.scoring}
+        self._scored = {} if wait else {name: group.serve(step) for name, group in self._scoring.items()}
+        self._found: list[dict[str, float]] | None = None
 
     def wait(self, timeout: float) -> list[dict[str, float]]:
-        """What the rollout ranks return."""
+        """What the rollout ranks return, and the sums over the step's samples.
+
+        Raises:
+            DeadlineExceeded: Answers were not delivered in time; says to which prompts.
+        """
+        if self._found is not None:
+            return self._found
         found: list[dict[str, float]] = self._generated.wait(timeout)
-        return found
+        deadline = time.monotonic() + timeout
+        while not self._ledger.whole(self.step, _DELIVERY_S):
+            if self._ledger.returned(self.step):  # by a rank that was lost, when the others had found nothing left
+                found += self._generate(self.step).wait(timeout)
+            elif time.monotonic() > deadline:
+                missing = self._ledger.missing(self.step)[:8]
+                raise DeadlineExceeded(
+                    f"step {self.step}: the answers to prompts {missing} were not delivered within runner.step_timeout_s "
+                    f"({timeout:g} s)"
+                )
+        self._others.end(training_phase(self.step))
+        self._found = [self._ledger.close(self.step), *found]
+        return self._found
 
     def score(self, timeout: float) -> None:
         """Where roles take turns: the groups score one after the other."""

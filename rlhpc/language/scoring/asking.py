@@ -133,11 +133,6 @@ class AskingGroup(Asker):
         super().drain()
         self._round += 1
 
-    def end(self, phase: str) -> None:
-        """Tells all ranks that this process asks nothing more in a phase of the run."""
-        for rank in range(self._ranks):
-            self._asked.put({"rollout": self._rank, "end": phase}, key=str(rank))
-
 
 class Judging:
     """The sum of all terms of the reward.

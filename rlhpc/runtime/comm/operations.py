@@ -41,14 +41,14 @@ def _put(service: Home, answer: RemoteAnswer, frames: list[bytes]) -> None:
 
 
 def _get(service: Home, answer: RemoteAnswer, frames: list[bytes]) -> None:
-    name, key, target, wait, host = pickle.loads(frames[0])
+    name, key, target, wait, host, owner = pickle.loads(frames[0])
     with service.lock:
         state = service.channel(name)
         state.queue(key).taker = host
         if not wait and not state.queue(key).items:
             answer(Refusal("empty"))
         else:
-            state.get(key, answer.who, target, answer)
+            state.get(key, owner or answer.who, target, answer)
 
 
 def _ack(service: Home, answer: RemoteAnswer, frames: list[bytes]) -> None:

@@ -42,7 +42,13 @@ class Packed:
     __slots__ = ("_data", "_inline", "_loan", "_loans", "_origin", "_pool", "_spans", "nbytes", "readers", "segment")
 
     def __init__(
-        self, obj: Any, pool: SegmentPool, origin: Origin, readers: int = 1, loans: Loans | None = None
+        self,
+        obj: Any,
+        pool: SegmentPool,
+        origin: Origin,
+        readers: int = 1,
+        loans: Loans | None = None,
+        whole: bool = False,
     ) -> None:
         """Serializes `obj`.
 
@@ -52,6 +58,7 @@ class Packed:
             origin: This process, for readers on other hosts.
             readers: How many processes will read it; processes that share what one of them fetches to their host count once.
             loans: Given if all readers are on other hosts: large data then stays where it is until `settle`.
+            whole: All of it travels in the message, which then needs nothing of this process any more.
         """
         self._data, buffers = dumps(obj)
         self._origin, self.readers = origin, readers
@@ -62,7 +69,7 @@ class Packed:
         self._spans: list[tuple[int, int]] = []
         self._pool, self._loans = pool, loans
         self._loan: Loan | None = None
-        if size < INLINE_LIMIT:
+        if whole or size < INLINE_LIMIT:
             self._inline = buffers
         elif loans is not None and size >= LEND_LIMIT:
             self._loan = loans.lend(buffers, readers)

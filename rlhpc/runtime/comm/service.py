@@ -269,9 +269,10 @@ class Service:
                 state.consumer_died(who)
         os.eventfd_write(self._wake, 1)
 
-    def pack(self, obj: Any, readers: int = 1, *, lend: bool = False) -> Packed:
-        """Serializes an object for `readers` readers. With `lend`, all are on other hosts, and the caller will `settle`."""
-        return Packed(obj, self.pool, self.origin, readers, self.loans if lend and self._bulk else None)
+    def pack(self, obj: Any, readers: int = 1, *, lend: bool = False, whole: bool = False) -> Packed:
+        """Serializes an object for `readers` readers. With `lend`, all are on other hosts, and the caller will `settle`; with
+        `whole`, the message has all of it."""
+        return Packed(obj, self.pool, self.origin, readers, self.loans if lend and self._bulk else None, whole)
 
     def unpack(
         self, frames: Sequence[Any], *, borrow: bool = False, later: list[Callable[[], None]] | None = None
