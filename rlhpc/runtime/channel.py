@@ -231,7 +231,7 @@ class Channel:
             QueueEmpty: There is none.
         """
         context = current()
-        ((item, number),) = self._fetch(context, str(key), None, False, context.wait_deadline, owner=context.name)
+        ((item, number),) = self._fetch(context, str(key), None, False, context.wait_deadline, keep=True)
         return Taken(item, number)
 
     def done(self, taken: Taken) -> None:
@@ -252,7 +252,7 @@ class Channel:
             def act(answer: Any) -> bool:
                 state = service.channel(self.name)
                 state.queue(key).taker = context.host
-                return bool(wait or state.queue(key).items) and state.get(key, "", target, answer)
+                return bool(wait or state.queue(key).items) and state.get(key, (), target, answer)
 
             try:
                 items = service.wait_local(act, timeout, whom)
@@ -263,12 +263,12 @@ class Channel:
         return [item for item, _ in self._fetch(context, key, target, wait, timeout)]
 
     def _fetch(
-        self, context: Context, key: str, target: float | None, wait: bool, timeout: float, owner: str = ""
+        self, context: Context, key: str, target: float | None, wait: bool, timeout: float, keep: bool = False
     ) -> list[tuple[Any, int]]:
-        """Items of a channel that another process keeps, with their numbers; those of an `owner` are not acknowledged."""
+        """Items of a channel that another process keeps, with their numbers; with `keep` they are not acknowledged."""
         service, home = context.service, self._home(key)
         whom = f"an item in channel {self.name!r}, key {key!r}"
-        head = pickle.dumps((self.name, key, target, wait, context.host, owner))
+        head = pickle.dumps((self.name, key, target, wait, context.host, context.name))
         try:
             reply = service.peers.request(choose(home), b"GET", [head], timeout, whom)
         except Refused:
@@ -279,7 +279,7 @@ class Channel:
         for number, count in pickle.loads(reply[0]):
             results.append((service.unpack(reply[at : at + count], later=fetched), number))
             at += count
-        if not owner:
+        if not keep:
             numbers = [number for _, number in results]
             service.peers.post(choose(home), b"ACK", [pickle.dumps((self.name, numbers))])
         for release in fetched:

@@ -48,7 +48,7 @@ def _get(service: Home, answer: RemoteAnswer, frames: list[bytes]) -> None:
         if not wait and not state.queue(key).items:
             answer(Refusal("empty"))
         else:
-            state.get(key, owner or answer.who, target, answer)
+            state.get(key, (owner, answer.who), target, answer)
 
 
 def _ack(service: Home, answer: RemoteAnswer, frames: list[bytes]) -> None:

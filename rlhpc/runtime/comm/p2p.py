@@ -93,7 +93,7 @@ def _receive(tag: str, src_group: str, src_rank: int, borrow: bool = False) -> A
 def _next_item(tag: str, src_group: str, src_rank: int, timeout: float) -> Item:
     service, key = current().service, _key(tag, src_group, src_rank)
     items = service.wait_local(
-        lambda answer: service.channel(INBOX).get(key, "", None, answer),
+        lambda answer: service.channel(INBOX).get(key, (), None, answer),
         timeout,
         f"a message from {src_group}-{src_rank}",
     )

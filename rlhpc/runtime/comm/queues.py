@@ -58,7 +58,7 @@ class KeyQueue:
         self.items: deque[Item] = deque()
         self.nbytes = 0
         self.taker = ""
-        self.getters: deque[tuple[str, float | None, Answer]] = deque()
+        self.getters: deque[tuple[tuple[str, ...], float | None, Answer]] = deque()
         self.putters: deque[tuple[Item, Answer]] = deque()
 
 
@@ -74,7 +74,8 @@ class ChannelState:
         self.maxsize, self.max_bytes = maxsize, max_bytes
         self.nbytes = 0
         self.queues: dict[str, KeyQueue] = {}
-        self.unacknowledged: dict[int, tuple[str, str, Item]] = {}
+        #: By number: the key, who has it (the process, and the connection it came by), and the item.
+        self.unacknowledged: dict[int, tuple[str, tuple[str, ...], Item]] = {}
 
     def queue(self, key: str) -> KeyQueue:
         if key not in self.queues:
@@ -107,8 +108,15 @@ class ChannelState:
         self._serve(key, queue)
         return True
 
-    def get(self, key: str, who: str, target: float | None, answer: Answer | None) -> bool:
-        """Gives one item (`target` None) or a batch of weight `target`; without an `answer` an empty queue refuses."""
+    def get(self, key: str, who: tuple[str, ...], target: float | None, answer: Answer | None) -> bool:
+        """Gives one item (`target` None) or a batch of weight `target`; without an `answer` an empty queue refuses.
+
+        Args:
+            key: Of the queue.
+            who: Names by which the end of the consumer may become known; none where it needs no acknowledgement.
+            target: See above.
+            answer: Given the items.
+        """
         queue = self.queue(key)
         if answer is None:
             return False
@@ -178,10 +186,10 @@ class ChannelState:
         """Puts the items that `who` had not acknowledged back to the front; returns how many."""
         lost: dict[str, list[Item]] = {}
         for key, owner, item in list(self.unacknowledged.values()):
-            if owner == who:
+            if who in owner:
                 lost.setdefault(key, []).append(item)
         for queue in self.queues.values():
-            queue.getters = deque(g for g in queue.getters if g[0] != who)
+            queue.getters = deque(g for g in queue.getters if who not in g[0])
         for key, items in lost.items():
             self._put_back(key, sorted(items, key=lambda item: item.number))
             self._serve(key, self.queue(key))

@@ -144,9 +144,13 @@ def test_strangers_leave_a_rank_the_descriptors_for_its_files(meet):
     group.may_open(1024).wait()
     mine = session.service.endpoint["tcp"], session.service.origin.bulk
     leave = [*before, *(f"0100007F:{int(where.rpartition(':')[2]):04X}" for where in mine)]
-    with Stranger(4.0, 1500, b"") as stranger:
-        stranger.look(leave)
-        assert stranger.count() > 512, "as many as the rank takes"
-        assert group.open_files(20).wait()[0] > 512
-        assert group.same("it", "answers").wait() == [("it", "answers")]
+    held, there = 0, 0
+    for seconds in (4.0, 8.0, 16.0):  # connections that say nothing are dropped: on a busy machine they may come too slowly
+        with Stranger(seconds, 1500, b"") as stranger:
+            stranger.look(leave)
+            held, there = stranger.count(), group.open_files(20).wait()[0]
+            assert group.same("it", "answers").wait() == [("it", "answers")]
+        if there > 512:
+            break
+    assert held > 512 and there > 512, "as many as the rank takes"
     session.stop()
