@@ -187,13 +187,14 @@ def check_accelerators(cfg: TrainedLanguageConfig, per_process: Mapping[str, int
 
 
 def check_sizes(prompts: int, sizes: Mapping[str, int]) -> None:
-    """Checks the placement's process counts against the prompts of a step, `data.prompts_per_step`.
+    """Checks the placement's process counts against the prompts of a step, `data.prompts_per_step`. Rollout ranks take prompts
+    as they have room, so there may be any number of them.
 
     Raises:
         ConfigError: Prompts cannot be shared out evenly.
     """
     for name, size in sizes.items():
-        if name in _COMPUTES and prompts % size:
+        if name in _COMPUTES and name != "rollout" and prompts % size:
             raise ConfigError(
                 f"cluster.component_placement.{name} gives {size} processes; they must divide "
                 f"data.prompts_per_step({prompts})"

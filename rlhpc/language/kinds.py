@@ -278,6 +278,10 @@ class GrpoKind(LanguageKind[GrpoConfig]):
         learning = {CRITIC, REFERENCE} if cfg.reference.update_interval else {CRITIC}
         return frozenset(group_roles(cfg)) - learning
 
+    def elastic_of(self, cfg: GrpoConfig) -> dict[str, int]:
+        """The engines, where they are at work all the time: what one had under way, others take."""
+        return {} if cfg.actor.offload_in_rollout else {"rollout": 1}
+
     def differences(self, cfg: GrpoConfig, checkpoint: Path) -> list[str]:
         """Also that the checkpoint has no critic, where this run wants one."""
         wants = CRITIC in group_roles(cfg) and not (checkpoint / CRITIC).is_dir()

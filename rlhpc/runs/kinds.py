@@ -174,6 +174,11 @@ class Kind(Generic[Cfg]):
         del cfg
         return self.independent
 
+    def elastic_of(self, cfg: Cfg) -> dict[str, int]:
+        """Groups that go on without ranks that have ended, and how many they need at least."""
+        del cfg
+        return {}
+
     # -- configuration --------------------------------------------------------------------------------------------
 
     def missing(self, cfg: Cfg) -> list[str]:

@@ -108,9 +108,10 @@ def _train(
             made.max_recoveries = int(os.environ.get(MAX_RESTARTS, "0"))
             session.failures.expendable = kind.expendable_of(cfg) if made.max_recoveries else frozenset()
             session.failures.independent = kind.independent_of(cfg)
+            session.failures.elastic = kind.elastic_of(cfg) if made.max_recoveries else {}
             session.interrupted = lambda: None
             result = made.run()
-            session.failures.expendable = frozenset()
+            session.failures.expendable, session.failures.elastic = frozenset(), {}
             for group in groups.values():
                 group.shutdown()
         except Stopped as stopped:

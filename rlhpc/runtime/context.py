@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from rlhpc.runtime.errors import RendezvousTimeout, RlhpcError, StaleGeneration
 from rlhpc.runtime.host import host_id
-from rlhpc.runtime.registry import MEMBERS, Registry
+from rlhpc.runtime.registry import LEFT, MEMBERS, Registry
 
 if TYPE_CHECKING:
     from rlhpc.runtime.comm.service import Service
@@ -72,6 +72,19 @@ class Context:
                 raise RendezvousTimeout(f"{self.name} waited for {name}, which never arrived in {self.registry.root}")
             time.sleep(pause)
             pause = min(pause * 1.5, 0.25)
+
+    def has_left(self, group: str, rank: int, patience_s: float = 0.0) -> bool:
+        """Whether a member's group goes on without it, as the driver says; waits at most so long for that."""
+        name, deadline = f"{group}-{rank}", time.monotonic() + patience_s
+        while True:
+            known = self._members.get((group, rank))
+            left = self.registry.get(LEFT, name)
+            if left is not None and known is not None and left["incarnation"] == known[1]["incarnation"]:
+                return True
+            if time.monotonic() >= deadline:
+                return False
+            self.check()
+            time.sleep(0.02)
 
 
 _current: Context | None = None

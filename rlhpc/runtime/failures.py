@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, field
 from typing import Protocol
 
-from rlhpc.runtime.errors import RlhpcError
+from rlhpc.runtime.errors import RlhpcError, WorkerFailed
 from rlhpc.runtime.spec import WorkerSpec
 
 
@@ -26,12 +26,14 @@ class FailurePolicy:
     Attributes:
         expendable: Groups whose failure leaves the others alive.
         independent: Those among them whose ranks do not need one another: one that dies leaves the rest of its group alive.
+        elastic: Groups whose ranks may come and go, and how many must stay: the end of one beyond that is no failure.
         first: The failure that all the others follow from; None while nothing has failed.
         past: The failure after which the session went on.
     """
 
     expendable: frozenset[str] = frozenset()
     independent: frozenset[str] = frozenset()
+    elastic: Mapping[str, int] = field(default_factory=dict)
     first: RlhpcError | None = None
     past: RlhpcError | None = None
 
@@ -41,6 +43,14 @@ class FailurePolicy:
             return False
         self.first = failure
         return True
+
+    def departs(self, failure: RlhpcError, ranks: Collection[Rank]) -> bool:
+        """Whether this is the end of a rank, for whatever reason, that the others do without. What a rank raises is none."""
+        group, rank = failure.group, failure.rank
+        if group not in self.elastic or not isinstance(failure, WorkerFailed) or failure.remote_traceback:
+            return False
+        left = [r for r in ranks if r.spec.group == group and r.state == "ready" and r.spec.rank != rank]
+        return self.first is None and len(left) >= self.elastic[group]
 
     def put_behind(self) -> None:
         """Treats the failure as past when new groups are launched: it happened before them."""

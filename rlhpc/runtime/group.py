@@ -57,6 +57,7 @@ class WorkerGroup:
         self._size = 0
         self._arrival: Callable[[], list[dict[str, Any]]] | None = None
         self._members: list[Member] = []
+        self._coming: list[Member] = []
         self._cluster: Cluster | None = None
         self._timeout = 300.0
         self.name = ""
@@ -123,6 +124,40 @@ class WorkerGroup:
         self._arrival = arrival
         return self
 
+    @property
+    def present(self) -> list[int]:
+        """The ranks that take calls: all but those that its session goes on without."""
+        self.wait_ready()
+        client = _client()
+        return [record["rank"] for record in self._records if not client.has_left(record)]
+
+    def restart(self) -> list[int]:
+        """Starts the ranks again that have ended, in the same place, and waits for nothing: `admit` says who has come.
+
+        Returns:
+            The ranks.
+        """
+        if self._cluster is None:
+            raise ConfigError(f"group {self.name or self._cls.__name__!r} was never launched here")
+        started = Session.current().relaunch(self.name, self._cluster)
+        ranks = [member.spec.rank for member in started]
+        self._members = [m for m in self._members if m.spec.rank not in ranks] + started
+        self._coming += started
+        return ranks
+
+    def admit(self) -> list[int]:
+        """Takes in the ranks that were started again and have built their objects; from now on they take calls.
+
+        Returns:
+            These ranks.
+        """
+        records = Session.current().newcomers(self._coming)
+        ranks = {record["rank"] for record in records}
+        self._coming = [m for m in self._coming if m.state == "starting"]
+        kept = [record for record in self._records if record["rank"] not in ranks]
+        self._records = sorted([*kept, *records], key=lambda record: int(record["rank"]))
+        return sorted(ranks)
+
     def wait_ready(self) -> WorkerGroup:
         """Waits until each rank has built its object, after `launch(wait=False)`.
 
@@ -174,7 +209,10 @@ class WorkerGroup:
                 raise ConfigError(f"group {self.name or self._cls.__name__!r} is not running: call launch() first")
             client = _client()
             client._check()
-            records = self._records if ranks is None else [self._records[rank] for rank in ranks]
+            there = [record for record in self._records if not client.has_left(record)]
+            records = there if ranks is None else [record for record in there if record["rank"] in ranks]
+            if not records:
+                raise ConfigError(f"ranks {ranks} of group {self.name!r} have ended")
             return client.call(records, name, args, kwargs)
 
         return call
@@ -188,7 +226,7 @@ class WorkerGroup:
         session = Session.running()
         if self._members and session is not None:
             session.shutdown_group(self.name, self._members, grace)
-        self._records, self._members, self._size, self._arrival = [], [], 0, None
+        self._records, self._members, self._size, self._arrival, self._coming = [], [], 0, None, []
 
     async def async_shutdown(self, grace: float = 5.0) -> None:
         await asyncio.to_thread(self.shutdown, grace)

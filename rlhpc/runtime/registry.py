@@ -25,6 +25,8 @@ CURRENT = "current"
 
 #: Folder of the ranks' records.
 MEMBERS = "members"
+#: Members whose groups go on without them.
+LEFT = "left"
 
 
 def write_atomic(path: Path, data: bytes, mode: int = 0o600, durable: bool = True) -> None:
@@ -64,7 +66,7 @@ class Registry:
         try:
             require_own_run_folder(parent.parent)
             make_private(parent, parents=True)
-            for folder in (root, *(root / kind for kind in (MEMBERS, "channels", "groups"))):
+            for folder in (root, *(root / kind for kind in (MEMBERS, LEFT, "channels", "groups"))):
                 make_private(folder)
         except OSError as error:
             if is_full(error):

@@ -102,6 +102,10 @@ class Handle:
             raise ValueError(f"consume_durations: reduction is {reduction!r}; allowed: {', '.join(reduce)}")
         return {self.method: reduce[reduction](seconds)} if seconds else {}
 
+    def _leave(self, rank: int) -> None:
+        """The rank will not answer: its group goes on without it."""
+        self.ranks.remove(rank)
+
     def _answer(self, rank: int, seconds: float, result: Any, failure: BaseException | None) -> None:
         self._seconds[rank] = seconds
         if failure is not None and self._failure is None:
@@ -125,10 +129,20 @@ class RpcClient:
         self._lock = threading.Lock()
         self._numbers = itertools.count(1)
         self._pending: dict[bytes, tuple[Handle, int, dict[str, Any]]] = {}
+        self._left = set[tuple[str, int, str]]()
 
     def interrupt(self) -> None:
         """Wakes a thread in `pump`: the run has failed, or somebody wants to send."""
         self._lines.interrupt()
+
+    def leave(self, record: dict[str, Any]) -> None:
+        """A rank has left its group, which goes on: nobody waits for its answers, and it is called no more."""
+        self._left.add(_identity(record))
+        self.interrupt()
+
+    def has_left(self, record: dict[str, Any]) -> bool:
+        """Whether this rank has left its group."""
+        return _identity(record) in self._left
 
     def call(
         self, records: Sequence[dict[str, Any]], method: str, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -163,6 +177,11 @@ class RpcClient:
         """
         with self._lock:
             messages = self._lines.receive(timeout_ms)
+        if self._left:
+            for number, (handle, rank, record) in list(self._pending.items()):
+                if self.has_left(record) and number not in [message[0] for message in messages]:
+                    del self._pending[number]
+                    handle._leave(rank)
         failure: WorkerFailed | None = None
         for number, status, seconds, *frames in messages:
             entry = self._pending.pop(number, None)
@@ -188,3 +207,7 @@ class RpcClient:
     def close(self) -> None:
         with self._lock:
             self._lines.close()
+
+
+def _identity(record: dict[str, Any]) -> tuple[str, int, str]:
+    return record["group"], record["rank"], record["incarnation"]

@@ -25,7 +25,7 @@ from rlhpc.runtime.leases import TICK_S, Leases
 from rlhpc.runtime.members import all_in, class_body, death, said_before_its_log
 from rlhpc.runtime.network import own_address
 from rlhpc.runtime.ranks import Ranks
-from rlhpc.runtime.registry import MEMBERS, Keys, Registry
+from rlhpc.runtime.registry import LEFT, MEMBERS, Keys, Registry
 from rlhpc.runtime.rpc import RpcClient, worker_failed
 from rlhpc.runtime.spec import EXIT, IDLE, RESUME, spec_of
 from rlhpc.runtime.starters import Member, Starter
@@ -92,6 +92,8 @@ class Session:
         self.log_dir.mkdir(parents=True, exist_ok=True)
         self.ranks = Ranks(on_end=lambda name: self.service.consumer_died(name))
         self.failures, self._recovery = FailurePolicy(), 0
+        #: How often ranks have come or gone since their groups were launched.
+        self.epoch = 0
         self.leases = Leases(self.fail)
         self.service = Service(
             "driver", keys, self.scratch, tcp_address,
@@ -181,8 +183,12 @@ class Session:
     # -- failure --------------------------------------------------------------------------------------------------
 
     def fail(self, failure: RlhpcError) -> None:
-        """Records the first failure and stops all groups; later ones are its consequences and only logged."""
+        """Records the first failure and stops all groups; later ones are its consequences and only logged. The end of a rank
+        that its group can do without is none."""
         with self.ranks.changed:
+            if self.failures.departs(failure, self.ranks.all()):
+                self._departed(self.members[f"{failure.group}-{failure.rank}"], failure)
+                return
             if not self.failures.take(failure):
                 log.debug("after the first failure: %s", failure)
                 return
@@ -195,6 +201,17 @@ class Session:
                 timer.daemon = True
                 timer.start()
         self.rpc.interrupt()
+
+    def _departed(self, member: Member, failure: RlhpcError) -> None:
+        """A rank of a group that goes on without it has ended, or must be taken for lost."""
+        log.warning("%s goes on without rank %d: %s", member.spec.group, member.spec.rank, failure)
+        if member.state != "ended":
+            member.starter.kill([member])
+            self.ranks.ended([member])
+        self.epoch += 1
+        if member.record:
+            self.registry.put(LEFT, member.spec.name, {"incarnation": member.spec.incarnation})
+            self.rpc.leave(member.record)
 
     def _kill(self, starter: Starter, members: Sequence[Member]) -> None:
         if self.failure is not None:
@@ -307,6 +324,13 @@ class Session:
         if started:
             started[0].starter.start(started, cluster)
         return started
+
+    def newcomers(self, members: Sequence[Member]) -> list[dict[str, Any]]:
+        """The records of those of some ranks, started again or in addition, that are ready by now."""
+        with self.ranks.changed:
+            there = [m for m in members if m.state == "ready"]
+        self.epoch += len(there)
+        return [m.record for m in there]
 
     def arrived(self, name: str, started: Sequence[Member], timeout: float) -> list[dict[str, Any]]:
         """Waits for a group's ranks; returns their records in rank order. See `WorkerGroup.launch`."""

@@ -98,6 +98,24 @@ class Worker:
         """
         return p2p.send(obj, self.group_name, self.rank, dst_group_name, dst_rank, async_op=async_op)
 
+    @staticmethod
+    def notify(obj: Any, dst_group_name: str, dst_rank: int, about: str) -> bool:
+        """Puts an object into the inbox of a rank, which asks for it with `notice(about)` when it likes.
+
+        Returns:
+            Whether the rank takes part: a group may go on without some.
+        """
+        return p2p.post(obj, about, dst_group_name, dst_rank)
+
+    @staticmethod
+    def notice(about: str) -> Any:
+        """The next object that somebody put into this rank's inbox; does not wait.
+
+        Raises:
+            queue.Empty: There is none.
+        """
+        return p2p.poll(about)
+
     def recv(self, src_group_name: str, src_rank: int, async_op: bool = False) -> Any:
         """Receives the next object from a rank; with `async_op`, returns an `AsyncWork`."""
 

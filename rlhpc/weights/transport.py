@@ -133,7 +133,9 @@ def _window(context: Context, names: list[tuple[str, int]], parts: int) -> Windo
         context.service.pool,
         shown,
         check=context.check,
-        there=lambda reader: context.registry.version(MEMBERS, shown[reader]) == known[reader],
+        there=lambda reader: (
+            context.registry.version(MEMBERS, shown[reader]) == known[reader] and not context.has_left(*names[reader])
+        ),
         deadline=context.wait_deadline,
         parts=parts,
     )

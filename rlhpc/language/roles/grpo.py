@@ -55,6 +55,8 @@ class GrpoActor(LanguageActor[GrpoConfig]):
     def __init__(self, cfg: GrpoConfig) -> None:
         super().__init__(cfg)
         self._sync: WeightSync | None = None
+        self._before: WeightSync | None = None
+        self._to: list[int] = []
         self._reference: WeightSync | None = None
         self._sent: frozenset[str] = frozenset()
 
@@ -89,11 +91,9 @@ class GrpoActor(LanguageActor[GrpoConfig]):
         self._arrivals = Arrivals(frozenset(self._sent_here))
         self._parts: list[TokenBatch] = []
         self._received = -1
-        self._sync = None
+        self._sync, self._to = None, []
         if self.rank == 0:
-            to = [(prompts.rollout_name, list(range(prompts.rollout_ranks)))]
             rollout = cfg.rollout
-            self._sync = make_sync(rollout.weight_sync, self, (prompts.actor_name, 0), to, rollout.weight_delta)
             if cfg.reference.update_interval and REFERENCE in prompts.scoring:
                 ranks = [(REFERENCE, list(range(prompts.scoring[REFERENCE])))]
                 self._reference = make_sync(rollout.weight_sync, self, (prompts.actor_name, 0), ranks, "off")
@@ -103,7 +103,7 @@ class GrpoActor(LanguageActor[GrpoConfig]):
 
     def connect(self) -> None:
         """Connects to the channels, once the driver has created them."""
-        self._groups, self._versions = self.connect_channel(GROUPS), self.connect_channel(VERSIONS)
+        self._groups = self.connect_channel(GROUPS)
         self._returns = self.connect_channel(RETURNS) if CRITIC in self._sent_here else None
         self._arrivals.clear()
 
@@ -114,11 +114,12 @@ class GrpoActor(LanguageActor[GrpoConfig]):
 
     # -- weights --------------------------------------------------------------------------------------------------
 
-    def sync_weights(self, version: int) -> None:
-        """Sends the weights, as `version`, to all rollout ranks; those that are not trained only once."""
+    def sync_weights(self, version: int, ranks: Sequence[int]) -> None:
+        """Sends the weights, as `version`, to these rollout ranks; those that are not trained only once."""
         if version != self.version:  # the previous update failed
             raise RlhpcError(f"weights of version {version} are not there: the actor has {self.version}")
         probe = self._probe(version)
+        self._aim(list(ranks))
         frozen = self._frozen_names()
         weights = self.backend.named_weights(self._sent)
         try:
@@ -126,14 +127,28 @@ class GrpoActor(LanguageActor[GrpoConfig]):
                 for _ in weights:  # a sharded backend gathers each with all ranks
                     pass
             else:
-                for rank in range(self.prompts.rollout_ranks):
-                    self._versions.put(probe, key=str(rank))
+                for rank in ranks:
+                    self.notify(probe, self.prompts.rollout_name, rank, VERSIONS)
                 self._sync.send(version, _as(_DTYPES.get(self.cfg.rollout.dtype), weights), frozen=frozen)
         finally:
             # Now, not when the last reference to it is dropped: it may have taken memory that another role wants back.
             if isinstance(weights, Generator):
                 weights.close()
         self._sent = frozen
+
+    def _aim(self, ranks: list[int]) -> None:
+        """Where others receive than before, all of them get complete weights; all ranks call it."""
+        if ranks == self._to:
+            return
+        self._to = ranks
+        if self.rank == 0:
+            rollout, to = self.cfg.rollout, [(self.prompts.rollout_name, ranks)]
+            if self._before is not None:
+                self._before.forget()
+            # Somebody may yet have to take in what the last version builds upon: it is let go with the next change.
+            self._before = self._sync
+            self._sync = make_sync(rollout.weight_sync, self, (self.prompts.actor_name, 0), to, rollout.weight_delta)
+        self._sent = frozenset()
 
     def _probe(self, version: int) -> Probe | None:
         """What the weights say of a fixed text, where this version is looked at; all ranks call it."""
@@ -163,7 +178,7 @@ class GrpoActor(LanguageActor[GrpoConfig]):
     def forget_sent(self) -> None:
         """Frozen weights go out again with the next version; all ranks call it."""
         self._sent = frozenset()
-        for sync in (self._sync, self._reference):
+        for sync in (self._sync, self._before, self._reference):
             if sync is not None:
                 sync.forget()
 

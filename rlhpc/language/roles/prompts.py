@@ -15,9 +15,10 @@ from rlhpc.runtime.errors import ConfigError
 if TYPE_CHECKING:
     from rlhpc.language.config import GrpoConfig
 
-#: Channels: finished groups, and what others say of them, kept by the actors; notices of new weights, kept
-#: by the rollout ranks; returns, kept by the critics.
-GROUPS, VERSIONS, RETURNS = "groups", "versions", "returns"
+#: Channels: finished groups, and what others say of them, kept by the actors; returns, kept by the critics.
+GROUPS, RETURNS = "groups", "returns"
+#: What rollout ranks are told of new weights (`Worker.notify`).
+VERSIONS = "versions"
 #: Kept by the driver: prompts to be taken, and what it is told of those whose answers an actor has (`work.py`).
 WORK, DELIVERED = "work", "delivered"
 
@@ -27,9 +28,9 @@ def channel_to(group: str) -> str:
     return f"to-{group}"
 
 
-def channel_from(group: str) -> str:
-    """The channel for the numbers that a group gives to answers, kept by the rollout ranks."""
-    return f"from-{group}"
+def ratings_of(group: str) -> str:
+    """What rollout ranks are told of by a group that rates answers (`Worker.notify`)."""
+    return f"ratings of {group}"
 
 
 def training_phase(step: int) -> str:
@@ -96,9 +97,8 @@ class PromptMap:
 
     def channels(self) -> dict[str, str]:
         """Channels and the group that keeps them."""
-        found = {GROUPS: self.actor_name, VERSIONS: self.rollout_name}
+        found = {GROUPS: self.actor_name}
         found |= {channel_to(group): group for group in (*self.scoring, *self.rating)}
-        found |= {channel_from(group): self.rollout_name for group in self.rating}
         if CRITIC in self.scoring:
             found[RETURNS] = CRITIC
         return found

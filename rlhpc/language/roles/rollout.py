@@ -10,10 +10,12 @@ newer, and weights never get older. With 0 that is the synchronous loop.
 
 from __future__ import annotations
 
+import queue
 import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Protocol
 
 import numpy as np
@@ -46,8 +48,8 @@ from rlhpc.language.roles.prompts import (
     VERSIONS,
     WORK,
     PromptMap,
-    channel_from,
     channel_to,
+    ratings_of,
     seed_of,
 )
 from rlhpc.language.roles.validation import Row, Validation
@@ -55,7 +57,6 @@ from rlhpc.language.roles.work import Takings
 from rlhpc.language.scoring.asking import AskingGroup, Judging
 from rlhpc.language.tokens.model import compute_dtype
 from rlhpc.runs.device import own_device, seed_process
-from rlhpc.runtime.channel import QueueEmpty
 from rlhpc.runtime.errors import DeadlineExceeded, RlhpcError
 from rlhpc.runtime.worker import Worker
 from rlhpc.training.zero_config import deepspeed_config
@@ -139,19 +140,19 @@ class LanguageRolloutWorker(Worker):
         self._ended_with_it.append(self.judges)
         self.every = cfg.runner.val_check_interval
         if self.every > 0:
-            self.validation = Validation(cfg, self.tokenizer, self.rank, prompts.rollout_ranks)
+            self.validation = Validation(cfg, self.tokenizer)
         self.log.info("answers with %s by %s on %s; %d problems", path, cfg.rollout.rollout_backend, own_device(self),
                       len(self.dataset))  # fmt: skip
         return {"problems": len(self.dataset)}
 
     def connect(self) -> None:
         """Connects to the channels, once the driver has created them."""
-        self._groups, self._versions = self.connect_channel(GROUPS), self.connect_channel(VERSIONS)
+        self._groups = self.connect_channel(GROUPS)
         self._work, self._delivered = self.connect_channel(WORK), self.connect_channel(DELIVERED)
         self._scoring = {name: self.connect_channel(channel_to(name)) for name in self.prompts.scoring}
         self._raters = {
             name: AskingGroup(
-                self.connect_channel(channel_to(name)), self.connect_channel(channel_from(name)), self.rank, ranks
+                self.connect_channel(channel_to(name)), partial(self.notice, ratings_of(name)), self.rank, ranks
             )
             for name, ranks in self.prompts.rating.items()
         }
@@ -226,15 +227,20 @@ class LanguageRolloutWorker(Worker):
         self._synced = 0.0
         return stats
 
-    def evaluate(self, step: int) -> dict[str, list[Row]]:
+    def evaluate(self, step: int, ranks: Sequence[int]) -> dict[str, list[Row]]:
         """Answers this rank's share of the evaluation's problems with the weights of `step`, which are on their way.
+
+        Args:
+            step: Of the run.
+            ranks: Who takes part.
 
         Returns:
             See `Validation.rows`.
         """
         self.take_weights(step)
         deadline = time.monotonic() + self.cfg.runner.step_timeout_s
-        return self.validation.rows(self.generation, self.judges, deadline)
+        share = list(ranks).index(self.rank), len(ranks)
+        return self.validation.rows(self.generation, self.judges, share, deadline)
 
     def take_weights(self, version: int) -> None:
         """Takes in the weights of a version, or newer ones, as the actor writes them."""
@@ -252,8 +258,8 @@ class LanguageRolloutWorker(Worker):
     def _take_weights(self) -> bool:
         """Takes in a version, if one has been announced."""
         try:
-            probe: Probe | None = self._versions.get_nowait(key=str(self.rank))
-        except QueueEmpty:
+            probe: Probe | None = self.notice(VERSIONS)
+        except queue.Empty:
             return False
         start, sender = time.perf_counter(), f"{self.prompts.actor_name}-0"
         update = self.weights.receive()

@@ -15,7 +15,7 @@ import torch
 from rlhpc.language.config import GrpoConfig
 from rlhpc.language.engines.registry import forkable
 from rlhpc.language.roles.groups import PARTS, Group, column_message
-from rlhpc.language.roles.prompts import GROUPS, PromptMap, channel_from, channel_to
+from rlhpc.language.roles.prompts import GROUPS, PromptMap, channel_to, ratings_of
 from rlhpc.language.scoring.groups import scoring_groups
 from rlhpc.language.scoring.judge_section import judges, section_of
 from rlhpc.language.scoring.registry import make_scorer
@@ -179,7 +179,6 @@ class RatingWorker(_Scoring):
     def connect(self) -> None:
         """Connects to the channels, once the driver has created them."""
         self._asked = self.connect_channel(channel_to(self.group_name))
-        self._answers = self.connect_channel(channel_from(self.group_name))
         self._ends = set[str]()
 
     def serve(self, phase: str) -> dict[str, float]:
@@ -231,7 +230,7 @@ class RatingWorker(_Scoring):
             raise RlhpcError(f"{self.group.scorer}: rate gave {len(found)} numbers for {len(asked['ids'])} answers")
         values = [None if value is None else float(value) for value in found]
         message = {"round": asked["round"], "ids": asked["ids"], "values": values}
-        self._answers.put(message, key=str(asked["rollout"]))
+        self.notify(message, self.prompts.rollout_name, asked["rollout"], ratings_of(self.group_name))
 
 
 class JudgeWorker(RatingWorker):

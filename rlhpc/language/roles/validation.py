@@ -21,40 +21,47 @@ _TEXTS = ("prompt", "response", "answer")
 
 
 class Validation:
-    """A rank's share of the suites of `workflow.eval_suites`.
+    """The suites of `workflow.eval_suites`.
 
     Args:
         cfg: Configuration.
         tokenizer: Of the model.
-        rank, ranks: Which rollout rank, of how many.
     """
 
-    def __init__(self, cfg: GrpoConfig, tokenizer: Any, rank: int, ranks: int) -> None:
-        self.cfg, self.tokenizer, self.rank, self.ranks = cfg, tokenizer, rank, ranks
+    def __init__(self, cfg: GrpoConfig, tokenizer: Any) -> None:
+        self.cfg, self.tokenizer = cfg, tokenizer
         self.suites = suites_of(cfg)
-        self.problems = {
-            name: problems_of(cfg, section, tokenizer)[0][rank::ranks] for name, section in self.suites.items()
-        }
+        self.problems = {name: problems_of(cfg, section, tokenizer)[0] for name, section in self.suites.items()}
 
-    def rows(self, generation: Episodes, judges: Judges, deadline: float) -> dict[str, list[Row]]:
+    def rows(
+        self, generation: Episodes, judges: Judges, share: tuple[int, int], deadline: float
+    ) -> dict[str, list[Row]]:
         """Answers the problems.
 
         Args:
             generation, judges: The rank's, with nothing under way.
+            share: Which share of the problems, of how many.
             deadline: On the clock of `time.monotonic`.
 
         Returns:
             Suite → its rows, each with its `place` among all rows of the suite.
         """
-        found = {}
+        found, (number, of) = {}, share
         for name, section in self.suites.items():
             rows = answers_to(
-                self.problems[name], self.cfg, section, name, generation, judges, self.tokenizer, deadline=deadline
+                self.problems[name][number::of],
+                self.cfg,
+                section,
+                name,
+                generation,
+                judges,
+                self.tokenizer,
+                deadline=deadline,
             )
             found[name] = [
                 {key: value for key, value in row.items() if key not in _TEXTS}
-                | {"place": (number // section.samples) * self.ranks + self.rank}
-                for number, row in enumerate(rows)
+                | {"place": (at // section.samples) * of + number}
+                for at, row in enumerate(rows)
             ]
         return found
 

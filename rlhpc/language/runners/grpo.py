@@ -17,6 +17,7 @@ from rlhpc.language.roles.prompts import PromptMap, evaluation_phase
 from rlhpc.language.roles.validation import validation_metrics
 from rlhpc.language.roles.work import Ledger
 from rlhpc.language.runners.others import Made, Others
+from rlhpc.language.runners.replicas import Replicas
 from rlhpc.language.scoring.groups import CRITIC, REFERENCE
 from rlhpc.metrics import PhaseTimers
 from rlhpc.runs.folder import RunFolder, note
@@ -74,6 +75,7 @@ class ReasoningRunner(Runner[GrpoConfig]):
         self.ahead = cfg.algorithm.max_staleness > 0
         self.samples = self._in_vain = 0
         self.ledger = Ledger(self.prompts.prompts)
+        self.replicas = Replicas(self.rollout, self._open_rollout, self._join, lambda: self.max_recoveries)
         self._made: dict[int, Made] = {}
         self._reward = math.nan
 
@@ -85,7 +87,7 @@ class ReasoningRunner(Runner[GrpoConfig]):
         Where they share accelerators, one after the other: an engine measures how much memory is free while it starts, and
         takes what the actor allocates or frees meanwhile for its own.
         """
-        loading = [self._open_rollout()]
+        loading = [self._open_rollout(*self.rollout.present)]
         if self.turns:
             loading.pop().wait(self.timeout)
             self.rollout.offload().wait(self.timeout)
@@ -102,8 +104,14 @@ class ReasoningRunner(Runner[GrpoConfig]):
                 self.critic.offload().wait(self.timeout)
         self._connect()
 
-    def _open_rollout(self) -> Handle:
-        return self.rollout.init_worker(self.prompts, self.folder.end_step)
+    def _open_rollout(self, *ranks: int) -> Handle:
+        handle: Handle = self.rollout.execute_on(*ranks).init_worker(self.prompts, self.folder.end_step)
+        return handle
+
+    def _join(self, rank: int) -> None:
+        """A rollout rank that has loaded its engine takes part after the present step."""
+        self.rollout.execute_on(rank).connect().wait(self.timeout)
+        self.rollout.execute_on(rank).begin(self.step).wait(self.timeout)
 
     def _connect(self) -> None:
         for name, home in self.prompts.channels().items():
@@ -127,7 +135,7 @@ class ReasoningRunner(Runner[GrpoConfig]):
             group.wait_ready()
         for name, group in lost.items():
             if group is self.rollout:
-                self._open_rollout().wait(self.timeout)
+                self._open_rollout(*self.rollout.present).wait(self.timeout)
                 if self.turns:
                     self.rollout.offload().wait(self.timeout)
             else:
@@ -159,9 +167,10 @@ class ReasoningRunner(Runner[GrpoConfig]):
             return
         self.rollout.begin(self.step).wait(self.timeout)
         self.ledger.open(self.step)
-        sync = [self.actor.sync_weights(self.step)]
+        self.replicas.begin()
+        sync = [self.actor.sync_weights(self.step, self.replicas.ranks)]
         if not self.turns:
-            sync.append(self.rollout.take_weights(self.step))
+            sync.append(self.replicas.of_step().take_weights(self.step))
         for handle in sync:
             handle.wait(self.timeout)
         if self.turns:
@@ -171,6 +180,7 @@ class ReasoningRunner(Runner[GrpoConfig]):
 
     def one_step(self) -> dict[str, float]:
         """Generation, judging, scoring, update, weights."""
+        self.replicas.tend()
         step, timers = self.step + 1, PhaseTimers()
         last = step >= self.folder.end_step
         every = self.cfg.runner.val_check_interval
@@ -189,7 +199,7 @@ class ReasoningRunner(Runner[GrpoConfig]):
             self.actor.reload()
         update = self.actor.update(step)
         learnt = self.critic.update(step) if self.critic and not self.turns else None
-        sync = [] if last and not due else [self.actor.sync_weights(step)]
+        sync = [] if last and not due else [self.actor.sync_weights(step, self.replicas.ranks)]
         with timers("rollout"):
             generated = made.wait(self.timeout)
             served = made.served(self.timeout)
@@ -200,7 +210,7 @@ class ReasoningRunner(Runner[GrpoConfig]):
             valued = learnt.wait(self.timeout)[0] if learnt else {}
         with timers("sync"):
             if sync and not self.turns and not self._made:
-                sync.append(self.rollout.take_weights(step))
+                sync.append(self.replicas.of_step().take_weights(step))
             for handle in sync:
                 handle.wait(self.timeout)
             if self.turns and (sync or self.critic):
@@ -236,14 +246,19 @@ class ReasoningRunner(Runner[GrpoConfig]):
         return Made(step, self.ledger, self._generate, self.others, self.critic, wait=self.turns)
 
     def _generate(self, step: int) -> Handle:
-        return self.rollout.generate(step, self.rollout.world_size)
+        handle: Handle = self.replicas.of_step().generate(step, len(self.replicas.ranks))
+        return handle
 
     def _evaluate(self, step: int) -> dict[str, float]:
         """The suites' metrics with the weights of a step, which have been sent."""
         if self.turns:
             self.rollout.reload()
-        evaluated, rated = self.rollout.evaluate(step), self.others.rate(evaluation_phase(step))
-        metrics = validation_metrics(evaluated.wait(self.timeout))
+        rated = self.others.rate(evaluation_phase(step))
+        ranks, rows = self.replicas.present(), list[Any]()
+        while len(rows) < len(ranks):  # again, if one was lost with its share
+            ranks = self.replicas.present()
+            rows = self.rollout.execute_on(*ranks).evaluate(step, ranks).wait(self.timeout)
+        metrics = validation_metrics(rows)
         self.others.end(evaluation_phase(step))
         for handle in rated.values():
             handle.wait(self.timeout)

@@ -131,16 +131,21 @@ class Made:
             group.offload().wait(timeout)
 
     def served(self, timeout: float) -> dict[str, float]:
-        """Metrics of the groups: how long the slowest rank of each worked, and how much it did a second."""
-        row: dict[str, float] = {}
-        for name, handle in {**self._rated, **self._scored}.items():
-            found: Sequence[dict[str, float]] = handle.wait(timeout)
-            busy = max(rank["busy_s"] for rank in found)
-            row[f"time/{name}_s"] = busy
-            unit = "answers" if "answers" in found[0] else "tokens"
-            row[f"time/{name}_{unit}_per_s"] = sum(rank[unit] for rank in found) / max(busy, 1e-9)
-            for counted in (key for key in found[0] if key.startswith("count/")):
-                of = counted.removeprefix("count/")
-                metric = f"time/{name}_{of[5:]}" if of.startswith("time/") else f"{name}/{of}"
-                row[metric] = sum(rank[counted] for rank in found)
-        return row
+        """Metrics of the groups (`served_metrics`)."""
+        return served_metrics({name: handle.wait(timeout) for name, handle in {**self._rated, **self._scored}.items()})
+
+
+def served_metrics(answers: Mapping[str, Sequence[dict[str, float]]]) -> dict[str, float]:
+    """From what the ranks of each group that scores return: how long the slowest worked, how much all did a second, and what
+    they counted."""
+    row: dict[str, float] = {}
+    for name, found in answers.items():
+        busy = max(rank["busy_s"] for rank in found)
+        row[f"time/{name}_s"] = busy
+        unit = "answers" if "answers" in found[0] else "tokens"
+        row[f"time/{name}_{unit}_per_s"] = sum(rank[unit] for rank in found) / max(busy, 1e-9)
+        for counted in (key for key in found[0] if key.startswith("count/")):
+            of = counted.removeprefix("count/")
+            metric = f"time/{name}_{of[5:]}" if of.startswith("time/") else f"{name}/{of}"
+            row[metric] = sum(rank[counted] for rank in found)
+    return row

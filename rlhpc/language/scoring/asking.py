@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import abc
 import collections
-from collections.abc import Hashable, Iterable, Mapping
+import queue
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, Protocol
 
 from rlhpc.language.config import LanguageConfig
@@ -12,7 +13,7 @@ from rlhpc.language.rewards import RewardPool, Sample, make_reward
 from rlhpc.language.rewards.pool import Scored
 from rlhpc.language.scoring.groups import rating_names, scoring_groups, with_groups
 from rlhpc.language.scoring.registry import make_scorer
-from rlhpc.runtime.channel import Channel, QueueEmpty
+from rlhpc.runtime.channel import Channel
 
 if TYPE_CHECKING:
     import torch
@@ -100,12 +101,12 @@ class AskingGroup(Asker):
 
     Args:
         asked: The group's channel.
-        answers: The channel for what they say.
-        rank: Of the process that asks, which keeps that key of `answers`.
+        answers: Gives what they have said, one message at a time; raises `queue.Empty`.
+        rank: Of the process that asks.
         ranks: Of the group.
     """
 
-    def __init__(self, asked: Channel, answers: Channel, rank: int, ranks: int) -> None:
+    def __init__(self, asked: Channel, answers: Callable[[], Any], rank: int, ranks: int) -> None:
         super().__init__()
         self._asked, self._answers, self._rank, self._ranks = asked, answers, rank, ranks
         self._count = self._round = 0
@@ -114,7 +115,7 @@ class AskingGroup(Asker):
         message = {
             "rollout": self._rank, "round": self._round, "ids": list(samples), "samples": list(samples.values()),
         }  # fmt: skip
-        self._asked.put(message, key=str(self._count % self._ranks))
+        self._asked.entrust(message, key=str(self._count % self._ranks))
         self._count += 1
 
     def poll(self) -> Ratings:
@@ -122,8 +123,8 @@ class AskingGroup(Asker):
         found: Ratings = []
         while True:
             try:
-                answer = self._answers.get_nowait(key=str(self._rank))
-            except QueueEmpty:
+                answer = self._answers()
+            except queue.Empty:
                 return found
             if answer["round"] == self._round:
                 found += zip(answer["ids"], answer["values"], strict=True)

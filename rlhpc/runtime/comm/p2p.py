@@ -17,12 +17,14 @@ from rlhpc.runtime.comm.service import DEFAULT_MAX_BYTES, INBOX, Service
 from rlhpc.runtime.comm.share import Share
 from rlhpc.runtime.comm.sockets import choose
 from rlhpc.runtime.context import Context, current
-from rlhpc.runtime.errors import DeadlineExceeded, RlhpcError
+from rlhpc.runtime.errors import ChannelError, DeadlineExceeded, RlhpcError
 
 #: Seconds that the other receivers get to confirm a message after it has failed to reach one of them.
 _LAST_CHANCE_S = 1.0
 #: How often a receiver looks whether it is to give up.
 _LOOK_S = 0.2
+#: How long the driver may take to notice that a rank has ended which cannot be reached.
+_NOTICE_S = 5.0
 
 
 def _key(tag: str, group: str, rank: int) -> str:
@@ -105,6 +107,39 @@ def recv(src_group: str, src_rank: int, *, tag: str = "o") -> Any:
     return _receive(tag, src_group, src_rank)
 
 
+def post(obj: Any, key: str, dst_group: str, dst_rank: int) -> bool:
+    """Puts an object into a rank's inbox, for `poll` by the same key there; all of it is there when this returns.
+
+    Returns:
+        Whether the rank takes part: its group may go on without it.
+    """
+    context = current()
+    try:
+        _begin(context, context.service.pack(obj, whole=True), key, dst_group, dst_rank)(context.wait_deadline)
+    except ChannelError:
+        if not context.has_left(dst_group, dst_rank, _NOTICE_S):
+            raise
+        return False
+    return True
+
+
+def poll(key: str) -> Any:
+    """Takes the next object that was posted here.
+
+    Raises:
+        queue.Empty: There is none.
+    """
+    service = current().service
+    current().check()
+
+    def act(answer: Any) -> bool:
+        state = service.channel(INBOX)
+        return bool(state.queue(key).items) and state.get(key, (), None, answer)
+
+    items = service.wait_local(act, 0.0, key)
+    return service.unpack(items[0].frames)
+
+
 def copy_into(tensor: Any, received: Any) -> None:
     """Copies a received tensor into the receiver's own; refuses a different shape or dtype."""
     if tuple(tensor.shape) != tuple(received.shape) or tensor.dtype != received.dtype:
@@ -176,7 +211,7 @@ def begin_broadcast(
         return lambda: None
     far = all(context.member(*together[0])["host"] != context.host for together in readers)
     packed, key = context.service.pack(obj, len(readers), lend=far), _key("b", group, rank)
-    under_way: list[Callable[[float], bool]] = []
+    under_way: list[Callable[[float], bool | None]] = []
     begun = 0
 
     def finish() -> None:
@@ -193,9 +228,9 @@ def begin_broadcast(
         # Send to all before waiting for one: waking them one after the other would take as long again.
         for reader, together in enumerate(readers):
             name = secrets.token_hex(8) if len(together) > 1 else ""
-            for index, (dst_group, dst_rank) in enumerate(together):
+            for index, target in enumerate(together):
                 share = Share(name, index, len(together)) if name else None
-                under_way.append(_begin(context, packed, key, dst_group, dst_rank, reader, share))
+                under_way.append(_unless_left(context, target, _begin_to(context, packed, key, target, reader, share)))
                 begun = reader + 1
     except BaseException:
         with contextlib.suppress(RlhpcError):  # the first failure is the one to be seen
@@ -204,13 +239,46 @@ def begin_broadcast(
     return finish
 
 
-def _all_arrived(under_way: list[Callable[[float], bool]], deadline: float, reached: set[int]) -> bool:
+def _begin_to(
+    context: Context, packed: Packed, key: str, target: tuple[str, int], reader: int, share: Share | None
+) -> Callable[[float], bool]:
+    """`_begin`, whose failure shows when the message is waited for."""
+    try:
+        return _begin(context, packed, key, *target, reader, share)
+    except ChannelError as error:
+        failure = error
+
+    def fail(timeout: float) -> bool:
+        raise failure
+
+    return fail
+
+
+def _unless_left(
+    context: Context, target: tuple[str, int], arrived: Callable[[float], bool]
+) -> Callable[[float], bool | None]:
+    """What `arrived` says; None where the message did not reach a rank whose group goes on without it."""
+
+    def answer(timeout: float) -> bool | None:
+        try:
+            return arrived(timeout)
+        except ChannelError:
+            if not context.has_left(*target, _NOTICE_S):
+                raise
+            return None
+
+    return answer
+
+
+def _all_arrived(under_way: list[Callable[[float], bool | None]], deadline: float, reached: set[int]) -> bool:
     """Waits for messages and notes which arrived; returns whether all receivers were waiting. Raises the first failure."""
     waiting, failure = True, None
     for number, arrived in enumerate(under_way):
         try:
-            waiting = arrived(deadline if failure is None else _LAST_CHANCE_S) and waiting
-            reached.add(number)
+            said = arrived(deadline if failure is None else _LAST_CHANCE_S)
+            if said is not None:
+                waiting = said and waiting
+                reached.add(number)
         except BaseException as error:
             failure = failure or error
     if failure is not None:

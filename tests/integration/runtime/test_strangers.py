@@ -145,7 +145,11 @@ def test_strangers_leave_a_rank_the_descriptors_for_its_files(meet):
     mine = session.service.endpoint["tcp"], session.service.origin.bulk
     leave = [*before, *(f"0100007F:{int(where.rpartition(':')[2]):04X}" for where in mine)]
     held, there = 0, 0
-    for seconds in (4.0, 8.0, 16.0):  # connections that say nothing are dropped: on a busy machine they may come too slowly
+    for seconds in (
+        4.0,
+        8.0,
+        16.0,
+    ):  # connections that say nothing are dropped: on a busy machine they may come too slowly
         with Stranger(seconds, 1500, b"") as stranger:
             stranger.look(leave)
             held, there = stranger.count(), group.open_files(20).wait()[0]

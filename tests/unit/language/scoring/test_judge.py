@@ -6,7 +6,6 @@ import itertools
 import string
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -302,10 +301,8 @@ def test_an_engines_message_names_the_judges_keys(judge: Callable[..., Judge], m
 
 
 def test_counts_become_metrics() -> None:
-    from rlhpc.language.runners.others import Made
+    from rlhpc.language.runners.others import served_metrics
 
     rank = {"busy_s": 2.0, "answers": 4.0, "count/no_verdict": 1.0, "count/time/cache_hits": 3.0}
-    handle: Any = SimpleNamespace(wait=lambda timeout: [rank, rank])
-    made = Made(1, handle, {"judge": handle}, {}, wait=False)
-    assert made.served(1.0) == {"time/judge_s": 2.0, "time/judge_answers_per_s": 4.0, "judge/no_verdict": 2.0,
-                                "time/judge_cache_hits": 6.0}  # fmt: skip
+    assert served_metrics({"judge": [rank, rank]}) == {"time/judge_s": 2.0, "time/judge_answers_per_s": 4.0,
+                                                       "judge/no_verdict": 2.0, "time/judge_cache_hits": 6.0}  # fmt: skip
