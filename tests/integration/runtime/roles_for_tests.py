@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import queue
 import time
 from typing import Any
 
@@ -87,6 +88,28 @@ class Probe(Worker):
         head = pickle.dumps((channel.name, "default_queue", None, True, current().host, current().name))
         current().service.peers.request(choose(channel._homes[0]), b"GET", [head], 10, "an item")
         os.kill(os.getpid(), 9)
+
+    def take(self, channel: Channel) -> Any:
+        """Takes an item and is not done with it."""
+        return channel.take_nowait().item
+
+    def take_and_do(self, channel: Channel) -> Any:
+        taken = channel.take_nowait()
+        channel.done(taken)
+        return taken.item
+
+    def entrust(self, channel: Channel, item: Any) -> None:
+        channel.entrust(item)
+
+    def tell(self, obj: Any, group: str, rank: int) -> bool:
+        return self.notify(obj, group, rank, "news")
+
+    def heard(self) -> list[Any]:
+        found = []
+        with contextlib.suppress(queue.Empty):
+            while True:
+                found.append(self.notice("news"))
+        return found
 
     def get_with_deadline(self, channel: Channel, seconds: float) -> str:
         try:

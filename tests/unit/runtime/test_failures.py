@@ -86,3 +86,25 @@ def test_the_first_failure_counts() -> None:
 
 def test_ranks_by_group() -> None:
     assert by_group(ranks("env-1:ended env-0:ended actor-0:ended")) == {"actor": [0], "env": [0, 1]}
+
+
+@pytest.mark.parametrize(
+    ("failure", "least", "living", "departs"),
+    [
+        (died("env", 0), 1, "actor-0:ready env-0:ended env-1:ready", True),
+        (died("env", 0), 1, "actor-0:ready env-0:ready env-1:ready", True),  # it gave no sign of life
+        (died("env", 0), 1, "actor-0:ready env-0:ended env-1:starting", False),  # nobody could take over
+        (died("env", 0), 2, "actor-0:ready env-0:ended env-1:ready", False),
+        (died("actor", 0), 1, "actor-0:ended env-0:ready env-1:ready", False),  # of no elastic group
+        (RAISED, 1, "actor-0:ready env-0:ready env-1:ready", False),  # a mistake is one for all
+        (StepFailed("no step", group="env"), 1, "env-0:ready env-1:ready", False),  # all of them are lost
+    ],
+)
+def test_whom_a_group_does_without(failure: RlhpcError, least: int, living: str, departs: bool) -> None:
+    assert FailurePolicy(elastic={"env": least}).departs(failure, ranks(living)) == departs
+
+
+def test_nobody_departs_from_a_run_that_fails() -> None:
+    policy = FailurePolicy(elastic={"env": 1})
+    assert policy.take(died("actor"))
+    assert not policy.departs(died("env"), ranks("env-0:ended env-1:ready"))

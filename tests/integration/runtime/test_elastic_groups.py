@@ -1,0 +1,122 @@
+"""Ranks of a group leave and come, and what the others do goes on."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+from roles_for_tests import Probe
+
+from rlhpc import Channel, Cluster
+from rlhpc.runtime.cluster_config import ClusterConfig
+from rlhpc.runtime.errors import WorkerFailed
+from rlhpc.runtime.group import WorkerGroup
+from rlhpc.runtime.placement import NodePlacementStrategy
+from rlhpc.runtime.session import Session
+
+
+@pytest.fixture
+def groups() -> Iterator[tuple[WorkerGroup, WorkerGroup]]:
+    """Three ranks of which one must stay, and a rank of which none may be lost."""
+    cluster = Cluster(ClusterConfig(num_nodes=1))
+    many = Probe.create_group().launch(cluster, NodePlacementStrategy([0, 0, 0]), "many")
+    other = Probe.create_group().launch(cluster, name="other")
+    session = Session.running()
+    assert session is not None
+    session.failures.elastic = {"many": 1}
+    yield many, other
+    session.failures.elastic = {}
+    session.stop()
+
+
+def kill(group: WorkerGroup, rank: int) -> None:
+    os.kill(group.execute_on(rank).identity().wait()[0]["pid"], signal.SIGKILL)
+
+
+def until(condition) -> None:  # type: ignore[no-untyped-def]
+    end = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+def test_calls_go_on_without_a_rank_that_ended(groups: tuple[WorkerGroup, WorkerGroup]) -> None:
+    many, other = groups
+    under_way, elsewhere = many.nap(1.0), other.nap(1.0)
+    kill_soon = many.execute_on(2).leave(9)
+    assert len(under_way.wait(60)) == 3, "it had answered this call before"
+    assert kill_soon.wait(60) == [] and elsewhere.wait(60)
+    assert many.present == [0, 1] and many.add(1).wait() == [1, 2] and other.add(1).wait() == [1]
+    assert Session.running().failure is None
+
+
+def test_the_last_one_that_must_stay_is_a_failure(groups: tuple[WorkerGroup, WorkerGroup]) -> None:
+    many, other = groups
+    for rank in (0, 2):
+        many.execute_on(rank).leave(9).wait(60)
+    with pytest.raises(WorkerFailed, match=r"many\[1\]"):
+        many.leave(9).wait(60)
+    with pytest.raises(WorkerFailed, match=r"many\[1\]"):
+        other.add(1).wait(60)
+
+
+def test_what_a_rank_raises_is_a_failure_all_the_same(groups: tuple[WorkerGroup, WorkerGroup]) -> None:
+    many, _ = groups
+    with pytest.raises(WorkerFailed, match="kaboom"):
+        many.boom(1).wait(60)
+
+
+def test_it_comes_back_when_it_is_ready(groups: tuple[WorkerGroup, WorkerGroup]) -> None:
+    many, other = groups
+    session = Session.running()
+    many.execute_on(1).leave(9).wait(60)
+    epoch = session.epoch
+    assert many.restart() == [1]
+    assert many.add(1).wait() == [1, 3], "nobody waits for it"
+    until(lambda: many.admit() == [1])
+    assert many.add(1).wait() == [1, 2, 3] and many.present == [0, 1, 2] and session.epoch == epoch + 1
+    assert other.tell("welcome", "many", 1).wait() == [True] and many.heard().wait() == [[], ["welcome"], []]
+
+
+def test_who_sends_to_a_rank_that_ended_is_told(groups: tuple[WorkerGroup, WorkerGroup]) -> None:
+    many, other = groups
+    assert other.tell({"a": np.arange(100_000)}, "many", 1).wait() == [True]
+    (heard,) = many.execute_on(1).heard().wait()[0]
+    assert (heard["a"] == np.arange(100_000)).all()
+    many.execute_on(1).leave(9).wait(60)
+    assert other.tell("late", "many", 1).wait() == [False] and other.tell("on time", "many", 0).wait() == [True]
+
+
+def test_a_broadcast_reaches_the_others(groups: tuple[WorkerGroup, WorkerGroup]) -> None:
+    many, other = groups
+    everyone = [("many", [0, 1, 2])]
+    for handle in (other.broadcast_from(("other", 0), everyone), many.broadcast_from(("other", 0), everyone)):
+        handle.wait(60)
+    many.execute_on(2).leave(9).wait(60)
+    for handle in (other.broadcast_from(("other", 0), everyone), many.broadcast_from(("other", 0), everyone)):
+        handle.wait(60)
+
+
+def test_what_it_had_taken_goes_back_to_the_front(groups: tuple[WorkerGroup, WorkerGroup]) -> None:
+    many, _ = groups
+    channel = Channel.create("taken")
+    for item in range(4):
+        channel.put(item)
+    assert many.execute_on(0).take_and_do(channel).wait() == [0]
+    assert many.execute_on(1).take(channel).wait() == [1] and many.execute_on(2).take(channel).wait() == [2]
+    many.execute_on(0).leave(9).wait(60)
+    many.execute_on(1).leave(9).wait(60)
+    assert [channel.get(timeout=10) for _ in range(2)] == [1, 3], "what was done stays done, what is held is held"
+
+
+def test_what_was_entrusted_outlives_its_giver(groups: tuple[WorkerGroup, WorkerGroup]) -> None:
+    many, _ = groups
+    channel = Channel.create("entrusted")
+    item = {"rows": np.arange(300_000)}
+    many.execute_on(1).entrust(channel, item).wait()
+    many.execute_on(1).leave(9).wait(60)
+    assert (channel.get(timeout=10)["rows"] == item["rows"]).all()
