@@ -108,7 +108,7 @@ def _train(
             made.max_recoveries = int(os.environ.get(MAX_RESTARTS, "0"))
             session.failures.expendable = kind.expendable_of(cfg) if made.max_recoveries else frozenset()
             session.failures.independent = kind.independent_of(cfg)
-            session.failures.elastic = kind.elastic_of(cfg) if made.max_recoveries else {}
+            session.failures.elastic = kind.elastic_of(cfg)
             session.interrupted = lambda: None
             result = made.run()
             session.failures.expendable, session.failures.elastic = frozenset(), {}

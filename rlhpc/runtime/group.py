@@ -57,7 +57,6 @@ class WorkerGroup:
         self._size = 0
         self._arrival: Callable[[], list[dict[str, Any]]] | None = None
         self._members: list[Member] = []
-        self._coming: list[Member] = []
         self._cluster: Cluster | None = None
         self._timeout = 300.0
         self.name = ""
@@ -142,18 +141,17 @@ class WorkerGroup:
         started = Session.current().relaunch(self.name, self._cluster)
         ranks = [member.spec.rank for member in started]
         self._members = [m for m in self._members if m.spec.rank not in ranks] + started
-        self._coming += started
         return ranks
 
     def admit(self) -> list[int]:
-        """Takes in the ranks that were started again and have built their objects; from now on they take calls.
+        """Takes in ranks that were started again, or have joined, and have built their objects; from now on they take calls.
 
         Returns:
             These ranks.
         """
-        records = Session.current().newcomers(self._coming)
+        known = {record["incarnation"] for record in self._records}
+        records = Session.current().membership.newcomers(self.name, known)
         ranks = {record["rank"] for record in records}
-        self._coming = [m for m in self._coming if m.state == "starting"]
         kept = [record for record in self._records if record["rank"] not in ranks]
         self._records = sorted([*kept, *records], key=lambda record: int(record["rank"]))
         return sorted(ranks)
@@ -190,7 +188,8 @@ class WorkerGroup:
 
     def execute_on(self, *ranks: int) -> WorkerGroup:
         """Restricts the next call, and only that one, to these ranks; returns the group."""
-        wrong = [rank for rank in ranks if not 0 <= rank < self.world_size]
+        joined = {record["rank"] for record in self._records}
+        wrong = [rank for rank in ranks if not 0 <= rank < self.world_size and rank not in joined]
         if wrong or not ranks:
             raise ValueError(f"execute_on{ranks}: group {self.name!r} has ranks 0 to {self.world_size - 1}")
         self._only = sorted(set(ranks))
@@ -226,7 +225,7 @@ class WorkerGroup:
         session = Session.running()
         if self._members and session is not None:
             session.shutdown_group(self.name, self._members, grace)
-        self._records, self._members, self._size, self._arrival, self._coming = [], [], 0, None, []
+        self._records, self._members, self._size, self._arrival = [], [], 0, None
 
     async def async_shutdown(self, grace: float = 5.0) -> None:
         await asyncio.to_thread(self.shutdown, grace)

@@ -267,15 +267,19 @@ def _spawned() -> WorkerSpec:
     return spec
 
 
-def _task() -> WorkerSpec:
-    """Runs a rank that is a task of a job step; finds out its devices, and its address for the other hosts."""
+def _task(number: int) -> WorkerSpec:
+    """Runs a rank that is a task of a job step, or has joined; finds out its devices, and its address for the other hosts.
+
+    Args:
+        number: Which of the specifications on stdin is its own.
+    """
     from rlhpc.runtime.allocation import visible_accelerators
     from rlhpc.runtime.network import address_of, address_towards, interface_of
     from rlhpc.runtime.scratch import Scratch, remove_stale
     from rlhpc.runtime.task import end_with_input, own_devices, read_specs
 
     stream = os.dup(0)
-    spec = read_specs(stream)[int(os.environ["SLURM_PROCID"])]
+    spec = read_specs(stream)[number]
     end_with_input(stream, Scratch(spec.token).leave)
     spec.env.setdefault("CUDA_VISIBLE_DEVICES", own_devices(spec, os.environ, visible_accelerators(os.environ)))
     if spec.local_rank == 0:
@@ -292,9 +296,10 @@ def _task() -> WorkerSpec:
 
 def main() -> None:
     """Entry point of a rank in an interpreter of its own, which reads its instructions from stdin."""
-    by_step = sys.argv[1:] == ["step"]
+    by_step = sys.argv[1:] in (["step"], ["joined"])
+    number = int(os.environ["SLURM_PROCID"]) if sys.argv[1:] == ["step"] else 0
     try:
-        spec = _task() if by_step else _spawned()
+        spec = _task(number) if by_step else _spawned()
     except (RlhpcError, EOFError) as error:
         print(f"rlhpc: error: {error}", file=sys.stderr, flush=True)
         os._exit(1)

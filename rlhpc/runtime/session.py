@@ -23,9 +23,10 @@ from rlhpc.runtime.failures import FailurePolicy, by_group
 from rlhpc.runtime.host import host_id, node_name
 from rlhpc.runtime.leases import TICK_S, Leases
 from rlhpc.runtime.members import all_in, class_body, death, said_before_its_log
+from rlhpc.runtime.membership import Membership
 from rlhpc.runtime.network import own_address
 from rlhpc.runtime.ranks import Ranks
-from rlhpc.runtime.registry import LEFT, MEMBERS, Keys, Registry
+from rlhpc.runtime.registry import MEMBERS, Keys, Registry
 from rlhpc.runtime.rpc import RpcClient, worker_failed
 from rlhpc.runtime.spec import EXIT, IDLE, RESUME, spec_of
 from rlhpc.runtime.starters import Member, Starter
@@ -92,13 +93,12 @@ class Session:
         self.log_dir.mkdir(parents=True, exist_ok=True)
         self.ranks = Ranks(on_end=lambda name: self.service.consumer_died(name))
         self.failures, self._recovery = FailurePolicy(), 0
-        #: How often ranks have come or gone since their groups were launched.
-        self.epoch = 0
+        self.membership = Membership(self.ranks, self.registry, self.failures, self.log_dir, bool(tcp_address))
         self.leases = Leases(self.fail)
         self.service = Service(
             "driver", keys, self.scratch, tcp_address,
             check=self.check, tick_s=TICK_S, on_tick=lambda _: self.leases.look(self.ranks.all()),
-            on_note=self._note,
+            on_note=self._note, on_join=self.membership.join,
             on_broken=lambda error: self.fail(RlhpcError(f"the driver cannot be reached any more: {error}")),
         )  # fmt: skip
         self.context = contexts.Context("driver", self.registry, self.service, check=self.check)
@@ -175,6 +175,8 @@ class Session:
         member.alive, member.suspect = time.monotonic(), False
         if note["note"] == "ready":
             self.ranks.arrived(member, note["pid"], note["record"])
+        elif note["note"] == "exit":
+            self.exited(member, note["status"])
         elif note["note"] == "failed":
             record = {"group": member.spec.group, "rank": member.spec.rank, "node": member.spec.node,
                       "pid": note["pid"], "log_err": member.spec.log_err}  # fmt: skip
@@ -187,7 +189,7 @@ class Session:
         that its group can do without is none."""
         with self.ranks.changed:
             if self.failures.departs(failure, self.ranks.all()):
-                self._departed(self.members[f"{failure.group}-{failure.rank}"], failure)
+                self.membership.left(self.members[f"{failure.group}-{failure.rank}"], failure, self.rpc)
                 return
             if not self.failures.take(failure):
                 log.debug("after the first failure: %s", failure)
@@ -201,17 +203,6 @@ class Session:
                 timer.daemon = True
                 timer.start()
         self.rpc.interrupt()
-
-    def _departed(self, member: Member, failure: RlhpcError) -> None:
-        """A rank of a group that goes on without it has ended, or must be taken for lost."""
-        log.warning("%s goes on without rank %d: %s", member.spec.group, member.spec.rank, failure)
-        if member.state != "ended":
-            member.starter.kill([member])
-            self.ranks.ended([member])
-        self.epoch += 1
-        if member.record:
-            self.registry.put(LEFT, member.spec.name, {"incarnation": member.spec.incarnation})
-            self.rpc.leave(member.record)
 
     def _kill(self, starter: Starter, members: Sequence[Member]) -> None:
         if self.failure is not None:
@@ -318,19 +309,12 @@ class Session:
     def relaunch(self, name: str, cluster: Cluster) -> list[Member]:
         """Starts the ranks of a group that have ended once more, where they were. See `WorkerGroup.relaunch`."""
         incarnation = f"{time.time_ns():x}"
-        ended = [m for m in self.ranks.all() if m.spec.group == name and m.state == "ended"]
+        ended = self.membership.startable(name)
         started = [Member(replace(m.spec, incarnation=incarnation), m.starter) for m in ended]
         self.ranks.add(started)
         if started:
             started[0].starter.start(started, cluster)
         return started
-
-    def newcomers(self, members: Sequence[Member]) -> list[dict[str, Any]]:
-        """The records of those of some ranks, started again or in addition, that are ready by now."""
-        with self.ranks.changed:
-            there = [m for m in members if m.state == "ready"]
-        self.epoch += len(there)
-        return [m.record for m in there]
 
     def arrived(self, name: str, started: Sequence[Member], timeout: float) -> list[dict[str, Any]]:
         """Waits for a group's ranks; returns their records in rank order. See `WorkerGroup.launch`."""

@@ -11,6 +11,7 @@ from rlhpc.runtime.comm.answers import RemoteAnswer
 from rlhpc.runtime.comm.held import HeldValues
 from rlhpc.runtime.comm.queues import ChannelState, Refusal
 from rlhpc.runtime.comm.segments import discard
+from rlhpc.runtime.errors import ChannelError
 
 
 class Home(Protocol):
@@ -24,7 +25,11 @@ class Home(Protocol):
     @property
     def doing(self) -> Callable[[], Any]: ...
     @property
+    def name(self) -> str: ...
+    @property
     def on_note(self) -> Callable[[dict[str, Any]], None] | None: ...
+    @property
+    def on_join(self) -> Callable[[dict[str, Any]], bytes] | None: ...
     def channel(self, name: str) -> ChannelState: ...
     def open_channel(self, name: str, maxsize: int, max_bytes: int) -> None: ...
 
@@ -102,6 +107,17 @@ def _note(service: Home, answer: RemoteAnswer, frames: list[bytes]) -> None:
         service.on_note(pickle.loads(frames[0]))
 
 
+def _noted(service: Home, answer: RemoteAnswer, frames: list[bytes]) -> None:
+    _note(service, answer, frames)
+    answer.frames()
+
+
+def _join(service: Home, answer: RemoteAnswer, frames: list[bytes]) -> None:
+    if service.on_join is None:
+        raise ChannelError(f"{service.name} is no driver: nobody joins a run there")
+    answer.frames(service.on_join(pickle.loads(frames[0])))
+
+
 OPERATIONS: dict[bytes, Callable[[Home, RemoteAnswer, list[bytes]], None]] = {
     b"PUT": _put,
     b"GET": _get,
@@ -110,6 +126,8 @@ OPERATIONS: dict[bytes, Callable[[Home, RemoteAnswer, list[bytes]], None]] = {
     b"OPEN": _open,
     b"CANCEL": _cancel,
     b"NOTE": _note,
+    b"NOTED": _noted,
+    b"JOIN": _join,
     b"STORE": _store,
     b"ABORT": _abort,
     b"DOING": _doing,

@@ -71,6 +71,7 @@ class Service:
         on_tick: Called every `tick_s` on the service thread (heartbeats).
         tick_s: Seconds between ticks. Each wakes the process, which is all that an idle one costs.
         on_note: Called on the service thread with each note (HELLO, heartbeat) that another process posted.
+        on_join: Gives a process that asks a place in the run, where this one may.
         on_broken: Called on the service thread when an error ends it; from then on nobody answers for this process.
         doing: Says what this process is doing, for those that ask.
     """
@@ -85,6 +86,7 @@ class Service:
         on_tick: Callable[[Service], None] | None = None,
         tick_s: float = 1.0,
         on_note: Callable[[dict[str, Any]], None] | None = None,
+        on_join: Callable[[dict[str, Any]], bytes] | None = None,
         on_broken: Callable[[Exception], None] | None = None,
         doing: Callable[[], Any] = lambda: None,
     ) -> None:
@@ -116,7 +118,8 @@ class Service:
         self.origin = Origin(host_id(), self.endpoint["tcp"] or self.endpoint["ipc"], self.endpoint["bulk"])
         self.doing = doing
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self._on_tick, self._tick_s, self.on_note, self._on_broken = on_tick, tick_s, on_note, on_broken
+        self._on_tick, self._tick_s, self._on_broken = on_tick, tick_s, on_broken
+        self.on_note, self.on_join = on_note, on_join
         self._loop = threading.Lock()  # held by the thread that leads the event loop
         self._leader: int | None = None
         self._guests = 0

@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+import time
+from pathlib import Path
+
 from rlhpc.language.rewards import Sample
 
 
 def ones(sample: Sample) -> float:
     """Share of the letter 1 in six characters: an untrained model can improve on it at once."""
+    pause = Path(os.environ.get("RLHPC_TEST_PAUSE", "/nowhere"))
+    with contextlib.suppress(FileNotFoundError):  # as long as a test wants it slow
+        time.sleep(float(pause.read_text()))
     return sample.response.count("1") / 6
 
 

@@ -5,13 +5,18 @@ from __future__ import annotations
 import json
 import os
 import signal
+import subprocess
+import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from test_reasoning import LanguageRun
+
+from tests import warm
 
 STEPS = 12
 SHORT = (
@@ -36,31 +41,57 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> LanguageRun:
 
 
 class Disturbed(LanguageRun):
-    """A run whose driver goes on after failures."""
+    """A run that is looked at, and disturbed, while it trains.
 
-    def __init__(self, folder: Path, *overrides: str) -> None:
-        super().__init__(folder, *SHORT, *overrides)
-        self.environment["RLHPC_MAX_RESTARTS"] = "20"
-        self.process = self.start()
+    Args:
+        folder: Of its own.
+        pause_s: How long judging an answer takes, until the run is told to `hurry`.
+        restarts: How often ranks are started again.
+    """
+
+    def __init__(self, folder: Path, pause_s: float = 0.0, restarts: int = 20) -> None:
+        super().__init__(folder, *SHORT)
+        self.pause = folder / "pause"
+        self.pause.write_text(str(pause_s))
+        self.environment |= {"RLHPC_MAX_RESTARTS": str(restarts), "RLHPC_TEST_PAUSE": str(self.pause)}
+        command = [sys.executable, "-m", "rlhpc.cli", "train", str(self.config), *self.overrides]
+        with self.log.open("w") as log:
+            self.process = warm.Popen(command, env=self.environment, cwd=folder, stdout=log, stderr=log)
+
+    @property
+    def log(self) -> Path:
+        return self.folder / "said.txt"
+
+    def said(self) -> str:
+        return self.log.read_text()
+
+    def until(self, condition: Callable[[], bool]) -> None:
+        end = time.monotonic() + 200
+        while not condition():
+            assert time.monotonic() < end and self.process.poll() is None, self.said()
+            time.sleep(0.01)
 
     def step(self) -> int:
         return int(json_of(self.root / "status.json").get("step", 0))
-
-    def wait_for(self, step: int) -> None:
-        end = time.monotonic() + 200
-        while self.step() < step:
-            assert time.monotonic() < end and self.process.poll() is None, self.process.communicate()
-            time.sleep(0.01)
 
     def members(self) -> dict[str, int]:
         registry = self.root / "registry"
         now = registry / (registry / "current").read_text() / "members"
         return {path.stem: json_of(path)["pid"] for path in now.glob("[!.]*.json")}
 
+    def hurry(self) -> None:
+        self.pause.unlink()
+
     def end(self) -> str:
-        out, err = self.process.communicate(timeout=250)
-        assert self.process.returncode == 0, out + err
-        return err
+        assert self.process.wait(250) == 0, self.said()
+        return self.said()
+
+    def join(self, *more: str) -> subprocess.Popen[str]:
+        """A helper, from outside of the run's own processes."""
+        command = [sys.executable, "-m", "rlhpc.cli", "join", str(self.root), *more]
+        return warm.Popen(
+            command, env=self.environment, cwd=self.folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        )
 
 
 def same(one: LanguageRun, other: LanguageRun) -> None:
@@ -72,12 +103,53 @@ def same(one: LanguageRun, other: LanguageRun) -> None:
 def test_a_lost_rank_costs_its_own_sequences(undisturbed: LanguageRun, tmp_path: Path) -> None:
     """No other process is started again, no step is made anew, and every number is that of the run nobody disturbed."""
     run = Disturbed(tmp_path / "disturbed")
-    run.wait_for(2)
+    run.until(lambda: run.step() >= 2)
     before = run.members()
     os.kill(before["rollout-1"], signal.SIGKILL)
-    run.wait_for(STEPS - 1)
+    run.until(lambda: run.step() >= STEPS - 1)
     after = run.members()
     said = run.end()
     assert "rollout[1] ended; the others have made its prompts" in said and "start again from" not in said, said
     assert {name for name in before if before[name] != after[name]} <= {"rollout-1"}
     same(run, undisturbed)
+
+
+def test_a_helper_joins_works_and_leaves(undisturbed: LanguageRun, tmp_path: Path) -> None:
+    """What it leaves behind, others do, and no number changes."""
+    run = Disturbed(tmp_path / "helped", pause_s=0.4, restarts=0)
+    run.until(lambda: run.step() >= 1)
+    helper = run.join()
+    run.until(lambda: "rollout[3] takes part from the next step on" in run.said())
+    run.pause.write_text("0.05")
+    joined = run.step()
+    run.until(lambda: run.step() >= joined + 2)
+    helper.send_signal(signal.SIGTERM)
+    out, err = helper.communicate(timeout=60)
+    assert helper.returncode == 0 and "rollout-3 joins run" in err and "it was told to leave" in err, out + err
+    run.hurry()
+    said = run.end()
+    assert "rollout[3] ended; the others have made its prompts" in said and "it is started again" not in said
+    same(run, undisturbed)
+
+
+def test_a_helper_stays_to_the_end(tmp_path: Path) -> None:
+    run = Disturbed(tmp_path / "helped", pause_s=0.4, restarts=0)
+    run.until(lambda: run.step() >= 1)
+    helper = run.join("--patience", "0")
+    run.until(lambda: "rollout[3] takes part from the next step on" in run.said())
+    run.hurry()
+    run.end()
+    out, err = helper.communicate(timeout=60)
+    assert helper.returncode == 0 and "rollout-3 ended: " in err, out + err
+
+
+def test_who_may_not_join_is_told(undisturbed: LanguageRun, tmp_path: Path) -> None:
+    over = undisturbed.rlhpc("join", str(undisturbed.root), code=2)
+    assert "no driver of this run is at work" in over
+    run = Disturbed(tmp_path / "asked", pause_s=0.2)
+    run.until(lambda: run.step() >= 1)
+    assert "no rank can join group 'actor' of this run" in run.rlhpc("join", str(run.root), "--group", "actor", code=2)
+    assert "--patience is -1" in run.rlhpc("join", str(run.root), "--patience", "-1", code=2)
+    run.process.send_signal(signal.SIGINT)
+    run.process.wait(120)
+    assert "rollout[3]" not in run.said()

@@ -74,11 +74,11 @@ def test_it_comes_back_when_it_is_ready(groups: tuple[WorkerGroup, WorkerGroup])
     many, other = groups
     session = Session.running()
     many.execute_on(1).leave(9).wait(60)
-    epoch = session.epoch
+    epoch = session.membership.epoch
     assert many.restart() == [1]
     assert many.add(1).wait() == [1, 3], "nobody waits for it"
     until(lambda: many.admit() == [1])
-    assert many.add(1).wait() == [1, 2, 3] and many.present == [0, 1, 2] and session.epoch == epoch + 1
+    assert many.add(1).wait() == [1, 2, 3] and many.present == [0, 1, 2] and session.membership.epoch == epoch + 1
     assert other.tell("welcome", "many", 1).wait() == [True] and many.heard().wait() == [[], ["welcome"], []]
 
 

@@ -1,0 +1,59 @@
+"""`join`: gives a run that is under way another rank, from any allocation that reaches it."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import sys
+import threading
+from typing import Any
+
+from rlhpc.cli.named import run_paths
+from rlhpc.cli.parser import RUN, add_command, add_words
+from rlhpc.cli.streams import tell
+from rlhpc.runtime.errors import ConfigError
+
+_EXAMPLES = (
+    "rlhpc join runs/reasoning --group rollout",
+    "sbatch --partition=preempt --gres=gpu:1 --time=1:00:00 --wrap='rlhpc join runs/reasoning --group rollout'",
+    "srun --ntasks=4 --gpus-per-task=1 rlhpc join runs/reasoning --group rollout",
+)
+
+
+def _join(args: argparse.Namespace) -> int:
+    from rlhpc.runtime.allocation import granted_cpus, visible_accelerators
+    from rlhpc.runtime.joining import stay, wish_of
+
+    for name, value in (("--patience", args.patience), ("--accelerators", args.accelerators)):
+        if value is not None and value < 0:
+            raise ConfigError(f"{name} is {value}; it must be 0 or more")
+    paths = run_paths(args.run, args.overrides)
+    seen = len(visible_accelerators(os.environ))
+    accelerators = min(seen, 1) if args.accelerators is None else args.accelerators
+    if accelerators > seen:
+        raise ConfigError(f"--accelerators is {accelerators}, and this process sees {seen}")
+    threads = max(1, int(os.environ.get("SLURM_CPUS_PER_TASK", granted_cpus())))
+    stopped = threading.Event()
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
+        signal.signal(number, lambda *_: stopped.set())
+    wish = wish_of(args.group, threads, accelerators)
+    stay(paths.registry, wish, stopped, tell, patience_s=args.patience)
+    sys.stdout.flush()
+    return 0
+
+
+def add_commands(commands: Any) -> None:
+    """Adds the commands of this module to the command line."""
+    join = add_command(
+        commands, "join", _join, "add a rank to a run that is under way, for as long as this allocation lasts", _EXAMPLES
+    )  # fmt: skip
+    add_words(join, run=RUN)
+    join.add_argument("--group", default="rollout", help="the group (default: rollout)")
+    join.add_argument(
+        "--accelerators", type=int, help="how many the rank has (default: one, where this process sees any)"
+    )
+    join.add_argument(
+        "--patience", type=float, default=600.0, metavar="SECONDS",
+        help="how long to wait for the run's next driver when this one has ended, as after a requeue (default 600)",
+    )  # fmt: skip

@@ -1,0 +1,239 @@
+"""A rank that joins a run which is under way, from any allocation that reaches it: the side of the one who comes.
+
+It reads the run's registry, asks the driver for a place in a group, starts the rank, and ends it when the driver is gone. If
+another driver takes the run up, such as after a requeue, it asks again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import pickle
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import zmq
+
+from rlhpc.runtime.code import fingerprint
+from rlhpc.runtime.comm.sockets import Peers, choose
+from rlhpc.runtime.errors import ChannelError, ConfigError, RlhpcError
+from rlhpc.runtime.host import host_id, node_name
+from rlhpc.runtime.import_paths import python_path
+from rlhpc.runtime.parents import die_with_parent
+from rlhpc.runtime.registry import CURRENT, MEMBERS, Keys, Registry
+from rlhpc.runtime.spec import WorkerSpec
+from rlhpc.runtime.task import for_input
+
+log = logging.getLogger(__name__)
+
+#: How often it looks whether the driver is there; how long that may take to answer.
+_LOOK_S, _ANSWER_S = 2.0, 30.0
+
+
+class Refused(ConfigError):
+    """The driver takes no such rank; says why."""
+
+
+class Door:
+    """The way to a run's driver.
+
+    Args:
+        registry_root: The run's registry folder.
+
+    Raises:
+        ConfigError: No driver is there, or it is another user's.
+    """
+
+    def __init__(self, registry_root: Path) -> None:
+        try:
+            self.registry = Registry(registry_root / (registry_root / CURRENT).read_text())
+            self.keys: Keys = self.registry.load_keys()
+            self._driver = self.registry.get(MEMBERS, "driver")
+        except PermissionError as error:
+            raise ConfigError(
+                f"{error.filename}: {error.strerror}: only the user whose run it is can join it"
+            ) from error
+        except OSError as error:
+            raise ConfigError(
+                f"{registry_root.parent}: no driver of this run is at work ({error.strerror}); `rlhpc status` says where it is"
+            ) from error
+        self._context: zmq.Context[Any] = zmq.Context()
+        self._peers = Peers(self._context, self.keys, lambda: None)
+
+    @property
+    def is_current(self) -> bool:
+        """Whether this driver is still the run's, and has not ended it."""
+        try:
+            return (self.registry.root.parent / CURRENT).read_text() == self.registry.generation and (
+                self.registry.load_keys() == self.keys
+            )
+        except (OSError, RlhpcError):
+            return False
+
+    def _endpoint(self) -> str:
+        if self._driver is None:
+            raise ConfigError(f"{self.registry.root}: its driver has not said where it is")
+        try:
+            return choose(self._driver["data"])
+        except ChannelError as error:
+            raise Refused(
+                f"the driver is on {self._driver['node']} and listens to processes of that host only, and this is another"
+            ) from error
+
+    def ask(self, wish: Mapping[str, Any]) -> WorkerSpec:
+        """Asks for a place.
+
+        Raises:
+            Refused: See its message.
+        """
+        try:
+            (answer,) = self._peers.request(
+                self._endpoint(), b"JOIN", [pickle.dumps(dict(wish))], _ANSWER_S, "the driver"
+            )
+        except ChannelError as error:
+            raise Refused(str(error)) from error
+        spec: WorkerSpec = pickle.loads(answer)
+        return spec
+
+    def lives(self) -> bool:
+        """Whether the driver answers."""
+        try:
+            self._peers.request(self._endpoint(), b"DOING", [], _ANSWER_S, "the driver")
+        except RlhpcError:
+            return False
+        return True
+
+    def tell(self, note: dict[str, Any]) -> None:
+        """Leaves the driver a note."""
+        with contextlib.suppress(RlhpcError):
+            self._peers.request(self._endpoint(), b"NOTED", [pickle.dumps(note)], _ANSWER_S, "the driver")
+
+    def close(self) -> None:
+        """Closes the connection."""
+        self._peers.close()
+        self._context.destroy(linger=0)
+
+
+class JoinedRank:
+    """The rank's process."""
+
+    def __init__(self, spec: WorkerSpec) -> None:
+        self.spec = spec
+        environment = {**os.environ, "PYTHONPATH": python_path()}
+        environment["OMP_NUM_THREADS"] = str(spec.threads)
+        environment.setdefault("GOMP_SPINCOUNT", "1000")
+        environment.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
+        parent = os.getpid()
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "rlhpc.runtime.process", "joined"], stdin=subprocess.PIPE, env=environment,
+            start_new_session=True, preexec_fn=lambda: die_with_parent(parent),
+        )  # fmt: skip
+        assert self.process.stdin is not None
+        with contextlib.suppress(OSError):
+            self.process.stdin.write(for_input([spec]))
+            self.process.stdin.flush()
+
+    @property
+    def status(self) -> int | None:
+        """Its wait status; None while it lives."""
+        code = self.process.poll()
+        return None if code is None else (-code if code < 0 else code << 8)
+
+    def end(self, grace_s: float) -> int:
+        """Ends it, and waits; returns its wait status."""
+        assert self.process.stdin is not None
+        with contextlib.suppress(OSError):
+            self.process.stdin.close()  # its lifeline
+        try:
+            self.process.wait(grace_s)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
+        return self.status or 0
+
+
+def wish_of(group: str, threads: int, accelerators: int) -> dict[str, Any]:
+    """What this process asks for: a place in a group, for one rank."""
+    return {
+        "group": group, "host": host_id(), "node": node_name(), "threads": threads, "accelerators": accelerators,
+        "code": fingerprint(), "job": os.environ.get("SLURM_JOB_ID", ""),
+    }  # fmt: skip
+
+
+def stay(
+    registry_root: Path,
+    wish: Mapping[str, Any],
+    stopped: threading.Event,
+    said: Callable[[str], None],
+    *,
+    patience_s: float,
+    grace_s: float = 5.0,
+) -> int:
+    """Takes part in a run until it has ended or `stopped` is set; with every driver that takes it up anew.
+
+    Args:
+        registry_root: The run's registry folder.
+        wish: See `wish_of`.
+        stopped: Set when this process is to leave, as before its walltime ends.
+        said: Told what happens.
+        patience_s: How long it waits for another driver, when one is gone.
+        grace_s: How long a rank may take to end.
+
+    Returns:
+        How often it took part.
+
+    Raises:
+        ConfigError: There is no driver, or it takes no such rank, from the start.
+    """
+    times, before = 0, ""
+    while True:
+        door = _door(registry_root, before, stopped, patience_s if times else 0.0)
+        if door is None:
+            return times
+        before = door.registry.generation
+        try:
+            _take_part(door, wish, stopped, said, grace_s)
+            times += 1
+        finally:
+            door.close()
+        if stopped.is_set():
+            return times
+
+
+def _door(registry_root: Path, before: str, stopped: threading.Event, patience_s: float) -> Door | None:
+    """The way to a driver other than the one before; None if none comes in time."""
+    deadline = time.monotonic() + patience_s
+    while True:
+        if not before:
+            return Door(registry_root)
+        with contextlib.suppress(ConfigError, OSError):
+            if (registry_root / CURRENT).read_text() != before:
+                return Door(registry_root)
+        if time.monotonic() >= deadline or stopped.wait(0.5):
+            return None
+
+
+def _take_part(
+    door: Door, wish: Mapping[str, Any], stopped: threading.Event, said: Callable[[str], None], grace_s: float
+) -> None:
+    """With one driver, until it is gone, the rank has ended, or this process is to leave."""
+    spec = door.ask(wish)
+    rank = JoinedRank(spec)
+    said(f"{spec.name} joins {door.registry.root.parent.parent.name} (pid {rank.process.pid}, log {spec.log_err})")
+    looked = time.monotonic()
+    gone = ""
+    while rank.status is None and not gone:
+        if stopped.wait(0.1):
+            gone = "it was told to leave"
+        elif time.monotonic() - looked > _LOOK_S:
+            looked = time.monotonic()
+            gone = "" if door.is_current and door.lives() else "the run has ended, or its driver is gone"
+    status = rank.end(grace_s) if rank.status is None else rank.status
+    door.tell({"note": "exit", "name": spec.name, "incarnation": spec.incarnation, "status": status})
+    said(f"{spec.name} ended: {gone or f'wait status {status}'}")

@@ -1,0 +1,111 @@
+"""Who takes part in a run: which ranks have left a group that goes on without them, and which have come."""
+
+from __future__ import annotations
+
+import logging
+import pickle
+import time
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from rlhpc.runtime.code import fingerprint
+from rlhpc.runtime.errors import ChannelError, RlhpcError
+from rlhpc.runtime.failures import FailurePolicy
+from rlhpc.runtime.host import host_id
+from rlhpc.runtime.ranks import Ranks
+from rlhpc.runtime.registry import LEFT, Registry
+from rlhpc.runtime.rpc import RpcClient
+from rlhpc.runtime.starters import Member
+from rlhpc.runtime.starters.joined import JoinedStarter
+
+log = logging.getLogger(__name__)
+
+
+class Membership:
+    """The driver's account of ranks that come and go.
+
+    Args:
+        ranks: All ranks.
+        registry: Where other processes see who has left.
+        failures: Says which groups are elastic.
+        log_dir: Where the ranks' logs go.
+        listens: Whether processes of other hosts reach this run.
+
+    Attributes:
+        epoch: How often somebody has come or gone since the groups were launched.
+    """
+
+    def __init__(self, ranks: Ranks, registry: Registry, failures: FailurePolicy, log_dir: Path, listens: bool) -> None:
+        self._ranks, self._registry, self._failures = ranks, registry, failures
+        self._log_dir, self._listens = log_dir, listens
+        self._joined, self._host = JoinedStarter(), host_id()
+        self._numbers: dict[str, int] = {}
+        self.epoch = 0
+
+    def left(self, member: Member, failure: RlhpcError, rpc: RpcClient) -> None:
+        """A rank of a group that goes on without it has ended, or must be taken for lost."""
+        spec = member.spec
+        log.warning("%s goes on without rank %d: %s", spec.group, spec.rank, failure)
+        if member.state != "ended":
+            member.starter.kill([member])
+            self._ranks.ended([member])
+        self.epoch += 1
+        if member.record:
+            self._registry.put(LEFT, spec.name, {"incarnation": spec.incarnation})
+            rpc.leave(member.record)
+
+    def newcomers(self, group: str, known: Collection[str]) -> list[dict[str, Any]]:
+        """The records of ranks of a group that are ready, and of none of the known incarnations."""
+        with self._ranks.changed:
+            found = [m for m in self._ranks.alive(group) if m.state == "ready" and m.record["incarnation"] not in known]
+        self.epoch += len(found)
+        return [m.record for m in found]
+
+    def startable(self, group: str) -> list[Member]:
+        """Ranks of a group that have ended and whose place is still this run's."""
+        return [
+            m
+            for m in self._ranks.all()
+            if m.spec.group == group and m.state == "ended" and m.starter is not self._joined
+        ]
+
+    def join(self, wish: Mapping[str, Any]) -> bytes:
+        """Gives a process a place in a group; what it is told to be, pickled. Called on the service's thread.
+
+        Raises:
+            ChannelError: It may not join; says why.
+        """
+        group = wish["group"]
+        self._allow(group, wish)
+        with self._ranks.changed:
+            like = next(m.spec for m in self._ranks.all() if m.spec.group == group)
+            number = max(self._numbers.get(group, 0), like.world_size, *(self._rank_numbers(group)))
+            self._numbers[group] = number + 1
+            stem = self._log_dir / f"{group}-{number}"
+            env = {name: value for name, value in like.env.items() if name != "CUDA_VISIBLE_DEVICES"}
+            spec = replace(
+                like, rank=number, node=wish["node"], node_rank=number, local_rank=0, local_world_size=1,
+                accelerators=tuple(range(wish["accelerators"])), log_out=f"{stem}.out", log_err=f"{stem}.err", env=env,
+                threads=wish["threads"], interpreter="", incarnation=f"{time.time_ns():x}",
+            )  # fmt: skip
+            self._ranks.add([Member(spec, self._joined)])
+        log.info("%s joins from node %s (job %s)", spec.name, spec.node, wish["job"] or "none")
+        return pickle.dumps(spec)
+
+    def _rank_numbers(self, group: str) -> Sequence[int]:
+        return [m.spec.rank + 1 for m in self._ranks.all() if m.spec.group == group]
+
+    def _allow(self, group: str, wish: Mapping[str, Any]) -> None:
+        elastic = self._failures.elastic
+        if group not in elastic:
+            raise ChannelError(
+                f"no rank can join group {group!r} of this run; groups that take some: {', '.join(elastic) or 'none'}"
+            )
+        if wish["code"] != fingerprint():
+            raise ChannelError(
+                "this is another rlhpc than the run's own: use the environment that the run was started with"
+            )
+        if wish["host"] != self._host and not self._listens:
+            raise ChannelError("this run listens to processes of its own host only")
