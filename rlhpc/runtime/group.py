@@ -210,9 +210,8 @@ class WorkerGroup:
             client._check()
             there = [record for record in self._records if not client.has_left(record)]
             records = there if ranks is None else [record for record in there if record["rank"] in ranks]
-            if not records:
-                raise ConfigError(f"ranks {ranks} of group {self.name!r} have ended")
-            return client.call(records, name, args, kwargs)
+            # Those that were meant may have left meanwhile: then nobody answers.
+            return client.call(records, name, args, kwargs) if records else Handle(client, self.name, name, [])
 
         return call
 

@@ -136,6 +136,20 @@ class GrpoActor(LanguageActor[GrpoConfig]):
                 weights.close()
         self._sent = frozen
 
+    def welcome(self, version: int, ranks: Sequence[int]) -> None:
+        """Sends the present weights, all of them, to rollout ranks that have just come."""
+        if version != self.version:
+            raise RlhpcError(f"weights of version {version} are not there: the actor has {self.version}")
+        weights, name = self.backend.named_weights(), self.prompts.rollout_name
+        if self.rank:
+            for _ in weights:
+                pass
+            return
+        for rank in ranks:
+            self.notify(None, name, rank, VERSIONS)
+        sync = make_sync(self.cfg.rollout.weight_sync, self, (self.prompts.actor_name, 0), [(name, list(ranks))], "off")
+        sync.send(version, _as(_DTYPES.get(self.cfg.rollout.dtype), weights))
+
     def _aim(self, ranks: list[int]) -> None:
         """Where others receive than before, all of them get complete weights; all ranks call it."""
         if ranks == self._to:

@@ -112,6 +112,9 @@ class ReasoningRunner(Runner[GrpoConfig]):
         """A rollout rank that has loaded its engine takes part after the present step."""
         self.rollout.execute_on(rank).connect().wait(self.timeout)
         self.rollout.execute_on(rank).begin(self.step).wait(self.timeout)
+        sent = self.actor.welcome(self.step, [rank]), self.rollout.execute_on(rank).take_weights(self.step)
+        for handle in sent:
+            handle.wait(self.timeout)
 
     def _connect(self) -> None:
         for name, home in self.prompts.channels().items():
