@@ -166,3 +166,17 @@ def test_several_threads_start_processes_at_once() -> None:
 def test_a_timeout_kills_it() -> None:
     with pytest.raises(subprocess.TimeoutExpired):
         warm.run([sys.executable, "-c", "import time; time.sleep(60)"], timeout=0.2)
+
+
+def test_a_runs_fork_server_is_warm_whatever_it_sets_for_its_ranks() -> None:
+    """It is in most tests, and imports for two seconds otherwise."""
+    source = (
+        "from pathlib import Path\n"
+        "from rlhpc.runtime.starters.forked import ForkServerProcess\n"
+        "server = ForkServerProcess(None)\n"  # imports nothing itself
+        "print('libtorch_cpu' in Path(f'/proc/{server.process.pid}/maps').read_text())\n"
+        "server.control.close()\n"
+        "server.process.wait()\n"
+    )
+    done = warm.run([sys.executable, "-c", source], capture_output=True, text=True, check=True, timeout=60)
+    assert done.stdout == "True\n"

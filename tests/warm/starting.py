@@ -30,7 +30,7 @@ READ_EARLY = (
 #: Of those, what each process is given anew, or says what is true of a server anyway.
 SET_ANEW = (
     "PYTHONPATH", "PYTHONUNBUFFERED", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "GOMP_SPINCOUNT", "VLLM_CPU_KVCACHE_SPACE",
-    "HF_HUB_OFFLINE", "DS_ACCELERATOR",
+    "HF_HUB_OFFLINE", "DS_ACCELERATOR", "PYTORCH_NVML_BASED_CUDA_CHECK",
 )  # fmt: skip
 #: What a run's processes import, which takes them 3 s each.
 PRELOAD = (
