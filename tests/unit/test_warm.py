@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from rlhpc.runtime.parents import adopt_orphans
 from tests import warm
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -117,6 +118,19 @@ def test_it_has_the_heavy_packages_and_so_have_those_it_starts() -> None:
     done = warm.run([sys.executable, "-c", outer], capture_output=True, text=True, check=True)
     pid, loaded, parent = done.stdout.split()
     assert loaded == "True" and parent == pid
+
+
+def test_what_the_package_has_done_before_its_program_is_done() -> None:
+    """A driver is started so, and with it all of a submitted run."""
+    source = (
+        "import ctypes, sys; known = ctypes.c_int(); ctypes.CDLL(None).prctl(37, ctypes.byref(known), 0, 0, 0); "
+        "print(known.value, 'torch' in sys.modules)"
+    )
+    for module, preexec_fn, said in (
+        (subprocess, adopt_orphans, "1 False\n"), (warm, adopt_orphans, "1 True\n"), (warm, lambda: None, "0 False\n"),
+    ):  # fmt: skip
+        done = module.run([sys.executable, "-c", source], preexec_fn=preexec_fn, capture_output=True, text=True)
+        assert done.stdout == said
 
 
 def test_what_is_random_differs() -> None:

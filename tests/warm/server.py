@@ -217,6 +217,8 @@ def _become(request: dict[str, Any], answer: int, *given: int) -> NoReturn:
         sys.modules["numpy"].random.seed()
     if own != -1:
         starting.inherit(socket.socket(fileno=own), request["environment"])
+    if request["first"]:
+        pickle.loads(request["first"])()
     os.write(answer, f"pid {os.getpid()}".encode())
     os.close(answer)
     _end(_status_of(words))
