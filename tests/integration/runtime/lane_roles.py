@@ -86,3 +86,40 @@ class OnDevice(Worker):
             got = self.broadcast(self.message(number, size) if mine else None, groups, src=src)
             found.append(None if mine else self.form(got))
         return self.crossed() - before if mine else found
+
+
+class OnCard(Worker):
+    """Args: the kind of accelerator that it computes on."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind = kind
+        self.ground = torch.randn(512, 512, device=kind)
+        self.known: dict[str, Channel] = {}
+
+    def pour(self, channel: Channel, turns: Channel, count: int, size: int) -> int:
+        """Puts messages whose making takes the accelerator longer than the host takes to send them; how many crossed."""
+        before, channel = current().service.lane.crossed, self.known.setdefault(channel.name, channel)
+        for number in range(count):
+            late = self.ground
+            for _ in range(20):
+                late = (late @ self.ground).clamp(-1, 1)
+            values = torch.zeros(size, device=self.kind).add_(late.sum() * 0 + number)
+            channel.put({"values": values, "number": number})
+            values.fill_(-1)  # the sender goes on
+            turns.get()
+        return current().service.lane.crossed - before
+
+    def drain(self, channel: Channel, turns: Channel, count: int) -> list[tuple[float, float, str]]:
+        """The least and the greatest number of each message, and where it came to."""
+        found = []
+        for _ in range(count):
+            values = channel.get()["values"]
+            low, high = values.aminmax()
+            found.append((low, high, values.device.type))
+            turns.put(0)
+        return [(float(low), float(high), where) for low, high, where in found]
+
+    def park(self) -> int:
+        current().service.lane.park()
+        return current().service.lane.pool.bytes
