@@ -207,10 +207,13 @@ class ActingWorker(SavingWorker, Generic[Cfg]):
             self.version = int(state["version"])
             set_rng_state(state["rng"])
 
-    def offload(self) -> None:
-        """Moves the policy to the host, and lets go of the env ranks' memory."""
-        self.policy.cpu()
+    def let_go(self) -> None:
+        """Closes the memory of env ranks that observations came through: these are to give it back."""
         current().service.lane.park()
+
+    def offload(self) -> None:
+        """Moves the policy to the host."""
+        self.policy.cpu()
         empty_cache()
 
     def reload(self) -> None:

@@ -364,6 +364,7 @@ class EmbodiedRunner(PlayingRunner[PpoConfig]):
         if self.cfg.rollout.enable_offload:
             self.rollout.offload().wait(self.timeout)
         if self.turns:
+            self.rollout.let_go().wait(self.timeout)
             self.env.offload().wait(self.timeout)
 
     def rebuild(self, gone: dict[str, list[int]]) -> None:

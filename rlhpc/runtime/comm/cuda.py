@@ -9,6 +9,7 @@ allows: an exporter may have ended. Nor do they wait for the event that torch ex
 
 from __future__ import annotations
 
+import os
 import pickle
 from typing import Any
 
@@ -52,8 +53,9 @@ class CudaDevice:
         self._device = torch.device("cuda", torch.cuda.current_device())
         about: Any = torch.cuda.get_device_properties(self._device)
         self.budget = int(about.total_memory) // _SHARE
-        #: Parts of one card differ in the second; several drivers give no first.
-        self.address = f"{about.pci_domain_id:04x}:{about.pci_bus_id:02x}:{about.pci_device_id:02x} {about.uuid}"
+        where = f"{about.pci_domain_id:04x}:{about.pci_bus_id:02x}:{about.pci_device_id:02x}"
+        # Parts of one card differ in the second. Leases tell processes by their ids, which differ between namespaces.
+        self.address = f"{where} {about.uuid} {os.readlink('/proc/self/ns/pid')}"
 
     def holds(self, tensor: torch.Tensor) -> bool:
         """See `Device.holds`."""

@@ -67,10 +67,14 @@ class DeviceMappings:
             opened = self._open(device, crossing)
             if not crossings.begin(opened.lease, reader):
                 raise SegmentGone(crossing.path)
-            opened.written.wait()
-            arrived = device.empty(crossing.size)
-            device.copy(arrived, opened.memory[: crossing.size])
-            opened.read.record()
+            try:
+                arrived = device.empty(crossing.size)
+                opened.written.wait()
+                device.copy(arrived, opened.memory[: crossing.size])
+                opened.read.record()
+            except BaseException:  # of a device that is full, say
+                crossings.end(opened.lease, reader)
+                raise
             self._reading.append((opened, reader))
         return [
             arrived[part.offset : part.offset + part.nbytes].view(getattr(torch, part.dtype)).reshape(part.shape)

@@ -49,6 +49,13 @@ def check(found: list[dict[str, Any]], sizes: list[int], there: list[int]) -> No
         assert got["same"]
 
 
+def check_known(found: list[dict[str, Any]], crossed: int) -> None:
+    """The first is sent before the reader is known, the second perhaps, and the fifth is small."""
+    there = [number for number, got in enumerate(found) if got["there"]]
+    assert there in ([1, 2, 3, 5], [2, 3, 5]) and crossed == len(there)
+    check(found, SIZES, there)
+
+
 def exchange(source: WorkerGroup, sink: WorkerGroup, home: str | None) -> tuple[int, list[dict[str, Any]]]:
     messages, turns = Channel.create("messages", home=home), Channel.create("turns")
     sent, got = source.put(messages, SIZES, turns), sink.get(messages, len(SIZES), turns)
@@ -57,11 +64,10 @@ def exchange(source: WorkerGroup, sink: WorkerGroup, home: str | None) -> tuple[
 
 @pytest.mark.parametrize("home", [None, "sink", "source"])
 def test_tensors_stay_on_the_device_that_both_have(ranks, home):
-    """From the second message on, when it is known where they go; small ones travel in the message."""
+    """Once it is known where they go, from the second or third message on; small ones travel in the message."""
     source, sink = ranks("source"), ranks("sink")
     crossed, found = exchange(source, sink, home)
-    check(found, SIZES, [1, 2, 3, 5])
-    assert crossed == 4
+    check_known(found, crossed)
 
 
 @pytest.mark.parametrize(("one", "other"), [("one", "two"), ("one", ""), ("", "one"), ("", "")])
@@ -118,8 +124,7 @@ def _first(source: WorkerGroup, sink: WorkerGroup, channel: Channel) -> list[dic
 def test_between_ranks(ranks):
     one, other = ranks("one"), ranks("other")
     sent, got = one.tell(SIZES, "other", 0), other.hear(len(SIZES), "one", 0)
-    assert sent.wait() == [4]
-    check(got.wait()[0], SIZES, [1, 2, 3, 5])
+    check_known(got.wait()[0], sent.wait()[0])
 
 
 @pytest.mark.parametrize(("third", "crossed"), [("one", [1, 2, 3, 5]), ("two", [])])

@@ -41,7 +41,7 @@ def test_what_is_written_late_arrives(card: Callable[[str], WorkerGroup]) -> Non
     sent, got = source.pour(messages, turns, COUNT, SIZE), sink.drain(messages, turns, COUNT)
     crossed = sent.wait()[0]
     assert got.wait()[0] == [(float(number), float(number), kind()) for number in range(COUNT)]
-    assert crossed == (0 if ON_CPU else COUNT - 1)
+    assert crossed == 0 if ON_CPU else crossed >= COUNT - 2, "the first ones are sent before it is known where they go"
 
 
 def test_memory_is_bounded_and_given_back(card: Callable[[str], WorkerGroup]) -> None:
