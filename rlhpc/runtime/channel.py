@@ -13,8 +13,9 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from rlhpc.runtime.comm.background import AsyncWork, in_background
+from rlhpc.runtime.comm.devices import address
 from rlhpc.runtime.comm.payload import Packed
-from rlhpc.runtime.comm.queues import Item, Outlook, Refused
+from rlhpc.runtime.comm.queues import Item, Outlook, Refused, Taker
 from rlhpc.runtime.comm.service import DEFAULT_MAX_BYTES
 from rlhpc.runtime.comm.sockets import choose
 from rlhpc.runtime.context import Context, current
@@ -51,7 +52,7 @@ class Channel:
     def __init__(self, name: str, homes: list[dict[str, str]], maxsize: int) -> None:
         self.name, self._homes, self._maxsize = name, homes, maxsize
         self._posted = 0
-        self._takers: dict[str, str] = {}  # host of each key's last consumer
+        self._takers: dict[str, Taker] = {}  # each key's last consumer
 
     @classmethod
     def create(
@@ -126,8 +127,8 @@ class Channel:
             DeadlineExceeded: Nobody made room in the session's wait deadline.
         """
         context, key = current(), str(key)
-        lend = not async_op and self._takers.get(key, context.host) != context.host
-        packed = context.service.pack(item, lend=lend)
+        taker = self._takers.get(key, Taker(context.host))
+        packed = context.service.pack(item, lend=not async_op and taker.host != context.host, takers=[taker])
         if async_op:
             packed.owned()
             return in_background(
@@ -163,7 +164,7 @@ class Channel:
             if home["ipc"] == service.endpoint["ipc"]:
                 frames = [bytes(frame) for frame in packed.frames()]
 
-                outlook = Outlook("", False)
+                outlook = Outlook("", "", False)
 
                 def act(answer: Any) -> bool:
                     nonlocal outlook
@@ -199,7 +200,7 @@ class Channel:
 
     def _sent(self, context: Context, packed: Packed, key: str, outlook: Outlook) -> None:
         if outlook.host:
-            self._takers[key] = outlook.host
+            self._takers[key] = outlook.taker
         packed.settle(outlook.waiting, context.check)
 
     # -- get ------------------------------------------------------------------------------------------------------
@@ -231,7 +232,8 @@ class Channel:
             QueueEmpty: There is none.
         """
         context = current()
-        ((item, number),) = self._fetch(context, str(key), None, False, context.wait_deadline, keep=True)
+        taker, patience = Taker(context.host, address()), context.wait_deadline
+        ((item, number),) = self._fetch(context, str(key), None, False, patience, taker, keep=True)
         return Taken(item, number)
 
     def done(self, taken: Taken) -> None:
@@ -247,11 +249,13 @@ class Channel:
         service, home = context.service, self._home(key)
         timeout = context.wait_deadline if timeout is None else timeout
         whom = f"an item in channel {self.name!r}, key {key!r}"
+        taker = Taker(context.host, address())
+        service.lane.settle()
         if home["ipc"] == service.endpoint["ipc"]:
 
             def act(answer: Any) -> bool:
                 state = service.channel(self.name)
-                state.queue(key).taker = context.host
+                state.queue(key).taker = taker
                 return bool(wait or state.queue(key).items) and state.get(key, (), target, answer)
 
             try:
@@ -260,15 +264,22 @@ class Channel:
                 context.check()  # a loop that asks again and again waits for somebody, too
                 raise QueueEmpty(whom) from None
             return [service.unpack(item.frames) for item in items]
-        return [item for item, _ in self._fetch(context, key, target, wait, timeout)]
+        return [item for item, _ in self._fetch(context, key, target, wait, timeout, taker)]
 
     def _fetch(
-        self, context: Context, key: str, target: float | None, wait: bool, timeout: float, keep: bool = False
+        self,
+        context: Context,
+        key: str,
+        target: float | None,
+        wait: bool,
+        timeout: float,
+        taker: Taker,
+        keep: bool = False,
     ) -> list[tuple[Any, int]]:
         """Items of a channel that another process keeps, with their numbers; with `keep` they are not acknowledged."""
         service, home = context.service, self._home(key)
         whom = f"an item in channel {self.name!r}, key {key!r}"
-        head = pickle.dumps((self.name, key, target, wait, context.host, context.name))
+        head = pickle.dumps((self.name, key, target, wait, tuple(taker), context.name))
         try:
             reply = service.peers.request(choose(home), b"GET", [head], timeout, whom)
         except Refused:

@@ -213,6 +213,7 @@ def run_worker(spec: WorkerSpec, on_sigterm: Callable[[], None] | None = None) -
         if name in (IDLE, RESUME):
             if name == RESUME:
                 p2p.clear_inbox(service)
+                service.lane.forget()
                 ((resumed,), _), frames = service.unpack(frames), []
             door.answer(caller, [number, b"ok", b"0", *service.pack(None).frames()])
             continue

@@ -109,6 +109,7 @@ NAMING_CUDA = {
     "rlhpc/embodied/envs/maniskill_tasks.py": "PhysX simulates on these alone",
     "rlhpc/jobs/doctor/nodes.py": "a build of torch for none says so by the version of CUDA",
     "rlhpc/jobs/doctor/torch_probe.py": "tries NCCL and each card by itself",
+    "rlhpc/runtime/comm/cuda.py": "shares its memory and events between processes, which no other kind in torch does",
     "rlhpc/runtime/device.py": "a build of torch for none says so by the version of CUDA",
 }
 

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from rlhpc.runtime.parents import adopt_orphans
 from tests import warm
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -119,6 +120,19 @@ def test_it_has_the_heavy_packages_and_so_have_those_it_starts() -> None:
     assert loaded == "True" and parent == pid
 
 
+def test_what_the_package_has_done_before_its_program_is_done() -> None:
+    """A driver is started so, and with it all of a submitted run."""
+    source = (
+        "import ctypes, sys; known = ctypes.c_int(); ctypes.CDLL(None).prctl(37, ctypes.byref(known), 0, 0, 0); "
+        "print(known.value, 'torch' in sys.modules)"
+    )
+    for module, preexec_fn, said in (
+        (subprocess, adopt_orphans, "1 False\n"), (warm, adopt_orphans, "1 True\n"), (warm, lambda: None, "0 False\n"),
+    ):  # fmt: skip
+        done = module.run([sys.executable, "-c", source], preexec_fn=preexec_fn, capture_output=True, text=True)
+        assert done.stdout == said
+
+
 def test_what_is_random_differs() -> None:
     source = "import random, uuid, numpy; print(random.random(), numpy.random.rand(), uuid.uuid4())"
     one, two = (
@@ -166,3 +180,17 @@ def test_several_threads_start_processes_at_once() -> None:
 def test_a_timeout_kills_it() -> None:
     with pytest.raises(subprocess.TimeoutExpired):
         warm.run([sys.executable, "-c", "import time; time.sleep(60)"], timeout=0.2)
+
+
+def test_a_runs_fork_server_is_warm_whatever_it_sets_for_its_ranks() -> None:
+    """It is in most tests, and imports for two seconds otherwise."""
+    source = (
+        "from pathlib import Path\n"
+        "from rlhpc.runtime.starters.forked import ForkServerProcess\n"
+        "server = ForkServerProcess(None)\n"  # imports nothing itself
+        "print('libtorch_cpu' in Path(f'/proc/{server.process.pid}/maps').read_text())\n"
+        "server.control.close()\n"
+        "server.process.wait()\n"
+    )
+    done = warm.run([sys.executable, "-c", source], capture_output=True, text=True, check=True, timeout=60)
+    assert done.stdout == "True\n"

@@ -31,6 +31,7 @@ from typing import Any, NoReturn
 from tests.warm import starting
 
 CLONE_PARENT, PR_SET_PDEATHSIG, PR_SET_NAME, PR_SET_MM, PR_SET_MM_MAP = 0x8000, 1, 15, 35, 14
+LARGE_PAGE, MADV_COLLAPSE = 1 << 21, 25
 SYS_CLONE = {"x86_64": 56, "aarch64": 220}.get(platform.machine(), -1)
 #: Sent to a terminal's or a test's process group. A server ends when its caller is gone, not by these.
 LEFT_ALONE = (
@@ -61,6 +62,7 @@ def main() -> None:
     _look_around()
     _leave_exits_alone()
     _stand_being_looked_at()
+    _forget_what_was_not_there()
     threads = len(os.listdir("/proc/self/task"))
     if threads > 1:
         sys.exit(
@@ -68,7 +70,21 @@ def main() -> None:
         )
     gc.collect()
     gc.freeze()  # what is shared stays so
+    _in_large_pages()
     _serve(control)
+
+
+def _in_large_pages() -> None:
+    """What the packages have put into memory lies in pages of 2 MB where the kernel has such: a fork copies no memory, but
+    the table of all pages, which for half a gigabyte of small ones takes longer than many a test."""
+    with open("/proc/self/maps") as file:
+        lines = [line.split() for line in file]
+    for area, rights, *_, name in (line if len(line) > 5 else [*line, ""] for line in lines):
+        if rights == "rw-p" and name in ("", "[heap]"):
+            start, end = (int(text, 16) for text in area.split("-"))
+            start, end = -(-start // LARGE_PAGE) * LARGE_PAGE, end // LARGE_PAGE * LARGE_PAGE
+            if start < end:
+                _libc.madvise(ctypes.c_void_p(start), ctypes.c_size_t(end - start), MADV_COLLAPSE)
 
 
 def _look_around() -> None:
@@ -83,12 +99,19 @@ def _look_around() -> None:
 def _leave_exits_alone() -> None:
     """What the imported packages do at an interpreter's end is of no use in a process that ends without taking itself apart.
 
-    PyTorch's compiler writes a table of its times, and its libraries take each of their operators back.
+    PyTorch's compiler writes a table of its times, and its libraries take each of their thousand operators back: even to see
+    that it need not would have a process copy the pages of all of them.
     """
     if "torch._dynamo.utils" in sys.modules:
         atexit.unregister(sys.modules["torch._dynamo.utils"].dump_compile_times)
-    for finalizer in weakref.finalize._registry:  # type: ignore[attr-defined]
-        finalizer.atexit = False
+    weakref.finalize._registry.clear()  # type: ignore[attr-defined]
+
+
+def _forget_what_was_not_there() -> None:
+    """Folders of sys.path that were not there: a program may have them by now. Those that were are looked at anew anyway, once
+    they have changed; `importlib.invalidate_caches` would have each new process copy the pages of what is known of them."""
+    for path in [path for path, finder in sys.path_importer_cache.items() if finder is None]:
+        del sys.path_importer_cache[path]
 
 
 def _stand_being_looked_at() -> None:
@@ -194,6 +217,8 @@ def _become(request: dict[str, Any], answer: int, *given: int) -> NoReturn:
         sys.modules["numpy"].random.seed()
     if own != -1:
         starting.inherit(socket.socket(fileno=own), request["environment"])
+    if request["first"]:
+        pickle.loads(request["first"])()
     os.write(answer, f"pid {os.getpid()}".encode())
     os.close(answer)
     _end(_status_of(words))
@@ -320,7 +345,6 @@ def _run(words: list[str]) -> None:
     added = [os.path.abspath(path) for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
     first = {"-m": os.getcwd(), "-c": ""}.get(kind) if kind in ("-m", "-c") else os.path.dirname(os.path.realpath(kind))
     sys.path[:] = [*([] if safe else [first]), *dict.fromkeys([*added, *_standard])]
-    importlib.invalidate_caches()
     program = types.ModuleType("__main__")
     program.__dict__["__builtins__"] = sys.modules["builtins"]
     sys.modules["__main__"] = program

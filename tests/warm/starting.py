@@ -19,6 +19,8 @@ from pathlib import Path
 from subprocess import DEVNULL, PIPE, STDOUT, CompletedProcess, TimeoutExpired
 from typing import Any
 
+import cloudpickle
+
 __all__ = ["DEVNULL", "PIPE", "STDOUT", "CompletedProcess", "Popen", "TimeoutExpired", "run"]
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -30,7 +32,7 @@ READ_EARLY = (
 #: Of those, what each process is given anew, or says what is true of a server anyway.
 SET_ANEW = (
     "PYTHONPATH", "PYTHONUNBUFFERED", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "GOMP_SPINCOUNT", "VLLM_CPU_KVCACHE_SPACE",
-    "HF_HUB_OFFLINE", "DS_ACCELERATOR",
+    "HF_HUB_OFFLINE", "DS_ACCELERATOR", "PYTORCH_NVML_BASED_CUDA_CHECK",
 )  # fmt: skip
 #: What a run's processes import, which takes them 3 s each.
 PRELOAD = (
@@ -178,6 +180,11 @@ def _hides_what_is_loaded(environment: Mapping[str, str], folder: str) -> bool:
     return False
 
 
+def _can_go_along(preexec_fn: Any) -> bool:
+    """Whether a server knows what such a function is made of: one of the package's own."""
+    return preexec_fn is None or str(preexec_fn.__module__).startswith("rlhpc.")
+
+
 def _umask() -> int:
     """Without setting it, which another thread could notice."""
     [line] = [line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("Umask:")]
@@ -193,11 +200,16 @@ class Popen(_ColdPopen):
             errread, errwrite, restore_signals, gid, gids, uid, umask, session, group,
         ) = given  # fmt: skip
         words = _words_of(args)
-        asked = [executable, preexec_fn, gid, gids, uid]
+        asked = [executable, gid, gids, uid]
         folder = os.getcwd() if cwd is None else os.path.abspath(os.fsdecode(cwd))
         environment = {os.fsdecode(k): os.fsdecode(v) for k, v in (os.environ if env is None else env).items()}
-        alike = asked == [None] * 5 and close_fds and not shell and restore_signals and umask < 0
-        alike = alike and os.path.isdir(folder) and not _hides_what_is_loaded(environment, folder)
+        alike = asked == [None] * 4 and close_fds and not shell and restore_signals and umask < 0
+        alike = (
+            alike
+            and _can_go_along(preexec_fn)
+            and os.path.isdir(folder)
+            and not _hides_what_is_loaded(environment, folder)
+        )
         server = _server_for(environment) if words and alike else None
         if server is None:
             super()._execute_child(*given)  # type: ignore[misc]
@@ -208,6 +220,7 @@ class Popen(_ColdPopen):
             "environment": environment,
             "folder": folder,
             "targets": [0, 1, 2, *pass_fds],
+            "first": preexec_fn and cloudpickle.dumps(preexec_fn),
             "session": session,
             "group": None if group is None or group < 0 else group,
             "umask": _umask(),

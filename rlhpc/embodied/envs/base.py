@@ -35,6 +35,9 @@ class VectorEnv(ABC):
         gains_by_processes: Whether its slots go into processes of their own if a rank has cores for them, and the slots are
             not on an accelerator.
         restarts: Simulator processes that died or hung and were started again.
+        can_stay_on_device: Whether its observations are made on an accelerator.
+        on_device: Set by an env rank whose policies compute on the same accelerator: observations then stay there, as tensors.
+            Everything else is arrays all the same.
         keep_states: Set by a recording: `infos["final_env_states"]` then has the simulators' states from before the
             resets, where the environment has any (`env_states`).
         max_episode_steps: The limit in force, 0 for none; None where the environment does not say.
@@ -48,6 +51,8 @@ class VectorEnv(ABC):
     gains_by_processes = False
     restarts = 0
     keep_states = False
+    can_stay_on_device = False
+    on_device = False
     max_episode_steps: int | None = None
     record_kwargs: Mapping[str, Any] | None = None
 

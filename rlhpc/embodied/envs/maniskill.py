@@ -156,6 +156,7 @@ class ManiSkillVectorEnv(VectorEnv):
         first = self._parts[0]
         self.action_space, self._split = joint_action_space(first.single_action_space)
         row = convert(first.get_obs())
+        self.can_stay_on_device = self._gpu and len(self._parts) == 1
         self.observation_space = space_of(row)
         self._played = Played(num_envs, int(np.prod(self.action_space.shape)))
 
@@ -193,7 +194,7 @@ class ManiSkillVectorEnv(VectorEnv):
         found, start = [], 0
         for part in self._parts:
             mine = {slot - start: seed for slot, seed in seeds.items() if start <= slot < start + part.num_envs}
-            found.append(convert(part.reset_slots(mine) if mine else part._last_obs))
+            found.append(convert(part.reset_slots(mine) if mine else part._last_obs, self.on_device))
             start += part.num_envs
         return join(found)
 
@@ -250,11 +251,14 @@ class ManiSkillVectorEnv(VectorEnv):
                 if self._split is None
                 else dict(zip(self._split, given.split([*self._split.values()], 1), strict=True))
             )
-            obs.append(convert(observed))
-            rewards.append(flat(reward, part.num_envs))
-            failed.append(flat(info["fail"], part.num_envs) if "fail" in info else np.zeros(part.num_envs, bool))
-            if "success" in info:
-                success.append(flat(info["success"], part.num_envs).astype(bool))
+            obs.append(convert(observed, self.on_device))
+            told = [name for name in ("fail", "success") if name in info]
+            brought, *ends = flat([reward, *(info[name] for name in told)], part.num_envs)
+            known = dict(zip(told, ends, strict=True))
+            rewards.append(brought)
+            failed.append(known.get("fail", np.zeros(part.num_envs, bool)))
+            if "success" in known:
+                success.append(known["success"].astype(bool))
             start += part.num_envs
         return (
             join(obs), np.concatenate(rewards).astype(np.float32), np.concatenate(failed).astype(bool),

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import torch
 from gymnasium import spaces
+
+from rlhpc.embodied.envs.observations import as_arrays
 
 
 def joint_action_space(space: Any) -> tuple[spaces.Box, dict[str, int] | None]:
@@ -18,28 +21,38 @@ def joint_action_space(space: Any) -> tuple[spaces.Box, dict[str, int] | None]:
     return spaces.Box(low, high, dtype=np.float32), {name: int(np.prod(part.shape)) for name, part in parts.items()}
 
 
-def convert(obs: Any) -> Any:
-    """ManiSkill's observation as arrays: `[n, D]`, or a dict of `state`, `rgb` and `depth`."""
+def convert(obs: Any, on_device: bool = False) -> Any:
+    """ManiSkill's observation: `[n, D]`, or a dict of `state`, `rgb` and `depth`.
+
+    Args:
+        obs: What ManiSkill gave.
+        on_device: As tensors where they are, with the same numbers; otherwise as arrays.
+    """
+    found = _tensors(obs)
+    return found if on_device else as_arrays(found)
+
+
+def _tensors(obs: Any) -> Any:
     if isinstance(obs, torch.Tensor):
-        return obs.float().cpu().numpy()
+        return obs.float()
     if "sensor_data" not in obs:
         return _flat_state(obs)
     found = {"state": _flat_state(obs["state"] if "state" in obs else {"agent": obs["agent"], "extra": obs["extra"]})}
     pictures = list(obs["sensor_data"].values())
     if "rgb" in pictures[0]:
-        found["rgb"] = torch.cat([picture["rgb"] for picture in pictures], -1).cpu().numpy()
+        found["rgb"] = torch.cat([picture["rgb"] for picture in pictures], -1)
     if "depth" in pictures[0]:
-        depth = torch.cat([picture["depth"] for picture in pictures], -1)
-        found["depth"] = depth.float().cpu().numpy() / np.float32(1000)
+        depth = torch.cat([picture["depth"] for picture in pictures], -1).float()
+        # By a tensor there: kernels multiply by the inverse of a number of the host, which rounds otherwise.
+        found["depth"] = depth / torch.full((), 1000.0, device=depth.device)
     return found
 
 
-def _flat_state(obs: Any) -> np.ndarray:
+def _flat_state(obs: Any) -> torch.Tensor:
     from mani_skill.utils import common
 
     state = obs if isinstance(obs, torch.Tensor) else common.flatten_state_dict(obs, use_torch=True)
-    array: np.ndarray = state.float().cpu().numpy()
-    return array
+    return state.float()
 
 
 def space_of(obs: Any) -> Any:
@@ -52,9 +65,11 @@ def space_of(obs: Any) -> Any:
 
 
 def select(mask: np.ndarray, yes: Any, no: Any) -> Any:
-    """Rows of `yes` where `mask [n]`, of `no` elsewhere."""
+    """Rows of `yes` where `mask [n]`, of `no` elsewhere; of arrays or tensors."""
     if isinstance(yes, dict):
         return {name: select(mask, yes[name], no[name]) for name in yes}
+    if isinstance(yes, torch.Tensor):
+        return torch.where(torch.from_numpy(mask).to(yes.device).reshape(-1, *[1] * (yes.ndim - 1)), yes, no)
     return np.where(mask.reshape(-1, *[1] * (yes.ndim - 1)), yes, no)
 
 
@@ -72,10 +87,11 @@ def row_of(state: Any, slot: int) -> Any:
     return state[slot : slot + 1].cpu()
 
 
-def flat(values: Any, n: int) -> np.ndarray:
-    """One number per slot, `[n]`."""
-    array = values.cpu().numpy() if isinstance(values, torch.Tensor) else np.asarray(values)
-    return np.broadcast_to(array.reshape(-1), (n,))
+def flat(values: Sequence[Any], n: int) -> list[np.ndarray]:
+    """Each as one number per slot, `[n]`, float32 or bool; those on an accelerator come together, in one copy."""
+    there = [torch.as_tensor(value).reshape(-1).expand(n) for value in values]
+    together = torch.stack([one.to(there[0].device, torch.float32) for one in there]).cpu().numpy()
+    return [row.astype(bool) if one.dtype == torch.bool else row for one, row in zip(there, together, strict=True)]
 
 
 def picture(env: Any) -> np.ndarray:

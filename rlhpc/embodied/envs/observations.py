@@ -1,5 +1,7 @@
 """Observations: an array `[N, ...]`, or a dict of such arrays where an environment shows several things.
 
+A simulator on an accelerator gives tensors on it in place of the arrays, if it is asked to (`VectorEnv.on_device`).
+
 Between the roles a dict travels as columns `obs.<key>` beside the other columns of a message, an array as the column `obs`.
 A text is zero-padded UTF-8, uint8 `[N, bytes]`.
 """
@@ -12,6 +14,8 @@ from typing import Any
 
 import numpy as np
 from gymnasium import spaces
+
+from rlhpc.embodied.envs.finite import is_tensor
 
 Obs = np.ndarray | dict[str, np.ndarray]
 
@@ -46,13 +50,27 @@ def join(parts: Sequence[Any]) -> Any:
     if len(parts) == 1:
         return parts[0]
     if isinstance(parts[0], dict):
-        return {key: np.concatenate([part[key] for part in parts]) for key in parts[0]}
-    return np.concatenate(parts)
+        return {key: join([part[key] for part in parts]) for key in parts[0]}
+    tensors = [part for part in parts if is_tensor(part)]
+    if not tensors:
+        return np.concatenate(parts)
+    import torch
+
+    return torch.cat([torch.as_tensor(part, device=tensors[0].device) for part in parts])
 
 
 def as_arrays(obs: Any) -> Obs:
-    """What an environment gave, as arrays."""
-    return {key: np.asarray(part) for key, part in obs.items()} if isinstance(obs, dict) else np.asarray(obs)
+    """What an environment gave, as arrays of the host."""
+    if isinstance(obs, dict):
+        return {key: np.asarray(as_arrays(part)) for key, part in obs.items()}
+    return obs.cpu().numpy() if is_tensor(obs) else np.asarray(obs)
+
+
+def as_given(obs: Any) -> Any:
+    """What an environment gave, as arrays, or tensors where it gave tensors."""
+    if isinstance(obs, dict):
+        return {key: as_given(part) for key, part in obs.items()}
+    return obs if is_tensor(obs) else np.asarray(obs)
 
 
 def count_rows(obs: Any) -> int:

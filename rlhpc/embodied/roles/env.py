@@ -15,12 +15,14 @@ from rlhpc.config.typed import changed
 from rlhpc.embodied.config import EnvSideConfig, PlayingConfig, PpoConfig
 from rlhpc.embodied.envs import make_env
 from rlhpc.embodied.envs.base import VectorEnv
-from rlhpc.embodied.envs.observations import Obs, as_arrays, join, take
+from rlhpc.embodied.envs.observations import Obs, as_arrays, as_given, join, take
 from rlhpc.embodied.envs.registry import ENVS
-from rlhpc.embodied.roles.lanes import open_lanes
+from rlhpc.embodied.roles.lanes import agree_on_device, open_lanes
 from rlhpc.embodied.roles.outcomes import EpisodeLog, Outcomes
 from rlhpc.embodied.roles.slots import OUTCOMES, SlotMap, within
 from rlhpc.runs.device import own_device, seed_process
+from rlhpc.runtime.context import current
+from rlhpc.runtime.device import empty_cache
 from rlhpc.runtime.errors import CheckpointError
 
 FILE = "env-{rank}.pt"
@@ -66,7 +68,12 @@ class SimulatingWorker(SavingWorker, Generic[Cfg]):
     def connect(self, slots: SlotMap) -> None:
         """Connects to the channels, once the driver has created them; again, with a new map, after other ranks died."""
         self.slots = slots
-        self.lanes = open_lanes(self, self.slots, self.envs[0].observation_space)
+        near = agree_on_device(self, slots, [env.can_stay_on_device for env in self.envs])
+        for env, peers in zip(self.envs, near, strict=True):
+            env.on_device = all(peers)
+        self.lanes = open_lanes(self, self.slots, self.envs[0].observation_space, near)
+        if any(env.on_device for env in self.envs):
+            self.log.info("observations stay on the accelerator on their way to the policy")
         self._outcomes = self.connect_channel(OUTCOMES)
 
     def interact(self, step: int) -> dict[str, np.ndarray]:
@@ -78,8 +85,8 @@ class SimulatingWorker(SavingWorker, Generic[Cfg]):
 
         Returns:
             Episodes that ended, see `EpisodeLog.arrays`; `restarts` `[1]`: simulator processes that died or hung and were
-            started again, since this rank started; and `spoiled` `[1]`: episodes left out because their return is not
-            finite.
+            started again, since this rank started; `spoiled` `[1]`: episodes left out because their return is not finite;
+            and `by_device`, `by_host` `[1]`, see `_counted`.
 
         Raises:
             NonFinite: A simulator gave a number that is not finite, and `runner.on_nonfinite` is stop.
@@ -88,7 +95,7 @@ class SimulatingWorker(SavingWorker, Generic[Cfg]):
         outcomes = [self._outcomes_of(step, share) for share in self.shares]
         if self.whole:
             self._restart(step)
-        episodes = EpisodeLog()
+        episodes, before = EpisodeLog(), current().service.lane.crossed
         for stage in stages:
             self._send(stage, outcomes[stage], 0)
         for t in range(self.steps):
@@ -112,7 +119,14 @@ class SimulatingWorker(SavingWorker, Generic[Cfg]):
             **episodes.arrays(),
             "restarts": np.array([restarts]),
             "spoiled": np.array([episodes.spoiled]),
+            **self._counted(current().service.lane.crossed - before),
         }
+
+    def _counted(self, crossed: int) -> dict[str, np.ndarray]:
+        """`by_device` and `by_host`: how many messages with observations stayed on the accelerator, and how many of those that
+        were made on one did not."""
+        made = [len(peers) for env, peers in zip(self.envs, self.lanes, strict=True) if env.can_stay_on_device]
+        return {"by_device": np.array([crossed]), "by_host": np.array([max(0, sum(made) * (self.steps + 1) - crossed)])}
 
     @property
     def whole(self) -> bool:
@@ -147,7 +161,7 @@ class SimulatingWorker(SavingWorker, Generic[Cfg]):
         seed = int(np.random.SeedSequence([self.seed, step]).generate_state(1)[0])
         if self.cfg.env.train.use_fixed_reset_state_ids:
             seed = self.seed
-        self.obs = [as_arrays(env.reset(seed=seed)[0]) for env in self.envs]
+        self.obs = [as_given(env.reset(seed=seed)[0]) for env in self.envs]
 
     def _send(self, stage: int, outcomes: Outcomes, t: int) -> None:
         obs = outcomes.shown(t, self.obs[stage])
@@ -166,7 +180,7 @@ class SimulatingWorker(SavingWorker, Generic[Cfg]):
             {
                 "start": share.start,
                 "stop": share.stop,
-                "obs": obs,
+                "obs": as_arrays(obs),
                 "state": env.state_dict() if env.supports_state else None,
             }
             for share, obs, env in zip(self.shares, self.obs, self.envs, strict=True)
@@ -205,6 +219,11 @@ class SimulatingWorker(SavingWorker, Generic[Cfg]):
         rows = [take(unit["obs"], slice(index, index + 1)) for unit, index in (known[slot] for slot in share)]
         self.obs[stage] = join(rows)
         return True
+
+    def offload(self) -> None:
+        """Gives back what observations on their way took of the accelerator. The simulators stay."""
+        current().service.lane.park()
+        empty_cache()
 
     def close(self) -> None:
         """Closes the simulators."""

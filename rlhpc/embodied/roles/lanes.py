@@ -1,12 +1,19 @@
-"""How a simulator and the policy that acts on it exchange arrays: a mailbox on one host, a channel between hosts."""
+"""How a simulator and the policy that acts on it exchange arrays: a mailbox on one host, a channel between hosts.
+
+On one accelerator observations are tensors that stay there, which is what a channel does with them: a mailbox has memory of
+the host.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 from rlhpc.embodied.envs.observations import row_bytes
 from rlhpc.embodied.roles.slots import ACTIONS, OBSERVATIONS, SlotMap
+from rlhpc.runtime.comm.devices import address
 from rlhpc.runtime.comm.mailbox import Mailbox, available
+from rlhpc.runtime.comm.queues import Taker
 from rlhpc.runtime.context import current
 from rlhpc.runtime.worker import Worker
 
@@ -60,8 +67,50 @@ class MailboxLane:
         return self._first.get() if self._is_env else {key: box.get() for key, box in self._boxes.items()}
 
 
-def open_lanes(worker: Worker, slots: SlotMap, observation_space: Any) -> list[list[tuple[Lane, range]]]:
-    """This rank's lanes: for each stage its peers in slot order, each with the slots in common."""
+def agree_on_device(worker: Worker, slots: SlotMap, made_there: Sequence[bool] = ()) -> list[list[bool]]:
+    """Where observations stay on the accelerator: for each stage, the same for all its peers in slot order.
+
+    Rollout ranks tell where they compute, and env ranks decide: for all rollout ranks of a stage alike, because observations
+    are made once for them all.
+
+    Args:
+        worker: This rank.
+        slots: Which slot lives where.
+        made_there: Of an env rank, for each stage whether its observations are made on the accelerator.
+    """
+    is_env = worker.group_name == slots.env_name
+    observations, actions = worker.connect_channel(OBSERVATIONS), worker.connect_channel(ACTIONS)
+    found, rank, stages = [], worker.rank, range(slots.stages)
+    if is_env:
+        here = Taker(current().host, address())
+        for stage in stages:
+            peers = [peer for peer, _ in slots.rollouts_of(stage, rank)]
+            told = [actions.get(key=slots.to_env_key(stage, peer, rank)) for peer in peers]
+            near = bool(here.device and made_there[stage] and all(Taker(*one) == here for one in told))
+            for peer in peers:
+                observations.put(near, key=slots.to_rollout_key(stage, rank, peer))
+            found.append([near] * len(peers))
+        return found
+    asked = [[peer for peer, _ in slots.envs_of(stage, rank)] for stage in stages]
+    for stage in stages:
+        for peer in asked[stage]:
+            actions.put((current().host, address()), key=slots.to_env_key(stage, rank, peer))
+    return [
+        [observations.get(key=slots.to_rollout_key(stage, peer, rank)) for peer in asked[stage]] for stage in stages
+    ]
+
+
+def open_lanes(
+    worker: Worker, slots: SlotMap, observation_space: Any, near: list[list[bool]]
+) -> list[list[tuple[Lane, range]]]:
+    """This rank's lanes: for each stage its peers in slot order, each with the slots in common.
+
+    Args:
+        worker: This rank.
+        slots: Which slot lives where.
+        observation_space: Of one slot.
+        near: See `agree_on_device`.
+    """
     is_env = worker.group_name == slots.env_name
     observations, actions = worker.connect_channel(OBSERVATIONS), worker.connect_channel(ACTIONS)
     bytes_a_slot = row_bytes(observation_space)
@@ -69,9 +118,9 @@ def open_lanes(worker: Worker, slots: SlotMap, observation_space: Any) -> list[l
     for stage in range(slots.stages):
         peers = slots.rollouts_of(stage, worker.rank) if is_env else slots.envs_of(stage, worker.rank)
         lanes: list[tuple[Lane, range]] = []
-        for rank, common in peers:
+        for (rank, common), together in zip(peers, near[stage], strict=True):
             env, rollout = (worker.rank, rank) if is_env else (rank, worker.rank)
-            lane = _mailbox(slots, stage, env, rollout, len(common), bytes_a_slot, is_env)
+            lane = None if together else _mailbox(slots, stage, env, rollout, len(common), bytes_a_slot, is_env)
             if lane is None:
                 to_rollout = (observations, slots.to_rollout_key(stage, env, rollout))
                 to_env = (actions, slots.to_env_key(stage, env, rollout))

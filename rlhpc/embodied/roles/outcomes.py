@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from rlhpc.embodied.envs.finite import all_finite, bad_rows, bad_slots, cleaned, is_finite
-from rlhpc.embodied.envs.observations import as_arrays, join, take
+from rlhpc.embodied.envs.observations import as_given, join, take
 from rlhpc.runtime.errors import ConfigError
 
 
@@ -86,7 +86,7 @@ class Outcomes:
         done = np.flatnonzero(self.terminations[:, t] | self.truncations[:, t])
         if not done.size:
             return None
-        final = take(as_arrays(infos["final_obs"]), done)
+        final = take(as_given(infos["final_obs"]), done)
         if not all_finite(final):
             rows = np.zeros(len(self.rewards), bool)
             rows[done] = bad_slots(final)
@@ -216,5 +216,5 @@ def in_order(parts: list[dict[str, np.ndarray]]) -> dict[str, np.ndarray]:
     """The ranks' episodes together, by step and then slot: the same whichever rank had which slot."""
     merged = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
     order = np.lexsort((merged["slot"], merged["step"]))
-    counts = ("restarts", "spoiled")
+    counts = ("restarts", "spoiled", "by_device", "by_host")
     return {name: column if name in counts else column[order] for name, column in merged.items()}

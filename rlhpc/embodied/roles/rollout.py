@@ -12,13 +12,15 @@ import torch
 from rlhpc.checkpoint.state import load_state, rng_state, save_state, set_rng_state
 from rlhpc.checkpoint.worker import SavingWorker
 from rlhpc.embodied.config import PlayingConfig, PpoConfig
-from rlhpc.embodied.envs.observations import columns_of, count_rows, join
+from rlhpc.embodied.envs.finite import is_tensor
+from rlhpc.embodied.envs.observations import as_arrays, columns_of, count_rows, join
 from rlhpc.embodied.models import Policy, build_model, policy_section
 from rlhpc.embodied.play import evaluation_metrics
-from rlhpc.embodied.roles.lanes import open_lanes
+from rlhpc.embodied.roles.lanes import agree_on_device, open_lanes
 from rlhpc.embodied.roles.outcomes import next_values
 from rlhpc.embodied.roles.slots import OUTCOMES, TRAJECTORIES, SlotMap, within
 from rlhpc.runs.device import own_device, seed_process, settle, to_tensors
+from rlhpc.runtime.context import current
 from rlhpc.runtime.device import empty_cache
 from rlhpc.weights import make_sync
 from rlhpc.weights.target import apply
@@ -39,12 +41,16 @@ class StageBuffer:
         self.share, self.steps = share, steps
         self._rows: dict[str, np.ndarray] = {}
 
-    def write(self, t: int, **rows: np.ndarray) -> None:
-        """Stores one step, each array `[n, ...]`."""
+    def write(self, t: int, **rows: Any) -> None:
+        """Stores one step, each array or tensor `[n, ...]`."""
         for name, row in rows.items():
             if name not in self._rows:
-                self._rows[name] = np.empty((self.steps, *row.shape), row.dtype)
-            self._rows[name][t] = row
+                dtype = np.asarray(as_arrays(row[:0])).dtype
+                self._rows[name] = np.empty((self.steps, *row.shape), dtype)
+            if is_tensor(row):
+                torch.from_numpy(self._rows[name][t]).copy_(row)
+            else:
+                self._rows[name][t] = row
 
     @property
     def names(self) -> list[str]:
@@ -88,7 +94,8 @@ class ActingWorker(SavingWorker, Generic[Cfg]):
     def connect(self, slots: SlotMap) -> None:
         """Connects to the channels, once the driver has created them; again, with a new map, after other ranks died."""
         self.slots = slots
-        self.lanes = open_lanes(self, self.slots, self.policy.observation_space)
+        near = agree_on_device(self, slots)
+        self.lanes = open_lanes(self, self.slots, self.policy.observation_space, near)
         self._outcomes = self.connect_channel(OUTCOMES)
         self._trajectories = self.connect_channel(TRAJECTORIES)
 
@@ -199,6 +206,10 @@ class ActingWorker(SavingWorker, Generic[Cfg]):
             state = load_state(own)
             self.version = int(state["version"])
             set_rng_state(state["rng"])
+
+    def let_go(self) -> None:
+        """Closes the memory of env ranks that observations came through: these are to give it back."""
+        current().service.lane.park()
 
     def offload(self) -> None:
         """Moves the policy to the host."""

@@ -14,7 +14,7 @@ from rlhpc.checkpoint.start import check_start
 from rlhpc.embodied.config import SacConfig
 from rlhpc.embodied.data.mixture import Draw, Mixture, fit, load_demos
 from rlhpc.embodied.data.replay import ReplayBuffer
-from rlhpc.embodied.envs.observations import columns_of, rows_of
+from rlhpc.embodied.envs.observations import as_arrays, columns_of, rows_of
 from rlhpc.embodied.models import Policy, build_model
 from rlhpc.embodied.models.sac import SACPolicy
 from rlhpc.embodied.roles.env import SimulatingWorker, check_env
@@ -97,7 +97,7 @@ class OffPolicyRolloutWorker(ActingWorker[SacConfig]):
         for stage in range(self.slots.stages):
             outcome, buffer = self._merge_outcomes(stage), self.buffers[stage]
             columns = {name: buffer.batch_first(name) for name in buffer.names}
-            last, final = columns_of("obs", outcome["last_obs"]), columns_of("obs", outcome["final_obs"])
+            last, final = (columns_of("obs", as_arrays(outcome[name])) for name in ("last_obs", "final_obs"))
             for name in last:
                 following = columns[f"next_{name}"] = np.empty_like(columns[name])
                 following[:, :-1], following[:, -1] = columns[name][:, 1:], last[name]

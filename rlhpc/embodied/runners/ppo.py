@@ -248,6 +248,7 @@ class PlayingRunner(Runner[Cfg]):
             row["env/restarts"] = restarts
         if spoiled := int(episodes["spoiled"].sum()):
             row["env/nonfinite_episodes"] = spoiled
+        row.update(_ways(episodes))
         row.update({f"env/lost_{name}": count for name, count in self.lost.items()})
         self._validate(step, row, timers)
         row.update(timers.pop())
@@ -362,6 +363,9 @@ class EmbodiedRunner(PlayingRunner[PpoConfig]):
         """See `PlayingRunner.rest`."""
         if self.cfg.rollout.enable_offload:
             self.rollout.offload().wait(self.timeout)
+        if self.turns:
+            self.rollout.let_go().wait(self.timeout)
+            self.env.offload().wait(self.timeout)
 
     def rebuild(self, gone: dict[str, list[int]]) -> None:
         """See `PlayingRunner.rebuild`. Whose turn it was is not known: those who train leave first."""
@@ -369,6 +373,12 @@ class EmbodiedRunner(PlayingRunner[PpoConfig]):
             self.actor.offload().wait(self.timeout)
         super().rebuild(gone)
         self.change_over(playing=False)
+
+
+def _ways(episodes: dict[str, np.ndarray]) -> dict[str, float]:
+    """Where simulators make observations on an accelerator: the share of their messages that stayed on it."""
+    by_device, by_host = int(episodes["by_device"].sum()), int(episodes["by_host"].sum())
+    return {"env/on_device": by_device / (by_device + by_host)} if by_device + by_host else {}
 
 
 def _ended(episodes: dict[str, np.ndarray]) -> dict[str, float]:

@@ -9,7 +9,9 @@ from typing import Any, Protocol
 
 from rlhpc.runtime.comm.answers import RemoteAnswer
 from rlhpc.runtime.comm.held import HeldValues
-from rlhpc.runtime.comm.queues import ChannelState, Refusal
+from rlhpc.runtime.comm.lane import Lane
+from rlhpc.runtime.comm.pool import SegmentPool
+from rlhpc.runtime.comm.queues import ChannelState, Refusal, Taker
 from rlhpc.runtime.comm.segments import discard
 from rlhpc.runtime.errors import ChannelError
 
@@ -20,6 +22,8 @@ class Home(Protocol):
     lock: threading.Lock
     channels: dict[str, ChannelState]
     held: HeldValues
+    pool: SegmentPool
+    lane: Lane
     aborted: int
 
     @property
@@ -46,10 +50,10 @@ def _put(service: Home, answer: RemoteAnswer, frames: list[bytes]) -> None:
 
 
 def _get(service: Home, answer: RemoteAnswer, frames: list[bytes]) -> None:
-    name, key, target, wait, host, owner = pickle.loads(frames[0])
+    name, key, target, wait, taker, owner = pickle.loads(frames[0])
     with service.lock:
         state = service.channel(name)
-        state.queue(key).taker = host
+        state.queue(key).taker = Taker(*taker)
         if not wait and not state.queue(key).items:
             answer(Refusal("empty"))
         else:
@@ -94,6 +98,13 @@ def _store(service: Home, answer: RemoteAnswer, frames: list[bytes]) -> None:
         answer.frames(*service.held.act(op, key, *values))
 
 
+def _to_host(service: Home, answer: RemoteAnswer, frames: list[bytes]) -> None:
+    """For a reader that cannot read a buffer on this process's accelerator; that is rare, and the only copy made here."""
+    copied = service.lane.pool.to_host(*pickle.loads(frames[0]))
+    path, spans = service.pool.write([memoryview(copied.numpy())])
+    answer.frames(pickle.dumps((path, spans[0][0])))
+
+
 def _doing(service: Home, answer: RemoteAnswer, frames: list[bytes]) -> None:
     answer.frames(pickle.dumps(service.doing()))
 
@@ -131,4 +142,5 @@ OPERATIONS: dict[bytes, Callable[[Home, RemoteAnswer, list[bytes]], None]] = {
     b"STORE": _store,
     b"ABORT": _abort,
     b"DOING": _doing,
+    b"TO_HOST": _to_host,
 }

@@ -10,8 +10,9 @@ from collections.abc import Callable
 from typing import Any
 
 from rlhpc.runtime.comm.background import AsyncWork, in_background
-from rlhpc.runtime.comm.payload import Packed
-from rlhpc.runtime.comm.queues import ChannelState, Item, Outlook
+from rlhpc.runtime.comm.devices import address
+from rlhpc.runtime.comm.payload import Packed, forgo
+from rlhpc.runtime.comm.queues import ChannelState, Item, Outlook, Taker
 from rlhpc.runtime.comm.segments import SegmentGone, discard
 from rlhpc.runtime.comm.service import DEFAULT_MAX_BYTES, INBOX, Service
 from rlhpc.runtime.comm.share import Share
@@ -47,6 +48,7 @@ def _begin(
     """
     whom = f"{dst_group}-{dst_rank} to take a message from {context.name}"
     record = context.member(dst_group, dst_rank)["data"]
+    context.service.lane.settle()
     if record["ipc"] == context.service.endpoint["ipc"]:
         frames = [bytes(frame) for frame in packed.frames(reader, share)]
         context.service.wait_local(
@@ -60,7 +62,20 @@ def _begin(
     head = pickle.dumps((INBOX, key, packed.nbytes, 0, packed.segment or "", True))
     peers = context.service.peers
     pending = peers.begin(choose(record), b"PUT", [head, *packed.frames(reader, share)], whom)
-    return lambda timeout: Outlook(*pickle.loads(peers.reply_to(pending, timeout)[0])).waiting
+
+    def arrived(timeout: float) -> bool:
+        outlook = Outlook(*pickle.loads(peers.reply_to(pending, timeout)[0]))
+        if outlook.host:
+            context.service.lane.takers[dst_group, dst_rank] = outlook.taker
+        return outlook.waiting
+
+    return arrived
+
+
+def _taker(context: Context, group: str, rank: int) -> Taker:
+    """Where a rank is, as far as is known; one that was started again elsewhere is not where it was."""
+    found = context.service.lane.takers.get((group, rank), Taker())
+    return found if found.host == context.member(group, rank)["host"] else Taker()
 
 
 def send(
@@ -69,7 +84,8 @@ def send(
     """Sends an object to one rank; `Worker.send` describes the arguments."""
     context = current()
     far = context.member(dst_group, dst_rank)["host"] != context.host
-    packed = context.service.pack(obj, lend=far and not async_op)
+    taker = _taker(context, dst_group, dst_rank)
+    packed = context.service.pack(obj, lend=far and not async_op, takers=[taker])
     if async_op:
         packed.owned()
 
@@ -94,12 +110,15 @@ def _receive(tag: str, src_group: str, src_rank: int, borrow: bool = False) -> A
 
 def _next_item(tag: str, src_group: str, src_rank: int, timeout: float) -> Item:
     service, key = current().service, _key(tag, src_group, src_rank)
-    items = service.wait_local(
-        lambda answer: service.channel(INBOX).get(key, (), None, answer),
-        timeout,
-        f"a message from {src_group}-{src_rank}",
-    )
-    return items[0]
+    taker = Taker(current().host, address())
+    service.lane.settle()
+
+    def act(answer: Any) -> bool:
+        state = service.channel(INBOX)
+        state.queue(key).taker = taker
+        return state.get(key, (), None, answer)
+
+    return service.wait_local(act, timeout, f"a message from {src_group}-{src_rank}")[0]
 
 
 def recv(src_group: str, src_rank: int, *, tag: str = "o") -> Any:
@@ -210,7 +229,8 @@ def begin_broadcast(
     if not readers:
         return lambda: None
     far = all(context.member(*together[0])["host"] != context.host for together in readers)
-    packed, key = context.service.pack(obj, len(readers), lend=far), _key("b", group, rank)
+    takers = [_taker(context, *target) for target in targets]
+    packed, key = context.service.pack(obj, len(readers), lend=far, takers=takers), _key("b", group, rank)
     under_way: list[Callable[[float], bool | None]] = []
     begun = 0
 
@@ -305,5 +325,6 @@ def clear_inbox(service: Service) -> None:
         service.channels[INBOX] = ChannelState(0, DEFAULT_MAX_BYTES)
     for item in [item for queued in state.queues.values() for item in queued.items]:
         # Unpacking frees this reader's claim on the payload, in case its sender and the other readers are still there.
+        forgo(item.frames)
         with contextlib.suppress(RlhpcError, SegmentGone, OSError):
             service.unpack(item.frames, borrow=True)

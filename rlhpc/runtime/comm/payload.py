@@ -1,4 +1,7 @@
-"""Payloads: small ones travel inside their message, large ones through a shared-memory segment that the reader maps."""
+"""Payloads: small ones travel inside their message, large ones through a shared-memory segment that the reader maps.
+
+Large tensors on an accelerator stay there if the readers compute on the same one: see `device_pool`.
+"""
 
 from __future__ import annotations
 
@@ -6,11 +9,14 @@ import pickle
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+from rlhpc.runtime.comm.crossings import Crossing
+from rlhpc.runtime.comm.device_pool import DevicePool
+from rlhpc.runtime.comm.devices import own
 from rlhpc.runtime.comm.loans import LEND_LIMIT, PREFIX, Loan, Loans
 from rlhpc.runtime.comm.mappings import Mappings
 from rlhpc.runtime.comm.pool import SegmentPool
-from rlhpc.runtime.comm.segments import HEADER, discard
-from rlhpc.runtime.comm.serialization import Buffer, dumps, loads
+from rlhpc.runtime.comm.segments import AND, HEADER, discard
+from rlhpc.runtime.comm.serialization import Apart, Buffer, dumps, loads
 from rlhpc.runtime.comm.share import Share
 
 INLINE_LIMIT = 32 * 1024
@@ -35,11 +41,15 @@ class Packed:
 
     Attributes:
         nbytes: Size of the object's data, which back pressure counts.
-        segment: Path of the shared-memory file, or the name of a loan; None when everything is inline.
+        segment: Path of the shared-memory file, or the name of a loan, and path of the lease on a buffer of the accelerator;
+            None when everything is inline.
         readers: How many readers it is for.
     """
 
-    __slots__ = ("_data", "_inline", "_loan", "_loans", "_origin", "_pool", "_spans", "nbytes", "readers", "segment")
+    __slots__ = (
+        "_crossing", "_data", "_inline", "_loan", "_loans", "_origin", "_path", "_pool", "_spans", "nbytes", "readers",
+        "segment",
+    )  # fmt: skip
 
     def __init__(
         self,
@@ -48,6 +58,7 @@ class Packed:
         origin: Origin,
         readers: int = 1,
         loans: Loans | None = None,
+        lane: DevicePool | None = None,
         whole: bool = False,
     ) -> None:
         """Serializes `obj`.
@@ -58,13 +69,17 @@ class Packed:
             origin: This process, for readers on other hosts.
             readers: How many processes will read it; processes that share what one of them fetches to their host count once.
             loans: Given if all readers are on other hosts: large data then stays where it is until `settle`.
+            lane: Given if all readers compute on this process's accelerator: large tensors then stay there, if there is room.
             whole: All of it travels in the message, which then needs nothing of this process any more.
         """
-        self._data, buffers = dumps(obj)
+        self._crossing: Crossing | None = None
+        buffers = None if lane is None else self._cross(obj, lane, readers)
+        if buffers is None:
+            self._data, buffers = dumps(obj)
         self._origin, self.readers = origin, readers
         size = sum(len(b) for b in buffers)
-        self.nbytes = len(self._data) + size
-        self.segment: str | None = None
+        self.nbytes = len(self._data) + size + (self._crossing.size if self._crossing else 0)
+        self._path = ""
         self._inline: list[Any] = []
         self._spans: list[tuple[int, int]] = []
         self._pool, self._loans = pool, loans
@@ -73,9 +88,25 @@ class Packed:
             self._inline = buffers
         elif loans is not None and size >= LEND_LIMIT:
             self._loan = loans.lend(buffers, readers)
-            self.segment, self._spans = self._loan.name, self._loan.spans
+            self._path, self._spans = self._loan.name, self._loan.spans
         else:
-            self.segment, self._spans = pool.write(buffers, readers)
+            self._path, self._spans = pool.write(buffers, readers)
+        claims = [self._path] if self._path else []
+        if self._crossing is not None:
+            claims.append(self._crossing.path)
+        self.segment: str | None = AND.join(claims) or None
+
+    def _cross(self, obj: Any, lane: DevicePool, readers: int) -> list[Any] | None:
+        """Pickles without the tensors on the accelerator; the buffers, or None where nothing is to stay there."""
+        device = own()
+        if device is None:
+            return None
+        apart = Apart(device.holds)
+        self._data, buffers = dumps(obj, apart)
+        if sum(tensor.nbytes for tensor in apart.tensors) < INLINE_LIMIT:
+            return None if apart.tensors else buffers
+        self._crossing = lane.write(apart.tensors, readers)
+        return None if self._crossing is None else buffers
 
     def frames(self, reader: int = 0, share: Share | None = None) -> list[Any]:
         """Message frames for one reader: the pickle stream, a descriptor, and the buffers that travel inline.
@@ -87,10 +118,9 @@ class Packed:
         if self.segment is None:
             return [self._data, b"", *self._inline]
         place = None if share is None else tuple(share)
-        return [
-            self._data,
-            pickle.dumps((tuple(self._origin), self.segment, self._spans, reader, self.readers, place)),
-        ]
+        crossing = None if self._crossing is None else tuple(self._crossing)
+        about = (tuple(self._origin), self._path, self._spans, reader, self.readers, place, crossing)
+        return [self._data, pickle.dumps(about), *self._inline]
 
     def owned(self) -> None:
         """Copies what still refers to the caller's memory, so that the object may change while it is in transit."""
@@ -111,15 +141,29 @@ class Packed:
         for reader in range(first, self.readers if self.segment else 0):
             if self._loan is not None and self._loans is not None:
                 self._loans.release(self._loan.name, reader)
-            else:
-                discard(str(self.segment), reader)
+            discard(str(self.segment), reader)
 
 
 #: `(origin, path, bytes, reader, share)` -> memory laid out as a segment: fetches one of another host.
 Fetch = Callable[[Origin, str, int, int, Share | None], memoryview]
+#: `(crossing, origin, reader)` -> the tensors of a message that stayed on the sender's accelerator.
+Land = Callable[[Crossing, Origin, int], list[Any]]
 
 
-def unpack(frames: Sequence[Buffer], host: str, mappings: Mappings, fetch: Fetch, *, borrow: bool = False) -> Any:
+def nowhere(crossing: Crossing, origin: Origin, reader: int) -> list[Any]:
+    """For processes that never compute on an accelerator."""
+    raise ValueError(f"a message from {crossing.address}, to a process that computes on no accelerator")
+
+
+def unpack(
+    frames: Sequence[Buffer],
+    host: str,
+    mappings: Mappings,
+    fetch: Fetch,
+    land: Land = nowhere,
+    *,
+    borrow: bool = False,
+) -> Any:
     """Rebuilds the object of `frames`.
 
     Args:
@@ -127,6 +171,7 @@ def unpack(frames: Sequence[Buffer], host: str, mappings: Mappings, fetch: Fetch
         host: This process's host id; a segment of another host is fetched.
         mappings: Of this process.
         fetch: Gets a segment from another host.
+        land: Gets tensors from a buffer on an accelerator.
         borrow: The caller only reads what it gets, so nothing has to be copied on a write if there are other readers.
 
     Returns:
@@ -135,10 +180,21 @@ def unpack(frames: Sequence[Buffer], host: str, mappings: Mappings, fetch: Fetch
     data, descriptor, *inline = frames
     if not len(descriptor):
         return loads(data, [bytearray(b) for b in inline])
-    origin, path, spans, reader, readers, place = pickle.loads(descriptor)
+    origin, path, spans, reader, readers, place, crossing = pickle.loads(descriptor)
+    tensors = land(Crossing(*crossing), Origin(*origin), reader) if crossing else ()
+    if not path:
+        return loads(data, [bytearray(b) for b in inline], tensors)
     if origin[0] != host or path.startswith(PREFIX):
         share = Share(*place) if place else None
         view = fetch(Origin(*origin), path, spans[-1][0] + spans[-1][1] - HEADER, reader, share)
     else:
         view = mappings.lease(path, reader, own=borrow or readers == 1)
-    return loads(data, [view[start : start + size] for start, size in spans])
+    return loads(data, [view[start : start + size] for start, size in spans], tensors)
+
+
+def forgo(frames: Sequence[Buffer]) -> None:
+    """Gives up a message's claim on an accelerator's memory, without a look at it."""
+    if len(frames[1]):
+        _, _, _, reader, _, _, crossing = pickle.loads(frames[1])
+        if crossing:
+            discard(Crossing(*crossing).path, reader)

@@ -26,16 +26,33 @@ class Item(NamedTuple):
     segment: str
 
 
+class Taker(NamedTuple):
+    """Where a key's last consumer is.
+
+    Attributes:
+        host: Its host; empty before the first.
+        device: Which of that host's accelerators it computes on; empty for none.
+    """
+
+    host: str = ""
+    device: str = ""
+
+
 class Outlook(NamedTuple):
     """What a producer can expect for its item.
 
     Attributes:
-        host: Where the key's last consumer is; empty before the first.
+        host, device: Of the key's last consumer, see `Taker`.
         waiting: Whether a consumer will take the item at once.
     """
 
     host: str
+    device: str
     waiting: bool
+
+    @property
+    def taker(self) -> Taker:
+        return Taker(self.host, self.device)
 
 
 class Refusal(str):
@@ -57,7 +74,7 @@ class KeyQueue:
     def __init__(self) -> None:
         self.items: deque[Item] = deque()
         self.nbytes = 0
-        self.taker = ""
+        self.taker = Taker()
         self.getters: deque[tuple[tuple[str, ...], float | None, Answer]] = deque()
         self.putters: deque[tuple[Item, Answer]] = deque()
 
@@ -91,7 +108,7 @@ class ChannelState:
     def outlook(self, key: str) -> Outlook:
         """Tells a producer what to expect before it puts; a consumer that waits for a batch may not take the item at once."""
         queue = self.queue(key)
-        return Outlook(queue.taker, bool(queue.getters) and queue.getters[0][1] is None)
+        return Outlook(*queue.taker, bool(queue.getters) and queue.getters[0][1] is None)
 
     def put(self, key: str, frames: list[Any], nbytes: int, weight: float, segment: str, answer: Answer | None) -> bool:
         """Queues an item, or the producer that waits with it. Without an `answer`, a full queue refuses and returns False."""

@@ -27,6 +27,8 @@ from typing import Any
 HEADER = mmap.PAGESIZE
 FREE, WRITTEN, USED, KEPT = b"\0", b"\1", b"\2", b"\3"
 ALIGN = 64
+#: Between the paths of what a message claims, where that is both a segment and a buffer on an accelerator.
+AND = "\n"
 POPULATE = getattr(mmap, "MAPPOPULATE", 0)
 _NAME = re.compile(r"(\d+)-\d+")
 
@@ -119,15 +121,16 @@ def map_private(path: str) -> mmap.mmap:
 
 
 def discard(path: str, reader: int = 0) -> None:
-    """Frees a segment whose reader will not come; does nothing for a segment of another host."""
-    try:
-        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
-    except OSError:
-        return
-    try:
-        os.pwrite(fd, FREE, reader)
-    finally:
-        os.close(fd)
+    """Frees what a message claims (segments) whose reader will not come; does nothing for a segment of another host."""
+    for one in path.split(AND):
+        try:
+            fd = os.open(one, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+        except OSError:
+            continue
+        try:
+            os.pwrite(fd, FREE, reader)
+        finally:
+            os.close(fd)
 
 
 def _segments(folder: Path, idle: bytes = FREE) -> Iterator[tuple[str, int, bool]]:

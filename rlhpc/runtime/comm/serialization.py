@@ -10,7 +10,7 @@ import copyreg
 import io
 import pickle
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import cloudpickle
@@ -79,24 +79,85 @@ def _know_torch() -> None:
         pickler.dispatch_table[torch.nn.Parameter] = _reduce_tensor
 
 
-def dumps(obj: Any) -> tuple[bytes, list[memoryview]]:
-    """Pickles `obj`; returns the stream and its out-of-band buffers (flat, contiguous views of the original memory)."""
+class Apart:
+    """Tensors that stay where they are while what they are part of is pickled.
+
+    Args:
+        stays: Which do, of those that need no gradient.
+
+    Attributes:
+        tensors: Those that were met, each once.
+    """
+
+    def __init__(self, stays: Callable[[Any], bool]) -> None:
+        self._stays, self._kind = stays, sys.modules["torch"].Tensor
+        self.tensors: list[Any] = []
+        self._numbers: dict[int, int] = {}
+
+    def __call__(self, obj: Any) -> int | None:
+        """The number of a tensor that stays; None for anything else."""
+        if type(obj) is not self._kind or obj.requires_grad or not obj.is_contiguous() or not self._stays(obj):
+            return None
+        if id(obj) not in self._numbers:
+            self._numbers[id(obj)] = len(self.tensors)
+            self.tensors.append(obj)
+        return self._numbers[id(obj)]
+
+
+class _ApartPickler(_Pickler):
+    apart: Apart
+
+    def persistent_id(self, obj: Any) -> int | None:
+        return self.apart(obj)
+
+
+class _ByValueApartPickler(_ByValuePickler):
+    apart: Apart
+
+    def persistent_id(self, obj: Any) -> int | None:
+        return self.apart(obj)
+
+
+class _ApartUnpickler(pickle.Unpickler):
+    tensors: Sequence[Any]
+
+    def persistent_load(self, pid: Any) -> Any:
+        return self.tensors[pid]
+
+
+def dumps(obj: Any, apart: Apart | None = None) -> tuple[bytes, list[memoryview]]:
+    """Pickles `obj`; returns the stream and its out-of-band buffers (flat, contiguous views of the original memory).
+
+    Args:
+        obj: Anything that can be pickled.
+        apart: Takes tensors out of it, which `loads` wants back.
+    """
     _know_torch()
-    buffers: list[pickle.PickleBuffer] = []
-    stream = io.BytesIO()
     try:
-        _Pickler(stream, protocol=5, buffer_callback=buffers.append).dump(obj)
-        data = stream.getvalue()
+        data, buffers = _dump(_Pickler if apart is None else _ApartPickler, obj, apart)
         by_value = b"__main__" in data or b"__mp_main__" in data
     except (pickle.PicklingError, AttributeError, TypeError):
         by_value = True
     if by_value:
-        buffers, stream = [], io.BytesIO()
-        _ByValuePickler(stream, protocol=5, buffer_callback=buffers.append).dump(obj)
-        data = stream.getvalue()
+        data, buffers = _dump(_ByValuePickler if apart is None else _ByValueApartPickler, obj, apart)
     return data, [b.raw() for b in buffers]
 
 
-def loads(data: Buffer, buffers: Sequence[Buffer] = ()) -> Any:
-    """Rebuilds an object from its pickle stream and buffers. Only ever called on bytes from an authenticated socket."""
-    return pickle.loads(data, buffers=buffers)
+def _dump(kind: Any, obj: Any, apart: Apart | None) -> tuple[bytes, list[pickle.PickleBuffer]]:
+    buffers: list[pickle.PickleBuffer] = []
+    stream = io.BytesIO()
+    pickler = kind(stream, protocol=5, buffer_callback=buffers.append)
+    if apart is not None:
+        pickler.apart = apart
+    pickler.dump(obj)
+    return stream.getvalue(), buffers
+
+
+def loads(data: Buffer, buffers: Sequence[Buffer] = (), tensors: Sequence[Any] = ()) -> Any:
+    """Rebuilds an object from its pickle stream, its buffers, and the tensors that were taken out of it. Only ever called on
+    bytes from an authenticated socket."""
+    if not tensors:
+        return pickle.loads(data, buffers=buffers)
+    unpickler = _ApartUnpickler(io.BytesIO(data), buffers=buffers)
+    unpickler.tensors = tensors
+    return unpickler.load()

@@ -18,7 +18,7 @@ import queue
 import select
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import zmq
@@ -27,13 +27,14 @@ from rlhpc.runtime.comm.answers import LocalAnswer, RemoteAnswer
 from rlhpc.runtime.comm.bulk import BulkServer
 from rlhpc.runtime.comm.fetching import Fetching
 from rlhpc.runtime.comm.held import HeldValues
+from rlhpc.runtime.comm.lane import Lane
 from rlhpc.runtime.comm.loans import Loans
 from rlhpc.runtime.comm.mappings import Mappings
 from rlhpc.runtime.comm.offers import Offers
 from rlhpc.runtime.comm.operations import OPERATIONS
 from rlhpc.runtime.comm.payload import Origin, Packed, unpack
 from rlhpc.runtime.comm.pool import SegmentPool
-from rlhpc.runtime.comm.queues import ChannelState, Item
+from rlhpc.runtime.comm.queues import ChannelState, Item, Taker
 from rlhpc.runtime.comm.segments import discard
 from rlhpc.runtime.comm.sockets import (
     Door,
@@ -115,6 +116,7 @@ class Service:
             self.endpoint["tcp"] = door.endpoint
             self._bulk = BulkServer(name, keys, tcp_address, (scratch.shm, scratch.spill), self.loans, self.offers)
             self.endpoint["bulk"] = self._bulk.endpoint
+        self.lane = Lane(scratch, self.endpoint, self.peers, self._read)
         self.origin = Origin(host_id(), self.endpoint["tcp"] or self.endpoint["ipc"], self.endpoint["bulk"])
         self.doing = doing
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
@@ -175,6 +177,8 @@ class Service:
             old = self.channels.get(name)
             if old:
                 old.close(f"channel {name!r} was created anew")
+                for item in [item for queued in old.queues.values() for item in queued.items]:
+                    discard(item.segment) if item.segment else None
             self.channels[name] = ChannelState(maxsize, max_bytes)
 
     def wait_local(self, act: Callable[[LocalAnswer], bool], timeout: float, whom: str) -> list[Item]:
@@ -272,10 +276,20 @@ class Service:
                 state.consumer_died(who)
         os.eventfd_write(self._wake, 1)
 
-    def pack(self, obj: Any, readers: int = 1, *, lend: bool = False, whole: bool = False) -> Packed:
-        """Serializes an object for `readers` readers. With `lend`, all are on other hosts, and the caller will `settle`; with
-        `whole`, the message has all of it."""
-        return Packed(obj, self.pool, self.origin, readers, self.loans if lend and self._bulk else None, whole)
+    def pack(
+        self, obj: Any, readers: int = 1, *, lend: bool = False, takers: Iterable[Taker] = (), whole: bool = False
+    ) -> Packed:
+        """Serializes an object.
+
+        Args:
+            obj: Anything that can be pickled.
+            readers: How many processes will read it.
+            lend: All are on other hosts, and the caller will `settle`.
+            takers: Where they are, as far as is known.
+            whole: The message has all of it.
+        """
+        loans = self.loans if lend and self._bulk else None
+        return Packed(obj, self.pool, self.origin, readers, loans, self.lane.to(takers), whole)
 
     def unpack(
         self, frames: Sequence[Any], *, borrow: bool = False, later: list[Callable[[], None]] | None = None
@@ -289,7 +303,12 @@ class Service:
                 now.
         """
         fetch = functools.partial(self.fetch, own=borrow, later=later)
-        return unpack(frames, self.endpoint["host"], self.mappings, fetch, borrow=borrow)
+        return unpack(frames, self.endpoint["host"], self.mappings, fetch, self.lane.land, borrow=borrow)
+
+    def _read(self, origin: Origin, path: str, size: int) -> memoryview:
+        if origin.host == self.endpoint["host"]:
+            return self.mappings.lease(path, 0)
+        return self.fetch(origin, path, size, 0, None, own=True)
 
     def bytes_sent(self) -> int:
         """Bytes of data that other hosts have got from this process."""
@@ -303,6 +322,7 @@ class Service:
         if threading.current_thread() is not self._thread:
             self.peers.close()
         self.pool.close()
+        self.lane.close()
 
     # -- the thread -----------------------------------------------------------------------------------------------
 
@@ -392,6 +412,7 @@ class Service:
         if time.monotonic() >= self._next_tick:
             self._next_tick = time.monotonic() + self._tick_s
             shut_where_crowded(self._doors.values())
+            self.lane.settle()
             if self._on_tick:
                 self._on_tick(self)
         return bool(events)

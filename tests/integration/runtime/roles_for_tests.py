@@ -85,7 +85,7 @@ class Probe(Worker):
         from rlhpc.runtime.comm.sockets import choose
         from rlhpc.runtime.context import current
 
-        head = pickle.dumps((channel.name, "default_queue", None, True, current().host, current().name))
+        head = pickle.dumps((channel.name, "default_queue", None, True, (current().host, ""), current().name))
         current().service.peers.request(choose(channel._homes[0]), b"GET", [head], 10, "an item")
         os.kill(os.getpid(), 9)
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from omegaconf import OmegaConf
 
 from rlhpc.embodied.config import EnvSideConfig
@@ -14,6 +15,8 @@ from rlhpc.embodied.envs import make_env
 from tests.accelerators import kind
 
 pytest.importorskip("mani_skill")
+from rlhpc.embodied.envs.maniskill_data import convert
+
 pytestmark = pytest.mark.gpu
 SLOTS, LIMIT = 6, 5
 
@@ -64,6 +67,26 @@ def test_what_it_gives_has_the_same_form(both: tuple[Any, Any]) -> None:
         assert form(mine[4]) == form(theirs[4])
         np.testing.assert_array_equal(mine[3], theirs[3])  # all end at the limit
         assert np.isfinite(mine[0]).all() and (mine[1] >= 0).all() and (mine[1] <= 1).all()
+
+
+def test_observations_stay_there_with_the_same_numbers(group: int) -> None:
+    """As tensors, also the last of each episode; what the host's road would have given is the same to the last bit."""
+    env = build(kind(), group_size=group)
+    env.reset()
+    env.on_device = True
+    for row in actions(env):
+        obs, rewards, _, _, infos = env.step(row)
+        for shown in (obs, infos.get("final_obs", obs)):
+            assert isinstance(shown, torch.Tensor) and shown.device.type == kind() and shown.shape[0] == SLOTS
+        raw = env._parts[0].get_obs()
+        np.testing.assert_array_equal(convert(raw, on_device=True).cpu().numpy(), convert(raw))
+        np.testing.assert_array_equal(obs.cpu().numpy(), convert(raw))
+        assert isinstance(rewards, np.ndarray) and rewards.dtype == np.float32
+    depth = {"sensor_data": {"eye": {"depth": torch.arange(3000, dtype=torch.int16, device=kind()).reshape(3, 1000)}}}
+    depth |= {"agent": {}, "extra": {"x": torch.ones(3, 1, device=kind())}}
+    expected = np.arange(3000, dtype=np.float32).reshape(3, 1000) / np.float32(1000)
+    np.testing.assert_array_equal(convert(depth, on_device=True)["depth"].cpu().numpy(), expected)
+    env.close()
 
 
 def test_chunks_have_the_same_form(both: tuple[Any, Any]) -> None:

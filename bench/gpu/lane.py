@@ -1,0 +1,81 @@
+"""Observations from a simulator's rank to a policy's on the same card: through the host, and staying on the card.
+
+What is timed is a step without simulation and without a policy: a message with observations of so many slots one way, until
+the other has computed with them, and actions back. On the CPU both roads are the host's.
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import time
+
+import torch
+
+from bench.gpu.part import Report, synchronize
+from bench.gpu.ranks import groups
+from rlhpc import Channel, Worker, WorkerGroup
+from rlhpc.runs.device import own_device
+from rlhpc.runtime.context import current
+
+ACTIONS = 8
+
+
+class Ends(Worker):
+    """One end: it simulates nothing, or it acts without a policy."""
+
+    def show(self, there: Channel, back: Channel, shape: list[int], steps: int, stays: bool) -> tuple[list[float], int]:
+        """Seconds of each step, and how many messages stayed on the accelerator."""
+        device, before = own_device(self), current().service.lane.crossed
+        dtype = torch.uint8 if len(shape) > 2 else torch.float32
+        obs = torch.randint(0, 255, shape, device=device).to(dtype)
+        found = []
+        for _ in range(steps):
+            # A handle that has not put anything yet does not know where messages go, and takes the host's road.
+            channel = there if stays else copy.copy(there)
+            synchronize()
+            began = time.perf_counter()
+            channel.put(obs)
+            back.get()
+            found.append(time.perf_counter() - began)
+            obs.add_(1)
+        return found, current().service.lane.crossed - before
+
+    def act(self, there: Channel, back: Channel, steps: int) -> bool:
+        """Answers each observation with actions that depend on it; whether all came as they were sent."""
+        device, sums = own_device(self), []
+        for _ in range(steps):
+            obs = there.get().to(device)
+            slots = obs.reshape(len(obs), -1).float().mean(1)
+            back.put(slots[:, None].expand(-1, ACTIONS).cpu().numpy())
+            sums.append(slots)
+        return all(bool((one != other).any()) for one, other in itertools.pairwise(sums))
+
+
+def step(env: WorkerGroup, policy: WorkerGroup, shape: list[int], steps: int, stays: bool) -> tuple[list[float], int]:
+    """Seconds of each step, without the first ones, and how many messages stayed."""
+    there, back = Channel.create("there", home=policy.name), Channel.create("back", home=env.name)
+    shown, acted = env.show(there, back, shape, steps, stays), policy.act(there, back, steps)
+    (found,) = shown.wait()
+    if acted.wait() != [True]:
+        raise RuntimeError("observations did not arrive as they were sent")
+    times, crossed = found
+    return times[len(times) // 4 :], crossed
+
+
+def measure(report: Report) -> None:
+    """States and pictures, by either road in turn."""
+    shapes = (
+        [[64, 42], [8, 32, 32, 3]]
+        if report.small
+        else [[1024, 42], [4096, 42], [256, 128, 128, 3], [2048, 128, 128, 3]]
+    )
+    steps = 8 if report.small else 40
+    with groups(report.device, (Ends, "env", [0]), (Ends, "policy", [0])) as (env, policy):
+        for shape in shapes:
+            what = " x ".join(map(str, shape))
+            for name, stays in (("host's road", False), ("lane", True)):
+                times, crossed = step(env, policy, shape, steps, stays)
+                report.figure(f"{what}, {name}", [1000 * one for one in times], "ms a step")
+                if not report.small and (crossed > 0) != stays:
+                    report.fail(f"{what}, {name}", f"{crossed} of {steps} messages stayed on the card")
