@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,6 +11,8 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # each process that a test starts would compile the project anew
 
 from tests import warm
+
+gc.disable()  # until everything is imported
 
 pytest_plugins = ["tests.took", "tests.drawn", "tests.accelerators"]
 
@@ -29,6 +32,18 @@ LONG = (
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     rank = {HERE / name: number for number, name in enumerate(LONG)}
     items.sort(key=lambda item: rank.get(item.path, len(rank)))
+
+
+def pytest_collection_finish() -> None:
+    """What all the tests import stays: each search for garbage would look through its millions of objects again.
+
+    vLLM does the same with its engines, and takes it back for everything when one ends; here it does neither.
+    """
+    gc.enable()
+    gc.collect()
+    gc.freeze()
+    for name in ("freeze", "unfreeze"):
+        setattr(gc, name, lambda: None)
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -56,6 +56,7 @@ def main() -> None:
     _standard[:] = sys.path[1:]  # without what `Server.start` has put before it
     for number in LEFT_ALONE:
         signal.signal(number, signal.SIG_IGN)
+    gc.disable()
     for module in sys.argv[2:]:
         with contextlib.suppress(ImportError):
             importlib.import_module(module)
@@ -68,6 +69,7 @@ def main() -> None:
         sys.exit(
             f"tests.warm: one of {', '.join(sys.argv[2:])} starts threads when it is imported: there are {threads}"
         )
+    gc.enable()
     gc.collect()
     gc.freeze()  # what is shared stays so
     _in_large_pages()

@@ -66,7 +66,9 @@ VLLM = """
 import json, os, sys, warnings
 warnings.simplefilter("ignore")
 os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+import torch
 from vllm import LLM, SamplingParams
+torch.compiler.set_stance("force_eager")  # what ranks the log-probs would be compiled for a minute
 model = LLM(sys.argv[1], dtype="float32", enforce_eager=True, logprobs_mode="processed_logprobs", max_model_len=64)
 params = SamplingParams(temperature=0, max_tokens=8, logprobs=0, ignore_eos=True)
 prompts = [{"prompt_token_ids": ids} for ids in json.loads(sys.argv[2])]
