@@ -7,7 +7,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -21,7 +20,8 @@ from rlhpc.language.engines.ends import (
     transformers_module,
 )
 from rlhpc.language.engines.engine import Engine, EngineOptions, fitting_update
-from rlhpc.language.engines.kv import KeyValues, decoding_cache
+from rlhpc.language.engines.forward import Forward
+from rlhpc.language.engines.kv import KeyValues
 from rlhpc.language.engines.ledger import Ledger
 from rlhpc.language.engines.sampling import Rows, draw
 from rlhpc.runtime.device import empty_cache
@@ -31,8 +31,6 @@ from rlhpc.weights.elements import Elements, put
 if TYPE_CHECKING:
     from rlhpc.language.config import LanguageConfig
 
-#: Most tokens, padding included, of one prefill: bounds its activations.
-_PREFILL_TOKENS = 16384
 #: Part of the rows that must be free before waiting requests are let in, so that prefills come in batches.
 _ADMIT = 8
 
@@ -44,6 +42,12 @@ class HFRollout(Engine):
     can join, no weights can change and no row has random numbers of its own. Here a row that ends makes room for the
     next request, and each step is one `forward` of all rows with a cache that is never copied (`KeyValues`).
 
+    Tokens and log-probs of a request depend, bit for bit, on its prompt, its seed, its sampling parameters and the weights
+    alone: not on what else is under way, when it was added, or `rollout.max_batch_size` (`Forward`). That holds on CPUs of one
+    kind with the same number of threads and the same libraries, unless an update or `offload` comes in the middle of a
+    sequence, whose cache is then made anew in one pass. On an accelerator it holds as far as its libraries compute a row of a
+    shape alike wherever it sits, and attention whatever the longest row is; they do not promise it.
+
     Args:
         cfg: The run's configuration.
         model_path: Hugging Face folder or hub name.
@@ -52,6 +56,10 @@ class HFRollout(Engine):
     """
 
     updates_in_part = True
+
+    @property
+    def _kv(self) -> KeyValues:
+        return self._forward.kv
 
     def __init__(self, cfg: LanguageConfig, *, model_path: str, device: str | torch.device, seed: int = 0) -> None:
         super().__init__()
@@ -64,8 +72,6 @@ class HFRollout(Engine):
         self.capacity = options.batch
         self._model = self._load(options)
         self._tokenizer = load_tokenizer(options.model_path, options.trust_remote_code)
-        # If all layers mask alike, the mask is made here, once per step; otherwise the model makes its own.
-        self._one_mask = _masks_alike(text_config, self._model)
         self._stop_texts = StopTexts(self._tokenizer, options.model_path)
         self._own_ends = end_tokens(options.model_path, config, self._tokenizer)
         self.vocabulary = int(text_config.vocab_size)
@@ -73,8 +79,7 @@ class HFRollout(Engine):
         self._waiting: deque[Request] = deque()
         with self._memory():
             self._ledger = Ledger(self._max_rows, self.vocabulary, self._own_ends, self._stop_texts)
-            self._kv = KeyValues(self._max_rows)
-        self._cache: Any = None
+            self._forward = Forward(self._model, self._device, self._max_rows, self.context, self.vocabulary)
         self._stale, self._keeps = False, options.keeps_cache
         self._as_sent: dict[str, Tensor] = {}
         self._rows: Rows | None = None
@@ -133,29 +138,18 @@ class HFRollout(Engine):
         return done
 
     def _admit(self, requests: list[Request]) -> list[Completion]:
-        """Prefills prompts and draws the first token of each."""
-        done: list[Completion] = []
-        requests.sort(key=lambda request: len(request.prompt_ids), reverse=True)
-        while requests:
-            # Requests of one prompt are prefilled once.
-            prompts: dict[tuple[int, ...], int] = {}
-            taken: list[Request] = []
-            width = len(requests[0].prompt_ids)
-            for request in requests:
-                if request.prompt_ids not in prompts:
-                    if prompts and width * (len(prompts) + 1) > _PREFILL_TOKENS:
-                        break
-                    prompts[request.prompt_ids] = len(prompts)
-                taken.append(request)
-            del requests[: len(taken)]
-            source = [prompts[request.prompt_ids] for request in taken]
-            logits = self._prefill(list(prompts), source)
-            begin = len(self._ledger)
-            for request in taken:
-                self._ledger.add(request, self._limit(request))
-            rows = Rows(taken, self.vocabulary, self._device)
-            done += self._draw(begin, logits[torch.tensor(source, device=self._device)], rows)
-        return done
+        """Prefills prompts, each once, and draws the first token of each request."""
+        by_prompt: dict[tuple[int, ...], list[Request]] = {}
+        for request in requests:
+            by_prompt.setdefault(request.prompt_ids, []).append(request)
+        taken = [request for alike in by_prompt.values() for request in alike]
+        source = [index for index, alike in enumerate(by_prompt.values()) for _ in alike]
+        logits = self._forward.prefill(list(by_prompt), source)
+        begin = len(self._ledger)
+        for request in taken:
+            self._ledger.add(request, self._limit(request))
+        rows = Rows(taken, self.vocabulary, self._device)
+        return self._draw(begin, logits[torch.tensor(source, device=self._device)], rows)
 
     def _draw(self, begin: int, logits: Tensor, sampling: Rows) -> list[Completion]:
         """Draws a token for each row from `begin` on; gives back and removes the rows that end with it."""
@@ -176,53 +170,9 @@ class HFRollout(Engine):
             self._rows = None
         return done
 
-    # --- the model
-
-    def _prefill(self, sequences: Sequence[Sequence[int]], source: Sequence[int]) -> Tensor:
-        """Fills the cache with sequences, for the new rows that `source` maps to them; logits `[sequences, V]` after."""
-        from transformers.cache_utils import DynamicCache
-
-        width = max(len(sequence) for sequence in sequences)
-        ids = np.zeros((len(sequences), width), dtype=np.int64)
-        lengths = np.array([len(sequence) for sequence in sequences])
-        for line, sequence in zip(ids, sequences, strict=True):
-            line[width - len(sequence) :] = sequence
-        padding = torch.from_numpy(width - lengths).to(self._device).unsqueeze(1)
-        columns = torch.arange(width, device=self._device)
-        cache = DynamicCache()
-        logits = self._model(
-            input_ids=torch.from_numpy(ids).to(self._device),
-            attention_mask=None if lengths.min() == width else columns >= padding,
-            position_ids=(columns - padding).clamp_(min=0),
-            past_key_values=cache,
-            use_cache=True,
-            logits_to_keep=1,
-        ).logits[:, -1]
-        self._kv.append(cache.layers, lengths[list(source)].tolist(), source)
-        if self._cache is None:
-            self._cache = decoding_cache(self._kv)
-        return logits
-
     def _decode(self) -> list[Completion]:
         """One token for each row."""
-        kv = self._kv
-        kv.reserve()
-        rows, first, end = kv.rows, kv.first, kv.end
-        start = torch.from_numpy(kv.start[:rows]).to(self._device).unsqueeze(1)
-        mask = None
-        if (kv.start[:rows] != first).any():
-            mask = torch.arange(first, end + 1, device=self._device) >= start
-            if self._one_mask:
-                mask = torch.where(mask, 0.0, -torch.inf).to(self._model.dtype)[:, None, None]
-        logits = self._model(
-            input_ids=self._last.unsqueeze(1),
-            attention_mask=mask,
-            position_ids=end - start,
-            past_key_values=self._cache,
-            use_cache=True,
-            logits_to_keep=1,
-        ).logits[:, -1]
-        kv.end += 1
+        logits = self._forward.decode(self._last)
         if self._rows is None:
             self._rows = Rows(self._ledger.requests, self.vocabulary, self._device)
         return self._draw(0, logits, self._rows)
@@ -232,19 +182,10 @@ class HFRollout(Engine):
         ledger = self._ledger
         self._kv.clear()
         self._stale = False
-        if not ledger.requests:
-            return
         # The last token of each is the next step's input.
         sequences = [(*request.prompt_ids, *ledger.said(row)[:-1]) for row, request in enumerate(ledger.requests)]
-        order = sorted(range(len(sequences)), key=lambda row: len(sequences[row]), reverse=True)
-        begin = 0
-        while begin < len(order):
-            size = max(1, _PREFILL_TOKENS // len(sequences[order[begin]]))
-            part = order[begin : begin + size]
-            self._prefill([sequences[row] for row in part], range(len(part)))
-            begin += size
-        ledger.reorder(order)
-        self._last, self._rows = self._last[order], None
+        if sequences:
+            self._forward.prefill(sequences, range(len(sequences)))
 
     def _abort(self) -> list[Completion]:
         aborted = [self._ledger.completion(row, "abort") for row in range(len(self._ledger))]
@@ -290,8 +231,8 @@ class HFRollout(Engine):
 
     def offload(self) -> None:
         """See `RolloutBackend.offload`. Weights go to the host; requests under way are recomputed afterwards."""
-        self._kv.free()
-        self._cache, self._stale = None, True
+        self._forward.free()
+        self._stale = True
         if self._device.type != "cpu":
             self._model.to("cpu")
             empty_cache()
@@ -304,8 +245,8 @@ class HFRollout(Engine):
     def close(self) -> None:
         """Ends the engine (`RolloutBackend.close`)."""
         self._abort()
-        self._kv.free()
-        self._cache = self._model = None
+        self._forward.free()
+        self._model = None
         self._as_sent.clear()
 
 
@@ -341,14 +282,6 @@ def context_length(config: Any, options: EngineOptions) -> int:
             f"rollout.max_model_len is {options.max_model_len}; the model's context is {own} (at most that)"
         )
     return options.max_model_len
-
-
-def _masks_alike(config: Any, model: Any) -> bool:
-    """Whether all layers use the mask as it is given: no sliding windows, no positions that are made from it."""
-    full = set(getattr(config, "layer_types", None) or ("full_attention",)) == {"full_attention"}
-    window = getattr(config, "sliding_window", None) and getattr(config, "use_sliding_window", True)
-    rotary = getattr(config, "rope_parameters", None) and not getattr(config, "alibi", False)
-    return bool(full and not window and rotary and model.config._attn_implementation in ("sdpa", "eager"))
 
 
 def _refuse_recurrent(config: Any, model_path: str) -> None:

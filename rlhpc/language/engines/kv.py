@@ -3,41 +3,47 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate, groupby
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+#: Columns come in blocks: what attention reads of a row is this much and a multiple of it, by the row's own length alone.
+BLOCK = 32
+
+
+def blocks(length: int) -> int:
+    """The columns of the blocks that `length` tokens are in."""
+    return -(-length // BLOCK) * BLOCK
+
 
 class KeyValues:
     """The cache of all layers, `[rows, heads, columns, width]` each.
 
-    Every row ends at the same column `end`, where the next token goes; row i begins at `start[i]`. So a decoding step
-    writes one column of all rows at once, a row that joins or leaves copies no other row, and the models' own masks for
-    padding on the left hold as they are. When `end` reaches the last column, what is in use moves back to the front, or
-    into a larger buffer; one copy lasts for as many steps as there is room for behind it.
+    Each row begins at column 0, whatever the others' lengths are; a row that joins or leaves copies no other but the one that
+    takes its place. What is behind a row's end is finite, and weighs nothing.
 
     Attributes:
         rows: Rows in use.
-        first: First column in use.
-        end: Column of the next token.
-        start: Each row's first column.
+        length: Tokens in each row.
+        present: Row and column of each token that is computed next.
+        only: The row whose token that is; None for all.
     """
 
+    present: tuple[Tensor, Tensor]
+    only: int | None
+
     def __init__(self, max_rows: int) -> None:
-        self.max_rows, self.rows, self.first, self.end = max_rows, 0, 0, 0
-        self.start = np.zeros(max_rows, dtype=np.int64)
+        self.max_rows, self.rows = max_rows, 0
+        self.length = np.zeros(max_rows, dtype=np.int64)
         self.keys: list[Tensor] = []
         self.values: list[Tensor] = []
 
     def clear(self) -> None:
         """Drops the rows, keeps the memory."""
-        self.rows = self.first = self.end = 0
-
-    def _resized(self, rows: int) -> None:
-        self.rows = rows
-        self.first = int(self.start[:rows].min()) if rows else self.end
+        self.rows = 0
 
     def free(self) -> None:
         """Drops the rows and the memory."""
@@ -45,29 +51,34 @@ class KeyValues:
         self.keys, self.values = [], []
 
     def append(self, layers: Any, lengths: Sequence[int], source: Sequence[int]) -> None:
-        """Adds rows from a prefill that was padded on the left.
+        """Adds rows from a prefill of several sequences, one after the other.
 
         Args:
-            layers: Of the cache that the prefill filled: `keys` and `values` `[prefilled rows, heads, P, width]`.
-            lengths: Tokens in each new row.
-            source: Prefilled row of each new row; rows with the same prompt share one.
+            layers: Of the cache that the prefill filled: `keys` and `values` `[1, heads, at least all tokens, width]`.
+            lengths: Tokens of each sequence.
+            source: The sequence of each new row; rows with the same prompt share one.
         """
-        width = layers[0].keys.shape[2]
-        if self.end < width or not self.keys:
-            self._settle(layers, max(width, self.end), len(source))
-        elif self.rows + len(source) > self.keys[0].shape[0]:
-            self._settle(layers, self.end, len(source))
-        begin, stop = self.rows, self.rows + len(source)
-        index = torch.as_tensor(list(source), device=layers[0].keys.device)
-        for mine, theirs in zip((*self.keys, *self.values), _tensors(layers), strict=True):
-            mine[begin:stop, :, self.end - width : self.end] = theirs.index_select(0, index)
-        self.start[begin:stop] = self.end - np.asarray(lengths)
-        self._resized(stop)
+        begins = [0, *accumulate(lengths)]
+        theirs = [*(layer.keys for layer in layers), *(layer.values for layer in layers)]
+        first, stop = self.rows, self.rows + len(source)
+        self._fit(theirs, stop, max(lengths[one] for one in source) + 1)
+        for mine, given in zip((*self.keys, *self.values), theirs, strict=True):
+            mine[first:stop].zero_()
+            row = first
+            for one, alike in groupby(source):
+                count, length = len(list(alike)), lengths[one]
+                mine[row : row + count, :, :length] = given[0, :, begins[one] : begins[one] + length]
+                row += count
+        self.length[first:stop] = [lengths[one] for one in source]
+        self.rows = stop
 
-    def reserve(self) -> None:
-        """Makes sure of a column for the next token."""
-        if self.end == self.keys[0].shape[2]:
-            self._settle(None, self.end - self.first, 0)
+    def reserve(self, only: int | None = None) -> None:
+        """Makes sure of a column for the next token, of each row or of one, and says where it is."""
+        self._fit((*self.keys, *self.values), self.rows, int(self.length[: self.rows].max()) + 1)
+        rows = np.arange(self.rows) if only is None else np.array([only])
+        device = self.keys[0].device
+        self.only = only
+        self.present = torch.from_numpy(rows).to(device), torch.from_numpy(self.length[rows]).to(device)
 
     def drop(self, leaving: Sequence[int]) -> list[tuple[int, int]]:
         """Removes rows. The last ones move into their places: (from, to), to be done likewise by whoever has rows too."""
@@ -76,69 +87,63 @@ class KeyValues:
         holes = [row for row in sorted(gone) if row < left]
         movers = [row for row in range(left, self.rows) if row not in gone]
         if holes:
-            to, come = torch.tensor(holes), torch.tensor(movers)
-            first = self.first
+            used = int(self.length[movers].max())
             for tensor in (*self.keys, *self.values):
-                tensor[to, :, first : self.end] = tensor[come, :, first : self.end]
-            self.start[holes] = self.start[movers]
-        if left:
-            self._resized(left)
-        else:
-            self.clear()
+                tensor[holes, :, :used] = tensor[movers, :, :used]
+            self.length[holes] = self.length[movers]
+        self.rows = left
         return list(zip(movers, holes, strict=True))
 
-    def _settle(self, like: Any, end: int, more: int) -> None:
-        """Moves what is in use so that it ends at column `end`, with room behind it and for `more` rows."""
-        first, used = self.first, self.end - self.first if self.rows else 0
-        like_tensors = (*self.keys, *self.values) if self.keys else tuple(_tensors(like))
-        rows, columns = (self.keys[0].shape[0], self.keys[0].shape[2]) if self.keys else (0, 0)
-        if self.rows + more > rows:
-            rows = min(self.max_rows, max(2 * rows, self.rows + more))
-        if end + end // 4 + 32 > columns:
-            columns = end + end // 2 + 64
-        moved: list[Tensor] = []
-        for old in like_tensors:
-            if self.keys and (rows, columns) == (old.shape[0], old.shape[2]):
-                new, content = old, old[: self.rows, :, first : self.end].clone()
-            else:
-                # Zeros, not whatever was there: 0 weight times NaN is NaN.
-                new = old.new_zeros((rows, old.shape[1], columns, old.shape[3]))
-                content = old[: self.rows, :, first : self.end]
-            if self.keys and used:
-                new[: self.rows, :, end - used : end] = content
-            moved.append(new)
-        half = len(moved) // 2
-        self.keys, self.values = moved[:half], moved[half:]
-        self.start[: self.rows] += end - self.end
-        self.first, self.end = end - used, end
-
-
-def _tensors(layers: Any) -> list[Tensor]:
-    return [layer.keys for layer in layers] + [layer.values for layer in layers]
+    def _fit(self, like: Sequence[Tensor], rows: int, columns: int) -> None:
+        """Room for so many rows and columns, with some more where it has to grow."""
+        room = self.keys[0].shape if self.keys else (0, 0, 0)
+        if rows <= room[0] and columns <= room[2]:
+            return
+        if rows > room[0]:
+            rows = min(self.max_rows, max(2 * room[0], rows))
+        if columns > room[2]:
+            columns = blocks(columns + columns // 2 + 64)
+        rows, columns = max(rows, room[0]), max(columns, room[2])
+        grown = list[Tensor]()
+        for old in (*self.keys, *self.values) or like:
+            # Zeros, not whatever was there: 0 weight times NaN is NaN.
+            new = old.new_zeros((rows, old.shape[1], columns, old.shape[3]))
+            if self.keys:
+                new[: self.rows, :, : room[2]] = old[: self.rows]
+            grown.append(new)
+        half = len(grown) // 2
+        self.keys, self.values = grown[:half], grown[half:]
 
 
 def decoding_cache(store: KeyValues) -> Any:
-    """`store` in the form in which transformers' models take a cache, for one token per row at a time."""
+    """`store` in the form in which transformers' models take a cache, for one token at a time of `store.present`.
+
+    Of a single row, layers give back what is in it. Otherwise they give back all there is, and attention has to know what is
+    whose.
+    """
     from transformers.cache_utils import Cache, DynamicLayer
 
     class Layer(DynamicLayer):
-        """Writes the new column and gives back views: nothing is copied."""
+        """Writes a token of each row and gives back views: nothing is copied."""
 
         def __init__(self, index: int) -> None:
             super().__init__()
             self.index, self.is_initialized = index, True
 
         def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+            rows, ends = store.present
             keys, values = store.keys[self.index], store.values[self.index]
-            rows, first, end = store.rows, store.first, store.end
-            keys[:rows, :, end] = key_states[:, :, 0]
-            values[:rows, :, end] = value_states[:, :, 0]
-            return keys[:rows, :, first : end + 1], values[:rows, :, first : end + 1]
+            keys[rows, :, ends] = key_states[: len(ends), :, 0]
+            values[rows, :, ends] = value_states[: len(ends), :, 0]
+            if store.only is None:
+                return keys, values
+            row, end = slice(store.only, store.only + 1), self.get_seq_length() + 1
+            return keys[row, :, :end], values[row, :, :end]
 
         def get_seq_length(self) -> int:
-            return store.end - store.first
+            return 0 if store.only is None else int(store.length[store.only])
 
         def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-            return store.end - store.first + query_length, 0
+            return self.get_seq_length() + query_length, 0
 
     return Cache(layers=[Layer(index) for index in range(len(store.keys))])

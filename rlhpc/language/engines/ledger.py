@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 import numpy as np
 
@@ -95,12 +95,6 @@ class Ledger:
             for record in self._records():
                 record[to] = record[come]
         del self.requests[left:]
-
-    def reorder(self, order: Sequence[int]) -> None:
-        """Row i becomes what row `order[i]` was."""
-        self.requests = [self.requests[row] for row in order]
-        for record in self._records():
-            record[: len(order)] = record[list(order)]
 
     def clear(self) -> None:
         """Forgets all rows."""

@@ -599,19 +599,17 @@ class _Layer:
 def test_cache_rows_come_and_go() -> None:
     """Against lists: what a row holds stays its own through growing, moving and other rows' leaving."""
     rng = random.Random(0)
-    store, mine = KeyValues(9), []
+    store, mine = KeyValues(9), list[list[float]]()
     counter = 0.0
     for _ in range(400):
         action = rng.random()
         if action < 0.1 and len(mine) < 6:
             lengths = [rng.randint(1, 12) for _ in range(rng.randint(1, 3))]
-            padded = torch.zeros(len(lengths), 2, max(lengths), 3)
-            for row, length in enumerate(lengths):
-                values = torch.arange(counter, counter + length)
-                counter += length
-                padded[row, :, -length:] = values[None, :, None]
-                mine.append(values.tolist())
-            store.append([_Layer(padded)], lengths, range(len(lengths)))
+            given = torch.arange(counter, counter + sum(lengths) + 2)  # some behind the last, as tiles are filled up
+            held = given[: sum(lengths)].split(lengths)
+            counter += len(given)
+            store.append([_Layer(given[None, None, :, None].expand(1, 2, -1, 3))], lengths, range(len(lengths)))
+            mine += [values.tolist() for values in held]
         elif action < 0.25 and mine:
             leaving = sorted(rng.sample(range(len(mine)), rng.randint(1, len(mine))))
             for come, to in store.drop(leaving):
@@ -620,16 +618,15 @@ def test_cache_rows_come_and_go() -> None:
         elif mine:
             store.reserve()
             for row, held in enumerate(mine):
-                store.keys[0][row, :, store.end], store.values[0][row, :, store.end] = counter, -counter
+                store.keys[0][row, :, store.length[row]], store.values[0][row, :, store.length[row]] = counter, -counter
                 held.append(counter)
                 counter += 1
-            store.end += 1
+            store.length[: store.rows] += 1
         assert store.rows == len(mine)
         for row, held in enumerate(mine):
-            columns = slice(int(store.start[row]), store.end)
+            columns = slice(0, int(store.length[row]))
             assert store.keys[0][row, 1, columns, 2].tolist() == held
             assert store.values[0][row, 0, columns, 0].tolist() == [-value for value in held]
-            assert store.start[row] >= store.first
 
 
 # --- a teacher that an engine computes
