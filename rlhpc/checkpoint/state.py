@@ -40,7 +40,7 @@ def dump_state(state: Any) -> bytes:
         CheckpointError: It contains something else; the message says where.
     """
     buffer = io.BytesIO()
-    torch.save(_encode(state, "state"), buffer)
+    torch.save(_dense(_encode(state, "state")), buffer)
     return buffer.getvalue()
 
 
@@ -58,7 +58,7 @@ def save_state(path: Path, state: Any) -> None:
     Raises:
         CheckpointError: The state contains what `dump_state` refuses, or the filesystem refused.
     """
-    write_file(path, _encode(state, "state"), stream_state)
+    write_file(path, _encode(state, "state"), lambda file, held: stream_state(file, _dense(held)))
 
 
 def stream_state(file: SummedFile, state: Any) -> None:
@@ -184,9 +184,7 @@ def _encode(value: Any, where: str) -> Any:
     if value is None or isinstance(value, (bool, str, bytes)) or type(value) in (int, float):
         return value
     if isinstance(value, torch.Tensor):
-        tensor = value.detach()
-        # A view would bring its whole storage into the file.
-        return tensor if tensor.untyped_storage().nbytes() == tensor.nbytes else tensor.clone()
+        return value.detach()
     if isinstance(value, (np.ndarray, np.generic)):
         array = np.asarray(value)
         if array.dtype.hasobject or array.dtype.names:
@@ -210,6 +208,17 @@ def _encode(value: Any, where: str) -> Any:
         f"{where}: {type(value).__module__}.{type(value).__qualname__} cannot be put into a checkpoint; use tensors, "
         "NumPy arrays, numbers, strings, bytes, lists, tuples and dicts"
     )
+
+
+def _dense(value: Any) -> Any:
+    """With copies of what are parts of other tensors: a view would bring its whole storage into the file."""
+    if isinstance(value, torch.Tensor):
+        return value if value.untyped_storage().nbytes() == value.nbytes else value.clone()
+    if isinstance(value, dict):
+        return {key: _dense(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return type(value)(_dense(item) for item in value)
+    return value
 
 
 def _decode(value: Any) -> Any:

@@ -143,11 +143,11 @@ class FlatModule:
         self._copied()
 
     def state_dict(self) -> dict[str, Any]:
-        """The optimizer's state, by parameter name."""
+        """The optimizer's state, by parameter name; tensors are views of it."""
         averages = zip(
             self.names, self.split(self.optimizer.exp_avg), self.split(self.optimizer.exp_avg_sq), strict=True
         )
-        state = {name: {"exp_avg": first.clone(), "exp_avg_sq": second.clone()} for name, first, second in averages}
+        state = {name: {"exp_avg": first, "exp_avg_sq": second} for name, first, second in averages}
         return {"optimizer": self.optimizer.name, "steps": self.optimizer.steps, "state": state}
 
     @torch.no_grad()

@@ -214,7 +214,7 @@ class SacUpdate:
         return {
             "actor": self.actor.state_dict(),
             "critic": self.critic.state_dict(),
-            "targets": {name: tensor.clone() for name, tensor in self.targets.state_dict().items()},
+            "targets": self.targets.state_dict(),
             "log_alpha": self.log_alpha.clone(),
             "alpha_adam": [
                 self._alpha_adam.exp_avg.clone(),
