@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from rlhpc.runtime.errors import RlhpcError
+from rlhpc.weights.cost import COST
 from rlhpc.weights.elements import Elements
 from rlhpc.weights.receipt import digest
 
@@ -43,7 +44,8 @@ class Proof:
         for name, what in self._update.tensors:
             if name in self._seen:
                 self._twice.append(name)
-            self._seen[name] = digest(what, version) if self._look and not isinstance(what, Elements) else 0
+            with COST.proving():
+                self._seen[name] = digest(what, version) if self._look and not isinstance(what, Elements) else 0
             yield name, what
 
     def whole(self) -> Iterator[tuple[str, torch.Tensor]]:
@@ -52,6 +54,7 @@ class Proof:
             assert not isinstance(what, Elements), "whole updates were asked for"
             yield name, what
 
+    @COST.proving()
     def check(self, held: Callable[[str], torch.Tensor | None] | None = None) -> None:
         """Compares, once all is taken in.
 

@@ -24,6 +24,7 @@ import torch
 from rlhpc.runtime.comm.pool import SegmentPool
 from rlhpc.runtime.comm.segments import HEADER
 from rlhpc.weights.carry import Carrier
+from rlhpc.weights.cost import COST
 from rlhpc.weights.elements import Elements, Shadow
 from rlhpc.weights.receipt import Receipt, digest
 from rlhpc.weights.strategy import DELTAS, NamedTensors
@@ -232,7 +233,8 @@ class Publisher:
                 continue
             what: torch.Tensor | Elements | None = self._gathered(tensor)
             assert isinstance(what, torch.Tensor)
-            digests[name] = digest(what, version)
+            with COST.proving():
+                digests[name] = digest(what, version)
             if self._delta == "elements" and not still:
                 what = self._shadow.changes(name, what)
             if what is None:

@@ -25,6 +25,7 @@ from rlhpc.language.engines.vllm_names import tensors_of, under_all_names
 from rlhpc.language.engines.vllm_process import VLLMProcess
 from rlhpc.language.engines.vllm_receipt import reload_counted, require_all_loaded
 from rlhpc.runtime.errors import ConfigError
+from rlhpc.weights.cost import COST
 
 if TYPE_CHECKING:
     from rlhpc.language.config import LanguageConfig
@@ -220,7 +221,8 @@ class VLLMRollout(VLLMProcess, Engine):
         tied = under_all_names(weights, self._aliases)
         named = self._experts(tied) if self._experts else tied
         (loaded,) = self._engine.collective_rpc(reload_counted, args=(named, bool(self._experts and self._on_cpu)))
-        require_all_loaded(loaded, self._expected, version)
+        with COST.proving():
+            require_all_loaded(loaded, self._expected, version)
         if self._slept or not self._options.keeps_cache:
             self._engine.reset_prefix_cache(reset_running_requests=True)
             self._slept = False

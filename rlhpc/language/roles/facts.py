@@ -6,7 +6,9 @@ import math
 from collections.abc import Sequence
 
 import numpy as np
+import torch
 
+from rlhpc.algorithms.rewards import overlong_penalty
 from rlhpc.language.agents.episodes import Episode
 from rlhpc.language.rewards.pool import Scored
 from rlhpc.language.roles.groups import FINISHED
@@ -61,6 +63,21 @@ def not_finite(rewards: np.ndarray, episodes: Sequence[Episode], scores: Sequenc
         if not np.isfinite(np.asarray(episode.logprobs, np.float32)[np.asarray(episode.loss_mask, bool)]).all():
             return f"a log-probability of response {member} is not finite"
     return ""
+
+
+def overlong(episodes: Sequence[Episode], limit: int, buffer: int) -> np.ndarray:
+    """What is added to the rewards of answers that come close to the most tokens.
+
+    Args:
+        episodes: The answers.
+        limit: Most tokens of one.
+        buffer: `algorithm.overlong_buffer`.
+    """
+    if not buffer:
+        return np.zeros(len(episodes), np.float32)
+    lengths = torch.tensor([len(episode.token_ids) for episode in episodes])
+    punishment: np.ndarray = overlong_penalty(lengths=lengths, max_length=limit, buffer=buffer).numpy()
+    return punishment
 
 
 def varied(rewards: np.ndarray) -> bool:

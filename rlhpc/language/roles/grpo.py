@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -43,6 +43,7 @@ from rlhpc.runtime.device import empty_cache
 from rlhpc.runtime.errors import DeadlineExceeded, RlhpcError
 from rlhpc.training.contract import Named
 from rlhpc.weights import WeightSync, make_sync
+from rlhpc.weights.cost import COST
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -99,6 +100,7 @@ class GrpoActor(LanguageActor[GrpoConfig]):
                 self._reference = make_sync(rollout.weight_sync, self, (prompts.actor_name, 0), ranks, "off")
         self.forget_sent()
         self.temperature = cfg.rollout.temperature
+        COST.pop()
         return {"parameters": trainer.parameters_trained}
 
     def connect(self) -> None:
@@ -118,11 +120,11 @@ class GrpoActor(LanguageActor[GrpoConfig]):
         """Sends the weights, as `version`, to these rollout ranks; those that are not trained only once."""
         if version != self.version:  # the previous update failed
             raise RlhpcError(f"weights of version {version} are not there: the actor has {self.version}")
-        probe = self._probe(version)
-        self._aim(list(ranks))
-        frozen = self._frozen_names()
-        weights = self.backend.named_weights(self._sent)
-        try:
+        with self.backend.awake():  # what is sent last is written when all has been gathered
+            probe = self._probe(version)
+            self._aim(list(ranks))
+            frozen = self._frozen_names()
+            weights = self.backend.named_weights(self._sent)
             if self._sync is None:
                 for _ in weights:  # a sharded backend gathers each with all ranks
                     pass
@@ -130,25 +132,24 @@ class GrpoActor(LanguageActor[GrpoConfig]):
                 for rank in ranks:
                     self.notify(probe, self.prompts.rollout_name, rank, VERSIONS)
                 self._sync.send(version, _as(_DTYPES.get(self.cfg.rollout.dtype), weights), frozen=frozen)
-        finally:
-            # Now, not when the last reference to it is dropped: it may have taken memory that another role wants back.
-            if isinstance(weights, Generator):
-                weights.close()
         self._sent = frozen
 
     def welcome(self, version: int, ranks: Sequence[int]) -> None:
         """Sends the present weights, all of them, to rollout ranks that have just come."""
         if version != self.version:
             raise RlhpcError(f"weights of version {version} are not there: the actor has {self.version}")
-        weights, name = self.backend.named_weights(), self.prompts.rollout_name
-        if self.rank:
-            for _ in weights:
-                pass
-            return
-        for rank in ranks:
-            self.notify(None, name, rank, VERSIONS)
-        sync = make_sync(self.cfg.rollout.weight_sync, self, (self.prompts.actor_name, 0), [(name, list(ranks))], "off")
-        sync.send(version, _as(_DTYPES.get(self.cfg.rollout.dtype), weights))
+        name = self.prompts.rollout_name
+        with self.backend.awake():
+            weights = self.backend.named_weights()
+            if self.rank:
+                for _ in weights:
+                    pass
+                return
+            for rank in ranks:
+                self.notify(None, name, rank, VERSIONS)
+            to = [(name, list(ranks))]
+            sync = make_sync(self.cfg.rollout.weight_sync, self, (self.prompts.actor_name, 0), to, "off")
+            sync.send(version, _as(_DTYPES.get(self.cfg.rollout.dtype), weights))
 
     def _aim(self, ranks: list[int]) -> None:
         """Where others receive than before, all of them get complete weights; all ranks call it."""
@@ -165,25 +166,26 @@ class GrpoActor(LanguageActor[GrpoConfig]):
         self._sent = frozenset()
 
     def _probe(self, version: int) -> Probe | None:
-        """What the weights say of a fixed text, where this version is looked at; all ranks call it."""
+        """What the weights say of a fixed text, where this version is looked at; all ranks call it, awake."""
         if not due(version, self.cfg.rollout.probe_interval):
             return None
         data, rollout = self.cfg.data, self.cfg.rollout
         text = probe_text(len(self.tokenizer), data.max_prompt_tokens + rollout.max_new_tokens - 1)
         batch = TokenBatch.of([text], [[True] * len(text)], pad_id=self.pad)
-        with self.backend.awake():
+        with COST.proving(time.process_time):
             said = self.backend.forward(batch, temperature=1.0).logprobs[1:]
         dtype = str(self.backend.backend.dtype).removeprefix("torch.")
         return Probe(tuple(text), tuple(said.double().cpu().tolist()), dtype)
 
     def refresh_reference(self, version: int) -> None:
         """Sends all weights to the reference's ranks, which score with them from then on."""
-        weights = self.backend.named_weights()
-        if self._reference is None:
-            for _ in weights:
-                pass
-        else:
-            self._reference.send(version, weights)
+        with self.backend.awake():
+            weights = self.backend.named_weights()
+            if self._reference is None:
+                for _ in weights:
+                    pass
+            else:
+                self._reference.send(version, weights)
 
     def _frozen_names(self) -> frozenset[str]:
         off = self.cfg.rollout.weight_delta.lower() == "off"
@@ -262,10 +264,9 @@ class GrpoActor(LanguageActor[GrpoConfig]):
         if not self._made_here:
             return 0.0
         start = time.perf_counter()
-        # The trained model reads rows, if it can; a scorer, of which nothing is known, may want a rectangle.
         cuts, made, own = dict[bool, Parts](), dict[str, torch.Tensor](), dict[int, TokenScores]()
         for column in self._made_here:
-            rows = isinstance(column.by, str)
+            rows = self.backend.packed if isinstance(column.by, str) else self._scorers[column.name].packed
             if rows not in cuts:
                 cuts[rows] = self._micro_batches(batch, packed=rows)
             who = f"algorithm.name={self.cfg.algorithm.name}: the scorer of column {column.name}"
@@ -308,7 +309,7 @@ class GrpoActor(LanguageActor[GrpoConfig]):
         """Trains on the groups that `receive` took in.
 
         Returns:
-            Metrics, the same on all ranks.
+            Metrics, the same on all ranks but for what each took of the processor.
 
         Raises:
             NonFinite: A gradient is not finite.
@@ -343,7 +344,7 @@ class GrpoActor(LanguageActor[GrpoConfig]):
         if RETURNS_OF in batch.columns:
             metrics |= self._fit(batch)
         seconds = {"update_s": time.perf_counter() - start - scored, "late_score_s": scored}
-        return {**metrics, **first, "lr": rate, "updates": float(updates), **seconds}
+        return {**metrics, **first, "lr": rate, "updates": float(updates), **seconds, **COST.pop()}
 
     def _epochs(self, step: int) -> int:
         """Passes over a step's samples: none while the critic alone is trained."""
@@ -383,12 +384,10 @@ class GrpoActor(LanguageActor[GrpoConfig]):
         def loss(scores: TokenScores, part: TokenBatch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
             return self.algorithm.loss(scores, part, whole)
 
-        # A reader makes of whole logits what it likes, maybe with padding.
-        batches = [part for _, part in self._micro_batches(batch, packed=self._reader is None)]
-        entropy = self.algorithm.entropy
-        reading = None if self._reader is None else self._reader.read
+        packed = self.backend.packed and (self._reader is None or self._reader.packed)
+        batches, entropy = [part for _, part in self._micro_batches(batch, packed=packed)], self.algorithm.entropy
         parts = self.backend.forward_backward(
-            batches, loss, temperature=self.temperature, entropy=entropy, reading=reading
+            batches, loss, temperature=self.temperature, entropy=entropy, reading=self._reader
         )
         return self._step(rate, self._reduced(parts), tokens, where, batch)
 

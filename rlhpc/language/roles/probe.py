@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
 
+from rlhpc.weights.cost import COST
 from rlhpc.weights.proof import WeightsDiffer
 
 if TYPE_CHECKING:
     from rlhpc.language.engines.base import ScoresTexts
 
 #: Tokens of the text.
-_LENGTH = 32
+_LENGTH = 16
 #: How far log-probs may differ, a token on average, by rounding alone: in single precision on a CPU; on an accelerator, where
 #: some kernels round factors to ten bits; and in half precision.
 _SINGLE, _ROUNDED, _HALF = 1e-3, 0.02, 0.25
@@ -51,6 +53,7 @@ def due(version: int, interval: int) -> bool:
     return interval > 0 and (version <= 1 or version % interval == 0)
 
 
+@COST.proving(time.process_time)
 def check_probe(
     engine: ScoresTexts, probe: Probe, version: int, tolerance: float | None, dtypes: Collection[str], sender: str,
     device: str = "cpu",

@@ -19,10 +19,8 @@ from functools import partial
 from typing import Any, Protocol
 
 import numpy as np
-import torch
 
 from rlhpc.algorithms.finite import nonfinite, skips
-from rlhpc.algorithms.rewards import overlong_penalty
 from rlhpc.config.typed import select
 from rlhpc.language.agents.episodes import Episode
 from rlhpc.language.agents.registry import configured_agent, make_generation
@@ -39,7 +37,7 @@ from rlhpc.language.engines.vllm_experts import require_proven
 from rlhpc.language.evaluate import problems_of, suites_of
 from rlhpc.language.rewards import Sample
 from rlhpc.language.rewards.pool import Scored
-from rlhpc.language.roles.facts import facts_of, not_finite, varied
+from rlhpc.language.roles.facts import facts_of, not_finite, overlong, varied
 from rlhpc.language.roles.groups import FINISHED, group_of
 from rlhpc.language.roles.probe import Probe, check_probe
 from rlhpc.language.roles.prompts import (
@@ -61,6 +59,7 @@ from rlhpc.runtime.errors import DeadlineExceeded, RlhpcError
 from rlhpc.runtime.worker import Worker
 from rlhpc.training.zero_config import deepspeed_config
 from rlhpc.weights import make_sync
+from rlhpc.weights.cost import COST
 from rlhpc.weights.proof import Proof
 
 #: Pause in seconds when neither engine nor judges had anything.
@@ -141,6 +140,7 @@ class LanguageRolloutWorker(Worker):
         self.every = cfg.runner.val_check_interval
         if self.every > 0:
             self.validation = Validation(cfg, self.tokenizer)
+        COST.pop()
         self.log.info("answers with %s by %s on %s; %d problems", path, cfg.rollout.rollout_backend, own_device(self),
                       len(self.dataset))  # fmt: skip
         return {"problems": len(self.dataset)}
@@ -193,7 +193,8 @@ class LanguageRolloutWorker(Worker):
             ranks: How many ranks take part.
 
         Returns:
-            The seconds that the call took, those that the engine worked and that weights were taken in, and tokens.
+            The seconds that the call took, those that the engine worked and that weights were taken in, and tokens; and what
+            `Cost.pop` says.
         """
         begun, busy, tokens = time.perf_counter(), 0.0, 0
         deadline = begun + self.cfg.runner.step_timeout_s
@@ -224,6 +225,7 @@ class LanguageRolloutWorker(Worker):
             if not worked:
                 time.sleep(_IDLE_S)
         stats = {"seconds": time.perf_counter() - begun, "busy_s": busy, "sync_s": self._synced, "tokens": tokens}
+        stats |= COST.pop()
         self._synced = 0.0
         return stats
 
@@ -322,7 +324,8 @@ class LanguageRolloutWorker(Worker):
         """Handles a group that is whole: hands it over, or asks another prompt in its place."""
         episodes = [slot.episodes[member] for member in range(self.group_size)]
         scores = [slot.scores[member] for member in range(self.group_size)]
-        rewards = np.asarray([score.total for score in scores], np.float32) + self._overlong(episodes)
+        rewards = np.asarray([score.total for score in scores], np.float32)
+        rewards += overlong(episodes, self.sampling.max_new_tokens, self.cfg.algorithm.overlong_buffer)
         if fault := not_finite(rewards, episodes, scores):
             if not skips(self.cfg):
                 asked = f"prompt {slot.position} ({slot.prompt.question!r:.80})"
@@ -343,15 +346,6 @@ class LanguageRolloutWorker(Worker):
         left_out = {"nonfinite": float(self.group_size), "refills": float(slot.attempt)}
         facts = left_out if fault else facts_of(slot.step, episodes, scores, rewards, slot.attempt)
         self.work.deliver(slot.step, slot.position, facts)
-
-    def _overlong(self, episodes: list[Episode]) -> np.ndarray:
-        """What `algorithm.overlong_buffer` subtracts from a reward."""
-        buffer, limit = self.cfg.algorithm.overlong_buffer, self.sampling.max_new_tokens
-        if not buffer:
-            return np.zeros(len(episodes), np.float32)
-        lengths = torch.tensor([len(e.token_ids) for e in episodes])
-        punishment: np.ndarray = overlong_penalty(lengths=lengths, max_length=limit, buffer=buffer).numpy()
-        return punishment
 
     def _columns(self, episode: Episode, score: Scored) -> dict[str, Sequence[float]]:
         """What the algorithm wants of this rank.

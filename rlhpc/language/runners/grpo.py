@@ -209,7 +209,8 @@ class ReasoningRunner(Runner[GrpoConfig]):
         with timers("receive"):
             receipts = received.wait(self.timeout)
         with timers("update"):
-            trained = update.wait(self.timeout)[0]
+            updated = update.wait(self.timeout)
+            trained = updated[0]
             valued = learnt.wait(self.timeout)[0] if learnt else {}
         with timers("sync"):
             if sync and not self.turns and not self._made:
@@ -232,13 +233,14 @@ class ReasoningRunner(Runner[GrpoConfig]):
         if due:
             with timers("eval"):
                 row |= self._evaluate(step)
-        times = ("update_s", "late_score_s")
+        times = ("update_s", "late_score_s", "proof_s", "cpu_s")
         row |= {f"train/{name}": value for name, value in trained.items() if name not in times}
         row |= {f"critic/{name}": value for name, value in valued.items() if name not in times}
         row |= served
         row |= timers.pop()
         score = max(receipt["score_s"] for receipt in receipts) + trained["late_score_s"]
         row |= {"time/score_s": score, "time/train_s": trained["update_s"]}
+        row |= {f"time/{name}": sum(found[name] for found in (*generated, *updated)) for name in ("proof_s", "cpu_s")}
         row["time/train_tokens_per_s"] = trained["tokens"] * trained["updates"] / max(trained["update_s"], 1e-9)
         self._reward = row["train/reward"]
         return row

@@ -92,3 +92,6 @@ def test_a_language_model_with_frozen_weights(tmp_path: Path, monkeypatch: pytes
     assert "all other ranks stay" in said
     # The trainer's log-probs of what the engine drew are the engine's: it has the weights of each step.
     assert max(row["train/mismatch_abs"] for row in run.rows()) < 1e-4
+    for line in (run.root / "metrics.jsonl").read_text().splitlines():  # with a digest of each version at both ends
+        row = json.loads(line)
+        assert 0 < row["time/proof_s"] < row["time/cpu_s"]

@@ -1,0 +1,68 @@
+"""What it costs to prove that what acts is what was trained, in a run of GRPO on a pretrained model of 135 million parameters.
+
+    python -m bench.proof --steps 11
+
+The repository's configuration, with each engine; the run's own timers (`time/proof_s` beside `time/cpu_s`). Versions 0, 1
+and 10 are probed.
+
+Prints a line an engine and writes bench/results/proof.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from bench.machine import goal, spread, write
+
+ROOT = Path(__file__).resolve().parents[1]
+ENGINES = {
+    "hf": ("rollout.rollout_backend=hf",),
+    "vllm": ("rollout.rollout_backend=vllm", "rollout.max_model_len=128"),
+}
+
+
+def run(folder: Path, words: tuple[str, ...], steps: int) -> dict[str, Any]:
+    """A run: what its steps took, and what part of that was proof; in seconds of the processor."""
+    command = [
+        sys.executable, "-m", "rlhpc.cli", "train", str(ROOT / "configs" / "reasoning" / "smollm2.yaml"), *words,
+        f"runner.run_dir={folder}", f"runner.max_steps={steps}", "runner.save_interval=-1",
+        "runner.logger.logger_backends=[jsonl]",
+    ]  # fmt: skip
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        raise SystemExit(f"{' '.join(command)} ended with {done.returncode}:\n{done.stderr[-2000:]}")
+    rows = [json.loads(line) for line in (folder / "smollm2" / "metrics.jsonl").read_text().splitlines()]
+    proof, step = [row["time/proof_s"] for row in rows], [row["time/cpu_s"] for row in rows]
+    return {
+        "a step (CPU s)": spread(step),
+        "of that, proof (CPU s)": spread(proof),
+        "share of the whole run": sum(proof) / sum(step),
+        "share of a step, most": max(part / whole for part, whole in zip(proof, step, strict=True)),
+        "share of a step, median": statistics.median(part / whole for part, whole in zip(proof, step, strict=True)),
+    }
+
+
+def main() -> None:
+    """Measures both engines."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=11)
+    args = parser.parse_args()
+    figures, goals = {}, []
+    for name, words in ENGINES.items():
+        with tempfile.TemporaryDirectory() as place:
+            figures[name] = run(Path(place), words, args.steps)
+        share = figures[name]["share of the whole run"]
+        goals.append(goal(f"{name}: proof takes at most a hundredth of the processor's time", share, at_most=0.01))
+        print(name, json.dumps(figures[name]), flush=True)
+    print(write("proof", f"python -m bench.proof --steps {args.steps}", {"figures": figures, "goals": goals}))
+
+
+if __name__ == "__main__":
+    main()

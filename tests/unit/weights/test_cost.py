@@ -1,0 +1,54 @@
+"""What proving weights takes of the processor: each second once, by the clock that is asked for."""
+
+from __future__ import annotations
+
+import itertools
+import time
+
+import pytest
+import torch
+
+from rlhpc.runtime.comm.pool import SegmentPool
+from rlhpc.weights import proof, publish
+from rlhpc.weights.cost import COST, Cost
+from rlhpc.weights.proof import Proof
+from rlhpc.weights.publish import Publisher
+from rlhpc.weights.receipt import Receipt
+from rlhpc.weights.strategy import Update
+
+from .test_receipt import pool, scratch  # noqa: F401 (fixtures)
+
+
+def test_what_is_within_counts_once() -> None:
+    cost, ticks = Cost(), itertools.count(10)
+
+    def clock() -> float:
+        return float(next(ticks))
+
+    for _ in range(2):
+        with cost.proving(clock), cost.proving(clock):
+            pass
+    with pytest.raises(ValueError, match="broke"), cost.proving(clock):
+        raise ValueError("broke")
+    found = cost.pop()
+    assert found["proof_s"] == 3.0 and found["cpu_s"] >= 0.0
+    assert cost.pop()["proof_s"] == 0.0
+
+
+def test_digests_count_at_both_ends(monkeypatch: pytest.MonkeyPatch, pool: SegmentPool) -> None:  # noqa: F811
+    def slow(tensor: torch.Tensor, version: int) -> int:
+        end = time.thread_time() + 0.01
+        while time.thread_time() < end:
+            pass
+        return version
+
+    monkeypatch.setattr(publish, "digest", slow)
+    monkeypatch.setattr(proof, "digest", slow)
+    named = {f"t{i}": torch.randn(8) for i in range(4)}
+    COST.pop()
+    (announcement,) = Publisher(pool, 1).publish(1, named.items())
+    assert announcement.receipt == Receipt(1, dict.fromkeys(named, 1)) and COST.pop()["proof_s"] >= 0.04
+    taken = Proof(Update(1, True, iter(named.items()), lambda: announcement.receipt))
+    assert len(list(taken.tensors())) == 4 and COST.pop()["proof_s"] >= 0.04
+    taken.check(named.get)
+    assert COST.pop()["proof_s"] >= 0.04
