@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import torch
 
-from rlhpc.language.tokens.scores import TokenScores, scores_of_logits
+from rlhpc.language.tokens.batches import TokenBatch
+from rlhpc.language.tokens.divergence import Full, Top, top_logprobs
+from rlhpc.language.tokens.rows import LogitRows, RowReader, Said, read_rows
+from rlhpc.language.tokens.scores import TokenScores
 
 
 def scores_of(
@@ -14,6 +17,32 @@ def scores_of(
     known = mask.bool().clone()
     known[:, 0] = False
     where = torch.nonzero(known.flatten()).flatten()
-    said = scores_of_logits(logits, where - 1, ids.flatten()[where], temperature, entropy)
+    said = read_rows(logits, where - 1, Said(ids.flatten()[where], temperature, entropy))
     every = said.new_zeros(ids.numel(), said.shape[1]).index_copy(0, where, said).view(*ids.shape, -1)
     return TokenScores(every[..., 0], every[..., 1] if entropy else None)
+
+
+def full_divergence(
+    logits: torch.Tensor, batch: TokenBatch, teacher: torch.Tensor, temperature: float = 1.0, beta: float = 1.0
+) -> torch.Tensor:
+    """`[T]`, of whole logits `[N, W, V]` of both models."""
+    return _placed(logits, batch, Full(LogitRows.of(teacher, batch.predictors()[1]), temperature, beta))
+
+
+def top_divergence(
+    logits: torch.Tensor, batch: TokenBatch, told: torch.Tensor, temperature: float = 1.0, beta: float = 1.0
+) -> torch.Tensor:
+    """`[T]`, of whole logits and what a teacher told `[T, k + 1, 2]`."""
+    return _placed(logits, batch, Top(told[batch.predictors()[0]], temperature, beta))
+
+
+def top_told(
+    logits: torch.Tensor, batch: TokenBatch, k: int, temperature: float = 1.0, vocabulary: int | None = None
+) -> torch.Tensor:
+    """What a teacher tells, of its whole logits."""
+    return top_logprobs(LogitRows.of(logits, batch.predictors()[1]), batch, k, temperature, vocabulary)
+
+
+def _placed(logits: torch.Tensor, batch: TokenBatch, reader: RowReader) -> torch.Tensor:
+    where, places = batch.predictors()
+    return logits.new_zeros(batch.tokens).index_copy(0, where, read_rows(logits, places, reader)[:, 0])

@@ -20,6 +20,7 @@ from rlhpc.language.agents.episodes import Episode
 from rlhpc.language.config import GrpoConfig
 from rlhpc.language.rewards.pool import Scored
 from rlhpc.language.tokens.batches import TokenBatch
+from rlhpc.language.tokens.rows import RowReader
 from rlhpc.language.tokens.scores import TokenScores
 
 if TYPE_CHECKING:
@@ -36,7 +37,13 @@ class Scorer(abc.ABC):
         cfg: The configuration.
         device: Where the rank computes.
         group: The part of the configuration about the group of its own; None on actor ranks.
+
+    Attributes:
+        packed: Whether micro-batches are cut for models that read samples in a row; otherwise padded ones have at most
+            `max_tokens_per_micro_batch`.
     """
+
+    packed: bool = False
 
     def __init__(self, cfg: GrpoConfig, device: torch.device, group: ScoringGroup | None = None) -> None:
         self.cfg, self.device, self.group = cfg, device, group
@@ -57,19 +64,35 @@ class Scorer(abc.ABC):
         """Ends what it started, on ranks of a group of its own."""
 
 
-class LogitReader(abc.ABC):
+class LogitReader:
     """Makes of the trained model's own logits what a loss wants beside log-probs and entropies: `TokenScores.read`. One object
-    per actor rank.
+    per actor rank. A subclass has `rows` or `read`.
 
     Args:
         cfg: The configuration.
         device: Where the rank computes.
+
+    Attributes:
+        packed: Whether micro-batches may be samples in a row, where the trained model reads such.
     """
+
+    packed: bool = False
 
     def __init__(self, cfg: GrpoConfig, device: torch.device) -> None:
         self.cfg, self.device = cfg, device
 
-    @abc.abstractmethod
+    def rows(self, batch: TokenBatch) -> RowReader | None:
+        """Says one number, with its gradient, of each row of logits that says what a token is that is trained on. A part of
+        the rows is made at a time, so that no tensor has the size of all of them.
+
+        Args:
+            batch: The micro-batch, with all columns; maybe without tokens. `batch.predictors()[0]` says which tokens they are.
+
+        Returns:
+            None has `read` asked, which wants all logits.
+        """
+        return None
+
     def read(self, logits: Tensor, batch: TokenBatch) -> Tensor:
         """One value per token, `[T]` float32, with gradients.
 
@@ -78,12 +101,16 @@ class LogitReader(abc.ABC):
                 `batch.packed`, `[1, T, V]`, of all samples in a row.
             batch: The micro-batch, with all columns; maybe without tokens. `batch.predictors()` says where the logits are,
                 either way.
-        """
 
-    def offload(self) -> None:  # noqa: B027 (most hold little)
+        Raises:
+            NotImplementedError: There is neither `rows` nor `read`.
+        """
+        raise NotImplementedError(f"{type(self).__name__} has neither rows nor read")
+
+    def offload(self) -> None:
         """Gives the accelerator's memory to another role (`actor.offload_in_rollout`)."""
 
-    def reload(self) -> None:  # noqa: B027 (as above)
+    def reload(self) -> None:
         """Takes back what `offload` moved away."""
 
 

@@ -26,9 +26,9 @@ from rlhpc.language.config import GrpoConfig
 from rlhpc.language.scoring.group import ScoringGroup
 from rlhpc.language.scoring.groups import TEACHER, placed, scoring_groups
 from rlhpc.language.tokens.batches import TokenBatch
-from rlhpc.language.tokens.divergence import FLOOR, full_divergence, top_divergence
-from rlhpc.language.tokens.packing import packs
-from rlhpc.language.tokens.scores import TokenScores
+from rlhpc.language.tokens.divergence import FLOOR, Full, Top
+from rlhpc.language.tokens.rows import RowReader
+from rlhpc.language.tokens.scores import TokenScores, logit_rows
 
 #: The teacher's log-probs of the drawn tokens; or of its most likely ones, as `top_logprobs` gives them.
 TEACHER_LOGPROBS, TEACHER_TOP = "teacher_logprobs", "teacher_top_logprobs"
@@ -44,6 +44,7 @@ class BesideActor(Scorer):
         group = scoring_groups(cfg)[TEACHER]
         super().__init__(cfg, device, group)
         self.scorer = make_scorer(cfg, device, group)
+        self.packed = self.scorer.packed
 
     def score(self, batch: TokenBatch) -> Tensor:
         """See `Scorer.score`."""
@@ -62,28 +63,29 @@ class BesideActor(Scorer):
 class FromTop(LogitReader):
     """The divergence from what the teacher said of its most likely tokens."""
 
-    def read(self, logits: Tensor, batch: TokenBatch) -> Tensor:
-        """See `LogitReader.read`."""
-        temperature, beta = self.cfg.rollout.temperature, self.cfg.algorithm.distillation.beta
-        return top_divergence(logits, batch, batch.columns[TEACHER_TOP], temperature, beta)
+    packed = True
+
+    def rows(self, batch: TokenBatch) -> RowReader:
+        """See `LogitReader.rows`."""
+        told = batch.columns[TEACHER_TOP][batch.predictors()[0]]
+        if not batch.tokens:  # then it is not known of how many tokens the teacher would tell
+            told = told.new_zeros(0, 1, 2)
+        return Top(told, self.cfg.rollout.temperature, self.cfg.algorithm.distillation.beta)
 
 
 class FromAll(LogitReader):
     """The divergence from the teacher's whole distribution. The teacher, beside the model, reads each micro-batch as it is
-    trained; its logits are kept, in its own precision, until the backward pass."""
+    trained; its hidden states are kept until the backward pass or, where its head cannot be asked, its logits."""
 
     def __init__(self, cfg: GrpoConfig, device: torch.device) -> None:
         super().__init__(cfg, device)
         self.teacher = BesideActor(cfg, device)
+        self.packed = self.teacher.packed
 
-    def read(self, logits: Tensor, batch: TokenBatch) -> Tensor:
-        """See `LogitReader.read`."""
-        temperature, beta = self.cfg.rollout.temperature, self.cfg.algorithm.distillation.beta
-        model = self.teacher.scorer.model
-        read = batch.read_by(packs(model))
-        with torch.no_grad():
-            theirs = model(**read.inputs(), use_cache=False).logits
-        return full_divergence(logits, batch, theirs, temperature, beta, teacher_batch=read)
+    def rows(self, batch: TokenBatch) -> RowReader:
+        """See `LogitReader.rows`."""
+        theirs = logit_rows(self.teacher.scorer.model, batch)
+        return Full(theirs, self.cfg.rollout.temperature, self.cfg.algorithm.distillation.beta)
 
     def offload(self) -> None:
         """See `LogitReader.offload`."""

@@ -78,23 +78,15 @@ class LanguageActor(SavingWorker, Generic[Cfg]):
 
     # -- training -------------------------------------------------------------------------------------------------
 
-    def _micro_batches(self, batch: TokenBatch, *, packed: bool = True) -> Parts:
+    def _micro_batches(self, batch: TokenBatch, *, packed: bool | None = None) -> Parts:
         """Which samples each micro-batch has, and the micro-batches, as many on each rank: some train nothing.
 
         Args:
             batch: What is cut.
-            packed: Whether they may be rows of several samples, where the model reads such.
+            packed: Whether they are rows of several samples; by default where the trained model reads such.
         """
-        trainer = self.backend
-
-        def cut(at_least: int) -> Parts:
-            return cut_up(
-                batch, self.max_tokens, packed=packed and trainer.packed, hidden=trainer.hidden, at_least=at_least
-            )
-
-        parts = cut(1)
-        most = self._most(len(parts))
-        return cut(most) if most > len(parts) else parts
+        packed = self.backend.packed if packed is None else packed
+        return cut_up(batch, self.max_tokens, packed=packed, hidden=self.backend.hidden, agreed=self._most)
 
     def _most(self, count: int) -> int:
         """The largest of the ranks' counts."""

@@ -138,7 +138,9 @@ class ScoringWorker(_Scoring):
         for groups in self._inbox.parts(step, share, self._deadline()):
             start = time.perf_counter()
             batch = TokenBatch.joined([group.batch for group in groups])
-            values = values_of(self._score, cut_up(batch, self.group.max_tokens), batch, "the scorer")
+            values = values_of(
+                self._score, cut_up(batch, self.group.max_tokens, packed=self.scorer.packed), batch, "the scorer"
+            )
             send_column(self._actors, self.prompts, groups, self.group_name, values)
             tokens += batch.tokens
             busy += time.perf_counter() - start

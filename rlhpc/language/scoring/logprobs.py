@@ -11,7 +11,7 @@ from rlhpc.language.tokens.batches import TokenBatch
 from rlhpc.language.tokens.divergence import top_logprobs
 from rlhpc.language.tokens.model import compute_dtype, load_causal_lm, transformers
 from rlhpc.language.tokens.packing import pack, packs, reads_rows, unpack
-from rlhpc.language.tokens.scores import token_scores
+from rlhpc.language.tokens.scores import logit_rows, token_scores
 
 
 class LogProbs(Scorer):
@@ -26,6 +26,7 @@ class LogProbs(Scorer):
         self.model = model.eval().requires_grad_(False).to(device)
         if packed and not reads_rows(self.model, device, dtype):
             unpack(self.model)
+        self.packed = packs(self.model)
         self.temperature = cfg.rollout.temperature
 
     def score(self, batch: TokenBatch) -> torch.Tensor:
@@ -55,9 +56,8 @@ class TopLogProbs(LogProbs):
 
     def score(self, batch: TokenBatch) -> torch.Tensor:
         """`[T, k + 1, 2]`."""
-        batch = batch.read_by(packs(self.model))
-        logits = self.model(**batch.inputs(), use_cache=False).logits
-        return top_logprobs(logits, batch, self.k, self.temperature, self.vocabulary)
+        rows = logit_rows(self.model, batch)
+        return top_logprobs(rows, batch, self.k, self.temperature, self.vocabulary)
 
 
 def vocabulary_of(cfg: GrpoConfig) -> int | None:

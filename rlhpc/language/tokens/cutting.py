@@ -114,7 +114,14 @@ def micro_batches(lengths: Sequence[int] | Tensor, max_tokens: int) -> list[Tens
     return [torch.tensor(order[start:end]) for start, end in cuts]
 
 
-def cut_up(batch: TokenBatch, max_tokens: int, *, packed: bool = False, hidden: int = 0, at_least: int = 1) -> Parts:
+def cut_up(
+    batch: TokenBatch,
+    max_tokens: int,
+    *,
+    packed: bool = False,
+    hidden: int = 0,
+    agreed: Callable[[int], int] = lambda count: count,
+) -> Parts:
     """A batch's micro-batches: rows without padding (`rows`), or rectangles (`micro_batches`).
 
     Args:
@@ -122,13 +129,16 @@ def cut_up(batch: TokenBatch, max_tokens: int, *, packed: bool = False, hidden: 
         max_tokens: `actor.max_tokens_per_micro_batch`.
         packed: Whether the model reads rows.
         hidden: The width of the model.
-        at_least: So many; those without samples train nothing.
+        agreed: How many all ranks have, of those that this one needs; one more may have no samples, and trains nothing.
 
     Raises:
         ConfigError: A sample is longer than `max_tokens`.
     """
-    cuts = rows(batch.lengths, max_tokens, hidden, at_least) if packed else micro_batches(batch.lengths, max_tokens)
-    cuts += [torch.zeros(0, dtype=torch.long)] * (at_least - len(cuts))
+    cuts = rows(batch.lengths, max_tokens, hidden) if packed else micro_batches(batch.lengths, max_tokens)
+    number = agreed(max(1, len(cuts)))
+    if packed and number > len(cuts) and len(wider := rows(batch.lengths, max_tokens, hidden, number)) == number:
+        cuts = wider  # a rank with less to do than others has shorter rows, not fewer
+    cuts += [torch.zeros(0, dtype=torch.long)] * (number - len(cuts))
     return [(cut, (batch.select(cut) if len(cut) else batch.nothing()).read_by(packed)) for cut in cuts]
 
 

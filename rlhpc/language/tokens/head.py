@@ -1,4 +1,4 @@
-"""A causal model's head asked about some tokens alone: log-probs and entropies from hidden states, and no logits `[T, V]`.
+"""A causal model's head asked about some tokens alone: what is read of their logits, of which no tensor `[T, V]` is made.
 
 The head is asked in its place, in the middle of the model's own forward pass. So whatever a training backend does around the
 model and its layers (gathering sharded weights, forward and backward), it does for this, too; what the model returns as its
@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from rlhpc.language.tokens.model import pretrained_in
-from rlhpc.language.tokens.rows import chunks, gradient, said_of, scaled
+from rlhpc.language.tokens.rows import LogitRows, RowReader, chunks
 from rlhpc.training.lora import linear_base, products
 
 log = logging.getLogger(__name__)
@@ -41,24 +41,37 @@ class LinearHead:
     layer: nn.Module
 
     @contextlib.contextmanager
-    def answering(self, places: Tensor, targets: Tensor, temperature: float, entropy: bool) -> Iterator[None]:
-        """In the block, a call of the model gives for logits `[M, 1]` log-probs or, if wanted, `[M, 2]` with entropies, in
-        float32.
+    def answering(self, places: Tensor, reader: RowReader) -> Iterator[None]:
+        """In the block, a call of the model gives for logits what the reader says of them, `[M, columns]` in float32.
 
         Args:
-            places: `[M]`: where among the hidden states, read line by line, those are that M tokens are drawn from.
-            targets: `[M]`: these tokens.
-            temperature: Divides the logits.
-            entropy: Whether entropies are wanted.
+            places: `[M]`: where among the hidden states, read line by line, those are of which the reader's logits are made.
+            reader: Reads them.
         """
+        with self._giving(lambda hidden: _FromHidden.apply(reader, *self._factors(hidden.flatten(0, -2)[places]))):
+            yield
 
-        def answer(hidden: Tensor) -> Tensor:
-            base = linear_base(self.layer)
-            assert base is not None
-            factors = [factor for pair in products(self.layer, hidden.flatten(0, -2)[places]) for factor in pair]
-            found: Tensor = _FromHidden.apply(targets, 1.0 / temperature, entropy, base.bias, *factors)
-            return found
+    def rows(self, call: Callable[[], Tensor], places: Tensor) -> LogitRows:
+        """Logits without gradients, made a few rows at a time of the hidden states, which are kept.
 
+        Args:
+            call: Calls the model, and returns its logits.
+            places: `[M]`: see `answering`.
+        """
+        with torch.no_grad():
+            with self._giving(lambda hidden: hidden.flatten(0, -2)[places]):
+                hidden = call()
+            bias, *factors = self._factors(hidden)
+        return LogitRows(len(places), len(factors[1]), hidden.device, lambda part: _logits(part, bias, factors))
+
+    def _factors(self, hidden: Tensor) -> tuple[Any, ...]:
+        """The layer's bias, and what it multiplies."""
+        base = linear_base(self.layer)
+        assert base is not None
+        return base.bias, *(factor for pair in products(self.layer, hidden) for factor in pair)
+
+    @contextlib.contextmanager
+    def _giving(self, answer: Callable[[Tensor], Tensor]) -> Iterator[None]:
         layer: Any = self.layer
         layer.forward = answer
         try:
@@ -124,30 +137,24 @@ class _Hidden:
 
 
 class _FromHidden(torch.autograd.Function):
-    """`[M, H]` times `[V, H]`, plus further such products, plus a bias `[V]` → `[M, 1]` log p(target), or `[M, 2]` with the
-    entropy. The sum is rounded as the first product is, which is how a layer with an adapter rounds. A chunk's logits are made
-    twice."""
+    """`[M, H]` times `[V, H]`, plus further such products, plus a bias `[V]` → what is said of these logits. The sum is
+    rounded as the first product is, which is how a layer with an adapter rounds. A chunk's logits are made twice."""
 
     @staticmethod
-    def forward(
-        ctx: Any, targets: Tensor, scale: float, entropy: bool, bias: Tensor | None, *factors: Tensor
-    ) -> Tensor:
-        said = factors[0].new_empty(len(targets), 1 + entropy, dtype=torch.float32)
-        log_sum = said.new_empty(len(targets))
-        for rows in chunks(len(targets), len(factors[1]), factors[0].device):
-            z = scaled(_logits(rows, bias, factors), scale)
-            said[rows, 0], log_sum[rows], entropies = said_of(z, targets[rows], entropy)
-            if entropies is not None:
-                said[rows, 1] = entropies
-        ctx.save_for_backward(targets, log_sum, said[:, -1].clone(), bias, *factors)
-        ctx.scale, ctx.entropy = scale, entropy
+    def forward(ctx: Any, reader: RowReader, bias: Tensor | None, *factors: Tensor) -> Tensor:
+        hidden = factors[0]
+        said = hidden.new_empty(len(hidden), reader.columns, dtype=torch.float32)
+        for rows in chunks(len(hidden), len(factors[1]), hidden.device):
+            said[rows] = reader.say(_logits(rows, bias, factors), rows)
+        ctx.save_for_backward(bias, *factors)
+        ctx.reader = reader
         return said
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        targets, log_sum, entropies, bias, *factors = ctx.saved_tensors
-        wanted = ctx.needs_input_grad[4:]
+        bias, *factors = ctx.saved_tensors
+        wanted = ctx.needs_input_grad[2:]
         # Sums over chunks are kept in float32; hidden states have each of their rows in one chunk.
         sums: list[Tensor | None] = [
             (torch.zeros(one.shape, dtype=torch.float32, device=one.device) if number % 2 else torch.empty_like(one))
@@ -156,13 +163,11 @@ class _FromHidden(torch.autograd.Function):
             for number, one in enumerate(factors)
         ]
         of_bias = (
-            None if bias is None or not ctx.needs_input_grad[3] else bias.new_zeros(len(bias), dtype=torch.float32)
+            None if bias is None or not ctx.needs_input_grad[1] else bias.new_zeros(len(bias), dtype=torch.float32)
         )
-        for rows in chunks(len(targets), len(factors[1]), factors[0].device):
+        for rows in chunks(len(factors[0]), len(factors[1]), factors[0].device):
             logits = _logits(rows, bias, factors)
-            weights = grad[rows, 0], grad[rows, 1] if ctx.entropy else None
-            z = gradient(scaled(logits, ctx.scale), log_sum[rows], entropies[rows], targets[rows], *weights)
-            z = (z.mul_(ctx.scale) if ctx.scale != 1.0 else z).to(logits.dtype)
+            z = ctx.reader.gradient(logits, rows, grad[rows]).to(logits.dtype)
             if of_bias is not None:
                 of_bias += z.sum(0, dtype=torch.float32)
             for number in range(0, len(factors), 2):
@@ -175,7 +180,7 @@ class _FromHidden(torch.autograd.Function):
                 elif of_weight is not None:
                     of_weight += into.T @ x[rows]
         gradients = [None if one is None else one.to(of.dtype) for one, of in zip(sums, factors, strict=True)]
-        return None, None, None, None if of_bias is None else of_bias.to(bias.dtype), *gradients
+        return None, None if of_bias is None else of_bias.to(bias.dtype), *gradients
 
 
 def _logits(rows: slice, bias: Tensor | None, factors: tuple[Tensor, ...] | list[Tensor]) -> Tensor:

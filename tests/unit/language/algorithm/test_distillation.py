@@ -17,9 +17,9 @@ from rlhpc.language.algorithm.policy_gradient import PolicyGradient
 from rlhpc.language.config import GrpoConfig
 from rlhpc.language.tokens.batches import TokenBatch
 from rlhpc.language.tokens.cutting import micro_batches
-from rlhpc.language.tokens.divergence import top_divergence, top_logprobs
+from rlhpc.language.tokens.rows import read_rows
 from rlhpc.language.tokens.scores import TokenScores
-from tests.rectangles import scores_of
+from tests.rectangles import scores_of, top_divergence, top_told
 
 V = 5
 
@@ -75,7 +75,7 @@ def batch() -> TokenBatch:
         made.columns[name] = -3 * torch.rand(made.tokens, generator=generator)
     made.columns["teacher_logprobs"][3] = -torch.inf
     logits = torch.randn(6, made.width, V, generator=generator)
-    made.columns["teacher_top_logprobs"] = top_logprobs(logits, made, 3)
+    made.columns["teacher_top_logprobs"] = top_told(logits, made, 3)
     return made
 
 
@@ -115,8 +115,10 @@ def test_micro_batches_add_up_to_the_whole(batch: TokenBatch, name: str) -> None
         rectangle = part.padded(logits[rows])
         read = None
         if algorithm.reader is not None:
-            cfg = algorithm.cfg
-            read = algorithm.reader(cfg, torch.device("cpu")).read(rectangle, part)
+            reader = algorithm.reader(algorithm.cfg, torch.device("cpu")).rows(part)
+            assert reader is not None
+            where, places = part.predictors()
+            read = torch.zeros(part.tokens).index_copy(0, where, read_rows(rectangle, places, reader)[:, 0])
         found = scores_of(rectangle, part.padded(part.ids), part.attended())
         return TokenScores(part.flat(found.logprobs), None, read)
 

@@ -18,7 +18,7 @@ pytest.importorskip("vllm", reason="needs the extra vllm")
 from rlhpc.language.engines.vllm_logprobs import log_before_filters, merged, say_outcomes
 from rlhpc.language.tokens import rows
 from rlhpc.language.tokens.batches import TokenBatch
-from rlhpc.language.tokens.divergence import top_logprobs
+from tests.rectangles import top_told
 
 if TYPE_CHECKING:
     from vllm import SamplingParams
@@ -186,7 +186,7 @@ def test_what_is_left_is_known_where_it_is_little(top: int, width: int, monkeypa
     monkeypatch.setattr(rows, "_CHUNK", 20)
     logits = torch.randn(1, 12, 9, generator=torch.Generator().manual_seed(0)) * 15
     batch = TokenBatch.of([[0] * 12], [[False] + [True] * 11])
-    told = top_logprobs(logits, batch, top, 0.8, width)[1:]
+    told = top_told(logits, batch, top, 0.8, width)[1:]
     found = merged(logits[0, :-1], top, width, 0.8).log_softmax(-1)
     assert told[:, -1, 0].min() < -20 or top == width
     ids = torch.where(told[..., 1] < 0, width, told[..., 1]).long()

@@ -12,7 +12,8 @@ from torch import Tensor
 
 from rlhpc.language.tokens import rows
 from rlhpc.language.tokens.batches import TokenBatch
-from rlhpc.language.tokens.divergence import FLOOR, full_divergence, top_divergence, top_logprobs
+from rlhpc.language.tokens.divergence import FLOOR
+from tests.rectangles import full_divergence, top_divergence, top_told
 
 CASES: list[dict[str, Any]] = json.loads((Path(__file__).parent / "divergence_cases.json").read_text())
 JSD = [case for case in CASES if case["kind"] == "generalized_jsd"]
@@ -42,7 +43,7 @@ def test_over_the_vocabulary_it_is_trls(case: dict[str, Any]) -> None:
 def test_over_the_top_and_the_rest_it_is_trls() -> None:
     student, batch = row(TAIL["student_logits"], [0, 0, 0])
     teacher, _ = row(TAIL["teacher_logits"], [0, 0, 0])
-    found = top_divergence(student, batch, top_logprobs(teacher, batch, TAIL["k"]), 1.0, 0.0)
+    found = top_divergence(student, batch, top_told(teacher, batch, TAIL["k"]), 1.0, 0.0)
     torch.testing.assert_close(found[1:], torch.tensor(TAIL["per_token"][0]), rtol=0, atol=1e-6)
 
 
@@ -89,7 +90,7 @@ def test_by_autograd_on_the_formula(
         picked = [one.gather(-1, ids) for one in (mine, theirs)]
         return tuple(torch.cat([one, 1 - one.sum(-1, keepdim=True)], -1) for one in picked)  # type: ignore[return-value]
 
-    told = top_logprobs(teacher, batch, 4, temperature)
+    told = top_told(teacher, batch, 4, temperature)
     for found, merge in (
         (full_divergence(student, batch, teacher, temperature, beta), lambda *both: both),
         (top_divergence(student, batch, told, temperature, beta), top),
@@ -105,7 +106,7 @@ def test_the_top_of_all_is_all_and_less_is_less(beta: float, batch: TokenBatch) 
     size = (len(batch), batch.width, 11)
     student, teacher = torch.randn(size), torch.randn(size)
     full = full_divergence(student, batch, teacher, beta=beta)
-    found = [top_divergence(student, batch, top_logprobs(teacher, batch, k), beta=beta) for k in (1, 4, 11, 64)]
+    found = [top_divergence(student, batch, top_told(teacher, batch, k), beta=beta) for k in (1, 4, 11, 64)]
     assert (found[0] <= found[1] + 1e-6).all() and (found[1] <= full + 1e-6).all()
     torch.testing.assert_close(found[2], full)
     assert torch.equal(found[3], found[2])  # k is cut to the vocabulary
@@ -120,8 +121,8 @@ def test_what_one_of_them_rules_out_is_finite(beta: float, batch: TokenBatch) ->
     student.requires_grad_()
     for found in (
         full_divergence(student, batch, teacher, beta=beta),
-        top_divergence(student, batch, top_logprobs(teacher, batch, 2), beta=beta),
-        top_divergence(student, batch, top_logprobs(teacher, batch, 11), beta=beta),
+        top_divergence(student, batch, top_told(teacher, batch, 2), beta=beta),
+        top_divergence(student, batch, top_told(teacher, batch, 11), beta=beta),
     ):
         (gradient,) = torch.autograd.grad(found.sum(), student)
         assert found.isfinite().all() and gradient.isfinite().all()
@@ -136,7 +137,7 @@ def test_vocabularies_of_different_width(batch: TokenBatch) -> None:
     torch.testing.assert_close(
         full_divergence(student, batch, wide), full_divergence(student, batch, teacher), rtol=0, atol=1e-6
     )
-    assert torch.equal(top_logprobs(wide, batch, 4, 1.0, 11), top_logprobs(teacher, batch, 4))
+    assert torch.equal(top_told(wide, batch, 4, 1.0, 11), top_told(teacher, batch, 4))
     more = full_divergence(torch.cat([student, torch.zeros(*size[:2], 1)], -1), batch, teacher)
     assert (more[batch.mask] > full_divergence(student, batch, teacher)[batch.mask]).all()
 
@@ -148,9 +149,9 @@ def test_a_batch_that_trains_nothing(batch: TokenBatch) -> None:
         found = full_divergence(student, nothing, torch.randn(1, nothing.width, 11))
         found.sum().backward()
         assert student.grad is not None and not student.grad.any()
-        told = torch.zeros(0) if not nothing.tokens else torch.zeros(nothing.tokens, 5, 2)
+        told = torch.zeros(nothing.tokens, 5, 2)
         assert top_divergence(student, nothing, told).tolist() == [0.0] * nothing.tokens
-        assert top_logprobs(student, nothing, 4).shape == (nothing.tokens, 5, 2)
+        assert top_told(student, nothing, 4).shape == (nothing.tokens, 5, 2)
 
 
 def test_estimators_over_all_tokens_that_may_be_drawn() -> None:

@@ -16,9 +16,10 @@ from transformers import AutoModelForCausalLM, CohereConfig, Gemma2Config, GPT2C
 from rlhpc.config.sections import LoraConfig
 from rlhpc.language.tokens import rows
 from rlhpc.language.tokens.batches import TokenBatch
+from rlhpc.language.tokens.divergence import Full, Top, top_logprobs
 from rlhpc.language.tokens.head import linear_head
 from rlhpc.language.tokens.scalar import add_value_head
-from rlhpc.language.tokens.scores import token_scores
+from rlhpc.language.tokens.scores import logit_rows, token_scores
 from rlhpc.training.lora import adapters_off, attach_lora
 
 SMALL = {"vocab_size": 61, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2}
@@ -153,18 +154,62 @@ def test_a_batch_that_trains_nothing_still_has_a_gradient(batch) -> None:
     assert all(p.grad is not None and not p.grad.any() for p in model.parameters())
 
 
+class Distils:
+    """Wants the divergence from a teacher: of the whole vocabulary, or of the most likely tokens."""
+
+    def __init__(self, teacher, most: int, beta: float) -> None:
+        self.teacher, self.most, self.beta = teacher, most, beta
+
+    def rows(self, batch):
+        theirs = logit_rows(self.teacher, batch)
+        if not self.most:
+            return Full(theirs, 0.7, self.beta)
+        return Top(top_logprobs(theirs, batch, self.most, 0.7)[batch.predictors()[0]], 0.7, self.beta)
+
+    def read(self, logits, batch):
+        raise AssertionError("rows are read")
+
+
+@pytest.mark.parametrize("beta", [0.0, 0.4, 1.0])
+@pytest.mark.parametrize("most", [0, 5], ids=["full", "top 5"])
+@pytest.mark.parametrize("kind", ["tied", "bias", "adapter"])
+def test_distillation_reads_hidden_states_as_it_does_whole_logits(kind, most, beta, batch, monkeypatch) -> None:
+    """Values and gradients, of log-probs and entropies beside it, too; in chunks of three rows."""
+    monkeypatch.setattr(rows, "_CHUNK", 61 * 3)
+    model, teacher, weights = MODELS[kind](), built(LlamaConfig, hidden_size=24), torch.randn(3, batch.tokens)
+
+    def step():
+        scores = token_scores(model, batch, 0.7, entropy=True, reading=Distils(teacher, most, beta))
+        loss = loss_of(scores.logprobs, scores.entropy, None, weights) + (scores.read * weights[2]).sum()
+        return scores.read.detach(), gradients_of(model, loss)
+
+    read, gradients = step()
+    monkeypatch.setattr("rlhpc.language.tokens.scores.linear_head", lambda model: None)
+    by_whole, expected = step()
+    assert read[batch.predictors()[0]].min() > 1e-3 and not read[~batch.mask].any()
+    torch.testing.assert_close(read, by_whole, rtol=1e-6, atol=1e-6)
+    for name, gradient in expected.items():
+        # A layer with an adapter rounds a gradient in another order.
+        allowed = (3e-6 if kind == "adapter" else 1e-6) * max(float(gradient.norm()), 1.0)
+        assert float((gradients[name] - gradient).norm()) <= allowed, name
+
+
 ASKS = """
 import resource, torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 from rlhpc.language.tokens.batches import TokenBatch
-from rlhpc.language.tokens.scores import token_scores
+from rlhpc.language.tokens.divergence import Full
+from rlhpc.language.tokens.scores import logit_rows, token_scores
 torch.set_num_threads(1)
 model = AutoModelForCausalLM.from_config(LlamaConfig(vocab_size=32768, hidden_size=16, intermediate_size=16,
     num_hidden_layers=1, num_attention_heads=1, max_position_embeddings=512))
+class Distils:
+    def rows(self, batch):
+        return Full(logit_rows(model, batch))
 def step(samples):
     batch = TokenBatch.of([torch.arange(512)] * samples, [torch.ones(512, dtype=torch.bool)] * samples)
-    scores = token_scores(model, batch, entropy=True)
-    (scores.logprobs.sum() + scores.entropy.sum()).backward()
+    scores = token_scores(model, batch, entropy=True, reading=Distils() if DISTILS else None)
+    (scores.logprobs.sum() + scores.entropy.sum() + (scores.read.sum() if DISTILS else 0.0)).backward()
 step(1)
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 step(8)
@@ -172,7 +217,10 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
 """
 
 
-def test_no_memory_of_the_size_of_the_logits_is_taken() -> None:
+@pytest.mark.parametrize("distils", [False, True], ids=["", "beside a teacher"])
+def test_no_memory_of_the_size_of_the_logits_is_taken(distils: bool) -> None:
     """Whole logits of 4096 tokens are 512 MiB, and their gradient is as much again."""
-    told = subprocess.run([sys.executable, "-c", ASKS], check=True, capture_output=True, text=True)
+    told = subprocess.run(
+        [sys.executable, "-c", f"DISTILS = {distils}\n{ASKS}"], check=True, capture_output=True, text=True
+    )
     assert int(told.stdout) / 1024 < 384
