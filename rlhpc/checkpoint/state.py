@@ -5,6 +5,7 @@ Loading uses `torch.load(weights_only=True)`, so a checkpoint from elsewhere can
 
 from __future__ import annotations
 
+import ctypes
 import io
 import json
 import random
@@ -117,7 +118,8 @@ def stream_tensors(
     file.write(struct.pack("<Q", len(text)) + text)
     for _, tensor in ordered:
         if tensor.numel():
-            file.write(tensor.reshape(-1).view(torch.uint8).numpy())
+            # By its address: memory that numpy has seen is never emptied again (`training.parking`).
+            file.write((ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr()))
 
 
 def load_tensors(path: Path) -> dict[str, torch.Tensor]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Container
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
@@ -61,6 +62,9 @@ class Learner(Protocol):
 
     def reload(self) -> None:
         """Takes back what `offload` moved away."""
+
+    def awake(self) -> AbstractContextManager[None]:
+        """Undoes `offload` while the block runs."""
 
 
 class Trainer(SavingWorker, Generic[Cfg]):
@@ -126,12 +130,13 @@ class Trainer(SavingWorker, Generic[Cfg]):
         if self.rank and not self.learner.lockstep:
             return
         frozen = self.learner.frozen_names()
-        weights = self.sent_weights(self._sent)
-        if self.rank == 0 and self.sync is not None:
-            self.sync.send(version, weights, frozen=frozen)
-        else:
-            for _ in weights:  # each is gathered with all ranks
-                pass
+        with self.learner.awake():  # what is sent last is written when all has been gathered
+            weights = self.sent_weights(self._sent)
+            if self.rank == 0 and self.sync is not None:
+                self.sync.send(version, weights, frozen=frozen)
+            else:
+                for _ in weights:  # each is gathered with all ranks
+                    pass
         if self._gathers_once:
             self._sent = frozen
 

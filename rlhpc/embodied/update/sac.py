@@ -7,6 +7,7 @@ An update on several ranks is that of one rank: losses are sums over a rank's ro
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import math
 from collections.abc import Container
@@ -253,6 +254,10 @@ class SacUpdate:
 
     def reload(self) -> None:
         """Takes back what `offload` moved away."""
+
+    def awake(self) -> contextlib.AbstractContextManager[None]:
+        """They are."""
+        return contextlib.nullcontext()
 
     # -- what a trainer asks of whoever holds its weights ---------------------------------------------------------
 
