@@ -105,10 +105,7 @@ def host_memory(size: int, device: str) -> torch.Tensor:
 
     if device == "cpu" or not size:
         return torch.empty(size, dtype=torch.uint8)
-    memory = mmap.mmap(-1, size)
-    tensor = torch.frombuffer(memory, dtype=torch.uint8)
-    lock_pages(tensor)
-    return tensor
+    return locked(mmap.mmap(-1, size))
 
 
 def lock_pages(memory: torch.Tensor) -> bool:
@@ -133,6 +130,15 @@ def lock_pages(memory: torch.Tensor) -> bool:
         return False
     weakref.finalize(memory, _unlock, runtime, address, memory.untyped_storage()).atexit = False
     return True
+
+
+def locked(memory: mmap.mmap) -> torch.Tensor:
+    """Mapped memory as a tensor, uint8: its pages are locked as long as that is there (`lock_pages`)."""
+    import torch
+
+    tensor = torch.frombuffer(memory, dtype=torch.uint8)
+    lock_pages(tensor)
+    return tensor
 
 
 def _unlock(runtime: Any, address: int, kept: Any) -> None:

@@ -9,7 +9,7 @@ import torch
 
 from rlhpc.runtime.comm.pool import SegmentPool
 from rlhpc.runtime.comm.segments import ALIGN, Segment, spans_of
-from rlhpc.runtime.device import SideCopies, lock_pages
+from rlhpc.runtime.device import SideCopies, locked
 
 #: Where to and where from: flat, uint8, of one size.
 Pairs = Sequence[tuple[torch.Tensor, torch.Tensor]]
@@ -65,7 +65,6 @@ class Carrier:
 def _locked(segment: Segment) -> torch.Tensor:
     """A segment's memory, its pages locked for as long as the pool has it: it goes from part to part."""
     if segment.locked is None:
-        segment.locked = torch.frombuffer(segment.memory, dtype=torch.uint8)
-        lock_pages(segment.locked)
+        segment.locked = locked(segment.memory)
     found: torch.Tensor = segment.locked
     return found

@@ -198,15 +198,18 @@ class WeightReceiver:
             passes = not part.kept
             above = (self._above, part.name) if passes and place.above else None
             memory = service.fetch(
-                self._origin, part.path, part.size, place.reader, share, own=not part.kept, later=[], above=above
-            )
+                self._origin, part.path, part.size, place.reader, share, own=not part.kept, later=[], above=above,
+                lock=not part.kept,
+            )  # fmt: skip
             if passes and place.below and not place.number:
                 service.offers.put(part.name, memory[HEADER : HEADER + part.size], place.below)
             service.peers.release(self._origin.bulk, part.path, place.reader)
             return memory
         try:
             if not part.kept:
-                return service.mappings.lease(part.path, place.reader)
+                memory = service.mappings.lease(part.path, place.reader)
+                service.mappings.lock(part.path)
+                return memory
             mapped = map_private(part.path)
         except SegmentGone:
             raise RlhpcError(

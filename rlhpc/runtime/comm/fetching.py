@@ -62,6 +62,7 @@ class Fetching:
         own: bool,
         later: list[Callable[[], None]] | None = None,
         above: tuple[Above, str] | None = None,
+        lock: bool = False,
     ) -> memoryview:
         """The data of a segment of another host; it is this process's until the last view of it is gone.
 
@@ -74,6 +75,7 @@ class Fetching:
             own: As `Mappings.lease` has it, for what is shared.
             later: Gets what to call once the reader is done with the data; by default it is called now.
             above: Who is asked first, and what it calls the data.
+            lock: An accelerator of this process, if there is one, is to copy from there without the CPU's help.
         """
 
         def receive(memory: memoryview) -> None:
@@ -87,7 +89,7 @@ class Fetching:
             release() if later is None else later.append(release)
 
         if share is None:
-            view = self._landing.take(HEADER + size)
+            view = self._landing.take(HEADER + size, lock=lock)
             receive(view)
             return view
 
@@ -102,7 +104,10 @@ class Fetching:
             return here.path
 
         found = once_for_all(self._scratch.shm, share, receive_for_all, self._check)
-        return self._mappings.lease(found, share.number, own=own)
+        view = self._mappings.lease(found, share.number, own=own)
+        if lock and own:
+            self._mappings.lock(found)
+        return view
 
     def _from_above(self, above: Above, name: str, target: memoryview) -> bool:
         """Whether the data came from a process that passes it on."""

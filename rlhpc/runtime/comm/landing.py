@@ -9,10 +9,12 @@ import contextlib
 import mmap
 import threading
 import weakref
+from typing import Any
 
 import numpy as np
 
 from rlhpc.runtime.comm.segments import capacity_of
+from rlhpc.runtime.device import locked
 
 _HUGE_PAGES = getattr(mmap, "MADV_HUGEPAGE", None)
 
@@ -28,27 +30,35 @@ class Landing:
         self._max_idle = max_idle
         # Reentrant: memory may return while this thread collects garbage in `take`.
         self._lock = threading.RLock()
-        self._idle: dict[int, list[mmap.mmap]] = {}
+        #: Memory, and what keeps its pages locked, if they are.
+        self._idle: dict[int, list[tuple[mmap.mmap, Any]]] = {}
         self._idle_bytes = 0
 
-    def take(self, size: int) -> memoryview:
-        """Writable memory of `size` bytes, which returns when the last view of it is gone."""
+    def take(self, size: int, *, lock: bool = False) -> memoryview:
+        """Writable memory of `size` bytes, which returns when the last view of it is gone.
+
+        Args:
+            size: Bytes.
+            lock: An accelerator of this process, if there is one, is to copy from there without the CPU's help.
+        """
         capacity = capacity_of(size)
         with self._lock:
             waiting = self._idle.get(capacity)
-            memory = waiting.pop() if waiting else None
+            memory, pages = waiting.pop() if waiting else (None, None)
             self._idle_bytes -= capacity if memory is not None else 0
         if memory is None:
             memory = mmap.mmap(-1, capacity, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
             if _HUGE_PAGES is not None:
                 with contextlib.suppress(OSError):  # a kernel without them
                     memory.madvise(_HUGE_PAGES)
+        if lock and pages is None:
+            pages = locked(memory)
         view = np.frombuffer(memory, np.uint8, size)
-        weakref.finalize(view, self._back, capacity, memory).atexit = False
+        weakref.finalize(view, self._back, capacity, memory, pages).atexit = False
         return view.data
 
-    def _back(self, capacity: int, memory: mmap.mmap) -> None:
+    def _back(self, capacity: int, memory: mmap.mmap, pages: Any) -> None:
         with self._lock:
             if self._idle_bytes + capacity <= self._max_idle:
-                self._idle.setdefault(capacity, []).append(memory)
+                self._idle.setdefault(capacity, []).append((memory, pages))
                 self._idle_bytes += capacity

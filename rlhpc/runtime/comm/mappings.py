@@ -6,10 +6,12 @@ import mmap
 import os
 import threading
 import weakref
+from typing import Any
 
 import numpy as np
 
 from rlhpc.runtime.comm.segments import FREE, POPULATE, USED, map_private, map_segment
+from rlhpc.runtime.device import locked
 
 
 class Mappings:
@@ -18,6 +20,7 @@ class Mappings:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._mapped: dict[str, mmap.mmap] = {}
+        self._pages: dict[str, Any] = {}  # what keeps those of a segment locked
         self._sweep_at = 16
 
     def lease(self, path: str, reader: int, *, own: bool = True) -> memoryview:
@@ -40,6 +43,14 @@ class Mappings:
         weakref.finalize(view, _clear, shared, reader).atexit = False
         return view.data
 
+    def lock(self, path: str) -> None:
+        """Has an accelerator of this process, if there is one, copy from a leased segment without the CPU's help; once for as
+        long as it stays mapped, for that takes longer than a copy."""
+        with self._lock:
+            memory = self._mapped.get(path)
+            if memory is not None and path not in self._pages:
+                self._pages[path] = locked(memory)
+
     def _map(self, path: str) -> mmap.mmap:
         with self._lock:
             found = self._mapped.get(path)
@@ -52,6 +63,7 @@ class Mappings:
     def _sweep(self) -> None:
         """Unmaps segments that their writers have given up, so that their memory is freed once nobody uses it."""
         self._mapped = {path: memory for path, memory in self._mapped.items() if os.path.exists(path)}
+        self._pages = {path: pages for path, pages in self._pages.items() if path in self._mapped}
         self._sweep_at = max(16, 2 * len(self._mapped))
 
 

@@ -11,6 +11,8 @@ import pytest
 import torch
 
 from rlhpc.runtime import device
+from rlhpc.runtime.comm.landing import Landing
+from rlhpc.runtime.comm.mappings import Mappings
 from rlhpc.runtime.comm.pool import SegmentPool
 from rlhpc.runtime.comm.segments import bytes_in_use
 from rlhpc.runtime.device import SideCopies, host_memory, lock_pages
@@ -106,6 +108,30 @@ def test_pages_are_locked_once_and_released_before_they_are_unmapped(
     publisher = None
     gc.collect()
     assert [what for what, _ in calls] == ["lock", "unlock"]
+
+
+def test_a_receivers_pages_are_locked_once_for_all_versions(scratch: Scratch, calls: list[tuple[str, int]]) -> None:
+    """As long as a segment of its host stays mapped; and those of memory in which data from other hosts lands."""
+    pool, mappings = SegmentPool(scratch), Mappings()
+    for _ in range(3):
+        path, _spans = pool.write([b"x" * 5000], 1)
+        view = mappings.lease(path, 0)
+        mappings.lock(path)
+        del view
+    assert [what for what, _ in calls] == ["lock"]
+    mappings.lock("no such segment")
+    mappings = None  # type: ignore[assignment]
+    gc.collect()
+    assert [what for what, _ in calls] == ["lock", "unlock"]
+    landing = Landing(1 << 20)
+    for lock in (False, True, True):
+        view = landing.take(5000, lock=lock)
+        del view
+    assert [what for what, _ in calls] == ["lock", "unlock", "lock"]
+    landing = None  # type: ignore[assignment]
+    gc.collect()
+    assert [what for what, _ in calls] == ["lock", "unlock"] * 2
+    pool.close()
 
 
 def test_memory_of_the_host_is_as_large_as_asked_for(calls: list[tuple[str, int]]) -> None:
