@@ -14,8 +14,8 @@ pytest.importorskip("vllm", reason="needs the extra vllm")
 
 sys.path.insert(0, str(Path(__file__).parent))
 
+from engine_models import change, error_of, requests_of, run_out, save_model
 from omegaconf import OmegaConf
-from test_rollout_backends import change, error_of, requests_of, run_out, save_model
 from transformers import AutoModelForCausalLM
 
 from rlhpc.config.typed import typed

@@ -14,7 +14,7 @@ pytest.importorskip("transformers", reason="needs the extra llm")
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from test_rollout_backends import (
+from engine_models import (
     TOLERANCE,
     change,
     config,
