@@ -29,6 +29,8 @@ TITLES = {
     "rollout": "Generation",
     "training": "Training",
     "rows": "Rows without padding",
+    "rows_loss": "The loss of a large vocabulary",
+    "proof": "What proving the weights costs",
     "saves": "Training beside saves",
     "overlap": "How phases of a language model's step overlap",
     "trl_grpo": "GRPO beside TRL",

@@ -4,10 +4,10 @@
 
 Both have the same samples, of 64 to 1024 tokens (uniform in the logarithm), the same model and the same most tokens in a
 micro-batch, and train a step each in turn; the time is that of the processor, which neighbours hardly change. Then, each in a
-process of its own: how much memory a row of so many tokens takes; and, with `--loss`, which takes minutes, the log-probs and
-entropies of a model with a vocabulary of 152 000.
+process of its own: how much memory a row of so many tokens takes. With `--loss`, which takes minutes, instead how much memory
+the log-probs and entropies of a model with a vocabulary of 152 000 take.
 
-Prints a line a figure and writes bench/results/rows.json.
+Prints a line a figure and writes bench/results/rows.json, or rows_loss.json.
 """
 
 from __future__ import annotations
@@ -134,7 +134,7 @@ def main() -> None:
     """Measures, prints and writes."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repeat", type=int, default=7)
-    parser.add_argument("--loss", action="store_true", help="also the loss of 16 384 tokens over 152 000 words")
+    parser.add_argument("--loss", action="store_true", help="the loss of 16 384 tokens over 152 000 words, instead")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--peak", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--model", help=argparse.SUPPRESS)
@@ -145,6 +145,9 @@ def main() -> None:
         peak(args.model, args.peak, args.entropy)
         return
     with tempfile.TemporaryDirectory() as folder:
+        if args.loss:
+            loss(folder, args.threads)
+            return
         make_model(Path(folder) / "mixed", LAYERS, WIDTH, VOCABULARY)
         figures = throughput(str(Path(folder) / "mixed"), args.repeat)
         for tokens in SIZES:
@@ -154,15 +157,22 @@ def main() -> None:
             goal("rows without padding as fast as rectangles, or faster", figures["rows / rectangles"], at_least=1.0),
             goal("twice the tokens, at most twice the memory", last / first, at_most=2.1),
         ]
-        if args.loss:
-            make_model(Path(folder) / "wide", 1, 64, 152_000)
-            found = in_process(str(Path(folder) / "wide"), 16384, "--entropy", "--threads", str(args.threads))
-            figures["the loss of 16384 tokens over 152000 words (MiB)"] = found["MiB"]
-            figures["the same (s)"] = found["seconds"]
-            goals.append(goal("16k tokens over 152k words in half a gigabyte", found["MiB"] / 953.7, at_most=0.5))
-    words = f"python -m bench.rows --repeat {args.repeat}{' --loss' if args.loss else ''}"
-    path = write("rows", words + (f" --threads {args.threads}" if args.threads > 1 else ""),
-                 {"figures": figures, "goals": goals})  # fmt: skip
+    report("rows", f"python -m bench.rows --repeat {args.repeat}", args.threads, figures, goals)
+
+
+def loss(folder: str, threads: int) -> None:
+    """Memory of the log-probs and entropies of many tokens over a large vocabulary, and of their gradients."""
+    make_model(Path(folder) / "wide", 1, 64, 152_000)
+    found = in_process(str(Path(folder) / "wide"), 16384, "--entropy", "--threads", str(threads))
+    figures = {"the loss of 16384 tokens over 152000 words (MiB)": found["MiB"], "the same (s)": found["seconds"]}
+    goals = [goal("16k tokens over 152k words in half a gigabyte", found["MiB"] / 953.7, at_most=0.5)]
+    report("rows_loss", "python -m bench.rows --loss", threads, figures, goals)
+
+
+def report(name: str, command: str, threads: int, figures: dict[str, Any], goals: list[dict[str, Any]]) -> None:
+    """Writes and prints."""
+    command += f" --threads {threads}" if threads > 1 else ""
+    path = write(name, command, {"figures": figures, "goals": goals})
     for name, value in figures.items():
         print(f"{name:50} {value['median'] if isinstance(value, dict) else value:12.3f}")
     for one in goals:
