@@ -120,7 +120,7 @@ def lock_pages(memory: torch.Tensor) -> bool:
     """
     import torch
 
-    if accelerator() != "cuda" or not memory.nbytes:
+    if not locks_pages() or not memory.nbytes:
         return False
     runtime, address = torch.cuda.cudart(), memory.data_ptr()
     if int(runtime.cudaHostRegister(address, memory.nbytes, _PORTABLE)):
@@ -130,6 +130,11 @@ def lock_pages(memory: torch.Tensor) -> bool:
         return False
     weakref.finalize(memory, _unlock, runtime, address, memory.untyped_storage()).atexit = False
     return True
+
+
+def locks_pages() -> bool:
+    """Whether there is an accelerator here for which pages of host memory can be locked."""
+    return accelerator() == "cuda"
 
 
 def locked(memory: mmap.mmap) -> torch.Tensor:

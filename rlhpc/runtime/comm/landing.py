@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from rlhpc.runtime.comm.segments import capacity_of
-from rlhpc.runtime.device import locked
+from rlhpc.runtime.device import locked, locks_pages
 
 _HUGE_PAGES = getattr(mmap, "MADV_HUGEPAGE", None)
 
@@ -51,7 +51,7 @@ class Landing:
             if _HUGE_PAGES is not None:
                 with contextlib.suppress(OSError):  # a kernel without them
                     memory.madvise(_HUGE_PAGES)
-        if lock and pages is None:
+        if lock and pages is None and locks_pages():
             pages = locked(memory)
         view = np.frombuffer(memory, np.uint8, size)
         weakref.finalize(view, self._back, capacity, memory, pages).atexit = False

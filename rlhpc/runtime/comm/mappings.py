@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from rlhpc.runtime.comm.segments import FREE, POPULATE, USED, map_private, map_segment
-from rlhpc.runtime.device import locked
+from rlhpc.runtime.device import locked, locks_pages
 
 
 class Mappings:
@@ -48,7 +48,7 @@ class Mappings:
         long as it stays mapped, for that takes longer than a copy."""
         with self._lock:
             memory = self._mapped.get(path)
-            if memory is not None and path not in self._pages:
+            if memory is not None and path not in self._pages and locks_pages():
                 self._pages[path] = locked(memory)
 
     def _map(self, path: str) -> mmap.mmap:
