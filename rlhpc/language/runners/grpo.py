@@ -240,7 +240,10 @@ class ReasoningRunner(Runner[GrpoConfig]):
         row |= timers.pop()
         score = max(receipt["score_s"] for receipt in receipts) + trained["late_score_s"]
         row |= {"time/score_s": score, "time/train_s": trained["update_s"]}
-        row |= {f"time/{name}": sum(found[name] for found in (*generated, *updated)) for name in ("proof_s", "cpu_s")}
+        row |= {
+            f"time/{name}": sum(found.get(name, 0.0) for found in (*generated, *updated))
+            for name in ("proof_s", "cpu_s")
+        }
         row["time/train_tokens_per_s"] = trained["tokens"] * trained["updates"] / max(trained["update_s"], 1e-9)
         self._reward = row["train/reward"]
         return row
