@@ -205,6 +205,8 @@ def test_every_metric_is_documented(tiny_run):
     sometimes |= {"train/success_rate", "rollout/success_rate"} | {
         f"env/lost_{what}" for what in ("ranks", "steps", "episodes")
     }
+    # Its simulators are on the CPU.
+    sometimes.add("env/on_device")
     # All of its numbers are finite, and its loss is ppo.
     sometimes |= {
         "env/nonfinite",
