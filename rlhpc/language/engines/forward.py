@@ -20,6 +20,8 @@ logger = logging.getLogger(__name__)
 _PREFILL_TOKENS = 1024
 #: Elements that torch does not divide among threads, and the step in which vectorized functions take them, in any dtype.
 _UNDIVIDED, _STEP = 32768, 64
+#: Rows of a product of matrices are computed in multiples of this, if there are fewer than vectorized functions take.
+_ROWS = 8
 #: How far, of the largest number, logits may be from those of the model's own attention: in float32, and in half precision.
 _FAR, _FAR_HALF = 1e-3, 0.1
 
@@ -49,10 +51,15 @@ class Forward:
         self.kv = KeyValues(max_rows)
         self._cache: Any = None
         self._filled: Any = None
+        self._rows: tuple[int, int] | None = None
         own = model.config._attn_implementation
         if self._cpu and torch.get_num_threads() > 1:
             _leave_undivided(model)
         self.together = can_join(model, context)
+        if self.together and self._cpu:
+            for module in model.modules():
+                if type(module) is nn.Linear:
+                    module.forward = self._of_rows(module.forward, module.out_features)  # type: ignore[method-assign]
         if self.together:
             with torch.inference_mode():
                 said = self._says(own)
@@ -99,8 +106,10 @@ class Forward:
         if self.together:
             kv.reserve()
             count = tiles(kv.rows) if self._cpu else self._max_rows
+            self._rows = tiles(kv.rows, _ROWS), count
             with present(Decoding(kv, self._model.dtype, self._device)):
                 logits = self._decode(*(_filled_up(each, count) for each in (last, kv.present[1])))[: kv.rows]
+            self._rows = None
         else:
             parts = list[Tensor]()
             for row in range(kv.rows):
@@ -150,6 +159,20 @@ class Forward:
             logits_to_keep=1,
         ).logits
         return logits[:, -1]
+
+    def _of_rows(self, product: Any, width: int) -> Any:
+        """A layer's product, in decoding of the rows there are: the others only fill up what is not a product."""
+
+        def computed(x: Tensor) -> Tensor:
+            some, count = self._rows or (0, 0)
+            if some == count or len(x) != count:
+                whole: Tensor = product(x)
+                return whole
+            found = x.new_zeros((*x.shape[:-1], width))
+            found[:some] = product(x[:some])
+            return found
+
+        return computed
 
     # --- whether rows can be computed together
 
