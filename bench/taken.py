@@ -1,0 +1,121 @@
+"""Time of a step whose answers differ much in length: prompts that rollout ranks take beside prompts that are dealt to them.
+
+    python -m bench.taken --repeat 5
+
+64 prompts of 8 answers each on 2, 4 and 8 ranks. The ranks are real, and so are the queue and the ledger of the runtime; their
+engines are not: each makes 32 sequences at a time, a token of each in two milliseconds, and ends a sequence at a length that was
+drawn before (log-normal by prompt and by answer, 20 to 2000 tokens, the same for both ways). In half of the cases one rank is
+half as fast as the others. Dealt, rank r of R has every R-th prompt; what it cannot hold yet waits in its engine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import time
+from collections import deque
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+
+from bench.machine import spread, write
+from rlhpc import Cluster, NodePlacementStrategy, Session, Worker, WorkerGroup
+from rlhpc.language.roles.prompts import DELIVERED, WORK
+from rlhpc.language.roles.work import Ledger, Takings
+
+RANKS, PROMPTS, GROUP, CAPACITY, TOKEN_S = (2, 4, 8), 64, 8, 32, 0.002
+
+
+def lengths(seed: int) -> np.ndarray:
+    """Tokens of each answer, `[PROMPTS, GROUP]`."""
+    draw = np.random.default_rng(seed)
+    prompt, answer = draw.normal(0.0, 0.8, (PROMPTS, 1)), draw.normal(0.0, 0.4, (PROMPTS, GROUP))
+    return np.clip(np.exp(5.0 + prompt + answer), 20, 2000).astype(int)
+
+
+class Maker(Worker):
+    """A rollout rank with an engine of fixed speed."""
+
+    def open(self) -> None:
+        self.work, self.delivered = self.connect_channel(WORK), self.connect_channel(DELIVERED)
+
+    def make(self, step: int, taken: bool, ranks: int, slow: bool) -> float:
+        """Makes its part of a step; returns the seconds until it had nothing left to do."""
+        size, token_s = lengths(step), TOKEN_S * (2 if slow and self.rank == 0 else 1)
+        takings = Takings(PROMPTS, self.rank, self.work, self.delivered)
+        takings.begin(step, ranks)
+        mine = iter(range(self.rank, PROMPTS, ranks))
+        waiting, running, left = deque[tuple[int, int]](), dict[tuple[int, int], int](), dict[int, int]()
+        started = now = time.perf_counter()
+
+        def more() -> Iterator[int]:
+            while len(running) + len(waiting) < CAPACITY or not taken:
+                position = takings.take(step) if taken else next(mine, None)
+                if position is None:
+                    return
+                yield position
+
+        while True:
+            for position in more():
+                left[position] = GROUP
+                waiting.extend((position, member) for member in range(GROUP))
+            while waiting and len(running) < CAPACITY:
+                place = waiting.popleft()
+                running[place] = int(size[place])
+            if not running:
+                break
+            now += token_s
+            time.sleep(max(0.0, now - time.perf_counter()))
+            for place in list(running):
+                running[place] -= 1
+                if not running[place]:
+                    del running[place]
+                    left[place[0]] -= 1
+                    if taken and not left[place[0]]:
+                        takings.deliver(step, place[0], {})
+        return time.perf_counter() - started
+
+
+def step_s(group: WorkerGroup, ledger: Ledger, step: int, taken: bool, ranks: int, slow: bool) -> float:
+    """Seconds of a step: until the last rank is through."""
+    ledger.open(step - 1)
+    ledger.give(step)
+    seconds: list[float] = group.make(step, taken, ranks, slow).wait()
+    assert not taken or ledger.whole(step, 10.0)
+    return max(seconds)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Measures and writes `results/taken.json`."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--repeat", type=int, default=5)
+    args = parser.parse_args(argv)
+    os.environ["OMP_NUM_THREADS"] = "1"
+    session, cluster = Session.start(), Cluster.local(1, 0)
+    rows = []
+    for ranks in RANKS:
+        ledger = Ledger(PROMPTS)
+        ledger.open(0)
+        group = Maker.create_group().launch(cluster, NodePlacementStrategy([0] * ranks), f"makers{ranks}")
+        group.open().wait()
+        for slow in (False, True):
+            found: dict[bool, list[float]] = {True: [], False: []}
+            for repeat in range(args.repeat):
+                for taken in (True, False):
+                    found[taken].append(step_s(group, ledger, repeat + 1, taken, ranks, slow))
+            ratios = [one / other for one, other in zip(found[True], found[False], strict=True)]
+            ideal = [lengths(r + 1).sum() * TOKEN_S / CAPACITY / (ranks - 0.5 * slow) for r in range(args.repeat)]
+            rows.append({
+                "ranks": ranks, "one rank half as fast": slow, "taken_s": spread(found[True]), "dealt_s": spread(found[False]),
+                "ratio": statistics.median(ratios), "if all were busy all the time, s": statistics.median(ideal),
+            })  # fmt: skip
+            print(f"{ranks} ranks, {'one slow' if slow else 'alike'}: taken {statistics.median(found[True]):.2f} s, dealt "
+                  f"{statistics.median(found[False]):.2f} s, ratio {statistics.median(ratios):.2f}", flush=True)  # fmt: skip
+        group.shutdown()
+    session.stop()
+    print(write("taken", f"python -m bench.taken --repeat {args.repeat}", {"rows": rows}))
+
+
+if __name__ == "__main__":
+    main()
