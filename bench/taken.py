@@ -3,9 +3,9 @@
     python -m bench.taken --repeat 5
 
 64 prompts of 8 answers each on 2, 4 and 8 ranks. The ranks are real, and so are the queue and the ledger of the runtime; their
-engines are not: each makes 32 sequences at a time, a token of each in two milliseconds, and ends a sequence at a length that was
-drawn before (log-normal by prompt and by answer, 20 to 2000 tokens, the same for both ways). In half of the cases one rank is
-half as fast as the others. Dealt, rank r of R has every R-th prompt; what it cannot hold yet waits in its engine.
+engines are not: each makes 32 sequences at a time, a token of each in two milliseconds, and ends a sequence at a length that
+was drawn before (log-normal by prompt and by answer, 20 to 2000 tokens, the same for both ways). In half of the cases one rank
+is half as fast as the others. Dealt, rank r of R has every R-th prompt; what it cannot hold yet waits in its engine.
 """
 
 from __future__ import annotations
