@@ -45,6 +45,7 @@ class Part:
         table: (offset, size) of the pickled table of `Entry`.
         kept: Others may want the part later, so every reader maps it privately.
         nbytes: Bytes of the tensors.
+        fixed: Nobody ever changes it where it has landed: its tensors are not trained.
     """
 
     stream: str
@@ -53,6 +54,7 @@ class Part:
     table: tuple[int, int]
     kept: bool
     nbytes: int
+    fixed: bool = False
 
     @property
     def name(self) -> str:
@@ -210,10 +212,11 @@ class Publisher:
             part, landed = None, None
             if bucket is not None:
                 kept = bucket is fixed or self._delta == "elements"
-                if window is not None and not kept:
+                passed_on = window is not None and (not kept or bucket is fixed)
+                if window is not None and passed_on:
                     window.wait()
-                part, landed = self._write(bucket, kept=kept, readers=self._readers)
-                if window is not None and not kept:
+                part, landed = self._write(bucket, kept=kept, readers=self._readers, fixed=bucket is fixed)
+                if window is not None and passed_on:
                     window.wrote(part.path)
                 if bucket is fixed:
                     self._frozen.append(part)
@@ -260,7 +263,7 @@ class Publisher:
         return tensor.detach().cpu().contiguous()
 
     def _write(
-        self, bucket: _Bucket, *, kept: bool, readers: int, serial: int | None = None
+        self, bucket: _Bucket, *, kept: bool, readers: int, serial: int | None = None, fixed: bool = False
     ) -> tuple[Part, Callable[[], None] | None]:
         """A part, and what waits until it is all there; None if it is."""
         table, landed = pickle.dumps(bucket.entries), None
@@ -271,7 +274,7 @@ class Publisher:
             span = spans[-1]
         if serial is None:
             self._serial += 1
-        return Part(self._stream, self._serial, path, span, kept, bucket.nbytes), landed
+        return Part(self._stream, self._serial, path, span, kept, bucket.nbytes, fixed), landed
 
     # -- the log ----------------------------------------------------------------------------------------------------
 

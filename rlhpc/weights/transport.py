@@ -194,8 +194,8 @@ class WeightReceiver:
             together = place.of > 1 and not late
             share = Share(f"{part.name}-{place.reader - place.number}", place.number, place.of) if together else None
             # Each receiver reports its own arrival, so that nothing is dropped from the log that one of them still needs.
-            # What is kept may be changed where it has landed, and is asked for at any time: only the sender gives it.
-            passes = not part.kept
+            # What is kept is asked for at any time, and may be changed where it has landed: only the sender gives it then.
+            passes = not part.kept or (part.fixed and not late)
             above = (self._above, part.name) if passes and place.above else None
             memory = service.fetch(
                 self._origin, part.path, part.size, place.reader, share, own=not part.kept, later=[], above=above,

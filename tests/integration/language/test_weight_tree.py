@@ -35,11 +35,11 @@ def groups() -> Iterator[list[WorkerGroup]]:
     session.stop()
 
 
-def opened(groups: list[WorkerGroup], far: int) -> list[WorkerGroup]:
+def opened(groups: list[WorkerGroup], far: int, delta: str = "off") -> list[WorkerGroup]:
     """The sender and its receivers, on so many other hosts."""
     source, *receivers = groups[: 2 + far]
     to = [(group.name, list(range(group.world_size))) for group in receivers]
-    for handle in [group.open(to) for group in (source, *receivers)]:
+    for handle in [group.open(to, delta) for group in (source, *receivers)]:
         handle.wait()
     return [source, *receivers]
 
@@ -56,6 +56,19 @@ def test_every_host_gets_every_version_and_the_sender_sends_it_twice(groups: lis
     times = [round((after - first) / BYTES / 4, 1) for after, first in zip(sent_by(everybody), before, strict=True)]
     # The sender, the rank beside it, and the other hosts.
     assert times == ([2, 0, 0, 0] if far == 2 else [2, 0, 2, 2, 0, 0, 0, 0])
+
+
+def test_so_do_weights_that_are_not_trained(groups: list[WorkerGroup]) -> None:
+    """They are kept for who comes later, and sent once."""
+    source, *receivers = opened(groups, 6, "frozen")
+    everybody, times = [source, *receivers], []
+    for version in range(2):
+        before = sent_by(everybody)
+        handles = [source.send(version), *(group.take() for group in receivers)]
+        (digest,), *taken = [handle.wait() for handle in handles]
+        assert {found for group in taken for found in group} == {digest}
+        times.append([round((now - then) / BYTES, 1) for now, then in zip(sent_by(everybody), before, strict=True)])
+    assert times == [[2, 0, 2, 2, 0, 0, 0, 0], [1, 0, 1, 1, 0, 0, 0, 0]]
 
 
 def sent_by(groups: list[WorkerGroup]) -> list[int]:

@@ -22,21 +22,31 @@ BYTES = TENSORS * ELEMENTS * 4
 Receivers = list[tuple[str, list[int]]]
 
 
-def tensors(version: int) -> dict[str, torch.Tensor]:
-    generator = torch.Generator().manual_seed(version)
-    return {f"t{i}": torch.randn(ELEMENTS, generator=generator) for i in range(TENSORS)}
+#: Those that are not trained, where some are not.
+FROZEN = frozenset(f"t{i}" for i in range(TENSORS // 2))
+
+
+def tensors(version: int, frozen: frozenset[str] = frozenset()) -> dict[str, torch.Tensor]:
+    first, now = (torch.Generator().manual_seed(seed) for seed in (10_000, version))
+    return {
+        name: torch.randn(ELEMENTS, generator=first if name in frozen else now)
+        for name in (f"t{i}" for i in range(TENSORS))
+    }
 
 
 class Source(Worker):
     """Sends."""
 
-    def open(self, receivers: Receivers) -> None:
-        self.sender = WeightSender(self, receivers, "off", PART)
+    def open(self, receivers: Receivers, delta: str = "off") -> None:
+        self.sender, self.frozen = (
+            WeightSender(self, receivers, delta, PART),
+            FROZEN if delta == "frozen" else frozenset(),
+        )
 
     def send(self, version: int) -> str:
         """Sends, and after two parts waits for all to begin: one that comes late would get the first from here. Returns the
         digest of what was sent."""
-        named, pool = tensors(version), current().service.pool
+        named, pool = tensors(version, self.frozen), current().service.pool
 
         def gathering() -> Iterator[tuple[str, torch.Tensor]]:
             for number, item in enumerate(named.items()):
@@ -44,7 +54,7 @@ class Source(Worker):
                     time.sleep(0.001)
                 yield item
 
-        self.sender.send(version, gathering())
+        self.sender.send(version, gathering(), frozen=self.frozen)
         return digest(named.items())
 
     def passed_on(self) -> int:
@@ -55,11 +65,11 @@ class Source(Worker):
 class Follower(Worker):
     """Receives."""
 
-    def open(self, receivers: Receivers) -> None:
+    def open(self, receivers: Receivers, delta: str = "off") -> None:
         self.module = torch.nn.Module()
         for name, tensor in tensors(-1).items():
             self.module.register_buffer(name, tensor)
-        self.sync = make_sync("auto", self, ("source", 0), receivers, "off")
+        self.sync = make_sync("auto", self, ("source", 0), receivers, delta)
 
     def take(self, pause: float = 0.0) -> str:
         """Takes in a version, slowly; returns the digest of what it has then."""
