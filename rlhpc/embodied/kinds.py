@@ -14,7 +14,8 @@ from rlhpc.embodied import checks
 from rlhpc.embodied.config import RANGES, BcConfig, EmbodiedConfig, PpoConfig, SacConfig
 from rlhpc.jobs.paths import CONFIG, RunPaths
 from rlhpc.runs.checks import check_estimators
-from rlhpc.runs.kinds import Exporting, Kind, Parts, Preparation, Rows, differing, saved_values
+from rlhpc.runs.kinds import Exporting, Kind, Parts, Preparation, Rows
+from rlhpc.runs.saved import differing, saved_values
 from rlhpc.runtime.errors import ConfigError
 
 _CHOICES = {

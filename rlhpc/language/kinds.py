@@ -11,12 +11,14 @@ from rlhpc.config.rules import Fail
 from rlhpc.config.typed import changed
 from rlhpc.jobs.paths import RunPaths
 from rlhpc.language import checks
-from rlhpc.language.config import RANGES, GrpoConfig, LanguageConfig, SftConfig, TrainedLanguageConfig
+from rlhpc.language.config import GrpoConfig, LanguageConfig, SftConfig, TrainedLanguageConfig
+from rlhpc.language.ranges import RANGES
 from rlhpc.language.reward_config import RANGES as REWARD_RANGES
 from rlhpc.language.reward_config import RewardRunConfig
 from rlhpc.language.scoring.groups import CRITIC, REFERENCE, group_models, group_roles, scoring_groups
 from rlhpc.runs.checks import check_estimators
-from rlhpc.runs.kinds import Exporting, Kind, Parts, Preparation, Rows, differing, saved_values
+from rlhpc.runs.kinds import Exporting, Kind, Parts, Preparation, Rows
+from rlhpc.runs.saved import differing, saved_values
 from rlhpc.runtime.errors import ConfigError
 
 _CHOICES = {
@@ -199,7 +201,7 @@ class LanguageKind(TrainedKind[Cfg]):
 
     def check_start(self, cfg: Cfg, ranks: Mapping[str, int]) -> None:
         """Refuses models, data, agents and judges that cannot be loaded."""
-        from rlhpc.language.roles.rollout import check_language
+        from rlhpc.language.roles.opening import check_language
 
         check_language(cfg, dict(ranks))
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 from rlhpc.jobs.paths import CONFIG
-from rlhpc.runs.kinds import Cfg, Kind, differing, saved_values
+from rlhpc.runs.kinds import Cfg, Kind
+from rlhpc.runs.saved import differing, saved_values
 from rlhpc.runtime.errors import CheckpointError
 
 _KIND = ("runner.task_type",)

@@ -15,7 +15,7 @@ import cloudpickle
 from rlhpc.runtime.errors import UserError, WorkerFailed
 from rlhpc.runtime.log_tails import last_lines, tail
 from rlhpc.runtime.spec import WorkerSpec
-from rlhpc.runtime.starters import Member
+from rlhpc.runtime.starters import Member, Starter
 
 
 def all_in(state: str, members: Sequence[Member]) -> Callable[[], bool]:
@@ -65,3 +65,19 @@ def death(spec: WorkerSpec, status: int, said: str = "") -> WorkerFailed:
     if not number and os.WEXITSTATUS(status) == UserError.exit_code:  # its log says what the user can do about it
         failure.exit_code, failure.__cause__ = UserError.exit_code, UserError(how)
     return failure
+
+
+def by_starter(members: Sequence[Member]) -> dict[Starter, list[Member]]:
+    """The members of each starter."""
+    found: dict[Starter, list[Member]] = {}
+    for member in members:
+        found.setdefault(member.starter, []).append(member)
+    return found
+
+
+def records_by_group(members: Sequence[Member]) -> list[list[dict[str, Any]]]:
+    """The members' records, those of a group together: a call goes to ranks of one group."""
+    found: dict[str, list[dict[str, Any]]] = {}
+    for member in members:
+        found.setdefault(member.spec.group, []).append(member.record)
+    return list(found.values())

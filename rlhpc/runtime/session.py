@@ -22,7 +22,7 @@ from rlhpc.runtime.errors import PlacementError, RendezvousTimeout, RlhpcError
 from rlhpc.runtime.failures import FailurePolicy, by_group
 from rlhpc.runtime.host import host_id, node_name
 from rlhpc.runtime.leases import TICK_S, Leases
-from rlhpc.runtime.members import all_in, class_body, death, said_before_its_log
+from rlhpc.runtime.members import all_in, by_starter, class_body, death, records_by_group, said_before_its_log
 from rlhpc.runtime.membership import Membership
 from rlhpc.runtime.network import own_address
 from rlhpc.runtime.ranks import Ranks
@@ -196,7 +196,7 @@ class Session:
                 return
             doomed = [self.members[name] for name in self.failures.doomed(failure, self.ranks.all())]
             self.ranks.stopping(doomed)
-        for starter, members in _by_starter(doomed).items():
+        for starter, members in by_starter(doomed).items():
             starter.end(members)
             for delay in (starter.grace_s, 2 * starter.grace_s):  # again for those that had no process yet
                 timer = threading.Timer(delay, self._kill, [starter, members])
@@ -239,7 +239,9 @@ class Session:
             for member in survivors:
                 self.service.peers.post(choose(member.record["data"]), b"ABORT", [b"%d" % self._recovery])
             for command in (IDLE, RESUME):  # nobody sends any more once all have answered the first
-                handles = [self.rpc.call(records, command, (self._recovery,), {}) for records in _records(survivors)]
+                handles = [
+                    self.rpc.call(records, command, (self._recovery,), {}) for records in records_by_group(survivors)
+                ]
                 for handle in handles:
                     handle.wait(patience_s)
         except (RlhpcError, OSError) as error:
@@ -389,18 +391,3 @@ class Session:
 def here() -> contexts.Context:
     """This process's context; a process that belongs to no run yet becomes the driver of one."""
     return contexts.installed() or Session.start().context
-
-
-def _by_starter(members: Sequence[Member]) -> dict[Starter, list[Member]]:
-    found: dict[Starter, list[Member]] = {}
-    for member in members:
-        found.setdefault(member.starter, []).append(member)
-    return found
-
-
-def _records(members: Sequence[Member]) -> list[list[dict[str, Any]]]:
-    """The members' records, those of a group together: a call goes to ranks of one group."""
-    found: dict[str, list[dict[str, Any]]] = {}
-    for member in members:
-        found.setdefault(member.spec.group, []).append(member.record)
-    return list(found.values())

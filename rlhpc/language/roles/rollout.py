@@ -21,24 +21,21 @@ from typing import Any, Protocol
 import numpy as np
 
 from rlhpc.algorithms.finite import nonfinite, skips
-from rlhpc.config.typed import select
 from rlhpc.language.agents.episodes import Episode
-from rlhpc.language.agents.registry import configured_agent, make_generation
+from rlhpc.language.agents.registry import make_generation
 from rlhpc.language.algorithm.registry import make_algorithm
-from rlhpc.language.config import GrpoConfig, LanguageConfig
-from rlhpc.language.data import PromptDataset, PromptSampler, PromptTokenizer, load_tokenizer, make_dataset
+from rlhpc.language.config import GrpoConfig
+from rlhpc.language.data import PromptSampler
 from rlhpc.language.data.prompts import Prompt
 from rlhpc.language.engines import Request, SamplingParams, make_rollout
 from rlhpc.language.engines.base import Bounded, ScoresTexts, TellsWeights, taking_parts
-from rlhpc.language.engines.ends import load_model_config
 from rlhpc.language.engines.engine import engine_dtype
 from rlhpc.language.engines.registry import awaiting_weights, forkable
-from rlhpc.language.engines.vllm_experts import require_proven
-from rlhpc.language.evaluate import problems_of, suites_of
 from rlhpc.language.rewards import Sample
 from rlhpc.language.rewards.pool import Scored
 from rlhpc.language.roles.facts import facts_of, not_finite, overlong, varied
 from rlhpc.language.roles.groups import FINISHED, group_of
+from rlhpc.language.roles.opening import open_prompts
 from rlhpc.language.roles.probe import Probe, check_probe
 from rlhpc.language.roles.prompts import (
     DELIVERED,
@@ -53,11 +50,9 @@ from rlhpc.language.roles.prompts import (
 from rlhpc.language.roles.validation import Row, Validation
 from rlhpc.language.roles.work import Takings
 from rlhpc.language.scoring.asking import AskingGroup, Judging
-from rlhpc.language.tokens.model import compute_dtype
 from rlhpc.runs.device import own_device, seed_process
 from rlhpc.runtime.errors import DeadlineExceeded, RlhpcError
 from rlhpc.runtime.worker import Worker
-from rlhpc.training.zero_config import deepspeed_config
 from rlhpc.weights import make_sync
 from rlhpc.weights.cost import COST
 from rlhpc.weights.proof import Proof
@@ -363,39 +358,3 @@ class LanguageRolloutWorker(Worker):
                 f"the episode's {len(episode.token_ids)} tokens"
             )
         return made
-
-
-def open_prompts(cfg: LanguageConfig) -> tuple[Any, PromptTokenizer, PromptDataset]:
-    """Tokenizer, what makes token ids of prompts, and the training prompts.
-
-    Raises:
-        ConfigError: Model, dataset or template cannot be used; or a prompt is too long.
-    """
-    tokenizer = load_tokenizer(cfg.actor.model.model_path, cfg.actor.model.trust_remote_code)
-    data = cfg.data
-    encoder = PromptTokenizer(tokenizer, data.max_prompt_tokens, data.overlong_prompts, data.train.chat_template)
-    dataset = make_dataset(data.train, "train")
-    return tokenizer, encoder, encoder.fitting(dataset) if encoder.overlong == "drop" else dataset
-
-
-def check_language(cfg: LanguageConfig, ranks: dict[str, int]) -> None:
-    """Refuses what would fail after the start: model, tokenizer, dataset, rewards.
-
-    Raises:
-        ConfigError: Names the key.
-    """
-    model = cfg.actor.model
-    if "rollout" in ranks and cfg.rollout.rollout_backend.lower() == "vllm":
-        require_proven(load_model_config(str(model.model_path), model.trust_remote_code))
-    tokenizer, encoder, dataset = open_prompts(cfg)
-    encoder.encode(dataset[0])
-    if cfg.actor.training_backend.lower() == "deepspeed":
-        deepspeed_config(cfg.actor, compute_dtype(cfg.actor.model, "cpu"))
-    if "rollout" in ranks:
-        configured_agent(cfg)
-        Judging(cfg).close()
-        if select(cfg, "runner.val_check_interval") > 0:
-            for section in suites_of(cfg).values():
-                problems_of(cfg, section, tokenizer)
-    else:
-        encoder.encode_demonstration(dataset[0])

@@ -18,7 +18,6 @@ has no reply is b"R", a reader's number and a path: done with it.
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import hmac
 import logging
 import os
@@ -30,6 +29,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from rlhpc.runtime.comm.link import PROOF, SIZE, Link, tune, wake_every
 from rlhpc.runtime.comm.loans import PREFIX, Loan, Loans
 from rlhpc.runtime.comm.offers import Offers, Withdrawn
 from rlhpc.runtime.comm.unix import send_all
@@ -39,8 +39,7 @@ from rlhpc.runtime.registry import Keys
 log = logging.getLogger(__name__)
 
 MAGIC = b"rlhpc bulk 1\n"
-_NONCE, _PROOF = 32, 32
-_SIZE = struct.Struct("!H")
+_NONCE = 32
 _RANGE, _READER = struct.Struct("!QQ"), struct.Struct("!I")
 _FETCH, _OFFERED, _RELEASE = b"F", b"O", b"R"
 _OK, _ERROR, _NOT_YET, _WITHDRAWN = b"+", b"-", b"~", b"x"
@@ -51,83 +50,6 @@ _STRANGERS = 64
 _HANDSHAKE_S = 10.0
 #: Most transfers that a process serves at a time; others wait their turn, which costs nothing: the wire is full.
 MOST_TRANSFERS = 8
-#: A transfer without a sign of life from the other host for this long is over, as a silent rank is (`leases.LOST_S`).
-_LOST_S = 180
-#: How often a waiting receiver checks whether the run has failed.
-_LOOK_S = 0.2
-#: Bytes that one system call asks for: few enough that the receiver can check the run in between.
-_CHUNK = 8 << 20
-
-
-class _Link:
-    """An authenticated connection: messages with an HMAC under its own key, and raw bytes."""
-
-    def __init__(self, sock: socket.socket, keys: Keys, sends: bytes, hears: bytes) -> None:
-        self.sock = sock
-        self._secret = hashlib.sha256(b"rlhpc bulk " + keys.secret).digest()
-        self._roles, self._counts = (sends, hears), [0, 0]
-        self._key = b""
-
-    def proof(self, role: bytes, transcript: bytes) -> bytes:
-        return hmac.digest(self._secret, role + transcript, "sha256")
-
-    def agree(self, transcript: bytes) -> None:
-        self._key = self.proof(b"link", transcript)
-
-    def _mac(self, direction: int, body: bytes) -> bytes:
-        self._counts[direction] += 1
-        return hmac.digest(self._key, self._roles[direction] + b"%d " % self._counts[direction] + body, "sha256")
-
-    def say(self, body: bytes) -> None:
-        self.sock.sendall(_SIZE.pack(len(body)) + body + self._mac(0, body))
-
-    def hear(self, check: Callable[[], None]) -> bytes:
-        """Receives the next message.
-
-        Raises:
-            ConnectionError: The other side is gone, or the message is somebody else's.
-        """
-        (size,) = _SIZE.unpack(self.exactly(_SIZE.size, check))
-        message = self.exactly(size + _PROOF, check)
-        if not hmac.compare_digest(message[size:], self._mac(1, message[:size])):
-            raise ConnectionError("a message is not the other side's")
-        return message[:size]
-
-    def exactly(self, size: int, check: Callable[[], None]) -> bytes:
-        data = bytearray(size)
-        self.fill(memoryview(data), check)
-        return bytes(data)
-
-    def fill(self, target: memoryview, check: Callable[[], None]) -> None:
-        """Receives until `target` is full; raises `ConnectionError` with how much had come if it does not get there."""
-        at = 0
-        while at < len(target):
-            try:
-                count = self.sock.recv_into(target[at : at + _CHUNK], 0, socket.MSG_WAITALL)
-            except BlockingIOError:  # nothing came for the socket's timeout
-                check()
-                continue
-            except OSError as error:
-                raise ConnectionError(f"{error.strerror} after {at} of {len(target)} bytes") from None
-            if not count:
-                raise ConnectionError(f"its end came after {at} of {len(target)} bytes")
-            at += count
-
-
-def _tune(sock: socket.socket) -> None:
-    """Sets socket options. Buffer sizes stay the kernel's, which grows them as the path needs; a size set here is capped."""
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _LOST_S * 1000)
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _LOST_S // 3)
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, _LOST_S // 9)
-    _wake_every(sock, _LOOK_S)
-
-
-def _wake_every(sock: socket.socket, seconds: float) -> None:
-    """Sets the kernel's own timeout: with Python's the socket would not block, and each piece would cost one more call."""
-    whole = int(seconds)
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", whole, int((seconds - whole) * 1e6)))
 
 
 # -- the owner's side -------------------------------------------------------------------------------------------------
@@ -200,7 +122,7 @@ class BulkServer:
             finally:
                 with self._lock:
                     self._strangers.pop(sock, None)
-            _wake_every(sock, 0)  # 0: never; an idle connection costs nothing
+            wake_every(sock, 0)  # 0: never; an idle connection costs nothing
             while True:
                 self._answer(link, link.hear(lambda: None))
         except (OSError, struct.error) as error:
@@ -210,9 +132,9 @@ class BulkServer:
                 self._open.discard(sock)
             sock.close()
 
-    def _welcome(self, sock: socket.socket) -> _Link:
-        _tune(sock)
-        link, challenge = _Link(sock, self._keys, b"s", b"c"), secrets.token_bytes(_NONCE)
+    def _welcome(self, sock: socket.socket) -> Link:
+        tune(sock)
+        link, challenge = Link(sock, self._keys, b"s", b"c"), secrets.token_bytes(_NONCE)
         sock.sendall(MAGIC + challenge)
         deadline = time.monotonic() + _HANDSHAKE_S
 
@@ -220,17 +142,17 @@ class BulkServer:
             if time.monotonic() > deadline:
                 raise ConnectionError("it did not say who it is")
 
-        said = link.exactly(_NONCE + _PROOF, late)
+        said = link.exactly(_NONCE + PROOF, late)
         transcript = challenge + said[:_NONCE]
         if not hmac.compare_digest(said[_NONCE:], link.proof(b"client", transcript)):
             self.refused += 1
             raise ConnectionError("it does not know the generation's secret")
         name = self._name.encode()
-        sock.sendall(link.proof(b"server", transcript + name) + _SIZE.pack(len(name)) + name)
+        sock.sendall(link.proof(b"server", transcript + name) + SIZE.pack(len(name)) + name)
         link.agree(transcript)
         return link
 
-    def _answer(self, link: _Link, request: bytes) -> None:
+    def _answer(self, link: Link, request: bytes) -> None:
         operation, body = request[:1], request[1:]
         if operation == _RELEASE:
             self._loans.release(os.fsdecode(body[_READER.size :]), *_READER.unpack_from(body))
@@ -249,7 +171,7 @@ class BulkServer:
         if views is None:
             self._send_file(link, str(loan.segment), start, count)
 
-    def _send_offer(self, link: _Link, name: str, start: int, count: int) -> None:
+    def _send_offer(self, link: Link, name: str, start: int, count: int) -> None:
         try:
             memory = self._offers.find(name, _OFFER_S)
         except Withdrawn:
@@ -270,13 +192,13 @@ class BulkServer:
         with self._lock:
             self.sent += count
 
-    def _send_loan(self, link: _Link, loan: Loan, views: list[memoryview], start: int, count: int) -> None:
+    def _send_loan(self, link: Link, loan: Loan, views: list[memoryview], start: int, count: int) -> None:
         with self._turns:
             self._count(count)
             link.say(_OK)
             send_all(link.sock, loan.pieces(views, start, count))
 
-    def _send_file(self, link: _Link, path: str, start: int, count: int) -> None:
+    def _send_file(self, link: Link, path: str, start: int, count: int) -> None:
         if Path(path).parent not in self._folders:
             link.say(_ERROR + (f"{path} is gone" if path.startswith(PREFIX) else f"{path} is not a segment").encode())
             return
@@ -347,10 +269,10 @@ class BulkClient:
             check()
             raise ChannelError(f"{self.peer} at {where} did not prove to be of this run: {error}") from None
 
-    def _greet(self, sock: socket.socket, keys: Keys) -> _Link:
+    def _greet(self, sock: socket.socket, keys: Keys) -> Link:
         sock.settimeout(None)
-        _tune(sock)
-        link, deadline = _Link(sock, keys, b"c", b"s"), time.monotonic() + _HANDSHAKE_S
+        tune(sock)
+        link, deadline = Link(sock, keys, b"c", b"s"), time.monotonic() + _HANDSHAKE_S
 
         def late() -> None:
             self._check()
@@ -363,8 +285,8 @@ class BulkClient:
         challenge = secrets.token_bytes(_NONCE)
         transcript = said[len(MAGIC) :] + challenge
         sock.sendall(challenge + link.proof(b"client", transcript))
-        proof, size = link.exactly(_PROOF, late), link.exactly(_SIZE.size, late)
-        name = link.exactly(_SIZE.unpack(size)[0], late)
+        proof, size = link.exactly(PROOF, late), link.exactly(SIZE.size, late)
+        name = link.exactly(SIZE.unpack(size)[0], late)
         if not hmac.compare_digest(proof, link.proof(b"server", transcript + name)):
             raise ConnectionError("it does not know the generation's secret")
         if name.decode() != self.peer:

@@ -9,13 +9,11 @@ that needs it and no other; the service thread parks, and takes the loop back wh
 
 from __future__ import annotations
 
-import collections
 import functools
 import itertools
 import logging
 import os
 import queue
-import select
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -36,16 +34,8 @@ from rlhpc.runtime.comm.payload import Origin, Packed, unpack
 from rlhpc.runtime.comm.pool import SegmentPool
 from rlhpc.runtime.comm.queues import ChannelState, Item, Taker
 from rlhpc.runtime.comm.segments import discard
-from rlhpc.runtime.comm.sockets import (
-    Door,
-    Peers,
-    ZapDoor,
-    divided,
-    make_socket,
-    readable,
-    shut_where_crowded,
-    whole,
-)  # fmt: skip
+from rlhpc.runtime.comm.sockets import Door, Peers, ZapDoor, make_socket
+from rlhpc.runtime.comm.traffic import Traffic
 from rlhpc.runtime.comm.unix import Connection, Listener, token_of
 from rlhpc.runtime.errors import ChannelError, DeadlineExceeded
 from rlhpc.runtime.host import host_id
@@ -103,23 +93,23 @@ class Service:
         self.held = HeldValues()
         #: Number of the newest recovery for which the driver wants the main thread's present call to be given up.
         self.aborted = 0
-        self._outbox: collections.deque[tuple[Connection | bytes, list[Any]]] = collections.deque()
-        self._zap = ZapDoor(self.context, keys)
+        zap = ZapDoor(self.context, keys)
         path = scratch.sockets / f"d-{os.getpid()}-{next(_numbers)}"
-        self._listener = Listener(str(path))
-        self._token = token_of(keys)
+        listener = Listener(str(path))
         self.endpoint = {"host": host_id(), "ipc": f"ipc://{path}", "tcp": "", "bulk": ""}
-        self._router = self._bulk = None
+        router = self._bulk = None
         if tcp_address:
-            self._router = make_socket(self.context, zmq.ROUTER, keys, server=True)
-            door = Door(self._router, tcp_address)
+            router = make_socket(self.context, zmq.ROUTER, keys, server=True)
+            door = Door(router, tcp_address)
             self.endpoint["tcp"] = door.endpoint
             self._bulk = BulkServer(name, keys, tcp_address, (scratch.shm, scratch.spill), self.loans, self.offers)
             self.endpoint["bulk"] = self._bulk.endpoint
         self.lane = Lane(scratch, self.endpoint, self.peers, self._read)
         self.origin = Origin(host_id(), self.endpoint["tcp"] or self.endpoint["ipc"], self.endpoint["bulk"])
         self.doing = doing
-        self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._traffic = Traffic(
+            listener, token_of(keys), zap, router, self._bulk, handle=self._handle, gone=self.consumer_died
+        )
         self._on_tick, self._tick_s, self._on_broken = on_tick, tick_s, on_broken
         self.on_note, self.on_join = on_note, on_join
         self._loop = threading.Lock()  # held by the thread that leads the event loop
@@ -127,17 +117,9 @@ class Service:
         self._guests = 0
         self._followers: list[LocalAnswer] = []
         self._unparked = threading.Event()
-        self._epoll = select.epoll()
-        self._connections: dict[int, Connection] = {}
-        self._doors: dict[int, Door] = {}
         self._next_tick = time.monotonic()
-        for fd in (self._listener.sock.fileno(), self._wake, int(self._zap.socket.FD)):
-            self._epoll.register(fd, select.EPOLLIN)
-        if self._router:
-            self._epoll.register(int(self._router.FD), select.EPOLLIN)
+        if router:
             self.mind(door)
-        if self._bulk:
-            self._epoll.register(self._bulk.sock.fileno(), select.EPOLLIN)
         self._thread = threading.Thread(target=self._run, name=f"rlhpc-service-{name}", daemon=True)
         self._thread.start()
 
@@ -145,8 +127,7 @@ class Service:
 
     def mind(self, door: Door) -> None:
         """Keeps a port shut while the process has too few descriptors left for its own files."""
-        self._doors[door.listener.fileno()] = door
-        self._epoll.register(door.listener.fileno(), select.EPOLLIN | select.EPOLLET)
+        self._traffic.mind(door)
 
     @property
     def stopped(self) -> bool:
@@ -161,9 +142,9 @@ class Service:
 
     def reply(self, peer: Connection | bytes, frames: list[Any]) -> None:
         """Queues a reply; the thread that leads the loop sends it."""
-        self._outbox.append((peer, frames))
+        self._traffic.post(peer, frames)
         if threading.get_ident() != self._leader:
-            os.eventfd_write(self._wake, 1)
+            self._traffic.wake()
 
     def channel(self, name: str) -> ChannelState:
         try:
@@ -219,7 +200,7 @@ class Service:
                 if left <= 0:
                     return
                 if self._leader == self._thread.ident:
-                    os.eventfd_write(self._wake, 1)  # ask the service thread to step aside
+                    self._traffic.wake()  # ask the service thread to step aside
                 if self._loop.acquire(timeout=min(0.002, left)):
                     try:
                         self._leader = threading.get_ident()
@@ -274,7 +255,7 @@ class Service:
         with self.lock:
             for state in self.channels.values():
                 state.consumer_died(who)
-        os.eventfd_write(self._wake, 1)
+        self._traffic.wake()
 
     def pack(
         self, obj: Any, readers: int = 1, *, lend: bool = False, takers: Iterable[Taker] = (), whole: bool = False
@@ -317,7 +298,7 @@ class Service:
     def stop(self) -> None:
         """Ends the thread and closes the sockets."""
         self._stopping = True
-        os.eventfd_write(self._wake, 1)
+        self._traffic.wake()
         self._thread.join(timeout=2)
         if threading.current_thread() is not self._thread:
             self.peers.close()
@@ -349,73 +330,19 @@ class Service:
                     self._iterate(max(0.0, self._next_tick - time.monotonic()))
                 self._leader = None
         with self._loop:
-            for connection in self._connections.values():
-                connection.sock.close()
-            self._listener.sock.close()
-            self._epoll.close()
-            for door in self._doors.values():
-                door.listener.close()
-            if self._router:
-                self._router.close()
-            if self._bulk:
-                self._bulk.close()
-            self._zap.socket.close()
+            self._traffic.close()
             self.peers.close()
 
     def _iterate(self, timeout: float) -> bool:
         """One turn of the event loop, by the thread that runs it; False when nothing happened."""
-        epoll, connections, router, zap = self._epoll, self._connections, self._router, self._zap.socket
-        events = epoll.poll(timeout)
-        for fd, event in events:
-            if fd in connections:
-                connection = connections[fd]
-                if event & select.EPOLLOUT and not connection.flush():
-                    epoll.modify(fd, select.EPOLLIN)
-                if event & ~select.EPOLLOUT:
-                    for message in connection.receive():
-                        self._handle(connection, message)
-                if connection.closed:
-                    epoll.unregister(fd)
-                    del connections[fd]
-                    connection.sock.close()
-                    self.consumer_died(connection.name)
-            elif fd == self._wake:
-                os.eventfd_read(self._wake)
-            elif fd == self._listener.sock.fileno():
-                while (accepted := self._listener.accept(self._token)) is not None:
-                    connections[accepted.sock.fileno()] = accepted
-                    epoll.register(accepted.sock.fileno(), select.EPOLLIN)
-            elif self._bulk and fd == self._bulk.sock.fileno():
-                self._bulk.accept()
-            elif fd in self._doors:
-                shut_where_crowded(self._doors.values())
-            # ZeroMQ's descriptor only says that its state changed: read until there is nothing more.
-            elif router and fd == router.FD:
-                pass
-            else:
-                while readable(zap):
-                    self._zap.answer()
-        while True:
-            while router and readable(router):
-                identity, *rest = router.recv_multipart()
-                self._handle(identity, whole(rest))
-            # Sending also notices what has arrived, and the descriptor then no longer signals it: check again.
-            if not self._outbox:
-                break
-            while self._outbox:
-                peer, frames = self._outbox.popleft()
-                if isinstance(peer, bytes):
-                    assert router is not None
-                    router.send_multipart([peer, *divided(frames)])
-                elif not peer.closed and peer.send(frames):
-                    epoll.modify(peer.sock.fileno(), select.EPOLLIN | select.EPOLLOUT)
+        happened = self._traffic.turn(timeout)
         if time.monotonic() >= self._next_tick:
             self._next_tick = time.monotonic() + self._tick_s
-            shut_where_crowded(self._doors.values())
+            self._traffic.look_at_doors()
             self.lane.settle()
             if self._on_tick:
                 self._on_tick(self)
-        return bool(events)
+        return happened
 
     def _handle(self, peer: Connection | bytes, message: list[bytes]) -> None:
         number, op, *frames = message

@@ -26,8 +26,8 @@ from rlhpc.language.data.builtin import resolve_model
 from rlhpc.language.engines import Request, SamplingParams, make_rollout
 from rlhpc.language.model_config import FrozenModelConfig, PretrainedConfig
 from rlhpc.language.rewards import Sample
+from rlhpc.language.roles.opening import open_prompts
 from rlhpc.language.roles.prompts import seed_of
-from rlhpc.language.roles.rollout import open_prompts
 from rlhpc.language.tokens.model import load_causal_lm
 from rlhpc.language.tokens.scalar import add_value_head, load_scalar_model
 from rlhpc.runs.configuration import load_config

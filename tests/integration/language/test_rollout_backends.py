@@ -24,8 +24,8 @@ from rlhpc.language.engines.kv import KeyValues
 from rlhpc.language.engines.registry import awaiting_weights
 from rlhpc.language.engines.sampling import Rows, draw
 from rlhpc.language.engines.vllm_receipt import Loaded, reload_counted
+from rlhpc.language.roles.opening import check_language
 from rlhpc.language.roles.probe import Probe, check_probe, probe_text
-from rlhpc.language.roles.rollout import check_language
 from rlhpc.language.scoring.groups import scoring_groups
 from rlhpc.language.scoring.registry import make_scorer
 from rlhpc.language.tokens.batches import TokenBatch

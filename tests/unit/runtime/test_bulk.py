@@ -207,7 +207,7 @@ def test_a_forged_request_on_a_proven_connection_is_dropped(owner: Serving, keys
     path, _ = owner.pool.write([random_bytes(SIZE).data])
     client = BulkClient(owner.server.endpoint, keys, nothing)
     body = b"F" + bulk._RANGE.pack(HEADER, 10) + path.encode()
-    client._link.sock.sendall(bulk._SIZE.pack(len(body)) + body + secrets.token_bytes(32))
+    client._link.sock.sendall(bulk.SIZE.pack(len(body)) + body + secrets.token_bytes(32))
     with pytest.raises(ConnectionError):
         client._link.hear(nothing)
     client.close()

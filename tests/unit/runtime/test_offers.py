@@ -105,7 +105,7 @@ def test_who_dies_while_it_sends_is_replaced(
 ) -> None:
     _, _, asked, fetch = between
 
-    def half(self: BulkServer, link: bulk._Link, name: str, start: int, count: int) -> None:
+    def half(self: BulkServer, link: bulk.Link, name: str, start: int, count: int) -> None:
         link.say(bulk._OK)
         link.sock.sendall(b"\1" * (count // 2))
         link.sock.close()

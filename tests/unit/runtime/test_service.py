@@ -27,7 +27,7 @@ class Home(Service):
 
     def take(self, key: str) -> bytes:
         """Waits for the next item of a key."""
-        items = self.wait_local(lambda answer: self.channel("c").get(key, "", None, answer), 30.0, "an item")
+        items = self.wait_local(lambda answer: self.channel("c").get(key, (), None, answer), 30.0, "an item")
         return bytes(items[0].frames[0])
 
 

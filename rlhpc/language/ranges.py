@@ -1,0 +1,60 @@
+"""What the numbers of language models' configurations may be."""
+
+from __future__ import annotations
+
+from rlhpc.config.ranges import ANY, COUNT, FRACTION, INTERVAL, NOT_NEGATIVE, PART, POSITIVE, Range
+from rlhpc.config.ranges import RANGES as COMMON_RANGES
+from rlhpc.language.group_config import GROUP_RANGES
+
+#: What each number may be, of both kinds of run.
+RANGES: dict[str, Range] = {
+    "runner.val_check_interval": INTERVAL,
+    "algorithm.gamma": FRACTION,
+    "algorithm.gae_lambda": FRACTION,
+    "algorithm.value_clip": POSITIVE,
+    "algorithm.value_coef": NOT_NEGATIVE,
+    "algorithm.clip_ratio_low": PART,
+    "algorithm.clip_ratio_high": NOT_NEGATIVE,
+    "algorithm.clip_ratio_c": Range(1, above=True),
+    "algorithm.entropy_coef": NOT_NEGATIVE,
+    "algorithm.update_epochs": COUNT,
+    "algorithm.group_size": COUNT,
+    "algorithm.kl_coef": NOT_NEGATIVE,
+    "algorithm.tis_cap": POSITIVE,
+    "algorithm.max_refills": NOT_NEGATIVE,
+    "algorithm.overlong_buffer": NOT_NEGATIVE,
+    "algorithm.max_staleness": NOT_NEGATIVE,
+    "algorithm.distillation.topk": COUNT,
+    "algorithm.distillation.beta": FRACTION,
+    "algorithm.distillation.coef": POSITIVE,
+    "algorithm.distillation.task_reward_coef": NOT_NEGATIVE,
+    "rollout.max_new_tokens": COUNT,
+    "rollout.temperature": NOT_NEGATIVE,
+    "rollout.probe_interval": NOT_NEGATIVE,
+    "rollout.probe_tolerance": POSITIVE,
+    "rollout.top_p": Range(0, 1, above=True),
+    "rollout.top_k": Range(1, also=(-1, "off")),
+    "rollout.max_batch_size": COUNT,
+    "rollout.max_model_len": COUNT,
+    "rollout.gpu_memory_utilization": Range(0, 1, above=True),
+    "rollout.max_turns": COUNT,
+    "actor.global_batch_size": COUNT,
+    "actor.optim.lr_warmup_steps": NOT_NEGATIVE,
+    "actor.max_tokens_per_micro_batch": COUNT,
+    **{
+        f"data.{part}.{name}": allowed
+        for part in ("train", "eval[]")
+        for name, allowed in {"size": COUNT, "seed": NOT_NEGATIVE, "eval_fraction": FRACTION}.items()
+    },
+    "data.eval[].samples": COUNT,
+    "data.eval[].temperature": NOT_NEGATIVE,
+    "data.max_prompt_tokens": COUNT,
+    "data.prompts_per_step": COUNT,
+    "reward.terms[].weight": ANY,
+    "reward.process_terms[].weight": ANY,
+    "reward.timeout_s": POSITIVE,
+    "reward.failed": ANY,
+    "reward.processes": COUNT,
+    **GROUP_RANGES,
+    **{f"critic.{key[6:]}": allowed for key, allowed in COMMON_RANGES.items() if key.startswith("actor.")},
+}

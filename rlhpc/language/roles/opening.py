@@ -1,0 +1,52 @@
+"""What ranks of a language model's run read before they begin, and what is tried of it before any is started."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rlhpc.config.typed import select
+from rlhpc.language.agents.registry import configured_agent
+from rlhpc.language.config import LanguageConfig
+from rlhpc.language.data import PromptDataset, PromptTokenizer, load_tokenizer, make_dataset
+from rlhpc.language.engines.ends import load_model_config
+from rlhpc.language.engines.vllm_experts import require_proven
+from rlhpc.language.evaluate import problems_of, suites_of
+from rlhpc.language.scoring.asking import Judging
+from rlhpc.language.tokens.model import compute_dtype
+from rlhpc.training.zero_config import deepspeed_config
+
+
+def open_prompts(cfg: LanguageConfig) -> tuple[Any, PromptTokenizer, PromptDataset]:
+    """Tokenizer, what makes token ids of prompts, and the training prompts.
+
+    Raises:
+        ConfigError: Model, dataset or template cannot be used; or a prompt is too long.
+    """
+    tokenizer = load_tokenizer(cfg.actor.model.model_path, cfg.actor.model.trust_remote_code)
+    data = cfg.data
+    encoder = PromptTokenizer(tokenizer, data.max_prompt_tokens, data.overlong_prompts, data.train.chat_template)
+    dataset = make_dataset(data.train, "train")
+    return tokenizer, encoder, encoder.fitting(dataset) if encoder.overlong == "drop" else dataset
+
+
+def check_language(cfg: LanguageConfig, ranks: dict[str, int]) -> None:
+    """Refuses what would fail after the start: model, tokenizer, dataset, rewards.
+
+    Raises:
+        ConfigError: Names the key.
+    """
+    model = cfg.actor.model
+    if "rollout" in ranks and cfg.rollout.rollout_backend.lower() == "vllm":
+        require_proven(load_model_config(str(model.model_path), model.trust_remote_code))
+    tokenizer, encoder, dataset = open_prompts(cfg)
+    encoder.encode(dataset[0])
+    if cfg.actor.training_backend.lower() == "deepspeed":
+        deepspeed_config(cfg.actor, compute_dtype(cfg.actor.model, "cpu"))
+    if "rollout" in ranks:
+        configured_agent(cfg)
+        Judging(cfg).close()
+        if select(cfg, "runner.val_check_interval") > 0:
+            for section in suites_of(cfg).values():
+                problems_of(cfg, section, tokenizer)
+    else:
+        encoder.encode_demonstration(dataset[0])
