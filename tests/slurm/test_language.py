@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -108,3 +109,61 @@ def test_critic_and_reward_model_have_nodes_of_their_own(
     run.finish(process, 400)
     assert len(run.attempts) == 1 and not run.recoveries
     assert [row["step"] for row in run.rows()] == list(range(1, 41))
+
+
+#: A reward that takes its time for as long as there is a file.
+SLOW = """
+import os
+import time
+
+def slow(sample):
+    while_there = os.environ["RLHPC_TEST_PAUSE"]
+    if os.path.exists(while_there):
+        time.sleep(0.2)
+    return len(sample.response) / 8
+"""
+
+
+def test_helpers_join_from_jobs_of_their_own(slurm: SlurmCluster, tmp_path: Path) -> None:
+    """One is cancelled, one killed, one stays to the end; each on whatever node was idle, and no prompt is lost or trained
+    on twice."""
+    config, pause = tmp_path / "language.yaml", tmp_path / "pause"
+    config.write_text(CONFIG.format(root=ROOT))
+    (tmp_path / "slow_rewards.py").write_text(SLOW)
+    pause.touch()
+    run = SlurmRun(
+        slurm, tmp_path, "rollout.rollout_backend=hf", "runner.max_steps=60", "runner.save_interval=100",
+        "reward.terms=[{name: 'slow_rewards:slow'}]", config=config,
+    )  # fmt: skip
+    run.environment |= {
+        "RLHPC_MODELS": str(tmp_path / "models"), "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(tmp_path),
+        "RLHPC_TEST_PAUSE": str(pause),
+    }  # fmt: skip
+    process = run.submit()
+    until(lambda: run.step() >= 1, f"it trains\n{run.account()}", 300)
+    driver = run.root / "logs" / "segment_0" / "driver.err"
+
+    def helper(rank: int) -> str:
+        command = f"{sys.executable} -m rlhpc.cli join {run.root}"
+        job = slurm.run(
+            "sbatch", "--parsable", "--partition=cpu", "--cpus-per-task=1", "--mem=2G",
+            f"--output={tmp_path}/helper-{rank}.log", "--wrap", command,
+        ).strip()  # fmt: skip
+        told = f"rollout[{rank}] takes part"
+        until(lambda: told in driver.read_text(), f"helper {rank} takes part\n{run.account()}", 200)
+        return job
+
+    first = helper(1)
+    slurm.run("scancel", first)
+    until(lambda: "rollout[1] ended" in driver.read_text(), f"the first has left\n{run.account()}", 120)
+    helper(2)
+    kill(run.members()["rollout-2"]["pid"])
+    until(lambda: "rollout[2] ended" in driver.read_text(), f"the second is lost\n{run.account()}", 120)
+    last = helper(3)
+    pause.unlink()
+    run.finish(process, 400)
+    until(lambda: not slurm.run("squeue", "--noheader", "--jobs", last).strip(), "the last has ended with the run")
+    assert "rollout-3 ended: " in (tmp_path / "helper-3.log").read_text()
+    assert len(run.attempts) == 1 and not run.recoveries
+    rows = run.rows()
+    assert [row["rollout/samples"] for row in rows] == [64.0 * step for step in range(1, 61)]

@@ -285,7 +285,7 @@ def context_length(config: Any, options: EngineOptions) -> int:
 
 
 def _refuse_recurrent(config: Any, model_path: str) -> None:
-    """Layers that keep a state of their own cannot join a batch that is padded on the left."""
+    """Layers that keep a state of their own cannot join a batch of rows of different lengths."""
     kinds = set(getattr(config, "layer_types", None) or ()) - {
         "full_attention",
         "sliding_attention",
