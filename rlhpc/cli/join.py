@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import os
 import signal
-import sys
 import threading
 from typing import Any
 
@@ -22,6 +21,7 @@ _EXAMPLES = (
 
 
 def _join(args: argparse.Namespace) -> int:
+    from rlhpc.jobs.claim import read_json
     from rlhpc.runtime.allocation import granted_cpus, visible_accelerators
     from rlhpc.runtime.joining import stay, wish_of
 
@@ -38,8 +38,11 @@ def _join(args: argparse.Namespace) -> int:
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
         signal.signal(number, lambda *_: stopped.set())
     wish = wish_of(args.group, threads, accelerators)
-    stay(paths.registry, wish, stopped, tell, patience_s=args.patience)
-    sys.stdout.flush()
+
+    def over() -> bool:
+        return (read_json(paths.driver_state) or {}).get("state") == "finished"
+
+    stay(paths.registry, wish, stopped, tell, over, patience_s=args.patience)
     return 0
 
 

@@ -34,6 +34,8 @@ log = logging.getLogger(__name__)
 
 #: How often it looks whether the driver is there; how long that may take to answer.
 _LOOK_S, _ANSWER_S = 2.0, 30.0
+#: How often it looks for another driver.
+_LOOK_AGAIN_S = 0.5
 
 
 class Refused(ConfigError):
@@ -171,6 +173,7 @@ def stay(
     wish: Mapping[str, Any],
     stopped: threading.Event,
     said: Callable[[str], None],
+    over: Callable[[], bool],
     *,
     patience_s: float,
     grace_s: float = 5.0,
@@ -182,6 +185,7 @@ def stay(
         wish: See `wish_of`.
         stopped: Set when this process is to leave, as before its walltime ends.
         said: Told what happens.
+        over: Whether the run has come to its end, so that no driver will take it up again.
         patience_s: How long it waits for another driver, when one is gone.
         grace_s: How long a rank may take to end.
 
@@ -193,7 +197,7 @@ def stay(
     """
     times, before = 0, ""
     while True:
-        door = _door(registry_root, before, stopped, patience_s if times else 0.0)
+        door = _door(registry_root, before, lambda: stopped.is_set() or over(), patience_s if times else 0.0)
         if door is None:
             return times
         before = door.registry.generation
@@ -206,7 +210,7 @@ def stay(
             return times
 
 
-def _door(registry_root: Path, before: str, stopped: threading.Event, patience_s: float) -> Door | None:
+def _door(registry_root: Path, before: str, over: Callable[[], bool], patience_s: float) -> Door | None:
     """The way to a driver other than the one before; None if none comes in time."""
     deadline = time.monotonic() + patience_s
     while True:
@@ -215,8 +219,9 @@ def _door(registry_root: Path, before: str, stopped: threading.Event, patience_s
         with contextlib.suppress(ConfigError, OSError):
             if (registry_root / CURRENT).read_text() != before:
                 return Door(registry_root)
-        if time.monotonic() >= deadline or stopped.wait(0.5):
+        if over() or time.monotonic() >= deadline:
             return None
+        time.sleep(_LOOK_AGAIN_S)
 
 
 def _take_part(

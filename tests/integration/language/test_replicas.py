@@ -139,7 +139,7 @@ def test_a_helper_joins_works_and_leaves(undisturbed: LanguageRun, tmp_path: Pat
 def test_a_helper_stays_to_the_end(tmp_path: Path) -> None:
     run = Disturbed(tmp_path / "helped", pause_s=0.4, restarts=0)
     run.until(lambda: run.step() >= 1)
-    helper = run.join("--patience", "0")
+    helper = run.join()
     run.until(lambda: "rollout[3] takes part from the next step on" in run.said())
     run.hurry()
     run.end()
