@@ -201,10 +201,16 @@ class DeepSpeedBackend(ParkingBackend):
         self.deepspeed.utils.safe_set_local_fp32_param(parameter, flat[share * self.rank : share * (self.rank + 1)])
 
     def held_tensors(self) -> Named:
-        """This rank's parts, if the parameters are partitioned."""
+        """This rank's parts, if the parameters are partitioned, without what fills up the last one: nobody writes there."""
         with self.awake():
+            parameter: Any  # DeepSpeed adds attributes
             for name, parameter in self.module.named_parameters():
-                yield name, parameter.ds_tensor if hasattr(parameter, "ds_tensor") else parameter.detach()
+                if not hasattr(parameter, "ds_tensor"):
+                    yield name, parameter.detach()
+                    continue
+                part = parameter.ds_tensor
+                left = parameter.ds_numel - part.numel() * parameter.ds_zero_partition_rank
+                yield name, part.narrow(0, 0, min(max(left, 0), part.numel()))
 
     # -- checkpoints ----------------------------------------------------------------------------------------------
 

@@ -54,6 +54,16 @@ def rollout(kind: str, number: int) -> dict[str, torch.Tensor]:
     }  # fmt: skip
 
 
+def spoil_what_fills_up(module: torch.nn.Module) -> None:
+    """The last part of a partitioned parameter is as large as the others; what is beyond the parameter's end is whatever the
+    memory held before."""
+    for parameter in module.parameters():
+        if hasattr(parameter, "ds_tensor"):
+            part = parameter.ds_tensor
+            left = parameter.ds_numel - part.numel() * parameter.ds_zero_partition_rank
+            part.data[max(left, 0) :] = torch.nan
+
+
 class PolicyTrainer(Trainer[Any]):
     """Trains by PPO on rollouts that are made up."""
 
@@ -81,6 +91,7 @@ class PolicyTrainer(Trainer[Any]):
         if save:
             Path(save).mkdir(exist_ok=True)
             self.barrier()
+            spoil_what_fills_up(backend.module)
             self.save(save)
         weights = {name: tensor.clone() for name, tensor in backend.named_weights()}
         here = sum(tensor.numel() for name, tensor in backend.held_tensors() if "optimizer" not in name)

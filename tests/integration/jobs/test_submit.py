@@ -17,6 +17,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from rlhpc.jobs.attempts import Attempts
@@ -532,7 +533,11 @@ def test_status_of_all_runs(tmp_path: Path, fake_slurm: Path) -> None:
 @pytest.mark.skipif(os.getuid() != 0, reason="needs root, to be another user")
 def test_a_colleague_sees_what_is_open_to_all(run: Run) -> None:
     run.submit(60.0, wait=False)
-    run.claim()
+    driver = run.claim().driver
+    assert driver is not None
+    still = [psutil.Process(driver.pid), *psutil.Process(driver.pid).children(recursive=True)]
+    for process in still:  # it would write its status again
+        process.suspend()
     run.paths.driver_state.rename(run.root / "later")
     for folder in (run.root, *run.root.parents):
         folder.chmod(folder.stat().st_mode | 0o555)
@@ -544,6 +549,8 @@ def test_a_colleague_sees_what_is_open_to_all(run: Run) -> None:
         assert "submitted by root; what it does before its first step only they can see" in render_status(run.paths)
     finally:
         os.seteuid(0)
+        for process in still:
+            process.resume()
     claim = Claim.newest(run.files)
     assert claim is not None and claim.alive_here()
 
