@@ -112,9 +112,11 @@ class Door:
         return True
 
     def tell(self, note: dict[str, Any]) -> None:
-        """Leaves the driver a note."""
-        with contextlib.suppress(RlhpcError):
+        """Leaves the driver a note; one that is gone needs none."""
+        try:
             self._peers.request(self._endpoint(), b"NOTED", [pickle.dumps(note)], _ANSWER_S, "the driver")
+        except RlhpcError as error:
+            log.warning("the driver was not told: %s", error)
 
     def close(self) -> None:
         """Closes the connection."""
@@ -194,6 +196,7 @@ def stay(
 
     Raises:
         ConfigError: There is no driver, or it takes no such rank, from the start.
+        RlhpcError: The rank has ended by itself.
     """
     times, before = 0, ""
     while True:
@@ -202,8 +205,10 @@ def stay(
             return times
         before = door.registry.generation
         try:
-            _take_part(door, wish, stopped, said, grace_s)
+            status = _take_part(door, wish, stopped, said, grace_s)
             times += 1
+            if status and not stopped.is_set() and door.is_current and door.lives():
+                raise RlhpcError("the rank has ended by itself, while the run goes on: its log says why")
         finally:
             door.close()
         if stopped.is_set():
@@ -226,8 +231,8 @@ def _door(registry_root: Path, before: str, over: Callable[[], bool], patience_s
 
 def _take_part(
     door: Door, wish: Mapping[str, Any], stopped: threading.Event, said: Callable[[str], None], grace_s: float
-) -> None:
-    """With one driver, until it is gone, the rank has ended, or this process is to leave."""
+) -> int:
+    """With one driver, until it is gone, the rank has ended, or this process is to leave; the rank's wait status."""
     spec = door.ask(wish)
     rank = JoinedRank(spec)
     said(f"{spec.name} joins {door.registry.root.parent.parent.name} (pid {rank.process.pid}, log {spec.log_err})")
@@ -242,3 +247,4 @@ def _take_part(
     status = rank.end(grace_s) if rank.status is None else rank.status
     door.tell({"note": "exit", "name": spec.name, "incarnation": spec.incarnation, "status": status})
     said(f"{spec.name} ended: {gone or f'wait status {status}'}")
+    return status

@@ -55,9 +55,9 @@ class Replicas:
         if lost := sorted({*self.ranks} - {*there}):
             self.ranks = [rank for rank in self.ranks if rank in there]
             told = f"{self._named(lost)} ended; the others have made its prompts, and nothing else is lost"
-            if self._restarted < self._restarts():
-                self._restarted += len(self._group.restart())
-                told += "; it is started again"
+            if self._restarted < self._restarts() and (again := self._group.restart()):
+                self._restarted += len(again)
+                told += f"; {self._named(again)} starts again"
             note(told)
         for rank in self._group.admit():
             self._opening[rank] = self._opens(rank)

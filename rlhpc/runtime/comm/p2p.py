@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import pickle
 import secrets
 import time
@@ -64,7 +65,8 @@ def _begin(
     pending = peers.begin(choose(record), b"PUT", [head, *packed.frames(reader, share)], whom)
 
     def arrived(timeout: float) -> bool:
-        outlook = Outlook(*pickle.loads(peers.reply_to(pending, timeout)[0]))
+        left = functools.partial(context.has_left, dst_group, dst_rank)
+        outlook = Outlook(*pickle.loads(peers.reply_to(pending, timeout, left)[0]))
         if outlook.host:
             context.service.lane.takers[dst_group, dst_rank] = outlook.taker
         return outlook.waiting

@@ -223,8 +223,14 @@ class Peers:
             raise self._gone(endpoint, whom) from None
         return Pending(endpoint, number, whom)
 
-    def reply_to(self, pending: Pending, timeout: float) -> list[bytes]:
-        """Waits for the reply to a request; raises as `request` does."""
+    def reply_to(self, pending: Pending, timeout: float, gone: Callable[[], bool] = lambda: False) -> list[bytes]:
+        """Waits for the reply to a request; raises as `request` does.
+
+        Args:
+            pending: The request.
+            timeout: Seconds.
+            gone: Whether the other side is known to have ended: the end of one on another host closes no connection.
+        """
         endpoint, number, whom = pending
         client = self._client(endpoint)
         try:
@@ -233,6 +239,8 @@ class Peers:
                 reply = client.receive(max(0.0, min(0.2, deadline - time.monotonic())))
                 if reply is None:
                     self._check()
+                    if gone():
+                        raise self._gone(endpoint, whom)
                     if time.monotonic() > deadline:
                         client.send([b"", b"CANCEL", number])
                         raise DeadlineExceeded(f"waited {timeout:.1f} s for {whom}")

@@ -132,7 +132,7 @@ def test_a_helper_joins_works_and_leaves(undisturbed: LanguageRun, tmp_path: Pat
     assert helper.returncode == 0 and "rollout-3 joins run" in err and "it was told to leave" in err, out + err
     run.hurry()
     said = run.end()
-    assert "rollout[3] ended; the others have made its prompts" in said and "it is started again" not in said
+    assert "rollout[3] ended; the others have made its prompts" in said and "starts again" not in said
     same(run, undisturbed)
 
 
