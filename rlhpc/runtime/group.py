@@ -108,12 +108,8 @@ class WorkerGroup:
 
     def relaunch(self) -> WorkerGroup:
         """Restarts the ranks that have ended, in the same place; follow with `wait_ready`."""
-        if self._cluster is None:
-            raise ConfigError(f"group {self.name or self._cls.__name__!r} was never launched here")
-        session = Session.current()
-        started = session.relaunch(self.name, self._cluster)
-        again = {member.spec.rank for member in started}
-        self._members = [m for m in self._members if m.spec.rank not in again] + started
+        again, session = set(self.restart()), Session.current()
+        started = [member for member in self._members if member.spec.rank in again]
         alive = [record for record in self._records if record["rank"] not in again]
 
         def arrival() -> list[dict[str, Any]]:

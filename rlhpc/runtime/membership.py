@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import pickle
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -41,7 +41,6 @@ class Membership:
         self._ranks, self._registry, self._failures = ranks, registry, failures
         self._log_dir, self._listens = log_dir, listens
         self._joined, self._host = JoinedStarter(), host_id()
-        self._numbers: dict[str, int] = {}
         self.epoch = 0
 
     def left(self, member: Member, failure: RlhpcError, rpc: RpcClient) -> None:
@@ -80,9 +79,8 @@ class Membership:
         group = wish["group"]
         self._allow(group, wish)
         with self._ranks.changed:
-            like = next(m.spec for m in self._ranks.all() if m.spec.group == group)
-            number = max(self._numbers.get(group, 0), like.world_size, *(self._rank_numbers(group)))
-            self._numbers[group] = number + 1
+            specs = [m.spec for m in self._ranks.all() if m.spec.group == group]  # of those that have ended, too
+            like, number = specs[0], 1 + max(spec.rank for spec in specs)
             stem = self._log_dir / f"{group}-{number}"
             env = {name: value for name, value in like.env.items() if name != "CUDA_VISIBLE_DEVICES"}
             spec = replace(
@@ -93,9 +91,6 @@ class Membership:
             self._ranks.add([Member(spec, self._joined)])
         log.info("%s joins from node %s (job %s)", spec.name, spec.node, wish["job"] or "none")
         return pickle.dumps(spec)
-
-    def _rank_numbers(self, group: str) -> Sequence[int]:
-        return [m.spec.rank + 1 for m in self._ranks.all() if m.spec.group == group]
 
     def _allow(self, group: str, wish: Mapping[str, Any]) -> None:
         elastic = self._failures.elastic

@@ -17,7 +17,7 @@ pytest.importorskip("transformers", reason="needs the extra llm")
 
 from lm_rewards import ones
 from safetensors.torch import load_file
-from test_reasoning import LanguageRun
+from test_reasoning import LanguageRun, json_of
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from rlhpc.config.typed import changed
@@ -409,14 +409,6 @@ def test_an_evaluation_asks_the_groups_models_itself(groups: LanguageRun) -> Non
     found = json.loads((groups.root / "eval" / "global_step_5" / "held_out.json").read_text())
     (line, *_) = (groups.root / "eval" / "global_step_5" / "held_out.samples.jsonl").read_text().splitlines()
     assert set(json.loads(line)["terms"]) == {"ones", "reward"} and found["failed"] == 0
-
-
-def json_of(path: Path) -> dict[str, Any]:
-    try:
-        found: dict[str, Any] = json.loads(path.read_text())
-        return found
-    except (OSError, ValueError):
-        return {}
 
 
 def test_a_group_that_is_killed_starts_again_alone(groups: LanguageRun, tmp_path: Path, reward_model: Path) -> None:

@@ -55,6 +55,15 @@ actor:
 """
 
 
+def json_of(path: Path) -> dict[str, Any]:
+    """What a file holds; nothing while it is not there."""
+    try:
+        found: dict[str, Any] = json.loads(path.read_text())
+        return found
+    except (OSError, ValueError):
+        return {}
+
+
 class LanguageRun:
     """A run of the configuration above, with overrides, in a folder of its own."""
 

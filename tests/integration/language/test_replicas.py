@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import subprocess
@@ -10,11 +9,10 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from test_reasoning import LanguageRun
+from test_reasoning import LanguageRun, json_of
 
 from tests import warm
 
@@ -23,14 +21,6 @@ SHORT = (
     f"runner.max_steps={STEPS}", "runner.save_interval=-1", "cluster.component_placement={actor: '0', rollout: '0:0-2'}",
     "rollout.max_batch_size=8",
 )  # fmt: skip
-
-
-def json_of(path: Path) -> dict[str, Any]:
-    try:
-        found: dict[str, Any] = json.loads(path.read_text())
-        return found
-    except (OSError, ValueError):
-        return {}
 
 
 @pytest.fixture(scope="module")
