@@ -418,7 +418,7 @@ def test_a_group_that_is_killed_starts_again_alone(groups: LanguageRun, tmp_path
         tmp_path / "killed", *OWN, f"reward.model.model_path={reward_model}",
         "reward.terms=[{name: ones}, {name: reward, weight: 0.01}]", "runner.save_interval=5",
         places(reference=0, reward="0:0-1", ones=0, evenness=0),
-        "groups=[{name: ones, scorer: 'own_groups:Ones', kwargs: {pause_s: 0.05}}, "
+        "groups=[{name: ones, scorer: 'own_groups:Ones', kwargs: {pause_s: 0.3}}, "
         "{name: evenness, scorer: 'own_groups:Evenness'}]",
     )  # fmt: skip
     run.environment["RLHPC_MAX_RESTARTS"] = "2"
