@@ -6,8 +6,10 @@ STAMP := $(VENV)/.setup-done
 RUN   ?= configs/quickstart.yaml
 PYTEST_ARGS ?=
 BENCH_ARGS ?=
-WORKERS ?= $(shell [ "$$(getconf _NPROCESSORS_ONLN)" -gt 1 ] && echo 2 || echo 0)
+# One more than two cores can run: a third of the tests' time is waiting. Each that tests on Slurm brings one up.
+WORKERS ?= $(shell [ "$$(getconf _NPROCESSORS_ONLN)" -gt 1 ] && echo 3 || echo 0)
 KILLS ?= 30
+EVENTS ?= 100
 ENDS  ?= 20
 SEED  ?= 1
 SEEDS ?= 3
@@ -17,7 +19,7 @@ PART  ?= 1/1
 export OMP_NUM_THREADS ?= 1
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 
-.PHONY: help setup setup-llm setup-robot quickstart demo-llm demo-robot test test-gpu test-slurm test-all chaos leftovers attack bad-inputs lint bench bench-gpu docs docs-reference constraints resolve clean
+.PHONY: help setup setup-llm setup-robot quickstart demo-llm demo-robot test test-gpu test-slurm test-all chaos chaos-helpers leftovers attack bad-inputs lint bench bench-gpu docs docs-reference constraints resolve clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -43,7 +45,7 @@ $(VENV)/.setup-robot: $(STAMP)
 quickstart: setup  ## train, evaluate, export and report a first policy (RUN=configs/….yaml for another)
 	rlhpc run $(RUN)
 
-test: setup  ## the tests, in two processes (WORKERS=0: in one; PYTEST_ARGS=… for some of them)
+test: setup  ## the tests, in three processes (WORKERS=0: in one; PYTEST_ARGS=… for some of them)
 	pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
 
 demo-llm: setup-llm  ## a language model from nothing: SFT, then GRPO, at three seeds (SEEDS=1 for one)
@@ -52,6 +54,7 @@ demo-llm: setup-llm  ## a language model from nothing: SFT, then GRPO, at three 
 demo-robot: setup-robot  ## a robot arm pushes a cube: demonstrations, a policy from them, evaluation, a film
 	rlhpc run configs/embodied/push_cube_bc.yaml runner.name=demo_robot env.eval.video_episodes=4
 
+test-slurm: WORKERS = $(shell [ "$$(getconf _NPROCESSORS_ONLN)" -gt 1 ] && echo 2 || echo 0)
 test-slurm: setup  ## the tests on a real Slurm each worker brings up (tests/slurm/install.sh installs it)
 	pytest -m slurm -n $(WORKERS) --dist worksteal tests/slurm $(PYTEST_ARGS)
 
@@ -67,6 +70,9 @@ leftovers: setup  ## 20 jobs of two users end in every way on a real Slurm: noth
 
 chaos: setup  ## 30 random kills over one run on a real Slurm (KILLS=…, SEED=…)
 	RLHPC_CHAOS_KILLS=$(KILLS) RLHPC_CHAOS_SEED=$(SEED) pytest -m slurm tests/slurm/test_chaos.py -s
+
+chaos-helpers: setup-llm  ## 100 random joins, leaves, preemptions and kills of a run's helpers on a real Slurm (EVENTS=…, SEED=…)
+	RLHPC_HELPERS_EVENTS=$(EVENTS) RLHPC_HELPERS_SEED=$(SEED) pytest -m slurm tests/slurm/test_elastic.py -k random -s
 
 attack: setup  ## hostile programs, files and users against what is built (long; a part of them is among the tests)
 	PYTHONPATH=. $(VENV)/bin/python tests/attack/programs.py

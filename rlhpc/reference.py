@@ -12,6 +12,7 @@ from typing import Any
 
 import rlhpc
 from rlhpc.config.reference import render
+from rlhpc.config.sweep import SWEEP, SweepConfig
 from rlhpc.runs.kinds import all_kinds
 
 _CLI_HEAD = """# Command line
@@ -254,7 +255,7 @@ def render_runtime() -> str:
 
 def render_config() -> str:
     """The page of all configuration keys, in Markdown."""
-    return render({kind.name: (kind.config, kind.ranges) for kind in all_kinds()})
+    return render({kind.name: (kind.config, kind.ranges) for kind in all_kinds()}, {SWEEP: SweepConfig})
 
 
 PAGES = {"cli": render_cli, "config": render_config, "runtime": render_runtime}

@@ -104,6 +104,7 @@ class WorkflowLog:
             self._end_block()
             self._block, self._failing = Job(found[1]), True
         elif found := _FINISHED.match(line):
+            self._end_block()  # a short job's end may follow its beginning at once
             self._count(found[1], -1)
         elif found := _WAITS.match(line):
             self.waiting = found[1]

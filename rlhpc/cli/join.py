@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import os
 import signal
-import threading
 from typing import Any
 
 from rlhpc.cli.named import run_paths
@@ -18,12 +17,19 @@ _EXAMPLES = (
     "sbatch --partition=preempt --gres=gpu:1 --time=1:00:00 --wrap='rlhpc join runs/reasoning --group rollout'",
     "srun --ntasks=4 --gpus-per-task=1 rlhpc join runs/reasoning --group rollout",
 )
+#: Signals that have a rank leave, and what they mean.
+_REASONS: dict[int, str] = {
+    signal.SIGTERM: "its job is being ended (SIGTERM)",
+    signal.SIGINT: "interrupted (Ctrl-C)",
+    signal.SIGUSR1: "it was told to leave (SIGUSR1)",
+    signal.SIGUSR2: "its job must end soon (SIGUSR2: walltime or preemption)",
+}
 
 
 def _join(args: argparse.Namespace) -> int:
-    from rlhpc.jobs.claim import read_json
+    from rlhpc.jobs.ending import Ending
     from rlhpc.runtime.allocation import granted_cpus, visible_accelerators
-    from rlhpc.runtime.joining import stay, wish_of
+    from rlhpc.runtime.joining import Leaving, stay, wish_of
 
     for name, value in (("--patience", args.patience), ("--accelerators", args.accelerators)):
         if value is not None and value < 0:
@@ -34,15 +40,11 @@ def _join(args: argparse.Namespace) -> int:
     if accelerators > seen:
         raise ConfigError(f"--accelerators is {accelerators}, and this process sees {seen}")
     threads = max(1, int(os.environ.get("SLURM_CPUS_PER_TASK", granted_cpus())))
-    stopped = threading.Event()
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
-        signal.signal(number, lambda *_: stopped.set())
-    wish = wish_of(args.group, threads, accelerators)
-
-    def over() -> bool:
-        return (read_json(paths.driver_state) or {}).get("state") == "finished"
-
-    stay(paths.registry, wish, stopped, tell, over, patience_s=args.patience)
+    stopped = Leaving()
+    for number in _REASONS:
+        signal.signal(number, lambda signum, _: stopped.because(_REASONS[signum]))
+    wish, over = wish_of(args.group, threads, accelerators), Ending(paths)
+    stay(paths.registry, wish, stopped, tell, over, patience_s=args.patience, await_driver=args.await_driver)
     return 0
 
 
@@ -60,3 +62,4 @@ def add_commands(commands: Any) -> None:
         "--patience", type=float, default=600.0, metavar="SECONDS",
         help="how long to wait for the run's next driver when this one has ended, as after a requeue (default 600)",
     )  # fmt: skip
+    join.add_argument("--await-driver", action="store_true", help="wait as long for a first driver, if none is at work")

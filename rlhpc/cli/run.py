@@ -12,7 +12,8 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,16 +23,22 @@ from rlhpc.jobs.paths import RunPaths
 from rlhpc.runtime.errors import ConfigError, RlhpcError
 
 if TYPE_CHECKING:
+    from rlhpc.cli.follow import Follower, Track, WorkflowLog
+    from rlhpc.cli.sweep import SweepFollower
     from rlhpc.config.sections import RunConfig
+    from rlhpc.runs.sweeps import Sweep
 
 _EXAMPLES = (
     "rlhpc run configs/quickstart.yaml",
     "rlhpc run configs/quickstart.yaml runner.name=second runner.seed=2",
     "rlhpc run configs/embodied/cartpole_het.yaml --profile slurm --site mycluster",
+    "rlhpc run configs/quickstart.yaml 'sweep={grid: {actor.optim.lr: [3e-4, 1e-3]}, seeds: [1, 2, 3]}'",
     "rlhpc run configs/quickstart.yaml -n",
     "rlhpc run configs/quickstart.yaml -- --forcerun report",
 )
 _POLL_S = 0.3
+#: Ends what a workflow has started, once somebody asked for it; returns the exit code.
+Stop = Callable[["subprocess.Popen[bytes]", KeyboardInterrupt], int]
 #: How long a driver may take to save after Ctrl-C.
 _SAVE_S = 600.0
 
@@ -113,12 +120,15 @@ def _run(args: argparse.Namespace) -> int:
     from rlhpc.config import find_config, total_steps
     from rlhpc.runs.configuration import load_config
     from rlhpc.runs.kinds import kind_of
+    from rlhpc.runs.sweeps import load_sweep
 
+    if (sweep := load_sweep(args.config, args.overrides, site=args.site)) is not None:
+        return _run_sweep(args, sweep)
     cfg = load_config(args.config, args.overrides, site=args.site)
     command = command_of(args)
     if args.dry_run:
         return subprocess.run(command, check=False).returncode
-    from rlhpc.cli.follow import Follower, Track, WorkflowLog, real_error
+    from rlhpc.cli.follow import Follower, Track, WorkflowLog
 
     paths = RunPaths.of(cfg.runner.run_dir, cfg.runner.name)
     tracks = {"run": Track(cfg.runner.name, paths, total_steps(cfg))}
@@ -126,17 +136,70 @@ def _run(args: argparse.Namespace) -> int:
         first = load_config(find_config(args.config).parent / sft[0], sft[1], site=args.site)
         own = RunPaths.of(first.runner.run_dir, first.runner.name)
         tracks["sft"] = Track(first.runner.name, own, total_steps(first))
-    path = paths.logs / "workflow" / "snakemake.log"
+    path = _log_of(paths.logs)
+    say(f"{cfg.runner.name}: {total_steps(cfg)} steps into {near(paths.root)}; Snakemake's own words: {near(path)}")
+    log = WorkflowLog(path, Path.cwd())
+    begun = time.monotonic()
+    code = _follow(command, path, Follower(log, tracks), lambda process, stopped: _stop(process, stopped, args, tracks))
+    if code == 0:
+        print("\n".join(ending(cfg, paths, args, time.monotonic() - begun)), flush=True)
+    elif not isinstance(code, Ended):
+        _tell_failure(log, path, args, code)
+    return code if code >= 0 else 128 - code
+
+
+def _run_sweep(args: argparse.Namespace, sweep: Sweep) -> int:
+    """The same of several runs in one graph."""
+    from rlhpc.cli.follow import Track, WorkflowLog
+    from rlhpc.cli.sweep import SweepFollower, ending_of
+    from rlhpc.config import total_steps
+    from rlhpc.runs.sweeps import check_begun
+
+    check_begun(sweep, resume_with=args.resume_with)
+    command = command_of(args)
+    at = command.index("--config")  # whatever profile: a run that fails stops no other
+    command[at:at] = ["--keep-going"]
+    if args.dry_run:
+        return subprocess.run(command, check=False).returncode
+    path = _log_of(sweep.paths.logs)
+    say(f"{sweep.name}: {len(sweep.runs)} runs into {near(sweep.paths.root)}; Snakemake's own words: {near(path)}")
+    log = WorkflowLog(path, Path.cwd())
+    tracks = {run.point.name: Track(run.point.name, run.paths, total_steps(run.cfg)) for run in sweep.runs}
+    tracks |= {folder.name: Track(folder.name, RunPaths(folder), 0) for folder in sweep.paths.root.glob("sft-*")}
+    code = _follow(
+        command, path, SweepFollower(log, sweep), lambda process, stopped: _stop(process, stopped, args, tracks)
+    )
+    if isinstance(code, Ended):
+        return code
+    if not log.started and not log.failed and code != 0 and not sweep.paths.is_there:
+        _tell_failure(log, path, args, code)  # nothing began
+        return code if code > 0 else 128 - code
+    print("\n".join(["", *ending_of(sweep)]))
+    if sweep.paths.page.is_file():
+        print(f"  page    {near(sweep.paths.page)}", flush=True)
+    if code != 0:
+        _tell_failure(log, path, args, code)
+    return code if code >= 0 else 128 - code
+
+
+class Ended(int):
+    """The exit code of a workflow that somebody ended."""
+
+
+def _log_of(logs: Path) -> Path:
+    """The empty file for what Snakemake says."""
+    path = logs / "workflow" / "snakemake.log"
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(b"")
     except OSError as error:
         raise ConfigError(f"{path}: cannot be written: {error.strerror}; choose another runner.run_dir") from error
-    say(f"{cfg.runner.name}: {total_steps(cfg)} steps into {near(paths.root)}; Snakemake's own words: {near(path)}")
-    log = WorkflowLog(path, Path.cwd())
-    follower = Follower(log, tracks)
-    begun = time.monotonic()
-    with path.open("ab") as output, _ending(), _quiet_terminal():
+    return path
+
+
+def _follow(command: list[str], path: Path, follower: Follower | SweepFollower, stop: Stop) -> int:
+    """Runs Snakemake to its end and shows what happens; returns its exit code."""
+    with path.open("ab") as output, ending_early(), _quiet_terminal():
         # a process group of its own: Ctrl-C reaches this process alone, which ends the others in order
         process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, process_group=0)
         try:
@@ -146,18 +209,18 @@ def _run(args: argparse.Namespace) -> int:
             follower.close()
         except KeyboardInterrupt as stopped:
             follower.close()
-            return _stop(process, stopped, args, tracks)
-    code = process.returncode
-    if code != 0:
-        text, where = real_error(log, path)
-        print(text or f"Snakemake ended with exit code {code} and said nothing", file=sys.stderr)
-        also = f"; Snakemake's: {near(path)}" if where != path else ""
-        say(
-            f"failed; log: {near(where)}{also}\n  the same command goes on from the last checkpoint: {same_command(args)}"
-        )
-        return code if code > 0 else 128 - code
-    print("\n".join(ending(cfg, paths, args, time.monotonic() - begun)), flush=True)
-    return 0
+            return Ended(stop(process, stopped))
+    return process.returncode
+
+
+def _tell_failure(log: WorkflowLog, path: Path, args: argparse.Namespace, code: int) -> None:
+    """Says what went wrong first, and how to go on."""
+    from rlhpc.cli.follow import real_error
+
+    text, where = real_error(log, path)
+    print(text or f"Snakemake ended with exit code {code} and said nothing", file=sys.stderr)
+    also = f"; Snakemake's: {near(path)}" if where != path else ""
+    say(f"failed; log: {near(where)}{also}\n  the same command goes on from the last checkpoint: {same_command(args)}")
 
 
 def say(text: str) -> None:
@@ -196,7 +259,7 @@ def ending(cfg: RunConfig, paths: RunPaths, args: argparse.Namespace, seconds: f
 
 
 @contextlib.contextmanager
-def _ending() -> Iterator[None]:
+def ending_early() -> Iterator[None]:
     """SIGTERM and SIGHUP end as Ctrl-C does: Snakemake must not be left behind."""
 
     def handle(signum: int, frame: object) -> None:
@@ -217,7 +280,7 @@ def _quiet_terminal() -> contextlib.AbstractContextManager[None]:
 
 
 def _stop(
-    process: subprocess.Popen[bytes], stopped: KeyboardInterrupt, args: argparse.Namespace, tracks: dict[str, Any]
+    process: subprocess.Popen[bytes], stopped: KeyboardInterrupt, args: argparse.Namespace, tracks: dict[str, Track]
 ) -> int:
     """Ends Snakemake and the jobs of this machine; says what is saved and how to go on."""
     signum = stopped.signum if isinstance(stopped, Interrupted) else signal.SIGINT
@@ -225,18 +288,34 @@ def _stop(
     hurried = False
     try:
         _end_group(process)
-        for track in tracks.values():
-            for text in _end_local(track.paths):
-                say(text)
+        for text in _end_all(tracks):
+            say(text)
     except KeyboardInterrupt:
         hurried = True
         _end_group(process, at_once=True)
-        for track in tracks.values():
-            with contextlib.suppress(KeyboardInterrupt):
-                _end_local(track.paths, grace_s=0.0)
+        with contextlib.suppress(KeyboardInterrupt):
+            _end_all(tracks, grace_s=0.0)
     except RlhpcError as error:
         say(f"error: {error}")
-    track = tracks["run"]
+    if "run" in tracks:
+        _tell_saved(tracks["run"], hurried)
+    else:
+        from rlhpc.jobs.status import run_state
+
+        saved = sum(bool(track.paths.complete_steps()) for track in tracks.values())
+        goes_on = [
+            name for name, track in tracks.items() if run_state(track.paths)[0] in ("running", "waiting", "pending")
+        ]
+        root = next(iter(tracks.values())).paths.root.parent
+        say(f"interrupted; {saved} of {len(tracks)} runs have saved something")
+        if goes_on and not hurried:
+            say(f"the jobs of {len(goes_on)} runs go on; stop them: rlhpc cancel {shlex.quote(near(root))}")
+    say(f"go on: {same_command(args)}")
+    return 128 + signum
+
+
+def _tell_saved(track: Track, hurried: bool) -> None:
+    """Says how far a run is that was interrupted, and whether its job goes on."""
     from rlhpc.jobs.status import run_state
 
     steps = [step for step, _ in track.paths.complete_steps()]
@@ -250,8 +329,17 @@ def _stop(
         say(f"stop it: rlhpc cancel {shlex.quote(near(track.paths.root))}")
     else:
         say(f"interrupted; {saved}")
-    say(f"go on: {same_command(args)}")
-    return 128 + signum
+
+
+def _end_all(tracks: dict[str, Track], grace_s: float = _SAVE_S) -> list[str]:
+    """Ends the drivers of this machine, all at once: each takes the time to save."""
+    pool = ThreadPoolExecutor(16)
+    try:
+        found = list(pool.map(lambda track: _end_local(track.paths, grace_s), tracks.values()))
+    finally:
+        pool.shutdown(wait=False, cancel_futures=True)  # not held up by them at a second Ctrl-C
+    named = zip(tracks.values(), found, strict=True)
+    return [f"{track.name}: {text}" if len(tracks) > 1 else text for track, sentences in named for text in sentences]
 
 
 def _end_group(process: subprocess.Popen[bytes], *, at_once: bool = False) -> None:

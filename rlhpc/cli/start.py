@@ -6,13 +6,15 @@ import argparse
 import json
 import os
 import shlex
+import shutil
 import sys
 from typing import TYPE_CHECKING, Any
 
 from rlhpc.cli.named import run_paths
 from rlhpc.cli.parser import RESUME_WITH, RUN, SITE, add_command, add_words
-from rlhpc.jobs.paths import RunPaths
-from rlhpc.runtime.errors import ConfigError
+from rlhpc.cli.sweep import cancel_sweep, render_plan_of, sweep_paths
+from rlhpc.jobs.paths import RunPaths, SweepPaths
+from rlhpc.runtime.errors import ConfigError, SubmitError
 
 if TYPE_CHECKING:
     from rlhpc.config.sections import RunConfig
@@ -22,6 +24,7 @@ _EXAMPLES = {
         "rlhpc plan configs/quickstart.yaml",
         "rlhpc plan configs/quickstart.yaml rollout.pipeline_stage_num=2",
         "rlhpc plan configs/quickstart.yaml --launcher slurm --site mycluster",
+        "rlhpc plan configs/quickstart.yaml --when --nodes 1,2 --partitions short,long",
     ),
     "train": (
         "rlhpc train configs/quickstart.yaml runner.name=try runner.max_steps=20",
@@ -33,20 +36,47 @@ _EXAMPLES = {
         "rlhpc submit configs/quickstart.yaml --executor slurm --no-wait",
         "rlhpc submit configs/quickstart.yaml --site mycluster cluster.time=02:00:00",
     ),
-    "cancel": ("rlhpc cancel runs/quickstart",),
+    "cancel": ("rlhpc cancel runs/quickstart", "rlhpc cancel runs/cartpole-lr"),
 }
 
 
 def _plan(args: argparse.Namespace) -> int:
     from rlhpc.jobs.plan import build_plan, render_plan
     from rlhpc.runs.configuration import load_config
+    from rlhpc.runs.sweeps import load_sweep
 
+    sweep = load_sweep(args.config, args.overrides, site=args.site)
+    if args.when and sweep is not None:
+        raise ConfigError(f"--when is for a single run, and {args.config} is a sweep; add sweep=null")
+    if args.when:
+        return _when(args)
+    if args.nodes or args.partitions:
+        raise ConfigError("--nodes and --partitions are alternatives for --when; add it")
+    if sweep is not None:
+        print(render_plan_of(sweep, args.launcher))
+        return 0
     plan = build_plan(load_config(args.config, args.overrides, site=args.site), launcher=args.launcher)
     print(render_plan(plan))
     if plan.launcher == "slurm" and "SLURM_JOB_ID" not in os.environ:
         print(
             "\nThis is the job of `rlhpc submit` and profiles/slurm; `rlhpc train` here starts the ranks on this machine."
         )
+    return 0
+
+
+def _when(args: argparse.Namespace) -> int:
+    from rlhpc.runs.tuning.tune import Asked
+    from rlhpc.runs.when import outlook
+    from rlhpc.runs.when_text import render
+
+    words = [word.strip() for word in (args.nodes or "").split(",") if word.strip()]
+    if wrong := [word for word in words if not word.isdigit() or int(word) < 1]:
+        raise ConfigError(f"--nodes has {wrong[0]!r}; write numbers of nodes, such as 1,2,4")
+    if args.launcher == "local" or shutil.which("sbatch") is None:
+        raise ConfigError("--when asks Slurm, and there is no sbatch here; run it on a login node of the cluster")
+    partitions = [word.strip() for word in (args.partitions or "").split(",") if word.strip()]
+    site = args.site or os.environ.get("RLHPC_SITE")
+    print(render(outlook(Asked(args.config, tuple(args.overrides), site), [int(word) for word in words], partitions)))
     return 0
 
 
@@ -114,6 +144,11 @@ def _submit(args: argparse.Namespace) -> int:
         raise ConfigError(f"--attempt is {args.attempt}; the first one is 1")
     executor = choose_executor(args.executor)
     paths = RunPaths.of(cfg.runner.run_dir, cfg.runner.name)
+    around = SweepPaths.around(paths)
+    if args.asked_by is not None and around is not None and around.cancelled.exists():
+        raise SubmitError(
+            f"{paths.root}: not submitted, because the sweep {around.root} was cancelled; rlhpc run goes on with it"
+        )
     check_same_run(paths, cfg, resume_with=args.resume_with)
     make_longer(paths, cfg, args.segment, wait=True)
     submitted = SubmittedConfig(SegmentFiles(paths, args.segment), cfg, args.config)
@@ -147,7 +182,9 @@ def _submit(args: argparse.Namespace) -> int:
 def _cancel(args: argparse.Namespace) -> int:
     from rlhpc.jobs.submit import cancel
 
-    print("\n".join(cancel(run_paths(args.run, args.overrides))) or "nothing is running")
+    sweep = sweep_paths(args.run, args.overrides)
+    told = cancel(run_paths(args.run, args.overrides)) if sweep is None else cancel_sweep(sweep)
+    print("\n".join(told) or "nothing is running")
     return 0
 
 
@@ -159,6 +196,13 @@ def add_commands(commands: Any) -> None:
     add_words(plan, config="YAML file of the run")
     plan.add_argument("--site", help=SITE)
     plan.add_argument("--launcher", choices=("auto", "slurm", "local"), default="auto", help="plan for Slurm or not")
+    plan.add_argument(
+        "--when",
+        action="store_true",
+        help="ask Slurm when it would start, here and in other shapes, and say when it would end",
+    )
+    plan.add_argument("--nodes", metavar="N,…", help="--when: numbers of nodes to ask about (default: half, and twice)")
+    plan.add_argument("--partitions", metavar="P,…", help="--when: partitions to ask about (default: the site file's)")
     train = add_command(
         commands,
         "train",

@@ -9,6 +9,7 @@ from typing import Any
 from rlhpc.cli.named import is_run, run_paths
 from rlhpc.cli.outputs import check_file, check_folder
 from rlhpc.cli.parser import RUN, add_command, add_words
+from rlhpc.cli.sweep import render_sweep, sweep_paths
 from rlhpc.jobs.paths import RunPaths
 from rlhpc.runtime.errors import ConfigError
 from rlhpc.runtime.writable import unwritable
@@ -17,6 +18,7 @@ _EXAMPLES = {
     "status": (
         "rlhpc status runs/quickstart",
         "rlhpc status runs",
+        "rlhpc status runs/cartpole-lr",
         "rlhpc status configs/quickstart.yaml runner.name=try",
     ),
     "logs": (
@@ -30,6 +32,7 @@ _EXAMPLES = {
     "compare": (
         "rlhpc compare runs/push-s1 runs/push-s2 runs/scratch-s1 runs/scratch-s2 --output compare.html",
         "rlhpc compare 'from demos=runs/push-s1' 'from scratch=runs/other' --output compare.html",
+        "rlhpc compare runs/cartpole-lr",
     ),
 }
 
@@ -39,6 +42,9 @@ def _status(args: argparse.Namespace) -> int:
     from rlhpc.jobs.status import render_runs, render_status
 
     folder = Path(args.run).expanduser().absolute()
+    if (sweep := sweep_paths(args.run, args.overrides)) is not None:
+        print(render_sweep(sweep))
+        return 0
     if folder.is_dir() and not args.overrides and not is_run(RunPaths(folder)) and any(find_runs(folder)):
         print(render_runs(folder))
         return 0
@@ -83,13 +89,27 @@ def _report(args: argparse.Namespace) -> int:
 def _compare(args: argparse.Namespace) -> int:
     from rlhpc.runs.compare import label_of, write_comparison
 
-    output = check_file("--output", Path(args.output))
+    sweeps = {word: found for word in args.runs if (found := sweep_paths(word)) is not None}
+    alone = sweeps.get(args.runs[0]) if len(args.runs) == 1 else None
+    output = check_file("--output", Path(args.output or (alone.page if alone else "compare.html")))
+    if alone is not None:
+        from rlhpc.runs.sweep_page import write_sweep_page
+
+        print(write_sweep_page(alone, output, args.suite, args.metric))
+        return 0
+    if args.metric is not None:
+        raise ConfigError("--metric is for a sweep; name its folder, and nothing else")
     named = []
     for word in args.runs:
+        if word in sweeps:
+            from rlhpc.runs.sweeps import read_sweep
+
+            named += [(str(run["label"]), sweeps[word].run(run["name"])) for run in read_sweep(sweeps[word])["runs"]]
+            continue
         label, _, folder = word.rpartition("=") if not Path(word).exists() else ("", "", word)
         paths = run_paths(folder)
         named.append((label or label_of(paths.root.name), paths))
-    print(write_comparison(named, output, args.suite))
+    print(write_comparison(named, output, args.suite or "default"))
     return 0
 
 
@@ -119,8 +139,11 @@ def add_commands(commands: Any) -> None:
         _EXAMPLES["compare"],
     )
     compare.add_argument(
-        "runs", nargs="+", metavar="run", help="run folders; runs whose names differ in a number at the end are seeds of one "
-        "thing, or say what they are as label=folder",
+        "runs", nargs="+", metavar="run", help="run folders, or the folder of a sweep; runs whose names differ in "
+        "a number at the end are seeds of one thing, or say what they are as label=folder",
     )  # fmt: skip
-    compare.add_argument("--output", default="compare.html", help="the page (default: compare.html)")
-    compare.add_argument("--suite", default="default", help="evaluation suite that is compared (default: default)")
+    compare.add_argument("--output", help="the page (default: compare.html; of a sweep, in its folder)")
+    compare.add_argument("--suite", help="evaluation suite that is compared (default: default; of a sweep, its first)")
+    compare.add_argument(
+        "--metric", help="of a sweep: what is compared, such as eval/return_mean (default: what it says)"
+    )

@@ -26,7 +26,7 @@ _ALSO_KNOWN_AS = {
     "env": "env_id",
 }
 #: Mappings whose keys are the user's own.
-_OPEN = ("kwargs", "component_placement", "env_vars", "deepspeed.config")
+_OPEN = ("kwargs", "component_placement", "env_vars", "deepspeed.config", "sweep.grid")
 
 
 @functools.cache

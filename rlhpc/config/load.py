@@ -17,6 +17,7 @@ from rlhpc.config.keys import Schema
 from rlhpc.config.merge import Layers, parse_override, reason
 from rlhpc.config.sections import RunConfig
 from rlhpc.config.sites import apply_site, find_site
+from rlhpc.config.sweep import SWEEP, is_about_sweep, read_section
 from rlhpc.runtime import environment_values
 from rlhpc.runtime.errors import ConfigError
 from rlhpc.runtime.shown import shown
@@ -72,7 +73,7 @@ def read_layers(
     """
     given = find_config(path)
     environment_values.watch()
-    files = list(read_files(given, theirs))
+    files, overrides = _of_one_run(read_files(given, theirs), overrides, str(given))
     task, origin = _task(files, overrides)
     if theirs is not None:
         theirs.check({"runner": {"task_type": task}}, origin)  # before anything that it names is imported
@@ -89,6 +90,22 @@ def read_layers(
     if theirs is not None:
         theirs.check(OmegaConf.to_container(layers.cfg, resolve=True), str(given))
     return layers
+
+
+def _of_one_run(
+    files: Sequence[tuple[str, Any]], overrides: Sequence[str], source: str
+) -> tuple[list[tuple[str, Any]], list[str]]:
+    """The files and overrides without what they say about a sweep, where it is taken back (`sweep=null`)."""
+    if read_section(files, overrides) is not None:
+        raise ConfigError(
+            f"{source}: it is a sweep of several runs (section {SWEEP}), which rlhpc run and the workflow take, and rlhpc "
+            f"plan, status, cancel and compare; {SWEEP}=null makes the single run of the rest of it"
+        )
+    kept = [
+        (name, {key: value for key, value in content.items() if key != SWEEP} if SWEEP in content else content)
+        for name, content in files
+    ]
+    return kept, [text for text in overrides if not is_about_sweep(text)]
 
 
 def _without_gone(content: Any, schema: Schema) -> Any:

@@ -102,6 +102,8 @@ class Layers:
         entries = typing.cast(dict[str, Any], OmegaConf.to_container(node) if node else {})
         if parent == "cluster.component_placement":
             entries = _placed(entries, own, value)
+        elif parent == "sweep.grid":
+            entries[own] = value  # its keys are dotted themselves
         else:
             *path, last = own.split(".")
             at = entries

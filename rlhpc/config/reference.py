@@ -86,11 +86,12 @@ def _head(section: str) -> str:
     return section.split(".")[0].split("[")[0]
 
 
-def render(kinds: Mapping[str, tuple[type, Mapping[str, Range]]]) -> str:
+def render(kinds: Mapping[str, tuple[type, Mapping[str, Range]]], beside: Mapping[str, type]) -> str:
     """Renders the page.
 
     Args:
         kinds: Name of each kind of run → its configuration's dataclass, and what its numbers may be.
+        beside: Sections of files that are no part of a run's configuration, by name.
     """
     pages = {name: _sections(cls, "", {**RANGES, **ranges}) for name, (cls, ranges) in kinds.items()}
     order = {section: None for page in pages.values() for section in page}
@@ -109,4 +110,8 @@ def render(kinds: Mapping[str, tuple[type, Mapping[str, Range]]]) -> str:
         for row in sorted(rows, key=lambda row: [other.key for other in rows].index(row.key)):
             where = "" if len(rows[row]) == len(having) else ", ".join(rows[row])
             lines.append(f"| `{row.key}` | {row.type} | {row.default} | {where} | {row.meaning} |")
+    for name, cls in beside.items():
+        [(description, own)] = _sections(cls, f"{name}.", {}).values()
+        lines += [f"\n## {name}\n", f"{description}\n", "| key | type | default | meaning |", "|---|---|---|---|"]
+        lines += [f"| `{row.key}` | {row.type} | {row.default} | {row.meaning} |" for row in own]
     return "\n".join(lines) + "\n"

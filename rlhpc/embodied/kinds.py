@@ -258,6 +258,7 @@ PPO = PpoKind(
     free=_FREE,
     expendable=_LOST,
     independent=_LOST,
+    workload="rlhpc.embodied.workload:ppo_workload",
 )
 SAC = SacKind(
     "off_policy",

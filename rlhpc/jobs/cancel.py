@@ -9,6 +9,7 @@ import signal
 import time
 
 from rlhpc.jobs.claim import Claim, SegmentFiles, read_json
+from rlhpc.jobs.elastic.record import end_helpers
 from rlhpc.jobs.lock import SubmitLock
 from rlhpc.jobs.paths import RunPaths, segment_name
 from rlhpc.jobs.probes import JobState
@@ -69,6 +70,8 @@ def cancel(paths: RunPaths, segment: int | None = None, *, grace_s: float = 60.0
         else:
             _end_local(files, record, grace_s)
         told.append(f"segment {files.segment}: {job_words(record)} was cancelled")
+    if segment is None and (helpers := end_helpers(paths)):
+        told.append(f"{helpers} job{'s' if helpers > 1 else ''} of helpers of this run: cancelled")
     return told
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -150,6 +151,41 @@ class RunPaths:
         return self.root / "report" / "accounting.json"
 
     @property
+    def tuning(self) -> Path:
+        """What `rlhpc tune` found: costs, candidates, the configuration of the best."""
+        return self.root / "tune"
+
+    @property
+    def tuned(self) -> Path:
+        """The result of `rlhpc tune` as JSON."""
+        return self.tuning / "tune.json"
+
+    @property
+    def tuned_config(self) -> Path:
+        """A configuration that changes what `rlhpc tune` found to be better."""
+        return self.tuning / "tuned.yaml"
+
+    @property
+    def attendance(self) -> Path:
+        """Which ranks joined the run under way, and when they left and why; a line for each of these."""
+        return self.root / "attendance.jsonl"
+
+    @property
+    def helpers(self) -> Path:
+        """submitit's folder of the jobs whose ranks join the run."""
+        return self.submit / "helpers"
+
+    @property
+    def helper_jobs(self) -> Path:
+        """The record of these jobs."""
+        return self.submit / "helpers.json"
+
+    @property
+    def asked_ranks(self) -> Path:
+        """How many ranks of such jobs somebody has asked for."""
+        return self.submit / "scale.json"
+
+    @property
     def driver_lock(self) -> Path:
         """Locked while a process drives the run. Not in the registry, whose removal must not let a second driver in."""
         return self.root / ".driver.lock"
@@ -163,3 +199,42 @@ class RunPaths:
     def driver_state(self) -> Path:
         """What `rlhpc status` shows: step, rates, ETA, stop reason; replaced atomically."""
         return self.root / "status.json"
+
+
+@dataclass(frozen=True)
+class SweepPaths:
+    """Paths of a sweep, whose runs are folders below its own; creates nothing."""
+
+    root: Path
+
+    @classmethod
+    def around(cls, run: RunPaths) -> SweepPaths | None:
+        """The sweep that a run is part of; None if it is of none."""
+        sweep = cls(run.root.parent)
+        return sweep if sweep.is_there else None
+
+    @property
+    def is_there(self) -> bool:
+        """Whether there is a sweep; none has a name that a filesystem refuses, and whoever makes a folder of that says so."""
+        return os.path.isfile(self.record)
+
+    @property
+    def record(self) -> Path:
+        """Says which runs the sweep has now."""
+        return self.root / "sweep.json"
+
+    @property
+    def cancelled(self) -> Path:
+        """There while the sweep is cancelled: no workflow starts another of its runs."""
+        return self.root / ".cancelled"
+
+    @property
+    def page(self) -> Path:
+        return self.root / "compare.html"
+
+    @property
+    def logs(self) -> Path:
+        return self.root / LOGS
+
+    def run(self, name: str) -> RunPaths:
+        return RunPaths(self.root / name)

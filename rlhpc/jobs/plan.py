@@ -12,6 +12,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from rlhpc.config.sections import JobConfig, RunConfig
+from rlhpc.jobs.elastic.plan import HelperPlan, helper_plans
+from rlhpc.jobs.walltime import minutes_of
 from rlhpc.runtime.allocation import gpus_in
 from rlhpc.runtime.cluster import WITHOUT_ACCELERATORS, Cluster, read_key
 from rlhpc.runtime.cluster_config import Given, Key
@@ -78,6 +80,7 @@ class Plan:
     job_options: tuple[str, ...] = ()
     beside: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
     signal_lead_s: int = 120
+    helpers: tuple[HelperPlan, ...] = ()
 
     def submitit_parameters(self) -> dict[str, Any]:
         """The job's resources as parameters of `submitit.SlurmExecutor`.
@@ -95,18 +98,11 @@ class Plan:
         parameters["additional_parameters"] = {"signal": f"B:USR2@{self.signal_lead_s}"}
         return parameters
 
-
-def minutes_of(time: str) -> int:
-    """Minutes of a walltime in Slurm's syntax, rounded up as Slurm does: `90`, `30:00`, `02:00:00`, `1-12`, `1-12:00:00`."""
-    days, dash, rest = time.rpartition("-")
-    parts = [int(part) for part in rest.split(":")]
-    if dash:  # days-hours[:minutes[:seconds]]
-        hours, minutes, seconds = (*parts, 0, 0)[:3]
-    elif len(parts) < 3:  # minutes[:seconds]
-        hours, minutes, seconds = 0, *(*parts, 0)[:2]
-    else:
-        hours, minutes, seconds = parts
-    return int(days or 0) * 1440 + hours * 60 + minutes + (seconds + 59) // 60
+    def test_script(self) -> str:
+        """A batch script that asks for the same nodes and does nothing, for `sbatch --test-only`."""
+        options = [f"#SBATCH {option}" for option in self.job_options]
+        first, *further = ("\n".join(component.directives) for component in self.components)
+        return "\n".join(["#!/bin/sh", first, *options, *further, "exit 0", ""])
 
 
 def build_plan(cfg: RunConfig | Mapping[str, Any], cluster: Cluster | None = None, *, launcher: str = "auto") -> Plan:
@@ -153,6 +149,7 @@ def build_plan(cfg: RunConfig | Mapping[str, Any], cluster: Cluster | None = Non
         setup=tuple(read_key(section, "setup", ())), job_options=tuple(read_key(section, "sbatch", ())),
         signal_lead_s=int(read_key(section, "signal_lead_s", 120)),
         beside={what: job_options(section, job) for what in _BESIDE if (job := read_key(beside, what))},
+        helpers=helper_plans(section, placements),
     )  # fmt: skip
 
 
@@ -307,6 +304,8 @@ def render_plan(plan: Plan) -> str:
                 if what == "eval_job"
                 else [f"# jobs of workflow.{what}: {words}"]
             )
+    for helpers in plan.helpers:
+        lines += ["", *helpers.lines()]
     lines += ["", "steps", f"  driver: {'the batch step' if slurm else 'this process'}, {plan.nodes[0].name}"]
     for step in plan.steps:
         ranks = _numbered("rank", step.ranks)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import hashlib
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from rlhpc.jobs.claim import Claim, SegmentFiles, read_json, write_json
+from rlhpc.jobs.paths import RunPaths
 from rlhpc.jobs.probes import JobProbe, JobState, LocalProbe, ProcessId, SlurmProbe
 
 
@@ -58,6 +60,12 @@ class JobRecord:
 
     def write(self, files: SegmentFiles) -> None:
         write_json(files.record, self.to_json())
+
+
+def job_name(paths: RunPaths, what: str) -> str:
+    """A name unique to run folder and purpose, by which a job can be found whose id was never written down."""
+    digest = hashlib.sha256(str(paths.root.resolve()).encode()).hexdigest()[:8]
+    return f"rlhpc-{paths.root.name}-{what}-{digest}"
 
 
 def job_words(record: JobRecord) -> str:

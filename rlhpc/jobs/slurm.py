@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import os
+import re
+import shutil
 import time
 from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
 
 from rlhpc.runtime.errors import RlhpcError
-from rlhpc.runtime.slurm import ask
+from rlhpc.runtime.slurm import Answer, ask
 
 
 def component_ids(environ: Mapping[str, str] = os.environ) -> list[str]:
@@ -78,6 +82,89 @@ def end_of(job_id: str) -> float | None:
         return None  # no answer, or N/A: no known limit; the signal before the end still comes
 
 
+_START = re.compile(r"Job \d+ to start at (\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d)")
+
+
+@dataclass(frozen=True)
+class Start:
+    """What Slurm says about a job that is not submitted.
+
+    Attributes:
+        at: Unix time at which it would start; None if it would not.
+        words: Why not.
+    """
+
+    at: float | None
+    words: str = ""
+
+
+def would_start(script: str) -> Start:
+    """When a batch script's job would start if it were submitted now, says `sbatch --test-only`.
+
+    That is an estimate from the limits of the jobs that run and wait: they may end sooner, or others overtake this one.
+    """
+    found = ask("sbatch", "--test-only", stdin=script, timeout_s=60)
+    at = _start_in(found)
+    if not found.ok or at is None:
+        return Start(None, found.words.removeprefix("allocation failure: ").removeprefix("sbatch: error: "))
+    return Start(at)
+
+
+def _start_in(found: Answer) -> float | None:
+    """The Unix time at which a job would start, in what `sbatch --test-only` says."""
+    match = _START.search(found.error + found.text)
+    return _time_of(match[1]) if match else None
+
+
+@dataclass(frozen=True)
+class Allowance:
+    """What an account may use of a resource.
+
+    Attributes:
+        account: Its name.
+        minutes: TRES (`cpu`, `gres/gpu`, …) → minutes that are allowed, and those that have been used.
+        fair_share: This user's fair-share factor, 0 to 1; None if the site has none.
+    """
+
+    account: str
+    minutes: Mapping[str, tuple[float, float]]
+    fair_share: float | None
+
+
+def allowance(account: str | None) -> Allowance | None:
+    """What an account may use, by the limits of the account itself and of this user in it; None if Slurm does not tell.
+
+    Args:
+        account: Its name; None for the first that this user has.
+    """
+    only = [f"--accounts={account}"] if account else []
+    columns = "Account,User,FairShare,GrpTRESMins,GrpTRESRaw"
+    found = ask("sshare", "--noheader", "--parsable2", f"--format={columns}", *only)
+    rows = [[cell.strip() for cell in line.split("|")] for line in found.lines if line.count("|") == 4]
+    own = [row for row in rows if row[1]]
+    name = account or next((row[0] for row in own if row[0] != "root"), None)
+    if not found.ok or name is None:
+        return None
+    minutes: dict[str, tuple[float, float]] = {}
+    for _, _, _, allowed, used in (row for row in rows if row[0] == name):
+        spent = _tres(used)
+        for resource, limit in _tres(allowed).items():
+            left = limit - spent.get(resource, 0.0)
+            if resource not in minutes or left < minutes[resource][0] - minutes[resource][1]:
+                minutes[resource] = (limit, spent.get(resource, 0.0))
+    shares = [row[2] for row in own if row[0] == name]
+    try:
+        return Allowance(name, minutes, float(shares[0]) if shares and shares[0] else None)
+    except ValueError:
+        return Allowance(name, minutes, None)
+
+
+def _tres(text: str) -> dict[str, float]:
+    """`cpu=100,gres/gpu=600` → both numbers."""
+    pairs = (part.partition("=") for part in text.split(","))
+    return {name: float(count) for name, _, count in pairs if count.replace(".", "", 1).isdigit()}
+
+
 def nothing_queued() -> bool:
     """Whether this user has no job at all, so that a limit on their number will never leave room for one."""
     found = ask("squeue", "--noheader", "--me", "--format=%i")
@@ -93,3 +180,82 @@ def scancel(job_id: str, *options: str) -> None:
     done = ask("scancel", *options, job_id, timeout_s=60)
     if not done.ok and "already completing or completed" not in done.error:
         raise RlhpcError(f"scancel {job_id} failed: {done.words}")
+
+
+@dataclass(frozen=True)
+class QueuedJob:
+    """A job in the queue.
+
+    Attributes:
+        state: In Slurm's words: PENDING, RUNNING, COMPLETING, …
+        reason: Why it waits.
+        node: Where it runs; "" while it does not.
+        started: Unix time; None while it does not run.
+    """
+
+    id: str
+    state: str
+    reason: str
+    node: str
+    started: float | None
+
+
+def jobs_named(name: str) -> list[QueuedJob] | None:
+    """This user's jobs of that name that have not ended; None if Slurm does not answer."""
+    found = ask("squeue", "--noheader", "--me", f"--name={name}", "--format=%i|%T|%r|%N|%S")
+    if not found.ok:
+        return None
+    rows = [line.strip().split("|") for line in found.lines if line.count("|") == 4]
+    return [
+        QueuedJob(job, state, reason, node, _time_of(start) if node else None)
+        for job, state, reason, node, start in rows
+    ]
+
+
+def _time_of(text: str) -> float | None:
+    try:
+        return time.mktime(time.strptime(text, "%Y-%m-%dT%H:%M:%S"))
+    except ValueError:
+        return None
+
+
+def end_named(name: str, *, queued_only: bool = False, softly: bool = False, timeout_s: float = 20.0) -> bool:
+    """Ends this user's jobs of that name; returns whether Slurm has answered.
+
+    Args:
+        name: Of the jobs.
+        queued_only: Only those that do not run.
+        softly: Those that run are sent SIGUSR1, and end by themselves.
+        timeout_s: How long Slurm may take to answer.
+    """
+    if shutil.which("scancel") is None:
+        return False
+    done = True
+    if queued_only or softly:
+        done = ask("scancel", "--me", f"--name={name}", "--state=PENDING", timeout_s=timeout_s, apart=True).ok
+    if softly:
+        signal = ("--state=RUNNING", "--batch", "--signal=USR1")
+        done = ask("scancel", "--me", f"--name={name}", *signal, timeout_s=timeout_s, apart=True).ok and done
+    if not queued_only and not softly:
+        done = ask("scancel", "--me", f"--name={name}", timeout_s=timeout_s, apart=True).ok
+    return done
+
+
+def starts_in(options: Mapping[str, Any]) -> tuple[float | None, str]:
+    """Seconds until Slurm would start a job with these sbatch options, by its present plans; None if it would not, or does
+    not say, and its own words."""
+    words = [f"--{name}={value}" for name, value in options.items()]
+    found = ask("sbatch", "--test-only", *words, "--wrap=true", environment=free_of_job(os.environ))
+    start = _start_in(found)
+    return (None if start is None else max(0.0, start - time.time())), found.words
+
+
+_OF_JOB = re.compile(r"(SLURM|SLURMD|SBATCH|SRUN|SALLOC|SUBMITIT)_(?!CONF$)")
+
+
+def free_of_job(environ: Mapping[str, str]) -> dict[str, str]:
+    """An environment without what Slurm has set for the job that this process is in: another job is not to have that."""
+    return {name: value for name, value in environ.items() if not _OF_JOB.match(name) and name not in _MASKS}
+
+
+_MASKS = ("CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "GPU_DEVICE_ORDINAL")

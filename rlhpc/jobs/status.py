@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
 from rlhpc.jobs.claim import read_json
+from rlhpc.jobs.elastic.shown import helper_lines
 from rlhpc.jobs.paths import RunPaths, segment_name, step_name
 from rlhpc.jobs.state import FINAL, OVER, Facts, RunState, duration, find_runs, number_of, run_state, states
 from rlhpc.runtime.errors import RlhpcError, UserError
@@ -107,6 +108,8 @@ def render_status(paths: RunPaths) -> str:
     if rows:
         lines += ["", f"{'group':<12} {'rank':>4}  {'node':<16} {'pid':>8}  state"]
         lines += [_member_line(row, over=found.state in OVER) for row in rows]
+    if helpers := helper_lines(paths, over=found.state in OVER):
+        lines += ["", *helpers]
     return "\n".join(lines)
 
 
@@ -137,16 +140,27 @@ def _generation_is_new(facts: Facts, found: RunState) -> bool:
 _COLUMNS = ("run", "state", "job", "step", "return", "left", "")
 
 
-def render_runs(folder: Path) -> str:
+def render_runs(folder: Path, named: Sequence[RunPaths] | None = None, notes: Mapping[str, str] | None = None) -> str:
     """Renders a line for each run below a folder; Slurm is asked once for all of them.
+
+    Args:
+        folder: The folder.
+        named: The runs to show, whether they have begun or not; by default those that are there.
+        notes: Name of a run → what else to say about it.
 
     Raises:
         UserError: There is no run.
     """
-    found = list(find_runs(folder))
+    found = list(find_runs(folder)) if named is None else list(named)
     if not found:
         raise UserError(f"there is no run below {folder}")
-    rows = [_COLUMNS, *(_row(folder, facts, state) for facts, state in states(found))]
+    rows: list[tuple[str, ...]] = [_COLUMNS]
+    for facts, state in states(found):
+        *cells, why = _row(folder, facts, state)
+        note = (notes or {}).get(facts.paths.root.name, "")
+        if not facts.paths.root.is_dir():
+            cells[1], why = "not started", ""
+        rows.append((*cells, "; ".join(filter(None, (why, note)))))
     widths = [max(len(row[column]) for row in rows) for column in range(len(_COLUMNS) - 1)]
     return "\n".join(
         "  ".join([*(cell.ljust(width) for cell, width in zip(row, widths, strict=False)), row[-1]]).rstrip()

@@ -8,10 +8,8 @@ The job and the waiter share nothing but the run folder: `submit/segment_<k>.jso
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import os
 import secrets
-import shlex
 import shutil
 import signal
 import sys
@@ -24,11 +22,12 @@ from typing import Any, TextIO
 from rlhpc.jobs.cancel import cancel
 from rlhpc.jobs.claim import Claim, SegmentFiles, read_json
 from rlhpc.jobs.driver_job import DriverJob
-from rlhpc.jobs.local import make_local_executor, python_path
+from rlhpc.jobs.executor import NO_LIMIT_MIN, make_slurm_executor
+from rlhpc.jobs.local import make_local_executor
 from rlhpc.jobs.lock import SubmitLock
 from rlhpc.jobs.paths import RunPaths
 from rlhpc.jobs.probes import ProcessId
-from rlhpc.jobs.record import JobRecord, find_job, job_words, owner_of, was_cancelled
+from rlhpc.jobs.record import JobRecord, find_job, job_name, job_words, owner_of, was_cancelled
 from rlhpc.jobs.room import NotNow, Patience, not_now, room_words
 from rlhpc.jobs.slurm import nothing_queued
 from rlhpc.jobs.waiter import (
@@ -62,8 +61,6 @@ __all__ = [
 ]
 
 EXECUTORS = ("auto", "local", "slurm")
-#: In minutes; submitit's local controller requires a limit, but a local run has none.
-_NO_LIMIT_MIN = 10 * 365 * 24 * 60
 #: submitit counts timeouts and gives up; here, progress between attempts decides instead (`DriverJob.max_stalled`).
 _NO_COUNT = 10**6
 #: A job that is lost this soon after it was found was already ending when it was found.
@@ -252,12 +249,6 @@ def _make_folders(files: SegmentFiles) -> None:
         ) from error
 
 
-def _job_name(files: SegmentFiles) -> str:
-    """A name unique to run folder and segment, by which a job whose id was never written down can be found."""
-    digest = hashlib.sha256(str(files.paths.root.resolve()).encode()).hexdigest()[:8]
-    return f"rlhpc-{files.paths.root.name}-{files.segment}-{digest}"
-
-
 def _await_orphan(files: SegmentFiles, grace_s: float, out: TextIO) -> None:
     """Waits for a driver whose job was killed: it saves and ends by itself, and the next must not start beside it."""
     end = time.monotonic() + grace_s
@@ -292,7 +283,7 @@ def _submit(
         token=secrets.token_hex(8),
         executor=kind,
         command=argv,
-        job_name=_job_name(files),
+        job_name=job_name(files.paths, str(files.segment)),
         submitted=time.time(),
         logs={"out": str(files.driver_out), "err": str(files.driver_err)},
     )
@@ -338,42 +329,8 @@ def _submit(
     return record
 
 
-def _executor(kind: str, files: SegmentFiles, job_name: str, slurm: Mapping[str, Any]) -> Any:
+def _executor(kind: str, files: SegmentFiles, name: str, slurm: Mapping[str, Any]) -> Any:
     folder = str(files.paths.submit)
     if kind == "local":
-        return make_local_executor(folder, timeout_min=_NO_LIMIT_MIN, max_num_timeout=_NO_COUNT)
-    import submitit
-
-    class SlurmExecutor(submitit.SlurmExecutor):
-        """Without a walltime, submitit asks for five minutes; this one leaves it to the partition's own limit."""
-
-        def _make_submission_file_text(self, command: str, uid: str) -> str:
-            text = str(super()._make_submission_file_text(command, uid))
-            given, none = f"#SBATCH --time={_NO_LIMIT_MIN}\n", self.parameters.get("time") == _NO_LIMIT_MIN
-            if none and given not in text:  # otherwise submitit would ask for years
-                raise SubmitError(
-                    f"this submitit writes its batch script otherwise than rlhpc knows: no {given.strip()!r}"
-                )
-            return text.replace(given, "")
-
-    # "exec": the batch shell becomes this process, so that a signal for the batch shell (B:) reaches it
-    python = f"exec {shlex.quote(sys.executable)} -P"
-    executor = SlurmExecutor(folder=folder, max_num_timeout=_NO_COUNT, python=python)
-    given = dict(slurm)
-    setup = list(given.pop("setup", None) or [])  # may begin with the #SBATCH lines of further components
-    if python_path():
-        setup.append(f"export PYTHONPATH={shlex.quote(python_path())}")
-    additional = {"signal": "B:USR2@120", "requeue": True, **given.pop("additional_parameters", {})}
-    executor.update_parameters(
-        **{
-            "job_name": job_name,
-            "nodes": 1,
-            "ntasks_per_node": 1,
-            "use_srun": False,
-            "time": _NO_LIMIT_MIN,
-            **given,
-            "setup": setup or None,
-            "additional_parameters": additional,
-        }
-    )
-    return executor
+        return make_local_executor(folder, timeout_min=NO_LIMIT_MIN, max_num_timeout=_NO_COUNT)
+    return make_slurm_executor(folder, name, slurm, max_num_timeout=_NO_COUNT)

@@ -18,6 +18,7 @@ from rlhpc.language.group_config import (
     TeacherConfig,
 )
 from rlhpc.language.model_config import GenerationConfig, LanguageActorConfig, LanguageModelConfig
+from rlhpc.runtime.cluster_config import ElasticClusterConfig
 
 
 @dataclass
@@ -330,6 +331,7 @@ class GrpoRewardConfig(RewardConfig):
 class GrpoConfig(LanguageConfig):
     """A language model on verifiable tasks."""
 
+    cluster: ElasticClusterConfig = field(default_factory=ElasticClusterConfig)
     runner: GrpoRunnerConfig = field(default_factory=GrpoRunnerConfig)
     algorithm: GrpoAlgorithmConfig = field(default_factory=GrpoAlgorithmConfig)
     rollout: GrpoRolloutConfig = field(default_factory=GrpoRolloutConfig)

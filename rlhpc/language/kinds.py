@@ -284,6 +284,10 @@ class GrpoKind(LanguageKind[GrpoConfig]):
         """The engines, where they are at work all the time: what one had under way, others take."""
         return {} if cfg.actor.offload_in_rollout else {"rollout": 1}
 
+    def most_useful(self, cfg: GrpoConfig) -> dict[str, int]:
+        """A rank takes a prompt at least."""
+        return {"rollout": cfg.data.prompts_per_step}
+
     def differences(self, cfg: GrpoConfig, checkpoint: Path) -> list[str]:
         """Also that the checkpoint has no critic, where this run wants one."""
         wants = CRITIC in group_roles(cfg) and not (checkpoint / CRITIC).is_dir()
@@ -344,6 +348,7 @@ GRPO = GrpoKind(
     evaluation=_EVALUATION,
     free=_FREE,
     expendable=frozenset({"rollout"}),
+    workload="rlhpc.language.workload:rl_workload",
 )
 SFT = LanguageKind(
     "sft",
@@ -364,6 +369,7 @@ SFT = LanguageKind(
     free=_FREE,
     trained=("train/loss", "training loss"),
     rate="time/train_tokens_per_s",
+    workload="rlhpc.language.workload:supervised_workload",
 )
 REWARD_MODEL = RewardModelKind(
     "reward_model",
@@ -384,4 +390,5 @@ REWARD_MODEL = RewardModelKind(
     free=_FREE,
     trained=("train/loss", "training loss"),
     rate="time/train_tokens_per_s",
+    workload="rlhpc.language.workload:supervised_workload",
 )

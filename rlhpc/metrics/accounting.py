@@ -13,6 +13,7 @@ from typing import Any
 
 from rlhpc.jobs.claim import read_json
 from rlhpc.jobs.paths import RunPaths, segment_name
+from rlhpc.metrics.joined_page import joined_account
 from rlhpc.metrics.provenance import read_provenance
 from rlhpc.metrics.sacct import JobIds, NoAccounting, Row, query
 from rlhpc.runtime.durable import replace_durably
@@ -208,6 +209,8 @@ def write_accounting(paths: RunPaths) -> dict[str, Any] | None:
         if before.get("available") and before.get("jobs") == list(jobs.ids):
             return {**before, "reason": str(error)}
         record = {"format": 1, "available": False, "reason": str(error), "jobs": list(jobs.ids)}
+    if (joined := joined_account(paths)) is not None:
+        record["joined"] = joined
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         replace_durably(file, json.dumps(record, indent=2).encode() + b"\n")

@@ -32,7 +32,7 @@ figure{margin:0;background:var(--panel);border:1px solid var(--line);border-radi
 figure svg{display:block;width:100%;height:auto}
 .figures>figure:only-child{max-width:640px}.figures.small>figure:only-child{max-width:420px}
 figcaption{color:var(--muted);font-size:13px;padding:6px 2px}.videos{margin-top:18px}
-table+.figures,table+details,.figures+details{margin-top:16px}
+table+.figures,.scroll+.figures,table+details,.figures+details,.figures+.legend{margin-top:16px}
 .figures+.scroll{margin-top:18px;max-width:780px}.scroll{overflow-x:auto}
 table{border-collapse:collapse;width:100%;font-size:14px}
 th{color:var(--muted);font-weight:550;font-size:13px;border-bottom:1px solid var(--muted);white-space:nowrap}

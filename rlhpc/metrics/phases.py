@@ -9,7 +9,7 @@ from typing import Any
 Rows = Sequence[Mapping[str, Any]]
 
 # Not phases of a step: totals, saves, which come between steps, the work of stages (they overlap), and rates (`…_per_s`).
-STAGES = ("generate", "rollout_sync", "score", "train")
+STAGES = ("generate", "rollout_sync", "score", "train", "simulate", "act")
 _NOT_PHASES = {"time/step_s", "time/wall_s", "time/save_s", *(f"time/{stage}_s" for stage in STAGES)}
 _PHASE_ORDER = ["rollout", "receive", "update", "sync", "eval"]
 _MAX_BARS = 48

@@ -12,13 +12,15 @@ from typing import Any, Protocol
 
 from omegaconf import DictConfig
 
-from rlhpc.jobs.paths import RunPaths
+from rlhpc.jobs.elastic.plan import check_elastic
+from rlhpc.jobs.paths import RunPaths, SweepPaths
 from rlhpc.algorithms.registry import ADVANTAGES, POLICY_LOSSES
 from rlhpc.config.ranges import LARGEST, RANGES, check_ranges
 from rlhpc.config.rules import Fail, check_choice
 from rlhpc.config.sections import RunConfig
 from rlhpc.config.typed import mapping, plain, select
 from rlhpc.runs.kinds import Cfg, Kind, kind_of
+from rlhpc.runtime.cluster import read_key
 from rlhpc.runtime.errors import ConfigError, PlacementError
 from rlhpc.runtime.lookup import Registry
 from rlhpc.runtime.shown import shown
@@ -71,6 +73,9 @@ def validate(
         if not re.fullmatch(_NAME, suite):
             raise fail("workflow.eval_suites", f"a suite's name becomes a file's: {_NAME_RULE}")
     _node_groups(cfg, fail)
+    for index, raw in enumerate(read_key(cfg.cluster, "elastic", ())):
+        _directives(mapping(raw), f"cluster.elastic[{index}]", fail)
+    check_elastic(cfg.cluster, kind.elastic_of(cfg), fail)
     for key in ("cluster", "workflow.eval_job", "workflow.convert_job"):
         _directives(select(cfg, key), key, fail)
     kind.check(cfg, fail, training=training)
@@ -123,7 +128,10 @@ def _runner(cfg: RunConfig, fail: Fail) -> None:
             raise fail(
                 "runner.resume_dir", "there is no such checkpoint; allowed: null, auto, or a global_step_<N> folder"
             )
-    _writable(Path(cfg.runner.run_dir).expanduser().absolute() / name, fail)
+    folder = Path(cfg.runner.run_dir).expanduser().absolute() / name
+    if SweepPaths(folder).is_there:
+        raise fail("runner.name", f"{folder} is the folder of a sweep; choose another name")
+    _writable(folder, fail)
 
 
 def _writable(folder: Path, fail: Fail) -> None:

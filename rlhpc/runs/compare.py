@@ -19,6 +19,7 @@ from rlhpc.metrics.page import Cell, duration, figures, missing, page, section, 
 from rlhpc.metrics.statistics import wilson
 from rlhpc.metrics.svg import Line, line_chart, number, running_mean
 from rlhpc.runs.kinds import kind_of_run
+from rlhpc.runs.scores import Scored, score_of, scores_part
 from rlhpc.runtime.durable import replace_durably
 from rlhpc.runtime.errors import RlhpcError
 from rlhpc.runtime.storage import unwritten
@@ -210,20 +211,55 @@ def write_comparison(named: Sequence[tuple[str, RunPaths]], output: Path, suite:
         RlhpcError: A run has nothing to show, or the page cannot be written.
     """
     groups = read_runs(named, suite)
-    drawn = charts(groups)
-    shown = "<p>Lines are means over seeds, bands and error bars go from the lowest seed to the highest.</p>" + figures(
-        drawn
-    )
     folders: list[list[Cell]] = [[label, str(run.paths.root)] for label, runs in groups.items() for run in runs]
     html = page(
         title="Comparison of " + " · ".join(groups),
         subtitle=f"{len(folders)} runs, evaluation suite {suite}, written {time.strftime('%Y-%m-%d %H:%M')}",
         body=[
             section("How they ended", final_table(groups)),
-            section("Curves", shown if drawn else missing("No curve that these runs have in common.")),
+            *_scores(groups),
+            section("Curves", curves_part(groups)),
             section("Runs", f'<div class="scroll">{table(["label", "folder"], folders, text_columns={0, 1})}</div>'),
         ],
     )
+    return write_page(html, output)
+
+
+def _scores(groups: Mapping[str, list[Run]]) -> list[str]:
+    """What the seeds say together, by the metrics of evaluations that all runs have; nothing of single runs."""
+    runs = [run for group in groups.values() for run in group]
+    names = dict.fromkeys(name for run in runs for name, _, _ in kind_of_run(run.paths).compared)
+    found = []
+    if len(runs) > len(groups):
+        for metric in (name for name in names if name.startswith("eval/")):
+            scores = {label: [score_of(run.rows, run.evaluations, metric) for run in of] for label, of in groups.items()}
+            if all(score is not None for of in scores.values() for score in of):
+                scored = [Scored(label, [s for s in of if s is not None], len(of)) for label, of in scores.items()]
+                found.append(section(f"Over seeds: {metric}", scores_part(scored, metric, "maximize")))
+    return found
+
+
+def curves_part(groups: Mapping[str, list[Run]], of: int | None = None) -> str:
+    """The charts of some runs, as HTML.
+
+    Args:
+        groups: The runs by label.
+        of: How many labels there are in all, if these are the best of them.
+    """
+    drawn = charts(groups)
+    if not drawn:
+        return missing("No curve that these runs have in common.")
+    some = f" The {len(groups)} best of {of} configurations." if of is not None and of > len(groups) else ""
+    told = f"<p>Lines are means over seeds, bands and error bars go from the lowest seed to the highest.{some}</p>"
+    return told + figures(drawn)
+
+
+def write_page(html: str, output: Path) -> Path:
+    """Writes a page whole or not at all.
+
+    Raises:
+        RlhpcError: It cannot be written.
+    """
     try:
         replace_durably(output, html.encode())
     except OSError as error:

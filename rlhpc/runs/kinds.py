@@ -124,6 +124,8 @@ class Kind(Generic[Cfg]):
         free: Those of the machine and of how the work is cut into pieces: a run goes on with others.
         expendable: Groups that may be lost and restarted in a submitted run.
         independent: Those of them whose ranks have no collectives among themselves: one that dies is restarted alone.
+        workload: What a step consists of, for `rlhpc tune`: a function of the configuration and of the steps by which those who
+            sample may be ahead at most, as `module:function`, that gives a `Workload`; "" if nobody knows.
     """
 
     name: str
@@ -139,6 +141,7 @@ class Kind(Generic[Cfg]):
     free: tuple[str, ...] = ()
     expendable: frozenset[str] = frozenset()
     independent: frozenset[str] = frozenset()
+    workload: str = ""
 
     @functools.cached_property
     def schema(self) -> Schema:
@@ -176,6 +179,11 @@ class Kind(Generic[Cfg]):
 
     def elastic_of(self, cfg: Cfg) -> dict[str, int]:
         """Groups that go on without ranks that have ended, and how many they need at least."""
+        del cfg
+        return {}
+
+    def most_useful(self, cfg: Cfg) -> dict[str, int]:
+        """Of the groups of `elastic_of`: ranks beyond which there is nothing more to do at a time."""
         del cfg
         return {}
 

@@ -15,6 +15,7 @@ from rlhpc.metrics.accounting_page import accounting_tables
 from rlhpc.metrics.phases import phase_columns
 from rlhpc.metrics.logger import read_metrics, series
 from rlhpc.metrics.page import Cell, card, duration, facts, figures, missing, page, section, size, table, time_unit
+from rlhpc.metrics.joined_page import joined_section
 from rlhpc.metrics.placement import placement_grid
 from rlhpc.metrics.provenance import read_provenance
 from rlhpc.metrics.svg import standalone
@@ -81,6 +82,7 @@ def write_report(paths: RunPaths, output: Path | None = None) -> Path:
             section("Placement", placement_grid(provenance.get("placement"))),
             section("Time", _time(rows, own.times)),
             section("Accounting", accounting_tables(accounting)) if accounting else "",
+            section("Ranks that joined", joined) if (joined := joined_section(paths)) else "",
             section("Checkpoints", _checkpoints(paths, rows, own.evaluated, *own.trained)),
             section("Configuration", _configuration(paths)),
             section("Provenance", _provenance(provenance)),

@@ -50,6 +50,7 @@ class Runner(Generic[Cfg]):
         elapsed: Seconds of training so far, over all starts.
         max_recoveries: How often expendable groups are restarted without a new checkpoint in between.
         recoveries: How often they have been restarted.
+        saw: Called with each step's row.
         stateless: Groups that keep nothing from one step to the next (see `unharmed`).
     """
 
@@ -71,6 +72,7 @@ class Runner(Generic[Cfg]):
         self._ready = False
         self.max_recoveries = 0
         self.recoveries = 0
+        self.saw: Callable[[dict[str, float]], None] = lambda row: None
         self._vain, self._recovered_from = 0, -1
         self._before, self._started = 0.0, time.perf_counter()
 
@@ -223,6 +225,7 @@ class Runner(Generic[Cfg]):
                     bar.message(f"rlhpc: {self.stop.reason}: saving step {self.step}; Ctrl-C again ends at once")
                     break
                 row = self._timed_step()
+                self.saw(row)
                 if "first_step" not in folder.marks:
                     folder.mark("first_step")
                     folder.write_marks(current().registry.root)

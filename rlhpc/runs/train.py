@@ -14,6 +14,7 @@ from rlhpc.jobs.sole import require_no_driver, sole_driver
 from rlhpc.runs.runner import Runner
 from rlhpc.runs.resuming import check_resume
 from rlhpc.runs.kinds import Cfg, Kind, kind_of
+from rlhpc.runs.elastic import Elastic
 from rlhpc.runs.folder import RunFolder, fail_status, keep_traceback, note, read_segment_done
 from rlhpc.runs.same_run import make_longer
 from rlhpc.runtime.cluster import Cluster
@@ -81,11 +82,13 @@ def _train(
     run.open(given)
     run.record_placement({role: [asdict(rank) for rank in ranks] for role, ranks in placements.items()})
     runner: Runner[Cfg] | None = None
+    helpers = Elastic(cfg.cluster, run.paths, placements, kind.most_useful(cfg))
     with StopRequest() as stop:
         session = Session.start(
             registry_root=run.paths.registry, log_dir=run.paths.segment_logs(run.segment or 0), preload=kind.preload,
-            interface=cluster.interface,
+            interface=cluster.interface, tcp_address=helpers.address(cluster),
         )  # fmt: skip
+        helpers.open(session)
         session.interrupted = stop.check  # until the first step there is nothing to save
         try:
             groups = {
@@ -110,7 +113,10 @@ def _train(
             session.failures.independent = kind.independent_of(cfg)
             session.failures.elastic = kind.elastic_of(cfg)
             session.interrupted = lambda: None
+            made.saw = helpers.saw
+            helpers.start(session)
             result = made.run()
+            session.membership.is_open = False
             session.failures.expendable, session.failures.elastic = frozenset(), {}
             for group in groups.values():
                 group.shutdown()
@@ -122,9 +128,11 @@ def _train(
         except BaseException as error:
             keep_traceback(run, error)
             fail_status(run, runner.step if runner else run.resume.step, error)
+            helpers.failed(error)
             raise
         finally:
             session.stop()
+            helpers.close(stop)
         if run.segment is not None and result["finished"]:
             result.update(run.finish_segment(result["global_step"], result["stop_reason"]))
         return {**result, "exit_code": 0 if result["finished"] else stop.exit_code}

@@ -86,13 +86,52 @@ class ClusterConfig(SlurmOptions):
     """Seconds before the walltime at which Slurm asks the job to save and end."""
 
 
+@dataclass
+class ElasticConfig(SlurmOptions):
+    """Ranks that come and go with jobs of their own, wherever the cluster has room. Partition, account and `gres_name` are
+    taken from `cluster` where they are omitted here, and nothing else is."""
+
+    group: str = "rollout"
+    """Group that the ranks are added to: one that does without any of them, such as the rollout ranks of a language model."""
+    min: int = 0
+    """Ranks that are asked for at all times, whatever the queue says."""
+    max: int = 1
+    """Most ranks that there are besides those that the run starts with."""
+    ranks_per_job: int = 1
+    """Ranks of a job; each job asks for one node."""
+    accelerators_per_rank: int | None = None
+    """Accelerators of a rank; null takes as many as the group's other ranks have."""
+    time: str = "01:00:00"
+    """Walltime of a job, as Slurm writes it; a short one starts sooner, and another job may follow it."""
+    max_gpu_hours: float | None = None
+    """Budget of all these jobs together, over all starts of the run: accelerators times hours. A job without accelerators
+    counts the hours of its node instead. No job is submitted whose whole walltime does not fit any more; null: no limit."""
+    start_within_s: float = 300.0
+    """A job beyond `min` is only submitted if Slurm expects it to start within these seconds (`sbatch --test-only`)."""
+    react_s: float = 60.0
+    """Seconds for which the actor must have waited for rollouts, or not at all, before there are more ranks, or fewer."""
+    look_s: float = 15.0
+    """Seconds between two looks at the queue."""
+    signal_lead_s: int = 30
+    """Seconds before the walltime at which a job leaves."""
+
+
+@dataclass
+class ElasticClusterConfig(ClusterConfig):
+    """The machines of a run whose ranks may come and go, and which component runs where."""
+
+    elastic: list[ElasticConfig] = field(default_factory=list)
+    """Ranks that join from jobs of their own, on whatever partition is named; at most one entry a group."""
+
+
 #: Keys that are read of these sections where plain mappings take their place, too (`read_key`), and of what they are in.
 Key = Literal[
     "cluster", "runner", "workflow", "name", "eval_job", "convert_job",
     "partition", "account", "qos", "constraint", "gres", "gres_name", "mem", "cpus_per_node", "time",
     "label", "node_ranks", "het_component", "num_nodes", "accelerators_per_node", "accelerator_kind", "env_vars",
     "python_interpreter", "component_placement", "node_groups", "interface", "scratch", "bind_cores", "setup", "sbatch",
-    "container", "signal_lead_s",
+    "container", "signal_lead_s", "elastic", "group", "min", "max", "ranks_per_job", "accelerators_per_rank", "max_gpu_hours",
+    "start_within_s", "react_s", "look_s",
 ]  # fmt: skip
 #: A section as such: of a configuration, a dataclass, or a mapping that has some of the keys.
 Given = SlurmOptions | Mapping[str, Any] | None

@@ -45,9 +45,16 @@ class FailurePolicy:
         return True
 
     def departs(self, failure: RlhpcError, ranks: Collection[Rank]) -> bool:
-        """Whether this is the end of a rank, for whatever reason, that the others do without. What a rank raises is none."""
+        """Whether this is the end of a rank, for whatever reason, that the others do without.
+
+        What a rank raises is none, unless it has joined: then it may be its machine's fault, and what is the program's the
+        others will raise, too.
+        """
         group, rank = failure.group, failure.rank
-        if group not in self.elastic or not isinstance(failure, WorkerFailed) or failure.remote_traceback:
+        if group not in self.elastic or not isinstance(failure, WorkerFailed):
+            return False
+        joined = any((r.spec.group, r.spec.rank) == (group, rank) and r.spec.rank >= r.spec.world_size for r in ranks)
+        if failure.remote_traceback and not joined:
             return False
         left = [r for r in ranks if r.spec.group == group and r.state == "ready" and r.spec.rank != rank]
         return self.first is None and len(left) >= self.elastic[group]

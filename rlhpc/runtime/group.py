@@ -126,6 +126,10 @@ class WorkerGroup:
         client = _client()
         return [record["rank"] for record in self._records if not client.has_left(record)]
 
+    def why_left(self, rank: int) -> str:
+        """Why a rank has left that was told to; "" for one that ended otherwise."""
+        return Session.current().membership.why_left(self.name, rank)
+
     def restart(self) -> list[int]:
         """Starts the ranks again that have ended, in the same place, and waits for nothing: `admit` says who has come.
 

@@ -11,7 +11,6 @@ import logging
 import os
 import pickle
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -24,9 +23,8 @@ from rlhpc.runtime.code import fingerprint
 from rlhpc.runtime.comm.sockets import Peers, choose
 from rlhpc.runtime.errors import ChannelError, ConfigError, RlhpcError
 from rlhpc.runtime.host import host_id, node_name
-from rlhpc.runtime.import_paths import python_path
-from rlhpc.runtime.parents import die_with_parent
-from rlhpc.runtime.registry import CURRENT, MEMBERS, Keys, Registry
+from rlhpc.runtime.import_paths import python_path, run_module
+from rlhpc.runtime.registry import CURRENT, LEFT, MEMBERS, NOT_YET, Keys, Registry
 from rlhpc.runtime.spec import WorkerSpec
 from rlhpc.runtime.task import for_input
 
@@ -40,6 +38,10 @@ _LOOK_AGAIN_S = 0.5
 
 class Refused(ConfigError):
     """The driver takes no such rank; says why."""
+
+
+class NotYet(Refused):
+    """The driver takes ranks, but not at this moment."""
 
 
 class Door:
@@ -67,6 +69,8 @@ class Door:
             ) from error
         self._context: zmq.Context[Any] = zmq.Context()
         self._peers = Peers(self._context, self.keys, lambda: None)
+        #: Whether the driver has gone on without the rank that went through here.
+        self.left = False
 
     @property
     def is_current(self) -> bool:
@@ -92,14 +96,14 @@ class Door:
         """Asks for a place.
 
         Raises:
-            Refused: See its message.
+            Refused: See its message; `NotYet` if it is worth asking again.
         """
         try:
             (answer,) = self._peers.request(
                 self._endpoint(), b"JOIN", [pickle.dumps(dict(wish))], _ANSWER_S, "the driver"
             )
         except ChannelError as error:
-            raise Refused(str(error)) from error
+            raise (NotYet if NOT_YET in str(error) else Refused)(str(error)) from error
         spec: WorkerSpec = pickle.loads(answer)
         return spec
 
@@ -118,10 +122,33 @@ class Door:
         except RlhpcError as error:
             log.warning("the driver was not told: %s", error)
 
+    def has_left(self, spec: WorkerSpec) -> bool:
+        """Whether the driver goes on without this rank."""
+        with contextlib.suppress(OSError, RlhpcError, ValueError):
+            return (self.registry.get(LEFT, spec.name) or {}).get("incarnation") == spec.incarnation
+        return False
+
     def close(self) -> None:
         """Closes the connection."""
         self._peers.close()
         self._context.destroy(linger=0)
+
+
+class Leaving(threading.Event):
+    """Set when a process is to leave.
+
+    Attributes:
+        why: The reason.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.why = ""
+
+    def because(self, why: str) -> None:
+        """Sets it; the first reason stays."""
+        self.why = self.why or why
+        self.set()
 
 
 class JoinedRank:
@@ -133,10 +160,11 @@ class JoinedRank:
         environment["OMP_NUM_THREADS"] = str(spec.threads)
         environment.setdefault("GOMP_SPINCOUNT", "1000")
         environment.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
-        parent = os.getpid()
+        # it asks for its parent's end itself: a function between fork and exec would run Python, and other threads' ends,
+        # in a copy of this process, which may hold anything
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "rlhpc.runtime.process", "joined"], stdin=subprocess.PIPE, env=environment,
-            start_new_session=True, preexec_fn=lambda: die_with_parent(parent),
+            run_module("rlhpc.runtime.process", "joined", str(os.getpid())),
+            stdin=subprocess.PIPE, env=environment, start_new_session=True,
         )  # fmt: skip
         assert self.process.stdin is not None
         with contextlib.suppress(OSError):
@@ -173,23 +201,25 @@ def wish_of(group: str, threads: int, accelerators: int) -> dict[str, Any]:
 def stay(
     registry_root: Path,
     wish: Mapping[str, Any],
-    stopped: threading.Event,
+    stopped: Leaving,
     said: Callable[[str], None],
     over: Callable[[], bool],
     *,
     patience_s: float,
     grace_s: float = 5.0,
+    await_driver: bool = False,
 ) -> int:
     """Takes part in a run until it has ended or `stopped` is set; with every driver that takes it up anew.
 
     Args:
         registry_root: The run's registry folder.
         wish: See `wish_of`.
-        stopped: Set when this process is to leave, as before its walltime ends.
+        stopped: Set when this process is to leave, as before its walltime ends; `why` says the reason.
         said: Told what happens.
         over: Whether the run has come to its end, so that no driver will take it up again.
         patience_s: How long it waits for another driver, when one is gone.
         grace_s: How long a rank may take to end.
+        await_driver: Wait as long for the first driver, too.
 
     Returns:
         How often it took part.
@@ -200,13 +230,22 @@ def stay(
     """
     times, before = 0, ""
     while True:
-        door = _door(registry_root, before, lambda: stopped.is_set() or over(), patience_s if times else 0.0)
+        waits = await_driver or times > 0
+        door = _door(registry_root, before, lambda: stopped.is_set() or over(), patience_s if waits else 0.0)
         if door is None:
             return times
         before = door.registry.generation
         try:
-            status = _take_part(door, wish, stopped, said, grace_s)
+            try:
+                status = _take_part(door, _place(door, wish, stopped, patience_s), stopped, said, grace_s)
+            except RlhpcError:
+                if not waits or door.lives():
+                    raise
+                continue  # this driver is gone, too
             times += 1
+            if door.left:
+                said("the run goes on without it")
+                return times
             if status and not stopped.is_set() and door.is_current and door.lives():
                 raise RlhpcError("the rank has ended by itself, while the run goes on: its log says why")
         finally:
@@ -219,7 +258,7 @@ def _door(registry_root: Path, before: str, over: Callable[[], bool], patience_s
     """The way to a driver other than the one before; None if none comes in time."""
     deadline = time.monotonic() + patience_s
     while True:
-        if not before:
+        if not before and not patience_s:
             return Door(registry_root)
         with contextlib.suppress(ConfigError, OSError):
             if (registry_root / CURRENT).read_text() != before:
@@ -229,22 +268,46 @@ def _door(registry_root: Path, before: str, over: Callable[[], bool], patience_s
         time.sleep(_LOOK_AGAIN_S)
 
 
+def _place(door: Door, wish: Mapping[str, Any], stopped: Leaving, patience_s: float) -> WorkerSpec | None:
+    """A place, as soon as there are any; None if this process is to leave before.
+
+    Raises:
+        Refused: There are none for it.
+        RlhpcError: The driver has gone.
+    """
+    deadline = time.monotonic() + patience_s
+    while True:
+        try:
+            return door.ask(wish)
+        except NotYet:
+            if time.monotonic() > deadline:
+                raise
+        if stopped.wait(_LOOK_AGAIN_S):
+            return None
+        if not door.is_current:
+            raise RlhpcError("the run's driver has ended before a rank could join")
+
+
 def _take_part(
-    door: Door, wish: Mapping[str, Any], stopped: threading.Event, said: Callable[[str], None], grace_s: float
+    door: Door, spec: WorkerSpec | None, stopped: Leaving, said: Callable[[str], None], grace_s: float
 ) -> int:
     """With one driver, until it is gone, the rank has ended, or this process is to leave; the rank's wait status."""
-    spec = door.ask(wish)
+    if spec is None:
+        return 0
     rank = JoinedRank(spec)
     said(f"{spec.name} joins {door.registry.root.parent.parent.name} (pid {rank.process.pid}, log {spec.log_err})")
     looked = time.monotonic()
     gone = ""
     while rank.status is None and not gone:
         if stopped.wait(0.1):
-            gone = "it was told to leave"
+            gone = stopped.why or "it was told to leave"
         elif time.monotonic() - looked > _LOOK_S:
             looked = time.monotonic()
             gone = "" if door.is_current and door.lives() else "the run has ended, or its driver is gone"
+            if not gone and door.has_left(spec):
+                gone, door.left = "its driver has taken it for lost", True
+    told = gone if stopped.is_set() else ""
     status = rank.end(grace_s) if rank.status is None else rank.status
-    door.tell({"note": "exit", "name": spec.name, "incarnation": spec.incarnation, "status": status})
+    door.tell({"note": "exit", "name": spec.name, "incarnation": spec.incarnation, "status": status, "why": told})
     said(f"{spec.name} ended: {gone or f'wait status {status}'}")
     return status

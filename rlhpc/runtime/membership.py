@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import pickle
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ from rlhpc.runtime.errors import ChannelError, RlhpcError
 from rlhpc.runtime.failures import FailurePolicy
 from rlhpc.runtime.host import host_id
 from rlhpc.runtime.ranks import Ranks
-from rlhpc.runtime.registry import LEFT, Registry
+from rlhpc.runtime.registry import LEFT, NOT_YET, Registry
 from rlhpc.runtime.rpc import RpcClient
 from rlhpc.runtime.starters import Member
 from rlhpc.runtime.starters.joined import JoinedStarter
@@ -35,18 +35,26 @@ class Membership:
 
     Attributes:
         epoch: How often somebody has come or gone since the groups were launched.
+        is_open: Whether ranks may join at present; who asks earlier or later is told to ask again.
+        heard: Called with what happens to ranks that have joined: `event` (joined, works, left), who, where and why.
     """
 
     def __init__(self, ranks: Ranks, registry: Registry, failures: FailurePolicy, log_dir: Path, listens: bool) -> None:
         self._ranks, self._registry, self._failures = ranks, registry, failures
         self._log_dir, self._listens = log_dir, listens
         self._joined, self._host = JoinedStarter(), host_id()
+        self._jobs: dict[str, tuple[str, Member]] = {}
+        self.is_open = True
+        self.heard: Callable[[dict[str, Any]], None] = lambda event: None
         self.epoch = 0
 
     def left(self, member: Member, failure: RlhpcError, rpc: RpcClient) -> None:
         """A rank of a group that goes on without it has ended, or must be taken for lost."""
         spec = member.spec
-        log.warning("%s goes on without rank %d: %s", spec.group, spec.rank, failure)
+        if member.told:
+            log.info("%s leaves: %s", spec.name, member.told)
+        else:
+            log.warning("%s goes on without rank %d: %s", spec.group, spec.rank, failure)
         if member.state != "ended":
             member.starter.kill([member])
             self._ranks.ended([member])
@@ -54,12 +62,35 @@ class Membership:
         if member.record:
             self._registry.put(LEFT, spec.name, {"incarnation": spec.incarnation})
             rpc.leave(member.record)
+        self._jobs.pop(spec.incarnation, None)
+        if member.starter is self._joined:
+            self.heard(
+                {"event": "left", "incarnation": spec.incarnation, "why": member.told or str(failure).splitlines()[0]}
+            )
+
+    def why_left(self, group: str, rank: int) -> str:
+        """Why a rank has left that was told to; "" for one that ended otherwise."""
+        return next((m.told for m in self._ranks.all() if (m.spec.group, m.spec.rank) == (group, rank)), "")
+
+    def by_job(self) -> dict[str, int]:
+        """Ranks that have joined and are ready, by the id of their job."""
+        found: dict[str, int] = {}
+        for job, member in list(self._jobs.values()):
+            found[job] = found.get(job, 0) + (member.state == "ready")
+        return found
+
+    def of_job(self, job: str) -> list[Member]:
+        """Ranks that have joined from a job and not ended."""
+        return [member for own, member in list(self._jobs.values()) if own == job and member.state != "ended"]
 
     def newcomers(self, group: str, known: Collection[str]) -> list[dict[str, Any]]:
         """The records of ranks of a group that are ready, and of none of the known incarnations."""
         with self._ranks.changed:
             found = [m for m in self._ranks.alive(group) if m.state == "ready" and m.record["incarnation"] not in known]
         self.epoch += len(found)
+        for member in found:
+            if member.starter is self._joined:
+                self.heard({"event": "works", "incarnation": member.spec.incarnation})
         return [m.record for m in found]
 
     def startable(self, group: str) -> list[Member]:
@@ -88,11 +119,20 @@ class Membership:
                 accelerators=tuple(range(wish["accelerators"])), log_out=f"{stem}.out", log_err=f"{stem}.err", env=env,
                 threads=wish["threads"], interpreter="", incarnation=f"{time.time_ns():x}",
             )  # fmt: skip
-            self._ranks.add([Member(spec, self._joined)])
+            member = Member(spec, self._joined)
+            self._ranks.add([member])
+            if wish["job"]:
+                self._jobs[spec.incarnation] = wish["job"], member
+        self.heard({
+            "event": "joined", "incarnation": spec.incarnation, "group": group, "rank": number, "node": spec.node,
+            "job": wish["job"], "accelerators": wish["accelerators"],
+        })  # fmt: skip
         log.info("%s joins from node %s (job %s)", spec.name, spec.node, wish["job"] or "none")
         return pickle.dumps(spec)
 
     def _allow(self, group: str, wish: Mapping[str, Any]) -> None:
+        if not self.is_open:
+            raise ChannelError(f"{NOT_YET}: the ranks that the run starts with are starting or ending")
         elastic = self._failures.elastic
         if group not in elastic:
             raise ChannelError(

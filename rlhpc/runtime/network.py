@@ -9,7 +9,7 @@ import struct
 
 from rlhpc.runtime.allocation import slurm_nodes
 from rlhpc.runtime.errors import ConfigError
-from rlhpc.runtime.host import node_name
+from rlhpc.runtime.host import names_here, node_name
 from rlhpc.runtime.slurm import TIMEOUT_S, ask
 
 _SIOCGIFADDR = 0x8915
@@ -77,6 +77,27 @@ def node_addresses(names: list[str], timeout_s: float = TIMEOUT_S) -> dict[str, 
         if pairs.get("NodeName") in found and pairs.get("NodeAddr"):
             found[pairs["NodeName"]] = pairs["NodeAddr"]
     return found
+
+
+def address_for_partition(partition: str | None, interface: str | None) -> str:
+    """This host's address for jobs on a Slurm partition; of the default partition without one.
+
+    Raises:
+        ConfigError: There is no route to its nodes, or Slurm does not say which they are.
+    """
+    if interface:
+        return address_of(interface)
+    where = [f"--partition={partition}"] if partition else []
+    found = ask("sinfo", "--noheader", "--Node", *where, "--format=%N")
+    here = names_here(os.environ)
+    names = list(dict.fromkeys(found.text.split())) if found.ok else []
+    others = [name for name in names if name not in here] or names
+    if not others:
+        of = f"partition {partition}" if partition else "the default partition"
+        raise ConfigError(
+            f"Slurm names no node of {of} ({found.words}); name the interface to it (cluster.interface=…)"
+        )
+    return address_towards(node_addresses(others[:1])[others[0]])
 
 
 def own_address(interface: str | None) -> str | None:

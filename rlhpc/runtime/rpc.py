@@ -119,7 +119,7 @@ class RpcClient:
 
     Args:
         context: This process's context.
-        on_failure: Given the first exception that a rank reports; stops the run.
+        on_failure: Given each exception that a rank reports; stops the run, or has the rank leave (`leave`).
         check: Raises when the run has failed for another reason.
     """
 
@@ -182,7 +182,6 @@ class RpcClient:
                 if self.has_left(record) and number not in [message[0] for message in messages]:
                     del self._pending[number]
                     handle._leave(rank)
-        failure: WorkerFailed | None = None
         for number, status, seconds, *frames in messages:
             entry = self._pending.pop(number, None)
             if entry is None:
@@ -191,12 +190,13 @@ class RpcClient:
             result = self.context.service.unpack(frames)
             if status == b"error":
                 error = worker_failed(result, f"{record['group']}[{rank}].{handle.method}()", record)
-                failure = failure or error
-                handle._answer(rank, float(seconds), None, error)
+                self._on_failure(error)
+                if self.has_left(record):
+                    handle._leave(rank)
+                else:
+                    handle._answer(rank, float(seconds), None, error)
             else:
                 handle._answer(rank, float(seconds), result, None)
-        if failure:
-            self._on_failure(failure)
         self._check()
 
     def forget(self, group: str) -> None:

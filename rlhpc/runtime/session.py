@@ -162,6 +162,12 @@ class Session:
         if self.ranks.ended([member]):
             self.fail(death(member.spec, status, said_before_its_log(member)))
 
+    def job_gone(self, job: str) -> None:
+        """A job from which ranks have joined has ended, and with it these ranks, whether or not they could say so."""
+        for member in self.membership.of_job(job):
+            member.told = f"its job {job} has ended"
+            self.exited(member, 0)
+
     def all_ended(self, members: Sequence[Member]) -> list[Member]:
         """None of them can live any more; returns those for whom that is unexpected."""
         return self.ranks.ended(members)
@@ -176,6 +182,7 @@ class Session:
         if note["note"] == "ready":
             self.ranks.arrived(member, note["pid"], note["record"])
         elif note["note"] == "exit":
+            member.told = note.get("why", "")
             self.exited(member, note["status"])
         elif note["note"] == "failed":
             record = {"group": member.spec.group, "rank": member.spec.rank, "node": member.spec.node,

@@ -173,7 +173,7 @@ class Publisher:
             tensors: Names and tensors; each is dropped before the next part begins. Tensors in `frozen` that have been
                 in the stream before may be left out.
             frozen: Names of tensors that are not trained. If one is changed in place all the same, this is noticed.
-            window: Says when there is room for a part that is not kept; always, without one.
+            window: Says when there is room for a part; always, without one.
         """
         late: tuple[Announcement, Callable[[], None]] | None = None  # written, but not all there
         try:
@@ -212,11 +212,10 @@ class Publisher:
             part, landed = None, None
             if bucket is not None:
                 kept = bucket is fixed or self._delta == "elements"
-                passed_on = window is not None and (not kept or bucket is fixed)
-                if window is not None and passed_on:
+                if window is not None:
                     window.wait()
                 part, landed = self._write(bucket, kept=kept, readers=self._readers, fixed=bucket is fixed)
-                if window is not None and passed_on:
+                if window is not None:
                     window.wrote(part.path)
                 if bucket is fixed:
                     self._frozen.append(part)

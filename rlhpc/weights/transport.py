@@ -6,6 +6,8 @@ import contextlib
 from collections.abc import Callable, Container, Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import numpy as np
+
 from rlhpc.runtime.comm import p2p
 from rlhpc.runtime.comm.fetching import Above
 from rlhpc.runtime.comm.payload import Origin
@@ -194,15 +196,18 @@ class WeightReceiver:
             together = place.of > 1 and not late
             share = Share(f"{part.name}-{place.reader - place.number}", place.number, place.of) if together else None
             # Each receiver reports its own arrival, so that nothing is dropped from the log that one of them still needs.
-            # What is kept is asked for at any time, and may be changed where it has landed: only the sender gives it then.
-            passes = not part.kept or (part.fixed and not late)
+            # What is kept is asked for at any time: only the sender gives it to who comes late.
+            passes = not (part.kept and late)
             above = (self._above, part.name) if passes and place.above else None
             memory = service.fetch(
                 self._origin, part.path, part.size, place.reader, share, own=not part.kept, later=[], above=above,
                 lock=not part.kept,
             )  # fmt: skip
             if passes and place.below and not place.number:
-                service.offers.put(part.name, memory[HEADER : HEADER + part.size], place.below)
+                data = memory[HEADER : HEADER + part.size]
+                # What is kept, and is trained, changes where it has landed: others get it as it came.
+                data = np.frombuffer(data, np.uint8).copy().data if part.kept and not part.fixed else data
+                service.offers.put(part.name, data, place.below)
             service.peers.release(self._origin.bulk, part.path, place.reader)
             return memory
         try:

@@ -91,9 +91,13 @@ def test_the_short_command_says_what_happens_and_how_it_ended(whole: Path) -> No
 
 
 def test_lint() -> None:
-    for config in ("run=configs/quickstart.yaml", "checkpoint=/somewhere/checkpoints/global_step_3"):
+    for config in (
+        ["run=configs/quickstart.yaml"],
+        ["checkpoint=/somewhere/checkpoints/global_step_3"],
+        ["sweep={'seeds': [1]}", "overrides=runner.name=linted"],
+    ):
         lint = warm.run(
-            [sys.executable, "-m", "snakemake", "--lint", "--snakefile", "workflow/Snakefile", "--config", config],
+            [sys.executable, "-m", "snakemake", "--lint", "--snakefile", "workflow/Snakefile", "--config", *config],
             cwd=ROOT,
             capture_output=True,
             text=True,
@@ -202,6 +206,18 @@ def test_what_a_changed_configuration_runs_again(whole: Path) -> None:
     assert json.loads((run / "eval/global_step_4/default.json").read_text())["episodes"] == 6
     snakemake(whole)
     assert json.loads((run / "eval/global_step_4/default.json").read_text())["episodes"] == 4
+
+
+def test_a_sweep_on_the_command_line(tmp_path: Path) -> None:
+    """Snakemake gives the values in a mapping as text; names and values are as in a file."""
+    given = "sweep={'grid': {'actor.optim.lr': [1e-3, 3e-3]}, 'seeds': [1]}"
+    said = jobs_of(snakemake(tmp_path, "--dry-run", config=(given,)))
+    assert {job for job in said if job.endswith("train_segment")} == {
+        f"run_lr_{lr}_s1_train_segment" for lr in ("0_001", "0_003")
+    }
+    refused = snakemake(tmp_path, config=("sweep={'grid': {'actor.optim.lrr': [1]}}",), code=1)
+    assert "run lrr_1 (actor.optim.lrr=1): " in refused and "did you mean actor.optim.lr?" in refused
+    assert not (tmp_path / "runs").exists()
 
 
 def test_training_alone(tmp_path: Path) -> None:

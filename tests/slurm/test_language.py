@@ -154,7 +154,7 @@ def test_helpers_join_from_jobs_of_their_own(slurm: SlurmCluster, tmp_path: Path
 
     first = helper(1)
     slurm.run("scancel", first)
-    until(lambda: "rollout[1] ended" in driver.read_text(), f"the first has left\n{run.account()}", 120)
+    until(lambda: "rollout[1] left (" in driver.read_text(), f"the first has left\n{run.account()}", 120)
     helper(2)
     kill(run.members()["rollout-2"]["pid"])
     until(lambda: "rollout[2] ended" in driver.read_text(), f"the second is lost\n{run.account()}", 120)

@@ -255,7 +255,7 @@ def test_a_planted_link_on_a_node_harms_nobody(slurm: SlurmCluster, shared: Path
     precious.chmod(0o700)
     os.utime(precious, (1, 1))
     plant = (f"cd /tmp; ln -s {precious} rlhpc-0-aaaaaaaa; ln -s /nothing/x rlhpc-0-bbbbbbbb; mkdir -m 700 rlhpc-0-cccccccc; "
-             "touch -h -d '1 hour ago' rlhpc-0-*")  # fmt: skip
+             "touch -h -d '1 hour ago' rlhpc-0-aaaaaaaa rlhpc-0-bbbbbbbb rlhpc-0-cccccccc")  # fmt: skip
     nodes = slurm.nodes
     slurm.run("srun", f"--nodes={len(nodes)}", "--ntasks-per-node=1", "--mem=100", "--chdir=/", "bash", "-c", plant,
               user="nobody")  # fmt: skip

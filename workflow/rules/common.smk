@@ -1,11 +1,15 @@
 # What the rules share: the run's configuration, read without torch, and which files belong to which segment.
 from rlhpc.config import segment_ends
+from rlhpc.config.files import read_content
+from rlhpc.config.merge import parse_override
 from rlhpc.runs.changes import evaluation_fingerprint, training_fingerprint
 from rlhpc.runs.configuration import load_config
 from rlhpc.metrics.results import last_result
 from rlhpc.runs.kinds import kind_of
+from rlhpc.runs.sweeps import check_begun, load_sweep, override
 from rlhpc.runtime.errors import RlhpcError
-from rlhpc.jobs.plan import job_options, minutes_of
+from rlhpc.jobs.plan import job_options
+from rlhpc.jobs.walltime import minutes_of
 from rlhpc.jobs.paths import COMPLETE, MODEL, RunPaths, segment_name
 
 
@@ -28,6 +32,11 @@ class Untracked:
 #: What commands take after their own options.
 SITE = config["site"] or os.environ.get("RLHPC_SITE", "")
 SITE_OPTION = Untracked(*(["--site", SITE] if SITE else []))
+
+
+def makes(what):
+    """Whether this run makes a preparation itself; of the runs of a sweep that share one, the first does."""
+    return what in WITHIN.get("prepares", ("sft", "demos"))
 
 
 def described():
@@ -57,12 +66,37 @@ def words(value):
         raise WorkflowError(f"rlhpc: error: overrides {value!r}: {error}; quote it as a shell would read it") from None
 
 
-def load_run():
-    """The run's configuration; a mistake in it is one message, and nothing has been written yet."""
+def checked(load, *args, **options):
+    """What `load` gives; a mistake in a configuration is one message, and nothing has been written yet."""
     try:
-        return load_config(RUN_CONFIG, OVERRIDES, site=SITE or None)
+        return load(*args, **options)
     except RlhpcError as error:
         raise WorkflowError(f"rlhpc: error: {error}") from None
+
+
+def load_run():
+    """The run's configuration."""
+    return checked(load_config, RUN_CONFIG, OVERRIDES, site=SITE or None)
+
+
+def as_written(found):
+    """A mapping of the command line with its values; Snakemake leaves those inside a mapping as text."""
+    if isinstance(found, dict):
+        return {key: as_written(value) for key, value in found.items()}
+    if isinstance(found, list):
+        return [as_written(value) for value in found]
+    return parse_override(f"value={found}")[1] if isinstance(found, str) and found else found
+
+
+def sweep_words():
+    """What `--config sweep=…` says, as an override."""
+    found = config["sweep"]
+    if isinstance(found, str) and found:
+        content = checked(read_content, Path(find_config(found)))
+        found = content.get("sweep") if isinstance(content, dict) else None
+        if not isinstance(found, dict):
+            raise WorkflowError(f"rlhpc: error: {config['sweep']}: it has no section `sweep`")
+    return [override("sweep", as_written(found))] if found else []
 
 
 def load_sft():
@@ -71,10 +105,7 @@ def load_sft():
         return None
     file, overrides = BEFORE.sft
     path = near(Path(RUN_CONFIG).parent / file)
-    try:
-        return path, load_config(path, overrides, site=SITE or None)
-    except RlhpcError as error:
-        raise WorkflowError(f"rlhpc: error: {error}") from None
+    return path, checked(load_config, path, overrides, site=SITE or None)
 
 
 def demonstrations():
@@ -174,3 +205,12 @@ def final_recording(wildcards):
 def final_export(wildcards):
     """The last segment's policy."""
     return expand(EXPORT, step=end_of(len(ENDS) - 1))
+
+
+#: The configuration as given, and whether it is that of a sweep.
+if not config["checkpoint"]:
+    RUN_CONFIG = find_config(config["run"])
+    OVERRIDES = [*words(config["overrides"]), *sweep_words()]
+SWEEP = None
+if not config["checkpoint"] and not WITHIN:
+    SWEEP = checked(load_sweep, RUN_CONFIG, OVERRIDES, site=SITE or None)

@@ -1,6 +1,4 @@
 # The names of the run's files, and the plan: what would run where, checked before anything is submitted.
-RUN_CONFIG = find_config(config["run"])
-OVERRIDES = words(config["overrides"])
 RESUME_WITH = Untracked(*(["--resume-with"] if config["resume_with"] else []))
 CFG = load_run()
 KIND = kind_of(CFG)
@@ -19,6 +17,8 @@ SEGMENT = segment_name("{segment}")
 EVALUATION = near(RUN.eval_result("{step}", "{suite}"))
 EXPORT = near(RUN.export("{step}") / MODEL)
 SFT = load_sft()
+# A sweep has the runs finish in their order, so that the first results come early.
+PRIORITY = WITHIN.get("priority", 0)
 DEMOS = demonstrations()
 RECORDING = near(RUN.recording("{step}"))
 ONLY_SUCCESS = ["--only-success"] if ONLY_SUCCEEDED else []

@@ -1,6 +1,6 @@
 # Episodes as trajectories: an expert's before training, and the last policy's after it.
 
-if DEMOS:
+if DEMOS and makes("demos"):
 
     rule demos:
         input:
@@ -22,7 +22,7 @@ if DEMOS:
             episodes=BEFORE.demos[2],
             only_success=ONLY_SUCCESS,
             overrides=Untracked(*OVERRIDES),
-            training=training_fingerprint(CFG),
+            training=WITHIN.get("demos") or training_fingerprint(CFG),
         shell:
             "rlhpc record --expert {params.expert:q} --config {input.config:q} --episodes {params.episodes}"
             " {params.only_success:q} --output {output.trajectories:q} {params.overrides} > {log:q} 2>&1"

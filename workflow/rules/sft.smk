@@ -9,48 +9,51 @@ if len(segment_ends(SFT_CFG)) > 1:
     raise WorkflowError(f"rlhpc: error: {SFT_CONFIG}: runner.segments must be 1 for a run that another one starts from")
 
 
-rule sft:
-    input:
-        config=ancient(SFT_CONFIG),
-        plan=f"{WORK}/plan.txt",
-    output:
-        done=f"{SFT_ROOT}/workflow/{segment_name(0)}.json",
-    log:
-        f"{LOGS}/sft.log",
-    benchmark:
-        f"{LOGS}/sft.tsv"
-    retries: config["retries"]
-    localrule: True
-    resources:
-        attempt=which_try,
-    params:
-        executor=executor,
-        marker=near(SFT_RUN.segment_done(0)),
-        site=SITE_OPTION,
-        overrides=Untracked(*SFT_OVERRIDES),
-        training=training_fingerprint(SFT_CFG),
-    shell:
-        "rlhpc submit {input.config:q} --segment 0 --executor {params.executor}"
-        " --attempt {resources.attempt} --asked-by $PPID"
-        " {params.site} {params.overrides} 2>&1 > /dev/null | tee --ignore-interrupts {log:q}"
-        " && cp --preserve=timestamps {params.marker:q} {output.done:q}"
+if makes("sft"):
 
+    rule sft:
+        input:
+            config=ancient(SFT_CONFIG),
+            plan=ancient(f"{WORK}/plan.txt"),
+        output:
+            done=f"{SFT_ROOT}/workflow/{segment_name(0)}.json",
+        log:
+            f"{LOGS}/sft.log",
+        benchmark:
+            f"{LOGS}/sft.tsv"
+        priority: PRIORITY
+        retries: config["retries"]
+        localrule: True
+        resources:
+            attempt=which_try,
+            training=1,
+        params:
+            executor=executor,
+            marker=near(SFT_RUN.segment_done(0)),
+            site=SITE_OPTION,
+            overrides=Untracked(*SFT_OVERRIDES),
+            training=training_fingerprint(SFT_CFG),
+        shell:
+            "rlhpc submit {input.config:q} --segment 0 --executor {params.executor}"
+            " --attempt {resources.attempt} --asked-by $PPID"
+            " {params.site} {params.overrides} 2>&1 > /dev/null | tee --ignore-interrupts {log:q}"
+            " && cp --preserve=timestamps {params.marker:q} {output.done:q}"
 
-rule convert_sft:
-    input:
-        done=rules.sft.output.done,
-    output:
-        model=SFT_EXPORT,
-    log:
-        f"{LOGS}/convert_sft.log",
-    benchmark:
-        f"{LOGS}/convert_sft.tsv"
-    retries: config["retries"]
-    threads: CFG.workflow.convert_job.cpus
-    resources:
-        **CONVERT_RESOURCES,
-    params:
-        checkpoint=near(SFT_RUN.checkpoint(SFT_STEP)),
-        folder=near(SFT_RUN.export(SFT_STEP)),
-    shell:
-        "rlhpc convert --checkpoint {params.checkpoint:q} --output {params.folder:q} > {log:q} 2>&1"
+    rule convert_sft:
+        input:
+            done=rules.sft.output.done,
+        output:
+            model=SFT_EXPORT,
+        log:
+            f"{LOGS}/convert_sft.log",
+        benchmark:
+            f"{LOGS}/convert_sft.tsv"
+        retries: config["retries"]
+        threads: CFG.workflow.convert_job.cpus
+        resources:
+            **CONVERT_RESOURCES,
+        params:
+            checkpoint=near(SFT_RUN.checkpoint(SFT_STEP)),
+            folder=near(SFT_RUN.export(SFT_STEP)),
+        shell:
+            "rlhpc convert --checkpoint {params.checkpoint:q} --output {params.folder:q} > {log:q} 2>&1"

@@ -31,10 +31,12 @@ if KIND.goal(CFG) is None:
             f"{LOGS}/train_{SEGMENT}.log",
         benchmark:
             f"{LOGS}/train_{SEGMENT}.tsv"
+        priority: PRIORITY
         retries: config["retries"]
         localrule: True
         resources:
             attempt=which_try,
+            training=1,  # what a sweep may limit
         params:
             **TRAIN_PARAMS,
         shell:
@@ -53,10 +55,12 @@ else:
             f"{LOGS}/train_{SEGMENT}.log",
         benchmark:
             f"{LOGS}/train_{SEGMENT}.tsv"
+        priority: PRIORITY
         retries: config["retries"]
         localrule: True
         resources:
             attempt=which_try,
+            training=1,
         params:
             **TRAIN_PARAMS,
         shell:

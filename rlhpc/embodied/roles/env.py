@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from abc import abstractmethod
 from pathlib import Path
 from typing import Any, Generic, TypeVar
@@ -38,6 +39,7 @@ class SimulatingWorker(SavingWorker, Generic[Cfg]):
         super().__init__()
         self.cfg: Cfg = cfg
         self.envs = []
+        self._waited = 0.0
 
     def init_worker(self, slots: SlotMap) -> dict[str, Any]:
         """Builds the environments and resets them.
@@ -86,12 +88,12 @@ class SimulatingWorker(SavingWorker, Generic[Cfg]):
         Returns:
             Episodes that ended, see `EpisodeLog.arrays`; `restarts` `[1]`: simulator processes that died or hung and were
             started again, since this rank started; `spoiled` `[1]`: episodes left out because their return is not finite;
-            and `by_device`, `by_host` `[1]`, see `_counted`.
+            `busy_s` `[1]`: seconds in which it did not wait for actions; and `by_device`, `by_host` `[1]`, see `_counted`.
 
         Raises:
             NonFinite: A simulator gave a number that is not finite, and `runner.on_nonfinite` is stop.
         """
-        stages = range(self.slots.stages)
+        stages, begun, self._waited = range(self.slots.stages), time.perf_counter(), 0.0
         outcomes = [self._outcomes_of(step, share) for share in self.shares]
         if self.whole:
             self._restart(step)
@@ -119,6 +121,7 @@ class SimulatingWorker(SavingWorker, Generic[Cfg]):
             **episodes.arrays(),
             "restarts": np.array([restarts]),
             "spoiled": np.array([episodes.spoiled]),
+            "busy_s": np.array([time.perf_counter() - begun - self._waited]),
             **self._counted(current().service.lane.crossed - before),
         }
 
@@ -169,7 +172,10 @@ class SimulatingWorker(SavingWorker, Generic[Cfg]):
             lane.put(take(obs, within(common, self.shares[stage])))
 
     def _receive(self, stage: int) -> np.ndarray:
-        actions: np.ndarray = join([lane.get() for lane, _ in self.lanes[stage]])
+        begun = time.perf_counter()
+        parts = [lane.get() for lane, _ in self.lanes[stage]]
+        self._waited += time.perf_counter() - begun
+        actions: np.ndarray = join(parts)
         return actions
 
     # -- checkpoint -----------------------------------------------------------------------------------------------

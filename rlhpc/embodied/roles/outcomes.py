@@ -216,5 +216,5 @@ def in_order(parts: list[dict[str, np.ndarray]]) -> dict[str, np.ndarray]:
     """The ranks' episodes together, by step and then slot: the same whichever rank had which slot."""
     merged = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
     order = np.lexsort((merged["slot"], merged["step"]))
-    counts = ("restarts", "spoiled", "by_device", "by_host")
+    counts = ("restarts", "spoiled", "by_device", "by_host", "busy_s")
     return {name: column if name in counts else column[order] for name, column in merged.items()}

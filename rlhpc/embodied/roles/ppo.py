@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import numpy as np
@@ -166,8 +167,9 @@ class EmbodiedActor(Trainer[PpoConfig]):
             progress: Part of the run that is done, 0 to 1, for the learning rate.
 
         Returns:
-            Metrics, the same on all ranks.
+            Metrics, the same on all ranks, and `update_s`: the seconds that it took.
         """
+        begun = time.perf_counter()
         rate = self.backend.base_lr * ((1.0 - progress) if self.cfg.algorithm.anneal_lr else 1.0)
         batch, self.batch = self.batch, {}
         flat = {name: column.flatten(0, 1) for name, column in batch.items() if _trains(name)}
@@ -179,7 +181,7 @@ class EmbodiedActor(Trainer[PpoConfig]):
         total = self.slots.num_envs * self.steps
         metrics = self.update_policy.run(flat, held, total, step, rate)
         self.updates += 1
-        return {**metrics, "explained_variance": explained}
+        return {**metrics, "explained_variance": explained, "update_s": time.perf_counter() - begun}
 
     def _explained_variance(self, values: torch.Tensor, returns: torch.Tensor, mask: torch.Tensor) -> float:
         """1 − Var(returns − values) / Var(returns) over all that trains, over all ranks."""

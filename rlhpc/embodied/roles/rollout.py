@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from abc import abstractmethod
 from pathlib import Path
 from typing import Any, Generic, TypeVar
@@ -69,6 +70,7 @@ class ActingWorker(SavingWorker, Generic[Cfg]):
         super().__init__()
         self.cfg: Cfg = cfg
         self.version = 0
+        self._waited = 0.0
 
     def init_worker(self, slots: SlotMap, observation_space: Any, action_space: Any) -> None:
         """Builds the policy and the buffers."""
@@ -110,17 +112,22 @@ class ActingWorker(SavingWorker, Generic[Cfg]):
     # -- rollout --------------------------------------------------------------------------------------------------
 
     @torch.inference_mode()
-    def generate(self, step: int) -> None:
+    def generate(self, step: int) -> dict[str, float]:
         """Acts for `rollout_steps` decisions in every slot, then sends the trajectories to the actors.
 
         The noise of all slots of the run is drawn from (seed, step) and cut by slot, so that an action depends neither
         on the rank that chose it nor on what else was in its batch.
+
+        Returns:
+            `busy_s`: seconds in which it did not wait for the simulators.
         """
+        begun, self._waited = time.perf_counter(), 0.0
         noises = [self._noise(step, share) for share in self.shares]
         for t in range(self.steps):
             for stage, noise in enumerate(noises):
                 self._act(stage, t, noise[t])
         self._hand_over()
+        return {"busy_s": time.perf_counter() - begun - self._waited}
 
     def _noise(self, step: int, share: range) -> torch.Tensor:
         seed = np.random.SeedSequence([self.seed, step]).generate_state(1, np.uint64)[0] >> np.uint64(1)
@@ -129,7 +136,10 @@ class ActingWorker(SavingWorker, Generic[Cfg]):
         return table[:, share.start : share.stop].contiguous().to(self.device)
 
     def _act(self, stage: int, t: int, noise: torch.Tensor) -> None:
-        obs = join([lane.get() for lane, _ in self.lanes[stage]])
+        begun = time.perf_counter()
+        parts = [lane.get() for lane, _ in self.lanes[stage]]
+        self._waited += time.perf_counter() - begun
+        obs = join(parts)
         actions, extras = self._choose(obs, noise, t)
         chosen = actions.cpu().numpy()
         for lane, common in self.lanes[stage]:
@@ -179,7 +189,9 @@ class ActingWorker(SavingWorker, Generic[Cfg]):
         """The env ranks' outcomes of a stage as one, slots counted from this rank's first."""
         share, merged = self.shares[stage], []
         for rank, common in self.peers[stage]:
+            begun = time.perf_counter()
             part = self._outcomes.get(key=self.slots.to_rollout_key(stage, rank, self.rank))
+            self._waited += time.perf_counter() - begun
             part["final_slot"] = part["final_slot"] + (common.start - share.start)
             merged.append(part)
         return {name: join([part[name] for part in merged]) for name in merged[0]}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Container
 from pathlib import Path
 from typing import Any
@@ -81,10 +82,10 @@ class OffPolicyRolloutWorker(ActingWorker[SacConfig]):
         """The network, with fresh weights."""
         return build_model(self.cfg.actor.model, observation_space, action_space)
 
-    def generate(self, step: int, random_steps: int = 0) -> None:
+    def generate(self, step: int, random_steps: int = 0) -> dict[str, float]:
         """See `ActingWorker.generate`; the actions of the run's first `random_steps` transitions are random."""
         self._random = random_steps - (step - 1) * self.steps * self.slots.num_envs
-        super().generate(step)
+        return super().generate(step)
 
     def _choose(self, obs: Any, noise: torch.Tensor, t: int) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         if t * self.slots.num_envs < self._random:
@@ -199,15 +200,17 @@ class OffPolicyActor(Trainer[SacConfig]):
             progress: Part of the run that is done, 0 to 1, for the learning rates.
 
         Returns:
-            Metrics, the same on all ranks.
+            Metrics, the same on all ranks, and `update_s`: the seconds that it took.
         """
+        begun = time.perf_counter()
         if self.cfg.algorithm.anneal_lr:
             self.sac.set_lr(1.0 - progress)
         due = int(self.update_to_data * max(0, self.transitions - self.starts))
         count, self.due = due - self.due, due
         for _ in range(count):
             self.sac.step(self._batch(self.mixture.draw(self.sac.updates)))
-        return {**self.sac.metrics(), "buffer_size": float(len(self.replay))}
+        seconds = {"update_s": time.perf_counter() - begun}
+        return {**self.sac.metrics(), "buffer_size": float(len(self.replay)), **seconds}
 
     def _batch(self, draw: Draw) -> SacBatch:
         columns = {name: torch.from_numpy(column).to(self.device) for name, column in draw.columns.items()}

@@ -178,7 +178,9 @@ class PlayingRunner(Runner[Cfg]):
             for handle in sync:
                 handle.wait(self.timeout)
         with timers("rollout"):
-            episodes = in_order([handle.wait(self.timeout) for handle in self._played.pop(step)][1])
+            acting, simulating = self._played.pop(step)
+            episodes = in_order(simulating.wait(self.timeout))
+            act_s = max(facts["busy_s"] for facts in acting.wait(self.timeout))
         with timers(self.receiving):
             received = receive.wait(self.timeout)
             acted = min(facts["version"] for facts in received)
@@ -188,6 +190,7 @@ class PlayingRunner(Runner[Cfg]):
                 update = self.actor.update(step, progress)
             trained = update.wait(self.timeout)[0]
         row = self._row(step, begin, trained, episodes, acted, timers)
+        row |= {"time/simulate_s": float(episodes["busy_s"].max()), "time/act_s": act_s}
         self._count_left_out(step, row, int(sum(facts["left_out"] for facts in received)))
         return row
 
@@ -240,7 +243,9 @@ class PlayingRunner(Runner[Cfg]):
         self.env_steps += transitions
         self._recent.append((seconds, transitions))
         self._count(episodes)
-        row: dict[str, float] = {f"train/{name}": value for name, value in trained.items()}
+        row: dict[str, float] = {f"train/{name}": value for name, value in trained.items() if name != "update_s"}
+        if "update_s" in trained:  # some updates have nothing to train on
+            row["time/train_s"] = trained["update_s"]
         row.update(self._episode_metrics())
         row.update(_ended(episodes))
         row["rollout/version"], row["rollout/env_steps"] = acted, self.env_steps

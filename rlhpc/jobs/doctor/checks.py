@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Mapping
 from rlhpc.jobs.doctor.jobs import ProbeJob
 from rlhpc.jobs.doctor.report import Line, names
 from rlhpc.jobs.doctor.slurm import Group, Site, SlurmFacts, gres_of, seconds_of, usable, version_of
-from rlhpc.jobs.plan import minutes_of
+from rlhpc.jobs.walltime import minutes_of
 
 COMMANDS = ("sbatch", "srun", "scontrol", "squeue", "scancel")
 _OLDEST_SLURM = (20, 11)

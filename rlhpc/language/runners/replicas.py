@@ -54,7 +54,7 @@ class Replicas:
         self._opening = {rank: handle for rank, handle in self._opening.items() if rank in there}
         if lost := sorted({*self.ranks} - {*there}):
             self.ranks = [rank for rank in self.ranks if rank in there]
-            told = f"{self._named(lost)} ended; the others have made its prompts, and nothing else is lost"
+            told = f"{self._lost(lost)}; the others have made its prompts, and nothing else is lost"
             if self._restarted < self._restarts() and (again := self._group.restart()):
                 self._restarted += len(again)
                 told += f"; {self._named(again)} starts again"
@@ -66,6 +66,13 @@ class Replicas:
             self._joins(rank)
             self.ranks = sorted([*self.ranks, rank])
             note(f"{self._named([rank])} takes part from the next step on")
+
+    def _lost(self, ranks: Collection[int]) -> str:
+        """Who ended, and who has left as told."""
+        reasons = {rank: self._group.why_left(rank) for rank in ranks}
+        ended = [rank for rank in ranks if not reasons[rank]]
+        words = [f"{self._named([rank])} left ({why})" for rank, why in reasons.items() if why]
+        return ", ".join([*([f"{self._named(ended)} ended"] if ended else []), *words])
 
     def _named(self, ranks: Collection[int]) -> str:
         return ", ".join(f"{self._group.name}[{rank}]" for rank in ranks)

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 @dataclass(eq=False)
 class Member:
-    """One rank as the driver sees it. `state`: starting, ready, stopping, ended."""
+    """One rank as the driver sees it. `state`: starting, ready, stopping, ended; `told`: why it leaves, if it was told to."""
 
     spec: WorkerSpec
     starter: Starter
@@ -24,6 +24,7 @@ class Member:
     record: dict[str, Any] = field(default_factory=dict)
     alive: float = field(default_factory=time.monotonic)
     suspect: bool = False
+    told: str = ""
 
 
 class Starter(Protocol):

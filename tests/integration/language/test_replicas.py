@@ -119,10 +119,15 @@ def test_a_helper_joins_works_and_leaves(undisturbed: LanguageRun, tmp_path: Pat
     run.until(lambda: run.step() >= joined + 2)
     helper.send_signal(signal.SIGTERM)
     out, err = helper.communicate(timeout=60)
-    assert helper.returncode == 0 and "rollout-3 joins run" in err and "it was told to leave" in err, out + err
+    assert helper.returncode == 0 and "rollout-3 joins run" in err and "its job is being ended (SIGTERM)" in err, (
+        out + err
+    )
     run.hurry()
     said = run.end()
-    assert "rollout[3] ended; the others have made its prompts" in said and "starts again" not in said
+    told = "rollout[3] left (its job is being ended (SIGTERM)); the others have made its prompts"
+    assert told in said and "starts again" not in said and "goes on without rank" not in said, said
+    stay = run.rlhpc("status", str(run.root))
+    assert "rollout-3" in stay and "its job is being ended (SIGTERM)" in stay
     same(run, undisturbed)
 
 

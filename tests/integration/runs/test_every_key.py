@@ -104,6 +104,9 @@ SLURM = [
     "cluster.node_groups=[{label: here, node_ranks: '0'}, {label: there, node_ranks: '1', partition: cpu}]",
 ]  # fmt: skip
 
+#: Only where ranks come and go.
+ELASTIC = ["cluster.elastic=[{group: rollout, max: 2, partition: preempt}]"]
+
 
 #: A second run with language models, with every group that one can have.
 GROUPS = [
@@ -207,7 +210,8 @@ def test_every_key_is_read(kind: str, reads: Reads, monkeypatch: pytest.MonkeyPa
         monkeypatch.setenv("RLHPC_MODELS", reads.environment["RLHPC_MODELS"])
         save_classifier(reads.folder / "classifier", TINY["kwargs"])
         reads.rlhpc(kind, "train", *GROUPS)
-    reads.start(kind, "-m", "read_keys", f"{kind}.yaml", *SLURM)
+    elastic = ELASTIC if kind == "reasoning" else []
+    reads.start(kind, "-m", "read_keys", f"{kind}.yaml", *SLURM, *elastic)
     reads.rlhpc(kind, "submit", "--executor", "local")
     reads.start(kind, "-m", "rlhpc.cli", "eval", "--run", f"runs/{kind}", "--step", "latest", "--trust-checkpoint-code")
     reads.snakemake(kind)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 
 import numpy as np
 import pytest
@@ -15,8 +17,10 @@ from rlhpc import Channel, Cluster
 from rlhpc.runtime.cluster_config import ClusterConfig
 from rlhpc.runtime.errors import WorkerFailed
 from rlhpc.runtime.group import WorkerGroup
+from rlhpc.runtime.joining import Door, Leaving, NotYet, Refused, stay, wish_of
 from rlhpc.runtime.placement import NodePlacementStrategy
 from rlhpc.runtime.session import Session
+from tests.users import BOB, needs_root, run_as
 
 
 @pytest.fixture
@@ -120,3 +124,84 @@ def test_what_was_entrusted_outlives_its_giver(groups: tuple[WorkerGroup, Worker
     many.execute_on(1).entrust(channel, item).wait()
     many.execute_on(1).leave(9).wait(60)
     assert (channel.get(timeout=10)["rows"] == item["rows"]).all()
+
+
+@contextmanager
+def helper(leaving: Leaving) -> Iterator[list[str]]:
+    """A rank of `many` that has joined; what is said of it."""
+    said: list[str] = []
+    root, wish = Session.running().registry.root.parent, wish_of("many", 1, 0)
+    stays = threading.Thread(
+        target=stay, args=(root, wish, leaving, said.append, lambda: True), kwargs={"patience_s": 0.0}, daemon=True
+    )
+    stays.start()
+    yield said
+    leaving.because("the test is over")
+    stays.join(30)
+    assert not stays.is_alive()
+
+
+def test_what_a_rank_that_joined_raises_is_its_own_affair(groups: tuple[WorkerGroup, WorkerGroup]) -> None:
+    many, other = groups
+    session, heard = Session.running(), list[dict[str, object]]()
+    session.membership.heard = heard.append
+    with helper(Leaving()) as said:
+        until(lambda: many.admit() == [3])
+        assert many.add(1).wait() == [1, 2, 3, 4]
+        assert many.execute_on(3).boom(3).wait(60) == [], "nobody waits for it"
+        until(lambda: "the run goes on without it" in said)
+    assert session.failure is None and many.present == [0, 1, 2] and other.add(1).wait() == [1]
+    assert [event["event"] for event in heard] == ["joined", "works", "left"] and "kaboom" in str(heard[-1]["why"])
+
+
+def test_one_that_leaves_as_told_is_not_lost(
+    groups: tuple[WorkerGroup, WorkerGroup], caplog: pytest.LogCaptureFixture
+) -> None:
+    many, _ = groups
+    leaving = Leaving()
+    with helper(leaving):
+        until(lambda: many.admit() == [3])
+        leaving.because("its time is over")
+        until(lambda: many.present == [0, 1, 2])
+    assert many.why_left(3) == "its time is over" and not [r for r in caplog.records if r.levelname == "WARNING"]
+
+
+def test_who_may_not_join(groups: tuple[WorkerGroup, WorkerGroup]) -> None:
+    session = Session.running()
+    door, wish = Door(session.registry.root.parent), wish_of("many", 1, 0)
+    try:
+        for change, said in (
+            ({"code": "other"}, "another rlhpc than the run's own"),
+            ({"group": "other"}, "groups that take some: many"),
+            ({"host": "elsewhere"}, "listens to processes of its own host only"),
+        ):
+            with pytest.raises(Refused, match=said):
+                door.ask({**wish, **change})
+        session.membership.is_open = False
+        with pytest.raises(NotYet, match="the ranks that the run starts with are starting or ending"):
+            door.ask(wish)
+        assert len(session.members) == 4 and session.failure is None
+        (door.registry.root.parent / "current").write_text("local-77")
+        assert not door.is_current, "who came through here is of an older generation"
+        (door.registry.root.parent / "current").write_text(door.registry.generation)
+    finally:
+        door.close()
+
+
+#: What another user types comes down to this.
+OF_BOB = """
+from rlhpc.runtime.joining import Door
+try:
+    Door(pathlib.Path(sys.argv[1]))
+except Exception as error:
+    print(type(error).__name__, error)
+"""
+
+
+@needs_root
+def test_nobody_else_may_join(groups: tuple[WorkerGroup, WorkerGroup]) -> None:
+    session = Session.running()
+    done = run_as(BOB, OF_BOB, session.registry.root.parent)
+    (line,) = done.stdout.splitlines()
+    assert line.startswith("ConfigError ") and "only the user whose run it is can join it" in line, done.stderr
+    assert len(session.members) == 4 and session.failure is None

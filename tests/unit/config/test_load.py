@@ -23,7 +23,7 @@ from rlhpc.runtime.errors import ConfigError
 
 ROOT = Path(__file__).resolve().parents[3]
 CONFIGS = ROOT / "configs"
-RUNS = sorted(path for path in CONFIGS.rglob("*.yaml") if path.parent.name not in ("base", "site"))
+RUNS = sorted(path for path in CONFIGS.rglob("*.yaml") if path.parent.name not in ("base", "site", "sweeps"))
 
 
 @pytest.fixture

@@ -83,6 +83,7 @@ CASES = [
 #: What an element of a list needs besides.
 ELEMENTS = {
     "cluster.node_groups": {"label": "a"},
+    "cluster.elastic": {"max": 9},
     "data.eval": {"name": "a"},
     "reward.terms": {"name": "math"},
     "groups": {"name": "a", "scorer": "logprobs"},

@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 from omegaconf import OmegaConf
 
-from rlhpc.jobs.plan import Plan, build_plan, job_options, minutes_of, render_plan
+from rlhpc.jobs.plan import Plan, build_plan, job_options, render_plan
+from rlhpc.jobs.walltime import minutes_of
 from rlhpc.runs.configuration import load_config
 from rlhpc.runtime.cluster import Cluster
 from rlhpc.runtime.errors import ConfigError, PlacementError

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from rlhpc.jobs.elastic.record import HelperJobRecord, HelperRecord
 from rlhpc.jobs.paths import RunPaths
 from rlhpc.metrics.accounting import account, job_ids, write_accounting
 from rlhpc.metrics.sacct import FIELDS, JobIds, NoAccounting, Row, _bytes, _seconds, parse, query
@@ -257,3 +258,28 @@ def test_further_segments_are_no_restarts() -> None:
     three = JobIds(("9", "12", "17"), own=frozenset({"9", "12", "17"}))
     assert account(parse(lines), {}, three)["roles"]["actor"]["restarts"] == 0
     assert account(parse([*lines, row("17.1", **names)]), {}, three)["roles"]["actor"]["restarts"] == 1
+
+
+def test_ranks_that_joined_are_accounted_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run: RunPaths) -> None:
+    """By the driver's own record, whatever sacct says."""
+    submitted(run, 0, "1")
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert "Ranks that joined" not in write_report(run).read_text()
+    place = {"event": "joined", "group": "rollout", "node": "n7", "job": "9", "accelerators": 2}
+    events = [
+        {**place, "incarnation": "a", "rank": 1, "time": 3600.0},
+        {"event": "works", "incarnation": "a", "time": 3700.0},
+        {"event": "left", "incarnation": "a", "time": 9000.0, "why": "it was told to leave <now>"},
+    ]
+    run.attendance.write_text("".join(json.dumps(event) + "\n" for event in events))
+    record = HelperRecord()
+    record.jobs["9"] = HelperJobRecord("9", "rollout", 2, 3000.0, started=3600.0, ended=10800.0)
+    record.write(run)
+    text = write_report(run).read_text()
+    assert (
+        "<h2>Ranks that joined</h2>" in text
+        and "it was told to leave &lt;now&gt;" in text
+        and ">rollout-1</td>" in text
+    )
+    joined = json.loads(run.accounting.read_text())["joined"]
+    assert joined == {"ranks": 1, "rank_hours": 1.5, "accelerator_hours": 3.0, "jobs": ["9"], "budget_hours": 4.0}

@@ -1,0 +1,97 @@
+"""`scale`: asks a run that is under way for a number of ranks from jobs of their own."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+from rlhpc.cli.named import run_paths
+from rlhpc.cli.parser import RUN, add_command
+from rlhpc.jobs.paths import RunPaths
+from rlhpc.runtime.errors import ConfigError
+
+_EXAMPLES = ("rlhpc scale runs/reasoning rollout=8", "rlhpc scale runs/reasoning rollout=auto")
+_AUTO = "auto"
+
+
+def _scale(args: argparse.Namespace) -> int:
+    from rlhpc.jobs.attendance import stays
+    from rlhpc.jobs.claim import read_json, write_json
+    from rlhpc.jobs.elastic.record import HelperRecord
+
+    paths = run_paths(args.run)
+    bounds = _bounds(paths)
+    wanted = {group: number for word in (args.number, *args.overrides) for group, number in [_asked(word, bounds)]}
+    _require_driver(paths)
+    before = {group: number for group, number in (read_json(paths.asked_ranks) or {}).items() if group in bounds}
+    asked = {**before, **wanted}
+    write_json(paths.asked_ranks, {group: number for group, number in asked.items() if number is not None})
+    live = HelperRecord.read(paths).live()
+    for group, number in wanted.items():
+        there = sum(stay.left is None and stay.group == group for stay in stays(paths))
+        queued = sum(job.started is None and job.group == group for job in live)
+        what = "as many as the rule says" if number is None else f"{number}"
+        print(f"{paths.root.name}: {what} ranks of {group} are asked for; {there} there, {queued} jobs in the queue")
+    return 0
+
+
+def _bounds(paths: RunPaths) -> dict[str, tuple[int, int]]:
+    """Group → least and most ranks, as the run was started with.
+
+    Raises:
+        ConfigError: It takes no ranks from jobs of their own.
+    """
+    from rlhpc.config.yaml_loader import UniqueKeys
+    from rlhpc.runtime.cluster import read_key
+    from rlhpc.runtime.plain import read_yaml
+
+    content: Any = {}
+    if paths.config.is_file():
+        content = read_yaml(paths.config.read_bytes(), UniqueKeys)
+    entries = read_key(read_key(content, "cluster"), "elastic", ())
+    found = {str(read_key(raw, "group", "rollout")): (int(raw["min"]), int(raw["max"])) for raw in entries}
+    if not found:
+        raise ConfigError(
+            f"{paths.root.name} takes no ranks from jobs of their own: start it with cluster.elastic, or add some by hand "
+            f"(rlhpc join {paths.root})"
+        )
+    return found
+
+
+def _asked(word: str, bounds: dict[str, tuple[int, int]]) -> tuple[str, int | None]:
+    group, _, text = word.partition("=")
+    if group not in bounds:
+        raise ConfigError(f"{word}: groups of this run that can be scaled: {', '.join(bounds)}")
+    if text == _AUTO:
+        return group, None
+    least, most = bounds[group]
+    if not text.isascii() or not text.isdigit() or not least <= int(text) <= most:
+        raise ConfigError(f"{word}: give a number from {least} to {most} (cluster.elastic), or {group}={_AUTO}")
+    return group, int(text)
+
+
+def _require_driver(paths: RunPaths) -> None:
+    """Refuses to ask a run for something at which nobody is at work to hear it."""
+    from rlhpc.runtime.joining import Door
+
+    door = Door(paths.registry)
+    try:
+        if not door.lives():
+            raise ConfigError(
+                f"{paths.root.name}: its driver does not answer; `rlhpc status {paths.root}` says where it is"
+            )
+    finally:
+        door.close()
+
+
+def add_commands(commands: Any) -> None:
+    """Adds the commands of this module to the command line."""
+    scale = add_command(
+        commands, "scale", _scale, "ask a run that is under way for a number of ranks from jobs of their own", _EXAMPLES
+    )  # fmt: skip
+    scale.add_argument("run", help=RUN)
+    scale.add_argument(
+        "number", metavar="group=N",
+        help="how many ranks besides those that the run started with, within min and max of cluster.elastic; `auto` gives the "
+        "number back to the rule",
+    )  # fmt: skip

@@ -1,0 +1,259 @@
+"""What the commands do with a sweep in place of a run: find it, plan it, follow it, show its runs, end them."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import TYPE_CHECKING, TextIO
+
+from rlhpc.cli.follow import WorkflowLog, last_row
+from rlhpc.jobs.paths import RunPaths, SweepPaths
+from rlhpc.runtime.errors import ConfigError, RlhpcError
+
+if TYPE_CHECKING:
+    from rlhpc.jobs.plan import Plan
+    from rlhpc.runs.sweeps import Sweep, SweepRun
+
+#: Seconds between two looks at how far the runs are.
+_SELDOM_S = 2.0
+
+
+def sweep_paths(text: str, overrides: Sequence[str] = ()) -> SweepPaths | None:
+    """The sweep that the user names by its folder, or by its configuration; None if it is a run that is named."""
+    given = Path(text).expanduser().absolute()
+    if given.is_dir():
+        found = SweepPaths(given)
+        if overrides or not found.is_there:
+            return None
+        return found
+    if not given.is_file():
+        return None
+    from rlhpc.runs.sweeps import load_sweep
+
+    sweep = load_sweep(given, overrides)
+    if sweep is not None and not sweep.paths.is_there:
+        raise ConfigError(
+            f"{sweep.paths.root}: the sweep of {text} has not begun; start it: rlhpc run {shlex.quote(text)}"
+        )
+    return sweep.paths if sweep is not None else None
+
+
+def render_sweep(sweep: SweepPaths) -> str:
+    """Renders a line for each run of a sweep, those that have not begun or that it no longer names included."""
+    from rlhpc.jobs.state import find_runs
+    from rlhpc.jobs.status import render_runs
+    from rlhpc.runs.sweeps import read_sweep
+
+    names = [str(run["name"]) for run in read_sweep(sweep)["runs"]]
+    there = {paths.root.name for paths in find_runs(sweep.root, depth=1)}
+    notes = {name: "not in the sweep any more" for name in there - set(names) if not name.startswith("sft-")}
+    order = [*(name for name in sorted(there) if name.startswith("sft-")), *names, *sorted(notes)]
+    ended = "; cancelled, rlhpc run goes on with it" if sweep.cancelled.exists() else ""
+    return f"sweep {sweep.root.name}: {len(names)} runs{ended}\n" + render_runs(
+        sweep.root, [sweep.run(name) for name in order], notes
+    )
+
+
+def cancel_sweep(sweep: SweepPaths) -> list[str]:
+    """Ends the jobs of all runs of a sweep, and keeps its workflow from starting others.
+
+    Returns:
+        A sentence for every job that was ended.
+
+    Raises:
+        RlhpcError: A job could not be ended; the others have been.
+    """
+    from rlhpc.jobs.cancel import cancel, require_own
+    from rlhpc.jobs.state import find_runs
+
+    runs = list(find_runs(sweep.root, depth=1))
+    for paths in runs:
+        require_own(paths)
+    try:
+        sweep.cancelled.touch()
+    except OSError as error:
+        raise RlhpcError(f"{sweep.cancelled}: cannot be written: {error.strerror}") from error
+    told: list[str] = []
+    failed: list[RlhpcError] = []
+
+    def end(paths: RunPaths) -> list[str]:
+        try:
+            return [f"{paths.root.name}: {text}" for text in cancel(paths)]
+        except RlhpcError as error:
+            failed.append(error)
+            return []
+
+    with ThreadPoolExecutor(16) as pool:  # each waits until its run has saved
+        for sentences in pool.map(end, runs):
+            told += sentences
+    if failed:
+        raise RlhpcError("; ".join([*told, *map(str, failed)]))
+    return told
+
+
+# -- plan -------------------------------------------------------------------------------------------------------------
+
+
+def render_plan_of(sweep: Sweep, launcher: str) -> str:
+    """Renders how many runs and jobs a sweep is, what they may cost at most, and the plan of the first run."""
+    from rlhpc.jobs.plan import build_plan, render_plan
+
+    plans = [build_plan(run.cfg, launcher=launcher) for run in sweep.runs]
+    jobs = dict.fromkeys(("training", "evaluation", "export", "recording"), 0)
+    for run in sweep.runs:
+        for what, count in _jobs_of(run).items():
+            jobs[what] += count
+    seeds = len({run.point.seed for run in sweep.runs})
+    at_once = f", at most {sweep.section.max_queued} training jobs queued or running at once"
+    lines = [
+        f"sweep {sweep.name}: {_some(len(sweep.runs), 'run')} ({_some(len(sweep.runs) // seeds, 'configuration')}, "
+        f"{_some(seeds, 'seed')}){at_once if sweep.section.max_queued else ''}",
+        "jobs         " + ", ".join(f"{count} {what}" for what, count in jobs.items() if count),
+    ]
+    for run in sweep.runs:
+        if run.prepares:
+            lines.append(
+                f"shared       {run.point.name} makes {' and '.join(sorted(run.prepares))} for those that need the same"
+            )
+    if plans[0].launcher == "slurm":
+        lines.append(f"at most      {_cost(sweep, plans)}")
+    lines += ["", *(f"  {run.point.name}" for run in sweep.runs), "", f"# {sweep.runs[0].point.name}, as an example"]
+    return "\n".join([*lines, render_plan(plans[0])])
+
+
+def _jobs_of(run: SweepRun) -> dict[str, int]:
+    from rlhpc.runs.kinds import kind_of
+
+    cfg, kind = run.cfg, kind_of(run.cfg)
+    before = kind.preparation(cfg)
+    suites, prepares_sft = len(cfg.workflow.eval_suites), "sft" in run.prepares
+    return {
+        "training": cfg.runner.segments + prepares_sft,
+        "evaluation": suites * (cfg.runner.segments + before.evaluates_start),
+        "export": 1 + prepares_sft,
+        "recording": ("demos" in run.prepares) + bool(kind.recording(cfg)[0]),
+    }
+
+
+def _cost(sweep: Sweep, plans: Sequence[Plan]) -> str:
+    """Node hours and GPU hours of the training jobs, if each takes its whole walltime."""
+    from rlhpc.jobs.walltime import minutes_of
+
+    nodes = accelerators = 0.0
+    for run, plan in zip(sweep.runs, plans, strict=True):
+        for component in plan.components:
+            time_limit = dict(component.options).get("time")
+            if time_limit is None:
+                return "unknown: no walltime (cluster.time, or a site file) says how long a job may take"
+            hours = run.cfg.runner.segments * minutes_of(time_limit) / 60
+            nodes += hours * len(component.nodes)
+            accelerators += hours * sum(plan.nodes[n].accelerators for n in component.nodes)
+    return f"{nodes:.4g} node hours and {accelerators:.4g} GPU hours of training, if every job takes its whole walltime"
+
+
+def _some(count: int, noun: str) -> str:
+    return f"{count} {noun}{'' if count == 1 else 's'}"
+
+
+# -- run --------------------------------------------------------------------------------------------------------------
+
+
+class SweepFollower:
+    """Shows a sweep's workflow: a line when a run begins to train, fails or is done, and how far all of them are.
+
+    Args:
+        log: What Snakemake says.
+        sweep: The sweep.
+        stream: stderr by default.
+    """
+
+    def __init__(self, log: WorkflowLog, sweep: Sweep, stream: TextIO | None = None) -> None:
+        from rlhpc.config import total_steps
+        from rlhpc.runs.sweeps import rule_prefixes
+
+        self._log, self._sweep, self._out = log, sweep, stream or sys.stderr
+        self._live = self._out.isatty()
+        self._prefixes = rule_prefixes([run.point.name for run in sweep.runs])
+        self._totals = {run.point.name: total_steps(run.cfg) for run in sweep.runs}
+        self._paths = {run.point.name: run.paths for run in sweep.runs}
+        self._said: set[tuple[str, str]] = set()
+        self._failures: dict[str, int] = {}
+        self._shown, self._next = "", 0.0
+        self.done: list[str] = []
+
+    def look(self) -> None:
+        """Takes in what has changed and shows it."""
+        for job in self._log.read():
+            name, rule = self.split(job.rule)
+            if name and rule in ("train_segment", "sft"):
+                self._say(name, "training" if rule == "train_segment" else "training on demonstrations first")
+            elif rule == "compare":
+                self._say("", "writing the page")
+        for name, prefix in self._prefixes.items():
+            rule = f"{prefix}report"
+            if self._log.running.get(rule) == 0 and not self._failed(rule) and name not in self.done:
+                self.done.append(name)
+                self._say(name, f"done ({len(self.done)})")
+        for job in self._log.failed:
+            name, rule = self.split(job.rule)
+            self._say(name, f"failed: {rule}" + (f", see {job.log}" if job.log else ""))
+        if self._live and time.monotonic() > self._next:
+            self._next = time.monotonic() + _SELDOM_S
+            self._progress()
+
+    def split(self, rule: str) -> tuple[str, str]:
+        """A rule's run, "" for a rule of the sweep itself, and its name in the workflow of a run."""
+        fitting = [(prefix, name) for name, prefix in self._prefixes.items() if rule.startswith(prefix)]
+        if not fitting:
+            return "", rule
+        prefix, name = max(fitting, key=lambda one: len(one[0]))
+        return name, rule.removeprefix(prefix)
+
+    def _failed(self, rule: str) -> bool:
+        return any(job.rule == rule for job in self._log.failed)
+
+    def _say(self, name: str, text: str) -> None:
+        if (name, text) not in self._said:
+            self._said.add((name, text))
+            self._clear()
+            self._out.write(f"  {f'{name}: ' if name else ''}{text}\n")
+            self._out.flush()
+
+    def _progress(self) -> None:
+        training = [name for name, prefix in self._prefixes.items() if self._log.running.get(f"{prefix}train_segment")]
+        steps = {name: int(last_row(path.metrics).get("step", 0)) for name, path in self._paths.items()}
+        part = sum(min(steps[name], total) for name, total in self._totals.items()) / max(1, sum(self._totals.values()))
+        self._clear()
+        self._shown = (
+            f"  {len(self.done)} of {len(self._paths)} runs done, {len(training)} training, {part:.0%} of all steps"
+        )
+        self._out.write(self._shown[:110])
+        self._out.flush()
+
+    def _clear(self) -> None:
+        if self._shown:
+            self._out.write("\r\x1b[2K")
+            self._shown = ""
+
+    def close(self) -> None:
+        """Ends the line."""
+        self._next = float("inf")
+        self.look()
+        self._clear()
+        self._out.flush()
+
+
+def ending_of(sweep: Sweep) -> list[str]:
+    """What to print about a sweep that has ended: each configuration's runs, the page, and what failed."""
+    from rlhpc.jobs.state import states
+
+    found = [state for _, state in states([run.paths for run in sweep.runs])]
+    bad = [(run.point.name, state) for run, state in zip(sweep.runs, found, strict=True) if state.state != "finished"]
+    lines = [f"{sweep.name}: {len(found) - len(bad)} of {len(found)} runs finished"]
+    lines += [f"  {name}: {state.state}{f', {state.why}' if state.why else ''}" for name, state in bad[:10]]
+    lines += [f"  and {len(bad) - 10} more"] if len(bad) > 10 else []
+    return lines

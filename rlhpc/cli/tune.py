@@ -1,0 +1,74 @@
+"""`tune`: measures a run for a few steps, and says where its groups should be."""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+import sys
+import time
+from typing import Any
+
+from rlhpc.cli.parser import SITE, add_command, add_words
+from rlhpc.runtime.errors import ConfigError
+
+_EXAMPLES = (
+    "rlhpc tune configs/quickstart.yaml",
+    "rlhpc tune configs/quickstart.yaml --verify 3",
+    "rlhpc tune configs/quickstart.yaml --max-staleness 1 --verify 3",
+    "rlhpc tune configs/reasoning/demo.yaml actor.model.model_path=builtin:tiny --nodes 2 --gpus 4",
+)
+
+
+def _tune(args: argparse.Namespace) -> int:
+    least = {"--nodes": (args.nodes, 1), "--gpus": (args.gpus, 0), "--verify": (args.verify, 0), "--steps": (args.steps, 3),
+             "--max-staleness": (args.max_staleness, 0), "--samples": (args.samples, 1)}  # fmt: skip
+    for name, (value, lowest) in least.items():
+        if value is not None and value < lowest:
+            raise ConfigError(f"{name} is {value}; it must be {lowest} or more")
+    if not args.deadline > 0:
+        raise ConfigError(f"--deadline is {args.deadline:g}; it must be more than 0 seconds")
+    from rlhpc.cli.run import ending_early
+    from rlhpc.jobs.paths import RunPaths
+    from rlhpc.runs.configuration import load_config
+    from rlhpc.runs.tuning.table import render
+    from rlhpc.runs.tuning.tune import Asked, tune
+
+    begun = time.monotonic()
+
+    def say(text: str) -> None:
+        print(f"rlhpc: [{time.monotonic() - begun:.0f} s] {text}", file=sys.stderr, flush=True)
+
+    asked = Asked(
+        args.config, tuple(args.overrides), args.site, args.nodes, args.gpus, args.verify, args.max_staleness, args.samples,
+        args.steps, args.deadline,
+    )  # fmt: skip
+    with ending_early():
+        record = tune(asked, say)
+    cfg = load_config(args.config, args.overrides, site=args.site, check=False)
+    paths = RunPaths.of(cfg.runner.run_dir, cfg.runner.name)
+    words = ["rlhpc", "run", str(paths.tuned_config), *args.overrides, *(["--site", args.site] if args.site else [])]
+    print(render(record, str(paths.tuned_config), shlex.join(words)))
+    return 0
+
+
+def add_commands(commands: Any) -> None:
+    """Adds the command to the command line."""
+    tune = add_command(
+        commands, "tune", _tune, "measure a run for a few steps, and find where its groups should be", _EXAMPLES
+    )  # fmt: skip
+    add_words(tune, config="YAML file of the run")
+    tune.add_argument("--nodes", type=int, metavar="N", help="place it on this many nodes (default: as configured)")
+    tune.add_argument("--gpus", type=int, metavar="G", help="with this many accelerators each (default: as configured)")
+    tune.add_argument("--verify", type=int, default=0, metavar="K", help="run the best K, too, and the configured one")
+    tune.add_argument(
+        "--max-staleness", type=int, metavar="K",
+        help="consider algorithm.max_staleness up to this, which changes what is learned (default: as configured)",
+    )  # fmt: skip
+    tune.add_argument(
+        "--samples", type=int, metavar="N", help="give the hours for so many samples (default: the whole run)"
+    )
+    tune.add_argument("--steps", type=int, default=10, help="steps of a short run that count (default 10)")
+    tune.add_argument(
+        "--deadline", type=float, default=1800.0, metavar="SECONDS", help="how long a short run may take (default 1800)"
+    )
+    tune.add_argument("--site", help=SITE)

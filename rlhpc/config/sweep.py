@@ -1,0 +1,302 @@
+"""Section `sweep` of a file: which runs it stands for. The name of each follows from its own values, and from nothing else."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from omegaconf import OmegaConf
+
+from rlhpc.config.keys import Schema
+from rlhpc.config.merge import Layers, parse_override
+from rlhpc.config.rules import check_choice
+from rlhpc.runtime.errors import ConfigError
+from rlhpc.runtime.shown import cut, shown
+
+SWEEP = "sweep"
+GOALS = ("maximize", "minimize")
+#: More runs than that are a mistake in a grid.
+MOST = 1000
+_SEED = "runner.seed"
+_OWN = {
+    "runner.name": "each run gets a name of its own from its values",
+    "runner.run_dir": "the runs of a sweep are in one folder, run_dir/name",
+    "runner.task_type": "a sweep is of one kind of run; rlhpc compare compares runs of several",
+}
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+#: Names of the sweep's own folders and files.
+_TAKEN = re.compile(r"logs|(sft|demos)-[0-9a-f]{8}(\..*)?")
+#: A longer name ends with a digest.
+_LONGEST = 80
+
+
+@dataclass
+class SweepConfig:
+    """Several runs from one file; for `rlhpc run`, the workflow, `rlhpc plan`, `status`, `cancel` and `compare`."""
+
+    grid: dict[str, Any] = field(default_factory=dict)
+    """Key → its values, such as `{actor.optim.lr: [1e-4, 3e-4]}`: every combination is a run."""
+    seeds: list[int] = field(default_factory=list)
+    """Values of `runner.seed`: each combination is run with every one, and they are what the page takes means over."""
+    max_queued: int | None = None
+    """How many of the sweep's training jobs may be queued or running at once; null leaves it to Snakemake's profile."""
+    metric: str | None = None
+    """What the page compares: a metric of the last evaluation (`eval/return_mean`) or of the last step (`train/loss`); null
+    takes the first by which runs of this kind are compared, and that all have."""
+    goal: str = "maximize"
+    """Whether more of it is better: `maximize` or `minimize`."""
+    list: list[Any] = field(default_factory=list)
+    """The combinations one by one, in place of `grid`: mappings of keys to values, and a `name`, if it needs one."""
+
+
+@dataclass
+class SweepFile:
+    """The part of a file that is about a sweep."""
+
+    sweep: SweepConfig = field(default_factory=SweepConfig)
+    """Several runs from one file."""
+
+
+@dataclass(frozen=True)
+class Point:
+    """One run of a sweep.
+
+    Attributes:
+        name: Of the run.
+        label: Its values without the seed, as a person writes them; "" if nothing varies but seeds.
+        values: Key → value, without the seed.
+        seed: `runner.seed`; None if the sweep does not say.
+    """
+
+    name: str
+    label: str
+    values: Mapping[str, Any]
+    seed: int | None
+
+    @property
+    def overrides(self) -> list[str]:
+        """The values as `key=value`."""
+        seed = {} if self.seed is None else {_SEED: self.seed}
+        return [override(key, value) for key, value in {**self.values, **seed}.items()]
+
+
+def override(key: str, value: Any) -> str:
+    """A value as it is written on a command line."""
+    return f"{key}={json.dumps(value, ensure_ascii=False)}"
+
+
+def is_about_sweep(text: str) -> bool:
+    """Whether an override changes the sweep."""
+    key = text.partition("=")[0].strip()
+    return key == SWEEP or key.startswith(f"{SWEEP}.")
+
+
+def read_section(files: Sequence[tuple[str, Any]], overrides: Sequence[str]) -> tuple[SweepConfig, str] | None:
+    """The sweep that files and overrides describe; None if they describe a single run.
+
+    Args:
+        files: Source and content of each file, those that others include first; a later `sweep` takes an earlier one's place.
+        overrides: All of the command line; `sweep=…` takes the place of the files', `sweep.seeds=…` changes it.
+
+    Returns:
+        The sweep, and where it is from.
+
+    Raises:
+        ConfigError: An unknown key, or a value of another type.
+    """
+    found: tuple[Layers, str] | None = None
+    wholes = [(source, content[SWEEP]) for source, content in files if isinstance(content, dict) and SWEEP in content]
+    changes = [text for text in overrides if is_about_sweep(text)]
+    for source, content in [*wholes, *(("", text) for text in changes)]:
+        key, value = (SWEEP, content) if source else parse_override(content)
+        source = source or f"override {shown(content)}"
+        if key != SWEEP:
+            found = found or (Layers(Schema(SweepFile)), source)
+            found[0].override(content)
+        elif value is None:
+            found = None
+        else:
+            found = Layers(Schema(SweepFile)), source
+            found[0].add({SWEEP: value}, source)
+    if found is None:
+        return None
+    layers, source = found
+    plain: Any = OmegaConf.to_container(layers.cfg.sweep, resolve=False)
+    return SweepConfig(**plain), source
+
+
+def points(section: SweepConfig, source: str, given: Sequence[str] = ()) -> list[Point]:
+    """The runs of a sweep, seeds of the same values beside each other.
+
+    Args:
+        section: The sweep.
+        source: Where it is from, for messages.
+        given: Overrides of the command line, none of which may change what the sweep varies.
+
+    Raises:
+        ConfigError: Says what of the section cannot be: an empty list, a value given twice, two runs of one name, a key that
+            a sweep does not vary.
+    """
+
+    def fail(where: str, rule: str) -> ConfigError:
+        return ConfigError(f"{source}: {SWEEP}{'.' if where else ''}{where}: {rule}")
+
+    if section.grid and section.list:
+        raise fail("", "it has both grid and list; give one of them")
+    check_choice(f"{SWEEP}.goal", section.goal, GOALS, lambda key, rule: fail("goal", f"{section.goal}; {rule}"))
+    if section.max_queued is not None and section.max_queued < 1:
+        raise fail("max_queued", f"it is {section.max_queued}; it must be at least 1, or null for no limit")
+    if section.metric is not None and not re.fullmatch(r"[\w.-]+/[\w./-]+", section.metric):
+        raise fail("metric", f"it is {shown(section.metric)}; write a metric's name, such as eval/return_mean")
+    seeds = _seeds(section, fail)
+    combinations = _listed(section.list, fail) if section.list else _combined(section.grid, fail)
+    if not seeds and not section.grid and not section.list:
+        raise fail("", "it is empty; give it a grid, a list or seeds (or sweep=null for the single run)")
+    varied = {key for _, values in combinations for key in values} | ({_SEED} if seeds else set())
+    for text in given:
+        if (key := text.partition("=")[0].strip()) in varied:
+            raise ConfigError(
+                f"override {shown(text)}: the sweep varies {key} ({source}); change its values there, with "
+                f"{SWEEP}.{'seeds' if key == _SEED else f'grid.{key}'}=[…], or leave out the override"
+            )
+    found = [
+        Point(_joined(name, seed), _label(name, values), values, seed)
+        for name, values in combinations
+        for seed in seeds or (None,)
+    ]
+    if len(found) > MOST:
+        raise fail("", f"these are {len(found)} runs; a sweep has at most {MOST}")
+    _check_names(found, fail)
+    return found
+
+
+def _seeds(section: SweepConfig, fail: Any) -> list[int]:
+    both = _SEED in section.grid or any(isinstance(entry, dict) and _SEED in entry for entry in section.list)
+    if section.seeds and both:
+        raise fail("seeds", f"{_SEED} is among the values, too; give the seeds in one of the two places")
+    if twice := _twice(section.seeds):
+        raise fail("seeds", f"{twice[0]} is there twice")
+    return [*section.seeds]
+
+
+def _combined(grid: Mapping[str, Any], fail: Any) -> list[tuple[str, dict[str, Any]]]:
+    """Name and values of every combination."""
+    count = 1
+    for key, values in grid.items():
+        _check_key(key, fail, "grid")
+        if isinstance(values, dict) and values:
+            raise fail(
+                f"grid.{key}", f"it is a mapping; write the whole key before its values: {key}.{next(iter(values))}"
+            )
+        if not isinstance(values, list):
+            raise fail(f"grid.{key}", f"it is {shown(values)}; write a list of values: [{shown(values)}]")
+        if not values:
+            raise fail(f"grid.{key}", "the list is empty; give it values, or leave out the key")
+        if twice := _twice(values):
+            raise fail(f"grid.{key}", f"{shown(twice[0])} is there twice")
+        count *= len(values)
+    if count > MOST:
+        raise fail("grid", f"these are {count} combinations; a sweep has at most {MOST}")
+    made = [dict(zip(grid, values, strict=True)) for values in itertools.product(*grid.values())]
+    return [(_name(values), values) for values in made]
+
+
+def _listed(entries: Sequence[Any], fail: Any) -> list[tuple[str, dict[str, Any]]]:
+    found = []
+    for index, entry in enumerate(entries):
+        where = f"list[{index}]"
+        if not isinstance(entry, dict) or not entry:
+            raise fail(
+                where, f"it is {shown(entry)}; write a mapping of keys to values, such as {{actor.optim.lr: 1e-4}}"
+            )
+        values = {key: value for key, value in entry.items() if key != "name"}
+        for key in values:
+            _check_key(key, fail, where)
+        name = entry.get("name")
+        if name is not None and (not isinstance(name, str) or not _NAME.fullmatch(name)):
+            raise fail(f"{where}.name", f"it is {shown(name)}; use letters, digits, '.', '_' and '-'")
+        found.append((name or _name(values), values))
+    return found
+
+
+def _check_key(key: Any, fail: Any, where: str) -> None:
+    if not isinstance(key, str) or not all(part.strip() for part in key.split(".")):
+        raise fail(where, f"{cut(str(key))} is no key of a configuration")
+    if key.split(".")[0] in (SWEEP, "defaults"):
+        raise fail(f"{where}.{key}", "a sweep cannot be within a sweep")
+    if key in _OWN:
+        raise fail(f"{where}.{key}", f"{_OWN[key]}; leave it out")
+
+
+def _check_names(found: Sequence[Point], fail: Any) -> None:
+    there: dict[str, Point] = {}
+    for point in found:
+        if _TAKEN.fullmatch(point.name):
+            raise fail("", f"a run cannot be called {point.name}, as the sweep's own files are; give it another name")
+        other = there.setdefault(point.name.lower(), point)
+        if other is not point:
+            words = [" ".join(one.overrides) for one in (other, point)]
+            way_out = (
+                "give them other names (list: [{name: …, …}])" if words[0] != words[1] else "leave out one of them"
+            )
+            raise fail("", f"two runs would have the name {point.name}: {words[0]}, and {words[1]}; {way_out}")
+
+
+def _twice(values: Sequence[Any]) -> list[Any]:
+    """Values that are there more than once; 1 and 1.0 are one, 1 and true are not."""
+    kinds = [(isinstance(value, bool), value) for value in values]
+    return [value for index, (_, value) in enumerate(kinds) if kinds[index] in kinds[:index]]
+
+
+# -- names ------------------------------------------------------------------------------------------------------------
+
+
+def _name(values: Mapping[str, Any]) -> str:
+    """The name of a combination: the end of each key with its value, such as `lr_0.0001-group_size_4`."""
+    text = "-".join(f"{short}_{_word(value)}" for short, value in _short(values))
+    if len(text) <= _LONGEST:
+        return text
+    return f"{text[: _LONGEST - 9].rstrip('._-')}-{digest(dict(values))}"
+
+
+def _label(name: str, values: Mapping[str, Any]) -> str:
+    if name and name != _name(values):
+        return name
+    return ", ".join(f"{short}={_shown(value)}" for short, value in _short(values))
+
+
+def _short(values: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """The end of each key, as long as it takes to tell it from the others that are varied with it."""
+    for key, value in values.items():
+        parts = key.split(".")
+        for count in range(1, len(parts) + 1):
+            end = parts[-count:]
+            if sum(other.split(".")[-count:] == end for other in values) == 1:
+                break
+        yield ".".join(end), value
+
+
+def _joined(name: str, seed: int | None) -> str:
+    return "-".join([*([name] if name else []), *([] if seed is None else [f"s{seed}"])])
+
+
+def _word(value: Any) -> str:
+    """A value in a name: without what a file's name cannot have."""
+    return re.sub(r"[^A-Za-z0-9._-]+", "_", _shown(value)).strip("_") or "empty"
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, str):
+        return value
+    text = json.dumps(value, ensure_ascii=False)
+    return text if not isinstance(value, dict | list) or len(text) <= 40 else digest(value)
+
+
+def digest(facts: Any) -> str:
+    """A short fingerprint of plain data."""
+    return hashlib.sha256(json.dumps(facts, sort_keys=True, default=str).encode()).hexdigest()[:8]

@@ -1,0 +1,85 @@
+"""A job of helpers: the process in its place of the batch shell."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from rlhpc.runtime.allocation import granted_cpus, visible_accelerators
+from rlhpc.runtime.import_paths import run_module
+from rlhpc.runtime.parents import die_with_parent
+
+_POLL_S = 0.2
+#: Signals that have the job leave; what each means, `rlhpc join` says.
+_LEAVE = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
+
+
+@dataclass
+class HelperJob:
+    """Callable for submitit: starts `rlhpc join` for each rank of the job, and has all of them leave when the job must end.
+
+    Args:
+        run_root: The run folder.
+        group: Group that its ranks join.
+        ranks: How many.
+        accelerators: Of each.
+        container: Words before the command.
+        patience_s: How long they wait for a driver, when one is gone, or there is none yet.
+    """
+
+    run_root: str
+    group: str
+    ranks: int
+    accelerators: int
+    container: list[str]
+    patience_s: float
+
+    def __call__(self) -> None:
+        """Ends when all have, with the greatest of their exit codes."""
+        parent, started = os.getpid(), list[subprocess.Popen[bytes]]()
+        for number in _LEAVE:
+            signal.signal(number, lambda signum, _: _pass_on(started, signum))
+        signal.pthread_sigmask(signal.SIG_BLOCK, _LEAVE)
+        for rank in range(self.ranks):
+            process = subprocess.Popen(
+                self._command(), env=self._environment(rank), stdin=subprocess.DEVNULL,
+                preexec_fn=lambda: _in_child(parent),
+            )  # fmt: skip
+            started.append(process)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, _LEAVE)
+        while any(process.poll() is None for process in started):
+            if any((process.returncode or 0) < 0 for process in started):
+                _pass_on(started, signal.SIGTERM)  # one was killed, and the driver must not wait for it: the job ends
+            time.sleep(_POLL_S)
+        if code := max(abs(process.returncode) for process in started):
+            sys.exit(code)
+
+    def _command(self) -> list[str]:
+        words = ("--group", self.group, "--accelerators", str(self.accelerators), "--patience", f"{self.patience_s:g}")
+        return [*self.container, *run_module("rlhpc.cli", "join", self.run_root, *words, "--await-driver")]
+
+    def _environment(self, rank: int) -> dict[str, str]:
+        cores = int(os.environ.get("SLURM_CPUS_PER_TASK") or granted_cpus())
+        environment = {**os.environ, "SLURM_CPUS_PER_TASK": str(max(1, cores // self.ranks))}
+        if self.accelerators:
+            visible = visible_accelerators(os.environ)
+            own = visible[rank * self.accelerators : (rank + 1) * self.accelerators]
+            environment["CUDA_VISIBLE_DEVICES"] = ",".join(own)
+        return environment
+
+
+def _pass_on(processes: Sequence[subprocess.Popen[bytes]], signum: int) -> None:
+    for process in processes:
+        if process.returncode is None:
+            os.kill(process.pid, signum)
+
+
+def _in_child(parent: int) -> None:
+    """Runs before exec: it leaves if the job's process is killed, and receives the signals again."""
+    die_with_parent(parent, signal.SIGTERM)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _LEAVE)

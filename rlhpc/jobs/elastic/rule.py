@@ -1,0 +1,185 @@
+"""How many jobs of helpers there are to be. Pure: what is seen goes in, what is to be done comes out."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+#: Share of a step's time in which the actor waits for rollouts: above the first there are too few ranks, and below the second
+#: one less would not be missed.
+WAITS, IDLES = 0.25, 0.05
+#: Pause after a job that ended before any rank of it had joined; it doubles with each in a row, up to the second.
+_PAUSE_S, _LONGEST_PAUSE_S = 30.0, 3600.0
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """What the configuration allows.
+
+    Attributes:
+        least, most: Ranks.
+        per_job: Ranks of a job.
+        hours_per_job: Hours of the budget that a job takes if it runs to its walltime.
+        budget: Hours; None for no limit.
+        react_s: Seconds for which something must have been so before the number changes.
+    """
+
+    least: int
+    most: int
+    per_job: int
+    hours_per_job: float
+    budget: float | None = None
+    react_s: float = 60.0
+
+
+@dataclass(frozen=True)
+class Job:
+    """A job that has not ended.
+
+    Attributes:
+        id: Slurm's.
+        state: `leaving` once it was told to.
+        ranks: Of it that have joined and not left.
+        hours: Hours of the budget that it has taken.
+    """
+
+    id: str
+    state: Literal["queued", "running", "leaving"]
+    ranks: int = 0
+    hours: float = 0.0
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What there is at one moment.
+
+    Attributes:
+        now: Seconds of any clock.
+        jobs: Those that have not ended, oldest first.
+        waited: Share of the last steps' time in which the actor waited for rollouts; None while that is not known.
+        asked: Ranks that somebody has asked for; None leaves it to the rule.
+        spent: Hours of the budget that jobs have taken that have ended.
+        useful: Ranks for which there is something to do.
+        vain: Jobs in a row that ended before any rank of them had joined, up to now.
+        vain_since: When the last of these was seen to have ended.
+    """
+
+    now: float
+    jobs: Sequence[Job] = ()
+    waited: float | None = None
+    asked: int | None = None
+    spent: float = 0.0
+    useful: int = 2**31
+    vain: int = 0
+    vain_since: float = 0.0
+
+
+@dataclass(frozen=True)
+class Decision:
+    """What is to be done.
+
+    Attributes:
+        submit: Jobs to submit.
+        only_soon: Only if they would start soon.
+        leave: Jobs to take out of the queue, or to have leave, by id.
+        target: Ranks that there are to be.
+        why: In words.
+    """
+
+    submit: int = 0
+    only_soon: bool = False
+    leave: tuple[str, ...] = ()
+    target: int = 0
+    why: str = ""
+
+
+class Rule:
+    """Decides from one moment to the next.
+
+    Where nobody has asked for a number, there are more ranks when the actor has waited for rollouts for a while and all ranks
+    that were asked for are at work: as many again as there are, from one job on. There is one job less when the actor has
+    hardly waited for a while. Jobs in the queue go before jobs that run, and young ones before old ones.
+
+    Args:
+        bounds: What is allowed.
+    """
+
+    def __init__(self, bounds: Bounds) -> None:
+        self.bounds = bounds
+        self._target: int | None = None
+        self._since: float | None = None
+        self._trend = 0
+
+    def decide(self, seen: Seen) -> Decision:
+        """What to do now."""
+        bounds, live = self.bounds, [job for job in seen.jobs if job.state != "leaving"]
+        if self._target is None:  # a driver that came back begins with what is there
+            self._target = self._within(len(live) * bounds.per_job)
+        used = seen.spent + sum(job.hours for job in seen.jobs)
+        if bounds.budget is not None and used >= bounds.budget:
+            return Decision(
+                leave=tuple(job.id for job in live), why=f"the budget of {bounds.budget:g} hours is used up"
+            )
+        if seen.asked is not None:
+            self._target, self._since, why = self._within(seen.asked), None, f"{seen.asked} were asked for"
+        else:
+            why = self._follow(seen, live)
+        wanted = (
+            math.ceil(self._target / bounds.per_job) if self._target <= bounds.least else self._target // bounds.per_job
+        )
+        if len(live) > wanted:
+            order = sorted(range(len(live)), key=lambda at: (live[at].state != "queued", -at))
+            return Decision(
+                leave=tuple(live[at].id for at in order[: len(live) - wanted]), target=self._target, why=why
+            )
+        missing = min(wanted - len(live), self._affordable(seen))
+        if missing <= 0 or self._pauses(seen):
+            return Decision(target=self._target, why=why)
+        only_soon = seen.asked is None and len(live) * bounds.per_job >= bounds.least
+        return Decision(missing, only_soon, target=self._target, why=why)
+
+    def not_soon(self, live: int) -> None:
+        """The queue would not start a job soon: what there are jobs for is enough, until the actor has waited again."""
+        self._target, self._since = self._within(live * self.bounds.per_job), None
+
+    def _within(self, ranks: int) -> int:
+        return max(self.bounds.least, min(ranks, self.bounds.most))
+
+    def _follow(self, seen: Seen, live: Sequence[Job]) -> str:
+        """Moves the target after what the actor's waiting says."""
+        assert self._target is not None
+        bounds = self.bounds
+        useful = max(bounds.least, seen.useful)
+        if self._target > useful:
+            self._target = useful
+        waited = seen.waited
+        trend = 0 if waited is None else 1 if waited >= WAITS else -1 if waited <= IDLES else 0
+        settled = sum(job.ranks for job in live) >= self._target and all(job.state == "running" for job in live)
+        if trend != self._trend or trend == 0 or not settled:
+            self._trend, self._since = trend, seen.now
+            return f"there are to be {self._target}"
+        if self._since is None:
+            self._since = seen.now
+        if seen.now - self._since < bounds.react_s:
+            return f"there are to be {self._target}"
+        self._since = seen.now
+        if trend > 0:
+            self._target = self._within(min(useful, self._target + max(bounds.per_job, self._target)))
+            return f"the actor waits for rollouts {waited:.0%} of the time"
+        self._target = self._within(self._target - bounds.per_job)
+        return f"the actor waits for rollouts only {waited:.0%} of the time"
+
+    def _affordable(self, seen: Seen) -> int:
+        bounds = self.bounds
+        if bounds.budget is None:
+            return len(seen.jobs) + bounds.most
+        reserved = sum(max(job.hours, bounds.hours_per_job) for job in seen.jobs)
+        return max(0, int((bounds.budget - seen.spent - reserved) / bounds.hours_per_job + 1e-9))
+
+    @staticmethod
+    def _pauses(seen: Seen) -> bool:
+        if not seen.vain:
+            return False
+        return seen.now - seen.vain_since < min(_PAUSE_S * 2.0 ** (seen.vain - 1), _LONGEST_PAUSE_S)

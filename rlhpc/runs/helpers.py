@@ -1,0 +1,205 @@
+"""The driver's side of `cluster.elastic`: a thread that looks at the queue and at the run, submits jobs of helpers and lets
+them go. Whatever Slurm does or does not do, the run goes on."""
+
+from __future__ import annotations
+
+import logging
+import shutil
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+from rlhpc.jobs.claim import read_json
+from rlhpc.jobs.elastic.submitting import submit
+from rlhpc.jobs.elastic.plan import HelperPlan
+from rlhpc.jobs.elastic.record import HelperJobRecord, HelperRecord, end_helpers, helpers_name
+from rlhpc.jobs.elastic.rule import Decision, Job, Rule, Seen
+from rlhpc.jobs.paths import RunPaths
+from rlhpc.jobs.probes import SlurmProbe
+from rlhpc.jobs.slurm import QueuedJob, jobs_named, scancel, starts_in
+from rlhpc.runs.folder import note
+from rlhpc.runtime.errors import RlhpcError
+from rlhpc.runtime.ownership import make_private
+
+log = logging.getLogger(__name__)
+
+#: How long a job that was told to leave may take, before it is cancelled.
+_LEAVES_S = 60.0
+#: What a new step's waiting counts among those before it.
+_FRESH = 0.3
+#: Slurm's words for jobs whose processes have ended or are ending.
+_ENDING = ("COMPLETING", "STAGE_OUT")
+
+
+class Helpers:
+    """The jobs of helpers of a run.
+
+    Args:
+        paths: The run.
+        plan: What they are.
+        useful: Ranks for which there is something to do, besides those that the run started with.
+        job_gone: Told the id of a job that has ended: none of its ranks can live.
+        present: Ranks that have joined and not left, by job id.
+    """
+
+    def __init__(
+        self,
+        paths: RunPaths,
+        plan: HelperPlan,
+        useful: int,
+        job_gone: Callable[[str], None],
+        present: Callable[[], Mapping[str, int]],
+    ) -> None:
+        self.paths, self.plan = paths, plan
+        self._useful, self._job_gone, self._present = useful, job_gone, present
+        self._rule, self._name = Rule(plan.bounds), helpers_name(paths, plan.group)
+        self._record = HelperRecord.read(paths)
+        self._waited: float | None = None
+        self._vain, self._vain_since = 0, 0.0
+        self._said = ""
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="rlhpc-helpers", daemon=True)
+
+    def start(self) -> None:
+        """Begins to look after them; without Slurm there are none, and a note says so."""
+        if shutil.which("sbatch") is None:
+            note("cluster.elastic: there is no sbatch here, so no ranks join; the run goes on without")
+            return
+        make_private(self.paths.submit, parents=True)
+        self._thread.start()
+
+    def saw(self, row: Mapping[str, float]) -> None:
+        """A step's metrics: what the actor has waited for rollouts says whether there are too few."""
+        whole = row.get("time/step_s", 0.0)
+        if whole > 0:
+            share = min(1.0, row.get("time/rollout_s", 0.0) / whole)
+            self._waited = share if self._waited is None else (1 - _FRESH) * self._waited + _FRESH * share
+
+    def stop(self, *, again: bool, killed: bool = False) -> None:
+        """The driver ends.
+
+        Args:
+            again: Another driver takes the run up: the helpers wait for it.
+            killed: Only Slurm knows whether one does: those that run find out, and those in the queue go.
+        """
+        self._ended.set()
+        if self._thread.is_alive():
+            self._thread.join(2.0)
+        if shutil.which("scancel") is not None and not again:
+            end_helpers(self.paths, queued_only=killed, softly=not killed, timeout_s=10.0)
+
+    @property
+    def jobs(self) -> list[HelperJobRecord]:
+        """All that were ever submitted, as far as they are kept."""
+        return list(self._record.jobs.values())
+
+    # -- the thread -----------------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        while not self._ended.is_set():
+            try:
+                self.look()
+            except RlhpcError as error:
+                self._say(str(error).splitlines()[0])
+            except Exception as error:  # of a full disk, say: nothing here is worth a run
+                self._say(f"{type(error).__name__}: {error}")
+                log.debug("looking after the helpers", exc_info=True)
+            self._ended.wait(self.plan.look_s)
+
+    def _say(self, text: str) -> None:
+        """Notes it for the user, unless it is what was said last."""
+        if text != self._said:
+            self._said = text
+            note(f"cluster.elastic: {text}")
+
+    def look(self) -> None:
+        """Looks once at the queue and at the run, and does what the rule says."""
+        queue = jobs_named(self._name)
+        if queue is None:
+            self._say("Slurm does not answer; the run goes on with the ranks that there are")
+            return
+        now = time.time()
+        self._reconcile(queue, now)
+        decision = self._rule.decide(self._seen(now))
+        try:
+            self._act(decision, now)
+        finally:
+            self._record.write(self.paths)
+
+    def _reconcile(self, queue: Sequence[QueuedJob], now: float) -> None:
+        """Takes over what the queue says: also of jobs that an earlier driver submitted, or whose id nobody wrote down."""
+        present, record = self._present(), self._record
+        there = {job.id: job for job in queue}
+        for job in queue:
+            if job.id not in record.jobs:
+                record.jobs[job.id] = HelperJobRecord(job.id, self.plan.group, self.plan.counted, now)
+            mine = record.jobs[job.id]
+            mine.state, mine.reason, mine.ended = job.state, job.reason, None
+            mine.started, mine.node = job.started or mine.started, job.node or mine.node
+            mine.joined = max(mine.joined, present.get(job.id, 0))
+            if job.state in _ENDING:
+                mine.leaving = mine.leaving or now
+                self._job_gone(job.id)
+        gone = [job for job in record.live() if job.id not in there]
+        reports = SlurmProbe(command_timeout_s=10.0).query([job.id for job in gone]) if gone else {}
+        for mine in gone:
+            mine.joined = max(mine.joined, present.get(mine.id, 0))
+            mine.ended, mine.state = now, reports[mine.id].state.value
+            if mine.started is None and mine.joined:
+                mine.started = mine.submitted
+            self._job_gone(mine.id)
+            if mine.joined:
+                self._vain = 0
+            elif mine.started is not None and not mine.why:
+                self._vain, self._vain_since = self._vain + 1, now
+                log_file = self.paths.helpers / f"{mine.id}_0_log.err"
+                self._say(f"job {mine.id} ended ({mine.state}) before a rank of it had joined; see {log_file}")
+
+    def _seen(self, now: float) -> Seen:
+        present = self._present()
+        jobs = [
+            Job(
+                job.id, "leaving" if job.leaving is not None else "running" if job.started is not None else "queued",
+                present.get(job.id, 0), job.hours(now),
+            )
+            for job in self._record.live()
+        ]  # fmt: skip
+        return Seen(
+            now, jobs, self._waited, asked_ranks(self.paths, self.plan.group), self._record.spent(), self._useful,
+            self._vain, self._vain_since,
+        )  # fmt: skip
+
+    def _act(self, decision: Decision, now: float) -> None:
+        for job in self._record.live():
+            if job.leaving is not None and now - job.leaving > _LEAVES_S:
+                scancel(job.id)
+        for job_id in decision.leave:
+            job = self._record.jobs[job_id]
+            job.leaving, job.why = now, decision.why
+            if job.started is None:
+                scancel(job_id)
+            else:
+                scancel(job_id, "--batch", "--signal=USR1")
+        if not decision.submit:
+            return
+        if decision.only_soon:
+            seconds, words = starts_in(dict(self.plan.options))
+            if seconds is None or seconds > self.plan.start_within_s:
+                self._rule.not_soon(len([job for job in self._record.live() if job.leaving is None]))
+                self._say(f"no further ranks for now: {words}")
+                return
+        for _ in range(decision.submit):
+            if self._ended.is_set():
+                return
+            job_id = submit(self.paths.helpers, self._name, self.plan, self.paths.root)
+            self._record.jobs[job_id] = HelperJobRecord(job_id, self.plan.group, self.plan.counted, time.time())
+        self._say(f"submitted {decision.submit} job{'s' if decision.submit > 1 else ''} of helpers: {decision.why}")
+
+
+def asked_ranks(paths: RunPaths, group: str) -> int | None:
+    """How many ranks somebody has asked for with `rlhpc scale`; None if nobody has."""
+    found = (read_json(paths.asked_ranks) or {}).get(group) if paths.asked_ranks.exists() else None
+    return found if isinstance(found, int) else None
+
+

@@ -1,0 +1,108 @@
+"""What the phases of a step cost, from what was measured."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Curve:
+    """Seconds a step of a rank, over its share of the step's work: straight lines between the points that were measured.
+
+    Beyond them the line through the outermost two goes on, but never below 0 seconds, nor downwards.
+
+    Attributes:
+        points: (share, seconds), by share; at least one.
+    """
+
+    points: tuple[tuple[float, float], ...]
+
+    @classmethod
+    def through(cls, samples: Sequence[tuple[float, float]]) -> Curve:
+        """The curve through medians of what was measured at each share, made monotone: more work takes no less time."""
+        shares = sorted({share for share, _ in samples})
+        found: list[tuple[float, float]] = []
+        for share in shares:
+            middle = statistics.median(seconds for at, seconds in samples if at == share)
+            found.append((share, max(middle, found[-1][1] if found else 0.0)))
+        return cls(tuple(found))
+
+    def at(self, share: float) -> float:
+        """Seconds with this share of the work."""
+        if len(self.points) == 1:  # nothing says what a smaller share would save: take it as proportional
+            return self.points[0][1] * share / self.points[0][0]
+        upper = next((i for i, (at, _) in enumerate(self.points) if at >= share), len(self.points) - 1)
+        (x0, y0), (x1, y1) = self.points[max(upper, 1) - 1], self.points[max(upper, 1)]
+        return max(0.0, y0 + (y1 - y0) * (share - x0) / (x1 - x0))
+
+
+@dataclass(frozen=True)
+class Costs:
+    """What was measured.
+
+    Attributes:
+        curves: Phase → seconds over the share of the work.
+        overhead_s: Seconds of a step that belong to no phase: the driver's.
+        hop_s: Seconds of a step that phases that take turns spend on the way between each other.
+        together_s: Phase → seconds that it takes longer where two ranks work together instead of one with half the work.
+        threads: Threads of a rank while this was measured, by group.
+        scaling: Phase → exponent of the speed-up with threads: 0 is none, 1 is as many times faster as there are threads.
+        factors: `key=value` → phase → how many times longer it takes with that value.
+        extra_s: `key=value` → seconds that the step takes longer besides; below 0, less long.
+        memory: Group → bytes of host memory of a rank.
+        device_memory: Group → bytes of accelerator memory of a rank.
+        spread: How far two medians of the same thing were apart, relative to their mean.
+    """
+
+    curves: Mapping[str, Curve]
+    overhead_s: float = 0.0
+    hop_s: float = 0.0
+    together_s: Mapping[str, float] = field(default_factory=dict)
+    threads: Mapping[str, int] = field(default_factory=dict)
+    scaling: Mapping[str, float] = field(default_factory=dict)
+    factors: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+    extra_s: Mapping[str, float] = field(default_factory=dict)
+    memory: Mapping[str, float] = field(default_factory=dict)
+    device_memory: Mapping[str, float] = field(default_factory=dict)
+    spread: float = 0.0
+
+    def times(self, ratio: float) -> Costs:
+        """The same on a machine that takes `ratio` times as long."""
+
+        def all_of(seconds: Mapping[str, float]) -> dict[str, float]:
+            return {name: value * ratio for name, value in seconds.items()}
+
+        curves = {
+            name: Curve(tuple((share, seconds * ratio) for share, seconds in curve.points))
+            for name, curve in self.curves.items()
+        }
+        return replace(
+            self, curves=curves, overhead_s=self.overhead_s * ratio, hop_s=self.hop_s * ratio,
+            together_s=all_of(self.together_s), extra_s=all_of(self.extra_s),
+        )  # fmt: skip
+
+    def to_json(self) -> dict[str, Any]:
+        """As JSON values."""
+        return {**asdict(self), "curves": {name: [list(p) for p in curve.points] for name, curve in self.curves.items()}}
+
+    @classmethod
+    def from_json(cls, content: Mapping[str, Any]) -> Costs:
+        """What `to_json` gave.
+
+        Raises:
+            KeyError, TypeError, ValueError: It is something else.
+        """
+        curves = {
+            str(name): Curve(tuple((float(share), float(seconds)) for share, seconds in points))
+            for name, points in content["curves"].items()
+        }
+        return cls(**{**content, "curves": curves})
+
+
+def word_of(key: str, value: Any) -> str:
+    """A key with its value, as an override."""
+    return f"{key}={json.dumps(value)}"

@@ -1,0 +1,167 @@
+"""The best of all places and settings, found exactly: by a bound that does not depend on where ranks are, best first.
+
+What is fixed first are the numbers of ranks and the settings. The bound says how fast these can be anywhere; in its order, all
+ways to lay the groups out on the machines are predicted, until no bound is below what has been found.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from rlhpc.runs.tuning.model import Model, Prediction
+from rlhpc.runs.tuning.shape import Candidate, Place, Pool
+
+#: Pools up to this size are searched at every offset and every number; larger ones at multiples and where others end.
+_SMALL = 8
+#: (resources, ranks on each)
+Size = tuple[int, int]
+
+
+@dataclass(frozen=True)
+class Found:
+    """A candidate with what is expected of it."""
+
+    candidate: Candidate
+    prediction: Prediction
+
+
+@dataclass(frozen=True)
+class Space:
+    """All candidates.
+
+    Attributes:
+        model: Workload, costs and machines.
+        configured: The candidate that the configuration is; groups without a phase stay where it has them.
+    """
+
+    model: Model
+    configured: Candidate
+
+    def settings(self) -> Iterator[dict[str, Any]]:
+        """All combinations of the keys' values."""
+        knobs = self.model.workload.knobs
+        for values in itertools.product(*(knob.values for knob in knobs)):
+            yield {knob.key: value for knob, value in zip(knobs, values, strict=True)}
+
+    def sizes(self, group: str) -> list[Size]:
+        """All numbers of resources and of ranks on each that a group may have."""
+        pool = self.pool(group)
+        total = len(pool.resources)
+        counts = [n for n in range(1, total + 1) if total <= _SMALL or not total % n or n & (n - 1) == 0]
+        divides = self.model.workload.divides.get(group, 0)
+        found = [(count, per) for count in counts for per in self._per(group, pool)]
+        return [size for size in found if not divides or divides % math.prod(size) == 0]
+
+    def _per(self, group: str, pool: Pool) -> list[int]:
+        on_node = max(sum(node == other for other, _ in pool.resources) for node, _ in pool.resources)
+        cores = max(1, min(self.model.shape.cores[node] for node, _ in pool.resources) // on_node)
+        if not pool.by_node and group not in self.model.workload.several:
+            return [1]
+        return [n for n in range(1, cores + 1) if cores <= _SMALL or not cores % n or n & (n - 1) == 0]
+
+    def pool(self, group: str) -> Pool:
+        """The resources that a group's place is counted in."""
+        return self.model.shape.pools[self.configured.places[group].label]
+
+    def counted(self) -> Iterator[Candidate]:
+        """Every number of ranks with all settings; each group lies at the beginning of its pool."""
+        groups = self.model.workload.groups
+        settings = list(self.settings())
+        for sizes in itertools.product(*(self.sizes(group) for group in groups)):
+            places = {
+                group: Place.of(self.pool(group).label, 0, count, per)
+                for group, (count, per) in zip(groups, sizes, strict=True)
+            }
+            for chosen in settings:
+                yield Candidate({**self.configured.places, **places}, chosen)
+
+    def laid_out(self, counted: Candidate) -> Iterator[Candidate]:
+        """The same numbers at every offset."""
+        groups = self.model.workload.groups
+        starts: list[list[int]] = []
+        for group in groups:
+            total, count = len(self.pool(group).resources), len(counted.places[group].resources)
+            offsets = range(total - count + 1)
+            starts.append([*offsets] if total <= _SMALL else [o for o in offsets if o in self._joints(counted, group)])
+        for firsts in itertools.product(*starts):
+            places = {}
+            for group, first in zip(groups, firsts, strict=True):
+                place = counted.places[group]
+                count = len(place.resources)
+                places[group] = Place.of(place.label, first, count, len(place.processes) // count)
+            yield Candidate({**counted.places, **places}, counted.settings)
+
+    def _joints(self, counted: Candidate, group: str) -> set[int]:
+        """Where a group may begin in a large pool: at its beginning, after other groups, and at its end."""
+        label = counted.places[group].label
+        others = [
+            len(place.resources) for name, place in counted.places.items() if name != group and place.label == label
+        ]
+        sums = {sum(some) for n in range(len(others) + 1) for some in itertools.combinations(others, n)}
+        return sums | {len(self.pool(group).resources) - len(counted.places[group].resources)}
+
+
+def order(found: Found, configured: Candidate) -> tuple[float, float, float, int, int, str]:
+    """What is better comes first: a shorter step; where that is the same, less memory, then fewer ranks and fewer changes."""
+    candidate, prediction = found.candidate, found.prediction
+    ranks = sum(len(place.processes) for place in candidate.places.values())
+    changes = sum(configured.settings.get(key) != value for key, value in candidate.settings.items())
+    changes += sum(configured.places[group].processes != place.processes for group, place in candidate.places.items())
+    return (
+        round(prediction.step_s, 9), prediction.device_memory, prediction.memory, ranks, changes,
+        "".join(place.text for place in candidate.places.values()),
+    )  # fmt: skip
+
+
+def _looks(found: Found) -> object:
+    """What two candidates have in common that nobody would tell apart."""
+    sizes = tuple((group, len(place.resources), len(place.processes)) for group, place in found.candidate.places.items())
+    return sizes, found.candidate.mode, round(found.prediction.step_s, 9)
+
+
+def search(space: Space, count: int, allowed: Callable[[Candidate], bool] = lambda candidate: True) -> list[Found]:
+    """The best candidates, the best first.
+
+    Args:
+        space: All candidates.
+        count: How many; of several that differ only in where ranks lie, the best of each mode counts, and of several that differ
+            only in settings which change nothing, the one with the fewest changes.
+        allowed: Asked of those that would be among them, since it may take long.
+    """
+    model, best = space.model, dict[object, Found]()
+    refused: set[object] = set()
+
+    def worst() -> float:
+        rows = best_first() if len(best) >= count else []
+        return rows[count - 1].prediction.step_s if len(rows) >= count else math.inf
+
+    def best_first() -> list[Found]:
+        rows: dict[object, Found] = {}
+        for found in sorted(best.values(), key=lambda found: order(found, space.configured)):
+            rows.setdefault(_looks(found), found)
+        return list(rows.values())
+
+    bounded = sorted(((model.least(one), index, one) for index, one in enumerate(space.counted())), key=lambda row: row[:2])
+    for least, index, counted in bounded:
+        limit = worst()
+        if least > limit + 1e-9:
+            break
+        for candidate in space.laid_out(counted):
+            key = (index, candidate.mode)
+            if key in refused:
+                continue
+            found = Found(candidate, model.predict(candidate))
+            if found.prediction.step_s > limit + 1e-9 or not model.fits(found.prediction):
+                continue
+            if key in best:
+                best[key] = min(best[key], found, key=lambda one: order(one, space.configured))
+            elif allowed(candidate):
+                best[key] = found
+            else:
+                refused.add(key)
+    return best_first()[:count]
+

@@ -1,0 +1,299 @@
+"""`rlhpc tune`: measure, search, run the best for a few steps, and write down what to change."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import psutil
+import yaml
+
+from rlhpc.config import config_to_yaml, find_config, total_steps
+from rlhpc.config.sections import RunConfig
+from rlhpc.config.typed import select
+from rlhpc.jobs.paths import CONFIG, RunPaths
+from rlhpc.runs.changes import training_fingerprint
+from rlhpc.runs.configuration import load_config
+from rlhpc.runs.kinds import all_kinds, kind_of
+from rlhpc.runs.tuning.calibrate import Calibration
+from rlhpc.runs.tuning.costs import Costs
+from rlhpc.runs.tuning.measure import ShortRuns, device_size
+from rlhpc.runs.tuning.model import Model
+from rlhpc.runs.tuning.search import Found, Space, search
+from rlhpc.runs.tuning.shape import Candidate, Shape, placed
+from rlhpc.runs.tuning.workload import Workload
+from rlhpc.runtime.durable import replace_durably
+from rlhpc.runtime.errors import ConfigError, RlhpcError
+from rlhpc.runtime.lookup import load_attribute
+from rlhpc.runtime.ownership import require_own_run_folder
+from rlhpc.runtime.storage import unwritten
+
+#: Candidates in the table and in tune.json.
+_SHOWN = 10
+#: Keys that a short run does without, in the kinds of run that have them.
+NOT_IN_SHORT_RUNS = {"runner.val_check_interval": "-1", "runner.stop_return": "null"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Asked:
+    """What `rlhpc tune` was asked for.
+
+    Attributes:
+        config: The configuration's file.
+        overrides: And its overrides.
+        site: Site file.
+        nodes, accelerators: Machines to place the run on, if not those that the configuration asks for.
+        verify: How many of the best are run.
+        ahead: Largest `algorithm.max_staleness` that is considered; None for the configured one.
+        samples: Number of samples for which hours are given; None for those of the whole run.
+        steps: Steps of a short run that count.
+        deadline_s: Seconds that a short run may take.
+    """
+
+    config: str
+    overrides: tuple[str, ...] = ()
+    site: str | None = None
+    nodes: int | None = None
+    accelerators: int | None = None
+    verify: int = 0
+    ahead: int | None = None
+    samples: int | None = None
+    steps: int = 10
+    deadline_s: float = 1800.0
+
+    def machines(self) -> tuple[str, ...]:
+        """Overrides for the machines."""
+        words = [] if self.nodes is None else [f"cluster.num_nodes={self.nodes}"]
+        return (*words, *([] if self.accelerators is None else [f"cluster.accelerators_per_node={self.accelerators}"]))
+
+
+def workload_of(cfg: RunConfig, ahead: int | None) -> Workload:
+    """What a step of a run consists of.
+
+    Raises:
+        ConfigError: The kind of run does not say.
+    """
+    kind = kind_of(cfg)
+    if not kind.workload:
+        there = ", ".join(sorted(one.name for one in all_kinds() if one.workload))
+        raise ConfigError(
+            f"runner.task_type is {kind.name}, and what a step of such a run consists of is not known; rlhpc tune takes: {there}"
+        )
+    configured = int(select(cfg, "algorithm.max_staleness") or 0)
+    made = load_attribute(kind.workload, f"the workload of the kind {kind.name}")
+    workload: Workload = made(cfg, configured if ahead is None else ahead)
+    return workload
+
+
+def space_of(asked: Asked, workload: Workload, costs: Costs, cfg: RunConfig, *, here: bool) -> Space:
+    """All candidates on the machines that were asked for, which `here` says are like this one."""
+    target = load_config(asked.config, [*asked.overrides, *asked.machines()], site=asked.site, check=False)
+    configured = configured_candidate(cfg, workload)
+    labels = {place.label for place in configured.places.values()}
+    memory = psutil.virtual_memory().total if here else 0
+    shape = Shape.of(target, labels, memory, device_size() if here else 0)
+    return Space(Model(workload, costs, shape), configured)
+
+
+def configured_candidate(cfg: RunConfig, workload: Workload) -> Candidate:
+    """Places and settings as they are configured."""
+    roles = kind_of(cfg).roles_of(cfg)
+    places = {group: place for group, place in placed(cfg).items() if group in roles}
+    return Candidate(places, {knob.key: select(cfg, knob.key) for knob in workload.knobs})
+
+
+def tune(asked: Asked, say: Callable[[str], None]) -> dict[str, Any]:
+    """Finds out how a run should be placed.
+
+    Args:
+        asked: What of, and how.
+        say: Tells somebody what goes on.
+
+    Returns:
+        What tune.json has.
+
+    Raises:
+        ConfigError, PlacementError: Before anything runs.
+        RlhpcError: The configuration does not run.
+    """
+    cfg = load_config(asked.config, asked.overrides, site=asked.site)
+    if asked.machines() and cfg.cluster.node_groups:
+        raise ConfigError("--nodes and --gpus are for configurations without cluster.node_groups; change those in the file")
+    workload = workload_of(cfg, asked.ahead)
+    configured = configured_candidate(cfg, workload)
+    paths = RunPaths.of(cfg.runner.run_dir, cfg.runner.name)
+    require_own_run_folder(paths.root)
+    try:
+        paths.tuning.mkdir(parents=True, exist_ok=True)
+        folder = Path(tempfile.mkdtemp(prefix="short-", dir=paths.tuning))
+        (folder / CONFIG).write_text(config_to_yaml(cfg))
+    except OSError as error:
+        raise unwritten(error, paths.tuning) from error
+    always = [f"{key}={value}" for key, value in NOT_IN_SHORT_RUNS.items() if key in kind_of(cfg).schema]
+    runs = ShortRuns(folder / CONFIG, folder, tuple(always), asked.steps, asked.deadline_s)
+    try:
+        record = _find(asked, cfg, workload, configured, runs, say)
+    except RlhpcError:  # it may name a log
+        shutil.rmtree(folder / "runs", ignore_errors=True)
+        raise
+    except BaseException:
+        shutil.rmtree(folder, ignore_errors=True)
+        raise
+    shutil.rmtree(folder, ignore_errors=True)
+    _write(paths, asked, record)
+    return record
+
+
+def _find(
+    asked: Asked,
+    cfg: RunConfig,
+    workload: Workload,
+    configured: Candidate,
+    runs: ShortRuns,
+    say: Callable[[str], None],
+) -> dict[str, Any]:
+    """Measures, searches, and runs the best."""
+    labels = {place.label for place in configured.places.values()}
+    calibration = Calibration(workload, Shape.of(cfg, labels), configured, runs, say)
+    costs = calibration.costs()
+    workload = dataclasses.replace(workload, knobs=calibration.knobs())
+    space = space_of(asked, workload, costs, cfg, here=True)
+    say(f"searching {sum(1 for _ in space.counted())} numbers of ranks and settings")
+    best = search(space, max(_SHOWN, asked.verify), lambda candidate: is_allowed(asked, candidate))
+    if not best:
+        raise ConfigError(
+            f"no placement of {', '.join(workload.groups)} on {_machines(space.model.shape)} is allowed; rlhpc plan says why of one"
+        )
+    record = _record(asked, cfg, space, best, calibration.refused)
+    _verify(record, asked, runs, say)
+    return record
+
+
+def is_allowed(asked: Asked, candidate: Candidate) -> bool:
+    """Whether the configuration's own checks let a candidate pass."""
+    try:
+        load_config(asked.config, [*asked.overrides, *asked.machines(), *candidate.overrides()], site=asked.site)
+    except RlhpcError:
+        return False
+    return True
+
+
+def _machines(shape: Shape) -> str:
+    nodes = len(shape.cores)
+    each = f"{shape.accelerators // nodes} accelerators" if shape.accelerators else f"{max(shape.cores)} cores"
+    return f"{nodes} node{'s' * (nodes != 1)} with {each}"
+
+
+def _record(
+    asked: Asked, cfg: RunConfig, space: Space, best: Sequence[Found], refused: dict[str, str]
+) -> dict[str, Any]:
+    model, workload = space.model, space.model.workload
+    steps = total_steps(cfg) if asked.samples is None else math.ceil(asked.samples / workload.samples)
+    unit_count = model.shape.accelerators or len(model.shape.cores)
+    rows = []
+    own = space.configured
+    if not asked.machines() and not any(_same(own, found.candidate) for found in best):
+        best = [*best, Found(own, model.predict(own))]
+    for found in best:
+        step_s = found.prediction.step_s
+        rows.append(
+            {
+                "mode": found.candidate.mode,
+                "configured": not asked.machines() and _same(own, found.candidate),
+                "placement": found.candidate.placement(),
+                "settings": {
+                    key: value for key, value in found.candidate.settings.items() if value != own.settings[key]
+                },
+                "overrides": [*asked.machines(), *found.candidate.overrides()],
+                "step_s": step_s,
+                "idle": found.prediction.idle,
+                "memory": found.prediction.memory,
+                "device_memory": found.prediction.device_memory,
+                "phases": dict(found.prediction.phases),
+                "hours": step_s * steps * unit_count / 3600,
+                "measured_step_s": None,
+                "error": None,
+            }
+        )
+    return {
+        "format": 1,
+        "made": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+        "config": asked.config,
+        "overrides": list(asked.overrides),
+        "kind": kind_of(cfg).name,
+        "fingerprint": training_fingerprint(cfg),
+        "machines": {"nodes": len(model.shape.cores), "accelerators": model.shape.accelerators, "cores": list(model.shape.cores)},
+        "unit": workload.unit,
+        "samples_per_step": workload.samples,
+        "samples": steps * workload.samples,
+        "hours_of": "accelerators" if model.shape.accelerators else "nodes",
+        "knobs": {knob.key: list(knob.values) for knob in workload.knobs},
+        "staleness": max((k.values[-1] for k in workload.knobs if k.key == workload.staleness), default=0),
+        "refused": refused,
+        "costs": model.costs.to_json(),
+        "rows": rows,
+        "winner": 0,
+    }
+
+
+def _same(one: Candidate, other: Candidate) -> bool:
+    processes = [{name: place.processes for name, place in each.places.items()} for each in (one, other)]
+    return processes[0] == processes[1] and one.settings == other.settings
+
+
+def _verify(record: dict[str, Any], asked: Asked, runs: ShortRuns, say: Callable[[str], None]) -> None:
+    """Runs the best, and the configuration as it is, for a few steps.
+
+    The winner is the fastest; but what is configured stays where the fastest is ahead by no more than runs of the same differ.
+    """
+    if not asked.verify:
+        return
+    rows = record["rows"]
+    chosen = [row for index, row in enumerate(rows) if index < asked.verify or row["configured"]]
+    for index, row in enumerate(chosen):
+        try:
+            found = runs.run(f"verify_{index}", row["overrides"])
+        except RlhpcError as error:
+            row["note"] = str(error).splitlines()[0]
+            say(f"verify {index + 1} of {len(chosen)}: {error}")
+            continue
+        row["measured_step_s"] = found.step_s
+        row["error"] = row["step_s"] / found.step_s - 1
+        say(
+            f"verify {index + 1} of {len(chosen)}: {found.step_s:.3g} s a step, predicted {row['step_s']:.3g} s "
+            f"({row['error']:+.0%})"
+        )
+    measured = [row for row in chosen if row["measured_step_s"] is not None]
+    if measured:
+        fastest = min(measured, key=lambda row: row["measured_step_s"])
+        enough = fastest["measured_step_s"] * (1 + record["costs"]["spread"])
+        same = [row for row in measured if row["configured"] and row["measured_step_s"] <= enough]
+        record["winner"] = rows.index((same or [fastest])[0])
+
+
+def _write(paths: RunPaths, asked: Asked, record: dict[str, Any]) -> None:
+    """tune.json, and a configuration that takes the given one and changes what the winner changes."""
+    winner = record["rows"][record["winner"]]
+    given = find_config(asked.config).absolute()
+    base = os.path.relpath(given, paths.tuning) if given.is_relative_to(Path.cwd()) else str(given)
+    content: dict[str, Any] = {"defaults": [base]}
+    for word in winner["overrides"]:
+        key, value = word.split("=", 1)
+        section, leaf = content, key.split(".")
+        for part in leaf[:-1]:
+            section = section.setdefault(part, {})
+        section[leaf[-1]] = json.loads(value)
+    head = f"# Made by rlhpc tune: {winner['step_s']:.4g} s a step predicted.\n"
+    try:
+        replace_durably(paths.tuned, json.dumps(record, indent=1).encode() + b"\n")
+        replace_durably(paths.tuned_config, (head + yaml.safe_dump(content, sort_keys=False)).encode())
+    except OSError as error:
+        raise unwritten(error, paths.tuning) from error

@@ -1,0 +1,263 @@
+"""Ranks from jobs of their own, on a partition that preempts: they come, work and go, and the run is the same.
+
+`RLHPC_HELPERS_EVENTS` sets how often they are disturbed at random (`make chaos-helpers` takes 100), and `RLHPC_HELPERS_SEED`
+the seed.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+pytest.importorskip("transformers", reason="needs the extra llm")
+
+from .cluster import SlurmCluster
+from .runs import ROOT, SlurmRun, kill, until
+
+EVENTS = int(os.environ.get("RLHPC_HELPERS_EVENTS", "8"))
+SEED = int(os.environ.get("RLHPC_HELPERS_SEED", "1"))
+#: How a helper comes or goes.
+KINDS = ("join", "preempt", "kill rank", "leave", "kill job", "cancel", "kill join", "signal")
+
+pytestmark = [pytest.mark.slurm, pytest.mark.timeout(600 + 20 * EVENTS)]
+
+CONFIG = """
+defaults: [{root}/configs/base/grpo.yaml]
+runner: {{save_interval: 10000, max_restarts: 3}}
+cluster:
+  num_nodes: 1
+  accelerators_per_node: 0
+  partition: cpu
+  cpus_per_node: 2
+  mem: 31000M
+  component_placement: {{actor: 0, rollout: 0}}
+data:
+  train: {{source: arithmetic, size: 64, kwargs: {{digits: 1}}}}
+  eval: [{{name: held_out, source: arithmetic, size: 10, kwargs: {{digits: 1}}}}]
+  max_prompt_tokens: 16
+  prompts_per_step: 8
+reward: {{terms: [{{name: "slow_rewards:slow"}}], processes: 1}}
+workflow: {{eval_suites: [held_out]}}
+algorithm: {{group_size: 4}}
+rollout: {{rollout_backend: hf, max_new_tokens: 6, max_batch_size: 8}}
+actor:
+  global_batch_size: 32
+  model: {{model_path: "builtin:tiny", kwargs: {{hidden: 32, layers: 2, heads: 2}}}}
+  optim: {{lr: 3.0e-3}}
+"""
+ELASTIC = (
+    "cluster.elastic=[{{max: 3, partition: preempt, time: '00:20:00', cpus_per_node: 1, mem: 3G, look_s: 1, react_s: 1, "
+    "max_gpu_hours: {hours}}}]"
+)
+#: A reward that takes its time for as long as there is a file.
+SLOW = """
+import os
+import time
+
+def slow(sample):
+    if os.path.exists(os.environ.get("RLHPC_TEST_PAUSE", "")):
+        time.sleep(0.2)
+    return len(sample.response) / 8
+"""
+
+
+@pytest.fixture(autouse=True)
+def no_job_is_left(slurm: SlurmCluster) -> Iterator[None]:
+    yield
+    slurm.run("scancel", "--me")
+    until(lambda: not slurm.run("squeue", "--me", "--noheader").strip(), "all jobs are gone")
+
+
+class ElasticRun(SlurmRun):
+    """A run whose steps take their time until it is told to `hurry`."""
+
+    def __init__(
+        self, slurm: SlurmCluster, folder: Path, *overrides: str, name: str = "run", hours: str = "50"
+    ) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        config = folder / "language.yaml"
+        config.write_text(CONFIG.format(root=ROOT))
+        (folder / "slow_rewards.py").write_text(SLOW)
+        self.pause = folder / f"pause-{name}"
+        self.pause.touch()
+        elastic = [ELASTIC.format(hours=hours)] if hours else []
+        super().__init__(slurm, folder, *elastic, *overrides, config=config, name=name)
+        self.site.write_text(json.dumps({"cluster": {"time": "00:30:00", "setup": ["export OMP_NUM_THREADS=1"]}}))
+        self.environment |= {
+            "RLHPC_MODELS": str(folder / "models"), "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(folder),
+            "RLHPC_TEST_PAUSE": str(self.pause),
+        }  # fmt: skip
+
+    def hurry(self) -> None:
+        self.pause.unlink()
+
+    def said(self) -> str:
+        try:
+            return (self.root / "logs" / "segment_0" / "driver.err").read_text()
+        except OSError:
+            return ""
+
+    def stays(self) -> list[dict[str, Any]]:
+        """Who has joined, with what happened to them."""
+        found: dict[str, dict[str, Any]] = {}
+        for line in (self.root / "attendance.jsonl").read_text().splitlines():
+            event = json.loads(line)
+            found.setdefault(event["incarnation"], {}).update({event["event"]: event["time"], **event})
+        return list(found.values())
+
+    def stay(self, stay: dict[str, Any]) -> dict[str, Any]:
+        """What has become of one that joined."""
+        return next(found for found in self.stays() if found["incarnation"] == stay["incarnation"])
+
+    def working(self) -> list[dict[str, Any]]:
+        """Those that take part at present."""
+        try:
+            return [stay for stay in self.stays() if "works" in stay and "left" not in stay]
+        except OSError:
+            return []
+
+    def jobs(self) -> list[dict[str, Any]]:
+        """The record of the helpers' jobs."""
+        return list(self.json("submit/helpers.json").get("jobs", []))
+
+    def queue(self) -> dict[str, str]:
+        """Helpers' jobs that Slurm has: id → state."""
+        rows = self.cluster.run("squeue", "--me", "--noheader", "--format=%i|%T|%j").splitlines()
+        return {row.split("|")[0]: row.split("|")[1] for row in rows if "-helpers-" in row}
+
+    def scale(self, number: int | str, code: int = 0) -> str:
+        return self.rlhpc("scale", str(self.root), f"rollout={number}", code=code)
+
+
+def test_one_that_waits_for_rollouts_gets_more_ranks(slurm: SlurmCluster, tmp_path: Path) -> None:
+    """A run on one node, by rule, within its budget; somebody asks for fewer and for none, and all are gone with the run."""
+    run = ElasticRun(slurm, tmp_path, "runner.max_steps=100000", hours="1")
+    process = run.submit()
+    until(lambda: run.working(), f"a rank has joined by itself\n{run.account()}", 90)
+    assert "the actor waits for rollouts" in run.said()
+    (stay,) = run.working()
+    assert stay["node"] != run.members()["driver"]["node"] and stay["job"] in run.queue()
+    until(lambda: len(run.working()) == 3, f"there are as many as may be\n{run.account()}", 90)
+    assert "give a number from 0 to 3" in run.scale(9, code=2)
+    run.scale(1)
+    until(lambda: len(run.working()) == 1, f"the others have left\n{run.account()}", 60)
+    assert {job["why"] for job in run.jobs() if job["leaving"]} == {"1 were asked for"}
+    left = [stay for stay in run.stays() if "left" in stay]
+    assert {stay["why"] for stay in left} == {"it was told to leave (SIGUSR1)"}
+    assert "goes on without rank" not in run.said(), "nobody has lost anything"
+    status = run.rlhpc("status", str(run.root))
+    assert "it was told to leave (SIGUSR1)" in status and left[0]["job"] in status
+    assert "1 job of helpers of this run: cancelled" in run.rlhpc("cancel", str(run.root), timeout=200)
+    until(lambda: not run.queue(), "no job of helpers is left", 60)
+    process.wait(60)
+    assert all("left" in stay for stay in run.stays())
+    assert os.path.exists(run.root / "submit" / "scale.json")
+
+
+class Disturber:
+    """Has helpers of a run come and go.
+
+    Args:
+        run: The run.
+        slurm: Its cluster.
+        draw: Where its choices come from.
+    """
+
+    def __init__(self, run: ElasticRun, slurm: SlurmCluster, draw: random.Random) -> None:
+        self.run, self.slurm, self.draw, self.wanted = run, slurm, draw, 2
+        self.done: list[str] = []
+
+    def victim(self) -> dict[str, Any]:
+        """One that takes part, of those whose job has not been disturbed."""
+        until(self.run.working, f"somebody takes part\n{self.run.account()}", 120)
+        return self.draw.choice(self.run.working())
+
+    def disturb(self, kind: str) -> None:
+        """Does it, and waits until it has been noticed."""
+        if kind in ("join", "leave"):
+            self.wanted = min(3, self.wanted + 1) if kind == "join" else max(1, self.wanted - 1)
+            self.run.scale(self.wanted)
+        else:
+            stay = self.victim()
+            job, node = stay["job"], stay["node"]
+            if kind == "preempt":
+                other = self.slurm.run(
+                    "sbatch", "--parsable", "--partition=all", f"--nodelist={node}", "--cpus-per-task=8", "--mem=1000",
+                    "--time=5", "--output=/dev/null", "--wrap=sleep 2",
+                ).strip()  # fmt: skip
+            elif kind == "signal":
+                self.slurm.run("scancel", "--batch", "--signal=USR2", job)
+            elif kind == "cancel":
+                self.slurm.run("scancel", job)
+            else:
+                kill(self.process(stay, kind))
+            until(
+                lambda: "left" in self.run.stay(stay), f"{stay['rank']} has left after {kind}\n{self.run.account()}", 90
+            )
+            if kind == "preempt":
+                self.slurm.run("scancel", other)
+        self.done.append(kind)
+
+    def process(self, stay: dict[str, Any], kind: str) -> int:
+        """The rank's own process, that of `rlhpc join`, or the job's."""
+        rank = psutil.Process(self.run.members()[f"rollout-{stay['rank']}"]["pid"])
+        found = {"kill rank": rank, "kill join": rank.parent(), "kill job": rank.parent().parent()}[kind]
+        return int(found.pid)
+
+
+def test_helpers_come_and_go_at_random(slurm: SlurmCluster, tmp_path: Path) -> None:
+    """Joins, leaves, preemptions, signals and kills, seeded: the run finishes, and is that of one rank alone, bit for bit."""
+    steps = 30 + 8 * EVENTS
+    draw = random.Random(SEED)
+    kinds = [*KINDS, *draw.choices(KINDS, k=max(0, EVENTS - len(KINDS)))][:EVENTS]
+    draw.shuffle(kinds)
+    alone = ElasticRun(slurm, tmp_path, f"runner.max_steps={steps}", name="alone", hours="")
+    alone.hurry()
+    undisturbed = alone.submit()
+    run = ElasticRun(slurm, tmp_path, f"runner.max_steps={steps}", hours="1000")
+    process = run.submit()
+    until(lambda: run.step() >= 1, f"it trains\n{run.account()}", 120)
+    disturber = Disturber(run, slurm, draw)
+    run.scale(disturber.wanted)
+    for kind in kinds:
+        disturber.disturb(kind)
+    run.hurry()
+    run.finish(process, 300)
+    until(lambda: not run.queue(), "no job of helpers is left", 60)
+    alone.finish(undisturbed, 300)
+    stays = run.stays()
+    print(
+        f"\nevents: {len(disturber.done)} ({', '.join(disturber.done)}); joined: {len(stays)}, jobs: {len(run.jobs())}"
+    )
+    assert len(disturber.done) == EVENTS and len(run.attempts) == 1 and not run.recoveries
+    assert all("left" in stay for stay in stays)
+    rows = run.rows()
+    assert [row["rollout/samples"] for row in rows] == [32.0 * step for step in range(1, steps + 1)]
+    assert rows == alone.rows(), "no prompt is lost, none is trained on twice, and every number is the same"
+    weights, expected = run.weights(steps), alone.weights(steps)
+    assert all((weights[name] == expected[name]).all() for name in expected)
+
+
+def test_a_driver_that_comes_back_takes_its_helpers_back(slurm: SlurmCluster, tmp_path: Path) -> None:
+    """Its job is requeued: they wait, and join the next driver; no other job is submitted, and none is left in the end."""
+    run = ElasticRun(slurm, tmp_path, "runner.max_steps=100000", "runner.save_interval=20")
+    process = run.submit()
+    until(lambda: run.step() >= 1, f"it trains\n{run.account()}", 120)
+    run.scale(2)
+    until(lambda: len(run.working()) == 2, f"two have joined\n{run.account()}", 120)
+    jobs, generation = run.queue(), run.generation()
+    slurm.run("scancel", "--batch", "--signal=USR2", run.job)
+    until(lambda: run.generation() != generation, f"there is another driver\n{run.account()}", 120)
+    until(lambda: len(run.working()) == 2, f"they are back\n{run.account()}", 120)
+    assert set(run.queue()) == set(jobs) == {job["id"] for job in run.jobs()}, "the same jobs, and no others"
+    assert {stay["job"] for stay in run.working()} == set(jobs) and len(run.stays()) == 4
+    slurm.run("scancel", "--batch", "--signal=TERM", run.job)
+    until(lambda: not run.queue(), f"those that wait for it notice that nobody comes\n{run.account()}", 120)
+    process.wait(60)

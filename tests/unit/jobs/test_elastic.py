@@ -1,0 +1,227 @@
+"""Ranks from jobs of their own: when there are more, when fewer, what a job asks for, and who was there when."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import yaml
+from omegaconf import OmegaConf
+
+from rlhpc.jobs.attendance import Attendance, stays
+from rlhpc.jobs.elastic.plan import helper_plans
+from rlhpc.jobs.elastic.record import HelperJobRecord, HelperRecord
+from rlhpc.jobs.elastic.rule import Bounds, Decision, Job, Rule, Seen
+from rlhpc.jobs.paths import RunPaths
+from rlhpc.jobs.plan import build_plan, render_plan
+from rlhpc.jobs.slurm import free_of_job
+from rlhpc.runs.configuration import load_config
+from rlhpc.runtime.errors import ConfigError
+
+ROOT = Path(__file__).parents[3]
+BOUNDS = Bounds(least=0, most=8, per_job=1, hours_per_job=1.0, react_s=60.0)
+
+
+def at_work(*ids: str, hours: float = 0.0) -> list[Job]:
+    return [Job(name, "running", 1, hours) for name in ids]
+
+
+def waits(rule: Rule, seen: Seen, seconds: float = 60.0) -> Decision:
+    """What it decides once something has been so for as long."""
+    rule.decide(seen)
+    return rule.decide(replace(seen, now=seen.now + seconds))
+
+
+def test_it_grows_while_the_actor_waits_and_all_are_at_work() -> None:
+    rule = Rule(BOUNDS)
+    assert rule.decide(Seen(0, waited=0.5)).submit == 0, "not at once"
+    assert rule.decide(Seen(59, waited=0.5)).submit == 0
+    first = rule.decide(Seen(60, waited=0.5))
+    assert (first.submit, first.only_soon) == (1, True) and "waits for rollouts 50% of the time" in first.why
+    assert rule.decide(Seen(200, [Job("1", "queued")], waited=0.5)) == Decision(target=1, why="there are to be 1"), (
+        "one that is in the queue comes first"
+    )
+    assert rule.decide(Seen(300, [Job("1", "running")], waited=0.5)).submit == 0, "nor has it joined"
+    assert waits(rule, Seen(400, at_work("1"), waited=0.5)).submit == 1
+    assert waits(rule, Seen(500, at_work("1", "2"), waited=0.5)).submit == 2, "as many again"
+    assert waits(rule, Seen(600, at_work(*"1234"), waited=0.5)).submit == 4
+    assert waits(rule, Seen(700, at_work(*"12345678"), waited=0.5)).submit == 0, "there are as many as may be"
+
+
+def test_it_shrinks_while_the_actor_does_not_wait() -> None:
+    rule = Rule(BOUNDS)
+    assert waits(rule, Seen(0, at_work(*"123"), waited=0.15)).leave == ()
+    gone = waits(rule, Seen(100, at_work(*"123"), waited=0.01))
+    assert gone.leave == ("3",) and "only 1%" in gone.why
+    assert rule.decide(Seen(220, at_work(*"12"), waited=0.01)).leave == ("2",)
+    assert waits(Rule(replace(BOUNDS, least=2)), Seen(0, at_work(*"12"), waited=0.01)).leave == ()
+
+
+def test_what_is_queued_goes_first_and_what_is_young() -> None:
+    jobs = [*at_work("1", "2"), Job("3", "queued"), Job("4", "queued"), *at_work("5")]
+    assert Rule(BOUNDS).decide(Seen(0, jobs, asked=1)).leave == ("4", "3", "5", "2")
+
+
+def test_a_number_that_was_asked_for_is_kept_within_its_bounds() -> None:
+    rule = Rule(replace(BOUNDS, least=1))
+    asked = rule.decide(Seen(0, asked=20))
+    assert (asked.submit, asked.only_soon, asked.target) == (8, False, 8)
+    assert rule.decide(Seen(1, at_work(*"123"), asked=0)).leave == ("3", "2")
+    assert rule.decide(Seen(2, at_work("1"), waited=0.0)).leave == ()
+
+
+def test_the_least_is_asked_for_whatever_the_queue_says() -> None:
+    least = Rule(replace(BOUNDS, least=2)).decide(Seen(0))
+    assert (least.submit, least.only_soon) == (2, False)
+
+
+def test_where_the_queue_is_long_it_asks_again_later() -> None:
+    rule = Rule(BOUNDS)
+    assert waits(rule, Seen(0, waited=0.5)).submit == 1
+    rule.not_soon(0)
+    assert rule.decide(Seen(61, waited=0.5)).submit == 0
+    assert waits(rule, Seen(70, waited=0.5)).submit == 1
+
+
+def test_a_driver_that_comes_back_begins_with_what_is_there() -> None:
+    assert Rule(BOUNDS).decide(Seen(0, [*at_work("1"), Job("2", "queued")])) == Decision(
+        target=2, why="there are to be 2"
+    )
+
+
+def test_nobody_is_asked_for_who_would_have_nothing_to_do() -> None:
+    rule = Rule(BOUNDS)
+    assert waits(rule, Seen(0, at_work("1", "2"), waited=0.9, useful=3)).submit == 1
+    assert waits(rule, Seen(100, at_work("1", "2", "3"), waited=0.9, useful=3)).submit == 0
+
+
+def test_jobs_of_several_ranks() -> None:
+    bounds = replace(BOUNDS, per_job=4, most=10)
+    assert Rule(bounds).decide(Seen(0, asked=10)).submit == 2, "three jobs would be too many ranks"
+    assert Rule(replace(bounds, least=1)).decide(Seen(0)).submit == 1
+
+
+def test_the_budget_holds_for_whole_walltimes() -> None:
+    bounds = replace(BOUNDS, budget=4.0)
+    assert Rule(bounds).decide(Seen(0, asked=8)).submit == 4
+    assert Rule(bounds).decide(Seen(0, at_work("1", "2", hours=0.5), asked=8)).submit == 2, (
+        "those that run may take an hour"
+    )
+    assert Rule(bounds).decide(Seen(0, at_work("1", hours=0.5), asked=8, spent=2.2)).submit == 0
+    over = Rule(bounds).decide(Seen(0, at_work("1", hours=0.5), asked=8, spent=3.5))
+    assert over.leave == ("1",) and "budget of 4 hours" in over.why
+
+
+def test_jobs_that_end_at_once_are_not_submitted_again_and_again() -> None:
+    rule = Rule(BOUNDS)
+    for vain, pause in ((1, 30), (2, 60), (3, 120), (20, 3600)):
+        seen = Seen(1000, asked=1, vain=vain, vain_since=1000)
+        assert rule.decide(replace(seen, now=1000 + pause - 1)).submit == 0
+        assert rule.decide(replace(seen, now=1000 + pause)).submit == 1
+
+
+SECTION = {
+    "account": "abc", "gres_name": "gpu:a100", "setup": ["module load x"], "partition": "gpu", "mem": "900G",
+    "component_placement": {"actor": "0", "rollout": "1-2"}, "accelerators_per_node": 4,
+    "elastic": [{"max": 16, "partition": "preempt", "qos": "scavenger", "ranks_per_job": 2, "max_gpu_hours": 100,
+                 "cpus_per_node": 16, "mem": "64G", "time": "01:30:00"}],
+}  # fmt: skip
+
+
+def test_what_a_job_asks_for() -> None:
+    plan = build_plan(OmegaConf.create({"cluster": SECTION, "runner": {"name": "run"}}), launcher="slurm")
+    (helpers,) = plan.helpers
+    parameters = helpers.submitit_parameters()
+    assert parameters == {
+        "partition": "preempt", "account": "abc", "qos": "scavenger", "nodes": 1, "ntasks_per_node": 1, "cpus_per_task": 16,
+        "mem": "64G", "gres": "gpu:a100:2", "time": 90, "setup": ["module load x"],
+        "additional_parameters": {"signal": "B:USR2@30", "no-requeue": True},
+    }  # fmt: skip
+    assert helpers.bounds.hours_per_job == 3.0 and helpers.counted == 2
+    shown = render_plan(plan)
+    assert "# helpers: 0 to 16 more ranks of rollout, 2 a job, 100 accelerator-hours in all" in shown
+    assert "#SBATCH --gres=gpu:a100:2" in shown
+
+
+def test_without_accelerators_the_node_is_counted() -> None:
+    (helpers,) = helper_plans({"elastic": [{"max": 4, "ranks_per_job": 4, "time": "30"}]}, {})
+    assert helpers.bounds.hours_per_job == 0.5 and helpers.counted == 1 and "gres" not in dict(helpers.options)
+
+
+@pytest.mark.parametrize(
+    ("entries", "said"),
+    [
+        ("[{group: actor}]", r"cluster.elastic\[0\].group is 'actor'; groups of this run that take ranks under way: rollout"),
+        ("[{}, {}]", r"cluster.elastic\[1\].group is 'rollout'; there is another entry for it"),
+        ("[{min: 3}]", r"cluster.elastic\[0\].max is 1; it must be at least min \(3\)"),
+        ("[{ranks_per_job: 2}]", r"cluster.elastic\[0\].max is 1; it must be at least min \(0\) and ranks_per_job \(2\)"),
+        ("[{max_gpu_hours: 0.5}]", r"cluster.elastic\[0\].max_gpu_hours is 0.5; one job takes 1 \(time 01:00:00\)"),
+        ("[{time: soon}]", r"cluster.elastic\[0\].time is 'soon'; write it as Slurm does"),
+        ("[{partition: 'a b'}]", r"cluster.elastic\[0\].partition is 'a b'; it goes into a job's directives"),
+        ("[{look_s: 0}]", r"cluster.elastic\[0\].look_s is 0"),
+        ("[{nodes: 2}]", r"nodes"),
+    ],
+)  # fmt: skip
+def test_what_is_refused(entries: str, said: str, tmp_path: Path) -> None:
+    config = tmp_path / "run.yaml"
+    config.write_text(
+        yaml.safe_dump({
+            "defaults": [str(ROOT / "configs/base/grpo.yaml")], "runner": {"name": "run", "run_dir": str(tmp_path)},
+            "data": {"train": {"source": "arithmetic"}}, "reward": {"terms": [{"name": "math"}]},
+            "actor": {"model": {"model_path": "builtin:tiny"}},
+        })
+    )  # fmt: skip
+    assert load_config(config, ["cluster.elastic=[{min: 1, max: 3}]"]).cluster.elastic[0].max == 3
+    with pytest.raises(ConfigError, match=said):
+        load_config(config, [f"cluster.elastic={entries}"])
+
+
+def test_runs_that_take_no_ranks_have_no_such_key() -> None:
+    with pytest.raises(ConfigError, match=r"is for a kind of run that this one .* is not: reasoning"):
+        load_config(ROOT / "configs/quickstart.yaml", ["cluster.elastic=[{max: 2}]"])
+
+
+def test_who_was_there_when(tmp_path: Path) -> None:
+    paths = RunPaths(tmp_path)
+    first = Attendance(paths.attendance)
+    place = {"event": "joined", "group": "rollout", "node": "n1", "job": "7", "accelerators": 1}
+    first.note({**place, "incarnation": "a", "rank": 3})
+    first.note({"event": "works", "incarnation": "a"})
+    first.note({**place, "incarnation": "b", "rank": 4, "job": ""})
+    first.note({"event": "left", "incarnation": "b", "why": "it was told to leave"})
+    first.note({"event": "left", "incarnation": "b", "why": "twice"})
+    assert [(stay.rank, stay.job, stay.left is None, stay.why) for stay in stays(paths)] == [
+        (3, "7", True, ""), (4, "", False, "it was told to leave"),
+    ]  # fmt: skip
+    with paths.attendance.open("a") as file:
+        file.write('{"event": "jo')  # the disk was full
+        file.write("\n")
+    again = Attendance(paths.attendance)
+    again.note({**place, "incarnation": "c", "rank": 3})
+    again.close("the run ended")
+    whole = stays(paths)
+    assert [stay.why for stay in whole] == ["its driver was gone", "it was told to leave", "the run ended"]
+    assert all(stay.left is not None and stay.left >= stay.joined for stay in whole) and whole[0].works is not None
+
+
+def test_what_the_jobs_have_cost_outlives_the_driver(tmp_path: Path) -> None:
+    paths = RunPaths(tmp_path)
+    paths.submit.mkdir()
+    record = HelperRecord()
+    for number in range(250):
+        job = HelperJobRecord(str(number), "rollout", 2, 0.0, started=0.0, ended=1800.0)
+        record.jobs[job.id] = job
+    record.jobs["x"] = HelperJobRecord("x", "rollout", 2, 0.0, started=0.0)
+    assert record.spent() == pytest.approx(250)
+    record.write(paths)
+    again = HelperRecord.read(paths)
+    assert again.spent() == pytest.approx(250) and len(again.jobs) == 201
+    assert [job.id for job in again.live()] == ["x"] and again.jobs["x"].hours(3600.0) == 2.0
+    assert HelperRecord.read(RunPaths(tmp_path / "none")).jobs == {}
+
+
+def test_a_job_inherits_nothing_of_its_drivers() -> None:
+    given = {"SLURM_JOB_ID": "7", "SLURM_HET_SIZE": "2", "SBATCH_QOS": "x", "SLURM_CONF": "/c", "PATH": "/bin",
+             "CUDA_VISIBLE_DEVICES": "0", "RLHPC_MODELS": "/m", "SUBMITIT_FOLDER": "/f"}  # fmt: skip
+    assert free_of_job(given) == {"SLURM_CONF": "/c", "PATH": "/bin", "RLHPC_MODELS": "/m"}

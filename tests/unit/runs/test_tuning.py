@@ -1,0 +1,169 @@
+"""The search finds what trying everything finds, and the model says what a step of known phases takes."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+
+import pytest
+
+from rlhpc.runs.tuning.costs import Costs, Curve
+from rlhpc.runs.tuning.model import Model
+from rlhpc.runs.tuning.search import Space, search
+from rlhpc.runs.tuning.shape import Candidate, Place, Pool, Shape
+from rlhpc.runs.tuning.workload import Knob, Phase, Workload
+
+CPU = Shape({"cluster": Pool("cluster", ((0, -1),))}, cores=(4,))
+GPUS = Shape({"cluster": Pool("cluster", tuple((0, i) for i in range(4)))}, cores=(8,), accelerators=4)
+TWO = Shape(
+    {"cluster": Pool("cluster", tuple((n, i) for n in range(2) for i in range(3)))}, cores=(4, 4), accelerators=6
+)
+
+
+def line(fixed: float, work: float) -> Curve:
+    return Curve(((0.0, fixed), (1.0, fixed + work)))
+
+
+def playing(simulate: Curve, act: Curve, train: Curve, **more: object) -> tuple[Workload, Costs]:
+    workload = Workload(
+        phases=(
+            Phase("act", "rollout", "", turn=True),
+            Phase("simulate", "env", "", turn=True, on_cores=True),
+            Phase("train", "actor", ""),
+        ),
+        samples=1024,
+        unit="steps",
+        knobs=(Knob("stages", (1, 2)), Knob("staleness", (0, 1)), Knob("micro", (None, 8))),
+        stages="stages",
+        staleness="staleness",
+        divides=dict.fromkeys(("rollout", "env", "actor"), 12),
+        several=frozenset({"env"}),
+    )
+    costs = Costs({"act": act, "simulate": simulate, "train": train}, **more)  # type: ignore[arg-type]
+    return workload, costs
+
+
+def writing(generate: Curve, score: Curve, train: Curve, **more: object) -> tuple[Workload, Costs]:
+    workload = Workload(
+        phases=(
+            Phase("generate", "rollout", ""),
+            Phase("score", "actor", "", streams=True),
+            Phase("train", "actor", ""),
+        ),
+        samples=64,
+        unit="responses",
+        knobs=(Knob("staleness", (0, 1, 2)), Knob("micro", (1024, 512))),
+        staleness="staleness",
+        divides={"actor": 24},
+        pieces=4.0,
+    )
+    return workload, Costs({"generate": generate, "score": score, "train": train}, **more)  # type: ignore[arg-type]
+
+
+SIMULATORS = playing(line(0.02, 2.0), line(0.1, 0.3), line(0.05, 0.8), overhead_s=0.01, hop_s=0.02)
+CROWDED = playing(
+    line(0.3, 0.4), line(0.2, 0.5), line(0.0, 3.0), together_s={"train": 0.2}, scaling={"train": 0.7, "simulate": 0.4},
+    threads={"actor": 2, "rollout": 1, "env": 2}, factors={"micro=8": {"train": 0.9}}, extra_s={"staleness=1": 0.03},
+)  # fmt: skip
+ANSWERS = writing(
+    line(0.5, 4.0), line(0.0, 1.0), line(0.1, 2.0), together_s={"train": 0.3}, overhead_s=0.05, scaling={"train": 0.5},
+    factors={"micro=512": {"train": 1.1, "score": 0.8}}, device_memory={"actor": 30.0, "rollout": 40.0},
+)  # fmt: skip
+
+
+def everything(workload: Workload, shape: Shape) -> list[Candidate]:
+    """Every placement at every offset with every setting, without any thought."""
+    pool = shape.pools["cluster"]
+    total = len(pool.resources)
+    places: dict[str, list[Place]] = {}
+    for group in workload.groups:
+        most = shape.cores[0] if pool.by_node else shape.cores[0] // (total // len(shape.cores))
+        many = range(1, most + 1) if pool.by_node or group in workload.several else (1,)
+        places[group] = [
+            Place.of("cluster", first, count, per)
+            for first in range(total)
+            for count in range(1, total - first + 1)
+            for per in many
+            if not workload.divides.get(group) or workload.divides[group] % (count * per) == 0
+        ]
+    settings = [
+        dict(zip([k.key for k in workload.knobs], values, strict=True))
+        for values in itertools.product(*(k.values for k in workload.knobs))
+    ]
+    return [
+        Candidate(dict(zip(places, chosen, strict=True)), values)
+        for chosen in itertools.product(*places.values())
+        for values in settings
+    ]
+
+
+@pytest.mark.parametrize(
+    ("case", "shape"), [(SIMULATORS, GPUS), (CROWDED, CPU), (ANSWERS, TWO)], ids=["simulators", "crowded", "answers"]
+)
+def test_the_search_finds_the_optimum(case: tuple[Workload, Costs], shape: Shape) -> None:
+    workload, costs = case
+    model = Model(workload, costs, dataclasses.replace(shape, device_memory=65))
+    configured = Candidate(
+        {group: Place.of("cluster", 0, 1) for group in workload.groups}, {k.key: k.values[0] for k in workload.knobs}
+    )
+    found = search(Space(model, configured), 5)
+    predicted = [model.predict(candidate) for candidate in everything(workload, shape)]
+    steps = sorted(one.step_s for one in predicted if model.fits(one))
+    assert found[0].prediction.step_s == pytest.approx(steps[0])
+    assert [one.prediction.step_s for one in found] == sorted(one.prediction.step_s for one in found)
+    assert found[0].prediction.step_s < 0.8 * model.predict(configured).step_s
+    assert len({json.dumps([one.candidate.placement(), one.candidate.settings]) for one in found}) == 5
+
+
+def test_a_bound_is_below_every_layout() -> None:
+    for (workload, costs), shape in ((SIMULATORS, GPUS), (CROWDED, CPU), (ANSWERS, TWO)):
+        model = Model(workload, costs, shape)
+        for candidate in everything(workload, shape)[::97]:
+            assert model.least(candidate) <= model.predict(candidate).step_s + 1e-9
+
+
+def test_steps_of_known_phases() -> None:
+    workload, costs = playing(line(0.0, 4.0), line(0.0, 2.0), line(0.0, 3.0), overhead_s=1.0)
+    model = Model(workload, costs, GPUS)
+
+    def step(env: Place, rollout: Place, actor: Place, **settings: object) -> float:
+        values = {"stages": 1, "staleness": 0, "micro": None, **settings}
+        return model.predict(Candidate({"rollout": rollout, "env": env, "actor": actor}, values)).step_s
+
+    one, next_ = Place.of("cluster", 0, 1), Place.of("cluster", 1, 1)
+    assert step(one, one, one) == pytest.approx(4 + 2 + 3 + 1)  # one after the other
+    assert step(one, one, one, stages=2) == pytest.approx(4 + 3 + 1)  # the policy hides behind the simulators
+    assert step(one, one, next_, staleness=1) == pytest.approx(6)  # training hides behind the rollout
+    assert step(one, one, Place.of("cluster", 0, 2)) == pytest.approx(4 + 2 + 1.5 + 1)
+    assert step(Place.of("cluster", 0, 1, 2), one, one) == pytest.approx(2 + 2 + 3 + 1)
+    workload, costs = writing(line(0.0, 4.0), line(0.0, 2.0), line(0.0, 5.0))
+    model = Model(workload, costs, GPUS)
+    apart = {"rollout": one, "actor": next_}
+    alone = model.predict(Candidate(apart, {"staleness": 0, "micro": 1024}))
+    assert alone.step_s == pytest.approx(4 + 2 / 4 + 5)  # three of four pieces are scored meanwhile
+    assert alone.idle == pytest.approx(1 - (4 + 2 + 5) / (4 * 9.5))
+    assert model.predict(Candidate(apart, {"staleness": 1, "micro": 1024})).step_s == pytest.approx(7)
+    shared = {"rollout": one, "actor": one}  # on one accelerator, nothing is gained by being ahead
+    assert model.predict(Candidate(shared, {"staleness": 1, "micro": 1024})).step_s == pytest.approx(11)
+
+
+def test_a_curve_goes_on_as_it_was_measured() -> None:
+    curve = Curve.through([(1.0, 4.0), (1.0, 4.2), (0.5, 2.1), (0.25, 2.2), (0.25, 1.0)])
+    assert curve.at(1.0) == pytest.approx(4.1)
+    assert curve.at(0.75) == pytest.approx(3.1)
+    assert curve.at(2.0) == pytest.approx(8.1)
+    assert curve.at(0.0) >= 0
+    assert Curve(((0.5, 3.0),)).at(0.25) == pytest.approx(1.5)
+
+
+def test_costs_outlive_a_file() -> None:
+    for _, costs in (SIMULATORS, CROWDED, ANSWERS):
+        assert Costs.from_json(json.loads(json.dumps(costs.to_json()))) == costs
+
+
+def test_a_slower_machine_takes_longer_everywhere() -> None:
+    for (workload, costs), shape in ((SIMULATORS, GPUS), (CROWDED, CPU), (ANSWERS, TWO)):
+        for candidate in everything(workload, shape)[::211]:
+            step = Model(workload, costs, shape).predict(candidate).step_s
+            assert Model(workload, costs.times(3.0), shape).predict(candidate).step_s == pytest.approx(3 * step)
