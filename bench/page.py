@@ -32,6 +32,7 @@ TITLES = {
     "rows_loss": "The loss of a large vocabulary",
     "proof": "What proving the weights costs",
     "saves": "Training beside saves",
+    "tune": "Whether rlhpc tune chooses well",
     "overlap": "How phases of a language model's step overlap",
     "trl_grpo": "GRPO beside TRL",
     "demo_llm": "The language model demonstration",

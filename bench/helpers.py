@@ -1,0 +1,217 @@
+"""What ranks that join a run are worth: steps with helpers beside steps of a run that had as many ranks from the start.
+
+    python -m bench.helpers --repeat 3
+
+A GRPO run of 32 prompts with 4 answers each, in turn with four rollout ranks from its start, and with two that two more join
+(`rlhpc join`, on the same host). All is as in any run but the engine, which makes eight sequences at a time, a token of each
+in ten milliseconds, and waits for the rest of the time: a rank's speed does not depend on how many there are on these cores.
+The steps that count are those after the one from which on both helpers take part.
+
+And how long a helper takes to its first token, from its process's start, beside a rank of a run, from the start of that run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from bench.machine import spread, write
+from rlhpc.language.engines.base import Completion, Request
+from rlhpc.language.engines.engine import Engine
+from rlhpc.language.engines.sampling import uniforms
+
+ROOT = Path(__file__).parents[1]
+ROWS, TOKEN_S, TOKENS = 8, 0.01, 40
+#: Steps with helpers, the first of which is left out: somebody joins between two.
+STEPS = 8
+_PATIENCE_S = 240.0
+
+
+class Timed(Engine):
+    """An engine of fixed speed, whose tokens depend on the request alone."""
+
+    capacity = ROWS
+
+    def __init__(self, cfg: Any, *, model_path: str, device: object, seed: int = 0) -> None:
+        super().__init__()
+        from transformers import AutoConfig
+
+        config = AutoConfig.from_pretrained(model_path)
+        self.context, self.vocabulary = config.max_position_embeddings, config.vocab_size
+        self._waiting, self._running = deque[Request](), dict[int, tuple[Request, list[int], int]]()
+        self._next = time.perf_counter()
+        self._drawn = False
+
+    def _queue(self, requests: Sequence[Request]) -> None:
+        self._waiting.extend(requests)
+
+    def _advance(self) -> list[Completion]:
+        now = time.perf_counter()
+        self._next = max(self._next, now - TOKEN_S) + TOKEN_S
+        time.sleep(max(0.0, self._next - now))
+        while self._waiting and len(self._running) < ROWS:
+            request = self._waiting.popleft()
+            tokens = [4 + int(draw * (self.vocabulary - 4)) for draw in uniforms(request, TOKENS)]
+            self._running[request.id] = request, tokens[: TOKENS // 2 + tokens[0] % (TOKENS // 2)], 0
+        if not self._drawn:
+            self._drawn = True
+            with (Path(os.environ["RLHPC_BENCH_FIRST"]) / f"{os.getpid()}").open("w") as file:
+                file.write(str(time.time()))
+        done = []
+        for number, (request, tokens, count) in list(self._running.items()):
+            self._running[number] = request, tokens, count + 1
+            if count + 1 == len(tokens):
+                del self._running[number]
+                made = [-4.0] * len(tokens), [self.version] * len(tokens)
+                done.append(Completion(request.id, tokens, *made, finish_reason="stop"))
+        return done
+
+    def _abort(self) -> list[Completion]:
+        aborted = [Completion(number, finish_reason="abort") for number in [*self._running]]
+        aborted += [Completion(request.id, finish_reason="abort") for request in self._waiting]
+        self._running.clear()
+        self._waiting.clear()
+        return aborted
+
+    def update_weights(self, version: int, named_tensors: Iterable[Any]) -> None:
+        """Takes them, and has no use for them."""
+        for _ in named_tensors:
+            pass
+        self.version = version
+
+    def offload(self) -> None:
+        """Nothing to give."""
+
+    def reload(self) -> None:
+        """Nothing to take."""
+
+    def close(self) -> None:
+        """Ends."""
+        self._abort()
+
+
+class Run:
+    """A run under way.
+
+    Args:
+        folder: Of its own.
+        ranks: Rollout ranks from its start.
+    """
+
+    def __init__(self, folder: Path, ranks: int) -> None:
+        self.folder, self.root = folder, folder / "run"
+        self.first = folder / "first"
+        self.first.mkdir(parents=True)
+        self.environment = {
+            **os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "RLHPC_BENCH_FIRST": str(self.first),
+            "RLHPC_MODELS": str(folder.parent / "models"), "PYTHONPATH": str(ROOT),
+        }  # fmt: skip
+        overrides = (
+            "runner.name=run", f"runner.run_dir={folder}", "runner.segments=1", "runner.max_steps=1000",
+            "runner.save_interval=-1", "runner.val_check_interval=-1", "workflow.sft=null",
+            f"cluster.component_placement={{actor: '0', rollout: '0:0-{ranks - 1}'}}",
+            "actor.model.model_path=builtin:tiny", "rollout.rollout_backend=bench.helpers:Timed",
+            f"rollout.max_new_tokens={TOKENS}", "data.prompts_per_step=32", "algorithm.group_size=4",
+            "actor.global_batch_size=128", "rollout.probe_interval=0", "algorithm.kl_coef=0",
+        )  # fmt: skip
+        self.started = time.time()
+        self._log = (folder / "said.txt").open("w")
+        self.process = self._start("train", str(ROOT / "configs" / "reasoning" / "demo.yaml"), *overrides)
+
+    def _start(self, *words: str) -> subprocess.Popen[bytes]:
+        command = [sys.executable, "-m", "rlhpc.cli", *words]
+        return subprocess.Popen(command, env=self.environment, cwd=self.folder, stdout=self._log, stderr=self._log)
+
+    def until(self, what: str, condition: Callable[[], bool]) -> None:
+        """Waits for it."""
+        end = time.monotonic() + _PATIENCE_S
+        while not condition():
+            if time.monotonic() > end or self.process.poll() is not None:
+                raise SystemExit(f"bench.helpers: {what}: {(self.folder / 'said.txt').read_text()[-2000:]}")
+            time.sleep(0.05)
+
+    def firsts(self) -> list[float]:
+        """When each rank that has drawn a token drew its first."""
+        return sorted(float(path.read_text() or "inf") for path in self.first.iterdir())
+
+    def rows(self) -> list[dict[str, float]]:
+        """Metrics so far."""
+        path = self.root / "metrics.jsonl"
+        return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+    def steps(self, behind: int) -> list[float]:
+        """Seconds of the next steps behind one."""
+        self.until("steps", lambda: len(self.rows()) >= behind + STEPS)
+        return [row["time/step_s"] for row in self.rows()[behind : behind + STEPS]]
+
+    def join(self) -> tuple[float, subprocess.Popen[bytes]]:
+        """A helper, and when it was started."""
+        return time.time(), self._start("join", str(self.root))
+
+    def end(self, *others: subprocess.Popen[bytes]) -> None:
+        """Ends it all."""
+        for process in (*others, self.process):
+            process.terminate()
+            process.wait()
+        self._log.close()
+
+
+def measure(folder: Path) -> dict[str, Any]:
+    """One run of each kind."""
+    static = Run(folder / "static", 4)
+    static.until("first tokens", lambda: len(static.firsts()) == 4)
+    cold = static.firsts()[0] - static.started
+    expected = static.steps(2)
+    static.end()
+    joined = Run(folder / "joined", 2)
+    joined.until("two steps", lambda: len(joined.rows()) >= 2)
+    alone = [row["time/step_s"] for row in joined.rows()[1:]]
+    begun, first = joined.join()
+    joined.until("the first helper", lambda: len(joined.firsts()) == 3)
+    warm = joined.firsts()[2] - begun
+    _, second = joined.join()
+    joined.until("the second helper", lambda: len(joined.firsts()) == 4)
+    found = joined.steps(len(joined.rows()) + 1)  # the step under way is the first in which both take part
+    joined.end(first, second)
+    return {"static": expected, "joined": found, "alone": alone, "cold_s": cold, "helper_s": warm}
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Measures and writes `results/helpers.json`."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--repeat", type=int, default=3)
+    args = parser.parse_args(argv)
+    rounds = []
+    with tempfile.TemporaryDirectory() as folder:
+        for number in range(args.repeat):
+            rounds.append(measure(Path(folder) / f"round{number}"))
+            one = rounds[-1]
+            step = {name: statistics.median(one[name]) for name in ("static", "joined", "alone")}
+            print(f"step: {step['static']:.2f} s with four ranks, {step['joined']:.2f} s with two and two helpers, "
+                  f"{step['alone']:.2f} s with two; first token: {one['cold_s']:.1f} s after a run's start, "
+                  f"{one['helper_s']:.1f} s after a helper's", flush=True)  # fmt: skip
+    found = {
+        "step_s, four ranks": spread([step for one in rounds for step in one["static"]]),
+        "step_s, two ranks and two helpers": spread([step for one in rounds for step in one["joined"]]),
+        "throughput of that": statistics.median(
+            statistics.median(one["static"]) / statistics.median(one["joined"]) for one in rounds
+        ),
+        "first token of a run, s": spread([one["cold_s"] for one in rounds]),
+        "first token of a helper, s": spread([one["helper_s"] for one in rounds]),
+        "first token, ratio": statistics.median(one["helper_s"] / one["cold_s"] for one in rounds),
+    }
+    print(write("helpers", f"python -m bench.helpers --repeat {args.repeat}", found))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,120 @@
+"""Whether `rlhpc tune` chooses well: real runs at its choice, at others near the top, and at some from everywhere.
+
+    python -m bench.tune --top 5 --among 4 --repeat 2 --steps 6
+
+Each workload is tuned with staleness up to 1; then the `--top` placements with the best predictions, the configured one and
+`--among` others at even distances among all are run for a few steps, in turns. `chosen / best` is the chosen placement's
+median against the fastest one's: it should be no more than `1 + spread`, where the spread is how far repetitions of one
+placement are apart, the median over placements. `error` is predicted / measured - 1.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from bench.machine import spread, write
+from rlhpc.config import config_to_yaml
+from rlhpc.runs.configuration import load_config
+from rlhpc.runs.kinds import kind_of
+from rlhpc.runs.tuning.costs import Costs
+from rlhpc.runs.tuning.measure import ShortRuns
+from rlhpc.runs.tuning.search import Found, search
+from rlhpc.runs.tuning.tune import NOT_IN_SHORT_RUNS, Asked, is_allowed, space_of, tune, workload_of
+
+ROOT = Path(__file__).resolve().parents[1]
+WORKLOADS: dict[str, tuple[str, tuple[str, ...]]] = {
+    "PPO on CartPole-v1": ("configs/quickstart.yaml", ()),
+    "GRPO of a tiny model": (
+        "configs/reasoning/demo.yaml",
+        ("actor.model.model_path=builtin:tiny", "workflow.sft=null", "workflow.sft_overrides=[]", "data.prompts_per_step=4",
+         "actor.global_batch_size=32", "rollout.max_new_tokens=16", "algorithm.recompute_logprobs=true"),
+    ),
+}  # fmt: skip
+
+
+def say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+def measure(folder: Path, workload: str, options: argparse.Namespace) -> dict[str, Any]:
+    """What is said and what is found of one workload."""
+    config, overrides = WORKLOADS[workload]
+    words = (*overrides, f"runner.run_dir={folder}")
+    asked = Asked(str(ROOT / config), words, ahead=1, steps=options.steps)
+    record = tune(asked, say)
+    cfg = load_config(asked.config, words)
+    space = space_of(asked, workload_of(cfg, 1), Costs.from_json(record["costs"]), cfg, here=True)
+    ranked = search(space, 10**6, lambda candidate: is_allowed(asked, candidate))
+    others = (round(i * (len(ranked) - 1) / options.among) for i in range(1, options.among + 1))
+    chosen = {0, *range(options.top), *others}
+    taken = [ranked[index] for index in sorted(chosen) if index < len(ranked)]
+    if not any(_is_configured(found, space.configured) for found in taken):
+        taken += [found for found in ranked if _is_configured(found, space.configured)]
+    file = folder / "config.yaml"
+    file.write_text(config_to_yaml(cfg))
+    always = tuple(f"{key}={value}" for key, value in NOT_IN_SHORT_RUNS.items() if key in kind_of(cfg).schema)
+    runs = ShortRuns(file, folder, always, asked.steps, asked.deadline_s)
+    seconds: list[list[float]] = [[] for _ in taken]
+    for turn in range(options.repeat):
+        for index in range(len(taken))[:: 1 if turn % 2 else -1]:
+            found = runs.run(f"run_{index}", taken[index].candidate.overrides())
+            seconds[index].append(found.step_s)
+            say(
+                f"{workload}: {index} of {len(taken)}: {found.step_s:.4f} s, predicted {taken[index].prediction.step_s:.4f} s"
+            )
+    medians = [statistics.median(times) for times in seconds]
+    apart = statistics.median((max(times) - min(times)) / statistics.fmean(times) for times in seconds)
+    errors = [found.prediction.step_s / median - 1 for found, median in zip(taken, medians, strict=True)]
+    return {
+        "candidates": len(ranked),
+        "chosen / best": medians[0] / min(medians),
+        "spread": apart,
+        "spread while tuning": record["costs"]["spread"],
+        "not worse than the best beyond the spread": medians[0] / min(medians) <= 1 + apart,
+        "chosen / worst": medians[0] / max(medians),
+        "error": spread(errors),
+        "absolute error": spread([abs(error) for error in errors]),
+        "rows": [
+            {
+                "placement": found.candidate.placement(),
+                "settings": dict(found.candidate.settings),
+                "configured": _is_configured(found, space.configured),
+                "predicted_s": found.prediction.step_s,
+                "measured_s": spread(times),
+            }
+            for found, times in zip(taken, seconds, strict=True)
+        ],
+    }
+
+
+def _is_configured(found: Found, configured: Any) -> bool:
+    return bool(found.candidate.settings == configured.settings) and all(
+        place.processes == configured.places[group].processes for group, place in found.candidate.places.items()
+    )
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--top", type=int, default=5)
+    parser.add_argument("--among", type=int, default=4)
+    parser.add_argument("--repeat", type=int, default=2)
+    parser.add_argument("--steps", type=int, default=6)
+    options = parser.parse_args(arguments)
+    command = " ".join(["python -m bench.tune", *(f"--{name} {value}" for name, value in vars(options).items())])
+    found: dict[str, Any] = {}
+    for workload in WORKLOADS:
+        before = os.getloadavg()
+        with tempfile.TemporaryDirectory() as folder:
+            found[workload] = measure(Path(folder), workload, options)
+        found[workload]["load"] = {"before": before[0], "after": os.getloadavg()[0]}
+        print(write("tune", command, {"workloads": found}), flush=True)
+
+
+if __name__ == "__main__":
+    main()
