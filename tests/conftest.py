@@ -2,8 +2,10 @@ from __future__ import annotations
 
 import gc
 import os
+import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -55,4 +57,23 @@ def warm_fork_servers() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(forked, "subprocess", warm)
         patch.setattr(processes, "subprocess", warm)
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def architectures_are_looked_at_here() -> Iterator[None]:
+    """vLLM has a Python of its own look at each architecture's class, lest that touch an accelerator: eight seconds each."""
+    from rlhpc.language.engines.vllm_process import VLLMProcess
+
+    build = VLLMProcess._build
+
+    def build_here(self: VLLMProcess, config: Any, seed: int) -> None:
+        if "vllm" in sys.modules:
+            from vllm.model_executor.models import registry
+
+            patch.setattr(registry, "_run_in_subprocess", lambda look: look())
+        build(self, config, seed)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(VLLMProcess, "_build", build_here)
         yield

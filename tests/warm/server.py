@@ -90,12 +90,15 @@ def _in_large_pages() -> None:
 
 
 def _look_around() -> None:
-    """Reads a configuration, so that what does so later finds the parsers' tables and the packages' entry points known."""
-    with contextlib.suppress(Exception):  # it is an acceleration only
-        from rlhpc.config.load import config_to_yaml
-        from rlhpc.runs.configuration import load_config
+    """Reads configurations, so that what does so later finds their keys, the parsers' tables and the packages' entry points
+    known."""
+    for module, names in starting.CONFIGS.items():
+        for name in names if module in sys.modules else ():
+            with contextlib.suppress(Exception):  # it is an acceleration only
+                from rlhpc.config.load import config_to_yaml
+                from rlhpc.runs.configuration import load_config
 
-        config_to_yaml(load_config(starting.ROOT / "configs" / "quickstart.yaml", check=False))
+                config_to_yaml(load_config(starting.ROOT / "configs" / f"{name}.yaml", check=False))
 
 
 def _leave_exits_alone() -> None:

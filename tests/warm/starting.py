@@ -47,7 +47,28 @@ PRELOAD = (
 #: Others' besides: a language model's takes 8 s, 20 with vLLM. Where this process has imported the first itself.
 PRELOAD_WITH = {
     "mani_skill": ("mani_skill.envs", "mani_skill.vector.wrappers.gymnasium"),
-    "transformers": ("transformers", "transformers.models.llama.modeling_llama", "peft", "datasets", "pyarrow.parquet"),
+    "transformers": (
+        "transformers",
+        "transformers.models.llama.modeling_llama",
+        "peft",
+        "datasets",
+        "pyarrow.parquet",
+        "rlhpc.language.kinds",
+        "rlhpc.language.roles.grpo",
+        "rlhpc.language.roles.rollout",
+        "rlhpc.language.roles.critic",
+        "rlhpc.language.roles.reward_model",
+        "rlhpc.language.roles.sft",
+        "rlhpc.language.roles.scoring",
+        "rlhpc.language.roles.reference",
+        "rlhpc.language.runners.grpo",
+        "rlhpc.language.runners.sft",
+        "rlhpc.language.runners.reward_model",
+        "rlhpc.language.engines.hf",
+        "rlhpc.language.evaluate",
+        "rlhpc.language.export",
+        "rlhpc.weights.broadcast",
+    ),
     "deepspeed": (
         "deepspeed",
         "deepspeed.checkpoint.ds_to_universal",
@@ -55,6 +76,11 @@ PRELOAD_WITH = {
     ),
     "vllm": ("vllm.entrypoints.llm",),
     "tests.warm.commands": ("snakemake.cli",),
+}
+#: Of kinds of runs whose keys a server reads, with what they need.
+CONFIGS = {
+    "rlhpc.cli": ("quickstart", "base/sac"),
+    "rlhpc.language.kinds": ("reasoning/demo", "reasoning/demo_sft", "reasoning/reward_model"),
 }
 #: Python ignores these itself, and restores them (`restore_signals`) for what it starts.
 PYTHONS_OWN = (signal.SIGPIPE, signal.SIGXFSZ)

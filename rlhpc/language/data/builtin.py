@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import hashlib
 import json
 import os
 import shutil
+import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +20,8 @@ if TYPE_CHECKING:
 
 PREFIX = "builtin:"
 MODELS = ("tiny", "smollm2")
+#: How long another process may take to make one.
+_MAKING_S = 300.0
 
 
 def resolve_model(model: FrozenModelConfig | str, folder: Path | None = None) -> str:
@@ -39,17 +45,41 @@ def resolve_model(model: FrozenModelConfig | str, folder: Path | None = None) ->
     parent = folder or Path(os.environ.get("RLHPC_MODELS", "models"))
     target = (parent / (f"{name}-{digest}" if options else name)).absolute()
     if not (target / "config.json").is_file():
-        _make(name, target, options)
+        with _after_others(target):
+            if not (target / "config.json").is_file():
+                _make(name, target, options)
     return str(target)
 
 
+@contextlib.contextmanager
+def _after_others(target: Path) -> Iterator[None]:
+    """Waits while another process makes the same, as long as that may take and the filesystem has locks."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    lock = target.with_name(f".{target.name}.lock")
+    descriptor = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        deadline = time.monotonic() + _MAKING_S
+        while time.monotonic() < deadline:
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                time.sleep(0.1)
+            except OSError:  # no locks here: each makes its own, and the first one's stays
+                break
+            else:
+                break
+        yield
+    finally:
+        lock.unlink(missing_ok=True)
+        os.close(descriptor)
+
+
 def _make(name: str, target: Path, options: dict[str, Any]) -> None:
-    """Makes the folder beside its place and moves it there: another process may be doing the same."""
+    """Makes the folder beside its place and moves it there; another process may have done the same meanwhile."""
     from rlhpc.language.data.packaged import smollm2
     from rlhpc.language.data.tiny import make_tiny_model
 
     staging = target.with_name(f".{target.name}-{os.getpid()}")
-    target.parent.mkdir(parents=True, exist_ok=True)
     try:
         if name == "tiny":
             try:

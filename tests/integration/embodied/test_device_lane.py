@@ -59,8 +59,10 @@ def check_same(one: TinyRun, other: TinyRun) -> None:
 def test_a_run_on_the_device_is_the_same(start: Start, layout: tuple[str, ...]) -> None:
     plain, near = start("plain", *layout), start("near", *layout, policy="one")
     assert ways(plain) == []
-    first, *rest = ways(near)
-    assert 0.5 < first <= 1 and rest == [1, 1], "all but the first messages, by which they find each other"
+    *finding, found = ways(near)
+    # A sender learns where a key's reader computes when it has sent a message. Where the reader came for the first one later,
+    # that is with the second: of what is sent once a step, the third is the first that stays.
+    assert len(finding) == 2 and all(0.5 < way <= 1 for way in finding) and found == 1
     check_same(near, plain)
 
 

