@@ -90,7 +90,7 @@ def rank_of_the_far_host() -> None:
     """A rank's life, as `rlhpc.runtime.process` has it, with this host's address in place of the driver's."""
     from rlhpc.runtime import process
 
-    spec = process._spawned()
+    spec = process._spawned(int(sys.argv[1]))
     spec.tcp_address = ADDRESSES[1]
     status = process.run_worker(spec)
     sys.stdout.flush()

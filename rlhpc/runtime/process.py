@@ -259,13 +259,21 @@ def _step_id() -> str:
     return f"{job}.{step}" if job and step and step.isdigit() else ""
 
 
-def _spawned() -> WorkerSpec:
+def _spawned(parent: int) -> WorkerSpec:
     """Runs a rank that the fork server started with a fresh interpreter."""
     from rlhpc.runtime.parents import die_with_parent
 
-    die_with_parent(int(sys.argv[1]))
+    die_with_parent(parent)
     spec: WorkerSpec = pickle.loads(sys.stdin.buffer.read())
     return spec
+
+
+def _joined(parent: int) -> WorkerSpec:
+    """Runs a rank that joins a live run."""
+    from rlhpc.runtime.parents import die_with_parent
+
+    die_with_parent(parent)
+    return _task(0)
 
 
 def _task(number: int) -> WorkerSpec:
@@ -297,10 +305,17 @@ def _task(number: int) -> WorkerSpec:
 
 def main() -> None:
     """Entry point of a rank in an interpreter of its own, which reads its instructions from stdin."""
-    by_step = sys.argv[1:] in (["step"], ["joined"])
-    number = int(os.environ["SLURM_PROCID"]) if sys.argv[1:] == ["step"] else 0
+    by_step = sys.argv[1] in ("step", "joined")
     try:
-        spec = _task(number) if by_step else _spawned()
+        match sys.argv[1:]:
+            case ["step"]:
+                spec = _task(int(os.environ["SLURM_PROCID"]))
+            case ["joined", parent]:
+                spec = _joined(int(parent))
+            case [parent]:
+                spec = _spawned(int(parent))
+            case given:
+                raise RlhpcError(f"a rank's process was started with {given}")
     except (RlhpcError, EOFError) as error:
         print(f"rlhpc: error: {error}", file=sys.stderr, flush=True)
         os._exit(1)
