@@ -17,10 +17,10 @@ from rlhpc.language.roles.prompts import PromptMap, evaluation_phase
 from rlhpc.language.roles.validation import validation_metrics
 from rlhpc.language.roles.work import Ledger
 from rlhpc.language.runners.others import Made, Others
-from rlhpc.language.runners.replicas import Replicas
 from rlhpc.language.scoring.groups import CRITIC, REFERENCE
 from rlhpc.metrics import PhaseTimers
 from rlhpc.runs.folder import RunFolder, note
+from rlhpc.runs.replicas import Replicas
 from rlhpc.runs.runner import Runner
 from rlhpc.runtime.channel import Channel
 from rlhpc.runtime.group import WorkerGroup
@@ -75,7 +75,10 @@ class ReasoningRunner(Runner[GrpoConfig]):
         self.ahead = cfg.algorithm.max_staleness > 0
         self.samples = self._in_vain = 0
         self.ledger = Ledger(self.prompts.prompts)
-        self.replicas = Replicas(self.rollout, self._open_rollout, self._join, lambda: self.max_recoveries)
+        self.replicas = Replicas(
+            self.rollout, self._open_rollout, self._join, lambda: self.max_recoveries,
+            "the others have made its prompts, and nothing else is lost",
+        )  # fmt: skip
         self._made: dict[int, Made] = {}
         self._reward = math.nan
 

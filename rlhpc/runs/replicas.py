@@ -1,12 +1,22 @@
-"""The rollout ranks of a run, while these come and go: who is there is asked here, before each step."""
+"""The ranks of a group that play or generate, while these come and go: who is there is asked here, before each step."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
+from typing import Protocol
 
 from rlhpc.runs.folder import note
 from rlhpc.runtime.group import WorkerGroup
-from rlhpc.runtime.rpc import Handle
+
+
+class Opening(Protocol):
+    """A rank that loads what it needs; a `Handle` is one."""
+
+    def done(self) -> bool:
+        """Whether it has all."""
+
+    def wait(self) -> object:
+        """Raises what went wrong."""
 
 
 class Replicas:
@@ -20,17 +30,22 @@ class Replicas:
         opens: Has a rank load what it needs, as at the start.
         joins: Connects one that has, to take part from the next step on.
         restarts: How often ranks may be started again.
+        cost: What the loss of a rank costs, for the user.
+        restart: Starts those again that have ended, where that takes more than the group's own.
     """
 
     def __init__(
         self,
         group: WorkerGroup,
-        opens: Callable[[int], Handle],
+        opens: Callable[[int], Opening],
         joins: Callable[[int], None],
         restarts: Callable[[], int],
+        cost: str,
+        restart: Callable[[], list[int]] | None = None,
     ) -> None:
         self._group, self._opens, self._joins, self._restarts = group, opens, joins, restarts
-        self._opening: dict[int, Handle] = {}
+        self._cost, self._restart = cost, restart or group.restart
+        self._opening: dict[int, Opening] = {}
         self._restarted = 0
         self.ranks: list[int] = []
 
@@ -54,8 +69,8 @@ class Replicas:
         self._opening = {rank: handle for rank, handle in self._opening.items() if rank in there}
         if lost := sorted({*self.ranks} - {*there}):
             self.ranks = [rank for rank in self.ranks if rank in there]
-            told = f"{self._lost(lost)}; the others have made its prompts, and nothing else is lost"
-            if self._restarted < self._restarts() and (again := self._group.restart()):
+            told = f"{self._lost(lost)}; {self._cost}"
+            if self._restarted < self._restarts() and (again := self._restart()):
                 self._restarted += len(again)
                 told += f"; {self._named(again)} starts again"
             note(told)
