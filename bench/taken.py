@@ -54,6 +54,7 @@ class Maker(Worker):
                 position = takings.take(step) if taken else next(mine, None)
                 if position is None:
                     return
+                assert isinstance(position, int), "nobody leaves"
                 yield position
 
         while True:

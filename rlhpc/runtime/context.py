@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from rlhpc.runtime.errors import RendezvousTimeout, RlhpcError, StaleGeneration
+from rlhpc.runtime.farewell import Farewell
 from rlhpc.runtime.host import host_id
 from rlhpc.runtime.registry import LEFT, MEMBERS, Registry
 
@@ -26,6 +27,7 @@ class Context:
         service: This process's data plane.
         check: Raises when the run has failed.
         wait_deadline: Seconds after which any wait gives up.
+        farewell: What this process does before it leaves the run.
     """
 
     name: str
@@ -34,6 +36,7 @@ class Context:
     check: Callable[[], None] = lambda: None
     wait_deadline: float = float(os.environ.get("RLHPC_WAIT_DEADLINE_S", 1800))
     host: str = field(default_factory=host_id)
+    farewell: Farewell = field(default_factory=Farewell)
     _members: dict[tuple[str, int], tuple[int, dict[str, Any]]] = field(default_factory=dict)
 
     def group_names(self) -> list[str]:

@@ -26,7 +26,7 @@ from rlhpc.runtime.host import host_id, node_name
 from rlhpc.runtime.import_paths import python_path, run_module
 from rlhpc.runtime.registry import CURRENT, LEFT, MEMBERS, NOT_YET, Keys, Registry
 from rlhpc.runtime.spec import WorkerSpec
-from rlhpc.runtime.task import for_input
+from rlhpc.runtime.task import LEAVE, for_input
 
 log = logging.getLogger(__name__)
 
@@ -34,6 +34,9 @@ log = logging.getLogger(__name__)
 _LOOK_S, _ANSWER_S = 2.0, 30.0
 #: How often it looks for another driver.
 _LOOK_AGAIN_S = 0.5
+#: How long a rank that leaves may take to hand back what it has under way: Slurm kills 30 s after its first signal, if a site
+#: has not said otherwise.
+_HANDING_S = 15.0
 
 
 class Refused(ConfigError):
@@ -177,9 +180,19 @@ class JoinedRank:
         code = self.process.poll()
         return None if code is None else (-code if code < 0 else code << 8)
 
-    def end(self, grace_s: float) -> int:
-        """Ends it, and waits; returns its wait status."""
+    def end(self, grace_s: float, handing_s: float = 0.0) -> int:
+        """Ends it, and waits; returns its wait status.
+
+        Args:
+            grace_s: How long it may take to end.
+            handing_s: How long, before that, it may take to hand back what it has under way.
+        """
         assert self.process.stdin is not None
+        if handing_s:
+            with contextlib.suppress(OSError, subprocess.TimeoutExpired):
+                self.process.stdin.write(LEAVE)
+                self.process.stdin.flush()
+                self.process.wait(handing_s)
         with contextlib.suppress(OSError):
             self.process.stdin.close()  # its lifeline
         try:
@@ -306,8 +319,8 @@ def _take_part(
             gone = "" if door.is_current and door.lives() else "the run has ended, or its driver is gone"
             if not gone and door.has_left(spec):
                 gone, door.left = "its driver has taken it for lost", True
-    told = gone if stopped.is_set() else ""
-    status = rank.end(grace_s) if rank.status is None else rank.status
+    told = (gone or stopped.why) if stopped.is_set() else ""
+    status = rank.end(grace_s, _HANDING_S if told else 0.0) if rank.status is None else rank.status
     door.tell({"note": "exit", "name": spec.name, "incarnation": spec.incarnation, "status": status, "why": told})
     said(f"{spec.name} ended: {gone or f'wait status {status}'}")
     return status

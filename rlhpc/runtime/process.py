@@ -20,6 +20,7 @@ from typing import Any, Protocol, runtime_checkable
 from rlhpc.runtime.cores import stay_near
 from rlhpc.runtime.device import pci_addresses
 from rlhpc.runtime.errors import RlhpcError
+from rlhpc.runtime.farewell import Farewell
 from rlhpc.runtime.registry import MEMBERS
 from rlhpc.runtime.spec import EXIT, IDLE, RESUME, WorkerSpec
 from rlhpc.runtime.storage import explained, log_stream
@@ -43,13 +44,16 @@ def ignore_job_signals() -> None:
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
-def before_sigterm(act: Callable[[], None]) -> None:
-    """Lets SIGTERM end this process at once, whatever its main thread is doing, but calls `act` first."""
+def before_sigterm(act: Callable[[], None], told: Callable[[], bool] = lambda: False) -> None:
+    """Lets SIGTERM end this process at once, whatever its main thread is doing, but calls `act` first; unless `told` says that
+    the process ends by itself."""
     reader, writer = os.pipe2(os.O_CLOEXEC)
     os.set_blocking(writer, False)
     ending = threading.Lock()
 
     def end(*_: Any) -> None:
+        if told():
+            return
         if ending.acquire(blocking=False):
             with contextlib.suppress(Exception):
                 act()
@@ -129,13 +133,14 @@ def describe(error: BaseException) -> dict[str, Any]:
     }
 
 
-def run_worker(spec: WorkerSpec, on_sigterm: Callable[[], None] | None = None) -> int:
-    """The life of a worker; returns its exit status. `on_sigterm` is called before SIGTERM ends it."""
+def run_worker(spec: WorkerSpec, on_sigterm: Callable[[], None] | None = None, farewell: Farewell | None = None) -> int:
+    """The life of a worker; returns its exit status. `on_sigterm` is called before SIGTERM ends it; what a rank that has
+    joined does first when it is told to leave, by SIGTERM or otherwise, `farewell` knows."""
     _redirect(spec)
     faulthandler.enable()  # shows which Python lines led to a fault in a library's own code
     ignore_job_signals()
     if on_sigterm is not None:
-        before_sigterm(on_sigterm)
+        before_sigterm(on_sigterm, farewell.tell if farewell is not None else lambda: False)
     _environment(spec)
     logging.basicConfig(level=logging.INFO, stream=sys.stderr, format=_LOG_FORMAT.format(name=spec.name), force=True)
     _stay_near_devices(spec)
@@ -183,7 +188,11 @@ def run_worker(spec: WorkerSpec, on_sigterm: Callable[[], None] | None = None) -
         "log_err": spec.log_err, "incarnation": spec.incarnation, "accelerators": list(spec.accelerators),
         "state": "running", "started": time.time(), "step": _step_id(),
     }  # fmt: skip
-    ctx = context.Context(spec.name, registry, service, check=check, wait_deadline=spec.wait_deadline)
+    farewell = farewell or Farewell()
+    farewell.wake = door.interrupt
+    ctx = context.Context(
+        spec.name, registry, service, check=check, wait_deadline=spec.wait_deadline, farewell=farewell
+    )
     context.install(ctx)
     registry.put(MEMBERS, spec.name, record)
     try:
@@ -199,16 +208,24 @@ def run_worker(spec: WorkerSpec, on_sigterm: Callable[[], None] | None = None) -
         return 1
     service.peers.post(driver, b"NOTE", [pickle.dumps({"note": "ready", **note, "record": record})])
 
+    def close() -> None:
+        if isinstance(instance, Closing):
+            try:
+                instance.close()
+            except Exception:
+                logging.getLogger(__name__).exception("%s.close() failed; this rank ends all the same", spec.name)
+
     while True:
-        caller, (number, method, *frames) = door.next()
+        call = None if farewell.told else door.next()
+        if call is None:
+            farewell.say()
+            close()
+            return 1  # its run goes on: a status that nobody takes for an end that the driver asked for
+        caller, (number, method, *frames) = call
         name = method.decode()
         if name == EXIT:
             door.answer(caller, [number, b"ok", b"0", *service.pack(None).frames()])
-            if isinstance(instance, Closing):
-                try:
-                    instance.close()
-                except Exception:
-                    logging.getLogger(__name__).exception("%s.close() failed; this rank ends all the same", spec.name)
+            close()
             return 0
         if name in (IDLE, RESUME):
             if name == RESUME:
@@ -236,10 +253,10 @@ def run_worker(spec: WorkerSpec, on_sigterm: Callable[[], None] | None = None) -
         door.answer(caller, [number, status, seconds, *packed.frames()])
 
 
-def live(spec: WorkerSpec, on_sigterm: Callable[[], None] | None = None) -> int:
+def live(spec: WorkerSpec, on_sigterm: Callable[[], None] | None = None, farewell: Farewell | None = None) -> int:
     """Calls `run_worker`. If that fails before it has opened its log, the log and this process's own output still say why."""
     try:
-        return run_worker(spec, on_sigterm)
+        return run_worker(spec, on_sigterm, farewell)
     except BaseException as error:
         reason = explained(error, "this rank")
         words = f"rlhpc: error: {reason}\n" if isinstance(reason, RlhpcError) else traceback.format_exc()
@@ -268,19 +285,20 @@ def _spawned(parent: int) -> WorkerSpec:
     return spec
 
 
-def _joined(parent: int) -> WorkerSpec:
+def _joined(parent: int, farewell: Farewell) -> WorkerSpec:
     """Runs a rank that joins a live run."""
     from rlhpc.runtime.parents import die_with_parent
 
     die_with_parent(parent)
-    return _task(0)
+    return _task(0, farewell)
 
 
-def _task(number: int) -> WorkerSpec:
+def _task(number: int, farewell: Farewell | None = None) -> WorkerSpec:
     """Runs a rank that is a task of a job step, or has joined; finds out its devices, and its address for the other hosts.
 
     Args:
         number: Which of the specifications on stdin is its own.
+        farewell: Of one that has joined.
     """
     from rlhpc.runtime.allocation import visible_accelerators
     from rlhpc.runtime.network import address_of, address_towards, interface_of
@@ -289,7 +307,7 @@ def _task(number: int) -> WorkerSpec:
 
     stream = os.dup(0)
     spec = read_specs(stream)[number]
-    end_with_input(stream, Scratch(spec.token).leave)
+    end_with_input(stream, Scratch(spec.token).leave, farewell.tell if farewell is not None else lambda: True)
     spec.env.setdefault("CUDA_VISIBLE_DEVICES", own_devices(spec, os.environ, visible_accelerators(os.environ)))
     if spec.local_rank == 0:
         remove_stale()
@@ -306,12 +324,14 @@ def _task(number: int) -> WorkerSpec:
 def main() -> None:
     """Entry point of a rank in an interpreter of its own, which reads its instructions from stdin."""
     by_step = sys.argv[1] in ("step", "joined")
+    farewell = Farewell() if sys.argv[1] == "joined" else None
     try:
         match sys.argv[1:]:
             case ["step"]:
                 spec = _task(int(os.environ["SLURM_PROCID"]))
             case ["joined", parent]:
-                spec = _joined(int(parent))
+                assert farewell is not None
+                spec = _joined(int(parent), farewell)
             case [parent]:
                 spec = _spawned(int(parent))
             case given:
@@ -322,7 +342,7 @@ def main() -> None:
     from rlhpc.runtime.scratch import Scratch
 
     leave = Scratch(spec.token).leave if by_step else None  # of the others, the fork server removes the folders
-    status = live(spec, leave)
+    status = live(spec, leave, farewell)
     if leave is not None:
         leave()
     sys.stdout.flush()

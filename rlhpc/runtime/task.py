@@ -17,6 +17,8 @@ from rlhpc.runtime.errors import ConfigError
 from rlhpc.runtime.spec import WorkerSpec
 
 _LENGTH = struct.Struct("!Q")
+#: What a joined rank reads when it is to leave.
+LEAVE = b"L"
 
 
 def for_input(specs: Sequence[WorkerSpec]) -> bytes:
@@ -46,18 +48,29 @@ def read_specs(stream: int) -> list[WorkerSpec]:
     return specs
 
 
-def end_with_input(stream: int, leave: Callable[[], None]) -> None:
-    """Ends this process as soon as its input ends, because the driver or srun is gone; calls `leave` before."""
+def end_with_input(stream: int, leave: Callable[[], None], told: Callable[[], bool] = lambda: True) -> None:
+    """Ends this process as soon as its input ends, because the driver or srun is gone; calls `leave` before.
+
+    Args:
+        stream: The input.
+        leave: See above.
+        told: Called when the input says `LEAVE`: whether this process ends by itself then. Otherwise it ends at once.
+    """
 
     def watch() -> None:
+        why = b"the driver of this run is gone; this rank ends\n"
         while True:
             try:
-                if not os.read(stream, 4096):
-                    break
+                said = os.read(stream, 4096)
             except OSError:
                 break
+            if not said:
+                break
+            if LEAVE in said and not told():
+                why = b"this rank was told to leave, and has nothing under way; it ends\n"
+                break
         with contextlib.suppress(OSError):  # a full disk
-            os.write(2, b"the driver of this run is gone; this rank ends\n")
+            os.write(2, why)
         with contextlib.suppress(Exception):
             leave()
         os._exit(1)

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from rlhpc.runtime.channel import Channel
 from rlhpc.runtime.comm import p2p
 from rlhpc.runtime.comm.background import AsyncWork, in_background
 from rlhpc.runtime.comm.collectives import Collectives
+from rlhpc.runtime.context import installed
 from rlhpc.runtime.group import WorkerGroup
 from rlhpc.runtime.spec import WorkerSpec
 
@@ -71,6 +73,24 @@ class Worker:
         check how they were started.
         """
         return True
+
+    # -- leaving --------------------------------------------------------------------------------------------------
+
+    @staticmethod
+    def before_leaving(act: Callable[[], None] | None) -> None:
+        """Says what this rank does first when it is told to leave; with None it may end at once, in the middle of a call.
+
+        `act` is called on the main thread, between two calls. A call that takes long asks `told_to_leave` and returns early.
+        Only ranks that have joined a run (`rlhpc join`) are told; any rank may be killed.
+        """
+        if (context := installed()) is not None:
+            context.farewell.first(act)
+
+    @property
+    def told_to_leave(self) -> bool:
+        """Whether this rank is to leave the run, and may do something first (`before_leaving`)."""
+        context = installed()
+        return context is not None and context.farewell.told
 
     # -- channels -------------------------------------------------------------------------------------------------
 

@@ -168,6 +168,35 @@ class Episodes:
         for request in requests:
             self._writing[request.id] = Episode(request.id, tuple(request.prompt_ids), prompt), request
 
+    def resume(self, request: Request, drawn: Completion, prompt: Prompt | None = None) -> None:
+        """Goes on with an episode of one turn that somebody else had to leave.
+
+        What it has stays as it is, log-probs and versions included. What follows is drawn from random numbers of its own:
+        those of the request's seed have been used.
+
+        Args:
+            request: The request, as it was made of the prompt.
+            drawn: What there is of the answer; one that is finished is given back by the next `step`.
+            prompt: The problem.
+        """
+        assert self._agent is None, "what an agent has under way cannot be handed on"
+        episode, count = Episode(request.id, tuple(request.prompt_ids), prompt), len(drawn.token_ids)
+        _append(episode, drawn)
+        if drawn.finish_reason != "abort":
+            episode.turns = 1
+            self._end(episode, drawn.finish_reason)
+            return
+        follows = request
+        if count:
+            follows = dataclasses.replace(
+                request, prompt_ids=(*request.prompt_ids, *drawn.token_ids), seed=_seed(request.seed, count),
+                sampling=dataclasses.replace(
+                    request.sampling, max_new_tokens=request.sampling.max_new_tokens - count
+                ),
+            )  # fmt: skip
+        self._backend.add([follows])
+        self._writing[request.id] = episode, request
+
     def step(self) -> list[Episode]:
         """Advances the engine by a step, and takes in what the agent answered; episodes that ended."""
         if self._backend.unfinished():
@@ -184,6 +213,9 @@ class Episodes:
     def abort(self) -> list[Episode]:
         """Ends all episodes; each with what it has so far, `finish_reason` "abort"."""
         for completion in self._backend.abort():
+            if self._agent is None and completion.finish_reason != "abort":  # it had ended, and was not given back yet
+                self._wrote(completion)
+                continue
             episode, _ = self._writing.pop(completion.id)
             _append(episode, completion)
             self._end(episode, "abort")
@@ -290,9 +322,9 @@ def _append(episode: Episode, completion: Completion) -> None:
     episode.turn_ids += [episode.turns] * len(completion.token_ids)
 
 
-def _seed(seed: int, turn: int) -> int:
-    """The seed of a later turn: with that of the first it would draw the same random numbers again."""
-    return (seed * 0x9E3779B1 + turn * 0x85EBCA6B) % (1 << 31)
+def _seed(seed: int, after: int) -> int:
+    """The seed of what follows so many turns or tokens: with that of the first it would draw the same random numbers again."""
+    return (seed * 0x9E3779B1 + after * 0x85EBCA6B) % (1 << 31)
 
 
 def message_text(tokenizer: Any, message: Mapping[str, str], ids: list[int]) -> str:

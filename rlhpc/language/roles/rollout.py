@@ -14,7 +14,6 @@ import queue
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol
 
@@ -26,7 +25,6 @@ from rlhpc.language.agents.registry import make_generation
 from rlhpc.language.algorithm.registry import make_algorithm
 from rlhpc.language.config import GrpoConfig
 from rlhpc.language.data import PromptSampler
-from rlhpc.language.data.prompts import Prompt
 from rlhpc.language.engines import Request, SamplingParams, make_rollout
 from rlhpc.language.engines.base import Bounded, ScoresTexts, TellsWeights, taking_parts
 from rlhpc.language.engines.engine import engine_dtype
@@ -48,7 +46,7 @@ from rlhpc.language.roles.prompts import (
     seed_of,
 )
 from rlhpc.language.roles.validation import Row, Validation
-from rlhpc.language.roles.work import Takings
+from rlhpc.language.roles.work import Begun, Slot, Takings
 from rlhpc.language.scoring.asking import AskingGroup, Judging
 from rlhpc.runs.device import own_device, seed_process
 from rlhpc.runtime.errors import DeadlineExceeded, RlhpcError
@@ -59,19 +57,6 @@ from rlhpc.weights.proof import Proof
 
 #: Pause in seconds when neither engine nor judges had anything.
 _IDLE_S = 0.002
-
-
-@dataclass
-class _Slot:
-    """A prompt under way: which one it is, and what has become of its responses so far."""
-
-    step: int
-    position: int
-    attempt: int
-    prompt: Prompt
-    prompt_ids: tuple[int, ...]
-    episodes: dict[int, Episode] = field(default_factory=dict)
-    scores: dict[int, Scored] = field(default_factory=dict)
 
 
 class _Closes(Protocol):
@@ -110,6 +95,8 @@ class LanguageRolloutWorker(Worker):
         self.prompts, self.last_step, self.seed = prompts, last_step, cfg.runner.seed
         self.group_size, self.staleness = prompts.group_size, cfg.algorithm.max_staleness
         self.filter, self.refills = cfg.algorithm.filter_groups, cfg.algorithm.max_refills
+        # Where steps do not overlap, any ranks make the same run, to the last bit: there, prompts are drawn again.
+        self.hands_back = self.staleness > 0 and cfg.rollout.agent is None
         seed_process(self.seed, "rollout", self.rank)
         path = str(cfg.actor.model.model_path)
         self.tokenizer, self.encoder, self.dataset = open_prompts(cfg)
@@ -173,10 +160,11 @@ class LanguageRolloutWorker(Worker):
 
     def _clear(self, step: int) -> None:
         self.version, self._until = -1, step
-        self._slots: dict[tuple[int, int], _Slot] = {}
+        self._slots: dict[tuple[int, int], Slot] = {}
         self.work = Takings(self.prompts.prompts, self.rank, self._work, self._delivered)
         self._of_request: dict[int, tuple[tuple[int, int], int]] = {}
         self._request, self._synced = 0, 0.0
+        self.before_leaving(None)
 
     # -- the loop -------------------------------------------------------------------------------------------------
 
@@ -203,6 +191,9 @@ class LanguageRolloutWorker(Worker):
                     f"step {step}: {self.work.held(step)} groups of {self.group_name}-{self.rank} were not whole "
                     f"after runner.step_timeout_s ({self.cfg.runner.step_timeout_s:g} s){self._waits_for()}"
                 )
+            if self.told_to_leave:
+                self._hand_back()
+                break
             self._take_weights()
             self._admit(step)
             worked = False
@@ -211,8 +202,7 @@ class LanguageRolloutWorker(Worker):
                 ended = self.generation.step()
                 busy += time.perf_counter() - start
                 for episode in ended:
-                    tokens += int(np.count_nonzero(episode.loss_mask))
-                    self._judge(episode)
+                    tokens += self._judge(episode)
                 worked = True
             for request, scored in self.judges.poll():
                 self._scored(request, scored)
@@ -222,6 +212,8 @@ class LanguageRolloutWorker(Worker):
         stats = {"seconds": time.perf_counter() - begun, "busy_s": busy, "sync_s": self._synced, "tokens": tokens}
         stats |= COST.pop()
         self._synced = 0.0
+        if not self._slots:
+            self.before_leaving(None)
         return stats
 
     def evaluate(self, step: int, ranks: Sequence[int]) -> dict[str, list[Row]]:
@@ -280,33 +272,70 @@ class LanguageRolloutWorker(Worker):
             return
         for step in range(first, min(self.version + 1 + self.staleness, self._until) + 1):
             while self.backend.unfinished() < self._capacity:
-                position = self.work.take(step)
-                if position is None:
+                taken = self.work.take(step)
+                if taken is None:
                     break
-                self._start(step, position, 0, self.sampler.at((step - 1) * self.prompts.prompts + position))
+                if isinstance(taken, Begun):
+                    self._go_on(step, taken)
+                else:
+                    self._start(step, taken, 0)
 
-    def _start(self, step: int, position: int, attempt: int, index: int) -> None:
+    def _start(self, step: int, position: int, attempt: int) -> None:
+        slot = self._slot(step, position, attempt)
+        self.generation.add(self._requests(slot), slot.prompt)
+
+    def _slot(self, step: int, position: int, attempt: int) -> Slot:
+        index = self.sampler.at((step - 1) * self.prompts.prompts + position)
+        if attempt:
+            draw = np.random.default_rng(seed_of(self.seed, step, position, attempt, -1))
+            index = int(draw.integers(len(self.dataset)))
         prompt = self.dataset[index]
-        ids = tuple(self.encoder.encode(prompt) or ())
-        self._slots[step, position] = _Slot(step, position, attempt, prompt, ids)
+        return Slot(step, position, attempt, prompt, tuple(self.encoder.encode(prompt) or ()))
+
+    def _requests(self, slot: Slot) -> list[Request]:
+        """A request for each member of the group; from now on it is under way."""
+        self._slots[slot.step, slot.position] = slot
+        if self.hands_back:
+            self.before_leaving(self._hand_back)
         requests = []
         for member in range(self.group_size):
             self._request += 1
-            self._of_request[self._request] = ((step, position), member)
-            seed = seed_of(self.seed, step, position, attempt, member)
-            requests.append(Request(self._request, ids, self.sampling, seed))
-        self.generation.add(requests, prompt)
+            self._of_request[self._request] = ((slot.step, slot.position), member)
+            seed = seed_of(self.seed, slot.step, slot.position, slot.attempt, member)
+            requests.append(Request(self._request, slot.prompt_ids, self.sampling, seed))
+        return requests
 
-    def _judge(self, episode: Episode) -> None:
+    def _go_on(self, step: int, begun: Begun) -> None:
+        """Takes over what another rank had to leave. Finished answers are judged anew: some raters look at whole groups."""
+        slot = self._slot(step, begun.position, begun.attempt)
+        for member, (request, answer) in enumerate(zip(self._requests(slot), begun.answers, strict=True)):
+            if answer.token_ids:
+                slot.drawn[member] = len(answer.token_ids)
+            self.generation.resume(request, answer, slot.prompt)
+
+    def _hand_back(self) -> None:
+        """Gives back all that is under way, with what there is of it, for other ranks to go on with."""
+        stopped = {self._of_request[episode.id]: episode for episode in self.generation.abort()}
+        for place, slot in self._slots.items():
+            episodes = [slot.episodes.get(m) or stopped[place, m] for m in range(self.group_size)]
+            self.work.hand_back(slot.step, slot.begun(episodes))
+        self.log.info("leaves, and hands back %d prompts with what there is of the answers", len(self._slots))
+        self._slots.clear()
+        self.before_leaving(None)
+
+    def _judge(self, episode: Episode) -> int:
+        """Has an answer judged; returns how many of its tokens were drawn here."""
         place, member = self._of_request[episode.id]
         slot = self._slots[place]
         slot.episodes[member] = episode
         text = self.tokenizer.decode(episode.token_ids, skip_special_tokens=True)
+        tokens = int(np.count_nonzero(episode.loss_mask))
         sample = Sample(
-            slot.prompt.question, text, slot.prompt.answer, slot.prompt.meta, int(np.count_nonzero(episode.loss_mask)),
+            slot.prompt.question, text, slot.prompt.answer, slot.prompt.meta, tokens,
             episode.finish_reason in FINISHED, slot.prompt.messages,
         )  # fmt: skip
         self.judges.submit(episode.id, sample, (*place, slot.attempt), self.group_size)
+        return tokens - slot.drawn.get(member, 0)
 
     def _scored(self, request: int, scored: Scored) -> None:
         place, member = self._of_request.pop(request)
@@ -315,7 +344,7 @@ class LanguageRolloutWorker(Worker):
         if len(slot.scores) == self.group_size:
             self._whole(slot)
 
-    def _whole(self, slot: _Slot) -> None:
+    def _whole(self, slot: Slot) -> None:
         """Handles a group that is whole: hands it over, or asks another prompt in its place."""
         episodes = [slot.episodes[member] for member in range(self.group_size)]
         scores = [slot.scores[member] for member in range(self.group_size)]
@@ -327,9 +356,7 @@ class LanguageRolloutWorker(Worker):
                 raise nonfinite(f"step {slot.step}, {asked}, {self.group_name}-{self.rank}: {fault}")
             rewards = np.zeros_like(rewards)  # equal ones: with algorithm.filter_groups another prompt takes its place
         if self.filter and not varied(rewards) and slot.attempt < self.refills:
-            attempt = slot.attempt + 1
-            draw = np.random.default_rng(seed_of(self.seed, slot.step, slot.position, attempt, -1))
-            self._start(slot.step, slot.position, attempt, int(draw.integers(len(self.dataset))))
+            self._start(slot.step, slot.position, slot.attempt + 1)
             return
         del self._slots[slot.step, slot.position]
         columns = [self._columns(episode, score) for episode, score in zip(episodes, scores, strict=True)]
@@ -340,6 +367,8 @@ class LanguageRolloutWorker(Worker):
             channel.entrust(group.bare(), key=str(self.prompts.scorer_of(name, slot.position)))
         left_out = {"nonfinite": float(self.group_size), "refills": float(slot.attempt)}
         facts = left_out if fault else facts_of(slot.step, episodes, scores, rewards, slot.attempt)
+        if slot.drawn:
+            facts |= {"continued": float(len(slot.drawn)), "continued_tokens": float(sum(slot.drawn.values()))}
         self.work.deliver(slot.step, slot.position, facts)
 
     def _columns(self, episode: Episode, score: Scored) -> dict[str, Sequence[float]]:

@@ -2,15 +2,21 @@
 
 What a prompt's tokens are depends on seed, step, position and weights, not on who draws them; so ranks may be slow, be lost
 or come later, and a step is the same. The driver keeps the queue. A rank is done with a prompt once the actor's process
-has the whole group of its answers; what it had taken and was not done with goes back when it ends.
+has the whole group of its answers; what it had taken and was not done with goes back when it ends. Where steps overlap, a rank
+that is told to leave hands it back with what there is of the answers (`Begun`), and another goes on from there.
 """
 
 from __future__ import annotations
 
 import math
 import time
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 
+from rlhpc.language.agents.episodes import Episode
+from rlhpc.language.data.prompts import Prompt
+from rlhpc.language.engines.base import Completion
+from rlhpc.language.rewards.pool import Scored
 from rlhpc.language.roles.facts import summed
 from rlhpc.language.roles.prompts import DELIVERED, WORK
 from rlhpc.runtime.channel import Channel, QueueEmpty, Taken
@@ -34,6 +40,49 @@ class Delivery:
     position: int
     rank: int
     facts: dict[str, float]
+
+
+@dataclass(frozen=True)
+class Begun:
+    """A prompt with what a rank had of the answers when it was told to leave.
+
+    Attributes:
+        position: Of the prompt, in its step.
+        attempt: How many prompts were tried in this place before.
+        answers: By member of the group; `finish_reason` is `abort` for those that are not finished.
+    """
+
+    position: int
+    attempt: int
+    answers: Sequence[Completion]
+
+
+@dataclass
+class Slot:
+    """A prompt under way.
+
+    Attributes:
+        step, position: Of the prompt.
+        attempt: How many prompts were tried in this place before.
+        prompt, prompt_ids: The prompt.
+        episodes: Its answers that have ended, by member of the group.
+        scores: What judges have said of them.
+        drawn: Tokens of answers that another rank had drawn.
+    """
+
+    step: int
+    position: int
+    attempt: int
+    prompt: Prompt
+    prompt_ids: tuple[int, ...]
+    episodes: dict[int, Episode] = field(default_factory=dict)
+    scores: dict[int, Scored] = field(default_factory=dict)
+    drawn: dict[int, int] = field(default_factory=dict)
+
+    def begun(self, episodes: Sequence[Episode]) -> Begun:
+        """What another rank goes on with; `episodes` are all members', of one turn, ended or not."""
+        answers = [Completion(i, e.token_ids, e.logprobs, e.versions, e.finish_reason) for i, e in enumerate(episodes)]
+        return Begun(self.position, self.attempt, answers)
 
 
 class Ledger:
@@ -120,8 +169,9 @@ class Takings:
         """Whether there was nothing left to take of a step, when last looked."""
         return step in self._looked
 
-    def take(self, step: int) -> int | None:
-        """Takes a prompt of a step; None if this rank has its share, or nothing is left."""
+    def take(self, step: int) -> int | Begun | None:
+        """Takes a prompt of a step, by its position, or one that another rank has begun; None if this rank has its share, or
+        nothing is left."""
         if self.held(step) >= math.ceil(self._prompts / self.ranks):
             return None
         now = time.monotonic()
@@ -133,8 +183,15 @@ class Takings:
             self._looked[step] = now
             return None
         self._looked.pop(step, None)
-        self._held[step, taken.item] = taken
-        return int(taken.item)
+        item: int | Begun = taken.item
+        self._held[step, item.position if isinstance(item, Begun) else item] = taken
+        return item
+
+    def hand_back(self, step: int, begun: Begun) -> None:
+        """Gives a prompt back with what there is of it. If this rank ends meanwhile, it may come back twice: the driver counts
+        it once, and so does the actor."""
+        self._work.entrust(begun, key=str(step))
+        self._work.done(self._held.pop((step, begun.position)))
 
     def deliver(self, step: int, position: int, facts: dict[str, float]) -> None:
         """Says that an actor has the answers to a prompt."""

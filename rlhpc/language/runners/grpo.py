@@ -308,6 +308,8 @@ class ReasoningRunner(Runner[GrpoConfig]):
         }
         if left_out:
             row["rollout/nonfinite"] = left_out
+        if self.ahead:
+            row |= {f"rollout/{name}": total.get(name, 0.0) for name in ("continued", "continued_tokens")}
         row |= {f"reward/{name[5:]}": value / n for name, value in total.items() if name.startswith("term/")}
         row["time/generate_s"], row["time/rollout_sync_s"] = total["busy_s"], total["sync_s"]
         row["time/tokens_per_s"] = total["tokens"] / max(total["seconds"], 1e-9)

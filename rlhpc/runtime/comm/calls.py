@@ -79,6 +79,8 @@ class CallDoor:
         self._epoll.register(self._listener.sock.fileno(), select.EPOLLIN)
         self._lines: dict[int, _Line] = {}
         self._calls: list[tuple[_Line | bytes, list[bytes]]] = []
+        self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._epoll.register(self._wake, select.EPOLLIN)
         self._router: zmq.Socket[Any] | None = None
         if tcp_address:
             self._router = make_socket(service.context, zmq.ROUTER, service.keys, server=True)
@@ -87,8 +89,12 @@ class CallDoor:
             service.mind(door)
             self._epoll.register(int(self._router.FD), select.EPOLLIN)
 
-    def next(self) -> tuple[_Line | bytes, list[bytes]]:
-        """Waits for a call; returns the caller and its message."""
+    def interrupt(self) -> None:
+        """Ends a `next` that waits; called on another thread, or in a signal handler."""
+        os.eventfd_write(self._wake, 1)
+
+    def next(self) -> tuple[_Line | bytes, list[bytes]] | None:
+        """Waits for a call; returns the caller and its message, or None if it was interrupted."""
         while not self._calls:
             if self._router is not None:
                 # ZeroMQ's descriptor only signals changes: take what is already there before waiting.
@@ -96,6 +102,9 @@ class CallDoor:
                 if self._calls:
                     break
             for fd, _ in self._epoll.poll():
+                if fd == self._wake:
+                    os.eventfd_read(self._wake)
+                    return None
                 if fd == self._listener.sock.fileno():
                     self._accept()
                 elif fd in self._lines:

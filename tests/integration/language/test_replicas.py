@@ -37,10 +37,13 @@ class Disturbed(LanguageRun):
         folder: Of its own.
         pause_s: How long judging an answer takes, until the run is told to `hurry`.
         restarts: How often ranks are started again.
+        settings: Of the run.
     """
 
-    def __init__(self, folder: Path, pause_s: float = 0.0, restarts: int = 20) -> None:
-        super().__init__(folder, *SHORT)
+    def __init__(
+        self, folder: Path, pause_s: float = 0.0, restarts: int = 20, settings: tuple[str, ...] = SHORT
+    ) -> None:
+        super().__init__(folder, *settings)
         self.pause = folder / "pause"
         self.pause.write_text(str(pause_s))
         self.environment |= {"RLHPC_MAX_RESTARTS": str(restarts), "RLHPC_TEST_PAUSE": str(self.pause)}

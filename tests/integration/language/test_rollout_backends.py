@@ -15,6 +15,7 @@ import torch
 from omegaconf import OmegaConf
 
 from rlhpc.config.typed import changed, typed
+from rlhpc.language.agents.episodes import Episode, Episodes
 from rlhpc.language.config import GrpoConfig, SftConfig
 from rlhpc.language.engines import Completion, Request, RolloutBackend, SamplingParams, make_rollout
 from rlhpc.language.engines.base import ScoresTexts
@@ -317,6 +318,46 @@ def test_abort_gives_back_what_there_is(engine: RolloutBackend, model: Any) -> N
     for completion in begun:
         assert error_of(model, requests[completion.id], completion) < TOLERANCE
     assert len(engine.generate(requests)) == 30
+
+
+def test_another_goes_on_where_one_had_to_leave(engine: RolloutBackend, model: Any, folder: Path) -> None:
+    """Whose weights are newer: what there is stays, each token is of the weights that it says, limits are for the whole."""
+    requests = requests_of(30, seed=11, temperature=1.0, top_p=1.0, top_k=-1)
+    leaves = Episodes(engine, None)
+    leaves.add(requests)
+    ended = [episode for _ in range(6) for episode in leaves.step()]
+    left = {episode.id: episode for episode in leaves.abort()}
+    assert len(ended) + len(left) == len(requests) and any(e.token_ids for e in left.values())
+    models = [model, transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()]
+    change(models[1], 1)
+    engine.update_weights(1, models[1].named_parameters())
+    takes = Episodes(engine, None)
+    for request in requests:
+        if (e := left.get(request.id)) is not None:
+            drawn = Completion(e.id, list(e.token_ids), list(e.logprobs), list(e.versions), e.finish_reason)
+            takes.resume(request, drawn)
+    found = list(to_the_end(takes))
+    assert sorted(episode.id for episode in found) == sorted(left)
+    for episode in found:
+        request, before = requests[episode.id], left[episode.id]
+        count = len(before.token_ids)
+        assert count < len(episode.token_ids) <= request.sampling.max_new_tokens
+        for name in ("token_ids", "logprobs", "versions"):
+            assert getattr(episode, name)[:count] == getattr(before, name)
+        assert episode.versions == [0] * count + [1] * (len(episode.token_ids) - count)
+        assert episode.loss_mask == [True] * len(episode.token_ids) and episode.turn_ids == [0] * len(episode.token_ids)
+        assert episode.prompt_ids == request.prompt_ids and episode.turns == 1
+        stopped = episode.token_ids[-1] == END
+        assert episode.finish_reason == ("stop" if stopped else "length") and END not in episode.token_ids[:-1]
+        assert stopped or len(episode.token_ids) == request.sampling.max_new_tokens
+        said = Completion(episode.id, episode.token_ids, episode.logprobs, episode.versions)
+        for version, weights in enumerate(models):
+            assert error_of(weights, request, said, version) < TOLERANCE
+
+
+def to_the_end(episodes: Episodes) -> Iterator[Episode]:
+    while episodes.unfinished():
+        yield from episodes.step()
 
 
 def test_stop_tokens_and_texts(engine: RolloutBackend, model: Any) -> None:

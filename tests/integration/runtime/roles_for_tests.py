@@ -101,6 +101,17 @@ class Probe(Worker):
     def entrust(self, channel: Channel, item: Any) -> None:
         channel.entrust(item)
 
+    def entrust_before_leaving(self, channel: Channel, item: Any, stays: bool) -> None:
+        """Will do so when it is told to leave; with `stays` in this call, which lasts until then."""
+        self.before_leaving(lambda: channel.entrust(item))
+        channel.entrust("ready")
+        while stays and not self.told_to_leave:
+            time.sleep(0.01)
+
+    def linger(self) -> None:
+        """Has something to do before it leaves that takes too long."""
+        self.before_leaving(lambda: time.sleep(300))
+
     def tell(self, obj: Any, group: str, rank: int) -> bool:
         return self.notify(obj, group, rank, "news")
 

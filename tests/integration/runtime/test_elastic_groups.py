@@ -14,6 +14,7 @@ import pytest
 from roles_for_tests import Probe
 
 from rlhpc import Channel, Cluster
+from rlhpc.runtime import joining
 from rlhpc.runtime.cluster_config import ClusterConfig
 from rlhpc.runtime.errors import WorkerFailed
 from rlhpc.runtime.group import WorkerGroup
@@ -164,6 +165,40 @@ def test_one_that_leaves_as_told_is_not_lost(
         leaving.because("its time is over")
         until(lambda: many.present == [0, 1, 2])
     assert many.why_left(3) == "its time is over" and not [r for r in caplog.records if r.levelname == "WARNING"]
+
+
+@pytest.mark.parametrize("how", ["between calls", "in a call", "by a signal of its own"])
+def test_one_that_leaves_as_told_does_something_first(groups: tuple[WorkerGroup, WorkerGroup], how: str) -> None:
+    many, _ = groups
+    channel, leaving = Channel.create("left behind"), Leaving()
+    with helper(leaving):
+        until(lambda: many.admit() == [3])
+        pid = many.execute_on(3).identity().wait()[0]["pid"]
+        call = many.execute_on(3).entrust_before_leaving(channel, np.arange(300_000), how == "in a call")
+        assert channel.get(timeout=10) == "ready"
+        if how != "in a call":
+            call.wait()
+        if how == "by a signal of its own":
+            os.kill(pid, signal.SIGTERM)  # as Slurm sends it to all processes of a job
+        leaving.because("its time is over")
+        until(lambda: many.present == [0, 1, 2])
+        call.wait(10)
+    assert len(channel.get(timeout=10)) == 300_000 and channel.empty()
+    assert Session.running().failure is None
+
+
+def test_what_it_does_first_must_not_take_long(
+    groups: tuple[WorkerGroup, WorkerGroup], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(joining, "_HANDING_S", 0.5)
+    many, _ = groups
+    leaving = Leaving()
+    with helper(leaving):
+        until(lambda: many.admit() == [3])
+        many.execute_on(3).linger().wait()
+        leaving.because("its time is over")
+        until(lambda: many.present == [0, 1, 2])
+    assert many.why_left(3) == "its time is over"
 
 
 def test_who_may_not_join(groups: tuple[WorkerGroup, WorkerGroup]) -> None:

@@ -96,6 +96,35 @@ def request(number: int, prompt: str, most: int = 200, seed: int = 7) -> Request
     return Request(number, tuple(map(ord, prompt)), SamplingParams(max_new_tokens=most), seed)
 
 
+def test_an_episode_is_gone_on_with() -> None:
+    """From its tokens, with what room is left and with other random numbers; what is whole, and what has not begun, too."""
+    engine = Scripted(lambda text: "abcdefgh$"[len(text) - 1 :])
+    episodes = Episodes(engine, Letters())
+    begun = Completion(1, [ord("a"), ord("b")], [-1.0, -2.0], [3, 4], "abort")
+    for number, drawn in enumerate((begun, Completion(2, [ord("z"), EOS], [-1.0, -1.0], [3, 3], "stop"))):
+        episodes.resume(request(number, "?", most=5), drawn)
+    episodes.resume(request(2, "?", most=5), Completion(2, finish_reason="abort"))
+    found = {}
+    while episodes.unfinished():
+        found |= {episode.id: episode for episode in episodes.step()}
+    assert Letters().decode(found[0].token_ids) == "abcde" and found[0].finish_reason == "length"
+    assert found[0].logprobs[:2] == [-1.0, -2.0] and found[0].versions == [3, 4, 0, 0, 0]
+    assert found[1].token_ids == [ord("z"), EOS] and found[1].finish_reason == "stop" and found[1].turns == 1
+    assert Letters().decode(found[2].token_ids) == "abcde" and found[2].prompt_ids == (ord("?"),)
+    follows, fresh = engine.requests
+    assert Letters().decode(follows.prompt_ids) == "?ab" and follows.sampling.max_new_tokens == 3
+    assert follows.seed != request(0, "?").seed and fresh.seed == request(2, "?").seed
+
+
+def test_what_had_ended_is_not_gone_on_with() -> None:
+    """An engine may hold back what ended while it did something else; it is given back as it ended."""
+    engine = Scripted(lambda text: "ab$")
+    episodes = Episodes(engine, Letters())
+    episodes.add([request(0, "?"), request(1, "??")])
+    engine._rows[0][2].finish_reason, engine._rows[1][2].finish_reason = "stop", "abort"
+    assert {e.id: (e.finish_reason, e.turns) for e in episodes.abort()} == {0: ("stop", 1), 1: ("abort", 0)}
+
+
 def sums(text: str) -> str:
     """Asks the calculator, then repeats what it said."""
     if "<result>" not in text:

@@ -7,8 +7,11 @@ from typing import Any
 
 import pytest
 
+from rlhpc.language.agents.episodes import Episode
+from rlhpc.language.data.prompts import Prompt
+from rlhpc.language.engines import Completion
 from rlhpc.language.roles import work
-from rlhpc.language.roles.work import Delivery, Ledger, Takings
+from rlhpc.language.roles.work import Begun, Delivery, Ledger, Slot, Takings
 from rlhpc.runtime.channel import QueueEmpty, Taken
 from rlhpc.runtime.errors import DeadlineExceeded
 
@@ -23,6 +26,8 @@ class Queue:
     def put(self, item: Any, key: str = "") -> None:
         self.items[key].append(item)
 
+    entrust = put
+
     def get_nowait(self, key: str = "") -> Any:
         if not self.items[key]:
             raise QueueEmpty
@@ -35,7 +40,7 @@ class Queue:
 
     def take_nowait(self, key: str) -> Taken:
         item = self.get_nowait(key)
-        return Taken(item, item)
+        return Taken(item, item if isinstance(item, int) else item.position)
 
     def done(self, taken: Taken) -> None:
         self.done_with.append(taken.number)
@@ -85,6 +90,29 @@ def test_what_comes_back_is_found_again(queues: dict[str, Queue], monkeypatch: p
     assert one.take(1) is None, "it does not ask at every step of its engine"
     monkeypatch.setattr(work, "_AGAIN_S", 0.0)
     assert one.take(1) == 1 and not one.exhausted(1)
+
+
+def test_what_was_begun_is_handed_on(queues: dict[str, Queue], monkeypatch: pytest.MonkeyPatch) -> None:
+    """One leaves with a prompt of a refill under way, of which one answer is whole and one has not begun."""
+    monkeypatch.setattr(work, "_AGAIN_S", 0.0)
+    _, given, told = opened(queues, 2, 1)
+    one, two = (takings(2, rank, (given, told), 1, 2) for rank in range(2))
+    assert [one.take(1), two.take(1)] == [0, 1] and two.take(1) is None
+    prompt = Prompt("1 + 1", "2", {}, [])
+    whole = Episode(8, (5, 6), prompt, [9, 1], [-0.1, -0.2], [3, 4], finish_reason="stop")
+    part = Episode(9, (5, 6), prompt, [9], [-0.1], [3], finish_reason="abort")
+    slot = Slot(1, 0, 2, prompt, (5, 6))
+    one.hand_back(1, slot.begun([whole, part, Episode(10, (5, 6), prompt, finish_reason="abort")]))
+    assert given.done_with == [0] and one.held(1) == 0, "it does not come back a second time when this rank ends"
+    two.deliver(1, 1, {})
+    begun = two.take(1)
+    assert begun == Begun(0, 2, [
+        Completion(0, [9, 1], [-0.1, -0.2], [3, 4], "stop"), Completion(1, [9], [-0.1], [3], "abort"),
+        Completion(2, finish_reason="abort"),
+    ])  # fmt: skip
+    assert two.held(1) == 1 and not two.exhausted(1)
+    two.deliver(1, 0, {})
+    assert two.held(1) == 0 and [told.get_nowait().position for _ in range(2)] == [1, 0]
 
 
 def test_later_steps_are_of_their_own(queues: dict[str, Queue]) -> None:
