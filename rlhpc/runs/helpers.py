@@ -21,9 +21,12 @@ from rlhpc.jobs.slurm import QueuedJob, jobs_named, scancel, starts_in
 from rlhpc.runs.folder import note
 from rlhpc.runtime.errors import RlhpcError
 from rlhpc.runtime.ownership import make_private
+from rlhpc.runtime.slurm import give_up
 
 log = logging.getLogger(__name__)
 
+#: How long the end of a run waits for what Slurm was asked last.
+_ANSWERS_S = 2.0
 #: How long a job that was told to leave may take, before it is cancelled.
 _LEAVES_S = 60.0
 #: What a new step's waiting counts among those before it.
@@ -85,7 +88,10 @@ class Helpers:
         """
         self._ended.set()
         if self._thread.is_alive():
-            self._thread.join(2.0)
+            self._thread.join(_ANSWERS_S)
+            if self._thread.is_alive():
+                give_up(self._thread)
+                self._thread.join(_ANSWERS_S)
         if shutil.which("scancel") is not None and not again:
             end_helpers(self.paths, queued_only=killed, softly=not killed, timeout_s=10.0)
 
@@ -109,7 +115,7 @@ class Helpers:
 
     def _say(self, text: str) -> None:
         """Notes it for the user, unless it is what was said last."""
-        if text != self._said:
+        if text != self._said and not self._ended.is_set():
             self._said = text
             note(f"cluster.elastic: {text}")
 

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import re
+import signal
 import subprocess
+import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 #: Seconds after which a command that has not ended counts as failed.
 TIMEOUT_S = 20.0
+#: What threads wait for: the process, and whether it is apart.
+_asked: dict[int, tuple[subprocess.Popen[str], bool]] = {}
 _FIELD = re.compile(r"([A-Za-z][\w:/\[\]-]*)=(.*?)(?=\s+[A-Za-z][\w:/\[\]-]*=|\s*$)")
 
 
@@ -48,20 +54,41 @@ def ask(
     environment: Mapping[str, str] | None = None,
     apart: bool = False,
 ) -> Answer:
-    """Runs a command; never raises. With `apart`, signals to this process's session do not reach it."""
+    """Runs a command; never raises. With `apart`, signals to this process's session do not reach it, and what it has started
+    ends with it where it takes too long: a command that outlives its answer may yet do what nobody expects any more."""
     try:
-        done = subprocess.run(
-            argv,
-            input=stdin,
-            capture_output=True,
-            text=True,
-            timeout=timeout_s,
-            errors="replace",
-            env=environment,
-            start_new_session=apart,
-        )
-    except subprocess.TimeoutExpired:
-        return Answer(124, "", f"{argv[0]} did not answer within {timeout_s:.0f} s")
+        process = subprocess.Popen(
+            argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, errors="replace",
+            env=environment, start_new_session=apart,
+        )  # fmt: skip
     except OSError as error:
         return Answer(127, "", f"{argv[0]}: {error.strerror or error}")
-    return Answer(done.returncode, done.stdout, done.stderr)
+    _asked[threading.get_ident()] = process, apart
+    with process:
+        try:
+            text, error_text = process.communicate(stdin, timeout_s)
+        except subprocess.TimeoutExpired:
+            _kill(process, apart)
+            return Answer(124, "", f"{argv[0]} did not answer within {timeout_s:.0f} s")
+        except BaseException:
+            _kill(process, apart)
+            raise
+        finally:
+            _asked.pop(threading.get_ident(), None)
+    return Answer(process.returncode, text, error_text)
+
+
+def give_up(thread: threading.Thread) -> None:
+    """Ends the command whose answer a thread waits for, if it waits for one."""
+    if thread.ident is not None and (asked := _asked.get(thread.ident)) is not None:
+        _kill(*asked)
+
+
+def _kill(process: subprocess.Popen[str], with_others: bool) -> None:
+    if process.poll() is not None:
+        return
+    if with_others:  # it leads a session; not yet waited for, its number is nobody else's
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+    else:
+        process.kill()

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 from test_reasoning import LanguageRun, json_of
@@ -155,3 +156,22 @@ def test_who_may_not_join_is_told(undisturbed: LanguageRun, tmp_path: Path) -> N
     run.process.send_signal(signal.SIGINT)
     run.process.wait(120)
     assert "rollout[3]" not in run.said()
+
+
+def test_a_slurm_that_hangs_keeps_nobody(tmp_path: Path) -> None:
+    """A run that would have helpers, and whose Slurm answers nothing at all, trains and ends."""
+    run = LanguageRun(
+        tmp_path / "hung", "runner.max_steps=3", "cluster.elastic=[{min: 1, max: 2, partition: preempt, look_s: 1}]"
+    )
+    asked = run.folder / "asked"
+    for name in ("squeue", "sbatch", "scancel"):
+        path = run.folder / "bin" / name
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(f"#!/bin/sh\necho $$ >> {asked}\nexec sleep 60\n")
+        path.chmod(0o755)
+    run.environment["PATH"] = f"{run.folder / 'bin'}:{run.environment['PATH']}"
+    run.train()
+    assert [row["step"] for row in run.rows()] == [1, 2, 3]
+    assert not [pid for pid in map(int, asked.read_text().split()) if psutil.pid_exists(pid)], (
+        "nor is anything left of it"
+    )
