@@ -125,11 +125,13 @@ class Door:
         except RlhpcError as error:
             log.warning("the driver was not told: %s", error)
 
-    def has_left(self, spec: WorkerSpec) -> bool:
-        """Whether the driver goes on without this rank."""
+    def why_left(self, spec: WorkerSpec) -> str:
+        """Why the driver goes on without this rank; "" if it does not."""
         with contextlib.suppress(OSError, RlhpcError, ValueError):
-            return (self.registry.get(LEFT, spec.name) or {}).get("incarnation") == spec.incarnation
-        return False
+            found = self.registry.get(LEFT, spec.name) or {}
+            if found.get("incarnation") == spec.incarnation:
+                return str(found["why"])
+        return ""
 
     def close(self) -> None:
         """Closes the connection."""
@@ -257,7 +259,6 @@ def stay(
                 continue  # this driver is gone, too
             times += 1
             if door.left:
-                said("the run goes on without it")
                 return times
             if status and not stopped.is_set() and door.is_current and door.lives():
                 raise RlhpcError("the rank has ended by itself, while the run goes on: its log says why")
@@ -301,6 +302,13 @@ def _place(door: Door, wish: Mapping[str, Any], stopped: Leaving, patience_s: fl
             raise RlhpcError("the run's driver has ended before a rank could join")
 
 
+def _without(door: Door, spec: WorkerSpec) -> str:
+    """What to say where the driver goes on without the rank."""
+    why = door.why_left(spec)
+    door.left = bool(why)
+    return f"the run goes on without it: {why}" if why else ""
+
+
 def _take_part(
     door: Door, spec: WorkerSpec | None, stopped: Leaving, said: Callable[[str], None], grace_s: float
 ) -> int:
@@ -317,8 +325,8 @@ def _take_part(
         elif time.monotonic() - looked > _LOOK_S:
             looked = time.monotonic()
             gone = "" if door.is_current and door.lives() else "the run has ended, or its driver is gone"
-            if not gone and door.has_left(spec):
-                gone, door.left = "its driver has taken it for lost", True
+            gone = gone or _without(door, spec)
+    gone = gone or _without(door, spec)
     told = (gone or stopped.why) if stopped.is_set() else ""
     status = rank.end(grace_s, _HANDING_S if told else 0.0) if rank.status is None else rank.status
     door.tell({"note": "exit", "name": spec.name, "incarnation": spec.incarnation, "status": status, "why": told})

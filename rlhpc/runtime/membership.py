@@ -60,7 +60,7 @@ class Membership:
             self._ranks.ended([member])
         self.epoch += 1
         if member.record:
-            self._registry.put(LEFT, spec.name, {"incarnation": spec.incarnation})
+            self._registry.put(LEFT, spec.name, {"incarnation": spec.incarnation, "why": str(failure).splitlines()[0]})
             rpc.leave(member.record)
         self._jobs.pop(spec.incarnation, None)
         if member.starter is self._joined:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 from typing import Any
 
 from rlhpc.config.typed import select
@@ -27,6 +29,22 @@ def open_prompts(cfg: LanguageConfig) -> tuple[Any, PromptTokenizer, PromptDatas
     encoder = PromptTokenizer(tokenizer, data.max_prompt_tokens, data.overlong_prompts, data.train.chat_template)
     dataset = make_dataset(data.train, "train")
     return tokenizer, encoder, encoder.fitting(dataset) if encoder.overlong == "drop" else dataset
+
+
+def looks_of(cfg: LanguageConfig, tokenizer: Any, dataset: PromptDataset) -> str:
+    """A digest of what model, tokenizer and training prompts look like from here, by some of the prompts.
+
+    A rank elsewhere that sees other files under the same names has another.
+    """
+    model = load_model_config(str(cfg.actor.model.model_path), cfg.actor.model.trust_remote_code).to_dict()
+    count = len(dataset)
+    some = [dataset[index] for index in sorted({0, count // 2, count - 1})]
+    texts = [message["content"] for prompt in some for message in prompt.messages]
+    seen = [
+        count, [prompt.answer for prompt in some], [tokenizer.encode(text) for text in texts], tokenizer.chat_template,
+        {key: value for key, value in model.items() if key != "_name_or_path"},
+    ]  # fmt: skip
+    return hashlib.blake2b(json.dumps(seen, sort_keys=True, default=str).encode(), digest_size=12).hexdigest()
 
 
 def check_language(cfg: LanguageConfig, ranks: dict[str, int]) -> None:

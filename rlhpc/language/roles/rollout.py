@@ -33,7 +33,7 @@ from rlhpc.language.rewards import Sample
 from rlhpc.language.rewards.pool import Scored
 from rlhpc.language.roles.facts import facts_of, not_finite, overlong, varied
 from rlhpc.language.roles.groups import FINISHED, group_of
-from rlhpc.language.roles.opening import open_prompts
+from rlhpc.language.roles.opening import looks_of, open_prompts
 from rlhpc.language.roles.probe import Probe, check_probe
 from rlhpc.language.roles.prompts import (
     DELIVERED,
@@ -49,7 +49,7 @@ from rlhpc.language.roles.validation import Row, Validation
 from rlhpc.language.roles.work import Begun, Slot, Takings
 from rlhpc.language.scoring.asking import AskingGroup, Judging
 from rlhpc.runs.device import own_device, seed_process
-from rlhpc.runtime.errors import DeadlineExceeded, RlhpcError
+from rlhpc.runtime.errors import ConfigError, DeadlineExceeded, RlhpcError
 from rlhpc.runtime.worker import Worker
 from rlhpc.weights import make_sync
 from rlhpc.weights.cost import COST
@@ -81,15 +81,19 @@ class LanguageRolloutWorker(Worker):
         for part in self._ended_with_it:
             part.close()
 
-    def init_worker(self, prompts: PromptMap, last_step: int) -> dict[str, Any]:
+    def init_worker(self, prompts: PromptMap, last_step: int, looks: str = "") -> dict[str, Any]:
         """Loads engine, tokenizer, dataset and judges.
 
         Args:
             prompts: Which rank answers which prompt.
             last_step: Step after which no prompt is admitted.
+            looks: What model and data look like where the run was started (`looks_of`); "" for a rank that says so itself.
 
         Returns:
-            Facts of the dataset.
+            Facts of model and dataset.
+
+        Raises:
+            ConfigError: They look otherwise from here.
         """
         cfg = self.cfg
         self.prompts, self.last_step, self.seed = prompts, last_step, cfg.runner.seed
@@ -100,6 +104,12 @@ class LanguageRolloutWorker(Worker):
         seed_process(self.seed, "rollout", self.rank)
         path = str(cfg.actor.model.model_path)
         self.tokenizer, self.encoder, self.dataset = open_prompts(cfg)
+        own = looks_of(cfg, self.tokenizer, self.dataset)
+        if looks and own != looks:
+            raise ConfigError(
+                f"on {self.node}, the model in {path} (actor.model.model_path) or the problems of data.train are others than "
+                "those that the run was started with; have the same files there"
+            )
         self.sampler = PromptSampler(len(self.dataset), prompts.prompts, self.seed)
         self.algorithm = make_algorithm(cfg)
         self.sampling = SamplingParams(
@@ -125,7 +135,7 @@ class LanguageRolloutWorker(Worker):
         COST.pop()
         self.log.info("answers with %s by %s on %s; %d problems", path, cfg.rollout.rollout_backend, own_device(self),
                       len(self.dataset))  # fmt: skip
-        return {"problems": len(self.dataset)}
+        return {"problems": len(self.dataset), "looks": own}
 
     def connect(self) -> None:
         """Connects to the channels, once the driver has created them."""

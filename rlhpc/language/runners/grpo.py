@@ -81,6 +81,7 @@ class ReasoningRunner(Runner[GrpoConfig]):
         )  # fmt: skip
         self._made: dict[int, Made] = {}
         self._reward = math.nan
+        self._looks = ""
 
     # -- start ----------------------------------------------------------------------------------------------------
 
@@ -90,7 +91,8 @@ class ReasoningRunner(Runner[GrpoConfig]):
         Where they share accelerators, one after the other: an engine measures how much memory is free while it starts, and
         takes what the actor allocates or frees meanwhile for its own.
         """
-        loading = [self._open_rollout(*self.rollout.present)]
+        opened = self._open_rollout(*self.rollout.present)
+        loading = [opened]
         if self.turns:
             loading.pop().wait(self.timeout)
             self.rollout.offload().wait(self.timeout)
@@ -101,6 +103,7 @@ class ReasoningRunner(Runner[GrpoConfig]):
         loading += self.others.open(self.prompts)
         for handle in loading:
             handle.wait(self.timeout)
+        self._looks = str(opened.wait(self.timeout)[0]["looks"])
         if self.turns:
             self.others.rest(self.timeout)
             if self.critic:
@@ -108,7 +111,9 @@ class ReasoningRunner(Runner[GrpoConfig]):
         self._connect()
 
     def _open_rollout(self, *ranks: int) -> Handle:
-        handle: Handle = self.rollout.execute_on(*ranks).init_worker(self.prompts, self.folder.end_step)
+        joined = all(rank >= self.rollout.world_size for rank in ranks)
+        looks = self._looks if joined else ""  # it may see other files than those that the run was started with
+        handle: Handle = self.rollout.execute_on(*ranks).init_worker(self.prompts, self.folder.end_step, looks)
         return handle
 
     def _join(self, rank: int) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -153,9 +154,19 @@ def test_who_may_not_join_is_told(undisturbed: LanguageRun, tmp_path: Path) -> N
     run.until(lambda: run.step() >= 1)
     assert "no rank can join group 'actor' of this run" in run.rlhpc("join", str(run.root), "--group", "actor", code=2)
     assert "--patience is -1" in run.rlhpc("join", str(run.root), "--patience", "-1", code=2)
+    (file,) = (run.folder.parent / "models").rglob("config.json")
+    whole = file.read_text()
+    file.write_text(json.dumps({**json.loads(whole), "rms_norm_eps": 0.01}))  # as on a node with files of its own
+    said = run.rlhpc("join", str(run.root))
+    file.write_text(whole)
+    other = "(actor.model.model_path) or the problems of data.train are others than those that the run was started with"
+    assert "rollout-3 ended: the run goes on without it: on " in said and said.count(other) == 1, said
+    run.until(lambda: other in run.said())
+    before = run.step()
+    run.until(lambda: run.step() > before)
     run.process.send_signal(signal.SIGINT)
     run.process.wait(120)
-    assert "rollout[3]" not in run.said()
+    assert "rollout[3] takes part" not in run.said() and "Traceback" not in run.said()
 
 
 def test_a_slurm_that_hangs_keeps_nobody(tmp_path: Path) -> None:

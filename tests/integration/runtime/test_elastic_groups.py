@@ -11,15 +11,18 @@ from contextlib import contextmanager
 
 import numpy as np
 import pytest
+import zmq
 from roles_for_tests import Probe
 
 from rlhpc import Channel, Cluster
 from rlhpc.runtime import joining
 from rlhpc.runtime.cluster_config import ClusterConfig
-from rlhpc.runtime.errors import WorkerFailed
+from rlhpc.runtime.comm.sockets import Peers
+from rlhpc.runtime.errors import RlhpcError, WorkerFailed
 from rlhpc.runtime.group import WorkerGroup
 from rlhpc.runtime.joining import Door, Leaving, NotYet, Refused, stay, wish_of
 from rlhpc.runtime.placement import NodePlacementStrategy
+from rlhpc.runtime.registry import Keys
 from rlhpc.runtime.session import Session
 from tests.users import BOB, needs_root, run_as
 
@@ -150,7 +153,9 @@ def test_what_a_rank_that_joined_raises_is_its_own_affair(groups: tuple[WorkerGr
         until(lambda: many.admit() == [3])
         assert many.add(1).wait() == [1, 2, 3, 4]
         assert many.execute_on(3).boom(3).wait(60) == [], "nobody waits for it"
-        until(lambda: "the run goes on without it" in said)
+        until(
+            lambda: any("many-3 ended: the run goes on without it: " in words and "kaboom" in words for words in said)
+        )
     assert session.failure is None and many.present == [0, 1, 2] and other.add(1).wait() == [1]
     assert [event["event"] for event in heard] == ["joined", "works", "left"] and "kaboom" in str(heard[-1]["why"])
 
@@ -221,6 +226,29 @@ def test_who_may_not_join(groups: tuple[WorkerGroup, WorkerGroup]) -> None:
         (door.registry.root.parent / "current").write_text(door.registry.generation)
     finally:
         door.close()
+
+
+def test_keys_of_an_earlier_driver_open_nothing(
+    groups: tuple[WorkerGroup, WorkerGroup], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever has read them, and has the way to the driver of now, is not heard; one message says so."""
+    monkeypatch.setattr(joining, "_ANSWER_S", 1.0)
+    many, other = groups
+    session = Session.running()
+    door, earlier = Door(session.registry.root.parent), Keys.fresh()
+    door.close()
+    door._context = zmq.Context()
+    door._peers, door.keys = Peers(door._context, earlier, lambda: None), earlier
+    try:
+        with pytest.raises(RlhpcError, match="the driver"):
+            door.ask(wish_of("many", 1, 0))
+        assert not door.is_current and not door.lives()
+        note = {"note": "exit", "name": "many-0", "incarnation": "any", "status": 9, "why": ""}
+        door.tell(note)  # nor can it end anybody
+    finally:
+        door.close()
+    assert len(session.members) == 4 and session.failure is None and many.present == [0, 1, 2]
+    assert many.add(1).wait() == [1, 2, 3] and other.add(1).wait() == [1]
 
 
 #: What another user types comes down to this.
