@@ -79,6 +79,7 @@ class Replicas:
         for rank in [rank for rank, handle in self._opening.items() if handle.done()]:
             self._opening.pop(rank).wait()
             self._joins(rank)
+            self._group.took_in(rank)
             self.ranks = sorted([*self.ranks, rank])
             note(f"{self._named([rank])} takes part from the next step on")
 

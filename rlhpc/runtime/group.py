@@ -156,6 +156,10 @@ class WorkerGroup:
         self._records = sorted([*kept, *records], key=lambda record: int(record["rank"]))
         return sorted(ranks)
 
+    def took_in(self, rank: int) -> None:
+        """Says that a rank that `admit` gave has all that it needs, and takes part from now on."""
+        Session.current().membership.takes_part(self.name, rank)
+
     def wait_ready(self) -> WorkerGroup:
         """Waits until each rank has built its object, after `launch(wait=False)`.
 

@@ -44,6 +44,7 @@ class Membership:
         self._log_dir, self._listens = log_dir, listens
         self._joined, self._host = JoinedStarter(), host_id()
         self._jobs: dict[str, tuple[str, Member]] = {}
+        self._at_work: set[str] = set()
         self.is_open = True
         self.heard: Callable[[dict[str, Any]], None] = lambda event: None
         self.epoch = 0
@@ -63,6 +64,7 @@ class Membership:
             self._registry.put(LEFT, spec.name, {"incarnation": spec.incarnation, "why": str(failure).splitlines()[0]})
             rpc.leave(member.record)
         self._jobs.pop(spec.incarnation, None)
+        self._at_work.discard(spec.incarnation)
         if member.starter is self._joined:
             self.heard(
                 {"event": "left", "incarnation": spec.incarnation, "why": member.told or str(failure).splitlines()[0]}
@@ -73,11 +75,18 @@ class Membership:
         return next((m.told for m in self._ranks.all() if (m.spec.group, m.spec.rank) == (group, rank)), "")
 
     def by_job(self) -> dict[str, int]:
-        """Ranks that have joined and are ready, by the id of their job."""
+        """Ranks that have joined and take part, by the id of their job."""
         found: dict[str, int] = {}
-        for job, member in list(self._jobs.values()):
-            found[job] = found.get(job, 0) + (member.state == "ready")
+        for incarnation, (job, member) in list(self._jobs.items()):
+            found[job] = found.get(job, 0) + (member.state == "ready" and incarnation in self._at_work)
         return found
+
+    def takes_part(self, group: str, rank: int) -> None:
+        """A rank that has come has all that it needs, and is at work from now on."""
+        for member in self._ranks.alive(group):
+            if member.spec.rank == rank and member.starter is self._joined:
+                self._at_work.add(member.spec.incarnation)
+                self.heard({"event": "works", "incarnation": member.spec.incarnation})
 
     def of_job(self, job: str) -> list[Member]:
         """Ranks that have joined from a job and not ended."""
@@ -88,9 +97,6 @@ class Membership:
         with self._ranks.changed:
             found = [m for m in self._ranks.alive(group) if m.state == "ready" and m.record["incarnation"] not in known]
         self.epoch += len(found)
-        for member in found:
-            if member.starter is self._joined:
-                self.heard({"event": "works", "incarnation": member.spec.incarnation})
         return [m.record for m in found]
 
     def startable(self, group: str) -> list[Member]:

@@ -131,10 +131,10 @@ def test_what_was_entrusted_outlives_its_giver(groups: tuple[WorkerGroup, Worker
 
 
 @contextmanager
-def helper(leaving: Leaving) -> Iterator[list[str]]:
+def helper(leaving: Leaving, job: str = "") -> Iterator[list[str]]:
     """A rank of `many` that has joined; what is said of it."""
     said: list[str] = []
-    root, wish = Session.running().registry.root.parent, wish_of("many", 1, 0)
+    root, wish = Session.running().registry.root.parent, {**wish_of("many", 1, 0), "job": job}
     stays = threading.Thread(
         target=stay, args=(root, wish, leaving, said.append, lambda: True), kwargs={"patience_s": 0.0}, daemon=True
     )
@@ -157,7 +157,20 @@ def test_what_a_rank_that_joined_raises_is_its_own_affair(groups: tuple[WorkerGr
             lambda: any("many-3 ended: the run goes on without it: " in words and "kaboom" in words for words in said)
         )
     assert session.failure is None and many.present == [0, 1, 2] and other.add(1).wait() == [1]
-    assert [event["event"] for event in heard] == ["joined", "works", "left"] and "kaboom" in str(heard[-1]["why"])
+    assert [event["event"] for event in heard] == ["joined", "left"] and "kaboom" in str(heard[-1]["why"])
+
+
+def test_a_job_has_joined_when_a_rank_of_it_takes_part(groups: tuple[WorkerGroup, WorkerGroup]) -> None:
+    """One whose rank fails while it loads is not worth another."""
+    many, _ = groups
+    membership, heard = Session.running().membership, list[dict[str, object]]()
+    membership.heard = heard.append
+    with helper(Leaving(), "77"):
+        until(lambda: many.admit() == [3])
+        assert membership.by_job() == {"77": 0}
+        many.took_in(3)
+        assert membership.by_job() == {"77": 1} and [event["event"] for event in heard] == ["joined", "works"]
+    until(lambda: not membership.by_job())
 
 
 def test_one_that_leaves_as_told_is_not_lost(
