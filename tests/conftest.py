@@ -16,7 +16,7 @@ from tests import warm
 
 gc.disable()  # until everything is imported
 
-pytest_plugins = ["tests.took", "tests.drawn", "tests.accelerators"]
+pytest_plugins = ["tests.took", "tests.drawn", "tests.accelerators", "tests.warm.workers"]
 
 HERE = Path(__file__).parent
 #: Files of few and long tests. They come first, lest one worker be left with them at the end.

@@ -91,7 +91,7 @@ def _in_large_pages() -> None:
 
 def _look_around() -> None:
     """Reads configurations, so that what does so later finds their keys, the parsers' tables and the packages' entry points
-    known."""
+    known; and has transformers make its table of how weights are named."""
     for module, names in starting.CONFIGS.items():
         for name in names if module in sys.modules else ():
             with contextlib.suppress(Exception):  # it is an acceleration only
@@ -99,6 +99,11 @@ def _look_around() -> None:
                 from rlhpc.runs.configuration import load_config
 
                 config_to_yaml(load_config(starting.ROOT / "configs" / f"{name}.yaml", check=False))
+    if "transformers" in sys.modules:
+        with contextlib.suppress(Exception):
+            from transformers.conversion_mapping import get_checkpoint_conversion_mapping
+
+            get_checkpoint_conversion_mapping("llama")  # makes the patterns of all models, which takes 0.3 s
 
 
 def _leave_exits_alone() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import array
 import atexit
 import contextlib
+import importlib.util
 import os
 import pickle
 import platform
@@ -33,6 +34,10 @@ READ_EARLY = (
 SET_ANEW = (
     "PYTHONPATH", "PYTHONUNBUFFERED", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "GOMP_SPINCOUNT", "VLLM_CPU_KVCACHE_SPACE",
     "HF_HUB_OFFLINE", "DS_ACCELERATOR", "PYTORCH_NVML_BASED_CUDA_CHECK",
+    # What an engine of vLLM leaves in the process that has built it.
+    "VLLM_ENABLE_V1_MULTIPROCESSING", "VLLM_LOGGING_LEVEL", "VLLM_LOGGING_STREAM", "VLLM_NO_USAGE_STATS", "VLLM_DO_NOT_TRACK",
+    "VLLM_WORKER_MULTIPROC_METHOD", "VLLM_DISABLE_SHARED_EXPERTS_STREAM", "VLLM_DIST_IDENT", "VLLM_SSM_CONV_STATE_LAYOUT",
+    "TORCHINDUCTOR_COMPILE_THREADS", "TORCHINDUCTOR_CPP_DYNAMIC_THREADS",
 )  # fmt: skip
 #: What a run's processes import, which takes them 3 s each.
 PRELOAD = (
@@ -77,6 +82,8 @@ PRELOAD_WITH = {
     "vllm": ("vllm.entrypoints.llm",),
     "tests.warm.commands": ("snakemake.cli",),
 }
+#: What tests import themselves besides.
+TESTING = ("pytest", "xdist.remote", "hypothesis", "scipy.stats")
 #: Of kinds of runs whose keys a server reads, with what they need.
 CONFIGS = {
     "rlhpc.cli": ("quickstart", "base/sac"),
@@ -151,6 +158,22 @@ def inherit(control: socket.socket, environment: dict[str, str]) -> None:
     _may_start = False
     _servers[_read_early(environment)] = Server(control)
     subprocess.Popen = Popen  # type: ignore[misc]
+
+
+def only_where_asked() -> None:
+    """In a warm process that tests: `subprocess` is Python's again, and there may be servers for other environments."""
+    global _may_start
+    subprocess.Popen = _ColdPopen  # type: ignore[misc]
+    _may_start = CAN
+
+
+def preload_everything() -> bool:
+    """Starts this process's server with all that any test may ask for; whether it may have one."""
+    if CAN:
+        installed = [main for main in PRELOAD_WITH if importlib.util.find_spec(main)]
+        with_those = tuple(name for main in installed for name in PRELOAD_WITH[main])
+        _servers[_read_early(os.environ)] = Server.start(dict(os.environ), PRELOAD + TESTING + with_those)
+    return CAN
 
 
 def options_of(words: list[str]) -> int:
