@@ -10,7 +10,6 @@ import torch
 
 from rlhpc.algorithms.losses import ppo
 from rlhpc.embodied.models.mlp import MLPPolicy
-from rlhpc.language.rewards import Sample
 
 BAD = {"nan": float("nan"), "inf": float("inf")}
 
@@ -75,8 +74,3 @@ class Overflowing(MLPPolicy):
     def default_forward(self, inputs: dict[str, Any], *args: Any, **kw: Any) -> dict[str, Any]:
         self.running.mul_(1e8)
         return super().default_forward(inputs, *args, **kw)
-
-
-def too_large_for_some(sample: Sample) -> float:
-    """Beyond float32 where the response begins with a certain digit; else the share of the letter 1."""
-    return 1e39 if sample.response.startswith("2") else sample.response.count("1") / 6

@@ -21,3 +21,8 @@ def ones(sample: Sample) -> float:
 def picky(sample: Sample) -> float:
     """Right or wrong, and mostly wrong."""
     return float(sample.response.startswith("1"))
+
+
+def too_large_for_some(sample: Sample) -> float:
+    """Beyond float32 where the response begins with a certain digit; else the share of the letter 1."""
+    return 1e39 if sample.response.startswith("2") else sample.response.count("1") / 6

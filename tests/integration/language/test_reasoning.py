@@ -330,11 +330,11 @@ def test_a_reward_that_is_not_finite_stops_the_run_and_names_the_prompt_or_its_g
     tmp_path: Path,
 ) -> None:
     """Where the judge says nan it has failed, and the sample gets `reward.failed`; this one is too large for the trainer."""
-    broken = ("reward.terms=[{name: 'nonfinite_things:too_large_for_some'}]", "runner.max_steps=2", TWO_ACTORS)
+    broken = ("reward.terms=[{name: 'lm_rewards:too_large_for_some'}]", "runner.max_steps=2", TWO_ACTORS)
     run = LanguageRun(tmp_path / "broken", *broken)
     said = run.train(code=1)
     assert "rlhpc: error: step 1, prompt " in said and "the reward of response " in said
-    assert " is inf (nonfinite_things:too_large_for_some 1e+39)" in said and "rollout-0" in said
+    assert " is inf (lm_rewards:too_large_for_some 1e+39)" in said and "rollout-0" in said
     assert "Traceback" not in said and not (run.root / "checkpoints").exists()
     run.train("runner.on_nonfinite=skip")
     rows = run.rows()
