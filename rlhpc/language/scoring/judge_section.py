@@ -9,7 +9,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from rlhpc.config.rules import Fail, check_choice, check_name
-from rlhpc.config.typed import mapping, plain, typed
+from rlhpc.config.typed import mapping, plain, typed, untouched
 from rlhpc.language.group_config import JUDGE_RANGES, JudgeConfig
 from rlhpc.language.scoring.group import ScoringGroup
 from rlhpc.language.scoring.groups import JUDGE, raters, scoring_groups
@@ -44,7 +44,7 @@ def section_of(cfg: GrpoConfig, group: ScoringGroup) -> JudgeConfig:
     for name in given:
         check_name(name, name, names, lambda key, rule: ConfigError(f"{where}: a judge has no key {key!r}; {rule}"))
     try:
-        merged = mapping(OmegaConf.merge(OmegaConf.structured(JudgeConfig), given, {"model": plain(group.model)}))
+        merged = mapping(OmegaConf.merge(untouched(JudgeConfig), given, {"model": plain(group.model)}))
     except OmegaConfBaseException as error:
         raise ConfigError(f"{where}: {str(error).strip().splitlines()[0]}") from None
     section = typed(JudgeConfig, merged)

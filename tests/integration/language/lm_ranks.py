@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 from rlhpc import Session, Worker
 from rlhpc.checkpoint import beside
 from rlhpc.checkpoint.beside import Copies, Writes
+from rlhpc.config.typed import untouched
 from rlhpc.language.config import GrpoConfig as Config
 from rlhpc.language.tokens.batches import TokenBatch
 from rlhpc.language.tokens.cutting import micro_batches
@@ -26,7 +27,7 @@ TEMPERATURE, ENTROPY_COEF, LR = 0.8, 0.01, 3e-3
 
 def make_config(model: str | Path, **changes: Any) -> Any:
     """A configuration; `changes` are dotted keys below `actor`, with `__` for dots."""
-    cfg = OmegaConf.structured(Config)
+    cfg = untouched(Config)
     base = {"model.model_path": str(model), "optim.name": "adamw", "optim.weight_decay": 0.1, "optim.clip_grad": 1.0}
     if OTHERS_ON_CARD:  # as on the CPU
         base["model.dtype"] = "float32"

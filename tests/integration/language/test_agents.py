@@ -6,6 +6,7 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 
+from rlhpc.config.typed import untouched
 from rlhpc.language.agents.registry import Agent, run_episodes
 from rlhpc.language.config import GrpoActorConfig as ActorConfig
 from rlhpc.language.config import GrpoRolloutConfig as RolloutConfig
@@ -34,7 +35,7 @@ def test_log_probs_over_all_turns(tmp_path, backend):
     model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32).eval()
     sections = {
         "rollout": OmegaConf.structured(RolloutConfig(rollout_backend=backend, max_batch_size=4)),
-        "actor": OmegaConf.structured(ActorConfig),
+        "actor": untouched(ActorConfig),
     }
     engine = make_rollout(OmegaConf.create(sections), model_path=str(tmp_path), device="cpu", seed=0)
     sampling = SamplingParams(max_new_tokens=300)

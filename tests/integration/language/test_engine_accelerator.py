@@ -15,10 +15,9 @@ pytest.importorskip("vllm", reason="needs the extra vllm")
 sys.path.insert(0, str(Path(__file__).parent))
 
 from engine_models import change, error_of, requests_of, run_out, save_model
-from omegaconf import OmegaConf
 from transformers import AutoModelForCausalLM
 
-from rlhpc.config.typed import typed
+from rlhpc.config.typed import typed, untouched
 from rlhpc.language.config import GrpoConfig
 from rlhpc.language.engines import Completion, RolloutBackend, make_rollout
 from rlhpc.language.engines.engine import UpdateFailed
@@ -38,7 +37,7 @@ def built(
     """One that sleeps between its turns, and the model that it starts from."""
     folder = tmp_path_factory.mktemp("model")
     save_model(folder)
-    cfg = typed(GrpoConfig, OmegaConf.structured(GrpoConfig))
+    cfg = typed(GrpoConfig, untouched(GrpoConfig))
     cfg.rollout.rollout_backend, cfg.rollout.max_batch_size, cfg.rollout.gpu_memory_utilization = "vllm", 16, 0.3
     cfg.rollout.dtype, cfg.actor.offload_in_rollout = request.param, True
     engine = make_rollout(cfg, model_path=str(folder), device=kind(), seed=3)

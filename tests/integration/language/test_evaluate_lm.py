@@ -19,6 +19,7 @@ from lm_ranks import make_config, train
 
 from rlhpc import Worker
 from rlhpc.checkpoint import CheckpointWriter
+from rlhpc.config.typed import untouched
 from rlhpc.jobs.paths import RunPaths
 from rlhpc.language.compare import compare
 from rlhpc.language.config import GrpoConfig as Config
@@ -53,7 +54,7 @@ def problems(path: Path, answers: list[str]) -> Path:
 
 def config(model: Path, *suites: dict[str, Any], **changes: Any) -> Any:
     common = {"source": "jsonl", "level_key": "level", "chat_template": False}
-    cfg = OmegaConf.merge(OmegaConf.structured(Config), {
+    cfg = OmegaConf.merge(untouched(Config), {
         "runner": {"name": "test", "task_type": "reasoning", "seed": 3},
         "actor": {"model": {"model_path": str(model)}},
         "rollout": {"rollout_backend": "hf", "max_new_tokens": 6, "max_batch_size": 5},

@@ -14,7 +14,7 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 
-from rlhpc.config.typed import changed, typed
+from rlhpc.config.typed import changed, typed, untouched
 from rlhpc.language.agents.episodes import Episode, Episodes
 from rlhpc.language.config import GrpoConfig, SftConfig
 from rlhpc.language.engines import Completion, Request, RolloutBackend, SamplingParams, make_rollout
@@ -60,7 +60,7 @@ from engine_models import (
 
 
 def test_an_engine_sleeps_only_where_the_run_has_it_take_turns() -> None:
-    rl, demonstrations = OmegaConf.structured(GrpoConfig), OmegaConf.structured(SftConfig)
+    rl, demonstrations = untouched(GrpoConfig), untouched(SftConfig)
     assert not EngineOptions.from_config(demonstrations, "model", "cpu").sleeps
     assert not EngineOptions.from_config(rl, "model", "cpu").sleeps
     rl.actor.offload_in_rollout = True
@@ -175,7 +175,7 @@ def test_a_text_is_scored_by_the_weights_of_now(engine: RolloutBackend, model: A
 
 
 def test_where_weights_are_to_come_is_for_vllm_to_know() -> None:
-    cfg = OmegaConf.structured(GrpoConfig)
+    cfg = untouched(GrpoConfig)
     assert awaiting_weights(cfg) is cfg
     cfg.rollout.rollout_backend, cfg.rollout.engine_kwargs = "vLLM", {"block_size": 32}
     cfg = typed(GrpoConfig, cfg)
@@ -622,7 +622,7 @@ def answers(seed: int = 0) -> TokenBatch:
 
 def teacher_of(folder: Path, student: Path, mode: str, **teacher: Any) -> Any:
     """A run's configuration, at a temperature of its own."""
-    cfg = OmegaConf.structured(GrpoConfig)
+    cfg = untouched(GrpoConfig)
     cfg.actor.model.model_path, cfg.teacher.model.model_path = str(student), str(folder)
     cfg.algorithm.distillation.mode, cfg.algorithm.distillation.topk = mode, 8
     cfg.rollout.temperature, cfg.teacher.max_tokens_per_micro_batch = 0.7, 240

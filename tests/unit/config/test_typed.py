@@ -14,7 +14,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from rlhpc.config.sections import JobConfig, RunConfig
-from rlhpc.config.typed import alone, changed, plain, select
+from rlhpc.config.typed import alone, changed, plain, select, untouched
 from rlhpc.embodied.config import BcConfig, EvalEnvConfig, PpoConfig, plays
 from rlhpc.language.config import GrpoConfig
 from rlhpc.runtime.cluster_config import ElasticClusterConfig, ElasticConfig, Key, NodeGroupConfig
@@ -117,3 +117,21 @@ def test_a_section_alone_needs_no_other() -> None:
 def test_which_runs_have_simulators() -> None:
     played = [plays(OmegaConf.structured(cls)) for cls in (PpoConfig, BcConfig, GrpoConfig)]
     assert played == [True, True, False]
+
+
+def test_what_is_untouched_is_what_omegaconf_makes_and_each_callers_own() -> None:
+    @dataclasses.dataclass
+    class Local:
+        number: int = 1
+
+    for cls in (PpoConfig, BcConfig, GrpoConfig, Local):
+        made = OmegaConf.structured(cls)
+        for found in (untouched(cls), untouched(cls)):
+            assert OmegaConf.to_yaml(found) == OmegaConf.to_yaml(made)
+            assert OmegaConf.get_type(found) is cls and OmegaConf.missing_keys(found) == OmegaConf.missing_keys(made)
+            key = "number" if cls is Local else "runner.seed"
+            for name, value in ((key, "none"), ("no_such", 1)):
+                with pytest.raises(OmegaConfBaseException):
+                    OmegaConf.update(found, name, value)
+            OmegaConf.update(found, key, 7)
+            assert OmegaConf.select(found, key) == 7

@@ -15,6 +15,7 @@ import yaml
 from gymnasium import spaces
 from omegaconf import OmegaConf
 
+from rlhpc.config.typed import untouched
 from rlhpc.embodied.card import policy_card
 from rlhpc.embodied.config import ModelConfig
 from rlhpc.embodied.envs.spaces import space_from_json, space_to_json
@@ -45,7 +46,7 @@ print(json.dumps([numpy.asarray(policy.act(one)).tolist() for one in many]))
 
 
 def model(changes: dict[str, Any], observation: Any, action: Any) -> Any:
-    cfg = OmegaConf.merge(OmegaConf.structured(ModelConfig), changes)
+    cfg = OmegaConf.merge(untouched(ModelConfig), changes)
     policy = build_model(cfg, observation, action, seed=1)
     with torch.no_grad():
         for parameter in policy.parameters():  # the last layers begin at nearly nothing

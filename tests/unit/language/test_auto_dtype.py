@@ -9,6 +9,7 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 
+from rlhpc.config.typed import untouched
 from rlhpc.language.config import GrpoConfig
 from rlhpc.language.engines.engine import EngineOptions, engine_dtype
 from rlhpc.language.tokens import model as models
@@ -19,7 +20,7 @@ from tests.accelerators import ON_CPU
 
 
 def configured(**changes: Any) -> Any:
-    cfg = OmegaConf.structured(GrpoConfig)
+    cfg = untouched(GrpoConfig)
     for key, value in changes.items():
         OmegaConf.update(cfg, key.replace("__", "."), value)
     return cfg

@@ -8,10 +8,10 @@ from pathlib import Path
 import gymnasium as gym
 import pytest
 import torch
-from omegaconf import OmegaConf
 
 from rlhpc import Worker
 from rlhpc.checkpoint.state import load_state, load_tensors
+from rlhpc.config.typed import untouched
 from rlhpc.embodied.config import PpoConfig
 from rlhpc.embodied.roles.trainer import Trainer
 from rlhpc.training import ReplicatedBackend
@@ -27,7 +27,7 @@ def flat(backend: object) -> FlatModule:
 
 def test_a_policy_s_goes_on() -> None:
     folder = HERE / "policy"
-    cfg = OmegaConf.structured(PpoConfig)
+    cfg = untouched(PpoConfig)
     cfg.actor.model.hidden_sizes = [8]
     trainer = Trainer(cfg)
     trainer.settle_in()
@@ -52,7 +52,7 @@ def test_a_language_model_s_goes_on(tmp_path: Path) -> None:
 
     folder = HERE / "language"
     AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder)).save_pretrained(tmp_path)
-    cfg = OmegaConf.structured(GrpoConfig)
+    cfg = untouched(GrpoConfig)
     cfg.actor.model.model_path = str(tmp_path)
     trainer = TokenTrainer(cfg, Worker())
     trainer.load(folder)

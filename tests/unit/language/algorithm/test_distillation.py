@@ -10,7 +10,7 @@ import torch
 from omegaconf import OmegaConf
 from torch import Tensor
 
-from rlhpc.config.typed import typed
+from rlhpc.config.typed import typed, untouched
 from rlhpc.language.algorithm.base import Whole
 from rlhpc.language.algorithm.distillation import Distillation
 from rlhpc.language.algorithm.policy_gradient import PolicyGradient
@@ -25,7 +25,7 @@ V = 5
 
 
 def config(distillation: dict[str, Any], **algorithm: Any) -> GrpoConfig:
-    cfg = OmegaConf.structured(GrpoConfig)
+    cfg = untouched(GrpoConfig)
     given = {"name": "distillation", "distillation": distillation, "update_epochs": 1, **algorithm}
     return typed(GrpoConfig, OmegaConf.merge(cfg, {"algorithm": given, "teacher": {"model": {"model_path": "x"}}}))
 

@@ -9,7 +9,7 @@ import torch
 from omegaconf import OmegaConf
 
 from rlhpc.algorithms import calculate_adv_and_returns, kl_penalty
-from rlhpc.config.typed import typed
+from rlhpc.config.typed import typed, untouched
 from rlhpc.language.algorithm.base import Whole
 from rlhpc.language.algorithm.policy_gradient import PolicyGradient
 from rlhpc.language.algorithm.registry import make_algorithm
@@ -23,7 +23,7 @@ GROUPS, SIZE = 3, 4
 
 
 def config(**algorithm: Any) -> GrpoConfig:
-    cfg = OmegaConf.structured(GrpoConfig)
+    cfg = untouched(GrpoConfig)
     for key, value in algorithm.items():
         OmegaConf.update(cfg, f"algorithm.{key}", value)
     return typed(GrpoConfig, cfg)

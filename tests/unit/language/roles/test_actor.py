@@ -10,7 +10,7 @@ from omegaconf import OmegaConf
 
 pytest.importorskip("transformers", reason="needs the extra llm")
 
-from rlhpc.config.typed import typed
+from rlhpc.config.typed import typed, untouched
 from rlhpc.language.config import GrpoConfig
 from rlhpc.language.data.builtin import resolve_model
 from rlhpc.language.model_config import FrozenModelConfig
@@ -34,7 +34,7 @@ def actor(model: str, **algorithm: Any) -> GrpoActor:
         "algorithm": {"group_size": 2, **algorithm}, "data": {"prompts_per_step": 2},
         "actor": {"global_batch_size": 2, "model": {"model_path": model}}, "teacher": {"model": {"model_path": model}},
     }  # fmt: skip
-    made = GrpoActor(typed(GrpoConfig, OmegaConf.merge(OmegaConf.structured(GrpoConfig), given)))
+    made = GrpoActor(typed(GrpoConfig, OmegaConf.merge(untouched(GrpoConfig), given)))
     made.init_worker(1, PromptMap(2, 2, 1, 1))
     return made
 

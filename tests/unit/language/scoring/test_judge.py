@@ -16,6 +16,7 @@ pytest.importorskip("transformers", reason="needs the extra llm")
 
 from transformers import AutoTokenizer
 
+from rlhpc.config.typed import untouched
 from rlhpc.language.config import GrpoConfig
 from rlhpc.language.data.tiny import character_tokenizer
 from rlhpc.language.engines.base import Completion, Request
@@ -74,7 +75,7 @@ def judge(model: Path) -> Iterator[Callable[..., Judge]]:
     def made(reply: Callable[[str], str | None] = lambda text: "Score: 5", **keys: Any) -> Judge:
         Scripted.reply = staticmethod(reply)
         section = {"model": {"model_path": str(model)}, "rollout_backend": f"{__name__}:Scripted", **keys}
-        cfg: Any = OmegaConf.merge(OmegaConf.structured(GrpoConfig), {"judge": section})
+        cfg: Any = OmegaConf.merge(untouched(GrpoConfig), {"judge": section})
         return Judge(cfg, torch.device("cpu"), scoring_groups(cfg)["judge"])
 
     yield made
@@ -252,7 +253,7 @@ def test_a_reply_may_have_its_beginning_given(judge: Callable[..., Judge]) -> No
 def second(model: Path, /, **kwargs: Any) -> Any:
     own = {"name": "second", "scorer": "judge", "model": {"model_path": str(model)}, "kwargs": kwargs}
     terms = [{"name": "second"}]
-    return OmegaConf.merge(OmegaConf.structured(GrpoConfig), {"groups": [own], "reward": {"terms": terms}})
+    return OmegaConf.merge(untouched(GrpoConfig), {"groups": [own], "reward": {"terms": terms}})
 
 
 def test_a_second_judge_has_its_keys_in_kwargs(judge: Callable[..., Judge], model: Path) -> None:

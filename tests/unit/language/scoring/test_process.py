@@ -7,11 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from omegaconf import OmegaConf
 
 pytest.importorskip("transformers")
 
-from rlhpc.config.typed import typed
+from rlhpc.config.typed import typed, untouched
 from rlhpc.language.config import GrpoConfig
 from rlhpc.language.data import load_tokenizer
 from rlhpc.language.model_config import FrozenModelConfig
@@ -41,7 +40,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def scorer(model: Path, **kwargs: Any) -> ProcessRewards:
-    cfg = typed(GrpoConfig, OmegaConf.structured(GrpoConfig))
+    cfg = typed(GrpoConfig, untouched(GrpoConfig))
     group = ScoringGroup("steps", "process", FrozenModelConfig(model_path=str(model)), 4096)
     return ProcessRewards(cfg, torch.device("cpu"), group, separator="-", **kwargs)
 
@@ -92,6 +91,6 @@ def test_a_step_is_worth_what_the_model_says_of_the_text_up_to_it(model: Path) -
 def test_an_end_must_have_a_sign(model: Path) -> None:
     with pytest.raises(ConfigError, match=r"groups\[steps\].kwargs.separator is empty"):
         ProcessRewards(
-            typed(GrpoConfig, OmegaConf.structured(GrpoConfig)), torch.device("cpu"),
+            typed(GrpoConfig, untouched(GrpoConfig)), torch.device("cpu"),
             ScoringGroup("steps", "process", FrozenModelConfig(model_path=str(model)), 4096), separator="",
         )  # fmt: skip

@@ -11,7 +11,7 @@ from omegaconf import OmegaConf
 
 pytest.importorskip("transformers", reason="needs the extra llm")
 
-from rlhpc.config.typed import typed
+from rlhpc.config.typed import typed, untouched
 from rlhpc.language.config import GrpoConfig
 from rlhpc.language.scoring.groups import scoring_groups
 from rlhpc.language.scoring.registry import make_scorer
@@ -30,7 +30,7 @@ def test_a_groups_model_is_named_by_its_section(name: str, section: str, tmp_pat
     def cfg(**model: Any) -> GrpoConfig:
         given = {part: {"model": model} for part in ("actor", "teacher", "reward")}
         given["groups"] = [{"name": "own", "scorer": "logprobs", "model": model}]
-        return typed(GrpoConfig, OmegaConf.merge(OmegaConf.structured(GrpoConfig), given))
+        return typed(GrpoConfig, OmegaConf.merge(untouched(GrpoConfig), given))
 
     def make(cfg: GrpoConfig) -> None:
         group = scoring_groups(cfg)[name]
