@@ -19,6 +19,7 @@ from rlhpc.runtime.comm.device_pool import DevicePool
 from rlhpc.runtime.comm.segments import FREE, USED, WRITTEN, SegmentGone, discard
 from rlhpc.runtime.errors import ChannelError
 from rlhpc.runtime.scratch import Scratch
+from tests import warm
 from tests.eventually import wait_until
 from tests.stand_in_device import StandIn
 
@@ -51,7 +52,7 @@ class Other:
 
     def __init__(self, scratch: Scratch, *flags: str, address: str = "stand-in") -> None:
         command = [sys.executable, "-m", "tests.lane_reader", str(scratch.shm), address, *flags]
-        self.process = subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        self.process = warm.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
 
     def begin(self, name: str, *given: Any) -> None:
         assert self.process.stdin is not None
@@ -208,7 +209,7 @@ def test_what_a_killed_sender_left_is_gone(scratch, device, other):
         "for _ in range(2): pickle.dump(pool.write([device.tensor(torch.ones(1000))]), sys.stdout.buffer)\n"
         "sys.stdout.buffer.flush(); sys.stdin.read()"
     )
-    sender = subprocess.Popen(
+    sender = warm.Popen(
         [sys.executable, "-c", program, str(scratch.shm)], cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE
     )
     with sender:

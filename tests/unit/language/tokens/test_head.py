@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 
 import pytest
@@ -21,6 +20,7 @@ from rlhpc.language.tokens.head import linear_head
 from rlhpc.language.tokens.scalar import add_value_head
 from rlhpc.language.tokens.scores import logit_rows, token_scores
 from rlhpc.training.lora import adapters_off, attach_lora
+from tests import warm
 
 SMALL = {"vocab_size": 61, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2}
 HEADS = {"num_key_value_heads": 1, "head_dim": 8, "initializer_range": 0.3, "pad_token_id": 0}
@@ -220,7 +220,5 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
 @pytest.mark.parametrize("distils", [False, True], ids=["", "beside a teacher"])
 def test_no_memory_of_the_size_of_the_logits_is_taken(distils: bool) -> None:
     """Whole logits of 4096 tokens are 512 MiB, and their gradient is as much again."""
-    told = subprocess.run(
-        [sys.executable, "-c", f"DISTILS = {distils}\n{ASKS}"], check=True, capture_output=True, text=True
-    )
+    told = warm.run([sys.executable, "-c", f"DISTILS = {distils}\n{ASKS}"], check=True, capture_output=True, text=True)
     assert int(told.stdout) / 1024 < 384
