@@ -43,7 +43,7 @@ class Helpers:
         plan: What they are.
         useful: Ranks for which there is something to do, besides those that the run started with.
         job_gone: Told the id of a job that has ended: none of its ranks can live.
-        present: Ranks that have joined and not left, by job id.
+        present: Ranks that take part, by job id; 0 for jobs whose ranks did and have left.
     """
 
     def __init__(
@@ -143,14 +143,14 @@ class Helpers:
             mine = record.jobs[job.id]
             mine.state, mine.reason, mine.ended = job.state, job.reason, None
             mine.started, mine.node = job.started or mine.started, job.node or mine.node
-            mine.joined = max(mine.joined, present.get(job.id, 0))
+            mine.joined = max(mine.joined, _joined(present, job.id))
             if job.state in _ENDING:
                 mine.leaving = mine.leaving or now
                 self._job_gone(job.id)
         gone = [job for job in record.live() if job.id not in there]
         reports = SlurmProbe(command_timeout_s=10.0).query([job.id for job in gone]) if gone else {}
         for mine in gone:
-            mine.joined = max(mine.joined, present.get(mine.id, 0))
+            mine.joined = max(mine.joined, _joined(present, mine.id))
             mine.ended, mine.state = now, reports[mine.id].state.value
             if mine.started is None and mine.joined:
                 mine.started = mine.submitted
@@ -201,6 +201,11 @@ class Helpers:
             job_id = submit(self.paths.helpers, self._name, self.plan, self.paths.root)
             self._record.jobs[job_id] = HelperJobRecord(job_id, self.plan.group, self.plan.counted, time.time())
         self._say(f"submitted {decision.submit} job{'s' if decision.submit > 1 else ''} of helpers: {decision.why}")
+
+
+def _joined(present: Mapping[str, int], job: str) -> int:
+    """How many ranks of a job have taken part at the same time: at least one, if one has left before anybody looked."""
+    return max(1, present[job]) if job in present else 0
 
 
 def asked_ranks(paths: RunPaths, group: str) -> int | None:

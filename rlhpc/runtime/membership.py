@@ -44,7 +44,8 @@ class Membership:
         self._log_dir, self._listens = log_dir, listens
         self._joined, self._host = JoinedStarter(), host_id()
         self._jobs: dict[str, tuple[str, Member]] = {}
-        self._at_work: set[str] = set()
+        #: Ranks that take part or did so, by incarnation: their jobs.
+        self._at_work: dict[str, str] = {}
         self.is_open = True
         self.heard: Callable[[dict[str, Any]], None] = lambda event: None
         self.epoch = 0
@@ -64,7 +65,6 @@ class Membership:
             self._registry.put(LEFT, spec.name, {"incarnation": spec.incarnation, "why": str(failure).splitlines()[0]})
             rpc.leave(member.record)
         self._jobs.pop(spec.incarnation, None)
-        self._at_work.discard(spec.incarnation)
         if member.starter is self._joined:
             self.heard(
                 {"event": "left", "incarnation": spec.incarnation, "why": member.told or str(failure).splitlines()[0]}
@@ -75,17 +75,20 @@ class Membership:
         return next((m.told for m in self._ranks.all() if (m.spec.group, m.spec.rank) == (group, rank)), "")
 
     def by_job(self) -> dict[str, int]:
-        """Ranks that have joined and take part, by the id of their job."""
-        found: dict[str, int] = {}
+        """Ranks that have joined and take part, by the id of their job; 0 for jobs whose ranks have all left again. Jobs of
+        which no rank has ever taken part are not in it."""
+        found = dict.fromkeys(list(self._at_work.values()), 0)
         for incarnation, (job, member) in list(self._jobs.items()):
-            found[job] = found.get(job, 0) + (member.state == "ready" and incarnation in self._at_work)
+            if incarnation in self._at_work and member.state == "ready":
+                found[job] += 1
         return found
 
     def takes_part(self, group: str, rank: int) -> None:
         """A rank that has come has all that it needs, and is at work from now on."""
         for member in self._ranks.alive(group):
             if member.spec.rank == rank and member.starter is self._joined:
-                self._at_work.add(member.spec.incarnation)
+                if member.spec.incarnation in self._jobs:
+                    self._at_work[member.spec.incarnation] = self._jobs[member.spec.incarnation][0]
                 self.heard({"event": "works", "incarnation": member.spec.incarnation})
 
     def of_job(self, job: str) -> list[Member]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ from rlhpc.runtime.slurm import ask
 #: How long a command may take here.
 PATIENCE_S = 2.0
 #: What the commands say that answer; each is a shell script that does not replace itself, as sites' wrappers are.
-ANSWERS = {"squeue": "", "sbatch": "sbatch: Job 7 to start at 2020-01-01T00:00:00 using 1 processors", "scancel": ""}
+ANSWERS = {"squeue": "", "sbatch": "sbatch: Job 7 to start at 2020-01-01T00:00:00 using 1 processors", "scancel": "", "sacct": "", "scontrol": ""}
 HANGS = "sleep 1000; true"
 
 
@@ -50,12 +50,12 @@ def commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., P
     return make
 
 
-def helpers_of(tmp_path: Path, **asked: Any) -> Helpers:
+def helpers_of(tmp_path: Path, present: Mapping[str, int] | None = None, **asked: Any) -> Helpers:
     entry = {"max": 2, "partition": "preempt", "look_s": 0.05, "react_s": 0.0, **asked}
     (plan,) = helper_plans({"elastic": [entry]}, {})
     paths = RunPaths(tmp_path / "run")
-    paths.root.mkdir()
-    return Helpers(paths, plan, 2, lambda job: None, dict)
+    paths.submit.mkdir(parents=True)
+    return Helpers(paths, plan, 2, lambda job: None, lambda: present or {})
 
 
 @pytest.mark.parametrize(
@@ -104,3 +104,18 @@ def test_a_submission_that_takes_too_long_is_given_up(
     assert not looking.is_alive()
     assert not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
     assert record.HelperRecord.read(helpers.paths).jobs == {}
+
+
+@pytest.mark.parametrize(("present", "vain"), [({"5": 0}, False), ({}, True)])
+def test_a_rank_may_come_and_go_between_two_looks(
+    commands: Callable[..., Path], tmp_path: Path, capfd: pytest.CaptureFixture[str], present: dict[str, int], vain: bool
+) -> None:
+    """Its job has not been in vain, and the next one need not wait."""
+    commands()
+    helpers = helpers_of(tmp_path, present)
+    now = time.time()
+    helpers._record.jobs["5"] = record.HelperJobRecord("5", "rollout", 1, now, started=now)
+    helpers.look()
+    (job,) = helpers.jobs
+    assert job.ended is not None and (job.joined == 0) == vain == bool(helpers._vain)
+    assert ("before a rank of it had joined" in capfd.readouterr().err) == vain
