@@ -1,17 +1,83 @@
-"""What `make docs` does beside MkDocs: files outside docs/ that a page links to (configurations, scripts) come along."""
+"""What `make docs` does beside MkDocs. Files outside docs/ that a page links to (configurations, scripts) come along; drawings
+become pictures here, rather than in each reader's browser with a program from elsewhere; and a site with a page that has
+something loaded from elsewhere is refused.
+"""
 
 from __future__ import annotations
 
+import base64
 import re
+from html import escape
+from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
+import mermaidx
+from mkdocs.exceptions import PluginError
 from mkdocs.structure.files import File, Files
+from pymdownx.superfences import SuperFencesException
 
 ROOT = Path(__file__).resolve().parents[1]
 _LINK = re.compile(r"(\]\()([^)#\s]+)((?:#[^)]*)?\))")
 #: Path in the site → file in the repository.
 _brought: dict[str, Path] = {}
+#: What a browser loads by itself: element → attribute. Links that a reader follows are not among them.
+_LOADS = {
+    "script": "src", "img": "src", "iframe": "src", "source": "src", "video": "src", "audio": "src", "embed": "src",
+    "object": "data", "link": "href", "image": "href", "use": "href",
+}  # fmt: skip
+#: Of `link`, which says of its address what it is for.
+_LOADED_LINKS = {"stylesheet", "icon", "preload", "prefetch", "preconnect", "modulepreload", "manifest"}
+
+
+def drawn(source: str, language: str, css_class: str, options: dict[str, Any], md: Any, **_: Any) -> str:
+    """A fence with a drawing as a picture, which is part of the page. On white: its lines are dark in either palette.
+
+    Raises:
+        SuperFencesException: It is no drawing that Mermaid knows; the build ends.
+    """
+    try:
+        picture = mermaidx.render(source).svg()
+    except Exception as error:
+        raise SuperFencesException(f"this drawing cannot be made: {error}\n{source}") from error
+    data = base64.b64encode(picture.encode()).decode()
+    style = "background: white; padding: 0.4rem; border-radius: 0.2rem"
+    return f'<p><img class="drawing" style="{style}" alt="{escape(source)}" src="data:image/svg+xml;base64,{data}"></p>'
+
+
+def on_config(config: Any) -> Any:
+    """Drawings are made by `drawn`."""
+    fence = {"name": "mermaid", "class": "mermaid", "format": drawn}
+    config.mdx_configs.setdefault("pymdownx.superfences", {})["custom_fences"] = [fence]
+    return config
+
+
+class _Loaded(HTMLParser):
+    """The addresses that a browser loads with a page."""
+
+    def __init__(self, page: str) -> None:
+        super().__init__()
+        self.addresses: list[str] = []
+        self.feed(page)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        given = {name: value or "" for name, value in attrs}
+        if tag != "link" or _LOADED_LINKS & {*given.get("rel", "").split()}:
+            self.addresses.append(given.get(_LOADS.get(tag, ""), ""))
+
+
+def from_elsewhere(page: str) -> list[str]:
+    """What a browser loads from another host when it shows this HTML."""
+    return [address for address in _Loaded(page).addresses if re.match(r"(https?:)?//", address)]
+
+
+def on_post_page(output: str, page: Any, config: Any) -> str:
+    """Raises:
+    PluginError: The page has something loaded from another host.
+    """
+    if found := from_elsewhere(output):
+        raise PluginError(f"{page.file.src_uri}: loads {', '.join(found)}; the site is to be read without a network")
+    return output
 
 
 def _outside(page: Path, target: str) -> Path | None:

@@ -3,13 +3,13 @@
 #   RLHPC_PYTHON=/path/to/python   which interpreter (default: python3.11, else python3)
 #   RLHPC_TORCH=cu130|…|auto|cpu   which build of torch and vLLM (default: auto where there is an NVIDIA GPU, else cpu). Say it on
 #                                  login nodes and in containers that are built where no GPU is.
-#   RLHPC_EXTRAS=dev,slurm         which extras (default: dev,slurm); `all` takes those for language models and robots, too
+#   RLHPC_EXTRAS=dev,slurm         which extras (default: dev,slurm); `all` takes those for language models, robots and the site, too
 # Safe to run again: it only brings the environment up to date.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 venv=${1:-.venv}
 extras=${RLHPC_EXTRAS:-dev,slurm}
-[[ $extras == all ]] && extras=dev,slurm,llm,vllm,deepspeed,embodied
+[[ $extras == all ]] && extras=dev,docs,slurm,llm,vllm,deepspeed,embodied
 
 build=${RLHPC_TORCH:-}
 if [[ -z $build ]]; then
