@@ -5,8 +5,9 @@ Names are loaded when they are first used, so `import rlhpc` costs neither torch
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from rlhpc.runtime.lazy import lazy_names
 
 __version__ = "0.1.0"
 
@@ -34,22 +35,10 @@ _HOMES = {
     "rlhpc.embodied.roles": ["EmbodiedActor", "MultiStepRolloutWorker", "EnvWorker"],
     "rlhpc.embodied.runners": ["EmbodiedRunner"],
 }  # fmt: skip
-_HOME_OF = {name: module for module, names in _HOMES.items() for name in names}
-__all__ = sorted(_HOME_OF)
+__all__ = sorted(name for names in _HOMES.values() for name in names)
+__getattr__, __dir__ = lazy_names(__name__, _HOMES)
 
 if TYPE_CHECKING:
     from rlhpc.runtime.channel import Channel as Channel
     from rlhpc.runtime.cluster import Cluster as Cluster
     from rlhpc.runtime.worker import Worker as Worker
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _HOME_OF:
-        raise AttributeError(f"module 'rlhpc' has no attribute {name!r}")
-    value = getattr(importlib.import_module(_HOME_OF[name]), name)
-    globals()[name] = value
-    return value
-
-
-def __dir__() -> list[str]:
-    return [*globals(), *__all__]

@@ -5,14 +5,15 @@ Names are loaded when they are first used: whoever asks which there are needs no
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from rlhpc.runtime.lazy import lazy_names
 
 _HOMES = {
-    "advantages": ["calculate_adv_and_returns", "masked_whiten"],
-    "kl": ["kl_penalty"],
-    "losses": ["aggregate", "entropy_loss", "policy_loss", "value_loss"],
-    "registry": [
+    "rlhpc.algorithms.advantages": ["calculate_adv_and_returns", "masked_whiten"],
+    "rlhpc.algorithms.kl": ["kl_penalty"],
+    "rlhpc.algorithms.losses": ["aggregate", "entropy_loss", "policy_loss", "value_loss"],
+    "rlhpc.algorithms.registry": [
         "ADVANTAGES",
         "POLICY_LOSSES",
         "REWARD_LOSSES",
@@ -20,11 +21,11 @@ _HOMES = {
         "register_policy_loss",
         "register_reward_loss",
     ],
-    "reward_losses": ["bradley_terry", "find_reward_loss", "regression"],
-    "rewards": ["overlong_penalty", "varied_groups"],
+    "rlhpc.algorithms.reward_losses": ["bradley_terry", "find_reward_loss", "regression"],
+    "rlhpc.algorithms.rewards": ["overlong_penalty", "varied_groups"],
 }
-_HOME_OF = {name: module for module, names in _HOMES.items() for name in names}
-__all__ = sorted(_HOME_OF)
+__all__ = sorted(name for names in _HOMES.values() for name in names)
+__getattr__, __dir__ = lazy_names(__name__, _HOMES)
 
 if TYPE_CHECKING:
     from rlhpc.algorithms.advantages import calculate_adv_and_returns as calculate_adv_and_returns
@@ -45,11 +46,3 @@ if TYPE_CHECKING:
     from rlhpc.algorithms.reward_losses import regression as regression
     from rlhpc.algorithms.rewards import overlong_penalty as overlong_penalty
     from rlhpc.algorithms.rewards import varied_groups as varied_groups
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _HOME_OF:
-        raise AttributeError(f"module 'rlhpc.algorithms' has no attribute {name!r}")
-    value = getattr(importlib.import_module(f"rlhpc.algorithms.{_HOME_OF[name]}"), name)
-    globals()[name] = value
-    return value

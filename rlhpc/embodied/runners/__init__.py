@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from rlhpc.runtime.lazy import lazy_names
 
 __all__ = ["EmbodiedRunner"]
+__getattr__, __dir__ = lazy_names(__name__, {"rlhpc.embodied.runners.ppo": __all__})
 
 if TYPE_CHECKING:
     from rlhpc.embodied.runners.ppo import EmbodiedRunner as EmbodiedRunner
-
-
-def __getattr__(name: str) -> Any:
-    if name != "EmbodiedRunner":
-        raise AttributeError(f"module 'rlhpc.embodied.runners' has no attribute {name!r}")
-    return importlib.import_module("rlhpc.embodied.runners.ppo").EmbodiedRunner
