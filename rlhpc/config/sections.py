@@ -97,6 +97,25 @@ class FsdpConfig:
 
 
 @dataclass
+class ParallelConfig:
+    """How the ranks of a trained model divide it and its data, with `training_backend: fsdp`. The product of all sizes but
+    `expert` is the number of ranks."""
+
+    replicate: int = 1
+    """Copies of the sharded weights (HSDP): between nodes only gradients are summed, and weights are gathered within one."""
+    shard: int | None = None
+    """Ranks that each keep a part of weights, gradients and optimizer, and train on other data; null takes the ranks that the
+    other sizes leave."""
+    context: int = 1
+    """Ranks that share the tokens of a row (Ulysses). Language models that read rows without padding."""
+    tensor: int = 1
+    """Ranks that share each layer's matrices, after the plan that transformers has for the model. Language models."""
+    expert: int = 1
+    """Ranks that share the experts of a mixture, after transformers' plan: tokens travel to them. They are the same ranks,
+    without those of `replicate`, in another order. Language models."""
+
+
+@dataclass
 class DeepspeedConfig:
     """`actor.training_backend: deepspeed`."""
 

@@ -1,0 +1,106 @@
+"""How many ranks divide what: the sizes of `actor.parallel`, worked out for a number of ranks."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from rlhpc.runtime.errors import ConfigError
+
+if TYPE_CHECKING:
+    from rlhpc.config.sections import ParallelConfig
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """The sizes of a mesh of ranks. Rank r is at the place that r has in the row-major order of (replicate, shard, context,
+    tensor); the `context × tensor` neighbours of a *block* see the same samples.
+
+    Attributes:
+        replicate, shard, context, tensor: Their product is the number of ranks.
+        expert: Divides `shard × context × tensor`.
+    """
+
+    replicate: int = 1
+    shard: int = 1
+    context: int = 1
+    tensor: int = 1
+    expert: int = 1
+
+    @classmethod
+    def of(cls, parallel: ParallelConfig, ranks: int, key: str = "actor.parallel") -> Sizes:
+        """Sizes for so many ranks.
+
+        Args:
+            parallel: The section.
+            ranks: Ranks of the group.
+            key: What messages call the section.
+
+        Raises:
+            ConfigError: They do not fit the ranks, or each other.
+        """
+        given = {name: getattr(parallel, name) for name in ("replicate", "context", "tensor", "expert")}
+        for name, size in {**given, "shard": parallel.shard}.items():
+            if size is not None and size < 1:
+                raise ConfigError(f"{key}.{name} is {size}; it must be at least 1")
+        expert = given.pop("expert")
+        others, shard = math.prod(given.values()), parallel.shard
+        named = " × ".join(f"{name} {size}" for name, size in given.items())
+        if shard is None:
+            if ranks % others:
+                raise ConfigError(f"{key}: {named} = {others} does not divide the group's {ranks} ranks")
+            shard = ranks // others
+        elif shard * others != ranks:
+            raise ConfigError(
+                f"{key}: {named} × shard {shard} = {shard * others}, but the group has {ranks} ranks; change a size, or leave "
+                "shard null for what the others leave"
+            )
+        tensor, within = given["tensor"], ranks // given["replicate"]
+        if within % expert:
+            raise ConfigError(f"{key}.expert({expert}) does not divide shard × context × tensor ({within})")
+        if expert > 1 and expert % tensor and tensor % expert:
+            raise ConfigError(
+                f"{key}.expert({expert}) and tensor({tensor}): one of them must divide the other, or experts would be shared "
+                "by parts of tensor groups"
+            )
+        return cls(given["replicate"], shard, given["context"], tensor, expert)
+
+    @property
+    def ranks(self) -> int:
+        """Number of ranks."""
+        return self.replicate * self.shard * self.block
+
+    @property
+    def block(self) -> int:
+        """Ranks that see the same samples."""
+        return self.context * self.tensor
+
+    @property
+    def data(self) -> int:
+        """How many blocks there are: ways to share out samples."""
+        return self.replicate * self.shard
+
+    def data_of(self, rank: int) -> int:
+        """Which block a rank is in: the *data coordinate*, by which samples are dealt."""
+        return rank // self.block
+
+    def lane_of(self, rank: int) -> int:
+        """Which place it has there; the first, 0, speaks for the block where something is summed over all ranks."""
+        return rank % self.block
+
+    def first_of(self, data: int) -> int:
+        """The first rank of a block."""
+        return data * self.block
+
+    def coordinates(self, rank: int) -> dict[str, int]:
+        """The rank's place along each of replicate, shard, context and tensor."""
+        found = dict[str, int]()
+        for name in ("tensor", "context", "shard", "replicate"):
+            rank, found[name] = divmod(rank, getattr(self, name))
+        return found
+
+    @property
+    def plain(self) -> bool:
+        """Whether all ranks share everything out evenly, and nothing else: what backends without a mesh do."""
+        return self.replicate == self.block == self.expert == 1

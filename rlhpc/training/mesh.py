@@ -1,0 +1,130 @@
+"""The ranks of a trained model as a mesh: who shares which weights, and who sees which samples.
+
+The mesh is `(replicate, shard, context, tensor)` over all ranks, in their order, so that tensor groups are neighbours on a
+node and copies are far apart. Dense weights are cut over `tensor` by transformers' plan, and by FSDP2 over `fsdp = shard ×
+context`; with copies FSDP2 gets the two-dimensional mesh `(replicate, fsdp)`. Experts are on a second mesh over the same
+ranks, `(replicate, expert_fsdp, expert)`: tokens travel along `expert`, whatever they are a part of.
+
+What others build upon:
+
+    Sizes.of(cfg.actor.parallel, ranks)     → Sizes            (rlhpc.config.parallel; needs no torch)
+        .data, .data_of(rank)               → number of blocks, and the block of a rank: samples are dealt by it
+        .block, .lane_of(rank)              → ranks of a block (context × tensor), all with the same samples; 0 speaks for it
+    Mesh(sizes, rank, device_type)          → all ranks call it, after `init_process_group`
+        .sizes, .rank, .whole               → the DeviceMesh of the dense weights
+        .fsdp, .tensor, .context            → sub-meshes; `tensor` and `context` are None where the size is 1
+        .expert, .expert_fsdp               → of the second mesh; None without
+        .copies(tensor)                     → (which copy this rank has, how many there are) of a parameter's shards
+    regions(module, mesh)                   → rlhpc.training.regions: boxes in checkpoint tensors
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor
+
+from rlhpc.config.parallel import Sizes
+
+#: Of which dimensions of `Sizes` each dimension of a mesh is made.
+_MADE_OF = {"fsdp": ("shard", "context"), "expert_fsdp": (), "expert": ()}
+_EXPERTS = frozenset({"expert_fsdp", "expert"})
+
+
+@dataclass
+class Mesh:
+    """The device meshes of a trained model.
+
+    Args:
+        sizes: Of `actor.parallel`.
+        rank: This rank.
+        device: Kind of the device, such as `cpu`.
+
+    Attributes:
+        whole: All ranks, by (replicate, shard, context, tensor), without those of size 1 other than shard.
+        fsdp: Over which FSDP2 shards dense weights.
+        tensor: Ranks that share matrices.
+        context: Ranks that share rows.
+        expert: Ranks that share experts.
+        expert_fsdp: Over which FSDP2 shards experts.
+    """
+
+    sizes: Sizes
+    rank: int
+    device: str
+    whole: DeviceMesh = field(init=False)
+    fsdp: DeviceMesh = field(init=False)
+    tensor: DeviceMesh | None = field(init=False, default=None)
+    context: DeviceMesh | None = field(init=False, default=None)
+    expert: DeviceMesh | None = field(init=False, default=None)
+    expert_fsdp: DeviceMesh | None = field(init=False, default=None)
+
+    def __post_init__(self) -> None:
+        sizes = self.sizes
+        of = {name: getattr(sizes, name) for name in ("replicate", "shard", "context", "tensor")}
+        names = tuple(name for name, size in of.items() if size > 1 or name == "shard")
+        self.whole = init_device_mesh(self.device, tuple(of[name] for name in names), mesh_dim_names=names)
+        self.tensor = self.whole["tensor"] if sizes.tensor > 1 else None
+        self.context = self.whole["context"] if sizes.context > 1 else None
+        along = "shard"
+        if sizes.context > 1:
+            self.whole["shard", "context"]._flatten("fsdp")
+            along = "fsdp"
+        self.fsdp = self.whole["replicate", along] if sizes.replicate > 1 else self.whole[along]
+        if sizes.expert > 1:
+            rest = sizes.ranks // sizes.replicate // sizes.expert
+            shape = {"replicate": sizes.replicate, "expert_fsdp": rest, "expert": sizes.expert}
+            kept = {name: size for name, size in shape.items() if name != "replicate" or size > 1}
+            experts = init_device_mesh(self.device, tuple(kept.values()), mesh_dim_names=tuple(kept))
+            self.expert = experts["expert"]
+            self.expert_fsdp = experts["replicate", "expert_fsdp"] if sizes.replicate > 1 else experts["expert_fsdp"]
+
+    @property
+    def data(self) -> int:
+        """The data coordinate of this rank."""
+        return self.sizes.data_of(self.rank)
+
+    @property
+    def lane(self) -> int:
+        """This rank's place among those with the same samples."""
+        return self.sizes.lane_of(self.rank)
+
+    @property
+    def block(self) -> list[int]:
+        """Ranks with the same samples, this one included."""
+        first = self.sizes.first_of(self.data)
+        return list(range(first, first + self.sizes.block))
+
+    def copies(self, tensor: torch.Tensor) -> tuple[int, int]:
+        """Which copy of its part of a tensor this rank has, and how many copies there are, on all ranks; a tensor that is
+        whole everywhere has as many as there are ranks."""
+        if not isinstance(tensor, DTensor):
+            return self.rank, self.sizes.ranks
+        names = tensor.device_mesh.mesh_dim_names or ("shard",)
+        cut = {name for name, placement in zip(names, tensor.placements, strict=True) if not placement.is_replicate()}
+        if cut & _EXPERTS or _EXPERTS & set(names):
+            place = {"replicate": self.sizes.coordinates(self.rank)["replicate"]}
+            within = self.rank % (self.sizes.ranks // self.sizes.replicate)
+            place["expert_fsdp"], place["expert"] = divmod(within, self.sizes.expert)
+            size = {"replicate": self.sizes.replicate, "expert": self.sizes.expert}
+            size["expert_fsdp"] = self.sizes.ranks // math.prod(size.values())
+        else:
+            place = self.sizes.coordinates(self.rank)
+            size = {name: getattr(self.sizes, name) for name in place}
+        cut = {part for name in cut for part in (_MADE_OF.get(name) or (name,))}
+        number, count = 0, 1
+        for name in sorted(size):
+            if name not in cut:
+                number, count = number * size[name] + place[name], count * size[name]
+        return number, count
+
+
+def shared_by(tensor: torch.Tensor, ranks: int) -> int:
+    """How many of the ranks hold the same part of a tensor."""
+    if not isinstance(tensor, DTensor):
+        return ranks
+    sizes = zip(tensor.placements, tensor.device_mesh.shape, strict=True)
+    return ranks // math.prod(size for placement, size in sizes if not placement.is_replicate())

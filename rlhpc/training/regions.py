@@ -1,0 +1,228 @@
+"""Which parts of which checkpoint tensors a rank holds.
+
+A *box* is a product of intervals, one for each dimension of a whole tensor. A rank's part of a DTensor is one box or, where a
+dimension was cut twice, several. What is read from files, written to them, and sent to engines is said in boxes alone, so
+whoever does it need not know how a model is divided.
+
+    regions(module, mesh) → list[Region]: in the module's order, the same on every call; no rank talks to another
+        .name, .shape, .dtype       the tensor of the checkpoint (its own name: experts are views, tied ones come once)
+        .box.start, .box.stop       what of it this rank holds
+        .copy, .copies              which of how many copies on all ranks this is: exactly one rank has a box's copy 0
+        .frozen                     never trained
+        .of(module)                 the values, a view of this rank's memory: write into it, or read it
+    boxes(tensor) → list[(Box, Box)]: of a DTensor, or any tensor: in the whole tensor, and in the local one
+    intersection(a, b) → Box | None
+
+Adapters' own tensors are left out unless `adapters=True`; what they add to the layers they belong to is not in the values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import product
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement, Replicate, distribute_tensor
+
+from rlhpc.training.mesh import Mesh
+from rlhpc.training.names import checkpoint_parts, plain
+
+
+@dataclass(frozen=True)
+class Box:
+    """A product of intervals, from `start` up to but not including `stop`."""
+
+    start: tuple[int, ...]
+    stop: tuple[int, ...]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Sizes along the dimensions."""
+        return tuple(b - a for a, b in zip(self.start, self.stop, strict=True))
+
+    @property
+    def numel(self) -> int:
+        """Number of elements."""
+        return torch.Size(self.shape).numel()
+
+    @property
+    def slices(self) -> tuple[slice, ...]:
+        """As an index of the whole tensor."""
+        return tuple(slice(a, b) for a, b in zip(self.start, self.stop, strict=True))
+
+    def of(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The view of a whole tensor that the box is."""
+        return tensor[self.slices] if self.start else tensor
+
+    @classmethod
+    def whole(cls, shape: tuple[int, ...]) -> Box:
+        """All of a tensor."""
+        return cls((0,) * len(shape), tuple(shape))
+
+
+def intersection(a: Box, b: Box) -> Box | None:
+    """What two boxes of the same tensor have in common; None if that is nothing."""
+    start = tuple(map(max, a.start, b.start))
+    stop = tuple(map(min, a.stop, b.stop))
+    return Box(start, stop) if all(x < y for x, y in zip(start, stop, strict=True)) else None
+
+
+def boxes(tensor: torch.Tensor) -> list[tuple[Box, Box]]:
+    """What of a whole tensor is on this rank: boxes of it, and where each lies in the local tensor.
+
+    Right for whatever placements, uneven shards and those that are cut twice in the same dimension, because nothing is worked
+    out here: torch distributes the dimension's indices as it did the tensor.
+    """
+    if not isinstance(tensor, DTensor):
+        whole = Box.whole(tuple(tensor.shape))
+        return [(whole, whole)]
+    every: list[list[tuple[int, int, int]]] = []
+    for dim, size in enumerate(tensor.shape):
+        along = tuple(_along(placement, dim, tensor.ndim) for placement in tensor.placements)
+        every.append(_runs(size, tensor.device_mesh, along))
+    found = []
+    for runs in product(*every):
+        start, stop = tuple(a for a, _, _ in runs), tuple(b for _, b, _ in runs)
+        here = tuple(at for _, _, at in runs)
+        there = tuple(at + b - a for a, b, at in runs)
+        found.append((Box(start, stop), Box(here, there)))
+    return found
+
+
+def _along(placement: Placement, dim: int, ndim: int) -> Placement:
+    """What a placement does to one dimension, as a placement of a vector."""
+    cut = getattr(placement, "dim", None)
+    if cut is None or cut % ndim != dim:
+        return Replicate()
+    factor = getattr(placement, "split_factor", None)
+    made: Placement = type(placement)(0) if factor is None else type(placement)(0, split_factor=factor)  # type: ignore[call-arg]
+    return made
+
+
+@lru_cache(maxsize=4096)
+def _runs(size: int, mesh: DeviceMesh, along: tuple[Placement, ...]) -> list[tuple[int, int, int]]:
+    """Runs of indices along a dimension that are on this rank: (start, stop, where the run starts in the local tensor)."""
+    if all(placement.is_replicate() for placement in along):
+        return [(0, size, 0)]
+    held = distribute_tensor(torch.arange(size), mesh, along, src_data_rank=None).to_local().cpu()
+    if not len(held):
+        return []
+    breaks = (torch.nonzero(held.diff() != 1).flatten() + 1).tolist()
+    edges = list(zip([0, *breaks], [*breaks, len(held)], strict=True))
+    return [(int(held[a]), int(held[b - 1]) + 1, a) for a, b in edges]
+
+
+@dataclass(frozen=True)
+class Region:
+    """A box of a checkpoint's tensor that this rank holds.
+
+    Attributes:
+        name: The tensor's name in the checkpoint.
+        shape: Of the whole tensor.
+        dtype: As it is kept here.
+        box: What of it is here.
+        parameter: The module's own name of the tensor that it is a view of.
+        index: Of that tensor's local part.
+        copy, copies: Which copy of how many, over all ranks.
+        frozen: Whether it is never trained.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    box: Box
+    parameter: str
+    index: tuple[int | slice, ...]
+    copy: int
+    copies: int
+    frozen: bool
+
+    def of(self, module: nn.Module) -> torch.Tensor:
+        """The values, of the box's shape: a view of what the rank holds."""
+        return self.view(named_tensor(module, self.parameter))
+
+    def view(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The same view of another tensor that is cut like the parameter, such as a moment of its optimizer."""
+        local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+        return local.detach()[self.index]
+
+
+def named_tensor(module: nn.Module, name: str) -> torch.Tensor:
+    """A parameter or buffer."""
+    holder, _, attribute = name.rpartition(".")
+    found: torch.Tensor = getattr(module.get_submodule(holder), attribute)
+    return found
+
+
+def held(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Parameters and persistent buffers, each tensor once, under the first of its names."""
+    seen = set[int]()
+    for name, tensor in module.state_dict(keep_vars=True).items():
+        if isinstance(tensor, torch.Tensor) and id(tensor) not in seen:
+            seen.add(id(tensor))
+            yield name, tensor
+
+
+def regions(
+    module: nn.Module,
+    mesh: Mesh,
+    *,
+    adapters: bool = False,
+    wanted: Callable[[str], bool] = lambda name: True,
+) -> list[Region]:
+    """What this rank holds of a module.
+
+    Args:
+        module: Its parameters are DTensors, or whole on every rank.
+        mesh: Who holds what.
+        adapters: Whether adapters' own tensors are listed, by the module's names.
+        wanted: Of which checkpoint names.
+
+    Raises:
+        ConfigError: See `checkpoint_parts`.
+    """
+    tensors = {name: tensor for name, tensor in held(module) if adapters or ".lora_" not in name}
+    parts = checkpoint_parts(module, {name: tuple(tensor.shape) for name, tensor in tensors.items()})
+    found = []
+    for name, tensor in tensors.items():
+        copy, copies = mesh.copies(tensor)
+        frozen = not tensor.requires_grad
+        here = boxes(tensor)
+        for part in parts[name]:
+            if not wanted(part.name):
+                continue
+            for box, local in here:
+                if (cut := _within(part.index, box, local)) is not None:
+                    found.append(
+                        Region(part.name, part.shape, tensor.dtype, cut[0], name, cut[1], copy, copies, frozen)
+                    )
+    return found
+
+
+def _within(
+    index: tuple[int | tuple[int, int], ...], box: Box, local: Box
+) -> tuple[Box, tuple[int | slice, ...]] | None:
+    """What a box of a module's tensor and a part of it have in common: as a box of the part, and as an index of the local
+    tensor."""
+    start, stop, where = list[int](), list[int](), list[int | slice]()
+    for one, a, b, at in zip(index, box.start, box.stop, local.start, strict=True):
+        low, high = (one, one + 1) if isinstance(one, int) else one
+        first, last = max(a, low), min(b, high)
+        if first >= last:
+            return None
+        if isinstance(one, int):
+            where.append(at + first - a)
+        else:
+            start.append(first - low)
+            stop.append(last - low)
+            where.append(slice(at + first - a, at + last - a))
+    return Box(tuple(start), tuple(stop)), tuple(where)
+
+
+def plain_names(module: nn.Module) -> dict[str, str]:
+    """By the module's own names, what each tensor is called without adapters around it."""
+    return {name: plain(name) for name, _ in held(module)}
