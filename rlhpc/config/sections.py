@@ -152,7 +152,8 @@ class WeightSyncConfig:
     """How weights travel from the actor to the rollout ranks; part of section `rollout`."""
 
     weight_sync: str = "auto"
-    """What carries weights from the actor: `auto`, `broadcast`, a registered name, or `module:Class`."""
+    """What carries weights from the actor: `auto`, `broadcast`, `shards` (language models: each rank sends what it holds to
+    the ranks that want it, and nobody gathers), a registered name, or `module:Class`."""
     weight_delta: str = "frozen"
     """What an update leaves out: `frozen` (weights that are not trained travel once a rollout rank), `elements` (also whatever
     has not changed, element by element; costs the actor a copy of the weights), or `off` (nothing)."""

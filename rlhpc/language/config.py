@@ -162,9 +162,22 @@ class EngineConfig(GenerationConfig):
 
 
 @dataclass
+class EngineParallelConfig:
+    """How many ranks are one engine, and what they share (`rollout_backend: vllm`)."""
+
+    tensor: int | None = None
+    """Ranks over which each layer of an engine is divided; null takes the accelerators that the placement gives a process
+    (`rollout: 0-7:0-3` is four engines of two ranks)."""
+    expert: bool = False
+    """Whether whole experts of a mixture are divided among an engine's ranks, rather than each expert (not on CPUs)."""
+
+
+@dataclass
 class GrpoRolloutConfig(WeightSyncConfig, EngineConfig):
     """The rollout group."""
 
+    parallel: EngineParallelConfig = field(default_factory=EngineParallelConfig)
+    """Engines of several ranks."""
     temperature: float = 1.0
     """Temperature of sampling in training; the losses use the same."""
     probe_interval: int = 10

@@ -60,12 +60,11 @@ Cfg = TypeVar("Cfg", bound=LanguageConfig)
 _EVALUATION = ("data.eval",)
 _FREE = (
     "runner.val_check_interval", "rollout.weight_sync", "rollout.weight_delta",
-    "rollout.gpu_memory_utilization", "rollout.max_batch_size",
-    "critic.max_tokens_per_micro_batch", "reference.", "teacher.max_tokens_per_micro_batch",
-    "teacher.rollout_backend", "teacher.gpu_memory_utilization", "teacher.max_batch_size",
-    "reward.model.max_tokens_per_micro_batch", "judge.gpu_memory_utilization", "judge.max_batch_size", "judge.cache_size",
-    "critic.training_backend", "critic.fsdp.", "critic.deepspeed.",
-    "critic.use_remove_padding", "critic.enable_dp_load_balance",
+    "rollout.gpu_memory_utilization", "rollout.max_batch_size", "rollout.parallel.", "critic.max_tokens_per_micro_batch",
+    "reference.", "teacher.max_tokens_per_micro_batch", "teacher.rollout_backend", "teacher.gpu_memory_utilization",
+    "teacher.max_batch_size", "reward.model.max_tokens_per_micro_batch", "judge.gpu_memory_utilization", "judge.max_batch_size", "judge.cache_size",
+    "critic.training_backend", "critic.fsdp.", "critic.deepspeed.", "critic.use_remove_padding",
+    "critic.enable_dp_load_balance",
     "actor.use_remove_padding", "actor.enable_dp_load_balance",
     "critic.model.gradient_checkpointing", "critic.model.attn_implementation",
     "actor.max_tokens_per_micro_batch", "actor.training_backend", "actor.fsdp.", "actor.deepspeed.",
@@ -282,11 +281,19 @@ class GrpoKind(LanguageKind[GrpoConfig]):
 
     def elastic_of(self, cfg: GrpoConfig) -> dict[str, int]:
         """The engines, where they are at work all the time: what one had under way, others take."""
-        return {} if cfg.actor.offload_in_rollout else {"rollout": 1}
+        return {} if cfg.actor.offload_in_rollout else self.together_of(cfg)
+
+    def together_of(self, cfg: GrpoConfig) -> dict[str, int]:
+        """The ranks of an engine."""
+        return {"rollout": cfg.rollout.parallel.tensor or 1}
+
+    def placed(self, cfg: GrpoConfig, replicas: Mapping[str, int]) -> GrpoConfig:
+        """Also with how many ranks are an engine."""
+        return changed(cfg, "rollout.parallel.tensor", replicas["rollout"])
 
     def most_useful(self, cfg: GrpoConfig) -> dict[str, int]:
-        """A rank takes a prompt at least."""
-        return {"rollout": cfg.data.prompts_per_step}
+        """An engine takes a prompt at least."""
+        return {"rollout": cfg.data.prompts_per_step * self.together_of(cfg)["rollout"]}
 
     def differences(self, cfg: GrpoConfig, checkpoint: Path) -> list[str]:
         """Also that the checkpoint has no critic, where this run wants one."""

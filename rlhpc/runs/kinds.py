@@ -229,6 +229,21 @@ class Kind(Generic[Cfg]):
             ConfigError, CheckpointError: Names the key.
         """
 
+    def together_of(self, cfg: Cfg) -> dict[str, int]:
+        """Groups of which so many neighbouring ranks are one replica: they come, go and end together."""
+        del cfg
+        return {}
+
+    def placed(self, cfg: Cfg, replicas: Mapping[str, int]) -> Cfg:
+        """The configuration, with what follows from the placement written down.
+
+        Args:
+            cfg: The configuration.
+            replicas: How many neighbouring ranks of each group are one engine.
+        """
+        del replicas
+        return cfg
+
     def prepare(self, cfg: Cfg, *, resumes: bool) -> Cfg:
         """The configuration as its ranks get it; the caller's stays as it is.
 

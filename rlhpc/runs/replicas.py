@@ -22,42 +22,60 @@ class Opening(Protocol):
 class Replicas:
     """Who of a group takes part in a step.
 
-    A rank that is lost costs what it had under way, which others take; it is started again beside the steps that follow, and
-    takes part from the one on before which it had all that it needs.
+    A replica is a rank, or some neighbouring ranks that are one engine. One that is lost costs what it had under way, which
+    others take; it is started again beside the steps that follow, and takes part from the one on before which it had all that it
+    needs.
 
     Args:
         group: The launched group.
-        opens: Has a rank load what it needs, as at the start.
-        joins: Connects one that has, to take part from the next step on.
+        opens: Has a replica's ranks load what they need, as at the start.
+        joins: Connects those that have, to take part from the next step on.
         restarts: How often ranks may be started again.
         cost: What the loss of a rank costs, for the user.
         restart: Starts those again that have ended, where that takes more than the group's own.
+        size: Ranks of a replica. Whoever of them ends, the others end with it (`FailurePolicy.together`).
     """
 
     def __init__(
         self,
         group: WorkerGroup,
-        opens: Callable[[int], Opening],
-        joins: Callable[[int], None],
+        opens: Callable[..., Opening],
+        joins: Callable[..., None],
         restarts: Callable[[], int],
         cost: str,
         restart: Callable[[], list[int]] | None = None,
+        size: int = 1,
     ) -> None:
         self._group, self._opens, self._joins, self._restarts = group, opens, joins, restarts
         self._cost, self._restart = cost, restart or group.restart
-        self._opening: dict[int, Opening] = {}
+        self._size = size
+        self._arrived: set[int] = set()
+        self._opening: dict[tuple[int, ...], Opening] = {}
         self._restarted = 0
         self.ranks: list[int] = []
 
     def begin(self) -> None:
         """All ranks of the group take part."""
         self._opening.clear()
-        self.ranks = self._group.present
+        self._arrived.clear()
+        self.ranks = self._whole(self._group.present)
 
     def present(self) -> list[int]:
         """Those that take part and have not been lost since."""
         there = self._group.present
-        return [rank for rank in self.ranks if rank in there]
+        return self._whole([rank for rank in self.ranks if rank in there])
+
+    def firsts(self) -> list[int]:
+        """The first ranks of the replicas that are present."""
+        return self.present()[:: self._size]
+
+    def _replica(self, rank: int) -> tuple[int, ...]:
+        first = rank - rank % self._size
+        return tuple(range(first, first + self._size))
+
+    def _whole(self, ranks: Collection[int]) -> list[int]:
+        """The ranks, in order, of whose replica all are among them."""
+        return [rank for rank in sorted(ranks) if {*self._replica(rank)} <= {*ranks}]
 
     def of_step(self) -> WorkerGroup:
         """The group, for a call of those that take part."""
@@ -66,22 +84,27 @@ class Replicas:
     def tend(self) -> None:
         """Before a step: leaves out who is gone, has them started again, and takes in who is ready."""
         there = self._group.present
-        self._opening = {rank: handle for rank, handle in self._opening.items() if rank in there}
-        if lost := sorted({*self.ranks} - {*there}):
-            self.ranks = [rank for rank in self.ranks if rank in there]
+        self._opening = {ranks: handle for ranks, handle in self._opening.items() if {*ranks} <= {*there}}
+        self._arrived &= {*there}
+        if lost := sorted({*self.ranks} - {*self.present()}):
+            self.ranks = [rank for rank in self.ranks if rank not in lost]
             told = f"{self._lost(lost)}; {self._cost}"
             if self._restarted < self._restarts() and (again := self._restart()):
-                self._restarted += len(again)
+                self._restarted += len(again) // self._size
                 told += f"; {self._named(again)} starts again"
             note(told)
-        for rank in self._group.admit():
-            self._opening[rank] = self._opens(rank)
-        for rank in [rank for rank, handle in self._opening.items() if handle.done()]:
-            self._opening.pop(rank).wait()
-            self._joins(rank)
-            self._group.took_in(rank)
-            self.ranks = sorted([*self.ranks, rank])
-            note(f"{self._named([rank])} takes part from the next step on")
+        self._arrived |= {*self._group.admit()}
+        for first in self._whole(self._arrived)[:: self._size]:
+            ranks = self._replica(first)
+            self._arrived -= {*ranks}
+            self._opening[ranks] = self._opens(*ranks)
+        for ranks in [ranks for ranks, handle in self._opening.items() if handle.done()]:
+            self._opening.pop(ranks).wait()
+            self._joins(*ranks)
+            for rank in ranks:
+                self._group.took_in(rank)
+            self.ranks = sorted([*self.ranks, *ranks])
+            note(f"{self._named(ranks)} takes part from the next step on")
 
     def _lost(self, ranks: Collection[int]) -> str:
         """Who ended, and who has left as told."""

@@ -60,6 +60,7 @@ def train(cfg: Cfg, *, segment: int | None = None, resume_with: bool = False) ->
     if cluster.source == "machine":  # job steps say so themselves: this may be a login node
         torch_device(sorted({i for ranks in placements.values() for rank in ranks for i in rank.accelerators}))
     cfg = kind.prepare(cfg, resumes=run.resume.path is not None)
+    cfg = kind.placed(cfg, {role: strategy.replica for role, strategy in strategies.items()})
     if run.resume.path is not None:
         check_resume(kind, cfg, run.resume.path)
     kind.check_start(cfg, {role: len(ranks) for role, ranks in placements.items()})
@@ -111,7 +112,7 @@ def _train(
             made.max_recoveries = int(os.environ.get(MAX_RESTARTS, "0"))
             session.failures.expendable = kind.expendable_of(cfg) if made.max_recoveries else frozenset()
             session.failures.independent = kind.independent_of(cfg)
-            session.failures.elastic = kind.elastic_of(cfg)
+            session.failures.elastic, session.failures.together = kind.elastic_of(cfg), kind.together_of(cfg)
             session.interrupted = lambda: None
             made.saw = helpers.saw
             helpers.start(session)

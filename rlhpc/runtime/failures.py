@@ -27,6 +27,7 @@ class FailurePolicy:
         expendable: Groups whose failure leaves the others alive.
         independent: Those among them whose ranks do not need one another: one that dies leaves the rest of its group alive.
         elastic: Groups whose ranks may come and go, and how many must stay: the end of one beyond that is no failure.
+        together: Groups in which so many neighbours are one replica, such as an engine: they come, go and end together.
         first: The failure that all the others follow from; None while nothing has failed.
         past: The failure after which the session went on.
     """
@@ -34,6 +35,7 @@ class FailurePolicy:
     expendable: frozenset[str] = frozenset()
     independent: frozenset[str] = frozenset()
     elastic: Mapping[str, int] = field(default_factory=dict)
+    together: Mapping[str, int] = field(default_factory=dict)
     first: RlhpcError | None = None
     past: RlhpcError | None = None
 
@@ -56,8 +58,14 @@ class FailurePolicy:
         joined = any((r.spec.group, r.spec.rank) == (group, rank) and r.spec.rank >= r.spec.world_size for r in ranks)
         if failure.remote_traceback and not joined:
             return False
-        left = [r for r in ranks if r.spec.group == group and r.state == "ready" and r.spec.rank != rank]
+        replica = self.replica_of(group, -1 if rank is None else rank)
+        left = [r for r in ranks if r.spec.group == group and r.state == "ready" and r.spec.rank not in replica]
         return self.first is None and len(left) >= self.elastic[group]
+
+    def replica_of(self, group: str, rank: int) -> range:
+        """The ranks that are one with a rank, itself included."""
+        size = self.together.get(group, 1)
+        return range(rank - rank % size, rank - rank % size + size)
 
     def put_behind(self) -> None:
         """Treats the failure as past when new groups are launched: it happened before them."""

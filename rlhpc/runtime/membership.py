@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import pickle
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -51,7 +51,17 @@ class Membership:
         self.epoch = 0
 
     def left(self, member: Member, failure: RlhpcError, rpc: RpcClient) -> None:
-        """A rank of a group that goes on without it has ended, or must be taken for lost."""
+        """A rank of a group that goes on without it has ended, or must be taken for lost. So are those that are one replica
+        with it: they may be waiting for it where nobody could tell them."""
+        self._left(member, failure, rpc)
+        spec = member.spec
+        replica = self._failures.replica_of(spec.group, spec.rank)
+        for mate in self._ranks.alive(spec.group):
+            if mate.spec.rank in replica:
+                mate.told = mate.told or member.told
+                self._left(mate, RlhpcError(f"{spec.name} has ended, and both are one engine"), rpc)
+
+    def _left(self, member: Member, failure: RlhpcError, rpc: RpcClient) -> None:
         spec = member.spec
         if member.told:
             log.info("%s leaves: %s", spec.name, member.told)
@@ -119,8 +129,8 @@ class Membership:
         group = wish["group"]
         self._allow(group, wish)
         with self._ranks.changed:
-            specs = [m.spec for m in self._ranks.all() if m.spec.group == group]  # of those that have ended, too
-            like, number = specs[0], 1 + max(spec.rank for spec in specs)
+            members = [m for m in self._ranks.all() if m.spec.group == group]  # those that have ended, too
+            like, number = members[0].spec, self._place_in(group, members, wish)
             stem = self._log_dir / f"{group}-{number}"
             env = {name: value for name, value in like.env.items() if name != "CUDA_VISIBLE_DEVICES"}
             spec = replace(
@@ -138,6 +148,22 @@ class Membership:
         })  # fmt: skip
         log.info("%s joins from node %s (job %s)", spec.name, spec.node, wish["job"] or "none")
         return pickle.dumps(spec)
+
+    def _place_in(self, group: str, members: Sequence[Member], wish: Mapping[str, Any]) -> int:
+        """The number of a rank that joins: beside others of its job, or of its node, whose replica is not whole yet."""
+        last = 1 + max(m.spec.rank for m in members)
+        if len(self._failures.replica_of(group, 0)) == 1:
+            return last
+        by_rank = {m.spec.rank: m for m in members}
+        for mate in members:
+            replica = self._failures.replica_of(group, mate.spec.rank)
+            free = [rank for rank in replica if rank not in by_rank]
+            there = [by_rank[rank] for rank in replica if rank in by_rank]
+            jobs = {self._jobs.get(m.spec.incarnation, ("", m))[0] for m in there}
+            near = jobs == {wish["job"]} if wish["job"] else {m.spec.node for m in there} == {wish["node"]}
+            if free and near and all(m.state != "ended" for m in there):
+                return free[0]
+        return self._failures.replica_of(group, last - 1).stop
 
     def _allow(self, group: str, wish: Mapping[str, Any]) -> None:
         if not self.is_open:

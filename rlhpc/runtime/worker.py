@@ -187,6 +187,13 @@ class Worker:
         """Waits for all ranks of the group."""
         self._collectives.barrier()
 
-    def init_process_group(self) -> Any:
-        """torch's default process group over this worker group (gloo on CPU, NCCL on GPU); None for a single rank."""
+    def init_process_group(self, ranks: range | None = None) -> Any:
+        """torch's default process group over this worker group (gloo on CPU, NCCL on GPU); None for a single rank.
+
+        Args:
+            ranks: Only these neighbours, of which this rank is one; collectives of the worker are then theirs.
+        """
+        if ranks is not None:
+            number = ranks.index(self.rank)
+            self._collectives = Collectives(self.group_name, number, len(ranks), _spec, ranks.start)
         return self._collectives.process_group()

@@ -242,3 +242,20 @@ def _layers(module: nn.Module) -> list[tuple[str, Any]]:
     from peft.tuners.lora import LoraLayer
 
     return [(name, layer) for name, layer in module.named_modules() if isinstance(layer, LoraLayer)]
+
+
+@torch.no_grad()
+def factors(module: nn.Module, full: Full) -> dict[int, tuple[torch.Tensor, torch.Tensor, float, bool]]:
+    """What adapters add to the layers that they belong to, by the identity of these layers' weights: (A, B, scaling, whether
+    the weight is kept transposed). All ranks call it.
+
+    Raises:
+        RlhpcError: Adapters are merged into the module's own weights, too: they would be merged twice.
+    """
+    found = {}
+    for name, layer in _layers(module):
+        if layer.merged:
+            raise RlhpcError(f"the adapters of {name} are merged into its own weights: they would be merged twice")
+        a, b = full(layer.lora_A[ADAPTER].weight).detach(), full(layer.lora_B[ADAPTER].weight).detach()
+        found[id(layer.base_layer.weight)] = a, b, float(layer.scaling[ADAPTER]), bool(layer.fan_in_fan_out)
+    return found

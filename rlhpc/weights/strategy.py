@@ -32,12 +32,15 @@ class Update:
             kept. Nobody may write into them, except the Elements of a later version.
         receipt: What the version was to be, once the tensors have been iterated to the end; None where the strategy does not
             know.
+        proven: The strategy itself compares what comes with what was sent, and raises where they differ. Of the tensors, only
+            what the receiver has said that it wants need be there.
     """
 
     version: int
     complete: bool
     tensors: NamedUpdates
     receipt: Callable[[], Receipt | None] = lambda: None
+    proven: bool = False
 
 
 class WeightSync(Protocol):
@@ -73,9 +76,16 @@ def frozen_names(module: torch.nn.Module) -> frozenset[str]:
 _BROADCAST = "rlhpc.weights.broadcast:BroadcastSync"
 #: `auto` is the fastest strategy for the topology: broadcast, both on one host and between hosts.
 STRATEGIES: Registry[Callable[..., WeightSync]] = Registry(
-    "weight sync", "rollout.weight_sync", "rlhpc.weight_syncs", {"auto": _BROADCAST, "broadcast": _BROADCAST}
-)
+    "weight sync", "rollout.weight_sync", "rlhpc.weight_syncs",
+    {"auto": _BROADCAST, "broadcast": _BROADCAST, "shards": "rlhpc.weights.reshard:ShardSync"},
+)  # fmt: skip
 register_sync = STRATEGIES.register
+
+
+def sends_shards(name: str) -> bool:
+    """Whether every rank of the trainer sends what it holds by the strategy of a name (`reshard.SendsShards`), rather than the
+    first what all have gathered."""
+    return hasattr(STRATEGIES.find(name), "send_shards")
 
 
 def make_sync(

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 if TYPE_CHECKING:
     import torch
 
+    from rlhpc.weights.boxes import Box
     from rlhpc.weights.elements import Elements
 
 
@@ -67,11 +68,13 @@ class RolloutBackend(Protocol):
     way goes on under the new ones (after a recomputation of its cache, unless `rollout.keep_cache_on_update`), and
     `Completion.versions` tells which token is whose.
 
-    What only some engines say or can do is in `SaysForkable`, `TakesParts`, `TellsWeights`, `ScoresTexts` and `Bounded`.
+    What only some engines say or can do is in `SaysForkable`, `TakesParts`, `TakesShards`, `TellsWeights`, `ScoresTexts` and
+    `Bounded`.
     """
 
-    version: int
-    """Version of the weights that the next step uses."""
+    @property
+    def version(self) -> int:
+        """Version of the weights that the next step uses."""
 
     def add(self, requests: Iterable[Request]) -> None:
         """Queues requests.
@@ -134,6 +137,18 @@ class TakesParts(Protocol):
 
 
 @runtime_checkable
+class TakesShards(Protocol):
+    """An engine rank that says which parts of which tensors it wants, and takes no more than these."""
+
+    def wants(self) -> Mapping[str, Sequence[Box]]:
+        """The boxes of each tensor, by the names of the model's files. Tensors that it wants nothing of are missing."""
+
+    def update_shards(self, version: int, named_tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """`RolloutBackend.update_weights` with all tensors that `wants` names, by these names, of full shape; what it does not
+        want of them may be anything."""
+
+
+@runtime_checkable
 class TellsWeights(Protocol):
     """An engine that shows what it works with."""
 
@@ -162,5 +177,6 @@ def taking_parts(engine: RolloutBackend) -> TakesParts | None:
     return engine if isinstance(engine, TakesParts) and engine.updates_in_part else None
 
 
-#: What makes an engine: called with the configuration and `model_path`, `device` and `seed` by name.
+#: What makes an engine: called with the configuration and `model_path`, `device` and `seed` by name; for one of several ranks
+#: (`rollout.parallel`) with a `lockstep.Link`, too, as `link`.
 EngineFactory = Callable[..., RolloutBackend]

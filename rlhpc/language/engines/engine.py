@@ -40,6 +40,7 @@ class EngineOptions:
         sleeps: Whether it gives the accelerator away between rollouts; an evaluation of a model that was trained on
             demonstrations does not.
         keeps_cache: `rollout.keep_cache_on_update`.
+        divides_experts: `rollout.parallel.expert`.
     """
 
     model_path: str
@@ -53,6 +54,7 @@ class EngineOptions:
     engine_kwargs: dict[str, Any] = field(default_factory=dict)
     sleeps: bool = False
     keeps_cache: bool = False
+    divides_experts: bool = False
 
     @classmethod
     def from_config(cls, cfg: LanguageConfig, model_path: str, device: str | torch.device) -> EngineOptions:
@@ -79,6 +81,7 @@ class EngineOptions:
             engine_kwargs={str(k): v for k, v in rollout.engine_kwargs.items()},
             sleeps=bool(select(cfg, "actor.offload_in_rollout")),
             keeps_cache=bool(select(cfg, "rollout.keep_cache_on_update")),
+            divides_experts=bool(select(cfg, "rollout.parallel.expert")),
         )
 
     @property

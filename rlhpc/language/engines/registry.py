@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     import torch
 
     from rlhpc.language.config import LanguageConfig
+    from rlhpc.language.engines.lockstep import Link
 
 Run = TypeVar("Run", bound="LanguageConfig")
 ENGINES: Registry[EngineFactory] = Registry(
@@ -20,7 +21,9 @@ ENGINES: Registry[EngineFactory] = Registry(
 )  # fmt: skip
 
 
-def make_rollout(cfg: LanguageConfig, *, model_path: str, device: str | torch.device, seed: int) -> RolloutBackend:
+def make_rollout(
+    cfg: LanguageConfig, *, model_path: str, device: str | torch.device, seed: int, link: Link | None = None
+) -> RolloutBackend:
     """Builds the engine of `rollout.rollout_backend`.
 
     Args:
@@ -28,12 +31,14 @@ def make_rollout(cfg: LanguageConfig, *, model_path: str, device: str | torch.de
         model_path: Hugging Face folder or hub name of the weights to start from, with its tokenizer.
         device: Where it computes.
         seed: Of the engine; what a request draws depends on the request's own.
+        link: To the other ranks of an engine that has several; all of them build theirs at the same time.
 
     Raises:
         ConfigError: It cannot be built: an unknown name, a library that is not installed, a model that is not there, or
             memory that does not suffice.
     """
-    return ENGINES.find(cfg.rollout.rollout_backend)(cfg, model_path=model_path, device=device, seed=seed)
+    more = {} if link is None else {"link": link}
+    return ENGINES.find(cfg.rollout.rollout_backend)(cfg, model_path=model_path, device=device, seed=seed, **more)
 
 
 def awaiting_weights(cfg: Run) -> Run:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
@@ -19,6 +20,7 @@ from rlhpc.language.engines.ends import (
     transformers_module,
 )
 from rlhpc.language.engines.engine import Engine, EngineOptions, UpdateFailed, fitting_update
+from rlhpc.language.engines.vllm_boxes import Boxes, wanted_boxes
 from rlhpc.language.engines.vllm_experts import FileNames, is_mixture, packing_kernels
 from rlhpc.language.engines.vllm_logprobs import log_before_filters
 from rlhpc.language.engines.vllm_names import tensors_of, under_all_names
@@ -29,6 +31,8 @@ from rlhpc.weights.cost import COST
 
 if TYPE_CHECKING:
     from rlhpc.language.config import LanguageConfig
+    from rlhpc.language.engines.lockstep import Link
+    from rlhpc.weights.boxes import Box
 
 
 #: The request that asks for a text's log-probs.
@@ -67,12 +71,21 @@ class VLLMRollout(VLLMProcess, Engine):
         model_path: Hugging Face folder or hub name.
         device: `cpu` for the CPU build; a GPU build takes the rank's first visible accelerator.
         seed: Of the engine.
+        link: To the other ranks of the engine, if it has several (`lockstep`).
 
     Raises:
         ConfigError: vLLM is not installed or of the wrong build, there is no such model, or memory does not suffice.
     """
 
-    def __init__(self, cfg: LanguageConfig, *, model_path: str, device: str | torch.device, seed: int = 0) -> None:
+    def __init__(
+        self,
+        cfg: LanguageConfig,
+        *,
+        model_path: str,
+        device: str | torch.device,
+        seed: int = 0,
+        link: Link | None = None,
+    ) -> None:
         Engine.__init__(self)
         options = EngineOptions.from_config(cfg, model_path, device)
         config = load_model_config(options.model_path, options.trust_remote_code)
@@ -90,11 +103,15 @@ class VLLMRollout(VLLMProcess, Engine):
             options = replace(options, engine_kwargs=given)
         self._experts = FileNames(model) if is_mixture(config) else None
         self._running: dict[str, _Running] = {}
-        self._expected = self._sizes()
         self._torn, self._slept = "", False
-        VLLMProcess.__init__(self, options, config, seed)
+        VLLMProcess.__init__(self, options, config, seed, link)
         self.context = int(self._engine.model_config.max_model_len)
         self.capacity = int(self._engine.vllm_config.scheduler_config.max_num_seqs)
+        self._wanted: Boxes | None = None
+        self._expected = {name: math.prod(shape) for name, shape in self._shapes().items()}
+        if link is not None:
+            found = self._boxes()
+            self._expected = {name: sum(box.numel for box in found.get(name, ())) for name in self._expected}
         self._filters_logged = all(self._engine.collective_rpc(log_before_filters))
         if self._experts and not self._on_cpu and (kernels := self._engine.collective_rpc(packing_kernels)[0]):
             raise ConfigError(
@@ -102,11 +119,27 @@ class VLLMRollout(VLLMProcess, Engine):
                 "set moe_backend: triton"
             )
 
-    def _sizes(self) -> dict[str, int]:
-        """Elements of each tensor that the loader must put somewhere, by the names that it knows."""
-        shapes = {name: torch.empty(list(shape), device="meta") for name, shape in self._needed.items()}
-        files = self._experts(shapes.items()) if self._experts else shapes.items()
-        return {name: tensor.numel() for name, tensor in files}
+    def _shapes(self) -> dict[str, tuple[int, ...]]:
+        """Of each tensor that the loader must put somewhere, by the names that it knows."""
+        empty = {name: torch.empty(list(shape), device="meta") for name, shape in self._needed.items()}
+        files = self._experts(empty.items()) if self._experts else empty.items()
+        return {name: tuple(tensor.shape) for name, tensor in files}
+
+    def _boxes(self) -> Boxes:
+        """What this rank's loaders copy out of each tensor, as often as they do, and those of its other names."""
+        if self._wanted is None:
+            shapes = self._shapes()
+            shapes |= {other: shapes[name] for name, others in self._aliases.items() for other in others}
+            self._wanted = self._engine.collective_rpc(wanted_boxes, args=(shapes,))[0]
+        return self._wanted
+
+    def wants(self) -> dict[str, tuple[Box, ...]]:
+        """See `TakesShards.wants`. Tied weights are wanted by their first name."""
+        found, first = self._boxes(), {other: name for name, others in self._aliases.items() for other in others}
+        merged = dict[str, dict[Box, None]]()
+        for name, boxes in found.items():
+            merged.setdefault(first.get(name, name), {}).update(dict.fromkeys(boxes))
+        return {name: tuple(boxes) for name, boxes in merged.items()}
 
     def _arguments(self) -> dict[str, Any]:
         # After temperature, which is right but for rows with top-p or top-k: see `log_before_filters`.
@@ -212,14 +245,25 @@ class VLLMRollout(VLLMProcess, Engine):
         give their cache back, and prefill prompt and response so far when the next step schedules them; or, with
         `rollout.keep_cache_on_update`, keep it.
         """
+        self._begin_load(version)
+        weights = under_all_names(fitting_update(named_tensors, self._needed, self._optional), self._aliases)
+        self._load(version, self._experts(weights) if self._experts else weights)
+
+    def update_shards(self, version: int, named_tensors: Iterable[tuple[str, Tensor]]) -> None:
+        """See `TakesShards.update_shards`."""
+        self._begin_load(version)
+        shapes = self._shapes()
+        needed = {name: shapes[name] for name in self.wants()}
+        self._load(version, under_all_names(fitting_update(named_tensors, needed, {}), self._aliases))
+
+    def _begin_load(self, version: int) -> None:
         if self._torn:
             raise UpdateFailed(self._torn)
         self._begin_update(version)
         # An update that breaks off leaves vLLM with layers half taken apart, which a second update does not mend.
         self._torn = f"the update to version {version} of vLLM's weights broke off; restart the rollout group"
-        weights = fitting_update(named_tensors, self._needed, self._optional)
-        tied = under_all_names(weights, self._aliases)
-        named = self._experts(tied) if self._experts else tied
+
+    def _load(self, version: int, named: Iterator[tuple[str, Tensor]]) -> None:
         (loaded,) = self._engine.collective_rpc(reload_counted, args=(named, bool(self._experts and self._on_cpu)))
         with COST.proving():
             require_all_loaded(loaded, self._expected, version)

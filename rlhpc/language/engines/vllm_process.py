@@ -13,11 +13,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from rlhpc.language.engines.ends import first_line
+from rlhpc.language.engines.vllm_launched import one_of_several
 from rlhpc.runtime.errors import ConfigError, RlhpcError
 from rlhpc.runtime.scratch import cache_folder
 
 if TYPE_CHECKING:
     from rlhpc.language.engines.engine import EngineOptions
+    from rlhpc.language.engines.lockstep import Link
 
 log = logging.getLogger(__name__)
 
@@ -45,6 +47,7 @@ class VLLMProcess:
         options: Of the engine.
         config: The model's Hugging Face configuration.
         seed: Of the engine.
+        link: To the other ranks of the engine, if it has several.
 
     Raises:
         ConfigError: vLLM is not installed or of the wrong build, there is no such model, or memory does not suffice.
@@ -53,8 +56,8 @@ class VLLMProcess:
     #: What to do where vLLM cannot be had.
     instead = "take rollout_backend hf"
 
-    def __init__(self, options: EngineOptions, config: Any, seed: int) -> None:
-        self._options, self._sleeps = options, options.sleeps
+    def __init__(self, options: EngineOptions, config: Any, seed: int, link: Link | None = None) -> None:
+        self._options, self._sleeps, self._link = options, options.sleeps, link
         self._build(config, seed)
 
     def _arguments(self) -> dict[str, Any]:
@@ -84,8 +87,8 @@ class VLLMProcess:
                 f"the other build, or {self.instead}"
             )
         self._batch = options.batch if self._on_cpu else options.max_batch_size
-        self._owns_group = not torch.distributed.is_initialized()
-        if not self._owns_group and torch.distributed.get_world_size() > 1:
+        self._owns_group = not torch.distributed.is_initialized() and self._link is None
+        if not self._owns_group and self._link is None and torch.distributed.get_world_size() > 1:
             raise RlhpcError(
                 "vLLM needs a process whose torch process group is its own; build it before joining another"
             )
@@ -110,10 +113,22 @@ class VLLMProcess:
         arguments.update(options.engine_kwargs)
         if max(int(arguments.get(f"{kind}_parallel_size", 1)) for kind in ("tensor", "pipeline", "data")) > 1:
             raise ConfigError(
-                "rollout.engine_kwargs: vLLM runs in the rollout rank's process, on one accelerator; give the group more "
-                "ranks instead of a larger parallel size"
+                "rollout.engine_kwargs: vLLM runs in the rollout ranks' processes, each on one accelerator; say with "
+                "rollout.parallel.tensor how many ranks are one engine"
             )
-        with _leaving_no_trace(), _unseen_modules(), self._explained():
+        if self._link is not None:
+            if options.divides_experts and self._on_cpu:
+                raise ConfigError(
+                    "rollout.parallel.expert: vLLM's CPU build ends with a segmentation fault where whole experts are divided "
+                    "among ranks; leave it false there (each expert is divided)"
+                )
+            self._link.form()
+            arguments |= {
+                "tensor_parallel_size": self._link.size,
+                "distributed_executor_backend": "external_launcher",
+                "enable_expert_parallel": options.divides_experts,
+            }
+        with _leaving_no_trace(), _unseen_modules(), one_of_several(self._link), self._explained():
             try:
                 engine_args = EngineArgs(**arguments)
             except TypeError as error:

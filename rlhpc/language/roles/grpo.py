@@ -32,7 +32,8 @@ from rlhpc.language.roles.arrivals import Arrivals
 from rlhpc.language.roles.groups import PARTS, Group
 from rlhpc.language.roles.minibatches import minibatches
 from rlhpc.language.roles.probe import Probe, due, probe_text
-from rlhpc.language.roles.prompts import GROUPS, RETURNS, VERSIONS, PromptMap
+from rlhpc.language.roles.prompts import GROUPS, RETURNS, PromptMap
+from rlhpc.language.roles.sending import ActorWeights
 from rlhpc.language.scoring.groups import CRITIC
 from rlhpc.language.tokens.batches import TokenBatch
 from rlhpc.language.tokens.cutting import Parts, values_of
@@ -41,11 +42,7 @@ from rlhpc.language.tokens.trainer import TokenTrainer
 from rlhpc.runtime.channel import Channel
 from rlhpc.runtime.device import empty_cache
 from rlhpc.runtime.errors import DeadlineExceeded, RlhpcError
-from rlhpc.training.contract import Named
-from rlhpc.weights import WeightSync, make_sync
 from rlhpc.weights.cost import COST
-
-_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 class GrpoActor(LanguageActor[GrpoConfig]):
@@ -55,11 +52,7 @@ class GrpoActor(LanguageActor[GrpoConfig]):
 
     def __init__(self, cfg: GrpoConfig) -> None:
         super().__init__(cfg)
-        self._sync: WeightSync | None = None
-        self._before: WeightSync | None = None
-        self._to: list[int] = []
-        self._reference: WeightSync | None = None
-        self._sent: frozenset[str] = frozenset()
+        self._weights: ActorWeights | None = None
 
     def init_worker(self, total_steps: int, prompts: PromptMap) -> dict[str, Any]:
         """Loads model and optimizer.
@@ -92,13 +85,7 @@ class GrpoActor(LanguageActor[GrpoConfig]):
         self._arrivals = Arrivals(frozenset(self._sent_here))
         self._parts: list[TokenBatch] = []
         self._received = -1
-        self._sync, self._to = None, []
-        if self.rank == 0:
-            rollout = cfg.rollout
-            if cfg.reference.update_interval and REFERENCE in prompts.scoring:
-                ranks = [(REFERENCE, list(range(prompts.scoring[REFERENCE])))]
-                self._reference = make_sync(rollout.weight_sync, self, (prompts.actor_name, 0), ranks, "off")
-        self.forget_sent()
+        self._weights = ActorWeights(self, cfg, prompts, trainer)
         self.temperature = cfg.rollout.temperature
         COST.pop()
         return {"parameters": trainer.parameters_trained}
@@ -121,49 +108,20 @@ class GrpoActor(LanguageActor[GrpoConfig]):
         if version != self.version:  # the previous update failed
             raise RlhpcError(f"weights of version {version} are not there: the actor has {self.version}")
         with self.backend.awake():  # what is sent last is written when all has been gathered
-            probe = self._probe(version)
-            self._aim(list(ranks))
-            frozen = self._frozen_names()
-            weights = self.backend.named_weights(self._sent)
-            if self._sync is None:
-                for _ in weights:  # a sharded backend gathers each with all ranks
-                    pass
-            else:
-                for rank in ranks:
-                    self.notify(probe, self.prompts.rollout_name, rank, VERSIONS)
-                self._sync.send(version, _as(_DTYPES.get(self.cfg.rollout.dtype), weights), frozen=frozen)
-        self._sent = frozen
+            self.weights.send(version, ranks, self._probe(version))
 
     def welcome(self, version: int, ranks: Sequence[int]) -> None:
         """Sends the present weights, all of them, to rollout ranks that have just come."""
         if version != self.version:
             raise RlhpcError(f"weights of version {version} are not there: the actor has {self.version}")
-        name = self.prompts.rollout_name
         with self.backend.awake():
-            weights = self.backend.named_weights()
-            if self.rank:
-                for _ in weights:
-                    pass
-                return
-            for rank in ranks:
-                self.notify(None, name, rank, VERSIONS)
-            to = [(name, list(ranks))]
-            sync = make_sync(self.cfg.rollout.weight_sync, self, (self.prompts.actor_name, 0), to, "off")
-            sync.send(version, _as(_DTYPES.get(self.cfg.rollout.dtype), weights))
+            self.weights.welcome(version, ranks)
 
-    def _aim(self, ranks: list[int]) -> None:
-        """Where others receive than before, all of them get complete weights; all ranks call it."""
-        if ranks == self._to:
-            return
-        self._to = ranks
-        if self.rank == 0:
-            rollout, to = self.cfg.rollout, [(self.prompts.rollout_name, ranks)]
-            if self._before is not None:
-                self._before.forget()
-            # Somebody may yet have to take in what the last version builds upon: it is let go with the next change.
-            self._before = self._sync
-            self._sync = make_sync(rollout.weight_sync, self, (self.prompts.actor_name, 0), to, rollout.weight_delta)
-        self._sent = frozenset()
+    @property
+    def weights(self) -> ActorWeights:
+        """What sends the weights."""
+        assert self._weights is not None
+        return self._weights
 
     def _probe(self, version: int) -> Probe | None:
         """What the weights say of a fixed text, where this version is looked at; all ranks call it, awake."""
@@ -180,23 +138,12 @@ class GrpoActor(LanguageActor[GrpoConfig]):
     def refresh_reference(self, version: int) -> None:
         """Sends all weights to the reference's ranks, which score with them from then on."""
         with self.backend.awake():
-            weights = self.backend.named_weights()
-            if self._reference is None:
-                for _ in weights:
-                    pass
-            else:
-                self._reference.send(version, weights)
-
-    def _frozen_names(self) -> frozenset[str]:
-        off = self.cfg.rollout.weight_delta.lower() == "off"
-        return frozenset() if off else self.backend.frozen_names()
+            self.weights.refresh_reference(version)
 
     def forget_sent(self) -> None:
         """Frozen weights go out again with the next version; all ranks call it."""
-        self._sent = frozenset()
-        for sync in (self._sync, self._before, self._reference):
-            if sync is not None:
-                sync.forget()
+        if self._weights is not None:
+            self._weights.forget()
 
     # -- what comes in --------------------------------------------------------------------------------------------
 
@@ -390,10 +337,3 @@ class GrpoActor(LanguageActor[GrpoConfig]):
             batches, loss, temperature=self.temperature, entropy=entropy, reading=self._reader
         )
         return self._step(rate, self._reduced(parts), tokens, where, batch)
-
-
-def _as(dtype: torch.dtype | None, weights: Named) -> Named:
-    """Weights as the engine wants them: those in floating point in `dtype`, where there is one."""
-    if dtype is None:
-        return weights
-    return ((name, one.to(dtype) if one.is_floating_point() else one) for name, one in weights)

@@ -11,10 +11,11 @@ from rlhpc.language.agents.registry import configured_agent
 from rlhpc.language.config import LanguageConfig
 from rlhpc.language.data import PromptDataset, PromptTokenizer, load_tokenizer, make_dataset
 from rlhpc.language.engines.ends import load_model_config
-from rlhpc.language.engines.vllm_experts import require_proven
+from rlhpc.language.engines.vllm_experts import is_mixture, require_proven
 from rlhpc.language.evaluate import problems_of, suites_of
 from rlhpc.language.scoring.asking import Judging
 from rlhpc.language.tokens.model import compute_dtype
+from rlhpc.runtime.errors import ConfigError
 from rlhpc.training.zero_config import deepspeed_config
 
 
@@ -47,6 +48,29 @@ def looks_of(cfg: LanguageConfig, tokenizer: Any, dataset: PromptDataset) -> str
     return hashlib.blake2b(json.dumps(seen, sort_keys=True, default=str).encode(), digest_size=12).hexdigest()
 
 
+def _size(cfg: LanguageConfig) -> int:
+    """Ranks of an engine; in a run that has no rollout ranks, 1."""
+    return int(select(cfg, "rollout.parallel.tensor") or 1)
+
+
+def _check_divided(cfg: LanguageConfig, config: Any) -> None:
+    """Refuses a model that an engine's ranks cannot share (`rollout.parallel`)."""
+    text, size = config.get_text_config(), _size(cfg)
+    heads = int(text.num_attention_heads)
+    keys = int(getattr(text, "num_key_value_heads", None) or heads)
+    if heads % size or max(keys, size) % min(keys, size):
+        good = [n for n in range(1, heads + 1) if not heads % n and not max(keys, n) % min(keys, n)]
+        raise ConfigError(
+            f"rollout.parallel.tensor is {size}, and the model in {cfg.actor.model.model_path} has {heads} heads, {keys} for "
+            f"keys and values, which so many ranks cannot share; allowed: {', '.join(map(str, good))}"
+        )
+    if select(cfg, "rollout.parallel.expert") and not (size > 1 and is_mixture(config)):
+        raise ConfigError(
+            "rollout.parallel.expert divides whole experts among an engine's ranks: it needs a mixture of experts, and "
+            f"rollout.parallel.tensor above 1 (it is {size})"
+        )
+
+
 def check_language(cfg: LanguageConfig, ranks: dict[str, int]) -> None:
     """Refuses what would fail after the start: model, tokenizer, dataset, rewards.
 
@@ -55,7 +79,14 @@ def check_language(cfg: LanguageConfig, ranks: dict[str, int]) -> None:
     """
     model = cfg.actor.model
     if "rollout" in ranks and cfg.rollout.rollout_backend.lower() == "vllm":
-        require_proven(load_model_config(str(model.model_path), model.trust_remote_code))
+        config = load_model_config(str(model.model_path), model.trust_remote_code)
+        require_proven(config)
+        _check_divided(cfg, config)
+    elif "rollout" in ranks and cfg.rollout.rollout_backend.lower() == "hf" and _size(cfg) > 1:
+        raise ConfigError(
+            f"cluster.component_placement.rollout gives each process {_size(cfg)} accelerators, and the engine hf "
+            "(rollout.rollout_backend) computes on one: give it a process an accelerator, or take vllm"
+        )
     tokenizer, encoder, dataset = open_prompts(cfg)
     encoder.encode(dataset[0])
     if cfg.actor.training_backend.lower() == "deepspeed":

@@ -10,7 +10,6 @@ newer, and weights never get older. With 0 that is the synchronous loop.
 
 from __future__ import annotations
 
-import queue
 import sys
 import time
 from collections.abc import Sequence
@@ -25,20 +24,19 @@ from rlhpc.language.agents.registry import make_generation
 from rlhpc.language.algorithm.registry import make_algorithm
 from rlhpc.language.config import GrpoConfig
 from rlhpc.language.data import PromptSampler
-from rlhpc.language.engines import Request, SamplingParams, make_rollout
-from rlhpc.language.engines.base import Bounded, ScoresTexts, TellsWeights, taking_parts
-from rlhpc.language.engines.engine import engine_dtype
-from rlhpc.language.engines.registry import awaiting_weights, forkable
+from rlhpc.language.engines import Request, SamplingParams
+from rlhpc.language.engines.base import Bounded
+from rlhpc.language.engines.registry import forkable
 from rlhpc.language.rewards import Sample
 from rlhpc.language.rewards.pool import Scored
+from rlhpc.language.roles.engine_weights import EngineWeights
 from rlhpc.language.roles.facts import facts_of, not_finite, overlong, varied
 from rlhpc.language.roles.groups import FINISHED, group_of
+from rlhpc.language.roles.mates import first_of_engine, led
 from rlhpc.language.roles.opening import looks_of, open_prompts
-from rlhpc.language.roles.probe import Probe, check_probe
 from rlhpc.language.roles.prompts import (
     DELIVERED,
     GROUPS,
-    VERSIONS,
     WORK,
     PromptMap,
     channel_to,
@@ -51,9 +49,7 @@ from rlhpc.language.scoring.asking import AskingGroup, Judging
 from rlhpc.runs.device import own_device, seed_process
 from rlhpc.runtime.errors import ConfigError, DeadlineExceeded, RlhpcError
 from rlhpc.runtime.worker import Worker
-from rlhpc.weights import make_sync
 from rlhpc.weights.cost import COST
-from rlhpc.weights.proof import Proof
 
 #: Pause in seconds when neither engine nor judges had anything.
 _IDLE_S = 0.002
@@ -64,7 +60,10 @@ class _Closes(Protocol):
 
 
 class LanguageRolloutWorker(Worker):
-    """One generation engine with its judges. No checkpoint keeps any of it: what it draws follows from seeds and weights."""
+    """One generation engine with its judges, or a further rank of one (`mates`).
+
+    No checkpoint keeps any of it: what it draws follows from seeds and weights.
+    """
 
     def __init__(self, cfg: GrpoConfig) -> None:
         super().__init__()
@@ -101,7 +100,12 @@ class LanguageRolloutWorker(Worker):
         self.filter, self.refills = cfg.algorithm.filter_groups, cfg.algorithm.max_refills
         # Where steps do not overlap, any ranks make the same run, to the last bit: there, prompts are drawn again.
         self.hands_back = self.staleness > 0 and cfg.rollout.agent is None
-        seed_process(self.seed, "rollout", self.rank)
+        first = first_of_engine(self.rank, cfg)
+        seed_process(self.seed, "rollout", first)  # all ranks of an engine alike
+        if self.rank > first:
+            self._build(prompts)
+            self.log.info("computes with %s-%d", self.group_name, first)
+            return {}
         path = str(cfg.actor.model.model_path)
         self.tokenizer, self.encoder, self.dataset = open_prompts(cfg)
         own = looks_of(cfg, self.tokenizer, self.dataset)
@@ -116,15 +120,8 @@ class LanguageRolloutWorker(Worker):
             max_new_tokens=cfg.rollout.max_new_tokens, temperature=cfg.rollout.temperature,
             top_p=cfg.rollout.top_p, top_k=cfg.rollout.top_k,
         )  # fmt: skip
-        self.backend = make_rollout(awaiting_weights(cfg), model_path=path, device=own_device(self), seed=self.seed)
-        self._ended_with_it = [self.backend]
-        self._in_parts = taking_parts(self.backend)
+        self._build(prompts)
         self._capacity = self.backend.capacity if isinstance(self.backend, Bounded) else sys.maxsize
-        self.weights = make_sync(
-            cfg.rollout.weight_sync, self, (prompts.actor_name, 0),
-            [(prompts.rollout_name, list(range(prompts.rollout_ranks)))], cfg.rollout.weight_delta,
-            whole=self._in_parts is None,
-        )  # fmt: skip
         self.generation = make_generation(cfg, self.backend, self.tokenizer)
         self._ended_with_it.insert(0, self.generation)
         self.judges = Judging(cfg)
@@ -137,8 +134,17 @@ class LanguageRolloutWorker(Worker):
                       len(self.dataset))  # fmt: skip
         return {"problems": len(self.dataset), "looks": own}
 
+    def _build(self, prompts: PromptMap) -> None:
+        """Builds this rank's engine."""
+        self.taken = EngineWeights(self, self.cfg, prompts)
+        self.part = self.taken.part
+        self.backend = self.part.engine
+        self._ended_with_it = [self.backend]
+
     def connect(self) -> None:
         """Connects to the channels, once the driver has created them."""
+        if self.part.follows:
+            return
         self._groups = self.connect_channel(GROUPS)
         self._work, self._delivered = self.connect_channel(WORK), self.connect_channel(DELIVERED)
         self._scoring = {name: self.connect_channel(channel_to(name)) for name in self.prompts.scoring}
@@ -150,6 +156,7 @@ class LanguageRolloutWorker(Worker):
         }
         self.judges.connect(self._raters)
 
+    @led
     def begin(self, step: int) -> None:
         """Starts after `step`; whatever is under way is dropped, weights come before anything else."""
         self.generation.abort()
@@ -158,18 +165,20 @@ class LanguageRolloutWorker(Worker):
 
     def forget_sent(self) -> None:
         """The next weights are complete: the last ones may have been lost on their way."""
-        self.weights.forget()
+        self.taken.forget()
 
+    @led
     def offload(self) -> None:
         """Gives the accelerator to the actor."""
         self.backend.offload()
 
+    @led
     def reload(self) -> None:
         """Takes back what `offload` moved away."""
         self.backend.reload()
 
     def _clear(self, step: int) -> None:
-        self.version, self._until = -1, step
+        self.taken.version, self._until = -1, step
         self._slots: dict[tuple[int, int], Slot] = {}
         self.work = Takings(self.prompts.prompts, self.rank, self._work, self._delivered)
         self._of_request: dict[int, tuple[tuple[int, int], int]] = {}
@@ -178,12 +187,13 @@ class LanguageRolloutWorker(Worker):
 
     # -- the loop -------------------------------------------------------------------------------------------------
 
+    @led
     def generate(self, step: int, ranks: int) -> dict[str, float]:
         """Takes prompts of `step` and answers them until none is left; with `max_staleness`, of later steps too meanwhile.
 
         Args:
             step: Of the run.
-            ranks: How many ranks take part.
+            ranks: How many engines take part.
 
         Returns:
             The seconds that the call took, those that the engine worked and that weights were taken in, and tokens; and what
@@ -226,25 +236,30 @@ class LanguageRolloutWorker(Worker):
             self.before_leaving(None)
         return stats
 
+    @led
     def evaluate(self, step: int, ranks: Sequence[int]) -> dict[str, list[Row]]:
         """Answers this rank's share of the evaluation's problems with the weights of `step`, which are on their way.
 
         Args:
             step: Of the run.
-            ranks: Who takes part.
+            ranks: Who takes part: the first ranks of engines.
 
         Returns:
             See `Validation.rows`.
         """
-        self.take_weights(step)
+        self._await_weights(step)
         deadline = time.monotonic() + self.cfg.runner.step_timeout_s
         share = list(ranks).index(self.rank), len(ranks)
         return self.validation.rows(self.generation, self.judges, share, deadline)
 
+    @led
     def take_weights(self, version: int) -> None:
         """Takes in the weights of a version, or newer ones, as the actor writes them."""
+        self._await_weights(version)
+
+    def _await_weights(self, version: int) -> None:
         deadline = time.monotonic() + self.cfg.runner.step_timeout_s
-        while self.version < version:
+        while self.taken.version < version:
             if time.monotonic() > deadline:
                 raise DeadlineExceeded(f"the weights of step {version} did not reach {self.group_name}-{self.rank}")
             if not self._take_weights():
@@ -256,31 +271,16 @@ class LanguageRolloutWorker(Worker):
 
     def _take_weights(self) -> bool:
         """Takes in a version, if one has been announced."""
-        try:
-            probe: Probe | None = self.notice(VERSIONS)
-        except queue.Empty:
-            return False
-        start, sender = time.perf_counter(), f"{self.prompts.actor_name}-0"
-        update = self.weights.receive()
-        held = self.backend.held if isinstance(self.backend, TellsWeights) else None
-        proof = Proof(update, sender)
-        if self._in_parts is None:
-            self.backend.update_weights(update.version, proof.whole())
-        else:
-            self._in_parts.update_weights(update.version, proof.tensors(), complete=update.complete)
-        proof.check(held)
-        if probe is not None and isinstance(self.backend, ScoresTexts):
-            device, tolerance = own_device(self), self.cfg.rollout.probe_tolerance
-            dtypes = {probe.dtype, engine_dtype(self.cfg, device)}
-            check_probe(self.backend, probe, update.version, tolerance, dtypes, sender, device.type)
-        self.version = update.version
-        self._synced += time.perf_counter() - start
-        return True
+        start = time.perf_counter()
+        took = self.taken.take()
+        if took:
+            self._synced += time.perf_counter() - start
+        return took
 
     def _admit(self, first: int) -> None:
-        if self.version < 0:
+        if self.taken.version < 0:
             return
-        for step in range(first, min(self.version + 1 + self.staleness, self._until) + 1):
+        for step in range(first, min(self.taken.version + 1 + self.staleness, self._until) + 1):
             while self.backend.unfinished() < self._capacity:
                 taken = self.work.take(step)
                 if taken is None:

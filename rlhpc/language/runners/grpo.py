@@ -13,6 +13,7 @@ from typing import Any
 from rlhpc.algorithms.finite import MOST_IN_A_ROW, nonfinite
 from rlhpc.jobs.signals import StopRequest
 from rlhpc.language.config import GrpoConfig
+from rlhpc.language.roles.mates import ranks_of_engine
 from rlhpc.language.roles.prompts import PromptMap, evaluation_phase
 from rlhpc.language.roles.validation import validation_metrics
 from rlhpc.language.roles.work import Ledger
@@ -77,7 +78,7 @@ class ReasoningRunner(Runner[GrpoConfig]):
         self.ledger = Ledger(self.prompts.prompts)
         self.replicas = Replicas(
             self.rollout, self._open_rollout, self._join, lambda: self.max_recoveries,
-            "the others have made its prompts, and nothing else is lost",
+            "the others have made its prompts, and nothing else is lost", size=ranks_of_engine(cfg),
         )  # fmt: skip
         self._made: dict[int, Made] = {}
         self._reward = math.nan
@@ -116,11 +117,11 @@ class ReasoningRunner(Runner[GrpoConfig]):
         handle: Handle = self.rollout.execute_on(*ranks).init_worker(self.prompts, self.folder.end_step, looks)
         return handle
 
-    def _join(self, rank: int) -> None:
-        """A rollout rank that has loaded its engine takes part after the present step."""
-        self.rollout.execute_on(rank).connect().wait(self.timeout)
-        self.rollout.execute_on(rank).begin(self.step).wait(self.timeout)
-        sent = self.actor.welcome(self.step, [rank]), self.rollout.execute_on(rank).take_weights(self.step)
+    def _join(self, *ranks: int) -> None:
+        """Rollout ranks that have loaded an engine take part after the present step."""
+        self.rollout.execute_on(*ranks).connect().wait(self.timeout)
+        self.rollout.execute_on(*ranks).begin(self.step).wait(self.timeout)
+        sent = self.actor.welcome(self.step, ranks), self.rollout.execute_on(*ranks).take_weights(self.step)
         for handle in sent:
             handle.wait(self.timeout)
 
@@ -262,7 +263,7 @@ class ReasoningRunner(Runner[GrpoConfig]):
         return Made(step, self.ledger, self._generate, self.others, self.critic, wait=self.turns)
 
     def _generate(self, step: int) -> Handle:
-        handle: Handle = self.replicas.of_step().generate(step, len(self.replicas.ranks))
+        handle: Handle = self.replicas.of_step().generate(step, len(self.replicas.firsts()))
         return handle
 
     def _evaluate(self, step: int) -> dict[str, float]:
@@ -270,10 +271,10 @@ class ReasoningRunner(Runner[GrpoConfig]):
         if self.turns:
             self.rollout.reload()
         rated = self.others.rate(evaluation_phase(step))
-        ranks, rows = self.replicas.present(), list[Any]()
-        while len(rows) < len(ranks):  # again, if one was lost with its share
-            ranks = self.replicas.present()
-            rows = self.rollout.execute_on(*ranks).evaluate(step, ranks).wait(self.timeout)
+        firsts, rows = self.replicas.firsts(), list[Any]()
+        while len(rows) < len(firsts):  # again, if one was lost with its share
+            firsts = self.replicas.firsts()
+            rows = [made for made in self.replicas.of_step().evaluate(step, firsts).wait(self.timeout) if made]
         metrics = validation_metrics(rows)
         self.others.end(evaluation_phase(step))
         for handle in rated.values():

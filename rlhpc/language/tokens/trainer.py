@@ -18,11 +18,13 @@ from rlhpc.language.tokens.model import export_model
 from rlhpc.language.tokens.packing import packs, reads_rows, unpack, width
 from rlhpc.language.tokens.scalar import token_values
 from rlhpc.language.tokens.scores import Reading, TokenScores, token_scores
+from rlhpc.language.tokens.shards import shards_of
 from rlhpc.runtime.device import torch_device
 from rlhpc.runtime.errors import ConfigError
 from rlhpc.training import lora
 from rlhpc.training.contract import Metrics, Named, Ranks
 from rlhpc.training.registry import make_backend
+from rlhpc.weights.reshard import Shard
 
 if TYPE_CHECKING:
     from rlhpc.language.config import LanguageActorConfig, TrainedLanguageConfig
@@ -77,6 +79,15 @@ class ModelTrainer:
         """All weights in full, by their Hugging Face names, LoRA merged: what a rollout engine takes in. All ranks
         iterate; each tensor may be dropped before the next is asked for. Those in `without` are left out."""
         return self.backend.named_weights(without)
+
+    def shards(self, dtype: torch.dtype | None) -> list[Shard]:
+        """What this rank holds of the weights, as it is sent to engines part by part; all ranks call it, for adapters are
+        gathered.
+
+        Args:
+            dtype: As they are sent; None is that of the computation.
+        """
+        return shards_of(self.backend.module, self.backend.full, dtype or self.blueprint.dtype)
 
     def frozen_names(self) -> frozenset[str]:
         """Names of the weights that never change."""

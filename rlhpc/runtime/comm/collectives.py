@@ -15,10 +15,20 @@ if TYPE_CHECKING:
 
 
 class Collectives:
-    """The group's process group, with the few operations that roles use."""
+    """The group's process group, with the few operations that roles use.
 
-    def __init__(self, group: str, rank: int, world_size: int, spec: WorkerSpec | None) -> None:
-        self.group, self.rank, self.world_size, self._spec = group, rank, world_size, spec
+    Args:
+        group: Worker group.
+        rank: This rank's number among those that belong together.
+        world_size: How many these are.
+        spec: What this process was told.
+        first: Rank in the worker group of the first of them, where they are some neighbours; None for the whole group.
+    """
+
+    def __init__(
+        self, group: str, rank: int, world_size: int, spec: WorkerSpec | None, first: int | None = None
+    ) -> None:
+        self.group, self.rank, self.world_size, self._spec, self._first = group, rank, world_size, spec, first
         self._ready = False
 
     def process_group(self) -> Any:
@@ -35,9 +45,12 @@ class Collectives:
                 os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
             context = current()
             limit = min(context.wait_deadline, 1800)
+            # Some of a group may have joined one by one, with names of their own.
+            first = self._first or 0
+            name = self._spec.incarnation if self._first is None else context.member(self.group, first)["incarnation"]
             dist.init_process_group(
                 collective_backends(torch_device(self._spec.accelerators)),
-                store=ServiceStore(context, self.group, self._spec.incarnation, limit),
+                store=ServiceStore(context, self.group, name, limit, first),
                 rank=self.rank,
                 world_size=self.world_size,
                 timeout=datetime.timedelta(seconds=limit),

@@ -144,6 +144,19 @@ def post(obj: Any, key: str, dst_group: str, dst_rank: int) -> bool:
     return True
 
 
+def await_post(key: str, timeout: float, whom: str) -> Any:
+    """Waits for the next object that is posted here.
+
+    Raises:
+        DeadlineExceeded: None came; names who was to post it.
+    """
+    service = current().service
+    items = service.wait_local(
+        lambda answer: bool(service.channel(INBOX).get(key, (), None, answer)), timeout, f"a message from {whom}"
+    )
+    return service.unpack(items[0].frames)
+
+
 def poll(key: str) -> Any:
     """Takes the next object that was posted here.
 

@@ -28,27 +28,29 @@ class ServiceStore(dist.Store):
 
     Args:
         context: This process's context.
-        group: Worker group; its rank 0 holds the store.
+        group: Worker group; one of its ranks holds the store.
         name: Keeps the stores of one holder apart.
         timeout_s: How long to wait for a key that another rank sets.
+        holder: The rank that holds it.
     """
 
-    def __init__(self, context: Context, group: str, name: str, timeout_s: float) -> None:
+    def __init__(self, context: Context, group: str, name: str, timeout_s: float, holder: int = 0) -> None:
         super().__init__()
         self._context, self._group, self._name, self._timeout_s = context, group, name, timeout_s
+        self._rank = holder
         _alive.append(self)
 
     def _ask(self, op: bytes, key: str, *frames: bytes, timeout: float | None = None) -> list[bytes]:
         service, endpoint = self._context.service, self._holder()
         if endpoint is None:
             return service.held.act(op, self._full(key), *frames)
-        whom = f"{self._group}-0 to answer for the process group"
+        whom = f"{self._group}-{self._rank} to answer for the process group"
         limit = self._timeout_s if timeout is None else timeout
         return service.peers.request(endpoint, b"STORE", [op, self._full(key), *frames], limit, whom)
 
     def _holder(self) -> str | None:
         """The endpoint of the process that holds the store; None if this one does."""
-        record = self._context.member(self._group, 0)["data"]
+        record = self._context.member(self._group, self._rank)["data"]
         return None if record["ipc"] == self._context.service.endpoint["ipc"] else choose(record)
 
     def _full(self, key: str) -> bytes:
@@ -109,4 +111,4 @@ class ServiceStore(dist.Store):
 
     def clone(self) -> ServiceStore:
         """A second handle on the same store, from which torch makes a subgroup's."""
-        return ServiceStore(self._context, self._group, self._name, self._timeout_s)
+        return ServiceStore(self._context, self._group, self._name, self._timeout_s, self._rank)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from rlhpc.runtime.cluster import Cluster, read_key
-from rlhpc.runtime.cluster_config import ClusterConfig
+from rlhpc.runtime.cluster_config import ClusterConfig, Key
 from rlhpc.runtime.errors import PlacementError
 from rlhpc.runtime.placement.grammar import parse_placement
 from rlhpc.runtime.placement.strategies import Placement, group_nodes, on_accelerators, on_nodes
@@ -30,12 +30,14 @@ class ComponentPlacementStrategy:
         processes: Resource ranks of each process.
         node_group: Label of the node group in which they are counted.
         by_node: The resources are nodes, not accelerators.
+        replica: So many neighbouring ranks are one: an engine. 1 for all components but `ENGINES`.
     """
 
     component: str
     processes: tuple[tuple[int, ...], ...]
     node_group: str
     by_node: bool
+    replica: int = 1
 
     def place(self, cluster: Cluster) -> list[Placement]:
         """Where each process of the component goes on this cluster, in rank order."""
@@ -49,6 +51,9 @@ class ComponentPlacementStrategy:
 class HybridComponentPlacement:
     """The placement of every component of a configuration, without constraints between components.
 
+    A process of a component of `ENGINES` whose section has `parallel` is an engine: each of its resources is a rank of its
+    own, and so many neighbouring ranks are one engine.
+
     Args:
         cfg: A configuration with `cluster.component_placement`.
         cluster: Where to place.
@@ -57,8 +62,15 @@ class HybridComponentPlacement:
         PlacementError: A rule is broken; names the rule, the component and the place.
     """
 
+    ENGINES: tuple[Key, ...] = ("rollout",)
+
     def __init__(self, cfg: Clustered | Mapping[str, Any], cluster: Cluster) -> None:
         self.cluster = cluster
+        self._parallel: dict[str, Any] = {
+            name: parallel
+            for name in self.ENGINES
+            if (parallel := read_key(read_key(cfg, name, {}) or {}, "parallel", None)) is not None
+        }
         raw = read_key(read_key(cfg, "cluster"), "component_placement")
         if not raw:
             raise PlacementError(
@@ -91,16 +103,48 @@ class HybridComponentPlacement:
         by_node = label == "node" or not accelerators
         total, what = (len(nodes), "node") if by_node else (len(accelerators), "accelerator")
         processes = parse_placement(name, str(text), total, what, label)
+        replica = 1
+        if name in self._parallel:
+            processes, replica = self._ranks_of_engines(name, f"{at}: {str(text)!r}", what, processes)
         if by_node and (wide := next((ranks for ranks in processes if len(ranks) > 1), None)):
             raise PlacementError(
                 f"{at}: {str(text)!r}: one process on nodes {wide}; rule: without accelerators each process has one node"
             )
-        strategy = ComponentPlacementStrategy(name, tuple(map(tuple, processes)), label, by_node)
+        strategy = ComponentPlacementStrategy(name, tuple(map(tuple, processes)), label, by_node, replica)
         try:
             strategy.place(self.cluster)  # every rule is checked here, before anything starts
         except PlacementError as error:
             raise PlacementError(f"{at}: {str(text)!r}: {str(error).removeprefix(f'{at}: ')}") from None
         self._strategies[name] = strategy
+
+    def _ranks_of_engines(
+        self, name: str, at: str, what: str, processes: list[list[int]]
+    ) -> tuple[list[list[int]], int]:
+        """A process for each resource of each process, and how many are an engine.
+
+        Raises:
+            PlacementError: Engines would not be of equal size, or of another than the configuration says.
+        """
+        key, asked = f"{name}.parallel.tensor", read_key(self._parallel[name], "tensor", None)
+        widths = sorted({len(ranks) for ranks in processes})
+        if len(widths) > 1:
+            raise PlacementError(f"{at}: processes have {widths} {what}s; rule: all engines are of one size")
+        size = widths[0] if asked is None or widths[0] > 1 else int(asked)
+        if asked is not None and size != asked:
+            raise PlacementError(
+                f"{at}: each process has {size} {what}s, and {key} is {asked}; rule: each {what} of a process is a rank "
+                f"of its engine, so write {key}={size}, or leave it out"
+            )
+        ranks = [[resource] for process in processes for resource in process]
+        if size < 1 or len(ranks) % size:
+            raise PlacementError(f"{at}: {len(ranks)} ranks are no whole number of engines of {size} ({key})")
+        for first in range(0, len(ranks), size):
+            own = [rank[0] for rank in ranks[first : first + size]]
+            if what == "accelerator" and len({*own}) < size:
+                raise PlacementError(
+                    f"{at}: the {size} ranks of an engine ({key}) are on accelerators {own}; rule: each has one of its own"
+                )
+        return ranks, size
 
     @property
     def components(self) -> list[str]:

@@ -14,19 +14,11 @@ pytest.importorskip("transformers", reason="needs the extra llm")
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from engine_models import (
-    TOLERANCE,
-    change,
-    config,
-    error_of,
-    requests_of,
-    run_out,
-    save_model,
-    save_tokenizer,
-)
+from engine_models import TOLERANCE, change, error_of, requests_of, run_out, save_model, save_tokenizer
+from engine_ranks import engine_of
 from transformers import AutoModelForCausalLM
 
-from rlhpc.language.engines import Completion, Request, RolloutBackend, make_rollout
+from rlhpc.language.engines import Completion, Request, RolloutBackend
 from rlhpc.language.engines.alike import tiles
 
 STEPS = 6
@@ -40,17 +32,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-@pytest.fixture(params=["hf", "vllm"])
+@pytest.fixture(params=["hf", "vllm", "vllm x 2"])
 def made(request: pytest.FixtureRequest, folder: Path) -> Iterator[Callable[[bool], RolloutBackend]]:
     """Makes an engine that keeps caches, or does not."""
-    if request.param == "vllm":
-        pytest.importorskip("vllm")
     engines: list[RolloutBackend] = []
 
     def make(keep: bool) -> RolloutBackend:
-        cfg = config(request.param)
-        cfg.rollout = {**cfg.rollout, "keep_cache_on_update": keep}
-        engines.append(make_rollout(cfg, model_path=str(folder), device="cpu", seed=3))
+        engines.append(engine_of(request.param, folder, keep_cache_on_update=keep))
         return engines[-1]
 
     yield make
@@ -61,6 +49,7 @@ def made(request: pytest.FixtureRequest, folder: Path) -> Iterator[Callable[[boo
 def computed(engine: Any) -> list[int]:
     """Gets, as the engine goes on, how many tokens each pass computes."""
     counts: list[int] = []
+    engine = getattr(engine, "own", engine)
     if hasattr(engine, "_kv"):
         engine._model.register_forward_pre_hook(
             lambda module, args, given: counts.append(given["input_ids"].numel()), with_kwargs=True

@@ -57,6 +57,7 @@ from engine_models import (
     save_model,
     save_tokenizer,
 )
+from engine_ranks import engine_of
 
 
 def test_an_engine_sleeps_only_where_the_run_has_it_take_turns() -> None:
@@ -84,9 +85,7 @@ def model(folder: Path) -> Any:
 @pytest.fixture(scope="module", params=["hf", "vllm"])
 def built(request: pytest.FixtureRequest, folder: Path) -> Iterator[RolloutBackend]:
     """One engine for all tests: vLLM takes its time to start."""
-    if request.param == "vllm":
-        pytest.importorskip("vllm")
-    engine = make_rollout(config(request.param), model_path=str(folder), device=DEVICE, seed=3)
+    engine = engine_of(request.param, folder)
     yield engine
     engine.close()
 
@@ -475,10 +474,8 @@ def test_other_architectures(
 ) -> None:
     """Each update arrives; and if an expert, half of a fused weight, or a tied head gets lost behind the last look at the
     tensors, of which vLLM itself says nothing, that is noticed."""
-    if backend == "vllm":
-        pytest.importorskip("vllm")
     reference = save_model(tmp_path, kind, **changes)
-    engine = make_rollout(config(backend, max_batch_size=5), model_path=str(tmp_path), device=DEVICE, seed=0)
+    engine = engine_of(backend, tmp_path, seed=0, max_batch_size=5)
     requests = requests_of(15, seed=10)
     for version, weights in enumerate((reference.named_parameters(), reference.state_dict().items(), None), start=1):
         change(reference, version)
@@ -534,7 +531,7 @@ def test_vllm_says_what_it_lacks(folder: Path) -> None:
     pytest.importorskip("vllm")
     for arguments, message in (
         ({"no_such_argument": 1}, "rollout.engine_kwargs: .*no_such_argument"),
-        ({"tensor_parallel_size": 2}, "more ranks"),
+        ({"tensor_parallel_size": 2}, "rollout.parallel.tensor"),
         ({"kv_cache_memory_bytes": 1 << 50}, "VLLM_CPU_KVCACHE_SPACE .* rollout.max_batch_size"),
         ({"quantization": "nonsense"}, "vLLM refuses .*nonsense"),
     ):

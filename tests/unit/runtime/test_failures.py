@@ -104,6 +104,21 @@ def test_whom_a_group_does_without(failure: RlhpcError, least: int, living: str,
     assert FailurePolicy(elastic={"env": least}).departs(failure, ranks(living)) == departs
 
 
+@pytest.mark.parametrize(
+    ("least", "living", "departs"),
+    [
+        (2, "env-0:ready env-1:ended env-2:ready env-3:ready", True),
+        (2, "env-0:ready env-1:ended env-2:ready env-3:starting", False),  # no whole replica is left
+        (2, "env-0:ready env-1:ended", False),
+    ],
+)
+def test_a_replica_departs_whole(least: int, living: str, departs: bool) -> None:
+    policy = FailurePolicy(elastic={"env": least}, together={"env": 2})
+    assert policy.departs(died("env", 1), ranks(living)) == departs
+    assert [policy.replica_of("env", rank) for rank in (0, 1, 5)] == [range(2), range(2), range(4, 6)]
+    assert policy.replica_of("actor", 3) == range(3, 4)
+
+
 def test_nobody_departs_from_a_run_that_fails() -> None:
     policy = FailurePolicy(elastic={"env": 1})
     assert policy.take(died("actor"))

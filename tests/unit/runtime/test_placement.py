@@ -292,6 +292,50 @@ class TestHybrid:
             HybridComponentPlacement(config(**components), mixed())
         assert says in str(error.value)
 
+    @pytest.mark.parametrize(
+        ("text", "tensor", "ranks", "replica"),
+        [
+            ("0-7:0-3", None, [(n // 4, (n % 4,)) for n in range(8)], 2),  # each accelerator of a process is a rank
+            ("0-7:0-3", 2, [(n // 4, (n % 4,)) for n in range(8)], 2),
+            ("0-7", 4, [(n // 4, (n % 4,)) for n in range(8)], 4),
+            ("0-7:0-0", None, [(n // 4, (n % 4,)) for n in range(8)], 8),  # over two nodes
+            ("0-3", None, [(0, (n,)) for n in range(4)], 1),
+        ],
+    )
+    def test_engines(
+        self, text: str, tensor: int | None, ranks: list[tuple[int, tuple[int, ...]]], replica: int
+    ) -> None:
+        cfg = {**config(actor="0-7:0-3", rollout=text), "rollout": {"parallel": {"tensor": tensor}}}
+        placement = HybridComponentPlacement(cfg, mixed())
+        assert spots(placement.get_strategy("rollout").place(mixed())) == ranks
+        assert placement.get_strategy("rollout").replica == replica and placement.get_world_size("rollout") == len(
+            ranks
+        )
+        assert placement.get_world_size("actor") == 4 and placement.get_strategy("actor").replica == 1
+
+    @pytest.mark.parametrize(
+        ("where", "tensor", "says"),
+        [
+            ("0-7:0-3", 4, "each process has 2 accelerators, and rollout.parallel.tensor is 4"),
+            ("0-1:0,2-5:1-4", None, "processes have [1, 2] accelerators; rule: all engines are of one size"),
+            ("0-5", 4, "6 ranks are no whole number of engines of 4"),
+            ("0-1:0-3", 2, "the 2 ranks of an engine (rollout.parallel.tensor) are on accelerators [0, 0]"),
+        ],
+    )
+    def test_engines_that_cannot_be(self, where: str, tensor: int | None, says: str) -> None:
+        cfg = {**config(rollout=where), "rollout": {"parallel": {"tensor": tensor}}}
+        with pytest.raises(PlacementError) as error:
+            HybridComponentPlacement(cfg, mixed())
+        assert says in str(error.value)
+
+    def test_an_engine_without_accelerators_may_be_on_two_nodes(self) -> None:
+        cfg = {
+            **config(rollout={"node_group": "cpu", "placement": "0-3:0-1"}),
+            "rollout": {"parallel": {"tensor": None}},
+        }
+        strategy = HybridComponentPlacement(cfg, mixed()).get_strategy("rollout")
+        assert [p.node_rank for p in strategy.place(mixed())] == [2, 3, 4, 5] and strategy.replica == 2
+
     def test_component_without_a_place(self) -> None:
         placement = HybridComponentPlacement(config(actor=0), mixed())
         with pytest.raises(PlacementError, match="no component 'env'; it has: actor"):

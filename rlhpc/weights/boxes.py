@@ -1,0 +1,100 @@
+"""Boxes: parts of a tensor that are a product of intervals, one for each dimension. Nothing here imports torch."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
+
+
+class Box(NamedTuple):
+    """A part of a tensor.
+
+    Attributes:
+        starts: Where it begins, in each dimension of the whole tensor.
+        sizes: How far it goes.
+    """
+
+    starts: tuple[int, ...]
+    sizes: tuple[int, ...]
+
+    @property
+    def numel(self) -> int:
+        """Its elements."""
+        return math.prod(self.sizes)
+
+    def meet(self, other: Box) -> Box | None:
+        """What both have; None if that is nothing."""
+        starts = tuple(map(max, self.starts, other.starts))
+        ends = tuple(min(a + n, b + m) for a, n, b, m in zip(*self, *other, strict=True))
+        sizes = tuple(end - start for start, end in zip(starts, ends, strict=True))
+        return Box(starts, sizes) if all(size > 0 for size in sizes) else None
+
+    def without(self, part: Box) -> list[Box]:
+        """What is left where a part of this box, which lies within it, is taken out."""
+        left, starts, sizes = list[Box](), list(self.starts), list(self.sizes)
+        for axis, (start, size) in enumerate(zip(*part, strict=True)):
+            end, stop = start + size, starts[axis] + sizes[axis]
+            for first, behind in ((starts[axis], start), (end, stop)):
+                if behind > first:
+                    left.append(
+                        Box(
+                            (*starts[:axis], first, *starts[axis + 1 :]),
+                            (*sizes[:axis], behind - first, *sizes[axis + 1 :]),
+                        )
+                    )
+            starts[axis], sizes[axis] = start, size
+        return left
+
+    def within(self, outer: Box) -> Box:
+        """The same part, counted from where another box begins that it lies in."""
+        return Box(tuple(a - b for a, b in zip(self.starts, outer.starts, strict=True)), self.sizes)
+
+
+def whole(shape: Iterable[int]) -> Box:
+    """All of a tensor."""
+    sizes = tuple(shape)
+    return Box((0,) * len(sizes), sizes)
+
+
+def uncovered(wanted: Box, held: Iterable[Box]) -> list[Box]:
+    """What of a box is in none of some others."""
+    left = [wanted]
+    for box in held:
+        parts = [(one, one.meet(box)) for one in left]
+        left = [rest for one, part in parts for rest in ([one] if part is None else one.without(part))]
+    return left
+
+
+def box_of(offset: int, shape: Sequence[int], strides: Sequence[int], full: Sequence[int]) -> Box | None:
+    """Which part of a contiguous tensor a view of it shows.
+
+    Args:
+        offset: Where the view begins, in elements.
+        shape, strides: Of the view; dimensions of size 1 may have been added or left out, others not exchanged.
+        full: Shape of the whole tensor.
+
+    Returns:
+        None if it is no box of it, or one that is turned.
+    """
+    steps = [math.prod(full[axis + 1 :]) for axis in range(len(full))]
+    starts, rest = list[int](), offset
+    for step in steps:
+        starts.append(rest // step if step else 0)
+        rest -= starts[-1] * step
+    sizes, last = [1] * len(full), -1
+    for size, stride in zip(shape, strides, strict=True):
+        if size == 1:
+            continue
+        axis = next((i for i, step in enumerate(steps) if i > last and step == stride and full[i] > 1), None)
+        if axis is None or starts[axis] + size > full[axis]:
+            return None
+        sizes[axis], last = size, axis
+    return Box(tuple(starts), tuple(sizes))
+
+
+def cut(tensor: Any, box: Box) -> Any:
+    """The view of a tensor that shows a part of it."""
+    for axis, (start, size) in enumerate(zip(*box, strict=True)):
+        tensor = tensor.narrow(axis, start, size)
+    return tensor

@@ -1,0 +1,186 @@
+"""Who sends which part of which tensor: what trainers hold, met with what engines want.
+
+A pure function of the two tables, so it is the same on every rank, and is made once for as long as the same ranks take part.
+Nothing here imports torch.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from rlhpc.runtime.errors import RlhpcError
+from rlhpc.weights.boxes import Box, uncovered, whole
+
+#: A tensor that several ranks hold is cut so that none of them sends more than its share: each row block is at most this
+#: part of what a rank sends, and no smaller than so many bytes.
+_FINE, _LEAST = 24, 1 << 12
+
+
+class Held(NamedTuple):
+    """What a rank has of a tensor.
+
+    Attributes:
+        name: The tensor.
+        shape: Of all of it.
+        itemsize: Bytes of an element, as it is sent.
+        box: The part.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    itemsize: int
+    box: Box
+
+
+class Piece(NamedTuple):
+    """A part of a tensor that one rank sends.
+
+    Attributes:
+        name: The tensor.
+        box: The part.
+        source: The rank.
+        nbytes: Its bytes.
+    """
+
+    name: str
+    box: Box
+    source: int
+    nbytes: int
+
+    @property
+    def label(self) -> str:
+        """What it is called on its way."""
+        return f"{self.name}@{','.join(f'{start}+{size}' for start, size in zip(*self.box, strict=True))}"
+
+
+@dataclass(frozen=True)
+class Routes:
+    """Who sends what to some receivers.
+
+    Attributes:
+        pieces: In the order in which they are sent: layer by layer.
+        shapes: Of the whole tensors.
+    """
+
+    pieces: tuple[Piece, ...]
+    shapes: Mapping[str, tuple[int, ...]]
+
+    def sent(self) -> dict[int, int]:
+        """Bytes that each rank sends in a complete update."""
+        found = dict[int, int]()
+        for piece in self.pieces:
+            found[piece.source] = found.get(piece.source, 0) + piece.nbytes
+        return found
+
+    def of(self, wanted: Mapping[str, Sequence[Box]] | None) -> list[Piece]:
+        """The pieces that somebody needs who wants these boxes; all of them for None."""
+        if wanted is None:
+            return list(self.pieces)
+        return [p for p in self.pieces if any(p.box.meet(box) is not None for box in wanted.get(p.name, ()))]
+
+
+def route(
+    held: Sequence[Sequence[Held]],
+    wanted: Iterable[Mapping[str, Sequence[Box]] | None],
+    load: Mapping[int, int] | None = None,
+) -> Routes:
+    """Plans an update.
+
+    Args:
+        held: What each rank has.
+        wanted: What each receiver wants; None is all of everything. What several want is sent once.
+        load: Bytes that ranks send besides.
+
+    Raises:
+        RlhpcError: Nobody has something that is wanted; names the tensor.
+    """
+    holders = dict[str, list[tuple[int, Box]]]()
+    shapes, sizes = dict[str, tuple[int, ...]](), dict[str, int]()
+    for rank, entries in enumerate(held):
+        for name, shape, itemsize, box in entries:
+            holders.setdefault(name, []).append((rank, box))
+            if shapes.setdefault(name, shape) != shape:
+                raise RlhpcError(f"ranks of the trainer have {name} of shape {shapes[name]} and of {shape}")
+            sizes[name] = itemsize
+    atoms = _atoms(shapes, wanted)
+    if unknown := sorted(atoms.keys() - shapes.keys()):
+        raise RlhpcError(f"the engine wants {', '.join(unknown[:3])}, and no rank of the trainer has such a tensor")
+    total = sum(box.numel * sizes[name] for name, boxes in atoms.items() for box in boxes)
+    block = max(_LEAST, total // max(1, len(held)) // _FINE)
+    loads, pieces = dict(load or {}), list[Piece]()
+    for name in sorted(atoms, key=_natural):
+        for atom in atoms[name]:
+            rows = block // max(1, sizes[name] * atom.numel // max(1, atom.sizes[0] if atom.sizes else 1))
+            for part in _rows(atom, max(1, rows)) if _many(holders[name], atom) else [atom]:
+                found = _from(name, part, holders[name], sizes[name], loads)
+                pieces += found
+    return Routes(tuple(_joined(pieces, sizes)), {name: shapes[name] for name in atoms})
+
+
+def _atoms(
+    shapes: Mapping[str, tuple[int, ...]], wanted: Iterable[Mapping[str, Sequence[Box]] | None]
+) -> dict[str, list[Box]]:
+    """All that is wanted, as boxes that do not overlap."""
+    found = dict[str, list[Box]]()
+    for table in wanted:
+        if table is None:
+            table = {name: (whole(shape),) for name, shape in shapes.items()}
+        for name, boxes in table.items():
+            for box in boxes:
+                own = found.setdefault(name, [])
+                own += uncovered(box, own)
+    return found
+
+
+def _many(holders: Sequence[tuple[int, Box]], atom: Box) -> bool:
+    """Whether several ranks have some of the same."""
+    parts = [part for _, box in holders if (part := atom.meet(box)) is not None]
+    return sum(part.numel for part in parts) > atom.numel
+
+
+def _rows(atom: Box, rows: int) -> list[Box]:
+    """A box, cut along its first dimension."""
+    if not atom.sizes or atom.sizes[0] <= rows:
+        return [atom]
+    (start, *starts), (size, *sizes) = atom
+    return [Box((start + at, *starts), (min(rows, size - at), *sizes)) for at in range(0, size, rows)]
+
+
+def _from(
+    name: str, part: Box, holders: Sequence[tuple[int, Box]], itemsize: int, loads: dict[int, int]
+) -> list[Piece]:
+    """A part, from those who have it and have the least to send."""
+    left, found = [part], list[Piece]()
+    for rank, box in sorted(holders, key=lambda holder: (loads.get(holder[0], 0), holder[0])):
+        meets = [(one, one.meet(box)) for one in left]
+        left = [rest for one, met in meets for rest in ([one] if met is None else one.without(met))]
+        for _, met in meets:
+            if met is not None:
+                found.append(Piece(name, met, rank, met.numel * itemsize))
+                loads[rank] = loads.get(rank, 0) + met.numel * itemsize
+        if not left:
+            return found
+    raise RlhpcError(f"no rank of the trainer has {left[0]} of {name}, which an engine wants")
+
+
+def _joined(pieces: Sequence[Piece], sizes: Mapping[str, int]) -> list[Piece]:
+    """Neighbouring row blocks from one rank as one piece."""
+    found = list[Piece]()
+    for piece in pieces:
+        last = found[-1] if found else None
+        if last is not None and last.name == piece.name and last.source == piece.source and piece.box.sizes:
+            (start, *starts), (size, *rest) = last.box
+            if (start + size, *starts) == piece.box.starts and tuple(rest) == piece.box.sizes[1:]:
+                box = Box(last.box.starts, (size + piece.box.sizes[0], *rest))
+                found[-1] = Piece(last.name, box, last.source, box.numel * sizes[last.name])
+                continue
+        found.append(piece)
+    return found
+
+
+def _natural(name: str) -> list[tuple[int, str]]:
+    """Layer 2 before layer 10."""
+    return [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", name)]

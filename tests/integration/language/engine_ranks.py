@@ -1,0 +1,144 @@
+"""An engine of several ranks, for tests of one process: the other ranks are forked from it and follow.
+
+vLLM's import takes half a minute of the processor, so that the ranks are forked from a process that has it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import os
+import sys
+import tempfile
+from collections.abc import Iterable
+from multiprocessing.connection import Connection, Pipe
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from engine_models import DEVICE, config
+
+from rlhpc.language.engines import RolloutBackend, make_rollout
+from rlhpc.language.engines.engine import UpdateFailed
+from rlhpc.language.engines.lockstep import Follower, Leader, Told
+from tests.accelerators import OTHERS_ON_CARD
+
+
+class Pipes:
+    """A `Link` by pipes; rank 0 has one to each of the others."""
+
+    def __init__(self, rank: int, size: int, store: str, pipes: list[Connection]) -> None:
+        self.rank, self.size, self.ident, self.pipes = rank, size, Path(store).name, pipes
+        self._store = store
+
+    def form(self) -> None:
+        os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+        store = dist.FileStore(self._store, self.size)
+        dist.init_process_group("gloo", store=store, rank=self.rank, world_size=self.size)
+
+    def tell(self, told: Told) -> None:
+        self.hand(told)
+
+    def hand(self, what: Any) -> None:
+        for pipe in self.pipes:
+            pipe.send(what)
+
+    def hear(self) -> Told:
+        told: Told = self.pipes[0].recv()
+        return told
+
+    def mourn(self, error: BaseException) -> None:
+        """Whoever tests it lets it end."""
+
+
+class Several(Leader):
+    """The engine that a test calls. What it is updated with, the other ranks get from here.
+
+    Attributes:
+        own: This rank's engine.
+        ident: Its name among engines.
+        pids: Of the other ranks.
+    """
+
+    def __init__(self, own: RolloutBackend, link: Pipes, pids: list[int]) -> None:
+        super().__init__(own, link)
+        self.own, self.pids, self.ident, self._pipes = own, pids, link.ident, link
+
+    def update_weights(self, version: int, named_tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+        weights = [(name, tensor.detach().clone()) for name, tensor in named_tensors]
+        self.begin_weights()
+        self._pipes.hand((version, weights))
+        self.own.update_weights(version, iter(weights))
+
+    def close(self) -> None:
+        self.end()
+        self.own.close()
+        for pid in self.pids:
+            assert os.waitpid(pid, 0)[1] == 0, "a rank of the engine has failed"
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def engine_of(kind: str, folder: Path, seed: int = 3, **rollout: Any) -> RolloutBackend:
+    """An engine, of which this process is the first rank.
+
+    Args:
+        kind: The backend, and behind `x` how many ranks: `hf`, `vllm`, `vllm x 2`.
+        folder: Of the model.
+        seed: Of the engine.
+        rollout: Of its section, as `config` takes them.
+    """
+    backend, _, ranks = kind.partition(" x ")
+    if backend == "vllm":
+        pytest.importorskip("vllm")
+    size, keeps = int(ranks or 1), rollout.pop("keep_cache_on_update", False)
+    cfg = config(backend, **rollout)
+    cfg.rollout = {**cfg.rollout, "keep_cache_on_update": keeps}
+    options = {"model_path": str(folder), "device": DEVICE, "seed": seed}
+    if size == 1:
+        return make_rollout(cfg, **options)
+    if OTHERS_ON_CARD:
+        pytest.skip("each rank of an engine needs an accelerator of its own")
+    import vllm  # noqa: F401 (before the ranks are forked)
+
+    store = tempfile.mktemp(prefix="rlhpc-engine-")
+    ends, pids = list[Connection](), list[int]()
+    for rank in range(1, size):
+        mine, theirs = Pipe()
+        ends.append(mine)
+        if (pid := os.fork()) == 0:
+            status = 1
+            with contextlib.suppress(BaseException):
+                faulthandler.dump_traceback_later(600, exit=True)
+                _follow(cfg, options, Pipes(rank, size, store, [theirs]))
+                status = 0
+            sys.stdout.flush()
+            os._exit(status)
+        pids.append(pid)
+    link = Pipes(0, size, store, ends)
+    return Several(make_rollout(cfg, **options, link=link), link, pids)
+
+
+def _follow(cfg: Any, options: dict[str, Any], link: Pipes) -> None:
+    try:
+        engine = make_rollout(cfg, **options, link=link)
+
+        def take() -> None:
+            version, weights = link.pipes[0].recv()
+            engine.update_weights(version, iter(weights))
+
+        follower = Follower(engine, link, take)
+        while True:
+            try:
+                follower.follow()
+                break
+            except UpdateFailed:  # as in the first rank, whose test goes on
+                pass
+        engine.close()
+    except BaseException:
+        import traceback
+
+        traceback.print_exc()
+        raise

@@ -1,0 +1,132 @@
+"""What the ranks of the tests of shards to shards do; importable by the workers."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+
+from rlhpc import Worker
+from rlhpc.training.regions import boxes
+from rlhpc.weights import make_sync
+from rlhpc.weights.boxes import Box, cut
+from rlhpc.weights.reshard import Shard as Part
+from rlhpc.weights.reshard import ShardSync
+
+EXPERTS = 4
+#: Tensors of a model's files. The embedding, and norms, never change.
+SHAPES: dict[str, tuple[int, ...]] = {
+    "embed.weight": (202, 64),
+    **{
+        f"layers.{layer}.{name}": shape
+        for layer in (2, 10, 0)
+        for name, shape in {
+            "norm.weight": (64,), "q_proj.weight": (128, 64), "o_proj.weight": (64, 128), "bias": (128,),
+            **{f"experts.{e}.up.weight": (96, 64) for e in range(EXPERTS)},
+        }.items()
+    },
+    "head.weight": (202, 64),
+}  # fmt: skip
+FROZEN = re.compile(r".*(embed|norm)")
+RECEIVERS: list[tuple[str, list[int]]] = [("near", [0, 1]), ("far", [0, 1])]
+#: By layout, the mesh and where a matrix is cut that an engine cuts by rows, or by columns.
+LAYOUTS: dict[str, tuple[tuple[int, ...], list[Any], list[Any]]] = {
+    "4": ((4,), [Shard(0)], [Shard(0)]),
+    "2x2": ((2, 2), [Shard(0), Shard(0)], [Shard(0), Shard(1)]),
+    "copies": ((2, 2), [Replicate(), Shard(0)], [Replicate(), Shard(0)]),
+    "whole": ((4,), [Replicate()], [Replicate()]),
+}
+
+
+def whole(name: str, version: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(sum(map(ord, name)) + (0 if FROZEN.match(name) else 1000 * version))
+    return torch.randn(SHAPES[name], generator=generator)
+
+
+def wanted(rank: int) -> dict[str, tuple[Box, ...]]:
+    """What rank 0 or 1 of an engine of two wants: rows of some, columns of others, all of norms, experts one by one."""
+    found: dict[str, tuple[Box, ...]] = {}
+    for name, shape in SHAPES.items():
+        if "norm" in name:
+            found[name] = (Box((0,), shape),)
+        elif "experts" in name:
+            if int(name.split(".")[3]) % 2 == rank:
+                found[name] = (Box((0, 0), shape),)
+        elif "o_proj" in name:
+            found[name] = (Box((0, 64 * rank), (64, 64)),)
+        else:
+            half = shape[0] // 2
+            found[name] = (Box((half * rank, *(0 for _ in shape[1:])), (half, *shape[1:])),)
+    return found
+
+
+class Trainer(Worker):
+    """Holds its shards of tensors that the whole group could make, and sends them."""
+
+    def open(self, layout: str, delta: str, experts: bool) -> None:
+        self.init_process_group()
+        sizes, self.rows, self.columns = LAYOUTS[layout]
+        self.mesh = init_device_mesh("cpu", sizes)
+        self.line = init_device_mesh("cpu", (self.world_size,))
+        self.experts = experts
+        self.sync = make_sync("shards", self, (self.group_name, 0), RECEIVERS, delta)
+
+    def _shards(self, version: int) -> Iterator[Part]:
+        fused = dict[str, DTensor]()
+        for name, shape in SHAPES.items():
+            full, layer = whole(name, version), ".".join(name.split(".")[:2])
+            if "experts" in name and self.experts:  # whole experts, one a rank, fused as a module has them
+                if layer not in fused:
+                    every = [whole(f"{layer}.experts.{e}.up.weight", version) for e in range(EXPERTS)]
+                    fused[layer] = distribute_tensor(torch.stack(every), self.line, [Shard(0)], src_data_rank=None)
+                number = int(name.split(".")[3])
+                for box, local in boxes(fused[layer]):
+                    if box.start[0] <= number < box.stop[0]:
+                        values = fused[layer].to_local()[number - box.start[0] + local.start[0]]
+                        yield Part(name, shape, full.dtype, Box((0, 0), shape), lambda v=values: v)  # type: ignore[misc]
+                continue
+            held = distribute_tensor(
+                full, self.mesh, self.columns if "o_proj" in name else self.rows, src_data_rank=None
+            )
+            for box, local in boxes(held):
+                yield Part(
+                    name, shape, full.dtype, Box(box.start, box.shape),
+                    lambda h=held, b=local: b.of(h.to_local()), bool(FROZEN.match(name)),  # type: ignore[misc]
+                )  # fmt: skip
+
+    def send(self, version: int) -> int:
+        """The bytes that this rank sent."""
+        assert isinstance(self.sync, ShardSync)
+        self.sync.send_shards(version, list(self._shards(version)))
+        return self.sync.sent
+
+    def forget(self) -> None:
+        self.sync.forget()
+
+
+class Engine(Worker):
+    """One rank of an engine of two."""
+
+    def open(self, everything: bool = False) -> None:
+        self.wanted = None if everything else wanted(self.rank)
+        self.sync = make_sync("shards", self, ("trainer", 0), RECEIVERS, whole=True)
+        assert isinstance(self.sync, ShardSync)
+        self.sync.want(self.wanted)
+
+    def take(self) -> tuple[int, list[str], list[str]]:
+        """The version, names in the order in which they came, and those that are not as they were sent."""
+        update = self.sync.receive()
+        names, wrong = [], []
+        for name, tensor in update.tensors:
+            names.append(name)
+            expected = whole(name, update.version)
+            for box in (
+                (Box((0,) * expected.dim(), tuple(expected.shape)),) if self.wanted is None else self.wanted[name]
+            ):
+                if not torch.equal(cut(tensor, box), cut(expected, box)):
+                    wrong.append(name)
+        return update.version, names, wrong
