@@ -27,12 +27,12 @@ from rlhpc.language.engines.vllm_names import tensors_of, under_all_names
 from rlhpc.language.engines.vllm_process import VLLMProcess
 from rlhpc.language.engines.vllm_receipt import reload_counted, require_all_loaded
 from rlhpc.runtime.errors import ConfigError
+from rlhpc.weights.boxes import Box
 from rlhpc.weights.cost import COST
 
 if TYPE_CHECKING:
     from rlhpc.language.config import LanguageConfig
     from rlhpc.language.engines.lockstep import Link
-    from rlhpc.weights.boxes import Box
 
 
 #: The request that asks for a text's log-probs.

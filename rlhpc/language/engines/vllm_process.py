@@ -126,7 +126,7 @@ class VLLMProcess:
             arguments |= {
                 "tensor_parallel_size": self._link.size,
                 "distributed_executor_backend": "external_launcher",
-                "enable_expert_parallel": options.divides_experts,
+                **({"enable_expert_parallel": True} if options.divides_experts else {}),
             }
         with _leaving_no_trace(), _unseen_modules(), one_of_several(self._link), self._explained():
             try:

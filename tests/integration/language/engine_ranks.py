@@ -23,6 +23,7 @@ from engine_models import DEVICE, config
 from rlhpc.language.engines import RolloutBackend, make_rollout
 from rlhpc.language.engines.engine import UpdateFailed
 from rlhpc.language.engines.lockstep import Follower, Leader, Told
+from rlhpc.weights.boxes import cut
 from tests.accelerators import OTHERS_ON_CARD
 
 
@@ -69,8 +70,15 @@ class Several(Leader):
     def update_weights(self, version: int, named_tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
         weights = [(name, tensor.detach().clone()) for name, tensor in named_tensors]
         self.begin_weights()
-        self._pipes.hand((version, weights))
+        self._pipes.hand((version, weights, False))
         self.own.update_weights(version, iter(weights))
+
+    def update_shards(self, version: int, named_tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """With whole tensors, of which each rank gets what it says that it wants; the rest is spoilt."""
+        weights = [(name, tensor.detach().clone()) for name, tensor in named_tensors]
+        self.begin_weights()
+        self._pipes.hand((version, weights, True))
+        take_wanted(self.own, version, weights)
 
     def close(self) -> None:
         self.end()
@@ -79,6 +87,18 @@ class Several(Leader):
             assert os.waitpid(pid, 0)[1] == 0, "a rank of the engine has failed"
         if dist.is_initialized():
             dist.destroy_process_group()
+
+
+def take_wanted(engine: Any, version: int, weights: list[tuple[str, torch.Tensor]]) -> None:
+    """What a rank wants of whole tensors, and nothing else of them."""
+    wanted, given = engine.wants(), list[tuple[str, torch.Tensor]]()
+    for name, tensor in weights:
+        if name in wanted:
+            spoilt = torch.full_like(tensor, torch.nan)
+            for box in wanted[name]:
+                cut(spoilt, box).copy_(cut(tensor, box))
+            given.append((name, spoilt))
+    engine.update_shards(version, iter(given))
 
 
 def engine_of(kind: str, folder: Path, seed: int = 3, **rollout: Any) -> RolloutBackend:
@@ -126,8 +146,11 @@ def _follow(cfg: Any, options: dict[str, Any], link: Pipes) -> None:
         engine = make_rollout(cfg, **options, link=link)
 
         def take() -> None:
-            version, weights = link.pipes[0].recv()
-            engine.update_weights(version, iter(weights))
+            version, weights, by_shards = link.pipes[0].recv()
+            if by_shards:
+                take_wanted(engine, version, weights)
+            else:
+                engine.update_weights(version, iter(weights))
 
         follower = Follower(engine, link, take)
         while True:
