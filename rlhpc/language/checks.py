@@ -149,8 +149,6 @@ def check_reasoning(cfg: GrpoConfig, fail: Fail) -> None:
             "algorithm.overlong_buffer", f"it must be below rollout.max_new_tokens ({cfg.rollout.max_new_tokens})"
         )
     tensor = cfg.rollout.parallel.tensor
-    if tensor is not None and tensor < 1:
-        raise fail("rollout.parallel.tensor", "at least 1 rank is an engine")
     if cfg.rollout.rollout_backend.lower() == "hf" and ((tensor or 1) > 1 or cfg.rollout.parallel.expert):
         key = "tensor" if (tensor or 1) > 1 else "expert"
         raise fail(f"rollout.parallel.{key}", "the engine hf has one rank: set rollout.rollout_backend=vllm")

@@ -45,6 +45,7 @@ RANGES: dict[str, Range] = {
     "rollout.top_p": Range(0, 1, above=True),
     "rollout.top_k": Range(1, also=(-1, "off")),
     "rollout.max_batch_size": COUNT,
+    "rollout.parallel.tensor": COUNT,
     "rollout.max_model_len": COUNT,
     "rollout.gpu_memory_utilization": Range(0, 1, above=True),
     "rollout.max_turns": COUNT,
