@@ -10,9 +10,16 @@ import torch
 
 from rlhpc.language.roles.groups import Group
 
+#: Step and position of a prompt.
+_Place = tuple[int, int]
+
 
 class Arrivals:
     """Groups and their columns, by step and position, in whatever order they come.
+
+    A rank that is lost while it hands a group over has sent it to some who wait for it and not to others. The prompt is drawn
+    again, and by engines whose tokens depend on company it then has other answers. So columns are kept with the answers that
+    they are of; those that are whole first are trained on, and what else comes of the prompt is dropped.
 
     Args:
         makers: The groups of processes that each send one column.
@@ -20,31 +27,58 @@ class Arrivals:
 
     def __init__(self, makers: frozenset[str]) -> None:
         self._makers = sorted(makers)
-        self._groups: dict[tuple[int, int], Group] = {}
-        self._columns: dict[tuple[int, int], dict[str, torch.Tensor]] = {}
+        self._step = 0
+        self._groups: dict[_Place, dict[bytes, Group]] = {}
+        self._columns: dict[_Place, dict[bytes, dict[str, torch.Tensor]]] = {}
+        self._given: set[_Place] = set()
 
-    def take(self, message: Mapping[str, Any], step: int) -> None:
-        """Takes in a message; one about a step before `step` is dropped."""
+    def begin(self, step: int) -> None:
+        """From now on, what comes of earlier steps is dropped."""
+        self._step = step
+        self._groups = {place: found for place, found in self._groups.items() if place[0] >= step}
+        self._columns = {place: found for place, found in self._columns.items() if place[0] >= step}
+        self._given = {place for place in self._given if place[0] >= step}
+
+    def take(self, message: Mapping[str, Any]) -> None:
+        """Takes in a message; one about an earlier step, or a prompt whose answers were given away, is dropped."""
         place = message["step"], message["position"]
-        if place[0] < step:
+        if place[0] < self._step or place in self._given:
             return
         if "maker" in message:
             values = torch.from_numpy(np.array(message["values"]))
-            self._columns.setdefault(place, {})[message["maker"]] = values
+            self._columns.setdefault(place, {}).setdefault(message["draw"], {})[message["maker"]] = values
         else:
-            self._groups[place] = Group.unpack(dict(message))
+            group = Group.unpack(dict(message))
+            self._groups.setdefault(place, {}).setdefault(group.draw, group)
 
     def missing(self, step: int, positions: Sequence[int]) -> dict[str, list[int]]:
         """Positions of which something has not come, by who makes it; the groups of answers are by ""."""
-        found = {"": [p for p in positions if (step, p) not in self._groups]}
-        found |= {m: [p for p in positions if m not in self._columns.get((step, p), {})] for m in self._makers}
-        return {maker: lacking for maker, lacking in found.items() if lacking}
+        found: dict[str, list[int]] = {}
+        for position in positions:
+            for maker in self._lacking((step, position)):
+                found.setdefault(maker, []).append(position)
+        return found
 
     def whole(self, step: int, position: int) -> tuple[Group, Mapping[str, torch.Tensor]]:
         """Gives away what has come of a position: the group, and its columns by maker."""
-        return self._groups.pop((step, position)), self._columns.pop((step, position), {})
+        place = step, position
+        groups, columns = self._groups.pop(place), self._columns.pop(place, {})
+        self._given.add(place)
+        draw = next(draw for draw in groups if columns.get(draw, {}).keys() >= {*self._makers})
+        return groups[draw], columns.get(draw, {})
 
     def clear(self) -> None:
         """Forgets everything."""
+        self._step = 0
         self._groups.clear()
         self._columns.clear()
+        self._given.clear()
+
+    def _lacking(self, place: _Place) -> list[str]:
+        """Who has not sent what they make of a place, for the answers of which most is there."""
+        groups, columns = self._groups.get(place, {}), self._columns.get(place, {})
+        if not groups:
+            return ["", *(maker for maker in self._makers if not any(maker in found for found in columns.values()))]
+        return min(
+            ([maker for maker in self._makers if maker not in columns.get(draw, {})] for draw in groups), key=len
+        )

@@ -15,7 +15,7 @@ from rlhpc.language.algorithm.values import value_part
 from rlhpc.language.config import GrpoConfig
 from rlhpc.language.model_config import LanguageActorConfig
 from rlhpc.language.roles.actor import LanguageActor
-from rlhpc.language.roles.groups import PARTS, Group
+from rlhpc.language.roles.groups import Group
 from rlhpc.language.roles.minibatches import minibatches
 from rlhpc.language.roles.prompts import GROUPS, RETURNS, PromptMap, channel_to
 from rlhpc.language.roles.scoring import GroupInbox, send_column
@@ -48,7 +48,7 @@ class CriticWorker(LanguageActor[GrpoConfig]):
             Facts: trainable parameters.
         """
         self.prompts = prompts
-        self._batch: dict[int, TokenBatch] = {}
+        self._valued: dict[int, dict[bytes, TokenBatch]] = {}
         seed = self.cfg.runner.seed
         trainer = self._load_model(
             total_steps, lambda: ScalarTrainer(self.section, self, seed=seed, key=CRITIC, before=True)
@@ -60,7 +60,7 @@ class CriticWorker(LanguageActor[GrpoConfig]):
         own = self.connect_channel(channel_to(CRITIC))
         self._inbox = GroupInbox(own, str(self.rank), f"{CRITIC}-{self.rank}", self.prompts.rollout_name)
         self._actors, self._returns = self.connect_channel(GROUPS), self.connect_channel(RETURNS)
-        self._batch.clear()
+        self._valued.clear()
 
     # -- values ---------------------------------------------------------------------------------------------------
 
@@ -70,18 +70,18 @@ class CriticWorker(LanguageActor[GrpoConfig]):
         Returns:
             Seconds spent on it, and tokens.
         """
-        kept, busy, tokens = dict[int, TokenBatch](), 0.0, 0
+        kept, busy, tokens = dict[int, dict[bytes, TokenBatch]](), 0.0, 0
         deadline = time.monotonic() + self.cfg.runner.step_timeout_s
         share = self.prompts.share_of(CRITIC, self.rank)
         # Ranks of a sharded model compute together: they wait for all.
-        for groups in self._inbox.parts(step, share, deadline, count=1 if self.world_size > 1 else PARTS):
+        for groups in self._inbox.parts(step, share, deadline, together=self.world_size > 1):
             start = time.perf_counter()
             tokens += self._value(groups, kept)
             busy += time.perf_counter() - start
-        self._batch = dict(sorted(kept.items()))
+        self._valued = dict(sorted(kept.items()))
         return {"busy_s": busy, "tokens": float(tokens)}
 
-    def _value(self, groups: list[Group], kept: dict[int, TokenBatch]) -> int:
+    def _value(self, groups: list[Group], kept: dict[int, dict[bytes, TokenBatch]]) -> int:
         """Sends the actors the values of some groups, and keeps these.
 
         Returns:
@@ -93,7 +93,7 @@ class CriticWorker(LanguageActor[GrpoConfig]):
         values = values_of(self.backend.forward, self._micro_batches(batch), batch, CRITIC)
         batch.columns[VALUES] = values
         for group, part in zip(groups, batch.split([len(group.batch) for group in groups]), strict=True):
-            kept[group.position] = part
+            kept.setdefault(group.position, {})[group.draw] = part
         send_column(self._actors, self.prompts, groups, CRITIC, values)
         return batch.tokens
 
@@ -108,10 +108,9 @@ class CriticWorker(LanguageActor[GrpoConfig]):
         Raises:
             NonFinite: A gradient is not finite.
         """
-        self._take_returns(step)
+        batches = self._take_returns(step)
         cfg, start = self.cfg, time.perf_counter()
-        whole = TokenBatch.joined(list(self._batch.values()))
-        self._batch = {}
+        whole = TokenBatch.joined(batches)
         total = cfg.data.prompts_per_step * cfg.algorithm.group_size
         rate, sums, updates = self._learning_rate(step), dict[str, float](), 0
         section = cfg.critic
@@ -133,8 +132,11 @@ class CriticWorker(LanguageActor[GrpoConfig]):
             "update_s": time.perf_counter() - start,
         }
 
-    def _take_returns(self, step: int) -> None:
-        deadline, missing = time.monotonic() + self.cfg.runner.step_timeout_s, set(self._batch)
+    def _take_returns(self, step: int) -> list[TokenBatch]:
+        """What the actors trained on, with the returns that they send, in the order of the prompts."""
+        valued, self._valued = self._valued, {}
+        found_of = dict[int, TokenBatch]()
+        deadline, missing = time.monotonic() + self.cfg.runner.step_timeout_s, set(valued)
         if not missing:
             raise RlhpcError(f"step {step}: the critic has valued no groups that it could be trained on")
         while missing:
@@ -147,10 +149,11 @@ class CriticWorker(LanguageActor[GrpoConfig]):
                 ) from None
             if found["step"] != step:
                 continue
-            batch = self._batch[found["position"]]
+            batch = found_of[found["position"]] = valued[found["position"]][found["draw"]]
             batch.columns[RETURN_OF] = torch.from_numpy(found["values"].copy())
             batch.mask = torch.from_numpy(found["mask"].copy())
             missing.discard(found["position"])
+        return [found_of[position] for position in valued]
 
     def _minibatch(self, batch: TokenBatch, rate: float, where: str) -> dict[str, float]:
         """One optimizer step over all ranks' samples."""

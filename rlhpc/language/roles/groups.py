@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -35,6 +37,14 @@ class Group:
     batch: TokenBatch
     finished: Tensor
 
+    @cached_property
+    def draw(self) -> bytes:
+        """Which answers these are: the same for the same tokens. Of a prompt that was drawn again, because who drew it first
+        was lost before all had its answers, there may be two: a column is of one of them."""
+        found = hashlib.blake2b(self.batch.cu_seqlens.numpy().tobytes(), digest_size=16)
+        found.update(self.batch.ids.numpy().tobytes())
+        return found.digest()
+
     def pack(self) -> dict[str, Any]:
         """What goes through the channel."""
         return {"step": self.step, "position": self.position, "finished": self.finished.numpy(), **self.batch.pack()}
@@ -51,15 +61,16 @@ class Group:
         return cls(message["step"], message["position"], TokenBatch.unpack(message), finished)
 
 
-def column_message(step: int, position: int, maker: str, values: Tensor) -> dict[str, Any]:
+def column_message(group: Group, maker: str, values: Tensor) -> dict[str, Any]:
     """What goes to an actor from a group that scores: a column of one prompt's group.
 
     Args:
-        step, position: Of the prompt.
+        group: What was scored.
         maker: The group that scored.
         values: `[T]` or `[T, k]` float32.
     """
-    return {"step": step, "position": position, "maker": maker, "values": values.numpy()}
+    about = {"step": group.step, "position": group.position, "draw": group.draw}
+    return {**about, "maker": maker, "values": values.numpy()}
 
 
 def group_of(

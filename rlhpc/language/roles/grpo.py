@@ -84,6 +84,7 @@ class GrpoActor(LanguageActor[GrpoConfig]):
         self._made_here = [c for c in self.algorithm.columns if c.by != ROLLOUT and c.by not in self._sent_here]
         self._arrivals = Arrivals(frozenset(self._sent_here))
         self._parts: list[TokenBatch] = []
+        self._draws: dict[int, bytes] = {}
         self._received = -1
         self._weights = ActorWeights(self, cfg, prompts, trainer)
         self.temperature = cfg.rollout.temperature
@@ -155,6 +156,8 @@ class GrpoActor(LanguageActor[GrpoConfig]):
         """
         mine = self.prompts.of_actor(self.rank)
         self._parts, self._received, scored, waited = [], -1, 0.0, 0.0
+        self._arrivals.begin(step)
+        self._draws.clear()
         deadline = time.monotonic() + self.cfg.runner.step_timeout_s
         parts = np.array_split(np.asarray(mine), min(PARTS, len(mine)))
         for part in parts:
@@ -162,7 +165,7 @@ class GrpoActor(LanguageActor[GrpoConfig]):
                 start = time.perf_counter()
                 try:
                     self._arrivals.take(
-                        self._groups.get(key=str(self.rank), timeout=max(0.0, deadline - time.monotonic())), step
+                        self._groups.get(key=str(self.rank), timeout=max(0.0, deadline - time.monotonic()))
                     )
                 except DeadlineExceeded:
                     raise DeadlineExceeded(
@@ -190,6 +193,7 @@ class GrpoActor(LanguageActor[GrpoConfig]):
     def _taken(self, group: Group, columns: Mapping[str, torch.Tensor]) -> TokenBatch:
         """Its samples with their columns, without what is not to be trained on."""
         batch, cfg = group.batch, self.cfg.algorithm
+        self._draws[group.position] = group.draw
         batch.columns |= {name: values for maker, values in columns.items() for name in self._sent_here[maker]}
         batch.pad_id = self.pad
         drawn = batch.columns[VERSION_OF][batch.mask]
@@ -312,6 +316,7 @@ class GrpoActor(LanguageActor[GrpoConfig]):
             message = {
                 "step": step,
                 "position": position,
+                "draw": self._draws[position],
                 "values": returns[where].numpy(),
                 "mask": batch.mask[where].numpy(),
             }

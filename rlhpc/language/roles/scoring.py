@@ -29,7 +29,10 @@ from rlhpc.runtime.worker import Worker
 
 
 class GroupInbox:
-    """The groups of answers that a rank is sent, those of a step at a time.
+    """The groups of answers that a rank is sent, those of a step at a time, until the driver says that there are no more.
+
+    Of a prompt that was drawn again, because who drew it first was lost while handing it over, there may be two
+    (`Group.draw`). Which one the actor has, nobody here knows: both are scored.
 
     Args:
         channel: Where they come in.
@@ -41,47 +44,64 @@ class GroupInbox:
     def __init__(self, channel: Channel, key: str, who: str, makers: str) -> None:
         self._channel, self._key, self._who, self._makers = channel, key, who, makers
         self._later: list[Group] = []
+        self._ended = -1
 
-    def parts(self, step: int, share: Sequence[int], deadline: float, count: int = PARTS) -> Iterator[list[Group]]:
+    def parts(
+        self, step: int, share: Sequence[int], deadline: float, *, together: bool = False
+    ) -> Iterator[list[Group]]:
         """A step's groups in a few parts, each as soon as it is whole. Which groups a part has depends on `share` alone: what
-        is computed together, and so its last digits, does not change with what came first.
+        is computed together, and so its last digits, does not change with what came first. What was drawn twice comes last.
 
         Args:
             step: Of the run.
             share: The rank's groups, by position.
             deadline: On the clock of `time.monotonic`.
-            count: How many parts.
+            together: In one part, when all are there.
 
         Raises:
             DeadlineExceeded: One did not come in time.
         """
-        lacking = [
-            part.tolist() for part in np.array_split(np.asarray(share), min(count, len(share) or 1)) if len(part)
-        ]
-        found = dict[int, Group]()
-        while lacking:
-            found |= {group.position: group for group in self.some(step, deadline)}
+        count = 1 if together else min(PARTS, len(share) or 1)
+        lacking = [part.tolist() for part in np.array_split(np.asarray(share), count) if len(part)]
+        found, again, draws = dict[int, Group](), list[Group](), dict[int, set[bytes]]()
+        while lacking or self._ended < step:
+            for group in self.some(step, deadline):
+                known = draws.setdefault(group.position, set())
+                if not known:
+                    found[group.position] = group
+                elif group.draw not in known:
+                    again.append(group)
+                known.add(group.draw)
+            if together and self._ended < step:
+                continue
             for part in [part for part in lacking if found.keys() >= {*part}]:
                 lacking.remove(part)
-                yield [found.pop(position) for position in part]
+                extra, again = (again, []) if together else ([], again)
+                yield [*(found.pop(position) for position in part), *extra]
+        if again:
+            yield again
 
     def some(self, step: int, deadline: float) -> list[Group]:
-        """At least one group of a step: all that are there.
+        """All groups of a step that are there; waits for one, or for word that there are no more.
 
         Raises:
             DeadlineExceeded: None came until the deadline, on the clock of `time.monotonic`.
         """
-        found = [group for group in self._later if group.step == step]
-        self._later = [group for group in self._later if group.step != step]
+        found, ended = [group for group in self._later if group.step == step], False
+        self._later = [group for group in self._later if group.step > step]
         while True:
             try:
                 message = self._channel.get_nowait(key=self._key)
             except QueueEmpty:
-                if found:
+                if found or ended:
                     return found
                 message = self._wait(step, deadline)
-            group = Group.unpack(message)
-            (found if group.step == step else self._later).append(group)
+            if "end" in message:
+                self._ended = max(self._ended, message["end"])
+                ended = True
+            elif message["step"] >= step:
+                group = Group.unpack(message)
+                (found if group.step == step else self._later).append(group)
 
     def _wait(self, step: int, deadline: float) -> Any:
         try:
@@ -171,7 +191,7 @@ def send_column(actors: Channel, prompts: PromptMap, groups: Sequence[Group], ma
         values: `[T]` or `[T, k]`.
     """
     for group, part in zip(groups, values.split([group.batch.tokens for group in groups]), strict=True):
-        message = column_message(group.step, group.position, maker, part)
+        message = column_message(group, maker, part)
         actors.put(message, key=str(prompts.actor_of(group.position)))
 
 

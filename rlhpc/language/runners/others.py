@@ -119,6 +119,13 @@ class Made:
                     f"({timeout:g} s)"
                 )
         self._others.end(training_phase(self.step))
+        for (
+            name,
+            group,
+        ) in self._scoring.items():  # a group that was lost on its way and drawn again is there by now, too
+            scored = Channel.connect(channel_to(name))
+            for rank in range(group.world_size):
+                scored.put({"end": self.step}, key=str(rank))
         self._found = [self._ledger.close(self.step), *found]
         return self._found
 
