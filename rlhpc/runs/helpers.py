@@ -16,7 +16,7 @@ from rlhpc.jobs.elastic.plan import HelperPlan
 from rlhpc.jobs.elastic.record import HelperJobRecord, HelperRecord, end_helpers, helpers_name
 from rlhpc.jobs.elastic.rule import Decision, Job, Rule, Seen
 from rlhpc.jobs.paths import RunPaths
-from rlhpc.jobs.probes import SlurmProbe
+from rlhpc.jobs.probes import JobState, SlurmProbe
 from rlhpc.jobs.slurm import QueuedJob, jobs_named, scancel, starts_in
 from rlhpc.runs.folder import note
 from rlhpc.runtime.errors import RlhpcError
@@ -60,6 +60,7 @@ class Helpers:
         self._record = HelperRecord.read(paths)
         self._waited: float | None = None
         self._vain, self._vain_since = 0, 0.0
+        self._last_seen: dict[str, float] = {}
         self._said = ""
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._run, name="rlhpc-helpers", daemon=True)
@@ -144,6 +145,7 @@ class Helpers:
             mine.state, mine.reason, mine.ended = job.state, job.reason, None
             mine.started, mine.node = job.started or mine.started, job.node or mine.node
             mine.joined = max(mine.joined, _joined(present, job.id))
+            self._last_seen[job.id] = now
             if job.state in _ENDING:
                 mine.leaving = mine.leaving or now
                 self._job_gone(job.id)
@@ -151,9 +153,8 @@ class Helpers:
         reports = SlurmProbe(command_timeout_s=10.0).query([job.id for job in gone]) if gone else {}
         for mine in gone:
             mine.joined = max(mine.joined, _joined(present, mine.id))
-            mine.ended, mine.state = now, reports[mine.id].state.value
-            if mine.started is None and mine.joined:
-                mine.started = mine.submitted
+            mine.state = reports[mine.id].state.value
+            self._bound(mine, now)
             self._job_gone(mine.id)
             if mine.joined:
                 self._vain = 0
@@ -161,6 +162,14 @@ class Helpers:
                 self._vain, self._vain_since = self._vain + 1, now
                 log_file = self.paths.helpers / f"{mine.id}_0_log.err"
                 self._say(f"job {mine.id} ended ({mine.state}) before a rank of it had joined; see {log_file}")
+
+    def _bound(self, job: HelperJobRecord, now: float) -> None:
+        """Says when a job ran that is gone: what nobody has seen counts as if it had run for as long as it could."""
+        seen, walltime = self._last_seen.pop(job.id, job.submitted), 60.0 * self.plan.minutes
+        cancelled = job.leaving is not None and job.state == JobState.CANCELLED.value
+        if job.started is None and (job.joined or not cancelled):
+            job.started = max(seen, now - walltime)
+        job.ended = now if job.started is None else min(now, max(seen, job.started + walltime))
 
     def _seen(self, now: float) -> Seen:
         present = self._present()
@@ -200,6 +209,7 @@ class Helpers:
                 return
             job_id = submit(self.paths.helpers, self._name, self.plan, self.paths.root)
             self._record.jobs[job_id] = HelperJobRecord(job_id, self.plan.group, self.plan.counted, time.time())
+            self._record.write(self.paths)  # a driver that is killed now must not forget what it has asked for
         self._say(f"submitted {decision.submit} job{'s' if decision.submit > 1 else ''} of helpers: {decision.why}")
 
 

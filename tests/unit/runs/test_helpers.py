@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
+import random
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
@@ -15,7 +19,11 @@ from rlhpc.jobs import slurm
 from rlhpc.jobs.elastic import record, submitting
 from rlhpc.jobs.elastic.plan import helper_plans
 from rlhpc.jobs.paths import RunPaths
+from rlhpc.jobs.probes import JobReport, JobState
+from rlhpc.jobs.slurm import QueuedJob
+from rlhpc.runs import helpers as helpers_module
 from rlhpc.runs.helpers import Helpers
+from rlhpc.runtime.errors import SubmitError
 from rlhpc.runtime.slurm import ask
 
 #: How long a command may take here.
@@ -119,3 +127,114 @@ def test_a_rank_may_come_and_go_between_two_looks(
     (job,) = helpers.jobs
     assert job.ended is not None and (job.joined == 0) == vain == bool(helpers._vain)
     assert ("before a rank of it had joined" in capfd.readouterr().err) == vain
+
+
+class Cluster:
+    """A Slurm with a clock of its own, in which jobs start, are preempted and end whenever they like, seen or not.
+
+    Args:
+        draw: Where its choices come from.
+        walltime: Of a job, in seconds.
+    """
+
+    def __init__(self, draw: random.Random, walltime: float) -> None:
+        self.draw, self.walltime, self.now, self.answers = draw, walltime, 1e9, True
+        self.jobs: dict[str, tuple[float | None, float | None]] = {}
+        self.ends: dict[str, float] = {}
+        self.most = 0
+
+    def pass_time(self, seconds: float) -> None:
+        for job, (started, ended) in list(self.jobs.items()):
+            if started is None and ended is None and self.draw.random() < 0.6:
+                started = self.now + self.draw.random() * seconds
+                self.ends[job] = started + self.draw.random() * self.draw.choice([10.0, 1000.0, 1e9])
+                self.ends[job] = min(self.ends[job], started + self.walltime)
+                self.jobs[job] = started, None
+            if started is not None and ended is None and self.ends[job] <= self.now + seconds:
+                self.jobs[job] = started, self.ends[job]
+        self.now += seconds
+
+    def hours(self) -> float:
+        """What has really been used."""
+        return sum((ended or self.now) - started for started, ended in self.jobs.values() if started is not None) / 3600
+
+    def jobs_named(self, name: str) -> list[QueuedJob] | None:
+        live = [(job, started) for job, (started, ended) in self.jobs.items() if ended is None]
+        self.most = max(self.most, len(live))
+        if not self.answers:
+            return None
+        return [
+            QueuedJob(job, "PENDING" if started is None else "RUNNING", "", "" if started is None else "n1", started)
+            for job, started in live
+        ]
+
+    def submit(self, *_: Any) -> str:
+        if self.draw.random() < 0.1:
+            raise SubmitError("the controller is busy")
+        self.jobs[str(len(self.jobs) + 1)] = None, None
+        return str(len(self.jobs))
+
+    def scancel(self, job: str, *signal: str) -> None:
+        started, ended = self.jobs[job]
+        if ended is None and (started is None or not signal):
+            self.jobs[job] = started, self.now
+        elif ended is None:  # it leaves when it comes to it
+            self.ends[job] = min(self.ends[job], self.now + self.draw.random() * 100)
+
+    def query(self, jobs: Iterable[str]) -> dict[str, JobReport]:
+        return {
+            job: JobReport(JobState.CANCELLED if self.jobs[job][0] is None else JobState.COMPLETED) for job in jobs
+        }
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_the_budget_is_never_exceeded(seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever the queue, the users and the drivers do, and although nobody sees all of it."""
+    draw, budget = random.Random(seed), 2.0
+    cluster = Cluster(draw, walltime=1200.0)
+    for name in ("jobs_named", "submit", "scancel"):
+        monkeypatch.setattr(helpers_module, name, getattr(cluster, name))
+    monkeypatch.setattr(helpers_module, "starts_in", lambda options: (draw.choice([0.0, 1e6, None]), "so it says"))
+    monkeypatch.setattr(helpers_module, "SlurmProbe", lambda **_: cluster)
+    monkeypatch.setattr(helpers_module, "time", SimpleNamespace(time=lambda: cluster.now))
+    entry = {"max": 8, "partition": "preempt", "react_s": 20.0, "time": "00:20:00", "max_gpu_hours": budget}
+    (plan,) = helper_plans({"elastic": [entry]}, {})
+    paths = RunPaths(tmp_path / "run")
+    paths.submit.mkdir(parents=True)
+
+    def present() -> dict[str, int]:
+        return {job: int(end is None) for job, (start, end) in cluster.jobs.items() if start is not None and int(job) % 3}
+
+    helpers = Helpers(paths, plan, 8, lambda job: None, present)
+    for _ in range(200):
+        cluster.pass_time(draw.choice([1.0, 15.0, 15.0, 200.0]))
+        if draw.random() < 0.02:  # another driver, after a while
+            cluster.pass_time(draw.random() * 3000)
+            helpers = Helpers(paths, plan, 8, lambda job: None, present)
+        if draw.random() < 0.05:
+            paths.asked_ranks.write_text(json.dumps({"rollout": draw.choice([0, 2, 8, None])}))
+        cluster.answers = draw.random() < 0.9
+        helpers.saw({"time/step_s": 1.0, "time/rollout_s": draw.random()})
+        with contextlib.suppress(SubmitError):
+            helpers.look()
+        assert cluster.hours() <= budget
+    cluster.pass_time(1e5)
+    assert cluster.hours() <= budget and cluster.most > 1, "and it was made use of"
+    cluster.answers = True
+    helpers.look()
+    for job in helpers.jobs:
+        started, ended = cluster.jobs[job.id]
+        used = 0.0 if started is None or ended is None else (ended - started) / 3600
+        assert job.hours(cluster.now) >= used - 1e-6, "what nobody has seen counts as used"
+
+
+def test_jobs_that_nobody_has_seen_at_work_are_not_submitted_again_and_again(
+    commands: Callable[..., Path], tmp_path: Path
+) -> None:
+    """A setup that fails ends a job at once, before anybody looks."""
+    commands()
+    helpers = helpers_of(tmp_path)
+    helpers._record.jobs["5"] = record.HelperJobRecord("5", "rollout", 1, time.time() - 10)
+    helpers.look()
+    (job,) = helpers.jobs
+    assert helpers._vain == 1 and job.started is not None and job.ended - job.started == pytest.approx(10, abs=5)
