@@ -1,0 +1,129 @@
+"""What long answers leave idle, and so what moving ranks between groups inside a step could gain at most.
+
+    python -m bench.tail --steps 12
+
+As `bench.taken`: 64 prompts of 8 answers a step on 2, 4 and 8 rollout ranks, which take prompts from the runtime's queue and
+whose engines make 32 sequences at a time at a fixed rate; lengths are log-normal, 20 to 2000 tokens. Beside them an actor
+trains on each step for as long as its answers would take if all rollout ranks were busy all the time: both have equally
+much to do. Steps come one after the other (`algorithm.max_staleness: 0`), or rollout ranks are one or two ahead.
+
+`bound_s` is what no scheduler is below that moves ranks to where there is work, at no cost and at any moment: all work divided
+by all ranks or, where steps come one after the other, the longest answer, if that takes longer. `gain` is the step's time
+against it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import statistics
+import time
+from collections import deque
+from collections.abc import Sequence
+
+from bench.machine import write
+from bench.taken import CAPACITY, GROUP, PROMPTS, RANKS, lengths
+from rlhpc import Channel, Cluster, NodePlacementStrategy, Session, Worker
+from rlhpc.language.roles.prompts import DELIVERED, WORK
+from rlhpc.language.roles.work import Ledger, Takings
+from rlhpc.runtime.channel import QueueEmpty
+
+TOKEN_S = 0.002
+OVER = "over"
+
+
+class Maker(Worker):
+    """A rollout rank with an engine of fixed speed."""
+
+    def open(self) -> None:
+        """Connects to the driver's channels."""
+        self.work, self.delivered = self.connect_channel(WORK), self.connect_channel(DELIVERED)
+        self.over = self.connect_channel(OVER)
+
+    def make(self, steps: int, ahead: int, ranks: int) -> None:
+        """Takes prompts of all steps as these are given out, until word comes that it is over."""
+        takings = Takings(PROMPTS, self.rank, self.work, self.delivered)
+        takings.begin(0, ranks)
+        sizes = {step: lengths(step) for step in range(1, steps + 1)}
+        waiting, running = deque[tuple[int, int, int]](), dict[tuple[int, int, int], int]()
+        left, first, now = dict[tuple[int, int], int](), 1, time.perf_counter()
+        while first <= steps:
+            for step in range(first, min(steps, first + ahead) + 1):
+                while len(running) + len(waiting) < CAPACITY and (position := takings.take(step)) is not None:
+                    assert isinstance(position, int), "nobody leaves"
+                    left[step, position] = GROUP
+                    waiting.extend((step, position, member) for member in range(GROUP))
+            while waiting and len(running) < CAPACITY:
+                place = waiting.popleft()
+                running[place] = int(sizes[place[0]][place[1:]])
+            now = max(now + TOKEN_S, time.perf_counter() - TOKEN_S)
+            time.sleep(max(0.0, now - time.perf_counter()))
+            for place in list(running):
+                running[place] -= 1
+                if not running[place]:
+                    del running[place]
+                    left[place[:2]] -= 1
+                    if not left[place[:2]]:
+                        takings.deliver(*place[:2], {})
+            with contextlib.suppress(QueueEmpty):
+                first = self.over.get_nowait(key=str(self.rank))
+
+
+def ideal_s(step: int, ranks: int) -> float:
+    """Seconds that a step's answers take if all ranks are busy all the time."""
+    return float(lengths(step).sum()) * TOKEN_S / CAPACITY / ranks
+
+
+def run(steps: int, ahead: int, ranks: int, cluster: Cluster) -> dict[str, float]:
+    """One run; the first two steps and the last two do not count, when there is less to do at a time."""
+    ledger, over = Ledger(PROMPTS), Channel.create(OVER)
+    ledger.open(0)
+    group = Maker.create_group().launch(cluster, NodePlacementStrategy([0] * ranks), f"tail{ranks}{ahead}")
+    group.open().wait()
+    ledger.give(1 + ahead)
+    making, times = group.make(steps, ahead, ranks), [time.perf_counter()]
+    for step in range(1, steps + 1):
+        while not ledger.whole(step, 1.0):
+            if time.perf_counter() - times[-1] > 300:
+                raise SystemExit(f"bench.tail: step {step} is not whole: {ledger.missing(step)[:8]}")
+        time.sleep(ideal_s(step, ranks))  # the actor
+        ledger.give(min(steps, step + 1 + ahead))
+        for rank in range(ranks):
+            over.put(step + 1, key=str(rank))
+        times.append(time.perf_counter())
+    making.wait()
+    group.shutdown()
+    counted = range(3, steps - 1)
+    whole = statistics.fmean(ideal_s(step, ranks) for step in counted)
+    longest = statistics.fmean(float(lengths(step).max()) * TOKEN_S for step in counted)
+    step_s = (times[-3] - times[2]) / len(counted)
+    bound = whole if ahead else statistics.fmean(
+        max(ideal_s(step, ranks), float(lengths(step).max()) * TOKEN_S) for step in counted
+    )  # fmt: skip
+    return {
+        "ranks": ranks, "max_staleness": ahead, "step_s": step_s, "bound_s": bound, "gain": step_s / bound,
+        "rollout ranks idle": 1 - whole / step_s, "answers if all were busy, s": whole, "longest answer, s": longest,
+    }  # fmt: skip
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Measures and writes `results/tail.json`."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=12)
+    args = parser.parse_args(argv)
+    os.environ["OMP_NUM_THREADS"] = "1"
+    session, cluster = Session.start(), Cluster.local(1, 0)
+    rows = []
+    for ranks in RANKS:
+        for ahead in (0, 1, 2):
+            rows.append(run(args.steps, ahead, ranks, cluster))
+            found = rows[-1]
+            print(f"{ranks} ranks, {ahead} ahead: {found['step_s']:.2f} s a step, at least {found['bound_s']:.2f} s "
+                  f"({found['gain']:.2f} times); rollout idle {found['rollout ranks idle']:.0%}", flush=True)  # fmt: skip
+    session.stop()
+    print(write("tail", f"python -m bench.tail --steps {args.steps}", {"rows": rows}))
+
+
+if __name__ == "__main__":
+    main()
