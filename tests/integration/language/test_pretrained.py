@@ -102,7 +102,7 @@ def test_smollm2_goes_through_every_rule(models: Path, tmp_path: Path) -> None:
     run = tmp_path / "smollm2"
     command(
         "snakemake", "--profile", "profiles/local", "--nolock", "--config", f"run={CONFIG}",
-        f"overrides=runner.run_dir={tmp_path}",
+        f"overrides=runner.run_dir={tmp_path} data.prompts_per_step=2 actor.global_batch_size=8",
     )  # fmt: skip
 
     start, export = Path(resolve_model("builtin:smollm2", models)), run / "export" / "global_step_2"
