@@ -488,6 +488,7 @@ _FIRST = {
     "shell": "bash",
     "folders": "x",
     "file": "x.yaml",
+    "number": "rollout=2",
 }
 
 
