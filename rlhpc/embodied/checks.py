@@ -10,7 +10,7 @@ from rlhpc.config.rules import Fail, check_choice, check_name
 from rlhpc.config.typed import select
 from rlhpc.embodied.config import BcConfig, EmbodiedConfig, PlayingConfig, PolicyConfig, PpoConfig, SacConfig
 from rlhpc.runtime.errors import ConfigError
-from rlhpc.runtime.lookup import offered
+from rlhpc.training.registry import BACKENDS
 
 #: Policies that come with the package.
 MODELS = ("mlp", "cnn", "resnet", "flow", "sac", "vla", "pi0")
@@ -135,8 +135,7 @@ def check_adapters(cfg: PpoConfig | BcConfig, fail: Fail) -> None:
     model = cfg.actor.model
     backend = cfg.actor.training_backend
     if ":" not in backend:
-        allowed = ("local", "fsdp", "deepspeed", *offered("rlhpc.training_backends"))
-        check_choice("actor.training_backend", backend, allowed, fail)
+        check_choice("actor.training_backend", backend, BACKENDS.choices(), fail)
     if cfg.actor.lora.rank:
         if model.model_type.lower() not in _ADAPTED:
             raise fail("actor.lora.rank", f"adapters are for {' and '.join(_ADAPTED)}; the others train all weights: 0")

@@ -11,11 +11,13 @@ from rlhpc.config.rules import Fail, check_choice
 from rlhpc.config.typed import plain, select
 from rlhpc.language.algorithm.registry import ALGORITHMS, make_algorithm
 from rlhpc.language.config import GrpoConfig, LanguageConfig, SourceConfig, TrainedLanguageConfig
+from rlhpc.language.engines.registry import ENGINES
 from rlhpc.language.reward_config import RewardRunConfig
 from rlhpc.language.scoring.checks import check_group_sections
 from rlhpc.language.scoring.groups import CRITIC, placed, rating_names
 from rlhpc.runtime.errors import ConfigError, PlacementError
-from rlhpc.runtime.lookup import offered
+from rlhpc.runtime.lookup import Registry
+from rlhpc.training.registry import BACKENDS as TRAINING
 
 #: What each component computes with.
 _COMPUTES = {
@@ -23,12 +25,10 @@ _COMPUTES = {
     "rollout": "rollout.rollout_backend",
     CRITIC: "critic.training_backend",
 }
-#: Names that come with the package, and the entry point group of others; or they are `module:Class`.
-_TRAINING = (("local", "fsdp", "deepspeed"), "rlhpc.training_backends")
-_BACKENDS = {
-    "actor.training_backend": _TRAINING,
-    "critic.training_backend": _TRAINING,
-    "rollout.rollout_backend": (("hf", "vllm"), "rlhpc.engines"),
+_BACKENDS: dict[str, Registry[Any]] = {
+    "actor.training_backend": TRAINING,
+    "critic.training_backend": TRAINING,
+    "rollout.rollout_backend": ENGINES,
 }
 
 
@@ -70,9 +70,8 @@ def _check_suites(interval: int, suites: Sequence[Any], fail: Fail) -> None:
 
 
 def _backend(key: str, backend: str, fail: Fail) -> None:
-    allowed, group = _BACKENDS[key]
     if ":" not in backend:
-        check_choice(key, backend, (*allowed, *offered(group), "module:Class"), fail)
+        check_choice(key, backend, _BACKENDS[key].choices(), fail)
 
 
 def _check_trained(cfg: TrainedLanguageConfig, suites: Sequence[Any], fail: Fail) -> None:

@@ -120,6 +120,10 @@ class Registry(Generic[Found]):
         """All names, entry points included."""
         return sorted({*self._registered, *self.built_in, *offered(self.group)})
 
+    def choices(self) -> list[str]:
+        """What a message lists: the names, those that come with the package first, and how one without a name is written."""
+        return [*dict.fromkeys([*self.built_in, *self.names()]), self.form]
+
     def path(self, name: str) -> str | None:
         """Where to import `name` from: what is built in, an entry point, or itself if it is a path; None if it is unknown."""
         path = self.built_in.get(name.lower(), name)

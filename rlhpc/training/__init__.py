@@ -1,7 +1,24 @@
-"""Training backends: gradients, data parallelism, sharding and the optimizer, behind one contract."""
+"""Training backends: gradients, data parallelism, sharding and the optimizer, behind one contract.
 
-from rlhpc.training.contract import Blueprint, TrainingBackend
-from rlhpc.training.registry import make_backend
-from rlhpc.training.replicated import ReplicatedBackend
+Names are loaded when they are first used: whoever asks which backends there are needs no torch.
+"""
 
-__all__ = ["Blueprint", "ReplicatedBackend", "TrainingBackend", "make_backend"]
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from rlhpc.runtime.lazy import lazy_names
+
+_HOMES = {
+    "rlhpc.training.contract": ["Blueprint", "TrainingBackend"],
+    "rlhpc.training.registry": ["make_backend"],
+    "rlhpc.training.replicated": ["ReplicatedBackend"],
+}
+__all__ = sorted(name for names in _HOMES.values() for name in names)
+__getattr__, __dir__ = lazy_names(__name__, _HOMES)
+
+if TYPE_CHECKING:
+    from rlhpc.training.contract import Blueprint as Blueprint
+    from rlhpc.training.contract import TrainingBackend as TrainingBackend
+    from rlhpc.training.registry import make_backend as make_backend
+    from rlhpc.training.replicated import ReplicatedBackend as ReplicatedBackend

@@ -5,10 +5,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from rlhpc.runtime.lookup import Registry
-from rlhpc.training.contract import Blueprint, Ranks, TrainingBackend
 
 if TYPE_CHECKING:
-    from rlhpc.training.contract import ActorSection
+    from rlhpc.training.contract import ActorSection, Blueprint, Ranks, TrainingBackend
 
 #: Registry of classes `(blueprint, actor, worker) -> TrainingBackend`.
 BACKENDS: Registry[Any] = Registry(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 if TYPE_CHECKING:
     import torch
@@ -68,8 +68,8 @@ class RolloutBackend(Protocol):
     way goes on under the new ones (after a recomputation of its cache, unless `rollout.keep_cache_on_update`), and
     `Completion.versions` tells which token is whose.
 
-    What only some engines say or can do is in `SaysForkable`, `TakesParts`, `TakesShards`, `TellsWeights`, `ScoresTexts` and
-    `Bounded`.
+    What only some engines say or can do is in `SaysForkable`, `AwaitsWeights`, `TakesParts`, `TakesShards`, `TellsWeights`,
+    `ScoresTexts` and `Bounded`.
     """
 
     @property
@@ -120,6 +120,14 @@ class SaysForkable(Protocol):
     """
 
     forkable: bool
+
+
+@runtime_checkable
+class AwaitsWeights(Protocol):
+    """A class of engines that can start without reading a model's weights, all of which the first update then brings."""
+
+    awaiting: Mapping[str, Any]
+    """The `rollout.engine_kwargs` that have it start so."""
 
 
 @runtime_checkable

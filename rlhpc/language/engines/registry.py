@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, TypeVar
 
 from rlhpc.config.typed import changed, plain
-from rlhpc.language.engines.base import EngineFactory, RolloutBackend, SaysForkable
+from rlhpc.language.engines.base import AwaitsWeights, EngineFactory, RolloutBackend, SaysForkable
 from rlhpc.runtime.lookup import Registry
 
 if TYPE_CHECKING:
@@ -42,11 +42,12 @@ def make_rollout(
 
 
 def awaiting_weights(cfg: Run) -> Run:
-    """The configuration for an engine that writes nothing before an update has brought all weights: vLLM need not read them
-    from the model's files, unless `rollout.engine_kwargs` says how they are loaded."""
-    if cfg.rollout.rollout_backend.lower() != "vllm":
+    """The configuration for an engine that writes nothing before an update has brought all weights: one that can need not
+    read them from the model's files, unless `rollout.engine_kwargs` says how they are loaded."""
+    engine = ENGINES.find(cfg.rollout.rollout_backend)
+    if not isinstance(engine, AwaitsWeights):
         return cfg
-    return changed(cfg, "rollout.engine_kwargs", {"load_format": "dummy", **plain(cfg.rollout.engine_kwargs)})
+    return changed(cfg, "rollout.engine_kwargs", {**engine.awaiting, **plain(cfg.rollout.engine_kwargs)})
 
 
 def forkable(name: str) -> bool:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 import torch
@@ -76,6 +76,8 @@ class VLLMRollout(VLLMProcess, Engine):
     Raises:
         ConfigError: vLLM is not installed or of the wrong build, there is no such model, or memory does not suffice.
     """
+
+    awaiting: ClassVar[Mapping[str, Any]] = {"load_format": "dummy"}
 
     def __init__(
         self,

@@ -10,12 +10,12 @@ from omegaconf.errors import OmegaConfBaseException
 
 from rlhpc.config.rules import Fail, check_choice, check_name
 from rlhpc.config.typed import mapping, plain, typed, untouched
+from rlhpc.language.engines.registry import ENGINES
 from rlhpc.language.group_config import JUDGE_RANGES, JudgeConfig
 from rlhpc.language.scoring.group import ScoringGroup
 from rlhpc.language.scoring.groups import JUDGE, raters, scoring_groups
 from rlhpc.language.scoring.own_engine import key_of
 from rlhpc.runtime.errors import ConfigError
-from rlhpc.runtime.lookup import offered
 
 if TYPE_CHECKING:
     from rlhpc.language.config import GrpoConfig
@@ -80,8 +80,7 @@ def check_judges(cfg: GrpoConfig, fail: Fail) -> None:
 
         backend = section.rollout_backend
         if ":" not in backend:
-            engines = ("hf", "vllm", *offered("rlhpc.engines"), "module:Class")
-            check_choice("rollout_backend", backend, engines, refuse)
+            check_choice("rollout_backend", backend, ENGINES.choices(), refuse)
         if section.rubric is not None and "{response}" not in section.rubric:
             raise refuse("rubric", "it needs {response}, where the answer to be judged is put")
         scale = list(section.scale)
