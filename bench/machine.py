@@ -6,6 +6,7 @@ import json
 import os
 import platform
 import statistics
+import subprocess
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,13 +16,25 @@ RESULTS = Path(__file__).parent / "results"
 
 
 def machine() -> dict[str, Any]:
-    """The machine, without its name."""
+    """The machine, without its name, and the commit that is measured on it."""
     import torch
 
     model = next((line.split(":")[1].strip() for line in Path("/proc/cpuinfo").read_text().splitlines()
                   if line.startswith("model name")), platform.machine())  # fmt: skip
     return {"cpu": model, "cores": len(os.sched_getaffinity(0)), "python": platform.python_version(),
-            "torch": torch.__version__, "load": os.getloadavg()[0], "date": time.strftime("%Y-%m-%d")}  # fmt: skip
+            "torch": torch.__version__, "load": os.getloadavg()[0], "date": time.strftime("%Y-%m-%d"),
+            "commit": commit()}  # fmt: skip
+
+
+def commit() -> str:
+    """What is checked out, with `-dirty` where the code differs from it; empty without a repository."""
+
+    def git(*words: str) -> str:
+        done = subprocess.run(["git", *words], cwd=RESULTS.parents[1], capture_output=True, text=True, check=False)
+        return done.stdout.strip()
+
+    head = git("rev-parse", "--short", "HEAD")
+    return head + ("-dirty" if git("status", "--porcelain", "--", "rlhpc", "bench", ":!bench/results") else "")
 
 
 def spread(values: Sequence[float]) -> dict[str, float]:

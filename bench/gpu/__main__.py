@@ -44,7 +44,7 @@ def found_here() -> tuple[str, int]:
 
 
 def measured_on(device: str, cards: int) -> dict[str, Any]:
-    """Machine, cards, versions and commit."""
+    """Cards and versions."""
     import torch
 
     versions = {}
@@ -59,8 +59,7 @@ def measured_on(device: str, cards: int) -> dict[str, Any]:
         every = [module.get_device_properties(number) for number in range(cards)]
         about["cards"] = [{"name": card.name, "GB": round(card.total_memory / 1e9, 1)} for card in every]
         about["built for"] = torch.version.cuda or torch.version.hip
-    commit = subprocess.run(["git", "describe", "--always", "--dirty"], cwd=ROOT, capture_output=True, text=True)
-    return {**about, "commit": commit.stdout.strip()}
+    return about
 
 
 def run_part(name: str, device: str, cards: int, deadline: float) -> dict[str, Any]:
