@@ -19,7 +19,7 @@ import pytest
 import yaml
 
 from rlhpc.config.keys import element_of, fields_of
-from rlhpc.runs.kinds import find_kind
+from rlhpc.runs.kinds import all_kinds, find_kind
 from tests import warm
 from tests.classifiers import save_classifier
 
@@ -201,6 +201,10 @@ def reads(tmp_path_factory: pytest.TempPathFactory) -> Reads:
     found = Reads(tmp_path_factory.mktemp("keys"))
     found.rlhpc("off_policy", "record", "--expert", "read_keys:expert", "--episodes", "2", "--output", "pendulum.h5")
     return found
+
+
+def test_every_kind_is_looked_at() -> None:
+    assert {kind.name for kind in all_kinds()} == {*NAMES}
 
 
 @pytest.mark.parametrize("kind", NAMES)
