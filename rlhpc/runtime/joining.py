@@ -20,11 +20,12 @@ from typing import Any
 import zmq
 
 from rlhpc.runtime.code import fingerprint
+from rlhpc.runtime.comm.queues import TooEarly
 from rlhpc.runtime.comm.sockets import Peers, choose
 from rlhpc.runtime.errors import ChannelError, ConfigError, RlhpcError
 from rlhpc.runtime.host import host_id, node_name
 from rlhpc.runtime.import_paths import python_path, run_module
-from rlhpc.runtime.registry import CURRENT, LEFT, MEMBERS, NOT_YET, Keys, Registry
+from rlhpc.runtime.registry import CURRENT, LEFT, MEMBERS, Keys, Registry
 from rlhpc.runtime.spec import WorkerSpec
 from rlhpc.runtime.task import LEAVE, for_input
 
@@ -106,7 +107,7 @@ class Door:
                 self._endpoint(), b"JOIN", [pickle.dumps(dict(wish))], _ANSWER_S, "the driver"
             )
         except ChannelError as error:
-            raise (NotYet if NOT_YET in str(error) else Refused)(str(error)) from error
+            raise (NotYet if isinstance(error, TooEarly) else Refused)(str(error)) from error
         spec: WorkerSpec = pickle.loads(answer)
         return spec
 

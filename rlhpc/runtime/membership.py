@@ -11,11 +11,12 @@ from pathlib import Path
 from typing import Any
 
 from rlhpc.runtime.code import fingerprint
+from rlhpc.runtime.comm.queues import TooEarly
 from rlhpc.runtime.errors import ChannelError, RlhpcError
 from rlhpc.runtime.failures import FailurePolicy
 from rlhpc.runtime.host import host_id
 from rlhpc.runtime.ranks import Ranks
-from rlhpc.runtime.registry import LEFT, NOT_YET, Registry
+from rlhpc.runtime.registry import LEFT, Registry
 from rlhpc.runtime.rpc import RpcClient
 from rlhpc.runtime.starters import Member
 from rlhpc.runtime.starters.joined import JoinedStarter
@@ -124,7 +125,7 @@ class Membership:
         """Gives a process a place in a group; what it is told to be, pickled. Called on the service's thread.
 
         Raises:
-            ChannelError: It may not join; says why.
+            ChannelError: It may not join; says why. `TooEarly` if it may later.
         """
         group = wish["group"]
         self._allow(group, wish)
@@ -167,7 +168,7 @@ class Membership:
 
     def _allow(self, group: str, wish: Mapping[str, Any]) -> None:
         if not self.is_open:
-            raise ChannelError(f"{NOT_YET}: the ranks that the run starts with are starting or ending")
+            raise TooEarly("the ranks that the run starts with are starting or ending")
         elastic = self._failures.elastic
         if group not in elastic:
             raise ChannelError(

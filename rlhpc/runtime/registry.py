@@ -27,8 +27,6 @@ CURRENT = "current"
 MEMBERS = "members"
 #: Members whose groups go on without them.
 LEFT = "left"
-#: What the answer to a rank begins with that asks for a place before there are any.
-NOT_YET = "not yet"
 
 
 def write_atomic(path: Path, data: bytes, mode: int = 0o600, durable: bool = True) -> None:

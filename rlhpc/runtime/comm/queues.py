@@ -65,6 +65,10 @@ class Refused(ChannelError):
     """The home of a channel answered with a `Refusal`."""
 
 
+class TooEarly(ChannelError):
+    """A request that came too early: it is worth asking again."""
+
+
 Answer = Callable[[list[Item] | str], bool]
 
 

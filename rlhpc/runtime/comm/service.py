@@ -32,7 +32,7 @@ from rlhpc.runtime.comm.offers import Offers
 from rlhpc.runtime.comm.operations import OPERATIONS
 from rlhpc.runtime.comm.payload import Origin, Packed, unpack
 from rlhpc.runtime.comm.pool import SegmentPool
-from rlhpc.runtime.comm.queues import ChannelState, Item, Taker
+from rlhpc.runtime.comm.queues import ChannelState, Item, Taker, TooEarly
 from rlhpc.runtime.comm.segments import discard
 from rlhpc.runtime.comm.sockets import Door, Peers, ZapDoor, make_socket
 from rlhpc.runtime.comm.traffic import Traffic
@@ -351,4 +351,5 @@ class Service:
             OPERATIONS[op](self, answer, frames)
         except (ChannelError, KeyError, ValueError) as error:
             if number:
-                self.reply(peer, [number, b"error", f"{type(error).__name__}: {error}".encode()])
+                kind = b"too early" if isinstance(error, TooEarly) else b"error"
+                self.reply(peer, [number, kind, f"{type(error).__name__}: {error}".encode()])

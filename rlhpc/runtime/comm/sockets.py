@@ -17,7 +17,7 @@ from zmq.utils import z85
 
 from rlhpc.runtime.comm import unix
 from rlhpc.runtime.comm.bulk import BulkClient
-from rlhpc.runtime.comm.queues import Refused
+from rlhpc.runtime.comm.queues import Refused, TooEarly
 from rlhpc.runtime.descriptors import crowded
 from rlhpc.runtime.errors import ChannelError, DeadlineExceeded
 from rlhpc.runtime.host import host_id
@@ -33,6 +33,8 @@ _OVERHEAD = 1 << 10
 _HANDSHAKE_MS = 10_000
 _DIVIDED = b"rlhpc divided\n"
 _LENGTHS = "!%dQ"
+#: What a request raises that was answered with neither `ok` nor `error`.
+_FAILURES = {b"refused": Refused, b"too early": TooEarly}
 _BACKLOG = 100
 _SO_ATTACH_FILTER, _SO_DETACH_FILTER = 26, 27
 #: The one instruction of a packet filter that lets nothing pass: `return 0`.
@@ -251,7 +253,7 @@ class Peers:
             raise self._gone(endpoint, whom) from None
         if reply[1] == b"ok":
             return reply[2:]
-        raise (Refused if reply[1] == b"refused" else ChannelError)(reply[2].decode())
+        raise _FAILURES.get(bytes(reply[1]), ChannelError)(reply[2].decode())
 
     def fetch(self, endpoint: str, path: str, start: int, target: memoryview, *, offered: bool = False) -> bool:
         """Fills `target` with the bytes of a segment of another host from `start` on.
