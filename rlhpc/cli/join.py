@@ -16,6 +16,7 @@ _EXAMPLES = (
     "rlhpc join runs/reasoning --group rollout",
     "sbatch --partition=preempt --gres=gpu:1 --time=1:00:00 --wrap='rlhpc join runs/reasoning --group rollout'",
     "srun --ntasks=4 --gpus-per-task=1 rlhpc join runs/reasoning --group rollout",
+    "sbatch --partition=preempt --cpus-per-task=8 --time=1:00:00 --wrap='rlhpc join runs/cartpole --group env'",
 )
 #: Signals that have a rank leave, and what they mean.
 _REASONS: dict[int, str] = {
@@ -54,7 +55,7 @@ def add_commands(commands: Any) -> None:
         commands, "join", _join, "add a rank to a run that is under way, for as long as this allocation lasts", _EXAMPLES
     )  # fmt: skip
     add_words(join, run=RUN)
-    join.add_argument("--group", default="rollout", help="the group (default: rollout)")
+    join.add_argument("--group", default="rollout", help="the group: rollout (default) or, of runs with simulators, env")
     join.add_argument(
         "--accelerators", type=int, help="how many the rank has (default: one, where this process sees any)"
     )

@@ -141,8 +141,30 @@ def _env_python(cfg: RunConfig) -> str | None:
     return next((group.python_interpreter for group in cfg.cluster.node_groups if group.label == label), None)
 
 
+#: The configuration of a run in which a policy plays while it learns.
+Playing = TypeVar("Playing", PpoConfig, SacConfig)
+
+
 @dataclass(frozen=True)
-class PpoKind(EmbodiedKind[PpoConfig]):
+class PlayingKind(EmbodiedKind[Playing]):
+    """A kind of run in which a policy plays while it learns."""
+
+    def elastic_of(self, cfg: Playing) -> dict[str, int]:
+        """The env ranks, where they play ahead of the actors."""
+        return {"env": 1} if cfg.algorithm.max_staleness > 0 else {}
+
+    def why_fixed(self, cfg: Playing) -> str:
+        """Synchronous runs are the same, bit for bit, whenever they are started."""
+        if cfg.algorithm.max_staleness > 0:
+            return ""
+        return (
+            "env ranks can come and go where they play ahead of the actors (algorithm.max_staleness of 1 or more); in this "
+            "run each step's batch is fixed: what the ranks that it started with play in it, with the newest weights"
+        )
+
+
+@dataclass(frozen=True)
+class PpoKind(PlayingKind[PpoConfig]):
     """Policy and simulators play, and the policy learns from what they played."""
 
     def check(self, cfg: PpoConfig, fail: Fail, *, training: bool) -> None:
@@ -178,7 +200,7 @@ class PpoKind(EmbodiedKind[PpoConfig]):
 
 
 @dataclass(frozen=True)
-class SacKind(EmbodiedKind[SacConfig]):
+class SacKind(PlayingKind[SacConfig]):
     """Policy and simulators fill a buffer, and the policy learns from draws of it."""
 
     def check(self, cfg: SacConfig, fail: Fail, *, training: bool) -> None:

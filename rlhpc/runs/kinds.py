@@ -182,6 +182,11 @@ class Kind(Generic[Cfg]):
         del cfg
         return {}
 
+    def why_fixed(self, cfg: Cfg) -> str:
+        """Why no group of `elastic_of` is in this run, and what would have to change, for messages; "" if nothing would do."""
+        del cfg
+        return ""
+
     def most_useful(self, cfg: Cfg) -> dict[str, int]:
         """Of the groups of `elastic_of`: ranks beyond which there is nothing more to do at a time."""
         del cfg

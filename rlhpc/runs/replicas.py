@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
-from typing import Protocol
+from typing import Any, Protocol
 
 from rlhpc.runs.folder import note
 from rlhpc.runtime.group import WorkerGroup
@@ -17,6 +17,42 @@ class Opening(Protocol):
 
     def wait(self) -> object:
         """Raises what went wrong."""
+
+
+class Nothing:
+    """A call that nobody had to be asked."""
+
+    def done(self) -> bool:
+        """Always."""
+        return True
+
+    def wait(self, timeout: float | None = None) -> list[Any]:
+        """No answers."""
+        del timeout
+        return []
+
+
+class Originals:
+    """The ranks of a group that its run started with: calls go to them alone, and not to ranks that have joined. All else is the
+    group's.
+
+    Args:
+        group: The launched group.
+    """
+
+    def __init__(self, group: WorkerGroup) -> None:
+        self._group = group
+
+    def __getattr__(self, name: str) -> Any:
+        group = self._group
+        if name[0] == "_" or hasattr(WorkerGroup, name) or name in vars(group):
+            return getattr(group, name)
+        getattr(group, name)  # that there is such a method
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            return getattr(group.execute_on(*range(group.world_size)), name)(*args, **kwargs)
+
+        return call
 
 
 class Replicas:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import pickle
 import queue
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any, NamedTuple
 
 from rlhpc.runtime.comm.background import AsyncWork, in_background
@@ -63,6 +63,7 @@ class Channel:
         *,
         max_bytes: int = DEFAULT_MAX_BYTES,
         home: str | None = None,
+        absent: Collection[int] = (),
     ) -> Channel:
         """Creates a channel; one of the same name is closed and replaced.
 
@@ -74,17 +75,19 @@ class Channel:
                 calling process need no socket. Otherwise the calling process is the home of all keys.
             max_bytes: Bytes the channel may hold at each home before `put` blocks.
             home: The group whose ranks keep the keys; implies `distributed`.
+            absent: Ranks of it that have gone: another one keeps their keys.
         """
         context = here()
         if distributed or home:
             groups = [home] if home else context.group_names()
-            homes = [
-                context.member(group, rank)["data"] for group in groups for rank in range(context.group_size(group))
-            ]
+            ranks = [(group, rank) for group in groups for rank in range(context.group_size(group))]
+            there = [context.member(*who)["data"] for who in ranks if not home or who[1] not in absent]
+            instead = iter(there)
+            homes = [next(instead) if not home or who[1] not in absent else there[0] for who in ranks] if there else []
         else:
             homes = []
         homes = homes or [context.service.endpoint]
-        for record in homes:
+        for record in {record["ipc"]: record for record in homes}.values():
             if record == context.service.endpoint:
                 context.service.open_channel(name, maxsize, max_bytes)
             else:

@@ -92,7 +92,8 @@ class ElasticConfig(SlurmOptions):
     taken from `cluster` where they are omitted here, and nothing else is."""
 
     group: str = "rollout"
-    """Group that the ranks are added to: one that does without any of them, such as the rollout ranks of a language model."""
+    """Group that the ranks are added to: `rollout` of language models; `env` of runs with simulators that play ahead of
+    their actors (`algorithm.max_staleness`), where each of these ranks also acts."""
     min: int = 0
     """Ranks that are asked for at all times, whatever the queue says."""
     max: int = 1

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from rlhpc.config.sections import OptimConfig, RunConfig
 from rlhpc.embodied.config.policy import NetworkConfig
 from rlhpc.embodied.config.sections import DemonstratedWorkflowConfig, EnvConfig, PlayingRunnerConfig, RolloutConfig
+from rlhpc.runtime.cluster_config import ElasticClusterConfig
 
 
 @dataclass
@@ -104,6 +105,7 @@ class SacActorConfig:
 class SacConfig(RunConfig):
     """An off-policy run in simulators."""
 
+    cluster: ElasticClusterConfig = field(default_factory=ElasticClusterConfig)
     runner: PlayingRunnerConfig = field(default_factory=PlayingRunnerConfig)
     algorithm: SacAlgorithmConfig = field(default_factory=SacAlgorithmConfig)
     env: EnvConfig = field(default_factory=EnvConfig)

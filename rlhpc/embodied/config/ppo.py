@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from rlhpc.config.sections import RunConfig
 from rlhpc.embodied.config.policy import EmbodiedActorConfig
 from rlhpc.embodied.config.sections import EmbodiedWorkflowConfig, PlayingRunnerConfig, RolloutConfig, RolloutEnvsConfig
+from rlhpc.runtime.cluster_config import ElasticClusterConfig
 
 
 @dataclass
@@ -78,6 +79,7 @@ class PpoAlgorithmConfig:
 class PpoConfig(RunConfig):
     """A run of PPO, GRPO and their like in simulators."""
 
+    cluster: ElasticClusterConfig = field(default_factory=ElasticClusterConfig)
     runner: PlayingRunnerConfig = field(default_factory=PlayingRunnerConfig)
     algorithm: PpoAlgorithmConfig = field(default_factory=PpoAlgorithmConfig)
     env: RolloutEnvsConfig = field(default_factory=RolloutEnvsConfig)

@@ -88,6 +88,13 @@ def row_bytes(space: Any) -> dict[str, int]:
     return {key: math.prod(box.shape) * np.dtype(box.dtype).itemsize for key, box in boxes_of(space).items()}
 
 
+def blank(space: Any, count: int) -> Obs:
+    """An observation of `count` slots that shows nothing: zeros."""
+    rows: dict[str, Any] = {key: np.zeros((count, *box.shape), box.dtype) for key, box in boxes_of(space).items()}
+    found: Obs = rows.get("", rows)
+    return found
+
+
 def encode_text(text: str, size: int) -> np.ndarray:
     """A text as zero-padded UTF-8, uint8 `[size]`; what is longer is cut at a character."""
     data = text.encode()[:size].decode(errors="ignore").encode()

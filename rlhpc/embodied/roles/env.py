@@ -19,12 +19,15 @@ from rlhpc.embodied.envs.base import VectorEnv
 from rlhpc.embodied.envs.observations import Obs, as_arrays, as_given, join, take
 from rlhpc.embodied.envs.registry import ENVS
 from rlhpc.embodied.roles.lanes import agree_on_device, open_lanes
-from rlhpc.embodied.roles.outcomes import EpisodeLog, Outcomes
+from rlhpc.embodied.roles.outcomes import EpisodeLog, Outcomes, Shape, ppo_shape
+from rlhpc.embodied.roles.parts import Asked
+from rlhpc.embodied.roles.replica import Replica, open_replica
 from rlhpc.embodied.roles.slots import OUTCOMES, SlotMap, within
 from rlhpc.runs.device import own_device, seed_process
 from rlhpc.runtime.context import current
 from rlhpc.runtime.device import empty_cache
 from rlhpc.runtime.errors import CheckpointError
+from rlhpc.runtime.lookup import load_attribute
 
 FILE = "env-{rank}.pt"
 Cfg = TypeVar("Cfg", bound=PlayingConfig)
@@ -34,6 +37,9 @@ class SimulatingWorker(SavingWorker, Generic[Cfg]):
     """What env ranks have in common; a kind of run says what rewards and log-probabilities belong to."""
 
     envs: list[VectorEnv]
+    #: Who acts in a rank that has joined.
+    acts: str = ""
+    _replica: Replica | None = None
 
     def __init__(self, cfg: Cfg) -> None:
         super().__init__()
@@ -41,15 +47,25 @@ class SimulatingWorker(SavingWorker, Generic[Cfg]):
         self.envs = []
         self._waited = 0.0
 
-    def init_worker(self, slots: SlotMap) -> dict[str, Any]:
+    @property
+    def given_seed(self) -> int:
+        """Of the run's environments."""
+        own = self.cfg.env.train.seed
+        return own if own is not None else self.cfg.runner.seed
+
+    def init_worker(self, slots: SlotMap, seed: int | None = None) -> dict[str, Any]:
         """Builds the environments and resets them.
+
+        Args:
+            slots: Which rank has which slots.
+            seed: Of these environments, where it is another one than the run's.
 
         Returns:
             `observation_space`, `action_space` (of one slot) and `supports_state`.
         """
         cfg = self.cfg.env.train
         self.slots, self.steps = slots, self.cfg.algorithm.rollout_steps
-        self.seed = cfg.seed if cfg.seed is not None else self.cfg.runner.seed
+        self.seed = self.given_seed if seed is None else seed
         own_device(self)  # simulators ask torch for an accelerator, and silently take the CPU if there is none
         seed_process(self.seed, "env", self.rank)
         self.shares = [slots.env_share(stage, self.rank) for stage in range(slots.stages)]
@@ -94,9 +110,9 @@ class SimulatingWorker(SavingWorker, Generic[Cfg]):
             NonFinite: A simulator gave a number that is not finite, and `runner.on_nonfinite` is stop.
         """
         stages, begun, self._waited = range(self.slots.stages), time.perf_counter(), 0.0
-        outcomes = [self._outcomes_of(step, share) for share in self.shares]
-        if self.whole:
-            self._restart(step)
+        outcomes = [self.outcomes_of(step, share) for share in self.shares]
+        if self.shape().whole:
+            self.new_episodes(step)
         episodes, before = EpisodeLog(), current().service.lane.crossed
         for stage in stages:
             self._send(stage, outcomes[stage], 0)
@@ -131,21 +147,13 @@ class SimulatingWorker(SavingWorker, Generic[Cfg]):
         made = [len(peers) for env, peers in zip(self.envs, self.lanes, strict=True) if env.can_stay_on_device]
         return {"by_device": np.array([crossed]), "by_host": np.array([max(0, sum(made) * (self.steps + 1) - crossed)])}
 
-    @property
-    def whole(self) -> bool:
-        """Whether each rollout plays one episode in every slot, from its start; otherwise episodes continue across
-        rollouts."""
-        return False
-
     @abstractmethod
-    def levels(self) -> tuple[str, str]:
-        """What rewards and log-probabilities belong to."""
+    def shape(self) -> Shape:
+        """Of the outcomes."""
 
-    def _outcomes_of(self, step: int, share: range) -> Outcomes:
-        chunk = self.cfg.actor.model.num_action_chunks
-        rewards, logprobs = self.levels()
-        per_action = rewards == "action_level"
-        told_apart = per_action or logprobs != "chunk_level"
+    def outcomes_of(self, step: int, share: range) -> Outcomes:
+        """What collects the outcomes of a step."""
+        shape = self.shape()
 
         def spoiled(what: str, t: int, rows: np.ndarray) -> None:
             if not skips(self.cfg):
@@ -156,11 +164,12 @@ class SimulatingWorker(SavingWorker, Generic[Cfg]):
                 )
 
         return Outcomes(
-            share, self.steps, chunk=chunk if told_apart else 1, reward_per_action=per_action, whole=self.whole,
+            share, self.steps, chunk=shape.chunk, reward_per_action=shape.reward_per_action, whole=shape.whole,
             spoiled=spoiled,
         )  # fmt: skip
 
-    def _restart(self, step: int) -> None:
+    def new_episodes(self, step: int) -> None:
+        """Begins new episodes, whose starts depend on seed and step alone."""
         seed = int(np.random.SeedSequence([self.seed, step]).generate_state(1)[0])
         if self.cfg.env.train.use_fixed_reset_state_ids:
             seed = self.seed
@@ -177,6 +186,23 @@ class SimulatingWorker(SavingWorker, Generic[Cfg]):
         self._waited += time.perf_counter() - begun
         actions: np.ndarray = join(parts)
         return actions
+
+    # -- a rank that has joined -----------------------------------------------------------------------------------
+
+    def open_replica(self, slots: SlotMap, spaces: tuple[Any, Any], begun: int) -> None:
+        """Builds simulators of its own, and a policy that acts on them; see `rlhpc.embodied.roles.replica`."""
+        acts = load_attribute(self.acts, f"who acts for {type(self).__name__}")
+        self._replica = open_replica(self, lambda: acts(self.cfg), slots, spaces, begun)
+
+    def connect_replica(self) -> None:
+        """See `Replica.connect`."""
+        assert self._replica is not None
+        self._replica.connect()
+
+    def play(self, asked: Asked, random: bool) -> None:
+        """See `Replica.play`."""
+        assert self._replica is not None
+        self._replica.play(asked, random)
 
     # -- checkpoint -----------------------------------------------------------------------------------------------
 
@@ -240,15 +266,11 @@ class SimulatingWorker(SavingWorker, Generic[Cfg]):
 class EnvWorker(SimulatingWorker[PpoConfig]):
     """Owns one vector environment per pipeline stage, with the slots that the `SlotMap` gives it."""
 
-    @property
-    def whole(self) -> bool:
-        """See `SimulatingWorker.whole`: without `env.train.auto_reset`."""
-        return not self.cfg.env.train.auto_reset
+    acts = "rlhpc.embodied.roles.rollout:MultiStepRolloutWorker"
 
-    def levels(self) -> tuple[str, str]:
-        """What rewards and log-probabilities belong to."""
-        algorithm = self.cfg.algorithm
-        return algorithm.reward_type.lower(), algorithm.logprob_type.lower()
+    def shape(self) -> Shape:
+        """Of the outcomes."""
+        return ppo_shape(self.cfg)
 
 
 def _slot_state(env: VectorEnv, unit: dict[str, Any], index: int) -> Any:

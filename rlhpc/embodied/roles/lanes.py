@@ -6,7 +6,8 @@ the host.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from rlhpc.embodied.envs.observations import row_bytes
@@ -15,12 +16,64 @@ from rlhpc.runtime.comm.devices import address
 from rlhpc.runtime.comm.mailbox import Mailbox, available
 from rlhpc.runtime.comm.queues import Taker
 from rlhpc.runtime.context import current
+from rlhpc.runtime.errors import ChannelError, DeadlineExceeded
 from rlhpc.runtime.worker import Worker
 
 #: Largest message that goes through a mailbox. Above it copying costs more than a channel's hand-over.
 _LARGEST = 1 << 20
 #: Room for one slot's actions.
 _ACTION_BYTES = 16 << 10
+#: How often somebody who waits for an env rank looks whether it has gone.
+_LOOK_S = 0.5
+#: How long the driver may take to notice that a rank has ended which cannot be reached.
+_NOTICE_S = 5.0
+
+
+class PeerLeft(Exception):
+    """The rank at the other end has gone, and the run goes on without it."""
+
+
+def until_left(group: str, rank: int) -> Callable[[], None]:
+    """A function to call while waiting for a rank.
+
+    It raises:
+        PeerLeft: The rank has gone.
+    """
+    context = current()
+    context.member(group, rank)  # whose incarnation is meant
+    looked = time.monotonic()
+
+    def check() -> None:
+        nonlocal looked
+        context.check()
+        if time.monotonic() - looked > _LOOK_S:
+            looked = time.monotonic()
+            if context.has_left(group, rank):
+                raise PeerLeft(f"{group}-{rank}")
+
+    return check
+
+
+def get_until_left(channel: Any, key: str, check: Callable[[], None]) -> Any:
+    """What a rank has sent, by a channel that this process keeps.
+
+    Args:
+        channel: The channel.
+        key: The key.
+        check: See `until_left`.
+
+    Raises:
+        PeerLeft: The rank has gone, and has sent nothing.
+        DeadlineExceeded: It has sent nothing for too long.
+    """
+    deadline = time.monotonic() + current().wait_deadline
+    while True:
+        try:
+            return channel.get(key=key, timeout=_LOOK_S)
+        except DeadlineExceeded:
+            check()
+            if time.monotonic() > deadline:
+                raise
 
 
 class Lane(Protocol):
@@ -34,18 +87,47 @@ class Lane(Protocol):
 
 
 class ChannelLane:
-    """A lane over two channels."""
+    """A lane over two channels.
 
-    def __init__(self, out: Any, out_key: str, inbound: Any, in_key: str) -> None:
+    Args:
+        out, out_key: Where to send.
+        inbound, in_key: Where to receive.
+        peer: Group and rank of the other end, if it may go.
+    """
+
+    def __init__(self, out: Any, out_key: str, inbound: Any, in_key: str, peer: tuple[str, int] | None = None) -> None:
         self._out, self._out_key, self._in, self._in_key = out, out_key, inbound, in_key
+        self._peer, self._check = peer, None if peer is None else until_left(*peer)
 
     def put(self, array: Any) -> None:
         """Sends to the other end (`Lane.put`)."""
-        self._out.put(array, key=self._out_key)
+        try:
+            self._out.put(array, key=self._out_key)
+        except ChannelError:
+            if self._peer is None or not current().has_left(*self._peer, _NOTICE_S):
+                raise
+            raise PeerLeft(f"{self._peer[0]}-{self._peer[1]}") from None
 
     def get(self) -> Any:
         """Waits for what the other end sent (`Lane.get`)."""
+        if self._check is not None:
+            return get_until_left(self._in, self._in_key, self._check)
         return self._in.get(key=self._in_key)
+
+
+class NoLane:
+    """In place of a lane to a rank that has gone."""
+
+    def put(self, array: Any) -> None:
+        """Nobody gets it."""
+
+    def get(self) -> Any:
+        """Nothing comes.
+
+        Raises:
+            PeerLeft: Always.
+        """
+        raise PeerLeft("it has gone")
 
 
 class MailboxLane:
@@ -94,10 +176,19 @@ def agree_on_device(worker: Worker, slots: SlotMap, made_there: Sequence[bool] =
     asked = [[peer for peer, _ in slots.envs_of(stage, rank)] for stage in stages]
     for stage in stages:
         for peer in asked[stage]:
-            actions.put((current().host, address()), key=slots.to_env_key(stage, rank, peer))
-    return [
-        [observations.get(key=slots.to_rollout_key(stage, peer, rank)) for peer in asked[stage]] for stage in stages
-    ]
+            if peer not in slots.absent:
+                actions.put((current().host, address()), key=slots.to_env_key(stage, rank, peer))
+
+    def together(stage: int, peer: int) -> bool:
+        try:
+            key = slots.to_rollout_key(stage, peer, rank)
+            if peer in slots.absent:
+                return False
+            return bool(get_until_left(observations, key, until_left(slots.env_name, peer)))
+        except PeerLeft:
+            return False  # the lane notices it, too
+
+    return [[together(stage, peer) for peer in asked[stage]] for stage in stages]
 
 
 def open_lanes(
@@ -120,11 +211,18 @@ def open_lanes(
         lanes: list[tuple[Lane, range]] = []
         for (rank, common), together in zip(peers, near[stage], strict=True):
             env, rollout = (worker.rank, rank) if is_env else (rank, worker.rank)
+            if env in slots.absent:
+                lanes.append((NoLane(), common))
+                continue
             lane = None if together else _mailbox(slots, stage, env, rollout, len(common), bytes_a_slot, is_env)
             if lane is None:
                 to_rollout = (observations, slots.to_rollout_key(stage, env, rollout))
                 to_env = (actions, slots.to_env_key(stage, env, rollout))
-                lane = ChannelLane(*to_rollout, *to_env) if is_env else ChannelLane(*to_env, *to_rollout)
+                lane = (
+                    ChannelLane(*to_rollout, *to_env)
+                    if is_env
+                    else ChannelLane(*to_env, *to_rollout, (slots.env_name, env))
+                )
             lanes.append((lane, common))
         found.append(lanes)
     return found
@@ -144,6 +242,7 @@ def _mailbox(
         capacity = size * max(count, 0 if index else _ACTION_BYTES)
         name = f"{peer[0]}-{peer[1]}"
         boxes[key] = Mailbox(
-            path, capacity, first=is_env, peer=name, deadline=context.wait_deadline, check=context.check
-        )
+            path, capacity, first=is_env, peer=name, deadline=context.wait_deadline,
+            check=context.check if is_env else until_left(*peer),
+        )  # fmt: skip
     return boxes[""] if "" in boxes else MailboxLane(boxes, is_env)

@@ -3,13 +3,39 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from rlhpc.embodied.envs.finite import all_finite, bad_rows, bad_slots, cleaned, is_finite
 from rlhpc.embodied.envs.observations import as_given, join, take
 from rlhpc.runtime.errors import ConfigError
+
+if TYPE_CHECKING:
+    from rlhpc.embodied.config import PlayingConfig, PpoConfig
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What outcomes tell apart: see the arguments of `Outcomes` by these names."""
+
+    chunk: int = 1
+    reward_per_action: bool = False
+    whole: bool = False
+
+
+def shape_of(cfg: PlayingConfig, rewards: str, logprobs: str, whole: bool) -> Shape:
+    """The shape, from what rewards and log-probabilities belong to."""
+    per_action = rewards == "action_level"
+    told_apart = per_action or logprobs != "chunk_level"
+    return Shape(cfg.actor.model.num_action_chunks if told_apart else 1, per_action, whole)
+
+
+def ppo_shape(cfg: PpoConfig) -> Shape:
+    """The shape of a run of PPO; without `env.train.auto_reset` each rollout is one episode a slot."""
+    algorithm = cfg.algorithm
+    return shape_of(cfg, algorithm.reward_type.lower(), algorithm.logprob_type.lower(), not cfg.env.train.auto_reset)
 
 
 class Outcomes:
@@ -114,12 +140,13 @@ class Outcomes:
             self._spoil("observation", t, rows, (t - 1, t))
         return cleaned(obs)
 
-    def part(self, part: slice, last_obs: Any) -> dict[str, Any]:
+    def part(self, part: slice, last_obs: Any, made: int | None = None) -> dict[str, Any]:
         """The message about the slots `part`.
 
         Args:
             part: Which of the environment's slots.
             last_obs: What those slots show after the rollout.
+            made: T, where the rollout has ended early.
 
         Returns:
             rewards (see the class), terminations, truncations `[n, T]`; last_obs `[n, ...]`; final_slot, final_step `[k]`
@@ -135,15 +162,24 @@ class Outcomes:
                 rows.append(take(final, inside))
         empty = np.zeros(0, np.int64)
         return {
-            "rewards": self.rewards[part],
-            "terminations": self.terminations[part],
-            "truncations": self.truncations[part],
-            **{name: column[part] for name, column in self._optional.items()},
+            "rewards": self.rewards[part, :made],
+            "terminations": self.terminations[part, :made],
+            "truncations": self.truncations[part, :made],
+            **{name: column[part, :made] for name, column in self._optional.items()},
             "last_obs": last_obs,
             "final_slot": np.concatenate(slots) if slots else empty,
             "final_step": np.concatenate(steps) if steps else empty,
             "final_obs": join(rows) if rows else take(last_obs, slice(0)),
         }
+
+
+def nothing_of(share: range, steps: int, shape: Shape, last_obs: Any) -> dict[str, Any]:
+    """`Outcomes.part` of slots of which nothing is known; who takes it must know so."""
+    outcomes = Outcomes(
+        share, steps, chunk=shape.chunk, reward_per_action=shape.reward_per_action, whole=shape.whole,
+        spoiled=lambda *_: None,
+    )  # fmt: skip
+    return outcomes.part(slice(0, len(share)), last_obs)
 
 
 def next_values(
@@ -212,9 +248,13 @@ class EpisodeLog:
         return {name: rows[:, i] for i, name in enumerate(names)}
 
 
+#: What a rank that simulates says of a rollout besides its episodes, see `SimulatingWorker.interact`.
+COUNTS = ("restarts", "spoiled", "by_device", "by_host", "busy_s")
+
+
 def in_order(parts: list[dict[str, np.ndarray]]) -> dict[str, np.ndarray]:
     """The ranks' episodes together, by step and then slot: the same whichever rank had which slot."""
+    parts = parts or [{**EpisodeLog().arrays(), **{name: np.zeros(1) for name in COUNTS}}]
     merged = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
     order = np.lexsort((merged["slot"], merged["step"]))
-    counts = ("restarts", "spoiled", "by_device", "by_host", "busy_s")
-    return {name: column if name in counts else column[order] for name, column in merged.items()}
+    return {name: column if name in COUNTS else column[order] for name, column in merged.items()}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,7 @@ from rlhpc.embodied.config import PpoConfig
 from rlhpc.embodied.envs.finite import cleaned, is_finite
 from rlhpc.embodied.envs.observations import is_column
 from rlhpc.embodied.roles.intake import Intake
+from rlhpc.embodied.roles.parts import PARTS
 from rlhpc.embodied.roles.slots import TRAJECTORIES, SlotMap
 from rlhpc.embodied.roles.trainer import Trainer
 from rlhpc.embodied.update.blueprint import check_backend
@@ -105,20 +107,31 @@ class EmbodiedActor(Trainer[PpoConfig]):
 
     def connect(self) -> None:
         """Connects to the channels, once the driver has created them."""
-        self.intake.connect(self.connect_channel(TRAJECTORIES))
+        self.intake.connect(self.connect_channel(TRAJECTORIES), self.connect_channel(PARTS))
 
-    def receive(self, step: int) -> dict[str, float]:
+    def receive(
+        self, step: int, units: Sequence[Sequence[int]] | None = None, useless: Sequence[int] = ()
+    ) -> dict[str, float]:
         """Takes in this step's trajectories of its slots and computes advantages and returns. A slot in which something is not
-        finite does not train in this step, nor do those that it is compared with.
+        finite, or whose env rank has gone, does not train in this step, nor do those that it is compared with.
+
+        Args:
+            step: Global step.
+            units: See `Intake.columns`.
+            useless: See `Intake.drop`.
 
         Returns:
-            The oldest version of the policy that acted, and how many transitions were left out.
+            The oldest version of the policy that acted; how many transitions were left out; how many were `lost` with env
+            ranks; and how many were `taken` in.
 
         Raises:
             NonFinite: There is such a slot, and `runner.on_nonfinite` is stop.
         """
-        columns, version = self.intake.columns()
-        left_out = self._leave_out(columns, np.any(self.intake.spoiled(step, columns), axis=1, keepdims=True))
+        self.intake.drop(useless)
+        columns, version = self.intake.columns(units)
+        lost = self.intake.lost(columns)
+        spoiled = self.intake.spoiled(step, columns)
+        left_out = self._leave_out(columns, np.any(spoiled | lost, axis=1, keepdims=True)) - int(lost.sum())
         batch = {name: torch.from_numpy(column).to(self.device) for name, column in columns.items()}
         batch.setdefault("loss_mask", torch.ones(batch["rewards"].shape[:2], dtype=torch.bool, device=self.device))
         if "action_mask" in batch:
@@ -144,7 +157,10 @@ class EmbodiedActor(Trainer[PpoConfig]):
         batch["advantages"], batch["returns"] = advantages.reshape(shape), returns.reshape(shape)
         batch["loss_mask"] = sequence["loss_mask"].reshape(shape)
         self.batch = batch
-        return {"version": float(version), "left_out": float(left_out)}
+        return {
+            "version": float(version), "left_out": float(max(0, left_out)), "lost": float(lost.sum()),
+            "taken": float((~lost).sum()),
+        }  # fmt: skip
 
     def _leave_out(self, columns: dict[str, np.ndarray], slots: np.ndarray) -> int:
         """Takes the slots (bool `[n, 1]`), and those of their groups, out of what trains; the number of their transitions."""
@@ -174,7 +190,8 @@ class EmbodiedActor(Trainer[PpoConfig]):
         batch, self.batch = self.batch, {}
         flat = {name: column.flatten(0, 1) for name, column in batch.items() if _trains(name)}
         flat["mask"] = batch["loss_mask"].flatten(0, 1).float()
-        if skips(self.cfg) and not self.all_reduce(flat["mask"].sum()).item():  # Adam would move by its momentum alone
+        may_be_empty = skips(self.cfg) or self.cfg.algorithm.max_staleness > 0
+        if may_be_empty and not self.all_reduce(flat["mask"].sum()).item():  # Adam would move by its momentum alone
             return {"lr": rate, "epochs": 0.0}
         explained = self._explained_variance(flat["values"], flat["returns"], flat["mask"])
         held = range(self.share.start * self.steps, self.share.stop * self.steps)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import time
 from abc import abstractmethod
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
@@ -14,11 +16,11 @@ from rlhpc.checkpoint.state import load_state, rng_state, save_state, set_rng_st
 from rlhpc.checkpoint.worker import SavingWorker
 from rlhpc.embodied.config import PlayingConfig, PpoConfig
 from rlhpc.embodied.envs.finite import is_tensor
-from rlhpc.embodied.envs.observations import as_arrays, columns_of, count_rows, join
+from rlhpc.embodied.envs.observations import as_arrays, blank, columns_of, count_rows, join
 from rlhpc.embodied.models import Policy, build_model, policy_section
 from rlhpc.embodied.play import evaluation_metrics
-from rlhpc.embodied.roles.lanes import agree_on_device, open_lanes
-from rlhpc.embodied.roles.outcomes import next_values
+from rlhpc.embodied.roles.lanes import NoLane, PeerLeft, agree_on_device, get_until_left, open_lanes, until_left
+from rlhpc.embodied.roles.outcomes import Shape, next_values, nothing_of, ppo_shape
 from rlhpc.embodied.roles.slots import OUTCOMES, TRAJECTORIES, SlotMap, within
 from rlhpc.runs.device import own_device, seed_process, settle, to_tensors
 from rlhpc.runtime.context import current
@@ -36,10 +38,13 @@ class StageBuffer:
     Args:
         share: Global slots.
         steps: T, decisions of a rollout.
+
+    Attributes:
+        made: Decisions of the present one, where it has ended early.
     """
 
     def __init__(self, share: range, steps: int) -> None:
-        self.share, self.steps = share, steps
+        self.share, self.steps, self.made = share, steps, steps
         self._rows: dict[str, np.ndarray] = {}
 
     def write(self, t: int, **rows: Any) -> None:
@@ -60,7 +65,7 @@ class StageBuffer:
 
     def batch_first(self, name: str) -> np.ndarray:
         """A column as `[n, T, ...]`, contiguous."""
-        return np.ascontiguousarray(self._rows[name].swapaxes(0, 1))
+        return np.ascontiguousarray(self._rows[name][: self.made].swapaxes(0, 1))
 
 
 class ActingWorker(SavingWorker, Generic[Cfg]):
@@ -93,11 +98,20 @@ class ActingWorker(SavingWorker, Generic[Cfg]):
     def build_policy(self, observation_space: Any, action_space: Any) -> Policy:
         """The network, with fresh weights."""
 
+    def draws(self, random: bool) -> None:
+        """Whether the next actions are drawn at random; only off-policy runs have such."""
+
+    @abstractmethod
+    def shape(self) -> Shape:
+        """Of the outcomes."""
+
     def connect(self, slots: SlotMap) -> None:
         """Connects to the channels, once the driver has created them; again, with a new map, after other ranks died."""
         self.slots = slots
         near = agree_on_device(self, slots)
         self.lanes = open_lanes(self, self.slots, self.policy.observation_space, near)
+        watched = {rank for peers in self.peers for rank, _ in peers} - slots.absent
+        self._watches = {rank: until_left(slots.env_name, rank) for rank in watched}
         self._outcomes = self.connect_channel(OUTCOMES)
         self._trajectories = self.connect_channel(TRAJECTORIES)
 
@@ -137,16 +151,41 @@ class ActingWorker(SavingWorker, Generic[Cfg]):
 
     def _act(self, stage: int, t: int, noise: torch.Tensor) -> None:
         begun = time.perf_counter()
-        parts = [lane.get() for lane, _ in self.lanes[stage]]
+        parts = [self._observed(stage, index) for index in range(len(self.lanes[stage]))]
         self._waited += time.perf_counter() - begun
-        obs = join(parts)
+        self.decide(stage, t, noise, join(parts), partial(self._tell, stage))
+
+    def decide(self, stage: int, t: int, noise: torch.Tensor, obs: Any, tell: Callable[[np.ndarray], None]) -> None:
+        """Chooses actions, has them told, and writes down what was seen and done."""
         actions, extras = self._choose(obs, noise, t)
         chosen = actions.cpu().numpy()
-        for lane, common in self.lanes[stage]:
-            lane.put(chosen[within(common, self.shares[stage])])
+        tell(chosen)
         # The environments are busy now; what follows costs no time.
         rows = {name: extra.cpu().numpy() for name, extra in extras.items()}
         self.buffers[stage].write(t, **columns_of("obs", obs), actions=chosen, **rows)
+
+    def _observed(self, stage: int, index: int) -> Any:
+        """What the slots of a lane show; zeros, if their env rank has gone."""
+        lane, common = self.lanes[stage][index]
+        try:
+            return lane.get()
+        except PeerLeft:
+            self._gone(stage, index)
+            return blank(self.policy.observation_space, len(common))
+
+    def _tell(self, stage: int, chosen: np.ndarray) -> None:
+        for index, (lane, common) in enumerate(self.lanes[stage]):
+            try:
+                lane.put(chosen[within(common, self.shares[stage])])
+            except PeerLeft:
+                self._gone(stage, index)
+
+    def _gone(self, stage: int, index: int) -> None:
+        lane, common = self.lanes[stage][index]
+        if not isinstance(lane, NoLane):
+            rank, _ = self.peers[stage][index]
+            self.log.warning("%s-%d has gone: its slots %s bring nothing", self.slots.env_name, rank, common)
+            self.lanes[stage][index] = NoLane(), common
 
     def _choose(self, obs: Any, noise: torch.Tensor, t: int) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         """Actions, and what goes into the trajectories beside them."""
@@ -159,8 +198,14 @@ class ActingWorker(SavingWorker, Generic[Cfg]):
         return to_tensors(obs, self.device)
 
     def _hand_over(self) -> None:
-        """Adds rewards, ends and next values, and sends every actor rank the slots it trains on."""
+        """Sends every actor rank the slots it trains on."""
         outcomes = [self._merge_outcomes(stage) for stage in range(self.slots.stages)]
+        for stage, columns in enumerate(self.columns(outcomes)):
+            self._send(stage, columns)
+
+    def columns(self, outcomes: list[dict[str, Any]]) -> list[dict[str, np.ndarray]]:
+        """Trajectories `[n, T, ...]` of each stage, from its outcomes: with rewards, ends and next values."""
+        found = []
         # One forward pass values everything that no action was asked for: what comes next, and what was cut off.
         unseen = [part for outcome in outcomes for part in (outcome["last_obs"], outcome["final_obs"])]
         values = np.split(self._value(join(unseen)), np.cumsum([count_rows(part) for part in unseen])[:-1])
@@ -172,10 +217,11 @@ class ActingWorker(SavingWorker, Generic[Cfg]):
                 columns["values"], last, outcome["final_slot"], outcome["final_step"], final,
                 outcome.get("action_mask"),
             )  # fmt: skip
-            for name in ("rewards", "terminations", "truncations", "action_mask", "loss_mask", "nonfinite"):
+            for name in ("rewards", "terminations", "truncations", "action_mask", "loss_mask", "nonfinite", "lost"):
                 if name in outcome:
                     columns[name] = outcome[name]
-            self._send(stage, columns)
+            found.append(columns)
+        return found
 
     def _send(self, stage: int, columns: dict[str, np.ndarray]) -> None:
         """Gives every actor rank its slots of a stage's columns `[n, T, ...]`."""
@@ -186,15 +232,37 @@ class ActingWorker(SavingWorker, Generic[Cfg]):
             self._trajectories.put(message, key=self.slots.to_actor_key(stage, self.rank, rank))
 
     def _merge_outcomes(self, stage: int) -> dict[str, Any]:
-        """The env ranks' outcomes of a stage as one, slots counted from this rank's first."""
-        share, merged = self.shares[stage], []
-        for rank, common in self.peers[stage]:
+        """The env ranks' outcomes of a stage as one, slots counted from this rank's first. If some have gone, `lost [n, T]`
+        says which slots were theirs."""
+        share, merged, gone = self.shares[stage], [], []
+        for index, (_, common) in enumerate(self.peers[stage]):
             begun = time.perf_counter()
-            part = self._outcomes.get(key=self.slots.to_rollout_key(stage, rank, self.rank))
+            part = self._outcomes_from(stage, index)
             self._waited += time.perf_counter() - begun
+            gone.append(part is None)
+            if part is None:
+                last = blank(self.policy.observation_space, len(common))
+                part = nothing_of(common, self.steps, self.shape(), last)
             part["final_slot"] = part["final_slot"] + (common.start - share.start)
             merged.append(part)
-        return {name: join([part[name] for part in merged]) for name in merged[0]}
+        found = {name: join([part[name] for part in merged]) for name in merged[0]}
+        if any(gone):
+            sizes = [len(common) for _, common in self.peers[stage]]
+            found["lost"] = np.repeat(np.repeat(gone, sizes)[:, None], self.steps, axis=1)
+        return found
+
+    def _outcomes_from(self, stage: int, index: int) -> dict[str, Any] | None:
+        """What an env rank says of its slots; None if it has gone."""
+        if isinstance(self.lanes[stage][index][0], NoLane):
+            return None
+        rank, _ = self.peers[stage][index]
+        key = self.slots.to_rollout_key(stage, rank, self.rank)
+        try:
+            found: dict[str, Any] = get_until_left(self._outcomes, key, self._watches[rank])
+        except PeerLeft:
+            self._gone(stage, index)
+            return None
+        return found
 
     def _value(self, obs: Any) -> np.ndarray:
         values: np.ndarray = self.policy.value(self._tensor(obs)).float().cpu().numpy()
@@ -241,3 +309,7 @@ class MultiStepRolloutWorker(ActingWorker[PpoConfig]):
         policy = build_model(policy_section(self.cfg.actor), observation_space, action_space)
         policy.logprob_type = self.cfg.algorithm.logprob_type.lower()
         return policy
+
+    def shape(self) -> Shape:
+        """Of the outcomes."""
+        return ppo_shape(self.cfg)

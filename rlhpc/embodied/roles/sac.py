@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Container
+from collections.abc import Container, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,10 @@ from rlhpc.embodied.envs.observations import as_arrays, columns_of, rows_of
 from rlhpc.embodied.models import Policy, build_model
 from rlhpc.embodied.models.sac import SACPolicy
 from rlhpc.embodied.roles.env import SimulatingWorker, check_env
+from rlhpc.embodied.roles.incomplete import Incomplete
 from rlhpc.embodied.roles.intake import Intake
+from rlhpc.embodied.roles.outcomes import Shape
+from rlhpc.embodied.roles.parts import PARTS
 from rlhpc.embodied.roles.rollout import ActingWorker
 from rlhpc.embodied.roles.slots import TRAJECTORIES, SlotMap
 from rlhpc.embodied.roles.trainer import Trainer
@@ -68,9 +71,11 @@ def _demos(cfg: SacConfig, observation_space: Any, action_space: Any) -> Any:
 class OffPolicyEnvWorker(SimulatingWorker[SacConfig]):
     """Simulates; what is decided at once is one transition."""
 
-    def levels(self) -> tuple[str, str]:
-        """What rewards and log-probabilities belong to."""
-        return "chunk_level", "chunk_level"
+    acts = "rlhpc.embodied.roles.sac:OffPolicyRolloutWorker"
+
+    def shape(self) -> Shape:
+        """Of the outcomes."""
+        return Shape()
 
 
 class OffPolicyRolloutWorker(ActingWorker[SacConfig]):
@@ -87,6 +92,10 @@ class OffPolicyRolloutWorker(ActingWorker[SacConfig]):
         self._random = random_steps - (step - 1) * self.steps * self.slots.num_envs
         return super().generate(step)
 
+    def draws(self, random: bool) -> None:
+        """See `ActingWorker.draws`."""
+        self._random = self.steps * self.slots.num_envs if random else 0
+
     def _choose(self, obs: Any, noise: torch.Tensor, t: int) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         if t * self.slots.num_envs < self._random:
             return self.policy.head.uniform(noise), {}
@@ -94,17 +103,25 @@ class OffPolicyRolloutWorker(ActingWorker[SacConfig]):
         assert inputs is not None
         return self.policy.head.act(inputs, noise)[0], {}
 
-    def _hand_over(self) -> None:
-        for stage in range(self.slots.stages):
-            outcome, buffer = self._merge_outcomes(stage), self.buffers[stage]
+    def shape(self) -> Shape:
+        """Of the outcomes."""
+        return Shape()
+
+    def columns(self, outcomes: list[dict[str, Any]]) -> list[dict[str, np.ndarray]]:
+        """See `ActingWorker.columns`."""
+        made = []
+        for outcome, buffer in zip(outcomes, self.buffers, strict=True):
             columns = {name: buffer.batch_first(name) for name in buffer.names}
             last, final = (columns_of("obs", as_arrays(outcome[name])) for name in ("last_obs", "final_obs"))
             for name in last:
                 following = columns[f"next_{name}"] = np.empty_like(columns[name])
                 following[:, :-1], following[:, -1] = columns[name][:, 1:], last[name]
                 following[outcome["final_slot"], outcome["final_step"]] = final[name]
-            columns |= {name: outcome[name] for name in ("rewards", "terminations", "nonfinite")}
-            self._send(stage, columns)
+            columns |= {
+                name: outcome[name] for name in ("rewards", "terminations", "nonfinite", "lost") if name in outcome
+            }
+            made.append(columns)
+        return made
 
     def _named(self) -> list[tuple[str, torch.Tensor]]:
         return self.policy.acting()
@@ -153,6 +170,7 @@ class OffPolicyActor(Trainer[SacConfig]):
             rank=self.rank,
             ranks=self.world_size,
         )
+        self.incomplete = Incomplete(slots.num_envs, self.intake.share)
         self.starts, self.update_to_data = buffer.min_buffer_size, cfg.algorithm.update_to_data
         self.transitions, self.due = 0, 0
         self.open_sync(slots, cfg.rollout)
@@ -162,7 +180,8 @@ class OffPolicyActor(Trainer[SacConfig]):
 
     def connect(self) -> None:
         """Connects to the channels, once the driver has created them."""
-        self.intake.connect(self.connect_channel(TRAJECTORIES))
+        self.intake.connect(self.connect_channel(TRAJECTORIES), self.connect_channel(PARTS))
+        self.incomplete.clear()
 
     def start_from(self, folder: str) -> None:
         """Takes over the weights of a checkpoint or an export, such as those of a behaviour-cloned policy."""
@@ -173,24 +192,40 @@ class OffPolicyActor(Trainer[SacConfig]):
         """The acting weights."""
         yield from ((name, tensor) for name, tensor in self.policy.acting() if name not in without)
 
-    def receive(self, step: int) -> dict[str, float]:
+    def receive(
+        self, step: int, units: Sequence[Sequence[int]] | None = None, useless: Sequence[int] = ()
+    ) -> dict[str, float]:
         """Takes this step's transitions of the rank's slots into the buffer. One that is not finite stays outside: the one
-        before it (at the start of the step, the one after it) of the same slot takes its place.
+        before it (at the start of the step, the one after it) of the same slot takes its place. Those of env ranks that have
+        gone are missing: then the buffer has that much less of this step, and no transition twice.
+
+        Args:
+            step: Global step.
+            units: See `Intake.columns`.
+            useless: See `Intake.drop`.
 
         Returns:
-            The oldest version of the policy that acted, and how many transitions were left out.
+            The oldest version of the policy that acted; how many transitions were left out; how many were `lost` with env
+            ranks; and how many were `taken` in.
 
         Raises:
             NonFinite: A transition is not finite, and `runner.on_nonfinite` is stop; or all of them are not.
         """
-        columns, version = self.intake.columns()
+        self.intake.drop(useless)
+        columns, version = self.intake.columns(units)
+        lost = self.intake.lost(columns)
         bad = self.intake.spoiled(step, columns)
-        if bad.any():
+        facts = {"version": float(version), "left_out": float(bad.sum()), "lost": float(lost.sum())}
+        if self.intake.anybody(lost, self):
+            columns = self.incomplete.table(columns, ~(lost | bad), self)
+        elif bad.any():
             slot, t = _sound_ones(bad)
             columns = {name: column[slot, t] for name, column in columns.items()}
-        self.replay.add(columns)
-        self.transitions += self.slots.num_envs * self.steps
-        return {"version": float(version), "left_out": float(bad.sum())}
+        rows = next(iter(columns.values())).shape[1] if columns else 0
+        if rows:
+            self.replay.add(columns)
+        self.transitions += self.slots.num_envs * rows
+        return {**facts, "taken": float(len(self.intake.share) * rows)}
 
     def update(self, step: int, progress: float = 0.0) -> dict[str, float]:
         """Makes the updates that are due: `update_to_data` for each transition since learning started.

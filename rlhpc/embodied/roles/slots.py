@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from rlhpc.embodied.config import PlayingConfig
+from rlhpc.embodied.roles.parts import PARTS
 from rlhpc.runtime.errors import ConfigError
 
 OBSERVATIONS, ACTIONS, OUTCOMES, TRAJECTORIES = "observations", "actions", "outcomes", "trajectories"
@@ -32,6 +33,7 @@ class SlotMap:
         group_size: Consecutive slots that share a reset, and so must share a rank.
         actor_name, rollout_name, env_name: Names the groups were launched under.
         token: Tells this run's shared memory from that of an earlier run of the same session.
+        absent: Env ranks that have gone, without which the others go on.
     """
 
     num_envs: int
@@ -44,6 +46,7 @@ class SlotMap:
     rollout_name: str = "rollout"
     env_name: str = "env"
     token: str = ""
+    absent: frozenset[int] = frozenset()
 
     def __post_init__(self) -> None:
         for key, count in (
@@ -93,7 +96,7 @@ class SlotMap:
             env_ranks=env,
             rollout_ranks=rollout,
             actor_ranks=actor,
-            **names,
+            **names,  # type: ignore[arg-type]
         )
 
     @property
@@ -143,6 +146,21 @@ class SlotMap:
         ]
         return sorted(found, key=lambda source: source[2].start)
 
+    @property
+    def unit(self) -> int:
+        """Slots that a rank which joins the env group plays: as many as the others have."""
+        return self.num_envs // self.env_ranks
+
+    def unit_for(self, unit: int, actor_rank: int) -> slice:
+        """Which slots of the unit `unit` an actor rank trains on; units lie in the run's slots one after the other."""
+        mine = range(unit * self.unit, (unit + 1) * self.unit)
+        return within(overlap(mine, self.actor_share(actor_rank)), mine)
+
+    def units_of(self, actor_rank: int) -> list[int]:
+        """The units of which an actor rank trains on slots, in slot order."""
+        parts = ((unit, self.unit_for(unit, actor_rank)) for unit in range(self.env_ranks))
+        return [unit for unit, part in parts if part.stop > part.start]
+
     # Keys are numbers whose remainder is the consumer's rank: a distributed channel keeps key k at rank k % size of its
     # home group, so the consumer's `get` needs no socket.
 
@@ -158,19 +176,36 @@ class SlotMap:
         """Key of what a rollout rank sends an actor rank."""
         return str((stage * self.rollout_ranks + rollout_rank) * self.actor_ranks + actor_rank)
 
+    def part_key(self, number: int, actor_rank: int) -> str:
+        """Key of what a rank that joined sends an actor rank of a part."""
+        return str(number * self.actor_ranks + actor_rank)
+
     def channels(self) -> dict[str, str]:
         """Channels of a run: name → group that keeps it."""
-        return {
-            OBSERVATIONS: self.rollout_name,
-            OUTCOMES: self.rollout_name,
-            ACTIONS: self.env_name,
-            TRAJECTORIES: self.actor_name,
-        }
+        return {**self.playing_channels(), TRAJECTORIES: self.actor_name, PARTS: self.actor_name}
+
+    def playing_channels(self) -> dict[str, str]:
+        """Those of them that env and rollout ranks speak through."""
+        return {OBSERVATIONS: self.rollout_name, OUTCOMES: self.rollout_name, ACTIONS: self.env_name}
 
     def _share(self, stage: int, rank: int, ranks: int) -> range:
         size = self.per_stage // ranks
         start = stage * self.per_stage + rank * size
         return range(start, start + size)
+
+
+@dataclass(frozen=True)
+class UnitMap(SlotMap):
+    """The slots of a rank that has joined, which simulates and acts in one process.
+
+    Attributes:
+        first: Number of the first slot; no other rank of the run has these numbers.
+    """
+
+    first: int = 0
+
+    def _share(self, stage: int, rank: int, ranks: int) -> range:
+        return range(self.first, self.first + self.num_envs)
 
 
 def within(part: range, whole: range) -> slice:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Container
+from collections.abc import Callable, Container, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
@@ -16,6 +16,7 @@ from rlhpc.checkpoint.state import load_state, load_tensors, rng_state, save_sta
 from rlhpc.checkpoint.worker import SavingWorker
 from rlhpc.embodied.config import BcConfig, PpoConfig, SacConfig
 from rlhpc.embodied.models.base import Policy
+from rlhpc.embodied.roles.replica import LENT
 from rlhpc.embodied.roles.slots import SlotMap
 from rlhpc.embodied.update.blueprint import PolicyBlueprint
 from rlhpc.runs.device import own_device, seed_process
@@ -82,6 +83,7 @@ class Trainer(SavingWorker, Generic[Cfg]):
     policy: Policy
     learner: Learner
     sync: WeightSync | None = None
+    _lends: Callable[[str, int], WeightSync]
 
     def __init__(self, cfg: Cfg) -> None:
         super().__init__()
@@ -89,6 +91,8 @@ class Trainer(SavingWorker, Generic[Cfg]):
         self.updates = 0
         self._sent: frozenset[str] = frozenset()
         self._gathers_once = False
+        #: Where weights go for ranks that have joined, by rank.
+        self._lent: dict[int, WeightSync] = {}
 
     def settle_in(self) -> None:
         """Sets up device and seed."""
@@ -119,6 +123,12 @@ class Trainer(SavingWorker, Generic[Cfg]):
         self._gathers_once = self.learner.lockstep and rollout.weight_delta.lower() != "off"
         self.sync = make_sync(rollout.weight_sync, self, (slots.actor_name, 0), receivers, rollout.weight_delta)
 
+        def lends(group: str, rank: int) -> WeightSync:
+            to = [(group, [rank])]
+            return make_sync(rollout.weight_sync, self, (slots.actor_name, 0), to, rollout.weight_delta)
+
+        self._lends = lends
+
     # -- weights --------------------------------------------------------------------------------------------------
 
     def sent_weights(self, without: Container[str]) -> Named:
@@ -140,6 +150,32 @@ class Trainer(SavingWorker, Generic[Cfg]):
         if self._gathers_once:
             self._sent = frozen
 
+    def lend_weights(self, version: int, group: str, ranks: Sequence[int], gone: Sequence[int] = ()) -> None:
+        """Sends the weights, as `version`, to ranks that have joined; sharded ones are gathered once for each.
+
+        Args:
+            version: Version of the weights.
+            group: Group of these ranks.
+            ranks: They.
+            gone: Ranks that had weights and have left.
+        """
+        if self.rank and not self.learner.lockstep:
+            return
+        for rank in gone:
+            if (sync := self._lent.pop(rank, None)) is not None:
+                sync.forget()
+        frozen = self.learner.frozen_names()
+        with self.learner.awake():
+            for rank in ranks:
+                weights = self.sent_weights(frozenset())
+                if self.rank == 0 and self.notify(version, group, rank, LENT):
+                    if rank not in self._lent:
+                        self._lent[rank] = self._lends(group, rank)
+                    self._lent[rank].send(version, weights, frozen=frozen)
+                else:
+                    for _ in weights:  # each is gathered with all ranks
+                        pass
+
     def start_from(self, folder: str) -> None:
         """Takes over the weights of a checkpoint or an export; optimizer and counters stay fresh."""
         shapes = {name: tensor.shape for name, tensor in self.learner.named_weights()}
@@ -157,8 +193,9 @@ class Trainer(SavingWorker, Generic[Cfg]):
     def _replaced(self) -> None:
         """Marks the weights sent so far as nothing that later versions can build upon."""
         self._sent = frozenset()
-        if self.sync is not None:
-            self.sync.forget()
+        for sync in (self.sync, *self._lent.values()):
+            if sync is not None:
+                sync.forget()
 
     # -- checkpoint -----------------------------------------------------------------------------------------------
 

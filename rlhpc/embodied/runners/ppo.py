@@ -6,13 +6,12 @@ no phase waits for a round trip to the driver.
 
 With `algorithm.max_staleness: k` policy and simulators play up to k steps ahead while the actors train, with weights at most k
 versions older than those of the synchronous loop. Before a checkpoint and before an evaluation they wait, so that a
-resumed run goes on as the uninterrupted one would.
+resumed run goes on as the uninterrupted one would. In such a run env ranks come and go (`Players`).
 """
 
 from __future__ import annotations
 
 import collections
-import dataclasses
 import secrets
 import time
 from typing import Any, TypeVar
@@ -21,14 +20,14 @@ import numpy as np
 
 from rlhpc.algorithms.finite import MOST_IN_A_ROW, nonfinite
 from rlhpc.embodied.config import PlayingConfig, PpoConfig
-from rlhpc.embodied.roles.outcomes import in_order
 from rlhpc.embodied.roles.ppo import check_batches
 from rlhpc.embodied.roles.slots import SlotMap
+from rlhpc.embodied.runners.players import Players
+from rlhpc.embodied.runners.rows import ended, joined, ways
 from rlhpc.jobs.signals import StopRequest
 from rlhpc.metrics import PhaseTimers
 from rlhpc.runs.folder import RunFolder, note
 from rlhpc.runs.runner import Runner
-from rlhpc.runtime.channel import Channel
 
 #: Training episodes that `train/episode_return` averages over.
 WINDOW = 100
@@ -63,19 +62,30 @@ class PlayingRunner(Runner[Cfg]):
         run: RunFolder | None = None,
         stop: StopRequest | None = None,
     ) -> None:
-        super().__init__(cfg, {"actor": actor, "rollout": rollout, "env": env}, run=run, stop=stop)
-        self.actor, self.rollout, self.env = actor, rollout, env
         names = {"actor_name": actor.name, "rollout_name": rollout.name, "env_name": env.name}
         names["token"] = secrets.token_hex(4)
-        self.slots = SlotMap.from_config(
+        slots = SlotMap.from_config(
             cfg, env=env.world_size, rollout=rollout.world_size, actor=actor.world_size, **names
         )
+        self.players = Players(
+            env, rollout, actor, slots, decisions=cfg.algorithm.rollout_steps, ahead=cfg.algorithm.max_staleness > 0,
+            generate=self.generate, at_random=self.at_random, restarts=lambda: self.max_recoveries,
+            timeout=cfg.runner.step_timeout_s,
+        )  # fmt: skip
+        self.env = self.players.env
+        super().__init__(cfg, {"actor": actor, "rollout": rollout, "env": self.env}, run=run, stop=stop)
+        self.actor, self.rollout = actor, rollout
         self.check()
         self.env_steps, self.episodes, self._in_vain = 0, 0, 0
         self.lost: collections.Counter[str] = collections.Counter()
         self.window: collections.deque[tuple[float, float, float]] = collections.deque(maxlen=WINDOW)
         self._recent: collections.deque[tuple[float, int]] = collections.deque(maxlen=_RATE_STEPS)
-        self.begin()
+        self._sent, self._syncs = -1, list[Any]()
+
+    @property
+    def slots(self) -> SlotMap:
+        """Which rank has which slots."""
+        return self.players.slots
 
     def start_weights(self) -> str | None:
         """The weights to start from: `runner.init_from`."""
@@ -99,8 +109,7 @@ class PlayingRunner(Runner[Cfg]):
 
     def build(self) -> None:
         """Builds environments and models on all ranks and connects them."""
-        facts = self.env.init_worker(self.slots).wait(self.timeout)[0]
-        self._spaces = spaces = (facts["observation_space"], facts["action_space"])
+        spaces = self.players.build()
         if self.turns:  # one after the other, and who plays rests between steps
             self.rollout.init_worker(self.slots, *spaces).wait(self.timeout)
             self.rest()
@@ -109,14 +118,7 @@ class PlayingRunner(Runner[Cfg]):
             built = [self.actor.init_worker(self.slots, *spaces), self.rollout.init_worker(self.slots, *spaces)]
             for handle in built:
                 handle.wait(self.timeout)
-        self._connect()
-
-    def _connect(self) -> None:
-        for name, home in self.slots.channels().items():
-            Channel.create(name, home=home)
-        slots = self.slots
-        for handle in (self.env.connect(slots), self.actor.connect(), self.rollout.connect(slots)):
-            handle.wait(self.timeout)
+        self.players.connect()
 
     def restored(self, answers: dict[str, list[Any]]) -> None:
         """Says so where the episodes under way are lost."""
@@ -125,19 +127,7 @@ class PlayingRunner(Runner[Cfg]):
 
     def rebuild(self, gone: dict[str, list[int]]) -> None:
         """Starts environment and rollout ranks again."""
-        self.slots = dataclasses.replace(self.slots, token=secrets.token_hex(4))
-        groups = {name: self.groups[name] for name in gone}
-        for group in groups.values():
-            group.relaunch()
-        for group in groups.values():
-            group.wait_ready()
-        built = []
-        for name, group in groups.items():
-            spaces = self._spaces if group is self.rollout else ()
-            built.append(group.execute_on(*gone[name]).init_worker(self.slots, *spaces))
-        for handle in built:
-            handle.wait(self.timeout)
-        self._connect()
+        self.players.rebuild(gone)
 
     def forget(self) -> None:
         """Empties the window of episodes: the checkpoint has its own."""
@@ -153,11 +143,12 @@ class PlayingRunner(Runner[Cfg]):
 
     def begin(self) -> None:
         """Forgets the steps that were played ahead."""
-        self._played: dict[int, tuple[Any, Any]] = {}
-        self._next, self._sent = self.step + 1, -1
+        self._sent, self._syncs = -1, list[Any]()
+        self.players.begin(self.step)
 
     def one_step(self) -> dict[str, float]:
         """Weights, rollout, what the actors take in, update."""
+        self.players.tend(self.step)
         step, timers, begin = self.step + 1, PhaseTimers(), time.perf_counter()
         sync = []
         if self._sent != self.step:  # the weights that the last update left
@@ -168,19 +159,16 @@ class PlayingRunner(Runner[Cfg]):
                 while sync:
                     sync.pop().wait(self.timeout)
                 self.change_over(playing=True)
-        while self._next <= min(step + self.cfg.algorithm.max_staleness, self._stop_before(step)):
-            self._played[self._next] = self.play(self._next)
-            self._next += 1
+        self.players.give(min(step + self.cfg.algorithm.max_staleness, self._stop_before(step)))
+        with timers("rollout"):
+            parts = self.players.parts_of(step)
         progress = self.step / max(self.folder.total, 1)
-        receive = self.actor.receive(step)
+        receive = self.players.receive(step, parts)
         update = None if self.turns else self.actor.update(step, progress)
         with timers("sync"):
-            for handle in sync:
-                handle.wait(self.timeout)
+            self._await_weights(sync, playing=parts is None)
         with timers("rollout"):
-            acting, simulating = self._played.pop(step)
-            episodes = in_order(simulating.wait(self.timeout))
-            act_s = max(facts["busy_s"] for facts in acting.wait(self.timeout))
+            episodes, act_s = self.players.outcome(parts)
         with timers(self.receiving):
             received = receive.wait(self.timeout)
             acted = min(facts["version"] for facts in received)
@@ -189,10 +177,30 @@ class PlayingRunner(Runner[Cfg]):
                 self.change_over(playing=False)
                 update = self.actor.update(step, progress)
             trained = update.wait(self.timeout)[0]
-        row = self._row(step, begin, trained, episodes, acted, timers)
+        chunk = self.cfg.actor.model.num_action_chunks
+        taken = int(sum(facts["taken"] for facts in received)) * chunk
+        self._count_gone(int(sum(facts["lost"] for facts in received)) * chunk)
+        row = self._row(step, begin, trained, episodes, acted, taken, timers)
         row |= {"time/simulate_s": float(episodes["busy_s"].max()), "time/act_s": act_s}
+        row |= joined(self.players.joined(parts), chunk)
         self._count_left_out(step, row, int(sum(facts["left_out"] for facts in received)))
         return row
+
+    def _await_weights(self, sync: list[Any], *, playing: bool) -> None:
+        """Waits for weights to be taken in; where the rollout ranks are busy with a later step, only for them to be sent."""
+        self._syncs += sync
+        for handle in self._syncs if playing else sync[:1]:
+            handle.wait(self.timeout)
+        if playing:
+            self._syncs = []
+
+    def _count_gone(self, transitions: int) -> None:
+        """Counts env ranks that the run goes on without, and the transitions of a step that went with them."""
+        if self.players.lost:
+            self.lost["ranks"] += self.players.lost
+            self.players.lost = 0
+        if transitions:
+            self.lost["steps"] += transitions
 
     def _count_left_out(self, step: int, row: dict[str, float], count: int) -> None:
         """Counts transitions that were not trained on because something in them was not finite.
@@ -209,9 +217,14 @@ class PlayingRunner(Runner[Cfg]):
                 f"step {step}: nothing that the environments brought was finite, {self._in_vain} steps in a row"
             )
 
-    def play(self, step: int) -> tuple[Any, Any]:
-        """Lets policy and simulators play a step: the handles of the rollout and of the env ranks."""
-        return self.rollout.generate(step), self.env.interact(step)
+    def generate(self, step: int) -> Any:
+        """Has the rollout ranks act for a step; returns a handle."""
+        return self.rollout.generate(step)
+
+    def at_random(self, step: int) -> bool:
+        """Whether all actions of a step are drawn at random."""
+        del step
+        return False
 
     def _stop_before(self, step: int) -> int:
         """The last step that may be played before the weights of a step to come are saved or evaluated."""
@@ -220,7 +233,7 @@ class PlayingRunner(Runner[Cfg]):
         return min([self.folder.end_step, *ends])
 
     def _save(self, logger: Any) -> None:
-        if self._played:
+        if self.players.under_way:
             note(
                 "the run stops while environments are ahead of the actors: the steps they have played since are played "
                 "again after a resume, which so loses nothing but is not bit for bit"
@@ -234,12 +247,12 @@ class PlayingRunner(Runner[Cfg]):
         trained: dict[str, float],
         episodes: dict[str, np.ndarray],
         acted: float,
+        transitions: int,
         timers: PhaseTimers,
     ) -> dict[str, float]:
         """Counts a step that began at `begin`, and makes its row."""
         seconds = time.perf_counter() - begin
         self.step = step
-        transitions = self._transitions()
         self.env_steps += transitions
         self._recent.append((seconds, transitions))
         self._count(episodes)
@@ -247,13 +260,13 @@ class PlayingRunner(Runner[Cfg]):
         if "update_s" in trained:  # some updates have nothing to train on
             row["time/train_s"] = trained["update_s"]
         row.update(self._episode_metrics())
-        row.update(_ended(episodes))
+        row.update(ended(episodes))
         row["rollout/version"], row["rollout/env_steps"] = acted, self.env_steps
         if restarts := int(episodes["restarts"].sum()):
             row["env/restarts"] = restarts
         if spoiled := int(episodes["spoiled"].sum()):
             row["env/nonfinite_episodes"] = spoiled
-        row.update(_ways(episodes))
+        row.update(ways(episodes))
         row.update({f"env/lost_{name}": count for name, count in self.lost.items()})
         self._validate(step, row, timers)
         row.update(timers.pop())
@@ -378,20 +391,3 @@ class EmbodiedRunner(PlayingRunner[PpoConfig]):
             self.actor.offload().wait(self.timeout)
         super().rebuild(gone)
         self.change_over(playing=False)
-
-
-def _ways(episodes: dict[str, np.ndarray]) -> dict[str, float]:
-    """Where simulators make observations on an accelerator: the share of their messages that stayed on it."""
-    by_device, by_host = int(episodes["by_device"].sum()), int(episodes["by_host"].sum())
-    return {"env/on_device": by_device / (by_device + by_host)} if by_device + by_host else {}
-
-
-def _ended(episodes: dict[str, np.ndarray]) -> dict[str, float]:
-    """Metrics of the episodes that ended in a step: unlike those of the window they lag behind nothing."""
-    count = len(episodes["return"])
-    found: dict[str, float] = {"rollout/episodes": count}
-    if count:
-        found["rollout/episode_return"] = float(episodes["return"].mean())
-        if not np.isnan(episodes["success"]).any():
-            found["rollout/success_rate"] = float(episodes["success"].mean())
-    return found

@@ -37,6 +37,10 @@ class OffPolicyRunner(PlayingRunner[SacConfig]):
         super().load_state(state)
         self.random_steps = int(state["random_steps"])
 
-    def play(self, step: int) -> tuple[Any, Any]:
-        """See `PlayingRunner.play`."""
-        return self.rollout.generate(step, self.random_steps), self.env.interact(step)
+    def generate(self, step: int) -> Any:
+        """See `PlayingRunner.generate`."""
+        return self.rollout.generate(step, self.random_steps)
+
+    def at_random(self, step: int) -> bool:
+        """See `PlayingRunner.at_random`."""
+        return (step - 1) * self.slots.num_envs * self.cfg.algorithm.rollout_steps < self.random_steps

@@ -114,13 +114,14 @@ def _plan(section: Given, raw: Given, placements: Mapping[str, Sequence[Placed]]
     )  # fmt: skip
 
 
-def check_elastic(section: Given, groups: Collection[str], fail: Fail) -> None:
+def check_elastic(section: Given, groups: Collection[str], fail: Fail, why_none: str = "") -> None:
     """Refuses entries that could never start a job, or whose ranks nobody could take in.
 
     Args:
         section: Section `cluster`.
         groups: Those that take ranks under way.
         fail: Makes the error for a key and the rule that it breaks.
+        why_none: Why there are none, where something can be changed.
 
     Raises:
         ConfigError: The first rule that is broken.
@@ -129,7 +130,8 @@ def check_elastic(section: Given, groups: Collection[str], fail: Fail) -> None:
     for index, raw in enumerate(read_key(section, "elastic", ())):
         at, group = f"cluster.elastic[{index}]", str(read_key(raw, "group", "rollout"))
         if group not in groups:
-            raise fail(f"{at}.group", f"groups of this run that take ranks under way: {', '.join(groups) or 'none'}")
+            known = f"groups of this run that take ranks under way: {', '.join(groups) or 'none'}"
+            raise fail(f"{at}.group", f"{known}; {why_none}" if why_none else known)
         if group in seen:
             raise fail(f"{at}.group", "there is another entry for it: a group has one")
         seen.add(group)

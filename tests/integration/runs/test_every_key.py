@@ -105,7 +105,10 @@ SLURM = [
 ]  # fmt: skip
 
 #: Only where ranks come and go.
-ELASTIC = ["cluster.elastic=[{group: rollout, max: 2, partition: preempt}]"]
+ELASTIC = {"reasoning": ["cluster.elastic=[{group: rollout, max: 2, partition: preempt}]"]} | dict.fromkeys(
+    ("embodied", "off_policy"),
+    ["algorithm.max_staleness=1", "cluster.elastic=[{group: env, max: 2, partition: preempt}]"],
+)
 
 
 #: A second run with language models, with every group that one can have.
@@ -214,8 +217,7 @@ def test_every_key_is_read(kind: str, reads: Reads, monkeypatch: pytest.MonkeyPa
         monkeypatch.setenv("RLHPC_MODELS", reads.environment["RLHPC_MODELS"])
         save_classifier(reads.folder / "classifier", TINY["kwargs"])
         reads.rlhpc(kind, "train", *GROUPS)
-    elastic = ELASTIC if kind == "reasoning" else []
-    reads.start(kind, "-m", "read_keys", f"{kind}.yaml", *SLURM, *elastic)
+    reads.start(kind, "-m", "read_keys", f"{kind}.yaml", *SLURM, *ELASTIC.get(kind, []))
     reads.rlhpc(kind, "submit", "--executor", "local")
     reads.start(kind, "-m", "rlhpc.cli", "eval", "--run", f"runs/{kind}", "--step", "latest", "--trust-checkpoint-code")
     reads.snakemake(kind)

@@ -1,0 +1,162 @@
+"""Rollouts that ranks play which have joined: who is to play what, and what has come of it.
+
+The slots of a step are cut into units, each as many slots as an env rank of the run has; the decisions of a unit are played in
+parts. A part is one rank's: a rank that is told to leave ends it early, and another one plays the rest of the unit, in
+simulators of its own, as a part that follows. A part counts once its player has said that all actors have it, and it counts
+once: what a rank had not said so of when it was lost is asked of another, whatever comes of it later.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+#: Channels: the parts themselves, kept by the actors; and what the driver is told of them.
+PARTS, PLAYED = "parts", "played"
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A part that a rank is to play.
+
+    Attributes:
+        number: What it is known by; no two parts of a driver have the same.
+        step, unit: What it belongs to.
+        decisions: How many.
+        version: Oldest weights to play it with.
+    """
+
+    number: int
+    step: int
+    unit: int
+    decisions: int
+    version: int = 0
+
+
+@dataclass(frozen=True)
+class Played:
+    """What the driver is told of a part that all actors have.
+
+    Attributes:
+        number: Of the part.
+        rank: Who played it.
+        decisions: How many were made: fewer than asked of a rank that leaves.
+        version: Weights that acted.
+        episodes: See `SimulatingWorker.interact`.
+    """
+
+    number: int
+    rank: int
+    decisions: int
+    version: int
+    episodes: dict[str, Any]
+
+
+class PartLedger:
+    """The driver's account of parts.
+
+    Args:
+        units: Of a step.
+        decisions: Of a unit.
+
+    Attributes:
+        delivered: Decisions of a unit's slots that were delivered and are taken in, or are to be, by rank.
+        useless: Numbers of parts that actors may have and that will never be taken in.
+    """
+
+    def __init__(self, units: int, decisions: int) -> None:
+        self._units, self._decisions = units, decisions
+        self._number = 0
+        self.delivered: Counter[int] = Counter()
+        self.useless: list[int] = []
+        self.clear()
+
+    def clear(self) -> None:
+        """Forgets all that is under way. Numbers are not used again."""
+        #: What nobody plays: step, unit, decisions.
+        self._open: deque[tuple[int, int, int]] = deque()
+        #: What somebody plays, by number.
+        self._under_way: dict[int, tuple[Asked, int]] = {}
+        self._done: dict[int, list[list[Played]]] = {}
+
+    def give(self, step: int) -> None:
+        """The units of a step are to be played."""
+        self._done[step] = [[] for _ in range(self._units)]
+        self._open.extend((step, unit, self._decisions) for unit in range(self._units))
+
+    @property
+    def steps(self) -> list[int]:
+        """Steps that were given and not closed."""
+        return list(self._done)
+
+    @property
+    def waiting(self) -> bool:
+        """Whether there is something that nobody plays."""
+        return bool(self._open)
+
+    def held(self, rank: int) -> int:
+        """How many parts a rank is to play, or plays."""
+        return sum(player == rank for _, player in self._under_way.values())
+
+    def ask(self, rank: int, version: int) -> Asked | None:
+        """The next part for a rank; None if nothing is left."""
+        if not self._open:
+            return None
+        step, unit, decisions = self._open.popleft()
+        self._number += 1
+        asked = Asked(self._number, step, unit, decisions, version)
+        self._under_way[asked.number] = asked, rank
+        return asked
+
+    def accept(self, played: Played) -> bool:
+        """Takes in what a rank says of a part; whether it counts."""
+        found = self._under_way.pop(played.number, None)
+        if found is None:  # it had been asked of another by then, or its step is made otherwise
+            self.useless.append(played.number)
+            return False
+        asked, rank = found
+        if played.decisions:
+            self._done[asked.step][asked.unit].append(played)
+            self.delivered[rank] += played.decisions
+        if played.decisions < asked.decisions:
+            self._open.appendleft((asked.step, asked.unit, asked.decisions - played.decisions))
+        return True
+
+    def lose(self, rank: int) -> None:
+        """A rank has gone: what it had not delivered is to be played by others."""
+        mine = [asked for asked, player in self._under_way.values() if player == rank]
+        for asked in reversed(mine):
+            del self._under_way[asked.number]
+            self.useless.append(asked.number)
+            self._open.appendleft((asked.step, asked.unit, asked.decisions))
+
+    def whole(self, step: int) -> bool:
+        """Whether all of a step has been delivered."""
+        there = sum(part.decisions for unit in self._done[step] for part in unit)
+        return there == self._units * self._decisions
+
+    def close(self, step: int) -> list[list[Played]]:
+        """The parts of a step that is whole: of each unit, in the order in which they follow one another."""
+        return self._done.pop(step)
+
+    def give_up(self, step: int) -> None:
+        """The step is made otherwise: nothing of it that these ranks have played, or play, is taken in."""
+        for part in (part for unit in self._done.pop(step) for part in unit):
+            self.useless.append(part.number)
+            self.delivered[part.rank] -= part.decisions
+        self._open = deque(found for found in self._open if found[0] != step)
+        for number in [number for number, (asked, _) in self._under_way.items() if asked.step == step]:
+            del self._under_way[number]
+            self.useless.append(number)
+
+    def pop_useless(self) -> list[int]:
+        """`useless`, which is empty afterwards."""
+        found, self.useless = self.useless, []
+        return found
+
+
+def numbers_of(units: Sequence[Sequence[Played]]) -> list[list[int]]:
+    """The parts' numbers, by unit."""
+    return [[part.number for part in unit] for unit in units]
