@@ -72,7 +72,7 @@ chaos: setup  ## 30 random kills over one run on a real Slurm (KILLS=…, SEED=�
 	RLHPC_CHAOS_KILLS=$(KILLS) RLHPC_CHAOS_SEED=$(SEED) pytest -m slurm tests/slurm/test_chaos.py -s
 
 chaos-helpers: setup-llm  ## 100 random joins, leaves, preemptions and kills of a run's helpers on a real Slurm (EVENTS=…, SEED=…)
-	RLHPC_HELPERS_EVENTS=$(EVENTS) RLHPC_HELPERS_SEED=$(SEED) pytest -m slurm tests/slurm/test_elastic.py -k random -s
+	RLHPC_HELPERS_EVENTS=$(EVENTS) RLHPC_HELPERS_SEED=$(SEED) pytest -m slurm tests/slurm/test_elastic.py tests/slurm/test_elastic_env.py -k random -s
 
 attack: setup  ## hostile programs, files and users against what is built (long; a part of them is among the tests)
 	PYTHONPATH=. $(VENV)/bin/python tests/attack/programs.py

@@ -80,6 +80,20 @@ RATE = Range(0, 10, above=True)
 INTERVAL = Range(1, also=(-1, "none"))
 SEED = Range(0, _SEED)
 
+#: Those of `cluster.elastic`, of kinds of run whose ranks may come and go.
+ELASTIC_RANGES: dict[str, Range] = {
+    "cluster.elastic[].cpus_per_node": COUNT,
+    "cluster.elastic[].min": NOT_NEGATIVE,
+    "cluster.elastic[].max": COUNT,
+    "cluster.elastic[].ranks_per_job": COUNT,
+    "cluster.elastic[].accelerators_per_rank": NOT_NEGATIVE,
+    "cluster.elastic[].max_gpu_hours": POSITIVE,
+    "cluster.elastic[].start_within_s": NOT_NEGATIVE,
+    "cluster.elastic[].react_s": NOT_NEGATIVE,
+    "cluster.elastic[].look_s": Range(1),
+    "cluster.elastic[].signal_lead_s": Range(1, 65535),
+}
+
 RANGES: dict[str, Range] = {
     "cluster.num_nodes": COUNT,
     "cluster.cpus_per_node": COUNT,

@@ -153,6 +153,10 @@ class PlayingKind(EmbodiedKind[Playing]):
         """The env ranks, where they play ahead of the actors."""
         return {"env": 1} if cfg.algorithm.max_staleness > 0 else {}
 
+    def most_useful(self, cfg: Playing, started: Mapping[str, int]) -> dict[str, int]:
+        """As many as play all steps that may be under way."""
+        return {"env": (1 + cfg.algorithm.max_staleness) * started["env"]} if self.elastic_of(cfg) else {}
+
     def why_fixed(self, cfg: Playing) -> str:
         """Synchronous runs are the same, bit for bit, whenever they are started."""
         if cfg.algorithm.max_staleness > 0:

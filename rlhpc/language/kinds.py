@@ -290,8 +290,9 @@ class GrpoKind(LanguageKind[GrpoConfig]):
         """Also with how many ranks are an engine."""
         return changed(cfg, "rollout.parallel.tensor", replicas["rollout"])
 
-    def most_useful(self, cfg: GrpoConfig) -> dict[str, int]:
+    def most_useful(self, cfg: GrpoConfig, started: Mapping[str, int]) -> dict[str, int]:
         """An engine takes a prompt at least."""
+        del started
         return {"rollout": cfg.data.prompts_per_step * self.together_of(cfg)["rollout"]}
 
     def differences(self, cfg: GrpoConfig, checkpoint: Path) -> list[str]:

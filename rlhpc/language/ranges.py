@@ -2,22 +2,13 @@
 
 from __future__ import annotations
 
-from rlhpc.config.ranges import ANY, COUNT, FRACTION, INTERVAL, NOT_NEGATIVE, PART, POSITIVE, Range
+from rlhpc.config.ranges import ANY, COUNT, ELASTIC_RANGES, FRACTION, INTERVAL, NOT_NEGATIVE, PART, POSITIVE, Range
 from rlhpc.config.ranges import RANGES as COMMON_RANGES
 from rlhpc.language.group_config import GROUP_RANGES
 
 #: What each number may be, of both kinds of run.
 RANGES: dict[str, Range] = {
-    "cluster.elastic[].cpus_per_node": COUNT,
-    "cluster.elastic[].min": NOT_NEGATIVE,
-    "cluster.elastic[].max": COUNT,
-    "cluster.elastic[].ranks_per_job": COUNT,
-    "cluster.elastic[].accelerators_per_rank": NOT_NEGATIVE,
-    "cluster.elastic[].max_gpu_hours": POSITIVE,
-    "cluster.elastic[].start_within_s": NOT_NEGATIVE,
-    "cluster.elastic[].react_s": NOT_NEGATIVE,
-    "cluster.elastic[].look_s": Range(1),
-    "cluster.elastic[].signal_lead_s": Range(1, 65535),
+    **ELASTIC_RANGES,
     "runner.val_check_interval": INTERVAL,
     "algorithm.gamma": FRACTION,
     "algorithm.gae_lambda": FRACTION,

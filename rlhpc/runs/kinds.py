@@ -187,9 +187,14 @@ class Kind(Generic[Cfg]):
         del cfg
         return ""
 
-    def most_useful(self, cfg: Cfg) -> dict[str, int]:
-        """Of the groups of `elastic_of`: ranks beyond which there is nothing more to do at a time."""
-        del cfg
+    def most_useful(self, cfg: Cfg, started: Mapping[str, int]) -> dict[str, int]:
+        """Of the groups of `elastic_of`: ranks beyond which there is nothing more to do at a time.
+
+        Args:
+            cfg: The configuration.
+            started: Ranks of each group that the run starts with.
+        """
+        del cfg, started
         return {}
 
     # -- configuration --------------------------------------------------------------------------------------------

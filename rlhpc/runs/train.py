@@ -83,7 +83,8 @@ def _train(
     run.open(given)
     run.record_placement({role: [asdict(rank) for rank in ranks] for role, ranks in placements.items()})
     runner: Runner[Cfg] | None = None
-    helpers = Elastic(cfg.cluster, run.paths, placements, kind.most_useful(cfg))
+    useful = kind.most_useful(cfg, {role: len(ranks) for role, ranks in placements.items()})
+    helpers = Elastic(cfg.cluster, run.paths, placements, useful)
     with StopRequest() as stop:
         session = Session.start(
             registry_root=run.paths.registry, log_dir=run.paths.segment_logs(run.segment or 0), preload=kind.preload,

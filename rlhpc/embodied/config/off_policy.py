@@ -43,7 +43,7 @@ class SacAlgorithmConfig:
     """Lowers the learning rate linearly to 0 over the run."""
     max_staleness: int = 0
     """Most versions by which the policy that acted may lag behind the one that
-    is trained; 0 is sync."""
+    is trained; 0 is sync. With 1 or more, env ranks may come and go."""
     tau: float = 0.005
     """Fraction of the critics' weights that goes into the target networks at each of their updates."""
     auto_entropy_tuning: bool = True

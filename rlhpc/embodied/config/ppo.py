@@ -72,7 +72,7 @@ class PpoAlgorithmConfig:
     """Lowers the learning rate linearly to 0 over the run."""
     max_staleness: int = 0
     """Most versions by which the policy that acted may lag behind the one that
-    is trained; 0 is sync."""
+    is trained; 0 is sync. With 1 or more, env ranks may come and go."""
 
 
 @dataclass

@@ -2,10 +2,23 @@
 
 from __future__ import annotations
 
-from rlhpc.config.ranges import ANY, COUNT, FRACTION, INTERVAL, NOT_NEGATIVE, PART, POSITIVE, RATE, SEED, Range
+from rlhpc.config.ranges import (
+    ANY,
+    COUNT,
+    ELASTIC_RANGES,
+    FRACTION,
+    INTERVAL,
+    NOT_NEGATIVE,
+    PART,
+    POSITIVE,
+    RATE,
+    SEED,
+    Range,
+)
 
 #: What each number may be, in all these kinds of run.
 RANGES: dict[str, Range] = {
+    **ELASTIC_RANGES,
     "runner.val_check_interval": INTERVAL,
     "runner.stop_return": ANY,
     "algorithm.gamma": FRACTION,

@@ -30,6 +30,9 @@ import gymnasium
 import numpy as np
 
 
+EPISODES = itertools.count()
+
+
 class Counting(gymnasium.Env):
     observation_space = gymnasium.spaces.Box(-1e9, 1e9, (3,), np.float32)
 
@@ -39,8 +42,7 @@ class Counting(gymnasium.Env):
 
     def reset(self, *, seed=None, options=None):
         super().reset(seed=seed)
-        self.made = 0
-        self.episode = int(self.np_random.integers(1 << 20))
+        self.made, self.episode = 0, next(EPISODES)
         return self.shown(), {}
 
     def shown(self):

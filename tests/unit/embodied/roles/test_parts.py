@@ -1,0 +1,156 @@
+"""Parts of steps that ranks which joined play: each is taken in once, whoever comes, goes or says something late."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+
+from rlhpc.embodied.roles.incomplete import Incomplete
+from rlhpc.embodied.roles.parts import PartLedger, Played, numbers_of
+from rlhpc.embodied.roles.replica import unit_map, words_of
+from rlhpc.embodied.roles.slots import SlotMap
+
+
+def said(number: int, rank: int, decisions: int) -> Played:
+    return Played(number, rank, decisions, 0, {})
+
+
+def test_a_step_is_played_in_parts() -> None:
+    ledger = PartLedger(units=2, decisions=8)
+    ledger.give(5)
+    one, two = ledger.ask(3, 4), ledger.ask(4, 4)
+    assert one is not None and two is not None and ledger.ask(3, 4) is None
+    assert (one.step, one.unit, one.decisions, one.version, two.unit) == (5, 0, 8, 4, 1)
+    assert ledger.accept(said(two.number, 4, 8)) and not ledger.whole(5)
+    assert ledger.accept(said(one.number, 3, 3)), "it was told to leave"
+    rest = ledger.ask(4, 4)
+    assert rest is not None and (rest.unit, rest.decisions) == (0, 5)
+    assert ledger.accept(said(rest.number, 4, 5)) and ledger.whole(5)
+    assert numbers_of(ledger.close(5)) == [[one.number, rest.number], [two.number]]
+    assert ledger.delivered == {3: 3, 4: 13} and not ledger.steps and not ledger.pop_useless()
+
+
+def test_what_a_lost_rank_says_late_does_not_count() -> None:
+    ledger = PartLedger(units=1, decisions=4)
+    ledger.give(1)
+    first = ledger.ask(2, 0)
+    ledger.lose(2)
+    second = ledger.ask(3, 0)
+    assert first is not None and second is not None
+    assert not ledger.accept(said(first.number, 2, 4))
+    assert ledger.accept(said(second.number, 3, 4))
+    assert not ledger.accept(said(second.number, 3, 4)), "nor what is said twice"
+    assert numbers_of(ledger.close(1)) == [[second.number]] and ledger.delivered == {3: 4}
+    assert set(ledger.pop_useless()) >= {first.number} and not ledger.pop_useless()
+
+
+def test_a_step_that_is_given_up_leaves_nothing() -> None:
+    ledger = PartLedger(units=3, decisions=4)
+    ledger.give(1)
+    ledger.give(2)
+    asked = [ledger.ask(2, 0) for _ in range(4)]
+    numbers = [one.number for one in asked if one is not None]
+    ledger.accept(said(numbers[0], 2, 4))
+    ledger.give_up(1)
+    assert sorted(ledger.pop_useless()) == numbers[:3] and ledger.delivered[2] == 0 and ledger.steps == [2]
+    assert not ledger.accept(said(numbers[1], 2, 4)) and ledger.accept(said(numbers[3], 2, 4))
+    ledger.clear()
+    assert not ledger.steps and not ledger.waiting
+    ledger.give(1)
+    again = ledger.ask(2, 0)
+    assert again is not None and again.number > max(numbers), "no number is used again"
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_at_random_every_decision_is_there_once(seed: int) -> None:
+    """Ranks join, leave early, are lost before and after they have said something, and say it late."""
+    draw = random.Random(seed)
+    units, decisions = draw.randint(1, 4), draw.randint(1, 9)
+    ledger, ranks, new = PartLedger(units, decisions), [10], 11
+    taken: dict[int, int] = {}
+    step, made, late = 1, 0, list[Played]()
+    ledger.give(step)
+    while made < 30:
+        event = draw.random()
+        if event < 0.15:
+            ranks.append(new)
+            new += 1
+        rank = draw.choice(ranks)
+        asked = ledger.ask(rank, 0)
+        if asked is not None:
+            count = asked.decisions
+            if event > 0.8:
+                count = draw.randint(0, asked.decisions)
+            if event > 0.6 and len(ranks) > 1:
+                ranks.remove(rank)
+            if 0.7 < event < 0.8 and rank not in ranks:
+                late.append(said(asked.number, rank, count))
+                ledger.lose(rank)
+            elif ledger.accept(said(asked.number, rank, count)):
+                taken[asked.number] = count
+            if rank not in ranks:
+                ledger.lose(rank)
+        if late and draw.random() < 0.3:
+            assert not ledger.accept(late.pop())
+        if ledger.whole(step):
+            parts = ledger.close(step)
+            assert [sum(part.decisions for part in unit) for unit in parts] == [decisions] * units
+            for part in (part for unit in parts for part in unit):
+                assert taken.pop(part.number) == part.decisions
+            made, step = made + 1, step + 1
+            ledger.give(step)
+    assert sum(ledger.delivered.values()) == made * units * decisions + sum(taken.values())
+
+
+LAYOUTS = [(12, 1, 2, 3), (12, 3, 2, 2), (24, 2, 4, 1), (24, 2, 1, 4), (8, 1, 8, 2)]
+
+
+@pytest.mark.parametrize(("envs", "stages", "ranks", "actors"), LAYOUTS)
+def test_units_are_the_slots_of_a_step(envs: int, stages: int, ranks: int, actors: int) -> None:
+    slots = SlotMap(envs, stages=stages, env_ranks=ranks, actor_ranks=actors)
+    for actor in range(actors):
+        mine = []
+        for unit in slots.units_of(actor):
+            part = slots.unit_for(unit, actor)
+            mine += [unit * slots.unit + at for at in range(part.start, part.stop)]
+        assert mine == list(slots.actor_share(actor))
+    keys = [slots.part_key(number, actor) for number in range(5) for actor in range(actors)]
+    assert len({*keys}) == len(keys) and [int(key) % actors for key in keys] == [*range(actors)] * 5
+
+
+def test_a_rank_that_joins_has_slots_and_seeds_of_its_own() -> None:
+    slots = SlotMap(12, stages=2, env_ranks=2, rollout_ranks=1, group_size=3)
+    shares = [unit_map(slots, rank).env_share(0, rank) for rank in (2, 3, 4)]
+    assert shares == [range(12, 18), range(18, 24), range(24, 30)]
+    assert unit_map(slots, 3).rollouts_of(0, 3) == [(0, range(18, 24))]
+    seeds = {tuple(words_of(seed, rank, begun)) for seed in (1, 2) for rank in (2, 3) for begun in (0, 7)}
+    assert len(seeds) == 8
+
+
+class Ranks:
+    """One rank of several, whose others' parts are known."""
+
+    def __init__(self, parts: list[dict[str, np.ndarray]]) -> None:
+        self.world_size, self.parts = len(parts), parts
+
+    def all_gather_object(self, obj: object) -> list[object]:
+        return list(self.parts)
+
+
+def test_transitions_of_incomplete_steps_fill_rows_and_none_is_lost() -> None:
+    """Two ranks, of four slots each, of which one env rank's five are missing; rows agree, and what is left waits."""
+    rng = np.random.default_rng(1)
+    shares = [range(4), range(4, 8)]
+    tables = [Incomplete(8, share) for share in shares]
+    given, found = list[int](), list[int]()
+    for number in range(6):
+        columns = [{"obs": np.arange(12).reshape(4, 3) + 100 * number + 1000 * rank} for rank in range(2)]
+        there = [rng.random((4, 3)) < 0.6 for _ in range(2)]
+        parts = [{"obs": c["obs"].T[t.T]} for c, t in zip(columns, there, strict=True)]
+        given += [int(value) for part in parts for value in part["obs"]]
+        rows = [table.table(c, t, Ranks(parts)) for table, c, t in zip(tables, columns, there, strict=True)]
+        assert rows[0]["obs"].shape == rows[1]["obs"].shape and rows[0]["obs"].shape[0] == 4
+        found += [int(value) for row in rows for value in row["obs"].ravel()]
+    assert len({*found}) == len(found) and {*found} <= {*given} and len(given) - len(found) < 8
