@@ -50,7 +50,7 @@ class Intake:
         among them where env ranks have gone.
 
         Args:
-            units: Of a step that ranks which joined have played: the numbers of the parts, in order, of each unit.
+            units: Of a step that ranks which joined have played: the keys of the parts, in order, of each unit.
         """
         if units is None:
             parts = [
@@ -65,18 +65,18 @@ class Intake:
                 part.setdefault("lost", np.zeros(part["rewards"].shape[:2], bool))
         return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}, version
 
-    def _unit(self, numbers: Sequence[int]) -> dict[str, Any]:
+    def _unit(self, keys: Sequence[int]) -> dict[str, Any]:
         """This rank's slots of a unit: its parts one after the other."""
-        parts = [self._parts.get(key=self.slots.part_key(number, self._rank)) for number in numbers]
+        parts = [self._parts.get(key=self.slots.part_key(key, self._rank)) for key in keys]
         version = min(part.pop("version") for part in parts)
         joined = {name: np.concatenate([part[name] for part in parts], axis=1) for name in parts[0]}
         return {**joined, "version": version}
 
-    def drop(self, numbers: Sequence[int]) -> None:
+    def drop(self, keys: Sequence[int]) -> None:
         """Lets go of parts that will not be taken in, as far as they have come."""
-        for number in numbers:
+        for key in keys:
             with contextlib.suppress(QueueEmpty):
-                self._parts.get_nowait(key=self.slots.part_key(number, self._rank))
+                self._parts.get_nowait(key=self.slots.part_key(key, self._rank))
 
     def lost(self, columns: dict[str, np.ndarray]) -> np.ndarray:
         """Takes `lost` out of a step's columns: which transitions went with env ranks, bool `[n, T]`."""

@@ -23,12 +23,14 @@ class Asked:
 
     Attributes:
         number: What it is known by; no two parts of a driver have the same.
+        key: Under which actors have it. One is used again once a part has been taken in.
         step, unit: What it belongs to.
         decisions: How many.
         version: Oldest weights to play it with.
     """
 
     number: int
+    key: int
     step: int
     unit: int
     decisions: int
@@ -40,7 +42,7 @@ class Played:
     """What the driver is told of a part that all actors have.
 
     Attributes:
-        number: Of the part.
+        number, key: Of the part.
         rank: Who played it.
         decisions: How many were made: fewer than asked of a rank that leaves.
         version: Weights that acted.
@@ -48,6 +50,7 @@ class Played:
     """
 
     number: int
+    key: int
     rank: int
     decisions: int
     version: int
@@ -63,12 +66,13 @@ class PartLedger:
 
     Attributes:
         delivered: Decisions of a unit's slots that were delivered and are taken in, or are to be, by rank.
-        useless: Numbers of parts that actors may have and that will never be taken in.
+        useless: Keys of parts that actors may have and that will never be taken in.
     """
 
     def __init__(self, units: int, decisions: int) -> None:
         self._units, self._decisions = units, decisions
-        self._number = 0
+        self._number = self._keys = 0
+        self._free: list[int] = []
         self.delivered: Counter[int] = Counter()
         self.useless: list[int] = []
         self.clear()
@@ -106,7 +110,10 @@ class PartLedger:
             return None
         step, unit, decisions = self._open.popleft()
         self._number += 1
-        asked = Asked(self._number, step, unit, decisions, version)
+        if not self._free:
+            self._keys += 1
+            self._free.append(self._keys)
+        asked = Asked(self._number, self._free.pop(), step, unit, decisions, version)
         self._under_way[asked.number] = asked, rank
         return asked
 
@@ -114,10 +121,12 @@ class PartLedger:
         """Takes in what a rank says of a part; whether it counts."""
         found = self._under_way.pop(played.number, None)
         if found is None:  # it had been asked of another by then, or its step is made otherwise
-            self.useless.append(played.number)
+            self.useless.append(played.key)
             return False
         asked, rank = found
-        if played.decisions:
+        if not played.decisions:
+            self._free.append(played.key)
+        else:
             self._done[asked.step][asked.unit].append(played)
             self.delivered[rank] += played.decisions
         if played.decisions < asked.decisions:
@@ -129,7 +138,7 @@ class PartLedger:
         mine = [asked for asked, player in self._under_way.values() if player == rank]
         for asked in reversed(mine):
             del self._under_way[asked.number]
-            self.useless.append(asked.number)
+            self.useless.append(asked.key)
             self._open.appendleft((asked.step, asked.unit, asked.decisions))
 
     def whole(self, step: int) -> bool:
@@ -138,18 +147,21 @@ class PartLedger:
         return there == self._units * self._decisions
 
     def close(self, step: int) -> list[list[Played]]:
-        """The parts of a step that is whole: of each unit, in the order in which they follow one another."""
-        return self._done.pop(step)
+        """The parts of a step that is whole: of each unit, in the order in which they follow one another. Actors take them in
+        before anything that comes later under the same keys."""
+        units = self._done.pop(step)
+        self._free += [part.key for unit in units for part in unit]
+        return units
 
     def give_up(self, step: int) -> None:
         """The step is made otherwise: nothing of it that these ranks have played, or play, is taken in."""
         for part in (part for unit in self._done.pop(step) for part in unit):
-            self.useless.append(part.number)
+            self.useless.append(part.key)
             self.delivered[part.rank] -= part.decisions
         self._open = deque(found for found in self._open if found[0] != step)
-        for number in [number for number, (asked, _) in self._under_way.items() if asked.step == step]:
-            del self._under_way[number]
-            self.useless.append(number)
+        for asked in [asked for asked, _ in self._under_way.values() if asked.step == step]:
+            del self._under_way[asked.number]
+            self.useless.append(asked.key)
 
     def pop_useless(self) -> list[int]:
         """`useless`, which is empty afterwards."""
@@ -157,6 +169,6 @@ class PartLedger:
         return found
 
 
-def numbers_of(units: Sequence[Sequence[Played]]) -> list[list[int]]:
-    """The parts' numbers, by unit."""
-    return [[part.number for part in unit] for unit in units]
+def keys_of(units: Sequence[Sequence[Played]]) -> list[list[int]]:
+    """The parts' keys, by unit."""
+    return [[part.key for part in unit] for unit in units]

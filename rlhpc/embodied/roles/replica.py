@@ -81,8 +81,8 @@ class Replica:
             if part.stop > part.start:
                 message: dict[str, Any] = {name: column[part] for name, column in columns.items()}
                 message["version"] = self._version
-                self._parts.entrust(message, key=self._slots.part_key(asked.number, actor))
-        self._played.entrust(Played(asked.number, self._rank, made, self._version, episodes))
+                self._parts.entrust(message, key=self._slots.part_key(asked.key, actor))
+        self._played.entrust(Played(asked.number, asked.key, self._rank, made, self._version, episodes))
         rank.before_leaving(None)
 
     def _roll(self, asked: Asked) -> tuple[int, dict[str, np.ndarray], dict[str, np.ndarray]]:

@@ -176,9 +176,9 @@ class SlotMap:
         """Key of what a rollout rank sends an actor rank."""
         return str((stage * self.rollout_ranks + rollout_rank) * self.actor_ranks + actor_rank)
 
-    def part_key(self, number: int, actor_rank: int) -> str:
+    def part_key(self, key: int, actor_rank: int) -> str:
         """Key of what a rank that joined sends an actor rank of a part."""
-        return str(number * self.actor_ranks + actor_rank)
+        return str(key * self.actor_ranks + actor_rank)
 
     def channels(self) -> dict[str, str]:
         """Channels of a run: name → group that keeps it."""

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from rlhpc.embodied.roles.outcomes import in_order
-from rlhpc.embodied.roles.parts import Played, numbers_of
+from rlhpc.embodied.roles.parts import Played, keys_of
 from rlhpc.embodied.roles.slots import SlotMap
 from rlhpc.embodied.runners.helped import Helped
 from rlhpc.runs.folder import note
@@ -186,7 +186,7 @@ class Players:
     def give(self, last: int) -> None:
         """Has all steps up to one played that were not given out before, with the weights that have just been sent."""
         while self._next <= last:
-            if (self._played or not self._there) and self._helped.would_take():
+            if (self._helped.would_take() and self._played) or (self._helped.ranks and not self._there):
                 self._helped.give(self._next)
             else:
                 self._play(self._next)
@@ -209,7 +209,7 @@ class Players:
 
     def receive(self, step: int, parts: list[list[Played]] | None) -> Any:
         """Has the actors take in a step; returns a handle."""
-        return self._actor.receive(step, None if parts is None else numbers_of(parts), self._helped.useless())
+        return self._actor.receive(step, None if parts is None else keys_of(parts), self._helped.useless())
 
     def outcome(self, parts: list[list[Played]] | None) -> tuple[dict[str, np.ndarray], float]:
         """The episodes of the next step, and the seconds in which rollout ranks acted; waits for it.

@@ -17,6 +17,7 @@ from rlhpc.jobs.paths import RunPaths
 from rlhpc.jobs.plan import build_plan, render_plan
 from rlhpc.jobs.slurm import free_of_job
 from rlhpc.runs.configuration import load_config
+from rlhpc.runs.kinds import find_kind
 from rlhpc.runtime.errors import ConfigError
 
 ROOT = Path(__file__).parents[3]
@@ -178,8 +179,20 @@ def test_what_is_refused(entries: str, said: str, tmp_path: Path) -> None:
 
 
 def test_runs_that_take_no_ranks_have_no_such_key() -> None:
-    with pytest.raises(ConfigError, match=r"is for a kind of run that this one .* is not: reasoning"):
-        load_config(ROOT / "configs/quickstart.yaml", ["cluster.elastic=[{max: 2}]"])
+    with pytest.raises(
+        ConfigError, match=r"is for kinds of run that this one .* is not: embodied, off_policy, reasoning"
+    ):
+        load_config(ROOT / "configs/reasoning/reward_model.yaml", ["cluster.elastic=[{max: 2}]"])
+
+
+def test_env_ranks_come_where_they_play_ahead() -> None:
+    quickstart, ahead = ROOT / "configs/quickstart.yaml", "algorithm.max_staleness=1"
+    with pytest.raises(ConfigError, match=r"take ranks under way: none; .*algorithm\.max_staleness of 1 or more"):
+        load_config(quickstart, ["cluster.elastic=[{group: env, max: 2}]"])
+    with pytest.raises(ConfigError, match=r"cluster\.elastic\[0\]\.group is .*take ranks under way: env$"):
+        load_config(quickstart, [ahead, "cluster.elastic=[{max: 2}]"])
+    cfg = load_config(quickstart, [ahead, "cluster.elastic=[{group: env, max: 2}]"])
+    assert find_kind("embodied").most_useful(cfg, {"env": 3, "rollout": 1}) == {"env": 6}
 
 
 def test_who_was_there_when(tmp_path: Path) -> None:

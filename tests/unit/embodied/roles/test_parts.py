@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import random
+from collections import deque
 
 import numpy as np
 import pytest
 
 from rlhpc.embodied.roles.incomplete import Incomplete
-from rlhpc.embodied.roles.parts import PartLedger, Played, numbers_of
+from rlhpc.embodied.roles.parts import Asked, PartLedger, Played, keys_of
 from rlhpc.embodied.roles.replica import unit_map, words_of
 from rlhpc.embodied.roles.slots import SlotMap
 
 
-def said(number: int, rank: int, decisions: int) -> Played:
-    return Played(number, rank, decisions, 0, {})
+def said(asked: Asked | None, rank: int, decisions: int) -> Played:
+    assert asked is not None
+    return Played(asked.number, asked.key, rank, decisions, 0, {})
 
 
 def test_a_step_is_played_in_parts() -> None:
@@ -23,12 +25,12 @@ def test_a_step_is_played_in_parts() -> None:
     one, two = ledger.ask(3, 4), ledger.ask(4, 4)
     assert one is not None and two is not None and ledger.ask(3, 4) is None
     assert (one.step, one.unit, one.decisions, one.version, two.unit) == (5, 0, 8, 4, 1)
-    assert ledger.accept(said(two.number, 4, 8)) and not ledger.whole(5)
-    assert ledger.accept(said(one.number, 3, 3)), "it was told to leave"
+    assert ledger.accept(said(two, 4, 8)) and not ledger.whole(5)
+    assert ledger.accept(said(one, 3, 3)), "it was told to leave"
     rest = ledger.ask(4, 4)
     assert rest is not None and (rest.unit, rest.decisions) == (0, 5)
-    assert ledger.accept(said(rest.number, 4, 5)) and ledger.whole(5)
-    assert numbers_of(ledger.close(5)) == [[one.number, rest.number], [two.number]]
+    assert ledger.accept(said(rest, 4, 5)) and ledger.whole(5)
+    assert keys_of(ledger.close(5)) == [[one.key, rest.key], [two.key]]
     assert ledger.delivered == {3: 3, 4: 13} and not ledger.steps and not ledger.pop_useless()
 
 
@@ -39,11 +41,11 @@ def test_what_a_lost_rank_says_late_does_not_count() -> None:
     ledger.lose(2)
     second = ledger.ask(3, 0)
     assert first is not None and second is not None
-    assert not ledger.accept(said(first.number, 2, 4))
-    assert ledger.accept(said(second.number, 3, 4))
-    assert not ledger.accept(said(second.number, 3, 4)), "nor what is said twice"
-    assert numbers_of(ledger.close(1)) == [[second.number]] and ledger.delivered == {3: 4}
-    assert set(ledger.pop_useless()) >= {first.number} and not ledger.pop_useless()
+    assert not ledger.accept(said(first, 2, 4))
+    assert ledger.accept(said(second, 3, 4))
+    assert not ledger.accept(said(second, 3, 4)), "nor what is said twice"
+    assert keys_of(ledger.close(1)) == [[second.key]] and ledger.delivered == {3: 4}
+    assert set(ledger.pop_useless()) >= {first.key} and not ledger.pop_useless()
 
 
 def test_a_step_that_is_given_up_leaves_nothing() -> None:
@@ -52,10 +54,14 @@ def test_a_step_that_is_given_up_leaves_nothing() -> None:
     ledger.give(2)
     asked = [ledger.ask(2, 0) for _ in range(4)]
     numbers = [one.number for one in asked if one is not None]
-    ledger.accept(said(numbers[0], 2, 4))
+    ledger.accept(said(asked[0], 2, 4))
     ledger.give_up(1)
-    assert sorted(ledger.pop_useless()) == numbers[:3] and ledger.delivered[2] == 0 and ledger.steps == [2]
-    assert not ledger.accept(said(numbers[1], 2, 4)) and ledger.accept(said(numbers[3], 2, 4))
+    assert (
+        sorted(ledger.pop_useless()) == [one.key for one in asked[:3] if one is not None]
+        and ledger.delivered[2] == 0
+        and ledger.steps == [2]
+    )
+    assert not ledger.accept(said(asked[1], 2, 4)) and ledger.accept(said(asked[3], 2, 4))
     ledger.clear()
     assert not ledger.steps and not ledger.waiting
     ledger.give(1)
@@ -70,6 +76,7 @@ def test_at_random_every_decision_is_there_once(seed: int) -> None:
     units, decisions = draw.randint(1, 4), draw.randint(1, 9)
     ledger, ranks, new = PartLedger(units, decisions), [10], 11
     taken: dict[int, int] = {}
+    actors: dict[int, deque[int]] = {}
     step, made, late = 1, 0, list[Played]()
     ledger.give(step)
     while made < 30:
@@ -83,13 +90,16 @@ def test_at_random_every_decision_is_there_once(seed: int) -> None:
             count = asked.decisions
             if event > 0.8:
                 count = draw.randint(0, asked.decisions)
+            actors.setdefault(asked.key, deque()).append(asked.number)
             if event > 0.6 and len(ranks) > 1:
                 ranks.remove(rank)
             if 0.7 < event < 0.8 and rank not in ranks:
-                late.append(said(asked.number, rank, count))
+                late.append(said(asked, rank, count))
                 ledger.lose(rank)
-            elif ledger.accept(said(asked.number, rank, count)):
+            elif ledger.accept(said(asked, rank, count)) and count:
                 taken[asked.number] = count
+            elif not count:  # nothing is sent
+                actors[asked.key].pop()
             if rank not in ranks:
                 ledger.lose(rank)
         if late and draw.random() < 0.3:
@@ -99,6 +109,9 @@ def test_at_random_every_decision_is_there_once(seed: int) -> None:
             assert [sum(part.decisions for part in unit) for unit in parts] == [decisions] * units
             for part in (part for unit in parts for part in unit):
                 assert taken.pop(part.number) == part.decisions
+                assert actors[part.key].popleft() == part.number, "what lies first under its key is this part"
+            for key in ledger.pop_useless():
+                actors[key].clear()
             made, step = made + 1, step + 1
             ledger.give(step)
     assert sum(ledger.delivered.values()) == made * units * decisions + sum(taken.values())
