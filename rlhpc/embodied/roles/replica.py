@@ -115,8 +115,8 @@ class Replica:
                 (columns,) = acting.columns([outcomes.part(everything, last, made)])
             if early and "truncations" in columns:  # what follows in these slots are other episodes
                 columns["truncations"][:, -1] |= ~columns["terminations"][:, -1]
-        counts = {"restarts": sum(env.restarts for env in rank.envs), "spoiled": episodes.spoiled}
-        counts |= {"busy_s": time.perf_counter() - begun, "by_device": 0, "by_host": 0}
+        counts: dict[str, float] = {"restarts": env.restarts, "spoiled": episodes.spoiled, "by_device": 0, "by_host": 0}
+        counts["busy_s"] = time.perf_counter() - begun
         return made, columns, {**episodes.arrays(), **{name: np.array([count]) for name, count in counts.items()}}
 
     def _noise(self, asked: Asked) -> torch.Tensor:
