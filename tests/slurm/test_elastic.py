@@ -9,6 +9,9 @@ from __future__ import annotations
 import json
 import os
 import random
+import shutil
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,6 +20,8 @@ import psutil
 import pytest
 
 pytest.importorskip("transformers", reason="needs the extra llm")
+
+from tests.users import BOB, needs_root
 
 from .cluster import SlurmCluster
 from .runs import ROOT, SlurmRun, kill, until
@@ -253,11 +258,87 @@ def test_a_driver_that_comes_back_takes_its_helpers_back(slurm: SlurmCluster, tm
     run.scale(2)
     until(lambda: len(run.working()) == 2, f"two have joined\n{run.account()}", 120)
     jobs, generation = run.queue(), run.generation()
+    frozen = psutil.Process(run.members()[f"rollout-{run.working()[0]['rank']}"]["pid"])
+    for asleep in (frozen.parent(), frozen):  # it knows nothing of what happens, and goes on later as if nothing had
+        asleep.suspend()
     slurm.run("scancel", "--batch", "--signal=USR2", run.job)
     until(lambda: run.generation() != generation, f"there is another driver\n{run.account()}", 120)
+    until(lambda: len(run.working()) == 1, f"one is back\n{run.account()}", 120)
+    step = run.step()
+    until(lambda: run.step() > step, f"it trains\n{run.account()}", 60)
+    for asleep in (frozen, frozen.parent()):
+        asleep.resume()
     until(lambda: len(run.working()) == 2, f"they are back\n{run.account()}", 120)
+    assert not frozen.is_running() or frozen.status() == psutil.STATUS_ZOMBIE, "who was of the old generation has ended"
+    assert run.generation().endswith("-1") and not run.recoveries
     assert set(run.queue()) == set(jobs) == {job["id"] for job in run.jobs()}, "the same jobs, and no others"
     assert {stay["job"] for stay in run.working()} == set(jobs) and len(run.stays()) == 4
     slurm.run("scancel", "--batch", "--signal=TERM", run.job)
     until(lambda: not run.queue(), f"those that wait for it notice that nobody comes\n{run.account()}", 120)
     process.wait(60)
+
+
+@pytest.mark.parametrize("killed", [False, True], ids=["cancelled", "killed"])
+def test_helpers_that_wait_in_the_queue_go_with_their_driver(slurm: SlurmCluster, tmp_path: Path, killed: bool) -> None:
+    """One that is told to end takes them out; after one that was killed, with its job, they start, find nobody, and end."""
+    run = ElasticRun(slurm, tmp_path, "runner.max_steps=100000", "runner.max_restarts=0")
+    process = run.submit()
+    until(lambda: run.step() >= 1, f"it trains\n{run.account()}", 120)
+    slurm.run("scontrol", "update", "PartitionName=preempt", "State=DOWN")
+    try:
+        run.scale(2)
+        until(lambda: [*run.queue().values()] == ["PENDING"] * 2, f"two wait\n{run.account()}", 60)
+        if killed:
+            process.kill()
+            kill(run.members()["driver"]["pid"])
+            slurm.run("scancel", "--signal=KILL", "--full", run.job)
+        else:
+            slurm.run("scancel", run.job)
+            until(lambda: not run.queue(), f"they are taken out\n{run.account()}", 60)
+    finally:
+        slurm.run("scontrol", "update", "PartitionName=preempt", "State=UP")
+    until(lambda: not run.queue(), f"none is left\n{run.account()}", 120)
+    assert not (run.root / "attendance.jsonl").exists() or not run.stays()
+
+
+#: `rlhpc join` as somebody else, or with code of another day. Modules come first: others may not read where they are.
+STRANGER = """
+import os, sys
+import rlhpc.cli, rlhpc.cli.join, rlhpc.jobs.ending, rlhpc.runtime.allocation, rlhpc.runtime.joining as joining
+kind, uid = sys.argv[1], int(sys.argv[2])
+if kind == "code":
+    joining.fingerprint = lambda: "of another day"
+if uid:
+    os.chdir("/"); os.setgroups([]); os.setgid(uid); os.setuid(uid)
+sys.exit(rlhpc.cli.main(["join", *sys.argv[3:]]))
+"""
+
+
+@needs_root
+def test_who_may_not_join_from_another_node(slurm: SlurmCluster) -> None:
+    """Another user, and another rlhpc: one message each, and the run does not notice."""
+    folder = slurm.root / f"open-{os.getpid()}"  # everybody may enter: only the run's own modes protect it
+    run = ElasticRun(slurm, folder, "runner.max_steps=100000")
+    process = run.submit()
+    until(lambda: run.step() >= 1, f"it trains\n{run.account()}", 120)
+    for path in (folder, folder / "runs", run.root):
+        path.chmod(0o755)
+
+    def join(kind: str, uid: int) -> str:
+        done = subprocess.run(
+            [*slurm.enter("gpu1"), sys.executable, "-P", "-c", STRANGER, kind, str(uid), str(run.root)],
+            env=run.environment, cwd="/", capture_output=True, text=True, timeout=100, check=False,
+        )  # fmt: skip
+        assert done.returncode == 2, done.stdout + done.stderr
+        (line,) = (done.stdout + done.stderr).splitlines()
+        return line
+
+    members = run.members()
+    assert "only the user whose run it is can join it" in join("user", BOB)
+    assert "another rlhpc than the run's own" in join("code", 0)
+    assert run.members() == members and not (run.root / "attendance.jsonl").exists()
+    step = run.step()
+    until(lambda: run.step() > step, f"it goes on\n{run.account()}", 60)
+    run.rlhpc("cancel", str(run.root))
+    process.wait(60)
+    shutil.rmtree(folder, ignore_errors=True)
