@@ -116,6 +116,29 @@ def test_the_search_finds_the_optimum(case: tuple[Workload, Costs], shape: Shape
     assert len({json.dumps([one.candidate.placement(), one.candidate.settings]) for one in found}) == 5
 
 
+def test_sizes_of_a_mesh_are_keys_like_others() -> None:
+    """A kind of run names them, short runs measure them, the configuration's rules say which go with which numbers of ranks."""
+    workload, costs = ANSWERS
+    workload = dataclasses.replace(workload, knobs=(*workload.knobs, Knob("tensor", (1, 2, 4))))
+    costs = dataclasses.replace(
+        costs, factors={**costs.factors, "tensor=2": {"generate": 0.6}, "tensor=4": {"generate": 0.5}}
+    )
+    model = Model(workload, costs, GPUS)
+
+    def allowed(candidate: Candidate) -> bool:
+        ranks = len(candidate.places["rollout"].processes)
+        return bool(ranks % candidate.settings["tensor"] == 0)
+
+    one = {group: Place.of("cluster", 0, 1) for group in workload.groups}
+    configured = Candidate(one, {knob.key: knob.values[0] for knob in workload.knobs})
+    found = search(Space(model, configured), 5, allowed)
+    steps = sorted(model.predict(candidate).step_s for candidate in everything(workload, GPUS) if allowed(candidate))
+    assert found[0].prediction.step_s == pytest.approx(steps[0])
+    assert found[0].candidate.settings["tensor"] > 1
+    free = search(Space(model, configured), 1)[0]
+    assert free.prediction.step_s <= found[0].prediction.step_s and all(allowed(one.candidate) for one in found)
+
+
 def test_a_bound_is_below_every_layout() -> None:
     for (workload, costs), shape in ((SIMULATORS, GPUS), (CROWDED, CPU), (ANSWERS, TWO)):
         model = Model(workload, costs, shape)
