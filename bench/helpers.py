@@ -5,7 +5,8 @@
 A GRPO run of 32 prompts with 4 answers each, in turn with four rollout ranks from its start, and with two that two more join
 (`rlhpc join`, on the same host). All is as in any run but the engine, which makes eight sequences at a time, a token of each
 in ten milliseconds, and waits for the rest of the time: a rank's speed does not depend on how many there are on these cores.
-The steps that count are those after the one from which on both helpers take part.
+The steps that count are those after the first one in which both helpers take part; that one, in which they get the weights, is
+told apart.
 
 And how long a helper takes to its first token, from its process's start, beside a rank of a run, from the start of that run.
 """
@@ -149,10 +150,10 @@ class Run:
         path = self.root / "metrics.jsonl"
         return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
-    def steps(self, behind: int) -> list[float]:
+    def steps(self, behind: int, count: int = STEPS) -> list[float]:
         """Seconds of the next steps behind one."""
-        self.until("steps", lambda: len(self.rows()) >= behind + STEPS)
-        return [row["time/step_s"] for row in self.rows()[behind : behind + STEPS]]
+        self.until("steps", lambda: len(self.rows()) >= behind + count)
+        return [row["time/step_s"] for row in self.rows()[behind : behind + count]]
 
     def join(self) -> tuple[float, subprocess.Popen[bytes]]:
         """A helper, and when it was started."""
@@ -181,9 +182,11 @@ def measure(folder: Path) -> dict[str, Any]:
     warm = joined.firsts()[2] - begun
     _, second = joined.join()
     joined.until("the second helper", lambda: len(joined.firsts()) == 4)
-    found = joined.steps(len(joined.rows()) + 1)  # the step under way is the first in which both take part
+    at_first, *found = joined.steps(len(joined.rows()), STEPS + 1)  # the step under way is the first with both
     joined.end(first, second)
-    return {"static": expected, "joined": found, "alone": alone, "cold_s": cold, "helper_s": warm}
+    return {
+        "static": expected, "joined": found, "at first": at_first, "alone": alone, "cold_s": cold, "helper_s": warm
+    }  # fmt: skip
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -197,7 +200,8 @@ def main(argv: Sequence[str] | None = None) -> None:
             rounds.append(measure(Path(folder) / f"round{number}"))
             one = rounds[-1]
             step = {name: statistics.median(one[name]) for name in ("static", "joined", "alone")}
-            print(f"step: {step['static']:.2f} s with four ranks, {step['joined']:.2f} s with two and two helpers, "
+            print(f"step: {step['static']:.2f} s with four ranks, {step['joined']:.2f} s with two and two helpers (the first "
+                  f"{one['at first']:.2f} s), "
                   f"{step['alone']:.2f} s with two; first token: {one['cold_s']:.1f} s after a run's start, "
                   f"{one['helper_s']:.1f} s after a helper's", flush=True)  # fmt: skip
     found = {
@@ -205,6 +209,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         "step_s, two ranks and two helpers": spread([step for one in rounds for step in one["joined"]]),
         "throughput of that": statistics.median(
             statistics.median(one["static"]) / statistics.median(one["joined"]) for one in rounds
+        ),
+        "throughput in the first step with both": statistics.median(
+            statistics.median(one["static"]) / one["at first"] for one in rounds
         ),
         "first token of a run, s": spread([one["cold_s"] for one in rounds]),
         "first token of a helper, s": spread([one["helper_s"] for one in rounds]),

@@ -15,6 +15,8 @@ log = logging.getLogger(__name__)
 TICK_S = 2.0
 SUSPECT_S = 15.0
 LOST_S = 180.0
+#: The same of a rank that has joined: the others do without it, and its job may have been suspended for another.
+JOINED_LOST_S = 60.0
 #: A driver that checks this late was itself not running.
 _AWAY_S = 5.0
 #: Silent ranks named at a time: when a switch fails, thousands are silent.
@@ -43,9 +45,8 @@ class Leases:
                 continue
             if away > _AWAY_S:
                 member.alive += away
-            silent = now - member.alive
-            if silent > LOST_S:
-                spec = member.spec
+            silent, spec = now - member.alive, member.spec
+            if silent > (JOINED_LOST_S if spec.rank >= spec.world_size else LOST_S):
                 self._fail(WorkerFailed(
                     f"{spec.group}[{spec.rank}] on node {spec.node} gave no sign of life for {silent:.0f} s "
                     f"(log {spec.log_err})", group=spec.group, rank=spec.rank, node=spec.node, log_path=spec.log_err,

@@ -262,7 +262,7 @@ def test_a_driver_that_comes_back_takes_its_helpers_back(slurm: SlurmCluster, tm
     for asleep in (frozen.parent(), frozen):  # it knows nothing of what happens, and goes on later as if nothing had
         asleep.suspend()
     slurm.run("scancel", "--batch", "--signal=USR2", run.job)
-    until(lambda: run.generation() != generation, f"there is another driver\n{run.account()}", 120)
+    until(lambda: run.generation() != generation, f"there is another driver\n{run.account()}", 180)
     until(lambda: len(run.working()) == 1, f"one is back\n{run.account()}", 120)
     step = run.step()
     until(lambda: run.step() > step, f"it trains\n{run.account()}", 60)

@@ -15,7 +15,7 @@ import zmq
 from roles_for_tests import Probe
 
 from rlhpc import Channel, Cluster
-from rlhpc.runtime import joining
+from rlhpc.runtime import joining, leases
 from rlhpc.runtime.cluster_config import ClusterConfig
 from rlhpc.runtime.comm.sockets import Peers
 from rlhpc.runtime.errors import RlhpcError, WorkerFailed
@@ -217,6 +217,24 @@ def test_what_it_does_first_must_not_take_long(
         leaving.because("its time is over")
         until(lambda: many.present == [0, 1, 2])
     assert many.why_left(3) == "its time is over"
+
+
+def test_one_that_is_suspended_is_soon_done_without(
+    groups: tuple[WorkerGroup, WorkerGroup], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where a partition preempts by suspending jobs. It notices when it wakes up."""
+    monkeypatch.setattr(leases, "JOINED_LOST_S", 9.0)
+    many, _ = groups
+    with helper(Leaving()) as said:
+        until(lambda: many.admit() == [3])
+        pid = many.execute_on(3).identity().wait()[0]["pid"]
+        os.kill(pid, signal.SIGSTOP)
+        try:
+            assert many.add(1).wait(60) == [1, 2, 3] and many.present == [0, 1, 2]
+        finally:
+            os.kill(pid, signal.SIGCONT)
+        until(lambda: any("many-3 ended: the run goes on without it" in words for words in said))
+    assert Session.running().failure is None
 
 
 def test_who_may_not_join(groups: tuple[WorkerGroup, WorkerGroup]) -> None:
