@@ -25,7 +25,8 @@ def main() -> None:
         print(f"== {name}", flush=True)
         if subprocess.run([sys.executable, "-m", f"bench.{name}"]).returncode:
             failed.append(name)
-    importlib.import_module("bench.page").main()
+    for page in ("page", "measured"):
+        importlib.import_module(f"bench.{page}").main()
     if failed:
         sys.exit(f"failed: {', '.join(failed)}")
 
