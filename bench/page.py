@@ -20,6 +20,7 @@ TITLES = {
     "weights": "Weights to other processes of the host",
     "hosts": "Between hosts",
     "tree": "Weights to many hosts",
+    "reshard": "Weights from shards to shards",
     "scale": "Rendezvous and dispatch as workers grow, and on a slow filesystem",
     "embodied_loop": "The embodied loop, around an environment that costs nothing",
     "environments": "Environment steps a second",

@@ -82,6 +82,8 @@ def check_slots(cfg: PlayingConfig, fail: Fail) -> None:
     Raises:
         ConfigError: Names the first that does not.
     """
+    if cfg.rollout.weight_sync.lower() == "shards":
+        raise fail("rollout.weight_sync", "policies are sent whole: take auto (shards is for language models)")
     envs, stages = cfg.env.train.num_envs, cfg.rollout.pipeline_stage_num
     if envs % stages:
         raise fail("env.train.num_envs", f"it must divide by rollout.pipeline_stage_num ({stages})")

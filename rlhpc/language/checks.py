@@ -153,6 +153,11 @@ def check_reasoning(cfg: GrpoConfig, fail: Fail) -> None:
         raise fail(f"rollout.parallel.{key}", "the engine hf has one rank: set rollout.rollout_backend=vllm")
     if cfg.rollout.weight_sync.lower() == "shards" and cfg.actor.training_backend.lower() == "deepspeed":
         raise fail("rollout.weight_sync", "DeepSpeed's shards are no boxes of tensors: take auto, or another backend")
+    if not cfg.rollout.merge_adapters:
+        if not cfg.actor.lora.rank:
+            raise fail("rollout.merge_adapters", "there are no adapters (actor.lora.rank is 0): leave it true")
+        if cfg.rollout.rollout_backend.lower() == "hf":
+            raise fail("rollout.merge_adapters", "the engine hf takes merged weights: leave it true, or take vllm")
     if cfg.rollout.temperature == 0:
         raise fail("rollout.temperature", "training samples: it must be greater than 0")
     if algorithm.filter_groups and algorithm.group_size < 2:
@@ -183,7 +188,8 @@ def check_accelerators(cfg: TrainedLanguageConfig, per_process: Mapping[str, int
     for name, count in per_process.items():
         key = _COMPUTES.get(name, f"the scorer of {name}")
         backend = str(select(cfg, key) or "") if name in _COMPUTES else name
-        if count > 1 and ":" not in backend:  # one from outside may know what to do with them
+        several = ":" in backend or (name, backend.lower()) == ("rollout", "vllm")  # each is a rank of the engine
+        if count > 1 and not several:  # one from outside may know what to do with them
             raise PlacementError(
                 f"cluster.component_placement.{name} ({cfg.cluster.component_placement}) gives each process {count} "
                 f"accelerators, but {key}={backend} computes on one a process: give it a process an accelerator, such as "

@@ -186,6 +186,9 @@ class GrpoRolloutConfig(WeightSyncConfig, EngineConfig):
     probe_tolerance: float | None = None
     """How far the text's log-probs may differ, a token on average; null is 0.001 in float32 (on an accelerator 0.02), else
     0.25."""
+    merge_adapters: bool = True
+    """With `actor.lora.rank`, whether adapters are merged into the weights that engines get. False sends them as they are, and
+    nothing else (`vllm`, which then computes with them): an update is small, and each token costs a little more."""
     keep_cache_on_update: bool = False
     """Sequences under way go on with the keys and values that older weights made, rather than have them recomputed (exact, and
     slow for long ones): for `algorithm.max_staleness`. Log-probs are those that tokens were drawn with either way."""

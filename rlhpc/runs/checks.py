@@ -179,7 +179,8 @@ def _placement(cfg: Cfg, kind: Kind[Cfg]) -> None:
             )
     sizes = {name: placement.get_world_size(name) for name in wanted}
     placed = {name: placement.get_strategy(name).place(cluster) for name in wanted}
-    kind.check_placement(cfg, sizes, {name: len(ranks[0].accelerators) for name, ranks in placed.items()})
+    engine = {name: placement.get_strategy(name).replica for name in wanted}
+    kind.check_placement(cfg, sizes, {name: len(ranks[0].accelerators) * engine[name] for name, ranks in placed.items()})
 
 
 class Estimating(Protocol):

@@ -48,20 +48,6 @@ class Proof:
                 self._seen[name] = digest(what, version) if self._look and not isinstance(what, Elements) else 0
             yield name, what
 
-    def some(self, wanted: Callable[[str], bool]) -> Iterator[tuple[str, torch.Tensor]]:
-        """Those of the update's tensors that are wanted here, each looked at as it passes; the others are for somebody else,
-        who looks at them."""
-        version = self._update.version
-        for name, what in self._update.tensors:
-            assert not isinstance(what, Elements), "whole updates were asked for"
-            if name in self._seen:
-                self._twice.append(name)
-            self._seen[name] = 0
-            if wanted(name):
-                with COST.proving():
-                    self._seen[name] = digest(what, version)
-                yield name, what
-
     def whole(self) -> Iterator[tuple[str, torch.Tensor]]:
         """The same, for who asked for tensors alone."""
         for name, what in self.tensors():

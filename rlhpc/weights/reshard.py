@@ -6,11 +6,16 @@ Nobody gathers. Trainers say which parts of which tensors they hold, engines whi
 it has got; with versions, digests, deltas, and windows. A receiver puts a tensor's parts together as they come, gives it to
 the engine's loader and drops it.
 
-Receivers that are on the same hosts are served by one stream of each trainer rank: what they want in common is written once.
+Receivers that want the same (ranks of several engines with the same place in theirs) are served by one stream of each
+trainer rank, all streams at the same time. All parts come in one order, and everybody waits for the first that it lacks
+alone: so nobody waits for somebody who waits for him.
 """
 
 from __future__ import annotations
 
+import collections
+import functools
+import itertools
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
@@ -18,6 +23,7 @@ from typing import TYPE_CHECKING, Protocol, runtime_checkable
 import torch
 
 from rlhpc.runtime.comm import p2p
+from rlhpc.runtime.comm.background import in_background
 from rlhpc.runtime.context import current
 from rlhpc.runtime.errors import RlhpcError
 from rlhpc.weights.boxes import Box, cut
@@ -62,7 +68,7 @@ class Shard:
     @property
     def entry(self) -> Held:
         """What others need to know of it."""
-        return Held(self.name, self.shape, self.dtype.itemsize, self.box)
+        return Held(self.name, self.shape, self.dtype.itemsize, self.box, self.frozen)
 
 
 @runtime_checkable
@@ -89,23 +95,29 @@ class _Tables:
         held: What each rank of the trainer has.
         wanted: Different tables of what is wanted.
         of: Which of them each receiver's is.
-        streams: Receivers by the stream that serves them.
+        delta: `rollout.weight_delta`.
     """
 
     held: list[list[Held]]
     wanted: list[Wanted]
     of: Mapping[Who, int]
-    streams: list[list[Who]]
+    delta: str
 
     def routes(self) -> list[Routes]:
-        """Those of each stream; a rank that has much to send in one has less in the next."""
+        """Those to each table's receivers; a rank that has much to send to some has less for the next."""
         found, load = list[Routes](), dict[int, int]()
-        for receivers in self.streams:
-            numbers = sorted({self.of[who] for who in receivers})
-            found.append(route(self.held, [self.wanted[number] for number in numbers], load))
+        for table in self.wanted:
+            found.append(route(self.held, table, load))
             for rank, nbytes in found[-1].sent().items():
                 load[rank] = load.get(rank, 0) + nbytes
         return found
+
+    def in_order(self, routes: Routes) -> list[Piece]:
+        """Pieces as receivers get them: what is kept for those who come later comes last."""
+        kept = (lambda name: True) if self.delta == "elements" else routes.frozen.__contains__
+        if self.delta == "off":
+            return list(routes.pieces)
+        return sorted(routes.pieces, key=lambda piece: kept(piece.name))
 
 
 @dataclass(frozen=True)
@@ -145,14 +157,12 @@ class ShardSync:
         self._senders: list[tuple[WeightSender, list[tuple[Piece, int]]]] = []
         self._tables: _Tables | None = None
         self._sources: dict[int, WeightReceiver] = {}
-        self._places: dict[str, tuple[int, str, Box]] = {}
-        self._parts: dict[str, int] = {}
+        self._order: list[Piece] = []
         self._shapes: Mapping[str, tuple[int, ...]] = {}
-        self._from: list[int] = []
         self._told = False
         self._wanted: Wanted = None
         #: What never changes and has been sent.
-        self._still: set[str] = set()
+        self._still: set[tuple[int, str]] = set()
         #: Bytes of weights that this rank sent in the last version.
         self.sent = 0
 
@@ -166,20 +176,42 @@ class ShardSync:
         if self._worker.rank == self._src[1]:
             group, rank = self._src
             p2p.begin_broadcast(_Header(version, tables), group, rank, self._receivers)()
-        self.sent = 0
-        for sender, pieces in self._senders:
-            frozen = {piece.label for piece, number in pieces if shards[number].frozen}
-            sender.send(version, self._values(pieces, shards), frozen=frozen)
-            if self._delta != "off":
-                self._still |= frozen
+        self.sent = sum(
+            piece.nbytes
+            for sender, pieces in self._senders
+            for piece, _ in pieces
+            if (id(sender), piece.label) not in self._still
+        )
+        works = [
+            in_background(f"shards-{number}", functools.partial(self._send, *stream, version, shards))
+            for number, stream in enumerate(self._senders)
+        ]
+        failed = None
+        for work in works:
+            try:
+                work.wait()
+            except BaseException as error:  # the others end by themselves, and the first failure is the one to be seen
+                failed = failed or error
+        if failed is not None:
+            raise failed
 
-    def _values(self, pieces: Iterable[tuple[Piece, int]], shards: Sequence[Shard]) -> NamedTensors:
+    def _send(
+        self, sender: WeightSender, pieces: list[tuple[Piece, int]], version: int, shards: Sequence[Shard]
+    ) -> None:
+        """Sends a stream's part of a version."""
+        frozen = {piece.label for piece, number in pieces if shards[number].frozen}
+        sender.send(version, self._values(sender, pieces, shards), frozen=frozen)
+        if self._delta != "off":
+            self._still |= {(id(sender), label) for label in frozen}
+
+    def _values(
+        self, sender: WeightSender, pieces: Iterable[tuple[Piece, int]], shards: Sequence[Shard]
+    ) -> NamedTensors:
         for piece, number in pieces:
-            if piece.label in self._still:
+            if (id(sender), piece.label) in self._still:
                 continue
             shard = shards[number]
             values = cut(shard.values(), piece.box.within(shard.box)).detach()
-            self.sent += piece.nbytes
             yield piece.label, values.to(shard.dtype) if values.is_floating_point() else values
 
     def _agreed(self, shards: Sequence[Shard]) -> _Tables:
@@ -193,9 +225,13 @@ class ShardSync:
         for routes in tables.routes():
             mine.append([(p, _holding(shards, p)) for p in routes.pieces if p.source == worker.rank])
         part = max(_LEAST_PART, PART_BYTES // worker.world_size)
+        to = [_by_group([who for who, of in tables.of.items() if of == number]) for number in range(len(mine))]
         self._senders = [
-            (WeightSender(worker, _by_group(receivers), self._delta, part), pieces)
-            for receivers, pieces in zip(tables.streams, mine, strict=True)
+            (
+                WeightSender(worker, to[number], self._delta, part),
+                pieces,
+            )
+            for number, pieces in enumerate(mine)
             if pieces
         ]
         return tables
@@ -204,7 +240,7 @@ class ShardSync:
         """What receivers have said that they want, and which of them are served together."""
         context = current()
         known: dict[Who, tuple[str, Wanted]] = _known(self._worker)
-        wanted, of, hosts = list[Wanted](), dict[Who, int](), dict[Who, str]()
+        wanted, of = list[Wanted](), dict[Who, int]()
         for group, ranks in self._receivers:
             for rank in ranks:
                 record = context.member(group, rank)
@@ -213,12 +249,8 @@ class ShardSync:
                 table = known[group, rank][1]
                 if table not in wanted:
                     wanted.append(table)
-                of[group, rank], hosts[group, rank] = wanted.index(table), record["host"]
-        where = {number: frozenset(hosts[who] for who in of if of[who] == number) for number in of.values()}
-        together = dict[frozenset[str], list[Who]]()
-        for who, number in of.items():
-            together.setdefault(where[number], []).append(who)
-        return _Tables(held, wanted, of, list(together.values()))
+                of[group, rank] = wanted.index(table)
+        return _Tables(held, wanted, of, self._delta)
 
     # -- an engine's ranks ----------------------------------------------------------------------------------------------
 
@@ -236,66 +268,44 @@ class ShardSync:
         header: _Header = p2p.follow_broadcast(self._src, lambda: None)
         if header.tables is not None:
             self._route(header.tables)
-        streams = [self._sources[rank].receive() for rank in self._from]
-        other = {update.version for update in streams} - {header.version}
+        updates = {rank: self._sources[rank].receive() for rank in sorted({piece.source for piece in self._order})}
+        other = {update.version for update in updates.values()} - {header.version}
         if other:
             raise RlhpcError(f"parts of version {header.version} of the weights came with parts of {sorted(other)}")
-        names = [f"{self._src[0]}-{rank}" for rank in self._from]
-        proofs = [Proof(update, name) for update, name in zip(streams, names, strict=True)]
+        proofs = {rank: Proof(update, f"{self._src[0]}-{rank}") for rank, update in updates.items()}
         return Update(header.version, True, self._put_together(proofs), proven=True)
 
     def _route(self, tables: _Tables) -> None:
-        me = (self._worker.group_name, self._worker.rank)
-        index = next(i for i, receivers in enumerate(tables.streams) if me in receivers)
-        routes = tables.routes()[index]
-        mine = routes.of(tables.wanted[tables.of[me]])
-        self._places = {piece.label: (i, piece.name, piece.box) for i, piece in enumerate(mine)}
-        self._parts, self._shapes = {}, routes.shapes
-        for piece in mine:
-            self._parts[piece.name] = self._parts.get(piece.name, 0) + 1
-        # Whoever serves the stream is listened to, wanted or not: what is written for it must be taken.
-        self._from = sorted({piece.source for piece in routes.pieces})
-        for rank in self._from:
+        routes = tables.routes()[tables.of[self._worker.group_name, self._worker.rank]]
+        self._order, self._shapes = tables.in_order(routes), routes.shapes
+        for rank in {piece.source for piece in self._order}:
             if rank not in self._sources:
                 self._sources[rank] = WeightReceiver(self._worker, (self._src[0], rank), whole=True)
 
-    def _put_together(self, proofs: Sequence[Proof]) -> NamedUpdates:
-        """Whole tensors, each as soon as it has all its parts. Of several streams that goes on which is furthest behind."""
-        streams = [self._in_order(proof) for proof in proofs]
-        heads = [next(stream, None) for stream in streams]
-        whole, missing = dict[str, torch.Tensor](), dict(self._parts)
-        while any(head is not None for head in heads):
-            number = min((head[0], i) for i, head in enumerate(heads) if head is not None)[1]
-            head = heads[number]
-            assert head is not None
-            (_, name, box, values) = head
-            del head
+    def _put_together(self, proofs: Mapping[int, Proof]) -> NamedUpdates:
+        """Whole tensors, each as soon as it has all its parts."""
+        streams = {rank: proof.whole() for rank, proof in proofs.items()}
+        missing = collections.Counter(piece.name for piece in self._order)
+        whole, early = dict[str, torch.Tensor](), {rank: dict(itertools.islice(s, 1)) for rank, s in streams.items()}
+        for piece in self._order:
+            name, box = piece.name, piece.box
+            values = _next(streams[piece.source], early[piece.source], piece)
             missing[name] -= 1
-            full = self._shapes[name]
-            if box.sizes == full:
+            if box.sizes == self._shapes[name]:
                 yield name, values
             else:
                 if name not in whole:
-                    whole[name] = torch.empty(full, dtype=values.dtype)  # memory that is not written to is not there
+                    # Pages of it that are not written to are not there.
+                    whole[name] = torch.empty(self._shapes[name], dtype=values.dtype)
                 cut(whole[name], box).copy_(values)
                 if not missing[name]:
                     yield name, whole.pop(name)
             del values
-            heads[number] = next(streams[number], None)
-        if lacking := [name for name, parts in missing.items() if parts]:
-            raise RlhpcError(f"parts of {', '.join(lacking[:3])} did not come with the weights")
-        for proof in proofs:
+        for rank, stream in streams.items():
+            for label, _ in stream:
+                raise RlhpcError(f"{label} of the weights came from rank {rank}, and is not wanted")
+        for proof in proofs.values():
             proof.check()
-
-    def _in_order(self, proof: Proof) -> Iterator[tuple[tuple[int, int], str, Box, torch.Tensor]]:
-        """This rank's parts in a stream. What was kept of older versions comes last, and begins anew: a second round."""
-        round_, last = 0, -1
-        for label, values in proof.some(lambda label: label in self._places):
-            number, name, box = self._places[label]
-            if number < last:
-                round_ += 1
-            last = number
-            yield (round_, number), name, box, values
 
     # -- both -----------------------------------------------------------------------------------------------------------
 
@@ -313,6 +323,16 @@ class ShardSync:
             receiver.forget()
         if self._told:
             self.want(self._wanted)  # it may have been lost on its way
+
+
+def _next(stream: Iterator[tuple[str, torch.Tensor]], early: dict[str, torch.Tensor], piece: Piece) -> torch.Tensor:
+    """A piece from its stream. Only what is kept for those who come later, and stays mapped, may come before it is due."""
+    while piece.label not in early:
+        found = next(stream, None)
+        if found is None:
+            raise RlhpcError(f"{piece.label} of the weights did not come from rank {piece.source} of the trainer")
+        early[found[0]] = found[1]
+    return early.pop(piece.label)
 
 
 def _holding(shards: Sequence[Shard], piece: Piece) -> int:

@@ -7,7 +7,7 @@ Nothing here imports torch.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -27,12 +27,14 @@ class Held(NamedTuple):
         shape: Of all of it.
         itemsize: Bytes of an element, as it is sent.
         box: The part.
+        frozen: Whether it never changes.
     """
 
     name: str
     shape: tuple[int, ...]
     itemsize: int
     box: Box
+    frozen: bool = False
 
 
 class Piece(NamedTuple):
@@ -58,15 +60,17 @@ class Piece(NamedTuple):
 
 @dataclass(frozen=True)
 class Routes:
-    """Who sends what to some receivers.
+    """Who sends what to receivers that want the same.
 
     Attributes:
         pieces: In the order in which they are sent: layer by layer.
         shapes: Of the whole tensors.
+        frozen: Tensors that never change.
     """
 
     pieces: tuple[Piece, ...]
     shapes: Mapping[str, tuple[int, ...]]
+    frozen: frozenset[str] = frozenset()
 
     def sent(self) -> dict[int, int]:
         """Bytes that each rank sends in a complete update."""
@@ -75,36 +79,32 @@ class Routes:
             found[piece.source] = found.get(piece.source, 0) + piece.nbytes
         return found
 
-    def of(self, wanted: Mapping[str, Sequence[Box]] | None) -> list[Piece]:
-        """The pieces that somebody needs who wants these boxes; all of them for None."""
-        if wanted is None:
-            return list(self.pieces)
-        return [p for p in self.pieces if any(p.box.meet(box) is not None for box in wanted.get(p.name, ()))]
-
 
 def route(
     held: Sequence[Sequence[Held]],
-    wanted: Iterable[Mapping[str, Sequence[Box]] | None],
+    wanted: Mapping[str, Sequence[Box]] | None,
     load: Mapping[int, int] | None = None,
 ) -> Routes:
     """Plans an update.
 
     Args:
         held: What each rank has.
-        wanted: What each receiver wants; None is all of everything. What several want is sent once.
+        wanted: What receivers want; None is all of everything. What boxes have in common is sent once.
         load: Bytes that ranks send besides.
 
     Raises:
         RlhpcError: Nobody has something that is wanted; names the tensor.
     """
     holders = dict[str, list[tuple[int, Box]]]()
-    shapes, sizes = dict[str, tuple[int, ...]](), dict[str, int]()
+    shapes, sizes, frozen = dict[str, tuple[int, ...]](), dict[str, int](), set[str]()
     for rank, entries in enumerate(held):
-        for name, shape, itemsize, box in entries:
+        for name, shape, itemsize, box, still in entries:
             holders.setdefault(name, []).append((rank, box))
             if shapes.setdefault(name, shape) != shape:
                 raise RlhpcError(f"ranks of the trainer have {name} of shape {shapes[name]} and of {shape}")
             sizes[name] = itemsize
+            if still:
+                frozen.add(name)
     atoms = _atoms(shapes, wanted)
     if unknown := sorted(atoms.keys() - shapes.keys()):
         raise RlhpcError(f"the engine wants {', '.join(unknown[:3])}, and no rank of the trainer has such a tensor")
@@ -117,21 +117,18 @@ def route(
             for part in _rows(atom, max(1, rows)) if _many(holders[name], atom) else [atom]:
                 found = _from(name, part, holders[name], sizes[name], loads)
                 pieces += found
-    return Routes(tuple(_joined(pieces, sizes)), {name: shapes[name] for name in atoms})
+    return Routes(tuple(_joined(pieces, sizes)), {name: shapes[name] for name in atoms}, frozenset(frozen))
 
 
-def _atoms(
-    shapes: Mapping[str, tuple[int, ...]], wanted: Iterable[Mapping[str, Sequence[Box]] | None]
-) -> dict[str, list[Box]]:
+def _atoms(shapes: Mapping[str, tuple[int, ...]], wanted: Mapping[str, Sequence[Box]] | None) -> dict[str, list[Box]]:
     """All that is wanted, as boxes that do not overlap."""
+    if wanted is None:
+        return {name: [whole(shape)] for name, shape in shapes.items()}
     found = dict[str, list[Box]]()
-    for table in wanted:
-        if table is None:
-            table = {name: (whole(shape),) for name, shape in shapes.items()}
-        for name, boxes in table.items():
-            for box in boxes:
-                own = found.setdefault(name, [])
-                own += uncovered(box, own)
+    for name, boxes in wanted.items():
+        for box in boxes:
+            own = found.setdefault(name, [])
+            own += uncovered(box, own)
     return found
 
 

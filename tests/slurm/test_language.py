@@ -111,6 +111,41 @@ def test_critic_and_reward_model_have_nodes_of_their_own(
     assert [row["step"] for row in run.rows()] == list(range(1, 41))
 
 
+ENGINE = (
+    "cluster.num_nodes=4", "runner.max_steps=30", "rollout.weight_sync=shards", "actor.training_backend=fsdp",
+    "rollout.probe_interval=1",
+    "cluster.node_groups=["
+    "{label: gpu, het_component: 0, num_nodes: 2, accelerators_per_node: 1, cpus_per_node: 2, mem: 8G}, "
+    "{label: cpu, het_component: 1, num_nodes: 2, accelerators_per_node: 0, cpus_per_node: 2, mem: 8G}]",
+    "cluster.component_placement={actor: {node_group: gpu, placement: 0-1}, "
+    "rollout: {node_group: cpu, placement: '0-1:0'}}",
+)  # fmt: skip
+
+
+def test_an_engine_on_two_nodes_and_its_trainer_on_two_others(slurm: SlurmCluster, tmp_path: Path) -> None:
+    """Weights go from shards to shards, over TCP. A rank of the engine is killed: its mate ends with it, both start again, and
+    nobody else does."""
+    config = tmp_path / "language.yaml"
+    config.write_text(CONFIG.format(root=ROOT))
+    run = SlurmRun(slurm, tmp_path, *ENGINE, config=config)
+    run.environment |= {
+        "RLHPC_MODELS": str(tmp_path / "models"), "HF_HUB_OFFLINE": "1", "VLLM_CPU_KVCACHE_SPACE": "1",
+    }  # fmt: skip
+    process = run.submit()
+    until(lambda: run.committed() >= 4, f"it has saved\n{run.account()}", 400)
+    ranks = run.members()
+    assert len({ranks[name]["node"] for name in ("actor-0", "actor-1", "rollout-0", "rollout-1")}) == 4
+    kill(ranks["rollout-1"]["pid"])
+    until(lambda: run.recoveries, f"it starts again\n{run.account()}", 120)
+    until(lambda: run.step() >= 10, f"it trains again\n{run.account()}", 400)
+    again = run.members()
+    assert {name for name in ranks if again[name]["pid"] != ranks[name]["pid"]} == {"rollout-0", "rollout-1"}
+    run.finish(process, 500)
+    assert len(run.attempts) == 1
+    assert [row["step"] for row in run.rows()] == list(range(1, 31))
+    assert max(row["train/mismatch_abs"] for row in run.rows()) < 1e-4
+
+
 #: A reward that takes its time for as long as there is a file.
 SLOW = """
 import os

@@ -41,6 +41,7 @@ class EngineOptions:
             demonstrations does not.
         keeps_cache: `rollout.keep_cache_on_update`.
         divides_experts: `rollout.parallel.expert`.
+        adapters: Rank and alpha of adapters that come as they are (`rollout.merge_adapters`); None where they are merged.
     """
 
     model_path: str
@@ -55,6 +56,7 @@ class EngineOptions:
     sleeps: bool = False
     keeps_cache: bool = False
     divides_experts: bool = False
+    adapters: tuple[int, int] | None = None
 
     @classmethod
     def from_config(cls, cfg: LanguageConfig, model_path: str, device: str | torch.device) -> EngineOptions:
@@ -82,12 +84,18 @@ class EngineOptions:
             sleeps=bool(select(cfg, "actor.offload_in_rollout")),
             keeps_cache=bool(select(cfg, "rollout.keep_cache_on_update")),
             divides_experts=bool(select(cfg, "rollout.parallel.expert")),
+            adapters=(cfg.actor.lora.rank, cfg.actor.lora.alpha) if adapters_apart(cfg) else None,
         )
 
     @property
     def batch(self) -> int:
         """Sequences made at a time by an engine without a number of its own."""
         return _BATCH if self.max_batch_size is None else self.max_batch_size
+
+
+def adapters_apart(cfg: LanguageConfig) -> bool:
+    """Whether engines get LoRA adapters as they are, rather than merged into the weights."""
+    return cfg.actor.lora.rank > 0 and select(cfg, "rollout.merge_adapters") is False
 
 
 def engine_dtype(cfg: LanguageConfig, device: str | torch.device) -> str:

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from rlhpc.config.typed import changed, plain
 from rlhpc.language.engines.base import AwaitsWeights, EngineFactory, RolloutBackend, SaysForkable
+from rlhpc.language.engines.engine import adapters_apart
 from rlhpc.runtime.lookup import Registry
 
 if TYPE_CHECKING:
@@ -45,7 +46,9 @@ def awaiting_weights(cfg: Run) -> Run:
     """The configuration for an engine that writes nothing before an update has brought all weights: one that can need not
     read them from the model's files, unless `rollout.engine_kwargs` says how they are loaded."""
     engine = ENGINES.find(cfg.rollout.rollout_backend)
-    if not isinstance(engine, AwaitsWeights):
+    if adapters_apart(cfg) or not isinstance(
+        engine, AwaitsWeights
+    ):  # the model's own weights never come, or have to be there
         return cfg
     return changed(cfg, "rollout.engine_kwargs", {**engine.awaiting, **plain(cfg.rollout.engine_kwargs)})
 

@@ -20,6 +20,7 @@ from rlhpc.language.engines.ends import (
     transformers_module,
 )
 from rlhpc.language.engines.engine import Engine, EngineOptions, UpdateFailed, fitting_update
+from rlhpc.language.engines.vllm_adapters import Adapters, take_adapters
 from rlhpc.language.engines.vllm_boxes import Boxes, wanted_boxes
 from rlhpc.language.engines.vllm_experts import FileNames, is_mixture, packing_kernels
 from rlhpc.language.engines.vllm_logprobs import log_before_filters
@@ -104,6 +105,7 @@ class VLLMRollout(VLLMProcess, Engine):
                 del given["load_format"]
             options = replace(options, engine_kwargs=given)
         self._experts = FileNames(model) if is_mixture(config) else None
+        self._adapters = None if options.adapters is None else Adapters(*options.adapters, self._needed)
         self._running: dict[str, _Running] = {}
         self._torn, self._slept = "", False
         VLLMProcess.__init__(self, options, config, seed, link)
@@ -149,6 +151,8 @@ class VLLMRollout(VLLMProcess, Engine):
         if self._options.keeps_cache:
             # A step that is under way at an update would draw by the old weights what counts as the new ones'.
             arguments["async_scheduling"] = False
+        if self._adapters is not None:
+            arguments |= self._adapters.arguments()
         if self._experts and not self._on_cpu:
             # The one kernel that uses experts as they are loaded; the others keep them shuffled.
             arguments["moe_backend"] = "triton"
@@ -191,7 +195,7 @@ class VLLMRollout(VLLMProcess, Engine):
             prompt: dict[str, Any] = {"prompt_token_ids": list(request.prompt_ids)}
             if self._options.keeps_cache:  # none of the keys and values of a request that came before an update
                 prompt["cache_salt"] = str(self.version)
-            self._engine.add_request(name, prompt, parameters)
+            self._engine.add_request(name, prompt, parameters, lora_request=self._asked)
             self._running[name] = _Running(request)
 
     def _advance(self) -> list[Completion]:
@@ -248,6 +252,13 @@ class VLLMRollout(VLLMProcess, Engine):
         `rollout.keep_cache_on_update`, keep it.
         """
         self._begin_load(version)
+        if self._adapters is not None:
+            tensors = self._adapters.fitting(named_tensors)
+            (layers,) = self._engine.collective_rpc(take_adapters, args=(tensors, self._adapters.config(tensors)))
+            if not layers:
+                raise UpdateFailed(f"vLLM has put no adapter of version {version} anywhere")
+            self._took(version)
+            return
         weights = under_all_names(fitting_update(named_tensors, self._needed, self._optional), self._aliases)
         self._load(version, self._experts(weights) if self._experts else weights)
 
@@ -269,6 +280,15 @@ class VLLMRollout(VLLMProcess, Engine):
         (loaded,) = self._engine.collective_rpc(reload_counted, args=(named, bool(self._experts and self._on_cpu)))
         with COST.proving():
             require_all_loaded(loaded, self._expected, version)
+        self._took(version)
+
+    @property
+    def _asked(self) -> Any:
+        """What requests say of adapters."""
+        return None if self._adapters is None else self._adapters.request()
+
+    def _took(self, version: int) -> None:
+        """All of a version is there."""
         if self._slept or not self._options.keeps_cache:
             self._engine.reset_prefix_cache(reset_running_requests=True)
             self._slept = False
@@ -286,7 +306,7 @@ class VLLMRollout(VLLMProcess, Engine):
             temperature=0.0, max_tokens=1, ignore_eos=True, detokenize=False, flat_logprobs=True, prompt_logprobs=0,
             output_kind=RequestOutputKind.FINAL_ONLY,
         )  # fmt: skip
-        self._engine.add_request(_PROBE, {"prompt_token_ids": list(token_ids)}, parameters)
+        self._engine.add_request(_PROBE, {"prompt_token_ids": list(token_ids)}, parameters, lora_request=self._asked)
         while True:
             with self._explained():
                 outputs = self._engine.step()

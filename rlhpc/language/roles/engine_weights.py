@@ -13,6 +13,7 @@ from rlhpc.language.engines.registry import awaiting_weights
 from rlhpc.language.roles.mates import Part, RunLink, first_of_engine, ranks_of_engine
 from rlhpc.language.roles.probe import Probe, check_probe
 from rlhpc.language.roles.prompts import VERSIONS, PromptMap
+from rlhpc.language.roles.sending import sync_of
 from rlhpc.runs.device import own_device
 from rlhpc.runtime.errors import DeadlineExceeded
 from rlhpc.runtime.worker import Worker
@@ -45,10 +46,11 @@ class EngineWeights:
         self._engine = make_rollout(
             awaiting_weights(cfg), model_path=path, device=device, seed=cfg.runner.seed, link=link
         )
-        by_shards = sends_shards(cfg.rollout.weight_sync)
+        name = sync_of(cfg)
+        by_shards = sends_shards(name)
         self._in_parts = None if by_shards else taking_parts(self._engine)
         self._sync = make_sync(
-            cfg.rollout.weight_sync, worker, (prompts.actor_name, 0),
+            name, worker, (prompts.actor_name, 0),
             [(prompts.rollout_name, list(range(prompts.rollout_ranks)))], cfg.rollout.weight_delta,
             whole=self._in_parts is None,
         )  # fmt: skip

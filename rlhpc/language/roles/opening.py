@@ -48,6 +48,11 @@ def looks_of(cfg: LanguageConfig, tokenizer: Any, dataset: PromptDataset) -> str
     return hashlib.blake2b(json.dumps(seen, sort_keys=True, default=str).encode(), digest_size=12).hexdigest()
 
 
+def _is_mixture(cfg: LanguageConfig) -> bool:
+    model = cfg.actor.model
+    return is_mixture(load_model_config(str(model.model_path), model.trust_remote_code))
+
+
 def _size(cfg: LanguageConfig) -> int:
     """Ranks of an engine; in a run that has no rollout ranks, 1."""
     return int(select(cfg, "rollout.parallel.tensor") or 1)
@@ -82,6 +87,11 @@ def check_language(cfg: LanguageConfig, ranks: dict[str, int]) -> None:
         config = load_model_config(str(model.model_path), model.trust_remote_code)
         require_proven(config)
         _check_divided(cfg, config)
+    elif "rollout" in ranks and select(cfg, "rollout.weight_sync").lower() == "shards" and _is_mixture(cfg):
+        raise ConfigError(
+            "rollout.weight_sync is 'shards', which sends a mixture's experts one by one, and only the engine vllm takes "
+            "them so: take auto, or rollout.rollout_backend=vllm"
+        )
     elif "rollout" in ranks and cfg.rollout.rollout_backend.lower() == "hf" and _size(cfg) > 1:
         raise ConfigError(
             f"cluster.component_placement.rollout gives each process {_size(cfg)} accelerators, and the engine hf "

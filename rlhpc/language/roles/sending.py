@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from typing import TYPE_CHECKING
 
 import torch
 
 from rlhpc.language.config import GrpoConfig
+from rlhpc.language.engines.engine import adapters_apart
 from rlhpc.language.roles.probe import Probe
 from rlhpc.language.roles.prompts import VERSIONS, PromptMap
 from rlhpc.language.scoring.groups import REFERENCE
@@ -23,6 +24,12 @@ if TYPE_CHECKING:
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
+def sync_of(cfg: GrpoConfig) -> str:
+    """The strategy by which weights travel: adapters alone are small, and go whole."""
+    name = cfg.rollout.weight_sync
+    return "auto" if adapters_apart(cfg) and sends_shards(name) else name
+
+
 class ActorWeights:
     """Sends an actor's weights; all of its ranks call each method. By most strategies all gather each tensor, and the first
     sends it; by those that send shards, each sends what it holds.
@@ -36,7 +43,8 @@ class ActorWeights:
 
     def __init__(self, worker: Worker, cfg: GrpoConfig, prompts: PromptMap, backend: ModelTrainer) -> None:
         self._worker, self._cfg, self._prompts, self._backend = worker, cfg, prompts, backend
-        self._by_shards = sends_shards(cfg.rollout.weight_sync)
+        self._name, self._apart = sync_of(cfg), adapters_apart(cfg)
+        self._by_shards = sends_shards(self._name)
         self._dtype = _DTYPES.get(cfg.rollout.dtype)
         self._sync: WeightSync | None = None
         self._before: WeightSync | None = None
@@ -45,7 +53,7 @@ class ActorWeights:
         self._sent: frozenset[str] = frozenset()
         if worker.rank == 0 and cfg.reference.update_interval and REFERENCE in prompts.scoring:
             ranks = [(REFERENCE, list(range(prompts.scoring[REFERENCE])))]
-            name = "auto" if self._by_shards else cfg.rollout.weight_sync
+            name = "auto" if self._by_shards else self._name
             self._reference = make_sync(name, worker, (prompts.actor_name, 0), ranks, "off")
 
     def send(self, version: int, ranks: Sequence[int], probe: Probe | None) -> None:
@@ -56,7 +64,7 @@ class ActorWeights:
         if self._by_shards:
             self._send_shards(self._sync, version)
             return
-        weights = self._backend.named_weights(self._sent)
+        weights = self._weights(self._sent)
         if self._sync is None:
             for _ in weights:  # a sharded backend gathers each with all ranks
                 pass
@@ -71,7 +79,7 @@ class ActorWeights:
         if self._by_shards:
             self._send_shards(self._made(to, "off"), version)
             return
-        weights = self._backend.named_weights()
+        weights = self._weights(())
         if self._worker.rank:
             for _ in weights:
                 pass
@@ -94,6 +102,12 @@ class ActorWeights:
             if sync is not None:
                 sync.forget()
 
+    def _weights(self, without: Container[str]) -> Named:
+        """What engines get."""
+        if not self._apart:
+            return self._backend.named_weights(without)
+        return iter(self._backend.adapters().items())
+
     def _announce(self, ranks: Sequence[int], probe: Probe | None) -> None:
         if self._worker.rank == 0:
             for rank in ranks:
@@ -104,7 +118,7 @@ class ActorWeights:
         sync.send_shards(version, self._backend.shards(self._dtype))
 
     def _made(self, to: list[tuple[str, list[int]]], delta: str) -> WeightSync:
-        return make_sync(self._cfg.rollout.weight_sync, self._worker, (self._prompts.actor_name, 0), to, delta)
+        return make_sync(self._name, self._worker, (self._prompts.actor_name, 0), to, delta)
 
     def _aim(self, ranks: list[int]) -> None:
         """Where others receive than before, all of them get complete weights."""
@@ -121,7 +135,7 @@ class ActorWeights:
 
     def _frozen_names(self) -> frozenset[str]:
         off = self._cfg.rollout.weight_delta.lower() == "off"
-        return frozenset() if off else self._backend.frozen_names()
+        return frozenset() if off or self._apart else self._backend.frozen_names()
 
 
 def _as(dtype: torch.dtype | None, weights: Named) -> Named:

@@ -80,6 +80,11 @@ class ModelTrainer:
         iterate; each tensor may be dropped before the next is asked for. Those in `without` are left out."""
         return self.backend.named_weights(without)
 
+    def adapters(self) -> dict[str, torch.Tensor]:
+        """The adapters alone, by the names of peft's files; all ranks call it."""
+        found = lora.adapter_weights(self.backend.module, self.backend.full)
+        return {name: tensor for name, tensor in found.items() if ".lora_" in name}
+
     def shards(self, dtype: torch.dtype | None) -> list[Shard]:
         """What this rank holds of the weights, as it is sent to engines part by part; all ranks call it, for adapters are
         gathered.

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from rlhpc.runtime.cluster import Cluster, read_key
-from rlhpc.runtime.cluster_config import ClusterConfig, Key
+from rlhpc.runtime.cluster_config import ClusterConfig
 from rlhpc.runtime.errors import PlacementError
 from rlhpc.runtime.placement.grammar import parse_placement
 from rlhpc.runtime.placement.strategies import Placement, group_nodes, on_accelerators, on_nodes
@@ -62,15 +62,12 @@ class HybridComponentPlacement:
         PlacementError: A rule is broken; names the rule, the component and the place.
     """
 
-    ENGINES: tuple[Key, ...] = ("rollout",)
+    ENGINES = ("rollout",)
 
     def __init__(self, cfg: Clustered | Mapping[str, Any], cluster: Cluster) -> None:
         self.cluster = cluster
-        self._parallel: dict[str, Any] = {
-            name: parallel
-            for name in self.ENGINES
-            if (parallel := read_key(read_key(cfg, name, {}) or {}, "parallel", None)) is not None
-        }
+        parallel = {name: _found(cfg, name, "parallel") for name in self.ENGINES}
+        self._parallel = {name: section for name, section in parallel.items() if section is not None}
         raw = read_key(read_key(cfg, "cluster"), "component_placement")
         if not raw:
             raise PlacementError(
@@ -125,7 +122,7 @@ class HybridComponentPlacement:
         Raises:
             PlacementError: Engines would not be of equal size, or of another than the configuration says.
         """
-        key, asked = f"{name}.parallel.tensor", read_key(self._parallel[name], "tensor", None)
+        key, asked = f"{name}.parallel.tensor", _found(self._parallel[name], "tensor")
         widths = sorted({len(ranks) for ranks in processes})
         if len(widths) > 1:
             raise PlacementError(f"{at}: processes have {widths} {what}s; rule: all engines are of one size")
@@ -242,6 +239,18 @@ class ModelParallelComponentPlacement(HybridComponentPlacement):
                         f"{_words(used[second])} share {_words(shared)}; rule: actor and rollout use either the same "
                         f"accelerators (collocated), or each component its own (disaggregated)"
                     )
+
+
+def _found(source: Any, *path: str) -> Any:
+    """What a mapping, a DictConfig or a dataclass has there; None where there is nothing."""
+    for key in path:
+        if source is None:
+            return None
+        if hasattr(source, "keys"):
+            source = source[key] if key in source else None  # noqa: SIM401  (get() of a strict DictConfig raises)
+        else:
+            source = getattr(source, key, None)
+    return source
 
 
 def _words(ranks: frozenset[int]) -> str:

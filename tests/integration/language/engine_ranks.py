@@ -108,14 +108,16 @@ def engine_of(kind: str, folder: Path, seed: int = 3, **rollout: Any) -> Rollout
         kind: The backend, and behind `x` how many ranks: `hf`, `vllm`, `vllm x 2`.
         folder: Of the model.
         seed: Of the engine.
-        rollout: Of its section, as `config` takes them.
+        rollout: Of its section, as `config` takes them; `adapters`: rank and alpha of some that are not merged.
     """
     backend, _, ranks = kind.partition(" x ")
     if backend == "vllm":
         pytest.importorskip("vllm")
     size, keeps = int(ranks or 1), rollout.pop("keep_cache_on_update", False)
+    rank, alpha = rollout.pop("adapters", (0, 0))
     cfg = config(backend, **rollout)
-    cfg.rollout = {**cfg.rollout, "keep_cache_on_update": keeps}
+    cfg.rollout = {**cfg.rollout, "keep_cache_on_update": keeps, "merge_adapters": not rank}
+    cfg.actor.lora.rank, cfg.actor.lora.alpha = rank, alpha
     options = {"model_path": str(folder), "device": DEVICE, "seed": seed}
     if size == 1:
         return make_rollout(cfg, **options)

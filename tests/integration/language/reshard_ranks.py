@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import re
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -12,10 +14,11 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 from rlhpc import Worker
 from rlhpc.training.regions import boxes
-from rlhpc.weights import make_sync
+from rlhpc.weights import make_sync, reshard, transport
 from rlhpc.weights.boxes import Box, cut
 from rlhpc.weights.reshard import Shard as Part
 from rlhpc.weights.reshard import ShardSync
+from rlhpc.weights.window import Window
 
 EXPERTS = 4
 #: Tensors of a model's files. The embedding, and norms, never change.
@@ -64,6 +67,44 @@ def wanted(rank: int) -> dict[str, tuple[Box, ...]]:
     return found
 
 
+#: A model that shows in a process's memory: 24 matrices of 8 MB.
+LARGE: dict[str, tuple[int, int]] = {f"layers.{layer}.weight": (1024, 2048) for layer in range(24)}
+#: Bytes of a part of a stream, in that test.
+PART = 4 << 20
+
+
+class Begun(Window):
+    """Of readers that have begun with a version, as those have that are not busy with something else."""
+
+    def __init__(self, pool: Any, readers: Any, **options: Any) -> None:
+        super().__init__(pool, readers, **options)
+        self._begun = set(range(len(readers)))
+
+
+def small_parts() -> None:
+    reshard.PART_BYTES = reshard._LEAST_PART = PART
+    transport.Window = Begun  # type: ignore[misc]
+
+
+class Resident:
+    """The most memory that this process has resident from here on, beyond what it has now."""
+
+    def __init__(self) -> None:
+        gc.collect()
+        Path("/proc/self/clear_refs").write_text("5")
+        self._before = self._kb("VmRSS")
+
+    def peak(self) -> int:
+        """Bytes."""
+        return (self._kb("VmHWM") - self._before) * 1024
+
+    @staticmethod
+    def _kb(key: str) -> int:
+        found = re.search(rf"{key}:\s+(\d+)", Path("/proc/self/status").read_text())
+        assert found is not None
+        return int(found[1])
+
+
 class Trainer(Worker):
     """Holds its shards of tensors that the whole group could make, and sends them."""
 
@@ -107,6 +148,28 @@ class Trainer(Worker):
     def forget(self) -> None:
         self.sync.forget()
 
+    def open_large(self) -> None:
+        small_parts()
+        self.init_process_group()
+        line = init_device_mesh("cpu", (self.world_size,))
+        self.large = {
+            name: distribute_tensor(torch.ones(shape), line, [Shard(0)], src_data_rank=None)
+            for name, shape in LARGE.items()
+        }
+        self.sync = make_sync("shards", self, (self.group_name, 0), RECEIVERS[:1], "off")
+
+    def send_large(self, version: int) -> int:
+        """The most memory that it took."""
+        assert isinstance(self.sync, ShardSync)
+        parts = [
+            Part(name, tuple(held.shape), held.dtype, Box(box.start, box.shape), lambda h=held: h.to_local())  # type: ignore[misc]
+            for name, held in self.large.items()
+            for box, _ in boxes(held)
+        ]
+        memory = Resident()
+        self.sync.send_shards(version, parts)
+        return memory.peak()
+
 
 class Engine(Worker):
     """One rank of an engine of two."""
@@ -116,6 +179,20 @@ class Engine(Worker):
         self.sync = make_sync("shards", self, ("trainer", 0), RECEIVERS, whole=True)
         assert isinstance(self.sync, ShardSync)
         self.sync.want(self.wanted)
+
+    def open_large(self) -> None:
+        small_parts()
+        self.sync = make_sync("shards", self, ("trainer", 0), RECEIVERS[:1], whole=True)
+        assert isinstance(self.sync, ShardSync)
+        self.sync.want({name: (Box((512 * self.rank, 0), (512, columns)),) for name, (_, columns) in LARGE.items()})
+
+    def take_large(self) -> tuple[int, float]:
+        """The most memory that it took, and the sum of what came."""
+        memory, total = Resident(), 0.0
+        for _, tensor in self.sync.receive().tensors:
+            assert isinstance(tensor, torch.Tensor)
+            total += float(tensor[512 * self.rank : 512 * self.rank + 512].sum(dtype=torch.float64))
+        return memory.peak(), total
 
     def take(self) -> tuple[int, list[str], list[str]]:
         """The version, names in the order in which they came, and those that are not as they were sent."""

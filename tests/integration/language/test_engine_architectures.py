@@ -3,20 +3,25 @@ what it says that it wants, nothing is missing."""
 
 from __future__ import annotations
 
+import copy
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 pytest.importorskip("transformers", reason="needs the extra llm")
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from engine_models import EXPERTS, TOLERANCE, change, error_of, requests_of, save_model
+from engine_models import EXPERTS, TOLERANCE, change, error_of, requests_of, run_out, save_model
 from engine_ranks import Several, engine_of
+from transformers import AutoModelForCausalLM
 from transformers.core_model_loading import revert_weight_conversion
 
+from rlhpc.language.engines import Completion
+from rlhpc.language.engines.engine import UpdateFailed
 from rlhpc.language.engines.vllm_boxes import wanted_boxes
 
 
@@ -66,4 +71,45 @@ def test_experts_divided_among_ranks_are_wanted_whole(tmp_path: Path) -> None:
     assert all(len(boxes) == 1 and boxes[0].sizes == shapes[name] for name, boxes in experts.items())
     halves = [name for name in found if "q_proj" in name]
     assert halves and all(found[name][0].sizes == (shapes[name][0] // 2, shapes[name][1]) for name in halves)
+    engine.close()
+
+
+@pytest.mark.parametrize("kind", ["vllm", "vllm x 2"])
+def test_adapters_as_they_are(tmp_path: Path, kind: str) -> None:
+    """An update is the adapters alone, also in the middle of answers; what is missing or another's is refused."""
+    peft = pytest.importorskip("peft")
+    save_model(tmp_path, num_key_value_heads=2)
+    base = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32).eval()
+    model = peft.get_peft_model(
+        base, peft.LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "down_proj", "up_proj"])
+    )
+    engine = engine_of(kind, tmp_path, adapters=(4, 8))
+    requests = {request.id: request for request in requests_of(12, seed=4, max_new_tokens=24)}
+    done, models = list[Completion](), list[Any]()
+    for version in range(3):
+        for name, parameter in model.named_parameters():
+            if ".lora_" in name:
+                generator = torch.Generator().manual_seed(version + len(name))
+                parameter.data = torch.randn(parameter.shape, generator=generator) * 0.1
+        adapters = {
+            name.replace(".default", ""): tensor for name, tensor in model.state_dict().items() if ".lora_" in name
+        }
+        engine.update_weights(version, adapters.items())
+        models.append(copy.deepcopy(model).merge_and_unload())
+        if not version:
+            engine.add(requests.values())
+        done += [completion for _ in range(6) for completion in engine.step()]
+    done += run_out(engine)
+    assert sorted(completion.id for completion in done) == sorted(requests)
+    assert any({*completion.versions} == {0, 1, 2} for completion in done)
+    for completion in done:
+        for version, weights in enumerate(models):
+            assert error_of(weights, requests[completion.id], completion, version) < 5 * TOLERANCE
+    name = next(iter(adapters))
+    for wrong, said in (
+        ({k: v for k, v in adapters.items() if k != name}, "left out"),
+        ({**adapters, name: adapters[name][:2]}, r"of shape \(2, 64\); \(4, 64\) is wanted"),
+    ):
+        with pytest.raises(UpdateFailed, match=said):
+            getattr(engine, "own", engine)._adapters.fitting(wrong.items())
     engine.close()

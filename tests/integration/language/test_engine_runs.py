@@ -65,8 +65,10 @@ def test_an_engine_ends_whole_and_alone(tmp_path: Path) -> None:
         ("cluster.component_placement={actor: '0:0-1', rollout: '0:0-1'}", "actor.training_backend=fsdp"),
         ("cluster.component_placement={actor: '0:0-1', rollout: '0:0-1'}", "actor.training_backend=fsdp",
          "actor.lora.rank=4", "actor.optim.lr=2e-2"),
+        ("cluster.component_placement={actor: '0:0-1', rollout: '0:0-1'}", "actor.training_backend=fsdp",
+         "actor.lora.rank=4", "actor.optim.lr=2e-2", "rollout.merge_adapters=false"),
     ],
-    ids=["shards", "adapters"],
+    ids=["shards", "adapters merged", "adapters apart"],
 )  # fmt: skip
 def test_weights_from_shards_to_shards(tmp_path: Path, trainer: tuple[str, ...]) -> None:
     """Two ranks that train a part of each matrix, and an engine of two ranks that wants others; each version is looked at."""

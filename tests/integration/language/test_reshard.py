@@ -11,7 +11,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from reshard_ranks import FROZEN, SHAPES, Engine, Trainer, wanted
+from reshard_ranks import FROZEN, LARGE, PART, SHAPES, Engine, Trainer, wanted
 
 from rlhpc import Cluster, NodePlacementStrategy, Session, WorkerGroup
 
@@ -54,9 +54,9 @@ def test_each_box_arrives_bit_for_bit(groups: Groups, layout: str, delta: str, e
             group.shutdown()
             group.relaunch().wait_ready()
     wait_all(trainer.open(layout, delta, experts), near.open(everything), far.open(everything))
-    union = {(name, box) for rank in (0, 1) for name, boxes in wanted(rank).items() for box in boxes}
-    total = sum(4 * box.numel for _, box in union)
-    fixed = sum(4 * box.numel for name, box in union if FROZEN.match(name))
+    parts = [(name, box) for rank in (0, 1) for name, boxes in wanted(rank).items() for box in boxes]
+    total = sum(4 * box.numel for _, box in parts)
+    fixed = sum(4 * box.numel for name, box in parts if FROZEN.match(name))
     for version in range(5):
         if version == 3:  # an engine that is started anew; the trainer is told that it may be another
             far.shutdown()
@@ -76,3 +76,19 @@ def test_each_box_arrives_bit_for_bit(groups: Groups, layout: str, delta: str, e
                 continue  # what changes is found out when it is written
             assert sum(sent) == news  # type: ignore[arg-type]
             assert max(sent) <= 1.1 * news / len(sent), sent  # type: ignore[operator,type-var]
+
+
+def test_nobody_holds_more_than_a_layer_beside_its_share(groups: Groups) -> None:
+    """Of 192 MB, each rank of a trainer has 48, and each rank of an engine wants 96."""
+    trainer, engine = groups["trainer"], groups["near"]
+    engine.shutdown()
+    engine.relaunch().wait_ready()
+    wait_all(trainer.open_large(), engine.open_large())
+    layer = 8 << 20
+    for version in range(3):
+        gave, took = wait_all(trainer.send_large(version), engine.take_large())
+        assert [total for _, total in took] == [24 * 512 * 2048] * 2  # type: ignore[misc]
+        if version:  # what is imported, allocated and mapped once is there
+            assert max(gave) < 3 * PART + layer  # type: ignore[operator,type-var]
+            assert max(peak for peak, _ in took) < 4 * 3 * PART + layer  # type: ignore[misc]
+    assert sum(rows * columns * 4 for rows, columns in LARGE.values()) == 192 << 20

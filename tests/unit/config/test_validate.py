@@ -118,6 +118,8 @@ def test_trainers_and_engines_take_one_accelerator_a_process(role: str, no_slurm
     with pytest.raises(PlacementError, match=rf"component_placement\.{role} .*each process 2 accelerators.*{role}: 0-"):
         load_config(REASONING, list(given))
     load_config(REASONING, [*given, f"cluster.component_placement.{role}=0-3"])
+    if role == "rollout":
+        load_config(REASONING, [*given, "rollout.rollout_backend=vllm"])  # two engines of two ranks
     # A backend from outside may be one that spans several.
     key = {"actor": "actor.training_backend", "rollout": "rollout.rollout_backend"}[role]
     load_config(REASONING, [*given, f"{key}=somewhere:Else"])

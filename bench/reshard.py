@@ -1,0 +1,192 @@
+"""An update of an engine of two ranks by a trainer of two: from shards to shards, beside gathering and sending.
+
+    python -m bench.reshard --repeat 5
+
+A transformer of 0.5, 1 and 2 GB of bfloat16, of which each trainer rank holds half of the rows of each matrix, and each
+engine rank wants half of the rows or of the columns. Gathered: all trainer ranks gather each matrix, the first writes it,
+and both engine ranks cut out of it what they want. Shards: each rank writes what it has, and engine ranks put their parts
+together. Both end with the same bytes in the engine ranks' own memory. Near: on one host, through shared memory. Far: the
+engine takes itself for another host, over TCP of the loopback device. The time is from the call until both engine ranks have
+the version, seen from the driver; memory is the most that a rank had resident while it worked, over what it had before.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+
+from bench.machine import spread, write
+from rlhpc import Cluster, NodePlacementStrategy, Session, Worker, WorkerGroup
+from rlhpc.training.regions import boxes
+from rlhpc.weights import Update, make_sync
+from rlhpc.weights.boxes import Box, cut
+from rlhpc.weights.reshard import Shard as Part
+from rlhpc.weights.reshard import ShardSync
+
+HIDDEN, INNER, WORDS = 2048, 5632, 32000
+SIZES = {"0.5 GB": 2, "1 GB": 7, "2 GB": 17}
+WAYS, WHERE = ("gathered", "shards"), ("near", "far")
+
+
+def shapes(layers: int) -> dict[str, tuple[int, int]]:
+    """A decoder's matrices."""
+    found = {"embed": (WORDS, HIDDEN)}
+    for layer in range(layers):
+        found |= {f"layers.{layer}.{name}": (HIDDEN, HIDDEN) for name in "qkvo"}
+        found |= {f"layers.{layer}.{name}": (INNER, HIDDEN) for name in ("gate", "up")}
+        found[f"layers.{layer}.down"] = (HIDDEN, INNER)
+    return {**found, "head": (WORDS, HIDDEN)}
+
+
+def wanted(name: str, shape: tuple[int, int], rank: int) -> Box:
+    """What an engine rank wants: rows or, of what follows a divided activation, columns."""
+    rows, columns = shape
+    if name.endswith((".o", ".down")):
+        return Box((0, rank * columns // 2), (rows, columns // 2))
+    return Box((rank * rows // 2, 0), (rows // 2, columns))
+
+
+class Resident:
+    """The most memory that this process has had resident since it was asked last."""
+
+    def begin(self) -> None:
+        Path("/proc/self/clear_refs").write_text("5")
+        self.before = self._kb("VmRSS")
+
+    def mb(self) -> float:
+        return (self._kb("VmHWM") - self.before) / 1024
+
+    @staticmethod
+    def _kb(key: str) -> int:
+        found = re.search(rf"{key}:\s+(\d+)", Path("/proc/self/status").read_text())
+        assert found is not None
+        return int(found[1])
+
+
+class Trainer(Worker):
+    """Half of the rows of each matrix."""
+
+    def open(self, layers: int, engine: str) -> None:
+        self.init_process_group()
+        mesh, self.memory = init_device_mesh("cpu", (self.world_size,)), Resident()
+        self.held: dict[str, DTensor] = {
+            name: distribute_tensor(torch.zeros(shape, dtype=torch.bfloat16), mesh, [Shard(0)], src_data_rank=None)
+            for name, shape in shapes(layers).items()
+        }
+        to = [(engine, [0, 1])]
+        self.shards = make_sync("shards", self, (self.group_name, 0), to, "off")
+        self.whole = make_sync("broadcast", self, (self.group_name, 0), to, "off")
+
+    def change(self, version: int) -> None:
+        for tensor in self.held.values():
+            tensor.to_local().fill_(version)
+
+    def give(self, way: str, version: int) -> tuple[int, float]:
+        """Bytes that this rank sent, and MB."""
+        self.memory.begin()
+        if way == "shards":
+            assert isinstance(self.shards, ShardSync)
+            self.shards.send_shards(version, list(self._parts()))
+            return self.shards.sent, self.memory.mb()
+        gathered = ((name, tensor.full_tensor()) for name, tensor in self.held.items())
+        if self.rank:
+            for _ in gathered:
+                pass
+            return 0, self.memory.mb()
+        self.whole.send(version, gathered)
+        return sum(tensor.numel() * 2 for tensor in self.held.values()), self.memory.mb()
+
+    def _parts(self) -> Iterator[Part]:
+        for name, tensor in self.held.items():
+            for box, local in boxes(tensor):
+                values = local.of(tensor.to_local())
+                yield Part(name, tuple(tensor.shape), torch.bfloat16, Box(box.start, box.shape), lambda v=values: v)  # type: ignore[misc]
+
+
+class Engine(Worker):
+    """A rank with its half of each matrix."""
+
+    def open(self, layers: int) -> None:
+        self.memory = Resident()
+        self.boxes = {name: wanted(name, shape, self.rank) for name, shape in shapes(layers).items()}
+        self.own = {name: torch.zeros(box.sizes, dtype=torch.bfloat16) for name, box in self.boxes.items()}
+        to = [(self.group_name, [0, 1])]
+        self.shards = make_sync("shards", self, ("trainer", 0), to, whole=True)
+        self.whole = make_sync("broadcast", self, ("trainer", 0), to, whole=True)
+        assert isinstance(self.shards, ShardSync)
+        self.shards.want({name: (box,) for name, box in self.boxes.items()})
+
+    def take(self, way: str) -> float:
+        """MB."""
+        self.memory.begin()
+        update: Update = (self.shards if way == "shards" else self.whole).receive()
+        for name, tensor in update.tensors:
+            assert isinstance(tensor, torch.Tensor)
+            self.own[name].copy_(cut(tensor, self.boxes[name]))
+        return self.memory.mb()
+
+    def check(self, version: int) -> bool:
+        return all(bool((tensor == version).all()) for tensor in self.own.values())
+
+
+def measure(trainer: WorkerGroup, engine: WorkerGroup, way: str, version: int) -> tuple[float, list[int], float, float]:
+    """Seconds, bytes that each trainer rank sent, and MB of trainers and engines."""
+    trainer.change(version).wait()
+    started = time.perf_counter()
+    handles = trainer.give(way, version), engine.take(way)
+    given, taken = (handle.wait() for handle in handles)
+    seconds = time.perf_counter() - started
+    assert all(engine.check(version).wait()), (way, version)
+    return seconds, [sent for sent, _ in given], max(mb for _, mb in given), max(taken)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Measures and writes `results/reshard.json`."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--repeat", type=int, default=5)
+    args = parser.parse_args(argv)
+    os.environ["OMP_NUM_THREADS"] = "1"
+    figures, ratios, shares = {}, {}, {}
+    for size, layers in SIZES.items():
+        for where in WHERE:
+            session = Session.start(tcp_address="127.0.0.1")
+            cluster, two = Cluster.local(1, 0), NodePlacementStrategy([0, 0])
+            trainer = Trainer.create_group().launch(cluster, two, "trainer")
+            env = {"RLHPC_HOST_ID": "elsewhere"} if where == "far" else {}
+            engine = Engine.create_group().launch(cluster, two, "engine", env_vars=env)
+            for handle in (trainer.open(layers, "engine"), engine.open(layers)):
+                handle.wait()
+            found: dict[str, list[tuple[float, list[int], float, float]]] = {way: [] for way in WAYS}
+            for repeat in range(args.repeat + 1):
+                for way in WAYS if repeat % 2 else WAYS[::-1]:
+                    taken = measure(trainer, engine, way, 2 * repeat + WAYS.index(way))
+                    if repeat:
+                        found[way].append(taken)
+            label = f"{size}, {where}"
+            for way in WAYS:
+                figures[f"{label}, {way} (s)"] = spread([one[0] for one in found[way]])
+                figures[f"{label}, {way}, trainer (MB)"] = spread([one[2] for one in found[way]])
+                figures[f"{label}, {way}, engine (MB)"] = spread([one[3] for one in found[way]])
+                sent = found[way][-1][1]
+                shares[f"{label}, {way}"] = max(sent) / (sum(sent) / len(sent))
+            pairs = zip(found["shards"], found["gathered"], strict=True)
+            ratios[f"{label}: shards / gathered"] = float(np.median([a[0] / b[0] for a, b in pairs]))
+            print(label, {way: round(float(np.median([one[0] for one in found[way]])), 3) for way in WAYS}, flush=True)
+            session.stop()
+    for name, ratio in ratios.items():
+        print(f"{name:40} {ratio:8.3f}")
+    content = {"figures": figures, "ratios": ratios, "most sent by a rank, of its share": shares}
+    print(write("reshard", f"python -m bench.reshard --repeat {args.repeat}", content))
+
+
+if __name__ == "__main__":
+    main()
