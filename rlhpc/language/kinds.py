@@ -11,6 +11,7 @@ from rlhpc.config.rules import Fail
 from rlhpc.config.typed import changed
 from rlhpc.jobs.paths import RunPaths
 from rlhpc.language import checks
+from rlhpc.language.choices import CHOICES, FREE
 from rlhpc.language.config import GrpoConfig, LanguageConfig, SftConfig, TrainedLanguageConfig
 from rlhpc.language.ranges import RANGES
 from rlhpc.language.reward_config import RANGES as REWARD_RANGES
@@ -21,55 +22,10 @@ from rlhpc.runs.kinds import Exporting, Kind, Parts, Preparation, Rows
 from rlhpc.runs.saved import differing, saved_values
 from rlhpc.runtime.errors import ConfigError
 
-_CHOICES = {
-    "algorithm.kl_type": ("k1", "k2", "k3", "abs", "kl", "mse", "low_var_kl"),
-    "algorithm.kl_in": ("loss", "reward"),
-    "algorithm.distillation.mode": ("sampled", "topk", "full"),
-    "algorithm.normalize_advantages": ("auto", "batch", "none"),
-    "algorithm.loss_agg": (
-        "token-mean",
-        "token-sum",
-        "seq-mean-token-mean",
-        "seq-mean-token-sum",
-        "seq-mean-token-sum-norm",
-    ),
-    "actor.model.dtype": ("auto", "float32", "bfloat16"),
-    "actor.model.attn_implementation": ("sdpa", "eager", "flash_attention_2"),
-    "actor.optim.lr_scheduler": ("constant", "linear", "cosine"),
-    "critic.model.dtype": ("auto", "float32", "bfloat16"),
-    "critic.model.attn_implementation": ("sdpa", "eager", "flash_attention_2"),
-    "critic.optim.name": ("adam", "adamw"),
-    "critic.optim.lr_scheduler": ("constant", "linear", "cosine"),
-    **{
-        f"{section}.model.{key}": allowed
-        for section in ("teacher", "reward", "judge")
-        for key, allowed in {
-            "dtype": ("auto", "float32", "bfloat16"),
-            "attn_implementation": ("sdpa", "eager", "flash_attention_2"),
-        }.items()
-    },
-    "rollout.dtype": ("auto", "float32", "bfloat16", "float16"),
-    "teacher.dtype": ("auto", "float32", "bfloat16", "float16"),
-    "judge.dtype": ("auto", "float32", "bfloat16", "float16"),
-    "judge.mode": ("grade", "compare"),
-    "data.overlong_prompts": ("error", "drop"),
-}
 #: The configuration of a run that trains a language model; and of one whose model answers.
 Trained = TypeVar("Trained", bound=TrainedLanguageConfig)
 Cfg = TypeVar("Cfg", bound=LanguageConfig)
 _EVALUATION = ("data.eval",)
-_FREE = (
-    "runner.val_check_interval", "rollout.weight_sync", "rollout.weight_delta",
-    "rollout.gpu_memory_utilization", "rollout.max_batch_size", "rollout.parallel.", "critic.max_tokens_per_micro_batch",
-    "reference.", "teacher.max_tokens_per_micro_batch", "teacher.rollout_backend", "teacher.gpu_memory_utilization",
-    "teacher.max_batch_size", "reward.model.max_tokens_per_micro_batch", "judge.gpu_memory_utilization",
-    "judge.max_batch_size", "judge.cache_size", "critic.training_backend", "critic.fsdp.", "critic.deepspeed.",
-    "critic.use_remove_padding", "critic.enable_dp_load_balance", "actor.use_remove_padding", "actor.enable_dp_load_balance",
-    "critic.model.gradient_checkpointing", "critic.model.attn_implementation",
-    "actor.max_tokens_per_micro_batch", "actor.training_backend", "actor.fsdp.", "actor.deepspeed.",
-    "actor.offload_in_rollout", "actor.model.gradient_checkpointing", "actor.model.attn_implementation",
-    "reward.timeout_s", "reward.processes",
-)  # fmt: skip
 _PRELOAD = (
     "rlhpc.language.roles.grpo",
     "rlhpc.language.roles.reward_model",
@@ -351,9 +307,9 @@ GRPO = GrpoKind(
     },
     compared=(("train/reward", "Reward", "mean reward"), *_COMPARED),
     ranges=RANGES,
-    choices=_CHOICES,
+    choices=CHOICES,
     evaluation=_EVALUATION,
-    free=_FREE,
+    free=FREE,
     expendable=frozenset({"rollout"}),
     workload="rlhpc.language.workload:rl_workload",
 )
@@ -371,9 +327,9 @@ SFT = LanguageKind(
     },
     compared=(("train/loss", "Loss", "cross entropy (nats per token)"), *_COMPARED),
     ranges=RANGES,
-    choices=_CHOICES,
+    choices=CHOICES,
     evaluation=_EVALUATION,
-    free=_FREE,
+    free=FREE,
     trained=("train/loss", "training loss"),
     rate="time/train_tokens_per_s",
     workload="rlhpc.language.workload:supervised_workload",
@@ -392,9 +348,9 @@ REWARD_MODEL = RewardModelKind(
     },
     compared=(("train/loss", "Loss", "mean loss"), *_COMPARED),
     ranges=REWARD_RANGES,
-    choices=_CHOICES,
+    choices=CHOICES,
     evaluation=_EVALUATION,
-    free=_FREE,
+    free=FREE,
     trained=("train/loss", "training loss"),
     rate="time/train_tokens_per_s",
     workload="rlhpc.language.workload:supervised_workload",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+import statistics
 import subprocess
 import sys
 from graphlib import TopologicalSorter
@@ -34,6 +35,13 @@ def test_no_circle_of_imports() -> None:
     graph = grimp.build_graph("rlhpc", exclude_type_checking_imports=True, cache_dir=None)
     imports = {module: graph.find_modules_directly_imported_by(module) for module in graph.modules}
     TopologicalSorter(imports).prepare()  # a CycleError names the circle
+
+
+def test_modules_are_of_one_subject() -> None:
+    """As far as their length tells."""
+    lines = {path: path.read_text().count("\n") for path in (ROOT / "rlhpc").rglob("*.py")}
+    assert not {str(path.relative_to(ROOT)): count for path, count in lines.items() if count > 400}, "split them"
+    assert statistics.median(lines.values()) <= 150
 
 
 @pytest.mark.parametrize(
