@@ -59,7 +59,8 @@ class Elastic:
         session.membership.heard, session.membership.is_open = self._attendance.note, False
         self._helpers = [
             Helpers(
-                self._paths, plan, self._useful.get(plan.group, plan.bounds.most), session.job_gone, session.membership.by_job
+                self._paths, plan, self._useful.get(plan.group, plan.bounds.most), session.job_gone,
+                session.membership.by_job, session.membership.faulty,
             )
             for plan in self._plans
         ]  # fmt: skip

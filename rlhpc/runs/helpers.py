@@ -7,7 +7,7 @@ import logging
 import shutil
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 
 from rlhpc.jobs.claim import read_json
@@ -44,6 +44,7 @@ class Helpers:
         useful: Ranks for which there is something to do, besides those that the run started with.
         job_gone: Told the id of a job that has ended: none of its ranks can live.
         present: Ranks that take part, by job id; 0 for jobs whose ranks did and have left.
+        faulty: Jobs of which a rank has raised something: their machine may be broken, and the next one, too.
     """
 
     def __init__(
@@ -53,9 +54,10 @@ class Helpers:
         useful: int,
         job_gone: Callable[[str], None],
         present: Callable[[], Mapping[str, int]],
+        faulty: Collection[str] = (),
     ) -> None:
         self.paths, self.plan = paths, plan
-        self._useful, self._job_gone, self._present = useful, job_gone, present
+        self._useful, self._job_gone, self._present, self._faulty = useful, job_gone, present, faulty
         self._rule, self._name = Rule(plan.bounds), helpers_name(paths, plan.group)
         self._record = HelperRecord.read(paths)
         self._waited: float | None = None
@@ -156,7 +158,10 @@ class Helpers:
             mine.state = reports[mine.id].state.value
             self._bound(mine, now)
             self._job_gone(mine.id)
-            if mine.joined:
+            if mine.id in self._faulty:
+                self._vain, self._vain_since = self._vain + 1, now
+                self._say(f"job {mine.id} has left after an error of a rank; `rlhpc status` says which, and on what node")
+            elif mine.joined:
                 self._vain = 0
             elif mine.started is not None and not mine.why:
                 self._vain, self._vain_since = self._vain + 1, now

@@ -12,7 +12,7 @@ from typing import Any
 
 from rlhpc.runtime.code import fingerprint
 from rlhpc.runtime.comm.queues import TooEarly
-from rlhpc.runtime.errors import ChannelError, RlhpcError
+from rlhpc.runtime.errors import ChannelError, RlhpcError, WorkerFailed
 from rlhpc.runtime.failures import FailurePolicy
 from rlhpc.runtime.host import host_id
 from rlhpc.runtime.ranks import Ranks
@@ -38,6 +38,7 @@ class Membership:
         epoch: How often somebody has come or gone since the groups were launched.
         is_open: Whether ranks may join at present; who asks earlier or later is told to ask again.
         heard: Called with what happens to ranks that have joined: `event` (joined, works, left), who, where and why.
+        faulty: Jobs of which a rank has raised something.
     """
 
     def __init__(self, ranks: Ranks, registry: Registry, failures: FailurePolicy, log_dir: Path, listens: bool) -> None:
@@ -50,6 +51,7 @@ class Membership:
         self.is_open = True
         self.heard: Callable[[dict[str, Any]], None] = lambda event: None
         self.epoch = 0
+        self.faulty = set[str]()
 
     def left(self, member: Member, failure: RlhpcError, rpc: RpcClient) -> None:
         """A rank of a group that goes on without it has ended, or must be taken for lost. So are those that are one replica
@@ -75,7 +77,9 @@ class Membership:
         if member.record:
             self._registry.put(LEFT, spec.name, {"incarnation": spec.incarnation, "why": str(failure).splitlines()[0]})
             rpc.leave(member.record)
-        self._jobs.pop(spec.incarnation, None)
+        job, _ = self._jobs.pop(spec.incarnation, ("", None))
+        if job and isinstance(failure, WorkerFailed) and failure.remote_traceback:
+            self.faulty.add(job)
         if member.starter is self._joined:
             self.heard(
                 {"event": "left", "incarnation": spec.incarnation, "why": member.told or str(failure).splitlines()[0]}

@@ -62,7 +62,7 @@ class Seen:
         asked: Ranks that somebody has asked for; None leaves it to the rule.
         spent: Hours of the budget that jobs have taken that have ended.
         useful: Ranks for which there is something to do.
-        vain: Jobs in a row that ended before any rank of them had joined, up to now.
+        vain: Jobs in a row that ended before any rank of them had joined, or after an error of one, up to now.
         vain_since: When the last of these was seen to have ended.
     """
 

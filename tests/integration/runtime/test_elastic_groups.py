@@ -149,7 +149,7 @@ def test_what_a_rank_that_joined_raises_is_its_own_affair(groups: tuple[WorkerGr
     many, other = groups
     session, heard = Session.running(), list[dict[str, object]]()
     session.membership.heard = heard.append
-    with helper(Leaving()) as said:
+    with helper(Leaving(), "78") as said:
         until(lambda: many.admit() == [3])
         assert many.add(1).wait() == [1, 2, 3, 4]
         assert many.execute_on(3).boom(3).wait(60) == [], "nobody waits for it"
@@ -157,6 +157,7 @@ def test_what_a_rank_that_joined_raises_is_its_own_affair(groups: tuple[WorkerGr
             lambda: any("many-3 ended: the run goes on without it: " in words and "kaboom" in words for words in said)
         )
     assert session.failure is None and many.present == [0, 1, 2] and other.add(1).wait() == [1]
+    assert session.membership.faulty == {"78"}
     assert [event["event"] for event in heard] == ["joined", "left"] and "kaboom" in str(heard[-1]["why"])
 
 

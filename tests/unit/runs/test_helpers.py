@@ -129,6 +129,17 @@ def test_a_rank_may_come_and_go_between_two_looks(
     assert ("before a rank of it had joined" in capfd.readouterr().err) == vain
 
 
+def test_an_error_of_a_rank_makes_it_wait(commands: Callable[..., Path], tmp_path: Path) -> None:
+    """As where a card computes nonsense: the next job may get the same one."""
+    commands()
+    helpers = helpers_of(tmp_path, {"5": 0})
+    now = time.time()
+    helpers._record.jobs["5"] = record.HelperJobRecord("5", "rollout", 1, now, started=now)
+    helpers._faulty = {"5"}
+    helpers.look()
+    assert helpers._vain == 1 and helpers.jobs[0].ended is not None
+
+
 class Cluster:
     """A Slurm with a clock of its own, in which jobs start, are preempted and end whenever they like, seen or not.
 
