@@ -23,7 +23,8 @@ from engine_models import DEVICE, config
 from rlhpc.language.engines import RolloutBackend, make_rollout
 from rlhpc.language.engines.engine import UpdateFailed
 from rlhpc.language.engines.lockstep import Follower, Leader, Told
-from rlhpc.weights.boxes import cut
+from rlhpc.weights.boxes import Box, cut, whole
+from rlhpc.weights.routes import Held, route
 from tests.accelerators import OTHERS_ON_CARD
 
 
@@ -70,15 +71,15 @@ class Several(Leader):
     def update_weights(self, version: int, named_tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
         weights = [(name, tensor.detach().clone()) for name, tensor in named_tensors]
         self.begin_weights()
-        self._pipes.hand((version, weights, False))
+        self._pipes.hand((version, weights, ""))
         self.own.update_weights(version, iter(weights))
 
-    def update_shards(self, version: int, named_tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """With whole tensors, of which each rank gets what it says that it wants; the rest is spoilt."""
+    def take_shards(self, version: int, named_tensors: Iterable[tuple[str, torch.Tensor]], layout: str) -> None:
+        """From a trainer of four ranks: each rank of the engine gets the parts that its routes bring; the rest is spoilt."""
         weights = [(name, tensor.detach().clone()) for name, tensor in named_tensors]
         self.begin_weights()
-        self._pipes.hand((version, weights, True))
-        take_wanted(self.own, version, weights)
+        self._pipes.hand((version, weights, layout))
+        take_shards(self.own, version, weights, layout)
 
     def close(self) -> None:
         self.end()
@@ -89,16 +90,34 @@ class Several(Leader):
             dist.destroy_process_group()
 
 
-def take_wanted(engine: Any, version: int, weights: list[tuple[str, torch.Tensor]]) -> None:
-    """What a rank wants of whole tensors, and nothing else of them."""
-    wanted, given = engine.wants(), list[tuple[str, torch.Tensor]]()
-    for name, tensor in weights:
-        if name in wanted:
-            spoilt = torch.full_like(tensor, torch.nan)
-            for box in wanted[name]:
-                cut(spoilt, box).copy_(cut(tensor, box))
-            given.append((name, spoilt))
-    engine.update_shards(version, iter(given))
+def take_shards(engine: Any, version: int, weights: list[tuple[str, torch.Tensor]], layout: str) -> None:
+    """What the routes from four ranks of a trainer bring to a rank of an engine."""
+    held = [
+        [Held(n, tuple(t.shape), 4, box) for n, t in weights for box in part_of(n, t.shape, rank, layout)]
+        for rank in range(4)
+    ]
+    routes, given = route(held, engine.wants()), dict[str, torch.Tensor]()
+    for piece in routes.pieces:
+        tensor = dict(weights)[piece.name]
+        spoilt = given.setdefault(piece.name, torch.full_like(tensor, torch.nan))
+        cut(spoilt, piece.box).copy_(cut(tensor, piece.box))
+    engine.update_shards(version, given.items())
+
+
+def part_of(name: str, shape: torch.Size, rank: int, layout: str) -> list[Box]:
+    """What one of four ranks holds: `4`, rows over all; `2x2`, rows over pairs, and within each the rows or columns that
+    tensor ranks have; `ep4`, whole experts, and rows of all else."""
+    if layout == "ep4" and ".experts." in name:
+        return [whole(shape)] if int(name.split(".experts.")[1].split(".")[0]) % 4 == rank else []
+    rows = [(at, min(-(-shape[0] // 4), shape[0] - at)) for at in range(0, shape[0], -(-shape[0] // 4))]
+    if layout != "2x2" or len(shape) == 1:
+        return [Box((rows[rank][0], *(0 for _ in shape[1:])), (rows[rank][1], *shape[1:]))] if rank < len(rows) else []
+    half, pair = -(-shape[0] // 2), rank // 2
+    if name.endswith(("o_proj.weight", "down_proj.weight")):
+        column = shape[1] // 2
+        return [Box((pair * half, rank % 2 * column), (half, column))]
+    quarter = shape[0] // 4  # FSDP cuts what a tensor rank has: its half of the rows, of which each pair has one half
+    return [Box((rank % 2 * half + pair * quarter, 0), (quarter, shape[1]))]
 
 
 def engine_of(kind: str, folder: Path, seed: int = 3, **rollout: Any) -> RolloutBackend:
@@ -148,9 +167,9 @@ def _follow(cfg: Any, options: dict[str, Any], link: Pipes) -> None:
         engine = make_rollout(cfg, **options, link=link)
 
         def take() -> None:
-            version, weights, by_shards = link.pipes[0].recv()
-            if by_shards:
-                take_wanted(engine, version, weights)
+            version, weights, layout = link.pipes[0].recv()
+            if layout:
+                take_shards(engine, version, weights, layout)
             else:
                 engine.update_weights(version, iter(weights))
 
