@@ -8,8 +8,8 @@ trains on each step for as long as its answers would take if all rollout ranks w
 much to do. Steps come one after the other (`algorithm.max_staleness: 0`), or rollout ranks are one or two ahead.
 
 `bound_s` is what no scheduler is below that moves ranks to where there is work, at no cost and at any moment: all work divided
-by all ranks or, where steps come one after the other, the longest answer, if that takes longer. `gain` is the step's time
-against it.
+by all ranks or, if that takes longer, the longest answer, divided by the steps that may be under way at a time. `gain` is the
+step's time against it.
 """
 
 from __future__ import annotations
@@ -75,6 +75,11 @@ def ideal_s(step: int, ranks: int) -> float:
     return float(lengths(step).sum()) * TOKEN_S / CAPACITY / ranks
 
 
+def bound_s(step: int, ranks: int, ahead: int) -> float:
+    """Seconds of a step below which nothing gets by moving ranks."""
+    return max(ideal_s(step, ranks), float(lengths(step).max()) * TOKEN_S / (1 + ahead))
+
+
 def run(steps: int, ahead: int, ranks: int, cluster: Cluster) -> dict[str, float]:
     """One run; the first two steps and the last two do not count, when there is less to do at a time."""
     ledger, over = Ledger(PROMPTS), Channel.create(OVER)
@@ -98,9 +103,7 @@ def run(steps: int, ahead: int, ranks: int, cluster: Cluster) -> dict[str, float
     whole = statistics.fmean(ideal_s(step, ranks) for step in counted)
     longest = statistics.fmean(float(lengths(step).max()) * TOKEN_S for step in counted)
     step_s = (times[-3] - times[2]) / len(counted)
-    bound = whole if ahead else statistics.fmean(
-        max(ideal_s(step, ranks), float(lengths(step).max()) * TOKEN_S) for step in counted
-    )  # fmt: skip
+    bound = statistics.fmean(bound_s(step, ranks, ahead) for step in counted)
     return {
         "ranks": ranks, "max_staleness": ahead, "step_s": step_s, "bound_s": bound, "gain": step_s / bound,
         "rollout ranks idle": 1 - whole / step_s, "answers if all were busy, s": whole, "longest answer, s": longest,
