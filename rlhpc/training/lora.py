@@ -5,24 +5,21 @@ from __future__ import annotations
 import contextlib
 import sys
 import warnings
-import weakref
 from collections.abc import Container, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
 from rlhpc.config.sections import AdapterConfig, LoraConfig
-from rlhpc.runtime.errors import ConfigError, RlhpcError
+from rlhpc.runtime.errors import ConfigError
 from rlhpc.training.contract import Full
+from rlhpc.training.merging import merged
 
 ADAPTER = "default"
 _PREFIX = "base_model.model."
 #: The adapter's name within peft's tensor names; peft's files leave it out.
 _INFIX = f".{ADAPTER}."
-#: Of each layer with adapters, a sample of its own weights as they were when they were first read, and its elements.
-_BASES: weakref.WeakKeyDictionary[nn.Module, torch.Tensor] = weakref.WeakKeyDictionary()
-_SAMPLE = 4096
 
 
 def peft() -> Any:
@@ -175,7 +172,7 @@ def full_weights(module: nn.Module, full: Full, without: Container[str] = ()) ->
         without: Names to leave out.
 
     Raises:
-        RlhpcError: Adapters are merged into the module's own weights, too: they would be merged twice.
+        RlhpcError: Adapters are merged into the module's own weights, too, or what is merged is not their sum (`merged`).
     """
     adapted = {id(layer.base_layer.weight): layer for _, layer in _layers(module)}
     seen: set[int] = set()
@@ -187,23 +184,9 @@ def full_weights(module: nn.Module, full: Full, without: Container[str] = ()) ->
         value = full(tensor).detach()
         layer = adapted.get(id(tensor))
         if layer is not None:
-            _require_base(layer, name, value)
             a, b = full(layer.lora_A[ADAPTER].weight), full(layer.lora_B[ADAPTER].weight)
-            delta = (b.float() @ a.float()).mul_(layer.scaling[ADAPTER])
-            # Conv1D (GPT-2) stores its weight transposed.
-            value = (value.float() + (delta.T if layer.fan_in_fan_out else delta)).to(value.dtype)
+            value = merged(layer, name, value, a, b, layer.scaling[ADAPTER])
         yield name, value
-
-
-def _require_base(layer: Any, name: str, value: torch.Tensor) -> None:
-    """Refuses a layer whose own weights are no longer those that its adapters belong to."""
-    # Merging changes elements everywhere, so a sample shows it; as bytes, for which NaN equals itself.
-    sample = value.flatten()[:: max(1, value.numel() // _SAMPLE)].cpu().clone().view(torch.uint8)
-    if layer.merged or not torch.equal(_BASES.setdefault(layer, sample), sample):
-        raise RlhpcError(
-            f"{name} has changed, though only its adapters are trained: they would be merged twice. If code of yours calls "
-            "merge_adapter(), or writes to the model's weights, let it do so to a copy"
-        )
 
 
 def frozen_names(module: nn.Module) -> frozenset[str]:
@@ -244,18 +227,31 @@ def _layers(module: nn.Module) -> list[tuple[str, Any]]:
     return [(name, layer) for name, layer in module.named_modules() if isinstance(layer, LoraLayer)]
 
 
-@torch.no_grad()
-def factors(module: nn.Module, full: Full) -> dict[int, tuple[torch.Tensor, torch.Tensor, float, bool]]:
-    """What adapters add to the layers that they belong to, by the identity of these layers' weights: (A, B, scaling, whether
-    the weight is kept transposed). All ranks call it.
+class Factors(NamedTuple):
+    """What adapters add to a layer.
 
-    Raises:
-        RlhpcError: Adapters are merged into the module's own weights, too: they would be merged twice.
+    Attributes:
+        layer: peft's.
+        a: The first, [rank, in].
+        b: The second, [out, rank].
+        scale: What their product is multiplied by.
     """
-    found = {}
-    for name, layer in _layers(module):
-        if layer.merged:
-            raise RlhpcError(f"the adapters of {name} are merged into its own weights: they would be merged twice")
-        a, b = full(layer.lora_A[ADAPTER].weight).detach(), full(layer.lora_B[ADAPTER].weight).detach()
-        found[id(layer.base_layer.weight)] = a, b, float(layer.scaling[ADAPTER]), bool(layer.fan_in_fan_out)
-    return found
+
+    layer: Any
+    a: torch.Tensor
+    b: torch.Tensor
+    scale: float
+
+
+@torch.no_grad()
+def factors(module: nn.Module, full: Full) -> dict[int, Factors]:
+    """What adapters add to the layers that they belong to, by the identity of these layers' weights. All ranks call it."""
+    return {
+        id(layer.base_layer.weight): Factors(
+            layer,
+            full(layer.lora_A[ADAPTER].weight).detach(),
+            full(layer.lora_B[ADAPTER].weight).detach(),
+            float(layer.scaling[ADAPTER]),
+        )
+        for _, layer in _layers(module)
+    }

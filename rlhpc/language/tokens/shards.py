@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, cast
+from typing import cast
 
 import torch
 from torch import nn
@@ -13,6 +13,7 @@ from torch.distributed.fsdp import FSDPModule
 from rlhpc.language.tokens.scalar import VALUE_HEAD
 from rlhpc.training import lora
 from rlhpc.training.contract import Full
+from rlhpc.training.merging import merged
 from rlhpc.training.mesh import Mesh
 from rlhpc.training.regions import Region, named_tensor, regions
 from rlhpc.weights.boxes import Box
@@ -54,13 +55,12 @@ def shards_of(module: nn.Module, full: Full, dtype: torch.dtype) -> list[Shard]:
 
 
 @torch.no_grad()
-def _merged(region: Region, module: nn.Module, box: Box, factors: tuple[Any, Any, float, bool]) -> torch.Tensor:
+def _merged(region: Region, module: nn.Module, box: Box, factors: lora.Factors) -> torch.Tensor:
     """A part of a layer's weight with what its adapters add there: rows of B times columns of A."""
-    a, b, scaling, transposed = factors
     (first, second), (rows, columns) = box
-    if transposed:
-        delta = (b[second : second + columns].float() @ a[:, first : first + rows].float()).T
+    if factors.layer.fan_in_fan_out:
+        a, b = factors.a[:, first : first + rows], factors.b[second : second + columns]
     else:
-        delta = b[first : first + rows].float() @ a[:, second : second + columns].float()
+        a, b = factors.a[:, second : second + columns], factors.b[first : first + rows]
     value = region.of(module)
-    return (value.float() + delta.mul(scaling)).to(value.dtype)
+    return merged(factors.layer, region.name, value, a, b, factors.scale, (first, second))

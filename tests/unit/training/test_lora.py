@@ -1,58 +1,165 @@
-"""Adapters on a language model: what is sent is the base and the adapters, once."""
+"""Adapters on a language model: what is sent is the base and the adapters, once each; otherwise nothing is."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 
 from rlhpc.config.sections import LoraConfig
+from rlhpc.language.tokens.shards import shards_of
 from rlhpc.runtime.errors import RlhpcError
+from rlhpc.training import merging
 from rlhpc.training.lora import ADAPTER, attach_lora, full_weights
 
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("peft")
 
-LAYER = "model.layers.0.self_attn.q_proj.weight"
+#: Families: by name, their configuration, what gets adapters, and where that is. GPT-2 stores its weights transposed.
+MODELS: dict[str, tuple[Callable[[], Any], str, str]] = {
+    "dense": (
+        lambda: transformers.LlamaConfig(
+            vocab_size=32, hidden_size=64, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2,
+            num_key_value_heads=1,
+        ), "q_proj", "model.layers.0.self_attn.q_proj",
+    ),
+    "transposed": (
+        lambda: transformers.GPT2Config(vocab_size=32, n_embd=64, n_layer=1, n_head=2, n_positions=32),
+        "c_attn", "transformer.h.0.attn.c_attn",
+    ),
+    "experts": (
+        lambda: transformers.Qwen3MoeConfig(
+            vocab_size=32, hidden_size=64, intermediate_size=64, moe_intermediate_size=32, num_experts=4,
+            num_experts_per_tok=2, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1, head_dim=32,
+        ), "q_proj", "model.layers.0.self_attn.q_proj",
+    ),
+}  # fmt: skip
+DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+RATES = pytest.mark.parametrize("rate", [1e-6, 1e-3])
 
 
-def adapted(dtype: torch.dtype) -> Any:
-    torch.manual_seed(0)
-    config = transformers.LlamaConfig(
-        vocab_size=32, hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2,
-        num_key_value_heads=1, initializer_range=0.02,
-    )  # fmt: skip
-    model = transformers.AutoModelForCausalLM.from_config(config).to(dtype)
-    return attach_lora(model, LoraConfig(rank=4, alpha=8, target_modules=["q_proj"]), seed=0)
+class Adapted:
+    """A model with adapters on one of its layers."""
+
+    def __init__(self, family: str, dtype: torch.dtype) -> None:
+        torch.manual_seed(0)
+        config, target, layer = MODELS[family]
+        model = transformers.AutoModelForCausalLM.from_config(config()).to(dtype)
+        self.name = f"{layer}.weight"
+        self.model: Any = attach_lora(model, LoraConfig(rank=4, alpha=8, target_modules=[target]), seed=0)
+        self.layer = self.model.get_submodule(f"base_model.model.{layer}")
+        self.base = self.layer.base_layer.weight.data
+
+    def step(self, rate: float) -> None:
+        """As Adam makes them: each element moves by so much."""
+        for factor in (self.layer.lora_B[ADAPTER].weight, self.layer.lora_A[ADAPTER].weight):
+            factor.data += rate * torch.randn(factor.shape).sign()
+
+    def delta(self) -> torch.Tensor:
+        product = 2.0 * (self.layer.lora_B[ADAPTER].weight.data @ self.layer.lora_A[ADAPTER].weight.data)
+        return product.T if self.layer.fan_in_fan_out else product
+
+    def sent(self, in_parts: bool = False) -> torch.Tensor:
+        if in_parts:  # as to engines that take what each rank holds
+            shards = shards_of(self.model, lambda tensor: tensor, self.base.dtype)
+            return next(shard for shard in shards if shard.name == self.name).values()
+        return dict(full_weights(self.model, lambda tensor: tensor))[self.name]
 
 
-def sent(model: Any) -> torch.Tensor:
-    return dict(full_weights(model, lambda tensor: tensor))[LAYER]
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-@pytest.mark.parametrize("rate", [1e-6, 1e-3])
+@RATES
+@DTYPES
+@pytest.mark.parametrize("family", MODELS)
 @pytest.mark.parametrize("how", ["by peft", "by hand"])
-def test_adapters_that_were_merged_already_are_not_merged_again(how: str, rate: float, dtype: torch.dtype) -> None:
+def test_adapters_that_were_merged_already_are_not_merged_again(
+    how: str, family: str, rate: float, dtype: torch.dtype
+) -> None:
     """Also after one step at the smallest learning rate, wherever it changes a bit of the base at all."""
-    model = adapted(dtype)
-    layer = model.get_submodule("base_model.model.model.layers.0.self_attn.q_proj")
-    base = layer.base_layer.weight.data
-    before = base.clone()
-    assert torch.equal(sent(model), before)
-    b = layer.lora_B[ADAPTER].weight
-    b.data += rate * torch.randn(b.shape).sign()  # a first step of Adam's
-    delta = 2.0 * (b.data @ layer.lora_A[ADAPTER].weight.data)
-    expected = (before.float() + delta).to(dtype)
+    adapted = Adapted(family, dtype)
+    before = adapted.base.clone()
+    assert torch.equal(adapted.sent(), before)
+    adapted.step(rate)
+    expected = (before.float() + adapted.delta()).to(dtype)
     for _ in range(3):
-        assert torch.equal(sent(model), expected)
+        assert torch.equal(adapted.sent(), expected)
     if how == "by peft":
-        model.merge_adapter()
+        adapted.model.merge_adapter()
     else:
-        base += delta.to(dtype)
-    if how == "by hand" and torch.equal(base, before):  # it rounds away, in half precision
-        assert dtype == torch.bfloat16 and torch.equal(sent(model), expected)
-        return
-    with pytest.raises(RlhpcError, match=rf"^{LAYER} has changed, .* merged twice"):
-        sent(model)
+        adapted.base += adapted.delta().to(dtype)
+    assert not torch.equal(adapted.base, before)
+    with pytest.raises(RlhpcError, match=rf"^{adapted.name} has changed, .* merged twice"):
+        adapted.sent()
+
+
+def twice(base: torch.Tensor, delta: torch.Tensor, kept: dict[str, torch.Tensor]) -> torch.Tensor:
+    return ((base.float() + delta).to(base.dtype).float() + delta).to(base.dtype)
+
+
+def on_top_of_the_last(base: torch.Tensor, delta: torch.Tensor, kept: dict[str, torch.Tensor]) -> torch.Tensor:
+    kept["last"] = (kept.get("last", base).float() + delta).to(base.dtype)
+    return kept["last"]
+
+
+def in_place(base: torch.Tensor, delta: torch.Tensor, kept: dict[str, torch.Tensor]) -> torch.Tensor:
+    return base.copy_(base.float() + delta)
+
+
+def not_at_all(base: torch.Tensor, delta: torch.Tensor, kept: dict[str, torch.Tensor]) -> torch.Tensor:
+    return base
+
+
+@RATES
+@DTYPES
+@pytest.mark.parametrize("family", MODELS)
+@pytest.mark.parametrize("in_parts", [False, True], ids=["whole", "in parts"])
+@pytest.mark.parametrize("fault", [twice, on_top_of_the_last, in_place, not_at_all])
+def test_a_merge_that_is_wrong_is_noticed_at_the_first_update_that_it_spoils(
+    fault: Callable[..., torch.Tensor], in_parts: bool, family: str, rate: float, dtype: torch.dtype,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    adapted, kept = Adapted(family, dtype), dict[str, torch.Tensor]()
+
+    def wrong(base: torch.Tensor, a: torch.Tensor, b: torch.Tensor, scale: float, transposed: bool) -> torch.Tensor:
+        delta = (b @ a) * scale
+        return fault(base, delta.T if transposed else delta, kept)
+
+    monkeypatch.setattr(merging, "_sum", wrong)
+    before = adapted.base.clone()
+    for _ in range(3):  # the start and what the fault leaves right by chance
+        expected = (before.float() + adapted.delta()).to(dtype)
+        try:
+            sent = adapted.sent(in_parts)
+        except RlhpcError as error:
+            assert f"{adapted.name} " in str(error)
+            return
+        assert torch.equal(sent, expected), "sent, though it is not what was trained"
+        adapted.step(rate)
+    pytest.fail("nothing was noticed")
+
+
+@DTYPES
+@pytest.mark.parametrize("family", MODELS)
+def test_a_thousand_sound_updates_are_all_sent(family: str, dtype: torch.dtype) -> None:
+    """200 a family and dtype, from where rounding hides them to where they are larger than the weights."""
+    adapted = Adapted(family, dtype)
+    before = adapted.base.clone()
+    for update in range(200):
+        assert torch.equal(adapted.sent(update % 2 == 1), (before.float() + adapted.delta()).to(dtype))
+        adapted.step(10.0 ** (update % 8 - 7))
+
+
+def test_factors_that_a_kernel_rounds_are_no_fault(monkeypatch: pytest.MonkeyPatch) -> None:
+    """To ten bits, as some accelerators' do where they are asked for it."""
+    adapted, sound = Adapted("dense", torch.float32), merging._sum
+
+    def rounded(factor: torch.Tensor) -> torch.Tensor:
+        return ((factor.view(torch.int32) + 0x1000) & ~0x1FFF).view(torch.float32)
+
+    monkeypatch.setattr(merging, "_sum", lambda base, a, b, *more: sound(base, rounded(a), rounded(b), *more))
+    before = adapted.base.clone()
+    for update in range(50):
+        adapted.step(10.0 ** (update % 6 - 6))
+        sent = adapted.sent()
+        torch.testing.assert_close(sent, before + adapted.delta(), rtol=1e-2, atol=1e-2)
+    assert not torch.equal(sent, before + adapted.delta())
