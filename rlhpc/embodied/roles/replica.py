@@ -126,7 +126,7 @@ class Replica:
         return table.to(self._acting.device)
 
     def _take_weights(self, version: int) -> None:
-        """Takes in what the actor has sent, and waits for weights that are new enough.
+        """Takes in what the actor has sent, and waits for weights that are new enough, unless this rank is to leave.
 
         Raises:
             DeadlineExceeded: They did not come.
@@ -136,7 +136,7 @@ class Replica:
             try:
                 self._simulating.notice(LENT)
             except queue.Empty:
-                if self._version >= version:
+                if self._version >= version or self._simulating.told_to_leave:
                     return
                 if time.monotonic() > deadline:
                     raise DeadlineExceeded(

@@ -28,6 +28,7 @@ class Helped:
         env, actor: Launched groups.
         slots: Of the run.
         decisions: `algorithm.rollout_steps`.
+        ahead: `algorithm.max_staleness`.
         at_random: Whether actions of a step are drawn at random.
         timeout: Seconds that a step may take.
 
@@ -41,9 +42,11 @@ class Helped:
         actor: WorkerGroup,
         slots: SlotMap,
         decisions: int,
+        ahead: int,
         at_random: Callable[[int], bool],
         timeout: float,
     ) -> None:
+        self._ahead = ahead
         self._env, self._actor, self._slots, self._timeout = env, actor, slots, timeout
         self._at_random = at_random
         self.ledger = PartLedger(slots.env_ranks, decisions)
@@ -88,9 +91,15 @@ class Helped:
         return self.ledger.steps
 
     def would_take(self) -> bool:
-        """Whether enough of them have nothing to do for a step to be theirs."""
+        """Whether enough of them have nothing to do for a step to be theirs.
+
+        While they play it, the others play as many steps more as there may be ahead, and then wait: few ranks that play a step
+        one unit after the other would hold up the run.
+        """
+        units = self._slots.env_ranks
         idle = sum(self.ledger.held(rank) == 0 for rank in self.ranks)
-        return bool(self.ranks) and not self.ledger.waiting and idle >= min(self._slots.env_ranks, len(self.ranks))
+        enough = len(self.ranks) * (self._ahead + 1) >= units
+        return bool(self.ranks) and enough and not self.ledger.waiting and idle >= min(units, len(self.ranks))
 
     def give(self, step: int) -> None:
         """A step is theirs."""

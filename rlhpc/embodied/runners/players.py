@@ -32,7 +32,7 @@ class Players:
         env, rollout, actor: Launched groups.
         slots: Which rank has which slots.
         decisions: `algorithm.rollout_steps`.
-        ahead: Whether steps are played ahead of the actors.
+        ahead: Steps that may be played ahead of the actors.
         generate: Has the rollout ranks act for a step; returns a handle.
         at_random: Whether all actions of a step are drawn at random.
         restarts: How often env ranks may be started again.
@@ -52,7 +52,7 @@ class Players:
         slots: SlotMap,
         *,
         decisions: int,
-        ahead: bool,
+        ahead: int,
         generate: Callable[[int], Any],
         at_random: Callable[[int], bool],
         restarts: Callable[[], int],
@@ -62,7 +62,7 @@ class Players:
         self.slots, self._ahead, self._generate, self._timeout = slots, ahead, generate, timeout
         self._started = range(env.world_size)
         self._there = list(self._started)
-        self._helped = Helped(env, actor, slots, decisions, at_random, timeout)
+        self._helped = Helped(env, actor, slots, decisions, ahead, at_random, timeout)
         cost = "what it had not delivered is played by others or left out, and no step is made anew"
         self._replicas = Replicas(env, self._open, self._join, restarts, cost)
         self._spaces: tuple[Any, Any] = (None, None)

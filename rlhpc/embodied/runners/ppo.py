@@ -68,7 +68,7 @@ class PlayingRunner(Runner[Cfg]):
             cfg, env=env.world_size, rollout=rollout.world_size, actor=actor.world_size, **names
         )
         self.players = Players(
-            env, rollout, actor, slots, decisions=cfg.algorithm.rollout_steps, ahead=cfg.algorithm.max_staleness > 0,
+            env, rollout, actor, slots, decisions=cfg.algorithm.rollout_steps, ahead=cfg.algorithm.max_staleness,
             generate=self.generate, at_random=self.at_random, restarts=lambda: self.max_recoveries,
             timeout=cfg.runner.step_timeout_s,
         )  # fmt: skip
