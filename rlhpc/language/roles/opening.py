@@ -69,6 +69,12 @@ def _check_divided(cfg: LanguageConfig, config: Any) -> None:
             f"rollout.parallel.tensor is {size}, and the model in {cfg.actor.model.model_path} has {heads} heads, {keys} for "
             f"keys and values, which so many ranks cannot share; allowed: {', '.join(map(str, good))}"
         )
+    for number, entry in enumerate(select(cfg, "cluster.elastic") or ()):
+        if entry.group == "rollout" and entry.ranks_per_job % size:
+            raise ConfigError(
+                f"cluster.elastic[{number}].ranks_per_job is {entry.ranks_per_job}, and {size} ranks are an engine "
+                "(rollout.parallel.tensor), which come together: a multiple of that is allowed"
+            )
     if select(cfg, "rollout.parallel.expert") and not (size > 1 and is_mixture(config)):
         raise ConfigError(
             "rollout.parallel.expert divides whole experts among an engine's ranks: it needs a mixture of experts, and "

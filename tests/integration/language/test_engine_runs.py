@@ -70,10 +70,12 @@ def test_an_engine_ends_whole_and_alone(tmp_path: Path) -> None:
          "actor.lora.rank=4", "actor.optim.lr=2e-2"),
         ("cluster.component_placement={actor: '0:0-1', rollout: '0:0-1'}", "actor.training_backend=fsdp",
          "actor.lora.rank=4", "actor.optim.lr=2e-2", "rollout.merge_adapters=false"),
+        ("cluster.component_placement={actor: '0:0-1', rollout: '0:0-1'}", "actor.training_backend=fsdp",
+         "actor.offload_in_rollout=true"),
         ("cluster.component_placement={actor: '0:0-3', rollout: '0'}", "rollout.parallel.tensor=1",
          "actor.training_backend=fsdp"),
     ],
-    ids=["2 to 2", "adapters merged", "adapters apart", "4 to 1"],
+    ids=["2 to 2", "adapters merged", "adapters apart", "in turns", "4 to 1"],
 )  # fmt: skip
 def test_weights_from_shards_to_shards(tmp_path: Path, trainer: tuple[str, ...]) -> None:
     """Two ranks that train a part of each matrix, and an engine of two ranks that wants others; each version is looked at."""
