@@ -108,7 +108,7 @@ def probe_batch() -> TokenBatch:
     return every.select(micro_batches(every.lengths, 1000)[0])
 
 
-def train(worker: Worker, cfg: Any, steps: range = range(5), load: Path | None = None, **then: Any) -> dict[str, Any]:
+def train(worker: Worker, cfg: Any, steps: range = range(4), load: Path | None = None, **then: Any) -> dict[str, Any]:
     """Trains and tells: losses and norms by step, full weights, scores before and after; `then` names what follows:
     save=folder, export=folder, adapter=folder. All tensors are the host's."""
     backend = TokenTrainer(cfg, worker, values=cfg.actor.model.value_head)

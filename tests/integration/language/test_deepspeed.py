@@ -78,7 +78,7 @@ def run(ranks: Callable[[int], Any]) -> Callable[..., list[dict[str, Any]]]:
 
 @pytest.fixture(scope="module")
 def trained(run: Callable[..., list[dict[str, Any]]]) -> Callable[[int, Any], dict[str, Any]]:
-    """The report of five steps from the start on n ranks, trained once: several tests compare with it."""
+    """The report of four steps from the start on n ranks, trained once: several tests compare with it."""
     known: dict[tuple[int, str], dict[str, Any]] = {}
 
     def of(n: int, cfg: Any) -> dict[str, Any]:
@@ -124,7 +124,7 @@ def plain_loop(folder: Path, lora: int = 0) -> dict[str, Any]:
     trained = [p for p in module.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=LR, eps=1e-5, weight_decay=0.1)
     losses, norms = [], []
-    for step in range(5):
+    for step in range(4):
         total = 0.0
         for sequence in sequences(step):
             ids = sequence["ids"]
@@ -213,12 +213,12 @@ def test_it_resumes_bit_for_bit_and_on_another_world_size(run, trained, saved, m
     for stage in STAGES:
         cfg = configured(model, stage, **changes)
         whole, folder = trained(2, cfg), saved(2, cfg)
-        (rest,) = run(2, [cfg], steps=range(2, 5), load=folder)
+        (rest,) = run(2, [cfg], steps=range(2, 4), load=folder)
         exact = {"rel": loose(0), "abs": loose(0)}
         assert rest["losses"] == pytest.approx(whole["losses"][2:], **exact)
         assert rest["norms"] == pytest.approx(whole["norms"][2:], **exact)
         assert all(same(value, whole["weights"][name]) for name, value in rest["weights"].items())
-        (alone,) = run(1, [cfg], steps=range(2, 5), load=folder)
+        (alone,) = run(1, [cfg], steps=range(2, 4), load=folder)
         tolerance = 1e-2 if changes.get("model.dtype") else loose(2e-5)
         assert alone["losses"] == pytest.approx(whole["losses"][2:], abs=tolerance)
         assert alone["norms"] == pytest.approx(whole["norms"][2:], rel=max(1e-4, tolerance))
@@ -232,7 +232,7 @@ def test_it_resumes_bit_for_bit_and_on_another_world_size(run, trained, saved, m
 def test_it_resumes_on_more_ranks(run, trained, saved, model, before: int) -> None:
     for stage in STAGES:
         cfg = configured(model, stage)
-        (rest,) = run(4, [cfg], steps=range(2, 5), load=saved(before, cfg))
+        (rest,) = run(4, [cfg], steps=range(2, 4), load=saved(before, cfg))
         assert rest["losses"] == pytest.approx(trained(before, cfg)["losses"][2:], abs=loose(2e-5))
 
 
@@ -240,7 +240,7 @@ def test_it_resumes_on_more_ranks(run, trained, saved, model, before: int) -> No
 def test_a_checkpoint_of_an_accelerator_goes_on_where_there_is_none(run, saved, trained, model, stage: int) -> None:
     """With `dtype: auto` it was bfloat16 there and is float32 here."""
     there, here = configured(model, stage, **{"model.dtype": "bfloat16"}), configured(model, stage)
-    (rest,) = run(2, [here], steps=range(2, 5), load=saved(2, there))
+    (rest,) = run(2, [here], steps=range(2, 4), load=saved(2, there))
     assert rest["losses"] == pytest.approx(trained(2, there)["losses"][2:], abs=1e-2)
     assert {value.dtype for value in rest["weights"].values()} == {torch.float32}
 
@@ -249,7 +249,7 @@ def test_a_checkpoint_of_an_accelerator_goes_on_where_there_is_none(run, saved, 
 def test_stages_1_and_2_read_each_other(run, trained, saved, model) -> None:
     for stage in (1, 2):
         cfg = configured(model, stage)
-        (rest,) = run(2, [configured(model, 3 - stage)], steps=range(2, 5), load=saved(2, cfg))
+        (rest,) = run(2, [configured(model, 3 - stage)], steps=range(2, 4), load=saved(2, cfg))
         assert rest["losses"] == pytest.approx(trained(2, cfg)["losses"][2:], abs=loose(2e-5))
 
 
@@ -257,7 +257,7 @@ def test_options_are_those_of_the_configuration_after_a_resume(run, saved, model
     folder = saved(2, configured(model, 2))
     changed = configured(model, 2, **{"optim.clip_grad": 1e-9, "optim.weight_decay": 0.0, "optim.adam_eps": 1.0})
     for n in (1, 2):
-        (rest,) = run(n, [changed], steps=range(2, 5), load=folder)
+        (rest,) = run(n, [changed], steps=range(2, 4), load=folder)
         assert (rest["after"] - rest["before"]).abs().max() < 1e-2  # such a clip and eps leave hardly a step
 
 
