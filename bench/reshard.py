@@ -22,7 +22,7 @@ from pathlib import Path
 import numpy as np
 import torch
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Shard
 
 from bench.machine import spread, write
 from rlhpc import Cluster, NodePlacementStrategy, Session, Worker, WorkerGroup
@@ -79,8 +79,8 @@ class Trainer(Worker):
         self.init_process_group()
         mesh, self.memory = init_device_mesh("cpu", (self.world_size,)), Resident()
         self.held: dict[str, DTensor] = {
-            name: distribute_tensor(torch.zeros(shape, dtype=torch.bfloat16), mesh, [Shard(0)], src_data_rank=None)
-            for name, shape in shapes(layers).items()
+            name: DTensor.from_local(torch.zeros(rows // 2, columns, dtype=torch.bfloat16), mesh, [Shard(0)])
+            for name, (rows, columns) in shapes(layers).items()
         }
         to = [(engine, [0, 1])]
         self.shards = make_sync("shards", self, (self.group_name, 0), to, "off")
