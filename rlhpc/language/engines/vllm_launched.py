@@ -36,12 +36,13 @@ def one_of_several(link: Link | None) -> Iterator[None]:
     from vllm.distributed.device_communicators.shm_broadcast import MessageQueue
     from vllm.v1.executor.uniproc_executor import ExecutorWithExternalLauncher
 
+    name = link.ident.replace(":", "-").replace("/", "-")  # vLLM takes what comes behind the last colon
     variables = {"RANK": str(link.rank), "LOCAL_RANK": "0", "WORLD_SIZE": str(link.size)}
     before = {name: os.environ.get(name) for name in variables}
     queues, launched = MessageQueue.create_from_process_group, ExecutorWithExternalLauncher._distributed_args
 
     def told(self: Any) -> tuple[str, int, int]:
-        return f"rlhpc:{link.ident}", link.rank, 0
+        return f"rlhpc:{name}", link.rank, 0
 
     def none(*args: Any, **kwargs: Any) -> None:
         return None
@@ -53,15 +54,15 @@ def one_of_several(link: Link | None) -> Iterator[None]:
     try:
         yield
     finally:
-        for path in Path("/dev/shm").glob(f"{glob.escape(link.ident)}-*-cpushm_*"):
+        for path in Path("/dev/shm").glob(f"{glob.escape(name)}-*-cpushm_*"):
             path.unlink(missing_ok=True)
         setattr(MessageQueue, "create_from_process_group", staticmethod(queues))  # noqa: B010 (as above)
         setattr(ExecutorWithExternalLauncher, "_distributed_args", launched)  # noqa: B010 (as above)
-        for name, value in before.items():
+        for variable, value in before.items():
             if value is None:
-                os.environ.pop(name, None)
+                os.environ.pop(variable, None)
             else:
-                os.environ[name] = value
+                os.environ[variable] = value
 
 
 def _compile_no_lookup() -> None:

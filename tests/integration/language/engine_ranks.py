@@ -32,7 +32,7 @@ class Pipes:
     """A `Link` by pipes; rank 0 has one to each of the others."""
 
     def __init__(self, rank: int, size: int, store: str, pipes: list[Connection]) -> None:
-        self.rank, self.size, self.ident, self.pipes = rank, size, Path(store).name, pipes
+        self.rank, self.size, self.ident, self.pipes = rank, size, f"vm:{Path(store).name}", pipes
         self._store = store
 
     def form(self) -> None:

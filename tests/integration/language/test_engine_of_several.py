@@ -52,7 +52,7 @@ def built(folder: Path) -> Iterator[RolloutBackend]:  # noqa: F811 (the fixture 
 
 def test_what_ranks_have_in_common_leaves_no_name_behind(built: Several) -> None:
     """The memory by which they add up is nobody's but theirs, and is gone with them, whatever ends them."""
-    assert not [name for name in os.listdir("/dev/shm") if name.startswith(built.ident)]
+    assert not [name for name in os.listdir("/dev/shm") if built.ident.partition(":")[2] in name]
 
 
 class _Told:
