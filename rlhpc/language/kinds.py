@@ -36,6 +36,7 @@ _PRELOAD = (
     "transformers",
     "transformers.models.auto.modeling_auto",
 )
+_ACCOUNT = "rlhpc.language.memory.roles:accounts"
 _COMPARED = (("eval/accuracy", "Accuracy in evaluation", "share of right answers"),)
 #: Keys of a Hugging Face config that determine the shapes of the weights.
 _SIZES = ("model_type", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
@@ -311,6 +312,7 @@ GRPO = GrpoKind(
     evaluation=_EVALUATION,
     free=FREE,
     expendable=frozenset({"rollout"}),
+    account=_ACCOUNT,
     workload="rlhpc.language.workload:rl_workload",
 )
 SFT = LanguageKind(
@@ -332,6 +334,7 @@ SFT = LanguageKind(
     free=FREE,
     trained=("train/loss", "training loss"),
     rate="time/train_tokens_per_s",
+    account=_ACCOUNT,
     workload="rlhpc.language.workload:supervised_workload",
 )
 REWARD_MODEL = RewardModelKind(
@@ -353,5 +356,6 @@ REWARD_MODEL = RewardModelKind(
     free=FREE,
     trained=("train/loss", "training loss"),
     rate="time/train_tokens_per_s",
+    account=_ACCOUNT,
     workload="rlhpc.language.workload:supervised_workload",
 )

@@ -31,9 +31,11 @@ _CHOICES: dict[str, tuple[str, ...]] = {
     "runner.on_nonfinite": ("stop", "skip"),
     "actor.optim.name": ("adam", "adamw"),
     "rollout.weight_delta": DELTAS,
+    "cluster.memory_check": ("refuse", "warn", "off"),
 }
 _NAME = r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}"
 _NAME_RULE = "use letters, digits, '.', '_' and '-' (at most 100), starting with a letter or digit"
+_MEMORY = (r"\d+(\.\d+)?[KMGT](i?B)?", "write it with its unit: 80G, 81559M")
 _WORD = (r"[^\s'\"\\`$;]+", "it goes into a job's directives: use one word without quotes")
 _DIRECTIVES = {
     **dict.fromkeys(("partition", "account", "qos", "constraint", "gres"), _WORD),
@@ -141,8 +143,12 @@ def _writable(folder: Path, fail: Fail) -> None:
 
 
 def _node_groups(cfg: RunConfig, fail: Fail) -> None:
-    """Checks what goes into a job's directives: walltimes, and words that stay on one line."""
+    """Checks what goes into a job's directives: walltimes, and words that stay on one line; and what accelerators have."""
+    if (common := cfg.cluster.accelerator_memory) is not None and not re.fullmatch(_MEMORY[0], str(common)):
+        raise fail("cluster.accelerator_memory", _MEMORY[1])
     for index, group in enumerate(cfg.cluster.node_groups):
+        if (own := group.accelerator_memory) is not None and not re.fullmatch(_MEMORY[0], str(own)):
+            raise fail(f"cluster.node_groups[{index}].accelerator_memory", _MEMORY[1])
         _directives(mapping(group), f"cluster.node_groups[{index}]", fail)
 
 

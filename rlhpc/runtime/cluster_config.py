@@ -48,6 +48,8 @@ class NodeGroupConfig(SlurmOptions):
     """How many nodes this component of the job asks for."""
     accelerators_per_node: int | None = None
     """Accelerators per node of this component."""
+    accelerator_memory: str | None = None
+    """Memory of one accelerator of this group, such as `80G`, by which `rlhpc plan` says what fits."""
     accelerator_kind: str | None = None
     """Kind of accelerator; `cpu` hides the nodes' accelerators from the group."""
     env_vars: dict[str, str] = field(default_factory=dict)
@@ -64,6 +66,11 @@ class ClusterConfig(SlurmOptions):
     """Number of nodes."""
     accelerators_per_node: int | None = None
     """Accelerators per node; null takes those that are visible."""
+    accelerator_memory: str | None = None
+    """Memory of one accelerator, such as `80G`; null takes what those of this machine have, and says nothing of others."""
+    memory_check: str = "refuse"
+    """What happens to a run that cannot fit into memory, as `rlhpc plan` accounts for it: `refuse` starts and submits nothing,
+    `warn` says so and goes on, `off` does not look."""
     component_placement: dict[str, Any] = field(default_factory=dict)
     """Component → `resource ranks[:process ranks]`, for example `actor,rollout: 0-7`; or a mapping with `node_group`
     and `placement`."""
@@ -129,7 +136,8 @@ class ElasticClusterConfig(ClusterConfig):
 Key = Literal[
     "cluster", "runner", "workflow", "name", "eval_job", "convert_job",
     "partition", "account", "qos", "constraint", "gres", "gres_name", "mem", "cpus_per_node", "time",
-    "label", "node_ranks", "het_component", "num_nodes", "accelerators_per_node", "accelerator_kind", "env_vars",
+    "label", "node_ranks", "het_component", "num_nodes", "accelerators_per_node", "accelerator_memory", "accelerator_kind",
+    "env_vars",
     "python_interpreter", "component_placement", "node_groups", "interface", "scratch", "bind_cores", "setup", "sbatch",
     "container", "signal_lead_s", "elastic", "group", "min", "max", "ranks_per_job", "accelerators_per_rank", "max_gpu_hours",
     "start_within_s", "react_s", "look_s",

@@ -1,0 +1,285 @@
+"""The sizes of a language model: every parameter's shape, and what its activations are made of.
+
+For the families named in `FAMILIES` shapes follow from the configuration; any other family's model is built on the meta
+device, which takes a few seconds and no memory. Both give the same, as a test says.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import math
+import os
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rlhpc.language.data.builtin import PREFIX
+from rlhpc.language.data.tiny import SPECIAL, VOCABULARY
+from rlhpc.language.memory.known import known
+from rlhpc.runtime.errors import RlhpcError
+
+#: Families whose shapes follow from the configuration: decoder layers of attention and a gated MLP, or a mixture of them.
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "mixtral")
+#: What a configuration says where a model divides its head's result, or bounds it.
+_BEYOND_HEAD = ("final_logit_softcapping", "logit_scale", "logits_scaling")
+_LAYER = re.compile(r"(?:^|\.)(?:layers|h|blocks)\.(\d+)\.")
+_ATTENTION = frozenset({"q_proj", "k_proj", "v_proj", "o_proj"})
+#: Names of the linear layers that adapters go on, where all linear layers get one.
+LINEAR = _ATTENTION | {"gate_proj", "up_proj", "down_proj"}
+
+
+class NotKnown(RlhpcError):
+    """Nothing can be said about a model; says why."""
+
+
+@dataclass(frozen=True)
+class ModelSize:
+    """A causal language model's sizes. Counts are of elements.
+
+    Attributes:
+        family: Its `model_type`.
+        shapes: Of all parameters, by name; tied ones once.
+        hidden, layers, heads, kv_heads, head_dim, intermediate, vocabulary: As everybody calls them.
+        experts, per_token, expert_width: Of a mixture: experts of a layer, those that a token goes to, and their inner width.
+        qk_norm: Whether queries and keys are normalized.
+        context: Longest prompt and response together.
+        whole_logits: Whether the model does more with its head's result than give it back, so that logits are made whole.
+    """
+
+    family: str
+    shapes: Mapping[str, tuple[int, ...]]
+    hidden: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    intermediate: int
+    vocabulary: int
+    experts: int = 0
+    per_token: int = 0
+    expert_width: int = 0
+    qk_norm: bool = False
+    context: int | None = None
+    whole_logits: bool = False
+
+    @functools.cached_property
+    def parameters(self) -> int:
+        """All of them."""
+        return sum(map(math.prod, self.shapes.values()))
+
+    @functools.cached_property
+    def expert_parameters(self) -> int:
+        """Those of experts."""
+        return sum(math.prod(shape) for name, shape in self.shapes.items() if ".experts." in name)
+
+    @functools.cached_property
+    def layer_parameters(self) -> tuple[int, int]:
+        """Of the largest decoder layer: those of its experts, and all others."""
+        found: dict[str, list[int]] = {}
+        for name, shape in self.shapes.items():
+            if place := _LAYER.search(name):
+                found.setdefault(place[1], [0, 0])[".experts." not in name] += math.prod(shape)
+        experts, others = max(found.values(), key=sum, default=[0, 0])
+        return experts, others
+
+    @functools.cached_property
+    def root_parameters(self) -> int:
+        """Those outside of decoder layers: embeddings, head and the last norm."""
+        return sum(math.prod(shape) for name, shape in self.shapes.items() if not _LAYER.search(name))
+
+    @property
+    def embedding(self) -> int:
+        """Elements of the embedding, and of the head's matrix."""
+        return self.vocabulary * self.hidden
+
+    @property
+    def tied(self) -> bool:
+        """Whether the head is the embedding."""
+        return self.root_parameters < 2 * self.embedding
+
+    @functools.cached_property
+    def largest(self) -> int:
+        """Elements of the largest parameter."""
+        return max(map(math.prod, self.shapes.values()), default=0)
+
+    def adapted(self, targets: Any) -> dict[str, tuple[int, int]]:
+        """The linear layers that get an adapter: name → outputs, inputs.
+
+        Args:
+            targets: `actor.lora.target_modules`.
+        """
+        wanted = LINEAR if targets == "all-linear" else {targets} if isinstance(targets, str) else set(targets)
+        found: dict[str, tuple[int, int]] = {}
+        for name, shape in self.shapes.items():
+            module = name.removesuffix(".weight")
+            if module != name and len(shape) == 2 and module.rpartition(".")[2] in wanted:
+                found[module] = (shape[0], shape[1])
+        return found
+
+    def key_value_bytes(self, itemsize: int, tensor: int = 1) -> float:
+        """Bytes of a token's keys and values on a rank, of all layers."""
+        return 2.0 * self.layers * max(self.kv_heads / tensor, 1) * self.head_dim * itemsize
+
+
+def size_of(
+    path: str | None,
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    build: bool = True,
+    config: Mapping[str, Any] | None = None,
+) -> ModelSize:
+    """The sizes of the model that `model_path` names.
+
+    Args:
+        path: A folder, a hub name, or a built-in model.
+        kwargs: Of a built-in model.
+        config: What its config.json says, if that is known.
+        build: Whether a family that is not among `FAMILIES` may be built on the meta device.
+
+    Raises:
+        NotKnown: There is nothing here that says.
+    """
+    config = config_of(path, kwargs) if config is None else config
+    text = {**config, **(config.get("text_config") or {})}
+    if text.get("model_type") in FAMILIES:
+        return _sized(text, dict(_shapes(text)))
+    if not build:
+        raise NotKnown(f"{path}: models of type {text.get('model_type')} are looked at by rlhpc plan alone")
+    return _sized(text, _built(path, config))
+
+
+def config_of(path: str | None, kwargs: Mapping[str, Any] | None = None) -> Mapping[str, Any]:
+    """What a model's config.json says.
+
+    Raises:
+        NotKnown: It is not on this machine, and not among the models that are known by name.
+    """
+    if not path:
+        raise NotKnown("no model is named")
+    if path == f"{PREFIX}tiny":
+        return _tiny(**{str(key): value for key, value in (kwargs or {}).items()})
+    if path.startswith(PREFIX):
+        path = {"builtin:smollm2": "HuggingFaceTB/SmolLM2-135M"}.get(path.lower(), path)
+    file = Path(path).expanduser() / "config.json"
+    for found in (file, _cached(path)):
+        if found is not None and found.is_file():
+            try:
+                return dict(json.loads(found.read_text()))
+            except (OSError, ValueError) as error:
+                raise NotKnown(f"{found} cannot be read ({error})") from error
+    if (by_name := known(path)) is not None:
+        return by_name
+    raise NotKnown(
+        f"{path}: no folder, nothing of it in the hub's cache here, and none of the models known by name; give a folder with "
+        "its config.json (weights are not needed to plan)"
+    )
+
+
+def _cached(name: str) -> Path | None:
+    """The newest config.json of a hub name in the hub's cache; nothing is asked of the hub."""
+    home = Path(os.environ.get("HF_HOME", Path("~/.cache/huggingface").expanduser()))
+    cache = Path(os.environ.get("HF_HUB_CACHE", home / "hub"))
+    found = (cache / f"models--{name.replace('/', '--')}" / "snapshots").glob("*/config.json")
+    try:
+        return max(found, key=lambda path: path.stat().st_mtime, default=None)
+    except OSError:
+        return None
+
+
+def _tiny(
+    vocabulary: str = VOCABULARY, hidden: int = 128, layers: int = 4, heads: int = 4, context: int = 64, seed: int = 0
+) -> dict[str, Any]:
+    """The configuration that `make_tiny_model` writes."""
+    del seed
+    return {
+        "model_type": "llama", "vocab_size": len(dict.fromkeys(vocabulary)) + len(SPECIAL), "hidden_size": hidden,
+        "intermediate_size": -(-hidden * 8 // 3 // 8) * 8, "num_hidden_layers": layers, "num_attention_heads": heads,
+        "num_key_value_heads": heads, "max_position_embeddings": context,
+    }  # fmt: skip
+
+
+def _sized(c: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]) -> ModelSize:
+    heads = int(c.get("num_attention_heads") or c.get("n_head") or 1)
+    hidden = int(c.get("hidden_size") or c.get("n_embd") or 0)
+    experts = int(c.get("num_experts") or c.get("num_local_experts") or c.get("n_routed_experts") or 0)
+    inner = int(c.get("intermediate_size") or c.get("n_inner") or 4 * hidden)
+    context = c.get("max_position_embeddings") or c.get("n_positions")
+    return ModelSize(
+        family=str(c.get("model_type")),
+        shapes=shapes,
+        hidden=hidden,
+        layers=int(c.get("num_hidden_layers") or c.get("n_layer") or 0),
+        heads=heads,
+        kv_heads=int(c.get("num_key_value_heads") or heads),
+        head_dim=int(c.get("head_dim") or hidden // heads),
+        intermediate=inner,
+        vocabulary=int(c["vocab_size"]),
+        experts=experts,
+        per_token=int(c.get("num_experts_per_tok") or 0) if experts else 0,
+        expert_width=int(c.get("moe_intermediate_size") or inner) if experts else 0,
+        qk_norm=any(name.endswith("q_norm.weight") for name in shapes),
+        context=None if context is None else int(context),
+        whole_logits=any(c.get(key) not in (None, 1, 1.0) for key in _BEYOND_HEAD),
+    )
+
+
+def _shapes(c: Mapping[str, Any]) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """The parameters of a family among `FAMILIES`, by their names in transformers, in its order."""
+    family, hidden, heads = c["model_type"], int(c["hidden_size"]), int(c["num_attention_heads"])
+    width = int(c.get("head_dim") or hidden // heads)
+    q, kv = heads * width, int(c.get("num_key_value_heads") or heads) * width
+    biased = family == "qwen2" or bool(c.get("attention_bias"))
+    yield "model.embed_tokens.weight", (int(c["vocab_size"]), hidden)
+    for number in range(int(c["num_hidden_layers"])):
+        at = f"model.layers.{number}"
+        for name, shape in (("q", (q, hidden)), ("k", (kv, hidden)), ("v", (kv, hidden)), ("o", (hidden, q))):
+            yield f"{at}.self_attn.{name}_proj.weight", shape
+            if biased and (name != "o" or family != "qwen2"):
+                yield f"{at}.self_attn.{name}_proj.bias", shape[:1]
+        if family in ("qwen3", "qwen3_moe"):
+            yield f"{at}.self_attn.q_norm.weight", (width,)
+            yield f"{at}.self_attn.k_norm.weight", (width,)
+        yield from _feed_forward(c, number, f"{at}.mlp")
+        yield f"{at}.input_layernorm.weight", (hidden,)
+        yield f"{at}.post_attention_layernorm.weight", (hidden,)
+    yield "model.norm.weight", (hidden,)
+    if not c.get("tie_word_embeddings"):
+        yield "lm_head.weight", (int(c["vocab_size"]), hidden)
+
+
+def _feed_forward(c: Mapping[str, Any], number: int, at: str) -> Iterator[tuple[str, tuple[int, ...]]]:
+    hidden, experts = int(c["hidden_size"]), int(c.get("num_experts") or c.get("num_local_experts") or 0)
+    step = int(c.get("decoder_sparse_step") or 1)
+    dense = not experts or number in (c.get("mlp_only_layers") or ()) or (number + 1) % step != 0
+    if dense:
+        inner = int(c["intermediate_size"])
+        for name, shape in (("gate", (inner, hidden)), ("up", (inner, hidden)), ("down", (hidden, inner))):
+            yield f"{at}.{name}_proj.weight", shape
+            if c.get("mlp_bias"):
+                yield f"{at}.{name}_proj.bias", shape[:1]
+        return
+    inner = int(c.get("moe_intermediate_size") or c["intermediate_size"])
+    yield f"{at}.gate.weight", (experts, hidden)
+    yield f"{at}.experts.gate_up_proj", (experts, 2 * inner, hidden)
+    yield f"{at}.experts.down_proj", (experts, hidden, inner)
+
+
+def _built(path: str | None, config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+    """The parameters of a model of any other family, built on the meta device."""
+    try:
+        import torch
+        from transformers import AutoConfig, AutoModelForCausalLM
+    except ImportError as error:
+        raise NotKnown(f"{path}: models of this type are built to be looked at, which needs {error.name}") from error
+    try:
+        known_keys = {key: value for key, value in config.items() if key != "model_type"}
+        made = AutoConfig.for_model(str(config["model_type"]), **known_keys)
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(made)
+    except (KeyError, ValueError, ImportError, AttributeError) as error:
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise NotKnown(f"{path}: this transformers cannot build it: {reason}") from error
+    return {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}

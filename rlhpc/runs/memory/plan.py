@@ -1,0 +1,235 @@
+"""Whether a run's ranks fit where they are placed: the accounts of all groups, added up by accelerator and by node."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from rlhpc.config.sections import RunConfig
+from rlhpc.jobs.plan import Plan
+from rlhpc.runs.kinds import kind_of
+from rlhpc.runs.memory.account import SPARE, Account, Ranks, gib
+from rlhpc.runs.memory.rooms import accelerator_room, host_room
+from rlhpc.runtime.cluster import Cluster
+from rlhpc.runtime.errors import ConfigError
+from rlhpc.runtime.placement import Placement
+
+log = logging.getLogger(__name__)
+
+REFUSE, WARN, OFF = "refuse", "warn", "off"
+#: Part of a node's memory that /dev/shm has where nobody says otherwise.
+_SHM = 0.5
+
+
+@dataclass(frozen=True)
+class Place:
+    """An accelerator, or a node's memory, and who is there.
+
+    Attributes:
+        name: `node0, accelerators 0-7` or `node0, host memory`.
+        held: Group → bytes, of all its ranks there.
+        room: Bytes that there are; None if nobody knows.
+        said: Who says so.
+        usable: Part of them that may be filled.
+        turns: Groups among them of which only one is there at a time.
+    """
+
+    name: str
+    held: Mapping[str, float]
+    room: float | None
+    said: str
+    usable: float
+    turns: frozenset[str]
+
+    @property
+    def nbytes(self) -> float:
+        """What is there at most."""
+        always = math.fsum(n for group, n in self.held.items() if group not in self.turns)
+        return always + max((n for group, n in self.held.items() if group in self.turns), default=0.0)
+
+    @property
+    def fits(self) -> bool | None:
+        """None if nobody knows."""
+        return None if self.room is None else self.nbytes <= self.usable * self.room
+
+    def left_for(self, group: str) -> float | None:
+        """Bytes that the others leave a group."""
+        if self.room is None:
+            return None
+        others = {name: n for name, n in self.held.items() if name != group and not ({name, group} <= self.turns)}
+        return self.usable * self.room - math.fsum(others.values())
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """All that is to be said about memory.
+
+    Attributes:
+        accounts: Of the groups.
+        places: Where they are; alike ones once.
+        left: Group → bytes that one of its ranks may hold; None if nobody knows.
+        rooms: Group → whether its ranks compute on accelerators.
+    """
+
+    accounts: Sequence[Account]
+    places: Sequence[Place]
+    left: Mapping[str, float | None]
+    accelerated: Mapping[str, bool]
+
+    def refusals(self) -> list[str]:
+        """Why it cannot fit; one for each group or place."""
+        found = [f"{account.group}: {words}" for account in self.accounts for words in account.refusals]
+        return found + [_overfull(self, place) for place in self.places if place.fits is False]
+
+
+def memory_plan(cfg: RunConfig, plan: Plan, *, build: bool = True) -> MemoryPlan:
+    """Works out what each group's ranks hold, and what that makes where they are.
+
+    Args:
+        cfg: The configuration.
+        plan: What would be started where.
+        build: Whether models of families that are not known by their configuration may be built to be looked at.
+    """
+    cluster = Cluster.planned(cfg.cluster)
+    asked: dict[str, Ranks] = {}
+    for group, ranks in plan.placements.items():
+        accelerated = bool(ranks[0].accelerators)
+        room, _ = accelerator_room(cfg, cluster, ranks[0].node_rank) if accelerated else (None, "")
+        nodes = [rank.node_rank for rank in ranks]
+        asked[group] = Ranks(len(ranks), accelerated, room, max(map(nodes.count, nodes)))
+    accounts = kind_of(cfg).memory(cfg, asked, build=build)
+    places = [*_accelerators(cfg, cluster, plan, accounts), *_hosts(cfg, cluster, plan, accounts)]
+    left = {account.group: _left(account.group, asked[account.group], places) for account in accounts}
+    return MemoryPlan(accounts, _alike(places), left, {name: ranks.accelerated for name, ranks in asked.items()})
+
+
+def require_room(cfg: RunConfig, plan: Plan, source: str) -> None:
+    """Refuses a run whose ranks cannot fit, before anything is started or submitted.
+
+    Args:
+        cfg: The configuration; `cluster.memory_check` says whether it is refused, warned of, or not looked at.
+        plan: What would be started where.
+        source: What the configuration is called.
+
+    Raises:
+        ConfigError: It does not fit; names the term that is too large, and the nearest sizes that fit.
+    """
+    if cfg.cluster.memory_check == OFF:
+        return
+    # Models of families that are not known are built for `rlhpc plan` alone: that takes longer than a submission may.
+    found = memory_plan(cfg, plan, build=False).refusals()
+    if not found:
+        return
+    told = "\n  ".join(found)
+    if cfg.cluster.memory_check == WARN:
+        log.warning("%s: memory does not suffice:\n  %s", source, told)
+        return
+    raise ConfigError(
+        f"{source}: memory does not suffice, so nothing is started:\n  {told}\n  all terms: rlhpc plan {source}; to start it all the "
+        "same: cluster.memory_check=warn"
+    )
+
+
+# -- places -----------------------------------------------------------------------------------------------------------
+
+
+def _accelerators(cfg: RunConfig, cluster: Cluster, plan: Plan, accounts: Sequence[Account]) -> list[Place]:
+    known = {account.group: account for account in accounts if account.peak is not None}
+    there: dict[tuple[int, int], dict[str, float]] = {}
+    for group, account in known.items():
+        for rank in plan.placements[group]:
+            for index in rank.accelerators:
+                held = there.setdefault((rank.node_rank, index), {})
+                held[group] = held.get(group, 0.0) + _peak(account) / len(rank.accelerators)
+    turns = frozenset(group for group, account in known.items() if account.turns)
+    found = []
+    for (node, index), held in sorted(there.items()):
+        room, said = accelerator_room(cfg, cluster, node)
+        found.append(Place(f"node{node}, accelerator {index}", held, room, said, 1.0 - SPARE, turns & set(held)))
+    return found
+
+
+def _hosts(cfg: RunConfig, cluster: Cluster, plan: Plan, accounts: Sequence[Account]) -> list[Place]:
+    found = []
+    for node in range(len(plan.nodes)):
+        held: dict[str, float] = {}
+        shared: dict[str, float] = {}
+        for account in accounts:
+            here = [rank for rank in plan.placements[account.group] if rank.node_rank == node]
+            if here and account.peak is not None:
+                held[account.group] = math.fsum(_of_host(account, rank) for rank in here)
+                shared[account.group] = account.in_shared
+        if not held:
+            continue
+        room, said = host_room(cfg, cluster, node, here=plan.launcher == "local")
+        in_memory = max(shared.values())  # those who write and those who read share it
+        whole = {**held, "/dev/shm": in_memory} if in_memory else held
+        found.append(Place(f"node{node}, host memory", whole, room, said, 1.0, frozenset()))
+        if in_memory:
+            half = None if room is None else _SHM * room
+            found.append(Place(f"node{node}, /dev/shm", shared, half, f"half of {said}" if said else "", 1.0, frozenset()))
+    return found
+
+
+def _of_host(account: Account, rank: Placement) -> float:
+    return account.on_host + (0.0 if rank.accelerators else _peak(account))
+
+
+def _peak(account: Account) -> float:
+    return 0.0 if account.peak is None else account.peak.nbytes
+
+
+def _left(group: str, ranks: Ranks, places: Sequence[Place]) -> float | None:
+    """What one of a group's ranks may hold where it computes, in the fullest place."""
+    word = "accelerator" if ranks.accelerated else "host memory"
+    of = [place.left_for(group) for place in places if word in place.name and group in place.held]
+    known = [one for one in of if one is not None]
+    if not known:
+        return None
+    return min(known) / (1 if ranks.accelerated else ranks.per_node)
+
+
+def _alike(places: Sequence[Place]) -> list[Place]:
+    """Places one after the other that hold the same, under one name."""
+    found: list[list[Place]] = []
+    for place in places:
+        same = found and _what(found[-1][0]) == _what(place)
+        if same:
+            found[-1].append(place)
+        else:
+            found.append([place])
+    return [
+        group[0] if len(group) == 1 else Place(f"{group[0].name} to {group[-1].name}", *_rest(group[0])) for group in found
+    ]
+
+
+def _what(place: Place) -> tuple[object, ...]:
+    return place.name.split(" ", 1)[1].rstrip("0123456789 "), *_rest(place)
+
+
+def _rest(place: Place) -> tuple[Mapping[str, float], float | None, str, float, frozenset[str]]:
+    return place.held, place.room, place.said, place.usable, place.turns
+
+
+# -- words ------------------------------------------------------------------------------------------------------------
+
+
+def _overfull(plan: MemoryPlan, place: Place) -> str:
+    """What is too much in a place, who is it, and what would fit."""
+    assert place.room is not None
+    kept = f", of which {1 - place.usable:.0%} is left free" if place.usable < 1 else ""
+    words = f"{place.name}: {gib(place.nbytes)} would be there, and it has {gib(place.room)} ({place.said}{kept})"
+    accounts = {account.group: account for account in plan.accounts}
+    for group in sorted(place.held, key=lambda name: -place.held[name]):
+        account = accounts.get(group)
+        if account is None or account.peak is None or "/dev/shm" in place.name:
+            continue
+        moment, term = account.peak, account.peak.largest
+        words += f"\n    {group}: most at the {moment.name}, {gib(moment.nbytes)} a rank; largest term: {term.name}, {gib(term.nbytes)}"
+        room = plan.left.get(group)
+        changes = account.changes(room) if room is not None and room > 0 else ()
+        if changes:
+            words += "".join(f"\n      fits: {' '.join(c.overrides)} ({gib(c.nbytes)} a rank)" for c in changes)
+    return words
