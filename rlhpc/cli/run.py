@@ -129,6 +129,9 @@ def _run(args: argparse.Namespace) -> int:
     if args.dry_run:
         return subprocess.run(command, check=False).returncode
     from rlhpc.cli.follow import Follower, Track, WorkflowLog
+    from rlhpc.runs.memory.plan import refuse_overfull
+
+    refuse_overfull(cfg, args.config, "slurm" if "slurm" in Path(args.profile).name else "local")
 
     paths = RunPaths.of(cfg.runner.run_dir, cfg.runner.name)
     tracks = {"run": Track(cfg.runner.name, paths, total_steps(cfg))}

@@ -60,7 +60,7 @@ def _plan(args: argparse.Namespace) -> int:
     cfg = load_config(args.config, args.overrides, site=args.site)
     plan = build_plan(cfg, launcher=args.launcher)
     print(render_plan(plan))
-    if memory := render_memory(memory_plan(cfg, plan), measure=args.measure):
+    if memory := render_memory(memory_plan(cfg, plan, measure=args.measure), measure=args.measure):
         print(f"\n{memory}")
     if plan.launcher == "slurm" and "SLURM_JOB_ID" not in os.environ:
         print(
@@ -91,11 +91,10 @@ def _train(args: argparse.Namespace) -> int:
     cfg = load_config(args.config, args.overrides)
     if args.segment is not None and not 0 <= args.segment < cfg.runner.segments:
         raise ConfigError(f"--segment is {args.segment}; the run has segments 0 to {cfg.runner.segments - 1}")
-    from rlhpc.jobs.plan import build_plan
-    from rlhpc.runs.memory.plan import require_room
+    from rlhpc.runs.memory.plan import refuse_overfull
     from rlhpc.runs.train import train
 
-    require_room(cfg, build_plan(cfg, launcher="local"), args.config)
+    refuse_overfull(cfg, args.config, "local")
     try:
         code = int(train(cfg, segment=args.segment, resume_with=args.resume_with)["exit_code"])
     except KeyboardInterrupt:
@@ -141,7 +140,7 @@ def _submit(args: argparse.Namespace) -> int:
     from rlhpc.jobs.submit import choose_executor, driver_command, submit_segment
     from rlhpc.jobs.waiter import Waiter
     from rlhpc.runs.configuration import load_config
-    from rlhpc.runs.memory.plan import require_room
+    from rlhpc.runs.memory.plan import refuse_overfull
     from rlhpc.runs.same_run import SubmittedConfig, check_same_run, make_longer
 
     cfg = load_config(args.config, args.overrides, site=args.site)
@@ -152,8 +151,7 @@ def _submit(args: argparse.Namespace) -> int:
     if args.attempt < 1:
         raise ConfigError(f"--attempt is {args.attempt}; the first one is 1")
     executor = choose_executor(args.executor)
-    plan = build_plan(cfg, launcher="slurm" if executor == "slurm" else "local")
-    require_room(cfg, plan, args.config)
+    refuse_overfull(cfg, args.config, executor)
     paths = RunPaths.of(cfg.runner.run_dir, cfg.runner.name)
     around = SweepPaths.around(paths)
     if args.asked_by is not None and around is not None and around.cancelled.exists():
@@ -178,7 +176,7 @@ def _submit(args: argparse.Namespace) -> int:
         segment=args.segment,
         executor=executor,
         environment={"RLHPC_SITE": str(find_site(args.site).absolute())} if args.site else None,
-        slurm=plan.submitit_parameters() if executor == "slurm" else None,
+        slurm=build_plan(cfg, launcher="slurm").submitit_parameters() if executor == "slurm" else None,
         wait=not args.no_wait,
         deadline_s=args.deadline,
         max_restarts=cfg.runner.max_restarts,

@@ -259,6 +259,7 @@ class BcKind(EmbodiedKind[BcConfig]):
         return Preparation(demos=(str(cfg.demos.path), workflow.demos_expert, workflow.demos_episodes))
 
 
+_ACCOUNT = "rlhpc.embodied.memory:accounts"
 PPO = PpoKind(
     "embodied",
     PpoConfig,
@@ -285,6 +286,7 @@ PPO = PpoKind(
     expendable=_LOST,
     independent=_LOST,
     workload="rlhpc.embodied.workload:ppo_workload",
+    account=_ACCOUNT,
 )
 SAC = SacKind(
     "off_policy",
@@ -311,6 +313,7 @@ SAC = SacKind(
     free=_FREE,
     expendable=_LOST,
     independent=_LOST,
+    account=_ACCOUNT,
 )
 BC = BcKind(
     "bc",
@@ -337,4 +340,5 @@ BC = BcKind(
     choices=_CHOICES,
     evaluation=_EVALUATION,
     free=_FREE,
+    account=_ACCOUNT,
 )

@@ -36,7 +36,6 @@ _PRELOAD = (
     "transformers",
     "transformers.models.auto.modeling_auto",
 )
-_ACCOUNT = "rlhpc.language.memory.roles:accounts"
 _COMPARED = (("eval/accuracy", "Accuracy in evaluation", "share of right answers"),)
 #: Keys of a Hugging Face config that determine the shapes of the weights.
 _SIZES = ("model_type", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
@@ -53,6 +52,7 @@ class TrainedKind(Kind[Trained]):
 
     trained: tuple[str, str] = ("train/reward", "training reward")
     rate: str = "time/tokens_per_s"
+    account: str = "rlhpc.language.memory.roles:accounts"
 
     def read_data(self, cfg: Trained) -> None:
         """Reads the training data, before a model is made for it.
@@ -312,7 +312,6 @@ GRPO = GrpoKind(
     evaluation=_EVALUATION,
     free=FREE,
     expendable=frozenset({"rollout"}),
-    account=_ACCOUNT,
     workload="rlhpc.language.workload:rl_workload",
 )
 SFT = LanguageKind(
@@ -334,7 +333,6 @@ SFT = LanguageKind(
     free=FREE,
     trained=("train/loss", "training loss"),
     rate="time/train_tokens_per_s",
-    account=_ACCOUNT,
     workload="rlhpc.language.workload:supervised_workload",
 )
 REWARD_MODEL = RewardModelKind(
@@ -356,6 +354,5 @@ REWARD_MODEL = RewardModelKind(
     free=FREE,
     trained=("train/loss", "training loss"),
     rate="time/train_tokens_per_s",
-    account=_ACCOUNT,
     workload="rlhpc.language.workload:supervised_workload",
 )

@@ -22,7 +22,6 @@ from rlhpc.config.sections import RunConfig
 from rlhpc.config.typed import plain, select
 from rlhpc.jobs.paths import CONFIG, RunPaths
 from rlhpc.runs.kind_parts import Exporting, Parts, Preparation
-from rlhpc.runs.memory.account import Account, Ranks
 from rlhpc.runtime.errors import ConfigError
 from rlhpc.runtime.lookup import Registry, import_attribute, nearest, offered
 from rlhpc.runtime.plain import read_json, read_yaml
@@ -69,8 +68,8 @@ class Kind(Generic[Cfg]):
         independent: Those of them whose ranks have no collectives among themselves: one that dies is restarted alone.
         workload: What a step consists of, for `rlhpc tune`: a function of the configuration and of the steps by which those who
             sample may be ahead at most, as `module:function`, that gives a `Workload`; "" if nobody knows.
-        account: What its ranks hold in memory, for `rlhpc plan`: a function with the arguments of `memory`, as `module:function`;
-            "" if nobody knows.
+        account: What its ranks hold in memory, for `rlhpc plan`: a `rlhpc.runs.memory.plan.Accounting`, as `module:function`; ""
+            if nobody knows.
     """
 
     name: str
@@ -142,19 +141,6 @@ class Kind(Generic[Cfg]):
         """
         del cfg, started
         return {}
-
-    def memory(self, cfg: Cfg, ranks: Mapping[str, Ranks], *, build: bool) -> Sequence[Account]:
-        """What a rank of each group holds in memory; nothing where nobody has worked it out.
-
-        Args:
-            cfg: The configuration.
-            ranks: The groups, and where they are.
-            build: Whether models may be built, without their weights, to be looked at; that imports torch.
-        """
-        if not self.account:
-            return ()
-        made: Sequence[Account] = import_attribute(self.account, f"{self.name}.account")(cfg, ranks, build=build)
-        return made
 
     # -- configuration --------------------------------------------------------------------------------------------
 

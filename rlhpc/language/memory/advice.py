@@ -29,6 +29,12 @@ def held(training: Training) -> float:
 
 def largest_micro_batch(name: str, training: Training, room: float) -> Mapping[str, str]:
     """The largest micro-batch that fits; nothing if none does."""
+    tokens = largest_tokens(training, room)
+    return {f"{name}.max_tokens_per_micro_batch": f"{tokens} tokens"} if tokens else {}
+
+
+def largest_tokens(training: Training, room: float) -> int:
+    """Tokens of the largest micro-batch that fits; 0 if none does."""
     low, high = 0, _MOST // _STEP
     while low < high:
         middle = (low + high + 1) // 2
@@ -36,7 +42,7 @@ def largest_micro_batch(name: str, training: Training, room: float) -> Mapping[s
             low = middle
         else:
             high = middle - 1
-    return {f"{name}.max_tokens_per_micro_batch": f"{low * _STEP} tokens"} if low else {}
+    return low * _STEP
 
 
 def largest_context(name: str, serving: Serving, room: float) -> Mapping[str, str]:
@@ -95,7 +101,7 @@ def _others(name: str, training: Training, *, divides: bool) -> Iterator[tuple[f
 def _divided(name: str, training: Training, *, divides: bool) -> Iterator[tuple[float, tuple[str, ...], Training]]:
     """Other ways in which as many ranks, or more, could share the model."""
     yield 0.0, (), training
-    ranks, size, sizes = training.ranks, training.size, training.sizes
+    ranks, sizes = training.ranks, training.sizes
     if training.backend != "fsdp" and ranks > 1:
         yield 1.0, (f"{name}.training_backend=fsdp",), dataclasses.replace(
             training, backend="fsdp", sizes=Sizes(shard=ranks), offload=False
@@ -103,16 +109,9 @@ def _divided(name: str, training: Training, *, divides: bool) -> Iterator[tuple[
     if training.backend == "deepspeed" and training.stage < 3:
         yield 1.2, (f"{name}.deepspeed.zero_stage=3",), dataclasses.replace(training, stage=3)
     if training.backend == "fsdp" and divides:
-        for replicate, context, tensor, expert in itertools.product(*map(_powers, (
-            ranks, ranks, ranks, ranks if size.experts else 1
-        ))):  # fmt: skip
-            if ranks % (replicate * context * tensor) or replicate > sizes.replicate:
-                continue
-            shard = ranks // (replicate * context * tensor)
-            other = Sizes(replicate, shard, context, tensor, expert)
-            if other == sizes or not _possible(training, other):
-                continue
-            yield _far(sizes, other), _words(name, sizes, other), dataclasses.replace(training, sizes=other)
+        for far, other in divisions(training):
+            if far:
+                yield far, _words(name, sizes, other.sizes), other
     for more in (2, 4, 8):  # more ranks
         if training.backend == "fsdp":
             wider = dataclasses.replace(sizes, shard=sizes.shard * more)
@@ -124,6 +123,18 @@ def _divided(name: str, training: Training, *, divides: bool) -> Iterator[tuple[
         elif training.backend == "local":
             wide = dataclasses.replace(training, backend="fsdp", sizes=Sizes(shard=ranks * more), offload=False)
             yield 4.0 + math.log2(more), (f"{name}.training_backend=fsdp", f"{more * ranks} ranks for {name}"), wide
+
+
+def divisions(training: Training) -> Iterator[tuple[float, Training]]:
+    """All ways in which the same ranks can divide a model under FSDP, and how far each is from what is configured: what has no
+    more copies than now, and sizes that are powers of two."""
+    ranks, experts = training.ranks, training.ranks if training.size.experts else 1
+    for replicate, context, tensor, expert in itertools.product(*map(_powers, (ranks, ranks, ranks, experts))):
+        if ranks % (replicate * context * tensor) or replicate > training.sizes.replicate:
+            continue
+        sizes = Sizes(replicate, ranks // (replicate * context * tensor), context, tensor, expert)
+        if _possible(training, sizes):
+            yield _far(training.sizes, sizes), dataclasses.replace(training, sizes=sizes)
 
 
 def _powers(most: int) -> list[int]:

@@ -27,7 +27,7 @@ from rlhpc.runs.memory.account import gib
 from rlhpc.runtime.errors import ConfigError
 
 #: Layers of the models that are followed.
-DEPTHS = (2, 4)
+DEPTHS = (4, 8)
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ def measure(training: Training, path: str | None, kwargs: Mapping[str, Any]) -> 
     config = dict(config_of(path, kwargs))
     plain = dataclasses.replace(
         training, backend="fsdp", sizes=Sizes(shard=training.ranks), lora=0, offload=False, reference=False, beside=0.0,
-        logits=False, accelerated=True, eager=0,
+        logits=False, head=True, accelerated=True, eager=0,
     )  # fmt: skip
     peaks, accounted = {}, {}
     for layers in DEPTHS:
@@ -108,15 +108,16 @@ def _peak(training: Training, config: Mapping[str, Any]) -> float:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     made = AutoConfig.for_model(str(config["model_type"]), **{k: v for k, v in config.items() if k != "model_type"})
-    with _ranks(training.ranks), FakeTensorMode(), warnings.catch_warnings():
+    with _ranks(training.ranks), warnings.catch_warnings(), contextlib.ExitStack() as fake:
         warnings.simplefilter("ignore")
+        mesh = init_device_mesh("cpu", (training.ranks,))  # reads numbers, which tensors without contents have not
+        fake.enter_context(FakeTensorMode())
         try:
             model = AutoModelForCausalLM.from_config(made, dtype=torch.float32, attn_implementation="sdpa")
             model.config.use_cache = False
             if training.checkpointing:
                 model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
             trunk: nn.Module = model.base_model
-            mesh = init_device_mesh("cpu", (training.ranks,))
             precision = (
                 MixedPrecisionPolicy(torch.bfloat16, torch.float32) if training.mixed else MixedPrecisionPolicy()
             )
@@ -133,6 +134,7 @@ def _peak(training: Training, config: Mapping[str, Any]) -> float:
             tracker.track_inputs((ids,))
             with tracker:
                 for _ in range(2):  # gradients of the first micro-batch are there in the second
+                    tracker.reset_mod_stats()
                     model(input_ids=ids, logits_to_keep=1).logits.float().mean().backward()
             found = tracker.get_tracker_snapshot("peak")
         except (RuntimeError, ValueError, KeyError, AttributeError, NotImplementedError) as error:

@@ -36,14 +36,18 @@ _ENGINES = ("hf", "vllm")
 _HALF = ("bfloat16", "float16")
 
 
-def accounts(cfg: TrainedLanguageConfig, ranks: Mapping[str, Ranks], *, build: bool = True) -> list[Account]:
-    """What each group of a run holds.
+def accounts(
+    cfg: TrainedLanguageConfig, ranks: Mapping[str, Ranks], *, build: bool = True, measure: bool = False
+) -> list[Account]:
+    """What each group of a run holds (`rlhpc.runs.memory.plan.Accounting`).
 
     Args:
         cfg: The configuration.
         ranks: The groups.
         build: Whether models of unknown families may be built on the meta device.
+        measure: Makes no difference: what takes longer is done by `Account.measured`.
     """
+    del measure
     return [_account(cfg, name, found, build) for name, found in ranks.items()]
 
 
@@ -112,6 +116,7 @@ def training_of(
     roles = group_roles(grpo) if grpo is not None else {}
     reference = grpo is not None and name == "actor" and grpo.algorithm.kl_coef > 0 and REFERENCE not in roles
     eager = section.model.attn_implementation == "eager"
+    causal = name == "actor" and cfg.runner.task_type.lower() != "reward_model"
     return Training(
         size, backend, sizes, _tokens(cfg, section, sizes, prompt + response),
         itemsize(section.model.dtype, ranks.accelerated), ranks.accelerated,
@@ -120,7 +125,7 @@ def training_of(
         offload=section.fsdp.cpu_offload if backend == "fsdp" else section.deepspeed.cpu_offload,
         reshard=section.fsdp.reshard_after_forward, stage=section.deepspeed.zero_stage, reference=reference,
         beside=_beside(grpo, ranks, build) if grpo is not None and name == "actor" else 0.0,
-        logits=name == "actor" and cfg.runner.task_type.lower() != "reward_model",
+        logits=causal, head=causal,
         eager=prompt + response if eager else 0,
     )  # fmt: skip
 

@@ -41,6 +41,7 @@ class Training:
         reference: Whether a frozen copy of the model is there, too.
         beside: Bytes of other frozen models on the rank, such as a teacher.
         logits: Whether the loss is of logits; else of one number a token.
+        head: Whether the model has the causal model's head.
         eager: See `Layers.eager`.
     """
 
@@ -59,6 +60,7 @@ class Training:
     reference: bool = False
     beside: float = 0.0
     logits: bool = True
+    head: bool = True
     eager: int = 0
 
     # -- what there is ----------------------------------------------------------------------------------------------
@@ -84,13 +86,17 @@ class Training:
     @property
     def trained(self) -> int:
         """Parameters that are trained."""
-        without_head = 0 if self.logits or self.size.tied else self.size.embedding
-        return self.adapters() or self.size.parameters - without_head
+        return self.adapters() or self.size.parameters - self._headless
+
+    @property
+    def _headless(self) -> int:
+        """Parameters that the causal model has and this one has not."""
+        return 0 if self.head or self.size.tied else self.size.embedding
 
     @property
     def frozen(self) -> int:
         """Parameters that are not, without the reference's."""
-        return self.size.parameters if self.lora else 0
+        return self.size.parameters - self._headless if self.lora else 0
 
     def part(self) -> float:
         """Which part of the model a rank keeps between uses. Experts are divided in another order, by as many ranks."""
@@ -182,26 +188,25 @@ class Training:
         if self.offload and self.accelerated:
             model, gradients = terms(other_models=self.beside), ()
         experts, others = size.layer_parameters
-        layer, root = experts / s.expert + others / s.tensor, size.root_parameters / s.tensor
-        layers_trained = 0.0 if self.lora else 1.0
-        gathered = 2.0 * layer if self.reshard else layer * size.layers
-        head = b * size.embedding / s.tensor * layers_trained * self.logits
-        own = b * layer * layers_trained  # gradients of a layer before they are shared out
+        layer, root = experts / s.expert + others / s.tensor, (size.root_parameters - self._headless) / s.tensor
+        own = 0.0 if self.lora else 1.0  # whether what is gathered has gradients
+        gathered = layer * (2.0 if self.reshard else size.layers)
         kept = terms(activations=self.kept())
-        roots = terms(gathered_embeddings=b * root)
+        at_loss = (*model, *gradients, *kept, *self.at_loss())
+        in_layers = terms(
+            backward_pass_of_a_layer=self.recomputed(), gathered_layers=b * gathered, gradients_of_a_layer=b * layer * own,
+            gradients_being_summed=4.0 * layer * own,
+        )  # fmt: skip
+        of_edges = terms(gradients_of_embeddings=b * root * own, gradients_being_summed=4.0 * root * own)
+        one = terms(gathered_layers=b * (layer if self.reshard else gathered))
+        # Embeddings and head are the root, which stays gathered, and whose gradients are summed at the end.
+        roots, head = terms(gathered_embeddings=b * root), b * size.embedding / s.tensor * own * self.logits
         return {
-            LOSS: (*model, *gradients, *kept, *self.at_loss(), *roots,
-                   *terms(gathered_layers=b * (layer if self.reshard else gathered))),
-            BACKWARD: (*model, *gradients, *kept, *roots, *terms(
-                backward_pass_of_a_layer=self.recomputed(), gathered_layers=b * gathered, gradient_of_the_head=head,
-                gradients_of_a_layer=own, gradients_being_summed=4.0 * layer * layers_trained,
-            )),
-            REDUCTION: (*model, *gradients, *terms(
-                gradients_of_embeddings=b * root * layers_trained,
-                gradients_being_summed=4.0 * root * layers_trained,
-            )),
+            LOSS: (*at_loss, *roots, *one),
+            BACKWARD: (*model, *gradients, *kept, *roots, *in_layers, *terms(gradient_of_the_head=head)),
+            REDUCTION: (*model, *gradients, *of_edges),
             STEP: (*model, *gradients),
-        }  # fmt: skip
+        }
 
     def _deepspeed(self) -> dict[str, tuple[Term, ...]]:
         size, b, ranks = self.size, self.itemsize, self.ranks

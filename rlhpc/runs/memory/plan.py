@@ -6,14 +6,16 @@ import logging
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any, Protocol
 
 from rlhpc.config.sections import RunConfig
-from rlhpc.jobs.plan import Plan
+from rlhpc.jobs.plan import Plan, build_plan
 from rlhpc.runs.kinds import kind_of
 from rlhpc.runs.memory.account import SPARE, Account, Ranks, gib
 from rlhpc.runs.memory.rooms import accelerator_room, host_room
 from rlhpc.runtime.cluster import Cluster
-from rlhpc.runtime.errors import ConfigError
+from rlhpc.runtime.errors import ConfigError, PlacementError
+from rlhpc.runtime.lookup import load_attribute
 from rlhpc.runtime.placement import Placement
 
 log = logging.getLogger(__name__)
@@ -21,6 +23,20 @@ log = logging.getLogger(__name__)
 REFUSE, WARN, OFF = "refuse", "warn", "off"
 #: Part of a node's memory that /dev/shm has where nobody says otherwise.
 _SHM = 0.5
+
+
+class Accounting(Protocol):
+    """What a kind of run names as its `account`."""
+
+    def __call__(self, cfg: Any, ranks: Mapping[str, Ranks], *, build: bool, measure: bool) -> Sequence[Account]:
+        """What a rank of each group holds.
+
+        Args:
+            cfg: The configuration.
+            ranks: The groups, and where they are.
+            build: Whether models may be built, without their weights, to be looked at; that imports torch.
+            measure: Whether also what takes longer may be done, such as to make an environment.
+        """
 
 
 @dataclass(frozen=True)
@@ -84,13 +100,14 @@ class MemoryPlan:
         return found + [_overfull(self, place) for place in self.places if place.fits is False]
 
 
-def memory_plan(cfg: RunConfig, plan: Plan, *, build: bool = True) -> MemoryPlan:
+def memory_plan(cfg: RunConfig, plan: Plan, *, build: bool = True, measure: bool = False) -> MemoryPlan:
     """Works out what each group's ranks hold, and what that makes where they are.
 
     Args:
         cfg: The configuration.
         plan: What would be started where.
         build: Whether models of families that are not known by their configuration may be built to be looked at.
+        measure: Whether also what takes longer may be done.
     """
     cluster = Cluster.planned(cfg.cluster)
     asked: dict[str, Ranks] = {}
@@ -99,24 +116,36 @@ def memory_plan(cfg: RunConfig, plan: Plan, *, build: bool = True) -> MemoryPlan
         room, _ = accelerator_room(cfg, cluster, ranks[0].node_rank) if accelerated else (None, "")
         nodes = [rank.node_rank for rank in ranks]
         asked[group] = Ranks(len(ranks), accelerated, room, max(map(nodes.count, nodes)))
-    accounts = kind_of(cfg).memory(cfg, asked, build=build)
+    accounts = _accounts(cfg, asked, build, measure)
     places = [*_accelerators(cfg, cluster, plan, accounts), *_hosts(cfg, cluster, plan, accounts)]
     left = {account.group: _left(account.group, asked[account.group], places) for account in accounts}
     return MemoryPlan(accounts, _alike(places), left, {name: ranks.accelerated for name, ranks in asked.items()})
 
 
-def require_room(cfg: RunConfig, plan: Plan, source: str) -> None:
+def _accounts(cfg: RunConfig, asked: Mapping[str, Ranks], build: bool, measure: bool) -> Sequence[Account]:
+    kind = kind_of(cfg)
+    if not kind.account:
+        return ()
+    account: Accounting = load_attribute(kind.account, f"the account of the kind {kind.name}")
+    return account(cfg, asked, build=build, measure=measure)
+
+
+def refuse_overfull(cfg: RunConfig, source: str, launcher: str) -> None:
     """Refuses a run whose ranks cannot fit, before anything is started or submitted.
 
     Args:
         cfg: The configuration; `cluster.memory_check` says whether it is refused, warned of, or not looked at.
-        plan: What would be started where.
         source: What the configuration is called.
+        launcher: `slurm` or `local`.
 
     Raises:
         ConfigError: It does not fit; names the term that is too large, and the nearest sizes that fit.
     """
     if cfg.cluster.memory_check == OFF:
+        return
+    try:
+        plan = build_plan(cfg, launcher=launcher)
+    except PlacementError:  # only a job knows its accelerators where the configuration leaves them open
         return
     # Models of families that are not known are built for `rlhpc plan` alone: that takes longer than a submission may.
     found = memory_plan(cfg, plan, build=False).refusals()

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from rlhpc.runs.memory.account import GIB, Account, Term, gib
+from rlhpc.runs.memory.account import GIB, MIB, Account, Term, gib
 from rlhpc.runs.memory.plan import MemoryPlan, Place
 
-_NAME = 34
+_NAME = 38
 
 
 def render_memory(plan: MemoryPlan, *, measure: bool = False) -> str:
@@ -19,7 +19,7 @@ def render_memory(plan: MemoryPlan, *, measure: bool = False) -> str:
     """
     if not plan.accounts:
         return ""
-    lines = ["memory, in GiB"]
+    lines = ["memory"]
     for account in plan.accounts:
         lines += _of_group(account, accelerated=plan.accelerated[account.group], room=plan.left[account.group])
         if measure and account.measured is not None:
@@ -39,14 +39,16 @@ def _of_group(account: Account, *, accelerated: bool, room: float | None) -> lis
         return ["", f"  {account.group}: not known: {account.unknown}"]
     lines = ["", f"  {account.group}: {account.about}" if account.about else f"  {account.group}"]
     where = "on its accelerator" if accelerated else "of its node"
+    unit = GIB if max((moment.nbytes for moment in account.moments), default=0.0) >= GIB else MIB
+    where += ", GiB" if unit == GIB else ", MiB"
     lines.append(f"    {'a rank holds ' + where:<{_NAME}}" + "".join(f"  {m.name:>{_wide(m.name)}}" for m in account.moments))
     for name in dict.fromkeys(term.name for moment in account.moments for term in moment.terms):
         cells = []
         for moment in account.moments:
             found = [term.nbytes for term in moment.terms if term.name == name]
-            cells.append(f"  {_number(sum(found)) if found else '':>{_wide(moment.name)}}")
+            cells.append(f"  {_number(sum(found) / unit) if found else '':>{_wide(moment.name)}}")
         lines.append(f"      {name:<{_NAME - 2}}" + "".join(cells))
-    lines.append(f"    {'together':<{_NAME}}" + "".join(f"  {_number(m.nbytes):>{_wide(m.name)}}" for m in account.moments))
+    lines.append(f"    {'together':<{_NAME}}" + "".join(f"  {_number(m.nbytes / unit):>{_wide(m.name)}}" for m in account.moments))
     if (peak := account.peak) is not None:
         lines.append(f"    most: {peak.name}, {gib(peak.nbytes)}; largest term: {peak.largest.name}, {gib(peak.largest.nbytes)}")
     for what, terms in (("host memory of a rank", account.host), ("pinned host memory of a rank", account.pinned),
@@ -63,8 +65,8 @@ def _wide(name: str) -> int:
     return max(7, len(name))
 
 
-def _number(nbytes: float) -> str:
-    return f"{nbytes / GIB:.2f}" if nbytes < 10 * GIB else f"{nbytes / GIB:.1f}"
+def _number(size: float) -> str:
+    return f"{size:.2f}" if size < 10 else f"{size:.1f}"
 
 
 def _listed(terms: Sequence[Term]) -> str:

@@ -126,9 +126,10 @@ def beside_runs(config: str, overrides: list[str]) -> None:
     """Calls what a small run does not reach: the plan for Slurm, DeepSpeed's options, simulators' processes, networks."""
     from rlhpc.jobs.plan import build_plan
     from rlhpc.runs.configuration import load_config
+    from rlhpc.runs.memory.plan import memory_plan
 
     cfg: Any = load_config(config, overrides, training=False)
-    build_plan(cfg, launcher="slurm")
+    memory_plan(cfg, build_plan(cfg, launcher="slurm"))
     if "deepspeed" in cfg.actor:
         import torch
 
