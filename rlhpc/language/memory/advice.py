@@ -54,6 +54,18 @@ def largest_context(name: str, serving: Serving, room: float) -> Mapping[str, st
     return {f"{name}.max_model_len": f"{tokens} tokens"} if tokens > 0 else {}
 
 
+def wider_engines(name: str, serving: Serving, room: float) -> Sequence[Change]:
+    """The smallest engine of more ranks that fits, where engines may have several."""
+    if serving.engine != "vllm" or name != "rollout":
+        return ()
+    for tensor in _powers(serving.size.heads):
+        wider = dataclasses.replace(serving, tensor=tensor)
+        most = max(moment.nbytes for moment in wider.moments())
+        if tensor > serving.tensor and serving.size.heads % tensor == 0 and not wider.refusals() and most <= room:
+            return (Change((f"{name}.parallel.tensor={tensor}",), most),)
+    return ()
+
+
 def nearest(name: str, training: Training, section: LanguageActorConfig, room: float) -> Sequence[Change]:
     """Configurations that fit, those that change least first.
 

@@ -10,7 +10,7 @@ from rlhpc.config.parallel import Sizes
 from rlhpc.config.sections import RunConfig
 from rlhpc.config.typed import plain, select, typed
 from rlhpc.language.config import GrpoConfig, TrainedLanguageConfig
-from rlhpc.language.memory.advice import largest_context, largest_micro_batch, nearest
+from rlhpc.language.memory.advice import largest_context, largest_micro_batch, nearest, wider_engines
 from rlhpc.language.memory.head import scoring_chunk
 from rlhpc.language.memory.layers import Layers
 from rlhpc.language.memory.model import ModelSize, NotKnown, size_of
@@ -158,13 +158,13 @@ def _trained(cfg: TrainedLanguageConfig, name: str, section: LanguageActorConfig
         else 0.0,
     )
     copies = training.host_copy() if cfg.runner.async_save else 0.0
-    saved = terms(copies_for_saving=copies)
     shared = _shared(typed(GrpoConfig, cfg), training, turns) if sends else ()
     return Account(
         name,
         about=_about(training, section),
-        moments=moments if ranks.accelerated else tuple(Moment(m.name, (*m.terms, *saved)) for m in moments),
-        pinned=(*pinned, *saved) if ranks.accelerated else (),
+        moments=moments,
+        pinned=pinned,
+        spare=terms(copies_for_saving=copies),
         host=_loading(training, ranks),
         shared=shared,
         turns=turns and ranks.accelerated,
@@ -280,7 +280,7 @@ def _serving(
     return Account(
         name, about=about, moments=serving.moments(), shared=terms(weights_under_way=part) if name == "rollout" else (),
         turns=turns and ranks.accelerated, remarks=tuple(remarks), refusals=serving.refusals(),
-        most=lambda room: largest_context(name, serving, room),
+        most=lambda room: largest_context(name, serving, room), changes=lambda room: wider_engines(name, serving, room),
     )  # fmt: skip
 
 

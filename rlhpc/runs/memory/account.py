@@ -73,6 +73,7 @@ class Account:
         host: What it also holds of the host's memory, where it computes on an accelerator.
         pinned: That part of the host's memory whose pages are locked.
         shared: What it writes to its host's /dev/shm.
+        spare: What it would also take of the host's memory if there is room, and does without otherwise.
         turns: It gives its accelerator away while another group that takes turns with it works.
         unknown: Why nothing can be said; then there are no moments.
         remarks: What else there is to say, such as how many sequences fit.
@@ -89,6 +90,7 @@ class Account:
     host: tuple[Term, ...] = ()
     pinned: tuple[Term, ...] = ()
     shared: tuple[Term, ...] = ()
+    spare: tuple[Term, ...] = ()
     turns: bool = False
     unknown: str = ""
     remarks: tuple[str, ...] = ()

@@ -16,7 +16,7 @@ from rlhpc.runs.memory.rooms import accelerator_room, host_room
 from rlhpc.runtime.cluster import Cluster
 from rlhpc.runtime.errors import ConfigError, PlacementError
 from rlhpc.runtime.lookup import load_attribute
-from rlhpc.runtime.placement import Placement
+from rlhpc.runtime.placement import HybridComponentPlacement, Placement
 
 log = logging.getLogger(__name__)
 
@@ -96,8 +96,13 @@ class MemoryPlan:
 
     def refusals(self) -> list[str]:
         """Why it cannot fit; one for each group or place."""
-        found = [f"{account.group}: {words}" for account in self.accounts for words in account.refusals]
-        return found + [_overfull(self, place) for place in self.places if place.fits is False]
+        found = [
+            f"{account.group}: {words}" + _fitting(account, self.left.get(account.group))
+            for account in self.accounts
+            for words in account.refusals
+        ]
+        said = {account.group for account in self.accounts if account.refusals}
+        return found + [_overfull(self, place) for place in self.places if place.fits is False and said != set(place.held)]
 
 
 def memory_plan(cfg: RunConfig, plan: Plan, *, build: bool = True, measure: bool = False) -> MemoryPlan:
@@ -116,10 +121,18 @@ def memory_plan(cfg: RunConfig, plan: Plan, *, build: bool = True, measure: bool
         room, _ = accelerator_room(cfg, cluster, ranks[0].node_rank) if accelerated else (None, "")
         nodes = [rank.node_rank for rank in ranks]
         asked[group] = Ranks(len(ranks), accelerated, room, max(map(nodes.count, nodes)))
-    accounts = _accounts(cfg, asked, build, measure)
+    accounts = _accounts(_placed(cfg, cluster), asked, build, measure)
     places = [*_accelerators(cfg, cluster, plan, accounts), *_hosts(cfg, cluster, plan, accounts)]
     left = {account.group: _left(account.group, asked[account.group], places) for account in accounts}
     return MemoryPlan(accounts, _alike(places), left, {name: ranks.accelerated for name, ranks in asked.items()})
+
+
+def _placed(cfg: RunConfig, cluster: Cluster) -> RunConfig:
+    """The configuration with what follows from the placement: how many ranks an engine has."""
+    placement = HybridComponentPlacement(cfg, cluster)
+    found = {name: placement.get_strategy(name).replica for name in placement.components}
+    placed: RunConfig = kind_of(cfg).placed(cfg, found)
+    return placed
 
 
 def _accounts(cfg: RunConfig, asked: Mapping[str, Ranks], build: bool, measure: bool) -> Sequence[Account]:
@@ -181,7 +194,8 @@ def _accelerators(cfg: RunConfig, cluster: Cluster, plan: Plan, accounts: Sequen
 
 
 def _hosts(cfg: RunConfig, cluster: Cluster, plan: Plan, accounts: Sequence[Account]) -> list[Place]:
-    found = []
+    found: list[Place] = []
+    mapped: list[Place] = []
     for node in range(len(plan.nodes)):
         held: dict[str, float] = {}
         shared: dict[str, float] = {}
@@ -194,12 +208,14 @@ def _hosts(cfg: RunConfig, cluster: Cluster, plan: Plan, accounts: Sequence[Acco
             continue
         room, said = host_room(cfg, cluster, node, here=plan.launcher == "local")
         in_memory = max(shared.values())  # those who write and those who read share it
-        whole = {**held, "/dev/shm": in_memory} if in_memory else held
-        found.append(Place(f"node{node}, host memory", whole, room, said, 1.0, frozenset()))
+        whole = {name: n for name, n in {**held, "/dev/shm": in_memory}.items() if n}
+        if whole:
+            found.append(Place(f"node{node}, host memory", whole, room, said, 1.0, frozenset()))
         if in_memory:
             half = None if room is None else _SHM * room
-            found.append(Place(f"node{node}, /dev/shm", shared, half, f"half of {said}" if said else "", 1.0, frozenset()))
-    return found
+            most = {group: n for group, n in shared.items() if n == in_memory}
+            mapped.append(Place(f"node{node}, /dev/shm", most, half, f"half of {said}" if said else "", 1.0, frozenset()))
+    return found + mapped
 
 
 def _of_host(account: Account, rank: Placement) -> float:
@@ -235,7 +251,7 @@ def _alike(places: Sequence[Place]) -> list[Place]:
 
 
 def _what(place: Place) -> tuple[object, ...]:
-    return place.name.split(" ", 1)[1].rstrip("0123456789 "), *_rest(place)
+    return place.name.split(" ", 1)[1].rstrip("0123456789 "), *_rest(place)  # without the node's number
 
 
 def _rest(place: Place) -> tuple[Mapping[str, float], float | None, str, float, frozenset[str]]:
@@ -258,7 +274,10 @@ def _overfull(plan: MemoryPlan, place: Place) -> str:
         moment, term = account.peak, account.peak.largest
         words += f"\n    {group}: most at the {moment.name}, {gib(moment.nbytes)} a rank; largest term: {term.name}, {gib(term.nbytes)}"
         room = plan.left.get(group)
-        changes = account.changes(room) if room is not None and room > 0 else ()
-        if changes:
-            words += "".join(f"\n      fits: {' '.join(c.overrides)} ({gib(c.nbytes)} a rank)" for c in changes)
+        words += _fitting(account, room)
     return words
+
+
+def _fitting(account: Account, room: float | None) -> str:
+    changes = account.changes(room) if room is not None and room > 0 else ()
+    return "".join(f"\n      fits: {' '.join(c.overrides)} ({gib(c.nbytes)} a rank)" for c in changes)

@@ -52,7 +52,7 @@ def _of_group(account: Account, *, accelerated: bool, room: float | None) -> lis
     if (peak := account.peak) is not None:
         lines.append(f"    most: {peak.name}, {gib(peak.nbytes)}; largest term: {peak.largest.name}, {gib(peak.largest.nbytes)}")
     for what, terms in (("host memory of a rank", account.host), ("pinned host memory of a rank", account.pinned),
-                        ("/dev/shm of a node", account.shared)):  # fmt: skip
+                        ("host memory of a rank, if there is room", account.spare), ("/dev/shm of a node", account.shared)):  # fmt: skip
         if terms:
             lines.append(f"    {what}: {_listed(terms)}")
     lines += [f"    {remark}" for remark in account.remarks]
