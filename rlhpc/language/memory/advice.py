@@ -159,6 +159,7 @@ def _possible(training: Training, sizes: Sizes) -> bool:
     within = sizes.shard * sizes.context * sizes.tensor
     return (
         size.kv_heads % sizes.tensor == 0
+        and size.vocabulary % sizes.tensor == 0
         and (size.heads // sizes.tensor) % sizes.context == 0
         and (sizes.expert == 1 or (size.experts % sizes.expert == 0 and within % sizes.expert == 0))
         and not (sizes.expert > 1 and sizes.expert % sizes.tensor and sizes.tensor % sizes.expert)

@@ -125,13 +125,15 @@ def training_of(
         offload=section.fsdp.cpu_offload if backend == "fsdp" else section.deepspeed.cpu_offload,
         reshard=section.fsdp.reshard_after_forward, stage=section.deepspeed.zero_stage, reference=reference,
         beside=_beside(grpo, ranks, build) if grpo is not None and name == "actor" else 0.0,
-        logits=causal, head=causal,
+        logits=causal, head=causal, edges_apart=select(section, "parallel") is not None,
         eager=prompt + response if eager else 0,
     )  # fmt: skip
 
 
 def _tokens(cfg: RunConfig, section: LanguageActorConfig, sizes: Sizes, length: int) -> int:
     """Tokens of the largest micro-batch: what may be in one, or less where an optimizer step has less for a rank."""
+    if not _writes(cfg):  # nobody says how long the rows are
+        return section.max_tokens_per_micro_batch
     step = int(select(section, "global_batch_size") or select(cfg, "data.prompts_per_step") or 1)
     whole = length * math.ceil(step / sizes.data)
     return max(min(section.max_tokens_per_micro_batch, whole), min(length, whole))

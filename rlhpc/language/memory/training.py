@@ -42,6 +42,7 @@ class Training:
         beside: Bytes of other frozen models on the rank, such as a teacher.
         logits: Whether the loss is of logits; else of one number a token.
         head: Whether the model has the causal model's head.
+        edges_apart: Whether FSDP gathers embeddings and head each by itself, where they are two matrices.
         eager: See `Layers.eager`.
     """
 
@@ -61,6 +62,7 @@ class Training:
     beside: float = 0.0
     logits: bool = True
     head: bool = True
+    edges_apart: bool = False
     eager: int = 0
 
     # -- what there is ----------------------------------------------------------------------------------------------
@@ -199,6 +201,16 @@ class Training:
         )  # fmt: skip
         of_edges = terms(gradients_of_embeddings=b * root * own, gradients_being_summed=4.0 * root * own)
         one = terms(gathered_layers=b * (layer if self.reshard else gathered))
+        if self.edges_apart and not size.tied:  # each is gathered when it is used, and its gradient summed right then
+            edge = size.embedding / s.tensor
+            of_edges = terms(gradients_of_embeddings=b * edge * own, gradients_being_summed=4.0 * edge * own)
+            hidden = terms(last_hidden_states=2.0 * self.own_tokens * self.layers().edge())
+            return {
+                LOSS: (*at_loss, *one, *terms(gathered_embeddings=b * edge * self.head)),
+                REDUCTION: (*model, *gradients, *kept, *hidden, *of_edges),
+                BACKWARD: (*model, *gradients, *kept, *in_layers),
+                STEP: (*model, *gradients),
+            }
         # Embeddings and head are the root, which stays gathered, and whose gradients are summed at the end.
         roots, head = terms(gathered_embeddings=b * root), b * size.embedding / s.tensor * own * self.logits
         return {

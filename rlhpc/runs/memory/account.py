@@ -105,6 +105,11 @@ class Account:
         return max(self.moments, key=lambda moment: moment.nbytes, default=None)
 
     @property
+    def least(self) -> float:
+        """Bytes that it holds at every moment."""
+        return min((moment.nbytes for moment in self.moments), default=0.0)
+
+    @property
     def on_host(self) -> float:
         """Bytes beside those where it computes."""
         return math.fsum(term.nbytes for term in (*self.host, *self.pinned))

@@ -50,6 +50,7 @@ class Place:
         said: Who says so.
         usable: Part of them that may be filled.
         turns: Groups among them of which only one is there at a time.
+        least: What is there whatever micro-batches turn out to be; on an accelerator, where nothing can be swapped out, all of it.
     """
 
     name: str
@@ -58,6 +59,7 @@ class Place:
     said: str
     usable: float
     turns: frozenset[str]
+    least: float | None = None
 
     @property
     def nbytes(self) -> float:
@@ -69,6 +71,12 @@ class Place:
     def fits(self) -> bool | None:
         """None if nobody knows."""
         return None if self.room is None else self.nbytes <= self.usable * self.room
+
+    @property
+    def refused(self) -> bool:
+        """Whether it is certain that it does not fit."""
+        least = self.nbytes if self.least is None else self.least
+        return self.room is not None and least > self.usable * self.room
 
     def left_for(self, group: str) -> float | None:
         """Bytes that the others leave a group."""
@@ -102,7 +110,11 @@ class MemoryPlan:
             for words in account.refusals
         ]
         said = {account.group for account in self.accounts if account.refusals}
-        return found + [_overfull(self, place) for place in self.places if place.fits is False and said != set(place.held)]
+        return found + [_overfull(self, place) for place in self.places if place.refused and said != set(place.held)]
+
+    def doubts(self) -> list[str]:
+        """What may not fit: where ranks have a node's memory alone, and micro-batches may be smaller than they may be."""
+        return [_overfull(self, place) for place in self.places if place.fits is False and not place.refused]
 
 
 def memory_plan(cfg: RunConfig, plan: Plan, *, build: bool = True, measure: bool = False) -> MemoryPlan:
@@ -161,7 +173,10 @@ def refuse_overfull(cfg: RunConfig, source: str, launcher: str) -> None:
     except PlacementError:  # only a job knows its accelerators where the configuration leaves them open
         return
     # Models of families that are not known are built for `rlhpc plan` alone: that takes longer than a submission may.
-    found = memory_plan(cfg, plan, build=False).refusals()
+    accounted = memory_plan(cfg, plan, build=False)
+    for doubt in accounted.doubts():
+        log.warning("%s: memory may not suffice:\n  %s", source, doubt)
+    found = accounted.refusals()
     if not found:
         return
     told = "\n  ".join(found)
@@ -199,21 +214,24 @@ def _hosts(cfg: RunConfig, cluster: Cluster, plan: Plan, accounts: Sequence[Acco
     for node in range(len(plan.nodes)):
         held: dict[str, float] = {}
         shared: dict[str, float] = {}
+        sums: list[float] = []
         for account in accounts:
             here = [rank for rank in plan.placements[account.group] if rank.node_rank == node]
             if here and account.peak is not None:
                 held[account.group] = math.fsum(_of_host(account, rank) for rank in here)
                 shared[account.group] = account.in_shared
+                sums += [account.on_host + (0.0 if rank.accelerators else account.least) for rank in here]
         if not held:
             continue
         room, said = host_room(cfg, cluster, node, here=plan.launcher == "local")
         in_memory = max(shared.values())  # those who write and those who read share it
         whole = {name: n for name, n in {**held, "/dev/shm": in_memory}.items() if n}
         if whole:
-            found.append(Place(f"node{node}, host memory", whole, room, said, 1.0, frozenset()))
+            sure = math.fsum(sums) + in_memory
+            found.append(Place(f"node{node}, host memory", whole, room, said, 1.0, frozenset(), sure))
         if in_memory:
             half = None if room is None else _SHM * room
-            most = {group: n for group, n in shared.items() if n == in_memory}
+            most = dict([max(shared.items(), key=lambda one: one[1])])
             mapped.append(Place(f"node{node}, /dev/shm", most, half, f"half of {said}" if said else "", 1.0, frozenset()))
     return found + mapped
 
@@ -254,8 +272,8 @@ def _what(place: Place) -> tuple[object, ...]:
     return place.name.split(" ", 1)[1].rstrip("0123456789 "), *_rest(place)  # without the node's number
 
 
-def _rest(place: Place) -> tuple[Mapping[str, float], float | None, str, float, frozenset[str]]:
-    return place.held, place.room, place.said, place.usable, place.turns
+def _rest(place: Place) -> tuple[Mapping[str, float], float | None, str, float, frozenset[str], float | None]:
+    return place.held, place.room, place.said, place.usable, place.turns, place.least
 
 
 # -- words ------------------------------------------------------------------------------------------------------------

@@ -29,6 +29,8 @@ def render_memory(plan: MemoryPlan, *, measure: bool = False) -> str:
     if refused:
         lines += ["", "does not fit; rlhpc submit, run and train refuse it (cluster.memory_check):"]
         lines += [f"  {words}" for words in refused]
+    for doubt in plan.doubts():
+        lines += ["", "may not fit:", f"  {doubt}"]
     if any(place.room is None and "accelerator" in place.name for place in plan.places):
         lines += ["", "  nobody says how much memory an accelerator has: set cluster.accelerator_memory, such as 80G, best in the site file"]
     return "\n".join(lines)
@@ -79,5 +81,5 @@ def _of_place(place: Place) -> str:
     held = " + ".join([*always, *([f"{' or '.join(turns)} (in turns)"] if len(turns) > 1 else turns)])
     if place.room is None:
         return f"{place.name}: {held} = {gib(place.nbytes)}"
-    verdict = "fits" if place.fits else "does not fit"
+    verdict = "fits" if place.fits else "does not fit" if place.refused else "may not fit"
     return f"{place.name}: {held} = {gib(place.nbytes)} of {gib(place.room)} ({place.said}): {verdict}"
