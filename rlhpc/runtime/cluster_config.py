@@ -140,7 +140,7 @@ Key = Literal[
     "env_vars",
     "python_interpreter", "component_placement", "node_groups", "interface", "scratch", "bind_cores", "setup", "sbatch",
     "container", "signal_lead_s", "elastic", "group", "min", "max", "ranks_per_job", "accelerators_per_rank", "max_gpu_hours",
-    "start_within_s", "react_s", "look_s",
+    "start_within_s", "react_s", "look_s", "memory_check",
 ]  # fmt: skip
 #: A section as such: of a configuration, a dataclass, or a mapping that has some of the keys.
 Given = SlurmOptions | Mapping[str, Any] | None
