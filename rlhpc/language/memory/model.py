@@ -23,6 +23,7 @@ from rlhpc.runtime.errors import RlhpcError
 
 #: Families whose shapes follow from the configuration: decoder layers of attention and a gated MLP, or a mixture of them.
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "mixtral")
+_MIXTURES = ("qwen3_moe", "mixtral")
 #: What a configuration says where a model divides its head's result, or bounds it.
 _BEYOND_HEAD = ("final_logit_softcapping", "logit_scale", "logits_scaling")
 _LAYER = re.compile(r"(?:^|\.)(?:layers|h|blocks)\.(\d+)\.")
@@ -204,7 +205,7 @@ def _tiny(
 def _sized(c: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]) -> ModelSize:
     heads = int(c.get("num_attention_heads") or c.get("n_head") or 1)
     hidden = int(c.get("hidden_size") or c.get("n_embd") or 0)
-    experts = int(c.get("num_experts") or c.get("num_local_experts") or c.get("n_routed_experts") or 0)
+    experts = _experts(c)
     inner = int(c.get("intermediate_size") or c.get("n_inner") or 4 * hidden)
     context = c.get("max_position_embeddings") or c.get("n_positions")
     return ModelSize(
@@ -219,7 +220,7 @@ def _sized(c: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]) -> Model
         vocabulary=int(c["vocab_size"]),
         experts=experts,
         per_token=int(c.get("num_experts_per_tok") or 0) if experts else 0,
-        expert_width=int(c.get("moe_intermediate_size") or inner) if experts else 0,
+        expert_width=_expert_width({"intermediate_size": inner, **c}) if experts else 0,
         qk_norm=any(name.endswith("q_norm.weight") for name in shapes),
         context=None if context is None else int(context),
         whole_logits=any(c.get(key) not in (None, 1, 1.0) for key in _BEYOND_HEAD),
@@ -250,8 +251,21 @@ def _shapes(c: Mapping[str, Any]) -> Iterator[tuple[str, tuple[int, ...]]]:
         yield "lm_head.weight", (int(c["vocab_size"]), hidden)
 
 
+def _experts(c: Mapping[str, Any]) -> int:
+    """Experts of a layer; 0 where the family has none, whatever else its configuration says."""
+    if c.get("model_type") in FAMILIES and c["model_type"] not in _MIXTURES:
+        return 0
+    return int(c.get("num_experts") or c.get("num_local_experts") or c.get("n_routed_experts") or 0)
+
+
+def _expert_width(c: Mapping[str, Any]) -> int:
+    """Inner width of an expert."""
+    own = None if c.get("model_type") == "mixtral" else c.get("moe_intermediate_size")
+    return int(own or c["intermediate_size"])
+
+
 def _feed_forward(c: Mapping[str, Any], number: int, at: str) -> Iterator[tuple[str, tuple[int, ...]]]:
-    hidden, experts = int(c["hidden_size"]), int(c.get("num_experts") or c.get("num_local_experts") or 0)
+    hidden, experts = int(c["hidden_size"]), _experts(c)
     step = int(c.get("decoder_sparse_step") or 1)
     dense = not experts or number in (c.get("mlp_only_layers") or ()) or (number + 1) % step != 0
     if dense:
@@ -261,7 +275,7 @@ def _feed_forward(c: Mapping[str, Any], number: int, at: str) -> Iterator[tuple[
             if c.get("mlp_bias"):
                 yield f"{at}.{name}_proj.bias", shape[:1]
         return
-    inner = int(c.get("moe_intermediate_size") or c["intermediate_size"])
+    inner = _expert_width(c)
     yield f"{at}.gate.weight", (experts, hidden)
     yield f"{at}.experts.gate_up_proj", (experts, 2 * inner, hidden)
     yield f"{at}.experts.down_proj", (experts, hidden, inner)
