@@ -53,7 +53,7 @@ def _training(cfg: GrpoConfig) -> str:
         size = size_of(model)
         for nodes in NODES:
             cards = nodes * PER_NODE
-            found = _fitting(dataclasses.replace(base, size=size, sizes=Sizes(shard=cards)))
+            found = _fitting(dataclasses.replace(base, size=size, sizes=Sizes(shard=cards), edges_apart=True))
             name = f"{model.rpartition('/')[2]} ({counted(size.parameters)})"
             rows.append(f"| {name} | {nodes} × {PER_NODE} | {' | '.join(_cells(found))} |")
     return "\n".join(rows)
