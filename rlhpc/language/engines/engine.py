@@ -95,7 +95,7 @@ class EngineOptions:
 
 def adapters_apart(cfg: LanguageConfig) -> bool:
     """Whether engines get LoRA adapters as they are, rather than merged into the weights."""
-    return cfg.actor.lora.rank > 0 and select(cfg, "rollout.merge_adapters") is False
+    return (select(cfg, "actor.lora.rank") or 0) > 0 and select(cfg, "rollout.merge_adapters") is False
 
 
 def engine_dtype(cfg: LanguageConfig, device: str | torch.device) -> str:
