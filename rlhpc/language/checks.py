@@ -40,6 +40,7 @@ def check_common(cfg: LanguageConfig, fail: Fail, *, training: bool) -> None:
     """
     _backend("rollout.rollout_backend", cfg.rollout.rollout_backend, fail)
     _check_trained(cfg, cfg.data.eval, fail)
+    _agent(cfg, fail)
     if training:
         _sources(cfg.data.train, cfg.data.eval)
         _judges(cfg)
@@ -120,6 +121,39 @@ def _judges(cfg: LanguageConfig) -> None:
         AGENTS.find(agent)
 
 
+def _agent(cfg: LanguageConfig, fail: Fail) -> None:
+    """Who asks the model, and what does not go with it."""
+    agent = cfg.agent
+    wanted = {"python": "target", "command": "command"}.get(agent.kind, "")
+    for name, said in (("target", agent.target), ("command", agent.command)):
+        if name == wanted and not said:
+            example = "such as my_agent:solve" if name == "target" else "such as [my-agent, '{question}']"
+            raise fail(f"agent.{name}", f"agent.kind={agent.kind} runs it: name one, {example}")
+        if said and name != wanted:
+            raise fail(f"agent.{name}", f"agent.kind={agent.kind} runs no {name}: set agent.kind, or leave it out")
+    rewarded = [term.name.lower() for term in cfg.reward.terms]
+    if agent.kind == "inline":
+        if "agent" in rewarded:
+            raise fail("reward.terms", "agent is what an agent outside says: set agent.kind to python")
+        return
+    if agent.target and ":" not in agent.target:
+        raise fail("agent.target", f"it is {agent.target!r}; allowed: module:function, such as my_agent:solve")
+    if agent.kind == "command" and "agent" in rewarded:
+        raise fail("reward.terms", "a command gives no reward, but a text: judge that, such as by [{name: math}]")
+    if cfg.rollout.agent is not None:
+        raise fail(
+            "rollout.agent",
+            f"it answers the model in the rollout rank, but agent.kind is {agent.kind}: set one to null",
+        )
+    if cfg.rollout.max_turns != 1:
+        raise fail("rollout.max_turns", f"agent.kind={agent.kind} has agent.max_turns instead: leave it out")
+    limit = cfg.runner.step_timeout_s
+    if agent.timeout_s >= limit:
+        raise fail(
+            "agent.timeout_s", f"it must be below runner.step_timeout_s ({limit:g}), in which a whole step has to end"
+        )
+
+
 def check_reasoning(cfg: GrpoConfig, fail: Fail) -> None:
     """Names of rewards and agents, batches, and what does not go together.
 
@@ -158,6 +192,8 @@ def check_reasoning(cfg: GrpoConfig, fail: Fail) -> None:
             raise fail("rollout.merge_adapters", "there are no adapters (actor.lora.rank is 0): leave it true")
         if cfg.rollout.rollout_backend.lower() == "hf":
             raise fail("rollout.merge_adapters", "the engine hf takes merged weights: leave it true, or take vllm")
+    if algorithm.overlong_buffer and cfg.agent.kind != "inline":
+        raise fail("algorithm.overlong_buffer", f"agent.kind={cfg.agent.kind} ends its answers by itself: set it 0")
     if cfg.rollout.temperature == 0:
         raise fail("rollout.temperature", "training samples: it must be greater than 0")
     if algorithm.filter_groups and algorithm.group_size < 2:

@@ -34,6 +34,7 @@ CHOICES = {
     "judge.dtype": ("auto", "float32", "bfloat16", "float16"),
     "judge.mode": ("grade", "compare"),
     "data.overlong_prompts": ("error", "drop"),
+    "agent.kind": ("inline", "python", "command"),
 }
 #: Keys, and sections, of the machine and of how the work is cut into pieces.
 FREE = (
@@ -46,5 +47,5 @@ FREE = (
     "critic.model.gradient_checkpointing", "critic.model.attn_implementation",
     "actor.max_tokens_per_micro_batch", "actor.training_backend", "actor.fsdp.", "actor.deepspeed.",
     "actor.offload_in_rollout", "actor.model.gradient_checkpointing", "actor.model.attn_implementation",
-    "reward.timeout_s", "reward.processes",
+    "reward.timeout_s", "reward.processes", "agent.python", "agent.episodes_per_rank", "agent.timeout_s",
 )  # fmt: skip

@@ -9,6 +9,7 @@ from omegaconf import MISSING
 
 from rlhpc.config.sections import RunConfig, RunnerConfig, WeightSyncConfig, WorkflowConfig
 from rlhpc.config.typed import mapping
+from rlhpc.language.agent_config import AgentConfig
 from rlhpc.language.group_config import (
     CriticConfig,
     JudgeConfig,
@@ -313,6 +314,7 @@ class LanguageConfig(TrainedLanguageConfig):
     """A run whose model answers: in evaluation, and maybe where it is trained."""
 
     rollout: EngineConfig = field(default_factory=EngineConfig)
+    agent: AgentConfig = field(default_factory=AgentConfig)
     data: DataConfig = field(default_factory=DataConfig)
     reward: RewardConfig = field(default_factory=RewardConfig)
 

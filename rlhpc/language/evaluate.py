@@ -23,7 +23,8 @@ from rlhpc.checkpoint.folders import default_output
 from rlhpc.checkpoint.manifest import MANIFEST, digest, read_manifest
 from rlhpc.config.typed import changed
 from rlhpc.jobs.paths import step_of
-from rlhpc.language.agents.registry import Episodes, make_generation
+from rlhpc.language.agents.judged import sample_of
+from rlhpc.language.agents.registry import Generation, make_generation
 from rlhpc.language.config import EvalDataConfig, LanguageConfig, RewardConfig, RewardTermConfig
 from rlhpc.language.data import PromptTokenizer, load_tokenizer, make_dataset
 from rlhpc.language.data.builtin import resolve_model
@@ -223,8 +224,11 @@ def answered(
         try:
             generation = make_generation(cfg, engine, tokenizer)
             count = len(problems) * section.samples
-            with ProgressBar(count, name=f"eval {suite}", unit="answer") if progress else nullcontext() as bar:
-                rows = answers_to(problems, cfg, section, suite, generation, judges, tokenizer, bar=bar)
+            try:
+                with ProgressBar(count, name=f"eval {suite}", unit="answer") if progress else nullcontext() as bar:
+                    rows = answers_to(problems, cfg, section, suite, generation, judges, tokenizer, bar=bar)
+            finally:
+                generation.close()
             identify(rows, section.samples)
             return rows
         finally:
@@ -248,7 +252,7 @@ def problems_of(
 
 
 def answers_to(
-    problems: Problems, cfg: LanguageConfig, section: EvalDataConfig, suite: str, generation: Episodes, judges: Judges,
+    problems: Problems, cfg: LanguageConfig, section: EvalDataConfig, suite: str, generation: Generation, judges: Judges,
     tokenizer: Any, *, bar: ProgressBar | None = None, deadline: float = math.inf,
 ) -> list[dict[str, Any]]:  # fmt: skip
     """Every sample of some problems of a suite. While the engine works on the next ones, the judges work on those that ended.
@@ -284,9 +288,7 @@ def answers_to(
         ended = generation.step() if generation.unfinished() else []
         for episode in ended:
             prompt = problems[episode.id // count][0]
-            text = tokenizer.decode(episode.token_ids, skip_special_tokens=True)
-            tokens, finished = sum(map(bool, episode.loss_mask)), episode.finish_reason == "stop"
-            said = Sample(prompt.question, text, prompt.answer, prompt.meta, tokens, finished, prompt.messages)
+            said = sample_of(prompt, episode, tokenizer, finished=episode.finish_reason == "stop")
             rows[episode.id] = _row(prompt, episode.id % count, said)
             judges.submit(episode.id, said, episode.id // count, count)
         judged = judges.poll()

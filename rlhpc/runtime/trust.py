@@ -27,6 +27,8 @@ _SWITCHES = {
     "simulator_python": "starts a program",
     "trust_remote_code": "runs code that comes with a model",
     "allow_unconfined": "runs programs without a sandbox",
+    "agent.command": "starts a program",
+    "agent.python": "starts a program",
 }
 _SECRET = "token_env"
 
@@ -52,7 +54,7 @@ class Trust:
             everything: Whatever it names.
         """
         named = (text for _, text in _texts(content, "") if _IMPORT_PATH.fullmatch(text) or _DOTTED.fullmatch(text))
-        switched = (key.rsplit(".", 1)[-1] for key, _ in _switches(content, ""))
+        switched = (_switch(key) for key, _ in _switches(content, ""))
         return cls(everything, frozenset((*named, *switched)))
 
     @classmethod
@@ -86,9 +88,9 @@ class Trust:
             if key.rsplit(".", 1)[-1] == _SECRET:
                 self.refuse(origin, key, repr(text), "sends a variable of your environment to a service")
         for key, value in _switches(content, ""):
-            if key.rsplit(".", 1)[-1] in self.names:
+            if _switch(key) in self.names:
                 continue
-            self.refuse(origin, key, repr(value), _SWITCHES[key.rsplit(".", 1)[-1]])
+            self.refuse(origin, key, repr(value), _SWITCHES[_switch(key)])
 
     def refuse(self, origin: str, key: str, what: str, why: str) -> None:
         """Raises the refusal.
@@ -142,4 +144,10 @@ def _texts(content: Any, key: str) -> Iterator[tuple[str, str]]:
 
 
 def _switches(content: Any, key: str) -> Iterator[tuple[str, Any]]:
-    return ((where, value) for where, value in _nodes(content, key) if where.rsplit(".", 1)[-1] in _SWITCHES and value)
+    return ((where, value) for where, value in _nodes(content, key) if _switch(where) in _SWITCHES and value)
+
+
+def _switch(key: str) -> str:
+    """What a key, or an entry of the list there, is called in `_SWITCHES`."""
+    whole = key.split("[")[0]
+    return whole if whole in _SWITCHES else key.rsplit(".", 1)[-1]

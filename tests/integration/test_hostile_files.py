@@ -92,6 +92,12 @@ def test_names_that_are_no_code():
     with pytest.raises(ConfigError, match=r"there: rollout\.agent is 'a\.b:C'"):
         Trust().check({"rollout": {"agent": "a.b:C"}}, "there")
     Trust.of({"reward": {"terms": [{"name": "a.b:C"}]}}).check({"rollout": {"agent": "a.b:C"}}, "there")
+    program = {"agent": {"kind": "command", "command": ["rm", "-r"]}}
+    for agent in (program, {"agent": {"python": "/tmp/python"}}):
+        with pytest.raises(ConfigError, match=r"there: agent\.(command\[0\]|python) is .*, which starts a program"):
+            Trust().check(agent, "there")
+    Trust.of(program).check(program, "there")
+    Trust().check({"env": {"kwargs": {"python": "x", "command": ["y"]}}}, "there")
 
 
 def test_values_of_the_environment_are_not_written_down(tmp_path, monkeypatch, capsys):

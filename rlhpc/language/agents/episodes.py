@@ -42,6 +42,11 @@ class Episode:
         finish_reason: `stop` (the model, or the agent, ended it), `length`, `turns` (no turn was left for the agent's
             answer), `error` (the agent raised, or took too long), or `abort`.
         state: What an agent wants to remember of this episode.
+        role: Who speaks, where several do.
+        above: How much more its role's reward is than the episode's, as the agent says.
+        outcome: What an agent outside says of it; None of an agent inside.
+        branches: Where the model read several contexts in it, or was asked by an agent outside: each of these, as an
+            episode of its own. `token_ids` and the like are those of the last answer then.
     """
 
     id: int
@@ -55,6 +60,37 @@ class Episode:
     turns: int = 0
     finish_reason: str = ""
     state: dict[str, Any] = field(default_factory=dict)
+    role: int = 0
+    above: float = 0.0
+    outcome: Outcome | None = None
+    branches: list[Episode] | None = None
+
+    @property
+    def samples(self) -> list[Episode]:
+        """What the model read in one pass each."""
+        return [self] if not self.branches else self.branches
+
+    @property
+    def failed(self) -> bool:
+        """Whether its agent failed, rather than the model: it says nothing about the policy."""
+        return self.outcome is not None and bool(self.outcome.error)
+
+
+@dataclass
+class Outcome:
+    """What an agent outside says of its episode.
+
+    Attributes:
+        reward: What it was worth; None if others say so.
+        response: What is judged; None is the model's last answer.
+        error: Why it failed; "" if it did not.
+        metrics: Whatever else it has counted.
+    """
+
+    reward: float | None = None
+    response: str | None = None
+    error: str = ""
+    metrics: dict[str, float] = field(default_factory=dict)
 
 
 class Agent:

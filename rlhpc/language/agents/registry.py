@@ -2,27 +2,40 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias, Union
 
+from rlhpc.config.typed import plain
 from rlhpc.language.agents.episodes import Agent, Episode, Episodes
 from rlhpc.language.agents.tools import ToolAgent
 from rlhpc.language.data.prompts import Prompt
-from rlhpc.language.engines.base import Request, RolloutBackend, SamplingParams
+from rlhpc.language.engines.base import Request, RolloutBackend
 from rlhpc.runtime.errors import ConfigError
 from rlhpc.runtime.lookup import Registry
 
 if TYPE_CHECKING:
+    from rlhpc.language.agents.harnesses import Program
+    from rlhpc.language.agents.outside import Options, OutsideEpisodes
+    from rlhpc.language.agents.parsers import Parsers
     from rlhpc.language.config import LanguageConfig
+
+#: Episodes on an engine, whoever answers the model or asks it.
+Generation: TypeAlias = Union[Episodes, "OutsideEpisodes"]
+#: The kind of agent that is in the rollout rank.
+INLINE = "inline"
 
 __all__ = [
     "Agent",
     "Episode",
     "Episodes",
+    "Generation",
     "ToolAgent",
+    "check_agent",
     "configured_agent",
     "make_agent",
     "make_generation",
+    "outside_agent",
     "register_agent",
     "run_episodes",
 ]
@@ -81,13 +94,60 @@ def configured_agent(cfg: LanguageConfig) -> Agent | None:
     return make_agent(name)
 
 
-def make_generation(
-    cfg: LanguageConfig, backend: RolloutBackend, tokenizer: Any, sampling: SamplingParams | None = None
-) -> Episodes:
-    """Episodes as section `rollout` describes them: of one turn, or with `rollout.agent`.
+def make_generation(cfg: LanguageConfig, backend: RolloutBackend, tokenizer: Any) -> Generation:
+    """Episodes as sections `rollout` and `agent` describe them: of one turn, with `rollout.agent`, or of an agent outside.
 
     Raises:
-        ConfigError: See `configured_agent`.
+        ConfigError: See `configured_agent` and `outside_agent`.
     """
-    del sampling  # requests bring their own
-    return Episodes(backend, tokenizer, configured_agent(cfg), cfg.rollout.max_turns)
+    inside = configured_agent(cfg)
+    if cfg.agent.kind == INLINE:
+        return Episodes(backend, tokenizer, inside, cfg.rollout.max_turns)
+    from rlhpc.language.agents.outside import OutsideEpisodes
+
+    parsers, program, options = outside_agent(cfg, tokenizer)
+    context = int(getattr(backend, "context", sys.maxsize))
+    return OutsideEpisodes(backend, tokenizer, parsers, context, program, options)
+
+
+def outside_agent(cfg: LanguageConfig, tokenizer: Any) -> tuple[Parsers, Program, Options]:
+    """What section `agent` says: how replies are read, what is run, and its limits.
+
+    Raises:
+        ConfigError: The model has no chat template, there is no such parser, or a package is missing.
+    """
+    try:
+        import aiohttp  # noqa: F401
+    except ImportError:
+        raise ConfigError(f"agent.kind={cfg.agent.kind} needs aiohttp: pip install 'rlhpc[llm]'") from None
+    from rlhpc.language.agents.harnesses import Program
+    from rlhpc.language.agents.outside import Options
+    from rlhpc.language.agents.parsers import Parsers
+    from rlhpc.language.agents.sessions import Limits
+
+    agent = cfg.agent
+    if not tokenizer.chat_template:
+        raise ConfigError(
+            f"agent.kind is {agent.kind}, but the tokenizer of {cfg.actor.model.model_path} has no chat template, by which "
+            "what an agent asks becomes tokens: use a model that has one, or put one into its tokenizer_config.json"
+        )
+    program = Program(agent.kind, agent.target, tuple(agent.command), agent.python, agent.episodes_per_rank)
+    options = Options(
+        Limits(agent.max_turns, agent.max_tokens, tuple(agent.roles)), agent.timeout_s, plain(agent.kwargs)
+    )
+    return Parsers(tokenizer, agent.tool_parser, agent.reasoning_parser), program, options
+
+
+def check_agent(cfg: LanguageConfig, tokenizer: Any) -> None:
+    """Tries what answers the model, or asks it.
+
+    Raises:
+        ConfigError: It cannot be had.
+    """
+    if cfg.agent.kind == INLINE:
+        configured_agent(cfg)
+        return
+    from rlhpc.language.agents.harnesses import Harnesses
+
+    _, program, _ = outside_agent(cfg, tokenizer)
+    Harnesses(program, lambda number, outcome: None).close()

@@ -136,6 +136,8 @@ class Column:
 ROLLOUT_LOGPROBS, VERSIONS = "rollout_logprobs", "versions"
 #: What `advantages` gives; and what it adds to the batch where there is a critic: what its values are to become.
 ADVANTAGES, RETURNS = "advantages", "returns"
+#: `TokenBatch.parts_of_sequences`: there where a sequence may have several samples.
+PARTS_OF = "parts_of"
 #: What a critic says of each token's state.
 VALUES = "values"
 #: Makers of columns that are no groups of their own.
@@ -148,7 +150,7 @@ class Whole:
 
     Attributes:
         tokens: Tokens that are trained on.
-        sequences: Samples with such a token.
+        sequences: What a role says in an episode, with such a token: most often one sample.
         width: Tokens of its longest sample.
     """
 

@@ -14,6 +14,7 @@ from rlhpc.algorithms.registry import ADVANTAGES as ESTIMATORS
 from rlhpc.algorithms.registry import POLICY_LOSSES
 from rlhpc.language.algorithm.base import (
     ADVANTAGES,
+    PARTS_OF,
     RETURNS,
     ROLLOUT_LOGPROBS,
     VALUE_HEAD,
@@ -111,6 +112,11 @@ class PolicyGradient(LanguageAlgorithm):
         columns = {name: batch.padded(values) for name, values in batch.columns.items() if values.dim() == 1}
         mask, logprobs = batch.padded(batch.mask), batch.padded(scores.logprobs)
         behaviour = columns[ROLLOUT_LOGPROBS]
+        # Losses are means over samples; where a sequence is several of them, their parts have to add up to its own mean.
+        # Policy losses are homogeneous in the advantages.
+        parts_of = columns.get(PARTS_OF) if cfg.loss_agg == "seq-mean-token-mean" else None
+        if parts_of is not None:
+            columns[ADVANTAGES] = columns[ADVANTAGES] * parts_of
         loss, found = self._policy_loss(logprobs, mask, columns, counts)
         if cfg.loss_agg == "seq-mean-token-sum-norm":
             loss = loss * (mask.shape[1] / whole.width)  # the width of the whole minibatch, not of this micro-batch
@@ -119,10 +125,11 @@ class PolicyGradient(LanguageAlgorithm):
             kl = kl_penalty(logprobs, columns[REFERENCE], cfg.kl_type)
             parts["ref_kl"] = aggregate(kl.detach(), mask, "token-mean", **counts)
             if cfg.kl_in == "loss":
-                loss = loss + self.kl_coef * aggregate(kl, mask, cfg.loss_agg, **counts)
+                loss = loss + self.kl_coef * aggregate(_weighed(kl, parts_of), mask, cfg.loss_agg, **counts)
         if scores.entropy is not None:
             entropy = batch.padded(scores.entropy)
-            loss = loss - cfg.entropy_coef * entropy_loss(entropy, mask, cfg.loss_agg, **counts)
+            weighed = _weighed(entropy, parts_of)
+            loss = loss - cfg.entropy_coef * entropy_loss(weighed, mask, cfg.loss_agg, **counts)
             parts["entropy"] = aggregate(entropy.detach(), mask, "token-mean", **counts)
         else:  # a sample estimate costs nothing
             parts["entropy"] = aggregate(-logprobs.detach(), mask, "token-mean", **counts)
@@ -168,3 +175,7 @@ class PolicyGradient(LanguageAlgorithm):
             clip_ratio_low=cfg.clip_ratio_low, clip_ratio_high=cfg.clip_ratio_high, clip_ratio_c=cfg.clip_ratio_c,
             loss_agg=cfg.loss_agg, **extra,
         )  # fmt: skip
+
+
+def _weighed(values: Tensor, by: Tensor | None) -> Tensor:
+    return values if by is None else values * by

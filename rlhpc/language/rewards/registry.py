@@ -22,6 +22,7 @@ REWARDS: Registry[Callable[..., Any]] = Registry(
         "code": "rlhpc.language.rewards.programs:CodeReward",
         "reasoning_gym": "rlhpc.language.rewards.procedural:ReasoningGymReward",
         "http": "rlhpc.language.rewards.service:HTTPReward",
+        "agent": "rlhpc.language.agents.judged:AgentReward",
     },
     form="module:function",
 )  # fmt: skip

@@ -111,11 +111,12 @@ class LanguageActor(SavingWorker, Generic[Cfg]):
         return share_out(batch, self, each=each, hidden=self.backend.hidden)
 
     def _counted(self, batch: TokenBatch) -> tuple[float, float]:
-        """Over all ranks: the tokens of an optimizer step that are trained on, and the samples with such a token."""
-        trained = torch.repeat_interleave(torch.arange(len(batch)), batch.lengths)[batch.mask]
+        """Over all ranks: the tokens of an optimizer step that are trained on, and the sequences with such a token: what a
+        role says in an episode, in however many samples. Each rank has all of those of its sequences."""
+        trained = torch.repeat_interleave(batch.sequence(), batch.lengths)[batch.mask]
         counts = torch.tensor([float(len(trained)), float(len(trained.unique()))])
-        tokens, samples = (self.all_reduce(counts) if self.world_size > 1 else counts).tolist()
-        return tokens, samples
+        tokens, sequences = (self.all_reduce(counts) if self.world_size > 1 else counts).tolist()
+        return tokens, sequences
 
     def _step(
         self, rate: float, metrics: dict[str, float], tokens: float, where: str, batch: TokenBatch

@@ -10,6 +10,7 @@ import torch
 
 from rlhpc.algorithms.rewards import overlong_penalty
 from rlhpc.language.agents.episodes import Episode
+from rlhpc.language.agents.judged import tokens_of
 from rlhpc.language.rewards.pool import Scored
 from rlhpc.language.roles.groups import FINISHED
 
@@ -26,9 +27,11 @@ def facts_of(
         rewards: `[G]` float32.
         refills: Prompts that were tried in its place before.
     """
-    masks = [np.asarray(episode.loss_mask, bool) for episode in episodes]
-    lengths = [int(mask.sum()) for mask in masks]
-    versions = [np.asarray(e.versions)[mask] for e, mask in zip(episodes, masks, strict=True)]
+    lengths = [tokens_of(episode) for episode in episodes]
+    versions = [
+        np.concatenate([np.asarray(s.versions)[np.asarray(s.loss_mask, bool)] for s in episode.samples])
+        for episode in episodes
+    ]
     oldest = [int(drawn.min()) for drawn in versions if len(drawn)]
     finished = sum(episode.finish_reason in FINISHED for episode in episodes)
     behind = [step - 1 - version for version in oldest]
@@ -50,6 +53,9 @@ def facts_of(
     }
     for name in scores[0].terms:
         facts[f"term/{name}"] = float(sum(score.terms.get(name, 0.0) for score in scores))
+    outcomes = [episode.outcome for episode in episodes if episode.outcome is not None]
+    for name in sorted({name for outcome in outcomes for name in outcome.metrics}):
+        facts[f"agent/{name}"] = sum(outcome.metrics.get(name, 0.0) for outcome in outcomes)
     return facts
 
 
@@ -60,8 +66,9 @@ def not_finite(rewards: np.ndarray, episodes: Sequence[Episode], scores: Sequenc
         if not math.isfinite(reward):
             terms = ", ".join(f"{name} {value}" for name, value in score.terms.items())
             return f"the reward of response {member} is {reward} ({terms})"
-        if not np.isfinite(np.asarray(episode.logprobs, np.float32)[np.asarray(episode.loss_mask, bool)]).all():
-            return f"a log-probability of response {member} is not finite"
+        for sample in episode.samples:
+            if not np.isfinite(np.asarray(sample.logprobs, np.float32)[np.asarray(sample.loss_mask, bool)]).all():
+                return f"a log-probability of response {member} is not finite"
     return ""
 
 

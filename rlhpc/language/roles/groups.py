@@ -13,8 +13,10 @@ import torch
 from torch import Tensor
 
 from rlhpc.language.agents.episodes import Episode
-from rlhpc.language.algorithm.base import ROLLOUT_LOGPROBS, VERSIONS
+from rlhpc.language.algorithm.base import ROLLOUT, ROLLOUT_LOGPROBS, VERSIONS, LanguageAlgorithm
+from rlhpc.language.rewards.pool import Scored
 from rlhpc.language.tokens.batches import TokenBatch, cumulated
+from rlhpc.runtime.errors import RlhpcError
 
 #: Reasons for the end of an episode other than the length limit.
 FINISHED = ("stop", "turns")
@@ -74,22 +76,27 @@ def column_message(group: Group, maker: str, values: Tensor) -> dict[str, Any]:
 
 
 def group_of(
-    step: int, position: int, episodes: Sequence[Episode], rewards: np.ndarray,
-    columns: Sequence[Mapping[str, Sequence[float]]], trains: bool,
+    step: int, position: int, episodes: Mapping[int, Episode], rewards: np.ndarray,
+    columns: Sequence[Mapping[str, Sequence[float]]], trains: bool, size: int,
+    agent_weight: float = 0.0,
 ) -> Group:  # fmt: skip
-    """The group of some episodes, each of which is one sample.
+    """The group of some episodes.
 
     Args:
         step, position: Of the prompt.
-        episodes: All that answer it.
-        rewards: `[G]` float32.
-        columns: What the algorithm wants of rollout ranks, of each episode: one value for each of its `token_ids`, as the
-            caller has checked.
+        episodes: By member of the group, those that say something about it.
+        rewards: `[E]` float32, of each.
+        columns: What the algorithm wants of rollout ranks, of each of the episodes' samples: one value for each of its
+            `token_ids`, as the caller has checked.
         trains: Whether their tokens are trained on.
+        size: G, members of a group.
+        agent_weight: Weight of what the agent says in the reward: a role's own counts as much.
     """
+    samples = [(at, member, sample) for at, (member, e) in enumerate(episodes.items()) for sample in e.samples]
+    finished = [episode.finish_reason in FINISHED for episode in episodes.values()]
     ids, masks, turns = list[np.ndarray](), list[np.ndarray](), list[np.ndarray]()
     named: dict[str, list[np.ndarray]] = {ROLLOUT_LOGPROBS: [], VERSIONS: [], **{name: [] for name in columns[0]}}
-    for episode, extra in zip(episodes, columns, strict=True):
+    for (_, _, episode), extra in zip(samples, columns, strict=True):
         prompt = len(episode.prompt_ids)
         ids.append(np.asarray((*episode.prompt_ids, *episode.token_ids), np.int64))
         masks.append(_after(prompt, np.asarray(episode.loss_mask, bool) & trains, False))
@@ -98,13 +105,35 @@ def group_of(
         named[VERSIONS].append(_after(prompt, np.asarray(episode.versions, np.int32), -1))
         for name, values in extra.items():
             named[name].append(_after(prompt, np.asarray(values, np.float32), 0.0))
-    number = torch.arange(len(episodes))
+    number = torch.tensor([member for _, member, _ in samples])
+    each = [at for at, _, _ in samples]
+    above = np.asarray([agent_weight * sample.above for _, _, sample in samples], np.float32)
+    role = torch.tensor([sample.role for _, _, sample in samples])
     batch = TokenBatch(
         cumulated([len(sample) for sample in ids]), _joined(ids), _joined(masks), _joined(turns),
-        position * len(episodes) + number, torch.zeros_like(number), torch.full_like(number, position),
-        torch.from_numpy(np.asarray(rewards, np.float32)), {name: _joined(values) for name, values in named.items()},
+        position * size + number, role, torch.full_like(number, position),
+        torch.from_numpy(np.asarray(rewards, np.float32)[each] + above),
+        {name: _joined(values) for name, values in named.items()},
     )  # fmt: skip
-    return Group(step, position, batch, torch.tensor([episode.finish_reason in FINISHED for episode in episodes]))
+    return Group(step, position, batch, torch.tensor([finished[at] for at in each]))
+
+
+def columns_of(algorithm: LanguageAlgorithm, sample: Episode, score: Scored) -> dict[str, Sequence[float]]:
+    """What an algorithm wants to know of a sample from the rank that has drawn it.
+
+    Raises:
+        RlhpcError: The algorithm returned other columns than it asks for, or some of another length.
+    """
+    made = dict(algorithm.rollout_columns(sample, score))
+    wanted = [column.name for column in algorithm.columns if column.by == ROLLOUT]
+    lengths = {len(values) for values in made.values()} - {len(sample.token_ids)}
+    if sorted(made) != sorted(wanted) or lengths:
+        raise RlhpcError(
+            f"algorithm.name={algorithm.cfg.algorithm.name}: rollout_columns gave {sorted(made) or 'nothing'}"
+            f"{f' of {lengths} values' if lengths else ''}; wanted: {sorted(wanted) or 'nothing'}, one value for each of "
+            f"the episode's {len(sample.token_ids)} tokens"
+        )
+    return made
 
 
 def _after(prompt: int, values: np.ndarray, before: float) -> np.ndarray:

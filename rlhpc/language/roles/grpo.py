@@ -11,9 +11,11 @@ from typing import Any
 import numpy as np
 import torch
 
+from rlhpc.language.agents.registry import INLINE
 from rlhpc.language.algorithm.base import (
     ACTOR,
     ADVANTAGES,
+    PARTS_OF,
     REFERENCE,
     ROLLOUT,
     VALUE_HEAD,
@@ -250,8 +252,7 @@ class GrpoActor(LanguageActor[GrpoConfig]):
         for scorer in self._beside():
             scorer.reload()
 
-    def _beside(self) -> list[Scorer | LogitReader]:
-        """What of the algorithm is on this rank, and may hold models."""
+    def _beside(self) -> list[Scorer | LogitReader]:  # what may hold models
         return [*self._scorers.values(), *([self._reader] if self._reader else [])]
 
     # -- training -------------------------------------------------------------------------------------------------
@@ -268,11 +269,9 @@ class GrpoActor(LanguageActor[GrpoConfig]):
         if self._received != step:
             raise RlhpcError(f"step {step} cannot be trained: its groups did not come")
         cfg, start = self.cfg.algorithm, time.perf_counter()
-        parts, self._parts = self._parts, []
-        batch = TokenBatch.joined(parts)
+        batch, self._parts = TokenBatch.joined(self._parts), []
         scored = self._score(batch) if self.cfg.actor.offload_in_rollout else 0.0
-        reduce = self.all_reduce if self.world_size > 1 else None
-        batch.columns[ADVANTAGES] = self.algorithm.advantages(batch, reduce)
+        batch.columns[ADVANTAGES] = self.algorithm.advantages(batch, self.all_reduce if self.world_size > 1 else None)
         if self._returns is not None:
             self._send_returns(step, batch, self._returns)
         total = self.cfg.data.prompts_per_step * cfg.group_size
@@ -325,13 +324,14 @@ class GrpoActor(LanguageActor[GrpoConfig]):
     def _minibatch(self, batch: TokenBatch, rate: float, where: str) -> dict[str, float]:
         """One optimizer step over all ranks' samples; if the returned `grad_norm` is not finite, the step was left
         out."""
+        tokens, sequences = self._counted(batch)
+        if self.cfg.agent.kind != INLINE:
+            batch.columns[PARTS_OF] = batch.parts_of_sequences()
         batch = self._shared(batch)
-        (tokens, sequences), width = self._counted(batch), torch.tensor(float(batch.width))
-        if self.world_size > 1:
-            width = self.all_reduce(width, "max")
+        width = self._most(batch.width)
         if self.skips.skip and not tokens:  # all was left out: Adam would move by its momentum alone
             return {"grad_norm": math.nan, "tokens": 0.0}
-        whole = Whole(tokens, sequences, int(width.item()))
+        whole = Whole(tokens, sequences, width)
 
         def loss(scores: TokenScores, part: TokenBatch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
             return self.algorithm.loss(scores, part, whole)

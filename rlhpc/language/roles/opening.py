@@ -7,7 +7,7 @@ import json
 from typing import Any
 
 from rlhpc.config.typed import select
-from rlhpc.language.agents.registry import configured_agent
+from rlhpc.language.agents.registry import check_agent
 from rlhpc.language.config import LanguageConfig
 from rlhpc.language.data import PromptDataset, PromptTokenizer, load_tokenizer, make_dataset
 from rlhpc.language.engines.ends import load_model_config
@@ -108,7 +108,7 @@ def check_language(cfg: LanguageConfig, ranks: dict[str, int]) -> None:
     if cfg.actor.training_backend.lower() == "deepspeed":
         deepspeed_config(cfg.actor, compute_dtype(cfg.actor.model, "cpu"))
     if "rollout" in ranks:
-        configured_agent(cfg)
+        check_agent(cfg, tokenizer)
         Judging(cfg).close()
         if select(cfg, "runner.val_check_interval") > 0:
             for section in suites_of(cfg).values():

@@ -20,18 +20,18 @@ import numpy as np
 
 from rlhpc.algorithms.finite import nonfinite, skips
 from rlhpc.language.agents.episodes import Episode
-from rlhpc.language.agents.registry import make_generation
+from rlhpc.language.agents.judged import sample_of
+from rlhpc.language.agents.registry import INLINE, make_generation
 from rlhpc.language.algorithm.registry import make_algorithm
 from rlhpc.language.config import GrpoConfig
 from rlhpc.language.data import PromptSampler
 from rlhpc.language.engines import Request, SamplingParams
 from rlhpc.language.engines.base import Bounded
 from rlhpc.language.engines.registry import forkable
-from rlhpc.language.rewards import Sample
 from rlhpc.language.rewards.pool import Scored
 from rlhpc.language.roles.engine_weights import EngineWeights
 from rlhpc.language.roles.facts import facts_of, not_finite, overlong, varied
-from rlhpc.language.roles.groups import FINISHED, group_of
+from rlhpc.language.roles.groups import FINISHED, columns_of, group_of
 from rlhpc.language.roles.mates import first_of_engine, led
 from rlhpc.language.roles.opening import looks_of, open_prompts
 from rlhpc.language.roles.prompts import (
@@ -47,7 +47,7 @@ from rlhpc.language.roles.validation import Row, Validation
 from rlhpc.language.roles.work import Begun, Slot, Takings
 from rlhpc.language.scoring.asking import AskingGroup, Judging
 from rlhpc.runs.device import own_device, seed_process
-from rlhpc.runtime.errors import ConfigError, DeadlineExceeded, RlhpcError
+from rlhpc.runtime.errors import ConfigError, DeadlineExceeded
 from rlhpc.runtime.worker import Worker
 from rlhpc.weights.cost import COST
 
@@ -99,7 +99,7 @@ class LanguageRolloutWorker(Worker):
         self.group_size, self.staleness = prompts.group_size, cfg.algorithm.max_staleness
         self.filter, self.refills = cfg.algorithm.filter_groups, cfg.algorithm.max_refills
         # Where steps do not overlap, any ranks make the same run, to the last bit: there, prompts are drawn again.
-        self.hands_back = self.staleness > 0 and cfg.rollout.agent is None
+        self.hands_back = self.staleness > 0 and cfg.rollout.agent is None and cfg.agent.kind == INLINE
         first = first_of_engine(self.rank, cfg)
         seed_process(self.seed, "rollout", first)  # all ranks of an engine alike
         if self.rank > first:
@@ -338,14 +338,9 @@ class LanguageRolloutWorker(Worker):
         place, member = self._of_request[episode.id]
         slot = self._slots[place]
         slot.episodes[member] = episode
-        text = self.tokenizer.decode(episode.token_ids, skip_special_tokens=True)
-        tokens = int(np.count_nonzero(episode.loss_mask))
-        sample = Sample(
-            slot.prompt.question, text, slot.prompt.answer, slot.prompt.meta, tokens,
-            episode.finish_reason in FINISHED, slot.prompt.messages,
-        )  # fmt: skip
+        sample = sample_of(slot.prompt, episode, self.tokenizer, finished=episode.finish_reason in FINISHED)
         self.judges.submit(episode.id, sample, (*place, slot.attempt), self.group_size)
-        return tokens - slot.drawn.get(member, 0)
+        return sample.tokens - slot.drawn.get(member, 0)
 
     def _scored(self, request: int, scored: Scored) -> None:
         place, member = self._of_request.pop(request)
@@ -356,8 +351,17 @@ class LanguageRolloutWorker(Worker):
 
     def _whole(self, slot: Slot) -> None:
         """Handles a group that is whole: hands it over, or asks another prompt in its place."""
-        episodes = [slot.episodes[member] for member in range(self.group_size)]
-        scores = [slot.scores[member] for member in range(self.group_size)]
+        members = [member for member in range(self.group_size) if not slot.episodes[member].failed]
+        failed = self.group_size - len(members)
+        # What failed for its agent's sake says nothing about the policy: it is no reward of 0, and in no baseline.
+        lacking = len(members) < min(2, self.group_size)
+        if lacking:
+            if slot.attempt < self.refills:
+                self._start(slot.step, slot.position, slot.attempt + 1)
+                return
+            members = [0]
+        episodes = [slot.episodes[member] for member in members]
+        scores = [slot.scores[member] for member in members]
         rewards = np.asarray([score.total for score in scores], np.float32)
         rewards += overlong(episodes, self.sampling.max_new_tokens, self.cfg.algorithm.overlong_buffer)
         if fault := not_finite(rewards, episodes, scores):
@@ -365,35 +369,26 @@ class LanguageRolloutWorker(Worker):
                 asked = f"prompt {slot.position} ({slot.prompt.question!r:.80})"
                 raise nonfinite(f"step {slot.step}, {asked}, {self.group_name}-{self.rank}: {fault}")
             rewards = np.zeros_like(rewards)  # equal ones: with algorithm.filter_groups another prompt takes its place
-        if self.filter and not varied(rewards) and slot.attempt < self.refills:
+        if self.filter and not lacking and not varied(rewards) and slot.attempt < self.refills:
             self._start(slot.step, slot.position, slot.attempt + 1)
             return
         del self._slots[slot.step, slot.position]
-        columns = [self._columns(episode, score) for episode, score in zip(episodes, scores, strict=True)]
-        group = group_of(slot.step, slot.position, episodes, rewards, columns, trains=not fault)
+        made = [
+            columns_of(self.algorithm, s, score) for e, score in zip(episodes, scores, strict=True) for s in e.samples
+        ]
+        group = group_of(
+            slot.step, slot.position, dict(zip(members, episodes, strict=True)), rewards, made,
+            trains=not fault and not lacking, size=self.group_size,
+            agent_weight=sum(term.weight for term in self.cfg.reward.terms if term.name.lower() == "agent"),
+        )  # fmt: skip
         # What is safe there is not lost with this process.
         self._groups.entrust(group.pack(), key=str(self.prompts.actor_of(slot.position)))
         for name, channel in self._scoring.items():
             channel.entrust(group.bare(), key=str(self.prompts.scorer_of(name, slot.position)))
-        left_out = {"nonfinite": float(self.group_size), "refills": float(slot.attempt)}
-        facts = left_out if fault else facts_of(slot.step, episodes, scores, rewards, slot.attempt)
+        left_out = {"refills": float(slot.attempt), **({"nonfinite": float(self.group_size)} if fault else {})}
+        facts = left_out if fault or lacking else facts_of(slot.step, episodes, scores, rewards, slot.attempt)
+        if failed:
+            facts["agent_failed"] = float(failed)
         if slot.drawn:
             facts |= {"continued": float(len(slot.drawn)), "continued_tokens": float(sum(slot.drawn.values()))}
         self.work.deliver(slot.step, slot.position, facts)
-
-    def _columns(self, episode: Episode, score: Scored) -> dict[str, Sequence[float]]:
-        """What the algorithm wants of this rank.
-
-        Raises:
-            RlhpcError: The algorithm returned other columns than it asks for, or some of another length.
-        """
-        made = dict(self.algorithm.rollout_columns(episode, score))
-        wanted = [column.name for column in self.algorithm.columns if column.by == "rollout"]
-        lengths = {len(values) for values in made.values()} - {len(episode.token_ids)}
-        if sorted(made) != sorted(wanted) or lengths:
-            raise RlhpcError(
-                f"algorithm.name={self.cfg.algorithm.name}: rollout_columns gave {sorted(made) or 'nothing'}"
-                f"{f' of {lengths} values' if lengths else ''}; wanted: {sorted(wanted) or 'nothing'}, one value for each of "
-                f"the episode's {len(episode.token_ids)} tokens"
-            )
-        return made

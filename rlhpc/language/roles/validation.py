@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rlhpc.language.agents.registry import Episodes
+from rlhpc.language.agents.registry import Generation
 from rlhpc.language.config import GrpoConfig
 from rlhpc.language.evaluate import answers_to, identify, problems_of, suites_of
 from rlhpc.language.pass_at_k import summarize
@@ -34,7 +34,7 @@ class Validation:
         self.problems = {name: problems_of(cfg, section, tokenizer)[0] for name, section in self.suites.items()}
 
     def rows(
-        self, generation: Episodes, judges: Judges, share: tuple[int, int], deadline: float
+        self, generation: Generation, judges: Judges, share: tuple[int, int], deadline: float
     ) -> dict[str, list[Row]]:
         """Answers the problems.
 

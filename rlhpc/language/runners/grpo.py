@@ -12,6 +12,7 @@ from typing import Any
 
 from rlhpc.algorithms.finite import MOST_IN_A_ROW, nonfinite
 from rlhpc.jobs.signals import StopRequest
+from rlhpc.language.agents.registry import INLINE
 from rlhpc.language.config import GrpoConfig
 from rlhpc.language.roles.mates import ranks_of_engine
 from rlhpc.language.roles.prompts import PromptMap, evaluation_phase
@@ -316,6 +317,9 @@ class ReasoningRunner(Runner[GrpoConfig]):
             row["rollout/nonfinite"] = left_out
         if self.ahead:
             row |= {f"rollout/{name}": total.get(name, 0.0) for name in ("continued", "continued_tokens")}
+        if self.cfg.agent.kind != INLINE:
+            row["agent/failed"] = total.get("agent_failed", 0.0)
+            row |= {name: value / n for name, value in total.items() if name.startswith("agent/")}
         row |= {f"reward/{name[5:]}": value / n for name, value in total.items() if name.startswith("term/")}
         row["time/generate_s"], row["time/rollout_sync_s"] = total["busy_s"], total["sync_s"]
         row["time/tokens_per_s"] = total["tokens"] / max(total["seconds"], 1e-9)

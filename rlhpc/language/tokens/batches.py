@@ -221,6 +221,20 @@ class TokenBatch:
         parts = {name: getattr(self, name)[first] for name in _OF_SAMPLES}
         return dataclasses.replace(self, cu_seqlens=cuts, **parts)
 
+    def sequence(self) -> Tensor:
+        """`[N]` int64: which sequence a sample is of, or a part of: what one role says in an episode."""
+        roles = int(self.role.max()) + 1 if len(self) else 1
+        return self.episode * roles + self.role
+
+    def parts_of_sequences(self) -> Tensor:
+        """`[T]` float32: the part of its sequence's trained tokens that a token's sample has, most often 1. A mean over a
+        sample's tokens, times this, is its share of the mean over the sequence's."""
+        which, inverse = self.sequence().unique(return_inverse=True)
+        line = torch.repeat_interleave(torch.arange(len(self)), self.lengths)
+        own = torch.zeros(len(self)).index_add(0, line, self.mask.float())
+        whole = torch.zeros(len(which)).index_add(0, inverse, own)
+        return (own / whole[inverse].clamp(min=1))[line]
+
     def to(self, device: torch.device) -> TokenBatch:
         """On a device, but for `cu_seqlens`."""
         if device.type == "cpu":

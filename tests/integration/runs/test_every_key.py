@@ -44,6 +44,7 @@ LANGUAGE: dict[str, Any] = {
     "data": {"train": SUMS, "eval": [{**SUMS, "name": "default"}], "max_prompt_tokens": 16, "prompts_per_step": 2},
     "reward": {"terms": [{"name": "math"}]},
     "rollout": {"max_new_tokens": 4},
+    "agent": {"kind": "python", "target": "outside_agents:odd_digits"},
     "workflow": {"sft": "first.yaml"},
 }
 CONFIGS: dict[str, dict[str, Any]] = {

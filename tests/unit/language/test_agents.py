@@ -162,7 +162,7 @@ def test_the_same_seed_gives_the_same_episode():
 
 def test_one_turn_without_an_agent():
     backend = Scripted(lambda text: "two$")
-    cfg = SimpleNamespace(rollout=SimpleNamespace(agent=None, max_turns=1))
+    cfg = SimpleNamespace(rollout=SimpleNamespace(agent=None, max_turns=1), agent=SimpleNamespace(kind="inline"))
     generation = make_generation(cfg, backend, Letters())
     prompt = Prompt(1, ({"role": "user", "content": "1+1"},))
     generation.add([request(0, "1+1"), request(1, "1+1")], prompt)
@@ -284,7 +284,8 @@ def test_a_search_task_is_a_class_outside_the_package(tmp_path, monkeypatch):
         "        return PAGES[query.strip()]\n"
     )
     monkeypatch.syspath_prepend(str(tmp_path))
-    cfg = SimpleNamespace(rollout=SimpleNamespace(agent="pages_search:SearchAgent", max_turns=3))
+    rollout = SimpleNamespace(agent="pages_search:SearchAgent", max_turns=3)
+    cfg = SimpleNamespace(rollout=rollout, agent=SimpleNamespace(kind="inline"))
 
     def ask(text: str) -> str:
         if "<result>" not in text:

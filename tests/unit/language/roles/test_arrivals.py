@@ -22,7 +22,7 @@ def group(step: int, position: int, *tokens: int) -> Group:
     """A prompt's group of one answer."""
     numbers, versions, n = [-1.0] * len(tokens), [step - 1] * len(tokens), len(tokens)
     episode = Episode(0, (1, 2), None, list(tokens), numbers, versions, [True] * n, [0] * n, 1, "stop")
-    return group_of(step, position, [episode], np.zeros(1, np.float32), [{}], trains=True)
+    return group_of(step, position, {0: episode}, np.zeros(1, np.float32), [{}], trains=True, size=1)
 
 
 def column(of: Group, maker: str, value: float) -> dict[str, Any]:

@@ -1,0 +1,146 @@
+"""What the gateway of agents costs: 1000 episodes of 10 turns each over an engine that costs nothing.
+
+    python -m bench.gateway
+
+Clients are in a process of their own. The thread of the gateway counts its own processor time; what template and tokenizer
+take of it is counted beside.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import multiprocessing
+import resource
+import time
+from typing import Any
+
+from rlhpc.language.agents.gateway import Drawing, Gateway
+from rlhpc.language.agents.parsers import Parsers
+from rlhpc.language.agents.sessions import Limits, Session
+from rlhpc.language.data.tiny import character_tokenizer
+from rlhpc.language.engines.base import Completion, SamplingParams
+
+_TEXT = "the product of these is 84 "
+
+
+class Counted:
+    """A tokenizer that knows how long it has taken, with its chat template.
+
+    Args:
+        tokenizer: Of transformers.
+    """
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer, self.seconds = tokenizer, 0.0
+
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(self._tokenizer, name)
+        if name not in ("apply_chat_template", "encode", "decode"):
+            return found
+
+        def counted(*args: Any, **kwargs: Any) -> Any:
+            begun = time.thread_time()
+            try:
+                return found(*args, **kwargs)
+            finally:
+                self.seconds += time.thread_time() - begun
+
+        return counted
+
+
+async def _episode(client: Any, key: str, turns: int) -> None:
+    messages = [{"role": "user", "content": _TEXT}]
+    for _ in range(turns):
+        head = {"Authorization": f"Bearer {key}"}
+        async with client.post("/v1/chat/completions", json={"messages": messages}, headers=head) as response:
+            found = await response.json()
+        messages += [found["choices"][0]["message"], {"role": "user", "content": _TEXT}]
+
+
+def clients(url: str, keys: list[str], turns: int, at_once: int) -> None:
+    """Runs the episodes, so many at a time."""
+    import aiohttp
+
+    async def run() -> None:
+        todo = iter(keys)
+
+        async def some(client: Any) -> None:
+            for key in todo:
+                await _episode(client, key, turns)
+
+        async with aiohttp.ClientSession(url) as client:
+            await asyncio.gather(*[some(client) for _ in range(at_once)])
+
+    asyncio.run(run())
+
+
+def measure(episodes: int, turns: int, at_once: int) -> dict[str, float]:
+    """Seconds and milliseconds a turn, and how much memory grew over the second half of the episodes.
+
+    Args:
+        episodes, turns: How many, and how long.
+        at_once: Episodes under way.
+    """
+    tokenizer = Counted(character_tokenizer(context=1 << 20))
+    gateway = Gateway(tokenizer, Parsers(tokenizer, "hermes", "think"), 1 << 20)
+    sampling, limits = SamplingParams(max_new_tokens=64), Limits(turns, 1 << 20)
+    sessions = [Session(number, sampling, number, limits) for number in range(episodes)]
+    for session in sessions:
+        gateway.open(session)
+    reply = [*tokenizer.encode(_TEXT, add_special_tokens=False), tokenizer.eos_token_id]
+    context = multiprocessing.get_context("spawn")
+    asking = context.Process(target=clients, args=(gateway.url, [s.key for s in sessions], turns, at_once))
+
+    async def used() -> float:
+        return time.thread_time()
+
+    def clock() -> float:
+        return asyncio.run_coroutine_threadsafe(used(), gateway.loop).result(60)
+
+    asking.start()
+    drawn, begun, ended, half = 0, 0.0, 0, 0.0
+    cpu = tokenizing = 0.0
+    while drawn < episodes * turns:
+        drawing: Drawing = gateway.asked.get(timeout=60)
+        if not drawn:
+            begun, cpu, tokenizing = time.perf_counter(), clock(), tokenizer.seconds
+        drawn += 1
+        drawing.answer(Completion(drawn, list(reply), [-1.0] * len(reply), [0] * len(reply), "stop"))
+        for session in sessions[ended : ended + 1]:  # as a rank does with those that are over
+            if len(session.tree.turns) == turns:
+                assert len(session.tree.samples(session.number)) == 1
+                gateway.loop.call_soon_threadsafe(gateway.end, session)
+                session.tree.turns.clear()
+                ended += 1
+        if drawn == episodes * turns // 2:
+            half = _memory()
+    asking.join(60)
+    seconds, cpu, tokenizing = time.perf_counter() - begun, clock() - cpu, tokenizer.seconds - tokenizing
+    grown = _memory() - half
+    gateway.close()
+    return {
+        "turns": float(drawn), "turns_per_s": drawn / seconds, "cpu_ms_a_turn": 1e3 * cpu / drawn,
+        "template_and_tokenizer_ms_a_turn": 1e3 * tokenizing / drawn,
+        "the_rest_ms_a_turn": 1e3 * (cpu - tokenizing) / drawn, "grown_in_second_half_mib": grown,
+    }  # fmt: skip
+
+
+def _memory() -> float:
+    """The most memory so far, in MiB."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+
+
+def main() -> None:
+    """`python -m bench.gateway`."""
+    parser = argparse.ArgumentParser(prog="python -m bench.gateway", description=__doc__.splitlines()[0])
+    parser.add_argument("--episodes", type=int, default=1000)
+    parser.add_argument("--turns", type=int, default=10)
+    parser.add_argument("--at-once", type=int, default=64)
+    options = parser.parse_args()
+    print(json.dumps(measure(options.episodes, options.turns, options.at_once), indent=1))
+
+
+if __name__ == "__main__":
+    main()

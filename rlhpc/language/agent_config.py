@@ -1,0 +1,40 @@
+"""Section `agent` of the configuration. The docstring under a field is its entry in the reference."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass
+class AgentConfig:
+    """Who answers a prompt: the model at once, or an agent that asks it, maybe often, and works with what it says."""
+
+    kind: str = "inline"
+    """`inline`: the model, or what `rollout.agent` names, in the rollout rank. `python`: a function, `agent.target`.
+    `command`: any program, `agent.command`. The last two ask the model over an endpoint in the form of OpenAI's, of which
+    they find URL and key in the environment."""
+    target: str | None = None
+    """`module:function` of kind `python`: gets the task and the model, and returns the reward, or more; a coroutine, too."""
+    command: list[str] = field(default_factory=list)
+    """argv of kind `command`; `{question}` in it is the question. What it prints is the response that is judged."""
+    python: str | None = None
+    """Interpreter of the agent, with packages of its own; null is rlhpc's."""
+    kwargs: dict[str, Any] = field(default_factory=dict)
+    """For the agent, as `task.kwargs`."""
+    episodes_per_rank: int = 8
+    """Episodes that run at a time, each in a process of its own, on each rank that runs them."""
+    timeout_s: float = 900.0
+    """Longest time of an episode, from its start to its reward. One that takes longer is ended, with all that it has started,
+    and is left out."""
+    max_turns: int = 40
+    """Most calls of the model in an episode."""
+    max_tokens: int = 32768
+    """Most tokens that the model writes in an episode; `rollout.max_new_tokens` bounds each turn."""
+    roles: list[str] = field(default_factory=list)
+    """Where several speak in an episode: names by which the agent calls the model, one for each. Each is a context of its own,
+    and is compared with its own kind."""
+    tool_parser: str | None = "hermes"
+    """How calls of tools are found in what the model writes: `hermes`, any of vLLM's where that is installed, or null."""
+    reasoning_parser: str | None = "think"
+    """How reasoning is told from the answer: `think` (`<think>…</think>`), any of vLLM's, or null."""

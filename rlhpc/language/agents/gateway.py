@@ -1,0 +1,329 @@
+"""The gateway: an endpoint in the forms of OpenAI's and Anthropic's, over the engine of this very process.
+
+Anybody's agent speaks to it as to any other, with a key that is its episode. It runs on a loop of its own, in a thread, and
+exchanges with the engine's through two queues; so the engine stays where it is, and what steers it (weights, sleep) is no
+route that anybody could call.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import queue
+import shutil
+import tempfile
+import threading
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from aiohttp import web
+
+from rlhpc.language.agents.messages import Refused, Renderer
+from rlhpc.language.agents.messages_api import conversation_of, message_error, message_events, message_reply
+from rlhpc.language.agents.parsers import Parsers
+from rlhpc.language.agents.sessions import Answer, Session
+from rlhpc.language.agents.wire import chat_chunks, chat_reply, check_chat, generate_reply
+from rlhpc.language.engines.base import Completion, SamplingParams
+
+#: Largest body of a call, in bytes.
+_BODY = 32 << 20
+#: Seconds after which a client that waits for a stream is told that it is not forgotten.
+_ALIVE_S = 10.0
+_START_S = 60.0
+_LONG = 70
+MODEL = "policy"
+
+
+@dataclass
+class Drawing:
+    """What the engine is asked for.
+
+    Attributes:
+        session: Who asks.
+        prompt_ids, sampling, seed: What is drawn.
+        answer: Is called with what was drawn, or why nothing was; by the engine's thread.
+    """
+
+    session: Session
+    prompt_ids: tuple[int, ...]
+    sampling: SamplingParams
+    seed: int
+    answer: Callable[[Completion | Exception], None]
+
+
+class Gateway:
+    """Serves episodes.
+
+    Args:
+        tokenizer: Of the model, with its chat template.
+        parsers: How replies are read.
+        context: Most tokens that the model reads and writes.
+        host: Address to listen on, on a port that the system chooses.
+
+    Attributes:
+        asked: What the engine is to draw.
+        url: Where it is, without `/v1`.
+        socket: Path of a UNIX socket where it is, too: for sandboxes without a network.
+    """
+
+    def __init__(self, tokenizer: Any, parsers: Parsers, context: int, host: str = "127.0.0.1") -> None:
+        self.asked: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self.loop = asyncio.new_event_loop()
+        self._tokenizer, self._parsers, self._context = tokenizer, parsers, context
+        self._renderer = Renderer(tokenizer)
+        long = len(tempfile.gettempdir()) > _LONG  # an address of a UNIX socket has at most 108 bytes
+        self._folder = tempfile.mkdtemp(prefix="rlhpc-agents-", dir="/tmp" if long else None)  # nobody else's to enter
+        self.socket = str(Path(self._folder) / "model")
+        self._sessions: dict[str, Session] = {}
+        self._waiting: set[asyncio.Future[Completion]] = set()
+        self._thread = threading.Thread(target=self._serve, name="rlhpc-gateway", daemon=True)
+        self._thread.start()
+        try:
+            self.url = asyncio.run_coroutine_threadsafe(self._listen(host), self.loop).result(_START_S)
+        except OSError:
+            self.close()
+            raise
+
+    def _serve(self) -> None:
+        asyncio.set_event_loop(self.loop)
+        self.loop.run_forever()
+
+    async def _listen(self, host: str) -> str:
+        app = web.Application(client_max_size=_BODY)
+        app.add_routes(
+            [
+                web.get("/v1/models", self._models),
+                web.post("/v1/chat/completions", self._chat),
+                web.post("/inference/v1/generate", self._generate),
+                web.post("/v1/messages", self._messages),
+            ]
+        )
+        self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.5)  # a log would have keys in it
+        await self._runner.setup()
+        await web.TCPSite(self._runner, host, 0).start()
+        port = self._runner.addresses[0][1]
+        await web.UnixSite(self._runner, self.socket).start()
+        return f"http://{host}:{port}"
+
+    def close(self) -> None:
+        """Ends it; whoever waits is refused."""
+
+        async def end() -> None:
+            for session in list(self._sessions.values()):
+                self.end(session)
+            for waiting in list(self._waiting):
+                if not waiting.done():
+                    waiting.set_exception(Refused("the run has ended", 503))
+            with contextlib.suppress(AttributeError):  # it did not come to that
+                await self._runner.cleanup()
+
+        if self._thread.is_alive():
+            with contextlib.suppress(TimeoutError):
+                asyncio.run_coroutine_threadsafe(end(), self.loop).result(5.0)
+            self.loop.call_soon_threadsafe(self.loop.stop)
+            self._thread.join(5.0)
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    # -- episodes -------------------------------------------------------------------------------------------------
+
+    def open(self, session: Session) -> None:
+        """From now on its key is good."""
+        self._sessions[session.key] = session
+
+    def end(self, session: Session) -> None:
+        """From now on it is not, and what is still drawn for it is lost. On the gateway's loop."""
+        session.closed = True
+        self._sessions.pop(session.key, None)
+
+    def _session(self, request: web.Request) -> Session:
+        key = request.headers.get("Authorization", "").removeprefix("Bearer ").strip() or request.headers.get(
+            "x-api-key", ""
+        )
+        session = self._sessions.get(key)
+        if session is None:
+            raise Refused("there is no episode of this key, or it has ended", 401, "invalid_api_key")
+        return session
+
+    # -- the engine -----------------------------------------------------------------------------------------------
+
+    async def _draw(self, session: Session, prompt: list[int], sampling: SamplingParams, seed: int) -> Completion:
+        waiting: asyncio.Future[Completion] = self.loop.create_future()
+
+        def settle(found: Completion | Exception) -> None:
+            if waiting.done():
+                return
+            if isinstance(found, Exception):
+                waiting.set_exception(found)
+            else:
+                waiting.set_result(found)
+
+        def answer(found: Completion | Exception) -> None:
+            with contextlib.suppress(RuntimeError):  # the loop has ended
+                self.loop.call_soon_threadsafe(settle, found)
+
+        self._waiting.add(waiting)
+        self.asked.put(Drawing(session, tuple(prompt), sampling, seed, answer))
+        try:
+            return await waiting
+        finally:
+            self._waiting.discard(waiting)
+
+    # -- routes ---------------------------------------------------------------------------------------------------
+
+    async def _models(self, request: web.Request) -> web.StreamResponse:
+        return await self._guarded(request, self._list)
+
+    async def _list(self, request: web.Request, session: Session) -> web.StreamResponse:
+        about = {"object": "model", "created": 0, "owned_by": "rlhpc", "max_model_len": self._context}
+        models = [{"id": name, **about} for name in session.limits.roles or (MODEL,)]
+        return web.json_response({"object": "list", "data": models})
+
+    async def _chat(self, request: web.Request) -> web.StreamResponse:
+        return await self._guarded(request, self._answer_chat)
+
+    async def _answer_chat(self, request: web.Request, session: Session) -> web.StreamResponse:
+        raw = await request.read()
+        body = _json(raw)
+        check_chat(body)
+        tools = None if body.get("tool_choice") == "none" else body.get("tools")
+        most = body.get("max_completion_tokens") or body.get("max_tokens")
+
+        async def work() -> Answer:
+            sampling = session.sampling_of(most, body.get("stop"))
+            role = session.role_of(body.get("model"))
+            said = body.get("messages")
+            return await session.chat(said, tools, role, sampling, self._renderer, self._parsers, self._draw)
+
+        asking = session.once(raw, _retried(request), work)
+        model = str(body.get("model") or MODEL)
+        if not body.get("stream"):
+            answer = await asking
+            reply = chat_reply(answer, body, model, self._tokenizer)
+            return _received(request, answer, web.json_response(reply))
+        usage = bool((body.get("stream_options") or {}).get("include_usage"))
+
+        def chunks(answer: Answer) -> list[str]:
+            found = chat_chunks(chat_reply(answer, body, model, self._tokenizer), usage)
+            return [*(f"data: {json.dumps(chunk)}\n\n" for chunk in found), "data: [DONE]\n\n"]
+
+        return await self._stream(request, asking, chunks, _error)
+
+    async def _messages(self, request: web.Request) -> web.StreamResponse:
+        return await self._guarded(request, self._answer_message, message_error)
+
+    async def _answer_message(self, request: web.Request, session: Session) -> web.StreamResponse:
+        raw = await request.read()
+        body = _json(raw)
+        messages, tools = conversation_of(body)
+
+        async def work() -> Answer:
+            sampling = session.sampling_of(body.get("max_tokens"), body.get("stop_sequences"))
+            role = session.role_of(body.get("model"))
+            return await session.chat(messages, tools, role, sampling, self._renderer, self._parsers, self._draw)
+
+        asking, model = session.once(raw, _retried(request), work), str(body.get("model") or MODEL)
+        if not body.get("stream"):
+            answer = await asking
+            return _received(request, answer, web.json_response(message_reply(answer, model)))
+
+        def events(answer: Answer) -> list[str]:
+            found = message_events(message_reply(answer, model))
+            return [f"event: {event['type']}\ndata: {json.dumps(event)}\n\n" for event in found]
+
+        return await self._stream(request, asking, events, message_error)
+
+    async def _generate(self, request: web.Request) -> web.StreamResponse:
+        return await self._guarded(request, self._answer_generate)
+
+    async def _answer_generate(self, request: web.Request, session: Session) -> web.StreamResponse:
+        raw = await request.read()
+        body = _json(raw)
+        prompt, wanted = body.get("token_ids"), body.get("sampling_params") or {}
+        if not isinstance(prompt, list) or not prompt or not all(type(token) is int for token in prompt):
+            raise Refused("token_ids must be a list of integers, with at least one")
+        if wanted.get("n") not in (None, 1):
+            raise Refused("n must be 1: ask again for another answer")
+
+        async def work() -> Answer:
+            sampling = session.sampling_of(wanted.get("max_tokens"), wanted.get("stop"), wanted.get("stop_token_ids"))
+            return await session.tokens(prompt, session.role_of(body.get("model")), sampling, self._draw)
+
+        answer = await session.once(raw, _retried(request), work)
+        return _received(request, answer, web.json_response(generate_reply(answer)))
+
+    async def _guarded(
+        self,
+        request: web.Request,
+        route: Callable[[web.Request, Session], Awaitable[web.StreamResponse]],
+        error: Callable[[Refused], dict[str, Any]] | None = None,
+    ) -> web.StreamResponse:
+        """What a route answers, or why it does not, as its clients understand it."""
+        try:
+            return await route(request, self._session(request))
+        except Refused as why:
+            return web.json_response((error or _error)(why), status=why.status)
+
+    async def _stream(
+        self,
+        request: web.Request,
+        asking: Awaitable[Answer],
+        chunks: Callable[[Answer], list[str]],
+        error: Callable[[Refused], dict[str, Any]],
+    ) -> web.StreamResponse:
+        """Waits for an answer with an open stream, so that no client takes a slow one for a lost one."""
+        made = asyncio.ensure_future(asking)
+        done, _ = await asyncio.wait({made}, timeout=_ALIVE_S)
+        if done:
+            made.result()  # refused at once: by a status
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
+        try:
+            await response.prepare(request)
+            while not done:
+                await response.write(b": waiting\n\n")
+                done, _ = await asyncio.wait({made}, timeout=_ALIVE_S)
+            try:
+                answer = made.result()
+            except Refused as why:
+                await response.write(f"event: error\ndata: {json.dumps(error(why))}\n\n".encode())
+                return response
+            *most, last = chunks(answer)
+            for chunk in most:
+                await response.write(chunk.encode())
+            before, answer.turn.received = answer.turn.received, True  # its client may be done before this goes on
+            try:
+                await response.write(last.encode())
+                await response.write_eof()
+            except ConnectionError:
+                answer.turn.received = before
+        except ConnectionError:  # nobody is there any more
+            pass
+        return response
+
+
+def _json(raw: bytes) -> Any:
+    try:
+        body = json.loads(raw)
+    except ValueError:
+        raise Refused("the body is no JSON") from None
+    if not isinstance(body, dict):
+        raise Refused("the body must be a JSON object")
+    return body
+
+
+def _retried(request: web.Request) -> bool:
+    """Whether the client's library says that it asks once more."""
+    return request.headers.get("x-stainless-retry-count", "0").strip() not in ("", "0")
+
+
+def _received(request: web.Request, answer: Answer, response: web.Response) -> web.Response:
+    transport = request.transport
+    if transport is not None and not transport.is_closing():
+        answer.turn.received = True
+    return response
+
+
+def _error(why: Refused) -> dict[str, Any]:
+    return {"error": {"message": str(why), "type": "invalid_request_error", "code": why.code}}

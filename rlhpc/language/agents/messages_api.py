@@ -1,0 +1,135 @@
+"""Anthropic's Messages in terms of chat completions: what such a client asks, and what it gets."""
+
+from __future__ import annotations
+
+import json
+import uuid
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from rlhpc.language.agents.messages import Message, Refused
+from rlhpc.language.agents.sessions import OVER, Answer
+
+_REASONS = {"stop": "end_turn", "length": "max_tokens"}
+
+
+def conversation_of(body: Mapping[str, Any]) -> tuple[list[Message], list[dict[str, Any]] | None]:
+    """The messages and tools of a request, as chat completions have them.
+
+    Raises:
+        Refused: It has something else.
+    """
+    found: list[Message] = []
+    if body.get("system"):
+        found.append({"role": "system", "content": _text(body["system"])})
+    messages = body.get("messages")
+    if not isinstance(messages, list):
+        raise Refused("messages must be a list with at least one message")
+    for message in messages:
+        if not isinstance(message, Mapping) or message.get("role") not in ("user", "assistant"):
+            raise Refused("messages must be objects with role user or assistant, and content")
+        found += _assistant(message) if message["role"] == "assistant" else _user(message)
+    if (body.get("tool_choice") or {}).get("type") == "none":
+        return found, None
+    try:
+        tools = [_tool(tool) for tool in body.get("tools") or []]
+    except (TypeError, KeyError, AttributeError):
+        raise Refused("tools must each have a name and an input_schema") from None
+    return found, tools or None
+
+
+def _tool(tool: Mapping[str, Any]) -> dict[str, Any]:
+    function = {"name": tool["name"], "description": tool.get("description", ""), "parameters": tool["input_schema"]}
+    return {"type": "function", "function": function}
+
+
+def _assistant(message: Mapping[str, Any]) -> list[Message]:
+    found: Message = {"role": "assistant", "content": ""}
+    for block in _blocks(message.get("content")):
+        kind = block.get("type")
+        if kind == "text":
+            found["content"] += block.get("text", "")
+        elif kind == "thinking":
+            found["reasoning_content"] = found.get("reasoning_content", "") + block.get("thinking", "")
+        elif kind == "tool_use":
+            function = {"name": block.get("name"), "arguments": block.get("input") or {}}
+            found.setdefault("tool_calls", []).append({"id": block.get("id"), "type": "function", "function": function})
+        else:
+            raise Refused(f"an assistant's message has a block of type {kind}; allowed: text, thinking, tool_use")
+    return [found]
+
+
+def _user(message: Mapping[str, Any]) -> list[Message]:
+    """Results of tools are messages of their own; what the user says beside them comes behind."""
+    results, texts = list[Message](), list[str]()
+    for block in _blocks(message.get("content")):
+        kind = block.get("type")
+        if kind == "tool_result":
+            said = _text(block.get("content") or "")
+            results.append({"role": "tool", "tool_call_id": block.get("tool_use_id"), "content": said})
+        elif kind == "text":
+            texts.append(block.get("text", ""))
+        else:
+            raise Refused(f"a user's message has a block of type {kind}; this model reads text, and results of tools")
+    return [*results, *([{"role": "user", "content": "".join(texts)}] if texts or not results else [])]
+
+
+def _blocks(content: Any) -> list[Any]:
+    if isinstance(content, str):
+        return [{"type": "text", "text": content}]
+    if not isinstance(content, list) or not all(isinstance(block, Mapping) for block in content):
+        raise Refused("a message's content must be a text, or a list of blocks")
+    return content
+
+
+def _text(content: Any) -> str:
+    found = _blocks(content)
+    if any(block.get("type") != "text" for block in found):
+        raise Refused("system and the results of tools must be texts, or blocks of type text")
+    return "".join(block.get("text", "") for block in found)
+
+
+def message_reply(answer: Answer, model: str) -> dict[str, Any]:
+    """The answer to `/v1/messages`."""
+    message, content = answer.message, list[dict[str, Any]]()
+    if message.get("reasoning_content"):
+        content.append({"type": "thinking", "thinking": message["reasoning_content"], "signature": ""})
+    if message["content"]:
+        content.append({"type": "text", "text": message["content"]})
+    for call in message.get("tool_calls", []):
+        said = json.loads(call["function"]["arguments"] or "{}")
+        given = said if isinstance(said, dict) else {"arguments": said}
+        content.append({"type": "tool_use", "id": call["id"], "name": call["function"]["name"], "input": given})
+    reason = "tool_use" if message.get("tool_calls") else _REASONS[answer.turn.finish_reason]
+    return {
+        "id": f"msg_{uuid.uuid4().hex}", "type": "message", "role": "assistant", "model": model, "content": content,
+        "stop_reason": reason, "stop_sequence": None,
+        "usage": {"input_tokens": len(answer.prompt_ids), "output_tokens": len(answer.turn.token_ids)},
+    }  # fmt: skip
+
+
+def message_events(reply: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    """The same as a stream: each block at once."""
+    begun = {**reply, "content": [], "stop_reason": None, "usage": {**reply["usage"], "output_tokens": 0}}
+    yield {"type": "message_start", "message": begun}
+    for index, block in enumerate(reply["content"]):
+        empty: dict[str, Any]
+        if block["type"] == "text":
+            empty, delta = {"text": ""}, {"type": "text_delta", "text": block["text"]}
+        elif block["type"] == "thinking":
+            empty, delta = {"thinking": ""}, {"type": "thinking_delta", "thinking": block["thinking"]}
+        else:
+            empty, delta = {"input": {}}, {"type": "input_json_delta", "partial_json": json.dumps(block["input"])}
+        yield {"type": "content_block_start", "index": index, "content_block": {**block, **empty}}
+        yield {"type": "content_block_delta", "index": index, "delta": delta}
+        yield {"type": "content_block_stop", "index": index}
+    ended = {"stop_reason": reply["stop_reason"], "stop_sequence": None}
+    yield {"type": "message_delta", "delta": ended, "usage": {"output_tokens": reply["usage"]["output_tokens"]}}
+    yield {"type": "message_stop"}
+
+
+def message_error(why: Refused) -> dict[str, Any]:
+    """Why there is no answer."""
+    kinds = {401: "authentication_error", 429: "rate_limit_error", 503: "api_error"}
+    said = f"prompt is too long: {why}" if why.code == OVER else str(why)
+    return {"type": "error", "error": {"type": kinds.get(why.status, "invalid_request_error"), "message": said}}

@@ -1,0 +1,220 @@
+"""Episodes of agents outside: programs that ask the model over the gateway, as they would ask any other.
+
+To a rollout rank they are what `Episodes` are: requests are added, each step gives back those that ended.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from rlhpc.language.agents.episodes import Episode, Outcome
+from rlhpc.language.agents.gateway import MODEL, Drawing, Gateway
+from rlhpc.language.agents.harnesses import Harnesses, Program
+from rlhpc.language.agents.messages import Refused
+from rlhpc.language.agents.parsers import Parsers
+from rlhpc.language.agents.sessions import OVER, Limits, Session
+from rlhpc.language.data.prompts import Prompt
+from rlhpc.language.engines.base import Completion, Request, RolloutBackend
+from rlhpc.runtime.errors import ConfigError
+
+log = logging.getLogger(__name__)
+_IDLE_S = 0.01
+#: Of how many agents that failed a rank says why.
+_TOLD = 5
+
+
+@dataclass(frozen=True)
+class Options:
+    """Section `agent`, as a rank wants it.
+
+    Attributes:
+        limits: Of an episode.
+        timeout_s: Of an episode, from its start to its outcome.
+        kwargs: For the agent.
+    """
+
+    limits: Limits
+    timeout_s: float
+    kwargs: dict[str, Any]
+
+
+class OutsideEpisodes:
+    """Runs episodes of agents outside, on an engine. Not thread-safe, as the engine.
+
+    Args:
+        backend: The engine. Nobody else adds requests to it meanwhile.
+        tokenizer: Of the model.
+        parsers: How replies are read.
+        context: Most tokens that the model reads and writes.
+        program: The agent.
+        options: Its limits.
+
+    Raises:
+        ConfigError: The agent cannot be started.
+    """
+
+    def __init__(
+        self,
+        backend: RolloutBackend,
+        tokenizer: Any,
+        parsers: Parsers,
+        context: int,
+        program: Program,
+        options: Options,
+    ) -> None:
+        self._backend, self._tokenizer, self._options = backend, tokenizer, options
+        self._harnesses = Harnesses(program, self._came)
+        self._gateway = Gateway(tokenizer, parsers, context)
+        self._sessions: dict[int, tuple[Session, Prompt | None, tuple[int, ...]]] = {}
+        self._drawing: dict[int, Drawing] = {}
+        self._number = self._tickets = self._failures = 0
+
+    def add(self, requests: Iterable[Request], prompt: Prompt | None = None) -> None:
+        """Starts an episode for each request: its sampling and seed are those of all that the model draws in it."""
+        for request in requests:
+            session = Session(request.id, request.sampling, request.seed, self._options.limits)
+            self._tickets += 1  # no number is used again: one that was ended may yet have an outcome on its way
+            self._sessions[self._tickets] = session, prompt, tuple(request.prompt_ids)
+            self._gateway.open(session)
+            self._harnesses.run(self._ticket(self._tickets, session, prompt))
+
+    def _ticket(self, number: int, session: Session, prompt: Prompt | None) -> dict[str, Any]:
+        messages = (
+            [] if prompt is None else [{**m, "role": "user"} if m["role"] == "raw" else m for m in prompt.messages]
+        )
+        task = {"messages": messages, "seed": session.seed, "kwargs": self._options.kwargs}
+        if prompt is not None:
+            task |= {"id": prompt.id, "question": prompt.question, "answer": prompt.answer, "meta": prompt.meta}
+        return {
+            "id": number, "task": {"question": "", **task}, "base_url": f"{self._gateway.url}/v1",
+            "api_key": session.key, "socket": self._gateway.socket, "model": MODEL, "timeout_s": self._options.timeout_s,
+        }  # fmt: skip
+
+    def resume(self, request: Request, drawn: Completion, prompt: Prompt | None = None) -> None:
+        """Nothing of an agent outside can be handed on, and no rank does."""
+        raise AssertionError("what an agent has under way cannot be handed on")
+
+    def step(self) -> list[Episode]:
+        """Advances the engine by a step; episodes that ended."""
+        ended = self._take(wait=not self._backend.unfinished())
+        if self._backend.unfinished():
+            for completion in self._backend.step():
+                drawing = self._drawing.pop(completion.id, None)
+                if drawing is not None:
+                    drawing.answer(completion)
+        if self._drawing and all(drawing.session.closed for drawing in self._drawing.values()):
+            self._backend.abort()  # nobody waits for any of it
+            self._forget("the episode has ended", 401)
+        return ended
+
+    def unfinished(self) -> int:
+        """Number of episodes that were added and have not been given back."""
+        return len(self._sessions)
+
+    def abort(self) -> list[Episode]:
+        """Ends all episodes; each with nothing, `finish_reason` "abort"."""
+        self._harnesses.abort()
+        sessions, self._sessions = self._sessions, {}
+        for session, *_ in sessions.values():
+            session.closed = True
+            self._gateway.loop.call_soon_threadsafe(self._gateway.end, session)
+        self._backend.abort()
+        self._forget("the episode has ended", 401)
+        return [Episode(s.number, ids, prompt, finish_reason="abort") for s, prompt, ids in sessions.values()]
+
+    def close(self) -> None:
+        """Ends the agents, then the gateway."""
+        self._harnesses.close()
+        self._gateway.close()
+
+    # -- inside ---------------------------------------------------------------------------------------------------
+
+    def _forget(self, why: str, status: int) -> None:
+        for drawing in self._drawing.values():
+            drawing.answer(Refused(why, status))
+        self._drawing.clear()
+
+    def _take(self, wait: bool) -> list[Episode]:
+        """Takes in what has been asked, and outcomes."""
+        deadline, ended = time.monotonic() + (_IDLE_S if wait else 0.0), list[Episode]()
+        while True:
+            try:
+                item = self._gateway.asked.get(timeout=max(0.0, deadline - time.monotonic()))
+            except queue.Empty:
+                return ended
+            deadline = 0.0
+            if isinstance(item, Drawing):
+                self._begin(item)
+            else:
+                number, episode = item
+                if self._sessions.pop(number, None) is not None:
+                    self._tell(episode)
+                    ended.append(episode)
+
+    def _begin(self, drawing: Drawing) -> None:
+        if drawing.session.closed:
+            drawing.answer(Refused("the episode has ended", 401))
+            return
+        self._number += 1
+        request = Request(self._number, drawing.prompt_ids, drawing.sampling, drawing.seed)
+        try:
+            self._backend.add([request])
+        except ConfigError as error:  # the context is full, or a token is none
+            drawing.answer(Refused(str(error), code=OVER))
+            return
+        self._drawing[self._number] = drawing
+
+    def _came(self, number: int, outcome: dict[str, Any]) -> None:
+        """An outcome, in a thread of the harnesses': the gateway's loop looks at the episode's turns."""
+        self._gateway.loop.call_soon_threadsafe(self._ended, number, outcome)
+
+    def _ended(self, number: int, said: dict[str, Any]) -> None:
+        known = self._sessions.get(number)
+        if known is None:
+            return
+        session, prompt, ids = known
+        self._gateway.end(session)
+        self._gateway.asked.put((number, self._episode(session, prompt, ids, said)))
+
+    def _episode(self, session: Session, prompt: Prompt | None, ids: tuple[int, ...], said: dict[str, Any]) -> Episode:
+        outcome = Outcome(said.get("reward"), said.get("response"), said.get("error", ""), said.get("metrics", {}))
+        branches = session.tree.samples(session.number)
+        given = said.get("rewards", {})
+        if given and outcome.reward is None:
+            outcome.reward = sum(given.values()) / len(given)
+        for branch in branches if given else []:
+            name = session.limits.roles[branch.role] if session.limits.roles else ""
+            if name not in given:
+                outcome.error = outcome.error or f"rewards has none for {name or 'any role: agent.roles is empty'}"
+                break
+            branch.above = given[name] - (outcome.reward or 0.0)
+        if not branches and not outcome.error:
+            outcome.error = "it ended without an answer of the model"
+        last = next((turn for turn in reversed(session.tree.turns) if turn.received), None)
+        episode = Episode(
+            session.number, ids, prompt, finish_reason="error" if outcome.error else "stop", outcome=outcome,
+            branches=branches,
+        )  # fmt: skip
+        if last is not None:
+            episode.token_ids, episode.logprobs, episode.versions = last.token_ids, last.logprobs, last.versions
+            episode.loss_mask = [True] * len(last.token_ids)
+            episode.turn_ids = [0] * len(last.token_ids)
+        counts = session.tree.counts() + session.counts
+        episode.turns = counts["turns"]
+        names = ("turns", "not_received", "retried", "refused")
+        outcome.metrics |= {name: float(counts[name]) for name in names}
+        outcome.metrics["samples"] = float(len(branches))
+        return episode
+
+    def _tell(self, episode: Episode) -> None:
+        if episode.outcome is None or not episode.outcome.error:
+            return
+        self._failures += 1
+        if self._failures <= _TOLD or self._failures % 1000 == 0:
+            log.warning("episode %d: the agent failed (number %d of these): %s", episode.id, self._failures,
+                        episode.outcome.error)  # fmt: skip

@@ -1,0 +1,217 @@
+"""An episode as its clients see it: a key, limits, and one answer to each call, however often it is asked for."""
+
+from __future__ import annotations
+
+import asyncio
+import collections
+import hashlib
+import json
+import secrets
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from rlhpc.language.agents.messages import Message, Refused, Renderer, canonical, key_of, keys_of
+from rlhpc.language.agents.parsers import Parsers, Reply
+from rlhpc.language.agents.tree import Tree, Turn
+from rlhpc.language.engines.base import Completion, SamplingParams
+
+#: Answers that are kept for a client that asks again.
+_KEPT = 32
+#: Calls of an episode that may be under way at a time.
+MOST_AT_ONCE = 32
+OVER = "context_length_exceeded"
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What an episode may ask of the model.
+
+    Attributes:
+        turns: Calls.
+        tokens: Drawn in all of them.
+        roles: What the model may be called, where several speak; otherwise its name does not matter.
+    """
+
+    turns: int
+    tokens: int
+    roles: tuple[str, ...] = ()
+
+
+@dataclass
+class Answer:
+    """What a call was answered with.
+
+    Attributes:
+        turn: Of the tree.
+        prompt_ids: What the model read.
+        reply: What it wrote, read by the parsers; None where it was asked with tokens.
+        message: The reply as a message.
+    """
+
+    turn: Turn
+    prompt_ids: list[int]
+    reply: Reply | None = None
+    message: Message = field(default_factory=dict)
+
+
+#: Has the engine draw: called with the prompt's tokens, how, and a seed.
+Draw = Callable[["Session", list[int], SamplingParams, int], Coroutine[Any, Any, Completion]]
+
+
+class Session:
+    """One episode. All but its construction happens on the loop of the gateway.
+
+    Args:
+        number: Of its request.
+        sampling: How tokens are drawn; a client may have them be fewer, and end at texts of its own.
+        seed: What is drawn depends on it, the prompt, and how often that was asked before.
+        limits: What it may ask.
+
+    Attributes:
+        key: Whoever has it speaks for this episode.
+        closed: Whether it has ended: what is drawn from then on does not count.
+    """
+
+    def __init__(self, number: int, sampling: SamplingParams, seed: int, limits: Limits) -> None:
+        self.number, self.sampling, self.seed, self.limits = number, sampling, seed, limits
+        self.key = f"rk-{secrets.token_urlsafe(24)}"
+        self.tree = Tree()
+        self.closed = False
+        self.counts = collections.Counter[str]()
+        self._answers: collections.OrderedDict[str, asyncio.Future[Answer]] = collections.OrderedDict()
+        self._asked = collections.Counter[bytes]()
+        self._begun = self._under_way = 0
+
+    # -- once for each call ---------------------------------------------------------------------------------------
+
+    async def once(self, body: bytes, retried: bool, work: Callable[[], Coroutine[Any, Any, Answer]]) -> Answer:
+        """The answer to a call. A client that asks again because the first reply did not come gets that one.
+
+        Args:
+            body: What it sent.
+            retried: Whether it says that it asks again.
+            work: Makes the answer.
+
+        Raises:
+            Refused: It gets none.
+        """
+        digest = hashlib.blake2b(body, digest_size=16).hexdigest()
+        known = self._answers.get(digest)
+        if retried and known is not None:
+            self.counts["retried"] += 1
+            return await asyncio.shield(known)
+        made = asyncio.ensure_future(work())
+        made.add_done_callback(_looked_at)
+        self._answers[digest] = made
+        self._answers.move_to_end(digest)
+        while len(self._answers) > _KEPT:
+            self._answers.popitem(last=False)
+        # The draw goes on when its client hangs up: it may ask again.
+        return await asyncio.shield(made)
+
+    # -- the two ways to ask --------------------------------------------------------------------------------------
+
+    async def chat(
+        self, messages: Any, tools: Any, role: int, sampling: SamplingParams, renderer: Renderer, parsers: Parsers, draw: Draw,
+    ) -> Answer:  # fmt: skip
+        """Answers a conversation.
+
+        Raises:
+            Refused: It cannot be answered.
+        """
+        if not isinstance(messages, list) or not messages:
+            raise Refused("messages must be a list with at least one message")
+        said = [canonical(message) for message in messages]
+        keys = keys_of(said, tools)
+        prompt, parent = renderer.prompt(self.tree, said, keys, tools, role)
+        completion = await self._draw(prompt, sampling, draw)
+        reply = parsers.read(completion.token_ids, tools)
+        message = reply.message()
+        turn = self._record(prompt, parent, completion, role, (*keys, key_of(canonical(message))))
+        return Answer(turn, prompt, reply, message)
+
+    async def tokens(self, prompt: list[int], role: int, sampling: SamplingParams, draw: Draw) -> Answer:
+        """Goes on from tokens.
+
+        Raises:
+            Refused: They cannot be gone on from.
+        """
+        completion = await self._draw(prompt, sampling, draw)
+        return Answer(self._record(prompt, self.tree.continued_by(prompt, role), completion, role), prompt)
+
+    def role_of(self, model: Any) -> int:
+        """Which role a client means by what it calls the model.
+
+        Raises:
+            Refused: There is none of that name.
+        """
+        if not self.limits.roles:
+            return 0
+        if model not in self.limits.roles:
+            raise Refused(
+                f"model is {model!r}; agent.roles has: {', '.join(self.limits.roles)}", 404, "model_not_found"
+            )
+        return self.limits.roles.index(model)
+
+    def sampling_of(self, most: Any, stop: Any, stop_token_ids: Any = ()) -> SamplingParams:
+        """How tokens are drawn for a call: as the run says; a client may want fewer of them, and have them end earlier."""
+        texts = (stop,) if isinstance(stop, str) else tuple(stop or ())
+        if not all(isinstance(text, str) and text for text in texts):
+            raise Refused("stop must be a text, or a list of texts")
+        try:
+            ends = tuple(int(token) for token in stop_token_ids or ())
+            wanted = self.sampling.max_new_tokens if most is None else int(most)
+        except (TypeError, ValueError):
+            raise Refused("max_tokens must be an integer, and stop_token_ids integers") from None
+        if wanted < 1:
+            raise Refused("max_tokens must be at least 1")
+        left = self.limits.tokens - sum(len(turn.token_ids) for turn in self.tree.turns)
+        most_now = min(wanted, self.sampling.max_new_tokens, max(left, 1))
+        return replace(self.sampling, max_new_tokens=most_now, stop=texts, stop_token_ids=ends)
+
+    async def _draw(self, prompt: list[int], sampling: SamplingParams, draw: Draw) -> Completion:
+        drawn = sum(len(turn.token_ids) for turn in self.tree.turns)
+        if self._begun >= self.limits.turns or drawn >= self.limits.tokens:
+            self.counts["refused"] += 1
+            what = f"agent.max_turns ({self.limits.turns})" if self._begun >= self.limits.turns else (
+                f"agent.max_tokens ({self.limits.tokens})"
+            )  # fmt: skip
+            raise Refused(f"the episode has reached {what}", code=OVER)
+        if self._under_way >= MOST_AT_ONCE:
+            self.counts["refused"] += 1
+            raise Refused(f"{MOST_AT_ONCE} calls of the episode are under way", 429, "rate_limit_exceeded")
+        # The same prompt twice is two draws, whichever calls come between them.
+        digest = hashlib.blake2b(json.dumps(prompt).encode(), digest_size=16).digest()
+        self._asked[digest] += 1
+        own = self.seed.to_bytes(8, "little") + digest + self._asked[digest].to_bytes(4, "little")
+        seed = int.from_bytes(hashlib.blake2b(own, digest_size=8).digest(), "little") >> 1
+        self._begun += 1
+        self._under_way += 1
+        try:
+            completion = await draw(self, prompt, sampling, seed)
+        except Refused:
+            self._begun -= 1
+            raise
+        finally:
+            self._under_way -= 1
+        if self.closed:
+            raise Refused("the episode has ended", 401, "invalid_api_key")
+        return completion
+
+    def _record(
+        self, prompt: list[int], parent: int | None, completion: Completion, role: int, keys: tuple[str, ...] = ()
+    ) -> Turn:
+        before = 0 if parent is None else len(self.tree.ids(parent))
+        turn = Turn(
+            parent, prompt[before:], completion.token_ids, completion.logprobs, completion.versions,
+            completion.finish_reason, keys, role=role,
+        )  # fmt: skip
+        self.tree.turns.append(turn)
+        return turn
+
+
+def _looked_at(made: asyncio.Future[Answer]) -> None:
+    """Nobody may be left to see what went wrong; asyncio would complain."""
+    if not made.cancelled():
+        made.exception()

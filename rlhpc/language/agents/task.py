@@ -1,0 +1,150 @@
+"""What an agent gets to see of its episode: the task and the model. As `runner.py`, by which it is read: the standard library,
+any Python from 3.8 on, nothing of rlhpc.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import http.client
+import inspect
+import json
+import os
+import urllib.parse
+from typing import Any, Awaitable, Callable, Sequence  # noqa: UP035 (Python 3.8)
+
+
+class ModelError(Exception):
+    """The model gave no answer.
+
+    Attributes:
+        status: Of HTTP.
+        code: `context_length_exceeded` where the episode or the context is full.
+    """
+
+    def __init__(self, status: int, message: str, code: str | None = None) -> None:
+        super().__init__(f"{status}: {message}")
+        self.status, self.code = status, code
+
+
+class Model:
+    """The model that is trained, for an agent that brings no client of its own; others take `base_url` and `api_key`.
+
+    Attributes:
+        base_url: Of OpenAI's routes, with `/v1`.
+        api_key: The episode's.
+        name: What to call the model.
+    """
+
+    def __init__(self, base_url: str, api_key: str, name: str) -> None:
+        self.base_url, self.api_key, self.name = base_url, api_key, name
+
+    def chat(
+        self, messages: Sequence[dict[str, Any]], tools: Sequence[dict[str, Any]] | None = None, **options: Any
+    ) -> dict[str, Any]:
+        """The model's next message.
+
+        Args:
+            messages: The conversation.
+            tools: Which it may call, in OpenAI's form.
+            options: Further keys of the request, such as `max_tokens`.
+
+        Raises:
+            ModelError: There is none.
+        """
+        body: dict[str, Any] = {"model": self.name, "messages": list(messages), **options}
+        if tools:
+            body["tools"] = tools
+        message: dict[str, Any] = self.post("/chat/completions", body)["choices"][0]["message"]
+        return message
+
+    def post(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
+        """Any of the gateway's routes below `/v1`: the answer's JSON.
+
+        Raises:
+            ModelError: It is refused.
+        """
+        url = urllib.parse.urlsplit(self.base_url)
+        connection = http.client.HTTPConnection(url.hostname or "", url.port)  # never by a proxy
+        try:
+            headers = {"Authorization": f"Bearer {self.api_key}", "Content-Type": "application/json"}
+            connection.request("POST", url.path + path, json.dumps(body).encode(), headers)
+            response = connection.getresponse()
+            said = response.read()
+        finally:
+            connection.close()
+        try:
+            found: dict[str, Any] = json.loads(said)
+        except ValueError:
+            raise ModelError(response.status, said[:200].decode(errors="replace")) from None
+        if response.status != 200:
+            error = found.get("error") or {}
+            raise ModelError(response.status, str(error.get("message")), error.get("code"))
+        return found
+
+
+class Task:
+    """What an episode is about.
+
+    Attributes:
+        id: Of the problem.
+        messages: The conversation that it begins with.
+        question: The last thing that the user said there.
+        answer: The reference, as text.
+        meta: What the dataset knows of the problem.
+        seed: Of this episode, for what an agent draws itself.
+        kwargs: `agent.kwargs`.
+    """
+
+    def __init__(self, **values: Any) -> None:
+        self.id, self.seed = values.get("id", 0), values.get("seed", 0)
+        self.messages, self.question = values.get("messages", []), values.get("question", "")
+        self.answer, self.meta, self.kwargs = values.get("answer", ""), values.get("meta", {}), values.get("kwargs", {})
+
+
+def outcome_of(run: Callable[..., Any], ticket: dict[str, Any]) -> dict[str, Any]:
+    """Runs an agent on a ticket; what it returns, as an outcome.
+
+    Raises:
+        TypeError: It returned something else.
+    """
+    model = Model(ticket["base_url"], ticket["api_key"], ticket["model"])
+    value = run(Task(**ticket["task"]), model)
+    if inspect.isawaitable(value):
+        value = asyncio.run(_awaited(value))
+    if value is None:
+        return {}
+    if isinstance(value, (bool, int, float)):
+        return {"reward": float(value)}
+    if not isinstance(value, dict):
+        raise TypeError(f"the agent returned a {type(value).__name__}; allowed: a number, a dict, None")
+    found: dict[str, Any] = {}
+    for name, said in value.items():
+        if name == "response":
+            found[name] = str(said)
+        elif name == "rewards":
+            found[name] = {str(role): float(reward) for role, reward in said.items()}
+        elif said is not None:
+            found.setdefault("metrics", {})[name] = float(said)
+    if "reward" in found.get("metrics", {}):
+        found["reward"] = found["metrics"].pop("reward")
+    return found
+
+
+async def _awaited(value: Awaitable[Any]) -> Any:
+    return await value
+
+
+def environment_of(ticket: dict[str, Any]) -> dict[str, str]:
+    """What clients of OpenAI and Anthropic read by themselves."""
+    url = urllib.parse.urlsplit(ticket["base_url"])
+    near = ",".join(dict.fromkeys([*filter(None, os.environ.get("NO_PROXY", "").split(",")), url.hostname or ""]))
+    return {
+        "OPENAI_BASE_URL": ticket["base_url"], "OPENAI_API_KEY": ticket["api_key"],
+        "OPENAI_API_BASE": ticket["base_url"], "ANTHROPIC_BASE_URL": f"{url.scheme}://{url.netloc}",
+        "ANTHROPIC_API_KEY": ticket["api_key"], "RLHPC_SOCKET": ticket["socket"], "NO_PROXY": near, "no_proxy": near,
+    }  # fmt: skip
+
+
+def public(task: dict[str, Any]) -> dict[str, Any]:
+    """A command's task, without the reference answer."""
+    return {name: value for name, value in task.items() if name not in ("answer", "meta")}

@@ -1,0 +1,134 @@
+"""What an episode's calls of the model were, as a tree: a turn continues another where it begins with that one's very tokens.
+
+Each leaf is a sample: what the model reads in one pass. A turn that several leaves share is trained in one of them. So every
+token that the model has drawn is in exactly one loss mask, or is left out for a reason that is counted.
+"""
+
+from __future__ import annotations
+
+import collections
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from rlhpc.language.agents.episodes import Episode
+
+
+@dataclass
+class Turn:
+    """One call of the model.
+
+    Attributes:
+        parent: The turn whose tokens it begins with; None begins a tree of its own.
+        context: What the model read beyond those: of a first turn, the whole prompt.
+        token_ids, logprobs, versions: What it drew.
+        finish_reason: `stop` or `length`.
+        keys: Digests of the messages that it was asked with, and of its reply; empty where it was asked with tokens.
+        received: Whether the reply has reached who asked.
+        role: Who speaks, where several do.
+    """
+
+    parent: int | None
+    context: list[int]
+    token_ids: list[int]
+    logprobs: list[float]
+    versions: list[int]
+    finish_reason: str
+    keys: tuple[str, ...] = ()
+    received: bool = False
+    role: int = 0
+
+
+@dataclass
+class Tree:
+    """The turns of an episode, in the order in which they ended.
+
+    Attributes:
+        turns: All of them.
+    """
+
+    turns: list[Turn] = field(default_factory=list)
+
+    def ids(self, turn: int) -> list[int]:
+        """All tokens that a turn read and drew."""
+        return [token for at in self.path(turn) for part in self._parts(at) for token in part]
+
+    def path(self, turn: int) -> list[int]:
+        """The turns from the first one to this."""
+        found = [turn]
+        while (parent := self.turns[found[-1]].parent) is not None:
+            found.append(parent)
+        return found[::-1]
+
+    def continued_by(self, ids: Sequence[int], role: int = 0) -> int | None:
+        """The longest turn of a role whose tokens these begin with; of equal ones the last. None if there is none."""
+        ids, ends, best = list(ids), dict[int, int](), None
+        for at, turn in enumerate(self.turns):  # a parent comes before its children
+            begin = 0 if turn.parent is None else ends.get(turn.parent)
+            if begin is None or turn.role != role:
+                continue
+            for part in self._parts(at):
+                if ids[begin : begin + len(part)] != part:
+                    break
+                begin += len(part)
+            else:
+                ends[at] = begin
+                if begin < len(ids) and (best is None or begin >= ends[best]):
+                    best = at
+        return best
+
+    def _parts(self, at: int) -> tuple[list[int], list[int]]:
+        return self.turns[at].context, self.turns[at].token_ids
+
+    def samples(self, number: int) -> list[Episode]:
+        """A sample for each leaf, in an order that does not depend on which call ended first. What the model drew and nobody
+        received is not trained on, nor are there samples of such turns alone.
+
+        Args:
+            number: The episode's.
+        """
+        kept = set[int]()
+        for at, turn in enumerate(self.turns):
+            if turn.received:
+                kept.update(self.path(at))
+        leaves = kept - {self.turns[at].parent for at in kept}
+        paths = sorted((self.turns[leaf].role, self.ids(leaf), self.path(leaf)) for leaf in leaves)
+        trained, found = set[int](), list[Episode]()
+        for *_, path in paths:
+            found.append(self._sample(number, path, trained))
+            trained.update(path)
+        return found
+
+    def _sample(self, number: int, path: Sequence[int], trained: set[int]) -> Episode:
+        first = self.turns[path[0]]
+        sample = Episode(
+            number,
+            tuple(first.context),
+            turns=len(path),
+            finish_reason=self.turns[path[-1]].finish_reason,
+            role=first.role,
+        )
+        for depth, at in enumerate(path):
+            turn, between = self.turns[at], 0
+            if depth:
+                between = len(turn.context)
+                sample.token_ids += turn.context
+                sample.logprobs += [0.0] * between
+                sample.versions += [sample.versions[-1]] * between
+                sample.loss_mask += [False] * between
+            drawn = len(turn.token_ids)
+            sample.token_ids += turn.token_ids
+            sample.logprobs += turn.logprobs
+            sample.versions += turn.versions
+            sample.loss_mask += [turn.received and at not in trained] * drawn
+            sample.turn_ids += [depth] * (between + drawn)
+        return sample
+
+    def counts(self) -> collections.Counter[str]:
+        """Turns and samples' beginnings, the tokens drawn, and those that nobody received."""
+        found = collections.Counter[str]()
+        for turn in self.turns:
+            found["turns"] += 1
+            found["branches"] += turn.parent is None
+            found["drawn"] += len(turn.token_ids)
+            found["not_received"] += 0 if turn.received else len(turn.token_ids)
+        return found

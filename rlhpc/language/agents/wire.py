@@ -1,0 +1,91 @@
+"""What goes over the wire to OpenAI's clients, and to those that speak in tokens."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from rlhpc.language.agents.messages import Refused
+from rlhpc.language.agents.sessions import Answer
+
+#: What would have tokens drawn from another distribution than the one that is trained, so that it cannot be had.
+_CONSTRAINTS = ("logit_bias", "guided_json", "guided_regex", "guided_choice", "structured_outputs")
+
+
+def check_chat(body: Any) -> None:
+    """Whether a call can be answered with what was asked for.
+
+    Raises:
+        Refused: It cannot.
+    """
+    if not isinstance(body, Mapping):
+        raise Refused("the body must be a JSON object")
+    if body.get("n") not in (None, 1):
+        raise Refused("n must be 1: ask again for another answer")
+    form = body.get("response_format")
+    constrained = [name for name in _CONSTRAINTS if body.get(name)]
+    if form is not None and (not isinstance(form, Mapping) or form.get("type", "text") != "text"):
+        constrained.append("response_format")
+    if constrained:
+        raise Refused(f"{constrained[0]} cannot be had: the model is trained on what it draws by itself")
+
+
+def chat_reply(answer: Answer, body: Mapping[str, Any], model: str, tokenizer: Any) -> dict[str, Any]:
+    """The answer to `/v1/chat/completions`."""
+    turn = answer.turn
+    reason = "tool_calls" if answer.message.get("tool_calls") else turn.finish_reason
+    choice: dict[str, Any] = {"index": 0, "message": answer.message, "finish_reason": reason, "logprobs": None}
+    if body.get("logprobs"):
+        as_ids = bool(body.get("return_tokens_as_token_ids"))
+        choice["logprobs"] = {"content": _logprobs(answer, None if as_ids else tokenizer)}
+    found = {
+        "id": f"chatcmpl-{uuid.uuid4().hex}", "object": "chat.completion", "created": int(time.time()), "model": model,
+        "choices": [choice], "usage": _usage(answer),
+    }  # fmt: skip
+    if body.get("return_token_ids"):
+        found["prompt_token_ids"] = answer.prompt_ids
+        choice["token_ids"] = turn.token_ids
+    return found
+
+
+def chat_chunks(reply: Mapping[str, Any], usage: bool) -> Iterator[dict[str, Any]]:
+    """The same as a stream: the whole message at once, then its end."""
+    base = {name: reply[name] for name in ("id", "created", "model")} | {"object": "chat.completion.chunk"}
+    choice = reply["choices"][0]
+    delta = dict(choice["message"])
+    if "tool_calls" in delta:
+        delta["tool_calls"] = [{"index": at, **call} for at, call in enumerate(delta["tool_calls"])]
+    first = {"index": 0, "delta": delta, "finish_reason": None, "logprobs": choice["logprobs"]}
+    if "token_ids" in choice:
+        first["token_ids"] = choice["token_ids"]
+        base["prompt_token_ids"] = reply["prompt_token_ids"]
+    yield {**base, "choices": [first]}
+    yield {**base, "choices": [{"index": 0, "delta": {}, "finish_reason": choice["finish_reason"]}]}
+    if usage:
+        yield {**base, "choices": [], "usage": reply["usage"]}
+
+
+def generate_reply(answer: Answer) -> dict[str, Any]:
+    """The answer to `/inference/v1/generate`, in the form of vLLM's."""
+    turn = answer.turn
+    choice = {
+        "index": 0, "token_ids": turn.token_ids, "finish_reason": turn.finish_reason,
+        "logprobs": {"content": _logprobs(answer, None)},
+    }  # fmt: skip
+    return {"request_id": uuid.uuid4().hex, "choices": [choice], "versions": turn.versions}
+
+
+def _usage(answer: Answer) -> dict[str, int]:
+    read, drawn = len(answer.prompt_ids), len(answer.turn.token_ids)
+    return {"prompt_tokens": read, "completion_tokens": drawn, "total_tokens": read + drawn}
+
+
+def _logprobs(answer: Answer, tokenizer: Any) -> list[dict[str, Any]]:
+    """Of each token; without a tokenizer it is shown by its number."""
+    found = []
+    for token, logprob in zip(answer.turn.token_ids, answer.turn.logprobs, strict=True):
+        text = f"token_id:{token}" if tokenizer is None else tokenizer.decode([token], skip_special_tokens=False)
+        found.append({"token": text, "logprob": logprob, "bytes": list(text.encode()), "top_logprobs": []})
+    return found

@@ -1,0 +1,193 @@
+"""What tests of agents outside need: a tokenizer whose texts drift when they are encoded again, an engine that says what it is
+told to, and agents."""
+
+from __future__ import annotations
+
+import functools
+import random
+import re
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast
+
+from rlhpc.language.agents.harnesses import Program
+from rlhpc.language.agents.outside import Options, OutsideEpisodes
+from rlhpc.language.agents.parsers import Parsers
+from rlhpc.language.agents.sessions import Limits
+from rlhpc.language.data.prompts import Prompt
+from rlhpc.language.engines.base import Completion, Request, SamplingParams
+from rlhpc.runtime.errors import ConfigError
+
+HERE = Path(__file__).parent
+TAGS = ["<think>", "</think>", "<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>"]
+#: ChatML with tools, as Qwen's.
+TEMPLATE = """{%- if tools %}<|im_start|>system
+{% if messages[0].role == 'system' %}{{ messages[0].content }}
+{% endif %}Tools:
+{% for t in tools %}{{ t | tojson }}
+{% endfor %}Call with <tool_call>{"name":..,"arguments":..}</tool_call><|im_end|>
+{% elif messages[0].role == 'system' %}<|im_start|>system
+{{ messages[0].content }}<|im_end|>
+{% endif %}{% for m in messages %}{% if m.role == 'user' %}<|im_start|>user
+{{ m.content }}<|im_end|>
+{% elif m.role == 'assistant' %}<|im_start|>assistant
+{% if m.reasoning_content %}<think>{{ m.reasoning_content }}</think>
+{% endif %}{{ m.content }}{% for c in m.tool_calls or [] %}{% if m.content or not loop.first %}
+{% endif %}<tool_call>
+{{ c.function | tojson }}
+</tool_call>{% endfor %}<|im_end|>
+{% elif m.role == 'tool' %}<|im_start|>user
+<tool_response>
+{{ m.content }}
+</tool_response><|im_end|>
+{% endif %}{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
+{% endif %}"""
+TEXT = (
+    "I multiply with a tool and say what the product is, I think. The answer is a number such as 84 or 12 times 7. "
+    "name arguments multiply final_answer user assistant system tool response function type object integer "
+)
+QUESTION = Prompt(7, ({"role": "user", "content": "12*7?"},), "84", {"kind": "product"})
+
+
+@functools.cache
+def chat_tokenizer() -> Any:
+    """A small byte-pair encoding: what is drawn character by character would be encoded otherwise."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    special = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+    trainer = trainers.BpeTrainer(
+        vocab_size=420, special_tokens=special, initial_alphabet=pre_tokenizers.ByteLevel.alphabet()
+    )
+    tokenizer.train_from_iterator([TEXT] * 20, trainer)
+    wrapped = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, eos_token="<|im_end|>", pad_token="<|endoftext|>", chat_template=TEMPLATE,
+        clean_up_tokenization_spaces=False,
+    )  # fmt: skip
+    wrapped.add_tokens(TAGS)
+    return wrapped
+
+
+def chat_model(folder: Path, *, context: int = 2048, hidden: int = 64, heads: int = 2) -> Any:
+    """Writes a random Llama with that tokenizer; vLLM on a CPU wants heads as wide as 32."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    tokenizer = chat_tokenizer()
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=len(tokenizer), hidden_size=hidden, intermediate_size=2 * hidden, num_hidden_layers=2,
+        num_attention_heads=heads, num_key_value_heads=1, max_position_embeddings=context,
+        eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id, bos_token_id=None,
+    )  # fmt: skip
+    model = LlamaForCausalLM(config).float().eval()
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return model
+
+
+class Scripted:
+    """An engine that says what `say` makes of the prompt's text, in tokens that are not those the tokenizer would choose.
+
+    Args:
+        say: From the prompt's text to the reply's.
+        context: Most tokens.
+        delay: Steps that each reply takes.
+    """
+
+    def __init__(self, say: Callable[[str], str], context: int = 20_000, delay: int = 0) -> None:
+        self.say, self.context, self.version, self.delay = say, context, 0, delay
+        self.requests: list[Request] = []
+        self._queue: list[list[Any]] = []
+
+    def add(self, requests: Iterable[Request]) -> None:
+        for request in requests:
+            if len(request.prompt_ids) >= self.context:
+                raise ConfigError(f"a prompt of {len(request.prompt_ids)} tokens leaves no room in the context")
+            self.requests.append(request)
+            self._queue.append([self.delay, request])
+
+    def unfinished(self) -> int:
+        return len(self._queue)
+
+    def step(self) -> list[Completion]:
+        done = [entry for entry in self._queue if entry[0] <= 0]
+        self._queue = [entry for entry in self._queue if entry[0] > 0]
+        for entry in self._queue:
+            entry[0] -= 1
+        if not done:
+            time.sleep(0.001)
+        return [self._completion(request) for _, request in done]
+
+    def _completion(self, request: Request) -> Completion:
+        tokenizer, draw, ids = chat_tokenizer(), random.Random(request.seed), list[int]()
+        for part in re.split("(" + "|".join(TAGS) + ")", self.say(tokenizer.decode(request.prompt_ids))):
+            if part in TAGS:
+                ids.append(tokenizer.convert_tokens_to_ids(part))
+                continue
+            while part:
+                size = draw.randint(1, 3)
+                ids += tokenizer.encode(part[:size], add_special_tokens=False)
+                part = part[size:]
+        ids.append(tokenizer.eos_token_id)
+        most = request.sampling.max_new_tokens
+        reason, ids = ("stop", ids) if len(ids) <= most else ("length", ids[:most])
+        logprobs = [-draw.random() for _ in ids]
+        return Completion(request.id, ids, logprobs, [self.version] * len(ids), reason)
+
+    def abort(self) -> list[Completion]:
+        queue, self._queue = self._queue, []
+        return [Completion(request.id, finish_reason="abort") for _, request in queue]
+
+    def close(self) -> None:
+        self._queue.clear()
+
+
+def product(prompt: str) -> str:
+    """A model that multiplies with a tool, and then answers."""
+    last = prompt.rsplit("<|im_start|>user", 1)[-1]
+    if "<code>" in prompt or "```py" in prompt:  # a model that writes code
+        return "Thought: I compute.\n<code>\nfinal_answer(multiply(12, 7))\n</code>"
+    answered = "tool_response" in last or "Observation" in last
+    if "final_answer" in prompt and answered:
+        return '<tool_call>{"name": "final_answer", "arguments": {"answer": "84"}}</tool_call>'
+    if answered:
+        return "The product is  84 ,\n I think."
+    return 'I  multiply. <tool_call>{"arguments": {"b": 7, "a": 12},  "name": "multiply"}</tool_call>'
+
+
+@contextmanager
+def episodes_of(
+    engine: Any, target: str = "", *, python: str | None = None, command: tuple[str, ...] = (),
+    limits: tuple[int, int] = (40, 4000), timeout_s: float = 60.0, processes: int = 4,
+    parsers: tuple[str | None, str | None] = ("hermes", "think"), roles: tuple[str, ...] = (), **kwargs: Any,
+) -> Iterator[OutsideEpisodes]:  # fmt: skip
+    """Episodes of an agent of this folder."""
+    tokenizer = chat_tokenizer()
+    program = Program("command" if command else "python", target or None, command, python, processes)
+    options = Options(Limits(*limits, roles), timeout_s, kwargs)
+    found = OutsideEpisodes(engine, tokenizer, Parsers(tokenizer, *parsers), engine.context, program, options)
+    try:
+        yield found
+    finally:
+        found.close()
+
+
+def run_all(
+    generation: OutsideEpisodes, count: int, *, most: int = 200, prompt: Prompt = QUESTION, seconds: float = 100.0,
+    between: Callable[[], None] = lambda: None,
+) -> list[Any]:  # fmt: skip
+    """Episodes of a prompt, by number."""
+    sampling = SamplingParams(max_new_tokens=most)
+    generation.add([Request(number, (1,), sampling, seed=number) for number in range(count)], prompt)
+    found, deadline = dict[int, Any](), time.monotonic() + seconds
+    while len(found) < count:
+        assert time.monotonic() < deadline, "episodes are missing"
+        found |= {episode.id: episode for episode in generation.step()}
+        between()
+    return [found[number] for number in range(count)]

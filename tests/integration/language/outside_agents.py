@@ -1,0 +1,106 @@
+"""Agents of tests. Nothing heavy is imported: each rank's agents are started with an interpreter of their own."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+
+def own_loop(task: Any, model: Any) -> dict[str, Any]:
+    """Multiplies by tool, then answers."""
+    tools = [{"type": "function", "function": {"name": "multiply", "parameters": {"type": "object"}}}]
+    messages = list(task.messages)
+    for _ in range(4):
+        reply = model.chat(messages, tools)
+        messages.append(reply)
+        if not reply.get("tool_calls"):
+            break
+        for call in reply["tool_calls"]:
+            said = json.loads(call["function"]["arguments"])
+            result = str(said["a"] * said["b"])
+            messages.append({"role": "tool", "tool_call_id": call["id"], "content": result})
+    answer = str(messages[-1]["content"])
+    return {"reward": float(task.answer in answer), "response": answer, "messages": len(messages)}
+
+
+async def three_turns(task: Any, model: Any) -> float:
+    """Goes on twice, whatever the model says."""
+    messages = list(task.messages)
+    for _ in range(3):
+        messages += [model.chat(messages), {"role": "user", "content": "Go on."}]
+    return float(len(messages))
+
+
+def chaos(task: Any, model: Any) -> float:
+    """Does what its seed says."""
+    model.chat(task.messages)
+    what, notes = task.kwargs["what"], Path(task.kwargs["notes"])
+    if task.seed % 2:
+        return 1.0
+    if what == "hang":
+        time.sleep(1000)
+    if what == "die":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if what == "raise":
+        raise ValueError(f"no, with {model.api_key}")
+    if what == "fork":  # and out of its group
+        started = subprocess.Popen(
+            [sys.executable, "-c", "import os, time; os.fork() or os.setsid(); time.sleep(1000)"],
+            start_new_session=True,
+        )
+        notes.joinpath(f"{task.seed}.pid").write_text(str(started.pid))
+        raise ValueError("it has started something")
+    if what == "flood":
+        while True:
+            print("x" * 65536)
+    if what == "late":  # goes on asking after its end
+        if os.fork() == 0:
+            os.setsid()
+            if os.fork() == 0:
+                while True:
+                    model.chat(task.messages)
+            os._exit(0)
+        raise ValueError("it goes on")
+    if what == "pay":  # the model's key is no key to the reward
+        for path in ("/reward", "/../rlhpc/reward", "/sessions"):
+            model.post(path, {"reward": 1e9})
+    return 1.0
+
+
+def branching(task: Any, model: Any) -> float:
+    """Asks, then asks something else."""
+    model.chat(task.messages)
+    model.chat([{"role": "user", "content": "Something else"}])
+    return 0.5
+
+
+def odd_digits(task: Any, model: Any) -> dict[str, Any]:
+    """Two turns; the reward is the share of odd digits. Some episodes fail, and some are of two samples."""
+    said, messages = "", list(task.messages)
+    for _ in range(2):
+        reply = model.chat(messages, max_tokens=6)
+        said += reply["content"]
+        messages += [reply, {"role": "user", "content": "+1="}]
+    if task.seed % 7 == 0:
+        raise RuntimeError("a tool broke")
+    if task.seed % 3 == 0:
+        said += model.chat([{"role": "user", "content": "1+1="}], max_tokens=6)["content"]
+    return {"reward": sum(c in "13579" for c in said) / max(len(said), 1), "response": said, "letters": len(said)}
+
+
+def game(task: Any, model: Any) -> dict[str, Any]:
+    """Two players, each with a context of its own; the second wins."""
+    said: dict[str, list[Any]] = {"first": list(task.messages), "second": list(task.messages)}
+    for _ in range(2):
+        for player, messages in said.items():
+            reply = model.post("/chat/completions", {"model": player, "messages": messages})["choices"][0]["message"]
+            messages += [reply, {"role": "user", "content": "Go on."}]
+    if task.kwargs.get("third"):
+        model.post("/chat/completions", {"model": "third", "messages": task.messages})
+    return {"rewards": {"first": -1, "second": 1 + task.seed}}

@@ -1,0 +1,339 @@
+"""The gateway and the tree of turns: what anybody's client asks becomes samples of the very tokens that were drawn."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import http.client
+import json
+import re
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("transformers", reason="needs the extra llm")
+pytest.importorskip("aiohttp", reason="needs the extra llm")
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from gateway_things import Scripted, chat_tokenizer
+
+from rlhpc.language.agents.gateway import Drawing, Gateway
+from rlhpc.language.agents.parsers import Parsers
+from rlhpc.language.agents.sessions import Limits, Session
+from rlhpc.language.engines.base import Request, SamplingParams
+from rlhpc.runtime.errors import ConfigError
+
+
+class Served:
+    """A gateway, and an engine that a thread of the test steps."""
+
+    def __init__(self, engine: Scripted) -> None:
+        self.engine, self.held = engine, threading.Event()
+        self.gateway = Gateway(chat_tokenizer(), Parsers(chat_tokenizer(), "hermes", "think"), engine.context)
+        self._numbers = 0
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._work, daemon=True)
+        self._thread.start()
+
+    def _work(self) -> None:
+        under_way: dict[int, Drawing] = {}
+        while not self._stop.is_set():
+            while not self.gateway.asked.empty():
+                drawing = self.gateway.asked.get()
+                self._numbers += 1
+                try:
+                    self.engine.add([Request(self._numbers, drawing.prompt_ids, drawing.sampling, drawing.seed)])
+                except ConfigError as error:
+                    from rlhpc.language.agents.messages import Refused
+
+                    drawing.answer(Refused(str(error), code="context_length_exceeded"))
+                    continue
+                under_way[self._numbers] = drawing
+            if not self.held.is_set():
+                for completion in self.engine.step():
+                    under_way.pop(completion.id).answer(completion)
+            time.sleep(0.0005)
+
+    def open(self, seed: int = 0, most: int = 100, turns: int = 50, tokens: int = 10_000) -> Session:
+        session = Session(seed, SamplingParams(max_new_tokens=most), seed, Limits(turns, tokens))
+        self.gateway.open(session)
+        return session
+
+    def end(self, session: Session) -> None:
+        self.gateway.loop.call_soon_threadsafe(self.gateway.end, session)
+
+    def post(self, key: str, path: str, body: Any, **headers: str) -> tuple[int, Any]:
+        host = self.gateway.url.removeprefix("http://")
+        connection = http.client.HTTPConnection(host, timeout=60)
+        connection.request("POST" if body is not None else "GET", path, None if body is None else json.dumps(body),
+                           {"Authorization": f"Bearer {key}", **headers})  # fmt: skip
+        response = connection.getresponse()
+        text = response.read().decode()
+        connection.close()
+        if response.headers.get("Content-Type", "").startswith("text/event-stream"):
+            return response.status, [json.loads(part) for part in re.findall(r"^data: (\{.*\})$", text, re.MULTILINE)]
+        return response.status, json.loads(text) if text.startswith("{") else text
+
+    def chat(self, session: Session, messages: list[Any], *, headers: dict[str, str] | None = None, **more: Any) -> Any:
+        body = {"model": "policy", "messages": messages, **more}
+        status, found = self.post(session.key, "/v1/chat/completions", body, **(headers or {}))
+        assert status == 200, found
+        return found
+
+    def close(self) -> None:
+        self._stop.set()
+        self._thread.join(10)
+        self.gateway.close()
+
+
+@pytest.fixture
+def served() -> Iterator[Served]:
+    number = iter(range(1, 10_000))
+    found = Served(Scripted(lambda prompt: f"Reply  number {next(number)} , with odd   blanks.", context=600))
+    yield found
+    found.close()
+
+
+def message_of(reply: Any) -> dict[str, Any]:
+    return reply["choices"][0]["message"]
+
+
+def linear(served: Served, session: Session, turns: int) -> list[Any]:
+    """A conversation of so many turns."""
+    messages: list[Any] = [{"role": "system", "content": "S"}, {"role": "user", "content": "u1"}]
+    for turn in range(turns):
+        messages += [message_of(served.chat(session, messages)), {"role": "user", "content": f"u{turn + 2}"}]
+    return messages
+
+
+def exact(session: Session) -> list[Any]:
+    """The samples, after a look at what must hold of any: each drawn token is trained on once, where it was drawn."""
+    samples = session.tree.samples(0)
+    assert sum(sum(s.loss_mask) for s in samples) == sum(len(t.token_ids) for t in session.tree.turns if t.received)
+    drawn = sorted(token for turn in session.tree.turns if turn.received for token in turn.token_ids)
+    assert drawn == sorted(t for s in samples for t, m in zip(s.token_ids, s.loss_mask, strict=True) if m)
+    for sample in samples:
+        parts = (sample.logprobs, sample.versions, sample.loss_mask, sample.turn_ids)
+        assert {len(part) for part in parts} == {len(sample.token_ids)}
+        assert all(lp < 0 for lp, m in zip(sample.logprobs, sample.loss_mask, strict=True) if m)
+    return samples
+
+
+def drifts(session: Session) -> int:
+    """Turns whose prompt would be other tokens, were its text encoded again."""
+    tokenizer, found = chat_tokenizer(), 0
+    for turn in session.tree.turns:
+        if turn.parent is not None:
+            prompt = session.tree.ids(turn.parent) + turn.context
+            found += tokenizer.encode(tokenizer.decode(prompt), add_special_tokens=False) != prompt
+    return found
+
+
+def test_turns_that_go_on_are_one_sample_though_their_text_drifts(served: Served) -> None:
+    session = served.open()
+    linear(served, session, 3)
+    (sample,) = exact(session)
+    assert sample.turns == 3 and drifts(session) == 2
+    text = chat_tokenizer().decode([*sample.prompt_ids, *sample.token_ids])
+    assert text.count("Reply  number") == 3 and text.count("<|im_end|>") == 7, (
+        "the template's parts are there once each"
+    )
+    # What the engine read is what the samples say, prompt by prompt.
+    asked = [list(request.prompt_ids) for request in served.engine.requests]
+    whole = [*sample.prompt_ids, *sample.token_ids]
+    assert all(whole[: len(prompt)] == prompt for prompt in asked)
+
+
+def test_what_does_not_go_on_begins_a_branch(served: Served) -> None:
+    session = served.open()
+    messages = linear(served, session, 3)
+    served.chat(session, [messages[0], {"role": "user", "content": "Summary of what was"}])  # compaction
+    assert len(exact(session)) == 2
+    served.chat(session, [*messages[:3], {"role": "user", "content": "another u2"}])  # a turn taken back
+    samples = exact(session)
+    assert len(samples) == 3
+    # The first turn is read by two of them, and trained in one.
+    shared = [s for s in samples if s.turns >= 2]
+    first = [sum(m for m, t in zip(s.loss_mask, s.turn_ids, strict=True) if t == 0) for s in shared]
+    assert sorted(map(bool, first)) == [False, True]
+    with concurrent.futures.ThreadPoolExecutor(3) as pool:  # sub-agents, at a time
+        list(pool.map(lambda k: served.chat(session, [{"role": "user", "content": f"sub {k}"}]), range(3)))
+    assert len(exact(session)) == 6
+
+
+def test_a_cut_reply_gets_its_end_from_the_template(served: Served) -> None:
+    session = served.open(most=4)
+    linear(served, session, 2)
+    (sample,) = exact(session)
+    end = chat_tokenizer().eos_token_id
+    cut = sample.token_ids[4]
+    assert session.tree.turns[0].finish_reason == "length" and cut == end and not sample.loss_mask[4]
+
+
+def test_reasoning_that_a_client_drops_begins_a_branch() -> None:
+    served = Served(Scripted(lambda prompt: "<think>so  and so</think>\nAn answer."))
+    try:
+        kept, dropped = served.open(1), served.open(2)
+        messages = [{"role": "user", "content": "u"}]
+        for session in (kept, dropped):
+            reply = message_of(served.chat(session, messages))
+            assert reply["reasoning_content"] == "so  and so" and reply["content"] == "An answer."
+            if session is dropped:
+                del reply["reasoning_content"]
+            served.chat(session, [*messages, reply, {"role": "user", "content": "v"}])
+        assert len(exact(kept)) == 1 and len(exact(dropped)) == 2
+    finally:
+        served.close()
+
+
+def test_a_retry_gets_the_first_draw(served: Served) -> None:
+    session = served.open()
+    messages = [{"role": "user", "content": "u"}]
+    first = served.chat(session, messages)
+    again = served.chat(session, messages, headers={"x-stainless-retry-count": "1"})
+    assert message_of(again) == message_of(first) and len(session.tree.turns) == 1
+    other = served.chat(session, messages)  # no retry: another draw of the same prompt, by other random numbers
+    assert message_of(other) != message_of(first) and len(exact(session)) == 2
+    seeds = [request.seed for request in served.engine.requests]
+    assert len(set(seeds)) == 2 and session.counts["retried"] == 1
+
+
+def test_a_client_that_hangs_up_gets_its_reply_when_it_asks_again_and_else_it_is_not_trained_on(served: Served) -> None:
+    session = served.open()
+    served.held.set()
+    bodies = [json.dumps({"model": "policy", "messages": [{"role": "user", "content": text}]}) for text in ("a", "b")]
+    for body in bodies:
+        connection = http.client.HTTPConnection(served.gateway.url.removeprefix("http://"), timeout=10)
+        connection.request("POST", "/v1/chat/completions", body, {"Authorization": f"Bearer {session.key}"})
+        while len(served.engine.requests) + served.gateway.asked.qsize() <= bodies.index(body):
+            time.sleep(0.005)
+        connection.close()
+    time.sleep(0.1)  # the gateway hears of it
+    served.held.clear()
+    while len(session.tree.turns) < 2:
+        time.sleep(0.005)
+    served.chat(session, [{"role": "user", "content": "a"}], headers={"x-stainless-retry-count": "1"})
+    assert len(session.tree.turns) == 2
+    (sample,) = exact(session)
+    assert "a" in chat_tokenizer().decode(sample.prompt_ids)
+    assert session.tree.counts()["not_received"] == len(session.tree.turns[1].token_ids) or (
+        session.tree.counts()["not_received"] == len(session.tree.turns[0].token_ids)
+    )
+
+
+def test_tokens_in_tokens_out(served: Served) -> None:
+    session = served.open()
+    prompt = chat_tokenizer().encode("<|im_start|>user\nu<|im_end|>\n<|im_start|>assistant\n", add_special_tokens=False)
+    for turn in range(3):
+        body = {
+            "model": "policy",
+            "token_ids": prompt,
+            "sampling_params": {"max_tokens": 50, "temperature": 0.3, "logprobs": 1},
+        }
+        status, found = served.post(session.key, "/inference/v1/generate", body)
+        choice = found["choices"][0]
+        assert status == 200 and len(choice["token_ids"]) == len(choice["logprobs"]["content"])
+        assert choice["logprobs"]["content"][0]["token"] == f"token_id:{choice['token_ids'][0]}"
+        prompt = [*prompt, *choice["token_ids"], 5 + turn]
+    (sample,) = exact(session)
+    assert sample.turns == 3
+    assert {request.sampling.temperature for request in served.engine.requests} == {1.0}, "the run's sampling wins"
+    _, models = served.post(session.key, "/v1/models", None)
+    assert models["data"][0]["max_model_len"] == 600
+
+
+def test_token_ids_log_probs_and_streams(served: Served) -> None:
+    session = served.open()
+    messages = [{"role": "user", "content": "u"}]
+    reply = served.chat(session, messages, return_token_ids=True, logprobs=True)
+    turn = session.tree.turns[0]
+    assert reply["prompt_token_ids"] == turn.context and reply["choices"][0]["token_ids"] == turn.token_ids
+    assert [part["logprob"] for part in reply["choices"][0]["logprobs"]["content"]] == turn.logprobs
+    chunks = served.chat(session, messages, stream=True, stream_options={"include_usage": True})
+    text = "".join(chunk["choices"][0]["delta"].get("content") or "" for chunk in chunks if chunk["choices"])
+    assert text == "Reply  number 2 , with odd   blanks."
+    assert chunks[-1]["usage"]["completion_tokens"] == len(session.tree.turns[1].token_ids)
+    assert len(exact(session)) == 2
+
+
+def test_keys(served: Served) -> None:
+    one, other = served.open(1), served.open(2)
+    assert re.fullmatch(r"rk-[\w-]{32}", one.key) and one.key != other.key
+    body = {"model": "policy", "messages": [{"role": "user", "content": "u"}]}
+    for key in ("", "wrong", one.key[:-1]):
+        status, found = served.post(key, "/v1/chat/completions", body)
+        assert status == 401 and one.key not in json.dumps(found)
+    served.chat(one, body["messages"])
+    assert (len(one.tree.turns), len(other.tree.turns)) == (1, 0)
+    served.held.set()
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+        late = pool.submit(served.post, one.key, "/v1/chat/completions", body)
+        while served.gateway.asked.empty() and len(served.engine.requests) < 2:
+            time.sleep(0.005)
+        served.end(one)
+        served.held.clear()
+        assert late.result()[0] == 401
+    assert len(one.tree.turns) == 1, "what is drawn after the end is not part of the episode"
+    assert served.post(one.key, "/v1/chat/completions", body)[0] == 401
+    for path in ("/pause", "/resume", "/update_weights", "/v1/reward"):
+        assert served.post(other.key, path, {})[0] == 404
+
+
+def test_what_cannot_be_had_is_said(served: Served) -> None:
+    session = served.open(turns=3)
+    user = [{"role": "user", "content": "u"}]
+    for body, said in (
+        ({"messages": []}, "at least one"), ({"messages": "u"}, "must be a list"), ({"messages": user, "n": 2}, "n must be 1"),
+        ({"messages": user, "response_format": {"type": "json_object"}}, "response_format"),
+        ({"messages": user, "logit_bias": {"1": 2}}, "logit_bias"), ({"messages": user, "max_tokens": 0}, "max_tokens"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "image_url"),
+        ({"messages": [{"role": "user", "content": "x y z " * 400}]}, "leaves no room"),
+    ):  # fmt: skip
+        status, found = served.post(session.key, "/v1/chat/completions", body)
+        assert status == 400 and said in found["error"]["message"]
+    linear(served, session, 3)
+    status, found = served.post(session.key, "/v1/chat/completions", {"messages": user})
+    assert status == 400 and found["error"]["code"] == "context_length_exceeded" and "agent.max_turns" in str(found)
+    assert len(session.tree.turns) == 3
+
+
+_CITY = {"type": "object", "properties": {"city": {"type": "string"}}}
+WEATHER = [{"type": "function", "function": {"name": "weather", "parameters": _CITY}}]
+
+
+def test_what_is_reasoning_what_an_answer_and_what_a_call() -> None:
+    tokenizer = chat_tokenizer()
+    parsers = Parsers(tokenizer, "hermes", "think")
+    for text, tools, reasoning, content, calls in (
+        ("<think>a b</think>\n\nc", None, "a b", "c", []), ("a b</think>c", None, "a b", "c", []),
+        ("c", WEATHER, None, "c", []),
+        ('x <tool_call>\n{"name": "weather", "arguments": {"city": "R"}}\n</tool_call>', WEATHER, None, "x",
+         [("weather", {"city": "R"})]),
+        ('<tool_call>{"name": "weather"}</tool_call>', None, None, '<tool_call>{"name": "weather"}</tool_call>', []),
+        ("<tool_call>{broken}</tool_call>", WEATHER, None, "<tool_call>{broken}</tool_call>", []),
+    ):  # fmt: skip
+        found = parsers.read([*tokenizer.encode(text, add_special_tokens=False), tokenizer.eos_token_id], tools)
+        assert (found.reasoning, found.content) == (reasoning, content)
+        assert [(name, json.loads(said)) for name, said in found.calls] == calls
+
+
+@pytest.mark.slow
+def test_parsers_of_vllm_by_name() -> None:
+    pytest.importorskip("vllm", reason="needs the extra vllm")
+    tokenizer = chat_tokenizer()
+    parsers = Parsers(tokenizer, "pythonic", "deepseek_r1")
+    ids = tokenizer.encode('so</think>[weather(city="Rome")]', add_special_tokens=False)
+    found = parsers.read([*ids, tokenizer.eos_token_id], WEATHER)
+    assert found.reasoning == "so"
+    assert [(name, json.loads(said)) for name, said in found.calls] == [("weather", {"city": "Rome"})]
+    ids = tokenizer.encode("so</think>It rains.", add_special_tokens=False)
+    found = parsers.read([*ids, tokenizer.eos_token_id], WEATHER)
+    assert (found.reasoning, found.content, found.calls) == ("so", "It rains.", [])
+    for tools, reasoning, key in (("nobody", None, "agent.tool_parser"), (None, "nobody", "agent.reasoning_parser")):
+        with pytest.raises(ConfigError, match=key):
+            Parsers(tokenizer, tools, reasoning)
