@@ -75,7 +75,7 @@ def measure(training: Training, path: str | None, kwargs: Mapping[str, Any]) -> 
     config = dict(config_of(path, kwargs))
     plain = dataclasses.replace(
         training, backend="fsdp", sizes=Sizes(shard=training.ranks), lora=0, offload=False, reference=False, beside=0.0,
-        logits=False, head=True, accelerated=True, eager=0,
+        logits=False, head=True, edges_apart=False, accelerated=True, eager=0,
     )  # fmt: skip
     peaks, accounted = {}, {}
     for layers in DEPTHS:
