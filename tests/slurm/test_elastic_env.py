@@ -65,11 +65,11 @@ class Counting(gymnasium.Env):
 
     def reset(self, *, seed=None, options=None):
         super().reset(seed=seed)
-        self.made, self.episode = 0, next(EPISODES)
+        self.made, self.episode, self.process = 0, next(EPISODES), os.getpid()
         return self.shown(), {}
 
     def shown(self):
-        return np.array([self.episode, self.made, os.getpid()], np.float32)
+        return np.array([self.episode, self.made, self.process], np.float32)
 
     def step(self, action):
         if os.path.exists(os.environ.get("RLHPC_TEST_PAUSE", "")):

@@ -42,11 +42,11 @@ class Counting(gymnasium.Env):
 
     def reset(self, *, seed=None, options=None):
         super().reset(seed=seed)
-        self.made, self.episode = 0, next(EPISODES)
+        self.made, self.episode, self.process = 0, next(EPISODES), os.getpid()
         return self.shown(), {}
 
     def shown(self):
-        return np.array([self.episode, self.made, os.getpid()], np.float32)
+        return np.array([self.episode, self.made, self.process], np.float32)
 
     def step(self, action):
         try:
@@ -116,9 +116,14 @@ class Disturbed:
             **os.environ, "PYTHONPATH": str(folder), "OMP_NUM_THREADS": "1", "RLHPC_TEST_PAUSE": str(self.pause),
             "RLHPC_MAX_RESTARTS": str(restarts),
         }  # fmt: skip
-        command = [sys.executable, "-m", "rlhpc.cli", "train", str(self.config), *overrides]
+        self.overrides = overrides
+        self.start()
+
+    def start(self, *more: str) -> None:
+        """Starts its driver; again, after one has ended."""
+        command = [sys.executable, "-m", "rlhpc.cli", "train", str(self.config), *self.overrides, *more]
         with self.log.open("w") as log:
-            self.process = warm.Popen(command, env=self.environment, cwd=folder, stdout=log, stderr=log)
+            self.process = warm.Popen(command, env=self.environment, cwd=self.folder, stdout=log, stderr=log)
 
     def said(self) -> str:
         return self.log.read_text()
@@ -281,6 +286,27 @@ def test_a_rollout_rank_that_is_lost_costs_what_it_did_before(tmp_path: Path) ->
     said = run.stop()
     helper.communicate(timeout=60)
     assert "Traceback" not in said, said
+    run.counts()
+
+
+def test_a_helper_waits_for_the_next_driver(tmp_path: Path) -> None:
+    """The driver is killed; buffer and counters of the one that takes the run up are those of a run without helpers."""
+    run = Disturbed(tmp_path / "resumed", SAC, "runner.save_interval=5")
+    run.until(lambda: run.step() >= 6)
+    helper = run.joined(2)
+    run.steps_on(2)
+    run.process.kill()
+    run.process.wait()
+    run.start("runner.resume_dir=auto")
+    run.until(lambda: "env[2] takes part from the next step on" in run.said())
+    brought = run.brought(2)
+    run.until(lambda: run.brought(2) > brought)
+    run.steps_on(2)
+    said = run.stop()
+    helper.communicate(timeout=60)
+    rows = run.rows()
+    assert "Traceback" not in said and [row["step"] for row in rows] == list(range(1, len(rows) + 1)), said
+    assert rows[-1]["rollout/env_steps"] == SLOTS * DECISIONS * len(rows)
     run.counts()
 
 
