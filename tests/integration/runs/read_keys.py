@@ -31,7 +31,8 @@ FUNCTIONS_FOR_OTHERS = ("read_key",)
 #: What passes over whole configurations.
 LOOKS_ONLY = (
     "/checks.py", "/provenance.py", "/environment_values.py", "/changes.py", "/same_run.py", "/resuming.py", "/card.py",
-    "/report.py", "/curves.py", "/compare.py", "/config/ranges.py", "/runs/configuration.py",
+    "/report.py", "/curves.py", "/compare.py", "/config/ranges.py", "/runs/configuration.py", "/language/memory/roles.py",
+    "/embodied/memory.py",
 )  # fmt: skip
 _seen: set[str] = set()
 

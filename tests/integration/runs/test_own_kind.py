@@ -145,7 +145,9 @@ def test_its_keys_are_its_own(folder: Path) -> None:
         "algorithm.gamma=0.5": "algorithm is for kinds of run that this one (bandit) is not: embodied",
         "runner.task_type=embodied": "cluster.component_placement.player: no such component",
     }.items():
-        refused = rlhpc(folder, "plan", "run.yaml", *(["env.train.env_id=CartPole-v1"] if "embodied" in word else []), word)
+        refused = rlhpc(
+            folder, "plan", "run.yaml", *(["env.train.env_id=CartPole-v1"] if "embodied" in word else []), word
+        )
         assert refused.returncode == 2 and said in refused.stderr, refused.stderr
     refused = rlhpc(folder, "convert", "--run", "runs/arms")
     assert refused.returncode == 2 and "runs of kind bandit have no export" in refused.stderr

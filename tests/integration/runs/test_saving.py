@@ -94,7 +94,9 @@ def test_a_checkpoint_appears_once_all_is_written_and_is_of_the_step_that_began_
 def test_a_full_disk_ends_the_save_and_leaves_nothing_of_it(run: Run) -> None:
     run.begin(1)
     run.gate.write_text("full")
-    with pytest.raises((CheckpointError, WorkerFailed), match=r"weights-.: could not be written: No space left on device"):
+    with pytest.raises(
+        (CheckpointError, WorkerFailed), match=r"weights-.: could not be written: No space left on device"
+    ):
         ended(run.saves)
     assert run.saves.under_way is None and run.left() == []
 
@@ -126,7 +128,9 @@ def test_a_run_that_trains_on_is_the_run_that_stands_still(reference: TinyRun, t
     for step in range(1, 5):
         ours, theirs = (read_manifest(one.checkpoint(step))["files"] for one in (run, reference))
         assert not verify(run.checkpoint(step))
-        assert ours["model.safetensors"] == theirs["model.safetensors"] and ours["optimizer.pt"] == theirs["optimizer.pt"]
+        assert (
+            ours["model.safetensors"] == theirs["model.safetensors"] and ours["optimizer.pt"] == theirs["optimizer.pt"]
+        )
     assert all("time/save_s" in row for row in rows_with_times(run)[1:])
 
 
@@ -137,7 +141,9 @@ def test_killed_while_a_checkpoint_is_written_beside_training(reference: TinyRun
     process, step = run.start(), chance.randint(1, 3)
     wait_until(lambda: any(run.root.glob(f"checkpoints/.tmp_global_step_{step}-*/*")) or run.checkpoint(step).exists())
     time.sleep(chance.uniform(0, 0.3))
-    committed = sorted(int(path.parent.name.rpartition("_")[2]) for path in run.root.glob("checkpoints/global*/COMPLETE"))
+    committed = sorted(
+        int(path.parent.name.rpartition("_")[2]) for path in run.root.glob("checkpoints/global*/COMPLETE")
+    )
     kill_tree(process)
     for kept in committed:
         assert not verify(run.checkpoint(kept))
