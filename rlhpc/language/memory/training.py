@@ -239,7 +239,7 @@ class Training:
         bucket = 4.0 * min(trained, BUCKET)
         pending = terms(
             gradients=gradients,
-            gradients_being_summed=bucket + (b * trained if self.stage == 1 else b * min(trained, BUCKET)),
+            gradients_being_summed=bucket + b * (trained if self.stage == 1 else min(trained, BUCKET) * self.mixed),
         )
         gathered = terms(gathered_layers=b * min(float(size.parameters), LIVE) * third)
         kept = terms(activations=self.kept())
