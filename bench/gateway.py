@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import collections
 import json
 import multiprocessing
 import resource
@@ -86,9 +87,10 @@ def measure(episodes: int, turns: int, at_once: int) -> dict[str, float]:
     tokenizer = Counted(character_tokenizer(context=1 << 20))
     gateway = Gateway(tokenizer, Parsers(tokenizer, "hermes", "think"), 1 << 20)
     sampling, limits = SamplingParams(max_new_tokens=64), Limits(turns, 1 << 20)
-    sessions = [Session(number, sampling, number, limits) for number in range(episodes)]
+    sessions = collections.deque(Session(number, sampling, number, limits) for number in range(episodes))
     for session in sessions:
         gateway.open(session)
+    del session
     reply = [*tokenizer.encode(_TEXT, add_special_tokens=False), tokenizer.eos_token_id]
     context = multiprocessing.get_context("spawn")
     asking = context.Process(target=clients, args=(gateway.url, [s.key for s in sessions], turns, at_once))
@@ -100,7 +102,7 @@ def measure(episodes: int, turns: int, at_once: int) -> dict[str, float]:
         return asyncio.run_coroutine_threadsafe(used(), gateway.loop).result(60)
 
     asking.start()
-    drawn, begun, ended, half = 0, 0.0, 0, 0.0
+    drawn, begun, half = 0, 0.0, 0.0
     cpu = tokenizing = 0.0
     while drawn < episodes * turns:
         drawing: Drawing = gateway.asked.get(timeout=60)
@@ -108,12 +110,10 @@ def measure(episodes: int, turns: int, at_once: int) -> dict[str, float]:
             begun, cpu, tokenizing = time.perf_counter(), clock(), tokenizer.seconds
         drawn += 1
         drawing.answer(Completion(drawn, list(reply), [-1.0] * len(reply), [0] * len(reply), "stop"))
-        for session in sessions[ended : ended + 1]:  # as a rank does with those that are over
-            if len(session.tree.turns) == turns:
-                assert len(session.tree.samples(session.number)) == 1
-                gateway.loop.call_soon_threadsafe(gateway.end, session)
-                session.tree.turns.clear()
-                ended += 1
+        while sessions and len(sessions[0].tree.turns) == turns:  # as a rank does with those that are over
+            over = sessions.popleft()
+            assert len(over.tree.samples(over.number)) == 1
+            gateway.loop.call_soon_threadsafe(gateway.end, over)
         if drawn == episodes * turns // 2:
             half = _memory()
     asking.join(60)
