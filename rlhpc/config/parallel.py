@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from rlhpc.runtime.errors import ConfigError
 
 if TYPE_CHECKING:
     from rlhpc.config.sections import ParallelConfig
+
+
+#: Backends that divide weights evenly over all ranks, or not at all.
+_WHOLE = frozenset({"local", "deepspeed"})
 
 
 @dataclass(frozen=True)
@@ -104,3 +108,53 @@ class Sizes:
     def plain(self) -> bool:
         """Whether all ranks share everything out evenly, and nothing else: what backends without a mesh do."""
         return self.replicate == self.block == self.expert == 1
+
+
+class Trained(Protocol):
+    """A section that something is trained by."""
+
+    @property
+    def training_backend(self) -> str:
+        """Name of the backend."""
+
+    @property
+    def parallel(self) -> ParallelConfig:
+        """What is divided over which ranks."""
+
+
+def check_parallel(section: Trained, ranks: int, key: str, *, layers: bool = True) -> Sizes:
+    """The sizes of a section for so many ranks.
+
+    Args:
+        section: `actor`, or another of its form.
+        ranks: Of its group.
+        key: What messages call it.
+        layers: Whether it may train a model whose layers can be divided.
+
+    Raises:
+        ConfigError: They do not fit, or nobody divides by them.
+    """
+    sizes = Sizes.of(section.parallel, ranks, f"{key}.parallel")
+    if not sizes.plain and section.training_backend.lower() in _WHOLE:
+        raise ConfigError(undivided(key, section.training_backend, sizes))
+    if not layers and (sizes.block > 1 or sizes.expert > 1):
+        raise ConfigError(policy_undivided(key, sizes))
+    return sizes
+
+
+def undivided(key: str, backend: str, sizes: Sizes) -> str:
+    """What a message says of sizes that a backend does not divide by."""
+    asked = [name for name in ("replicate", "context", "tensor", "expert") if getattr(sizes, name) > 1]
+    return (
+        f"{key}.parallel.{asked[0]} is {getattr(sizes, asked[0])}: only {key}.training_backend=fsdp divides a model so; "
+        f"{backend} takes 1"
+    )
+
+
+def policy_undivided(key: str, sizes: Sizes) -> str:
+    """What a message says of sizes for a module whose layers nobody has a plan for."""
+    asked = next(name for name in ("context", "tensor", "expert") if getattr(sizes, name) > 1)
+    return (
+        f"{key}.parallel.{asked}({getattr(sizes, asked)}) is for language models, whose layers transformers has plans for; "
+        "this kind of policy is divided by shard and replicate alone: set it to 1"
+    )

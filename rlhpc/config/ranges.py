@@ -123,6 +123,7 @@ RANGES: dict[str, Range] = {
     "actor.lora.alpha": COUNT,
     "actor.lora.dropout": PART,
     "actor.deepspeed.zero_stage": Range(1, 3),
+    **{f"actor.parallel.{name}": COUNT for name in ("replicate", "shard", "context", "tensor", "expert")},
     "workflow.eval_job.cpus": COUNT,
     "workflow.convert_job.cpus": COUNT,
 }

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
+from rlhpc.config.parallel import check_parallel
 from rlhpc.config.rules import Fail
 from rlhpc.config.sections import RunConfig
 from rlhpc.config.typed import changed
@@ -32,7 +33,7 @@ _FREE = (
     "runner.stop_return", "runner.val_check_interval",
     "rollout.weight_sync", "rollout.weight_delta", "rollout.pipeline_stage_num", "rollout.enable_offload",
     "actor.enable_offload",
-    "actor.micro_batch_size", "actor.training_backend", "actor.fsdp.", "actor.deepspeed.",
+    "actor.micro_batch_size", "actor.training_backend", "actor.fsdp.", "actor.deepspeed.", "actor.parallel.",
     "actor.model.gradient_checkpointing", "actor.model.attn_implementation",
     "env.train.simulators", "env.train.simulator_python",
 )  # fmt: skip
@@ -180,8 +181,9 @@ class PpoKind(PlayingKind[PpoConfig]):
             checks.check_divisibility(cfg, fail)
 
     def check_placement(self, cfg: PpoConfig, processes: Mapping[str, int], accelerators: Mapping[str, int]) -> None:
-        """Refuses processes without a whole number of slots."""
+        """Refuses processes without a whole number of slots, and actors that cannot be divided as asked."""
         checks.check_processes(cfg, processes)
+        check_parallel(cfg.actor, processes["actor"], "actor", layers=False)
 
     def check_start(self, cfg: PpoConfig, ranks: Mapping[str, int]) -> None:
         """Refuses counts that do not divide, and environments and models that cannot be built."""
@@ -244,6 +246,10 @@ class BcKind(EmbodiedKind[BcConfig]):
         """Refuses wrong names, and demonstrations that are not named."""
         checks.check_common(cfg, fail)
         checks.check_bc(cfg, fail)
+
+    def check_placement(self, cfg: BcConfig, processes: Mapping[str, int], accelerators: Mapping[str, int]) -> None:
+        """Refuses actors that cannot be divided as asked."""
+        check_parallel(cfg.actor, processes["actor"], "actor", layers=False)
 
     def check_start(self, cfg: BcConfig, ranks: Mapping[str, int]) -> None:
         """Refuses demonstrations that are not there, or of another task."""

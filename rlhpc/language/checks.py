@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rlhpc.algorithms.registry import REWARD_LOSSES
+from rlhpc.config.parallel import check_parallel
 from rlhpc.config.rules import Fail, check_choice
 from rlhpc.config.typed import plain, select
 from rlhpc.language.algorithm.registry import ALGORITHMS, make_algorithm
@@ -233,16 +234,24 @@ def check_accelerators(cfg: TrainedLanguageConfig, per_process: Mapping[str, int
             )
 
 
-def check_sizes(prompts: int, sizes: Mapping[str, int]) -> None:
-    """Checks the placement's process counts against the prompts of a step, `data.prompts_per_step`. Rollout ranks take prompts
-    as they have room, so there may be any number of them.
+def check_sizes(cfg: TrainedLanguageConfig, prompts: int, sizes: Mapping[str, int]) -> None:
+    """Checks the placement's process counts against what trainers divide, and the prompts of a step, `data.prompts_per_step`.
+    Rollout ranks take prompts as they have room, so there may be any number of them.
 
     Raises:
-        ConfigError: Prompts cannot be shared out evenly.
+        ConfigError: Prompts cannot be shared out evenly, or a model not over so many ranks.
     """
-    for name, size in sizes.items():
+    for name, count in sizes.items():
+        size = count
+        if name in ("actor", "critic"):
+            size = check_parallel(select(cfg, name), count, name).data
         if name in _COMPUTES and name != "rollout" and prompts % size:
             raise ConfigError(
-                f"cluster.component_placement.{name} gives {size} processes; they must divide "
-                f"data.prompts_per_step({prompts})"
+                f"cluster.component_placement.{name} gives {count} processes"
+                + (
+                    f", {size} of which see other prompts; they must divide "
+                    if size != count
+                    else "; they must divide "
+                )
+                + f"data.prompts_per_step({prompts})"
             )

@@ -43,9 +43,10 @@ FREE = (
     "reference.", "teacher.max_tokens_per_micro_batch", "teacher.rollout_backend", "teacher.gpu_memory_utilization",
     "teacher.max_batch_size", "reward.model.max_tokens_per_micro_batch", "judge.gpu_memory_utilization",
     "judge.max_batch_size", "judge.cache_size", "critic.training_backend", "critic.fsdp.", "critic.deepspeed.",
+    "critic.parallel.",
     "critic.use_remove_padding", "critic.enable_dp_load_balance", "actor.use_remove_padding", "actor.enable_dp_load_balance",
     "critic.model.gradient_checkpointing", "critic.model.attn_implementation",
-    "actor.max_tokens_per_micro_batch", "actor.training_backend", "actor.fsdp.", "actor.deepspeed.",
+    "actor.max_tokens_per_micro_batch", "actor.training_backend", "actor.fsdp.", "actor.deepspeed.", "actor.parallel.",
     "actor.offload_in_rollout", "actor.model.gradient_checkpointing", "actor.model.attn_implementation",
     "reward.timeout_s", "reward.processes", "agent.python", "agent.episodes_per_rank", "agent.timeout_s",
 )  # fmt: skip

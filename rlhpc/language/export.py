@@ -27,6 +27,7 @@ from rlhpc.config.sections import LoraConfig
 from rlhpc.jobs.paths import MODEL
 from rlhpc.language.model_config import PretrainedConfig
 from rlhpc.language.scoring.groups import CRITIC
+from rlhpc.language.streamed import stream_folder, stream_shards
 from rlhpc.runtime.durable import write_durably
 from rlhpc.runtime.errors import CheckpointError, ConfigError
 from rlhpc.runtime.plain import read_json
@@ -108,7 +109,8 @@ def export_language_model(
     load: Callable[..., Any] = load_scalar_model if head else load_causal_lm
     if adapter_only and not lora_rank:
         raise ConfigError(f"{checkpoint}: only an adapter was asked for, but actor.lora.rank was 0: there is none")
-    weights = {name: tensor.to(kind) for name, tensor in trained_weights(source, backend)}
+    streams = backend == "fsdp" and not lora_rank and not values  # with the memory of one tensor
+    weights = {} if streams else {name: tensor.to(kind) for name, tensor in trained_weights(source, backend)}
     model = PretrainedConfig(
         model_path=str(source / FOLDER),
         attn_implementation="eager",
@@ -118,7 +120,11 @@ def export_language_model(
         weights = _one_head(weights, critic, set() if lora_rank else {*load(model, empty=True).state_dict()})
     try:
         with filled_folder(target) as staging:
-            if lora_rank:
+            parameters = sum(tensor.numel() for tensor in weights.values())
+            if streams:
+                started = str(base or about["model_path"])
+                parameters = stream_shards(staging, source / "shards", model, kind, load, started)
+            elif lora_rank:
                 _export_adapted(staging, weights, about, model, base, kind, adapter_only, load, head)
             else:
                 export_model(staging, weights.items(), model, kind, load)
@@ -130,7 +136,7 @@ def export_language_model(
                 "lora": {**about["lora"], "merged": not adapter_only} if lora_rank else None,
                 "base": str(base or about["model_path"]),
                 "manifest_sha256": digest(checkpoint / MANIFEST)[1],
-                "parameters": sum(tensor.numel() for tensor in weights.values()),
+                "parameters": parameters,
             }, licence, task=CRITIC if critic else _REWARDS if head else _WRITES)  # fmt: skip
     except OSError as error:
         raise CheckpointError(
@@ -195,7 +201,6 @@ def import_model(source: str | Path, output: Path, *, base: str | Path | None = 
     """
     from rlhpc.language.tokens.model import DTYPES, export_model, load_causal_lm
     from rlhpc.language.tokens.scalar import is_classifier, load_scalar_model
-    from rlhpc.training.lora import peft
 
     if dtype not in DTYPES:
         raise ConfigError(f"dtype is {dtype!r}; choose from {', '.join(DTYPES)}")
@@ -208,17 +213,26 @@ def import_model(source: str | Path, output: Path, *, base: str | Path | None = 
     model = PretrainedConfig(model_path=path, attn_implementation="eager")
     classifies = classifies or is_classifier(model)
     load: Callable[..., Any] = load_scalar_model if classifies else load_causal_lm
-    module = load(model, dtype=DTYPES[dtype])
-    if adapter.is_file():
-        try:
-            module = peft().PeftModel.from_pretrained(module, str(source)).merge_and_unload()
-        except (RuntimeError, ValueError, OSError) as error:
-            raise ConfigError(f"{source}: the adapter does not fit {path}: {str(error).splitlines()[0]}") from error
+    kind = DTYPES[dtype]
     with filled_folder(target) as staging:
-        export_model(staging, module.state_dict().items(), model, DTYPES[dtype], load)
+        if adapter.is_file() or not stream_folder(staging, model, kind, load)[0]:
+            module = load(model, dtype=kind)
+            if adapter.is_file():
+                module = _merged(module, source, path)
+            export_model(staging, module.state_dict().items(), model, DTYPES[dtype], load)
         facts = {"from": str(source), "base": path, "dtype": dtype, "backend": "peft" if adapter.is_file() else None}
         _describe(staging, facts, task=_REWARDS if classifies else _WRITES)
     return target
+
+
+def _merged(module: Any, source: str | Path, path: str) -> Any:
+    """The model with an adapter's folder merged into it."""
+    from rlhpc.training.lora import peft
+
+    try:
+        return peft().PeftModel.from_pretrained(module, str(source)).merge_and_unload()
+    except (RuntimeError, ValueError, OSError) as error:
+        raise ConfigError(f"{source}: the adapter does not fit {path}: {str(error).splitlines()[0]}") from error
 
 
 def _export_adapted(

@@ -151,7 +151,7 @@ class LanguageKind(TrainedKind[Cfg]):
 
     def check_placement(self, cfg: Cfg, processes: Mapping[str, int], accelerators: Mapping[str, int]) -> None:
         """Refuses prompts that cannot be shared out evenly, and processes with several accelerators."""
-        checks.check_sizes(cfg.data.prompts_per_step, processes)
+        checks.check_sizes(cfg, cfg.data.prompts_per_step, processes)
         checks.check_accelerators(cfg, accelerators)
 
     def check_start(self, cfg: Cfg, ranks: Mapping[str, int]) -> None:
@@ -188,7 +188,7 @@ class RewardModelKind(TrainedKind[RewardRunConfig]):
         self, cfg: RewardRunConfig, processes: Mapping[str, int], accelerators: Mapping[str, int]
     ) -> None:
         """Refuses rows that cannot be shared out evenly, and processes with several accelerators."""
-        checks.check_sizes(cfg.data.prompts_per_step, processes)
+        checks.check_sizes(cfg, cfg.data.prompts_per_step, processes)
         checks.check_accelerators(cfg, accelerators)
 
     def check_start(self, cfg: RewardRunConfig, ranks: Mapping[str, int]) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from rlhpc.config.sections import DeepspeedConfig, FsdpConfig, LoraConfig, OptimConfig
+from rlhpc.config.sections import DeepspeedConfig, FsdpConfig, LoraConfig, OptimConfig, ParallelConfig
 
 
 @dataclass
@@ -42,6 +42,8 @@ class LanguageModelConfig(FrozenModelConfig):
     accelerator that computes in it, else float32."""
     gradient_checkpointing: bool = False
     """Recomputes activations in the backward pass, which saves memory."""
+    router_aux_loss_coef: float = 0.0
+    """Weight of the loss that has the routers of a mixture of experts choose all of them about equally often."""
 
 
 @dataclass
@@ -103,5 +105,7 @@ class LanguageActorConfig:
     """Adapters."""
     fsdp: FsdpConfig = field(default_factory=FsdpConfig)
     """Options of FSDP2."""
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    """What `fsdp` divides over which ranks."""
     deepspeed: DeepspeedConfig = field(default_factory=DeepspeedConfig)
     """Options of DeepSpeed."""

@@ -47,6 +47,8 @@ RANGES: dict[str, Range] = {
     "actor.global_batch_size": COUNT,
     "actor.optim.lr_warmup_steps": NOT_NEGATIVE,
     "actor.max_tokens_per_micro_batch": COUNT,
+    "actor.model.router_aux_loss_coef": NOT_NEGATIVE,
+    "critic.model.router_aux_loss_coef": NOT_NEGATIVE,
     **{
         f"data.{part}.{name}": allowed
         for part in ("train", "eval[]")

@@ -84,6 +84,7 @@ RANGES: dict[str, Range] = {
     "runner.val_check_interval": INTERVAL,
     "actor.optim.lr_warmup_steps": NOT_NEGATIVE,
     "actor.max_tokens_per_micro_batch": COUNT,
+    "actor.model.router_aux_loss_coef": NOT_NEGATIVE,
     **{
         f"data.{part}.{name}": allowed
         for part in ("train", "eval[]")

@@ -10,7 +10,6 @@ import abc
 import contextlib
 import json
 import math
-import sys
 from collections.abc import Callable, Container, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
@@ -18,21 +17,24 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 import torch
 from torch import nn
 
+from rlhpc.config.parallel import Sizes, undivided
 from rlhpc.runtime.device import torch_device
 from rlhpc.runtime.durable import write_durably
 from rlhpc.runtime.errors import CheckpointError, ConfigError
 from rlhpc.runtime.shown import first_line
 from rlhpc.training.adam import AdamOptions
+from rlhpc.training.blueprint import Blueprint, Full, Named, transformer_layers
 
 if TYPE_CHECKING:
-    from rlhpc.config.sections import DeepspeedConfig, FsdpConfig, OptimConfig
+    from rlhpc.config.sections import DeepspeedConfig, FsdpConfig, OptimConfig, ParallelConfig
+    from rlhpc.training.mesh import Mesh
+    from rlhpc.training.regions import Region
+
+__all__ = ["ActorSection", "Blueprint", "Full", "Named", "Ranks", "TrainingBackend", "transformer_layers"]
 
 Batch = TypeVar("Batch")
 Found = TypeVar("Found")
 Metrics = dict[str, torch.Tensor]
-#: Returns the whole of a tensor of which a rank may hold a part; all ranks call it for the same tensors, in one order.
-Full = Callable[[torch.Tensor], torch.Tensor]
-Named = Iterator[tuple[str, torch.Tensor]]
 
 
 class ActorSection(Protocol):
@@ -53,6 +55,10 @@ class ActorSection(Protocol):
     @property
     def deepspeed(self) -> DeepspeedConfig:
         """Options of DeepSpeed."""
+
+    @property
+    def parallel(self) -> ParallelConfig:
+        """What is divided over which ranks."""
 
 
 class Ranks(Protocol):
@@ -83,77 +89,6 @@ class Ranks(Protocol):
         """Forms torch's default process group; None if there is only one rank."""
 
 
-class Blueprint(abc.ABC):
-    """What a wing hands over: how its module is built, and what a backend must know about it.
-
-    Attributes:
-        dtype: Dtype of the computation. Trained weights are kept in float32 (or in the dtype that `build` gives them).
-        identity_file: File in which a checkpoint records which backend made it.
-        keeps_weights: The wing writes and reads the weights itself, in full (`named_weights`, `replace_weights`), so a
-            backend that holds all of them need not.
-        look: Each gradient norm is read before its update, even if that means waiting for the device.
-        unmarked: Name of the backend whose checkpoints may lack that file, because they predate it.
-        knobs: What a user may lower or set if memory is exhausted.
-    """
-
-    dtype: torch.dtype = torch.float32
-    identity_file: str = "training.json"
-    unmarked: str = ""
-    keeps_weights: bool = False
-    look: bool = True
-    knobs: str = "lower actor.micro_batch_size"
-
-    @abc.abstractmethod
-    def build(self, *, empty: bool = False) -> nn.Module:
-        """Builds the module, on the host, with the same weights on every rank.
-
-        Args:
-            empty: Large weights may be on the meta device: those of another rank will replace them.
-        """
-
-    @property
-    def has_reference(self) -> bool:
-        """Whether a second, frozen model is needed."""
-        return False
-
-    def build_reference(self, *, empty: bool = False) -> nn.Module:
-        """Builds the frozen model as it was before training, in `dtype`; otherwise like `build`."""
-        raise NotImplementedError("this wing has no reference")
-
-    def layers(self, module: nn.Module) -> list[nn.Module]:
-        """The parts to gather one at a time if the weights are sharded; everything outside them is gathered together."""
-        return transformer_layers(module)
-
-    def identity(self) -> dict[str, Any]:
-        """What must be the same for a checkpoint to be accepted."""
-        return {}
-
-    def about(self) -> dict[str, Any]:
-        """What else a checkpoint says about itself, for readers that do not have the run."""
-        return {}
-
-    def write_beside(self, folder: Path, module: nn.Module) -> None:  # noqa: B027 (most have nothing there)
-        """Writes what belongs beside a checkpoint's weights; only rank 0 calls it."""
-
-    @abc.abstractmethod
-    def named_weights(self, module: nn.Module, full: Full, without: Container[str] = ()) -> Named:
-        """All weights in full, under the names and in the dtype that acting workers and exports expect."""
-
-    @abc.abstractmethod
-    def frozen_names(self, module: nn.Module) -> frozenset[str]:
-        """Names of the weights that never change, as `named_weights` has them."""
-
-
-def transformer_layers(module: nn.Module) -> list[nn.Module]:
-    """The layers of the transformers models in a module, by the class names that those models declare."""
-    package = sys.modules.get("transformers")
-    if package is None:  # then there is no such model
-        return []
-    models = [part for part in module.modules() if isinstance(part, package.PreTrainedModel)]
-    kinds = {str(name) for model in models for name in model._no_split_modules or ()}
-    return [part for part in module.modules() if type(part).__name__ in kinds]
-
-
 class TrainingBackend(abc.ABC):
     """Owns one rank's module and optimizer. All ranks call the same methods in the same order.
 
@@ -173,7 +108,12 @@ class TrainingBackend(abc.ABC):
         module: The module that was built.
         device: The device it computes on.
         base_lr: `actor.optim.lr`.
+        sizes: Of the mesh of ranks: who is in a block, and which samples a block gets (`Sizes.data_of`).
+        mesh: The mesh itself, if there is one.
     """
+
+    sizes: Sizes
+    mesh: Mesh | None = None
 
     name = ""
     """The backend's name in `actor.training_backend`; checkpoints record it."""
@@ -182,11 +122,17 @@ class TrainingBackend(abc.ABC):
     """Whether all ranks must pass `forward_backward` the same number of micro-batches (padded with ones that train
     nothing), and evaluate together."""
 
+    divides = False
+    """Whether `actor.parallel` may ask for more than one share for each rank."""
+
     module: nn.Module
 
     def __init__(self, blueprint: Blueprint, actor: ActorSection, worker: Ranks) -> None:
         self.blueprint, self.actor, self.worker = blueprint, actor, worker
         self.rank, self.ranks = worker.rank, worker.world_size
+        self.sizes = Sizes.of(actor.parallel, self.ranks, f"{blueprint.key}.parallel")
+        if not (self.divides or self.sizes.plain):
+            raise ConfigError(undivided(blueprint.key, self.name or type(self).__name__, self.sizes))
         self.device = torch.device(torch_device(worker.accelerators))
         self.dtype = blueprint.dtype
         self.optim = AdamOptions.of(actor.optim)
@@ -289,6 +235,18 @@ class TrainingBackend(abc.ABC):
         tensor may be dropped before the next is requested."""
         with self.awake():
             yield from self.blueprint.named_weights(self.module, self.full, without)
+
+    def pieces(self, *, rows: bool = False) -> Iterator[tuple[Region, torch.Tensor]]:
+        """The boxes of the weights that this rank has, one at a time, as checkpoints name them and in the dtype of the
+        computation, LoRA merged (`training.pieces`). All ranks iterate to the end; a value may be a view of the live weights.
+
+        Args:
+            rows: Matrices cut by columns are exchanged for rows first.
+
+        Raises:
+            NotImplementedError: The backend has no mesh; its weights come in full, from `named_weights`.
+        """
+        raise NotImplementedError(f"{self.name} has its weights in another form than in boxes")
 
     def frozen_names(self) -> frozenset[str]:
         """Names of the weights that never change."""

@@ -10,11 +10,14 @@ from __future__ import annotations
 
 import json
 import warnings
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed.checkpoint as dcp
+from safetensors import safe_open
 from torch.distributed.checkpoint import DefaultSavePlanner, HuggingFaceStorageReader, HuggingFaceStorageWriter
 from torch.distributed.checkpoint._hf_utils import CUSTOM_METADATA_KEY, DCP_VERSION_KEY, HF_DCP_VERSION
 from torch.distributed.checkpoint.api import CheckpointException
@@ -23,6 +26,7 @@ from rlhpc.checkpoint.beside import write_file
 from rlhpc.checkpoint.state import on_host, stream_tensors
 from rlhpc.runtime.durable import fsync_folder
 from rlhpc.runtime.errors import CheckpointError
+from rlhpc.training.regions import Box
 
 if TYPE_CHECKING:
     from rlhpc.training.contract import Ranks
@@ -55,6 +59,31 @@ def save_sharded(folder: Path, state: dict[str, torch.Tensor], worker: Ranks) ->
         path = folder / _SHARD.format(number=plan.storage_data["shard_index"])
         write_file(path, tensors, lambda file, copies: stream_tensors(file, on_host(copies), about))
     fsync_folder(folder)
+
+
+def saved_boxes(folder: Path) -> Iterator[tuple[str, Callable[[], torch.Tensor], Box]]:
+    """What a checkpoint's files hold: name of each tensor, what reads a box of it, and which box that is.
+
+    Raises:
+        CheckpointError: A file is damaged, or was written by something else.
+    """
+    for path in sorted(folder.glob("*.safetensors")):
+        try:
+            with safe_open(path, "pt") as file:
+                offsets = json.loads((file.metadata() or {})[CUSTOM_METADATA_KEY])
+                shapes = {name: file.get_slice(name).get_shape() for name in file.keys()}  # noqa: SIM118 (no mapping)
+        except Exception as error:  # safetensors has errors of its own
+            raise CheckpointError(f"{path}: cannot be read ({type(error).__name__}: {error})") from error
+        for name, shape in shapes.items():
+            start = tuple(int(at) for at in offsets.get(name, {}).get("saved_offsets") or [0] * len(shape))
+            box = Box(start, tuple(at + size for at, size in zip(start, shape, strict=True)))
+            yield name, partial(_read, path, name), box
+
+
+def _read(path: Path, name: str) -> torch.Tensor:
+    with safe_open(path, "pt") as file:
+        found: torch.Tensor = file.get_tensor(name)
+        return found
 
 
 def load_sharded(folder: Path, state: dict[str, torch.Tensor]) -> None:

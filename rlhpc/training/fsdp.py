@@ -1,12 +1,14 @@
-"""`actor.training_backend: fsdp`: PyTorch's FSDP2 spreads parameters, gradients and optimizer over the ranks.
+"""`actor.training_backend: fsdp`: PyTorch's FSDP2 spreads parameters, gradients and optimizer over the ranks of a mesh.
 
-Each transformer layer is gathered for its own forward and backward pass and freed afterwards; embeddings and head form
-the root. The optimizer works on the local shards, which are plain tensors.
+Each transformer layer is gathered for its own forward and backward pass and freed afterwards, and so are a language model's
+embeddings and head; what is left forms the root. Within a block of ranks a plan divides layers further (`training.plans`). The
+optimizer works on the local shards, which are plain tensors.
 """
 
 from __future__ import annotations
 
 import json
+import logging
 import os
 import warnings
 from collections.abc import Callable, Iterable, Iterator
@@ -16,7 +18,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
@@ -28,10 +29,17 @@ from rlhpc.runtime.errors import CheckpointError, ConfigError
 from rlhpc.training.contract import Batch as Given
 from rlhpc.training.contract import Blueprint, Found, Named, Ranks
 from rlhpc.training.dcp import load_sharded, save_sharded
+from rlhpc.training.mesh import Mesh, shared_by
 from rlhpc.training.parking import ParkingBackend, tensors_in, tensors_of
+from rlhpc.training.pieces import pieces
+from rlhpc.training.plans import make_buffers
+from rlhpc.training.regions import Region, boxes
+from rlhpc.training.slices import Slices, fill, missing
 
 if TYPE_CHECKING:
     from rlhpc.training.contract import ActorSection
+
+log = logging.getLogger(__name__)
 
 SHARDS, OPTIMIZER = "shards", "optimizer.json"
 _MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -41,19 +49,21 @@ class FsdpBackend(ParkingBackend):
     """Trains with FSDP2. It averages gradients by default; here it sums them, as the losses are parts of a global one."""
 
     name = "fsdp"
+    divides = True
 
     def __init__(self, blueprint: Blueprint, actor: ActorSection, worker: Ranks) -> None:
         super().__init__(blueprint, actor, worker)
         # The results of a forward pass go into losses, which change nothing in place.
         warnings.filterwarnings("ignore", r"FSDP2-wrapped module .* returned a view tensor", UserWarning)
         self.options = actor.fsdp
-        self.mesh = self._mesh()
+        self.mesh: Mesh = self._mesh()
         #: Where a rank's shards are kept between uses.
         self.home = torch.device("cpu") if self.options.cpu_offload else self.device
         mixed = self.dtype != torch.float32
         precision = MixedPrecisionPolicy(self.dtype, torch.float32) if mixed else MixedPrecisionPolicy()
         self.module = self._sharded(blueprint.build, precision, bool(self.options.reshard_after_forward))
         self._trained = sum(p.numel() for p in self.module.parameters() if p.requires_grad)
+        self._copies = {name: shared_by(p, self.ranks) for name, p in self._parameters()}
         self._moments = {
             name: {kind: torch.zeros_like(p.to_local()) for kind in _MOMENTS} for name, p in self._parameters()
         }
@@ -64,62 +74,103 @@ class FsdpBackend(ParkingBackend):
 
     # -- setting up -----------------------------------------------------------------------------------------------
 
-    def _mesh(self) -> DeviceMesh:
+    def _mesh(self) -> Mesh:
         self.worker.init_process_group()
         if not dist.is_initialized():  # a single rank has no group, but FSDP wants one all the same
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
             backends = collective_backends(self.device.type)
             dist.init_process_group(backends, store=dist.HashStore(), rank=0, world_size=1)
-        return init_device_mesh(self.device.type, (self.ranks,))
+        return Mesh(self.sizes, self.rank, self.device.type)
 
     def _sharded(
         self, build: Callable[..., nn.Module], precision: MixedPrecisionPolicy, reshard: bool, *, root: bool = False
     ) -> nn.Module:
-        """Rank 0 reads the weights; the others build an empty model and get their parts tensor by tensor.
+        """Each rank reads its boxes of the weights, where they are in files that can be read so. Otherwise rank 0 builds the
+        model, and the others get their parts tensor by tensor.
 
         Args:
             build: `Blueprint.build` or `build_reference`.
             precision: Dtypes of computation and reduction.
             reshard: Free a layer's gathered weights after its forward pass.
-            root: Free those of embeddings and head too, which a backward pass would need right away.
+            root: Free those of the root and of the last layer too, which a backward pass would need right away.
         """
-        module = build(empty=self.rank != 0)
-        source = {name: p.detach() for name, p in module.named_parameters()} if self.rank == 0 else {}
-        buffers = {name: buffer.detach().clone() for name, buffer in module.named_buffers()} if self.rank == 0 else {}
+        blueprint = self.blueprint
+        module, slices = self._empty(build)
+        source: dict[str, torch.Tensor] = {}
+        buffers: dict[str, torch.Tensor] = {}
+        if slices is None:
+            module = build(empty=self.rank != 0)
+            if self.rank == 0:
+                source = {name: p.detach() for name, p in module.named_parameters()}
+                buffers = {name: buffer.detach().clone() for name, buffer in module.named_buffers()}
+        assert module is not None
         if scalars := [name for name, p in module.named_parameters() if not p.dim()]:
             raise ConfigError(
                 f"actor.training_backend=fsdp cuts weights into rows, and {', '.join(scalars)} is a single number; give it a "
                 "dimension, or choose local or deepspeed"
             )
+        blueprint.divide(module, self.mesh)
         offload = (
             CPUOffloadPolicy(pin_memory=self.device.type != "cpu") if self.options.cpu_offload else OffloadPolicy()
         )
-        for part in [*self.blueprint.layers(module), module]:
-            frees = reshard and (part is not module or root)
-            fully_shard(part, mesh=self.mesh, mp_policy=precision, offload_policy=offload, reshard_after_forward=frees)
-        if self.rank != 0:
+        if self.mesh.expert_fsdp is not None:
+            for part in blueprint.apart(module):
+                fully_shard(part, mesh=self.mesh.expert_fsdp, mp_policy=precision, offload_policy=offload,
+                            reshard_after_forward=reshard)  # fmt: skip
+        units = blueprint.layers(module)
+        last = blueprint.last(module)
+        for part in [*units, module]:
+            frees = reshard and (root or (part is not module and part is not last))
+            fully_shard(
+                part, mesh=self.mesh.fsdp, mp_policy=precision, offload_policy=offload, reshard_after_forward=frees
+            )
+        if slices is not None or self.rank != 0:
             module.to_empty(device=self.home)
-        self._distribute(module, source, buffers)
+        if slices is not None:
+            self._read(module, slices)
+        else:
+            self._distribute(module, source, buffers)
         for wrapped in _parts(module):
             wrapped.set_force_sum_reduction_for_comms(True)
             wrapped.set_gradient_divide_factor(1.0)
         return module
 
+    def _empty(self, build: Callable[..., nn.Module]) -> tuple[nn.Module | None, Slices | None]:
+        """A model without weights, and the files to read them from; nothing if it is to be read by rank 0."""
+        slices = self.blueprint.slices()
+        everywhere = [slices is not None] if self.ranks == 1 else self.worker.all_gather_object(slices is not None)
+        if slices is None or not all(everywhere):
+            return None, None
+        module = build(empty=True)
+        if lacking := missing(module, slices, (name for name, _ in self.blueprint.made(module))):
+            log.info("rank 0 reads the weights and sends the others theirs: there is no %s in the files", lacking[0])
+            return None, None
+        return module, slices
+
+    def _read(self, module: nn.Module, slices: Slices) -> None:
+        fill(module, self.mesh, slices, self.blueprint.made(module), f"{self.blueprint.key}.model.model_path")
+        if unknown := make_buffers(module):
+            raise ConfigError(
+                f"{self.blueprint.key}.training_backend=fsdp: {unknown[0]} of the model is in no file, and transformers does "
+                "not make it anew for an empty model; choose local"
+            )
+        for name, buffer in module.named_buffers():
+            self._set_buffer(module, name, buffer)
+
+    def _set_buffer(self, module: nn.Module, name: str, value: torch.Tensor) -> None:
+        holder, _, attribute = name.rpartition(".")
+        setattr(module.get_submodule(holder), attribute, value.to(self.device))
+
     @torch.no_grad()
     def _distribute(self, module: nn.Module, source: dict[str, torch.Tensor], buffers: dict[str, torch.Tensor]) -> None:
-        """Gives every rank its rows of rank 0's parameters, and all of rank 0's buffers (a position table, for example,
+        """Gives every rank its part of rank 0's parameters, and all of rank 0's buffers (a position table, for example,
         is computed when a model is built, but not for an empty one)."""
         if self.ranks > 1:
             for name, parameter in module.named_parameters():
-                assert isinstance(parameter, DTensor)
-                whole = self._from_first(source.pop(name, None), parameter)
-                rows = whole.chunk(self.ranks)
-                if self.rank < len(rows):
-                    parameter.to_local().copy_(rows[self.rank])
+                _take(parameter, self._from_first(source.pop(name, None), parameter))
         for name, buffer in module.named_buffers():
             value = self._from_first(buffers.get(name), buffer) if self.ranks > 1 else buffers[name]
-            holder, _, attribute = name.rpartition(".")
-            setattr(module.get_submodule(holder), attribute, value.to(self.device))
+            self._set_buffer(module, name, value)
 
     def _from_first(self, value: torch.Tensor | None, like: torch.Tensor) -> torch.Tensor:
         if value is None:
@@ -186,9 +237,7 @@ class FsdpBackend(ParkingBackend):
                 self._local[name].grad = None if gradient is None else gradient.to_local()
             parameter.grad = None
         locals_ = list(self._local.values())
-        gradients = [p.grad for p in locals_ if p.grad is not None]
-        norm = get_total_norm(gradients) if gradients else torch.zeros((), device=self.home)
-        norm = self.worker.all_reduce(norm.to(self.device).square()).sqrt()
+        norm = self.worker.all_reduce(self._squares().to(self.device)).sqrt()
         if self.refuses(norm):
             self._bad = bad_tensors((name, p.grad) for name, p in self._local.items() if p.grad is not None)
             self.optimizer.zero_grad()
@@ -200,6 +249,16 @@ class FsdpBackend(ParkingBackend):
         self.optimizer.zero_grad()
         self._steps += 1
         return norm
+
+    def _squares(self) -> torch.Tensor:
+        """This rank's part of the squared norm. Of a shard that several ranks hold, each has an equal part: parameters are on
+        meshes of different dimensions, over which torch forms no norm."""
+        found = torch.zeros((), device=self.home)
+        for copies in sorted(set(self._copies.values())):
+            parts = [p.grad for name, p in self._local.items() if p.grad is not None and self._copies[name] == copies]
+            if parts:
+                found = found + get_total_norm(parts).square() / copies
+        return found
 
     def bad_gradients(self) -> list[str]:
         """Parameters whose gradients were not finite (`TrainingBackend.bad_gradients`)."""
@@ -225,10 +284,14 @@ class FsdpBackend(ParkingBackend):
             for name, tensor in own.items():
                 if tensor.shape != tensors[name].shape:
                     raise RuntimeError(f"{name} is {list(tensors[name].shape)} there and {list(tensor.shape)} here")
-                if not isinstance(tensor, DTensor):
-                    tensor.copy_(tensors[name])
-                elif self.rank < len(rows := tensors[name].chunk(self.ranks)):
-                    tensor.to_local().copy_(rows[self.rank])
+                _take(tensor, tensors[name])
+
+    def pieces(self, *, rows: bool = False) -> Iterator[tuple[Region, torch.Tensor]]:
+        """See `TrainingBackend.pieces`."""
+        with self.awake():
+            self._reshard()
+            for region, value in pieces(self.module, self.mesh, self.full, rows=rows, wanted=self.blueprint.exported):
+                yield region, value.to(self.dtype) if value.is_floating_point() else value
 
     def held_tensors(self) -> Named:
         """This rank's shards."""
@@ -291,6 +354,14 @@ class FsdpBackend(ParkingBackend):
         """See `ParkingBackend.belongings`. Gradients are there only between the two halves of a step."""
         held = (t.to_local() if isinstance(t, DTensor) else t for t in tensors_of(self.module, self._reference))
         return (*held, *tensors_in(self._moments)), ()
+
+
+@torch.no_grad()
+def _take(target: torch.Tensor, whole: torch.Tensor) -> None:
+    """Gives a tensor, of which this rank may hold a part, its values."""
+    local = target.to_local() if isinstance(target, DTensor) else target
+    for box, here in boxes(target):
+        here.of(local.detach()).copy_(box.of(whole))
 
 
 def _parts(module: nn.Module) -> list[FSDPModule]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import sys
 import warnings
 from collections.abc import Container, Iterator
@@ -13,7 +14,7 @@ from torch import nn
 
 from rlhpc.config.sections import AdapterConfig, LoraConfig
 from rlhpc.runtime.errors import ConfigError
-from rlhpc.training.contract import Full
+from rlhpc.training.blueprint import Full
 from rlhpc.training.merging import merged
 
 ADAPTER = "default"
@@ -220,11 +221,37 @@ def _is_adapted(layer: nn.Module) -> bool:
 
 
 def _layers(module: nn.Module) -> list[tuple[str, Any]]:
-    if not is_lora(module):
-        return []
-    from peft.tuners.lora import LoraLayer
+    return adapted_layers(module) if is_lora(module) else []
 
-    return [(name, layer) for name, layer in module.named_modules() if isinstance(layer, LoraLayer)]
+
+def adapted_layers(module: nn.Module) -> list[tuple[str, Any]]:
+    """Layers with adapters, by name, in any module."""
+    return [(name, layer) for name, layer in module.named_modules() if _is_adapted(layer)]
+
+
+def initial_adapters(module: nn.Module, seed: int) -> Iterator[tuple[str, torch.Tensor]]:
+    """The values that `attach_lora` gives the adapters of a model that is not empty, one tensor at a time, by the module's own
+    names.
+
+    Args:
+        module: From `attach_lora`, of whatever memory.
+        seed: As there.
+    """
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        drawn = torch.random.get_rng_state()
+        for name, layer in _layers(module):
+            torch.random.set_rng_state(drawn)
+            rank, dtype = layer.r[ADAPTER], layer.base_layer.weight.dtype
+            first, second = (
+                nn.Linear(layer.in_features, rank, bias=False),
+                nn.Linear(rank, layer.out_features, bias=False),
+            )
+            nn.init.kaiming_uniform_(first.weight, a=math.sqrt(5))
+            nn.init.zeros_(second.weight)
+            drawn = torch.random.get_rng_state()  # whoever gets a tensor may draw, too
+            for half, linear in (("lora_A", first), ("lora_B", second)):
+                yield f"{name}.{half}.{ADAPTER}.weight", linear.weight.detach().to(dtype).float()
 
 
 class Factors(NamedTuple):
@@ -246,12 +273,15 @@ class Factors(NamedTuple):
 @torch.no_grad()
 def factors(module: nn.Module, full: Full) -> dict[int, Factors]:
     """What adapters add to the layers that they belong to, by the identity of these layers' weights. All ranks call it."""
-    return {
-        id(layer.base_layer.weight): Factors(
-            layer,
-            full(layer.lora_A[ADAPTER].weight).detach(),
-            full(layer.lora_B[ADAPTER].weight).detach(),
-            float(layer.scaling[ADAPTER]),
-        )
-        for _, layer in _layers(module)
-    }
+    return {id(layer.base_layer.weight): factors_of(layer, full) for _, layer in _layers(module)}
+
+
+def factors_of(layer: Any, full: Full) -> Factors:
+    """Those of one layer."""
+    a, b = (full(half[ADAPTER].weight).detach() for half in (layer.lora_A, layer.lora_B))
+    return Factors(layer, a, b, float(layer.scaling[ADAPTER]))
+
+
+def layers_by_weight(module: nn.Module) -> dict[int, Any]:
+    """Layers with adapters, by the identity of their own weight."""
+    return {id(layer.base_layer.weight): layer for _, layer in _layers(module)}

@@ -8,17 +8,18 @@ whoever does it need not know how a model is divided.
         .name, .shape, .dtype       the tensor of the checkpoint (its own name: experts are views, tied ones come once)
         .box.start, .box.stop       what of it this rank holds
         .copy, .copies              which of how many copies on all ranks this is: exactly one rank has a box's copy 0
-        .frozen                     never trained
+        .frozen                     not trained, and no adapter's product is merged into it
         .of(module)                 the values, a view of this rank's memory: write into it, or read it
     boxes(tensor) → list[(Box, Box)]: of a DTensor, or any tensor: in the whole tensor, and in the local one
     intersection(a, b) → Box | None
 
-Adapters' own tensors are left out unless `adapters=True`; what they add to the layers they belong to is not in the values.
+Adapters' own tensors are left out unless `adapters=True`; what they add to the layers they belong to is not in these values,
+but in those of `training.pieces.pieces`, and of `TrainingBackend.pieces`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import product
@@ -28,8 +29,9 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, distribute_tensor
 
+from rlhpc.training.lora import frozen_names
 from rlhpc.training.mesh import Mesh
-from rlhpc.training.names import checkpoint_parts, plain
+from rlhpc.training.names import Part, checkpoint_parts, plain
 
 
 @dataclass(frozen=True)
@@ -128,7 +130,7 @@ class Region:
         parameter: The module's own name of the tensor that it is a view of.
         index: Of that tensor's local part.
         copy, copies: Which copy of how many, over all ranks.
-        frozen: Whether it is never trained.
+        frozen: Whether it never changes: it is not trained, and nothing is merged into it.
     """
 
     name: str
@@ -187,27 +189,40 @@ def regions(
     """
     tensors = {name: tensor for name, tensor in held(module) if adapters or ".lora_" not in name}
     parts = checkpoint_parts(module, {name: tuple(tensor.shape) for name, tensor in tensors.items()})
-    found = []
+    constant = frozen_names(module)
+    found = list[Region]()
     for name, tensor in tensors.items():
-        copy, copies = mesh.copies(tensor)
-        frozen = not tensor.requires_grad
-        here = boxes(tensor)
-        for part in parts[name]:
-            if not wanted(part.name):
-                continue
-            for box, local in here:
-                if (cut := _within(part.index, box, local)) is not None:
-                    found.append(
-                        Region(part.name, part.shape, tensor.dtype, cut[0], name, cut[1], copy, copies, frozen)
-                    )
+        chosen = [part for part in parts[name] if wanted(part.name)]
+        found += regions_of(name, tensor, chosen, mesh, frozen=plain(name) in constant)
     return found
 
 
-def _within(
+def regions_of(
+    name: str, tensor: torch.Tensor, parts: Sequence[Part], mesh: Mesh, *, frozen: bool = False
+) -> list[Region]:
+    """Of one tensor of a module: see `regions`.
+
+    Args:
+        name: The module's name of it.
+        tensor: The tensor, or the same cut in another way.
+        parts: What it is in a checkpoint.
+        mesh: Who holds what.
+        frozen: Whether it never changes.
+    """
+    copy, copies = mesh.copies(tensor)
+    found = []
+    for part in parts:
+        for box, local in boxes(tensor):
+            if (cut := within(part.index, box, local)) is not None:
+                found.append(Region(part.name, part.shape, tensor.dtype, cut[0], name, cut[1], copy, copies, frozen))
+    return found
+
+
+def within(
     index: tuple[int | tuple[int, int], ...], box: Box, local: Box
 ) -> tuple[Box, tuple[int | slice, ...]] | None:
-    """What a box of a module's tensor and a part of it have in common: as a box of the part, and as an index of the local
-    tensor."""
+    """What a box of a module's tensor and a part of it (`Part.index`) have in common: as a box of the part, and as an index of
+    the local tensor, where `local` says that the box lies; None if that is nothing."""
     start, stop, where = list[int](), list[int](), list[int | slice]()
     for one, a, b, at in zip(index, box.start, box.stop, local.start, strict=True):
         low, high = (one, one + 1) if isinstance(one, int) else one
@@ -221,8 +236,3 @@ def _within(
             stop.append(last - low)
             where.append(slice(at + first - a, at + last - a))
     return Box(tuple(start), tuple(stop)), tuple(where)
-
-
-def plain_names(module: nn.Module) -> dict[str, str]:
-    """By the module's own names, what each tensor is called without adapters around it."""
-    return {name: plain(name) for name, _ in held(module)}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from rlhpc.config.sections import AdapterConfig, DeepspeedConfig, FsdpConfig, OptimConfig
+from rlhpc.config.sections import AdapterConfig, DeepspeedConfig, FsdpConfig, OptimConfig, ParallelConfig
 
 
 @dataclass
@@ -73,5 +73,7 @@ class EmbodiedActorConfig:
     """Adapters."""
     fsdp: FsdpConfig = field(default_factory=FsdpConfig)
     """Options of FSDP2."""
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    """What `fsdp` divides over which ranks."""
     deepspeed: DeepspeedConfig = field(default_factory=DeepspeedConfig)
     """Options of DeepSpeed."""

@@ -12,6 +12,7 @@ import torch
 from rlhpc.algorithms.finite import Skips, listed, require_finite, skips
 from rlhpc.checkpoint.state import load_state, rng_state, save_state, set_rng_state
 from rlhpc.checkpoint.worker import SavingWorker
+from rlhpc.config.parallel import Sizes
 from rlhpc.language.algorithm.base import RETURNS, VALUES
 from rlhpc.language.config import TrainedLanguageConfig
 from rlhpc.language.data import load_tokenizer
@@ -60,7 +61,9 @@ class LanguageActor(SavingWorker, Generic[Cfg]):
         """
         cfg, section = self.cfg, self.section
         self.total, self.seed, self.version = total_steps, cfg.runner.seed, 0
-        seed_process(self.seed, self.part, self.rank)
+        self.sizes = Sizes.of(section.parallel, self.world_size, f"{self.part}.parallel")
+        # Ranks that share a layer's matrices drop the same of what all of them have.
+        seed_process(self.seed, self.part, self.rank // self.sizes.tensor)
         self.tokenizer = load_tokenizer(section.model.model_path, section.model.trust_remote_code)
         pad = self.tokenizer.pad_token_id
         self.pad = int(pad if pad is not None else self.tokenizer.eos_token_id or 0)
@@ -106,16 +109,32 @@ class LanguageActor(SavingWorker, Generic[Cfg]):
             batch: What this rank has now.
             each: So many neighbours stay together.
         """
-        if not self.section.enable_dp_load_balance or self.world_size == 1:
+        if not self.section.enable_dp_load_balance or self.sizes.data == 1:
             return batch
-        return share_out(batch, self, each=each, hidden=self.backend.hidden)
+        return share_out(batch, self, self.sizes, each=each, hidden=self.backend.hidden)
+
+    @property
+    def data(self) -> int:
+        """Which of the shares of samples this rank trains on."""
+        return self.sizes.data_of(self.rank)
+
+    @property
+    def leads(self) -> bool:
+        """Whether it speaks for the ranks that train on the same samples."""
+        return self.sizes.lane_of(self.rank) == 0
+
+    def _summed(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The sum over all samples' ranks, in place: of those with the same samples one counts."""
+        if self.world_size == 1:
+            return tensor
+        return self.all_reduce(tensor if self.leads else tensor.zero_())
 
     def _counted(self, batch: TokenBatch) -> tuple[float, float]:
         """Over all ranks: the tokens of an optimizer step that are trained on, and the sequences with such a token: what a
         role says in an episode, in however many samples. Each rank has all of those of its sequences."""
         trained = torch.repeat_interleave(batch.sequence(), batch.lengths)[batch.mask]
         counts = torch.tensor([float(len(trained)), float(len(trained.unique()))])
-        tokens, sequences = (self.all_reduce(counts) if self.world_size > 1 else counts).tolist()
+        tokens, sequences = self._summed(counts).tolist()
         return tokens, sequences
 
     def _step(
@@ -139,8 +158,7 @@ class LanguageActor(SavingWorker, Generic[Cfg]):
         """Sums over micro-batches and ranks."""
         names = sorted(parts[0])
         sums = torch.stack([sum((part[name].float().cpu() for part in parts), torch.zeros(())) for name in names])
-        if self.world_size > 1:
-            sums = self.all_reduce(sums)
+        sums = self._summed(sums)
         return dict(zip(names, sums.tolist(), strict=True))
 
     def _fit(self, batch: TokenBatch) -> dict[str, float]:
@@ -150,8 +168,7 @@ class LanguageActor(SavingWorker, Generic[Cfg]):
         sums = torch.stack(
             [torch.tensor(float(len(rest))).double(), returns.sum(), (returns**2).sum(), rest.sum(), (rest**2).sum()]
         )
-        if self.world_size > 1:
-            sums = self.all_reduce(sums)
+        sums = self._summed(sums)
         n, total, squares, rests, rest_squares = sums.tolist()
         if not n:
             return {}

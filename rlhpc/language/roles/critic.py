@@ -15,6 +15,7 @@ from rlhpc.language.algorithm.values import value_part
 from rlhpc.language.config import GrpoConfig
 from rlhpc.language.model_config import LanguageActorConfig
 from rlhpc.language.roles.actor import LanguageActor
+from rlhpc.language.roles.blocks import BlockChannel
 from rlhpc.language.roles.groups import Group
 from rlhpc.language.roles.minibatches import minibatches
 from rlhpc.language.roles.prompts import GROUPS, RETURNS, PromptMap, channel_to
@@ -57,9 +58,10 @@ class CriticWorker(LanguageActor[GrpoConfig]):
 
     def connect(self) -> None:
         """Connects to the channels, once the driver has created them."""
-        own = self.connect_channel(channel_to(CRITIC))
-        self._inbox = GroupInbox(own, str(self.rank), f"{CRITIC}-{self.rank}", self.prompts.rollout_name)
-        self._actors, self._returns = self.connect_channel(GROUPS), self.connect_channel(RETURNS)
+        own = BlockChannel(self.connect_channel(channel_to(CRITIC)), self, self.sizes)
+        self._inbox = GroupInbox(own, f"{CRITIC}-{self.rank}", self.prompts.rollout_name)
+        self._actors = self.connect_channel(GROUPS)
+        self._returns = BlockChannel(self.connect_channel(RETURNS), self, self.sizes)
         self._valued.clear()
 
     # -- values ---------------------------------------------------------------------------------------------------
@@ -72,7 +74,7 @@ class CriticWorker(LanguageActor[GrpoConfig]):
         """
         kept, busy, tokens = dict[int, dict[bytes, TokenBatch]](), 0.0, 0
         deadline = time.monotonic() + self.cfg.runner.step_timeout_s
-        share = self.prompts.share_of(CRITIC, self.rank)
+        share = self.prompts.share_of(CRITIC, self.data)
         # Ranks of a sharded model compute together: they wait for all.
         for groups in self._inbox.parts(step, share, deadline, together=self.world_size > 1):
             start = time.perf_counter()
@@ -94,7 +96,8 @@ class CriticWorker(LanguageActor[GrpoConfig]):
         batch.columns[VALUES] = values
         for group, part in zip(groups, batch.split([len(group.batch) for group in groups]), strict=True):
             kept.setdefault(group.position, {})[group.draw] = part
-        send_column(self._actors, self.prompts, groups, CRITIC, values)
+        if self.leads:
+            send_column(self._actors, self.prompts, groups, CRITIC, values)
         return batch.tokens
 
     # -- training -------------------------------------------------------------------------------------------------
@@ -141,7 +144,7 @@ class CriticWorker(LanguageActor[GrpoConfig]):
             raise RlhpcError(f"step {step}: the critic has valued no groups that it could be trained on")
         while missing:
             try:
-                found = self._returns.get(key=str(self.rank), timeout=max(0.0, deadline - time.monotonic()))
+                found = self._returns.get(max(0.0, deadline - time.monotonic()))
             except DeadlineExceeded:
                 raise DeadlineExceeded(
                     f"step {step}: no returns came from {self.prompts.actor_name} for prompts {sorted(missing)[:8]} within "

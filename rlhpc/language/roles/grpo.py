@@ -31,6 +31,7 @@ from rlhpc.language.algorithm.registry import make_algorithm
 from rlhpc.language.config import GrpoConfig
 from rlhpc.language.roles.actor import LanguageActor
 from rlhpc.language.roles.arrivals import Arrivals
+from rlhpc.language.roles.blocks import BlockChannel
 from rlhpc.language.roles.groups import PARTS, Group
 from rlhpc.language.roles.minibatches import minibatches
 from rlhpc.language.roles.probe import Probe, due, probe_text
@@ -95,7 +96,7 @@ class GrpoActor(LanguageActor[GrpoConfig]):
 
     def connect(self) -> None:
         """Connects to the channels, once the driver has created them."""
-        self._groups = self.connect_channel(GROUPS)
+        self._groups = BlockChannel(self.connect_channel(GROUPS), self, self.sizes)
         self._returns = self.connect_channel(RETURNS) if CRITIC in self._sent_here else None
         self._arrivals.clear()
 
@@ -156,7 +157,7 @@ class GrpoActor(LanguageActor[GrpoConfig]):
         Returns:
             Seconds spent scoring, and seconds spent waiting.
         """
-        mine = self.prompts.of_actor(self.rank)
+        mine = self.prompts.of_actor(self.data)
         self._parts, self._received, scored, waited = [], -1, 0.0, 0.0
         self._arrivals.begin(step)
         self._draws.clear()
@@ -166,9 +167,7 @@ class GrpoActor(LanguageActor[GrpoConfig]):
             while missing := self._arrivals.missing(step, part.tolist()):
                 start = time.perf_counter()
                 try:
-                    self._arrivals.take(
-                        self._groups.get(key=str(self.rank), timeout=max(0.0, deadline - time.monotonic()))
-                    )
+                    self._arrivals.take(self._groups.get(max(0.0, deadline - time.monotonic())))
                 except DeadlineExceeded:
                     raise DeadlineExceeded(
                         f"step {step}: {self._names(missing)} within runner.step_timeout_s "
@@ -271,7 +270,8 @@ class GrpoActor(LanguageActor[GrpoConfig]):
         cfg, start = self.cfg.algorithm, time.perf_counter()
         batch, self._parts = TokenBatch.joined(self._parts), []
         scored = self._score(batch) if self.cfg.actor.offload_in_rollout else 0.0
-        batch.columns[ADVANTAGES] = self.algorithm.advantages(batch, self.all_reduce if self.world_size > 1 else None)
+        reduce = self._summed if self.world_size > 1 else None
+        batch.columns[ADVANTAGES] = self.algorithm.advantages(batch, reduce)
         if self._returns is not None:
             self._send_returns(step, batch, self._returns)
         total = self.cfg.data.prompts_per_step * cfg.group_size
@@ -319,7 +319,8 @@ class GrpoActor(LanguageActor[GrpoConfig]):
                 "values": returns[where].numpy(),
                 "mask": batch.mask[where].numpy(),
             }
-            channel.put(message, key=str(self.prompts.scorer_of(CRITIC, position)))
+            if self.leads:
+                channel.put(message, key=str(self.prompts.scorer_of(CRITIC, position)))
 
     def _minibatch(self, batch: TokenBatch, rate: float, where: str) -> dict[str, float]:
         """One optimizer step over all ranks' samples; if the returned `grad_norm` is not finite, the step was left

@@ -52,7 +52,8 @@ class PromptMap:
 
     Attributes:
         prompts, group_size: P and G.
-        rollout_ranks, actor_ranks, rollout_name, actor_name: The two groups that every run has.
+        rollout_ranks, actor_ranks, rollout_name, actor_name: The two groups that every run has. Ranks of a trainer that see
+            the same samples count as one here, and have its key: `Sizes.data_of`.
         scoring: Ranks of each group that scores tokens, the critic included.
         rating: Ranks of each group that rates answers.
     """
@@ -75,7 +76,7 @@ class PromptMap:
         """
         prompts, size = cfg.data.prompts_per_step, cfg.algorithm.group_size
         if prompts % actor:
-            raise ConfigError(f"data.prompts_per_step({prompts}) % actor ranks({actor}) != 0")
+            raise ConfigError(f"data.prompts_per_step({prompts}) % actor ranks with other samples({actor}) != 0")
         return cls(prompts, size, rollout, actor, **more)
 
     def of_actor(self, rank: int) -> range:

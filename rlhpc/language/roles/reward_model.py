@@ -62,7 +62,7 @@ class RewardModelActor(LanguageActor[RewardRunConfig]):
             Metrics, the same on all ranks.
         """
         count = self.cfg.data.prompts_per_step
-        draws = range(self.rank, count, self.world_size)
+        draws = range(self.data, count, self.sizes.data)
         rows = [self.dataset[self.sampler.at((step - 1) * count + draw)] for draw in draws]
         each = EACH[self.form]
         whole = self._shared(batch_of(rows, self.encoder, self.most, self.pad), each)
@@ -103,11 +103,13 @@ class RewardModelActor(LanguageActor[RewardRunConfig]):
         """
         found: dict[str, list[dict[str, Any]]] = {}
         for name, suite in self.suites.items():
-            places = list(range(self.rank, len(suite.rows), self.world_size))
+            places = list(range(self.data, len(suite.rows), self.sizes.data))
             rows = [suite.rows[place] for place in places]
             rewards = rewards_of(
                 rows, suite.encoder, self.most, self.pad, self.max_tokens, self.backend.forward, self._evenly
             )
+            if not self.leads:  # another says the same
+                continue
             found[name] = [
                 {"place": place, "rewards": own, "target": row.target, "level": row.prompt.level}
                 for place, row, own in zip(places, rows, rewards, strict=True)

@@ -12,8 +12,10 @@ from typing import Any
 import numpy as np
 import torch
 
+from rlhpc.config.parallel import Sizes
 from rlhpc.language.config import GrpoConfig
 from rlhpc.language.engines.registry import forkable
+from rlhpc.language.roles.blocks import BlockChannel
 from rlhpc.language.roles.groups import PARTS, Group, column_message
 from rlhpc.language.roles.prompts import GROUPS, PromptMap, channel_to, ratings_of
 from rlhpc.language.scoring.groups import scoring_groups
@@ -36,13 +38,12 @@ class GroupInbox:
 
     Args:
         channel: Where they come in.
-        key: The rank's key of it.
         who: The rank's name, for messages.
         makers: The group that sends them.
     """
 
-    def __init__(self, channel: Channel, key: str, who: str, makers: str) -> None:
-        self._channel, self._key, self._who, self._makers = channel, key, who, makers
+    def __init__(self, channel: BlockChannel, who: str, makers: str) -> None:
+        self._channel, self._who, self._makers = channel, who, makers
         self._later: list[Group] = []
         self._ended = -1
 
@@ -91,7 +92,7 @@ class GroupInbox:
         self._later = [group for group in self._later if group.step > step]
         while True:
             try:
-                message = self._channel.get_nowait(key=self._key)
+                message = self._channel.get_nowait()
             except QueueEmpty:
                 if found or ended:
                     return found
@@ -105,7 +106,7 @@ class GroupInbox:
 
     def _wait(self, step: int, deadline: float) -> Any:
         try:
-            return self._channel.get(key=self._key, timeout=max(0.0, deadline - time.monotonic()))
+            return self._channel.get(max(0.0, deadline - time.monotonic()))
         except DeadlineExceeded:
             raise DeadlineExceeded(
                 f"step {step}: no groups came from {self._makers} to {self._who} within runner.step_timeout_s"
@@ -143,8 +144,8 @@ class ScoringWorker(_Scoring):
 
     def connect(self) -> None:
         """Connects to the channels, once the driver has created them."""
-        own = self.connect_channel(channel_to(self.group_name))
-        self._inbox = GroupInbox(own, str(self.rank), f"{self.group_name}-{self.rank}", self.prompts.rollout_name)
+        own = BlockChannel(self.connect_channel(channel_to(self.group_name)), self, Sizes(shard=self.world_size))
+        self._inbox = GroupInbox(own, f"{self.group_name}-{self.rank}", self.prompts.rollout_name)
         self._actors = self.connect_channel(GROUPS)
 
     def serve(self, step: int) -> dict[str, float]:

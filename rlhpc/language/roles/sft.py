@@ -47,7 +47,7 @@ class SftActor(LanguageActor[SftConfig]):
             Metrics, the same on all ranks.
         """
         samples, masks, count = [], [], self.cfg.data.prompts_per_step
-        for draw in range(self.rank, count, self.world_size):
+        for draw in range(self.data, count, self.sizes.data):
             index = self.sampler.at((step - 1) * count + draw)
             encoded = self.encoder.encode_demonstration(self.dataset[index], self.max_tokens)
             assert encoded is not None, "those that do not fit are dropped at the start"

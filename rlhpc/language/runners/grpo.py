@@ -11,6 +11,7 @@ import math
 from typing import Any
 
 from rlhpc.algorithms.finite import MOST_IN_A_ROW, nonfinite
+from rlhpc.config.parallel import Sizes
 from rlhpc.jobs.signals import StopRequest
 from rlhpc.language.agents.registry import INLINE
 from rlhpc.language.config import GrpoConfig
@@ -69,8 +70,10 @@ class ReasoningRunner(Runner[GrpoConfig]):
             self.groups[REFERENCE] = others[REFERENCE]
         names = {"actor_name": actor.name, "rollout_name": rollout.name}
         scoring = {name: group.world_size for name, group in {**others}.items() if name not in self.others.rating}
+        if self.critic:
+            scoring[CRITIC] = Sizes.of(cfg.critic.parallel, self.critic.world_size, "critic.parallel").data
         self.prompts = PromptMap.from_config(
-            cfg, rollout=rollout.world_size, actor=actor.world_size, scoring=scoring,
+            cfg, rollout=rollout.world_size, actor=Sizes.of(cfg.actor.parallel, actor.world_size).data, scoring=scoring,
             rating={name: group.world_size for name, group in self.others.rating.items()}, **names,
         )  # fmt: skip
         self.turns = cfg.actor.offload_in_rollout

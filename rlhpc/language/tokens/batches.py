@@ -118,7 +118,7 @@ class TokenBatch:
         return max(2, int(self.lengths.max())) if len(self) else 2
 
     @cached_property
-    def _places(self) -> Tensor:
+    def places(self) -> Tensor:
         """`[T]`: where in the rectangle, read line by line, each token stands."""
         shift = torch.arange(len(self)) * self.width - self.cu_seqlens[:-1]
         places = torch.arange(self.tokens) + torch.repeat_interleave(shift, self.lengths)
@@ -127,11 +127,11 @@ class TokenBatch:
     def padded(self, values: Tensor, fill: float = 0) -> Tensor:
         """`[T]` values of the tokens as `[N, W]`, padded on the right: what models, estimators and losses take."""
         full = values.new_full((len(self) * self.width, *values.shape[1:]), fill)
-        return full.index_copy(0, self._places, values).view(len(self), self.width, *values.shape[1:])
+        return full.index_copy(0, self.places, values).view(len(self), self.width, *values.shape[1:])
 
     def flat(self, rectangle: Tensor) -> Tensor:
         """`[N, W]` back to `[T]`."""
-        return rectangle.flatten(0, 1).index_select(0, self._places)
+        return rectangle.flatten(0, 1).index_select(0, self.places)
 
     def attended(self) -> Tensor:
         """`[N, W]` bool: where there is a token rather than padding."""
@@ -178,7 +178,7 @@ class TokenBatch:
         trained = self.mask.clone()
         trained[self.cu_seqlens[:-1][self.lengths > 0].to(trained.device)] = False
         where = torch.nonzero(trained).flatten()
-        return where, (where if self.packed else self._places[where]) - 1
+        return where, (where if self.packed else self.places[where]) - 1
 
     # -- parts ----------------------------------------------------------------------------------------------------
 

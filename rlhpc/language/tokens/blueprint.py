@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Container
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,15 +13,20 @@ from torch import nn
 
 from rlhpc.config.typed import plain
 from rlhpc.language.tokens.files import FOLDER, model_files
-from rlhpc.language.tokens.model import compute_dtype, load_causal_lm
+from rlhpc.language.tokens.model import compute_dtype, load_causal_lm, model_file, pretrained_in
 from rlhpc.language.tokens.packing import pack
-from rlhpc.language.tokens.scalar import HEAD, VALUE_HEAD, add_value_head, load_scalar_model
+from rlhpc.language.tokens.scalar import HEAD, VALUE_HEAD, add_value_head, is_classifier, load_scalar_model, new_head
 from rlhpc.runtime.durable import fsync_folder, write_durably
+from rlhpc.runtime.errors import ConfigError
 from rlhpc.training import lora
 from rlhpc.training.contract import Blueprint, Full, Named
+from rlhpc.training.lora import linear_base
+from rlhpc.training.plans import divide, expert_modules
+from rlhpc.training.slices import Slices
 
 if TYPE_CHECKING:
     from rlhpc.language.config import LanguageActorConfig, TrainedLanguageConfig
+    from rlhpc.training.mesh import Mesh
 
 log = logging.getLogger(__name__)
 
@@ -82,6 +88,45 @@ class LanguageBlueprint(Blueprint):
             return model
         return lora.attach_lora(model, actor.lora, seed=self.seed, head=self.head, beside=bool(self._aside))
 
+    def divide(self, module: nn.Module, mesh: Mesh) -> None:
+        """See `Blueprint.divide`: by transformers' plans; rows are shared as `tokens.context` does."""
+        if mesh.sizes.context > 1 and not self.packed:
+            raise ConfigError(
+                f"{self.key}.parallel.context({mesh.sizes.context}) shares out rows without padding, which "
+                f"{type(pretrained_in(module)).__name__} does not read here: it needs {self.key}.use_remove_padding=true, "
+                f"{self.key}.model.attn_implementation=sdpa, and a model whose tokens meet in causal attention alone"
+            )
+        if not mesh.sizes.plain:
+            divide(pretrained_in(module), mesh, f"{self.key}.parallel")
+
+    def layers(self, module: nn.Module) -> list[nn.Module]:
+        """See `Blueprint.layers`: embeddings and head are units of their own, unless they are one."""
+        return [*super().layers(module), *_edges(module)]
+
+    def last(self, module: nn.Module) -> nn.Module | None:
+        """See `Blueprint.last`: the head."""
+        edges = _edges(module)
+        return edges[-1] if edges else None
+
+    def apart(self, module: nn.Module) -> list[nn.Module]:
+        """See `Blueprint.apart`."""
+        return expert_modules(pretrained_in(module))
+
+    def slices(self) -> Slices | None:
+        """See `Blueprint.slices`: the safetensors of `model_path`."""
+        return Slices.of(partial(model_file, str(self.actor.model.model_path)))
+
+    def exported(self, name: str) -> bool:
+        """See `Blueprint.exported`: not a second head."""
+        return not (self._aside and name.startswith(self._aside))
+
+    def made(self, module: nn.Module) -> Named:
+        """See `Blueprint.made`: adapters, and a new head."""
+        if self.lora_rank:
+            yield from lora.initial_adapters(module, self.seed)
+        if self._aside:
+            yield from new_head(module, VALUE_HEAD, self.seed)
+
     @property
     def has_reference(self) -> bool:
         """Whether there is a reference (`Blueprint.has_reference`); with adapters it is the model without them."""
@@ -128,6 +173,15 @@ class LanguageBlueprint(Blueprint):
         return lora.frozen_names(module)
 
 
+def _edges(module: nn.Module) -> list[nn.Module]:
+    """Embeddings and head, in this order, where they are two large matrices."""
+    causal = pretrained_in(module)
+    embedding, head = causal.get_input_embeddings(), causal.get_output_embeddings()
+    if embedding is None or head is None or embedding.weight is getattr(linear_base(head), "weight", None):
+        return []
+    return [embedding, head]
+
+
 class _Without(Container[str]):
     """Names to leave out: some, and all that begin with a prefix, if there is one."""
 
@@ -156,6 +210,12 @@ class ScalarBlueprint(LanguageBlueprint):
     def load(self, model: Any, **options: Any) -> Any:
         """A model of this kind: `load_scalar_model`."""
         return load_scalar_model(model, seed=self.seed, key=f"{self.key}.model.model_path", **options)
+
+    def made(self, module: nn.Module) -> Named:
+        """See `Blueprint.made`: a causal model's trunk gets a new head."""
+        yield from super().made(module)
+        if not is_classifier(self.actor.model, f"{self.key}.model.model_path"):
+            yield from new_head(module, HEAD, self.seed)
 
     def identity(self) -> dict[str, Any]:
         """See `Blueprint.identity`: also that the model has a head for values."""

@@ -21,18 +21,21 @@ if TYPE_CHECKING:
 FOLDER = "model"
 
 
-def model_files(module: nn.Module, model: PretrainedConfig) -> dict[str, bytes]:
+def model_files(module: nn.Module, model: PretrainedConfig, dtype: torch.dtype | None = None) -> dict[str, bytes]:
     """Config, generation config, tokenizer, and the code that came with the model, by file name.
 
     Args:
         module: The Hugging Face model, or what peft made of it.
         model: `actor.model`, for the tokenizer.
+        dtype: Of the weights beside them, if they are others than the module's.
     """
     inner: Any = module
     if hasattr(inner, "get_base_model"):
         inner = inner.get_base_model()
     config = copy.deepcopy(inner.config)
     config.use_cache = True  # training does without
+    if dtype is not None:
+        config.dtype = dtype
     with tempfile.TemporaryDirectory(prefix="rlhpc-model-") as temporary:
         folder = Path(temporary)
         config.save_pretrained(folder)

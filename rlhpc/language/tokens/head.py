@@ -18,9 +18,10 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from rlhpc.language.tokens.model import pretrained_in
-from rlhpc.language.tokens.rows import LogitRows, RowReader, chunks
+from rlhpc.language.tokens.rows import LogitRows, RowReader, Vocabulary, chunks
 from rlhpc.training.lora import linear_base, products
 
 log = logging.getLogger(__name__)
@@ -48,7 +49,15 @@ class LinearHead:
             places: `[M]`: where among the hidden states, read line by line, those are of which the reader's logits are made.
             reader: Reads them.
         """
-        with self._giving(lambda hidden: _FromHidden.apply(reader, *self._factors(hidden.flatten(0, -2)[places]))):
+
+        def answer(hidden: Tensor) -> Tensor:
+            vocabulary, *factors = self._factors(hidden.flatten(0, -2)[places])
+            if vocabulary is not None and reader.divided:
+                reader.divided_by(vocabulary)
+            found: Tensor = _FromHidden.apply(reader, vocabulary, *factors)
+            return found
+
+        with self._giving(answer):
             yield
 
     def rows(self, call: Callable[[], Tensor], places: Tensor) -> LogitRows:
@@ -61,23 +70,39 @@ class LinearHead:
         with torch.no_grad():
             with self._giving(lambda hidden: hidden.flatten(0, -2)[places]):
                 hidden = call()
-            bias, *factors = self._factors(hidden)
+            vocabulary, bias, *factors = self._factors(hidden)
+        assert vocabulary is None, "a frozen model is whole on each rank"
         return LogitRows(len(places), len(factors[1]), hidden.device, lambda part: _logits(part, bias, factors))
 
     def _factors(self, hidden: Tensor) -> tuple[Any, ...]:
-        """The layer's bias, and what it multiplies."""
+        """Which part of the vocabulary it is for, the layer's bias, and what it multiplies."""
         base = linear_base(self.layer)
         assert base is not None
-        return base.bias, *(factor for pair in products(self.layer, hidden) for factor in pair)
+        factors = (factor for pair in products(self.layer, hidden) for factor in pair)
+        found = [one.to_local() if isinstance(one, DTensor) else one for one in (base.bias, *factors)]
+        return (_vocabulary(base.weight), *found)
 
     @contextlib.contextmanager
     def _giving(self, answer: Callable[[Tensor], Tensor]) -> Iterator[None]:
         layer: Any = self.layer
+        before = layer.__dict__.get("forward")  # a plan that divides it has put its own there
         layer.forward = answer
         try:
             yield
         finally:
-            del layer.forward
+            if before is None:
+                del layer.forward
+            else:
+                layer.forward = before
+
+
+def _vocabulary(weight: Tensor) -> Vocabulary | None:
+    """Of which a head's weight `[V, H]` makes logits, if that is a part."""
+    if not isinstance(weight, DTensor):
+        return None
+    mesh = weight.device_mesh
+    first = mesh.get_local_rank() * weight.to_local().shape[0]
+    return Vocabulary(first, mesh.get_group())
 
 
 def linear_head(model: nn.Module) -> LinearHead | None:
@@ -138,23 +163,30 @@ class _Hidden:
 
 class _FromHidden(torch.autograd.Function):
     """`[M, H]` times `[V, H]`, plus further such products, plus a bias `[V]` → what is said of these logits. The sum is
-    rounded as the first product is, which is how a layer with an adapter rounds. A chunk's logits are made twice."""
+    rounded as the first product is, which is how a layer with an adapter rounds. A chunk's logits are made twice. Where ranks
+    have a part of the vocabulary each, the gradient of what they all have is summed over them."""
 
     @staticmethod
-    def forward(ctx: Any, reader: RowReader, bias: Tensor | None, *factors: Tensor) -> Tensor:
+    def forward(
+        ctx: Any, reader: RowReader, vocabulary: Vocabulary | None, bias: Tensor | None, *factors: Tensor
+    ) -> Tensor:
         hidden = factors[0]
         said = hidden.new_empty(len(hidden), reader.columns, dtype=torch.float32)
         for rows in chunks(len(hidden), len(factors[1]), hidden.device):
-            said[rows] = reader.say(_logits(rows, bias, factors), rows)
+            logits = _logits(rows, bias, factors)
+            if vocabulary is not None and not reader.divided:
+                logits = vocabulary.gathered(logits)
+            said[rows] = reader.say(logits, rows)
         ctx.save_for_backward(bias, *factors)
-        ctx.reader = reader
+        ctx.reader, ctx.vocabulary = reader, vocabulary
         return said
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         bias, *factors = ctx.saved_tensors
-        wanted = ctx.needs_input_grad[2:]
+        wanted, vocabulary = ctx.needs_input_grad[3:], ctx.vocabulary
+        gathers = vocabulary is not None and not ctx.reader.divided
         # Sums over chunks are kept in float32; hidden states have each of their rows in one chunk.
         sums: list[Tensor | None] = [
             (torch.zeros(one.shape, dtype=torch.float32, device=one.device) if number % 2 else torch.empty_like(one))
@@ -163,11 +195,12 @@ class _FromHidden(torch.autograd.Function):
             for number, one in enumerate(factors)
         ]
         of_bias = (
-            None if bias is None or not ctx.needs_input_grad[1] else bias.new_zeros(len(bias), dtype=torch.float32)
+            None if bias is None or not ctx.needs_input_grad[2] else bias.new_zeros(len(bias), dtype=torch.float32)
         )
         for rows in chunks(len(factors[0]), len(factors[1]), factors[0].device):
             logits = _logits(rows, bias, factors)
-            z = ctx.reader.gradient(logits, rows, grad[rows]).to(logits.dtype)
+            z = ctx.reader.gradient(vocabulary.gathered(logits) if gathers else logits, rows, grad[rows])
+            z = (vocabulary.own(z, logits.shape[1]) if gathers else z).to(logits.dtype)
             if of_bias is not None:
                 of_bias += z.sum(0, dtype=torch.float32)
             for number in range(0, len(factors), 2):
@@ -179,8 +212,11 @@ class _FromHidden(torch.autograd.Function):
                     of_weight.addmm_(into.T, x[rows])
                 elif of_weight is not None:
                     of_weight += into.T @ x[rows]
+        for one in sums[::2] if vocabulary is not None else []:
+            if one is not None:
+                vocabulary.summed(one)
         gradients = [None if one is None else one.to(of.dtype) for one, of in zip(sums, factors, strict=True)]
-        return None, None if of_bias is None else of_bias.to(bias.dtype), *gradients
+        return None, None, None if of_bias is None else of_bias.to(bias.dtype), *gradients
 
 
 def _logits(rows: slice, bias: Tensor | None, factors: tuple[Tensor, ...] | list[Tensor]) -> Tensor:

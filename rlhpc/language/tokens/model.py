@@ -140,6 +140,18 @@ def load_by(
     return module
 
 
+def model_file(path: str, name: str) -> Path | None:
+    """Where a file of a model is: in its folder, or in the hub's cache, into which it is fetched if need be; None if the model
+    has no such file."""
+    if Path(path).is_dir():
+        found = Path(path) / name
+        return found if found.is_file() else None
+    with contextlib.suppress(OSError, ValueError):
+        cached = transformers().utils.cached_file(path, name, _raise_exceptions_for_missing_entries=False)
+        return None if cached is None else Path(cached)
+    return None
+
+
 def prepared(module: Any, checkpointing: bool) -> Any:
     """The model without a cache of keys and values and, if asked for, with checkpointing of activations."""
     module.config.use_cache = False

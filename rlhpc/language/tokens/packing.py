@@ -11,12 +11,14 @@ from __future__ import annotations
 import inspect
 import sys
 from contextvars import ContextVar
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from rlhpc.language.tokens.batches import TokenBatch
+from rlhpc.language.tokens.context import Heads, RowShare, to_heads, to_tokens
 from rlhpc.language.tokens.model import pretrained_in
 from rlhpc.language.tokens.segments import Segments
 from rlhpc.runtime.device import attends_by_segments
@@ -59,7 +61,7 @@ def unpack(model: nn.Module) -> None:
 
 
 @torch.no_grad()
-def reads_rows(model: nn.Module, device: torch.device, dtype: torch.dtype) -> bool:
+def reads_rows(model: nn.Module, device: torch.device, dtype: torch.dtype, share: RowShare | None = None) -> bool:
     """Whether a model that was packed says of a sample in a row what it says of it alone, by one pass each over a few tokens.
 
     It may not: some families do not hand on to their attention what they are given, or do not heed positions.
@@ -68,6 +70,7 @@ def reads_rows(model: nn.Module, device: torch.device, dtype: torch.dtype) -> bo
         model: Is called; all ranks of a sharded one call it.
         device: Where it is.
         dtype: What it computes in.
+        share: Of rows, if several ranks share them.
     """
     first, second = torch.arange(2, 7), torch.arange(3, 12) % 5 + 1
     row, alone = (
@@ -77,12 +80,20 @@ def reads_rows(model: nn.Module, device: torch.device, dtype: torch.dtype) -> bo
     given = list[bool]()
     token = _asked.set(given)
     try:
-        found, expected = (model(**each.inputs(), use_cache=False) for each in (row, alone))
+        found, expected = (_said(model, each, share) for each in (row, alone))
     finally:
         _asked.reset(token)
-    a, b = ((said if isinstance(said, Tensor) else said["logits"])[0].float() for said in (found, expected))
-    far = float((a[len(first) :] - b).abs().max()) / max(float(b.abs().max()), 1e-6)
+    a, b = found[len(first) : row.tokens], expected[: alone.tokens]
+    far = float((a - b).abs().max()) / max(float(b.abs().max()), 1e-6)
     return bool(given) and all(given) and far < (_FAR if dtype == torch.float32 else _FAR_HALF)
+
+
+def _said(model: nn.Module, batch: TokenBatch, share: RowShare | None) -> Tensor:
+    """`[T, …]` float32."""
+    inputs = batch.inputs() if share is None else share.inputs(batch)
+    said = model(**inputs, use_cache=False)
+    said = said if isinstance(said, Tensor) else said["logits"]
+    return (said if share is None else share.whole(said, batch))[0].float()
 
 
 def packs(model: nn.Module) -> bool:
@@ -150,15 +161,20 @@ def attend(
         asked.append(segments is not None)
     if segments is None:
         return _causal(module, query, key, value, scaling=scaling, dropout=dropout, window=sliding_window), None
+    if segments.group is not None:
+        q, k, v = to_heads(query, key, value, segments.group)
+        heads, alone = Heads(module, q, k), replace(segments, group=None)
+        found, _ = attend(heads, q, k, v, None, scaling, dropout, sliding_window, alone)  # type: ignore[arg-type]
+        return to_tokens(found, segments.group), None
     if not dropout and attends_by_segments(query, value):
         from torch.nn.attention.varlen import varlen_attn
 
         q, k, v = (each[0].transpose(0, 1) for each in (query, key, value))
-        found: Any = varlen_attn(
+        rows: Any = varlen_attn(
             q, k, v, segments.ends, segments.ends, segments.longest, segments.longest, scale=scaling,
             window_size=((sliding_window or 0) - 1, 0), enable_gqa=q.shape[1] != k.shape[1],
         )  # fmt: skip
-        return found[None], None
+        return rows[None], None
     # Split, and not cut out one by one: the gradient of a split is one tensor, put together once.
     sizes = [count * length for count, length in segments.runs]
     parts = [

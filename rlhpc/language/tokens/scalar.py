@@ -16,7 +16,8 @@ import torch
 from torch import nn
 
 from rlhpc.language.tokens.batches import TokenBatch
-from rlhpc.language.tokens.model import load_by, prepared, transformers
+from rlhpc.language.tokens.context import RowShare
+from rlhpc.language.tokens.model import load_by, prepared, pretrained_in, transformers
 from rlhpc.language.tokens.packing import packs
 from rlhpc.runtime.errors import ConfigError
 
@@ -87,7 +88,7 @@ def load_scalar_model(
     if left := [name for name in missing if classifier or name not in own]:
         raise ConfigError(f"{key}={model.model_path}: the folder has no weights for {left[0]}")
     if not classifier and not empty:
-        _initialize(head, float(getattr(module.config, "initializer_range", None) or 0.02), seed)
+        _initialize(head, _spread(module.config), seed)
     head.__class__ = Head
     module.forward = types.MethodType(_values, module)
     module.config.architectures = [type(module).__name__]
@@ -113,7 +114,7 @@ def add_value_head(module: Any, seed: int) -> Any:
     like = tokens.weight
     head = Head(like.shape[1], 1, bias=False, device=like.device, dtype=like.dtype)
     if not like.is_meta:
-        _initialize(head, float(getattr(module.config, "initializer_range", None) or 0.02), seed)
+        _initialize(head, _spread(module.config), seed)
     module.add_module(VALUE_HEAD, head)
     read = list[torch.Tensor]()
     # What the head for tokens reads: to ask for hidden states would keep those of all layers.
@@ -153,10 +154,32 @@ def _values(module: Any, input_ids: torch.Tensor, **inputs: Any) -> torch.Tensor
     return values.squeeze(-1)
 
 
+def new_head(module: nn.Module, name: str, seed: int) -> Iterator[tuple[str, torch.Tensor]]:
+    """The weights that a new head has, by their names in the module.
+
+    Args:
+        module: A model with a head of that name, with adapters or without, of whatever memory.
+        name: `HEAD` or `VALUE_HEAD`.
+        seed: Of its weights.
+    """
+    for path, part in module.named_modules():
+        if isinstance(part, Head) and path.rpartition(".")[2] == name:
+            yield f"{path}.weight", _drawn(part, _spread(pretrained_in(module).config), seed)
+            if part.bias is not None:
+                yield f"{path}.bias", torch.zeros(part.bias.shape)
+
+
+def _drawn(head: nn.Linear, spread: float, seed: int) -> torch.Tensor:
+    return torch.randn(head.weight.shape, generator=torch.Generator().manual_seed(seed)) * spread
+
+
+def _spread(config: Any) -> float:
+    return float(getattr(config, "initializer_range", None) or 0.02)
+
+
 def _initialize(head: nn.Linear, spread: float, seed: int) -> None:
-    generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
-        head.weight.copy_(torch.randn(head.weight.shape, generator=generator) * spread)
+        head.weight.copy_(_drawn(head, spread, seed))
         if head.bias is not None:
             head.bias.zero_()
 
@@ -184,7 +207,9 @@ def _unreported() -> Iterator[None]:
         logger.setLevel(level)
 
 
-def token_values(model: nn.Module, batch: TokenBatch, *, before: bool = False) -> torch.Tensor:
+def token_values(
+    model: nn.Module, batch: TokenBatch, *, before: bool = False, share: RowShare | None = None
+) -> torch.Tensor:
     """One forward pass of a model from `load_scalar_model`.
 
     As in `token_scores` the model reads one row of all samples, if it can, or a rectangle.
@@ -194,12 +219,14 @@ def token_values(model: nn.Module, batch: TokenBatch, *, before: bool = False) -
         batch: What is valued.
         before: Token t gets the value before it was read, which is what a critic says of the state in which it was drawn; a
             sample's first gets 0.
+        share: Of rows, if several ranks share them.
 
     Returns:
         `[T]` float32, one after the other as in the batch.
     """
     batch = batch.read_by(packs(model))
-    values = batch.of_tokens(model(**batch.inputs()))
+    found = model(**batch.inputs()) if share is None else share.whole(model(**share.inputs(batch)), batch)
+    values = batch.of_tokens(found)
     return batch.before(values) if before else values
 
 

@@ -16,9 +16,11 @@ import torch
 from torch import nn
 
 from rlhpc.language.tokens.batches import TokenBatch
+from rlhpc.language.tokens.context import RowShare
 from rlhpc.language.tokens.head import linear_head
 from rlhpc.language.tokens.packing import packs
-from rlhpc.language.tokens.rows import Beside, LogitRows, RowReader, Said, read_rows
+from rlhpc.language.tokens.rows import Beside, From, LogitRows, RowReader, Said, read_rows
+from rlhpc.runtime.errors import ConfigError
 
 
 class Reading(Protocol):
@@ -55,6 +57,7 @@ def token_scores(
     temperature: float = 1.0,
     entropy: bool = False,
     reading: Reading | None = None,
+    share: RowShare | None = None,
 ) -> TokenScores:
     """One forward pass of a Hugging Face causal language model.
 
@@ -67,6 +70,10 @@ def token_scores(
         temperature: Divides the logits.
         entropy: Whether entropies are wanted.
         reading: What else is wanted of the logits, as they are before the temperature divides them.
+        share: Of rows, if several ranks share them: all of them get the same scores.
+
+    Raises:
+        ConfigError: The reading wants whole logits, and this rank's model makes those of a part.
     """
     batch = batch.read_by(packs(model))
     where, places = batch.predictors()
@@ -74,22 +81,40 @@ def token_scores(
     further = None if reading is None else reading.rows(batch)
     if further is not None:
         reader = Beside([reader, further])
+    inputs = batch.inputs() if share is None else share.inputs(batch)
+    if share is not None:
+        where, places, reader = _own(where, places, reader, share.bounds(batch))
     head = linear_head(model) if reading is None or further is not None else None
     if head is None:
-        found = model(**batch.inputs(), use_cache=False)
+        found = model(**inputs, use_cache=False)
         said = read_rows(found["logits"], places, reader)
     else:
         with head.answering(places, reader):
-            found = model(**batch.inputs(), use_cache=False)
+            found = model(**inputs, use_cache=False)
         said = found["logits"]
     every = said.new_zeros(batch.tokens, said.shape[1]).index_copy(0, where, said)
     values = found.get("token_values")
+    if share is not None:
+        every = share.together(every)
+        if reading is not None and further is None:
+            raise ConfigError(
+                "this loss reads whole logits, of which ranks with actor.parallel.context have parts: set it to 1"
+            )
+        values = None if values is None else share.whole(values, batch)
     if values is not None:
         values = batch.before(batch.of_tokens(values))
     read = None
     if reading is not None:
         read = reading.read(found["logits"], batch) if further is None else every[:, -1]
     return TokenScores(every[:, 0], every[:, 1] if entropy else None, read, values)
+
+
+def _own(
+    where: torch.Tensor, places: torch.Tensor, reader: RowReader, bounds: tuple[int, int]
+) -> tuple[torch.Tensor, torch.Tensor, RowReader]:
+    """Of trained tokens, in the row's order, those that a part of the row says, and where in it."""
+    start, end = (int((places < bound).sum()) for bound in bounds)
+    return where[start:end], places[start:end] - bounds[0], From(reader, start)
 
 
 @torch.no_grad()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import groupby
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,11 +18,13 @@ class Segments:
         runs: (how many, how long) of each run of samples of the same length, none of them empty.
         ends: `[N + 1]` int32, on the model's device: cumulated lengths, from 0.
         longest: Tokens of the longest sample.
+        group: The ranks that share the row, if there are several (`tokens.context`).
     """
 
     runs: tuple[tuple[int, int], ...]
     ends: Tensor
     longest: int
+    group: Any = None
 
     @classmethod
     def of(cls, lengths: list[int], device: torch.device) -> Segments:

@@ -13,16 +13,21 @@ from torch import nn
 
 from rlhpc.language.tokens.batches import TokenBatch
 from rlhpc.language.tokens.blueprint import LanguageBlueprint, ScalarBlueprint
-from rlhpc.language.tokens.files import export_adapter
+from rlhpc.language.tokens.context import RowShare
+from rlhpc.language.tokens.files import export_adapter, model_files
 from rlhpc.language.tokens.model import export_model
 from rlhpc.language.tokens.packing import packs, reads_rows, unpack, width
+from rlhpc.language.tokens.routing import balance, routing_of
 from rlhpc.language.tokens.scalar import token_values
 from rlhpc.language.tokens.scores import Reading, TokenScores, token_scores
 from rlhpc.language.tokens.shards import shards_of
 from rlhpc.runtime.device import torch_device
+from rlhpc.runtime.durable import write_durably
 from rlhpc.runtime.errors import ConfigError
 from rlhpc.training import lora
 from rlhpc.training.contract import Metrics, Named, Ranks
+from rlhpc.training.export import Layout
+from rlhpc.training.pieces import names_and_shapes
 from rlhpc.training.registry import make_backend
 from rlhpc.weights.reshard import Shard
 
@@ -45,15 +50,28 @@ class ModelTrainer:
         backend: Holds the model.
         packed: Whether the model reads rows of several samples.
         hidden: The model's width.
+        share: Of rows, if several ranks share them.
     """
 
     def __init__(self, blueprint: LanguageBlueprint, section: LanguageActorConfig, worker: Ranks) -> None:
         self.blueprint = blueprint
         self.backend = make_backend(blueprint, section, worker)
         self.actor, self.worker = section, worker
+        self.routing, self._coef = routing_of(self.backend.module), section.model.router_aux_loss_coef
+        if self._coef and self.routing is None:
+            raise ConfigError(
+                f"{blueprint.key}.model.router_aux_loss_coef is {self._coef}, but the model has no routers that transformers "
+                "knows: set it to 0"
+            )
         self.hidden = width(self.backend.module)
-        reads = partial(reads_rows, dtype=blueprint.dtype)
+        self.share = RowShare.of(self.backend.mesh)
+        reads = partial(reads_rows, dtype=blueprint.dtype, share=self.share)
         self.packed = packs(self.backend.module) and self.backend.evaluate(reads, self.device)
+        if self.share is not None and not self.packed:
+            raise ConfigError(
+                f"{blueprint.key}.parallel.context({self.share.size}): the model says something else of a sample in a row "
+                "than of the sample alone; set it to 1"
+            )
         if blueprint.packed and not self.packed:
             unpack(self.backend.module)
             blueprint.packed = False
@@ -119,8 +137,8 @@ class ModelTrainer:
         self.backend.load(folder)
 
     def export(self, folder: Path, *, adapter_only: bool = False) -> None:
-        """Writes a Hugging Face folder (safetensors, config, tokenizer), LoRA merged unless `adapter_only`; rank 0 writes,
-        all ranks call.
+        """Writes a Hugging Face folder (safetensors, config, tokenizer), LoRA merged unless `adapter_only`; all ranks call.
+        Where weights are divided, each rank writes its part; otherwise rank 0 writes.
 
         Raises:
             ConfigError: `adapter_only` without LoRA.
@@ -133,6 +151,8 @@ class ModelTrainer:
                 weights = lora.adapter_weights(backend.module, backend.full)
                 if self.worker.rank == 0:
                     export_adapter(folder, weights, backend.module, model)
+            elif backend.mesh is not None:
+                self._export_parts(folder)
             elif self.worker.rank == 0:
                 named = ((name, tensor.cpu()) for name, tensor in self.named_weights())
                 export_model(folder, named, model, backend.dtype, self.blueprint.load)
@@ -140,6 +160,51 @@ class ModelTrainer:
                 for _ in self.named_weights():  # takes part in the gathering
                     pass
         self.worker.barrier()
+
+    def _export_parts(self, folder: Path) -> None:
+        backend, blueprint = self.backend, self.blueprint
+        tensors = names_and_shapes(backend.module, blueprint.exported)
+        layout = Layout(
+            {
+                name: (shape, backend.dtype if dtype.is_floating_point else dtype)
+                for name, (shape, dtype) in tensors.items()
+            }
+        )
+        if self.worker.rank == 0:
+            layout.begin(folder)
+            for name, data in model_files(backend.module, self.actor.model, backend.dtype).items():
+                write_durably(folder / name, data)
+        self.worker.barrier()
+        mine = ((region.name, region.box, value) for region, value in backend.pieces(rows=True) if region.copy == 0)
+        layout.write(folder, mine)
+        self.worker.barrier()
+        if self.worker.rank == 0:
+            layout.finish(folder)
+
+    def _forward_backward(
+        self,
+        micro_batches: Sequence[TokenBatch],
+        run: Callable[[nn.Module, TokenBatch], tuple[torch.Tensor, Metrics]],
+    ) -> list[Metrics]:
+        """The backend's, with what is wanted of routers: a mean over all micro-batches, of which each has its part."""
+        if self.routing is None:
+            return self.backend.forward_backward(micro_batches, run)
+        routing, total = self.routing, torch.tensor(float(sum(batch.tokens for batch in micro_batches)))
+        if self.worker.world_size > 1:
+            total = self.worker.all_reduce(total)
+        tokens = max(1.0, float(total) / self.backend.sizes.block)
+
+        def watched(called: nn.Module, batch: TokenBatch) -> tuple[torch.Tensor, Metrics]:
+            with routing.watching() as seen:
+                value, measured = run(called, batch)
+            even, most = (
+                one * (batch.tokens / tokens) for one in balance(seen, batch.read_by(self.packed), self.share)
+            )
+            if self._coef:
+                value = value + self._coef * even
+            return value, {**measured, "router_loss": even.detach(), "router_load_max": most}
+
+        return self.backend.forward_backward(micro_batches, watched)
 
     def offload(self) -> None:
         """Moves everything to the host, to give the accelerator to another role."""
@@ -199,13 +264,13 @@ class TokenTrainer(ModelTrainer):
                 value = value + 0.0 * scores.logprobs.sum()
             return value, measured
 
-        return self.backend.forward_backward(micro_batches, run)
+        return self._forward_backward(micro_batches, run)
 
     def _scores(
         self, temperature: float, entropy: bool = False, reading: Reading | None = None
     ) -> Callable[[nn.Module, TokenBatch], TokenScores]:
         def scores(called: nn.Module, batch: TokenBatch) -> TokenScores:
-            return token_scores(called, batch, temperature, entropy, reading)
+            return token_scores(called, batch, temperature, entropy, reading, self.share)
 
         return scores
 
@@ -228,7 +293,7 @@ class ScalarTrainer(ModelTrainer):
         self.before = before
 
     def _values(self, called: nn.Module, batch: TokenBatch) -> torch.Tensor:
-        return token_values(called, batch, before=self.before)
+        return token_values(called, batch, before=self.before, share=self.share)
 
     def forward(self, batch: TokenBatch) -> torch.Tensor:
         """`[T]` values without gradients, in evaluation mode."""
@@ -249,4 +314,4 @@ class ScalarTrainer(ModelTrainer):
             # An empty batch's backward pass still has to meet the other ranks'.
             return value if value.requires_grad else value + 0.0 * values.sum(), measured
 
-        return self.backend.forward_backward(micro_batches, run)
+        return self._forward_backward(micro_batches, run)

@@ -16,6 +16,7 @@ pytest.importorskip("transformers", reason="needs the extra llm")
 
 from safetensors.torch import load_file
 
+from rlhpc.language.data.tiny import VOCABULARY
 from tests import warm
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -216,6 +217,47 @@ def test_every_layout_is_the_same_run(name: str, reference: LanguageRun, tmp_pat
         assert first[key] == pytest.approx(same[key], rel=1e-4), key
     assert rows[1]["train/entropy"] == pytest.approx(expected[1]["train/entropy"], rel=2e-2)
     assert improves(rows)
+
+
+#: Actors of which four share a model, and critics of which two do; one token more makes a vocabulary that divides.
+WORDS = f"actor.model.kwargs={{hidden: 64, layers: 2, heads: 4, vocabulary: {json.dumps(VOCABULARY + '@')}}}"
+ACTORS = ("actor.training_backend=fsdp", "cluster.component_placement={actor: '0:0-3', rollout: '0'}")
+MESHES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
+    "shards and tensors": (("actor.parallel={shard: 2, tensor: 2}", *ACTORS), ()),
+    "copies and shared rows": (("actor.parallel={replicate: 2, context: 2}", *ACTORS), ()),
+    "a divided critic": (
+        (
+            "critic.training_backend=fsdp", "critic.parallel={tensor: 2}",
+            "cluster.component_placement={actor: '0', rollout: '0', critic: '0:0-1'}",
+        ),
+        ("algorithm.adv_type=gae",),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", MESHES)
+def test_ranks_of_a_block_train_on_the_same_samples(name: str, tmp_path: Path) -> None:
+    """The same numbers as from one rank, and a checkpoint that another mesh goes on from."""
+    own, both = MESHES[name]
+    placed = "cluster.component_placement={actor: '0', rollout: '0', critic: '0'}" if both else "runner.seed=1"
+    whole = LanguageRun(tmp_path / "whole", WORDS, *both, placed, "runner.max_steps=3")
+    whole.train()
+    divided = LanguageRun(tmp_path / "divided", WORDS, *both, *own, "runner.max_steps=2")
+    divided.train()
+    if not both:
+        divided.train(
+            "runner.resume_dir=auto",
+            "runner.max_steps=3",
+            "actor.parallel={replicate: 1, shard: null, tensor: 2, context: 2}",
+        )
+    expected, found = whole.rows(), divided.rows()
+    keys = ["train/reward", "train/tokens", "train/entropy", "train/grad_norm", "train/mismatch_abs"]
+    keys += ["critic/loss", "critic/grad_norm"] if both else []
+    for key in keys:
+        assert found[0][key] == pytest.approx(expected[0][key], rel=1e-4, abs=1e-6), key
+    assert found[1]["train/entropy"] == pytest.approx(expected[1]["train/entropy"], rel=2e-2)
+    assert [row["step"] for row in found] == ([1, 2] if both else [1, 2, 3])
+    assert found[-1]["train/mismatch_abs"] < 1e-4, "the engine's weights are not the trainer's"
 
 
 def test_lora(tmp_path: Path) -> None:

@@ -31,6 +31,10 @@ def configs() -> dict[str, Any]:
             **BASE, **_MOE, n_routed_experts=8, n_shared_experts=1, n_group=2, topk_group=1, first_k_dense_replace=1,
             kv_lora_rank=16, q_lora_rank=16, qk_rope_head_dim=8, qk_nope_head_dim=8, v_head_dim=8,
         ),
+        "odd_experts": package.MixtralConfig(**BASE, num_local_experts=3, num_experts_per_tok=2),
+        "odd_heads": package.LlamaConfig(**{**BASE, "hidden_size": 24, "num_attention_heads": 3, "num_key_value_heads": 3}),
+        "odd_words": package.LlamaConfig(**{**BASE, "vocab_size": 63}),
+        "gpt2": package.GPT2Config(vocab_size=64, n_positions=64, n_embd=32, n_layer=2, n_head=4),
     }  # fmt: skip
 
 

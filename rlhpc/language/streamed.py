@@ -1,0 +1,132 @@
+"""Converts weights offline with the memory of one tensor: what ranks wrote in parts is written on in parts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from rlhpc.runtime.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from rlhpc.language.model_config import PretrainedConfig
+    from rlhpc.training.export import Layout
+    from rlhpc.training.regions import Box
+
+_PREFIX = "model."
+Written = Iterator[tuple[str, "Box", torch.Tensor]]
+
+
+def stream_shards(
+    folder: Path, shards: Path, model: PretrainedConfig, dtype: torch.dtype, load: Callable[..., Any], base: str
+) -> int:
+    """Writes the Hugging Face folder of a sharded checkpoint that has all trained weights, box by box.
+
+    Args:
+        folder: Made if missing.
+        shards: The checkpoint's.
+        model: A folder with config and tokenizer of the model.
+        dtype: Of the weights written.
+        load: How a model like that is built: `load_causal_lm`, or `load_scalar_model`.
+        base: The model that training began from: tensors that nothing trains are taken from there.
+
+    Returns:
+        How many parameters there are.
+
+    Raises:
+        CheckpointError: A file is damaged, or is of another model.
+    """
+    from rlhpc.training.dcp import saved_boxes
+    from rlhpc.training.names import checkpoint_parts
+    from rlhpc.training.regions import Box, within
+
+    skeleton = load(model, dtype=dtype, empty=True)
+    layout, shapes = _layout(skeleton, dtype)
+    parts, known = checkpoint_parts(skeleton, shapes), dict[str, list[Any]]()
+    for name, path, box in saved_boxes(shards):
+        if name.startswith(_PREFIX):
+            known.setdefault(name.removeprefix(_PREFIX), []).append((path, box))
+    if unknown := sorted(known.keys() - shapes.keys()):
+        raise CheckpointError(f"{shards}: {unknown[0]} is not of the model that the checkpoint describes")
+
+    def written() -> Written:
+        for name, boxes in known.items():
+            for read, box in boxes:
+                values = read()
+                for part in parts[name]:
+                    if (cut := within(part.index, box, Box.whole(box.shape))) is not None:
+                        yield part.name, cut[0], values[cut[1]]
+        yield from _constant(skeleton, {name for name in shapes if name not in known}, parts, base, shards)
+
+    _write(folder, skeleton, model, layout, written())
+    return layout.parameters
+
+
+def stream_folder(
+    folder: Path, model: PretrainedConfig, dtype: torch.dtype, load: Callable[..., Any]
+) -> tuple[bool, int]:
+    """Writes another model's folder anew, in another dtype, a tensor at a time.
+
+    Returns:
+        Whether it could: its weights are in safetensors, under the names that transformers writes; and the parameters.
+    """
+    from rlhpc.language.tokens.model import model_file
+    from rlhpc.training.regions import Box
+    from rlhpc.training.slices import Slices, missing
+
+    slices = Slices.of(partial(model_file, str(model.model_path)))
+    skeleton = load(model, dtype=dtype, empty=True)
+    if slices is None or missing(skeleton, slices, iter(())):
+        return False, 0
+    layout, _ = _layout(skeleton, dtype)
+
+    def written() -> Written:
+        with slices:
+            for name, place in layout.places.items():
+                yield name, Box.whole(place.shape), slices.read(name)
+
+    _write(folder, skeleton, model, layout, written())
+    return True, layout.parameters
+
+
+def _layout(skeleton: Any, dtype: torch.dtype) -> tuple[Layout, dict[str, tuple[int, ...]]]:
+    """Where its tensors go, and their shapes by the module's own names."""
+    from rlhpc.training.export import Layout
+    from rlhpc.training.pieces import names_and_shapes
+    from rlhpc.training.regions import held
+
+    tensors = names_and_shapes(skeleton).items()
+    layout = Layout({name: (shape, dtype if kind.is_floating_point else kind) for name, (shape, kind) in tensors})
+    return layout, {name: tuple(tensor.shape) for name, tensor in held(skeleton)}
+
+
+def _constant(skeleton: Any, names: set[str], parts: Mapping[str, list[Any]], base: str, shards: Path) -> Written:
+    """Buffers, which no checkpoint of training has, from the model that it began from."""
+    from rlhpc.language.tokens.model import model_file
+    from rlhpc.training.regions import Box
+    from rlhpc.training.slices import Slices
+
+    if not names:
+        return
+    trained = {name for name, _ in skeleton.named_parameters()}
+    slices = Slices.of(partial(model_file, base))
+    for name in sorted(names):
+        for part in parts[name]:
+            if name in trained or slices is None or part.name not in slices.files:
+                raise CheckpointError(f"{shards}: {part.name} {list(part.shape)} is missing")
+            with slices:
+                yield part.name, Box.whole(part.shape), slices.read(part.name)
+
+
+def _write(folder: Path, skeleton: Any, model: PretrainedConfig, layout: Layout, boxes: Written) -> None:
+    from rlhpc.language.tokens.files import model_files
+    from rlhpc.runtime.durable import write_durably
+
+    layout.begin(folder)
+    layout.write(folder, boxes)
+    for name, data in model_files(skeleton, model).items():
+        write_durably(folder / name, data)
+    layout.finish(folder)

@@ -1,0 +1,181 @@
+"""Writes a model's folder of safetensors by all ranks at once: each writes the boxes that it holds where they belong.
+
+Where a tensor lies in a file follows from names, shapes and dtypes, which all ranks know. So the first rank writes the
+headers, and then every rank its boxes, with `pwrite` at their offsets; nothing is gathered, and nothing is written twice. Of a
+part that several ranks hold, one writes.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import struct
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from rlhpc.runtime.durable import fsync_folder, write_durably
+from rlhpc.training.regions import Box
+
+#: Bytes of tensors in a file, unless one is larger: transformers' own limit.
+MOST = 5 * 10**9
+#: Bytes that are copied at once from a tensor to be written.
+CHUNK = 1 << 24
+_NAMES = {
+    torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.float64: "F64", torch.int64: "I64",
+    torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a tensor lies.
+
+    Attributes:
+        file: Name of the file.
+        offset: Of its first byte there.
+        shape, dtype: Of the tensor.
+    """
+
+    file: str
+    offset: int
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+class Layout:
+    """The files of a model's folder, by names, shapes and dtypes alone.
+
+    Args:
+        tensors: Shape and dtype of each tensor, in the order in which they are to lie.
+        most: Bytes of a file's tensors.
+    """
+
+    def __init__(self, tensors: Mapping[str, tuple[tuple[int, ...], torch.dtype]], most: int = MOST) -> None:
+        groups: list[list[str]] = [[]]
+        size = 0
+        sizes = {name: math.prod(shape) * dtype.itemsize for name, (shape, dtype) in tensors.items()}
+        for name, own in sizes.items():
+            if groups[-1] and size + own > most:
+                groups.append([])
+                size = 0
+            groups[-1].append(name)
+            size += own
+        self.total = sum(sizes.values())
+        self.parameters = sum(math.prod(shape) for shape, _ in tensors.values())
+        self.places: dict[str, Place] = {}
+        self._headers: dict[str, tuple[bytes, int]] = {}
+        for number, names in enumerate(groups, 1):
+            file = f"model-{number:05d}-of-{len(groups):05d}.safetensors" if len(groups) > 1 else "model.safetensors"
+            entries, at = {}, 0
+            for name in names:
+                shape, dtype = tensors[name]
+                entries[name] = {"dtype": _NAMES[dtype], "shape": list(shape), "data_offsets": [at, at + sizes[name]]}
+                at += sizes[name]
+            text = json.dumps({"__metadata__": {"format": "pt"}, **entries}, separators=(",", ":")).encode()
+            text += b" " * (-len(text) % 8)
+            header = struct.pack("<Q", len(text)) + text
+            self._headers[file] = header, len(header) + at
+            for name in names:
+                shape, dtype = tensors[name]
+                start: int = entries[name]["data_offsets"][0]  # type: ignore[assignment]
+                self.places[name] = Place(file, len(header) + start, shape, dtype)
+
+    def begin(self, folder: Path) -> None:
+        """Makes the files, with headers and room for the tensors, and the index; one rank calls it."""
+        folder.mkdir(parents=True, exist_ok=True)
+        for old in (*folder.glob("model*.safetensors"), folder / "model.safetensors.index.json"):
+            old.unlink(missing_ok=True)
+        for file, (header, size) in self._headers.items():
+            with (folder / file).open("wb") as made:
+                made.write(header)
+                made.truncate(size)
+        if len(self._headers) > 1:
+            index = {
+                "metadata": {"total_size": self.total, "total_parameters": self.parameters},
+                "weight_map": {name: place.file for name, place in sorted(self.places.items())},
+            }
+            write_durably(folder / "model.safetensors.index.json", json.dumps(index, indent=2).encode() + b"\n")
+
+    def write(self, folder: Path, boxes: Iterable[tuple[str, Box, torch.Tensor]]) -> int:
+        """Writes boxes, durably, into files that `begin` made.
+
+        Args:
+            folder: Where they are.
+            boxes: Name of the tensor, which box of it, and the values, in any dtype and on any device; one at a time.
+
+        Returns:
+            Bytes written.
+        """
+        files: dict[str, int] = {}
+        written = 0
+        try:
+            for name, box, values in boxes:
+                place = self.places[name]
+                if place.file not in files:
+                    files[place.file] = os.open(folder / place.file, os.O_WRONLY)
+                written += _write_box(files[place.file], place, box, values.detach())
+            for file in files.values():
+                os.fsync(file)
+        finally:
+            for file in files.values():
+                os.close(file)
+        return written
+
+    def finish(self, folder: Path) -> None:
+        """Makes the folder durable, once all ranks have written."""
+        fsync_folder(folder)
+
+
+def _write_box(file: int, place: Place, box: Box, values: torch.Tensor) -> int:
+    """Writes runs of bytes that are next to each other in the file, as long as they can be."""
+    written = 0
+    for start, run in _runs(place.shape, box, values):
+        at = place.offset + start * place.dtype.itemsize
+        step = max(1, CHUNK // place.dtype.itemsize)
+        for first in range(0, run.numel(), step):
+            part = run[first : first + step].to("cpu", place.dtype).contiguous()
+            view = memoryview(part.view(torch.uint8).numpy())  # type: ignore[arg-type]
+            done = 0
+            while done < len(view):
+                done += os.pwrite(file, view[done:], at + first * place.dtype.itemsize + done)
+            written += len(view)
+    return written
+
+
+def _runs(shape: tuple[int, ...], box: Box, values: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
+    """Of a box, runs of elements that are neighbours in the whole tensor: where each begins there, and its values, flat."""
+    if not shape:
+        yield 0, values.reshape(1)
+        return
+    # From which dimension on the box has all there is: what is before it is one run for each index.
+    whole = len(shape)
+    while whole > 0 and box.start[whole - 1] == 0 and box.stop[whole - 1] == shape[whole - 1]:
+        whole -= 1
+    outer = max(0, whole - 1)
+    strides = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
+    first = sum(a * stride for a, stride in zip(box.start, strides, strict=True))
+    if outer == 0:
+        yield from _rows(first, values, strides[0])
+        return
+    for place in range(math.prod(box.shape[:outer])):
+        index, rest = [], place
+        for size in reversed(box.shape[:outer]):
+            rest, one = divmod(rest, size)
+            index.append(one)
+        index.reverse()
+        at = first + sum(one * stride for one, stride in zip(index, strides, strict=False))
+        yield at, values[tuple(index)].reshape(-1)
+
+
+def _rows(first: int, values: torch.Tensor, stride: int) -> Iterator[tuple[int, torch.Tensor]]:
+    """One run, some rows at a time, so that no copy has the size of it."""
+    if values.is_contiguous():
+        yield first, values.reshape(-1)
+        return
+    step = max(1, CHUNK // max(1, values[:1].numel() * values.element_size())) if len(values) else 1
+    for start in range(0, len(values), step):
+        yield first + start * stride, values[start : start + step].reshape(-1)

@@ -1,0 +1,66 @@
+"""What is used of transformers and torch without being promised: a version that changes it fails here, and says what."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+import transformers
+from mesh_models import BASE, configs
+
+
+def _parameters(function: object) -> list[str]:
+    return list(inspect.signature(function).parameters)  # type: ignore[arg-type]
+
+
+def test_the_styles_of_transformers_are_as_they_are_used() -> None:
+    from transformers.distributed import tensor_parallel as theirs
+
+    style = theirs.TensorParallelLayer
+    assert _parameters(style.shard_param) == ["self", "module", "param", "mesh"]
+    assert _parameters(style.validate_param) == ["self", "module", "param", "mesh", "parameter_name"]
+    assert _parameters(style.install_forward) == ["self", "module", "mesh"]
+    dispatch = theirs.ALL_PARALLEL_STYLES["ep_dispatch_experts"]
+    assert _parameters(dispatch.install_forward) == ["module", "ep_mesh", "tp_mesh"]
+    assert _parameters(theirs._AllReduceBackward.forward) == ["ctx", "x", "process_group"]
+    known = {"colwise", "rowwise", "colwise_gather_output", "embedding_rowwise", "replicated_with_grad_allreduce"}
+    assert {*known, "packed_colwise", "packed_rowwise", "grouped_gemm", "mla_kv_a_proj"} <= {
+        *theirs.ALL_PARALLEL_STYLES
+    }
+
+
+def test_plans_name_layers_as_they_are_looked_for() -> None:
+    with torch.device("meta"):
+        dense = transformers.Qwen3ForCausalLM(configs()["qwen3"])
+        mixture = transformers.Qwen3MoeForCausalLM(configs()["qwen3_moe"])
+    assert BASE["num_hidden_layers"] == 2
+    assert dense.tp_plan["model.layers.*.self_attn.q_proj"] == "colwise"
+    assert dense.tp_plan["model.layers.*.self_attn.q_norm"] == "replicated_with_grad_allreduce"
+    assert dense.tp_plan["lm_head"] == "colwise_gather_output"
+    assert dense.config.base_model_tp_plan
+    assert mixture.ep_plan["model.layers.*.mlp.experts"] == "ep_dispatch_experts"
+    assert mixture.tp_plan["model.layers.*.mlp.experts.gate_up_proj"] == "packed_colwise"
+    recorded = mixture.model._can_record_outputs["router_logits"]
+    assert (recorded.target_class.__name__, recorded.index) == ("Qwen3MoeTopKRouter", 0)
+
+
+def test_conversions_of_checkpoints_say_what_they_are_made_of() -> None:
+    from mesh_models import configs
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import rename_source_key
+
+    with torch.device("meta"):
+        model = transformers.MixtralForCausalLM(configs()["mixtral"])
+    joined = next(one for one in get_model_conversion_mapping(model, add_legacy=False) if len(one.source_patterns) == 2)
+    assert [type(operation).__name__ for operation in joined.operations] == ["MergeModulelist", "Concatenate"]
+    assert (joined.operations[0].dim, joined.operations[1].dim) == (0, 1)
+    assert joined._original_source_patterns == [".experts.*.w1.weight", ".experts.*.w3.weight"]
+    assert _parameters(rename_source_key)[:3] == ["source_key", "weight_renamings", "weight_converters"]
