@@ -185,8 +185,8 @@ class GrpoRolloutConfig(WeightSyncConfig, EngineConfig):
     """Versions of the weights between two probes: engine and trainer score a fixed text, and a difference that rounding does
     not explain ends the run. The first two versions are always looked at; 0 is off."""
     probe_tolerance: float | None = None
-    """How far the text's log-probs may differ, a token on average; null is 0.001 in float32 (on an accelerator 0.02), else
-    0.25."""
+    """How far the text's log-probs may differ, a token on average; null is 0.001 in float32 (on an accelerator 0.02);
+    in half precision six times what the trainer finds rounding to make of it."""
     merge_adapters: bool = True
     """With `actor.lora.rank`, whether adapters are merged into the weights that engines get. False sends them as they are, and
     nothing else (`vllm`, which then computes with them): an update is small, and each token costs a little more."""

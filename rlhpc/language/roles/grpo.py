@@ -29,12 +29,13 @@ from rlhpc.language.algorithm.base import RETURNS as RETURNS_OF
 from rlhpc.language.algorithm.base import VERSIONS as VERSION_OF
 from rlhpc.language.algorithm.registry import make_algorithm
 from rlhpc.language.config import GrpoConfig
+from rlhpc.language.engines.engine import engine_dtype
 from rlhpc.language.roles.actor import LanguageActor
 from rlhpc.language.roles.arrivals import Arrivals
 from rlhpc.language.roles.blocks import BlockChannel
 from rlhpc.language.roles.groups import PARTS, Group
 from rlhpc.language.roles.minibatches import minibatches
-from rlhpc.language.roles.probe import Probe, due, probe_text
+from rlhpc.language.roles.probe import Probe, Prober, due, probe_text
 from rlhpc.language.roles.prompts import GROUPS, RETURNS, PromptMap
 from rlhpc.language.roles.sending import ActorWeights
 from rlhpc.language.scoring.groups import CRITIC
@@ -42,6 +43,7 @@ from rlhpc.language.tokens.batches import TokenBatch
 from rlhpc.language.tokens.cutting import Parts, values_of
 from rlhpc.language.tokens.scores import TokenScores
 from rlhpc.language.tokens.trainer import TokenTrainer
+from rlhpc.runs.device import own_device
 from rlhpc.runtime.channel import Channel
 from rlhpc.runtime.device import empty_cache
 from rlhpc.runtime.errors import DeadlineExceeded, RlhpcError
@@ -56,6 +58,7 @@ class GrpoActor(LanguageActor[GrpoConfig]):
     def __init__(self, cfg: GrpoConfig) -> None:
         super().__init__(cfg)
         self._weights: ActorWeights | None = None
+        self._prober: Prober | None = None
 
     def init_worker(self, total_steps: int, prompts: PromptMap) -> dict[str, Any]:
         """Loads model and optimizer.
@@ -131,13 +134,13 @@ class GrpoActor(LanguageActor[GrpoConfig]):
         """What the weights say of a fixed text, where this version is looked at; all ranks call it, awake."""
         if not due(version, self.cfg.rollout.probe_interval):
             return None
-        data, rollout = self.cfg.data, self.cfg.rollout
-        text = probe_text(len(self.tokenizer), data.max_prompt_tokens + rollout.max_new_tokens - 1)
-        batch = TokenBatch.of([text], [[True] * len(text)], pad_id=self.pad)
-        with COST.proving(time.process_time):
-            said = self.backend.forward(batch, temperature=1.0).logprobs[1:]
-        dtype = str(self.backend.backend.dtype).removeprefix("torch.")
-        return Probe(tuple(text), tuple(said.double().cpu().tolist()), dtype)
+        if self._prober is None:
+            data, rollout = self.cfg.data, self.cfg.rollout
+            text = probe_text(len(self.tokenizer), data.max_prompt_tokens + rollout.max_new_tokens - 1)
+            dtypes = [self.backend.backend.dtype, getattr(torch, engine_dtype(self.cfg, own_device(self)))]
+            coarsest = max(dtypes, key=lambda dtype: torch.finfo(dtype).eps)
+            self._prober = Prober(self.backend, text, self.pad, coarsest)
+        return self._prober.ask()
 
     def refresh_reference(self, version: int) -> None:
         """Sends all weights to the reference's ranks, which score with them from then on."""

@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
-import pytest
+import copy
+from types import SimpleNamespace
+from typing import Any
 
-from rlhpc.language.roles.probe import Probe, check_probe
+import pytest
+import torch
+
+from rlhpc.language.roles.probe import Probe, Prober, check_probe, probe_text
+from rlhpc.language.tokens.scores import token_scores
 from rlhpc.weights.proof import WeightsDiffer
+
+transformers = pytest.importorskip("transformers", reason="needs the extra llm")
 
 
 class Engine:
@@ -35,3 +43,60 @@ def test_rounding_is_no_difference(dtypes, device, tolerance, most) -> None:
     for off in (1.01 * most, float("nan")):
         with pytest.raises(WeightsDiffer, match=rf"version 3 .*actor-0.*rounding explains {most:g}"):
             check_probe(Engine(off), probe, 3, tolerance, dtypes, "actor-0", device)
+
+
+class Scoring:
+    """Scores as a trainer does, and as an engine whose kernels round otherwise: in float32."""
+
+    def __init__(self, std: float, dtype: torch.dtype) -> None:
+        torch.manual_seed(0)
+        config = transformers.LlamaConfig(
+            vocab_size=64, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=2,
+            num_key_value_heads=1, initializer_range=std,
+        )  # fmt: skip
+        self.model: Any = transformers.AutoModelForCausalLM.from_config(config).to(dtype).eval()
+        self.backend = SimpleNamespace(module=self.model, dtype=dtype)
+
+    def forward(self, batch: Any, *, temperature: float) -> Any:
+        with torch.no_grad():
+            return token_scores(self.model, batch, temperature)
+
+    def score(self, token_ids: tuple[int, ...]) -> list[float]:
+        ids, exact = torch.tensor([token_ids]), copy.deepcopy(self.model).float()
+        with torch.no_grad():
+            said = exact(ids).logits[0, :-1].log_softmax(-1).gather(1, ids[0, 1:, None])
+        return said.squeeze(1).tolist()
+
+    def step(self, size: float) -> None:
+        with torch.no_grad():
+            for parameter in self.model.parameters():
+                parameter += size * parameter.std().nan_to_num() * torch.randn_like(parameter)
+
+
+@pytest.mark.parametrize("std", [0.02, 0.15, 0.5])
+def test_what_rounding_explains_is_found_out_for_each_model(std: float) -> None:
+    """Sound updates pass, and an engine that has kept old weights is noticed, whatever size the log-probs' rounding has."""
+    trainer = Scoring(std, torch.bfloat16)
+    prober = Prober(trainer, probe_text(64, 20), 0, torch.bfloat16)
+    gaps, stale = [], copy.deepcopy(trainer)
+    for version in range(60):
+        gaps.append(check_probe(trainer, prober.ask(), version, None, {"bfloat16"}, "actor-0"))
+        trainer.step(10.0 ** (version % 3 - 3))
+    probe = prober.ask()
+    assert 0 < max(gaps) < 6 * probe.rounding and probe.rounding < 20 * max(gaps)
+    with pytest.raises(WeightsDiffer, match="rounding explains"):
+        check_probe(stale, probe, 60, None, {"bfloat16"}, "actor-0")
+
+
+def test_in_single_precision_nothing_is_rounded_otherwise() -> None:
+    trainer = Scoring(0.15, torch.float32)
+    text = probe_text(64, 20)
+    alone = Prober(trainer, text, 0, torch.float32).ask()
+    # A trainer in single precision, and an engine that is not.
+    beside = Prober(trainer, text, 0, torch.bfloat16)
+    found = [beside.ask() for _ in range(3)]
+    assert alone.rounding == 0.0 < found[0].rounding == found[2].rounding
+    assert all(probe.logprobs == alone.logprobs for probe in found), "what is rounded otherwise is no longer"
+    half = copy.deepcopy(trainer)
+    half.model.bfloat16()
+    check_probe(half, found[2], 1, None, {"float32", "bfloat16"}, "actor-0")
