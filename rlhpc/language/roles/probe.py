@@ -25,7 +25,7 @@ _LENGTH = 16
 #: How far log-probs may differ, a token on average, by rounding alone: in single precision on a CPU; on an accelerator, where
 #: some kernels round factors to ten bits; and in half precision, if the trainer does not say how far (`Probe.rounding`).
 _SINGLE, _ROUNDED, _HALF = 1e-3, 0.02, 0.25
-#: What is allowed of what it says: twice the most of 900 sound updates of 28 models (`python -m bench.rounding`).
+#: What is allowed of what it says: nearly twice the most of 930 sound updates of 28 models (`python -m bench.rounding`).
 _TIMES = 6.0
 #: Texts that are rounded otherwise, and probes from one time that they are to the next.
 _TEXTS, _EVERY = 4, 10
