@@ -16,6 +16,8 @@ sys.path.insert(0, str(Path(__file__).parent))
 import transformers
 from mesh_models import BASE, configs
 
+from tests.forked import forked
+
 
 def _parameters(function: object) -> list[str]:
     return list(inspect.signature(function).parameters)  # type: ignore[arg-type]
@@ -64,3 +66,10 @@ def test_conversions_of_checkpoints_say_what_they_are_made_of() -> None:
     assert (joined.operations[0].dim, joined.operations[1].dim) == (0, 1)
     assert joined._original_source_patterns == [".experts.*.w1.weight", ".experts.*.w3.weight"]
     assert _parameters(rename_source_key)[:3] == ["source_key", "weight_renamings", "weight_converters"]
+
+
+def test_what_torch_does_not_do() -> None:
+    """Norms over several meshes; packed columns in checkpoints. Where it has learnt to, ours can go."""
+    norm, wrong = forked(2, "contract_ranks:not_done")[0]
+    assert "device mesh" in norm.lower() or "mesh" in norm.lower()
+    assert wrong > 0
