@@ -8,13 +8,16 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 pytest.importorskip("vllm", reason="needs the extra vllm")
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from test_reasoning import LanguageRun, improves
+from test_reasoning import WORDS, LanguageRun, improves
 from test_replicas import Disturbed
+
+from rlhpc.language.data.tiny import VOCABULARY, character_tokenizer
 
 TWO = (
     "rollout.rollout_backend=vllm", "rollout.parallel.tensor=2", "rollout.probe_interval=1", "runner.save_interval=-1",
@@ -63,6 +66,8 @@ def test_an_engine_ends_whole_and_alone(tmp_path: Path) -> None:
 
 
 TWO_TO_TWO = ("cluster.component_placement={actor: '0:0-1', rollout: '0:0-1'}",)
+#: A vocabulary that two ranks share, and heads that vLLM has kernels for on CPUs.
+WIDE = WORDS.replace("hidden: 64", "hidden: 128")
 ADAPTERS = (*TWO_TO_TWO, "actor.lora.rank=4", "actor.optim.lr=2e-2")
 
 
@@ -73,8 +78,14 @@ ADAPTERS = (*TWO_TO_TWO, "actor.lora.rank=4", "actor.optim.lr=2e-2")
         (*ADAPTERS, "actor.offload_in_rollout=true"),
         (*ADAPTERS, "rollout.merge_adapters=false"),
         ("cluster.component_placement={actor: '0:0-3', rollout: '0'}", "rollout.parallel.tensor=1"),
+        (
+            "cluster.component_placement={actor: '0:0-3', rollout: '0:0-1'}",
+            "actor.parallel={shard: 2, tensor: 2}",
+            WIDE,
+        ),
+        (*ADAPTERS, "actor.parallel={shard: 1, tensor: 2}", WIDE),
     ],
-    ids=["2 to 2", "adapters merged, in turns", "adapters apart", "4 to 1"],
+    ids=["2 to 2", "adapters merged, in turns", "adapters apart", "4 to 1", "2 x 2 to 2", "adapters of a tensor group"],
 )
 def test_weights_from_shards_to_shards(tmp_path: Path, settings: tuple[str, ...]) -> None:
     """Ranks that train a part of each matrix, and ranks of an engine that want others; each version is looked at."""
@@ -86,3 +97,29 @@ def test_weights_from_shards_to_shards(tmp_path: Path, settings: tuple[str, ...]
     rows = run.rows()
     assert [row["step"] for row in rows] == [1, 2, 3]
     assert max(row["train/mismatch_abs"] for row in rows) < 1e-4
+
+
+@pytest.mark.parametrize("mesh", ["{shard: 4, expert: 4}", "{shard: 2, tensor: 2, expert: 4}"])
+def test_experts_to_an_engine_of_two_ranks(mesh: str, tmp_path: Path) -> None:
+    """Each rank that trains keeps one of four experts whole; each rank of the engine wants half of every one."""
+    transformers = pytest.importorskip("transformers", reason="needs the extra llm")
+    tokenizer = character_tokenizer(VOCABULARY + "@")
+    config = transformers.Qwen3MoeConfig(
+        vocab_size=len(tokenizer), hidden_size=64, intermediate_size=64, moe_intermediate_size=64, num_hidden_layers=2,
+        num_attention_heads=2, num_key_value_heads=2, head_dim=32, num_experts=4, num_experts_per_tok=2,
+        max_position_embeddings=64, bos_token_id=tokenizer.bos_token_id, eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    transformers.Qwen3MoeForCausalLM(config).save_pretrained(tmp_path / "mixture")
+    tokenizer.save_pretrained(tmp_path / "mixture")
+    run = LanguageRun(
+        tmp_path / "shards", *TWO, "rollout.weight_sync=shards", "actor.training_backend=fsdp", "runner.max_steps=3",
+        "runner.val_check_interval=-1", f"actor.model.model_path={tmp_path / 'mixture'}", "actor.model.kwargs={}",
+        "cluster.component_placement={actor: '0:0-3', rollout: '0:0-1'}", f"actor.parallel={mesh}",
+    )  # fmt: skip
+    run.train()
+    rows = run.rows()
+    assert [row["step"] for row in rows] == [1, 2, 3]
+    assert max(row["train/mismatch_abs"] for row in rows) < 1e-4
+    assert all(row["train/router_load_max"] >= 1.0 for row in rows)
