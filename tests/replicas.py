@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from rlhpc.config.sections import ParallelConfig
 from rlhpc.training import ReplicatedBackend
 from rlhpc.training.contract import Blueprint, Full, Named
 
@@ -35,6 +36,6 @@ def replicated(
     module: nn.Module, optim: Any, reduce: Callable[[torch.Tensor], torch.Tensor] = lambda t: t, ranks: int = 1
 ) -> ReplicatedBackend:
     """The local backend of one of `ranks` that reduce with `reduce`."""
-    actor: Any = SimpleNamespace(optim=optim)
+    actor: Any = SimpleNamespace(optim=optim, parallel=ParallelConfig())
     worker: Any = SimpleNamespace(rank=0, world_size=ranks, accelerators=(), all_reduce=reduce, barrier=lambda: None)
     return ReplicatedBackend(Ready(module), actor, worker)

@@ -17,6 +17,7 @@ from pathlib import Path
 
 import torch
 
+from rlhpc.jobs.paths import MODEL
 from rlhpc.runtime.durable import fsync_folder, write_durably
 from rlhpc.training.regions import Box
 
@@ -69,7 +70,7 @@ class Layout:
         self.places: dict[str, Place] = {}
         self._headers: dict[str, tuple[bytes, int]] = {}
         for number, names in enumerate(groups, 1):
-            file = f"model-{number:05d}-of-{len(groups):05d}.safetensors" if len(groups) > 1 else "model.safetensors"
+            file = f"model-{number:05d}-of-{len(groups):05d}.safetensors" if len(groups) > 1 else MODEL
             entries, at = {}, 0
             for name in names:
                 shape, dtype = tensors[name]

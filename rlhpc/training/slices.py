@@ -11,12 +11,13 @@ from typing import Any
 import torch
 from torch import nn
 
+from rlhpc.jobs.paths import MODEL
 from rlhpc.runtime.errors import ConfigError
 from rlhpc.training.mesh import Mesh
 from rlhpc.training.plans import model_in
 from rlhpc.training.regions import Box, boxes, named_tensor, regions
 
-_INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
+_INDEX, _SINGLE = "model.safetensors.index.json", MODEL
 
 
 class Slices:

@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import nn
 
-from rlhpc.config.sections import OptimConfig
+from rlhpc.config.sections import OptimConfig, ParallelConfig
 from rlhpc.runtime.comm.pool import SegmentPool
 from rlhpc.runtime.comm.serialization import dumps, loads
 from rlhpc.runtime.device import SideCopies, accelerator, host_memory, torch_device
@@ -64,7 +64,9 @@ def trainer(kind: Callable[..., Any], dtype: torch.dtype, accelerators: tuple[in
         rank=0, world_size=1, accelerators=accelerators, all_reduce=lambda tensor, op="sum": tensor, barrier=lambda: None,
         all_gather_object=lambda one: [one], init_process_group=lambda: None,
     )  # fmt: skip
-    return kind(Small(dtype), SimpleNamespace(optim=optim, training_backend=kind.__name__), ranks)
+    return kind(
+        Small(dtype), SimpleNamespace(optim=optim, training_backend=kind.__name__, parallel=ParallelConfig()), ranks
+    )
 
 
 def step(backend: Any, seed: int) -> float:

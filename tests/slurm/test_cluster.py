@@ -10,7 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 
 import pytest
@@ -176,7 +176,14 @@ def test_a_cut_node_is_out_of_reach_until_it_is_restored(slurm_hosts: SlurmClust
         wait_until(lambda: len(read(log)) > before, "the job to run on alone", deadline_s=5)
     finally:
         cluster.restore("cpu2")
-    cluster.run_on("gpu1", *ping)
+
+    def answers() -> bool:
+        with suppress(ClusterError):
+            cluster.run_on("gpu1", *ping)
+            return True
+        return False
+
+    wait_until(answers, "the node to be within reach", deadline_s=30)
     cluster.wait_for_nodes("cpu2")
     assert state(cluster, job).startswith("RUNNING")
     cluster.run("scancel", job)

@@ -144,6 +144,9 @@ def engine_of(kind: str, folder: Path, seed: int = 3, **rollout: Any) -> Rollout
         pytest.skip("each rank of an engine needs an accelerator of its own")
     import vllm  # noqa: F401 (before the ranks are forked)
 
+    if dist.is_initialized() and dist.get_world_size() == 1:
+        dist.destroy_process_group()  # of a trainer of one rank, in a test before
+
     store = tempfile.mktemp(prefix="rlhpc-engine-")
     ends, pids = list[Connection](), list[int]()
     for rank in range(1, size):

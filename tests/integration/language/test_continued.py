@@ -19,7 +19,7 @@ pytest.importorskip("transformers", reason="needs the extra llm")
 import transformers
 from test_replicas import Disturbed
 
-STEPS, PROMPTS, GROUP, LONG = 16, 4, 4, 40
+STEPS, PROMPTS, GROUP, LONG = 24, 4, 4, 40
 SETTINGS = (
     f"runner.max_steps={STEPS}", "runner.save_interval=1", "runner.keep_checkpoints=0", "algorithm.max_staleness=2",
     "cluster.component_placement={actor: '0', rollout: '0:0-1'}", f"data.prompts_per_step={PROMPTS}",

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from rlhpc import Worker
+from rlhpc.config.parallel import Sizes
 from rlhpc.language.roles.sharing import share_out
 from rlhpc.language.tokens.batches import TokenBatch
 from rlhpc.language.tokens.cutting import costs_of
@@ -34,7 +35,7 @@ class Sharer(Worker):
 
     def share(self, case: str, each: int) -> dict[str, Any]:
         """Shares once."""
-        return share_out(held(self.rank, case), self, each=each, hidden=4).pack()
+        return share_out(held(self.rank, case), self, Sizes(shard=self.world_size), each=each, hidden=4).pack()
 
 
 @pytest.fixture(scope="module")

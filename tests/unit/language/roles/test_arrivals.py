@@ -66,12 +66,12 @@ class Sent:
     def __init__(self, *messages: Any) -> None:
         self.messages = deque(messages)
 
-    def get_nowait(self, key: str) -> Any:
+    def get_nowait(self) -> Any:
         if not self.messages or self.messages[0] is None:
             raise QueueEmpty
         return self.messages.popleft()
 
-    def get(self, key: str, timeout: float) -> Any:
+    def get(self, timeout: float) -> Any:
         while self.messages and self.messages[0] is None:
             self.messages.popleft()
         if not self.messages:
@@ -80,7 +80,7 @@ class Sent:
 
 
 def parts(sent: Sent, step: int, share: range, inbox: GroupInbox | None = None, **how: bool) -> list[list[bytes]]:
-    inbox = inbox or GroupInbox(sent, "0", "critic-0", "rollout")  # type: ignore[arg-type]
+    inbox = inbox or GroupInbox(sent, "critic-0", "rollout")  # type: ignore[arg-type]
     return [[one.draw for one in part] for part in inbox.parts(step, share, time.monotonic() + 5, **how)]
 
 
@@ -107,8 +107,8 @@ def test_the_same_answers_are_scored_once() -> None:
 def test_a_step_is_over_when_the_driver_says_so() -> None:
     a, early, late = group(1, 0, 5), group(2, 0, 6), group(1, 0, 9)
     sent = Sent(a.bare(), early.bare(), {"end": 1}, None, late.bare(), {"end": 2})
-    inbox = GroupInbox(sent, "0", "reference-0", "rollout")  # type: ignore[arg-type]
+    inbox = GroupInbox(sent, "reference-0", "rollout")  # type: ignore[arg-type]
     assert parts(sent, 1, range(1), inbox) == [[a.draw]]
     assert parts(sent, 2, range(1), inbox) == [[early.draw]], "what comes of an earlier step is nobody's"
     with pytest.raises(DeadlineExceeded, match="no groups came from rollout to reference-0"):
-        parts(Sent(a.bare()), 1, range(1), GroupInbox(Sent(a.bare()), "0", "reference-0", "rollout"))  # type: ignore[arg-type]
+        parts(Sent(a.bare()), 1, range(1), GroupInbox(Sent(a.bare()), "reference-0", "rollout"))  # type: ignore[arg-type]
