@@ -391,10 +391,14 @@ class SlurmCluster:
     def _start_database(self) -> None:
         user = self._up.user
         folder = self.root / "database"
+        # Of its own, for a server that starts deletes the temporary tables that it finds in its folder, of whomever.
+        temporary = self.root / "database-temporary"
+        temporary.mkdir(mode=0o700)
+        shutil.chown(temporary, user)
         # A database of one test: it may lose what it has when the machine stops, and is fast for it.
         fast = ["--innodb-flush-method=nosync", "--innodb-doublewrite=0", "--innodb-flush-log-at-trx-commit=0"]
         small = ["--innodb-buffer-pool-size=64M", "--innodb-log-file-size=16M", "--innodb-lock-wait-timeout=900"]
-        common = ["--no-defaults", f"--datadir={folder}", f"--user={user}", *fast, *small]
+        common = ["--no-defaults", f"--datadir={folder}", f"--user={user}", f"--tmpdir={temporary}", *fast, *small]
         self._run(
             ["mariadb-install-db", *common, "--auth-root-authentication-method=socket", "--skip-test-db"], 60, None
         )
