@@ -26,9 +26,9 @@ from torch.distributed.tensor import DTensor, Shard
 
 from bench.machine import spread, write
 from rlhpc import Cluster, NodePlacementStrategy, Session, Worker, WorkerGroup
+from rlhpc.checkpoint.boxes import Box, cut
 from rlhpc.training.regions import boxes
 from rlhpc.weights import Update, make_sync
-from rlhpc.weights.boxes import Box, cut
 from rlhpc.weights.reshard import Shard as Part
 from rlhpc.weights.reshard import ShardSync
 
@@ -108,8 +108,8 @@ class Trainer(Worker):
     def _parts(self) -> Iterator[Part]:
         for name, tensor in self.held.items():
             for box, local in boxes(tensor):
-                values = local.of(tensor.to_local())
-                yield Part(name, tuple(tensor.shape), torch.bfloat16, Box(box.start, box.shape), lambda v=values: v)  # type: ignore[misc]
+                values = cut(tensor.to_local(), local)
+                yield Part(name, tuple(tensor.shape), torch.bfloat16, box, lambda v=values: v)  # type: ignore[misc]
 
 
 class Engine(Worker):

@@ -12,9 +12,9 @@ import torch
 from rlhpc.runtime.errors import CheckpointError
 
 if TYPE_CHECKING:
+    from rlhpc.checkpoint.boxes import Box
     from rlhpc.language.model_config import PretrainedConfig
     from rlhpc.training.export import Layout
-    from rlhpc.training.regions import Box
 
 _PREFIX = "model."
 Written = Iterator[tuple[str, "Box", torch.Tensor]]
@@ -39,9 +39,10 @@ def stream_shards(
     Raises:
         CheckpointError: A file is damaged, or is of another model.
     """
+    from rlhpc.checkpoint.boxes import whole
     from rlhpc.training.dcp import saved_boxes
     from rlhpc.training.names import checkpoint_parts
-    from rlhpc.training.regions import Box, within
+    from rlhpc.training.regions import within
 
     skeleton = load(model, dtype=dtype, empty=True)
     layout, shapes = _layout(skeleton, dtype)
@@ -57,7 +58,7 @@ def stream_shards(
             for read, box in boxes:
                 values = read()
                 for part in parts[name]:
-                    if (cut := within(part.index, box, Box.whole(box.shape))) is not None:
+                    if (cut := within(part.index, box, whole(box.sizes))) is not None:
                         yield part.name, cut[0], values[cut[1]]
         yield from _constant(skeleton, {name for name in shapes if name not in known}, parts, base, shards)
 
@@ -73,8 +74,8 @@ def stream_folder(
     Returns:
         Whether it could: its weights are in safetensors, under the names that transformers writes; and the parameters.
     """
+    from rlhpc.checkpoint.boxes import whole
     from rlhpc.language.tokens.model import model_file
-    from rlhpc.training.regions import Box
     from rlhpc.training.slices import Slices, missing
 
     slices = Slices.of(partial(model_file, str(model.model_path)))
@@ -86,7 +87,7 @@ def stream_folder(
     def written() -> Written:
         with slices:
             for name, place in layout.places.items():
-                yield name, Box.whole(place.shape), slices.read(name)
+                yield name, whole(place.shape), slices.read(name)
 
     _write(folder, skeleton, model, layout, written())
     return True, layout.parameters
@@ -105,8 +106,8 @@ def _layout(skeleton: Any, dtype: torch.dtype) -> tuple[Layout, dict[str, tuple[
 
 def _constant(skeleton: Any, names: set[str], parts: Mapping[str, list[Any]], base: str, shards: Path) -> Written:
     """Buffers, which no checkpoint of training has, from the model that it began from."""
+    from rlhpc.checkpoint.boxes import whole
     from rlhpc.language.tokens.model import model_file
-    from rlhpc.training.regions import Box
     from rlhpc.training.slices import Slices
 
     if not names:
@@ -118,7 +119,7 @@ def _constant(skeleton: Any, names: set[str], parts: Mapping[str, list[Any]], ba
             if name in trained or slices is None or part.name not in slices.files:
                 raise CheckpointError(f"{shards}: {part.name} {list(part.shape)} is missing")
             with slices:
-                yield part.name, Box.whole(part.shape), slices.read(part.name)
+                yield part.name, whole(part.shape), slices.read(part.name)
 
 
 def _write(folder: Path, skeleton: Any, model: PretrainedConfig, layout: Layout, boxes: Written) -> None:

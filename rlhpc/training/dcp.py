@@ -23,10 +23,10 @@ from torch.distributed.checkpoint._hf_utils import CUSTOM_METADATA_KEY, DCP_VERS
 from torch.distributed.checkpoint.api import CheckpointException
 
 from rlhpc.checkpoint.beside import write_file
+from rlhpc.checkpoint.boxes import Box
 from rlhpc.checkpoint.state import on_host, stream_tensors
 from rlhpc.runtime.durable import fsync_folder
 from rlhpc.runtime.errors import CheckpointError
-from rlhpc.training.regions import Box
 
 if TYPE_CHECKING:
     from rlhpc.training.contract import Ranks
@@ -76,8 +76,7 @@ def saved_boxes(folder: Path) -> Iterator[tuple[str, Callable[[], torch.Tensor],
             raise CheckpointError(f"{path}: cannot be read ({type(error).__name__}: {error})") from error
         for name, shape in shapes.items():
             start = tuple(int(at) for at in offsets.get(name, {}).get("saved_offsets") or [0] * len(shape))
-            box = Box(start, tuple(at + size for at, size in zip(start, shape, strict=True)))
-            yield name, partial(_read, path, name), box
+            yield name, partial(_read, path, name), Box(start, tuple(shape))
 
 
 def _read(path: Path, name: str) -> torch.Tensor:

@@ -17,9 +17,9 @@ from pathlib import Path
 
 import torch
 
+from rlhpc.checkpoint.boxes import Box
 from rlhpc.jobs.paths import MODEL
 from rlhpc.runtime.durable import fsync_folder, write_durably
-from rlhpc.training.regions import Box
 
 #: Bytes of tensors in a file, unless one is larger: transformers' own limit.
 MOST = 5 * 10**9
@@ -154,17 +154,17 @@ def _runs(shape: tuple[int, ...], box: Box, values: torch.Tensor) -> Iterator[tu
         return
     # From which dimension on the box has all there is: what is before it is one run for each index.
     whole = len(shape)
-    while whole > 0 and box.start[whole - 1] == 0 and box.stop[whole - 1] == shape[whole - 1]:
+    while whole > 0 and box.sizes[whole - 1] == shape[whole - 1]:
         whole -= 1
     outer = max(0, whole - 1)
     strides = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
-    first = sum(a * stride for a, stride in zip(box.start, strides, strict=True))
+    first = sum(a * stride for a, stride in zip(box.starts, strides, strict=True))
     if outer == 0:
         yield from _rows(first, values, strides[0])
         return
-    for place in range(math.prod(box.shape[:outer])):
+    for place in range(math.prod(box.sizes[:outer])):
         index, rest = [], place
-        for size in reversed(box.shape[:outer]):
+        for size in reversed(box.sizes[:outer]):
             rest, one = divmod(rest, size)
             index.append(one)
         index.reverse()

@@ -23,6 +23,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from rlhpc.algorithms.finite import bad_tensors
+from rlhpc.checkpoint.boxes import cut
 from rlhpc.runtime.device import collective_backends, empty_cache
 from rlhpc.runtime.durable import write_durably
 from rlhpc.runtime.errors import CheckpointError, ConfigError
@@ -289,8 +290,8 @@ class FsdpBackend(ParkingBackend):
     def pieces(self, *, rows: bool = False) -> Iterator[tuple[Region, torch.Tensor]]:
         """See `TrainingBackend.pieces`."""
         with self.awake():
-            self._reshard()
-            for region, value in pieces(self.module, self.mesh, self.full, rows=rows, wanted=self.blueprint.exported):
+            for region, values in pieces(self.module, self.mesh, self.full, rows=rows, wanted=self.blueprint.exported):
+                value = values()
                 yield region, value.to(self.dtype) if value.is_floating_point() else value
 
     def held_tensors(self) -> Named:
@@ -361,7 +362,7 @@ def _take(target: torch.Tensor, whole: torch.Tensor) -> None:
     """Gives a tensor, of which this rank may hold a part, its values."""
     local = target.to_local() if isinstance(target, DTensor) else target
     for box, here in boxes(target):
-        here.of(local.detach()).copy_(box.of(whole))
+        cut(local.detach(), here).copy_(cut(whole, box))
 
 
 def _parts(module: nn.Module) -> list[FSDPModule]:

@@ -270,12 +270,6 @@ class Factors(NamedTuple):
     scale: float
 
 
-@torch.no_grad()
-def factors(module: nn.Module, full: Full) -> dict[int, Factors]:
-    """What adapters add to the layers that they belong to, by the identity of these layers' weights. All ranks call it."""
-    return {id(layer.base_layer.weight): factors_of(layer, full) for _, layer in _layers(module)}
-
-
 def factors_of(layer: Any, full: Full) -> Factors:
     """Those of one layer."""
     a, b = (full(half[ADAPTER].weight).detach() for half in (layer.lora_A, layer.lora_B))

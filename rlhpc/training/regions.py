@@ -1,17 +1,14 @@
 """Which parts of which checkpoint tensors a rank holds.
 
-A *box* is a product of intervals, one for each dimension of a whole tensor. A rank's part of a DTensor is one box or, where a
-dimension was cut twice, several. What is read from files, written to them, and sent to engines is said in boxes alone, so
-whoever does it need not know how a model is divided.
+A rank's part of a DTensor is one box (`rlhpc.checkpoint.boxes`) or, where a dimension was cut twice, several.
 
     regions(module, mesh) → list[Region]: in the module's order, the same on every call; no rank talks to another
         .name, .shape, .dtype       the tensor of the checkpoint (its own name: experts are views, tied ones come once)
-        .box.start, .box.stop       what of it this rank holds
+        .box                        what of it this rank holds
         .copy, .copies              which of how many copies on all ranks this is: exactly one rank has a box's copy 0
         .frozen                     not trained, and no adapter's product is merged into it
         .of(module)                 the values, a view of this rank's memory: write into it, or read it
     boxes(tensor) → list[(Box, Box)]: of a DTensor, or any tensor: in the whole tensor, and in the local one
-    intersection(a, b) → Box | None
 
 Adapters' own tensors are left out unless `adapters=True`; what they add to the layers they belong to is not in these values,
 but in those of `training.pieces.pieces`, and of `TrainingBackend.pieces`.
@@ -29,48 +26,10 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, distribute_tensor
 
+from rlhpc.checkpoint.boxes import Box, between, whole
 from rlhpc.training.lora import frozen_names
 from rlhpc.training.mesh import Mesh
 from rlhpc.training.names import Part, checkpoint_parts, plain
-
-
-@dataclass(frozen=True)
-class Box:
-    """A product of intervals, from `start` up to but not including `stop`."""
-
-    start: tuple[int, ...]
-    stop: tuple[int, ...]
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Sizes along the dimensions."""
-        return tuple(b - a for a, b in zip(self.start, self.stop, strict=True))
-
-    @property
-    def numel(self) -> int:
-        """Number of elements."""
-        return torch.Size(self.shape).numel()
-
-    @property
-    def slices(self) -> tuple[slice, ...]:
-        """As an index of the whole tensor."""
-        return tuple(slice(a, b) for a, b in zip(self.start, self.stop, strict=True))
-
-    def of(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The view of a whole tensor that the box is."""
-        return tensor[self.slices] if self.start else tensor
-
-    @classmethod
-    def whole(cls, shape: tuple[int, ...]) -> Box:
-        """All of a tensor."""
-        return cls((0,) * len(shape), tuple(shape))
-
-
-def intersection(a: Box, b: Box) -> Box | None:
-    """What two boxes of the same tensor have in common; None if that is nothing."""
-    start = tuple(map(max, a.start, b.start))
-    stop = tuple(map(min, a.stop, b.stop))
-    return Box(start, stop) if all(x < y for x, y in zip(start, stop, strict=True)) else None
 
 
 def boxes(tensor: torch.Tensor) -> list[tuple[Box, Box]]:
@@ -80,18 +39,15 @@ def boxes(tensor: torch.Tensor) -> list[tuple[Box, Box]]:
     out here: torch distributes the dimension's indices as it did the tensor.
     """
     if not isinstance(tensor, DTensor):
-        whole = Box.whole(tuple(tensor.shape))
-        return [(whole, whole)]
+        return [(whole(tensor.shape), whole(tensor.shape))]
     every: list[list[tuple[int, int, int]]] = []
     for dim, size in enumerate(tensor.shape):
         along = tuple(_along(placement, dim, tensor.ndim) for placement in tensor.placements)
         every.append(_runs(size, tensor.device_mesh, along))
     found = []
     for runs in product(*every):
-        start, stop = tuple(a for a, _, _ in runs), tuple(b for _, b, _ in runs)
-        here = tuple(at for _, _, at in runs)
-        there = tuple(at + b - a for a, b, at in runs)
-        found.append((Box(start, stop), Box(here, there)))
+        sizes = tuple(size for _, size, _ in runs)
+        found.append((Box(tuple(start for start, _, _ in runs), sizes), Box(tuple(at for _, _, at in runs), sizes)))
     return found
 
 
@@ -107,7 +63,7 @@ def _along(placement: Placement, dim: int, ndim: int) -> Placement:
 
 @lru_cache(maxsize=4096)
 def _runs(size: int, mesh: DeviceMesh, along: tuple[Placement, ...]) -> list[tuple[int, int, int]]:
-    """Runs of indices along a dimension that are on this rank: (start, stop, where the run starts in the local tensor)."""
+    """Runs of indices along a dimension that are on this rank: (start, size, where the run starts in the local tensor)."""
     if all(placement.is_replicate() for placement in along):
         return [(0, size, 0)]
     held = distribute_tensor(torch.arange(size), mesh, along, src_data_rank=None).to_local().cpu()
@@ -115,7 +71,7 @@ def _runs(size: int, mesh: DeviceMesh, along: tuple[Placement, ...]) -> list[tup
         return []
     breaks = (torch.nonzero(held.diff() != 1).flatten() + 1).tolist()
     edges = list(zip([0, *breaks], [*breaks, len(held)], strict=True))
-    return [(int(held[a]), int(held[b - 1]) + 1, a) for a, b in edges]
+    return [(int(held[a]), b - a, a) for a, b in edges]
 
 
 @dataclass(frozen=True)
@@ -198,7 +154,7 @@ def regions(
 
 
 def regions_of(
-    name: str, tensor: torch.Tensor, parts: Sequence[Part], mesh: Mesh, *, frozen: bool = False
+    name: str, tensor: torch.Tensor, parts: Sequence[Part], mesh: Mesh | None, *, frozen: bool = False
 ) -> list[Region]:
     """Of one tensor of a module: see `regions`.
 
@@ -206,10 +162,10 @@ def regions_of(
         name: The module's name of it.
         tensor: The tensor, or the same cut in another way.
         parts: What it is in a checkpoint.
-        mesh: Who holds what.
+        mesh: Who holds what; None if nobody asks for copies.
         frozen: Whether it never changes.
     """
-    copy, copies = mesh.copies(tensor)
+    copy, copies = (0, 1) if mesh is None else mesh.copies(tensor)
     found = []
     for part in parts:
         for box, local in boxes(tensor):
@@ -224,7 +180,7 @@ def within(
     """What a box of a module's tensor and a part of it (`Part.index`) have in common: as a box of the part, and as an index of
     the local tensor, where `local` says that the box lies; None if that is nothing."""
     start, stop, where = list[int](), list[int](), list[int | slice]()
-    for one, a, b, at in zip(index, box.start, box.stop, local.start, strict=True):
+    for one, a, b, at in zip(index, box.starts, box.ends, local.starts, strict=True):
         low, high = (one, one + 1) if isinstance(one, int) else one
         first, last = max(a, low), min(b, high)
         if first >= last:
@@ -235,4 +191,4 @@ def within(
             start.append(first - low)
             stop.append(last - low)
             where.append(slice(at + first - a, at + last - a))
-    return Box(tuple(start), tuple(stop)), tuple(where)
+    return between(start, stop), tuple(where)

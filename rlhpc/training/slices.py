@@ -11,11 +11,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from rlhpc.checkpoint.boxes import Box, cut
 from rlhpc.jobs.paths import MODEL
 from rlhpc.runtime.errors import ConfigError
 from rlhpc.training.mesh import Mesh
 from rlhpc.training.plans import model_in
-from rlhpc.training.regions import Box, boxes, named_tensor, regions
+from rlhpc.training.regions import boxes, named_tensor, regions
 
 _INDEX, _SINGLE = "model.safetensors.index.json", MODEL
 
@@ -71,7 +72,7 @@ class Slices:
         path = self.files[name]
         if path not in self._open:
             self._open[path] = self._stack.enter_context(safe_open(path, "pt"))
-        if box is None or not box.start:
+        if box is None or not box.sizes:
             whole: torch.Tensor = self._open[path].get_tensor(name)
             return whole
         part: torch.Tensor = self._open[path].get_slice(name)[box.slices]
@@ -105,7 +106,7 @@ def fill(module: nn.Module, mesh: Mesh, slices: Slices, made: Iterable[tuple[str
         target = named_tensor(module, name)
         local: Any = target.to_local() if hasattr(target, "to_local") else target
         for box, here in boxes(target):
-            here.of(local.detach()).copy_(box.of(whole))
+            cut(local.detach(), here).copy_(cut(whole, box))
     checked = set[str]()
     with slices:
         for region in regions(module, mesh, adapters=True):

@@ -22,11 +22,11 @@ from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 import torch
 
+from rlhpc.checkpoint.boxes import Box, cut
 from rlhpc.runtime.comm import p2p
 from rlhpc.runtime.comm.background import in_background
 from rlhpc.runtime.context import current
 from rlhpc.runtime.errors import RlhpcError
-from rlhpc.weights.boxes import Box, cut
 from rlhpc.weights.proof import Proof
 from rlhpc.weights.publish import PART_BYTES
 from rlhpc.weights.routes import Held, Piece, Routes, route

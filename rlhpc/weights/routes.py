@@ -11,8 +11,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from rlhpc.checkpoint.boxes import Box, uncovered, whole
 from rlhpc.runtime.errors import RlhpcError
-from rlhpc.weights.boxes import Box, uncovered, whole
 
 #: A tensor that several ranks hold is cut so that none of them sends more than its share: each row block is at most this
 #: part of what a rank sends, and no smaller than so many bytes.

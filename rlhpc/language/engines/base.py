@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 if TYPE_CHECKING:
     import torch
 
-    from rlhpc.weights.boxes import Box
+    from rlhpc.checkpoint.boxes import Box
     from rlhpc.weights.elements import Elements
 
 

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from rlhpc.checkpoint.boxes import Box
 from rlhpc.language.engines.base import Completion, Request
 from rlhpc.language.engines.ends import (
     StopTexts,
@@ -28,7 +29,6 @@ from rlhpc.language.engines.vllm_names import tensors_of, under_all_names
 from rlhpc.language.engines.vllm_process import VLLMProcess
 from rlhpc.language.engines.vllm_receipt import reload_counted, require_all_loaded
 from rlhpc.runtime.errors import ConfigError
-from rlhpc.weights.boxes import Box
 from rlhpc.weights.cost import COST
 
 if TYPE_CHECKING:

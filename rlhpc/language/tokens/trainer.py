@@ -20,14 +20,13 @@ from rlhpc.language.tokens.packing import packs, reads_rows, unpack, width
 from rlhpc.language.tokens.routing import balance, routing_of
 from rlhpc.language.tokens.scalar import token_values
 from rlhpc.language.tokens.scores import Reading, TokenScores, token_scores
-from rlhpc.language.tokens.shards import shards_of
 from rlhpc.runtime.device import torch_device
 from rlhpc.runtime.durable import write_durably
 from rlhpc.runtime.errors import ConfigError
 from rlhpc.training import lora
 from rlhpc.training.contract import Metrics, Named, Ranks
 from rlhpc.training.export import Layout
-from rlhpc.training.pieces import names_and_shapes
+from rlhpc.training.pieces import names_and_shapes, pieces
 from rlhpc.training.registry import make_backend
 from rlhpc.weights.reshard import Shard
 
@@ -104,13 +103,17 @@ class ModelTrainer:
         return {name: tensor for name, tensor in found.items() if ".lora_" in name}
 
     def shards(self, dtype: torch.dtype | None) -> list[Shard]:
-        """What this rank holds of the weights, as it is sent to engines part by part; all ranks call it, for adapters are
-        gathered.
+        """What this rank holds of the weights, adapters merged, as it is sent to engines part by part; all ranks call it, for
+        adapters are gathered.
 
         Args:
             dtype: As they are sent; None is that of the computation.
         """
-        return shards_of(self.backend.module, self.backend.full, dtype or self.blueprint.dtype)
+        backend, sent, found = self.backend, dtype or self.blueprint.dtype, list[Shard]()
+        for one, values in pieces(backend.module, backend.mesh, backend.full, wanted=self.blueprint.exported):
+            kept = sent if one.dtype.is_floating_point else one.dtype
+            found.append(Shard(one.name, one.shape, kept, one.box, values, one.frozen))
+        return found
 
     def frozen_names(self) -> frozenset[str]:
         """Names of the weights that never change."""

@@ -13,9 +13,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from rlhpc import Worker
+from rlhpc.checkpoint.boxes import Box, cut
 from rlhpc.training.regions import boxes
 from rlhpc.weights import make_sync, reshard, transport
-from rlhpc.weights.boxes import Box, cut
 from rlhpc.weights.reshard import Shard as Part
 from rlhpc.weights.reshard import ShardSync
 from rlhpc.weights.window import Window
@@ -126,8 +126,8 @@ class Trainer(Worker):
                     fused[layer] = distribute_tensor(torch.stack(every), self.line, [Shard(0)], src_data_rank=None)
                 number = int(name.split(".")[3])
                 for box, local in boxes(fused[layer]):
-                    if box.start[0] <= number < box.stop[0]:
-                        values = fused[layer].to_local()[number - box.start[0] + local.start[0]]
+                    if box.starts[0] <= number < box.ends[0]:
+                        values = fused[layer].to_local()[number - box.starts[0] + local.starts[0]]
                         yield Part(name, shape, full.dtype, Box((0, 0), shape), lambda v=values: v)  # type: ignore[misc]
                 continue
             held = distribute_tensor(
@@ -135,8 +135,8 @@ class Trainer(Worker):
             )
             for box, local in boxes(held):
                 yield Part(
-                    name, shape, full.dtype, Box(box.start, box.shape),
-                    lambda h=held, b=local: b.of(h.to_local()), bool(FROZEN.match(name)),  # type: ignore[misc]
+                    name, shape, full.dtype, box,
+                    lambda h=held, b=local: cut(h.to_local(), b), bool(FROZEN.match(name)),  # type: ignore[misc]
                 )  # fmt: skip
 
     def send(self, version: int) -> int:
@@ -162,7 +162,7 @@ class Trainer(Worker):
         """The most memory that it took."""
         assert isinstance(self.sync, ShardSync)
         parts = [
-            Part(name, tuple(held.shape), held.dtype, Box(box.start, box.shape), lambda h=held: h.to_local())  # type: ignore[misc]
+            Part(name, tuple(held.shape), held.dtype, box, lambda h=held: h.to_local())  # type: ignore[misc]
             for name, held in self.large.items()
             for box, _ in boxes(held)
         ]

@@ -11,6 +11,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import _StridedShard
 
+from rlhpc.checkpoint.boxes import cut
 from rlhpc.config.parallel import Sizes
 from rlhpc.config.sections import ParallelConfig
 from rlhpc.training.mesh import Mesh
@@ -39,10 +40,10 @@ def placed(rank: Rank) -> list[tuple[str, bool]]:
     }
     found = []
     for name, (tensor, placements) in cases.items():
-        cut = distribute_tensor(tensor, mesh, placements, src_data_rank=None)
-        local, covered, right = cut.to_local(), 0, True
-        for box, here in boxes(cut):
-            right &= torch.equal(box.of(tensor), here.of(local))
+        held = distribute_tensor(tensor, mesh, placements, src_data_rank=None)
+        local, covered, right = held.to_local(), 0, True
+        for box, here in boxes(held):
+            right &= torch.equal(cut(tensor, box), cut(local, here))
             covered += box.numel
         found.append((name, right and covered == local.numel()))
     return found
@@ -57,13 +58,13 @@ def held(rank: Rank, parallel: dict[str, Any], model: str, experts: bool) -> lis
     for layer in module.model.layers:
         if experts:
             for name, value in list(layer.mlp.experts.named_parameters()):
-                cut = distribute_tensor(value.detach(), mesh.expert, [Shard(0)], src_data_rank=None)
-                setattr(layer.mlp.experts, name, nn.Parameter(cut))
+                shared = distribute_tensor(value.detach(), mesh.expert, [Shard(0)], src_data_rank=None)
+                setattr(layer.mlp.experts, name, nn.Parameter(shared))
             fully_shard(layer.mlp.experts, mesh=mesh.expert_fsdp)
         if mesh.tensor is not None:
             for linear, dim in ((layer.self_attn.q_proj, 0), (layer.self_attn.o_proj, 1)):
-                cut = distribute_tensor(linear.weight.detach(), mesh.tensor, [Shard(dim)], src_data_rank=None)
-                linear.weight = nn.Parameter(cut)
+                shared = distribute_tensor(linear.weight.detach(), mesh.tensor, [Shard(dim)], src_data_rank=None)
+                linear.weight = nn.Parameter(shared)
         fully_shard(layer, mesh=mesh.fsdp)
     fully_shard(module, mesh=mesh.fsdp)
     assert all(isinstance(parameter, DTensor) for parameter in module.parameters())

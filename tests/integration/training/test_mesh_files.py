@@ -18,8 +18,8 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from mesh_models import save_models
 
+from rlhpc.checkpoint.boxes import between, cut
 from rlhpc.training.export import Layout
-from rlhpc.training.regions import Box
 from tests.forked import forked
 
 
@@ -138,12 +138,12 @@ def test_files_are_laid_out_as_safetensors_says(tmp_path: Path) -> None:
     layout = Layout({name: (tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()}, most=100)
     layout.begin(tmp_path)
     parts = {
-        "a": [Box((0, 0), (4, 2)), Box((0, 2), (3, 6)), Box((3, 2), (4, 6))],
-        "b": [Box((), ())],
-        "c": [Box((0, 0, 0), (3, 2, 5)), Box((0, 2, 0), (3, 4, 3)), Box((0, 2, 3), (3, 4, 5))],
+        "a": [between((0, 0), (4, 2)), between((0, 2), (3, 6)), between((3, 2), (4, 6))],
+        "b": [between((), ())],
+        "c": [between((0, 0, 0), (3, 2, 5)), between((0, 2, 0), (3, 4, 3)), between((0, 2, 3), (3, 4, 5))],
     }
     for name, boxes in parts.items():
-        layout.write(tmp_path, [(name, box, box.of(tensors[name])) for box in boxes])
+        layout.write(tmp_path, [(name, box, cut(tensors[name], box)) for box in boxes])
     index = json.loads((tmp_path / "model.safetensors.index.json").read_text())["weight_map"]
     read = {name: load_file(tmp_path / index[name])[name] for name in tensors}
     assert [name for name, tensor in tensors.items() if not torch.equal(tensor, read[name])] == []

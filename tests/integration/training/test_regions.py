@@ -47,7 +47,7 @@ def test_the_ranks_together_hold_every_tensor_of_the_checkpoint(
     for rank in forked(4, "region_ranks:held", parallel, str(tmp_path / model), experts):
         for name, shape, box, values, copy, copies in rank:
             assert shape == tuple(whole[name].shape)
-            assert values.shape == box.shape
+            assert values.shape == box.sizes
             made[name][box.slices] = values
             holders[name, box].append((copy, copies))
     assert [name for name in whole if not torch.equal(whole[name], made[name])] == []

@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from rlhpc.config.sections import LoraConfig
-from rlhpc.language.tokens.shards import shards_of
 from rlhpc.runtime.errors import RlhpcError
 from rlhpc.training import merging
 from rlhpc.training.lora import ADAPTER, attach_lora, full_weights
+from rlhpc.training.pieces import pieces
 
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("peft")
@@ -63,8 +63,8 @@ class Adapted:
 
     def sent(self, in_parts: bool = False) -> torch.Tensor:
         if in_parts:  # as to engines that take what each rank holds
-            shards = shards_of(self.model, lambda tensor: tensor, self.base.dtype)
-            return next(shard for shard in shards if shard.name == self.name).values()
+            held = pieces(self.model, None, lambda tensor: tensor)
+            return next(values for region, values in held if region.name == self.name)()
         return dict(full_weights(self.model, lambda tensor: tensor))[self.name]
 
 

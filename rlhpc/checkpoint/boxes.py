@@ -1,4 +1,8 @@
-"""Boxes: parts of a tensor that are a product of intervals, one for each dimension. Nothing here imports torch."""
+"""Boxes: parts of a tensor that are a product of intervals, one for each dimension.
+
+What is read from files, written to them, and sent to engines is said in boxes alone, so whoever does it need not know how a
+model is divided. Nothing here imports torch.
+"""
 
 from __future__ import annotations
 
@@ -23,12 +27,20 @@ class Box(NamedTuple):
         """Its elements."""
         return math.prod(self.sizes)
 
+    @property
+    def ends(self) -> tuple[int, ...]:
+        """Where it ends, in each dimension."""
+        return tuple(start + size for start, size in zip(*self, strict=True))
+
+    @property
+    def slices(self) -> tuple[slice, ...]:
+        """As an index of the whole tensor."""
+        return tuple(map(slice, self.starts, self.ends))
+
     def meet(self, other: Box) -> Box | None:
         """What both have; None if that is nothing."""
-        starts = tuple(map(max, self.starts, other.starts))
-        ends = tuple(min(a + n, b + m) for a, n, b, m in zip(*self, *other, strict=True))
-        sizes = tuple(end - start for start, end in zip(starts, ends, strict=True))
-        return Box(starts, sizes) if all(size > 0 for size in sizes) else None
+        found = between(map(max, self.starts, other.starts), map(min, self.ends, other.ends))
+        return found if all(size > 0 for size in found.sizes) else None
 
     def without(self, part: Box) -> list[Box]:
         """What is left where a part of this box, which lies within it, is taken out."""
@@ -49,6 +61,12 @@ class Box(NamedTuple):
     def within(self, outer: Box) -> Box:
         """The same part, counted from where another box begins that it lies in."""
         return Box(tuple(a - b for a, b in zip(self.starts, outer.starts, strict=True)), self.sizes)
+
+
+def between(starts: Iterable[int], ends: Iterable[int]) -> Box:
+    """From `starts` up to but not including `ends`."""
+    first = tuple(starts)
+    return Box(first, tuple(end - start for start, end in zip(first, ends, strict=True)))
 
 
 def whole(shape: Iterable[int]) -> Box:
