@@ -52,12 +52,12 @@ class Layout:
 
     Args:
         tensors: Shape and dtype of each tensor, in the order in which they are to lie.
-        most: Bytes of a file's tensors.
+        most: Bytes of a file's tensors; by default `MOST`.
     """
 
-    def __init__(self, tensors: Mapping[str, tuple[tuple[int, ...], torch.dtype]], most: int = MOST) -> None:
+    def __init__(self, tensors: Mapping[str, tuple[tuple[int, ...], torch.dtype]], most: int | None = None) -> None:
         groups: list[list[str]] = [[]]
-        size = 0
+        size, most = 0, MOST if most is None else most
         sizes = {name: math.prod(shape) * dtype.itemsize for name, (shape, dtype) in tensors.items()}
         for name, own in sizes.items():
             if groups[-1] and size + own > most:

@@ -13,6 +13,7 @@ import torch
 
 pytest.importorskip("transformers", reason="needs the extra llm")
 
+sys.path.insert(0, str(Path(__file__).parents[1] / "training"))
 sys.path.insert(0, str(Path(__file__).parent))
 
 from engine_models import EXPERTS, TOLERANCE, change, error_of, requests_of, run_out, save_model
@@ -23,6 +24,7 @@ from transformers.core_model_loading import revert_weight_conversion
 from rlhpc.language.engines import Completion
 from rlhpc.language.engines.engine import UpdateFailed
 from rlhpc.language.engines.vllm_boxes import wanted_boxes
+from tests.forked import forked
 
 
 @pytest.mark.parametrize(
@@ -48,6 +50,32 @@ def test_each_update_arrives(tmp_path: Path, kind: str, changes: dict[str, Any])
             engine.update_weights(version, reference.named_parameters())
         for request, completion in zip(requests, engine.generate(requests), strict=True):
             assert error_of(reference, request, completion) < 5 * TOLERANCE
+    engine.close()
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes", "mesh"),
+    [
+        ("Qwen3", {"num_key_value_heads": 2, "head_dim": 32}, {"shard": 2, "tensor": 2}),
+        (
+            "Qwen3Moe",
+            {**EXPERTS, "num_experts": 4, "moe_intermediate_size": 64, "head_dim": 32},
+            {"shard": 4, "expert": 4},
+        ),
+    ],
+)
+def test_what_ranks_exported_together_is_read(
+    tmp_path: Path, kind: str, changes: dict[str, Any], mesh: dict[str, int]
+) -> None:
+    """Several files, each written by four ranks: the engine says of a text what the ranks say."""
+    save_model(tmp_path / "model", kind, **changes)
+    sections = {f"parallel__{name}": size for name, size in mesh.items()}
+    path, folder = str(tmp_path / "model"), tmp_path / "exported"
+    said = forked(4, "mesh_ranks:exported_in_files", path, str(folder), sections)[0]
+    assert len([*folder.glob("model-*.safetensors")]) > 3
+    engine: Any = engine_of("vllm", folder)
+    for ids, logprobs in said:
+        assert float((torch.tensor(engine.score(ids)) - logprobs).abs().max()) < 5 * TOLERANCE
     engine.close()
 
 

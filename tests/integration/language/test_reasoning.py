@@ -91,10 +91,13 @@ class LanguageRun:
         return self.rlhpc("train", str(self.config), *self.overrides, *more, code=code, timeout=timeout)
 
     def start(self) -> subprocess.Popen[str]:
-        command = [sys.executable, "-m", "rlhpc.cli", "train", str(self.config), *self.overrides]
+        return self.begin("train", str(self.config), *self.overrides)
+
+    def begin(self, *words: str) -> subprocess.Popen[str]:
         return warm.Popen(
-            command, env=self.environment, cwd=self.folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-        )
+            [sys.executable, "-m", "rlhpc.cli", *words], env=self.environment, cwd=self.folder, stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE, text=True,
+        )  # fmt: skip
 
     def rows(self) -> list[dict[str, Any]]:
         """Metric rows without the clock's."""

@@ -16,6 +16,7 @@ from rlhpc.language.tokens.cutting import cut_up
 from rlhpc.language.tokens.rows import RowReader
 from rlhpc.language.tokens.scores import TokenScores
 from rlhpc.language.tokens.trainer import TokenTrainer
+from rlhpc.training import export
 from rlhpc.training.names import checkpoint_parts, plain
 from tests.forked import Rank
 
@@ -188,6 +189,19 @@ def exported(rank: Rank, model: str, folder: str, cases: list[dict[str, Any]]) -
         trainer.export(Path(folder) / str(number))
         found.append({name: tensor.clone() for name, tensor in trainer.named_weights()})
     return found
+
+
+def exported_in_files(rank: Rank, model: str, folder: str, changes: dict[str, Any]) -> list[tuple[Any, torch.Tensor]]:
+    """Exports to files of few tensors after a step; samples, and what the model says of each but its first token."""
+    export.MOST = 1 << 16
+    trainer = TokenTrainer(make_config(model, **changes), rank)
+    _step(trainer, rank)
+    trainer.export(Path(folder))
+    batch = samples(99)
+    batch.mask[:] = True
+    said = trainer.forward(batch).logprobs
+    parts = zip(batch.ids.split(list(LENGTHS)), said.split(list(LENGTHS)), strict=True)
+    return [(ids.tolist(), logprobs[1:]) for ids, logprobs in parts]
 
 
 class Weighed(RowReader):

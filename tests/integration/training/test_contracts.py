@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import inspect
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
 import torch
+from packaging.requirements import Requirement
+from packaging.version import Version
 
 pytest.importorskip("transformers")
 
@@ -17,6 +20,19 @@ import transformers
 from mesh_models import BASE, configs
 
 from tests.forked import forked
+
+
+def test_the_version_is_one_for_which_this_was_looked_at() -> None:
+    """What is below is not public, so that any version may change it: packages and environments allow this one alone."""
+    root = Path(__file__).resolve().parents[3]
+    project = tomllib.loads((root / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    wanted = next(one for each in project["llm"] if (one := Requirement(each)).name == "transformers").specifier
+    assert transformers.__version__ in wanted
+    major, minor = Version(transformers.__version__).release[:2]
+    assert f"{major}.{minor + 1}.0" not in wanted and f"{major}.{minor - 1}.99" not in wanted
+    for path in sorted((root / "envs").glob("*.txt")):
+        named = [line.partition("#")[0] for line in path.read_text().splitlines() if line.startswith("transformers=")]
+        assert all(transformers.__version__ in Requirement(one).specifier for one in named), path
 
 
 def _parameters(function: object) -> list[str]:
