@@ -37,10 +37,10 @@ class Elements:
 
 def put(target: torch.Tensor, update: torch.Tensor | Elements) -> None:
     """Copies a tensor, or some of its elements, into another tensor in place."""
-    target = target.detach()
+    target = target.detach() if target.requires_grad else target
     if not isinstance(update, Elements):
         target.copy_(update)
-    elif target.device.type == "cpu" and target.is_contiguous() and target.dtype == update.dtype:
+    elif target.is_cpu and target.is_contiguous() and target.dtype == update.dtype:
         _bits(target)[update.index.numpy()] = _bits(update.values)  # three times as fast as torch's
     else:
         index = update.index.to(device=target.device, dtype=torch.int64)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
@@ -11,9 +10,10 @@ import torch
 from rlhpc.runtime.errors import RlhpcError
 from rlhpc.weights.cost import COST
 from rlhpc.weights.elements import Elements
-from rlhpc.weights.receipt import digest
+from rlhpc.weights.receipt import digest, digests
 
 if TYPE_CHECKING:
+    from rlhpc.weights.receipt import Receipt
     from rlhpc.weights.strategy import NamedUpdates, Update
 
 #: Names in a message.
@@ -44,8 +44,10 @@ class Proof:
         for name, what in self._update.tensors:
             if name in self._seen:
                 self._twice.append(name)
-            with COST.proving():
-                self._seen[name] = digest(what, version) if self._look and not isinstance(what, Elements) else 0
+            self._seen[name] = 0
+            if self._look and not isinstance(what, Elements):
+                with COST.proving():
+                    self._seen[name] = digest(what, version)
             yield name, what
 
     def whole(self) -> Iterator[tuple[str, torch.Tensor]]:
@@ -68,9 +70,8 @@ class Proof:
         receipt = self._update.receipt()
         if receipt is None:  # a strategy of the user's own, which gives none
             return
-        find = functools.partial(self._found, held)
-        other = [name for name, expected in receipt.digests.items() if find(name) not in (expected, None)]
-        lacking = [name for name in receipt.digests if self._update.complete and name not in self._seen]
+        other = self._others(receipt, held)
+        lacking = [name for name in receipt.digests if name not in self._seen] if self._update.complete else []
         if receipt.version != self._update.version:
             raise WeightsDiffer(
                 f"weights of version {self._update.version} came with the receipt of version {receipt.version} from "
@@ -89,9 +90,11 @@ class Proof:
                     "nobody acts with them"
                 )
 
-    def _found(self, held: Callable[[str], torch.Tensor | None] | None, name: str) -> int | None:
-        """The digest of what is there by a name; None if only a part of it passed, and what is held cannot be seen."""
-        tensor = None if held is None else held(name)
-        if tensor is not None:
-            return digest(tensor, self._update.version)
-        return self._seen.get(name) or None
+    def _others(self, receipt: Receipt, held: Callable[[str], torch.Tensor | None] | None) -> list[str]:
+        """Names of tensors that are others than the receipt says: as they are held or, if that is unseen, as they passed."""
+        there = [] if held is None else [(name, held(name)) for name in receipt.digests]
+        found = digests([(name, tensor) for name, tensor in there if tensor is not None], self._update.version)
+        if found == receipt.digests:
+            return []
+        passed = {name: seen for name, seen in self._seen.items() if seen}  # of elements nothing is known
+        return [name for name, given in receipt.digests.items() if found.get(name, passed.get(name, given)) != given]

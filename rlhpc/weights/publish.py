@@ -13,6 +13,7 @@ When the changes in the log have grown larger than the weights, a new copy of th
 from __future__ import annotations
 
 import ctypes
+import functools
 import pickle
 import uuid
 from collections.abc import Callable, Container, Iterator
@@ -26,7 +27,7 @@ from rlhpc.runtime.comm.segments import HEADER
 from rlhpc.weights.carry import Carrier
 from rlhpc.weights.cost import COST
 from rlhpc.weights.elements import Elements, Shadow
-from rlhpc.weights.receipt import Receipt, digest
+from rlhpc.weights.receipt import Receipt, digests
 from rlhpc.weights.strategy import DELTAS, NamedTensors
 from rlhpc.weights.window import Window
 
@@ -106,11 +107,14 @@ class _Bucket:
         self.tensors: list[torch.Tensor] = []
 
     def add(self, name: str, what: torch.Tensor | Elements) -> None:
-        tensors = [what.index, what.values] if isinstance(what, Elements) else [what]
-        sizes = tuple(tensor.nbytes for tensor in tensors)
-        index = _name(what.index.dtype) if isinstance(what, Elements) else ""
+        sizes: tuple[int, ...]
+        if isinstance(what, Elements):
+            index, sizes = _name(what.index.dtype), (what.index.nbytes, what.values.nbytes)
+            self.tensors += [what.index, what.values]
+        else:
+            index, sizes = "", (what.nbytes,)
+            self.tensors.append(what)
         self.entries.append((name, tuple(what.shape), _name(what.dtype), sizes, index))
-        self.tensors += tensors
         self.nbytes += sum(sizes)
 
 
@@ -119,6 +123,7 @@ def _memory(tensor: torch.Tensor) -> Any:
     return (ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr()) if tensor.nbytes else b""
 
 
+@functools.cache
 def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
@@ -205,11 +210,18 @@ class Publisher:
         log, sent = (*self._frozen, *self._base, *self._changes), set(self._known)
         number = 0
         fixed, moving = _Bucket(), _Bucket()
-        digests: dict[str, int] = {}
+        given: list[tuple[str, torch.Tensor]] = []  # not proven yet: together, for there are hundreds of small ones
+        proven: dict[str, int] = {}
+
+        @COST.proving()
+        def prove() -> None:
+            proven.update(digests(given, version))
+            given.clear()
 
         def announce(bucket: _Bucket | None, last: bool) -> tuple[Announcement, Callable[[], None] | None]:
             nonlocal number
             part, landed = None, None
+            prove()
             if bucket is not None:
                 kept = bucket is fixed or self._delta == "elements"
                 if window is not None:
@@ -221,7 +233,7 @@ class Publisher:
                     self._frozen.append(part)
                 elif self._delta == "elements":
                     (self._changes if log else self._base).append(part)
-            receipt = Receipt(version, digests) if last else None
+            receipt = Receipt(version, proven) if last else None
             made = Announcement(self._stream, version, number, self._serial, part, last, () if number else log, receipt)
             number += 1
             return made, landed
@@ -235,9 +247,9 @@ class Publisher:
                 continue
             what: torch.Tensor | Elements | None = self._gathered(tensor)
             assert isinstance(what, torch.Tensor)
-            with COST.proving():
-                digests[name] = digest(what, version)
+            given.append((name, what))
             if self._delta == "elements" and not still:
+                prove()  # it may leave nothing to be sent, and is not kept for that
                 what = self._shadow.changes(name, what)
             if what is None:
                 continue
@@ -256,7 +268,10 @@ class Publisher:
 
     def _gathered(self, tensor: torch.Tensor) -> torch.Tensor:
         """As it is written: from where it is, unless it is looked at element by element."""
-        if tensor.device.type != "cpu" and self._delta != "elements":
+        if tensor.is_cpu:
+            tensor = tensor.detach() if tensor.requires_grad else tensor
+            return tensor if tensor.is_contiguous() else tensor.contiguous()
+        if self._delta != "elements":
             self._carrier = self._carrier or Carrier.of(self._pool, tensor.device.type)
             return tensor.detach().contiguous()
         return tensor.detach().cpu().contiguous()

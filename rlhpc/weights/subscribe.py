@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import pickle
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -64,7 +65,8 @@ class Subscriber:
             self.forget()
         complete = known < 0 or self._whole
         self._receipt = None
-        pieces = ahead(_pieces(first, following, read))
+        pieces = _pieces(first, following, read)
+        pieces = pieces if first.last else ahead(pieces)
         return Update(first.version, complete, self._tensors(first, known, pieces, read), lambda: self._receipt)
 
     def _tensors(self, first: Announcement, known: int, pieces: Iterator[Piece], read: Open) -> NamedUpdates:
@@ -115,25 +117,28 @@ def _taken(part: Part, memory: Any, held: dict[str, torch.Tensor] | None) -> Nam
 def _entries(memory: Any, table: tuple[int, int]) -> NamedUpdates:
     offset, size = table
     entries: list[Entry] = pickle.loads(memory[offset : offset + size])
-    spans = iter(spans_of(size for entry in entries for size in entry[3]))
-
+    spans = spans_of(size for entry in entries for size in entry[3])
+    dtypes = [dtype for entry in entries for dtype in (entry[4], entry[2]) if dtype]
     flat = torch.frombuffer(memory, dtype=torch.uint8, count=offset)  # the table comes last and is aligned
-    kinds: dict[str, torch.Tensor] = {}
-
-    def tensor(dtype: str, shape: tuple[int, ...] | None = None) -> torch.Tensor:
-        found = kinds.get(dtype)
-        if found is None:
-            found = kinds[dtype] = flat.view(getattr(torch, dtype))
-        start, count = next(spans)
-        shape = (count // found.itemsize,) if shape is None else shape
-        # One call instead of three: there are hundreds of tensors, and acting waits for them.
-        strides = [1] * len(shape)
-        for axis in range(len(shape) - 1, 0, -1):
-            strides[axis - 1] = strides[axis] * shape[axis]
-        return found.as_strided(shape, strides, start // found.itemsize)
-
-    for name, shape, dtype, _, index in entries:
+    vectors = _vectors(flat, spans, dtypes)
+    for name, shape, _, _, index in entries:
         if index:
-            yield name, Elements(torch.Size(shape), tensor(index), tensor(dtype))
+            yield name, Elements(torch.Size(shape), next(vectors), next(vectors))
         else:
-            yield name, tensor(dtype, shape)
+            vector = next(vectors)
+            yield name, vector if len(shape) == 1 else vector.view(shape)
+
+
+def _vectors(flat: torch.Tensor, spans: list[tuple[int, int]], dtypes: list[str]) -> Iterator[torch.Tensor]:
+    """What is at places of a memory, each as a vector. One call cuts up all of a dtype: there are hundreds of small tensors,
+    and acting waits for them."""
+    found = {}
+    for name in {*dtypes}:
+        own = flat.view(getattr(torch, name))
+        here = [span for span, dtype in zip(spans, dtypes, strict=True) if dtype == name]
+        starts = [start // own.itemsize for start, _ in here]
+        rooms = [end - start for start, end in itertools.pairwise([*starts, len(own)])]
+        counts = [size // own.itemsize for _, size in here]
+        pieces = zip(counts, rooms, own[starts[0] :].split(rooms), strict=True)
+        found[name] = (piece if count == room else piece[:count] for count, room, piece in pieces)
+    return map(next, (found[name] for name in dtypes))

@@ -72,14 +72,14 @@ class Target:
             mine = self._own.get(name)
             if mine is None:
                 put(self._tensors[name], change)
-            elif mine.device.type == "cpu" and not isinstance(change, Elements):
+            elif mine.is_cpu and not isinstance(change, Elements):
                 mine.data = change
             else:
                 put(mine, change)
         proof.check(self._held)
 
     def _held(self, name: str) -> torch.Tensor:
-        return self._own.get(name, self._tensors[name])
+        return self._own[name] if name in self._own else self._tensors[name]
 
 
 def _described(name: str, tensor: torch.Tensor | Elements | None) -> str:

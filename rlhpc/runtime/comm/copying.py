@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import mmap
 import os
 import queue
 import threading
@@ -15,6 +16,8 @@ import numpy as np
 _WORTH_IT = 8 << 20
 #: Bytes that a thread copies at a time.
 _PIECE = 2 << 20
+#: Bytes that are copied without letting go of the interpreter's lock: there may be hundreds of such buffers.
+_SMALL = 64 << 10
 #: Most threads; more would add little, and there are other users on the machine.
 _MOST = 4
 
@@ -22,14 +25,19 @@ _jobs: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
 _helpers: list[threading.Thread] = []
 
 
-def copy_into(target: np.ndarray, pieces: Iterable[tuple[int, Any]]) -> None:
-    """Copies buffers to offsets of `target`.
+def copy_into(memory: mmap.mmap, pieces: Iterable[tuple[int, Any]]) -> None:
+    """Copies buffers to offsets of `memory`.
 
     Args:
-        target: Bytes.
+        memory: Bytes.
         pieces: Offset and buffer (flat, contiguous) of each.
     """
-    parts = [(start, np.frombuffer(buffer, np.uint8)) for start, buffer in pieces if len(buffer)]
+    target, parts = np.frombuffer(memory, np.uint8), list[tuple[int, np.ndarray]]()
+    for start, buffer in pieces:
+        if (size := len(buffer)) > _SMALL:
+            parts.append((start, np.frombuffer(buffer, np.uint8)))
+        else:
+            memory[start : start + size] = buffer
     threads = min(len(os.sched_getaffinity(0)), _MOST) if sum(len(source) for _, source in parts) >= _WORTH_IT else 1
     if threads == 1:
         for start, source in parts:

@@ -13,8 +13,6 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
-
 from rlhpc.runtime.comm.copying import copy_into
 from rlhpc.runtime.comm.segments import (
     ALIGN,
@@ -84,7 +82,7 @@ class SegmentPool:
             segment = self._make(capacity, size, buffers)
         else:
             starts = (start for start, _ in spans)
-            copy_into(np.frombuffer(segment.memory, np.uint8), zip(starts, buffers, strict=True))
+            copy_into(segment.memory, zip(starts, buffers, strict=True))
         self._hold(segment, readers, keep)
         return segment.path, spans
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 import os
 
 import numpy as np
@@ -17,8 +18,9 @@ def test_every_byte_lands_where_it_belongs(monkeypatch, cores):
     sizes = [0, 1, 12_345_678, 3, copying._PIECE, copying._PIECE + 1, 0, 7]
     sources = [np.random.default_rng(i).integers(0, 256, size, np.uint8) for i, size in enumerate(sizes)]
     offsets = np.cumsum([64, *(size + 64 for size in sizes)])[:-1]
-    target = np.zeros(sum(sizes) + 64 * (len(sizes) + 1), np.uint8)
-    copy_into(target, zip(offsets, sources, strict=True))
+    memory = mmap.mmap(-1, sum(sizes) + 64 * (len(sizes) + 1))
+    copy_into(memory, zip(offsets, sources, strict=True))
+    target = np.frombuffer(memory, np.uint8)
     expected = np.zeros_like(target)
     for start, source in zip(offsets, sources, strict=True):
         expected[start : start + len(source)] = source
@@ -27,10 +29,10 @@ def test_every_byte_lands_where_it_belongs(monkeypatch, cores):
 
 def test_a_forked_process_copies_too(monkeypatch):
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1})
-    source, target = np.ones(copying._WORTH_IT, np.uint8), np.zeros(copying._WORTH_IT, np.uint8)
-    copy_into(target, [(0, source)])
+    source, memory = np.ones(copying._WORTH_IT, np.uint8), mmap.mmap(-1, copying._WORTH_IT)
+    copy_into(memory, [(0, source)])
     if (pid := os.fork()) == 0:
-        target[:] = 0
-        copy_into(target, [(0, source)])
-        os._exit(0 if target.all() else 1)
+        memory[:] = bytes(len(memory))
+        copy_into(memory, [(0, source)])
+        os._exit(0 if np.frombuffer(memory, np.uint8).all() else 1)
     assert os.waitpid(pid, 0)[1] == 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import time
+from collections.abc import Iterable
 
 import pytest
 import torch
@@ -42,7 +43,11 @@ def test_digests_count_at_both_ends(monkeypatch: pytest.MonkeyPatch, pool: Segme
             pass
         return version
 
-    monkeypatch.setattr(publish, "digest", slow)
+    def all_slow(tensors: Iterable[tuple[str, torch.Tensor]], version: int) -> dict[str, int]:
+        return {name: slow(tensor, version) for name, tensor in tensors}
+
+    for module in (publish, proof):
+        monkeypatch.setattr(module, "digests", all_slow)
     monkeypatch.setattr(proof, "digest", slow)
     named = {f"t{i}": torch.randn(8) for i in range(4)}
     COST.pop()

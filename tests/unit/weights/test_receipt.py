@@ -14,7 +14,7 @@ from rlhpc.weights import target
 from rlhpc.weights.elements import Elements, put
 from rlhpc.weights.proof import Proof, WeightsDiffer
 from rlhpc.weights.publish import Publisher
-from rlhpc.weights.receipt import digest
+from rlhpc.weights.receipt import digest, digests
 from rlhpc.weights.strategy import NamedUpdates, Update
 
 from .test_weights import Receiver, scratch  # noqa: F401 (a fixture)
@@ -157,6 +157,20 @@ def test_what_a_receiver_does_not_take_in_is_noticed(
     published(publisher, 1, trainer.named(), [receiver])
     with pytest.raises(WeightsDiffer, match="weights of version 1: k are others than those that"):
         receiver.apply()
+
+
+def test_many_have_the_digests_that_each_has() -> None:
+    """Whatever their size, dtype and layout; and of small ones every byte counts."""
+    sizes = (0, 1, 257, 1 << 14, 1 << 15, 1 << 18)
+    many = {
+        f"{size} {dtype}": torch.arange(size).to(dtype) for size in sizes for dtype in (torch.bfloat16, torch.float64)
+    }
+    many |= {"turned": torch.randn(64, 32).t(), "every other": torch.randn(1 << 17)[::2], "scalar": torch.tensor(3)}
+    assert digests(many.items(), 5) == {name: digest(tensor.clone(), 5) for name, tensor in many.items()}
+    assert digests([("turned", many["turned"])], 5) == {"turned": digest(many["turned"].contiguous(), 5)}
+    other = many["257 torch.bfloat16"].clone()
+    other[256] += 2
+    assert digest(other, 5) != digests(many.items(), 5)["257 torch.bfloat16"]
 
 
 def test_a_large_tensor_is_looked_at_in_samples_that_together_are_all_of_it() -> None:
