@@ -12,16 +12,19 @@ class AgentConfig:
 
     kind: str = "inline"
     """`inline`: the model, or what `rollout.agent` names, in the rollout rank. `python`: a function, `agent.target`.
-    `command`: any program, `agent.command`. The last two ask the model over an endpoint in the form of OpenAI's, of which
-    they find URL and key in the environment."""
+    `command`: any program, `agent.command`. These two ask the model over an endpoint in the form of OpenAI's, of which
+    they find URL and key in the environment. `environment`: a world that the model acts in, `agent.target`, in the rollout
+    rank."""
     target: str | None = None
-    """`module:function` of kind `python`: gets the task and the model, and returns the reward, or more; a coroutine, too."""
+    """`module:function` of kind `python`: gets the task and the model, and returns the reward, or more; a coroutine, too.
+    Of kind `environment`: `search`, `guess`, `mastermind`, `kuhn_poker`, `proposer`, `sql`, `micro_swe`, a registered name, or
+    `module:Class`."""
     command: list[str] = field(default_factory=list)
     """argv of kind `command`; `{question}` in it is the question. What it prints is the response that is judged."""
     python: str | None = None
     """Interpreter of the agent, with packages of its own; null is rlhpc's."""
     kwargs: dict[str, Any] = field(default_factory=dict)
-    """For the agent, as `task.kwargs`."""
+    """For the agent, as `task.kwargs`; of kind `environment`, its constructor's arguments."""
     episodes_per_rank: int = 8
     """Episodes that run at a time, each in a process of its own, on each rank that runs them."""
     timeout_s: float = 900.0
@@ -33,7 +36,7 @@ class AgentConfig:
     """Most tokens that the model writes in an episode; `rollout.max_new_tokens` bounds each turn."""
     roles: list[str] = field(default_factory=list)
     """Where several speak in an episode: names by which the agent calls the model, one for each. Each is a context of its own,
-    and is compared with its own kind."""
+    and is compared with its own kind. An environment brings its own."""
     tool_parser: str | None = "hermes"
     """How calls of tools are found in what the model writes: `hermes`, any of vLLM's where that is installed, or null."""
     reasoning_parser: str | None = "think"

@@ -13,6 +13,7 @@ from rlhpc.config.typed import plain, select
 from rlhpc.language.algorithm.registry import ALGORITHMS, make_algorithm
 from rlhpc.language.config import GrpoConfig, LanguageConfig, SourceConfig, TrainedLanguageConfig
 from rlhpc.language.engines.registry import ENGINES
+from rlhpc.language.environments.registry import find_environment
 from rlhpc.language.reward_config import RewardRunConfig
 from rlhpc.language.scoring.checks import check_group_sections
 from rlhpc.language.scoring.groups import CRITIC, placed, rating_names
@@ -20,6 +21,8 @@ from rlhpc.runtime.errors import ConfigError, PlacementError
 from rlhpc.runtime.lookup import Registry
 from rlhpc.training.registry import BACKENDS as TRAINING
 
+#: What an agent of a kind is named like.
+_EXAMPLES = {"python": "my_agent:solve", "environment": "search", "command": "[my-agent, '{question}']"}
 #: What each component computes with.
 _COMPUTES = {
     "actor": "actor.training_backend",
@@ -125,11 +128,11 @@ def _judges(cfg: LanguageConfig) -> None:
 def _agent(cfg: LanguageConfig, fail: Fail) -> None:
     """Who asks the model, and what does not go with it."""
     agent = cfg.agent
-    wanted = {"python": "target", "command": "command"}.get(agent.kind, "")
+    wanted = {"python": "target", "environment": "target", "command": "command"}.get(agent.kind, "")
     for name, said in (("target", agent.target), ("command", agent.command)):
         if name == wanted and not said:
-            example = "such as my_agent:solve" if name == "target" else "such as [my-agent, '{question}']"
-            raise fail(f"agent.{name}", f"agent.kind={agent.kind} runs it: name one, {example}")
+            example = _EXAMPLES[agent.kind]
+            raise fail(f"agent.{name}", f"agent.kind={agent.kind} runs it: name one, such as {example}")
         if said and name != wanted:
             raise fail(f"agent.{name}", f"agent.kind={agent.kind} runs no {name}: set agent.kind, or leave it out")
     rewarded = [term.name.lower() for term in cfg.reward.terms]
@@ -137,7 +140,12 @@ def _agent(cfg: LanguageConfig, fail: Fail) -> None:
         if "agent" in rewarded:
             raise fail("reward.terms", "agent is what an agent outside says: set agent.kind to python")
         return
-    if agent.target and ":" not in agent.target:
+    if agent.kind == "environment":
+        find_environment(str(agent.target), plain(agent.kwargs))
+        if agent.roles or agent.python is not None:
+            name = "roles" if agent.roles else "python"
+            raise fail(f"agent.{name}", "an environment is in the rollout rank and says who speaks in it: leave it out")
+    elif agent.target and ":" not in agent.target:
         raise fail("agent.target", f"it is {agent.target!r}; allowed: module:function, such as my_agent:solve")
     if agent.kind == "command" and "agent" in rewarded:
         raise fail("reward.terms", "a command gives no reward, but a text: judge that, such as by [{name: math}]")
@@ -199,6 +207,17 @@ def check_reasoning(cfg: GrpoConfig, fail: Fail) -> None:
         raise fail("rollout.temperature", "training samples: it must be greater than 0")
     if algorithm.filter_groups and algorithm.group_size < 2:
         raise fail("algorithm.group_size", "algorithm.filter_groups compares within groups: it must be at least 2")
+    if algorithm.credit != "episode" and algorithm.adv_type.lower() in (
+        "gae",
+        "raw",
+        "reinforce++",
+        "reinforce++_baseline",
+    ):
+        raise fail(
+            "algorithm.credit",
+            f"algorithm.adv_type={algorithm.adv_type} credits each token with what follows it, turns' rewards too: "
+            "leave it, or take an estimator that compares, such as rloo",
+        )
     if algorithm.loss_type.lower() == "decoupled_ppo" and not algorithm.recompute_logprobs:
         raise fail("algorithm.recompute_logprobs", "decoupled_ppo takes its proximal policy from there: set it true")
     if algorithm.tis_cap is not None and not algorithm.recompute_logprobs:

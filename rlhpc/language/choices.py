@@ -6,6 +6,7 @@ CHOICES = {
     "algorithm.kl_type": ("k1", "k2", "k3", "abs", "kl", "mse", "low_var_kl"),
     "algorithm.kl_in": ("loss", "reward"),
     "algorithm.distillation.mode": ("sampled", "topk", "full"),
+    "algorithm.credit": ("episode", "turn", "state"),
     "algorithm.normalize_advantages": ("auto", "batch", "none"),
     "algorithm.loss_agg": (
         "token-mean",
@@ -34,7 +35,7 @@ CHOICES = {
     "judge.dtype": ("auto", "float32", "bfloat16", "float16"),
     "judge.mode": ("grade", "compare"),
     "data.overlong_prompts": ("error", "drop"),
-    "agent.kind": ("inline", "python", "command"),
+    "agent.kind": ("inline", "python", "command", "environment"),
 }
 #: Keys, and sections, of the machine and of how the work is cut into pieces.
 FREE = (

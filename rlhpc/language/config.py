@@ -27,8 +27,8 @@ class SourceConfig:
     """Where conversations come from, and how they are put to the model."""
 
     source: str = "jsonl"
-    """`jsonl`, `parquet`, `hdf5`, `hf` (a `datasets` folder on disk), `reasoning_gym`, `arithmetic`, `code`, a registered
-    name, or `module:Class`."""
+    """`jsonl`, `parquet`, `hdf5`, `hf` (a `datasets` folder on disk), `reasoning_gym`, `arithmetic`, `code`,
+    `environment`, a registered name, or `module:Class`."""
     path: str | None = None
     """File or folder; a pattern takes all files it fits."""
     split: str | None = None
@@ -50,7 +50,8 @@ class SourceConfig:
     eval_fraction: float = 0.0
     """Part that belongs to evaluation: training leaves it out, and evaluation takes it alone."""
     kwargs: dict[str, Any] = field(default_factory=dict)
-    """Arguments of the source: `reasoning_gym`: {task: …, …}; `arithmetic`: {digits: 2, operators: "+"}."""
+    """Arguments of the source: `reasoning_gym`: {task: …, …}; `arithmetic`: {digits: 2, operators: "+"};
+    `environment`: {name: search, …}, and demonstrations: true for rows of play (sft)."""
 
 
 @dataclass
@@ -240,6 +241,14 @@ class GrpoAlgorithmConfig(LanguageAlgorithmConfig):
     seq-mean-token-sum-norm."""
     gamma: float = 0.99
     """Discount."""
+    credit: str = "episode"
+    """What a turn of an agent's is credited with: `episode`, what the whole was worth; `turn`, what was paid from it on,
+    compared with the same turn of the group's other episodes; `state`, as `episode`, and compared with turns that had just
+    read the same (GiGPO). The last two are for estimators that compare: grpo, dr_grpo, rloo."""
+    turn_gamma: float = 1.0
+    """Discount from turn to turn, for `algorithm.credit`."""
+    turn_coef: float = 1.0
+    """Weight of the comparison of states, for `credit: state`."""
     gae_lambda: float = 0.95
     """Trace decay of GAE."""
     value_clip: float | None = None

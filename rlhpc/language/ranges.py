@@ -12,6 +12,8 @@ RANGES: dict[str, Range] = {
     "runner.val_check_interval": INTERVAL,
     "algorithm.gamma": FRACTION,
     "algorithm.gae_lambda": FRACTION,
+    "algorithm.turn_gamma": FRACTION,
+    "algorithm.turn_coef": NOT_NEGATIVE,
     "algorithm.value_clip": POSITIVE,
     "algorithm.value_coef": NOT_NEGATIVE,
     "algorithm.clip_ratio_low": PART,

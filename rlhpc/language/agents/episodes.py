@@ -37,7 +37,9 @@ class Episode:
         logprobs: Of the model's tokens, as drawn; 0 for the agent's.
         versions: Of the weights; for the agent's tokens, that of the token before.
         loss_mask: True for the model's tokens.
-        turn_ids: Which turn wrote a token or, of the agent's, which is the first to read it; from 0.
+        turn_ids: Which of its role's turns wrote a token or, of the agent's, which is the first to read it; from 0, as they
+            ended.
+        rewards: What a turn was worth by itself, at its last token, where it is trained; empty where no agent says so.
         turns: How often the model wrote.
         finish_reason: `stop` (the model, or the agent, ended it), `length`, `turns` (no turn was left for the agent's
             answer), `error` (the agent raised, or took too long), or `abort`.
@@ -57,6 +59,7 @@ class Episode:
     versions: list[int] = field(default_factory=list)
     loss_mask: list[bool] = field(default_factory=list)
     turn_ids: list[int] = field(default_factory=list)
+    rewards: list[float] = field(default_factory=list)
     turns: int = 0
     finish_reason: str = ""
     state: dict[str, Any] = field(default_factory=dict)

@@ -138,14 +138,31 @@ class Gateway:
         session.closed = True
         self._sessions.pop(session.key, None)
 
-    def _session(self, request: web.Request) -> Session:
-        key = request.headers.get("Authorization", "").removeprefix("Bearer ").strip() or request.headers.get(
-            "x-api-key", ""
-        )
+    async def chat(self, key: str, role: str, messages: list[Any], tools: list[Any]) -> dict[str, Any]:
+        """The model's next message, for who is in this process. On the gateway's loop.
+
+        Raises:
+            Refused: There is none.
+        """
+        session = self._of_key(key)
+        asking = session.chat(
+            messages, tools, session.role_of(role), session.sampling_of(None, None), self._renderer, self._parsers, self._draw
+        )  # fmt: skip
+        answer = await asking
+        answer.turn.received = True
+        return answer.message
+
+    def _of_key(self, key: str) -> Session:
         session = self._sessions.get(key)
         if session is None:
             raise Refused("there is no episode of this key, or it has ended", 401, "invalid_api_key")
         return session
+
+    def _session(self, request: web.Request) -> Session:
+        key = request.headers.get("Authorization", "").removeprefix("Bearer ").strip() or request.headers.get(
+            "x-api-key", ""
+        )
+        return self._of_key(key)
 
     # -- the engine -----------------------------------------------------------------------------------------------
 

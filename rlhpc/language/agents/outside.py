@@ -17,7 +17,9 @@ from rlhpc.language.agents.gateway import MODEL, Drawing, Gateway
 from rlhpc.language.agents.harnesses import Harnesses, Program
 from rlhpc.language.agents.messages import Refused
 from rlhpc.language.agents.parsers import Parsers
+from rlhpc.language.agents.played import Played, World
 from rlhpc.language.agents.sessions import OVER, Limits, Session
+from rlhpc.language.agents.tree import Tree
 from rlhpc.language.data.prompts import Prompt
 from rlhpc.language.engines.base import Completion, Request, RolloutBackend
 from rlhpc.runtime.errors import ConfigError
@@ -51,7 +53,7 @@ class OutsideEpisodes:
         tokenizer: Of the model.
         parsers: How replies are read.
         context: Most tokens that the model reads and writes.
-        program: The agent.
+        program: The agent, or the world that is played.
         options: Its limits.
 
     Raises:
@@ -64,12 +66,17 @@ class OutsideEpisodes:
         tokenizer: Any,
         parsers: Parsers,
         context: int,
-        program: Program,
+        program: Program | World,
         options: Options,
     ) -> None:
         self._backend, self._tokenizer, self._options = backend, tokenizer, options
-        self._harnesses = Harnesses(program, self._came)
-        self._gateway = Gateway(tokenizer, parsers, context)
+        self._harnesses: Harnesses | Played
+        if isinstance(program, World):
+            self._gateway = Gateway(tokenizer, parsers, context)
+            self._harnesses = Played(program, self._gateway, self._came)
+        else:
+            self._harnesses = Harnesses(program, self._came)
+            self._gateway = Gateway(tokenizer, parsers, context)
         self._sessions: dict[int, tuple[Session, Prompt | None, tuple[int, ...]]] = {}
         self._drawing: dict[int, Drawing] = {}
         self._number = self._tickets = self._failures = 0
@@ -183,6 +190,8 @@ class OutsideEpisodes:
 
     def _episode(self, session: Session, prompt: Prompt | None, ids: tuple[int, ...], said: dict[str, Any]) -> Episode:
         outcome = Outcome(said.get("reward"), said.get("response"), said.get("error", ""), said.get("metrics", {}))
+        if "turn_rewards" in said:
+            outcome.error = outcome.error or _paid(session.tree, said["turn_rewards"])
         branches = session.tree.samples(session.number)
         given = said.get("rewards", {})
         if given and outcome.reward is None:
@@ -195,9 +204,10 @@ class OutsideEpisodes:
             branch.above = given[name] - (outcome.reward or 0.0)
         if not branches and not outcome.error:
             outcome.error = "it ended without an answer of the model"
+        reason = "error" if outcome.error else "length" if said.get("cut") else "stop"
         last = next((turn for turn in reversed(session.tree.turns) if turn.received), None)
         episode = Episode(
-            session.number, ids, prompt, finish_reason="error" if outcome.error else "stop", outcome=outcome,
+            session.number, ids, prompt, finish_reason=reason, outcome=outcome,
             branches=branches,
         )  # fmt: skip
         if last is not None:
@@ -218,3 +228,13 @@ class OutsideEpisodes:
         if self._failures <= _TOLD or self._failures % 1000 == 0:
             log.warning("episode %d: the agent failed (number %d of these): %s", episode.id, self._failures,
                         episode.outcome.error)  # fmt: skip
+
+
+def _paid(tree: Tree, rewards: list[float]) -> str:
+    """Gives each turn its own reward; what is wrong with them, if anything is."""
+    turns = [turn for turn in tree.turns if turn.received]
+    if len(rewards) != len(turns):
+        return f"turn_rewards has {len(rewards)} numbers; the model answered {len(turns)} times"
+    for turn, reward in zip(turns, rewards, strict=True):
+        turn.reward = reward
+    return ""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeAlias, Union
 
 from rlhpc.config.typed import plain
@@ -11,6 +12,7 @@ from rlhpc.language.agents.episodes import Agent, Episode, Episodes
 from rlhpc.language.agents.tools import ToolAgent
 from rlhpc.language.data.prompts import Prompt
 from rlhpc.language.engines.base import Request, RolloutBackend
+from rlhpc.language.environments.registry import find_environment
 from rlhpc.runtime.errors import ConfigError
 from rlhpc.runtime.lookup import Registry
 
@@ -18,12 +20,15 @@ if TYPE_CHECKING:
     from rlhpc.language.agents.harnesses import Program
     from rlhpc.language.agents.outside import Options, OutsideEpisodes
     from rlhpc.language.agents.parsers import Parsers
+    from rlhpc.language.agents.played import World
     from rlhpc.language.config import LanguageConfig
 
 #: Episodes on an engine, whoever answers the model or asks it.
 Generation: TypeAlias = Union[Episodes, "OutsideEpisodes"]
 #: The kind of agent that is in the rollout rank.
 INLINE = "inline"
+#: That which has an environment answer the model.
+ENVIRONMENT = "environment"
 
 __all__ = [
     "Agent",
@@ -110,7 +115,7 @@ def make_generation(cfg: LanguageConfig, backend: RolloutBackend, tokenizer: Any
     return OutsideEpisodes(backend, tokenizer, parsers, context, program, options)
 
 
-def outside_agent(cfg: LanguageConfig, tokenizer: Any) -> tuple[Parsers, Program, Options]:
+def outside_agent(cfg: LanguageConfig, tokenizer: Any) -> tuple[Parsers, Program | World, Options]:
     """What section `agent` says: how replies are read, what is run, and its limits.
 
     Raises:
@@ -131,10 +136,16 @@ def outside_agent(cfg: LanguageConfig, tokenizer: Any) -> tuple[Parsers, Program
             f"agent.kind is {agent.kind}, but the tokenizer of {cfg.actor.model.model_path} has no chat template, by which "
             "what an agent asks becomes tokens: use a model that has one, or put one into its tokenizer_config.json"
         )
-    program = Program(agent.kind, agent.target, tuple(agent.command), agent.python, agent.episodes_per_rank)
-    options = Options(
-        Limits(agent.max_turns, agent.max_tokens, tuple(agent.roles)), agent.timeout_s, plain(agent.kwargs)
-    )
+    roles, kwargs = tuple(agent.roles), plain(agent.kwargs)
+    program: Program | World
+    if agent.kind == ENVIRONMENT:
+        from rlhpc.language.agents.played import World
+
+        environment = find_environment(str(agent.target), kwargs)
+        program, roles = World(partial(environment, **kwargs), agent.episodes_per_rank), tuple(environment.roles)
+    else:
+        program = Program(agent.kind, agent.target, tuple(agent.command), agent.python, agent.episodes_per_rank)
+    options = Options(Limits(agent.max_turns, agent.max_tokens, roles), agent.timeout_s, kwargs)
     return Parsers(tokenizer, agent.tool_parser, agent.reasoning_parser), program, options
 
 
@@ -147,7 +158,10 @@ def check_agent(cfg: LanguageConfig, tokenizer: Any) -> None:
     if cfg.agent.kind == INLINE:
         configured_agent(cfg)
         return
-    from rlhpc.language.agents.harnesses import Harnesses
+    from rlhpc.language.agents.harnesses import Harnesses, Program
 
     _, program, _ = outside_agent(cfg, tokenizer)
+    if not isinstance(program, Program):
+        program.environment().close()
+        return
     Harnesses(program, lambda number, outcome: None).close()

@@ -121,12 +121,16 @@ def outcome_of(run: Callable[..., Any], ticket: dict[str, Any]) -> dict[str, Any
     for name, said in value.items():
         if name == "response":
             found[name] = str(said)
+        elif name == "turn_rewards":
+            found[name] = [float(reward) for reward in said]
         elif name == "rewards":
             found[name] = {str(role): float(reward) for role, reward in said.items()}
         elif said is not None:
             found.setdefault("metrics", {})[name] = float(said)
     if "reward" in found.get("metrics", {}):
         found["reward"] = found["metrics"].pop("reward")
+    if "reward" not in found and "rewards" not in found and "turn_rewards" in found:
+        found["reward"] = sum(found["turn_rewards"])
     return found
 
 

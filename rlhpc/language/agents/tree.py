@@ -25,6 +25,7 @@ class Turn:
         keys: Digests of the messages that it was asked with, and of its reply; empty where it was asked with tokens.
         received: Whether the reply has reached who asked.
         role: Who speaks, where several do.
+        reward: What this turn was worth by itself, where the agent says so.
     """
 
     parent: int | None
@@ -36,6 +37,7 @@ class Turn:
     keys: tuple[str, ...] = ()
     received: bool = False
     role: int = 0
+    reward: float = 0.0
 
 
 @dataclass
@@ -92,13 +94,14 @@ class Tree:
                 kept.update(self.path(at))
         leaves = kept - {self.turns[at].parent for at in kept}
         paths = sorted((self.turns[leaf].role, self.ids(leaf), self.path(leaf)) for leaf in leaves)
-        trained, found = set[int](), list[Episode]()
+        trained, found, spoken = set[int](), list[Episode](), collections.Counter[int]()
+        numbers = [spoken.update([turn.role]) or spoken[turn.role] - 1 for turn in self.turns]
         for *_, path in paths:
-            found.append(self._sample(number, path, trained))
+            found.append(self._sample(number, path, trained, numbers))
             trained.update(path)
         return found
 
-    def _sample(self, number: int, path: Sequence[int], trained: set[int]) -> Episode:
+    def _sample(self, number: int, path: Sequence[int], trained: set[int], numbers: Sequence[int]) -> Episode:
         first = self.turns[path[0]]
         sample = Episode(
             number,
@@ -115,12 +118,17 @@ class Tree:
                 sample.logprobs += [0.0] * between
                 sample.versions += [sample.versions[-1]] * between
                 sample.loss_mask += [False] * between
+                sample.rewards += [0.0] * between
             drawn = len(turn.token_ids)
             sample.token_ids += turn.token_ids
             sample.logprobs += turn.logprobs
             sample.versions += turn.versions
-            sample.loss_mask += [turn.received and at not in trained] * drawn
-            sample.turn_ids += [depth] * (between + drawn)
+            own = turn.received and at not in trained
+            sample.loss_mask += [own] * drawn
+            sample.rewards += [0.0] * drawn
+            if own and drawn:
+                sample.rewards[-1] = turn.reward
+            sample.turn_ids += [numbers[at]] * (between + drawn)
         return sample
 
     def counts(self) -> collections.Counter[str]:

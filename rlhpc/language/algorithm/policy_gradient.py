@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -12,10 +13,12 @@ from rlhpc.algorithms import calculate_adv_and_returns, kl_penalty, policy_loss
 from rlhpc.algorithms.losses import aggregate, entropy_loss
 from rlhpc.algorithms.registry import ADVANTAGES as ESTIMATORS
 from rlhpc.algorithms.registry import POLICY_LOSSES
+from rlhpc.language.agents.episodes import Episode
 from rlhpc.language.algorithm.base import (
     ADVANTAGES,
     PARTS_OF,
     RETURNS,
+    ROLLOUT,
     ROLLOUT_LOGPROBS,
     VALUE_HEAD,
     VALUES,
@@ -24,14 +27,18 @@ from rlhpc.language.algorithm.base import (
     Reduce,
     Whole,
 )
+from rlhpc.language.algorithm.turns import EPISODE, Credit, credited
 from rlhpc.language.algorithm.values import value_part
 from rlhpc.language.config import GrpoConfig
+from rlhpc.language.rewards.pool import Scored
 from rlhpc.language.tokens.batches import TokenBatch
 from rlhpc.language.tokens.scores import TokenScores
 
 OLD, REFERENCE = "old_logprobs", "ref_logprobs"
 #: What groups of `reward.process_terms` pay for each token; their names follow.
 PROCESS = "process/"
+#: What turns were worth by themselves, in the weight that the reward gives to what the agent says.
+TURN_REWARDS = "turn_rewards"
 #: The estimator that asks a critic.
 GAE = "gae"
 
@@ -50,8 +57,13 @@ class PolicyGradient(LanguageAlgorithm):
         self.critic = options.adv_type.lower() == GAE
         self.own_values = self.critic and cfg.actor.model.value_head
         self.process = {term.name: term.weight for term in cfg.reward.process_terms}
+        normalizes = options.normalize_advantages == "batch" or (self.critic and options.normalize_advantages == "auto")
+        self.credit = Credit(options.credit, options.adv_type, options.turn_gamma, options.turn_coef, normalizes)
+        self.turns = cfg.agent.kind != "inline"  # its agent may say what each turn was worth
+        self._paid = sum(term.weight for term in cfg.reward.terms if term.name.lower() == "agent")
         self.columns = [
             *old,
+            *([Column(TURN_REWARDS, ROLLOUT)] if self.turns else []),
             *[Column(PROCESS + name, name) for name in self.process],
             *([Column(REFERENCE, "reference")] if self.kl_coef else []),
             *([Column(VALUES, VALUE_HEAD if self.own_values else "critic")] if self.critic else []),
@@ -62,20 +74,32 @@ class PolicyGradient(LanguageAlgorithm):
         self._kl_apart = "kl" in inspect.signature(ESTIMATORS.find(options.adv_type)).parameters
         self._proximal = "proximal_logprobs" in inspect.signature(POLICY_LOSSES.find(options.loss_type)).parameters
 
+    def rollout_columns(self, episode: Episode, scored: Scored) -> Mapping[str, Sequence[float]]:
+        """See `LanguageAlgorithm.rollout_columns`: what turns were worth."""
+        if not self.turns:
+            return {}
+        said = episode.rewards or [0.0] * len(episode.token_ids)
+        return {TURN_REWARDS: [self._paid * reward for reward in said]}
+
     # -- advantages -----------------------------------------------------------------------------------------------
 
     def rewards(self, batch: TokenBatch) -> Tensor:
-        """The reward of each token, `[E, W]`: that of its episode, at the last token the model wrote; and what was paid for it
-        on the way.
+        """The reward of each token, `[E, W]`: what was paid for it on the way, a turn's at its end; and at the last one that
+        the model wrote, what its episode was worth besides.
 
         Args:
             batch: By episodes.
         """
         mask = batch.padded(batch.mask)
         rewards = torch.zeros(mask.shape)
-        last = torch.where(mask, torch.arange(mask.shape[1]), -1).amax(1)
-        lines = torch.nonzero(last >= 0).flatten()
-        rewards[lines, last[lines]] = batch.reward[lines]
+        # Samples of an episode stand in an order of their own: the last turn is the one that ended last.
+        late = batch.padded(batch.turn) * mask.shape[1] + torch.arange(mask.shape[1])
+        last = torch.where(mask, late, -1).argmax(1)
+        lines = torch.nonzero(mask.any(1)).flatten()
+        turns = mask * batch.padded(batch.columns[TURN_REWARDS]) if self.turns else rewards
+        rewards[lines, last[lines]] = (batch.reward - turns.sum(1))[lines]
+        if self.turns:
+            rewards += turns
         for name, weight in self.process.items():
             rewards += weight * mask * batch.padded(batch.columns[PROCESS + name])
         return rewards
@@ -95,14 +119,13 @@ class PolicyGradient(LanguageAlgorithm):
         roles = int(whole.role.max()) + 1 if len(whole) else 1
         if self.critic:
             extra |= {"values": whole.padded(batch.columns[VALUES]), "gae_lambda": cfg.gae_lambda}
-        normalize = cfg.normalize_advantages == "batch" or (self.critic and cfg.normalize_advantages == "auto")
         advantages, returns = calculate_adv_and_returns(
             cfg.adv_type, rewards=rewards, loss_mask=mask, group_ids=whole.group * roles + whole.role, gamma=cfg.gamma,
-            normalize=normalize, all_reduce=all_reduce, **extra,
+            normalize=self.credit.normalizes and self.credit.by == EPISODE, all_reduce=all_reduce, **extra,
         )  # fmt: skip
         if self.critic:
             batch.columns[RETURNS] = whole.flat(returns)
-        return whole.flat(advantages)
+        return credited(batch, whole.flat(advantages), whole.flat(rewards), self.credit, all_reduce)
 
     # -- loss -----------------------------------------------------------------------------------------------------
 

@@ -37,6 +37,14 @@ async def three_turns(task: Any, model: Any) -> float:
     return float(len(messages))
 
 
+def paid_by_turn(task: Any, model: Any) -> dict[str, Any]:
+    """Two turns, each with a reward; one too many where it is told so."""
+    messages = list(task.messages)
+    for _ in range(2):
+        messages += [model.chat(messages), {"role": "user", "content": "Go on."}]
+    return {"turn_rewards": [0.5, -1.0] + [0.0] * task.kwargs.get("more", 0)}
+
+
 def chaos(task: Any, model: Any) -> float:
     """Does what its seed says."""
     model.chat(task.messages)

@@ -232,6 +232,20 @@ def test_log_probs_are_those_of_each_tokens_own_version_over_an_update_in_flight
     assert drifting == later
 
 
+def test_an_agent_says_what_each_turn_was_worth() -> None:
+    with episodes_of(Scripted(lambda prompt: "84"), "outside_agents:paid_by_turn") as generation:
+        (episode,) = run_all(generation, 1)
+    (sample,) = episode.samples
+    ends = [at for at, drawn in enumerate(sample.loss_mask) if drawn and not [*sample.loss_mask, False][at + 1]]
+    assert [(at, reward) for at, reward in enumerate(sample.rewards) if reward] == list(
+        zip(ends, [0.5, -1.0], strict=True)
+    )
+    assert episode.outcome.reward == -0.5
+    with episodes_of(Scripted(lambda prompt: "84"), "outside_agents:paid_by_turn", more=1) as generation:
+        (episode,) = run_all(generation, 1)
+    assert episode.failed and "3 numbers; the model answered 2 times" in episode.outcome.error
+
+
 def test_an_episode_of_several_samples_is_one_to_whoever_compares() -> None:
     engine = Scripted(product)
     with episodes_of(engine, "outside_agents:branching") as generation:

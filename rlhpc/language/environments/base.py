@@ -1,0 +1,204 @@
+"""What a user writes: a world of one episode. `reset` says what there is to read; `step` takes what the model wrote."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import random
+import re
+import typing
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol, TypeAlias, TypeVar
+
+from rlhpc.language.data.prompts import Prompt
+
+Message = dict[str, Any]
+Tool = TypeVar("Tool", bound=Callable[..., Any])
+#: Longest result of a tool, in characters.
+LONGEST = 4000
+_CALL = re.compile(r"^\s*(\w+)\s*:\s*(.*)$", re.DOTALL)
+_KINDS = {str: "string", int: "integer", float: "number", bool: "boolean", list: "array", dict: "object"}
+
+
+class Task(Protocol):
+    """What an episode is about.
+
+    Attributes:
+        messages: The conversation that it begins with.
+        question: The last thing that the user said there.
+        answer: The reference, as text.
+        meta: What the problem has besides.
+        seed: Of this episode, for what the world draws itself.
+    """
+
+    messages: Sequence[Message]
+    question: str
+    answer: str
+    meta: Mapping[str, Any]
+    seed: int
+
+
+@dataclass
+class Step:
+    """What the world answers.
+
+    Attributes:
+        said: What whoever speaks next gets to read: a text, or messages; None is nothing new, and at the beginning the
+            task's own messages.
+        reward: Of the turn that was just taken.
+        done: Whether the episode is over.
+        role: Who speaks next, where several do.
+        rewards: What roles get besides, by name, such as all players when a game ends. Each one's last turn has earned it.
+        afresh: Whether who speaks next knows nothing of what it has said and read before.
+        metrics: Logged as `agent/<name>`, those of an episode added up.
+    """
+
+    said: str | list[Message] | None = None
+    reward: float = 0.0
+    done: bool = False
+    role: str = ""
+    rewards: dict[str, float] = field(default_factory=dict)
+    afresh: bool = False
+    metrics: dict[str, float] = field(default_factory=dict)
+
+
+#: A text goes on, a number is the last turn's reward and ends.
+Said: TypeAlias = "Step | str | float | None"
+
+
+def step_of(said: Said) -> Step:
+    """A short form, written out.
+
+    Raises:
+        TypeError: It is none.
+    """
+    if isinstance(said, Step):
+        return said
+    if isinstance(said, str) or said is None:
+        return Step(said)
+    if isinstance(said, (bool, int, float)):
+        return Step(reward=float(said), done=True)
+    raise TypeError(f"an environment gave a {type(said).__name__}; allowed: Step, a text, a number, None")
+
+
+class Environment:
+    """The world of one episode; an object each. Its constructor takes `agent.kwargs`.
+
+    `reset` and `step` are called in a thread, one after the other, while the engine goes on with other episodes. What they
+    raise leaves the episode out.
+
+    Attributes:
+        tools: Which the model may call, in OpenAI's form.
+        roles: Who speaks, where several do.
+    """
+
+    tools: Sequence[Mapping[str, Any]] = ()
+    roles: Sequence[str] = ()
+
+    def reset(self, task: Task) -> Said:
+        """Begins an episode: what there is to read first. None is the task's own messages."""
+        raise NotImplementedError
+
+    def step(self, reply: Message) -> Said:
+        """Takes a turn.
+
+        Args:
+            reply: What the model said: `content`, and maybe `tool_calls`.
+
+        Returns:
+            What follows: a text to read, a reward that ends the episode, or a `Step`.
+        """
+        raise NotImplementedError
+
+    def cut(self) -> Said:
+        """The model may say no more (`agent.max_turns`, `agent.max_tokens`, the context): a last reward, if any."""
+        return Step(done=True)
+
+    def close(self) -> None:
+        """Releases what the episode holds."""
+
+    # -- problems, for the source `environment` -------------------------------------------------------------------
+
+    @classmethod
+    def count(cls, *args: Any, **kwargs: Any) -> int:
+        """How many problems there are."""
+        return 1 << 30
+
+    @classmethod
+    def problem(cls, number: int, *args: Any, **kwargs: Any) -> Prompt:
+        """Makes a problem, the same one for the same number.
+
+        Args:
+            number: From 0 to `count` − 1.
+            args: None.
+            kwargs: `data.train.kwargs` but for `name`.
+        """
+        raise NotImplementedError(f"{cls.__name__} makes no problems: give data.train another source")
+
+    def demonstrate(self, rng: random.Random) -> str:
+        """What a good player would write now, for demonstrations (sft)."""
+        raise NotImplementedError(f"{type(self).__name__} has no demonstrations")
+
+
+def tool(function: Tool) -> Tool:
+    """Marks a method of a `ToolEnvironment` that the model may call. Its docstring and its arguments' types are what the model
+    is told."""
+    function.is_tool = True  # type: ignore[attr-defined]
+    return function
+
+
+class ToolEnvironment(Environment):
+    """A world of tools: methods marked with `tool`. A reply that calls none is the answer.
+
+    Calls come as the model's template and `agent.tool_parser` have them; or, for models that know no such form, as a text
+    `name: argument`, which is answered with a text.
+    """
+
+    def __init__(self) -> None:
+        names = [name for name in dir(type(self)) if getattr(getattr(type(self), name), "is_tool", False)]
+        self._methods: dict[str, Callable[..., Any]] = {name: getattr(self, name) for name in names}
+        self.tools = [described(name, method) for name, method in self._methods.items()]
+
+    def answer(self, text: str) -> Said:
+        """Takes what the model says when it calls no tool: most often a reward, which ends the episode."""
+        raise NotImplementedError
+
+    def step(self, reply: Message) -> Said:
+        """Carries out calls, or takes the answer."""
+        calls = reply.get("tool_calls")
+        if not calls:
+            written = _CALL.match(str(reply.get("content") or ""))
+            if written is None or written[1] not in self._methods:
+                return self.answer(str(reply.get("content") or ""))
+            return Step(self._result(written[1], written[2].strip()))
+        return Step(
+            [
+                {"role": "tool", "tool_call_id": call["id"], "content": self._result(**call["function"])}
+                for call in calls
+            ]
+        )
+
+    def _result(self, name: str, arguments: str) -> str:
+        method = self._methods.get(name)
+        if method is None:
+            return f"error: there is no tool {name}; there are: {', '.join(self._methods)}"
+        try:
+            given = json.loads(arguments)
+        except ValueError:
+            given = arguments
+        try:
+            found = str(method(**given) if isinstance(given, dict) else method(*filter(None, [arguments])))
+        except Exception as error:  # the model's mistake: it is told
+            found = f"error: {error}"
+        return found if len(found) <= LONGEST else found[:LONGEST] + "…"
+
+
+def described(name: str, method: Callable[..., Any]) -> dict[str, Any]:
+    """A function in OpenAI's form, from its docstring and the types of its arguments."""
+    hints, parameters = typing.get_type_hints(method), inspect.signature(method).parameters
+    properties = {key: {"type": _KINDS.get(hints.get(key, str), "string")} for key in parameters}
+    required = [key for key, parameter in parameters.items() if parameter.default is parameter.empty]
+    schema = {"type": "object", "properties": properties, "required": required}
+    about = {"name": name, "description": inspect.getdoc(method) or "", "parameters": schema}
+    return {"type": "function", "function": about}
