@@ -56,6 +56,7 @@ def play(env: dict[str, Any], model: dict[str, Any], *, ranks: int, slots: int, 
     from rlhpc.embodied.roles.env import EnvWorker
     from rlhpc.embodied.roles.ppo import EmbodiedActor
     from rlhpc.embodied.roles.rollout import MultiStepRolloutWorker
+    from rlhpc.embodied.roles.slots import Source
     from rlhpc.embodied.runners.ppo import EmbodiedRunner
     from rlhpc.runs.configuration import load_config
 
@@ -82,7 +83,8 @@ def play(env: dict[str, Any], model: dict[str, Any], *, ranks: int, slots: int, 
             found = []
             for step in range(ROLLOUTS + 1):
                 began = time.perf_counter()
-                handles = [runner.rollout.generate(step), runner.env.interact(step), runner.actor.receive(step)]
+                source = Source(runner.slots)
+                handles = [runner.rollout.generate(step), runner.env.interact(step), runner.actor.receive(step, source)]
                 for handle in handles:
                     handle.wait()
                 found.append(time.perf_counter() - began)

@@ -55,9 +55,7 @@ def add_commands(commands: Any) -> None:
         commands, "join", _join, "add a rank to a run that is under way, for as long as this allocation lasts", _EXAMPLES
     )  # fmt: skip
     add_words(join, run=RUN)
-    join.add_argument(
-        "--group", default="rollout", help="the group: rollout (default) or, of runs with simulators, env"
-    )
+    join.add_argument("--group", default="rollout", help="the group: rollout (default), or env in runs with simulators")
     join.add_argument(
         "--accelerators", type=int, help="how many the rank has (default: one, where this process sees any)"
     )

@@ -151,26 +151,36 @@ class PlayingKind(EmbodiedKind[Playing]):
     """A kind of run in which a policy plays while it learns."""
 
     def elastic_of(self, cfg: Playing) -> dict[str, int]:
-        """The env ranks, where they play ahead of the actors."""
-        return {"env": 1} if cfg.algorithm.max_staleness > 0 else {}
+        """Those who play, where they are ahead of the actors."""
+        return {"env": 1, "rollout": 1} if cfg.algorithm.max_staleness > 0 else {}
 
     def most_useful(self, cfg: Playing, started: Mapping[str, int]) -> dict[str, int]:
-        """As many as play all steps that may be under way."""
-        return {"env": (1 + cfg.algorithm.max_staleness) * started["env"]} if self.elastic_of(cfg) else {}
+        """As many env ranks as play all steps that may be under way, and a group of slots for each rollout rank."""
+        train, stages = cfg.env.train, cfg.rollout.pipeline_stage_num
+        most = {
+            "env": (1 + cfg.algorithm.max_staleness) * started["env"],
+            "rollout": train.num_envs // (stages * train.group_size),
+        }
+        return {name: most[name] for name in self.elastic_of(cfg)}
+
+    #: What a synchronous run learns from, and what is fixed of it.
+    fixed = ""
 
     def why_fixed(self, cfg: Playing) -> str:
         """Synchronous runs are the same, bit for bit, whenever they are started."""
         if cfg.algorithm.max_staleness > 0:
             return ""
         return (
-            "env ranks can come and go where they play ahead of the actors (algorithm.max_staleness of 1 or more); in this "
-            "run each step's batch is fixed: what the ranks that it started with play in it, with the newest weights"
+            "env and rollout ranks can come and go where they play ahead of the actors (algorithm.max_staleness of 1 or "
+            f"more); in this run {self.fixed}: what the ranks that it started with play in it, with the newest weights"
         )
 
 
 @dataclass(frozen=True)
 class PpoKind(PlayingKind[PpoConfig]):
     """Policy and simulators play, and the policy learns from what they played."""
+
+    fixed = "each step's batch is fixed"
 
     def check(self, cfg: PpoConfig, fail: Fail, *, training: bool) -> None:
         """Refuses wrong names, levels and batches."""
@@ -208,6 +218,8 @@ class PpoKind(PlayingKind[PpoConfig]):
 @dataclass(frozen=True)
 class SacKind(PlayingKind[SacConfig]):
     """Policy and simulators fill a buffer, and the policy learns from draws of it."""
+
+    fixed = "what each step adds to the buffer before its updates is fixed"
 
     def check(self, cfg: SacConfig, fail: Fail, *, training: bool) -> None:
         """Refuses wrong names and buffers."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import pickle
 import queue
 import zlib
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from rlhpc.runtime.comm.background import AsyncWork, in_background
@@ -63,7 +63,7 @@ class Channel:
         *,
         max_bytes: int = DEFAULT_MAX_BYTES,
         home: str | None = None,
-        absent: Collection[int] = (),
+        ranks: Sequence[int] | None = None,
     ) -> Channel:
         """Creates a channel; one of the same name is closed and replaced.
 
@@ -75,15 +75,17 @@ class Channel:
                 calling process need no socket. Otherwise the calling process is the home of all keys.
             max_bytes: Bytes the channel may hold at each home before `put` blocks.
             home: The group whose ranks keep the keys; implies `distributed`.
-            absent: Ranks of it that have gone: another one keeps their keys.
+            ranks: Those of it that take turns at the keys; by default all that it was launched with.
         """
         context = here()
         if distributed or home:
             groups = [home] if home else context.group_names()
-            ranks = [(group, rank) for group in groups for rank in range(context.group_size(group))]
-            there = [context.member(*who)["data"] for who in ranks if not home or who[1] not in absent]
-            instead = iter(there)
-            homes = [next(instead) if not home or who[1] not in absent else there[0] for who in ranks] if there else []
+            members = [
+                (group, rank)
+                for group in groups
+                for rank in (range(context.group_size(group)) if ranks is None else ranks)
+            ]
+            homes = [context.member(*who)["data"] for who in members]
         else:
             homes = []
         homes = homes or [context.service.endpoint]
@@ -121,13 +123,22 @@ class Channel:
 
     # -- put ------------------------------------------------------------------------------------------------------
 
-    def put(self, item: Any, weight: float = 0, key: str = DEFAULT_KEY, async_op: bool = False) -> AsyncWork | None:
+    def put(
+        self,
+        item: Any,
+        weight: float = 0,
+        key: str = DEFAULT_KEY,
+        async_op: bool = False,
+        gone: Callable[[], bool] = lambda: False,
+    ) -> AsyncWork | None:
         """Appends `item`; blocks while the channel is full.
 
-        With `async_op` the item is taken as it is now, and the `AsyncWork` returned tells when it has been admitted.
+        With `async_op` the item is taken as it is now, and the `AsyncWork` returned tells when it has been admitted. `gone`
+        says whether the channel's home is known to have ended: the end of one on another host closes no connection.
 
         Raises:
             DeadlineExceeded: Nobody made room in the session's wait deadline.
+            ChannelError: The channel's home has ended.
         """
         context, key = current(), str(key)
         taker = self._takers.get(key, Taker(context.host))
@@ -137,7 +148,7 @@ class Channel:
             return in_background(
                 f"put-{self.name}", lambda: self._put(context, packed, weight, key, True, confirm=True)
             )
-        self._put(context, packed, weight, key, True)
+        self._put(context, packed, weight, key, True, gone=gone)
         return None
 
     def entrust(self, item: Any, key: str = DEFAULT_KEY) -> None:
@@ -159,7 +170,14 @@ class Channel:
         self._put(context, packed, weight, str(key), False)
 
     def _put(
-        self, context: Context, packed: Packed, weight: float, key: str, wait: bool, confirm: bool = False
+        self,
+        context: Context,
+        packed: Packed,
+        weight: float,
+        key: str,
+        wait: bool,
+        confirm: bool = False,
+        gone: Callable[[], bool] = lambda: False,
     ) -> None:
         service, home = context.service, self._home(key)
         whom = f"room in channel {self.name!r}, key {key!r}"
@@ -192,7 +210,8 @@ class Channel:
                 # confirmed ones in between bound how much is in flight when the byte limit is reached.
                 service.peers.post(choose(home), b"PUT", [head, *packed.frames()])
                 return
-            reply = service.peers.request(choose(home), b"PUT", [head, *packed.frames()], context.wait_deadline, whom)
+            asked = service.peers.begin(choose(home), b"PUT", [head, *packed.frames()], whom)
+            reply = service.peers.reply_to(asked, context.wait_deadline, gone)
             self._sent(context, packed, key, Outlook(*pickle.loads(reply[0])))
         except BaseException as error:
             packed.discard()

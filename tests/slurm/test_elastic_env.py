@@ -1,4 +1,5 @@
-"""Env ranks from jobs of their own, on a partition that preempts: they come, play and go, and no transition counts twice.
+"""Env and rollout ranks from jobs of their own, on a partition that preempts: they come, play and go, and no transition counts
+twice.
 
 `RLHPC_HELPERS_EVENTS` and `RLHPC_HELPERS_SEED` as in `test_elastic`.
 """
@@ -32,7 +33,7 @@ cluster:
   partition: cpu
   cpus_per_node: 2
   mem: 31000M
-  component_placement: {actor: 0, rollout: 0, env: "0:0-1"}
+  component_placement: {actor: 0, rollout: "0:0-1", env: "0:0-1"}
 algorithm:
   rollout_steps: 8
   max_staleness: 1
@@ -43,10 +44,8 @@ env:
   eval: {num_envs: 2}
 actor: {global_batch_size: 16, model: {model_type: sac, hidden_sizes: [8, 8]}}
 """
-ELASTIC = (
-    "cluster.elastic=[{{group: env, max: 3, partition: preempt, time: '00:20:00', cpus_per_node: 1, mem: 3G, look_s: 1, "
-    "react_s: 1, max_gpu_hours: {hours}}}]"
-)
+JOBS = "partition: preempt, time: '00:20:00', cpus_per_node: 1, mem: 3G, look_s: 1, react_s: 1, max_gpu_hours: {hours}"
+ELASTIC = f"cluster.elastic=[{{{{group: env, max: 3, {JOBS}}}}}, {{{{group: rollout, max: 2, {JOBS}}}}}]"
 #: What is shown names process, episode and decision, and takes its time for as long as there is a file.
 COUNTING = """
 import itertools
@@ -96,37 +95,48 @@ class EnvRun(ElasticRun):
         self.site.write_text(json.dumps({"cluster": {"time": "00:30:00", "setup": ["export OMP_NUM_THREADS=1"]}}))
         self.environment |= {"PYTHONPATH": str(folder), "RLHPC_TEST_PAUSE": str(self.pause)}
 
-    def scale(self, number: int | str, code: int = 0) -> str:
-        return self.rlhpc("scale", str(self.root), f"env={number}", code=code)
+    def scale(self, number: int | str, code: int = 0, group: str = "env") -> str:
+        return self.rlhpc("scale", str(self.root), f"{group}={number}", code=code)
+
+    def at_work(self, group: str) -> int:
+        return sum(stay["group"] == group for stay in self.working())
 
 
 class EnvDisturber(Disturber):
-    """Has helpers of a run come and go, and kills env ranks that it started with."""
+    """Has helpers of a run come and go, and kills env and rollout ranks that it started with."""
 
     run: EnvRun
 
     def disturb(self, kind: str) -> None:
-        if kind != "kill env":
+        what, _, group = kind.partition(" ")
+        if kind in ("kill env", "kill rollout"):
+            again = f"{group}[1] takes part from the next step on"
+            before = self.run.said().count(again)
+            kill(self.run.members()[f"{group}-1"]["pid"])
+            until(lambda: self.run.said().count(again) > before, f"{group}-1 is back\n{self.run.account()}", 90)
+        elif group == "rollout":
+            wanted = 2 if what == "join" else 1
+            self.run.scale(wanted, group=group)
+            if what == "join":
+                until(lambda: self.run.at_work(group), f"a rollout rank has joined\n{self.run.account()}", 90)
+        else:
             super().disturb(kind)
             return
-        again = "env[1] takes part from the next step on"
-        before = self.run.said().count(again)
-        kill(self.run.members()["env-1"]["pid"])
-        until(lambda: self.run.said().count(again) > before, f"env-1 is back\n{self.run.account()}", 90)
         self.done.append(kind)
 
     def process(self, stay: dict[str, Any], kind: str) -> int:
-        rank = psutil.Process(self.run.members()[f"env-{stay['rank']}"]["pid"])
+        rank = psutil.Process(self.run.members()[f"{stay['group']}-{stay['rank']}"]["pid"])
         found = {"kill rank": rank, "kill join": rank.parent(), "kill job": rank.parent().parent()}[kind]
         return int(found.pid)
 
 
-def test_env_ranks_come_and_go_at_random(slurm: SlurmCluster, tmp_path: Path) -> None:
+def test_ranks_come_and_go_at_random(slurm: SlurmCluster, tmp_path: Path) -> None:
     """Joins, leaves, preemptions, signals and kills, seeded: the run finishes in one go; every transition that was counted is
-    in the buffer, none is there twice, and what is missing is what was lost with env ranks that the run started with."""
+    in the buffer, none is there twice, and what is missing is what was lost with env ranks that the run started with, and with
+    rollout ranks."""
     steps = 60 + 30 * EVENTS
     draw = random.Random(SEED)
-    kinds = [*KINDS, "kill env"]
+    kinds = [*KINDS, "kill env", "kill rollout", "join rollout", "leave rollout"]
     kinds = [*kinds, *draw.choices(kinds, k=max(0, EVENTS - len(kinds)))][: max(EVENTS, len(kinds))]
     draw.shuffle(kinds)
     run = EnvRun(slurm, tmp_path, f"runner.max_steps={steps}", hours="1000")
@@ -134,6 +144,7 @@ def test_env_ranks_come_and_go_at_random(slurm: SlurmCluster, tmp_path: Path) ->
     until(lambda: run.step() >= 1, f"it trains\n{run.account()}", 120)
     disturber = EnvDisturber(run, slurm, draw)
     run.scale(disturber.wanted)
+    run.scale(1, group="rollout")
     for kind in kinds:
         disturber.disturb(kind)
     assert run.step() < steps, "all of it was disturbed"
@@ -146,14 +157,39 @@ def test_env_ranks_come_and_go_at_random(slurm: SlurmCluster, tmp_path: Path) ->
     lost = int(rows[-1].get("env/lost_steps", 0))
     print(
         f"\nevents: {len(disturber.done)} ({', '.join(disturber.done)}); joined: {len(stays)}, jobs: {len(run.jobs())}; "
-        f"transitions: {len(held)}, of helpers {helped}, lost with env ranks {lost}"
+        f"transitions: {len(held)}, of helpers {helped}, lost with env and rollout ranks {lost}"
     )
     assert len(disturber.done) == len(kinds) and len(run.attempts) == 1 and not run.recoveries
     assert all("left" in stay for stay in stays)
     assert [row["step"] for row in rows] == list(range(1, steps + 1)), "no step was made anew"
+    assert {stay["group"] for stay in stays if "works" in stay} == {"env", "rollout"}
     assert helped and all(row["step"] - 1 - row["rollout/version"] <= 1 for row in rows)
     assert rows[-1]["rollout/env_steps"] == len(held)
     assert 0 <= SLOTS * DECISIONS * steps - lost - len(held) < SLOTS, "what does not fill a row of the buffer"
     assert len(np.unique(held["obs"], axis=0)) == len(held), "none is there twice"
     follows = held["next_obs"] - held["obs"]
     assert (follows[:, 1] == 1).all() and not follows[:, [0, 2]].any()
+
+
+def test_a_driver_that_comes_back_takes_its_helpers_back(slurm: SlurmCluster, tmp_path: Path) -> None:
+    """Its job is requeued: an env and a rollout rank wait, and join the next driver; no other job is submitted."""
+    run = EnvRun(slurm, tmp_path, "runner.max_steps=100000", "runner.save_interval=20")
+    process = run.submit()
+    until(lambda: run.step() >= 1, f"it trains\n{run.account()}", 120)
+    for group in ("env", "rollout"):
+        run.scale(1, group=group)
+    until(lambda: run.at_work("env") == run.at_work("rollout") == 1, f"both have joined\n{run.account()}", 120)
+    jobs, generation = run.queue(), run.generation()
+    slurm.run("scancel", "--batch", "--signal=USR2", run.job)
+    until(lambda: run.generation() != generation, f"there is another driver\n{run.account()}", 180)
+    until(lambda: run.at_work("env") == run.at_work("rollout") == 1, f"both are back\n{run.account()}", 120)
+    step = run.step()
+    until(lambda: run.step() > step + 4, f"it trains\n{run.account()}", 60)
+    assert set(run.queue()) == set(jobs) == {job["id"] for job in run.jobs()}, "the same jobs, and no others"
+    assert len(run.stays()) == 4 and not run.recoveries
+    slurm.run("scancel", "--batch", "--signal=TERM", run.job)
+    until(lambda: not run.queue(), f"those that wait for it notice that nobody comes\n{run.account()}", 120)
+    process.wait(60)
+    rows = [json.loads(line) for line in (run.root / "metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows] == list(range(1, len(rows) + 1))
+    assert rows[-1]["rollout/env_steps"] == SLOTS * DECISIONS * len(rows), "nothing was lost with the driver"

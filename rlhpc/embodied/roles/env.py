@@ -18,7 +18,7 @@ from rlhpc.embodied.envs import make_env
 from rlhpc.embodied.envs.base import VectorEnv
 from rlhpc.embodied.envs.observations import Obs, as_arrays, as_given, join, take
 from rlhpc.embodied.envs.registry import ENVS
-from rlhpc.embodied.roles.lanes import agree_on_device, open_lanes
+from rlhpc.embodied.roles.lanes import PeerLeft, agree_on_device, open_lanes, put_until_left
 from rlhpc.embodied.roles.outcomes import EpisodeLog, Outcomes, Shape, ppo_shape
 from rlhpc.embodied.roles.parts import Asked
 from rlhpc.embodied.roles.replica import Replica, open_replica
@@ -73,7 +73,8 @@ class SimulatingWorker(SavingWorker, Generic[Cfg]):
             make_env(cfg, len(share), slot_offset=share.start, seed=self.seed, stage="train") for share in self.shares
         ]
         self.obs: list[Obs] = [as_arrays(env.reset()[0]) for env in self.envs]
-        self.peers = [slots.rollouts_of(stage, self.rank) for stage in range(slots.stages)]
+        #: Slots of each stage whose episode was acted on by nobody for a while.
+        self._mixed = [np.zeros(len(share), bool) for share in self.shares]
         first = self.envs[0]
         count = sum(map(len, self.shares))
         self.log.info("simulates %d of %d slots of %s", count, slots.num_envs, cfg.env_id)
@@ -84,8 +85,9 @@ class SimulatingWorker(SavingWorker, Generic[Cfg]):
         }
 
     def connect(self, slots: SlotMap) -> None:
-        """Connects to the channels, once the driver has created them; again, with a new map, after other ranks died."""
+        """Connects to the channels, once the driver has created them; again, with a new map, as others come and go."""
         self.slots = slots
+        self.peers = [slots.rollouts_of(stage, self.rank) for stage in range(slots.stages)]
         near = agree_on_device(self, slots, [env.can_stay_on_device for env in self.envs])
         for env, peers in zip(self.envs, near, strict=True):
             env.on_device = all(peers)
@@ -97,7 +99,9 @@ class SimulatingWorker(SavingWorker, Generic[Cfg]):
     def interact(self, step: int) -> dict[str, np.ndarray]:
         """Simulates `rollout_steps` decisions in every slot.
 
-        While the policy acts on one stage, this rank simulates the others.
+        While the policy acts on one stage, this rank simulates the others. Where a rollout rank has gone, nobody acts on its
+        slots for the rest of the step: they get actions of others, which nobody learns from, and episodes with such actions
+        are left out; a stage on which nobody acts stands still.
 
         Where rollouts are `whole`, every slot begins a new episode first, whose start depends on seed and step alone.
 
@@ -118,20 +122,18 @@ class SimulatingWorker(SavingWorker, Generic[Cfg]):
             self._send(stage, outcomes[stage], 0)
         for t in range(self.steps):
             for stage in stages:
-                env = self.envs[stage]
-                obs, rewards, terminations, truncations, infos = env.chunk_step(self._receive(stage))
+                env, actions = self.envs[stage], self._receive(stage)
+                if actions is None:
+                    continue
+                obs, rewards, terminations, truncations, infos = env.chunk_step(actions)
                 self.obs[stage] = obs
                 if t + 1 < self.steps:
                     self._send(stage, outcomes[stage], t + 1)
                 ended = outcomes[stage].add(t, rewards, terminations, truncations, infos)
                 if ended is not None:
-                    episodes.add(t, self.shares[stage].start, infos, ended)
+                    episodes.add(t, self.shares[stage].start, infos, self._as_meant(stage, ended))
         for stage in stages:
-            last = outcomes[stage].shown(self.steps, self.obs[stage])
-            for rank, common in self.peers[stage]:
-                part = within(common, self.shares[stage])
-                message = outcomes[stage].part(part, take(last, part))
-                self._outcomes.put(message, key=self.slots.to_rollout_key(stage, self.rank, rank))
+            self._tell(stage, outcomes[stage])
         restarts = sum(env.restarts for env in self.envs)
         return {
             **episodes.arrays(),
@@ -144,7 +146,7 @@ class SimulatingWorker(SavingWorker, Generic[Cfg]):
     def _counted(self, crossed: int) -> dict[str, np.ndarray]:
         """`by_device` and `by_host`: how many messages with observations stayed on the accelerator, and how many of those that
         were made on one did not."""
-        made = [len(peers) for env, peers in zip(self.envs, self.lanes, strict=True) if env.can_stay_on_device]
+        made = [len(peers) for env, peers in zip(self.envs, self.peers, strict=True) if env.can_stay_on_device]
         return {"by_device": np.array([crossed]), "by_host": np.array([max(0, sum(made) * (self.steps + 1) - crossed)])}
 
     @abstractmethod
@@ -174,18 +176,50 @@ class SimulatingWorker(SavingWorker, Generic[Cfg]):
         if self.cfg.env.train.use_fixed_reset_state_ids:
             seed = self.seed
         self.obs = [as_given(env.reset(seed=seed)[0]) for env in self.envs]
+        for mixed in self._mixed:
+            mixed[:] = False
 
     def _send(self, stage: int, outcomes: Outcomes, t: int) -> None:
         obs = outcomes.shown(t, self.obs[stage])
-        for lane, common in self.lanes[stage]:
-            lane.put(take(obs, within(common, self.shares[stage])))
+        self.lanes.put(stage, lambda common: take(obs, within(common, self.shares[stage])))
 
-    def _receive(self, stage: int) -> np.ndarray:
+    def _receive(self, stage: int) -> np.ndarray | None:
+        """Actions in all slots of a stage; None if nobody acts."""
         begun = time.perf_counter()
-        parts = [lane.get() for lane, _ in self.lanes[stage]]
+        parts = self.lanes.get(stage)
         self._waited += time.perf_counter() - begun
-        actions: np.ndarray = join(parts)
+        chosen = [part for _, part in parts if part is not None]
+        if not chosen:
+            return None
+        for common, part in parts if len(chosen) < len(parts) else ():
+            if part is None:
+                self._mixed[stage][within(common, self.shares[stage])] = True
+        shape = chosen[0].shape[1:]
+        actions: np.ndarray = join(
+            [np.resize(chosen[0], (len(common), *shape)) if part is None else part for common, part in parts]
+        )
         return actions
+
+    def _as_meant(self, stage: int, ended: np.ndarray) -> np.ndarray:
+        """Those slots, of some whose episodes have ended, in which the policy alone acted."""
+        mixed = self._mixed[stage]
+        found: np.ndarray = ended[~mixed[ended]]
+        mixed[ended] = False
+        return found
+
+    def _tell(self, stage: int, outcomes: Outcomes) -> None:
+        """Gives the rollout ranks a stage's outcomes."""
+        last = outcomes.shown(self.steps, self.obs[stage])
+        for index, (rank, common) in enumerate(self.peers[stage]):
+            if self.lanes.has_gone(stage, index):
+                continue
+            part, key = within(common, self.shares[stage]), self.slots.to_rollout_key(stage, self.rank, rank)
+            try:
+                put_until_left(
+                    self._outcomes, outcomes.part(part, take(last, part)), key, (self.slots.rollout_name, rank)
+                )
+            except PeerLeft:
+                self.lanes.lose(stage, index)
 
     # -- a rank that has joined -----------------------------------------------------------------------------------
 

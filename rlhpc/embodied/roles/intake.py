@@ -11,12 +11,19 @@ import torch
 
 from rlhpc.algorithms.finite import nonfinite, skips
 from rlhpc.embodied.envs.finite import bad_rows, is_finite
-from rlhpc.embodied.roles.slots import SlotMap
+from rlhpc.embodied.roles.lanes import Peer, PeerLeft, get_until_left, until_left
+from rlhpc.embodied.roles.slots import SlotMap, Source
 from rlhpc.runtime.channel import QueueEmpty
+from rlhpc.runtime.comm.segments import SegmentGone
+from rlhpc.runtime.errors import ChannelError, DeadlineExceeded
 
 if TYPE_CHECKING:
     from rlhpc.embodied.config import PpoConfig, SacConfig
     from rlhpc.runtime.channel import Channel
+
+
+#: How long what a rank had sent before it went may take to be there.
+_LAST_S = 0.5
 
 
 class Reducing(Protocol):
@@ -38,48 +45,95 @@ class Intake:
     """
 
     def __init__(self, cfg: PpoConfig | SacConfig, slots: SlotMap, rank: int) -> None:
-        self.slots, self.share, self._rank, self._skip = slots, slots.actor_share(rank), rank, skips(cfg)
+        self.share, self._rank, self._skip = slots.actor_share(rank), rank, skips(cfg)
         self._ahead = cfg.algorithm.max_staleness > 0
+        #: What came from ranks that were started again, of steps that are not due yet.
+        self._early: dict[str, dict[str, Any]] = {}
+        #: Shape of a slot's rows, and dtype, by column.
+        self._like: dict[str, tuple[tuple[int, ...], np.dtype[Any]]] = {}
 
     def connect(self, trajectories: Channel, parts: Channel) -> None:
         """Connects to the channels that it takes from."""
         self._trajectories, self._parts = trajectories, parts
+        self._early.clear()
 
-    def columns(self, units: Sequence[Sequence[int]] | None = None) -> tuple[dict[str, np.ndarray], int]:
+    def columns(self, step: int, source: Source) -> tuple[dict[str, np.ndarray], int]:
         """This step's trajectories of the rank's slots `[n, T, ...]`, and the oldest version that acted. `lost [n, T]` is
-        among them where env ranks have gone.
-
-        Args:
-            units: Of a step that ranks which joined have played: the keys of the parts, in order, of each unit.
+        among them where env or rollout ranks have gone.
         """
-        if units is None:
-            parts = [
-                self._trajectories.get(key=self.slots.to_actor_key(stage, rank, self._rank))
-                for stage, rank, _ in self.slots.sources_of(self._rank)
+        slots = source.slots
+        self._drop(slots, source.useless)
+        if source.units is None:
+            came = [
+                (common, self._from(slots, stage, rank, step, gone=rank in source.gone))
+                for stage, rank, common in slots.sources_of(self._rank)
             ]
+            parts = [self._nothing(len(common)) if part is None else part for common, part in came]
         else:
-            parts = [self._unit(units[unit]) for unit in self.slots.units_of(self._rank)]
-        version = min(part.pop("version") for part in parts)
+            parts = [self._unit(slots, source.units[unit]) for unit in slots.units_of(self._rank)]
+        version = min((part.pop("version") for part in parts if "version" in part), default=step - 1)
         if any("lost" in part for part in parts):
             for part in parts:
                 part.setdefault("lost", np.zeros(part["rewards"].shape[:2], bool))
         return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}, version
 
-    def _unit(self, keys: Sequence[int]) -> dict[str, Any]:
+    def _from(self, slots: SlotMap, stage: int, acted: int, step: int, *, gone: bool) -> dict[str, Any] | None:
+        """What a rollout rank has sent of a step's stage; None if it has gone without."""
+        key, peer = slots.to_actor_key(stage, acted, self._rank), (slots.rollout_name, acted)
+        early = self._early.pop(key, None)
+        try:
+            while True:
+                message: dict[str, Any] = early or self._next(key, peer, gone=gone)
+                early = None
+                if (made := message["step"]) == step:
+                    break
+                if made > step:  # it is from the rank that was started in place of the one that has gone
+                    self._early[key] = message
+                    return None
+        except PeerLeft:
+            return None
+        message.pop("step")
+        self._like = {name: (column.shape[1:], column.dtype) for name, column in message.items() if name != "version"}
+        return message
+
+    def _next(self, key: str, peer: Peer, *, gone: bool) -> dict[str, Any]:
+        if not gone:
+            found: dict[str, Any] = get_until_left(self._trajectories, key, peer, until_left(*peer))
+            return found
+        try:
+            found = self._trajectories.get(key=key, timeout=_LAST_S)
+        except (ChannelError, DeadlineExceeded, SegmentGone) as error:
+            raise PeerLeft(f"{peer[0]}-{peer[1]}") from error
+        return found
+
+    def _nothing(self, count: int) -> dict[str, Any]:
+        """Columns of so many slots of which nothing has come.
+
+        Raises:
+            ChannelError: What there would be is not known, because there has never been anything.
+        """
+        if not self._like:
+            raise ChannelError(
+                "all rollout ranks of this actor rank's slots ended in the first step of the run's start"
+            )
+        found = {name: np.zeros((count, *shape), dtype) for name, (shape, dtype) in self._like.items()}
+        return {**found, "lost": np.ones(found["rewards"].shape[:2], bool)}
+
+    def _unit(self, slots: SlotMap, keys: Sequence[int]) -> dict[str, Any]:
         """This rank's slots of a unit: its parts one after the other."""
-        parts = [self._parts.get(key=self.slots.part_key(key, self._rank)) for key in keys]
+        parts = [self._parts.get(key=slots.part_key(key, self._rank)) for key in keys]
         version = min(part.pop("version") for part in parts)
         joined = {name: np.concatenate([part[name] for part in parts], axis=1) for name in parts[0]}
         return {**joined, "version": version}
 
-    def drop(self, keys: Sequence[int]) -> None:
+    def _drop(self, slots: SlotMap, keys: Sequence[int]) -> None:
         """Lets go of parts that will not be taken in, as far as they have come."""
         for key in keys:
             with contextlib.suppress(QueueEmpty):
-                self._parts.get_nowait(key=self.slots.part_key(key, self._rank))
+                self._parts.get_nowait(key=slots.part_key(key, self._rank))
 
     def lost(self, columns: dict[str, np.ndarray]) -> np.ndarray:
-        """Takes `lost` out of a step's columns: which transitions went with env ranks, bool `[n, T]`."""
+        """Takes `lost` out of a step's columns: which transitions went with ranks, bool `[n, T]`."""
         shape = columns["rewards"].shape[:2]
         found: np.ndarray = columns.pop("lost", np.zeros(shape, bool))
         return found

@@ -6,8 +6,9 @@ the host.
 
 from __future__ import annotations
 
+import contextlib
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
 from rlhpc.embodied.envs.observations import row_bytes
@@ -15,6 +16,7 @@ from rlhpc.embodied.roles.slots import ACTIONS, OBSERVATIONS, SlotMap
 from rlhpc.runtime.comm.devices import address
 from rlhpc.runtime.comm.mailbox import Mailbox, available
 from rlhpc.runtime.comm.queues import Taker
+from rlhpc.runtime.comm.segments import SegmentGone
 from rlhpc.runtime.context import current
 from rlhpc.runtime.errors import ChannelError, DeadlineExceeded
 from rlhpc.runtime.worker import Worker
@@ -23,10 +25,14 @@ from rlhpc.runtime.worker import Worker
 _LARGEST = 1 << 20
 #: Room for one slot's actions.
 _ACTION_BYTES = 16 << 10
-#: How often somebody who waits for an env rank looks whether it has gone.
+#: How often somebody who waits for a rank looks whether it has gone.
 _LOOK_S = 0.5
 #: How long the driver may take to notice that a rank has ended which cannot be reached.
 _NOTICE_S = 5.0
+
+
+#: A group and a rank of it.
+Peer = tuple[str, int]
 
 
 class PeerLeft(Exception):
@@ -54,30 +60,54 @@ def until_left(group: str, rank: int) -> Callable[[], None]:
     return check
 
 
-def get_until_left(channel: Any, key: str, check: Callable[[], None]) -> Any:
+def get_until_left(channel: Any, key: str, peer: Peer, check: Callable[[], None]) -> Any:
     """What a rank has sent, by a channel that this process keeps.
 
     Args:
         channel: The channel.
         key: The key.
+        peer: The rank.
         check: See `until_left`.
 
     Raises:
-        PeerLeft: The rank has gone, and has sent nothing.
+        PeerLeft: The rank has gone, and has sent nothing, or what it has sent went with it.
         DeadlineExceeded: It has sent nothing for too long.
     """
     deadline = time.monotonic() + current().wait_deadline
     while True:
         try:
-            return channel.get(key=key, timeout=_LOOK_S)
+            with _noticed(peer):
+                return channel.get(key=key, timeout=_LOOK_S)
         except DeadlineExceeded:
             check()
             if time.monotonic() > deadline:
                 raise
 
 
+def put_until_left(channel: Any, item: Any, key: str, peer: Peer) -> None:
+    """Sends a rank something by a channel that it keeps.
+
+    Raises:
+        PeerLeft: The rank has gone.
+    """
+    with _noticed(peer):
+        channel.put(item, key=key, gone=lambda: current().has_left(*peer))
+
+
+@contextlib.contextmanager
+def _noticed(peer: Peer) -> Iterator[None]:
+    """Makes an error of what is exchanged with a rank that has gone a `PeerLeft`."""
+    try:
+        yield
+    except (ChannelError, SegmentGone) as error:
+        if not current().has_left(*peer, _NOTICE_S):
+            raise
+        raise PeerLeft(f"{peer[0]}-{peer[1]}") from error
+
+
 class Lane(Protocol):
-    """Both directions between one env rank and one rollout rank, for one stage."""
+    """Both directions between one env rank and one rollout rank, for one stage. Both methods raise `PeerLeft` where the other
+    end has gone."""
 
     def put(self, array: Any) -> None:
         """Sends to the other end: actions, or an observation."""
@@ -86,33 +116,69 @@ class Lane(Protocol):
         """Receives from the other end."""
 
 
+class Lanes:
+    """A rank's lanes, by stage, each to one of its peers there, in slot order.
+
+    Args:
+        worker: This rank.
+        group: The peers' group.
+        stages: Of each stage the peers, the slots in common, and the lanes.
+    """
+
+    def __init__(self, worker: Worker, group: str, stages: list[list[tuple[int, range, Lane]]]) -> None:
+        self._log, self._group, self._stages = worker.log, group, stages
+
+    def put(self, stage: int, part_of: Callable[[range], Any]) -> None:
+        """Sends each peer what concerns the slots in common; one that has gone gets nothing."""
+        for index, (_, common, lane) in enumerate(self._stages[stage]):
+            try:
+                lane.put(part_of(common))
+            except PeerLeft:
+                self.lose(stage, index)
+
+    def get(self, stage: int) -> list[tuple[range, Any]]:
+        """The slots in common with each peer, and what it has sent; None of one that has gone."""
+        found: list[tuple[range, Any]] = []
+        for index, (_, common, lane) in enumerate(self._stages[stage]):
+            try:
+                found.append((common, lane.get()))
+            except PeerLeft:
+                self.lose(stage, index)
+                found.append((common, None))
+        return found
+
+    def has_gone(self, stage: int, index: int) -> bool:
+        """Whether a peer has gone, by its place among those of the stage."""
+        return isinstance(self._stages[stage][index][2], NoLane)
+
+    def lose(self, stage: int, index: int) -> None:
+        """A peer has gone: nothing comes from it any more, and it gets nothing."""
+        rank, common, lane = self._stages[stage][index]
+        if not isinstance(lane, NoLane):
+            self._log.warning("%s-%d has gone: its slots %s bring nothing", self._group, rank, common)
+            self._stages[stage][index] = rank, common, NoLane()
+
+
 class ChannelLane:
     """A lane over two channels.
 
     Args:
         out, out_key: Where to send.
         inbound, in_key: Where to receive.
-        peer: Group and rank of the other end, if it may go.
+        peer: The rank at the other end.
     """
 
-    def __init__(self, out: Any, out_key: str, inbound: Any, in_key: str, peer: tuple[str, int] | None = None) -> None:
+    def __init__(self, out: Any, out_key: str, inbound: Any, in_key: str, peer: Peer) -> None:
         self._out, self._out_key, self._in, self._in_key = out, out_key, inbound, in_key
-        self._peer, self._check = peer, None if peer is None else until_left(*peer)
+        self._peer, self._check = peer, until_left(*peer)
 
     def put(self, array: Any) -> None:
         """Sends to the other end (`Lane.put`)."""
-        try:
-            self._out.put(array, key=self._out_key)
-        except ChannelError:
-            if self._peer is None or not current().has_left(*self._peer, _NOTICE_S):
-                raise
-            raise PeerLeft(f"{self._peer[0]}-{self._peer[1]}") from None
+        put_until_left(self._out, array, self._out_key, self._peer)
 
     def get(self) -> Any:
         """Waits for what the other end sent (`Lane.get`)."""
-        if self._check is not None:
-            return get_until_left(self._in, self._in_key, self._check)
-        return self._in.get(key=self._in_key)
+        return get_until_left(self._in, self._in_key, self._peer, self._check)
 
 
 class NoLane:
@@ -167,34 +233,39 @@ def agree_on_device(worker: Worker, slots: SlotMap, made_there: Sequence[bool] =
         here = Taker(current().host, address())
         for stage in stages:
             peers = [peer for peer, _ in slots.rollouts_of(stage, rank)]
-            told = [actions.get(key=slots.to_env_key(stage, peer, rank)) for peer in peers]
-            near = bool(here.device and made_there[stage] and all(Taker(*one) == here for one in told))
+            told = [_told(actions, slots.to_env_key(stage, peer, rank), (slots.rollout_name, peer)) for peer in peers]
+            near = bool(here.device and made_there[stage] and all(one and Taker(*one) == here for one in told))
             for peer in peers:
-                observations.put(near, key=slots.to_rollout_key(stage, rank, peer))
+                with contextlib.suppress(PeerLeft):  # the lane notices it, too
+                    key = slots.to_rollout_key(stage, rank, peer)
+                    put_until_left(observations, near, key, (slots.rollout_name, peer))
             found.append([near] * len(peers))
         return found
     asked = [[peer for peer, _ in slots.envs_of(stage, rank)] for stage in stages]
     for stage in stages:
         for peer in asked[stage]:
             if peer not in slots.absent:
-                actions.put((current().host, address()), key=slots.to_env_key(stage, rank, peer))
+                key = slots.to_env_key(stage, rank, peer)
+                with contextlib.suppress(PeerLeft):
+                    put_until_left(actions, (current().host, address()), key, (slots.env_name, peer))
 
     def together(stage: int, peer: int) -> bool:
-        try:
-            key = slots.to_rollout_key(stage, peer, rank)
-            if peer in slots.absent:
-                return False
-            return bool(get_until_left(observations, key, until_left(slots.env_name, peer)))
-        except PeerLeft:
-            return False  # the lane notices it, too
+        key = slots.to_rollout_key(stage, peer, rank)
+        return peer not in slots.absent and bool(_told(observations, key, (slots.env_name, peer)))
 
     return [[together(stage, peer) for peer in asked[stage]] for stage in stages]
 
 
-def open_lanes(
-    worker: Worker, slots: SlotMap, observation_space: Any, near: list[list[bool]]
-) -> list[list[tuple[Lane, range]]]:
-    """This rank's lanes: for each stage its peers in slot order, each with the slots in common.
+def _told(channel: Any, key: str, peer: Peer) -> Any:
+    """What a rank has sent; None if it has gone, which the lane notices, too."""
+    try:
+        return get_until_left(channel, key, peer, until_left(*peer))
+    except PeerLeft:
+        return None
+
+
+def open_lanes(worker: Worker, slots: SlotMap, observation_space: Any, near: list[list[bool]]) -> Lanes:
+    """This rank's lanes.
 
     Args:
         worker: This rank.
@@ -205,27 +276,27 @@ def open_lanes(
     is_env = worker.group_name == slots.env_name
     observations, actions = worker.connect_channel(OBSERVATIONS), worker.connect_channel(ACTIONS)
     bytes_a_slot = row_bytes(observation_space)
-    found: list[list[tuple[Lane, range]]] = []
+    other = slots.rollout_name if is_env else slots.env_name
+    found: list[list[tuple[int, range, Lane]]] = []
     for stage in range(slots.stages):
         peers = slots.rollouts_of(stage, worker.rank) if is_env else slots.envs_of(stage, worker.rank)
-        lanes: list[tuple[Lane, range]] = []
+        lanes: list[tuple[int, range, Lane]] = []
         for (rank, common), together in zip(peers, near[stage], strict=True):
             env, rollout = (worker.rank, rank) if is_env else (rank, worker.rank)
             if env in slots.absent:
-                lanes.append((NoLane(), common))
+                lanes.append((rank, common, NoLane()))
                 continue
-            lane = None if together else _mailbox(slots, stage, env, rollout, len(common), bytes_a_slot, is_env)
+            lane: Lane | None = (
+                None if together else _mailbox(slots, stage, env, rollout, len(common), bytes_a_slot, is_env)
+            )
             if lane is None:
                 to_rollout = (observations, slots.to_rollout_key(stage, env, rollout))
                 to_env = (actions, slots.to_env_key(stage, env, rollout))
-                lane = (
-                    ChannelLane(*to_rollout, *to_env)
-                    if is_env
-                    else ChannelLane(*to_env, *to_rollout, (slots.env_name, env))
-                )
-            lanes.append((lane, common))
+                ways = (*to_rollout, *to_env) if is_env else (*to_env, *to_rollout)
+                lane = ChannelLane(*ways, (other, rank))
+            lanes.append((rank, common, lane))
         found.append(lanes)
-    return found
+    return Lanes(worker, other, found)
 
 
 def _mailbox(
@@ -242,7 +313,6 @@ def _mailbox(
         capacity = size * max(count, 0 if index else _ACTION_BYTES)
         name = f"{peer[0]}-{peer[1]}"
         boxes[key] = Mailbox(
-            path, capacity, first=is_env, peer=name, deadline=context.wait_deadline,
-            check=context.check if is_env else until_left(*peer),
+            path, capacity, first=is_env, peer=name, deadline=context.wait_deadline, check=until_left(*peer),
         )  # fmt: skip
     return boxes[""] if "" in boxes else MailboxLane(boxes, is_env)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -16,7 +15,7 @@ from rlhpc.embodied.envs.finite import cleaned, is_finite
 from rlhpc.embodied.envs.observations import is_column
 from rlhpc.embodied.roles.intake import Intake
 from rlhpc.embodied.roles.parts import PARTS
-from rlhpc.embodied.roles.slots import TRAJECTORIES, SlotMap
+from rlhpc.embodied.roles.slots import TRAJECTORIES, SlotMap, Source
 from rlhpc.embodied.roles.trainer import Trainer
 from rlhpc.embodied.update.blueprint import check_backend
 from rlhpc.embodied.update.ppo import PolicyUpdate
@@ -109,16 +108,13 @@ class EmbodiedActor(Trainer[PpoConfig]):
         """Connects to the channels, once the driver has created them."""
         self.intake.connect(self.connect_channel(TRAJECTORIES), self.connect_channel(PARTS))
 
-    def receive(
-        self, step: int, units: Sequence[Sequence[int]] | None = None, useless: Sequence[int] = ()
-    ) -> dict[str, float]:
+    def receive(self, step: int, source: Source) -> dict[str, float]:
         """Takes in this step's trajectories of its slots and computes advantages and returns. A slot in which something is not
-        finite, or whose env rank has gone, does not train in this step, nor do those that it is compared with.
+        finite, or whose env or rollout rank has gone, does not train in this step, nor do those that it is compared with.
 
         Args:
             step: Global step.
-            units: See `Intake.columns`.
-            useless: See `Intake.drop`.
+            source: Where it is taken from.
 
         Returns:
             The oldest version of the policy that acted; how many transitions were left out; how many were `lost` with env
@@ -127,8 +123,7 @@ class EmbodiedActor(Trainer[PpoConfig]):
         Raises:
             NonFinite: There is such a slot, and `runner.on_nonfinite` is stop.
         """
-        self.intake.drop(useless)
-        columns, version = self.intake.columns(units)
+        columns, version = self.intake.columns(step, source)
         lost = self.intake.lost(columns)
         spoiled = self.intake.spoiled(step, columns)
         left_out = self._leave_out(columns, np.any(spoiled | lost, axis=1, keepdims=True)) - int(lost.sum())

@@ -19,7 +19,7 @@ from rlhpc.embodied.envs.finite import is_tensor
 from rlhpc.embodied.envs.observations import as_arrays, blank, columns_of, count_rows, join
 from rlhpc.embodied.models import Policy, build_model, policy_section
 from rlhpc.embodied.play import evaluation_metrics
-from rlhpc.embodied.roles.lanes import NoLane, PeerLeft, agree_on_device, get_until_left, open_lanes, until_left
+from rlhpc.embodied.roles.lanes import PeerLeft, agree_on_device, get_until_left, open_lanes, until_left
 from rlhpc.embodied.roles.outcomes import Shape, next_values, nothing_of, ppo_shape
 from rlhpc.embodied.roles.slots import OUTCOMES, TRAJECTORIES, SlotMap, within
 from rlhpc.runs.device import own_device, seed_process, settle, to_tensors
@@ -75,24 +75,26 @@ class ActingWorker(SavingWorker, Generic[Cfg]):
         super().__init__()
         self.cfg: Cfg = cfg
         self.version = 0
-        self._waited = 0.0
+        self._waited, self._step = 0.0, 0
 
     def init_worker(self, slots: SlotMap, observation_space: Any, action_space: Any) -> None:
         """Builds the policy and the buffers."""
-        self.slots, self.steps = slots, self.cfg.algorithm.rollout_steps
+        self.steps = self.cfg.algorithm.rollout_steps
         self.seed = self.cfg.runner.seed
         self.device = own_device(self)
         seed_process(self.seed, "rollout", self.rank)
         self.policy = settle(self.build_policy(observation_space, action_space), self.device).eval()
         self.policy.requires_grad_(False)
+        self._take_shares(slots)
+        receivers = [(slots.rollout_name, list(slots.acting_ranks))]
+        config = self.cfg.rollout
+        self.sync = make_sync(config.weight_sync, self, (slots.actor_name, 0), receivers, config.weight_delta)
+
+    def _take_shares(self, slots: SlotMap) -> None:
+        self.slots = slots
         self.shares = [slots.rollout_share(stage, self.rank) for stage in range(slots.stages)]
         self.peers = [slots.envs_of(stage, self.rank) for stage in range(slots.stages)]
         self.buffers = [StageBuffer(share, self.steps) for share in self.shares]
-        receivers = [(slots.rollout_name, list(range(slots.rollout_ranks)))]
-        config = self.cfg.rollout
-        self.sync = make_sync(config.weight_sync, self, (slots.actor_name, 0), receivers, config.weight_delta)
-        model, count = self.cfg.actor.model.model_type, sum(map(len, self.shares))
-        self.log.info("acts with %s on %s for %d of %d slots", model, self.device, count, slots.num_envs)
 
     @abstractmethod
     def build_policy(self, observation_space: Any, action_space: Any) -> Policy:
@@ -106,8 +108,10 @@ class ActingWorker(SavingWorker, Generic[Cfg]):
         """Of the outcomes."""
 
     def connect(self, slots: SlotMap) -> None:
-        """Connects to the channels, once the driver has created them; again, with a new map, after other ranks died."""
-        self.slots = slots
+        """Connects to the channels, once the driver has created them; again, with a new map, as others come and go."""
+        self._take_shares(slots)
+        model, count = self.cfg.actor.model.model_type, sum(map(len, self.shares))
+        self.log.info("acts with %s on %s for %d of %d slots", model, self.device, count, slots.num_envs)
         near = agree_on_device(self, slots)
         self.lanes = open_lanes(self, self.slots, self.policy.observation_space, near)
         watched = {rank for peers in self.peers for rank, _ in peers} - slots.absent
@@ -135,12 +139,14 @@ class ActingWorker(SavingWorker, Generic[Cfg]):
         Returns:
             `busy_s`: seconds in which it did not wait for the simulators.
         """
-        begun, self._waited = time.perf_counter(), 0.0
+        self.before_leaving(lambda: None)  # one that has joined ends after this call, and brings what it has begun
+        begun, self._waited, self._step = time.perf_counter(), 0.0, step
         noises = [self._noise(step, share) for share in self.shares]
         for t in range(self.steps):
             for stage, noise in enumerate(noises):
                 self._act(stage, t, noise[t])
         self._hand_over()
+        self.before_leaving(None)
         return {"busy_s": time.perf_counter() - begun - self._waited}
 
     def _noise(self, step: int, share: range) -> torch.Tensor:
@@ -151,8 +157,10 @@ class ActingWorker(SavingWorker, Generic[Cfg]):
 
     def _act(self, stage: int, t: int, noise: torch.Tensor) -> None:
         begun = time.perf_counter()
-        parts = [self._observed(stage, index) for index in range(len(self.lanes[stage]))]
+        shown = self.lanes.get(stage)
         self._waited += time.perf_counter() - begun
+        space = self.policy.observation_space  # slots of an env rank that has gone show zeros
+        parts = [blank(space, len(common)) if part is None else part for common, part in shown]
         self.decide(stage, t, noise, join(parts), partial(self._tell, stage))
 
     def decide(self, stage: int, t: int, noise: torch.Tensor, obs: Any, tell: Callable[[np.ndarray], None]) -> None:
@@ -164,28 +172,8 @@ class ActingWorker(SavingWorker, Generic[Cfg]):
         rows = {name: extra.cpu().numpy() for name, extra in extras.items()}
         self.buffers[stage].write(t, **columns_of("obs", obs), actions=chosen, **rows)
 
-    def _observed(self, stage: int, index: int) -> Any:
-        """What the slots of a lane show; zeros, if their env rank has gone."""
-        lane, common = self.lanes[stage][index]
-        try:
-            return lane.get()
-        except PeerLeft:
-            self._gone(stage, index)
-            return blank(self.policy.observation_space, len(common))
-
     def _tell(self, stage: int, chosen: np.ndarray) -> None:
-        for index, (lane, common) in enumerate(self.lanes[stage]):
-            try:
-                lane.put(chosen[within(common, self.shares[stage])])
-            except PeerLeft:
-                self._gone(stage, index)
-
-    def _gone(self, stage: int, index: int) -> None:
-        lane, common = self.lanes[stage][index]
-        if not isinstance(lane, NoLane):
-            rank, _ = self.peers[stage][index]
-            self.log.warning("%s-%d has gone: its slots %s bring nothing", self.slots.env_name, rank, common)
-            self.lanes[stage][index] = NoLane(), common
+        self.lanes.put(stage, lambda common: chosen[within(common, self.shares[stage])])
 
     def _choose(self, obs: Any, noise: torch.Tensor, t: int) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         """Actions, and what goes into the trajectories beside them."""
@@ -228,7 +216,7 @@ class ActingWorker(SavingWorker, Generic[Cfg]):
         for rank, common in self.slots.actors_of(stage, self.rank):
             part = within(common, self.shares[stage])
             message: dict[str, Any] = {name: column[part] for name, column in columns.items()}
-            message["version"] = self.version
+            message["version"], message["step"] = self.version, self._step
             self._trajectories.put(message, key=self.slots.to_actor_key(stage, self.rank, rank))
 
     def _merge_outcomes(self, stage: int) -> dict[str, Any]:
@@ -253,14 +241,15 @@ class ActingWorker(SavingWorker, Generic[Cfg]):
 
     def _outcomes_from(self, stage: int, index: int) -> dict[str, Any] | None:
         """What an env rank says of its slots; None if it has gone."""
-        if isinstance(self.lanes[stage][index][0], NoLane):
+        if self.lanes.has_gone(stage, index):
             return None
         rank, _ = self.peers[stage][index]
         key = self.slots.to_rollout_key(stage, rank, self.rank)
         try:
-            found: dict[str, Any] = get_until_left(self._outcomes, key, self._watches[rank])
+            peer = self.slots.env_name, rank
+            found: dict[str, Any] = get_until_left(self._outcomes, key, peer, self._watches[rank])
         except PeerLeft:
-            self._gone(stage, index)
+            self.lanes.lose(stage, index)
             return None
         return found
 

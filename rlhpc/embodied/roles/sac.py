@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Container, Sequence
+from collections.abc import Container
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,7 @@ from rlhpc.embodied.roles.intake import Intake
 from rlhpc.embodied.roles.outcomes import Shape
 from rlhpc.embodied.roles.parts import PARTS
 from rlhpc.embodied.roles.rollout import ActingWorker
-from rlhpc.embodied.roles.slots import TRAJECTORIES, SlotMap
+from rlhpc.embodied.roles.slots import TRAJECTORIES, SlotMap, Source
 from rlhpc.embodied.roles.trainer import Trainer
 from rlhpc.embodied.update.sac import SacBatch, SacUpdate
 from rlhpc.runs.device import settle
@@ -192,17 +192,14 @@ class OffPolicyActor(Trainer[SacConfig]):
         """The acting weights."""
         yield from ((name, tensor) for name, tensor in self.policy.acting() if name not in without)
 
-    def receive(
-        self, step: int, units: Sequence[Sequence[int]] | None = None, useless: Sequence[int] = ()
-    ) -> dict[str, float]:
+    def receive(self, step: int, source: Source) -> dict[str, float]:
         """Takes this step's transitions of the rank's slots into the buffer. One that is not finite stays outside: the one
-        before it (at the start of the step, the one after it) of the same slot takes its place. Those of env ranks that have
-        gone are missing: then the buffer has that much less of this step, and no transition twice.
+        before it (at the start of the step, the one after it) of the same slot takes its place. Those of env and rollout ranks
+        that have gone are missing: then the buffer has that much less of this step, and no transition twice.
 
         Args:
             step: Global step.
-            units: See `Intake.columns`.
-            useless: See `Intake.drop`.
+            source: Where it is taken from.
 
         Returns:
             The oldest version of the policy that acted; how many transitions were left out; how many were `lost` with env
@@ -211,8 +208,7 @@ class OffPolicyActor(Trainer[SacConfig]):
         Raises:
             NonFinite: A transition is not finite, and `runner.on_nonfinite` is stop; or all of them are not.
         """
-        self.intake.drop(useless)
-        columns, version = self.intake.columns(units)
+        columns, version = self.intake.columns(step, source)
         lost = self.intake.lost(columns)
         bad = self.intake.spoiled(step, columns)
         facts = {"version": float(version), "left_out": float(bad.sum()), "lost": float(lost.sum())}

@@ -8,6 +8,7 @@ what one env rank and one rollout rank have in common. The actors share all slot
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from rlhpc.embodied.config import PlayingConfig
 from rlhpc.embodied.roles.parts import PARTS
@@ -22,6 +23,13 @@ def overlap(a: range, b: range) -> range:
     return range(start, max(start, min(a.stop, b.stop)))
 
 
+class Homes(NamedTuple):
+    """Where a channel's messages are kept: by which ranks of which group, in turn."""
+
+    group: str
+    ranks: tuple[int, ...]
+
+
 @dataclass(frozen=True)
 class SlotMap:
     """Slots of a run by stage and rank, and the groups' names.
@@ -34,6 +42,7 @@ class SlotMap:
         actor_name, rollout_name, env_name: Names the groups were launched under.
         token: Tells this run's shared memory from that of an earlier run of the same session.
         absent: Env ranks that have gone, without which the others go on.
+        acting: Rollout ranks that act, in slot order, where ranks of them have come or gone; all, where it is empty.
     """
 
     num_envs: int
@@ -47,6 +56,7 @@ class SlotMap:
     env_name: str = "env"
     token: str = ""
     absent: frozenset[int] = frozenset()
+    acting: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         for key, count in (
@@ -108,9 +118,20 @@ class SlotMap:
         """Global slots that env rank `rank` simulates in `stage`."""
         return self._share(stage, rank, self.env_ranks)
 
+    @property
+    def acting_ranks(self) -> tuple[int, ...]:
+        """Rollout ranks that act, in slot order."""
+        return self.acting or tuple(range(self.rollout_ranks))
+
+    @property
+    def most_acting(self) -> int:
+        """Rollout ranks that there are slots for."""
+        return self.per_stage // self.group_size
+
     def rollout_share(self, stage: int, rank: int) -> range:
-        """Global slots that rollout rank `rank` serves in `stage`."""
-        return self._share(stage, rank, self.rollout_ranks)
+        """Global slots that rollout rank `rank` serves in `stage`; none, if it does not act."""
+        acting = self.acting_ranks
+        return self._share(stage, acting.index(rank), len(acting)) if rank in acting else range(0)
 
     def actor_share(self, rank: int) -> range:
         """Global slots whose transitions actor rank `rank` trains on."""
@@ -120,7 +141,7 @@ class SlotMap:
     def rollouts_of(self, stage: int, env_rank: int) -> list[tuple[int, range]]:
         """Rollout ranks that serve an env rank's share of a stage, and which slots of it, in slot order."""
         mine = self.env_share(stage, env_rank)
-        shares = ((r, overlap(mine, self.rollout_share(stage, r))) for r in range(self.rollout_ranks))
+        shares = ((r, overlap(mine, self.rollout_share(stage, r))) for r in self.acting_ranks)
         return [(r, common) for r, common in shares if common]
 
     def envs_of(self, stage: int, rollout_rank: int) -> list[tuple[int, range]]:
@@ -141,7 +162,7 @@ class SlotMap:
         found = [
             (s, r, common)
             for s in range(self.stages)
-            for r in range(self.rollout_ranks)
+            for r in self.acting_ranks
             if (common := overlap(mine, self.rollout_share(s, r)))
         ]
         return sorted(found, key=lambda source: source[2].start)
@@ -162,36 +183,60 @@ class SlotMap:
         return [unit for unit, part in parts if part.stop > part.start]
 
     # Keys are numbers whose remainder is the consumer's rank: a distributed channel keeps key k at rank k % size of its
-    # home group, so the consumer's `get` needs no socket.
+    # home group, so the consumer's `get` needs no socket. Those that actors look under are the same whoever else acts: a step
+    # that is played is taken in after others have come or gone.
 
     def to_rollout_key(self, stage: int, env_rank: int, rollout_rank: int) -> str:
         """Key of what an env rank sends a rollout rank."""
-        return str((stage * self.env_ranks + env_rank) * self.rollout_ranks + rollout_rank)
+        acting = self.acting_ranks
+        return str((stage * self.env_ranks + env_rank) * len(acting) + acting.index(rollout_rank))
 
     def to_env_key(self, stage: int, env_rank: int, rollout_rank: int) -> str:
         """Key of what a rollout rank sends an env rank."""
-        return str((stage * self.rollout_ranks + rollout_rank) * self.env_ranks + env_rank)
+        return str((rollout_rank * self.stages + stage) * self.env_ranks + env_rank)
 
     def to_actor_key(self, stage: int, rollout_rank: int, actor_rank: int) -> str:
         """Key of what a rollout rank sends an actor rank."""
-        return str((stage * self.rollout_ranks + rollout_rank) * self.actor_ranks + actor_rank)
+        return str((rollout_rank * self.stages + stage) * self.actor_ranks + actor_rank)
 
     def part_key(self, key: int, actor_rank: int) -> str:
         """Key of what a rank that joined sends an actor rank of a part."""
         return str(key * self.actor_ranks + actor_rank)
 
-    def channels(self) -> dict[str, str]:
-        """Channels of a run: name → group that keeps it."""
-        return {**self.playing_channels(), TRAJECTORIES: self.actor_name, PARTS: self.actor_name}
+    def channels(self) -> dict[str, Homes]:
+        """Channels of a run."""
+        actors = Homes(self.actor_name, tuple(range(self.actor_ranks)))
+        return {**self.playing_channels(), TRAJECTORIES: actors, PARTS: actors}
 
-    def playing_channels(self) -> dict[str, str]:
-        """Those of them that env and rollout ranks speak through."""
-        return {OBSERVATIONS: self.rollout_name, OUTCOMES: self.rollout_name, ACTIONS: self.env_name}
+    def playing_channels(self) -> dict[str, Homes]:
+        """Those of them that env and rollout ranks speak through. In place of an env rank that has gone another one keeps its
+        keys."""
+        rollout = Homes(self.rollout_name, self.acting_ranks)
+        there = [rank for rank in range(self.env_ranks) if rank not in self.absent]
+        keep = tuple(rank if rank in there else there[0] for rank in range(self.env_ranks)) if there else ()
+        return {OBSERVATIONS: rollout, OUTCOMES: rollout, ACTIONS: Homes(self.env_name, keep)}
 
-    def _share(self, stage: int, rank: int, ranks: int) -> range:
-        size = self.per_stage // ranks
-        start = stage * self.per_stage + rank * size
-        return range(start, start + size)
+    def _share(self, stage: int, place: int, places: int) -> range:
+        groups = self.per_stage // self.group_size
+        first, last = (groups * bound // places * self.group_size for bound in (place, place + 1))
+        return range(stage * self.per_stage + first, stage * self.per_stage + last)
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where actors take a step from.
+
+    Attributes:
+        slots: Of the step: who acted on which.
+        gone: Rollout ranks that have gone since they were asked to act in it.
+        units: Of a step that env ranks which joined have played: the keys of the parts, in order, of each unit.
+        useless: Keys of parts that are not taken in.
+    """
+
+    slots: SlotMap
+    gone: frozenset[int] = frozenset()
+    units: list[list[int]] | None = None
+    useless: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -204,7 +249,11 @@ class UnitMap(SlotMap):
 
     first: int = 0
 
-    def _share(self, stage: int, rank: int, ranks: int) -> range:
+    def rollout_share(self, stage: int, rank: int) -> range:
+        """All of them."""
+        return self._share(stage, 0, 1)
+
+    def _share(self, stage: int, place: int, places: int) -> range:
         return range(self.first, self.first + self.num_envs)
 
 

@@ -83,7 +83,10 @@ class Trainer(SavingWorker, Generic[Cfg]):
     policy: Policy
     learner: Learner
     sync: WeightSync | None = None
-    _lends: Callable[[str, int], WeightSync]
+    _sync_to: Callable[[str, Sequence[int]], WeightSync]
+    _before: WeightSync | None = None
+    _acts: str
+    _aim: tuple[int, ...]
 
     def __init__(self, cfg: Cfg) -> None:
         super().__init__()
@@ -119,15 +122,24 @@ class Trainer(SavingWorker, Generic[Cfg]):
 
     def open_sync(self, slots: SlotMap, rollout: RolloutConfig) -> None:
         """Gets ready to send weights to the rollout ranks."""
-        receivers = [(slots.rollout_name, list(range(slots.rollout_ranks)))]
         self._gathers_once = self.learner.lockstep and rollout.weight_delta.lower() != "off"
-        self.sync = make_sync(rollout.weight_sync, self, (slots.actor_name, 0), receivers, rollout.weight_delta)
 
-        def lends(group: str, rank: int) -> WeightSync:
-            to = [(group, [rank])]
-            return make_sync(rollout.weight_sync, self, (slots.actor_name, 0), to, rollout.weight_delta)
+        def to(group: str, ranks: Sequence[int]) -> WeightSync:
+            receivers = [(group, list(ranks))]
+            return make_sync(rollout.weight_sync, self, (slots.actor_name, 0), receivers, rollout.weight_delta)
 
-        self._lends = lends
+        self._sync_to, self._acts, self._aim = to, slots.rollout_name, ()
+        self._aim_at(slots.acting_ranks)
+
+    def _aim_at(self, ranks: Sequence[int]) -> None:
+        """Which rollout ranks get weights from now on; others than before get all of them."""
+        if tuple(ranks) == self._aim:
+            return
+        if self._before is not None:
+            self._before.forget()
+        # Somebody may yet have to take in what the last version builds upon: it is let go with the next change.
+        self._aim, self._before, self._sent = tuple(ranks), self.sync, frozenset()
+        self.sync = self._sync_to(self._acts, ranks)
 
     # -- weights --------------------------------------------------------------------------------------------------
 
@@ -135,10 +147,11 @@ class Trainer(SavingWorker, Generic[Cfg]):
         """What those who act need; all ranks iterate."""
         return self.learner.named_weights(without)
 
-    def sync_weights(self, version: int) -> None:
-        """Sends the weights, as `version`, to all rollout ranks; sharded ones that are not trained are gathered only once."""
+    def sync_weights(self, version: int, ranks: Sequence[int]) -> None:
+        """Sends the weights, as `version`, to rollout ranks; sharded ones that are not trained are gathered only once."""
         if self.rank and not self.learner.lockstep:
             return
+        self._aim_at(ranks)
         frozen = self.learner.frozen_names()
         with self.learner.awake():  # what is sent last is written when all has been gathered
             weights = self.sent_weights(self._sent)
@@ -170,7 +183,7 @@ class Trainer(SavingWorker, Generic[Cfg]):
                 weights = self.sent_weights(frozenset())
                 if self.rank == 0 and self.notify(version, group, rank, LENT):
                     if rank not in self._lent:
-                        self._lent[rank] = self._lends(group, rank)
+                        self._lent[rank] = self._sync_to(group, [rank])
                     self._lent[rank].send(version, weights, frozen=frozen)
                 else:
                     for _ in weights:  # each is gathered with all ranks
@@ -193,7 +206,7 @@ class Trainer(SavingWorker, Generic[Cfg]):
     def _replaced(self) -> None:
         """Marks the weights sent so far as nothing that later versions can build upon."""
         self._sent = frozenset()
-        for sync in (self.sync, *self._lent.values()):
+        for sync in (self.sync, self._before, *self._lent.values()):
             if sync is not None:
                 sync.forget()
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import secrets
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -12,36 +13,57 @@ import numpy as np
 
 from rlhpc.embodied.roles.outcomes import in_order
 from rlhpc.embodied.roles.parts import Played, keys_of
-from rlhpc.embodied.roles.slots import SlotMap
+from rlhpc.embodied.roles.slots import SlotMap, Source
 from rlhpc.embodied.runners.helped import Helped
 from rlhpc.runs.folder import note
 from rlhpc.runs.replicas import Nothing, Originals, Replicas
 from rlhpc.runtime.channel import Channel
-from rlhpc.runtime.errors import ChannelError
+from rlhpc.runtime.context import current
+from rlhpc.runtime.errors import ChannelError, DeadlineExceeded
 from rlhpc.runtime.group import WorkerGroup
+
+#: How often it looks whether a rollout rank has come, where there is none.
+_LOOK_S = 0.1
+
+
+@dataclasses.dataclass
+class _Playing:
+    """A step that env and rollout ranks play with one another.
+
+    Attributes:
+        slots: Who has which.
+        acting, simulating: The calls.
+        gone: Rollout ranks that have gone since.
+    """
+
+    slots: SlotMap
+    acting: Any
+    simulating: Any
+    gone: set[int] = dataclasses.field(default_factory=set)
 
 
 class Players:
     """Has steps played, in order and as far ahead as it is told.
 
-    In a run that is ahead of its actors env ranks come and go. One that the run started with, and that is lost, costs its
-    slots of the steps under way; the others go on, and it takes part again when it has been started again. Those that join
-    play steps of their own (`Helped`).
+    In a run that is ahead of its actors ranks come and go. An env rank that the run started with, or a rollout rank, that is
+    lost costs its slots of the steps under way; the others go on, and it takes part again when it has been started again. From
+    the next step on others act on the slots of a rollout rank that is lost, and one that joins takes its share of all. Env
+    ranks that join play steps of their own (`Helped`).
 
     Args:
         env, rollout, actor: Launched groups.
         slots: Which rank has which slots.
         decisions: `algorithm.rollout_steps`.
         ahead: Steps that may be played ahead of the actors.
-        generate: Has the rollout ranks act for a step; returns a handle.
+        generate: Has rollout ranks act for a step; returns a handle.
         at_random: Whether all actions of a step are drawn at random.
-        restarts: How often env ranks may be started again.
+        restarts: How often ranks of a group may be started again.
         timeout: Seconds that a step may take.
 
     Attributes:
         slots: As the argument; anew where ranks have come or gone.
-        env: The env ranks that the run started with.
-        lost: Counts these, as they are lost.
+        env, rollout: The ranks that the run started with.
+        lost: Counts ranks, as they are lost.
     """
 
     def __init__(
@@ -53,20 +75,23 @@ class Players:
         *,
         decisions: int,
         ahead: int,
-        generate: Callable[[int], Any],
+        generate: Callable[[WorkerGroup, int], Any],
         at_random: Callable[[int], bool],
         restarts: Callable[[], int],
         timeout: float,
     ) -> None:
-        self._all, self.env, self._rollout, self._actor = env, Originals(env), rollout, actor
-        self.slots, self._ahead, self._generate, self._timeout = slots, ahead, generate, timeout
+        self._envs, self.env, self._rollouts, self.rollout = env, Originals(env), rollout, Originals(rollout)
+        self._actor, self._generate = actor, generate
+        self.slots, self._ahead, self._timeout = slots, ahead, timeout
         self._started = range(env.world_size)
-        self._there = list(self._started)
+        self._there, self._acting = list(self._started), list(range(rollout.world_size))
         self._helped = Helped(env, actor, slots, decisions, ahead, at_random, timeout)
         cost = "what it had not delivered is played by others or left out, and no step is made anew"
-        self._replicas = Replicas(env, self._open, self._join, restarts, cost)
+        self._env_ranks = Replicas(env, self._open_env, self._join_env, restarts, cost)
+        cost = "others act on its slots from the next step on, and no step is made anew"
+        self._rollout_ranks = Replicas(rollout, self._open_rollout, self._join_rollout, restarts, cost)
         self._spaces: tuple[Any, Any] = (None, None)
-        self._done = 0
+        self._done, self._stale = 0, False
         self.lost = 0
         self.forget(0)
 
@@ -80,49 +105,58 @@ class Players:
 
     def connect(self) -> None:
         """Connects all ranks that the run started with."""
-        self._there = list(self._started)
+        self._there, self._acting = list(self._started), list(range(self._rollouts.world_size))
         for name, home in self.slots.channels().items():
-            Channel.create(name, home=home)
+            Channel.create(name, home=home.group, ranks=home.ranks)
         self._helped.open()
         slots = self.slots
-        for handle in (self.env.connect(slots), self._actor.connect(), self._rollout.connect(slots)):
+        for handle in (self.env.connect(slots), self._actor.connect(), self.rollout.connect(slots)):
             handle.wait(self._timeout)
 
     def rebuild(self, gone: dict[str, list[int]]) -> None:
         """After a failure: starts environment and rollout ranks again that have ended, and connects all."""
-        self.slots = dataclasses.replace(self.slots, token=secrets.token_hex(4), absent=frozenset())
-        env, rollout = self._all.name, self._rollout.name
-        # An env rank may have been lost, or about to take part again, before what failed did.
-        fresh = {*gone.get(env, ()), *self._started} - {*self._there} | {*gone.get(env, ())}
-        again = {env: sorted(fresh & {*self._started}), rollout: gone.get(rollout, [])}
-        groups = {group.name: group for group in (self._rollout, self._all) if again[group.name]}
-        for group in groups.values():
+        self.slots = dataclasses.replace(self.slots, token=secrets.token_hex(4), absent=frozenset(), acting=())
+        took_part = ((self._rollouts, self._acting), (self._envs, self._there))
+        again = {group: self._to_build(group, there, gone.get(group.name, [])) for group, there in took_part}
+        again = {group: ranks for group, ranks in again.items() if ranks}
+        for group in again:
             group.relaunch()
-        for group in groups.values():
+        for group in again:
             group.wait_ready()
         built = []
-        for name, group in groups.items():
-            spaces = self._spaces if name == rollout else ()
-            built.append(group.execute_on(*again[name]).init_worker(self.slots, *spaces))
+        for group, ranks in again.items():
+            spaces = self._spaces if group is self._rollouts else ()
+            built.append(group.execute_on(*ranks).init_worker(self.slots, *spaces))
         for handle in built:
             handle.wait(self._timeout)
         self.connect()
+
+    @staticmethod
+    def _to_build(group: WorkerGroup, there: list[int], gone: list[int]) -> list[int]:
+        """Ranks that the run started with and that have nothing: also those that were lost, or about to take part again,
+        before what failed did."""
+        return [rank for rank in range(group.world_size) if rank in gone or rank not in there]
 
     def begin(self, step: int) -> None:
         """Begins behind a step: nothing is being played. Ranks that have joined begin anew."""
         self.forget(step)
         if not self._ahead:
             return
-        self._replicas.begin()
-        for rank in [rank for rank in self._replicas.ranks if rank not in self._started]:
-            self._open(rank).wait(self._timeout)
+        self._env_ranks.begin()
+        self._rollout_ranks.begin()
+        for rank in [rank for rank in self._env_ranks.ranks if rank not in self._started]:
+            self._open_env(rank).wait(self._timeout)
             self._helped.welcome(rank)
+        for rank in [rank for rank in self._rollout_ranks.ranks if rank not in self._acting]:
+            self._open_rollout(rank).wait(self._timeout)
+            self._join_rollout(rank)
+        self._keep_connected()
 
     def forget(self, step: int) -> None:
         """Forgets what was played ahead of a step."""
         self._done, self._next = step, step + 1
-        #: What env and rollout ranks that the run started with play, in this order.
-        self._played: collections.deque[tuple[Any, Any]] = collections.deque()
+        #: What env and rollout ranks play with one another, in this order.
+        self._played: collections.deque[_Playing] = collections.deque()
 
     # -- those who come and go ------------------------------------------------------------------------------------
 
@@ -132,51 +166,121 @@ class Players:
         if self._ahead:
             self._helped.look()
             self._leave_out()
-            self._replicas.tend()
+            self._env_ranks.tend()
+            self._rollout_ranks.tend()
+            self._keep_connected()
 
     def _leave_out(self) -> bool:
-        """Whether one that the run started with has gone since."""
-        present = self._all.present
-        gone = [rank for rank in self._there if rank not in present]
-        self._there = [rank for rank in self._there if rank in present]
-        self.lost += len(gone)
-        return bool(gone)
+        """Whether one has gone since."""
+        before = len(self._there) + len(self._acting)
+        envs, rollouts = self._envs.present, self._rollouts.present
+        self._there = [rank for rank in self._there if rank in envs]
+        gone = [rank for rank in self._acting if rank not in rollouts]
+        if gone:
+            self._acting = [rank for rank in self._acting if rank in rollouts]
+            self._stale = True
+            for playing in self._played:
+                playing.gone.update(gone)
+        lost = before - len(self._there) - len(self._acting)
+        self.lost += lost
+        return lost > 0
 
-    def _open(self, rank: int) -> Any:
+    def _open_env(self, rank: int) -> Any:
         """Has an env rank build what it needs: one that was started again, or one that has joined."""
         if rank in self._started:
-            return self._all.execute_on(rank).init_worker(self.slots)
+            return self._envs.execute_on(rank).init_worker(self.slots)
         return self._helped.open_rank(rank, self._spaces, self._done)
 
-    def _join(self, rank: int) -> None:
+    def _join_env(self, rank: int) -> None:
         """It takes part from the next step on."""
         if rank not in self._started:
             self._helped.welcome(rank)
-            return None
-        for handle in [handle for played in self._played for handle in played]:
-            handle.wait(self._timeout)
+            return
         self._there = sorted([*self._there, rank])
-        while True:
+        self._stale = True
+
+    def _open_rollout(self, rank: int) -> Any:
+        """Has a rollout rank build the policy."""
+        return self._rollouts.execute_on(rank).init_worker(self.slots, *self._spaces)
+
+    def _join_rollout(self, rank: int) -> None:
+        """It acts from the next step on."""
+        self._acting = sorted([*self._acting, rank])
+        self._stale = True
+
+    def _keep_connected(self) -> None:
+        """Divides the slots anew, and connects env and rollout ranks, if others are there than before. What they play is
+        waited for: nothing may be under way between them."""
+        if not self._stale:
+            return
+        for playing in self._played:
+            playing.acting.wait(self._timeout)
+            playing.simulating.wait(self._timeout)
+        while self._stale:
+            self._leave_out()
+            self._await_rollouts()
             try:
-                return self._reconnect()
+                self._connect_playing()
+                self._stale = False
             except ChannelError:
                 if not self._leave_out():
                     raise
 
-    def _reconnect(self) -> None:
-        """Connects env and rollout ranks again, while nothing is under way between them."""
-        absent = frozenset(self._started) - {*self._there}
-        self.slots = slots = dataclasses.replace(self.slots, token=secrets.token_hex(4), absent=absent)
+    def _await_rollouts(self) -> None:
+        """Waits until there is one that acts.
+
+        Raises:
+            DeadlineExceeded: None came.
+        """
+        deadline = time.monotonic() + self._timeout
+        while not self._acting:
+            current().check()
+            self._rollout_ranks.tend()
+            if time.monotonic() > deadline:
+                raise DeadlineExceeded(
+                    f"no rank of {self._rollouts.name} could act within runner.step_timeout_s ({self._timeout:g} s)"
+                )
+            time.sleep(_LOOK_S)
+
+    def _connect_playing(self) -> None:
+        absent, acting = frozenset(self._started) - {*self._there}, self._acting[: self.slots.most_acting]
+        token = secrets.token_hex(4)
+        self.slots = slots = dataclasses.replace(self.slots, token=token, absent=absent, acting=tuple(acting))
         for name, home in slots.playing_channels().items():
-            Channel.create(name, home=home, absent=absent if home == slots.env_name else ())
-        for handle in (self._here("connect", slots), self._rollout.connect(slots)):
+            Channel.create(name, home=home.group, ranks=home.ranks)
+        for handle in (self._here("connect", slots), self._who_act().connect(slots)):
             handle.wait(self._timeout)
 
     def _here(self, method: str, *args: Any) -> Any:
         """Calls a method of the env ranks that the run started with and that take part; returns a handle."""
-        return getattr(self._all.execute_on(*self._there), method)(*args) if self._there else Nothing()
+        return getattr(self._envs.execute_on(*self._there), method)(*args) if self._there else Nothing()
+
+    def _who_act(self) -> WorkerGroup:
+        """The rollout ranks, for one call of those that act."""
+        return self._rollouts.execute_on(*self.slots.acting_ranks)
 
     # -- steps ----------------------------------------------------------------------------------------------------
+
+    def sync(self, version: int) -> list[Any]:
+        """Sends those who act the actor's weights, as `version`; returns the handles of both sides."""
+        ranks = self.slots.acting_ranks
+        return [self._actor.sync_weights(version, ranks), self._who_act().sync_weights()]
+
+    def evaluate(self) -> Any:
+        """Has one of those who act play `env.eval`; returns what waits for its metrics."""
+        calls = collections.deque([self._rollouts.execute_on(self.slots.acting_ranks[0]).evaluate()])
+
+        def wait() -> dict[str, float]:
+            tried = 0
+            while not (found := calls.pop().wait(self._timeout)):  # it has gone
+                tried += 1
+                if tried == len(self.slots.acting_ranks):
+                    raise ChannelError(f"all ranks of {self._rollouts.name} ended during an evaluation")
+                calls.append(self._rollouts.execute_on(self.slots.acting_ranks[tried]).evaluate())
+            metrics: dict[str, float] = found[0]
+            return metrics
+
+        return wait
 
     @property
     def under_way(self) -> bool:
@@ -195,7 +299,8 @@ class Players:
             self._helped.ask(self._done)
 
     def _play(self, step: int) -> None:
-        self._played.append((self._generate(step), self._here("interact", step)))
+        acting = self._generate(self._who_act(), step)
+        self._played.append(_Playing(self.slots, acting, self._here("interact", step)))
 
     def parts_of(self, step: int) -> list[list[Played]] | None:
         """The parts of a step that ranks which joined have played; waits for them. None if the step is the others'."""
@@ -209,7 +314,12 @@ class Players:
 
     def receive(self, step: int, parts: list[list[Played]] | None) -> Any:
         """Has the actors take in a step; returns a handle."""
-        return self._actor.receive(step, None if parts is None else keys_of(parts), self._helped.useless())
+        useless = tuple(self._helped.useless())
+        if parts is not None:
+            return self._actor.receive(step, Source(self.slots, units=keys_of(parts), useless=useless))
+        playing, present = self._played[0], self._rollouts.present
+        gone = playing.gone.union(rank for rank in playing.slots.acting_ranks if rank not in present)
+        return self._actor.receive(step, Source(playing.slots, frozenset(gone), useless=useless))
 
     def outcome(self, parts: list[list[Played]] | None) -> tuple[dict[str, np.ndarray], float]:
         """The episodes of the next step, and the seconds in which rollout ranks acted; waits for it.
@@ -219,9 +329,10 @@ class Players:
         """
         if parts is not None:
             return in_order([part.episodes for unit in parts for part in unit]), 0.0
-        acting, simulating = self._played.popleft()
-        episodes = in_order(simulating.wait(self._timeout))
-        return episodes, max(facts["busy_s"] for facts in acting.wait(self._timeout))
+        playing = self._played.popleft()
+        episodes = in_order(playing.simulating.wait(self._timeout))
+        acted = playing.acting.wait(self._timeout)
+        return episodes, max((facts["busy_s"] for facts in acted), default=0.0)
 
     def joined(self, parts: list[list[Played]] | None) -> collections.Counter[int]:
         """Decisions of a step, in all slots, from each rank that has joined."""

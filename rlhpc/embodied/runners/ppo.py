@@ -6,7 +6,7 @@ no phase waits for a round trip to the driver.
 
 With `algorithm.max_staleness: k` policy and simulators play up to k steps ahead while the actors train, with weights at most k
 versions older than those of the synchronous loop. Before a checkpoint and before an evaluation they wait, so that a
-resumed run goes on as the uninterrupted one would. In such a run env ranks come and go (`Players`).
+resumed run goes on as the uninterrupted one would. In such a run env and rollout ranks come and go (`Players`).
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from rlhpc.jobs.signals import StopRequest
 from rlhpc.metrics import PhaseTimers
 from rlhpc.runs.folder import RunFolder, note
 from rlhpc.runs.runner import Runner
+from rlhpc.runtime.group import WorkerGroup
 
 #: Training episodes that `train/episode_return` averages over.
 WINDOW = 100
@@ -72,9 +73,9 @@ class PlayingRunner(Runner[Cfg]):
             generate=self.generate, at_random=self.at_random, restarts=lambda: self.max_recoveries,
             timeout=cfg.runner.step_timeout_s,
         )  # fmt: skip
-        self.env = self.players.env
-        super().__init__(cfg, {"actor": actor, "rollout": rollout, "env": self.env}, run=run, stop=stop)
-        self.actor, self.rollout = actor, rollout
+        self.env, self.rollout = self.players.env, self.players.rollout
+        super().__init__(cfg, {"actor": actor, "rollout": self.rollout, "env": self.env}, run=run, stop=stop)
+        self.actor = actor
         self.check()
         self.env_steps, self.episodes, self._in_vain = 0, 0, 0
         self.lost: collections.Counter[str] = collections.Counter()
@@ -152,7 +153,7 @@ class PlayingRunner(Runner[Cfg]):
         step, timers, begin = self.step + 1, PhaseTimers(), time.perf_counter()
         sync = []
         if self._sent != self.step:  # the weights that the last update left
-            sync = [self.actor.sync_weights(self.step), self.rollout.sync_weights()]
+            sync = self.players.sync(self.step)
             self._sent = self.step
         if self.turns:
             with timers("sync"):
@@ -195,7 +196,7 @@ class PlayingRunner(Runner[Cfg]):
             self._syncs = []
 
     def _count_gone(self, transitions: int) -> None:
-        """Counts env ranks that the run goes on without, and the transitions of a step that went with them."""
+        """Counts ranks that the run goes on without, and the transitions of a step that went with them."""
         if self.players.lost:
             self.lost["ranks"] += self.players.lost
             self.players.lost = 0
@@ -217,9 +218,9 @@ class PlayingRunner(Runner[Cfg]):
                 f"step {step}: nothing that the environments brought was finite, {self._in_vain} steps in a row"
             )
 
-    def generate(self, step: int) -> Any:
-        """Has the rollout ranks act for a step; returns a handle."""
-        return self.rollout.generate(step)
+    def generate(self, rollout: WorkerGroup, step: int) -> Any:
+        """Has rollout ranks act for a step; returns a handle."""
+        return rollout.generate(step)
 
     def at_random(self, step: int) -> bool:
         """Whether all actions of a step are drawn at random."""
@@ -302,15 +303,15 @@ class PlayingRunner(Runner[Cfg]):
             return
         with timers("eval"):
             # The rollout ranks still act with the weights from before the update.
-            handles = [self.actor.sync_weights(step), self.rollout.sync_weights()]
+            handles = self.players.sync(step)
             if self.turns:
                 while handles:
                     handles.pop().wait(self.timeout)
                 self.change_over(playing=True)
-            result = self.rollout.execute_on(0).evaluate()
+            result = self.players.evaluate()
             for handle in handles:
                 handle.wait(self.timeout)
-            row.update({f"eval/{name}": value for name, value in result.wait(self.timeout)[0].items()})
+            row.update({f"eval/{name}": value for name, value in result().items()})
             self.change_over(playing=False)
 
     # -- what the base class asks ---------------------------------------------------------------------------------

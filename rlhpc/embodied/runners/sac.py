@@ -10,6 +10,7 @@ from typing import Any
 
 from rlhpc.embodied.config import SacConfig
 from rlhpc.embodied.runners.ppo import PlayingRunner
+from rlhpc.runtime.group import WorkerGroup
 
 
 class OffPolicyRunner(PlayingRunner[SacConfig]):
@@ -37,9 +38,9 @@ class OffPolicyRunner(PlayingRunner[SacConfig]):
         super().load_state(state)
         self.random_steps = int(state["random_steps"])
 
-    def generate(self, step: int) -> Any:
+    def generate(self, rollout: WorkerGroup, step: int) -> Any:
         """See `PlayingRunner.generate`."""
-        return self.rollout.generate(step, self.random_steps)
+        return rollout.generate(step, self.random_steps)
 
     def at_random(self, step: int) -> bool:
         """See `PlayingRunner.at_random`."""

@@ -154,8 +154,8 @@ class Disturbed:
         now = registry / (registry / "current").read_text() / "members"
         os.kill(json.loads((now / f"{rank}.json").read_text())["pid"], signal.SIGKILL)
 
-    def join(self) -> subprocess.Popen[str]:
-        command = [sys.executable, "-m", "rlhpc.cli", "join", str(self.root), "--group", "env"]
+    def join(self, group: str = "env") -> subprocess.Popen[str]:
+        command = [sys.executable, "-m", "rlhpc.cli", "join", str(self.root), "--group", group]
         return warm.Popen(
             command, env=self.environment, cwd=self.folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
         )
@@ -246,6 +246,41 @@ def test_a_lost_env_rank_costs_its_slots_and_takes_part_again(tmp_path: Path, ki
     assert taken[-1] == SLOTS * DECISIONS and min(taken) == SLOTS * DECISIONS / 2
     assert sum(taken) + rows[-1]["env/lost_steps"] == SLOTS * DECISIONS * len(rows)
     if kind is not PPO:
+        run.counts()
+
+
+@pytest.mark.parametrize("kind", [merged(SAC, RANKS), merged(PPO, RANKS)], ids=["sac", "ppo"])
+def test_rollout_ranks_come_and_go(tmp_path: Path, kind: dict[str, Any]) -> None:
+    """One that the run started with is killed, and started again; one joins, acts, and is killed; another is told to leave."""
+    run = Disturbed(tmp_path / "acting", kind)
+    run.until(lambda: run.step() >= 3)
+    run.kill("rollout-1")
+    run.until(lambda: "rollout[1] takes part from the next step on" in run.said())
+    run.steps_on(2)
+    for rank in (2, 3):
+        helper = run.join("rollout")
+        run.until(lambda rank=rank: f"rollout[{rank}] takes part from the next step on" in run.said())
+        run.steps_on(3)
+        if rank == 2:
+            run.kill("rollout-2")
+        else:
+            helper.send_signal(signal.SIGTERM)
+        helper.communicate(timeout=60)
+        run.until(lambda rank=rank: f"rollout[{rank}] {'ended' if rank == 2 else 'left'}" in run.said())
+        run.steps_on(3)
+    said = run.stop()
+    assert "rollout[1] ended; others act on its slots from the next step on, and no step is made anew" in said, said
+    assert "start again from" not in said and "Traceback" not in said, said
+    rows = run.rows()
+    assert [row["step"] for row in rows] == list(range(1, len(rows) + 1)), "no step is made anew"
+    assert all(row["step"] - 1 - row["rollout/version"] <= 1 for row in rows)
+    taken = np.diff([0, *(row["rollout/env_steps"] for row in rows)])
+    assert taken[-1] == SLOTS * DECISIONS and min(taken) >= SLOTS * DECISIONS / 2
+    assert rows[-1]["env/lost_ranks"] == 3 and rows[-1]["env/lost_steps"] > 0
+    assert sum(taken) + rows[-1]["env/lost_steps"] == SLOTS * DECISIONS * len(rows)
+    lost = [row for row in rows if not row["rollout/env_steps"]]
+    assert not lost and all(row["rollout/episode_return"] == 5 for row in rows if "rollout/episode_return" in row)
+    if kind["runner"]["task_type"] == "off_policy":
         run.counts()
 
 
