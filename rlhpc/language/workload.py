@@ -9,11 +9,13 @@ from rlhpc.config.typed import select
 from rlhpc.language.config import GrpoConfig, LanguageConfig, TrainedLanguageConfig
 from rlhpc.language.reward_config import RewardRunConfig
 from rlhpc.language.scoring.groups import group_roles
+from rlhpc.runs.tuning.shape import placed
 from rlhpc.runs.tuning.workload import Knob, Phase, Workload
 from rlhpc.runtime.cluster import Cluster
 
 STALENESS, OFFLOAD = "algorithm.max_staleness", "actor.offload_in_rollout"
 MICRO, BATCH = "actor.max_tokens_per_micro_batch", "rollout.max_batch_size"
+TENSOR = "rollout.parallel.tensor"
 #: Sequences that an engine makes at a time unless told otherwise.
 _AT_A_TIME = 64
 
@@ -28,8 +30,11 @@ def rl_workload(cfg: GrpoConfig, ahead: int) -> Workload:
         Knob(STALENESS, tuple(range(ahead + 1))),
         Knob(MICRO, (micro, *(micro // n for n in (2, 4) if micro >= 8 * n))),
     ]
-    if cfg.rollout.rollout_backend.lower() == "hf":
+    if cfg.rollout.rollout_backend.lower() == "hf":  # it has one rank, and says how many sequences it makes at a time
         knobs.append(Knob(BATCH, _values(cfg, BATCH, (responses, responses // 2))))
+    else:
+        ranks = len(placed(cfg)["rollout"].processes)
+        knobs.append(Knob(TENSOR, _values(cfg, TENSOR, (n for n in (2, 4, 8) if ranks % n == 0))))
     if Cluster.planned(cfg.cluster).num_accelerators and not ahead:
         knobs.append(Knob(OFFLOAD, _values(cfg, OFFLOAD, (False, True))))
     return Workload(
