@@ -37,6 +37,7 @@ TITLES = {
     "taken": "Work that is taken beside work that is dealt",
     "tail": "What long answers leave idle",
     "helpers": "Ranks that join a run",
+    "joined_envs": "Env ranks that join a run of SAC",
     "overlap": "How phases of a language model's step overlap",
     "trl_grpo": "GRPO beside TRL",
     "demo_llm": "The language model demonstration",

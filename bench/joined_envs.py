@@ -1,0 +1,130 @@
+"""What env ranks that join a run of SAC are worth: its steps with one of its own and one that has joined, beside those of a
+run that had two from its start.
+
+    python -m bench.joined_envs --repeat 2
+
+Environments and updates sleep, so a rank's speed does not depend on how many there are on these cores: one rank plays a step
+in a second, and the updates of a step take a tenth, a half or all of that. Both runs play one step or two ahead of the actor
+(`algorithm.max_staleness`). The steps that count are those after the first one that the rank that joined has played.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import os
+import statistics
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from gymnasium import spaces
+
+from bench.helpers import ROOT, STEPS, Run
+from bench.idle import SleepingEnv
+from bench.machine import spread, write
+from rlhpc.embodied.models.sac import SACPolicy, TwinCritic
+
+SLOTS, DECISIONS, STEP_S = 4, 10, 1.0
+#: Seconds of a step's updates.
+SHARES = (0.1, 0.5, 1.0)
+#: Updates of a step, each of which trains critics and actor once.
+UPDATES = 10
+
+
+class Sleeping(SleepingEnv):
+    """`SleepingEnv` with continuous actions."""
+
+    def __init__(self, cfg: Any, num_envs: int, slot_offset: int, seed: int) -> None:
+        super().__init__(cfg, num_envs, slot_offset, seed)
+        self.action_space = spaces.Box(-1, 1, (1,), np.float32)
+
+
+class SleepingCritic(TwinCritic):
+    """Takes its time where it is trained."""
+
+    seconds = 0.0
+
+    def forward(self, obs: torch.Tensor, actions: torch.Tensor) -> torch.Tensor:
+        """See `TwinCritic.forward`."""
+        if torch.is_grad_enabled():
+            time.sleep(self.seconds)
+        return super().forward(obs, actions)
+
+
+class SleepingSAC(SACPolicy):
+    """Whose critics take `actor.model.kwargs.seconds` each time that they are trained, or asked how to train the actor."""
+
+    def __init__(self, cfg: Any, observation_space: Any, action_space: Any) -> None:
+        super().__init__(cfg, observation_space, action_space)
+        self.critics.__class__ = SleepingCritic
+        SleepingCritic.seconds = float(cfg.kwargs["seconds"])
+
+
+class SacRun(Run):
+    """A run of SAC under way.
+
+    Args:
+        folder: Of its own.
+        ranks: Env ranks from its start.
+        updates_s: Seconds of a step's updates.
+        ahead: `algorithm.max_staleness`.
+    """
+
+    def __init__(self, folder: Path, ranks: int, updates_s: float, ahead: int) -> None:
+        self.folder, self.root = folder, folder / "run"
+        folder.mkdir(parents=True)
+        self.environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+        overrides = (
+            "runner.name=run", f"runner.run_dir={folder}", "runner.max_steps=1000", "runner.save_interval=-1",
+            "runner.val_check_interval=-1",
+            f"cluster.component_placement={{actor: '0', rollout: '0', env: '0:0-{ranks - 1}'}}",
+            f"algorithm.rollout_steps={DECISIONS}", f"algorithm.max_staleness={ahead}",
+            f"algorithm.update_to_data={UPDATES / SLOTS / DECISIONS}", "algorithm.critic_actor_ratio=1",
+            "algorithm.replay_buffer={size: 100000, min_buffer_size: 4}",
+            "env.train.env_type=bench.joined_envs:Sleeping", "env.train.env_id=sleep", f"env.train.num_envs={SLOTS}",
+            f"env.train.kwargs={{seconds: {STEP_S / SLOTS / DECISIONS}}}",
+            "actor.model.model_type=bench.joined_envs:SleepingSAC", "actor.model.hidden_sizes=[8]",
+            f"actor.model.kwargs={{seconds: {updates_s / 2 / UPDATES}}}", "actor.global_batch_size=8",
+        )  # fmt: skip
+        self._log = (folder / "said.txt").open("w")
+        self.process = self._start("train", str(ROOT / "configs" / "embodied" / "pendulum_sac.yaml"), *overrides)
+
+
+def measure(folder: Path, updates_s: float, ahead: int) -> tuple[list[float], list[float]]:
+    """Seconds of steps of both runs."""
+    static = SacRun(folder / "static", 2, updates_s, ahead)
+    expected = static.steps(4)
+    static.end()
+    run = SacRun(folder / "joined", 1, updates_s, ahead)
+    run.until("two steps", lambda: len(run.rows()) >= 2)
+    helper = run._start("join", str(run.root), "--group", "env")
+    run.until("the helper", lambda: any("env/joined_transitions" in row for row in run.rows()))
+    found = run.steps(len(run.rows()) + 1, 2 * STEPS)
+    run.end(helper)
+    return expected, found
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Measures and writes `results/joined_envs.json`."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--repeat", type=int, default=2)
+    args = parser.parse_args(argv)
+    ratios: dict[str, list[float]] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        for number, share, ahead in itertools.product(range(args.repeat), SHARES, (1, 2)):
+            expected, found = measure(Path(folder) / f"{number}-{share}-{ahead}", share, ahead)
+            name = f"throughput, updates of {share:g} s, {ahead} ahead"
+            ratios.setdefault(name, []).append(statistics.fmean(expected) / statistics.fmean(found))
+            print(f"{name}: {statistics.fmean(expected):.2f} s a step with two ranks, {statistics.fmean(found):.2f} s with "
+                  f"one and one that joined: {ratios[name][-1]:.2f}", flush=True)  # fmt: skip
+    content = {name: spread(values) for name, values in ratios.items()}
+    print(write("joined_envs", f"python -m bench.joined_envs --repeat {args.repeat}", content))
+
+
+if __name__ == "__main__":
+    main()
