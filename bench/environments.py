@@ -83,7 +83,7 @@ def play(env: dict[str, Any], model: dict[str, Any], *, ranks: int, slots: int, 
             found = []
             for step in range(ROLLOUTS + 1):
                 began = time.perf_counter()
-                source = Source(runner.slots)
+                source = Source(runner.slots, step)
                 handles = [runner.rollout.generate(step), runner.env.interact(step), runner.actor.receive(step, source)]
                 for handle in handles:
                     handle.wait()

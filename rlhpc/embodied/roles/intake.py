@@ -64,10 +64,7 @@ class Intake:
         slots = source.slots
         self._drop(slots, source.useless)
         if source.units is None:
-            came = [
-                (common, self._from(slots, stage, rank, step, gone=rank in source.gone))
-                for stage, rank, common in slots.sources_of(self._rank)
-            ]
+            came = [(common, self._from(source, stage, rank)) for stage, rank, common in slots.sources_of(self._rank)]
             parts = [self._nothing(len(common)) if part is None else part for common, part in came]
         else:
             parts = [self._unit(slots, source.units[unit]) for unit in slots.units_of(self._rank)]
@@ -77,17 +74,18 @@ class Intake:
                 part.setdefault("lost", np.zeros(part["rewards"].shape[:2], bool))
         return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}, version
 
-    def _from(self, slots: SlotMap, stage: int, acted: int, step: int, *, gone: bool) -> dict[str, Any] | None:
+    def _from(self, source: Source, stage: int, acted: int) -> dict[str, Any] | None:
         """What a rollout rank has sent of a step's stage; None if it has gone without."""
+        slots = source.slots
         key, peer = slots.to_actor_key(stage, acted, self._rank), (slots.rollout_name, acted)
         early = self._early.pop(key, None)
         try:
-            while True:
-                message: dict[str, Any] = early or self._next(key, peer, gone=gone)
+            while True:  # what came too late in its own time is dropped
+                message: dict[str, Any] = early or self._next(key, peer, gone=acted in source.gone)
                 early = None
-                if (made := message["step"]) == step:
+                if (played := message["step"]) == source.played:
                     break
-                if made > step:  # it is from the rank that was started in place of the one that has gone
+                if played in source.later:  # it is from the rank that was started in place of the one that has gone
                     self._early[key] = message
                     return None
         except PeerLeft:

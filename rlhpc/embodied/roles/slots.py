@@ -228,12 +228,16 @@ class Source:
 
     Attributes:
         slots: Of the step: who acted on which.
+        played: The step as those who played it know it: what is made in place of another is taken in later.
+        later: Those that are being played, and are taken in later.
         gone: Rollout ranks that have gone since they were asked to act in it.
         units: Of a step that env ranks which joined have played: the keys of the parts, in order, of each unit.
         useless: Keys of parts that are not taken in.
     """
 
     slots: SlotMap
+    played: int
+    later: frozenset[int] = frozenset()
     gone: frozenset[int] = frozenset()
     units: list[list[int]] | None = None
     useless: tuple[int, ...] = ()

@@ -31,11 +31,13 @@ class _Playing:
     """A step that env and rollout ranks play with one another.
 
     Attributes:
+        step: Its number.
         slots: Who has which.
         acting, simulating: The calls.
         gone: Rollout ranks that have gone since.
     """
 
+    step: int
     slots: SlotMap
     acting: Any
     simulating: Any
@@ -300,7 +302,7 @@ class Players:
 
     def _play(self, step: int) -> None:
         acting = self._generate(self._who_act(), step)
-        self._played.append(_Playing(self.slots, acting, self._here("interact", step)))
+        self._played.append(_Playing(step, self.slots, acting, self._here("interact", step)))
 
     def parts_of(self, step: int) -> list[list[Played]] | None:
         """The parts of a step that ranks which joined have played; waits for them. None if the step is the others'."""
@@ -316,10 +318,12 @@ class Players:
         """Has the actors take in a step; returns a handle."""
         useless = tuple(self._helped.useless())
         if parts is not None:
-            return self._actor.receive(step, Source(self.slots, units=keys_of(parts), useless=useless))
-        playing, present = self._played[0], self._rollouts.present
+            return self._actor.receive(step, Source(self.slots, step, units=keys_of(parts), useless=useless))
+        playing, *others = self._played
+        present = self._rollouts.present
         gone = playing.gone.union(rank for rank in playing.slots.acting_ranks if rank not in present)
-        return self._actor.receive(step, Source(playing.slots, frozenset(gone), useless=useless))
+        later = frozenset(other.step for other in others)
+        return self._actor.receive(step, Source(playing.slots, playing.step, later, frozenset(gone), useless=useless))
 
     def outcome(self, parts: list[list[Played]] | None) -> tuple[dict[str, np.ndarray], float]:
         """The episodes of the next step, and the seconds in which rollout ranks acted; waits for it.

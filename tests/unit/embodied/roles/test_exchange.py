@@ -12,6 +12,19 @@ LAYOUTS = [
     for n, s, e, r, a in itertools.product((12, 24), (1, 2, 3), (1, 2), (1, 2, 4), (1, 2, 3))
     if n % s == 0 and (n // s) % e == 0 and (n // s) % r == 0
 ]
+#: Ranks have gone and joined; shares differ in size.
+LAYOUTS += [
+    {
+        "num_envs": 24,
+        "stages": s,
+        "env_ranks": 2,
+        "rollout_ranks": 2,
+        "actor_ranks": 3,
+        "group_size": g,
+        "acting": acting,
+    }
+    for s, g, acting in itertools.product((1, 2), (1, 2), ((1,), (0, 2, 5), (0, 1, 3, 4, 7)))
+]
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=lambda v: "-".join(str(x) for x in v.values()))
@@ -20,7 +33,7 @@ def test_every_slot_has_one_owner_in_each_role(layout):
     everything = list(range(m.num_envs))
     stages = range(m.stages)
     assert sorted(i for s in stages for e in range(m.env_ranks) for i in m.env_share(s, e)) == everything
-    assert sorted(i for s in stages for r in range(m.rollout_ranks) for i in m.rollout_share(s, r)) == everything
+    assert sorted(i for s in stages for r in m.acting_ranks for i in m.rollout_share(s, r)) == everything
     assert sorted(i for a in range(m.actor_ranks) for i in m.actor_share(a)) == everything
 
 
@@ -29,10 +42,10 @@ def test_both_ends_agree_on_the_messages(layout):
     m = SlotMap(**layout)
     stages = range(m.stages)
     sent = {(s, e, r): c for s in stages for e in range(m.env_ranks) for r, c in m.rollouts_of(s, e)}
-    taken = {(s, e, r): c for s in stages for r in range(m.rollout_ranks) for e, c in m.envs_of(s, r)}
+    taken = {(s, e, r): c for s in stages for r in m.acting_ranks for e, c in m.envs_of(s, r)}
     assert sent == taken
     assert sorted(i for c in sent.values() for i in c) == list(range(m.num_envs))
-    handed = {(s, r, a): c for s in stages for r in range(m.rollout_ranks) for a, c in m.actors_of(s, r)}
+    handed = {(s, r, a): c for s in stages for r in m.acting_ranks for a, c in m.actors_of(s, r)}
     received = {(s, r, a): c for a in range(m.actor_ranks) for s, r, c in m.sources_of(a)}
     assert handed == received
     for a in range(m.actor_ranks):
@@ -49,6 +62,18 @@ def test_keys_are_unique_and_live_with_the_consumer():
     assert all(int(key) % 4 == t[2] for t, key in to_rollout.items())
     assert all(int(key) % 2 == t[1] for t, key in to_env.items())
     assert all(int(m.to_actor_key(s, r, a)) % 3 == a for s in range(2) for r in range(4) for a in range(3))
+
+
+def test_keys_of_those_who_act_after_others_have_come_and_gone():
+    before, after = (
+        SlotMap(24, rollout_ranks=2),
+        SlotMap(24, rollout_ranks=2, env_ranks=3, absent={0, 1}, acting=(1, 4)),
+    )
+    homes = after.playing_channels()
+    assert homes["observations"] == ("rollout", (1, 4)) and homes["actions"] == ("env", (2, 2, 2))
+    assert [int(after.to_rollout_key(0, e, r)) % 2 for e in range(3) for r in (1, 4)] == [0, 1] * 3
+    assert before.to_actor_key(0, 1, 0) == after.to_actor_key(0, 1, 0), "what was played is taken in after that"
+    assert not after.rollout_share(0, 0) and after.most_acting == 24
 
 
 def test_within():
