@@ -175,10 +175,9 @@ class RunPaths:
         """submitit's folder of the jobs whose ranks join the run."""
         return self.submit / "helpers"
 
-    @property
-    def helper_jobs(self) -> Path:
-        """The record of these jobs."""
-        return self.submit / "helpers.json"
+    def helper_jobs(self, group: str) -> Path:
+        """The record of these jobs, of one group."""
+        return self.submit / f"helpers-{group}.json"
 
     @property
     def asked_ranks(self) -> Path:

@@ -59,7 +59,7 @@ class Helpers:
         self.paths, self.plan = paths, plan
         self._useful, self._job_gone, self._present, self._faulty = useful, job_gone, present, faulty
         self._rule, self._name = Rule(plan.bounds), helpers_name(paths, plan.group)
-        self._record = HelperRecord.read(paths)
+        self._record = HelperRecord.read(paths, plan.group)
         self._waited: float | None = None
         self._vain, self._vain_since = 0, 0.0
         self._last_seen: dict[str, float] = {}
@@ -134,7 +134,7 @@ class Helpers:
         try:
             self._act(decision, now)
         finally:
-            self._record.write(self.paths)
+            self._record.write(self.paths, self.plan.group)
 
     def _reconcile(self, queue: Sequence[QueuedJob], now: float) -> None:
         """Takes over what the queue says: also of jobs that an earlier driver submitted, or whose id nobody wrote down."""
@@ -214,7 +214,7 @@ class Helpers:
                 return
             job_id = submit(self.paths.helpers, self._name, self.plan, self.paths.root)
             self._record.jobs[job_id] = HelperJobRecord(job_id, self.plan.group, self.plan.counted, time.time())
-            self._record.write(self.paths)  # a driver that is killed now must not forget what it has asked for
+            self._record.write(self.paths, self.plan.group)  # a driver that is killed now must not forget what it has asked for
         self._say(f"submitted {decision.submit} job{'s' if decision.submit > 1 else ''} of helpers: {decision.why}")
 
 

@@ -39,6 +39,7 @@ class Membership:
         is_open: Whether ranks may join at present; who asks earlier or later is told to ask again.
         heard: Called with what happens to ranks that have joined: `event` (joined, works, left), who, where and why.
         faulty: Jobs of which a rank has raised something.
+        why_fixed: Why no group takes ranks, where something can be changed; for messages.
     """
 
     def __init__(self, ranks: Ranks, registry: Registry, failures: FailurePolicy, log_dir: Path, listens: bool) -> None:
@@ -52,6 +53,7 @@ class Membership:
         self.heard: Callable[[dict[str, Any]], None] = lambda event: None
         self.epoch = 0
         self.faulty = set[str]()
+        self.why_fixed = ""
 
     def left(self, member: Member, failure: RlhpcError, rpc: RpcClient) -> None:
         """A rank of a group that goes on without it has ended, or must be taken for lost. So are those that are one replica
@@ -175,9 +177,9 @@ class Membership:
             raise TooEarly("the ranks that the run starts with are starting or ending")
         elastic = self._failures.elastic
         if group not in elastic:
-            raise ChannelError(
-                f"no rank can join group {group!r} of this run; groups that take some: {', '.join(elastic) or 'none'}"
-            )
+            known = f"groups that take some: {', '.join(elastic) or 'none'}"
+            why = f"; {self.why_fixed}" if self.why_fixed else ""
+            raise ChannelError(f"no rank can join group {group!r} of this run; {known}{why}")
         if wish["code"] != fingerprint():
             raise ChannelError(
                 "this is another rlhpc than the run's own: use the environment that the run was started with"

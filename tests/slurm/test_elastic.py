@@ -130,7 +130,8 @@ class ElasticRun(SlurmRun):
 
     def jobs(self) -> list[dict[str, Any]]:
         """The record of the helpers' jobs."""
-        return list(self.json("submit/helpers.json").get("jobs", []))
+        files = (self.root / "submit").glob("helpers-*.json")
+        return [job for file in files for job in json.loads(file.read_text()).get("jobs", [])]
 
     def queue(self) -> dict[str, str]:
         """Helpers' jobs that Slurm has: id → state."""

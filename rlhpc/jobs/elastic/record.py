@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -46,7 +47,7 @@ class HelperJobRecord:
 
 @dataclass
 class HelperRecord:
-    """All jobs of a run.
+    """All jobs of a group of a run, or of all of its groups.
 
     Attributes:
         earlier: Hours of the budget that jobs have taken whose records are not kept.
@@ -56,25 +57,29 @@ class HelperRecord:
     earlier: float = 0.0
 
     @classmethod
-    def read(cls, paths: RunPaths) -> HelperRecord:
-        """What was written last; empty if there is nothing."""
-        value = read_json(paths.helper_jobs) or {}
-        found = cls(earlier=float(value.get("earlier") or 0.0))
+    def read(cls, paths: RunPaths, group: str = "*") -> HelperRecord:
+        """What was written last, of a group or of all; empty if there is nothing."""
+        found = cls()
+        for file in sorted(paths.submit.glob(paths.helper_jobs(group).name)):
+            found._add(read_json(file) or {})
+        return found
+
+    def _add(self, value: Mapping[str, Any]) -> None:
+        self.earlier += float(value.get("earlier") or 0.0)
         for row in value.get("jobs") or ():
             known = {name: row[name] for name in HelperJobRecord.__dataclass_fields__ if name in row}
             try:
-                found.jobs[str(row["id"])] = HelperJobRecord(**known)
+                self.jobs[str(row["id"])] = HelperJobRecord(**known)
             except (KeyError, TypeError):
                 continue
-        return found
 
-    def write(self, paths: RunPaths) -> None:
-        """Replaces the file."""
+    def write(self, paths: RunPaths, group: str) -> None:
+        """Replaces the group's file: each is one thread's."""
         ended = [job for job in self.jobs.values() if job.ended is not None]
         for job in ended[: max(0, len(ended) - _KEPT)]:
             self.earlier += job.hours(job.ended or 0.0)
             del self.jobs[job.id]
-        write_json(paths.helper_jobs, self.to_json())
+        write_json(paths.helper_jobs(group), self.to_json())
 
     def to_json(self) -> dict[str, Any]:
         """The file's content."""

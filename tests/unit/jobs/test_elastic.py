@@ -185,14 +185,19 @@ def test_runs_that_take_no_ranks_have_no_such_key() -> None:
         load_config(ROOT / "configs/reasoning/reward_model.yaml", ["cluster.elastic=[{max: 2}]"])
 
 
-def test_env_ranks_come_where_they_play_ahead() -> None:
+def test_ranks_come_where_they_play_ahead() -> None:
     quickstart, ahead = ROOT / "configs/quickstart.yaml", "algorithm.max_staleness=1"
     with pytest.raises(ConfigError, match=r"take ranks under way: none; .*algorithm\.max_staleness of 1 or more"):
         load_config(quickstart, ["cluster.elastic=[{group: env, max: 2}]"])
-    with pytest.raises(ConfigError, match=r"cluster\.elastic\[0\]\.group is .*take ranks under way: env$"):
-        load_config(quickstart, [ahead, "cluster.elastic=[{max: 2}]"])
-    cfg = load_config(quickstart, [ahead, "cluster.elastic=[{group: env, max: 2}]"])
-    assert find_kind("embodied").most_useful(cfg, {"env": 3, "rollout": 1}) == {"env": 6}
+    with pytest.raises(ConfigError, match=r"cluster\.elastic\[0\]\.group is .*take ranks under way: env, rollout$"):
+        load_config(quickstart, [ahead, "cluster.elastic=[{group: actor, max: 2}]"])
+    cfg = load_config(quickstart, [ahead, "cluster.elastic=[{group: env, max: 2}, {max: 2}]"])
+    slots = cfg.env.train.num_envs // cfg.rollout.pipeline_stage_num  # type: ignore[attr-defined]
+    assert find_kind("embodied").most_useful(cfg, {"env": 3, "rollout": 1}) == {"env": 6, "rollout": slots}
+    sac, elastic = ROOT / "configs/embodied/pendulum_sac.yaml", "cluster.elastic=[{group: env, max: 2}]"
+    with pytest.raises(ConfigError, match=r"what each step adds to the buffer before its updates is fixed"):
+        load_config(sac, [elastic])
+    load_config(sac, [elastic, ahead])
 
 
 def test_who_was_there_when(tmp_path: Path) -> None:
@@ -227,8 +232,11 @@ def test_what_the_jobs_have_cost_outlives_the_driver(tmp_path: Path) -> None:
         record.jobs[job.id] = job
     record.jobs["x"] = HelperJobRecord("x", "rollout", 2, 0.0, started=0.0)
     assert record.spent() == pytest.approx(250)
-    record.write(paths)
-    again = HelperRecord.read(paths)
+    record.write(paths, "rollout")
+    other = HelperRecord({"y": HelperJobRecord("y", "env", 1, 0.0, started=0.0, ended=3600.0)})
+    other.write(paths, "env")  # by another thread, at any time
+    assert HelperRecord.read(paths).spent() == pytest.approx(251) and len(HelperRecord.read(paths).jobs) == 202
+    again = HelperRecord.read(paths, "rollout")
     assert again.spent() == pytest.approx(250) and len(again.jobs) == 201
     assert [job.id for job in again.live()] == ["x"] and again.jobs["x"].hours(3600.0) == 2.0
     assert HelperRecord.read(RunPaths(tmp_path / "none")).jobs == {}
