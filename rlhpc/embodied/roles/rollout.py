@@ -85,16 +85,18 @@ class ActingWorker(SavingWorker, Generic[Cfg]):
         seed_process(self.seed, "rollout", self.rank)
         self.policy = settle(self.build_policy(observation_space, action_space), self.device).eval()
         self.policy.requires_grad_(False)
+        self._receivers: tuple[int, ...] = ()
         self._take_shares(slots)
-        receivers = [(slots.rollout_name, list(slots.acting_ranks))]
-        config = self.cfg.rollout
-        self.sync = make_sync(config.weight_sync, self, (slots.actor_name, 0), receivers, config.weight_delta)
 
     def _take_shares(self, slots: SlotMap) -> None:
         self.slots = slots
         self.shares = [slots.rollout_share(stage, self.rank) for stage in range(slots.stages)]
         self.peers = [slots.envs_of(stage, self.rank) for stage in range(slots.stages)]
         self.buffers = [StageBuffer(share, self.steps) for share in self.shares]
+        if slots.acting_ranks != self._receivers:
+            self._receivers, config = slots.acting_ranks, self.cfg.rollout
+            to = [(slots.rollout_name, list(self._receivers))]
+            self.sync = make_sync(config.weight_sync, self, (slots.actor_name, 0), to, config.weight_delta)
 
     @abstractmethod
     def build_policy(self, observation_space: Any, action_space: Any) -> Policy:

@@ -249,10 +249,9 @@ def test_a_lost_env_rank_costs_its_slots_and_takes_part_again(tmp_path: Path, ki
         run.counts()
 
 
-@pytest.mark.parametrize("kind", [merged(SAC, RANKS), merged(PPO, RANKS)], ids=["sac", "ppo"])
-def test_rollout_ranks_come_and_go(tmp_path: Path, kind: dict[str, Any]) -> None:
+def test_rollout_ranks_come_and_go(tmp_path: Path) -> None:
     """One that the run started with is killed, and started again; one joins, acts, and is killed; another is told to leave."""
-    run = Disturbed(tmp_path / "acting", kind)
+    run = Disturbed(tmp_path / "acting", merged(SAC, RANKS))
     run.until(lambda: run.step() >= 3)
     run.kill("rollout-1")
     run.until(lambda: "rollout[1] takes part from the next step on" in run.said())
@@ -278,10 +277,8 @@ def test_rollout_ranks_come_and_go(tmp_path: Path, kind: dict[str, Any]) -> None
     assert taken[-1] == SLOTS * DECISIONS and min(taken) >= SLOTS * DECISIONS / 2
     assert rows[-1]["env/lost_ranks"] == 3 and rows[-1]["env/lost_steps"] > 0
     assert sum(taken) + rows[-1]["env/lost_steps"] == SLOTS * DECISIONS * len(rows)
-    lost = [row for row in rows if not row["rollout/env_steps"]]
-    assert not lost and all(row["rollout/episode_return"] == 5 for row in rows if "rollout/episode_return" in row)
-    if kind["runner"]["task_type"] == "off_policy":
-        run.counts()
+    assert all(row.get("rollout/episode_return", 5) == 5 for row in rows)
+    run.counts()
 
 
 def test_ppo_ahead_of_its_actors_is_helped(tmp_path: Path) -> None:
