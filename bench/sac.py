@@ -32,8 +32,9 @@ def ours() -> Callable[[], None]:
     from rlhpc.embodied.data.mixture import Mixture
     from rlhpc.embodied.data.replay import ReplayBuffer
     from rlhpc.embodied.models import build_model
-    from rlhpc.embodied.models.sac import SACPolicy
-    from rlhpc.embodied.update.sac import SacBatch, SacUpdate
+    from rlhpc.embodied.models.actor_critic import SACPolicy
+    from rlhpc.embodied.update.off_policy import TransitionBatch
+    from rlhpc.embodied.update.sac import SacUpdate
 
     model = SacModelConfig(hidden_sizes=[256, 256], activation="relu", ortho_init=False)
     box = spaces.Box(-1, 1, (ACT,), np.float32)
@@ -54,7 +55,7 @@ def ours() -> Callable[[], None]:
     def step() -> None:
         draw = mixture.draw(update.updates)
         columns = {name: torch.from_numpy(column) for name, column in draw.columns.items()}
-        update.step(SacBatch(**columns, noise=torch.from_numpy(draw.noise), total=draw.total))
+        update.step(TransitionBatch(**columns, noise=torch.from_numpy(draw.noise), total=draw.total))
 
     return step
 

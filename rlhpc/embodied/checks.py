@@ -13,7 +13,9 @@ from rlhpc.runtime.errors import ConfigError
 from rlhpc.training.registry import BACKENDS
 
 #: Policies that come with the package.
-MODELS = ("mlp", "cnn", "resnet", "flow", "sac", "vla", "pi0")
+MODELS = ("mlp", "cnn", "resnet", "flow", "sac", "crossq", "td3", "vla", "pi0")
+#: Those that have critics of actions.
+_CRITICS = ("sac", "crossq", "td3")
 #: Those that adapters can be attached to.
 _ADAPTED = ("vla", "pi0")
 #: Estimators that compare the outcomes of a group.
@@ -163,8 +165,10 @@ def check_ppo(cfg: PpoConfig, fail: Fail) -> None:
         raise fail(
             "rollout.enable_offload", "weights are taken in on the host, which rollout.weight_sync broadcast does not"
         )
-    if model.model_type.lower() == "sac":
-        raise fail("actor.model.model_type", "sac has critics of actions: it is for off_policy, and for bc before that")
+    if (name := model.model_type.lower()) in _CRITICS:
+        raise fail(
+            "actor.model.model_type", f"{name} has critics of actions: it is for off_policy, and for bc before that"
+        )
     check_adapters(cfg, fail)
     if cfg.actor.training_backend.lower() == "deepspeed" and algorithm.target_kl is not None:
         raise fail(
@@ -202,7 +206,7 @@ def _chunks(cfg: PpoConfig, fail: Fail) -> None:
 def check_options(model: PolicyConfig, fail: Fail) -> None:
     """`actor.model.kwargs` of the models that have none, or few; the others say it themselves when they are built."""
     name, options = model.model_type.lower(), model.kwargs
-    if name in ("cnn", "sac") and options:
+    if name in ("cnn", *_CRITICS) and options:
         raise fail("actor.model.kwargs", f"the {name} takes none; they are for a model of your own")
     if name != "mlp":
         return
@@ -240,6 +244,10 @@ def check_bc(cfg: BcConfig, fail: Fail) -> None:
         ConfigError: Nowhere.
     """
     check_adapters(cfg, fail)
+    if cfg.actor.model.model_type.lower() == "crossq":
+        raise fail(
+            "actor.model.model_type", "crossq normalises by off-policy learning's batches; clone into sac or td3"
+        )
     check_demos_target(cfg, "demos.path", fail)
     if not cfg.demos.path:
         raise fail(

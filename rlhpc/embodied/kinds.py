@@ -38,7 +38,10 @@ _FREE = (
     "env.train.simulators", "env.train.simulator_python",
 )  # fmt: skip
 _ENVIRONMENT = ("env.train.env_type", "env.train.env_id")
-_SHAPES = ("model_type", "hidden_sizes", "num_action_chunks", "value_per_action", "critic_layer_norm", "add_value_head")
+_SHAPES = (
+    "model_type", "hidden_sizes", "num_action_chunks", "value_per_action", "critic_hidden_sizes", "critic_layer_norm",
+    "add_value_head",
+)  # fmt: skip
 _PLAYING = (
     "rlhpc.embodied.roles.ppo", "rlhpc.embodied.roles.rollout", "rlhpc.embodied.roles.env", "rlhpc.weights.broadcast",
     "rlhpc.training", "rlhpc.embodied.models.mlp", "rlhpc.embodied.envs.gymnasium_env",

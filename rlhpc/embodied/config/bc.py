@@ -48,10 +48,14 @@ class BcModelConfig(ModelConfig):
 
     model_type: str = "mlp"
     """`mlp` (numbers), `cnn` and `resnet` (images, and numbers beside them), `flow` (chunks of continuous actions by flow
-    matching, from either), `sac` (numbers; for an off-policy run to start from), `vla` (Llava with action tokens), `pi0`, a
-    registered name, or `module:Class`."""
+    matching, from either), `sac` and `td3` (numbers; for an off-policy run to start from), `vla` (Llava with action tokens),
+    `pi0`, a registered name, or `module:Class`."""
+    critic_hidden_sizes: list[int] | None = None
+    """`sac` and `td3`: widths of the critics' hidden layers; null takes `hidden_sizes`."""
     critic_layer_norm: bool = False
-    """`sac`: normalises the critics' hidden layers, which keeps many updates per transition stable (RLPD)."""
+    """`sac` and `td3`: normalises the critics' hidden layers, which keeps many updates per transition stable (RLPD)."""
+    exploration_noise: float = 0.1
+    """`td3`: standard deviation of the noise around its actions, in halves of the bounds' width."""
 
 
 @dataclass

@@ -35,6 +35,8 @@ class DemoBufferConfig:
 class SacAlgorithmConfig:
     """The targets, the buffers and the shape of a rollout."""
 
+    name: str = "sac"
+    """`sac`, `crossq`, `td3`, a registered name, or `module:Class`; `actor.model.model_type` names its networks."""
     gamma: float = 0.99
     """Discount."""
     rollout_steps: int = 128
@@ -47,17 +49,21 @@ class SacAlgorithmConfig:
     tau: float = 0.005
     """Fraction of the critics' weights that goes into the target networks at each of their updates."""
     auto_entropy_tuning: bool = True
-    """The temperature is learned, so that the policy's entropy becomes `target_entropy`."""
+    """`sac`: the temperature is learned, so that the policy's entropy becomes `target_entropy`."""
     initial_alpha: float = 1.0
-    """Temperature at the start, or throughout."""
+    """`sac`: temperature at the start, or throughout."""
     target_entropy: float | None = None
-    """Null takes minus the number of action components."""
+    """`sac`: null takes minus the number of action components."""
     alpha_lr: float | None = None
-    """Learning rate of the temperature; null takes that of the critics (`actor.optim.value_lr`)."""
+    """`sac`: learning rate of the temperature; null takes that of the critics (`actor.optim.value_lr`)."""
     backup_entropy: bool = True
-    """The critics' targets contain the next action's entropy (RLPD goes without)."""
+    """`sac`: the critics' targets contain the next action's entropy (RLPD goes without)."""
     update_to_data: float = 1.0
     """Updates for each transition that the environments bring."""
+    policy_noise: float = 0.2
+    """`td3`: standard deviation of the noise on actions in the critics' targets, in halves of the bounds' width."""
+    noise_clip: float = 0.5
+    """`td3`: its bound."""
     critic_actor_ratio: int = 1
     """Updates of the critics for each of the actor."""
     target_update_freq: int = 1
@@ -76,9 +82,14 @@ class SacModelConfig(NetworkConfig):
     """The policy network and its critics."""
 
     model_type: str = "sac"
-    """`sac` (numbers; actor and twin critics), a registered name, or `module:Class`."""
+    """`sac` (numbers; a stochastic actor and twin critics), `crossq` (the same, with batch renormalisation), `td3` (numbers; a
+    deterministic actor and twin critics), a registered name, or `module:Class`."""
+    critic_hidden_sizes: list[int] | None = None
+    """Widths of the critics' hidden layers; null takes `hidden_sizes`."""
     critic_layer_norm: bool = False
-    """`sac`: normalises the critics' hidden layers, which keeps many updates per transition stable (RLPD)."""
+    """`sac`, `td3`: normalises the critics' hidden layers, which keeps many updates per transition stable (RLPD)."""
+    exploration_noise: float = 0.1
+    """`td3`: standard deviation of the noise that is added to actions while training, in halves of the bounds' width."""
 
 
 @dataclass

@@ -22,8 +22,6 @@ class NetworkConfig:
     """tanh, relu, elu, silu or gelu."""
     ortho_init: bool = True
     """Orthogonal initial weights."""
-    log_std_init: float = 0.0
-    """Initial log standard deviation of continuous actions."""
     num_action_chunks: int = 1
     """Actions that are chosen at once and executed one after the other (embodied)."""
     kwargs: dict[str, Any] = field(default_factory=dict)
@@ -37,6 +35,8 @@ class NetworkConfig:
 class ModelConfig(NetworkConfig):
     """The policy network."""
 
+    log_std_init: float = 0.0
+    """Initial log standard deviation of continuous actions."""
     value_per_action: bool = False
     """A value for each action of a chunk, for `algorithm.reward_type: action_level`."""
     add_value_head: bool = True

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from rlhpc.embodied.config import PolicyConfig
+from rlhpc.embodied.config import PolicyConfig, SacModelConfig
 from rlhpc.embodied.envs.observations import count_rows
 from rlhpc.embodied.envs.spaces import space_to_json
 from rlhpc.embodied.models.heads import CategoricalHead, GaussianHead, make_head
@@ -60,6 +60,7 @@ class Policy(nn.Module):
         )  # those of off-policy runs have no such key
         self.value_width = self.chunk if by_action else 1
         if self.has_head:
+            assert not isinstance(cfg, SacModelConfig)  # its policies have heads of their own
             self.head: CategoricalHead | GaussianHead = make_head(action_space, cfg.log_std_init, self.chunk)
         self._cfg = cfg
 

@@ -111,15 +111,16 @@ class GaussianHead(nn.Module):
         return logprobs, total.expand(logprobs.shape)
 
 
-class SquashedGaussianHead(nn.Module):
-    """Box actions within their bounds: tanh of a diagonal Gaussian, scaled (Haarnoja et al. 2018, as CleanRL's SAC).
-
-    The network gives mean and log-std, the latter squashed into [-5, 2]. Actions are `[B, chunk, d]`
-    float32.
+class BoundedHead(nn.Module):
+    """Box actions within their bounds, `[B, chunk, d]` float32.
 
     Args:
         space: Bounded Box of one slot's actions.
         chunk: Actions that are chosen at once.
+
+    Attributes:
+        inputs: Numbers that the network gives.
+        dim: Numbers of a chunk.
 
     Raises:
         ConfigError: It is no Box, or has no bounds.
@@ -127,15 +128,15 @@ class SquashedGaussianHead(nn.Module):
 
     low: Tensor
     high: Tensor
+    inputs: int
 
     def __init__(self, space: Any, chunk: int = 1) -> None:
         super().__init__()
         if not isinstance(space, spaces.Box) or not space.is_bounded():
             raise ConfigError(
-                f"actor.model.model_type 'sac' needs bounded continuous actions (Box); the environment's are {space}"
+                f"off-policy learning needs bounded continuous actions (Box); the environment's are {space}"
             )
         self.dim, self.chunk = chunk * math.prod(space.shape), chunk
-        self.inputs = 2 * self.dim
         for name, bound in (("low", space.low), ("high", space.high)):
             each = torch.as_tensor(bound, dtype=torch.float32).reshape(-1).repeat(chunk)
             self.register_buffer(name, each, persistent=False)
@@ -155,12 +156,42 @@ class SquashedGaussianHead(nn.Module):
         return torch.randn((*shape, self.dim), generator=generator)
 
     def act(self, inputs: Tensor, noise: Tensor | None, level: str = "chunk_level") -> tuple[Tensor, Tensor]:
+        """Actions `[B, chunk, d]` and their log-probabilities at a level; without noise the best ones."""
+        raise NotImplementedError
+
+    def evaluate(
+        self, inputs: Tensor, actions: Tensor, entropy: bool, level: str = "chunk_level"
+    ) -> tuple[Tensor, Tensor | None]:
+        """Log-probabilities and entropy of given actions, at a level."""
+        raise NotImplementedError
+
+    def uniform(self, noise: Tensor) -> Tensor:
+        """Actions `[B, chunk, d]` spread evenly over the bounds, from normal noise."""
+        return self.within(torch.erf(noise / math.sqrt(2)))
+
+    def within(self, unit: Tensor) -> Tensor:
+        """Actions `[B, chunk, d]` for numbers `[B, chunk · d]` between -1 and 1."""
+        return (unit * self.scale + self.middle).unflatten(-1, (self.chunk, -1))
+
+    def unit(self, actions: Tensor) -> Tensor:
+        """Inverse of `within`."""
+        return (actions.flatten(1) - self.middle) / self.scale
+
+
+class SquashedGaussianHead(BoundedHead):
+    """Tanh of a diagonal Gaussian, scaled (Haarnoja et al. 2018, as CleanRL's SAC). The network gives mean and log-std, the
+    latter squashed into [-5, 2]. Arguments as `BoundedHead`'s."""
+
+    def __init__(self, space: Any, chunk: int = 1) -> None:
+        super().__init__(space, chunk)
+        self.inputs = 2 * self.dim
+
+    def act(self, inputs: Tensor, noise: Tensor | None, level: str = "chunk_level") -> tuple[Tensor, Tensor]:
         """Actions `[B, chunk, d]` and their log-probabilities at a level; without noise tanh of the mean."""
         mean, log_std = self._split(inputs)
         noise = torch.zeros_like(mean) if noise is None else noise
         squashed = torch.tanh(mean + log_std.exp() * noise)
-        actions = (squashed * self.scale + self.middle).unflatten(-1, (self.chunk, -1))
-        return actions, at_level(self._logprobs(squashed, noise, log_std), level, self.chunk)
+        return self.within(squashed), at_level(self._logprobs(squashed, noise, log_std), level, self.chunk)
 
     def evaluate(
         self, inputs: Tensor, actions: Tensor, entropy: bool, level: str = "chunk_level"
@@ -168,14 +199,10 @@ class SquashedGaussianHead(nn.Module):
         """Log-probabilities of given actions at a level, and the entropy of the Gaussian before the tanh."""
         mean, log_std = self._split(inputs)
         # Half a float's precision off the bounds, where atanh is infinite.
-        squashed = ((actions.reshape(mean.shape) - self.middle) / self.scale).clamp(-1 + 1e-6, 1 - 1e-6)
+        squashed = self.unit(actions).clamp(-1 + 1e-6, 1 - 1e-6)
         noise = (torch.atanh(squashed) - mean) * (-log_std).exp()
         logprobs = at_level(self._logprobs(squashed, noise, log_std), level, self.chunk)
         return logprobs, at_level(log_std + 0.5 + 0.5 * _LOG_2PI, level, self.chunk) if entropy else None
-
-    def uniform(self, noise: Tensor) -> Tensor:
-        """Actions `[B, chunk, d]` spread evenly over the bounds, from normal noise."""
-        return (self.middle + self.scale * torch.erf(noise / math.sqrt(2))).unflatten(-1, (self.chunk, -1))
 
     def _split(self, inputs: Tensor) -> tuple[Tensor, Tensor]:
         mean, log_std = inputs.chunk(2, -1)
@@ -184,6 +211,46 @@ class SquashedGaussianHead(nn.Module):
     def _logprobs(self, squashed: Tensor, noise: Tensor, log_std: Tensor) -> Tensor:
         change = torch.log(self.scale * (1 - squashed**2) + 1e-6)
         return -0.5 * noise**2 - log_std - 0.5 * _LOG_2PI - change
+
+
+class DeterministicHead(BoundedHead):
+    """Tanh of what the network gives, scaled, and normal noise to explore with (Fujimoto et al. 2018, as CleanRL's TD3).
+
+    Log-probabilities are those of the noise, before actions are clipped to the bounds.
+
+    Args:
+        space, chunk: As `BoundedHead`'s.
+        std: Standard deviation of the noise, in halves of the bounds' width.
+    """
+
+    def __init__(self, space: Any, std: float, chunk: int = 1) -> None:
+        super().__init__(space, chunk)
+        self.inputs, self.std = self.dim, std
+
+    def near(self, inputs: Tensor, offset: Tensor) -> Tensor:
+        """Actions `[B, chunk, d]` off the best ones by `offset` `[B, chunk · d]`, in halves of the bounds' width; clipped."""
+        return self.within((torch.tanh(inputs) + offset).clamp(-1, 1))
+
+    def act(self, inputs: Tensor, noise: Tensor | None, level: str = "chunk_level") -> tuple[Tensor, Tensor]:
+        """Actions `[B, chunk, d]` and their log-probabilities at a level; without noise the actor's own."""
+        if noise is None:
+            return self.within(torch.tanh(inputs)), at_level(
+                self._logprobs(torch.zeros_like(inputs)), level, self.chunk
+            )
+        return self.near(inputs, self.std * noise), at_level(self._logprobs(noise), level, self.chunk)
+
+    def evaluate(
+        self, inputs: Tensor, actions: Tensor, entropy: bool, level: str = "chunk_level"
+    ) -> tuple[Tensor, Tensor | None]:
+        """Log-probabilities and entropy of given actions, at a level."""
+        logprobs = at_level(self._logprobs((self.unit(actions) - torch.tanh(inputs)) / self.std), level, self.chunk)
+        if not entropy:
+            return logprobs, None
+        spread = (self.std * self.scale).log() + 0.5 + 0.5 * _LOG_2PI
+        return logprobs, at_level(spread.expand_as(inputs), level, self.chunk)
+
+    def _logprobs(self, noise: Tensor) -> Tensor:
+        return -0.5 * noise**2 - (self.std * self.scale).log() - 0.5 * _LOG_2PI
 
 
 def make_head(space: Any, log_std_init: float, chunk: int = 1) -> CategoricalHead | GaussianHead:

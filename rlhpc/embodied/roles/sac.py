@@ -17,7 +17,7 @@ from rlhpc.embodied.data.mixture import Draw, Mixture, fit, load_demos
 from rlhpc.embodied.data.replay import ReplayBuffer
 from rlhpc.embodied.envs.observations import as_arrays, columns_of, rows_of
 from rlhpc.embodied.models import Policy, build_model
-from rlhpc.embodied.models.sac import SACPolicy
+from rlhpc.embodied.models.actor_critic import ActorCritic
 from rlhpc.embodied.roles.env import SimulatingWorker, check_env
 from rlhpc.embodied.roles.incomplete import Incomplete
 from rlhpc.embodied.roles.intake import Intake
@@ -26,10 +26,10 @@ from rlhpc.embodied.roles.parts import PARTS
 from rlhpc.embodied.roles.rollout import ActingWorker
 from rlhpc.embodied.roles.slots import TRAJECTORIES, SlotMap, Source
 from rlhpc.embodied.roles.trainer import Trainer
-from rlhpc.embodied.update.sac import SacBatch, SacUpdate
+from rlhpc.embodied.update.off_policy import TransitionBatch
+from rlhpc.embodied.update.registry import algorithm_for
 from rlhpc.runs.device import settle
 from rlhpc.runtime.context import current
-from rlhpc.runtime.errors import ConfigError
 from rlhpc.training.contract import Named
 
 
@@ -49,11 +49,7 @@ def check_off_policy(cfg: SacConfig, ranks: dict[str, int], python: str | None =
     if cfg.runner.val_check_interval > 0:
         check_env(cfg.env.eval)
     policy = build_model(cfg.actor.model, *spaces)
-    if not isinstance(policy, SACPolicy):
-        raise ConfigError(
-            f"actor.model.model_type is {cfg.actor.model.model_type!r}, which has no critics of actions; off-policy runs "
-            "need sac"
-        )
+    algorithm_for(cfg.algorithm.name, policy, cfg.actor.model.model_type)
     check_start(cfg, policy)
     _demos(cfg, *spaces)
 
@@ -81,7 +77,7 @@ class OffPolicyEnvWorker(SimulatingWorker[SacConfig]):
 class OffPolicyRolloutWorker(ActingWorker[SacConfig]):
     """Acts, at first at random, and hands over transitions: observation, action, reward, true next observation, end."""
 
-    policy: SACPolicy
+    policy: ActorCritic
 
     def build_policy(self, observation_space: Any, action_space: Any) -> Policy:
         """The network, with fresh weights."""
@@ -128,9 +124,9 @@ class OffPolicyRolloutWorker(ActingWorker[SacConfig]):
 
 
 class OffPolicyActor(Trainer[SacConfig]):
-    """Keeps the transitions of its slots, and trains by SAC: three optimizers over small networks, which every rank holds."""
+    """Keeps the transitions of its slots, and trains actor and critics: small networks, which every rank holds."""
 
-    policy: SACPolicy
+    policy: ActorCritic
     counters = ("transitions", "due")
 
     def init_worker(self, slots: SlotMap, observation_space: Any, action_space: Any) -> int:
@@ -144,10 +140,10 @@ class OffPolicyActor(Trainer[SacConfig]):
         self.slots, self.steps = slots, cfg.algorithm.rollout_steps
         self.intake = Intake(cfg, slots, self.rank)
         built = build_model(cfg.actor.model, observation_space, action_space, seed=self.seed)
-        if not isinstance(built, SACPolicy):
-            raise ConfigError(f"actor.model.model_type is {cfg.actor.model.model_type!r}; off-policy runs need sac")
+        learns = algorithm_for(cfg.algorithm.name, built, cfg.actor.model.model_type)
+        assert isinstance(built, ActorCritic)
         self.policy = settle(built, self.device).train()
-        self.learner = self.sac = SacUpdate(
+        self.learner = self.off_policy = learns(
             cfg.algorithm,
             cfg.actor.optim,
             self.policy,
@@ -186,7 +182,7 @@ class OffPolicyActor(Trainer[SacConfig]):
     def start_from(self, folder: str) -> None:
         """Takes over the weights of a checkpoint or an export, such as those of a behaviour-cloned policy."""
         super().start_from(folder)
-        self.sac.reset_targets()
+        self.off_policy.reset_targets()
 
     def sent_weights(self, without: Container[str]) -> Named:
         """The acting weights."""
@@ -235,17 +231,17 @@ class OffPolicyActor(Trainer[SacConfig]):
         """
         begun = time.perf_counter()
         if self.cfg.algorithm.anneal_lr:
-            self.sac.set_lr(1.0 - progress)
+            self.off_policy.set_lr(1.0 - progress)
         due = int(self.update_to_data * max(0, self.transitions - self.starts))
         count, self.due = due - self.due, due
         for _ in range(count):
-            self.sac.step(self._batch(self.mixture.draw(self.sac.updates)))
+            self.off_policy.step(self._batch(self.mixture.draw(self.off_policy.updates)))
         seconds = {"update_s": time.perf_counter() - begun}
-        return {**self.sac.metrics(), "buffer_size": float(len(self.replay)), **seconds}
+        return {**self.off_policy.metrics(), "buffer_size": float(len(self.replay)), **seconds}
 
-    def _batch(self, draw: Draw) -> SacBatch:
+    def _batch(self, draw: Draw) -> TransitionBatch:
         columns = {name: torch.from_numpy(column).to(self.device) for name, column in draw.columns.items()}
-        return SacBatch(
+        return TransitionBatch(
             obs=rows_of(columns, "obs"),
             actions=columns["actions"],
             rewards=columns["rewards"],

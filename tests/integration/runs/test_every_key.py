@@ -130,6 +130,14 @@ GROUPS = [
 ]  # fmt: skip
 
 
+#: A second run of this kind, by another algorithm: overrides.
+ANOTHER = {
+    "off_policy": [
+        "runner.name=td3", "algorithm.name=td3", "actor.model.model_type=td3", "runner.val_check_interval=-1",
+    ],
+}  # fmt: skip
+
+
 #: Kind → keys that only code from elsewhere reads.
 OF_OTHERS = {
     "off_policy": {
@@ -218,6 +226,8 @@ def test_every_key_is_read(kind: str, reads: Reads, monkeypatch: pytest.MonkeyPa
         monkeypatch.setenv("RLHPC_MODELS", reads.environment["RLHPC_MODELS"])
         save_classifier(reads.folder / "classifier", TINY["kwargs"])
         reads.rlhpc(kind, "train", *GROUPS)
+    if kind in ANOTHER:
+        reads.rlhpc(kind, "train", *ANOTHER[kind])
     reads.start(kind, "-m", "read_keys", f"{kind}.yaml", *SLURM, *ELASTIC.get(kind, []))
     reads.rlhpc(kind, "submit", "--executor", "local")
     reads.start(kind, "-m", "rlhpc.cli", "eval", "--run", f"runs/{kind}", "--step", "latest", "--trust-checkpoint-code")

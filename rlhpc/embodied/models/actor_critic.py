@@ -1,9 +1,10 @@
-"""SAC's networks for state observations: a squashed Gaussian actor and twin critics."""
+"""Networks of off-policy learning from numbers: an actor, and twin critics of actions."""
 
 from __future__ import annotations
 
 import itertools
 import math
+from abc import abstractmethod
 from typing import Any
 
 import torch
@@ -12,12 +13,13 @@ from torch import Tensor, nn
 
 from rlhpc.embodied.config import BcModelConfig, SacModelConfig
 from rlhpc.embodied.models.base import Policy
-from rlhpc.embodied.models.heads import SquashedGaussianHead
+from rlhpc.embodied.models.heads import BoundedHead, DeterministicHead, SquashedGaussianHead
 from rlhpc.embodied.models.mlp import ACTIVATIONS, mlp
+from rlhpc.embodied.models.renorm import NormedTwinCritic, renormed
 from rlhpc.runtime.errors import ConfigError
 
 
-def flat_width(space: Any) -> int:
+def flat_width(space: Any, model_type: str) -> int:
     """Numbers in an observation.
 
     Raises:
@@ -27,7 +29,7 @@ def flat_width(space: Any) -> int:
     for name, box in boxes.items():
         if not isinstance(box, spaces.Box) or len(box.shape) > 2:
             raise ConfigError(
-                f"actor.model.model_type 'sac' takes observations of numbers; {name or 'the observation'} is {box}"
+                f"actor.model.model_type {model_type!r} takes observations of numbers; {name or 'the observation'} is {box}"
             )
     return sum(math.prod(box.shape) for box in boxes.values())
 
@@ -72,21 +74,36 @@ class TwinCritic(nn.Module):
         return torch.stack((self.one(first).squeeze(-1), self.two(second).squeeze(-1)))
 
 
-class SACPolicy(Policy):
-    """Actor and critics of SAC (as CleanRL's sac_continuous_action.py). The value that it gives an observation is the
-    smaller of the critics' values of the actor's deterministic action."""
+class ActorCritic(Policy):
+    """An actor and twin critics of actions. The value that it gives an observation is the smaller of the critics' values of
+    the actor's action without noise."""
 
-    head: SquashedGaussianHead  # type: ignore[assignment]
+    head: BoundedHead  # type: ignore[assignment]
+    has_head = False  # none of those that `Policy` builds
 
     def __init__(self, cfg: SacModelConfig | BcModelConfig, observation_space: Any, action_space: Any) -> None:
         super().__init__(cfg, observation_space, action_space)
-        self.head = SquashedGaussianHead(action_space, self.chunk)
-        hidden, activation = list(cfg.hidden_sizes), cfg.activation
+        self.head = self.build_head(cfg, action_space)
+        hidden = list(cfg.hidden_sizes)
         if not hidden:
-            raise ConfigError("actor.model.hidden_sizes is empty; model_type 'sac' needs at least one layer")
-        inputs = flat_width(observation_space)
-        self.actor = mlp([inputs, *hidden], self.head.inputs, activation, cfg.ortho_init, 0.01)
-        self.critics = TwinCritic(inputs + self.head.dim, hidden, activation, cfg.critic_layer_norm)
+            raise ConfigError(
+                f"actor.model.hidden_sizes is empty; model_type {cfg.model_type!r} needs at least one layer"
+            )
+        inputs = flat_width(observation_space, cfg.model_type)
+        self.build_networks(cfg, inputs, hidden, list(cfg.critic_hidden_sizes or hidden))
+
+    def build_networks(
+        self, cfg: SacModelConfig | BcModelConfig, inputs: int, hidden: list[int], critic_hidden: list[int]
+    ) -> None:
+        """Makes `actor` and `critics`, for observations of `inputs` numbers."""
+        self.actor = mlp([inputs, *hidden], self.head.inputs, cfg.activation, cfg.ortho_init, 0.01)
+        self.critics: nn.Module = TwinCritic(
+            inputs + self.head.dim, critic_hidden, cfg.activation, cfg.critic_layer_norm
+        )
+
+    @abstractmethod
+    def build_head(self, cfg: SacModelConfig | BcModelConfig, action_space: Any) -> BoundedHead:
+        """How the actor's numbers become actions within their bounds."""
 
     def features(self, obs: Any, policy: bool, value: bool) -> tuple[Tensor | None, Tensor | None]:
         """The head's input and the values (`Policy.features`)."""
@@ -100,3 +117,34 @@ class SACPolicy(Policy):
     def acting(self) -> list[tuple[str, Tensor]]:
         """The weights that acting needs."""
         return [(name, tensor) for name, tensor in self.state_dict().items() if name.startswith("actor.")]
+
+
+class SACPolicy(ActorCritic):
+    """Actor and critics of SAC (as CleanRL's sac_continuous_action.py)."""
+
+    head: SquashedGaussianHead
+
+    def build_head(self, cfg: SacModelConfig | BcModelConfig, action_space: Any) -> SquashedGaussianHead:
+        """A distribution."""
+        return SquashedGaussianHead(action_space, self.chunk)
+
+
+class CrossQPolicy(SACPolicy):
+    """Actor and critics of CrossQ (Bhatt et al. 2024): those of SAC, each of whose layers normalises what it is given."""
+
+    def build_networks(
+        self, cfg: SacModelConfig | BcModelConfig, inputs: int, hidden: list[int], critic_hidden: list[int]
+    ) -> None:
+        """See `ActorCritic.build_networks`."""
+        self.actor = renormed([inputs, *hidden], self.head.inputs, cfg.activation)
+        self.critics = NormedTwinCritic(inputs + self.head.dim, critic_hidden, cfg.activation)
+
+
+class TD3Policy(ActorCritic):
+    """Actor and critics of TD3 (as CleanRL's td3_continuous_action.py)."""
+
+    head: DeterministicHead
+
+    def build_head(self, cfg: SacModelConfig | BcModelConfig, action_space: Any) -> DeterministicHead:
+        """One action, and noise around it to explore with."""
+        return DeterministicHead(action_space, cfg.exploration_noise, self.chunk)
