@@ -13,6 +13,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # each process that a test starts would compile the project anew
 
 from tests import warm
+from tests.warm import engines
 
 gc.disable()  # until everything is imported
 
@@ -62,7 +63,8 @@ def warm_fork_servers() -> Iterator[None]:
 
 @pytest.fixture(scope="session", autouse=True)
 def architectures_are_looked_at_here() -> Iterator[None]:
-    """vLLM has a Python of its own look at each architecture's class, lest that touch an accelerator: eight seconds each."""
+    """vLLM has a Python of its own look at each architecture's class, lest that touch an accelerator: eight seconds each; and
+    it looks for its kernels in all modules of the process, once an engine."""
     from rlhpc.language.engines.vllm_process import VLLMProcess
 
     build = VLLMProcess._build
@@ -72,6 +74,7 @@ def architectures_are_looked_at_here() -> Iterator[None]:
             from vllm.model_executor.models import registry
 
             patch.setattr(registry, "_run_in_subprocess", lambda look: look())
+            engines.replace_kernels_once()
         build(self, config, seed)
 
     with pytest.MonkeyPatch.context() as patch:

@@ -25,10 +25,11 @@ import struct
 import sys
 import threading
 import types
+import warnings
 import weakref
 from typing import Any, NoReturn
 
-from tests.warm import starting
+from tests.warm import engines, starting
 
 CLONE_PARENT, PR_SET_PDEATHSIG, PR_SET_NAME, PR_SET_MM, PR_SET_MM_MAP = 0x8000, 1, 15, 35, 14
 LARGE_PAGE, MADV_COLLAPSE = 1 << 21, 25
@@ -63,6 +64,9 @@ def main() -> None:
     _look_around()
     _leave_exits_alone()
     _stand_being_looked_at()
+    if "vllm.platforms" in sys.modules:
+        with contextlib.suppress(Exception), warnings.catch_warnings(action="ignore"):  # it is an acceleration only
+            engines.replace_kernels_once().register_triton_kernel_overrides()
     _forget_what_was_not_there()
     threads = len(os.listdir("/proc/self/task"))
     if threads > 1:
@@ -71,7 +75,8 @@ def main() -> None:
         )
     gc.enable()
     gc.collect()
-    gc.freeze()  # what is shared stays so
+    gc.freeze()  # what is shared stays so, and also when an engine of vLLM ends, which would take that back
+    gc.unfreeze = lambda: None
     _in_large_pages()
     _serve(control)
 

@@ -43,11 +43,12 @@ SET_ANEW = (
 PRELOAD = (
     "numpy", "yaml", "omegaconf", "zmq", "cloudpickle", "psutil", "tqdm", "fsspec", "torch", "torch.distributed",
     "torch._dynamo",  # which the first step of an optimizer imports
+    "torch.distributed.checkpoint", "torch.distributed.fsdp", "torch.distributed.tensor.parallel",
     "safetensors.torch", "gymnasium", "PIL.Image", "submitit", "tensorboard.summary.writer.record_writer", "rlhpc.cli",
     "rlhpc.runs.train", "rlhpc.embodied.roles", "rlhpc.embodied.runners", "rlhpc.embodied.envs.gymnasium_env",
     "rlhpc.embodied.models.mlp", "rlhpc.runtime.process", "rlhpc.runtime.worker", "rlhpc.metrics.loggers",
     "rlhpc.embodied.roles.ppo", "rlhpc.embodied.roles.rollout", "rlhpc.embodied.roles.env", "rlhpc.embodied.runners.ppo",
-    "rlhpc.metrics.provenance", "rlhpc.runs.report", "rlhpc.embodied.evaluate", "rlhpc.embodied.export",
+    "rlhpc.training.fsdp", "rlhpc.runtime.comm.meshes", "rlhpc.metrics.provenance", "rlhpc.runs.report", "rlhpc.embodied.evaluate", "rlhpc.embodied.export",
 )  # fmt: skip
 #: Others' besides: a language model's takes 8 s, 20 with vLLM. Where this process has imported the first itself.
 PRELOAD_WITH = {
@@ -79,7 +80,20 @@ PRELOAD_WITH = {
         "deepspeed.checkpoint.ds_to_universal",
         "deepspeed.runtime.zero.muon.muon_optimizer",  # and with it the compiler, when an optimizer is chosen
     ),
-    "vllm": ("vllm.entrypoints.llm",),
+    "vllm": (
+        "vllm.entrypoints.llm",
+        "vllm.v1.worker.cpu_worker",  # and what else an engine imports once it knows where it runs, and which model
+        "vllm.v1.executor.uniproc_executor",
+        "vllm.v1.attention.backends.cpu_attn",
+        "vllm.v1.core.sched.scheduler",
+        "vllm.distributed.elastic_ep.elastic_execute",
+        "vllm.model_executor.layers.quantization.online.base",
+        "vllm.model_executor.models.llama",
+        "vllm.model_executor.models.transformers",
+        "vllm.plugins.lora_resolvers.filesystem_resolver",
+        "vllm.plugins.lora_resolvers.hf_hub_resolver",
+        "rlhpc.language.engines.vllm",
+    ),
     "tests.warm.commands": ("snakemake.cli",),
 }
 #: What tests import themselves besides.

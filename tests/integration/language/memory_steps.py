@@ -56,17 +56,21 @@ def make_cfg(changes: dict[str, Any]) -> Any:
 
 
 def steps(rank: Rank, changes: dict[str, Any], tokens: int, samples: int) -> dict[str, int]:
-    """Two steps of two micro-batches each; what the rank held at most in the second, and what it trains."""
+    """Two steps; what the rank held at most in the second, and what it trains. There the optimizer has its state, from the first,
+    and the micro-batch of so many tokens finds gradients, from one before it: what makes these may be small."""
     watch = Watch()
     trainer = TokenTrainer(make_cfg(changes), rank)
-    for _ in range(2):
+
+    def batch_of(length: int) -> TokenBatch:
+        ids = [torch.randint(3, 1000, (length,)) for _ in range(samples)]
+        return TokenBatch.of(ids, [torch.ones(length, dtype=torch.bool) for _ in ids], {})
+
+    def loss(scores: TokenScores, batch: TokenBatch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        return -scores.logprobs.sum() / batch.tokens, {}
+
+    small, whole = batch_of(16), batch_of(tokens // samples)
+    for batches in ([small], [small, whole]):
         watch.reset()
-        ids = [torch.randint(3, 1000, (tokens // samples,)) for _ in range(samples)]
-        batch = TokenBatch.of(ids, [torch.ones(len(one), dtype=torch.bool) for one in ids], {})
-
-        def loss(scores: TokenScores, batch: TokenBatch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-            return -scores.logprobs.sum() / batch.tokens, {}
-
-        trainer.forward_backward([batch, batch], loss)
+        trainer.forward_backward(batches, loss)
         trainer.optimizer_step(1e-4)
     return {"peak": watch.peak(), "trained": trainer.parameters_trained}

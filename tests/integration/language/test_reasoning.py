@@ -76,7 +76,7 @@ class LanguageRun:
         models = folder.parent / "models"  # made once a session
         self.environment = {
             **os.environ, "PYTHONPATH": os.pathsep.join([str(HERE), str(HERE.parent), str(ROOT)]), "RLHPC_MODELS": str(models),
-            "HF_HUB_OFFLINE": "1", "VLLM_CPU_KVCACHE_SPACE": "1",
+            "HF_HUB_OFFLINE": "1",
         }  # fmt: skip
 
     def rlhpc(self, *words: str, code: int = 0, timeout: float = 280) -> str:
