@@ -22,12 +22,14 @@ pytest_plugins = ["tests.took", "tests.drawn", "tests.accelerators", "tests.warm
 HERE = Path(__file__).parent
 #: Files of few and long tests. They come first, lest one worker be left with them at the end.
 LONG = (
-    "integration/test_workflow.py", "integration/language/test_pretrained.py", "integration/language/test_deepspeed.py",
-    "integration/language/test_reasoning.py", "docs/test_docs.py", "integration/runs/test_resume.py",
-    "unit/language/data/test_data_procedural.py", "integration/language/test_rollout_backends.py",
-    "integration/jobs/test_submit.py", "integration/embodied/test_behaviour_cloning.py",
-    "integration/embodied/test_own_python.py", "unit/embodied/envs/test_maniskill_rendered.py",
-    "integration/runtime/test_start_and_end.py",
+    "integration/language/test_engine_runs.py", "integration/language/test_deepspeed.py",
+    "integration/language/test_pretrained.py", "integration/language/test_reasoning.py", "integration/test_workflow.py",
+    "integration/language/test_memory.py", "integration/language/test_groups.py", "docs/test_docs.py",
+    "integration/language/test_reward_model.py", "integration/language/test_replicas.py", "integration/runs/test_resume.py",
+    "integration/training/test_mesh.py", "unit/language/data/test_data_procedural.py",
+    "integration/language/test_rollout_backends.py", "integration/jobs/test_submit.py",
+    "integration/embodied/test_behaviour_cloning.py", "integration/embodied/test_own_python.py",
+    "unit/embodied/envs/test_maniskill_rendered.py", "integration/runtime/test_start_and_end.py",
     "unit/language/data/test_data_models.py", "integration/embodied/test_off_policy.py",
 )  # fmt: skip
 
