@@ -56,8 +56,8 @@ def make_cfg(changes: dict[str, Any]) -> Any:
 
 
 def steps(rank: Rank, changes: dict[str, Any], tokens: int, samples: int) -> dict[str, int]:
-    """Two steps; what the rank held at most in the second, and what it trains. There the optimizer has its state, from the first,
-    and the micro-batch of so many tokens finds gradients, from one before it: what makes these may be small."""
+    """Two steps; what the rank held at most in the second, and what it trains. By then the optimizer has its state, and the
+    micro-batch of so many tokens finds the gradients of one before it: what makes state and gradients may be small."""
     watch = Watch()
     trainer = TokenTrainer(make_cfg(changes), rank)
 

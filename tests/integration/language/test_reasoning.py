@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -238,13 +240,27 @@ MESHES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
 }  # fmt: skip
 
 
+@pytest.fixture(scope="module")
+def undivided(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., LanguageRun]:
+    """Makes runs of one rank each, every one of them once."""
+
+    @functools.cache
+    def of(*settings: str) -> LanguageRun:
+        run = LanguageRun(tmp_path_factory.mktemp("undivided") / "whole", *settings)
+        run.train()
+        return run
+
+    return of
+
+
 @pytest.mark.parametrize("name", MESHES)
-def test_ranks_of_a_block_train_on_the_same_samples(name: str, tmp_path: Path) -> None:
+def test_ranks_of_a_block_train_on_the_same_samples(
+    name: str, undivided: Callable[..., LanguageRun], tmp_path: Path
+) -> None:
     """The same numbers as from one rank, and a checkpoint that another mesh goes on from."""
     own, both = MESHES[name]
     placed = "cluster.component_placement={actor: '0', rollout: '0', critic: '0'}" if both else "runner.seed=1"
-    whole = LanguageRun(tmp_path / "whole", WORDS, *both, placed, "runner.max_steps=3")
-    whole.train()
+    whole = undivided(WORDS, *both, placed, "runner.max_steps=3")
     divided = LanguageRun(tmp_path / "divided", WORDS, *both, *own, "runner.max_steps=2")
     divided.train()
     if not both:
