@@ -20,7 +20,7 @@ from rlhpc.runs.configuration import load_config
 from rlhpc.runs.kinds import find_kind
 from rlhpc.runtime.errors import ConfigError
 
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[4]
 BOUNDS = Bounds(least=0, most=8, per_job=1, hours_per_job=1.0, react_s=60.0)
 
 

@@ -9,7 +9,7 @@ import pytest
 from rlhpc.runs.configuration import load_config
 from rlhpc.runtime.errors import ConfigError
 
-CONFIGS = Path(__file__).resolve().parents[3] / "configs"
+CONFIGS = Path(__file__).resolve().parents[4] / "configs"
 CHUNK = "actor.model.num_action_chunks=4"
 BY_ACTION = "algorithm.reward_type=action_level"
 WRONG = {

@@ -24,7 +24,7 @@ from tests.eventually import wait_until
 from tests.stand_in_device import StandIn
 
 ENDPOINT = {"host": "here", "ipc": "ipc://nowhere", "tcp": "", "bulk": ""}
-ROOT = Path(__file__).resolve().parents[3]
+ROOT = Path(__file__).resolve().parents[4]
 
 
 @pytest.fixture
