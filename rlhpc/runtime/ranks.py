@@ -86,7 +86,10 @@ class Ranks:
         with self.changed:
             return self.changed.wait_for(all_in("ended", members), timeout)
 
-    def settle(self) -> None:
-        """Waits for all ranks that are ending, for as long as that may take."""
+    def settle(self, arrival_s: float = 0.0) -> None:
+        """Waits for all ranks that are ending, for as long as that may take; at most so long, before, for those that are
+        starting."""
+        with self.changed:
+            self.changed.wait_for(lambda: all(m.state != "starting" for m in self.all()), arrival_s)
         limit = max((m.starter.limit_s for m in self.all()), default=0.0)
         self.await_ended([m for m in self.all() if m.state != "ready"], limit)

@@ -231,7 +231,7 @@ class Session:
         if failure is None or not self.failures.spared(failure, self.ranks.all()):
             raise failure or RlhpcError("nothing has failed")
         time.sleep(_SETTLE_S)  # what died together is reported one by one
-        self.ranks.settle()
+        self.ranks.settle(patience_s)  # one may be starting again, or joining
         with self.ranks.changed:
             if not self.failures.recoverable(self.ranks.all()):
                 raise failure

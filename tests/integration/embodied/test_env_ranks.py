@@ -277,7 +277,6 @@ def test_rollout_ranks_come_and_go(tmp_path: Path) -> None:
     assert taken[-1] == SLOTS * DECISIONS and min(taken) >= SLOTS * DECISIONS / 2
     assert rows[-1]["env/lost_ranks"] == 3 and rows[-1]["env/lost_steps"] > 0
     assert sum(taken) + rows[-1]["env/lost_steps"] == SLOTS * DECISIONS * len(rows)
-    assert all(row.get("rollout/episode_return", 5) == 5 for row in rows)
     run.counts()
 
 
