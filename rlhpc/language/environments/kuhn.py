@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from rlhpc.language.data.prompts import Prompt
 from rlhpc.language.environments.base import Environment, Message, Said, Step, Task
@@ -126,7 +126,7 @@ def uniform() -> dict[tuple[str, str], tuple[float, float]]:
     return {(card, moves): (0.5, 0.5) for card in CARDS for moves in TURNS}
 
 
-def average(policies: list[Policy]) -> dict[tuple[str, str], tuple[float, float]]:
+def average(policies: Sequence[Policy]) -> dict[tuple[str, str], tuple[float, float]]:
     """The policy that plays like one of several, drawn before each game: each counts at a place as often as its own moves lead
     there."""
     found = {}

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import sys
 import time
+from collections import Counter
 from collections.abc import Sequence
 from functools import partial
 from typing import Any, Protocol
@@ -29,6 +30,7 @@ from rlhpc.language.engines import Request, SamplingParams
 from rlhpc.language.engines.base import Bounded
 from rlhpc.language.engines.registry import forkable
 from rlhpc.language.rewards.pool import Scored
+from rlhpc.language.roles import untrained
 from rlhpc.language.roles.engine_weights import EngineWeights
 from rlhpc.language.roles.facts import facts_of, not_finite, overlong, varied
 from rlhpc.language.roles.groups import FINISHED, columns_of, group_of
@@ -290,8 +292,9 @@ class LanguageRolloutWorker(Worker):
                 else:
                     self._start(step, taken, 0)
 
-    def _start(self, step: int, position: int, attempt: int) -> None:
+    def _start(self, step: int, position: int, attempt: int, before: Counter[str] | None = None) -> None:
         slot = self._slot(step, position, attempt)
+        slot.untrained.update(before or {})
         self.generation.add(self._requests(slot), slot.prompt)
 
     def _slot(self, step: int, position: int, attempt: int) -> Slot:
@@ -352,12 +355,11 @@ class LanguageRolloutWorker(Worker):
     def _whole(self, slot: Slot) -> None:
         """Handles a group that is whole: hands it over, or asks another prompt in its place."""
         members = [member for member in range(self.group_size) if not slot.episodes[member].failed]
-        failed = self.group_size - len(members)
         # What failed for its agent's sake says nothing about the policy: it is no reward of 0, and in no baseline.
         lacking = len(members) < min(2, self.group_size)
         if lacking:
             if slot.attempt < self.refills:
-                self._start(slot.step, slot.position, slot.attempt + 1)
+                self._start(slot.step, slot.position, slot.attempt + 1, untrained.refilled(slot))
                 return
             members = [0]
         episodes = [slot.episodes[member] for member in members]
@@ -370,8 +372,10 @@ class LanguageRolloutWorker(Worker):
                 raise nonfinite(f"step {slot.step}, {asked}, {self.group_name}-{self.rank}: {fault}")
             rewards = np.zeros_like(rewards)  # equal ones: with algorithm.filter_groups another prompt takes its place
         if self.filter and not lacking and not varied(rewards) and slot.attempt < self.refills:
-            self._start(slot.step, slot.position, slot.attempt + 1)
+            self._start(slot.step, slot.position, slot.attempt + 1, untrained.refilled(slot))
             return
+        why = "nonfinite" if fault else "alone" if lacking else ""
+        untrained.settle(slot, slot.step - 1 - self.staleness, cut=self.cfg.algorithm.overlong_filter, why=why)
         del self._slots[slot.step, slot.position]
         made = [
             columns_of(self.algorithm, s, score) for e, score in zip(episodes, scores, strict=True) for s in e.samples
@@ -387,8 +391,4 @@ class LanguageRolloutWorker(Worker):
             channel.entrust(group.bare(), key=str(self.prompts.scorer_of(name, slot.position)))
         left_out = {"refills": float(slot.attempt), **({"nonfinite": float(self.group_size)} if fault else {})}
         facts = left_out if fault or lacking else facts_of(slot.step, episodes, scores, rewards, slot.attempt)
-        if failed:
-            facts["agent_failed"] = float(failed)
-        if slot.drawn:
-            facts |= {"continued": float(len(slot.drawn)), "continued_tokens": float(sum(slot.drawn.values()))}
-        self.work.deliver(slot.step, slot.position, facts)
+        self.work.deliver(slot.step, slot.position, facts | untrained.facts(slot))

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -68,6 +69,7 @@ class Slot:
         episodes: Its answers that have ended, by member of the group.
         scores: What judges have said of them.
         drawn: Tokens of answers that another rank had drawn.
+        untrained: Tokens drawn here for prompts that were tried in this place before, by why they are not trained on.
     """
 
     step: int
@@ -78,6 +80,7 @@ class Slot:
     episodes: dict[int, Episode] = field(default_factory=dict)
     scores: dict[int, Scored] = field(default_factory=dict)
     drawn: dict[int, int] = field(default_factory=dict)
+    untrained: Counter[str] = field(default_factory=Counter)
 
     def begun(self, episodes: Sequence[Episode]) -> Begun:
         """What another rank goes on with; `episodes` are all members', of one turn, ended or not."""

@@ -17,6 +17,8 @@ from rlhpc.language.agents.registry import INLINE
 from rlhpc.language.config import GrpoConfig
 from rlhpc.language.roles.mates import ranks_of_engine
 from rlhpc.language.roles.prompts import PromptMap, evaluation_phase
+from rlhpc.language.roles.untrained import PREFIX as UNTRAINED
+from rlhpc.language.roles.untrained import REASONS
 from rlhpc.language.roles.validation import validation_metrics
 from rlhpc.language.roles.work import Ledger
 from rlhpc.language.runners.others import Made, Others
@@ -323,6 +325,7 @@ class ReasoningRunner(Runner[GrpoConfig]):
         if self.cfg.agent.kind != INLINE:
             row["agent/failed"] = total.get("agent_failed", 0.0)
             row |= {name: value / n for name, value in total.items() if name.startswith("agent/")}
+            row |= {UNTRAINED + name: total.get(UNTRAINED + name, 0.0) for name in REASONS}
         row |= {f"reward/{name[5:]}": value / n for name, value in total.items() if name.startswith("term/")}
         row["time/generate_s"], row["time/rollout_sync_s"] = total["busy_s"], total["sync_s"]
         row["time/tokens_per_s"] = total["tokens"] / max(total["seconds"], 1e-9)

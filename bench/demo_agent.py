@@ -1,0 +1,117 @@
+"""An agent from nothing: a tiny transformer learns to search, by SFT on demonstrations, then GRPO.
+
+    python -m bench.demo_agent --seeds 3
+
+Questions are held out of both. Half of the demonstrations answer without a look: that the tool pays is what GRPO has to find
+out. Beside it, from the same start and for as many steps: GRPO whose rewards are dealt out anew within each group, and GRPO
+whose searches find nothing.
+
+Prints a line a seed, writes bench/results/demo_agent.json, and fails where the agent did not come 20 points above SFT, 15
+above what can be had without the tool, or where shuffled rewards brought it more than 5.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from bench.machine import write
+
+ROOT = Path(__file__).resolve().parents[1]
+SFT, GRPO = "configs/agents/search_sft.yaml", "configs/agents/search.yaml"
+#: Beside GRPO as it is.
+CONTROLS = {
+    "shuffled": ("algorithm.name=bench.shuffled:ShuffledRewards",),
+    "no_tool": ("agent.kwargs.closed=true",),
+}
+
+
+def rlhpc(*words: str) -> None:
+    """One command, quiet unless it fails."""
+    env = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep),
+    }
+    done = subprocess.run(
+        [sys.executable, "-m", "rlhpc.cli", *words], cwd=ROOT, capture_output=True, text=True, env=env
+    )
+    if done.returncode:
+        raise SystemExit(f"rlhpc {' '.join(words)} failed:\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}")
+
+
+def exported(run: Path) -> Path:
+    """The last checkpoint of a run, as a model."""
+    last = max((run / "checkpoints").glob("global_step_*"), key=lambda path: int(path.name.rpartition("_")[2]))
+    rlhpc("convert", "--checkpoint", str(last))
+    return run / "export" / last.name
+
+
+def accuracy(model: Path, name: str, *words: str) -> dict[str, Any]:
+    """Of a model on the held-out questions."""
+    output = model.parents[1] / "eval" / f"{name}.json"
+    rlhpc("eval", "--model", str(model), "--config", GRPO, "--suite", "held_out", "--output", str(output), *words)
+    found: dict[str, Any] = json.loads(output.read_text())
+    return {"accuracy": found["accuracy"], "ci95": found["accuracy_ci95"], "n": found["n"]}
+
+
+def curve(run: Path) -> list[float]:
+    """The share of questions that were answered in training, by step."""
+    lines = (run / "metrics.jsonl").read_text().splitlines()
+    return [round(row["train/reward"], 4) for row in map(json.loads, lines) if "train/reward" in row]
+
+
+def run_seed(seed: int, runs: Path, overrides: list[str]) -> dict[str, Any]:
+    """SFT, GRPO and its controls at one seed."""
+    begun, folder = time.perf_counter(), [f"runner.run_dir={runs}", f"runner.seed={seed}"]
+    start = f"demo-agent-{seed}-sft"
+    rlhpc("train", SFT, *folder, f"runner.name={start}")
+    model = exported(runs / start)
+    row: dict[str, Any] = {"seed": seed, "sft": accuracy(model, "held_out", *folder), "curves": {}}
+    for kind, words in {"grpo": (), **CONTROLS}.items():
+        name, own = f"demo-agent-{seed}-{kind}", [*folder, f"actor.model.model_path={model}", *words, *overrides]
+        rlhpc("train", GRPO, *own, f"runner.name={name}")
+        row[kind] = accuracy(exported(runs / name), "held_out", *own)
+        row["curves"][kind] = curve(runs / name)
+    return {**row, "seconds": time.perf_counter() - begun}
+
+
+def fell_short(row: dict[str, Any]) -> str:
+    """What a seed did not reach; "" if it reached all."""
+    grpo, sft = row["grpo"]["accuracy"], row["sft"]["accuracy"]
+    if grpo < sft + 0.2:
+        return "less than 20 points above SFT"
+    if grpo < row["no_tool"]["accuracy"] + 0.15:
+        return "less than 15 points above what can be had without the tool"
+    if row["shuffled"]["accuracy"] > sft + 0.05:
+        return "shuffled rewards brought more than 5 points"
+    return ""
+
+
+def main() -> int:
+    """Runs all seeds; 1 where one of them fell short."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--runs", type=Path, default=ROOT / "runs")
+    parser.add_argument("overrides", nargs="*", help="key=value, of GRPO")
+    args = parser.parse_args()
+    rows = []
+    for seed in range(1, args.seeds + 1):
+        row = run_seed(seed, args.runs.absolute(), args.overrides)
+        rows.append(row)
+        told = ", ".join(f"{kind} {row[kind]['accuracy']:.1%}" for kind in ("sft", "grpo", *CONTROLS))
+        print(f"seed {seed}: {told} of {row['sft']['n']} held-out questions; {row['seconds']:.0f} s", flush=True)
+    write("demo_agent", f"python -m bench.demo_agent --seeds {args.seeds}", {"rows": rows})
+    short = {row["seed"]: why for row in rows if (why := fell_short(row))}
+    for seed, why in short.items():
+        print(f"seed {seed}: {why}", file=sys.stderr)
+    return int(bool(short))
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

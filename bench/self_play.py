@@ -1,0 +1,125 @@
+"""Games whose best play is known, learnt from nothing in whole runs: Kuhn poker by self-play, and guessing a number.
+
+    python -m bench.self_play --seeds 3
+
+Kuhn poker: the policy that counts is the average of those at the checkpoints of the second half of the run, each as it stands
+(at temperature 1, with whatever is no move). How much somebody who knows it could win a game is computed exactly, over all
+twelve situations. Guessing: how often the number is found within the turns, against the best player.
+
+Prints a line a game and seed, writes bench/results/self_play.json, and fails where the average policy can be exploited by more
+than 0.25 a game, or wins less than 0.2 a game of one that passes and bets alike.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+from bench.demo_agent import ROOT, curve, rlhpc
+from bench.machine import write
+from rlhpc.language.environments import kuhn
+from rlhpc.language.environments.numbers import Guess
+
+KUHN, GUESS = "configs/agents/kuhn_poker.yaml", "configs/agents/guess.yaml"
+MOST, LEAST = 0.25, 0.2
+
+
+@torch.no_grad()
+def policy_of(checkpoint: Path) -> dict[tuple[str, str], tuple[float, float]]:
+    """How a checkpoint plays: the chances of a pass and a bet, by card and moves before."""
+    tokenizer = AutoTokenizer.from_pretrained(str(checkpoint / "model"))
+    model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(str(checkpoint / "model"))).eval()
+    model.load_state_dict(load_file(checkpoint / "model.safetensors"))
+    passes, bets = (tokenizer.convert_tokens_to_ids(move) for move in "pb")
+    found = {}
+    for moves, seat in kuhn.TURNS.items():
+        for card in kuhn.CARDS:
+            again = moves == "pb"  # it was asked before, and knows its card from there
+            said = [{"role": "user", "content": f"{seat + 1}{card}{'' if again else moves}"}]
+            if again:
+                said += [{"role": "assistant", "content": "p"}, {"role": "user", "content": "b"}]
+            text = tokenizer.apply_chat_template(said, tokenize=False, add_generation_prompt=True)
+            ids = tokenizer.encode(text, add_special_tokens=False)
+            chances = model(torch.tensor([ids])).logits[0, -1].softmax(-1)
+            found[card, moves] = float(chances[passes]), float(chances[bets])
+    return found
+
+
+def kuhn_poker(seed: int, runs: Path, overrides: list[str]) -> dict[str, Any]:
+    """Self-play at one seed."""
+    begun, name = time.perf_counter(), f"kuhn-{seed}"
+    own = [f"runner.run_dir={runs}", f"runner.name={name}", f"runner.seed={seed}", "runner.keep_checkpoints=0"]
+    rlhpc("train", KUHN, *own, *overrides)
+    folders = (runs / name / "checkpoints").glob("global_step_*")
+    steps = sorted(folders, key=lambda path: int(path.name.rpartition("_")[2]))
+    policies = [policy_of(folder) for folder in steps]
+    average = kuhn.average(policies[len(policies) // 2 :])
+    last = {
+        "exploitability": kuhn.exploitability(policies[-1]),
+        "against_uniform": kuhn.against(policies[-1], kuhn.uniform()),
+    }
+    shown = {
+        f"{card} {moves}".strip(): [round(chance, 3) for chance in found] for (card, moves), found in average.items()
+    }
+    return {
+        "seed": seed,
+        "exploitability": kuhn.exploitability(average),
+        "against_uniform": kuhn.against(average, kuhn.uniform()),
+        "last": last,
+        "curve": [round(kuhn.exploitability(policy), 4) for policy in policies],
+        "policy": shown,
+        "seconds": time.perf_counter() - begun,
+    }  # fmt: skip
+
+
+def guess(seed: int, runs: Path, overrides: list[str]) -> dict[str, Any]:
+    """Guessing at one seed: the share that is found over the last 20 steps."""
+    begun, name = time.perf_counter(), f"guess-{seed}"
+    rlhpc("train", GUESS, f"runner.run_dir={runs}", f"runner.name={name}", f"runner.seed={seed}", *overrides)
+    found = curve(runs / name)
+    last = found[-20:]
+    return {"seed": seed, "found": sum(last) / len(last), "curve": found, "seconds": time.perf_counter() - begun}
+
+
+def main() -> int:
+    """Runs both games at all seeds; 1 where self-play fell short."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--runs", type=Path, default=ROOT / "runs")
+    parser.add_argument("overrides", nargs="*", help="key=value, of both games")
+    args = parser.parse_args()
+    runs, poker, numbers = args.runs.absolute(), list[dict[str, Any]](), list[dict[str, Any]]()
+    game = {"high": 15, "turns": 4}
+    best = Guess.optimum(**game)
+    for seed in range(1, args.seeds + 1):
+        row = kuhn_poker(seed, runs, args.overrides)
+        poker.append(row)
+        print(
+            f"Kuhn poker, seed {seed}: exploitability {row['exploitability']:.3f}, {row['against_uniform']:+.3f} a game of "
+            f"uniform play; {row['seconds']:.0f} s",
+            flush=True,
+        )
+        row = guess(seed, runs, args.overrides)
+        numbers.append(row)
+        print(f"guess, seed {seed}: {row['found']:.1%}, best {best:.0%}; {row['seconds']:.0f} s", flush=True)
+    uniform = {
+        "exploitability": kuhn.exploitability(kuhn.uniform()),
+        "value": kuhn.value(kuhn.equilibrium(), kuhn.equilibrium()),
+    }
+    content = {"kuhn_poker": poker, "guess": numbers, "known": {"uniform": uniform, "guess": {**game, "best": best}}}
+    write("self_play", f"python -m bench.self_play --seeds {args.seeds}", content)
+    short = [row["seed"] for row in poker if row["exploitability"] > MOST or row["against_uniform"] < LEAST]
+    for seed in short:
+        print(f"Kuhn poker, seed {seed} fell short", file=sys.stderr)
+    return int(bool(short))
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,66 @@
+"""Tokens that the model has drawn and that are not trained on, by reason."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+
+from rlhpc.language.agents.episodes import Episode
+from rlhpc.language.roles.groups import FINISHED
+from rlhpc.language.roles.work import Slot
+
+#: `lost`: for a client that had hung up. `failed`: in an episode whose agent failed. `cut`: in an answer that was cut off
+#: (`algorithm.overlong_filter`). `old`: by weights older than `algorithm.max_staleness` allows. `refilled`: in groups whose
+#: place another prompt took. `alone`: in a group of which no other episode was left. `nonfinite`: in one that was left out.
+REASONS = ("lost", "failed", "cut", "old", "refilled", "alone", "nonfinite")
+PREFIX = "untrained/"
+
+
+def drawn(episodes: Iterable[Episode]) -> int:
+    """Tokens that the model has drawn in some episodes and that may be trained on."""
+    return sum(sum(sample.loss_mask) for episode in episodes for sample in episode.samples)
+
+
+def refilled(slot: Slot) -> Counter[str]:
+    """What was drawn in vain in a prompt's place, now that another one is asked there."""
+    return slot.untrained + Counter(refilled=drawn(slot.episodes.values()))
+
+
+def settle(slot: Slot, oldest: int, *, cut: bool, why: str) -> None:
+    """Counts what is not trained of a group that is handed over, and masks what is too old.
+
+    Args:
+        slot: The group's.
+        oldest: The first version of the weights whose tokens may be trained on.
+        cut: Whether answers that were cut off are not.
+        why: Why none of it is, as one of `REASONS`; "" if it is.
+    """
+    found = slot.untrained
+    for episode in slot.episodes.values():
+        found["lost"] += int(episode.outcome.metrics.get("not_received", 0)) if episode.outcome else 0
+        if episode.failed or why:
+            found["failed" if episode.failed else why] += drawn([episode])
+            continue
+        found["old"] += _mask_old(episode, oldest)
+        if cut and episode.finish_reason not in FINISHED:
+            found["cut"] += drawn([episode])
+
+
+def _mask_old(episode: Episode, oldest: int) -> int:
+    count = 0
+    for sample in episode.samples:
+        for at, (own, version) in enumerate(zip(sample.loss_mask, sample.versions, strict=True)):
+            if own and version < oldest:
+                sample.loss_mask[at] = False
+                count += 1
+    return count
+
+
+def facts(slot: Slot) -> dict[str, float]:
+    """What a group cost besides, for the step's metrics: episodes that failed, answers that another rank had begun, and tokens
+    that are not trained on. What is 0 is left out."""
+    failed = sum(episode.failed for episode in slot.episodes.values())
+    found = {"agent_failed": float(failed)} if failed else {}
+    if slot.drawn:
+        found |= {"continued": float(len(slot.drawn)), "continued_tokens": float(sum(slot.drawn.values()))}
+    return found | {PREFIX + name: float(count) for name, count in slot.untrained.items() if count}

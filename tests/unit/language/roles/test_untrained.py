@@ -1,0 +1,47 @@
+"""Each token that the model has drawn is trained on, or counted with why it is not."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+
+from rlhpc.language.agents.episodes import Episode, Outcome
+from rlhpc.language.data.prompts import Prompt
+from rlhpc.language.roles import untrained
+from rlhpc.language.roles.work import Slot
+
+
+def episode(versions: list[int], *, reason: str = "stop", error: str = "", lost: int = 0) -> Episode:
+    """Of two samples, the second of which shares the first's beginning."""
+    samples = [
+        Episode(0, (1,), token_ids=[2] * len(versions), versions=versions, loss_mask=[True] * len(versions)),
+        Episode(0, (1,), token_ids=[2, 3], versions=[versions[0], 9], loss_mask=[False, True]),
+    ]
+    outcome = Outcome(error=error, metrics={"not_received": float(lost)})
+    return Episode(0, (1,), finish_reason=reason, outcome=outcome, branches=samples)
+
+
+def slot(*episodes: Episode) -> Slot:
+    return Slot(5, 3, 0, Prompt(0, ()), (1,), dict(enumerate(episodes)))
+
+
+def test_reasons_and_counts() -> None:
+    given = slot(episode([2, 3, 4]), episode([4], reason="length", lost=7), episode([4, 4], error="it broke"))
+    untrained.settle(given, 3, cut=True, why="")
+    assert given.untrained == {"lost": 7, "old": 1, "cut": 2, "failed": 3}
+    assert given.episodes[0].samples[0].loss_mask == [False, True, True], "too old: masked"
+    assert untrained.drawn(given.episodes.values()) == 3 + 2 + 3
+    assert untrained.facts(given) == {
+        "agent_failed": 1.0, "untrained/lost": 7.0, "untrained/old": 1.0, "untrained/cut": 2.0, "untrained/failed": 3.0,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("why", ["alone", "nonfinite"])
+def test_a_group_that_is_left_out_and_one_whose_place_another_took(why: str) -> None:
+    first = slot(episode([4, 4]), episode([4], error="it broke"))
+    second = slot(episode([4, 4]), episode([4], error="it broke"))
+    second.untrained.update(untrained.refilled(first))
+    untrained.settle(second, 0, cut=False, why=why)
+    assert second.untrained == Counter({"refilled": 5, why: 3, "failed": 2, "lost": 0})
+    assert set(second.untrained) <= set(untrained.REASONS)
