@@ -141,8 +141,11 @@ class Channel:
             ChannelError: The channel's home has ended.
         """
         context, key = current(), str(key)
-        taker = self._takers.get(key, Taker(context.host))
-        packed = context.service.pack(item, lend=not async_op and taker.host != context.host, takers=[taker])
+        taker = self._takers.get(key)
+        if taker is None:
+            packed = context.service.pack(item)
+        else:
+            packed = context.service.pack(item, lend=not async_op and taker.host != context.host, takers=[taker])
         if async_op:
             packed.owned()
             return in_background(
@@ -270,10 +273,10 @@ class Channel:
     def _get(self, context: Context, key: str, target: float | None, wait: bool, timeout: float | None) -> list[Any]:
         service, home = context.service, self._home(key)
         timeout = context.wait_deadline if timeout is None else timeout
-        whom = f"an item in channel {self.name!r}, key {key!r}"
         taker = Taker(context.host, address())
         service.lane.settle()
         if home["ipc"] == service.endpoint["ipc"]:
+            whom = f"an item in channel {self.name!r}, key {key!r}"
 
             def act(answer: Any) -> bool:
                 state = service.channel(self.name)

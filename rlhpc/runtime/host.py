@@ -24,7 +24,13 @@ def host_id() -> str:
 
     `RLHPC_HOST_ID` overrides it, so that a test can make two hosts out of one.
     """
-    return os.environ.get("RLHPC_HOST_ID") or f"{node_name()}:{_boot_id()}"
+    return os.environ.get("RLHPC_HOST_ID") or _machine()
+
+
+@functools.cache
+def _machine() -> str:
+    """Asked once: each message of this process begins with a look at whether it goes to another host."""
+    return f"{node_name()}:{_boot_id()}"
 
 
 @functools.cache

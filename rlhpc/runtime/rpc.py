@@ -142,7 +142,7 @@ class RpcClient:
 
     def has_left(self, record: dict[str, Any]) -> bool:
         """Whether this rank has left its group."""
-        return _identity(record) in self._left
+        return bool(self._left) and _identity(record) in self._left
 
     def call(
         self, records: Sequence[dict[str, Any]], method: str, args: tuple[Any, ...], kwargs: dict[str, Any]

@@ -42,13 +42,16 @@ class DeviceMappings:
 
     Args:
         local: See `DevicePool.local`.
+
+    Attributes:
+        reading: Buffers that are still copied from.
     """
 
     def __init__(self, local: Local = lambda path: None) -> None:
         self._local = local
         self._lock = threading.Lock()
         self._opened: dict[str, _Opened] = {}
-        self._reading: list[tuple[_Opened, int]] = []
+        self.reading: list[tuple[_Opened, int]] = []
 
     def take(self, crossing: Crossing, reader: int) -> list[Any]:
         """The tensors of a message, on this process's accelerator; they are its own.
@@ -75,7 +78,7 @@ class DeviceMappings:
             except BaseException:  # of a device that is full, say
                 crossings.end(opened.lease, reader)
                 raise
-            self._reading.append((opened, reader))
+            self.reading.append((opened, reader))
         return [
             arrived[part.offset : part.offset + part.nbytes].view(getattr(torch, part.dtype)).reshape(part.shape)
             for part in crossing.parts
@@ -101,29 +104,27 @@ class DeviceMappings:
 
     def settle(self) -> None:
         """Gives back the buffers that have been copied by now."""
-        if not self._reading:
-            return
         with self._lock:
             still = []
-            for opened, reader in self._reading:
+            for opened, reader in self.reading:
                 if opened.read.done():
                     crossings.end(opened.lease, reader)
                 else:
                     still.append((opened, reader))
-            self._reading = still
+            self.reading = still
 
     def park(self) -> None:
         """Closes everything, once what was to be copied has been."""
         until = time.monotonic() + _PATIENCE_S
-        while self._reading and time.monotonic() < until:
+        while self.reading and time.monotonic() < until:
             self.settle()
-            time.sleep(_LOOK_S if self._reading else 0)
+            time.sleep(_LOOK_S if self.reading else 0)
         with self._lock:
             self._opened.clear()
 
     def _sweep(self) -> None:
         """Closes buffers that their senders have given up."""
-        busy = {id(opened) for opened, _ in self._reading}
+        busy = {id(opened) for opened, _ in self.reading}
         self._opened = {
             path: opened for path, opened in self._opened.items() if id(opened) in busy or os.path.exists(path)
         }

@@ -53,11 +53,17 @@ class Lane:
 
     def to(self, takers: Iterable[Taker]) -> DevicePool | None:
         """What to send from to these; None if it does not reach all of them, as far as is known."""
-        reached = [self.pool.reaches(*taker) for taker in takers]
-        return self.pool if reached and all(reached) else None
+        found = False
+        for host, device in takers:
+            if not device or not self.pool.reaches(host, device):
+                return None
+            found = True
+        return self.pool if found else None
 
     def settle(self) -> None:
         """Gives back what has been copied by now; called before this process waits."""
+        if not self._mappings.reading:
+            return
         with contextlib.suppress(RuntimeError):  # of an accelerator that has failed; who uses it will say so
             self._mappings.settle()
 

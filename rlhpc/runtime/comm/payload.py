@@ -91,10 +91,9 @@ class Packed:
             self._path, self._spans = self._loan.name, self._loan.spans
         else:
             self._path, self._spans = pool.write(buffers, readers)
-        claims = [self._path] if self._path else []
+        self.segment: str | None = self._path or None
         if self._crossing is not None:
-            claims.append(self._crossing.path)
-        self.segment: str | None = AND.join(claims) or None
+            self.segment = AND.join(filter(None, (self._path, self._crossing.path)))
 
     def _cross(self, obj: Any, lane: DevicePool, readers: int) -> list[Any] | None:
         """Pickles without the tensors on the accelerator; the buffers, or None where nothing is to stay there."""

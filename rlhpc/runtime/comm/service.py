@@ -16,7 +16,7 @@ import os
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import zmq
@@ -258,7 +258,7 @@ class Service:
         self._traffic.wake()
 
     def pack(
-        self, obj: Any, readers: int = 1, *, lend: bool = False, takers: Iterable[Taker] = (), whole: bool = False
+        self, obj: Any, readers: int = 1, *, lend: bool = False, takers: Sequence[Taker] = (), whole: bool = False
     ) -> Packed:
         """Serializes an object.
 
@@ -270,7 +270,7 @@ class Service:
             whole: The message has all of it.
         """
         loans = self.loans if lend and self._bulk else None
-        return Packed(obj, self.pool, self.origin, readers, loans, self.lane.to(takers), whole)
+        return Packed(obj, self.pool, self.origin, readers, loans, self.lane.to(takers) if takers else None, whole)
 
     def unpack(
         self, frames: Sequence[Any], *, borrow: bool = False, later: list[Callable[[], None]] | None = None
