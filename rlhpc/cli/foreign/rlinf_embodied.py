@@ -327,15 +327,12 @@ def _policy_options(read: Reading) -> Any:
 POLICY: Rows = [
     ("actor.model.model_type", _model_type),
     ("actor.model.hidden_sizes", lambda read: [256, 256, 256] if _is_mlp(read) else NOTHING),
-    (
-        "actor.model.log_std_init",
-        lambda r: -0.5 if _is_mlp(r) and r.leaves.get("algorithm.loss_type") in LOSSES else NOTHING,
-    ),
     ("actor.model.num_action_chunks", "actor.model.num_action_chunks"),
     ("actor.model.kwargs", _policy_options),
 ]
-#: Further keys of PPO and GRPO: in SAC, episodes always follow one another, and policies take no text.
+#: Further keys of PPO and GRPO: in SAC, episodes always follow one another, and policies take no text and learn their spread.
 SEEING: Rows = [
+    ("actor.model.log_std_init", lambda read: -0.5 if _is_mlp(read) else NOTHING),
     ("env.train.auto_reset", lambda read: bool(read("env.train.auto_reset", False))),
     ("actor.training_backend", lambda read: "local" if read("actor.training_backend") else NOTHING),
     (
