@@ -24,7 +24,8 @@ from rlhpc.checkpoint.manifest import MANIFEST, digest, read_manifest
 from rlhpc.config.typed import changed
 from rlhpc.jobs.paths import step_of
 from rlhpc.language.agents.judged import sample_of
-from rlhpc.language.agents.registry import Generation, make_generation
+from rlhpc.language.agents.registry import Generation, make_generation, roles_of
+from rlhpc.language.agents.transcript import transcript
 from rlhpc.language.config import EvalDataConfig, LanguageConfig, RewardConfig, RewardTermConfig
 from rlhpc.language.data import PromptTokenizer, load_tokenizer, make_dataset
 from rlhpc.language.data.builtin import resolve_model
@@ -226,7 +227,9 @@ def answered(
             count = len(problems) * section.samples
             try:
                 with ProgressBar(count, name=f"eval {suite}", unit="answer") if progress else nullcontext() as bar:
-                    rows = answers_to(problems, cfg, section, suite, generation, judges, tokenizer, bar=bar)
+                    rows = answers_to(
+                        problems, cfg, section, suite, generation, judges, tokenizer, bar=bar, transcripts=True
+                    )
             finally:
                 generation.close()
             identify(rows, section.samples)
@@ -253,7 +256,7 @@ def problems_of(
 
 def answers_to(
     problems: Problems, cfg: LanguageConfig, section: EvalDataConfig, suite: str, generation: Generation, judges: Judges,
-    tokenizer: Any, *, bar: ProgressBar | None = None, deadline: float = math.inf,
+    tokenizer: Any, *, bar: ProgressBar | None = None, deadline: float = math.inf, transcripts: bool = False,
 ) -> list[dict[str, Any]]:  # fmt: skip
     """Every sample of some problems of a suite. While the engine works on the next ones, the judges work on those that ended.
 
@@ -264,6 +267,7 @@ def answers_to(
         tokenizer: Of the model.
         bar: Shows how many answers have been judged.
         deadline: On the clock of `time.monotonic`.
+        transcripts: Whether rows have what agents' episodes left.
 
     Returns:
         Rows by problem and sample.
@@ -290,6 +294,8 @@ def answers_to(
             prompt = problems[episode.id // count][0]
             said = sample_of(prompt, episode, tokenizer, finished=episode.finish_reason == "stop")
             rows[episode.id] = _row(prompt, episode.id % count, said)
+            if transcripts:
+                rows[episode.id] |= transcript(episode, tokenizer, roles_of(cfg))
             judges.submit(episode.id, said, episode.id // count, count)
         judged = judges.poll()
         for number, scored in judged:

@@ -19,6 +19,7 @@ from rlhpc.language.curves import (
     read_evaluations,
     time_curves,
 )
+from rlhpc.language.episodes_page import write_episodes_page
 from rlhpc.language.pass_at_k import level_order
 from rlhpc.language.samples_page import write_samples_page
 from rlhpc.metrics.logger import series
@@ -44,6 +45,7 @@ def parts(
     """
     evaluations = read_evaluations(paths)
     samples = write_samples_page(paths) if linked else None
+    episodes = write_episodes_page(paths) if linked else None
     evaluated: dict[int, str] = {}
     for result in evaluations:
         evaluated.setdefault(result["global_step"], f"{result['accuracy']:.1%}")
@@ -51,7 +53,9 @@ def parts(
         subject=data_name(paths),
         cards=key_figures(rows, evaluations, trained, rate),
         curves=list(learning_curves(rows, always).values()),
-        evaluation=evaluation_section(evaluations, samples.name if samples else None),
+        evaluation=evaluation_section(
+            evaluations, samples.name if samples else None, episodes.name if episodes else None
+        ),
         times=list(time_curves(rows).values())[::-1],
         evaluated=evaluated,
         trained=trained,
@@ -97,8 +101,10 @@ def key_figures(rows: Rows, evaluations: Sequence[Evaluation], trained: tuple[st
     )
 
 
-def evaluation_section(evaluations: Sequence[Evaluation], samples_page: str | None) -> str:
-    """Plot and table of the evaluations, accuracy by level, and the way to the page of samples."""
+def evaluation_section(
+    evaluations: Sequence[Evaluation], samples_page: str | None, episodes_page: str | None = None
+) -> str:
+    """Plot and table of the evaluations, accuracy by level, and the ways to the pages of samples and episodes."""
     if not evaluations:
         return missing("No evaluation yet: <code>rlhpc eval</code> on a checkpoint, or the workflow's eval rule.")
     charts = [evaluation_curve(evaluations)]
@@ -107,6 +113,8 @@ def evaluation_section(evaluations: Sequence[Evaluation], samples_page: str | No
     html = figures(charts)
     if samples_page:
         html += f'<p><a href="{escape(samples_page)}">What the model wrote, checkpoint beside checkpoint</a></p>'
+    if episodes_page:
+        html += f'<p><a href="{escape(episodes_page)}">What its episodes left, turn by turn</a></p>'
     html += f'<div class="scroll">{_table(evaluations)}</div>'
     for suite, own in by_suite(evaluations).items():
         if any(result.get("levels") for result in own):

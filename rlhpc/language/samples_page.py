@@ -90,7 +90,7 @@ def write_samples_page(paths: RunPaths) -> Path | None:
     Raises:
         RlhpcError: The page cannot be written.
     """
-    suites = {suite: _columns(results) for suite, results in _results(paths).items()}
+    suites = {suite: _columns(results) for suite, results in results_with_samples(paths).items()}
     suites = {suite: columns for suite, columns in suites.items() if columns}
     if not suites:
         return None
@@ -121,7 +121,7 @@ def _ways(suites: Sequence[str]) -> str:
     return f"<nav>{' · '.join(links)}</nav>"
 
 
-def _results(paths: RunPaths) -> dict[str, list[tuple[int, Path, Mapping[str, Any]]]]:
+def results_with_samples(paths: RunPaths) -> dict[str, list[tuple[int, Path, Mapping[str, Any]]]]:
     """(step, JSON file, content) by suite, steps ascending, of evaluations that have samples beside them."""
     found: dict[str, list[tuple[int, Path, Mapping[str, Any]]]] = {}
     for path in paths.eval_results():

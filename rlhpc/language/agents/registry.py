@@ -42,6 +42,7 @@ __all__ = [
     "make_generation",
     "outside_agent",
     "register_agent",
+    "roles_of",
     "run_episodes",
 ]
 AGENTS: Registry[Callable[..., Agent]] = Registry(
@@ -136,17 +137,24 @@ def outside_agent(cfg: LanguageConfig, tokenizer: Any) -> tuple[Parsers, Program
             f"agent.kind is {agent.kind}, but the tokenizer of {cfg.actor.model.model_path} has no chat template, by which "
             "what an agent asks becomes tokens: use a model that has one, or put one into its tokenizer_config.json"
         )
-    roles, kwargs = tuple(agent.roles), plain(agent.kwargs)
+    roles, kwargs = roles_of(cfg), plain(agent.kwargs)
     program: Program | World
     if agent.kind == ENVIRONMENT:
         from rlhpc.language.agents.played import World
 
         environment = find_environment(str(agent.target), kwargs)
-        program, roles = World(partial(environment, **kwargs), agent.episodes_per_rank), tuple(environment.roles)
+        program = World(partial(environment, **kwargs), agent.episodes_per_rank)
     else:
         program = Program(agent.kind, agent.target, tuple(agent.command), agent.python, agent.episodes_per_rank)
     options = Options(Limits(agent.max_turns, agent.max_tokens, roles), agent.timeout_s, kwargs)
     return Parsers(tokenizer, agent.tool_parser, agent.reasoning_parser), program, options
+
+
+def roles_of(cfg: LanguageConfig) -> tuple[str, ...]:
+    """Who speaks in an episode, where several do."""
+    if cfg.agent.kind == ENVIRONMENT:
+        return tuple(find_environment(str(cfg.agent.target), plain(cfg.agent.kwargs)).roles)
+    return tuple(cfg.agent.roles)
 
 
 def check_agent(cfg: LanguageConfig, tokenizer: Any) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 import threading
 import time
@@ -19,15 +20,18 @@ sys.path.insert(0, str(Path(__file__).parent))
 from gateway_things import Scripted, chat_tokenizer, run_all
 from test_reasoning import LanguageRun
 
+from rlhpc.jobs.paths import RunPaths
 from rlhpc.language.agents.outside import Options, OutsideEpisodes
 from rlhpc.language.agents.parsers import Parsers
 from rlhpc.language.agents.played import World
 from rlhpc.language.agents.sessions import Limits
+from rlhpc.language.agents.transcript import transcript
 from rlhpc.language.data.prompts import Prompt
 from rlhpc.language.environments.base import Environment, Message, Said, Step
 from rlhpc.language.environments.kuhn import KuhnPoker
 from rlhpc.language.environments.proposer import Proposer
 from rlhpc.language.environments.search import Search
+from rlhpc.language.episodes_page import write_episodes_page
 
 
 @contextmanager
@@ -174,3 +178,38 @@ def test_a_run_of_self_play(tmp_path: Path) -> None:
     ):
         told = LanguageRun(tmp_path / "refused", *RUN).train(override, code=2)
         assert said in told and "Traceback" not in told
+
+
+def test_what_an_episode_left_is_on_a_page_as_it_was_and_foreign_text_stays_text(tmp_path: Path) -> None:
+    problem = Prompt(0, ({"role": "user", "content": "Kuhn poker"},), "<b>none</b>", {"deal": "QK"})
+    with played(Scripted(lambda prompt: "b<script>x</script>"), KuhnPoker, roles=KuhnPoker.roles) as generation:
+        episode = run_all(generation, 1, prompt=problem)[0]
+    left = transcript(episode, chat_tokenizer(), KuhnPoker.roles)
+    for sample, shown in zip(episode.samples, left["episode"], strict=True):
+        drawn = [token for part in shown["parts"] for token in part.get("drawn", [])]
+        assert [logprob for _, logprob in drawn] == pytest.approx([p for p in sample.logprobs if p], abs=1e-4)
+        assert "".join(text for text, _ in drawn) == "b<script>x</script><|im_end|>"
+        assert [part["reward"] for part in shown["parts"] if "reward" in part] == [sum(sample.rewards)]
+    folder = tmp_path / "run" / "eval" / "global_step_1"
+    folder.mkdir(parents=True)
+    row = {
+        "id": 0,
+        "sample": 0,
+        "right": True,
+        "prompt": "",
+        "response": "",
+        "answer": problem.answer,
+        "reward": 2.0,
+        **left,
+    }
+    torn = {**row, "id": 1, "episode": [{"parts": [{"turn": 0, "drawn": [["x", "none"]]}]}]}
+    folder.joinpath("here.samples.jsonl").write_text(json.dumps(row) + "\n" + json.dumps(torn) + "\n")
+    folder.joinpath("here.json").write_text(json.dumps({"global_step": 1, "suite": "here"}))
+    page = write_episodes_page(RunPaths(tmp_path / "run"))
+    assert page is not None
+    html = page.read_text()
+    assert "<script" not in html and "<b>none" not in html and html.count("<article") == 1
+    assert "first · branch 1 of 2" in html and "turn 1, reward -2" in html and "Your card is Q" in html
+    assert html.count('<i title="log-prob -') == sum(
+        len(p.get("drawn", [])) for s in left["episode"] for p in s["parts"]
+    )
