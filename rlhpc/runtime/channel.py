@@ -6,6 +6,7 @@ by the consumer without a copy, between hosts they go straight from producer to 
 
 from __future__ import annotations
 
+import functools
 import pickle
 import queue
 import zlib
@@ -24,6 +25,8 @@ from rlhpc.runtime.session import here
 
 DEFAULT_KEY = "default_queue"
 _UNCONFIRMED = 64
+#: How long a channel's home may take to open it.
+_OPENS_S = 60.0
 
 
 class QueueFull(queue.Full):
@@ -76,6 +79,9 @@ class Channel:
             max_bytes: Bytes the channel may hold at each home before `put` blocks.
             home: The group whose ranks keep the keys; implies `distributed`.
             ranks: Those of it that take turns at the keys; by default all that it was launched with.
+
+        Raises:
+            ChannelError: A process that is to keep it has ended.
         """
         context = here()
         if distributed or home:
@@ -85,16 +91,16 @@ class Channel:
                 for group in groups
                 for rank in (range(context.group_size(group)) if ranks is None else ranks)
             ]
-            homes = [context.member(*who)["data"] for who in members]
         else:
-            homes = []
-        homes = homes or [context.service.endpoint]
-        for record in {record["ipc"]: record for record in homes}.values():
-            if record == context.service.endpoint:
-                context.service.open_channel(name, maxsize, max_bytes)
-            else:
-                body = pickle.dumps((name, maxsize, max_bytes))
-                context.service.peers.request(choose(record), b"OPEN", [body], 60, f"the home of channel {name!r}")
+            members = []
+        homes = [context.member(*who)["data"] for who in members] or [context.service.endpoint]
+        if context.service.endpoint in homes:
+            context.service.open_channel(name, maxsize, max_bytes)
+        for who, record in dict(zip(members, homes, strict=False)).items():
+            if record != context.service.endpoint:
+                body, peers = pickle.dumps((name, maxsize, max_bytes)), context.service.peers
+                asked = peers.begin(choose(record), b"OPEN", [body], f"the home of channel {name!r}")
+                peers.reply_to(asked, _OPENS_S, functools.partial(context.has_left, *who))
         context.registry.put("channels", name, {"homes": homes, "maxsize": maxsize})
         return cls(name, homes, maxsize)
 
