@@ -14,7 +14,7 @@ import torch
 
 from rlhpc import Channel, Session
 from rlhpc.runtime.comm.segments import bytes_in_use
-from rlhpc.runtime.errors import RlhpcError
+from rlhpc.runtime.errors import ChannelError, RlhpcError
 
 ELSEWHERE = {"RLHPC_HOST_ID": "elsewhere"}
 
@@ -102,3 +102,16 @@ def test_a_death_in_the_middle_is_named_and_leaves_nothing(
         given.wait()
         taken.wait()
     assert not bytes_in_use(session.scratch.shm)
+
+
+def test_a_home_that_has_gone_is_not_waited_for(session: Session, launch: Callable[..., Any]) -> None:
+    """Its end closes no connection; the driver knows of it all the same, and others keep the channel."""
+    far = launch(2, "far", env_vars=ELSEWHERE)
+    session.failures.elastic = {"far": 1}
+    os.kill(session.members["far-1"].pid, signal.SIGKILL)
+    assert soon(lambda: far.present == [0])
+    with pytest.raises(ChannelError, match="died while this one waited for the home of channel 'kept'"):
+        Channel.create("kept", home="far")
+    channel = Channel.create("kept", home="far", ranks=[0])
+    channel.put("there", key="1")
+    assert channel.get(key="1") == "there"
