@@ -184,6 +184,7 @@ def _convert(args: argparse.Namespace) -> int:
         base=args.base,
         dtype=args.dtype,
         critic=args.critic,
+        released=args.released,
         trust_code=args.trust_checkpoint_code,
     )
     print(kind_of_checkpoint(checkpoint).export(checkpoint, output, wanted))
@@ -261,6 +262,9 @@ def add_commands(commands: Any) -> None:
     )
     convert.add_argument(
         "--critic", action="store_true", help="the critic of a language model's run, as a sequence classifier"
+    )
+    convert.add_argument(
+        "--released", action="store_true", help="an openvla policy as its family is released: for its own code"
     )
     convert.add_argument("--base", help="with LoRA: where the adapted model is now (default: where it was in training)")
     convert.add_argument("--license", help="for the model card, such as apache-2.0 (default: it says other)")

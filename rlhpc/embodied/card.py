@@ -14,7 +14,8 @@ def policy_card(
     results: Sequence[Mapping[str, Any]],
     *,
     licence: str | None,
-    standalone: bool,
+    standalone: bool = False,
+    released: bool = False,
 ) -> str:
     """The card of an embodied policy.
 
@@ -24,6 +25,7 @@ def policy_card(
         results: From `results_beside`.
         licence: An SPDX identifier.
         standalone: Whether `policy.pt2` and `policy.py` are in the folder.
+        released: The folder is as the policy's family is released.
     """
     env = config["env_id"] or "the run's environment"
     name, version, step = config["run"] or checkpoint, config["rlhpc_version"], config["global_step"]
@@ -44,6 +46,10 @@ def policy_card(
             )
             text += f"{low:.2f} to {high:.2f} | {success} |\n"
         text += "\n"
+    if released:
+        kind = config["policy"]["model"]["model_type"]
+        text += f"The folder is as models of the family {kind} are released, for their own code.\n\n## With rlhpc\n\n"
+        return text + f"```yaml\nactor: {{model: {{model_type: {kind}, model_path: <this folder>}}}}\n```\n"
     text += "| file | content |\n|---|---|\n| `model.safetensors` | the weights |\n"
     text += "| `config.json` | the policy's specification and the environment it was trained in |\n"
     if standalone:

@@ -13,11 +13,11 @@ from rlhpc.runtime.errors import ConfigError
 from rlhpc.training.registry import BACKENDS
 
 #: Policies that come with the package.
-MODELS = ("mlp", "cnn", "resnet", "flow", "sac", "crossq", "td3", "vla", "pi0")
+MODELS = ("mlp", "cnn", "resnet", "flow", "sac", "crossq", "td3", "vla", "pi0", "openvla")
 #: Those that have critics of actions.
 _CRITICS = ("sac", "crossq", "td3")
 #: Those that adapters can be attached to.
-_ADAPTED = ("vla", "pi0")
+_ADAPTED = ("vla", "pi0", "openvla")
 #: Estimators that compare the outcomes of a group.
 _BY_GROUP = ("grpo", "dr_grpo", "rloo", "reinforce++_baseline")
 #: Options of the `mlp`.
@@ -142,7 +142,7 @@ def check_adapters(cfg: PpoConfig | BcConfig, fail: Fail) -> None:
         check_choice("actor.training_backend", backend, BACKENDS.choices(), fail)
     if cfg.actor.lora.rank:
         if model.model_type.lower() not in _ADAPTED:
-            raise fail("actor.lora.rank", f"adapters are for {' and '.join(_ADAPTED)}; the others train all weights: 0")
+            raise fail("actor.lora.rank", f"adapters are for {', '.join(_ADAPTED)}; the others train all weights: 0")
     elif model.model_type.lower() in _ADAPTED and model.dtype != "float32" and backend.lower() == "local":
         raise fail(
             "actor.model.dtype",

@@ -20,7 +20,7 @@ from rlhpc.checkpoint.store import require_valid
 from rlhpc.embodied.card import policy_card
 from rlhpc.jobs.paths import CONFIG, MODEL
 from rlhpc.runtime.durable import write_durably
-from rlhpc.runtime.errors import CheckpointError, RlhpcError
+from rlhpc.runtime.errors import CheckpointError, ConfigError, RlhpcError
 from rlhpc.runtime.plain import read_json, read_yaml
 from rlhpc.runtime.storage import advice
 from rlhpc.runtime.trust import Trust
@@ -45,11 +45,7 @@ def export_checkpoint(checkpoint: Path, output: Path | None = None, *, licence: 
     Raises:
         CheckpointError: The checkpoint has faults, or the target cannot be written.
     """
-    checkpoint = Path(checkpoint).expanduser().absolute()
-    require_valid(checkpoint, hint="or convert another checkpoint with: rlhpc convert <checkpoint>")
-    step = int(read_manifest(checkpoint)["global_step"])
-    target = default_output(checkpoint, step) if output is None else Path(output).expanduser().absolute()
-    require_free(target)
+    checkpoint, target, step = _from_and_to(checkpoint, output)
     config = _config(checkpoint, step)
     try:
         model = (checkpoint / MODEL).read_bytes()
@@ -66,11 +62,57 @@ def export_checkpoint(checkpoint: Path, output: Path | None = None, *, licence: 
             },
         )
     except OSError as error:
-        raise CheckpointError(
-            f"{checkpoint} could not be exported: {error.filename or target}: {error.strerror}. "
-            f"{advice(error, target)}, or give another output folder"
-        ) from error
+        raise _not_written(checkpoint, target, error) from error
     return target
+
+
+def release_checkpoint(
+    checkpoint: Path, output: Path | None = None, *, licence: str | None = None, trust_code: bool = False
+) -> Path:
+    """Write a checkpoint's policy as its family is released, atomically; an existing folder is replaced.
+
+    Args:
+        checkpoint, output, licence: As `export_checkpoint` has them.
+        trust_code: As `load_exported` has it.
+
+    Returns:
+        The folder.
+
+    Raises:
+        ConfigError: The policy's family has no such form.
+        CheckpointError: The checkpoint has faults, or the target cannot be written.
+    """
+    checkpoint, target, step = _from_and_to(checkpoint, output)
+    policy: Any = load_exported(checkpoint, trust_code=trust_code)
+    if not hasattr(policy, "release"):
+        kind = policy.spec()["model"]["model_type"]
+        raise ConfigError(f"--released is for openvla; {checkpoint} is of model_type {kind}: leave it out")
+    try:
+        results = results_beside(checkpoint, step)
+        card = policy_card(_config(checkpoint, step), checkpoint.name, results, licence=licence, released=True)
+        with filled_folder(target) as staging:
+            policy.release(staging, step)
+            write_durably(staging / "README.md", card.encode())
+    except OSError as error:
+        raise _not_written(checkpoint, target, error) from error
+    return target
+
+
+def _from_and_to(checkpoint: Path, output: Path | None) -> tuple[Path, Path, int]:
+    """A valid checkpoint, a free target, and the step."""
+    checkpoint = Path(checkpoint).expanduser().absolute()
+    require_valid(checkpoint, hint="or convert another checkpoint with: rlhpc convert <checkpoint>")
+    step = int(read_manifest(checkpoint)["global_step"])
+    target = default_output(checkpoint, step) if output is None else Path(output).expanduser().absolute()
+    require_free(target)
+    return checkpoint, target, step
+
+
+def _not_written(checkpoint: Path, target: Path, error: OSError) -> CheckpointError:
+    return CheckpointError(
+        f"{checkpoint} could not be exported: {error.filename or target}: {error.strerror}. "
+        f"{advice(error, target)}, or give another output folder"
+    )
 
 
 def load_exported(folder: str | Path, *, trust_code: bool = False, trust: Trust | None = None) -> Policy:

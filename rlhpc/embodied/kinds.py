@@ -133,8 +133,10 @@ class EmbodiedKind(Kind[Cfg]):
             raise ConfigError(
                 f"--adapter-only, --base, --dtype and --critic are for language models; {checkpoint} is none"
             )
-        from rlhpc.embodied.export import export_checkpoint
+        from rlhpc.embodied.export import export_checkpoint, release_checkpoint
 
+        if wanted.released:
+            return release_checkpoint(checkpoint, output, licence=wanted.licence, trust_code=wanted.trust_code)
         return export_checkpoint(checkpoint, output, licence=wanted.licence)
 
 

@@ -133,6 +133,10 @@ class TrainedKind(Kind[Trained]):
 
     def export(self, checkpoint: Path, output: Path | None, wanted: Exporting) -> Path:
         """Writes a Hugging Face folder."""
+        if wanted.released:
+            raise ConfigError(
+                f"--released is for policies of robots; {checkpoint} is a language model's, always written so"
+            )
         from rlhpc.language.export import export_language_model
 
         return export_language_model(

@@ -31,6 +31,7 @@ class Exporting:
         base: With LoRA: where the adapted model is now, if it has moved.
         dtype: Of the written weights; None keeps that of training.
         critic: The critic rather than the policy.
+        released: As the model's family is released, for its own code.
         trust_code: Import what the checkpoint names as `module:Class`.
     """
 
@@ -39,6 +40,7 @@ class Exporting:
     base: str | None = None
     dtype: str | None = None
     critic: bool = False
+    released: bool = False
     trust_code: bool = False
 
 

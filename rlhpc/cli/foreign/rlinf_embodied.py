@@ -10,6 +10,8 @@ from rlhpc.cli.foreign.rules import NOTHING, Reading, Rows, Rule
 #: Policies that start from random weights.
 _FROM_NOTHING = ("mlp_policy", "cnn_policy", "flow_policy")
 _MODELS = {"mlp_policy": "mlp", "cnn_policy": "resnet"}
+#: How OpenVLA and OFT predict their actions in RLinf.
+_OPENVLA = {"openvla": "tokens", "openvla_oft": "parallel"}
 #: The control mode of RLinf's ManiSkill robots, by `policy_setup`.
 _CONTROL_MODES = {
     "panda-qpos": "pd_joint_delta_pos",
@@ -283,6 +285,8 @@ def _model_type(read: Reading) -> str:
     if name == "openpi" and str(read("actor.model.openpi.config_name", "pi0")).startswith("pi0_") and not sac:
         read.leave("actor.model.model_path", "rlhpc's pi0 reads folders of its own format: openpi's weights do not fit")
         return "pi0"
+    if name in _OPENVLA and not sac:
+        return "openvla"
     if name in _MODELS and not (sac and name != "mlp_policy"):
         return "sac" if sac else _MODELS[name]
     read.leave(
@@ -315,13 +319,39 @@ def _policy_dtype(read: Reading) -> Any:
 def _policy_options(read: Reading) -> Any:
     if _is_mlp(read) and read.leaves.get("algorithm.loss_type") != "embodied_sac":
         return {"actor_gain": 0.01414}
-    if read.leaves.get("actor.model.model_type") != "openpi":
+    name = read.leaves.get("actor.model.model_type")
+    if name in _OPENVLA:
+        return _openvla_options(read, _OPENVLA[name])
+    if name != "openpi":
         return NOTHING
     options = {
         "num_steps": read("actor.model.num_steps") or read("actor.model.openpi.num_steps"),
         "noise_level": read("actor.model.openpi.noise_level"),
     }
     return {name: value for name, value in options.items() if value is not None} or NOTHING
+
+
+def _openvla_options(read: Reading, head: str) -> dict[str, Any]:
+    if read.leaves.get("actor.model.use_film"):
+        read.leave("actor.model.use_film", "rlhpc's openvla has no FiLM")
+    if head == "parallel" and read.leaves.get("actor.model.implement_version", "rlinf") == "rlinf":
+        read.leave(
+            "actor.model.implement_version",
+            "rlhpc follows OFT's own code, not RLinf's: evaluate the model before training",
+        )
+    options: dict[str, Any] = {"head": head, "proprio": bool(read("actor.model.use_proprio", False))}
+    if (key := read("actor.model.unnorm_key")) is not None:
+        options["unnorm_key"] = key
+    if read("actor.model.center_crop", False):
+        options["center_crop"] = True
+    if read.leaves.get("env.train.env_type") == "libero":
+        options["gripper"] = "rlds"
+    return options
+
+
+def _attention(read: Reading) -> Any:
+    found = read("actor.model.attn_implementation", NOTHING)
+    return "sdpa" if read.leaves.get("actor.model.model_type") == "openvla_oft" else found
 
 
 POLICY: Rows = [
@@ -349,7 +379,7 @@ SEEING: Rows = [
     ("actor.model.model_path", _seeing("actor.model.model_path")),
     ("actor.model.dtype", _seeing(_policy_dtype)),
     ("actor.model.gradient_checkpointing", _seeing("actor.fsdp_config.gradient_checkpointing")),
-    ("actor.model.attn_implementation", _seeing("actor.model.attn_implementation")),
+    ("actor.model.attn_implementation", _seeing(_attention)),
     (
         "actor.lora.rank",
         _seeing(lambda read: int(read("actor.model.lora_rank", 32)) if read("actor.model.is_lora", False) else NOTHING),

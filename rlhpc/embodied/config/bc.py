@@ -49,7 +49,7 @@ class BcModelConfig(ModelConfig):
     model_type: str = "mlp"
     """`mlp` (numbers), `cnn` and `resnet` (images, and numbers beside them), `flow` (chunks of continuous actions by flow
     matching, from either), `sac` and `td3` (numbers; for an off-policy run to start from), `vla` (Llava with action tokens),
-    `pi0`, a registered name, or `module:Class`."""
+    `pi0`, `openvla`, a registered name, or `module:Class`."""
     critic_hidden_sizes: list[int] | None = None
     """`sac` and `td3`: widths of the critics' hidden layers; null takes `hidden_sizes`."""
     critic_layer_norm: bool = False

@@ -15,7 +15,7 @@ class NetworkConfig:
     model_type: str = "mlp"
     """`mlp` (numbers), `cnn` and `resnet` (images, and numbers beside them), `flow` (chunks of continuous actions by flow
     matching, from either), `vla` (Llava with action tokens),
-    `pi0`, a registered name, or `module:Class`."""
+    `pi0`, `openvla` (OpenVLA and OpenVLA-OFT), a registered name, or `module:Class`."""
     hidden_sizes: list[int] = field(default_factory=lambda: [64, 64])
     """Widths of the hidden layers; cnn and resnet take the last for what comes after the convolutions."""
     activation: str = "tanh"
@@ -27,8 +27,9 @@ class NetworkConfig:
     kwargs: dict[str, Any] = field(default_factory=dict)
     """Options of the model: `mlp` has `actor_gain` (0.01) and `critic_gain` (1), of the last layers' orthogonal weights;
     `resnet` has `channels` (default `[16, 32, 32]`), `flow` has `num_steps` (4), `noise_level` (0.5) and `encoder` (of images:
-    cnn or resnet); `pi0` has these two; `vla` and `pi0` have `prompt`, with `{instruction}`; a model of your own has what it
-    wants."""
+    cnn or resnet); `pi0` has these two; `vla`, `pi0` and `openvla` have `prompt`, with `{instruction}`; `openvla` has `head`
+    (`tokens`, `parallel`, `l1`), `proprio`, `unnorm_key`, `statistics`, `normalisation` (`q99`, `bounds`), `gripper`
+    (`rlds`) and `center_crop`; a model of your own has what it wants."""
 
 
 @dataclass
@@ -40,14 +41,14 @@ class ModelConfig(NetworkConfig):
     value_per_action: bool = False
     """A value for each action of a chunk, for `algorithm.reward_type: action_level`."""
     add_value_head: bool = True
-    """`vla` and `pi0`: adds a value head, which GRPO does without."""
+    """`vla`, `pi0`, `openvla`: adds a value head, which GRPO does without."""
     model_path: str | None = None
-    """Language models, `vla` and `pi0`: a Hugging Face folder or hub name, with its tokenizer, or `builtin:tiny`."""
+    """Language models, `vla`, `pi0`, `openvla`: a Hugging Face folder or hub name, with its tokenizer, or `builtin:tiny`."""
     dtype: str = "float32"
-    """`vla` and `pi0`: precision of the weights; with `fsdp` and `deepspeed`, of the computation (mixed precision: fp32
-    master weights)."""
+    """`vla`, `pi0`, `openvla`: precision of the weights; with `fsdp` and `deepspeed`, of the computation (mixed precision:
+    fp32 master weights)."""
     gradient_checkpointing: bool = False
-    """`vla`: recomputes activations in the backward pass, which saves memory."""
+    """`vla`, `openvla`: recomputes activations in the backward pass, which saves memory."""
     attn_implementation: str = "sdpa"
     """Attention of transformers: sdpa, eager or flash_attention_2."""
     trust_remote_code: bool = False

@@ -13,6 +13,7 @@ from rlhpc.embodied.envs.observations import boxes_of
 from rlhpc.embodied.models.base import Obs
 from rlhpc.embodied.models.flow import FlowActing, Velocity
 from rlhpc.embodied.models.vlm import (
+    Eye,
     ValueHead,
     VlmInputs,
     image_tokens,
@@ -58,7 +59,8 @@ class Pi0Policy(FlowActing):
                 raise ConfigError(f"{key}: {wanted} is more than this model's {most}")
         tokens = image_tokens(self.model.model.vlm, config.vlm_config)
         prompt = str(self.options.get("prompt") or "{instruction}\n")
-        self.inputs = VlmInputs(observation_space, tokenizer, settings, config.vlm_config, tokens, prompt, True)
+        eye, image = Eye.of(config.vlm_config, settings), int(config.vlm_config.image_token_id)
+        self.inputs = VlmInputs(observation_space, tokenizer, eye, image, tokens, prompt, image_first=True)
         if self.options.get("lora"):
             inject_lora(self.model, LoraConfig(**self.options["lora"]))
         width = int(config.vlm_config.text_config.hidden_size)

@@ -27,6 +27,7 @@ MODELS: Registry[Any] = Registry(
         "flow": "rlhpc.embodied.models.flow:FlowPolicy",
         "vla": "rlhpc.embodied.models.vla:VLAPolicy",
         "pi0": "rlhpc.embodied.models.pi0:Pi0Policy",
+        "openvla": "rlhpc.embodied.models.openvla:OpenVLAPolicy",
     },
 )  # fmt: skip
 register_model = MODELS.register

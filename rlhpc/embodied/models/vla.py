@@ -9,6 +9,7 @@ from the hidden state from which the first of them is predicted.
 from __future__ import annotations
 
 import math
+from abc import abstractmethod
 from typing import Any
 
 import torch
@@ -17,11 +18,14 @@ from torch import Tensor
 
 from rlhpc.config.sections import LoraConfig
 from rlhpc.embodied.config import ModelConfig
+from rlhpc.embodied.envs.observations import count_rows
 from rlhpc.embodied.models.base import Obs, Policy
 from rlhpc.embodied.models.flow import scale_of
 from rlhpc.embodied.models.heads import at_level
+from rlhpc.embodied.models.statistics import Scaling
 from rlhpc.embodied.models.vlm import (
     PROMPT,
+    Eye,
     ValueHead,
     VlmInputs,
     image_tokens,
@@ -34,7 +38,6 @@ from rlhpc.runtime.errors import ConfigError
 from rlhpc.training.lora import inject_lora
 
 BINS = 256
-_OPTIONS = ("prompt", "lora")
 
 
 class ActionTokens:
@@ -58,47 +61,52 @@ class ActionTokens:
         return self.middles.to(ids.device)[(self.end - ids - 1).clamp(0, BINS - 2)]
 
 
-class VLAPolicy(Policy):
-    """Pictures and an instruction to action tokens, by a Llava model.
-
-    `actor.model`: `model_path` (a Hugging Face folder, or `builtin:tiny`), `dtype`, `add_value_head`; `actor.lora`;
-    `kwargs`: `prompt`, with `{instruction}`.
-    """
+class TokenPolicy(Policy):
+    """A policy whose actions are tokens of a language model. A subclass gives `load`, `_read` and `_go_on`."""
 
     has_head = False
     mixed_precision = True
-    low: Tensor
-    high: Tensor
+    #: Keys of `actor.model.kwargs`.
+    options_known: tuple[str, ...] = ("prompt",)
     vlm: Any
+    inputs: VlmInputs
+    tokens: ActionTokens
+    scaling: Scaling
     value_head: ValueHead | None
 
     def __init__(self, cfg: ModelConfig, observation_space: Any, action_space: Any) -> None:
         super().__init__(cfg, observation_space, action_space)
+        name = cfg.model_type
         if not isinstance(action_space, spaces.Box):
-            raise ConfigError(f"model_type {cfg.model_type!r} needs continuous actions; these are {action_space}")
-        options = dict(cfg.kwargs)
-        if unknown := set(options) - set(_OPTIONS):
-            raise ConfigError(f"actor.model.kwargs of the vla has {', '.join(sorted(unknown))}; allowed: prompt")
-        self.dim = math.prod(action_space.shape)
-        low, high = scale_of(action_space)
-        self.register_buffer("low", low, persistent=False)
-        self.register_buffer("high", high, persistent=False)
-        vlm, tokenizer, settings = load_vlm(cfg, "vla", self.chunk, self.dim, numbers_in(observation_space))
-        self.vlm = vlm
-        tokens = image_tokens(self.vlm, self.vlm.config)
-        prompt = str(options.get("prompt") or PROMPT)
-        self.inputs = VlmInputs(observation_space, tokenizer, settings, self.vlm.config, tokens, prompt, False)
-        self.tokens = ActionTokens(int(tokenizer.vocab_size))
-        if self.tokens.first <= int(self.vlm.config.image_token_id) < self.tokens.end:
+            raise ConfigError(f"model_type {name!r} needs continuous actions; these are {action_space}")
+        self.options = dict(cfg.kwargs)
+        if unknown := set(self.options) - {*self.options_known, "lora"}:
             raise ConfigError(
-                f"actor.model.model_path: the image token {self.vlm.config.image_token_id} is among the last {BINS} words of "
-                "the vocabulary, which stand for actions"
+                f"actor.model.kwargs of the {name} has {', '.join(sorted(unknown))}; allowed: {', '.join(self.options_known)}"
             )
-        if options.get("lora"):
-            inject_lora(self.vlm, LoraConfig(**options["lora"]))
+        self.dim = math.prod(action_space.shape)
+        self.scaling = Scaling(*scale_of(action_space))
+        self.load(cfg)
+        if self.options.get("lora"):
+            inject_lora(self.vlm, LoraConfig(**self.options["lora"]))
         width = int(self.vlm.config.text_config.hidden_size)
-        valued = cfg.add_value_head
-        self.value_head = ValueHead(width, self.value_width) if valued else None
+        self.value_head = ValueHead(width, self.value_width) if cfg.add_value_head else None
+
+    @abstractmethod
+    def load(self, cfg: ModelConfig) -> None:
+        """Sets `vlm`, `inputs`, `tokens`, and what else there is."""
+
+    @abstractmethod
+    def _read(self, obs: Obs, said: Tensor | None = None, cache: bool = False) -> Any:
+        """The model's body over pictures, prompt, and the tokens written so far `[B, n]`, and the mask."""
+
+    @abstractmethod
+    def _go_on(self, **given: Any) -> Any:
+        """The model's body over a token more."""
+
+    @abstractmethod
+    def _logits(self, hidden: Tensor) -> Tensor:
+        """Of the whole vocabulary."""
 
     def recompute_activations(self) -> bool:
         """See `Policy.recompute_activations`."""
@@ -107,20 +115,9 @@ class VLAPolicy(Policy):
 
     # -- the passes -----------------------------------------------------------------------------------------------
 
-    def _read(self, obs: Obs, said: Tensor | None = None, cache: bool = False) -> Any:
-        """The model's body over pictures, prompt, and the tokens written so far `[B, n]`."""
-        ids, mask, pixels = self.inputs(obs)
-        if said is not None:
-            ids, mask = torch.cat([ids, said], 1), torch.cat([mask, torch.ones_like(said)], 1)
-        out = self.vlm.model(
-            input_ids=ids, attention_mask=mask, position_ids=positions(mask), use_cache=cache,
-            pixel_values=pixels.flatten(0, 1).to(self.vlm.dtype),
-        )  # fmt: skip
-        return out, mask
-
     def _logp(self, hidden: Tensor) -> Tensor:
         """Log-probabilities among the bins, by token id from the first bin's."""
-        logits = self.vlm.lm_head(hidden)[..., self.tokens.first : self.tokens.end]
+        logits = self._logits(hidden)[..., self.tokens.first : self.tokens.end]
         return torch.log_softmax(logits.float(), -1)
 
     def _values(self, hidden: Tensor) -> Tensor:
@@ -130,7 +127,13 @@ class VLAPolicy(Policy):
         """The head's input and the values (`Policy.features`); tokens have no head of `rlhpc.embodied.models.heads`."""
         if self.value_head is None and value:
             return None, self._values(self.inputs(obs)[0])
-        return None, self._values(self._read(obs)[0].last_hidden_state[:, -1]) if value else None
+        return None, self._values(self._states(obs, None)[:, 0]) if value else None
+
+    def _states(self, obs: Obs, tokens: Tensor | None) -> Tensor:
+        """The hidden states from which given tokens `[B, n]` are predicted, `[B, n, width]`; without them the first."""
+        said, count = (None, 1) if tokens is None else (tokens[:, :-1], tokens.shape[1])
+        hidden: Tensor = self._read(obs, said)[0].last_hidden_state[:, -count:]
+        return hidden
 
     def default_forward(
         self,
@@ -141,7 +144,7 @@ class VLAPolicy(Policy):
     ) -> dict[str, Tensor]:
         """See `Policy.default_forward`; `inputs` may have the `tokens [B, chunk · dim]` that the actions were said in."""
         tokens = inputs["tokens"] if "tokens" in inputs else self.tokens.ids(self._scaled(inputs["actions"])).flatten(1)
-        hidden = self._read(inputs["obs"], tokens[:, :-1])[0].last_hidden_state[:, -tokens.shape[1] :]
+        hidden = self._states(inputs["obs"], tokens)
         out: dict[str, Tensor] = {}
         if compute_logprobs or compute_entropy:
             logp = self._logp(hidden)
@@ -157,44 +160,91 @@ class VLAPolicy(Policy):
         self, obs: Obs, mode: str = "train", noise: Tensor | None = None
     ) -> tuple[Tensor, dict[str, Any]]:
         """Actions for a batch of observations (`Policy.predict_action_batch`)."""
-        out, mask = self._read(obs, cache=True)
-        hidden, rows = out.last_hidden_state[:, -1], len(mask)
-        values = self._values(hidden)
         if mode == "eval":
             noise = None
         elif noise is None:
-            noise = self.sample_noise((rows,), torch.default_generator).to(mask.device)
+            noise = self.sample_noise((count_rows(obs),), torch.default_generator).to(self.scaling.low.device)
+        bins, logprobs, first = self._say(obs, noise)
+        tokens = bins + self.tokens.first
+        actions = self.scaling.unscaled(self.tokens.actions(tokens).unflatten(1, (self.chunk, self.dim)))
+        found = at_level(logprobs, self.logprob_type, self.chunk)
+        return actions, {"prev_logprobs": found, "prev_values": self._values(first), "inputs": {"tokens": tokens}}
+
+    def _say(self, obs: Obs, noise: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+        """The bins of the tokens, one after the other, and their log-probs `[B, chunk · dim]`; the first hidden state."""
+        out, mask = self._read(obs, cache=True)
+        first = hidden = out.last_hidden_state[:, -1]
         said: list[Tensor] = []
         logprobs: list[Tensor] = []
         for i in range(self.chunk * self.dim):
             if i:
-                mask = torch.cat([mask, mask.new_ones(rows, 1)], 1)
-                out = self.vlm.model(
-                    input_ids=said[-1], attention_mask=mask, position_ids=positions(mask)[:, -1:],
+                mask = torch.cat([mask, mask.new_ones(len(mask), 1)], 1)
+                out = self._go_on(
+                    input_ids=said[-1] + self.tokens.first, attention_mask=mask, position_ids=positions(mask)[:, -1:],
                     past_key_values=out.past_key_values, use_cache=True,
                 )  # fmt: skip
                 hidden = out.last_hidden_state[:, -1]
-            logp = self._logp(hidden)
-            bins = logp.argmax(-1, keepdim=True) if noise is None else _drawn(logp, noise[:, i : i + 1])
-            logprobs.append(logp.gather(-1, bins))
-            said.append(bins + self.tokens.first)
-        tokens = torch.cat(said, 1)
-        actions = self._unscaled(self.tokens.actions(tokens).reshape(rows, self.chunk, self.dim))
-        found = at_level(torch.cat(logprobs, 1), self.logprob_type, self.chunk)
-        return actions, {"prev_logprobs": found, "prev_values": values, "inputs": {"tokens": tokens}}
+            bins, chosen = self._choose(hidden[:, None], None if noise is None else noise[:, i : i + 1])
+            logprobs.append(chosen)
+            said.append(bins)
+        return torch.cat(said, 1), torch.cat(logprobs, 1), first
+
+    def _choose(self, hidden: Tensor, noise: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Bins and their log-probs `[B, n]`, from hidden states `[B, n, width]`; without noise the most likely ones."""
+        logp = self._logp(hidden)
+        bins = logp.argmax(-1, keepdim=True) if noise is None else _drawn(logp, noise[..., None])
+        return bins.squeeze(-1), logp.gather(-1, bins).squeeze(-1)
 
     def sample_noise(self, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
         """Uniform `[*shape, chunk · dim]`: where in the cumulative distribution each token lies."""
         return torch.rand((*shape, self.chunk * self.dim), generator=generator)
 
     def _scaled(self, actions: Tensor) -> Tensor:
-        return 2 * (actions.reshape(len(actions), -1, self.dim) - self.low) / (self.high - self.low) - 1
+        return self.scaling.scaled(actions.reshape(len(actions), -1, self.dim))
 
-    def _unscaled(self, actions: Tensor) -> Tensor:
-        return self.low + (actions + 1) / 2 * (self.high - self.low)
+
+class VLAPolicy(TokenPolicy):
+    """Pictures and an instruction to action tokens, by a Llava model.
+
+    `actor.model`: `model_path` (a Hugging Face folder, or `builtin:tiny`), `dtype`, `add_value_head`; `actor.lora`;
+    `kwargs`: `prompt`, with `{instruction}`.
+    """
+
+    def load(self, cfg: ModelConfig) -> None:
+        """See `TokenPolicy.load`."""
+        space = self.observation_space
+        self.vlm, tokenizer, settings = load_vlm(cfg, "vla", self.chunk, self.dim, numbers_in(space))
+        config, image = self.vlm.config, int(self.vlm.config.image_token_id)
+        prompt = str(self.options.get("prompt") or PROMPT)
+        self.inputs = VlmInputs(
+            space, tokenizer, Eye.of(config, settings), image, image_tokens(self.vlm, config), prompt
+        )
+        self.tokens = ActionTokens(int(tokenizer.vocab_size))
+        if self.tokens.first <= image < self.tokens.end:
+            raise ConfigError(
+                f"actor.model.model_path: the image token {image} is among the last {BINS} words of the vocabulary, which "
+                "stand for actions"
+            )
+
+    def _read(self, obs: Obs, said: Tensor | None = None, cache: bool = False) -> Any:
+        ids, mask, pixels = self.inputs(obs)
+        if said is not None:
+            ids, mask = torch.cat([ids, said], 1), torch.cat([mask, torch.ones_like(said)], 1)
+        out = self.vlm.model(
+            input_ids=ids, attention_mask=mask, position_ids=positions(mask), use_cache=cache,
+            pixel_values=pixels.flatten(0, 1).to(self.vlm.dtype),
+        )  # fmt: skip
+        return out, mask
+
+    def _go_on(self, **given: Any) -> Any:
+        return self.vlm.model(**given)
+
+    def _logits(self, hidden: Tensor) -> Tensor:
+        found: Tensor = self.vlm.lm_head(hidden)
+        return found
 
 
 def _drawn(logp: Tensor, uniform: Tensor) -> Tensor:
-    """Samples `[B, 1]` by inversion of the cumulative distribution."""
+    """Samples `[..., 1]` by inversion of the cumulative distribution."""
     summed = logp.exp().cumsum(-1)
-    return torch.searchsorted(summed, uniform * summed[:, -1:]).clamp(max=logp.shape[-1] - 1)
+    return torch.searchsorted(summed, uniform * summed[..., -1:]).clamp(max=logp.shape[-1] - 1)

@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -46,13 +48,23 @@ def values_of(head: nn.Module | None, hidden: Tensor, width: int) -> Tensor:
 
 
 def tiny_config(kind: str, chunk: int, dim: int, state: int) -> Any:
-    """Configuration of a model small enough for tests: Llava (SigLIP and Llama) for "vla", π0 for "pi0"."""
+    """Configuration of a model small enough for tests: Llava (SigLIP and Llama) for "vla", π0 for "pi0", or OpenVLA."""
     package = hugging_face()
+    body = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2}
+    if kind == "openvla":
+        from rlhpc.embodied.models.prismatic import OpenVLAConfig
+
+        small = {"embed_dim": 32, "depth": 3, "num_heads": 2}
+        return OpenVLAConfig(
+            timm_model_ids=["vit_large_patch14_reg4_dinov2.lvd142m", "vit_so400m_patch14_siglip_224"],
+            image_sizes=[28, 28], timm_overrides=[small, small], image_resize_strategy="resize-naive",
+            vision_backbone_id="dinosiglip-vit-so-224px", llm_backbone_id="llama2-7b-pure", use_fused_vision_backbone=True,
+            text_config={**body, "vocab_size": _TINY_WORDS + 64, "max_position_embeddings": 1024, "pad_token_id": 0},
+        )  # fmt: skip
     eye = {
         "model_type": "siglip_vision_model", "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2,
         "num_attention_heads": 2, "image_size": 32, "patch_size": 8, "vision_use_head": False,
     }  # fmt: skip
-    body = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2}
     if kind == "vla":
         words = {
             "vocab_size": _TINY_WORDS,
@@ -76,8 +88,22 @@ def tiny_config(kind: str, chunk: int, dim: int, state: int) -> Any:
 class Bytes:
     """The tokenizer of the tiny models: one token per byte."""
 
-    bos_token_id, pad_token_id = _TINY_BOS, 0
+    bos_token_id, pad_token_id, unk_token_id = _TINY_BOS, 0, None
     vocab_size = _TINY_WORDS
+
+    def convert_tokens_to_ids(self, word: str) -> int | None:
+        """None: no word is a token."""
+        del word
+        return None
+
+    def save_pretrained(self, folder: Path) -> None:
+        """Writes what AutoTokenizer makes the same of."""
+        from tokenizers import Tokenizer, models
+
+        words = {f"<0x{i:02X}>": i for i in range(256)} | {f"<{i}>": i for i in range(256, _TINY_WORDS)}
+        inner = Tokenizer(models.BPE(vocab=words, merges=[], byte_fallback=True))
+        kind = hugging_face().PreTrainedTokenizerFast
+        kind(tokenizer_object=inner, bos_token=f"<{_TINY_BOS}>", pad_token="<0x00>").save_pretrained(folder)
 
     def encode(self, text: str, add_special_tokens: bool = False) -> list[int]:
         """The token ids of a text."""
@@ -103,7 +129,7 @@ def load_vlm(cfg: ModelConfig, kind: str, chunk: int, dim: int, state: int) -> t
 
     Args:
         cfg: `actor.model`: model_path (a Hugging Face folder or hub name, or `builtin:tiny`), dtype, attn_implementation.
-        kind: "vla" or "pi0".
+        kind: "vla", "pi0" or "openvla".
         chunk, dim, state: Actions of a chunk, components of an action, numbers of a state, for a tiny model.
 
     Raises:
@@ -111,19 +137,25 @@ def load_vlm(cfg: ModelConfig, kind: str, chunk: int, dim: int, state: int) -> t
     """
     package = hugging_face()
     path = cfg.model_path or TINY
-    auto = package.PI0ForConditionalGeneration if kind == "pi0" else package.AutoModelForImageTextToText
+    auto, configured = package.AutoModelForImageTextToText, package.AutoConfig
+    if kind == "pi0":
+        auto = package.PI0ForConditionalGeneration
+    elif kind == "openvla":
+        from rlhpc.embodied.models import prismatic
+
+        auto, configured = prismatic.OpenVLAForActionPrediction, prismatic.OpenVLAConfig
+    made = auto.from_config if kind == "vla" else auto._from_config
     if path == TINY:
         config = tiny_config(kind, chunk, dim, state)
         with torch.device("meta") if _empty.get() else contextlib.nullcontext():
-            return auto._from_config(config) if kind == "pi0" else auto.from_config(config), Bytes(), {}
+            return made(config), Bytes(), {}
     if path.startswith("builtin:"):
         raise ConfigError(f"actor.model.model_path is {path!r}; the only built-in vision-language model is {TINY}")
     options = {"dtype": _DTYPES[cfg.dtype], "attn_implementation": cfg.attn_implementation}
     trust = cfg.trust_remote_code
     try:
         if _empty.get():
-            config = package.AutoConfig.from_pretrained(path, trust_remote_code=trust)
-            made = auto._from_config if kind == "pi0" else auto.from_config
+            config = configured.from_pretrained(path, trust_remote_code=trust)
             with torch.device("meta"):
                 model = made(config, **options)
         else:
@@ -131,7 +163,7 @@ def load_vlm(cfg: ModelConfig, kind: str, chunk: int, dim: int, state: int) -> t
         tokenizer = package.AutoTokenizer.from_pretrained(path, trust_remote_code=trust)
     except (OSError, ValueError, KeyError) as error:
         raise ConfigError(f"actor.model.model_path is {path!r}, which transformers cannot load: {error}") from error
-    wanted = "pi0" if kind == "pi0" else "llava"
+    wanted = "llava" if kind == "vla" else kind
     if model.config.model_type != wanted:
         raise ConfigError(
             f"actor.model.model_path is {path!r}, a {model.config.model_type}; model_type {kind} takes {wanted} models"
@@ -143,22 +175,68 @@ def load_vlm(cfg: ModelConfig, kind: str, chunk: int, dim: int, state: int) -> t
     return model, tokenizer, settings
 
 
+@dataclass(frozen=True)
+class Eye:
+    """Pictures as a model takes them.
+
+    Attributes:
+        size: Pixels a side.
+        means, stds: Of the three channels; the same picture once with each.
+        bicubic: How they are brought to that size: so, and rounded, as Pillow does; else bilinearly.
+        middle: The share of their area, around the middle, that is then shown in that size.
+    """
+
+    size: int
+    means: Sequence[Sequence[float]] = ((0.5,) * 3,)
+    stds: Sequence[Sequence[float]] = ((0.5,) * 3,)
+    bicubic: bool = False
+    middle: float = 1.0
+
+    @classmethod
+    def of(cls, config: Any, settings: dict[str, Any]) -> Eye:
+        """Of a model of transformers and the settings of its image processor."""
+        means, stds = (settings.get(name, (0.5,) * 3) for name in ("image_mean", "image_std"))
+        return cls(int(config.vision_config.image_size), (means,), (stds,))
+
+    def __call__(self, images: Tensor) -> Tensor:
+        """`[B, H, W, 3·cameras]` to `[B, cameras, 3·means, size, size]`, normalised."""
+        rows, height, width, channels = images.shape
+        flat = images.reshape(rows, height, width, channels // 3, 3).permute(0, 3, 4, 1, 2).flatten(0, 1).float() / 255
+        if (height, width) != (self.size, self.size):
+            mode = "bicubic" if self.bicubic else "bilinear"
+            flat = F.interpolate(flat, (self.size, self.size), mode=mode, antialias=True, align_corners=False)
+            if self.bicubic:
+                flat = (flat.clamp(0, 1) * 255).round() / 255
+        if self.middle < 1:
+            inner = math.sqrt(self.middle) * torch.eye(2, 3, device=flat.device).expand(len(flat), -1, -1)
+            grid = F.affine_grid(inner, list(flat.shape), align_corners=True)
+            flat = F.grid_sample(flat, grid, mode="bilinear", align_corners=True)
+        each = [
+            (flat - flat.new_tensor(mean).reshape(3, 1, 1)) / flat.new_tensor(std).reshape(3, 1, 1)
+            for mean, std in zip(self.means, self.stds, strict=True)
+        ]
+        return torch.cat(each, 1).unflatten(0, (rows, channels // 3))
+
+
 class VlmInputs:
     """What a vision-language model takes, from observations: pictures in its size, and a prompt as tokens.
 
     Args:
         observation_space: Of a slot: pictures uint8 `[H, W, 3·cameras]`, and `instruction` if there is one.
         tokenizer: Of the model.
-        settings: Of its image processor: image_mean, image_std.
-        config: Of the model: image token, image size.
-        image_tokens: Tokens of one picture.
+        eye: Its pictures.
+        image: The token whose places what is seen takes.
+        image_tokens: Of one picture.
         prompt: With `{instruction}`.
         image_first: Pictures before the first token of the text (PaliGemma), else after it.
+        more: Such places after all pictures, for what is felt.
+        end: Tokens after the prompt.
+        lower: The instruction is given in lower case.
     """
 
     def __init__(
-        self, observation_space: Any, tokenizer: Any, settings: dict[str, Any], config: Any, image_tokens: int,
-        prompt: str, image_first: bool,
+        self, observation_space: Any, tokenizer: Any, eye: Eye, image: int, image_tokens: int, prompt: str, *,
+        image_first: bool = False, more: int = 0, end: Sequence[int] = (), lower: bool = False,
     ) -> None:  # fmt: skip
         boxes = boxes_of(observation_space)
         self.pictures = [key for key, box in boxes.items() if len(box.shape) == 3]
@@ -172,19 +250,16 @@ class VlmInputs:
             raise ConfigError(f"vision-language policies need pictures; the observations are {observation_space}")
         self.has_text = "instruction" in boxes
         self._tokenizer, self._prompt, self._image_first = tokenizer, prompt, image_first
-        self._size = int(config.vision_config.image_size)
-        self._mean, self._std = (
-            torch.tensor(settings.get(name, [0.5] * 3)).reshape(3, 1, 1) for name in ("image_mean", "image_std")
-        )
+        self._eye, self._end, self._lower = eye, list(end), lower
         cameras = sum(boxes[key].shape[2] // 3 for key in self.pictures)
-        self._image_ids = [int(config.image_token_id)] * (image_tokens * cameras)
+        self._image_ids = [image] * (image_tokens * cameras + more)
         self._pad = int(tokenizer.pad_token_id or 0)
         self._known: dict[bytes, list[int]] = {}
 
     def __call__(self, obs: Any) -> tuple[Tensor, Tensor, Tensor]:
-        """Token ids and mask `[B, L]`, padded on the left; pictures `[B, cameras, 3, size, size]`."""
+        """Token ids and mask `[B, L]`, padded on the left; pictures as the eye makes them, of all cameras."""
         parts = obs if isinstance(obs, dict) else {"": obs}
-        pixels = torch.cat([self._pixels(parts[key]) for key in self.pictures], 1)
+        pixels = torch.cat([self._eye(parts[key]) for key in self.pictures], 1)
         if self.has_text:
             rows = [self._tokens(bytes(row)) for row in parts["instruction"].cpu().numpy()]
         else:
@@ -196,21 +271,13 @@ class VlmInputs:
 
     def _tokens(self, instruction: bytes) -> list[int]:
         if instruction not in self._known:
-            text = self._prompt.format(instruction=decode_text(instruction) or "do the task")
+            task = decode_text(instruction) or "do the task"
+            text = self._prompt.format(instruction=task.lower() if self._lower else task)
             bos = [] if self._tokenizer.bos_token_id is None else [int(self._tokenizer.bos_token_id)]
             words = self._tokenizer.encode(text, add_special_tokens=False)
             front = [*self._image_ids, *bos] if self._image_first else [*bos, *self._image_ids]
-            self._known[instruction] = [*front, *words]
+            self._known[instruction] = [*front, *words, *self._end]
         return self._known[instruction]
-
-    def _pixels(self, images: Tensor) -> Tensor:
-        """`[B, H, W, 3·cameras]` to `[B, cameras, 3, size, size]`, normalised."""
-        rows, height, width, channels = images.shape
-        flat = images.reshape(rows, height, width, channels // 3, 3).permute(0, 3, 4, 1, 2).flatten(0, 1).float() / 255
-        if (height, width) != (self._size, self._size):
-            flat = F.interpolate(flat, (self._size, self._size), mode="bilinear", antialias=True, align_corners=False)
-        normal = (flat - self._mean.to(flat.device)) / self._std.to(flat.device)
-        return normal.reshape(rows, channels // 3, 3, self._size, self._size)
 
 
 def image_tokens(vlm: Any, config: Any) -> int:

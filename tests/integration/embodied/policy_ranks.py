@@ -18,6 +18,7 @@ from rlhpc.embodied.update.ppo import PolicyUpdate
 ROWS, BATCH, LR = 24, 12, 3e-3
 SPACES = {
     "mlp": (spaces.Box(-1, 1, (3,), np.float32), spaces.Box(-1, 1, (2,), np.float32)),
+    "openvla": (spaces.Box(0, 255, (32, 32, 3), np.uint8), spaces.Box(-1, 1, (2,), np.float32)),
     "vla": (spaces.Box(0, 255, (32, 32, 3), np.uint8), spaces.Box(-1, 1, (2,), np.float32)),
 }
 

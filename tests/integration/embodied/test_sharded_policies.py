@@ -29,6 +29,7 @@ from rlhpc.runtime.errors import CheckpointError
 BACKENDS = ("fsdp", "zero1", "zero2", "zero3")
 #: Two layers to gather one at a time, and adapters on frozen ones.
 VLA = {"actor.model.model_type": "vla", "actor.model.model_path": "builtin:tiny"}
+OPENVLA = {**VLA, "actor.model.model_type": "openvla", "actor.model.kwargs": {"head": "l1"}}
 PRELOAD = ("deepspeed", "transformers.models.llava.modeling_llava", "rlhpc.embodied.roles.bc", "torch.distributed.fsdp")
 
 
@@ -88,14 +89,21 @@ def test_ppo_is_that_of_one_rank_that_holds_all(ranks, backend: str) -> None:
         assert max(first["held"], second["held"]) < 0.7 * sum(tensor.numel() for tensor in expected["weights"].values())
 
 
-@pytest.mark.parametrize("backend", ["fsdp", "zero3"])
-def test_a_transformer_s_layers_are_sharded(ranks, backend: str) -> None:
+#: The openvla trains weights beside its adapters: the head that gives numbers.
+SHARDED = [
+    ("fsdp", VLA), ("zero3", VLA), ("fsdp", OPENVLA), ("zero2", OPENVLA), ("zero3", OPENVLA),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("backend", "model"), SHARDED, ids=[f"{b}-{m['actor.model.model_type']}" for b, m in SHARDED])
+def test_a_transformer_s_layers_are_sharded(ranks, backend: str, model: dict[str, Any]) -> None:
     """With adapters on frozen weights and recomputed activations."""
-    changes = {**VLA, "actor.lora.rank": 2}
+    changes = {**model, "actor.lora.rank": 2}
     expected = PolicyTrainer().ppo(changes, range(1))
     found, _ = ranks(2).ppo(on(backend, **changes, **{"actor.model.gradient_checkpointing": True}), range(1)).wait()
     assert_same(found, expected, 1e-4)
-    assert found["held"] < 0.6 * sum(tensor.numel() for tensor in expected["weights"].values())
+    if backend != "zero2":
+        assert found["held"] < 0.6 * sum(tensor.numel() for tensor in expected["weights"].values())
 
 
 @pytest.mark.parametrize("backend", ["fsdp", "zero2"])

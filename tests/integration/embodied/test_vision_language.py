@@ -7,10 +7,16 @@ import os
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 import yaml
+from safetensors.torch import load_file
 
 from rlhpc import cli
+from rlhpc.embodied.envs.observations import encode_text
+from rlhpc.embodied.export import load_exported
+from rlhpc.embodied.models import build_model
 
 pytest.importorskip("transformers")
 pytest.importorskip("peft")
@@ -76,3 +82,34 @@ def test_ppo_of_pi0_with_adapters(here: Path) -> None:
     assert row["train/approx_kl"] == pytest.approx(0, abs=1e-6) and row["train/grad_norm"] > 0
     assert row["train/value_loss"] > 0
     assert train("flow_bc", *pi0, config="cloning.yaml")[0]["train/grad_norm"] > 0
+
+
+def test_openvla_from_cloning_to_a_folder_of_its_family(here: Path) -> None:
+    """OFT: cloned with statistics of the demonstrations, reinforced, resumed bit for bit, released, and loaded again."""
+    bounds = {"q01": [-0.9, -0.8], "q99": [0.9, 0.8], "min": [-1, -1], "max": [1, 1], "mask": [True, True]}
+    Path("statistics.json").write_text(json.dumps({"square": {"action": bounds, "proprio": bounds}}))
+    kwargs = "{head: l1, proprio: true, statistics: statistics.json}"
+    model = ["actor.model.model_type=openvla", f"actor.model.kwargs={kwargs}", "actor.model.log_std_init=-1"]
+    rows = train("oft_bc", *model, "runner.max_steps=4", "actor.optim.lr=1e-4", config="cloning.yaml")
+    assert rows[-1]["train/loss"] < rows[0]["train/loss"]
+    start = [*model, "runner.init_from=runs/oft_bc", "runner.save_interval=1", "runner.max_steps=2"]
+    rows = train("oft", *start)
+    assert rows[0]["train/approx_kl"] == pytest.approx(0, abs=1e-6) and rows[0]["train/grad_norm"] > 0
+    train("oft_again", *start, "runner.resume_dir=runs/oft/checkpoints/global_step_1")
+    weights = [load_file(f"runs/{run}/checkpoints/global_step_2/model.safetensors") for run in ("oft", "oft_again")]
+    assert all(torch.equal(value, weights[1][key]) for key, value in weights[0].items())
+
+    assert cli.main(["convert", "--run", "runs/oft", "--step", "2", "--released", "--output", "oft_out"]) == 0
+    mine = load_exported("runs/oft/checkpoints/global_step_2")
+    section = mine._cfg
+    section.model_path, section.kwargs = "oft_out", {}
+    theirs = build_model(section, mine.observation_space, mine.action_space)
+    generator = np.random.default_rng(0)
+    obs = {
+        "rgb": torch.from_numpy(generator.integers(0, 256, (4, 16, 16, 3), np.uint8)),
+        "instruction": torch.from_numpy(np.stack([encode_text("go to the red square", 40)] * 4)),
+        "state": torch.from_numpy(generator.uniform(-1, 1, (4, 2)).astype(np.float32)),
+    }
+    with torch.no_grad():
+        assert torch.equal(mine.predict_action_batch(obs, "eval")[0], theirs.predict_action_batch(obs, "eval")[0])
+        assert torch.equal(mine.value(obs), theirs.value(obs))

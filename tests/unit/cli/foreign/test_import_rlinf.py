@@ -248,6 +248,21 @@ def test_a_language_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     assert "an engine runs on one accelerator rollout.tensor_parallel_size: 2" in said
 
 
+def test_openvla_oft_becomes_openvla(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = {
+        "model_type": "openvla_oft", "model_path": "/models/oft", "num_action_chunks": 8, "use_proprio": True,
+        "use_film": True, "unnorm_key": "libero_10_no_noops", "center_crop": True, "attn_implementation": "flash_attention_2",
+    }  # fmt: skip
+    batches = {"global_batch_size": 256, "micro_batch_size": 64}
+    cfg, _, report = imported(put(project, "push.yaml", merged(PPO, {"actor": {**batches, "model": model}})), capsys)
+    found = cfg.actor.model
+    assert (found.model_type, found.model_path, found.attn_implementation) == ("openvla", "/models/oft", "sdpa")
+    assert found.kwargs == {
+        "head": "parallel", "proprio": True, "unnorm_key": "libero_10_no_noops", "center_crop": True,
+    }  # fmt: skip
+    assert "rlhpc's openvla has no FiLM" in " ".join(report.split())
+
+
 def test_a_part_that_is_not_here_stays_by_its_name(
     project: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -20,7 +20,7 @@ WRONG = {
     "values of actions alone": ([CHUNK, "actor.model.value_per_action=true"], "it is for algorithm.reward_type"),
     "a group of one": (["algorithm.adv_type=grpo"], "env.train.group_size is 1"),
     "parts of episodes": (["algorithm.adv_type=grpo", "env.train.group_size=2"], "env.train.auto_reset is True"),
-    "adapters of a small network": (["actor.lora.rank=4"], "actor.lora.rank is 4; adapters are for vla and pi0"),
+    "adapters of a small network": (["actor.lora.rank=4"], "actor.lora.rank is 4; adapters are for vla, pi0, openvla"),
     "dropout": (
         ["actor.model.model_type=vla", "actor.lora.rank=4", "actor.lora.dropout=0.1"],
         "actor.lora.dropout is for kinds of run",

@@ -36,8 +36,15 @@ SPACE = spaces.Dict(
 )
 
 
+#: OpenVLA predicts its actions in three ways.
+HEADS = {"openvla-parallel": {"head": "parallel", "proprio": True}, "openvla-l1": {"head": "l1", "proprio": True}}
+KINDS = ["vla", "pi0", "openvla", *HEADS]
+
+
 def section(kind, **changes):
-    return OmegaConf.merge(CFG, {"model_type": kind, **changes})
+    name = kind.partition("-")[0]
+    kwargs = {**HEADS.get(kind, {}), **changes.pop("kwargs", {})}
+    return OmegaConf.merge(CFG, {"model_type": name, **changes, "kwargs": kwargs})
 
 
 def observations(count, seed=0):
@@ -54,7 +61,7 @@ def rows(obs, part):
     return {key: value[part] for key, value in obs.items()}
 
 
-@pytest.mark.parametrize("kind", ["vla", "pi0"])
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("level", ["token_level", "chunk_level"])
 def test_acting_and_training_agree(kind, level):
     policy = build_model(section(kind), SPACE, ACTION, seed=1)
@@ -75,17 +82,20 @@ def test_acting_and_training_agree(kind, level):
     torch.testing.assert_close(alone, actions[1:2], rtol=1e-3, atol=1e-3)
     shape = (4, 2, 3) if level == "token_level" else (4,)
     assert out["logprobs"].shape == out["entropy"].shape == shape
-    if kind == "vla":
+    if kind in ("vla", "openvla", "openvla-parallel"):
         assert (actions >= torch.tensor(ACTION.low)).all() and (actions <= torch.tensor(ACTION.high)).all()
 
 
 PARTS = {
     "vla": ("vision_tower", "multi_modal_projector", "language_model", "lm_head"),
     "pi0": ("vision_tower", "multi_modal_projector", "language_model", "dit", "embed_action_time", "action_out_proj"),
+    "openvla": ("featurizer.blocks", "fused_featurizer.blocks", "projector", "language_model", "lm_head"),
+    "openvla-parallel": ("featurizer.blocks", "fused_featurizer.blocks", "proprio_projector", "lm_head"),
+    "openvla-l1": ("featurizer.blocks", "fused_featurizer.blocks", "proprio_projector", "action_head"),
 }
 
 
-@pytest.mark.parametrize("kind", ["vla", "pi0"])
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("loss", ["policy", "imitation"])
 def test_gradients_reach_every_part(kind, loss):
     policy = build_model(section(kind), SPACE, ACTION, seed=1)
@@ -104,7 +114,7 @@ def test_gradients_reach_every_part(kind, loss):
         assert found and sum(bool(p.grad is not None and p.grad.any()) for p in found) > len(found) / 2, part
 
 
-@pytest.mark.parametrize("kind", ["vla", "pi0"])
+@pytest.mark.parametrize("kind", KINDS)
 def test_what_it_sees_reads_and_feels_matters(kind):
     policy = build_model(section(kind), SPACE, ACTION, seed=1)
     torch.manual_seed(0)
@@ -117,7 +127,7 @@ def test_what_it_sees_reads_and_feels_matters(kind):
         given = {"actions": actions, **extras["inputs"]}
         reference = policy.default_forward({"obs": obs, **given})["logprobs"]
         changes = {"rgb": other["rgb"], "instruction": obs["instruction"].flip(0)}
-        if kind == "pi0":  # action tokens follow pictures and words alone
+        if kind in ("pi0", *HEADS):  # action tokens follow pictures and words alone
             changes["state"] = other["state"]
         for key, value in changes.items():
             assert (
@@ -125,15 +135,15 @@ def test_what_it_sees_reads_and_feels_matters(kind):
             ).abs().min() > 1e-5, key
 
 
-@pytest.mark.parametrize("kind", ["vla", "pi0"])
+@pytest.mark.parametrize("kind", KINDS)
 def test_adapters_train_and_the_rest_stays(kind):
     pytest.importorskip("peft")
     policy = build_model(section(kind, kwargs={"lora": LORA}, add_value_head=False), SPACE, ACTION, seed=1)
-    trained = [name for name, p in policy.named_parameters() if p.requires_grad]
-    assert trained and all("lora_" in name for name in trained)
-    assert sum(p.numel() for p in policy.parameters() if p.requires_grad) < 0.3 * sum(
-        p.numel() for p in policy.parameters()
-    )
+    trained = {name for name, p in policy.named_parameters() if p.requires_grad}
+    beside = {name for name in trained if name.startswith(("action_head.", "proprio_projector.", "head."))}
+    assert trained - beside and all("lora_" in name for name in trained - beside)
+    small = sum(p.numel() for name, p in policy.named_parameters() if name in trained - beside)
+    assert small < 0.3 * sum(p.numel() for p in policy.parameters())
     plain = build_model(section(kind), SPACE, ACTION, seed=1)
     obs = observations(2)
     with torch.no_grad():
@@ -147,7 +157,7 @@ def test_adapters_train_and_the_rest_stays(kind):
         policy.bc_loss({"obs": obs, "actions": torch.zeros(2, 2, 3)}).sum().backward()
         optimizer.step()
     changed = {name for name, value in policy.state_dict().items() if not torch.equal(value, before[name])}
-    assert changed and all("lora_" in name for name in changed)
+    assert changed - beside and changed <= trained
     twin = policy_from_spec(policy.spec())
     twin.load_state_dict(policy.state_dict())
     assert torch.equal(twin.predict_action_batch(obs, "eval")[0], policy.predict_action_batch(obs, "eval")[0])
@@ -198,7 +208,7 @@ def test_weights_of_a_folder(tmp_path):
 
 def test_what_does_not_fit_is_explained(tmp_path):
     blind = spaces.Dict({"state": SPACE["state"]})
-    for kind in ("vla", "pi0"):
+    for kind in ("vla", "pi0", "openvla"):
         with pytest.raises(ConfigError, match="need pictures"):
             build_model(section(kind), blind, ACTION)
         with pytest.raises(ConfigError, match="continuous actions"):
