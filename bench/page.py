@@ -41,6 +41,8 @@ TITLES = {
     "overlap": "How phases of a language model's step overlap",
     "trl_grpo": "GRPO beside TRL",
     "demo_llm": "The language model demonstration",
+    "demo_agent": "The agent demonstration",
+    "self_play": "Games whose best play is known",
     "distillation": "Distillation beside GRPO",
     "robot": "From demonstrations to RL",
     "gpu": "On an accelerator",
