@@ -151,7 +151,7 @@ class Whole:
     Attributes:
         tokens: Tokens that are trained on.
         sequences: What a role says in an episode, with such a token: most often one sample.
-        width: Tokens of its longest sample.
+        width: Tokens of its longest sequence.
     """
 
     tokens: float

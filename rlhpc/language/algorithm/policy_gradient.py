@@ -140,19 +140,20 @@ class PolicyGradient(LanguageAlgorithm):
         parts_of = columns.get(PARTS_OF) if cfg.loss_agg == "seq-mean-token-mean" else None
         if parts_of is not None:
             columns[ADVANTAGES] = columns[ADVANTAGES] * parts_of
+        # What is divided by a width is by that of the whole minibatch, not of this micro-batch.
+        norm = mask.shape[1] / whole.width if cfg.loss_agg == "seq-mean-token-sum-norm" else 1.0
         loss, found = self._policy_loss(logprobs, mask, columns, counts)
-        if cfg.loss_agg == "seq-mean-token-sum-norm":
-            loss = loss * (mask.shape[1] / whole.width)  # the width of the whole minibatch, not of this micro-batch
+        loss = norm * loss
         parts: dict[str, Tensor] = {"policy_loss": loss.detach()}
         if self.kl_coef:
             kl = kl_penalty(logprobs, columns[REFERENCE], cfg.kl_type)
             parts["ref_kl"] = aggregate(kl.detach(), mask, "token-mean", **counts)
             if cfg.kl_in == "loss":
-                loss = loss + self.kl_coef * aggregate(_weighed(kl, parts_of), mask, cfg.loss_agg, **counts)
+                loss = loss + self.kl_coef * norm * aggregate(_weighed(kl, parts_of), mask, cfg.loss_agg, **counts)
         if scores.entropy is not None:
             entropy = batch.padded(scores.entropy)
             weighed = _weighed(entropy, parts_of)
-            loss = loss - cfg.entropy_coef * entropy_loss(weighed, mask, cfg.loss_agg, **counts)
+            loss = loss - cfg.entropy_coef * norm * entropy_loss(weighed, mask, cfg.loss_agg, **counts)
             parts["entropy"] = aggregate(entropy.detach(), mask, "token-mean", **counts)
         else:  # a sample estimate costs nothing
             parts["entropy"] = aggregate(-logprobs.detach(), mask, "token-mean", **counts)

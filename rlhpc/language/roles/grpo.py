@@ -331,8 +331,8 @@ class GrpoActor(LanguageActor[GrpoConfig]):
         tokens, sequences = self._counted(batch)
         if self.cfg.agent.kind != INLINE:
             batch.columns[PARTS_OF] = batch.parts_of_sequences()
+        width = self._most(batch.by_episode().width)
         batch = self._shared(batch)
-        width = self._most(batch.width)
         if self.skips.skip and not tokens:  # all was left out: Adam would move by its momentum alone
             return {"grad_norm": math.nan, "tokens": 0.0}
         whole = Whole(tokens, sequences, width)

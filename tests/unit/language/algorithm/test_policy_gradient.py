@@ -171,7 +171,9 @@ def test_micro_batches_add_up_to_the_whole(batch: TokenBatch, options: dict[str,
         torch.testing.assert_close(sums[name], torch.as_tensor(metrics[name]), msg=name)
 
 
-@pytest.mark.parametrize("loss_agg", ["token-mean", "seq-mean-token-mean", "seq-mean-token-sum"])
+@pytest.mark.parametrize(
+    "loss_agg", ["token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm"]
+)
 def test_an_episode_in_several_samples_has_the_gradient_of_one(batch: TokenBatch, loss_agg: str) -> None:
     """Over tokens and over sequences; with a penalty, a bonus, and samples of an episode in several micro-batches."""
     options = {"loss_agg": loss_agg, "kl_coef": 0.1, "entropy_coef": 0.01, "recompute_logprobs": True, "tis_cap": 2.0}
@@ -181,7 +183,7 @@ def test_an_episode_in_several_samples_has_the_gradient_of_one(batch: TokenBatch
         given.columns["advantages"] = algorithm.advantages(given, None)
         given.columns["parts_of"] = given.parts_of_sequences()
         owners = torch.repeat_interleave(given.sequence(), given.lengths)[given.mask]
-        whole = Whole(float(given.mask.sum()), float(len(owners.unique())), given.width)
+        whole = Whole(float(given.mask.sum()), float(len(owners.unique())), given.by_episode().width)
         logprobs, uncertain = said.clone().requires_grad_(), entropy.clone().requires_grad_()
         for samples in torch.arange(len(given)).split(5):
             where = given.tokens_of(samples)
