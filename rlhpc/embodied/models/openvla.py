@@ -52,6 +52,8 @@ class OpenVLAPolicy(TokenPolicy):
         for part in self.vlm.modules():
             if isinstance(part, ViT):
                 part.freeze_unused()
+        if self.action_head is not None:  # no word is said
+            self.vlm.language_model.lm_head.requires_grad_(False)
         files.load_ours(self)
 
     def load(self, cfg: ModelConfig) -> None:

@@ -91,14 +91,19 @@ def test_ppo_is_that_of_one_rank_that_holds_all(ranks, backend: str) -> None:
 
 #: The openvla trains weights beside its adapters: the head that gives numbers.
 SHARDED = [
-    ("fsdp", VLA), ("zero3", VLA), ("fsdp", OPENVLA), ("zero2", OPENVLA), ("zero3", OPENVLA),
-]  # fmt: skip
+    ("fsdp", VLA, 2),
+    ("zero3", VLA, 2),
+    ("fsdp", OPENVLA, 0),
+    *((b, OPENVLA, 2) for b in ("fsdp", "zero2", "zero3")),
+]
 
 
-@pytest.mark.parametrize(("backend", "model"), SHARDED, ids=[f"{b}-{m['actor.model.model_type']}" for b, m in SHARDED])
-def test_a_transformer_s_layers_are_sharded(ranks, backend: str, model: dict[str, Any]) -> None:
-    """With adapters on frozen weights and recomputed activations."""
-    changes = {**model, "actor.lora.rank": 2}
+@pytest.mark.parametrize(
+    ("backend", "model", "rank"), SHARDED, ids=[f"{b}-{m['actor.model.model_type']}-{rank}" for b, m, rank in SHARDED]
+)
+def test_a_transformer_s_layers_are_sharded(ranks, backend: str, model: dict[str, Any], rank: int) -> None:
+    """With adapters (of a rank) on frozen weights or all weights trained, and recomputed activations."""
+    changes = {**model, "actor.lora.rank": rank}
     expected = PolicyTrainer().ppo(changes, range(1))
     found, _ = ranks(2).ppo(on(backend, **changes, **{"actor.model.gradient_checkpointing": True}), range(1)).wait()
     assert_same(found, expected, 1e-4)
