@@ -196,6 +196,8 @@ def check_reasoning(cfg: GrpoConfig, fail: Fail) -> None:
         raise fail(f"rollout.parallel.{key}", "the engine hf has one rank: set rollout.rollout_backend=vllm")
     if cfg.rollout.weight_sync.lower() == "shards" and cfg.actor.training_backend.lower() == "deepspeed":
         raise fail("rollout.weight_sync", "DeepSpeed's shards are no boxes of tensors: take auto, or another backend")
+    if cfg.rollout.routing_replay and cfg.rollout.rollout_backend.lower() == "vllm":
+        raise fail("rollout.routing_replay", "vllm does not say which experts it chose: take hf, or leave it false")
     if not cfg.rollout.merge_adapters:
         if not cfg.actor.lora.rank:
             raise fail("rollout.merge_adapters", "there are no adapters (actor.lora.rank is 0): leave it true")

@@ -194,6 +194,9 @@ class GrpoRolloutConfig(WeightSyncConfig, EngineConfig):
     keep_cache_on_update: bool = False
     """Sequences under way go on with the keys and values that older weights made, rather than have them recomputed (exact, and
     slow for long ones): for `algorithm.max_staleness`. Log-probs are those that tokens were drawn with either way."""
+    routing_replay: bool = False
+    """A mixture is trained with the experts that the engine (`hf`) chose for each token, weighted by its routers: rounding
+    then sends no token to other experts in the trainer than in the engine."""
 
 
 @dataclass

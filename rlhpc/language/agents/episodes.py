@@ -14,11 +14,14 @@ import threading
 import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rlhpc.language.data.prompts import Prompt
 from rlhpc.language.engines.base import Completion, Request, RolloutBackend
 from rlhpc.runtime.errors import ConfigError
+
+if TYPE_CHECKING:
+    import numpy as np
 
 log = logging.getLogger(__name__)
 _IDLE_S = 0.01
@@ -47,6 +50,7 @@ class Episode:
         role: Who speaks, where several do.
         above: How much more its role's reward is than the episode's, as the agent says.
         outcome: What an agent outside says of it; None of an agent inside.
+        experts: What routers chose for the first of the tokens, prompt included (`Completion.experts`); None if nobody knows.
         branches: Where the model read several contexts in it, or was asked by an agent outside: each of these, as an
             episode of its own. `token_ids` and the like are those of the last answer then.
     """
@@ -67,6 +71,7 @@ class Episode:
     above: float = 0.0
     outcome: Outcome | None = None
     branches: list[Episode] | None = None
+    experts: np.ndarray | None = None
 
     @property
     def samples(self) -> list[Episode]:
@@ -359,6 +364,7 @@ def _append(episode: Episode, completion: Completion) -> None:
     episode.versions += completion.versions
     episode.loss_mask += [True] * len(completion.token_ids)
     episode.turn_ids += [episode.turns] * len(completion.token_ids)
+    episode.experts = completion.experts  # of all that was read, earlier turns included
 
 
 def _seed(seed: int, after: int) -> int:

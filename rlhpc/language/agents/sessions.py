@@ -205,7 +205,7 @@ class Session:
         before = 0 if parent is None else len(self.tree.ids(parent))
         turn = Turn(
             parent, prompt[before:], completion.token_ids, completion.logprobs, completion.versions,
-            completion.finish_reason, keys, role=role,
+            completion.finish_reason, keys, role=role, experts=completion.experts,
         )  # fmt: skip
         self.tree.turns.append(turn)
         return turn

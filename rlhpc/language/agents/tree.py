@@ -9,8 +9,12 @@ from __future__ import annotations
 import collections
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from rlhpc.language.agents.episodes import Episode
+
+if TYPE_CHECKING:
+    import numpy as np
 
 
 @dataclass
@@ -21,6 +25,7 @@ class Turn:
         parent: The turn whose tokens it begins with; None begins a tree of its own.
         context: What the model read beyond those: of a first turn, the whole prompt.
         token_ids, logprobs, versions: What it drew.
+        experts: `Completion.experts`.
         finish_reason: `stop` or `length`.
         keys: Digests of the messages that it was asked with, and of its reply; empty where it was asked with tokens.
         received: Whether the reply has reached who asked.
@@ -38,6 +43,7 @@ class Turn:
     received: bool = False
     role: int = 0
     reward: float = 0.0
+    experts: np.ndarray | None = None
 
 
 @dataclass
@@ -109,6 +115,7 @@ class Tree:
             turns=len(path),
             finish_reason=self.turns[path[-1]].finish_reason,
             role=first.role,
+            experts=self.turns[path[-1]].experts,
         )
         for depth, at in enumerate(path):
             turn, between = self.turns[at], 0

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 if TYPE_CHECKING:
+    import numpy as np
     import torch
 
     from rlhpc.checkpoint.boxes import Box
@@ -51,6 +52,8 @@ class Completion:
         logprobs: One per token: of the distribution it was drawn from (after temperature; before top-p and top-k).
         versions: One per token: the version of the weights that drew it.
         finish_reason: `stop`, `length`, or `abort`.
+        experts: `[tokens, choices]` int16 (`SaysExperts`): what the model's routers chose for each token of the prompt and the
+            response that it read, which is all but the last, when it read it last. None where nobody asked.
     """
 
     id: int
@@ -58,6 +61,7 @@ class Completion:
     logprobs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
     finish_reason: str = "stop"
+    experts: np.ndarray | None = None
 
 
 class RolloutBackend(Protocol):
@@ -69,7 +73,7 @@ class RolloutBackend(Protocol):
     `Completion.versions` tells which token is whose.
 
     What only some engines say or can do is in `SaysForkable`, `AwaitsWeights`, `TakesParts`, `TakesShards`, `TellsWeights`,
-    `ScoresTexts` and `Bounded`.
+    `ScoresTexts`, `SaysExperts` and `Bounded`.
     """
 
     @property
@@ -171,6 +175,14 @@ class ScoresTexts(Protocol):
 
     def score(self, token_ids: Sequence[int]) -> list[float]:
         """Log-probs of a text's tokens but the first, at temperature 1, by the present weights. What is under way goes on."""
+
+
+@runtime_checkable
+class SaysExperts(Protocol):
+    """An engine that says which experts of a mixture have seen a token (`rollout.routing_replay`)."""
+
+    choices: int
+    """How many a token: those of all routers, one after the other. 0 if it was not asked."""
 
 
 @runtime_checkable

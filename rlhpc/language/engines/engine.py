@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from rlhpc.config.typed import select
-from rlhpc.language.engines.base import Completion, Request
+from rlhpc.language.engines.base import Completion, Request, RolloutBackend, SaysExperts
 from rlhpc.runtime.errors import ConfigError, RlhpcError
 
 if TYPE_CHECKING:
@@ -41,6 +41,7 @@ class EngineOptions:
             demonstrations does not.
         keeps_cache: `rollout.keep_cache_on_update`.
         divides_experts: `rollout.parallel.expert`.
+        says_experts: `rollout.routing_replay`.
         adapters: Rank and alpha of adapters that come as they are (`rollout.merge_adapters`); None where they are merged.
     """
 
@@ -56,6 +57,7 @@ class EngineOptions:
     sleeps: bool = False
     keeps_cache: bool = False
     divides_experts: bool = False
+    says_experts: bool = False
     adapters: tuple[int, int] | None = None
 
     @classmethod
@@ -84,6 +86,7 @@ class EngineOptions:
             sleeps=bool(select(cfg, "actor.offload_in_rollout")),
             keeps_cache=bool(select(cfg, "rollout.keep_cache_on_update")),
             divides_experts=bool(select(cfg, "rollout.parallel.expert")),
+            says_experts=bool(select(cfg, "rollout.routing_replay")),
             adapters=(cfg.actor.lora.rank, cfg.actor.lora.alpha) if adapters_apart(cfg) else None,
         )
 
@@ -91,6 +94,22 @@ class EngineOptions:
     def batch(self) -> int:
         """Sequences made at a time by an engine without a number of its own."""
         return _BATCH if self.max_batch_size is None else self.max_batch_size
+
+
+def choices_of(cfg: LanguageConfig, engine: RolloutBackend) -> int:
+    """How many experts an engine names a token (`SaysExperts`); 0 if it is not to.
+
+    Raises:
+        ConfigError: It does not say them.
+    """
+    if not select(cfg, "rollout.routing_replay"):
+        return 0
+    if not isinstance(engine, SaysExperts):
+        raise ConfigError(
+            f"rollout.routing_replay: the engine {cfg.rollout.rollout_backend} does not say which experts it chose: take hf, "
+            "or leave it false"
+        )
+    return engine.choices
 
 
 def adapters_apart(cfg: LanguageConfig) -> bool:

@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from itertools import accumulate
 from math import gcd
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from rlhpc.language.engines.alike import Decoding, can_join, join, present, tiles
 from rlhpc.language.engines.kv import KeyValues, decoding_cache
+
+if TYPE_CHECKING:
+    from rlhpc.language.tokens.routing import Routing
 
 logger = logging.getLogger(__name__)
 
@@ -43,6 +48,8 @@ class Forward:
     Attributes:
         kv: The rows' keys and values.
         together: Whether rows are computed together.
+        routing: Watches a mixture's routers, if somebody wants to know what they choose.
+        experts: What they chose in the last call: for the tokens of each sequence, or for one of each row.
     """
 
     def __init__(self, model: Any, device: torch.device, max_rows: int, context: int, vocabulary: int) -> None:
@@ -52,6 +59,8 @@ class Forward:
         self._cache: Any = None
         self._filled: Any = None
         self._rows: tuple[int, int] | None = None
+        self.routing: Routing | None = None
+        self.experts: list[np.ndarray] = []
         own = model.config._attn_implementation
         if self._cpu and torch.get_num_threads() > 1:
             _leave_undivided(model)
@@ -87,7 +96,7 @@ class Forward:
         Returns:
             `[sequences, V]`, the logits behind each.
         """
-        logits = list[Tensor]()
+        logits, self.experts = list[Tensor](), []
         for part in self._parts([len(sequence) for sequence in sequences]):
             chosen = sequences[part.start : part.stop]
             logits.append(self._prefill(chosen))
@@ -100,21 +109,22 @@ class Forward:
 
     def decode(self, last: Tensor) -> Tensor:
         """One token for each row: `last` `[rows]` are the present ones; logits `[rows, V]` of the next."""
-        kv = self.kv
+        kv, self.experts = self.kv, []
         if self._cache is None:
             self._cache = decoding_cache(kv)
         if self.together:
             kv.reserve()
             count = tiles(kv.rows) if self._cpu else self._max_rows
             self._rows = tiles(kv.rows, _ROWS), count
-            with present(Decoding(kv, self._model.dtype, self._device)):
+            with present(Decoding(kv, self._model.dtype, self._device)), self._watching([1] * kv.rows):
                 logits = self._decode(*(_filled_up(each, count) for each in (last, kv.present[1])))[: kv.rows]
             self._rows = None
         else:
             parts = list[Tensor]()
             for row in range(kv.rows):
                 kv.reserve(row)
-                parts.append(self._decode(last[row : row + 1], kv.present[1]))
+                with self._watching([1]):
+                    parts.append(self._decode(last[row : row + 1], kv.present[1]))
             logits = torch.cat(parts)
         kv.length[: kv.rows] += 1
         return logits
@@ -139,7 +149,7 @@ class Forward:
         positions = torch.cat([torch.arange(length, device=self._device) for length in lengths])
         ends: Any = torch.tensor([end - 1 for end in accumulate(lengths)], device=self._device)
         self._filled = DynamicCache()
-        with present(lengths):
+        with present(lengths), self._watching(lengths):
             logits = self._model(
                 input_ids=_filled_up(ids, count)[None],
                 position_ids=_filled_up(positions, count)[None],
@@ -149,6 +159,17 @@ class Forward:
             ).logits[0]
         found: Tensor = logits[: len(lengths)]
         return found
+
+    @contextmanager
+    def _watching(self, lengths: Sequence[int]) -> Iterator[None]:
+        """Writes down what routers choose for sequences of these lengths, one after the other."""
+        if self.routing is None:
+            yield
+            return
+        with self.routing.watching() as seen:
+            yield
+        chosen = torch.cat([each[: sum(lengths)] for _, each in seen], 1).to(torch.int16).cpu().numpy()
+        self.experts += np.split(chosen, np.cumsum(lengths)[:-1])
 
     def _decode(self, ids: Tensor, positions: Tensor) -> Tensor:
         logits: Tensor = self._model(

@@ -24,6 +24,7 @@ from rlhpc.language.engines.forward import Forward
 from rlhpc.language.engines.kv import KeyValues
 from rlhpc.language.engines.ledger import Ledger
 from rlhpc.language.engines.sampling import Rows, draw
+from rlhpc.language.tokens.routing import Routing, routing_of
 from rlhpc.runtime.device import empty_cache
 from rlhpc.runtime.errors import ConfigError
 from rlhpc.weights.elements import Elements, put
@@ -80,10 +81,20 @@ class HFRollout(Engine):
         with self._memory():
             self._ledger = Ledger(self._max_rows, self.vocabulary, self._own_ends, self._stop_texts)
             self._forward = Forward(self._model, self._device, self._max_rows, self.context, self.vocabulary)
+        self._forward.routing = self._routers() if options.says_experts else None
+        self.choices = 0 if self._forward.routing is None else self._forward.routing.choices
         self._stale, self._keeps = False, options.keeps_cache
         self._as_sent: dict[str, Tensor] = {}
         self._rows: Rows | None = None
         self._last: Tensor = torch.empty(0, dtype=torch.int64, device=self._device)
+
+    def _routers(self) -> Routing:
+        found = routing_of(self._model)
+        if found is None:
+            raise ConfigError(
+                "rollout.routing_replay: the model has no routers that transformers knows; leave it false"
+            )
+        return found
 
     def _load(self, options: EngineOptions) -> Any:
         arguments = {"attn_implementation": options.attn_implementation, **options.engine_kwargs}
@@ -146,8 +157,9 @@ class HFRollout(Engine):
         source = [index for index, alike in enumerate(by_prompt.values()) for _ in alike]
         logits = self._forward.prefill(list(by_prompt), source)
         begin = len(self._ledger)
-        for request in taken:
+        for request, which in zip(taken, source, strict=True):
             self._ledger.add(request, self._limit(request))
+            self._ledger.experts[-1] += self._forward.experts[which : which + 1]
         rows = Rows(taken, self.vocabulary, self._device)
         return self._draw(begin, logits[torch.tensor(source, device=self._device)], rows)
 
@@ -173,6 +185,8 @@ class HFRollout(Engine):
     def _decode(self) -> list[Completion]:
         """One token for each row."""
         logits = self._forward.decode(self._last)
+        for before, chosen in zip(self._ledger.experts, self._forward.experts, strict=False):
+            before.append(chosen)
         if self._rows is None:
             self._rows = Rows(self._ledger.requests, self.vocabulary, self._device)
         return self._draw(0, logits, self._rows)
@@ -186,6 +200,7 @@ class HFRollout(Engine):
         sequences = [(*request.prompt_ids, *ledger.said(row)[:-1]) for row, request in enumerate(ledger.requests)]
         if sequences:
             self._forward.prefill(sequences, range(len(sequences)))
+            ledger.experts = [self._forward.experts[row : row + 1] for row in range(len(sequences))]
 
     def _abort(self) -> list[Completion]:
         aborted = [self._ledger.completion(row, "abort") for row in range(len(self._ledger))]

@@ -23,6 +23,8 @@ class Ledger:
 
     def __init__(self, max_rows: int, vocabulary: int, own_ends: frozenset[int], stop_texts: StopTexts) -> None:
         self.requests: list[Request] = []
+        #: What routers chose for the tokens that were read of each row, part by part.
+        self.experts: list[list[np.ndarray]] = []
         self._vocabulary, self._own_ends, self._stop_texts = vocabulary, own_ends, stop_texts
         self._count, self._limit, self._end_set = (np.zeros(max_rows, dtype=np.int64) for _ in range(3))
         self._watched = np.zeros(max_rows, dtype=bool)
@@ -40,6 +42,7 @@ class Ledger:
         """A new last row, of at most `limit` tokens."""
         row = len(self.requests)
         self.requests.append(request)
+        self.experts.append([])
         if limit > self._tokens.shape[1]:
             more = ((0, 0), (0, limit - self._tokens.shape[1]))
             self._tokens, self._versions = np.pad(self._tokens, more), np.pad(self._versions, more)
@@ -86,19 +89,20 @@ class Ledger:
             logprobs=self._logprobs[row, :count].tolist(),
             versions=self._versions[row, :count].tolist(),
             finish_reason=reason,
+            experts=np.concatenate(self.experts[row]) if self.experts[row] else None,
         )
 
     def move(self, moves: Iterable[tuple[int, int]], left: int) -> None:
         """Moves rows into the places of others, (from, to), and keeps the first `left`."""
         for come, to in moves:
-            self.requests[to] = self.requests[come]
+            self.requests[to], self.experts[to] = self.requests[come], self.experts[come]
             for record in self._records():
                 record[to] = record[come]
-        del self.requests[left:]
+        del self.requests[left:], self.experts[left:]
 
     def clear(self) -> None:
         """Forgets all rows."""
-        self.requests = []
+        self.requests, self.experts = [], []
 
     def _records(self) -> tuple[np.ndarray, ...]:
         return (

@@ -16,6 +16,7 @@ from rlhpc.language.agents.episodes import Episode
 from rlhpc.language.algorithm.base import ROLLOUT, ROLLOUT_LOGPROBS, VERSIONS, LanguageAlgorithm
 from rlhpc.language.rewards.pool import Scored
 from rlhpc.language.tokens.batches import TokenBatch, cumulated
+from rlhpc.language.tokens.routing import EXPERTS
 from rlhpc.runtime.errors import RlhpcError
 
 #: Reasons for the end of an episode other than the length limit.
@@ -78,7 +79,7 @@ def column_message(group: Group, maker: str, values: Tensor) -> dict[str, Any]:
 def group_of(
     step: int, position: int, episodes: Mapping[int, Episode], rewards: np.ndarray,
     columns: Sequence[Mapping[str, Sequence[float]]], trains: bool, size: int,
-    agent_weight: float = 0.0,
+    agent_weight: float = 0.0, choices: int = 0,
 ) -> Group:  # fmt: skip
     """The group of some episodes.
 
@@ -90,6 +91,7 @@ def group_of(
             `token_ids`, as the caller has checked.
         trains: Whether their tokens are trained on.
         size: G, members of a group.
+        choices: Of routers, a token (`SaysExperts`); 0 without.
         agent_weight: Weight of what the agent says in the reward: a role's own counts as much.
     """
     samples = [(at, member, sample) for at, (member, e) in enumerate(episodes.items()) for sample in e.samples]
@@ -103,6 +105,8 @@ def group_of(
         turns.append(_after(prompt, np.asarray(episode.turn_ids, np.int64), 0))
         named[ROLLOUT_LOGPROBS].append(_after(prompt, np.asarray(episode.logprobs, np.float32), 0.0))
         named[VERSIONS].append(_after(prompt, np.asarray(episode.versions, np.int32), -1))
+        if choices:
+            named.setdefault(EXPERTS, []).append(_routed(episode, len(ids[-1]), choices))
         for name, values in extra.items():
             named[name].append(_after(prompt, np.asarray(values, np.float32), 0.0))
     number = torch.tensor([member for _, member, _ in samples])
@@ -138,6 +142,14 @@ def columns_of(algorithm: LanguageAlgorithm, sample: Episode, score: Scored) -> 
 
 def _after(prompt: int, values: np.ndarray, before: float) -> np.ndarray:
     return np.concatenate([np.full(prompt, before, values.dtype), values])
+
+
+def _routed(episode: Episode, tokens: int, choices: int) -> np.ndarray:
+    """`[tokens, choices]`: what routers chose, and -1 where nobody knows."""
+    found = np.full((tokens, choices), -1, np.int16)
+    if episode.experts is not None:
+        found[: len(episode.experts)] = episode.experts[:tokens]
+    return found
 
 
 def _joined(arrays: list[np.ndarray]) -> Tensor:

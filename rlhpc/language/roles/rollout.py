@@ -28,6 +28,7 @@ from rlhpc.language.config import GrpoConfig
 from rlhpc.language.data import PromptSampler
 from rlhpc.language.engines import Request, SamplingParams
 from rlhpc.language.engines.base import Bounded
+from rlhpc.language.engines.engine import choices_of
 from rlhpc.language.engines.registry import forkable
 from rlhpc.language.rewards.pool import Scored
 from rlhpc.language.roles import untrained
@@ -124,6 +125,7 @@ class LanguageRolloutWorker(Worker):
         )  # fmt: skip
         self._build(prompts)
         self._capacity = self.backend.capacity if isinstance(self.backend, Bounded) else sys.maxsize
+        self._choices = choices_of(cfg, self.backend)
         self.generation = make_generation(cfg, self.backend, self.tokenizer)
         self._ended_with_it.insert(0, self.generation)
         self.judges = Judging(cfg)
@@ -383,6 +385,7 @@ class LanguageRolloutWorker(Worker):
         group = group_of(
             slot.step, slot.position, dict(zip(members, episodes, strict=True)), rewards, made,
             trains=not fault and not lacking, size=self.group_size,
+            choices=self._choices,
             agent_weight=sum(term.weight for term in self.cfg.reward.terms if term.name.lower() == "agent"),
         )  # fmt: skip
         # What is safe there is not lost with this process.

@@ -84,7 +84,10 @@ class Slot:
 
     def begun(self, episodes: Sequence[Episode]) -> Begun:
         """What another rank goes on with; `episodes` are all members', of one turn, ended or not."""
-        answers = [Completion(i, e.token_ids, e.logprobs, e.versions, e.finish_reason) for i, e in enumerate(episodes)]
+        answers = [
+            Completion(i, e.token_ids, e.logprobs, e.versions, e.finish_reason, e.experts)
+            for i, e in enumerate(episodes)
+        ]
         return Begun(self.position, self.attempt, answers)
 
 

@@ -1,7 +1,12 @@
-"""Which experts a mixture's routers choose: how evenly, as metrics and as a loss that makes it more even.
+"""Which experts a mixture's routers choose: how evenly, as metrics and as a loss that makes it more even; and how they choose
+those that an engine chose.
 
 The loss is that of Switch Transformer (Fedus et al. 2021, eq. 4 to 6), as transformers has it: the number of experts times the
 sum, over experts, of the choices per token times the mean probability, over all layers of a micro-batch; k where all is even.
+
+Trainer and engine round differently, so where two experts are about equally likely, a token may go to one there and to the
+other here, and its log-prob is another. With replay (Ma et al. 2025, arXiv 2510.11370) a router takes the experts that it is
+told, weighted by its own probabilities of these, through which its gradient flows.
 """
 
 from __future__ import annotations
@@ -13,10 +18,15 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from rlhpc.language.tokens.batches import TokenBatch
 from rlhpc.language.tokens.context import RowShare
 from rlhpc.language.tokens.model import pretrained_in
+from rlhpc.runtime.errors import ConfigError
+
+#: The column of what engines chose.
+EXPERTS = "experts"
 
 
 class Routing:
@@ -28,8 +38,42 @@ class Routing:
 
     def __init__(self, routers: list[nn.Module]) -> None:
         self._seen: list[tuple[Tensor, Tensor]] | None = None
+        self._routers, self._tells = routers, False
+        self._told: Tensor | None = None
         for router in routers:
             router.register_forward_hook(self._note)
+
+    @property
+    def choices(self) -> int:
+        """How many experts all routers choose for a token."""
+        routers: list[Any] = [*self._routers]
+        return sum(int(router.top_k) for router in routers)
+
+    def replay(self, told: Tensor | None) -> None:
+        """From now on routers choose what they are told, also where a backward pass computes layers anew.
+
+        Args:
+            told: `[tokens, choices]`, for the lines that the model reads; -1 where a router is to choose. None ends it.
+        """
+        if told is not None and not self._tells:
+            self._tells = True
+            for number, router in enumerate(self._routers):
+                router.forward = self._telling(router.forward, number, router)
+        self._told = None if told is None else told.long().view(len(told), len(self._routers), -1)
+
+    def _telling(self, inner: Any, number: int, router: Any) -> Any:
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            if self._told is None:
+                return inner(*args, **kwargs)
+            with _Told(self._told[:, number], int(router.weight.shape[0])) as mode:
+                found = inner(*args, **kwargs)
+            if mode.asked != 1:
+                raise ConfigError(
+                    f"rollout.routing_replay: {type(router).__name__} does not choose experts as others do: leave it false"
+                )
+            return found
+
+        return forward
 
     def _note(self, router: nn.Module, given: Any, found: Any) -> None:
         if self._seen is not None:  # in a backward pass, layers that are computed anew say it again
@@ -43,6 +87,30 @@ class Routing:
             yield seen
         finally:
             self._seen = None
+
+
+class _Told(TorchFunctionMode):
+    """In the block, the most likely experts are those that were told.
+
+    Args:
+        told: `[tokens, k]`, -1 where nothing was.
+        experts: How many there are.
+    """
+
+    def __init__(self, told: Tensor, experts: int) -> None:
+        super().__init__()
+        self._told, self._experts, self.asked = told, experts, 0
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = func(*args, **(kwargs or {}))
+        if func not in (torch.topk, Tensor.topk):
+            return found
+        likely = args[0]
+        if likely.shape[-1] != self._experts or found[1].shape != self._told.shape:
+            return found
+        self.asked += 1
+        chosen = torch.where(self._told < 0, found[1], self._told)
+        return type(found)((likely.gather(-1, chosen), chosen))
 
 
 #: Models that are watched.
@@ -91,6 +159,22 @@ def balance(
     rows = rows.clamp(min=1.0)
     loss = experts * ((counts.sum(0) / rows) * (probabilities / rows)).sum()
     return loss, (counts.amax(1) / counts.sum(1).clamp(min=1.0) * experts).max()
+
+
+def told_of(batch: TokenBatch, share: RowShare | None = None) -> Tensor | None:
+    """What engines chose, for the lines that the model reads; None if nobody says.
+
+    Args:
+        batch: In the form in which the model reads it.
+        share: Of rows, if several ranks share them.
+    """
+    told = batch.columns.get(EXPERTS)
+    if told is None:
+        return None
+    if not batch.packed:
+        return batch.padded(told, -1).flatten(0, 1)
+    start, end = (0, max(2, batch.tokens)) if share is None else share.bounds(batch)
+    return nn.functional.pad(told, (0, 0, 0, max(0, end - batch.tokens)), value=-1)[start:end]
 
 
 def _tokens(batch: TokenBatch, share: RowShare | None) -> Tensor:

@@ -17,7 +17,7 @@ from rlhpc.language.tokens.context import RowShare
 from rlhpc.language.tokens.files import export_adapter, model_files
 from rlhpc.language.tokens.model import export_model
 from rlhpc.language.tokens.packing import packs, reads_rows, unpack, width
-from rlhpc.language.tokens.routing import balance, routing_of
+from rlhpc.language.tokens.routing import balance, routing_of, told_of
 from rlhpc.language.tokens.scalar import token_values
 from rlhpc.language.tokens.scores import Reading, TokenScores, token_scores
 from rlhpc.runtime.device import torch_device
@@ -50,7 +50,10 @@ class ModelTrainer:
         packed: Whether the model reads rows of several samples.
         hidden: The model's width.
         share: Of rows, if several ranks share them.
+        replays: Whether routers choose the experts that a batch has.
     """
+
+    replays = False
 
     def __init__(self, blueprint: LanguageBlueprint, section: LanguageActorConfig, worker: Ranks) -> None:
         self.blueprint = blueprint
@@ -198,6 +201,7 @@ class ModelTrainer:
         tokens = max(1.0, float(total) / self.backend.sizes.block)
 
         def watched(called: nn.Module, batch: TokenBatch) -> tuple[torch.Tensor, Metrics]:
+            self._replay(batch)
             with routing.watching() as seen:
                 value, measured = run(called, batch)
             even, most = (
@@ -207,7 +211,16 @@ class ModelTrainer:
                 value = value + self._coef * even
             return value, {**measured, "router_loss": even.detach(), "router_load_max": most}
 
-        return self.backend.forward_backward(micro_batches, watched)
+        try:
+            return self.backend.forward_backward(micro_batches, watched)
+        finally:
+            routing.replay(None)
+
+    def _replay(self, batch: TokenBatch) -> None:
+        """Routers choose what the batch says, until they are told something else."""
+        if self.routing is not None and self.replays:
+            told = told_of(batch.read_by(self.packed), self.share)
+            self.routing.replay(None if told is None else told.to(self.backend.device))
 
     def offload(self) -> None:
         """Moves everything to the host, to give the accelerator to another role."""
@@ -228,6 +241,8 @@ class TokenTrainer(ModelTrainer):
         values: Whether the model has a head for values, too.
     """
 
+    replays = True
+
     def __init__(
         self, cfg: TrainedLanguageConfig, worker: Ranks, *, reference: bool = False, values: bool = False
     ) -> None:
@@ -236,14 +251,19 @@ class TokenTrainer(ModelTrainer):
 
     def forward(self, batch: TokenBatch, *, temperature: float = 1.0, entropy: bool = False) -> TokenScores:
         """Scores without gradients, in evaluation mode."""
-        return self.backend.evaluate(self._scores(temperature, entropy), batch.to(self.backend.device))
+        try:
+            self._replay(batch)
+            return self.backend.evaluate(self._scores(temperature, entropy), batch.to(self.backend.device))
+        finally:
+            if self.routing is not None:
+                self.routing.replay(None)
 
     def reference(self, batch: TokenBatch, *, temperature: float = 1.0) -> TokenScores:
         """Scores of the reference policy: the weights from before training; with LoRA the model without its
         adapters."""
         if self.blueprint.lora_rank:
             with lora.adapters_off(self.backend.module):
-                return self.forward(batch, temperature=temperature)
+                return self.backend.evaluate(self._scores(temperature), batch.to(self.backend.device))
         return self.backend.evaluate_reference(self._scores(temperature), batch.to(self.backend.device))
 
     def forward_backward(

@@ -132,10 +132,14 @@ def engine_of(kind: str, folder: Path, seed: int = 3, **rollout: Any) -> Rollout
     backend, _, ranks = kind.partition(" x ")
     if backend == "vllm":
         pytest.importorskip("vllm")
-    size, keeps = int(ranks or 1), rollout.pop("keep_cache_on_update", False)
+    size, keeps, says = (
+        int(ranks or 1),
+        rollout.pop("keep_cache_on_update", False),
+        rollout.pop("routing_replay", False),
+    )
     rank, alpha = rollout.pop("adapters", (0, 0))
     cfg = config(backend, **rollout)
-    cfg.rollout = {**cfg.rollout, "keep_cache_on_update": keeps, "merge_adapters": not rank}
+    cfg.rollout = {**cfg.rollout, "keep_cache_on_update": keeps, "merge_adapters": not rank, "routing_replay": says}
     cfg.actor.lora.rank, cfg.actor.lora.alpha = rank, alpha
     options = {"model_path": str(folder), "device": DEVICE, "seed": seed}
     if size == 1:
