@@ -93,16 +93,17 @@ class Plan:
         for name in ("nodes", "ntasks_per_node", "cpus_per_task"):
             if name in parameters:
                 parameters[name] = int(parameters[name])
-        further = [line for component in self.components[1:] for line in component.directives]
-        parameters["setup"] = [*(f"#SBATCH {option}" for option in self.job_options), *further, *self.setup]
+        options = [f"#SBATCH {option}" for option in self.job_options]  # Slurm takes them for one component alone
+        further = [line for component in self.components[1:] for line in (*component.directives, *options)]
+        parameters["setup"] = [*options, *further, *self.setup]
         parameters["additional_parameters"] = {"signal": f"B:USR2@{self.signal_lead_s}"}
         return parameters
 
     def test_script(self) -> str:
         """A batch script that asks for the same nodes and does nothing, for `sbatch --test-only`."""
         options = [f"#SBATCH {option}" for option in self.job_options]
-        first, *further = ("\n".join(component.directives) for component in self.components)
-        return "\n".join(["#!/bin/sh", first, *options, *further, "exit 0", ""])
+        parts = ("\n".join((*component.directives, *options)) for component in self.components)
+        return "\n".join(["#!/bin/sh", *parts, "exit 0", ""])
 
 
 def build_plan(cfg: RunConfig | Mapping[str, Any], cluster: Cluster | None = None, *, launcher: str = "auto") -> Plan:

@@ -174,6 +174,9 @@ def test_options_of_the_whole_cluster() -> None:
     assert "#SBATCH --time=02:00:00" in made.components[1].directives
     parameters = made.submitit_parameters()
     assert parameters["setup"][0] == "#SBATCH --reservation=rl" and parameters["setup"][-1] == "module load cuda"
+    further = parameters["setup"].index("#SBATCH hetjob")  # what Slurm reads before it, it takes for the first alone
+    assert "#SBATCH --reservation=rl" in parameters["setup"][further:]
+    assert made.test_script().count("#SBATCH --reservation=rl") == 2
     assert parameters["additional_parameters"] == {"signal": "B:USR2@90"}
     alone = plan({**ONE_NODE, "accelerators_per_node": 2, "gres_name": "gpu:a100"}, launcher="slurm")
     assert "#SBATCH --gres=gpu:a100:2" in alone.components[0].directives
