@@ -127,6 +127,11 @@ class Kind(Generic[Cfg]):
         del cfg
         return {}
 
+    def patience_of(self, cfg: Cfg) -> dict[str, float]:
+        """Of the groups of `elastic_of`, those whose ranks are taken for lost sooner than others: the seconds of silence."""
+        del cfg
+        return {}
+
     def why_fixed(self, cfg: Cfg) -> str:
         """Why no group of `elastic_of` is in this run, and what would have to change, for messages; "" if nothing would do."""
         del cfg

@@ -115,6 +115,7 @@ def _train(
             session.failures.independent = kind.independent_of(cfg)
             session.failures.elastic, session.failures.together = kind.elastic_of(cfg), kind.together_of(cfg)
             session.membership.why_fixed = kind.why_fixed(cfg)
+            session.leases.patience = kind.patience_of(cfg)
             session.interrupted = lambda: None
             made.saw = helpers.saw
             helpers.start(session)

@@ -100,14 +100,15 @@ class StepFailed(RlhpcError):
 
     Attributes:
         group: Name of the worker group.
+        rank: A rank of it; None for all that the step was for.
         node: The first node that the step was for.
     """
 
     restartable = True
 
-    def __init__(self, message: str, *, group: str = "", node: str = "") -> None:
+    def __init__(self, message: str, *, group: str = "", rank: int | None = None, node: str = "") -> None:
         super().__init__(message)
-        self.group = group
+        self.group, self.rank = group, rank
         self.node = node
 
 

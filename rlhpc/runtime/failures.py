@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from rlhpc.runtime.errors import RlhpcError, WorkerFailed
+from rlhpc.runtime.errors import RlhpcError, StepFailed, WorkerFailed
 from rlhpc.runtime.spec import WorkerSpec
 
 
@@ -53,12 +53,12 @@ class FailurePolicy:
         others will raise, too.
         """
         group, rank = failure.group, failure.rank
-        if group not in self.elastic or not isinstance(failure, WorkerFailed):
+        if group not in self.elastic or rank is None or not isinstance(failure, (WorkerFailed, StepFailed)):
             return False
         joined = any((r.spec.group, r.spec.rank) == (group, rank) and r.spec.rank >= r.spec.world_size for r in ranks)
-        if failure.remote_traceback and not joined:
+        if isinstance(failure, WorkerFailed) and failure.remote_traceback and not joined:
             return False
-        replica = self.replica_of(group, -1 if rank is None else rank)
+        replica = self.replica_of(group, rank)
         left = [r for r in ranks if r.spec.group == group and r.state == "ready" and r.spec.rank not in replica]
         return self.first is None and len(left) >= self.elastic[group]
 

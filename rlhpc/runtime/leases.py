@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 
 from rlhpc.runtime.errors import RlhpcError, WorkerFailed
 from rlhpc.runtime.starters import Member
@@ -28,10 +28,14 @@ class Leases:
 
     Args:
         fail: Called with the failure of a rank that is lost.
+
+    Attributes:
+        patience: Groups that are to be done without sooner: after how many seconds of silence.
     """
 
     def __init__(self, fail: Callable[[RlhpcError], None]) -> None:
         self._fail = fail
+        self.patience: Mapping[str, float] = {}
         self.looked = time.monotonic()
 
     def look(self, members: Iterable[Member]) -> None:
@@ -46,7 +50,8 @@ class Leases:
             if away > _AWAY_S:
                 member.alive += away
             silent, spec = now - member.alive, member.spec
-            if silent > (JOINED_LOST_S if spec.rank >= spec.world_size else LOST_S):
+            usual = JOINED_LOST_S if spec.rank >= spec.world_size else LOST_S
+            if silent > self.patience.get(spec.group, usual):
                 self._fail(WorkerFailed(
                     f"{spec.group}[{spec.rank}] on node {spec.node} gave no sign of life for {silent:.0f} s "
                     f"(log {spec.log_err})", group=spec.group, rank=spec.rank, node=spec.node, log_path=spec.log_err,

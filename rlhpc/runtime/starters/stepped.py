@@ -106,7 +106,8 @@ class SteppedStarter:
             ))  # fmt: skip
         else:
             words = f"the job step of {who} did not start on node {spec.node}: {said}"
-            self._reports.fail(StepFailed(words, group=spec.group, node=spec.node))
+            for member in lost:  # a group may do without ranks that cannot be started again
+                self._reports.fail(StepFailed(words, group=spec.group, rank=member.spec.rank, node=spec.node))
 
     def _of(self, members: Sequence[Member]) -> set[JobStep]:
         """The steps that have no other members than these: a step ends only with its last rank."""

@@ -68,10 +68,14 @@ def test_a_stopped_rank_is_suspect_and_recovers(launch, leases, caplog):
     assert failure() is None and group.add(5).wait() == [5, 6]
 
 
-def test_a_rank_that_stays_silent_is_lost(launch, leases):
+@pytest.mark.parametrize("own", [False, True])
+def test_a_rank_that_stays_silent_is_lost(own: bool, launch, leases):
+    """After the time that all groups have, or one of the group's own."""
     group = launch(2, "silent")
     facts = group.identity().wait()
-    leases(SUSPECT_S, SUSPECT_S + 4.0)
+    leases(SUSPECT_S, 600.0 if own else SUSPECT_S + 4.0)
+    if own:
+        Session.current().leases.patience = {"silent": SUSPECT_S + 4.0}
     os.kill(facts[0]["pid"], signal.SIGSTOP)
     handle = group.add(1)
     with pytest.raises(

@@ -98,6 +98,8 @@ def test_ranks_by_group() -> None:
         (died("actor", 0), 1, "actor-0:ended env-0:ready env-1:ready", False),  # of no elastic group
         (RAISED, 1, "actor-0:ready env-0:ready env-1:ready", False),  # a mistake is one for all
         (StepFailed("no step", group="env"), 1, "env-0:ready env-1:ready", False),  # all of them are lost
+        (StepFailed("no step", group="env", rank=1), 1, "env-0:ready env-1:ended", True),  # it cannot be started again
+        (StepFailed("no step", group="env", rank=1), 1, "env-0:ended env-1:ended", False),
     ],
 )
 def test_whom_a_group_does_without(failure: RlhpcError, least: int, living: str, departs: bool) -> None:
