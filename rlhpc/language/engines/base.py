@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
@@ -73,7 +73,7 @@ class RolloutBackend(Protocol):
     `Completion.versions` tells which token is whose.
 
     What only some engines say or can do is in `SaysForkable`, `AwaitsWeights`, `TakesParts`, `TakesShards`, `TellsWeights`,
-    `ScoresTexts`, `SaysExperts` and `Bounded`.
+    `ScoresTexts`, `SaysExperts`, `DropsRequests` and `Bounded`.
     """
 
     @property
@@ -183,6 +183,17 @@ class SaysExperts(Protocol):
 
     choices: int
     """How many a token: those of all routers, one after the other. 0 if it was not asked."""
+
+
+@runtime_checkable
+class DropsRequests(Protocol):
+    """An engine that ends some requests and goes on with others, and shows what there is of those under way."""
+
+    def drop(self, ids: Collection[int]) -> None:
+        """Ends requests, those that are still under way; nothing of them is given back."""
+
+    def so_far(self, ids: Collection[int]) -> Mapping[int, list[int]]:
+        """The tokens drawn so far for requests under way; those of which there is nothing yet may be missing."""
 
 
 @runtime_checkable

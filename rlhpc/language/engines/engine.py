@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -139,7 +139,7 @@ class UpdateFailed(RlhpcError):
 class Engine:
     """Base of the engines: checks requests, and keeps what `generate` did not ask for until the next `step`.
 
-    A subclass sets `version`, `context` and `vocabulary`, and implements `_queue`, `_advance` and `_abort`.
+    A subclass sets `version`, `context` and `vocabulary`, and implements `_queue`, `_advance`, `_abort` and `_drop`.
     """
 
     version: int = 0
@@ -160,6 +160,9 @@ class Engine:
         raise NotImplementedError
 
     def _abort(self) -> list[Completion]:
+        raise NotImplementedError
+
+    def _drop(self, ids: Collection[int]) -> None:
         raise NotImplementedError
 
     def _limit(self, request: Request) -> int:
@@ -219,6 +222,14 @@ class Engine:
         kept, self._kept = self._kept, []
         self._under_way.clear()
         return kept + self._abort()
+
+    def drop(self, ids: Collection[int]) -> None:
+        """Ends some requests, of which nothing is given back (`DropsRequests.drop`)."""
+        known = self._under_way.intersection(ids)
+        self._kept = [completion for completion in self._kept if completion.id not in known]
+        if known:
+            self._drop(known)
+            self._under_way -= known
 
     def generate(self, requests: Sequence[Request]) -> list[Completion]:
         """See `RolloutBackend.generate`. Others that end meanwhile are given back by the next `step`."""

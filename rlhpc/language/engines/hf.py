@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -21,7 +21,7 @@ from rlhpc.language.engines.ends import (
 )
 from rlhpc.language.engines.engine import Engine, EngineOptions, fitting_update
 from rlhpc.language.engines.forward import Forward
-from rlhpc.language.engines.kv import KeyValues
+from rlhpc.language.engines.kv import KeyValues, moves_into_places
 from rlhpc.language.engines.ledger import Ledger
 from rlhpc.language.engines.sampling import Rows, draw
 from rlhpc.language.tokens.routing import Routing, routing_of
@@ -172,15 +172,22 @@ class HFRollout(Engine):
         ended = ledger.record(begin, tokens.cpu().numpy(), logprobs.cpu().numpy(), self.version)
         done = [ledger.completion(row, reason) for row, reason in ended]
         if ended:
-            moves = self._kv.drop([row for row, _ in ended])
-            ledger.move(moves, self._kv.rows)
-            if moves:
-                movers, holes = (list(side) for side in zip(*moves, strict=True))
-                self._last[holes] = self._last[movers]
-            self._last = self._last[: self._kv.rows]
+            self._remove([row for row, _ in ended])
         if ended or begin:
             self._rows = None
         return done
+
+    def _remove(self, rows: list[int]) -> None:
+        """Rows make room; the last ones come into their places."""
+        before = len(self._ledger)
+        # A stale cache is filled again from what was said; it may have no rows at all.
+        moves = moves_into_places(before, rows) if self._stale else self._kv.drop(rows)
+        left = before - len(rows)
+        self._ledger.move(moves, left)
+        if moves:
+            movers, holes = (list(side) for side in zip(*moves, strict=True))
+            self._last[holes] = self._last[movers]
+        self._last = self._last[:left]
 
     def _decode(self) -> list[Completion]:
         """One token for each row."""
@@ -201,6 +208,18 @@ class HFRollout(Engine):
         if sequences:
             self._forward.prefill(sequences, range(len(sequences)))
             ledger.experts = [self._forward.experts[row : row + 1] for row in range(len(sequences))]
+
+    def _drop(self, ids: Collection[int]) -> None:
+        self._waiting = deque(request for request in self._waiting if request.id not in ids)
+        if rows := [row for row, request in enumerate(self._ledger.requests) if request.id in ids]:
+            with torch.inference_mode():
+                self._remove(rows)
+            self._rows = None
+
+    def so_far(self, ids: Collection[int]) -> dict[int, list[int]]:
+        """See `DropsRequests.so_far`."""
+        rows = enumerate(self._ledger.requests)
+        return {request.id: self._ledger.said(row) for row, request in rows if request.id in ids}
 
     def _abort(self) -> list[Completion]:
         aborted = [self._ledger.completion(row, "abort") for row in range(len(self._ledger))]

@@ -82,17 +82,15 @@ class KeyValues:
 
     def drop(self, leaving: Sequence[int]) -> list[tuple[int, int]]:
         """Removes rows. The last ones move into their places: (from, to), to be done likewise by whoever has rows too."""
-        gone = set(leaving)
-        left = self.rows - len(gone)
-        holes = [row for row in sorted(gone) if row < left]
-        movers = [row for row in range(left, self.rows) if row not in gone]
-        if holes:
+        moves = moves_into_places(self.rows, leaving)
+        if moves:
+            movers, holes = (list(side) for side in zip(*moves, strict=True))
             used = int(self.length[movers].max())
             for tensor in (*self.keys, *self.values):
                 tensor[holes, :, :used] = tensor[movers, :, :used]
             self.length[holes] = self.length[movers]
-        self.rows = left
-        return list(zip(movers, holes, strict=True))
+        self.rows -= len(set(leaving))
+        return moves
 
     def _fit(self, like: Sequence[Tensor], rows: int, columns: int) -> None:
         """Room for so many rows and columns, with some more where it has to grow."""
@@ -147,3 +145,12 @@ def decoding_cache(store: KeyValues) -> Any:
             return self.get_seq_length() + query_length, 0
 
     return Cache(layers=[Layer(index) for index in range(len(store.keys))])
+
+
+def moves_into_places(rows: int, leaving: Sequence[int]) -> list[tuple[int, int]]:
+    """Which of the last rows come into the places of those that leave: (from, to)."""
+    gone = set(leaving)
+    left = rows - len(gone)
+    holes = [row for row in sorted(gone) if row < left]
+    movers = [row for row in range(left, rows) if row not in gone]
+    return list(zip(movers, holes, strict=True))

@@ -9,20 +9,20 @@ requests and their seeds, so nothing of it travels. That it is the same is compa
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
-from rlhpc.language.engines.base import Bounded, Completion, Request, RolloutBackend, ScoresTexts
+from rlhpc.language.engines.base import Bounded, Completion, DropsRequests, Request, RolloutBackend, ScoresTexts
 from rlhpc.runtime.errors import RlhpcError
 
 if TYPE_CHECKING:
     import torch
 
 #: What the first rank tells the others; a tuple begins with one of these.
-ADD, STEP, GENERATE, SCORE, ABORT, OFFLOAD, RELOAD, WEIGHTS, END = (
-    "add", "step", "generate", "score", "abort", "offload", "reload", "weights", "end",
+ADD, STEP, GENERATE, SCORE, ABORT, DROP, OFFLOAD, RELOAD, WEIGHTS, END = (
+    "add", "step", "generate", "score", "abort", "drop", "offload", "reload", "weights", "end",
 )  # fmt: skip
 #: Operations, and the check of what the first rank has seen end so far.
 Told = tuple[list[tuple[Any, ...]], int]
@@ -119,6 +119,19 @@ class Leader:
         self._before.append((ABORT,))
         return found
 
+    def drop(self, ids: Collection[int]) -> None:
+        """See `DropsRequests.drop`."""
+        engine = self._engine
+        assert isinstance(engine, DropsRequests)
+        engine.drop(ids)
+        self._before.append((DROP, list(ids)))
+
+    def so_far(self, ids: Collection[int]) -> Mapping[int, list[int]]:
+        """See `DropsRequests.so_far`."""
+        engine = self._engine
+        assert isinstance(engine, DropsRequests)
+        return engine.so_far(ids)
+
     def generate(self, requests: Sequence[Request]) -> list[Completion]:
         """See `RolloutBackend.generate`."""
         return self._drawn((GENERATE, list(requests)), lambda: self._engine.generate(requests))
@@ -214,6 +227,9 @@ class Follower:
             self._seen.saw(engine.generate(given[0]))
         elif what == ABORT:
             self._seen.saw(engine.abort())
+        elif what == DROP:
+            assert isinstance(engine, DropsRequests)
+            engine.drop(given[0])
         elif what == SCORE:
             assert isinstance(engine, ScoresTexts)
             engine.score(given[0])

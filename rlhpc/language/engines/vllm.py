@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -232,6 +232,16 @@ class VLLMRollout(VLLMProcess, Engine):
                     list(state.detokenizer.output_token_ids),
                     list(state.logprobs_processor.logprobs.logprobs),
                 )
+
+    def _drop(self, ids: Collection[int]) -> None:
+        names = [str(number) for number in ids]
+        self._engine.abort_request(names)
+        for name in names:
+            self._running.pop(name, None)
+
+    def so_far(self, ids: Collection[int]) -> dict[int, list[int]]:
+        """See `DropsRequests.so_far`."""
+        return {running.request.id: tokens for running, tokens, _ in self._so_far() if running.request.id in ids}
 
     def _abort(self) -> list[Completion]:
         for running, token_ids, logprobs in self._so_far():

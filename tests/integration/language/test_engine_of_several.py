@@ -32,6 +32,7 @@ from test_rollout_backends import (  # noqa: F401 (tests and fixtures: they run 
     test_neighbours_do_not_matter,
     test_offload_loses_no_request,
     test_seeds,
+    test_some_are_dropped_and_the_others_do_not_notice,
     test_stop_tokens_and_texts,
     test_the_context_is_kept,
     test_update_with_requests_under_way,

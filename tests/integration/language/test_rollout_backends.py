@@ -18,7 +18,7 @@ from rlhpc.config.typed import changed, typed, untouched
 from rlhpc.language.agents.episodes import Episode, Episodes
 from rlhpc.language.config import GrpoConfig, SftConfig
 from rlhpc.language.engines import Completion, Request, RolloutBackend, SamplingParams, make_rollout
-from rlhpc.language.engines.base import ScoresTexts
+from rlhpc.language.engines.base import DropsRequests, ScoresTexts
 from rlhpc.language.engines.ends import end_tokens
 from rlhpc.language.engines.engine import EngineOptions, UpdateFailed
 from rlhpc.language.engines.kv import KeyValues
@@ -317,6 +317,30 @@ def test_abort_gives_back_what_there_is(engine: RolloutBackend, model: Any) -> N
     for completion in begun:
         assert error_of(model, requests[completion.id], completion) < TOLERANCE
     assert len(engine.generate(requests)) == 30
+
+
+def test_some_are_dropped_and_the_others_do_not_notice(engine: RolloutBackend, model: Any) -> None:
+    """Waiting ones, and those under way, also right behind an update; what there is of the others can be looked at."""
+    assert isinstance(engine, DropsRequests)
+    requests = requests_of(30, seed=8, max_new_tokens=40, temperature=1.0)
+    whole = {completion.id: completion for completion in engine.generate(requests)}
+    engine.add(requests)
+    done = {completion.id: completion for _ in range(4) for completion in engine.step()}
+    under_way = [request.id for request in requests if request.id not in done]
+    begun = engine.so_far(under_way)
+    assert any(begun.values())
+    assert all(whole[number].token_ids[: len(ids)] == ids for number, ids in begun.items())
+    early, late = set(under_way[::3]), set(under_way[1::3])
+    engine.drop([*early, 10_000])
+    done |= {completion.id: completion for completion in engine.step()}
+    engine.update_weights(1, model.state_dict().items())  # the same ones: the cache is to be made anew
+    late -= done.keys()
+    engine.drop(late)
+    done |= {completion.id: completion for completion in run_out(engine)}
+    assert done.keys() == {*range(30)} - early - late and engine.unfinished() == 0
+    for number, completion in done.items():
+        assert completion.token_ids == whole[number].token_ids
+    engine.drop([0])
 
 
 def test_another_goes_on_where_one_had_to_leave(engine: RolloutBackend, model: Any, folder: Path) -> None:
