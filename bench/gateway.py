@@ -3,7 +3,7 @@
     python -m bench.gateway
 
 Clients are in a process of their own. The thread of the gateway counts its own processor time; what template and tokenizer
-take of it is counted beside.
+take of it is counted beside. Prints a line a figure and writes bench/results/gateway.json.
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ from __future__ import annotations
 import argparse
 import asyncio
 import collections
-import json
 import multiprocessing
 import resource
 import time
 from typing import Any
 
+from bench.machine import goal, write
 from rlhpc.language.agents.gateway import Drawing, Gateway
 from rlhpc.language.agents.parsers import Parsers
 from rlhpc.language.agents.sessions import Limits, Session
@@ -139,7 +139,19 @@ def main() -> None:
     parser.add_argument("--turns", type=int, default=10)
     parser.add_argument("--at-once", type=int, default=64)
     options = parser.parse_args()
-    print(json.dumps(measure(options.episodes, options.turns, options.at_once), indent=1))
+    found = measure(options.episodes, options.turns, options.at_once)
+    for name, value in found.items():
+        print(f"{name}: {value:.3g}")
+    goals = [
+        goal(
+            "a turn, beside template and tokenizer, in a millisecond of processor time",
+            found["the_rest_ms_a_turn"],
+            1.0,
+        ),
+        goal("no memory is kept of episodes that are over (MiB)", found["grown_in_second_half_mib"], 8.0),
+    ]
+    size = f"--episodes {options.episodes} --turns {options.turns} --at-once {options.at_once}"
+    print(write("gateway", f"python -m bench.gateway {size}", {"figures": found, "goals": goals}))
 
 
 if __name__ == "__main__":

@@ -5,6 +5,36 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from omegaconf import MISSING
+
+
+@dataclass
+class ToolServerConfig:
+    """A server of tools, in the Model Context Protocol, by a command or a URL; or a shell."""
+
+    command: list[str] = field(default_factory=list)
+    """What starts it, for each episode anew; it speaks over its standard streams."""
+    url: str | None = None
+    """Where it is, for all episodes; `{name}` in it is the address of a service."""
+    shell: bool = False
+    """A bash for each episode, in `agent.sandbox`: its folder and variables are those that the last command left."""
+
+
+@dataclass
+class ServiceConfig:
+    """A program that agents need beside the model, which runs as long as those that run agents."""
+
+    name: str = MISSING
+    """`{name}` is its address (`127.0.0.1:port`) in `agent.servers`, `agent.framework` and `agent.command`, and so is the
+    environment variable `RLHPC_SERVICE_<NAME>` of agents."""
+    command: list[str] = field(default_factory=list)
+    """argv; `{port}` in it is the port where it is to listen, as is the environment variable `PORT`."""
+    ready: str = "port"
+    """How it is known to be ready: `port`, it listens there; `/path`, it answers a GET there with a status below 400; `line:
+    text`, it has printed that."""
+    timeout_s: float = 120.0
+    """Longest time until it is ready."""
+
 
 @dataclass
 class AgentConfig:
@@ -14,13 +44,25 @@ class AgentConfig:
     """`inline`: the model, or what `rollout.agent` names, in the rollout rank. `python`: a function, `agent.target`.
     `command`: any program, `agent.command`. These two ask the model over an endpoint in the form of OpenAI's, of which
     they find URL and key in the environment. `environment`: a world that the model acts in, `agent.target`, in the rollout
-    rank."""
+    rank. `mcp`: the model with the tools of `agent.servers`. `verifiers`, `openenv`: an environment of these frameworks,
+    `agent.framework`, with its rewards."""
     target: str | None = None
     """`module:function` of kind `python`: gets the task and the model, and returns the reward, or more; a coroutine, too.
     Of kind `environment`: `search`, `guess`, `mastermind`, `kuhn_poker`, `proposer`, `sql`, `micro_swe`, a registered name, or
     `module:Class`."""
     command: list[str] = field(default_factory=list)
     """argv of kind `command`; `{question}` in it is the question. What it prints is the response that is judged."""
+    servers: list[ToolServerConfig] = field(default_factory=list)
+    """Servers of tools, of kind `mcp`."""
+    framework: dict[str, Any] = field(default_factory=dict)
+    """Of kind `verifiers`: its environment's configuration, such as `{taskset: {id: my_taskset}}`. Of kind `openenv`:
+    `base_url`, and if wanted `action` (which key of an action is what the model writes; by default `message`), `observation`
+    (which key of an observation the model reads; by default all of it) and `reset` (arguments)."""
+    sandbox: str | None = None
+    """What `agent.command` and shells are confined by: `bubblewrap` (no network; files are read-only, but for a folder of the
+    episode), `unshare` (no network; the files are the user's), or `none`. A command finds the model at `127.0.0.1:8000`."""
+    services: list[ServiceConfig] = field(default_factory=list)
+    """Programs that agents need: once on each node of the group `agent`, or else once for each engine."""
     python: str | None = None
     """Interpreter of the agent, with packages of its own; null is rlhpc's."""
     kwargs: dict[str, Any] = field(default_factory=dict)

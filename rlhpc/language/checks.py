@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -10,19 +11,18 @@ from rlhpc.algorithms.registry import REWARD_LOSSES
 from rlhpc.config.parallel import check_parallel
 from rlhpc.config.rules import Fail, check_choice
 from rlhpc.config.typed import plain, select
+from rlhpc.language.agent_config import AgentConfig
 from rlhpc.language.algorithm.registry import ALGORITHMS, make_algorithm
 from rlhpc.language.config import GrpoConfig, LanguageConfig, SourceConfig, TrainedLanguageConfig
 from rlhpc.language.engines.registry import ENGINES
 from rlhpc.language.environments.registry import find_environment
 from rlhpc.language.reward_config import RewardRunConfig
 from rlhpc.language.scoring.checks import check_group_sections
-from rlhpc.language.scoring.groups import CRITIC, placed, rating_names
+from rlhpc.language.scoring.groups import AGENT, CRITIC, placed, rating_names
 from rlhpc.runtime.errors import ConfigError, PlacementError
 from rlhpc.runtime.lookup import Registry
 from rlhpc.training.registry import BACKENDS as TRAINING
 
-#: What an agent of a kind is named like.
-_EXAMPLES = {"python": "my_agent:solve", "environment": "search", "command": "[my-agent, '{question}']"}
 #: What each component computes with.
 _COMPUTES = {
     "actor": "actor.training_backend",
@@ -125,16 +125,63 @@ def _judges(cfg: LanguageConfig) -> None:
         AGENTS.find(agent)
 
 
+#: What kinds of agents are about, and what that may look like.
+_AGENTS = {
+    "python": "target", "environment": "target", "command": "command", "mcp": "servers", "verifiers": "framework",
+    "openenv": "framework",
+}  # fmt: skip
+_EXAMPLES = {
+    "target": "my_agent:solve",
+    "command": "[my-agent, '{question}']",
+    "servers": "[{command: [my-tool-server]}]",
+    "framework": "{taskset: {id: my_taskset}} (verifiers) or {base_url: 'http://127.0.0.1:8000'} (openenv)",
+}
+
+
+def _agents_helpers(agent: AgentConfig, fail: Fail) -> None:
+    """Servers of tools, and services."""
+    for index, server in enumerate(agent.servers):
+        if bool(server.command) + bool(server.url) + server.shell != 1:
+            raise fail(f"agent.servers[{index}]", "a server is a command, a url or a shell: set one of these")
+        if server.shell and agent.sandbox is None:
+            why = f"agent.servers[{index}] is a shell, which does what the model writes"
+            raise fail("agent.sandbox", f"{why}: set bubblewrap, unshare or none")
+        if server.url and not server.url.startswith(("http://", "https://")):
+            raise fail(f"agent.servers[{index}].url", "it must begin with http:// or https://")
+    if agent.kind == "openenv" and not agent.framework.get("base_url"):
+        raise fail("agent.framework", "agent.kind=openenv needs base_url in it, such as http://127.0.0.1:8000")
+    if agent.sandbox is not None and agent.kind != "command" and not any(server.shell for server in agent.servers):
+        raise fail("agent.sandbox", "it is for agent.command and for shells, of which there are none: leave it out")
+    names = [service.name for service in agent.services]
+    for index, service in enumerate(agent.services):
+        key = f"agent.services[{index}]"
+        if agent.kind in ("inline", "environment"):
+            raise fail(key, f"agent.kind={agent.kind} runs no agents outside, which would need it: leave it out")
+        if not re.fullmatch(r"\w+", service.name) or names.index(service.name) < index:
+            raise fail(f"{key}.name", "it must be of letters, digits and _, and each service has its own")
+        if not service.command:
+            raise fail(f"{key}.command", "name what starts it, such as [python, server.py, '{port}']")
+        if service.ready != "port" and not service.ready.startswith(("/", "line:")):
+            raise fail(f"{key}.ready", "allowed: port, /path, line: text")
+
+
 def _agent(cfg: LanguageConfig, fail: Fail) -> None:
     """Who asks the model, and what does not go with it."""
     agent = cfg.agent
-    wanted = {"python": "target", "environment": "target", "command": "command"}.get(agent.kind, "")
-    for name, said in (("target", agent.target), ("command", agent.command)):
-        if name == wanted and not said:
-            example = _EXAMPLES[agent.kind]
-            raise fail(f"agent.{name}", f"agent.kind={agent.kind} runs it: name one, such as {example}")
-        if said and name != wanted:
-            raise fail(f"agent.{name}", f"agent.kind={agent.kind} runs no {name}: set agent.kind, or leave it out")
+    wanted = _AGENTS.get(agent.kind, "")
+    said = {
+        "target": agent.target,
+        "command": agent.command,
+        "servers": agent.servers,
+        "framework": agent.framework,
+    }
+    for name, example in _EXAMPLES.items():
+        if name == wanted and not said[name]:
+            example = "search" if agent.kind == "environment" else example
+            raise fail(f"agent.{name}", f"agent.kind={agent.kind} is about it: set it, such as {example}")
+        if said[name] and name != wanted:
+            raise fail(f"agent.{name}", f"agent.kind={agent.kind} has no {name}: set agent.kind, or leave it out")
+    _agents_helpers(agent, fail)
     rewarded = [term.name.lower() for term in cfg.reward.terms]
     if agent.kind == "inline":
         if "agent" in rewarded:
@@ -147,8 +194,11 @@ def _agent(cfg: LanguageConfig, fail: Fail) -> None:
             raise fail(f"agent.{name}", "an environment is in the rollout rank and says who speaks in it: leave it out")
     elif agent.target and ":" not in agent.target:
         raise fail("agent.target", f"it is {agent.target!r}; allowed: module:function, such as my_agent:solve")
-    if agent.kind == "command" and "agent" in rewarded:
-        raise fail("reward.terms", "a command gives no reward, but a text: judge that, such as by [{name: math}]")
+    if agent.kind in ("command", "mcp") and "agent" in rewarded:
+        raise fail(
+            "reward.terms",
+            f"agent.kind={agent.kind} gives no reward, but a text: judge that, such as by [{{name: math}}]",
+        )
     if cfg.rollout.agent is not None:
         raise fail(
             "rollout.agent",
@@ -171,6 +221,12 @@ def check_reasoning(cfg: GrpoConfig, fail: Fail) -> None:
     """
     algorithm = cfg.algorithm
     check_group_sections(cfg, fail)
+    if AGENT in placed(cfg) and cfg.agent.kind in ("inline", "environment"):
+        raise fail(
+            "cluster.component_placement",
+            f"the group 'agent' runs agents outside the engines' ranks, and agent.kind is {cfg.agent.kind}: leave the group "
+            "out, or set another kind",
+        )
     _backend("critic.training_backend", cfg.critic.training_backend, fail)
     if CRITIC in placed(cfg):
         _critic(cfg, fail)

@@ -35,7 +35,8 @@ CHOICES = {
     "judge.dtype": ("auto", "float32", "bfloat16", "float16"),
     "judge.mode": ("grade", "compare"),
     "data.overlong_prompts": ("error", "drop"),
-    "agent.kind": ("inline", "python", "command", "environment"),
+    "agent.sandbox": ("bubblewrap", "unshare", "none"),
+    "agent.kind": ("inline", "python", "command", "environment", "mcp", "verifiers", "openenv"),
 }
 #: Keys, and sections, of the machine and of how the work is cut into pieces.
 FREE = (

@@ -16,7 +16,7 @@ from rlhpc.language.config import GrpoConfig, LanguageConfig, SftConfig, Trained
 from rlhpc.language.ranges import RANGES
 from rlhpc.language.reward_config import RANGES as REWARD_RANGES
 from rlhpc.language.reward_config import RewardRunConfig
-from rlhpc.language.scoring.groups import CRITIC, REFERENCE, group_models, group_roles, scoring_groups
+from rlhpc.language.scoring.groups import AGENT, CRITIC, REFERENCE, group_models, group_roles, placed, scoring_groups
 from rlhpc.runs.checks import check_estimators
 from rlhpc.runs.kinds import Exporting, Kind, Parts, Preparation, Rows
 from rlhpc.runs.saved import differing, saved_values
@@ -26,7 +26,10 @@ from rlhpc.runtime.errors import ConfigError
 Trained = TypeVar("Trained", bound=TrainedLanguageConfig)
 Cfg = TypeVar("Cfg", bound=LanguageConfig)
 _EVALUATION = ("data.eval",)
+#: Seconds after which a silent rank of the group `agent` is done without.
+_AGENT_LOST_S = 30.0
 _PRELOAD = (
+    "rlhpc.language.roles.agent",
     "rlhpc.language.roles.grpo",
     "rlhpc.language.roles.reward_model",
     "rlhpc.language.roles.rollout",
@@ -228,7 +231,7 @@ class GrpoKind(LanguageKind[GrpoConfig]):
 
     def components(self, cfg: GrpoConfig) -> Sequence[str]:
         """All names that a component may have."""
-        return [*self.roles, CRITIC, *scoring_groups(cfg)]
+        return [*self.roles, AGENT, CRITIC, *scoring_groups(cfg)]
 
     def expendable_of(self, cfg: GrpoConfig) -> frozenset[str]:
         """The engines, and what scores."""
@@ -240,8 +243,14 @@ class GrpoKind(LanguageKind[GrpoConfig]):
         return frozenset(group_roles(cfg)) - learning
 
     def elastic_of(self, cfg: GrpoConfig) -> dict[str, int]:
-        """The engines, where they are at work all the time: what one had under way, others take."""
-        return {} if cfg.actor.offload_in_rollout else self.together_of(cfg)
+        """What runs agents; and the engines, where they are at work all the time: what one had under way, others take."""
+        engines = {} if cfg.actor.offload_in_rollout else self.together_of(cfg)
+        return {**engines, **({AGENT: 1} if AGENT in placed(cfg) else {})}
+
+    def patience_of(self, cfg: GrpoConfig) -> dict[str, float]:
+        """What runs agents: a step waits for their episodes, which others begin again at little cost."""
+        del cfg
+        return {AGENT: _AGENT_LOST_S}
 
     def together_of(self, cfg: GrpoConfig) -> dict[str, int]:
         """The ranks of an engine."""
@@ -252,9 +261,11 @@ class GrpoKind(LanguageKind[GrpoConfig]):
         return changed(cfg, "rollout.parallel.tensor", replicas["rollout"])
 
     def most_useful(self, cfg: GrpoConfig, started: Mapping[str, int]) -> dict[str, int]:
-        """An engine takes a prompt at least."""
+        """An engine takes a prompt at least, and a rank of agents an episode."""
         del started
-        return {"rollout": cfg.data.prompts_per_step * self.together_of(cfg)["rollout"]}
+        prompts = cfg.data.prompts_per_step
+        agents = {AGENT: prompts * cfg.algorithm.group_size} if AGENT in placed(cfg) else {}
+        return {"rollout": prompts * self.together_of(cfg)["rollout"], **agents}
 
     def differences(self, cfg: GrpoConfig, checkpoint: Path) -> list[str]:
         """Also that the checkpoint has no critic, where this run wants one."""

@@ -45,6 +45,7 @@ RANGES: dict[str, Range] = {
     "agent.episodes_per_rank": COUNT,
     "agent.timeout_s": POSITIVE,
     "agent.max_turns": COUNT,
+    "agent.services[].timeout_s": POSITIVE,
     "agent.max_tokens": COUNT,
     "actor.global_batch_size": COUNT,
     "actor.optim.lr_warmup_steps": NOT_NEGATIVE,

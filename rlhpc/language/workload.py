@@ -8,7 +8,7 @@ from typing import Any
 from rlhpc.config.typed import select
 from rlhpc.language.config import GrpoConfig, LanguageConfig, TrainedLanguageConfig
 from rlhpc.language.reward_config import RewardRunConfig
-from rlhpc.language.scoring.groups import group_roles
+from rlhpc.language.scoring.groups import AGENT, group_roles
 from rlhpc.runs.tuning.shape import placed
 from rlhpc.runs.tuning.workload import Knob, Phase, Workload
 from rlhpc.runtime.cluster import Cluster
@@ -24,7 +24,7 @@ def rl_workload(cfg: GrpoConfig, ahead: int) -> Workload:
     """A step of RL on verifiable tasks."""
     prompts, batch = cfg.data.prompts_per_step, cfg.actor.global_batch_size
     responses = prompts * cfg.algorithm.group_size
-    others = tuple(Phase(name, name, f"time/{name}_s", streams=True) for name in group_roles(cfg))
+    others = tuple(Phase(name, name, f"time/{name}_s", streams=True) for name in group_roles(cfg) if name != AGENT)
     micro = cfg.actor.max_tokens_per_micro_batch
     knobs = [
         Knob(STALENESS, tuple(range(ahead + 1))),

@@ -29,6 +29,9 @@ _SWITCHES = {
     "allow_unconfined": "runs programs without a sandbox",
     "agent.command": "starts a program",
     "agent.python": "starts a program",
+    "agent.servers": "starts a program, or asks one elsewhere",
+    "agent.services": "starts a program",
+    "agent.framework": "loads an environment's code, or asks one elsewhere",
 }
 _SECRET = "token_env"
 
@@ -149,5 +152,5 @@ def _switches(content: Any, key: str) -> Iterator[tuple[str, Any]]:
 
 def _switch(key: str) -> str:
     """What a key, or an entry of the list there, is called in `_SWITCHES`."""
-    whole = key.split("[")[0]
+    whole = ".".join(key.split("[")[0].split(".")[:2])
     return whole if whole in _SWITCHES else key.rsplit(".", 1)[-1]

@@ -96,6 +96,16 @@ def test_names_that_are_no_code():
     for agent in (program, {"agent": {"python": "/tmp/python"}}):
         with pytest.raises(ConfigError, match=r"there: agent\.(command\[0\]|python) is .*, which starts a program"):
             Trust().check(agent, "there")
+    elsewhere = [
+        ({"servers": [{"command": ["rm"]}]}, r"servers\[0\]\.command\[0\]"),
+        ({"servers": [{"url": "http://1.2.3.4"}]}, r"servers\[0\]\.url"),
+        ({"services": [{"name": "db", "command": ["rm"]}]}, r"services\[0\]"),
+        ({"framework": {"taskset": {"id": "theirs"}}}, r"framework\.taskset\.id"),
+    ]
+    for section, key in elsewhere:
+        with pytest.raises(ConfigError, match=rf"there: agent\.{key}"):
+            Trust().check({"agent": section}, "there")
+        Trust.of({"agent": section}).check({"agent": section}, "there")
     Trust.of(program).check(program, "there")
     Trust().check({"env": {"kwargs": {"python": "x", "command": ["y"]}}}, "there")
 

@@ -12,20 +12,22 @@ import contextlib
 import json
 import queue
 import shutil
-import tempfile
 import threading
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from aiohttp import web
 
 from rlhpc.language.agents.messages import Refused, Renderer
-from rlhpc.language.agents.messages_api import conversation_of, message_error, message_events, message_reply
+from rlhpc.language.agents.messages_api import conversation_of, message_error, message_reply
 from rlhpc.language.agents.parsers import Parsers
+from rlhpc.language.agents.relay import socket_folder
 from rlhpc.language.agents.sessions import Answer, Session
-from rlhpc.language.agents.wire import chat_chunks, chat_reply, check_chat, generate_reply
+from rlhpc.language.agents.streams import ChatStream, MessageStream
+from rlhpc.language.agents.wire import chat_reply, check_chat, generate_reply
 from rlhpc.language.engines.base import Completion, SamplingParams
 
 #: Largest body of a call, in bytes.
@@ -33,7 +35,7 @@ _BODY = 32 << 20
 #: Seconds after which a client that waits for a stream is told that it is not forgotten.
 _ALIVE_S = 10.0
 _START_S = 60.0
-_LONG = 70
+_LOOPBACK = "127.0.0.1"
 MODEL = "policy"
 
 
@@ -45,6 +47,8 @@ class Drawing:
         session: Who asks.
         prompt_ids, sampling, seed: What is drawn.
         answer: Is called with what was drawn, or why nothing was; by the engine's thread.
+        show: Is called with all tokens so far, now and then, where somebody reads along; by the engine's thread.
+        given_up: Whether nobody waits for it any more.
     """
 
     session: Session
@@ -52,6 +56,28 @@ class Drawing:
     sampling: SamplingParams
     seed: int
     answer: Callable[[Completion | Exception], None]
+    show: Callable[[list[int]], None] | None = None
+    given_up: bool = False
+
+
+class Reading:
+    """What a client that reads along gets to see of a draw. On the gateway's loop.
+
+    Attributes:
+        prompt: What the model reads; empty before it does.
+        ids: What it has drawn so far.
+        came: Set when there is more.
+    """
+
+    def __init__(self) -> None:
+        self.prompt: list[int] = []
+        self.ids: list[int] = []
+        self.came = asyncio.Event()
+
+    def show(self, ids: list[int]) -> None:
+        """There is more."""
+        self.ids = ids
+        self.came.set()
 
 
 class Gateway:
@@ -61,28 +87,29 @@ class Gateway:
         tokenizer: Of the model, with its chat template.
         parsers: How replies are read.
         context: Most tokens that the model reads and writes.
-        host: Address to listen on, on a port that the system chooses.
+        address: Of this host, to listen there for other hosts as well, on a port that the system chooses; "" for none.
 
     Attributes:
         asked: What the engine is to draw.
-        url: Where it is, without `/v1`.
+        url: Where it is for this host, without `/v1`.
+        far: Where it is for others; "" if it is for none.
         socket: Path of a UNIX socket where it is, too: for sandboxes without a network.
     """
 
-    def __init__(self, tokenizer: Any, parsers: Parsers, context: int, host: str = "127.0.0.1") -> None:
+    def __init__(self, tokenizer: Any, parsers: Parsers, context: int, address: str = "") -> None:
         self.asked: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self.loop = asyncio.new_event_loop()
         self._tokenizer, self._parsers, self._context = tokenizer, parsers, context
         self._renderer = Renderer(tokenizer)
-        long = len(tempfile.gettempdir()) > _LONG  # an address of a UNIX socket has at most 108 bytes
-        self._folder = tempfile.mkdtemp(prefix="rlhpc-agents-", dir="/tmp" if long else None)  # nobody else's to enter
+        self._folder = socket_folder()
         self.socket = str(Path(self._folder) / "model")
         self._sessions: dict[str, Session] = {}
         self._waiting: set[asyncio.Future[Completion]] = set()
         self._thread = threading.Thread(target=self._serve, name="rlhpc-gateway", daemon=True)
         self._thread.start()
         try:
-            self.url = asyncio.run_coroutine_threadsafe(self._listen(host), self.loop).result(_START_S)
+            found = asyncio.run_coroutine_threadsafe(self._listen(address), self.loop).result(_START_S)
+            self.url, self.far = found
         except OSError:
             self.close()
             raise
@@ -91,7 +118,7 @@ class Gateway:
         asyncio.set_event_loop(self.loop)
         self.loop.run_forever()
 
-    async def _listen(self, host: str) -> str:
+    async def _listen(self, address: str) -> tuple[str, str]:
         app = web.Application(client_max_size=_BODY)
         app.add_routes(
             [
@@ -101,12 +128,14 @@ class Gateway:
                 web.post("/v1/messages", self._messages),
             ]
         )
-        self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.5)  # a log would have keys in it
+        # A log would have keys in it. What a client that has hung up had asked for need not be drawn.
+        self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.5, handler_cancellation=True)
         await self._runner.setup()
-        await web.TCPSite(self._runner, host, 0).start()
-        port = self._runner.addresses[0][1]
+        for host in (_LOOPBACK, *([address] if address else ())):
+            await web.TCPSite(self._runner, host, 0).start()
+        near, *far = [f"http://{host}:{port}" for host, port in self._runner.addresses]
         await web.UnixSite(self._runner, self.socket).start()
-        return f"http://{host}:{port}"
+        return near, far[0] if far else ""
 
     def close(self) -> None:
         """Ends it; whoever waits is refused."""
@@ -166,7 +195,9 @@ class Gateway:
 
     # -- the engine -----------------------------------------------------------------------------------------------
 
-    async def _draw(self, session: Session, prompt: list[int], sampling: SamplingParams, seed: int) -> Completion:
+    async def _draw(
+        self, session: Session, prompt: list[int], sampling: SamplingParams, seed: int, reading: Reading | None = None
+    ) -> Completion:
         waiting: asyncio.Future[Completion] = self.loop.create_future()
 
         def settle(found: Completion | Exception) -> None:
@@ -181,12 +212,21 @@ class Gateway:
             with contextlib.suppress(RuntimeError):  # the loop has ended
                 self.loop.call_soon_threadsafe(settle, found)
 
+        drawing = Drawing(session, tuple(prompt), sampling, seed, answer)
+        if reading is not None:
+            reading.prompt = prompt
+            drawing.show = partial(self._shown, reading)
         self._waiting.add(waiting)
-        self.asked.put(Drawing(session, tuple(prompt), sampling, seed, answer))
+        self.asked.put(drawing)
         try:
             return await waiting
         finally:
+            drawing.given_up = True
             self._waiting.discard(waiting)
+
+    def _shown(self, reading: Reading, ids: list[int]) -> None:
+        with contextlib.suppress(RuntimeError):  # the loop has ended
+            self.loop.call_soon_threadsafe(reading.show, ids)
 
     # -- routes ---------------------------------------------------------------------------------------------------
 
@@ -208,25 +248,21 @@ class Gateway:
         tools = None if body.get("tool_choice") == "none" else body.get("tools")
         most = body.get("max_completion_tokens") or body.get("max_tokens")
 
+        stream, draw, reading = body.get("stream"), self._draw, Reading()
+
         async def work() -> Answer:
             sampling = session.sampling_of(most, body.get("stop"))
             role = session.role_of(body.get("model"))
-            said = body.get("messages")
-            return await session.chat(said, tools, role, sampling, self._renderer, self._parsers, self._draw)
+            said, drawn = body.get("messages"), partial(draw, reading=reading) if stream else draw
+            return await session.chat(said, tools, role, sampling, self._renderer, self._parsers, drawn)
 
         asking = session.once(raw, _retried(request), work)
         model = str(body.get("model") or MODEL)
-        if not body.get("stream"):
+        if not stream:
             answer = await asking
             reply = chat_reply(answer, body, model, self._tokenizer)
             return _received(request, answer, web.json_response(reply))
-        usage = bool((body.get("stream_options") or {}).get("include_usage"))
-
-        def chunks(answer: Answer) -> list[str]:
-            found = chat_chunks(chat_reply(answer, body, model, self._tokenizer), usage)
-            return [*(f"data: {json.dumps(chunk)}\n\n" for chunk in found), "data: [DONE]\n\n"]
-
-        return await self._stream(request, asking, chunks, _error)
+        return await self._stream(request, asking, ChatStream(body, model, self._tokenizer), reading, tools, _error)
 
     async def _messages(self, request: web.Request) -> web.StreamResponse:
         return await self._guarded(request, self._answer_message, message_error)
@@ -236,21 +272,18 @@ class Gateway:
         body = _json(raw)
         messages, tools = conversation_of(body)
 
+        stream, draw, reading = body.get("stream"), self._draw, Reading()
+
         async def work() -> Answer:
             sampling = session.sampling_of(body.get("max_tokens"), body.get("stop_sequences"))
-            role = session.role_of(body.get("model"))
-            return await session.chat(messages, tools, role, sampling, self._renderer, self._parsers, self._draw)
+            role, drawn = session.role_of(body.get("model")), partial(draw, reading=reading) if stream else draw
+            return await session.chat(messages, tools, role, sampling, self._renderer, self._parsers, drawn)
 
         asking, model = session.once(raw, _retried(request), work), str(body.get("model") or MODEL)
-        if not body.get("stream"):
+        if not stream:
             answer = await asking
             return _received(request, answer, web.json_response(message_reply(answer, model)))
-
-        def events(answer: Answer) -> list[str]:
-            found = message_events(message_reply(answer, model))
-            return [f"event: {event['type']}\ndata: {json.dumps(event)}\n\n" for event in found]
-
-        return await self._stream(request, asking, events, message_error)
+        return await self._stream(request, asking, MessageStream(model), reading, tools, message_error)
 
     async def _generate(self, request: web.Request) -> web.StreamResponse:
         return await self._guarded(request, self._answer_generate)
@@ -287,28 +320,34 @@ class Gateway:
         self,
         request: web.Request,
         asking: Awaitable[Answer],
-        chunks: Callable[[Answer], list[str]],
+        stream: ChatStream | MessageStream,
+        reading: Reading,
+        tools: Any,
         error: Callable[[Refused], dict[str, Any]],
     ) -> web.StreamResponse:
-        """Waits for an answer with an open stream, so that no client takes a slow one for a lost one."""
+        """Answers with a stream: what is certain of the reply as it is written, then the rest."""
         made = asyncio.ensure_future(asking)
-        done, _ = await asyncio.wait({made}, timeout=_ALIVE_S)
-        if done:
-            made.result()  # refused at once: by a status
+        made.add_done_callback(lambda _: reading.came.set())
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
         try:
+            await _more(reading)
+            if made.done():
+                made.result()  # refused at once: by a status
             await response.prepare(request)
-            while not done:
-                await response.write(b": waiting\n\n")
-                done, _ = await asyncio.wait({made}, timeout=_ALIVE_S)
+            partly = None if stream.whole else self._parsers.partly(reading.prompt, tools)
+            while not made.done():
+                for event in stream.more(len(reading.prompt), *partly.split(reading.ids)) if partly else ():
+                    await response.write(event.encode())
+                if not await _more(reading):  # so that no client takes a slow one for a lost one
+                    await response.write(b": waiting\n\n")
             try:
                 answer = made.result()
             except Refused as why:
                 await response.write(f"event: error\ndata: {json.dumps(error(why))}\n\n".encode())
                 return response
-            *most, last = chunks(answer)
-            for chunk in most:
-                await response.write(chunk.encode())
+            *most, last = stream.end(answer)
+            for event in most:
+                await response.write(event.encode())
             before, answer.turn.received = answer.turn.received, True  # its client may be done before this goes on
             try:
                 await response.write(last.encode())
@@ -317,7 +356,19 @@ class Gateway:
                 answer.turn.received = before
         except ConnectionError:  # nobody is there any more
             pass
+        finally:
+            made.cancel()
         return response
+
+
+async def _more(reading: Reading) -> bool:
+    """Waits for more to read, but not for long; whether it came."""
+    try:
+        await asyncio.wait_for(reading.came.wait(), _ALIVE_S)
+    except TimeoutError:
+        return False
+    reading.came.clear()  # what comes from now on is for the next time
+    return True
 
 
 def _json(raw: bytes) -> Any:

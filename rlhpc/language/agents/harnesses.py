@@ -6,16 +6,19 @@ import collections
 import contextlib
 import json
 import logging
+import os
 import queue
 import subprocess
 import sys
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from rlhpc.language.agents.shells import broken
 from rlhpc.runtime.errors import ConfigError
+from rlhpc.runtime.host import node_name
 from rlhpc.runtime.import_paths import import_paths
 
 log = logging.getLogger(__name__)
@@ -34,11 +37,14 @@ class Program:
     """What is run for an episode.
 
     Attributes:
-        kind: `python` or `command`.
+        kind: `agent.kind`.
         target: `module:function`.
         command: argv.
         python: The interpreter; None is this one.
         processes: Episodes at a time.
+        options: Of other kinds than these two.
+        environment: Further variables.
+        sandbox: `agent.sandbox`.
     """
 
     kind: str
@@ -46,11 +52,17 @@ class Program:
     command: tuple[str, ...]
     python: str | None
     processes: int
+    options: dict[str, Any] = field(default_factory=dict)
+    environment: dict[str, str] = field(default_factory=dict)
+    sandbox: str | None = None
 
     def spec(self) -> dict[str, Any]:
         """What the runner is told first."""
         paths = import_paths(foreign=self.python is not None)
-        return {"kind": self.kind, "target": self.target, "command": list(self.command), "paths": paths}
+        return {
+            "kind": self.kind, "target": self.target, "command": list(self.command), "paths": paths,
+            "options": self.options, "sandbox": self.sandbox,
+        }  # fmt: skip
 
 
 class Harnesses:
@@ -70,6 +82,8 @@ class Harnesses:
         self._waiting: collections.deque[Ticket] = collections.deque()
         self._running: dict[int, Ticket] = {}
         self._closed, self._failures, self._gone = False, 0, ""
+        if program.sandbox is not None and (why := broken(program.sandbox)):
+            raise ConfigError(f"agent.sandbox is {program.sandbox}, which does not work on {node_name()}: {why}")
         self._process = self._start()
 
     def run(self, ticket: Ticket) -> None:
@@ -80,6 +94,14 @@ class Harnesses:
                 self._fill()
                 return
         self._done(ticket["id"], {"error": self._gone})
+
+    def kill(self, number: int) -> None:
+        """Ends the program of one ticket, or forgets it; it has no outcome."""
+        with self._lock:
+            self._waiting = collections.deque(ticket for ticket in self._waiting if ticket["id"] != number)
+            if self._running.pop(number, None) is not None:
+                self._tell({"kill": number})
+                self._fill()
 
     def abort(self) -> None:
         """Ends all that run, and forgets those that wait; none of them has an outcome."""
@@ -109,7 +131,7 @@ class Harnesses:
         try:
             process = subprocess.Popen(
                 [python, "-P" if self._program.python is None else "-u", str(RUNNER)], stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
+                stdout=subprocess.PIPE, env={**os.environ, **self._program.environment},
             )  # fmt: skip
         except OSError as error:
             raise ConfigError(f"agent.python is {python!r}, which cannot be started: {error.strerror}") from None
@@ -125,10 +147,8 @@ class Harnesses:
         if "failed" in said:
             process.kill()
             process.wait()
-            raise ConfigError(
-                f"agent.target is {self._program.target!r}, which cannot be imported by {python} (agent.python): "
-                f"{said['failed']}"
-            )
+            what = f"target is {self._program.target!r}" if self._program.target else f"kind is {self._program.kind}"
+            raise ConfigError(f"agent.{what}, which cannot be imported by {python} (agent.python): {said['failed']}")
         threading.Thread(target=self._listen, args=(process,), name="rlhpc-harnesses", daemon=True).start()
         return process
 

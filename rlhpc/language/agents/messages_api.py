@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from rlhpc.language.agents.messages import Message, Refused
@@ -106,26 +106,6 @@ def message_reply(answer: Answer, model: str) -> dict[str, Any]:
         "stop_reason": reason, "stop_sequence": None,
         "usage": {"input_tokens": len(answer.prompt_ids), "output_tokens": len(answer.turn.token_ids)},
     }  # fmt: skip
-
-
-def message_events(reply: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """The same as a stream: each block at once."""
-    begun = {**reply, "content": [], "stop_reason": None, "usage": {**reply["usage"], "output_tokens": 0}}
-    yield {"type": "message_start", "message": begun}
-    for index, block in enumerate(reply["content"]):
-        empty: dict[str, Any]
-        if block["type"] == "text":
-            empty, delta = {"text": ""}, {"type": "text_delta", "text": block["text"]}
-        elif block["type"] == "thinking":
-            empty, delta = {"thinking": ""}, {"type": "thinking_delta", "thinking": block["thinking"]}
-        else:
-            empty, delta = {"input": {}}, {"type": "input_json_delta", "partial_json": json.dumps(block["input"])}
-        yield {"type": "content_block_start", "index": index, "content_block": {**block, **empty}}
-        yield {"type": "content_block_delta", "index": index, "delta": delta}
-        yield {"type": "content_block_stop", "index": index}
-    ended = {"stop_reason": reply["stop_reason"], "stop_sequence": None}
-    yield {"type": "message_delta", "delta": ended, "usage": {"output_tokens": reply["usage"]["output_tokens"]}}
-    yield {"type": "message_stop"}
 
 
 def message_error(why: Refused) -> dict[str, Any]:

@@ -8,10 +8,11 @@ from __future__ import annotations
 import logging
 import queue
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
+from rlhpc.language.agents.distant import Distant, Post
 from rlhpc.language.agents.episodes import Episode, Outcome
 from rlhpc.language.agents.gateway import MODEL, Drawing, Gateway
 from rlhpc.language.agents.harnesses import Harnesses, Program
@@ -21,8 +22,9 @@ from rlhpc.language.agents.played import Played, World
 from rlhpc.language.agents.sessions import OVER, Limits, Session
 from rlhpc.language.agents.tree import Tree
 from rlhpc.language.data.prompts import Prompt
-from rlhpc.language.engines.base import Completion, Request, RolloutBackend
+from rlhpc.language.engines.base import Completion, DropsRequests, Request, RolloutBackend
 from rlhpc.runtime.errors import ConfigError
+from rlhpc.runtime.host import host_id
 
 log = logging.getLogger(__name__)
 _IDLE_S = 0.01
@@ -45,6 +47,21 @@ class Options:
     kwargs: dict[str, Any]
 
 
+@dataclass(frozen=True)
+class Elsewhere:
+    """Ranks of another group run the agents.
+
+    Attributes:
+        post: To them.
+        rank: Of this process.
+        address: Where those on other hosts reach it; "" if all are on this one.
+    """
+
+    post: Post
+    rank: int
+    address: str
+
+
 class OutsideEpisodes:
     """Runs episodes of agents outside, on an engine. Not thread-safe, as the engine.
 
@@ -53,8 +70,9 @@ class OutsideEpisodes:
         tokenizer: Of the model.
         parsers: How replies are read.
         context: Most tokens that the model reads and writes.
-        program: The agent, or the world that is played.
+        runs: The agent, the world that is played, or who runs it.
         options: Its limits.
+        ended_with_it: Is called when it is closed.
 
     Raises:
         ConfigError: The agent cannot be started.
@@ -66,17 +84,20 @@ class OutsideEpisodes:
         tokenizer: Any,
         parsers: Parsers,
         context: int,
-        program: Program | World,
+        runs: Program | World | Elsewhere,
         options: Options,
+        ended_with_it: Callable[[], None] = lambda: None,
     ) -> None:
+        self._ended_with_it = ended_with_it
         self._backend, self._tokenizer, self._options = backend, tokenizer, options
-        self._harnesses: Harnesses | Played
-        if isinstance(program, World):
-            self._gateway = Gateway(tokenizer, parsers, context)
-            self._harnesses = Played(program, self._gateway, self._came)
-        else:
-            self._harnesses = Harnesses(program, self._came)
-            self._gateway = Gateway(tokenizer, parsers, context)
+        self._distant: Distant | None = None
+        if isinstance(runs, Program):
+            self._here: Harnesses | Played = Harnesses(runs, self._came)
+        self._gateway = Gateway(tokenizer, parsers, context, runs.address if isinstance(runs, Elsewhere) else "")
+        if isinstance(runs, World):
+            self._here = Played(runs, self._gateway, self._came)
+        if isinstance(runs, Elsewhere):
+            self._distant, self._rank = Distant(runs.post, self._came, self._again), runs.rank
         self._sessions: dict[int, tuple[Session, Prompt | None, tuple[int, ...]]] = {}
         self._drawing: dict[int, Drawing] = {}
         self._number = self._tickets = self._failures = 0
@@ -88,7 +109,25 @@ class OutsideEpisodes:
             self._tickets += 1  # no number is used again: one that was ended may yet have an outcome on its way
             self._sessions[self._tickets] = session, prompt, tuple(request.prompt_ids)
             self._gateway.open(session)
-            self._harnesses.run(self._ticket(self._tickets, session, prompt))
+            ticket = self._ticket(self._tickets, session, prompt)
+            if self._distant is not None:
+                self._distant.run(ticket, self._rank)
+            else:
+                self._here.run(ticket)
+
+    def _again(self, number: int) -> dict[str, Any]:
+        """An episode begins once more, with nothing of what it was, and draws the same."""
+        old, prompt, ids = self._sessions[number]
+        session = Session(old.number, old.sampling, old.seed, old.limits)
+        session.counts["begun_again"] = old.counts["begun_again"] + 1
+        self._gateway.loop.call_soon_threadsafe(self._gateway.end, old)
+        self._gateway.open(session)
+        self._sessions[number] = session, prompt, ids
+        return self._ticket(number, session, prompt)
+
+    @property
+    def _harnesses(self) -> Harnesses | Played | Distant:
+        return self._distant or self._here
 
     def _ticket(self, number: int, session: Session, prompt: Prompt | None) -> dict[str, Any]:
         messages = (
@@ -100,6 +139,7 @@ class OutsideEpisodes:
         return {
             "id": number, "task": {"question": "", **task}, "base_url": f"{self._gateway.url}/v1",
             "api_key": session.key, "socket": self._gateway.socket, "model": MODEL, "timeout_s": self._options.timeout_s,
+            "host": host_id(), "far": self._gateway.far,
         }  # fmt: skip
 
     def resume(self, request: Request, drawn: Completion, prompt: Prompt | None = None) -> None:
@@ -108,15 +148,16 @@ class OutsideEpisodes:
 
     def step(self) -> list[Episode]:
         """Advances the engine by a step; episodes that ended."""
+        if self._distant is not None:
+            self._distant.poll()
         ended = self._take(wait=not self._backend.unfinished())
+        self._drop()
         if self._backend.unfinished():
             for completion in self._backend.step():
                 drawing = self._drawing.pop(completion.id, None)
                 if drawing is not None:
                     drawing.answer(completion)
-        if self._drawing and all(drawing.session.closed for drawing in self._drawing.values()):
-            self._backend.abort()  # nobody waits for any of it
-            self._forget("the episode has ended", 401)
+            self._show()
         return ended
 
     def unfinished(self) -> int:
@@ -138,8 +179,31 @@ class OutsideEpisodes:
         """Ends the agents, then the gateway."""
         self._harnesses.close()
         self._gateway.close()
+        self._ended_with_it()
 
     # -- inside ---------------------------------------------------------------------------------------------------
+
+    def _drop(self) -> None:
+        """Ends what nobody waits for: of episodes that have ended, or whose clients have gone."""
+        idle = [number for number, drawing in self._drawing.items() if drawing.session.closed or drawing.given_up]
+        if not idle:
+            return
+        if isinstance(self._backend, DropsRequests):
+            self._backend.drop(idle)
+        elif len(idle) < len(self._drawing):
+            return
+        else:
+            self._backend.abort()
+        for number in idle:
+            self._drawing.pop(number).answer(Refused("the episode has ended", 401))
+
+    def _show(self) -> None:
+        """Shows what there is of replies to clients that read along."""
+        shown = {number: drawing.show for number, drawing in self._drawing.items() if drawing.show is not None}
+        if shown and isinstance(self._backend, DropsRequests):
+            for number, ids in self._backend.so_far(shown.keys()).items():
+                if ids:
+                    shown[number](ids)
 
     def _forget(self, why: str, status: int) -> None:
         for drawing in self._drawing.values():
@@ -216,7 +280,9 @@ class OutsideEpisodes:
             episode.turn_ids = [0] * len(last.token_ids)
         counts = session.tree.counts() + session.counts
         episode.turns = counts["turns"]
-        names = ("turns", "not_received", "retried", "refused")
+        names = ["turns", "not_received", "retried", "refused", "given_up"] + ["begun_again"] * (
+            self._distant is not None
+        )
         outcome.metrics |= {name: float(counts[name]) for name in names}
         outcome.metrics["samples"] = float(len(branches))
         return episode

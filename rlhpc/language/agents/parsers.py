@@ -13,8 +13,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from rlhpc.language.agents.partial import Partial
 from rlhpc.runtime.errors import ConfigError
 
+#: Tokens at the end of a prompt among which `<think>` would be.
+_BEGUN = 12
 _HERMES = re.compile(r"<tool_call>\s*(\{.*?\})\s*</tool_call>", re.DOTALL)
 _THINK = re.compile(r"^\s*(?:<think>)?(.*?)</think>\s*", re.DOTALL)
 
@@ -106,6 +109,20 @@ class Parsers:
         if self._tools is not None and tools:
             text, calls = self._tools(text, tools)
         return Reply(text, reasoning, calls)
+
+    def partly(self, prompt: list[int], tools: Any) -> Partial | None:
+        """Reads a reply while it is written; None where that is not known of these parsers.
+
+        Args:
+            prompt: What the model reads.
+            tools: As the client sent them.
+        """
+        calls = self._tools is not None and bool(tools)
+        if self._reasoning not in (None, think) or (calls and self._tools is not hermes):
+            return None
+        end = self._tokenizer.decode(prompt[-_BEGUN:], skip_special_tokens=False).rstrip()
+        thinks = self._reasoning is not None
+        return Partial(self._tokenizer, opened=thinks and end.endswith("<think>"), thinks=thinks, calls=calls)
 
     def _ends(self) -> tuple[int | None, ...]:
         # The end of a turn and that of a text: models are trained with either.

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias, Union
 
 from rlhpc.config.typed import plain
@@ -13,12 +15,13 @@ from rlhpc.language.agents.tools import ToolAgent
 from rlhpc.language.data.prompts import Prompt
 from rlhpc.language.engines.base import Request, RolloutBackend
 from rlhpc.language.environments.registry import find_environment
+from rlhpc.language.scoring.groups import AGENT, placed
 from rlhpc.runtime.errors import ConfigError
 from rlhpc.runtime.lookup import Registry
 
 if TYPE_CHECKING:
     from rlhpc.language.agents.harnesses import Program
-    from rlhpc.language.agents.outside import Options, OutsideEpisodes
+    from rlhpc.language.agents.outside import Elsewhere, Options, OutsideEpisodes
     from rlhpc.language.agents.parsers import Parsers
     from rlhpc.language.agents.played import World
     from rlhpc.language.config import LanguageConfig
@@ -100,8 +103,16 @@ def configured_agent(cfg: LanguageConfig) -> Agent | None:
     return make_agent(name)
 
 
-def make_generation(cfg: LanguageConfig, backend: RolloutBackend, tokenizer: Any) -> Generation:
+def make_generation(
+    cfg: LanguageConfig, backend: RolloutBackend, tokenizer: Any, elsewhere: Elsewhere | None = None
+) -> Generation:
     """Episodes as sections `rollout` and `agent` describe them: of one turn, with `rollout.agent`, or of an agent outside.
+
+    Args:
+        cfg: The configuration.
+        backend: The engine.
+        tokenizer: Of the model.
+        elsewhere: Who runs agents outside; None: this process.
 
     Raises:
         ConfigError: See `configured_agent` and `outside_agent`.
@@ -111,13 +122,25 @@ def make_generation(cfg: LanguageConfig, backend: RolloutBackend, tokenizer: Any
         return Episodes(backend, tokenizer, inside, cfg.rollout.max_turns)
     from rlhpc.language.agents.outside import OutsideEpisodes
 
-    parsers, program, options = outside_agent(cfg, tokenizer)
+    parsers, options = outside_agent(cfg, tokenizer)
     context = int(getattr(backend, "context", sys.maxsize))
-    return OutsideEpisodes(backend, tokenizer, parsers, context, program, options)
+    if elsewhere is not None:
+        return OutsideEpisodes(backend, tokenizer, parsers, context, elsewhere, options)
+    if cfg.agent.kind == ENVIRONMENT:
+        return OutsideEpisodes(backend, tokenizer, parsers, context, world_of(cfg), options)
+    from rlhpc.language.agents.services import Services
+
+    services = Services(cfg.agent.services)
+    try:
+        program = program_of(cfg, services.addresses)
+        return OutsideEpisodes(backend, tokenizer, parsers, context, program, options, ended_with_it=services.close)
+    except BaseException:
+        services.close()
+        raise
 
 
-def outside_agent(cfg: LanguageConfig, tokenizer: Any) -> tuple[Parsers, Program | World, Options]:
-    """What section `agent` says: how replies are read, what is run, and its limits.
+def outside_agent(cfg: LanguageConfig, tokenizer: Any) -> tuple[Parsers, Options]:
+    """What section `agent` says: how replies are read, and an episode's limits.
 
     Raises:
         ConfigError: The model has no chat template, there is no such parser, or a package is missing.
@@ -126,7 +149,6 @@ def outside_agent(cfg: LanguageConfig, tokenizer: Any) -> tuple[Parsers, Program
         import aiohttp  # noqa: F401
     except ImportError:
         raise ConfigError(f"agent.kind={cfg.agent.kind} needs aiohttp: pip install 'rlhpc[llm]'") from None
-    from rlhpc.language.agents.harnesses import Program
     from rlhpc.language.agents.outside import Options
     from rlhpc.language.agents.parsers import Parsers
     from rlhpc.language.agents.sessions import Limits
@@ -138,16 +160,37 @@ def outside_agent(cfg: LanguageConfig, tokenizer: Any) -> tuple[Parsers, Program
             "what an agent asks becomes tokens: use a model that has one, or put one into its tokenizer_config.json"
         )
     roles, kwargs = roles_of(cfg), plain(agent.kwargs)
-    program: Program | World
-    if agent.kind == ENVIRONMENT:
-        from rlhpc.language.agents.played import World
-
-        environment = find_environment(str(agent.target), kwargs)
-        program = World(partial(environment, **kwargs), agent.episodes_per_rank)
-    else:
-        program = Program(agent.kind, agent.target, tuple(agent.command), agent.python, agent.episodes_per_rank)
     options = Options(Limits(agent.max_turns, agent.max_tokens, roles), agent.timeout_s, kwargs)
-    return Parsers(tokenizer, agent.tool_parser, agent.reasoning_parser), program, options
+    return Parsers(tokenizer, agent.tool_parser, agent.reasoning_parser), options
+
+
+def program_of(cfg: LanguageConfig, addresses: Mapping[str, str] | None = None) -> Program:
+    """What section `agent` has run for an episode, in a process of its own.
+
+    Args:
+        cfg: The configuration.
+        addresses: Of `agent.services`.
+    """
+    from rlhpc.language.agents.harnesses import Program
+    from rlhpc.language.agents.services import placed_in
+
+    agent, addresses = cfg.agent, addresses or {}
+    servers = [{"command": plain(s.command), "url": s.url, "shell": s.shell} for s in agent.servers]
+    options = plain(agent.framework) or {"servers": servers}
+    command = tuple(placed_in(list(agent.command), addresses))
+    environment = {f"RLHPC_SERVICE_{name.upper()}": address for name, address in addresses.items()}
+    return Program(
+        agent.kind, agent.target, command, agent.python, agent.episodes_per_rank, placed_in(options, addresses),
+        environment, agent.sandbox,
+    )  # fmt: skip
+
+
+def world_of(cfg: LanguageConfig) -> World:
+    """The world that `agent.kind: environment` is about."""
+    from rlhpc.language.agents.played import World
+
+    kwargs = plain(cfg.agent.kwargs)
+    return World(partial(find_environment(str(cfg.agent.target), kwargs), **kwargs), cfg.agent.episodes_per_rank)
 
 
 def roles_of(cfg: LanguageConfig) -> tuple[str, ...]:
@@ -166,10 +209,15 @@ def check_agent(cfg: LanguageConfig, tokenizer: Any) -> None:
     if cfg.agent.kind == INLINE:
         configured_agent(cfg)
         return
-    from rlhpc.language.agents.harnesses import Harnesses, Program
+    from rlhpc.language.agents.harnesses import Harnesses
 
-    _, program, _ = outside_agent(cfg, tokenizer)
-    if not isinstance(program, Program):
-        program.environment().close()
+    outside_agent(cfg, tokenizer)
+    if cfg.agent.kind == ENVIRONMENT:
+        world_of(cfg).environment().close()
         return
+    program = program_of(cfg)
+    if AGENT in placed(cfg):  # its ranks try it themselves: they may be on nodes that have other things
+        if program.python is not None and not Path(program.python).exists():
+            return
+        program = replace(program, sandbox=None)
     Harnesses(program, lambda number, outcome: None).close()

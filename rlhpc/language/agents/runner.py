@@ -1,5 +1,5 @@
 """Runs harnesses: an agent's program, one episode in a process of its own. The standard library and Python 3.8 or newer are
-enough: it is started with the interpreter that has the agent's packages, not with rlhpc's, and reads the file beside it alone.
+enough: it is started with the interpreter that has the agent's packages, not with rlhpc's, and reads files beside it alone.
 
 It is three processes deep. The nursery imports the agent once, and forks for each episode a guard, which forks the episode.
 Whatever an episode starts, also what leaves its process group, falls to its guard when its parent ends; and the guard ends
@@ -13,23 +13,35 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import importlib
 import importlib.util
 import json
 import os
 import select
+import shutil
 import signal
 import sys
+import tempfile
 import time
 import traceback
 from typing import Any, NoReturn
 
 _SET_PDEATHSIG, _SET_SUBREAPER = 1, 36
 _HERE = os.path.dirname(os.path.abspath(__file__))
-_found = importlib.util.spec_from_file_location("rlhpc_task", os.path.join(_HERE, "task.py"))
-assert _found is not None and _found.loader is not None
-_task: Any = importlib.util.module_from_spec(_found)
-_found.loader.exec_module(_task)
+
+
+def _beside(name: str) -> Any:
+    """A file beside this one, as a module."""
+    found = importlib.util.spec_from_file_location(f"rlhpc_{name}", os.path.join(_HERE, f"{name}.py"))
+    assert found is not None and found.loader is not None
+    module = importlib.util.module_from_spec(found)
+    found.loader.exec_module(module)
+    return module
+
+
+_task: Any = _beside("task")
+_shells: Any = _beside("shells")
 #: Most bytes of an outcome, of what a command prints, and of what is kept of other output.
 _OUTCOME, _PRINTED, _TAIL = 1 << 20, 1 << 16, 2000
 #: Seconds that processes have to be gone once they are killed.
@@ -83,6 +95,9 @@ def _loaded(spec: dict[str, Any]) -> Any:
     sys.path[:] = list(dict.fromkeys([*spec["paths"], *sys.path]))
     if spec["kind"] == "command":
         return None
+    if spec["kind"] != "python":
+        helpers = {"servers": _beside("tool_servers"), "shell": functools.partial(_shells.Shell, spec["sandbox"])}
+        return _beside("frameworks").agent_of(spec["kind"], spec["options"], helpers)
     module, _, name = spec["target"].partition(":")
     target: Any = importlib.import_module(module)
     for part in name.split("."):
@@ -140,13 +155,16 @@ def _guard(ticket: dict[str, Any], run: Any, spec: dict[str, Any], out: int) -> 
     if os.getppid() != nursery:
         return {}
     outcome: dict[str, Any] = {}
+    folder = tempfile.mkdtemp(prefix="rlhpc-episode-") if spec["sandbox"] not in (None, "none") else None
     try:
-        outcome = _watched(ticket, run, spec, out)
+        outcome = _watched({**ticket, "folder": folder}, run, spec, out)
     except _Ended:
         outcome = {"error": "the episode was ended from outside"}
     finally:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         left = _end_all(_GONE_S)
+        if folder is not None:
+            shutil.rmtree(folder, ignore_errors=True)
     if left:
         outcome["left"] = left
     return outcome
@@ -286,10 +304,19 @@ def _episode(ticket: dict[str, Any], run: Any, spec: dict[str, Any], result: int
     _prctl(_SET_PDEATHSIG, signal.SIGKILL)
     os.dup2(printed if spec["kind"] == "command" else said, 1)
     os.dup2(said, 2)
+    confined = spec["kind"] == "command" and spec["sandbox"] not in (None, "none")
+    if confined:  # there, it is where `inside.py` leads to the model from
+        ticket = {**ticket, "base_url": f"http://127.0.0.1:{_beside('inside').PORT}/v1"}
     environment = _task.environment_of(ticket)
     if spec["kind"] == "command":
-        folder = os.environ.get("TMPDIR", "/tmp")
+        folder = ticket.get("folder") or os.environ.get("TMPDIR", "/tmp")
         words = [word.replace("{question}", ticket["task"]["question"]) for word in spec["command"]]
+        if confined:
+            words = [sys.executable, os.path.join(_HERE, "inside.py"), ticket["socket"], *words]
+            # As the configuration names them, and not as a question does.
+            named = [os.path.dirname(word) or word for word in spec["command"] if os.path.isabs(word)]
+            needs = [_HERE, sys.prefix, sys.base_prefix, *named, *filter(os.path.isabs, spec["command"])]
+            words = _shells.sandboxed(spec["sandbox"], words, folder, ticket["socket"], needs)
         try:
             os.chdir(folder)
             os.execvpe(

@@ -21,6 +21,8 @@ _KEPT = 32
 #: Calls of an episode that may be under way at a time.
 MOST_AT_ONCE = 32
 OVER = "context_length_exceeded"
+#: Seconds that a reply is gone on with for a client that has hung up, and may ask again.
+PATIENCE_S = 10.0
 
 
 @dataclass(frozen=True)
@@ -55,6 +57,14 @@ class Answer:
     message: Message = field(default_factory=dict)
 
 
+@dataclass
+class _Asked:
+    """A call: its answer, and how many wait for that."""
+
+    made: asyncio.Future[Answer]
+    waiting: int = 0
+
+
 #: Has the engine draw: called with the prompt's tokens, how, and a seed.
 Draw = Callable[["Session", list[int], SamplingParams, int], Coroutine[Any, Any, Completion]]
 
@@ -79,7 +89,7 @@ class Session:
         self.tree = Tree()
         self.closed = False
         self.counts = collections.Counter[str]()
-        self._answers: collections.OrderedDict[str, asyncio.Future[Answer]] = collections.OrderedDict()
+        self._answers: collections.OrderedDict[str, _Asked] = collections.OrderedDict()
         self._asked = collections.Counter[bytes]()
         self._begun = self._under_way = 0
 
@@ -97,18 +107,27 @@ class Session:
             Refused: It gets none.
         """
         digest = hashlib.blake2b(body, digest_size=16).hexdigest()
-        known = self._answers.get(digest)
-        if retried and known is not None:
+        asked = self._answers.get(digest)
+        if retried and asked is not None and not asked.made.cancelled():
             self.counts["retried"] += 1
-            return await asyncio.shield(known)
-        made = asyncio.ensure_future(work())
-        made.add_done_callback(_looked_at)
-        self._answers[digest] = made
-        self._answers.move_to_end(digest)
-        while len(self._answers) > _KEPT:
-            self._answers.popitem(last=False)
-        # The draw goes on when its client hangs up: it may ask again.
-        return await asyncio.shield(made)
+        else:
+            asked = self._answers[digest] = _Asked(asyncio.ensure_future(work()))
+            asked.made.add_done_callback(_looked_at)
+            self._answers.move_to_end(digest)
+            while len(self._answers) > _KEPT:
+                self._answers.popitem(last=False)
+        asked.waiting += 1
+        try:
+            # The draw goes on for a while when its client hangs up: it may ask again.
+            return await asyncio.shield(asked.made)
+        finally:
+            asked.waiting -= 1
+            if not asked.made.done():
+                asyncio.get_running_loop().call_later(PATIENCE_S, self._give_up, asked)
+
+    def _give_up(self, asked: _Asked) -> None:
+        if not asked.waiting and asked.made.cancel():
+            self.counts["given_up"] += 1
 
     # -- the two ways to ask --------------------------------------------------------------------------------------
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from rlhpc.language.agents.messages import Refused
@@ -48,23 +48,6 @@ def chat_reply(answer: Answer, body: Mapping[str, Any], model: str, tokenizer: A
         found["prompt_token_ids"] = answer.prompt_ids
         choice["token_ids"] = turn.token_ids
     return found
-
-
-def chat_chunks(reply: Mapping[str, Any], usage: bool) -> Iterator[dict[str, Any]]:
-    """The same as a stream: the whole message at once, then its end."""
-    base = {name: reply[name] for name in ("id", "created", "model")} | {"object": "chat.completion.chunk"}
-    choice = reply["choices"][0]
-    delta = dict(choice["message"])
-    if "tool_calls" in delta:
-        delta["tool_calls"] = [{"index": at, **call} for at, call in enumerate(delta["tool_calls"])]
-    first = {"index": 0, "delta": delta, "finish_reason": None, "logprobs": choice["logprobs"]}
-    if "token_ids" in choice:
-        first["token_ids"] = choice["token_ids"]
-        base["prompt_token_ids"] = reply["prompt_token_ids"]
-    yield {**base, "choices": [first]}
-    yield {**base, "choices": [{"index": 0, "delta": {}, "finish_reason": choice["finish_reason"]}]}
-    if usage:
-        yield {**base, "choices": [], "usage": reply["usage"]}
 
 
 def generate_reply(answer: Answer) -> dict[str, Any]:

@@ -19,6 +19,7 @@ from rlhpc.language.memory.serving import PART, PARTS, Serving
 from rlhpc.language.memory.training import Training
 from rlhpc.language.model_config import LanguageActorConfig, PretrainedConfig, ServingConfig
 from rlhpc.language.scoring.groups import (
+    AGENT,
     CRITIC,
     ENGINE,
     JUDGE,
@@ -48,7 +49,7 @@ def accounts(
         measure: Makes no difference: what takes longer is done by `Account.measured`.
     """
     del measure
-    return [_account(cfg, name, found, build) for name, found in ranks.items()]
+    return [_account(cfg, name, found, build) for name, found in ranks.items() if name != AGENT]
 
 
 def _account(cfg: TrainedLanguageConfig, name: str, ranks: Ranks, build: bool) -> Account:

@@ -21,6 +21,8 @@ GROUPS, RETURNS = "groups", "returns"
 VERSIONS = "versions"
 #: Kept by the driver: prompts to be taken, and what it is told of those whose answers an actor has (`work.py`).
 WORK, DELIVERED = "work", "delivered"
+#: Kept by the driver: episodes for ranks of the group `agent`. What these are told, and what they tell (`Worker.notify`).
+EPISODES, TICKETS, TOLD = "episodes", "tickets", "told by agents"
 
 
 def channel_to(group: str) -> str:

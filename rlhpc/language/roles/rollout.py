@@ -32,6 +32,7 @@ from rlhpc.language.engines.engine import choices_of
 from rlhpc.language.engines.registry import forkable
 from rlhpc.language.rewards.pool import Scored
 from rlhpc.language.roles import untrained
+from rlhpc.language.roles.agent import agents_elsewhere
 from rlhpc.language.roles.engine_weights import EngineWeights
 from rlhpc.language.roles.facts import facts_of, not_finite, overlong, varied
 from rlhpc.language.roles.groups import FINISHED, columns_of, group_of
@@ -126,7 +127,7 @@ class LanguageRolloutWorker(Worker):
         self._build(prompts)
         self._capacity = self.backend.capacity if isinstance(self.backend, Bounded) else sys.maxsize
         self._choices = choices_of(cfg, self.backend)
-        self.generation = make_generation(cfg, self.backend, self.tokenizer)
+        self.generation = make_generation(cfg, self.backend, self.tokenizer, agents_elsewhere(self, cfg))
         self._ended_with_it.insert(0, self.generation)
         self.judges = Judging(cfg)
         self._ended_with_it.append(self.judges)

@@ -21,8 +21,9 @@ from rlhpc.language.roles.untrained import PREFIX as UNTRAINED
 from rlhpc.language.roles.untrained import REASONS
 from rlhpc.language.roles.validation import validation_metrics
 from rlhpc.language.roles.work import Ledger
+from rlhpc.language.runners.agents import Agents
 from rlhpc.language.runners.others import Made, Others
-from rlhpc.language.scoring.groups import CRITIC, REFERENCE
+from rlhpc.language.scoring.groups import AGENT, CRITIC, REFERENCE
 from rlhpc.metrics import PhaseTimers
 from rlhpc.runs.folder import RunFolder, note
 from rlhpc.runs.replicas import Replicas
@@ -65,9 +66,11 @@ class ReasoningRunner(Runner[GrpoConfig]):
         self.critic = others.get(CRITIC)
         super().__init__(cfg, {"actor": actor, **({CRITIC: self.critic} if self.critic else {})}, run=run, stop=stop)
         self.actor, self.rollout = actor, rollout
+        agents = others.pop(AGENT, None)
         self.others = Others(cfg, {name: group for name, group in others.items() if name != CRITIC})
         self.every = cfg.reference.update_interval if REFERENCE in others else 0
-        self.stateless = frozenset(self.others.groups) - ({REFERENCE} if self.every else set())
+        learning = {REFERENCE} if self.every else set()
+        self.stateless = frozenset(self.others.groups) - learning | ({AGENT} if agents else set())
         if self.every:
             self.groups[REFERENCE] = others[REFERENCE]
         names = {"actor_name": actor.name, "rollout_name": rollout.name}
@@ -78,6 +81,7 @@ class ReasoningRunner(Runner[GrpoConfig]):
             cfg, rollout=rollout.world_size, actor=Sizes.of(cfg.actor.parallel, actor.world_size).data, scoring=scoring,
             rating={name: group.world_size for name, group in self.others.rating.items()}, **names,
         )  # fmt: skip
+        self.agents = Agents(agents, self.prompts, self.timeout, lambda: self.max_recoveries)
         self.turns = cfg.actor.offload_in_rollout
         self.ahead = cfg.algorithm.max_staleness > 0
         self.samples = self._in_vain = 0
@@ -107,7 +111,7 @@ class ReasoningRunner(Runner[GrpoConfig]):
         loading.append(self.actor.init_worker(self.folder.total, self.prompts))
         if self.critic:
             loading.append(self.critic.init_worker(self.folder.total, self.prompts))
-        loading += self.others.open(self.prompts)
+        loading += self.others.open(self.prompts) + self.agents.open()
         for handle in loading:
             handle.wait(self.timeout)
         self._looks = str(opened.wait(self.timeout)[0]["looks"])
@@ -135,8 +139,9 @@ class ReasoningRunner(Runner[GrpoConfig]):
         for name, home in self.prompts.channels().items():
             Channel.create(name, home=home)
         self.ledger.open(self.step)
+        self.agents.create_queue()
         groups = [self.actor, self.rollout, *([self.critic] if self.critic else []), *self.others.groups.values()]
-        for handle in [group.connect() for group in groups]:
+        for handle in [*[group.connect() for group in groups], *self.agents.connect()]:
             handle.wait(self.timeout)
 
     def rebuild(self, gone: dict[str, list[int]]) -> None:
@@ -147,6 +152,8 @@ class ReasoningRunner(Runner[GrpoConfig]):
         lost = {name: group for name, group in self.others.groups.items() if name in gone}
         if self.rollout.name in gone:
             lost[self.rollout.name] = self.rollout
+        if AGENT in gone:
+            lost[AGENT] = self.agents.group
         for group in lost.values():
             group.relaunch()
         for group in lost.values():
@@ -184,6 +191,7 @@ class ReasoningRunner(Runner[GrpoConfig]):
         if self.step >= self.folder.end_step:
             return
         self.rollout.begin(self.step).wait(self.timeout)
+        self.agents.begin()
         self.ledger.open(self.step)
         self.replicas.begin()
         sync = [self.actor.sync_weights(self.step, self.replicas.ranks)]
@@ -199,6 +207,7 @@ class ReasoningRunner(Runner[GrpoConfig]):
     def one_step(self) -> dict[str, float]:
         """Generation, judging, scoring, update, weights."""
         self.replicas.tend()
+        self.agents.tend()
         step, timers = self.step + 1, PhaseTimers()
         last = step >= self.folder.end_step
         every = self.cfg.runner.val_check_interval
@@ -266,7 +275,7 @@ class ReasoningRunner(Runner[GrpoConfig]):
     def _start(self, step: int) -> Made:
         """Has a step's answers written, rated and, unless the roles take turns, scored."""
         self.ledger.give(min(step + self.cfg.algorithm.max_staleness, self.folder.end_step))
-        return Made(step, self.ledger, self._generate, self.others, self.critic, wait=self.turns)
+        return Made(step, self.ledger, self._generate, self.others, self.critic, self.agents, wait=self.turns)
 
     def _generate(self, step: int) -> Handle:
         handle: Handle = self.replicas.of_step().generate(step, len(self.replicas.firsts()))
@@ -276,13 +285,15 @@ class ReasoningRunner(Runner[GrpoConfig]):
         """The suites' metrics with the weights of a step, which have been sent."""
         if self.turns:
             self.rollout.reload()
-        rated = self.others.rate(evaluation_phase(step))
+        rated, run = self.others.rate(evaluation_phase(step)), self.agents.serve(evaluation_phase(step))
         firsts, rows = self.replicas.firsts(), list[Any]()
         while len(rows) < len(firsts):  # again, if one was lost with its share
             firsts = self.replicas.firsts()
             rows = [made for made in self.replicas.of_step().evaluate(step, firsts).wait(self.timeout) if made]
         metrics = validation_metrics(rows)
         self.others.end(evaluation_phase(step))
+        self.agents.end(evaluation_phase(step))
+        run.wait(self.timeout)
         for handle in rated.values():
             handle.wait(self.timeout)
         if self.turns:

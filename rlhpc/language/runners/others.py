@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from rlhpc.language.config import GrpoConfig
 from rlhpc.language.roles.prompts import PromptMap, channel_to, training_phase
 from rlhpc.language.roles.work import Ledger
+from rlhpc.language.runners.agents import Agents
 from rlhpc.language.scoring.groups import CRITIC, ENGINE, raters, scoring_groups
 from rlhpc.runtime.channel import Channel
 from rlhpc.runtime.errors import DeadlineExceeded
@@ -78,6 +79,7 @@ class Made:
         generate: Has the rollout ranks take prompts of the step until none is left.
         others: The groups that score.
         critic: The critic, if there is one.
+        agents: The group that runs agents, if there is one.
         wait: Those that score tokens do so once the engines have given the accelerators away (`score`), rather than as answers
             come.
     """
@@ -89,10 +91,12 @@ class Made:
         generate: Callable[[int], Handle],
         others: Others,
         critic: WorkerGroup | None,
+        agents: Agents,
         *,
         wait: bool,
     ) -> None:
         self.step, self._ledger, self._generate, self._others = step, ledger, generate, others
+        self._agents, self._run = agents, agents.serve(training_phase(step))
         self._generated = generate(step)
         self._rated = others.rate(training_phase(step))
         self._scoring = {**({CRITIC: critic} if critic else {}), **others.scoring}
@@ -119,6 +123,7 @@ class Made:
                     f"({timeout:g} s)"
                 )
         self._others.end(training_phase(self.step))
+        self._agents.end(training_phase(self.step))
         for (
             name,
             group,
@@ -139,7 +144,9 @@ class Made:
 
     def served(self, timeout: float) -> dict[str, float]:
         """Metrics of the groups (`served_metrics`)."""
-        return served_metrics({name: handle.wait(timeout) for name, handle in {**self._rated, **self._scored}.items()})
+        row = served_metrics({name: handle.wait(timeout) for name, handle in {**self._rated, **self._scored}.items()})
+        run = self._run.wait(timeout)
+        return {**row, **({"time/agent_s": max(rank["busy_s"] for rank in run)} if run else {})}
 
 
 def served_metrics(answers: Mapping[str, Sequence[dict[str, float]]]) -> dict[str, float]:

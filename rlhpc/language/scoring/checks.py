@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from rlhpc.config.rules import Fail, check_choice, check_name
 from rlhpc.language.scoring.groups import (
+    AGENT,
     BUILT_IN,
     CRITIC,
     ENGINE,
@@ -230,7 +231,7 @@ def check_groups(cfg: GrpoConfig, ranks: Mapping[str, int]) -> None:
     from rlhpc.language.engines.registry import ENGINES
 
     roles, known = group_roles(cfg), scoring_groups(cfg)
-    for name in (n for n in roles if n in ranks):
+    for name in (n for n in roles if n in ranks and n != AGENT):
         if name != CRITIC and known[name].scorer.lower() in ("classifier", "process"):
             from rlhpc.language.scoring.classifier import require_classifier
 

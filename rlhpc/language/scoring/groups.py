@@ -10,18 +10,21 @@ from rlhpc.language.model_config import FrozenModelConfig
 from rlhpc.language.scoring.group import ScoringGroup
 
 if TYPE_CHECKING:
+    from rlhpc.config.sections import RunConfig
     from rlhpc.language.config import GrpoConfig, LanguageConfig
 
 #: Groups with a section of their own, and the scorer that runs on their ranks.
 BUILT_IN: Mapping[str, str] = {"reference": "logprobs", "teacher": "logprobs", "reward": "classifier", "judge": "judge"}
 CRITIC, JUDGE, REFERENCE, TEACHER = "critic", "judge", "reference", "teacher"
+#: The group that runs agents, where these are not beside the engines.
+AGENT = "agent"
 #: The scorer of a teacher with an engine.
 ENGINE = "engine_logprobs"
 #: Names that no group of one's own may have.
-TAKEN = ("actor", "rollout", CRITIC, *BUILT_IN)
+TAKEN = ("actor", "rollout", CRITIC, AGENT, *BUILT_IN)
 
 
-def placed(cfg: GrpoConfig) -> list[str]:
+def placed(cfg: RunConfig) -> list[str]:
     """The components of `cluster.component_placement`."""
     return [name.strip() for names in cfg.cluster.component_placement for name in str(names).split(",")]
 
@@ -69,6 +72,8 @@ def group_roles(cfg: GrpoConfig) -> dict[str, str]:
     found: dict[str, str] = {}
     if CRITIC in here or needs_critic(cfg):
         found[CRITIC] = "rlhpc.language.roles.critic:CriticWorker"
+    if AGENT in here:
+        found[AGENT] = "rlhpc.language.roles.agent:AgentWorker"
     needed = raters(cfg)
     for name, group in known.items():
         if name in here or name in needed:

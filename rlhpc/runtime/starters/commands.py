@@ -115,5 +115,5 @@ def _options(ranks: Sequence[Placed], cluster: Cluster) -> list[str]:
     options.append(f"--gres=gpu:{accelerators}" if accelerators else "--gres=none")
     if cores is not None and any(count * cores > nodes[rank].cpus for rank, count in counts.items()):
         options.append("--overcommit")
-    # The driver decides which others end when a rank dies, or a node, whatever the site's defaults are.
-    return [*options, "--distribution=arbitrary", "--kill-on-bad-exit=0", "--no-kill", "--wait=0"]
+    # The driver decides which others end when a rank dies, whatever the site's defaults are.
+    return [*options, "--distribution=arbitrary", "--kill-on-bad-exit=0", "--wait=0"]

@@ -7,7 +7,7 @@ import functools
 import random
 import re
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -103,6 +103,7 @@ class Scripted:
     def __init__(self, say: Callable[[str], str], context: int = 20_000, delay: int = 0) -> None:
         self.say, self.context, self.version, self.delay = say, context, 0, delay
         self.requests: list[Request] = []
+        self.dropped: list[int] = []
         self._queue: list[list[Any]] = []
 
     def add(self, requests: Iterable[Request]) -> None:
@@ -114,6 +115,17 @@ class Scripted:
 
     def unfinished(self) -> int:
         return len(self._queue)
+
+    def drop(self, ids: Collection[int]) -> None:
+        self.dropped += [request.id for _, request in self._queue if request.id in ids]
+        self._queue = [entry for entry in self._queue if entry[1].id not in ids]
+
+    def so_far(self, ids: Collection[int]) -> dict[int, list[int]]:
+        return {
+            request.id: (tokens := self._completion(request).token_ids)[: max(0, len(tokens) - 1 - left)]
+            for left, request in self._queue
+            if request.id in ids
+        }
 
     def step(self) -> list[Completion]:
         done = [entry for entry in self._queue if entry[0] <= 0]
@@ -165,11 +177,13 @@ def product(prompt: str) -> str:
 def episodes_of(
     engine: Any, target: str = "", *, python: str | None = None, command: tuple[str, ...] = (),
     limits: tuple[int, int] = (40, 4000), timeout_s: float = 60.0, processes: int = 4,
-    parsers: tuple[str | None, str | None] = ("hermes", "think"), roles: tuple[str, ...] = (), **kwargs: Any,
+    parsers: tuple[str | None, str | None] = ("hermes", "think"), roles: tuple[str, ...] = (), kind: str = "",
+    options: dict[str, Any] | None = None, sandbox: str | None = None, **kwargs: Any,
 ) -> Iterator[OutsideEpisodes]:  # fmt: skip
     """Episodes of an agent of this folder."""
     tokenizer = chat_tokenizer()
-    program = Program("command" if command else "python", target or None, command, python, processes)
+    kind = kind or ("command" if command else "python")
+    program = Program(kind, target or None, command, python, processes, options or {}, {}, sandbox)
     options = Options(Limits(*limits, roles), timeout_s, kwargs)
     found = OutsideEpisodes(engine, tokenizer, Parsers(tokenizer, *parsers), engine.context, program, options)
     try:

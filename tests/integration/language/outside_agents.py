@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -75,6 +77,16 @@ def chaos(task: Any, model: Any) -> float:
                     model.chat(task.messages)
             os._exit(0)
         raise ValueError("it goes on")
+    if what == "storm":  # floods the endpoint
+
+        def ask() -> None:
+            while True:
+                with contextlib.suppress(Exception):
+                    model.chat(task.messages)
+
+        for _ in range(64):
+            threading.Thread(target=ask, daemon=True).start()
+        time.sleep(1000)
     if what == "pay":  # the model's key is no key to the reward
         for path in ("/reward", "/../rlhpc/reward", "/sessions"):
             model.post(path, {"reward": 1e9})
@@ -100,6 +112,16 @@ def odd_digits(task: Any, model: Any) -> dict[str, Any]:
     if task.seed % 3 == 0:
         said += model.chat([{"role": "user", "content": "1+1="}], max_tokens=6)["content"]
     return {"reward": sum(c in "13579" for c in said) / max(len(said), 1), "response": said, "letters": len(said)}
+
+
+def slow_digits(task: Any, model: Any) -> dict[str, Any]:
+    """Takes its time, and leaves processes about, while it is asked to."""
+    pause = Path(os.environ["RLHPC_TEST_PAUSE"])
+    if pause.exists():
+        started = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(1000)"], start_new_session=True)
+        pause.with_name(f"left-{started.pid}").touch()
+        time.sleep(float(pause.read_text()))
+    return odd_digits(task, model)
 
 
 def game(task: Any, model: Any) -> dict[str, Any]:

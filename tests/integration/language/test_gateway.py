@@ -22,7 +22,9 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from gateway_things import Scripted, chat_tokenizer
 
+from rlhpc.language.agents import sessions
 from rlhpc.language.agents.gateway import Drawing, Gateway
+from rlhpc.language.agents.messages import Refused
 from rlhpc.language.agents.parsers import Parsers
 from rlhpc.language.agents.sessions import Limits, Session
 from rlhpc.language.engines.base import Request, SamplingParams
@@ -49,14 +51,17 @@ class Served:
                 try:
                     self.engine.add([Request(self._numbers, drawing.prompt_ids, drawing.sampling, drawing.seed)])
                 except ConfigError as error:
-                    from rlhpc.language.agents.messages import Refused
-
                     drawing.answer(Refused(str(error), code="context_length_exceeded"))
                     continue
                 under_way[self._numbers] = drawing
+            for number in [n for n, drawing in under_way.items() if drawing.given_up or drawing.session.closed]:
+                self.engine.drop([number])
+                under_way.pop(number).answer(Refused("the episode has ended", 401))
             if not self.held.is_set():
                 for completion in self.engine.step():
                     under_way.pop(completion.id).answer(completion)
+            for number, ids in self.engine.so_far([n for n, d in under_way.items() if d.show]).items():
+                under_way[number].show(ids)
             time.sleep(0.0005)
 
     def open(self, seed: int = 0, most: int = 100, turns: int = 50, tokens: int = 10_000) -> Session:
@@ -259,6 +264,75 @@ def test_token_ids_log_probs_and_streams(served: Served) -> None:
     assert text == "Reply  number 2 , with odd   blanks."
     assert chunks[-1]["usage"]["completion_tokens"] == len(session.tree.turns[1].token_ids)
     assert len(exact(session)) == 2
+
+
+def test_streams_come_as_they_are_written_and_go_on_as_one_sample() -> None:
+    """Whether it is reasoning, an answer or a call; and what a client makes of the pieces is what the reply was."""
+    said = '<think>so  and\nso</think>\nI  multiply: ×7. <tool_call>{"arguments": {"a": 1}, "name": "f"}</tool_call>'
+    served = Served(Scripted(lambda prompt: said, delay=60))
+    tools = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}]
+    try:
+        session, messages = served.open(), [{"role": "user", "content": "u"}]
+        whole = message_of(served.chat(session, messages, tools=tools))
+        for asked in ({"tools": tools}, {}, {"tools": tools, "logprobs": True}):
+            chunks = served.chat(session, messages, stream=True, **asked)
+            deltas = [chunk["choices"][0]["delta"] for chunk in chunks]
+            pieces = [delta["content"] for delta in deltas if delta.get("content")]
+            parts = [delta["reasoning_content"] for delta in deltas if delta.get("reasoning_content")]
+            assert "".join(parts) == whole["reasoning_content"] == "so  and\nso"
+            assert "".join(pieces) == (whole["content"] if asked else said.partition("</think>\n")[2])
+            assert (len(pieces) > 3 and len(parts) > 3) == ("logprobs" not in asked), "log-probs come with the whole"
+            assert all("<tool_call>" not in piece for piece in pieces) or not asked
+            reply = {"role": "assistant", "content": "".join(pieces), "reasoning_content": "".join(parts)}
+            calls = [call for delta in deltas for call in delta.get("tool_calls", [])]
+            assert [call["function"] for call in calls] == (
+                [c["function"] for c in whole["tool_calls"]] if asked else []
+            )
+            if calls:
+                answered = {"role": "tool", "tool_call_id": calls[0]["id"], "content": "7"}
+                served.chat(session, [*messages, {**reply, "tool_calls": calls}, answered], tools=tools)
+        assert len(exact(session)) == 4, "the whole one, and those that were streamed, each with what went on from it"
+        body = {"model": "m", "max_tokens": 99, "messages": messages, "stream": True,
+                "tools": [{"name": "f", "input_schema": {"type": "object"}}]}  # fmt: skip
+        _, events = served.post(session.key, "/v1/messages", body)
+        kinds = [event["content_block"]["type"] for event in events if event["type"] == "content_block_start"]
+        assert kinds == ["thinking", "text", "tool_use"] and len(events) > 14
+        text = "".join(event["delta"].get("text", "") for event in events if event["type"] == "content_block_delta")
+        assert text == whole["content"] and [e["index"] for e in events if e["type"] == "content_block_stop"] == [
+            0,
+            1,
+            2,
+        ]
+        assert events[0]["message"]["usage"]["input_tokens"] > 0 and events[-1]["type"] == "message_stop"
+    finally:
+        served.close()
+
+
+def test_what_nobody_waits_for_any_more_is_not_drawn(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a client that has gone for good, and of an episode that has ended; the others go on."""
+    monkeypatch.setattr(sessions, "PATIENCE_S", 0.3)
+    gone, ended, goes_on = served.open(1), served.open(2), served.open(3)
+    served.engine.delay = 10**6
+    body = {"model": "policy", "messages": [{"role": "user", "content": "u"}]}
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+        late = pool.submit(served.post, ended.key, "/v1/chat/completions", body)
+        connection = http.client.HTTPConnection(served.gateway.url.removeprefix("http://"), timeout=10)
+        for stream in (False, True):
+            connection.request("POST", "/v1/chat/completions", json.dumps({**body, "stream": stream}),
+                               {"Authorization": f"Bearer {gone.key}"})  # fmt: skip
+            while len(served.engine.requests) < 2 + stream:
+                time.sleep(0.005)
+            connection.close()
+        while len(served.engine.dropped) < 2:
+            time.sleep(0.005)
+        served.end(ended)
+        assert late.result()[0] == 401
+        while len(served.engine.dropped) < 3:
+            time.sleep(0.005)
+    assert gone.counts["given_up"] == 2 and served.engine.unfinished() == 0
+    served.engine.delay = 0
+    served.chat(goes_on, body["messages"])
+    assert (len(gone.tree.turns), len(ended.tree.turns), len(goes_on.tree.turns)) == (0, 0, 1)
 
 
 def test_keys(served: Served) -> None:

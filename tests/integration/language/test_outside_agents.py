@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import ast
 import os
-import subprocess
+import socket
 import sys
+import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -80,30 +81,37 @@ def test_a_command(tmp_path: Path) -> None:
     assert third.failed and "status 3" in third.outcome.error and "not judged" in third.outcome.error
 
 
-def test_a_sandbox_without_a_network_reaches_the_model_and_nothing_else(tmp_path: Path) -> None:
-    if subprocess.run(["unshare", "-rn", "true"], capture_output=True).returncode:
-        pytest.skip("no namespaces for users here")
+@pytest.mark.parametrize("sandbox", ["unshare", "bubblewrap"])
+def test_a_sandbox_without_a_network_reaches_the_model_and_nothing_else(sandbox: str, tmp_path: Path) -> None:
+    """With a client that knows of neither."""
     script = tmp_path / "agent.py"
     script.write_text(
-        "import json, os, socket, urllib.parse\n"
-        "url = urllib.parse.urlsplit(os.environ['OPENAI_BASE_URL'])\n"
+        "import http.client, json, os, socket, sys, urllib.parse\n"
         "try:\n"
-        "    socket.create_connection((url.hostname, url.port), 5)\n"
+        "    socket.create_connection(('127.0.0.1', int(sys.argv[1])), 5)\n"
         "    print('there is a network')\n"
         "except OSError:\n"
         "    pass\n"
-        "body = json.dumps({'messages': json.loads(os.environ['RLHPC_TASK'])['messages']}).encode()\n"
-        "model = socket.socket(socket.AF_UNIX)\n"
-        "model.connect(os.environ['RLHPC_SOCKET'])\n"
-        "head = 'POST /v1/chat/completions HTTP/1.0\\r\\nAuthorization: Bearer ' + os.environ['OPENAI_API_KEY']\n"
-        "model.sendall((head + f'\\r\\nContent-Length: {len(body)}\\r\\n\\r\\n').encode() + body)\n"
-        "said = b''.join(iter(lambda: model.recv(65536), b''))\n"
-        "print(json.loads(said.split(b'\\r\\n\\r\\n')[1])['choices'][0]['message']['content'])\n"
+        "url = urllib.parse.urlsplit(os.environ['OPENAI_BASE_URL'])\n"
+        "messages = json.loads(os.environ['RLHPC_TASK'])['messages']\n"
+        "for turn in range(2):\n"
+        "    connection = http.client.HTTPConnection(url.hostname, url.port)\n"
+        "    head = {'Authorization': 'Bearer ' + os.environ['OPENAI_API_KEY']}\n"
+        "    connection.request('POST', url.path + '/chat/completions', json.dumps({'messages': messages}), head)\n"
+        "    message = json.load(connection.getresponse())['choices'][0]['message']\n"
+        "    messages += [message, {'role': 'user', 'content': 'and?'}]\n"
+        "open('own', 'w').close()\n"
+        "writable = os.access(os.path.dirname(sys.argv[0]), os.W_OK)\n"
+        "pids = [name for name in os.listdir('/proc') if name.isdigit()]\n"
+        "print(message['content'], writable, len(pids) < 20)\n"
     )
-    command = ("unshare", "-rn", sys.executable, str(script))
-    with episodes_of(Scripted(lambda prompt: "84"), command=command) as generation:
-        (episode,) = run_all(generation, 1)
-    assert episode.outcome.response == "84", episode.outcome.error
+    with socket.create_server(("127.0.0.1", 0)) as elsewhere:
+        command = (sys.executable, str(script), str(elsewhere.getsockname()[1]))
+        with episodes_of(Scripted(lambda prompt: "84"), command=command, sandbox=sandbox) as generation:
+            (episode,) = run_all(generation, 1)
+    assert episode.outcome.response == f"84 {sandbox == 'unshare'} True", episode.outcome.error
+    assert len(episode.samples) == 1 and episode.turns == 2
+    assert not list(Path(tempfile.gettempdir()).glob("rlhpc-episode-*/own"))
 
 
 def below(pid: int) -> list[psutil.Process]:
@@ -111,12 +119,12 @@ def below(pid: int) -> list[psutil.Process]:
 
 
 @pytest.mark.chaos
-@pytest.mark.parametrize("what", ["hang", "die", "raise", "fork", "flood", "late", "pay"])
+@pytest.mark.parametrize("what", ["hang", "die", "raise", "fork", "flood", "storm", "late", "pay"])
 def test_of_an_agent_that_goes_wrong_only_its_episode_is_lost(
     what: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     engine, before = Scripted(lambda prompt: "84"), {p.pid for p in below(os.getpid())}
-    limit = 2.0 if what in ("hang", "flood") else 60.0
+    limit = 2.0 if what in ("hang", "flood", "storm") else 60.0
     with episodes_of(engine, "outside_agents:chaos", timeout_s=limit, what=what, notes=str(tmp_path)) as generation:
         episodes = run_all(generation, 4)
         deadline = time.monotonic() + 5
@@ -132,7 +140,7 @@ def test_of_an_agent_that_goes_wrong_only_its_episode_is_lost(
     assert [episode.failed for episode in episodes] == [True, False, True, False]
     assert [episode.outcome.reward for episode in episodes] == [None, 1.0, None, 1.0]
     wanted = {
-        "hang": "agent.timeout_s (2 s)", "flood": "agent.timeout_s (2 s)", "die": "signal 9",
+        "hang": "agent.timeout_s (2 s)", "flood": "agent.timeout_s (2 s)", "storm": "agent.timeout_s (2 s)", "die": "signal 9",
         "raise": "ValueError: no, with KEY", "fork": "it has started something", "late": "it goes on",
         "pay": "ModelError: 404",
     }  # fmt: skip
@@ -142,13 +150,13 @@ def test_of_an_agent_that_goes_wrong_only_its_episode_is_lost(
 
 
 def test_what_runs_agents_wants_no_more_of_an_interpreter_than_it_says() -> None:
-    for name in ("runner.py", "task.py"):
+    for name in ("runner.py", "task.py", "tool_servers.py", "frameworks.py"):
         tree = ast.parse((Path(harnesses.__file__).with_name(name)).read_text(), feature_version=(3, 8))
         roots = {
             alias.name.split(".")[0] for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names
         }
         roots |= {str(node.module).split(".")[0] for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
-        assert roots <= sys.stdlib_module_names
+        assert roots <= sys.stdlib_module_names | ({"verifiers", "openenv"} if name == "frameworks.py" else set())
 
 
 @pytest.mark.chaos

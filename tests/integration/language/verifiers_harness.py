@@ -60,4 +60,14 @@ class Right(vf.Task[vf.TaskData]):
         return float("84" in (trace.last_reply or ""))
 
 
-__all__ = ["Inproc", "InprocConfig"]
+__all__ = ["Inproc", "InprocConfig", "Products"]
+
+
+class Products(vf.Taskset[Right]):
+    """Two tasks."""
+
+    def load(self) -> list[Right]:
+        """Both have the same answer."""
+        return [
+            Right(vf.TaskData(idx=i, prompt=p, system_prompt="Multiply.")) for i, p in enumerate(("12*7?", "7*12?"))
+        ]

@@ -40,11 +40,15 @@ POLICY = {"training_backend": "fsdp", "global_batch_size": 8}
 TINY = {"model_path": "builtin:tiny", "kwargs": {"hidden": 32, "layers": 1, "heads": 2}}
 SUMS = {"source": "jsonl", "path": "sums.jsonl", "split": "part=sum", "size": 3}
 JUDGED = {"source": "jsonl", "path": "sums.jsonl", "split": "part=sum", "size": 3, "margin_key": "margin"}
+SERVICES = [{"name": "idle", "command": ["sh", "-c", "echo here; sleep 1000"], "ready": "line: here"}]
 LANGUAGE: dict[str, Any] = {
     "data": {"train": SUMS, "eval": [{**SUMS, "name": "default"}], "max_prompt_tokens": 16, "prompts_per_step": 2},
     "reward": {"terms": [{"name": "math"}]},
     "rollout": {"max_new_tokens": 4},
-    "agent": {"kind": "python", "target": "outside_agents:odd_digits"},
+    "agent": {
+        "kind": "python", "target": "outside_agents:odd_digits",
+        "services": SERVICES,
+    },
     "workflow": {"sft": "first.yaml"},
 }
 CONFIGS: dict[str, dict[str, Any]] = {
@@ -86,6 +90,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     },
     "sft": {
         "defaults": [f"{ROOT}/configs/base/language.yaml"], **LANGUAGE,
+        "agent": {"kind": "mcp", "servers": [{"shell": True}], "sandbox": "none", "services": SERVICES},
         "cluster": {"component_placement": {"actor": 0}},
         "actor": {**SHARDED, "model": TINY},
     },
@@ -114,7 +119,7 @@ ELASTIC = {"reasoning": ["cluster.elastic=[{group: rollout, max: 2, partition: p
 
 #: A second run with language models, with every group that one can have.
 GROUPS = [
-    "runner.name=groups", "actor.model.value_head=false", "runner.val_check_interval=-1", "algorithm.adv_type=gae", "algorithm.name=own_groups:Taught",
+    "runner.name=groups", "agent={kind: mcp, target: null, servers: [{shell: true}], sandbox: none}", "actor.model.value_head=false", "runner.val_check_interval=-1", "algorithm.adv_type=gae", "algorithm.name=own_groups:Taught",
     "cluster.component_placement={actor: 0, rollout: 0, critic: 0, reference: 0, teacher: 0, reward: 0, judge: 0, mine: 0, steps: 0}",
     "teacher.model.model_path=builtin:tiny", "teacher.model.kwargs={hidden: 32, layers: 1, heads: 1}",
     "teacher.rollout_backend=vllm",
