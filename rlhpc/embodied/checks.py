@@ -9,6 +9,7 @@ from pathlib import Path
 from rlhpc.config.rules import Fail, check_choice, check_name
 from rlhpc.config.typed import select
 from rlhpc.embodied.config import BcConfig, EmbodiedConfig, PlayingConfig, PolicyConfig, PpoConfig, SacConfig
+from rlhpc.embodied.update.registry import ALGORITHMS
 from rlhpc.runtime.errors import ConfigError
 from rlhpc.training.registry import BACKENDS
 
@@ -224,6 +225,8 @@ def check_off_policy(cfg: SacConfig, fail: Fail) -> None:
         ConfigError: The first rule that is broken.
     """
     algorithm, buffer = cfg.algorithm, cfg.algorithm.replay_buffer
+    if algorithm.name.lower() not in ALGORITHMS.built_in:
+        ALGORITHMS.find(algorithm.name)
     check_demos_target(cfg, "algorithm.demo_buffer.load_path", fail)
     if buffer.size < max(buffer.min_buffer_size, cfg.env.train.num_envs):
         raise fail(
