@@ -140,6 +140,10 @@ ANOTHER = {
     "off_policy": [
         "runner.name=td3", "algorithm.name=td3", "actor.model.model_type=td3", "runner.val_check_interval=-1",
     ],
+    "bc": [
+        "runner.name=cloned", "actor.model.model_type=td3", "runner.val_check_interval=-1", "algorithm.bc_value_coef=0",
+        "actor.training_backend=local",
+    ],
 }  # fmt: skip
 
 

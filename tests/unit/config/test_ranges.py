@@ -84,6 +84,7 @@ CASES = [
 ELEMENTS = {
     "cluster.node_groups": {"label": "a"},
     "cluster.elastic": {"max": 9},
+    "agent.services": {"name": "a", "command": ["a"]},
     "data.eval": {"name": "a"},
     "reward.terms": {"name": "math"},
     "groups": {"name": "a", "scorer": "logprobs"},
