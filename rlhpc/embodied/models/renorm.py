@@ -55,17 +55,19 @@ class BatchRenorm(nn.Module):
             return (rows - self.mean) * (self.variance + EPS).rsqrt() * self.weight + self.bias
         mean, variance = self._statistics(rows)
         normal = (rows - mean) * (variance + EPS).rsqrt()
+        if self.batches >= WARM_UP:
+            normal = self._corrected(normal, mean.detach(), variance.detach())
         with torch.no_grad():
-            if self.batches >= WARM_UP:
-                running = (self.variance + EPS).sqrt()
-                stretch = ((variance + EPS).sqrt() / running).clamp(1 / R_MAX, R_MAX)
-                shift = ((mean - self.mean) / running).clamp(-D_MAX, D_MAX)
             self.mean.lerp_(mean, MOMENTUM)
             self.variance.lerp_(variance, MOMENTUM)
             self.batches += 1
-        if self.batches > WARM_UP:
-            normal = normal * stretch + shift
         return normal * self.weight + self.bias
+
+    def _corrected(self, normal: Tensor, mean: Tensor, variance: Tensor) -> Tensor:
+        """Rows normalised by a batch's statistics, towards what the running ones would have made of them."""
+        running = (self.variance + EPS).sqrt()
+        stretch = ((variance + EPS).sqrt() / running).clamp(1 / R_MAX, R_MAX)
+        return normal * stretch + ((mean - self.mean) / running).clamp(-D_MAX, D_MAX)
 
     def _statistics(self, rows: Tensor) -> tuple[Tensor, Tensor]:
         """Mean and variance over the rows of all ranks."""

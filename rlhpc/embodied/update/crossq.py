@@ -45,11 +45,8 @@ class CrossQUpdate(SacUpdate):
         critics = self.policy.critics.train()
         values = critics(torch.cat((obs, next_obs)), actions)
         critics.eval()
-        found, value = values[:, : len(obs)], values[:, len(obs) :].detach().amin(0)
-        if self.backup_entropy:
-            value = value - self.alpha * logprobs
-        wanted = torch.where(batch.terminations, batch.rewards, batch.rewards + self.gamma * value)
-        return self.fit_critics(found, wanted, batch.total)
+        found, after = values[:, : len(obs)], values[:, len(obs) :].detach()
+        return self.fit_critics(found, self.soft(after, logprobs), batch)
 
     def train_actor(self, obs: Tensor, batch: TransitionBatch) -> tuple[Tensor, ...]:
         """See `SacUpdate.train_actor`."""

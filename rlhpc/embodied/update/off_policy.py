@@ -174,17 +174,19 @@ class OffPolicyUpdate(ABC, Generic[Networks]):
         with torch.no_grad():
             self._sums += torch.stack((*critic, *(actor or (self._nothing,) * len(self.actor_metrics))))
 
-    def fit_critics(self, found: Tensor, wanted: Tensor, total: int) -> tuple[Tensor, ...]:
-        """Steps the critics towards `wanted`, by the sum of their mean squared errors.
+    def fit_critics(self, found: Tensor, following: Tensor, batch: TransitionBatch) -> tuple[Tensor, ...]:
+        """Steps the critics towards reward and discounted value of what follows, by the sum of their mean squared errors.
 
         Args:
             found: Values `[2, b]` that they give.
-            wanted: `[b]`.
-            total: Rows over all ranks.
+            following: Value `[b]` of what follows, without a gradient.
+            batch: The transitions.
 
         Returns:
             Loss, mean value, norm of the gradient, to be added up over the ranks.
         """
+        total = batch.total
+        wanted = torch.where(batch.terminations, batch.rewards, batch.rewards + self.gamma * following)
         loss = (found - wanted).square().sum() / total
         self.critic.zero_grad()
         loss.backward()

@@ -43,11 +43,13 @@ class SacUpdate(OffPolicyUpdate[SACPolicy]):
         """Towards reward and the smaller of the target networks' values, less what the action's log-prob costs."""
         with torch.no_grad():
             following, logprobs = self.policy.head.act(self.policy.actor(next_obs), batch.noise[0])
-            value = self.targets["critics"].module(next_obs, following.flatten(1)).amin(0)
-            if self.backup_entropy:
-                value = value - self.alpha * logprobs
-            wanted = torch.where(batch.terminations, batch.rewards, batch.rewards + self.gamma * value)
-        return self.fit_critics(self.policy.critics(obs, batch.actions.flatten(1)), wanted, batch.total)
+            value = self.soft(self.targets["critics"].module(next_obs, following.flatten(1)), logprobs)
+        return self.fit_critics(self.policy.critics(obs, batch.actions.flatten(1)), value, batch)
+
+    def soft(self, values: Tensor, logprobs: Tensor) -> Tensor:
+        """The smaller of the critics' values `[2, b]`, less what the action's log-prob costs if targets contain it."""
+        value = values.amin(0)
+        return value - self.alpha * logprobs if self.backup_entropy else value
 
     def train_actor(self, obs: Tensor, batch: TransitionBatch) -> tuple[Tensor, ...]:
         """Towards higher values and entropy; then the temperature."""

@@ -35,8 +35,7 @@ class Td3Update(OffPolicyUpdate[TD3Policy]):
             noise = (self.policy_noise * batch.noise[0]).clamp(-self.noise_clip, self.noise_clip)
             following = self.policy.head.near(self.targets["actor"].module(next_obs), noise)
             value = self.targets["critics"].module(next_obs, following.flatten(1)).amin(0)
-            wanted = torch.where(batch.terminations, batch.rewards, batch.rewards + self.gamma * value)
-        return self.fit_critics(self.policy.critics(obs, batch.actions.flatten(1)), wanted, batch.total)
+        return self.fit_critics(self.policy.critics(obs, batch.actions.flatten(1)), value, batch)
 
     def train_actor(self, obs: Tensor, batch: TransitionBatch) -> tuple[Tensor, ...]:
         """Towards higher values of the first critic."""
