@@ -37,13 +37,6 @@ def nothing() -> None: ...
 
 
 @pytest.fixture
-def scratch() -> Iterator[Scratch]:
-    made = Scratch.create()
-    yield made
-    made.remove()
-
-
-@pytest.fixture
 def keys() -> Keys:
     return Keys.fresh()
 

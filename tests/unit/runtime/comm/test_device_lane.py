@@ -28,13 +28,6 @@ ROOT = Path(__file__).resolve().parents[4]
 
 
 @pytest.fixture
-def scratch() -> Iterator[Scratch]:
-    made = Scratch.create()
-    yield made
-    made.remove()
-
-
-@pytest.fixture
 def device(scratch: Scratch) -> Iterator[StandIn]:
     made = StandIn(scratch.shm)
     devices.use(made)

@@ -29,13 +29,6 @@ NAME = "stream-3"
 
 
 @pytest.fixture
-def scratch() -> Iterator[Scratch]:
-    made = Scratch.create()
-    yield made
-    made.remove()
-
-
-@pytest.fixture
 def data() -> np.ndarray:
     return np.random.default_rng(0).integers(0, 256, SIZE, np.uint8)
 

@@ -6,7 +6,6 @@ import gc
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -21,13 +20,6 @@ from rlhpc.runtime.scratch import Scratch
 
 ORIGIN = Origin("here", "ipc://nowhere")
 SIZE = 1 << 20
-
-
-@pytest.fixture
-def scratch() -> Iterator[Scratch]:
-    made = Scratch.create()
-    yield made
-    made.remove()
 
 
 def nowhere(origin: Origin, path: str, size: int, reader: int, share: object) -> memoryview:

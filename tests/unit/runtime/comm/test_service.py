@@ -5,7 +5,6 @@ from __future__ import annotations
 import pickle
 import threading
 import time
-from collections.abc import Iterator
 
 import pytest
 
@@ -34,13 +33,6 @@ class Home(Service):
 @pytest.fixture
 def keys() -> Keys:
     return Keys.fresh()
-
-
-@pytest.fixture
-def scratch() -> Iterator[Scratch]:
-    made = Scratch.create()
-    yield made
-    made.remove()
 
 
 def put(sender: Service, home: Service, key: str, body: bytes) -> None:
