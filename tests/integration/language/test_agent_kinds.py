@@ -25,6 +25,7 @@ from rlhpc.language.agent_config import ServiceConfig
 from rlhpc.language.agents.services import Services, placed_in
 from rlhpc.language.agents.shells import Shell
 from rlhpc.runtime.errors import ConfigError
+from tests.sandboxes import SANDBOXES
 
 HERE = Path(__file__).parent
 TOOLS = [str(CLIENTS), str(HERE / "agent_tools.py")]
@@ -112,7 +113,7 @@ def test_an_environment_of_verifiers() -> None:
         pass
 
 
-@pytest.mark.parametrize("sandbox", ["unshare", "bubblewrap"])
+@pytest.mark.parametrize("sandbox", SANDBOXES)
 def test_a_shell_stays(sandbox: str) -> None:
     """Its folder, its variables; what it is not to do; and what goes wrong in it is its command's alone."""
     with Shell(sandbox, timeout_s=2.0) as shell:

@@ -31,6 +31,7 @@ from rlhpc.language.config import GrpoRolloutConfig as RolloutConfig
 from rlhpc.language.engines import make_rollout
 from rlhpc.language.roles.groups import group_of
 from rlhpc.runtime.errors import ConfigError
+from tests.sandboxes import SANDBOXES
 
 
 @pytest.fixture(autouse=True)
@@ -81,7 +82,7 @@ def test_a_command(tmp_path: Path) -> None:
     assert third.failed and "status 3" in third.outcome.error and "not judged" in third.outcome.error
 
 
-@pytest.mark.parametrize("sandbox", ["unshare", "bubblewrap"])
+@pytest.mark.parametrize("sandbox", SANDBOXES)
 def test_a_sandbox_without_a_network_reaches_the_model_and_nothing_else(sandbox: str, tmp_path: Path) -> None:
     """With a client that knows of neither."""
     script = tmp_path / "agent.py"
