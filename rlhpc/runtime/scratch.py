@@ -16,6 +16,7 @@ import os
 import secrets
 import shutil
 import stat
+import tempfile
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -62,6 +63,15 @@ def cache_folder() -> Path | None:
     folder = root / f"rlhpc-cache-{os.getuid()}"
     make_private(folder)
     return folder
+
+
+def folder_for_sockets(name: str) -> Path:
+    """A new folder on this host for UNIX sockets, whose addresses must be short; nobody else may enter it.
+
+    In a process of a session it lies among the session's own, so it goes with them, however the process ends.
+    """
+    mine = [Scratch(token).sockets for token, (pid, _) in _held.items() if pid == os.getpid()]
+    return Path(tempfile.mkdtemp(prefix=f"rlhpc-{name}-", dir=mine[-1] if mine else _SOCKET_ROOT))
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,6 @@ import threading
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from aiohttp import web
@@ -24,11 +23,11 @@ from aiohttp import web
 from rlhpc.language.agents.messages import Refused, Renderer
 from rlhpc.language.agents.messages_api import conversation_of, message_error, message_reply
 from rlhpc.language.agents.parsers import Parsers
-from rlhpc.language.agents.relay import socket_folder
 from rlhpc.language.agents.sessions import Answer, Session
 from rlhpc.language.agents.streams import ChatStream, MessageStream
 from rlhpc.language.agents.wire import chat_reply, check_chat, generate_reply
 from rlhpc.language.engines.base import Completion, SamplingParams
+from rlhpc.runtime.scratch import folder_for_sockets
 
 #: Largest body of a call, in bytes.
 _BODY = 32 << 20
@@ -101,8 +100,8 @@ class Gateway:
         self.loop = asyncio.new_event_loop()
         self._tokenizer, self._parsers, self._context = tokenizer, parsers, context
         self._renderer = Renderer(tokenizer)
-        self._folder = socket_folder()
-        self.socket = str(Path(self._folder) / "model")
+        self._folder = folder_for_sockets("agents")
+        self.socket = str(self._folder / "model")
         self._sessions: dict[str, Session] = {}
         self._waiting: set[asyncio.Future[Completion]] = set()
         self._thread = threading.Thread(target=self._serve, name="rlhpc-gateway", daemon=True)

@@ -5,27 +5,20 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import shutil
-import tempfile
 import threading
 import urllib.parse
-from pathlib import Path
+
+from rlhpc.runtime.scratch import folder_for_sockets
 
 _CHUNK = 1 << 16
 _START_S = 60.0
-#: Most characters of a folder in which the address of a UNIX socket finds room.
-LONG = 70
-
-
-def socket_folder() -> str:
-    """A new folder for UNIX sockets, which nobody else may enter: an address has at most 108 bytes."""
-    return tempfile.mkdtemp(prefix="rlhpc-agents-", dir="/tmp" if len(tempfile.gettempdir()) > LONG else None)
 
 
 class Relays:
     """Leads to gateways on other nodes, by one socket each."""
 
     def __init__(self) -> None:
-        self._folder = socket_folder()
+        self._folder = folder_for_sockets("agents")
         self._sockets: dict[str, str] = {}
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="rlhpc-relays", daemon=True)
@@ -34,7 +27,7 @@ class Relays:
     def to(self, url: str) -> str:
         """The path of the socket that leads to a gateway."""
         if url not in self._sockets:
-            path = str(Path(self._folder) / f"model-{len(self._sockets)}")
+            path = str(self._folder / f"model-{len(self._sockets)}")
             asyncio.run_coroutine_threadsafe(self._listen(url, path), self._loop).result(_START_S)
             self._sockets[url] = path
         return self._sockets[url]

@@ -19,7 +19,7 @@ import pytest
 from rlhpc.cli import main
 from rlhpc.runtime import scratch as scratch_module
 from rlhpc.runtime.errors import ConfigError, OwnershipError, StorageError
-from rlhpc.runtime.scratch import Scratch, cache_folder, live, remove_stale
+from rlhpc.runtime.scratch import Scratch, cache_folder, folder_for_sockets, live, remove_stale
 from tests.users import ALICE, BOB, needs_root, run_as
 
 OLD = 3600.0
@@ -310,6 +310,15 @@ def test_what_is_kept_for_the_next_run_is_private_and_no_sessions(
     cache.chmod(0o777)
     with pytest.raises(OwnershipError, match="can be written by others"):
         cache_folder()
+
+
+def test_a_folder_for_sockets_goes_with_its_session(roots: tuple[Path, Path]) -> None:
+    alone = folder_for_sockets("agents")
+    assert alone.parent == roots[0] and alone.stat().st_mode & 0o777 == 0o700
+    scratch = Scratch.create()
+    assert folder_for_sockets("agents").parent == scratch.sockets != folder_for_sockets("agents")
+    scratch.leave()
+    assert list(roots[0].iterdir()) == [alone]
 
 
 def test_cluster_scratch_has_to_keep_users_apart(roots: tuple[Path, Path], tmp_path: Path, monkeypatch) -> None:
