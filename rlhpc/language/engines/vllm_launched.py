@@ -7,11 +7,16 @@ other that they are of this run (`rlhpc.runtime.comm.meshes`).
 from __future__ import annotations
 
 import glob
+import itertools
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+import torch
+
+from rlhpc.runtime.host import host_id
 
 if TYPE_CHECKING:
     from rlhpc.language.engines.lockstep import Link
@@ -25,6 +30,8 @@ def one_of_several(link: Link | None) -> Iterator[None]:
     - The name of its process group becomes that of the shared memory by which ranks on one host add up what they computed:
       it must be the engine's own, and another on every host.
     - That shared memory has a name in /dev/shm, which is taken back once all have opened it: who is killed leaves nothing.
+    - Who waits there never sleeps. Ranks that may be put on one core would wait for one that cannot run meanwhile, so these
+      add up by gloo: vLLM does so where ranks have different names.
     - Its queue for messages between ranks would open a port that anybody may connect to. Nothing here sends by it.
 
     Args:
@@ -34,9 +41,12 @@ def one_of_several(link: Link | None) -> Iterator[None]:
         yield
         return
     from vllm.distributed.device_communicators.shm_broadcast import MessageQueue
+    from vllm.platforms import current_platform
     from vllm.v1.executor.uniproc_executor import ExecutorWithExternalLauncher
 
     name = link.ident.replace(":", "-").replace("/", "-")  # vLLM takes what comes behind the last colon
+    if current_platform.is_cpu() and not cores_are_apart():
+        name = f"{name}-{link.rank}"
     variables = {"RANK": str(link.rank), "LOCAL_RANK": "0", "WORLD_SIZE": str(link.size)}
     before = {name: os.environ.get(name) for name in variables}
     queues, launched = MessageQueue.create_from_process_group, ExecutorWithExternalLauncher._distributed_args
@@ -63,6 +73,15 @@ def one_of_several(link: Link | None) -> Iterator[None]:
                 os.environ.pop(variable, None)
             else:
                 os.environ[variable] = value
+
+
+def cores_are_apart() -> bool:
+    """Whether no two ranks of the default process group that are on one host may compute on the same core."""
+    mine = (host_id(), frozenset(os.sched_getaffinity(0)))
+    found: list[tuple[str, frozenset[int]]] = [mine] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(found, mine)
+    pairs = itertools.combinations(found, 2)
+    return not any(host == other and cores & theirs for (host, cores), (other, theirs) in pairs)
 
 
 def _compile_no_lookup() -> None:

@@ -24,8 +24,10 @@ from rlhpc.checkpoint.boxes import Box, cut, whole
 from rlhpc.language.engines import RolloutBackend, make_rollout
 from rlhpc.language.engines.engine import UpdateFailed
 from rlhpc.language.engines.lockstep import Follower, Leader, Told
+from rlhpc.language.engines.vllm_launched import cores_are_apart
 from rlhpc.weights.routes import Held, route
 from tests.accelerators import OTHERS_ON_CARD
+from tests.forked import Rank
 
 
 class Pipes:
@@ -193,3 +195,12 @@ def _follow(cfg: Any, options: dict[str, Any], link: Pipes) -> None:
 
         traceback.print_exc()
         raise
+
+
+def apart(rank: Rank, bound: list[list[set[int]]]) -> list[bool]:
+    """Whether ranks that are bound to these cores have cores of their own."""
+    found = []
+    for cores in bound:
+        os.sched_setaffinity(0, cores[rank.rank])
+        found.append(cores_are_apart())
+    return found

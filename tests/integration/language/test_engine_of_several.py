@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 pytest.importorskip("transformers", reason="needs the extra llm")
 
@@ -41,6 +42,7 @@ from test_rollout_backends import (  # noqa: F401 (tests and fixtures: they run 
 
 from rlhpc.language.engines import RolloutBackend
 from rlhpc.language.engines.lockstep import EnginesDiffer, Follower
+from tests.forked import forked
 
 
 @pytest.fixture(scope="module")
@@ -54,6 +56,18 @@ def built(folder: Path) -> Iterator[RolloutBackend]:  # noqa: F811 (the fixture 
 def test_what_ranks_have_in_common_leaves_no_name_behind(built: Several) -> None:
     """The memory by which they add up is nobody's but theirs, and is gone with them, whatever ends them."""
     assert not [name for name in os.listdir("/dev/shm") if built.ident.partition(":")[2] in name]
+
+
+def test_ranks_that_share_cores_do_not_wait_without_sleep(built: Several) -> None:
+    """They would keep each other from computing what they wait for."""
+    from vllm.distributed import get_tp_group
+
+    if len(os.sched_getaffinity(0)) > 1:  # the fixture's ranks are not bound
+        assert get_tp_group().device_communicator.dist_module is torch.distributed
+    cores = sorted(os.sched_getaffinity(0))
+    bound = [[{cores[0]}, {cores[-1]}], [{cores[0]}, {cores[0], cores[-1]}]]
+    for rank in forked(2, "engine_ranks:apart", bound):
+        assert rank == [len(cores) > 1, False]
 
 
 class _Told:
