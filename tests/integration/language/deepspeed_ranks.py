@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,13 @@ class ZeroTrainer(Trainer):
     def train_all(self, configs: list[Any], **options: Any) -> list[dict[str, Any]]:
         """One after the other, in this process."""
         torch.set_num_threads(1)
-        return [train(self, cfg, **options) for cfg in configs]
+        found = []
+        for cfg in configs:
+            # DeepSpeed keeps what it has built, and looks for garbage again and again: let it not look through that each time
+            gc.collect()
+            gc.freeze()
+            found.append(train(self, cfg, **options))
+        return found
 
     def accumulate_twice(self, cfg: Any) -> str:
         """What two calls of `forward_backward` before a step lead to."""
