@@ -14,9 +14,9 @@ from rlhpc.runtime.errors import ConfigError
 from rlhpc.training.registry import BACKENDS
 
 #: Policies that come with the package.
-MODELS = ("mlp", "cnn", "resnet", "flow", "sac", "crossq", "td3", "vla", "pi0", "openvla")
+MODELS = ("mlp", "cnn", "resnet", "flow", "sac", "crossq", "td3", "iql", "vla", "pi0", "openvla")
 #: Those that have critics of actions.
-_CRITICS = ("sac", "crossq", "td3")
+_CRITICS = ("sac", "crossq", "td3", "iql")
 #: Those that adapters can be attached to.
 _ADAPTED = ("vla", "pi0", "openvla")
 #: Estimators that compare the outcomes of a group.
@@ -236,6 +236,11 @@ def check_off_policy(cfg: SacConfig, fail: Fail) -> None:
         )
     path = algorithm.demo_buffer.load_path
     recorded = cfg.workflow.demos_expert is not None  # before training, which looks for them again
+    if algorithm.offline_steps and not path:
+        raise fail(
+            "algorithm.offline_steps",
+            "they learn from data alone: name it in algorithm.demo_buffer.load_path, or take 0",
+        )
     if path and not recorded and not any(mark in path for mark in "*?[") and not Path(path).expanduser().exists():
         raise fail("algorithm.demo_buffer.load_path", "there is no such file or folder")
 
@@ -249,7 +254,7 @@ def check_bc(cfg: BcConfig, fail: Fail) -> None:
     check_adapters(cfg, fail)
     if cfg.actor.model.model_type.lower() == "crossq":
         raise fail(
-            "actor.model.model_type", "crossq normalises by off-policy learning's batches; clone into sac or td3"
+            "actor.model.model_type", "crossq normalises by off-policy learning's batches; clone into sac, td3 or iql"
         )
     check_demos_target(cfg, "demos.path", fail)
     if not cfg.demos.path:

@@ -15,8 +15,8 @@ class DemosConfig:
     """Demonstrations for embodied policies: what behaviour cloning trains on."""
 
     path: Any = None
-    """Trajectories: a `.h5` file in ManiSkill's format, a pattern, a folder of such files, a LeRobot dataset's folder, or a
-    list of those."""
+    """Trajectories: a `.h5` file in ManiSkill's format, a pattern, a folder of such files, the folder of a LeRobot or
+    Minari dataset, or a list of those."""
     only_success: bool = False
     """Leaves out episodes that never succeeded."""
     limit: int | None = None
@@ -48,12 +48,12 @@ class BcModelConfig(ModelConfig):
 
     model_type: str = "mlp"
     """`mlp` (numbers), `cnn` and `resnet` (images, and numbers beside them), `flow` (chunks of continuous actions by flow
-    matching, from either), `sac` and `td3` (numbers; for an off-policy run to start from), `vla` (Llava with action tokens),
-    `pi0`, `openvla`, a registered name, or `module:Class`."""
+    matching, from either), `sac`, `td3` and `iql` (numbers; for an off-policy run to start from), `vla` (Llava with action
+    tokens), `pi0`, `openvla`, a registered name, or `module:Class`."""
     critic_hidden_sizes: list[int] | None = None
-    """`sac` and `td3`: widths of the critics' hidden layers; null takes `hidden_sizes`."""
+    """`sac`, `td3` and `iql`: widths of the critics' hidden layers; null takes `hidden_sizes`."""
     critic_layer_norm: bool = False
-    """`sac` and `td3`: normalises the critics' hidden layers, which keeps many updates per transition stable (RLPD)."""
+    """`sac`, `td3` and `iql`: normalises the critics' hidden layers, which keeps many updates per transition stable (RLPD)."""
     exploration_noise: float = 0.1
     """`td3`: standard deviation of the noise around its actions, in halves of the bounds' width."""
 

@@ -25,8 +25,8 @@ class DemoBufferConfig:
     """Off-policy learning: a fixed second buffer (RLPD)."""
 
     load_path: str | None = None
-    """HDF5 trajectories in ManiSkill's format (file, folder or pattern), or a replay buffer (a checkpoint of an off-policy
-    run, or what `rlhpc replay` wrote); null is none."""
+    """HDF5 trajectories in ManiSkill's format (file, folder or pattern), a Minari or LeRobot dataset's folder, or a replay
+    buffer (a checkpoint of an off-policy run, or what `rlhpc replay` wrote); null is none."""
     ratio: float = 0.5
     """Fraction of each batch that comes from this buffer."""
 
@@ -36,7 +36,7 @@ class SacAlgorithmConfig:
     """The targets, the buffers and the shape of a rollout."""
 
     name: str = "sac"
-    """`sac`, `crossq`, `td3`, a registered name, or `module:Class`; `actor.model.model_type` names its networks."""
+    """`sac`, `crossq`, `td3`, `iql`, a registered name, or `module:Class`; `actor.model.model_type` names its networks."""
     gamma: float = 0.99
     """Discount."""
     rollout_steps: int = 128
@@ -64,13 +64,23 @@ class SacAlgorithmConfig:
     """`td3`: standard deviation of the noise on actions in the critics' targets, in halves of the bounds' width."""
     noise_clip: float = 0.5
     """`td3`: its bound."""
+    expectile: float = 0.7
+    """`iql`: which expectile of the critics' values the value network learns; 0.5 is their mean, towards 1 their maximum."""
+    inverse_temperature: float = 3.0
+    """`iql`: how much more the policy learns from actions that are better; 0 is behaviour cloning."""
+    max_weight: float = 100.0
+    """`iql`: most that an action counts."""
+    offline_steps: int = 0
+    """Steps at the start in which nothing is played: they learn from `algorithm.demo_buffer` alone."""
+    offline_updates: int = 1000
+    """Updates of each of those steps."""
     critic_actor_ratio: int = 1
     """Updates of the critics for each of the actor."""
     target_update_freq: int = 1
     """Updates of the critics for each of the target networks."""
     random_steps: int | None = None
     """Transitions at the start whose actions are drawn evenly from the whole space; null takes
-    `replay_buffer.min_buffer_size`, and 0 where the run starts from `runner.init_from`."""
+    `replay_buffer.min_buffer_size`, and 0 where the run starts from `runner.init_from` or with `offline_steps`."""
     replay_buffer: ReplayBufferConfig = field(default_factory=ReplayBufferConfig)
     """What the environments brought."""
     demo_buffer: DemoBufferConfig = field(default_factory=DemoBufferConfig)
@@ -83,11 +93,12 @@ class SacModelConfig(NetworkConfig):
 
     model_type: str = "sac"
     """`sac` (numbers; a stochastic actor and twin critics), `crossq` (the same, with batch renormalisation), `td3` (numbers; a
-    deterministic actor and twin critics), a registered name, or `module:Class`."""
+    deterministic actor and twin critics), `iql` (numbers; a Gaussian actor, twin critics and a value network), a registered
+    name, or `module:Class`."""
     critic_hidden_sizes: list[int] | None = None
     """Widths of the critics' hidden layers; null takes `hidden_sizes`."""
     critic_layer_norm: bool = False
-    """`sac`, `td3`: normalises the critics' hidden layers, which keeps many updates per transition stable (RLPD)."""
+    """`sac`, `td3`, `iql`: normalises the critics' hidden layers, which keeps many updates per transition stable (RLPD)."""
     exploration_noise: float = 0.1
     """`td3`: standard deviation of the noise that is added to actions while training, in halves of the bounds' width."""
 

@@ -59,17 +59,20 @@ class Mixture:
         self.demos = None if demos is None else demos.view(np.uint8).reshape(len(demos), demos.dtype.itemsize)
         self._demo_dtype = None if demos is None else demos.dtype
         count = 0 if demos is None else round(demo_ratio * batch_size)
-        self.demo_rows = count
-        self._own_demos = np.arange(count * rank // ranks, count * (rank + 1) // ranks)
+        self.demo_rows, self._rank, self._ranks = count, rank, ranks
         self._out = np.empty((0, 0), np.uint8)
 
-    def draw(self, update: int) -> Draw:
+    def draw(self, update: int, *, alone: bool = False) -> Draw:
         """The batch of an update.
+
+        Args:
+            update: Its number.
+            alone: All of it from the demonstrations, whatever is in the buffer.
 
         Raises:
             ConfigError: The demonstrations are not of this run's kind.
         """
-        dtype = self.replay.dtype
+        dtype = self._demo_dtype if alone else self.replay.dtype
         assert dtype is not None
         if self._demo_dtype is not None and self._demo_dtype != dtype:
             raise ConfigError(
@@ -77,19 +80,22 @@ class Mixture:
                 f"transitions have {describe(dtype)}"
             )
         random = np.random.Generator(np.random.Philox(key=[self.seed, update]))
-        demos, rest = self.demo_rows, self.batch_size - self.demo_rows
-        chosen = random.integers(0, len(self.demos), demos)[self._own_demos] if self.demos is not None else None
-        inside, rows = self.replay.mine(random.integers(0, len(self.replay), rest))
+        demos = self.batch_size if alone else self.demo_rows
+        own = np.arange(demos * self._rank // self._ranks, demos * (self._rank + 1) // self._ranks)
+        chosen = random.integers(0, len(self.demos), demos)[own] if self.demos is not None else None
+        places = np.empty(0, np.int64) if alone else random.integers(0, len(self.replay), self.batch_size - demos)
+        inside, rows = self.replay.mine(places)
         noise = random.standard_normal((2, self.batch_size, self.action_dim), np.float32)
-        first = len(self._own_demos)
+        first = len(own)
         count = first + len(rows)
         if self._out.shape != (count, dtype.itemsize):
             self._out = np.empty((count, dtype.itemsize), np.uint8)
         if chosen is not None and self.demos is not None:
             gather(self.demos, chosen, self._out[:first])
-        gather(self.replay.table, rows, self._out[first:])
+        if len(rows):
+            gather(self.replay.table, rows, self._out[first:])
         if count != self.batch_size:
-            noise = noise[:, np.concatenate((self._own_demos, inside + demos))]
+            noise = noise[:, np.concatenate((own, inside + demos))]
         batch = self._out.view(dtype)[:, 0]
         return Draw({name: batch[name] for name in dtype.names or ()}, noise, self.batch_size)
 

@@ -1,4 +1,5 @@
-"""Trajectories in ManiSkill's format: an HDF5 file with a group `traj_<i>` per episode, and a JSON file beside it.
+"""Trajectories in ManiSkill's format: an HDF5 file with a group `traj_<i>` per episode, and a JSON file beside it; and
+whichever format they are in (`read_trajectories`).
 
 https://maniskill.readthedocs.io/en/latest/user_guide/datasets/demos.html
 """
@@ -16,6 +17,7 @@ import numpy as np
 
 from rlhpc.checkpoint.hdf5 import checked, has, member, members, open_hdf5
 from rlhpc.embodied.data.lerobot import read_lerobot
+from rlhpc.embodied.data.minari import MAIN, numbers, read_minari
 from rlhpc.embodied.data.trajectory import Trajectory, check, not_finite, shapes
 from rlhpc.runtime.durable import fsync_folder, replace_durably
 from rlhpc.runtime.errors import ConfigError
@@ -38,11 +40,11 @@ def read_trajectories(
     key: str = "trajectories.path",
     left_out: list[str] | None = None,
 ) -> Iterator[Trajectory]:
-    """Episodes of ManiSkill files and LeRobot datasets, one after the other.
+    """Episodes of ManiSkill files, Minari and LeRobot datasets, one after the other.
 
     Args:
-        path: A `.h5` file, a pattern, a folder of such files, a LeRobot dataset's folder (it has `meta/info.json`), or a
-            list of those.
+        path: A `.h5` file, a pattern, a folder of such files, a LeRobot dataset's folder (it has `meta/info.json`), a
+            Minari dataset's (it has `data/main_data.hdf5`), or a list of those.
         only_success: Leave out episodes that never succeeded.
         limit: At most this many episodes.
         require: Fields that may not be None.
@@ -65,8 +67,14 @@ def _open(path: str, key: str) -> Iterator[Trajectory]:
     folder = Path(path).expanduser()
     if (folder / "meta" / "info.json").is_file():
         return read_lerobot(folder)
-    files = find_files(path, SUFFIXES, key.removesuffix(".path"))
-    return (trajectory for file in files for trajectory in read_maniskill(file))
+    files = [folder / MAIN] if (folder / MAIN).is_file() else find_files(path, SUFFIXES, key.removesuffix(".path"))
+    return (trajectory for file in files for trajectory in _read(file))
+
+
+def _read(file: Path) -> Iterator[Trajectory]:
+    with open_hdf5(file) as opened:
+        foreign = bool(numbers(opened))
+    return read_minari(file) if foreign else read_maniskill(file)
 
 
 def _checked(

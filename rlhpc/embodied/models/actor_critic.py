@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from rlhpc.embodied.config import BcModelConfig, SacModelConfig
 from rlhpc.embodied.models.base import Policy
-from rlhpc.embodied.models.heads import BoundedHead, DeterministicHead, SquashedGaussianHead
+from rlhpc.embodied.models.heads import BoundedGaussianHead, BoundedHead, DeterministicHead, SquashedGaussianHead
 from rlhpc.embodied.models.mlp import ACTIVATIONS, mlp
 from rlhpc.embodied.models.renorm import NormedTwinCritic, renormed
 from rlhpc.runtime.errors import ConfigError
@@ -96,7 +96,7 @@ class ActorCritic(Policy):
         self, cfg: SacModelConfig | BcModelConfig, inputs: int, hidden: list[int], critic_hidden: list[int]
     ) -> None:
         """Makes `actor` and `critics`, for observations of `inputs` numbers."""
-        self.actor = mlp([inputs, *hidden], self.head.inputs, cfg.activation, cfg.ortho_init, 0.01)
+        self.actor: nn.Module = mlp([inputs, *hidden], self.head.inputs, cfg.activation, cfg.ortho_init, 0.01)
         self.critics: nn.Module = TwinCritic(
             inputs + self.head.dim, critic_hidden, cfg.activation, cfg.critic_layer_norm
         )
@@ -148,3 +148,54 @@ class TD3Policy(ActorCritic):
     def build_head(self, cfg: SacModelConfig | BcModelConfig, action_space: Any) -> DeterministicHead:
         """One action, and noise around it to explore with."""
         return DeterministicHead(action_space, cfg.exploration_noise, self.chunk)
+
+
+class SpreadActor(nn.Module):
+    """An actor whose log-std does not depend on the observation; gives both, side by side.
+
+    Args:
+        mean: The network.
+        outputs: Its width.
+    """
+
+    def __init__(self, mean: nn.Module, outputs: int) -> None:
+        super().__init__()
+        self.mean, self.log_std = mean, nn.Parameter(torch.zeros(outputs))
+
+    def forward(self, obs: Tensor) -> Tensor:
+        """`[B, 2 · outputs]` for flat observations `[B, D]`."""
+        mean = self.mean(obs)
+        return torch.cat((mean, self.log_std.expand_as(mean)), -1)
+
+
+class ValuedTwinCritic(TwinCritic):
+    """Twin critics, and a network that values observations without an action.
+
+    Args:
+        obs: Width of the observation.
+        dim: Width of the action.
+        hidden, activation, layer_norm: As `TwinCritic`'s.
+    """
+
+    def __init__(self, obs: int, dim: int, hidden: list[int], activation: str, layer_norm: bool) -> None:
+        super().__init__(obs + dim, hidden, activation, layer_norm)
+        self.value = mlp([obs, *hidden], 1, activation, False, 1.0)
+
+
+class IQLPolicy(ActorCritic):
+    """Actor, critics and value network of IQL (as CORL's iql.py). The value network is among the critics."""
+
+    head: BoundedGaussianHead
+    critics: ValuedTwinCritic
+
+    def build_head(self, cfg: SacModelConfig | BcModelConfig, action_space: Any) -> BoundedGaussianHead:
+        """A distribution."""
+        return BoundedGaussianHead(action_space, self.chunk)
+
+    def build_networks(
+        self, cfg: SacModelConfig | BcModelConfig, inputs: int, hidden: list[int], critic_hidden: list[int]
+    ) -> None:
+        """See `ActorCritic.build_networks`."""
+        mean = mlp([inputs, *hidden], self.head.dim, cfg.activation, cfg.ortho_init, 0.01)
+        self.actor = SpreadActor(mean, self.head.dim)
+        self.critics = ValuedTwinCritic(inputs, self.head.dim, critic_hidden, cfg.activation, cfg.critic_layer_norm)

@@ -253,6 +253,44 @@ class DeterministicHead(BoundedHead):
         return -0.5 * noise**2 - (self.std * self.scale).log() - 0.5 * _LOG_2PI
 
 
+class BoundedGaussianHead(BoundedHead):
+    """A diagonal Gaussian around tanh of what the network gives, scaled (Kostrikov et al. 2022, as CORL's IQL). The network
+    gives that and the log-std, in halves of the bounds' width, clamped to [-20, 2]. Arguments as `BoundedHead`'s.
+
+    Log-probabilities are those of the Gaussian, before actions are clipped to the bounds.
+    """
+
+    def __init__(self, space: Any, chunk: int = 1) -> None:
+        super().__init__(space, chunk)
+        self.inputs = 2 * self.dim
+
+    def act(self, inputs: Tensor, noise: Tensor | None, level: str = "chunk_level") -> tuple[Tensor, Tensor]:
+        """Actions `[B, chunk, d]` and their log-probabilities at a level; without noise the middle of the Gaussian."""
+        mean, log_std = self._split(inputs)
+        noise = torch.zeros_like(mean) if noise is None else noise
+        actions = self.within((mean + log_std.exp() * noise).clamp(-1, 1))
+        return actions, at_level(self._logprobs(noise, log_std), level, self.chunk)
+
+    def evaluate(
+        self, inputs: Tensor, actions: Tensor, entropy: bool, level: str = "chunk_level"
+    ) -> tuple[Tensor, Tensor | None]:
+        """Log-probabilities and entropy of given actions, at a level."""
+        mean, log_std = self._split(inputs)
+        noise = (self.unit(actions) - mean) * (-log_std).exp()
+        logprobs = at_level(self._logprobs(noise, log_std), level, self.chunk)
+        if not entropy:
+            return logprobs, None
+        return logprobs, at_level(log_std + self.scale.log() + 0.5 + 0.5 * _LOG_2PI, level, self.chunk)
+
+    @staticmethod
+    def _split(inputs: Tensor) -> tuple[Tensor, Tensor]:
+        mean, log_std = inputs.chunk(2, -1)
+        return torch.tanh(mean), log_std.clamp(-20.0, 2.0)
+
+    def _logprobs(self, noise: Tensor, log_std: Tensor) -> Tensor:
+        return -0.5 * noise**2 - log_std - self.scale.log() - 0.5 * _LOG_2PI
+
+
 def make_head(space: Any, log_std_init: float, chunk: int = 1) -> CategoricalHead | GaussianHead:
     """The head for an action space and chunks of `chunk` actions.
 

@@ -24,6 +24,7 @@ MODELS: Registry[Any] = Registry(
         "sac": "rlhpc.embodied.models.actor_critic:SACPolicy",
         "crossq": "rlhpc.embodied.models.actor_critic:CrossQPolicy",
         "td3": "rlhpc.embodied.models.actor_critic:TD3Policy",
+        "iql": "rlhpc.embodied.models.actor_critic:IQLPolicy",
         "flow": "rlhpc.embodied.models.flow:FlowPolicy",
         "vla": "rlhpc.embodied.models.vla:VLAPolicy",
         "pi0": "rlhpc.embodied.models.pi0:Pi0Policy",

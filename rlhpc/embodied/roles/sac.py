@@ -229,13 +229,21 @@ class OffPolicyActor(Trainer[SacConfig]):
         Returns:
             Metrics, the same on all ranks, and `update_s`: the seconds that it took.
         """
+        due = int(self.update_to_data * max(0, self.transitions - self.starts))
+        count, self.due = due - self.due, due
+        return self._learn(count, progress)
+
+    def update_offline(self, step: int, progress: float = 0.0) -> dict[str, float]:
+        """Makes `algorithm.offline_updates` updates from the demonstrations alone. Arguments and result as `update`'s."""
+        del step
+        return self._learn(self.cfg.algorithm.offline_updates, progress, alone=True)
+
+    def _learn(self, count: int, progress: float, *, alone: bool = False) -> dict[str, float]:
         begun = time.perf_counter()
         if self.cfg.algorithm.anneal_lr:
             self.off_policy.set_lr(1.0 - progress)
-        due = int(self.update_to_data * max(0, self.transitions - self.starts))
-        count, self.due = due - self.due, due
         for _ in range(count):
-            self.off_policy.step(self._batch(self.mixture.draw(self.off_policy.updates)))
+            self.off_policy.step(self._batch(self.mixture.draw(self.off_policy.updates, alone=alone)))
         seconds = {"update_s": time.perf_counter() - begun}
         return {**self.off_policy.metrics(), "buffer_size": float(len(self.replay)), **seconds}
 

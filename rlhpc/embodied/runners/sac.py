@@ -1,21 +1,28 @@
 """OffPolicyRunner: the loop of off-policy learning in simulators.
 
 A step: `rollout_steps` decisions in every slot, the transitions go into the actors' buffers, and the actors make the updates
-that are due.
+that are due. The first `offline_steps` are others: nothing is played, and the actors learn from the demonstrations.
 """
 
 from __future__ import annotations
 
+import time
 from typing import Any
+
+import numpy as np
 
 from rlhpc.embodied.config import SacConfig
 from rlhpc.embodied.runners.ppo import PlayingRunner
+from rlhpc.metrics import PhaseTimers
 from rlhpc.runtime.group import WorkerGroup
+
+#: The episodes of a step in which nothing is played.
+_NONE = {name: np.zeros(0) for name in ("return", "length", "success", "restarts", "spoiled", "by_device", "by_host")}
 
 
 class OffPolicyRunner(PlayingRunner[SacConfig]):
-    """Trains a policy by SAC. Batches are drawn from a buffer, so their size need not divide a rollout. Arguments as
-    `EmbodiedRunner`'s."""
+    """Trains a policy by SAC and its kin. Batches are drawn from a buffer, so their size need not divide a rollout. Arguments
+    as `EmbodiedRunner`'s."""
 
     receiving = "receive"
 
@@ -25,7 +32,7 @@ class OffPolicyRunner(PlayingRunner[SacConfig]):
         self.random_steps = algorithm.replay_buffer.min_buffer_size
         if algorithm.random_steps is not None:
             self.random_steps = algorithm.random_steps
-        elif self.cfg.runner.init_from is not None:
+        elif self.cfg.runner.init_from is not None or algorithm.offline_steps:
             self.random_steps = 0  # the policy can act already
         super().init_workers()
 
@@ -38,10 +45,35 @@ class OffPolicyRunner(PlayingRunner[SacConfig]):
         super().load_state(state)
         self.random_steps = int(state["random_steps"])
 
+    def one_step(self) -> dict[str, float]:
+        """See `PlayingRunner.one_step`."""
+        return self._offline_step() if self.step < self.cfg.algorithm.offline_steps else super().one_step()
+
+    def _offline_step(self) -> dict[str, float]:
+        """Has the actors learn from the demonstrations alone; the environments stand still."""
+        step, timers, begin = self.step + 1, PhaseTimers(), time.perf_counter()
+        with timers("update"):
+            update = self.actor.update_offline(step, self.step / max(self.folder.total, 1))
+            trained = update.wait(self.timeout)[0]
+        row = self._row(step, begin, trained, _NONE, 0.0, 0, timers)
+        del row["rollout/version"]
+        self.players.forget(step)
+        return row
+
     def generate(self, rollout: WorkerGroup, step: int) -> Any:
         """See `PlayingRunner.generate`."""
-        return rollout.generate(step, self.random_steps)
+        return rollout.generate(step, self._random_until)
 
     def at_random(self, step: int) -> bool:
         """See `PlayingRunner.at_random`."""
-        return (step - 1) * self.slots.num_envs * self.cfg.algorithm.rollout_steps < self.random_steps
+        return (step - 1) * self._decisions < self._random_until
+
+    @property
+    def _decisions(self) -> int:
+        """Of a step, in all slots."""
+        return self.slots.num_envs * self.cfg.algorithm.rollout_steps
+
+    @property
+    def _random_until(self) -> int:
+        """Decisions of the run up to which actions are drawn at random, as if the first steps had been played, too."""
+        return self.random_steps + self.cfg.algorithm.offline_steps * self._decisions if self.random_steps else 0

@@ -174,13 +174,16 @@ class OffPolicyUpdate(ABC, Generic[Networks]):
         with torch.no_grad():
             self._sums += torch.stack((*critic, *(actor or (self._nothing,) * len(self.actor_metrics))))
 
-    def fit_critics(self, found: Tensor, following: Tensor, batch: TransitionBatch) -> tuple[Tensor, ...]:
+    def fit_critics(
+        self, found: Tensor, following: Tensor, batch: TransitionBatch, besides: Tensor | None = None
+    ) -> tuple[Tensor, ...]:
         """Steps the critics towards reward and discounted value of what follows, by the sum of their mean squared errors.
 
         Args:
             found: Values `[2, b]` that they give.
             following: Value `[b]` of what follows, without a gradient.
             batch: The transitions.
+            besides: A loss that is added, and not reported.
 
         Returns:
             Loss, mean value, norm of the gradient, to be added up over the ranks.
@@ -189,7 +192,7 @@ class OffPolicyUpdate(ABC, Generic[Networks]):
         wanted = torch.where(batch.terminations, batch.rewards, batch.rewards + self.gamma * following)
         loss = (found - wanted).square().sum() / total
         self.critic.zero_grad()
-        loss.backward()
+        (loss if besides is None else loss + besides).backward()
         norm = self.critic.optimizer_step(self.critic.base_lr * self._rate)
         return loss.detach(), found.detach().sum() / (2 * total), norm / self._ranks
 

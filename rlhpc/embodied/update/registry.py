@@ -18,6 +18,7 @@ ALGORITHMS: Registry[Any] = Registry(
     {
         "sac": "rlhpc.embodied.update.sac:SacUpdate",
         "crossq": "rlhpc.embodied.update.crossq:CrossQUpdate",
+        "iql": "rlhpc.embodied.update.iql:IqlUpdate",
         "td3": "rlhpc.embodied.update.td3:Td3Update",
     },
 )  # fmt: skip

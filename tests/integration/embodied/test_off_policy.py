@@ -172,6 +172,32 @@ def test_demonstrations_and_weights_to_start_from(references, tmp_path):
     assert "runner.init_from" in wrong and wrong.count("rlhpc: error:") == 1 and "Traceback" not in wrong
 
 
+def test_offline_then_online_is_bit_identical_wherever_it_is_resumed(tmp_path):
+    """IQL: five steps from a file, in which nothing is played, then four with the environments; killed in either part. Of the
+    policy's own actions, some are clipped to the bounds, and of random ones none is."""
+    write_demos(tmp_path / "demos.h5")
+    words = (
+        "algorithm.name=iql", "actor.model.model_type=iql", f"algorithm.demo_buffer.load_path={tmp_path / 'demos.h5'}",
+        "algorithm.offline_steps=5", "algorithm.offline_updates=6", "algorithm.random_steps=32", "runner.max_steps=9",
+        "runner.save_interval=2", "algorithm.replay_buffer={size: 256, min_buffer_size: 48}",
+    )  # fmt: skip
+    whole, parts = SacRun(tmp_path / "whole", *words), SacRun(tmp_path / "parts", *words)
+    whole.train()
+    for step in (4, 6):
+        process = parts.start("runner.resume_dir=auto")
+        wait_until(parts.checkpoint(step).exists)
+        kill_tree(process)
+    parts.train("runner.resume_dir=auto")
+    assert_identical(parts, whole, 9)
+    assert_same_replay(parts, whole, 9)
+    rows = whole.rows()
+    assert [row["rollout/env_steps"] for row in rows] == [0] * 5 + [32, 64, 96, 128]
+    assert [row["train/updates"] for row in rows] == [6, 12, 18, 24, 30, 30, 46, 78, 110]
+    assert "rollout/version" not in rows[4] and rows[5]["rollout/version"] == 5
+    actions = np.abs(StoredReplay(whole.checkpoint(9)).transitions()["actions"])
+    assert (actions[:32] < 2).all() and (actions[32:] == 2).any()
+
+
 @pytest.mark.slow
 def test_pendulum_is_learned_and_the_checkpoint_evaluated_and_exported(tmp_path, capsys):
     """4 096 transitions; a random policy gets about -1 200, a good one -150."""
@@ -203,7 +229,9 @@ def test_pendulum_is_learned_and_the_checkpoint_evaluated_and_exported(tmp_path,
         ("algorithm.demo_buffer.load_path=nowhere.h5", "no such file"),
         ("algorithm.loss_type=ppo", "is for kinds of run that this one (off_policy) is not"),
         ("algorithm.name=td3", "algorithm.name 'td3' trains a TD3Policy"),
-        ("algorithm.name=sarsa", "which is unknown; allowed: crossq, sac, td3"),
+        ("algorithm.name=sarsa", "which is unknown; allowed: crossq, iql, sac, td3"),
+        ("algorithm.offline_steps=3", "name it in algorithm.demo_buffer.load_path"),
+        ("algorithm.expectile=1", "must be above 0 and below 1"),
         ("algorithm.tau=0", "must be above 0 and at most 1"),
         ("env.train.env_id=CartPole-v1", "bounded continuous actions"),
     ],

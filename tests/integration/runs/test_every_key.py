@@ -135,14 +135,20 @@ GROUPS = [
 ]  # fmt: skip
 
 
-#: A second run of this kind, by another algorithm: overrides.
-ANOTHER = {
+#: Further runs of this kind, by other algorithms: overrides.
+ANOTHER: dict[str, list[list[str]]] = {
     "off_policy": [
-        "runner.name=td3", "algorithm.name=td3", "actor.model.model_type=td3", "runner.val_check_interval=-1",
+        ["runner.name=td3", "algorithm.name=td3", "actor.model.model_type=td3", "runner.val_check_interval=-1"],
+        [
+            "runner.name=iql", "algorithm.name=iql", "actor.model.model_type=iql", "runner.val_check_interval=-1",
+            "algorithm.offline_steps=1", "algorithm.offline_updates=1", "workflow.demos_expert=null",
+        ],
     ],
     "bc": [
-        "runner.name=cloned", "actor.model.model_type=td3", "runner.val_check_interval=-1", "algorithm.bc_value_coef=0",
-        "actor.training_backend=local",
+        [
+            "runner.name=cloned", "actor.model.model_type=td3", "runner.val_check_interval=-1", "algorithm.bc_value_coef=0",
+            "actor.training_backend=local",
+        ],
     ],
 }  # fmt: skip
 
@@ -235,8 +241,8 @@ def test_every_key_is_read(kind: str, reads: Reads, monkeypatch: pytest.MonkeyPa
         monkeypatch.setenv("RLHPC_MODELS", reads.environment["RLHPC_MODELS"])
         save_classifier(reads.folder / "classifier", TINY["kwargs"])
         reads.rlhpc(kind, "train", *GROUPS)
-    if kind in ANOTHER:
-        reads.rlhpc(kind, "train", *ANOTHER[kind])
+    for overrides in ANOTHER.get(kind, []):
+        reads.rlhpc(kind, "train", *overrides)
     reads.start(kind, "-m", "read_keys", f"{kind}.yaml", *SLURM, *ELASTIC.get(kind, []))
     reads.rlhpc(kind, "submit", "--executor", "local")
     reads.start(kind, "-m", "rlhpc.cli", "eval", "--run", f"runs/{kind}", "--step", "latest", "--trust-checkpoint-code")

@@ -53,11 +53,11 @@ def fill(found: list[ReplayBuffer], first: int, steps: int) -> None:
         one.add(play(first, steps, one.share))
 
 
-def batch(found: list[ReplayBuffer], update: int = 5, **options) -> np.ndarray:
+def batch(found: list[ReplayBuffer], update: int = 5, alone: bool = False, **options) -> np.ndarray:
     """A batch over all ranks: rewards (which say who the rows are), sorted, with the noise that goes with them."""
     rows = []
     for mixture in mixtures(found, **options):
-        draw = mixture.draw(update)
+        draw = mixture.draw(update, alone=alone)
         rows += zip(draw.columns["rewards"].tolist(), draw.noise[0, :, 0].tolist(), strict=True)
     return np.array(sorted(rows))
 
@@ -122,6 +122,14 @@ def test_demonstrations_are_a_fixed_share_on_any_number_of_ranks(tmp_path):
     other = transitions_of([{**demo(5), "obs": np.zeros((6, 3))}])
     with pytest.raises(ConfigError, match=r"algorithm\.demo_buffer\.load_path.*float32\[3\].*float32\[2\]"):
         batch(one, demos=other)
+
+
+def test_before_anything_is_played_all_rows_are_demonstrations_on_any_number_of_ranks(tmp_path):
+    demos = transitions_of([demo(5), demo(8)])
+    one, two = buffers(tmp_path), buffers(tmp_path, 2)
+    rows = batch(one, alone=True, demos=demos, ratio=0.25)
+    assert len(rows) == 16 and (rows[:, 0] < 0).all() and len(set(rows[:, 1])) == 16
+    assert np.array_equal(rows, batch(two, alone=True, demos=demos, ratio=0.25))
 
 
 def demo(steps: int) -> dict[str, np.ndarray]:

@@ -95,6 +95,52 @@ def test_pictures_of_nested_recordings(tmp_path: Path) -> None:
     np.testing.assert_array_equal(obs["rgb"], np.concatenate(rgb, -1))
 
 
+def write_minari(folder: Path, *episodes: dict[str, Any]) -> Path:
+    """As Minari's HDF5Storage does."""
+    (folder / "data").mkdir(parents=True)
+    with h5py.File(folder / "data" / "main_data.hdf5", "w", track_order=True) as file:
+        for number, each in enumerate(episodes):
+            group = file.create_group(f"episode_{number}")
+            group.attrs.update({"id": number, "seed": each["seed"], "total_steps": len(each["actions"])})
+            for name, value in each["obs"].items() if isinstance(each["obs"], dict) else [("", each["obs"])]:
+                group[f"observations/{name}".rstrip("/")] = value
+            group["infos/success"] = np.concatenate([[False], each["success"]])
+            for name in ("actions", "rewards", "terminations", "truncations"):
+                group[name] = each[name]
+    return folder
+
+
+@pytest.mark.parametrize("kind", [{}, {"rgb": True}, {"discrete": True}], ids=str)
+def test_minari_s_episodes(tmp_path: Path, kind: dict[str, Any]) -> None:
+    """More than ten, whose names do not sort as their numbers do."""
+    written = [episode(T, **kind, env_states=None) for T in range(3, 15)]
+    folder = write_minari(tmp_path / "task" / "expert-v0", *written)
+    for path in (folder, folder / "data" / "main_data.hdf5"):
+        for one, two in zip(written, read_trajectories(path, require=("obs", "actions", "rewards")), strict=True):
+            for name in one:
+                assert_same(one[name], two[name])
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "words"),
+    [
+        ("observations", np.array([b"JPEG"] * 6, "S4"), "jpeg_encoding=False"),
+        ("rewards", np.zeros(4), "5 actions, but rewards"),
+        ("terminations", None, "lacks terminations"),
+        ("actions/arm", np.zeros((5, 2)), "actions by name"),
+    ],
+)
+def test_minari_s_that_are_wrong(tmp_path: Path, name: str, value: Any, words: str) -> None:
+    file = write_minari(tmp_path, episode(5)) / "data" / "main_data.hdf5"
+    with h5py.File(file, "a") as opened:
+        del opened["episode_0"][name.split("/")[0]]
+        if value is not None:
+            opened["episode_0"][name] = value
+    with pytest.raises(ConfigError, match=words) as caught:
+        list(read_trajectories(tmp_path))
+    assert str(file) in str(caught.value)
+
+
 def bad_json(path: Path) -> None:
     path.with_suffix(".json").write_text("{")
 

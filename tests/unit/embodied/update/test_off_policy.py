@@ -18,6 +18,7 @@ from rlhpc.embodied.models import build_model, policy_from_spec
 from rlhpc.embodied.models.actor_critic import ActorCritic
 from rlhpc.embodied.models.renorm import WARM_UP, BatchRenorm
 from rlhpc.embodied.update.crossq import CrossQUpdate
+from rlhpc.embodied.update.iql import IqlUpdate
 from rlhpc.embodied.update.off_policy import OffPolicyUpdate, TransitionBatch
 from rlhpc.embodied.update.registry import algorithm_for
 from rlhpc.embodied.update.sac import SacUpdate
@@ -51,6 +52,7 @@ def algorithm(**changes):
     values = {
         "gamma": 0.9, "tau": 0.1, "auto_entropy_tuning": True, "initial_alpha": 0.3, "target_entropy": None, "alpha_lr": None,
         "backup_entropy": True, "critic_actor_ratio": 1, "target_update_freq": 1, "policy_noise": 0.4, "noise_clip": 0.5,
+        "expectile": 0.7, "inverse_temperature": 3.0, "max_weight": 100.0,
     }  # fmt: skip
     return SimpleNamespace(**{**values, **changes})
 
@@ -216,10 +218,39 @@ class PlainCrossQ(PlainSac):
         return made
 
 
+class PlainIql(Plain):
+    """CORL's order: value network, critics, target networks, policy; with an optimizer for each."""
+
+    def __init__(self, of: ActorCritic, alg: SimpleNamespace) -> None:
+        super().__init__(of, alg)
+        self.value = copy.deepcopy(of.critics.value)
+        self.value_opt = torch.optim.Adam(self.value.parameters(), lr=1e-2)
+
+    def values(self, data):
+        pairs = torch.cat([data.obs, data.actions[:, 0]], 1)
+        with torch.no_grad():
+            after = self.value(data.next_obs).flatten()
+            wanted = torch.min(*(q(pairs).flatten() for q in self.targets))
+        apart = wanted - self.value(data.obs).flatten()
+        self.value_loss = (torch.abs(self.alg.expectile - (apart < 0).double()) * apart**2).mean()
+        self.advantage = apart.detach()
+        self.value_opt.zero_grad()
+        self.value_loss.backward()
+        self.value_opt.step()
+        return [q(pairs).flatten() for q in self.critics], after
+
+    def loss(self, data):
+        mean = torch.tanh(self.actor.mean(data.obs)) * self.scale + self.bias
+        normal = torch.distributions.Normal(mean, self.actor.log_std.clamp(-20, 2).exp() * self.scale)
+        weight = torch.exp(self.alg.inverse_temperature * self.advantage).clamp(max=self.alg.max_weight)
+        return (weight * -normal.log_prob(data.actions[:, 0]).sum(-1)).mean()
+
+
 ALGORITHMS: dict[str, tuple[type[OffPolicyUpdate], type[Plain]]] = {
     "sac": (SacUpdate, PlainSac),
     "crossq": (CrossQUpdate, PlainCrossQ),
     "td3": (Td3Update, PlainTd3),
+    "iql": (IqlUpdate, PlainIql),
 }
 
 
@@ -232,6 +263,8 @@ ALGORITHMS: dict[str, tuple[type[OffPolicyUpdate], type[Plain]]] = {
         ("crossq", {"critic_actor_ratio": 3}),
         ("td3", {}),
         ("td3", {"critic_actor_ratio": 2, "target_update_freq": 2, "policy_noise": 0.9}),
+        ("iql", {}),
+        ("iql", {"critic_actor_ratio": 2, "expectile": 0.9, "inverse_temperature": 10.0, "max_weight": 1.5}),
     ],
 )
 @pytest.mark.parametrize("layer_norm", [False, True])
@@ -249,12 +282,18 @@ def test_updates_equal_those_of_a_plain_implementation(name, changes, layer_norm
             assert metrics["actor_loss"] == pytest.approx(plain.actor_loss.item(), rel=1e-5)
         if isinstance(plain, PlainSac):
             assert metrics["alpha"] == pytest.approx(plain.log_alpha.exp().item(), rel=1e-5)
+        if isinstance(plain, PlainIql):
+            assert metrics["value_loss"] == pytest.approx(plain.value_loss.item(), rel=1e-5)
+            assert metrics["advantage"] == pytest.approx(plain.advantage.mean().item(), rel=1e-5)
     close = {"rtol": 1e-5, "atol": 1e-7}
     actors = [(ours.actor, plain.actor)]
     if isinstance(plain, PlainTd3):
         actors.append((update.targets["actor"].module, plain.target_actor))
     for ours_of, theirs_of in actors:
         for mine, theirs in zip(ours_of.parameters(), theirs_of.parameters(), strict=True):
+            torch.testing.assert_close(mine, theirs, **close)
+    if isinstance(plain, PlainIql):
+        for mine, theirs in zip(ours.critics.value.parameters(), plain.value.parameters(), strict=True):
             torch.testing.assert_close(mine, theirs, **close)
     pairs = [(ours.critics, plain.critics)]
     if "critics" in update.targets:
