@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 
 from rlhpc.config.sections import AdapterConfig, LoraConfig
 from rlhpc.runtime.errors import ConfigError
@@ -145,8 +146,11 @@ def adapters_off(module: nn.Module) -> Iterator[None]:
 
 def linear_base(layer: nn.Module) -> nn.Linear | None:
     """A linear layer itself, or the one that an adapter is around; None of any other."""
-    base = layer.base_layer if _is_adapted(layer) else layer
-    return base if type(base) is nn.Linear else None
+    base: Any = layer.base_layer if _is_adapted(layer) else layer
+    kind: type = type(base)
+    if isinstance(base, FSDPModule):  # a layer that is gathered by itself is of a class made of these and its own
+        kind = kind.__mro__[2]
+    return base if kind is nn.Linear else None
 
 
 def products(layer: nn.Module, x: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:

@@ -20,9 +20,10 @@ def loss_chunk(layers: Layers, tokens: int) -> float:
     """Bytes of the logits that are there at once: three times in float32 (logits, log-probs, probabilities), and once in half
     precision where the model computes in it."""
     size = layers.size
-    rows = chunk_rows(size.vocabulary, tokens, on_host=layers.on_host)
-    if size.whole_logits:  # the model makes them all, and their gradient is as large
-        return (2.0 * layers.itemsize * tokens + 12.0 * rows) * size.vocabulary / layers.tensor
+    if size.whole_logits:  # the model makes them all, on each rank of a tensor group, and their gradient is as large
+        rows = chunk_rows(size.vocabulary, tokens, on_host=layers.on_host)
+        return (2.0 * layers.itemsize * tokens + 12.0 * rows) * size.vocabulary
+    rows = chunk_rows(size.vocabulary // layers.tensor, tokens, on_host=layers.on_host)
     return (12.0 if layers.itemsize == 4 else 14.0) * rows * size.vocabulary / layers.tensor
 
 

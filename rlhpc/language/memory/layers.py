@@ -7,6 +7,7 @@ The terms are those that PyTorch's autograd saves of transformers' modules, one 
     normalized q k  the float32 input and the normalized one                                8 (q + kv), in bfloat16 6
     gated MLP       gate, its SiLU, up, and their product                                   4 b I
     mixture         the same of each token's experts, and what they are given and return    k b (4 W + 2 H)
+                    (where ranks share experts, too: what travels is freed on arrival, and as many come as go on average)
 
 with H the width, I the inner width of an MLP and W of an expert, k experts a token, q and kv the widths of queries and keys, b
 bytes a number. Where only adapters are trained, what frozen weights would need falls away: of a norm the normalized input, of
@@ -31,7 +32,6 @@ class Layers:
         on_host: Whether on a CPU, where a row's samples are put together after attention.
         adapted: Names of linear layers with adapters, where those alone are trained; None if all weights are.
         tensor: Ranks that share each matrix.
-        expert: Ranks that share the experts of a mixture: tokens travel to them, and back.
         eager: Tokens of the longest sample, if attention makes its weights, one for each pair of tokens; 0 if it does not.
     """
 
@@ -40,7 +40,6 @@ class Layers:
     on_host: bool = False
     adapted: Set[str] | None = None
     tensor: int = 1
-    expert: int = 1
     eager: int = 0
 
     @property
@@ -79,8 +78,7 @@ class Layers:
         """Of the MLP, or of the experts that a token goes to."""
         size, b, hidden = self.size, self.itemsize, self.size.hidden
         if size.experts:
-            travelling = 2.0 * hidden if self.expert > 1 else 0.0
-            each = b * (4.0 * size.expert_width + 2.0 * hidden + travelling) + 40.0
+            each = b * (4.0 * size.expert_width + 2.0 * hidden) + 40.0
             return size.per_token * each + 4.0 * size.experts
         inner = size.intermediate / self.tensor
         kept = 4.0 if self.adapted is None or "down_proj" in self.adapted else 3.0

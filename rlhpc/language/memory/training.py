@@ -110,9 +110,7 @@ class Training:
     def layers(self) -> Layers:
         """The layers, as activations depend on them."""
         adapted = {name.rpartition(".")[2] for name in self.size.adapted(self.targets)} if self.lora else None
-        return Layers(
-            self.size, self.itemsize, not self.accelerated, adapted, self.sizes.tensor, self.sizes.expert, self.eager
-        )
+        return Layers(self.size, self.itemsize, not self.accelerated, adapted, self.sizes.tensor, self.eager)
 
     # -- activations ------------------------------------------------------------------------------------------------
 
@@ -130,7 +128,9 @@ class Training:
     def recomputed(self) -> float:
         """What the backward pass through one layer adds."""
         layers = self.layers()
-        again = layers.layer() if self.checkpointing else 0.0
+        # A layer's input is what is kept of it; in half precision its norm makes another in float32.
+        kept = 0.0 if self.mixed else layers.edge()
+        again = layers.layer() - kept if self.checkpointing else 0.0
         return self.own_tokens * (again + layers.returning())
 
     def at_loss(self) -> tuple[Term, ...]:

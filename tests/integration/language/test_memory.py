@@ -44,10 +44,12 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 def training(folder: str, ranks: int, tokens: int, changes: dict[str, Any]) -> Training:
     backend = changes.get("training_backend", "local")
-    sizes = Sizes(shard=ranks) if backend == "fsdp" else Sizes(replicate=ranks)
+    given = {key.removeprefix("parallel."): size for key, size in changes.items() if key.startswith("parallel.")}
+    sizes = Sizes(**given) if given else Sizes(shard=ranks) if backend == "fsdp" else Sizes(replicate=ranks)
     return Training(
         size_of(folder), backend, sizes, tokens, 2 if changes.get("model.dtype") == "bfloat16" else 4, accelerated=False,
-        lora=changes.get("lora.rank", 0), checkpointing=changes.get("model.gradient_checkpointing", False),
+        edges_apart=bool(given), lora=changes.get("lora.rank", 0),
+        checkpointing=changes.get("model.gradient_checkpointing", False),
         stage=changes.get("deepspeed.zero_stage", 2),
     )  # fmt: skip
 
@@ -66,6 +68,9 @@ ZERO2 = {"training_backend": "deepspeed", "deepspeed.zero_stage": 2}
         pytest.param("qwen3", 1, 1536, 4, {"model.dtype": "bfloat16", "lora.rank": 8}, id="lora"),
         pytest.param("qwen3", 1, 3072, 1, {"model.gradient_checkpointing": True}, id="checkpointing-long"),
         pytest.param("qwen3_moe", 1, 1024, 4, {}, id="mixture"),
+        pytest.param("qwen3", 2, 2048, 4, {**FSDP, "parallel.shard": 1, "parallel.tensor": 2}, id="tensor2"),
+        pytest.param("qwen3", 2, 2048, 4, {**FSDP, "parallel.shard": 1, "parallel.context": 2}, id="context2"),
+        pytest.param("qwen3_moe", 2, 1024, 4, {**FSDP, "parallel.shard": 2, "parallel.expert": 2}, id="expert2"),
     ],
 )
 def test_the_account_is_within_a_tenth_of_what_ranks_hold(
@@ -78,6 +83,7 @@ def test_the_account_is_within_a_tenth_of_what_ranks_hold(
     assert found[0]["trained"] == account.trained
     peak = max(rank["peak"] for rank in found)
     accounted = max(moment.nbytes for moment in account.moments())
+    print(f"measured {peak / 2**20:.0f} MiB, accounted {accounted / 2**20:.0f}")
     assert accounted == pytest.approx(peak, rel=0.1)
 
 

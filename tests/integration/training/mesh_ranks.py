@@ -13,6 +13,7 @@ from rlhpc.config.typed import untouched
 from rlhpc.language.config import GrpoConfig as Config
 from rlhpc.language.tokens.batches import TokenBatch
 from rlhpc.language.tokens.cutting import cut_up
+from rlhpc.language.tokens.head import linear_head
 from rlhpc.language.tokens.rows import RowReader
 from rlhpc.language.tokens.scores import TokenScores
 from rlhpc.language.tokens.trainer import TokenTrainer
@@ -115,12 +116,14 @@ def refusals(rank: Rank, cases: list[tuple[str, dict[str, Any]]]) -> list[str]:
     return found
 
 
-def units(rank: Rank, model: str, changes: dict[str, Any]) -> list[str]:
-    """Which modules are gathered for themselves, and whether each stays gathered after a forward pass."""
+def units(rank: Rank, model: str, changes: dict[str, Any]) -> tuple[list[str], bool]:
+    """Which modules are gathered for themselves, and whether the head is asked, which makes no whole logits."""
     from torch.distributed.fsdp import FSDPModule
 
     module = TokenTrainer(make_config(model, **changes), rank).backend.module
-    return [name for name, part in module.named_modules() if isinstance(part, FSDPModule)]
+    return [name for name, part in module.named_modules() if isinstance(part, FSDPModule)], linear_head(
+        module
+    ) is not None
 
 
 def accumulated(rank: Rank, model: str, own: bool) -> float:

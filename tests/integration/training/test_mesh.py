@@ -184,10 +184,11 @@ def test_readers_of_whole_rows_get_them_from_all_ranks_of_a_vocabulary(models: P
 
 def test_embeddings_and_head_are_gathered_for_themselves(models: Path) -> None:
     changes = {"parallel__tensor": 2}
-    apart = forked(2, "mesh_ranks:units", str(models / "qwen3"), changes)[0]
+    apart, asked = forked(2, "mesh_ranks:units", str(models / "qwen3"), changes)[0]
     assert {"", "model.embed_tokens", "lm_head", "model.layers.0", "model.layers.1"} == {*apart}
-    tied = forked(2, "mesh_ranks:units", str(models / "llama_tied"), {})[0]
+    tied, asked_tied = forked(2, "mesh_ranks:units", str(models / "llama_tied"), {})[0]
     assert {"", "model.layers.0", "model.layers.1"} == {*tied}, "what is both is in the root"
+    assert asked and asked_tied, "whole logits are made"
 
 
 def test_gradients_of_whole_weights_accumulate_without_fsdp(models: Path) -> None:
