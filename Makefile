@@ -19,7 +19,7 @@ PART  ?= 1/1
 export OMP_NUM_THREADS ?= 1
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 
-.PHONY: help setup setup-llm setup-robot quickstart demo-llm demo-agent demo-robot test test-gpu test-slurm test-all chaos chaos-helpers leftovers attack bad-inputs lint bench bench-gpu docs docs-reference constraints resolve clean
+.PHONY: help setup setup-llm setup-robot setup-lerobot quickstart demo-llm demo-agent demo-robot test test-gpu test-slurm test-all chaos chaos-helpers leftovers attack bad-inputs lint bench bench-gpu docs docs-reference constraints resolve clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -40,6 +40,14 @@ setup-robot: $(VENV)/.setup-robot  ## what robots need on top: ManiSkill, MuJoCo
 
 $(VENV)/.setup-robot: $(STAMP)
 	RLHPC_EXTRAS=dev,slurm,embodied bash envs/setup.sh $(VENV)
+	@touch $@
+
+# A Python of its own, whatever interpreter the rest has: lerobot 0.4.4 and its pins are for 3.11.
+setup-lerobot: $(VENV)-lerobot/.setup-done  ## LeRobot's policies, in a Python of their own: .venv-lerobot (docs/how-to/lerobot.md)
+
+$(VENV)-lerobot/.setup-done: $(STAMP) envs/lerobot.txt
+	RLHPC_EXTRAS=slurm bash envs/setup.sh $(VENV)-lerobot
+	$(BIN)/uv pip install --python $(VENV)-lerobot/bin/python --no-deps --compile-bytecode -r envs/lerobot.txt
 	@touch $@
 
 quickstart: setup  ## train, evaluate, export and report a first policy (RUN=configs/….yaml for another)

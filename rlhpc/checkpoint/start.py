@@ -88,15 +88,18 @@ class StartingRun(Protocol):
         """The section that names the weights."""
 
 
-def check_start(cfg: StartingRun, module: nn.Module) -> None:
+def check_start(cfg: StartingRun, module: nn.Module | None) -> None:
     """Refuses a `runner.init_from` that would fail after the start.
 
     Args:
         cfg: The configuration.
-        module: A policy built from it.
+        module: A policy built from it; None if this Python cannot build it.
 
     Raises:
         ConfigError, CheckpointError: The weights do not exist or do not fit.
     """
-    if cfg.runner.init_from is not None:
-        load_weights(module, find_weights(cfg.runner.init_from))
+    if cfg.runner.init_from is None:
+        return
+    folder = find_weights(cfg.runner.init_from)
+    if module is not None:
+        load_weights(module, folder)

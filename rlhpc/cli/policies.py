@@ -120,10 +120,14 @@ def _record(args: argparse.Namespace) -> int:
 
     if not plays(cfg):
         raise ConfigError(f"{config}: a run of kind {cfg.runner.task_type} has no environment (section env) to record")
+    from rlhpc.embodied.elsewhere import where_it_can
     from rlhpc.embodied.evaluate import record_episodes
 
-    result = record_episodes(
-        str(checkpoint or args.expert),
+    source = str(checkpoint or args.expert)
+    result = where_it_can(
+        source,
+        record_episodes,
+        source,
         cfg,
         output,
         episodes=args.episodes,
@@ -264,7 +268,9 @@ def add_commands(commands: Any) -> None:
         "--critic", action="store_true", help="the critic of a language model's run, as a sequence classifier"
     )
     convert.add_argument(
-        "--released", action="store_true", help="an openvla policy as its family is released: for its own code"
+        "--released",
+        action="store_true",
+        help="an openvla or lerobot policy as its family is released: for its own code",
     )
     convert.add_argument("--base", help="with LoRA: where the adapted model is now (default: where it was in training)")
     convert.add_argument("--license", help="for the model card, such as apache-2.0 (default: it says other)")

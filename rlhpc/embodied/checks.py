@@ -14,7 +14,7 @@ from rlhpc.runtime.errors import ConfigError
 from rlhpc.training.registry import BACKENDS
 
 #: Policies that come with the package.
-MODELS = ("mlp", "cnn", "resnet", "flow", "sac", "crossq", "td3", "iql", "vla", "pi0", "openvla")
+MODELS = ("mlp", "cnn", "resnet", "flow", "sac", "crossq", "td3", "iql", "vla", "pi0", "openvla", "lerobot")
 #: Those that have critics of actions.
 _CRITICS = ("sac", "crossq", "td3", "iql")
 #: Those that adapters can be attached to.
@@ -141,6 +141,8 @@ def check_adapters(cfg: PpoConfig | BcConfig, fail: Fail) -> None:
     backend = cfg.actor.training_backend
     if ":" not in backend:
         check_choice("actor.training_backend", backend, BACKENDS.choices(), fail)
+    if model.model_type.lower() == "lerobot":
+        _lerobot(cfg, fail)
     if cfg.actor.lora.rank:
         if model.model_type.lower() not in _ADAPTED:
             raise fail("actor.lora.rank", f"adapters are for {', '.join(_ADAPTED)}; the others train all weights: 0")
@@ -150,6 +152,14 @@ def check_adapters(cfg: PpoConfig | BcConfig, fail: Fail) -> None:
             "all weights are trained in float32; bfloat16 needs adapters (actor.lora.rank), or actor.training_backend fsdp or "
             "deepspeed",
         )
+
+
+def _lerobot(cfg: PpoConfig | BcConfig, fail: Fail) -> None:
+    """LeRobot's policies are trained whole, on each rank, in float32."""
+    if cfg.actor.training_backend.lower() != "local":
+        raise fail("actor.training_backend", "policies of model_type lerobot are trained by local alone")
+    if cfg.actor.model.dtype != "float32":
+        raise fail("actor.model.dtype", "policies of model_type lerobot compute in float32")
 
 
 def check_ppo(cfg: PpoConfig, fail: Fail) -> None:
@@ -225,6 +235,10 @@ def check_off_policy(cfg: SacConfig, fail: Fail) -> None:
         ConfigError: The first rule that is broken.
     """
     algorithm, buffer = cfg.algorithm, cfg.algorithm.replay_buffer
+    if cfg.actor.model.model_type.lower() == "lerobot":
+        raise fail(
+            "actor.model.model_type", "lerobot's policies have no critics of actions: they are for bc and embodied"
+        )
     if algorithm.name.lower() not in ALGORITHMS.built_in:
         ALGORITHMS.find(algorithm.name)
     check_demos_target(cfg, "algorithm.demo_buffer.load_path", fail)

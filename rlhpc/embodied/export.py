@@ -86,7 +86,7 @@ def release_checkpoint(
     policy: Any = load_exported(checkpoint, trust_code=trust_code)
     if not hasattr(policy, "release"):
         kind = policy.spec()["model"]["model_type"]
-        raise ConfigError(f"--released is for openvla; {checkpoint} is of model_type {kind}: leave it out")
+        raise ConfigError(f"--released is for openvla and lerobot; {checkpoint} is of model_type {kind}: leave it out")
     try:
         results = results_beside(checkpoint, step)
         card = policy_card(_config(checkpoint, step), checkpoint.name, results, licence=licence, released=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -104,11 +105,13 @@ class EmbodiedKind(Kind[Cfg]):
 
         # Before torch is imported.
         require_valid(checkpoint, hint="or evaluate another checkpoint", checksums=False)
+        from rlhpc.embodied.elsewhere import where_it_can
         from rlhpc.embodied.evaluate import evaluate_checkpoint
 
-        result = evaluate_checkpoint(
-            checkpoint, cfg=cfg, suite=suite, episodes=episodes, output=output, trust_code=trust_code
-        )
+        result = where_it_can(
+            checkpoint, evaluate_checkpoint, checkpoint, cfg=cfg, suite=suite, episodes=episodes, output=output,
+            trust_code=trust_code,
+        )  # fmt: skip
         low, high = result["return_ci95"]
         return (
             f"mean return {result['return_mean']:.2f} (95 % CI {low:.2f} to {high:.2f}) over {result['episodes']} episodes "
@@ -133,16 +136,20 @@ class EmbodiedKind(Kind[Cfg]):
             raise ConfigError(
                 f"--adapter-only, --base, --dtype and --critic are for language models; {checkpoint} is none"
             )
+        from rlhpc.embodied.elsewhere import where_it_can
         from rlhpc.embodied.export import export_checkpoint, release_checkpoint
 
         if wanted.released:
-            return release_checkpoint(checkpoint, output, licence=wanted.licence, trust_code=wanted.trust_code)
+            return where_it_can(
+                checkpoint, release_checkpoint, checkpoint, output, licence=wanted.licence, trust_code=wanted.trust_code
+            )
         return export_checkpoint(checkpoint, output, licence=wanted.licence)
 
 
-def _env_python(cfg: RunConfig) -> str | None:
-    """The Python of the env group's nodes, if they have one of their own."""
-    placed = cfg.cluster.component_placement.get("env")
+def _python_of(cfg: RunConfig, component: str) -> str | None:
+    """The Python of a group's nodes, if they have one of their own."""
+    placements = cfg.cluster.component_placement.items()
+    placed = next((at for names, at in placements if component in re.split(r"\s*,\s*", names)), None)
     label = placed.get("node_group") if isinstance(placed, Mapping) else None
     return next((group.python_interpreter for group in cfg.cluster.node_groups if group.label == label), None)
 
@@ -203,17 +210,17 @@ class PpoKind(PlayingKind[PpoConfig]):
     def check_start(self, cfg: PpoConfig, ranks: Mapping[str, int]) -> None:
         """Refuses counts that do not divide, and environments and models that cannot be built."""
         from rlhpc.checkpoint.start import check_start
-        from rlhpc.embodied.models import build_model, policy_section
+        from rlhpc.embodied.models import check_policy
         from rlhpc.embodied.roles.env import check_env
         from rlhpc.embodied.roles.ppo import check_batches
         from rlhpc.embodied.roles.slots import SlotMap
 
         SlotMap.from_config(cfg, env=ranks["env"], rollout=ranks["rollout"], actor=ranks["actor"])
         check_batches(cfg)
-        spaces = check_env(cfg.env.train, _env_python(cfg))
+        spaces = check_env(cfg.env.train, _python_of(cfg, "env"))
         if cfg.runner.val_check_interval > 0:
             check_env(cfg.env.eval)
-        check_start(cfg, build_model(policy_section(cfg.actor), *spaces))
+        check_start(cfg, check_policy(cfg.actor, spaces, [_python_of(cfg, name) for name in ("actor", "rollout")]))
 
     def goal(self, cfg: PpoConfig) -> float | None:
         """The return at which the run stops, if there is one."""
@@ -241,7 +248,7 @@ class SacKind(PlayingKind[SacConfig]):
         """Refuses environments, models and demonstrations that cannot be loaded."""
         from rlhpc.embodied.roles.sac import check_off_policy
 
-        check_off_policy(cfg, dict(ranks), _env_python(cfg))
+        check_off_policy(cfg, dict(ranks), _python_of(cfg, "env"))
 
     def preparation(self, cfg: SacConfig) -> Preparation:
         """The expert's episodes to record first for the second buffer, if any."""
@@ -272,7 +279,7 @@ class BcKind(EmbodiedKind[BcConfig]):
         """Refuses demonstrations that are not there, or of another task."""
         from rlhpc.embodied.roles.bc import check_bc
 
-        check_bc(cfg, dict(ranks))
+        check_bc(cfg, dict(ranks), _python_of(cfg, "actor"))
 
     def preparation(self, cfg: BcConfig) -> Preparation:
         """The expert's episodes to record first, if any."""

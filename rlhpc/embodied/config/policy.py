@@ -15,7 +15,8 @@ class NetworkConfig:
     model_type: str = "mlp"
     """`mlp` (numbers), `cnn` and `resnet` (images, and numbers beside them), `flow` (chunks of continuous actions by flow
     matching, from either), `vla` (Llava with action tokens),
-    `pi0`, `openvla` (OpenVLA and OpenVLA-OFT), a registered name, or `module:Class`."""
+    `pi0`, `openvla` (OpenVLA and OpenVLA-OFT), `lerobot` (policies of LeRobot's library: ACT, Diffusion Policy), a registered
+    name, or `module:Class`."""
     hidden_sizes: list[int] = field(default_factory=lambda: [64, 64])
     """Widths of the hidden layers; cnn and resnet take the last for what comes after the convolutions."""
     activation: str = "tanh"
@@ -29,7 +30,8 @@ class NetworkConfig:
     `resnet` has `channels` (default `[16, 32, 32]`), `flow` has `num_steps` (4), `noise_level` (0.5) and `encoder` (of images:
     cnn or resnet); `pi0` has these two; `vla`, `pi0` and `openvla` have `prompt`, with `{instruction}`; `openvla` has `head`
     (`tokens`, `parallel`, `l1`), `proprio`, `unnorm_key`, `statistics`, `normalisation` (`q99`, `bounds`), `gripper`
-    (`rlds`) and `center_crop`; a model of your own has what it wants."""
+    (`rlds`) and `center_crop`; `lerobot` has `statistics`, and of diffusion `num_steps` and
+    `noise_level`; a model of your own has what it wants."""
 
 
 @dataclass
@@ -41,9 +43,10 @@ class ModelConfig(NetworkConfig):
     value_per_action: bool = False
     """A value for each action of a chunk, for `algorithm.reward_type: action_level`."""
     add_value_head: bool = True
-    """`vla`, `pi0`, `openvla`: adds a value head, which GRPO does without."""
+    """`vla`, `pi0`, `openvla`, `lerobot`: adds a value head, which GRPO does without."""
     model_path: str | None = None
-    """Language models, `vla`, `pi0`, `openvla`: a Hugging Face folder or hub name, with its tokenizer, or `builtin:tiny`."""
+    """Language models, `vla`, `pi0`, `openvla`: a Hugging Face folder or hub name, with its tokenizer, or `builtin:tiny`.
+    `lerobot`: a folder that its `save_pretrained` wrote."""
     dtype: str = "float32"
     """`vla`, `pi0`, `openvla`: precision of the weights; with `fsdp` and `deepspeed`, of the computation (mixed precision:
     fp32 master weights)."""

@@ -76,6 +76,11 @@ class Policy(nn.Module):
         """Turns gradient checkpointing on; False where there is nothing to recompute."""
         return False
 
+    @property
+    def imitated(self) -> range:
+        """The actions that behaviour cloning shows it at an observation, counted from there: the chunk."""
+        return range(self.chunk)
+
     @abstractmethod
     def features(self, obs: Any, policy: bool, value: bool) -> tuple[Tensor | None, Tensor | None]:
         """What the head needs `[B, head.inputs]` and values `[B]` (`[B, value_width]` if that is above 1), each only if asked
@@ -137,7 +142,10 @@ class Policy(nn.Module):
         return self.head.sample_noise(shape, generator)
 
     def bc_loss(self, inputs: dict[str, Any]) -> Tensor:
-        """What behaviour cloning minimises, `[B]`: here the negative log-likelihood of `actions [B, chunk, dim]` at `obs`."""
+        """What behaviour cloning minimises, `[B]`: here the negative log-likelihood of `actions [B, chunk, dim]` at `obs`.
+
+        `is_pad [B, chunk]` says which of them lie beyond the episode's end, where its last one is repeated.
+        """
         logprobs = self.default_forward(inputs)["logprobs"]
         return -logprobs.reshape(len(logprobs), -1).sum(1)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
@@ -29,6 +30,7 @@ MODELS: Registry[Any] = Registry(
         "vla": "rlhpc.embodied.models.vla:VLAPolicy",
         "pi0": "rlhpc.embodied.models.pi0:Pi0Policy",
         "openvla": "rlhpc.embodied.models.openvla:OpenVLAPolicy",
+        "lerobot": "rlhpc.embodied.models.lerobot.families:lerobot_policy",
     },
 )  # fmt: skip
 register_model = MODELS.register
@@ -66,6 +68,25 @@ def build_model(cfg: PolicyConfig, observation_space: Any, action_space: Any, se
         torch.manual_seed(seed)
         seeded: Policy = factory(cfg, observation_space, action_space)
         return seeded
+
+
+def check_policy(actor: EmbodiedActorConfig, spaces: tuple[Any, Any], pythons: Sequence[str | None]) -> Policy | None:
+    """Builds the policy to see whether it can be; None where only ranks with a Python of their own can.
+
+    Args:
+        actor: Section `actor`.
+        spaces: Of the observations and of the actions of one slot.
+        pythons: Of the groups that will build it.
+
+    Raises:
+        ConfigError: It cannot.
+    """
+    if actor.model.model_type.lower() != "lerobot" or not all(pythons):
+        return build_model(policy_section(actor), *spaces)
+    from rlhpc.embodied.models.lerobot.folder import describe
+
+    describe(actor.model, *spaces)
+    return None
 
 
 def policy_from_spec(spec: dict[str, Any], trust: Trust | None = None, origin: str = "the description") -> Policy:

@@ -20,7 +20,7 @@ from rlhpc.embodied.config import BcConfig, EnvSideConfig
 from rlhpc.embodied.data.trajectories import read_trajectories
 from rlhpc.embodied.data.trajectory import Trajectory, shapes
 from rlhpc.embodied.envs.observations import join, take
-from rlhpc.embodied.models import build_model, policy_section
+from rlhpc.embodied.models import build_model, check_policy, policy_section
 from rlhpc.embodied.models.base import Policy
 from rlhpc.embodied.play import evaluation_metrics
 from rlhpc.embodied.roles.env import check_env
@@ -69,8 +69,13 @@ def spaces_of(cfg: BcConfig) -> tuple[Any, Any]:
     return check_env(typed(EnvSideConfig, OmegaConf.structured(side)))
 
 
-def check_bc(cfg: BcConfig, ranks: dict[str, int]) -> None:
+def check_bc(cfg: BcConfig, ranks: dict[str, int], python: str | None = None) -> None:
     """Refuses what would fail after the start: demonstrations that are not there, or of another task.
+
+    Args:
+        cfg: Configuration.
+        ranks: Ranks of each group.
+        python: The actor group's own Python, which can build what this one cannot.
 
     Raises:
         ConfigError: Names the key and the shapes.
@@ -78,7 +83,7 @@ def check_bc(cfg: BcConfig, ranks: dict[str, int]) -> None:
     del ranks
     observation_space, action_space = spaces_of(cfg)
     check_backend(cfg.actor)
-    check_start(cfg, build_model(policy_section(cfg.actor), observation_space, action_space))
+    check_start(cfg, check_policy(cfg.actor, (observation_space, action_space), [python]))
     if cfg.algorithm.bc_loss == "mse" and not isinstance(action_space, spaces.Box):
         raise ConfigError(f"algorithm.bc_loss is 'mse', and the actions are {action_space}; choose nll")
     check_fit(next(iter(read_demos(cfg, [] if skips(cfg) else None))), observation_space, action_space)
@@ -116,10 +121,11 @@ def returns_to_go(rewards: np.ndarray, gamma: float) -> np.ndarray:
     return found
 
 
-def chunks_of(actions: np.ndarray, chunk: int) -> np.ndarray:
-    """For each step of an episode `[T, dim]` the actions from there on, `[T, chunk, dim]`; the last one is repeated."""
-    steps = np.arange(len(actions))[:, None] + np.arange(chunk)
-    return actions[np.minimum(steps, len(actions) - 1)]
+def chunks_of(actions: np.ndarray, chunk: range) -> tuple[np.ndarray, np.ndarray]:
+    """For each step of an episode `[T, dim]` the actions from there on, `[T, chunk, dim]`, and which lie beyond its end,
+    where the last one is repeated, `[T, chunk]`."""
+    steps, last = np.arange(len(actions))[:, None] + np.asarray(chunk), len(actions) - 1
+    return actions[np.minimum(steps, last)], steps > last
 
 
 class BcActor(Trainer[BcConfig]):
@@ -177,7 +183,8 @@ class BcActor(Trainer[BcConfig]):
             return to_tensors(take(join(columns), mine), self.device)
 
         batch = {"obs": joined([take(each["obs"], slice(-1)) for each in trajectories])}
-        batch["actions"] = joined([chunks_of(each["actions"], self.policy.chunk) for each in trajectories])
+        actions, beyond = zip(*(chunks_of(each["actions"], self.policy.imitated) for each in trajectories), strict=True)
+        batch["actions"], batch["is_pad"] = joined(list(actions)), joined(list(beyond))
         if self.value_coef:
             scale, gamma = self.cfg.env.train.reward_scale, self.cfg.algorithm.gamma
             batch["returns"] = joined([scale * returns_to_go(each["rewards"], gamma) for each in trajectories])
@@ -257,7 +264,7 @@ class BcActor(Trainer[BcConfig]):
         """The share of some rows of a batch in the policy's and the value's loss over a minibatch of `count` rows."""
         batch, indices, count = given
         obs, actions, values = take(batch["obs"], indices), batch["actions"][indices], "returns" in batch
-        inputs = {"obs": obs, "actions": actions}
+        inputs = {"obs": obs, "actions": actions, "is_pad": batch["is_pad"][indices]}
 
         def work(policy: Policy) -> list[torch.Tensor]:
             out = policy.default_forward(inputs, compute_logprobs=False, compute_values=True) if values else {}
@@ -265,7 +272,7 @@ class BcActor(Trainer[BcConfig]):
                 loss = policy.bc_loss(inputs).sum() / count
             else:
                 mean, _ = policy.predict_action_batch(obs, mode="eval")
-                loss = (mean - actions).square().mean((1, 2)).sum() / count
+                loss = (mean - actions[:, : policy.chunk]).square().mean((1, 2)).sum() / count
             if not values:
                 return [loss, torch.zeros_like(loss)]
             mask = torch.ones_like(out["values"], dtype=torch.bool)[:, None]

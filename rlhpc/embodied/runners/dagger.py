@@ -14,6 +14,7 @@ from typing import Any
 from rlhpc.checkpoint import newest_valid
 from rlhpc.config.typed import typed
 from rlhpc.embodied.config import BcConfig
+from rlhpc.embodied.elsewhere import where_it_can
 from rlhpc.embodied.evaluate import record_episodes
 from rlhpc.embodied.kinds import BC
 from rlhpc.jobs.paths import RunPaths
@@ -92,7 +93,9 @@ def _labelled(output: Path, expert: str, cfg: BcConfig, episodes: int, student: 
         # Not the episodes of evaluations, and different ones in every round.
         number = int(output.stem.rpartition("_")[2])
         seed = cfg.runner.seed + 7919 * (number + 1)
-        found = record_episodes(
+        found = where_it_can(
+            student or expert,
+            record_episodes,
             student or expert,
             cfg,
             output,

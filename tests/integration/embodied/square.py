@@ -84,3 +84,16 @@ def expert(obs: dict[str, np.ndarray]) -> np.ndarray:
     places = [np.argwhere(coloured[i]).mean(0)[::-1] / side * 2 - 1 for i in range(rows)]
     actions: np.ndarray = np.clip((np.stack(places) - obs["state"]) / 0.25, -1, 1).astype(np.float32)
     return actions
+
+
+class Silent(gymnasium.ObservationWrapper[dict[str, Any], np.ndarray, dict[str, Any]]):
+    """Without the instruction: the square's colour does not matter."""
+
+    def __init__(self, env: Any) -> None:
+        super().__init__(env)
+        parts = {key: part for key, part in env.observation_space.spaces.items() if key != "instruction"}
+        self.observation_space = spaces.Dict(parts)
+
+    def observation(self, observation: dict[str, Any]) -> dict[str, Any]:
+        """Picture and numbers."""
+        return {key: part for key, part in observation.items() if key != "instruction"}

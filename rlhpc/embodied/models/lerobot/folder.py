@@ -1,0 +1,143 @@
+"""A policy's folder as LeRobot's `save_pretrained` writes it, as far as plain JSON tells: nothing of LeRobot is imported.
+
+config.json                {"type": "act", "input_features": {"observation.state": {"type": "STATE", "shape": [2]}}, …}
+model.safetensors          weights
+policy_preprocessor.json   normalisation and the like, with their statistics in files beside
+policy_postprocessor.json
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from gymnasium import spaces
+
+from rlhpc.embodied.envs.observations import boxes_of
+from rlhpc.runtime.errors import ConfigError
+from rlhpc.runtime.plain import read_json
+
+if TYPE_CHECKING:
+    from rlhpc.embodied.config import ModelConfig
+
+#: Families that are here, and the key of how many actions their networks predict at once.
+FAMILIES = {"act": "chunk_size", "diffusion": "horizon"}
+#: Keys of `actor.model.kwargs`, by family.
+OPTIONS = {"act": ("statistics",), "diffusion": ("statistics", "noise_level", "num_steps")}
+STATE, PLACE = "observation.state", "observation.environment_state"
+_KEY = "actor.model.model_path"
+
+
+@dataclass(frozen=True)
+class Described:
+    """What a folder's config.json says.
+
+    Attributes:
+        path: The folder.
+        family: One of `FAMILIES`.
+        sources: The part of our observations that each of its inputs is; pictures are None.
+        config: All of it.
+    """
+
+    path: Path
+    family: str
+    sources: dict[str, str | None]
+    config: dict[str, Any]
+
+
+def importable() -> bool:
+    """Whether this Python has LeRobot."""
+    return importlib.util.find_spec("lerobot") is not None
+
+
+def needs_lerobot(why: str) -> ConfigError:
+    """What to do where it is missing."""
+    return ConfigError(
+        f"{why} needs lerobot, which has a Python of its own: make setup-lerobot, export "
+        "RLHPC_LEROBOT_PYTHON=$PWD/.venv-lerobot/bin/python, and name it as cluster.node_groups[].python_interpreter of "
+        "actor and rollout (docs/how-to/lerobot.md)"
+    )
+
+
+def describe(cfg: ModelConfig, observation_space: Any, action_space: Any) -> Described:
+    """Reads a folder and holds it against an environment and the configuration.
+
+    Raises:
+        ConfigError: It is none, of a family that is not here, or of another task; or an option is unknown.
+    """
+    path, config = _read(cfg.model_path)
+    family = str(config.get("type"))
+    if family not in FAMILIES:
+        raise ConfigError(f"{_KEY}: {path}/config.json is of type {family!r}; here are: {', '.join(FAMILIES)}")
+    if unknown := sorted(set(cfg.kwargs) - set(OPTIONS[family])):
+        raise ConfigError(
+            f"actor.model.kwargs of lerobot's {family} has {', '.join(unknown)}; allowed: {', '.join(OPTIONS[family])}"
+        )
+    if int(config.get("n_obs_steps") or 1) != 1:
+        raise ConfigError(
+            f"{_KEY}: {path}/config.json has n_obs_steps {config['n_obs_steps']}; policies see one observation here: 1"
+        )
+    if config.get("temporal_ensemble_coeff") is not None:
+        raise ConfigError(
+            f"{_KEY}: {path}/config.json has temporal_ensemble_coeff {config['temporal_ensemble_coeff']}; chunks are "
+            "played as they are here: set it null"
+        )
+    _check_actions(cfg, path, config, action_space, FAMILIES[family])
+    return Described(path, family, _sources(path, config, observation_space), config)
+
+
+def _read(given: str | None) -> tuple[Path, dict[str, Any]]:
+    if not given:
+        raise ConfigError(f"{_KEY} is not set; model_type lerobot takes a folder that LeRobot's save_pretrained wrote")
+    path = Path(given).expanduser().absolute()
+    try:
+        config = read_json((path / "config.json").read_bytes())
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{_KEY}: {path}/config.json cannot be read: {error}") from error
+    if not isinstance(config, dict) or not isinstance(config.get("input_features"), dict):
+        raise ConfigError(f"{_KEY}: {path}/config.json has no input_features: LeRobot's save_pretrained writes them")
+    if not (path / "model.safetensors").is_file():
+        raise ConfigError(f"{_KEY}: {path} has no model.safetensors")
+    return path, config
+
+
+def _check_actions(cfg: ModelConfig, path: Path, config: Mapping[str, Any], space: Any, most: str) -> None:
+    if not isinstance(space, spaces.Box):
+        raise ConfigError(f"model_type 'lerobot' needs continuous actions; these are {space}")
+    outputs: Mapping[str, Any] = config.get("output_features") or {}
+    shape = list((outputs.get("action") or {}).get("shape") or ())
+    if shape != [math.prod(space.shape)]:
+        raise ConfigError(
+            f"{_KEY}: {path}/config.json has actions of shape {shape}, the environment {list(space.shape)}"
+        )
+    if cfg.num_action_chunks > int(config[most]):
+        raise ConfigError(
+            f"actor.model.num_action_chunks is {cfg.num_action_chunks}; {path}/config.json has {most} {config[most]}"
+        )
+
+
+def _sources(path: Path, config: Mapping[str, Any], space: Any) -> dict[str, str | None]:
+    boxes = boxes_of(space)
+    found: dict[str, str | None] = {}
+    wanted = 0
+    for name, feature in config["input_features"].items():
+        shape = list(feature["shape"])
+        if feature["type"] == "VISUAL":
+            found[name], wanted = None, wanted + 1
+            continue
+        own = name.removeprefix("observation.")
+        source = next((key for key in (own, "state", "") if key in boxes), None)
+        if source is None or [math.prod(boxes[source].shape)] != shape:
+            shown = ", ".join(f"{key or 'numbers'} {list(box.shape)}" for key, box in boxes.items())
+            raise ConfigError(
+                f"{_KEY}: {path}/config.json has input {name} of shape {shape}; the environment shows {shown}"
+            )
+        found[name] = source
+    there = sum(box.shape[2] // 3 for box in boxes.values() if len(box.shape) == 3)
+    if wanted > there:
+        raise ConfigError(f"{_KEY}: {path}/config.json has {wanted} cameras, the environment shows {there}")
+    return found

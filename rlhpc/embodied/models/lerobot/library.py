@@ -1,0 +1,152 @@
+"""LeRobot itself: its policies and processors, from a folder."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rlhpc.embodied.models.lerobot.folder import Described, importable, needs_lerobot
+from rlhpc.runtime.errors import ConfigError
+from rlhpc.runtime.plain import read_json
+
+_OPS = (
+    "nms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor",
+    "qnms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor",
+)
+_DEFINED: list[Any] = []
+
+
+def mend_torchvision() -> None:
+    """Lets torchvision be imported where its operators are of another build than torch, such as CUDA's beside a CPU
+    torch: it declares shapes of two of them. Its networks, which are all that is used, are plain torch."""
+    try:
+        importlib.import_module("torchvision")
+    except RuntimeError as error:
+        if "torchvision::nms" not in str(error):
+            raise
+        for name in [name for name in sys.modules if name.partition(".")[0] == "torchvision"]:
+            del sys.modules[name]
+        _DEFINED.append(torch.library.Library("torchvision", "DEF"))
+        for operator in _OPS:
+            _DEFINED[-1].define(operator)
+        importlib.import_module("torchvision")
+
+
+def load(described: Described) -> Any:
+    """The policy of a folder, with its weights, on the CPU.
+
+    Raises:
+        ConfigError: LeRobot is missing, or cannot load it.
+    """
+    if not importable():
+        raise needs_lerobot(f"model_type lerobot ({described.path})")
+    mend_torchvision()
+    from lerobot.configs.policies import PreTrainedConfig
+    from lerobot.policies.factory import get_policy_class
+
+    try:
+        config = PreTrainedConfig.from_pretrained(described.path)
+        device, config.device = config.device, "cpu"
+        if hasattr(config, "pretrained_backbone_weights"):
+            config.pretrained_backbone_weights = None  # which would be downloaded: the folder has the weights
+        policy = get_policy_class(described.family).from_pretrained(described.path, config=config, strict=True)
+    except Exception as error:  # whatever its parsers and networks raise
+        said = str(error).strip().split("\n")[0]
+        raise ConfigError(
+            f"actor.model.model_path: lerobot cannot load {described.path}: {type(error).__name__}: {said}"
+        ) from error
+    policy.config.device = device  # as it will be written again
+    return policy
+
+
+class Processors:
+    """What comes before and after a policy: normalisation, by the statistics of the folder or of a dataset.
+
+    Args:
+        described: The folder.
+        config: Of the policy.
+        statistics: A LeRobot dataset's folder, or its stats.json; None takes the folder's own.
+
+    Raises:
+        ConfigError: There are no statistics, or the processors cannot be loaded.
+    """
+
+    def __init__(self, described: Described, config: Any, statistics: Any) -> None:
+        self._path, self._config = described.path, config
+        self._stats = None if statistics is None else _statistics(Path(str(statistics)).expanduser())
+        if self._stats is None and not (described.path / "policy_preprocessor.json").is_file():
+            raise ConfigError(
+                f"actor.model.model_path: {described.path} has no policy_preprocessor.json; name the dataset whose "
+                "statistics scale its actions: actor.model.kwargs.statistics"
+            )
+        self._made: dict[str, tuple[Any, Any]] = {}
+        self.on(torch.device("cpu"))
+
+    def on(self, device: torch.device) -> tuple[Any, Any]:
+        """Those for inputs on a device."""
+        if str(device) not in self._made:
+            self._made[str(device)] = self._make(str(device))
+        return self._made[str(device)]
+
+    def before(self, batch: dict[str, Any]) -> dict[str, Any]:
+        """A batch as the policy's network takes it."""
+        found: dict[str, Any] = self.on(_device_of(batch))[0](batch)
+        return found
+
+    def after(self, actions: Tensor) -> Tensor:
+        """Actions as the environment takes them, from those of the network."""
+        found: Tensor = self.on(actions.device)[1](actions)
+        return found.to(actions.device)
+
+    def save(self, folder: Path) -> None:
+        """Writes both beside the policy."""
+        for processor in self.on(torch.device("cpu")):
+            processor.save_pretrained(folder)
+
+    def _make(self, device: str) -> tuple[Any, Any]:
+        from lerobot.policies.factory import make_pre_post_processors
+
+        stats: dict[str, Any] = {} if self._stats is None else {"stats": self._stats}
+        given: dict[str, Any] = {"dataset_stats": self._stats}
+        if (self._path / "policy_preprocessor.json").is_file():
+            given = {
+                "pretrained_path": str(self._path),
+                "preprocessor_overrides": {"device_processor": {"device": device}, "normalizer_processor": stats},
+                "postprocessor_overrides": {"unnormalizer_processor": stats},
+            }
+        try:
+            before, after = make_pre_post_processors(self._config, **given)
+        except Exception as error:  # whatever its steps raise
+            said = str(error).strip().split("\n")[0]
+            raise ConfigError(
+                f"actor.model.model_path: lerobot cannot load the processors of {self._path}: "
+                f"{type(error).__name__}: {said}"
+            ) from error
+
+        return before, after
+
+
+def _device_of(batch: dict[str, Any]) -> torch.device:
+    return next(value.device for value in batch.values() if isinstance(value, Tensor))
+
+
+def _statistics(path: Path) -> dict[str, dict[str, Tensor]]:
+    file = path / "meta" / "stats.json" if path.is_dir() else path
+    try:
+        found = read_json(file.read_bytes())
+        stats = {
+            name: {key: torch.tensor(value, dtype=torch.float32) for key, value in parts.items()}
+            for name, parts in found.items()
+        }
+        if "action" not in stats:
+            raise KeyError("action")
+    except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
+        raise ConfigError(
+            f"actor.model.kwargs.statistics: {file} is not a LeRobot dataset's stats.json: {error!r}"
+        ) from error
+    return stats

@@ -1,0 +1,93 @@
+"""LeRobot's policies, tiny and random, by the commands a user types: RLHPC_LEROBOT_PYTHON names the Python that has it."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from safetensors.torch import load_file
+
+from rlhpc import cli
+
+PYTHON = os.environ.get("RLHPC_LEROBOT_PYTHON", "")
+lerobot = pytest.mark.skipif(not PYTHON, reason="RLHPC_LEROBOT_PYTHON names no Python (make setup-lerobot)")
+HERE = Path(__file__).parent
+CONFIG: dict[str, Any] = {
+    "cluster": {
+        "node_groups": [{"label": "lerobot", "node_ranks": 0, "python_interpreter": PYTHON}],
+        "component_placement": {"actor,rollout": {"node_group": "lerobot", "placement": 0}, "env": 0},
+    },
+    "runner": {"name": "run", "seed": 1, "max_steps": 2, "logger": {"logger_backends": ["jsonl"]}},
+    "algorithm": {"rollout_steps": 4, "update_epochs": 1, "gamma": 0.9},
+    "env": {
+        "train": {"env_id": "square:Square-v0", "num_envs": 4, "wrappers": ["square:Silent"]},
+        "eval": {"num_envs": 2, "num_episodes": 2},
+    },
+    "actor": {
+        "global_batch_size": 16, "optim": {"lr": 3.0e-4},
+        "model": {"model_type": "lerobot", "num_action_chunks": 2, "log_std_init": -1.0},
+    },
+}  # fmt: skip
+CLONING = {
+    **CONFIG,
+    "cluster": {**CONFIG["cluster"], "component_placement": {"actor": {"node_group": "lerobot", "placement": 0}}},
+    "runner": {**CONFIG["runner"], "task_type": "bc"}, "demos": {"path": "data"},
+    "env": {**CONFIG["env"], "train": {"env_id": "square:Square-v0", "wrappers": ["square:Silent"]}},
+    "algorithm": {"update_epochs": 4, "gamma": 0.9},
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def here(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """A folder with LeRobot's dataset, its policies, and configurations, to be in."""
+    folder = tmp_path_factory.mktemp("lerobot")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        root = HERE.parents[2]
+        patch.setenv("PYTHONPATH", os.pathsep.join([str(HERE), str(root), os.environ.get("PYTHONPATH", "")]))
+        patch.setenv("HF_HUB_OFFLINE", "1")
+        patch.syspath_prepend(str(HERE))
+        Path("ppo.yaml").write_text(yaml.safe_dump(CONFIG))
+        Path("bc.yaml").write_text(yaml.safe_dump(CLONING))
+        program("make", ".")
+        yield folder
+
+
+def program(*words: str) -> str:
+    """What the program said."""
+    command = [PYTHON, str(HERE / "lerobot_programs.py"), *words]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stderr[-2000:]
+    return done.stdout
+
+
+def train(name: str, config: str, *overrides: str) -> list[dict[str, Any]]:
+    assert cli.main(["train", config, f"runner.name={name}", *overrides]) == 0
+    return [json.loads(line) for line in Path(f"runs/{name}/metrics.jsonl").read_text().splitlines()]
+
+
+@lerobot
+@pytest.mark.parametrize("family", ["act", "diffusion"])
+def test_from_a_folder_to_a_folder(here: Path, family: str) -> None:
+    """Cloned, reinforced, resumed bit for bit, evaluated, released, and loaded by LeRobot: nothing of it is imported here."""
+    model = [f"actor.model.model_path={family}"]
+    rows = train(f"{family}_bc", "bc.yaml", *model, "runner.max_steps=3", "actor.model.kwargs={statistics: data}")
+    assert rows[-1]["train/loss"] < rows[0]["train/loss"]
+    start = [*model, f"runner.init_from=runs/{family}_bc", "runner.save_interval=1"]
+    rows = train(family, "ppo.yaml", *start)
+    # The trainer finds the log-probs that the rollout acted with.
+    assert rows[0]["train/approx_kl"] == pytest.approx(0, abs=1e-6) and rows[0]["train/grad_norm"] > 0
+    assert rows[0]["train/value_loss"] > 0 and rows[0]["rollout/env_steps"] == 4 * 4 * 2
+    train(f"{family}_again", "ppo.yaml", *start, f"runner.resume_dir=runs/{family}/checkpoints/global_step_1")
+    last = [f"runs/{name}/checkpoints/global_step_2" for name in (family, f"{family}_again")]
+    weights = [load_file(f"{folder}/model.safetensors") for folder in last]
+    assert all(torch.equal(value, weights[1][key]) for key, value in weights[0].items())
+    assert cli.main(["eval", "--checkpoint", last[0], "--trust-checkpoint-code"]) == 0
+    assert cli.main(["convert", "--checkpoint", last[0], "--released", "--output", f"{family}_out"]) == 0
+    assert program("hold", f"{family}_out", last[0]).endswith("equal\n")

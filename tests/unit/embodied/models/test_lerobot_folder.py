@@ -1,0 +1,89 @@
+"""LeRobot's folders as the driver sees them, which has no LeRobot: what does not fit is said before anything starts."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from gymnasium import spaces
+
+from rlhpc.embodied import elsewhere
+from rlhpc.embodied.config import EmbodiedActorConfig, ModelConfig
+from rlhpc.embodied.models import check_policy
+from rlhpc.embodied.models.lerobot.folder import describe
+from rlhpc.embodied.roles.bc import chunks_of
+from rlhpc.runtime.errors import ConfigError
+
+PICTURES, NUMBERS = spaces.Box(0, 255, (8, 8, 6), np.uint8), spaces.Box(-1, 1, (3,), np.float32)
+SPACE, ACTION = spaces.Dict({"rgb": PICTURES, "state": NUMBERS}), spaces.Box(-1, 1, (2,), np.float32)
+CONFIG: dict[str, Any] = {
+    "type": "act", "chunk_size": 8, "n_obs_steps": 1,
+    "input_features": {
+        "observation.images.top": {"type": "VISUAL", "shape": [3, 8, 8]},
+        "observation.state": {"type": "STATE", "shape": [3]},
+    },
+    "output_features": {"action": {"type": "ACTION", "shape": [2]}},
+}  # fmt: skip
+
+
+def section(folder: Path, config: dict[str, Any], **changes: Any) -> ModelConfig:
+    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "model.safetensors").touch()
+    return ModelConfig(model_type="lerobot", model_path=str(folder), **changes)
+
+
+def test_inputs_are_parts_of_the_observation(tmp_path: Path) -> None:
+    found = describe(section(tmp_path, CONFIG, num_action_chunks=8), SPACE, ACTION)
+    assert (found.family, found.sources) == ("act", {"observation.images.top": None, "observation.state": "state"})
+    place = {"observation.environment_state": {"type": "ENV", "shape": [3]}}
+    alone = section(tmp_path, {**CONFIG, "input_features": place})
+    assert describe(alone, NUMBERS, ACTION).sources == {"observation.environment_state": ""}
+
+
+REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
+    "family": ({"type": "tdmpc"}, {}, "of type 'tdmpc'; here are: act, diffusion"),
+    "chunk": ({}, {"num_action_chunks": 9}, "num_action_chunks is 9; .* has chunk_size 8"),
+    "option": ({}, {"kwargs": {"noise_level": 1}}, "act has noise_level; allowed: statistics"),
+    "history": ({"n_obs_steps": 2}, {}, "n_obs_steps 2"),
+    "ensemble": ({"temporal_ensemble_coeff": 0.01}, {}, "set it null"),
+    "actions": ({"output_features": {"action": {"shape": [7]}}}, {}, r"actions of shape \[7\], the environment \[2\]"),
+    "state": (
+        {"input_features": {"observation.state": {"type": "STATE", "shape": [4]}}},
+        {},
+        r"observation.state of shape \[4\]; the environment shows rgb \[8, 8, 6\], state \[3\]",
+    ),
+    "cameras": (
+        {"input_features": {f"observation.images.{i}": {"type": "VISUAL", "shape": [3, 8, 8]} for i in range(3)}},
+        {},
+        "has 3 cameras, the environment shows 2",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_does_not_fit_is_named(case: str, tmp_path: Path) -> None:
+    there, here, said = REFUSED[case]
+    with pytest.raises(ConfigError, match=said):
+        describe(section(tmp_path, {**CONFIG, **there}, **here), SPACE, ACTION)
+
+
+def test_without_lerobot_the_make_target_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(elsewhere.PYTHON, raising=False)
+    actor = EmbodiedActorConfig(model=section(tmp_path, CONFIG))
+    with pytest.raises(ConfigError, match=r"needs lerobot.*make setup-lerobot"):
+        check_policy(actor, (SPACE, ACTION), ["/its/python", None])
+    assert check_policy(actor, (SPACE, ACTION), ["/its/python", "/its/python"]) is None
+    (tmp_path / "model.json").write_text(json.dumps({"model": {"model_type": "lerobot"}}))
+    with pytest.raises(ConfigError, match="make setup-lerobot"):
+        elsewhere.where_it_can(tmp_path, str.upper, "here")
+    (tmp_path / "model.json").write_text(json.dumps({"model": {"model_type": "mlp"}}))
+    assert elsewhere.where_it_can(tmp_path, str.upper, "here") == "HERE"
+
+
+def test_actions_beyond_the_end_are_marked() -> None:
+    actions, beyond = chunks_of(np.arange(3)[:, None], range(3))
+    assert actions[..., 0].tolist() == [[0, 1, 2], [1, 2, 2], [2, 2, 2]]
+    assert beyond.tolist() == [[False, False, False], [False, False, True], [False, True, True]]
