@@ -20,6 +20,7 @@ from typing import Any
 
 from aiohttp import web
 
+from rlhpc.language.agents.keys import Keys
 from rlhpc.language.agents.messages import Refused, Renderer
 from rlhpc.language.agents.messages_api import conversation_of, message_error, message_reply
 from rlhpc.language.agents.parsers import Parsers
@@ -90,6 +91,7 @@ class Gateway:
 
     Attributes:
         asked: What the engine is to draw.
+        keys: Of its episodes.
         url: Where it is for this host, without `/v1`.
         far: Where it is for others; "" if it is for none.
         socket: Path of a UNIX socket where it is, too: for sandboxes without a network.
@@ -102,7 +104,7 @@ class Gateway:
         self._renderer = Renderer(tokenizer)
         self._folder = folder_for_sockets("agents")
         self.socket = str(self._folder / "model")
-        self._sessions: dict[str, Session] = {}
+        self.keys = Keys()
         self._waiting: set[asyncio.Future[Completion]] = set()
         self._thread = threading.Thread(target=self._serve, name="rlhpc-gateway", daemon=True)
         self._thread.start()
@@ -140,7 +142,7 @@ class Gateway:
         """Ends it; whoever waits is refused."""
 
         async def end() -> None:
-            for session in list(self._sessions.values()):
+            for session in self.keys.sessions():
                 self.end(session)
             for waiting in list(self._waiting):
                 if not waiting.done():
@@ -159,12 +161,12 @@ class Gateway:
 
     def open(self, session: Session) -> None:
         """From now on its key is good."""
-        self._sessions[session.key] = session
+        self.keys.open(session)
 
     def end(self, session: Session) -> None:
         """From now on it is not, and what is still drawn for it is lost. On the gateway's loop."""
         session.closed = True
-        self._sessions.pop(session.key, None)
+        self.keys.end(session)
 
     async def chat(self, key: str, role: str, messages: list[Any], tools: list[Any]) -> dict[str, Any]:
         """The model's next message, for who is in this process. On the gateway's loop.
@@ -172,25 +174,13 @@ class Gateway:
         Raises:
             Refused: There is none.
         """
-        session = self._of_key(key)
+        session = self.keys.find(key)
         asking = session.chat(
             messages, tools, session.role_of(role), session.sampling_of(None, None), self._renderer, self._parsers, self._draw
         )  # fmt: skip
         answer = await asking
         answer.turn.received = True
         return answer.message
-
-    def _of_key(self, key: str) -> Session:
-        session = self._sessions.get(key)
-        if session is None:
-            raise Refused("there is no episode of this key, or it has ended", 401, "invalid_api_key")
-        return session
-
-    def _session(self, request: web.Request) -> Session:
-        key = request.headers.get("Authorization", "").removeprefix("Bearer ").strip() or request.headers.get(
-            "x-api-key", ""
-        )
-        return self._of_key(key)
 
     # -- the engine -----------------------------------------------------------------------------------------------
 
@@ -311,7 +301,7 @@ class Gateway:
     ) -> web.StreamResponse:
         """What a route answers, or why it does not, as its clients understand it."""
         try:
-            return await route(request, self._session(request))
+            return await route(request, self.keys.of(request.headers))
         except Refused as why:
             return web.json_response((error or _error)(why), status=why.status)
 

@@ -139,7 +139,8 @@ class OutsideEpisodes:
         return {
             "id": number, "task": {"question": "", **task}, "base_url": f"{self._gateway.url}/v1",
             "api_key": session.key, "socket": self._gateway.socket, "model": MODEL, "timeout_s": self._options.timeout_s,
-            "host": host_id(), "far": self._gateway.far,
+            "host": host_id(), "far": self._gateway.far, "session_id": session.name,
+            "process_key": self._gateway.keys.process,
         }  # fmt: skip
 
     def resume(self, request: Request, drawn: Completion, prompt: Prompt | None = None) -> None:

@@ -210,7 +210,7 @@ def _watched(ticket: dict[str, Any], run: Any, spec: dict[str, Any], out: int) -
         while select.select([fd], [], [], 0)[0] and _take(fd, found[fd], most.get(fd)):
             if len(found[fd]) >= (most.get(fd) or _TAIL):
                 break
-    tail = found[said[0]].decode(errors="replace").replace(ticket["api_key"], "KEY").strip()
+    tail = _task.unkeyed(found[said[0]].decode(errors="replace"), ticket).strip()
     if spec["kind"] == "command" and status == 0:
         return {"response": found[printed[0]].decode(errors="replace").strip()}
     try:
@@ -331,7 +331,7 @@ def _episode(ticket: dict[str, Any], run: Any, spec: dict[str, Any], result: int
     except BaseException as error:
         where = traceback.extract_tb(error.__traceback__)[-1:]
         at = f" ({os.path.basename(where[0].filename)}, line {where[0].lineno})" if where else ""
-        outcome = {"error": f"{type(error).__name__}: {error}{at}".replace(ticket["api_key"], "KEY")}
+        outcome = {"error": _task.unkeyed(f"{type(error).__name__}: {error}{at}", ticket)}
     _write(result, json.dumps(outcome).encode() + b"\n")
     os._exit(0)
 

@@ -23,6 +23,8 @@ MOST_AT_ONCE = 32
 OVER = "context_length_exceeded"
 #: Seconds that a reply is gone on with for a client that has hung up, and may ask again.
 PATIENCE_S = 10.0
+#: How names of episodes begin that are made here.
+NAMED = "rs-"
 
 
 @dataclass(frozen=True)
@@ -80,12 +82,14 @@ class Session:
 
     Attributes:
         key: Whoever has it speaks for this episode.
+        name: What a client with one key a process calls it; `names`: what else clients have called it.
         closed: Whether it has ended: what is drawn from then on does not count.
     """
 
     def __init__(self, number: int, sampling: SamplingParams, seed: int, limits: Limits) -> None:
         self.number, self.sampling, self.seed, self.limits = number, sampling, seed, limits
         self.key = f"rk-{secrets.token_urlsafe(24)}"
+        self.name, self.names = f"{NAMED}{secrets.token_urlsafe(24)}", set[str]()
         self.tree = Tree()
         self.closed = False
         self.counts = collections.Counter[str]()

@@ -33,10 +33,12 @@ class Model:
         base_url: Of OpenAI's routes, with `/v1`.
         api_key: The episode's.
         name: What to call the model.
+        process_key, session_id: For a client with one key for many episodes: that key, and this episode's `X-Session-ID`.
     """
 
-    def __init__(self, base_url: str, api_key: str, name: str) -> None:
+    def __init__(self, base_url: str, api_key: str, name: str, process_key: str = "", session_id: str = "") -> None:
         self.base_url, self.api_key, self.name = base_url, api_key, name
+        self.process_key, self.session_id = process_key, session_id
 
     def chat(
         self, messages: Sequence[dict[str, Any]], tools: Sequence[dict[str, Any]] | None = None, **options: Any
@@ -107,7 +109,8 @@ def outcome_of(run: Callable[..., Any], ticket: dict[str, Any]) -> dict[str, Any
     Raises:
         TypeError: It returned something else.
     """
-    model = Model(ticket["base_url"], ticket["api_key"], ticket["model"])
+    own = (ticket["process_key"], ticket["session_id"])
+    model = Model(ticket["base_url"], ticket["api_key"], ticket["model"], *own)
     value = run(Task(**ticket["task"]), model)
     if inspect.isawaitable(value):
         value = asyncio.run(_awaited(value))
@@ -146,7 +149,15 @@ def environment_of(ticket: dict[str, Any]) -> dict[str, str]:
         "OPENAI_BASE_URL": ticket["base_url"], "OPENAI_API_KEY": ticket["api_key"],
         "OPENAI_API_BASE": ticket["base_url"], "ANTHROPIC_BASE_URL": f"{url.scheme}://{url.netloc}",
         "ANTHROPIC_API_KEY": ticket["api_key"], "RLHPC_SOCKET": ticket["socket"], "NO_PROXY": near, "no_proxy": near,
+        "RLHPC_PROCESS_KEY": ticket["process_key"], "RLHPC_SESSION_ID": ticket["session_id"],
     }  # fmt: skip
+
+
+def unkeyed(text: str, ticket: dict[str, Any]) -> str:
+    """A text without what lets one speak for the episode."""
+    for name in ("api_key", "process_key", "session_id"):
+        text = text.replace(ticket[name], "KEY")
+    return text
 
 
 def public(task: dict[str, Any]) -> dict[str, Any]:

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 import time
+import urllib.request
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +46,18 @@ def paid_by_turn(task: Any, model: Any) -> dict[str, Any]:
     for _ in range(2):
         messages += [model.chat(messages), {"role": "user", "content": "Go on."}]
     return {"turn_rewards": [0.5, -1.0] + [0.0] * task.kwargs.get("more", 0)}
+
+
+def one_key(task: Any, model: Any) -> float:
+    """Asks as a process would that has one key for all episodes."""
+    assert os.environ["RLHPC_PROCESS_KEY"] == model.process_key and os.environ["RLHPC_SESSION_ID"] == model.session_id
+    head = {"Authorization": f"Bearer {model.process_key}", "X-Session-ID": model.session_id}
+    body = json.dumps({"messages": task.messages}).encode()
+    with urllib.request.urlopen(urllib.request.Request(f"{model.base_url}/chat/completions", body, head)) as said:
+        json.load(said)
+    if task.seed % 2:
+        raise ValueError(f"{model.api_key} {model.process_key} {model.session_id}")
+    return 1.0
 
 
 def chaos(task: Any, model: Any) -> float:

@@ -64,7 +64,7 @@ class Served:
                 under_way[number].show(ids)
             time.sleep(0.0005)
 
-    def open(self, seed: int = 0, most: int = 100, turns: int = 50, tokens: int = 10_000) -> Session:
+    def open(self, seed: int = 0, most: int = 100, turns: int = 80, tokens: int = 10_000) -> Session:
         session = Session(seed, SamplingParams(max_new_tokens=most), seed, Limits(turns, tokens))
         self.gateway.open(session)
         return session
@@ -356,6 +356,34 @@ def test_keys(served: Served) -> None:
     assert served.post(one.key, "/v1/chat/completions", body)[0] == 401
     for path in ("/pause", "/resume", "/update_weights", "/v1/reward"):
         assert served.post(other.key, path, {})[0] == 404
+
+
+def test_a_client_with_one_key_for_all_its_episodes_says_which(served: Served) -> None:
+    one, other, ended = served.open(1), served.open(2), served.open(3)
+    key, body = served.gateway.keys.process, {"messages": [{"role": "user", "content": "u"}]}
+
+    def status(of: str, name: str) -> int:
+        found, said = served.post(of, "/v1/chat/completions", body, **({"X-Session-ID": name} if name else {}))
+        assert not any(secret in json.dumps(said) for secret in (one.key, one.name, other.name, key))
+        return found
+
+    served.end(ended)
+    assert [status(key, name) for name in (one.name, other.name, "trace-1", "")] == [200, 200, 401, 401]
+    assert (len(one.tree.turns), len(other.tree.turns)) == (1, 1)
+    # A name that its client has made up is an episode's from its first use with that one's key, and no other's.
+    assert [status(one.key, "trace-1"), status(other.key, "trace-1"), status(key, "trace-1")] == [200, 403, 200]
+    assert len(one.tree.turns) == 3
+    # Another's, one's that has ended, another gateway's.
+    assert [status(one.key, other.name), status(one.key, ended.name), status(key, ended.name)] == [403, 403, 401]
+    assert [status(f"rp-{key[4:]}", one.name), status(one.key[:-1], one.name), status(one.name, one.name)] == [401] * 3
+    served.end(one)
+    assert [status(key, one.name), status(key, "trace-1"), status(other.key, one.name)] == [401, 401, 403]
+    assert status(other.key, "trace-1") == 200, "nobody's any more"
+    assert (len(one.tree.turns), len(other.tree.turns)) == (3, 2)
+    assert [status(other.key, f"t{number}") for number in range(64)] == [200] * 63 + [403], "and no end of them"
+    served.end(other)
+    time.sleep(0.05)
+    assert not served.gateway.keys.sessions() and not served.gateway.keys._of_name
 
 
 def test_what_cannot_be_had_is_said(served: Served) -> None:

@@ -241,6 +241,14 @@ def test_log_probs_are_those_of_each_tokens_own_version_over_an_update_in_flight
     assert drifting == later
 
 
+def test_one_key_for_many_episodes_and_each_has_its_own_turns() -> None:
+    with episodes_of(Scripted(lambda prompt: "84"), "outside_agents:one_key") as generation:
+        episodes = run_all(generation, 4)
+    assert [len(episode.samples) for episode in episodes] == [1] * 4
+    assert [episode.outcome.reward for episode in episodes] == [1.0, None, 1.0, None]
+    assert "KEY KEY KEY" in episodes[1].outcome.error
+
+
 def test_an_agent_says_what_each_turn_was_worth() -> None:
     with episodes_of(Scripted(lambda prompt: "84"), "outside_agents:paid_by_turn") as generation:
         (episode,) = run_all(generation, 1)
